@@ -84,7 +84,7 @@ def signatures():
     return sorted(lines)
 
 
-def test_public_signatures_are_those_of_the_file():
+def test_public_signatures_match_the_file():
     expected, found = FILE.read_text().splitlines(), signatures()
     changes = [f"- {line}" for line in expected if line not in found]
     changes += [f"+ {line}" for line in found if line not in expected]

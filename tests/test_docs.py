@@ -15,7 +15,7 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 ARCHITECTURE = runpy.run_path(str(ROOT / "docs/architecture.py"))
 
 
-def test_the_pictures_are_those_of_the_script():
+def test_the_pictures_match_the_script():
     for file, text in ARCHITECTURE["pictures"]().items():
         assert (ROOT / "docs" / file).read_text(encoding="utf-8") == text, "run `python docs/architecture.py`"
 

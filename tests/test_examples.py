@@ -22,7 +22,7 @@ def run(monkeypatch, capsys):
     return call
 
 
-def test_text_completes_answers_and_tells_probabilities(run):
+def test_text_completes_answers_and_prints_probabilities(run):
     out = run("text.py")
     assert "12 + 30 =| 42" in out
     assert re.search(r"\{'4': -0\.\d+, '[^']+': -\d+\.\d+\} took \d+", out)
@@ -42,7 +42,7 @@ def test_embed_finds_the_paraphrase(run):
     assert "Mia spent five dollars on 3 apples." in best
 
 
-def test_video_makes_clips_and_stops_when_told_to(run, tmp_path, monkeypatch):
+def test_video_makes_clips_and_stops_on_request(run, tmp_path, monkeypatch):
     image = pytest.importorskip("PIL.Image")
     monkeypatch.chdir(tmp_path)
     out = run("video.py")

@@ -6,7 +6,7 @@ from verax.errors import CheckpointError
 from verax.files import atomic_path, read_json, write_json, write_text
 
 
-def test_a_file_appears_when_the_block_ends_and_leaves_nothing_beside_it(tmp_path):
+def test_a_file_appears_when_the_block_ends_and_leaves_nothing_else(tmp_path):
     path = tmp_path / "a.npz"
     with atomic_path(path) as partial:
         assert partial.suffix == ".npz"
@@ -58,7 +58,7 @@ def test_json_is_written_and_read_with_its_name(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "5", '{"a": "\\ud800"}', "[" * 100_000, '{"a": ' + "9" * 5000 + "}"])
-def test_what_is_no_json_object_is_refused_with_the_name_of_the_file(tmp_path, text):
+def test_anything_but_a_json_object_is_refused_with_the_name_of_the_file(tmp_path, text):
     path = tmp_path / "a.json"
     write_text(path, text)
     with pytest.raises(CheckpointError, match=r"a\.json: (not valid JSON|expected a JSON object)"):

@@ -34,7 +34,7 @@ def test_using_the_engine_brings_no_torch():
     assert done.stdout == "set()\n"
 
 
-def test_the_version_is_that_of_the_changelog_and_stands_nowhere_else():
+def test_the_version_is_the_changelogs_and_stands_nowhere_else():
     root = Path(__file__).parents[1]
     newest = re.search(r"(?m)^## \[?(\d+\.\d+\.\d+)", (root / "CHANGELOG.md").read_text(encoding="utf-8"))
     assert newest is not None

@@ -1,21 +1,24 @@
 """Recipe of the built-in encoder: sizes, data, schedule and export.
 
 A small encoder learns close vectors for sentences of one meaning by a contrastive loss. Its pairs of phrasings come
-from `paraphrases`, with near misses that differ in one fact.
+from `paraphrases`, with near misses that differ in one fact. A batch depends on the seed and its step only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 from tokenizers import Tokenizer
 
-from recipes.encoder.batches import batches
+from recipes.encoder.paraphrases import Split, pairs
 from recipes.encoder.tokenizer import save_tokenizer, train_tokenizer
 from verax import models, ops
 from verax.checkpoint import save
@@ -24,7 +27,31 @@ from verax.nn import Sentences
 from verax.train.loop import Schedule, train
 from verax.train.loss import contrastive_loss, rounded_gradient_linear
 
-__all__ = ["CONFIG", "SCHEDULE", "export", "initial", "train_builtin"]
+__all__ = ["CONFIG", "SCHEDULE", "batch", "batches", "export", "initial", "padded", "train_builtin"]
+
+Batch = dict[str, Int32[np.ndarray, "B ..."]]
+
+
+def padded(tokenizer: Tokenizer, sentences: Sequence[str], length: int) -> Batch:
+    """Batch of sentences: `tokens [B, length]` and `lengths [B]`. Padding is token 0; longer sentences are cut."""
+    ids = [encoding.ids[:length] for encoding in tokenizer.encode_batch_fast(list(sentences))]
+    tokens = np.zeros((len(ids), length), np.int32)
+    for row, sentence in zip(tokens, ids, strict=True):
+        row[: len(sentence)] = sentence
+    return {"tokens": tokens, "lengths": np.asarray([len(sentence) for sentence in ids], np.int32)}
+
+
+def batch(step: int, tokenizer: Tokenizer, *, seed: int, size: int, length: int, split: Split = "train") -> Batch:
+    """Batch of a step: `size` first phrasings, then the second phrasings in the same order."""
+    drawn = [pair for _, pair in islice(pairs(f"{seed}/{step}", split=split), size)]
+    return padded(tokenizer, [*(pair.first for pair in drawn), *(pair.second for pair in drawn)], length)
+
+
+def batches(tokenizer: Tokenizer, *, seed: int, size: int, length: int, start: int = 0) -> Iterator[Batch]:
+    """Endless training batches from step `start` on."""
+    for step in count(start):
+        yield batch(step, tokenizer, seed=seed, size=size, length=length)
+
 
 CONTEXT = 128
 

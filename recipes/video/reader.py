@@ -18,9 +18,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from recipes.video.latents import WORDS, labels, tokens
+from recipes.video.latents import WORDS, labels, tokens, video_tokenizer
 from recipes.video.shapes import scenes
-from recipes.video.tokenizer import video_tokenizer
 from verax import ops
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.nn import Linear

@@ -17,9 +17,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from recipes.video.latents import CLIP_MEAN, CLIP_STD, TEXT_TOKENS, clips
+from recipes.video.latents import CLIP_MEAN, CLIP_STD, END, TEXT_TOKENS, clips, save_tokenizer, video_tokenizer
 from recipes.video.reader import TEXT_ENCODER, train_reader
-from recipes.video.tokenizer import END, save_tokenizer, video_tokenizer
 from recipes.video.transformer import IMAGE_ENCODER, SHIFT, TRANSFORMER, Trainee, train_transformer
 from recipes.video.vae import FRAMES, SIZE, refine_decoder, train_vae
 from verax.checkpoint.save import save

@@ -219,7 +219,7 @@ def test_quantising_while_loading_needs_little_more_than_what_it_makes(tmp_path)
     assert float(run(code, tmp_path)) < 250
 
 
-def test_a_weight_quantised_in_pieces_is_that_of_one_piece(tmp_path, monkeypatch):
+def test_a_weight_quantised_in_pieces_equals_one_piece(tmp_path, monkeypatch):
     weight = np.random.default_rng(0).standard_normal((37, 64), np.float32)
     checkpoint.save({"weight": weight}, tmp_path, config={})
     abstract = nnx.eval_shape(lambda: Linear(64, 37, dtype=jnp.float32, rngs=nnx.Rngs(0)))

@@ -183,7 +183,7 @@ def read(folder):
 
 @pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
 @pytest.mark.parametrize("base", ["float32", "bfloat16"])
-def test_sums_are_those_of_float32_rounded_once(weights, adapter, tmp_path, base, dtype):
+def test_sums_are_made_in_float32_and_rounded_once(weights, adapter, tmp_path, base, dtype):
     tiny_checkpoint(tmp_path / "base", dtype=base)
     merge(Checkpoint.open(tmp_path / "base"), adapter[0], tmp_path / "merged", dtype=dtype)
     stored = {name: np.asarray(weight).astype(np.float32) for name, weight in read(tmp_path / "base").items()}

@@ -64,7 +64,7 @@ def test_a_home_folder_is_found(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("model", ["nowhere", "./no/where", "/no/where/else", "a/b/c", Path("org/name"), "../x"])
-def test_what_is_neither_is_told_with_what_is_possible(model):
+def test_the_error_of_anything_else_says_what_is_possible(model):
     with pytest.raises(CheckpointError) as caught:
         resolve(model)
     assert str(model) in str(caught.value)
@@ -72,7 +72,7 @@ def test_what_is_neither_is_told_with_what_is_possible(model):
     assert "hub id" in str(caught.value)
 
 
-def test_a_file_is_no_checkpoint(tmp_path):
+def test_a_file_is_not_a_checkpoint(tmp_path):
     file = tmp_path / "model.safetensors"
     file.touch()
     with pytest.raises(
@@ -92,7 +92,7 @@ def test_a_cached_snapshot_is_used_when_the_hub_does_not_answer(tmp_path):
     assert ask("org/tiny.model-1", tmp_path, HF_ENDPOINT="http://127.0.0.1:9") == str(snapshot)
 
 
-def test_offline_and_not_cached_is_told_in_one_line(tmp_path):
+def test_offline_and_not_cached_is_an_error_in_one_line(tmp_path):
     said = ask("org/none", tmp_path, HF_HUB_OFFLINE="1")
     assert said.startswith("org/none: no such folder here, not in the local cache")
     assert "offline" in said
@@ -133,7 +133,7 @@ def test_only_the_files_of_a_checkpoint_are_asked_for(monkeypatch, tmp_path):
     assert list(got) == wanted
 
 
-def test_layers_behind_the_pooling_are_asked_for_where_there_are_some(monkeypatch, tmp_path):
+def test_layers_after_the_pooling_are_fetched_where_they_exist(monkeypatch, tmp_path):
     asked = []
 
     def snapshot_download(name, **options):
@@ -181,7 +181,7 @@ def test_of_a_video_model_either_layout_is_asked_for(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["nowhere", "a/b/c", Path("org/name")])
-def test_a_video_model_that_is_not_there_is_told(model):
+def test_a_missing_video_model_is_an_error(model):
     with pytest.raises(CheckpointError, match=r"no such folder; expected a folder of SkyReels-V2.* or a hub id"):
         resolve_video(model)
 
@@ -205,7 +205,7 @@ def no_response(kind):
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_what_the_hub_says_is_told_in_one_line_with_the_id(error, says, monkeypatch):
+def test_errors_of_the_hub_become_one_line_with_the_id(error, says, monkeypatch):
     def fail(*_, **__):
         raise error
 

@@ -43,7 +43,7 @@ def test_what_is_repeated_is_compared_with_each_of_its_copies():
     np.testing.assert_array_equal(layout.invert(layout.apply(x)), x)
 
 
-def test_equal_sizes_alone_are_no_arrangement():
+def test_equal_sizes_alone_are_not_an_arrangement():
     assert find_layout((2, 6), (3, 4)) is None
     assert find_layout((2, 6), (2, 5)) is None
 
@@ -62,7 +62,7 @@ def test_channels_of_a_clips_pictures_move_rather_than_neighbours_change_places(
     assert find_layout((4, 8, 8, 12), (1, 4, 8, 12, 8)).axes == (0, 2, 3, 1)
 
 
-def test_names_tables_and_several_results_beside_each_other():
+def test_names_tables_and_several_results_concatenated():
     ours = trace(blocks_3_attn_qkv=(2, 12), blocks_3_norm=(2, 4), head=(1, 2), only=(9,))
     reference = trace(layer_3_q=(2, 4), layer_3_k=(2, 4), layer_3_v=(2, 4), layer_3_norm=(2, 4), head=(2, 1), more=(3,))
     qkv = Renaming([("blocks.{i}.attn.qkv", tuple(f"layer.{{i}}.{x}" for x in "qkv"))])
@@ -96,7 +96,7 @@ def test_calls_are_put_together_along_the_axis_that_keeps_all_sizes():
     assert pair.layout.ambiguous
 
 
-def test_a_name_with_another_shape_is_told():
+def test_a_name_with_another_shape_is_reported():
     found = align(trace(a=(2, 3), b=(2,)), trace(a=(2, 4), b=(2,)))
     assert [pair.ours for pair in found.pairs] == [("b",)]
     assert found.mismatched == [("a", "a", "[2, 3] is not an arrangement of [2, 4]")]
@@ -111,7 +111,7 @@ def test_what_is_left_is_matched_by_shape_in_order_and_marked():
     assert align(ours, reference).guessed == []
 
 
-def test_errors_are_those_of_their_definitions():
+def test_errors_match_their_definitions():
     reference = np.array([1.0, -2.0, 3.0, -2.0])
     errors = measure(reference + np.array([0, 0.5, 0, 0]), reference)
     assert errors.max_abs == 0.5

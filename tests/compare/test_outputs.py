@@ -13,7 +13,7 @@ def logits(rows=6, vocabulary=50, seed=0):
     return np.random.default_rng(seed).normal(0, 3, (rows, vocabulary)).astype(np.float32)
 
 
-def test_logits_errors_and_divergence_are_those_of_scipy():
+def test_logits_errors_and_divergence_match_scipy():
     a, b = logits(), logits() + 0.01 * logits(seed=1)
     found = compare_logits(a, b, tokens := [3, 1, 4, 1, 5, 9])
     p, q = special.softmax(a.astype(float), -1), special.softmax(b.astype(float), -1)
@@ -28,7 +28,7 @@ def test_logits_errors_and_divergence_are_those_of_scipy():
     assert (found.same_best, found.difference) == (1.0, None)
 
 
-def test_the_first_other_choice_is_told_with_both_sides_candidates():
+def test_the_first_other_choice_is_reported_with_both_sides_candidates():
     a = logits()
     b = a.copy()
     best, second_best = np.argsort(-a[4])[:2]
@@ -65,7 +65,7 @@ def test_a_text_that_ends_early_differs_there():
     assert (found.position, found.tokens, found.close) == (2, (None, 3), False)
 
 
-def test_candidates_can_be_those_of_the_text_engine():
+def test_candidates_can_come_from_the_text_engine():
     engine = [{7: Logprob(-0.1, 1, "a"), 3: Logprob(-2.5, 2, "b")}]
     found = first_difference([3], [7], candidates(logits(1, 8), 8), engine)
     assert found.candidates[1] == {7: -0.1, 3: -2.5}

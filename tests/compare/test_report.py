@@ -57,7 +57,7 @@ def test_at_a_lower_precision_the_ratio_decides():
     assert (near.passed, far.passed) == (True, False)
 
 
-def test_what_the_reference_keeps_in_float32_is_no_finding_for_rounding():
+def test_rounding_of_what_the_reference_keeps_in_float32_is_not_a_finding():
     kept = [row("time", 1e-6, truth=(1e-6, 0.0)), row("block", 1e-2, dtype="bfloat16", truth=(6e-3, 5e-3))]
     assert comparison(*kept, dtype="bfloat16").first is None
     kept.insert(0, row("cast", 4e-3, truth=(4e-3, 0.0)))
@@ -97,7 +97,7 @@ def test_pages_hold_all_rows_and_need_no_network(large, tmp_path):
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["compare.html", "compare.json", "compare.md"]
 
 
-def test_the_compiled_programs_output_stands_beside_the_layers_and_decides_too(tmp_path):
+def test_the_compiled_programs_output_is_reported_with_the_layers_and_decides_too(tmp_path):
     result = comparison(row("a", 1e-7), row("(output)", 1e-7), fused=row("(output)", 3e-2))
     assert result.failures == ["the output as one compiled program has a relative L2 error of 3.0e-02, over 1e-04"]
     console = Console(width=160, record=True, file=io.StringIO())

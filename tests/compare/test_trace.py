@@ -124,7 +124,7 @@ def test_a_folder_in_use_and_a_compiled_replacement_are_refused(tmp_path):
         trace_jax(Side(Model(), (X,)), jit=True, replace=lambda name, shape: None)
 
 
-def test_a_compiled_run_keeps_the_output_only_and_takes_arguments_that_are_no_arrays():
+def test_a_compiled_run_keeps_the_output_only_and_takes_arguments_other_than_arrays():
     call = lambda model, x, *, times, on: times * model(x) if on else x
     trace = run_compiled(Side(Model(), (X,), {"times": np.float32(2), "on": True}, call))
     assert {name: trace[name].tolist() for name in trace} == {OUTPUT: (2 * 4620 * X).tolist()}

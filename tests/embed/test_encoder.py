@@ -179,7 +179,7 @@ def test_keys_of_the_first_releases_load(tmp_path, encoder):
     np.testing.assert_array_equal(old.encode("the cat sat"), encoder.encode("the cat sat"))
 
 
-def test_the_files_of_sentence_transformers_decide_unless_told_otherwise(tmp_path):
+def test_the_files_of_sentence_transformers_decide_by_default(tmp_path):
     tiny_encoder(tmp_path)
     sentence_files(tmp_path, mode="cls", max_seq_length=9)
     assert (Encoder(tmp_path).settings.pooling, Encoder(tmp_path).max_length) == ("cls", 9)

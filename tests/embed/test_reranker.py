@@ -109,7 +109,7 @@ def test_a_model_without_a_classifier_lacks_its_weights(tmp_path):
         Reranker(tmp_path)
 
 
-def test_a_language_model_without_the_answers_is_no_reranker(tmp_path):
+def test_a_language_model_without_the_answers_is_not_a_reranker(tmp_path):
     with pytest.raises(UnsupportedModelError, match="its tokenizer lacks one of the tokens yes, no"):
         Reranker(tiny_checkpoint(tmp_path / "qwen3"))
     with pytest.raises(UnsupportedModelError, match="model_type 'qwen2': the only language model that ranks"):
@@ -133,7 +133,7 @@ def test_wrong_input_is_named(reranker, call, message):
         call(reranker)
 
 
-def test_the_prompt_of_a_language_model_is_that_of_its_model_card():
+def test_the_prompt_of_a_language_model_is_its_model_cards():
     assert PREFIX.startswith("<|im_start|>system\nJudge whether the Document meets the requirements based on the Query")
     assert PREFIX.endswith('the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n')
     assert SUFFIX == "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"

@@ -167,7 +167,7 @@ def expected_logits(theirs):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_float32_logits_are_those_of_transformers(family, tmp_path):
+def test_float32_logits_match_transformers(family, tmp_path):
     theirs = reference(family, tmp_path)
     assert relative(logits(tmp_path, TOKENS), expected_logits(theirs)) < bound(family)
 
@@ -177,7 +177,7 @@ GENERATED |= {"qwen3_moe": 64, "qwen3_5_moe": 64}
 
 
 @pytest.mark.parametrize(("family", "count"), GENERATED.items())
-def test_greedy_tokens_are_those_of_transformers(family, count, tmp_path):
+def test_greedy_tokens_match_transformers(family, count, tmp_path):
     theirs = reference(family, tmp_path)
     prompts = [TOKENS[0, :37].tolist(), TOKENS[1, :5].tolist()]
     expected = continuations(theirs, prompts, count)
@@ -186,7 +186,7 @@ def test_greedy_tokens_are_those_of_transformers(family, count, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma2"])
-def test_greedy_tokens_of_a_batch_are_those_of_transformers(family, tmp_path):
+def test_greedy_tokens_of_a_batch_match_transformers(family, tmp_path):
     """Three requests, two at a time; prompts and answers are longer than the window; the first prompt is cached."""
     theirs = reference(family, tmp_path)
     prompts = [TOKENS[0, :77].tolist(), TOKENS[1, :5].tolist(), TOKENS[0, :70].tolist()]
@@ -225,7 +225,7 @@ def root_mean_square(errors):
         ("qwen3_moe", 70, {"quantization": "int8"}, lambda errors: np.median(np.abs(errors)), 0.1),
     ],
 )
-def test_logprobs_of_the_engine_are_close_to_those_of_transformers(family, length, options, size, tolerance, tmp_path):
+def test_logprobs_of_the_engine_are_close_to_transformers(family, length, options, size, tolerance, tmp_path):
     theirs = reference(family, tmp_path)
     errors = logprob_errors(engine(tmp_path, **options), theirs, TOKENS[0, :length].tolist())
     assert size(errors) < tolerance

@@ -142,7 +142,7 @@ def both(folder, template):
     ],
     ids=["reference", "no prompt", "tools", "empty tools", "variables"],
 )
-def test_prompts_are_those_of_transformers(tmp_path, template, messages, options):
+def test_prompts_match_transformers(tmp_path, template, messages, options):
     ours, theirs = both(tmp_path, template)
     expected = theirs.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": True, **options})
     assert ours.apply_chat_template(messages, **options) == expected
@@ -150,7 +150,7 @@ def test_prompts_are_those_of_transformers(tmp_path, template, messages, options
 
 
 @pytest.mark.parametrize("template", [QWEN3, LLAMA3, MARKED], ids=["qwen3", "llama3", "marked"])
-def test_continued_messages_are_those_of_transformers(tmp_path, template):
+def test_continued_messages_match_transformers(tmp_path, template):
     ours, theirs = both(tmp_path, template)
     expected = theirs.apply_chat_template(PREFILLED, tokenize=False, continue_final_message=True)
     assert ours.apply_chat_template(PREFILLED, continue_final_message=True) == expected
@@ -193,7 +193,7 @@ def assert_same_ids(folder):
 
 
 @pytest.mark.parametrize("begins", [True, False])
-def test_ids_are_those_of_a_tokenizer_that_transformers_saved(tmp_path, begins):
+def test_ids_match_a_tokenizer_that_transformers_saved(tmp_path, begins):
     backend = byte_level_backend()
     if begins:
         backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])

@@ -91,7 +91,7 @@ def test_a_transposed_weight_is_located(text):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_compiled_program_is_compared_beside_the_layers(tmp_path, dtype):
+def test_the_compiled_program_is_compared_with_the_layers(tmp_path, dtype):
     result = compare_case(text_case("random", tmp_path, tokens=9), dtype=dtype, fused=True)
     assert result.passed, result.failures
     assert result.fused.name == "(output)"

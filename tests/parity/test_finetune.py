@@ -89,7 +89,7 @@ def reference_operations():
 
 
 @pytest.mark.parametrize(("family", "way"), [("qwen3", nullcontext), ("gemma3", reference_operations)])
-def test_gradients_of_all_weights_are_those_of_pytorch(family, way, tmp_path):
+def test_gradients_of_all_weights_match_pytorch(family, way, tmp_path):
     theirs, given = reference(family, tmp_path), batch()
     graph, params = nnx.split(load_causal_lm(Checkpoint.open(tmp_path), dtype="float32"))
     with way():
@@ -105,7 +105,7 @@ def test_gradients_of_all_weights_are_those_of_pytorch(family, way, tmp_path):
 
 
 @pytest.mark.parametrize(("family", "way"), [("qwen3", reference_operations), ("gemma3", nullcontext)])
-def test_gradients_of_an_adapter_are_those_of_peft(family, way, tmp_path):
+def test_gradients_of_an_adapter_match_peft(family, way, tmp_path):
     theirs, given = reference(family, tmp_path), batch()
     theirs = peft.get_peft_model(theirs, peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
     base = load_causal_lm(Checkpoint.open(tmp_path), dtype="float32")

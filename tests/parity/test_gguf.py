@@ -34,7 +34,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "kind"), CASES)
-def test_logits_are_those_of_the_dequantised_weights_in_transformers(family, kind, tmp_path):
+def test_logits_match_the_dequantised_weights_in_transformers(family, kind, tmp_path):
     name, options = ("Qwen3", WIDE) if family == "wide" else FAMILIES[family]
     # Rows of whole blocks of 32.
     config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")(
@@ -68,7 +68,7 @@ def test_logits_are_those_of_the_dequantised_weights_in_transformers(family, kin
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_every_layer_of_a_quantised_file_is_that_of_transformers_own_reader(family, tmp_path):
+def test_every_layer_of_a_quantised_file_matches_transformers_own_reader(family, tmp_path):
     pytest.importorskip("accelerate")
     folder = tiny_checkpoint(tmp_path / "folder", family=family, head_dim=128 if family == "qwen3" else 16)
     files.write(folder, tmp_path / "a.gguf", "Q8_0")  # transformers takes a Qwen3's head size for 128

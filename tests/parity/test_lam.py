@@ -44,7 +44,7 @@ def hidden(theirs, tokens):
 # One token; few; one chunk; padded to one chunk of 96; two chunks of 64; more tokens than positions.
 @pytest.mark.parametrize("T", [1, 20, 64, 70, 128, 200])
 @pytest.mark.parametrize("rule", VARIANTS)
-def test_hidden_states_are_those_of_the_reference(rule, T, tmp_path):
+def test_hidden_states_match_the_reference(rule, T, tmp_path):
     ours, theirs = pair(rule, tmp_path)
     tokens = np.random.default_rng(T).integers(0, 211, (2, T))
     assert relative(run(ours, tokens), hidden(theirs, tokens)) < 1e-5
@@ -59,7 +59,7 @@ def test_beta_may_go_up_to_two(rule, tmp_path):
 
 @pytest.mark.parametrize("packs", [False, True], ids=["as stored", "packed"])
 @pytest.mark.parametrize("rule", VARIANTS)
-def test_pooled_and_normalised_embeddings_are_those_of_the_reference(rule, packs, tmp_path):
+def test_pooled_and_normalised_embeddings_match_the_reference(rule, packs, tmp_path):
     # Sizes whose weights every layout of a processor takes.
     ours, theirs = pair(rule, tmp_path, sizes={"hidden_size": 96, "intermediate_size": 160} if packs else None)
     if packs:
@@ -85,7 +85,7 @@ def test_bfloat16_is_no_further_from_float32_than_pytorchs_bfloat16(rule, tmp_pa
     assert relative(run(ours, tokens), truth) <= 1.1 * relative(got, truth)
 
 
-def test_layer_states_and_regulariser_are_those_of_the_reference(tmp_path):
+def test_layer_states_and_regulariser_match_the_reference(tmp_path):
     ours, theirs = pair("hierarchical", tmp_path)
     x = np.random.default_rng(0).standard_normal((2, 192, 48)).astype(np.float32)
     with torch.no_grad():

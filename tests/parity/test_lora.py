@@ -124,7 +124,7 @@ def adapted_logits(folder, adapters, tokens):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_of_base_and_two_adapters_in_one_batch_are_those_of_the_reference(family, tmp_path):
+def test_logits_of_base_and_two_adapters_in_one_batch_match_the_reference(family, tmp_path):
     base = reference(family, tmp_path / "base")
     folders = write_adapters(family, base, tmp_path)
     got = adapted_logits(tmp_path / "base", folders, TOKENS)
@@ -152,7 +152,7 @@ def test_the_engine_gives_the_tokens_and_log_probabilities_of_the_reference(tmp_
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_a_merged_checkpoint_is_that_of_the_reference(family, tmp_path):
+def test_a_merged_checkpoint_matches_the_reference(family, tmp_path):
     base = reference(family, tmp_path / "base")
     for i, folder in enumerate(write_adapters(family, base, tmp_path)):
         merged = merge(Checkpoint.open(tmp_path / "base"), Adapter.open(folder), tmp_path / f"merged{i}")

@@ -84,7 +84,7 @@ def tokens(outputs):
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_greedy_tokens_of_a_batch_are_those_of_transformers(registered, folder, expected):
+def test_greedy_tokens_of_a_batch_match_transformers(registered, folder, expected):
     # Six prompts of different lengths for four slots; the longest is computed in two chunks, together with decodes.
     llm = serve(folder)
     assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected

@@ -54,7 +54,7 @@ def theirs(folder, config, floats, tokens):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_logits_are_those_of_the_weights_in_float32(tmp_path, name):
+def test_logits_match_the_weights_in_float32(tmp_path, name):
     pack, scheme = LAYOUTS[name]
     floats = quantized_checkpoint(tmp_path / "packed", pack, scheme, skip=SKIPPED)
     opened = Checkpoint.open(tmp_path / "packed")

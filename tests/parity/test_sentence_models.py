@@ -124,7 +124,7 @@ def atol(family):
         ("qwen3", "mean", True),
     ],
 )
-def test_float32_vectors_are_those_of_transformers(family, mode, normalize, tmp_path):
+def test_float32_vectors_match_transformers(family, mode, normalize, tmp_path):
     theirs = FAMILIES[family](tmp_path)
     theirs.save_pretrained(tmp_path)
     sentence_files(tmp_path, mode=mode, max_seq_length=LONGEST)
@@ -159,7 +159,7 @@ def test_bfloat16_is_no_further_from_float32_than_transformers_bfloat16(family, 
 
 
 @pytest.mark.parametrize(("include_prompt", "normalize"), [(True, True), (False, False)])
-def test_prompts_go_before_sentences_and_count_unless_told_otherwise(include_prompt, normalize, tmp_path):
+def test_prompts_go_before_sentences_and_count_by_default(include_prompt, normalize, tmp_path):
     theirs = modernbert(tmp_path)
     theirs.save_pretrained(tmp_path)
     sentence_files(tmp_path, max_seq_length=LONGEST, prompts={"query": QUERY}, include_prompt=include_prompt)
@@ -180,7 +180,7 @@ def test_a_language_model_or_a_model_with_a_head_is_an_encoder_without_it(family
     np.testing.assert_allclose(ours, embed(whole.base_model, tmp_path, mode="lasttoken"), atol=atol(family))
 
 
-def test_layers_behind_the_pooling_are_those_of_sentence_transformers(tmp_path):
+def test_layers_after_the_pooling_match_sentence_transformers(tmp_path):
     theirs = roberta(tmp_path)
     theirs.save_pretrained(tmp_path)
     sentence_files(tmp_path, steps=("Transformer", "Pooling", "Dense", "Dense", "Normalize"), max_seq_length=LONGEST)

@@ -52,7 +52,7 @@ def test_noise_levels_and_timesteps_are_the_references(spacing, steps, shift):
 @pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("spacing", ["skyreels", "diffusers"])
-def test_every_step_is_that_of_diffusers(spacing, steps, shift):
+def test_every_step_matches_diffusers(spacing, steps, shift):
     theirs = scheduler(spacing, steps, shift)
     levels = noise_levels(steps, shift, WanVideoModel.references[spacing].sigmas)
     table = unipc.tabulate(levels.sigmas)
@@ -91,7 +91,7 @@ def diffusers_matrix(frames, timesteps, ar_step, prefix, block):
         (1, 0, 0, 1),
     ],
 )
-def test_forcing_schedules_are_those_of_diffusers(frames, ar_step, prefix, block, steps):
+def test_forcing_schedules_match_diffusers(frames, ar_step, prefix, block, steps):
     timesteps = noise_levels(steps, 8.0, DIFFUSERS.sigmas).timesteps
     matrix, index, mask = diffusers_matrix(frames, timesteps, ar_step, prefix, block)
     ours = forcing_schedule(

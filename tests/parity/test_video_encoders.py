@@ -70,7 +70,7 @@ def clip_ours(theirs, dtype=jnp.float32, prefix=""):
 
 
 @pytest.mark.parametrize("changes", [{}, {"relative_attention_num_buckets": 12, "relative_attention_max_distance": 50}])
-def test_float32_states_of_umt5_are_those_of_transformers(changes):
+def test_float32_states_of_umt5_match_transformers(changes):
     theirs = umt5_reference(**changes)
     got, expected = umt5_ours(theirs), umt5_theirs(theirs.double())
     assert np.abs(expected).mean() > 0.3
@@ -79,7 +79,7 @@ def test_float32_states_of_umt5_are_those_of_transformers(changes):
 
 @pytest.mark.parametrize("prefix", ["", "vision_model."])
 @pytest.mark.parametrize("changes", [{}, {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-2}])
-def test_float32_states_of_clip_are_those_of_transformers(changes, prefix):
+def test_float32_states_of_clip_match_transformers(changes, prefix):
     theirs = clip_reference(**changes)
     got, expected = clip_ours(theirs, prefix=prefix), clip_theirs(theirs)
     assert got.shape == (2, 26, 24)

@@ -61,7 +61,7 @@ def theirs_frames(theirs, noises, monkeypatch, *, image=None, last_image=None, *
 
 
 @pytest.mark.parametrize("guidance", ["batch", "sequential"])
-def test_frames_are_those_of_diffusers(pair, guidance, monkeypatch):
+def test_frames_match_diffusers(pair, guidance, monkeypatch):
     kind, theirs, ours = pair
     options: dict[str, Any] = dict(num_frames=17, num_inference_steps=5, guidance_scale=4.0)
     images: dict[str, Any] = {"image": picture()} if kind == "i2v" else {}
@@ -83,7 +83,7 @@ def test_frames_are_those_of_diffusers(pair, guidance, monkeypatch):
     ],
     ids=["16 fps", "blocks in turn", "image", "frames in turn", "image and blocks", "last image"],
 )
-def test_diffusion_forcing_is_that_of_diffusers(forcing, options, monkeypatch):
+def test_diffusion_forcing_matches_diffusers(forcing, options, monkeypatch):
     alone, with_image, ours = forcing
     theirs = with_image if "image" in options else alone
     theirs.transformer._set_ar_attention(options.get("causal_block_size", 1))
@@ -95,7 +95,7 @@ def test_diffusion_forcing_is_that_of_diffusers(forcing, options, monkeypatch):
 
 # With an image, diffusers fails where the last segment is shorter than the others.
 @pytest.mark.parametrize(("image", "frames"), [(None, 37), (picture(), 41)], ids=["text", "image"])
-def test_long_clips_are_those_of_diffusers(forcing, image, frames, monkeypatch):
+def test_long_clips_match_diffusers(forcing, image, frames, monkeypatch):
     alone, with_image, ours = forcing
     theirs = alone if image is None else with_image
     theirs.transformer._set_ar_attention(1)

@@ -88,7 +88,7 @@ def error(a, b):
 
 
 @pytest.mark.parametrize("sizes", [SMALL, WIDE, with_image(SMALL), with_image(WIDE)])
-def test_float32_is_that_of_diffusers(sizes):
+def test_float32_matches_diffusers(sizes):
     model = reference(sizes)
     latents, text, image = inputs(sizes)
     timesteps = np.array([999, 216])
@@ -97,7 +97,7 @@ def test_float32_is_that_of_diffusers(sizes):
 
 
 @pytest.mark.parametrize("sizes", [SMALL, with_image(SMALL)])
-def test_float32_is_that_of_diffusers_wan(sizes):
+def test_float32_matches_diffusers_wan(sizes):
     model = reference(sizes, "WanTransformer3DModel")
     latents, text, image = inputs(sizes)
     # Small, as diffusers' angles of this model are float32 products, off by 3e-5 at a thousand.
@@ -139,7 +139,7 @@ def test_tokens_of_a_frame_have_its_time():
 
 
 @pytest.mark.parametrize("timesteps", [[[0, 20, 470, 988, 999]], [470]])
-def test_frames_per_second_are_told(timesteps):
+def test_frames_per_second_reach_the_model(timesteps):
     model = reference(dict(SMALL, inject_sample_info=True))
     model_ours = load(model)
     timesteps = np.array(timesteps)

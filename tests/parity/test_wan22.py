@@ -74,7 +74,7 @@ def latents(theirs, ours, *, image=None, **options):
     ("kind", "scales"),
     [("t2v-a14b", {"guidance_scale": 4.0, "guidance_scale_2": 2.0}), ("i2v-a14b", {"guidance_scale": 4.0})],
 )
-def test_latents_of_two_transformers_are_those_of_diffusers(made, kind, scales):
+def test_latents_of_two_transformers_match_diffusers(made, kind, scales):
     theirs, ours = made(kind)
     first = noise_levels(5, ours.settings.shift, DIFFUSERS.sigmas).timesteps >= 1000 * BOUNDARY
     assert 0 < first.sum() < 5
@@ -83,7 +83,7 @@ def test_latents_of_two_transformers_are_those_of_diffusers(made, kind, scales):
 
 
 @pytest.mark.parametrize("image", [None, picture()], ids=["text", "image"])
-def test_latents_of_text_and_image_are_those_of_diffusers(made, image):
+def test_latents_of_text_and_image_match_diffusers(made, image):
     theirs, ours = made("ti2v")
     if image is not None:
         parts = {name: part for name, part in theirs.components.items() if name != "transformer_2"}
@@ -97,7 +97,7 @@ def test_latents_of_text_and_image_are_those_of_diffusers(made, image):
         np.testing.assert_array_equal(got[:, :, 0], held[:, 0].transpose(0, 3, 1, 2))
 
 
-def test_frames_are_those_of_diffusers(made):
+def test_frames_match_diffusers(made):
     theirs, ours = made("ti2v")
     want = theirs(latents=torch.from_numpy(noise(ours)), output_type="np", **SIZE, **PROMPTS, guidance_scale=4.0)
     got = ours(latents=noise(ours), output_type="np", **SIZE, **PROMPTS, guidance_scale=4.0)

@@ -89,7 +89,7 @@ def relative(ours, theirs):
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_latents_are_those_of_diffusers_at_every_chunk(pair, count):
+def test_latents_match_diffusers_at_every_chunk(pair, count):
     theirs, ours = pair
     frames = clip(theirs, 4 * count - 3)
     expected, _ = encode(theirs, frames)
@@ -100,7 +100,7 @@ def test_latents_are_those_of_diffusers_at_every_chunk(pair, count):
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_frames_are_those_of_diffusers_at_every_chunk(pair, count):
+def test_frames_match_diffusers_at_every_chunk(pair, count):
     theirs, ours = pair
     expected = decode(theirs, latents(count))
     for chunk in chunks(count):
@@ -126,7 +126,7 @@ def residual():
 
 
 @pytest.mark.parametrize(("count", "chunk"), [(1, None), (4, 1), (5, 3)])
-def test_levels_that_add_a_copy_are_those_of_diffusers(residual, count, chunk):
+def test_levels_that_add_a_copy_match_diffusers(residual, count, chunk):
     theirs, ours = residual
     frames, z = clip(theirs, 4 * count - 3), latents(count)
     encoded = jax.jit(lambda x: ours.encode(x, chunk=chunk))(frames)

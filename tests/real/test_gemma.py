@@ -118,20 +118,20 @@ def check_gaps(model, prompt, continuation, tolerance):
     assert sum(gaps) / len(gaps) <= tolerance.mean, shown
 
 
-def test_greedy_continuations_are_those_of_transformers(answers, reference, precision):
+def test_greedy_continuations_match_transformers(answers, reference, precision):
     for prompt, continuation in zip(answers.prompts, answers.continuations, strict=True):
         assert len(continuation) == 100
         # A gap within the tolerance of float32 is a tie, which either side may take.
         check_gaps(reference, prompt, continuation, TOLERANCES[precision])
 
 
-def test_a_continuation_behind_more_than_a_window_is_that_of_transformers(answers, reference, precision):
+def test_a_continuation_after_more_than_a_window_matches_transformers(answers, reference, precision):
     window = reference.config.sliding_window
     assert len(answers.page) > window + 100
     check_gaps(reference, answers.page, answers.behind_page, TOLERANCES[precision])
 
 
-def test_the_logprobs_of_a_page_add_up_to_those_of_transformers(answers, reference, precision):
+def test_the_logprobs_of_a_page_add_up_to_transformers(answers, reference, precision):
     ids = answers.page
     rows = logits(reference, ids, 0)
     expected = np.array(
@@ -149,7 +149,7 @@ def test_answers_are_sensible_text(answers):
     assert all(text.isprintable() or "\n" in text for text in answers.texts)
 
 
-def test_ids_of_prompts_are_those_of_transformers_from_the_file(all_answers):
+def test_ids_of_prompts_match_transformers_from_the_file(all_answers):
     path = gemma_file()
     tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     expected = [tuple(ids) for ids in tokenizer([*PROMPTS, PAGE])["input_ids"]]

@@ -77,7 +77,7 @@ def expected(folder):
     return np.stack(vectors)
 
 
-def test_float32_vectors_are_those_of_transformers(folder, expected):
+def test_float32_vectors_match_transformers(folder, expected):
     encoder = Encoder(folder)
     assert (encoder.dimension, encoder.max_length) == (384, 256)
     ours = encoder.encode(SENTENCES, batch_size=8, show_progress=False)

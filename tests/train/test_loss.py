@@ -28,7 +28,7 @@ def test_nothing_to_predict_is_zero_and_not_nan():
     assert float(next_token_loss(jnp.ones((1, 3, 5)), zeros, zeros)) == 0
 
 
-def test_rounded_gradients_are_those_of_the_plain_form_up_to_rounding():
+def test_rounded_gradients_match_the_plain_form_up_to_rounding():
     rng = np.random.default_rng(1)
     x, bias = (
         jnp.asarray(rng.standard_normal((3, 4, 33)), jnp.float32),

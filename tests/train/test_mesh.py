@@ -80,7 +80,7 @@ def test_several_devices_train_as_one_does(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["tensor=2", "data", "data=0", "data=two", "data=1,data=1", ""])
-def test_what_is_no_mesh_is_refused(text):
+def test_a_malformed_mesh_is_refused(text):
     with pytest.raises(InvalidParameterError, match="data=4"):
         parse_mesh(text)
 

@@ -28,7 +28,7 @@ from verax.errors import CheckpointError, UnsupportedModelError
 from verax.fields import Finite, read_value
 from verax.files import atomic_path, read_json, write_json
 
-__all__ = ["CONFIG", "PREFIX", "SAFETENSORS", "Adapter", "Pair", "merge", "save_adapter"]
+__all__ = ["CONFIG", "PREFIX", "Adapter", "Pair", "merge", "save_adapter"]
 
 CONFIG = "adapter_config.json"
 SAFETENSORS, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"

@@ -16,7 +16,7 @@ from verax.compare.outputs import LogitsComparison, VectorsComparison
 from verax.compare.trace import OUTPUT, Trace
 from verax.errors import InvalidParameterError
 
-__all__ = ["MAX_RATIO", "MAX_REL", "Comparison", "Errors", "Row", "measure", "measure_rows", "noise"]
+__all__ = ["MAX_RATIO", "Comparison", "Errors", "Row", "measure", "measure_rows", "noise"]
 
 MAX_REL = 1e-4
 """Bound on the relative L2 error of every layer in float32, where none is given."""

@@ -15,7 +15,7 @@ from verax._optional import require_optional
 from verax.compare.case import Side
 from verax.compare.trace import OUTPUT, Recorder, Trace, recording
 
-__all__ = ["gradients_torch", "round_like", "to_numpy", "torch", "trace_torch"]
+__all__ = ["gradients_torch", "round_like", "torch", "trace_torch"]
 
 
 def torch() -> Any:

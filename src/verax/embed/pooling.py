@@ -175,8 +175,9 @@ def load_for_calls(
         if hasattr(model, "lm_head") and (config.tie_word_embeddings or not keep_head):
             model.lm_head = None
         for _, layer in nnx.iter_modules(model):
-            weight: Any = layer.weight.get_value() if isinstance(layer, Linear) else None
-            if isinstance(weight, QuantizedWeight):
-                layer.weight = nnx.Param[Any](replace(weight, rounds_inputs=True))
+            if isinstance(layer, Linear):
+                weight: Any = layer.weight.get_value()
+                if isinstance(weight, QuantizedWeight):
+                    layer.weight = nnx.Param[Any](replace(weight, rounds_inputs=True))
     pack_linear_weights(model)
     return model

@@ -30,7 +30,7 @@ from verax.train.mesh import batch_sharding, state_sharding
 if TYPE_CHECKING:
     import optax
 
-__all__ = ["RunStates", "Schedule", "has_state", "plot_loss", "read_log", "train"]
+__all__ = ["Schedule", "has_state", "read_log", "train"]
 
 LOG = "log.jsonl"
 

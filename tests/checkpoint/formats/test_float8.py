@@ -101,7 +101,7 @@ def test_an_mxfp4_weight_is_the_files_to_the_bit(tmp_path, F, D):
     np.testing.assert_array_equal(opened.read("up.weight").dequantize(), expected)
 
 
-def test_exponents_beyond_those_of_float16_are_kept(tmp_path):
+def test_exponents_beyond_the_range_of_float16_are_kept(tmp_path):
     arrays, _ = mxfp4(np.random.default_rng(0), 2, 64)
     arrays["weight_packed"][:] = 0x2F  # -6, 1
     arrays["weight_scale"][:] = [[60, 127], [180, 250]]

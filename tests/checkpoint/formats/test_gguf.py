@@ -100,7 +100,7 @@ def test_blocks_are_not_saved_as_a_folder(folder, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
-def test_float_weights_and_sizes_are_those_of_the_folder(family, tmp_path):
+def test_float_weights_and_sizes_match_the_folder(family, tmp_path):
     options = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False} if family == "llama" else {}
     folder = tiny_checkpoint(tmp_path / "folder", family=family, **options)
     files.write(folder, tmp_path / "a.gguf")
@@ -118,7 +118,7 @@ def test_float_weights_and_sizes_are_those_of_the_folder(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gemma2"])
-def test_a_gemmas_weights_and_sizes_are_those_of_the_folder(family, tmp_path):
+def test_a_gemmas_weights_and_sizes_match_the_folder(family, tmp_path):
     """Its norms are 1 + weight in the file, which lacks the kinds of its layers."""
     caps = {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0} if family == "gemma2" else {}
     sizes = {"num_hidden_layers": 7, "sliding_window": 24, "query_pre_attn_scalar": 16, **caps}
@@ -172,7 +172,7 @@ def test_metadata_of_a_gemmas_layers_are_read():
         gemma(attention__sliding_window_pattern="often")
 
 
-def test_scaled_rotary_frequencies_are_those_of_the_folder(tmp_path):
+def test_scaled_rotary_frequencies_match_the_folder(tmp_path):
     rope = {
         "rope_type": "llama3",
         "rope_theta": 5e5,

@@ -180,7 +180,7 @@ def test_the_error_of_a_legacy_file_says_how_to_write_it_again(tmp_path):
         PthFile(tmp_path / "f.pth")
 
 
-def test_other_files_are_told_apart(tmp_path):
+def test_errors_distinguish_other_files(tmp_path):
     with pytest.raises(CheckpointError, match=r"f\.pth: no such file"):
         PthFile(tmp_path / "f.pth")
     with zipfile.ZipFile(tmp_path / "z.pth", "w") as file:

@@ -20,7 +20,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_values_and_gradients_are_those_of_the_reference(case):
+def test_values_and_gradients_match_the_reference(case):
     x_shape, w_shape, options = CASES[case]
     keys = jax.random.split(jax.random.key(0), 5)
     x, weight = jax.random.normal(keys[0], x_shape), jax.random.normal(keys[1], w_shape)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from recipes.video.classifier import classify
+from recipes.video.latents import video_tokenizer
 from recipes.video.shapes import COLOURS, DIRECTIONS, SHAPES, Scene, draw, scene, scenes
-from recipes.video.tokenizer import video_tokenizer
 from verax.errors import InvalidParameterError
 
 SCENE = Scene("circle", "red", "right", "blue", "green", radius=0.17, start=(0.25, 0.4), end=(0.65, 0.4))
@@ -89,7 +89,7 @@ def test_the_classifier_reads_noisy_and_blurred_clips():
     assert np.mean(right) >= 0.98
 
 
-def test_the_classifier_tells_what_is_wrong():
+def test_the_classifier_says_what_is_wrong():
     seen = classify(draw([SCENE])[0])
     other = replace(SCENE, shape="square", colour="white", direction="up and left")
     assert seen.agrees(other) == {"shape": False, "colour": False, "direction": False, "top": True, "bottom": True}

@@ -137,7 +137,7 @@ def take(start, count, *, rows=2, parts=1, seed=0):
     return list(islice(found, count))
 
 
-def test_each_trained_token_has_the_same_weight_and_those_of_a_step_add_up_to_one():
+def test_each_trained_token_has_the_same_weight_and_a_steps_weights_add_up_to_one():
     (batch,) = take(0, 1, rows=5)
     weights = batch["weights"]
     assert np.count_nonzero(weights) == 2 + 8 + 1 + 4 + 1  # nothing predicts a first token
@@ -158,7 +158,7 @@ def test_every_example_comes_once_before_any_comes_again():
     assert lengths[:5].tolist() != lengths[5:].tolist()
 
 
-def test_a_run_goes_on_with_the_batches_that_it_would_have_had():
+def test_a_run_continues_with_the_batches_that_it_would_have_had():
     for whole, resumed in zip(take(0, 7)[3:], take(3, 4), strict=True):
         np.testing.assert_equal(whole, resumed)
     assert not np.array_equal(take(0, 1)[0]["lengths"], take(0, 1, seed=1)[0]["lengths"])

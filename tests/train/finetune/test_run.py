@@ -83,7 +83,7 @@ def test_a_resumed_run_gives_the_bits_of_an_undisturbed_one(base, data, whole, t
         np.testing.assert_array_equal(weight, expected[key])
 
 
-def test_a_step_of_two_parts_is_that_of_one_batch(base, data, whole, tmp_path):
+def test_a_step_of_two_parts_equals_one_batch(base, data, whole, tmp_path):
     """Though the parts have different numbers of trained tokens."""
     train_lora(base, data, tmp_path, settings(batch_size=2, gradient_accumulation=2), SMALL, show_progress=False)
     parts, one = trained(tmp_path), trained(whole[0])
@@ -98,7 +98,7 @@ def test_four_devices_train_as_one_does(tmp_path):
         assert found["learned"] < 0.9
 
 
-def test_the_base_stays_as_it_is_and_the_files_have_pefts_names_and_shapes(base, whole):
+def test_the_base_does_not_change_and_the_files_have_pefts_names_and_shapes(base, whole):
     folder, report = whole
     adapter = Adapter.open(report["folder"])
     assert {key: adapter.settings[key] for key in ("r", "lora_alpha", "peft_type", "task_type", "bias")} == {
@@ -129,7 +129,7 @@ def test_chosen_layers_alone_get_an_adapter(tmp_path):
     assert adapter.settings["target_modules"] == ["model.layers.1.mlp.up_proj", "q_proj"]
 
 
-def test_a_run_goes_on_with_its_own_settings_only(base, data, whole):
+def test_a_run_continues_with_its_own_settings_only(base, data, whole):
     folder, _ = whole
     for changes, lora, problem in (
         ({}, SMALL, "a run has its state here; resume it"),
@@ -142,7 +142,7 @@ def test_a_run_goes_on_with_its_own_settings_only(base, data, whole):
             train_lora(base, data, folder, settings(**changes), lora, resume=resume, show_progress=False)
 
 
-def test_quantised_weights_are_trained_beside_their_floats_only_on_request(data, tmp_path):
+def test_quantised_weights_are_trained_as_floats_only_on_request(data, tmp_path):
     plain = tiny_checkpoint(tmp_path / "plain")
     opened = Checkpoint.open(plain)
     config = {**opened.config, "tie_word_embeddings": False}

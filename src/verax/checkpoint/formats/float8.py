@@ -44,15 +44,7 @@ from verax.ops.quantized import QuantizedWeight
 if TYPE_CHECKING:
     from verax.checkpoint.formats.safetensors import TensorInfo
 
-__all__ = [
-    "Float8Weight",
-    "MXFP4Weight",
-    "describe_float8",
-    "describe_mxfp4",
-    "find_float8",
-    "is_ignored",
-    "powers_of_two",
-]
+__all__ = ["describe_float8", "describe_mxfp4", "find_float8", "is_ignored"]
 
 DTYPE = np.dtype(ml_dtypes.float8_e4m3fn)
 _NAN = 0x7F

@@ -29,15 +29,11 @@ __all__ = [
     "DTYPES",
     "ROPE_DIVISORS",
     "GGUFFile",
-    "GGUFTensor",
-    "GGUFWeight",
     "GGUFWeights",
     "interleaved",
-    "norm_offset",
     "read_config",
     "restored",
     "rotated",
-    "tensor_key",
     "tensor_name",
 ]
 

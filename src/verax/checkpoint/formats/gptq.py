@@ -35,7 +35,7 @@ from verax.ops.quantized import BITS, QuantizedWeight
 if TYPE_CHECKING:
     from verax.checkpoint.formats.safetensors import TensorInfo
 
-__all__ = ["GPTQWeight", "find_awq", "find_gptq"]
+__all__ = ["find_awq", "find_gptq"]
 
 _AWQ, _AWQ_BITS = "awq", 4
 _LAYOUTS = ("gptq", "gptq_v2")

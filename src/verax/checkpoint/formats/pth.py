@@ -235,7 +235,7 @@ def _load(path: Path, program: bytes) -> Any:
         # EXT: what a process has cached for these codes bypasses `find_class`.
         if opcode.name.startswith(("EXT", "NEWOBJ")):
             raise _refusal(path, f"pickle's instruction {opcode.name}")
-        if "PUT" in opcode.name and argument > len(program):  # the reader allocates places up to this number
+        if "PUT" in opcode.name and (argument or 0) > len(program):  # the reader allocates places up to this number
             raise ValueError(f"its memo has a place {argument}")
     return _Unpickler(path, program).load()
 

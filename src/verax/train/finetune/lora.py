@@ -21,7 +21,7 @@ from verax.models import CausalLM
 from verax.text.features.lora import AdaptedLayers
 from verax.text.step.program import AbstractModel
 
-__all__ = ["ALL_LINEAR", "LoraSettings", "TrainedAdapter"]
+__all__ = ["LoraSettings", "TrainedAdapter"]
 
 ALL_LINEAR = "all-linear"
 """PEFT's name for all linear layers but the output head."""
