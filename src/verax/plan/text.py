@@ -85,7 +85,7 @@ class TextPlan:
     def sizes(self, **changes: Any) -> RunnerConfig:
         """The engine's sizes, with blocks for all sequences at their full length, for the plan's options or others."""
         with self.target():
-            options = self.options.with_options({"kv_cache_memory": UNLIMITED, **changes})
+            options = replace(self.options, kv_cache_memory=UNLIMITED, **changes)
             return plan_sizes(self.model.config, self.dtype, options)
 
     def cache_bytes(self, **changes: Any) -> int:

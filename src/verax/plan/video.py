@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
 from verax.models.wan.vae import WanVae
 from verax.models.wan.vae_config import WanVaeConfig
-from verax.models.wan.vae_layers import Upsample
+from verax.models.wan.vae_layers import AttentionBlock, Upsample
 from verax.plan.devices import Device, program_row
 from verax.plan.model import Described
 from verax.plan.parts import Part, nbytes_of
@@ -278,6 +278,7 @@ def _work(clip: Clip, transformer: Component[Any]) -> dict[str, int]:
 
 def _programs(clip: Clip, models: Components, device: Device) -> list[dict[str, Any]]:
     """Programs that take most of a clip's time, with their least times. Encoders take some hundredths of it."""
+    shapes: Any = models.vae.shapes
     options: Any = {"dtype": jnp.dtype(clip.dtype).name, "devices": 1 if clip.mesh is None else clip.mesh.size}
     work, transformer = _work(clip, models.transformers[0]), models.transformers[0]
     step = program_row(
@@ -291,7 +292,7 @@ def _programs(clip: Clip, models: Components, device: Device) -> list[dict[str, 
     decode = program_row(
         "VAE decode",
         device,
-        flops=decode_flops(models.vae.module(models.vae.shapes), clip.latents),
+        flops=decode_flops(models.vae.module(shapes), clip.latents),
         nbytes=models.vae.size + FLOAT32_BYTES * math.prod(clip.latents) + _frame_bytes(clip),
         **options,
     )
@@ -315,9 +316,9 @@ def decode_flops(vae: WanVae, latents: Sequence[int]) -> int:
         kernels = (leaf.size for leaf in jax.tree.leaves(nnx.state(list(layers))) if leaf.ndim >= 4)
         return 2 * frames * pixels * sum(kernels)
 
-    decoder = vae.decoder
+    decoder, attention = vae.decoder, cast(AttentionBlock, vae.decoder.middle[1])
     flops += convolve(vae.conv2, decoder.conv1, *decoder.middle)
-    flops += 4 * frames * pixels**2 * decoder.middle[1].proj.weight.shape[0]  # attention within a frame
+    flops += 4 * frames * pixels**2 * attention.proj.weight.shape[0]  # attention within a frame
     for layer in (one for level in decoder.upsamples for one in getattr(level, "upsamples", [level])):
         if not isinstance(layer, Upsample):
             flops += convolve(layer)

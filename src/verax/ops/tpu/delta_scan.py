@@ -103,7 +103,7 @@ def _run(
     def chunk_at(i: Any) -> Any:
         return n - 1 - i if backward else i
 
-    def of_chunk(*size: int) -> pl.BlockSpec:
+    def of_chunk(*size: int) -> Any:
         return pl.BlockSpec((1, together, *size), lambda h, i, owner: (chunk_at(i), h, 0, 0))
 
     of_sequence = pl.BlockSpec((1, together, K, V), lambda h, i, owner: (owner[chunk_at(i)], h, 0, 0))

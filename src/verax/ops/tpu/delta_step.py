@@ -48,7 +48,7 @@ def delta_step(
     S = states.shape[0]
     inputs = x._replace(beta=x.beta[..., None], g=x.g.reshape(*x.beta.shape, -1))
 
-    def of_sequence(a: Array) -> pl.BlockSpec:
+    def of_sequence(a: Array) -> Any:
         return pl.BlockSpec((1, *a.shape[1:]), lambda b, *_: (b, 0, 0, 0))
 
     in_slot = pl.BlockSpec((1, *states.shape[1:]), lambda b, block, *_: (block[b], 0, 0, 0))
