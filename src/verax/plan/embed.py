@@ -47,7 +47,7 @@ def plan_embed(
         "weights": sum(part.nbytes for part in parts),
         "states": FLOAT32_BYTES * batch_size * tokens * config.hidden_size,
     }
-    products = 2 * tokens * multiplied(shapes).every + 4 * config.hidden_size * _scores(config, tokens)
+    products = 2 * tokens * multiplied(shapes)[0] + 4 * config.hidden_size * _scores(config, tokens)
     read = sum(part.nbytes for part in parts_of(shapes) if part.part != "embedding")
     program = program_row(
         f"{batch_size} sentences of {tokens} tokens",

@@ -89,7 +89,7 @@ class TextPlan:
             return plan_sizes(self.model.config, self.dtype, options)
 
     def cache_bytes(self, **changes: Any) -> int:
-        """Bytes of the cache on a device, recurrent states included. Arguments are those of `sizes`."""
+        """Bytes of the cache on a device, recurrent states included. It takes the arguments of `sizes`."""
         config = self.model.config
         cache = jax.eval_shape(lambda: new_cache(config, self.sizes(**changes)))
         shardings = named(tensor_mesh(self.options.tensor_parallel_size), cache_partitions(config, cache))
@@ -163,7 +163,7 @@ def text_plan(
     max_model_len: int | None = None,
     **options: Any,
 ) -> TextPlan:
-    """A language model on devices, checked. Options are those of `verax.LLM`.
+    """A language model on devices, checked. Options have the names of `verax.LLM`.
 
     Args:
         model: the model.
@@ -199,7 +199,7 @@ def text_plan(
 
 
 def plan_text(model: Described, device: Device, **options: Any) -> dict[str, Any]:
-    """Plan of a language model, as JSON holds it. Arguments and errors are those of `text_plan`."""
+    """Plan of a language model, as JSON holds it. See `text_plan` for arguments and errors."""
     plan = text_plan(model, device, **options)
     sizes, config = plan.sizes(), plan.model.config
     seqs, tokens, budget = sizes.max_num_seqs, sizes.max_model_len, sizes.max_num_batched_tokens

@@ -193,7 +193,7 @@ def components(clip: Clip) -> Components:
 def plan_video(model: Described, device: Device, **options: Any) -> dict[str, Any]:
     """Plan of a video model, as JSON holds it: one segment with guidance, all frames denoised together.
 
-    Arguments and errors are those of `read_clip`.
+    See `read_clip` for arguments and errors.
     """
     clip = read_clip(model.config, **options)
     groups, size = axis_size(clip.mesh, GUIDANCE), axis_size(clip.mesh, SEQUENCE)
