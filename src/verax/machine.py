@@ -159,7 +159,7 @@ def peak_memory() -> int | None:
 
 
 def peak_device_memory() -> int | None:
-    """Most bytes that this process has held on JAX's first device; None on a CPU, or where the device does not report it."""
+    """Most bytes that this process has held on the first JAX device; None on a CPU, or if the device reports none."""
     device = jax.devices()[0]
     if device.platform == "cpu":
         return None
