@@ -7,9 +7,9 @@ from tests.support.tiny_encoder import SIZES, tiny_encoder
 from verax import Encoder
 from verax.errors import InvalidParameterError
 from verax.plan.devices import find_device
-from verax.plan.embed import plan_embed
 from verax.plan.model import Described
 from verax.plan.run import plan
+from verax.plan.text import plan_embed
 
 DEVICE = find_device("test", memory=1e9, bandwidth=1e11, flops=1e13)
 TINY = Described("tiny", "embedding", {"model_type": "bert", **SIZES})

@@ -13,9 +13,8 @@ from verax.models.wan.vae import WanVae
 from verax.models.wan.vae_config import WanVaeConfig
 from verax.nn import Sentences
 from verax.plan.devices import find_device
-from verax.plan.embed import plan_embed
 from verax.plan.model import Described
-from verax.plan.text import text_plan
+from verax.plan.text import plan_embed, text_plan
 from verax.plan.video import decode_flops, step_flops
 
 DEVICE = find_device("test", memory=1e9, bandwidth=1e11, flops=1e13)

@@ -206,9 +206,6 @@ def plan_video(model: Described, device: Device, **options: Any) -> dict[str, An
     at = memory.index(largest(memory))
     parts = (models.text_encoder, models.image_encoder, *models.transformers, models.vae)
     return {
-        "kind": model.kind,
-        "model": model.name,
-        "device": device.as_dict(),
         "settings": {
             "dtype": jnp.dtype(clip.dtype).name,
             **{name: getattr(clip.request, name) for name in ("num_frames", "height", "width", "num_inference_steps")},
