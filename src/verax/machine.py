@@ -84,8 +84,8 @@ def _cpu_clocks() -> dict[str, int]:
         clocks = psutil.cpu_freq()
     except (OSError, NotImplementedError):
         clocks = None
-    told = {} if clocks is None else {"now": round(clocks.current), "most": round(clocks.max)}
-    return {name: value for name, value in told.items() if value}
+    megahertz = {} if clocks is None else {"now": round(clocks.current), "most": round(clocks.max)}
+    return {name: value for name, value in megahertz.items() if value}
 
 
 def _gpu_facts() -> list[dict[str, str]]:
@@ -111,7 +111,7 @@ def measure_machine() -> dict[str, float]:
 
 
 def measure_bandwidth(repetitions: int = 8) -> float:
-    """Bytes per second of a `streaming_read`: the best of some repetitions."""
+    """Bytes per second of a `streaming_read`: the best of `repetitions`."""
     return READ_BYTES / _best(streaming_read(), repetitions)
 
 
@@ -149,7 +149,7 @@ def _best(run: Any, repetitions: int) -> float:
 
 
 def peak_memory() -> int | None:
-    """Most bytes of host memory that this process has held; None where the system does not tell."""
+    """Most bytes of host memory that this process has held; None where the system does not report it."""
     if sys.platform == "win32":
         return None
     import resource
@@ -159,7 +159,7 @@ def peak_memory() -> int | None:
 
 
 def peak_device_memory() -> int | None:
-    """Most bytes that this process has held on JAX's first device; None on a CPU, or where the device does not tell."""
+    """Most bytes that this process has held on the first JAX device; None on a CPU, or if the device reports none."""
     device = jax.devices()[0]
     if device.platform == "cpu":
         return None
@@ -195,7 +195,7 @@ def _memory_status() -> dict[str, int]:
 
 
 def cpu_name() -> str:
-    """Name of the processor; `"unknown"` where the system does not tell it."""
+    """Name of the processor; `"unknown"` where the system does not report it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Shapes of published models: their config.json, as far as it decides shapes. No weights of theirs are needed."""
+"""Shapes of published models: their config.json, as far as it decides shapes, without weights."""
 
 from __future__ import annotations
 

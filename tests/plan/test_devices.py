@@ -14,7 +14,6 @@ def test_a_device_of_the_table_is_plausible_and_has_a_source(device):
     assert 100e9 < device.bandwidth < 20e12
     assert 50e12 < device.flops["bfloat16"] < 5e15
     assert device.flops["int8"] >= device.flops["bfloat16"] > device.flops.get("float32", 0)
-    assert 10e9 < device.links < device.bandwidth
     assert device.source
     with use_target(device.platform, device.kind):
         assert device.platform == "tpu" or ops.target().compute_capability
@@ -42,7 +41,7 @@ def test_numbers_on_the_command_line_replace_those_of_the_table():
 
 def test_an_unknown_device_is_described_by_its_numbers():
     device = find_device("mychip", memory=48e9, bandwidth=1e12, flops=200e12)
-    assert (device.rate("bfloat16"), device.rate("float32"), device.links) == (200e12, 200e12, 0)
+    assert (device.rate("bfloat16"), device.rate("float32")) == (200e12, 200e12)
     with pytest.raises(InvalidParameterError, match=r"'mychip' is not in the table, .*v5e.*--bandwidth, --flops"):
         find_device("mychip", memory=48e9)
     with pytest.raises(InvalidParameterError, match="bandwidth: expected more than 0"):

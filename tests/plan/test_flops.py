@@ -12,9 +12,8 @@ from verax.models.wan.model import WanConfig, WanModel
 from verax.models.wan.vae import WanVae, WanVaeConfig
 from verax.nn import Sentences
 from verax.plan.devices import find_device
-from verax.plan.embed import plan_embed
 from verax.plan.model import Described
-from verax.plan.text import text_plan
+from verax.plan.text import plan_embed, text_plan
 from verax.plan.video import decode_flops, step_flops
 
 DEVICE = find_device("test", memory=1e9, bandwidth=1e11, flops=1e13)
@@ -65,11 +64,11 @@ def test_a_language_model(family, changes, seqs, tokens):
         states = models.hidden_states(model, ids, Sentences.padded(lengths, tokens))
         return model.logits(states[:, -1])
 
-    found = of_model(plan.model, step, shape(seqs, tokens, dtype=jnp.int32), shape(seqs, dtype=jnp.int32))
+    result = of_model(plan.model, step, shape(seqs, tokens, dtype=jnp.int32), shape(seqs, dtype=jnp.int32))
     masked = tokens * (tokens - 1) // 2  # scores that the reference computes and masks
     heads = config["num_attention_heads"] * plan.model.config.head_dim
     hidden = 4 * heads * masked * config["num_hidden_layers"] if masked else 0
-    check(plan.row("step", seqs, [(0, tokens)])["flops"], found - hidden)
+    check(plan.row("step", seqs, [(0, tokens)])["flops"], result - hidden)
 
 
 @pytest.mark.parametrize("model_type", ["bert", "modernbert"])
@@ -82,8 +81,8 @@ def test_a_sentence_encoder(model_type):
     def encode(model, ids, lengths):
         return models.hidden_states(model, ids, Sentences.padded(lengths, 16))
 
-    found = of_model(module, encode, shape(2, 16, dtype=jnp.int32), shape(2, dtype=jnp.int32))
-    check(program["flops"], found)
+    result = of_model(module, encode, shape(2, 16, dtype=jnp.int32), shape(2, dtype=jnp.int32))
+    check(program["flops"], result)
 
 
 def test_a_step_of_a_clip():
@@ -92,8 +91,8 @@ def test_a_step_of_a_clip():
     graph, state = nnx.split(model)
     context = jax.eval_shape(lambda state, text: nnx.merge(graph, state).encode_context(text), state, shape(1, 24, 64))
     latents = shape(1, 1, 16, 24, config.in_dim)  # the head's loop over frames has one turn
-    found = of_model(model, lambda model, *arrays: model(*arrays), latents, shape(1), context)
-    check(step_flops(config, 8 * 12, 24), found)
+    result = of_model(model, lambda model, *arrays: model(*arrays), latents, shape(1), context)
+    check(step_flops(config, 8 * 12, 24), result)
 
 
 def test_the_decoder_of_a_clip():

@@ -64,11 +64,11 @@ def runner_of(path, *, quantization=None, **options):
 def test_bytes_are_those_of_the_arrays_that_an_engine_holds(tmp_path, family, changes, options):
     folder = tiny_checkpoint(tmp_path / "model", family=family, **changes)
     runner = runner_of(folder, max_num_seqs=4, max_model_len=64, **options)
-    found = plan(str(folder), CPU, dtype="float32", max_num_seqs=4, max_model_len=64, **options)
-    assert found["memory"]["weights"] == nbytes(runner._weights)
-    assert found["memory"]["cache"] == runner.cache_bytes == nbytes(runner._cache)
-    assert found["memory"]["slots"] == nbytes(runner._slots)
-    assert sum(row["nbytes"] for row in found["weights"]) == found["memory"]["weights"]
+    result = plan(str(folder), CPU, dtype="float32", max_num_seqs=4, max_model_len=64, **options)
+    assert result["memory"]["weights"] == nbytes(runner._weights)
+    assert result["memory"]["cache"] == runner.cache_bytes == nbytes(runner._cache)
+    assert result["memory"]["slots"] == nbytes(runner._slots)
+    assert sum(row["nbytes"] for row in result["weights"]) == result["memory"]["weights"]
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -97,27 +97,27 @@ def test_a_gguf_file_is_planned_in_its_own_formats(tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", hidden_size=256, intermediate_size=512, head_dim=64)
     gguf.write(folder, tmp_path / "a.gguf", "Q4_K", kinds={"token_embd.weight": "Q6_K"})
     runner = runner_of(tmp_path / "a.gguf", max_num_seqs=1, max_model_len=96)
-    found = plan(str(tmp_path / "a.gguf"), DEVICE, dtype="float32", max_num_seqs=1, max_model_len=96)
-    assert found["memory"]["weights"] == nbytes(runner._weights)
-    assert {row["precision"] for row in found["weights"]} >= {"Q4_K", "float32"}
+    result = plan(str(tmp_path / "a.gguf"), DEVICE, dtype="float32", max_num_seqs=1, max_model_len=96)
+    assert result["memory"]["weights"] == nbytes(runner._weights)
+    assert {row["precision"] for row in result["weights"]} >= {"Q4_K", "float32"}
 
 
 def test_products_are_those_of_a_formula_by_hand(config_only):
     D, F, L, N, K, H, V = 64, 96, 2, 4, 2, 16, 320
     folder = config_only()
-    found = plan(folder, DEVICE, max_num_seqs=3, max_model_len=200)
+    result = plan(folder, DEVICE, max_num_seqs=3, max_model_len=200)
     layer = D * (N + 2 * K) * H + N * H * D + 3 * D * F
-    decode, prefill = found["programs"]
+    decode, prefill = result["programs"]
     assert decode["flops"] == 3 * (2 * L * layer + 2 * V * D + L * 4 * N * H * 200)
-    # 199 tokens are padded to 224; scores are those of 199.
+    # 199 tokens are padded to 224, which have no scores.
     assert prefill["flops"] == 224 * 2 * L * layer + 2 * V * D + L * 4 * N * H * (199 * 200 // 2)
 
 
 def test_a_decode_step_reads_weights_and_cache_once(config_only):
-    found = plan(config_only(), DEVICE, max_num_seqs=3, max_model_len=200)
+    result = plan(config_only(), DEVICE, max_num_seqs=3, max_model_len=200)
     token = 2 * 2 * 2 * 16 * 2  # layers, keys and values, heads, size, bytes
-    least = found["memory"]["weights"] + 3 * 200 * token
-    assert least <= found["programs"][0]["bytes_per_device"] < 1.1 * least
+    least = result["memory"]["weights"] + 3 * 200 * token
+    assert least <= result["programs"][0]["bytes_per_device"] < 1.1 * least
 
 
 def test_a_long_prompt_reads_the_weights_once_for_each_step(config_only):
@@ -147,9 +147,9 @@ def test_times_are_the_larger_of_products_and_bytes(config_only):
 def test_the_largest_batch_and_context_fit_and_one_more_does_not(config_only):
     folder = config_only(max_position_embeddings=1 << 16)
     small = find_device("test", memory=5e6, bandwidth=1e11, flops=1e13)
-    found = plan(folder, small, max_num_seqs=2, max_model_len=512)
+    result = plan(folder, small, max_num_seqs=2, max_model_len=512)
     planned = text_plan(describe(folder), small, max_num_seqs=2, max_model_len=512)
-    batch, context = found["largest_batch"], found["largest_context"]
+    batch, context = result["largest_batch"], result["largest_context"]
     assert batch > 2
     assert 512 < context < 1 << 16
     assert planned.cache_bytes(max_num_seqs=batch) <= planned.cache_room < planned.cache_bytes(max_num_seqs=batch + 1)
@@ -162,9 +162,9 @@ def test_the_largest_batch_and_context_fit_and_one_more_does_not(config_only):
 
 def test_what_is_too_large_says_so(config_only):
     tiny = find_device("test", memory=1e5, bandwidth=1e11, flops=1e13)
-    found = plan(config_only(), tiny)
-    assert not found["fits"]
-    assert (found["largest_batch"], found["largest_context"], found["cache_room"]) == (0, 0, 0)
+    result = plan(config_only(), tiny)
+    assert not result["fits"]
+    assert (result["largest_batch"], result["largest_context"], result["cache_room"]) == (0, 0, 0)
 
 
 def test_over_devices_weights_and_heads_are_divided(config_only):
@@ -181,26 +181,26 @@ def test_over_devices_weights_and_heads_are_divided(config_only):
 
 def test_devices_divide_delta_layers_and_states_if_they_divide_the_key_heads(config_only):
     folder = config_only(family="qwen3_5_text", **HYBRID)
-    found = {n: plan(folder, DEVICE, tensor_parallel_size=n, max_num_seqs=3, max_model_len=200) for n in (1, 2, 4)}
+    result = {n: plan(folder, DEVICE, tensor_parallel_size=n, max_num_seqs=3, max_model_len=200) for n in (1, 2, 4)}
     layers = {
         n: sum(row["per_device"] for row in of["weights"] if row["part"] == "recurrent layers")
-        for n, of in found.items()
+        for n, of in result.items()
     }
     whole_rows = 2 * 2 * 4 * 64 * 2  # of b and a: two layers, four value heads, bfloat16
     assert 2 * (layers[2] - whole_rows) == layers[1] - whole_rows
     assert layers[4] == layers[1]
     states = 3 * 4 * 2 * (4 * 12 * 20 + 3 * (2 * 2 * 12 + 4 * 20))  # sequences, float32, layers: memory and inputs
-    assert 2 * found[2]["memory"]["cache"] == found[1]["memory"]["cache"]
+    assert 2 * result[2]["memory"]["cache"] == result[1]["memory"]["cache"]
     # Pairs of devices share a head of keys and values.
-    assert found[4]["memory"]["cache"] == found[2]["memory"]["cache"] + states // 2
+    assert result[4]["memory"]["cache"] == result[2]["memory"]["cache"] + states // 2
 
 
 def test_the_fewest_devices_are_the_first_that_divide_the_model_and_hold_it(config_only):
     folder = config_only(num_key_value_heads=4, num_attention_heads=12, intermediate_size=96)
     whole = plan(folder, DEVICE)["memory"]
     memory = 0.6 * sum(whole.values()) / 0.9
-    found = plan(folder, find_device("test", memory=memory, bandwidth=1e11, flops=1e13))
-    assert (found["fits"], found["fewest_devices"]) == (False, 2)
+    result = plan(folder, find_device("test", memory=memory, bandwidth=1e11, flops=1e13))
+    assert (result["fits"], result["fewest_devices"]) == (False, 2)
 
 
 @pytest.mark.parametrize(

@@ -17,16 +17,16 @@ CLIP = dict(num_frames=9, height=32, width=48)
 @pytest.mark.parametrize("kind", ["i2v", "t2v-a14b"])
 def test_weights_are_those_of_the_pipelines_models(tmp_path, kind):
     folder = video_folder(kind, tmp_path / kind)
-    found = plan(str(folder), DEVICE, **CLIP)
+    result = plan(str(folder), DEVICE, **CLIP)
     components = VideoPipeline.from_pretrained(folder).parts.components
-    assert {row["part"]: row["nbytes"] for row in found["weights"]} == {one.name: one.size for one in components}
-    assert ("image encoder" in {row["part"] for row in found["weights"]}) == (kind == "i2v")
+    assert {row["part"]: row["nbytes"] for row in result["weights"]} == {one.name: one.size for one in components}
+    assert ("image encoder" in {row["part"] for row in result["weights"]}) == (kind == "i2v")
 
 
 def test_a_step_multiplies_what_a_formula_by_hand_says(tmp_path):
     folder = str(video_folder("t2v", tmp_path / "t2v", text_tokens=24))
-    found = plan(folder, DEVICE, **CLIP, num_inference_steps=7)
-    step, decode = found["programs"]
+    result = plan(folder, DEVICE, **CLIP, num_inference_steps=7)
+    step, decode = result["programs"]
     D, F = SIZES["num_attention_heads"] * SIZES["attention_head_dim"], SIZES["ffn_dim"]
     T, S = 3 * 2 * 3, 24  # tokens of 3 x 2 x 3 patches, words
     layer = 2 * T * (4 * D * D + 2 * D * F + 2 * D * D) + 4 * T * T * D + 4 * T * S * D
@@ -34,7 +34,7 @@ def test_a_step_multiplies_what_a_formula_by_hand_says(tmp_path):
     assert step["times"] == 7
     assert step["flops"] == 2 * (SIZES["num_layers"] * layer + patches)
     clip = 7 * step["at_least_s"] + decode["at_least_s"]
-    assert found["at_least"] == {"seconds a step": step["at_least_s"], "seconds a clip": clip}
+    assert result["at_least"] == {"seconds a step": step["at_least_s"], "seconds a clip": clip}
 
 
 def test_devices_share_the_products_of_a_step(tmp_path):
@@ -65,8 +65,8 @@ def test_devices_hold_parts_of_what_they_divide(tmp_path):
 def test_the_transformers_configuration_is_enough(tmp_path):
     config = {"_class_name": "WanModel", "dim": 24, "ffn_dim": 32, "num_heads": 2, "num_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    found = plan(str(tmp_path), DEVICE, **CLIP)
-    assert {row["part"] for row in found["weights"]} == {"text encoder", "transformer", "video VAE"}
+    result = plan(str(tmp_path), DEVICE, **CLIP)
+    assert {row["part"] for row in result["weights"]} == {"text encoder", "transformer", "video VAE"}
 
 
 @pytest.mark.parametrize(

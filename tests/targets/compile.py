@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import jax
@@ -81,9 +81,7 @@ class Compiled(NamedTuple):
 
 
 def compile_lowered(name: str, lowered: jax.stages.Lowered, compiler: Compiler, device: str) -> Compiled:
-    """Compile a program, or read what an earlier compilation of the same program by the same compiler found.
-
-    Results are in `compiled/` in verax's folder of caches, see `files.cache_folder`.
+    """Compile a program, or read the record of an earlier compilation by the same compiler.
 
     Args:
         name: what the program does.
@@ -95,15 +93,18 @@ def compile_lowered(name: str, lowered: jax.stages.Lowered, compiler: Compiler, 
         VeraxError: if the compiler fails, with the first line of its message.
     """
     # The text has the rest: shapes, shardings, donated arguments, the number of devices.
-    by = (compiler.version, compiler.options, compiler.description)
+    by = (compiler.package, version("jaxlib"), compiler.options, compiler.description)
     key = json.dumps([READER, jax.__version__, *by, device, lowered.as_text()])
     folder = cache_folder()
     stored = None if folder is None else folder / "compiled" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
-    if stored is not None and (known := _read(stored)) is not None:
-        return known._replace(name=name)
+    if stored is not None and stored.exists():
+        fields = json.loads(stored.read_text(encoding="utf-8"))
+        findings = fields.pop("findings")
+        return Compiled(**{**fields, "name": name}, findings=None if findings is None else Findings(**findings))
     result = _compile(name, lowered, compiler)
     if stored is not None:
-        _write(stored, result)
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        write_json(stored, result.as_dict())
     return result
 
 
@@ -115,47 +116,16 @@ def _compile(name: str, lowered: jax.stages.Lowered, compiler: Compiler) -> Comp
     except jax.errors.JaxRuntimeError as error:
         message = str(error).partition("\n")[0]
         if not message.startswith("RESOURCE_EXHAUSTED"):
-            raise VeraxError(f"{name}: {compiler.version} fails to compile it: {message}") from error
+            raise VeraxError(f"{name}: {compiler.package} fails to compile it: {message}") from error
         said = _NEEDED.search(message)
         needed = round(float(said[1]) * _UNITS[said[2]]) if said else 0
         return Compiled(name, time.perf_counter() - begin, needed=needed, refused=message)
     seconds = time.perf_counter() - begin
     memory: Any = compiled.memory_analysis()
-    arguments, results, aliased, temporaries, code = (
-        memory.argument_size_in_bytes,
-        memory.output_size_in_bytes,
-        memory.alias_size_in_bytes,
-        memory.temp_size_in_bytes,
-        memory.generated_code_size_in_bytes,
-    )
-    return Compiled(
-        name,
-        seconds,
-        arguments,
-        results,
-        aliased,
-        temporaries,
-        code,
-        needed=arguments + results - aliased + temporaries + code,
-        findings=read_module(compiled.as_text() or ""),
-    )
-
-
-def _read(path: Path) -> Compiled | None:
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        findings = fields.pop("findings")
-        return Compiled(**fields, findings=None if findings is None else Findings(**findings))
-    except (OSError, ValueError, TypeError, KeyError):  # not there, or of no use: it is compiled again
-        return None
-
-
-def _write(path: Path, result: Compiled) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, result.as_dict())
-    except OSError:  # a read-only home is no reason to refuse work
-        return
+    names = ("argument", "output", "alias", "temp", "generated_code")
+    arguments, results, aliased, temporaries, code = (getattr(memory, f"{name}_size_in_bytes") for name in names)
+    needed, findings = arguments + results - aliased + temporaries + code, read_module(compiled.as_text() or "")
+    return Compiled(name, seconds, arguments, results, aliased, temporaries, code, needed, None, findings)
 
 
 def programs_of(
@@ -254,7 +224,6 @@ def compile_model(
         depth, options: see `programs_of`.
 
     Raises:
-        InvalidParameterError: for a device without a compiler, or an option out of range.
         MissingDependencyError: if the compiler of the device is not installed.
     """
     device = find_device(name)

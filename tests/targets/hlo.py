@@ -19,7 +19,7 @@ _MOVES = frozenset({"copy", "copy-start", "transpose", "concatenate", "convert",
 """Operations whose results are their operands' elements in another order or type."""
 
 _FREE = frozenset({"parameter", "bitcast", "constant"})
-"""Operations that a fusion of moves may have beside them."""
+"""Operations that a fusion of moves may have in addition."""
 
 # `%name = type operation(%operand, ...), attribute=...`; a computation begins with `%name (` or `ENTRY %name (`.
 _INSTRUCTION = re.compile(
@@ -82,16 +82,16 @@ def read_module(text: str) -> Findings:
 
 def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
     """Instructions by computation, and the name of the entry."""
-    found: dict[str, list[_Instruction]] = {}
+    computations: dict[str, list[_Instruction]] = {}
     name = entry = ""
     for line in text.splitlines():
         if begin := _COMPUTATION.match(line):
             name = begin["name"]
-            found[name] = []
+            computations[name] = []
             entry = name if begin["entry"] else entry
         elif name and (one := _INSTRUCTION.match(line)):
-            found[name].append(_Instruction(one["label"], one["name"], one["type"], one["rest"]))
-    return found, entry
+            computations[name].append(_Instruction(one["label"], one["name"], one["type"], one["rest"]))
+    return computations, entry
 
 
 def _donated_numbers(text: str) -> set[str]:
@@ -179,8 +179,8 @@ def _called(one: _Instruction) -> list[str]:
 
 def _arrays(text: str) -> Iterator[tuple[str, str, str]]:
     """Element type, shape and layout of each array of a type."""
-    for found in _ARRAY.finditer(text):
-        yield found["element"], found["shape"], found["layout"] or ""
+    for array in _ARRAY.finditer(text):
+        yield array["element"], array["shape"], array["layout"] or ""
 
 
 def _nbytes(element: str, shape: str) -> int:

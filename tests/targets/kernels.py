@@ -6,17 +6,22 @@ has run it. `docs/accelerators.md` gives the reasons.
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tests.targets.resources import Resources, of_gpu, of_tpu
 from tests.targets.topology import compiler_of, topology_mesh
 from verax import ops
 from verax._compat import no_compilation_cache
@@ -241,6 +246,78 @@ def _kernels() -> Iterator[Kernel]:
 
 
 KERNELS = list(_kernels())
+
+
+Compile = Callable[[Mapping[str, str]], Any]
+"""Compilation of a program that calls one kernel, with further XLA options."""
+
+LIBTPU = "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+"""Options of libtpu, which it reads when it is loaded: its instructions after each pass go into a folder."""
+
+
+class Resources(NamedTuple):
+    """Resources of a kernel.
+
+    Attributes:
+        registers: registers of a thread; None on a TPU.
+        memory: bytes of a block's shared memory, or of a TPU's vector memory.
+        spills: bytes that a thread of a GPU moves out of its registers, or registers that a TPU does.
+    """
+
+    registers: int | None
+    memory: int
+    spills: int
+
+
+def of_gpu(name: str, compile_with: Compile) -> Resources:
+    """Resources of the kernel `name`, which Triton compiles to PTX and ptxas to instructions.
+
+    Args:
+        name: name of the kernel in the compiled program.
+        compile_with: compilation of the program.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        compile_with({"xla_dump_to": folder})
+        (program,) = (path for path in Path(folder).glob("*.ptx") if f".entry {name}(" in path.read_text())
+        (thunks,) = Path(folder).glob("*.thunk_sequence.txt")
+        memory = _number(rf" {name} grid: .*shared_memory: (\d+) bytes", thunks.read_text())
+        # PTX for one architecture alone (sm_90a, sm_100a) cannot be compiled for those like it (sm_90, sm_100).
+        (arch,) = re.findall(r"^\.target (\w+)", program.read_text(), re.MULTILINE)
+        command = [str(_ptxas()), "-v", f"-arch={arch}", str(program), "-o", f"{folder}/out"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, spills = (_number(words, said) for words in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))
+    return Resources(registers, memory, spills)
+
+
+def _ptxas() -> Path:
+    """The assembler of the package nvidia-cuda-nvcc."""
+    package = find_spec("nvidia")
+    places = [] if package is None else list(package.submodule_search_locations or ())
+    return next(path for place in places for path in Path(place).glob("*/bin/ptxas"))
+
+
+def of_tpu(name: str, command: Sequence[str]) -> Resources:
+    """Resources of the kernel `name`: the vector memory that XLA sets aside for it, and libtpu's schedule of it.
+
+    Args:
+        name: name of the kernel in the compiled program.
+        command: command that compiles the program and prints it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        env = {**os.environ, "LIBTPU_INIT_ARGS": LIBTPU.format(folder=folder)}
+        text = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
+        (schedule,) = Path(folder).glob(f"*-{name}.*-final_bundles.txt")
+        bundles = schedule.read_text().splitlines()
+    (call,) = (line for line in text.splitlines() if "tpu_custom_call" in line)
+    memory = _number(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"', call)
+    spills = sum("_spill]" in line and " vst " in line for line in bundles)
+    return Resources(None, memory, spills)
+
+
+def _number(pattern: str, text: str) -> int:
+    match = re.search(pattern, text)
+    assert match is not None, f"no {pattern} in {text[:2000]}"
+    return int(match[1])
 
 
 @cache

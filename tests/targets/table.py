@@ -11,8 +11,7 @@ from pathlib import Path
 
 from tests.targets.cases import CASES, Case, compiled
 from tests.targets.compile import Compiled
-from tests.targets.kernels import KERNELS, Kernel, compiled_kernel
-from tests.targets.resources import Resources
+from tests.targets.kernels import KERNELS, Kernel, Resources, compiled_kernel
 from verax.files import write_text
 
 __all__ = ["marks", "render", "render_kernels", "replaced"]
@@ -64,7 +63,7 @@ def _kernel_row(kernel: Kernel, found: Resources) -> tuple[str, ...]:
         f"{kernel.device}, {kernel.implementation}",
         "" if found.registers is None else str(found.registers),
         f"{found.memory / 1024:,.0f} KiB",
-        f"{found.spills} B" if found.cycles is None else f"{found.spills} registers",
+        f"{found.spills} B" if found.registers is not None else f"{found.spills} registers",
         f"{kernel.flops / 1e9:,.2f}",
         f"{kernel.bytes_moved / 1e6:,.1f}",
         f"{1e6 * kernel.limit:,.0f} us",

@@ -14,7 +14,7 @@ from verax._compat import no_compilation_cache
 from verax.plan.devices import find_device
 
 STATES = 16 * 16 * 128 * 128
-"""Numbers of all slots' states, and of those of all rows: 16 sequences, 16 value heads of 128."""
+"""Numbers of the states of all slots, and of all rows: 16 sequences, 16 value heads of 128."""
 
 DELTA_LAYERS, DEPTH = 3, 4
 
@@ -47,15 +47,15 @@ def passes(name, implementation):
 
 
 def count_passes(text, size):
-    """Arrays of so many float32 numbers that the instructions of a program's entry take, and that they result in."""
+    """Arrays of `size` float32 numbers that the instructions of a program's entry take, and that they result in."""
     _, _, entry = text.partition("\nENTRY ")
-    found, reads, writes = set(), 0, 0
+    result, reads, writes = set(), 0, 0
     for label, result, name, rest in INSTRUCTION.findall(entry):
         large = sum(math.prod(map(int, shape.split(","))) == size for shape in re.findall(r"f32\[([\d,]+)\]", result))
         if large:
-            found.add(label)
+            result.add(label)
         if name not in MOVES_NOTHING:
-            reads += len(found.intersection(re.findall(r"%([\w.\-]+)", rest)))
+            reads += len(result.intersection(re.findall(r"%([\w.\-]+)", rest)))
             writes += large
     return Passes(reads, writes)
 

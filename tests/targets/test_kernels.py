@@ -21,12 +21,12 @@ def kernel(request):
 
 
 def test_a_kernel_compiles_and_fits_on_the_chip(kernel):
-    found = compiled_kernel(kernel)
+    result = compiled_kernel(kernel)
     spec = GPU_SPECS.get(kernel.device)
-    assert 0 < found.memory <= (VECTOR_MEMORY if spec is None else spec.shared - KIB)
+    assert 0 < result.memory <= (VECTOR_MEMORY if spec is None else spec.shared - KIB)
     if spec is not None:
-        assert found.spills == 0
-        assert found.registers <= 255
+        assert result.spills == 0
+        assert result.registers <= 255
 
 
 def test_predictions_are_shares_of_the_limit(kernel):
@@ -39,12 +39,12 @@ def test_the_steps_of_an_engine_run_the_kernels_and_update_the_cache_in_place(de
     skip_without_compiler(device)
     named = {"paged_attention": name, "paged_decode_attention": name}
     with ops.use_implementations(**named):
-        found = compile_model("qwen3", device, depth=2, max_num_seqs=16, max_model_len=2048)
-    for row in found:
+        result = compile_model("qwen3", device, depth=2, max_num_seqs=16, max_model_len=2048)
+    for row in result:
         assert row.refused is None, row.name
         assert row.findings.donated_copies == 0, row.name
-    decode, _ = found
-    assert decode.findings.loops_with_products == 0  # those of attention are in the kernel
+    decode, _ = result
+    assert decode.findings.loops_with_products == 0  # attention's are in the kernel
 
 
 SMALL_HEADS = {
@@ -69,8 +69,8 @@ def test_pages_of_small_heads_are_read_where_they_lie(named, tmp_path):
     skip_without_compiler("v5e")
     (tmp_path / "config.json").write_text(json.dumps(SMALL_HEADS))
     with ops.use_implementations(**named):
-        found = compile_model(str(tmp_path), "v5e", max_num_seqs=16, max_model_len=2048)
-    decode, mixed = found
+        result = compile_model(str(tmp_path), "v5e", max_num_seqs=16, max_model_len=2048)
+    decode, mixed = result
     for row in (decode, mixed):
         assert row.refused is None, row.name
         assert row.findings.donated_copies == 0, row.name

@@ -33,13 +33,13 @@ def sampler():
 
 def computations(text):
     """Lines of each computation by name."""
-    found = {}
+    result = {}
     for line in text.splitlines():
         if begin := re.match(r"(ENTRY )?%([\w.\-]+) \(.*\{$", line):
-            lines = found["" if begin[1] else begin[2]] = []
-        elif found:
+            lines = result["" if begin[1] else begin[2]] = []
+        elif result:
             lines.append(line)
-    return found
+    return result
 
 
 def branches(lines):
@@ -68,7 +68,7 @@ def test_a_greedy_step_reads_the_scores_once_and_copies_none(sampler):
 
 
 def test_a_draw_without_truncation_writes_the_scores_once(sampler):
-    """Reads are those of the maximum and the differences from it."""
+    """The maximum reads them, and the differences from it."""
     _, plain = branches(sampler[""])
     drawn, _ = branches(sampler[plain])
     assert passes(sampler[drawn]) == (2, 1)

@@ -76,7 +76,7 @@ def test_the_cache_is_updated_in_place(text_case):
 
 
 def test_no_step_copies_a_weight(text_case):
-    """None is put beside another for one product of both, or moved to another layout: it is read once, and no more."""
+    """None is copied next to another for one product of both, or moved to another layout: it is read only once."""
     for row in found(text_case):
         assert row.findings.argument_copies == 0, row.name
 

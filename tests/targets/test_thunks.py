@@ -1,18 +1,59 @@
 """The decode step on an NVIDIA GPU: how much of it the host launches, and what its parts are."""
 
+import re
+import tempfile
 from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from tests.targets.compile import programs_of
 from tests.targets.test_targets import skip_without_compiler
-from tests.targets.thunks import KERNEL, PRODUCT, thunks
 from tests.targets.topology import compiler_of, topology_mesh
 from verax import ops
 from verax._compat import no_compilation_cache
 from verax.plan.devices import find_device
 
 LAYERS = 2
+
+KERNEL, PRODUCT = "kCustomKernel", "kCublasLtMatmul"
+"""Kinds of a kernel that XLA wrote, and of a product by cuBLAS."""
+
+# `021: kWhile         [prev=000 (1) | ...] name grid: ...`; what a thunk holds is indented and follows.
+_THUNK = re.compile(r"(?P<indent> *)\d+: (?P<kind>k\w+) +\[[^\]]*\] *(?P<name>\w*)")
+
+
+class Thunk(NamedTuple):
+    """A launch by the host, or what holds further ones: a command buffer, a loop, a choice.
+
+    Attributes:
+        kind: XLA's name of its kind.
+        name: name of the kernel; empty for another kind.
+        inner: thunks in it, at any depth.
+    """
+
+    kind: str
+    name: str
+    inner: list
+
+
+def thunks(compile_with):
+    """Thunks of a program in the order of their launch, after XLA has put kernels into command buffers.
+
+    Args:
+        compile_with: compilation of the program, with further XLA options.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        compile_with({"xla_dump_to": folder})
+        (path,) = Path(folder).glob("*.thunk_sequence_after_thunk_passes.txt")
+        text = path.read_text()
+    result = []
+    for line in text.splitlines():
+        if one := _THUNK.match(line):
+            place = result[-1].inner if one["indent"] else result
+            place.append(Thunk(one["kind"], one["name"], []))
+    return result
 
 
 @pytest.fixture(scope="module")

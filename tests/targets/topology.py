@@ -2,8 +2,8 @@
 
 JAX's other work stays on the CPU: only the compilers of the plugins are used, and a driver is not needed.
 
-Limits of GPUs are those of the compute capability (CUDA C++ Programming Guide, table of technical specifications),
-numbers of multiprocessors and of the cache those of the whitepaper of its architecture. B200's are from XLA's own
+Limits of GPUs belong to the compute capability (CUDA C++ Programming Guide, table of technical specifications). Numbers
+of multiprocessors and sizes of the cache are from the whitepaper of the architecture. B200's are from XLA's own
 description, RTX 5090's from a review (Linux Format, May 2025).
 """
 
@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from verax._compat import compiler_options
 from verax._optional import require_optional
-from verax.errors import InvalidParameterError, MissingDependencyError
 from verax.plan.devices import Device
 
 __all__ = ["GPU_SPECS", "KIB", "TPUS", "Compiler", "compiler_of", "topology_mesh"]
@@ -106,9 +103,6 @@ _THREE_DIMENSIONS = ((1, "1x1x1"), (4, "2x2x1"), (8, "2x2x2"), (16, "2x2x4"))
 TPUS = {"v4": _THREE_DIMENSIONS, "v5e": _TWO_DIMENSIONS, "v5p": _THREE_DIMENSIONS, "v6e": _TWO_DIMENSIONS}
 """Topologies by TPU, the smallest first: chips, and libtpu's name of their arrangement."""
 
-_ONE_CHIP = {"chips_per_host_bounds": (1, 1, 1)}
-"""A topology of one chip. libtpu takes hosts to have four otherwise."""
-
 # Otherwise libtpu looks for the metadata of a Google Cloud machine, and refuses to load into a second process.
 _LIBTPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -123,51 +117,34 @@ class Compiler(NamedTuple):
     Attributes:
         module: module of the plugin that holds it.
         package: distribution of the plugin.
-        extra: extra that installs it.
         options: XLA options of each compilation.
         description: the device in the compiler's words, where it is not the compiler's own.
     """
 
     module: str
     package: str
-    extra: str
     options: dict[str, str | bool]
     description: str = ""
 
-    @property
-    def version(self) -> str:
-        """Name and version of the plugin."""
-        try:
-            return f"{self.package} {version(self.package)}"
-        except PackageNotFoundError:  # on the path without being installed
-            return self.package
-
 
 _COMPILERS = {
-    "tpu": Compiler("libtpu", "libtpu", "plan-tpu", {}),
+    "tpu": Compiler("libtpu", "libtpu", {}),
     # CUB's kernels for sorting, and the tiles of Triton's products, are chosen by trying them on a device. Without one,
     # XLA sorts by itself, and products are calls of cuBLAS: with untried tiles, jaxlib 0.10 fails to compile Wan.
     "gpu": Compiler(
         "jax_plugins.xla_cuda13",
         "jax-cuda13-plugin",
-        "plan-cuda",
         {"xla_gpu_deviceless_cub_mode": "DEVICELESS_CUB_DISABLED", "xla_gpu_enable_triton_gemm": False},
     ),
 }
 
 
 def compiler_of(device: Device) -> Compiler:
-    """Compiler of a device's programs.
+    """Compiler of the programs of a device of `TPUS` or `GPU_SPECS`.
 
     Raises:
-        InvalidParameterError: for a device that no plugin compiles for without having it, naming those that there are.
         MissingDependencyError: if the plugin is not installed.
     """
-    if device.name not in (*TPUS, *GPU_SPECS):
-        raise InvalidParameterError(
-            f"device: no plugin compiles for {device.name!r} without the device; they compile for "
-            f"{', '.join((*TPUS, *GPU_SPECS))}"
-        )
     compiler = _COMPILERS[device.platform]
     require_optional(compiler.module)
     options = {**compiler_options(device.platform), **compiler.options}
@@ -175,40 +152,17 @@ def compiler_of(device: Device) -> Compiler:
 
 
 def topology_mesh(device: Device, count: int) -> Mesh:
-    """Mesh of devices that are not attached, with an axis `tensor`, in the smallest topology that has so many.
-
-    Args:
-        device: kind of device.
-        count: number of devices.
-
-    Raises:
-        InvalidParameterError: for a device without a compiler, or too many devices.
-        MissingDependencyError: if the plugin is not installed, or does not load with this JAX.
-    """
-    compiler = compiler_of(device)
-    try:
-        found = _tpus(device, count) if device.platform == "tpu" else _gpus(compiler, count)
-    except RuntimeError as error:
-        raise MissingDependencyError(
-            f"{compiler.version} does not describe {device.name} to JAX {jax.__version__} ({error}); set "
-            f"JAX_PLATFORMS=cpu before JAX starts, and install what matches: pip install 'verax[{compiler.extra}]'"
-        ) from error
-    return Mesh(np.array(found[:count]), ("tensor",), axis_types=(AxisType.Auto,))
-
-
-def _tpus(device: Device, count: int) -> list[Any]:
-    for name, value in _LIBTPU_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    for chips, shape in TPUS[device.name]:
-        if chips >= count:
-            bounds: dict[str, Any] = _ONE_CHIP if chips == 1 else {}
-            name = f"{device.name}:{shape}"
-            return topologies.get_topology_desc(platform="tpu", topology_name=name, **bounds).devices
-    most = TPUS[device.name][-1][0]
-    raise InvalidParameterError(f"devices: programs are compiled for up to {most} of {device.name}, got {count}")
-
-
-def _gpus(compiler: Compiler, count: int) -> list[Any]:
-    return topologies.get_topology_desc(
-        platform="cuda", topology_name="", topology=f"1x1x{count}", target_config=compiler.description
-    ).devices
+    """Mesh of devices that are not attached, with an axis `tensor`, in the smallest topology that has enough."""
+    if device.platform == "tpu":
+        for name, value in _LIBTPU_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        chips, shape = next(pair for pair in TPUS[device.name] if pair[0] >= count)
+        # libtpu takes hosts to have four chips otherwise.
+        bounds: dict[str, Any] = {"chips_per_host_bounds": (1, 1, 1)} if chips == 1 else {}
+        name = f"{device.name}:{shape}"
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=name, **bounds)
+    else:
+        config = compiler_of(device).description
+        options = {"topology": f"1x1x{count}", "target_config": config}
+        topology = topologies.get_topology_desc(platform="cuda", topology_name="", **options)
+    return Mesh(np.array(topology.devices[:count]), ("tensor",), axis_types=(AxisType.Auto,))

@@ -1,8 +1,7 @@
-"""Table of devices: memory, bandwidth, rates of products, and links, by the makers' sheets; and least times on them.
+"""Table of devices: memory, bandwidth and rates of products by the makers' sheets; and least times on them.
 
 Sheets count in powers of ten, and so does this table: a device has a little more memory than that, never less. Rates
-are those of dense products with sums in float32, at the highest clock. Links are all links of a device together, in one
-direction: half of what a sheet calls bidirectional.
+are for dense products with sums in float32, at the highest clock.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ class Device:
         memory: bytes.
         bandwidth: bytes per second between memory and chip.
         flops: operations per second of dense products, by dtype of their operands.
-        links: bytes per second to other devices, in one direction; 0 if it has no links.
         source: where the numbers come from.
     """
 
@@ -41,7 +39,6 @@ class Device:
     memory: int
     bandwidth: float
     flops: Mapping[str, float]
-    links: float
     source: str
 
     def rate(self, dtype: str) -> float:
@@ -53,39 +50,34 @@ class Device:
         return {**vars(self), "flops": dict(self.flops)}
 
 
-def _gpu(
-    name: str, kind: str, memory: float, bandwidth: float, flops: tuple[float, ...], links: float, source: str
+def _device(
+    platform: str, name: str, kind: str, memory: float, bandwidth: float, flops: tuple[float, ...], source: str
 ) -> Device:
     names = ("bfloat16", "int8", "float8_e4m3fn", "float32")
-    rates = {dtype: rate * T for dtype, rate in zip(names, flops, strict=True) if rate}
-    return Device(name, kind, "gpu", round(memory * GB), bandwidth * GB, MappingProxyType(rates), links * GB, source)
-
-
-def _tpu(
-    name: str, kind: str, memory: float, bandwidth: float, flops: tuple[float, float], links: float, source: str
-) -> Device:
-    rates = {"bfloat16": flops[0] * T, "int8": flops[1] * T}
-    return Device(name, kind, "tpu", round(memory * GB), bandwidth * GB, MappingProxyType(rates), links * GB, source)
+    rates = {dtype: rate * T for dtype, rate in zip(names, flops, strict=False) if rate}
+    return Device(name, kind, platform, round(memory * GB), bandwidth * GB, MappingProxyType(rates), source)
 
 
 _ADA = "NVIDIA Ada GPU architecture whitepaper 2.1, appendix A"
 _BLACKWELL = "NVIDIA RTX Blackwell GPU architecture whitepaper 1.1, appendix A"
 
-# GB; GB/s; TFLOP/s in bfloat16, int8, float8 and float32 (0: none); GB/s of links. Sheets of data-centre GPUs print
-# rates with sparsity, which are twice these.
+# GB; GB/s; TFLOP/s in bfloat16, int8, float8 and float32 (0: none). Sheets of data-centre GPUs print rates with
+# sparsity, which are twice these.
 _ALL = (
-    _gpu("l4", "NVIDIA L4", 24, 300, (121, 242, 242, 30.3), 32, "NVIDIA L4 data sheet"),
-    _gpu("l40s", "NVIDIA L40S", 48, 864, (362, 733, 733, 91.6), 32, "NVIDIA L40S data sheet"),
-    _gpu("a100", "NVIDIA A100-SXM4-80GB", 80, 2039, (312, 624, 0, 19.5), 300, "NVIDIA A100 data sheet, SXM 80 GB"),
-    _gpu("h100", "NVIDIA H100 80GB HBM3", 80, 3350, (989.5, 1979, 1979, 67), 450, "NVIDIA H100 data sheet, SXM"),
-    _gpu("h200", "NVIDIA H200", 141, 4800, (989.5, 1979, 1979, 67), 450, "NVIDIA H200 data sheet, SXM"),
-    _gpu("b200", "NVIDIA B200", 180, 8000, (2250, 4500, 4500, 80), 900, "NVIDIA HGX B200 and DGX B200 data sheets"),
-    _gpu("rtx4090", "NVIDIA GeForce RTX 4090", 24, 1008, (165.2, 660.6, 330.3, 82.6), 32, _ADA),
-    _gpu("rtx5090", "NVIDIA GeForce RTX 5090", 32, 1792, (209.5, 838, 419, 104.8), 64, _BLACKWELL),
-    _tpu("v4", "TPU v4", 32, 1228, (275, 275), 300, "cloud.google.com/tpu/docs/v4"),
-    _tpu("v5e", "TPU v5 lite", 16, 819, (197, 393), 200, "cloud.google.com/tpu/docs/v5e"),
-    _tpu("v5p", "TPU v5", 95, 2765, (459, 918), 600, "cloud.google.com/tpu/docs/v5p"),
-    _tpu("v6e", "TPU v6 lite", 32, 1640, (918, 1836), 448, "cloud.google.com/tpu/docs/v6e"),
+    _device("gpu", "l4", "NVIDIA L4", 24, 300, (121, 242, 242, 30.3), "NVIDIA L4 data sheet"),
+    _device("gpu", "l40s", "NVIDIA L40S", 48, 864, (362, 733, 733, 91.6), "NVIDIA L40S data sheet"),
+    _device("gpu", "a100", "NVIDIA A100-SXM4-80GB", 80, 2039, (312, 624, 0, 19.5), "NVIDIA A100 data sheet, SXM 80 GB"),
+    _device("gpu", "h100", "NVIDIA H100 80GB HBM3", 80, 3350, (989.5, 1979, 1979, 67), "NVIDIA H100 data sheet, SXM"),
+    _device("gpu", "h200", "NVIDIA H200", 141, 4800, (989.5, 1979, 1979, 67), "NVIDIA H200 data sheet, SXM"),
+    _device(
+        "gpu", "b200", "NVIDIA B200", 180, 8000, (2250, 4500, 4500, 80), "NVIDIA HGX B200 and DGX B200 data sheets"
+    ),
+    _device("gpu", "rtx4090", "NVIDIA GeForce RTX 4090", 24, 1008, (165.2, 660.6, 330.3, 82.6), _ADA),
+    _device("gpu", "rtx5090", "NVIDIA GeForce RTX 5090", 32, 1792, (209.5, 838, 419, 104.8), _BLACKWELL),
+    _device("tpu", "v4", "TPU v4", 32, 1228, (275, 275), "cloud.google.com/tpu/docs/v4"),
+    _device("tpu", "v5e", "TPU v5 lite", 16, 819, (197, 393), "cloud.google.com/tpu/docs/v5e"),
+    _device("tpu", "v5p", "TPU v5", 95, 2765, (459, 918), "cloud.google.com/tpu/docs/v5p"),
+    _device("tpu", "v6e", "TPU v6 lite", 32, 1640, (918, 1836), "cloud.google.com/tpu/docs/v6e"),
 )
 
 DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device in _ALL})
@@ -127,7 +119,7 @@ def find_device(
                 f"{', '.join(missing)} as well"
             )
         rates = MappingProxyType({"bfloat16": flops})
-        return Device(name, "", "gpu", round(memory), bandwidth, rates, 0.0, "the command line")
+        return Device(name, "", "gpu", round(memory), bandwidth, rates, "the command line")
     if not any(given.values()):
         return known
     scale = 1.0 if flops is None else flops / known.flops["bfloat16"]
@@ -153,7 +145,7 @@ def _this_machine(memory: float | None, bandwidth: float | None, flops: float | 
             names = ("bfloat16", "float32")
             rates = {name: measured[f"matmul_{name}_gflop_per_s"] * GB for name in names}
     total = round(memory or psutil.virtual_memory().total)
-    return Device("cpu", "cpu", "cpu", total, bandwidth, MappingProxyType(rates), 0.0, source)
+    return Device("cpu", "cpu", "cpu", total, bandwidth, MappingProxyType(rates), source)
 
 
 def program_row(

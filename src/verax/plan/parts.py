@@ -95,24 +95,13 @@ def _part_of(model: Any, key: str) -> str:
     return next((name for name, pattern in _PARTS if re.search(pattern, key)), "other")
 
 
-class Multiplied(NamedTuple):
-    """Weights of a language model that a step multiplies.
+def multiplied(model: Any) -> tuple[int, int, float, int]:
+    """Count the weights of a language model, a module of shapes, that a step multiplies.
 
-    Attributes:
-        every: weights of the matrices that each token is multiplied by.
-        experts: weights of all experts.
-        chosen: weights of the experts that one token passes.
-        head: weights of the output head, which sampled tokens alone are multiplied by.
+    Returns:
+        weights of the matrices that each token is multiplied by; of all experts; of the experts that one token passes;
+        and of the output head, which sampled tokens alone are multiplied by.
     """
-
-    every: int
-    experts: int
-    chosen: float
-    head: int
-
-
-def multiplied(model: Any) -> Multiplied:
-    """Count the weights that a step of a language model multiplies, in a module of shapes."""
     every = experts = head = 0
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         key, shape = ".".join(map(str, path)), leaf.get_value().shape
@@ -127,7 +116,7 @@ def multiplied(model: Any) -> Multiplied:
             every += math.prod(shape)
     config = getattr(model.config, "experts", None)
     share = config.num_experts_per_tok / config.num_experts if config is not None else 1.0
-    return Multiplied(every, experts, share * experts, head)
+    return every, experts, share * experts, head
 
 
 def sharded_bytes(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> int:

@@ -10,9 +10,8 @@ from rich.table import Table
 
 from verax.errors import InvalidParameterError
 from verax.plan.devices import Device
-from verax.plan.embed import plan_embed
 from verax.plan.model import describe
-from verax.plan.text import plan_text
+from verax.plan.text import plan_embed, plan_text
 from verax.plan.video import plan_video
 from verax.video.memory import format_bytes
 
@@ -59,7 +58,8 @@ def plan(model: str, device: Device, **options: Any) -> dict[str, Any]:
         raise InvalidParameterError(
             f"{unknown[0]}: the plan of a model of kind {described.kind} has no such option; it has {', '.join(taken)}"
         )
-    return _ENGINES[described.kind](described, device, **given)
+    parts = _ENGINES[described.kind](described, device, **given)
+    return {"kind": described.kind, "model": described.name, "device": device.as_dict(), **parts}
 
 
 def show(plan: Mapping[str, Any], console: Console) -> None:

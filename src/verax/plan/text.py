@@ -1,4 +1,5 @@
-"""Plan of a language model: weights, cache and slots as the engine lays them out, least times of steps, what fits."""
+"""Plans of a language model (weights, cache and slots as the engine lays them out, steps, what fits), and of a sentence
+encoder (weights, and a batch of sentences)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from verax import ops
 from verax.errors import InvalidParameterError
 from verax.loading import model_shapes
-from verax.models import DTYPES, causal_lm, check_dtype
+from verax.models import DTYPES, causal_lm, check_dtype, encoder
 from verax.models.causal_lm import config_on_devices, sliding_windows
 from verax.nn.parallel import fitting_sizes
 from verax.ops._target import DeviceMemory
@@ -29,13 +30,16 @@ from verax.text.step.sizes import RunnerConfig, cache_memory, layer_states, plan
 from verax.text.step.slots import new_slots
 from verax.text.step.step import PROMPT_LOGPROB_CHUNK
 
-__all__ = ["TextPlan", "plan_text", "text_plan"]
+__all__ = ["TextPlan", "plan_embed", "plan_text", "text_plan"]
 
 UNLIMITED = 1 << 60
 """Bytes of a cache that all sequences fit into at their full length."""
 
-CONTEXT, PROMPT = 4096, 512
-"""Tokens of a sequence, if `max_model_len` is not given, and of the short prompt of each plan."""
+CONTEXT, PROMPT, SENTENCE = 4096, 512, 128
+"""Tokens of a sequence, if `max_model_len` is not given; of the short prompt of each plan; and of a sentence, if
+`max_length` is not given."""
+
+FLOAT32_BYTES = 4
 
 MOST_SEQS = 1 << 14
 """Largest batch that is looked for."""
@@ -85,11 +89,11 @@ class TextPlan:
     def sizes(self, **changes: Any) -> RunnerConfig:
         """The engine's sizes, with blocks for all sequences at their full length, for the plan's options or others."""
         with self.target():
-            options = self.options.with_options({"kv_cache_memory": UNLIMITED, **changes})
+            options = replace(self.options, kv_cache_memory=UNLIMITED, **changes)
             return plan_sizes(self.model.config, self.dtype, options)
 
     def cache_bytes(self, **changes: Any) -> int:
-        """Bytes of the cache on a device, recurrent states included. Arguments are those of `sizes`."""
+        """Bytes of the cache on a device, recurrent states included. It takes the arguments of `sizes`."""
         config = self.model.config
         cache = jax.eval_shape(lambda: new_cache(config, self.sizes(**changes)))
         shardings = named(tensor_mesh(self.options.tensor_parallel_size), cache_partitions(config, cache))
@@ -163,7 +167,7 @@ def text_plan(
     max_model_len: int | None = None,
     **options: Any,
 ) -> TextPlan:
-    """A language model on devices, checked. Options are those of `verax.LLM`.
+    """A language model on devices, checked. Options have the names of `verax.LLM`.
 
     Args:
         model: the model.
@@ -199,7 +203,7 @@ def text_plan(
 
 
 def plan_text(model: Described, device: Device, **options: Any) -> dict[str, Any]:
-    """Plan of a language model, as JSON holds it. Arguments and errors are those of `text_plan`."""
+    """Plan of a language model, as JSON holds it. See `text_plan` for arguments and errors."""
     plan = text_plan(model, device, **options)
     sizes, config = plan.sizes(), plan.model.config
     seqs, tokens, budget = sizes.max_num_seqs, sizes.max_model_len, sizes.max_num_batched_tokens
@@ -217,9 +221,6 @@ def plan_text(model: Described, device: Device, **options: Any) -> dict[str, Any
 
     seconds = programs[0]["at_least_s"]
     return {
-        "kind": model.kind,
-        "model": model.name,
-        "device": device.as_dict(),
         "settings": {
             "dtype": jnp.dtype(plan.dtype).name,
             "quantization": options.get("quantization"),
@@ -240,6 +241,62 @@ def plan_text(model: Described, device: Device, **options: Any) -> dict[str, Any
         "largest_context": _largest(lambda n: fits(max_model_len=n), 2, config.max_position_embeddings),
         "fewest_devices": next(filter(fits_on, fitting_sizes(plan.shapes(1))), None),
     }
+
+
+def plan_embed(
+    model: Described, device: Device, *, dtype: str = "float32", batch_size: int = 8, max_length: int | None = None
+) -> dict[str, Any]:
+    """Plan of an encoder, as JSON holds it.
+
+    Args:
+        model: the model.
+        device: kind of device.
+        dtype: `"float32"`, or `"bfloat16"` for weights and inputs of products.
+        batch_size: sentences of a call.
+        max_length: tokens of each sentence; 128 if None.
+
+    Raises:
+        InvalidParameterError: for an option out of range.
+        UnsupportedModelError: if verax has no such encoder.
+    """
+    check_dtype(dtype)
+    architecture, config = encoder(model.config)
+    longest = config.max_position_embeddings
+    tokens = max_length or min(SENTENCE, longest)
+    if not 0 < tokens <= longest:
+        raise InvalidParameterError(f"max_length: expected 1 to {longest} tokens, got {tokens}")
+    shapes: Any = model_shapes(architecture, config, dtype=DTYPES[dtype])
+    parts = parts_of(packed_shapes(shapes, device))
+    memory = {
+        "weights": sum(part.nbytes for part in parts),
+        "states": FLOAT32_BYTES * batch_size * tokens * config.hidden_size,
+    }
+    products = 2 * tokens * multiplied(shapes)[0] + 4 * config.hidden_size * _scores(config, tokens)
+    read = sum(part.nbytes for part in parts_of(shapes) if part.part != "embedding")
+    program = program_row(
+        f"{batch_size} sentences of {tokens} tokens",
+        device,
+        flops=batch_size * products,
+        nbytes=read + memory["states"],
+        dtype=dtype,
+    )
+    return {
+        "settings": {"dtype": dtype, "batch_size": batch_size, "max_length": tokens},
+        "devices": 1,
+        "weights": [part._asdict() for part in parts],
+        "memory": memory,
+        "programs": [program],
+        "at_most": {"sentences/s": batch_size / program["at_least_s"]},
+        "fits": sum(memory.values()) <= device.memory,
+    }
+
+
+def _scores(config: Any, tokens: int) -> int:
+    """Pairs of a query and a key that it sees, over the layers that attend; recurrent layers are not counted."""
+    kinds = getattr(config, "layer_types", None) or ("full_attention",) * config.num_hidden_layers
+    reach = getattr(config, "local_attention", 0) // 2
+    seen = sum(min(tokens, at + reach + 1) - max(0, at - reach) for at in range(tokens))
+    return kinds.count("full_attention") * tokens**2 + kinds.count("sliding_attention") * seen
 
 
 def _largest(fits: Callable[[int], bool], least: int, most: int) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from verax.models.video_model import LatentGeometry, VideoSettings
 from verax.models.wan.family import read_settings
 from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
 from verax.models.wan.vae import WanVae, WanVaeConfig
-from verax.models.wan.vae_layers import Upsample
+from verax.models.wan.vae_layers import AttentionBlock, Upsample
 from verax.plan.devices import Device, program_row
 from verax.plan.model import Described
 from verax.plan.parts import Part, nbytes_of
@@ -192,7 +192,7 @@ def components(clip: Clip) -> Components:
 def plan_video(model: Described, device: Device, **options: Any) -> dict[str, Any]:
     """Plan of a video model, as JSON holds it: one segment with guidance, all frames denoised together.
 
-    Arguments and errors are those of `read_clip`.
+    See `read_clip` for arguments and errors.
     """
     clip = read_clip(model.config, **options)
     groups, size = axis_size(clip.mesh, GUIDANCE), axis_size(clip.mesh, SEQUENCE)
@@ -205,9 +205,6 @@ def plan_video(model: Described, device: Device, **options: Any) -> dict[str, An
     at = memory.index(largest(memory))
     parts = (models.text_encoder, models.image_encoder, *models.transformers, models.vae)
     return {
-        "kind": model.kind,
-        "model": model.name,
-        "device": device.as_dict(),
         "settings": {
             "dtype": jnp.dtype(clip.dtype).name,
             **{name: getattr(clip.request, name) for name in ("num_frames", "height", "width", "num_inference_steps")},
@@ -277,6 +274,7 @@ def _work(clip: Clip, transformer: Component[Any]) -> dict[str, int]:
 
 def _programs(clip: Clip, models: Components, device: Device) -> list[dict[str, Any]]:
     """Programs that take most of a clip's time, with their least times. Encoders take some hundredths of it."""
+    shapes: Any = models.vae.shapes
     options: Any = {"dtype": jnp.dtype(clip.dtype).name, "devices": 1 if clip.mesh is None else clip.mesh.size}
     work, transformer = _work(clip, models.transformers[0]), models.transformers[0]
     step = program_row(
@@ -290,7 +288,7 @@ def _programs(clip: Clip, models: Components, device: Device) -> list[dict[str, 
     decode = program_row(
         "VAE decode",
         device,
-        flops=decode_flops(models.vae.module(models.vae.shapes), clip.latents),
+        flops=decode_flops(models.vae.module(shapes), clip.latents),
         nbytes=models.vae.size + FLOAT32_BYTES * math.prod(clip.latents) + _frame_bytes(clip),
         **options,
     )
@@ -314,9 +312,9 @@ def decode_flops(vae: WanVae, latents: Sequence[int]) -> int:
         kernels = (leaf.size for leaf in jax.tree.leaves(nnx.state(list(layers))) if leaf.ndim >= 4)
         return 2 * frames * pixels * sum(kernels)
 
-    decoder = vae.decoder
+    decoder, attention = vae.decoder, cast(AttentionBlock, vae.decoder.middle[1])
     flops += convolve(vae.conv2, decoder.conv1, *decoder.middle)
-    flops += 4 * frames * pixels**2 * decoder.middle[1].proj.weight.shape[0]  # attention within a frame
+    flops += 4 * frames * pixels**2 * attention.proj.weight.shape[0]  # attention within a frame
     for layer in (one for level in decoder.upsamples for one in getattr(level, "upsamples", [level])):
         if not isinstance(layer, Upsample):
             flops += convolve(layer)

@@ -123,7 +123,7 @@ def _firsts(owner: Int[Array, "n"], N: int) -> Int[Array, "M"]:
 
 
 def _parts(K: int, size: int) -> list[Array]:
-    """Rows of each part of a state, so many or all."""
+    """Rows of each part of a state: `size` of them, or all."""
     return [first + jnp.arange(min(K, size))[None] for first in range(0, K, size)]
 
 

@@ -97,8 +97,8 @@ def _kernel(
         return plgpu.load(ref.at[at], mask=mask, other=None if mask is None else 0.0).astype(jnp.float32)
 
     def key(ref: Any, t: int) -> Array:
-        found = load(ref, b, t, h // (HV // H), k, mask=rows)
-        return l2_normalize(found) if use_qk_l2norm else found
+        row = load(ref, b, t, h // (HV // H), k, mask=rows)
+        return l2_normalize(row) if use_qk_l2norm else row
 
     def state_of(slot: Any) -> tuple[Any, ...]:
         return jnp.minimum(slot, S - 1), h, k[:, None], v[None]
@@ -107,8 +107,8 @@ def _kernel(
     for t in range(T):
         g = load(x.g, b, t, h, only) if x.g.shape[3] == 1 else load(x.g, b, t, h, k, mask=rows)
         decayed = jnp.exp(g)[:, None] * state
-        found = jnp.sum(key(x.erase, t)[:, None] * (state if erase_before_decay else decayed), axis=0)
-        new = load(x.beta, b, t, h, only) * (load(x.v, b, t, h, v, mask=columns_there) - found)
+        stored = jnp.sum(key(x.erase, t)[:, None] * (state if erase_before_decay else decayed), axis=0)
+        new = load(x.beta, b, t, h, only) * (load(x.v, b, t, h, v, mask=columns_there) - stored)
         state = decayed + key(x.write, t)[:, None] * new[None]
         out_key = scale * key(x.read, t)
         plgpu.store(out.at[b, t, h, v], jnp.sum(out_key[:, None] * state, axis=0), mask=columns_there)

@@ -38,7 +38,7 @@ MIN_ROWS = 16
 """Rows of a product on tensor cores. With fewer queries a head, the rest are zeros."""
 
 TILE = 64
-"""Rows of a tile of a ragged batch, queries times heads: those of a product of four warps on Hopper."""
+"""Rows of a tile of a ragged batch, queries times heads: the rows of a product of four warps on Hopper."""
 
 PROGRAMS = 512
 """Programs that keep an H100's 132 multiprocessors busy, some four on each."""
@@ -250,7 +250,7 @@ HEAD_SIZES = (64, 128, 256)
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn)
 
 MOST_QUERIES = 64
-"""Queries of a key/value head: a tile of a ragged batch holds those of one token at least."""
+"""Queries of a key/value head: a tile of a ragged batch holds at least the queries of one token."""
 
 
 def _accepts(q: Any, k_cache: Any, v_cache: Any, *_: Any, **options: Any) -> bool:

@@ -92,5 +92,5 @@ def splash_attention(
         for x, length in zip(owners, shape, strict=True)
     ]
     # A padded query sees padded keys where there are any, and its result is cut off in any case.
-    out = jax.vmap(kernel)(*heads_first, splash.SegmentIds(*owners))
+    out: Any = jax.vmap(kernel)(*heads_first, splash.SegmentIds(*owners))
     return jnp.swapaxes(out, 1, 2)[:, :T].astype(jnp.float32)

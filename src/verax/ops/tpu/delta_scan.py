@@ -9,7 +9,7 @@
 The gradient goes from the last chunk to the first, with a state's cotangent in the place of the state.
 
 So the state stays in vector memory from a sequence's first chunk to its last, and a chunk's inputs are copied while the
-chunk before it is multiplied. Products of one head wait for each other, those of several heads do not. The state lies
+chunk before it is multiplied. Products of one head wait for each other, but not for another head's. The state lies
 transposed, so that a decay by channel is a row of it.
 """
 
@@ -103,7 +103,7 @@ def _run(
     def chunk_at(i: Any) -> Any:
         return n - 1 - i if backward else i
 
-    def of_chunk(*size: int) -> pl.BlockSpec:
+    def of_chunk(*size: int) -> Any:
         return pl.BlockSpec((1, together, *size), lambda h, i, owner: (chunk_at(i), h, 0, 0))
 
     of_sequence = pl.BlockSpec((1, together, K, V), lambda h, i, owner: (owner[chunk_at(i)], h, 0, 0))

@@ -7,9 +7,9 @@
                 S <- decay S;  Z = beta (v - erase^T S);  S <- S + write Z^T;  out = read^T S
             the state in the slot <- S
 
-So a sequence's states are copied into vector memory once and back once, while those of the sequences before and after
-it are computed. A key is a column beside the state's rows: those of all heads are transposed together. Sums over rows
-are the vector unit's, in float32.
+So a sequence's states are copied into vector memory once and back once, while its neighbours are computed. A key is a
+column next to the state's rows: the keys of all heads are transposed together. The vector unit sums over rows, in
+float32.
 
 A row of padding has the block of a neighbour, which is not copied again for it, and which it leaves alone.
 """
@@ -47,7 +47,7 @@ def delta_step(
     S = states.shape[0]
     inputs = x._replace(beta=x.beta[..., None], g=x.g.reshape(*x.beta.shape, -1))
 
-    def of_sequence(a: Array) -> pl.BlockSpec:
+    def of_sequence(a: Array) -> Any:
         return pl.BlockSpec((1, *a.shape[1:]), lambda b, *_: (b, 0, 0, 0))
 
     in_slot = pl.BlockSpec((1, *states.shape[1:]), lambda b, block, *_: (block[b], 0, 0, 0))
@@ -74,7 +74,7 @@ def delta_step(
 
 
 def _blocks(slot: Int[Array, "B"], has_slot: Bool[Array, "B"], S: int) -> Int[Array, "B"]:
-    """Slot of each row or, of padding, that of the last sequence before it, or else of the first after it."""
+    """Slot of each row; padding has the slot of the last sequence before it, or else of the first one after it."""
     last = lax.cummax(jnp.where(has_slot, jnp.arange(slot.shape[0]), -1))
     return jnp.minimum(slot[jnp.where(last < 0, jnp.argmax(has_slot), last)], S - 1)
 
@@ -96,8 +96,8 @@ def _kernel(
         after[...] = before[...]  # it is copied back, and nothing else is written there if all rows are padding
 
     def keys(ref: Any, t: int) -> list[Array]:
-        found = ref[0, t].astype(jnp.float32)
-        return _columns(l2_normalize(found) if use_qk_l2norm else found)
+        rows = ref[0, t].astype(jnp.float32)
+        return _columns(l2_normalize(rows) if use_qk_l2norm else rows)
 
     def by_head(rows: Float[Array, "HV D"]) -> list[Array]:
         whole = jnp.broadcast_to(rows.astype(jnp.float32), (HV, V))
@@ -115,8 +115,8 @@ def _kernel(
             for t in range(T):
                 decayed = decay[t][h] * state
                 erased = state if erase_before_decay else decayed
-                found = jnp.sum(erase[t][key] * erased, axis=0, keepdims=True)
-                state = decayed + write[t][key] * (beta[t][h] * (values[t][h] - found))
+                stored = jnp.sum(erase[t][key] * erased, axis=0, keepdims=True)
+                state = decayed + write[t][key] * (beta[t][h] * (values[t][h] - stored))
                 out[0, t, h] = scale * jnp.sum(read[t][key] * state, axis=0)
             after[0, h] = state
 
