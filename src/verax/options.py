@@ -121,8 +121,8 @@ def option(
         off: value of that column in rows that sample nothing; the default if None.
         recommended: True if a checkpoint's generation_config.json may give the default.
     """
-    made = {name: value for name, value in locals().items() if name != "default"}
-    return dataclasses.field(default=default, metadata={"option": Option(**made)})
+    declaration = {name: value for name, value in locals().items() if name != "default"}
+    return dataclasses.field(default=default, metadata={"option": Option(**declaration)})
 
 
 def documented(table: type[T]) -> type[T]:

@@ -160,13 +160,13 @@ class SamplingFields:
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
-        """`stop`, as the tuple that construction made of it."""
+        """`stop` as a tuple."""
         assert isinstance(self.stop, tuple)
         return self.stop
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """`stop_token_ids`, as the tuple that construction made of it."""
+        """`stop_token_ids` as a tuple."""
         assert isinstance(self.stop_token_ids, tuple)
         return self.stop_token_ids
 

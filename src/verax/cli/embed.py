@@ -244,8 +244,8 @@ def rerank(
     ranked = reranker.rank(query, texts, top_k, instruction=instruction, batch_size=batch_size)
     seconds = time.perf_counter() - begin
     if as_json:
-        found = [{"index": one.index, "score": one.score, "text": one.text} for one in ranked]
-        sys.stdout.write(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+        records = [{"index": one.index, "score": one.score, "text": one.text} for one in ranked]
+        sys.stdout.write(json.dumps(records, indent=2, ensure_ascii=False) + "\n")
     else:
         from rich.console import Console
         from rich.table import Table

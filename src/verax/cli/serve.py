@@ -252,12 +252,7 @@ def _changed(table: type, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open_adapters(modules: tuple[str, ...], *, node_rank: int) -> dict[str, LoRARequest]:
-    """Adapters by name, of arguments such as `sql=adapters/sql`.
-
-    Args:
-        modules: the arguments.
-        node_rank: number of this host. Host 0 reads the files, and checks them before the model is loaded.
-    """
+    """Adapters by name, of arguments such as `sql=adapters/sql`. Host 0 checks their files before a model is loaded."""
     from verax.checkpoint.peft import Adapter
     from verax.text.features.lora.request import LoRARequest
 
@@ -289,14 +284,26 @@ def _load(
     from verax.serve.http.server import LazyModel, Server
     from verax.text.engine.async_llm import AsyncLLM
 
-    embedding_model, reranker_model, video_model = (
-        models["embedding_model"],
-        models["reranker_model"],
-        models["video_model"],
-    )
-    encoder = functools.cache(functools.partial(_encoder, embedding_model, **(encoders if embedding_model else {})))
-    reranker = functools.cache(functools.partial(_reranker, reranker_model, **encoders))
-    pipeline = functools.cache(functools.partial(_pipeline, video_model, **videos))
+    embedding_model, reranker_model = models["embedding_model"], models["reranker_model"]
+
+    @functools.cache
+    def encoder() -> Any:
+        from verax.embed.encoder import Encoder
+
+        return Encoder(embedding_model, show_progress=False, **(encoders if embedding_model else {}))
+
+    @functools.cache
+    def reranker() -> Any:
+        from verax.embed.reranker import Reranker
+
+        return Reranker(reranker_model, show_progress=False, **encoders)
+
+    @functools.cache
+    def pipeline() -> Any:
+        from verax.video.pipeline import VideoPipeline
+
+        return VideoPipeline.from_pretrained(models["video_model"], **videos)
+
     llm = AsyncLLM(model, **text)
     # Options that a model cannot have end the start, not a request.
     if encoders and embedding_model:
@@ -315,26 +322,7 @@ def _load(
         root=model or BUILT_IN,
         encoder=LazyModel(embedding_model or BUILT_IN_EMBEDDING, encoder),
         reranker=None if reranker_model is None else LazyModel(reranker_model, reranker),
-        videos=LazyModel(video_model or BUILT_IN_VIDEO, pipeline),
+        videos=LazyModel(models["video_model"] or BUILT_IN_VIDEO, pipeline),
         settings=settings,
         tracer=tracer,
     )
-
-
-def _encoder(model: str | None, **options: Any) -> Any:
-    from verax.embed.encoder import Encoder
-
-    return Encoder(model, show_progress=False, **options)
-
-
-def _reranker(model: str | None, **options: Any) -> Any:
-    from verax.embed.reranker import Reranker
-
-    assert model is not None
-    return Reranker(model, show_progress=False, **options)
-
-
-def _pipeline(model: str | None, **options: Any) -> Any:
-    from verax.video.pipeline import VideoPipeline
-
-    return VideoPipeline.from_pretrained(model, **options)

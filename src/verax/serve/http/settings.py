@@ -17,7 +17,7 @@ _LIMITS = "Limits"
 @documented
 @dataclass(frozen=True)
 class ServerSettings:
-    """Settings of the server, checked when they are made.
+    """Settings of the server, checked at construction.
 
     Raises:
         InvalidParameterError: for a value out of range, with its name.

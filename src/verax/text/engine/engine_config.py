@@ -140,7 +140,7 @@ class EngineConfig:
     )
     data_parallel_size: int = option(
         1,
-        "Replicas of the model, each on --tensor-parallel-size devices of its own. Sizes are those of one replica.",
+        "Replicas of the model, each on --tensor-parallel-size devices of its own. Sizes are for one replica.",
         low=1,
     )
     programs: str | Path | None = option(
@@ -209,7 +209,7 @@ class EngineConfig:
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """`speculative_config`, as the record that construction made of it."""
+        """`speculative_config` as a record."""
         assert self.speculative_config is None or isinstance(self.speculative_config, SpeculativeConfig)
         return self.speculative_config
 
