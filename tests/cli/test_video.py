@@ -195,7 +195,3 @@ def test_wrong_usage_of_a_batch_is_explained_before_the_model_is_opened(run, bat
     assert done.status == 2
     assert message in done.err
     assert not (tmp_path / "clips").exists()
-
-
-def test_a_prompt_or_a_file_of_prompts_is_needed(run):
-    assert "give --prompt, or a file of prompts with --batch" in run("video").err
