@@ -143,7 +143,9 @@ def options_of(table: type) -> dict[str, Option]:
     for field in dataclasses.fields(table):
         if (declared := field.metadata.get("option")) is None:
             continue
-        parts = str(field.type).split(" | ")
+        if not isinstance(field.type, str):
+            raise TypeError(f"{table.__name__}: its module needs from __future__ import annotations")
+        parts = field.type.split(" | ")
         repeated = any(part.startswith(("list[str", "tuple[str", "Sequence[str")) for part in parts)
         kinds = {"Path": Path, "int": int, "float": float, "bool": bool, "str": str, "Any": str}
         options[field.name] = dataclasses.replace(

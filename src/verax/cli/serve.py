@@ -21,6 +21,7 @@ from verax.serve.http.settings import ServerSettings
 if TYPE_CHECKING:
     from verax.ray.replicas import RunningReplicas
     from verax.serve.http.server import Server
+    from verax.serve.http.tracing import RequestTracer
     from verax.text.features.lora.request import LoRARequest
 
 __all__ = ["Model", "Models", "ModelsFlags", "serve"]
@@ -205,7 +206,8 @@ class Models:
         }
         others = [name for name in ("embedding_model", "reranker_model", "video_model") if models[name]]
         self.others = [name.replace("_", "-") for name in (*others, *(f"video_{name}" for name in videos))]
-        self._model, self._models, self._encoders, self._videos, self._ray = model, models, encoders, videos, ray
+        self._others = {**models, "served_model_name": self.names, "encoders": encoders, "videos": videos}
+        self._model, self._ray = model, ray
 
     def loader(self, settings: ServerSettings, **more: Any) -> functools.partial[Server]:
         """Function that makes a server of the models; all but the text model are loaded when they are first used.
@@ -214,9 +216,7 @@ class Models:
             settings: settings of the server.
             more: the `tracer` of the requests, and values of `QueueOptions`.
         """
-        names: dict[str, Any] = {"names": self.names, "adapters": self.adapters}
-        others: dict[str, Any] = {"encoders": self._encoders, "videos": self._videos}
-        return functools.partial(_load, self._model, self._models, settings, **names, **others, **self.text, **more)
+        return functools.partial(_load, self._model, self._others, self.adapters, settings, **self.text, **more)
 
     def replicas(self, settings: ServerSettings, **queue: Any) -> AbstractContextManager[RunningReplicas]:
         """Replicas of the server on Ray while a command runs.
@@ -271,20 +271,19 @@ def _open_adapters(modules: tuple[str, ...], *, node_rank: int) -> dict[str, LoR
 
 def _load(
     model: str | None,
-    models: dict[str, Any],
-    settings: ServerSettings,
-    *,
-    names: tuple[str, ...],
+    others: dict[str, Any],
     adapters: dict[str, LoRARequest],
-    encoders: dict[str, Any],
-    videos: dict[str, Any],
-    tracer: Any = None,
+    settings: ServerSettings,
+    tracer: RequestTracer | None = None,
     **text: Any,
 ) -> Server:
+    """A server of the models; `others` are the values of `ModelsOptions`, and arguments of encoders and pipeline."""
     from verax.serve.http.server import LazyModel, Server
     from verax.text.engine.async_llm import AsyncLLM
 
-    embedding_model, reranker_model = models["embedding_model"], models["reranker_model"]
+    embedding_model, reranker_model = others["embedding_model"], others["reranker_model"]
+    video_model: str | None = others["video_model"]
+    encoders, videos = others["encoders"], others["videos"]
 
     @functools.cache
     def encoder() -> Any:
@@ -302,7 +301,7 @@ def _load(
     def pipeline() -> Any:
         from verax.video.pipeline import VideoPipeline
 
-        return VideoPipeline.from_pretrained(models["video_model"], **videos)
+        return VideoPipeline.from_pretrained(video_model, **videos)
 
     llm = AsyncLLM(model, **text)
     # Options that a model cannot have end the start, not a request.
@@ -314,15 +313,15 @@ def _load(
         pipeline()
     for adapter in adapters.values():
         llm.llm.engine.load_adapter(adapter)
-    options.with_chat_template(llm.llm, models["chat_template"])
+    options.with_chat_template(llm.llm, others["chat_template"])
     return Server(
         llm=llm,
-        served_names=names,
+        served_names=others["served_model_name"],
         adapters=adapters,
         root=model or BUILT_IN,
         encoder=LazyModel(embedding_model or BUILT_IN_EMBEDDING, encoder),
         reranker=None if reranker_model is None else LazyModel(reranker_model, reranker),
-        videos=LazyModel(models["video_model"] or BUILT_IN_VIDEO, pipeline),
+        videos=LazyModel(video_model or BUILT_IN_VIDEO, pipeline),
         settings=settings,
         tracer=tracer,
     )
