@@ -31,8 +31,7 @@ def convert(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Dtype to write: bfloat16 or float32. A video model's VAE keeps its own.",
-            show_default="the source's",
+            help="Dtype to write: bfloat16 or float32. A video model's VAE keeps its own.", show_default="the source's"
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the target if it exists.")] = False,

@@ -44,7 +44,7 @@ def embed(
         Path | None,
         typer.Option(
             help="A file of any size: JSONL or Parquet with custom_id and text, or a text a line. Started again, it "
-            "continues where it stopped.",
+            "continues where it stopped."
         ),
     ] = None,
     retry_errors: options.RetryErrors = False,

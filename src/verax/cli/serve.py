@@ -75,8 +75,7 @@ class RayOptions:
 
 
 Model = Annotated[
-    str | None,
-    typer.Argument(help="A checkpoint folder, GGUF file or hub id; the built-in model if left out."),
+    str | None, typer.Argument(help="A checkpoint folder, GGUF file or hub id; the built-in model if left out.")
 ]
 ModelsFlags = Annotated[
     list[dict[str, Any]],

@@ -72,7 +72,7 @@ def video(
         Path | None,
         typer.Option(
             help="A file of clips: JSONL or Parquet with custom_id, prompt and any options, or a prompt a line. "
-            "Started again, it continues where it stopped.",
+            "Started again, it continues where it stopped."
         ),
     ] = None,
     retry_errors: options.RetryErrors = False,
