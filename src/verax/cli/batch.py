@@ -115,7 +115,7 @@ def batch(
 
 
 def _local(server: Server) -> tuple[BatchServer, int]:
-    """Models of this process, and the largest number of sequences of a step."""
+    """Models of this process, and the most sequences of a step."""
     from verax.serve.batch.local import LocalServer
 
     return LocalServer(server), server.engine.max_num_seqs

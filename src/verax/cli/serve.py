@@ -21,7 +21,6 @@ from verax.serve.http.settings import ServerSettings
 if TYPE_CHECKING:
     from verax.ray.replicas import RunningReplicas
     from verax.serve.http.server import Server
-    from verax.serve.http.tracing import RequestTracer
     from verax.text.features.lora.request import LoRARequest
 
 __all__ = ["Model", "Models", "ModelsFlags", "serve"]
@@ -273,7 +272,7 @@ def _load(
     others: dict[str, Any],
     adapters: dict[str, LoRARequest],
     settings: ServerSettings,
-    tracer: RequestTracer | None = None,
+    tracer: Any = None,
     **text: Any,
 ) -> Server:
     """A server of the models; `others` are the values of `ModelsOptions`, and arguments of encoders and pipeline."""

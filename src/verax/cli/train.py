@@ -183,7 +183,8 @@ def video_builtin(
     seed: Annotated[int, typer.Option(help="Seed of data, noise and initial weights.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the states in the output folder.")] = False,
     evaluate: Annotated[
-        bool, typer.Option("--evaluate", help="Train nothing: measure the output folder's model, or the built-in one.")
+        bool,
+        typer.Option("--evaluate", help="Train nothing: measure the output folder's model, or the built-in one."),
     ] = False,
     mesh: Annotated[
         str | None,
