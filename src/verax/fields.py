@@ -66,8 +66,8 @@ def read_value(config: Mapping[str, Any], key: str, kind: Any, default: Any = _M
 
     Args:
         config: object of the file.
-        key: of the value.
-        kind: type that the value must have: one of this module's, or anything that `msgspec.convert` takes.
+        key: key of the value.
+        kind: type that the value must have: a type of this module, or anything that `msgspec.convert` takes.
         default: used where the file has no such key, or null.
         where: name of the file for messages; the file's own path, or `config.json`, if None.
 
@@ -87,9 +87,9 @@ def read_value(config: Mapping[str, Any], key: str, kind: Any, default: Any = _M
     try:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, OverflowError) as error:
-        found = repr(value)
-        found = found if len(found) <= _LONGEST_VALUE else f"{found[:_LONGEST_VALUE]}..."
-        raise CheckpointError(f"{where}: {key}: expected {_describe(kind, error)}, got {found}") from error
+        shown = repr(value)
+        shown = shown if len(shown) <= _LONGEST_VALUE else f"{shown[:_LONGEST_VALUE]}..."
+        raise CheckpointError(f"{where}: {key}: expected {_describe(kind, error)}, got {shown}") from error
 
 
 def read_fields(
@@ -100,14 +100,14 @@ def read_fields(
     Args:
         config: object of the file, with the fields' names as keys.
         cls: the dataclass.
-        names: of the fields to read; all of them if None.
+        names: names of the fields to read; all of them if None.
         where: name of the file for messages; the file's own path, or `config.json`, if None.
 
     Returns:
         The values by field. Fields that the file leaves out, or gives as null, are left out if they have a default.
 
     Raises:
-        CheckpointError, UnsupportedModelError: as `read_value`.
+        CheckpointError, UnsupportedModelError: as in `read_value`.
     """
     kinds, optional = _annotations(cls)
     return {

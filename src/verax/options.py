@@ -121,8 +121,8 @@ def option(
         off: value of that column in rows that sample nothing; the default if None.
         recommended: True if a checkpoint's generation_config.json may give the default.
     """
-    made = {name: value for name, value in locals().items() if name != "default"}
-    return dataclasses.field(default=default, metadata={"option": Option(**made)})
+    declaration = {name: value for name, value in locals().items() if name != "default"}
+    return dataclasses.field(default=default, metadata={"option": Option(**declaration)})
 
 
 def documented(table: type[T]) -> type[T]:
@@ -143,7 +143,9 @@ def options_of(table: type) -> dict[str, Option]:
     for field in dataclasses.fields(table):
         if (declared := field.metadata.get("option")) is None:
             continue
-        parts = str(field.type).split(" | ")
+        if not isinstance(field.type, str):
+            raise TypeError(f"{table.__name__}: its module needs from __future__ import annotations")
+        parts = field.type.split(" | ")
         repeated = any(part.startswith(("list[str", "tuple[str", "Sequence[str")) for part in parts)
         kinds = {"Path": Path, "int": int, "float": float, "bool": bool, "str": str, "Any": str}
         options[field.name] = dataclasses.replace(

@@ -130,10 +130,7 @@ class SamplingFields:
     stop_token_ids: Sequence[int] | None = option(None, "Tokens that end the answer; a tuple after construction.")
     ignore_eos: bool = option(False, "Continue after the model's end of text.", panel=_SAMPLING)
     logprobs: int | None = option(
-        None,
-        "Report the log-probability of each token, and of this many of the best.",
-        low=0,
-        high=MAX_LOGPROBS,
+        None, "Report the log-probability of each token, and of this many of the best.", low=0, high=MAX_LOGPROBS
     )
     prompt_logprobs: int | None = option(
         None,
@@ -160,13 +157,13 @@ class SamplingFields:
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
-        """`stop`, as the tuple that construction made of it."""
+        """`stop` as a tuple."""
         assert isinstance(self.stop, tuple)
         return self.stop
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """`stop_token_ids`, as the tuple that construction made of it."""
+        """`stop_token_ids` as a tuple."""
         assert isinstance(self.stop_token_ids, tuple)
         return self.stop_token_ids
 

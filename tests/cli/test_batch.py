@@ -127,33 +127,3 @@ def test_after_a_kill_in_mid_run_no_line_is_lost_or_doubled(run, model, tmp_path
     assert f"{len(names) - whole} done, 0 failed, {whole} skipped in " in done.err
     assert answers.read_bytes().startswith(written)
     assert sorted(names_in(answers.read_text())) == sorted(names)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["-i", "nothing.jsonl", "-o", "out.jsonl"], "--input: nothing.jsonl: no such file"),
-        (["-i", "in.jsonl", "-o", "in.jsonl"], "--output: it is the input"),
-        (["-i", "in.jsonl", "-o", "nowhere/out.jsonl"], "--output: nowhere/out.jsonl: there is no folder nowhere"),
-        (["-i", "in.jsonl", "-o", "."], "--output: .: it is a folder"),
-        (["-i", "in.jsonl", "-o", "-", "--retry-errors"], "--retry-errors: it needs a file of answers"),
-        (["-i", "in.jsonl"], "Missing option '--output'"),
-    ],
-)
-def test_wrong_usage_is_one_line_before_a_model_is_loaded(run, tmp_path, monkeypatch, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "in.jsonl").touch()
-    done = run("batch", *arguments, "no/such/model")
-    assert (done.status, done.out) == (2, "")
-    assert message in done.err
-    assert done.err.count("\n") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
-
-
-def test_a_file_of_somebody_else_is_not_written_to(run, tmp_path):
-    (tmp_path / "in.jsonl").touch()
-    (tmp_path / "notes.txt").write_text("notes of mine\n")
-    done = run("batch", "-i", tmp_path / "in.jsonl", "-o", tmp_path / "notes.txt", "no/such/model")
-    assert done.status == 1
-    assert "notes.txt: line 1 is no result of this command" in done.err
-    assert (tmp_path / "notes.txt").read_text() == "notes of mine\n"

@@ -1,4 +1,4 @@
-"""`verax convert`: either layout to either, whole or not at all."""
+"""`verax convert`: either layout to either, whole or not at all; `verax quantize`: as quantised while loading."""
 
 import json
 import os
@@ -9,6 +9,8 @@ import pytest
 from tests.support.video_folder import CONFIG, SHAPES, VAE, tensors, write_original
 from verax.checkpoint.video import convert as video_convert
 from verax.checkpoint.video.folder import VideoFolder
+from verax.text.engine.llm import LLM
+from verax.text.engine.sampling_params import SamplingParams
 
 
 @pytest.fixture
@@ -109,8 +111,24 @@ def test_what_is_missing_is_told_before_anything_is_written(run, source, tmp_pat
     assert sorted(os.listdir(tmp_path)) == ["source"]
 
 
-def test_nonsense_is_refused_in_one_line(run, source, tmp_path):
-    for options in (["--to", "comfy"], ["--to", "original", "--dtype", "int8"]):
-        done = run("convert", source, tmp_path / "out", *options)
-        assert (done.status, done.err.count("\n")) == (1, 1)
-        assert "expected" in done.err
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def answer(model, **options):
+    llm = LLM(
+        model, dtype="float32", max_num_seqs=1, max_num_batched_tokens=32, max_model_len=64, use_tqdm=False, **options
+    )
+    return llm.generate([[5, 6, 7, 8]], PARAMS, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_the_written_checkpoint_is_the_model_quantised_while_loading(run, folder, tmp_path):
+    for bits in (8, 4):
+        output = tmp_path / str(bits)
+        done = run("quantize", output, "--model", folder, "--bits", bits, "--dtype", "float32")
+        assert done.status == 0
+        assert "MB" in done.out
+        assert answer(output) == answer(folder, quantization=f"int{bits}")
+        again = json.loads(
+            run("generate", "-m", output, "--json", "--max-tokens", "3", "--max-model-len", "32", "abc").out
+        )
+        assert again["outputs"][0]["token_ids"]

@@ -1,4 +1,4 @@
-"""`verax embed`: lines, arguments and JSONL in, .npy and JSONL out, nothing half-written."""
+"""`verax embed`: lines and JSONL in, .npy and JSONL out, nothing half-written; `verax rerank`: a table or JSON."""
 
 import json
 import subprocess
@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from tests.support.tiny_encoder import tiny_encoder
-from verax import Encoder
+from tests.support.tiny_encoder import tiny_encoder, tiny_reranker
+from verax import Encoder, Reranker
 
 LINES = ["a cat sat on the mat .", "the fox ran", "", "a cat sat on the mat ."]
 
@@ -58,26 +58,6 @@ def test_vectors_can_stay_as_they_are_pooled_and_cut_sentences_are_told(run, enc
     (record,) = map(json.loads, done.out.splitlines())
     assert not 0.99 < np.linalg.norm(record["embedding"]) < 1.01
     assert "1 cut to 5 tokens" in done.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "stdin", "message"),
-    [
-        (["--output", "vectors.txt", "a"], None, "expected a name that ends in .npy or .jsonl"),
-        (["--output", "no/such/out.npy", "a"], None, "there is no folder no/such"),
-        (["--file", "nowhere.txt"], None, "nowhere.txt: no such file"),
-        (["--field", "text"], '{"text": "a"}\n{"title": "b"}', "line 2: expected an object with a text in its field"),
-        (["--field", "text"], '{"text": "a"}\n\n{', "line 3: not valid JSON"),
-        ([], "", "expected a sentence on each line"),
-        (["--batch-size", "0", "a"], None, "batch-size"),
-    ],
-)
-def test_wrong_usage_is_explained_before_the_model_is_loaded(run, monkeypatch, arguments, stdin, message):
-    monkeypatch.setattr("verax.embed.encoder.Encoder.__init__", lambda *a, **k: pytest.fail("it was loaded"))
-    done = run("embed", *arguments, stdin=stdin)
-    assert done.status == 2
-    assert message in done.err
-    assert len(done.err.splitlines()) == 1
 
 
 def test_an_old_file_survives_an_error_on_the_way(run, tmp_path, encoder_folder, monkeypatch):
@@ -153,23 +133,38 @@ def test_a_batch_that_is_killed_goes_on_without_losing_or_doubling_a_line(run, t
     assert [json.loads(line)["custom_id"] for line in out.open()] == [str(i + 1) for i in range(len(texts))]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--batch", "in.txt"], "--output: none: expected a name that ends in .jsonl or .parquet with --batch"),
-        (["--batch", "in.txt", "-o", "out.npy"], "--output: out.npy: expected a name"),
-        (["--batch", "nowhere.txt", "-o", "out.jsonl"], "--batch: nowhere.txt: no such file"),
-        (["--batch", "in.jsonl", "-o", "in.jsonl"], "--output: it is the input"),
-        (["--batch", "in.txt", "-o", "out.jsonl", "a cat"], "--batch: give it, or sentences, or --file"),
-        (["--retry-errors", "a cat"], "--retry-errors: it is for --batch"),
-    ],
-)
-def test_wrong_usage_of_a_batch_is_explained_before_the_model_is_loaded(run, tmp_path, monkeypatch, arguments, message):
-    monkeypatch.setattr("verax.embed.encoder.Encoder.__init__", lambda *a, **k: pytest.fail("it was loaded"))
-    monkeypatch.chdir(tmp_path)
-    for name in ("in.txt", "in.jsonl"):
-        (tmp_path / name).touch()
-    done = run("embed", *arguments)
-    assert done.status == 2
-    assert message in done.err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "in.txt"]
+QUERY = "who sat on the mat ?"
+DOCUMENTS = ["a cat sat on the mat .", "the fox ran", "[red] river"]
+
+
+@pytest.fixture(scope="module")
+def reranker_folder(tmp_path_factory):
+    return tiny_reranker(tmp_path_factory.mktemp("reranker"))
+
+
+@pytest.fixture(scope="module")
+def ranked(reranker_folder):
+    return Reranker(reranker_folder).rank(QUERY, DOCUMENTS)
+
+
+def test_lines_of_a_file_become_a_table(run, tmp_path, reranker_folder, ranked):
+    (tmp_path / "in.txt").write_text("\n".join(DOCUMENTS) + "\n")
+    done = run("rerank", QUERY, "--model", reranker_folder, "--documents", tmp_path / "in.txt")
+    assert done.status == 0
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.out.splitlines() if "│" in line]
+    assert rows == [[str(one.index), f"{one.score:.4f}", one.text] for one in ranked]
+    assert "3 documents in" in done.err
+
+
+def test_ranked_standard_input_becomes_json(run, reranker_folder, ranked):
+    done = run("rerank", QUERY, "-m", reranker_folder, "--json", "--top-k", 2, stdin="\n".join(DOCUMENTS))
+    found = json.loads(done.out)
+    assert [(one["index"], one["text"]) for one in found] == [(one.index, one.text) for one in ranked[:2]]
+    assert found[0]["score"] == pytest.approx(ranked[0].score, abs=2e-6)
+
+
+def test_rerank_products_can_be_of_8_bit_integers(run, reranker_folder, ranked):
+    done = run("rerank", QUERY, "-m", reranker_folder, "--json", "-q", "int8", stdin="\n".join(DOCUMENTS))
+    found = {one["index"]: one["score"] for one in json.loads(done.out)}
+    differences = [abs(found[one.index] - one.score) for one in ranked]
+    assert 1e-7 < max(differences) < 0.05

@@ -63,23 +63,3 @@ def test_info_says_what_an_adapter_is(run, adapter):
     )
     assert facts["modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert "somebody/tiny" in run("info", adapter).out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("generate", "abc", "--lora", "nothing"), "adapter_config.json: no such file"),
-        (("convert", "FOLDER", "out", "--lora", "ADAPTER", "--to", "diffusers"), "leave --to out"),
-        (("convert", "FOLDER", "FOLDER", "--lora", "ADAPTER"), "that is the checkpoint itself"),
-        (("convert", "FOLDER", "ADAPTER", "--lora", "ADAPTER"), "exists already"),
-        (("convert", "FOLDER", "out"), "to: expected original or diffusers, got None"),
-        (("serve", "FOLDER", "--lora-modules", "fox"), "expected name=folder, got 'fox'"),
-        (("serve", "FOLDER", "--lora-modules", "a=ADAPTER", "--lora-modules", "a=b"), "a is given twice"),
-        (("serve", "FOLDER", "--lora-modules", "a=nothing"), "adapter_config.json: no such file"),
-    ],
-)
-def test_wrong_arguments_are_one_line(run, folder, adapter, arguments, says):
-    places = {"FOLDER": folder, "ADAPTER": str(adapter)}
-    done = run(*(places.get(argument, argument).replace("=ADAPTER", f"={adapter}") for argument in arguments))
-    assert done.status != 0
-    assert says in " ".join(done.err.replace("│", " ").split())

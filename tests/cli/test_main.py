@@ -27,13 +27,6 @@ def test_every_command_explains_itself(run, command):
     assert f"verax {command}" in done.out
 
 
-def test_an_unknown_command_is_one_line(run):
-    done = run("generat")
-    assert done.status == 2
-    assert done.err.count("\n") == 1
-    assert "generat" in done.err
-
-
 def test_the_version_is_the_packages(run):
     assert run("--version").out.strip().endswith(verax.__version__)
 

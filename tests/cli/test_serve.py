@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from tests.support.tiny import tiny_checkpoint
-from tests.support.tiny_encoder import tiny_encoder, tiny_reranker
 
 
 @pytest.fixture(scope="module")
@@ -47,30 +46,3 @@ def test_it_prints_where_it_listens_answers_with_a_key_and_ends_at_sigterm(folde
         assert "secret" not in log
     finally:
         process.kill()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--embedding-model", "some/encoder"], "--ray: replicas are of the text model; --embedding-model needs"),
-        (["--video-devices", "2"], "--ray: replicas are of the text model; --video-devices needs"),
-        (["--replicas", "many"], "--replicas: expected a number, or two as 1:8, got 'many'"),
-        (["--replicas", "1:"], "--replicas: expected a number, or two as 1:8, got '1:'"),
-    ],
-)
-def test_wrong_options_of_replicas_are_one_line(run, options, message):
-    done = run("serve", "no/such/model", "--port", "0", "--ray", *options)
-    assert (done.status, done.out) == (2, "")
-    assert message in done.err
-    assert done.err.count("\n") == 1
-
-
-def test_options_of_encoders_that_cannot_be_end_the_start(run, folder, tmp_path):
-    start = ["serve", folder, "--port", "0", "--max-model-len", "64", "--max-num-seqs", "2"]
-    done = run(*start, "--embedding-quantization", "int8")
-    assert (done.status, done.out) == (2, "")
-    assert "--embedding-quantization needs --embedding-model or --reranker-model" in done.err
-    for option, make in (("--embedding-model", tiny_encoder), ("--reranker-model", tiny_reranker)):
-        done = run(*start, option, make(tmp_path / option), "--embedding-quantization", "int4")
-        assert (done.status, done.out) == (1, "")
-        assert done.err.endswith("quantization: expected 'int8' or None, got 'int4'\n")

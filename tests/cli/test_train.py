@@ -51,10 +51,3 @@ def test_the_built_in_model_and_an_adapter_of_rank_16_are_the_defaults(run, fine
     ((given, _),) = finetuned
     assert given == (None, Path("d.jsonl"), Path("out"), FinetuneSettings(2e-4), LoraSettings())
     assert json.loads(done.out)["validation_loss"] == 0.5
-
-
-def test_a_wrong_line_is_one_sentence(run, tmp_path):
-    (tmp_path / "d.jsonl").write_text('{"question": "a"}\n')
-    done = run("train", "lora", "--data", tmp_path / "d.jsonl", "-o", tmp_path / "out")
-    assert done.status == 1
-    assert done.err.startswith(f"verax: error: data: {tmp_path / 'd.jsonl'}, line 1: expected an object with")

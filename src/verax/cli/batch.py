@@ -122,7 +122,7 @@ def _local(server: Server) -> tuple[BatchServer, int]:
 def _replicas(
     stack: contextlib.ExitStack, replicas: AbstractContextManager[RunningReplicas]
 ) -> tuple[BatchServer, int]:
-    """Models of replicas, and the most sequences of a step of all of them."""
+    """Models of replicas, and the largest number of sequences of a step, on all replicas together."""
     running = stack.enter_context(replicas)
     return running.batch_server(), running.most * running.description.max_num_seqs
 

@@ -81,13 +81,7 @@ class Conversation:
     """History of a conversation. The oldest turns are dropped when it no longer fits the context."""
 
     def __init__(
-        self,
-        llm: LLM,
-        params: SamplingParams,
-        system: str | None,
-        *,
-        show: bool,
-        adapter: LoRARequest | None = None,
+        self, llm: LLM, params: SamplingParams, system: str | None, *, show: bool, adapter: LoRARequest | None = None
     ):
         self._llm = llm
         self._adapter = adapter

@@ -31,8 +31,7 @@ def convert(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Dtype to write: bfloat16 or float32. A video model's VAE keeps its own.",
-            show_default="as they are",
+            help="Dtype to write: bfloat16 or float32. A video model's VAE keeps its own.", show_default="the source's"
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the target if it exists.")] = False,
@@ -43,7 +42,7 @@ def convert(
     rounded once to the dtype that is written; quantised weights become bfloat16.
 
     In the original layout, .pth files become safetensors files of the same name (Wan2.1_VAE.safetensors,
-    models_t5_umt5-xxl-enc-bf16.safetensors, ...), with their settings beside them. verax opens either.
+    models_t5_umt5-xxl-enc-bf16.safetensors, ...), with their settings next to them. verax opens either layout.
 
     Examples:
 

@@ -115,22 +115,22 @@ def _stream(llm: LLM, prompt: str | list[dict[str, Any]], params: SamplingParams
 
 
 def _nearest(say: _Transcript, model: Path | None = None) -> dict[str, str]:
-    """Nearest paraphrase of each sentence, by the built-in encoder or that of a folder."""
+    """Nearest paraphrase of each sentence, by the built-in encoder or the encoder of a folder."""
     from verax.embed.encoder import Encoder
 
     encoder = Encoder(model)
     scores = encoder.encode(SENTENCES) @ encoder.encode(PARAPHRASES).T
     say(f"\n-- sentences as vectors of {encoder.dimension} numbers: the nearest of {len(PARAPHRASES)} others")
-    found = {}
+    nearest = {}
     for sentence, row in zip(SENTENCES, scores, strict=True):
         best = int(row.argmax())
-        found[sentence] = PARAPHRASES[best]
+        nearest[sentence] = PARAPHRASES[best]
         say(f"> {sentence}\n  {row[best]:.2f}  {PARAPHRASES[best]}")
-    return found
+    return nearest
 
 
 def _clip(output: Path, seed: int, say: _Transcript) -> tuple[str, float] | None:
-    """Make a clip and its contact sheet. Its size, and the seconds of a second clip, after compilation."""
+    """Make a clip and its contact sheet. Returns its size, and the seconds of a second clip, after compilation."""
     from verax.video.pipeline import VideoPipeline
 
     say(f"\n-- a clip\n> {DRAWN}")
@@ -138,13 +138,13 @@ def _clip(output: Path, seed: int, say: _Transcript) -> tuple[str, float] | None
         say("not made: pip install 'verax[video]'")
         return None
     pipe = VideoPipeline.from_pretrained()
-    made = pipe(DRAWN, seed=seed)
-    made.save(output / "clip.gif")
-    made.save_contact_sheet(output / "contact-sheet.png")
+    clip = pipe(DRAWN, seed=seed)
+    clip.save(output / "clip.gif")
+    clip.save_contact_sheet(output / "contact-sheet.png")
     begin = time.perf_counter()
     pipe(DRAWN, seed=seed + 1)
     seconds = time.perf_counter() - begin
-    frames, height, width = made.frames.shape[:3]
+    frames, height, width = clip.frames.shape[:3]
     what = f"{frames} frames of {height} x {width}"
     say(f"{what}; another one takes {seconds:.1f} s")
     return what, seconds
@@ -152,7 +152,7 @@ def _clip(output: Path, seed: int, say: _Transcript) -> tuple[str, float] | None
 
 def _proof(output: Path, say: _Transcript) -> None:
     """Compare the built-in language model with transformers', layer by layer."""
-    say("\n-- the text model's layers beside PyTorch's")
+    say("\n-- the text model's layers compared with PyTorch's")
     missing = [name for name in ("torch", "transformers", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
         say(f"not compared, for lack of {', '.join(missing)}: pip install 'verax[parity,compare]'")
@@ -170,24 +170,24 @@ def _proof(output: Path, say: _Transcript) -> None:
 
 
 def _published(say: _Transcript) -> dict[str, Any]:
-    """Texts that the published models make, those that are installed."""
+    """Text of each published model that is installed."""
     from verax import published
     from verax.text.engine.llm import LLM
     from verax.text.engine.sampling_params import SamplingParams
 
     gemma, minilm = published.gemma(), published.minilm()
-    made: dict[str, Any] = {}
+    texts: dict[str, Any] = {}
     if gemma is not None:
         say(f"\n-- Gemma 3 270M, {gemma.name}\n{PUBLISHED}", end="")
         llm = LLM(gemma, max_num_seqs=1, max_model_len=256)
-        made["gemma"] = PUBLISHED + _stream(llm, PUBLISHED, SamplingParams(temperature=0, max_tokens=40), say)
+        texts["gemma"] = PUBLISHED + _stream(llm, PUBLISHED, SamplingParams(temperature=0, max_tokens=40), say)
     if minilm is not None:
         say("\n-- all-MiniLM-L6-v2", end="")
-        made["minilm"] = _nearest(say, minilm)
+        texts["minilm"] = _nearest(say, minilm)
     if gemma is None or minilm is None:
         missing = [name for name, path in (("Gemma 3 270M", gemma), ("all-MiniLM-L6-v2", minilm)) if path is None]
         say(f"\n-- for published models, {' and '.join(missing)}: {published.INSTALL}")
-    return made
+    return texts
 
 
 def _benchmark(path: Path, rates: Mapping[str, str]) -> None:

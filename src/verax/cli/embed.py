@@ -44,7 +44,7 @@ def embed(
         Path | None,
         typer.Option(
             help="A file of any size: JSONL or Parquet with custom_id and text, or a text a line. Started again, it "
-            "continues where it stopped.",
+            "continues where it stopped."
         ),
     ] = None,
     retry_errors: options.RetryErrors = False,
@@ -243,8 +243,8 @@ def rerank(
     ranked = reranker.rank(query, texts, top_k, instruction=instruction, batch_size=batch_size)
     seconds = time.perf_counter() - begin
     if as_json:
-        found = [{"index": one.index, "score": one.score, "text": one.text} for one in ranked]
-        sys.stdout.write(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+        records = [{"index": one.index, "score": one.score, "text": one.text} for one in ranked]
+        sys.stdout.write(json.dumps(records, indent=2, ensure_ascii=False) + "\n")
     else:
         from rich.console import Console
         from rich.table import Table

@@ -50,49 +50,6 @@ __all__ = [
 ]
 
 
-def flag(
-    table: type,
-    name: str,
-    *,
-    negatable: bool = False,
-    prefix: str = "",
-    panel: str | None = None,
-    underscores: bool = False,
-) -> Any:
-    """Typer's option for an option of a table.
-
-    Args:
-        table: the dataclass.
-        name: name of the option.
-        negatable: True if a truth value has a flag for False too.
-        prefix: what the flag's name begins with, before the option's name.
-        panel: panel of the help text, if not the option's own.
-        underscores: True if the flag is also spelled with underscores.
-    """
-    declared = options_of(table)[name]
-    own = f"--{(prefix + name).replace('_', '-')}"
-    flags = list(declared.flags) if declared.flags and not prefix else []
-    if underscores:
-        dashed = [spelled for spelled in flags or [own] if "-" in spelled[2:]]
-        flags = (flags or [own]) + [f"--{spelled[2:].replace('-', '_')}" for spelled in dashed]
-    if declared.kind is bool and not negatable:
-        flags = flags or [own]
-    number = declared.kind in (int, float)
-    shown = "checkpoint's" if declared.recommended else declared.shown
-    return typer.Option(
-        *flags,
-        help=declared.help,
-        min=None if declared.above or not number else declared.low,
-        max=declared.high if number else None,
-        exists=declared.path is not None,
-        file_okay=declared.path != "folder",
-        dir_okay=declared.path != "file",
-        envvar=declared.envvar,
-        rich_help_panel=panel or declared.panel,
-        show_default=True if shown is None else shown or False,
-    )
-
-
 @dataclass(frozen=True)
 class Flags:
     """Options of a table that a command takes.
@@ -102,7 +59,9 @@ class Flags:
         only: names of the options; all if None.
         without: names of options that the command does not take.
         defaults: defaults that differ from the table's.
-        prefix, panel, underscores: as in `flag`.
+        prefix: what the flags' names begin with, before the options' names.
+        panel: panel of the help text, if not the options' own.
+        underscores: True if flags are also spelled with underscores.
     """
 
     table: type
@@ -121,32 +80,53 @@ class Flags:
     @property
     def names(self) -> list[str]:
         """Names of the options."""
-        return [
-            name
-            for name in options_of(self.table)
-            if (self.only is None or name in self.only) and name not in self.without
-        ]
+        chosen = options_of(self.table) if self.only is None else self.only
+        return [name for name in options_of(self.table) if name in chosen and name not in self.without]
+
+    def default(self, name: str) -> Any:
+        """Default of a flag; None where the checkpoint's generation_config.json may have one."""
+        declared = options_of(self.table)[name]
+        default = self.defaults.get(name, None if declared.recommended else declared.default)
+        return None if default == () else default
+
+    def flag(self, name: str) -> Any:
+        """Typer's option for an option of the table."""
+        declared = options_of(self.table)[name]
+        flags = list(declared.flags) if declared.flags and not self.prefix else []
+        own = [f"--{(self.prefix + name).replace('_', '-')}"]
+        negatable = declared.kind is bool and self.default(name) is not False
+        if declared.kind is bool and not negatable:
+            flags = flags or own  # else Typer adds a flag for False
+        if self.underscores and not negatable:
+            dashed = [spelled for spelled in flags or own if "-" in spelled[2:]]
+            flags = (flags or own) + [f"--{spelled[2:].replace('-', '_')}" for spelled in dashed]
+        number = declared.kind in (int, float)
+        shown = "checkpoint's" if declared.recommended else declared.shown
+        return typer.Option(
+            *flags,
+            help=declared.help,
+            min=None if declared.above or not number else declared.low,
+            max=declared.high if number else None,
+            exists=declared.path is not None,
+            file_okay=declared.path != "folder",
+            dir_okay=declared.path != "file",
+            envvar=declared.envvar,
+            rich_help_panel=self.panel or declared.panel,
+            show_default=True if shown is None else shown or False,
+        )
 
     def parameters(self) -> list[inspect.Parameter]:
         """Parameters for Typer, one for each option."""
         parameters = []
         for name in self.names:
-            declared = options_of(self.table)[name]
-            default = self.defaults.get(name, None if declared.recommended else declared.default)
-            default = None if default == () else default
+            declared, default = options_of(self.table)[name], self.default(name)
             kind: Any = list[str] if declared.repeated else declared.kind
-            typer_option = flag(
-                self.table,
-                name,
-                negatable=default is not False,
-                prefix=self.prefix,
-                panel=self.panel,
-                underscores=self.underscores,
-            )
-            annotation = Annotated[kind | None if default is None else kind, typer_option]
             parameters.append(
                 inspect.Parameter(
-                    self.prefix + name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+                    self.prefix + name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=default,
+                    annotation=Annotated[kind | None if default is None else kind, self.flag(name)],
                 )
             )
         return parameters
@@ -227,12 +207,12 @@ Model = Annotated[
     str | None,
     typer.Option("--model", "-m", help="A checkpoint folder, GGUF file or hub id; the built-in model if left out."),
 ]
-Dtype = Annotated[str, flag(ModelOptions, "dtype")]
-Quantization = Annotated[str | None, flag(ModelOptions, "quantization")]
-EncoderQuantization = Annotated[str | None, flag(EncoderOptions, "quantization")]
-KvCacheDtype = Annotated[str, flag(EngineConfig, "kv_cache_dtype")]
-SpeculativeConfig = Annotated[str | None, flag(EngineConfig, "speculative_config")]
-MaxModelLen = Annotated[int | None, flag(EngineConfig, "max_model_len")]
+Dtype = Annotated[str, Flags(ModelOptions).flag("dtype")]
+Quantization = Annotated[str | None, Flags(ModelOptions).flag("quantization")]
+EncoderQuantization = Annotated[str | None, Flags(EncoderOptions).flag("quantization")]
+KvCacheDtype = Annotated[str, Flags(EngineConfig).flag("kv_cache_dtype")]
+SpeculativeConfig = Annotated[str | None, Flags(EngineConfig).flag("speculative_config")]
+MaxModelLen = Annotated[int | None, Flags(EngineConfig).flag("max_model_len")]
 Lora = Annotated[
     str | None, typer.Option("--lora", help="Folder of a LoRA adapter (PEFT) that the model is used with.")
 ]

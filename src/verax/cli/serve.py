@@ -74,8 +74,7 @@ class RayOptions:
 
 
 Model = Annotated[
-    str | None,
-    typer.Argument(help="A checkpoint folder, GGUF file or hub id; the built-in model if left out."),
+    str | None, typer.Argument(help="A checkpoint folder, GGUF file or hub id; the built-in model if left out.")
 ]
 ModelsFlags = Annotated[
     list[dict[str, Any]],
@@ -204,7 +203,8 @@ class Models:
         }
         others = [name for name in ("embedding_model", "reranker_model", "video_model") if models[name]]
         self.others = [name.replace("_", "-") for name in (*others, *(f"video_{name}" for name in videos))]
-        self._model, self._models, self._encoders, self._videos, self._ray = model, models, encoders, videos, ray
+        self._others = {**models, "served_model_name": self.names, "encoders": encoders, "videos": videos}
+        self._model, self._ray = model, ray
 
     def loader(self, settings: ServerSettings, **more: Any) -> functools.partial[Server]:
         """Function that makes a server of the models; all but the text model are loaded when they are first used.
@@ -213,9 +213,7 @@ class Models:
             settings: settings of the server.
             more: the `tracer` of the requests, and values of `QueueOptions`.
         """
-        names: dict[str, Any] = {"names": self.names, "adapters": self.adapters}
-        others: dict[str, Any] = {"encoders": self._encoders, "videos": self._videos}
-        return functools.partial(_load, self._model, self._models, settings, **names, **others, **self.text, **more)
+        return functools.partial(_load, self._model, self._others, self.adapters, settings, **self.text, **more)
 
     def replicas(self, settings: ServerSettings, **queue: Any) -> AbstractContextManager[RunningReplicas]:
         """Replicas of the server on Ray while a command runs.
@@ -251,12 +249,7 @@ def _changed(table: type, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open_adapters(modules: tuple[str, ...], *, node_rank: int) -> dict[str, LoRARequest]:
-    """Adapters by name, of arguments such as `sql=adapters/sql`.
-
-    Args:
-        modules: the arguments.
-        node_rank: number of this host. Host 0 reads the files, and checks them before the model is loaded.
-    """
+    """Adapters by name, of arguments such as `sql=adapters/sql`. Host 0 checks their files before a model is loaded."""
     from verax.checkpoint.peft import Adapter
     from verax.text.features.lora import LoRARequest
 
@@ -275,27 +268,38 @@ def _open_adapters(modules: tuple[str, ...], *, node_rank: int) -> dict[str, LoR
 
 def _load(
     model: str | None,
-    models: dict[str, Any],
-    settings: ServerSettings,
-    *,
-    names: tuple[str, ...],
+    others: dict[str, Any],
     adapters: dict[str, LoRARequest],
-    encoders: dict[str, Any],
-    videos: dict[str, Any],
+    settings: ServerSettings,
     tracer: Any = None,
     **text: Any,
 ) -> Server:
+    """A server of the models; `others` are the values of `ModelsOptions`, and arguments of encoders and pipeline."""
     from verax.serve.http.server import LazyModel, Server
     from verax.text.engine.async_llm import AsyncLLM
 
-    embedding_model, reranker_model, video_model = (
-        models["embedding_model"],
-        models["reranker_model"],
-        models["video_model"],
-    )
-    encoder = functools.cache(functools.partial(_encoder, embedding_model, **(encoders if embedding_model else {})))
-    reranker = functools.cache(functools.partial(_reranker, reranker_model, **encoders))
-    pipeline = functools.cache(functools.partial(_pipeline, video_model, **videos))
+    embedding_model, reranker_model = others["embedding_model"], others["reranker_model"]
+    video_model: str | None = others["video_model"]
+    encoders, videos = others["encoders"], others["videos"]
+
+    @functools.cache
+    def encoder() -> Any:
+        from verax.embed.encoder import Encoder
+
+        return Encoder(embedding_model, show_progress=False, **(encoders if embedding_model else {}))
+
+    @functools.cache
+    def reranker() -> Any:
+        from verax.embed.reranker import Reranker
+
+        return Reranker(reranker_model, show_progress=False, **encoders)
+
+    @functools.cache
+    def pipeline() -> Any:
+        from verax.video.pipeline import VideoPipeline
+
+        return VideoPipeline.from_pretrained(video_model, **videos)
+
     llm = AsyncLLM(model, **text)
     # Options that a model cannot have end the start, not a request.
     if encoders and embedding_model:
@@ -306,10 +310,10 @@ def _load(
         pipeline()
     for adapter in adapters.values():
         llm.llm.engine.load_adapter(adapter)
-    options.with_chat_template(llm.llm, models["chat_template"])
+    options.with_chat_template(llm.llm, others["chat_template"])
     return Server(
         llm=llm,
-        served_names=names,
+        served_names=others["served_model_name"],
         adapters=adapters,
         root=model or BUILT_IN,
         encoder=LazyModel(embedding_model or BUILT_IN_EMBEDDING, encoder),
@@ -318,22 +322,3 @@ def _load(
         settings=settings,
         tracer=tracer,
     )
-
-
-def _encoder(model: str | None, **options: Any) -> Any:
-    from verax.embed.encoder import Encoder
-
-    return Encoder(model, show_progress=False, **options)
-
-
-def _reranker(model: str | None, **options: Any) -> Any:
-    from verax.embed.reranker import Reranker
-
-    assert model is not None
-    return Reranker(model, show_progress=False, **options)
-
-
-def _pipeline(model: str | None, **options: Any) -> Any:
-    from verax.video.pipeline import VideoPipeline
-
-    return VideoPipeline.from_pretrained(model, **options)

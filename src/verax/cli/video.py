@@ -72,7 +72,7 @@ def video(
         Path | None,
         typer.Option(
             help="A file of clips: JSONL or Parquet with custom_id, prompt and any options, or a prompt a line. "
-            "Started again, it continues where it stopped.",
+            "Started again, it continues where it stopped."
         ),
     ] = None,
     retry_errors: options.RetryErrors = False,
@@ -145,11 +145,11 @@ def video(
     seconds = time.perf_counter() - begin
     divided = "" if pipe.mesh is None else f"; {_devices(pipe)}"
     sys.stderr.write(f"memory: {_summary_of_plan(planned)}; programs ready in {seconds:.1f} s{divided}\n")
-    made = pipe.generate(clip)
-    written = [made.save(output)]
+    result = pipe.generate(clip)
+    written = [result.save(output)]
     if contact_sheet is not None:
-        written.append(made.save_contact_sheet(contact_sheet))
-    sys.stderr.write(_summary(made))
+        written.append(result.save_contact_sheet(contact_sheet))
+    sys.stderr.write(_summary(result))
     typer.echo("\n".join(map(str, written)))
 
 
@@ -232,12 +232,12 @@ def _table(stages: list[StageMemory], free: int | None) -> str:
     return "\n".join(f"{row[0]:13}" + "".join(f"{cell:>14}" for cell in row[1:]) for row in (heads, *rows))
 
 
-def _summary(made: VideoOutput) -> str:
-    stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in made.seconds.items())
-    steps = f"{made.computed} of {made.steps} steps computed"
-    if made.steps:  # 0 if all segments were there already
-        if made.computed < made.steps:
+def _summary(result: VideoOutput) -> str:
+    stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in result.seconds.items())
+    steps = f"{result.computed} of {result.steps} steps computed"
+    if result.steps:  # 0 if all segments were there already
+        if result.computed < result.steps:
             steps += " (verax bench teacache measures what that costs)"
-        steps += f", {made.seconds['denoise'] / made.steps:.3g} s a step"
-    count, height, width, _ = made.frames.shape
+        steps += f", {result.seconds['denoise'] / result.steps:.3g} s a step"
+    count, height, width, _ = result.frames.shape
     return f"{count} frames of {height} x {width}: {stages}; {steps}\n"

@@ -102,7 +102,7 @@ def adjust(
 ) -> Float[Array, "B V"]:
     """Scores with penalties and bias; minus infinity where a token is held back or a grammar forbids it.
 
-    The arguments are those of `sample`, a row of each for each row.
+    The arguments are as in `sample`, but with a row of each for each row of the batch.
     """
     penalties = {name: params.float(name) for name in _PENALTIES}
     penalized = lax.cond(
@@ -139,7 +139,7 @@ def _masked(logits: Float[Array, "B V"], mask: Int[Array, "B w"] | None) -> Floa
 
 
 def _allowed(mask: Int[Array, "B w"], vocab_size: int) -> Bool[Array, "B V"]:
-    """True for each token whose bit is set: bit j of word i is that of token 32 i + j."""
+    """True for each token whose bit is set: bit j of word i is for token 32 i + j."""
     bits = (mask[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
     return bits.reshape(mask.shape[0], -1)[:, :vocab_size] != 0
 
@@ -214,7 +214,7 @@ def sample_by_search(
     params: SamplingArrays,
     mask: Int[Array, "B w"] | None = None,
 ) -> Int[Array, "B"]:
-    """`sample` without a sort: thresholds are those of `search`, and everything else is the same for each search."""
+    """`sample` without a sort: `search` finds the thresholds, and everything else is the same for each search."""
     rows = params.rows(slots)
     u = _uniform(rows, lengths)
     # Both branches end in a token. If the choice gave scores, XLA would copy them where nothing is adjusted.
@@ -280,7 +280,7 @@ def _cut(scores: Float[Array, "B V"], threshold: Float[Array, "B"]) -> Float[Arr
 
 
 def _min_p_threshold(largest: Float[Array, "B"], min_p: Float[Array, "B"]) -> Float[Array, "B"]:
-    """Score of a token whose probability is `min_p` times that of the largest score; minus infinity where it is 0."""
+    """Score whose probability is `min_p` times the largest probability; minus infinity where `min_p` is 0."""
     floor = largest + jnp.log(jnp.maximum(min_p, jnp.finfo(jnp.float32).tiny))
     return jnp.where(min_p > 0, floor, -jnp.inf)
 
@@ -291,8 +291,8 @@ def _threshold(search: Search, scores: Float[Array, "B V"], params: SamplingArra
     limits_k, limits_p = (top_k > 0) & (top_k < scores.shape[-1]), top_p < 1
     least = _min_p_threshold(jnp.zeros_like(top_p), params.float("min_p"))
     for limits, wanted, weighted in ((limits_k, top_k.astype(jnp.float32), False), (limits_p, top_p, True)):
-        found = partial(search, scores, least, jnp.where(limits, wanted, jnp.inf), weighted=weighted)
-        least = jnp.maximum(least, _optional(jnp.any(limits), found, top_p.shape))
+        threshold = partial(search, scores, least, jnp.where(limits, wanted, jnp.inf), weighted=weighted)
+        least = jnp.maximum(least, _optional(jnp.any(limits), threshold, top_p.shape))
     return least
 
 

@@ -39,8 +39,7 @@ class VideoRequest:
     )
     _: KW_ONLY
     image: Any = option(
-        None,
-        "An image: the first frame. A path, a PIL.Image, or an array `[H, W, 3]` (uint8, or floats from 0 to 1).",
+        None, "An image: the first frame. A path, a PIL.Image, or an array `[H, W, 3]` (uint8, or floats from 0 to 1)."
     )
     last_image: Any = option(
         None,
@@ -73,15 +72,10 @@ class VideoRequest:
         None, "540P (544 x 960) or 720P (720 x 1280), in place of height and width.", shown=_CHECKPOINT
     )
     num_frames: int | None = option(
-        None,
-        "Number of frames, 4n + 1. More than `base_num_frames` are made in segments.",
-        shown=_CHECKPOINT,
+        None, "Number of frames, 4n + 1. More than `base_num_frames` are made in segments.", shown=_CHECKPOINT
     )
     num_inference_steps: int | None = option(
-        None,
-        "Steps of the solver.",
-        flags=("--inference-steps", "--num-inference-steps"),
-        shown=_CHECKPOINT,
+        None, "Steps of the solver.", flags=("--inference-steps", "--num-inference-steps"), shown=_CHECKPOINT
     )
     guidance_scale: float | None = option(
         None, "Scale of classifier-free guidance; 1 or less for none.", shown=_CHECKPOINT

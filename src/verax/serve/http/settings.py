@@ -17,7 +17,7 @@ _LIMITS = "Limits"
 @documented
 @dataclass(frozen=True)
 class ServerSettings:
-    """Settings of the server, checked when they are made.
+    """Settings of the server, checked at construction.
 
     Raises:
         InvalidParameterError: for a value out of range, with its name.
@@ -43,10 +43,7 @@ class ServerSettings:
     )
     max_body_bytes: int = option(8 << 20, "Most bytes of a request's body.", low=1, panel=_LIMITS)
     max_video_body_bytes: int = option(
-        64 << 20,
-        "Most bytes of a body for /v1/videos, which takes pictures and clips.",
-        low=1,
-        panel=_LIMITS,
+        64 << 20, "Most bytes of a body for /v1/videos, which takes pictures and clips.", low=1, panel=_LIMITS
     )
     max_n: int = option(128, "Most answers to one prompt.", low=1, panel=_LIMITS)
     max_stop: int = option(16, "Most stop strings of a request.", low=1, panel=_LIMITS)

@@ -169,7 +169,7 @@ def sampling_params(
     Args:
         server: for its limits and the checkpoint's defaults.
         request: the fields.
-        max_tokens: most tokens of an answer; None for as many as the context holds.
+        max_tokens: largest number of tokens of an answer; None for all that the context holds.
         logprobs: number of the best tokens to report; None for no log-probabilities.
         structured_outputs: form that tools demand, whole.
         after: text that the answer has before the form that the request itself gives.

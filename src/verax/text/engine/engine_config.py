@@ -115,10 +115,7 @@ class EngineConfig:
         panel=_LORA,
     )
     max_loras: int = option(
-        1,
-        "Adapters that one step can use. Requests with more adapters wait for each other.",
-        low=1,
-        panel=_LORA,
+        1, "Adapters that one step can use. Requests with more adapters wait for each other.", low=1, panel=_LORA
     )
     max_lora_rank: int = option(
         16,
@@ -139,9 +136,7 @@ class EngineConfig:
         low=1,
     )
     data_parallel_size: int = option(
-        1,
-        "Replicas of the model, each on --tensor-parallel-size devices of its own. Sizes are those of one replica.",
-        low=1,
+        1, "Replicas of the model, each on --tensor-parallel-size devices of its own. Sizes are for one replica.", low=1
     )
     programs: str | Path | None = option(
         None,
@@ -156,10 +151,7 @@ class EngineConfig:
         panel=_HOSTS,
     )
     node_rank: int = option(
-        0,
-        "Number of this host; host 0 takes the requests. The others call `LLM.follow`.",
-        low=0,
-        panel=_HOSTS,
+        0, "Number of this host; host 0 takes the requests. The others call `LLM.follow`.", low=0, panel=_HOSTS
     )
     master_addr: str = option("127.0.0.1", "Address of host 0, HOST or HOST:PORT, where it listens.", panel=_HOSTS)
     master_port: int = option(29501, "Port of host 0, if the address has none.", low=1, high=65535, panel=_HOSTS)
@@ -209,7 +201,7 @@ class EngineConfig:
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """`speculative_config`, as the record that construction made of it."""
+        """`speculative_config` as a record."""
         assert self.speculative_config is None or isinstance(self.speculative_config, SpeculativeConfig)
         return self.speculative_config
 

@@ -1,4 +1,4 @@
-"""Sampling parameters of a request: vLLM's names and meanings, checked when they are made.
+"""Sampling parameters of a request: vLLM's names and meanings, checked at construction.
 
 `verax.sampling_fields` declares the parameters; here are the form of the answer and a checkpoint's recommendations.
 """
@@ -32,7 +32,7 @@ class SamplingParams(SamplingFields):
     )
 
     def __post_init__(self) -> None:
-        SamplingFields.__post_init__(self)  # dataclasses with slots are made twice, so super() has the first
+        SamplingFields.__post_init__(self)  # with slots, super() refers to another class
         if self.structured_outputs is not None:
             self._set("structured_outputs", StructuredOutputs.from_value(self.structured_outputs))
             if self.ignore_eos:
@@ -45,7 +45,7 @@ class SamplingParams(SamplingFields):
 
     @property
     def form(self) -> StructuredOutputs | None:
-        """`structured_outputs`, as the record that construction made of it."""
+        """`structured_outputs` as a record."""
         assert self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputs)
         return self.structured_outputs
 

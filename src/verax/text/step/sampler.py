@@ -1,7 +1,7 @@
 """The end of a step: from scores over the vocabulary to tokens, their log-probabilities and the slots that hold them.
 
 A step samples within its own program. If a sequence in it has a grammar, a second program does (`make_sampling`): the
-tokens that a grammar allows depend on the token before, which the host reads while the first program runs.
+tokens that a grammar allows depend on the previous token, which the host reads while the first program runs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def sample(
         The slots' tokens with the new ones, the new ones, and their log-probabilities under the model itself.
     """
     wanted, padding_slot = rows[:, 3] == SAMPLED, slots.tokens.shape[0] - 1
-    # Rows that are not sampled have the parameters of greedy decoding, for which every other part is skipped.
+    # Rows that are not sampled take the parameters of greedy decoding, which skip every other part.
     slot, lengths = jnp.where(wanted, rows[:, 0], padding_slot), rows[:, 1] + rows[:, 2]
     tokens = sampling.sample(logits, slots.tokens, slot, lengths, slots.params.sampling, mask)
     history = slots.tokens.at[slot, lengths].set(tokens, mode="drop")

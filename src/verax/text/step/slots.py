@@ -2,7 +2,7 @@
 
 A sequence holds one slot while it runs. `admit` fills the slot's row from one packed array; steps then read tokens,
 page tables and sampling parameters from it and append the tokens that they sample. The last row belongs to no sequence:
-padding rows of a step read it, and its parameters are those of greedy decoding.
+padding rows of a step read it, and its parameters are for greedy decoding.
 """
 
 from __future__ import annotations

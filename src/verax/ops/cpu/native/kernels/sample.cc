@@ -27,11 +27,11 @@ F32 load_padded(const float* logits, int64_t i, int64_t V) {
   return load(rest);
 }
 
-// Of `count` logits, whole registers.
+// Largest of `count` logits, a multiple of the lanes.
 float largest_of(const float* logits, int64_t count) {
-  F32 most = broadcast(-infinity());
-  for (int64_t i = 0; i < count; i += L) most = max(load(logits + i), most);
-  return largest_lane(most);
+  F32 maximum = broadcast(-infinity());
+  for (int64_t i = 0; i < count; i += L) maximum = max(load(logits + i), maximum);
+  return largest_lane(maximum);
 }
 
 float largest(const float* logits, int64_t V) {
@@ -41,7 +41,7 @@ float largest(const float* logits, int64_t V) {
   return value;
 }
 
-// The first place where a value is, which is in there; by chunks, then one by one.
+// The first place of a value that the logits have; by chunks, then one by one.
 int64_t place_of(float value, const float* logits, int64_t V) {
   int64_t i = 0;
   while (i + SAMPLE_CHUNK < V && largest_of(logits + i, SAMPLE_CHUNK) != value) i += SAMPLE_CHUNK;
@@ -108,8 +108,8 @@ struct Scores {
   }
 };
 
-// The first of `count` whose cumulative weight exceeds `target`, at most the last above 0; what comes before it is
-// taken off the target.
+// The first of `count` whose cumulative weight exceeds `target`, at most the last above 0. The weight before it is
+// subtracted from the target.
 int64_t passes(const float* weights, int64_t count, double* target) {
   int64_t last = 0;
   double before = 0, sum = 0;
@@ -143,17 +143,17 @@ int32_t draw(Scores& scores, float u) {
 // Tokens that are looked at together for the best ones.
 constexpr int64_t BLOCK = 64;
 
-// Puts a score in its place among the `found` best, which fall, if it belongs to the best `most`. How many there are now.
-int64_t insert(float score, int64_t at, int64_t most, int64_t found, float* values, int32_t* ids) {
-  if (found == most && !(most > 0 && score > values[most - 1])) return found;
-  int64_t i = found < most ? found : most - 1;
+// Inserts a score into the best `count` of at most `limit`, in falling order, if it belongs there. Returns their number.
+int64_t insert(float score, int64_t at, int64_t limit, int64_t count, float* values, int32_t* ids) {
+  if (count == limit && !(limit > 0 && score > values[limit - 1])) return count;
+  int64_t i = count < limit ? count : limit - 1;
   for (; i > 0 && score > values[i - 1]; --i) {
     values[i] = values[i - 1];
     ids[i] = ids[i - 1];
   }
   values[i] = score;
   ids[i] = static_cast<int32_t>(at);
-  return found < most ? found + 1 : most;
+  return count < limit ? count + 1 : limit;
 }
 
 }  // namespace
@@ -162,13 +162,13 @@ void sample_row(const SampleRow& row, float* buffer, int32_t* token) {
   const int64_t V = row.V;
   const float* logits = row.logits;
   const int64_t nan = place_of_nan(logits, V);
-  const float most = largest(logits, V);
-  if (nan < V || !(row.temperature > 0) || !(__builtin_fabsf(most) < infinity())) {
-    *token = static_cast<int32_t>(nan < V ? nan : place_of(most, logits, V));
+  const float maximum = largest(logits, V);
+  if (nan < V || !(row.temperature > 0) || !(__builtin_fabsf(maximum) < infinity())) {
+    *token = static_cast<int32_t>(nan < V ? nan : place_of(maximum, logits, V));
     return;
   }
   Scores scores{buffer, buffer + sample_buffer_size(V) / 2, sample_buffer_size(V) / 2};
-  const F32 warmth = broadcast(row.temperature), top = broadcast(most / row.temperature);
+  const F32 warmth = broadcast(row.temperature), top = broadcast(maximum / row.temperature);
   const F32 log2_e = broadcast(LOG2_E);
   for (int64_t i = 0; i < scores.size; i += L) {
     const F32 score = sub(div(load_padded(logits, i, V), warmth), top);
@@ -184,8 +184,8 @@ void sample_row(const SampleRow& row, float* buffer, int32_t* token) {
 void logprobs_row(const LogprobsRow& row, float* values, int32_t* ids, int32_t* rank) {
   const int64_t V = row.V;
   const float own = row.logits[row.chosen] + 0.0f;  // -0 becomes +0, and no difference of equals is -0
-  const float most = largest(row.logits, V);
-  const F32 top = broadcast(most), mine = broadcast(own), log2_e = broadcast(LOG2_E);
+  const float maximum = largest(row.logits, V);
+  const F32 top = broadcast(maximum), mine = broadcast(own), log2_e = broadcast(LOG2_E);
   double total = 0;
   int64_t better = 0, found = 0;
   for (int64_t block = 0; block < V; block += BLOCK) {
@@ -206,7 +206,7 @@ void logprobs_row(const LogprobsRow& row, float* values, int32_t* ids, int32_t* 
   const auto normalizer = static_cast<float>(::log(total));
   values[0] = own;
   ids[0] = row.chosen;
-  for (int64_t i = 0; i <= row.num_top; ++i) values[i] = (values[i] - most) - normalizer;
+  for (int64_t i = 0; i <= row.num_top; ++i) values[i] = (values[i] - maximum) - normalizer;
   *rank = static_cast<int32_t>(1 + better);
 }
 
