@@ -1,4 +1,4 @@
-"""Adapters beside a linear layer: what they add is the same beside a weight of any precision."""
+"""Adapters of a linear layer: what they add is the same with a weight of any precision."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def matrices(size_out):
 
 
 def attach(layer, down, up):
-    """Put the matrices of both slots beside a layer."""
+    """Give a layer the matrices of both slots."""
     chosen = np.repeat(np.arange(2), RANK)[None] == SLOTS[:, None]
     layer.low_rank = LowRank(
         jnp.asarray(down.reshape(-1, D)), jnp.asarray(np.concatenate(up, axis=1)), jnp.asarray(chosen)

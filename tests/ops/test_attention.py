@@ -31,8 +31,8 @@ def test_a_query_sees_its_window_only_and_scores_are_capped(implementation, caus
     q, k, v = arrays(T, S)
     with ops.use_implementations(attention=implementation):
         got = ops.attention(q, k, v, causal=causal, window=window, soft_cap=soft_cap)
-    behind = (np.arange(T) + S - T)[:, None] - np.arange(S)
-    visible = (behind < window) & (behind >= 0 if causal else behind > -window)
+    distance = (np.arange(T) + S - T)[:, None] - np.arange(S)
+    visible = (distance < window) & (distance >= 0 if causal else distance > -window)
     expected = [exact_attention(*rows, visible, soft_cap=soft_cap) for rows in zip(q, k, v, strict=True)]
     np.testing.assert_allclose(got, expected, atol=1e-5)
 

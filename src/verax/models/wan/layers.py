@@ -361,7 +361,7 @@ class SequenceParallel:
     """Division of each frame's tokens over an axis of a mesh; its methods run inside `jax.shard_map`.
 
     A device's part is a clip of one row of tokens, `[B, F, 1, s, D]`, in which all layers but self-attention and the
-    rotary positions work as they are. `s` is `height * width / n`, and the n devices of the axis divide the heads too.
+    rotary positions need no change. `s` is `height * width / n`, and the n devices of the axis divide the heads too.
 
     Attributes:
         axis: name of the mesh's axis.

@@ -59,7 +59,7 @@ class WanConfig:
     out_dim: Size = 16
     text_dim: Size = 4096
     image_dim: Size | None = None
-    """Width of the image encoder's output; None for a model that takes no image beside the text."""
+    """Width of the image encoder's output; None for a model that takes no image in addition to the text."""
     freq_dim: Size = 256
     patch: int = 2
     """Height and width of a token's patch of the latents; it is one frame deep."""
@@ -181,8 +181,8 @@ WAN_CONFIGS: Mapping[str, WanConfig] = MappingProxyType(
         "ti2v-5b": WanConfig(dim=3072, ffn_dim=14336, num_heads=24, num_layers=30, in_dim=48, out_dim=48),
     }
 )
-"""The published sizes: Wan2.1's text to video, SkyReels-V2's image to video and diffusion forcing, and both's 14B. Then
-those of Wan2.2: each of the two experts of A14B, and 5B."""
+"""Published sizes of Wan2.1's text to video, of SkyReels-V2's image to video and diffusion forcing, of both's 14B; and
+of Wan2.2: each of the two experts of A14B, and 5B."""
 
 
 def _blocks(config: WanConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> list[Block]:
@@ -205,8 +205,8 @@ class WanModel(nnx.Module):
     """Noisy latents to the flow's velocity.
 
     The residual stream and everything between matmuls is float32; matmul inputs are rounded to the weights' dtype,
-    except those of the time's embedding and of the head. The layers are separate arrays under separate names, and one
-    program after another in the compiled step. `nn.sharded.shard_blocks` makes a stack and a loop of them.
+    except the layers of the time's embedding and of the head. The layers are separate arrays under separate names, and
+    one program after another in the compiled step. `nn.parallel.shard_blocks` makes a stack and a loop of them.
     """
 
     ignored_weights = (r"\.cross_attn\.norm_q_img\.weight$",)
@@ -246,7 +246,7 @@ class WanModel(nnx.Module):
             InvalidParameterError: for a missing image, or one that the model has no use for.
         """
         if (image is None) != (self.img_emb is None):
-            what = "has no use for one" if self.img_emb is None else "needs an image's states beside the text's"
+            what = "has no use for one" if self.img_emb is None else "needs an image's states in addition to the text's"
             raise InvalidParameterError(f"image: this model {what} (image_dim {self.config.image_dim})")
         words = self.text_embedding(text)
         pixels = None if image is None or self.img_emb is None else self.img_emb(image)
@@ -360,7 +360,7 @@ class WanModel(nnx.Module):
         """Velocity of each latent, in float32.
 
         Args:
-            latents: normalised latents, with the condition's channels behind them where the model has any.
+            latents: normalised latents, followed by the condition's channels where the model has any.
             timesteps: `[B]`, or `[B, F]` for a time of each latent frame (diffusion forcing); 0 to 1000.
             context: of `encode_context`.
             fps: see `embed_time`.

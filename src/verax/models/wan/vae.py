@@ -51,10 +51,10 @@ PUBLISHED_STD = (
 
 @dataclass(frozen=True)
 class WanVaeConfig:
-    """Sizes by the names of diffusers' config.json; the defaults are those of Wan 2.1, which has no such file.
+    """Sizes by the names of diffusers' config.json; the defaults are Wan 2.1's, which has no such file.
 
     Attributes:
-        base_dim: channels of the encoder at full resolution; `decoder_base_dim` those of the decoder, the same if None.
+        base_dim: channels of the encoder at full resolution; `decoder_base_dim` channels of the decoder, equal if None.
         z_dim: channels of a latent.
         dim_mult: channels at each resolution, in multiples; between two, height and width halve.
         num_res_blocks: residual blocks at each resolution of the encoder. The decoder has one more.

@@ -85,7 +85,7 @@ def in_chunks(
 ) -> Float[Array, "B Tout Hout Wout O"]:
     """Run a causal network over the first `first` frames, then over `size` frames at a time in one scan.
 
-    Memory is that of one chunk. `size` divides the number of frames after the first ones.
+    Memory is taken for one chunk at a time. `size` divides the number of frames after the first ones.
     """
     tails = Tails()
     y = network(x[:, :first], tails)
