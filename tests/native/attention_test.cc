@@ -13,7 +13,7 @@ namespace {
 
 using verax::Keys;
 
-// Random numbers as they are stored, in a buffer without a byte to spare, and what they stand for. int8: a scale for
+// Random numbers as stored, in a buffer without a byte to spare, and what they stand for. int8: a scale for
 // each `H` of them.
 struct Numbers {
   Keys kind;

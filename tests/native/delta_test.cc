@@ -57,7 +57,7 @@ struct Result {
 
 constexpr int64_t KEEP = 32;
 
-// In items of so many heads and columns; the last states take the place of the first, or go elsewhere.
+// In items of `heads` heads and `columns` columns; the last states take the place of the first, or go elsewhere.
 Result run(const Case& c, const Arrays& x, int64_t heads, int64_t columns, bool in_place) {
   Result result;
   result.out.assign(c.T * c.HV * c.V, NAN);

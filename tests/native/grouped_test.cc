@@ -77,7 +77,7 @@ void check_stack(const char* level, Stack stack, bool many = false) {
         for (size_t r = 0; r < groups.size(); ++r) {
           const auto from = x.begin() + static_cast<int64_t>(r) / repeat * K;
           const std::vector<float> alone = stack.run({from, from + K}, 1, {groups[r]}, 0, many);
-          check::that(std::memcmp(alone.data(), &y[r * N], N * 4) == 0, "%s: row %d depends on the rows beside it",
+          check::that(std::memcmp(alone.data(), &y[r * N], N * 4) == 0, "%s: row %d depends on other rows",
                       level, int(r));
           const bool none = groups[r] < 0 || groups[r] >= G;
           check::that(none == std::all_of(alone.begin(), alone.end(), [](float v) { return v == 0; }),

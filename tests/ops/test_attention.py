@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
-from tests.support.attention import exact_attention
+from tests.support.attention import exact_attention, exact_paged_attention, paged_problem
 from verax import ops
-from verax.ops.attention import CHUNK, MAX_SCORES
+from verax.ops.attention import CHUNK, MAX_SCORES, join_heads, own_results, spread_queries
+from verax.ops.tpu.paged import ragged_attention
 
 
 def arrays(T, S, N=4, K=2, H=8, B=2):
@@ -31,8 +33,8 @@ def test_a_query_sees_its_window_only_and_scores_are_capped(implementation, caus
     q, k, v = arrays(T, S)
     with ops.use_implementations(attention=implementation):
         got = ops.attention(q, k, v, causal=causal, window=window, soft_cap=soft_cap)
-    behind = (np.arange(T) + S - T)[:, None] - np.arange(S)
-    visible = (behind < window) & (behind >= 0 if causal else behind > -window)
+    distance = (np.arange(T) + S - T)[:, None] - np.arange(S)
+    visible = (distance < window) & (distance >= 0 if causal else distance > -window)
     expected = [exact_attention(*rows, visible, soft_cap=soft_cap) for rows in zip(q, k, v, strict=True)]
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
@@ -69,3 +71,19 @@ def test_scores_beyond_the_limit_are_never_written_out_at_once():
         assert chosen(T).name == "reference"
         assert chosen(T + 1).name == "chunked"
     assert "flash" in chosen(T + 1).traits
+
+
+@pytest.mark.parametrize(("N", "K", "m"), [(4, 4, 2), (12, 4, 4), (6, 2, 2)])
+@pytest.mark.parametrize("implementation", ["tiled", "pallas"])
+def test_results_are_those_of_the_heads_apart(N, K, m, implementation):
+    lengths, counts, H, options = [5, 70, 17, 40], [1, 1, 1, 40], 8, {"window": 37, "scale": 0.3}
+    (q, k, v), table, lengths, starts = paged_problem(0, lengths, counts, N=N, K=K, H=H, p=16)
+    exact = exact_paged_attention((q, k, v), table, lengths, starts, **options)
+    k, v = (jnp.swapaxes(join_heads(jnp.swapaxes(x, 1, 2), m), 1, 2) for x in (k, v))  # [P, K/m, p, m H]
+    arguments = spread_queries(q, K, m), k, v, table, lengths, starts
+    if implementation == "pallas":
+        interpreted = pltpu.InterpretParams(uninitialized_memory="nan")
+        out = ragged_attention(*arguments, pages=2, interpret=interpreted, **options)
+    else:
+        out = ops.paged_attention.implementations[implementation].function(*arguments, **options)
+    np.testing.assert_allclose(own_results(out, K, m), exact, atol=2e-5)

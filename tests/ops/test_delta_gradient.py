@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from tests.support.delta import RULES, extremes, inputs, options, oracle
+from tests.support.delta import RULES, extremes, float32, inputs, options, oracle
 from verax import ops
 from verax.ops.delta._chunk import unit_lower_inverse
 from verax.ops.gpu import delta_scan as triton
@@ -59,7 +59,7 @@ def test_gradients_are_those_of_finite_differences(rule, mode):
 def test_gradients_stay_finite_and_right_on_zero_rows_and_strong_decay(rule):
     x, _ = extremes(rule, 33, 8, 6)
     weights = [jnp.asarray(w, jnp.float32) for w in loss_weights(rule, x)]
-    x = {name: jnp.asarray(a, jnp.float32) for name, a in x.items()}
+    x = float32(x)
     x["initial_state"] = jnp.ones(weights[1].shape)
     plain = gradients(rule, x, weights, mode="recurrent", use_qk_l2norm=True)
     chunk = gradients(rule, x, weights, mode="chunk", use_qk_l2norm=True)
@@ -81,7 +81,7 @@ INTERPRETED = {
 def test_gradients_through_the_kernels_are_those_of_the_recurrence(rule, kernel):
     x = inputs(rule, B=1, T=39, K=32, V=48)
     weights = [jnp.asarray(w, jnp.float32) for w in loss_weights(rule, x)]
-    x = {name: jnp.asarray(a, jnp.float32) for name, a in x.items()}
+    x = float32(x)
     x["initial_state"] = jnp.asarray(np.random.default_rng(7).standard_normal(weights[1].shape), jnp.float32)
     plain = gradients(rule, x, weights, mode="recurrent")
     with ops.use_implementations(delta_chunk_scan_backward=INTERPRETED[kernel]):
@@ -94,7 +94,7 @@ def test_a_decay_of_minus_infinity_forgets_everything():
     x = inputs("gated_delta_rule")
     x["g"][:, 20] = -np.inf
     weights = [jnp.asarray(w, jnp.float32) for w in loss_weights("gated_delta_rule", x)]
-    x = {name: jnp.asarray(a, jnp.float32) for name, a in x.items()}
+    x = float32(x)
     x["initial_state"] = jnp.ones(weights[1].shape)
     found = gradients("gated_delta_rule", x, weights, mode="chunk")
     assert all(np.isfinite(a).all() for a in found.values())
@@ -105,7 +105,7 @@ def test_a_decay_of_minus_infinity_forgets_everything():
 
 
 def test_the_chunked_gradient_keeps_inputs_and_one_state_a_chunk():
-    x = {name: jnp.asarray(a, jnp.float32) for name, a in inputs("gated_delta_rule", T=256, K=16, V=16).items()}
+    x = float32(inputs("gated_delta_rule", T=256, K=16, V=16))
 
     def kept(mode):
         rule = partial(ops.gated_delta_rule, mode=mode, chunk_size=64)

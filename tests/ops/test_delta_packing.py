@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.delta import inputs, options
+from tests.support.delta import float32, inputs, options
 from verax import ops
 
 TOKENS = 90
@@ -16,7 +16,7 @@ PACKINGS = ([0, 1, 16, 32, 65, 90], [0, 40, 40, 41, 80, 83], [0, 0, 0, 0, 90, 90
 
 
 def arguments(rule, seed=0):
-    x = {name: jnp.asarray(a, jnp.float32) for name, a in inputs(rule, B=1, T=TOKENS, K=8, V=6, seed=seed).items()}
+    x = float32(inputs(rule, B=1, T=TOKENS, K=8, V=6, seed=seed))
     rng = np.random.default_rng(seed + 1)
     heads = x["v"].shape[2]
     return x, jnp.asarray(rng.standard_normal((5, heads, 8, 6)), jnp.float32)

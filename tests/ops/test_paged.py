@@ -183,7 +183,7 @@ def test_int8_pages_round_each_token_and_head_to_a_127th_of_its_largest():
 @pytest.mark.parametrize(
     ("outliers", "size", "bounds"),
     [(1, 1, {"int8": 0.06, "float8_e4m3fn": 0.15}), (100, 1e-3, {"int8": 2, "float8_e4m3fn": 0.15})],
-    ids=["alike", "channels past 448 beside small ones"],
+    ids=["alike", "channels past 448 among small ones"],
 )
 def test_errors_of_attention_over_quantised_pages(outliers, size, bounds):
     """int8 is the more exact one for numbers of one size, float8 where a few channels are a hundred times larger."""

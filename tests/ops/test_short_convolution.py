@@ -38,7 +38,7 @@ def test_it_is_the_definition(width):
 @pytest.mark.parametrize("packing", [[0, 1, 3, 3, 10, 23], [0, 0, 2, 17, 18, 20], [0, 4, 4, 4, 4, 4]])
 @pytest.mark.parametrize("width", [1, 3, 4])
 def test_packed_equals_separate(packing, width):
-    # Empty sequences, sequences shorter than the filter, and tokens behind the last of them.
+    # Empty sequences, sequences shorter than the filter, and tokens after the last of them.
     x, weight, states = arguments(width, sequences=5)
     packed = jax.jit(lambda cu_seqlens: ops.short_convolution(x, weight, initial_state=states, cu_seqlens=cu_seqlens))
     out, last = packed(jnp.asarray(packing))

@@ -1,5 +1,6 @@
 """The delta-rule family token by token in NumPy and float64, from the published equations, and inputs that break it."""
 
+import jax.numpy as jnp
 import numpy as np
 
 RULES = ("delta_rule", "gated_delta_rule", "kda", "gated_delta_product", "comba", "dplr_delta_rule")
@@ -115,3 +116,53 @@ def extremes(rule, T, K, V, seed=0):
         elif rule == "comba":
             x["p"][row] = x["k"][row]
     return {name: a.astype(np.float32).astype(np.float64) for name, a in x.items()}, kinds
+
+
+def float32(x):
+    """Arrays of `inputs` in float32, on the device."""
+    return {name: jnp.asarray(a, jnp.float32) for name, a in x.items()}
+
+
+def error(result, exact):
+    """Largest error of each batch row, over the row's largest value."""
+    B = exact.shape[0]
+    difference = np.abs(np.asarray(result, np.float64) - exact).reshape(B, -1).max(-1)
+    return difference / np.maximum(np.abs(exact).reshape(B, -1).max(-1), 1e-30)
+
+
+def rounded_inputs(**sizes):
+    """Arguments of `gated_delta_rule` in bfloat16, with long keys and one of zeros, and normalised in float64."""
+    x = inputs("gated_delta_rule", **sizes)
+    x["k"] = x["k"] * 5.0
+    x["k"][0, 3] = 0.0
+    low = {name: jnp.asarray(a, jnp.bfloat16) for name, a in x.items()}
+    exact = {name: np.asarray(a, np.float64) for name, a in low.items()}
+    for name in "qk":
+        exact[name] = exact[name] / np.sqrt((exact[name] ** 2).sum(-1, keepdims=True) + 1e-6)
+    return low, exact
+
+
+HARD_SHAPES = [
+    ("gated_delta_rule", 1, 60, 100),
+    ("gated_delta_rule", 15, 100, 60),
+    ("gated_delta_rule", 63, 16, 60),
+    ("gated_delta_rule", 1000, 24, 16),
+    ("kda", 65, 60, 100),
+    ("kda", 1000, 24, 16),
+    ("gated_delta_product", 65, 20, 12),
+    ("comba", 65, 20, 12),
+    ("dplr_delta_rule", 65, 20, 12),
+]
+"""Rule, T, K, V: one token, around a chunk's end, several chunks and none full; K != V, neither a power of two."""
+
+
+def hard_errors(run, rule, T, K, V, repeated):
+    """Errors of `run(x)` above their bounds on `extremes`, by kind of input.
+
+    At beta = 2 a repeated key is a reflection: nothing is ever forgotten, rounding errors included, so that the bound
+    is `repeated` instead of 1e-5.
+    """
+    x, kinds = extremes(rule, T, K, V)
+    exact = oracle(rule, x)
+    errors = np.maximum(*(error(a, b) for a, b in zip(run(x), exact, strict=True)))
+    return {kind: e for kind, e in zip(kinds, errors, strict=True) if not e < (repeated if kind[1] == 2 else 1e-5)}

@@ -194,7 +194,7 @@ def encoder(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
 
 
 def hidden_states(model: Any, tokens: Int[Array, "B T"], sentences: Sentences) -> Float[Array, "B T D"]:
-    """Final hidden states of sentences; those of padding mean nothing.
+    """Final hidden states of sentences; states of padding mean nothing.
 
     Args:
         model: an instance of a class that `encoder` gives.

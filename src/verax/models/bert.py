@@ -92,7 +92,7 @@ def _roberta(read: BertConfig, first_position: int) -> BertConfig:
     """Configuration of RoBERTa, whose file counts the rows of its table of positions."""
     rows = read.max_position_embeddings
     if rows <= first_position:
-        raise UnsupportedModelError(f"max_position_embeddings {rows} leaves no position behind row {first_position}")
+        raise UnsupportedModelError(f"max_position_embeddings {rows} leaves no position after row {first_position}")
     return replace(read, max_position_embeddings=rows - first_position, first_position=first_position)
 
 
@@ -213,7 +213,7 @@ class BertModel(nnx.Module):
         (r"^(.*LayerNorm)\.weight$", r"bert.\1.gamma"),
         (r"^(.*LayerNorm)\.bias$", r"bert.\1.beta"),
     )
-    """Other keys of the same weights: under `bert.` or `roberta.` beside a head, and those of the first releases."""
+    """Other keys of the same weights: under `bert.` or `roberta.` with a head, and the keys of the first releases."""
 
     def __init__(self, config: BertConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs, has_pooler: bool = False):
         self.config = config
@@ -224,7 +224,7 @@ class BertModel(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B T D"]:
-        """Final hidden states, float32. Those of a sentence depend on its own tokens only.
+        """Final hidden states, float32. The states of a sentence depend on its own tokens only.
 
         Args:
             tokens: token ids.
@@ -252,7 +252,7 @@ class BertForSequenceClassification(nnx.Module):
         self.classifier = Linear(config.hidden_size, 1, bias=True, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"]) -> Float[Array, "S"]:
-        """Logit of each pair, float32. The arguments are those of `BertModel`."""
+        """Logit of each pair, float32. The arguments are as in `BertModel`."""
         assert self.bert.pooler is not None
         return self.classifier(self.bert.pooler(sentences.first(self.bert(tokens, sentences, types))))[:, 0]
 
@@ -280,5 +280,5 @@ class RobertaForSequenceClassification(nnx.Module):
         self.classifier = RobertaClassificationHead(config, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"]) -> Float[Array, "S"]:
-        """Logit of each pair, float32. The arguments are those of `BertModel`, but RoBERTa reads no `types`."""
+        """Logit of each pair, float32. The arguments are as in `BertModel`, but RoBERTa reads no `types`."""
         return self.classifier(sentences.first(self.roberta(tokens, sentences)))[:, 0]

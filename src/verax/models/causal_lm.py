@@ -55,7 +55,7 @@ class AttentionFn(Protocol):
         window: int | None = None,
         soft_cap: float | None = None,
     ) -> Float[Array, "*B T N H"]:
-        """Attention of layer `layer`; the keywords are those of `ops.attention`."""
+        """Attention of layer `layer`; the keywords are as in `ops.attention`."""
         ...
 
 
@@ -163,7 +163,7 @@ class DividedStateConfig(RecurrentConfig, Protocol):
     """
 
     def on_devices(self, devices: int) -> Any:
-        """Configuration on so many devices: recurrent layers are whole on each where these cannot divide them."""
+        """Configuration on `devices` devices: recurrent layers are whole on each where these cannot divide them."""
         ...
 
     def state_axes(self, layer: int) -> Any:
@@ -175,7 +175,7 @@ class DividedStateConfig(RecurrentConfig, Protocol):
 class SlidingWindowConfig(Protocol):
     """A configuration whose model has layers that attend to a sliding window: they pass it to `attend`.
 
-    The engine keeps no keys and values behind the window of such a layer.
+    The engine keeps no keys and values older than the window of such a layer.
     """
 
     @property
@@ -275,13 +275,13 @@ def state_axes(config: CausalLMConfig, layer: int) -> Any:
 
 
 def config_on_devices(config: C, devices: int) -> C:
-    """Configuration of a model as so many devices hold it.
+    """Configuration of a model as `devices` devices hold it.
 
     It has each head of keys and values several times, next to each other, where devices share heads. Recurrent layers
     are whole where devices do not divide them.
 
     Raises:
-        InvalidParameterError: if heads are shared and the configuration is no dataclass with a field for them.
+        InvalidParameterError: if heads are shared and the configuration is not a dataclass with a field for them.
     """
     if isinstance(config, DividedStateConfig):
         config = cast(C, config.on_devices(devices))
@@ -319,7 +319,7 @@ def check_causal_lm_class(model: Any, config: Any) -> None:
     for argument, given in (("model", model), ("config", config)):
         if not inspect.isclass(given):
             raise InvalidParameterError(f"{argument}: expected a class, got {given!r}")
-    declared = getattr(config, "__dataclass_fields__", {})  # a field without default is no attribute of the class
+    declared = getattr(config, "__dataclass_fields__", {})  # a field without default is not an attribute of the class
     present = [name for name in ("from_hf", *_CONFIG_MEMBERS) if name in declared or hasattr(config, name)]
     _require("config", config, ("from_hf", *_CONFIG_MEMBERS), present, "CausalLMConfig")
     _require_model(model, recurrent=hasattr(config, "new_state"))

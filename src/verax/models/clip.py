@@ -38,7 +38,7 @@ _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_atten
 class CLIPVisionConfig:
     """Sizes of a model, under their names in transformers' config.json.
 
-    The defaults are those of ViT-H/14: Wan's layout has no config.json for it.
+    The defaults are ViT-H/14's: Wan's layout has no config.json for it.
     """
 
     hidden_size: Size = 1280
@@ -94,7 +94,7 @@ class CLIPVisionConfig:
 
 
 class PatchEmbedding(nnx.Module):
-    """Linear map of each patch of an image. Its weight is that of a convolution, `[D, 3, p, p]`."""
+    """Linear map of each patch of an image. Its weight has the shape of a convolution's, `[D, 3, p, p]`."""
 
     def __init__(self, config: CLIPVisionConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.patch_size = config.patch_size

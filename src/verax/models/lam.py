@@ -387,7 +387,7 @@ class MixerOutput(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Rest of a layer, beside its delta rule: two normalised residual sums, and the feed-forward between them."""
+    """Rest of a layer around its delta rule: two normalised residual sums, and the feed-forward between them."""
 
     def __init__(self, config: LamConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.published = config.rule != "gated"
@@ -444,7 +444,7 @@ class LamModel(nnx.Module):
 
     @property
     def depends_on_padding(self) -> bool:
-        """True if a sentence's states change with its padding or its batch, as those of the published rules do."""
+        """True if a sentence's states change with its padding or its batch, as states by the published rules do."""
         return self.config.rule != "gated"
 
     def __call__(self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"] | None = None) -> Float[Array, "B T D"]:

@@ -191,7 +191,7 @@ class ModernBertModel(nnx.Module):
     """Patterns of keys that are not loaded: the head of pre-training."""
 
     key_aliases = ((r"^", "model."),)
-    """Other keys of the same weights: those beside a head."""
+    """Other keys of the same weights, in checkpoints with a head."""
 
     def __init__(self, config: ModernBertConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
@@ -202,7 +202,7 @@ class ModernBertModel(nnx.Module):
         self.final_norm = _norm(config, dtype)
 
     def __call__(self, tokens: Int[Array, "B T"], sentences: Sentences) -> Float[Array, "B T D"]:
-        """Final hidden states, float32. Those of a sentence depend on its own tokens only.
+        """Final hidden states, float32. The states of a sentence depend on its own tokens only.
 
         Args:
             tokens: token ids.
@@ -245,7 +245,7 @@ class ModernBertForSequenceClassification(nnx.Module):
         self.classifier = Linear(config.hidden_size, 1, bias=True, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"]) -> Float[Array, "S"]:
-        """Logit of each pair, float32. The arguments are those of `BertModel`, but ModernBERT reads no `types`."""
+        """Logit of each pair, float32. The arguments are as in `BertModel`, but ModernBERT reads no `types`."""
         hidden = self.model(tokens, sentences)
         pooled = sentences.first(hidden) if self.config.classifier_pooling == "cls" else sentences.mean(hidden)
         return self.classifier(self.head(pooled))[:, 0]

@@ -34,7 +34,7 @@ _REQUIRED = ("vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads")
 class UMT5Config:
     """Sizes of a model, under their names in transformers' config.json.
 
-    The defaults are those of UMT5-XXL: Wan's layout has no config.json for it.
+    The defaults are UMT5-XXL's: Wan's layout has no config.json for it.
     """
 
     vocab_size: Size = 256384
@@ -99,7 +99,7 @@ class RelativeEmbedding(nnx.Module):
 
     @property
     def divisions(self) -> Mapping[str, Division]:
-        """Division of the table by its columns: each of several devices has those of its heads."""
+        """Division of the table by its columns: each of several devices has the columns of its heads."""
         return {"embedding.weight": Division(axis=1)}
 
     def __call__(self, rows: Int[Array, "T T"]) -> Float[Array, "N T T"]:

@@ -85,8 +85,8 @@ class Linear(nnx.Module):
         size_out: outputs, F.
         bias: True for a bias.
         divided: how devices share the layer.
-        unit: outputs that one device must hold together, such as those of a head; with `"in"`, inputs. Several numbers
-            for several matrices in one, as in `ops.division.Division`.
+        unit: outputs that one device must hold together, such as the outputs of a head; with `"in"`, inputs. Several
+            numbers for several matrices in one, as in `ops.division.Division`.
         repeats: True if devices may share a unit where there are more of them than units.
         dtype: dtype of weight and bias.
         rngs: source of the fresh weight.
@@ -280,7 +280,7 @@ class CausalConv3d(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T H W C"], before: Float[Array, "B P H W C"] | None = None
     ) -> Float[Array, "B Tout Hout Wout O"]:
-        """Convolve the frames of `x` after those of `before`, which are `kt - 1` frames of zeros if None.
+        """Convolve the frames of `x` after the frames `before`, which are `kt - 1` frames of zeros if None.
 
         The layer's `padding` surrounds each frame.
         """
@@ -333,9 +333,9 @@ def pack_linear_weights(model: Any, *, few_rows: bool = False) -> None:
 
 
 def packed_copy(model: Any, *, few_rows: bool = False) -> Any:
-    """A model with packed weights in modules of its own. Those of `model` keep the arrays that they have.
+    """Model with packed weights in modules of its own. The modules of `model` keep the arrays that they have.
 
-    The arguments are those of `pack_linear_weights`.
+    The arguments are as in `pack_linear_weights`.
     """
     copy = nnx.merge(*nnx.split(model))
     pack_linear_weights(copy, few_rows=few_rows)

@@ -64,7 +64,7 @@ def sum_parts(x: Float[Array, "*B"]) -> Float[Array, "*B"]:
 
 
 def concatenate_parts(x: Float[Array, "*B F"]) -> Float[Array, "*B G"]:
-    """The devices' parts of the last axis one behind the other, on all of them."""
+    """Array with the last axis gathered from all devices, on each of them."""
     return jax.lax.all_gather(x, TENSOR_AXIS, axis=x.ndim - 1, tiled=True) if num_parts() > 1 else x
 
 
@@ -78,7 +78,7 @@ def divisions(model: Any) -> dict[str, Division]:
 
 
 def check_divisions(model: Any, devices: int, *, argument: str) -> None:
-    """Check that a model, or a model of shapes, divides over so many devices.
+    """Check that a model, or a model of shapes, divides over `devices` devices.
 
     Args:
         model: the model.

@@ -17,8 +17,8 @@ class Sentences(NamedTuple):
     segments: Int[Array, "B T"]
     """Number of the sentence of each token; S for padding."""
     positions: Int[Array, "B T"]
-    """Position of each token in its sentence. Those of padding go on behind a padded sentence, as in PyTorch, and are 0
-    behind packed ones."""
+    """Position of each token in its sentence. Positions of padding continue after a padded sentence, as in PyTorch, and
+    are 0 after packed ones."""
     starts: Int[Array, "S"]
     """First token of each sentence, counted through all rows."""
     lengths: Int[Array, "S"]
@@ -28,7 +28,7 @@ class Sentences(NamedTuple):
 
     @classmethod
     def padded(cls, lengths: Int[Array, "B"], size: int) -> Sentences:
-        """One sentence in each row of `size` tokens, with padding behind it."""
+        """One sentence in each row of `size` tokens, followed by padding."""
         at = jnp.arange(size)
         real = at < lengths[:, None]
         rows = jnp.arange(lengths.shape[0])
@@ -37,7 +37,7 @@ class Sentences(NamedTuple):
 
     @classmethod
     def packed(cls, lengths: Int[Array, "S"], size: int) -> Sentences:
-        """Sentences end to end in one row of `size` tokens, with padding behind the last."""
+        """Sentences end to end in one row of `size` tokens, followed by padding."""
         ends = jnp.cumsum(lengths)
         starts, at = ends - lengths, jnp.arange(size)
         segments = jnp.sum(at[:, None] >= ends, axis=1)

@@ -1,4 +1,4 @@
-"""Operations on arrays: a reference, which is the test oracle, and fast implementations behind the same function."""
+"""Operations on arrays: a reference, which is the test oracle, and fast implementations under the same name."""
 
 from verax.ops import delta, hierarchical, sampling
 from verax.ops._dispatch import (

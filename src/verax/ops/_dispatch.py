@@ -1,4 +1,4 @@
-"""One function per operation, several implementations behind it: chosen by target, shape and dtype while tracing.
+"""One function per operation, several implementations under it, chosen by target, shape and dtype while tracing.
 
 The reference is short jnp code, runs everywhere, and is the oracle that tests hold every other implementation against.
 An implementation becomes a function of the program, which equal calls share, such as the calls of a model's layers.
@@ -84,7 +84,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _PLAIN = (bool, int, float, complex, str, bytes, np.dtype, np.generic, type)
-"""Types of arguments that are no arrays and whose equal values have equal programs."""
+"""Types of arguments that are not arrays and whose equal values have equal programs."""
+
+
+MAX_SHARED = 512
+"""Functions and contexts whose traces are kept: eight contexts of all implementations that exist. JAX drops the traces
+of a function that is dropped here."""
 
 
 class _Array:
@@ -111,20 +116,20 @@ def trace_once(function: Callable[P, R], context: Hashable, /, *args: P.args, **
         return function(*args, **kwargs)
     # Equal values of different types, such as 1 and 1.0, have programs of their own.
     types = tuple(type(other) for other in others)
-    return _shared(function)(structure, others, types, context, *arrays)
+    return _shared(function, context)(structure, others, types, *arrays)
 
 
-@functools.cache
-def _shared(function: Callable[..., R]) -> Callable[..., R]:
-    """The function of arrays, under `jax.jit`; its name is what profiles show."""
+@functools.lru_cache(maxsize=MAX_SHARED)
+def _shared(function: Callable[..., R], context: Hashable) -> Callable[..., R]:
+    """Function of arrays in one context, under `jax.jit`; its name is what profiles show."""
 
-    def run(structure: Any, others: tuple[Any, ...], types: Any, context: Any, *arrays: jax.Array) -> R:
+    def run(structure: Any, others: tuple[Any, ...], types: Any, *arrays: jax.Array) -> R:
         given = iter(arrays)
         args, kwargs = jax.tree.unflatten(structure, [next(given) if x is _Array else x for x in others])
         return function(*args, **kwargs)
 
     run.__name__ = run.__qualname__ = getattr(function, "__name__", "implementation").strip("_")
-    return jax.jit(run, static_argnums=(0, 1, 2, 3))
+    return jax.jit(run, static_argnums=(0, 1, 2))
 
 
 Choice = str | Callable[..., Any]
@@ -174,7 +179,7 @@ class Implementation(Generic[P, R]):
         experimental: True if it was compiled for its devices, but has run on none of them: it is chosen only where
             `use_implementations` names it, and another one takes the calls that it does not support.
         is_pure: True if equal calls have equal programs, so that JAX traces and lowers one of them for all: what the
-            program depends on beside the arguments is the target, the choices in force and what is registered.
+            program depends on in addition to the arguments is the target, the choices in force and what is registered.
     """
 
     name: str
@@ -291,7 +296,7 @@ class Operation(Generic[P, R]):
         return chosen
 
     def restricted(self, *, require: Collection[str] = (), exclude: Collection[str] = ()) -> Restricted[P, R]:
-        """Operation by those of its implementations that have all traits of `require` and none of `exclude`.
+        """Operation restricted to the implementations that have all traits of `require` and none of `exclude`.
 
         Choices by name (`use_implementations`) do not reach it.
         """
@@ -380,7 +385,7 @@ def chosen_implementations() -> dict[str, dict[str, Any]]:
 
 
 def tracing_context() -> Hashable:
-    """Everything beside a call's arguments that the choice of implementations depends on.
+    """Everything in addition to a call's arguments that the choice of implementations depends on.
 
     Programs that were traced within equal contexts are equal.
     """
@@ -408,7 +413,8 @@ def _parse_choices(text: str) -> dict[str, Choice]:
 
 def _check_choice(where: str, name: str, implementation: str) -> None:
     if name not in _REGISTRY:
-        raise InvalidParameterError(f"{where}{name!r} is no operation; there are {', '.join(sorted(_REGISTRY))}")
+        known = ", ".join(sorted(_REGISTRY))
+        raise InvalidParameterError(f"{where}{name!r} is not an operation; the operations are {known}")
     if implementation not in _REGISTRY[name].implementations:
         raise InvalidParameterError(
             f"{where}{name} has no implementation {implementation!r}; "
@@ -457,7 +463,7 @@ def use_unfused() -> AbstractContextManager[None]:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def differentiated_as(reference: Callable[..., Any], kernel: Callable[..., Any], *args: Any) -> Any:
-    """`kernel(*args)`, whose derivative is that of `reference(*args)`.
+    """`kernel(*args)`, differentiated as `reference(*args)`.
 
     Args:
         reference: function with the kernel's results, which JAX differentiates.

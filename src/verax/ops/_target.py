@@ -106,7 +106,7 @@ class Target:
 
     @property
     def memory(self) -> DeviceMemory | None:
-        """Bytes of one device, read anew at each access; None if unknown."""
+        """Bytes of one device, read again at each access; None if unknown."""
         return self.least_memory(1)
 
     def least_memory(self, num_devices: int) -> DeviceMemory | None:

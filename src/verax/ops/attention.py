@@ -62,7 +62,7 @@ def attention(
 
 
 CHUNK = 256
-"""Queries of a chunk in `chunked_attention`: that of the reports whose memory tables it reproduces."""
+"""Queries of a chunk in `chunked_attention`: the number in the reports whose memory tables it reproduces."""
 
 MAX_SCORES = 1 << 26
 """Scores that attention may write out at once: 256 MB."""
@@ -110,12 +110,12 @@ def chunked_attention(
 
 def _visible(positions: Int[Array, "T"], S: int, causal: bool, window: int | None) -> Bool[Array, "1 T S"]:
     """True for keys that a query sees, by its position among the keys."""
-    behind = positions[:, None] - jnp.arange(S)
-    visible = jnp.ones(behind.shape, bool)
+    distance = positions[:, None] - jnp.arange(S)
+    visible = jnp.ones(distance.shape, bool)
     if causal:
-        visible &= behind >= 0
+        visible &= distance >= 0
     if window is not None:
-        visible &= abs(behind) < window
+        visible &= abs(distance) < window
     return visible[None]
 
 
@@ -209,7 +209,7 @@ def join_heads(x: Float[Array, "*B K H"], m: int) -> Float[Array, "*B J W"]:
 
 
 def spread_queries(q: Float[Array, "*B N H"], K: int, m: int) -> Float[Array, "*B N W"]:
-    """Queries for joined heads: zeros beside the heads that are not theirs.
+    """Queries for joined heads, with zeros where the heads lie that are not theirs.
 
     Args:
         q: queries, head n of them for key/value head `n // (N / K)`.

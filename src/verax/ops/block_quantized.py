@@ -126,7 +126,7 @@ class BlockKind:
     super_blocks: bool = False
     group: int = 32
     values: tuple[int, ...] = ()
-    """Values that the codes are indices of, where they are no integers themselves; `offset` is none then."""
+    """Values that the codes are indices of, where they are not integers themselves; `offset` is then None."""
 
     @property
     def unit(self) -> int:

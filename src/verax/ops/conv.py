@@ -37,9 +37,9 @@ def conv3d(
     `x` is rounded to the weight's dtype; products and bias are added up in float32. This is the `CausalConv3d` of
     Wan's video VAE (Wan Team, 2025, arXiv:2503.20314).
 
-    Before the first frame stand `kt - 1` frames of zeros, or those of `cache` in their place. So a scan over chunks of
-    frames is exact if it hands on, as the cache, the last `kt - stride` frames that it has seen. A cache of no frames
-    is a convolution without padding in time: `Tout = (P + T - kt) // stride + 1`.
+    Before the first frame stand `kt - 1` frames of zeros, or the frames of `cache` in their place. So a scan over
+    chunks of frames is exact if it hands on, as the cache, the last `kt - stride` frames that it has seen. A cache of
+    no frames is a convolution without padding in time: `Tout = (P + T - kt) // stride + 1`.
 
     Args:
         x: frames of height H, width W and C channels.

@@ -89,7 +89,7 @@ def partition(weight: Any, division: Division | None) -> Any:
 
 
 def _without(weight: QuantizedWeight) -> dict[str, Any]:
-    """Zero points of whole rows, which are whole as the scales beside them are."""
+    """Zero points of whole rows, which are whole like the scales of the same rows."""
     return {} if weight.zeros is None else {"zeros": PartitionSpec()}
 
 
@@ -133,7 +133,7 @@ def _stored_unit(weight: Any, axis: int) -> int:
 
 
 def repeated(name: str, weight: Any, division: Division, times: int) -> Any:
-    """A weight whose units follow each other so many times each: for devices that share a head.
+    """Weight with each of its units repeated `times` times in a row: for devices that share a head.
 
     Raises:
         InvalidParameterError: if a unit is not stored by itself.
@@ -157,7 +157,7 @@ def repeated(name: str, weight: Any, division: Division, times: int) -> Any:
 
 
 def resized(weight: Any) -> Any:
-    """A weight with the sizes of the arrays that it has: those of one device's part. Weights in one array are as given.
+    """Weight with the sizes of the arrays that it has, one device's part. Weights in one array are returned unchanged.
 
     The last rows of a weight that is not divided may be padding, so that its own sizes hold then.
     """

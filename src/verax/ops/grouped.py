@@ -50,7 +50,7 @@ def _grouped_linear_examples() -> list[Example]:
 
 
 def flat_rows(x: Float[Array, "*#B D"], groups: Int[Array, "*#B"]) -> tuple[Float[Array, "R D"], Int[Array, "R"]]:
-    """Rows and their groups, one behind the other."""
+    """Rows and their groups, one after the other."""
     leading = jnp.broadcast_shapes(x.shape[:-1], groups.shape)
     rows = jnp.broadcast_to(x, (*leading, x.shape[-1]))
     return rows.reshape(-1, x.shape[-1]), jnp.broadcast_to(groups, leading).reshape(-1)
@@ -67,7 +67,7 @@ def _grouped_linear_ragged_dot(
     # Not on a CPU, where JAX multiplies every row by every matrix.
     rows, of = flat_rows(x, groups)
     known = (of >= 0) & (of < weights.shape[0])
-    of = jnp.where(known, of, weights.shape[0])  # behind all groups
+    of = jnp.where(known, of, weights.shape[0])  # after all groups
     order = jnp.argsort(of)
     y = jax.lax.ragged_dot(
         rows[order].astype(weights.dtype),

@@ -33,9 +33,9 @@ def linear(x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | No
     The result stays float32, so that what lies between two matmuls (norms, residual sums, activations) is not rounded.
     With a quantised weight the inputs are rounded to bfloat16; values, zero points and scales are exact. A CPU that
     multiplies integers (AVX-512 VNNI) rounds them to integers instead: of 16 bits, with a scale for each 1,024 inputs,
-    beside 8-bit integers, and of 8 bits, with a scale for each group, beside 4-bit ones. Beside the block formats of
+    with 8-bit integers, and of 8 bits, with a scale for each group, with 4-bit ones. With the block formats of
     GGUF files every CPU rounds few rows to integers of 8 bits, with a scale for each 32 inputs, as llama.cpp does; the
-    weights beside many rows are rounded to bfloat16. Not finite inputs then give NaN.
+    weights are rounded to bfloat16 where the rows are many. Not finite inputs then give NaN.
 
     With a weight that rounds its inputs, these become integers of 8 bits on every platform, with a scale for each row
     of x; what they add up to is exact. A packed weight (`pack_weight`) gives what the weight itself gives.
@@ -73,7 +73,7 @@ def multi_linear(
     biases: Sequence[Array | None] | None = None,
     dtypes: Sequence[DTypeLike] | None = None,
 ) -> tuple[Array, ...]:
-    """Results of `linear(x, W, b)`, `[*B, F]`, for several weights `[F, D]`, such as those of queries, keys and values.
+    """Results of `linear(x, W, b)`, `[*B, F]`, for several weights `[F, D]`, such as for queries, keys and values.
 
     Single biases `[F]`, or all of them, may be None. The results are rounded to `dtypes`, or stay float32.
     """
@@ -82,7 +82,7 @@ def multi_linear(
 
 
 def rounded_to(ys: Iterable[Array], dtypes: Sequence[DTypeLike] | None) -> tuple[Array, ...]:
-    """Arrays in these dtypes, or as they are if there are none."""
+    """Arrays in these dtypes, or unchanged if `dtypes` is None."""
     return tuple(ys) if dtypes is None else tuple(y.astype(dtype) for y, dtype in zip(ys, dtypes, strict=True))
 
 

@@ -38,8 +38,8 @@ def _examples() -> list[Example]:
 
 
 ROWS = 1024
-"""Most rows of a block. A product packs its weight anew for each. Layers of Wan 1.3B take no longer in blocks of 765 or
-1,020 rows than in one (Zen 4)."""
+"""Most rows of a block. A product packs its weight again for each. Layers of Wan 1.3B take no longer in blocks of 765
+or 1,020 rows than in one (Zen 4)."""
 
 
 def _num_blocks(B: int, T: int) -> int:

@@ -153,7 +153,7 @@ def write_pages(cache: Pages, x: Float[Array, "T K H"], pages: Int[Array, "T"], 
     return cache.at[pages, :, offsets].set(x.astype(cache.dtype))
 
 
-# XLA:TPU scatters many tokens into a copy of all pages whose heads lie behind the offsets, and copies that back: 1.1 GB
+# XLA:TPU scatters many tokens into a copy of all pages whose heads follow the offsets, and copies that back: 1.1 GB
 # of traffic to write 2048 tokens into 256 MiB of pages. With an index for the head as well it writes rows in place,
 # 88 MB, and pages that a mesh divides by head stay divided.
 @write_pages.implementation("by_head", platforms=("tpu",))
@@ -185,8 +185,8 @@ def paged_attention(
 
     Args:
         q: queries of all sequences, one after the other.
-        k_cache, v_cache: the layer's pages, both of one dtype. Queries and softmax weights are rounded to it; beside
-            quantised pages, to bfloat16, or not at all where that is no faster.
+        k_cache, v_cache: the layer's pages, both of one dtype. Queries and softmax weights are rounded to it; with
+            quantised pages, to bfloat16, or not at all where that is not faster.
         page_table: pages of each sequence in order; entries past its length are never read as visible.
         kv_lengths: tokens of each sequence in the cache, 0 for a padding row.
         query_starts: `[B + 1]` ascending offsets into `q`.
@@ -264,7 +264,7 @@ def split_queries(
 ) -> tuple[Int[Array, ""], Callable[[Int[Array, "*n"]], tuple[Int[Array, "*n"], Int[Array, "*n"]]]]:
     """Number of tiles of a ragged batch, and a function from tiles to their sequences and first queries.
 
-    A tile past the last one has the last sequence, and a first query behind it.
+    A tile past the last one has the last sequence, and a first query after it.
 
     Args:
         query_starts: see `paged_attention`.

@@ -157,7 +157,7 @@ def rotary_tables(
     """cos and sin of each position's angles, float32 `[..., h]`; computed once and shared by all layers."""
     frequencies, factor = config.frequencies(head_dim)
     angles = positions[..., None].astype(jnp.float32) * frequencies
-    # XLA would compute both anew in each layer, for each head: sines take longer than a product, and to compile.
+    # XLA would compute both again in each layer, for each head: sines take longer than a product, and to compile.
     return jax.lax.optimization_barrier((jnp.cos(angles) * factor, jnp.sin(angles) * factor))
 
 
@@ -167,7 +167,7 @@ def apply_rotary(
 ) -> Float[Array, "*B N H"]:
     """Rotate each head's halves `(x1, x2)` to `(x1 cos - x2 sin, x2 cos + x1 sin)`: the half-split convention.
 
-    If H is more than 2 h, the halves are those of the first 2 h numbers, and the rest stays as it is.
+    If H is more than 2 h, the first 2 h numbers are rotated, and the others unchanged.
     """
     h = cos.shape[-1]
     halves = x[..., : 2 * h].reshape(*x.shape[:-1], 2, h)

@@ -259,7 +259,7 @@ def test_the_model_has_gradients(attention):
 
     gradients = nnx.jit(nnx.grad(loss))(model)
     for path, gradient in nnx.to_flat_state(gradients):
-        # A constant added to all keys of a query leaves its weights as they are.
+        # A constant added to all keys of a query leaves its weights unchanged.
         assert np.abs(gradient).max() > 0 or path[-2:] == ("k", "bias"), path
 
 

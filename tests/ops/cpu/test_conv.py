@@ -82,7 +82,7 @@ MINIMAL_FILTERING = {
 @for_each_level
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_kernels_of_3x3_are_as_exact_with_fewer_products(level, dtype):
-    # The result is float32, so that its error is that of the sums: XLA's is 3e-7, and direct sums' one by one 9e-7.
+    # The result is float32, so that its error comes from the sums: XLA's is 3e-7, and direct sums' one by one 9e-7.
     bound = {jnp.float32: 6e-7, jnp.bfloat16: 2e-6}[dtype]
     with library.use_level(level):
         for case in MINIMAL_FILTERING.values():

@@ -8,15 +8,11 @@ import numpy as np
 import pytest
 
 from tests.support.cpu import for_each_level, needs_library
-from tests.support.delta import RULES, extremes, inputs, options, oracle
+from tests.support.delta import HARD_SHAPES, RULES, error, float32, hard_errors, inputs, options, oracle, rounded_inputs
 from verax import ops
 from verax.ops.cpu import library
 
 pytestmark = needs_library
-
-
-def float32(x):
-    return {name: jnp.asarray(a, jnp.float32) for name, a in x.items()}
 
 
 def native(rule, **settings):
@@ -28,13 +24,6 @@ def native(rule, **settings):
             return getattr(ops, rule)(**x, **more, **options(rule), **settings, output_final_state=True)
 
     return lambda x, **more: run(x, more)
-
-
-def error(result, exact):
-    """Largest error of each batch row, over the row's largest value."""
-    B = exact.shape[0]
-    difference = np.abs(np.asarray(result, np.float64) - exact).reshape(B, -1).max(-1)
-    return difference / np.maximum(np.abs(exact).reshape(B, -1).max(-1), 1e-30)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -52,46 +41,21 @@ def test_each_rule_is_its_equation(rule):
             assert error(final, exact[1]).max() < 2e-6, (level, T)
 
 
-# The shapes of tests/ops/test_delta.py: one token, around a chunk's end, many; K != V, neither a power of two.
-@pytest.mark.parametrize(
-    ("rule", "T", "K", "V"),
-    [
-        ("gated_delta_rule", 1, 60, 100),
-        ("gated_delta_rule", 15, 100, 60),
-        ("gated_delta_rule", 63, 16, 60),
-        ("gated_delta_rule", 1000, 24, 16),
-        ("kda", 65, 60, 100),
-        ("kda", 1000, 24, 16),
-        ("gated_delta_product", 65, 20, 12),
-        ("comba", 65, 20, 12),
-        ("dplr_delta_rule", 65, 20, 12),
-    ],
-)
+@pytest.mark.parametrize(("rule", "T", "K", "V"), HARD_SHAPES)
 def test_keys_that_break_inverses_and_gates_that_break_exponentials(rule, T, K, V):
-    x, kinds = extremes(rule, T, K, V)
-    exact_out, exact_final = oracle(rule, x)
     run = native(rule)
     for level in library.levels():
         with library.use_level(level):
-            out, final = run(float32(x))
-        errors = dict(zip(kinds, np.maximum(error(out, exact_out), error(final, exact_final)), strict=True))
-        # At beta = 2 a repeated key is a reflection: nothing is ever forgotten, rounding errors included.
-        assert not {kind: e for kind, e in errors.items() if not e < (1e-4 if kind[1] == 2 else 1e-5)}, level
+            assert not hard_errors(lambda x: run(float32(x)), rule, T, K, V, repeated=1e-4), level
 
 
 @for_each_level
 def test_normalisation_scale_and_bfloat16(level):
-    x = inputs("gated_delta_rule", T=21, K=40)
-    x["k"] = x["k"] * 5.0
-    x["k"][0, 3] = 0.0
-    low = {name: jnp.asarray(a, jnp.bfloat16) for name, a in x.items()}
-    exact = {name: np.asarray(a, np.float64) for name, a in low.items()}
-    for name in "qk":
-        exact[name] = exact[name] / np.sqrt((exact[name] ** 2).sum(-1, keepdims=True) + 1e-6)
+    low, exact = rounded_inputs(T=21, K=40)
     exact_out, exact_final = oracle("gated_delta_rule", exact, scale=0.3)
     run = native("gated_delta_rule", scale=0.3, use_qk_l2norm=True)
     with library.use_level(level):
-        # As they are; and of several dtypes, which become float32.
+        # Of one dtype; and of several, which become float32.
         for given in (low, low | {"v": low["v"].astype(jnp.float32)}):
             out, final = run(given)
             assert error(out, exact_out).max() < 2e-6

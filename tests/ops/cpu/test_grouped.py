@@ -1,4 +1,4 @@
-"""The native grouped kernel at every level: exact, and the same for a row whatever rows are beside it."""
+"""The native grouped kernel at every level: exact, and the same for a row whatever other rows there are."""
 
 from dataclasses import replace
 

@@ -140,7 +140,7 @@ def test_few_rows_run_natively_and_many_do_not():
 
 
 def taken(x, q):
-    """x in float64 as the kernels take it beside a quantised weight."""
+    """x in float64 as the kernels take it with a quantised weight."""
     if q.is_float:
         return np.asarray(x).astype(jnp.bfloat16).astype(np.float64)
     x, parts = np.asarray(x), []

@@ -210,7 +210,7 @@ class WanModel(nnx.Module):
 
     The residual stream and everything between matmuls is float32; matmul inputs are rounded to the weights' dtype,
     except the inputs of the time's embedding and of the head. The layers are separate arrays under separate names, and
-    one program after another in the compiled step. `nn.sharded.shard_blocks` makes a stack and a loop of them.
+    one program after another in the compiled step. `nn.parallel.shard_blocks` makes a stack and a loop of them.
     """
 
     ignored_weights = (r"\.cross_attn\.norm_q_img\.weight$",)

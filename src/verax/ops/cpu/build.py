@@ -146,7 +146,7 @@ def build(
         The levels that it holds. A level whose flags the compiler does not know is left out.
 
     Raises:
-        BuildError: if there is no compiler, no header, or the compiler fails.
+        BuildError: if a compiler or XLA's headers are missing, or the compiler fails.
     """
     if platform.system() not in ("Linux", "Darwin"):
         raise BuildError(f"{platform.system()} is not supported: Linux and macOS are")
@@ -190,7 +190,7 @@ def _levels(
     every = level_flags()
     if unknown := sorted({*levels} - {*every, HERE, BEST}):
         names = f"{', '.join(every)}, {HERE} and {BEST}"
-        raise BuildError(f"there is no level {', '.join(unknown)}; the levels are {names}")
+        raise BuildError(f"unknown level {', '.join(unknown)}; the levels are {names}")
     here = architecture(cxx)
     native = {level: options for level, (where, options) in every.items() if where in ("any", here)}
     taken = {level: options for level, options in native.items() if _compiles(cxx, options, folder)}

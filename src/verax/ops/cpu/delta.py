@@ -150,7 +150,7 @@ def _floats(x: HierarchicalInputs) -> HierarchicalInputs:
     return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), x)
 
 
-# The derivative of each kernel is that of the plain expressions which it stands for.
+# Each kernel is differentiated as the plain expressions which it stands for.
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _hierarchical(x: HierarchicalInputs, size: int) -> tuple[Array, Pair]:
     B, _, H, K = x.q.shape

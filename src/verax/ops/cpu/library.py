@@ -1,4 +1,4 @@
-"""The native library: found, loaded, its handlers registered with JAX; or the reason why there is none."""
+"""The native library: found, loaded, its handlers registered with JAX; or the reason why it is missing."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def available() -> bool:
 
 
 def problem() -> str:
-    """Reason why there is no native library, with the remedy; empty if there is one."""
+    """Reason why the native library is missing, with the remedy; empty if it is loaded."""
     return _load().problem
 
 
@@ -124,7 +124,7 @@ def call(
     """Call a handler with one result. Under `vmap`: once by element.
 
     Raises:
-        MissingDependencyError: if there is no library, as when a native implementation is forced by name.
+        MissingDependencyError: if the library is missing, as when a native implementation is forced by name.
     """
     return call_many(handler, [jax.ShapeDtypeStruct(tuple(shape), dtype)], *arrays, **attributes)[0]
 

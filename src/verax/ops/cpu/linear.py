@@ -119,7 +119,7 @@ def _accepts_zero_points(x: Any, weight: Any, bias: Any = None) -> bool:
 def _linear_native_zero_points(
     x: Float[Array, "*B D"], weight: QuantizedWeight, bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:
-    # Products with the integers as they are, less what their zero points add: x (q - z) s = x q s - sum(x) z s.
+    # Products with the stored integers, less what their zero points add: x (q - z) s = x q s - sum(x) z s.
     assert weight.zeros is not None
     y = _linear_native(x, replace(weight, zeros=None), bias)
     groups = x.astype(jnp.bfloat16).astype(jnp.float32).reshape(*x.shape[:-1], weight.zeros.shape[1], -1)
@@ -127,11 +127,11 @@ def _linear_native_zero_points(
 
 
 MIN_ROWS = {"float32": 12, "bfloat16": 24, "int8": MAX_ROWS_QUANTIZED + 1, "blocks": MAX_ROWS_QUANTIZED + 1}
-"""Rows from which it is faster than the kernel for few rows, by dtype of the weight (`verax bench ops`). Beside int8
+"""Rows from which it is faster than the kernel for few rows, by dtype of the weight (`verax bench ops`). With int8
 that is 24, but it rounds x to bfloat16 where the other keeps 16 bits: an answer should not depend on its batch."""
 
 MIN_ROWS_AS_FLOATS = 12
-"""The same beside bfloat16 on a processor that does not multiply it: 1.2 to 1.5 times faster (AVX2)."""
+"""`MIN_ROWS` of bfloat16 on a processor that does not multiply it: 1.2 to 1.5 times faster (AVX2)."""
 
 TOO_MANY = 512
 """Rows from which XLA's matmul library is as fast, and for some shapes faster. Quantised weights it has to write out as
@@ -139,10 +139,10 @@ bfloat16 first: for them it never is. The same goes for bfloat16 on a processor 
 float32, and takes 1.2 to 1.8 times as long for 32 to 2,048 rows (AVX2)."""
 
 TOO_MANY_FLOATS = 33
-"""The same beside float32 without AVX-512."""
+"""`TOO_MANY` of float32 without AVX-512."""
 
 TILE_ROWS = range(5, 128)
-"""Rows for which it is faster beside bfloat16 on a processor with AMX, which multiplies 16 of them in the time of one.
+"""Rows for which it is faster with bfloat16 on a processor with AMX, which multiplies 16 of them in the time of one.
 XLA's library has AMX too: for 16 to 64 rows it takes 1.2 to 1.5 times the processor time, from 128 on 0.7 to 1.4."""
 
 DEPTH_STEP, COLUMN_STEP = 32, 16
@@ -164,7 +164,7 @@ def _accepts_gemm(x: Any, weight: Any, bias: Any = None) -> bool:
 
 
 def faster_rows(kind: str) -> range:
-    """Numbers of rows for which it is the fastest here, beside XLA and the kernel for few rows.
+    """Numbers of rows for which it is faster here than XLA and the kernel for few rows.
 
     Args:
         kind: dtype of the weight, or "blocks" of GGUF files.

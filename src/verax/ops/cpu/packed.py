@@ -29,7 +29,7 @@ def _accepts_weight(weight: Any, *, few_rows: bool = False) -> bool:
         return False
     if isinstance(weight, QuantizedWeight):
         return weight.rounds_inputs and library.has(DOT) and weight.shape[1] <= MOST_INTEGERS
-    if weight.dtype == jnp.bfloat16:  # tiles read weights as they are
+    if weight.dtype == jnp.bfloat16:  # tiles read unpacked weights
         return library.has(DOT) and not library.has(TILES)
     return weight.dtype == jnp.float32 and library.has(VECTORS)
 

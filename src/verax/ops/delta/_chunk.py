@@ -117,7 +117,7 @@ def chunk_layout(B: int, T: int, cu_seqlens: Int[Array, "M"] | None, chunk_size:
 
 
 def _by_heads(states: Float[Array, "*N HV K V"], x: DeltaInputs) -> Float[Array, "S m R K V"]:
-    """States with the value heads of a key head beside each other."""
+    """States with the value heads of a key head next to each other."""
     B, _, H, _ = x.read.shape
     return states.reshape(-1, B * H, x.v.shape[2] // H, *states.shape[-2:])
 

@@ -1,6 +1,6 @@
 """The one recurrence that every rule of the family is a case of, and the checks that stand before it.
 
-Letters are those of the field: B batch, T tokens, H key heads, HV value heads, K key size, V value size, N sequences.
+Letters: B batch, T tokens, H key heads, HV value heads, K key size, V value size, N sequences.
 
 `StateSlots` are the places of an array where an engine keeps the recurrent states of its sequences.
 """
@@ -54,7 +54,7 @@ def l2_normalize(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
 
 
 def interleave(*steps: Float[Array, "B T *D"]) -> Float[Array, "B S *D"]:
-    """`n` arrays of T steps each to one of `n T`: token t's steps lie beside each other."""
+    """`n` arrays of T steps each to one of `n T`: token t's steps lie next to each other."""
     B, T, *rest = steps[0].shape
     return jnp.stack(steps, axis=2).reshape(B, T * len(steps), *rest)
 
@@ -83,10 +83,10 @@ class StateSlots(NamedTuple):
     """True for a sequence that starts from zeros, whatever the last owner left in its slot."""
 
     def load(self, states: Float[Array, "S *D"]) -> Float[Array, "N *D"]:
-        """States of the sequences, from those of all slots."""
+        """States of the sequences, `[N, ...]`, out of the states of all slots, `[S, ...]`."""
         empty = self.fresh | (self.slot >= states.shape[0])
         return jnp.where(empty.reshape(-1, *[1] * (states.ndim - 1)), 0.0, states.at[self.slot].get(mode="clip"))
 
     def store(self, states: Float[Array, "S *D"], new: Float[Array, "N *D"]) -> Float[Array, "S *D"]:
-        """States of all slots, with new ones in those of the sequences."""
+        """States of all slots, with new states in the slots of the sequences."""
         return states.at[self.slot].set(new, mode="drop")

@@ -105,11 +105,11 @@ def delta_slot_recurrence(
     erase_before_decay: bool = False,
     chunk_size: int | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "S HV K V"]]:
-    """Outputs of `delta_recurrence`, and the states of all slots, of which those of the sequences are new.
+    """Outputs of `delta_recurrence`, and the states of all slots, with new states in the slots of the sequences.
 
     Args:
         x: as in `delta_recurrence`, as are the options.
-        states: states of all slots. Where a program may overwrite them, only those of the sequences are written.
+        states: states of all slots. Where a program may overwrite them, only the states of the sequences are written.
         slots: slots of the sequences.
         cu_seqlens: see there.
     """

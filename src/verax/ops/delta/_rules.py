@@ -1,6 +1,6 @@
 """The family by name: each rule is a choice of what `DeltaInputs`' recurrence reads, erases, writes and forgets.
 
-Arguments and conventions are those of flash-linear-attention (fla-org/flash-linear-attention, `fla/ops`).
+Arguments and conventions follow flash-linear-attention (fla-org/flash-linear-attention, `fla/ops`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DeltaOptions(TypedDict, total=False):
     initial_state: `[N, HV, K, V]`, a state for each sequence; zeros if None. N is B, or `len(cu_seqlens) - 1`.
     output_final_state: whether to return the final states as well, in float32.
     slots: where the sequences' states lie in an `initial_state` `[slots, HV, K, V]` of all slots. The final states are
-        those of all slots then. With `mode="auto"` only.
+        the states of all slots then. With `mode="auto"` only.
     cu_seqlens: `[N + 1]` ascending offsets from 0, for N sequences packed along T of a batch of one. An array, so one
         compiled call serves all packings; it is not checked. Tokens past the last offset give zeros.
     use_qk_l2norm: normalise q and k (and comba's p) first: `x / sqrt(sum(x^2) + 1e-6)`.
@@ -137,7 +137,7 @@ def gated_delta_product(
 
     Args:
         q, g, options: as in `gated_delta_rule`, one a token; `cu_seqlens` counts tokens, `chunk_size` steps.
-        k, v, beta: one a step: `S = T num_householder`, the steps of a token beside each other.
+        k, v, beta: one a step: `S = T num_householder`, the steps of a token next to each other.
         num_householder: steps a token.
 
     Returns:
@@ -297,12 +297,12 @@ def _run(
 def sequence_parallel(rule: Callable[..., Any], axis_name: str) -> Callable[..., Any]:
     """`rule` (any rule of the family) for arrays whose T axis is split over the mesh axis `axis_name`.
 
-    Call the result inside `jax.shard_map`, with the rule's arguments; `initial_state` and the final state are those of
+    Call the result inside `jax.shard_map`, with the rule's arguments; `initial_state` and the final state belong to
     the whole sequences, the same on every device. Packed sequences are not taken.
 
     A piece changes the state it meets by an affine map, `S -> M S + H`. Every device runs its piece once for M and H
-    (`M` being where the piece takes the identity without values), gathers those of all, folds the ones before its own
-    into its initial state, and runs its piece. What is sent does not grow with T.
+    (`M` being where the piece takes the identity without values), gathers the maps of all devices, folds the ones
+    before its own into its initial state, and runs its piece. What is sent does not grow with T.
     """
 
     def run(

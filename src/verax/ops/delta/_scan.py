@@ -114,12 +114,12 @@ def advance(chunk: Chunk, state: Float[Array, "*B K V"]) -> tuple[Float[Array, "
 
 
 def _take(states: Float[Array, "N *B"], n: Int[Array, ""]) -> Float[Array, "*B"]:
-    """State of sequence n; of the last one, if there is no sequence n."""
+    """State of sequence n, or of the last one if n is past the end."""
     return lax.dynamic_index_in_dim(states, n, keepdims=False)
 
 
 def _put(states: Float[Array, "N *B"], state: Float[Array, "*B"], n: Int[Array, ""]) -> Float[Array, "N *B"]:
-    """States with that of sequence n replaced."""
+    """States with the state of sequence n replaced."""
     return lax.dynamic_update_index_in_dim(states, state, n, axis=0)
 
 

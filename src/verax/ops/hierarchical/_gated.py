@@ -78,8 +78,8 @@ def hierarchical_gated_delta_rule(
         q, k, v, beta, gates, flux: as in `hierarchical_delta_rule`; q and k are divided by `sqrt(|x|^2 + 1e-6)` here.
         log_decays: `[B, T, H]`, at most 0, of the fast and of the slow state.
         lengths: tokens of each row that count; all if None. Outputs past them mean nothing.
-        initial_state: what an earlier piece left behind; zeros if None.
-        output_final_state: whether to return what these tokens leave behind.
+        initial_state: state after an earlier piece; zeros if None.
+        output_final_state: whether to return the state after these tokens.
         coupling_interval: part of the definition, not of the computation.
         mode, chunk_size: of the computation, as in `gated_delta_rule`.
 
@@ -162,7 +162,7 @@ def hierarchical_gated_delta_rule(
 
 
 def _mixed(state: HierarchicalState, full: Array, coupling_interval: int, flux: ResonanceFlux) -> HierarchicalState:
-    """Rows whose interval is full: memories mixed, sums begun anew. Others as they are."""
+    """Rows whose interval is full: memories mixed, sums begun again. Others unchanged."""
     n = coupling_interval
     psi = chunk_flux(state.keys / n, state.values / n, state.products / n, flux)[..., None, None]
     c = 0.05 + 0.1 * psi

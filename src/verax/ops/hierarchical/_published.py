@@ -66,7 +66,7 @@ def hierarchical_delta_rule(
     the mean of psi on the other rows of the batch. `hierarchical_gated_delta_rule` is the rule without these faults.
 
     Args:
-        q, k, v: queries, keys, values. q and k are divided by their lengths here; there is no other scale.
+        q, k, v: queries, keys, values. q and k are divided by their lengths here; they have no other scale.
         beta: how much of the old value is replaced.
         decays: `[B, T, H]`, between 0 and 1, of the fast and of the slow state.
         gates: `[B, T, H]`, factors on what is read from the fast and from the slow state.
@@ -85,7 +85,7 @@ def hierarchical_delta_rule(
 
 @operation
 def hierarchical_rule(inputs: HierarchicalInputs, *, chunk_size: int) -> tuple[Float[Array, "B T H V"], Pair]:
-    """Operation behind `hierarchical_delta_rule`."""
+    """Operation that `hierarchical_delta_rule` calls with checked inputs."""
     x, flux = inputs.chunks(chunk_size), inputs.flux
     u, w = _pseudo_values(x.k, x.kb, x.v)
     p = _lower(x.q, x.k, 0)
@@ -152,7 +152,7 @@ def local_delta_rule(
 def local_rule(
     inputs: HierarchicalInputs, *, chunk_size: int, output_final_state: bool = False
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"] | None]:
-    """Operation behind `local_delta_rule`."""
+    """Operation that `local_delta_rule` calls with checked inputs."""
     x = inputs.chunks(chunk_size)
     u, _ = _pseudo_values(x.k, x.kb, x.v)
     p = _lower(x.q, x.k, 0)
@@ -235,7 +235,7 @@ class Within(NamedTuple):
     """Results of each chunk's tokens that do not depend on the state."""
 
     inner: Float[Array, "B n H C both"]
-    """`P U` and, beside it, Y."""
+    """`P U` and, next to it, Y."""
     shares: Float[Array, "B n H C 2"]
     """Factors on what is read from the fast and from the slow state."""
     product: Float[Array, "B n H K both"]

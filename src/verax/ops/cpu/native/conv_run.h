@@ -32,7 +32,7 @@ class ConvRun {
   }
 
  private:
-  // What a block reads should stay in the second cache level, beside the weights of a few output channels.
+  // What a block reads should stay in the second cache level, together with the weights of a few output channels.
   static constexpr int64_t PATCH_FLOATS = 160 * 1024;
   // Pixels: enough that the weights, which each block reads once, do not come from memory too often; and their shape
   // is to have few neighbours, which are copied more than once.

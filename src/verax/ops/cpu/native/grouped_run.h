@@ -5,7 +5,7 @@
 // for each group that has rows: its rows of y = its rows of x . W[group]^T   (one round of work for all of them)
 // for each row of y: copy it to its place
 //
-// A row of y does not depend on the rows beside it: kernels/linear_steps.h, kernels/gemm.cc.
+// A row of y does not depend on the rows next to it: kernels/linear_steps.h, kernels/gemm.cc.
 #pragma once
 
 #include <algorithm>
@@ -24,13 +24,13 @@ struct GroupedTask {
   const void* x;          // float32; rounded already where a product of many rows takes bfloat16
   const int32_t* groups;  // [R]; y is zeros where it is not one of 0..G-1
   Weights kind;
-  const void *weights, *scales;  // of each group as LinearTask has them, one behind the other
+  const void *weights, *scales;  // of each group as LinearTask has them, one after the other
   bool half_scales;
   int64_t group_size;  // inputs that share a scale
   float* y;
 };
 
-// Rows of y by group: those of `group` are order[begin], ..., order[begin + count - 1].
+// Rows of y by group: the rows of `group` are order[begin], ..., order[begin + count - 1].
 struct RowsOfGroup {
   int64_t group, begin, count;
 };

@@ -26,7 +26,7 @@ bool is_shape(ffi::Span<const int64_t> shape, std::initializer_list<int64_t> exp
   return std::equal(shape.begin(), shape.end(), expected.begin(), expected.end());
 }
 
-// What both rules take; of the gates, those of the fast and the slow state.
+// Inputs of both rules; the gates of the fast and of the slow state.
 struct Inputs {
   Floats q, k, v, beta, fast, slow;
 };
@@ -108,7 +108,7 @@ ffi::Error hierarchical(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floa
   return ffi::Error::Success();
 }
 
-// A binding that takes so many more arrays, at least one: a binding cannot be copied.
+// A binding that takes `count` more arrays, at least one: a binding cannot be copied.
 template <int count, class Binding>
 auto arrays(Binding binding) {
   if constexpr (count == 1) {

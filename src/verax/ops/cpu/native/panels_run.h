@@ -21,7 +21,7 @@ inline int64_t cells_bytes(Weights kind, int64_t M, int64_t K) {
   return M * (gemm_pieces(kind, K) * GEMM_PIECE * 4 + 8) + 128;
 }
 
-// Rows of x, float32 still, as cells in memory that has place for them. Those of f32 stay as they are.
+// Rows of x, float32 still, as cells in memory that has place for them. Rows for f32 stay unchanged.
 template <typename Pool>
 void make_cells(Pool& pool, GemmTask& task, char* memory) {
   if (task.kind == Weights::f32) return;
@@ -73,7 +73,7 @@ void run_panels(Pool& pool, const std::vector<GemmTask>& tasks) {
   }
 }
 
-// Bytes of a block's hidden values, which should stay in a second cache level of 1 MB beside their cells.
+// Bytes of a block's hidden values, which should stay in a second cache level of 1 MB together with their cells.
 constexpr int64_t HIDDEN_BYTES = 512 * 1024;
 constexpr int64_t LEAST_HIDDEN_ROWS = 16;
 

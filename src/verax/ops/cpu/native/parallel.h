@@ -12,10 +12,10 @@ namespace verax {
 // Number of pieces of at most so much that make up a size.
 inline int64_t pieces_of(int64_t size, int64_t most) { return (size + most - 1) / most; }
 
-// Bytes below which one thread is as quick alone: to wake another takes as long as reading so many from a cache.
+// Bytes below which one thread is as quick alone: to wake another takes as long as reading this number from a cache.
 constexpr int64_t ALONE_BYTES = 512 * 1024;
 
-// The grain of `pieces` for parallel_for whose work is about that of reading `bytes` in all.
+// Grain of `pieces` for a parallel_for whose work is about as much as reading `bytes` in all.
 inline int64_t grain_of(int64_t pieces, int64_t bytes) {
   return bytes < ALONE_BYTES ? std::max<int64_t>(1, pieces) : 1;
 }

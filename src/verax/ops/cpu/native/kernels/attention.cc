@@ -5,7 +5,7 @@
 //       scores = cap tanh(scores / cap), where there is a cap
 //       m, l, weights = online softmax of the scores (Milakov and Gimelshein, 2018, arXiv:1805.02867)
 //       sums[row, h] = alpha x sums + weights . v, with alpha = 2^(old m - new m)
-//   merge the span's (sums, m, l) into those of the spans before it
+//   merge the span's (sums, m, l) into the sums of the spans before it
 // out = sums / l
 //
 // With int8 keys and values, a key's scale multiplies its scores, a value's scale its weights; sums have neither.
@@ -124,8 +124,9 @@ void pack_query(float* to, const Element* from, int64_t H, float scale) {
   }
 }
 
-// A lone query's keys of a whole block are taken from so many places in turn, 16 keys apart: where each is a page, the processor's
-// own prefetching, which ends where a page of memory ends, follows all of them at once (a third faster, measured).
+// A lone query's keys of a whole block are taken from this number of places in turn, 16 keys apart: where each is a page,
+// the processor's own prefetching, which ends where a page of memory ends, follows all of them at once (a third faster,
+// measured).
 constexpr int64_t STREAMS = 4, EACH = BLOCK / STREAMS;
 
 // Where the keys and values of a block lie, and their scales if they are int8. Outside of the tile: a row of zeros.
@@ -261,7 +262,7 @@ void attend_block(const AttentionTask& t, const AttentionTile& tile, int64_t row
   }
 }
 
-// The same for the rows of a lone query.
+// Rows of a lone query.
 template <class Kind>
 void attend_block_directly(const AttentionTask& t, const AttentionTile& tile, int64_t rows, int64_t begin,
                            int64_t count, const Block<typename Kind::Element>& block,
@@ -300,7 +301,7 @@ void attend(const AttentionTask& t, const AttentionTile& tile, void* memory) {
   }
   const bool direct = tile.num_queries == 1 && rows <= DIRECT_ROWS;
   const auto attend_keys = direct ? attend_block_directly<Kind> : attend_block<Kind>;
-  // Where keys are hidden from a query, its blocks are those that it has beside any other queries.
+  // Where keys are hidden from a query, its blocks are the ones that it has with any other queries.
   const int64_t first_block = t.window || tile.query_segments ? tile.begin / BLOCK * BLOCK : tile.begin;
   const auto attend_span = [&](int64_t begin, int64_t end, State& state) {
     clear(state, rows);

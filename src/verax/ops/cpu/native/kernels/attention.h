@@ -44,7 +44,7 @@ struct AttentionTile {
 // as in a decode step, adds its products in another order than one of several; that is all that its number decides.)
 constexpr int64_t ATTENTION_SPAN = 512;
 
-// Most rows of a tile: reading and packing a block of keys is shared by so many. A multiple of 6 (cells.h).
+// Most rows of a tile: they share the reading and packing of a block of keys. A multiple of 6 (cells.h).
 constexpr int64_t ATTENTION_ROWS = 192;
 
 inline int64_t attention_padded(int64_t H) { return (H + 31) / 32 * 32; }
@@ -52,7 +52,7 @@ inline int64_t attention_padded(int64_t H) { return (H + 31) / 32 * 32; }
 // Size of the unfinished result of some rows over one span: the sums, then the two softmax numbers of each.
 inline int64_t attention_partial_floats(int64_t rows, int64_t H) { return rows * (attention_padded(H) + 2); }
 
-// Size of the memory that a tile of so many rows needs to work in, aligned to a cache line: its queries and two states,
+// Size of the memory that a tile of `rows` rows needs to work in, aligned to a cache line: its queries and two states,
 // a block of 64 keys and values, and some. Enough at every level.
 inline int64_t attention_scratch_bytes(int64_t rows, int64_t H) {
   return 4 * (attention_padded(H) * (3 * rows + 2 * 64 + 1) + 4 * rows + 2 * 6 * 64 + 10 * 16);

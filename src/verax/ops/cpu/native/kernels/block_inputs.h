@@ -1,4 +1,4 @@
-// x as the kernels take it beside the blocks of GGUF files: bytes, with a scale for each 32 inputs.
+// x as the kernels take it for the blocks of GGUF files: bytes, with a scale for each 32 inputs.
 #pragma once
 
 #include "linear.h"
@@ -9,8 +9,8 @@ namespace verax {
 namespace VERAX_LEVEL {
 namespace {
 
-// Numbers beside 32 bytes of x: their scale, the sum of what they stand for, and less the sums of the bytes: of all, of
-// the first 16, of the last 16.
+// Numbers that go with 32 bytes of x: their scale, the sum of what they stand for, and less the sums of the bytes: of all,
+// of the first 16, of the last 16.
 struct Inputs {
   float scale, sum;
   int32_t less[3];
@@ -23,7 +23,7 @@ int8_t* bytes(const LinearTask& t, int64_t m, int64_t k) {
   return static_cast<int8_t*>(t.packed) + linear_packed_at(t, m, k);
 }
 
-// They lie behind all bytes: [K / 32, M].
+// They follow all bytes: [K / 32, M].
 Inputs* inputs(const LinearTask& t, int64_t m, int64_t k) {
   return reinterpret_cast<Inputs*>(bytes(t, 0, padded(t.K))) + k / CHUNK * t.M + m;
 }

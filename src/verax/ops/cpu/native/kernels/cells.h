@@ -159,13 +159,13 @@ inline void to_cells(F32Cells, float* to, const Element* from) {
 inline void to_cells(IntegerCells, float* to, const int8_t* from) {
   constexpr int STEP = F32::lanes * IntegerCells::depth;
   if constexpr (IntegerCells::depth == sizeof(float)) {
-    std::memcpy(to, from, CHUNK);  // a cell is four bytes as they are
+    std::memcpy(to, from, CHUNK);  // a cell is four bytes, unchanged
   } else {
     for (int i = 0; i < CHUNK; i += STEP) store(to + i / IntegerCells::depth, IntegerCells::of_row(from + i));
   }
 }
 
-// Sums are kept in registers: ROWS x COLUMNS of them, beside the operands. AVX2 has 16 registers, the others 32.
+// Sums are kept in registers: ROWS x COLUMNS of them, in addition to the operands. AVX2 has 16 registers, the others 32.
 constexpr int ROWS = 6;
 #if defined(VERAX_PORTABLE) || (defined(__AVX2__) && !defined(__AVX512F__))
 constexpr int COLUMNS = 2;
@@ -200,7 +200,7 @@ struct Arena {
 
 // for each depth d:
 //   R x C sums += a[r, d] * b[d, c]
-// Each sum is one register that takes the depths in order: it does not depend on what is computed beside it.
+// Each sum is one register that takes the depths in order: it does not depend on what else is computed.
 // A and B are Matrix or Strided.
 template <class Kind, int R, int C, class A, class B>
 inline void add_products(F32 (&sums)[R][C], A a, B b, int64_t depth) {

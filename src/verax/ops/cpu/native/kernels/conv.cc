@@ -9,7 +9,7 @@
 // begins stride * C values later. So the patches of a row of pixels are a matrix without being written out: row r
 // begins at r * stride * C (implicit GEMM; Chetlur et al., 2014, arXiv:1410.0759).
 //
-// Frames of zeros before the first are skipped. Each sum takes the taps in order, whatever is computed beside it: those
+// Frames of zeros before the first are skipped. Each sum takes the taps in order, whatever else is computed: those
 // of a piece by themselves, which keeps the error of long sums small.
 #include "conv.h"
 
@@ -21,7 +21,7 @@ namespace verax {
 namespace VERAX_LEVEL {
 namespace {
 
-// Registers of sums: so many in all, for at most so many vectors of channels. AVX2 has 16 registers, the others 32.
+// Registers of sums in all, and the most vectors of channels that they are for. AVX2 has 16 registers, the others 32.
 #if defined(VERAX_PORTABLE) || (defined(__AVX2__) && !defined(__AVX512F__))
 constexpr int SUMS = 12, VECTORS = 2;
 #else

@@ -11,7 +11,7 @@ namespace verax {
 // Letters: B batch, T frames, H height, W width, C channels in, O channels out, K the kernel's extent.
 struct ConvTask {
   int64_t B, T, H, W, C, O;
-  int64_t T_before;               // frames that stand before those of x
+  int64_t T_before;               // frames that stand before the frames of x
   int64_t T_zeros, top, left;     // zero frames before all of them, zero rows above and zero columns left of each frame
   int64_t T_out, H_out, W_out;    // where these reach below or right of a frame, it is zero there too
   int64_t KT, KH, KW;
@@ -43,7 +43,7 @@ static inline int64_t conv_zero_frames(const ConvTask& t, int64_t frame) {
   return std::clamp<int64_t>(t.T_zeros - frame * t.stride_t, 0, t.KT);
 }
 
-// Frame `at`, counted from the first zero frame; null for those of zeros.
+// Frame `at`, counted from the first zero frame; null for a frame of zeros.
 template <class Element>
 const Element* conv_frame(const ConvTask& t, int64_t b, int64_t at) {
   const int64_t image = t.H * t.W * t.C;

@@ -34,7 +34,7 @@ constexpr Identity ONE;
 // What the keys and gates of a chunk alone determine.
 struct Work {
   Matrix keys;      // [2 C, K]: the erase keys of the chunk's tokens, then their read keys; at last with decays
-  Matrix write;     // [C, K], perhaps those of `keys`
+  Matrix write;     // [C, K], perhaps the keys in `keys`
   Matrix late;      // [C, K]: by channel, write keys decayed until the chunk ends
   Matrix gates;     // [C, K]: by channel, each token's decay
   float* keep;      // [K]: decay over the whole chunk

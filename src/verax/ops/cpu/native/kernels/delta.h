@@ -25,7 +25,7 @@ struct DeltaTask {
 
 // Some value heads of one sequence, of which value head h reads key head `h / (HV / H)`. Heads do not meet each other,
 // nor do columns, so that a result does not depend on how they are divided into items. A chunk of tokens is taken
-// through all heads before the next one: what lies beside each other is read together.
+// through all heads before the next one: neighbours in memory are read together.
 struct DeltaItem {
   int64_t first, tokens;
   int64_t first_head, heads;

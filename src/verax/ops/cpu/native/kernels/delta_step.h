@@ -41,14 +41,14 @@ inline void step_columns(const Step& s, int64_t K, const float* from, float* to,
     const F32 decay = broadcast(s.decay[k]), write = broadcast(s.write[k]);
     VERAX_UNROLL
     for (int c = 0; c < N; ++c) {
-      // The next head's state lies behind this one.
+      // The next head's state follows this one.
       prefetch(from + (K + k) * stride + c * L);
       store(to + k * stride + c * L, fma(write, found[c], mul(decay, load(from + k * stride + c * L))));
     }
   }
 }
 
-// The same for columns that fill no register.
+// Columns that fill no register.
 template <class Element>
 void step_rest(const Step& s, int64_t K, const float* from, float* to, int64_t stride, const Element* v, float* out,
                int64_t count) {

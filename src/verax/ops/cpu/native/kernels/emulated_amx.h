@@ -1,6 +1,6 @@
 // AMX's tiles in portable C++, for tests of the level amx on machines without it: the operations of tiles.h.
 //
-// Semantics are those of the Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, bit for bit
+// The semantics follow the Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, bit for bit
 // (tests/native/amx_test.cc compares them with the processor's, where it has AMX), with two omissions: an invalid
 // configuration is not refused, and the payload of a NaN may differ.
 #pragma once

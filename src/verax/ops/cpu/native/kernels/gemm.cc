@@ -6,7 +6,7 @@
 //       y = y so far + x . W                                 (in registers)
 //   after the last piece: y * scale + bias
 //
-// Each number of y takes its products in the order of K, whatever is computed beside it. The blocking is that of Goto
+// Each number of y takes its products in the order of K, whatever else is computed. The blocking follows Goto
 // and van de Geijn (2008, doi:10.1145/1356052.1356053), with the roles of the two operands as in their GEBP.
 #include "gemm.h"
 
@@ -19,7 +19,7 @@ namespace verax {
 namespace VERAX_LEVEL {
 namespace {
 
-// How x lies beside cells of W, and what cells of its own become of it.
+// Layout of x for cells of W, and the cells that it becomes.
 template <class Kind>
 struct Inputs {
   using Element = bf16;
@@ -56,7 +56,7 @@ void pack_strip(Matrix to, const GemmTask& t, int64_t n, int64_t columns, int64_
   pack_columns<Kind>(to, rows, next, columns, values);
 }
 
-// The same of blocks, which have the columns in their lanes already: they become cells of bfloat16.
+// Columns of blocks, which have the columns in their lanes already: they become cells of bfloat16.
 template <class Format>
 void pack_blocks(Matrix to, const GemmTask& t, int64_t n, int64_t columns, int64_t k, int64_t values) {
   const int64_t units = (t.K + Format::UNIT - 1) / Format::UNIT;

@@ -9,7 +9,7 @@
 namespace verax {
 
 // W is float32, bfloat16, of 8-bit integers with a scale for each row, or of blocks, whose weights are rounded to
-// bfloat16 where the processor multiplies these. x is float32 beside float32, and bfloat16 beside the others. Products
+// bfloat16 where the processor multiplies these. x is float32 with float32 weights, and bfloat16 with the others. Products
 // are added in float32. K is a multiple of GEMM_DEPTH_STEP, N of GEMM_COLUMN_STEP.
 //
 // x of int8_pairs is of 8-bit integers as well, with a scale for each row (`gemm_round`), and products are added exactly:
@@ -37,10 +37,10 @@ struct GemmBlock {
 
 constexpr int64_t GEMM_DEPTH_STEP = 32, GEMM_COLUMN_STEP = 16;
 
-// Cells of K that are multiplied at a time: so many of 48 columns fill three quarters of a 48 KB cache.
+// Cells of K that are multiplied at a time: this number of 48 columns fills three quarters of a 48 KB cache.
 constexpr int64_t GEMM_DEPTH = 192;
 
-// Most columns of W that are packed beside each other.
+// Most columns of W that are packed next to each other.
 constexpr int64_t GEMM_STRIP = 48;
 
 // The level amx multiplies tiles of 16 rows of x, unless they are float32: values of K that it copies of W at a time.
@@ -81,8 +81,8 @@ VERAX_DECLARE_KERNEL(gemm_block, const GemmTask& task, const GemmBlock& block, v
 
 // Panels: W as the inner loop reads it, packed once for all products. A panel is GEMM_STRIP rows of W, which are columns of
 // the product, side by side: cells [N / GEMM_STRIP rounded up, K / values, GEMM_STRIP] of one float32, two bfloat16 or four
-// 8-bit integers, to which 128 is added. x is of such cells too, in pieces of K: [pieces, M, GEMM_PIECE]; that of f32 as it
-// is, [M, K].
+// 8-bit integers, to which 128 is added. x is of such cells too, in pieces of K: [pieces, M, GEMM_PIECE]; x of
+// f32 is not packed: [M, K].
 constexpr int64_t GEMM_PIECE = 384;
 
 // Values of a cell, for f32, bf16 and int8_pairs.

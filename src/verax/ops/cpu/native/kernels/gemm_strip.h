@@ -10,7 +10,7 @@ namespace verax {
 namespace VERAX_LEVEL {
 namespace {
 
-// Registers of sums: so many in all, for at most so many vectors of columns. AVX2 has 16 registers, the others 32.
+// Registers of sums in all, and the most vectors of columns that they are for. AVX2 has 16 registers, the others 32.
 #if defined(VERAX_PORTABLE) || (defined(__AVX2__) && !defined(__AVX512F__))
 constexpr int SUMS = 12, VECTORS = 2;
 #else
@@ -30,7 +30,7 @@ struct Tile {
   Matrix y;
   bool first, last;
   const float *row_scales, *scales, *bias;  // null, also unless y ends here
-  const int32_t* row_sums;  // beside row_scales
+  const int32_t* row_sums;  // with row_scales
 };
 
 template <class X, class W>

@@ -9,7 +9,7 @@
 // An instruction takes its first operand by rows: x. Its second operand has pairs of K below each other: W, packed for
 // each block of rows. So sums lie as y does. The other way round, as in gemm_few_rows.h, each tile of them is
 // transposed, which takes half as long as the products at K = 384. Each number of y takes its products in the order of
-// K, whatever is computed beside it, in both.
+// K, whatever else is computed, in both.
 #pragma once
 
 #if defined(VERAX_TILES)
@@ -59,7 +59,7 @@ void pack_columns(char* to, const GemmTask& t, int64_t n, int64_t k, int64_t val
   }
 }
 
-// The same of blocks, which have the rows of W in their lanes.
+// 16 rows of blocks, which have the rows of W in their lanes.
 template <class Format>
 void unpack_columns(char* to, const GemmTask& t, int64_t n, int64_t k, int64_t values) {
   const int64_t units = (t.K + Format::UNIT - 1) / Format::UNIT;

@@ -17,7 +17,7 @@ struct HierarchicalTask {
   float* out;                   // [B, T, H, V]
   // What follows is not for the local rule, which has no states.
   const float* decays[2];       // [B, T, H]
-  int64_t hidden, token_hidden;  // of the perceptrons behind the flux of a chunk and of a token
+  int64_t hidden, token_hidden;  // of the perceptrons for the flux of a chunk and of a token
   const float *w1, *b1;         // [hidden, K + V + 1], [hidden]: of a chunk
   const float *w2, *b2;         // [1, hidden], [1]
   const float* bilinear;        // [H, K, V]
@@ -51,7 +51,7 @@ struct HierarchicalShared {
         slot((t.C + hierarchical_padded(t.K)) * both + (2 * t.C + 31) / 16 * 16),
         head(t.ahead * slot + hierarchical_padded(t.K) * 2 * hierarchical_padded(t.V)) {}
 
-  // [K, 2 V]: the fast and the slow state beside each other.
+  // [K, 2 V]: the fast and the slow state next to each other.
   float* states(const HierarchicalTask& t, int64_t head_number) const {
     return t.shared + head_number * head + t.ahead * slot;
   }

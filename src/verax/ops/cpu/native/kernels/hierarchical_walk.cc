@@ -1,4 +1,4 @@
-// S_x = keep_x S_x;  R_x = S_x / |S_x|           (x: fast, slow; each lies beside the other)
+// S_x = keep_x S_x;  R_x = S_x / |S_x|           (x: fast, slow; the two lie next to each other)
 // for each token of the chunk:
 //   out = shares[0] (P U + Y R_fast) + shares[1] (P U + Y R_slow)             with Y = q - P W
 // S_x = S_x + k^T U - k^T W R_x

@@ -67,7 +67,7 @@ void pack(const LinearTask& t) {
   }
 }
 
-// By how much a segment's integers of x are to be multiplied; they lie behind all integers.
+// By how much a segment's integers of x are to be multiplied; they follow all integers.
 float* input_scales(const LinearTask& t, int64_t begin) {
   auto* end = static_cast<int16_t*>(t.packed) + linear_packed_at(t, 0, t.K + CHUNK - 1);
   return reinterpret_cast<float*>(end) + begin / SEGMENT * t.M;

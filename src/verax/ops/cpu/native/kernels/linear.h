@@ -16,7 +16,7 @@ namespace verax {
 //   int4    [N/16 rounded up, K/8, 16, 2] words: bits 4j to 4j + 3 of word (n, b, c, h) hold row 16 n + c, input
 //           8 b + 2 j + h, plus 8; their scales are [N/16 rounded up, K / group, 16], and so are their zero points
 //   blocks  of GGUF files, in words that hold their scales too: blocks.h
-//   int8_pairs  int8, beside an x of signed bytes too: gemm.h
+//   int8_pairs  int8 with an x of signed bytes: gemm.h
 enum class Weights { f32, bf16, float8, int8, int4, blocks, int8_pairs };
 
 // Formats of blocks, by ggml's numbers of them.
@@ -77,8 +77,8 @@ static inline int64_t linear_row_bytes(const LinearTask& t) {
 // reads on from one place, and rows of 4,096 inputs do not all begin in the same set of the first cache level.
 static inline int64_t linear_packed_at(const LinearTask& t, int64_t m, int64_t k) { return (k / 32 * t.M + m) * 32; }
 
-// Enough at every level: float32 where there is no bfloat16 dot product, with the sums of groups behind them, or
-// integers with their scales behind them.
+// Enough at every level: float32 where there is no bfloat16 dot product, followed by the sums of groups, or
+// integers followed by their scales.
 static inline int64_t linear_packed_bytes(int64_t M, int64_t K) { return M * ((K + 31) / 32) * (32 + 1) * 4; }
 
 // The kernels take as many rows of W at a time, and int4 and blocks are laid out in as many: pieces of work are
@@ -87,12 +87,12 @@ constexpr int64_t LINEAR_STEP = 16;
 
 // Fill `packed` from `x`.
 VERAX_DECLARE_KERNEL(linear_pack, const LinearTask& task)
-// The same for an int4 weight and for blocks, which the former calls.
+// `linear_pack` for an int4 weight and for blocks, which it calls.
 VERAX_DECLARE_KERNEL(linear_int4_pack, const LinearTask& task)
 VERAX_DECLARE_KERNEL(linear_blocks_pack, const LinearTask& task)
 // Columns [begin, end) of y, which are rows of W, for all rows of x. `begin` is a multiple of LINEAR_STEP.
 VERAX_DECLARE_KERNEL(linear_columns, const LinearTask& task, int64_t begin, int64_t end)
-// The same of an int4 weight and of blocks, which the former calls.
+// `linear_columns` for an int4 weight and for blocks, which it calls.
 VERAX_DECLARE_KERNEL(linear_int4_columns, const LinearTask& task, int64_t begin, int64_t end)
 VERAX_DECLARE_KERNEL(linear_blocks_columns, const LinearTask& task, int64_t begin, int64_t end)
 

@@ -35,7 +35,7 @@ struct Group {
   int32_t sum, less;
 };
 
-// They lie behind all bytes: [K / group, M].
+// They follow all bytes: [K / group, M].
 Group* input_groups(const LinearTask& t, int64_t k) {
   return reinterpret_cast<Group*>(static_cast<int8_t*>(t.packed) + linear_packed_at(t, 0, t.K)) + k / t.group * t.M;
 }

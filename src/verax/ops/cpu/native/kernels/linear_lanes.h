@@ -10,8 +10,8 @@ namespace {
 constexpr int BLOCK = 16;              // rows of W whose words lie side by side
 constexpr int V = BLOCK / F32::lanes;  // registers of their sums
 
-// Most rows of x, and blocks of W beside so many, whose sums are kept in registers. Without registers of lanes, larger
-// tiles are no faster, and take the compiler minutes.
+// Most rows of x, and most blocks of W for them, whose sums are kept in registers. Without registers of lanes, larger
+// tiles are not faster, and take the compiler minutes.
 #if defined(VERAX_PORTABLE)
 constexpr int LANE_ROWS = 1;
 #else

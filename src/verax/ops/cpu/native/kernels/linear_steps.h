@@ -16,7 +16,7 @@
 //
 // A Tile says what a unit of W is (rows that lie side by side) and where it lies, how far to look ahead, and how many
 // R and C its sums fit into the registers with. A row of y must not depend on R, C and the order, so that it is the same
-// to the last bit whatever other rows are computed beside it. `run` is not inlined: each has several callers.
+// to the last bit whatever other rows are computed with it. `run` is not inlined: each has several callers.
 #pragma once
 
 #include "linear.h"

@@ -32,7 +32,7 @@ bool takes_tiles(const LinearTask& t) {
 }
 
 // Packed x: for each 16 rows a tile of high digits and one of low digits, along all of K; the last 8 rows or fewer share
-// one tile. The scales lie behind: [K / 1,024, M].
+// one tile. The scales follow: [K / 1,024, M].
 int64_t tiled_row_bytes(const LinearTask& t) { return t.K / TILED_INPUTS * TILE_BYTES; }
 char* tiled_rows(const LinearTask& t, int64_t m) {
   return static_cast<char*>(t.packed) + m / SIDE * 2 * tiled_row_bytes(t);
@@ -128,7 +128,7 @@ void tiled_strip(const LinearTask& t, int64_t n) {
   });
 }
 
-// Fewer than 16 columns of y, the last: a tile's other rows are zeros behind a copy of W's.
+// Fewer than 16 columns of y, the last: a tile's other rows are zeros after a copy of W's.
 void tiled_rest(const LinearTask& t, int64_t n) {
   alignas(64) char rows[SIDE * SEGMENT] = {};
   for_each_segment(t, [&](int64_t begin, int64_t end) {

@@ -282,7 +282,7 @@ inline void store_bf16_chunk(float* p, const Bf16Chunk& chunk) { store_chunk(p, 
 
 #endif
 
-// `count` values as they are, or rounded to bfloat16.
+// Copies `count` values, unchanged or rounded to bfloat16.
 inline void round_row(float* to, const float* from, int64_t count) { std::memcpy(to, from, count * sizeof(float)); }
 inline void round_row(bf16* to, const float* from, int64_t count) {
   int64_t i = 0;

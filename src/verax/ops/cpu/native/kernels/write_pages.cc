@@ -15,7 +15,7 @@ inline void copy(bf16* to, const float* from, int64_t H) {
   for (int64_t h = 0; h < H; ++h) to[h] = narrow(from[h]);
 }
 
-// The bits that the reference gives (ops/pages.py). A number that is not finite makes the scale so, and with it the row.
+// The bits that the reference gives (ops/paged.py). A number that is not finite makes the scale so, and with it the row.
 float quantize(int8_t* to, const float* from, int64_t H) {
   uint32_t largest = 0;  // magnitudes compare as their bits do, NaN above all
   for (int64_t h = 0; h < H; ++h) {

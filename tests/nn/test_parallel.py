@@ -1,4 +1,4 @@
-"""Blocks in one stack: those of the list, and which of their weights are divided."""
+"""Blocks in one stack: equal to the blocks of the list, and which of their weights are divided."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Weights that are packed once for all calls: which layers, and what an engine makes of them."""
+"""Linear layers: low-rank adapters, and weights that are packed once for all calls."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,15 +10,88 @@ import pytest
 from flax import nnx
 
 from tests.support.cpu import needs_library
+from tests.support.gguf import encode
 from tests.support.tiny import tiny_checkpoint
 from tests.text.conftest import make_llm
 from verax import LLM, SamplingParams, ops
 from verax.checkpoint import Checkpoint
 from verax.loading import load_causal_lm
-from verax.nn import Embedding, Linear, pack_linear_weights
+from verax.nn import Embedding, Linear, LowRank, fused_linear, pack_linear_weights
 from verax.ops.cpu import library
 
-pytestmark = needs_library
+D, RANK = 64, 3
+RNG = np.random.default_rng(0)
+SLOTS = np.asarray([1, -1, 0, 1, 0])
+
+
+def weight_of(kind, size_out):
+    weight = jnp.asarray(RNG.standard_normal((size_out, D)) * D**-0.5, jnp.float32)
+    if kind in ("float32", "bfloat16"):
+        return weight.astype(kind)
+    if kind == "Q8_0":
+        return jax.tree.map(jnp.asarray, ops.BlockQuantizedWeight.from_blocks(kind, encode(weight, kind)))
+    return ops.quantize(weight, *{"int8": (8, None), "int4": (4, 32)}[kind])
+
+
+def layer_of(kind, size_out):
+    layer = Linear(D, size_out, bias=True, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    layer.weight.set_value(weight_of(kind, size_out))
+    layer.bias.set_value(jnp.asarray(RNG.standard_normal(size_out), jnp.float32))
+    return layer
+
+
+def matrices(size_out):
+    down, up = RNG.standard_normal((2, RANK, D)), RNG.standard_normal((2, size_out, RANK))
+    return down.astype(np.float32), up.astype(np.float32)
+
+
+def attach(layer, down, up):
+    """Give a layer the matrices of both slots."""
+    chosen = np.repeat(np.arange(2), RANK)[None] == SLOTS[:, None]
+    layer.low_rank = LowRank(
+        jnp.asarray(down.reshape(-1, D)), jnp.asarray(np.concatenate(up, axis=1)), jnp.asarray(chosen)
+    )
+
+
+def change_of(x, down, up):
+    """What each token's adapter adds, in float64; nothing for those without one."""
+    x, change = np.asarray(x, np.float64), np.zeros((*x.shape[:-1], up.shape[1]))
+    for index, slot in zip(np.ndindex(x.shape[:-1]), SLOTS, strict=True):
+        if slot >= 0:
+            change[index] = up[slot].astype(np.float64) @ (down[slot].astype(np.float64) @ x[index])
+    return change
+
+
+@pytest.mark.parametrize("shape", [(5, D), (1, 5, D), (5, 1, D)])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4", "Q8_0"])
+def test_a_layer_adds_what_each_tokens_adapter_says(kind, shape):
+    layer, (down, up) = layer_of(kind, 48), matrices(48)
+    x = jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+    base = np.asarray(layer(x), np.float64)
+    attach(layer, down, up)
+    np.testing.assert_allclose(np.asarray(layer(x)) - base, change_of(x, down, up), atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8", "Q8_0"])
+def test_joined_layers_add_each_its_own(kind):
+    layers, pairs = [layer_of(kind, size) for size in (48, 16, 32)], [matrices(size) for size in (48, 16, 32)]
+    x = jnp.asarray(RNG.standard_normal((5, D)), jnp.float32)
+    base = [np.asarray(y, np.float64) for y in fused_linear(x, *layers)]
+    for layer, pair in list(zip(layers, pairs, strict=True))[1:]:
+        attach(layer, *pair)
+    first, *others = [np.asarray(y) - b for y, b in zip(fused_linear(x, *layers), base, strict=True)]
+    np.testing.assert_array_equal(first, 0)
+    for got, pair in zip(others, pairs[1:], strict=True):
+        np.testing.assert_allclose(got, change_of(x, *pair), atol=2e-4)
+
+
+def test_a_token_without_an_adapter_keeps_its_bits():
+    layer, (down, up) = layer_of("bfloat16", 48), matrices(48)
+    x = jnp.asarray(RNG.standard_normal((5, D)), jnp.float32)
+    base = np.asarray(layer(x))
+    attach(layer, down, up)
+    np.testing.assert_array_equal(np.asarray(layer(x))[SLOTS < 0], base[SLOTS < 0])
+
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [np.random.default_rng(0).integers(3, 200, n).tolist() for n in (1, 5, 40)]
@@ -39,6 +112,7 @@ def folder(request, tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("model"), tie_word_embeddings=request.param)
 
 
+@needs_library
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_linear_layers_and_a_table_that_is_the_head_are_packed(folder, dtype):
     model = load(folder, dtype)
@@ -49,6 +123,7 @@ def test_linear_layers_and_a_table_that_is_the_head_are_packed(folder, dtype):
     assert packed_layers(model) == (linear | table if takes else set())
 
 
+@needs_library
 @pytest.mark.parametrize("config", [None, SimpleNamespace(vocab_size=96)], ids=["no config", "no field"])
 def test_a_table_is_no_head_unless_a_config_ties_it(config):
     class Model(nnx.Module):
@@ -63,6 +138,7 @@ def test_a_table_is_no_head_unless_a_config_ties_it(config):
     assert packed_layers(model) == ({("out",)} if library.has("bf16_dot") else set())
 
 
+@needs_library
 def test_the_table_of_an_encoder_stays_an_array(folder):
     model = load(folder)
     linear = {path for path, each in nnx.iter_modules(model) if isinstance(each, Linear)}
@@ -70,6 +146,7 @@ def test_the_table_of_an_encoder_stays_an_array(folder):
     assert packed_layers(model) == (linear if library.has("fma") else set())
 
 
+@needs_library
 def test_quantised_weights_stay_as_they_are(folder):
     model = load(folder, quantization="int8")
     before = jax.tree.leaves(nnx.state(model))
@@ -79,6 +156,7 @@ def test_quantised_weights_stay_as_they_are(folder):
     assert len(jax.tree.leaves(nnx.state(model))) == len(before)
 
 
+@needs_library
 def test_hidden_states_are_those_of_the_weights_that_were_packed(folder):
     model = load(folder)
     tokens = jnp.asarray([PROMPTS[2]])
@@ -87,6 +165,7 @@ def test_hidden_states_are_those_of_the_weights_that_were_packed(folder):
     np.testing.assert_allclose(model(tokens), expected, rtol=1e-5, atol=1e-6)
 
 
+@needs_library
 def test_an_engine_packs_weights_and_leaves_those_of_a_module_as_they_are(folder):
     model = load(folder)
     before = jax.tree.leaves(nnx.state(model))

@@ -1,4 +1,4 @@
-"""`ops.update_rows`: blocks on CPUs, with the values and gradients of the whole, in the memory of a block."""
+"""`ops.update_rows` and `ops.materialize`: less memory, with the values and gradients of the plain program."""
 
 from functools import partial
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.jaxprs import primitives
 from verax import ops
 
 WIDTH = 8
@@ -87,3 +88,23 @@ def test_memory_between_layers_is_that_of_a_block_in_any_number_of_layers():
 
     assert temporary(2) < 3 * size + 3 * 1024 * F * 4  # hidden units of all tokens have 64 times the size
     assert temporary(6) < 1.1 * temporary(2)
+
+
+X = jnp.linspace(-2.0, 3.0, 24).reshape(2, 12)
+
+
+@pytest.mark.parametrize(("platform", "expected"), [("cpu", []), ("gpu", []), ("tpu", ["optimization_barrier"])])
+def test_only_programs_for_tpu_have_a_barrier(platform, expected):
+    with ops.use_target(platform):
+        program = jax.make_jaxpr(lambda x: ops.materialize(x))(X)
+    assert list(primitives(program)) == expected
+
+
+@pytest.mark.parametrize("name", ops.materialize.implementations)
+def test_values_and_gradients_are_those_of_the_array(name):
+    def loss(x):
+        return (jnp.sin(ops.materialize(x)) ** 2).sum()
+
+    with ops.use_implementations(materialize=name):
+        assert (jax.jit(lambda x: ops.materialize(x))(X) == X).all()
+        assert jnp.allclose(jax.grad(loss)(X), jnp.sin(2 * X), atol=1e-6)
