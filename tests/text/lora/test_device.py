@@ -5,16 +5,15 @@ import numpy as np
 import pytest
 
 from verax.text.features.lora import AdaptedLayers, LoadedAdapter, LoRARequest
-from verax.text.hosts import Dispatch
+from verax.text.hosts import Dispatch, Group
 from verax.text.step.runner import DeviceAdapters
 
 
-class Leader:
+class Leader(Group):
     """The group of rank 0, which keeps what is sent."""
 
-    leads = True
-
     def __init__(self):
+        super().__init__(0, 2)
         self.sent = []
 
     def send(self, dispatch):
