@@ -31,7 +31,7 @@ demo: $(VENV)/.installed  ## Run the built-in models: text, chat, sums, the spee
 # What takes long has targets of its own. Files that are made for a device or a package are left out everywhere else.
 # The server's tests want programs as users have them, which other tests do without: tests/conftest.py.
 EXAMPLES := tests/test_docs_code.py tests/test_examples.py tests/cli/test_demo.py tests/train
-DEVICES := tests/text/test_tensor_parallel.py tests/text/test_data_parallel.py tests/text/hosts tests/video/test_mesh.py
+DEVICES := tests/text/test_tensor_parallel.py tests/text/test_data_parallel.py tests/text/test_hosts.py tests/video/test_mesh.py
 OTHERS := tests/parity tests/real tests/targets tests/ray/cluster
 
 test: $(VENV)/.installed-dev  ## Run the tests that need no GPU, but for those of the targets below; LEVEL=avx2 at another level of the CPU kernels, as every verb.
