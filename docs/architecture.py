@@ -55,7 +55,7 @@ FLOWS: dict[str, list[tuple[str, str, str]]] = {
         ("ModelRunner.run", "text/step/runner.py", "one packed int32 array"),
         ("compiled step: model, cache, sampling", "text/step/step.py", "StepOutput, read one step later"),
         ("Engine: stop conditions", "text/engine/engine.py", "tokens"),
-        ("IncrementalDetokenizer", "text/tokens/detokenizer.py", "RequestOutput"),
+        ("IncrementalDetokenizer", "text/tokens/tokenizer.py", "RequestOutput"),
     ],
     "life-of-a-clip": [
         ("VideoPipeline", "video/pipeline.py", "a prompt and an image"),

@@ -1,15 +1,18 @@
-"""The tokenizer and its chat template, as files of a checkpoint."""
+"""Tokenizers of checkpoints, and texts that grow token by token: pieces equal the whole, and stop strings are found."""
 
 import json
 
 import pytest
 import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tests.support import tiny_encoder
-from tests.support.tiny import TURN_END, TURN_START, tiny_tokenizer
+from tests.support.tiny import TEXT, TURN_END, TURN_START, tiny_tokenizer
 from verax.errors import CheckpointError, InvalidParameterError, TemplateError
 from verax.text.tokens.chat_template import render
-from verax.text.tokens.tokenizer import Tokenizer
+from verax.text.tokens.tokenizer import IncrementalDetokenizer, Tokenizer
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -178,3 +181,247 @@ def test_pairs_are_cut_as_the_library_cuts_them(tmp_path, pair, max_length):
     special = reference.num_special_tokens_to_add(True)
     words = [first.count("cat") + second.count("dog") for first, second in pairs]
     assert [left_out for *_, left_out in found] == [max(0, count + special - max_length) for count in words]
+
+
+def byte_fallback_tokenizer():
+    """As Llama 2 and Gemma have it: spaces as a mark, a leading one stripped, unknown characters as byte tokens."""
+    special = ["<unk>", *(f"<0x{i:02X}>" for i in range(256))]
+    tokenizer = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.train_from_iterator(
+        TEXT, trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    # The byte tokens must be ordinary ones: special ones would be skipped.
+    state = tokenizer.to_str()
+    import json
+
+    parsed = json.loads(state)
+    parsed["added_tokens"] = [t for t in parsed["added_tokens"] if t["content"] == "<unk>"]
+    return Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(parsed)))
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory):
+    return Tokenizer.from_folder(tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture(scope="module", params=["byte level", "byte fallback"])
+def tokenizer(request, byte_level):
+    return byte_level if request.param == "byte level" else byte_fallback_tokenizer()
+
+
+def stream(tokenizer, ids, **options):
+    """The pieces shown, and the detokenizer."""
+    running, pieces = IncrementalDetokenizer(tokenizer, **options), []
+    for token in ids:
+        stopped = running.append(token)
+        pieces.append(running.delta())
+        if stopped is not None:
+            break
+    pieces.append(running.finish())
+    return pieces, running
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_pieces_add_up_to_the_decoded_whole(tokenizer, data):
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
+    skip = data.draw(st.booleans())
+    pieces, running = stream(tokenizer, ids, skip_special_tokens=skip)
+    assert "".join(pieces) == running.text == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+def test_a_character_of_several_tokens_is_shown_when_it_is_whole(byte_level):
+    ids = byte_level.encode("a🐍b")
+    pieces, _ = stream(byte_level, ids)
+    assert "".join(pieces) == "a🐍b"
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert len(ids) > 3
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.text(alphabet="ab c\n🦊", max_size=30),
+    st.lists(st.text(alphabet="ab c\n🦊", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.booleans(),
+)
+def test_a_stop_string_ends_the_text_at_its_first_occurrence(byte_level, text, stops, include):
+    pieces, running = stream(byte_level, byte_level.encode(text), stop=tuple(stops), include_stop_str_in_output=include)
+    found = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in stops if stop in text]
+    shown = "".join(pieces)
+    assert shown == running.text
+    if not found:
+        assert shown == text
+        return
+    cuts = {text[: at + len(stop) if include else at] for _, at, stop in found}
+    assert shown in cuts
+    if not include:
+        assert not any(stop in shown for stop in stops)
+
+
+def test_what_may_become_a_stop_string_is_held_back(byte_level):
+    running = IncrementalDetokenizer(byte_level, stop=("END",))
+    shown = ""
+    for token in byte_level.encode("xE N EN"):
+        running.append(token)
+        shown += running.delta()
+        assert not shown.endswith("E")
+    assert running.finish() == "EN"
+
+
+def test_stop_strings_wait_for_min_tokens(byte_level):
+    ids = byte_level.encode("abxabx")
+    _, running = stream(byte_level, ids, stop=("x",), min_tokens=len(byte_level.encode("abx")))
+    assert running.text == "abxab"
+
+
+def metaspace_tokenizer():
+    """As T5 has it: spaces as a mark that the first token loses, no bytes."""
+    tokenizer = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer.train_from_iterator(TEXT, trainers.BpeTrainer(special_tokens=["<unk>", "</s>"], show_progress=False))
+    return Tokenizer(tokenizer)
+
+
+def wordpiece_tokenizer():
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=200, special_tokens=["<unk>", "</s>"], show_progress=False)
+    tokenizer.train_from_iterator(TEXT, trainer)
+    return Tokenizer(tokenizer)
+
+
+BUILDERS = [byte_fallback_tokenizer, metaspace_tokenizer, wordpiece_tokenizer]
+NOT_A_TOKEN = 100_000
+
+
+@pytest.fixture(scope="module", params=["byte level", *BUILDERS], ids=lambda p: getattr(p, "__name__", p))
+def any_tokenizer(request, byte_level):
+    return byte_level if request.param == "byte level" else request.param()
+
+
+def odd_tokens(tokenizer):
+    """More than their share of what is hard to decode: single letters, bytes, special tokens, ids without a token."""
+    short = [i for i in range(tokenizer.vocab_size) if len(tokenizer.token(i) or "") == 1 or i in tokenizer.byte_tokens]
+    odd = [*short, *tokenizer.special_token_ids, NOT_A_TOKEN]
+    return st.lists(st.one_of(st.sampled_from(odd), st.integers(0, tokenizer.vocab_size - 1)), max_size=40)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), skip=st.booleans())
+def test_pieces_add_up_whatever_the_decoder_and_the_tokens(any_tokenizer, data, skip):
+    ids = data.draw(odd_tokens(any_tokenizer))
+    pieces, running = stream(any_tokenizer, ids, skip_special_tokens=skip)
+    assert "".join(pieces) == running.text == any_tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_nothing_beyond_a_stop_string_is_shown(any_tokenizer, data):
+    ids = data.draw(odd_tokens(any_tokenizer))
+    whole = any_tokenizer.decode(ids)
+    places = st.integers(0, max(len(whole) - 1, 0))
+    stops = tuple(whole[at : at + 3] for at in data.draw(st.lists(places, min_size=1, max_size=2)) if whole) or ("x",)
+    pieces, running = stream(any_tokenizer, ids, stop=stops)
+    assert "".join(pieces) == running.text
+    assert whole.startswith(running.text) or "\ufffd" in whole
+    if "\ufffd" not in whole:
+        assert not any(stop in running.text for stop in stops)
+
+
+def test_text_goes_on_where_the_prompt_ends():
+    tokenizer = byte_fallback_tokenizer()
+    prompt, ids = tokenizer.encode("once upon"), tokenizer.encode("a time")
+    assert tokenizer.decode(ids) == "a time"
+    running = IncrementalDetokenizer(tokenizer, prompt)
+    for token in ids:
+        running.append(token)
+    running.finish()
+    assert running.text == tokenizer.decode([*prompt, *ids])[len(tokenizer.decode(prompt)) :] == " a time"
+
+
+def test_the_work_for_a_token_does_not_grow(byte_level, monkeypatch):
+    [broken] = [i for i in range(3, 260) if byte_level.token(i) == "ÿ"]
+    lengths = []
+    decode = byte_level.decode
+    monkeypatch.setattr(byte_level, "decode", lambda ids, **options: lengths.append(len(ids)) or decode(ids, **options))
+    for token in (broken, 0, NOT_A_TOKEN, byte_level.encode(" ")[0]):
+        running = IncrementalDetokenizer(byte_level)
+        for _ in range(200):
+            running.append(token)
+        assert max(lengths, default=0) < 20
+
+
+def test_broken_bytes_are_shown_one_character_late(byte_level):
+    [broken] = [i for i in range(3, 260) if byte_level.token(i) == "ÿ"]
+    pieces, _ = stream(byte_level, [broken] * 40)
+    assert pieces == ["", *["\ufffd"] * 40]
+
+
+def test_text_before_an_unfinished_character_is_searched_and_shown(byte_level):
+    ids = byte_level.encode("a🐍")
+    pieces, _ = stream(byte_level, ids)
+    assert pieces[0] == "a"
+    assert stream(byte_level, ids, stop=("a",))[1].text == ""
+
+
+def bytes_as_tokens(tokenizer, data):
+    numbers = {byte: token for token, byte in tokenizer.byte_tokens.items()}
+    return [numbers[byte] for byte in data]
+
+
+def test_a_stop_string_in_byte_tokens_is_found_at_once():
+    tokenizer = byte_fallback_tokenizer()
+    running = IncrementalDetokenizer(tokenizer, stop=("\n\n", "é"))
+    found = [running.append(token) for token in [*tokenizer.encode("abc"), *bytes_as_tokens(tokenizer, b"\n\n")]]
+    assert (found[-1], running.text) == ("\n\n", "abc")
+    assert not any(found[:-1])
+    running = IncrementalDetokenizer(tokenizer, stop=("\n\n", "é"))
+    assert [running.append(token) for token in bytes_as_tokens(tokenizer, "é".encode())] == [None, "é"]
+
+
+def test_a_stop_string_spelt_before_min_tokens_does_not_count_later():
+    tokenizer = byte_fallback_tokenizer()
+    ids = [*bytes_as_tokens(tokenizer, b"\n\n"), *tokenizer.encode("abc")]
+    running = IncrementalDetokenizer(tokenizer, stop=("\n",), min_tokens=2)
+    assert [running.append(token) for token in ids] == [None] * len(ids)
+    assert running.append(bytes_as_tokens(tokenizer, b"\n")[0]) == "\n"
+    assert running.text == tokenizer.decode(ids)
+
+
+def test_a_stop_string_that_ends_after_min_tokens_counts(byte_level):
+    ids = [*byte_level.encode("x"), *byte_level.encode("y")]
+    running = IncrementalDetokenizer(byte_level, stop=("xy",), min_tokens=1)
+    assert [running.append(token) for token in ids] == [None, "xy"]
+
+
+def test_a_stop_string_may_end_within_a_token(byte_level):
+    ids = byte_level.encode("a river")
+    assert any("iv" in byte_level.decode([token]) for token in ids)
+    for include, text in ((False, "a r"), (True, "a riv")):
+        running = IncrementalDetokenizer(byte_level, stop=("iv",), include_stop_str_in_output=include)
+        found = [running.append(token) for token in ids[:2]]
+        assert (found[-1], running.text, running.delta()) == ("iv", text, text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(stops=st.lists(st.text("ab ", min_size=1, max_size=6), min_size=1, max_size=3), data=st.data())
+def test_just_what_may_become_a_stop_string_is_held_back(byte_level, stops, data):
+    ids = byte_level.encode(data.draw(st.text("ab ", max_size=30)))
+    running, shown = IncrementalDetokenizer(byte_level, stop=tuple(stops)), ""
+    for token in ids:
+        if running.append(token) is not None:
+            break
+        shown += running.delta()
+        ends = [i for i in range(len(running.text) + 1) if any(stop.startswith(running.text[i:]) for stop in stops)]
+        assert shown == running.text[: ends[0]]
+
+
+def test_a_stopped_text_does_not_go_on(byte_level):
+    running = IncrementalDetokenizer(byte_level, stop=("x",))
+    assert running.append(byte_level.encode("x")[0]) == "x"
+    with pytest.raises(ValueError, match="takes no more tokens"):
+        running.append(5)
+    assert running.finish() == running.text == ""

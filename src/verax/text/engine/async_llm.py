@@ -221,43 +221,24 @@ class AsyncLLM:
             RequestRefusedError: from the generator, if the request can never be served.
             CheckpointError: from the generator, if the adapter cannot be read or does not fit the model.
         """
-        params = sampling_params or self.default_sampling_params()
-        return self.submit(
-            RequestInput(
-                prompt,
-                params,
-                request_id,
-                add_special_tokens,
-                output_token_ids=continue_from,
-                lora_request=lora_request,
-            )
+        return self._stream(
+            prompt,
+            sampling_params,
+            request_id=request_id,
+            add_special_tokens=add_special_tokens,
+            continue_from=continue_from,
+            lora_request=lora_request,
         )
 
     async def collect(
-        self,
-        prompt: Prompt | abc.Sequence[Message],
-        sampling_params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        add_special_tokens: bool = True,
-        continue_from: abc.Sequence[abc.Sequence[int]] | None = None,
-        lora_request: LoRARequest | None = None,
+        self, prompt: Prompt | abc.Sequence[Message], sampling_params: SamplingParams | None = None, **options: Any
     ) -> RequestOutput:
-        """The whole output of a request: all that `generate` gives, joined.
+        """The whole output of a request: all that `generate` gives, joined. It takes the arguments of `generate`.
 
         Raises:
             VeraxError: as `generate`.
         """
-        params = sampling_params or self.default_sampling_params()
-        inputs = RequestInput(
-            prompt,
-            params,
-            request_id,
-            add_special_tokens,
-            output_token_ids=continue_from,
-            lora_request=lora_request,
-        )
-        return await anext(self.submit(inputs, whole=True))
+        return await anext(self._stream(prompt, sampling_params, whole=True, **options))
 
     async def render(
         self,
@@ -308,6 +289,18 @@ class AsyncLLM:
         outbox.fail_all(replicas.error, "the engine was shut down")
         for pool in (self._pool, self._grammars, self._long_texts):
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def _stream(
+        self,
+        prompt: Any,
+        params: SamplingParams | None,
+        *,
+        whole: bool = False,
+        continue_from: Any = None,
+        **given: Any,
+    ) -> RequestStream:
+        params = params or self.default_sampling_params()
+        return self.submit(RequestInput(prompt, params, output_token_ids=continue_from, **given), whole=whole)
 
     def submit(self, inputs: RequestInput, *, whole: bool = False) -> RequestStream:
         """Answers to a request as `generate` gives them, or with `whole` in one output.

@@ -34,8 +34,7 @@ from verax.text.hosts import Dispatch
 from verax.text.step.runner import ModelRunner, PendingStep
 from verax.text.step.slots import MAX_BANNED
 from verax.text.step.step import Logprobs
-from verax.text.tokens.detokenizer import IncrementalDetokenizer
-from verax.text.tokens.tokenizer import Tokenizer
+from verax.text.tokens.tokenizer import IncrementalDetokenizer, Tokenizer
 
 __all__ = ["NO_TOKENIZER", "Engine", "OutputBuilder", "RequestLimits"]
 

@@ -19,7 +19,7 @@ from verax.text.engine.outputs import FinishReason, Logprob, RequestMetrics
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.features.grammar import Grammar, GrammarMatcher
 from verax.text.features.lora import LoadedAdapter, LoRARequest
-from verax.text.tokens.detokenizer import IncrementalDetokenizer
+from verax.text.tokens.tokenizer import IncrementalDetokenizer
 
 __all__ = ["Message", "Prompt", "Request", "RequestInput", "Sequence", "SequenceState", "batch_of", "content"]
 

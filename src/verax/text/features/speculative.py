@@ -12,7 +12,6 @@ from __future__ import annotations
 import weakref
 from collections import abc
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -29,12 +28,12 @@ from verax.text.engine.request import Sequence
 from verax.text.engine.scheduler import Schedule, Scheduler
 from verax.text.features.drafters import DraftModel, NgramDrafter
 from verax.text.features.speculative_config import SpeculativeConfig
-from verax.text.hosts import Dispatch
-from verax.text.step.program import JittedCall
 from verax.text.step.runner import ModelRunner
 from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["Acceptance", "Drafter", "Policy", "Speculator", "StepCost", "load_draft_model", "new_speculator"]
+
+Drafter = NgramDrafter | DraftModel
 
 WAITING = 0.1
 """Part of a step for which the device waits for the host between steps that verify: the host must read the tokens
@@ -154,35 +153,6 @@ class Policy:
             acceptance.rate, acceptance.trying = PRIOR, True
         elif acceptance.rate > PRIOR:
             acceptance.rest = 0
-
-
-class Drafter(Protocol):
-    """Guesses of next tokens."""
-
-    @property
-    def step_cost(self) -> float:
-        """Time of drafting one token for all sequences, in steps of the model."""
-        ...
-
-    def uncompiled(self) -> abc.Sequence[JittedCall]:
-        """Programs that it runs on the device, with arguments, to compile."""
-        ...
-
-    def warm_up(self) -> None:
-        """Run its programs once they are compiled. Nothing compiles after this."""
-        ...
-
-    def repeat(self, dispatch: Dispatch) -> None:
-        """Make the dispatch of another host's drafter."""
-        ...
-
-    def can_draft(self, sequence: Sequence) -> bool:
-        """True if it has a guess that follows the tokens which the host knows."""
-        ...
-
-    def draft(self, schedule: Schedule, num_drafts: abc.Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
-        """At most the given number of tokens for each sequence, which follow all of its tokens."""
-        ...
 
 
 class Speculator:

@@ -11,10 +11,10 @@ import math
 import re
 import string
 import uuid
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 from verax.errors import InvalidParameterError
 
@@ -234,17 +234,17 @@ class CallSink:
         return new
 
 
-class CallReader(Protocol):
-    """Reader of one call's text.
+class CallReader:
+    """Reader of one call's text, in steps that each read a part of it.
 
     It decides once whether the text is a call. Until then it holds everything back. From then on the call stands, and
     its arguments stream.
     """
 
-    @property
-    def committed(self) -> bool:
+    def __init__(self, step: Callable[[str, CallSink, bool], tuple[int, Outcome]]) -> None:
+        self.committed = False
         """True if the text is a call."""
-        ...
+        self._step = step
 
     def read(self, text: str, calls: CallSink, *, final: bool) -> tuple[int, Outcome]:
         """Read what was not read before.
@@ -257,7 +257,13 @@ class CallReader(Protocol):
         Returns:
             Number of characters that were read, and the state of the call.
         """
-        ...
+        at = 0
+        while True:
+            step = self._step
+            read, outcome = step(text[at:], calls, final)
+            at += read
+            if outcome is not Outcome.OPEN or (self._step == step and not read):
+                return at, Outcome.REFUSED if final and not self.committed else outcome
 
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
@@ -417,7 +423,7 @@ _BEHIND = re.compile(r"[\s}]*")
 """Text between a call's object and its closing tag. Models like to write a brace too many."""
 
 
-class JsonCallReader:
+class JsonCallReader(CallReader):
     """Reader of one call and of the closing tag after it.
 
     The text is a call
@@ -430,23 +436,12 @@ class JsonCallReader:
 
     def __init__(self, names: Collection[str], close: str | None = None) -> None:
         """Read a call of one of the functions `names`, which ends with the tag `close`."""
-        self.committed = False
+        super().__init__(self._object)
         self._names = names
         self._close = close
         self._scanner = JsonScanner()
         self._seen: list[str] = []
         self._in_arguments = False
-        self._read = self._object
-
-    def read(self, text: str, calls: CallSink, *, final: bool) -> tuple[int, Outcome]:
-        """Read what was not read before; see `CallReader`."""
-        at = 0
-        while True:
-            step = self._read
-            read, outcome = step(text[at:], calls, final)
-            at += read
-            if outcome is not Outcome.OPEN or self._read == step:
-                return at, Outcome.REFUSED if final and not self.committed else outcome
 
     def _object(self, text: str, calls: CallSink, final: bool) -> tuple[int, Outcome]:
         scanner = self._scanner
@@ -478,7 +473,7 @@ class JsonCallReader:
             return at, Outcome.OPEN
         if not self.committed:
             return at, Outcome.REFUSED
-        self._read = self._broken if self._in_arguments else self._behind
+        self._step = self._broken if self._in_arguments else self._behind
         return at, Outcome.OPEN
 
     def _so_far(self, text: str, at: int) -> str:
@@ -559,7 +554,7 @@ def function_tag(name: str) -> str:
     return f"<function={name}>"
 
 
-class XmlCallReader:
+class XmlCallReader(CallReader):
     """Reader of one call after its first tag, `<tool_call>` or the function's.
 
     The text is a call once the tag of a known function was read. The arguments are written as JSON. Texts stream as
@@ -569,22 +564,11 @@ class XmlCallReader:
 
     def __init__(self, functions: Mapping[str, Function], tag: str) -> None:
         """Read a call of one of the functions after the tag."""
-        self.committed = False
+        super().__init__(self._opening)
         self._functions = {function_tag(name): function for name, function in functions.items()}
         self._function = self._functions.get(tag)
         self._types: set[str] = set()
         self._count = 0
-        self._read = self._opening
-
-    def read(self, text: str, calls: CallSink, *, final: bool) -> tuple[int, Outcome]:
-        """Read what was not read before; see `CallReader`."""
-        at = 0
-        while True:
-            step = self._read
-            read, outcome = step(text[at:], calls, final)
-            at += read
-            if outcome is not Outcome.OPEN or (self._read == step and not read):
-                return at, outcome
 
     def _opening(self, text: str, calls: CallSink, final: bool) -> tuple[int, Outcome]:
         rest = text.lstrip()
@@ -601,7 +585,7 @@ class XmlCallReader:
         self.committed = True
         calls.start(self._function.name)
         calls.add("{")
-        self._read = self._body
+        self._step = self._body
         return end, Outcome.OPEN
 
     def _body(self, text: str, calls: CallSink, final: bool) -> tuple[int, Outcome]:
@@ -619,7 +603,7 @@ class XmlCallReader:
             # An answer that was cut short leaves its arguments open, so that nobody takes them for whole.
             return (len(text), Outcome.DONE) if final else (0, Outcome.OPEN)
         calls.add("}")
-        self._read = self._behind
+        self._step = self._behind
         return space + (len(_END_FUNCTION) if rest.startswith(_END_FUNCTION) else 0), Outcome.OPEN
 
     def _begin_value(self, key: str, calls: CallSink) -> None:
@@ -627,7 +611,7 @@ class XmlCallReader:
         calls.add((", " if self._count else "") + json.dumps(key, ensure_ascii=False) + ": ")
         self._count += 1
         self._types = self._function.types(key)
-        self._read = self._newline
+        self._step = self._newline
 
     def _newline(self, text: str, calls: CallSink, final: bool) -> tuple[int, Outcome]:
         """The line break before a value."""
@@ -636,7 +620,7 @@ class XmlCallReader:
         streams = not self._types or ("string" in self._types and "null" not in self._types)
         if streams:
             calls.add('"')
-        self._read = self._text if streams else self._value
+        self._step = self._text if streams else self._value
         return int(text[0] == "\n"), Outcome.OPEN
 
     def _text(self, text: str, calls: CallSink, final: bool) -> tuple[int, Outcome]:
@@ -647,7 +631,7 @@ class XmlCallReader:
         if tag is None:
             return len(kept), Outcome.DONE if final else Outcome.OPEN
         calls.add('"')
-        self._read = self._body
+        self._step = self._body
         return at + len(tag), Outcome.OPEN
 
     def _value(self, text: str, calls: CallSink, final: bool) -> tuple[int, Outcome]:
@@ -656,7 +640,7 @@ class XmlCallReader:
         if tag is None:
             return (len(text), Outcome.DONE) if final else (0, Outcome.OPEN)
         calls.add(_cast(text[:at].removesuffix("\n"), self._types))
-        self._read = self._body
+        self._step = self._body
         return at + len(tag), Outcome.OPEN
 
     def _behind(self, text: str, calls: CallSink, final: bool) -> tuple[int, Outcome]:

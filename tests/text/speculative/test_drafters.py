@@ -1,4 +1,4 @@
-"""Drafts of a model: the same answers as without, all accepted where the two models are one."""
+"""Drafters: prompt lookup, and a draft model, whose engines answer as without drafts."""
 
 import dataclasses
 
@@ -22,6 +22,7 @@ from tests.text.speculative.conftest import (
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.engine.sampling_params import SamplingParams
+from verax.text.features.drafters import NgramIndex
 from verax.text.features.speculative import new_speculator
 from verax.text.features.speculative_config import SpeculativeConfig
 from verax.text.step.sizes import block_bytes, plan_sizes
@@ -144,3 +145,34 @@ def test_a_draft_that_does_not_fit_is_refused(folder, tmp_path):
     hybrid = tiny_checkpoint(tmp_path / "hybrid", family="qwen3_5_text", **HYBRID)
     with pytest.raises(UnsupportedModelError, match="hybrid has recurrent layers"):
         make_llm(folder, speculative_config=draft_config(hybrid))
+
+
+def by_definition(text, smallest, largest, length):
+    """Continuation behind the latest of the longest matches, by trying all of them."""
+    for size in range(largest, smallest - 1, -1):
+        for at in range(len(text) - 1, size - 1, -1):
+            if len(text) > size and text[at - size : at] == text[len(text) - size :]:
+                extended = list(text)
+                for i in range(length):
+                    extended.append(extended[at + i])
+                return extended[len(text) :]
+    return []
+
+
+@pytest.mark.parametrize(("smallest", "largest"), [(1, 1), (1, 3), (2, 4), (3, 3)])
+def test_the_longest_match_is_continued_from_its_latest_place(smallest, largest):
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        text = rng.integers(0, rng.integers(2, 5), 60).tolist()
+        index = NgramIndex(smallest, largest)
+        for end in range(1, len(text) + 1, int(rng.integers(1, 4))):
+            expected = by_definition(text[:end], smallest, largest, 6)
+            assert index.continuation(text[:end], 6) == expected
+
+
+def test_a_text_without_a_repetition_has_none():
+    assert NgramIndex(1, 3).continuation(list(range(50)), 4) == []
+
+
+def test_a_period_is_continued_past_the_end():
+    assert NgramIndex(2, 3).continuation([1, 2, 3, 1, 2, 3, 1, 2], 7) == [3, 1, 2, 3, 1, 2, 3]

@@ -1,9 +1,10 @@
-"""Several processes with one engine: one process's tokens, and no process that outlives the others."""
+"""Several hosts: messages, links, and processes that run one engine."""
 
 import contextlib
 import json
 import re
 import signal
+import socket
 import threading
 import time
 from functools import partial
@@ -17,7 +18,8 @@ from tests.support.hosts import SIZES, ended, free_port, join, spawn
 from tests.support.tiny import random_weights, tiny_checkpoint, tiny_config
 from verax import LLM, AsyncLLM, SamplingParams, checkpoint
 from verax.errors import HostsError, InvalidParameterError
-from verax.text.hosts import Dispatch, Group, Link
+from verax.text.hosts import Address, Dispatch, Group, Link
+from verax.text.step.step import StepShape
 
 pytest.importorskip("zmq")
 
@@ -235,3 +237,91 @@ def test_a_server_on_two_hosts_drafts_gives_one_devices_tokens_and_names_the_hos
         for name in ("draft", "accepted")
     )
     assert accepted == drafted > 10
+
+
+@pytest.mark.parametrize("size", [5, 40_000])
+def test_a_message_gives_the_dispatch_again(size):
+    rows, masks = np.arange(8, dtype=np.int32).reshape(2, 4), np.full((2, size), -1, np.int32)
+    dispatch = Dispatch.decode(Dispatch.of("sample", rows, masks).encode())
+    assert (dispatch.program, dispatch.shape) == ("sample", None)
+    for array, sent in zip(dispatch.unpack(), (rows, masks), strict=True):
+        assert array.dtype == np.int32
+        np.testing.assert_array_equal(array, sent)
+
+
+def test_a_step_has_its_bucket():
+    shape = StepShape(2, 32, decode=False, adapters=True)
+    assert Dispatch.decode(Dispatch.of("step", np.zeros(3, np.int32), shape=shape).encode()).shape == shape
+
+
+def test_the_padding_of_an_admission_is_not_sent():
+    row = np.zeros(40_960, np.int32)
+    row[:20] = np.arange(20)
+    assert len(Dispatch.of("admit", row).encode()) < 1_000
+
+
+zmq = pytest.importorskip("zmq")
+
+
+@pytest.fixture
+def linked():
+    """Rank 0's link, the follower's, their address, and an event for each that is set when the other is gone."""
+    gone = threading.Event(), threading.Event()
+    listening, address = Link.listen("127.0.0.1", 1, lambda rank: gone[0].set())
+    follower = Link.connect(address, 0, lambda rank: gone[1].set())
+    listening.accept(address, timeout=20)
+    yield listening, follower, address, gone
+    for link in (listening, follower):
+        if not link._socket.closed:
+            link.close(0)
+
+
+def test_messages_arrive_once_and_in_order(linked):
+    leader, follower, _, _ = linked
+    for i in range(2_000):
+        leader.send(b"%d" % i)
+    assert [follower.receive() for _ in range(2_000)] == [b"%d" % i for i in range(2_000)]
+    follower.send(b"done")
+    assert leader.receive() == b"done"
+
+
+def test_a_connection_without_the_key_is_no_peer_and_its_end_is_no_loss(linked):
+    leader, follower, address, gone = linked
+    socket.create_connection((address.host, address.port)).close()
+    public, _ = zmq.curve_keypair()
+    stranger = Link.connect(Address(address.host, address.port, public.decode()), 0, lambda rank: None)
+    leader.send(b"for the follower")
+    assert follower.receive() == b"for the follower"
+    assert not stranger._socket.poll(200)
+    stranger.close(0)
+    assert not gone[0].wait(0.2)
+
+
+@pytest.mark.parametrize("ends", [0, 1])
+def test_the_end_of_one_side_is_known_to_the_other(linked, ends):
+    *links, _, gone = linked
+    links[ends].close(0)
+    assert gone[1 - ends].wait(20)
+    assert not gone[ends].is_set()
+
+
+def test_rank_0_cannot_send_to_a_rank_that_is_gone(linked):
+    leader, follower, _, gone = linked
+    follower.close(0)
+    assert gone[0].wait(20)
+    with pytest.raises(HostsError, match=r"^node_rank: rank 1 is gone"):
+        leader.send(b"too late")
+
+
+def test_an_end_that_is_expected_is_no_loss(linked):
+    leader, follower, _, gone = linked
+    follower.part()
+    leader.close(0)
+    assert not gone[1].wait(0.3)
+
+
+def test_a_rank_that_never_connects_is_named():
+    link, address = Link.listen("127.0.0.1", 3, lambda rank: None)
+    with pytest.raises(HostsError, match=rf"rank 3 .* did not connect to tcp://127.0.0.1:{address.port} within 0 s"):
+        link.accept(address, timeout=0.2)
+    link.close(0)

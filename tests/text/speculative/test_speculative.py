@@ -1,4 +1,4 @@
-"""The engine with drafts: the same answers as without, whatever is asked for and whatever runs beside it."""
+"""Speculative decoding: its options, the number of drafts, and answers that are those of an engine without."""
 
 import asyncio
 import dataclasses
@@ -26,7 +26,10 @@ from tests.text.speculative.conftest import (
 )
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.text.engine.async_llm import AsyncLLM
+from verax.text.engine.engine_config import EngineConfig
 from verax.text.engine.sampling_params import SamplingParams
+from verax.text.features.speculative import LONGEST_REST, Acceptance, Policy, StepCost
+from verax.text.features.speculative_config import SpeculativeConfig
 
 
 @pytest.mark.parametrize("biased", [False, True], ids=["free", "repeating"])
@@ -235,3 +238,100 @@ def test_recurrent_layers_are_refused(tmp_path):
 def test_an_unknown_method_is_refused_before_loading(tmp_path):
     with pytest.raises(InvalidParameterError, match="speculative_config: method: expected one of ngram"):
         make_llm(tmp_path / "missing", speculative_config={"method": "eagle", "num_speculative_tokens": 2})
+
+
+SIZES = [2, 4, 8, 16, 32]
+FLAT, STEEP = StepCost(8, 18), StepCost(1, 1)
+
+
+def policy(cost=FLAT, num_drafts=7, draft_cost=0.0):
+    return Policy(cost, SIZES, num_drafts, draft_cost)
+
+
+def test_drafts_fill_the_rows_that_cost_nothing():
+    assert policy().choose(1, [0.9], [7]) == [7]
+    assert sum(policy(num_drafts=32).choose(1, [0.5], [32])) == 7
+    assert policy().choose(1, [0.9], [2]) == [2]
+
+
+def test_there_are_none_where_they_do_not_pay():
+    assert policy().choose(1, [0.05], [7]) == [0]
+    assert policy(STEEP).choose(1, [0.6], [7]) == [0]
+    assert policy(draft_cost=0.9).choose(1, [0.6], [7]) == [0]
+    assert policy().choose(32, [0.9] * 4, [7] * 4) == [0] * 4
+    assert policy(StepCost(4, 6)).choose(16, [0.3], [7]) == [0]
+
+
+def test_the_likeliest_drafts_come_first():
+    chosen = policy().choose(4, [0.3, 0.95, 0.95, 0.3], [7] * 4)
+    assert chosen[1] == chosen[2] > chosen[0] == chosen[3]
+
+
+def test_costly_drafts_are_fewer():
+    cheap, dear = policy(draft_cost=0.01).choose(1, [0.7], [7]), policy(draft_cost=0.25).choose(1, [0.7], [7])
+    assert cheap[0] > dear[0] > 0
+
+
+def test_a_sequence_rests_longer_each_time_that_drafts_fail():
+    chosen, acceptance, length, rests = policy(), Acceptance(), 0, []
+    for _ in range(40):
+        chosen.record(acceptance, 4, 0, length)
+        if acceptance.resumes_at > length:
+            rests.append(acceptance.resumes_at - length)
+            length = acceptance.resumes_at
+    assert rests[:4] == [16, 32, 64, 128]
+    assert rests[-1] == LONGEST_REST
+
+
+@pytest.mark.parametrize("accepted", [4, 3])
+def test_drafts_that_hold_end_the_rests(accepted):
+    chosen, acceptance = policy(), Acceptance(rest=128, trying=True)
+    for _ in range(5):
+        chosen.record(acceptance, 4, accepted, 200)
+    assert acceptance.rest == acceptance.resumes_at == 0
+
+
+@pytest.mark.parametrize(("platform", "quantized", "free"), [("cpu", False, 8), ("cpu", True, 4), ("gpu", False, 128)])
+def test_a_step_costs_more_from_some_number_of_tokens_on(platform, quantized, free):
+    cost = StepCost.on(platform, quantized=quantized)
+    assert cost(1) == cost(free) == 1
+    assert cost(free + 1) > 1
+
+
+def test_json_text_and_dictionaries_give_the_same_record():
+    expected = SpeculativeConfig(4, method="ngram", prompt_lookup_max=3, prompt_lookup_min=2)
+    fields = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
+    text = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 2}'
+    for value in (fields, text, expected):
+        assert EngineConfig(speculative_config=value).speculation == expected
+    assert EngineConfig().speculation is None
+
+
+@pytest.mark.parametrize(
+    ("given", "bounds"), [({}, (5, 5)), ({"prompt_lookup_max": 3}, (3, 3)), ({"prompt_lookup_min": 2}, (2, 2))]
+)
+def test_a_bound_that_is_left_out_is_the_other(given, bounds):
+    config = SpeculativeConfig(4, method="ngram", **given)
+    assert (config.prompt_lookup_min, config.prompt_lookup_max) == bounds
+
+
+WRONG = {
+    "{": "expected JSON such as",
+    "[1]": "expected .*, got",
+    '{"method": "ngram"}': "num_speculative_tokens: how many",
+    '{"num_speculative_tokens": 4}': "method: expected one of .*, got none",
+    '{"method": "eagle", "num_speculative_tokens": 4}': "method: expected one of .*, got 'eagle'",
+    '{"method": "ngram", "num_speculative_tokens": 0}': "num_speculative_tokens: expected .* from 1 to 32, got 0",
+    '{"method": "ngram", "num_speculative_tokens": 33}': "num_speculative_tokens: expected .*, got 33",
+    '{"method": "ngram", "num_speculative_tokens": true}': "num_speculative_tokens: expected .*, got True",
+    '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 0}': "prompt_lookup_min: expected .*, got 0",
+    '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 3, "prompt_lookup_max": 2}': "is more than",
+    '{"method": "ngram", "num_speculative_tokens": 2, "ngram_size": 3}': "ngram_size: no such field",
+    '{"method": "ngram", "num_speculative_tokens": 2, "model": "x"}': "model: the method .ngram. has none",
+}
+
+
+@pytest.mark.parametrize("value", WRONG)
+def test_a_wrong_value_is_refused_by_name(value):
+    with pytest.raises(InvalidParameterError, match=f"^speculative_config: .*{WRONG[value]}"):
+        EngineConfig(speculative_config=value)

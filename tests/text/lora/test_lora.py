@@ -1,0 +1,266 @@
+"""Adapters: slots, layers, loading, and what a follower of several hosts writes."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.support.adapters import adapter_weights, save_adapter
+from tests.support.sequences import make_sequence
+from tests.support.tiny import HYBRID, tiny_config
+from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from verax.models import causal_lm
+from verax.text.engine.blocks import BlockManager
+from verax.text.engine.scheduler import Scheduler
+from verax.text.features.lora import (
+    AdaptedLayers,
+    AdapterLoader,
+    AdapterSlots,
+    LoadedAdapter,
+    LoRARequest,
+    write_adapter,
+)
+from verax.text.hosts import Dispatch, Group
+from verax.text.step.program import AbstractModel
+from verax.text.step.runner import DeviceAdapters
+
+
+def test_sequences_of_one_adapter_share_its_slot():
+    slots = AdapterSlots(2)
+    assert slots.acquire(7) == slots.acquire(7)
+    assert slots.acquire(8) != slots.acquire(7)
+    slots.check({7: 3, 8: 1})
+
+
+def test_there_is_no_room_for_another_while_all_slots_are_in_use():
+    slots = AdapterSlots(1)
+    slots.acquire(7)
+    slots.acquire(7)
+    slots.release(7)
+    assert slots.has_room(7)
+    assert not slots.has_room(8)
+    slots.release(7)
+    assert slots.has_room(8)
+
+
+def test_an_unused_adapter_stays_until_its_slot_is_needed_the_oldest_first():
+    slots = AdapterSlots(2)
+    places = {number: slots.acquire(number) for number in (7, 8)}
+    for number in (8, 7):
+        slots.release(number)
+    assert slots.acquire(9) == places[8]
+    assert slots.acquire(7) == places[7]
+    slots.check({9: 1, 7: 1})
+
+
+@pytest.fixture
+def scheduler():
+    return Scheduler(BlockManager([40], 4), max_num_seqs=8, max_num_batched_tokens=32, max_loras=1)
+
+
+def add(scheduler, name, adapter=None):
+    sequence = make_sequence(range(5), name=name)
+    if adapter is not None:
+        sequence.request.adapter = LoadedAdapter(LoRARequest(name, adapter, name), {})
+    scheduler.add(sequence)
+    return sequence
+
+
+def test_a_sequence_waits_while_running_ones_use_all_slots_and_so_do_those_behind_it(scheduler):
+    first, second, third = add(scheduler, "a", 1), add(scheduler, "b", 2), add(scheduler, "c")
+    plan = scheduler.schedule()
+    assert plan.admitted == [first]
+    assert plan.adapted
+    scheduler.finish(first)
+    assert scheduler.schedule().admitted == [second, third]
+    assert (second.adapter_slot, third.adapter_slot) == (0, None)
+    scheduler.check()
+
+
+def test_a_preempted_sequence_gives_its_slot_back(scheduler):
+    sequence = add(scheduler, "a", 1)
+    scheduler.schedule()
+    scheduler._preempt(sequence)
+    assert sequence.adapter_slot is None
+    assert scheduler.adapters.has_room(2)
+    scheduler.check()
+
+
+def test_a_step_of_the_base_model_alone_is_not_adapted(scheduler):
+    add(scheduler, "a")
+    assert not scheduler.schedule().adapted
+
+
+ATTENTION = {f"self_attn.{name}_proj" for name in "qkvo"}
+DENSE = ATTENTION | {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)
+
+
+def layers_of(family, **changes):
+    architecture, config = causal_lm(tiny_config(family, **changes))
+    model = AbstractModel.from_module(nnx.eval_shape(lambda: architecture(config, rngs=nnx.Rngs(0))))
+    return AdaptedLayers.of(model.build, model.weights, max_loras=2, max_rank=3)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("qwen3", {"tie_word_embeddings": False}, DENSE),
+        ("llama", {}, DENSE),
+        ("gemma3_text", {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16}, DENSE),
+        ("qwen3_moe", EXPERTS, ATTENTION),
+    ],
+)
+def test_layers_are_those_that_every_token_passes_and_the_head_is_none(family, changes, expected):
+    layers = layers_of(family, **changes)
+    assert set(layers.shapes) == {f"model.layers.{i}.{name}" for i in range(2) for name in expected}
+    assert layers.shapes["model.layers.0.self_attn.k_proj"] == (32, 64)
+
+
+def test_recurrent_layers_have_some_too():
+    names = {path.split(".", 3)[3] for path in layers_of("qwen3_5_text", **HYBRID).shapes}
+    assert {"linear_attn.in_proj_qkv", "linear_attn.out_proj", "self_attn.q_proj", "mlp.up_proj"} <= names
+
+
+def test_layers_go_by_their_names_in_every_published_layout():
+    layers = layers_of("gemma3_text", hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=16)
+    path = "model.layers.1.mlp.up_proj"
+    for name in (path, "model.language_model.layers.1.mlp.up_proj", "language_model.model.layers.1.mlp.up_proj"):
+        assert layers.names[name] == path
+
+
+def test_a_model_without_linear_layers_is_refused():
+    class Bare(nnx.Module):
+        key_aliases = ()
+        dtype = jnp.float32
+
+        def __init__(self):
+            self.weight = nnx.Param(jnp.zeros((9, 4)))
+
+        def __call__(self, tokens):
+            return self.weight.get_value()[tokens]
+
+    graph, state = nnx.split(Bare())
+    with pytest.raises(UnsupportedModelError, match=r"Bare has no verax\.nn\.Linear"):
+        AdaptedLayers.of(lambda weights: nnx.merge(graph, state), (), max_loras=1, max_rank=1)
+
+
+def test_writing_a_slot_changes_no_other():
+    layers = layers_of("qwen3")
+    rng = np.random.default_rng(0)
+    shapes = [
+        shape
+        for size_out, size_in in layers.shapes.values()
+        for shape in ((layers.max_rank, size_in), (size_out, layers.max_rank))
+    ]
+    first, second = ([jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes] for _ in range(2))
+    arrays = write_adapter(layers.new_arrays(), tuple(first), jnp.int32(0))
+    arrays = write_adapter(arrays, tuple(second), jnp.int32(1))
+    for i, (array, a, b) in enumerate(zip(arrays, first, second, strict=True)):
+        np.testing.assert_array_equal(array, np.concatenate([a, b], axis=i % 2))
+
+
+PATH = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture
+def loader():
+    layers = AdaptedLayers({PATH: (6, 8)}, {PATH: PATH, "layers.0.self_attn.q_proj": PATH}, 1, 4, "float32")
+    return AdapterLoader(layers, 2)
+
+
+@pytest.fixture
+def make(tmp_path):
+    def save(number=1, sizes=None, **settings):
+        weights = adapter_weights(sizes or {PATH: (6, 8)}, rank=settings.get("rank", 4))
+        return LoRARequest(f"a{number}", number, save_adapter(tmp_path / f"a{number}", weights, **settings))
+
+    return save
+
+
+def test_an_adapter_is_read_once_and_kept_by_its_number(loader, make):
+    request = make()
+    loaded = loader.load(request)
+    assert loader.load(LoRARequest("other name", 1, str(request.lora_path))) is loaded
+    assert [matrix.shape for matrix in loaded.matrices[PATH]] == [(4, 8), (6, 4)]
+
+
+def test_the_least_recently_used_is_forgotten_and_read_again(loader, make):
+    requests = [make(number) for number in (1, 2, 3)]
+    first, second = loader.load(requests[0]), loader.load(requests[1])
+    loader.load(requests[0])
+    loader.load(requests[2])
+    assert loader.load(requests[0]) is first
+    assert loader.load(requests[1]) is not second
+
+
+def test_modules_go_by_their_names_in_another_layout(loader, make):
+    assert PATH in loader.load(make(sizes={"layers.0.self_attn.q_proj": (6, 8)})).matrices
+
+
+def test_a_number_stands_for_one_folder(loader, make):
+    loader.load(make())
+    with pytest.raises(InvalidParameterError, match="lora_int_id: 1 stands for the adapter in"):
+        loader.load(LoRARequest("b", 1, make(2).lora_path))
+
+
+@pytest.mark.parametrize(
+    ("made", "error", "says"),
+    [
+        ({"rank": 5}, InvalidParameterError, r"max_lora_rank: .* has rank 5, .* pass LLM\(..., max_lora_rank=5\)"),
+        ({"sizes": {PATH: (6, 9)}}, CheckpointError, r"another base.*q_proj \(adapter \[6, 9\], model \[6, 8\]\)"),
+        ({"sizes": {"lm_head": (6, 8)}}, CheckpointError, "no layers .* lm_head; it was trained for somebody/tiny"),
+        ({"sizes": {f"model.h.{i}.c": (6, 8) for i in range(9)}}, CheckpointError, r"model\.h\.4\.c and 4 more"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(loader, make, made, error, says):
+    with pytest.raises(error, match=says):
+        loader.load(make(**made))
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        (("", 1, "path"), "lora_name"),
+        ((3, 1, "path"), "lora_name"),
+        (("a", 0, "path"), "lora_int_id: expected a whole number of at least 1, got 0"),
+        (("a", True, "path"), "lora_int_id"),
+        (("a", "1", "path"), "lora_int_id"),
+        (("a", 1, ""), "lora_path"),
+        (("a", 1, None), "lora_path"),
+    ],
+)
+def test_a_request_with_wrong_values_is_refused(values, says):
+    with pytest.raises(InvalidParameterError, match=says):
+        LoRARequest(*values)
+
+
+class Leader(Group):
+    """The group of rank 0, which keeps what is sent."""
+
+    def __init__(self):
+        super().__init__(0, 2)
+        self.sent = []
+
+    def send(self, dispatch):
+        self.sent.append(dispatch.encode())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_follower_writes_the_adapters_that_rank_0_sends(dtype):
+    sizes = {"up": (7, 5), "down": (5, 7)}  # odd: in bfloat16 they are no whole number of int32
+    layers = AdaptedLayers(sizes, {}, max_loras=2, max_rank=3, dtype=dtype)
+    leader, follower = DeviceAdapters(layers, group=Leader()), DeviceAdapters(layers)
+    rng = np.random.default_rng(0)
+    matrices = {"down": (rng.standard_normal((2, 7)).astype(dtype), rng.standard_normal((5, 2)).astype(dtype))}
+    leader.warm_up()
+    adapter = LoadedAdapter(LoRARequest("fox", 1, "adapters/fox"), matrices)
+    leader.place(adapter, 1)
+    leader.place(adapter, 1)  # it is there already
+    dispatches = [Dispatch.decode(message) for message in leader._group.sent]
+    assert [dispatch.program for dispatch in dispatches] == ["adapt", "adapt"]
+    for dispatch in dispatches:
+        follower.repeat(*dispatch.unpack())
+    for ours, theirs in zip(leader.arrays, follower.arrays, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert np.any(np.asarray(follower.arrays[2], np.float32))

@@ -1,0 +1,325 @@
+"""Tokenizers of GGUF files give the ids, texts and prompts of the tokenizer.json that they were made from."""
+
+import json
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import normalizers, pre_tokenizers, processors
+
+from tests.support import gguf as files
+from tests.support.tiny import END, TURN_END, TURN_START, tiny_checkpoint, tiny_tokenizer
+from verax.checkpoint import Checkpoint
+from verax.errors import CheckpointError, UnsupportedModelError
+from verax.text.engine.llm import LLM
+from verax.text.engine.sampling_params import SamplingParams
+from verax.text.tokens.gguf import read_gguf_tokenizer
+from verax.text.tokens.tokenizer import IncrementalDetokenizer, Tokenizer
+
+TEXTS = [
+    "once upon a time there was a small fox",
+    "  two   spaces\n\n\nlines\r\n\ttab ",
+    "I'll, I'LL, don't; he'S 1234567 + 30 = 42!!",
+    "cafe\u0301 naïve 日本 🦊 \u200d",
+    f"{TURN_START}user\nhi{TURN_END}\n<think>hm</think>{END}",
+    "<thin k>[PAD] fox",
+    "\u0915\u093e\u0928 a\u0301\u0323b .\u0301, \u2167\u00bd",
+    "",
+]
+# The pre-tokenisers as the published tokenizer.json files of these models have them.
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3 = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+QWEN35 = QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]+[", r"[^\s\p{L}\p{M}\p{N}]+[")
+SPLITS = {"qwen2": QWEN2, "llama-bpe": LLAMA3, "qwen35": QWEN35}
+
+
+def published(folder, family):
+    """Make a folder's tokenizer.json like that of a family, with a token of a user as its last one."""
+    tiny_tokenizer(folder, vocab_size=322)
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    if family in SPLITS:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(tokenizers.Regex(SPLITS[family]), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    if family == "smollm":
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    if family in ("qwen2", "qwen35"):
+        backend.normalizer = normalizers.NFC()
+    if family == "llama-bpe":
+        backend.post_processor = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 0)])
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps({**config, "bos_token": END}))
+    backend.add_tokens([tokenizers.AddedToken("<think>", normalized=False)])
+    backend.save(str(folder / "tokenizer.json"))
+    content = json.loads((folder / "tokenizer.json").read_text())
+    if family == "llama-bpe":
+        content["model"]["ignore_merges"] = True
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
+
+
+def both(tmp_path, family, **options):
+    folder = published(tiny_checkpoint(tmp_path / "folder", vocab_size=323), family)
+    files.write(folder, tmp_path / "a.gguf", pre=family, **options)
+    return Tokenizer.from_folder(folder), Tokenizer.from_checkpoint(Checkpoint.open(tmp_path / "a.gguf"))
+
+
+@pytest.mark.parametrize("family", ["gpt-2", "qwen2", "qwen35", "llama-bpe", "smollm"])
+def test_ids_and_texts_are_those_of_tokenizer_json(family, tmp_path):
+    theirs, ours = both(tmp_path, family)
+    for text in TEXTS:
+        for add in (True, False):
+            assert ours.encode(text, add_special_tokens=add) == theirs.encode(text, add_special_tokens=add), text
+        ids = theirs.encode(text)
+        for skip in (True, False):
+            assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+    assert ours.special_token_ids == theirs.special_token_ids
+    assert ours.vocab_size == theirs.vocab_size
+
+
+def test_a_text_ends_at_the_families_end_tokens_and_at_those_that_the_file_names(tmp_path):
+    _, ours = both(tmp_path, "qwen2", metadata=[("tokenizer.ggml.eot_token_id", "add_uint32", 7)])
+    assert ours.eos_token_ids == {0, 1, 7}
+
+
+def test_the_beginning_token_can_be_switched(tmp_path):
+    _, ours = both(tmp_path, "llama-bpe", metadata=[("tokenizer.ggml.add_bos_token", "add_bool", False)])
+    assert ours.encode("fox") == ours.encode("fox", add_special_tokens=False)
+
+
+def test_conversations_are_rendered_by_the_files_template(tmp_path):
+    named = [
+        ("tokenizer.chat_templates", "add_array", ["tool_use"]),
+        ("tokenizer.chat_template.tool_use", "add_string", "tools: {{ messages[0].content }}"),
+    ]
+    theirs, ours = both(tmp_path, "qwen2", metadata=named)
+    messages = [{"role": "user", "content": "hi"}]
+    assert ours.apply_chat_template(messages) == theirs.apply_chat_template(messages)
+    assert ours.apply_chat_template(messages, tools=[{}]) == "tools: hi"
+
+
+def test_files_of_early_converters_go_by_their_architecture(tmp_path):
+    folder = published(tiny_checkpoint(tmp_path / "folder", vocab_size=323), "qwen2")
+    files.write(folder, tmp_path / "a.gguf", pre="default")
+    ours = Tokenizer.from_checkpoint(Checkpoint.open(tmp_path / "a.gguf"))
+    assert [ours.encode(text) for text in TEXTS] == [Tokenizer.from_folder(folder).encode(text) for text in TEXTS]
+
+
+def test_a_file_generates_like_its_folder(tmp_path):
+    folder = published(tiny_checkpoint(tmp_path / "folder", vocab_size=323), "qwen2")
+    files.write(folder, tmp_path / "a.gguf", pre="qwen2")
+    options = dict(dtype="float32", max_num_seqs=2, max_model_len=128, use_tqdm=False)
+    greedy = SamplingParams(temperature=0, max_tokens=20)
+    theirs, ours = LLM(folder, **options), LLM(tmp_path / "a.gguf", **options)
+    prompts = ["once upon a", "12 + 30"]
+    expected = theirs.generate(prompts, greedy, use_tqdm=False)
+    got = ours.generate(prompts, greedy, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in expected]
+    assert [o.outputs[0].text for o in got] == [o.outputs[0].text for o in expected]
+
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+WORDS = ["▁t", "in", "▁a", "on", "re", "▁the", "▁th", "th", "he", "ing", "▁in", "er", "tion", "ti", "ab", "aba", "bab"]
+LETTERS = list("▁tinaoreghb.é日")
+USERS = ["\n", "\n\n", "  ", "   ", "<table>"]
+CONTROLS = ["<pad>", "<s>", "</s>", "<start_of_turn>"]
+
+
+def metadata(**changes):
+    """A vocabulary with scores in the order of its words, without two equal ones."""
+    pieces = [*WORDS, *LETTERS]
+    tokens = ["<unk>", *CONTROLS, *USERS, *BYTES, *pieces]
+    return {
+        "model": "llama",
+        "tokens": tokens,
+        "scores": [-1000.0] * (1 + len(CONTROLS) + len(USERS)) + [0.0] * 256 + [-float(i) for i in range(len(pieces))],
+        "token_type": [2] + [3] * len(CONTROLS) + [4] * len(USERS) + [6] * 256 + [1] * len(pieces),
+        "bos_token_id": 2,
+        "eos_token_id": 3,
+        "unknown_token_id": 0,
+        **changes,
+    }
+
+
+def tokenizer(**changes):
+    given = {f"tokenizer.ggml.{key}": value for key, value in metadata(**changes).items()}
+    parts = read_gguf_tokenizer({"general.architecture": "gemma3", **given}, "a.gguf")
+    return Tokenizer(parts.backend, special_tokens=parts.special_tokens, eos_token_ids=parts.eos_token_ids)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["no prefix", "space prefix"])
+def prefix(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def ours(prefix):
+    return tokenizer(add_space_prefix=prefix)
+
+
+def merged(text):
+    """Ids of a text without special tokens, by llama.cpp's `llm_tokenizer_spm_session`."""
+    given = metadata()
+    score = {
+        token: score
+        for token, score, kind in zip(given["tokens"], given["scores"], given["token_type"], strict=True)
+        if kind == 1
+    }
+    symbols = list(text.replace(" ", "▁"))
+    while True:
+        pairs = [(score[a + b], -i) for i, (a, b) in enumerate(pairwise(symbols)) if a + b in score]
+        if not pairs:
+            break
+        at = -max(pairs)[1]
+        symbols[at : at + 2] = ["".join(symbols[at : at + 2])]
+    number = {token: i for i, token in enumerate(given["tokens"])}
+    return [
+        i
+        for symbol in symbols
+        for i in ([number[symbol]] if symbol in number else [number[BYTES[byte]] for byte in symbol.encode()])
+    ]
+
+
+# Words, letters of no word, a character of no token; no run of spaces, which are tokens of users.
+fragments = st.lists(st.sampled_from([*"tinaoreghb.é日x🦊", " the", " a", "ing", "tion", "aba"]), max_size=30).map(
+    "".join
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=fragments)
+def test_the_best_score_is_merged_first_and_what_has_no_token_is_bytes(ours, prefix, text):
+    text = text.lstrip()  # two spaces would be a token of users
+    expected = merged(" " * prefix + text) if text else []
+    assert ours.encode(text, add_special_tokens=False) == expected
+
+
+def test_texts_begin_with_the_beginning_token(ours):
+    assert ours.encode("") == [2]
+    assert ours.encode("in")[0] == 2
+
+
+def tokens(ours, text):
+    return [ours.token(i) for i in ours.encode(text, add_special_tokens=False)]
+
+
+def test_tokens_of_users_and_controls_are_found_before_merges():
+    ours = tokenizer(add_space_prefix=False)
+    assert tokens(ours, "in\n\n\nin<table>in") == ["in", "\n\n", "\n", "in", "<table>", "in"]
+    assert tokens(ours, "in<start_of_turn> in") == ["in", "<start_of_turn>", "▁in"]
+    assert tokens(ours, "<unk>in") == ["<unk>", "in"]
+    # A byte's name is text.
+    assert tokens(ours, "<0x41>") == [BYTES[byte] for byte in b"<0x41>"]
+
+
+def test_runs_of_spaces_are_tokens_of_users_before_words_begin_with_one():
+    ours = tokenizer(add_space_prefix=False)
+    assert tokens(ours, " in") == ["▁in"]
+    assert tokens(ours, "  in") == ["▁▁", "in"]
+    assert tokens(ours, "   in") == ["▁▁▁", "in"]
+
+
+def test_the_prefix_is_put_before_a_text_and_behind_special_tokens():
+    ours = tokenizer(add_space_prefix=True)
+    assert tokens(ours, "in") == ["▁in"]
+    assert tokens(ours, "<start_of_turn>in") == ["<start_of_turn>", "▁in"]
+    assert tokens(ours, " the") == ["▁▁", "th", "e"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=40))
+def test_every_text_comes_back_whole_and_in_pieces(ours, prefix, text):
+    text = text.replace("▁", "_")
+    if prefix:  # behind a token of users there is a prefix too, which stays
+        text = text.replace("\n", "")
+    ids = ours.encode(text, add_special_tokens=False)
+    assert ours.decode(ids, skip_special_tokens=False) == text
+    running = IncrementalDetokenizer(ours, skip_special_tokens=False)
+    pieces = []
+    for token in ids:
+        running.append(token)
+        pieces.append(running.delta())
+    assert "".join([*pieces, running.finish()]) == text
+
+
+def test_an_answer_behind_a_prompt_keeps_its_first_space(ours):
+    prompt, answer = ours.encode("in"), [ours.token_id("▁the"), ours.token_id("▁in")]
+    running = IncrementalDetokenizer(ours, prompt)
+    for token in answer:
+        running.append(token)
+    assert running.finish() == " the in"
+
+
+BYTE_LEVEL = {"model": "gpt2", "pre": "qwen2", "tokens": ["a", "b", "ab"], "merges": ["a b"], "token_type": [1, 1, 1]}
+SENTENCEPIECE = {
+    "model": "llama",
+    "tokens": ["<unk>", "<s>", "</s>", "▁", "a", "▁a"],
+    "scores": [0.0, 0.0, 0.0, -2.0, -3.0, -1.0],
+    "token_type": [2, 3, 3, 1, 1, 1],
+}
+
+
+def read(sound, changes=None):
+    given = {f"tokenizer.ggml.{key}": value for key, value in {**sound, **(changes or {})}.items() if value is not None}
+    return read_gguf_tokenizer({"general.architecture": "qwen3", **given}, "a.gguf")
+
+
+@pytest.mark.parametrize(
+    ("sound", "changes", "error", "says"),
+    [
+        (BYTE_LEVEL, {"model": None}, CheckpointError, "has no tokenizer"),
+        (BYTE_LEVEL, {"model": "no_vocab"}, CheckpointError, "has no tokenizer"),
+        (BYTE_LEVEL, {"model": "t5"}, UnsupportedModelError, r"tokenizer\.ggml\.model 't5' is not supported"),
+        (BYTE_LEVEL, {"pre": "bloom"}, UnsupportedModelError, r"tokenizer\.ggml\.pre 'bloom' is not supported in GGUF"),
+        (BYTE_LEVEL, {"tokens": None}, CheckpointError, r"tokenizer\.ggml\.tokens is missing"),
+        (BYTE_LEVEL, {"merges": None}, CheckpointError, r"tokenizer\.ggml\.merges is missing"),
+        (BYTE_LEVEL, {"merges": ["a q"]}, CheckpointError, "its vocabulary is damaged"),
+        (BYTE_LEVEL, {"token_type": [1]}, CheckpointError, "its vocabulary is damaged: 1 types for 3 tokens"),
+        (BYTE_LEVEL, {"eos_token_id": 9}, CheckpointError, r"eos_token_id 9 is not a token"),
+        (SENTENCEPIECE, {"tokens": []}, CheckpointError, "its vocabulary is damaged: it has no tokens"),
+        (SENTENCEPIECE, {"scores": None}, CheckpointError, r"tokenizer\.ggml\.scores is missing"),
+        (SENTENCEPIECE, {"scores": [0.0]}, CheckpointError, "its vocabulary is damaged: 1 scores for 6 tokens"),
+        (SENTENCEPIECE, {"scores": ["a"] * 6}, CheckpointError, r"tokenizer\.ggml\.scores"),
+        (SENTENCEPIECE, {"unknown_token_id": 6}, CheckpointError, r"unknown_token_id 6 is not a token"),
+    ],
+)
+def test_other_kinds_and_damage_are_refused_with_the_reason(sound, changes, error, says):
+    with pytest.raises(error, match=says):
+        read(sound, changes)
+
+
+def test_more_tokens_than_the_embeddings_have_rows_are_refused():
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in SENTENCEPIECE.items()}
+    opened = SimpleNamespace(metadata=metadata, folder="a.gguf", config={"vocab_size": 5})
+    with pytest.raises(CheckpointError, match=r"a\.gguf: its vocabulary has 6 tokens, its embeddings 5 rows"):
+        Tokenizer.from_checkpoint(opened)
+
+
+def test_sentencepiece_files_that_name_no_special_tokens_have_llama_s():
+    parts = read(SENTENCEPIECE)
+    assert parts.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    assert parts.eos_token_ids == {2}
+    assert parts.backend.encode("a").ids == [1, 5]
+
+
+@pytest.mark.parametrize(("begin", "end"), [(False, False), (True, False), (False, True), (True, True)])
+def test_the_beginning_and_the_end_token_can_be_switched(begin, end):
+    backend = read(SENTENCEPIECE, {"add_bos_token": begin, "add_eos_token": end}).backend
+    assert backend.encode("a").ids == [1] * begin + [5] + [2] * end
+    assert backend.encode("a", add_special_tokens=False).ids == [5]
+
+
+def test_a_control_token_that_ends_a_turn_ends_a_text():
+    tokens = [*SENTENCEPIECE["tokens"], "<end_of_turn>", "<|end|>"]
+    changes = {"tokens": tokens, "scores": [0.0] * 8, "token_type": [2, 3, 3, 1, 1, 1, 3, 1]}
+    assert read(SENTENCEPIECE, changes).eos_token_ids == {2, 6}
