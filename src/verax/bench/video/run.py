@@ -187,7 +187,6 @@ def _other(name: str, todo: Work, dtype: str) -> DiffusersSide | OpenVinoSide:
 def _program(todo: Work) -> Program:
     return Program(
         lambda weights, *inputs, **options: todo.function(todo.component.module(weights), *inputs, **options),
-        options=("attention",),
     )
 
 
