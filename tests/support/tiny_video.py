@@ -133,7 +133,7 @@ def transformer_class(kind: str) -> str:
 
 
 def extras(kind: str) -> dict[str, Any]:
-    """Settings of model_index.json beside the parts."""
+    """Settings of model_index.json in addition to the parts."""
     if kind == "ti2v":
         return {"expand_timesteps": True}
     return {"boundary_ratio": BOUNDARY} if kind.endswith("-a14b") else {}

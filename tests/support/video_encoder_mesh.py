@@ -1,4 +1,4 @@
-"""Encoders on several devices beside those of one, printed as JSON: `python -m tests.support.video_encoder_mesh
+"""Encoders on several devices compared with one, printed as JSON: `python -m tests.support.video_encoder_mesh
 FOLDER`."""
 
 import json
@@ -32,7 +32,7 @@ def folder(text_heads):
 
 
 def image_folder(heads):
-    """A folder whose image encoder has so many heads: a width of 20 divides into 2, 4 and 5."""
+    """A folder whose image encoder has the given number of heads: a width of 20 divides into 2, 4 and 5."""
     path = HOME / f"i2v-{heads}"
     return path if path.exists() else video_folder("i2v", path, heads=4, image_heads=heads)
 
@@ -62,7 +62,7 @@ def bytes_on_devices(arrays):
 
 
 def compare(model, *mesh, dtype="float32"):
-    """States of prompts on a mesh beside those on one device, the encoder's collectives, and its weights' bytes."""
+    """States of prompts on a mesh compared with one device, the encoder's collectives, and its weights' bytes."""
     one, many = pipeline(model, dtype=dtype), pipeline(model, *mesh, dtype=dtype)
     encoder = many.stages.text_encoder
     expected, found = states(one), states(many)
@@ -81,7 +81,7 @@ def compare(model, *mesh, dtype="float32"):
 
 
 def compare_images(model, *mesh, dtype="float32"):
-    """States of two images on a mesh beside those on one device, with the facts of `compare`."""
+    """States of two images on a mesh compared with one device, with the facts of `compare`."""
     one, many = pipeline(model, dtype=dtype), pipeline(model, *mesh, dtype=dtype)
     encoder, call = many.stages.image_encoder, many.stages.image_call()
     images = np.random.default_rng(0).standard_normal((2, *call.arguments[0].shape)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Clips on several devices beside those of one, printed as JSON: `python -m tests.support.video_mesh FOLDER`."""
+"""Clips on several devices compared with one, printed as JSON: `python -m tests.support.video_mesh FOLDER`."""
 
 import contextlib
 import json
@@ -116,7 +116,7 @@ def refusal(kind, *mesh, **options):
 
 
 def given(kind):
-    """Latents of a pipeline on a mesh of the last four devices beside those by its options; where its weights are."""
+    """Latents on a mesh of the last four devices compared with its options, and the devices of the weights."""
     mesh = jax.make_mesh((2, 2), ("guidance", "sequence"), devices=jax.devices()[4:])
     many = VideoPipeline(HOME / f"{kind}-4", dtype="float32", show_progress=False, mesh=mesh)
     expected = pipeline(kind, True, 2)("a red circle", **SIZE)

@@ -6,6 +6,7 @@ They run in a process of their own, for its eight devices.
 import jax
 import pytest
 from jax.sharding import AbstractMesh
+
 from tests.support.devices import run_on_devices
 from verax import VideoPipeline
 from verax.errors import InvalidParameterError
@@ -27,7 +28,7 @@ def clips(tmp_path_factory):
         ("(True, 4)", {"all-to-all": 8, "all-gather": 2}),
     ],
 )
-def test_frames_are_those_of_one_device_and_a_step_has_the_collectives_that_are_meant(clips, mesh, collectives):
+def test_frames_equal_one_devices_and_a_step_has_the_collectives_that_are_meant(clips, mesh, collectives):
     case = clips["t2v"][mesh]
     assert case["difference"] < 1e-4
     assert (case["collectives"], case["context"]) == (collectives, {})
@@ -172,7 +173,7 @@ def encoders(tmp_path_factory):
 @pytest.mark.parametrize(
     ("mesh", "devices"), [("(True, 1)", 2), ("(False, 2)", 2), ("(True, 2)", 4), ("(False, 4)", 4), ("(True, 4)", 8)]
 )
-def test_states_are_those_of_one_device_with_a_part_of_the_weights_on_each(encoders, mesh, devices):
+def test_states_equal_one_devices_with_a_part_of_the_weights_on_each(encoders, mesh, devices):
     case = encoders["float32"][mesh]
     assert case["difference"] < 1e-5 * case["spread"]
     # Two of each of two layers, and one of the embedding.
@@ -186,7 +187,7 @@ def test_states_are_those_of_one_device_with_a_part_of_the_weights_on_each(encod
 @pytest.mark.parametrize(
     ("mesh", "devices"), [("(True, 1)", 2), ("(False, 2)", 2), ("(True, 2)", 4), ("(False, 4)", 4)]
 )
-def test_an_images_states_are_those_of_one_device_with_a_part_of_the_weights_on_each(encoders, mesh, devices):
+def test_an_images_states_equal_one_devices_with_a_part_of_the_weights_on_each(encoders, mesh, devices):
     case = encoders["images"][mesh]
     assert case["difference"] < 1e-5 * case["spread"]
     assert case["collectives"] == {"all-reduce": 4}  # two of each of the two layers that run

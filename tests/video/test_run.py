@@ -1,21 +1,21 @@
-"""Runs: the plan and the run take the same stages, a run continues from finished segments, and two transformers share one."""
+"""Runs: plan and run take the same stages, a run continues from finished segments, two transformers share one."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.support.tiny_video import video_folder
+
 from verax import VideoPipeline, VideoRequest
-from verax.video.run import stages_of
-from pathlib import Path
-from verax import VideoPipeline
 from verax.errors import InvalidParameterError
-from dataclasses import replace
-import jax.numpy as jnp
 from verax.models.wan.family import SKYREELS
 from verax.video import unipc
 from verax.video.networks import Denoiser
 from verax.video.programs import Component
-from verax.video.schedule import noise_levels, transformer_spans
+from verax.video.run import stages_of
+from verax.video.schedule import noise_levels
 
 IMAGE = np.random.default_rng(0).integers(0, 256, (20, 40, 3), np.uint8)
 CLIP = np.random.default_rng(0).integers(0, 256, (11, 16, 32, 3), np.uint8)
@@ -24,8 +24,8 @@ LONG: dict[str, Any] = dict(SIZE, num_frames=17, base_num_frames=9, overlap_hist
 
 
 def programs(pipe):
-    found = (pipe.stages, pipe.denoiser)
-    return {name: one for owner in found for name, one in vars(owner).items() if name.endswith("program") and one}
+    owners = vars(pipe.stages) | vars(pipe.denoiser)
+    return {name: program for name, program in owners.items() if name.endswith("program") and program}
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,8 @@ def test_a_plan_compiles_each_program_of_the_run_once(folders, kind, reference, 
 
 
 def names(pipe, **options):
-    parts = pipe.parts
-    request = pipe.resolve(VideoRequest("a red circle", **options))
-    return [(stage.name, stage.segment) for stage in stages_of(request, parts)]
+    stages = stages_of(pipe.resolve(VideoRequest("a red circle", **options)), pipe.parts)
+    return [(stage.name, stage.segment) for stage in stages]
 
 
 def test_segments_share_frames_by_one_reference_and_latents_by_the_other(folders):
@@ -76,9 +75,6 @@ def test_latents_need_no_decoding_of_the_last_segment(folders):
 
 
 PROMPTS = ["a red circle", "a blue square", "a green circle"]
-SEGMENTS: dict[str, Any] = dict(
-    height=16, width=32, num_frames=17, base_num_frames=9, overlap_history=5, num_inference_steps=2
-)
 
 
 class StoppedError(Exception):
@@ -92,7 +88,7 @@ def stop_in_the_second_segment(now):
 
 @pytest.fixture(scope="module")
 def whole(pipes):
-    return pipes("df")(PROMPTS, **SEGMENTS)
+    return pipes("df")(PROMPTS, **LONG)
 
 
 @pytest.fixture
@@ -100,26 +96,26 @@ def stopped(pipes, tmp_path):
     """A file with the first of three segments."""
     file = tmp_path / "clip.safetensors"
     with pytest.raises(StoppedError):
-        pipes("df")(PROMPTS, callback=stop_in_the_second_segment, resume=file, **SEGMENTS)
+        pipes("df")(PROMPTS, callback=stop_in_the_second_segment, resume=file, **LONG)
     assert [path.name for path in tmp_path.iterdir()] == ["clip.safetensors"]
     return file
 
 
 def test_a_clip_continues_where_it_was_ended(pipes, whole, stopped):
     assert (whole.steps, len(whole.frames)) == (6, 17)
-    resumed = pipes("df")(PROMPTS, resume=stopped, **SEGMENTS)
+    resumed = pipes("df")(PROMPTS, resume=stopped, **LONG)
     assert resumed.steps == 4
     np.testing.assert_array_equal(resumed.frames, whole.frames)
-    again = pipes("df")(PROMPTS, resume=str(stopped), **SEGMENTS)
+    again = pipes("df")(PROMPTS, resume=str(stopped), **LONG)
     assert again.steps == 0
     np.testing.assert_array_equal(again.frames, whole.frames)
-    longer = pipes("df")([*PROMPTS, "a red square"], resume=stopped, **{**SEGMENTS, "num_frames": 21})
+    longer = pipes("df")([*PROMPTS, "a red square"], resume=stopped, **{**LONG, "num_frames": 21})
     assert longer.steps == 2
     np.testing.assert_array_equal(longer.frames[:17], whole.frames)
 
 
 def test_another_prompt_later_keeps_the_segments_before_it(pipes, whole, stopped):
-    changed = pipes("df")([PROMPTS[0], "a red square"], resume=stopped, **SEGMENTS)
+    changed = pipes("df")([PROMPTS[0], "a red square"], resume=stopped, **LONG)
     assert changed.steps == 4
     np.testing.assert_array_equal(changed.frames[:9], whole.frames[:9])
     assert (changed.frames[9:] != whole.frames[9:]).any()
@@ -135,13 +131,13 @@ def test_another_prompt_later_keeps_the_segments_before_it(pipes, whole, stopped
 )
 def test_a_file_of_another_clip_is_refused_by_name(pipes, stopped, changes, message):
     with pytest.raises(InvalidParameterError, match=message):
-        pipes("df")(PROMPTS, **{**SEGMENTS, "resume": stopped, **changes})
+        pipes("df")(PROMPTS, **{**LONG, "resume": stopped, **changes})
 
 
 def test_a_file_of_something_else_is_refused(pipes, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"something else")
     with pytest.raises(InvalidParameterError, match=r"resume: .*model\.safetensors is not a file of finished segments"):
-        pipes("df")(PROMPTS, resume=tmp_path / "model.safetensors", **SEGMENTS)
+        pipes("df")(PROMPTS, resume=tmp_path / "model.safetensors", **LONG)
 
 
 ITERATIONS = 5

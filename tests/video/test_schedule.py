@@ -2,20 +2,10 @@
 
 import numpy as np
 import pytest
+
 from verax.errors import InvalidParameterError
-from verax.models.wan.family import SKYREELS
-from verax.video.schedule import forcing_schedule, noise_levels
-from dataclasses import replace
-from typing import Any
-import jax.numpy as jnp
-from tests.support.tiny_video import video_folder
-from verax import VideoPipeline, VideoRequest
-from verax.video import unipc
-from verax.video.networks import Denoiser
-from verax.video.programs import Component
-from verax.video.schedule import noise_levels, transformer_spans
 from verax.models.wan.family import SKYREELS, teacache_for
-from verax.video.schedule import noise_levels, steps_running_blocks
+from verax.video.schedule import forcing_schedule, noise_levels, steps_running_blocks, transformer_spans
 
 TIMESTEPS = noise_levels(6, 8.0, SKYREELS.sigmas).timesteps
 
