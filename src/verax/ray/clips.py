@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,13 @@ class Clips:
         return {**batch, **columns([self._row(row) for row in rows_of(batch)])}
 
     def _row(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        from verax.video.request import VideoOptions
+        from verax.video.request import VideoRequest
 
         path = clip_path(self._folder, str(row["custom_id"]))
         try:
             if not path.exists():
-                own = {name: row[name] for name in VideoOptions.__annotations__ if row.get(name) is not None}
+                names = [field.name for field in fields(VideoRequest)]
+                own = {name: row[name] for name in names[1:] if row.get(name) is not None}
                 clip = self._pipeline(row["prompt"], **{**self._request, **own})
                 with atomic_path(path) as partial:
                     clip.save(partial)
