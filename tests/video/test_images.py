@@ -58,7 +58,7 @@ def test_images_are_turned_upright_and_made_rgb(tmp_path):
         (3, "expected a path, a PIL.Image or an array .*, got int"),
     ],
 )
-def test_what_is_no_image_is_said(image, message):
+def test_what_is_not_an_image_is_refused(image, message):
     with pytest.raises(InvalidParameterError, match=message):
         read_image(image, name="start")
 
@@ -93,7 +93,7 @@ def test_a_clip_is_a_list_of_images_or_an_array_too():
 
 
 @pytest.mark.parametrize("name", ["test_images.py", "nothing.mp4", "nothing.gif"])
-def test_what_is_no_clip_is_said(name, tmp_path):
+def test_what_is_not_a_clip_is_refused(name, tmp_path):
     path = __file__ if name.endswith(".py") else tmp_path / name
     with pytest.raises(InvalidParameterError, match=r"cannot be read as a video|there is no file"):
         read_clip(path)

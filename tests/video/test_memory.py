@@ -1,5 +1,6 @@
 """The memory plan: what the run will use, and what is said when it is too much."""
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,19 +15,15 @@ from verax.errors import RequestRefusedError
 from verax.models.video_model import LatentGeometry, VideoSettings
 from verax.models.wan.family import KINDS, SKYREELS
 from verax.video.memory import StageMemory, out_of_memory_message
-from verax.video.programs import Component
+from verax.video.programs import KEPT_PROGRAMS, Component, Program
 from verax.video.request import VideoRequest, resolve_request
 
 PICTURE = np.random.default_rng(0).integers(0, 256, (20, 40, 3), np.uint8)
 OPTIONS: dict[str, Any] = dict(height=16, width=32, num_frames=9, num_inference_steps=1, image=PICTURE)
 
 
-@pytest.fixture(scope="module")
-def pipe(tmp_path_factory):
-    return VideoPipeline.from_pretrained(video_folder("i2v", tmp_path_factory.mktemp("i2v")), dtype="float32")
-
-
-def test_the_plan_compiles_what_the_run_uses_and_counts_its_memory(pipe):
+def test_the_plan_compiles_what_the_run_uses_and_counts_its_memory(pipes):
+    pipe = pipes("i2v")
     plan = pipe.plan(VideoRequest("a red circle", **OPTIONS))
     assert [one.stage for one in plan] == ["text", "image", "encode", "denoise", "decode"]
     assert all(one.work > 0 for one in plan)  # also where a program passes weights over
@@ -49,7 +46,8 @@ def test_the_plan_compiles_what_the_run_uses_and_counts_its_memory(pipe):
     assert [program.count for program in programs] == counts
 
 
-def test_a_request_that_does_not_fit_is_refused_before_anything_runs(pipe, monkeypatch):
+def test_a_request_that_does_not_fit_is_refused_before_anything_runs(pipes, monkeypatch):
+    pipe = pipes("i2v")
     monkeypatch.setattr("verax.video.pipeline.free_memory", lambda _: 5000)
     seen = []
     with pytest.raises(RequestRefusedError, match=r"memory: \w+ needs .* MB .*; neither fewer nor smaller"):
@@ -57,7 +55,8 @@ def test_a_request_that_does_not_fit_is_refused_before_anything_runs(pipe, monke
     assert seen == []
 
 
-def test_guidance_is_in_turn_where_only_that_fits(pipe, monkeypatch, caplog):
+def test_guidance_is_in_turn_where_only_that_fits(pipes, monkeypatch, caplog):
+    pipe = pipes("i2v")
     needs = {"batch": 2, "sequential": 1}
     monkeypatch.setattr(VideoPipeline, "_plan", lambda _, asked: [StageMemory("denoise", 0, 0, needs[asked.guidance])])
     for free, peak in ((2, 2), (0, 2), (None, 2)):
@@ -124,6 +123,16 @@ def test_segments_become_shorter_and_models_wait_elsewhere():
     assert "guidance='sequential'" in why
     assert "base_num_frames=85 " in why
     assert "offload=True" in why
+
+
+def test_of_a_function_the_last_compiled_programs_are_kept_and_others_leave_the_memory():
+    program, client = Program(lambda x, *, power: x**power), jax.devices()[0].client
+    before = len(client.live_executables())
+    for size in (*range(1, KEPT_PROGRAMS + 6), 1):
+        np.testing.assert_array_equal(program(np.full(size, 2, np.float32), power=3), np.full(size, 8))
+    assert program.count == KEPT_PROGRAMS
+    gc.collect()
+    assert len(client.live_executables()) <= before + KEPT_PROGRAMS
 
 
 def test_offloaded_weights_wait_in_the_hosts_memory():

@@ -1,5 +1,7 @@
-"""Clips on several devices: those of one device, by the collectives that are meant. A process of its own, for its
-eight devices."""
+"""Clips and encoders on several devices: the results of one device, by the collectives that are meant.
+
+They run in a process of their own, for its eight devices.
+"""
 
 import jax
 import pytest
@@ -13,7 +15,7 @@ AXES = ("guidance", "sequence")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def clips(tmp_path_factory):
     return run_on_devices(8, "tests.support.video_mesh", tmp_path_factory.mktemp("mesh"))
 
 
@@ -26,62 +28,62 @@ def found(tmp_path_factory):
         ("(True, 4)", {"all-to-all": 8, "all-gather": 2}),
     ],
 )
-def test_frames_are_those_of_one_device_and_a_step_has_the_collectives_that_are_meant(found, mesh, collectives):
-    case = found["t2v"][mesh]
+def test_frames_equal_one_devices_and_a_step_has_the_collectives_that_are_meant(clips, mesh, collectives):
+    case = clips["t2v"][mesh]
     assert case["difference"] < 1e-4
     assert (case["collectives"], case["context"]) == (collectives, {})
 
 
 @pytest.mark.parametrize("case", [0, 1], ids=["whole weights", "divided weights"])
 @pytest.mark.parametrize(("name", "steps"), [("i2v", [2, 2]), ("df", [5, 5]), ("cache", [8, 5]), ("experts", [5, 5])])
-def test_every_kind_of_model_makes_the_latents_of_one_device(found, name, steps, case):
-    case = found[name][case]
+def test_every_kind_of_model_makes_the_latents_of_one_device(clips, name, steps, case):
+    case = clips[name][case]
     assert case["steps"] == steps
     assert case["difference"] < 1e-4 * case["spread"]
 
 
-def test_divided_weights_are_gathered_once_a_block_where_they_are_used(found):
-    case = found["t2v"]["(True, 4, True)"]
+def test_divided_weights_are_gathered_once_a_block_where_they_are_used(clips):
+    case = clips["t2v"]["(True, 4, True)"]
     assert case["difference"] < 1e-4
     # One block in a loop has its four all-to-alls. It gathers eight matrices, and the step the tokens and the passes.
     assert case["collectives"] == {"all-to-all": 4, "all-gather": 8 + 2}
     assert case["context"] == {"all-gather": 2}  # the other two matrices of cross-attention: keys and values
 
 
-def test_the_plan_has_one_devices_part_of_divided_weights(found):
-    (whole, whole_work), (divided, divided_work) = found["plans"]
+def test_the_plan_has_one_devices_part_of_divided_weights(clips):
+    (whole, whole_work), (divided, divided_work) = clips["plans"]
     D, F, layers = 32 * 12, 32, 2
     block = 4 * (8 * D * D + 2 * D * F)  # bytes of its matrices: eight of attention, two of the feed-forward
     assert divided == whole - layers * block * 7 // 8
     assert divided_work - whole_work < 1.5 * block  # one is gathered, not both
 
 
-def test_the_instant_plan_has_the_weights_of_the_compiled_one_and_no_more_work(found):
-    for case in found["planned"]:
+def test_the_instant_plan_has_the_weights_of_the_compiled_one_and_no_more_work(clips):
+    for case in clips["planned"]:
         for (name, weights, others, work), least in zip(case["compiled"], case["instant"], strict=True):
             assert least[:3] == [name, weights, others]
             assert least[3] <= work
 
 
-def test_tiles_of_frames_decode_on_several_devices_as_on_one(found):
-    for case in found["decode"]:
+def test_tiles_of_frames_decode_on_several_devices_as_on_one(clips):
+    for case in clips["decode"]:
         assert case["difference"] < 1e-4 * case["spread"]
 
 
-def test_the_plan_has_the_memory_of_one_of_the_devices(found):
-    guidance, both = found["work"]
+def test_the_plan_has_the_memory_of_one_of_the_devices(clips):
+    guidance, both = clips["work"]
     assert both < 0.75 * guidance
 
 
-def test_a_mesh_makes_the_latents_of_the_options_on_its_own_devices(found):
-    case = found["given"]
+def test_a_mesh_makes_the_latents_of_the_options_on_its_own_devices(clips):
+    case = clips["given"]
     assert case["equal"]
     assert case["devices"] == [[4, 5, 6, 7]] * 3  # of text encoder, VAE and transformer
 
 
-def test_a_number_of_devices_is_divided_as_the_clip_and_the_model_allow(found):
+def test_a_number_of_devices_is_divided_as_the_clip_and_the_model_allow(clips):
     # Four heads, and two rows of four tokens where nothing else is said.
-    assert found["chosen"] == {"8": [2, 4], "6": [2, 2], "1": [1, 1], "no guidance": [1, 4], "15 tokens": [2, 1]}
+    assert clips["chosen"] == {"8": [2, 4], "6": [2, 2], "1": [1, 1], "no guidance": [1, 4], "15 tokens": [2, 1]}
 
 
 @pytest.mark.parametrize(
@@ -105,8 +107,8 @@ def test_a_number_of_devices_is_divided_as_the_clip_and_the_model_allow(found):
         ),
     ],
 )
-def test_what_cannot_be_divided_is_refused_with_what_would_fit(found, name, message):
-    assert found["refusals"][name] == message
+def test_what_cannot_be_divided_is_refused_with_what_would_fit(clips, name, message):
+    assert clips["refusals"][name] == message
 
 
 def test_weights_cannot_be_divided_over_one_device():
@@ -153,3 +155,89 @@ def test_a_number_of_devices_is_a_whole_one(devices):
 def test_devices_that_cannot_be_had_are_refused(options, message):
     with pytest.raises(InvalidParameterError, match=message):
         VideoPipeline.from_pretrained(**options)
+
+
+NORMS = 4 * 16 * (2 * 2 + 1)
+"""Bytes of the norms, which are whole on each device: two in each of two layers and one at the end, 16 float32 each."""
+
+UNDIVIDED = 4 * 20 * (3 * 14 * 14 + 1 + 5 + 2 * 2 + 3 * 6)
+"""Bytes of an image encoder of width 20 that are whole on each device: patch and class embedding, five positions, two
+norms outside of the blocks, and of each of three blocks two norms and the biases of two sums; float32."""
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory):
+    return run_on_devices(8, "tests.support.video_encoder_mesh", tmp_path_factory.mktemp("encoders"))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices"), [("(True, 1)", 2), ("(False, 2)", 2), ("(True, 2)", 4), ("(False, 4)", 4), ("(True, 4)", 8)]
+)
+def test_states_equal_one_devices_with_a_part_of_the_weights_on_each(encoders, mesh, devices):
+    case = encoders["float32"][mesh]
+    assert case["difference"] < 1e-5 * case["spread"]
+    # Two of each of two layers, and one of the embedding.
+    assert case["collectives"] == {"all-reduce": 5}
+    part = (case["whole"] - NORMS) // devices + NORMS
+    assert case["bytes"] == [part] * devices
+    assert case["planned"] == part
+    assert case["arguments"] < part + 4096  # the tokens
+
+
+@pytest.mark.parametrize(
+    ("mesh", "devices"), [("(True, 1)", 2), ("(False, 2)", 2), ("(True, 2)", 4), ("(False, 4)", 4)]
+)
+def test_an_images_states_equal_one_devices_with_a_part_of_the_weights_on_each(encoders, mesh, devices):
+    case = encoders["images"][mesh]
+    assert case["difference"] < 1e-5 * case["spread"]
+    assert case["collectives"] == {"all-reduce": 4}  # two of each of the two layers that run
+    part = (case["whole"] - UNDIVIDED) // devices + UNDIVIDED
+    assert case["bytes"] == [part] * devices
+    assert case["planned"] == part
+
+
+def test_an_images_states_in_bfloat16_differ_by_its_rounding(encoders):
+    case = encoders["bfloat16 images"]
+    assert 0 < case["difference"] < 2e-2 * case["spread"]
+
+
+def test_an_image_encoder_that_does_not_divide_is_on_the_first_device(encoders):
+    case = encoders["five heads"]
+    assert case["difference"] < 1e-5 * case["spread"]
+    assert (case["bytes"], case["collectives"]) == ([case["whole"]], {})
+    assert (
+        encoders["image messages"][-1]
+        == "image encoder: its weights are on 4 of 8 devices; numbers that it divides over: 1, 2, 4"
+    )
+
+
+def test_states_in_bfloat16_differ_by_its_rounding(encoders):
+    case = encoders["bfloat16"]["(True, 4)"]
+    assert 0 < case["difference"] < 2e-2 * case["spread"]
+
+
+def test_the_most_devices_that_the_sizes_divide_over_are_used_and_named(encoders):
+    some, none = encoders["some"], encoders["none"]
+    for case in (some, none):
+        assert case["difference"] < 1e-5 * case["spread"]
+    assert (len(some["bytes"]), some["collectives"]) == (4, {"all-reduce": 5})
+    assert (none["bytes"], none["collectives"]) == ([none["whole"]], {})
+    assert encoders["messages"] == {
+        "8": [],
+        "4": ["text encoder: its weights are on 4 of 8 devices; numbers that it divides over: 1, 2, 4"],
+        "3": ["text encoder: its weights are on 1 of 8 devices; numbers that it divides over: 1"],
+    }
+
+
+def test_the_built_in_encoder_is_on_three_of_four_devices(encoders):
+    case = encoders["built-in"]  # three heads, and 36 words
+    assert case["difference"] < 1e-5 * case["spread"]
+    assert len(case["bytes"]) == 3
+
+
+@pytest.mark.parametrize(("how", "loaded"), [("kept", True), ("dropped", False), ("offloaded", False)])
+def test_parts_come_back_to_their_devices(encoders, how, loaded):
+    case = encoders[how]
+    assert case["difference"] < 1e-5
+    assert case["loaded"] == [loaded] * 2
+    assert case["bytes"] == encoders["float32"]["(True, 2)"]["bytes"]

@@ -1,4 +1,4 @@
-"""`VideoRequest`: the same options by keyword and as an object, and errors for what is no option."""
+"""`VideoRequest`: the same options by keyword and as an object, and errors for unknown options."""
 
 import inspect
 from dataclasses import FrozenInstanceError, fields
@@ -7,17 +7,10 @@ from typing import get_type_hints
 import numpy as np
 import pytest
 
-from tests.support.tiny_video import video_folder
 from verax import VideoPipeline, VideoRequest
 from verax.errors import InvalidParameterError
 from verax.video.outputs import Callback
 from verax.video.request import ResolvedRequest, VideoOptions, make_request
-
-
-@pytest.fixture(scope="module")
-def pipe(tmp_path_factory):
-    folder = video_folder("t2v", tmp_path_factory.mktemp("t2v"), height=16, width=32, num_frames=5)
-    return VideoPipeline.from_pretrained(folder, dtype="float32", show_progress=False)
 
 
 def test_keyword_options_are_the_fields_of_a_request_with_their_types():
@@ -31,7 +24,8 @@ def test_keyword_options_are_the_fields_of_a_request_with_their_types():
     assert all(f"{name}" in (inspect.getdoc(VideoRequest) or "") for name in names)
 
 
-def test_a_call_by_keyword_is_the_clip_of_the_request(pipe):
+def test_a_call_by_keyword_is_the_clip_of_the_request(pipes):
+    pipe = pipes("t2v")
     by_request = pipe.generate(VideoRequest("a red circle", num_inference_steps=2, seed=3))
     np.testing.assert_array_equal(by_request.frames, pipe("a red circle", num_inference_steps=2, seed=3).frames)
 

@@ -1,13 +1,21 @@
-"""Stages of a run: the plan and the run take the same list."""
+"""Runs: plan and run take the same stages, a run continues from finished segments, two transformers share one."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.tiny_video import video_folder
 from verax import VideoPipeline, VideoRequest
+from verax.errors import InvalidParameterError
+from verax.models.wan.family import SKYREELS
+from verax.video import unipc
+from verax.video.networks import Denoiser
+from verax.video.programs import Component
 from verax.video.run import stages_of
+from verax.video.schedule import noise_levels
 
 IMAGE = np.random.default_rng(0).integers(0, 256, (20, 40, 3), np.uint8)
 CLIP = np.random.default_rng(0).integers(0, 256, (11, 16, 32, 3), np.uint8)
@@ -15,14 +23,9 @@ SIZE: dict[str, Any] = dict(height=16, width=32, num_frames=9, num_inference_ste
 LONG: dict[str, Any] = dict(SIZE, num_frames=17, base_num_frames=9, overlap_history=5)
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return {kind: video_folder(kind, tmp_path_factory.mktemp(kind)) for kind in ("t2v", "i2v", "df")}
-
-
 def programs(pipe):
-    found = (pipe.stages, pipe.denoiser)
-    return {name: one for owner in found for name, one in vars(owner).items() if name.endswith("program") and one}
+    owners = vars(pipe.stages) | vars(pipe.denoiser)
+    return {name: program for name, program in owners.items() if name.endswith("program") and program}
 
 
 @pytest.mark.parametrize(
@@ -39,7 +42,7 @@ def programs(pipe):
     ],
 )
 def test_a_plan_compiles_each_program_of_the_run_once(folders, kind, reference, options):
-    pipe = VideoPipeline.from_pretrained(folders[kind], dtype="float32", reference=reference, show_progress=False)
+    pipe = VideoPipeline.from_pretrained(folders(kind), dtype="float32", reference=reference, show_progress=False)
     pipe.plan(VideoRequest("a red circle", **options))
     planned = {name: program.count for name, program in programs(pipe).items()}
     pipe("a red circle", **options)
@@ -48,13 +51,12 @@ def test_a_plan_compiles_each_program_of_the_run_once(folders, kind, reference, 
 
 
 def names(pipe, **options):
-    parts = pipe.parts
-    request = pipe.resolve(VideoRequest("a red circle", **options))
-    return [(stage.name, stage.segment) for stage in stages_of(request, parts)]
+    stages = stages_of(pipe.resolve(VideoRequest("a red circle", **options)), pipe.parts)
+    return [(stage.name, stage.segment) for stage in stages]
 
 
 def test_segments_share_frames_by_one_reference_and_latents_by_the_other(folders):
-    ours, theirs = (VideoPipeline.from_pretrained(folders["df"], reference=name) for name in ("skyreels", "diffusers"))
+    ours, theirs = (VideoPipeline.from_pretrained(folders("df"), reference=name) for name in ("skyreels", "diffusers"))
     short = dict(LONG, num_frames=13)
     assert names(ours, **short) == [
         *(("text", 0), ("denoise", 0), ("decode", 0), ("encode again", 0)),
@@ -68,5 +70,128 @@ def test_segments_share_frames_by_one_reference_and_latents_by_the_other(folders
 
 
 def test_latents_need_no_decoding_of_the_last_segment(folders):
-    pipe = VideoPipeline.from_pretrained(folders["df"])
+    pipe = VideoPipeline.from_pretrained(folders("df"))
     assert names(pipe, output_type="latent", **SIZE)[-1] == ("denoise", 0)
+
+
+PROMPTS = ["a red circle", "a blue square", "a green circle"]
+
+
+class StoppedError(Exception):
+    pass
+
+
+def stop_in_the_second_segment(now):
+    if now.segment == 1 and now.stage == "denoise":
+        raise StoppedError
+
+
+@pytest.fixture(scope="module")
+def whole(pipes):
+    return pipes("df")(PROMPTS, **LONG)
+
+
+@pytest.fixture
+def stopped(pipes, tmp_path):
+    """A file with the first of three segments."""
+    file = tmp_path / "clip.safetensors"
+    with pytest.raises(StoppedError):
+        pipes("df")(PROMPTS, callback=stop_in_the_second_segment, resume=file, **LONG)
+    assert [path.name for path in tmp_path.iterdir()] == ["clip.safetensors"]
+    return file
+
+
+def test_a_clip_continues_where_it_was_ended(pipes, whole, stopped):
+    assert (whole.steps, len(whole.frames)) == (6, 17)
+    resumed = pipes("df")(PROMPTS, resume=stopped, **LONG)
+    assert resumed.steps == 4
+    np.testing.assert_array_equal(resumed.frames, whole.frames)
+    again = pipes("df")(PROMPTS, resume=str(stopped), **LONG)
+    assert again.steps == 0
+    np.testing.assert_array_equal(again.frames, whole.frames)
+    longer = pipes("df")([*PROMPTS, "a red square"], resume=stopped, **{**LONG, "num_frames": 21})
+    assert longer.steps == 2
+    np.testing.assert_array_equal(longer.frames[:17], whole.frames)
+
+
+def test_another_prompt_later_keeps_the_segments_before_it(pipes, whole, stopped):
+    changed = pipes("df")([PROMPTS[0], "a red square"], resume=stopped, **LONG)
+    assert changed.steps == 4
+    np.testing.assert_array_equal(changed.frames[:9], whole.frames[:9])
+    assert (changed.frames[9:] != whole.frames[9:]).any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 7}, "resume: .* has segments of another clip: seed was 42, now 7"),
+        ({"resume": Path("clip.npz")}, "resume: expected a file name that ends in .safetensors, got 'clip.npz'"),
+        ({"resume": "no/such/clip.safetensors"}, "resume: there is no folder no/such"),
+    ],
+)
+def test_a_file_of_another_clip_is_refused_by_name(pipes, stopped, changes, message):
+    with pytest.raises(InvalidParameterError, match=message):
+        pipes("df")(PROMPTS, **{**LONG, "resume": stopped, **changes})
+
+
+def test_a_file_of_something_else_is_refused(pipes, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"something else")
+    with pytest.raises(InvalidParameterError, match=r"resume: .*model\.safetensors is not a file of finished segments"):
+        pipes("df")(PROMPTS, resume=tmp_path / "model.safetensors", **LONG)
+
+
+ITERATIONS = 5
+UNGUIDED: dict[str, Any] = dict(height=16, width=32, num_frames=9, num_inference_steps=ITERATIONS, guidance_scale=1.0)
+NOISE = np.random.default_rng(0).normal(size=(1, 16, 3, 2, 4)).astype(np.float32)
+BOUNDARY = 0.9
+
+
+@pytest.fixture(scope="module")
+def two(folders):
+    """A pipeline of two transformers, of which the second has smaller weights."""
+    made = VideoPipeline(folders("t2v"), dtype="float32", show_progress=False)
+    first = made.denoiser.transformer
+    with first.weights() as weights:
+        scaled = tuple(0.7 * weight for weight in weights)
+    second = Component("second transformer", lambda: first.module(scaled), lambda _: first.module(scaled), keep=True)
+    model: Any = made.parts.model
+    model = replace(model, settings=replace(model.settings, boundary_ratio=BOUNDARY))
+    made.parts = replace(made.parts, model=model, denoisers=(made.denoiser, Denoiser(second)))
+    return made
+
+
+def by_hand(pipe, chosen):
+    """Latents of a loop over steps, of which each has its transformer."""
+    levels = noise_levels(ITERATIONS, pipe.settings.shift, SKYREELS.sigmas)
+    table, state = unipc.tabulate(levels.sigmas), unipc.start(jnp.asarray(NOISE.transpose(0, 2, 3, 4, 1)))
+    states = pipe.parts.prompt_states("a red circle")
+    for i, (timestep, index) in enumerate(zip(levels.timesteps, chosen, strict=True)):
+        component = pipe.parts.denoisers[index].transformer
+        with component.weights() as weights:
+            model = component.module(weights)
+            velocity = model(state.sample, jnp.array([timestep]), model.encode_context(states))
+        state = unipc.step(table, jnp.int32(i), state, velocity)
+    return np.asarray(state.sample).transpose(0, 4, 1, 2, 3)
+
+
+@pytest.mark.parametrize("callback", [None, lambda now: True], ids=["one call a span", "one call a step"])
+def test_high_noise_goes_to_the_first_transformer_and_low_noise_to_the_second(two, callback):
+    chosen = (noise_levels(ITERATIONS, two.settings.shift, SKYREELS.sigmas).timesteps < 1000 * BOUNDARY).astype(int)
+    assert 0 < chosen.sum() < ITERATIONS
+    made = two("a red circle", latents=NOISE, output_type="latent", callback=callback, **UNGUIDED)
+    assert (made.steps, made.computed) == (ITERATIONS, ITERATIONS)
+    np.testing.assert_allclose(made.frames, by_hand(two, chosen), atol=1e-4)
+    assert np.abs(made.frames - by_hand(two, np.zeros(ITERATIONS, int))).max() > 1e-2
+
+
+def test_the_plan_has_a_row_for_each_transformer(two):
+    plan = two.plan(VideoRequest("a red circle", **UNGUIDED))
+    assert [row.stage for row in plan] == ["text", "denoise", "denoise", "decode"]
+    first, second = (row for row in plan if row.stage == "denoise")
+    assert second.others == first.others + first.weights
+
+
+def test_teacache_begins_again_with_each_transformer(two):
+    options: dict[str, Any] = {**UNGUIDED, "num_inference_steps": 16}
+    made = two("a red circle", cache="teacache", cache_threshold=1e9, **options)
+    assert (made.steps, made.computed) == (16, 2 * 5)  # the first five of each are computed

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.tiny_video import BOUNDARY, video_folder
+from tests.support.tiny_video import BOUNDARY
 from verax import VideoPipeline, VideoRequest
 from verax.checkpoint.video.convert import convert
 from verax.checkpoint.video.folder import VideoFolder
@@ -20,30 +20,6 @@ from verax.video.load import describe_folder
 
 STEPS = 8
 OPTIONS: dict[str, Any] = dict(height=32, width=64, num_frames=5, num_inference_steps=STEPS, output_type="latent")
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    made = {}
-
-    def get(kind):
-        if kind not in made:
-            made[kind] = video_folder(kind, tmp_path_factory.mktemp(kind), num_frames=9)
-        return made[kind]
-
-    return get
-
-
-@pytest.fixture(scope="module")
-def pipes(folders):
-    made = {}
-
-    def get(kind):
-        if kind not in made:
-            made[kind] = VideoPipeline.from_pretrained(folders(kind), dtype="float32", show_progress=False)
-        return made[kind]
-
-    return get
 
 
 def picture(height=40, width=60):

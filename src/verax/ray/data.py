@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -208,12 +208,13 @@ class Clips:
 
     def _row(self, row: Mapping[str, Any]) -> dict[str, Any]:
         from verax.video.files import clip_path
-        from verax.video.request import VideoOptions
+        from verax.video.request import VideoRequest
 
         path = clip_path(self._folder, str(row["custom_id"]))
         try:
             if not path.exists():
-                own = {name: row[name] for name in VideoOptions.__annotations__ if row.get(name) is not None}
+                names = [field.name for field in fields(VideoRequest)]
+                own = {name: row[name] for name in names[1:] if row.get(name) is not None}
                 clip = self._pipeline(row["prompt"], **{**self._request, **own})
                 with atomic_path(path) as partial:
                     clip.save(partial)

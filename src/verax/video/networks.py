@@ -114,11 +114,11 @@ class Stages:
                 layout=layout(image_encoder.mesh, image_encoder.partition, REPLICATED),
             )
         of_vae = layout(mesh, REPLICATED, REPLICATED)
-        self.encode_program = Program(encode, options=("chunk",), layout=of_vae)
-        self.condition_program = Program(condition, options=("frames", "chunk"), layout=of_vae)
-        self.decode_program = Program(decode, options=("chunk", "tile"), layout=of_vae)
+        self.encode_program = Program(encode, layout=of_vae)
+        self.condition_program = Program(condition, layout=of_vae)
+        self.decode_program = Program(decode, layout=of_vae)
         self._finish = Program(finish, layout=layout(mesh, REPLICATED))
-        self._noise = Program(noise, options=("shape",))
+        self._noise = Program(noise)
 
     def text_call(self, tokens: int) -> ProgramCall:
         """Call that encodes a prompt of this many tokens, padding included."""
@@ -262,7 +262,6 @@ class Denoiser:
         self.time_program = Program(time, layout=layout(mesh, of_model, whole, whole))
         self.program = Program(
             loop,
-            options=("guidance", "causal_block_size", "attention"),
             donate=(1,),
             layout=layout(mesh, of_model, _STATE, whole, _CONDITIONS, whole, whole, results=_STATE),
         )

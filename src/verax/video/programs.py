@@ -7,6 +7,7 @@ from which its memory follows before the run, and the run calls it with arrays.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -184,28 +185,25 @@ class Program:
         self,
         function: Callable[..., Any],
         *,
-        options: tuple[str, ...] = (),
         donate: tuple[int, ...] = (),
         layout: Layout | None = None,
     ):
         """Describe it.
 
         Args:
-            function: function of arrays by position and of `options` by name.
-            options: names of arguments that are part of the program, hashable.
+            function: function of arrays by position, and of hashable options by name, which are part of the program.
             donate: positions of arguments whose memory the results may take.
             layout: division of arguments and results over a mesh, each device of which runs the function on its shards;
                 None for the default device.
         """
         self.function = function if layout is None else layout.divide(function)
         self._layout = layout
-        self._jit = jax.jit(
-            self.function,
-            static_argnames=options,
-            donate_argnums=donate,
-            compiler_options=compiler_options(ops.target().platform),
-            keep_unused=True,  # weights that a program passes over lie in memory all the same, and `memory` counts them
-        )
+        self._options = {
+            "donate_argnums": donate,
+            "compiler_options": compiler_options(ops.target().platform),
+            # Weights that a program passes over lie in memory all the same, and `memory` counts them.
+            "keep_unused": True,
+        }
         self._compiled: OrderedDict[Any, Any] = OrderedDict()
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
@@ -239,8 +237,14 @@ class Program:
         if key in self._compiled:
             self._compiled.move_to_end(key)
             return self._compiled[key]
+
+        # JAX keeps traces and executables as long as the function lives, so each program has a function of its own.
+        @functools.wraps(self.function)
+        def function(*arrays: Any) -> Any:
+            return self.function(*arrays, **options)
+
         placed = arguments if self._layout is None else self._layout.place(arguments)
-        compiled = self._compiled[key] = self._jit.lower(*placed, **options).compile()
+        compiled = self._compiled[key] = jax.jit(function, **self._options).lower(*placed).compile()
         if len(self._compiled) > KEPT_PROGRAMS:
             self._compiled.popitem(last=False)
         return compiled

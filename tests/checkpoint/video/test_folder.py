@@ -1,4 +1,4 @@
-"""A video model's folder: both layouts are known by looking, weights have the original's names, what lacks is named."""
+"""A video model's folder: both layouts are recognised, weights have the original's names, missing parts are named."""
 
 import json
 
@@ -87,7 +87,7 @@ def test_diffusers_names_in_a_folder_of_the_original_layout_are_known(original, 
         assert_holds(VideoFolder(original), part)
 
 
-def test_weights_that_no_part_needs_are_left_behind(original):
+def test_weights_that_no_part_needs_are_left_out(original):
     more = {"transformer": {"blocks.0.attn2.norm_added_q.weight": (4,), "blocks.0.cross_attn.norm_q_img.weight": (4,)}}
     more["image_encoder"] = {"textual.head.0.weight": (2, 2), "log_scale": (), "vision_model.position_ids": (1, 5)}
     for part, stem in {"transformer": "model", "image_encoder": CLIP}.items():
@@ -96,7 +96,7 @@ def test_weights_that_no_part_needs_are_left_behind(original):
         assert_holds(VideoFolder(original), part)
 
 
-def test_a_second_copy_of_the_text_encoders_embedding_is_left_behind(diffusers):
+def test_a_second_copy_of_the_text_encoders_embedding_is_left_out(diffusers):
     path = diffusers / "text_encoder" / "model.safetensors"
     expected = tensors("text_encoder")
     names = {"token_embedding.weight": "shared.weight", "norm.weight": "encoder.final_layer_norm.weight"}
@@ -109,7 +109,7 @@ def test_a_second_copy_of_the_text_encoders_embedding_is_left_behind(diffusers):
     assert_holds(VideoFolder(diffusers), "text_encoder")
 
 
-def test_a_key_that_fits_no_name_is_kept_for_the_loader_to_tell(diffusers):
+def test_a_key_that_fits_no_name_is_kept_for_the_loader_to_report(diffusers):
     path = diffusers / "transformer" / "diffusion_pytorch_model.safetensors"
     checkpoint = VideoFolder(diffusers).checkpoint("transformer")
     stored = {name: np.ones(checkpoint.shape(name), np.float32) for name in ("blocks.0.self_attn.q.weight",)}
@@ -150,7 +150,7 @@ def test_a_missing_part_names_the_file_expected(part, file, original, diffusers)
         VideoFolder(diffusers).checkpoint(part)
 
 
-def test_other_faults_are_told_with_what_would_be_right(original, diffusers, tmp_path):
+def test_other_faults_are_reported_with_what_would_be_right(original, diffusers, tmp_path):
     with pytest.raises(CheckpointError, match="no such folder"):
         VideoFolder(tmp_path / "absent")
     (tmp_path / "empty").mkdir()

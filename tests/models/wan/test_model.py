@@ -131,7 +131,7 @@ def test_sizes_that_were_never_published_are_read_from_the_originals_layout():
     assert WanConfig.from_hf(dict(ORIGINAL, image_dim=None)).image_dim is None
 
 
-def test_the_original_tells_its_diffusion_forcing_model_the_frames_per_second():
+def test_the_original_diffusion_forcing_model_takes_the_frames_per_second():
     config = dict(ORIGINAL, model_type="t2v", in_dim=16, inject_sample_info=True)
     assert WanConfig.from_hf(config) == WAN_CONFIGS["df-1.3b"]
 

@@ -66,7 +66,7 @@ def test_packed_weights_take_the_memory_of_those_in_the_file_and_of_the_rows_tha
     assert (component.size > 2 * plain.parameters) == PACKS
 
 
-def test_weights_for_a_mesh_or_another_device_stay_as_they_are():
+def test_weights_for_a_mesh_or_another_device_stay_unpacked():
     mesh = abstract_mesh(guidance_parallel=True, sequence_parallel=1)
     assert panels(component_of(WanModel, jnp.bfloat16, None, mesh=mesh).shapes) == 0
     with ops.use_target("gpu"):
@@ -78,7 +78,7 @@ def folder(tmp_path_factory):
     return video_folder("df", tmp_path_factory.mktemp("df"), heads=8)
 
 
-def test_a_clip_is_that_of_the_weights_in_the_file(folder):
+def test_a_clip_equals_the_clip_of_the_weights_in_the_file(folder):
     noise = jax.random.normal(jax.random.key(0), (1, 3, 4, 8, 16))
     text = jax.random.normal(jax.random.key(1), (1, 5, 16))
 

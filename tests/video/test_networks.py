@@ -42,7 +42,7 @@ def test_prompts_are_512_tokens_long(folder):
     assert tokens.shape == (1, PROMPT_TOKENS) == (1, 512)
 
 
-def test_ids_are_those_of_transformers(folder):
+def test_ids_equal_transformers(folder):
     transformers = pytest.importorskip("transformers")  # without torch
     theirs = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), pad_token="<pad>", eos_token="</s>", unk_token="<unk>"

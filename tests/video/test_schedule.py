@@ -1,11 +1,55 @@
-"""The steps that TeaCache leaves out, against its authors' loop of one call after the other."""
+"""Schedule: steps of diffusion forcing, spans of two transformers, and TeaCache against its authors' loop of calls."""
 
 import numpy as np
 import pytest
 
 from verax.errors import InvalidParameterError
 from verax.models.wan.family import SKYREELS, teacache_for
-from verax.video.schedule import noise_levels, steps_running_blocks
+from verax.video.schedule import forcing_schedule, noise_levels, steps_running_blocks, transformer_spans
+
+TIMESTEPS = noise_levels(6, 8.0, SKYREELS.sigmas).timesteps
+
+
+@pytest.mark.parametrize("ar_step", [0, 1, 2, 9])
+@pytest.mark.parametrize("block", [1, 3])
+@pytest.mark.parametrize("prefix", [0, 1, 3, 4])
+def test_every_frame_takes_each_step_once_in_order_and_given_frames_none(ar_step, block, prefix):
+    schedule = forcing_schedule(9, TIMESTEPS, ar_step=ar_step, causal_block_size=block, prefix=prefix)
+    for f in range(9):
+        taken = schedule.update[:, f]
+        if f < prefix:
+            assert not taken.any()
+            assert (schedule.timesteps[:, f] == 0).all()
+        else:
+            np.testing.assert_array_equal(schedule.row[taken, f], np.arange(6))
+            np.testing.assert_array_equal(schedule.timesteps[taken, f], TIMESTEPS)
+
+
+def test_blocks_follow_each_other_by_ar_step():
+    schedule = forcing_schedule(4, TIMESTEPS, ar_step=2, causal_block_size=2)
+    begins = schedule.update.argmax(axis=0)
+    np.testing.assert_array_equal(begins, [0, 0, 2, 2])
+    assert len(schedule.timesteps) == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"causal_block_size": 4}, r"causal_block_size: 9 latent frames .* blocks of 4"),
+        ({"causal_block_size": 0}, r"causal_block_size: expected .* got 0"),
+        ({"ar_step": -1}, r"ar_step: expected .* got -1"),
+    ],
+)
+def test_impossible_schedules_are_refused(options, message):
+    with pytest.raises(InvalidParameterError, match=message):
+        forcing_schedule(9, TIMESTEPS, **options)
+
+
+def test_the_iteration_at_the_boundary_is_the_first_transformers():
+    assert transformer_spans(np.array([999, 876, 875, 874, 0], np.int32), 0.875) == [(0, 0, 3), (1, 3, 5)]
+    assert transformer_spans(np.array([[0, 999], [0, 874]], np.int32), 0.875) == [(0, 0, 1), (1, 1, 2)]
+    assert transformer_spans(np.array([999, 0], np.int32), None) == [(0, 0, 2)]
+
 
 KINDS = [
     {"width": 1536, "image_to_video": True, "pixels": 544 * 960},
@@ -15,9 +59,9 @@ KINDS = [
 ]
 
 
-def embedding(told):
+def embedding(timesteps):
     """Something that moves with time about as fast as a trained model's embedding, and a projection of it."""
-    e = 1 + 0.4 * np.sin(told[..., None].astype(np.float32) / 250 + np.linspace(0, 6, 32, dtype=np.float32))
+    e = 1 + 0.4 * np.sin(timesteps[..., None].astype(np.float32) / 250 + np.linspace(0, 6, 32, dtype=np.float32))
     return e, np.tanh(e @ np.random.default_rng(0).normal(size=(32, 96)).astype(np.float32) * 0.3)
 
 
@@ -45,7 +89,7 @@ def as_published(timesteps, threshold, cache):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("projected", [True, False])
 @pytest.mark.parametrize("threshold", [0.05, 0.1, 0.3])
-def test_the_schedule_is_that_of_a_loop_over_calls(kind, projected, threshold):
+def test_teacache_computes_the_steps_of_a_loop_over_calls(kind, projected, threshold):
     timesteps = noise_levels(30, 8.0, SKYREELS.sigmas).timesteps
     cache = teacache_for(**kind, projected=projected)
     computed = steps_running_blocks(timesteps, embedding, threshold, cache)
