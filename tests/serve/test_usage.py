@@ -1,5 +1,7 @@
 """`Usage`: tokens are counted once, however many come at a time and of whichever sample."""
 
+import msgspec
+
 from verax.serve.text.run import Usage
 from verax.text.engine.outputs import CompletionOutput, RequestOutput
 
@@ -13,7 +15,7 @@ def test_all_tokens_of_all_samples_are_counted_once():
     usage = Usage()
     for parts in ([(0, [1, 2, 3]), (1, [4])], [(1, [5, 6])], [(0, [])]):
         usage.add(output(*parts))
-    assert usage.body() == {
+    assert msgspec.to_builtins(usage.body()) == {
         "prompt_tokens": 4,
         "completion_tokens": 6,
         "total_tokens": 10,
