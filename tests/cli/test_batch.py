@@ -155,5 +155,5 @@ def test_a_file_of_somebody_else_is_not_written_to(run, tmp_path):
     (tmp_path / "notes.txt").write_text("notes of mine\n")
     done = run("batch", "-i", tmp_path / "in.jsonl", "-o", tmp_path / "notes.txt", "no/such/model")
     assert done.status == 1
-    assert "notes.txt: line 1 is no result of this command" in done.err
+    assert "notes.txt: line 1 is not a result of this command" in done.err
     assert (tmp_path / "notes.txt").read_text() == "notes of mine\n"

@@ -40,7 +40,7 @@ def test_a_body_that_is_no_json_is_an_error_of_its_row(tmp_path):
 
 def test_a_file_that_is_not_parquet_is_refused(tmp_path):
     (tmp_path / "in.parquet").write_text("no")
-    with pytest.raises(InvalidParameterError, match=r"^input: .*in\.parquet: it is no Parquet file"):
+    with pytest.raises(InvalidParameterError, match=r"^input: .*in\.parquet: it is not a Parquet file"):
         request_lines(tmp_path / "in.parquet")
 
 
