@@ -121,3 +121,15 @@ def test_closing_fails_those_who_wait(encoder):
             await embed(queue, [[3]])
 
     asyncio.run(main())
+
+
+def test_a_wrong_number_of_results_fails_its_request_and_not_the_thread():
+    queue = BatchQueue(lambda inputs: np.ones((len(inputs) - (inputs[0] < 0), 1)), name="t", batch_size=4, max_inputs=8)
+
+    async def main():
+        with pytest.raises(RuntimeError, match="1 results for 2 inputs"):
+            await queue.run([-1, -2], [2, 1])
+        return await queue.run([1, 2], [1, 1])
+
+    assert asyncio.run(main()).shape == (2, 1)
+    queue.close()

@@ -140,6 +140,8 @@ def test_clips_expire(jobs, pipeline, now):
     assert jobs.get(job.id) is job
     now[0] += 1
     assert jobs.get(job.id) is None
+    assert jobs.newest_last() == []
+    jobs.check_room()
     assert jobs.store.used() == 0
 
 
@@ -161,3 +163,25 @@ def test_an_error_fails_its_clip_and_the_queue_goes_on(jobs, pipeline, prompt, e
 def test_images_wait_on_disk(jobs):
     job = jobs.submit(request(image=np.ones((16, 16, 3), np.uint8)), "clips")
     assert isinstance(job.request.image, np.memmap)
+
+
+def test_a_clip_that_cannot_be_ended_does_not_end_the_queue(jobs, pipeline, monkeypatch):
+    remove = jobs.store.remove
+    monkeypatch.setattr(jobs.store, "remove", lambda name: 1 / 0)
+    pipeline.may_go.release(100)
+    failed = jobs.submit(request("break"), "clips")
+    fine = jobs.submit(request(), "clips")
+    until(jobs, fine, lambda job: job.ended)
+    assert (failed.status, fine.status) == ("failed", "completed")
+    monkeypatch.setattr(jobs.store, "remove", remove)
+
+
+def test_asking_for_clips_neither_waits_for_files_nor_touches_them(jobs, pipeline, now, monkeypatch):
+    pipeline.may_go.release(100)
+    job = jobs.submit(request(), "clips")
+    until(jobs, job, lambda job: job.ended)
+    now[0] += 60
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs.store, "remove", lambda name: 1 / 0)
+        assert jobs.get(job.id) is None
+        assert jobs.newest_last() == []

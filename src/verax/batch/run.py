@@ -70,7 +70,6 @@ async def read_lines(file: BinaryIO | ParquetLines) -> AsyncGenerator[bytes, Non
 QUEUE_FULL = 429
 """Status of an answer that says to try again."""
 
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

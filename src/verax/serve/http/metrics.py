@@ -17,26 +17,20 @@ __all__ = ["TextMetrics"]
 LABELS = ("model_name", "engine")
 """The name of the model, and the number of the replica."""
 
-
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-
 
 BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 
-
 WHOLE_REQUEST = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
-
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Bounds of the histograms' buckets: seconds, and tokens of a step; vLLM's."""
-
 
 GAUGES = {
     "num_requests_running": "Requests in the engine.",
     "num_requests_waiting": "Requests in the queue.",
     "kv_cache_usage": "Share of the cache in use, 0 to 1.",
 }
-
 
 COUNTERS = {
     "prefix_cache_queries": "Tokens looked up in the prefix cache.",
@@ -47,14 +41,12 @@ COUNTERS = {
 }
 """Texts of metrics by the name of a field of `EngineStats`."""
 
-
 DRAFT_COUNTERS = {
     "num_drafts": "Times that drafts of a sequence were verified.",
     "num_draft_tokens": "Drafted tokens.",
     "num_accepted_tokens": "Drafted tokens that held.",
 }
 """The same of `SpeculationTotals`."""
-
 
 _NAMES = {"kv_cache_usage": "kv_cache_usage_perc"}
 """Names of metrics that are not their field's."""
@@ -155,8 +147,8 @@ class TextMetrics:
 
     def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> list[Histogram]:
         """A histogram for each replica."""
-        made = Histogram(f"vllm:{name}", text, LABELS, registry=self._registry, buckets=bounds)
-        return [made.labels(*labels) for labels in self._labels]
+        histogram = Histogram(f"vllm:{name}", text, LABELS, registry=self._registry, buckets=bounds)
+        return [histogram.labels(*labels) for labels in self._labels]
 
 
 def _lengths(longest: int) -> tuple[float, ...]:

@@ -76,7 +76,7 @@ class Server:
         root: the text checkpoint, as `/v1/models` shows it; the first name if None.
         draining: True once the server is to end: new requests get 503.
         num_requests: number of requests that are being served.
-        streams: answers that go on while their page is reloaded.
+        streams: answers that continue while their page is reloaded.
         tracer: tracer of the requests, or None.
     """
 

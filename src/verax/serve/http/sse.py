@@ -33,13 +33,10 @@ __all__ = [
 DONE = b"data: [DONE]\n\n"
 """Last event of OpenAI's streams."""
 
-
 PING = b": ping\n\n"
-
 
 HEADERS_AFTER = 2.0
 """Seconds after which a stream begins without an event. An error until then is an answer with its real status."""
-
 
 T = TypeVar("T")
 
@@ -130,7 +127,7 @@ class EventStream(Response):
         await self._send(send, b"", more=False)
 
     async def _watch(self, send: Send) -> None:
-        """Send pings while there are no events; return if the client does not read."""
+        """Send pings while events are missing; return if the client does not read."""
         while True:
             silent = time.monotonic() - self._last
             limit = self._slow_client_timeout if self._sending else self._ping_interval
@@ -178,7 +175,6 @@ async def _disconnected(receive: Receive) -> None:
 ID_PATTERN = "[A-Za-z0-9_-]{16,128}"
 """Regular expression of an id."""
 
-
 _ID = re.compile(ID_PATTERN)
 
 
@@ -214,7 +210,7 @@ class RunningStreams:
 
     Args:
         max_streams: number of streams that are kept at once. Further ones live and die with their connection.
-        max_bytes: number of bytes that are kept of each. A reader who is further behind gets an error.
+        max_bytes: number of bytes that are kept of each. A slower reader gets an error.
         abandoned_after: seconds without a reader after which an answer is aborted.
         kept_after: seconds for which an answer can be read after its end.
     """
@@ -261,7 +257,7 @@ class RunningStreams:
         """The bytes of a stream from an offset on, until its end.
 
         Raises:
-            KeyError: if there is no such stream, or no longer.
+            KeyError: if the stream does not exist, or no longer.
             InvalidParameterError: if the bytes at the offset are not kept, or are not there yet.
         """
         stream = self._streams[conv_id]

@@ -59,9 +59,7 @@ CONVERSATION_ID = Parameter(
 
 MAX_TEMPLATE_OPTIONS = 64
 
-
 _FREE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
-
 
 _RESERVED = frozenset(
     (
@@ -390,7 +388,7 @@ def _check(server: Server, request: ChatRequest) -> None:
         raise ApiError(400, "top_logprobs: it needs logprobs to be true", param="top_logprobs")
     demanded = isinstance(request.tool_choice, NamedToolChoice) or request.tool_choice == "required"
     if demanded and request.tools is None:
-        raise ApiError(400, "tool_choice: there are no tools to choose from", param="tool_choice")
+        raise ApiError(400, "tool_choice: tools are missing", param="tool_choice")
     # Templates and tokenizers cost time, which a full queue lacks.
     waiting, limit = server.engine.stats().num_requests_waiting, server.engine.max_queued_requests
     if waiting >= limit > 0:

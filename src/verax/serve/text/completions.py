@@ -204,7 +204,7 @@ class _Completion:
         """Text of the prompt, whose log-probabilities are added to a choice's."""
         tokenizer, output = self._run.tokenizer, self._run.outputs[index // self._run.n]
         if tokenizer is None:
-            raise InvalidParameterError("echo: this engine has no tokenizer, so there is no text")
+            raise InvalidParameterError("echo: this engine has no tokenizer, so it has no text")
         assert output is not None
         ids = output.prompt_token_ids
         if lists is not None and output.prompt_logprobs is not None:

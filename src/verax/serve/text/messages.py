@@ -394,7 +394,7 @@ def _block(part: Part, *, empty: bool = False) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Arguments of a call. Those that are no JSON, as of a call that was cut short, are given as Anthropic advises."""
+    """Arguments of a call. Text that is not JSON, such as a call that was cut short, is given as Anthropic advises."""
     try:
         read = msgspec.json.decode(arguments or "{}")
     except (msgspec.DecodeError, RecursionError, ValueError):

@@ -29,10 +29,8 @@ __all__ = ["INPUT_ITEMS", "LOGPROBS", "ResponseObject", "ResponsesRequest", "cha
 LOGPROBS = "message.output_text.logprobs"
 """Entry of `include` that asks for log-probabilities."""
 
-
 _INCLUDE = {LOGPROBS, "reasoning.encrypted_content"}
 """Entries of `include` that are taken. Reasoning comes in the open, so that nothing has to be encrypted."""
-
 
 _NEEDS_STATE = ("previous_response_id", "background", "conversation", "prompt", "store")
 """Fields that need a server that keeps responses."""
@@ -103,16 +101,13 @@ _ITEMS: dict[str, type[msgspec.Struct]] = {
 }
 """Kinds of input items."""
 
-
 INPUT_ITEMS = tuple(_ITEMS.values())
-
 
 InputItem = Annotated[
     dict[str, Any],
     Meta(extra_json_schema={"anyOf": [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in INPUT_ITEMS]}),
 ]
-"""Item whose kind its `type` tells: a message may lack it."""
-
+"""Item whose `type` names its kind; a message may lack it."""
 
 Off = Annotated[bool, Meta(extra_json_schema={"const": False})]
 """Switch of what needs a server that keeps responses."""
@@ -274,8 +269,8 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
 def _read_item(item: Mapping[str, Any], where: str) -> msgspec.Struct:
     kind = _ITEMS.get(str(item.get("type", "message")))
     if kind is None:
-        found = str(item.get("type"))[:50]
-        raise ApiError(400, f"{where}.type: expected {', '.join(_ITEMS)}, got {found!r}", param=f"{where}.type")
+        given = str(item.get("type"))[:50]
+        raise ApiError(400, f"{where}.type: expected {', '.join(_ITEMS)}, got {given!r}", param=f"{where}.type")
     try:
         return decode(kind, item)
     except ApiError as error:
@@ -368,7 +363,6 @@ class ResponseObject(msgspec.Struct, kw_only=True):
 _IDS = {"reasoning": "rs", "text": "msg", "tool_call": "fc"}
 """Beginnings of the ids of output items."""
 
-
 _FIELDS = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -460,25 +454,25 @@ class _Answer:
                         yield self._event("response.in_progress", response=self._response("in_progress"))
                     last = event
                     for step in self._tracker.steps(event):
-                        for made in self._step(step, _status(event)):
-                            yield made
+                        for encoded in self._step(step, _status(event)):
+                            yield encoded
         except Exception as error:
             if last is None:
                 raise _renamed(api_error(error)) from error
-            found = api_error(error)
-            failure = {"code": found.code or "server_error", "message": found.message}
+            http = api_error(error)
+            failure = {"code": http.code or "server_error", "message": http.message}
             yield self._event("response.failed", response=self._response("failed", failure))
             return
         status = _status(last)
         yield self._event(f"response.{status}", response=self._response(status))
 
     def _event(self, kind: str, **values: Any) -> bytes:
-        made = named_event(kind, {"type": kind, "sequence_number": self._number, **values})
+        encoded = named_event(kind, {"type": kind, "sequence_number": self._number, **values})
         self._number += 1
-        return made
+        return encoded
 
     def _step(self, step: PartStep, status: str) -> Iterator[bytes]:
-        """Events of a part that begins, goes on or ends."""
+        """Events of a part that begins, grows or ends."""
         part = step.part
         place: dict[str, Any] = {"output_index": part.index}
         item = {"item_id": self._item_id(part), **place}

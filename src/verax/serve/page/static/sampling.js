@@ -1,4 +1,4 @@
-// The panel beside a chat: system prompt, sampling, form of the answer, tools. Kept in the browser.
+// The panel next to a chat: system prompt, sampling, form of the answer, tools. Kept in the browser.
 
 import { field, h, iconButton } from "./dom.js";
 
