@@ -8,15 +8,22 @@ import textwrap
 from pathlib import Path
 
 ROWS: list[tuple[str, dict[str, str]]] = [
-    ("commands", {"cli": "one file per command", "serve": "HTTP and the page", "ray": "replicas on Ray"}),
+    (
+        "commands",
+        {
+            "cli": "one file per command",
+            "batch": "files of work",
+            "serve": "HTTP and the page",
+            "ray": "replicas on Ray",
+        },
+    ),
     (
         "around engines",
         {
             "bench": "speed, memory",
-            "compare": "beside PyTorch",
+            "compare": "next to PyTorch",
             "plan": "without a device",
             "train": "fine-tuning",
-            "batch": "files of work",
         },
     ),
     ("engines", {"text": "LLM", "video": "VideoPipeline", "embed": "Encoder"}),

@@ -22,7 +22,7 @@ from verax.errors import EngineDeadError
 from verax.files import atomic_path
 from verax.serve.app import create_app
 from verax.serve.http.body import decode
-from verax.serve.http.errors import ApiError
+from verax.serve.http.errors import ApiError, field_error
 from verax.serve.http.server import Server
 
 __all__ = [
@@ -132,9 +132,9 @@ def read_request(text: bytes, number: int) -> RequestLine | AnswerLine:
             given["body"] = raw["body"]
         fields = decode(_Fields, given)
         if fields.url not in URLS:
-            raise ApiError(400, f"url: expected one of {', '.join(URLS)}, got {fields.url[:100]!r}", param="url")
+            raise field_error("url", f"expected one of {', '.join(URLS)}, got {fields.url[:100]!r}")
         if _streams(fields.body):
-            raise ApiError(400, "body.stream: an answer in a file is a whole one; leave it out", param="body.stream")
+            raise field_error("body.stream", "an answer in a file is a whole one; leave it out")
     except ApiError as error:
         return AnswerLine.failure(bad_line("invalid_request", error.message, number, error.param), custom_id)
     except msgspec.ValidationError:
@@ -149,7 +149,7 @@ def _streams(body: msgspec.Raw) -> bool:
     try:
         return msgspec.json.decode(body, type=_RequestBody).stream is True
     except msgspec.ValidationError as error:
-        raise ApiError(400, "body: expected a JSON object", param="body") from error
+        raise field_error("body", "expected a JSON object") from error
 
 
 def request_lines(path: Path) -> ParquetLines:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from verax.serve.http.errors import EXCEPTION_HANDLERS, ApiError, JsonResponse
+from verax.serve.http.errors import EXCEPTION_HANDLERS, ApiError, JsonResponse, model_error
 from verax.serve.http.metrics import TextMetrics
 from verax.serve.http.middleware import BodyLimit, RequestLog, Security
 from verax.serve.http.openapi import api_route, api_routes, describe
@@ -80,7 +80,7 @@ def _own_routes(server: Server) -> list[Route]:
         for model in _models(server, created):
             if model.id == name:
                 return JsonResponse(model)
-        raise ApiError(404, f"model: {name[:200]!r} is not served here", param="model", code="model_not_found")
+        raise model_error(f"{name[:200]!r} is not served here")
 
     return [
         *api_routes("/models", list_models, ("GET",), answer=ModelList, summary="List the models."),

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Meta
 from starlette.requests import Request
 
-from verax.serve.http.errors import ApiError
+from verax.serve.http.errors import ApiError, field_error
 
 __all__ = ["MAX_DEPTH", "Size", "decode", "parse_json", "read_body"]
 
@@ -135,7 +135,7 @@ def _wrong_field(problem: str) -> ApiError:
         what = "it is missing"
     what = what.replace(" | null`", "`").replace("`", "")
     param = path or "body"
-    return ApiError(400, f"{param}: {what[0].lower()}{what[1:]}", param=param)
+    return field_error(param, f"{what[0].lower()}{what[1:]}")
 
 
 def _report_unknown(name: object) -> None:

@@ -39,7 +39,9 @@ __all__ = [
     "api_error",
     "context_error",
     "error_response",
+    "field_error",
     "is_anthropic",
+    "model_error",
 ]
 
 
@@ -159,6 +161,16 @@ class ApiError(Exception):
         """The error object as it is sent."""
         shape = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": {**shape, **self.extra}}
+
+
+def field_error(param: str, problem: str) -> ApiError:
+    """Error 400 of a field: its name, what is wrong with it, and what would be right."""
+    return ApiError(400, f"{param}: {problem}", param=param)
+
+
+def model_error(problem: str) -> ApiError:
+    """Error 404 of the field `model`."""
+    return ApiError(404, f"model: {problem}", param="model", code="model_not_found")
 
 
 def api_error(error: BaseException) -> ApiError:

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from verax.errors import QueueFullError
 from verax.serve.http.body import Size, read_body
-from verax.serve.http.errors import ApiError, JsonResponse
+from verax.serve.http.errors import ApiError, JsonResponse, field_error
 from verax.serve.http.openapi import Parameter, api_routes
 from verax.serve.http.server import Server
 from verax.serve.http.sse import DONE, ID_PATTERN, data_event, unless_disconnected
@@ -169,15 +169,9 @@ def template_options(request: ChatRequest) -> dict[str, Any]:
     """
     continued = bool(request.continue_final_message)
     if continued and request.add_generation_prompt:
-        raise ApiError(
-            400,
-            "continue_final_message: it contradicts add_generation_prompt; one of them ends the prompt",
-            param="continue_final_message",
-        )
+        raise field_error("continue_final_message", "it contradicts add_generation_prompt: one of them ends the prompt")
     if continued and request.messages[-1].role != "assistant":
-        raise ApiError(
-            400, "continue_final_message: the last message is not the assistant's", param="continue_final_message"
-        )
+        raise field_error("continue_final_message", "the last message is not the assistant's")
     announced = not continued if request.add_generation_prompt is None else request.add_generation_prompt
     options: dict[str, Any] = {"add_generation_prompt": announced, "continue_final_message": continued}
     if request.reasoning_effort is not None:
@@ -186,16 +180,10 @@ def template_options(request: ChatRequest) -> dict[str, Any]:
             options["enable_thinking"] = False
     given = request.chat_template_kwargs or {}
     if len(given) > MAX_TEMPLATE_OPTIONS:
-        raise ApiError(
-            400, f"chat_template_kwargs: expected at most {MAX_TEMPLATE_OPTIONS}", param="chat_template_kwargs"
-        )
+        raise field_error("chat_template_kwargs", f"expected at most {MAX_TEMPLATE_OPTIONS}")
     for name in given:
         if not _FREE_NAME.fullmatch(name) or name in _RESERVED or name.endswith("_token"):
-            raise ApiError(
-                400,
-                f"chat_template_kwargs: {name[:64]!r} cannot be set by a request",
-                param="chat_template_kwargs",
-            )
+            raise field_error("chat_template_kwargs", f"{name[:64]!r} cannot be set by a request")
     return {**options, **given}
 
 
@@ -226,13 +214,11 @@ def _text(content: str | list[ContentPart] | None, where: str) -> str:
     for i, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in ("text", "refusal"):
-            param = f"{where}[{i}].type"
-            raise ApiError(
-                400, f"{param}: expected text, which is what this model reads, got {part.type[:50]!r}", param=param
+            raise field_error(
+                f"{where}[{i}].type", f"expected text, which is what this model reads, got {part.type[:50]!r}"
             )
         if text is None:
-            param = f"{where}[{i}].text"
-            raise ApiError(400, f"{param}: it is missing", param=param)
+            raise field_error(f"{where}[{i}].text", "it is missing")
         pieces.append(text)
     return "\n".join(pieces)
 
@@ -243,9 +229,9 @@ def _template_call(call: ToolCallInput, where: str) -> dict[str, Any]:
         try:
             arguments = msgspec.json.decode(arguments or "{}")
         except (msgspec.DecodeError, RecursionError, ValueError) as error:
-            raise ApiError(400, f"{where}: it is not valid JSON: {error}", param=where) from error
+            raise field_error(where, f"it is not valid JSON: {error}") from error
     if not isinstance(arguments, Mapping):
-        raise ApiError(400, f"{where}: expected a JSON object", param=where)
+        raise field_error(where, "expected a JSON object")
     made = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     return made if call.id is None else {"id": call.id, **made}
 
@@ -385,10 +371,10 @@ def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
 def _check(server: Server, request: ChatRequest) -> None:
     """Refuse what can be refused without a template or a tokenizer."""
     if request.top_logprobs is not None and not request.logprobs:
-        raise ApiError(400, "top_logprobs: it needs logprobs to be true", param="top_logprobs")
+        raise field_error("top_logprobs", "it needs logprobs to be true")
     demanded = isinstance(request.tool_choice, NamedToolChoice) or request.tool_choice == "required"
     if demanded and request.tools is None:
-        raise ApiError(400, "tool_choice: tools are missing", param="tool_choice")
+        raise field_error("tool_choice", "there are no tools to choose from")
     # Templates and tokenizers cost time, which a full queue lacks.
     waiting, limit = server.engine.stats().num_requests_waiting, server.engine.max_queued_requests
     if waiting >= limit > 0:

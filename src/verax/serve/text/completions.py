@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from verax.errors import InvalidParameterError
 from verax.serve.http.body import Size, read_body
-from verax.serve.http.errors import ApiError, JsonResponse
+from verax.serve.http.errors import ApiError, JsonResponse, field_error
 from verax.serve.http.openapi import api_routes
 from verax.serve.http.server import Server
 from verax.serve.http.sse import DONE, data_event, unless_disconnected
@@ -111,7 +111,7 @@ def prompts_of(given: str | Sequence[Any], limit: int) -> list[str | list[int]]:
     if kinds == {int}:
         return [list(given)]
     if len(given) > limit:
-        raise ApiError(400, f"prompt: expected at most {limit} prompts, got {len(given)}", param="prompt")
+        raise field_error("prompt", f"expected at most {limit} prompts, got {len(given)}")
     return list(given)
 
 
@@ -121,9 +121,9 @@ def _run(server: Server, request: CompletionRequest, record: RequestRecord) -> R
     if server.settings.log_prompts:
         record.prompt = request.prompt
     if request.suffix:
-        raise ApiError(400, "suffix: it is not supported here", param="suffix")
+        raise field_error("suffix", "it is not supported here")
     if request.best_of not in (None, request.n or 1):
-        raise ApiError(400, "best_of: it must be n, as all answers are returned", param="best_of")
+        raise field_error("best_of", "it must be n, as all answers are returned")
     prompts = prompts_of(request.prompt, server.settings.max_prompts)
     limit = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     echoed = {"prompt_logprobs": request.logprobs} if request.echo and request.prompt_logprobs is None else {}

@@ -29,7 +29,7 @@ from verax.embed.pooling import cut
 from verax.embed.reranker import Reranker
 from verax.errors import EngineDeadError, InvalidParameterError, QueueFullError
 from verax.serve.http.body import Size, read_body
-from verax.serve.http.errors import ApiError, JsonResponse
+from verax.serve.http.errors import ApiError, JsonResponse, field_error, model_error
 from verax.serve.http.openapi import api_route, api_routes
 from verax.serve.http.server import LazyModel, Server
 from verax.serve.http.sse import unless_disconnected
@@ -141,7 +141,7 @@ def routes(server: Server) -> list[Route]:
     async def embeddings(request: Request) -> Response:
         body, record = await read_body(request, EmbeddingRequest), record_of(request)
         if server.encoder is None:
-            raise ApiError(404, "model: no embedding model is served here", param="model", code="model_not_found")
+            raise model_error("no embedding model is served here")
         record.model = name = server.check_model(body.model, (server.encoder.name,))
         inputs = _inputs(body, settings.max_embedding_inputs)
         encoder = await server.encoder.get()
@@ -159,8 +159,7 @@ def routes(server: Server) -> list[Route]:
     async def rerank(request: Request) -> Response:
         body, record = await read_body(request, RerankRequest), record_of(request)
         if server.reranker is None:
-            problem = "model: no reranker is served here; verax serve --reranker-model serves one"
-            raise ApiError(404, problem, param="model", code="model_not_found")
+            raise model_error("no reranker is served here; verax serve --reranker-model serves one")
         record.model = name = server.check_model(body.model, (server.reranker.name,))
         documents = _documents(body, settings.max_embedding_inputs)
         reranker = await server.reranker.get()
@@ -199,28 +198,28 @@ def _inputs(body: EmbeddingRequest, limit: int) -> list[str] | list[list[int]]:
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         given = [given]
     if not 1 <= len(given) <= limit:
-        raise ApiError(400, f"input: expected 1 to {limit} texts, got {len(given)}", param="input")
+        raise field_error("input", f"expected 1 to {limit} texts, got {len(given)}")
     for number, item in enumerate(given):
         tokens = isinstance(item, list) and all(isinstance(token, int) for token in item)
         if type(item) is not type(given[0]) or not (tokens or isinstance(item, str)):
             message = "input: expected a text, texts, token ids or lists of token ids, got a mixture of them"
             raise ApiError(400, message, param="input")
         if not item:
-            raise ApiError(400, f"input: text {number} is empty", param="input")
+            raise field_error("input", f"text {number} is empty")
     return given
 
 
 def _documents(body: RerankRequest, limit: int) -> list[str]:
     """Texts of the documents."""
     if not 1 <= len(body.documents) <= limit:
-        raise ApiError(400, f"documents: expected 1 to {limit} texts, got {len(body.documents)}", param="documents")
+        raise field_error("documents", f"expected 1 to {limit} texts, got {len(body.documents)}")
     if body.top_n is not None and body.top_n < 0:
-        raise ApiError(400, f"top_n: expected 0 or more, got {body.top_n}", param="top_n")
+        raise field_error("top_n", f"expected 0 or more, got {body.top_n}")
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
     if not body.query:
-        raise ApiError(400, "query: it is empty", param="query")
+        raise field_error("query", "it is empty")
     if "" in texts:
-        raise ApiError(400, f"documents: text {texts.index('')} is empty", param="documents")
+        raise field_error("documents", f"text {texts.index('')} is empty")
     return texts
 
 
@@ -305,7 +304,7 @@ def _too_long(field: str, size: str, num_tokens: int, limit: int) -> ApiError:
 def _renamed(error: InvalidParameterError, names: Mapping[str, str]) -> ApiError:
     """Error of an argument, naming the field that the argument came from."""
     name, _, message = str(error).partition(": ")
-    return ApiError(400, f"{names.get(name, name)}: {message}", param=names.get(name, name))
+    return field_error(names.get(name, name), f"{message}")
 
 
 def _usage(lengths: Sequence[int]) -> TextUsage:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from verax.serve.http.body import Size, decode, read_body
-from verax.serve.http.errors import ApiError, JsonResponse, anthropic_error
+from verax.serve.http.errors import JsonResponse, anthropic_error, field_error
 from verax.serve.http.openapi import api_routes
 from verax.serve.http.server import Server
 from verax.serve.http.sse import named_event, unless_disconnected
@@ -146,7 +146,7 @@ def chat_of(request: CountTokensRequest) -> ChatRequest:
     """
     for name in ("mcp_servers", "container"):
         if getattr(request, name, None):
-            raise ApiError(400, f"{name}: it is not supported here", param=name)
+            raise field_error(name, "it is not supported here")
     values: dict[str, Any] = {"messages": _messages(request)}
     values |= {name: value for name in _SAME if (value := getattr(request, name, None)) is not None}
     if isinstance(request, MessagesRequest):
@@ -154,11 +154,10 @@ def chat_of(request: CountTokensRequest) -> ChatRequest:
             values["stop"] = request.stop_sequences
         budget = request.thinking.budget_tokens if request.thinking else None
         if budget is not None and budget >= request.max_tokens:
-            param = "thinking.budget_tokens"
-            raise ApiError(400, f"{param}: expected less than max_tokens, got {budget}", param=param)
+            raise field_error("thinking.budget_tokens", f"expected less than max_tokens, got {budget}")
     if request.messages[-1].role == "assistant":
         if "tool_calls" in values["messages"][-1]:
-            raise ApiError(400, "messages: the last one has a tool call without its result", param="messages")
+            raise field_error("messages", "the last one has a tool call without its result")
         values["continue_final_message"] = True
     values |= {**_tools(request), **_reasoning_options(request)}
     output = request.output_config
@@ -196,7 +195,7 @@ def _tools(request: CountTokensRequest) -> dict[str, Any]:
     if choice is None:
         return values
     if choice.type == "tool" and choice.name is None:
-        raise ApiError(400, "tool_choice.name: it is missing", param="tool_choice.name")
+        raise field_error("tool_choice.name", "it is missing")
     named = {"type": "function", "function": {"name": choice.name}}
     values["tool_choice"] = named if choice.type == "tool" else {"any": "required"}.get(choice.type, choice.type)
     if choice.disable_parallel_tool_use is not None:
@@ -213,8 +212,9 @@ def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
         for j, block in enumerate(content):
             theirs = isinstance(block, ToolResultBlock)
             if (theirs and message.role != "user") or (_is_answer(block) and message.role != "assistant"):
-                param = f"messages[{i}].content[{j}].type"
-                raise ApiError(400, f"{param}: a message of role {message.role} has no such block", param=param)
+                raise field_error(
+                    f"messages[{i}].content[{j}].type", f"a message of role {message.role} has no such block"
+                )
         made += _user(content) if message.role == "user" else [_assistant(content)]
     return made
 

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from verax.errors import VeraxError
 from verax.serve.http.body import Size, decode, read_body
-from verax.serve.http.errors import ApiError, JsonResponse, api_error
+from verax.serve.http.errors import ApiError, JsonResponse, api_error, field_error
 from verax.serve.http.openapi import api_routes
 from verax.serve.http.server import Server
 from verax.serve.http.sse import named_event, unless_disconnected
@@ -229,29 +229,27 @@ def _check(request: ResponsesRequest) -> None:
     """Refuse what this server does not have."""
     for name in _NEEDS_STATE:
         if getattr(request, name):
-            raise ApiError(400, f"{name}: it is not supported here, as this server keeps no responses", param=name)
+            raise field_error(name, "it is not supported here, as this server keeps no responses")
     if request.max_tool_calls is not None:
-        raise ApiError(400, "max_tool_calls: it is for built-in tools, which this server lacks", param="max_tool_calls")
+        raise field_error("max_tool_calls", "it is for built-in tools, which this server lacks")
     if request.truncation == "auto":
-        raise ApiError(400, "truncation: expected disabled; no part of a conversation is dropped", param="truncation")
+        raise field_error("truncation", "expected disabled; no part of a conversation is dropped")
     for i, name in enumerate(request.include or ()):
         if name not in _INCLUDE:
-            param = f"include[{i}]"
-            raise ApiError(400, f"{param}: expected {' or '.join(sorted(_INCLUDE))}, got {name[:100]!r}", param=param)
+            raise field_error(f"include[{i}]", f"expected {' or '.join(sorted(_INCLUDE))}, got {name[:100]!r}")
     options = request.reasoning
     for name in ("summary", "generate_summary"):
         if options is not None and getattr(options, name) not in (None, "auto"):
-            param = f"reasoning.{name}"
-            raise ApiError(400, f"{param}: the reasoning comes whole, without a summary", param=param)
+            raise field_error(f"reasoning.{name}", "the reasoning comes whole, without a summary")
     if request.text is not None and request.text.verbosity not in (None, "medium"):
-        raise ApiError(400, "text.verbosity: expected medium, which changes nothing", param="text.verbosity")
+        raise field_error("text.verbosity", "expected medium, which changes nothing")
 
 
 def _response_format(form: TextFormat) -> dict[str, Any]:
     if form.type == "json_object":
         return {"type": "json_object"}
     if form.schema is None:
-        raise ApiError(400, "text.format.schema: it is missing", param="text.format.schema")
+        raise field_error("text.format.schema", "it is missing")
     return {"type": "json_schema", "json_schema": {"name": form.name or "answer", "schema": form.schema}}
 
 
@@ -311,8 +309,7 @@ def _joined(content: str | Sequence[InputText], where: str) -> str:
     for i, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text
         if text is None:
-            param = f"{where}[{i}].text"
-            raise ApiError(400, f"{param}: it is missing", param=param)
+            raise field_error(f"{where}[{i}].text", "it is missing")
         texts.append(text)
     return "\n".join(texts)
 

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from verax.errors import InvalidParameterError
 from verax.serve.http.body import Size, decode, read_body
-from verax.serve.http.errors import ApiError, JsonResponse
+from verax.serve.http.errors import JsonResponse, field_error
 from verax.serve.http.openapi import api_routes
 from verax.serve.http.server import Server
 from verax.serve.text.chat import ChatMessage, ChatRequest, ToolDefinition, render_chat
@@ -72,7 +72,7 @@ def routes(server: Server) -> list[Route]:
         server.text_model(request.model)
         tokenizer = _tokenizer(server)
         if (request.prompt is None) == (request.messages is None):
-            raise ApiError(400, "prompt: expected either prompt or messages", param="prompt")
+            raise field_error("prompt", "expected either prompt or messages")
         text, special = request.prompt, True
         if text is None:
             given = msgspec.to_builtins(request)
@@ -91,8 +91,7 @@ def routes(server: Server) -> list[Route]:
         size = server.engine.model_config.vocab_size
         for i, token in enumerate(request.tokens):
             if token >= size:
-                param = f"tokens[{i}]"
-                raise ApiError(400, f"{param}: {token} is outside of the vocabulary of {size}", param=param)
+                raise field_error(f"tokens[{i}]", f"{token} is outside of the vocabulary of {size}")
         decode_all = partial(_tokenizer(server).decode, request.tokens, skip_special_tokens=False)
         return JsonResponse(DetokenizedText(prompt=await asyncio.to_thread(decode_all)))
 

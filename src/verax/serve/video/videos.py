@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from verax.errors import InvalidParameterError, QueueFullError
 from verax.serve.http.body import Size, decode, parse_json, read_body
-from verax.serve.http.errors import ApiError, JsonResponse
+from verax.serve.http.errors import ApiError, JsonResponse, field_error, model_error
 from verax.serve.http.openapi import Parameter, api_routes
 from verax.serve.http.server import Server
 from verax.serve.http.sse import DONE, named_event, unless_disconnected
@@ -139,27 +139,22 @@ class ImageReference(msgspec.Struct):
     file_id: str | None = None
 
 
-def _within(least: float, most: float | None = None) -> Meta:
-    """Bounds for the description of the API. `resolve` checks them, with messages that say what fits the model."""
-    return Meta(extra_json_schema={"minimum": least} | ({} if most is None else {"maximum": most}))
-
-
 class VideoCreate(msgspec.Struct):
     """Body of a request, as OpenAI's, vLLM-Omni's and SGLang's servers take it."""
 
-    prompt: Annotated[str, Meta(extra_json_schema={"minLength": 1, "maxLength": MAX_PROMPT})]
+    prompt: Annotated[str, Meta(min_length=1, max_length=MAX_PROMPT)]
     model: str | None = None
     seconds: str | int | float | None = None
     size: Annotated[str, Meta(extra_json_schema={"pattern": f"^{_SIZE.pattern}$"})] | None = None
     """`"WIDTHxHEIGHT"` in pixels."""
-    num_frames: Annotated[int, _within(1)] | None = None
-    fps: Annotated[int, _within(1, MAX_FPS)] | None = None
-    num_inference_steps: Annotated[int, _within(1, MAX_STEPS)] | None = None
-    guidance_scale: Annotated[float, _within(0, MAX_SCALE)] | None = None
-    guidance_scale_2: Annotated[float, _within(0, MAX_SCALE)] | None = None
+    num_frames: Annotated[int, Meta(ge=1)] | None = None
+    fps: Annotated[int, Meta(ge=1, le=MAX_FPS)] | None = None
+    num_inference_steps: Annotated[int, Meta(ge=1, le=MAX_STEPS)] | None = None
+    guidance_scale: Annotated[float, Meta(ge=0, le=MAX_SCALE)] | None = None
+    guidance_scale_2: Annotated[float, Meta(ge=0, le=MAX_SCALE)] | None = None
     """Scale with the second of two transformers (Wan2.2's A14B)."""
-    flow_shift: Annotated[float, _within(MIN_SHIFT, MAX_SCALE)] | None = None
-    negative_prompt: Annotated[str, Meta(extra_json_schema={"maxLength": MAX_PROMPT})] | None = None
+    flow_shift: Annotated[float, Meta(ge=MIN_SHIFT, le=MAX_SCALE)] | None = None
+    negative_prompt: Annotated[str, Meta(max_length=MAX_PROMPT)] | None = None
     seed: int | None = None
     input_reference: str | ImageReference | None = None
     """A data URI, or an object with one; in a form also a file."""
@@ -193,7 +188,7 @@ async def read_create(request: Request, *, max_bytes: int) -> tuple[VideoCreate,
         for name, value in form.multi_items():
             if isinstance(value, UploadFile):  # its name is the client's, and is not read
                 if name != "input_reference":
-                    raise ApiError(400, f"{name[:64]}: expected the file in input_reference", param=name[:64])
+                    raise field_error(name[:64], "expected the file in input_reference")
                 upload = Upload(await value.read(), name)
             elif nested := _NESTED.fullmatch(name):
                 values.setdefault(nested[1], {})[nested[2]] = value
@@ -202,7 +197,7 @@ async def read_create(request: Request, *, max_bytes: int) -> tuple[VideoCreate,
     body = decode(VideoCreate, values)
     reference = _reference(body)
     if upload is not None and reference is not None:
-        raise ApiError(400, f"{reference.field}: give one image", param=reference.field)
+        raise field_error(reference.field, "give one image")
     return body, upload or reference
 
 
@@ -220,7 +215,7 @@ def _reference(body: VideoCreate) -> Upload | None:
     given = {"input_reference": body.input_reference, "image_reference": body.image_reference}
     references = {name: reference for name, reference in given.items() if reference is not None}
     if len(references) > 1:
-        raise ApiError(400, "image_reference: give it or input_reference, not both", param="image_reference")
+        raise field_error("image_reference", "give it or input_reference, not both")
     for name, reference in references.items():
         if isinstance(reference, ImageReference):
             if reference.file_id is not None:
@@ -229,7 +224,7 @@ def _reference(body: VideoCreate) -> Upload | None:
                 )
             reference, name = reference.image_url, f"{name}.image_url"
         if reference is None:
-            raise ApiError(400, f"{name}: it is missing", param=name)
+            raise field_error(name, "it is missing")
         return Upload(read_data_uri(reference, name=name), name)
     return None
 
@@ -245,7 +240,8 @@ def resolve(body: VideoCreate, frames: UInt8[np.ndarray, "T H W 3"] | None, pipe
     Raises:
         InvalidParameterError: naming the client's field, and values that fit.
     """
-    _check_numbers(body)
+    if not body.prompt.strip():
+        raise InvalidParameterError("prompt: it is empty; expected a description of the clip")
     width, height = _size(body, pipeline)
     fps = body.fps if body.fps is not None else pipeline.settings.fps
     request = VideoRequest(
@@ -280,25 +276,6 @@ def _renamed(message: str, body: VideoCreate) -> str:
     if name not in names:
         return message
     return f"{names[name]}{colon}{rest}" if names[name] == name else f"{names[name]}{colon}{name} {rest}"
-
-
-def _check_numbers(body: VideoCreate) -> None:
-    if not body.prompt.strip():
-        raise InvalidParameterError("prompt: it is empty; expected a description of the clip")
-    for name in ("prompt", "negative_prompt"):
-        if len(getattr(body, name) or "") > MAX_PROMPT:
-            raise InvalidParameterError(f"{name}: longer than {MAX_PROMPT} characters")
-    limits = {
-        "fps": (1, MAX_FPS),
-        "num_inference_steps": (1, MAX_STEPS),
-        "guidance_scale": (0, MAX_SCALE),
-        "guidance_scale_2": (0, MAX_SCALE),
-        "flow_shift": (MIN_SHIFT, MAX_SCALE),
-    }
-    for name, (least, most) in limits.items():
-        value = getattr(body, name)
-        if value is not None and not least <= value <= most:
-            raise InvalidParameterError(f"{name}: expected {least} to {most:g}, got {value:g}")
 
 
 def _size(body: VideoCreate, pipeline: VideoPipeline) -> tuple[int, int] | tuple[None, None]:
@@ -383,7 +360,7 @@ class VideoService:
     async def create(self, request: Request) -> Response:
         """Put a clip into the queue."""
         if self._server.videos is None:
-            raise ApiError(404, "model: no video model is served here", param="model", code="model_not_found")
+            raise model_error("no video model is served here")
         if self._jobs is not None:
             await asyncio.to_thread(self._jobs.check_room)
         with self._uploading():
@@ -404,15 +381,15 @@ class VideoService:
         order, after = request.query_params.get("order", "desc"), request.query_params.get("after")
         limit = request.query_params.get("limit", "20")
         if order not in _ORDERS:
-            raise ApiError(400, f"order: expected asc or desc, got {order[:20]!r}", param="order")
+            raise field_error("order", f"expected asc or desc, got {order[:20]!r}")
         if not re.fullmatch(r"[0-9]{1,3}", limit) or not 1 <= int(limit) <= _LISTED:
-            raise ApiError(400, f"limit: expected 1 to {_LISTED}, got {limit[:20]!r}", param="limit")
+            raise field_error("limit", f"expected 1 to {_LISTED}, got {limit[:20]!r}")
         if order == "desc":
             jobs.reverse()
         if after is not None:
             ids = [job.id for job in jobs]
             if after not in ids:
-                raise ApiError(400, "after: this video does not exist", param="after")
+                raise field_error("after", "this video does not exist")
             jobs = jobs[ids.index(after) + 1 :]
         page = jobs[: int(limit)]
         return JsonResponse(
@@ -445,7 +422,7 @@ class VideoService:
             return Response(job.preview, media_type="image/jpeg", headers={"Cache-Control": "no-store"})
         if variant not in VARIANTS:
             names = ", ".join((*VARIANTS, "preview"))
-            raise ApiError(400, f"variant: expected one of {names}, got {variant[:20]!r}", param="variant")
+            raise field_error("variant", f"expected one of {names}, got {variant[:20]!r}")
         if job.error is not None:
             raise ApiError(404, f"the clip failed: {job.error[1]}", code="video_failed")
         path = jobs.store.path(job.id, variant)
