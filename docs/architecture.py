@@ -8,7 +8,15 @@ import textwrap
 from pathlib import Path
 
 ROWS: list[tuple[str, dict[str, str]]] = [
-    ("commands", {"cli": "one file per command", "serve": "HTTP and the page", "ray": "replicas on Ray"}),
+    (
+        "commands",
+        {
+            "cli": "one file per command",
+            "batch": "files of work",
+            "serve": "HTTP and the page",
+            "ray": "replicas on Ray",
+        },
+    ),
     (
         "around engines",
         {
@@ -16,7 +24,6 @@ ROWS: list[tuple[str, dict[str, str]]] = [
             "compare": "next to PyTorch",
             "plan": "without a device",
             "train": "fine-tuning",
-            "batch": "files of work",
         },
     ),
     ("engines", {"text": "LLM", "video": "VideoPipeline", "embed": "Encoder"}),
@@ -49,7 +56,7 @@ FLOWS: dict[str, list[tuple[str, str, str]]] = {
         ("Engine.prepare, Engine.add", "text/engine/engine.py", "Request with n Sequences"),
         (
             "Scheduler.schedule, BlockManager",
-            "text/engine/{scheduler,blocks}.py",
+            "text/engine/scheduler.py, text/engine/blocks.py",
             "Schedule of Chunks",
         ),
         ("ModelRunner.run", "text/step/runner.py", "one packed int32 array"),

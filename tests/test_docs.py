@@ -1,6 +1,5 @@
 """The documentation's picture, links and navigation agree with the sources."""
 
-import ast
 import re
 import runpy
 from pathlib import Path
@@ -24,29 +23,6 @@ def test_the_pictures_name_modules_that_exist():
     for stages in ARCHITECTURE["FLOWS"].values():
         for module in (module for _, modules, _ in stages for module in modules.split(", ")):
             assert (ROOT / "src/verax" / module).is_file(), module
-
-
-def imported_packages(path):
-    """Packages and modules of verax's top level that a file imports."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module == "verax":
-            names = [f"verax.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
-        else:
-            continue
-        yield from (name.split(".")[1] for name in names if name.startswith("verax."))
-
-
-@pytest.mark.parametrize("package", sorted({name for _, row in ARCHITECTURE["ROWS"] for name in row}))
-def test_a_package_imports_from_its_own_row_and_lower_ones(package):
-    rows = [set(packages) for _, packages in ARCHITECTURE["ROWS"]]
-    own = next(number for number, row in enumerate(rows) if package in row)
-    allowed = set(ARCHITECTURE["HELPERS"]).union(*rows[own:])
-    found = {name for path in (ROOT / "src/verax" / package).rglob("*.py") for name in imported_packages(path)}
-    assert found <= allowed, f"{package} imports {found - allowed}"
 
 
 def test_every_page_is_in_the_navigation():

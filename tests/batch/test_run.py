@@ -1,98 +1,365 @@
-"""A run of lines: results in their order, wrong lines, calls that grow, and starts behind what is there."""
+"""A batch over an engine in this process: answers, errors, resumption, full queues, signals, a dead engine."""
 
+import asyncio
+import io
+import itertools
 import json
+import os
+import signal
+import threading
+import time
 
-import msgspec
 import pytest
 
-from verax.batch import results as module
-from verax.batch.lines import InputFile, LineError
-from verax.batch.results import LineRun, ResultFile
-from verax.batch.work import VectorLine
+from verax.batch.requests import AnswerLine, LocalServer
+from verax.batch.results import ResultFile
+from verax.batch.run import AHEAD, BatchRun, read_lines
+from verax.errors import EngineDeadError
+from verax.serve.http.server import LazyModel, Server
+from verax.serve.http.settings import ServerSettings
+from verax.text.engine.async_llm import AsyncLLM
 
-GOOD = [{"custom_id": name, "text": name} for name in "abcdefgh"]
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 
 
-def results_in(folder):
-    return [json.loads(text) for text in (folder / "out.jsonl").read_bytes().splitlines()]
+def line(name, url=COMPLETIONS, **body):
+    body = {"prompt": f"abc {name}", **GREEDY, **body} if url == COMPLETIONS else body
+    return {"custom_id": name, "method": "POST", "url": url, "body": body}
 
 
-def names_in(folder):
-    return [result["custom_id"] for result in results_in(folder)]
+def text_of(lines):
+    return b"".join((entry if isinstance(entry, bytes) else json.dumps(entry).encode()) + b"\n" for entry in lines)
+
+
+def answers_in(path):
+    return [json.loads(text) for text in path.read_bytes().splitlines()]
 
 
 @pytest.fixture
-def run_lines(tmp_path):
-    """Runs lines into out.jsonl, and gives the run and the lines of each call."""
+def new_server(served_llm, served_encoder, served_pipeline):
+    def make(max_queued_requests=1024, **settings):
+        return Server(
+            llm=AsyncLLM.from_llm(served_llm, max_queued_requests=max_queued_requests),
+            served_names=("tiny", "alias"),
+            encoder=LazyModel("encoder", lambda: served_encoder),
+            videos=LazyModel("video", lambda: served_pipeline),
+            settings=ServerSettings(disable_page=True, **settings),
+        )
 
-    def run(lines, *, fails=(), dies_at=None, retry_errors=False, **sizes):
-        calls = []
+    return make
 
-        def work(some):
-            calls.append([line.custom_id for line in some])
-            if dies_at in calls[-1]:
-                raise KeyboardInterrupt
-            return [
-                VectorLine.failure(LineError("invalid_request", "wrong", None, None), line.custom_id)
-                if line.custom_id in fails
-                else VectorLine(line.custom_id, msgspec.Raw(b"[1.0]"), None)
-                for line in some
-            ]
 
-        path = tmp_path / "in.jsonl"
-        path.write_text("".join(one if isinstance(one, str) else json.dumps(one) + "\n" for one in lines))
-        with_results = ResultFile.open(tmp_path / "out.jsonl", VectorLine, retry_errors=retry_errors)
-        run = LineRun(InputFile(path, "text"), with_results, work, **sizes)
+@pytest.fixture
+def run_batch(new_server, tmp_path):
+    """Answers lines into out.jsonl and gives the run."""
+
+    def run(lines, *, server=None, retry_errors=False, max_in_flight=4, report=lambda counts: None):
+        server = server or new_server()
+        output = ResultFile.open(tmp_path / "out.jsonl", AnswerLine, retry_errors=retry_errors)
+        run = BatchRun(
+            LocalServer(server),
+            io.BytesIO(text_of(lines)),
+            output,
+            max_in_flight=max_in_flight,
+            clips=tmp_path / "out.clips",
+            shutdown_timeout=server.settings.shutdown_timeout,
+            report=report,
+        )
         try:
             run.run()
-        except KeyboardInterrupt:
-            assert not run.complete
         finally:
-            with_results.file.close()
-        return run, calls
+            output.file.close()
+        return run
 
     return run
 
 
-def counts(run):
-    return run.counts.done, run.counts.failed, run.counts.skipped
+@pytest.fixture
+def slow(served_llm, monkeypatch):
+    """An engine whose steps take a while."""
+    advance = served_llm.engine.advance
+
+    def slowly():
+        time.sleep(0.02)
+        return advance()
+
+    monkeypatch.setattr(served_llm.engine, "advance", slowly)
 
 
-def test_results_are_in_the_order_of_the_lines_with_an_error_for_each_wrong_one(run_lines, tmp_path):
-    lines = [GOOD[0], "{no\n", GOOD[1], "\n", GOOD[0], GOOD[2]]
-    run, _ = run_lines(lines, fails="b", least=4, most=4)
-    assert (run.complete, *counts(run)) == (True, 2, 3, 0)
-    assert run.counts.bytes == (tmp_path / "in.jsonl").stat().st_size
-    assert names_in(tmp_path) == ["a", None, "b", "a", "c"]
-    errors = [result["error"] and (result["error"]["code"], result["error"]["line"]) for result in results_in(tmp_path)]
-    expected = [("invalid_json_line", 2), ("invalid_request", None), ("duplicate_custom_id", 5)]
-    assert errors == [None, *expected, None]
+def test_every_line_gets_the_answer_that_the_server_gives(run_batch, api, tmp_path):
+    chat = {"messages": [{"role": "user", "content": "abc"}], **GREEDY}
+    lines = [line("chat", CHAT, **chat), *(line(f"text-{i}", seed=i) for i in range(12))]
+    lines += [line("response", "/v1/responses", input="abc", temperature=0, max_output_tokens=4)]
+    run = run_batch(lines)
+    answers = {answer["custom_id"]: answer for answer in answers_in(tmp_path / "out.jsonl")}
+    assert len(answers) == run.counts.done == len(lines)
+    assert run.complete
+    for sent in lines:
+        answer = answers[sent["custom_id"]]
+        assert set(answer) == {"id", "custom_id", "response", "error"}
+        assert answer["error"] is None
+        assert answer["id"].startswith("batch_req_")
+        assert set(answer["response"]) == {"status_code", "request_id", "body"}
+        assert answer["response"]["status_code"] == 200
+        assert answer["response"]["request_id"]
+        expected, body = api.ok(sent["url"], sent["body"]), answer["response"]["body"]
+        assert set(body) == set(expected)
+        for part in ("choices", "object", "model"):
+            assert body.get(part) == expected.get(part)
+    assert answers["response"]["response"]["body"]["output"][0]["type"] == "message"
+    usages = [answer["response"]["body"]["usage"] for answer in answers.values()]
+    made = sum(usage.get("completion_tokens", 0) + usage.get("output_tokens", 0) for usage in usages)
+    assert run.counts.output_tokens == made
 
 
-def test_a_second_run_does_nothing_again_but_errors_if_asked(run_lines, tmp_path):
-    lines = [GOOD[0], "{no\n", GOOD[1], GOOD[0], GOOD[2]]
-    run_lines(lines, fails="b")
+def test_embeddings_are_those_of_the_encoder(run_batch, served_encoder, tmp_path):
+    texts = ["the fox ran", "a cat sat", "on the mat"]
+    run_batch([line(text, EMBEDDINGS, input=text) for text in texts])
+    for answer in answers_in(tmp_path / "out.jsonl"):
+        vector = answer["response"]["body"]["data"][0]["embedding"]
+        assert vector == pytest.approx(served_encoder.encode([answer["custom_id"]])[0].tolist(), abs=1e-6)
+
+
+def test_a_refused_request_has_the_servers_error_and_the_batch_goes_on(run_batch, api, tmp_path):
+    wrong = {"n": 1000, "model": "other", "temperature": -1}
+    run = run_batch([*(line(name, **{name: value}) for name, value in wrong.items()), line("good")])
+    assert (run.counts.done, run.counts.failed) == (1, 3)
+    for answer in answers_in(tmp_path / "out.jsonl"):
+        if (name := answer["custom_id"]) in wrong:
+            refused = api.post(COMPLETIONS, {"prompt": "abc", name: wrong[name]})
+            assert answer["response"]["status_code"] == refused.status_code
+            assert answer["response"]["body"] == refused.json()
+            assert answer["error"] is None
+
+
+def test_no_more_requests_are_in_flight_than_allowed(run_batch, served_llm, monkeypatch):
+    most, add = [0], served_llm.engine.add_request
+
+    def counting(*args, **options):
+        added = add(*args, **options)
+        most.append(len(served_llm.engine._requests))
+        return added
+
+    monkeypatch.setattr(served_llm.engine, "add_request", counting)
+    run_batch([line(str(i)) for i in range(20)], max_in_flight=3)
+    assert 1 < max(most) <= 3
+
+
+def test_a_wrong_line_has_one_error_line_and_the_batch_goes_on(run_batch, tmp_path):
+    lines = [
+        line("a"),
+        b"{not json",
+        {"custom_id": "b", "method": "POST", "body": {}},
+        line("a", prompt="again"),
+        b"",
+        line("c", "/v1/nothing"),
+        line("d", stream=True),
+        line("e"),
+    ]
+    run = run_batch(lines)
+    assert (run.counts.done, run.counts.failed) == (2, 5)
+    errors = {answer["error"]["line"]: answer for answer in answers_in(tmp_path / "out.jsonl") if answer["error"]}
+    assert {number: answer["custom_id"] for number, answer in errors.items()} == {
+        2: None,
+        3: "b",
+        4: "a",
+        6: "c",
+        7: "d",
+    }
+    assert errors[4]["error"]["code"] == "duplicate_custom_id"
+    assert all(answer["response"] is None for answer in errors.values())
     before = (tmp_path / "out.jsonl").read_bytes()
-    run, calls = run_lines(lines)
-    assert (*counts(run), calls) == (0, 0, 5, [])
+    again = run_batch(lines)
+    assert (again.counts.done, again.counts.failed, again.counts.skipped) == (0, 0, 7)
     assert (tmp_path / "out.jsonl").read_bytes() == before
-    run, calls = run_lines([*lines, GOOD[3]], retry_errors=True)
-    assert (*counts(run), calls) == (2, 2, 2, [["b"], ["d"]])
-    assert names_in(tmp_path) == ["a", "c", None, "b", "a", "d"]
 
 
-def test_after_an_end_in_the_middle_of_a_call_no_line_is_lost_or_doubled(run_lines, tmp_path):
-    run_lines(GOOD, least=2, most=2, dies_at="f")
-    with (tmp_path / "out.jsonl").open("ab") as file:
-        file.write(b'{"custom_id":"e","embe')  # what a full disk leaves
-    run, calls = run_lines(GOOD, least=2, most=2)
-    assert (*counts(run), calls) == (4, 0, 4, [["e", "f"], ["g", "h"]])
-    assert names_in(tmp_path) == list("abcdefgh")
+def test_a_batch_goes_on_behind_the_answers_that_are_there(run_batch, tmp_path):
+    lines = [line(str(i)) for i in range(8)]
+    run_batch(lines[:5])
+    before = (tmp_path / "out.jsonl").read_bytes()
+    run = run_batch(lines)
+    assert (run.counts.done, run.counts.skipped) == (3, 5)
+    assert (tmp_path / "out.jsonl").read_bytes().startswith(before)
+    assert sorted(answer["custom_id"] for answer in answers_in(tmp_path / "out.jsonl")) == list("01234567")
 
 
-def test_calls_grow_while_they_are_short(run_lines, monkeypatch):
-    _, calls = run_lines(GOOD, least=1, most=4)
-    assert calls == [["a"], ["b", "c"], ["d", "e", "f", "g"], ["h"]]
-    monkeypatch.setattr(module, "SHORT", 0.0)
-    _, calls = run_lines([{**one, "custom_id": one["custom_id"] * 2} for one in GOOD], least=2, most=4)
-    assert [len(call) for call in calls] == [2, 2, 2, 2]
+def test_errors_run_again_when_that_is_asked_for(run_batch, tmp_path):
+    good, refused, broken = line("good"), line("refused", temperature=-1), line("broken", "/v1/nothing")
+    run_batch([good, refused, broken])
+    kept = [answer for answer in answers_in(tmp_path / "out.jsonl") if answer["custom_id"] == "good"]
+    mended = [good, line("refused"), line("broken")]
+    run = run_batch(mended, retry_errors=True)
+    assert (run.counts.done, run.counts.failed, run.counts.skipped) == (2, 0, 1)
+    answers = answers_in(tmp_path / "out.jsonl")
+    assert sorted(answer["custom_id"] for answer in answers) == ["broken", "good", "refused"]
+    assert kept[0] in answers
+    assert all(answer["response"]["status_code"] == 200 for answer in answers)
+
+
+def test_a_full_queue_is_waited_for(run_batch, new_server, tmp_path, slow):
+    # One waits beyond the eight that run; five prompts at once fit only when few others are there.
+    server = new_server(max_queued_requests=1)
+    lines = [line(str(i), prompt=["abc"] * 5) if i % 4 == 0 else line(str(i)) for i in range(24)]
+    run = run_batch(lines, server=server, max_in_flight=12)
+    assert (run.counts.done, run.counts.failed) == (24, 0)
+
+
+def test_a_request_that_no_queue_can_take_is_an_error(run_batch, new_server, tmp_path):
+    run = run_batch([line("a", prompt=["abc"] * 20), line("b")], server=new_server(max_queued_requests=1))
+    assert (run.counts.done, run.counts.failed) == (1, 1)
+    (refused,) = [answer for answer in answers_in(tmp_path / "out.jsonl") if answer["custom_id"] == "a"]
+    assert refused["response"]["status_code"] == 429
+
+
+def stop_after(answers, *signals):
+    """A report that sends signals to this process, each once so many more answers are there."""
+    left = list(signals)
+
+    def report(counts):
+        if left and counts.done >= answers * (len(signals) - len(left) + 1):
+            os.kill(os.getpid(), left.pop(0))
+
+    return report
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_what_runs_finish_and_reads_no_more(run_batch, slow, tmp_path, number):
+    lines = [line(str(i)) for i in range(40)]
+    run = run_batch(lines, report=stop_after(4, number))
+    assert not run.complete
+    assert run.stopped_by == number
+    assert 4 <= run.counts.done < 40
+    written = [answer["custom_id"] for answer in answers_in(tmp_path / "out.jsonl")]
+    assert len(written) == run.counts.done
+    again = run_batch(lines)
+    assert again.complete
+    assert (again.counts.skipped, again.counts.done) == (len(written), 40 - len(written))
+
+
+def test_what_does_not_finish_in_time_is_abandoned_and_runs_again(run_batch, new_server, slow, tmp_path):
+    # The short one is the last: once it has its answer, the others are in flight.
+    lines = [*(line(str(i), max_tokens=100) for i in range(3)), line("short", max_tokens=1)]
+    run = run_batch(lines, server=new_server(shutdown_timeout=0.0), report=stop_after(1, signal.SIGTERM))
+    assert not run.complete
+    assert [answer["custom_id"] for answer in answers_in(tmp_path / "out.jsonl")] == ["short"]
+    assert run_batch(lines).counts.done == 3
+
+
+def test_a_second_signal_abandons_at_once(run_batch, new_server, slow, tmp_path):
+    lines = [line("long", max_tokens=120), line("second", max_tokens=5), line("first", max_tokens=1)]
+    server = new_server(shutdown_timeout=600.0)
+    run = run_batch(lines, server=server, report=stop_after(1, signal.SIGINT, signal.SIGINT))
+    assert not run.complete
+    assert sorted(answer["custom_id"] for answer in answers_in(tmp_path / "out.jsonl")) == ["first", "second"]
+
+
+def test_an_engine_that_fails_ends_the_batch_without_errors_for_its_lines(run_batch, served_llm, monkeypatch, tmp_path):
+    steps, advance = [], served_llm.engine.advance
+
+    def fail():
+        steps.append(1)
+        if len(steps) > 12:
+            raise RuntimeError("device lost")
+        return advance()
+
+    lines = [line(str(i)) for i in range(12)]
+    with monkeypatch.context() as patch:
+        patch.setattr(served_llm.engine, "advance", fail)
+        with pytest.raises(EngineDeadError, match="device lost"):
+            run_batch(lines)
+    for request_id in list(served_llm.engine._requests):
+        served_llm.engine.abort(request_id)
+    written = answers_in(tmp_path / "out.jsonl")
+    assert all(answer["response"]["status_code"] == 200 for answer in written)
+    assert run_batch(lines).counts.done == 12 - len(written)
+
+
+def test_a_clip_is_written_beside_the_output(run_batch, tmp_path):
+    pytest.importorskip("av")
+    clip = {"prompt": "a red circle floats left", "num_inference_steps": 1}
+    run = run_batch([line("clip", "/v1/videos", **clip), line("wrong", "/v1/videos", prompt=1)])
+    assert (run.counts.done, run.counts.failed) == (1, 1)
+    bodies = {answer["custom_id"]: answer["response"]["body"] for answer in answers_in(tmp_path / "out.jsonl")}
+    assert bodies["clip"]["status"] == "completed"
+    assert [path.name for path in (tmp_path / "out.clips").iterdir()] == [f"{bodies['clip']['id']}.mp4"]
+    assert (tmp_path / "out.clips" / f"{bodies['clip']['id']}.mp4").read_bytes()[4:8] == b"ftyp"
+    assert "prompt" in bodies["wrong"]["error"]["message"]
+
+
+def collect(file, most=None):
+    async def main():
+        found = []
+        async for line in read_lines(file):
+            found.append(line)
+            if len(found) == most:
+                break
+        return found
+
+    return asyncio.run(main())
+
+
+def test_lines_come_in_their_order_and_the_file_is_closed():
+    file = io.BytesIO(b"".join(b"%d\n" % i for i in range(500)) + b"last")
+    lines = collect(file)
+    assert lines == [*(b"%d\n" % i for i in range(500)), b"last"]
+    assert file.closed
+
+
+class Endless(io.RawIOBase):
+    """A file without an end, which counts what was read."""
+
+    def __init__(self):
+        self.num_read = 0
+
+    def __next__(self):
+        self.num_read += 1
+        return b"line\n"
+
+
+def test_few_lines_are_read_ahead():
+    file = Endless()
+    assert len(collect(file, most=3)) == 3
+    assert file.num_read <= 3 + AHEAD + 2
+
+
+def test_a_pipe_that_waits_does_not_hold_up_the_others():
+    reading, writing = os.pipe()
+
+    async def main():
+        lines = read_lines(os.fdopen(reading, "rb"))
+        waiting = asyncio.create_task(anext(lines))
+        await asyncio.sleep(0)  # the event loop goes on
+        assert not waiting.done()
+        os.write(writing, b"now\n")
+        assert await waiting == b"now\n"
+
+    asyncio.run(main())  # it ends, though the pipe is open
+    os.close(writing)
+
+
+def test_a_failure_is_raised_behind_the_lines_before_it():
+    class Failing(io.RawIOBase):
+        def __iter__(self):
+            yield b"first\n"
+            raise OSError("device lost")
+
+    async def main():
+        lines = read_lines(Failing())
+        assert await anext(lines) == b"first\n"
+        with pytest.raises(OSError, match="device lost"):
+            await anext(lines)
+
+    asyncio.run(main())
+
+
+def test_the_thread_ends_with_the_event_loop():
+    names = {thread.name for thread in threading.enumerate()}
+    collect(Endless(), most=1)
+    for _ in itertools.repeat(None, 500):
+        left = [thread for thread in threading.enumerate() if thread.name == "verax-batch-reader"]
+        if not left:
+            break
+        left[0].join(0.02)
+    assert {thread.name for thread in threading.enumerate()} <= names

@@ -1,15 +1,17 @@
-"""Errors, ids, keys, hosts and limits, on every path of the application."""
+"""The application: its layers, and the routes of the server itself."""
 
 import json
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from tests.serve.conftest import Api
 from verax.serve import app as app_module
 from verax.serve.app import create_app
-from verax.serve.http.server import Server
+from verax.serve.http.server import LazyModel, Server
 from verax.serve.http.settings import ServerSettings
 from verax.serve.http.telemetry import JsonFormatter, TextFormatter
 
@@ -135,3 +137,84 @@ def test_long_headers_are_refused(client):
     response = client().get("/v1/models", headers={"X-Long": "x" * 20_000})
     assert response.status_code == 431
     assert error_of(response)["type"] == "invalid_request_error"
+
+
+def test_models_are_listed_under_each_name_and_found_by_it(api):
+    listed = api.get("/v1/models").json()
+    assert listed["object"] == "list"
+    assert [model["id"] for model in listed["data"]] == ["tiny", "alias"]
+    assert listed["data"][0]["max_model_len"] == 128
+    assert api.get("/v1/models/alias").json()["id"] == "alias"
+    assert api.get("/v1/models/no/such").json()["error"]["code"] == "model_not_found"
+
+
+def test_models_of_other_kinds_are_listed_before_they_are_loaded():
+    def fail():
+        raise AssertionError
+
+    api = Api(create_app(Server(encoder=LazyModel("e/mbed", fail), videos=LazyModel("v", fail))))
+    assert [model["id"] for model in api.get("/v1/models").json()["data"]] == ["e/mbed", "v"]
+    assert api.get("/v1/models/e/mbed").json()["object"] == "model"
+
+
+def test_a_server_without_a_text_model_says_so():
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    api = Api(create_app(Server()))
+    assert api.refused("/v1/chat/completions", body, 404)["code"] == "model_not_found"
+    assert api.refused("/v1/completions", {"prompt": "a"}, 404)["code"] == "model_not_found"
+    assert api.refused("/tokenize", {"prompt": "a"}, 404)["code"] == "model_not_found"
+
+
+def test_a_healthy_server_says_so(api):
+    assert api.get("/health").json() == {"status": "ok"}
+
+
+@pytest.fixture
+def read(make_api):
+    api = make_api()
+
+    def samples():
+        text = api.get("/metrics").text
+        return {
+            (sample.name, sample.labels.get("le") or sample.labels.get("finished_reason")): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    samples.api = api
+    return samples
+
+
+def test_requests_are_counted_and_timed(read):
+    before = read()
+    read.api.ok("/v1/completions", {"prompt": "abc", "max_tokens": 5, "ignore_eos": True, "n": 2})
+    after = read()
+
+    def grown(name, label=None):
+        return after[name, label] - before[name, label]
+
+    assert grown("vllm:generation_tokens_total") == 10
+    assert grown("vllm:prompt_tokens_total") > 0
+    assert grown("vllm:request_success_total", "length") == 2
+    assert grown("vllm:iteration_tokens_total_sum") > 0
+    for name in (
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "time_per_output_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+        "request_inference_time_seconds",
+        "request_prompt_tokens",
+        "request_generation_tokens",
+    ):
+        assert grown(f"vllm:{name}_count") == 1, name
+
+
+def test_the_engines_state_is_there_under_vllms_names(read):
+    names = {name for name, _ in read()}
+    state = {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total"}
+    caches = {"prefix_cache_queries_total", "prefix_cache_hits_total"}
+    assert {f"vllm:{name}" for name in state | caches} <= names
+    assert 'model_name="tiny"' in read.api.get("/metrics").text

@@ -1,15 +1,20 @@
-"""`/v1/embeddings`: the vectors of `Encoder.encode`, in every form of input and output, and limits."""
+"""Embeddings and rankings, and the queue that batches them."""
 
+import asyncio
 import base64
+import threading
 
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from tests.support.tiny_encoder import random_sentences
+from tests.support.tiny_encoder import random_sentences, tiny_reranker
+from verax import Reranker
+from verax.errors import EngineDeadError, QueueFullError
 from verax.serve.app import create_app
 from verax.serve.http.server import LazyModel, Server
 from verax.serve.http.settings import ServerSettings
+from verax.serve.text.embeddings import BatchQueue
 
 SENTENCES = random_sentences(5, seed=3, most=12)
 
@@ -160,3 +165,255 @@ def test_openai_python(client, encoder, how):
     np.testing.assert_allclose([one.embedding for one in found.data], encoder.encode(SENTENCES), atol=2e-6)
     with pytest.raises(openai.BadRequestError, match="dimensions: expected 1 to 48, got 49"):
         api.embeddings.create(model="tiny", input="a cat", dimensions=49)
+
+
+QUERY = "who sat on the mat ?"
+DOCUMENTS = random_sentences(6, seed=3, most=8)
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory):
+    return Reranker(tiny_reranker(tmp_path_factory.mktemp("reranker")), max_length=24)
+
+
+@pytest.fixture(scope="module")
+def ranker(reranker):
+    settings = ServerSettings(max_embedding_inputs=8)
+    server = Server(reranker=LazyModel("tiny", lambda: reranker), settings=settings)
+    with TestClient(create_app(server), base_url="http://127.0.0.1") as ranker:
+        yield ranker
+
+
+@pytest.fixture
+def rerank(ranker):
+    def call(path="/v1/rerank", **body):
+        return ranker.post(path, json={"query": QUERY, "documents": DOCUMENTS, **body})
+
+    return call
+
+
+def answer_of(response):
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def rank_error(response, status=400):
+    assert response.status_code == status, response.text
+    return response.json()["error"]
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank"])
+def test_documents_come_sorted_with_their_scores_and_tokens_are_counted(rerank, reranker, path):
+    answer = answer_of(rerank(path, model="tiny"))
+    expected = reranker.rank(QUERY, DOCUMENTS)
+    assert [one["index"] for one in answer["results"]] == [one.index for one in expected]
+    assert [one["document"]["text"] for one in answer["results"]] == [one.text for one in expected]
+    np.testing.assert_allclose(
+        [one["relevance_score"] for one in answer["results"]], [one.score for one in expected], atol=2e-6
+    )
+    tokens = sum(len(pair.ids) for pair in reranker.tokenize(QUERY, DOCUMENTS))
+    assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+    assert answer["model"] == "tiny"
+    assert answer["id"].startswith("rerank-")
+
+
+def test_only_the_best_documents_or_no_texts_if_that_is_asked_for(rerank):
+    every = answer_of(rerank())["results"]
+    assert answer_of(rerank(top_n=2))["results"] == every[:2]
+    assert answer_of(rerank(top_n=100))["results"] == answer_of(rerank(top_n=0))["results"] == every
+    without = answer_of(rerank(return_documents=False))["results"]
+    assert without == [{key: one[key] for key in ("index", "relevance_score")} for one in every]
+
+
+def test_documents_may_be_objects_with_a_text(rerank):
+    objects = [{"text": text} for text in DOCUMENTS]
+    assert answer_of(rerank(documents=objects))["results"] == answer_of(rerank())["results"]
+
+
+def test_long_pairs_are_refused_or_cut_when_told(rerank, reranker):
+    long = "the cat sat on the mat " * 10
+    error = rank_error(rerank(documents=["a cat", long]))
+    assert (error["code"], error["param"], error["n_prompt_tokens"], error["n_ctx"]) == (
+        *("context_length_exceeded", "documents", 69, 24),
+    )
+    (cut,) = answer_of(rerank(documents=[long], truncate_prompt_tokens=-1))["results"]
+    np.testing.assert_allclose(cut["relevance_score"], reranker.score(QUERY, [long])[0], atol=2e-6)
+    short = answer_of(rerank(documents=[long], truncate_prompt_tokens=12))
+    assert short["usage"]["prompt_tokens"] == 12
+    assert rank_error(rerank(query="x" * 10000))["param"] == "query"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (dict(query=None), "query"),
+        (dict(query=""), "query"),
+        (dict(query=["a cat"]), "query"),
+        (dict(documents=None), "documents"),
+        (dict(documents="a cat"), "documents"),
+        (dict(documents=[]), "documents"),
+        (dict(documents=["a cat", ""]), "documents"),
+        (dict(documents=["a cat", {"text": ""}]), "documents"),
+        (dict(documents=["a cat"] * 9), "documents"),
+        (dict(documents=["a cat", 3]), "documents[1]"),
+        (dict(documents=[{"title": "a cat"}]), "documents[0].text"),
+        (dict(top_n=-1), "top_n"),
+        (dict(top_n=2.5), "top_n"),
+        (dict(return_documents="yes"), "return_documents"),
+        (dict(truncate_prompt_tokens=0), "truncate_prompt_tokens"),
+        (dict(truncate_prompt_tokens=4), "truncate_prompt_tokens"),
+        (dict(truncate_prompt_tokens=25), "truncate_prompt_tokens"),
+    ],
+)
+def test_wrong_fields_of_a_ranking_are_named(rerank, body, param):
+    error = rank_error(rerank(**body))
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ")
+    assert error["type"] == "invalid_request_error"
+
+
+def test_another_reranker_is_not_found(ranker, rerank):
+    assert rank_error(rerank(model="other"), 404)["code"] == "model_not_found"
+    assert [model["id"] for model in ranker.get("/v1/models").json()["data"]] == ["tiny"]
+    without = TestClient(create_app(Server()), base_url="http://127.0.0.1")
+    body = {"query": QUERY, "documents": DOCUMENTS}
+    error = rank_error(without.post("/v1/rerank", json=body), 404)
+    assert error["code"] == "model_not_found"
+    assert "--reranker-model" in error["message"]
+
+
+def test_a_full_queue_refuses_more(reranker):
+    settings = ServerSettings(max_embedding_inputs=4, max_queued_embedding_inputs=4)
+    server = Server(reranker=LazyModel("tiny", lambda: reranker), settings=settings)
+    with TestClient(create_app(server), base_url="http://127.0.0.1") as ranker:
+        body = {"query": QUERY, "documents": DOCUMENTS[:4]}
+        assert ranker.post("/v1/rerank", json=body).status_code == 200
+        assert ranker.post("/v1/rerank", json=body).status_code == 200  # places are given back
+
+
+class SlowEncoder:
+    """Stands in for an encoder: a vector is the sentence's tokens, and a batch waits for permission."""
+
+    def __init__(self):
+        self.batches = []
+        self.may_go = threading.Semaphore(0)
+        self.started = threading.Semaphore(0)
+
+    def encode_tokens(self, token_ids):
+        self.batches.append([ids[0] for ids in token_ids])
+        self.started.release()
+        assert self.may_go.acquire(timeout=10)
+        if any(ids[0] < 0 for ids in token_ids):
+            raise ValueError("negative")
+        return np.asarray([[ids[0], len(ids)] for ids in token_ids], np.float32)
+
+
+@pytest.fixture
+def slow_encoder():
+    return SlowEncoder()
+
+
+@pytest.fixture
+def queue(slow_encoder):
+    queue = BatchQueue(slow_encoder.encode_tokens, name="test", batch_size=4, max_inputs=8)
+    yield queue
+    for _ in range(8):
+        slow_encoder.may_go.release()
+    queue.close()
+
+
+def queued(queue, token_ids):
+    return queue.run(token_ids, [len(ids) for ids in token_ids])
+
+
+async def started(slow_encoder):
+    assert await asyncio.to_thread(slow_encoder.started.acquire, timeout=10)
+
+
+def test_what_waits_when_the_thread_becomes_free_is_one_batch(queue, slow_encoder):
+    async def main():
+        first = asyncio.create_task(queued(queue, [[1]]))
+        await started(slow_encoder)
+        rest = [asyncio.create_task(queued(queue, [[10 * i, 0], [10 * i + 1]])) for i in (1, 2, 3)]
+        await asyncio.sleep(0)
+        for _ in range(3):
+            slow_encoder.may_go.release()
+        return await asyncio.gather(first, *rest)
+
+    results = asyncio.run(main())
+    assert slow_encoder.batches == [[1], [10, 11, 20, 21], [30, 31]]
+    assert [result.tolist() for result in results] == [
+        [[1, 1]],
+        *([[10 * i, 2], [10 * i + 1, 1]] for i in (1, 2, 3)),
+    ]
+
+
+def test_a_request_that_was_cancelled_is_left_out(queue, slow_encoder):
+    async def main():
+        first = asyncio.create_task(queued(queue, [[1]]))
+        await started(slow_encoder)
+        gone, rest = (
+            asyncio.create_task(queued(queue, [[2]])),
+            asyncio.create_task(queued(queue, [[3]])),
+        )
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.sleep(0)
+        slow_encoder.may_go.release(2)
+        await asyncio.gather(first, rest)
+
+    asyncio.run(main())
+    assert slow_encoder.batches == [[1], [3]]
+
+
+def test_an_error_reaches_its_batch_and_the_queue_goes_on(queue, slow_encoder):
+    slow_encoder.may_go.release(2)
+
+    async def main():
+        with pytest.raises(ValueError, match="negative"):
+            await queued(queue, [[-1]])
+        return await queued(queue, [[5]])
+
+    assert asyncio.run(main()).tolist() == [[5, 1]]
+
+
+def test_places_are_bounded_and_given_back(queue):
+    with queue.slots(5):
+        with pytest.raises(QueueFullError, match="5 inputs wait or run, and 8 may"), queue.slots(4):
+            pass
+        with queue.slots(3):
+            pass
+    with queue.slots(8):
+        pass
+
+
+def test_closing_fails_those_who_wait(slow_encoder):
+    queue = BatchQueue(slow_encoder.encode_tokens, name="test", batch_size=1, max_inputs=8)
+
+    async def main():
+        tasks = [asyncio.create_task(queued(queue, [[i]])) for i in (1, 2)]
+        await started(slow_encoder)
+        closing = asyncio.create_task(asyncio.to_thread(queue.close))
+        while not queue._closed:
+            await asyncio.sleep(0.001)
+        slow_encoder.may_go.release()
+        await closing
+        assert (await tasks[0]).tolist() == [[1, 1]]
+        with pytest.raises(EngineDeadError):
+            await tasks[1]
+        with pytest.raises(EngineDeadError):
+            await queued(queue, [[3]])
+
+    asyncio.run(main())
+
+
+def test_a_wrong_number_of_results_fails_its_request_and_not_the_thread():
+    queue = BatchQueue(lambda inputs: np.ones((len(inputs) - (inputs[0] < 0), 1)), name="t", batch_size=4, max_inputs=8)
+
+    async def main():
+        with pytest.raises(RuntimeError, match="1 results for 2 inputs"):
+            await queue.run([-1, -2], [2, 1])
+        return await queue.run([1, 2], [1, 1])
+
+    assert asyncio.run(main()).shape == (2, 1)
+    queue.close()

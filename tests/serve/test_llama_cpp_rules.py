@@ -1,5 +1,11 @@
-"""Rules of llama.cpp's server that no other test of this folder holds. README.md has the list of all of them."""
+"""Rules of llama.cpp's server that no other test of this folder holds.
 
+`llama_cpp_rules.json` has all rules of `tools/server/tests/unit`, by its files: what each demands of a server, and the
+tests that demand the same here, or how verax differs by design. Left out are features that verax does not have: slots,
+LoRA by request, context shift, infill, the router, built-in tools, pictures for text models, sleeping, Google's API.
+"""
+
+import json
 import math
 import re
 from pathlib import Path
@@ -288,7 +294,8 @@ def test_only_allowed_pages_get_permission_before_a_request(make_api):
 
 def test_the_list_names_tests_that_exist():
     folder = Path(__file__).parents[1]
-    named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", (folder / "serve/README.md").read_text(encoding="utf-8"))
+    rules = json.loads((folder / "serve/llama_cpp_rules.json").read_text(encoding="utf-8"))
+    named = {test for rows in rules.values() for row in rows for test in row.get("tests", ())}
     assert len(named) > 50
-    for file, test in named:
-        assert f"def {test}(" in (folder / file).read_text(encoding="utf-8"), f"{file}::{test}"
+    tests = "".join(path.read_text(encoding="utf-8") for path in folder.rglob("test_*.py"))
+    assert sorted(test for test in named if f"def {test}(" not in tests) == []

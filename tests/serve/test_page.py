@@ -1,14 +1,19 @@
-"""Routes of the page without a browser: headers, files, Markdown, reports, streams."""
+"""The page: its files and headers, answers as HTML, and reports."""
 
+import os
 import re
 
 import pytest
 from starlette.testclient import TestClient
 
+from verax.errors import InvalidParameterError
 from verax.serve.app import create_app
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
-from verax.serve.page.page import CONTENT_SECURITY_POLICY, static_files
+from verax.serve.page import page as markdown
+from verax.serve.page.page import CONTENT_SECURITY_POLICY, Reports, static_files
+from verax.serve.page.page import MAX_FOLDERS as MAX_DEPTH
+from verax.serve.page.page import render_markdown as render
 
 KEY = {"Authorization": "Bearer secret-key"}
 
@@ -116,3 +121,137 @@ def test_the_page_stays_small_enough_to_read():
     _, files = static_files()
     lines = sum(text.count(b"\n") for name, text in files.items() if name.endswith((".js", ".css")))
     assert lines <= 2000
+
+
+def test_code_has_classes_and_no_styles():
+    html = render("```python\ndef f():\n    return 1\n```\n\n| a |\n|--:|\n| 1 |\n")
+    assert '<span class="k">def</span>' in html
+    assert '<td class="align-right">1</td>' in html
+    assert "style" not in html
+
+
+@pytest.mark.parametrize("language", sorted(markdown._LANGUAGES))
+def test_every_language_of_the_list_is_highlighted(language):
+    assert "<span" in render(f"```{language}\n[1] 'x' # = 2 <a>\nFROM x; if\n+a\n$ ls\n```\n")
+
+
+def test_another_language_and_a_long_block_are_shown_as_they_are():
+    long = "a = 1\n" * (markdown.MAX_HIGHLIGHTED // 6 + 1)
+    for html in (render("```brainfuck\n+++<b>\n```"), render(f"```python\n{long}```")):
+        assert "<span" not in html
+        assert "<code" in html
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        '<img src=x onerror="alert(1)">',
+        "<script>alert(1)</script>",
+        "[a](javascript:alert(1))",
+        "[a](JaVaScRiPt:alert(1))",
+        "[a](java\tscript:alert(1))",
+        "[a](data:text/html,<script>alert(1)</script>)",
+        "[a](vbscript:x)",
+        "![a](https://elsewhere.example/x.png)",
+        "![a](data:image/svg+xml,<svg onload=alert(1)>)",
+        '![a](x "onerror=alert(1)")',
+        "<svg onload=alert(1)>",
+        "<a href=javascript:alert(1)>x</a>",
+        "<style>body{display:none}</style>",
+        '```"><script>alert(1)</script>\nx\n```',
+        '[a](https://x.example "\\"><script>alert(1)</script>")',
+        "<javascript:alert(1)>",
+        "|a|\n|--:|\n|<b onclick=alert(1)>|",
+    ],
+)
+def test_a_hostile_text_makes_no_element_that_does_anything(hostile):
+    html = render(hostile)
+    tags = re.findall(r"<([a-z]+\d?)((?:\s[^<>]*)?)>", html)
+    assert {name for name, _ in tags} <= markdown._TAGS
+    for _, attributes in tags:
+        names = set(re.findall(r'([\w-]+)="', re.sub(r'="[^"]*"', '="', attributes)))
+        assert names <= {"href", "title", "class", "target", "rel", "start"}
+        href = re.search(r'href="([^"]*)"', attributes)
+        assert href is None or href[1].startswith(("http://", "https://", "mailto:"))
+
+
+def test_links_open_elsewhere_and_say_nothing_of_the_page():
+    html = render("[a](https://example.com) [b](/v1/models)")
+    assert '<a href="https://example.com" target="_blank" rel="noopener noreferrer">a</a>' in html
+    assert "/v1/models" not in html
+
+
+def test_a_picture_is_a_link_to_it():
+    assert '<a href="https://example.com/x.png"' in render("![a cat](https://example.com/x.png)")
+
+
+def test_a_text_over_the_limit_is_refused_by_name():
+    with pytest.raises(InvalidParameterError, match=r"^text: 131073 characters, at most 131072"):
+        render("x" * (markdown.MAX_CHARACTERS + 1))
+
+
+@pytest.mark.parametrize("piece", ["[", "*a_", "> ", "- ", "`", "![](", "<", "|a", "&", "\\", "[a](", "~~", "1. "])
+def test_texts_that_repeat_a_mark_are_rendered(piece):
+    assert render(piece * (20_000 // len(piece)))
+
+
+def test_what_the_parser_would_let_through_is_cleaned_once_more():
+    html = markdown._clean(
+        '<script>a()</script><img src=x onerror="b()"><a href="javascript:c()">d</a><a href="data:text/html,e">f</a>'
+        '<p style="g" onclick="h()" class="i">j</p><iframe src="k"></iframe><a href="/l">m</a>'
+    )
+    for name in ("script", "img", "onerror", "data:", "style", "onclick", "iframe", "/l", "class="):
+        assert name not in html
+    assert all(text in html for text in ("d", "f", "j", "m"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    reports = tmp_path / "reports"
+    (reports / "run").mkdir(parents=True)
+    (tmp_path / "secret.json").write_text("{}")
+    (reports / "bench.json").write_text("{}")
+    (reports / "run" / "compare.md").write_text("# equal")
+    (reports / "model.safetensors").write_bytes(b"weights")
+    (reports / ".hidden.json").write_text("{}")
+    return reports
+
+
+def test_reports_are_listed_by_name_with_the_newest_first(folder):
+    os.utime(folder / "bench.json", (1, 1))
+    assert list(Reports(folder).listing()) == ["run/compare.md", "bench.json"]
+
+
+def test_links_are_not_followed(folder):
+    (folder / "link.json").symlink_to(folder.parent / "secret.json")
+    (folder / "out").symlink_to(folder.parent)
+    assert sorted(Reports(folder).listing()) == ["bench.json", "run/compare.md"]
+
+
+def test_deep_folders_are_left_out(folder):
+    deep = folder.joinpath(*"abcdef")
+    deep.mkdir(parents=True)
+    (deep / "far.json").write_text("{}")
+    folder.joinpath(*"abcdef"[:MAX_DEPTH], "near.json").write_text("{}")
+    assert [name for name in Reports(folder).listing() if "near" in name or "far" in name] == ["a/b/c/near.json"]
+
+
+def test_a_missing_folder_is_empty(tmp_path):
+    assert Reports(tmp_path / "none").listing() == {}
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret.json", "run/../bench.json", "/etc/passwd", "", ".", "bench.json/", "run", "model.safetensors"]
+)
+def test_a_name_that_the_listing_has_not_is_not_found(folder, name):
+    reports = Reports(folder)
+    assert reports.find(reports.token, name) is None
+
+
+def test_a_report_is_found_with_the_token_only(folder):
+    reports = Reports(folder)
+    found = reports.find(reports.token, "run/compare.md")
+    assert found is not None
+    assert found.path.read_text() == "# equal"
+    assert reports.find("é", "run/compare.md") is None
+    assert Reports(folder).find(reports.token, "run/compare.md") is None

@@ -1,6 +1,10 @@
-"""`/tokenize` and `/detokenize`."""
+"""`/tokenize`, `/detokenize`, and counts of tokens."""
 
+import msgspec
 import pytest
+
+from verax.serve.text.run import Usage
+from verax.text.engine.outputs import CompletionOutput, RequestOutput
 
 
 def test_a_text_goes_to_tokens_and_back(api):
@@ -31,3 +35,22 @@ def test_a_chat_is_rendered_by_the_template(api):
 )
 def test_a_wrong_field_is_a_400_that_names_it(api, path, body, param):
     assert api.refused(path, body)["param"] == param
+
+
+def output(*parts, prompt=4, cached=1):
+    samples = [CompletionOutput(index, "", tuple(tokens), None, None) for index, tokens in parts]
+    return RequestOutput("r", None, tuple(range(prompt)), None, samples, False, cached)
+
+
+def test_all_tokens_of_all_samples_are_counted_once():
+    usage = Usage()
+    for parts in ([(0, [1, 2, 3]), (1, [4])], [(1, [5, 6])], [(0, [])]):
+        usage.add(output(*parts))
+    assert msgspec.to_builtins(usage.body()) == {
+        "prompt_tokens": 4,
+        "completion_tokens": 6,
+        "total_tokens": 10,
+        "prompt_tokens_details": {"cached_tokens": 1},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+    assert usage.timings() is None

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import uvicorn
 
-from verax.serve.text.run import ChatEvent, Usage
+from verax.serve.text.run import RunEvent, Usage
 from verax.text.features.tool_calls import Delta, ToolCallDelta
 
 
@@ -17,20 +17,20 @@ def call(index, *arguments, name="weather"):
 
 
 class ScriptedRun:
-    """As `ChatRun`, with given deltas. An exception among them is raised in its place."""
+    """As `Run`, with given deltas. An exception among them is raised in its place."""
 
-    id, model, created = "chatcmpl-1", "tiny", 1_700_000_000
+    id, model, created = "1", "tiny", 1_700_000_000
 
     def __init__(self, deltas, finish_reason="stop", stop_reason=None):
         self.usage = Usage(prompt_tokens=9, completion_tokens=5, cached_tokens=4, reasoning_tokens=2)
         self._deltas = deltas
-        self._last = ChatEvent(0, Delta(), finish_reason, stop_reason)
+        self._last = RunEvent(0, Delta(), finish_reason, stop_reason)
 
     async def events(self):
         for delta in self._deltas:
             if isinstance(delta, Exception):
                 raise delta
-            yield ChatEvent(0, delta)
+            yield RunEvent(0, delta)
         yield self._last
 
 

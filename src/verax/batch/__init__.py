@@ -1,1 +1,1 @@
-"""Files of work: lines in, results appended as they come, and a start that goes on where a run stopped."""
+"""Files of work: lines in, results appended as they come, and a run that continues where an earlier one stopped."""

@@ -1,12 +1,12 @@
-"""Lines of a file of work: JSON objects, rows of Parquet, or plain texts."""
+"""Lines of a file of work: JSON objects, rows of Parquet, or plain texts; and Parquet files of results."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -15,77 +15,27 @@ from verax._optional import require_optional
 from verax.errors import InvalidParameterError
 from verax.files import atomic_path
 
-__all__ = ["PARQUET", "InputFile", "InputLine", "LineError", "ParquetLines", "bad_line", "lines_path", "write_rows"]
+__all__ = [
+    "CUSTOM_ID",
+    "PARQUET",
+    "InputFile",
+    "InputLine",
+    "Line",
+    "LineError",
+    "ParquetLines",
+    "bad_line",
+    "lines_path",
+    "write_rows",
+]
 
+JSONL = ".jsonl"
 PARQUET = ".parquet"
 
+CUSTOM_ID = "custom_id"
+"""Field with the user's name for a line, as in OpenAI's batch files."""
 
 ROWS = 1024
-"""Rows that are held at once."""
-
-
-class ParquetLines:
-    """Rows of a file as lines of JSON; an empty cell is a field that is absent.
-
-    Args:
-        path: of the file.
-        columns: those that are read, where they are there; all of them if None.
-        json: columns whose texts are JSON, and become part of the line as they stand.
-
-    Raises:
-        InvalidParameterError: for a file that is not Parquet.
-        MissingDependencyError: if pyarrow is not installed.
-    """
-
-    def __init__(self, path: Path, columns: Sequence[str] | None = None, *, json: Sequence[str] = ()):
-        parquet = require_optional("pyarrow.parquet")
-        try:
-            self._file = parquet.ParquetFile(path)
-        except (OSError, ValueError) as error:
-            raise InvalidParameterError(f"input: {path}: it is no Parquet file: {error}") from error
-        self._columns = columns
-        self._json = json
-
-    def __enter__(self) -> ParquetLines:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-
-    def __iter__(self) -> Iterator[bytes]:
-        there = [name for name in self._file.schema_arrow.names if self._columns is None or name in self._columns]
-        for batch in self._file.iter_batches(ROWS, columns=there):
-            for row in batch.to_pylist():
-                yield self._line(row)
-
-    def _line(self, row: dict[str, Any]) -> bytes:
-        for name in self._json:
-            if isinstance(text := row.get(name), str):
-                row = {**row, name: msgspec.Raw(text.encode())}
-        return msgspec.json.encode({name: value for name, value in row.items() if value is not None})
-
-
-def lines_path(path: Path) -> Path:
-    """File of lines that results are appended to: that of the results, or one beside a Parquet file."""
-    return path.with_name(f"{path.name}.jsonl") if path.suffix == PARQUET else path
-
-
-def write_rows(lines: Path, path: Path, schema: Mapping[str, Any], row: Callable[[bytes], dict[str, Any]]) -> None:
-    """Write a file of lines as Parquet, whole or not at all.
-
-    Args:
-        lines: what `ResultFile` wrote.
-        path: of the file.
-        schema: type of each column, of pyarrow.
-        row: gives the row of a line.
-    """
-    arrow, parquet = require_optional("pyarrow"), require_optional("pyarrow.parquet")
-    columns = arrow.schema(dict(schema))
-    with atomic_path(path) as partial, parquet.ParquetWriter(partial, columns) as writer, lines.open("rb") as file:
-        while some := list(islice(file, ROWS)):
-            writer.write_batch(arrow.RecordBatch.from_pylist([row(line) for line in some], columns))
+"""Rows of Parquet that are held at once."""
 
 
 class LineError(msgspec.Struct, frozen=True):
@@ -109,16 +59,17 @@ def bad_line(code: str, problem: str, number: int, param: str | None = None) -> 
     return LineError(code, f"line {number}: {problem}", param, number)
 
 
-JSONL = ".jsonl"
+@dataclass(frozen=True)
+class Line:
+    """Work of a line: its number, from 1, and the user's name for it."""
 
-
-CUSTOM_ID = "custom_id"
-"""Field with the user's name for a line, as in OpenAI's batch files."""
+    number: int
+    custom_id: str
 
 
 @dataclass(frozen=True)
-class InputLine:
-    """Work of a line.
+class InputLine(Line):
+    """Work of a line of any object.
 
     Attributes:
         number: of the line, from 1.
@@ -126,9 +77,42 @@ class InputLine:
         fields: the other fields of its object.
     """
 
-    number: int
-    custom_id: str
     fields: dict[str, Any]
+
+
+class ParquetLines(contextlib.AbstractContextManager["ParquetLines"]):
+    """Rows of a file as lines of JSON; an empty cell is a field that is absent.
+
+    Args:
+        path: of the file.
+        columns: columns that are read, where the file has them; all of them if None.
+        json: columns whose texts are JSON, and become part of the line unchanged.
+
+    Raises:
+        InvalidParameterError: for a file that is not Parquet.
+        MissingDependencyError: if pyarrow is not installed.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str] | None = None, *, json: Sequence[str] = ()):
+        parquet = require_optional("pyarrow.parquet")
+        try:
+            self._file = parquet.ParquetFile(path)
+        except (OSError, ValueError) as error:
+            raise InvalidParameterError(f"input: {path}: it is not a Parquet file: {error}") from error
+        self._columns = columns
+        self._json = json
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def __iter__(self) -> Iterator[bytes]:
+        names = [name for name in self._file.schema_arrow.names if self._columns is None or name in self._columns]
+        for batch in self._file.iter_batches(ROWS, columns=names):
+            for row in batch.to_pylist():
+                for name in self._json:
+                    if isinstance(text := row.get(name), str):
+                        row[name] = msgspec.Raw(text.encode())
+                yield msgspec.json.encode({name: value for name, value in row.items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -147,7 +131,7 @@ class InputFile:
 
     @property
     def size(self) -> int | None:
-        """Bytes of the lines; None if they are not known, as of Parquet's rows."""
+        """Bytes of the lines; None if they are not known, as for Parquet's rows."""
         return None if self.path.suffix == PARQUET else self.path.stat().st_size
 
     def lines(self) -> Iterator[bytes]:
@@ -161,7 +145,7 @@ class InputFile:
             yield from file
 
     def read(self, text: bytes, number: int) -> InputLine | LineError:
-        """The work of a line, or what is wrong with it: it is no UTF-8, no JSON object, or its `custom_id` is no name.
+        """The work of a line, or what is wrong with it: not UTF-8, not a JSON object, or a `custom_id` of another type.
 
         Args:
             text: the line.
@@ -182,3 +166,24 @@ class InputFile:
             problem = f"{CUSTOM_ID}: expected a text or a whole number, got {name!r}"
             return bad_line("invalid_request", problem, number, CUSTOM_ID)
         return InputLine(number, str(number if name is None else name), fields)
+
+
+def lines_path(path: Path) -> Path:
+    """File of lines that results are appended to: the file of results itself, or one next to a Parquet file."""
+    return path.with_name(f"{path.name}.jsonl") if path.suffix == PARQUET else path
+
+
+def write_rows(lines: Path, path: Path, schema: Mapping[str, Any], row: Callable[[bytes], dict[str, Any]]) -> None:
+    """Write a file of result lines as Parquet, whole or not at all.
+
+    Args:
+        lines: the file that `ResultFile` wrote.
+        path: of the Parquet file.
+        schema: type of each column, of pyarrow.
+        row: gives the row of a line.
+    """
+    arrow, parquet = require_optional("pyarrow"), require_optional("pyarrow.parquet")
+    columns = arrow.schema(dict(schema))
+    with atomic_path(path) as partial, parquet.ParquetWriter(partial, columns) as writer, lines.open("rb") as file:
+        while chunk := list(islice(file, ROWS)):
+            writer.write_batch(arrow.RecordBatch.from_pylist([row(line) for line in chunk], columns))

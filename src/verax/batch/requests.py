@@ -17,18 +17,15 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Scope
 
 from verax._optional import require_optional
-from verax.batch.lines import LineError, ParquetLines, bad_line, write_rows
+from verax.batch.lines import Line, LineError, ParquetLines, bad_line, write_rows
 from verax.errors import EngineDeadError
 from verax.files import atomic_path
 from verax.serve.app import create_app
 from verax.serve.http.body import decode
-from verax.serve.http.errors import ApiError
+from verax.serve.http.errors import ApiError, field_error
 from verax.serve.http.server import Server
 
 __all__ = [
-    "ID_PREFIX",
-    "URLS",
-    "VIDEOS",
     "Answer",
     "AnswerLine",
     "BatchServer",
@@ -36,43 +33,31 @@ __all__ = [
     "LocalServer",
     "RequestLine",
     "call",
-    "make_clip",
     "read_request",
     "request_lines",
     "write_answers",
 ]
 
 VIDEOS = "/v1/videos"
-
-
-URLS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/embeddings",
-    "/v1/rerank",
-    VIDEOS,
-)
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/rerank", VIDEOS)
 """Endpoints of the server that a line may be for."""
-
 
 ID_PREFIX = "batch_req_"
 
 
-class RequestLine(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class RequestLine(Line):
     """Request of a line.
 
     Attributes:
         number: of the line, from 1.
         custom_id: the user's name for it.
         url: one of `URLS`.
-        body: JSON object, as it stands in the line.
+        body: JSON object, unchanged.
     """
 
-    number: int
-    custom_id: str
     url: str
-    body: msgspec.Raw
+    body: bytes
 
 
 class LineResponse(msgspec.Struct, frozen=True):
@@ -96,12 +81,12 @@ class AnswerLine(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, custom_id: str, response: LineResponse) -> AnswerLine:
         """The server's answer, with an id of its own."""
-        return cls(_new_id(), custom_id, response, None)
+        return cls(f"{ID_PREFIX}{secrets.token_hex(16)}", custom_id, response, None)
 
     @classmethod
     def failure(cls, error: LineError, custom_id: str | None = None) -> AnswerLine:
-        """Answer to a line that is no request, with an id of its own."""
-        return cls(_new_id(), custom_id, None, error)
+        """Answer to a line that is not a request, with an id of its own."""
+        return cls(f"{ID_PREFIX}{secrets.token_hex(16)}", custom_id, None, error)
 
     @property
     def failed(self) -> bool:
@@ -139,18 +124,17 @@ def read_request(text: bytes, number: int) -> RequestLine | AnswerLine:
     custom_id = None
     try:
         raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-        given: dict[str, Any] = {
-            name: msgspec.json.decode(raw[name]) for name in ("custom_id", "method", "url") if name in raw
-        }
+        names = ("custom_id", "method", "url")
+        given: dict[str, Any] = {name: msgspec.json.decode(raw[name]) for name in names if name in raw}
         if isinstance(given.get("custom_id"), str):
             custom_id = given["custom_id"]
         if "body" in raw:
             given["body"] = raw["body"]
         fields = decode(_Fields, given)
         if fields.url not in URLS:
-            raise ApiError(400, f"url: expected one of {', '.join(URLS)}, got {fields.url[:100]!r}", param="url")
+            raise field_error("url", f"expected one of {', '.join(URLS)}, got {fields.url[:100]!r}")
         if _streams(fields.body):
-            raise ApiError(400, "body.stream: an answer in a file is a whole one; leave it out", param="body.stream")
+            raise field_error("body.stream", "an answer in a file is a whole one; leave it out")
     except ApiError as error:
         return AnswerLine.failure(bad_line("invalid_request", error.message, number, error.param), custom_id)
     except msgspec.ValidationError:
@@ -158,22 +142,18 @@ def read_request(text: bytes, number: int) -> RequestLine | AnswerLine:
         return AnswerLine.failure(bad_line("invalid_json_line", problem, number))
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         return AnswerLine.failure(bad_line("invalid_json_line", f"it is not valid JSON: {error}", number), custom_id)
-    return RequestLine(number, fields.custom_id, fields.url, fields.body)
-
-
-def _new_id() -> str:
-    return f"{ID_PREFIX}{secrets.token_hex(16)}"
+    return RequestLine(number, fields.custom_id, fields.url, bytes(fields.body))
 
 
 def _streams(body: msgspec.Raw) -> bool:
     try:
         return msgspec.json.decode(body, type=_RequestBody).stream is True
     except msgspec.ValidationError as error:
-        raise ApiError(400, "body: expected a JSON object", param="body") from error
+        raise field_error("body", "expected a JSON object") from error
 
 
 def request_lines(path: Path) -> ParquetLines:
-    """Rows of a file of requests as lines.
+    """Rows of a Parquet file as lines: `custom_id`, `method`, `url` and `body`, which is a struct or JSON text.
 
     Raises:
         InvalidParameterError: for a file that is not Parquet.
@@ -188,29 +168,23 @@ def write_answers(lines: Path, path: Path) -> None:
     Columns are `id`, `custom_id`, `status_code`, `request_id`, `body` and `error`; the last two are JSON text.
 
     Args:
-        lines: what `ResultFile` wrote.
-        path: of the file.
+        lines: the file that `ResultFile` wrote.
+        path: of the Parquet file.
     """
     arrow = require_optional("pyarrow")
     names = ("id", "custom_id", "status_code", "request_id", "body", "error")
-    write_rows(lines, path, {**dict.fromkeys(names, arrow.string()), "status_code": arrow.int32()}, _row)
 
+    def row(line: bytes) -> dict[str, Any]:
+        answer = msgspec.json.decode(line, type=AnswerLine)
+        values: dict[str, Any] = {"id": answer.id, "custom_id": answer.custom_id}
+        if answer.response is not None:
+            values |= {"status_code": answer.response.status_code, "request_id": answer.response.request_id}
+            values["body"] = bytes(answer.response.body).decode()
+        if answer.error is not None:
+            values["error"] = msgspec.json.encode(answer.error).decode()
+        return values
 
-def _row(line: bytes) -> dict[str, Any]:
-    answer = msgspec.json.decode(line, type=AnswerLine)
-    response, error = answer.response, answer.error
-    return {
-        "id": answer.id,
-        "custom_id": answer.custom_id,
-        "status_code": None if response is None else response.status_code,
-        "request_id": None if response is None else response.request_id,
-        "body": None if response is None else bytes(response.body).decode(),
-        "error": None if error is None else msgspec.json.encode(error).decode(),
-    }
-
-
-_HOST = b"localhost"
-"""Name that a server at a loopback address accepts."""
+    write_rows(lines, path, {**dict.fromkeys(names, arrow.string()), "status_code": arrow.int32()}, row)
 
 
 @dataclass(frozen=True)
@@ -223,7 +197,7 @@ class Answer:
 
 
 async def call(app: ASGIApp, method: str, path: str, body: bytes = b"") -> Answer:
-    """Answer to a request. Cancelling the task ends the request, as a client does that disconnects.
+    """Answer of an ASGI application in this process. Cancelling the task ends the request, as a disconnect does.
 
     Args:
         app: the application, whose lifespan is entered.
@@ -231,20 +205,11 @@ async def call(app: ASGIApp, method: str, path: str, body: bytes = b"") -> Answe
         path: path without a query.
         body: JSON text in UTF-8, if the method has one.
     """
-    headers = [(b"host", _HOST), (b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    headers = {"host": "localhost", "content-type": "application/json", "content-length": str(len(body))}
     scope: Scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": method,
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": headers,
-        "client": None,
-        "server": None,
+        **{"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "root_path": ""},
+        **{"method": method, "path": path, "raw_path": path.encode(), "query_string": b""},
+        **{"headers": Headers(headers).raw, "client": None, "server": None},
     }
     unread = [body]
     start: Message = {}
@@ -265,37 +230,8 @@ async def call(app: ASGIApp, method: str, path: str, body: bytes = b"") -> Answe
     return Answer(start["status"], Headers(raw=start["headers"]), b"".join(parts))
 
 
-class _Video(msgspec.Struct):
-    id: str
-    status: str = ""
-
-
-async def make_clip(app: ASGIApp, body: bytes, folder: Path) -> Answer:
-    """The state of a clip once it is made or has failed, or the refusal of its request.
-
-    Args:
-        app: the application.
-        body: of a request to create a clip.
-        folder: where the file goes, under the clip's id.
-    """
-    created = await call(app, "POST", VIDEOS, body)
-    if created.status >= 400:
-        return created
-    path = f"{VIDEOS}/{msgspec.json.decode(created.body, type=_Video).id}"
-    await call(app, "GET", f"{path}/events")  # they end with the clip
-    state = await call(app, "GET", path)
-    video = msgspec.json.decode(state.body, type=_Video)
-    if video.status == "completed":
-        content = await call(app, "GET", f"{path}/content")
-        folder.mkdir(exist_ok=True)
-        with atomic_path(folder / f"{video.id}.mp4") as partial:
-            partial.write_bytes(content.body)
-    await call(app, "DELETE", path)  # makes room
-    return state
-
-
 class BatchServer(Protocol):
-    """Models that answer the lines of a batch."""
+    """Models that answer the lines of a batch: of this process, or replicas."""
 
     def running(self) -> AbstractAsyncContextManager[None]:
         """Context in which requests are answered."""
@@ -307,11 +243,7 @@ class BatchServer(Protocol):
 
 
 class LocalServer:
-    """Models of this process.
-
-    Args:
-        server: the models.
-    """
+    """Models of this process, as a batch calls them."""
 
     def __init__(self, server: Server):
         self._server = server
@@ -331,11 +263,28 @@ class LocalServer:
         Raises:
             EngineDeadError: if the text engine has failed, whose answer this would be.
         """
-        body, llm = bytes(request.body), self._server.llm
-        if request.url == VIDEOS and clips is not None:
-            answer = await make_clip(self._app, body, clips)
-        else:
-            answer = await call(self._app, "POST", request.url, body)
+        answer = await call(self._app, "POST", request.url, request.body)
+        if request.url == VIDEOS and clips is not None and answer.status < 400:
+            return await self._clip(msgspec.json.decode(answer.body, type=_Video).id, clips)
+        llm = self._server.llm
         if answer.status >= 500 and llm is not None and llm.error is not None:
             raise EngineDeadError(f"the engine has failed: {llm.error}") from llm.error
         return answer
+
+    async def _clip(self, name: str, folder: Path) -> Answer:
+        """The state of a clip once it is made or has failed. Its file is moved into a folder."""
+        path = f"{VIDEOS}/{name}"
+        await call(self._app, "GET", f"{path}/events")  # they end with the clip
+        state = await call(self._app, "GET", path)
+        if msgspec.json.decode(state.body, type=_Video).status == "completed":
+            content = await call(self._app, "GET", f"{path}/content")
+            folder.mkdir(exist_ok=True)
+            with atomic_path(folder / f"{name}.mp4") as partial:
+                partial.write_bytes(content.body)
+        await call(self._app, "DELETE", path)  # frees its place
+        return state
+
+
+class _Video(msgspec.Struct):
+    id: str
+    status: str = ""

@@ -1,4 +1,4 @@
-"""The file of results, what it holds when a run continues, and the run that writes them in their order."""
+"""The file of results, its contents when a run continues, and the run that writes results in the order of the lines."""
 
 from __future__ import annotations
 
@@ -6,34 +6,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, ClassVar, Generic, Protocol, Self, TypeVar, cast
+from typing import BinaryIO, ClassVar, Generic, Protocol, Self, TypeVar
 
 import msgspec
 
-from verax.batch.lines import InputFile, InputLine, LineError, bad_line
+from verax.batch.lines import InputFile, InputLine, Line, LineError, bad_line
 from verax.errors import InvalidParameterError
 from verax.files import atomic_path
-
-__all__ = ["LineCounts", "LineRun", "NamedLine", "ResultFile", "ResultLine"]
 
 try:
     import fcntl
 except ImportError:  # it does not exist for Windows
     fcntl = None
 
+__all__ = ["LineCounts", "LineRun", "ResultFile", "ResultLine"]
 
-class NamedLine(Protocol):
-    """Line of the input."""
-
-    @property
-    def number(self) -> int:
-        """Number of the line, from 1."""
-        ...
-
-    @property
-    def custom_id(self) -> str:
-        """The user's name for it."""
-        ...
+SHORT = 1.0
+"""Seconds of a call below which the next one gets twice as many lines. What is lost with a process stays small, and a
+call is long enough that its beginning and end, where the device waits, do not count."""
 
 
 class ResultLine(Protocol):
@@ -67,9 +57,30 @@ class ResultLine(Protocol):
 
 
 R = TypeVar("R", bound=ResultLine)
+L = TypeVar("L", bound=Line)
 
 
-N = TypeVar("N", bound=NamedLine)
+@dataclass
+class LineCounts:
+    """Counts of the lines so far.
+
+    Attributes:
+        done: lines with a result of this run that is not an error.
+        failed: lines with an error of this run.
+        skipped: lines whose result an earlier run has written.
+        bytes: bytes of all these lines.
+        seconds: time of the run.
+        prompt_tokens: tokens of the prompts that a server answered.
+        output_tokens: tokens of its answers.
+    """
+
+    done: int = 0
+    failed: int = 0
+    skipped: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
 
 
 @dataclass
@@ -78,7 +89,8 @@ class ResultFile(Generic[R]):
 
     Attributes:
         file: where they are written; without a buffer, so that a line is there once it is written.
-        kind: of the lines.
+        kind: class of the lines.
+        counts: of this run.
         answered: custom ids that have a result from an earlier run.
         bad_lines: numbers of the input's lines whose error was written by an earlier run.
         num_failed: results of an earlier run that are errors.
@@ -86,6 +98,7 @@ class ResultFile(Generic[R]):
 
     file: BinaryIO
     kind: type[R]
+    counts: LineCounts = field(default_factory=LineCounts)
     answered: set[str] = field(default_factory=set)
     bad_lines: set[int] = field(default_factory=set)
     num_failed: int = 0
@@ -93,11 +106,11 @@ class ResultFile(Generic[R]):
 
     @classmethod
     def open(cls, path: Path, kind: type[R], *, retry_errors: bool = False) -> ResultFile[R]:
-        """The results in a file, which is made if it does not exist. A last line that was cut off is removed.
+        """The results in a file, which is created if it does not exist. A last line that was cut off is removed.
 
         Args:
             path: of the file.
-            kind: of its lines.
+            kind: class of its lines.
             retry_errors: rewrite the file without its errors, whole or not at all, so that they run again.
 
         Raises:
@@ -121,22 +134,29 @@ class ResultFile(Generic[R]):
         while rest:
             rest = rest[self.file.write(rest) :]
         self.file.flush()
+        if line.failed:
+            self.counts.failed += 1
+        else:
+            self.counts.done += 1
 
-    def unanswered(self, line: N | R) -> N | R | None:
-        """A line of the input, or its error; None if an earlier run has written its result.
+    def unanswered(self, line: L | R) -> L | R | None:
+        """The work of a line, or its error; None if an earlier run has written its result.
 
-        Errors are known by the number of their line, since they may have no id, or that of another line.
+        Errors are known by the number of their line, since they may have no id, or the id of another line.
 
         Args:
-            line: the work of a line, or the error of one that is none.
+            line: the work, or the error of a line that is not work.
         """
-        failure = line if isinstance(line, self.kind) else self._duplicate(cast("N", line))
+        failure = self._duplicate(line) if isinstance(line, Line) else line
         if failure is None:
-            return None if line.custom_id in self.answered else line
-        assert failure.error is not None
-        return None if failure.error.line in self.bad_lines else failure
+            missing = None if line.custom_id in self.answered else line
+        else:
+            assert failure.error is not None
+            missing = None if failure.error.line in self.bad_lines else failure
+        self.counts.skipped += missing is None
+        return missing
 
-    def _duplicate(self, line: NamedLine) -> R | None:
+    def _duplicate(self, line: Line) -> R | None:
         """The error of a line whose name an earlier one has."""
         name = line.custom_id
         if name not in self._seen:
@@ -205,45 +225,21 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
                 yield text
 
 
-def _not_ours(path: Path, where: str) -> InvalidParameterError:
+def _not_ours(path: Path, place: str) -> InvalidParameterError:
     return InvalidParameterError(
-        f"output: {path}: {where} is no result of this command; give a new file, or one that it wrote"
+        f"output: {path}: {place} is not a result of this command; give a new file, or one that it wrote"
     )
 
 
-SHORT = 1.0
-"""Seconds of a call below which the next one gets twice as many lines. What is lost with a process stays small, and a
-call is long enough that its beginning and end, where the device waits, do not count."""
-
-
-@dataclass
-class LineCounts:
-    """Counts of the lines so far.
-
-    Attributes:
-        done: lines with a result of this run that is no error.
-        failed: lines with an error of this run.
-        skipped: lines whose result an earlier run has written.
-        bytes: bytes of all these lines.
-        seconds: time of the run.
-    """
-
-    done: int = 0
-    failed: int = 0
-    skipped: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-
-
 class LineRun(Generic[R]):
-    """Run of the lines of a file through a model.
+    """Run of the lines of a file through a model, some lines at a time.
 
     Args:
         file: the work.
         results: where the results go.
         work: gives the results of some lines, in their order.
         least: lines of the first call of `work`.
-        most: most lines of a call.
+        most: limit of the lines of a call.
         report: called with the counts after each call.
     """
 
@@ -257,7 +253,7 @@ class LineRun(Generic[R]):
         most: int = 1,
         report: Callable[[LineCounts], None] = lambda counts: None,
     ):
-        self.counts = LineCounts()
+        self.counts = results.counts
         self.complete = False
         """True once every line has its result."""
         self._file = file
@@ -289,12 +285,7 @@ class LineRun(Generic[R]):
         work = [line for line in lines if isinstance(line, InputLine)]
         results = iter(self._work(work) if work else ())
         for line in lines:
-            result = next(results) if isinstance(line, InputLine) else line
-            self._results.write(result)
-            if result.failed:
-                self.counts.failed += 1
-            else:
-                self.counts.done += 1
+            self._results.write(next(results) if isinstance(line, InputLine) else line)
         if work and time.perf_counter() - begin < SHORT:
             self._size = min(2 * self._size, self._most)
 
@@ -305,12 +296,10 @@ class LineRun(Generic[R]):
             self.counts.bytes += len(text)
             if not text.strip():
                 continue
-            read = self._file.read(text, number)
-            line = self._results.unanswered(self._results.kind.failure(read) if isinstance(read, LineError) else read)
-            if line is None:
-                self.counts.skipped += 1
-                continue
-            chunk.append(line)
+            work = self._file.read(text, number)
+            line = self._results.unanswered(self._results.kind.failure(work) if isinstance(work, LineError) else work)
+            if line is not None:
+                chunk.append(line)
             if len(chunk) >= self._size:
                 yield chunk
                 chunk = []

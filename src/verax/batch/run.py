@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
@@ -21,7 +20,7 @@ from verax.batch.results import LineCounts, ResultFile
 from verax.serve.http.errors import RETRY_AFTER
 from verax.serve.http.settings import ServerSettings
 
-__all__ = ["BatchCounts", "BatchRun", "read_lines"]
+__all__ = ["BatchRun", "read_lines"]
 
 AHEAD = 64
 """Lines that are read before they are needed: enough that answers never wait for the disk."""
@@ -71,21 +70,7 @@ async def read_lines(file: BinaryIO | ParquetLines) -> AsyncGenerator[bytes, Non
 QUEUE_FULL = 429
 """Status of an answer that says to try again."""
 
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-@dataclass
-class BatchCounts(LineCounts):
-    """Counts of the lines so far, and of their tokens.
-
-    Attributes:
-        prompt_tokens: tokens of the prompts that were answered.
-        output_tokens: tokens of the answers.
-    """
-
-    prompt_tokens: int = 0
-    output_tokens: int = 0
 
 
 class _Usage(msgspec.Struct):
@@ -123,9 +108,9 @@ class BatchRun:
         max_in_flight: int,
         clips: Path | None = None,
         shutdown_timeout: float = ServerSettings.shutdown_timeout,
-        report: Callable[[BatchCounts], None] = lambda counts: None,
+        report: Callable[[LineCounts], None] = lambda counts: None,
     ):
-        self.counts = BatchCounts()
+        self.counts = output.counts
         self.stopped_by: signal.Signals | None = None
         """The first signal that came."""
         self.complete = False
@@ -143,7 +128,7 @@ class BatchRun:
         self._turn = asyncio.Lock()
         self._ended = asyncio.Event()
 
-    def run(self) -> BatchCounts:
+    def run(self) -> LineCounts:
         """Answer every line that has no answer yet.
 
         SIGTERM and SIGINT end the reading, and let running requests finish for `shutdown_timeout` seconds; a
@@ -208,7 +193,6 @@ class BatchRun:
                 continue
             request = self._output.unanswered(read_request(text, number))
             if request is None:
-                self.counts.skipped += 1
                 self._count(len(text))
             elif isinstance(request, AnswerLine):
                 self._write(request, len(text))
@@ -224,7 +208,7 @@ class BatchRun:
 
     async def _serve(self, request: RequestLine, size: int) -> None:
         if request.url == VIDEOS and self._clips is None:
-            problem = "url: a clip is written beside the output; give the output a file"
+            problem = "url: a clip is written next to the output; give the output a file"
             error = bad_line("invalid_request", problem, request.number, "url")
             self._write(AnswerLine.failure(error, request.custom_id), size)
             return
@@ -264,10 +248,6 @@ class BatchRun:
 
     def _write(self, answer: AnswerLine, size: int) -> None:
         self._output.write(answer)
-        if answer.failed:
-            self.counts.failed += 1
-        else:
-            self.counts.done += 1
         self._count(size)
 
     def _count(self, size: int) -> None:

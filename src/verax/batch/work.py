@@ -22,7 +22,16 @@ from verax.video.request import ResolvedRequest, VideoRequest, make_request
 __all__ = ["LEAST", "MOST", "RESULTS", "ClipLine", "Clips", "VectorLine", "Vectors", "numbers", "write_vectors"]
 
 LEAST, MOST = 64, 4096
-"""Texts of the first call of the encoder, and most of a call."""
+"""Texts of the first call of the encoder, and the limit of a call."""
+
+RESULTS = "results.jsonl"
+"""File of the results, in the folder of the clips."""
+
+NOT_OF_A_LINE = ("latents", "prompt_embeds", "negative_prompt_embeds", "output_type", "callback", "resume")
+"""Options of a request that JSON cannot express, or that mean nothing where clips become files."""
+
+_FILES = ("image", "last_image", "video")
+"""Options that are names of files, which a checked request has read."""
 
 
 class VectorLine(msgspec.Struct, frozen=True):
@@ -68,23 +77,21 @@ class Vectors:
         self._options = options
 
     def __call__(self, lines: Sequence[InputLine]) -> list[VectorLine]:
-        """The results of some lines."""
-        texts = [line.fields.get(self._field) for line in lines]
-        found = [text for text in texts if isinstance(text, str)]
-        vectors = iter(self._encoder.encode(found, show_progress=False, **self._options) if found else ())
-        self.truncated += self._encoder.truncated if found else 0
+        """Results of some lines, in their order."""
+        texts = [text for line in lines if isinstance(text := line.fields.get(self._field), str)]
+        vectors = iter(self._encoder.encode(texts, show_progress=False, **self._options) if texts else ())
+        self.truncated += self._encoder.truncated if texts else 0
         return [
             VectorLine(line.custom_id, msgspec.Raw(msgspec.json.encode(numbers(next(vectors)))), None)
-            if isinstance(text, str)
+            if isinstance(line.fields.get(self._field), str)
             else VectorLine.failure(self._no_text(line), line.custom_id)
-            for line, text in zip(lines, texts, strict=True)
+            for line in lines
         ]
 
     def _no_text(self, line: InputLine) -> LineError:
-        has = ", ".join(map(repr, line.fields)) or "none"
-        return LineError(
-            "invalid_request", f"expected a text in the field {self._field!r}; it has {has}", self._field, None
-        )
+        names = ", ".join(map(repr, line.fields)) or "none"
+        problem = f"expected a text in the field {self._field!r}; it has {names}"
+        return LineError("invalid_request", problem, self._field, None)
 
 
 def numbers(vector: Float32[np.ndarray, "D"]) -> list[float]:
@@ -98,35 +105,20 @@ def write_vectors(lines: Path, path: Path, dimension: int) -> None:
     Columns are `custom_id`, `embedding`, a list of float32 `[D]`, and `error`, which is JSON text.
 
     Args:
-        lines: what `ResultFile` wrote.
-        path: of the file.
+        lines: the file that `ResultFile` wrote.
+        path: of the Parquet file.
         dimension: numbers in a vector.
     """
     arrow = require_optional("pyarrow")
     text = arrow.string()
-    schema = {"custom_id": text, "embedding": arrow.list_(arrow.float32(), dimension), "error": text}
-    write_rows(lines, path, schema, _row)
 
+    def row(line: bytes) -> dict[str, Any]:
+        result = msgspec.json.decode(line, type=VectorLine)
+        error = None if result.error is None else msgspec.json.encode(result.error).decode()
+        return {"custom_id": result.custom_id, "embedding": msgspec.json.decode(result.embedding), "error": error}
 
-def _row(line: bytes) -> dict[str, Any]:
-    found = msgspec.json.decode(line, type=VectorLine)
-    return {
-        "custom_id": found.custom_id,
-        "embedding": msgspec.json.decode(found.embedding),
-        "error": None if found.error is None else msgspec.json.encode(found.error).decode(),
-    }
-
-
-RESULTS = "results.jsonl"
-"""File of the results, in the folder of the clips."""
-
-
-NOT_OF_A_LINE = ("latents", "prompt_embeds", "negative_prompt_embeds", "output_type", "callback", "resume")
-"""Options of a request that JSON cannot express, or that mean nothing where clips become files."""
-
-
-_FILES = ("image", "last_image", "video")
-"""Options that are names of files, which a checked request has read."""
+    vectors = arrow.list_(arrow.float32(), dimension)
+    write_rows(lines, path, {"custom_id": text, "embedding": vectors, "error": text}, row)
 
 
 class ClipLine(msgspec.Struct, frozen=True):
@@ -134,7 +126,7 @@ class ClipLine(msgspec.Struct, frozen=True):
 
     Attributes:
         custom_id: name of the line; None for a line that could not be read.
-        file: name of the clip's file, beside that of the results.
+        file: name of the clip's file, next to the file of results.
         settings: the request, with the defaults that it left open.
         seconds: seconds of each stage.
         error: None if there is a clip.
@@ -174,7 +166,7 @@ class Clips:
         self._options = options
 
     def __call__(self, lines: Sequence[InputLine]) -> list[ClipLine]:
-        """The results of some lines. What is wrong with the request of one is its result."""
+        """Results of some lines, in their order. What is wrong with the request of one is its result."""
         return [self._clip(line) for line in lines]
 
     def _clip(self, line: InputLine) -> ClipLine:
@@ -196,7 +188,7 @@ def _request(given: Mapping[str, Any]) -> VideoRequest:
     """Request of a line.
 
     Raises:
-        InvalidParameterError: for a prompt that is none, or an option that a line cannot have.
+        InvalidParameterError: for a wrong prompt, or an option that a line cannot have.
     """
     for name in NOT_OF_A_LINE:
         if name in given:

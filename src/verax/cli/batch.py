@@ -21,7 +21,8 @@ from verax.serve.http.settings import ServerSettings
 if TYPE_CHECKING:
     from verax.batch.lines import ParquetLines
     from verax.batch.requests import AnswerLine, BatchServer
-    from verax.batch.run import BatchCounts, BatchRun
+    from verax.batch.results import LineCounts
+    from verax.batch.run import BatchRun
     from verax.ray.replicas import RunningReplicas
     from verax.serve.http.server import Server
 
@@ -88,7 +89,7 @@ def batch(
         )
         with bar("batch", count=False) as report:
 
-            def show(counts: BatchCounts) -> None:
+            def show(counts: LineCounts) -> None:
                 report(counts.bytes, size, f"{counts.done:,} done, {counts.failed:,} failed")
 
             run = BatchRun(
@@ -150,7 +151,7 @@ def _output(path: Path, *, retry_errors: bool) -> ResultFile[AnswerLine]:
     return ResultFile(sys.stdout.buffer, AnswerLine)
 
 
-def _summary(counts: BatchCounts, failed_before: int) -> str:
+def _summary(counts: LineCounts, failed_before: int) -> str:
     kind, tokens = ("output", counts.output_tokens) if counts.output_tokens else ("prompt", counts.prompt_tokens)
     speed = tokens / counts.seconds if counts.seconds else 0.0
     return f"{counted(counts, failed_before)}; {tokens:,} {kind} tokens, {speed:,.0f} tokens/s"

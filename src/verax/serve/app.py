@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from verax.serve.http.errors import EXCEPTION_HANDLERS, ApiError, JsonResponse
+from verax.serve.http.errors import EXCEPTION_HANDLERS, ApiError, JsonResponse, model_error
 from verax.serve.http.metrics import TextMetrics
 from verax.serve.http.middleware import BodyLimit, RequestLog, Security
 from verax.serve.http.openapi import api_route, api_routes, describe
@@ -64,7 +64,7 @@ def _own_routes(server: Server) -> list[Route]:
             raise ApiError(503, "the server is shutting down", code="draining")
         if server.llm is not None and not server.llm.is_running:
             raise ApiError(503, "an engine has stopped", code="engine_dead")
-        return JsonResponse({"status": "ok"})
+        return JsonResponse(Health(status="ok"))
 
     async def metrics(request: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
@@ -73,14 +73,14 @@ def _own_routes(server: Server) -> list[Route]:
         return JsonResponse(describe(request.app.routes))
 
     async def list_models(request: Request) -> Response:
-        return JsonResponse({"object": "list", "data": _models(server, created)})
+        return JsonResponse(ModelList(object="list", data=_models(server, created)))
 
     async def get_model(request: Request) -> Response:
         name = request.path_params["name"]
         for model in _models(server, created):
-            if model["id"] == name:
+            if model.id == name:
                 return JsonResponse(model)
-        raise ApiError(404, f"model: {name[:200]!r} is not served here", param="model", code="model_not_found")
+        raise model_error(f"{name[:200]!r} is not served here")
 
     return [
         *api_routes("/models", list_models, ("GET",), answer=ModelList, summary="List the models."),
@@ -91,26 +91,26 @@ def _own_routes(server: Server) -> list[Route]:
     ]
 
 
-def _models(server: Server, created: int) -> list[dict[str, Any]]:
-    found: list[tuple[str, str, int | None, str | None]] = []
+def _models(server: Server, created: int) -> list[ModelObject]:
+    models: list[tuple[str, str, int | None, str | None]] = []
     if server.llm is not None:
         root = server.root or server.served_names[0]
         base, length = server.served_names[0], server.llm.max_model_len
-        found += [(name, root, length, None) for name in server.served_names]
-        found += [(name, str(adapter.lora_path), length, base) for name, adapter in server.adapters.items()]
+        models += [(name, root, length, None) for name in server.served_names]
+        models += [(name, str(adapter.lora_path), length, base) for name, adapter in server.adapters.items()]
     others = (server.encoder, server.reranker, server.videos)
-    found += [(model.name, model.root, None, None) for model in others if model is not None]
+    models += [(model.name, model.root, None, None) for model in others if model is not None]
     return [
-        {
-            "id": name,
-            "object": "model",
-            "created": created,
-            "owned_by": "verax",
-            "root": root,
-            "parent": parent,
-            "max_model_len": length,
-        }
-        for name, root, length, parent in found
+        ModelObject(
+            id=name,
+            object="model",
+            created=created,
+            owned_by="verax",
+            root=root,
+            parent=parent,
+            max_model_len=length,
+        )
+        for name, root, length, parent in models
     ]
 
 
@@ -121,7 +121,6 @@ ROUTES = (
     messages.routes,
     tokens.routes,
     embeddings.routes,
-    embeddings.rerank_routes,
     videos.routes,
     _own_routes,
 )

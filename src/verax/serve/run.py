@@ -28,7 +28,7 @@ __all__ = ["HttpProtocol", "bind", "new_runner", "run"]
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. What is no HTTP, or a head that does not end, is answered here, before there is a request.
+    """One connection. Bytes that are not HTTP, or a head that does not end, are answered here, before a request exists.
 
     Args:
         header_timeout: seconds from the connection, or the answer before, to the end of a request's headers.
@@ -40,7 +40,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._header_timeout = header_timeout
         self._header_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
-        """Bytes of a head that is not complete; -1 behind its end."""
+        """Bytes of a head that is not complete; -1 once it is complete."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Begin a connection."""
@@ -79,7 +79,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._watch_headers()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP."""
+        """Refuse bytes that are not HTTP."""
         self._refuse(ApiError(400, msg))
 
     def _watch_headers(self) -> None:
@@ -175,7 +175,7 @@ def new_runner() -> asyncio.Runner:
 
 
 class _Process(uvicorn.Server):
-    """uvicorn's server, which goes on answering while running requests finish."""
+    """uvicorn's server, which keeps answering while running requests finish."""
 
     def __init__(self, server: Server, on_start: Callable[[], None] | None):
         super().__init__(

@@ -5,47 +5,41 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from starlette.requests import Request
 
-from verax.serve.http.errors import ApiError
+from verax.serve.http.errors import ApiError, field_error
 
-__all__ = ["MAX_DEPTH", "decode", "parse_json", "read_body"]
+__all__ = ["MAX_DEPTH", "Size", "decode", "parse_json", "read_body"]
+
+Size = Annotated[int, Meta(ge=0)]
+"""Number of things."""
 
 MAX_DEPTH = 64
 """Levels of lists and objects in a request."""
 
-
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 """A string of JSON, or the rest of the text where one does not end, so that a search is linear in the text."""
 
-
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
-
 
 _NO_BRACKETS = bytes(sorted(set(range(256)) - set(b"[]{}")))
 
-
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at `(?P<where>key in )?\$(?P<path>[^`]*)`)?$", re.DOTALL)
-
 
 _MISSING = re.compile(r"^Object missing required field `(\w+)`$")
 
-
 _LONGEST_NAME = 64
-
 
 _MOST_NAMES = 1000
 
-
 _log = logging.getLogger("verax.serve")
 
-
 _seen: set[str] = set()
-
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -54,7 +48,7 @@ async def read_body(request: Request, kind: type[T]) -> T:
     """Read a request's JSON body as a Struct.
 
     Raises:
-        ApiError: 415 for another content type, 400 for a body that is no such object.
+        ApiError: 415 for another content type, 400 for a body that does not fit.
     """
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json":
@@ -122,7 +116,7 @@ def _check_depth(body: bytes) -> None:
 
 
 def _out_of_range(body: bytes, kind: type[msgspec.Struct] | None, error: Exception) -> ApiError:
-    """Error of a number that no float holds. Only decoding to a Struct tells the field's name."""
+    """Error of a number that no float holds. Only decoding to a Struct gives the field's name."""
     try:
         msgspec.json.decode(body, type=kind or Any)
     except msgspec.ValidationError as named:
@@ -133,15 +127,15 @@ def _out_of_range(body: bytes, kind: type[msgspec.Struct] | None, error: Excepti
 
 
 def _wrong_field(problem: str) -> ApiError:
-    found = _PATH.match(problem)
-    assert found is not None
-    what, path = found["what"], (found["path"] or "").lstrip(".")
+    match = _PATH.match(problem)
+    assert match is not None
+    what, path = match["what"], (match["path"] or "").lstrip(".")
     if missing := _MISSING.match(what):
         path = f"{path}.{missing[1]}".lstrip(".")
         what = "it is missing"
     what = what.replace(" | null`", "`").replace("`", "")
     param = path or "body"
-    return ApiError(400, f"{param}: {what[0].lower()}{what[1:]}", param=param)
+    return field_error(param, f"{what[0].lower()}{what[1:]}")
 
 
 def _report_unknown(name: object) -> None:

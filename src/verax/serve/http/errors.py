@@ -39,7 +39,9 @@ __all__ = [
     "api_error",
     "context_error",
     "error_response",
+    "field_error",
     "is_anthropic",
+    "model_error",
 ]
 
 
@@ -53,7 +55,7 @@ class ErrorObject(msgspec.Struct, kw_only=True):
 
 
 class ErrorAnswer(msgspec.Struct, kw_only=True):
-    """Body of every error but those of Anthropic's API."""
+    """Body of every error except on the paths of Anthropic's API."""
 
     error: ErrorObject
 
@@ -86,7 +88,6 @@ class JsonResponse(Response):
 RETRY_AFTER = 1
 """Seconds after which a client may try again, in the answers 429 and 503."""
 
-
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -97,7 +98,6 @@ _TYPES = {
     503: "unavailable_error",
 }
 
-
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -107,7 +107,6 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 
-
 _ANTHROPIC_FIELDS = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
@@ -116,12 +115,9 @@ _ANTHROPIC_FIELDS = {
 }
 """Fields of Anthropic's API by their names in a chat."""
 
-
 _ANTHROPIC_PATH = re.compile(r"(/v1)?/messages(/.*)?", re.DOTALL)
 
-
 _FIELD = re.compile(r"([A-Za-z_][\w.\[\]]*): ")
-
 
 _log = logging.getLogger("verax.serve")
 
@@ -132,7 +128,7 @@ class ApiError(Exception):
     Args:
         status: HTTP status, 400 to 599.
         message: text for people. It begins with the name of the field that was wrong, if one was.
-        type: OpenAI's name of the kind of error; that of the status if None.
+        type: OpenAI's name of the kind of error; the status's usual one if None.
         param: name of the field that was wrong.
         code: OpenAI's name of the very error.
         headers: further headers of the answer.
@@ -167,8 +163,18 @@ class ApiError(Exception):
         return {"error": {**shape, **self.extra}}
 
 
+def field_error(param: str, problem: str) -> ApiError:
+    """Error 400 of a field: its name, what is wrong with it, and what would be right."""
+    return ApiError(400, f"{param}: {problem}", param=param)
+
+
+def model_error(problem: str) -> ApiError:
+    """Error 404 of the field `model`."""
+    return ApiError(404, f"model: {problem}", param="model", code="model_not_found")
+
+
 def api_error(error: BaseException) -> ApiError:
-    """The HTTP error of any exception. One that is no error of ours or of the client's is logged, and becomes a 500."""
+    """The HTTP error of any exception. An unexpected one is logged, and becomes a 500."""
     match error:
         case ApiError():
             return error
@@ -183,8 +189,8 @@ def api_error(error: BaseException) -> ApiError:
         case StructuredOutputError():
             return ApiError(400, str(error), param="structured_outputs")
         case InvalidParameterError() | RequestRefusedError():
-            found = _FIELD.match(str(error))
-            return ApiError(400, str(error), param=found[1] if found else None)
+            field = _FIELD.match(str(error))
+            return ApiError(400, str(error), param=field[1] if field else None)
         case TemplateError():
             return ApiError(400, f"messages: {error}", param="messages")
         case VeraxError():
@@ -226,9 +232,9 @@ def anthropic_error(error: ApiError, request_id: str) -> dict[str, Any]:
 
 def error_response(error: BaseException, scope: Scope) -> JsonResponse:
     """Answer to a request that failed, in the shape of the API that the request is for."""
-    found = api_error(error)
-    body = anthropic_error(found, record_in(scope).request_id) if is_anthropic(scope) else found.body()
-    return JsonResponse(body, found.status, found.headers)
+    http = api_error(error)
+    body = anthropic_error(http, record_in(scope).request_id) if is_anthropic(scope) else http.body()
+    return JsonResponse(body, http.status, http.headers)
 
 
 async def _handle(request: Request, error: Exception) -> Response:

@@ -28,25 +28,19 @@ __all__ = ["MAX_HEADER_BYTES", "BodyLimit", "RequestLog", "Security", "is_loopba
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
-
 _VIDEO_PATHS = ("/v1/videos", "/videos")
-
 
 _ALWAYS_SERVED = ("/health", "/metrics")
 """Paths that are answered while the server drains."""
 
-
 MAX_HEADER_BYTES = 16 << 10
 """Bytes of a request's headers."""
-
 
 MIN_BODY_RATE = 10 << 10
 """Bytes of a body that each second beyond the server's `slow_client_timeout` needs."""
 
-
 CLIENT_CLOSED = 499
 """Status in the log of a request whose client went away before the answer, as in nginx."""
-
 
 _log = logging.getLogger(ACCESS)
 
@@ -158,7 +152,6 @@ class BodyLimit:
 
 
 _STATIC = "/static/"
-
 
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 

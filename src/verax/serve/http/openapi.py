@@ -92,9 +92,7 @@ def api_routes(path: str, endpoint: Endpoint, methods: Sequence[str] = ("POST",)
 
 _REF = "#/components/schemas/{name}"
 
-
 _JSON, _EVENTS, _FORM = "application/json", "text/event-stream", "multipart/form-data"
-
 
 _ERRORS = {
     401: "no valid API key",
@@ -106,34 +104,28 @@ _ERRORS = {
 }
 """Errors of every route."""
 
-
 _BODY_ERRORS = {413: "the body is too long", 415: "the body has another content type"}
-
 
 _WRONG = "a field is wrong, and the message begins with its name"
 
-
 _QUEUE_FULL = "the queue is full: `Retry-After` says when to try again"
 
-
-_BEHIND_THE_END = "the range begins behind the end of the file"
-
+_PAST_THE_END = "the range begins past the end of the file"
 
 _REQUEST_ID = {"x-request-id": {"description": "id of the request, as in the log", "schema": {"type": "string"}}}
-
 
 _RETRY_AFTER = {"Retry-After": {"description": "seconds", "schema": {"type": "string", "pattern": "^[0-9]+$"}}}
 
 
 def describe(routes: Iterable[BaseRoute]) -> dict[str, Any]:
-    """OpenAPI 3.1 description of the API's routes. The page's own routes are no part of it."""
-    found = [route for route in routes if isinstance(route, ApiRoute)]
-    kinds = {kind for route in found for kind in _kinds(route.described)}
+    """OpenAPI 3.1 description of the API's routes. It leaves out the page's own routes."""
+    api = [route for route in routes if isinstance(route, ApiRoute)]
+    kinds = {kind for route in api for kind in _kinds(route.described)}
     ordered = sorted(kinds | {ErrorAnswer, AnthropicErrorAnswer}, key=lambda kind: kind.__name__)
     references, components = msgspec.json.schema_components(ordered, ref_template=_REF)
     schemas = dict(zip(ordered, references, strict=True))
     paths: dict[str, dict[str, Any]] = {}
-    for route in found:
+    for route in api:
         for method in sorted((route.methods or set()) - {"HEAD"}):
             paths.setdefault(route.path_format, {})[method.lower()] = _operation(route, method, schemas, components)
     return {
@@ -208,7 +200,7 @@ def _errors(described: Described, schema: Mapping[str, Any]) -> dict[str, Any]:
     if described.queued:
         given[429] = _QUEUE_FULL
     if described.ranges:
-        given[416] = _BEHIND_THE_END
+        given[416] = _PAST_THE_END
     return {
         str(status): {
             "description": text,

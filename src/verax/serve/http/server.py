@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from verax.errors import InvalidParameterError
-from verax.serve.http.errors import ApiError
+from verax.serve.http.errors import model_error
 from verax.serve.http.settings import ServerSettings
 from verax.serve.http.sse import EventStream, RunningStreams
 
@@ -76,7 +76,7 @@ class Server:
         root: the text checkpoint, as `/v1/models` shows it; the first name if None.
         draining: True once the server is to end: new requests get 503.
         num_requests: number of requests that are being served.
-        streams: answers that go on while their page is reloaded.
+        streams: answers that continue while their page is reloaded.
         tracer: tracer of the requests, or None.
     """
 
@@ -110,7 +110,7 @@ class Server:
             ApiError: 404 for another name.
         """
         if self.llm is None:
-            raise ApiError(404, "model: no text model is served here", param="model", code="model_not_found")
+            raise model_error("no text model is served here")
         return self.check_model(name, self.text_names)
 
     @property
@@ -128,12 +128,8 @@ class Server:
             return served[0]
         if name in served or self.settings.any_model_name:
             return name
-        raise ApiError(
-            404,
-            f"model: {name[:200]!r} is not served here, but {', '.join(served)}; --any-model-name accepts every name",
-            param="model",
-            code="model_not_found",
-        )
+        problem = f"{name[:200]!r} is not served here, but {', '.join(served)}; --any-model-name accepts every name"
+        raise model_error(problem)
 
     @property
     def engine(self) -> TextEngine:

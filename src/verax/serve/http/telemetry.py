@@ -58,7 +58,7 @@ class RequestRecord:
             self.ttft = time.perf_counter() - self.begin
 
     def attach(self, scope: Scope) -> None:
-        """Make the record that of a request."""
+        """Attach the record to a request."""
         scope[_KEY] = self
 
 
@@ -74,7 +74,6 @@ def record_in(scope: Scope) -> RequestRecord:
 
 ACCESS = "verax.serve.access"
 """Logger of the requests. Its records have the attribute `fields`."""
-
 
 _PLAIN = re.compile(r"[!-~]+")
 
@@ -127,7 +126,7 @@ def _shown(value: Any) -> str:
 
 
 class RequestTracer:
-    """Tracer of requests. A span goes on with the trace of the header `traceparent`, if the client sends one.
+    """Tracer of requests. A span continues the trace of the header `traceparent`, if the client sends one.
 
     The attributes have the names of OpenTelemetry's conventions for HTTP and generative models. Prompts and answers are
     not part of a span.
@@ -156,7 +155,7 @@ class RequestTracer:
             endpoint: URL such as `http://127.0.0.1:4318/v1/traces`.
 
         Raises:
-            InvalidParameterError: if it is no such URL.
+            InvalidParameterError: for another kind of URL.
             MissingDependencyError: without the packages of the extra `otel`.
         """
         if not endpoint.startswith(("http://", "https://")):

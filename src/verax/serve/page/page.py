@@ -42,7 +42,6 @@ __all__ = [
 MAX_CHARACTERS = 128 * 1024
 """Length of the longest text that is rendered, about 30,000 tokens. The page shows longer ones as plain text."""
 
-
 MAX_HIGHLIGHTED = 20_000
 """Length of the longest code block that is highlighted. Lexers are regular expressions, some of them slow."""
 
@@ -54,7 +53,7 @@ _LANGUAGES = frozenset((
     "ruby", "rust", "sh", "shell", "sql", "swift", "toml", "ts", "typescript", "xml", "yaml", "yml",
 ))
 # fmt: on
-"""Languages that are highlighted. Blocks in others are shown as they are."""
+"""Languages that are highlighted. Blocks in other languages are shown unchanged."""
 
 
 # fmt: off
@@ -66,7 +65,6 @@ _TAGS = frozenset((
 
 
 _SCHEMES = frozenset({"http", "https", "mailto"})
-
 
 _ALIGNMENTS = frozenset({"align-left", "align-center", "align-right"})
 """Classes of table cells."""
@@ -151,9 +149,7 @@ CONTENT_TYPES = {
 }
 """Kinds of files that are reports, and the type each is served with."""
 
-
 MAX_REPORTS = 1000
-
 
 MAX_FOLDERS = 3
 """Levels of folders that are listed: `verax compare` and `verax bench` write one folder for each run."""
@@ -183,8 +179,8 @@ class Reports:
 
     def listing(self) -> dict[str, Report]:
         """Reports by name, the newest first, at most `MAX_REPORTS`. Links and hidden files are left out."""
-        found = sorted(self._files(), key=lambda report: -report.modified)
-        return {report.name: report for report in found[:MAX_REPORTS]}
+        reports = sorted(self._files(), key=lambda report: -report.modified)
+        return {report.name: report for report in reports[:MAX_REPORTS]}
 
     def find(self, token: str, name: str) -> Report | None:
         """The report of a name in the listing; None if there is none, or the token is wrong."""
@@ -217,13 +213,11 @@ CONTENT_SECURITY_POLICY = (
 )
 """Own scripts and styles only, nothing inline, no request to anybody else."""
 
-
 REPORT_POLICY = (
     "sandbox; default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
 """A report is a page by itself. It may style itself and show what it contains, without scripts or an origin."""
-
 
 HEADERS = {
     "Content-Security-Policy": CONTENT_SECURITY_POLICY,
@@ -233,7 +227,6 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
 }
 """Headers of every file of the page."""
-
 
 TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
@@ -274,13 +267,13 @@ def routes(server: Server) -> list[Route]:
         return Response(contents[name], media_type=TYPES[suffix], headers=headers)
 
     async def info(request: Request) -> Response:
-        about = {
+        models = {
             "models": list(server.text_names) if server.llm is not None else [],
             "embeddings": server.encoder and server.encoder.name,
             "videos": server.videos and server.videos.name,
             "reports": reports is not None,
         }
-        return JsonResponse(about, headers={"Cache-Control": "no-store"})
+        return JsonResponse(models, headers={"Cache-Control": "no-store"})
 
     async def render(request: Request) -> Response:
         body = await read_body(request, MarkdownRequest)
@@ -308,7 +301,7 @@ def routes(server: Server) -> list[Route]:
         try:
             events = server.streams.follow(request.query_params.get("conv_id", ""), int(offset))
         except KeyError:
-            raise ApiError(404, "conv_id: there is no such stream, or no longer", param="conv_id") from None
+            raise ApiError(404, "conv_id: this stream does not exist, or no longer", param="conv_id") from None
         return server.stream(events)
 
     async def stop_stream(request: Request) -> Response:

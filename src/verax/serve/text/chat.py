@@ -1,58 +1,64 @@
-"""`/v1/chat/completions`: OpenAI's chat, whole and streamed, and the number of a chat's input tokens."""
+"""`/v1/chat/completions`: OpenAI's chat, whole and streamed, and the number of a chat's input tokens.
+
+The bodies of `/v1/messages` and `/v1/responses` become a `ChatRequest` too, which `run_chat` puts into the engine.
+"""
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from verax.errors import QueueFullError
-from verax.serve.http.body import read_body
-from verax.serve.http.errors import ApiError, JsonResponse
+from verax.serve.http.body import Size, read_body
+from verax.serve.http.errors import ApiError, JsonResponse, field_error
 from verax.serve.http.openapi import Parameter, api_routes
 from verax.serve.http.server import Server
 from verax.serve.http.sse import DONE, ID_PATTERN, data_event, unless_disconnected
 from verax.serve.http.telemetry import RequestRecord, record_of
 from verax.serve.text.run import (
-    SYSTEM_FINGERPRINT,
-    ChatAnswer,
-    ChatEvent,
-    ChatRun,
     Choice,
     Generated,
     PromptLogprobs,
-    Size,
+    Run,
+    RunAnswer,
+    RunEvent,
     TokenLogprob,
     prompt_logprobs,
 )
-from verax.serve.text.sampling import GenerationRequest, Positive, check_room, sampling_params
+from verax.serve.text.sampling import GenerationRequest, Positive, sampling_params
 from verax.text.features.chat_format import parser_for, tool_grammar
 from verax.text.features.tool_calls import Delta, ToolCallDelta
 
 __all__ = [
-    "ChatCompletion",
+    "ChatMessage",
     "ChatRequest",
     "InputTokens",
+    "ToolDefinition",
     "count_tokens",
     "render_chat",
     "routes",
     "run_chat",
-    "template_messages",
-    "template_options",
 ]
+
+CONVERSATION_ID = Parameter(
+    "X-Conversation-Id",
+    {"type": "string", "pattern": f"^{ID_PATTERN}$"},
+    "header",
+    "keeps a stream running while its page is reloaded",
+)
 
 MAX_TEMPLATE_OPTIONS = 64
 
-
 _FREE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
-
 
 _RESERVED = frozenset(
     (
@@ -162,15 +168,9 @@ def template_options(request: ChatRequest) -> dict[str, Any]:
     """
     continued = bool(request.continue_final_message)
     if continued and request.add_generation_prompt:
-        raise ApiError(
-            400,
-            "continue_final_message: it contradicts add_generation_prompt; one of them ends the prompt",
-            param="continue_final_message",
-        )
+        raise field_error("continue_final_message", "it contradicts add_generation_prompt: one of them ends the prompt")
     if continued and request.messages[-1].role != "assistant":
-        raise ApiError(
-            400, "continue_final_message: the last message is not the assistant's", param="continue_final_message"
-        )
+        raise field_error("continue_final_message", "the last message is not the assistant's")
     announced = not continued if request.add_generation_prompt is None else request.add_generation_prompt
     options: dict[str, Any] = {"add_generation_prompt": announced, "continue_final_message": continued}
     if request.reasoning_effort is not None:
@@ -179,16 +179,10 @@ def template_options(request: ChatRequest) -> dict[str, Any]:
             options["enable_thinking"] = False
     given = request.chat_template_kwargs or {}
     if len(given) > MAX_TEMPLATE_OPTIONS:
-        raise ApiError(
-            400, f"chat_template_kwargs: expected at most {MAX_TEMPLATE_OPTIONS}", param="chat_template_kwargs"
-        )
+        raise field_error("chat_template_kwargs", f"expected at most {MAX_TEMPLATE_OPTIONS}")
     for name in given:
         if not _FREE_NAME.fullmatch(name) or name in _RESERVED or name.endswith("_token"):
-            raise ApiError(
-                400,
-                f"chat_template_kwargs: {name[:64]!r} cannot be set by a request",
-                param="chat_template_kwargs",
-            )
+            raise field_error("chat_template_kwargs", f"{name[:64]!r} cannot be set by a request")
     return {**options, **given}
 
 
@@ -219,13 +213,11 @@ def _text(content: str | list[ContentPart] | None, where: str) -> str:
     for i, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in ("text", "refusal"):
-            param = f"{where}[{i}].type"
-            raise ApiError(
-                400, f"{param}: expected text, which is what this model reads, got {part.type[:50]!r}", param=param
+            raise field_error(
+                f"{where}[{i}].type", f"expected text, which is what this model reads, got {part.type[:50]!r}"
             )
         if text is None:
-            param = f"{where}[{i}].text"
-            raise ApiError(400, f"{param}: it is missing", param=param)
+            raise field_error(f"{where}[{i}].text", "it is missing")
         pieces.append(text)
     return "\n".join(pieces)
 
@@ -236,9 +228,9 @@ def _template_call(call: ToolCallInput, where: str) -> dict[str, Any]:
         try:
             arguments = msgspec.json.decode(arguments or "{}")
         except (msgspec.DecodeError, RecursionError, ValueError) as error:
-            raise ApiError(400, f"{where}: it is not valid JSON: {error}", param=where) from error
+            raise field_error(where, f"it is not valid JSON: {error}") from error
     if not isinstance(arguments, Mapping):
-        raise ApiError(400, f"{where}: expected a JSON object", param=where)
+        raise field_error(where, "expected a JSON object")
     made = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     return made if call.id is None else {"id": call.id, **made}
 
@@ -247,7 +239,7 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
     """Log-probabilities of an answer."""
 
     content: list[TokenLogprob]
-    refusal: None
+    refusal: None = None
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
@@ -271,9 +263,9 @@ class AnswerMessage(msgspec.Struct, kw_only=True):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: list[AnswerToolCall] | None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[AnswerToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Choice, kw_only=True):
@@ -288,8 +280,8 @@ class ChatCompletion(Generated, kw_only=True):
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
-    prompt_logprobs: PromptLogprobs | None = None
-    prompt_token_ids: list[Size] | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    prompt_token_ids: Sequence[Size] | UnsetType = UNSET
 
 
 class InputTokens(msgspec.Struct, kw_only=True):
@@ -299,7 +291,7 @@ class InputTokens(msgspec.Struct, kw_only=True):
     input_tokens: Size
 
 
-async def run_chat(server: Server, request: ChatRequest, record: RequestRecord | None = None) -> ChatRun:
+async def run_chat(server: Server, request: ChatRequest, record: RequestRecord | None = None) -> Run:
     """Check a chat and queue it.
 
     Args:
@@ -311,13 +303,12 @@ async def run_chat(server: Server, request: ChatRequest, record: RequestRecord |
         ApiError: 400, 404 for another model, 429 if the queue is full.
         VeraxError: for what the engine or the template refuses.
     """
-    model = server.text_model(request.model)
+    model, tools = server.text_model(request.model), _tools(request)
     _check(server, request)
     if record is not None:
         record.model = model
         record.prompt = msgspec.to_builtins(request.messages) if server.settings.log_prompts else None
     prompt = await render_chat(server, request)
-    tools = _tools(request)
     choice = msgspec.to_builtins(request.tool_choice) or ("auto" if tools else "none")
     form = server.chat_format
     grammar = tool_grammar(form, tools, choice, request.parallel_tool_calls is not False, prompt=prompt)
@@ -330,21 +321,19 @@ async def run_chat(server: Server, request: ChatRequest, record: RequestRecord |
         after=form.structured_after(prompt),
         **({} if request.skip_special_tokens is not None else form.sampling_overrides),
     )
-    parsers = [
-        parser_for(form, tools=tools, prompt=prompt, parse_tool_calls=choice != "none", parse_reasoning=True)
-        for _ in range(params.n)
-    ]
-    adapter = server.adapters.get(model)
-    outputs = server.engine.generate(prompt, params, add_special_tokens=False, lora_request=adapter)
-    return ChatRun(
+    parser = functools.partial(
+        parser_for, form, tools=tools, prompt=prompt, parse_tool_calls=choice != "none", parse_reasoning=True
+    )
+    return Run(
         server,
         request,
-        num_top=params.logprobs,
+        record,
         model=model,
-        prompt=prompt,
-        parsers=parsers,
-        outputs=outputs,
-        record=record,
+        prompts=[prompt],
+        params=params,
+        add_special_tokens=False,
+        field="messages",
+        new_parser=parser,
     )
 
 
@@ -380,24 +369,15 @@ def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
 
 def _check(server: Server, request: ChatRequest) -> None:
     """Refuse what can be refused without a template or a tokenizer."""
-    check_room(server, request)
     if request.top_logprobs is not None and not request.logprobs:
-        raise ApiError(400, "top_logprobs: it needs logprobs to be true", param="top_logprobs")
+        raise field_error("top_logprobs", "it needs logprobs to be true")
     demanded = isinstance(request.tool_choice, NamedToolChoice) or request.tool_choice == "required"
     if demanded and request.tools is None:
-        raise ApiError(400, "tool_choice: there are no tools to choose from", param="tool_choice")
-    # Templates and tokenizers cost time, which a full queue has none of.
-    waiting, most = server.engine.stats().num_requests_waiting, server.engine.max_queued_requests
-    if waiting >= most > 0:
-        raise QueueFullError(f"max_queued_requests: {waiting} requests wait, which is the most; try again later")
-
-
-CONVERSATION_ID = Parameter(
-    "X-Conversation-Id",
-    {"type": "string", "pattern": f"^{ID_PATTERN}$"},
-    "header",
-    "keeps a stream running while its page is reloaded",
-)
+        raise field_error("tool_choice", "there are no tools to choose from")
+    # Templates and tokenizers cost time, which a full queue lacks.
+    waiting, limit = server.engine.stats().num_requests_waiting, server.engine.max_queued_requests
+    if waiting >= limit > 0:
+        raise QueueFullError(f"max_queued_requests: {waiting} requests wait, which is the limit; try again later")
 
 
 def routes(server: Server) -> list[Route]:
@@ -405,8 +385,7 @@ def routes(server: Server) -> list[Route]:
 
     async def complete(http: Request) -> Response:
         request = await read_body(http, ChatRequest)
-        record = record_of(http)
-        run = await unless_disconnected(http, run_chat(server, request, record))
+        run = await unless_disconnected(http, run_chat(server, request, record_of(http)))
         if request.stream:
             conversation = http.headers.get("x-conversation-id")
             return server.stream(server.streams.start(conversation, _chunks(run, request)))
@@ -415,7 +394,7 @@ def routes(server: Server) -> list[Route]:
     async def count(http: Request) -> Response:
         request = await read_body(http, ChatRequest)
         tokens = await unless_disconnected(http, count_tokens(server, request))
-        return JsonResponse({"object": "response.input_tokens", "input_tokens": tokens})
+        return JsonResponse(InputTokens(object="response.input_tokens", input_tokens=tokens))
 
     return [
         *api_routes(
@@ -438,91 +417,71 @@ def routes(server: Server) -> list[Route]:
     ]
 
 
-async def _whole(run: ChatRun, request: ChatRequest) -> dict[str, Any]:
+async def _whole(run: Run, request: ChatRequest) -> ChatCompletion:
     answers = await run.answers()
-    body = {
-        **_head(run, "chat.completion"),
-        "choices": [_choice(answer, request) for answer in answers],
-        "usage": run.usage.body(),
-        "timings": run.usage.timings(),
-    }
-    if request.prompt_logprobs is not None:
-        body["prompt_logprobs"] = prompt_logprobs(run.prompt_logprobs)
-    if request.return_token_ids:
-        body["prompt_token_ids"] = run.prompt_token_ids
-    return body
+    (output,) = run.outputs
+    return ChatCompletion(
+        **run.head("chatcmpl"),
+        object="chat.completion",
+        choices=[_choice(answer, request) for answer in answers],
+        usage=run.usage.body(),
+        **run.timings(),
+        prompt_logprobs=UNSET if request.prompt_logprobs is None else prompt_logprobs(output),
+        prompt_token_ids=output.prompt_token_ids if request.return_token_ids and output else UNSET,
+    )
 
 
-async def _chunks(run: ChatRun, request: ChatRequest) -> AsyncGenerator[bytes, None]:
+def _choice(answer: RunAnswer, request: ChatRequest) -> ChatChoice:
+    message = answer.message
+    content = _echoed(request) + message.content
+    calls = [
+        AnswerToolCall(id=call.id, type="function", function=CalledFunction(name=call.name, arguments=call.arguments))
+        for call in message.tool_calls
+    ]
+    return ChatChoice(
+        index=answer.index,
+        message=AnswerMessage(
+            role="assistant",
+            content=None if calls and not content else content,
+            refusal=None,
+            **_reasoning(message.reasoning),
+            tool_calls=calls or UNSET,
+        ),
+        logprobs=_logprobs(answer.logprobs),
+        finish_reason=answer.finish_reason,
+        stop_reason=answer.stop_reason,
+        token_ids=answer.token_ids if request.return_token_ids else UNSET,
+    )
+
+
+async def _chunks(run: Run, request: ChatRequest) -> AsyncGenerator[bytes, None]:
     """Events of a stream, the last one included."""
-    options = request.stream_options
-    last_usage = options is not None and bool(options.include_usage)
-    each_usage = options is not None and bool(options.continuous_usage_stats)
-    head = _head(run, "chat.completion.chunk")
+    head = {**run.head("chatcmpl"), "object": "chat.completion.chunk"}
     started: set[int] = set()
 
     def chunk(choice: dict[str, Any], **more: Any) -> bytes:
-        body = {**head, "choices": [choice], **more}
-        if each_usage:
-            body["usage"] = run.usage.body()
-        elif last_usage:
-            body["usage"] = None
-        return data_event(body)
+        return data_event({**head, "choices": [choice], **more, **run.chunk_usage()})
 
     async with aclosing(run.events()) as events:
         async for event in events:
             if event.index not in started:
-                more = {"prompt_token_ids": run.prompt_token_ids} if request.return_token_ids and not started else {}
-                started.add(event.index)
+                (output,) = run.outputs
+                ids = {"prompt_token_ids": output.prompt_token_ids} if request.return_token_ids and output else {}
                 first = {"role": "assistant", "content": _echoed(request)}
-                yield chunk({"index": event.index, "delta": first, "logprobs": None, "finish_reason": None}, **more)
-            more = {"timings": run.usage.timings()} if event.finish_reason is not None else {}
-            yield chunk(_chunk_choice(event, request), **more)
-    if last_usage:
-        yield data_event({**head, "choices": [], "usage": run.usage.body(), "timings": run.usage.timings()})
+                empty = {"index": event.index, "delta": first, "logprobs": None, "finish_reason": None}
+                yield chunk(empty, **({} if started else ids))
+                started.add(event.index)
+            yield chunk(_chunk_choice(event, request), **(run.timings() if event.finish_reason is not None else {}))
+    if (last := run.last_usage()) is not None:
+        yield data_event({**head, **last})
     yield DONE
 
 
-def _head(run: ChatRun, kind: str) -> dict[str, Any]:
-    return {
-        "id": run.id,
-        "object": kind,
-        "created": run.created,
-        "model": run.model,
-        "system_fingerprint": SYSTEM_FINGERPRINT,
-    }
-
-
-def _choice(answer: ChatAnswer, request: ChatRequest) -> dict[str, Any]:
-    message = answer.message
-    content = _echoed(request) + message.content
-    made: dict[str, Any] = {
-        "role": "assistant",
-        "content": None if message.tool_calls and not content else content,
-        "refusal": None,
-    }
-    if message.reasoning:
-        made |= _reasoning(message.reasoning)
-    if message.tool_calls:
-        made["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
-    choice = {
-        "index": answer.index,
-        "message": made,
-        "logprobs": None if answer.logprobs is None else {"content": answer.logprobs, "refusal": None},
-        "finish_reason": answer.finish_reason,
-        "stop_reason": answer.stop_reason,
-    }
-    return {**choice, "token_ids": answer.token_ids} if request.return_token_ids else choice
-
-
-def _chunk_choice(event: ChatEvent, request: ChatRequest) -> dict[str, Any]:
+def _chunk_choice(event: RunEvent, request: ChatRequest) -> dict[str, Any]:
     choice = {
         "index": event.index,
         "delta": _delta(event.delta),
-        "logprobs": None if event.logprobs is None else {"content": event.logprobs, "refusal": None},
+        "logprobs": _logprobs(event.logprobs),
         "finish_reason": event.finish_reason,
     }
     if event.finish_reason is not None:
@@ -531,19 +490,20 @@ def _chunk_choice(event: ChatEvent, request: ChatRequest) -> dict[str, Any]:
 
 
 def _delta(delta: Delta) -> dict[str, Any]:
-    made: dict[str, Any] = {}
-    if delta.content:
-        made["content"] = delta.content
-    if delta.reasoning:
-        made |= _reasoning(delta.reasoning)
+    fields: dict[str, Any] = {"content": delta.content} if delta.content else {}
+    fields |= _reasoning(delta.reasoning)
     if delta.tool_calls:
-        made["tool_calls"] = [_call(call) for call in delta.tool_calls]
-    return made
+        fields["tool_calls"] = [_call(call) for call in delta.tool_calls]
+    return fields
 
 
 def _reasoning(text: str) -> dict[str, str]:
     # llama.cpp's and SGLang's clients read the first name, vLLM's the second.
-    return {"reasoning_content": text, "reasoning": text}
+    return {"reasoning_content": text, "reasoning": text} if text else {}
+
+
+def _logprobs(entries: list[TokenLogprob] | None) -> ChatLogprobs | None:
+    return None if entries is None else ChatLogprobs(content=entries)
 
 
 def _call(call: ToolCallDelta) -> dict[str, Any]:
@@ -554,6 +514,6 @@ def _call(call: ToolCallDelta) -> dict[str, Any]:
 
 
 def _echoed(request: ChatRequest) -> str:
-    """Text that the answer goes on with, if the request wants it to be part of the answer."""
+    """Text that the answer continues, if the request wants it to be part of the answer."""
     last = request.messages[-1]
     return last.content if request.echo and last.role == "assistant" and isinstance(last.content, str) else ""

@@ -1,4 +1,7 @@
-"""`/v1/embeddings` and `/v1/rerank`: texts to vectors and scores, through a queue that batches them."""
+"""`/v1/embeddings` and `/v1/rerank`: texts to vectors and scores, through a queue that batches them.
+
+Embeddings are as OpenAI's API has them, rankings as the APIs of Jina and Cohere.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, Literal, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import msgspec
 import numpy as np
 from jaxtyping import Float32
-from msgspec import Meta
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -25,43 +28,49 @@ from verax.embed.encoder import Encoder
 from verax.embed.pooling import cut
 from verax.embed.reranker import Reranker
 from verax.errors import EngineDeadError, InvalidParameterError, QueueFullError
-from verax.serve.http.body import read_body
-from verax.serve.http.errors import ApiError, JsonResponse
+from verax.serve.http.body import Size, read_body
+from verax.serve.http.errors import ApiError, JsonResponse, field_error, model_error
 from verax.serve.http.openapi import api_route, api_routes
-from verax.serve.http.server import Server
+from verax.serve.http.server import LazyModel, Server
 from verax.serve.http.sse import unless_disconnected
 from verax.serve.http.telemetry import record_of
 
-__all__ = [
-    "BatchQueue",
-    "EmbeddingList",
-    "EmbeddingRequest",
-    "LazyQueue",
-    "Ranking",
-    "RerankRequest",
-    "check_characters",
-    "check_limit",
-    "most_characters",
-    "renamed",
-    "rerank_routes",
-    "routes",
-    "too_long",
-]
+__all__ = ["BatchQueue", "EmbeddingRequest", "RerankRequest", "routes"]
+
+CHARACTERS = 64
+"""Characters of a text that are read for each token of the model: tokenising megabytes takes many seconds."""
+
+T = TypeVar("T")
+
+
+class EmbeddingRequest(msgspec.Struct):
+    """Body of `/v1/embeddings`."""
+
+    input: str | list[str | int | list[int]]
+    """A text, texts, the token ids of a text, or of several texts."""
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    """`"base64"` is little-endian float32, the default of openai-python."""
+    dimensions: int | None = None
+    """First numbers of each vector that are kept, and normalised again; all of them if absent."""
+    truncate_prompt_tokens: int | None = None
+    """Tokens that are kept of a text, special ones included; -1 for as many as the model reads."""
+    user: str | None = None
 
 
 class EmbeddingObject(msgspec.Struct, kw_only=True):
     """Vector of a text: numbers, or base64 of little-endian float32."""
 
     object: Literal["embedding"]
-    index: Annotated[int, Meta(ge=0)]
+    index: Size
     embedding: list[float] | str
 
 
 class TextUsage(msgspec.Struct, kw_only=True):
     """Token counts of texts that are only read."""
 
-    prompt_tokens: Annotated[int, Meta(ge=0)]
-    total_tokens: Annotated[int, Meta(ge=0)]
+    prompt_tokens: Size
+    total_tokens: Size
 
 
 class EmbeddingList(msgspec.Struct, kw_only=True):
@@ -79,12 +88,28 @@ class RankedText(msgspec.Struct, kw_only=True):
     text: str
 
 
+class RerankRequest(msgspec.Struct):
+    """Body of `/v1/rerank`."""
+
+    query: str
+    documents: list[str | RankedText]
+    """Texts, or objects with a `text`."""
+    model: str | None = None
+    top_n: int | None = None
+    """Documents of the answer, the best ones; all of them if absent or 0."""
+    return_documents: bool = True
+    """Put the documents' texts into the answer."""
+    truncate_prompt_tokens: int | None = None
+    """Tokens that are kept of the query and a document, special ones included; -1 for as many as the model reads."""
+    user: str | None = None
+
+
 class RankedResult(msgspec.Struct, kw_only=True):
     """Document of a ranking: its number in the request, its score, and its text if that was asked for."""
 
-    index: Annotated[int, Meta(ge=0)]
+    index: Size
     relevance_score: float
-    document: RankedText | None = None
+    document: RankedText | UnsetType = UNSET
 
 
 class Ranking(msgspec.Struct, kw_only=True):
@@ -96,11 +121,204 @@ class Ranking(msgspec.Struct, kw_only=True):
     results: list[RankedResult]
 
 
-T = TypeVar("T")
+def routes(server: Server) -> list[Route]:
+    """Routes of embeddings and rankings. Their queues end with the server."""
+    settings = server.settings
+
+    def queue(model: LazyModel[Any] | None, method: str, name: str) -> BatchQueue[Any]:
+        def compute(inputs: Sequence[Any]) -> np.ndarray:
+            assert model is not None
+            return getattr(model.loaded, method)(inputs, batch_size=settings.embedding_batch_size)
+
+        size, limit = settings.embedding_batch_size, settings.max_queued_embedding_inputs
+        new = BatchQueue(compute, name=name, batch_size=size, max_inputs=limit)
+        server.contexts.append(new.running)
+        return new
+
+    vectors_queue: BatchQueue[list[int]] = queue(server.encoder, "encode_tokens", "verax-embeddings")
+    scores_queue: BatchQueue[Tokens] = queue(server.reranker, "score_tokens", "verax-rerank")
+
+    async def embeddings(request: Request) -> Response:
+        body, record = await read_body(request, EmbeddingRequest), record_of(request)
+        if server.encoder is None:
+            raise model_error("no embedding model is served here")
+        record.model = name = server.check_model(body.model, (server.encoder.name,))
+        inputs = _inputs(body, settings.max_embedding_inputs)
+        encoder = await server.encoder.get()
+        dimensions = _dimensions(body, encoder)
+        limit = _limit(body.truncate_prompt_tokens, encoder.max_length)
+        with vectors_queue.slots(len(inputs)):
+            token_ids = await asyncio.to_thread(_token_ids, inputs, encoder, limit, body.truncate_prompt_tokens is None)
+            lengths = [len(ids) for ids in token_ids]
+            vectors = await unless_disconnected(request, vectors_queue.run(token_ids, lengths))
+        record.prompt_tokens = sum(lengths)
+        encoded = enumerate(_encoded(cut(vectors, dimensions), body.encoding_format))
+        data = [EmbeddingObject(object="embedding", index=i, embedding=vector) for i, vector in encoded]
+        return JsonResponse(EmbeddingList(object="list", data=data, model=name, usage=_usage(lengths)))
+
+    async def rerank(request: Request) -> Response:
+        body, record = await read_body(request, RerankRequest), record_of(request)
+        if server.reranker is None:
+            raise model_error("no reranker is served here; verax serve --reranker-model serves one")
+        record.model = name = server.check_model(body.model, (server.reranker.name,))
+        documents = _documents(body, settings.max_embedding_inputs)
+        reranker = await server.reranker.get()
+        limit, whole = _limit(body.truncate_prompt_tokens, reranker.max_length), body.truncate_prompt_tokens is None
+        with scores_queue.slots(len(documents)):
+            pairs = await asyncio.to_thread(_pairs, body.query, documents, reranker, limit, whole)
+            lengths = [len(pair.ids) for pair in pairs]
+            scores = await unless_disconnected(request, scores_queue.run(pairs, lengths))
+        record.prompt_tokens = sum(lengths)
+        results = [
+            RankedResult(
+                index=i,
+                relevance_score=float(scores[i]),
+                document=RankedText(text=documents[i]) if body.return_documents else UNSET,
+            )
+            for i in np.argsort(-scores, kind="stable").tolist()[: body.top_n or None]
+        ]
+        answer = Ranking(id=f"rerank-{uuid.uuid4().hex}", model=name, usage=_usage(lengths), results=results)
+        return JsonResponse(answer)
+
+    ranks = {"body": RerankRequest, "answer": Ranking, "queued": True, "summary": "Documents by a query."}
+    vectors = {"body": EmbeddingRequest, "answer": EmbeddingList, "queued": True, "summary": "Vectors of texts."}
+    return [
+        *api_routes("/embeddings", embeddings, **vectors),
+        *api_routes("/rerank", rerank, **ranks),
+        api_route("/v2/rerank", rerank, **ranks),  # the path of Cohere's newer client
+    ]
 
 
-Compute = Callable[[Sequence[T]], Float32[np.ndarray, "n ..."]]
-"""Function from inputs to a result for each."""
+# Checks and tokens of the texts.
+
+
+def _inputs(body: EmbeddingRequest, limit: int) -> list[str] | list[list[int]]:
+    """Texts, or token ids of each text."""
+    given: Any = body.input
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = [given]
+    if not 1 <= len(given) <= limit:
+        raise field_error("input", f"expected 1 to {limit} texts, got {len(given)}")
+    for number, item in enumerate(given):
+        tokens = isinstance(item, list) and all(isinstance(token, int) for token in item)
+        if type(item) is not type(given[0]) or not (tokens or isinstance(item, str)):
+            message = "input: expected a text, texts, token ids or lists of token ids, got a mixture of them"
+            raise ApiError(400, message, param="input")
+        if not item:
+            raise field_error("input", f"text {number} is empty")
+    return given
+
+
+def _documents(body: RerankRequest, limit: int) -> list[str]:
+    """Texts of the documents."""
+    if not 1 <= len(body.documents) <= limit:
+        raise field_error("documents", f"expected 1 to {limit} texts, got {len(body.documents)}")
+    if body.top_n is not None and body.top_n < 0:
+        raise field_error("top_n", f"expected 0 or more, got {body.top_n}")
+    texts = [document if isinstance(document, str) else document.text for document in body.documents]
+    if not body.query:
+        raise field_error("query", "it is empty")
+    if "" in texts:
+        raise field_error("documents", f"text {texts.index('')} is empty")
+    return texts
+
+
+def _dimensions(body: EmbeddingRequest, encoder: Encoder) -> int:
+    try:
+        return encoder.check_dimensions(body.dimensions)
+    except InvalidParameterError as error:
+        raise _renamed(error, {}) from error
+
+
+def _limit(kept: int | None, longest: int) -> int:
+    """Tokens that are read of a text: the field `truncate_prompt_tokens`, or as many as the model reads."""
+    if kept is not None and not 1 <= kept <= longest and kept != -1:
+        problem = f"truncate_prompt_tokens: expected 1 to {longest}, got {kept}"
+        raise ApiError(400, problem, param="truncate_prompt_tokens")
+    return kept if kept is not None and kept > 0 else longest
+
+
+def _token_ids(inputs: list[str] | list[list[int]], encoder: Encoder, limit: int, whole: bool) -> list[list[int]]:
+    """Token ids of each text: unchanged if they are given, or with the special tokens of the tokenizer.
+
+    Args:
+        inputs: texts, or token ids of each.
+        encoder: the model.
+        limit: tokens that are kept of each.
+        whole: refuse longer texts.
+    """
+    if isinstance(inputs[0], str):
+        texts = cast("list[str]", inputs)
+        if whole:
+            _check_characters("input", texts, limit)
+        try:
+            cut_texts = [text[: CHARACTERS * encoder.max_length] for text in texts]
+            pairs = encoder.tokenize(cut_texts, max_length=limit)
+        except InvalidParameterError as error:
+            raise _renamed(error, {"max_length": "truncate_prompt_tokens", "sentences": "input"}) from error
+    else:
+        pairs = [(ids[:limit], len(ids) - limit) for ids in cast("list[list[int]]", inputs)]
+    if whole:
+        ids, left_out = max(pairs, key=lambda pair: pair[1])
+        if left_out > 0:
+            raise _too_long("input", f"{len(ids) + left_out} tokens", len(ids) + left_out, limit)
+    try:
+        return encoder.check_tokens([ids for ids, _ in pairs])
+    except InvalidParameterError as error:
+        raise _renamed(error, {"token_ids": "input"}) from error
+
+
+def _pairs(query: str, documents: Sequence[str], reranker: Reranker, limit: int, whole: bool) -> list[Tokens]:
+    """Tokens of the query with each document; `limit` and `whole` as in `_token_ids`."""
+    if whole:
+        _check_characters("query", [query], limit)
+        _check_characters("documents", documents, limit)
+    most = CHARACTERS * reranker.max_length
+    try:
+        pairs = reranker.tokenize(query[:most], [text[:most] for text in documents], max_length=limit)
+    except InvalidParameterError as error:
+        raise _renamed(error, {"max_length": "truncate_prompt_tokens"}) from error
+    longest = max(pairs, key=lambda pair: pair.left_out)
+    if whole and longest.left_out > 0:
+        size = len(longest.ids) + longest.left_out
+        raise _too_long("documents", f"{size} tokens, the query's included,", size, limit)
+    return pairs
+
+
+def _check_characters(field: str, texts: Iterable[str], max_length: int) -> None:
+    """Check that texts are short enough to be tokenised whole."""
+    longest = max(map(len, texts), default=0)
+    if longest > CHARACTERS * max_length:
+        raise _too_long(field, f"{longest} characters", -(-longest // CHARACTERS), max_length)
+
+
+def _too_long(field: str, size: str, num_tokens: int, limit: int) -> ApiError:
+    """Error of a text that is longer than the model reads."""
+    return ApiError(
+        400,
+        f"{field}: {size} are more than the {limit} tokens that the model reads; see truncate_prompt_tokens",
+        **{"param": field, "code": "context_length_exceeded", "n_prompt_tokens": num_tokens, "n_ctx": limit},
+    )
+
+
+def _renamed(error: InvalidParameterError, names: Mapping[str, str]) -> ApiError:
+    """Error of an argument, naming the field that the argument came from."""
+    name, _, message = str(error).partition(": ")
+    return field_error(names.get(name, name), f"{message}")
+
+
+def _usage(lengths: Sequence[int]) -> TextUsage:
+    return TextUsage(prompt_tokens=sum(lengths), total_tokens=sum(lengths))
+
+
+def _encoded(vectors: Float32[np.ndarray, "n d"], encoding: str) -> Sequence[Any]:
+    """Each vector as a list of numbers, or as base64 of little-endian float32."""
+    if encoding == "float":
+        return vectors.tolist()
+    return [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
+
+
+# The queue.
 
 
 @dataclass(eq=False)
@@ -123,32 +341,41 @@ class _Row(Generic[T]):
 
 
 class BatchQueue(Generic[T]):
-    """Bounded queue in front of a model, whose programs only the queue's thread calls.
+    """Bounded queue in front of a model: all inputs that wait when its thread becomes free are one batch.
+
+    Only the queue's thread, which begins with the first input, calls the model's programs.
 
     Args:
-        compute: function that calls the model.
+        compute: function from inputs to a result for each, `[n, ...]`.
         name: of the thread.
         batch_size: inputs that are computed together.
         max_inputs: inputs that may wait and run at once.
     """
 
-    def __init__(self, compute: Compute[T], *, name: str, batch_size: int, max_inputs: int):
+    def __init__(self, compute: Callable[[Sequence[T]], np.ndarray], *, name: str, batch_size: int, max_inputs: int):
         self._compute = compute
+        self._name = name
         self._batch_size = batch_size
         self._max_inputs = max_inputs
         self._inputs = 0
         self._rows: deque[_Row[T]] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Context of the running server, at whose end the queue is closed."""
+        self._closed = False
+        yield
+        await asyncio.to_thread(self.close)
 
     @contextmanager
     def slots(self, count: int) -> Iterator[None]:
         """Context that holds places for `count` inputs, to be taken before they are tokenised.
 
         Raises:
-            QueueFullError: if there are not so many.
+            QueueFullError: if there are fewer places.
         """
         with self._changed:
             if self._inputs + count > self._max_inputs:
@@ -161,10 +388,10 @@ class BatchQueue(Generic[T]):
                 self._inputs -= count
 
     async def run(self, inputs: Sequence[T], lengths: Sequence[int]) -> Float32[np.ndarray, "n ..."]:
-        """Results of inputs, in their order. Cancelling the task leaves out those that still wait.
+        """Results of inputs, in their order. Cancelling the task leaves out the inputs that still wait.
 
         Args:
-            inputs: what the model takes, one or more.
+            inputs: arguments of the model, one or more.
             lengths: tokens of each: inputs of like length are computed together, which pads little.
 
         Raises:
@@ -176,6 +403,9 @@ class BatchQueue(Generic[T]):
         with self._changed:
             if self._closed:
                 raise EngineDeadError("the model was shut down")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._thread.start()
             self._rows.extend(_Row(request, i, inputs[i]) for i in order)
             self._changed.notify()
         await request.future
@@ -186,17 +416,19 @@ class BatchQueue(Generic[T]):
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
         for request in {row.request for row in self._rows}:
             _finish(request, EngineDeadError("the model was shut down"))
         self._rows.clear()
 
     def _work(self) -> None:
         while (rows := self._next_batch()) is not None:
-            if not rows:
-                continue
             try:
-                results = self._compute([row.value for row in rows])
+                results = self._compute([row.value for row in rows]) if rows else []
+                if len(results) != len(rows):
+                    raise RuntimeError(f"the model gave {len(results)} results for {len(rows)} inputs")
             except Exception as error:  # the requests fail, not the thread
                 for request in {row.request for row in rows}:
                     _finish(request, error)
@@ -208,7 +440,7 @@ class BatchQueue(Generic[T]):
                     _finish(row.request)
 
     def _next_batch(self) -> list[_Row[T]] | None:
-        """Next inputs, without those whose request has ended; None once the queue is closed."""
+        """Next inputs, without the inputs of a request that has ended; None once the queue is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._rows or self._closed)
             if self._closed:
@@ -219,39 +451,6 @@ class BatchQueue(Generic[T]):
                 if not row.request.future.done():
                     taken.append(row)
             return taken
-
-
-class LazyQueue(Generic[T]):
-    """Queue that is made when its model is first needed, and ends with the server.
-
-    Args:
-        server: the server, with the limits of its encoder and its reranker.
-        name: of the queue's thread.
-    """
-
-    def __init__(self, server: Server, name: str):
-        self._settings = server.settings
-        self._name = name
-        self._queue: BatchQueue[T] | None = None
-        server.contexts.append(self._running)
-
-    def get(self, compute: Compute[T]) -> BatchQueue[T]:
-        """The queue; `compute` is that of the first call."""
-        if self._queue is None:
-            self._queue = BatchQueue(
-                compute,
-                name=self._name,
-                batch_size=self._settings.embedding_batch_size,
-                max_inputs=self._settings.max_queued_embedding_inputs,
-            )
-        return self._queue
-
-    @asynccontextmanager
-    async def _running(self) -> AsyncIterator[None]:
-        yield
-        if self._queue is not None:
-            await asyncio.to_thread(self._queue.close)
-            self._queue = None
 
 
 def _finish(request: _Request, error: Exception | None = None) -> None:
@@ -267,273 +466,3 @@ def _finish(request: _Request, error: Exception | None = None) -> None:
 
     if not request.loop.is_closed():
         request.loop.call_soon_threadsafe(finish)
-
-
-CHARACTERS = 64
-"""Characters of a text that are read for each token of the model: tokenising megabytes takes many seconds."""
-
-
-def most_characters(max_length: int) -> int:
-    """Characters that are tokenised of a text for a model that reads `max_length` tokens."""
-    return CHARACTERS * max_length
-
-
-def check_characters(field: str, texts: Iterable[str], max_length: int) -> None:
-    """Check that texts are short enough to be tokenised whole.
-
-    Raises:
-        ApiError: 400, with the field's name.
-    """
-    longest = max(map(len, texts), default=0)
-    if longest > most_characters(max_length):
-        raise too_long(field, f"{longest} characters", -(-longest // CHARACTERS), max_length)
-
-
-def check_limit(name: str, value: int | None, most: int) -> None:
-    """Check a number of tokens that a request asks for: 1 to `most`, or -1 for as many as the model reads.
-
-    Raises:
-        ApiError: 400, with the field's name.
-    """
-    if value is not None and not 1 <= value <= most and value != -1:
-        raise ApiError(400, f"{name}: expected 1 to {most}, got {value}", param=name)
-
-
-def too_long(field: str, what: str, size: int, limit: int) -> ApiError:
-    """Error of a text that is longer than the model reads.
-
-    Args:
-        field: the field of the request.
-        what: the text's size, in words.
-        size: the same in tokens.
-        limit: tokens that the model reads.
-    """
-    return ApiError(
-        400,
-        f"{field}: {what} are more than the {limit} tokens that the model reads; see truncate_prompt_tokens",
-        **{"param": field, "code": "context_length_exceeded", "n_prompt_tokens": size, "n_ctx": limit},
-    )
-
-
-def renamed(error: InvalidParameterError, names: Mapping[str, str]) -> ApiError:
-    """Error of an argument as that of the field that it came from."""
-    name, _, message = str(error).partition(": ")
-    return ApiError(400, f"{names.get(name, name)}: {message}", param=names.get(name, name))
-
-
-class EmbeddingRequest(msgspec.Struct):
-    """Body of a request."""
-
-    input: str | list[str | int | list[int]]
-    """A text, texts, the token ids of a text, or those of several."""
-    model: str | None = None
-    encoding_format: Literal["float", "base64"] = "float"
-    """`"base64"` is little-endian float32; openai-python asks for it unless told otherwise."""
-    dimensions: int | None = None
-    """First numbers of each vector that are kept, and normalised again; all of them if absent."""
-    truncate_prompt_tokens: int | None = None
-    """Tokens that are kept of a text, special ones included; -1 for as many as the model reads."""
-    user: str | None = None
-
-
-def routes(server: Server) -> list[Route]:
-    """Routes of the embeddings. Their queue ends with the server."""
-    settings = server.settings
-    queues: LazyQueue[list[int]] = LazyQueue(server, "verax-embeddings")
-
-    async def embeddings(request: Request) -> Response:
-        body = await read_body(request, EmbeddingRequest)
-        if server.encoder is None:
-            raise ApiError(404, "model: no embedding model is served here", param="model", code="model_not_found")
-        name = server.check_model(body.model, (server.encoder.name,))
-        record = record_of(request)
-        record.model = name
-        inputs = _inputs(body, settings.max_embedding_inputs)
-        encoder = await server.encoder.get()
-        dimensions = _dimensions(body, encoder)
-        check_limit("truncate_prompt_tokens", body.truncate_prompt_tokens, encoder.max_length)
-        queue = queues.get(lambda ids: encoder.encode_tokens(ids, batch_size=settings.embedding_batch_size))
-        with queue.slots(len(inputs)):
-            token_ids = await asyncio.to_thread(_token_ids, inputs, encoder, body.truncate_prompt_tokens)
-            lengths = [len(ids) for ids in token_ids]
-            vectors = await unless_disconnected(request, queue.run(token_ids, lengths))
-        record.prompt_tokens = sum(lengths)
-        return JsonResponse(
-            {
-                "object": "list",
-                "data": [
-                    {"object": "embedding", "index": i, "embedding": embedding}
-                    for i, embedding in enumerate(_encoded(cut(vectors, dimensions), body.encoding_format))
-                ],
-                "model": name,
-                "usage": {"prompt_tokens": record.prompt_tokens, "total_tokens": record.prompt_tokens},
-            }
-        )
-
-    return api_routes(
-        "/embeddings",
-        embeddings,
-        body=EmbeddingRequest,
-        answer=EmbeddingList,
-        queued=True,
-        summary="Vectors of texts.",
-    )
-
-
-def _inputs(body: EmbeddingRequest, most: int) -> list[str] | list[list[int]]:
-    """Texts, or token ids of each text."""
-    given: Any = body.input
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        given = [given]
-    if not 1 <= len(given) <= most:
-        raise ApiError(400, f"input: expected 1 to {most} texts, got {len(given)}", param="input")
-    for number, one in enumerate(given):
-        tokens = isinstance(one, list) and all(isinstance(token, int) for token in one)
-        if type(one) is not type(given[0]) or not (tokens or isinstance(one, str)):
-            message = "input: expected a text, texts, token ids or lists of token ids, got a mixture of them"
-            raise ApiError(400, message, param="input")
-        if not one:
-            raise ApiError(400, f"input: text {number} is empty", param="input")
-    return given
-
-
-def _dimensions(body: EmbeddingRequest, encoder: Encoder) -> int:
-    try:
-        return encoder.check_dimensions(body.dimensions)
-    except InvalidParameterError as error:
-        raise renamed(error, {}) from error
-
-
-def _token_ids(inputs: list[str] | list[list[int]], encoder: Encoder, kept: int | None) -> list[list[int]]:
-    """Token ids of each text: as they are given, or with the special tokens of the tokenizer.
-
-    Args:
-        inputs: texts, or token ids of each.
-        encoder: the model.
-        kept: tokens that are kept of each; -1 for as many as the model reads; None to refuse longer ones.
-    """
-    limit = kept if kept is not None and kept > 0 else encoder.max_length
-    if isinstance(inputs[0], str):
-        texts, most = cast("list[str]", inputs), most_characters(encoder.max_length)
-        if kept is None:
-            check_characters("input", texts, limit)
-        try:
-            found = encoder.tokenize([text[:most] for text in texts], max_length=limit)
-        except InvalidParameterError as error:
-            raise renamed(error, {"max_length": "truncate_prompt_tokens", "sentences": "input"}) from error
-    else:
-        found = [(ids[:limit], len(ids) - limit) for ids in cast("list[list[int]]", inputs)]
-    if kept is None:
-        ids, left_out = max(found, key=lambda one: one[1])
-        if left_out > 0:
-            raise too_long("input", f"{len(ids) + left_out} tokens", len(ids) + left_out, limit)
-    try:
-        return encoder.check_tokens([ids for ids, _ in found])
-    except InvalidParameterError as error:
-        raise renamed(error, {"token_ids": "input"}) from error
-
-
-def _encoded(vectors: Float32[np.ndarray, "n d"], how: str) -> Sequence[Any]:
-    """Each vector as a list of numbers, or as base64 of little-endian float32."""
-    if how == "float":
-        return vectors.tolist()
-    return [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
-
-
-class RerankRequest(msgspec.Struct):
-    """Body of a request."""
-
-    query: str
-    documents: list[str | RankedText]
-    """Texts, or objects with a `text`."""
-    model: str | None = None
-    top_n: int | None = None
-    """Documents of the answer, the best ones; all of them if absent or 0."""
-    return_documents: bool = True
-    """The documents' texts are in the answer."""
-    truncate_prompt_tokens: int | None = None
-    """Tokens that are kept of the query and a document, special ones included; -1 for as many as the model reads."""
-    user: str | None = None
-
-
-def rerank_routes(server: Server) -> list[Route]:
-    """Routes of the ranking. Their queue ends with the server."""
-    settings = server.settings
-    queues: LazyQueue[Tokens] = LazyQueue(server, "verax-rerank")
-
-    async def rerank(request: Request) -> Response:
-        body = await read_body(request, RerankRequest)
-        if server.reranker is None:
-            raise ApiError(
-                404,
-                "model: no reranker is served here; verax serve --reranker-model serves one",
-                param="model",
-                code="model_not_found",
-            )
-        name = server.check_model(body.model, (server.reranker.name,))
-        record = record_of(request)
-        record.model = name
-        documents = _documents(body, settings.max_embedding_inputs)
-        reranker = await server.reranker.get()
-        check_limit("truncate_prompt_tokens", body.truncate_prompt_tokens, reranker.max_length)
-        queue = queues.get(lambda pairs: reranker.score_tokens(pairs, batch_size=settings.embedding_batch_size))
-        with queue.slots(len(documents)):
-            pairs = await asyncio.to_thread(_pairs, body.query, documents, reranker, body.truncate_prompt_tokens)
-            lengths = [len(pair.ids) for pair in pairs]
-            scores = await unless_disconnected(request, queue.run(pairs, lengths))
-        record.prompt_tokens = sum(lengths)
-        best = np.argsort(-scores, kind="stable").tolist()[: body.top_n or None]
-        results = [{"index": i, "relevance_score": float(scores[i])} for i in best]
-        if body.return_documents:
-            results = [{**result, "document": {"text": documents[result["index"]]}} for result in results]
-        return JsonResponse(
-            {
-                "id": f"rerank-{uuid.uuid4().hex}",
-                "model": name,
-                "usage": {"prompt_tokens": record.prompt_tokens, "total_tokens": record.prompt_tokens},
-                "results": results,
-            }
-        )
-
-    described = {"body": RerankRequest, "answer": Ranking, "queued": True, "summary": "Documents by a query."}
-    # Cohere's newer client calls its second version.
-    return [*api_routes("/rerank", rerank, **described), api_route("/v2/rerank", rerank, **described)]
-
-
-def _documents(body: RerankRequest, most: int) -> list[str]:
-    """Texts of the documents."""
-    if not 1 <= len(body.documents) <= most:
-        raise ApiError(400, f"documents: expected 1 to {most} texts, got {len(body.documents)}", param="documents")
-    if body.top_n is not None and body.top_n < 0:
-        raise ApiError(400, f"top_n: expected 0 or more, got {body.top_n}", param="top_n")
-    texts = [document if isinstance(document, str) else document.text for document in body.documents]
-    if not body.query:
-        raise ApiError(400, "query: it is empty", param="query")
-    if "" in texts:
-        raise ApiError(400, f"documents: text {texts.index('')} is empty", param="documents")
-    return texts
-
-
-def _pairs(query: str, documents: Sequence[str], reranker: Reranker, kept: int | None) -> list[Tokens]:
-    """Tokens of the query with each document.
-
-    Args:
-        query, documents: texts.
-        reranker: the model.
-        kept: tokens that are kept of each pair; -1 for as many as the model reads; None to refuse longer ones.
-    """
-    limit = kept if kept is not None and kept > 0 else reranker.max_length
-    most = most_characters(reranker.max_length)
-    if kept is None:
-        check_characters("query", [query], limit)
-        check_characters("documents", documents, limit)
-    try:
-        pairs = reranker.tokenize(query[:most], [text[:most] for text in documents], max_length=limit)
-    except InvalidParameterError as error:
-        raise renamed(error, {"max_length": "truncate_prompt_tokens"}) from error
-    if kept is None:
-        longest = max(pairs, key=lambda pair: pair.left_out)
-        if longest.left_out > 0:
-            size = len(longest.ids) + longest.left_out
-            raise too_long("documents", f"{size} tokens, the query's included,", size, limit)
-    return pairs

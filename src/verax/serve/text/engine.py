@@ -1,4 +1,4 @@
-"""`TextEngine`: the members of `AsyncLLM` that the server uses, which replicas behind a handle have too."""
+"""`TextEngine`: the members of `AsyncLLM` that the server uses, which remote replicas have too."""
 
 from __future__ import annotations
 

@@ -12,14 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from verax.serve.http.body import decode, read_body
-from verax.serve.http.errors import ApiError, JsonResponse, anthropic_error
+from verax.serve.http.body import Size, decode, read_body
+from verax.serve.http.errors import JsonResponse, anthropic_error, field_error
 from verax.serve.http.openapi import api_routes
 from verax.serve.http.server import Server
 from verax.serve.http.sse import named_event, unless_disconnected
 from verax.serve.http.telemetry import record_of
 from verax.serve.text.chat import ChatRequest, count_tokens, run_chat
-from verax.serve.text.run import ChatEvent, ChatRun, Part, PartStep, PartTracker
+from verax.serve.text.run import Part, PartStep, PartTracker, Run, RunEvent
 from verax.serve.text.sampling import MAX_INT, Positive, Refused, Text
 
 __all__ = ["CountTokensRequest", "MessageObject", "MessageTokens", "MessagesRequest", "chat_of", "routes"]
@@ -146,7 +146,7 @@ def chat_of(request: CountTokensRequest) -> ChatRequest:
     """
     for name in ("mcp_servers", "container"):
         if getattr(request, name, None):
-            raise ApiError(400, f"{name}: it is not supported here", param=name)
+            raise field_error(name, "it is not supported here")
     values: dict[str, Any] = {"messages": _messages(request)}
     values |= {name: value for name in _SAME if (value := getattr(request, name, None)) is not None}
     if isinstance(request, MessagesRequest):
@@ -154,11 +154,10 @@ def chat_of(request: CountTokensRequest) -> ChatRequest:
             values["stop"] = request.stop_sequences
         budget = request.thinking.budget_tokens if request.thinking else None
         if budget is not None and budget >= request.max_tokens:
-            param = "thinking.budget_tokens"
-            raise ApiError(400, f"{param}: expected less than max_tokens, got {budget}", param=param)
+            raise field_error("thinking.budget_tokens", f"expected less than max_tokens, got {budget}")
     if request.messages[-1].role == "assistant":
         if "tool_calls" in values["messages"][-1]:
-            raise ApiError(400, "messages: the last one has a tool call without its result", param="messages")
+            raise field_error("messages", "the last one has a tool call without its result")
         values["continue_final_message"] = True
     values |= {**_tools(request), **_reasoning_options(request)}
     output = request.output_config
@@ -196,7 +195,7 @@ def _tools(request: CountTokensRequest) -> dict[str, Any]:
     if choice is None:
         return values
     if choice.type == "tool" and choice.name is None:
-        raise ApiError(400, "tool_choice.name: it is missing", param="tool_choice.name")
+        raise field_error("tool_choice.name", "it is missing")
     named = {"type": "function", "function": {"name": choice.name}}
     values["tool_choice"] = named if choice.type == "tool" else {"any": "required"}.get(choice.type, choice.type)
     if choice.disable_parallel_tool_use is not None:
@@ -213,8 +212,9 @@ def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
         for j, block in enumerate(content):
             theirs = isinstance(block, ToolResultBlock)
             if (theirs and message.role != "user") or (_is_answer(block) and message.role != "assistant"):
-                param = f"messages[{i}].content[{j}].type"
-                raise ApiError(400, f"{param}: a message of role {message.role} has no such block", param=param)
+                raise field_error(
+                    f"messages[{i}].content[{j}].type", f"a message of role {message.role} has no such block"
+                )
         made += _user(content) if message.role == "user" else [_assistant(content)]
     return made
 
@@ -259,10 +259,10 @@ def _joined(content: str | Sequence[TextBlock]) -> str:
 class MessageUsage(msgspec.Struct, kw_only=True):
     """Token counts of a message."""
 
-    input_tokens: Annotated[int, Meta(ge=0)]
-    cache_creation_input_tokens: Annotated[int, Meta(ge=0)]
-    cache_read_input_tokens: Annotated[int, Meta(ge=0)]
-    output_tokens: Annotated[int, Meta(ge=0)]
+    input_tokens: Size
+    cache_creation_input_tokens: Size
+    cache_read_input_tokens: Size
+    output_tokens: Size
 
 
 class MessageObject(msgspec.Struct, kw_only=True):
@@ -274,7 +274,8 @@ class MessageObject(msgspec.Struct, kw_only=True):
     model: str
     content: list[dict[str, Any]]
     """Anthropic's blocks: `text`, `thinking` and `tool_use`."""
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    """Null at the beginning of a stream."""
     stop_sequence: str | None
     usage: MessageUsage
 
@@ -282,7 +283,7 @@ class MessageObject(msgspec.Struct, kw_only=True):
 class MessageTokens(msgspec.Struct, kw_only=True):
     """Number of a message's tokens."""
 
-    input_tokens: Annotated[int, Meta(ge=0)]
+    input_tokens: Size
 
 
 NO_SIGNATURE = ""
@@ -304,7 +305,8 @@ def routes(server: Server) -> list[Route]:
 
     async def count(http: Request) -> Response:
         request = await read_body(http, CountTokensRequest)
-        return JsonResponse({"input_tokens": await unless_disconnected(http, count_tokens(server, chat_of(request)))})
+        tokens = await unless_disconnected(http, count_tokens(server, chat_of(request)))
+        return JsonResponse(MessageTokens(input_tokens=tokens))
 
     return [
         *api_routes(
@@ -326,22 +328,22 @@ def routes(server: Server) -> list[Route]:
     ]
 
 
-async def _whole(run: ChatRun) -> dict[str, Any]:
+async def _whole(run: Run) -> MessageObject:
     tracker = PartTracker()
     async with aclosing(run.events()) as events:
         last = await tracker.read(events)
-    assert last is not None
-    return {**_message(run), "content": [_block(part) for part in tracker.parts], **_stop(last), "usage": _usage(run)}
+    return _message(run, content=[_block(part) for part in tracker.parts], **_stop(last), usage=_usage(run))
 
 
-async def _events(run: ChatRun) -> AsyncGenerator[bytes, None]:
+async def _events(run: Run) -> AsyncGenerator[bytes, None]:
     """Events of a stream, the last one included."""
     tracker, last = PartTracker(), None
     async with aclosing(run.events()) as events:
         async for event in events:
             if last is None:
-                start = {**_message(run), "content": [], "stop_reason": None, "stop_sequence": None}
-                yield _event("message_start", message={**start, "usage": {**_usage(run), "output_tokens": 0}})
+                usage = msgspec.structs.replace(_usage(run), output_tokens=0)
+                start = _message(run, content=[], stop_reason=None, stop_sequence=None, usage=usage)
+                yield _event("message_start", message=start)
                 yield _event("ping")
             last = event
             for step in tracker.steps(event):
@@ -376,13 +378,8 @@ def _delta_event(part: Part, **delta: str) -> bytes:
     return _event("content_block_delta", index=part.index, delta=delta)
 
 
-def _message(run: ChatRun) -> dict[str, Any]:
-    return {
-        "id": f"msg_{run.id.removeprefix('chatcmpl-')}",
-        "type": "message",
-        "role": "assistant",
-        "model": run.model,
-    }
+def _message(run: Run, **fields: Any) -> MessageObject:
+    return MessageObject(id=f"msg_{run.id}", type="message", role="assistant", model=run.model, **fields)
 
 
 def _block(part: Part, *, empty: bool = False) -> dict[str, Any]:
@@ -397,7 +394,7 @@ def _block(part: Part, *, empty: bool = False) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Arguments of a call. Those that are no JSON, as of a call that was cut short, are given as Anthropic advises."""
+    """Arguments of a call. Text that is not JSON, such as a call that was cut short, is given as Anthropic advises."""
     try:
         read = msgspec.json.decode(arguments or "{}")
     except (msgspec.DecodeError, RecursionError, ValueError):
@@ -405,20 +402,20 @@ def _input(arguments: str) -> dict[str, Any]:
     return read if isinstance(read, dict) else {"INVALID_JSON": arguments}
 
 
-def _stop(last: ChatEvent) -> dict[str, Any]:
+def _stop(last: RunEvent) -> dict[str, Any]:
+    """Fields that say why an answer ended."""
+    if last.finish_reason in ("tool_calls", "length"):
+        reason = "tool_use" if last.finish_reason == "tool_calls" else "max_tokens"
+        return {"stop_reason": reason, "stop_sequence": None}
     sequence = last.stop_reason if isinstance(last.stop_reason, str) else None
-    if last.finish_reason == "tool_calls":
-        return {"stop_reason": "tool_use", "stop_sequence": None}
-    if last.finish_reason == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
     return {"stop_reason": "end_turn" if sequence is None else "stop_sequence", "stop_sequence": sequence}
 
 
-def _usage(run: ChatRun) -> dict[str, Any]:
+def _usage(run: Run) -> MessageUsage:
     usage = run.usage
-    return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached_tokens,
-        "output_tokens": usage.completion_tokens,
-    }
+    return MessageUsage(
+        input_tokens=usage.prompt_tokens - usage.cached_tokens,
+        cache_creation_input_tokens=0,
+        cache_read_input_tokens=usage.cached_tokens,
+        output_tokens=usage.completion_tokens,
+    )

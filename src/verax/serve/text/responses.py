@@ -14,14 +14,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from verax.errors import VeraxError
-from verax.serve.http.body import decode, read_body
-from verax.serve.http.errors import ApiError, JsonResponse, api_error
+from verax.serve.http.body import Size, decode, read_body
+from verax.serve.http.errors import ApiError, JsonResponse, api_error, field_error
 from verax.serve.http.openapi import api_routes
 from verax.serve.http.server import Server
 from verax.serve.http.sse import named_event, unless_disconnected
 from verax.serve.http.telemetry import record_of
 from verax.serve.text.chat import ChatRequest, InputTokens, count_tokens, run_chat
-from verax.serve.text.run import ChatEvent, ChatRun, Part, PartStep, PartTracker
+from verax.serve.text.run import Part, PartStep, PartTracker, Run, RunEvent
 from verax.serve.text.sampling import Positive, Refused
 
 __all__ = ["INPUT_ITEMS", "LOGPROBS", "ResponseObject", "ResponsesRequest", "chat_of", "routes"]
@@ -29,10 +29,8 @@ __all__ = ["INPUT_ITEMS", "LOGPROBS", "ResponseObject", "ResponsesRequest", "cha
 LOGPROBS = "message.output_text.logprobs"
 """Entry of `include` that asks for log-probabilities."""
 
-
 _INCLUDE = {LOGPROBS, "reasoning.encrypted_content"}
 """Entries of `include` that are taken. Reasoning comes in the open, so that nothing has to be encrypted."""
-
 
 _NEEDS_STATE = ("previous_response_id", "background", "conversation", "prompt", "store")
 """Fields that need a server that keeps responses."""
@@ -103,16 +101,13 @@ _ITEMS: dict[str, type[msgspec.Struct]] = {
 }
 """Kinds of input items."""
 
-
 INPUT_ITEMS = tuple(_ITEMS.values())
-
 
 InputItem = Annotated[
     dict[str, Any],
     Meta(extra_json_schema={"anyOf": [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in INPUT_ITEMS]}),
 ]
-"""Item whose kind its `type` tells: a message may lack it."""
-
+"""Item whose `type` names its kind; a message may lack it."""
 
 Off = Annotated[bool, Meta(extra_json_schema={"const": False})]
 """Switch of what needs a server that keeps responses."""
@@ -234,29 +229,27 @@ def _check(request: ResponsesRequest) -> None:
     """Refuse what this server does not have."""
     for name in _NEEDS_STATE:
         if getattr(request, name):
-            raise ApiError(400, f"{name}: it is not supported here, as this server keeps no responses", param=name)
+            raise field_error(name, "it is not supported here, as this server keeps no responses")
     if request.max_tool_calls is not None:
-        raise ApiError(400, "max_tool_calls: it is for built-in tools, which this server lacks", param="max_tool_calls")
+        raise field_error("max_tool_calls", "it is for built-in tools, which this server lacks")
     if request.truncation == "auto":
-        raise ApiError(400, "truncation: expected disabled; no part of a conversation is dropped", param="truncation")
+        raise field_error("truncation", "expected disabled; no part of a conversation is dropped")
     for i, name in enumerate(request.include or ()):
         if name not in _INCLUDE:
-            param = f"include[{i}]"
-            raise ApiError(400, f"{param}: expected {' or '.join(sorted(_INCLUDE))}, got {name[:100]!r}", param=param)
+            raise field_error(f"include[{i}]", f"expected {' or '.join(sorted(_INCLUDE))}, got {name[:100]!r}")
     options = request.reasoning
     for name in ("summary", "generate_summary"):
         if options is not None and getattr(options, name) not in (None, "auto"):
-            param = f"reasoning.{name}"
-            raise ApiError(400, f"{param}: the reasoning comes whole, without a summary", param=param)
+            raise field_error(f"reasoning.{name}", "the reasoning comes whole, without a summary")
     if request.text is not None and request.text.verbosity not in (None, "medium"):
-        raise ApiError(400, "text.verbosity: expected medium, which changes nothing", param="text.verbosity")
+        raise field_error("text.verbosity", "expected medium, which changes nothing")
 
 
 def _response_format(form: TextFormat) -> dict[str, Any]:
     if form.type == "json_object":
         return {"type": "json_object"}
     if form.schema is None:
-        raise ApiError(400, "text.format.schema: it is missing", param="text.format.schema")
+        raise field_error("text.format.schema", "it is missing")
     return {"type": "json_schema", "json_schema": {"name": form.name or "answer", "schema": form.schema}}
 
 
@@ -274,8 +267,8 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
 def _read_item(item: Mapping[str, Any], where: str) -> msgspec.Struct:
     kind = _ITEMS.get(str(item.get("type", "message")))
     if kind is None:
-        found = str(item.get("type"))[:50]
-        raise ApiError(400, f"{where}.type: expected {', '.join(_ITEMS)}, got {found!r}", param=f"{where}.type")
+        given = str(item.get("type"))[:50]
+        raise ApiError(400, f"{where}.type: expected {', '.join(_ITEMS)}, got {given!r}", param=f"{where}.type")
     try:
         return decode(kind, item)
     except ApiError as error:
@@ -316,8 +309,7 @@ def _joined(content: str | Sequence[InputText], where: str) -> str:
     for i, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text
         if text is None:
-            param = f"{where}[{i}].text"
-            raise ApiError(400, f"{param}: it is missing", param=param)
+            raise field_error(f"{where}[{i}].text", "it is missing")
         texts.append(text)
     return "\n".join(texts)
 
@@ -325,32 +317,48 @@ def _joined(content: str | Sequence[InputText], where: str) -> str:
 class ResponseUsage(msgspec.Struct, kw_only=True):
     """Token counts of a response."""
 
-    input_tokens: Annotated[int, Meta(ge=0)]
-    input_tokens_details: dict[str, Annotated[int, Meta(ge=0)]]
-    output_tokens: Annotated[int, Meta(ge=0)]
-    output_tokens_details: dict[str, Annotated[int, Meta(ge=0)]]
-    total_tokens: Annotated[int, Meta(ge=0)]
+    input_tokens: Size
+    input_tokens_details: dict[str, Size]
+    output_tokens: Size
+    output_tokens_details: dict[str, Size]
+    total_tokens: Size
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
-    """Whole answer of `/v1/responses`."""
+    """Whole answer of `/v1/responses`, and its state in the events of a stream."""
 
     id: str
-    object: Literal["response"]
+    object: Literal["response"] = "response"
     created_at: int
-    status: Literal["completed", "incomplete"]
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    background: Literal[False] = False
+    error: dict[str, str] | None
+    incomplete_details: dict[str, str] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: None = None
     model: str
     output: list[dict[str, Any]]
     """OpenAI's items: `message`, `reasoning` and `function_call`."""
-    incomplete_details: dict[str, str] | None
-    error: None
-    usage: ResponseUsage
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    reasoning: dict[str, str | None]
+    service_tier: Literal["default"] = "default"
+    store: Literal[False] = False
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: str | dict[str, str]
+    tools: list[dict[str, Any]]
+    top_logprobs: Size
+    top_p: float | None
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None
+    user: str | None
     metadata: dict[str, str]
 
 
 _IDS = {"reasoning": "rs", "text": "msg", "tool_call": "fc"}
 """Beginnings of the ids of output items."""
-
 
 _FIELDS = {
     "messages": "input",
@@ -383,7 +391,7 @@ def routes(server: Server) -> list[Route]:
             tokens = await unless_disconnected(http, count_tokens(server, chat_of(request)))
         except (ApiError, VeraxError) as error:
             raise _renamed(api_error(error)) from error
-        return JsonResponse({"object": "response.input_tokens", "input_tokens": tokens})
+        return JsonResponse(InputTokens(object="response.input_tokens", input_tokens=tokens))
 
     return [
         *api_routes(
@@ -419,15 +427,15 @@ def _renamed(error: ApiError) -> ApiError:
 class _Answer:
     """A response on its way."""
 
-    def __init__(self, run: ChatRun, request: ResponsesRequest):
+    def __init__(self, run: Run, request: ResponsesRequest):
         self._run = run
         self._request = request
         self._tracker = PartTracker()
         self._key = uuid.uuid4().hex
         self._number = 0
 
-    async def whole(self) -> dict[str, Any]:
-        """Body of the answer."""
+    async def whole(self) -> ResponseObject:
+        """The answer."""
         async with aclosing(self._run.events()) as events:
             last = await self._tracker.read(events)
         return self._response(_status(last))
@@ -443,25 +451,25 @@ class _Answer:
                         yield self._event("response.in_progress", response=self._response("in_progress"))
                     last = event
                     for step in self._tracker.steps(event):
-                        for made in self._step(step, _status(event)):
-                            yield made
+                        for encoded in self._step(step, _status(event)):
+                            yield encoded
         except Exception as error:
             if last is None:
                 raise _renamed(api_error(error)) from error
-            found = api_error(error)
-            failure = {"code": found.code or "server_error", "message": found.message}
-            yield self._event("response.failed", response={**self._response("failed"), "error": failure})
+            http = api_error(error)
+            failure = {"code": http.code or "server_error", "message": http.message}
+            yield self._event("response.failed", response=self._response("failed", failure))
             return
         status = _status(last)
         yield self._event(f"response.{status}", response=self._response(status))
 
     def _event(self, kind: str, **values: Any) -> bytes:
-        made = named_event(kind, {"type": kind, "sequence_number": self._number, **values})
+        encoded = named_event(kind, {"type": kind, "sequence_number": self._number, **values})
         self._number += 1
-        return made
+        return encoded
 
     def _step(self, step: PartStep, status: str) -> Iterator[bytes]:
-        """Events of a part that begins, goes on or ends."""
+        """Events of a part that begins, grows or ends."""
         part = step.part
         place: dict[str, Any] = {"output_index": part.index}
         item = {"item_id": self._item_id(part), **place}
@@ -473,13 +481,13 @@ class _Answer:
             if not is_call:
                 yield self._event("response.content_part.added", **content, part=_content(part, empty=True))
         elif step.step == "delta":
-            logprobs = {"logprobs": _logprobs(step.logprobs)} if part.kind == "text" else {}
+            logprobs = {"logprobs": step.logprobs} if part.kind == "text" else {}
             yield self._event(f"response.{name}.delta", **(item if is_call else content), delta=step.text, **logprobs)
         else:
             if is_call:
                 yield self._event(f"response.{name}.done", **item, name=part.name, arguments=part.text)
             else:
-                logprobs = {"logprobs": _logprobs(part.logprobs)} if part.kind == "text" else {}
+                logprobs = {"logprobs": part.logprobs} if part.kind == "text" else {}
                 yield self._event(f"response.{name}.done", **content, text=part.text, **logprobs)
                 yield self._event("response.content_part.done", **content, part=_content(part))
             ended = "incomplete" if status == "incomplete" else "completed"
@@ -500,45 +508,37 @@ class _Answer:
         call = {"call_id": part.call_id, "name": part.name, "arguments": "" if empty else part.text}
         return {**head, "type": "function_call", **call}
 
-    def _response(self, status: str) -> dict[str, Any]:
+    def _response(self, status: Any, error: dict[str, str] | None = None) -> ResponseObject:
         request, run = self._request, self._run
-        ended = status in ("completed", "incomplete")
         parts = self._tracker.parts if status != "in_progress" else []
-        text = msgspec.to_builtins(request.text.format) if request.text and request.text.format else {"type": "text"}
+        form = msgspec.to_builtins(request.text.format) if request.text and request.text.format else {"type": "text"}
         # The part that the limit cut off is the last one.
         last = len(parts) - 1 if status == "incomplete" else -1
-        return {
-            "id": f"resp_{self._key}",
-            "object": "response",
-            "created_at": run.created,
-            "status": status,
-            "background": False,
-            "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": request.instructions,
-            "max_output_tokens": request.max_output_tokens,
-            "max_tool_calls": None,
-            "model": run.model,
-            "output": [self._item(part, "incomplete" if part.index == last else "completed") for part in parts],
-            "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
-            "service_tier": "default",
-            "store": False,
-            "temperature": request.temperature,
-            "text": {"format": {key: value for key, value in text.items() if value is not None}},
-            "tool_choice": msgspec.to_builtins(request.tool_choice) or "auto",
-            "tools": [msgspec.to_builtins(tool) for tool in request.tools or ()],
-            "top_logprobs": request.top_logprobs or 0,
-            "top_p": request.top_p,
-            "truncation": "disabled",
-            "usage": _usage(run) if ended else None,
-            "user": request.user,
-            "metadata": request.metadata or {},
-        }
+        return ResponseObject(
+            id=f"resp_{self._key}",
+            created_at=run.created,
+            status=status,
+            error=error,
+            incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
+            instructions=request.instructions,
+            max_output_tokens=request.max_output_tokens,
+            model=run.model,
+            output=[self._item(part, "incomplete" if part.index == last else "completed") for part in parts],
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            reasoning={"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
+            temperature=request.temperature,
+            text={"format": {key: value for key, value in form.items() if value is not None}},
+            tool_choice=msgspec.to_builtins(request.tool_choice) or "auto",
+            tools=[msgspec.to_builtins(tool) for tool in request.tools or ()],
+            top_logprobs=request.top_logprobs or 0,
+            top_p=request.top_p,
+            usage=_usage(run) if status in ("completed", "incomplete") else None,
+            user=request.user,
+            metadata=request.metadata or {},
+        )
 
 
-def _status(event: ChatEvent | None) -> str:
+def _status(event: RunEvent | None) -> str:
     return "incomplete" if event is not None and event.finish_reason == "length" else "completed"
 
 
@@ -546,20 +546,16 @@ def _content(part: Part, *, empty: bool = False) -> dict[str, Any]:
     text = "" if empty else part.text
     if part.kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
-    logprobs = [] if empty else _logprobs(part.logprobs)
+    logprobs = [] if empty else part.logprobs
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _logprobs(entries: Any) -> list[dict[str, Any]]:
-    return [{"token": "", "logprob": 0.0, "bytes": [], "top_logprobs": [], **entry} for entry in entries]
-
-
-def _usage(run: ChatRun) -> dict[str, Any]:
+def _usage(run: Run) -> ResponseUsage:
     usage = run.usage
-    return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-    }
+    return ResponseUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details={"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        output_tokens=usage.completion_tokens,
+        output_tokens_details={"reasoning_tokens": usage.reasoning_tokens},
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+    )

@@ -1,13 +1,17 @@
-"""`ChatRun`: one chat in the engine, as parsed events. Every API for chats renders them."""
+"""`Run`: the prompts of one request in the engine, as neutral events. Every API for text renders these.
+
+Each API is one file: it checks its body, makes prompts and sampling parameters of it, starts a `Run`, and writes its
+events as OpenAI's or Anthropic's JSON. This is the only file that puts requests into the engine.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -15,32 +19,39 @@ import msgspec
 from msgspec import Meta
 
 from verax.errors import ContextLengthError, InvalidParameterError, StructuredOutputError
+from verax.serve.http.body import Size
 from verax.serve.http.errors import ApiError, context_error
 from verax.serve.http.server import Server
 from verax.serve.http.telemetry import RequestRecord
 from verax.serve.text.sampling import GenerationRequest, form_error
 from verax.text.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from verax.text.engine.request import Prompt
+from verax.text.engine.sampling_params import SamplingParams
 from verax.text.features.chat_format import AnswerParser
 from verax.text.features.tool_calls import Delta, WholeAnswer, join
 from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = [
-    "SYSTEM_FINGERPRINT",
-    "ChatAnswer",
-    "ChatEvent",
-    "ChatRun",
-    "CompletionLogprobs",
+    "Choice",
+    "Generated",
     "Part",
     "PartStep",
     "PartTracker",
+    "PromptLogprobs",
+    "Run",
+    "RunAnswer",
+    "RunEvent",
+    "TokenLogprob",
     "Usage",
-    "chat_logprobs",
-    "merged",
-    "prompt_logprobs",
-    "token_bytes",
+    "token_logprobs",
 ]
 
-Size = Annotated[int, Meta(ge=0)]
+SYSTEM_FINGERPRINT = f"verax-{version('verax')}"
+
+T = TypeVar("T")
+
+
+# Parts of answers that chats and completions share.
 
 
 class TokenUsage(msgspec.Struct, kw_only=True):
@@ -62,9 +73,20 @@ class TopLogprob(msgspec.Struct, kw_only=True):
 
 
 class TokenLogprob(TopLogprob, kw_only=True):
-    """Token of an answer, and the likeliest ones at its place."""
+    """Token of an answer, and the likeliest tokens at its place."""
 
     top_logprobs: list[TopLogprob]
+
+
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    """Log-probability of a token of the prompt, in nats."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class Choice(msgspec.Struct, kw_only=True):
@@ -74,18 +96,7 @@ class Choice(msgspec.Struct, kw_only=True):
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None
     """Stop string or stop token that ended it."""
-    token_ids: list[Size] | None = None
-
-
-class PromptLogprob(msgspec.Struct, kw_only=True):
-    """Log-probability of a token of the prompt."""
-
-    logprob: float
-    rank: int | None
-    decoded_token: str | None
-
-
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
+    token_ids: list[Size] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Generated(msgspec.Struct, kw_only=True):
@@ -96,10 +107,7 @@ class Generated(msgspec.Struct, kw_only=True):
     model: str
     system_fingerprint: str
     usage: TokenUsage
-    timings: dict[str, float | None] | None = None
-
-
-SYSTEM_FINGERPRINT = f"verax-{version('verax')}"
+    timings: dict[str, float] | msgspec.UnsetType | None = msgspec.UNSET
 
 
 @dataclass
@@ -131,17 +139,17 @@ class Usage:
             self.num_samples = max(self.num_samples, part.index + 1)
         self.metrics = output.metrics
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> TokenUsage:
         """The object `usage`."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
-        }
+        return TokenUsage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            total_tokens=self.prompt_tokens + self.completion_tokens,
+            prompt_tokens_details={"cached_tokens": self.cached_tokens},
+            completion_tokens_details={"reasoning_tokens": self.reasoning_tokens},
+        )
 
-    def timings(self) -> dict[str, Any] | None:
+    def timings(self) -> dict[str, float] | None:
         """The object `timings` of llama.cpp's server, in milliseconds; None before the end."""
         metrics = self.metrics
         if metrics is None or metrics.first_token_time is None or metrics.finished_time is None:
@@ -165,123 +173,257 @@ class Usage:
 
 
 def _quotient(value: float, by: float) -> float:
-    """Quotient for JSON, which has no infinity: 0 of nothing."""
+    """Quotient for JSON, which lacks infinity: 0 for a divisor of 0."""
     return round(value / by, 3) if by > 0 else 0.0
 
 
-_SPACE = "\u2581"
-"""Character that stands for a space in vocabularies of sentencepiece."""
+# The run.
 
 
-_UNDECODABLE = "\ufffd"
+@dataclass(frozen=True)
+class RunEvent:
+    """New part of one answer.
 
-
-def _byte_characters() -> dict[str, int]:
-    """Byte of each character in GPT-2's byte-level vocabularies: printable ones stand for themselves."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTES = _byte_characters()
-
-
-def token_bytes(tokenizer: Tokenizer, token_id: int, text: str) -> list[int]:
-    """Bytes of a token, exact for those that are a part of a character.
-
-    Args:
-        tokenizer: of the vocabulary.
-        token_id: the token.
-        text: the token by itself, decoded.
+    Attributes:
+        index: number of the answer: sample k of prompt p is `p * n + k`.
+        delta: new text, reasoning and tool calls.
+        finish_reason: `"stop"`, `"length"` or `"tool_calls"` in an answer's last event.
+        stop_reason: stop string or stop token that ended the answer.
+        logprobs: a new token each, if the request wants them.
+        token_ids: the new tokens.
     """
-    if token_id in tokenizer.byte_tokens:
-        return [tokenizer.byte_tokens[token_id]]
-    spelled = tokenizer.token(token_id) or ""
-    if _UNDECODABLE in text and all(char in _BYTES for char in spelled):
-        return [_BYTES[char] for char in spelled]
-    if spelled.startswith(_SPACE) and not text.startswith(" "):
-        text = " " + text  # a decoder strips the first space of a text
-    return list(text.encode("utf-8", "replace"))
+
+    index: int
+    delta: Delta
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprob] | None = None
+    token_ids: tuple[int, ...] = ()
 
 
-def chat_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], entries: Sequence[Mapping[int, Logprob]], num_top: int
-) -> list[dict[str, Any]]:
-    """Entries of `logprobs.content`: each token with its bytes and the likeliest ones at its place."""
+@dataclass(frozen=True)
+class RunAnswer:
+    """One whole answer; the fields of its events, joined."""
 
-    def entry(token: int, logprob: Logprob) -> dict[str, Any]:
-        text = logprob.decoded_token or ""
-        return {"token": text, "logprob": logprob.logprob, "bytes": token_bytes(tokenizer, token, text)}
-
-    return [
-        {
-            **entry(token, found[token]),
-            "top_logprobs": [entry(other, logprob) for other, logprob in _best(found, num_top)],
-        }
-        for token, found in zip(token_ids, entries, strict=True)
-    ]
-
-
-def prompt_logprobs(
-    entries: Sequence[Mapping[int, Logprob] | None] | None,
-) -> list[dict[str, dict[str, Any]] | None] | None:
-    """Log-probabilities of a prompt's tokens in vLLM's form, by token id."""
-    if entries is None:
-        return None
-    return [
-        None
-        if found is None
-        else {
-            str(token): {"logprob": item.logprob, "rank": item.rank, "decoded_token": item.decoded_token}
-            for token, item in found.items()
-        }
-        for found in entries
-    ]
+    index: int
+    message: WholeAnswer
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: int | str | None
+    logprobs: list[TokenLogprob] | None
+    token_ids: list[int]
 
 
 @dataclass
-class CompletionLogprobs:
-    """Log-probabilities of a completion in OpenAI's old form: four lists, and where each token begins in the text."""
+class _Sample:
+    """Answer on its way: its parser, and the tokens whose text is not certain yet."""
 
-    num_top: int
-    offset: int = 0
-    """Number of the text's characters before the next token."""
-    _lists: dict[str, list[Any]] = field(default_factory=dict)
-
-    def add(self, token_ids: Sequence[int], entries: Sequence[Mapping[int, Logprob]]) -> None:
-        """Add tokens of an answer, or of a prompt behind its first."""
-        for token, found in zip(token_ids, entries, strict=True):
-            self._add(found[token].decoded_token or "", found[token].logprob, found)
-
-    def add_first(self, text: str) -> None:
-        """Add the first token of a prompt, which has no context that would give it a probability."""
-        self._add(text, None, None)
-
-    def take(self) -> dict[str, list[Any]]:
-        """The lists since the last call."""
-        taken, self._lists = self._lists, {}
-        return {name: taken.get(name, []) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")}
-
-    def _add(self, text: str, logprob: float | None, found: Mapping[int, Logprob] | None) -> None:
-        best = None
-        if found is not None:
-            best = {item.decoded_token or "": item.logprob for _, item in _best(found, self.num_top)}
-        values = {"tokens": text, "token_logprobs": logprob, "top_logprobs": best, "text_offset": self.offset}
-        for name, value in values.items():
-            self._lists.setdefault(name, []).append(value)
-        self.offset += len(text)
+    parser: AnswerParser | None
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    has_calls: bool = False
 
 
-def _best(found: Mapping[int, Logprob], num_top: int) -> list[tuple[int, Logprob]]:
-    """The likeliest tokens of a place, in their order."""
-    ranked = [(token, item) for token, item in found.items() if item.rank is not None and item.rank <= num_top]
-    return sorted(ranked, key=lambda pair: pair[1].rank or 0)
+class Run:
+    """Prompts of one request, which the engine has queued.
+
+    Args:
+        server: with a text engine.
+        request: the request, whose fields errors name.
+        record: of the HTTP request, for its log line.
+        model: name of the model for the answer, which may be an adapter's.
+        prompts: rendered texts or token ids.
+        params: sampling parameters of all prompts.
+        add_special_tokens: add what the model expects around a text.
+        field: field of the request that the prompts were made of.
+        new_parser: makes the parser of one answer; None if all text is content.
+        drop: leave the generated tokens out: only the prompt counts.
+
+    Attributes:
+        id: id of the answer, without the API's prefix.
+        created: seconds since 1970.
+        n: answers to each prompt.
+        usages: token counts and times of each prompt so far; complete after the last event.
+        outputs: the engine's latest output of each prompt: its tokens and their log-probabilities.
+
+    Raises:
+        VeraxError: if the engine refuses a prompt, or the queue is full.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        request: GenerationRequest,
+        record: RequestRecord | None,
+        *,
+        model: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        add_special_tokens: bool,
+        field: str,
+        new_parser: Callable[[], AnswerParser] | None = None,
+        drop: bool = False,
+    ):
+        self.id = uuid.uuid4().hex
+        self.model = model
+        self.created = int(time.time())
+        self.usages = [Usage() for _ in prompts]
+        self.outputs: list[RequestOutput | None] = [None] * len(prompts)
+        self.num_top = params.logprobs
+        self.tokenizer = server.engine.tokenizer
+        self.n = params.n
+        self._engine = server.engine
+        self._request = request
+        self._record = record
+        self._field = field
+        self._drop = drop
+        self._samples = [_Sample(new_parser and new_parser()) for _ in range(len(prompts) * params.n)]
+        # Each prompt joins the queue here. If one finds it full, dropping the others takes them out again.
+        self._streams = [
+            server.engine.generate(
+                prompt,
+                params,
+                add_special_tokens=add_special_tokens,
+                lora_request=server.adapters.get(model),
+            )
+            for prompt in prompts
+        ]
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts of all prompts so far; with the times of a single one."""
+        if len(self.usages) == 1:
+            return self.usages[0]
+        names = ("prompt_tokens", "completion_tokens", "cached_tokens")
+        return Usage(**{name: sum(getattr(usage, name) for usage in self.usages) for name in names})
+
+    def head(self, prefix: str) -> dict[str, Any]:
+        """Fields of OpenAI's answers and chunks that are the same in all of a run's."""
+        return {
+            "id": f"{prefix}-{self.id}",
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": SYSTEM_FINGERPRINT,
+        }
+
+    def timings(self) -> dict[str, Any]:
+        """Field `timings` of a single prompt. Several prompts are answered at once, so that their times have no sum."""
+        return {"timings": self.usages[0].timings()} if len(self.usages) == 1 else {}
+
+    def chunk_usage(self) -> dict[str, Any]:
+        """Field `usage` of a chunk: the usage so far, or null if only the last chunk has it, or none."""
+        options = self._request.stream_options
+        if options is None or not (options.include_usage or options.continuous_usage_stats):
+            return {}
+        return {"usage": self.usage.body() if options.continuous_usage_stats else None}
+
+    def last_usage(self) -> dict[str, Any] | None:
+        """Fields of a stream's last chunk, if the request wants one with the usage."""
+        options = self._request.stream_options
+        wanted = options is not None and options.include_usage
+        return {"choices": [], "usage": self.usage.body(), **self.timings()} if wanted else None
+
+    async def events(self) -> AsyncGenerator[RunEvent, None]:
+        """Events of all answers. An answer's last event has its finish reason.
+
+        Joined, the deltas of an answer are what `answers` gives. Closing the generator aborts the request.
+
+        Raises:
+            ApiError: if a prompt is too long, or the request was aborted.
+            VeraxError: if the engine refuses the request or fails.
+        """
+        try:
+            async with aclosing(_merged(self._streams)) as outputs:
+                async for prompt, output in outputs:
+                    for part in self._note(prompt, output).outputs:
+                        for event in self._events_of(prompt * self.n + part.index, part):
+                            yield event
+            await self._count_reasoning()
+        except ContextLengthError as error:
+            raise context_error(error, self._field) from error
+        except (InvalidParameterError, StructuredOutputError) as error:
+            raise form_error(error, self._request) from error
+
+    async def answers(self) -> list[RunAnswer]:
+        """The whole answers, in their order.
+
+        Raises:
+            ApiError, VeraxError: as `events`.
+        """
+        lists: list[list[RunEvent]] = [[] for _ in self._samples]
+        async for event in self.events():
+            lists[event.index].append(event)
+        return [self._joined(events) for events in lists]
+
+    def _note(self, prompt: int, output: RequestOutput) -> RequestOutput:
+        if self._drop:
+            output = replace(output, outputs=[_without_tokens(part) for part in output.outputs])
+        self.outputs[prompt] = output
+        self.usages[prompt].add(output)
+        if self._record is not None:
+            usage = self.usage
+            if usage.completion_tokens:
+                self._record.first_token()
+            self._record.prompt_tokens = usage.prompt_tokens
+            self._record.completion_tokens = usage.completion_tokens
+        return output
+
+    def _events_of(self, index: int, part: CompletionOutput) -> Iterator[RunEvent]:
+        sample, reason = self._samples[index], part.finish_reason
+        sample.token_ids += part.token_ids
+        sample.logprobs += part.logprobs or []
+        if reason == "abort":
+            raise ApiError(503, "the request was aborted: the server is shutting down", code="aborted")
+        if sample.parser is None:
+            if part.text or reason is not None:
+                yield self._event(index, Delta(part.text), reason, part.stop_reason)
+            return
+        deltas = [sample.parser.feed(part.text)]
+        if reason is not None:
+            deltas.append(sample.parser.finish())
+        for delta in filter(None, deltas):
+            sample.has_calls = sample.has_calls or bool(delta.tool_calls)
+            sample.reasoning.append(delta.reasoning)
+            yield self._event(index, delta)
+        if reason is not None:
+            reason = "tool_calls" if reason == "stop" and sample.has_calls else reason
+            yield self._event(index, Delta(), reason, part.stop_reason)
+
+    def _event(self, index: int, delta: Delta, reason: Any = None, stop_reason: int | str | None = None) -> RunEvent:
+        """Event with the tokens that came since the answer's last event."""
+        sample = self._samples[index]
+        logprobs = None
+        if self.num_top is not None:
+            logprobs = token_logprobs(self.tokenizer, sample.token_ids, sample.logprobs, self.num_top)
+        event = RunEvent(index, delta, reason, stop_reason, logprobs, tuple(sample.token_ids))
+        sample.token_ids, sample.logprobs = [], []
+        return event
+
+    async def _count_reasoning(self) -> None:
+        # The text is tokenised again: how the answer was cut into events does not change the count.
+        for sample in self._samples:
+            if text := "".join(sample.reasoning):
+                self.usage.reasoning_tokens += len(await self._engine.encode(text, add_special_tokens=False))
+
+    def _joined(self, events: Sequence[RunEvent]) -> RunAnswer:
+        last = events[-1]
+        assert last.finish_reason is not None
+        return RunAnswer(
+            index=last.index,
+            message=join(event.delta for event in events),
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            logprobs=None if self.num_top is None else [entry for event in events for entry in event.logprobs or ()],
+            token_ids=[token for event in events for token in event.token_ids],
+        )
 
 
-T = TypeVar("T")
+def _without_tokens(part: CompletionOutput) -> CompletionOutput:
+    reason = "length" if part.finish_reason not in (None, "abort") else part.finish_reason
+    return replace(part, text="", token_ids=(), logprobs=None, finish_reason=reason)
 
 
-async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
+async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """Items of all streams as they come, each with the number of its stream.
 
     The next item of a stream is fetched once the one before was taken. An error of one stream ends all. Closing the
@@ -312,182 +454,72 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
             await stream.aclose()
 
 
-@dataclass(frozen=True)
-class ChatEvent:
-    """New part of one answer of a chat."""
+# Log-probabilities, with the bytes of each token.
 
-    index: int
-    """Number of the answer, below `n`."""
-    delta: Delta
-    finish_reason: str | None = None
-    """`"stop"`, `"length"` or `"tool_calls"` in an answer's last event, whose delta is empty."""
-    stop_reason: int | str | None = None
-    logprobs: list[dict[str, Any]] | None = None
-    """Entries of OpenAI's `logprobs.content`, if the request wants them."""
-    token_ids: tuple[int, ...] = ()
+_SPACE = "\u2581"
+"""Character that stands for a space in vocabularies of sentencepiece."""
+
+_UNDECODABLE = "\ufffd"
 
 
-@dataclass(frozen=True)
-class ChatAnswer:
-    """One whole answer of a chat."""
-
-    index: int
-    message: WholeAnswer
-    finish_reason: str
-    stop_reason: int | str | None
-    logprobs: list[dict[str, Any]] | None
-    token_ids: tuple[int, ...]
+def _byte_characters() -> dict[str, int]:
+    """Byte of each character in GPT-2's byte-level vocabularies: printable ones stand for themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-@dataclass
-class _Sample:
-    """Answer on its way: its parser, and the tokens whose text is not certain yet."""
-
-    parser: AnswerParser
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    has_calls: bool = False
+_BYTES = _byte_characters()
 
 
-class ChatRun:
-    """A chat that the engine has queued.
+def _token_bytes(tokenizer: Tokenizer, token_id: int, text: str) -> list[int]:
+    """Bytes of a token, exact for those that are a part of a character."""
+    if token_id in tokenizer.byte_tokens:
+        return [tokenizer.byte_tokens[token_id]]
+    spelled = tokenizer.token(token_id) or ""
+    if _UNDECODABLE in text and all(char in _BYTES for char in spelled):
+        return [_BYTES[char] for char in spelled]
+    if spelled.startswith(_SPACE) and not text.startswith(" "):
+        text = " " + text  # a decoder strips the first space of a text
+    return list(text.encode("utf-8", "replace"))
 
-    Attributes:
-        id: id of the answer.
-        model: name of the model for the answer.
-        created: seconds since 1970.
-        usage: token counts and times so far; complete behind the last event.
-        prompt: the rendered prompt.
-        prompt_token_ids: its tokens, known from the first event on.
-        prompt_logprobs: log-probabilities of these tokens, if the request wants them.
-    """
 
-    def __init__(
-        self,
-        server: Server,
-        request: GenerationRequest,
-        *,
-        num_top: int | None,
-        model: str,
-        prompt: str,
-        parsers: Sequence[AnswerParser],
-        outputs: AsyncGenerator[RequestOutput, None],
-        record: RequestRecord | None,
-    ):
-        self.id = f"chatcmpl-{uuid.uuid4().hex}"
-        self.model = model
-        self.created = int(time.time())
-        self.usage = Usage()
-        self.prompt = prompt
-        self.prompt_token_ids: tuple[int, ...] = ()
-        self.prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
-        self._server = server
-        self._request = request
-        self._num_top = num_top
-        self._samples = [_Sample(parser) for parser in parsers]
-        self._outputs = outputs
-        self._record = record
+def token_logprobs(
+    tokenizer: Tokenizer | None, token_ids: Sequence[int], entries: Sequence[Mapping[int, Logprob]], num_top: int
+) -> list[TokenLogprob]:
+    """Each token with its log-probability and its bytes, and the likeliest tokens at its place, the best first."""
+    assert tokenizer is not None
 
-    async def events(self) -> AsyncGenerator[ChatEvent, None]:
-        """Events of all answers. An answer's last one has its finish reason.
+    def fields(token: int, logprob: Logprob) -> dict[str, Any]:
+        text = logprob.decoded_token or ""
+        return {"token": text, "logprob": logprob.logprob, "bytes": _token_bytes(tokenizer, token, text)}
 
-        Joined, the deltas of an answer are what `answers` gives. Closing the generator aborts the request.
+    tokens = []
+    for token, entry in zip(token_ids, entries, strict=True):
+        ranked = [(other.rank, key, other) for key, other in entry.items() if other.rank and other.rank <= num_top]
+        best = [TopLogprob(**fields(key, other)) for _, key, other in sorted(ranked, key=lambda item: item[0])]
+        tokens.append(TokenLogprob(**fields(token, entry[token]), top_logprobs=best))
+    return tokens
 
-        Raises:
-            ApiError: if the prompt is too long, or the request was aborted.
-            VeraxError: if the engine refuses the request or fails.
-        """
-        try:
-            async for output in self._outputs:
-                self._note(output)
-                for part in output.outputs:
-                    for event in self._events_of(part):
-                        yield event
-            await self._count_reasoning()
-        except ContextLengthError as error:
-            raise context_error(error, "messages") from error
-        except (InvalidParameterError, StructuredOutputError) as error:
-            raise form_error(error, self._request) from error
-        finally:
-            await self._outputs.aclose()
 
-    async def answers(self) -> list[ChatAnswer]:
-        """The whole answers, in their order.
+def prompt_logprobs(output: RequestOutput | None) -> PromptLogprobs | None:
+    """Log-probabilities of a prompt's tokens in vLLM's form, by token id."""
+    if output is None or output.prompt_logprobs is None:
+        return None
+    return [
+        None
+        if entry is None
+        else {
+            str(token): PromptLogprob(logprob=item.logprob, rank=item.rank, decoded_token=item.decoded_token)
+            for token, item in entry.items()
+        }
+        for entry in output.prompt_logprobs
+    ]
 
-        Raises:
-            ApiError, VeraxError: as `events`.
-        """
-        found: list[list[ChatEvent]] = [[] for _ in self._samples]
-        async for event in self.events():
-            found[event.index].append(event)
-        return [self._joined(events) for events in found]
 
-    async def close(self) -> None:
-        """Abort the request, if it has not ended."""
-        await self._outputs.aclose()
+# Parts of an answer in their order, as Anthropic's messages and OpenAI's responses list them.
 
-    def _note(self, output: RequestOutput) -> None:
-        self.usage.add(output)
-        self.prompt_token_ids = output.prompt_token_ids
-        self.prompt_logprobs = output.prompt_logprobs
-        if self._record is not None:
-            if self.usage.completion_tokens:
-                self._record.first_token()
-            self._record.prompt_tokens = self.usage.prompt_tokens
-            self._record.completion_tokens = self.usage.completion_tokens
-
-    def _events_of(self, part: CompletionOutput) -> list[ChatEvent]:
-        sample = self._samples[part.index]
-        sample.token_ids += part.token_ids
-        sample.logprobs += part.logprobs or []
-        deltas = [sample.parser.feed(part.text)]
-        if part.finish_reason is not None:
-            deltas.append(sample.parser.finish())
-        events = []
-        for delta in deltas:
-            if delta:
-                sample.has_calls = sample.has_calls or bool(delta.tool_calls)
-                sample.reasoning.append(delta.reasoning)
-                events.append(self._event(part.index, delta))
-        if part.finish_reason is not None:
-            reason: str = part.finish_reason
-            if reason == "abort":
-                raise ApiError(503, "the request was aborted: the server is shutting down", code="aborted")
-            reason = "tool_calls" if reason == "stop" and sample.has_calls else reason
-            events.append(self._event(part.index, Delta(), reason, part.stop_reason))
-        return events
-
-    def _event(
-        self, index: int, delta: Delta, finish_reason: str | None = None, stop_reason: int | str | None = None
-    ) -> ChatEvent:
-        sample = self._samples[index]
-        logprobs = None
-        if self._num_top is not None:
-            assert self._server.engine.tokenizer is not None
-            logprobs = chat_logprobs(self._server.engine.tokenizer, sample.token_ids, sample.logprobs, self._num_top)
-        event = ChatEvent(index, delta, finish_reason, stop_reason, logprobs, tuple(sample.token_ids))
-        sample.token_ids, sample.logprobs = [], []
-        return event
-
-    async def _count_reasoning(self) -> None:
-        # The text is tokenised again: how the answer was cut into events does not change the count.
-        for sample in self._samples:
-            if text := "".join(sample.reasoning):
-                self.usage.reasoning_tokens += len(await self._server.engine.encode(text, add_special_tokens=False))
-
-    def _joined(self, events: Sequence[ChatEvent]) -> ChatAnswer:
-        last = events[-1]
-        assert last.finish_reason is not None
-        entries = [entry for event in events for entry in event.logprobs or ()]
-        return ChatAnswer(
-            index=last.index,
-            message=join(event.delta for event in events),
-            finish_reason=last.finish_reason,
-            stop_reason=last.stop_reason,
-            logprobs=None if self._num_top is None else entries,
-            token_ids=tuple(token for event in events for token in event.token_ids),
-        )
+PartKind = Literal["reasoning", "text", "tool_call"]
 
 
 @dataclass
@@ -495,47 +527,47 @@ class Part:
     """Part of an answer.
 
     Attributes:
-        kind: what it is.
+        kind: reasoning, text or a tool call.
         index: its number in the answer.
         call_id: id of a tool call.
         name: name of the function of a tool call.
         text: text so far; arguments as JSON text of a tool call.
-        logprobs: entries of OpenAI's `logprobs.content` so far.
+        logprobs: tokens so far, if the request wants their log-probabilities.
         ended: True once the part is complete.
     """
 
-    kind: Literal["reasoning", "text", "tool_call"]
+    kind: PartKind
     index: int
     call_id: str = ""
     name: str = ""
     text: str = ""
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     ended: bool = False
 
 
 @dataclass(frozen=True)
 class PartStep:
-    """Step of an answer: a part begins, goes on with some text, or ends."""
+    """Step of an answer: a part begins, gets some text, or ends."""
 
     step: Literal["begin", "delta", "end"]
     part: Part
     text: str = ""
-    logprobs: tuple[dict[str, Any], ...] = ()
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 class PartTracker:
-    """Parts of one answer, made of a chat's events."""
+    """Parts of one answer, made of a run's events."""
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
 
-    def steps(self, event: ChatEvent) -> Iterator[PartStep]:
+    def steps(self, event: RunEvent) -> Iterator[PartStep]:
         """Steps that an event makes. The last event ends the last part."""
         delta = event.delta
         if delta.reasoning:
             yield from self._add("reasoning", delta.reasoning)
         if delta.content:
-            yield from self._add("text", delta.content, tuple(event.logprobs or ()))
+            yield from self._add("text", delta.content, event.logprobs or ())
         for call in delta.tool_calls:
             if call.id is not None:
                 yield from self._begin(Part("tool_call", len(self.parts), call.id, call.name or ""))
@@ -544,17 +576,16 @@ class PartTracker:
         if event.finish_reason is not None:
             yield from self._end()
 
-    async def read(self, events: AsyncIterable[ChatEvent]) -> ChatEvent | None:
+    async def read(self, events: AsyncIterable[RunEvent]) -> RunEvent:
         """Take all events of an answer, without their steps; the last event."""
         last = None
         async for last in events:
             for _ in self.steps(last):
                 pass
+        assert last is not None
         return last
 
-    def _add(
-        self, kind: Literal["reasoning", "text", "tool_call"], text: str, logprobs: tuple[dict[str, Any], ...] = ()
-    ) -> Iterator[PartStep]:
+    def _add(self, kind: PartKind, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[PartStep]:
         if not self.parts or self.parts[-1].kind != kind:
             yield from self._begin(Part(kind, len(self.parts)))
         part = self.parts[-1]

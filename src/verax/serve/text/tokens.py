@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from verax.errors import InvalidParameterError
-from verax.serve.http.body import decode, read_body
-from verax.serve.http.errors import ApiError, JsonResponse
+from verax.serve.http.body import Size, decode, read_body
+from verax.serve.http.errors import JsonResponse, field_error
 from verax.serve.http.openapi import api_routes
 from verax.serve.http.server import Server
 from verax.serve.text.chat import ChatMessage, ChatRequest, ToolDefinition, render_chat
@@ -27,10 +27,10 @@ __all__ = ["DetokenizeRequest", "DetokenizedText", "TokenIds", "TokenizeRequest"
 class TokenIds(msgspec.Struct, kw_only=True):
     """Token ids of a text or a chat."""
 
-    count: Annotated[int, Meta(ge=0)]
+    count: Size
     max_model_len: int
-    tokens: list[Annotated[int, Meta(ge=0)]]
-    token_strs: list[str | None] | None = None
+    tokens: list[Size]
+    token_strs: list[str | None] | UnsetType = UNSET
 
 
 class DetokenizedText(msgspec.Struct, kw_only=True):
@@ -72,7 +72,7 @@ def routes(server: Server) -> list[Route]:
         server.text_model(request.model)
         tokenizer = _tokenizer(server)
         if (request.prompt is None) == (request.messages is None):
-            raise ApiError(400, "prompt: expected either prompt or messages", param="prompt")
+            raise field_error("prompt", "expected either prompt or messages")
         text, special = request.prompt, True
         if text is None:
             given = msgspec.to_builtins(request)
@@ -81,14 +81,9 @@ def routes(server: Server) -> list[Route]:
         if request.add_special_tokens is not None:
             special = request.add_special_tokens
         tokens = await server.engine.encode(text, add_special_tokens=special)
-        body: dict[str, Any] = {
-            "count": len(tokens),
-            "max_model_len": server.engine.max_model_len,
-            "tokens": tokens,
-        }
-        if request.return_token_strs:
-            body["token_strs"] = [tokenizer.token(token) for token in tokens]
-        return JsonResponse(body)
+        strings = [tokenizer.token(token) for token in tokens] if request.return_token_strs else UNSET
+        length = server.engine.max_model_len
+        return JsonResponse(TokenIds(count=len(tokens), max_model_len=length, tokens=tokens, token_strs=strings))
 
     async def detokenize(http: Request) -> Response:
         request = await read_body(http, DetokenizeRequest)
@@ -96,10 +91,9 @@ def routes(server: Server) -> list[Route]:
         size = server.engine.model_config.vocab_size
         for i, token in enumerate(request.tokens):
             if token >= size:
-                param = f"tokens[{i}]"
-                raise ApiError(400, f"{param}: {token} is outside of the vocabulary of {size}", param=param)
+                raise field_error(f"tokens[{i}]", f"{token} is outside of the vocabulary of {size}")
         decode_all = partial(_tokenizer(server).decode, request.tokens, skip_special_tokens=False)
-        return JsonResponse({"prompt": await asyncio.to_thread(decode_all)})
+        return JsonResponse(DetokenizedText(prompt=await asyncio.to_thread(decode_all)))
 
     return [
         *api_routes(

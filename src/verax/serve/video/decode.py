@@ -34,9 +34,8 @@ __all__ = ["MediaDecoder", "MediaLimits", "decode", "main", "read_data_uri"]
 
 _HEADER = re.compile(r"data:[\w.+-]{1,40}/[\w.+-]{1,60}(;[\w.+-]{1,40}=[\w.+-]{1,60})*;base64", re.ASCII)
 
-
 _LONGEST_HEADER = 200
-"""Characters among which the comma behind the header must be."""
+"""Characters within which the header's comma must be."""
 
 
 def read_data_uri(uri: str, *, name: str) -> bytes:
@@ -59,7 +58,7 @@ def read_data_uri(uri: str, *, name: str) -> bytes:
     try:
         return base64.b64decode(uri[len(header) + 1 :], validate=True)
     except (binascii.Error, ValueError) as error:
-        raise InvalidParameterError(f"{name}: the data URI has no valid base64 behind its comma: {error}") from error
+        raise InvalidParameterError(f"{name}: the data URI has no valid base64 after its comma: {error}") from error
 
 
 _FILES = 64
@@ -207,10 +206,8 @@ if __name__ == "__main__":
 AT_ONCE = 2
 """Processes at a time. Further files wait."""
 
-
 MAX_FILES = 16
 """Files that are decoded or wait for it: each is in memory."""
-
 
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LANG", "SYSTEMROOT")
 """Variables that the process gets. Keys and tokens of the server are in none of them."""
@@ -234,7 +231,7 @@ class MediaDecoder:
             name: name of the field in errors.
 
         Raises:
-            InvalidParameterError: if the file is no image or clip, damaged, or beyond the limits, or the process
+            InvalidParameterError: if the file is not an image or clip, is damaged or beyond the limits, or the process
                 crashed on it.
             QueueFullError: if too many files wait.
         """
@@ -263,9 +260,9 @@ class MediaDecoder:
 
     async def _run(self, data: bytes, name: str) -> tuple[int, bytes]:
         """Exit status and output of a process that gets `data`."""
-        # -P: the working directory is no place to import from. -B: the process may write no files.
+        # -P: nothing is imported from the working directory. -B: the process may write no files.
         command = [sys.executable, "-P", "-B", "-m", "verax.serve.video.decode", json.dumps(asdict(self.limits))]
-        # Threads of NumPy's matrix products reserve address space, and there are no such products here.
+        # Threads of NumPy's matrix products reserve address space, which are not used here.
         environment = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         environment |= {key: os.environ[key] for key in _ENVIRONMENT if key in os.environ}
         process = await asyncio.create_subprocess_exec(

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import io
 import logging
-import os
 import secrets
 import shutil
 import tempfile
@@ -14,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -41,20 +40,15 @@ VARIANTS = {
 }
 """File and media type of each form of a clip."""
 
-
 _GIF_SIDE = 320
 
-
 _THUMBNAIL_SIDE = 512
-
 
 _SPRITE_SIDE = 160
 """Longest sides in pixels of the small forms of a clip."""
 
-
 _SPRITES = 16
 """Frames of a sprite sheet, at even distances, in rows of four."""
-
 
 _FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
 """Codes of errors of a full disk, and of a full quota, which Windows has none of."""
@@ -76,6 +70,8 @@ class ClipStore:
         require_optional("PIL.Image")
         self.max_bytes = max_bytes
         self.folder = Path(tempfile.mkdtemp(prefix="verax-videos-"))
+        # Sizes are noted as files are written: a look at the files would hold up the event loop.
+        self._sizes: dict[str, int] = {}
 
     def path(self, clip: str, variant: str) -> Path:
         """File of a form of a clip. `clip` is an id of the server's own making, and `variant` one of `VARIANTS`."""
@@ -106,26 +102,23 @@ class ClipStore:
             self.path(clip, "spritesheet").write_bytes(jpeg(_sprites(frames)))
 
     def used(self) -> int:
-        """Bytes of all files. One that another thread removes meanwhile may count or not."""
-        total = 0
-        for folder, _, names in os.walk(self.folder):  # which passes over folders that have gone
-            for name in names:
-                with suppress(FileNotFoundError):
-                    total += os.stat(os.path.join(folder, name)).st_size
-        return total
+        """Bytes of all clips."""
+        return sum(tuple(self._sizes.values()))
 
     def check_room(self) -> None:
-        """Raise StorageFullError if there is no room for another clip."""
+        """Raise StorageFullError if another clip does not fit."""
         if self.used() >= self.max_bytes:
             raise StorageFullError(f"storage: the clips take {self.max_bytes} bytes, all they may; delete some or wait")
 
     def remove(self, clip: str) -> None:
         """Remove the files of a clip, if there are any."""
         shutil.rmtree(self.folder / clip, ignore_errors=True)
+        self._sizes.pop(clip, None)
 
     def close(self) -> None:
         """Remove everything."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._sizes.clear()
 
     @contextmanager
     def _writing(self, clip: str) -> Iterator[Path]:
@@ -134,6 +127,7 @@ class ClipStore:
         try:
             folder.mkdir(exist_ok=True)
             yield folder
+            self._sizes[clip] = sum(path.stat().st_size for path in folder.iterdir())
             if self.used() > self.max_bytes:
                 raise StorageFullError(
                     f"storage: with this clip, the clips would take more than {self.max_bytes} bytes"
@@ -171,7 +165,6 @@ def _sprites(frames: UInt8[np.ndarray, "T H W 3"]) -> UInt8[np.ndarray, "H W 3"]
 
 _PATCHES = 16
 """Rows and columns of latents in the image of random colours to which the map is fitted."""
-
 
 _SIDE = 256
 """Longer side of a preview in pixels."""
@@ -222,14 +215,11 @@ _SHARES = {
 }
 """Parts of a segment's progress at which each stage begins and ends, roughly as long as they take."""
 
-
 _SWEEP = 10.0
 """Seconds between the looks for clips that have expired."""
 
-
 _LONGEST_STEP = 30.0
 """Seconds that the end of the server waits for the step of the clip that is being made."""
-
 
 _log = logging.getLogger("verax.serve")
 
@@ -295,7 +285,7 @@ class VideoJobs:
         self._thread.start()
 
     def check_room(self) -> None:
-        """Raise QueueFullError if no further clip can be taken now."""
+        """Raise QueueFullError if no further clip can be taken now. It removes files: not for the event loop."""
         self._sweep()
         if len(self._waiting) >= self._max_queued:
             raise QueueFullError(f"{self._max_queued} clips wait, as many as may; try again later")
@@ -328,17 +318,16 @@ class VideoJobs:
 
     def get(self, name: str) -> VideoJob | None:
         """Job with an id, or None."""
-        self._sweep()
-        return self._jobs.get(name)
+        job = self._jobs.get(name)
+        return None if job is None or self._has_expired(job) else job
 
     def newest_last(self) -> list[VideoJob]:
         """All jobs, in the order of their creation."""
-        self._sweep()
         with self._changed:
-            return list(self._jobs.values())
+            return [job for job in self._jobs.values() if not self._has_expired(job)]
 
     def delete(self, name: str) -> bool:
-        """Forget a clip and its files. One that is being made ends after its step. False if there is no such clip."""
+        """Forget a clip and its files. One that is being made ends after its step. False if it does not exist."""
         with self._changed:
             job = self._jobs.pop(name, None)
             if job is None:
@@ -346,8 +335,8 @@ class VideoJobs:
             job.deleted = True
             if job.status == "queued":
                 self._waiting.remove(job)
-            if job.status != "in_progress":  # the thread removes the files of the one that it works on
-                self.store.remove(name)
+        if job.status != "in_progress":  # the thread removes the files of the one that it works on
+            self.store.remove(name)
         _notify(job)
         return True
 
@@ -374,44 +363,53 @@ class VideoJobs:
 
     def _work(self) -> None:
         while True:
+            self._sweep()
             with self._changed:
-                while not self._waiting and not self._closed:
+                if not self._waiting and not self._closed:
                     self._changed.wait(_SWEEP)
-                    self._sweep()
                 if self._closed:
                     return
+                if not self._waiting:
+                    continue
                 job = self._waiting.popleft()
                 job.status = "in_progress"
             _notify(job)
             self._run(job)
 
     def _run(self, job: VideoJob) -> None:
+        error = self._make(job)
+        try:
+            self._end(job, error)
+        except Exception:  # the clip may stay on disk, but the thread makes the next one
+            _log.exception("the clip %s could not be ended", job.id)
+
+    def _make(self, job: VideoJob) -> tuple[str, str] | None:
+        """Make a clip and write its files; code and message of the error, if it fails."""
         try:
             if self._preview is None:
                 self._preview = LatentPreview(self.pipeline.stages.encode, self.pipeline.geometry.pixels_per_latent)
-            made = self.pipeline.generate(replace(job.request, callback=partial(self._report, job)))
+            clip = self.pipeline.generate(replace(job.request, callback=partial(self._report, job)))
             if not job.deleted:
-                self.store.write(job.id, made.frames, made.fps)
+                self.store.write(job.id, clip.frames, clip.fps)
         except StorageFullError as error:
-            self._end(job, ("storage_full", str(error)))
+            return "storage_full", str(error)
         except (InvalidParameterError, RequestRefusedError) as error:
-            self._end(job, ("invalid_request", str(error)))
+            return "invalid_request", str(error)
         except Exception:
             _log.exception("the clip %s failed", job.id)
-            self._end(job, ("server_error", "making the clip failed; the server's log has more"))
-        else:
-            self._end(job, None)
+            return "server_error", "making the clip failed; the server's log has more"
+        return None
 
     def _end(self, job: VideoJob, error: tuple[str, str] | None) -> None:
         with self._changed:
-            if job.deleted or error is not None:
-                self.store.remove(job.id)
             job.error = error
             job.completed_at = self._clock()
             job.expires_at = job.completed_at + self._ttl
             job.progress = job.progress if error else 100
             job.status = "failed" if error else "completed"
         _notify(job)
+        if job.deleted or error is not None:
+            self.store.remove(job.id)
 
     def _report(self, job: VideoJob, now: VideoProgress) -> bool:
         """Callback of the pipeline: False once the job is deleted."""
@@ -423,12 +421,15 @@ class VideoJobs:
         _notify(job)
         return not job.deleted
 
+    def _has_expired(self, job: VideoJob) -> bool:
+        return job.expires_at is not None and job.expires_at <= self._clock()
+
     def _sweep(self) -> None:
-        """Forget clips that have expired."""
-        now = self._clock()
+        """Forget clips that have expired, and remove their files."""
         with self._changed:
-            for job in [job for job in self._jobs.values() if job.expires_at is not None and job.expires_at <= now]:
-                self.delete(job.id)
+            expired = [job.id for job in self._jobs.values() if self._has_expired(job)]
+        for name in expired:
+            self.delete(name)
 
 
 def _notify(job: VideoJob) -> None:

@@ -23,11 +23,11 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from verax.errors import InvalidParameterError, QueueFullError
-from verax.serve.http.body import decode, parse_json, read_body
-from verax.serve.http.errors import ApiError, JsonResponse
+from verax.serve.http.body import Size, decode, parse_json, read_body
+from verax.serve.http.errors import ApiError, JsonResponse, field_error, model_error
 from verax.serve.http.openapi import Parameter, api_routes
 from verax.serve.http.server import Server
-from verax.serve.http.sse import DONE, EventStream, named_event, unless_disconnected
+from verax.serve.http.sse import DONE, named_event, unless_disconnected
 from verax.serve.http.telemetry import record_of
 from verax.serve.video.decode import MediaDecoder, read_data_uri
 from verax.serve.video.jobs import VARIANTS, ClipStore, VideoJob, VideoJobs
@@ -71,13 +71,13 @@ class VideoObject(msgspec.Struct, kw_only=True):
     expires_at: int | None
     error: VideoError | None
     remixed_from_video_id: None
-    num_frames: Annotated[int, Meta(ge=0)]
-    fps: Annotated[int, Meta(ge=0)]
-    num_inference_steps: Annotated[int, Meta(ge=0)]
+    num_frames: Size
+    fps: Size
+    num_inference_steps: Size
     guidance_scale: float
     flow_shift: float
     negative_prompt: str | None
-    seed: Annotated[int, Meta(ge=0)]
+    seed: Size
 
 
 class VideoList(msgspec.Struct, kw_only=True):
@@ -101,43 +101,31 @@ class VideoDeleted(msgspec.Struct, kw_only=True):
 MAX_PROMPT = 32_768
 """Characters of a prompt."""
 
-
 MAX_STEPS = 250
-
 
 MAX_FPS = 120
 
-
 MIN_SHIFT = 0.01
-
 
 MAX_SCALE = 100.0
 """Largest `guidance_scale` and `flow_shift`: beyond, the arithmetic overflows."""
 
-
 _LARGER = 4
 """Pixels of a frame, in those that the checkpoint was trained on."""
-
 
 _LONGER = 16
 """Frames of a clip of a model for diffusion forcing, in those that the checkpoint was trained on."""
 
-
 _SEEDS = 1 << 32
 """Number of different seeds. A client's signed integer counts modulo this."""
 
-
 _SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})", re.ASCII)
-
 
 _NUMBER = re.compile(r"-?\d{1,30}(\.\d{1,30})?(e[+-]?\d{1,3})?", re.ASCII | re.IGNORECASE)
 
-
 _NESTED = re.compile(r"(input_reference|image_reference)\[(image_url|file_id)\]")
 
-
 _NUMBERS = ("num_frames", "fps", "num_inference_steps", "guidance_scale", "guidance_scale_2", "flow_shift", "seed")
-
 
 _PARTS = 32
 """Fields of a form."""
@@ -151,27 +139,22 @@ class ImageReference(msgspec.Struct):
     file_id: str | None = None
 
 
-def _within(least: float, most: float | None = None) -> Meta:
-    """Bounds for the description of the API. `resolve` checks them, with messages that say what fits the model."""
-    return Meta(extra_json_schema={"minimum": least} | ({} if most is None else {"maximum": most}))
-
-
 class VideoCreate(msgspec.Struct):
     """Body of a request, as OpenAI's, vLLM-Omni's and SGLang's servers take it."""
 
-    prompt: Annotated[str, Meta(extra_json_schema={"minLength": 1, "maxLength": MAX_PROMPT})]
+    prompt: Annotated[str, Meta(min_length=1, max_length=MAX_PROMPT)]
     model: str | None = None
     seconds: str | int | float | None = None
     size: Annotated[str, Meta(extra_json_schema={"pattern": f"^{_SIZE.pattern}$"})] | None = None
     """`"WIDTHxHEIGHT"` in pixels."""
-    num_frames: Annotated[int, _within(1)] | None = None
-    fps: Annotated[int, _within(1, MAX_FPS)] | None = None
-    num_inference_steps: Annotated[int, _within(1, MAX_STEPS)] | None = None
-    guidance_scale: Annotated[float, _within(0, MAX_SCALE)] | None = None
-    guidance_scale_2: Annotated[float, _within(0, MAX_SCALE)] | None = None
+    num_frames: Annotated[int, Meta(ge=1)] | None = None
+    fps: Annotated[int, Meta(ge=1, le=MAX_FPS)] | None = None
+    num_inference_steps: Annotated[int, Meta(ge=1, le=MAX_STEPS)] | None = None
+    guidance_scale: Annotated[float, Meta(ge=0, le=MAX_SCALE)] | None = None
+    guidance_scale_2: Annotated[float, Meta(ge=0, le=MAX_SCALE)] | None = None
     """Scale with the second of two transformers (Wan2.2's A14B)."""
-    flow_shift: Annotated[float, _within(MIN_SHIFT, MAX_SCALE)] | None = None
-    negative_prompt: Annotated[str, Meta(extra_json_schema={"maxLength": MAX_PROMPT})] | None = None
+    flow_shift: Annotated[float, Meta(ge=MIN_SHIFT, le=MAX_SCALE)] | None = None
+    negative_prompt: Annotated[str, Meta(max_length=MAX_PROMPT)] | None = None
     seed: int | None = None
     input_reference: str | ImageReference | None = None
     """A data URI, or an object with one; in a form also a file."""
@@ -205,7 +188,7 @@ async def read_create(request: Request, *, max_bytes: int) -> tuple[VideoCreate,
         for name, value in form.multi_items():
             if isinstance(value, UploadFile):  # its name is the client's, and is not read
                 if name != "input_reference":
-                    raise ApiError(400, f"{name[:64]}: expected the file in input_reference", param=name[:64])
+                    raise field_error(name[:64], "expected the file in input_reference")
                 upload = Upload(await value.read(), name)
             elif nested := _NESTED.fullmatch(name):
                 values.setdefault(nested[1], {})[nested[2]] = value
@@ -214,7 +197,7 @@ async def read_create(request: Request, *, max_bytes: int) -> tuple[VideoCreate,
     body = decode(VideoCreate, values)
     reference = _reference(body)
     if upload is not None and reference is not None:
-        raise ApiError(400, f"{reference.field}: give one image", param=reference.field)
+        raise field_error(reference.field, "give one image")
     return body, upload or reference
 
 
@@ -230,10 +213,10 @@ def _form_value(name: str, text: str) -> Any:
 def _reference(body: VideoCreate) -> Upload | None:
     """Image of a body's data URI."""
     given = {"input_reference": body.input_reference, "image_reference": body.image_reference}
-    found = {name: reference for name, reference in given.items() if reference is not None}
-    if len(found) > 1:
-        raise ApiError(400, "image_reference: give it or input_reference, not both", param="image_reference")
-    for name, reference in found.items():
+    references = {name: reference for name, reference in given.items() if reference is not None}
+    if len(references) > 1:
+        raise field_error("image_reference", "give it or input_reference, not both")
+    for name, reference in references.items():
         if isinstance(reference, ImageReference):
             if reference.file_id is not None:
                 raise ApiError(
@@ -241,7 +224,7 @@ def _reference(body: VideoCreate) -> Upload | None:
                 )
             reference, name = reference.image_url, f"{name}.image_url"
         if reference is None:
-            raise ApiError(400, f"{name}: it is missing", param=name)
+            raise field_error(name, "it is missing")
         return Upload(read_data_uri(reference, name=name), name)
     return None
 
@@ -257,7 +240,8 @@ def resolve(body: VideoCreate, frames: UInt8[np.ndarray, "T H W 3"] | None, pipe
     Raises:
         InvalidParameterError: naming the client's field, and values that fit.
     """
-    _check_numbers(body)
+    if not body.prompt.strip():
+        raise InvalidParameterError("prompt: it is empty; expected a description of the clip")
     width, height = _size(body, pipeline)
     fps = body.fps if body.fps is not None else pipeline.settings.fps
     request = VideoRequest(
@@ -294,34 +278,15 @@ def _renamed(message: str, body: VideoCreate) -> str:
     return f"{names[name]}{colon}{rest}" if names[name] == name else f"{names[name]}{colon}{name} {rest}"
 
 
-def _check_numbers(body: VideoCreate) -> None:
-    if not body.prompt.strip():
-        raise InvalidParameterError("prompt: it is empty; expected a description of the clip")
-    for name in ("prompt", "negative_prompt"):
-        if len(getattr(body, name) or "") > MAX_PROMPT:
-            raise InvalidParameterError(f"{name}: longer than {MAX_PROMPT} characters")
-    limits = {
-        "fps": (1, MAX_FPS),
-        "num_inference_steps": (1, MAX_STEPS),
-        "guidance_scale": (0, MAX_SCALE),
-        "guidance_scale_2": (0, MAX_SCALE),
-        "flow_shift": (MIN_SHIFT, MAX_SCALE),
-    }
-    for name, (least, most) in limits.items():
-        value = getattr(body, name)
-        if value is not None and not least <= value <= most:
-            raise InvalidParameterError(f"{name}: expected {least} to {most:g}, got {value:g}")
-
-
 def _size(body: VideoCreate, pipeline: VideoPipeline) -> tuple[int, int] | tuple[None, None]:
     """Width and height."""
     if body.size is None:
         return None, None
-    found = _SIZE.fullmatch(body.size)
+    match = _SIZE.fullmatch(body.size)
     usual = f"{pipeline.settings.width}x{pipeline.settings.height}"
-    if found is None:
+    if match is None:
         raise InvalidParameterError(f"size: expected WIDTHxHEIGHT such as {usual}, got {body.size[:20]!r}")
-    width, height = int(found[1]), int(found[2])
+    width, height = int(match[1]), int(match[2])
     most = _LARGER * pipeline.settings.width * pipeline.settings.height
     if width * height > most:
         raise InvalidParameterError(f"size: expected at most {most} pixels ({usual} is usual), got {width}x{height}")
@@ -340,8 +305,8 @@ def _num_frames(body: VideoCreate, pipeline: VideoPipeline, fps: int) -> int | N
         raise InvalidParameterError("seconds: give it or num_frames, not both")
     text = str(body.seconds)
     seconds = float(text) if _NUMBER.fullmatch(text) else math.nan
-    each = pipeline.geometry.frames_per_latent
-    frames = round((seconds * fps - 1) / each) * each + 1 if 0 < seconds * fps <= most + each else 0
+    step = pipeline.geometry.frames_per_latent
+    frames = round((seconds * fps - 1) / step) * step + 1 if 0 < seconds * fps <= most + step else 0
     if not 1 <= frames <= most:
         raise InvalidParameterError(
             f"seconds: expected at most {most / fps:g} ({most} frames at {fps} frames per second), got {text[:20]!r}"
@@ -352,17 +317,13 @@ def _num_frames(body: VideoCreate, pipeline: VideoPipeline, fps: int) -> int | N
 POLL_AFTER_MS = 1000
 """Milliseconds after which a client is to ask again for a clip that is not ready."""
 
-
 MAX_UPLOADS = 8
 """Requests for clips whose bodies are read at once: a body may have 64 MiB, and is held in memory."""
-
 
 _LISTED = 100
 """Clips of one page of the list."""
 
-
 _ORDERS = ("desc", "asc")
-
 
 LIST_PARAMETERS = (
     Parameter("limit", {"type": "integer", "minimum": 1, "maximum": _LISTED, "default": 20}),
@@ -370,18 +331,16 @@ LIST_PARAMETERS = (
     Parameter("order", {"enum": _ORDERS, "default": "desc"}),
 )
 
-
 CONTENT_PARAMETERS = (
     Parameter("variant", {"enum": [*VARIANTS, "preview"], "default": "video"}),
     Parameter("Range", {"type": "string"}, "header", "one range of bytes"),
 )
 
-
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
 
 
 class VideoService:
-    """Handlers of the routes, and the queue behind them, which begins with the first clip."""
+    """Handlers of the routes, and their queue, which begins with the first clip."""
 
     def __init__(self, server: Server):
         self._server = server
@@ -401,13 +360,15 @@ class VideoService:
     async def create(self, request: Request) -> Response:
         """Put a clip into the queue."""
         if self._server.videos is None:
-            raise ApiError(404, "model: no video model is served here", param="model", code="model_not_found")
+            raise model_error("no video model is served here")
+        if self._jobs is not None:
+            await asyncio.to_thread(self._jobs.check_room)
         with self._uploading():
             body, upload = await read_create(request, max_bytes=self._decoder.limits.bytes)
         model = self._server.check_model(body.model, (self._server.videos.name,))
         record_of(request).model = model
         jobs = await self._queue()
-        jobs.check_room()
+        await asyncio.to_thread(jobs.check_room)
         frames = None
         if upload is not None:
             frames = await unless_disconnected(request, self._decoder.decode(upload.data, name=upload.field))
@@ -420,25 +381,25 @@ class VideoService:
         order, after = request.query_params.get("order", "desc"), request.query_params.get("after")
         limit = request.query_params.get("limit", "20")
         if order not in _ORDERS:
-            raise ApiError(400, f"order: expected asc or desc, got {order[:20]!r}", param="order")
+            raise field_error("order", f"expected asc or desc, got {order[:20]!r}")
         if not re.fullmatch(r"[0-9]{1,3}", limit) or not 1 <= int(limit) <= _LISTED:
-            raise ApiError(400, f"limit: expected 1 to {_LISTED}, got {limit[:20]!r}", param="limit")
+            raise field_error("limit", f"expected 1 to {_LISTED}, got {limit[:20]!r}")
         if order == "desc":
             jobs.reverse()
         if after is not None:
             ids = [job.id for job in jobs]
             if after not in ids:
-                raise ApiError(400, "after: there is no such video", param="after")
+                raise field_error("after", "this video does not exist")
             jobs = jobs[ids.index(after) + 1 :]
         page = jobs[: int(limit)]
         return JsonResponse(
-            {
-                "object": "list",
-                "data": [_video(job) for job in page],
-                "first_id": page[0].id if page else None,
-                "last_id": page[-1].id if page else None,
-                "has_more": len(jobs) > len(page),
-            }
+            VideoList(
+                object="list",
+                data=[_video(job) for job in page],
+                first_id=page[0].id if page else None,
+                last_id=page[-1].id if page else None,
+                has_more=len(jobs) > len(page),
+            )
         )
 
     async def get(self, request: Request) -> Response:
@@ -449,7 +410,7 @@ class VideoService:
         """Cancel a clip, or remove it."""
         jobs, job = self._job(request)
         deleted = await asyncio.to_thread(jobs.delete, job.id)
-        return JsonResponse({"id": job.id, "object": "video.deleted", "deleted": deleted})
+        return JsonResponse(VideoDeleted(id=job.id, object="video.deleted", deleted=deleted))
 
     async def content(self, request: Request) -> Response:
         """File of a clip, or a part of it."""
@@ -461,43 +422,36 @@ class VideoService:
             return Response(job.preview, media_type="image/jpeg", headers={"Cache-Control": "no-store"})
         if variant not in VARIANTS:
             names = ", ".join((*VARIANTS, "preview"))
-            raise ApiError(400, f"variant: expected one of {names}, got {variant[:20]!r}", param="variant")
+            raise field_error("variant", f"expected one of {names}, got {variant[:20]!r}")
         if job.error is not None:
             raise ApiError(404, f"the clip failed: {job.error[1]}", code="video_failed")
         path = jobs.store.path(job.id, variant)
         try:
-            found = path.stat() if job.status == "completed" else None
+            status = path.stat() if job.status == "completed" else None
         except FileNotFoundError:  # deleted in this moment
             raise _not_found() from None
-        if found is None:
+        if status is None:
             raise ApiError(404, f"the clip is {job.progress}% done", code="video_not_ready")
-        _check_range(request, found)
+        _check_range(request, status)
         return FileResponse(
             path,
             media_type=VARIANTS[variant][1],
             filename=f"{job.id}{path.suffix}",
-            stat_result=found,
+            stat_result=status,
             content_disposition_type="inline",
         )
 
     async def events(self, request: Request) -> Response:
         """Changes of a clip as they happen."""
-        settings = self._server.settings
-        return EventStream(
-            _events(*self._job(request)),
-            ping_interval=settings.ping_interval,
-            slow_client_timeout=settings.slow_client_timeout,
-        )
+        return self._server.stream(_events(*self._job(request)))
 
     @contextmanager
     def _uploading(self) -> Iterator[None]:
         """Count a body that is being read.
 
         Raises:
-            QueueFullError: if as many are as may be, or the queue is full already.
+            QueueFullError: if as many are as may be.
         """
-        if self._jobs is not None:
-            self._jobs.check_room()
         if self._num_uploads >= MAX_UPLOADS:
             raise QueueFullError(f"{MAX_UPLOADS} clips are being uploaded, as many as may; try again later")
         self._num_uploads += 1
@@ -563,7 +517,7 @@ def routes(server: Server) -> list[Route]:
 
 
 def _not_found() -> ApiError:
-    return ApiError(404, "there is no such video", code="video_not_found")
+    return ApiError(404, "this video does not exist", code="video_not_found")
 
 
 def _answer(job: VideoJob) -> Response:
@@ -571,31 +525,31 @@ def _answer(job: VideoJob) -> Response:
     return JsonResponse(_video(job), headers=headers)
 
 
-def _video(job: VideoJob) -> dict[str, Any]:
+def _video(job: VideoJob) -> VideoObject:
     """State of a clip: OpenAI's fields, then the settings by which it can be made again."""
     request = job.request
-    return {
-        "id": job.id,
-        "object": "video",
-        "status": job.status,
-        "progress": job.progress,
-        "model": job.model,
-        "prompt": request.prompt,
-        "seconds": f"{request.num_frames / request.fps:g}",
-        "size": f"{request.width}x{request.height}",
-        "created_at": int(job.created_at),
-        "completed_at": None if job.completed_at is None else int(job.completed_at),
-        "expires_at": None if job.expires_at is None else int(job.expires_at),
-        "error": None if job.error is None else {"code": job.error[0], "message": job.error[1]},
-        "remixed_from_video_id": None,
-        "num_frames": request.num_frames,
-        "fps": request.fps,
-        "num_inference_steps": request.num_inference_steps,
-        "guidance_scale": request.guidance_scale,
-        "flow_shift": request.shift,
-        "negative_prompt": request.negative_prompt,
-        "seed": request.seed,
-    }
+    return VideoObject(
+        id=job.id,
+        object="video",
+        status=job.status,
+        progress=job.progress,
+        model=job.model,
+        prompt=request.prompt,
+        seconds=f"{request.num_frames / request.fps:g}",
+        size=f"{request.width}x{request.height}",
+        created_at=int(job.created_at),
+        completed_at=None if job.completed_at is None else int(job.completed_at),
+        expires_at=None if job.expires_at is None else int(job.expires_at),
+        error=None if job.error is None else VideoError(code=job.error[0], message=job.error[1]),
+        remixed_from_video_id=None,
+        num_frames=request.num_frames,
+        fps=request.fps,
+        num_inference_steps=request.num_inference_steps,
+        guidance_scale=request.guidance_scale,
+        flow_shift=request.shift,
+        negative_prompt=request.negative_prompt,
+        seed=request.seed,
+    )
 
 
 async def _events(jobs: VideoJobs, job: VideoJob) -> AsyncGenerator[bytes, None]:
@@ -620,12 +574,12 @@ async def _events(jobs: VideoJobs, job: VideoJob) -> AsyncGenerator[bytes, None]
     yield DONE
 
 
-def _check_range(request: Request, found: os.stat_result) -> None:
-    """Check the header Range: one range is served, anything else is ignored, and one behind the end refused."""
+def _check_range(request: Request, status: os.stat_result) -> None:
+    """Check the header Range: one range is served, anything else is ignored, and one past the end refused."""
     given = request.headers.get("range")
     match = _RANGE.fullmatch(given) if given is not None else None
     if match is None or match[0] == "bytes=-" or (match[1] and match[2] and int(match[1]) > int(match[2])):
         request.scope["headers"] = [(name, value) for name, value in request.scope["headers"] if name != b"range"]
-    elif int(match[1] or 0) >= found.st_size or (not match[1] and int(match[2]) == 0):
-        headers = {"Content-Range": f"bytes */{found.st_size}"}
-        raise ApiError(416, f"range: the file has {found.st_size} bytes", param="range", headers=headers)
+    elif int(match[1] or 0) >= status.st_size or (not match[1] and int(match[2]) == 0):
+        headers = {"Content-Range": f"bytes */{status.st_size}"}
+        raise ApiError(416, f"range: the file has {status.st_size} bytes", param="range", headers=headers)

@@ -5,7 +5,7 @@ import { ServerError, events, request } from "./api.js";
 /**
  * Ask for an answer and fill its message as it streams.
  *
- * The server goes on while the page is away (X-Conversation-Id), so an aborted signal only ends the reading;
+ * The server continues while the page is away (X-Conversation-Id), so an aborted signal only ends the reading;
  * `stop` ends the answer.
  */
 export async function ask(node, body, { signal, changed }) {

@@ -60,7 +60,7 @@ class ChatTab extends HTMLElement {
     });
   }
 
-  /** Show the saved conversations, and go on with answers that streamed when the page was closed. */
+  /** Show the saved conversations, and continue answers that streamed when the page was closed. */
   async start() {
     info().then(({ models }) => this.model.replaceChildren(...models.map((name) => h("option", {}, name))),
       (error) => notice(error.message, "error"));
@@ -191,7 +191,7 @@ class ChatTab extends HTMLElement {
     this.answer(this.conversation, add(this.conversation, parent, "user", text).id);
   }
 
-  /** Answer the tool calls of a message, one text each, and let the model go on. */
+  /** Answer the tool calls of a message, one text each, and let the model continue. */
   toolResults(node, texts) {
     let parent = node.id;
     node.toolCalls.forEach((call, index) => {
@@ -285,7 +285,7 @@ class ChatTab extends HTMLElement {
   }
 }
 
-/** Run `act`; where the connection breaks, try to go on reading what the server makes meanwhile. */
+/** Run `act`; where the connection breaks, try to keep reading what the server makes meanwhile. */
 async function again(act, node, options) {
   try {
     return await act(node, options);

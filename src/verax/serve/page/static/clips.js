@@ -76,7 +76,7 @@ class ClipsTab extends HTMLElement {
     this.watch();
   }
 
-  /** Show the state of all clips now, and go on looking while the tab is open. */
+  /** Show the state of all clips now, and keep looking while the tab is open. */
   async watch() {
     clearTimeout(this.timer);
     let wait = IDLE_EVERY;
@@ -94,7 +94,7 @@ class ClipsTab extends HTMLElement {
 
   show(jobs) {
     for (const id of this.cards.keys()) if (!jobs.some((job) => job.id === id)) this.drop(id);
-    for (const job of jobs.toReversed()) { // the oldest one first: each goes before or behind those that are there
+    for (const job of jobs.toReversed()) { // the oldest one first: each goes before or after the rows that are there
       const card = this.cards.get(job.id) ?? this.addCard(job);
       const place = active(job) ? this.queue : this.gallery;
       if (card.parentElement !== place) place[active(job) ? "append" : "prepend"](card);
@@ -158,7 +158,7 @@ class ClipsTab extends HTMLElement {
         onclick: () => this.play(card, job) }, icon("play"));
       card.picture.replaceChildren(image, ...(variant === "thumbnail" ? [play] : []));
     } catch {
-      // There is no preview yet.
+      // A preview does not exist yet.
     }
   }
 

@@ -69,7 +69,7 @@ export function field(label, control, hint) {
 }
 let fields = 0;
 
-/** Show a line at the bottom of the page for some seconds, and tell it to screen readers. */
+/** Show a line at the bottom of the page for some seconds, and announce it to screen readers. */
 export function notice(text, kind = "info") {
   const line = h("p", { class: `notice ${kind}` }, text);
   document.querySelector(".notices").append(line);

@@ -35,7 +35,7 @@ export async function exported() {
   return new Blob([JSON.stringify(everything, null, 1)], { type: "application/json" });
 }
 
-/** Put the conversations of an exported file beside those that are here; the number of them. Throws on other files. */
+/** Put the conversations of an exported file next to the stored ones; the number of them. Throws on other files. */
 export async function imported(text) {
   const file = JSON.parse(text);
   if (file?.format !== FORMAT || !Array.isArray(file.conversations)) {

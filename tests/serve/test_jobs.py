@@ -1,6 +1,9 @@
-"""`VideoJobs`: the queue's bounds, cancelling, expiry and errors, with a pipeline that waits for permission."""
+"""Jobs of clips: the queue with a pipeline that waits for permission, the files of clips, and previews."""
 
 import asyncio
+import errno
+import io
+import os
 import threading
 from types import SimpleNamespace
 
@@ -8,12 +11,14 @@ import numpy as np
 import pytest
 
 from verax.errors import QueueFullError, RequestRefusedError
-from verax.serve.video.jobs import ClipStore, VideoJobs
+from verax.serve.video import jobs as store_module
+from verax.serve.video.jobs import VARIANTS, ClipStore, LatentPreview, StorageFullError, VideoJobs
+from verax.video.images import read_clip
 from verax.video.outputs import VideoProgress
 from verax.video.request import ResolvedRequest
 
 pytest.importorskip("av")
-pytest.importorskip("PIL.Image")
+PIL = pytest.importorskip("PIL.Image")
 
 FRAMES = np.zeros((5, 16, 16, 3), np.uint8)
 
@@ -140,6 +145,8 @@ def test_clips_expire(jobs, pipeline, now):
     assert jobs.get(job.id) is job
     now[0] += 1
     assert jobs.get(job.id) is None
+    assert jobs.newest_last() == []
+    jobs.check_room()
     assert jobs.store.used() == 0
 
 
@@ -161,3 +168,119 @@ def test_an_error_fails_its_clip_and_the_queue_goes_on(jobs, pipeline, prompt, e
 def test_images_wait_on_disk(jobs):
     job = jobs.submit(request(image=np.ones((16, 16, 3), np.uint8)), "clips")
     assert isinstance(job.request.image, np.memmap)
+
+
+def test_a_clip_that_cannot_be_ended_does_not_end_the_queue(jobs, pipeline, monkeypatch):
+    remove = jobs.store.remove
+    monkeypatch.setattr(jobs.store, "remove", lambda name: 1 / 0)
+    pipeline.may_go.release(100)
+    failed = jobs.submit(request("break"), "clips")
+    fine = jobs.submit(request(), "clips")
+    until(jobs, fine, lambda job: job.ended)
+    assert (failed.status, fine.status) == ("failed", "completed")
+    monkeypatch.setattr(jobs.store, "remove", remove)
+
+
+def test_asking_for_clips_neither_waits_for_files_nor_touches_them(jobs, pipeline, now, monkeypatch):
+    pipeline.may_go.release(100)
+    job = jobs.submit(request(), "clips")
+    until(jobs, job, lambda job: job.ended)
+    now[0] += 60
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs.store, "remove", lambda name: 1 / 0)
+        assert jobs.get(job.id) is None
+        assert jobs.newest_last() == []
+
+
+NOISE = np.random.default_rng(0).integers(0, 256, (9, 32, 64, 3), np.uint8)
+
+
+@pytest.fixture
+def store():
+    store = ClipStore(max_bytes=1 << 20)
+    yield store
+    store.close()
+    assert not store.folder.exists()
+
+
+def test_a_clip_has_all_its_forms_and_they_go_with_it(store):
+    store.write("video_a", NOISE, 8)
+    assert read_clip(store.path("video_a", "video"))[0].shape == NOISE.shape
+    assert read_clip(store.path("video_a", "gif"))[0].shape == NOISE.shape
+    sizes = {name: PIL.open(store.path("video_a", name)).size for name in ("thumbnail", "spritesheet")}
+    assert sizes == {"thumbnail": (64, 32), "spritesheet": (4 * 64, 3 * 32)}
+    assert store.used() == sum(store.path("video_a", name).stat().st_size for name in VARIANTS)
+    store.remove("video_a")
+    assert store.used() == 0
+    assert list(store.folder.iterdir()) == []
+
+
+def test_large_frames_are_made_small_but_for_the_clip(store):
+    store.write("video_a", np.zeros((2, 640, 1280, 3), np.uint8), 8)
+    assert read_clip(store.path("video_a", "gif"))[0].shape[1:] == (160, 320, 3)
+    assert PIL.open(store.path("video_a", "thumbnail")).size == (512, 256)
+    assert PIL.open(store.path("video_a", "spritesheet")).size == (640, 80)
+
+
+def test_what_is_kept_for_a_clip_is_on_disk_until_the_clip_is(store):
+    kept = store.keep("video_a", "image", NOISE[0])
+    np.testing.assert_array_equal(kept, NOISE[0])
+    assert isinstance(kept, np.memmap)
+    assert store.used() > NOISE[0].nbytes
+    store.write("video_a", NOISE, 8)
+    assert not list(store.folder.rglob("*.npy"))
+
+
+def test_room_is_known_without_looking_at_the_files(store, monkeypatch):
+    store.write("video_a", NOISE, 8)
+    size = store.used()
+    with monkeypatch.context() as patch:
+        for name in ("walk", "scandir", "stat"):
+            patch.setattr(os, name, lambda *arguments, **options: 1 / 0)
+        store.check_room()
+        assert store.used() == size
+
+
+def test_clips_beyond_the_limit_are_refused_and_leave_nothing(store):
+    store.max_bytes = 5000
+    with pytest.raises(StorageFullError, match="would take more than 5000 bytes"):
+        store.keep("video_a", "image", NOISE)
+    assert store.used() == 0
+    store.check_room()
+    store.max_bytes = 0
+    with pytest.raises(StorageFullError, match="delete some or wait"):
+        store.check_room()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_told_and_leaves_nothing(store, monkeypatch, code):
+    def full(frames, path, fps):
+        path.write_bytes(b"half")
+        raise OSError(code, "no space")
+
+    monkeypatch.setattr(store_module, "write_clip", full)
+    with pytest.raises(StorageFullError, match="the disk is full"):
+        store.write("video_a", NOISE, 8)
+    assert store.used() == 0
+
+
+def test_a_jpeg_is_one():
+    assert PIL.open(io.BytesIO(store_module.jpeg(NOISE[0]))).size == (64, 32)
+
+
+def test_the_colours_of_latents_are_found():
+    mix = np.random.default_rng(1).standard_normal((3, 16))
+
+    def encode(frames):
+        _, T, H, W, _ = frames.shape
+        return frames.reshape(1, T, H // 8, 8, W // 8, 8, 3).mean((3, 5)) @ mix + 2
+
+    preview = LatentPreview(encode, 8)
+    colors = {43: (200, 10, 10), 128: (10, 10, 200), 213: (30, 220, 30)}
+    clip = np.zeros((1, 3, 32, 96, 3), np.uint8)
+    clip[:, 1] = np.asarray(list(colors.values()), np.uint8).repeat(32, axis=0)
+    image = preview.image(encode(clip).transpose(0, 4, 1, 2, 3))
+    assert image.shape == (85, 256, 3)
+    for column, color in colors.items():
+        np.testing.assert_allclose(image[40, column].astype(int), color, atol=8)
+    assert preview.jpeg(encode(clip).transpose(0, 4, 1, 2, 3)).startswith(b"\xff\xd8\xff")

@@ -1,0 +1,5 @@
+"""Engines, encoder and pipeline of the server's tests."""
+
+from tests.serve.conftest import api, engine, make_api, new_llm, served_encoder, served_llm, served_pipeline
+
+__all__ = ["api", "engine", "make_api", "new_llm", "served_encoder", "served_llm", "served_pipeline"]

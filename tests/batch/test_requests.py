@@ -1,0 +1,196 @@
+"""Requests of OpenAI's batch files: lines, rows of Parquet, and answers of an application in this process."""
+
+import asyncio
+import json
+
+import msgspec
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
+
+from verax.batch.lines import bad_line
+from verax.batch.requests import (
+    URLS,
+    AnswerLine,
+    LineResponse,
+    RequestLine,
+    call,
+    read_request,
+    request_lines,
+    write_answers,
+)
+from verax.batch.results import ResultFile
+from verax.errors import InvalidParameterError
+
+GOOD = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "abc"}}
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_a_request_has_its_body_as_it_stands(url):
+    body = b'{"x": 123456789012345678901234567890,  "y": 1e400}'
+    text = b'{"custom_id": "a", "method": "POST", "url": "%b", "body": %b, "more": 1}\n' % (url.encode(), body)
+    request = read_request(text, 3)
+    assert isinstance(request, RequestLine)
+    assert (request.number, request.custom_id, request.url) == (3, "a", url)
+    assert bytes(request.body) == body
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "param", "message"),
+    [
+        (b"{", "invalid_json_line", None, "line 7: it is not valid JSON"),
+        (b'{"custom_id": "\xff"}', "invalid_json_line", None, "line 7: it is not valid JSON"),
+        (b"[" * 100_000, "invalid_json_line", None, "line 7: expected a JSON object"),
+        (b"[1]", "invalid_json_line", None, "line 7: expected a JSON object with custom_id, method, url and body"),
+        ({"url": None}, "invalid_request", "url", "line 7: url: it is missing"),
+        ({"method": "GET"}, "invalid_request", "method", "line 7: method: invalid enum value 'GET'"),
+        ({"url": "/v1/nothing"}, "invalid_request", "url", "expected one of /v1/chat/completions, "),
+        ({"body": "text"}, "invalid_request", "body", "line 7: body: expected a JSON object"),
+        ({"body": {"stream": True}}, "invalid_request", "body.stream", "line 7: body.stream: "),
+    ],
+)
+def test_a_wrong_line_is_named_with_its_number_and_its_field(text, code, param, message):
+    if isinstance(text, dict):
+        text = json.dumps({**GOOD, **text}).encode()
+    answer = read_request(text, 7)
+    assert isinstance(answer, AnswerLine)
+    assert answer.failed
+    assert answer.error is not None
+    assert (answer.error.code, answer.error.param, answer.error.line) == (code, param, 7)
+    assert message in answer.error.message
+
+
+@pytest.mark.parametrize("field", GOOD)
+def test_a_missing_field_is_named_beside_the_id_of_the_line(field):
+    answer = read_request(json.dumps({name: value for name, value in GOOD.items() if name != field}).encode(), 1)
+    assert isinstance(answer, AnswerLine)
+    assert answer.error is not None
+    assert answer.error.message == f"line 1: {field}: it is missing"
+    assert answer.custom_id == (None if field == "custom_id" else "a")
+
+
+def test_an_id_that_is_no_text_is_an_error():
+    answer = read_request(json.dumps({**GOOD, "custom_id": 5}).encode(), 1)
+    assert isinstance(answer, AnswerLine)
+    assert answer.custom_id is None
+    assert answer.error is not None
+    assert answer.error.param == "custom_id"
+
+
+def test_a_stream_that_is_switched_off_is_none():
+    assert isinstance(read_request(json.dumps({**GOOD, "body": {"stream": False}}).encode(), 1), RequestLine)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "failed"),
+    [
+        (200, b'{"usage": {}}', False),
+        (200, b'{"error": null}', False),
+        (400, b"{}", True),
+        (200, b'{"error": {"code": "server_error", "message": "a clip that failed"}}', True),
+    ],
+)
+def test_an_answer_failed_if_its_status_or_its_body_is_an_error(status, body, failed):
+    assert AnswerLine.of("a", LineResponse(status, "id", msgspec.Raw(body))).failed is failed
+
+
+async def echo(request):
+    body = await request.body()
+    facts = {"method": request.method, "host": request.url.hostname, "type": request.headers.get("content-type")}
+    return JSONResponse({**facts, "body": body.decode()}, 201, {"x-request-id": "r1"})
+
+
+async def parts(request):
+    async def events():
+        yield b"one "
+        yield b"two"
+
+    return StreamingResponse(events())
+
+
+def app_of(endpoint):
+    return Starlette(routes=[Route("/path", endpoint, methods=["GET", "POST"])])
+
+
+def test_a_body_is_sent_and_an_answer_comes_back():
+    answer = asyncio.run(call(app_of(echo), "POST", "/path", b'{"a": 1}'))
+    assert (answer.status, answer.headers["x-request-id"]) == (201, "r1")
+    expected = b'{"method":"POST","host":"localhost","type":"application/json","body":"{\\"a\\": 1}"}'
+    assert answer.body == expected
+
+
+def test_parts_of_an_answer_are_joined():
+    assert asyncio.run(call(app_of(parts), "GET", "/path")).body == b"one two"
+
+
+def test_cancelling_ends_the_request():
+    ended = []
+
+    async def forever(request):
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(True)
+
+    async def main():
+        task = asyncio.create_task(call(app_of(forever), "POST", "/path"))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert ended == [True]
+
+
+BODY = {"prompt": "abc", "max_tokens": 2}
+
+
+@pytest.fixture
+def pq():
+    return pytest.importorskip("pyarrow.parquet", reason="needs the extra `ray`: make test-ray installs it")
+
+
+def table(pq, tmp_path, rows):
+    pa = pytest.importorskip("pyarrow")
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.mark.parametrize("body", [BODY, json.dumps(BODY)], ids=["struct", "text"])
+def test_rows_are_the_requests_of_lines(pq, tmp_path, body):
+    row = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body, "more": 1}
+    with request_lines(table(pq, tmp_path, [row, {**row, "custom_id": None}])) as lines:
+        first, second = (read_request(line, number) for number, line in enumerate(lines, start=1))
+    assert isinstance(first, RequestLine)
+    assert json.loads(bytes(first.body)) == BODY
+    assert isinstance(second, AnswerLine)
+    assert second.error.param == "custom_id"
+
+
+def test_a_body_that_is_no_json_is_an_error_of_its_row(pq, tmp_path):
+    row = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": "{"}
+    with request_lines(table(pq, tmp_path, [row])) as lines:
+        (line,) = lines
+    assert read_request(line, 1).error.code == "invalid_json_line"
+
+
+def test_a_file_that_is_not_parquet_is_refused(pq, tmp_path):
+    (tmp_path / "in.parquet").write_text("no")
+    with pytest.raises(InvalidParameterError, match=r"^input: .*in\.parquet: it is not a Parquet file"):
+        request_lines(tmp_path / "in.parquet")
+
+
+def test_answers_become_rows(pq, tmp_path):
+    output = ResultFile.open(tmp_path / "out.parquet.jsonl", AnswerLine)
+    output.write(AnswerLine.of("a", LineResponse(200, "req-1", msgspec.Raw(b'{"x": 1}'))))
+    output.write(AnswerLine.failure(bad_line("invalid_request", "url: wrong", 2, "url"), "b"))
+    output.file.close()
+    write_answers(tmp_path / "out.parquet.jsonl", tmp_path / "out.parquet")
+    first, second = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert (first["custom_id"], first["status_code"], json.loads(first["body"])) == ("a", 200, {"x": 1})
+    assert first["error"] is None
+    assert (second["custom_id"], second["status_code"]) == ("b", None)
+    assert json.loads(second["error"])["param"] == "url"
