@@ -49,13 +49,13 @@ def passes(name, implementation):
 def count_passes(text, size):
     """Arrays of `size` float32 numbers that the instructions of a program's entry take, and that they result in."""
     _, _, entry = text.partition("\nENTRY ")
-    result, reads, writes = set(), 0, 0
+    states, reads, writes = set(), 0, 0
     for label, result, name, rest in INSTRUCTION.findall(entry):
         large = sum(math.prod(map(int, shape.split(","))) == size for shape in re.findall(r"f32\[([\d,]+)\]", result))
         if large:
-            result.add(label)
+            states.add(label)
         if name not in MOVES_NOTHING:
-            reads += len(result.intersection(re.findall(r"%([\w.\-]+)", rest)))
+            reads += len(states.intersection(re.findall(r"%([\w.\-]+)", rest)))
             writes += large
     return Passes(reads, writes)
 

@@ -111,7 +111,7 @@ def test_a_video_model_with_splash_attention_writes_out_no_tables_of_cos_and_sin
         found = compile_model(case.model, "v5e", depth=2, **case.options)
     (step,) = found
     assert step.refused is None
-    assert step.temporaries < 8 * WAN_STREAM
+    assert step.temporaries < 9 * WAN_STREAM  # heads come first in three of them
 
 
 @pytest.mark.parametrize("name", GPU_SPECS)

@@ -1,0 +1,173 @@
+"""Kernels of the delta rule's scan over chunks and of its gradient, interpreted: on TPUs unwritten memory is NaN."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from tests.support.delta_scan import cotangents, exact_scan, exact_scan_backward, scan_problem
+from verax import ops
+from verax.ops import delta
+from verax.ops.delta._scan import Chunk, delta_chunk_scan, delta_chunk_scan_backward
+from verax.ops.gpu import delta_scan as gpu
+from verax.ops.tpu import delta_scan as tpu
+
+TRITON = dict(columns=gpu.COLUMNS, interpret=True)
+PALLAS = dict(interpret=pltpu.InterpretParams(uninitialized_memory="nan"))
+SCANS = {"gpu": partial(gpu.chunk_scan, **TRITON), "tpu": partial(tpu.chunk_scan, **PALLAS)}
+GRADIENTS = {
+    "gpu": partial(gpu.chunk_scan_backward, **TRITON),
+    "tpu": partial(tpu.chunk_scan_backward, **PALLAS),
+    "reference": delta_chunk_scan_backward.reference,
+}
+
+SHARED = {
+    "one chunk": ([0], {}),
+    "five chunks from a state": ([0] * 5, {"C": 32}),
+    "packed sequences": ([0, 0, 1, 2, 2, 2], {"N": 3}),
+    "a sequence without chunks": ([0, 2], {"N": 3}),
+    "unused chunks": ([0, 1, 2, 2], {"N": 2}),
+}
+CASES = {
+    "gpu": SHARED
+    | {
+        "value heads of one key head": ([0, 0, 0], {"m": 1, "R": 3}),
+        "decay by channel": ([0, 0, 0], {"D": 64, "K": 64}),
+        "keys in two parts": ([0, 0], {"K": 128, "V": 32, "D": 128}),
+    },
+    "tpu": SHARED
+    | {
+        "heads that fill no step": ([0, 0], {"m": 3, "R": 3, "C": 8}),
+        "sequences without chunks at both ends": ([1, 3], {"N": 5, "m": 1}),
+        "unused chunks alone": ([2, 2], {"N": 2}),
+        "decay by channel": ([0, 0, 0], {"D": 24, "K": 24, "V": 40}),
+    },
+}
+each_case = pytest.mark.parametrize(("device", "name"), [(device, name) for device in CASES for name in CASES[device]])
+each_device = pytest.mark.parametrize("device", SCANS)
+
+
+def check(arrays, expected):
+    for mine, theirs in zip(arrays, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=2e-5)
+
+
+@each_case
+def test_the_scan_is_that_in_float64(device, name):
+    owner, sizes = CASES[device][name]
+    arguments = scan_problem(len(name), owner, **sizes)
+    check(SCANS[device](*arguments, keep_states=True), exact_scan(*arguments))
+
+
+@each_case
+def test_the_gradient_is_that_in_float64(device, name):
+    owner, sizes = CASES[device][name]
+    chunks, states, owner = scan_problem(len(name), owner, **sizes)
+    d_final, d_out = cotangents(1, chunks, states, owner)
+    check(GRADIENTS[device](chunks, d_final, owner, d_out), exact_scan_backward(chunks, d_final, owner, d_out))
+
+
+def test_the_references_are_those_in_float64():
+    chunks, states, owner = scan_problem(0, [0, 0, 1, 2], N=2, R=2)
+    check(delta_chunk_scan.reference(chunks, states, owner, keep_states=True), exact_scan(chunks, states, owner))
+    d_final, d_out = cotangents(1, chunks, states, owner)
+    gradient = GRADIENTS["reference"](chunks, d_final, owner, d_out)
+    check(gradient, exact_scan_backward(chunks, d_final, owner, d_out))
+
+
+@each_device
+def test_states_before_chunks_are_not_written_where_nobody_needs_them(device):
+    arguments = scan_problem(1, [0, 0])
+    out, final, before = SCANS[device](*arguments)
+    assert before is None
+    check((out, final), exact_scan(*arguments)[:2])
+
+
+@each_device
+def test_nan_in_a_cotangent_stays_in_its_sequence_and_head_and_in_earlier_chunks(device):
+    chunks, states, owner = scan_problem(2, [0, 0, 1], N=2)
+    d_final, d_out = cotangents(1, chunks, states, owner)
+    d_out = d_out.at[0, 1, 0, 3, 5].set(jnp.nan)
+    d_initial, d_next = GRADIENTS[device](chunks, d_final, owner, d_out)
+    assert np.isnan(d_initial[0, 1]).any()
+    for finite in (d_initial[0, 0], d_initial[1], d_next):
+        assert np.isfinite(np.asarray(finite)).all()
+
+
+@each_device
+def test_nan_stays_in_its_head_and_sequence(device):
+    chunks, states, owner = scan_problem(2, [0, 0, 1], N=2)
+    chunks = chunks._replace(write=chunks.write.at[0, 1, 0, 3, 5].set(jnp.nan))
+    out, final, _ = SCANS[device](chunks, states, owner)
+    assert np.isnan(final[0, 1]).any()
+    for finite in (final[0, 0], final[1], out[:, 0], out[2]):
+        assert np.isfinite(np.asarray(finite)).all()
+
+
+def test_a_tpu_multiplies_heads_together_as_far_as_there_is_memory():
+    assert tpu.heads_of_step(16, 64, 128, 128) == tpu.MAX_HEADS
+    assert tpu.heads_of_step(3, 64, 128, 128) == 3
+    assert tpu.heads_of_step(16, 64, 256, 256) == 4
+
+
+def test_derivatives_are_those_of_the_reference(monkeypatch):
+    arguments = scan_problem(3, [0, 0])
+    monkeypatch.setattr(tpu, "chunk_scan", delta_chunk_scan.reference)
+
+    def loss(scan):
+        return jax.grad(lambda states: jnp.sum(scan(arguments[0], states, arguments[2])[0] ** 2))(arguments[1])
+
+    expected = loss(lambda *arrays: delta_chunk_scan.reference(*arrays, keep_states=False))
+    np.testing.assert_allclose(loss(tpu._delta_chunk_scan_pallas), expected, rtol=1e-5)
+
+
+def test_the_rule_lowers_for_nvidia_where_the_kernels_are_named():
+    def array(*shape):
+        return jax.ShapeDtypeStruct((1, 100, 2, *shape), jnp.float32)
+
+    def lowered(function):
+        arguments = array(32), array(32), array(32), array(), array()
+        traced = jax.jit(lambda *arrays: function(*arrays)).trace(*arguments)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    def loss(*arrays):
+        return jnp.sum(jax.tree.leaves(delta.gated_delta_rule(*arrays))[0] ** 2)
+
+    with ops.use_target("gpu", "NVIDIA H100 80GB HBM3"):
+        assert "triton_kernel_call" not in lowered(delta.gated_delta_rule)
+        named = {"delta_chunk_scan": "triton", "delta_chunk_scan_backward": "triton"}
+        with ops.use_implementations(delta_recurrence="chunk", **named):
+            text = lowered(jax.grad(loss, argnums=(0, 1, 2)))
+            assert text.count("delta_chunk_scan_backward") > 0
+            assert text.replace("delta_chunk_scan_backward", "").count("delta_chunk_scan") > 0
+
+
+def chosen(C=64, K=128, V=128, dtype="float32", backward=False):
+    def array(*shape):
+        return jax.ShapeDtypeStruct((2, 4, 1, *shape), dtype)
+
+    key = array(C, K)
+    chunks = Chunk(array(C, V), key, key, array(1), key, array(C, C))
+    states = jax.ShapeDtypeStruct((1, 4, 1, K, V), dtype)
+    owner = jax.ShapeDtypeStruct((2,), "int32")
+    if backward:
+        return delta_chunk_scan_backward.select(chunks, states, owner, chunks.value).name
+    return delta_chunk_scan.select(chunks, states, owner).name
+
+
+def test_it_runs_on_a_tpu_where_it_is_named_and_takes_the_call():
+    with ops.use_target("tpu", "TPU v5 lite"):
+        assert chosen() == "reference"
+        with ops.use_implementations(delta_chunk_scan="pallas"):
+            assert chosen() == chosen(K=256, V=256) == chosen(C=16) == "pallas"
+            refused = [{"K": 64}, {"V": 192}, {"C": 128}, {"K": 512, "V": 256}, {"dtype": "bfloat16"}]
+            assert [chosen(**change) for change in refused] == ["reference"] * len(refused)
+            assert chosen(backward=True) == "reference"
+        with ops.use_implementations(delta_chunk_scan_backward="pallas"):
+            assert chosen(backward=True) == "pallas"
+            assert chosen(backward=True, K=64) == "reference"
+    with ops.use_implementations(delta_chunk_scan="pallas"):
+        assert chosen() != "pallas"
