@@ -15,7 +15,7 @@ from verax.text.engine.llm import LLM
 from verax.text.engine.sampling_params import SamplingParams
 
 GREEDY = dict(temperature=0, ignore_eos=True, logit_bias={1: -100.0})
-"""Sampling options like those of `continuations`, where `min_new_tokens` forbids the end of text as this bias does."""
+"""Sampling options that match `continuations`, where `min_new_tokens` forbids the end of text as this bias does."""
 
 
 def save_reference(model, folder: Path, dtype: torch.dtype | None = None):

@@ -272,7 +272,7 @@ class EnhancedHierarchicalDeltaNet(nn.Module):
 class LamSentenceEncoder(nn.Module):
     """The sentence encoder: MiniLM's embeddings and feed-forward blocks around six of the layers, mean, unit length.
 
-    At the sizes of the defaults it has 23,848,788 parameters, those of the published model: the pooler that MiniLM
+    At the sizes of the defaults it has 23,848,788 parameters, like the published model: the pooler that MiniLM
     brings along is in its files and in this count, and is not used.
     """
 
