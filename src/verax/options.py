@@ -25,17 +25,30 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """Declaration of an option: what its field says, and the arguments of `option`."""
+    """Declaration of an option. `options_of` fills in what the field itself says: name, types and default.
+
+    Attributes:
+        doc: its meaning. The first sentence is the help text of its flag.
+        low: least value.
+        high: largest value.
+        above: True if `low` itself is out of range.
+        choices: the values of a text.
+        panel: panel of `--help` that lists its flag.
+        flags: spellings of its flag, if they are not the name with dashes.
+        shown: default as `--help` shows it; empty for none.
+        envvar: environment variable that the command line reads in place of the flag.
+        path: `"file"` or `"folder"` that must exist.
+        column: dtype of the column of the device's sampling parameters that holds it, `"float32"` or `"int32"`.
+        off: value of that column in rows of greedy decoding; the default if None.
+        recommended: True if a checkpoint's generation_config.json may give the default.
+        name: name of the field.
+        kind: type of a value on the command line: int, float, bool, str or Path; None for other types.
+        optional: True if None is a value.
+        repeated: True for a list of texts.
+        default: default of the field.
+    """
 
     doc: str
-    name: str = ""
-    kind: type[Any] | None = None
-    """Type of a value on the command line: int, float, bool, str or Path; None for other types."""
-    optional: bool = False
-    """True if None is a value."""
-    repeated: bool = False
-    """True for a list of values."""
-    default: Any = None
     low: float | None = None
     high: float | None = None
     above: bool = False
@@ -48,6 +61,11 @@ class Option:
     column: str | None = None
     off: float | None = None
     recommended: bool = False
+    name: str = ""
+    kind: type[Any] | None = None
+    optional: bool = False
+    repeated: bool = False
+    default: Any = None
 
     @property
     def help(self) -> str:
@@ -86,43 +104,9 @@ class Option:
         return (f" of {' and '.join(bounds)}" if bounds else "") + none
 
 
-def option(
-    default: Any,
-    doc: str,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    above: bool = False,
-    choices: tuple[str, ...] = (),
-    panel: str | None = None,
-    flags: tuple[str, ...] = (),
-    shown: str | None = None,
-    envvar: str | None = None,
-    path: str | None = None,
-    column: str | None = None,
-    off: float | None = None,
-    recommended: bool = False,
-) -> Any:
-    """Field of a dataclass that is an option.
-
-    Args:
-        default: its default.
-        doc: its meaning. The first sentence is the help text of its flag.
-        low: least value.
-        high: largest value.
-        above: True if `low` itself is out of range.
-        choices: the values of a text.
-        panel: panel of `--help` that lists its flag.
-        flags: spellings of its flag, if they are not the name with dashes.
-        shown: default as `--help` shows it.
-        envvar: environment variable that the command line reads in place of the flag.
-        path: `"file"` or `"folder"` that must exist.
-        column: dtype of the column of the device's sampling parameters that holds it, `"float32"` or `"int32"`.
-        off: value of that column in rows that sample nothing; the default if None.
-        recommended: True if a checkpoint's generation_config.json may give the default.
-    """
-    declaration = {name: value for name, value in locals().items() if name != "default"}
-    return dataclasses.field(default=default, metadata={"option": Option(**declaration)})
+def option(default: Any, doc: str, **declaration: Any) -> Any:
+    """Field of a dataclass that is an option, declared by the attributes of `Option`."""
+    return dataclasses.field(default=default, metadata={"option": Option(doc=doc, **declaration)})
 
 
 def documented(table: type[T]) -> type[T]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -39,6 +40,9 @@ MAX_STOP_TOKEN_IDS = 64
 
 _SAMPLING = "Sampling"
 
+_float_column = partial(option, column="float32", panel=_SAMPLING)
+_int_column = partial(option, column="int32", panel=_SAMPLING)
+
 
 @documented
 @dataclass(frozen=True, slots=True)
@@ -52,67 +56,39 @@ class SamplingFields:
     n: int = option(
         1, "Continuations of each prompt, each with a seed of its own.", low=1, high=128, flags=("-n", "--n")
     )
-    temperature: float = option(
+    temperature: float = _float_column(
         1.0,
         "Divides the scores: 0 always takes the best token.",
         low=0.0,
         flags=("--temperature", "-t"),
-        column="float32",
         off=0.0,
-        panel=_SAMPLING,
         recommended=True,
     )
-    top_p: float = option(
+    top_p: float = _float_column(
         1.0,
         "Keep the likeliest tokens that together have this probability.",
         low=0.0,
         high=1.0,
         above=True,
-        column="float32",
-        panel=_SAMPLING,
         recommended=True,
     )
-    top_k: int = option(
-        0,
-        "Keep this many of the likeliest tokens: 0 or -1 for all.",
-        low=-1,
-        high=2**31 - 1,
-        column="int32",
-        panel=_SAMPLING,
-        recommended=True,
+    top_k: int = _int_column(
+        0, "Keep this many of the likeliest tokens: 0 or -1 for all.", low=-1, high=2**31 - 1, recommended=True
     )
-    min_p: float = option(
-        0.0,
-        "Keep tokens at least this fraction as likely as the likeliest.",
-        low=0.0,
-        high=1.0,
-        column="float32",
-        panel=_SAMPLING,
-        recommended=True,
+    min_p: float = _float_column(
+        0.0, "Keep tokens at least this fraction as likely as the likeliest.", low=0.0, high=1.0, recommended=True
     )
-    presence_penalty: float = option(
-        0.0,
-        "Subtracted from the score of a token that was generated before.",
-        panel=_SAMPLING,
-        low=-2.0,
-        high=2.0,
-        column="float32",
+    presence_penalty: float = _float_column(
+        0.0, "Subtracted from the score of a token that was generated before.", low=-2.0, high=2.0
     )
-    frequency_penalty: float = option(
-        0.0,
-        "Subtracted for each time that a token was generated before.",
-        panel=_SAMPLING,
-        low=-2.0,
-        high=2.0,
-        column="float32",
+    frequency_penalty: float = _float_column(
+        0.0, "Subtracted for each time that a token was generated before.", low=-2.0, high=2.0
     )
-    repetition_penalty: float = option(
+    repetition_penalty: float = _float_column(
         1.0,
         "Divides the positive scores, and multiplies the negative ones, of tokens in prompt or answer.",
         low=0.0,
         above=True,
-        column="float32",
-        panel=_SAMPLING,
         recommended=True,
     )
     seed: int | None = option(

@@ -91,7 +91,7 @@ def test_the_model_itself_is_not_overwritten(place, run, source):
     assert (source / "config.json").is_file()
 
 
-def test_a_failure_on_the_way_leaves_nothing_behind(source, tmp_path):
+def test_a_failure_on_the_way_leaves_nothing(source, tmp_path):
     def stop(done, total):
         if done > total / 2:
             raise KeyboardInterrupt
