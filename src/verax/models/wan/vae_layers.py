@@ -3,7 +3,7 @@ run on one chunk of frames after another.
 
 Follows `modules/vae.py` of Wan 2.1 and SkyReels-V2; attributes are the keys of their checkpoints. There, frames are fed
 one latent at a time with special cases for the first. Seen as functions of the whole clip the special cases are two:
-the first frame is neither doubled in time nor seen by the convolution that doubles the others, and it is kept as it is
+the first frame is neither doubled in time nor seen by the convolution that doubles the others, and it is kept unchanged
 by the layers that halve.
 
 Levels of Wan 2.2 (`modules/vae2_2.py`, keys of `Wan2.2_VAE.pth`) add a resampled copy of their input to what their
