@@ -1,4 +1,4 @@
-"""`gelu` beside its definition in float64, for small, large and special values."""
+"""`gelu` against its definition in float64, for small, large and special values."""
 
 import math
 

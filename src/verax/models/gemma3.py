@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +23,10 @@ from verax import ops
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.fields import Depth, Epsilon, Positive, Size, check_multiple, file_of, read_fields, read_value
 from verax.files import JsonObject
-from verax.models.causal_lm import AttentionFn, causal_attention
-from verax.models.qwen3 import Qwen3ForCausalLM, Rotary
-from verax.nn import Embedding, Linear, RMSNorm, fused_linear
+from verax.models import qwen3
+from verax.models.causal_lm import AttentionFn
+from verax.models.qwen3 import Attention, Qwen3ForCausalLM, Rotary, norm
+from verax.nn import Embedding, fused_linear
 from verax.ops.attention import soft_capped
 
 __all__ = ["Gemma3Config", "Gemma3ForCausalLM"]
@@ -62,6 +62,9 @@ class Gemma3Config:
     attn_logit_softcapping: Positive | None = None
     final_logit_softcapping: Positive | None = None
     attention_bias: bool = False
+
+    mlp_bias: ClassVar[bool] = False
+    zero_centered_norms: ClassVar[bool] = True
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Gemma3Config:
@@ -109,6 +112,21 @@ class Gemma3Config:
     def sliding_windows(self) -> tuple[int | None, ...]:
         """Window of each layer in tokens; None for a layer that sees everything."""
         return tuple(self.sliding_window if kind == SLIDING else None for kind in self.layer_types)
+
+    @property
+    def qkv_bias(self) -> bool:
+        """True for a bias on q, k and v."""
+        return self.attention_bias
+
+    @property
+    def output_bias(self) -> bool:
+        """True for a bias on the output of attention."""
+        return self.attention_bias
+
+    @property
+    def score_options(self) -> Mapping[str, float | None]:
+        """Scale and cap of the scores of attention."""
+        return {"scale": self.query_pre_attn_scalar**-0.5, "soft_cap": self.attn_logit_softcapping}
 
 
 _DEFAULTS = MappingProxyType(
@@ -177,50 +195,8 @@ def _rotary(config: JsonObject, kind: str, base: str) -> ops.RotaryConfig:
     return ops.RotaryConfig.from_hf(JsonObject({"rope_parameters": rope, **context}, config.where))
 
 
-class Attention(nnx.Module):
-    """Grouped-query attention over a window or everything, with rotary positions and normalised queries and keys."""
-
-    def __init__(self, config: Gemma3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.config = config
-        self.q_proj = Linear(D, N * H, bias=config.attention_bias, divided="out", unit=H, dtype=dtype, rngs=rngs)
-        kv = partial(Linear, D, K * H, bias=config.attention_bias, divided="out", unit=H, repeats=True)
-        self.k_proj = kv(dtype=dtype, rngs=rngs)
-        self.v_proj = kv(dtype=dtype, rngs=rngs)
-        self.o_proj = Linear(N * H, D, bias=config.attention_bias, divided="in", unit=H, dtype=dtype, rngs=rngs)
-        self.q_norm = _norm(config, dtype, H) if config.qk_norm else None
-        self.k_norm = _norm(config, dtype, H) if config.qk_norm else None
-
-    def __call__(
-        self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: AttentionFn
-    ) -> Float[Array, "*B T D"]:
-        q, k, v = map(self._heads, fused_linear(x, self.q_proj, self.k_proj, self.v_proj))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = ops.apply_rotary(q, *rotary), ops.apply_rotary(k, *rotary)
-        out = attend(
-            layer,
-            q,
-            k,
-            v,
-            scale=self.config.query_pre_attn_scalar**-0.5,
-            window=self.config.sliding_windows[layer],
-            soft_cap=self.config.attn_logit_softcapping,
-        )
-        return self.o_proj(out.reshape(*out.shape[:-2], -1))
-
-    def _heads(self, x: Float[Array, "*B D"]) -> Float[Array, "*B N H"]:
-        return x.reshape(*x.shape[:-1], -1, self.config.head_dim)
-
-
-class MLP(nnx.Module):
-    """GeGLU feed-forward (Shazeer, 2020, arXiv:2002.05202), GELU by its tanh approximation."""
-
-    def __init__(self, config: Gemma3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        D, F = config.hidden_size, config.intermediate_size
-        self.gate_proj = Linear(D, F, divided="out", dtype=dtype, rngs=rngs)
-        self.up_proj = Linear(D, F, divided="out", dtype=dtype, rngs=rngs)
-        self.down_proj = Linear(F, D, divided="in", dtype=dtype, rngs=rngs)
+class MLP(qwen3.MLP):
+    """Gated feed-forward: GeGLU (Shazeer, 2020, arXiv:2002.05202), GELU by its tanh approximation."""
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         gate, up = fused_linear(x, self.gate_proj, self.up_proj)
@@ -230,13 +206,13 @@ class MLP(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Attention, then feed-forward, each between a norm of its input and one of its output."""
 
-    def __init__(self, config: Gemma3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: Gemma3Config, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.self_attn = Attention(config, dtype=dtype, rngs=rngs)
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
-        self.input_layernorm = _norm(config, dtype)
-        self.post_attention_layernorm = _norm(config, dtype)
-        self.pre_feedforward_layernorm = _norm(config, dtype)
-        self.post_feedforward_layernorm = _norm(config, dtype)
+        self.input_layernorm = norm(config, dtype)
+        self.post_attention_layernorm = norm(config, dtype)
+        self.pre_feedforward_layernorm = norm(config, dtype)
+        self.post_feedforward_layernorm = norm(config, dtype)
 
     def __call__(
         self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: AttentionFn
@@ -257,36 +233,24 @@ class ScaledEmbedding(Embedding):
         return super().__call__(tokens) * self.scale
 
 
-class Decoder(nnx.Module):
+class Decoder(qwen3.Decoder):
     """Token embedding, the layers, and the final norm."""
 
-    def __init__(self, config: Gemma3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.config = config
-        self.embed_tokens = ScaledEmbedding(
-            config.vocab_size, config.hidden_size, divided="vocabulary", dtype=dtype, rngs=rngs
-        )
-        self.layers = nnx.List([DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
-        self.norm = _norm(config, dtype)
+    layer_class = DecoderLayer
+    embedding_class = ScaledEmbedding
 
-    def __call__(
-        self, tokens: Int[Array, "*B T"], positions: Int[Array, "*B T"], attend: AttentionFn
-    ) -> Float[Array, "*B T D"]:
+    def rotary_tables(self, positions: Int[Array, "*B T"]) -> list[Rotary]:
+        """Tables of cos and sin for each layer, of two kinds."""
         config = self.config
-        x = self.embed_tokens(tokens)
-        rotary = {
+        tables = {
             GLOBAL: ops.rotary_tables(positions, config.rotary, config.head_dim),
             SLIDING: ops.rotary_tables(positions, config.local_rotary, config.head_dim),
         }
-        for i, layer in enumerate(self.layers):
-            x = layer(x, rotary[config.layer_types[i]], i, attend)
-        return self.norm(x)
+        return [tables[kind] for kind in config.layer_types]
 
 
-class Gemma3ForCausalLM(nnx.Module):
-    """The language model: `model(tokens, positions, attend)` gives hidden states, `model.logits` the vocabulary scores.
-
-    The residual stream and everything between matmuls is float32; matmul inputs are rounded to the weights' dtype.
-    """
+class Gemma3ForCausalLM(Qwen3ForCausalLM):
+    """The language model: `Qwen3ForCausalLM` with another decoder and, in Gemma 2, a cap on its logits."""
 
     ignored_weights = (*Qwen3ForCausalLM.ignored_weights, r"^(model\.)?(vision_tower|multi_modal_projector)\.")
     """Patterns of keys that are not needed; among them the vision tower."""
@@ -294,36 +258,8 @@ class Gemma3ForCausalLM(nnx.Module):
     key_aliases = ((r"^model\.", "model.language_model."), (r"^", "language_model."))
     """Checkpoints with a vision tower have the language model one level further down, in two layouts."""
 
-    tied_weights = Qwen3ForCausalLM.tied_weights
-    """Keys whose weights are another key's if `config.tie_word_embeddings` is set."""
-
-    def __init__(self, config: Gemma3Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
-        self.config = config
-        self.model = Decoder(config, dtype=dtype, rngs=rngs)
-        D, V, tied = config.hidden_size, config.vocab_size, config.tie_word_embeddings
-        self.lm_head = None if tied else Linear(D, V, divided="vocabulary", dtype=dtype, rngs=rngs)
-
-    @property
-    def dtype(self) -> DTypeLike:
-        """Dtype of the weights that are not quantised, and of keys and values."""
-        return self.model.norm.weight[...].dtype
-
-    def __call__(
-        self,
-        tokens: Int[Array, "*B T"],
-        positions: Int[Array, "*B T"] | None = None,
-        attend: AttentionFn | None = None,
-    ) -> Float[Array, "*B T D"]:
-        """Final hidden states, float32. Without `attend`: causal attention over `[B, T]` tokens at positions 0..T-1."""
-        if positions is None:
-            positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
-        return self.model(tokens, positions, attend or causal_attention(self.dtype))
+    decoder_class = Decoder
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Scores over the vocabulary, float32."""
-        scores = self.model.embed_tokens.attend(hidden) if self.lm_head is None else self.lm_head(hidden)
-        return soft_capped(scores, self.config.final_logit_softcapping)
-
-
-def _norm(config: Gemma3Config, dtype: DTypeLike, size: int | None = None) -> RMSNorm:
-    return RMSNorm(size or config.hidden_size, eps=config.rms_norm_eps, zero_centered=True, dtype=dtype)
+        return soft_capped(super().logits(hidden), self.config.final_logit_softcapping)

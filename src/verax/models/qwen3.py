@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from verax import ops
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.fields import Count, Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_value, require_fields
-from verax.models.causal_lm import AttentionFn, causal_attention
+from verax.models.causal_lm import AttentionFn, RunRecurrent, causal_attention
 from verax.nn import Embedding, Linear, RMSNorm, fused_linear, fused_swiglu
 
 __all__ = ["Qwen3Config", "Qwen3ForCausalLM"]
@@ -54,6 +54,11 @@ class Qwen3Config:
     mlp_bias: bool = False
     windows: tuple[Size | None, ...] = ()
     """Sliding window of each layer, None for full attention; empty if no layer has one."""
+
+    zero_centered_norms: ClassVar[bool] = False
+    """True where the weights of norms are added to 1."""
+    score_options: ClassVar[Mapping[str, float | None]] = MappingProxyType({})
+    """Keywords of `AttentionFn` that all layers share."""
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
@@ -150,10 +155,21 @@ def _windows(config: Mapping[str, Any], depth: int) -> tuple[int | None, ...]:
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
+def norm(config: Any, dtype: DTypeLike, size: int | None = None) -> RMSNorm:
+    """Norm of the residual stream, or of `size` numbers, as the family has it."""
+    zero_centered = config.zero_centered_norms
+    return RMSNorm(size or config.hidden_size, eps=config.rms_norm_eps, zero_centered=zero_centered, dtype=dtype)
+
+
+def split_heads(x: Float[Array, "*B D"], size: int) -> Float[Array, "*B N H"]:
+    """Heads of `size` numbers out of the last axis."""
+    return x.reshape(*x.shape[:-1], -1, size)
+
+
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions and, in Qwen3, normalised queries and keys."""
 
-    def __init__(self, config: Qwen3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: Any, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.config = config
         self.q_proj = Linear(D, N * H, bias=config.qkv_bias, divided="out", unit=H, dtype=dtype, rngs=rngs)
@@ -161,27 +177,25 @@ class Attention(nnx.Module):
         self.k_proj = kv(dtype=dtype, rngs=rngs)
         self.v_proj = kv(dtype=dtype, rngs=rngs)
         self.o_proj = Linear(N * H, D, bias=config.output_bias, divided="in", unit=H, dtype=dtype, rngs=rngs)
-        self.q_norm = RMSNorm(H, eps=config.rms_norm_eps, dtype=dtype) if config.qk_norm else None
-        self.k_norm = RMSNorm(H, eps=config.rms_norm_eps, dtype=dtype) if config.qk_norm else None
+        self.q_norm = norm(config, dtype, H) if config.qk_norm else None
+        self.k_norm = norm(config, dtype, H) if config.qk_norm else None
 
     def __call__(
         self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: AttentionFn
     ) -> Float[Array, "*B T D"]:
-        q, k, v = map(self._heads, fused_linear(x, self.q_proj, self.k_proj, self.v_proj))
+        projections = fused_linear(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (split_heads(y, self.config.head_dim) for y in projections)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = ops.apply_rotary(q, *rotary), ops.apply_rotary(k, *rotary)
-        out = attend(layer, q, k, v, window=self.config.sliding_windows[layer])
+        out = attend(layer, q, k, v, window=self.config.sliding_windows[layer], **self.config.score_options)
         return self.o_proj(out.reshape(*out.shape[:-2], -1))
-
-    def _heads(self, x: Float[Array, "*B D"]) -> Float[Array, "*B N H"]:
-        return x.reshape(*x.shape[:-1], -1, self.config.head_dim)
 
 
 class MLP(nnx.Module):
-    """SwiGLU feed-forward (Shazeer, 2020, arXiv:2002.05202)."""
+    """Gated feed-forward: SwiGLU (Shazeer, 2020, arXiv:2002.05202)."""
 
-    def __init__(self, config: Qwen3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: Any, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D, F, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_proj = Linear(D, F, bias=bias, divided="out", dtype=dtype, rngs=rngs)
         self.up_proj = Linear(D, F, bias=bias, divided="out", dtype=dtype, rngs=rngs)
@@ -194,11 +208,11 @@ class MLP(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Attention, then feed-forward, each on a normalised copy of the residual stream."""
 
-    def __init__(self, config: Qwen3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: Any, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.self_attn = Attention(config, dtype=dtype, rngs=rngs)
         self.mlp = MLP(config, dtype=dtype, rngs=rngs)
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.input_layernorm = norm(config, dtype)
+        self.post_attention_layernorm = norm(config, dtype)
 
     def __call__(
         self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: AttentionFn
@@ -208,24 +222,32 @@ class DecoderLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Token embedding, the layers, and the final norm."""
+    """Token embedding, the layers, and the final norm. Relatives name other classes of layers and embeddings."""
 
-    def __init__(self, config: Qwen3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    layer_class: ClassVar[Any] = DecoderLayer
+    embedding_class: ClassVar[type[Embedding]] = Embedding
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
-        self.embed_tokens = Embedding(
-            config.vocab_size, config.hidden_size, divided="vocabulary", dtype=dtype, rngs=rngs
-        )
-        self.layers = nnx.List([DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        V, D = config.vocab_size, config.hidden_size
+        self.embed_tokens = self.embedding_class(V, D, divided="vocabulary", dtype=dtype, rngs=rngs)
+        layers = range(config.num_hidden_layers)
+        self.layers = nnx.List([self.layer_class(config, i, dtype=dtype, rngs=rngs) for i in layers])
+        self.norm = norm(config, dtype)
 
     def __call__(
-        self, tokens: Int[Array, "*B T"], positions: Int[Array, "*B T"], attend: AttentionFn
+        self, tokens: Int[Array, "*B T"], positions: Int[Array, "*B T"], *mixers: AttentionFn | RunRecurrent
     ) -> Float[Array, "*B T D"]:
+        """Hidden states; `mixers` are the functions by which the layers let tokens see each other."""
         x = self.embed_tokens(tokens)
-        rotary = ops.rotary_tables(positions, self.config.rotary, self.config.head_dim)
-        for i, layer in enumerate(self.layers):
-            x = layer(x, rotary, i, attend)
+        for i, (layer, rotary) in enumerate(zip(self.layers, self.rotary_tables(positions), strict=True)):
+            x = layer(x, rotary, i, *mixers)
         return self.norm(x)
+
+    def rotary_tables(self, positions: Int[Array, "*B T"]) -> list[Rotary]:
+        """Tables of cos and sin for each layer."""
+        tables = ops.rotary_tables(positions, self.config.rotary, self.config.head_dim)
+        return [tables] * self.config.num_hidden_layers
 
 
 class Qwen3ForCausalLM(nnx.Module):
@@ -238,14 +260,16 @@ class Qwen3ForCausalLM(nnx.Module):
     """Patterns of keys that old checkpoints hold and no model needs."""
 
     key_aliases = ((r"^model\.", ""),)
-    """Other keys of the same weights: those of embedding models, which have the decoder alone."""
+    """Other keys of the same weights: keys of embedding models, which have the decoder alone."""
+
+    decoder_class: ClassVar[type[Decoder]] = Decoder
 
     tied_weights = MappingProxyType({"lm_head.weight": "model.embed_tokens.weight"})
     """Keys whose weights are another key's if `config.tie_word_embeddings` is set."""
 
-    def __init__(self, config: Qwen3Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, config: Any, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
-        self.model = Decoder(config, dtype=dtype, rngs=rngs)
+        self.model = self.decoder_class(config, dtype=dtype, rngs=rngs)
         D, V, tied = config.hidden_size, config.vocab_size, config.tie_word_embeddings
         self.lm_head = None if tied else Linear(D, V, divided="vocabulary", dtype=dtype, rngs=rngs)
 

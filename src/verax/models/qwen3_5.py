@@ -2,8 +2,8 @@
 
 Follows transformers' `Qwen3_5ForCausalLM`, `Qwen3_5MoeForCausalLM` and `Qwen3NextForCausalLM`; module paths are the
 keys of their checkpoints.
-The delta layers are those of Gated DeltaNet (Yang et al., 2024, arXiv:2412.06464), the gate on attention that of Qiu et
-al. (2025, arXiv:2505.06708).
+The delta layers follow Gated DeltaNet (Yang et al., 2024, arXiv:2412.06464), the gate on attention Qiu et al. (2025,
+arXiv:2505.06708).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,11 @@ from verax import ops
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.fields import Size, check_multiple, file_of, read_fields, read_value, require_fields
 from verax.files import JsonObject
+from verax.models import qwen3
 from verax.models.causal_lm import AttentionFn, RunRecurrent, causal_attention, run_from_zeros
-from verax.models.qwen3 import MLP, Qwen3Config, Qwen3ForCausalLM, Rotary, decoder_fields
+from verax.models.qwen3 import MLP, Qwen3Config, Qwen3ForCausalLM, Rotary, decoder_fields, norm, split_heads
 from verax.models.qwen3_moe import STACKED_EXPERTS, ExpertsConfig, SparseMoeBlock
-from verax.nn import Embedding, Linear, RMSNorm, fused_linear
+from verax.nn import Linear, RMSNorm, fused_linear
 from verax.nn.parallel import own_part
 from verax.ops.division import Division
 
@@ -64,6 +65,7 @@ class Qwen35Config(Qwen3Config):
     """None if every layer has a feed-forward part."""
     fused_projections: bool
     """Qwen3-Next: a delta layer's q, k, v and z come from one projection, interleaved by key head; b and a likewise."""
+    zero_centered_norms: ClassVar[bool] = True
     divided_delta: bool = True
     """False on devices that cannot divide the key heads: each then has the delta layers whole."""
 
@@ -133,7 +135,7 @@ class Qwen35Config(Qwen3Config):
         )
 
     def on_devices(self, devices: int) -> Qwen35Config:
-        """Configuration on so many devices, which divide delta layers by key heads if they can."""
+        """Configuration on `devices` devices, which divide delta layers by key heads if they can."""
         return replace(self, divided_delta=self.linear_num_key_heads % devices == 0)
 
     def state_axes(self, layer: int) -> DeltaState | None:
@@ -209,11 +211,11 @@ class GatedDeltaNet(nnx.Module):
         config = self.config
         keys = (qkv.shape[-1] - z.shape[-1]) // 2  # of the heads that this device has
         q, k, v = jnp.split(jax.nn.silu(qkv), (keys, 2 * keys), axis=-1)
-        q, k = _heads(q, config.linear_key_head_dim), _heads(k, config.linear_key_head_dim)
+        q, k = split_heads(q, config.linear_key_head_dim), split_heads(k, config.linear_key_head_dim)
         out, memory = ops.gated_delta_rule(
             q,
             k,
-            _heads(v, config.linear_value_head_dim),
+            split_heads(v, config.linear_value_head_dim),
             g=-jnp.exp(self.A_log[...]) * jax.nn.softplus(a + self.dt_bias[...]),
             beta=jax.nn.sigmoid(b),
             initial_state=memory,
@@ -221,7 +223,7 @@ class GatedDeltaNet(nnx.Module):
             use_qk_l2norm=True,
             **where,
         )
-        out = self.norm(out) * jax.nn.silu(_heads(z, config.linear_value_head_dim))
+        out = self.norm(out) * jax.nn.silu(split_heads(z, config.linear_value_head_dim))
         assert memory is not None
         return self.out_proj(out.reshape(*x.shape[:-1], -1)), DeltaState(inputs, memory)
 
@@ -236,9 +238,9 @@ class GatedDeltaNet(nnx.Module):
             qkv, z, b, a = fused_linear(x, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
         else:
             K, _, V = self.config.key_head_channels
-            grouped = _heads(self.in_proj_qkvz(x), 2 * K + 2 * V)
+            grouped = split_heads(self.in_proj_qkvz(x), 2 * K + 2 * V)
             parts = jnp.split(grouped, (K, 2 * K, 2 * K + V), axis=-1)
-            by_key_head = jnp.split(_heads(self.in_proj_ba(x), 2 * self.config.value_heads_per_key), 2, axis=-1)
+            by_key_head = jnp.split(split_heads(self.in_proj_ba(x), 2 * self.config.value_heads_per_key), 2, axis=-1)
             q, k, v, z, b, a = (part.reshape(*x.shape[:-1], -1) for part in (*parts, *by_key_head))
             qkv = jnp.concatenate([q, k, v], axis=-1)
         return (qkv, z, own_part(b), own_part(a)) if self.config.divided_delta else (qkv, z, b, a)
@@ -255,16 +257,16 @@ class GatedAttention(nnx.Module):
         self.k_proj = kv(dtype=dtype, rngs=rngs)
         self.v_proj = kv(dtype=dtype, rngs=rngs)
         self.o_proj = Linear(N * H, D, bias=config.output_bias, divided="in", unit=H, dtype=dtype, rngs=rngs)
-        self.q_norm = RMSNorm(H, eps=config.rms_norm_eps, zero_centered=True, dtype=dtype)
-        self.k_norm = RMSNorm(H, eps=config.rms_norm_eps, zero_centered=True, dtype=dtype)
+        self.q_norm = norm(config, dtype, H)
+        self.k_norm = norm(config, dtype, H)
 
     def __call__(
         self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: AttentionFn
     ) -> Float[Array, "*B T D"]:
         queries, keys, values = fused_linear(x, self.q_proj, self.k_proj, self.v_proj)
-        # A head's query and gate lie beside each other.
-        q, gate = jnp.split(_heads(queries, 2 * self.head_dim), 2, axis=-1)
-        k, v = _heads(keys, self.head_dim), _heads(values, self.head_dim)
+        # A head's query and gate lie next to each other.
+        q, gate = jnp.split(split_heads(queries, 2 * self.head_dim), 2, axis=-1)
+        k, v = split_heads(keys, self.head_dim), split_heads(values, self.head_dim)
         q, k = ops.apply_rotary(self.q_norm(q), *rotary), ops.apply_rotary(self.k_norm(k), *rotary)
         out = attend(layer, q, k, v) * jax.nn.sigmoid(gate)
         return self.o_proj(out.reshape(*x.shape[:-1], -1))
@@ -282,8 +284,8 @@ class DecoderLayer(nnx.Module):
             self.mlp = SparseMoeBlock(config, config.experts, dtype=dtype, rngs=rngs)
         else:
             self.mlp = MLP(config, dtype=dtype, rngs=rngs)
-        self.input_layernorm = _norm(config, dtype)
-        self.post_attention_layernorm = _norm(config, dtype)
+        self.input_layernorm = norm(config, dtype)
+        self.post_attention_layernorm = norm(config, dtype)
 
     def __call__(
         self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: AttentionFn, run_recurrent: RunRecurrent
@@ -296,38 +298,14 @@ class DecoderLayer(nnx.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Decoder(nnx.Module):
+class Decoder(qwen3.Decoder):
     """Token embedding, the layers, and the final norm."""
 
-    def __init__(self, config: Qwen35Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.config = config
-        self.embed_tokens = Embedding(
-            config.vocab_size, config.hidden_size, divided="vocabulary", dtype=dtype, rngs=rngs
-        )
-        self.layers = nnx.List(
-            [DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_hidden_layers)]
-        )
-        self.norm = _norm(config, dtype)
-
-    def __call__(
-        self,
-        tokens: Int[Array, "*B T"],
-        positions: Int[Array, "*B T"],
-        attend: AttentionFn,
-        run_recurrent: RunRecurrent,
-    ) -> Float[Array, "*B T D"]:
-        x = self.embed_tokens(tokens)
-        rotary = ops.rotary_tables(positions, self.config.rotary, self.config.head_dim)
-        for i, layer in enumerate(self.layers):
-            x = layer(x, rotary, i, attend, run_recurrent)
-        return self.norm(x)
+    layer_class = DecoderLayer
 
 
-class Qwen35ForCausalLM(nnx.Module):
-    """The language model: `model(tokens, positions, attend, run_recurrent)` gives hidden states, `model.logits` scores.
-
-    The residual stream and everything between matmuls is float32; matmul inputs are rounded to the weights' dtype.
-    """
+class Qwen35ForCausalLM(Qwen3ForCausalLM):
+    """The language model: `model(tokens, positions, attend, run_recurrent)` gives hidden states, `logits` scores."""
 
     ignored_weights = (*Qwen3ForCausalLM.ignored_weights, r"^mtp\.", r"^model\.visual\.")
     """Patterns of keys that are not needed; among them the vision tower, and the layers of multi-token prediction."""
@@ -335,22 +313,10 @@ class Qwen35ForCausalLM(nnx.Module):
     key_aliases = ((r"^model\.", "model.language_model."),)
     """Checkpoints with a vision tower have the language model one level further down."""
 
-    tied_weights = Qwen3ForCausalLM.tied_weights
-    """Keys whose weights are another key's if `config.tie_word_embeddings` is set."""
+    decoder_class = Decoder
 
     stacked_weights = STACKED_EXPERTS
     """Keys of single experts, as Qwen3-Next has them; Qwen3.5's checkpoints have the stacks."""
-
-    def __init__(self, config: Qwen35Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
-        self.config = config
-        self.model = Decoder(config, dtype=dtype, rngs=rngs)
-        D, V, tied = config.hidden_size, config.vocab_size, config.tie_word_embeddings
-        self.lm_head = None if tied else Linear(D, V, divided="vocabulary", dtype=dtype, rngs=rngs)
-
-    @property
-    def dtype(self) -> DTypeLike:
-        """Dtype of the weights that are not quantised, and of keys and values."""
-        return self.model.norm.weight[...].dtype  # embeddings may be quantised
 
     def __call__(
         self,
@@ -366,15 +332,3 @@ class Qwen35ForCausalLM(nnx.Module):
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
         return self.model(tokens, positions, attend or causal_attention(self.dtype), run_recurrent or run_from_zeros())
-
-    def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-        """Scores over the vocabulary, float32."""
-        return self.model.embed_tokens.attend(hidden) if self.lm_head is None else self.lm_head(hidden)
-
-
-def _heads(x: Float[Array, "*B D"], size: int) -> Float[Array, "*B N H"]:
-    return x.reshape(*x.shape[:-1], -1, size)
-
-
-def _norm(config: Qwen35Config, dtype: DTypeLike) -> RMSNorm:
-    return RMSNorm(config.hidden_size, eps=config.rms_norm_eps, zero_centered=True, dtype=dtype)

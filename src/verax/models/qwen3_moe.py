@@ -154,14 +154,14 @@ class Experts(nnx.Module):
         self, x: Float[Array, "*B D"], experts: Int[Array, "*B k"], weights: Float[Array, "*B k"]
     ) -> Float[Array, "*B D"]:
         gate_up, down = self.gate_up_proj.get_value(), self.down_proj.get_value()
-        experts = experts - part_index() * gate_up.shape[0]  # those of other devices are out of range, and give zeros
+        experts = experts - part_index() * gate_up.shape[0]  # experts of other devices are out of range, and give zeros
         gate, up = jnp.split(ops.grouped_linear(x[..., None, :], gate_up, experts), 2, axis=-1)
         y = ops.grouped_linear(jax.nn.silu(gate) * up, down, experts)
         return sum_parts(jnp.sum(y * weights[..., None], axis=-2))
 
 
 class SparseMoeBlock(nnx.Module):
-    """Experts of a layer behind their router and, in Qwen3-Next and Qwen3.5, a gated expert that all tokens pass."""
+    """Router and experts of a layer and, in Qwen3-Next and Qwen3.5, a gated expert that all tokens pass."""
 
     def __init__(self, config: Qwen3Config, experts: ExpertsConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.gate = Router(config, experts, rngs=rngs)

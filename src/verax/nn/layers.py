@@ -60,9 +60,9 @@ class LowRank:
 
 
 def low_rank_changes(x: Float[Array, "*B D"], adapters: Sequence[LowRank]) -> tuple[Float[Array, "*B F"], ...]:
-    """Changes of the results of several layers with the same input."""
+    """Changes of the results `[*B, F]` of several layers with the same input."""
     reduced = ops.multi_linear(x, [adapter.down for adapter in adapters])
-    return tuple(adapter.change(each) for adapter, each in zip(adapters, reduced, strict=True))
+    return tuple(adapter.change(product) for adapter, product in zip(adapters, reduced, strict=True))
 
 
 INIT_STD = 0.02

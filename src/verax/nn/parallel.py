@@ -70,11 +70,11 @@ def concatenate_parts(x: Float[Array, "*B F"]) -> Float[Array, "*B G"]:
 
 def divisions(model: Any) -> dict[str, Division]:
     """Divided weights of a model, by path."""
-    found: dict[str, Division] = {}
+    by_path: dict[str, Division] = {}
     for path, module in nnx.iter_modules(model):
         declared: Mapping[str, Division] = getattr(module, "divisions", {})
-        found.update({".".join(map(str, (*path, name))): division for name, division in declared.items()})
-    return found
+        by_path.update({".".join(map(str, (*path, name))): division for name, division in declared.items()})
+    return by_path
 
 
 def check_divisions(model: Any, devices: int, *, argument: str) -> None:

@@ -121,8 +121,8 @@ def target() -> Target:
 
 def has_compute_capability(major: int, minor: int = 0) -> bool:
     """True if the target is an NVIDIA GPU of at least this compute capability; AMD's read `gfx...`."""
-    found = target().compute_capability.split(".")
-    return all(part.isdigit() for part in found) and tuple(map(int, found)) >= (major, minor)
+    version = target().compute_capability.split(".")
+    return all(part.isdigit() for part in version) and tuple(map(int, version)) >= (major, minor)
 
 
 @contextlib.contextmanager
@@ -192,9 +192,9 @@ def _local_target() -> Target:
 
 
 def _least_memory(num_devices: int) -> DeviceMemory | None:
-    found = [_device_memory(device) for device in jax.local_devices()[:num_devices]]
-    known = [memory for memory in found if memory is not None]
-    return min(known) if len(known) == len(found) else None
+    memories = [_device_memory(device) for device in jax.local_devices()[:num_devices]]
+    known = [memory for memory in memories if memory is not None]
+    return min(known) if len(known) == len(memories) else None
 
 
 def _device_memory(device: Any) -> DeviceMemory | None:

@@ -112,8 +112,8 @@ def check_division(name: str, weight: Any, division: Division, devices: int) -> 
             "with quantization='dequantize'"
         )
     whole, units = weight.shape[division.axis], division.units
-    for each in units:
-        size, unit = whole * each // sum(units), math.lcm(each, _stored_unit(weight, division.axis))
+    for part_units in units:
+        size, unit = whole * part_units // sum(units), math.lcm(part_units, _stored_unit(weight, division.axis))
         count, rest = divmod(size, unit)
         if rest or (count % devices and not (division.repeats and devices % count == 0)):
             part = f"{size} of its {whole}" if len(units) > 1 else f"{size}"

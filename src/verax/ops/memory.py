@@ -61,8 +61,8 @@ def _update_blocks(function: Callable[..., Any], x: Shaped[Array, "B T *D"], *ot
 
     def update(begin: Any, count: int, results: list[Array]) -> list[Array]:
         arrays = results[0] if in_place else x, *others
-        found = function(*(lax.dynamic_slice_in_dim(array, begin, count, 1) for array in arrays))
-        pairs = zip(results, jax.tree.leaves(found), strict=True)
+        block_results = function(*(lax.dynamic_slice_in_dim(array, begin, count, 1) for array in arrays))
+        pairs = zip(results, jax.tree.leaves(block_results), strict=True)
         return [lax.dynamic_update_slice_in_dim(result, leaf, begin, 1) for result, leaf in pairs]
 
     # Other results begin with a number of x everywhere: XLA allocates those that begin with zeros before the first

@@ -100,15 +100,15 @@ def quantize_tokens(
 
     A row with a number that is not finite gets a scale that is not, so that what it is multiplied with becomes NaN.
     """
-    x, most = x.astype(jnp.float32), LARGEST[jnp.dtype(dtype)]
+    x, limit = x.astype(jnp.float32), LARGEST[jnp.dtype(dtype)]
     # XLA:CPU's maximum may pass over a NaN.
     largest = jnp.where(jnp.any(jnp.isnan(x), axis=-1), jnp.nan, jnp.max(jnp.abs(x), axis=-1))
     # Compilers may turn a division by a constant into this product or not; the product has the same bits everywhere.
-    scales = largest * (np.float32(1) / np.float32(most))
+    scales = largest * (np.float32(1) / np.float32(limit))
     usable = ((scales >= SMALLEST) & jnp.isfinite(scales))[..., None]
     values = jnp.where(usable, x * (1 / jnp.where(usable, scales[..., None], 1)), 0)
     # Float8 has no infinity: a number past its largest would become NaN.
-    values = jnp.round(values) if jnp.dtype(dtype) == jnp.int8 else jnp.clip(values, -most, most)
+    values = jnp.round(values) if jnp.dtype(dtype) == jnp.int8 else jnp.clip(values, -limit, limit)
     return values.astype(dtype), scales
 
 

@@ -18,8 +18,7 @@ from verax.bench.case import Case, Side
 from verax.bench.delta.baselines import Baselines
 from verax.bench.delta.case import jax_side, torch_side
 from verax.bench.delta.flops import encoder_flops, factored_rule_flops, hierarchical_rule_flops, layer_flops
-from verax.models.lam import LamConfig, LamModel
-from verax.models.lam_layers import EnhancedHierarchicalDeltaNet
+from verax.models.lam import EnhancedHierarchicalDeltaNet, LamConfig, LamModel
 from verax.nn import pack_linear_weights
 from verax.ops.hierarchical import HierarchicalInputs, Perceptron, ResonanceFlux, orthogonality_loss
 

@@ -14,7 +14,7 @@ from verax import ops
 from verax._compat import compiler_options
 from verax.bench.case import Case
 from verax.bench.ops.sides import implementations, operation_case, random, torch_tensor
-from verax.ops.pages import QuantizedPages, page_bytes, quantize_tokens
+from verax.ops.paged import QuantizedPages, page_bytes, quantize_tokens
 
 __all__ = ["attention_cases", "paged_decode_case", "ragged_case", "whole_sequence_case"]
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from verax import ops
 from verax.bench.timing import interleave
 from verax.machine import measure_bandwidth
-from verax.ops.pages import QuantizedPages
+from verax.ops.paged import QuantizedPages
 from verax.text.engine.llm import LLM
 from verax.text.engine.request import RequestInput
 from verax.text.engine.sampling_params import SamplingParams

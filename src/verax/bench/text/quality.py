@@ -30,7 +30,7 @@ from verax.errors import InvalidParameterError
 from verax.loading import DEQUANTIZE, load_causal_lm
 from verax.machine import fingerprint
 from verax.models import CausalLM
-from verax.ops.pages import page_bytes
+from verax.ops.paged import page_bytes
 from verax.text.engine.llm import LLM
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.step.sizes import CACHE_DTYPES

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from verax.bench.video.cases import Work as CountedWork
 from verax.checkpoint.load import random_weights
 from verax.checkpoint.video.names import UMT5, WAN, Renaming, wan_vae_names
 from verax.checkpoint.video.parts import VAE_2_2
@@ -18,11 +19,10 @@ from verax.errors import InvalidParameterError
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
 from verax.models.wan.vae import WanVae, WanVaeConfig
-from verax.plan.work import Work as CountedWork
 from verax.plan.work import count, trace
 from verax.video.load import divided_component
+from verax.video.networks import latents_at_once
 from verax.video.programs import Component
-from verax.video.stages import latents_at_once
 
 __all__ = ["SIZES", "STAGES", "Size", "Work", "products", "work"]
 

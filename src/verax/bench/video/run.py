@@ -16,7 +16,7 @@ from verax.bench.timing import interleave
 from verax.bench.video.cases import STAGES, Work, products, work
 from verax.errors import InvalidParameterError
 from verax.machine import fingerprint, measure_machine
-from verax.models.wan.layers import ATTENTION
+from verax.models.qwen3_5 import ATTENTION
 from verax.ops.cpu import library
 from verax.video.programs import Program
 

@@ -190,7 +190,7 @@ def _prepare(x: DeltaInputs, erase_before_decay: bool) -> Chunk:
 
 @dataclass(frozen=True)
 class Layout:
-    """Positions of tokens in chunks. The slots left over hold zeros, which leave any state as it is."""
+    """Positions of tokens in chunks. The slots left over hold zeros, which leave any state unchanged."""
 
     tokens: int
     chunks: int
@@ -315,8 +315,8 @@ def _delta_step(
         decay = jnp.exp(g)
         # Both keys read the old state at once; the output follows without reading the new one.
         keys = jnp.stack(jnp.broadcast_arrays(erase if erase_before_decay else erase * decay, read * decay), axis=-2)
-        found = jnp.einsum("bhrmk,bhrkv->bhrmv", keys, state, precision=lax.Precision.HIGHEST)
-        written = beta * (v - found[..., 0, :])
-        outs.append(found[..., 1, :] + jnp.sum(read * write, axis=-1, keepdims=True) * written)
+        stored = jnp.einsum("bhrmk,bhrkv->bhrmv", keys, state, precision=lax.Precision.HIGHEST)
+        written = beta * (v - stored[..., 0, :])
+        outs.append(stored[..., 1, :] + jnp.sum(read * write, axis=-1, keepdims=True) * written)
         state = decay[..., None] * state + write[..., None] * written[..., None, :]
     return jnp.stack(outs, axis=1).reshape(x.v.shape), state.reshape(initial_state.shape)

@@ -84,8 +84,8 @@ def _update(x: DeltaInputs, state: Array, erase_before_decay: bool) -> tuple[Arr
     state = state.reshape(B, H, HV // H, K, V)
     v, beta, g = (a.reshape(B, H, HV // H, *a.shape[2:]) for a in (x.v, x.beta, x.g))
     decayed = state * jnp.exp(g.reshape(*beta.shape, -1, 1))
-    found = _read(x.erase, state if erase_before_decay else decayed)
-    state = decayed + x.write[:, :, None, :, None] * (beta[..., None] * (v - found))[..., None, :]
+    stored = _read(x.erase, state if erase_before_decay else decayed)
+    state = decayed + x.write[:, :, None, :, None] * (beta[..., None] * (v - stored))[..., None, :]
     return state.reshape(B, HV, K, V), _read(x.read, state).reshape(B, HV, V)
 
 

@@ -50,7 +50,7 @@ def delta_chunk_scan(
     """
 
     # Like the token walk, this one carries every sequence's state: a chunk takes its own sequence's. One that nobody
-    # uses takes the last sequence's and leaves it as it is, its inputs being zeros.
+    # uses takes the last sequence's and leaves it unchanged, its inputs being zeros.
     def body(states: Array, step: tuple[Chunk, Array]) -> tuple[Array, tuple[Array, Array | None]]:
         chunk, n = step
         before = _take(states, n)

@@ -118,7 +118,7 @@ def hierarchical_gated_delta_rule(
         beta,
         jnp.where(alive[..., None], jnp.stack(log_decays, axis=-1).astype(dtype), 0.0),
     )
-    # After the last token that counts come slots without tokens, which leave everything as it is.
+    # After the last token that counts come slots without tokens, which leave everything unchanged.
     ends = state.position + real
 
     def interval(state: HierarchicalState, step: tuple[Array, ...]) -> tuple[HierarchicalState, Array]:

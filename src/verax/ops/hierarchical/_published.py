@@ -99,9 +99,9 @@ def hierarchical_rule(inputs: HierarchicalInputs, *, chunk_size: int) -> tuple[F
         outs, written = [], []
         for i, state in enumerate(states):
             state = keep[i][..., None, None] * state
-            found = unit(state)
-            value = u - matmul(w, found)
-            outs.append(gates[i][..., None] * (matmul(q, found) + matmul(p, value)))
+            unit_state = unit(state)
+            value = u - matmul(w, unit_state)
+            outs.append(gates[i][..., None] * (matmul(q, unit_state) + matmul(p, value)))
             written.append(state + matmul(k.mT, value))
         out = share[..., None] * outs[0] + (1 - share[..., None]) * outs[1]
         return mixed(written[0], written[1], psi), out
@@ -249,8 +249,8 @@ def hierarchical_factored(inputs: HierarchicalInputs, *, chunk_size: int) -> tup
     """`hierarchical_delta_rule` with less arithmetic."""
     x = inputs.chunks(chunk_size)
     chunks = within(x, inputs.flux)
-    found, states = walk(chunks, x.decays, inputs.flux)
-    return read(chunks.inner, chunks.shares, found), states
+    units, states = walk(chunks, x.decays, inputs.flux)
+    return read(chunks.inner, chunks.shares, units), states
 
 
 def within(x: Chunks, flux: ResonanceFlux) -> Within:
@@ -266,7 +266,7 @@ def within(x: Chunks, flux: ResonanceFlux) -> Within:
 
 
 def walk(x: Within, decays: Pair, flux: ResonanceFlux) -> tuple[Float[Array, "B n H 2 K V"], Pair]:
-    """States that each chunk reads, and those after the last chunk; decays `[B n H C]`."""
+    """States that each chunk reads, and the states after the last chunk; decays `[B n H C]`."""
     C, K = x.inner.shape[-2], x.product.shape[-2]
     V = x.product.shape[-1] - K
     means = x.sums / C
@@ -277,21 +277,21 @@ def walk(x: Within, decays: Pair, flux: ResonanceFlux) -> tuple[Float[Array, "B 
         product, psi, *keep = step
         new, erased = product[..., :V], product[..., V:]
         states = keep[0][..., None, None] * states[0], keep[1][..., None, None] * states[1]
-        found = unit(states[0]), unit(states[1])
-        fast, slow = (s + new - matmul(erased, r) for s, r in zip(states, found, strict=True))
-        return mixed(fast, slow, psi), jnp.stack(found, axis=2)
+        units = unit(states[0]), unit(states[1])
+        fast, slow = (s + new - matmul(erased, r) for s, r in zip(states, units, strict=True))
+        return mixed(fast, slow, psi), jnp.stack(units, axis=2)
 
     zero = jnp.zeros_like(x.product[:, 0, ..., :V])
-    states, found = lax.scan(chunk, (zero, zero), tuple(jnp.moveaxis(a, 1, 0) for a in (x.product, psi, *keep)))
-    return jnp.moveaxis(found, 0, 1), states
+    states, units = lax.scan(chunk, (zero, zero), tuple(jnp.moveaxis(a, 1, 0) for a in (x.product, psi, *keep)))
+    return jnp.moveaxis(units, 0, 1), states
 
 
 def read(
-    inner: Float[Array, "B n H C both"], shares: Float[Array, "B n H C 2"], found: Float[Array, "B n H 2 K V"]
+    inner: Float[Array, "B n H C both"], shares: Float[Array, "B n H C 2"], units: Float[Array, "B n H 2 K V"]
 ) -> Float[Array, "B T H V"]:
     """Outputs, from what the tokens make without a state and the states that they read."""
-    V = found.shape[-1]
-    fast, slow = (inner[..., :V] + matmul(inner[..., V:], found[..., i, :, :]) for i in range(2))
+    V = units.shape[-1]
+    fast, slow = (inner[..., :V] + matmul(inner[..., V:], units[..., i, :, :]) for i in range(2))
     return joined(shares[..., :1] * fast + shares[..., 1:] * slow)
 
 

@@ -78,7 +78,7 @@ class RunnerConfig:
     padding_takes_time: bool = False
     """Steps with prompts are made to fill one of `mixed_tokens`, and large ones are not run at the start."""
     joined_heads: int = 1
-    """Heads of keys and values that lie side by side in a page, as one (`ops.joined_heads`)."""
+    """Heads of keys and values that lie side by side in a page, as one (`ops.attention.join_heads`)."""
 
     @property
     def prompt_sizes(self) -> Sequence[int]:

@@ -1,7 +1,7 @@
 // for each block of tokens of the chunk:
 //   k, q = unit keys and queries;  kb, right = beta k, beta [v | k]
 //   new = k - lower(kb, k) k                   (lower(x, y) = tril(x y^T, -1) over all tokens of the chunk so far)
-//   [U | W] = right - lower(kb, new) right     (T = I - lower(kb, new): see ops/hierarchical/_factored.py)
+//   [U | W] = right - lower(kb, new) right     (T = I - lower(kb, new): see ops/hierarchical/_published.py)
 //   inner = (lower(q, k) with its diagonal) [U | W]
 //   phi = the perceptron of (kb, beta v);  shares = gates * (0.5 + 0.3 phi, 0.5 - 0.3 phi)
 // psi = the perceptron of the means of k, U and k^T bilinear U / temperature
