@@ -150,19 +150,19 @@ def read_functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Funct
     Raises:
         InvalidParameterError: naming the tool that is not a function, lacks a name, or has the name of another.
     """
-    found: dict[str, Function] = {}
+    functions: dict[str, Function] = {}
     for i, tool in enumerate(tools or ()):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
             raise InvalidParameterError(f"tools[{i}]: expected a function with a name, got {tool!r}")
-        if name in found:
+        if name in functions:
             raise InvalidParameterError(f"tools[{i}]: there is another function with the name {name!r}")
         schema = function.get("parameters") or {"type": "object", "properties": {}}
         if not isinstance(schema, Mapping):
             raise InvalidParameterError(f"tools[{i}].function.parameters: expected a JSON schema, got {schema!r}")
-        found[name] = Function(name, schema, strict=function.get("strict") is True)
-    return found
+        functions[name] = Function(name, schema, strict=function.get("strict") is True)
+    return functions
 
 
 def _types(schema: Any, root: Mapping[str, Any], references: int) -> set[str]:
@@ -178,12 +178,12 @@ def _types(schema: Any, root: Mapping[str, Any], references: int) -> set[str]:
         return {_JSON_TYPES.get(type(value), "object") for value in values}
     if isinstance(schema.get("$ref"), str):
         return _types(_referenced(schema["$ref"], root), root, references - 1)
-    found: set[str] = set()
+    types: set[str] = set()
     for key in ("anyOf", "oneOf", "allOf"):
         members = schema.get(key)
         for member in members if isinstance(members, (list, tuple)) else ():
-            found |= _types(member, root, references - 1)
-    return found
+            types |= _types(member, root, references - 1)
+    return types
 
 
 def _referenced(reference: str, root: Mapping[str, Any]) -> Any:
@@ -315,8 +315,8 @@ class JsonScanner:
         """Position after the characters from `start` on that change nothing, in the middle of a string."""
         if self.state != "string":
             return start
-        found = _PLAIN.match(text, start)
-        return start if found is None else found.end()
+        plain = _PLAIN.match(text, start)
+        return start if plain is None else plain.end()
 
     def push(self, char: str) -> bool:
         """Read a character; False, with nothing changed, if no JSON object continues with it."""
@@ -528,8 +528,8 @@ class JsonCallReader(CallReader):
         """The closing tag, if it follows."""
         if self._close is None:
             return 0, Outcome.DONE
-        found = _BEHIND.match(text)
-        end = 0 if found is None else found.end()
+        braces = _BEHIND.match(text)
+        end = 0 if braces is None else braces.end()
         if text.startswith(self._close, end):
             return end + len(self._close), Outcome.DONE
         if not final and self._close.startswith(text[end:]):
