@@ -419,7 +419,7 @@ _OPENING = re.compile(_NAME + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*\{')
 _KEYS = ('"name"', '"arguments"', '"parameters"', '"type"', '"id"')
 """Keys of a call. An object with another key is not a call."""
 
-_BEHIND = re.compile(r"[\s}]*")
+_BEFORE_CLOSE = re.compile(r"[\s}]*")
 """Text between a call's object and its closing tag. Models like to write a brace too many."""
 
 
@@ -473,7 +473,7 @@ class JsonCallReader(CallReader):
             return at, Outcome.OPEN
         if not self.committed:
             return at, Outcome.REFUSED
-        self._step = self._broken if self._in_arguments else self._behind
+        self._step = self._broken if self._in_arguments else self._after_call
         return at, Outcome.OPEN
 
     def _so_far(self, text: str, at: int) -> str:
@@ -524,11 +524,11 @@ class JsonCallReader(CallReader):
             return at + len(tag), Outcome.DONE
         return len(kept), Outcome.DONE if final else Outcome.OPEN
 
-    def _behind(self, text: str, calls: CallSink, final: bool) -> tuple[int, Outcome]:
+    def _after_call(self, text: str, calls: CallSink, final: bool) -> tuple[int, Outcome]:
         """The closing tag, if it follows."""
         if self._close is None:
             return 0, Outcome.DONE
-        braces = _BEHIND.match(text)
+        braces = _BEFORE_CLOSE.match(text)
         end = 0 if braces is None else braces.end()
         if text.startswith(self._close, end):
             return end + len(self._close), Outcome.DONE
@@ -603,7 +603,7 @@ class XmlCallReader(CallReader):
             # An answer that was cut short leaves its arguments open, so that nobody takes them for whole.
             return (len(text), Outcome.DONE) if final else (0, Outcome.OPEN)
         calls.add("}")
-        self._step = self._behind
+        self._step = self._after_call
         return space + (len(_END_FUNCTION) if rest.startswith(_END_FUNCTION) else 0), Outcome.OPEN
 
     def _begin_value(self, key: str, calls: CallSink) -> None:
@@ -643,7 +643,7 @@ class XmlCallReader(CallReader):
         self._step = self._body
         return at + len(tag), Outcome.OPEN
 
-    def _behind(self, text: str, calls: CallSink, final: bool) -> tuple[int, Outcome]:
+    def _after_call(self, text: str, calls: CallSink, final: bool) -> tuple[int, Outcome]:
         """The closing tag, if it follows."""
         rest = text.lstrip()
         if rest.startswith(_END_CALL):
