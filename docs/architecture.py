@@ -50,7 +50,7 @@ FLOWS: dict[str, list[tuple[str, str, str]]] = {
         ("Engine.prepare, Engine.add", "text/engine/engine.py", "Request with n Sequences"),
         (
             "Scheduler.schedule, BlockManager",
-            "text/engine/{scheduler,blocks}.py",
+            "text/engine/scheduler.py, text/engine/blocks.py",
             "Schedule of Chunks",
         ),
         ("ModelRunner.run", "text/step/runner.py", "one packed int32 array"),
