@@ -1,4 +1,4 @@
-"""Answers from replicas that die: they are those of one engine that lives."""
+"""Answers from replicas that die equal the answers of one engine that lives."""
 
 import asyncio
 import functools
@@ -62,7 +62,7 @@ def _pace(thread, outbox):
 
 
 class Handle:
-    """A deployment's handle whose streams break after so many parts, one number for each stream; then they hold."""
+    """A deployment's handle whose streams break after the given numbers of parts, one a stream, and then hold."""
 
     def __init__(self, replica, breaks):
         self._replica = replica

@@ -24,7 +24,7 @@ def make_llm(folder, **options):
 
 @pytest.fixture(scope="session")
 def crowded_llm(tiny_folder, llm):
-    """The same with a cache for 31 blocks of 4 tokens: a few long sequences at once must preempt each other."""
+    """An engine with a cache for 31 blocks of 4 tokens: a few long sequences at once must preempt each other."""
     from verax.text.step.sizes import block_bytes
 
     memory = 32 * block_bytes(llm.model_config, 4, "float32")

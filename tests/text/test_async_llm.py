@@ -37,7 +37,7 @@ CASES = {
     "stop token kept": SamplingParams(
         n=2, temperature=1.4, seed=8, max_tokens=60, stop_token_ids=STOP_TOKENS, include_stop_str_in_output=True
     ),
-    "stop token kept beside stop strings": SamplingParams(
+    "stop token kept with stop strings": SamplingParams(
         n=2, temperature=1.4, seed=8, max_tokens=60, stop=["zz"], stop_token_ids=STOP_TOKENS,
         include_stop_str_in_output=True,
     ),
@@ -49,7 +49,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def served(tiny_folder, llm):
-    """An engine of its own for the asynchronous one: a synchronous one beside it gives the whole outputs."""
+    """An engine of its own for the asynchronous one: a synchronous one gives the whole outputs to compare with."""
     from tests.text.conftest import make_llm
 
     served = AsyncLLM.from_llm(make_llm(tiny_folder))

@@ -14,13 +14,13 @@ from verax.text.step.program import new_cache
 from verax.text.step.sizes import block_bytes, plan_sizes
 
 
-def serve(blocks, sequence, *, beside=()):
-    """Admit a sequence `beside` running ones and pretend that all of its tokens were computed; how many were cached."""
+def serve(blocks, sequence, *, others=()):
+    """Admit a sequence next to running ones, as if all of its tokens were computed; the number that was cached."""
     assert blocks.admit(sequence, len(sequence.tokens))
     assert blocks.grow(sequence, len(sequence.tokens)) is not None
     cached, sequence.num_computed = sequence.num_computed, len(sequence.tokens)
     blocks.register(sequence)
-    blocks.check([sequence, *beside])
+    blocks.check([sequence, *others])
     return cached
 
 
@@ -86,7 +86,7 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning():
     other = make_sequence([50, 51])  # takes the block that nobody cached
     serve(blocks, other)
     third = make_sequence([60, 61])  # takes the end of the prefix
-    serve(blocks, third, beside=[other])
+    serve(blocks, third, others=[other])
     again = make_sequence(range(13))
     assert blocks.admit(again, 8)
     assert again.num_computed == 8
@@ -113,7 +113,7 @@ def test_idle_cached_blocks_are_not_counted_twice_as_room():
 def test_caching_can_be_off():
     blocks = BlockManager([20], 4, enable_prefix_caching=False)
     serve(blocks, first := make_sequence(range(10)))
-    assert serve(blocks, make_sequence(range(10)), beside=[first]) == 0
+    assert serve(blocks, make_sequence(range(10)), others=[first]) == 0
 
 
 def test_reset_forgets_prefixes_and_keeps_running_sequences():
@@ -122,10 +122,10 @@ def test_reset_forgets_prefixes_and_keeps_running_sequences():
     serve(blocks, first)
     blocks.reset_prefix_cache()
     blocks.check([first])
-    assert serve(blocks, make_sequence(range(10)), beside=[first]) == 0
+    assert serve(blocks, make_sequence(range(10)), others=[first]) == 0
 
 
-# Groups: blocks behind a sliding window are given back, those of full attention stay.
+# Groups: blocks before a sliding window are given back, blocks of full attention stay.
 
 
 def test_blocks_behind_the_window_are_given_back_when_a_sequence_grows():
@@ -186,7 +186,7 @@ def compute(blocks, sequence, *, chunk):
 
 
 def test_a_prefix_is_found_as_long_as_its_last_window_is_cached():
-    blocks = BlockManager([20, 6], 4, windows=[None, 6])  # five usable behind the window
+    blocks = BlockManager([20, 6], 4, windows=[None, 6])  # five usable with the window
     sequence = make_sequence(range(33))
     compute(blocks, sequence, chunk=4)
     blocks.release(sequence)
@@ -203,7 +203,7 @@ def test_a_text_is_found_by_its_end_when_its_beginning_is_gone():
     compute(blocks, sequence, chunk=4)
     blocks.release(sequence)
     assert cached(blocks, range(33)) == 32
-    other = make_sequence([*range(100, 104), *range(4, 33)])  # the same blocks behind another beginning
+    other = make_sequence([*range(100, 104), *range(4, 33)])  # the same blocks after another beginning
     assert cached(blocks, other.tokens) == 0
     again = make_sequence(range(33))
     assert blocks.admit(again, 33, chunk=4)
@@ -218,7 +218,7 @@ def test_a_short_prefix_is_found_where_a_group_lacks_the_longer_one():
     assert cached(blocks, [*range(8), 99]) == 8  # their blocks are the last ones used
     taken = make_sequence(range(100, 164))
     assert blocks.admit(taken, 64)
-    blocks.grow(taken, 64)  # 14 unused blocks behind the window, and those of tokens 16 and 12 to 15
+    blocks.grow(taken, 64)  # 14 unused blocks before the window, and the blocks of tokens 16 and 12 to 15
     assert [cached(blocks, [*range(n), 99]) for n in (16, 12, 8, 4)] == [12, 12, 8, 4]
 
 
@@ -227,7 +227,7 @@ def test_prefixes_that_nothing_uses_are_forgotten():
     for begin in range(0, 1000, 100):
         sequence = make_sequence(range(begin, begin + 33))
         compute(blocks, sequence, chunk=4)
-        assert len(blocks._prefixes) <= 8 + 8  # those of the sequence, and of the one before it whose blocks are left
+        assert len(blocks._prefixes) <= 8 + 8  # of the sequence, and of the one before it whose blocks are left
         blocks.release(sequence)
     blocks.reset_prefix_cache()
     assert len(blocks._prefixes) == 0

@@ -52,7 +52,7 @@ def test_a_start_with_programs_traces_nothing_and_gives_the_same_tokens(checkpoi
     before = llm.engine.runner.num_compiled()
     assert tokens(llm) == expected
     assert llm.engine.runner.num_compiled() == before == len(list(folder.glob("*.bin")))
-    assert llm.max_model_len == 64  # sizes that no option names are those of the folder
+    assert llm.max_model_len == 64  # sizes that no option names come from the folder
     # Programs for structured output may be left over.
     assert tokens(start(checkpoint, programs=str(folder), max_num_seqs=2)) == expected
 

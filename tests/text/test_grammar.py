@@ -1,4 +1,4 @@
-"""Answers with a form: every one has it, whatever happens around it, and free answers beside it stay what they are."""
+"""Answers with a form: every one has it, whatever happens around it, and free answers in its batch do not change."""
 
 import json
 import re

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.engine import alone, greedy_answer, plain_scores, tokens
 from tests.support.sequences import make_sequence
 from tests.support.tiny import HYBRID, tiny_checkpoint
 from tests.text.conftest import make_llm
@@ -32,35 +33,13 @@ def llm(folder):
 
 @pytest.fixture(scope="module")
 def scores(llm):
-    """The model without engine, cache and carried state: scores after each token of a text."""
-    runner = llm.engine.runner
-
-    @jax.jit
-    def run(text):
-        model = runner.abstract_model.build(runner._weights)
-        return model.logits(model(text[None])[0])
-
-    return lambda text: np.asarray(run(jnp.asarray([*text, *[0] * (96 - len(text))])))[: len(text)]
+    return plain_scores(llm)
 
 
 @pytest.fixture(scope="module")
 def expected(scores):
     """The greedy answers of the model by itself."""
-    answers = []
-    for prompt in PROMPTS:
-        text = list(prompt)
-        for _ in range(GREEDY.max_tokens):
-            text.append(int(scores(text)[-1].argmax()))
-        answers.append(tuple(text[len(prompt) :]))
-    return answers
-
-
-def tokens(outputs):
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-def alone(llm, prompt, params=GREEDY):
-    return tokens(llm.generate([prompt], params, use_tqdm=False))[0]
+    return [greedy_answer(scores, prompt, GREEDY.max_tokens) for prompt in PROMPTS]
 
 
 def drive(llm, ids):
@@ -87,13 +66,13 @@ def states(llm):
 
 def test_prompts_in_one_chunk_or_several_give_the_models_own_tokens(llm, expected):
     # The budget is 32 tokens: prompts of 33 to 64 are computed in two or three chunks.
-    assert [alone(llm, p) for p in PROMPTS] == expected
+    assert [alone(llm, p, GREEDY) for p in PROMPTS] == expected
 
 
 @pytest.mark.parametrize("budget", [8, 13])
 def test_every_way_of_cutting_a_prompt_gives_the_same_tokens(llm, expected, monkeypatch, budget):
     monkeypatch.setattr(llm.engine.scheduler, "max_num_batched_tokens", budget)
-    assert [alone(llm, p) for p in PROMPTS] == expected
+    assert [alone(llm, p, GREEDY) for p in PROMPTS] == expected
     assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
 
 
@@ -116,14 +95,14 @@ def test_prompts_that_come_while_others_decode_change_nothing(llm, expected):
 def test_a_new_sequence_never_sees_what_its_slot_held(llm, expected):
     for prompt, answer in zip(PROMPTS[:4], expected, strict=False):  # one token of prompt is a decode step
         poison(llm)
-        assert alone(llm, prompt) == answer
+        assert alone(llm, prompt, GREEDY) == answer
     poison(llm)
     assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected  # ten requests, eight slots
 
 
 def test_padding_writes_to_no_slot(llm, expected):
     poison(llm)
-    assert alone(llm, PROMPTS[3]) == expected[3]  # alone in mixed steps that have room for eight
+    assert alone(llm, PROMPTS[3], GREEDY) == expected[3]  # alone in mixed steps that have room for eight
     ids = [llm.add_request(p, GREEDY) for p in PROMPTS[:3]]  # three in decode steps for four
     assert drive(llm, ids) == expected[:3]
     for state in states(llm):
@@ -206,4 +185,4 @@ def test_states_are_part_of_the_memory_plan(llm):
 
 def test_quantised_linears_serve_alike_alone_and_in_a_crowd(folder):
     llm = make_llm(folder, quantization="int8", max_num_seqs=2)
-    assert tokens(llm.generate(PROMPTS[:4], GREEDY, use_tqdm=False)) == [alone(llm, p) for p in PROMPTS[:4]]
+    assert tokens(llm.generate(PROMPTS[:4], GREEDY, use_tqdm=False)) == [alone(llm, p, GREEDY) for p in PROMPTS[:4]]

@@ -101,7 +101,7 @@ class PretendedDevice:
 
 
 def next_token(text):
-    """What this model says next: a function of the text alone. 0 ends it."""
+    """The next token of this model: a function of the text alone. 0 ends it."""
     return (sum(text) * 7 + len(text)) % 23
 
 

@@ -1,10 +1,10 @@
-"""Engine on a model with sliding windows: blocks behind them go to other sequences, and no token changes."""
+"""Engine on a model with sliding windows: blocks before them go to other sequences, and no token changes."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.engine import greedy_answer, plain_scores, tokens
 from tests.support.tiny import WINDOWED, tiny_checkpoint
 from tests.text.conftest import make_llm
 from verax.errors import InvalidParameterError
@@ -26,21 +26,9 @@ def llm(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(llm):
-    """Greedy answers of the model without an engine: a forward pass over the whole text for each token."""
-    runner = llm.engine.runner
-
-    @jax.jit
-    def scores(text):
-        model = runner.abstract_model.build(runner._weights)
-        return model.logits(model(text[None])[0])
-
-    def answer(prompt):
-        text = list(prompt)
-        for _ in range(GREEDY.max_tokens):
-            text.append(int(scores(jnp.asarray([*text, *[0] * (96 - len(text))]))[len(text) - 1].argmax()))
-        return tuple(text[len(prompt) :])
-
-    return [answer(prompt) for prompt in PROMPTS]
+    """The greedy answers of the model by itself."""
+    scores = plain_scores(llm)
+    return [greedy_answer(scores, prompt, GREEDY.max_tokens) for prompt in PROMPTS]
 
 
 def set_blocks(llm, counts, *, caching=True):
@@ -59,10 +47,6 @@ def set_blocks(llm, counts, *, caching=True):
 def all_blocks(llm):
     """Every test begins with all blocks and an empty prefix cache."""
     set_blocks(llm, [group.num_blocks for group in llm.engine.runner.config.groups])
-
-
-def tokens(outputs):
-    return [output.outputs[0].token_ids for output in outputs]
 
 
 def generate(llm, prompts, params=GREEDY):
@@ -149,7 +133,7 @@ def test_a_prefix_is_used_only_where_its_last_window_is_cached(llm, expected):
     set_blocks(llm, (100, 15))  # 14 blocks for windows: the prompt itself takes the blocks of its beginning again
     assert tokens(generate(llm, [PROMPTS[2]])) == [expected[2]]
     outputs = [generate(llm, [beginning], short) for beginning in beginnings]
-    # The blocks of tokens 0 to 19 and 36 to 51 are taken; those of 20 to 35 hold the last window of 32 tokens.
+    # The blocks of tokens 0 to 19 and 36 to 51 are taken; the blocks of 20 to 35 hold the last window of 32 tokens.
     assert [output[0].num_cached_tokens for output in outputs] == [64, 32, 0]
     assert [tokens(output) for output in outputs] == alone
     assert tokens(generate(llm, [PROMPTS[2]])) == [expected[2]]

@@ -17,7 +17,7 @@ from verax.text.engine.build import tensor_meshes
 SUMS = {"qwen3": 5, "llama": 3, "gemma3": 5, "qwen3-moe": 3, "qwen3.5": 5, "qwen3-next": 5, "two-key-heads": 4}
 """Sums over devices of a decode step: two for each layer, and one of the embedding.
 
-A delta layer that is whole on every device has none. XLA joins that of a shared expert with that of the experts.
+A delta layer that is whole on every device has none. XLA joins the ones of a shared expert and of the experts.
 """
 
 HYBRIDS = ("qwen3.5", "qwen3-next")

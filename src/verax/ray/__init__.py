@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Clips", "Embed", "Generate", "actor_pool", "deployment", "start_ray"]
 
 _HOMES = {
-    "Clips": "verax.ray.data",
-    "Embed": "verax.ray.data",
-    "Generate": "verax.ray.data",
-    "actor_pool": "verax.ray.data",
+    **dict.fromkeys(("Clips", "Embed", "Generate", "actor_pool"), "verax.ray.data"),
     "deployment": "verax.ray.app",
     "start_ray": "verax.ray.cluster",
 }

@@ -126,7 +126,7 @@ def replicas(
                 "target_ongoing_requests": target_ongoing_requests,
             }
         }
-    made = require_optional("ray.serve").deployment(
+    application = require_optional("ray.serve").deployment(
         Replica,
         name="verax-replica",
         max_ongoing_requests=MOST_ONGOING,
@@ -136,7 +136,7 @@ def replicas(
         ray_actor_options={"num_cpus": num_cpus, "num_gpus": num_gpus, "runtime_env": actor_environment()},
         **scaling,
     )
-    return made.bind(new_server)
+    return application.bind(new_server)
 
 
 _replicas = replicas  # `deployment` has an argument of this name

@@ -92,14 +92,11 @@ def check_cpus(actors: int, num_cpus: float, *, name: str, left: int = 1) -> Non
         return
     there = ray.cluster_resources().get("CPU", 0.0)
     if (wanted := actors * num_cpus) > there - left:
+        fitting = f"use num_cpus={(there - left) / actors:g}, or fewer actors" if there > left else "start a larger Ray"
         raise InvalidParameterError(
             f"{name}: {actors} with {num_cpus:g} CPUs each take {wanted:g} of {there:g}, but {left} must be left for "
-            f"those who read files, filter checkpoints and route requests; {_fitting(there - left, actors)}"
+            f"those who read files, filter checkpoints and route requests; {fitting}"
         )
-
-
-def _fitting(cpus: float, actors: int) -> str:
-    return f"use num_cpus={cpus / actors:g}, or fewer actors" if cpus > 0 else "a larger Ray is needed"
 
 
 def check_gpus(num_gpus: float) -> None:

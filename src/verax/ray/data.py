@@ -73,8 +73,8 @@ class Generate:
 
     async def __call__(self, batch: Batch) -> Batch:
         """The batch with its answers, in the order of the rows."""
-        found = await asyncio.gather(*(self._row(row) for row in rows_of(batch)))
-        return {**batch, **columns(found)}
+        answers = await asyncio.gather(*(self._row(row) for row in rows_of(batch)))
+        return {**batch, **columns(answers)}
 
     async def _row(self, row: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -84,7 +84,12 @@ class Generate:
         except (VeraxError, msgspec.MsgspecError) as error:
             return _result(error=str(error))
         sample = output.outputs[0]
-        return _result(sample.text, sample.finish_reason, len(output.prompt_token_ids), len(sample.token_ids))
+        return _result(
+            text=sample.text,
+            finish_reason=sample.finish_reason,
+            num_prompt_tokens=len(output.prompt_token_ids),
+            num_output_tokens=len(sample.token_ids),
+        )
 
     def _sampling(self, row: Mapping[str, Any]) -> Any:
         given = row.get("sampling_params")
@@ -115,20 +120,10 @@ def _prompt(row: Mapping[str, Any]) -> Any:
     raise InvalidParameterError(f"prompt: expected a text or token ids in the column, got {prompt!r}")
 
 
-def _result(
-    text: str | None = None,
-    finish_reason: str | None = None,
-    num_prompt_tokens: int = 0,
-    num_output_tokens: int = 0,
-    error: str | None = None,
-) -> dict[str, Any]:
-    return {
-        "text": text,
-        "finish_reason": finish_reason,
-        "num_prompt_tokens": num_prompt_tokens,
-        "num_output_tokens": num_output_tokens,
-        "error": error,
-    }
+def _result(**given: Any) -> dict[str, Any]:
+    """Columns of a row's answer, with what is given in place of nothing."""
+    nothing = {"text": None, "finish_reason": None, "num_prompt_tokens": 0, "num_output_tokens": 0, "error": None}
+    return {**nothing, **given}
 
 
 class Embed:

@@ -8,12 +8,11 @@ its place in a grammar, and holds back the same beginnings of stop strings (`con
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import time
 import uuid
 from collections import OrderedDict, abc
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -89,8 +88,8 @@ class AnswerSoFar:
     @property
     def token_ids(self) -> list[list[int]] | None:
         """Tokens of each answer, for the next replica; None before the first of them."""
-        found = [list(sample.token_ids) for sample in self._samples]
-        return found if any(found) else None
+        tokens = [list(sample.token_ids) for sample in self._samples]
+        return tokens if any(tokens) else None
 
     def begin(self) -> None:
         """Note that the next parts come from another replica."""
@@ -240,17 +239,17 @@ class RemoteLLM:
     def stats(self) -> EngineStats:
         """Requests that are here, the fullest cache, and the totals of all replicas so far, as they have sent them."""
         now = time.monotonic()
-        each = [*self._past, *(stats for _, stats in self._replicas.values())]
+        totals = [*self._past, *(stats for _, stats in self._replicas.values())]
         usages = [stats.kv_cache_usage for at, stats in self._replicas.values() if now - at < CURRENT]
         return EngineStats(
             num_requests_running=self._running,
             num_requests_waiting=self._waiting,
             kv_cache_usage=max(usages, default=0.0),
-            prefix_cache_queries=sum(stats.prefix_cache_queries for stats in each),
-            prefix_cache_hits=sum(stats.prefix_cache_hits for stats in each),
-            num_preemptions=sum(stats.num_preemptions for stats in each),
-            prompt_tokens=sum(stats.prompt_tokens for stats in each),
-            generation_tokens=sum(stats.generation_tokens for stats in each),
+            prefix_cache_queries=sum(stats.prefix_cache_queries for stats in totals),
+            prefix_cache_hits=sum(stats.prefix_cache_hits for stats in totals),
+            num_preemptions=sum(stats.num_preemptions for stats in totals),
+            prompt_tokens=sum(stats.prompt_tokens for stats in totals),
+            generation_tokens=sum(stats.generation_tokens for stats in totals),
         )
 
     def replica_stats(self) -> list[EngineStats]:
@@ -323,13 +322,16 @@ class RemoteLLM:
             raise QueueFullError(
                 f"max_queued_requests: {self._waiting} requests wait, which is the most; try again later"
             )
-        with self._counted() as begun:
-            moves = 0
+        moves, waits = 0, True
+        self._waiting += 1
+        try:
             while True:
                 answer.begin()
                 try:
                     async for part in self._parts(inputs, answer):
-                        begun()
+                        if waits:
+                            waits = False
+                            self._waiting, self._running = self._waiting - 1, self._running + 1
                         moves = 0
                         output = answer.add(part)
                         if output is not None:
@@ -343,6 +345,11 @@ class RemoteLLM:
                     await asyncio.sleep(PAUSE)
             for observer in self._observers:
                 observer(0, answer.whole())
+        finally:
+            if waits:
+                self._waiting -= 1
+            else:
+                self._running -= 1
 
     async def _parts(self, inputs: RequestInput, answer: AnswerSoFar) -> AsyncGenerator[Part, None]:
         """Parts of a request from one replica, after the answer so far.
@@ -373,27 +380,6 @@ class RemoteLLM:
         while len(self._replicas) > MOST_REPLICAS:
             _, (_, stats) = self._replicas.popitem(last=False)
             self._past = [EngineStats.sum([*self._past, stats])]
-
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[Callable[[], None]]:
-        """Context of a request, which waits until the function that it gives is called, and then runs."""
-        waits = True
-        self._waiting += 1
-
-        def begin() -> None:
-            nonlocal waits
-            if waits:
-                waits = False
-                self._waiting -= 1
-                self._running += 1
-
-        try:
-            yield begin
-        finally:
-            if waits:
-                self._waiting -= 1
-            else:
-                self._running -= 1
 
 
 ANY_ADDRESS = "0.0.0.0"

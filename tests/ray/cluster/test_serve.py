@@ -16,7 +16,7 @@ APP = "verax-test"
 
 @pytest.fixture(scope="module")
 def address(cluster):
-    """Base URL of two replicas behind Ray Serve's HTTP."""
+    """Base URL of two replicas with Ray Serve's HTTP."""
     from ray import serve
 
     from verax.ray import deployment

@@ -14,7 +14,7 @@ from verax.loading import load_causal_lm
 from verax.nn import pack_linear_weights
 
 RANKS = (4, 3, 1)
-"""Ranks of the adapters: that of the slots, and smaller ones."""
+"""Ranks of the adapters: the rank of the slots, and smaller ones."""
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +37,7 @@ def lora_llm(tiny_folder):
 
 @pytest.fixture(scope="session")
 def merged(adapters, tmp_path_factory):
-    """`with merged(llm, number)`: an engine whose weights have that adapter's changes added; those of 0 are its own."""
+    """`with merged(llm, number)`: an engine whose weights have that adapter's changes added; its own weights for 0."""
     folders = []
     for _, weights in adapters:
         config = tiny_config()

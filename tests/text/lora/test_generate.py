@@ -1,4 +1,4 @@
-"""Requests with adapters: each gets the tokens of the model that has its adapter merged, whatever runs beside it."""
+"""Requests with adapters: each gets the tokens of the model that has its adapter merged, whatever else runs."""
 
 import asyncio
 from dataclasses import replace
@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from tests.support.adapters import adapter_weights, linear_sizes, save_adapter
+from tests.support.engine import tokens
 from tests.support.tiny import HYBRID, random_weights, tiny_checkpoint, tiny_config
 from verax import AsyncLLM, LoRARequest
 from verax.checkpoint import Checkpoint
@@ -27,10 +28,6 @@ PROMPTS = [RNG.integers(3, 200, n).tolist() for n in (1, 5, 16, 33, 40, 12)]
 ALL = (0, 1, 2, 3)
 MIXED = (0, 1, 2, 1, 3, 2)
 """Adapter of each prompt, 0 for none: three adapters for two slots."""
-
-
-def tokens(outputs):
-    return [output.outputs[0].token_ids for output in outputs]
 
 
 @pytest.fixture(scope="module")

@@ -148,7 +148,7 @@ def test_a_draft_that_does_not_fit_is_refused(folder, tmp_path):
 
 
 def by_definition(text, smallest, largest, length):
-    """Continuation behind the latest of the longest matches, by trying all of them."""
+    """Continuation after the latest of the longest matches, by trying all of them."""
     for size in range(largest, smallest - 1, -1):
         for at in range(len(text) - 1, size - 1, -1):
             if len(text) > size and text[at - size : at] == text[len(text) - size :]:

@@ -1,4 +1,4 @@
-"""Speculative decoding: its options, the number of drafts, and answers that are those of an engine without."""
+"""Speculative decoding: its options, the number of drafts, and answers that equal those without drafts."""
 
 import asyncio
 import dataclasses

@@ -316,22 +316,22 @@ class BlockManager:
             chunk: most tokens of a step; with a window, no more must fit at once. None for all of them.
             use_cache: look for cached blocks.
         """
-        found = self.match_prefix(sequence.tokens, sequence.adapter_id) if use_cache else []
-        computed = len(found) * self.block_size
+        prefixes = self.match_prefix(sequence.tokens, sequence.adapter_id) if use_cache else []
+        computed = len(prefixes) * self.block_size
         tables = []
         for pool in self._pools:
             first = first_block(computed, pool.window, self.block_size)
-            shared = [prefix.blocks[pool.group] for prefix in found[first:]]
+            shared = [prefix.blocks[pool.group] for prefix in prefixes[first:]]
             idle = sum(pool.references[block] == 0 for block in shared)
-            most = most_blocks(num_tokens, pool.window, chunk, self.block_size)
-            if most - len(shared) > pool.num_free - idle:
+            needed = most_blocks(num_tokens, pool.window, chunk, self.block_size)
+            if needed - len(shared) > pool.num_free - idle:
                 return False
             tables.append([*[0] * first, *shared])
         for pool, table in zip(self._pools, tables, strict=True):
             for block in filter(None, table):
                 pool.share(block)
         sequence.tables = tables
-        self._hold(sequence, found[-1] if found else self._prefixes.root(sequence.adapter_id))
+        self._hold(sequence, prefixes[-1] if prefixes else self._prefixes.root(sequence.adapter_id))
         sequence.num_computed = computed
         if use_cache and self.enable_prefix_caching:
             self.num_queries += len(sequence.tokens)
@@ -420,12 +420,12 @@ class BlockManager:
         """
         if not self.enable_prefix_caching:
             return []
-        found: list[Prefix] = []
+        prefixes: list[Prefix] = []
         usable = 0
         missing = [0] * len(self._pools)  # by group: length of the last prefix that has no block
         root = self._prefixes.root(adapter)
         for prefix in self._prefixes.along(root, tokens, (len(tokens) - 1) // self.block_size):
-            found.append(prefix)
+            prefixes.append(prefix)
             ends = True
             for pool in self._pools:
                 if not prefix.blocks[pool.group]:
@@ -434,7 +434,7 @@ class BlockManager:
                 ends = ends and missing[pool.group] <= first
             if ends:
                 usable = prefix.length
-        return found[:usable]
+        return prefixes[:usable]
 
     def _give_back(self, pool: BlockPool, table: list[int], count: int) -> None:
         """Give back the first `count` blocks of a table that were not given back before, the last of them first."""

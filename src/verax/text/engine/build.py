@@ -49,8 +49,8 @@ def tensor_meshes(size: int, replicas: int = 1, hosts: int = 1) -> list[Mesh | N
     Raises:
         InvalidParameterError: if there are fewer devices.
     """
-    devices, each = jax.local_devices(), size // hosts
-    needed = each * replicas
+    devices, per_host = jax.local_devices(), size // hosts
+    needed = per_host * replicas
     if needed > len(devices):
         platform, count = devices[0].platform, len(devices)
         wanted = f"tensor_parallel_size: {size} needs {needed} devices"
@@ -63,7 +63,7 @@ def tensor_meshes(size: int, replicas: int = 1, hosts: int = 1) -> list[Mesh | N
             f"JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={needed} in the environment"
         )
     if hosts > 1:
-        devices = [device for rank in range(hosts) for device in jax.local_devices(process_index=rank)[:each]]
+        devices = [device for rank in range(hosts) for device in jax.local_devices(process_index=rank)[:per_host]]
         return [make_mesh((size,), (TENSOR_AXIS,), devices)]
     if len(devices) == 1:
         return [None]

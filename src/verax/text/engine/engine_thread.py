@@ -268,9 +268,6 @@ def dead(message: str, cause: BaseException | None) -> EngineDeadError:
     return error
 
 
-_log = logging.getLogger("verax.text")
-
-
 class EngineThread:
     """Engine, the thread that runs it, and the requests that it serves. Without requests the thread sleeps.
 

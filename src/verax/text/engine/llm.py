@@ -237,9 +237,9 @@ class LLM:
             + ("" if group.window is None else f" of windows of {group.window:,}")
             for group in config.groups
         ]
-        each = "" if len(self.engines) == 1 else f" on each of {len(self.engines)} replicas"
+        replicas = "" if len(self.engines) == 1 else f" on each of {len(self.engines)} replicas"
         size = f"{runner.cache_bytes / 1e9:.2f} GB"
-        return f"{jnp.dtype(config.cache_dtype).name}, {' and '.join(parts)} in {size}{each}"
+        return f"{jnp.dtype(config.cache_dtype).name}, {' and '.join(parts)} in {size}{replicas}"
 
     @property
     def spec_decode(self) -> SpeculationTotals | None:
@@ -376,7 +376,7 @@ class LLM:
                 strict=True,
             )
         ]
-        requests = [self._group.prepare(each) for each in inputs]
+        requests = [self._group.prepare(item) for item in inputs]
         done: dict[Request, RequestOutput] = {}
         tokens, begin = 0, time.perf_counter()
         try:

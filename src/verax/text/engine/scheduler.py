@@ -216,8 +216,8 @@ class Scheduler:
         for sequence in itertools.islice(self.waiting, len(self._free_slots)):
             if wanted >= budget:
                 break
-            found = self.blocks.match_prefix(sequence.tokens, sequence.adapter_id) if _uses_cache(sequence) else []
-            wanted += sequence.num_tokens - len(found) * self.blocks.block_size
+            cached = self.blocks.match_prefix(sequence.tokens, sequence.adapter_id) if _uses_cache(sequence) else []
+            wanted += sequence.num_tokens - len(cached) * self.blocks.block_size
         filling = cheapest_part(self.prompt_sizes, num_decodes + min(wanted, budget), STEP_OVERHEAD) - num_decodes
         return filling if filling > 0 else budget
 

@@ -160,7 +160,7 @@ class AnswerParser:
         self._has_content = False
         self._space = ""
         """White space after a tag: dropped unless it stands between two pieces of content."""
-        self._behind_tag = False
+        self._after_tag = False
         self._raw: list[str] = []
         """Text of what may be a call, to be given back if it is not."""
         self._reader: CallReader | None = None
@@ -190,7 +190,7 @@ class AnswerParser:
         opened = rest.startswith(OPEN_REASONING)
         if opened or self._prompt_state == "inside":
             self._pending = rest.removeprefix(OPEN_REASONING)
-            self._in_reasoning = self._behind_tag = True
+            self._in_reasoning = self._after_tag = True
             self._step = self._text
         else:
             self._step = self._begin_content()
@@ -272,18 +272,18 @@ class AnswerParser:
     def _pass_tag(self) -> None:
         """Continue with content after a tag."""
         self._in_reasoning = False
-        self._behind_tag = True
+        self._after_tag = True
         self._space = ""
 
     def _emit(self, text: str) -> None:
         """Put text into the reasoning or the content."""
-        if self._behind_tag:
+        if self._after_tag:
             stripped = text.lstrip()
             if not stripped:
                 self._space += text
                 return
             text = self._space + text if self._has_content else stripped
-            self._behind_tag = False
+            self._after_tag = False
             self._space = ""
         if self._in_reasoning:
             self._reasoning.append(text)

@@ -60,7 +60,7 @@ class NgramIndex:
             length: number of tokens to return.
         """
         self._extend(tokens)
-        end, size, found = len(tokens), 0, -1
+        end, size, start = len(tokens), 0, -1
         at = self._latest.get(tuple(tokens[end - self._smallest :]), -1) if end > self._smallest else -1
         for _ in range(MOST_TRIED):
             if at < 0:
@@ -69,14 +69,14 @@ class NgramIndex:
             while same < self._largest and same < at and tokens[at - 1 - same] == tokens[end - 1 - same]:
                 same += 1
             if same > size:
-                size, found = same, at
+                size, start = same, at
             if size == self._largest:
                 break
             at = self._earlier[at]
-        if found < 0:
+        if start < 0:
             return []
-        period = end - found
-        known = list(tokens[found : found + length])
+        period = end - start
+        known = list(tokens[start : start + length])
         return [known[i % period] for i in range(length)]
 
     def _extend(self, tokens: abc.Sequence[int]) -> None:
@@ -181,8 +181,8 @@ class DraftModel:
         """Bytes of its weights divided by the model's: a step takes as long as reading its weights."""
         self._progress: weakref.WeakKeyDictionary[Sequence, _Progress] = weakref.WeakKeyDictionary()
         # A sequence with drafts has two tokens at least in a step that verifies.
-        most = max(1, runner.config.verify_tokens[-1] // 2)
-        self._rows = powers(1, 1 << (most - 1).bit_length(), 2)
+        largest = max(1, runner.config.verify_tokens[-1] // 2)
+        self._rows = powers(1, 1 << (largest - 1).bit_length(), 2)
         decode = [StepShape(rows, rows, True) for rows in self._rows]
         newest = [StepShape(rows, NEWEST * rows, False) for rows in self._rows]
         prompts = [StepShape(1, tokens, False) for tokens in self._config.mixed_tokens]
@@ -229,9 +229,9 @@ class DraftModel:
         for which, sampled in zip(rows, tokens, strict=True):
             for row, token in zip(which, self._runner.read(sampled).tolist(), strict=False):
                 drafts[row].append(token)
-        for chunk, made in zip(chunks, drafts, strict=True):
-            self._progress[chunk.sequence] = _Progress(chunk.sequence.tables, chunk.start + 1, made)
-        return {chunk.sequence: made for chunk, made in zip(chunks, drafts, strict=True)}
+        for chunk, tokens_of_row in zip(chunks, drafts, strict=True):
+            self._progress[chunk.sequence] = _Progress(chunk.sequence.tables, chunk.start + 1, tokens_of_row)
+        return {chunk.sequence: tokens_of_row for chunk, tokens_of_row in zip(chunks, drafts, strict=True)}
 
     def repeat(self, dispatch: Dispatch) -> None:
         """Make the dispatch of another host's draft model."""
@@ -266,9 +266,8 @@ class DraftModel:
     def _run(self, shape: StepShape, rows: abc.Sequence[tuple[Chunk, int, int, bool]]) -> jax.Array:
         """Run one step over (chunk, start, count, sample) rows; the tokens that it samples."""
         groups = len(self._config.groups)
-        packed = np.zeros(shape.input_size(self._config.block_size, groups), np.int32)
-        packed[0 : 4 * shape.rows : 4] = packed[4 * shape.rows :: 3] = self._config.max_num_seqs
-        table = packed[: 4 * shape.rows].reshape(shape.rows, 4)
+        packed = shape.padding(self._config.block_size, groups, self._config.max_num_seqs)
+        table, _, _ = shape.split(packed, groups)
         for i, (chunk, start, count, sample) in enumerate(rows):
             table[i] = _slot(chunk), start, count, SAMPLED * sample
         return self._step(shape, packed)
@@ -294,7 +293,7 @@ def _slot(chunk: Chunk) -> int:
 
 def _with_new_blocks(slots: Slots, updates: Int[Array, "G n 3"]) -> tuple[Slots]:
     """Slots after the (slot, index, block) triples of each cache group."""
-    return (slots._replace(page_tables=with_new_blocks(slots.page_tables, updates.reshape(-1))),)
+    return (slots._replace(page_tables=with_new_blocks(slots.page_tables, updates)),)
 
 
 def _sizes(model: CausalLM, config: RunnerConfig) -> RunnerConfig:

@@ -216,7 +216,7 @@ class AdaptedLayers:
 
     def new_arrays(self) -> Matrices:
         """Zeroed arrays: slots without an adapter."""
-        return tuple(jnp.zeros(each.shape, each.dtype) for each in self.arrays)
+        return tuple(jnp.zeros(array.shape, array.dtype) for array in self.arrays)
 
     def attach(self, model: CausalLM, arrays: Matrices, slots: Int[Array, "T"]) -> None:
         """Add each token's adapter to the layers of a model, which is being traced.

@@ -192,11 +192,11 @@ class Speculator:
         drafts = self.drafter.draft(schedule, {sequence: wanted[sequence] for sequence in reserved})
         for i, chunk in enumerate(schedule.chunks):
             sequence = chunk.sequence
-            tokens = made = drafts.get(sequence, [])
+            tokens = proposed = drafts.get(sequence, [])
             if sequence.matcher is not None:
-                tokens = made[: sequence.matcher.num_allowed(made)]
-            if made and not tokens:  # refused before the model sees them
-                self._policy.record(self._of(sequence), len(made), 0, len(sequence.tokens))
+                tokens = proposed[: sequence.matcher.num_allowed(proposed)]
+            if proposed and not tokens:  # refused before the model sees them
+                self._policy.record(self._of(sequence), len(proposed), 0, len(sequence.tokens))
             schedule.chunks[i] = replace(chunk, count=1 + len(tokens), drafts=tuple(tokens))
 
     def record(self, sequence: Sequence, drafted: int, accepted: int) -> None:
@@ -229,10 +229,10 @@ class Speculator:
         return min(room, self._num_drafts)
 
     def _of(self, sequence: Sequence) -> Acceptance:
-        found = self._acceptance.get(sequence)
-        if found is None:
-            found = self._acceptance[sequence] = Acceptance()
-        return found
+        acceptance = self._acceptance.get(sequence)
+        if acceptance is None:
+            acceptance = self._acceptance[sequence] = Acceptance()
+        return acceptance
 
 
 def new_speculator(config: SpeculativeConfig, runner: ModelRunner, draft_model: CausalLM | None) -> Speculator:

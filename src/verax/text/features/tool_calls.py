@@ -150,19 +150,19 @@ def read_functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Funct
     Raises:
         InvalidParameterError: naming the tool that is not a function, lacks a name, or has the name of another.
     """
-    found: dict[str, Function] = {}
+    functions: dict[str, Function] = {}
     for i, tool in enumerate(tools or ()):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
             raise InvalidParameterError(f"tools[{i}]: expected a function with a name, got {tool!r}")
-        if name in found:
+        if name in functions:
             raise InvalidParameterError(f"tools[{i}]: there is another function with the name {name!r}")
         schema = function.get("parameters") or {"type": "object", "properties": {}}
         if not isinstance(schema, Mapping):
             raise InvalidParameterError(f"tools[{i}].function.parameters: expected a JSON schema, got {schema!r}")
-        found[name] = Function(name, schema, strict=function.get("strict") is True)
-    return found
+        functions[name] = Function(name, schema, strict=function.get("strict") is True)
+    return functions
 
 
 def _types(schema: Any, root: Mapping[str, Any], references: int) -> set[str]:
@@ -178,12 +178,12 @@ def _types(schema: Any, root: Mapping[str, Any], references: int) -> set[str]:
         return {_JSON_TYPES.get(type(value), "object") for value in values}
     if isinstance(schema.get("$ref"), str):
         return _types(_referenced(schema["$ref"], root), root, references - 1)
-    found: set[str] = set()
+    types: set[str] = set()
     for key in ("anyOf", "oneOf", "allOf"):
         members = schema.get(key)
         for member in members if isinstance(members, (list, tuple)) else ():
-            found |= _types(member, root, references - 1)
-    return found
+            types |= _types(member, root, references - 1)
+    return types
 
 
 def _referenced(reference: str, root: Mapping[str, Any]) -> Any:
@@ -315,8 +315,8 @@ class JsonScanner:
         """Position after the characters from `start` on that change nothing, in the middle of a string."""
         if self.state != "string":
             return start
-        found = _PLAIN.match(text, start)
-        return start if found is None else found.end()
+        plain = _PLAIN.match(text, start)
+        return start if plain is None else plain.end()
 
     def push(self, char: str) -> bool:
         """Read a character; False, with nothing changed, if no JSON object continues with it."""
@@ -419,7 +419,7 @@ _OPENING = re.compile(_NAME + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*\{')
 _KEYS = ('"name"', '"arguments"', '"parameters"', '"type"', '"id"')
 """Keys of a call. An object with another key is not a call."""
 
-_BEHIND = re.compile(r"[\s}]*")
+_BEFORE_CLOSE = re.compile(r"[\s}]*")
 """Text between a call's object and its closing tag. Models like to write a brace too many."""
 
 
@@ -473,7 +473,7 @@ class JsonCallReader(CallReader):
             return at, Outcome.OPEN
         if not self.committed:
             return at, Outcome.REFUSED
-        self._step = self._broken if self._in_arguments else self._behind
+        self._step = self._broken if self._in_arguments else self._after_call
         return at, Outcome.OPEN
 
     def _so_far(self, text: str, at: int) -> str:
@@ -524,12 +524,12 @@ class JsonCallReader(CallReader):
             return at + len(tag), Outcome.DONE
         return len(kept), Outcome.DONE if final else Outcome.OPEN
 
-    def _behind(self, text: str, calls: CallSink, final: bool) -> tuple[int, Outcome]:
+    def _after_call(self, text: str, calls: CallSink, final: bool) -> tuple[int, Outcome]:
         """The closing tag, if it follows."""
         if self._close is None:
             return 0, Outcome.DONE
-        found = _BEHIND.match(text)
-        end = 0 if found is None else found.end()
+        braces = _BEFORE_CLOSE.match(text)
+        end = 0 if braces is None else braces.end()
         if text.startswith(self._close, end):
             return end + len(self._close), Outcome.DONE
         if not final and self._close.startswith(text[end:]):
@@ -603,7 +603,7 @@ class XmlCallReader(CallReader):
             # An answer that was cut short leaves its arguments open, so that nobody takes them for whole.
             return (len(text), Outcome.DONE) if final else (0, Outcome.OPEN)
         calls.add("}")
-        self._step = self._behind
+        self._step = self._after_call
         return space + (len(_END_FUNCTION) if rest.startswith(_END_FUNCTION) else 0), Outcome.OPEN
 
     def _begin_value(self, key: str, calls: CallSink) -> None:
@@ -643,7 +643,7 @@ class XmlCallReader(CallReader):
         self._step = self._body
         return at + len(tag), Outcome.OPEN
 
-    def _behind(self, text: str, calls: CallSink, final: bool) -> tuple[int, Outcome]:
+    def _after_call(self, text: str, calls: CallSink, final: bool) -> tuple[int, Outcome]:
         """The closing tag, if it follows."""
         rest = text.lstrip()
         if rest.startswith(_END_CALL):

@@ -351,7 +351,7 @@ def compile_all(programs: abc.Sequence[JittedCall], progress: Callable[[int, int
     # XLA compiles outside of Python's lock, and one step uses one core to compile: two at a time fill two. Each is
     # traced in a copy of this context, which has the choices of `use_implementations` and `use_target`.
     with ThreadPoolExecutor(2) as pool:
-        compiled = [pool.submit(contextvars.copy_context().run, compile_program, *each) for each in programs]
+        compiled = [pool.submit(contextvars.copy_context().run, compile_program, *program) for program in programs]
         for done, result in enumerate(compiled, start=1):
             result.result()
             progress(done, len(programs))

@@ -229,8 +229,8 @@ class ModelRunner:
         new = new_programs(self.abstract_model, self.config, self.mesh)
         programs = self._with_arguments(new) | {ADMIT: (new.admit, (self._slots, self._no_admission()))}
         with no_compilation_cache():
-            for name, each in programs.items():
-                yield name, compile_program(*each)
+            for name, program in programs.items():
+                yield name, compile_program(*program)
 
     def _no_admission(self) -> np.ndarray:
         width = sum(field.shape[1] for field in jax.tree.leaves(self._slots))
@@ -328,18 +328,14 @@ class ModelRunner:
         """A schedule as a step's input, its bucket, and the index of each chunk's first token."""
         shape = self.shape_for(schedule)
         packed = self._padding(shape)
-        rows = packed[: 4 * shape.rows].reshape(shape.rows, 4)
-        tail = packed[4 * shape.rows :]
-        updates = tail[: len(tail) - shape.tokens] if shape.verify else tail
-        updates = updates.reshape(len(self.config.groups), -1, 3)
+        rows, updates, drafts = shape.split(packed, len(self.config.groups))
         offsets, token, update = [], 0, 0
         sampled = DEFERRED if schedule.constrained else SAMPLED
         for i, chunk in enumerate(schedule.chunks):
             rows[i] = chunk.sequence.slot, chunk.start, chunk.count, sampled * chunk.sample
             offsets.append(token)
             if chunk.drafts:
-                drafts = tail[-shape.tokens :][token + 1 : token + chunk.count]
-                drafts[:] = chunk.drafts
+                drafts[token + 1 : token + chunk.count] = chunk.drafts
             token += chunk.count
             for j, blocks in enumerate(chunk.new_blocks, start=chunk.first_new_block):
                 for group, block in enumerate(blocks):
@@ -364,16 +360,11 @@ class ModelRunner:
 
     def _padding(self, shape: StepShape) -> np.ndarray:
         """A step's input in which every row and every block update goes nowhere."""
-        packed = np.zeros(shape.input_size(self.config.block_size, len(self.config.groups)), np.int32)
-        packed[0 : 4 * shape.rows : 4] = self.config.max_num_seqs
-        packed[4 * shape.rows :: 3] = self.config.max_num_seqs
-        if shape.verify:
-            packed[-shape.tokens :] = -1
-        return packed
+        return shape.padding(self.config.block_size, len(self.config.groups), self.config.max_num_seqs)
 
     def _sampled_rows(self, shape: StepShape, packed: np.ndarray) -> np.ndarray:
         """(slot, start, count, sample) of each row of the step's output. A copy: the device may still read `packed`."""
-        rows = packed[: 4 * shape.rows].reshape(shape.rows, 4).copy()
+        rows = shape.split(packed, len(self.config.groups))[0].copy()
         if not shape.verify:
             return rows
         padding = np.tile(np.asarray([self.config.max_num_seqs, 0, 0, 0], np.int32), (shape.tokens, 1))

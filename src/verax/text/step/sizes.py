@@ -249,8 +249,8 @@ def _verify_tokens(config: EngineConfig, max_num_seqs: int, max_num_batched_toke
     if config.speculation is None:
         return ()
     longest = max_num_seqs * (1 + config.speculation.num_speculative_tokens)
-    most = MOST_VERIFIED.get(ops.target().platform, DEFAULT_MOST_VERIFIED)
-    return tuple(powers(2, max(2, min(longest, most, max_num_batched_tokens)), 2))
+    largest = MOST_VERIFIED.get(ops.target().platform, DEFAULT_MOST_VERIFIED)
+    return tuple(powers(2, max(2, min(longest, largest, max_num_batched_tokens)), 2))
 
 
 def cache_memory(devices: int = 1) -> int:

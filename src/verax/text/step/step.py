@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -53,14 +54,34 @@ class StepShape(NamedTuple):
         """Most blocks that such a step's tables can grow by: a row may start one, and fill one every block_size."""
         return self.rows + (0 if self.decode else self.tokens // block_size)
 
-    def input_size(self, block_size: int, num_tables: int) -> int:
-        """Length of the packed input: (slot, start, count, sample) by row, then (slot, index, block) by new block.
+    # The packed input, declared here alone: rows, then new blocks, then the drafts of a step that verifies.
 
-        The new blocks of one cache group lie together. A step that verifies ends with a number for each token: a draft,
-        or -1 for a token that its slot has.
-        """
+    def input_size(self, block_size: int, num_tables: int) -> int:
+        """Length of the packed input, int32."""
         drafts = self.tokens if self.verify else 0
         return 4 * self.rows + 3 * num_tables * self.num_updates(block_size) + drafts
+
+    def split(self, packed: Any, num_tables: int) -> tuple[Any, Any, Any]:
+        """Parts of a packed input, views of it on the host.
+
+        Returns:
+            Rows of (slot, start, count, sample), `[B, 4]`; (slot, index, block) of each new block by cache group,
+            `[G, n, 3]`; and for each token of a step that verifies a draft, or -1 for a token that its slot has, `[T]`:
+            None for other steps.
+        """
+        rows, rest, drafts = packed[: 4 * self.rows].reshape(self.rows, 4), packed[4 * self.rows :], None
+        if self.verify:
+            rest, drafts = rest[: -self.tokens], rest[-self.tokens :]
+        return rows, rest.reshape(num_tables, -1, 3), drafts
+
+    def padding(self, block_size: int, num_tables: int, slot: int) -> Int[np.ndarray, "n"]:
+        """Packed input in which every row and every new block goes to the padding slot, and no token is a draft."""
+        packed = np.zeros(self.input_size(block_size, num_tables), np.int32)
+        rows, updates, drafts = self.split(packed, num_tables)
+        rows[:, 0] = updates[..., 0] = slot
+        if drafts is not None:
+            drafts[:] = -1
+        return packed
 
 
 class StepOutput(NamedTuple):
@@ -103,11 +124,8 @@ def make_step(
     def step(
         weights: tuple[Array, ...], slots: Slots, cache: Cache, packed: Int[Array, "n"]
     ) -> tuple[Slots, Cache, StepOutput]:
-        rows = packed[: 4 * shape.rows].reshape(shape.rows, 4)
+        rows, updates, drafts = shape.split(packed, len(groups))
         slot, start, count = rows[:, 0], rows[:, 1], rows[:, 2]
-        updates, drafts = packed[4 * shape.rows :], None
-        if shape.verify:
-            updates, drafts = updates[: -shape.tokens], updates[-shape.tokens :]
         page_tables = with_new_blocks(slots.page_tables, updates)
         lengths = start + count  # tokens in the cache after this step
 
@@ -189,10 +207,11 @@ def make_step(
     return step
 
 
-def with_new_blocks(tables: tuple[Int[Array, "S W"], ...], updates: Int[Array, "n"]) -> tuple[Int[Array, "S W"], ...]:
-    """Page tables after the (slot, index, block) triples of each."""
-    size = len(updates) // len(tables)
-    triples = [updates[i * size : (i + 1) * size].reshape(-1, 3) for i in range(len(tables))]
+def with_new_blocks(
+    tables: tuple[Int[Array, "S W"], ...], updates: Int[Array, "G n 3"]
+) -> tuple[Int[Array, "S W"], ...]:
+    """Page tables after the (slot, index, block) triples of each cache group."""
+    triples = [updates[group] for group in range(len(tables))]
     return tuple(table.at[new[:, 0], new[:, 1]].set(new[:, 2]) for table, new in zip(tables, triples, strict=True))
 
 

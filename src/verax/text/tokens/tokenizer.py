@@ -262,7 +262,7 @@ def eos_token_ids(*configs: Mapping[str, Any]) -> frozenset[int]:
         CheckpointError: if an `eos_token_id` is neither a token id nor a list of them.
     """
     listed = (read_value(config, "eos_token_id", _TokenIds, ()) for config in configs)
-    return frozenset(token for found in listed for token in ((found,) if isinstance(found, int) else found))
+    return frozenset(token for ids in listed for token in ((ids,) if isinstance(ids, int) else ids))
 
 
 def _byte_tokens(backend: tokenizers.Tokenizer) -> dict[int, int]:
@@ -342,9 +342,9 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Templates by name: those in files first, else tokenizer_config.json's one, or its list of named ones."""
     more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     files = {"default": folder / "chat_template.jinja", **{path.stem: path for path in more}}
-    found = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
-    if found:
-        return found
+    templates = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
+    if templates:
+        return templates
     given = config.get("chat_template")
     try:
         if isinstance(given, list):
@@ -422,12 +422,12 @@ class IncrementalDetokenizer:
         self._count += 1
         text = None if self._window else self._tokenizer.whole_text(token)
         if text is not None:
-            found = None if self._skip and token in self._tokenizer.special_token_ids else self._extend(text)
+            stop = None if self._skip and token in self._tokenizer.special_token_ids else self._extend(text)
         else:
-            found = self._append(token) if self._visible(token) else None
+            stop = self._append(token) if self._visible(token) else None
         if self._count == self._min_tokens:
             self._exempt = len(self.text) + len(self._run.decode(errors="ignore"))
-        return found
+        return stop
 
     def _append(self, token: int) -> str | None:
         self._window.append(token)
