@@ -30,7 +30,7 @@ from verax.serve.text.run import (
 )
 from verax.serve.text.sampling import Count, GenerationRequest, Refused, sampling_params
 
-__all__ = ["CompletionRequest", "TextCompletion", "prompts_of", "routes"]
+__all__ = ["routes"]
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for completions."""

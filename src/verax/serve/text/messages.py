@@ -22,7 +22,7 @@ from verax.serve.text.chat import ChatRequest, count_tokens, run_chat
 from verax.serve.text.run import Part, PartStep, PartTracker, Run, RunEvent
 from verax.serve.text.sampling import MAX_INT, Positive, Refused, Text
 
-__all__ = ["CountTokensRequest", "MessageObject", "MessageTokens", "MessagesRequest", "chat_of", "routes"]
+__all__ = ["MessagesRequest", "chat_of", "routes"]
 
 
 class Block(msgspec.Struct, kw_only=True, tag_field="type"):

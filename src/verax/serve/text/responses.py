@@ -24,7 +24,7 @@ from verax.serve.text.chat import ChatRequest, InputTokens, count_tokens, run_ch
 from verax.serve.text.run import Part, PartStep, PartTracker, Run, RunEvent
 from verax.serve.text.sampling import Positive, Refused
 
-__all__ = ["INPUT_ITEMS", "LOGPROBS", "ResponseObject", "ResponsesRequest", "chat_of", "routes"]
+__all__ = ["ResponsesRequest", "chat_of", "routes"]
 
 LOGPROBS = "message.output_text.logprobs"
 """Entry of `include` that asks for log-probabilities."""

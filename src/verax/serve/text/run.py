@@ -43,6 +43,7 @@ __all__ = [
     "RunEvent",
     "TokenLogprob",
     "Usage",
+    "prompt_logprobs",
     "token_logprobs",
 ]
 

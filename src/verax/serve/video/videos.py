@@ -34,18 +34,7 @@ from verax.serve.video.jobs import VARIANTS, ClipStore, VideoJob, VideoJobs
 from verax.video.pipeline import VideoPipeline
 from verax.video.request import ResolvedRequest, VideoRequest
 
-__all__ = [
-    "ImageReference",
-    "Upload",
-    "VideoCreate",
-    "VideoDeleted",
-    "VideoList",
-    "VideoObject",
-    "VideoService",
-    "read_create",
-    "resolve",
-    "routes",
-]
+__all__ = ["VideoCreate", "resolve", "routes"]
 
 
 class VideoError(msgspec.Struct, kw_only=True):
