@@ -274,6 +274,7 @@ class ChatChoice(Choice, kw_only=True):
 
     message: AnswerMessage
     logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class ChatCompletion(Generated, kw_only=True):

@@ -517,6 +517,7 @@ def _answer(job: VideoJob) -> Response:
 def _video(job: VideoJob) -> VideoObject:
     """State of a clip: OpenAI's fields, then the settings by which it can be made again."""
     request = job.request
+    assert isinstance(request.prompt, str)  # a body has no list of prompts
     return VideoObject(
         id=job.id,
         object="video",
