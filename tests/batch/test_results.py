@@ -14,7 +14,7 @@ from verax.errors import InvalidParameterError
 
 GOOD = AnswerLine.of("good", LineResponse(200, "r1", msgspec.Raw(b'{"text": "a\\nb"}')))
 REFUSED = AnswerLine.of("refused", LineResponse(400, "r2", msgspec.Raw(b'{"error": {}}')))
-BROKEN = AnswerLine.failure(bad_line("invalid_json_line", "it is no JSON", 3))
+BROKEN = AnswerLine.failure(bad_line("invalid_json_line", "it is not JSON", 3))
 
 
 @pytest.fixture

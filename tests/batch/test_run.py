@@ -214,7 +214,7 @@ def test_a_request_that_no_queue_can_take_is_an_error(run_batch, new_server, tmp
 
 
 def stop_after(answers, *signals):
-    """A report that sends signals to this process, each once so many more answers are there."""
+    """A report that sends signals to this process, each after a given number of further answers."""
     left = list(signals)
 
     def report(counts):
@@ -330,7 +330,7 @@ def test_a_pipe_that_waits_does_not_hold_up_the_others():
     async def main():
         lines = read_lines(os.fdopen(reading, "rb"))
         waiting = asyncio.create_task(anext(lines))
-        await asyncio.sleep(0)  # the event loop goes on
+        await asyncio.sleep(0)  # the event loop continues
         assert not waiting.done()
         os.write(writing, b"now\n")
         assert await waiting == b"now\n"

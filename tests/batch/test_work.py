@@ -1,4 +1,4 @@
-"""Clips of lines: options of the line before those of the command, files by name, and a reason for each that is not
+"""Clips of lines: options of the line before options of the command, files by name, and a reason for each that is not
 made."""
 
 import numpy as np

@@ -93,7 +93,7 @@ def test_the_pages_have_examples_that_run():
 
 
 def python_with(package):
-    """Interpreter that has a client's package: this one, or that of `make client-examples`."""
+    """Interpreter that has a client's package: this one, or the one that `make client-examples` installs."""
     if importlib.util.find_spec(package.replace("-", "_")) is not None:
         return sys.executable
     own = ROOT / "build/clients" / package / "bin/python"

@@ -1,4 +1,4 @@
-"""Faults over real connections: each costs one request one error, leaves nothing behind, and the server goes on."""
+"""Faults over real connections: each costs one request one error, leaves nothing, and the server continues."""
 
 import concurrent.futures
 import contextlib

@@ -44,7 +44,7 @@ def prompt_of(api, messages, **fields):
 
 
 def with_template(llm, monkeypatch, ending):
-    """Put something behind the announcement of an answer in the chat template."""
+    """Add text after the announcement of an answer in the chat template."""
     template = CHAT_TEMPLATE.replace("{% endif %}", ending + "{% endif %}")
     monkeypatch.setattr(llm.tokenizer, "_chat_templates", {"default": template})
 

@@ -96,7 +96,7 @@ PROXIES = {"nginx": (nginx, "server {"), "caddy": (caddy, f"{HOST} {{")}
 
 @pytest.fixture(scope="module", params=PROXIES)
 def proxy(request, tmp_path_factory):
-    """A client of the proxy and the server behind it."""
+    """A client of the proxy in front of a server."""
     for program in (request.param, "openssl"):
         if shutil.which(program) is None:
             pytest.skip(f"needs {program}")

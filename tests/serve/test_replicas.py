@@ -1,4 +1,4 @@
-"""Several replicas behind one port: the same answers, figures of each, and one that failed is no healthy server."""
+"""Several replicas at one port: the same answers, figures of each, and a server that is not healthy once one failed."""
 
 import asyncio
 

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from verax._optional import require_optional
 from verax.batch.lines import Line, LineError, ParquetLines, bad_line, write_rows
+from verax.batch.results import ResultLine
 from verax.errors import EngineDeadError
 from verax.files import atomic_path
 from verax.serve.app import create_app
@@ -26,6 +27,7 @@ from verax.serve.http.errors import ApiError, field_error
 from verax.serve.http.server import Server
 
 __all__ = [
+    "VIDEOS",
     "Answer",
     "AnswerLine",
     "BatchServer",
@@ -68,7 +70,7 @@ class LineResponse(msgspec.Struct, frozen=True):
     body: msgspec.Raw
 
 
-class AnswerLine(msgspec.Struct, frozen=True):
+class AnswerLine(ResultLine, msgspec.Struct, frozen=True):
     """Line of the output: a response, which may be an HTTP error, or the reason why none was asked for."""
 
     BEGIN: ClassVar[bytes] = b'{"id":"%b' % ID_PREFIX.encode()

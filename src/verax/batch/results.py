@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import BinaryIO, ClassVar, Generic, Self, TypeVar
 
 import msgspec
 
@@ -26,34 +26,29 @@ SHORT = 1.0
 call is long enough that its beginning and end, where the device waits, do not count."""
 
 
-class ResultLine(Protocol):
-    """Line of the output, a `msgspec.Struct`.
+class ResultLine:
+    """Part of a line of the output that every kind of line has; the lines are `msgspec.Struct`s.
 
     Attributes:
         BEGIN: first bytes of every such line, by which one that was cut off is known as ours.
+        custom_id: the user's name for the line of the input; None for a line that could not be read.
+        error: reason why it has no result.
     """
 
-    BEGIN: ClassVar[bytes]
-
-    @property
-    def custom_id(self) -> str | None:
-        """The user's name for the line of the input, if it could be read."""
-        ...
-
-    @property
-    def error(self) -> LineError | None:
-        """Reason why it has no result."""
-        ...
+    __slots__ = ()
+    BEGIN: ClassVar[bytes] = b'{"custom_id":'
+    custom_id: str | None
+    error: LineError | None
 
     @property
     def failed(self) -> bool:
         """True if it has no result."""
-        ...
+        return self.error is not None
 
     @classmethod
     def failure(cls, error: LineError, custom_id: str | None = None) -> Self:
         """Line of an error."""
-        ...
+        return cls(custom_id=custom_id, error=error)  # pyright: ignore[reportCallIssue]
 
 
 R = TypeVar("R", bound=ResultLine)

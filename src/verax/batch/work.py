@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,6 +13,7 @@ from jaxtyping import Float32
 
 from verax._optional import require_optional
 from verax.batch.lines import InputLine, LineError, write_rows
+from verax.batch.results import ResultLine
 from verax.embed.encoder import Encoder
 from verax.errors import InvalidParameterError, RequestRefusedError
 from verax.video.files import clip_path
@@ -34,7 +35,7 @@ _FILES = ("image", "last_image", "video")
 """Options that are names of files, which a checked request has read."""
 
 
-class VectorLine(msgspec.Struct, frozen=True):
+class VectorLine(ResultLine, msgspec.Struct, frozen=True):
     """Vector of a text, or the reason why there is none.
 
     Attributes:
@@ -43,21 +44,9 @@ class VectorLine(msgspec.Struct, frozen=True):
         error: None if there is a vector.
     """
 
-    BEGIN: ClassVar[bytes] = b'{"custom_id":'
-
     custom_id: str | None
-    embedding: msgspec.Raw
-    error: LineError | None
-
-    @property
-    def failed(self) -> bool:
-        """True if there is no vector."""
-        return self.error is not None
-
-    @classmethod
-    def failure(cls, error: LineError, custom_id: str | None = None) -> VectorLine:
-        """Line of an error."""
-        return cls(custom_id, msgspec.Raw(b"null"), error)
+    embedding: msgspec.Raw = msgspec.Raw(b"null")
+    error: LineError | None = None
 
 
 class Vectors:
@@ -121,7 +110,7 @@ def write_vectors(lines: Path, path: Path, dimension: int) -> None:
     write_rows(lines, path, {"custom_id": text, "embedding": vectors, "error": text}, row)
 
 
-class ClipLine(msgspec.Struct, frozen=True):
+class ClipLine(ResultLine, msgspec.Struct, frozen=True):
     """Clip that was made, or the reason why it was not.
 
     Attributes:
@@ -132,23 +121,11 @@ class ClipLine(msgspec.Struct, frozen=True):
         error: None if there is a clip.
     """
 
-    BEGIN: ClassVar[bytes] = b'{"custom_id":'
-
     custom_id: str | None
-    file: str | None
-    settings: dict[str, Any] | None
-    seconds: dict[str, float] | None
-    error: LineError | None
-
-    @property
-    def failed(self) -> bool:
-        """True if there is no clip."""
-        return self.error is not None
-
-    @classmethod
-    def failure(cls, error: LineError, custom_id: str | None = None) -> ClipLine:
-        """Line of an error."""
-        return cls(custom_id, None, None, None, error)
+    file: str | None = None
+    settings: dict[str, Any] | None = None
+    seconds: dict[str, float] | None = None
+    error: LineError | None = None
 
 
 class Clips:

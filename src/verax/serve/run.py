@@ -24,7 +24,7 @@ from verax.serve.http.middleware import MAX_HEADER_BYTES
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
 
-__all__ = ["HttpProtocol", "bind", "new_runner", "run"]
+__all__ = ["bind", "new_runner", "run"]
 
 
 class HttpProtocol(HttpToolsProtocol):

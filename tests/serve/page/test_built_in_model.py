@@ -54,7 +54,7 @@ def test_a_chat_with_the_built_in_model(browser, address):
     answer.locator(".token", has_text="8").first.hover()
     expect(answer.locator(".tip .chosen")).to_contain_text("8")
 
-    # The model ends its stories after some lines. Without that, this one goes on until it is stopped.
+    # The model ends its stories after some lines. Without that, this one continues until it is stopped.
     page.route("**/v1/chat/completions", endless)
     ask(page, "Tell me a story about a brave fox.")
     expect(answer.locator(".content")).to_contain_text(re.compile(r"\w"))

@@ -26,7 +26,7 @@ def finished(page, count=1):
 
 
 def wait_until(page, true, seconds=10.0):
-    """Wait until the fake server's state is as it should be, while the page goes on."""
+    """Wait until the fake server's state is as it should be, while the page continues."""
     for _ in range(int(seconds / 0.05)):
         if true():
             return

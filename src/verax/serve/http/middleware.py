@@ -24,7 +24,7 @@ from verax.serve.http.telemetry import ACCESS, RequestRecord
 if TYPE_CHECKING:
     from verax.serve.http.server import Server
 
-__all__ = ["MAX_HEADER_BYTES", "BodyLimit", "RequestLog", "Security", "is_loopback"]
+__all__ = ["MAX_HEADER_BYTES", "BodyLimit", "RequestLog", "Security"]
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 

@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Route
 
 from verax.serve.http.errors import AnthropicErrorAnswer, ErrorAnswer, is_anthropic
 
-__all__ = ["ApiRoute", "Described", "Endpoint", "Parameter", "api_route", "api_routes", "describe"]
+__all__ = ["ApiRoute", "Parameter", "api_route", "api_routes", "describe"]
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 

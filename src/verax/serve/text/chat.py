@@ -44,6 +44,8 @@ __all__ = [
     "InputTokens",
     "ToolDefinition",
     "count_tokens",
+    "function_call",
+    "function_tool",
     "render_chat",
     "routes",
     "run_chat",
@@ -149,6 +151,17 @@ class ChatRequest(GenerationRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+def function_tool(name: str, parameters: Any, description: str | None, strict: bool | None) -> dict[str, Any]:
+    """Entry of a chat's `tools` for a function, as another API describes it."""
+    function = FunctionDefinition(name=name, parameters=parameters, description=description, strict=strict)
+    return {"type": "function", "function": msgspec.to_builtins(function)}
+
+
+def function_call(call_id: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
+    """Entry of a message's `tool_calls` for a call of an earlier answer, as another API has it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -273,6 +286,7 @@ class ChatChoice(Choice, kw_only=True):
 
     message: AnswerMessage
     logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class ChatCompletion(Generated, kw_only=True):

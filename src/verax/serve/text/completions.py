@@ -30,7 +30,7 @@ from verax.serve.text.run import (
 )
 from verax.serve.text.sampling import Count, GenerationRequest, Refused, sampling_params
 
-__all__ = ["CompletionRequest", "TextCompletion", "prompts_of", "routes"]
+__all__ = ["routes"]
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for completions."""
@@ -126,7 +126,9 @@ def _run(server: Server, request: CompletionRequest, record: RequestRecord) -> R
         raise field_error("best_of", "it must be n, as all answers are returned")
     prompts = prompts_of(request.prompt, server.settings.max_prompts)
     limit = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    echoed = {"prompt_logprobs": request.logprobs} if request.echo and request.prompt_logprobs is None else {}
+    echoed: dict[str, Any] = (
+        {"prompt_logprobs": request.logprobs} if request.echo and request.prompt_logprobs is None else {}
+    )
     params = sampling_params(server, request, max_tokens=max(limit, 1), logprobs=request.logprobs, **echoed)
     return Run(
         server,

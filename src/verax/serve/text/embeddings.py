@@ -35,7 +35,7 @@ from verax.serve.http.server import LazyModel, Server
 from verax.serve.http.sse import unless_disconnected
 from verax.serve.http.telemetry import record_of
 
-__all__ = ["BatchQueue", "EmbeddingRequest", "RerankRequest", "routes"]
+__all__ = ["BatchQueue", "EmbeddingRequest", "routes"]
 
 CHARACTERS = 64
 """Characters of a text that are read for each token of the model: tokenising megabytes takes many seconds."""

@@ -18,11 +18,11 @@ from verax.serve.http.openapi import api_routes
 from verax.serve.http.server import Server
 from verax.serve.http.sse import named_event, unless_disconnected
 from verax.serve.http.telemetry import record_of
-from verax.serve.text.chat import ChatRequest, count_tokens, run_chat
+from verax.serve.text.chat import ChatRequest, count_tokens, function_call, function_tool, run_chat
 from verax.serve.text.run import Part, PartStep, PartTracker, Run, RunEvent
 from verax.serve.text.sampling import MAX_INT, Positive, Refused, Text
 
-__all__ = ["CountTokensRequest", "MessageObject", "MessageTokens", "MessagesRequest", "chat_of", "routes"]
+__all__ = ["MessagesRequest", "chat_of", "routes"]
 
 
 class Block(msgspec.Struct, kw_only=True, tag_field="type"):
@@ -180,16 +180,7 @@ def _tools(request: CountTokensRequest) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if request.tools:
         values["tools"] = [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool.name,
-                    "parameters": tool.input_schema,
-                    **({} if tool.description is None else {"description": tool.description}),
-                    **({} if tool.strict is None else {"strict": tool.strict}),
-                },
-            }
-            for tool in request.tools
+            function_tool(tool.name, tool.input_schema, tool.description, tool.strict) for tool in request.tools
         ]
     choice = request.tool_choice
     if choice is None:
@@ -245,10 +236,7 @@ def _assistant(content: Sequence[Block]) -> dict[str, Any]:
         message["reasoning_content"] = "\n".join(thoughts)
     calls = [block for block in content if isinstance(block, ToolUseBlock)]
     if calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.input}}
-            for call in calls
-        ]
+        message["tool_calls"] = [function_call(call.id, call.name, call.input) for call in calls]
     return message
 
 

@@ -20,11 +20,11 @@ from verax.serve.http.openapi import api_routes
 from verax.serve.http.server import Server
 from verax.serve.http.sse import named_event, unless_disconnected
 from verax.serve.http.telemetry import record_of
-from verax.serve.text.chat import ChatRequest, InputTokens, count_tokens, run_chat
+from verax.serve.text.chat import ChatRequest, InputTokens, count_tokens, function_call, function_tool, run_chat
 from verax.serve.text.run import Part, PartStep, PartTracker, Run, RunEvent
 from verax.serve.text.sampling import Positive, Refused
 
-__all__ = ["INPUT_ITEMS", "LOGPROBS", "ResponseObject", "ResponsesRequest", "chat_of", "routes"]
+__all__ = ["ResponsesRequest", "chat_of", "routes"]
 
 LOGPROBS = "message.output_text.logprobs"
 """Entry of `include` that asks for log-probabilities."""
@@ -210,10 +210,8 @@ def chat_of(request: ResponsesRequest) -> ChatRequest:
     if request.reasoning is not None and request.reasoning.effort is not None:
         values["reasoning_effort"] = request.reasoning.effort
     if request.tools:
-        functions = [msgspec.to_builtins(tool) for tool in request.tools]
         values["tools"] = [
-            {"type": "function", "function": {key: value for key, value in function.items() if key != "type"}}
-            for function in functions
+            function_tool(tool.name, tool.parameters, tool.description, tool.strict) for tool in request.tools
         ]
     choice = request.tool_choice
     if choice is not None:
@@ -282,9 +280,8 @@ def _append(made: list[dict[str, Any]], item: msgspec.Struct, where: str) -> Non
             output = _joined(item.output, f"{where}.output")
             made.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
         case InputCall():
-            function = {"name": item.name, "arguments": item.arguments}
             calls = _answer(made, ()).setdefault("tool_calls", [])
-            calls.append({"id": item.call_id, "type": "function", "function": function})
+            calls.append(function_call(item.call_id, item.name, item.arguments))
         case InputReasoning():
             thoughts = item.content or item.summary or []
             answer = _answer(made, ("content", "tool_calls", "reasoning_content"))

@@ -43,6 +43,7 @@ __all__ = [
     "RunEvent",
     "TokenLogprob",
     "Usage",
+    "prompt_logprobs",
     "token_logprobs",
 ]
 
@@ -93,7 +94,6 @@ class Choice(msgspec.Struct, kw_only=True):
     """One of several answers."""
 
     index: Size
-    finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None
     """Stop string or stop token that ended it."""
     token_ids: list[Size] | msgspec.UnsetType = msgspec.UNSET
@@ -295,7 +295,8 @@ class Run:
         if len(self.usages) == 1:
             return self.usages[0]
         names = ("prompt_tokens", "completion_tokens", "cached_tokens")
-        return Usage(**{name: sum(getattr(usage, name) for usage in self.usages) for name in names})
+        sums: dict[str, Any] = {name: sum(getattr(usage, name) for usage in self.usages) for name in names}
+        return Usage(**sums)
 
     def head(self, prefix: str) -> dict[str, Any]:
         """Fields of OpenAI's answers and chunks that are the same in all of a run's."""

@@ -21,7 +21,7 @@ from verax.serve.text.chat import ChatMessage, ChatRequest, ToolDefinition, rend
 from verax.serve.text.sampling import Count
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["DetokenizeRequest", "DetokenizedText", "TokenIds", "TokenizeRequest", "routes"]
+__all__ = ["routes"]
 
 
 class TokenIds(msgspec.Struct, kw_only=True):

@@ -34,18 +34,7 @@ from verax.serve.video.jobs import VARIANTS, ClipStore, VideoJob, VideoJobs
 from verax.video.pipeline import VideoPipeline
 from verax.video.request import ResolvedRequest, VideoRequest
 
-__all__ = [
-    "ImageReference",
-    "Upload",
-    "VideoCreate",
-    "VideoDeleted",
-    "VideoList",
-    "VideoObject",
-    "VideoService",
-    "read_create",
-    "resolve",
-    "routes",
-]
+__all__ = ["VideoCreate", "resolve", "routes"]
 
 
 class VideoError(msgspec.Struct, kw_only=True):
@@ -528,6 +517,7 @@ def _answer(job: VideoJob) -> Response:
 def _video(job: VideoJob) -> VideoObject:
     """State of a clip: OpenAI's fields, then the settings by which it can be made again."""
     request = job.request
+    assert isinstance(request.prompt, str)  # a body has no list of prompts
     return VideoObject(
         id=job.id,
         object="video",
