@@ -13,6 +13,7 @@ _PACKAGES = {
     "av": ("PyAV", "video"),
     "PIL": ("Pillow", "video"),
     "ftfy": ("ftfy", "video"),
+    "httpx": ("httpx", "bench"),
     "httptools": ("httptools", "server"),
     "jax_plugins": ("jax-cuda13-plugin", "plan-cuda"),
     "libtpu": ("libtpu", "plan-tpu"),
