@@ -15,6 +15,7 @@ _PACKAGES = {
     "PIL": ("Pillow", "video"),
     "diffusers": ("diffusers", "parity"),
     "ftfy": ("ftfy", "video"),
+    "httpx": ("httpx", "bench"),
     "httptools": ("httptools", "server"),
     "jax_plugins": ("jax-cuda13-plugin", "plan-cuda"),
     "libtpu": ("libtpu", "plan-tpu"),

@@ -25,20 +25,11 @@ def test_the_page_is_what_the_command_makes_of_the_results(monkeypatch, tmp_path
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two results of embeddings, a day apart, as `results.write` names them."""
-    for day, rate in (("20", 111.0), ("21", 222.0)):
-        sides = {name: dict(median_s=1.0, p10_s=1.0, p90_s=1.0, rate=rate) for name in ("transformers", "verax")}
-        settings = dict.fromkeys(("model", "dtype", "shortest", "longest", "tokens", "sentences", "batch_size"), 1)
-        result = {
-            "kind": "embed",
-            "machine": {},
-            "settings": {**settings, "runs": 10, "warmup": 1},
-            "first_s": 1.0,
-            "compiled_during_runs": 0,
-            "sides": sides,
-            "ratios": {},
-        }
-        (tmp_path / f"2026-11-{day}-amd-epyc-2c-embed-float32.json").write_text(json.dumps(result))
+    """A folder with two results of embeddings."""
+    rows = [["transformers", "1.0"], ["verax", "2.0"]]
+    one = {"subject": "embed", "name": "float32", "rate": 222.0, "tables": [{"columns": ["side", "s"], "rows": rows}]}
+    content = {"subject": "embed", "results": {"float32": one, "int8": {**one, "name": "int8"}}}
+    (tmp_path / "embed-amd-epyc-2c.json").write_text(json.dumps(content))
     return tmp_path
 
 
@@ -48,23 +39,23 @@ def page(folder, text):
     return render(template, folder)
 
 
-def test_the_latest_result_of_a_name_is_taken(folder):
-    assert Results(folder).names("emb") == ["embed-float32"]
-    assert page(folder, "{{ result('embed-float32').sides.verax.rate }}") == "222.0"
+def test_a_result_is_found_by_its_file_and_name(folder):
+    assert Results(folder).names("embed-amd") == ["embed-amd-epyc-2c/float32", "embed-amd-epyc-2c/int8"]
+    assert page(folder, "{{ result('embed-amd-epyc-2c/float32').rate }}") == "222.0"
 
 
-def test_a_table_is_that_of_the_results_own_page_or_some_rows_of_it(folder):
-    whole = page(folder, "{{ table('embed-float32') }}").split("\n")
-    assert [line.split("|")[1].strip() for line in whole] == ["side", "---", "transformers", "verax"]
-    assert page(folder, "{{ table('embed-float32', only=['verax']) }}").split("\n") == [*whole[:2], whole[3]]
+def test_a_table_is_a_whole_one_of_the_result_or_some_of_its_rows(folder):
+    whole = page(folder, "{{ table('embed-amd-epyc-2c/int8') }}").split("\n")
+    assert whole == ["| side | s |", "|---|---|", "| transformers | 1.0 |", "| verax | 2.0 |"]
+    assert page(folder, "{{ table('embed-amd-epyc-2c/int8', only=['verax']) }}").split("\n") == [*whole[:2], whole[3]]
 
 
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ("{{ result('text').sides }}", "no result of 'text'; there are embed-float32"),
-        ("{{ table('embed-float32', only=['verax', 'torch']) }}", "1 of the 2 rows"),
-        ("{{ result('embed-float32').sides.torch.rate }}", "torch"),
+        ("{{ result('text') }}", "no result of 'text'; there are embed-amd-epyc-2c/float32"),
+        ("{{ table('embed-amd-epyc-2c/int8', only=['verax', 'torch']) }}", "1 of the 2 rows"),
+        ("{{ result('embed-amd-epyc-2c/int8').sides }}", "sides"),
         ("{{ nothing }}", "nothing"),
     ],
 )

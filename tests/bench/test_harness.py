@@ -1,10 +1,17 @@
-"""What is around every benchmark: noise is heard, limits are the longer of two, peaks and machine are in the result."""
+"""The harness: noise is measured, the limit is the longer of two, products are counted, results name their machine."""
 
 import logging
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from verax import ops
 from verax.bench import harness
+from verax.checkpoint import Checkpoint
+from verax.errors import InvalidParameterError
+from verax.shapes import QWEN3_0_6B
 
 LIMITS = {"memory_bandwidth_gb_per_s": 50.0, "matmul_float32_gflop_per_s": 400.0, "matmul_bfloat16_gflop_per_s": 800.0}
 
@@ -33,13 +40,15 @@ def test_a_busy_machine_is_warned_of_and_remembered(monkeypatch, caplog, busy):
     with caplog.at_level(logging.WARNING, "verax.bench"):
         benchmark = harness.Benchmark("text")
     assert ("busy before the start" in caplog.text) == busy
-    result = benchmark.result({"runs": 3}, {"torch": "2"}, sides={})
+    assert benchmark.limits == LIMITS
+    page = {"title": "A", "intro": "B", "tables": []}
+    result = benchmark.result("a", settings={"runs": 3}, versions={"torch": "2"}, **page)
     assert result["noise"]["busy"] == busy
     assert result["measured"] == LIMITS
     assert result["machine"]["torch"] == "2"
     assert result["memory"]["host_peak_gb"] > 0.01
     assert result["memory"]["device_peak_gb"] is None  # a CPU's memory is the host's
-    assert result["settings"] == {"runs": 3}
+    assert (result["subject"], result["name"], result["settings"]) == ("text", "a", {"runs": 3})
 
 
 def test_a_run_is_set_against_the_limit(monkeypatch):
@@ -48,3 +57,32 @@ def test_a_run_is_set_against_the_limit(monkeypatch):
     work = harness.Benchmark("ops").against_limit(4.0, bytes_moved=100e9, flops=400e9, dtype="float32")
     assert (work["gb_per_s"], work["gflop_per_s"]) == (25.0, 100.0)
     assert (work["limit_s"], work["fraction_of_limit"]) == (2.0, 0.5)
+
+
+def test_products_are_counted_turn_by_turn_in_any_implementation():
+    def call(x, weight, unused):
+        step = lambda carry, _: (ops.linear(carry, weight), None)
+        y = jax.lax.scan(step, x, length=3)[0]
+        image = jax.lax.conv(jnp.ones((1, 2, 6, 6)), jnp.ones((4, 2, 3, 3)), (1, 1), "VALID")
+        return y, image
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((5, 8), (8, 8), (1000,))]
+    products, moved = harness.count_products(call, *shapes)
+    assert products == 3 * 2 * 5 * 8 * 8 + 2 * (4 * 4 * 4) * (2 * 3 * 3)
+    assert moved == 4 * (5 * 8 + 8 * 8 + 5 * 8 + 4 * 4 * 4)  # the argument that nothing reads does not count
+
+
+def test_a_name_that_is_not_known_is_refused_with_those_that_are():
+    harness.check_names("against", ["torch"], ("torch", "fla"))
+    with pytest.raises(InvalidParameterError, match="against: expected torch, fla, got 'jax'"):
+        harness.check_names("against", ["torch", "jax"], ("torch", "fla"))
+
+
+def test_without_a_model_the_weights_are_random_in_the_real_shapes():
+    config = {**QWEN3_0_6B, "num_hidden_layers": 1, "vocab_size": 512}
+    with harness.checkpoint_folder(None, "bfloat16", config) as folder:
+        opened = Checkpoint.open(folder)
+        assert opened.info("model.layers.0.mlp.down_proj.weight").shape == (1024, 3072)
+        spread = np.std(np.asarray(opened.read("model.layers.0.mlp.down_proj.weight"), np.float32))
+        assert spread == pytest.approx(3072**-0.5, rel=0.02)
+    assert not folder.exists()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import httpx
 
-from verax.bench.serve.process import started
+from verax.bench.serve.client import started
 
 GROUPS = {
     "chat": r"^/v1/chat/completions$",
@@ -70,7 +70,7 @@ async def _fuzz(groups: list[str], seed: int) -> tuple[int, list[str]]:
 
     cases, failed = 0, []
     async with started(command) as server:
-        url = f"http://127.0.0.1:{server.target.port}"
+        url = server.url
         clip = _clip(url)
         for group in groups:
             number, passed = _run(url, group, seed, clip)

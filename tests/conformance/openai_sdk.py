@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from verax.bench.serve.process import started
+from verax.bench.serve.client import started
 
 RESOURCES = (
     *("chat", "responses", "test_completions.py", "test_embeddings.py", "test_models.py", "test_responses.py"),
@@ -42,7 +42,7 @@ async def _run(folder: Path) -> int:
             env={
                 **os.environ,
                 "PYTHONPATH": str(Path(__file__).parent),
-                "TEST_API_BASE_URL": f"http://127.0.0.1:{server.target.port}/v1",
+                "TEST_API_BASE_URL": f"{server.url}/v1",
             },
             check=False,
         )

@@ -4,25 +4,27 @@ import jax.numpy as jnp
 import pytest
 
 from tests.support.tiny import tiny_checkpoint
-from verax.bench.text.run import bench_text
+from verax.bench.text.cases import bench_text
 from verax.bench.text.workload import Workload
+from verax.checkpoint import Checkpoint
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 
 def test_transformers_generates_what_the_engine_generates(tmp_path):
     from verax import LLM
-    from verax.bench.text.transformers import TransformersSide
+    from verax.bench.text.transformers import transformers_sides
 
     tiny_checkpoint(tmp_path)
-    theirs = TransformersSide(tmp_path, "float32")
     workload = Workload("short-prompts", ((5, 6, 7), (9, 8, 7, 6, 5)), (8, 8), 0.0)
-    assert theirs.naive(workload) == theirs.batched(workload) == 16
+    sides = transformers_sides(Checkpoint.open(tmp_path), "float32", workload)
+    assert [side.call() for side in sides.values()] == [16, 16]
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ours = LLM(tmp_path, dtype="float32", max_num_seqs=2, max_model_len=32, use_tqdm=False)
     outputs = ours.generate([list(p) for p in workload.prompts], workload.params(), use_tqdm=False)
     for prompt, output in zip(workload.prompts, outputs, strict=True):
-        tokens = theirs._model.generate(
+        tokens = model.generate(
             torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
         )
         assert tuple(tokens[0, len(prompt) :].tolist()) == output.outputs[0].token_ids
@@ -32,6 +34,6 @@ def test_all_sides_are_in_one_interleaved_result(tmp_path):
     tiny_checkpoint(tmp_path, dtype=jnp.bfloat16)
     workload = Workload("short-prompts", ((5, 6, 7), (8, 9)), (3, 2), 0.7)
     result = bench_text(str(tmp_path), lambda vocab_size: workload, runs=1, warmup=1, against=("transformers",))
-    assert set(result["sides"]) == {"transformers naive", "transformers batched", "verax"}
-    assert set(result["ratios"]) == {"verax / transformers naive", "verax / transformers batched"}
+    assert set(result["cases"][0]["sides"]) == {"transformers naive", "transformers batched", "verax"}
+    assert set(result["cases"][0]["ratios"]) == {"transformers naive", "transformers batched"}
     assert result["machine"]["torch"] == torch.__version__

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.tiny_encoder import sentence_files, tiny_encoder
-from verax.bench.embed.run import bench_embed
+from verax.bench.embed.cases import bench_embed
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -25,7 +25,7 @@ def test_transformers_gives_our_vectors(tmp_path, mode):
     tiny_encoder(tmp_path)
     sentence_files(tmp_path, mode=mode)
     result = bench(tmp_path, ("transformers",))
-    assert set(result["sides"]) == {"transformers", "verax"}
+    assert set(result["cases"][0]["sides"]) == {"transformers", "verax"}
     assert result["accuracy"]["transformers"]["largest_difference"] < SAME
     assert result["machine"]["torch"] == torch.__version__
 
@@ -38,8 +38,8 @@ def test_an_exported_model_gives_our_vectors_in_float32_and_near_them_in_int8(tm
     sentence_files(tmp_path, mode=mode)
     result = bench(tmp_path, (library, f"{library}-int8"))
     names = {f"{library} float32", f"{library} int8"}
-    assert set(result["sides"]) == {*names, "verax"}
-    assert set(result["ratios"]) == {f"verax / {name}" for name in names}
+    assert set(result["cases"][0]["sides"]) == {*names, "verax"}
+    assert set(result["cases"][0]["ratios"]) == names
     for name in names:
         assert len(result["chosen"][name]["trials"]) == 3
         assert result["chosen"][name]["way"] in result["chosen"][name]["trials"]

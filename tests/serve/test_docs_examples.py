@@ -16,9 +16,8 @@ import pytest
 from tests.support.markdown import blocks
 from tests.support.markdown_run import commands
 from verax import cli
-from verax.bench.serve.http import Target, fetch
-from verax.bench.serve.process import started
-from verax.bench.serve.sides import EngineOptions
+from verax.bench.serve.cases import EngineOptions
+from verax.bench.serve.client import Client, started
 
 pytest.importorskip("uvicorn")
 
@@ -38,7 +37,7 @@ def target():
         over.extend([asyncio.get_running_loop(), stop])
         try:
             async with started(EngineOptions(max_num_seqs=4, max_model_len=256).command) as server:
-                found.append(server.target)
+                found.append(server.url)
                 ready.set()
                 await stop.wait()
         finally:
@@ -52,8 +51,8 @@ def target():
     thread.join()
 
 
-def here(text: str, target: Target) -> str:
-    return text.replace("http://127.0.0.1:8000", f"http://127.0.0.1:{target.port}")
+def here(text: str, target: str) -> str:
+    return text.replace("http://127.0.0.1:8000", target)
 
 
 def verax(monkeypatch, capsys, words):
@@ -110,7 +109,7 @@ def test_the_example_of_a_client_runs(client, package, target):
     command = [python_with(package), str(script)]
     # LiteLLM fetches a list of prices otherwise.
     quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "PATH": ""}
-    environment = {"VERAX_URL": f"http://127.0.0.1:{target.port}/v1", **quiet}
+    environment = {"VERAX_URL": f"{target}/v1", **quiet}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     shown = dict(re.findall(r"^([a-z ]+): (.*)$", done.stdout, re.MULTILINE))
@@ -131,7 +130,7 @@ def test_the_dashboard_and_the_page_name_metrics_that_the_server_has(target):
     dashboard = json.loads((ROOT / "docs/grafana/verax.json").read_text(encoding="utf-8"))
     queries = [query["expr"] for panel in dashboard["panels"] for query in panel["targets"]]
     assert len(queries) > 20
-    samples = asyncio.run(fetch(target, "/metrics"))
+    samples = asyncio.run(Client(target).fetch("/metrics"))
     exported = metric_names(samples)
     assert metric_names(" ".join(queries)) <= exported
     page = (ROOT / "docs/server.md").read_text(encoding="utf-8")

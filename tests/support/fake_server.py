@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from verax.bench.serve.http import Target
+from verax.bench.serve.client import Client
 
 __all__ = ["FakeServer", "answer_of"]
 
@@ -21,18 +21,14 @@ def answer_of(prompt: list[int], max_tokens: int) -> list[str]:
 
 @dataclass
 class FakeServer:
-    """Server whose faults are chosen by the number of the request; `async with server.serving() as target`."""
+    """Server whose faults are chosen by the number of the request; `async with server.serving() as client`."""
 
     faults: dict[int, str] = field(default_factory=dict)
     """Fault by number of the request: `429`, `cut`, `short`, `error`, `other id`, `other text`, `garbage`."""
     cut_at: int = 0
     """Bytes of each write, to cut chunks and events anywhere; 0 for whole ones."""
-    forgets: bool = False
-    """True to continue counting the requests of clients that disconnected."""
     pause: float = 0.0
     """Seconds between two tokens."""
-    tokenized: str | None = None
-    """Answer of `/tokenize`; None for a server without it."""
     running: int = 0
     most: int = 0
     aborted: int = 0
@@ -40,11 +36,14 @@ class FakeServer:
     heads: list[str] = field(default_factory=list)
 
     @contextlib.asynccontextmanager
-    async def serving(self) -> AsyncIterator[Target]:
+    async def serving(self) -> AsyncIterator[Client]:
         """Serve while the block runs."""
         server = await asyncio.start_server(self._handle, "127.0.0.1", 0)
         try:
-            yield Target("127.0.0.1", server.sockets[0].getsockname()[1], model="fake")
+            client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1")
+            client.model = "fake"
+            yield client
+            await client.close()
         finally:
             server.close()
 
@@ -58,7 +57,6 @@ class FakeServer:
                 await self._complete(json.loads(await reader.readexactly(length)), writer)
             else:
                 pages = {
-                    "/tokenize": self.tokenized,
                     "/metrics": self._metrics(),
                     "/v1/models": '{"data": [{"id": "fake"}]}',
                     "/health": "",
@@ -93,7 +91,6 @@ class FakeServer:
             return
         self.running += 1
         self.most = max(self.most, self.running)
-        gone = False
         try:
             writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-type: text/event-stream\r\n\r\n")
             for event in self._events(number, body, fault):
@@ -102,10 +99,9 @@ class FakeServer:
             if fault != "cut":
                 await self._chunk(writer, b"")
         except ConnectionError:
-            gone = True
             self.aborted += 1
         finally:
-            self.running -= not (gone and self.forgets)
+            self.running -= 1
 
     def _events(self, number: int, body: dict[str, Any], fault: str | None) -> list[bytes]:
         count = body["max_tokens"]

@@ -1,1 +1,1 @@
-"""Timing and memory, beside other libraries on the same machine in the same run."""
+"""Timing and memory, compared with other libraries on the same machine in the same run."""

@@ -1,31 +1,28 @@
-"""Two results of the same benchmark: which sides became slower or faster, and how sure that is.
+"""Two files of results of the same benchmark: which sides became slower or faster, and how sure that is.
 
 The effect is the ratio of the medians, new over old. Its interval is the percentile bootstrap (Efron and Tibshirani, An
-Introduction to the Bootstrap, 1993, chapter 13): the stored runs of each result are drawn anew, with replacement.
+Introduction to the Bootstrap, 1993, chapter 13): the stored runs of each result are drawn again, with replacement.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from verax.bench.results import read_results
 from verax.errors import InvalidParameterError
 
-__all__ = ["compare_results", "read_result", "render"]
+__all__ = ["compare_results", "read_timed", "render"]
 
 RESAMPLES = 10_000
 """Draws of the bootstrap: the ends of a 95% interval are then exact to a percent of its length."""
 
-BASELINES = ("torch", "transformers", "llama.cpp", "cython", "fla", "diffusers")
-"""First words of the names of baselines: their change is that of the machine, or of their versions."""
-
-NAMES = ("section", "operation", "case", "name")
-"""Keys that name an entry of a list, as far as it has them."""
+BASELINES = ("torch", "transformers", "llama.cpp", "cython", "fla", "diffusers", "openvino", "onnxruntime")
+"""First words of the names of baselines: if one changes, the machine did, or its version."""
 
 SAME = (
     "cpu",
@@ -43,19 +40,16 @@ SAME = (
 """Facts of the machine that have to agree, or the difference may be theirs."""
 
 
-def read_result(path: Path) -> dict[str, Any]:
-    """A benchmark's JSON.
+def read_timed(path: Path) -> dict[str, dict[str, Any]]:
+    """Results in a file, by name.
 
     Raises:
-        InvalidParameterError: if it is none.
+        InvalidParameterError: if there is no timed one among them.
     """
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InvalidParameterError(f"{path}: not JSON: {error}") from error
-    if not isinstance(result, dict) or "kind" not in result or not list(_series(result)):
-        raise InvalidParameterError(f"{path}: no timed result of verax bench; expected the .json that --output wrote")
-    return result
+    results = read_results(path)
+    if not _series(results):
+        raise InvalidParameterError(f"{path}: no timed result of verax bench; expected the JSON that --output wrote")
+    return results
 
 
 def compare_results(
@@ -65,27 +59,28 @@ def compare_results(
     threshold: float = 0.05,
     confidence: float = 0.95,
 ) -> dict[str, Any]:
-    """Set each side of one result against the same side of the other.
+    """Compare each side of the old results with the same side of the new ones.
 
     A side is `slower` (`faster`) if the whole interval of the ratio is more than `threshold` above (below) 1, `same` if
-    it is within the threshold on both sides, and else `undecided`. It is undecided too where the runs are too few for
-    the confidence: even the greatest difference would come about by chance too often (a permutation test's smallest p).
+    it is within the threshold on both sides, and else `undecided`. It is also undecided where the runs are too few for
+    the confidence: even the greatest difference would arise by chance too often (a permutation test's smallest p).
 
     Args:
-        old, new: results of the same kind.
+        old, new: results of the same subject, by name.
         threshold: relative change of time that matters.
         confidence: of the interval.
 
     Raises:
-        InvalidParameterError: if the results are of different kinds, or have no side in common.
+        InvalidParameterError: if the results are of different subjects, or have no side in common.
     """
     if not 0 <= threshold < 1:
         raise InvalidParameterError(f"threshold: expected a share from 0 to less than 1, got {threshold}")
     if not 0 < confidence < 1:
         raise InvalidParameterError(f"confidence: expected a share between 0 and 1, got {confidence}")
-    if old["kind"] != new["kind"]:
-        raise InvalidParameterError(f"new: expected a result of bench {old['kind']}, got one of bench {new['kind']}")
-    before, after = dict(_series(old)), dict(_series(new))
+    subject, other = (next(iter(results.values()))["subject"] for results in (old, new))
+    if subject != other:
+        raise InvalidParameterError(f"new: expected a result of bench {subject}, got one of bench {other}")
+    before, after = _series(old), _series(new)
     common = [name for name in before if name in after]
     if not common:
         raise InvalidParameterError(f"new: none of its sides is in old, which has {', '.join(map(' / '.join, before))}")
@@ -106,11 +101,9 @@ def compare_results(
             }
         )
     return {
-        "kind": "compare",
-        "of": old["kind"],
+        "subject": subject,
         "threshold": threshold,
         "confidence": confidence,
-        "dates": [old.get("date"), new.get("date")],
         "rows": rows,
         "regressions": [row["name"] for row in rows if row["ours"] and row["verdict"] == "slower"],
         "only_in_old": [" / ".join(name) for name in before if name not in after],
@@ -119,22 +112,18 @@ def compare_results(
     }
 
 
-def _series(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], list[float]]]:
-    """Every timed side within a result: the names on the way to it, and the seconds of its runs."""
-    if isinstance(value, Mapping):
-        seconds = value.get("seconds")
-        if isinstance(seconds, list) and seconds:
-            yield path, seconds
-        for key, inner in value.items():
-            yield from _series(inner, path if key in ("sides", "cases") else (*path, key))
-    elif isinstance(value, list):
-        for number, inner in enumerate(value):
-            named = [str(inner[key]) for key in NAMES if key in inner] if isinstance(inner, Mapping) else []
-            yield from _series(inner, (*path, ", ".join(named) or str(number)))
+def _series(results: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, ...], list[float]]:
+    """Seconds of the runs of every timed side, by the names of result, group, case and side."""
+    return {
+        (name, *(case[key] for key in ("group", "case") if case.get(key)), side): times["seconds"]
+        for name, result in results.items()
+        for case in result.get("cases", ())
+        for side, times in case["sides"].items()
+    }
 
 
 def _ratio(old: Sequence[float], new: Sequence[float], confidence: float) -> tuple[float, float, float]:
-    """The ratio of the medians, new over old, and the ends of its interval."""
+    """Ratio of the medians, new over old, and the ends of its interval."""
     rng = np.random.default_rng(0)  # the same files give the same verdict
     medians = [np.median(rng.choice(np.asarray(runs), (RESAMPLES, len(runs))), axis=1) for runs in (new, old)]
     low, high = np.quantile(medians[0] / medians[1], [(1 - confidence) / 2, (1 + confidence) / 2])
@@ -154,21 +143,22 @@ def _verdict(
 
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Settings, and facts of the machine, that are not the same."""
-    found = {}
-    for part, names in (("machine", SAME), ("settings", None)):
-        before, after = old.get(part, {}), new.get(part, {})
-        for name in names or sorted({*before, *after} - {"runs", "warmup"}):
-            if before.get(name) != after.get(name):
-                found[name] = [before.get(name), after.get(name)]
-    for part, result in (("old", old), ("new", new)):
-        if result.get("noise", {}).get("busy"):
-            found[f"noise of {part}"] = ["quiet", "busy"]
-    return found
+    """Facts of the machine, and settings, that are not the same in the results of one name."""
+    differing: dict[str, list[Any]] = {}
+    for name in [name for name in old if name in new]:
+        for part, keys in (("machine", SAME), ("settings", None)):
+            before, after = old[name][part], new[name][part]
+            for key in keys or sorted({*before, *after} - {"runs", "warmup"}):
+                if before.get(key) != after.get(key):
+                    differing[key] = [before.get(key), after.get(key)]
+        for part, result in (("old", old[name]), ("new", new[name])):
+            if result.get("noise", {}).get("busy"):
+                differing[f"noise of {part}"] = ["quiet", "busy"]
+    return differing
 
 
 def render(comparison: Mapping[str, Any]) -> str:
-    """The comparison as Markdown, for a terminal or a pull request."""
+    """Markdown of a comparison, for a terminal or a pull request."""
     percent = f"{100 * comparison['confidence']:g}%"
     rows, bad = comparison["rows"], comparison["regressions"]
     counts = {
@@ -176,7 +166,7 @@ def render(comparison: Mapping[str, Any]) -> str:
         for verdict in ("slower", "faster", "same", "undecided")
     }
     lines = [
-        f"## bench {comparison['of']}: " + (f"{len(bad)} slower" if bad else "nothing proven slower"),
+        f"## bench {comparison['subject']}: " + (f"{len(bad)} slower" if bad else "nothing proven slower"),
         "",
         ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
         + f" of our sides, beyond {100 * comparison['threshold']:g}% at {percent} confidence.",
@@ -194,6 +184,6 @@ def render(comparison: Mapping[str, Any]) -> str:
     for label, names in (("Only in old", comparison["only_in_old"]), ("Only in new", comparison["only_in_new"])):
         lines += ["", f"{label}: {'; '.join(names)}."] if names else []
     if comparison["differing"]:
-        told = "; ".join(f"{name}: {old} and {new}" for name, (old, new) in comparison["differing"].items())
-        lines += ["", f"Not the same in both, so the difference may be theirs: {told}."]
+        words = "; ".join(f"{name}: {old} and {new}" for name, (old, new) in comparison["differing"].items())
+        lines += ["", f"Not the same in both, so the difference may be theirs: {words}."]
     return "\n".join([*lines, ""])

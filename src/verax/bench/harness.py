@@ -1,31 +1,63 @@
-"""Frame of every benchmark: a check for noise before the timing, the machine's limits, peak memory."""
+"""The one harness of every benchmark: sides, cases, the check for noise, the machine's limits, peak memory."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import logging
 import math
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import psutil
+from flax import nnx
+from jax.typing import DTypeLike
 
-from verax import machine
-from verax.bench.lines import noise_line
+from verax import checkpoint, machine, ops
+from verax._compat import compiler_options
+from verax.bench.results import noise_line
+from verax.bench.timing import UNTIMED, Samples, calls_in_turn, interleave
+from verax.checkpoint.load import random_weights
+from verax.errors import InvalidParameterError, MissingDependencyError
+from verax.models import causal_lm
+from verax.text.engine.llm import DTYPES
 
 if TYPE_CHECKING:
     from verax.checkpoint import Checkpoint
 
-__all__ = ["Benchmark", "limit_seconds", "measure_noise", "product_weights"]
+__all__ = [
+    "Benchmark",
+    "Case",
+    "Side",
+    "case_result",
+    "check_names",
+    "checkpoint_folder",
+    "count_products",
+    "implementations",
+    "import_torch",
+    "limit_seconds",
+    "operation_case",
+    "product_weights",
+    "random",
+    "time_sides",
+    "torch_tensor",
+    "torch_versions",
+]
 
 BUSY_SPREAD = 0.25
 """P10-P90 over the median of a short loop, above which the machine is called busy: a quiet one has a few percent."""
 
 BUSY_SHARE = 0.15
-"""The share of the processor that others use, above which the machine is called busy."""
+"""Share of the processor that others use, above which the machine is called busy."""
 
 PIECES, PIECE = 100, 1 << 17
 """Pieces of the loop, and sines in each: they stay in a cache, and take a millisecond or two on one core."""
@@ -36,14 +68,93 @@ LISTEN = 0.3
 _log = logging.getLogger("verax.bench")
 
 
+@dataclass(frozen=True)
+class Side:
+    """One implementation of a piece of work: verax, or a baseline."""
+
+    call: Callable[[], Any]
+    """Runs it once; its outputs are finished when it returns."""
+    flops: int = 0
+    """Floating-point operations of its products, by formula; masked products do not count."""
+    dtypes: Sequence[str] = ("float32",)
+    """Dtypes of the outputs; the last one is the dtype of all further outputs, the first one of the products."""
+    compile_s: float | None = None
+    """Seconds of compiling; None where nothing is compiled."""
+    planned_bytes: int | None = None
+    """Bytes that XLA plans for results and temporaries."""
+    versions: Mapping[str, Any] = field(default_factory=dict)
+    """Versions, threads and device of the library."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One piece of work and all sides that do it."""
+
+    group: str
+    """Operation or section that the case belongs to."""
+    name: str
+    bytes_moved: int
+    """Bytes that have to be read and written, each once."""
+    chosen: str
+    """Side that the others are compared with: the one that runs without a choice."""
+    sides: Mapping[str, Side]
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    expected: Sequence[np.ndarray] = ()
+    """Outputs in float64, where sides are checked against them."""
+    tolerance: float = 0.0
+    """Largest error of a checked side, relative to the expected outputs."""
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """Reason for each side that is missing, by name."""
+
+
+def time_sides(
+    sides: Mapping[str, Side],
+    *,
+    runs: int,
+    warmup: int,
+    short: bool = False,
+    report: Callable[[int, int, str], None] | None = None,
+) -> dict[str, Samples]:
+    """Time all sides in turn.
+
+    Args:
+        sides: by name.
+        runs: counted rounds. With at least `warmup` rounds before them.
+        short: calls are short, and have been made before so that nothing compiles: a turn is a loop of them.
+        report: progress, as `interleave` reports it.
+    """
+    calls = {name: side.call for name, side in sides.items()}
+    loops = {name: calls_in_turn(call) for name, call in calls.items()} if short else None
+    return interleave(calls, runs=runs, warmup=warmup, loops=loops, untimed=UNTIMED * short, report=report)
+
+
+def case_result(name: str, chosen: str, samples: Mapping[str, Samples], work: float, **rest: Any) -> dict[str, Any]:
+    """One of a result's `cases`.
+
+    Args:
+        name: of the case.
+        chosen: side that the others are compared with.
+        samples: times of all sides.
+        work: units of work of a call, for the rates.
+        rest: further numbers.
+    """
+    return {
+        "case": name,
+        "chosen": chosen,
+        **rest,
+        "sides": {side: one.to_dict(work) for side, one in samples.items()},
+        "ratios": {side: samples[chosen].ratio_to(one) for side, one in samples.items() if side != chosen},
+    }
+
+
 class Benchmark:
     """One benchmark from its beginning to its result: created before any work, `result` called after it.
 
     A machine that is busy at the beginning is reported in the log and in the result.
     """
 
-    def __init__(self, kind: str):
-        self._kind = kind
+    def __init__(self, subject: str):
+        self._subject = subject
         self._noise = measure_noise()
         if self._noise["busy"]:
             _log.warning("%s", noise_line(self._noise))
@@ -55,7 +166,7 @@ class Benchmark:
 
     @cached_property
     def read(self) -> Callable[[], object]:
-        """Call that reads `machine.READ_BYTES` once: a side beside others whose limit is the memory."""
+        """Call that reads `machine.READ_BYTES` once: a side next to others whose limit is the memory."""
         return machine.streaming_read()
 
     def against_limit(
@@ -77,16 +188,32 @@ class Benchmark:
             "fraction_of_limit": limit / seconds,
         }
 
-    def result(self, settings: Mapping[str, Any], versions: Mapping[str, Any] | None = None, **rest: Any) -> Any:
-        """The result as JSON holds it: `kind`, `machine`, `measured`, `noise`, `memory`, `settings`, and the rest.
+    def result(
+        self,
+        name: str,
+        *,
+        title: str,
+        intro: str,
+        settings: Mapping[str, Any],
+        tables: Sequence[Mapping[str, Any]],
+        notes: Sequence[str] = (),
+        versions: Mapping[str, Any] | None = None,
+        **rest: Any,
+    ) -> dict[str, Any]:
+        """Result in the format of `verax.bench.results`.
 
         Args:
+            name: separates it from the subject's other results.
             settings: what was asked for.
-            versions: of the other sides, beside the fingerprint.
-            rest: what was measured.
+            versions: of the baselines, in addition to the fingerprint.
+            rest: what was measured, `cases` among it.
         """
         return {
-            "kind": self._kind,
+            "subject": self._subject,
+            "name": name,
+            "title": title,
+            "intro": intro,
+            "settings": dict(settings),
             "machine": {**machine.fingerprint(), **(versions or {})},
             "measured": self.limits,
             "noise": self._noise,
@@ -94,9 +221,110 @@ class Benchmark:
                 "host_peak_gb": _gigabytes(machine.peak_memory()),
                 "device_peak_gb": _gigabytes(machine.peak_device_memory()),
             },
-            "settings": dict(settings),
             **rest,
+            "tables": list(tables),
+            "notes": list(notes),
         }
+
+
+def operation_case(
+    operation: str,
+    name: str,
+    dtype: str,
+    bytes_moved: int,
+    flops: int,
+    chosen: str,
+    calls: Mapping[str, Callable[[], object]],
+) -> Case:
+    """Case of an operation, of which every side does the same products in the same dtype."""
+    sides = {side: Side(call, flops, (dtype,)) for side, call in calls.items()}
+    return Case(operation, name, bytes_moved, chosen, sides)
+
+
+def random(shape: tuple[int, ...], dtype: DTypeLike, seed: int) -> jax.Array:
+    """Normally distributed numbers of this shape and dtype."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
+
+
+def implementations(operation: ops.Operation[Any, Any], *args: Any, **kwargs: Any) -> dict[str, Callable[[], object]]:
+    """Every implementation of the operation that takes this call here, by name."""
+    sides: dict[str, Callable[[], object]] = {}
+    for name, impl in operation.implementations.items():
+        if impl.supports(*args, **kwargs):
+            run: Any = jax.jit(
+                lambda *a, function=impl.function: function(*a, **kwargs),
+                compiler_options=compiler_options(ops.target().platform),
+            )
+            sides[name] = lambda run=run: jax.block_until_ready(run(*args))
+    return sides
+
+
+def torch_tensor(torch: Any, array: jax.Array, dtype: str) -> Any:
+    """Tensor with the array's numbers in a dtype of torch, by its name."""
+    return torch.from_numpy(np.array(array.astype(jnp.float32))).to(getattr(torch, dtype))
+
+
+def check_names(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse a name that is not known.
+
+    Raises:
+        InvalidParameterError: naming the parameter, the known names and the wrong one.
+    """
+    known = tuple(known)
+    for name in given:
+        if name not in known:
+            words = ("; " if any("," in one for one in known) else ", ").join(known)
+            raise InvalidParameterError(f"{what}: expected {words}, got {name!r}")
+
+
+def import_torch(*others: str) -> tuple[Any, ...]:
+    """torch, set to all cores, and further modules, without their progress bars and remarks.
+
+    Raises:
+        MissingDependencyError: if one of them is not installed.
+    """
+    try:
+        modules = [importlib.import_module(name) for name in ("torch", *others)]
+    except ImportError as error:
+        names = " and ".join(("torch", *others))
+        raise MissingDependencyError(f"the comparison needs {names}: pip install 'verax[parity]'") from error
+    modules[0].set_num_threads(machine.num_cores())
+    for module in modules:
+        if module.__name__ == "transformers":
+            module.utils.logging.set_verbosity_error()
+            module.utils.logging.disable_progress_bar()
+    return tuple(modules)
+
+
+def torch_versions(*modules: Any) -> dict[str, Any]:
+    """Versions of torch and further modules, torch's threads, and the device that sides of it run on."""
+    return {
+        **{module.__name__: module.__version__ for module in modules},
+        "torch_threads": modules[0].get_num_threads(),
+        "torch_device": "cuda" if modules[0].cuda.is_available() else "cpu",
+    }
+
+
+@contextlib.contextmanager
+def checkpoint_folder(model: str | None, dtype: str, config: dict[str, Any]) -> Iterator[Path]:
+    """Folder of a checkpoint; of random weights of a realistic spread, gone afterwards, if there is no model.
+
+    Args:
+        model: a checkpoint, or None.
+        dtype: of the weights in an engine.
+        config: config.json of the random weights of a language model.
+
+    Raises:
+        InvalidParameterError: for an unknown dtype.
+    """
+    check_names("dtype", [dtype], DTYPES)
+    if model is not None:
+        yield checkpoint.resolve(model)
+        return
+    with tempfile.TemporaryDirectory(prefix="verax-bench-") as name:
+        architecture, sizes = causal_lm(config)
+        weights = random_weights(nnx.eval_shape(lambda: architecture(sizes, rngs=nnx.Rngs(0))), jnp.bfloat16)
+        yield checkpoint.save(weights, name, config=config)
 
 
 def measure_noise() -> dict[str, Any]:
@@ -145,12 +373,50 @@ def limit_seconds(limits: Mapping[str, float], *, bytes_moved: float, flops: flo
     )
 
 
+def count_products(function: Callable[..., Any], *arguments: Any, **implementations: str) -> tuple[int, int]:
+    """Floating-point operations of a function's products, loops counted turn by turn, and bytes that it has to move.
+
+    The function is traced with the reference implementations of all operations, whose products can be seen, and nothing
+    runs. Bytes are the arguments that it reads, and its results.
+
+    Args:
+        function: of `arguments`, trees of arrays or of their shapes and dtypes.
+        implementations: other implementations than the reference, by operation.
+    """
+    with ops.use_implementations(**(dict.fromkeys(ops.operations(), "reference") | implementations)):
+        traced = jax.make_jaxpr(lambda *leaves: function(*leaves))(*arguments).jaxpr
+    read = {id(variable) for equation in traced.eqns for variable in equation.invars}
+    moved = [variable.aval for variable in traced.invars if id(variable) in read]
+    moved += [variable.aval for variable in traced.outvars]
+    return _products(traced), sum(math.prod(array.shape) * array.dtype.itemsize for array in moved)
+
+
+def _products(jaxpr: Any) -> int:
+    total = 0
+    for equation in jaxpr.eqns:
+        kind, parameters = equation.primitive.name, equation.params
+        if kind == "dot_general":
+            (contracted, _), _ = parameters["dimension_numbers"]
+            summed = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
+            total += 2 * math.prod(equation.outvars[0].aval.shape) * summed
+        elif kind == "conv_general_dilated":
+            kernel, out = equation.invars[1].aval.shape, parameters["dimension_numbers"].rhs_spec[0]
+            total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) // kernel[out]
+        else:
+            values = [one for value in parameters.values() for one in (value if isinstance(value, tuple) else (value,))]
+            bodies = [getattr(value, "jaxpr", value) for value in values]
+            inner = [_products(body) for body in bodies if hasattr(body, "eqns")]
+            turns = parameters["length"] if kind == "scan" else 1
+            total += turns * (max(inner, default=0) if kind == "cond" else sum(inner))
+    return total
+
+
 def product_weights(opened: Checkpoint, *, tables: str | None = None) -> int:
-    """Weights of a checkpoint that multiply a token: its matrices, but the tables that are looked up.
+    """Number of weights that multiply a token: a checkpoint's matrices without the tables that are looked up.
 
     Args:
         opened: the checkpoint.
-        tables: what the names of the tables hold and no other name; None if there are none.
+        tables: text that the names of the tables contain and no other name; None if there are none.
     """
     shapes = (opened.shape(name) for name in opened.names() if tables is None or tables not in name)
     return sum(math.prod(shape) for shape in shapes if len(shape) > 1)

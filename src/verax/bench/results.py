@@ -1,96 +1,198 @@
-"""Results as files that can be compared later (JSON) and read now (Markdown)."""
+"""The one format of results, and its one page: JSON that can be compared later, Markdown that is read now.
+
+A result is a dictionary that JSON holds. Its keys:
+
+- `subject` (`"text"`, `"serve"`, ...) and `name`, which separates the subject's results: `"short-prompts-int8"`;
+- `title` and `intro` of its page, `tables` (see `table`) and `notes` below them;
+- `settings`, `machine` (the fingerprint with the versions of all baselines), `measured` (the machine's limits),
+  `noise`, `memory` (peaks), and `date` once it is written;
+- `cases`: a list of `case`, `sides` (each with `median_s`, `p10_s`, `p90_s`, `rate`, `seconds`, ...), `chosen` (our
+  side) and `ratios` (how many times faster it is than each other side);
+- further numbers of the subject.
+
+A file holds the latest result of each name, of one subject on one processor.
+"""
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, TypeVar
 
-from verax.bench.lines import noise_line
+from verax import plots
+from verax.bench.timing import ENOUGH_RUNS
 from verax.errors import InvalidParameterError
 from verax.files import write_text
 
-__all__ = ["markdown", "model_name", "write", "write_whole"]
+__all__ = [
+    "Measured",
+    "Row",
+    "markdown",
+    "model_name",
+    "noise_line",
+    "not_run",
+    "number",
+    "outliers",
+    "plot",
+    "read_results",
+    "rounds",
+    "side_table",
+    "slug",
+    "spread",
+    "table",
+    "table_lines",
+    "to_json",
+    "write",
+]
 
-PAGES = (
-    "verax.bench.accelerator.page",
-    "verax.bench.delta.page",
-    "verax.bench.embed.page",
-    "verax.bench.ops.page",
-    "verax.bench.serve.page",
-    "verax.bench.text.page",
-    "verax.bench.text.quality_page",
-    "verax.bench.video.page",
-    "verax.bench.video.teacache_page",
-)
-"""Modules of all benchmarks' pages (see `Page`). A new benchmark adds its own here, and nothing else."""
+Item = TypeVar("Item")
 
 PEAKS = {"host": "host_peak_gb", "device": "device_peak_gb"}
 
 MACHINE_FACTS = (
-    "cpu",
-    "cores",
-    "memory_gib",
-    "platform",
-    "devices",
-    "python",
-    "jax",
-    "jaxlib",
-    "torch",
-    "diffusers",
-    "transformers",
-    "openvino",
-    "nncf",
-    "onnxruntime",
-    "llama_cpp_python",
-    "llama_server",
+    *("cpu", "cores", "memory_gib", "platform", "devices", "python", "jax", "jaxlib", "torch", "diffusers"),
+    *("transformers", "openvino", "nncf", "onnxruntime", "llama_cpp_python", "llama_server"),
 )
 """Facts of the machine that a page repeats."""
 
-
-class Page(Protocol):
-    """Module that renders one kind of result."""
-
-    KIND: str
-    """`kind` of its results."""
-
-    def render(self, result: Mapping[str, Any]) -> list[str]:
-        """Lines of Markdown."""
-        ...
-
-    def slug(self, result: Mapping[str, Any]) -> list[str]:
-        """Parts of the file name that tell results of this kind apart."""
-        ...
+COLOURS = {"verax": "C0", "torch": "C1", "transformers": "C2", "fla": "C3"}
+"""Colours of a plot by the first word of a side's name."""
 
 
-def _page(kind: str) -> Page:
-    pages = {page.KIND: page for page in (cast("Page", importlib.import_module(name)) for name in PAGES)}
-    if kind not in pages:
-        raise InvalidParameterError(f"kind: expected one of {', '.join(sorted(pages))}, got {kind!r}")
-    return pages[kind]
+@dataclass(frozen=True)
+class Row:
+    """One measurement in the summary of `verax bench accelerator`."""
+
+    case: str
+    value: float | None = None
+    """Number in `unit`; None if it failed."""
+    unit: str = ""
+    target: float | None = None
+    """Number that the project wants to reach on one H200, in `unit`; None without one."""
+    seconds: float | None = None
+    """Time of the work below: floating-point operations of the products, and bytes that have to cross the memory."""
+    flops: float | None = None
+    bytes_moved: float | None = None
+    ratios: Mapping[str, float] = field(default_factory=dict)
+    """Factor by which verax is faster than each baseline."""
+    note: str = ""
+    error: str = ""
+    """Reason that there is no value, or that it is wrong."""
+
+
+Measured = tuple[Sequence[Row], dict[str, Any] | None]
+"""Rows, and the whole result that they were taken from, which its own benchmark's file gets; None without one."""
+
+
+def table(
+    rows: Iterable[Item], columns: Mapping[str, Callable[[Item], object]], *, title: str = "", note: str = ""
+) -> dict[str, Any]:
+    """Table of a page, with formatted cells.
+
+    Args:
+        rows: what the functions of `columns` take.
+        columns: function that makes a cell of a row, by the column's heading.
+        title: heading above the table.
+        note: sentences between heading and table.
+    """
+    cells = [[str(cell(row)) for cell in columns.values()] for row in rows]
+    return {"title": title, "note": note, "columns": list(columns), "rows": cells}
+
+
+def not_run(title: str, why: str) -> dict[str, Any]:
+    """Table without rows, with the reason that it could not be measured here."""
+    return {"title": title, "why_not": why if why.endswith(".") else f"{why}."}
+
+
+def side_table(case: Mapping[str, Any], rate: str, *, digits: int, rate_digits: int) -> dict[str, Any]:
+    """Table of a case's sides.
+
+    Args:
+        case: one of a result's `cases`.
+        rate: heading of the last column, such as `tokens/s`.
+        digits: decimals of seconds.
+        rate_digits: decimals of the rate.
+    """
+    ratios = case["ratios"]
+    columns: dict[str, Callable[[tuple[str, Any]], object]] = {
+        "side": lambda row: row[0],
+        "median s": lambda row: f"{row[1]['median_s']:.{digits}f}",
+        "P10-P90 s": lambda row: f"{row[1]['p10_s']:.{digits}f}-{row[1]['p90_s']:.{digits}f}",
+        rate: lambda row: f"{row[1]['rate']:.{rate_digits}f}",
+    }
+    if ratios:
+        columns["verax is faster by"] = lambda row: f"{ratios[row[0]]:.2f}x" if row[0] in ratios else ""
+    return table(case["sides"].items(), columns)
+
+
+def number(value: float) -> str:
+    """A positive number to about three significant digits."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def spread(side: Mapping[str, Any]) -> str:
+    """P10 and P90 of a side, in milliseconds."""
+    return f"{number(1e3 * side['p10_s'])}-{number(1e3 * side['p90_s'])}"
+
+
+def rounds(settings: Mapping[str, Any]) -> str:
+    """Number of rounds as text, with a warning if they are fewer than `ENOUGH_RUNS`."""
+    few = f" (fewer than {ENOUGH_RUNS}: look at the spread)" if settings["runs"] < ENOUGH_RUNS else ""
+    return f"{settings['runs']} rounds{few} after at least {settings['warmup']} of warm-up, until no side got faster"
+
+
+def outliers(sides: Mapping[str, Any]) -> list[str]:
+    """A note that shows the runs beyond Tukey's fences, if a side has some."""
+    shown = [
+        f"{name} " + ", ".join(f"{number(1e3 * seconds)} ms" for seconds in side["outliers"])
+        for name, side in sides.items()
+        if side.get("outliers")
+    ]
+    return [f"Outliers, which count like every run: {'; '.join(shown)}."] if shown else []
+
+
+def noise_line(noise: Mapping[str, Any]) -> str:
+    """Sentence on the noise, for pages and the log."""
+    what = (
+        f"a short loop's P10-P90 was {100 * noise['spread']:.0f}% of its median, other processes used "
+        f"{100 * noise['others']:.0f}% of the processor"
+    )
+    return f"The machine was busy before the start: {what}." if noise["busy"] else f"Noise before the start: {what}."
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Page of a benchmark's result.
+    """Page of a result: title, intro, tables, notes, and a line on the machine."""
+    lines = [f"# {result['title']}", "", result["intro"], ""]
+    for one in result["tables"]:
+        lines += table_lines(one)
+    for note in result["notes"]:
+        lines += [note] if note.startswith("- ") else ["", note, ""]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join([*lines, "", _about(result)])).rstrip() + "\n"
 
-    Raises:
-        InvalidParameterError: if no module in `PAGES` renders this kind.
-    """
-    return "\n".join([*_page(result["kind"]).render(result), "", _about(result), ""])
+
+def table_lines(one: Mapping[str, Any]) -> list[str]:
+    """Markdown lines of a table, its heading and note included."""
+    lines = [f"## {one['title']}", ""] if one.get("title") else []
+    if one.get("why_not"):
+        return [*lines, f"**Not run**: {one['why_not']}", ""]
+    lines += [one["note"], ""] if one.get("note") else []
+    head, *rows = ("| " + " | ".join(row) + " |" for row in (one["columns"], *one["rows"]))
+    return [*lines, head, "|" + "---|" * len(one["columns"]), *rows, ""]
 
 
 def _about(result: Mapping[str, Any]) -> str:
-    machine = result["machine"]
+    if "machine" not in result:
+        return ""
+    machine, memory = result["machine"], result.get("memory", {})
     limits = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in result.get("measured", {}).items())
-    about = ", ".join(f"{name} {machine[name]}" for name in MACHINE_FACTS if name in machine)
-    memory = result.get("memory", {})
+    facts = ", ".join(f"{name} {machine[name]}" for name in MACHINE_FACTS if name in machine)
     peaks = [f"{where} {memory[key]:.2f} GB" for where, key in PEAKS.items() if memory.get(key) is not None]
     parts = (
-        f"Machine: {about}.",
+        f"Machine: {facts}.",
         f"Measured: {limits}." if limits else "",
         f"Peak memory of the process: {', '.join(peaks)}." if peaks else "",
         noise_line(result["noise"]) if "noise" in result else "",
@@ -100,26 +202,86 @@ def _about(result: Mapping[str, Any]) -> str:
 
 
 def model_name(model: str) -> str:
-    """The name of a checkpoint for a result: of a local one without its folders, of one on the hub its id."""
+    """Name of a checkpoint for a result: the last part of a local path, or the id on the hub."""
     return Path(model).resolve().name if Path(model).exists() else model
 
 
-def write(result: dict[str, Any], folder: Path) -> Path:
-    """Write `NAME.json` and `NAME.md` into a folder, named by date, machine and workload; the JSON's path."""
-    now = datetime.now(UTC)
-    result = {**result, "date": now.strftime("%Y-%m-%d %H:%M UTC")}
-    machine, kind = result["machine"], result["kind"]
+def slug(*parts: str) -> str:
+    """Name of a result or file: lower-case words of letters and digits with hyphens between them."""
+    return "-".join(word for part in parts if (word := re.sub("[^a-z0-9]+", "-", part.lower()).strip("-")))
+
+
+def write(result: Mapping[str, Any], folder: Path, *, now: datetime | None = None) -> Path:
+    """Write a result into its subject's and processor's file in a folder, in place of an earlier one of its name.
+
+    Returns:
+        The file: `SUBJECT-PROCESSOR-CORESc.json`.
+    """
+    machine, subject = result["machine"], result["subject"]
     device = str(machine["cpu"] if machine["platform"] == "cpu" else machine["devices"][0])
-    parts = [re.sub("[^a-z0-9]+", "-", part) for part in _page(kind).slug(result)]
-    device = re.sub("[^a-z0-9]+", "-", device.lower()).strip("-")
-    name = "-".join([f"{now:%Y-%m-%d}", device, f"{machine['cores']}c", kind, *parts])
+    path = folder / f"{subject}-{slug(device)}-{machine['cores']}c.json"
+    results = read_results(path) if path.exists() else {}
+    results[result["name"]] = {**result, "date": f"{now or datetime.now(UTC):%Y-%m-%d %H:%M UTC}"}
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
-    write_whole(path.with_suffix(".md"), markdown(result))
-    return write_whole(path, json.dumps(result, indent=2) + "\n")
+    write_text(path, to_json({"subject": subject, "results": results}))
+    return path
 
 
-def write_whole(path: Path, text: str) -> Path:
-    """Write a text file whole or not at all; its path."""
-    write_text(path, text)
+def to_json(value: Mapping[str, Any]) -> str:
+    """Text of a file of results. A list of numbers or cells, which are most of a result, takes one line."""
+    text = json.dumps(value, indent=1)
+    return re.sub(r"\[[^][{}]*\]", lambda found: re.sub(r"\n\s*", " ", found[0]), text) + "\n"
+
+
+def read_results(path: Path) -> dict[str, dict[str, Any]]:
+    """Results in a file by name; also of a single result, as `--json` prints it.
+
+    Raises:
+        InvalidParameterError: if the file is not a result of verax bench.
+    """
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InvalidParameterError(f"{path}: not JSON: {error}") from error
+    if not isinstance(read, dict) or "subject" not in read:
+        raise InvalidParameterError(f"{path}: not a result of verax bench; expected the JSON that --output wrote")
+    return read["results"] if "results" in read else {read["name"]: read}
+
+
+def plot(result: Mapping[str, Any], path: Path) -> Path:
+    """Draw the times of every side into an image file, with a panel for each group of cases.
+
+    Raises:
+        MissingDependencyError: without matplotlib.
+    """
+    pyplot = plots.pyplot("bench")
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for case in result["cases"]:
+        groups.setdefault(case.get("group", result["subject"]), []).append(case)
+    heights = [sum(len(case["sides"]) + 1 for case in cases) for cases in groups.values()]
+    figure, panels = pyplot.subplots(
+        *(len(groups), 1),
+        figsize=(9, 1 + 0.24 * sum(heights)),
+        height_ratios=heights,
+        layout="constrained",
+        squeeze=False,
+    )
+    for axes, (group, cases) in zip(panels[:, 0], groups.items(), strict=True):
+        bars: dict[int, str] = {}
+        for case in cases:
+            place = max(bars, default=0) + 1
+            for name, side in case["sides"].items():
+                place += 1
+                bars[place] = f"{case['case']}, {name}"
+                low, middle, high = (1e3 * side[key] for key in ("p10_s", "median_s", "p90_s"))
+                error = [[max(middle - low, 0)], [max(high - middle, 0)]]
+                colour = COLOURS.get(re.split(r"[ ,.]", name)[0], "0.5")
+                axes.barh(place, middle, xerr=error, color=colour, error_kw={"linewidth": 0.8})
+                axes.annotate(f" {number(middle)}", (high, place), va="center", fontsize=7)
+        axes.set(xscale="log", yticks=list(bars), xlabel="ms", title=group)
+        axes.set_yticklabels(list(bars.values()), fontsize=7)
+        axes.margins(x=0.1)
+        axes.invert_yaxis()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
     return path

@@ -28,7 +28,7 @@ MOST_CALLS = 50
 
 UNTIMED = 1
 """Calls at the beginning of a turn that do not count, where calls are short: the first one after another side may take
-twice as long, while threads of that one still spin and the system finds memory for the results anew."""
+twice as long, while threads of that side still spin and the system finds memory for the results again."""
 
 FENCE = 1.5
 """Quartile distances beyond the quartiles where an outlier begins (Tukey, Exploratory Data Analysis, 1977)."""
@@ -36,23 +36,23 @@ FENCE = 1.5
 
 @dataclass(frozen=True)
 class Samples:
-    """Seconds of each counted run of one side, in the order of the rounds; and of those before, which do not count."""
+    """Seconds of each counted run of one side, in the order of the rounds, and of its warm-up runs."""
 
     seconds: tuple[float, ...]
     warmup: tuple[float, ...] = ()
 
     @property
     def median(self) -> float:
-        """The median, in seconds."""
+        """Median, in seconds."""
         return float(np.median(self.seconds))
 
     def percentile(self, q: float) -> float:
-        """The q-th percentile, in seconds."""
+        """q-th percentile, in seconds."""
         return float(np.percentile(self.seconds, q))
 
     @property
     def outliers(self) -> tuple[float, ...]:
-        """The runs beyond Tukey's fences, in seconds. They count like every other."""
+        """Runs beyond Tukey's fences, in seconds. They count like every other run."""
         low, high = self.percentile(25), self.percentile(75)
         reach = FENCE * (high - low)
         return tuple(s for s in self.seconds if not low - reach <= s <= high + reach)
@@ -62,7 +62,7 @@ class Samples:
         return float(np.median(np.asarray(other.seconds) / np.asarray(self.seconds)))
 
     def to_dict(self, work: float) -> dict[str, object]:
-        """Numbers for a report, with rates of `work` units per second."""
+        """Numbers for a result, with a rate in units of `work` per second."""
         return {
             "median_s": self.median,
             "p10_s": self.percentile(10),
@@ -83,12 +83,12 @@ def interleave(
     untimed: int = 0,
     report: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, Samples]:
-    """Time each side `runs` times, after `warmup` rounds that are not counted and on until no side gets faster.
+    """Time each side `runs` times, after at least `warmup` rounds that are not counted, until no side gets faster.
 
     A side must have finished its work when it returns: it returns host data, not arrays that are still being computed.
-    A side named in `loops` is called so many times in each round, and its time is a call's mean. Before that it is
-    called `untimed` times by itself: what the side before it left, threads that spin and memory that the system has to
-    find anew, is then not counted for it.
+    A side named in `loops` is called that number of times in each round, and its time is a call's mean. Before that it
+    is called `untimed` times by itself, so that it does not pay for what the previous side left: threads that still
+    spin, and memory that the system has to find again.
 
     A round in which some side is 10% faster than in the round before is warm-up too, up to `MOST_WARMUP` rounds;
     without any `warmup`, counting begins at once.

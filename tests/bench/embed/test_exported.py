@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support.tiny_encoder import random_sentences, tiny_encoder
-from verax.bench.embed.exported import Batches, ExportedSide, Way, one_by_one
+from verax.bench.embed.exported import Exported, Way, fastest_way, one_by_one, padded_batches
 from verax.embed.settings import EncoderSettings
 from verax.text.tokens.tokenizer import Tokenizer
 
@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def batches(folder):
-    return Batches(folder, EncoderSettings("mean", LONGEST), padding=7)
+    return padded_batches(folder, EncoderSettings("mean", LONGEST), 7)
 
 
 def test_batches_hold_every_text_once_the_longest_first(folder, batches):
@@ -59,22 +59,26 @@ def sums(pause):
 def test_a_side_chooses_its_fastest_way_and_keeps_the_order_of_the_texts(folder, batches):
     texts = random_sentences(9)
     ways = [Way("slow", 4, sums(0.05)), Way("quick", 4, sums(0)), Way("slow", 1, sums(0.05))]
-    side = ExportedSide("library float32", batches, ways, {"library": "1.0"})
-    before = side.encode(texts)
-    chosen = side.choose(texts, latency=False)
+    exported = Exported("library float32", batches, ways, {"library": "1.0"})
+    before = exported.encode(ways[0], texts)
+    encode, chosen = fastest_way(exported, texts, latency=False)
     assert chosen["way"] == "quick, batches of 4"
     assert set(chosen["trials"]) == {"slow, batches of 4", "quick, batches of 4", "slow, one text a call"}
     assert chosen["trials"]["slow, one text a call"] < 20 < chosen["trials"]["quick, batches of 4"]
-    np.testing.assert_array_equal(side.encode(texts), before)
-    np.testing.assert_array_equal(one_by_one(side.encode, texts), before)
+    np.testing.assert_array_equal(encode(texts), before)
+    np.testing.assert_array_equal(one_by_one(encode, texts), before)
     tokenizer = Tokenizer.from_folder(folder)
     tokenizer.truncate(LONGEST)
     assert before[:, 1].tolist() == [len(tokenizer.encode(text)) for text in texts]
 
 
 def test_a_side_with_one_way_is_not_tried(batches):
-    side = ExportedSide("library float32", batches, [Way("only", 1, sums(0))], {})
-    assert side.choose(["the cat"], latency=True) == {"way": "only, one text a call", "trials": {}, "wrong": {}}
+    exported = Exported("library float32", batches, [Way("only", 1, sums(0))], {})
+    assert fastest_way(exported, ["the cat"], latency=True)[1] == {
+        "way": "only, one text a call",
+        "trials": {},
+        "wrong": {},
+    }
 
 
 def test_a_fast_way_with_other_vectors_is_left_out(batches):
@@ -82,6 +86,6 @@ def test_a_fast_way_with_other_vectors_is_left_out(batches):
         return [(rows, -vectors) for rows, vectors in sums(0)(found)]
 
     ways = [Way("right", 4, sums(0.02)), Way("wrong", 4, wrong)]
-    chosen = ExportedSide("library int8", batches, ways, {}).choose(random_sentences(9), latency=False)
+    _, chosen = fastest_way(Exported("library int8", batches, ways, {}), random_sentences(9), latency=False)
     assert chosen["way"] == "right, batches of 4"
     assert list(chosen["wrong"]) == ["wrong, batches of 4"]

@@ -1,24 +1,25 @@
-"""The client: every way to cut a stream gives the same answer, and every failure has its kind."""
+"""The client, and servers that a benchmark starts: every failure has its kind, and no server is left."""
 
 import asyncio
-import itertools
-import re
+import sys
 
+import psutil
 import pytest
 
 from tests.support.fake_server import FakeServer, answer_of
-from verax.bench.serve.client import ask
-from verax.bench.serve.http import Target, fetch
-from verax.bench.serve.traffic import Request
-from verax.errors import InvalidParameterError, VeraxError
+from verax.bench.serve import client as module
+from verax.bench.serve.client import Client, raise_open_files, started
+from verax.bench.serve.llama_cpp import BUILT, VARIABLE, LlamaServer, llama_cpp_server
+from verax.bench.serve.load import Request
+from verax.errors import InvalidParameterError, MissingDependencyError, VeraxError
 
 PROMPT = (5, 6, 7)
 
 
 def ask_fake(server, *requests):
     async def main():
-        async with server.serving() as target:
-            return [await ask(target, request) for request in requests]
+        async with server.serving() as client:
+            return [await client.complete(request) for request in requests]
 
     return asyncio.run(main())
 
@@ -49,7 +50,7 @@ def test_the_request_is_a_greedy_stream_of_a_fixed_length():
         }
     ]
     assert server.heads[0].startswith("POST /v1/completions HTTP/1.1\r\n")
-    assert "Authorization" not in server.heads[0]
+    assert "authorization" not in server.heads[0].lower()
 
 
 @pytest.mark.parametrize(
@@ -77,19 +78,21 @@ def test_a_server_that_is_not_there_or_speaks_something_else_is_a_failure_too():
             writer.close()
 
         server = await asyncio.start_server(nonsense, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        wrong = await ask(Target("127.0.0.1", port), Request(0, PROMPT, 5))
+        client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1")
+        wrong = await client.complete(Request(0, PROMPT, 5))
         server.close()
         await server.wait_closed()
-        return wrong, await ask(Target("127.0.0.1", port), Request(1, PROMPT, 5))
+        absent = await client.complete(Request(1, PROMPT, 5))
+        await client.close()
+        return wrong, absent
 
     wrong, absent = asyncio.run(main())
-    assert wrong.error == "protocol: ValueError"
-    assert absent.error == "connection: ConnectionRefusedError"
+    assert not wrong.completed
+    assert absent.error == "connection: ConnectError"
 
 
 @pytest.mark.parametrize("leave_after", [0, 1, 3])
-def test_a_client_that_leaves_has_read_so_many_events(leave_after):
+def test_a_client_that_leaves_has_read_that_number_of_events(leave_after):
     server = FakeServer(pause=0.005)
     (answer,) = ask_fake(server, Request(0, PROMPT, 200, leave_after=leave_after))
     assert answer.left
@@ -104,42 +107,141 @@ def test_a_slow_reader_gets_the_whole_answer():
     assert answer.text == "".join(answer_of(list(PROMPT), 300))
 
 
-def test_an_url_is_a_target():
-    target = Target.of("http://localhost:9000/openai/v1/", api_key="secret")
-    assert (target.host, target.port, target.path) == ("localhost", 9000, "/openai/v1")
-    head = target.head("GET", "/metrics").decode()
-    assert head.startswith("GET /metrics HTTP/1.1\r\nHost: localhost:9000\r\n")
-    assert "Authorization: Bearer secret\r\n" in head
-    assert Target.of("http://example.org").port == 80
-    for wrong in ("https://example.org", "localhost:8000", "http://"):
-        with pytest.raises(InvalidParameterError, match=r"^url: expected one such as http://127"):
-            Target.of(wrong)
+@pytest.mark.parametrize("wrong", ["ftp://example.org", "localhost:8000", "http://"])
+def test_a_url_without_http_or_a_host_is_refused(wrong):
+    with pytest.raises(InvalidParameterError, match=r"^url: expected one such as http://127"):
+        Client(wrong)
+
+
+def test_the_key_is_sent():
+    server = FakeServer()
+
+    async def main():
+        async with server.serving() as target:
+            client = Client(target.url, api_key="secret")
+            await client.find_model()
+            await client.close()
+            return client.model
+
+    assert asyncio.run(main()) == "fake"
+    assert "authorization: bearer secret\r\n" in server.heads[0].lower()
 
 
 def test_a_page_is_fetched_or_its_status_is_an_error():
     async def main():
-        async with FakeServer(cut_at=3).serving() as target:
-            page = await fetch(target, "/metrics")
+        async with FakeServer(cut_at=3).serving() as client:
+            page = await client.fetch("/metrics")
+            gauges = await client.gauges("vllm:num_requests_running", "nothing", 'vllm:num_requests_waiting{engine="0"')
             with pytest.raises(VeraxError, match=r"/nothing: status 404"):
-                await fetch(target, "/nothing")
+                await client.fetch("/nothing")
         with pytest.raises(VeraxError, match=r"/metrics: "):
-            await fetch(target, "/metrics")
-        return page
+            await Client(client.url).fetch("/metrics")
+        return page, gauges
 
-    assert "vllm:num_requests_running{" in asyncio.run(main())
-
-
-def test_each_request_has_an_id_of_its_own_in_its_headers():
-    server = FakeServer()
-    answers = ask_fake(server, Request(0, PROMPT, 2), Request(0, PROMPT, 2))
-    sent = [re.search(r"X-Request-Id: (\w+)\r\n", head)[1] for head in server.heads]
-    assert sent == [answer.request_id for answer in answers]
-    assert len(set(sent)) == 2
+    page, gauges = asyncio.run(main())
+    assert "vllm:num_requests_running{" in page
+    assert gauges == {"vllm:num_requests_running": 0.0, 'vllm:num_requests_waiting{engine="0"': 0.0}
 
 
-def test_connections_are_closed_behind_answers():
-    requests = [Request(number, PROMPT, 2) for number in range(3)]
-    server = FakeServer()
-    assert all(answer.completed for answer in ask_fake(server, *requests))
-    assert all("Connection: close" in head for head in itertools.islice(server.heads, 3))
-    assert server.running == 0
+def page(port):
+    return [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
+
+
+def test_a_server_is_ready_in_the_block_and_gone_after_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "health").write_text("ready")
+
+    async def main():
+        async with started(page) as server:
+            client = Client(server.url)
+            text, running = await client.fetch("/health"), server.process.is_running()
+            await client.close()
+        return text, running, server.process
+
+    text, running, process = asyncio.run(main())
+    assert (text, running) == ("ready", True)
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def start(command):
+    async def main():
+        async with started(command):
+            pytest.fail("it cannot be ready")
+
+    asyncio.run(main())
+
+
+def test_a_server_that_ends_is_an_error_with_its_last_words():
+    command = [sys.executable, "-c", "import sys; print('no such model'); sys.exit(3)"]
+    with pytest.raises(VeraxError, match="ended with status 3: no such model"):
+        start(lambda port: command)
+
+
+def test_a_server_that_is_never_ready_is_stopped_even_if_it_ignores_the_signal(monkeypatch):
+    monkeypatch.setattr(module, "START", 0.5)
+    monkeypatch.setattr(module, "STOP", 0.2)
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+    )
+    with pytest.raises(VeraxError, match="not ready after 0 s: deaf"):
+        start(lambda port: [sys.executable, "-c", code])
+    assert not [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_the_limit_of_open_files_becomes_the_systems():
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        raise_open_files()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert soft == hard
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def program(folder, name="llama-server"):
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text("#!/bin/sh\necho 'version: 0.5 (build 1)' >&2\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def nowhere(tmp_path, monkeypatch):
+    """A working directory and a PATH without the program."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    return tmp_path
+
+
+def test_the_given_program_goes_before_the_variable_path_and_the_built_one(nowhere, monkeypatch):
+    built = program(nowhere / BUILT.parent)
+    assert llama_cpp_server().program == built
+    on_path = program(nowhere / "bin")
+    assert llama_cpp_server().program == on_path
+    named = program(nowhere / "named", "server")
+    monkeypatch.setenv(VARIABLE, named)
+    assert llama_cpp_server().program == named
+    given = program(nowhere / "given", "other")
+    assert llama_cpp_server(given).program == given
+
+
+@pytest.mark.parametrize("given", [None, "/nowhere/llama-server"])
+def test_without_the_program_the_error_says_how_to_get_it(nowhere, given):
+    with pytest.raises(MissingDependencyError, match=r"no program .*; build it with make llama-server, or give"):
+        llama_cpp_server(given)
+
+
+def test_every_slot_has_room_for_the_longest_request(tmp_path):
+    words = list(LlamaServer("llama-server", tmp_path / "a.gguf").arguments(slots=32, length=96)(8123))
+    options = dict(zip(words[1::2], words[2::2], strict=False))
+    assert (options["--parallel"], options["--ctx-size"]) == ("32", str(32 * 96))
+    assert options["--threads"] == options["--threads-batch"]
+    assert words[-2:] == ["--port", "8123"]
+
+
+def test_the_version_is_the_one_that_the_program_prints(tmp_path):
+    assert LlamaServer(program(tmp_path)).version == "0.5 (build 1)"
+    assert LlamaServer("/bin/true").version == "unknown"

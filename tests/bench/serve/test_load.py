@@ -1,13 +1,24 @@
-"""Closed and open loops: how many requests are in flight, which are sent, and when a loop ends."""
+"""Load: what a seed decides, how many requests are in flight, when a loop ends, and latencies of known numbers."""
 
 import asyncio
 import itertools
+from itertools import islice
 
+import numpy as np
 import pytest
 
-from verax.bench.serve.client import Answer
-from verax.bench.serve.load import Load, run_load
-from verax.bench.serve.traffic import Traffic
+from tests.bench.serve.conftest import answer
+from verax.bench.serve.load import (
+    Answer,
+    Load,
+    Run,
+    Traffic,
+    arrival_times,
+    goodput_limits,
+    latencies,
+    run_load,
+    summarise,
+)
 from verax.errors import InvalidParameterError
 
 
@@ -32,7 +43,7 @@ def run(load, recorder=None, number=0):
 
 
 @pytest.mark.parametrize(("concurrency", "count"), [(1, 5), (4, 20), (8, 3)])
-def test_a_closed_loop_keeps_so_many_in_flight(concurrency, count):
+def test_a_closed_loop_keeps_that_number_in_flight(concurrency, count):
     recorder = Recorder()
     done = run(Load("a", concurrency=concurrency, num_requests=count), recorder)
     assert [answer.request.number for answer in done.answers] == list(range(count))
@@ -52,16 +63,6 @@ def test_an_open_loop_sends_at_the_times_of_its_run_however_slow_the_answers():
     assert asked == [3]
     assert len(done.answers) == 12
     assert recorder.most > 1
-
-
-def test_each_answer_is_told():
-    told = []
-    for load in (
-        Load("a", concurrency=2, num_requests=5),
-        Load("a", arrivals=lambda number: itertools.repeat(0.0), num_requests=3),
-    ):
-        asyncio.run(run_load(Recorder().ask, load, Traffic(100).requests(), on_answer=lambda: told.append(1)))
-    assert len(told) == 5 + 3
 
 
 def test_a_duration_ends_a_loop_and_answers_in_flight_are_waited_for():
@@ -85,3 +86,133 @@ def test_a_duration_ends_a_loop_and_answers_in_flight_are_waited_for():
 def test_a_load_without_a_loop_or_an_end_is_refused(wrong):
     with pytest.raises(InvalidParameterError, match=r"^(concurrency|num_requests|duration): expected"):
         Load("a", **wrong)
+
+
+def first(traffic, count, run=0):
+    return list(islice(traffic.requests(run), count))
+
+
+def test_a_seed_and_a_run_decide_on_all_requests():
+    traffic = Traffic(1000, range_ratio=0.5, disconnect=0.3, slow_readers=0.3)
+    assert first(traffic, 20) == first(traffic, 20)
+    assert first(traffic, 20) != first(traffic, 20, run=1)
+    assert first(traffic, 20) != first(Traffic(1000, range_ratio=0.5, disconnect=0.3, slow_readers=0.3, seed=1), 20)
+
+
+def test_prompts_are_distinct_tokens_of_the_vocabulary():
+    prompts = [request.prompt for request in first(Traffic(300, input_tokens=16), 200)]
+    assert len(set(prompts)) == 200
+    assert {len(prompt) for prompt in prompts} == {16}
+    assert min(map(min, prompts)) >= 3
+    assert max(map(max, prompts)) < 300
+
+
+def test_lengths_spread_around_their_mean():
+    traffic = Traffic(100, input_tokens=40, output_tokens=20, range_ratio=0.5)
+    requests = first(traffic, 400)
+    lengths = [len(request.prompt) for request in requests]
+    assert (min(lengths), max(lengths)) == (20, 60)
+    assert (min(r.max_tokens for r in requests), max(r.max_tokens for r in requests)) == (10, 30)
+    assert traffic.longest == 60 + 30
+
+
+def test_prompts_share_their_prefixes_in_all_runs():
+    traffic = Traffic(1000, input_tokens=4, prefix_tokens=8, num_prefixes=3)
+    prefixes = {request.prompt[:8] for run in (0, 1) for request in first(traffic, 60, run)}
+    assert len(prefixes) == 3
+    assert traffic.longest == 8 + 4 + 64
+
+
+def test_shares_are_as_asked_for_and_nobody_leaves_after_the_end():
+    requests = first(Traffic(1000, slow_readers=0.1, disconnect=0.2, output_tokens=32), 2000)
+    assert np.mean([request.slow for request in requests]) == pytest.approx(0.1, abs=0.03)
+    leave = [request.leave_after for request in requests if request.leave_after is not None]
+    assert len(leave) / 2000 == pytest.approx(0.2, abs=0.04)
+    assert set(leave) == set(range(8))
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_arrivals_are_a_gamma_process_of_the_rate(burstiness):
+    times = list(islice(arrival_times(8.0, burstiness=burstiness, seed=3), 20000))
+    assert times == list(islice(arrival_times(8.0, burstiness=burstiness, seed=3), 20000))
+    gaps = np.diff([0.0, *times])
+    assert gaps.min() >= 0
+    assert np.mean(gaps) == pytest.approx(1 / 8, rel=0.05)
+    assert np.std(gaps) / np.mean(gaps) == pytest.approx(burstiness**-0.5, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("input_tokens", 0),
+        ("output_tokens", -1),
+        ("num_prefixes", 0),
+        ("prefix_tokens", -1),
+        ("range_ratio", 1.0),
+        ("slow_readers", 1.1),
+        ("disconnect", -0.1),
+        ("vocab_size", 3),
+    ],
+)
+def test_nonsense_is_an_error_that_names_the_field(field, value):
+    with pytest.raises(InvalidParameterError, match=f"^{field}: expected"):
+        Traffic(**{"vocab_size": 100, field: value})
+
+
+def test_rates_and_burstiness_are_positive():
+    with pytest.raises(InvalidParameterError, match=r"^request_rate: expected more than 0, got 0"):
+        arrival_times(0.0)
+    with pytest.raises(InvalidParameterError, match=r"^burstiness: expected more than 0, got nan"):
+        arrival_times(1.0, burstiness=float("nan"))
+
+
+def test_latencies_are_counted_from_the_request_in_milliseconds():
+    found = latencies(answer(0, 0.25, 0.125, 3))
+    assert found == {"ttft": 250.0, "tpot": 125.0, "itl": [125.0, 125.0], "e2el": 1000.0}
+
+
+def test_time_per_token_counts_tokens_where_an_event_has_several():
+    found = latencies(answer(0, 0.25, 0.5, 3, completion_tokens=6))
+    assert found["itl"] == pytest.approx([500, 500])
+    assert found["tpot"] == pytest.approx(1000 / 5)
+    assert "tpot" not in latencies(answer(0, 0.25, 0.5, 1))
+
+
+def test_percentiles_rates_and_kinds_of_failure():
+    answers = [answer(number, number / 1000, 0.01, 5) for number in range(101)]
+    answers += [answer(200, 9, 9, 5, error="http 429"), answer(201, 9, 9, 5, error="http 429")]
+    answers += [answer(202, 9, 9, 5, error="timeout"), answer(203, 9, 9, 5, left=True)]
+    report = summarise([Run(tuple(answers[:50]), 2.0), Run(tuple(answers[50:]), 3.0)])
+    assert (report["requests"], report["completed"], report["disconnected"]) == (105, 101, 1)
+    assert report["errors"] == {"http 429": 2, "timeout": 1}
+    assert report["requests_per_s"] == pytest.approx(101 / 5)
+    assert report["output_tokens_per_s"] == pytest.approx(101 * 5 / 5)
+    assert report["output_tokens"] == 5 * 101
+    assert report["latency_ms"]["ttft"] == pytest.approx({"mean": 50, "p50": 50, "p90": 90, "p99": 99})
+    assert report["latency_ms"]["tpot"] == pytest.approx(dict.fromkeys(("mean", "p50", "p90", "p99"), 10))
+    assert "goodput_requests_per_s" not in report
+
+
+def test_slow_readers_count_in_rates_and_not_in_latencies():
+    report = summarise([Run((answer(0, 0.1, 0.1, 2), answer(1, 5.0, 5.0, 2, slow=True)), 1.0)])
+    assert report["completed"] == 2
+    assert report["latency_ms"]["ttft"]["p99"] == pytest.approx(100)
+
+
+def test_nothing_completed_is_a_report_too():
+    report = summarise([Run((answer(0, 1, 1, 2, error="timeout"),), 1.0)], {"ttft": 1.0})
+    assert report["latency_ms"] == dict.fromkeys(("ttft", "tpot", "itl", "e2el"))
+    assert report["goodput_requests_per_s"] == 0
+
+
+def test_a_good_request_keeps_all_limits():
+    answers = (answer(0, 0.1, 0.01, 5), answer(1, 0.3, 0.01, 5), answer(2, 0.1, 0.2, 5), answer(3, 0.1, 0.01, 1))
+    for limits, good in (("ttft:200,tpot:50", 2), ("ttft:200, tpot:50, e2e:1000", 2), ("e2el:630", 1)):
+        report = summarise([Run(answers, 2.0)], goodput_limits(limits))
+        assert report["goodput_requests_per_s"] == good / 2
+
+
+@pytest.mark.parametrize("text", ["", "ttft", "ttft:", "ttft:fast", "ttft:0", "ttft:nan", "itl:5", "p99:5", "ttft:5,"])
+def test_goodput_has_vllms_spelling(text):
+    with pytest.raises(InvalidParameterError, match=r"^goodput: expected"):
+        goodput_limits(text)

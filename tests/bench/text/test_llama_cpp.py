@@ -1,5 +1,6 @@
 """llama.cpp as a baseline: our weights in its file, our steps, and our tokens where it is installed."""
 
+import contextlib
 import sys
 from types import SimpleNamespace
 
@@ -9,10 +10,8 @@ import pytest
 
 from tests.support.tiny import tiny_checkpoint
 from verax.bench.text import llama_cpp
-from verax.bench.text import run as text
-from verax.bench.text.gguf_writer import write_gguf
-from verax.bench.text.llama_cpp import LlamaCppSide
-from verax.bench.text.run import bench_text
+from verax.bench.text.cases import bench_text
+from verax.bench.text.llama_cpp import LlamaCpp, generate, llama_cpp_sides, write_gguf
 from verax.bench.text.workload import Workload
 from verax.checkpoint import Checkpoint
 from verax.errors import (
@@ -85,7 +84,7 @@ def test_a_family_that_cannot_be_written_is_refused_by_name(tmp_path):
 
 def test_without_llama_cpp_the_error_names_what_to_install_before_any_work(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    monkeypatch.setattr("verax.bench.text.gguf_writer.write_gguf", lambda *arguments: pytest.fail("a file was written"))
+    monkeypatch.setattr(llama_cpp, "write_gguf", lambda *arguments: pytest.fail("a file was written"))
     with pytest.raises(MissingDependencyError, match=r"pip install 'verax\[llama-cpp\]'"):
         bench_text(str(tiny(tmp_path)), lambda size: WORKLOAD, runs=1, warmup=0, against=("llama.cpp",))
 
@@ -97,7 +96,7 @@ def test_transformers_is_not_compared_on_a_gguf_file(tmp_path):
 
 
 class Recorder:
-    """Stands for the C library: keeps calls of llama_decode; behind position p of sequence s is token 100 s + p."""
+    """Stands for the C library: keeps calls of llama_decode; after position p of sequence s comes token 100 s + p."""
 
     def __init__(self):
         self.calls = []
@@ -124,45 +123,41 @@ class Recorder:
         return 100 * sequence + position
 
 
-def test_all_sequences_go_one_token_a_step_and_leave_when_they_are_done(monkeypatch, tmp_path):
+def test_all_sequences_take_one_token_a_step_and_leave_when_they_are_done(monkeypatch, tmp_path):
     library = Recorder()
     monkeypatch.setitem(sys.modules, "llama_cpp", library)
     monkeypatch.setattr(llama_cpp, "_BATCH_TOKENS", 4)
     workload = Workload("test", ((5, 6, 7), (9, 8)), (3, 2), 0.7)
-    side = LlamaCppSide(tmp_path / "a.gguf", workload)
-    assert side.generate(workload) == [[2, 3, 4], [101, 102]]
+    model = LlamaCpp(tmp_path / "a.gguf", context=10, batch=4, sequences=2)
+    assert generate(model, workload) == [[2, 3, 4], [101, 102]]
     assert library.calls == [
         [(0, 5, 0, False), (0, 6, 1, False), (0, 7, 2, True), (1, 9, 0, False)],
         [(1, 8, 1, True)],
         [(0, 2, 3, True), (1, 101, 2, True)],
         [(0, 3, 4, True)],
     ]
-    assert side.batched(workload) == 5
-    with pytest.raises(InvalidParameterError, match="at most 256 sequences"):
-        LlamaCppSide(tmp_path / "a.gguf", Workload("test", ((1,),) * 257, (1,) * 257, 0.0))
-
-
-def test_the_types_match_what_our_side_computes_with():
-    assert text.GGUF_TYPES == {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
+    many = Workload("test", ((1,),) * 257, (1,) * 257, 0.0)
+    with pytest.raises(InvalidParameterError, match="at most 256 sequences"), contextlib.ExitStack() as stack:
+        llama_cpp_sides(Checkpoint.open(tiny(tmp_path / "folder")), "float32", many, stack)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_llama_cpp_generates_our_tokens(family, tmp_path):
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is compiled for minutes: pip install 'verax[llama-cpp]'")
     folder = tiny(tmp_path, family)
-    side = LlamaCppSide(write_gguf(Checkpoint.open(folder), tmp_path / "a.gguf", "F32"), WORKLOAD)
-    theirs = [side.generate(WORKLOAD) for _ in range(2)]
-    side.close()
+    with contextlib.ExitStack() as stack:
+        (side,) = llama_cpp_sides(Checkpoint.open(folder), "float32", WORKLOAD, stack).values()
+        theirs = [side.call() for _ in range(2)]
     llm = LLM(folder, dtype="float32", max_num_seqs=3, max_model_len=64, use_tqdm=False)
     ours = llm.generate([list(prompt) for prompt in WORKLOAD.prompts], WORKLOAD.params(), use_tqdm=False)
     assert theirs == [[list(output.outputs[0].token_ids) for output in ours]] * 2
 
 
-def test_a_file_that_llama_cpp_refuses_is_told_with_its_words(tmp_path):
+def test_a_file_that_llama_cpp_refuses_is_an_error_with_its_words(tmp_path):
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is compiled for minutes: pip install 'verax[llama-cpp]'")
     (tmp_path / "a.gguf").write_bytes(b"PK" + bytes(100))
     with pytest.raises(VeraxError, match=r"llama\.cpp: cannot load .*a\.gguf: .*magic"):
-        LlamaCppSide(tmp_path / "a.gguf", WORKLOAD)
+        LlamaCpp(tmp_path / "a.gguf", context=64, batch=64)
 
 
 def test_it_is_in_one_interleaved_result_with_us(tmp_path):
@@ -171,9 +166,9 @@ def test_it_is_in_one_interleaved_result_with_us(tmp_path):
     result = bench_text(
         str(tiny(tmp_path)), lambda size: workload, runs=1, warmup=0, against=("llama.cpp",), quantization="int8"
     )
-    assert set(result["sides"]) == {"llama.cpp Q8_0", "verax"}
+    assert set(result["cases"][0]["sides"]) == {"llama.cpp Q8_0", "verax"}
     (tmp_path / "folder").mkdir()
     path = write_gguf(Checkpoint.open(tmp_path), tmp_path / "folder" / "a.gguf", "Q4_0")
     ours = bench_text(str(path), lambda size: workload, runs=1, warmup=0, against=("llama.cpp",))
-    assert set(ours["sides"]) == {"llama.cpp as it is", "verax"}
+    assert set(ours["cases"][0]["sides"]) == {"llama.cpp as stored", "verax"}
     assert result["machine"]["llama_cpp_threads"] >= 1

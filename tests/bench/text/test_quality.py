@@ -1,7 +1,6 @@
 """The quality benchmark on the built-in model: distances are those of the precision, refusals are clear."""
 
 import ctypes
-import json
 import sys
 from types import SimpleNamespace
 
@@ -11,8 +10,8 @@ import pytest
 from tests.support import gguf as files
 from tests.support.tiny import tiny_checkpoint
 from verax import cli
-from verax.bench.results import markdown, write
-from verax.bench.text.quality import bench_quality
+from verax.bench.results import markdown
+from verax.bench.text.quality import bench_quality, held_out_sums, held_out_texts
 from verax.errors import InvalidParameterError
 
 
@@ -34,12 +33,18 @@ def test_fewer_bits_are_further_from_float32(result):
     assert rows["bfloat16, int8 cache"]["cache_bytes_per_token"] == 2 * 6 * 2 * (32 + 4)
 
 
-def test_groups_that_do_not_divide_a_layer_are_left_out_with_the_reason(result, tmp_path):
+def test_groups_that_do_not_divide_a_layer_are_left_out_with_the_reason(result):
     assert "128 does not divide" in result["variants"]["int4-128"]["left_out"]
-    path = write(result, tmp_path)
-    assert json.loads(path.read_text())["variants"] == result["variants"]
-    assert "| int4-128 | left out: " in path.with_suffix(".md").read_text()
-    assert markdown(result).startswith("# Quality: built-in")
+    assert "| int4-128 | left out: " in markdown(result)
+    assert (result["subject"], result["name"]) == ("text", "quality-built-in")
+
+
+def test_the_built_in_model_is_measured_on_sums_and_texts_that_it_never_saw():
+    sums, texts = held_out_sums(), held_out_texts()
+    assert 0.08 < len(sums) / 100**2 < 0.12
+    assert all((b, a) in set(sums) for a, b in sums)
+    assert len(texts) > 50
+    assert all(text.endswith("<|endoftext|>") and text.count("<|endoftext|>") == 1 for text in texts)
 
 
 def test_any_model_and_text_can_be_measured(tmp_path):

@@ -1,1 +1,1 @@
-"""The delta rules beside PyTorch: `verax bench delta`."""
+"""The delta rules compared with PyTorch: `verax bench delta`."""

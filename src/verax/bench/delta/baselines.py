@@ -16,12 +16,14 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from verax.bench.harness import Side, check_names
 from verax.errors import InvalidParameterError, MissingDependencyError
 from verax.machine import num_cores
 from verax.ops.cpu.build import compiler
 
-__all__ = ["BASELINES", "Baselines", "cythonized", "find_baselines", "naive_fla"]
+__all__ = ["BASELINES", "Baselines", "find_baselines", "jax_side", "naive_fla", "torch_side"]
 
 BASELINES = ("torch", "cython", "torch.compile", "transformers", "fla")
 """PyTorch run eagerly; the same through Cython, as in the earlier port; through torch.compile; transformers' PyTorch
@@ -40,7 +42,7 @@ class Baselines:
     names: tuple[str, ...]
     """Names out of `BASELINES`."""
     cython: ModuleType | None = None
-    """The same module through Cython."""
+    """LAM in PyTorch through Cython, and the seconds that building it took."""
     cython_s: float | None = None
     transformers: dict[str, Callable[..., Any]] = field(default_factory=dict)
     fla: dict[str, Callable[..., Any]] = field(default_factory=dict)
@@ -54,7 +56,7 @@ def find_baselines(against: Sequence[str] | None, folder: Path, *, without: Sequ
     """Import and build the baselines.
 
     Args:
-        against: names out of `BASELINES`; None for all, those that cannot be had being skipped with their reason.
+        against: names out of `BASELINES`; None for all, unavailable ones are skipped with their reason.
         folder: gets the files of Cython; it has to last as long as the baselines do.
         without: names to leave out of all.
 
@@ -63,9 +65,7 @@ def find_baselines(against: Sequence[str] | None, folder: Path, *, without: Sequ
         MissingDependencyError: without torch, or without something that `against` names.
     """
     names = tuple(name for name in BASELINES if name not in without) if against is None else tuple(against)
-    for name in names:
-        if name not in BASELINES:
-            raise InvalidParameterError(f"against: expected {', '.join(BASELINES)}, got {name!r}")
+    check_names("against", names, BASELINES)
     reference = importlib.import_module("verax.compare.references.lam")
     torch, device = reference.torch, _device(reference.torch)
     torch.set_num_threads(num_cores())
@@ -100,7 +100,7 @@ def _device(torch: Any) -> str:
 
 
 def _find_cython(folder: Path, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    module, seconds = cythonized(Path(str(importlib.import_module("verax.compare.references.lam").__file__)), folder)
+    module, seconds = _cythonized(Path(str(importlib.import_module("verax.compare.references.lam").__file__)), folder)
     return {"cython": module, "cython_s": seconds}, {"cython": importlib.import_module("Cython").__version__}
 
 
@@ -153,17 +153,8 @@ def naive_fla(family: str) -> ModuleType:
     return _load(f"fla_naive_{family.replace('.', '_')}", path)
 
 
-def cythonized(source: Path, folder: Path, *, flags: Sequence[str] = ("-O2",)) -> tuple[ModuleType, float]:
-    """A Python file translated by Cython and compiled, and the seconds that this took.
-
-    Args:
-        source: the file, which is copied.
-        folder: gets the copy, what Cython makes of it, and the extension module.
-        flags: of the C++ compiler.
-
-    Raises:
-        MissingDependencyError: without Cython or a C++ compiler, or if one of them fails.
-    """
+def _cythonized(source: Path, folder: Path, *, flags: Sequence[str] = ("-O2",)) -> tuple[ModuleType, float]:
+    """A Python file translated by Cython and compiled, and the seconds that this took."""
     if importlib.util.find_spec("Cython") is None:
         raise MissingDependencyError("Cython is not installed: pip install 'verax[bench]'")
     command = compiler()
@@ -198,3 +189,69 @@ def _load(name: str, path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def jax_side(function: Callable[..., Any], *arguments: Any, flops: int, donated: Any = None) -> Side:
+    """A function compiled for its arguments, which lie on JAX's default device.
+
+    Args:
+        function: of `arguments`, and of `donated` before them if there is some.
+        arguments: trees of arrays.
+        flops: operations of its products.
+        donated: an array that the call may overwrite. The function's last output takes its place in the next call.
+    """
+    kept = jax.device_put(arguments)
+    given = () if donated is None else (jnp.array(donated),)
+    begin = time.perf_counter()
+    # A new function for each side: JAX knows those that it has traced, whatever implementation an operation has by now.
+    run = jax.jit(lambda *all: function(*all), donate_argnums=tuple(range(len(given)))).lower(*given, *kept).compile()
+    seconds = time.perf_counter() - begin
+
+    def call() -> list[jax.Array]:
+        nonlocal given
+        outputs = jax.tree.leaves(jax.block_until_ready(run(*given, *kept)))
+        given = outputs[len(outputs) - len(given) :]
+        return outputs
+
+    plan = run.memory_analysis()
+    planned = None if plan is None else plan.output_size_in_bytes + plan.temp_size_in_bytes
+    return Side(call, flops, compile_s=seconds, planned_bytes=planned)
+
+
+def torch_side(
+    torch: Any,
+    function: Callable[..., Any],
+    *arguments: Any,
+    flops: int | None = None,
+    dtypes: Sequence[str] = ("float32",),
+    compiled: bool = False,
+    gradients: bool = False,
+) -> Side:
+    """A PyTorch call, which may take gradients only with `gradients`.
+
+    Args:
+        function: of `arguments`.
+        flops: operations of its products; torch counts them in a call if None.
+        dtypes: of the outputs, as in `Side`.
+        compiled: the first call compiles, and its time is the time of compiling.
+    """
+
+    def call() -> list[Any]:
+        with torch.inference_mode(not gradients):
+            outputs = [x for x in jax.tree.leaves(function(*arguments)) if isinstance(x, torch.Tensor)]
+        if outputs[0].device.type == "cuda":
+            torch.cuda.synchronize()
+        return outputs
+
+    seconds = None
+    if compiled:
+        begin = time.perf_counter()
+        call()
+        seconds = time.perf_counter() - begin
+    if flops is None:
+        from torch.utils.flop_counter import FlopCounterMode
+
+        with FlopCounterMode(display=False) as counter:
+            call()
+        flops = int(counter.get_total_flops())
+    return Side(call, flops, dtypes, compile_s=seconds)

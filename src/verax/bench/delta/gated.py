@@ -1,8 +1,16 @@
-"""The exact gated delta rule in `verax bench delta`: whole sequences, and the decode step against memory bandwidth."""
+"""The exact gated delta rule in `verax bench delta`: whole sequences forward and backward, and the decode step.
+
+Work is counted by formula. An addition and a multiplication are two operations; products are counted (matrices, and the
+decay of a state), norms, sigmoids and other sums are not. A masked product counts whole, as every library computes it.
+What an implementation does beyond the formula, to build an inverse or to pad, is its own loss. Letters: L tokens of all
+sequences together, H heads, K and V sizes of keys and values, C tokens of a chunk.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,28 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from verax import ops
-from verax.bench.case import Case
-from verax.bench.delta.baselines import Baselines
-from verax.bench.delta.case import jax_side, torch_side
-from verax.bench.delta.flops import gated_rule_bytes, gated_rule_flops
+from verax.bench.delta.baselines import Baselines, jax_side, torch_side
+from verax.bench.harness import Case, Side
 from verax.ops.delta import DeltaInputs, delta_recurrence
 from verax.ops.delta._chunk import CHUNK_SIZE, CHUNK_SIZES
 
-__all__ = [
-    "GPU_SHAPE",
-    "HEADS",
-    "SIZE",
-    "chosen_implementation",
-    "decode_cases",
-    "exact_gated_rule",
-    "gated_case",
-    "gated_cases",
-    "gated_inputs",
-    "own_flops",
-    "own_implementations",
-    "their_implementations",
-    "torch_inputs",
-]
+__all__ = ["GPU_SHAPE", "batch_cases", "decode_cases", "gated_case", "gated_rule_flops", "gradient_case"]
 
 HEADS, SIZE = 12, 64
 """The report's heads, in the size that earlier measurements of the exact rule took."""
@@ -49,23 +41,58 @@ BASELINE_CHUNK = 64
 """Tokens of the chunks of transformers and flash-linear-attention."""
 
 TOLERANCE = {("cpu", "float32"): 1e-5, ("gpu", "float32"): 5e-3, ("tpu", "float32"): 5e-3}
-"""Against float64, by platform and dtype: float32 products are TF32 in Triton, and bfloat16 on a TPU, by default."""
+"""Error against float64, by platform and dtype: by default float32 products are TF32 in Triton, bfloat16 on a TPU."""
 
 ROUNDED_TOLERANCE = 2e-2
-"""The same in bfloat16."""
+"""Error against float64 in bfloat16."""
+
+INPUTS = ("q", "k", "v", "g", "beta")
+"""Inputs, and the order of their gradients."""
+
+GRADIENT_TOLERANCE = {"float32": 2e-2, "bfloat16": 0.1}
+"""Error against the recurrence in float32. Gradients of the decay are differences of large sums."""
+
+SEGMENT = 64
+"""Tokens whose states are held at a time for the expected gradients; the states of a long sequence do not fit."""
+
+BACKWARD = 3
+"""Products of forward and backward over the products of forward alone: each has two in its gradient."""
 
 Arrays = Mapping[str, Any]
 
+Shape, Shape3 = tuple[int, int, int, int], tuple[int, int, int]
+"""Batch, tokens, heads and their size; batch, chunks, tokens of a chunk."""
 
-def gated_cases(configurations: Mapping[str, tuple[int, int, int]], baselines: Baselines) -> Iterator[Case]:
-    """The report's configurations; with a GPU, a long sequence in bfloat16 too."""
+
+def gated_rule_flops(L: int, H: int, K: int, V: int, C: int | None = None, *, solved: bool = False) -> int:
+    """The gated delta rule token by token (C None), or with chunks of C.
+
+    Token by token: the state decays (KV), is read twice (2KV each) and written (2KV). By chunks, a token has its rows
+    of `k k^T`, `q k^T` and `T k` (2CK each), of `T v` and of the product with what is written (2CV each), its share of
+    the inverse T (C^2/3), and three products with a state (2KV each). Where what is written is `solved` for by
+    substitution, there is no T: CV in place of the share of T and of both products with it.
+    """
+    if C is None:
+        return L * H * 7 * K * V
+    inner = 4 * C * K + 3 * C * V if solved else 6 * C * K + 4 * C * V + C * C // 3
+    return L * H * (inner + 6 * K * V)
+
+
+def gated_rule_bytes(L: int, N: int, H: int, K: int, V: int, *, size: int = 4) -> int:
+    """q, k, v, beta and g read, outputs written, the float32 states of N sequences read and written, each once."""
+    return L * H * size * (2 * K + 2 * V + 2) + 2 * 4 * N * H * K * V
+
+
+def batch_cases(section: str, configurations: Mapping[str, Shape3], baselines: Baselines) -> Iterator[Case]:
+    """The report's configurations of a section, `gated` or `gradient`; with a GPU, a long sequence in bfloat16 too."""
+    make = {"gated": gated_case, "gradient": gradient_case}[section]
     for name, (B, n, C) in configurations.items():
-        yield gated_case(name, (B, n * C, HEADS, SIZE), "float32", baselines)
+        yield make(name, (B, n * C, HEADS, SIZE), "float32", baselines)
     if baselines.device == "cuda":
-        yield gated_case("Long", GPU_SHAPE, "bfloat16", baselines)
+        yield make("Long", GPU_SHAPE, "bfloat16", baselines)
 
 
-def gated_case(name: str, shape: tuple[int, int, int, int], dtype: str, baselines: Baselines | None) -> Case:
+def gated_case(name: str, shape: Shape, dtype: str, baselines: Baselines | None) -> Case:
     """One batch of sequences.
 
     Args:
@@ -74,59 +101,143 @@ def gated_case(name: str, shape: tuple[int, int, int, int], dtype: str, baseline
         dtype: dtype of the inputs and of the outputs.
         baselines: sides of others; None for ours alone.
     """
-    B, T, H, D = shape
-    arrays, state = gated_inputs(*shape, dtype), np.zeros((B, H, D, D), np.float32)
-    ours = own_flops(shape)
-    sides = {}
-    for impl in own_implementations(arrays, state):
-        with ops.use_implementations(delta_recurrence=impl):
-            sides[f"verax {impl}"] = jax_side(_rule, state, arrays, flops=ours.get(impl, ours["reference"]))
-    if baselines is not None:
-        tensors = torch_inputs(baselines, arrays, state)
-        for impl, run, flops in their_implementations(baselines, shape):
-            sides[impl] = torch_side(baselines.torch, run, *tensors, flops=flops, dtypes=(dtype, "float32"))
-    return Case(
-        "gated",
-        name,
-        bytes_moved=gated_rule_bytes(B * T, B, H, D, D, size=arrays["q"].itemsize),
-        chosen=f"verax {chosen_implementation(arrays, state)}",
-        sides=sides,
-        sizes={"batch": B, "tokens": T, "heads": H, "size": D},
-        expected=exact_gated_rule(arrays, state),
-        tolerance=TOLERANCE.get((jax.default_backend(), dtype), ROUNDED_TOLERANCE),
-    )
+    arrays, state = _gated_inputs(*shape, dtype), np.zeros((shape[0], *shape[2:], shape[3]), np.float32)
+    expected = _exact_gated_rule(arrays, state)
+    tolerance = TOLERANCE.get((jax.default_backend(), dtype), ROUNDED_TOLERANCE)
+    make = lambda flops: jax_side(_rule, state, arrays, flops=flops)
+    return _case("gated", name, arrays, state, baselines, make, _torch_rule, expected, tolerance)
+
+
+def gradient_case(name: str, shape: Shape, dtype: str, baselines: Baselines | None) -> Case:
+    """One batch of sequences, forward and backward, by the implementations that go by chunks: see `gated_case`."""
+    arrays, state = _gated_inputs(*shape, dtype), np.zeros((shape[0], *shape[2:], shape[3]), np.float32)
+    # Gradients of the outputs.
+    given = np.random.default_rng(1).standard_normal(shape, np.float32).astype(jnp.dtype(dtype))
+    make = lambda flops: replace(jax_side(_gradients, state, arrays, given, flops=BACKWARD * flops), dtypes=(dtype,))
+
+    def theirs(torch: Any, impl: Any, tensors: Sequence[Any], flops: int) -> Side:
+        out = torch.from_numpy(np.asarray(given, np.float32)).to(tensors[0])
+
+        def run(*arguments: Any) -> Any:
+            *inputs, initial = arguments
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            return torch.autograd.grad(impl(*leaves, initial)[0], leaves, out)
+
+        return torch_side(torch, run, *tensors, flops=BACKWARD * flops, dtypes=(dtype,), gradients=True)
+
+    expected, tolerance = _expected(state, arrays, given), GRADIENT_TOLERANCE[dtype]
+    case = _case("gradient", name, arrays, state, baselines, make, theirs, expected, tolerance, ("chunk", "native"))
+    return replace(case, bytes_moved=BACKWARD * case.bytes_moved)
 
 
 def decode_cases(baselines: Baselines) -> Iterator[Case]:
-    """One token of many sequences: their states are read and written, and that is all the time there should be.
+    """One token of many sequences: reading and writing their states should be all of the time.
 
     Our state is donated, as an engine's is: each call takes what the call before it left. The others make a new one.
     """
     B, H, D = DECODE
-    arrays = gated_inputs(B, 1, H, D, "float32")
+    arrays = _gated_inputs(B, 1, H, D, "float32")
     state = np.random.default_rng(1).standard_normal((B, H, D, D), np.float32)
-    flops = gated_rule_flops(B, H, D, D)
+    make = lambda flops: jax_side(_rule, arrays, flops=flops, donated=state)
+    tolerance, expected = TOLERANCE[jax.default_backend(), "float32"], _exact_gated_rule(arrays, state)
+    yield _case("decode", "Step", arrays, state, baselines, make, _torch_rule, expected, tolerance)
+
+
+def _case(
+    section: str,
+    name: str,
+    arrays: Arrays,
+    state: np.ndarray,
+    baselines: Baselines | None,
+    ours: Callable[[int], Side],
+    theirs: Callable[[Any, Any, Sequence[Any], int], Side],
+    expected: Sequence[np.ndarray],
+    tolerance: float,
+    only: Sequence[str] = (),
+) -> Case:
+    """Case of all implementations, ours and others', that take the arrays; their operations are the forward rule's.
+
+    Args:
+        ours: makes our side of its operations, where the chosen implementation is set.
+        theirs: makes a side of torch, an implementation, the tensors and its operations.
+        only: of ours these implementations, and of others the chunked ones; all if empty.
+    """
+    B, T, H, D = arrays["q"].shape
+    count = lambda C=None, **options: gated_rule_flops(B * T, H, D, D, C, **options)
+    q, k, v, g, beta = (jnp.asarray(arrays[key], jnp.float32) for key in INPUTS)
+    inputs = DeltaInputs(q, k, k, v, beta, g), jnp.asarray(state)
+    chunk = CHUNK_SIZES.get(jax.default_backend(), CHUNK_SIZE)
+    flops = {"native": count(NATIVE_CHUNK, solved=True), "chunk": count(chunk)}
     sides = {}
-    for impl in own_implementations(arrays, state):
-        with ops.use_implementations(delta_recurrence=impl):
-            sides[f"verax {impl}"] = jax_side(_rule, arrays, flops=flops, donated=state)
-    tensors = torch_inputs(baselines, arrays, state)
-    for impl, run, done in their_implementations(baselines, (B, 1, H, D)):
-        if not impl.endswith("chunk"):
-            sides[impl] = torch_side(baselines.torch, run, *tensors, flops=done)
-    yield Case(
-        "decode",
-        "Step",
-        bytes_moved=gated_rule_bytes(B, B, H, D, D),
-        chosen=f"verax {chosen_implementation(arrays, state)}",
+    for impl in reversed(delta_recurrence.supporting(*inputs)):
+        if not only or impl.name in only:
+            with ops.use_implementations(delta_recurrence=impl.name):
+                sides[f"verax {impl.name}"] = ours(count() if T == 1 else flops.get(impl.name, count()))
+    chosen = f"verax {delta_recurrence.select(*inputs).name}"
+    chosen = chosen if chosen in sides else list(sides)[-1]
+    if baselines is not None:
+        torch, label = baselines.torch, "fla" if baselines.device == "cuda" else "fla naive"
+        tensor = lambda x, dtype: torch.from_numpy(np.asarray(x, np.float32)).to(baselines.device, dtype)
+        tensors = [tensor(x, getattr(torch, str(arrays["q"].dtype))) for x in arrays.values()]
+        tensors.append(tensor(state, torch.float32))
+        others = {f"transformers {key}": impl for key, impl in baselines.transformers.items()}
+        for key, impl in (others | {f"{label} {key}": impl for key, impl in baselines.fla.items()}).items():
+            chunked = key.endswith("chunk")
+            if (T > 1 or not chunked) and (not only or chunked):
+                run = lambda q, k, v, g, beta, initial, impl=impl: impl(
+                    q, k, v, g=g, beta=beta, initial_state=initial, output_final_state=True
+                )
+                sides[key] = theirs(torch, run, tensors, count(BASELINE_CHUNK if chunked else None))
+    return Case(
+        section,
+        name,
+        bytes_moved=gated_rule_bytes(B * T, B, H, D, D, size=arrays["q"].itemsize),
+        chosen=chosen,
         sides=sides,
-        sizes={"batch": B, "tokens": 1, "heads": H, "size": D},
-        expected=exact_gated_rule(arrays, state),
-        tolerance=TOLERANCE[jax.default_backend(), "float32"],
+        sizes={"batch": B, "tokens": T, "heads": H, "size": D},
+        expected=expected,
+        tolerance=tolerance,
     )
 
 
-def exact_gated_rule(arrays: Arrays, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _torch_rule(torch: Any, impl: Any, tensors: Sequence[Any], flops: int) -> Side:
+    dtype = str(tensors[0].dtype).removeprefix("torch.")
+    return torch_side(torch, impl, *tensors, flops=flops, dtypes=(dtype, "float32"))
+
+
+def _gradients(state: jax.Array, arrays: Arrays, given: jax.Array) -> tuple[jax.Array, ...]:
+    def outputs(arrays: Arrays) -> jax.Array:
+        return ops.gated_delta_rule(**arrays, initial_state=state)[0]
+
+    forward, pull = jax.vjp(outputs, arrays)
+    (gradients,) = pull(given.astype(forward.dtype))
+    return tuple(gradients[name] for name in INPUTS)
+
+
+def _expected(state: np.ndarray, arrays: Arrays, given: np.ndarray) -> list[np.ndarray]:
+    """Gradients of the recurrence token by token, in float32."""
+    exact = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
+    B, T, H, D = given.shape
+    size = math.gcd(T, SEGMENT)
+
+    def segmented(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(B, T // size, size, *x.shape[2:]), 1, 0)
+
+    @jax.checkpoint
+    def segment(state: jax.Array, arrays: Arrays) -> tuple[jax.Array | None, jax.Array]:
+        outputs, state_after = ops.gated_delta_rule(**arrays, initial_state=state, output_final_state=True)
+        return state_after, outputs
+
+    def outputs(arrays: Arrays) -> jax.Array:
+        _, found = jax.lax.scan(segment, jnp.asarray(state), jax.tree.map(segmented, arrays))
+        return jnp.moveaxis(found, 0, 1).reshape(B, T, H, D)
+
+    with ops.use_implementations(delta_recurrence="reference"), jax.default_matmul_precision("highest"):
+        found = jax.jit(lambda arrays, given: jax.vjp(outputs, arrays)[1](given)[0])(exact, given.astype(np.float32))
+    return [np.asarray(found[name], np.float64) for name in INPUTS]
+
+
+def _exact_gated_rule(arrays: Arrays, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Outputs `S^T q K^-1/2` and final states in float64, by token: `S <- e^g (I - beta k k^T) S + beta k v^T`."""
     q, k, v, g, beta = (np.asarray(arrays[name], np.float64) for name in ("q", "k", "v", "g", "beta"))
     S, out = state.astype(np.float64), np.empty(v.shape)
@@ -142,65 +253,10 @@ def _rule(state: jax.Array, arrays: Arrays) -> tuple[jax.Array, jax.Array | None
     return ops.gated_delta_rule(**arrays, initial_state=state, output_final_state=True)
 
 
-def own_implementations(arrays: Arrays, state: np.ndarray) -> list[str]:
-    """Every implementation of ours that takes the call here."""
-    supporting = delta_recurrence.supporting(_delta_inputs(arrays), jnp.asarray(state))
-    return [impl.name for impl in reversed(supporting)]
-
-
-def chosen_implementation(arrays: Arrays, state: np.ndarray) -> str:
-    """Implementation of ours that the call runs here."""
-    return delta_recurrence.select(_delta_inputs(arrays), jnp.asarray(state)).name
-
-
-def _delta_inputs(arrays: Arrays) -> DeltaInputs:
-    q, k, v, g, beta = (jnp.asarray(arrays[name], jnp.float32) for name in ("q", "k", "v", "g", "beta"))
-    return DeltaInputs(q, k, k, v, beta, g)
-
-
-def own_flops(shape: tuple[int, int, int, int]) -> dict[str, int]:
-    """Operations of our implementations by name; those of `"reference"` are also those of all others."""
-    B, T, H, D = shape
-    chunk = CHUNK_SIZES.get(jax.default_backend(), CHUNK_SIZE)
-    return {
-        "native": gated_rule_flops(B * T, H, D, D, NATIVE_CHUNK, solved=True),
-        "chunk": gated_rule_flops(B * T, H, D, D, chunk),
-        "reference": gated_rule_flops(B * T, H, D, D),
-    }
-
-
-def their_implementations(
-    baselines: Baselines, shape: tuple[int, int, int, int]
-) -> Iterator[tuple[str, Callable[..., Any], int]]:
-    """Name, implementation of one call, and its operations. Names of those that go by chunks end with `chunk`."""
-    B, T, H, D = shape
-    label = "fla" if baselines.device == "cuda" else "fla naive"
-    implementations = {f"transformers {name}": impl for name, impl in baselines.transformers.items()}
-    for name, impl in (implementations | {f"{label} {name}": impl for name, impl in baselines.fla.items()}).items():
-        chunk = BASELINE_CHUNK if name.endswith("chunk") else None
-        yield name, _call(impl), gated_rule_flops(B * T, H, D, D, chunk)
-
-
-def _call(impl: Callable[..., Any]) -> Callable[..., Any]:
-    def run(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any) -> Any:
-        return impl(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True)
-
-    return run
-
-
-def gated_inputs(B: int, T: int, H: int, D: int, dtype: str) -> dict[str, np.ndarray]:
+def _gated_inputs(B: int, T: int, H: int, D: int, dtype: str) -> dict[str, np.ndarray]:
     """Keys and queries of length one, gates as in trained models: no side has to normalise or to squash anything."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((B, T, H, D), np.float32) for _ in range(3))
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     beta, g = rng.uniform(0, 1, (B, T, H)), -np.exp(rng.uniform(np.log(1e-3), np.log(1), (B, T, H)))
     return {name: x.astype(jnp.dtype(dtype)) for name, x in dict(q=q, k=k, v=v, g=g, beta=beta).items()}
-
-
-def torch_inputs(baselines: Baselines, arrays: Arrays, state: np.ndarray) -> list[Any]:
-    """q, k, v, g, beta and the state as tensors on the baselines' device."""
-    dtype = getattr(baselines.torch, str(arrays["q"].dtype))
-    tensors = [
-        baselines.torch.from_numpy(np.asarray(x, np.float32)).to(baselines.device, dtype) for x in arrays.values()
-    ]
-    return [*tensors, baselines.torch.from_numpy(state).to(baselines.device)]

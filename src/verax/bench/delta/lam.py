@@ -14,10 +14,8 @@ import numpy as np
 from flax import nnx
 
 from verax import checkpoint, ops
-from verax.bench.case import Case, Side
-from verax.bench.delta.baselines import Baselines
-from verax.bench.delta.case import jax_side, torch_side
-from verax.bench.delta.flops import encoder_flops, factored_rule_flops, hierarchical_rule_flops, layer_flops
+from verax.bench.delta.baselines import Baselines, jax_side, torch_side
+from verax.bench.harness import Case, Side, count_products
 from verax.models.lam import EnhancedHierarchicalDeltaNet, LamConfig, LamModel
 from verax.nn import pack_linear_weights
 from verax.ops.hierarchical import HierarchicalInputs, Perceptron, ResonanceFlux, orthogonality_loss
@@ -41,7 +39,7 @@ Shape = tuple[int, int, int]
 """Batch, chunks, tokens of a chunk."""
 
 Theirs = Callable[[ModuleType], Sequence[Any]]
-"""Function of LAM's PyTorch module, as it is or through Cython; it returns a function and its arguments."""
+"""Function of LAM's PyTorch module, plain or through Cython; it returns a function and its arguments."""
 
 
 def rule_cases(configurations: Mapping[str, Shape], baselines: Baselines) -> Iterator[Case]:
@@ -80,18 +78,14 @@ def _rule_case(name: str, shape: Shape, baselines: Baselines) -> Case:
     H, K = q.shape[2:]
     rule = HierarchicalInputs(*arrays, _flux(_layer(baselines, baselines.reference, C).resonance_flux))
     operation, ours = ops.operations()["hierarchical_rule"], {}
+    run = lambda *inputs: ops.hierarchical_delta_rule(*inputs, chunk_size=C)
     for impl in (impl.name for impl in reversed(operation.supporting(rule, chunk_size=C))):
-        count = hierarchical_rule_flops if impl == "reference" else factored_rule_flops
+        flops = _flops(impl, run, *rule)
         with ops.use_implementations(hierarchical_rule=impl):
-            ours[impl] = jax_side(
-                lambda *inputs: ops.hierarchical_delta_rule(*inputs, chunk_size=C),
-                *rule,
-                flops=count(B * n * C, H, K, C),
-            )
+            ours[impl] = jax_side(run, *rule, flops=flops)
     moved = _nbytes(arrays) + q.nbytes + 2 * 4 * B * H * K * K
-    done = hierarchical_rule_flops(B * n * C, H, K, C)
     chosen = operation.select(rule, chunk_size=C).name
-    return _case("rule", name, _sizes(shape), moved, chosen, ours, done, theirs, baselines)
+    return _case("rule", name, _sizes(shape), moved, chosen, ours, theirs, baselines)
 
 
 def _layer_case(name: str, shape: Shape, baselines: Baselines) -> Case:
@@ -111,12 +105,10 @@ def _layer_case(name: str, shape: Shape, baselines: Baselines) -> Case:
         y, states = nnx.merge(graph, weights)(x)
         return y, orthogonality_loss(states)
 
-    sizes = B * n * C, LAM.hidden_size, LAM.num_attention_heads, C
-    impl = _chosen_implementation("B")
-    flops = layer_flops(*sizes, factored=impl != "reference")
-    ours = {impl: jax_side(run, weights, jnp.asarray(x.cpu().numpy()), flops=flops)}
+    impl, array = _chosen_implementation("B"), jnp.asarray(x.cpu().numpy())
+    ours = {impl: jax_side(run, weights, array, flops=_flops(impl, run, weights, array))}
     moved = _nbytes(weights) + 2 * x.nbytes
-    return _case("layer", name, _sizes(shape), moved, impl, ours, layer_flops(*sizes), theirs, baselines)
+    return _case("layer", name, _sizes(shape), moved, impl, ours, theirs, baselines)
 
 
 def _encoder_case(name: str, variant: str, B: int, T: int, baselines: Baselines) -> Case:
@@ -139,15 +131,20 @@ def _encoder_case(name: str, variant: str, B: int, T: int, baselines: Baselines)
         total = jnp.sum(x * mask[..., None], axis=1)
         return total / jnp.linalg.norm(total, axis=-1, keepdims=True)
 
-    D, chunk = LAM.hidden_size, reference.deltanet_layers[0].chunk(T)
-    sizes = B * T, D, LAM.num_attention_heads, chunk, LAM.intermediate_size, LAM.num_hidden_layers, variant
-    impl = _chosen_implementation(variant)
-    flops = encoder_flops(*sizes, factored=impl != "reference")
-    ours = {impl: jax_side(run, weights, jnp.asarray(tokens), jnp.asarray(mask), flops=flops)}
+    impl, arrays = _chosen_implementation(variant), (jnp.asarray(tokens), jnp.asarray(mask))
+    ours = {impl: jax_side(run, weights, *arrays, flops=_flops(impl, run, weights, *arrays))}
     # Only these tokens' rows of the embeddings.
-    moved = _nbytes(weights) - 4 * D * (LAM.vocab_size - tokens.size)
-    done = encoder_flops(*sizes)
-    return _case("encoder", name, {"sentences": B, "tokens": T}, moved, impl, ours, done, theirs, baselines)
+    moved = _nbytes(weights) - 4 * LAM.hidden_size * (LAM.vocab_size - tokens.size)
+    return _case("encoder", name, {"sentences": B, "tokens": T}, moved, impl, ours, theirs, baselines)
+
+
+def _flops(impl: str, function: Callable[..., Any], *arguments: Any) -> int:
+    """Operations of the products of a call, with an implementation of the published rule.
+
+    Every implementation but the reference factors the products of whole chunks (docs/lam.md).
+    """
+    shown = impl if impl == "reference" else "factored"
+    return count_products(function, *arguments, hierarchical_rule=shown, local_rule=shown)[0]
 
 
 def _chosen_implementation(variant: str) -> str:
@@ -164,7 +161,6 @@ def _case(
     moved: int,
     chosen: str,
     ours: Mapping[str, Side],
-    flops: int,
     theirs: Theirs,
     baselines: Baselines,
 ) -> Case:
@@ -172,14 +168,16 @@ def _case(
     torch, skipped = baselines.torch, {}
     sides = {f"verax {impl}": side for impl, side in ours.items()}
     if "torch" in baselines.names:
-        sides["torch"] = torch_side(torch, *theirs(baselines.reference), flops=flops)
+        sides["torch"] = torch_side(torch, *theirs(baselines.reference))
     if baselines.cython is not None:
-        sides["torch, Cython"] = torch_side(torch, *theirs(baselines.cython), flops=flops)
+        sides["torch, Cython"] = torch_side(torch, *theirs(baselines.cython))
     if "torch.compile" in baselines.names:
         function, *inputs = theirs(baselines.reference)
         try:
             compiled = torch.compile(function, dynamic=False)
-            sides["torch.compile"] = torch_side(torch, compiled, *inputs, flops=flops, compiled=True)
+            sides["torch.compile"] = torch_side(
+                torch, compiled, *inputs, flops=sides["torch"].flops if "torch" in sides else 0, compiled=True
+            )
         except Exception as error:  # whatever goes wrong inside its compiler
             skipped["torch.compile"] = str(error).strip().partition("\n")[0]
     function, *inputs = theirs(baselines.reference)
@@ -195,7 +193,7 @@ def _double(x: Any) -> Any:
 
 
 def _layer(baselines: Baselines, library: ModuleType, chunk_size: int) -> Any:
-    """The same weights every time."""
+    """A layer of the published sizes, with the same weights every time."""
     baselines.torch.manual_seed(0)
     layer = library.EnhancedHierarchicalDeltaNet(LAM.hidden_size, LAM.num_attention_heads, chunk_size=chunk_size)
     return layer.eval().to(baselines.device)

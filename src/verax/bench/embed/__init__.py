@@ -1,1 +1,1 @@
-"""Sentence embeddings beside transformers, OpenVINO and onnxruntime: `verax bench embed`."""
+"""Sentence embeddings compared with transformers, OpenVINO and onnxruntime: `verax bench embed`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,17 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float32, Int64
 
-from verax.bench.timing import interleave
+from verax.bench.harness import Side, time_sides
 from verax.embed.settings import EncoderSettings
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["Batch", "Batches", "Encode", "ExportedSide", "Way", "cosine_distance", "one_by_one"]
+__all__ = ["Batch", "Encode", "Exported", "Way", "cosine_distance", "fastest_way", "one_by_one", "padded_batches"]
 
-TRIAL_TEXTS = 128
-"""Most texts that each way of a side runs in a trial."""
-
-TRIAL_RUNS = 3
-"""Rounds of a trial, after one that does not count."""
+TRIAL_TEXTS, TRIAL_RUNS = 128, 3
+"""Most texts that each way of a side runs in a trial, and its rounds, after one that does not count."""
 
 MOST_APART = 0.03
 """Cosine distance from the vectors of a side's first way, beyond which another way is wrong: some times int8's error.
@@ -43,41 +40,35 @@ class Batch(NamedTuple):
     """1 for a token, 0 for padding."""
 
 
-class Batches:
-    """Tokenizer that makes batches of texts, the longest first."""
+Batches = Callable[[list[str], int], Iterator[Batch]]
+"""Function from texts to batches of at most the given number of texts, the longest first."""
 
-    def __init__(self, folder: Path, settings: EncoderSettings, padding: int):
-        """Read the tokenizer.
 
-        Args:
-            folder: the checkpoint's.
-            settings: with the most tokens of a text.
-            padding: token id behind the end of a text.
-        """
-        self._tokenizer = Tokenizer.from_folder(folder)
-        self._tokenizer.truncate(settings.max_length)
-        self._padding = padding
+def padded_batches(folder: Path, settings: EncoderSettings, padding: int) -> Batches:
+    """Batches of a checkpoint's tokenizer; `padding` is the token id after the end of a text."""
+    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer.truncate(settings.max_length)
 
-    def __call__(self, texts: list[str], batch_size: int) -> Iterator[Batch]:
-        """Batches of at most so many texts."""
-        tokens = [ids for ids, _ in self._tokenizer.encode_batch(texts)]
+    def batches(texts: list[str], batch_size: int) -> Iterator[Batch]:
+        tokens = [ids for ids, _ in tokenizer.encode_batch(texts)]
         order = sorted(range(len(texts)), key=lambda i: -len(tokens[i]))
         for begin in range(0, len(order), batch_size):
             rows = order[begin : begin + batch_size]
-            ids = np.full((len(rows), len(tokens[rows[0]])), self._padding, np.int64)
+            ids = np.full((len(rows), len(tokens[rows[0]])), padding, np.int64)
             mask = np.zeros_like(ids)
             for i, row in enumerate(rows):
                 ids[i, : len(tokens[row])] = tokens[row]
                 mask[i, : len(tokens[row])] = 1
             yield Batch(rows, ids, mask)
 
+    return batches
+
 
 @dataclass(frozen=True)
 class Way:
-    """Way to run an exported model: so many texts in a call, under one setting of its library."""
+    """Way to run an exported model: a number of texts in a call, under one setting of its library."""
 
     setting: str
-    """Names of options and their values, for the report."""
     batch_size: int
     run: Callable[[Iterable[Batch]], Iterable[tuple[list[int], Float32[np.ndarray, "B D"]]]]
     """Function from batches to their rows and vectors, in any order."""
@@ -86,58 +77,48 @@ class Way:
         return f"{self.setting}, {f'batches of {self.batch_size}' if self.batch_size > 1 else 'one text a call'}"
 
 
-class ExportedSide:
-    """Exported model as a side of the benchmark. It is run in the first of its ways, until `choose` finds a faster."""
+@dataclass(frozen=True)
+class Exported:
+    """Model that a library took over, and the ways to run it."""
 
-    def __init__(self, name: str, batches: Batches, ways: list[Way], versions: Mapping[str, Any]):
-        """Take what a library made of the model.
+    name: str
+    batches: Batches
+    ways: Sequence[Way]
+    versions: dict[str, Any]
 
-        Args:
-            name: of the side, with its precision.
-            batches: tokenizer of the checkpoint.
-            ways: how the model can be run.
-            versions: versions and threads of the library.
-        """
-        self.name = name
-        self._batches, self._ways, self._versions = batches, ways, versions
-
-    def versions(self) -> dict[str, Any]:
-        """Versions and threads of this side."""
-        return dict(self._versions)
-
-    def choose(self, texts: list[str], *, latency: bool) -> dict[str, Any]:
-        """Time all ways in turn, and keep the one of the smallest median: its name, and sentences/s of each.
-
-        A way whose vectors are not those of the first one is left out.
-
-        Args:
-            texts: what the benchmark encodes, of which the first are tried.
-            latency: each text in a call of its own.
-        """
-        sample = texts[:TRIAL_TEXTS]
-        call = partial(one_by_one, texts=sample) if latency else lambda encode: encode(sample)
-        trials: dict[str, float] = {}
-        wrong: dict[str, float] = {}
-        if len(self._ways) > 1:
-            sides = {str(way): partial(call, partial(self._encode, way)) for way in self._ways}
-            first = self.encode(sample)
-            apart = {name: cosine_distance(run(), first) for name, run in sides.items()}
-            wrong = {name: distance for name, distance in apart.items() if distance > MOST_APART}
-            trials = {name: side.median for name, side in interleave(sides, runs=TRIAL_RUNS).items()}
-            self._ways = [min((w for w in self._ways if str(w) not in wrong), key=lambda way: trials[str(way)])]
-        rates = {name: len(sample) / seconds for name, seconds in trials.items()}
-        return {"way": str(self._ways[0]), "trials": rates, "wrong": wrong}
-
-    def encode(self, texts: list[str]) -> Float32[np.ndarray, "n D"]:
-        """Normalised vectors, in order."""
-        return self._encode(self._ways[0], texts)
-
-    def _encode(self, way: Way, texts: list[str]) -> Float32[np.ndarray, "n D"]:
-        found = list(way.run(self._batches(texts, way.batch_size)))
-        vectors = np.empty((len(texts), found[0][1].shape[1]), np.float32)
-        for rows, part in found:
+    def encode(self, way: Way, texts: list[str]) -> Float32[np.ndarray, "n D"]:
+        """Normalised vectors of texts, in order, by one of the ways."""
+        parts = list(way.run(self.batches(texts, way.batch_size)))
+        vectors = np.empty((len(texts), parts[0][1].shape[1]), np.float32)
+        for rows, part in parts:
             vectors[rows] = part
         return vectors
+
+
+def fastest_way(exported: Exported, texts: list[str], *, latency: bool) -> tuple[Encode, dict[str, Any]]:
+    """Time all ways in turn, and take the one of the smallest median, of those whose vectors are the first one's.
+
+    Args:
+        exported: the model.
+        texts: what the benchmark encodes, of which the first are tried.
+        latency: each text in a call of its own.
+
+    Returns:
+        The function, and the name of its way, sentences/s of each way in the trial, and the wrong ways' distances.
+    """
+    sample = texts[:TRIAL_TEXTS]
+    call = partial(one_by_one, texts=sample) if latency else lambda encode: encode(sample)
+    ways = {str(way): partial(exported.encode, way) for way in exported.ways}
+    chosen, rates, wrong = next(iter(ways)), {}, {}
+    if len(ways) > 1:
+        first = ways[chosen](sample)
+        apart = {name: cosine_distance(call(encode), first) for name, encode in ways.items()}
+        wrong = {name: distance for name, distance in apart.items() if distance > MOST_APART}
+        sides = {name: Side(partial(call, encode)) for name, encode in ways.items()}
+        trials = time_sides(sides, runs=TRIAL_RUNS, warmup=1)
+        rates = {name: len(sample) / side.median for name, side in trials.items()}
+        chosen = max((name for name in ways if name not in wrong), key=lambda name: rates[name])
+    return ways[chosen], {"way": chosen, "trials": rates, "wrong": wrong}
 
 
 def one_by_one(encode: Encode, texts: list[str]) -> Float32[np.ndarray, "n D"]:
@@ -146,6 +127,6 @@ def one_by_one(encode: Encode, texts: list[str]) -> Float32[np.ndarray, "n D"]:
 
 
 def cosine_distance(vectors: Float32[np.ndarray, "n D"], reference: Float32[np.ndarray, "n D"]) -> float:
-    """The largest 1 - cosine between a vector and its reference."""
+    """Largest 1 - cosine between a vector and its reference."""
     a, b = vectors.astype(np.float64), reference.astype(np.float64)
     return float(1 - ((a * b).sum(1) / (np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1))).min())

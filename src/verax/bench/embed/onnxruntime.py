@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from verax._optional import require_optional
-from verax.bench.embed.exported import Batch, Batches, ExportedSide, Way
-from verax.bench.embed.torch_model import import_torch, pooled_model
+from verax.bench.embed.exported import Batch, Exported, Way, padded_batches
+from verax.bench.embed.transformers import pooled_model
+from verax.bench.harness import import_torch
 from verax.embed.settings import EncoderSettings
 from verax.machine import num_cores
 
@@ -30,19 +31,11 @@ OPSET = 17
 
 def onnxruntime_side(
     folder: Path, precision: str, settings: EncoderSettings, texts: list[str], batch_size: int, *, latency: bool
-) -> ExportedSide:
-    """Side that runs the model of transformers, exported by torch, fused by onnxruntime's optimizer of transformers.
+) -> Exported:
+    """Model of transformers, exported by torch, fused by onnxruntime's optimizer of transformers.
 
     On a CPU without bfloat16 kernels, which onnxruntime has for ARM only, bfloat16 is run as float32. int8 is
-    onnxruntime's dynamic quantisation: weights by column, activations by tensor as they come.
-
-    Args:
-        folder: the checkpoint's.
-        precision: `"float32"`, `"bfloat16"` or `"int8"`.
-        settings: pooling and most tokens of a text.
-        texts: not needed here, where nothing is calibrated.
-        batch_size: most texts in a call.
-        latency: each text in a call of its own.
+    onnxruntime's dynamic quantisation: weights by column, activations by tensor as they come; `texts` are not needed.
 
     Raises:
         MissingDependencyError: without onnxruntime, onnx or torch.
@@ -70,11 +63,12 @@ def onnxruntime_side(
             setting = f"intra_op_num_threads=1, {num_cores()} calls at once"
             ways += [Way(setting, size, single) for size in sorted({batch_size, 1}, reverse=True)]
     versions = {"onnxruntime": runtime.__version__, "onnxruntime_threads": num_cores()}
-    return ExportedSide(f"onnxruntime {precision}", Batches(folder, settings, source.padding), ways, versions)
+    batches = padded_batches(folder, settings, source.padding)
+    return Exported(f"onnxruntime {precision}", batches, ways, versions)
 
 
 def _exported(source: Any, path: Path) -> Path:
-    torch, _ = import_torch()
+    (torch,) = import_torch()
     ids = torch.ones((2, 3), dtype=torch.long)
     dynamic = {INPUTS[0]: {0: "B", 1: "T"}, INPUTS[1]: {0: "B", 1: "T"}, OUTPUT: {0: "B"}}
     with warnings.catch_warnings():
@@ -93,7 +87,7 @@ def _exported(source: Any, path: Path) -> Path:
 
 
 def _fused(path: Path, config: Any) -> Path:
-    """File with fused attention, GELU and normalisation, beside the one given."""
+    """File with fused attention, GELU and normalisation, in the same folder."""
     optimizer = importlib.import_module("onnxruntime.transformers.optimizer")
     model = optimizer.optimize_model(
         str(path),
@@ -108,7 +102,7 @@ def _fused(path: Path, config: Any) -> Path:
 
 
 def _quantized(path: Path) -> Path:
-    """File with weights in int8, beside the one given."""
+    """File with weights in int8, in the same folder."""
     onnx, quantization = require_optional("onnx"), importlib.import_module("onnxruntime.quantization")
     quantized = path.with_name("quantized.onnx")
     logging.disable(logging.WARNING)  # that shapes should be inferred first, which fused operators do not have

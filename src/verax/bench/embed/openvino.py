@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from verax._optional import require_optional
-from verax.bench.embed.exported import Batch, Batches, ExportedSide, Way
-from verax.bench.embed.torch_model import import_torch, pooled_model
+from verax.bench.embed.exported import Batch, Exported, Way, padded_batches
+from verax.bench.embed.transformers import pooled_model
+from verax.bench.harness import import_torch
 from verax.embed.settings import EncoderSettings
 from verax.machine import num_cores
 
@@ -30,27 +31,19 @@ HINTS = {"float32": "f32", "bfloat16": "bf16", "int8": "bf16"}
 
 def openvino_side(
     folder: Path, precision: str, settings: EncoderSettings, texts: list[str], batch_size: int, *, latency: bool
-) -> ExportedSide:
-    """Side that runs the model of transformers, converted by `openvino.convert_model`.
+) -> Exported:
+    """Model of transformers, converted by `openvino.convert_model`.
 
-    int8 is NNCF's post-training quantisation of weights and activations (W8A8, SmoothQuant).
-
-    Args:
-        folder: the checkpoint's.
-        precision: `"float32"`, `"bfloat16"` or `"int8"`.
-        settings: pooling and most tokens of a text.
-        texts: what int8 is calibrated with.
-        batch_size: most texts in a call.
-        latency: each text in a call of its own.
+    int8 is NNCF's post-training quantisation of weights and activations (W8A8, SmoothQuant), calibrated with `texts`.
 
     Raises:
         MissingDependencyError: without openvino, torch, or, for int8, nncf.
     """
     openvino = import_openvino()
-    torch, _ = import_torch()
+    (torch,) = import_torch()
     nncf = require_optional("nncf") if precision == "int8" else None
     source = pooled_model(folder, settings.pooling)
-    batches = Batches(folder, settings, source.padding)
+    batches = padded_batches(folder, settings, source.padding)
     ids = torch.ones((2, 3), dtype=torch.long)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's tracer
@@ -77,7 +70,7 @@ def openvino_side(
     versions = {"openvino": openvino.__version__.partition("-")[0], "openvino_threads": num_cores()}
     if nncf is not None:
         versions["nncf"] = nncf.__version__
-    return ExportedSide(f"openvino {precision}", batches, ways, versions)
+    return Exported(f"openvino {precision}", batches, ways, versions)
 
 
 def import_openvino() -> Any:
@@ -101,17 +94,17 @@ def _quantized(nncf: Any, model: Any, batches: Iterable[Batch]) -> Any:
 
 
 def _one_at_a_time(request: Any, batches: Iterable[Batch]) -> list[tuple[list[int], np.ndarray]]:
-    found = []
+    vectors = []
     for batch in batches:
         request.infer([batch.ids, batch.mask], share_inputs=True)
-        found.append((batch.rows, request.get_output_tensor().data.copy()))
-    return found
+        vectors.append((batch.rows, request.get_output_tensor().data.copy()))
+    return vectors
 
 
 def _in_streams(queue: Any, batches: Iterable[Batch]) -> list[tuple[list[int], np.ndarray]]:
-    found: list[tuple[list[int], np.ndarray]] = []
-    queue.set_callback(lambda request, rows: found.append((rows, request.get_output_tensor().data.copy())))
+    vectors: list[tuple[list[int], np.ndarray]] = []
+    queue.set_callback(lambda request, rows: vectors.append((rows, request.get_output_tensor().data.copy())))
     for batch in batches:
         queue.start_async([batch.ids, batch.mask], batch.rows)
     queue.wait_all()
-    return found
+    return vectors

@@ -1,4 +1,4 @@
-"""Attention by itself: whole sequences, the paged decode step, prompt chunks, and writes to the cache."""
+"""Attention and sampling: whole sequences, the paged decode step, prompt chunks, writes to the cache, draws."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 
 from verax import ops
 from verax._compat import compiler_options
-from verax.bench.case import Case
-from verax.bench.ops.sides import implementations, operation_case, random, torch_tensor
+from verax.bench.harness import Case, implementations, operation_case, random, torch_tensor
 from verax.ops.paged import QuantizedPages, page_bytes, quantize_tokens
+from verax.ops.sampling import FLOATS, INTS, SamplingArrays, sample
 
-__all__ = ["attention_cases", "paged_decode_case", "ragged_case", "whole_sequence_case"]
+__all__ = ["attention_cases", "paged_decode_case", "ragged_case", "sampling_case", "whole_sequence_case"]
 
 PLAIN_LIMIT = 2**29
 """Scores that the reference may hold; it is left out of longer cases."""
@@ -26,9 +26,9 @@ PAGE = 16
 
 
 def attention_cases(torch: Any = None) -> Iterator[Case]:
-    """Cases one by one, so that the arrays of one go before those of the next come; with torch's side if it is given.
+    """Cases one by one, so that a case's arrays are freed before the next one's are made; with torch's side if given.
 
-    Heads are those of Wan 1.3B for whole sequences (12 of 128), of Qwen3-0.6B for the cache (16 over 8, of 128).
+    Heads are Wan 1.3B's for whole sequences (12 of 128), Qwen3-0.6B's for the cache (16 over 8, of 128).
     """
     for dtype, length in (("bfloat16", 2048), ("float32", 2048), ("bfloat16", 8192)):
         yield whole_sequence_case(length, torch, dtype=dtype)
@@ -52,7 +52,7 @@ def whole_sequence_case(
     size: int = 128,
     window: int | None = None,
 ) -> Case:
-    """Attention over a whole sequence: all keys, or with a window those of it before a query; torch's only without."""
+    """Attention over a whole sequence: of all keys, or of a window before each query, which torch does not have."""
     kv_heads = heads if kv_heads is None else kv_heads
     q, k, v = (random((1, length, n, size), dtype, seed) for seed, n in enumerate((heads, kv_heads, kv_heads)))
     options = {"causal": window is not None, "window": window}
@@ -111,7 +111,7 @@ def paged_decode_case(
 def ragged_case(
     lengths: Sequence[int], counts: Sequence[int], *, heads: int = 16, kv_heads: int = 8, size: int = 128
 ) -> Case:
-    """A mixed step: of each sequence its cached tokens, those of the step included, and its tokens in the step."""
+    """A mixed step: each sequence's cached tokens, the step's included (`lengths`), and its tokens in the step."""
     caches, table = _cache(len(lengths), max(lengths), kv_heads, size)
     tokens = sum(counts)
     q = random((tokens, heads, size), "float32", 2)
@@ -123,10 +123,10 @@ def ragged_case(
         count * (length - count) + count * (count + 1) // 2 for length, count in zip(lengths, counts, strict=True)
     )
     prompt = f"{counts[-1]} tokens after {lengths[-1] - counts[-1]}"
-    beside = f" beside {len(lengths) - 1} of {lengths[0]} cached" if len(lengths) > 1 else ""
+    decodes = f" next to {len(lengths) - 1} of {lengths[0]} cached" if len(lengths) > 1 else ""
     return operation_case(
         "paged_attention",
-        f"bfloat16, {prompt}{beside}, {heads} heads over {kv_heads} of {size}",
+        f"bfloat16, {prompt}{decodes}, {heads} heads over {kv_heads} of {size}",
         "bfloat16",
         2 * 2 * kv_heads * sum(lengths) * size + 2 * q.nbytes,
         4 * heads * size * products,
@@ -136,7 +136,7 @@ def ragged_case(
 
 
 def _write(tokens: int, *, kv_heads: int = 8, size: int = 128) -> Case:
-    """The cache is donated and comes back, as in the engine's step."""
+    """Writes to a cache that is donated and comes back, as in the engine's step."""
     (cache, _), _ = _cache(1, 32768, kv_heads, size)
     x = random((tokens, kv_heads, size), "float32", 2)
     places = jnp.asarray(np.random.default_rng(5).permutation(32768)[:tokens], jnp.int32)
@@ -176,3 +176,32 @@ def _torch_attention(torch: Any, *arrays: jax.Array, **options: Any) -> Callable
     """torch's `scaled_dot_product_attention` on `[B, N, T, H]`."""
     tensors = [torch_tensor(torch, x, str(arrays[-1].dtype)) for x in arrays]
     return lambda: torch.nn.functional.scaled_dot_product_attention(*tensors, **options)
+
+
+SPREAD = 3.0
+"""Standard deviation of the scores: a share of 0.95 of the weight is then on some thousands of 151,936 tokens."""
+
+OFF = {"temperature": 1.0, "top_p": 1.0, "repetition": 1.0}
+"""Parameters that are not off at 0."""
+
+
+def sampling_case(rows: int, *, vocab: int = 151936, top_k: int = 0, top_p: float = 1.0) -> Case:
+    """A draw for each of `rows` sequences, with top-k and top-p unless they are off; the vocabulary is Qwen3's."""
+    given = {**OFF, "top_p": top_p, "top_k": top_k}
+    floats, ints = (np.tile([given.get(name, 0) for name in names], (rows, 1)) for names in (FLOATS, INTS))
+    none = jnp.full((rows, 1), vocab, jnp.int32)
+    bias = jnp.zeros((rows, 1), jnp.float32)
+    params = SamplingArrays(jnp.asarray(floats, jnp.float32), jnp.asarray(ints, jnp.int32), none, bias, none)
+    at = jnp.arange(rows, dtype=jnp.int32)
+    logits = SPREAD * random((rows, vocab), "float32", 0)
+    arguments = logits, jnp.zeros((rows, 1), jnp.int32), at, at, params
+    limits = [f"top-{name} {value}" for name, value, off in (("k", top_k, 0), ("p", top_p, 1)) if value != off]
+    return operation_case(
+        "sample",
+        ", ".join([f"{rows} rows of {vocab}", *limits]),
+        "float32",
+        logits.nbytes,
+        0,
+        sample.select(*arguments).name,
+        implementations(sample, *arguments),
+    )

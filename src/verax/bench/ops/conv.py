@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from verax import ops
-from verax.bench.case import Case
-from verax.bench.ops.sides import implementations, operation_case, random, torch_tensor
+from verax.bench.harness import Case, implementations, operation_case, random, torch_tensor
 
 __all__ = ["conv_cases"]
 
@@ -19,7 +18,7 @@ __all__ = ["conv_cases"]
 def conv_cases(torch: Any = None) -> Iterator[Case]:
     """Cases one by one; with torch's sides, in its two memory layouts, if it is given.
 
-    Of the decoder at its highest resolution and at its lowest, an upsampler, a downsampler, and a shortcut.
+    The decoder's at its highest and its lowest resolution, an upsampler, a downsampler, and a shortcut.
     """
     yield _video((4, 128, 128), 96, 96, torch=torch)
     yield _video((4, 128, 128), 96, 96, torch=torch, cached=False)

@@ -1,25 +1,31 @@
-"""A client of `/v1/completions` that takes little of the processor: server-sent events by hand.
-
-The client shares its cores with the server that it measures. An `asyncio.Protocol` took 22 us of the processor for an
-event, asyncio's streams 28 us, httpx 77 us (two cores, 32 streams of 128 events).
-"""
+"""Client of a server that speaks OpenAI's API, on httpx, and servers that a benchmark starts itself."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
+import signal
 import socket
+import subprocess
+import tempfile
 import time
-import uuid
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
+import psutil
 
-from verax.bench.serve.http import Body, Target
-from verax.bench.serve.traffic import Request
+from verax._optional import require_optional
+from verax.bench.serve.load import Answer, Request
+from verax.errors import InvalidParameterError, VeraxError
 
-__all__ = ["Answer", "ask"]
+__all__ = ["Client", "StartedServer", "raise_open_files", "started"]
+
+httpx: Any = require_optional("httpx")
 
 SLOW_PAUSE = 0.1
 """Seconds that a slow reader waits after each read."""
@@ -30,32 +36,14 @@ SLOW_BUFFER = 4096
 TIMEOUT = 600.0
 """Seconds after which a request is given up: openai-python's default."""
 
+START = 900.0
+"""Seconds until a server has to be healthy: the first start of a large model compiles for minutes."""
 
-@dataclass(slots=True)
-class Answer:
-    """Record of one request: times in seconds of `time.perf_counter`, tokens as the server counted them."""
+STOP = 30.0
+"""Seconds that a server has to end after SIGTERM."""
 
-    request: Request
-    sent: float
-    ended: float = 0.0
-    events: list[float] = field(default_factory=list)
-    """Time of each event with a piece of the answer."""
-    text: str = ""
-    id: str | None = None
-    """Id of the completion."""
-    request_id: str = ""
-    """Id of the request, which the client chose and the server's log repeats."""
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    left: bool = False
-    """True if the client disconnected on purpose."""
-    error: str | None = None
-    """Kind of failure, such as `http 429`; None if there was none."""
-
-    @property
-    def completed(self) -> bool:
-        """True for a whole answer, as it was asked for."""
-        return self.error is None and not self.left
+LOG_LINES = 12
+"""Last lines of a failed server's output that its error repeats."""
 
 
 class _Choice(msgspec.Struct):
@@ -78,138 +66,222 @@ class _Event(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Event).decode
 
 
-class _Stream(asyncio.Protocol):
-    """Connection of one streamed completion; fills an `Answer` and calls `done` at its end."""
+class Client:
+    """Connections to one server; each request has a connection of its own, as of a client of its own.
 
-    def __init__(self, answer: Answer, message: bytes, done: Callable[[], None]):
-        self._answer, self._message, self._done = answer, message, done
-        self._body = Body()
-        self._rest = b""
-        self._pieces: list[str] = []
-        self._finish_reason: str | None = None
-        self._complete = False
-        self._transport: Any = None
+    Raises:
+        InvalidParameterError: if the base URL is not an http URL with a host.
+    """
 
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-        transport.write(self._message)
-        if self._answer.request.leave_after == 0:
-            self._leave()
+    def __init__(self, url: str, *, api_key: str | None = None):
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidParameterError(f"url: expected one such as http://127.0.0.1:8000/v1, got {url!r}")
+        self.url = url.rstrip("/")
+        self.model: str | None = None
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        small = [(socket.SOL_SOCKET, socket.SO_RCVBUF, SLOW_BUFFER)]
+        self._clients = {
+            slow: httpx.AsyncClient(
+                headers=headers,
+                timeout=TIMEOUT,
+                transport=httpx.AsyncHTTPTransport(limits=limits, socket_options=small if slow else None),
+            )
+            for slow in (False, True)
+        }
 
-    def data_received(self, data: bytes) -> None:
-        now = time.perf_counter()
-        if self._answer.left:
-            return
+    async def close(self) -> None:
+        """Close all connections."""
+        for client in self._clients.values():
+            await client.aclose()
+
+    async def fetch(self, path: str) -> str:
+        """Text of a GET of a path from the server's root.
+
+        Raises:
+            VeraxError: if the server does not answer, or with another status than 200.
+        """
+        url = httpx.URL(self.url).join(path)
         try:
-            self._rest += self._body.feed(data)
-            if self._body.status == 200:
-                *lines, self._rest = self._rest.split(b"\n")
-                for line in lines:
-                    if line.startswith(b"data:"):
-                        self._event(line[5:].strip(), now)
+            response = await self._clients[False].get(url, timeout=10.0)
+        except httpx.HTTPError as error:
+            raise VeraxError(f"{url}: {error or type(error).__name__}") from error
+        if response.status_code != 200:
+            raise VeraxError(f"{url}: status {response.status_code}: {response.text[:200]}")
+        return response.text
+
+    async def find_model(self) -> None:
+        """Take the first model that the server lists as the model of all requests.
+
+        Raises:
+            VeraxError: if it does not answer, or lists none.
+        """
+        path = f"{urlsplit(self.url).path}/models"
+        try:
+            self.model = msgspec.json.decode(await self.fetch(path))["data"][0]["id"]
+        except (msgspec.DecodeError, LookupError, TypeError) as error:
+            raise VeraxError(f"url: {self.url}/models lists no model") from error
+
+    async def gauges(self, *names: str) -> dict[str, float]:
+        """Values of `/metrics` by name, summed over their labels; none of a server without it.
+
+        A name may end with a part of its labels: `vllm:request_success_total{finished_reason="abort"`.
+        """
+        found: dict[str, float] = {}
+        with contextlib.suppress(VeraxError):
+            text = await self.fetch("/metrics")
+            for name in names:
+                stem, _, label = name.partition("{")
+                values = re.findall(rf"(?m)^{re.escape(stem)}(?:\{{(.*)\}})? ([-+.\de]+)$", text)
+                if values:
+                    found[name] = sum(float(value) for labels, value in values if label in labels)
+        return found
+
+    async def complete(self, request: Request) -> Answer:
+        """Answer of a streamed, greedy completion of a fixed number of tokens. A failure is a part of the answer."""
+        answer = Answer(request, time.perf_counter())
+        body = {
+            "prompt": request.prompt,
+            "max_tokens": request.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "skip_special_tokens": False,  # the whole answer is compared
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({"model": self.model} if self.model else {}),
+        }
+        try:
+            async with (
+                asyncio.timeout(TIMEOUT),
+                self._clients[request.slow].stream("POST", f"{self.url}/completions", json=body) as response,
+            ):
+                if response.status_code != 200:
+                    answer.error = f"http {response.status_code}"
+                else:
+                    await _read(response, answer)
+        except (TimeoutError, httpx.TimeoutException):
+            answer.error = "timeout"
+        except httpx.RemoteProtocolError:
+            answer.error = answer.error or "lost: no end of the stream"
+        except httpx.TransportError as error:
+            answer.error = f"connection: {type(error).__name__}"
         except (ValueError, msgspec.MsgspecError) as error:
-            self._fail(f"protocol: {type(error).__name__}")
-        if self._answer.request.slow and not self._transport.is_closing():
-            self._transport.pause_reading()
-            asyncio.get_running_loop().call_later(SLOW_PAUSE, self._resume)
-
-    def _resume(self) -> None:
-        if not self._transport.is_closing():
-            self._transport.resume_reading()
-
-    def _event(self, data: bytes, now: float) -> None:
-        answer = self._answer
-        if answer.left:
-            return
-        if data == b"[DONE]":
-            self._complete = True
-            return
-        event = _decode(data)
-        if event.error is not None:
-            self._fail(f"in the stream: {_error_type(event.error)}")
-        if answer.id is None:
-            answer.id = event.id
-        elif event.id != answer.id:
-            self._fail("mixed: an event has another id")
-        if event.usage is not None:
-            answer.prompt_tokens, answer.completion_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
-        for choice in event.choices:
-            answer.events.append(now)
-            self._pieces.append(choice.text)
-            self._finish_reason = choice.finish_reason or self._finish_reason
-        if answer.request.leave_after is not None and len(answer.events) >= answer.request.leave_after:
-            self._leave()
-
-    def _leave(self) -> None:
-        self._answer.left = True
-        self._transport.close()
-
-    def _fail(self, error: str) -> None:
-        self._answer.error = self._answer.error or error
-        self._transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        answer = self._answer
+            answer.error = f"protocol: {type(error).__name__}"
         answer.ended = time.perf_counter()
-        answer.text = "".join(self._pieces)
-        if answer.error is None and not answer.left:
-            answer.error = self._what_is_missing(exc)
-        self._done()
-
-    def _what_is_missing(self, exc: Exception | None) -> str | None:
-        """Kind of failure of a stream that ended by itself; None if it was whole."""
-        answer = self._answer
-        if self._body.status not in (0, 200):
-            return f"http {self._body.status}"
-        if exc is not None:
-            return f"connection: {type(exc).__name__}"
-        if not self._complete:
-            return "lost: no end of the stream"
-        if self._finish_reason is None:
-            return "lost: no finish_reason"
-        if answer.completion_tokens != answer.request.max_tokens:
-            return f"lost: {answer.completion_tokens} tokens instead of {answer.request.max_tokens}"
-        return None
+        return answer
 
 
-def _error_type(error: Any) -> str:
-    return str(error.get("type") if isinstance(error, dict) else error)
+async def _read(response: Any, answer: Answer) -> None:
+    """Fill an answer from the server-sent events of a response, until its end or until the client leaves."""
+    request, pieces, rest, finish_reason = answer.request, [], b"", None
+    if request.leave_after == 0:
+        answer.left = True
+        return
+    async for data in response.aiter_bytes():
+        now = time.perf_counter()
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            if line[5:].strip() == b"[DONE]":
+                answer.text = "".join(pieces)
+                if finish_reason is None:
+                    answer.error = "lost: no finish_reason"
+                elif answer.completion_tokens != request.max_tokens:
+                    answer.error = f"lost: {answer.completion_tokens} tokens instead of {request.max_tokens}"
+                return
+            event = _decode(line[5:])
+            if event.error is not None:
+                kind = event.error.get("type") if isinstance(event.error, dict) else event.error
+                answer.error = f"in the stream: {kind}"
+                return
+            answer.id = answer.id or event.id
+            if event.id != answer.id:
+                answer.error = "mixed: an event has another id"
+                return
+            if event.usage is not None:
+                answer.prompt_tokens = event.usage.prompt_tokens
+                answer.completion_tokens = event.usage.completion_tokens
+            for choice in event.choices:
+                answer.events.append(now)
+                pieces.append(choice.text)
+                finish_reason = choice.finish_reason or finish_reason
+            if request.leave_after is not None and len(answer.events) >= request.leave_after:
+                answer.left = True
+                return
+        if request.slow:
+            await asyncio.sleep(SLOW_PAUSE)
+    answer.error = "lost: no end of the stream"
 
 
-async def ask(target: Target, request: Request) -> Answer:
-    """Send a request and read its answer. A failure is a part of the answer, not an exception."""
-    loop = asyncio.get_running_loop()
-    finished = loop.create_future()
-    answer = Answer(request, time.perf_counter(), request_id=uuid.uuid4().hex)
-    message = target.completion(request, answer.request_id)
-    done = lambda: None if finished.done() else finished.set_result(None)
-    transport = None
+@dataclass(frozen=True)
+class StartedServer:
+    """A server of the benchmark's own."""
+
+    url: str
+    """Root of its routes."""
+    process: psutil.Process
+
+
+@contextlib.asynccontextmanager
+async def started(command: Callable[[int], Sequence[str]], *, health: str = "/health") -> AsyncIterator[StartedServer]:
+    """A server on a free port of this machine that runs while the block does.
+
+    Args:
+        command: its command line, given a port.
+        health: path that answers 200 once the server is ready.
+
+    Raises:
+        VeraxError: if it ends by itself or is not ready in time; the message has the end of its output.
+    """
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = list(command(port))
+    with tempfile.TemporaryDirectory(prefix="verax-bench-") as folder:
+        log = Path(folder) / "log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            await _ready(url, health, process, words[0], log)
+            yield StartedServer(url, psutil.Process(process.pid))
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                try:
+                    process.wait(STOP)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+
+async def _ready(url: str, health: str, process: subprocess.Popen[bytes], name: str, log: Path) -> None:
+    begin, client = time.monotonic(), Client(url)
     try:
-        async with asyncio.timeout(TIMEOUT):
-            transport, _ = await _connect(target, lambda: _Stream(answer, message, done), request)
-            await finished
-    except TimeoutError:
-        answer.error = "timeout"
-    except OSError as error:
-        answer.error = f"connection: {type(error).__name__}"
+        while True:
+            with contextlib.suppress(VeraxError):
+                await client.fetch(health)
+                return
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
+            printed = " | ".join(lines) or "it printed nothing"
+            if process.poll() is not None:
+                raise VeraxError(f"{name}: ended with status {process.returncode}: {printed}")
+            if time.monotonic() - begin > START:
+                raise VeraxError(f"{name}: not ready after {START:.0f} s: {printed}")
+            await asyncio.sleep(0.2)
     finally:
-        if transport is not None:
-            transport.abort()
-    answer.ended = answer.ended or time.perf_counter()
-    return answer
+        await client.close()
 
 
-async def _connect(target: Target, make: Callable[[], asyncio.Protocol], request: Request) -> Any:
-    loop = asyncio.get_running_loop()
-    if not request.slow:
-        return await loop.create_connection(make, target.host, target.port)
-    family, kind, number, _, address = (await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM))[0]
-    connection = socket.socket(family, kind, number)
+def raise_open_files() -> None:
+    """Raise this process's limit of open files, which its children inherit, as far as the system lets it."""
     try:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SLOW_BUFFER)
-        connection.setblocking(False)
-        await loop.sock_connect(connection, address)
-        return await loop.create_connection(make, sock=connection)
-    except BaseException:
-        connection.close()
-        raise
+        import resource
+    except ImportError:  # Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

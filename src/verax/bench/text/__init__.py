@@ -1,1 +1,1 @@
-"""Text generation beside transformers and llama.cpp: `verax bench text`, `verax bench quality`."""
+"""Text generation compared with transformers and llama.cpp: `verax bench text`, `verax bench quality`."""

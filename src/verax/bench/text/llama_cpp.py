@@ -1,24 +1,50 @@
-"""llama.cpp as a baseline of the text benchmark. Needs `pip install 'verax[llama-cpp]'`, which compiles it."""
+"""llama.cpp as a baseline, and checkpoints as GGUF files that it can run. Needs `pip install 'verax[llama-cpp]'`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import gguf
 import numpy as np
 from jaxtyping import Float32
 
-from verax.errors import InvalidParameterError, MissingDependencyError, VeraxError
+from verax.bench.harness import Side
+from verax.bench.text.workload import Workload
+from verax.checkpoint import Checkpoint
+from verax.checkpoint.formats.gguf import ROPE_DIVISORS, interleaved, rotated, tensor_name
+from verax.errors import (
+    CheckpointError,
+    InvalidParameterError,
+    MissingDependencyError,
+    UnsupportedModelError,
+    VeraxError,
+)
+from verax.files import read_json
 from verax.machine import num_cores
+from verax.models import causal_lm
 
-if TYPE_CHECKING:
-    from verax.bench.text.workload import Workload
+__all__ = ["GGUF_TYPES", "LlamaCpp", "generate", "llama_cpp_perplexity", "llama_cpp_sides", "write_gguf"]
 
-__all__ = ["LlamaCpp", "LlamaCppSide", "import_llama_cpp"]
+GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
+"""Type of llama.cpp's weights, by our `quantization` or else our `dtype`."""
+
+FAMILIES = ("qwen3", "qwen2", "llama")
+"""Values of config.json's `model_type` that can be written."""
+
+PRE_TOKENIZER = "qwen2"
+"""Cuts of texts before merges apply. Prompts of benchmarks are ids, which are not cut."""
 
 _BATCH_TOKENS = 512
 """Most tokens in one call while prompts are read: llama.cpp's own physical batch."""
+
+_SCORED_TOKENS = 64
+"""Scored tokens in one call: llama.cpp keeps the logits of all, a megabyte each for a vocabulary of 262,144."""
 
 _MOST_SEQUENCES = 256
 """llama.cpp's own limit on sequences in a context (LLAMA_MAX_SEQ)."""
@@ -26,8 +52,8 @@ _MOST_SEQUENCES = 256
 _LOG_ERROR = 4
 
 
-def import_llama_cpp() -> Any:
-    """The module of llama.cpp's C interface.
+def _import_llama_cpp() -> Any:
+    """Module of llama.cpp's C interface.
 
     Raises:
         MissingDependencyError: if llama-cpp-python is not installed.
@@ -56,13 +82,13 @@ class LlamaCpp:
     """A GGUF file in llama.cpp on all cores, through its C interface."""
 
     def __init__(self, path: Path, *, context: int, batch: int, sequences: int = 1):
-        """Load the file, and make room for so many tokens in all, in one call, and for so many sequences.
+        """Load the file, and make room for `context` tokens in all, `batch` in one call, and for `sequences`.
 
         Raises:
             MissingDependencyError: if llama-cpp-python is not installed.
             VeraxError: if llama.cpp cannot load the file; the message ends with its log.
         """
-        llama_cpp = import_llama_cpp()
+        llama_cpp = _import_llama_cpp()
         self._c = llama_cpp
         self._errors: list[str] = []
         # ctypes keeps no reference to a callback: this one does.
@@ -108,11 +134,40 @@ class LlamaCpp:
             raise self._fault(f"llama_decode returned {code}")
 
     def logits(self, tokens: Sequence[int], *, position: int) -> Float32[np.ndarray, "T V"]:
-        """Logits behind each of these tokens of the one sequence, which are the next from `position` on."""
+        """Logits after each of these tokens of the one sequence, which follow `position` earlier ones."""
         self.decode([Row(0, token, position + n, True) for n, token in enumerate(tokens)])
         size = self._c.llama_vocab_n_tokens(self._c.llama_model_get_vocab(self._model))
         rows = (self._c.llama_get_logits_ith(self._context, n) for n in range(len(tokens)))
         return np.stack([np.ctypeslib.as_array(row, (size,)) for row in rows])
+
+    def sample(self, sampler: Any, index: int) -> int:
+        """Token drawn after row `index` of the last `decode`."""
+        return self._c.llama_sampler_sample(sampler, self._context, index)
+
+    @contextlib.contextmanager
+    def sampler(self, temperature: float) -> Iterator[Any]:
+        """Greedy, or a draw from all tokens: top-k and the like are off, as on our side."""
+        c = self._c
+        chain = c.llama_sampler_chain_init(c.llama_sampler_chain_default_params())
+        if temperature:
+            c.llama_sampler_chain_add(chain, c.llama_sampler_init_temp(temperature))
+            c.llama_sampler_chain_add(chain, c.llama_sampler_init_dist(0))
+        else:
+            c.llama_sampler_chain_add(chain, c.llama_sampler_init_greedy())
+        try:
+            yield chain
+        finally:
+            c.llama_sampler_free(chain)
+
+    def versions(self) -> dict[str, Any]:
+        """Version, features and threads of the library."""
+        build = self._c.llama_print_system_info().decode()
+        features = [part.split("=")[0].strip() for part in build.split(":", 1)[-1].split("|") if part.strip()]
+        return {
+            "llama_cpp_python": self._c.__version__,
+            "llama_cpp_build": " ".join(features),
+            "llama_cpp_threads": num_cores(),
+        }
 
     def _hear(self, level: int, text: bytes, user_data: object) -> None:
         if level == _LOG_ERROR:
@@ -122,78 +177,195 @@ class LlamaCpp:
         return VeraxError(f"llama.cpp: {what}: {'; '.join(self._errors[-3:]) or 'it gives no reason'}")
 
 
-class LlamaCppSide(LlamaCpp):
-    """llama.cpp as a side of the benchmark: one `llama_decode` a step for all sequences."""
+def llama_cpp_sides(
+    opened: Checkpoint, precision: str, workload: Workload, stack: contextlib.ExitStack
+) -> dict[str, Side]:
+    """Side that runs all prompts of a workload in one batch, with one `llama_decode` a step.
 
-    def __init__(self, path: Path, workload: Workload):
-        """Load the file, and make room for all sequences of the workload.
+    Args:
+        opened: a GGUF file, or a checkpoint whose weights are written into one.
+        precision: name out of `GGUF_TYPES`, for a file that is written.
+        workload: prompts and numbers of tokens.
+        stack: closes the model, and removes the file, at its end.
 
-        Raises:
-            MissingDependencyError: if llama-cpp-python is not installed.
-            InvalidParameterError: if the workload has more sequences than llama.cpp takes.
-            VeraxError: if llama.cpp cannot load the file.
-        """
-        count = len(workload.prompts)
-        if count > _MOST_SEQUENCES:
-            raise InvalidParameterError(f"requests: llama.cpp takes at most {_MOST_SEQUENCES} sequences at once")
-        super().__init__(path, context=count * workload.longest, batch=max(_BATCH_TOKENS, count), sequences=count)
+    Raises:
+        MissingDependencyError: if llama-cpp-python is not installed.
+        InvalidParameterError: if the workload has more sequences than llama.cpp takes.
+        VeraxError: if llama.cpp cannot load the file.
+    """
+    _import_llama_cpp()  # before a file is written for it
+    count = len(workload.prompts)
+    if count > _MOST_SEQUENCES:
+        raise InvalidParameterError(f"requests: llama.cpp takes at most {_MOST_SEQUENCES} sequences at once")
+    kind, path = "as stored", opened.folder
+    if not opened.metadata:
+        kind = GGUF_TYPES[precision]
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="verax-bench-"))
+        path = write_gguf(opened, Path(folder) / f"{kind}.gguf", kind)
+    model = LlamaCpp(path, context=count * workload.longest, batch=max(_BATCH_TOKENS, count), sequences=count)
+    stack.callback(model.close)
+    return {f"llama.cpp {kind}": Side(partial(generate, model, workload), versions=model.versions())}
 
-    def versions(self) -> dict[str, Any]:
-        """Versions, threads and device of this side."""
-        build = self._c.llama_print_system_info().decode()
-        features = [part.split("=")[0].strip() for part in build.split(":", 1)[-1].split("|") if part.strip()]
-        return {
-            "llama_cpp_python": self._c.__version__,
-            "llama_cpp_build": " ".join(features),
-            "llama_cpp_threads": num_cores(),
-        }
 
-    def batched(self, workload: Workload) -> int:
-        """All prompts together; a sequence leaves the batch when it has its tokens."""
-        return sum(map(len, self.generate(workload)))
-
-    def generate(self, workload: Workload) -> list[list[int]]:
-        """The new tokens of each prompt."""
-        self.clear()
-        sampler = self._sampler(workload.temperature)
-        try:
-            answers: list[list[int]] = [[] for _ in workload.prompts]
-            for rows in self._prompt_batches(workload):
-                self._step(rows, sampler, answers)
-            while rows := [
+def generate(model: LlamaCpp, workload: Workload) -> list[list[int]]:
+    """New tokens of each prompt; a sequence leaves the batch when it has its tokens."""
+    model.clear()
+    answers: list[list[int]] = [[] for _ in workload.prompts]
+    size = max(_BATCH_TOKENS, len(workload.prompts))
+    prompt_rows = [
+        Row(i, token, position, position == len(prompt) - 1)
+        for i, prompt in enumerate(workload.prompts)
+        for position, token in enumerate(prompt)
+    ]
+    batches = [prompt_rows[begin : begin + size] for begin in range(0, len(prompt_rows), size)]
+    with model.sampler(workload.temperature) as sampler:
+        while rows := (
+            batches.pop(0)
+            if batches
+            else [
                 Row(i, answer[-1], len(workload.prompts[i]) + len(answer) - 1, True)
                 for i, answer in enumerate(answers)
                 if len(answer) < workload.max_tokens[i]
-            ]:
-                self._step(rows, sampler, answers)
-            return answers
-        finally:
-            self._c.llama_sampler_free(sampler)
+            ]
+        ):
+            model.decode(rows)
+            for n, row in enumerate(rows):
+                if row.last:
+                    answers[row.sequence].append(model.sample(sampler, n))
+    return answers
 
-    def _step(self, rows: list[Row], sampler: Any, answers: list[list[int]]) -> None:
-        """Run the rows through the model, and add a sampled token to the answer of each row whose `last` is true."""
-        self.decode(rows)
-        for n, row in enumerate(rows):
-            if row.last:
-                answers[row.sequence].append(self._c.llama_sampler_sample(sampler, self._context, n))
 
-    def _prompt_batches(self, workload: Workload) -> Iterator[list[Row]]:
-        """Rows of all prompts, in batches of at most `_batch_size` tokens."""
-        rows = [
-            Row(i, token, position, position == len(prompt) - 1)
-            for i, prompt in enumerate(workload.prompts)
-            for position, token in enumerate(prompt)
-        ]
-        for begin in range(0, len(rows), self._batch_size):
-            yield rows[begin : begin + self._batch_size]
+def llama_cpp_perplexity(path: Path, texts: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Mean nats of each next token of texts of token ids, their exponential, and the seconds that it took.
 
-    def _sampler(self, temperature: float) -> Any:
-        """Greedy, or a draw from all tokens: top-k and the like are off, as on our side."""
-        c = self._c
-        chain = c.llama_sampler_chain_init(c.llama_sampler_chain_default_params())
-        if temperature:
-            c.llama_sampler_chain_add(chain, c.llama_sampler_init_temp(temperature))
-            c.llama_sampler_chain_add(chain, c.llama_sampler_init_dist(0))
-        else:
-            c.llama_sampler_chain_add(chain, c.llama_sampler_init_greedy())
-        return chain
+    Raises:
+        MissingDependencyError: if llama-cpp-python is not installed.
+        VeraxError: if llama.cpp cannot load the file.
+    """
+    begin = time.perf_counter()
+    model = LlamaCpp(path, context=max(map(len, texts)), batch=_SCORED_TOKENS)
+    try:
+        nats = [score for text in texts if len(text) > 1 for score in _nats(model, text)]
+    finally:
+        model.close()
+    mean = float(np.mean(nats))
+    return {"nats_per_token": mean, "perplexity": float(np.exp(mean)), "seconds": time.perf_counter() - begin}
+
+
+def _nats(model: LlamaCpp, text: Sequence[int]) -> Iterator[float]:
+    """Negative log-probability of each token after the first."""
+    model.clear()
+    inputs, following = text[:-1], text[1:]
+    for at in range(0, len(inputs), _SCORED_TOKENS):
+        rows: Any = model.logits(inputs[at : at + _SCORED_TOKENS], position=at).astype(np.float64)
+        rows -= rows.max(axis=1, keepdims=True)
+        after = following[at : at + _SCORED_TOKENS]
+        yield from np.log(np.exp(rows).sum(axis=1)) - rows[np.arange(len(after)), after]
+
+
+def write_gguf(opened: Checkpoint, path: Path, kind: str, *, vocabulary: Path | None = None) -> Path:
+    """Write the weights as llama.cpp's converter does: matrices of type `kind`, everything else float32.
+
+    A tied output head is the embeddings, quantised like the rest (llama.cpp's own tool keeps more bits for it).
+
+    Args:
+        opened: an unquantised checkpoint of a Qwen3, Qwen2 or Llama.
+        path: of the new file.
+        kind: `F32`, `BF16`, `Q8_0` or `Q4_0`.
+        vocabulary: a `tokenizer.json` of byte-level BPE; None for a file without a vocabulary.
+
+    Raises:
+        CheckpointError: if the checkpoint is quantised already, or has rows that blocks of 32 do not divide.
+        UnsupportedModelError: for another family.
+    """
+    if opened.packed:
+        raise CheckpointError(f"{opened.folder}: it is quantised; to become a GGUF file it must not be")
+    config, sizes = opened.config, causal_lm(opened.config)[1]
+    family = config["model_type"]
+    if family not in FAMILIES:
+        raise UnsupportedModelError(f"a {family} cannot be written to a GGUF file; {', '.join(FAMILIES)} can")
+    writer = gguf.GGUFWriter(path, family)
+    writer.add_block_count(sizes.num_hidden_layers)
+    writer.add_context_length(sizes.max_position_embeddings)
+    writer.add_embedding_length(sizes.hidden_size)
+    writer.add_feed_forward_length(sizes.intermediate_size)
+    writer.add_head_count(sizes.num_attention_heads)
+    writer.add_head_count_kv(sizes.num_key_value_heads)
+    writer.add_key_length(sizes.head_dim)
+    writer.add_value_length(sizes.head_dim)
+    writer.add_rope_dimension_count(sizes.head_dim)
+    writer.add_layer_norm_rms_eps(sizes.rms_norm_eps)
+    writer.add_rope_freq_base(sizes.rotary.theta)
+    writer.add_vocab_size(sizes.vocab_size)
+    if vocabulary is None:
+        writer.add_tokenizer_model("no_vocab")
+    else:
+        _vocabulary(writer, vocabulary, config, sizes.vocab_size)
+
+    heads = {"model_type": family, "num_attention_heads": sizes.num_attention_heads}
+    heads["num_key_value_heads"] = sizes.num_key_value_heads
+    unused = "lm_head.weight" if sizes.tie_word_embeddings else None
+    names = [name for name in opened.names() if name != unused and not name.endswith("rotary_emb.inv_freq")]
+    extra = _scaling(writer, sizes)
+    types = {name: gguf.GGMLQuantizationType[kind if len(opened.shape(name)) == 2 else "F32"] for name in names}
+    for name, divisors in extra.items():
+        writer.add_tensor_info(name, divisors.shape, divisors.dtype, divisors.nbytes)
+    for name in names:
+        shape, quantized = opened.shape(name), types[name]
+        try:
+            stored = gguf.quant_shape_to_byte_shape(shape, quantized)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{opened.folder}: {name} of shape {list(shape)} cannot be {kind}: {error}"
+            ) from error
+        writer.add_tensor_info(tensor_name(name), stored, np.dtype(np.uint8), int(np.prod(stored)), quantized)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for divisors in extra.values():
+        writer.write_tensor_data(divisors)
+    for name in names:
+        weight = np.asarray(opened.read(name), np.float32)
+        count = rotated(name, heads)
+        weight = weight if count is None else interleaved(weight, count)
+        writer.write_tensor_data(gguf.quantize(np.ascontiguousarray(weight), types[name]).view(np.uint8))
+        opened.release(name)
+    writer.close()
+    return path
+
+
+def _vocabulary(writer: gguf.GGUFWriter, path: Path, config: Mapping[str, Any], vocab_size: int) -> None:
+    """Write the tokens and merges of a `tokenizer.json`; ids without a token get a name of their own."""
+    read = read_json(path)
+    model, added = read["model"], read["added_tokens"]
+    if model["type"] != "BPE":
+        raise UnsupportedModelError(f"{path}: a tokenizer of type {model['type']} cannot be written to a GGUF file")
+    texts = {number: text for text, number in model["vocab"].items()} | {one["id"]: one["content"] for one in added}
+    control = {one["id"] for one in added if one["special"]}
+    ids = range(vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(PRE_TOKENIZER)
+    writer.add_token_list([texts.get(number, f"<unused {number}>") for number in ids])
+    writer.add_token_types([gguf.TokenType.CONTROL if number in control else gguf.TokenType.NORMAL for number in ids])
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]])
+    ends = config.get("eos_token_id")
+    end = ends[0] if isinstance(ends, list) else ends
+    writer.add_eos_token_id(end or 0)
+    writer.add_add_bos_token(False)
+
+
+def _scaling(writer: gguf.GGUFWriter, sizes: Any) -> dict[str, np.ndarray]:
+    """Say how rotary frequencies are scaled; the tensors that this takes."""
+    kind, numbers = sizes.rotary.kind, dict(sizes.rotary.scaling)
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(numbers["factor"])
+        if kind == "yarn":
+            writer.add_rope_scaling_orig_ctx_len(int(numbers["original_max_position_embeddings"]))
+    elif kind == "llama3":
+        plain = type(sizes.rotary)(sizes.rotary.theta)
+        divisors = plain.frequencies(sizes.head_dim)[0] / sizes.rotary.frequencies(sizes.head_dim)[0]
+        return {ROPE_DIVISORS: divisors}
+    elif kind != "default":
+        raise UnsupportedModelError(f"rope_type {kind!r} cannot be written to a GGUF file")
+    return {}

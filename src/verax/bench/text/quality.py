@@ -1,34 +1,31 @@
-"""Cost of fewer bits: perplexity on text, exact sums, and the distance of the logits from those in float32."""
+"""Cost of fewer bits: perplexity on text, exact sums, and the distance of the logits from those in float32.
+
+Hidden states go through the engine's own cache and attention (`_forward`): a batch of texts is one mixed step, in which
+each text has pages of its own. So the error of a quantised cache is measured with everything else.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
 
-from recipes.text.arithmetic import addition_exam, leading_number
-from recipes.text.data import documents
-from verax import builtin, checkpoint, progress
-from verax.bench.results import model_name
-from verax.bench.text.llama_cpp_scores import llama_cpp_perplexity
-from verax.bench.text.scoring import (
-    BATCH_TOKENS,
-    Batch,
-    batches_of,
-    compare_next_tokens,
-    counted,
-    hidden_states,
-    pieces_of,
-    split,
-)
+from verax import builtin, checkpoint, ops, progress
+from verax.bench.harness import Benchmark, check_names
+from verax.bench.results import model_name, slug, table
+from verax.bench.text.llama_cpp import llama_cpp_perplexity
 from verax.errors import InvalidParameterError
 from verax.loading import DEQUANTIZE, load_causal_lm
-from verax.machine import fingerprint
 from verax.models import CausalLM
 from verax.ops.paged import page_bytes
 from verax.text.engine.llm import LLM
@@ -36,7 +33,21 @@ from verax.text.engine.sampling_params import SamplingParams
 from verax.text.step.sizes import CACHE_DTYPES
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["REFERENCE", "VARIANTS", "bench_quality"]
+__all__ = ["REFERENCE", "VARIANTS", "bench_quality", "held_out_sums", "held_out_texts", "read_text"]
+
+PAGE = 16
+"""Tokens of a page: the engine's block size."""
+
+BATCH_TOKENS, BATCH_ROWS = 1024, 64
+"""Tokens and texts of a batch; the last batch is padded."""
+
+LOGIT_ROWS = 64
+"""Positions whose logits are compared at a time: two times 64 rows of a vocabulary of 150,000 are 80 MB."""
+
+LARGEST_OPERAND, HELD_OUT_PERCENT = 99, 10
+"""The built-in model was trained on sums of two operands up to this one, but for this share of the pairs."""
+
+END_OF_TEXT = "<|endoftext|>"
 
 
 class Variant(NamedTuple):
@@ -45,6 +56,12 @@ class Variant(NamedTuple):
     dtype: str
     quantization: tuple[int, int | None] | None = None
     kv_cache_dtype: str = "auto"
+
+    @property
+    def cache_dtype(self) -> str:
+        """Name of the cache's dtype."""
+        name = self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+        return jnp.dtype(CACHE_DTYPES[name]).name
 
 
 REFERENCE, STORED, LLAMA_CPP = "float32", "as stored", "llama.cpp"
@@ -62,7 +79,7 @@ VARIANTS: dict[str, Variant] = {
     "int4-128": Variant("bfloat16", (4, 128)),
     "int4-32, int8 cache": Variant("bfloat16", (4, 32), "int8"),
 }
-"""Variants by name; the number after int4 is that of inputs that share a scale."""
+"""Variants by name; the number after int4 is the number of inputs that share a scale."""
 
 
 def bench_quality(
@@ -75,49 +92,39 @@ def bench_quality(
     additions: int | None = None,
     against: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Measure a model in several precisions against itself in float32; a report as JSON holds it.
+    """Measure a model in several precisions against itself in float32.
 
-    The float32 of a quantised checkpoint are its dequantised weights, and one more variant is what it has stored.
-
-    Args:
-        model: a checkpoint; the built-in model if None.
-        text: what perplexity is measured on, cut into windows; if None, held-out documents of the built-in model's own
-            generator, each by itself.
-        variants: names out of `VARIANTS`; if None, all that the checkpoint has. One whose groups do not divide the
-            model's layers is left out, with the reason.
-        tokens: of text, at most.
-        window: most tokens of context.
-        additions: held-out sums asked for; if None, all of them of the built-in model and 200 of others.
-        against: `("llama.cpp",)` for its perplexity on the same tokens too; the model is a GGUF file then.
+    A quantised checkpoint in float32 has its dequantised weights; the weights as stored are one more variant. The
+    arguments are the options of `verax bench quality`; without a `text`, documents that the built-in model was not
+    trained on are measured, each by itself. A variant whose groups do not divide the model's layers is left out.
 
     Raises:
         InvalidParameterError: for an unknown variant or side, or a text of fewer than two tokens.
         MissingDependencyError: if llama.cpp is asked for and not installed.
     """
-    if unknown := [name for name in variants or () if name not in VARIANTS]:
-        raise InvalidParameterError(f"variants: expected {'; '.join(VARIANTS)}, got {unknown[0]!r}")
-    if unknown := [name for name in against if name != LLAMA_CPP]:
-        raise InvalidParameterError(f"against: expected {LLAMA_CPP}, got {unknown[0]!r}")
+    check_names("variants", variants or (), VARIANTS)
+    check_names("against", against, [LLAMA_CPP])
+    benchmark = Benchmark("text")
     opened = checkpoint.Checkpoint.open(builtin.text_model() if model is None else model)
     if against and not opened.folder.is_file():
-        raise InvalidParameterError(f"against: llama.cpp reads a GGUF file, and {opened.folder} is none")
+        raise InvalidParameterError(f"against: llama.cpp reads a GGUF file, and {opened.folder} is not one")
     if variants is None:
         variants = [name for name in VARIANTS if name != STORED or opened.packed]
     elif STORED in variants and not opened.packed:
-        raise InvalidParameterError(f"variants: {STORED!r} is for a quantised checkpoint, and {opened.folder} is none")
+        raise InvalidParameterError(f"variants: {STORED!r} is for a quantised checkpoint; {opened.folder} is not one")
     tokenizer = Tokenizer.from_checkpoint(opened)
-    texts = (document.text for document in documents("quality", split="held_out")) if text is None else [text]
-    batches = list(batches_of(pieces_of(tokenizer, texts, min(window, BATCH_TOKENS)), tokens))
-    scored = sum(int(counted(batch).sum()) for batch in batches)
+    texts = held_out_texts() if text is None else [text]
+    batches = list(_batches(_pieces(tokenizer, texts, min(window, BATCH_TOKENS)), tokens))
+    scored = sum(int(batch.counted.sum()) for batch in batches)
     if not scored:
         raise InvalidParameterError("text: it has fewer than two tokens, so none to predict")
-    exam = list(addition_exam("held_out"))
-    wanted = additions if additions is not None else len(exam) if model is None else 200
-    exam = [exam[i] for i in np.linspace(0, len(exam) - 1, min(wanted, len(exam))).astype(int)]
+    sums = held_out_sums()
+    wanted = additions if additions is not None else len(sums) if model is None else 200
+    sums = [sums[i] for i in np.linspace(0, len(sums) - 1, min(wanted, len(sums))).astype(int)]
 
     reference = _load(opened, REFERENCE)
-    hidden = [np.asarray(hidden_states(reference, batch, jnp.float32)) for batch in batches]
-    results: dict[str, dict[str, Any]] = {}
+    hidden = [np.asarray(_hidden_states(reference, batch, "float32")) for batch in batches]
+    rows: dict[str, dict[str, Any]] = {}
     with progress.bar("measuring") as report:
         for done, name in enumerate(variants):
             report(done, len(variants), name)
@@ -125,68 +132,108 @@ def bench_quality(
             try:
                 module = reference if name == REFERENCE else _load(opened, name)
             except InvalidParameterError as error:
-                results[name] = {"left_out": str(error)}
+                rows[name] = {"left_out": str(error)}
                 continue
-            results[name] = {
-                **_distance(reference, module, variant, batches, hidden),
-                "additions_exact": _additions(module, tokenizer, variant, exam),
-                **_sizes(module, variant),
+            scores = np.zeros(3)
+            for batch, their_hidden in zip(batches, hidden, strict=True):
+                scores += _compare_next_tokens(reference, module, batch, their_hidden, variant.cache_dtype)
+            nats, divergence, agreement = (float(score) for score in scores / scored)
+            config = module.config
+            page = page_bytes((config.num_key_value_heads, 1, config.head_dim), variant.cache_dtype)
+            rows[name] = {
+                "nats_per_token": nats,
+                "perplexity": float(np.exp(nats)),
+                "kl_divergence": divergence,
+                "top1_agreement": agreement,
+                "additions_exact": _share_of_sums(module, tokenizer, variant, sums),
+                "weights_mb": sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.split(module)[1])) / 1e6,
+                "cache_bytes_per_token": 2 * config.num_hidden_layers * page,
                 "seconds": time.perf_counter() - begin,
             }
             del module
     del reference
     for name in against:
-        results[name] = {**llama_cpp_perplexity(opened.folder, batches), "weights_mb": opened.nbytes / 1e6}
-    return {
-        "kind": "quality",
-        "machine": fingerprint(),
-        "settings": {
-            "model": model_name(model) if model else "built-in",
-            "text": "held-out documents of the built-in model's generator" if text is None else "given",
-            "scored_tokens": scored,
-            "window": window,
-            "additions": len(exam),
-            "variants": list(variants),
-        },
-        "variants": results,
+        scores = llama_cpp_perplexity(opened.folder, [text for batch in batches for text in batch.texts])
+        rows[name] = {**scores, "weights_mb": opened.nbytes / 1e6}
+    settings = {
+        "model": model_name(model) if model else "built-in",
+        "text": "documents that the built-in model was not trained on" if text is None else "given",
+        "scored_tokens": scored,
+        "window": window,
+        "additions": len(sums),
+        "variants": list(variants),
     }
+    return benchmark.result(
+        slug("quality", Path(settings["model"]).name),
+        title=f"Quality: {settings['model']}",
+        intro=f"{scored:,} tokens of text ({settings['text']}; contexts of up to {window}) and {len(sums)} held-out "
+        "additions. KL divergence and the share of equal best tokens are against float32. The number after int4: "
+        "inputs that share a scale; int8 weights have one a row, an int8 or fp8 cache one a token and head.",
+        settings=settings,
+        tables=[_table(rows)],
+        variants=rows,
+    )
+
+
+def _table(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    def cell(key: str, form: str, scale: float = 1, unit: str = "") -> Any:
+        return lambda row: "" if row[1].get(key) is None else f"{scale * row[1][key]:{form}}{unit}"
+
+    left_out = lambda row: f"left out: {row[1]['left_out']}" if "left_out" in row[1] else ""
+    columns = {
+        "precision": lambda row: row[0],
+        "perplexity": lambda row: left_out(row) or f"{row[1]['perplexity']:.4f}",
+        "KL, nats": cell("kl_divergence", ".2g"),
+        "same best token": cell("top1_agreement", ".2f", 100, "%"),
+        "additions": cell("additions_exact", ".1f", 100, "%"),
+        "weights, MB": cell("weights_mb", ".1f"),
+        "cache, bytes a token": cell("cache_bytes_per_token", "d"),
+    }
+    return table(rows.items(), columns)
+
+
+def held_out_texts() -> list[str]:
+    """Documents of the built-in model's kind that it was not trained on, each with its end."""
+    text = (resources.files(__package__) / "held_out.txt").read_text(encoding="utf-8")
+    return [document + END_OF_TEXT for document in text.split(END_OF_TEXT) if document]
+
+
+def held_out_sums() -> list[tuple[int, int]]:
+    """Pairs of operands that the built-in model never saw added, in either order: a hash chooses a tenth of all."""
+
+    def held_out(a: int, b: int) -> bool:
+        digest = blake2b(f"{min(a, b)}+{max(a, b)}".encode(), digest_size=4).digest()
+        return int.from_bytes(digest, "big") % 100 < HELD_OUT_PERCENT
+
+    operands = range(LARGEST_OPERAND + 1)
+    return [(a, b) for a in operands for b in operands if held_out(a, b)]
+
+
+def read_text(file: Path) -> str:
+    """Text of a file.
+
+    Raises:
+        InvalidParameterError: naming the file, if it cannot be read or is not UTF-8.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidParameterError(f"text: {file} cannot be read: {error}") from error
 
 
 def _load(opened: checkpoint.Checkpoint, name: str) -> CausalLM:
-    """A variant of the checkpoint, by way of floats if it is quantised, unless it is wanted as it is stored."""
+    """A variant of the checkpoint; by way of floats if it is quantised, unless the weights as stored are wanted."""
     variant = VARIANTS[name]
     if not opened.packed or name == STORED:
         return load_causal_lm(opened, dtype=variant.dtype, quantization=variant.quantization)
     return load_causal_lm(opened, dtype=variant.dtype, quantization=variant.quantization or DEQUANTIZE, requantize=True)
 
 
-def _distance(
-    reference: CausalLM,
-    model: CausalLM,
-    variant: Variant,
-    batches: Sequence[Batch],
-    hidden: Sequence[np.ndarray],
-) -> dict[str, float]:
-    sums, count = np.zeros(3), sum(int(counted(batch).sum()) for batch in batches)
-    for batch, their_hidden in zip(batches, hidden, strict=True):
-        sums += compare_next_tokens(reference, model, batch, their_hidden, _cache_dtype(variant))
-    nats, divergence, agreement = sums / count
-    return {
-        "nats_per_token": float(nats),
-        "perplexity": float(np.exp(nats)),
-        "kl_divergence": float(divergence),
-        "top1_agreement": float(agreement),
-    }
-
-
-def _cache_dtype(variant: Variant) -> str:
-    name = variant.dtype if variant.kv_cache_dtype == "auto" else variant.kv_cache_dtype
-    return jnp.dtype(CACHE_DTYPES[name]).name
-
-
-def _additions(model: CausalLM, tokenizer: Tokenizer, variant: Variant, exam: Sequence[Any]) -> float | None:
+def _share_of_sums(
+    model: CausalLM, tokenizer: Tokenizer, variant: Variant, sums: Sequence[tuple[int, int]]
+) -> float | None:
     """Share of sums that the engine completes with exactly the right number."""
-    if not exam:
+    if not sums:
         return None
     llm = LLM.from_module(
         model,
@@ -196,35 +243,144 @@ def _additions(model: CausalLM, tokenizer: Tokenizer, variant: Variant, exam: Se
         kv_cache_dtype=variant.kv_cache_dtype,
         use_tqdm=False,
     )
-    prompts = [exchange.question for exchange in exam]
+    prompts = [f"{a} + {b} =" for a, b in sums]
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)
-    right = [
-        leading_number(output.outputs[0].text) == exchange.answer.strip()
-        for output, exchange in zip(outputs, exam, strict=True)
-    ]
-    return float(np.mean(right))
+    answers = [output.outputs[0].text.strip() for output in outputs]
+    digits = [answer[: len(answer) - len(answer.lstrip("0123456789"))] for answer in answers]
+    return float(np.mean([found == str(a + b) for found, (a, b) in zip(digits, sums, strict=True)]))
 
 
-def _sizes(model: CausalLM, variant: Variant) -> dict[str, float]:
-    config = model.config
-    token = (
-        2
-        * config.num_hidden_layers
-        * page_bytes((config.num_key_value_heads, 1, config.head_dim), _cache_dtype(variant))
-    )
-    return {
-        "weights_mb": sum(leaf.nbytes for leaf in jax.tree.leaves(split(model)[1])) / 1e6,
-        "cache_bytes_per_token": token,
-    }
+@dataclass(frozen=True)
+class _Batch:
+    """Texts one after the other, padded: `tokens [BATCH_TOKENS]`, `lengths [BATCH_ROWS]`."""
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """Token ids of each text."""
+        ends = np.cumsum(self.lengths)
+        return [
+            self.tokens[end - length : end].tolist() for end, length in zip(ends, self.lengths, strict=True) if length
+        ]
+
+    @property
+    def counted(self) -> Bool[np.ndarray, "T"]:
+        """True where the token after a position belongs to the same text."""
+        mask = np.zeros(BATCH_TOKENS, bool)
+        for end, length in zip(np.cumsum(self.lengths), self.lengths, strict=True):
+            mask[end - length : max(end - 1, 0)] = True
+        return mask
 
 
-def read_text(file: Path) -> str:
-    """The text of a file.
+def _pieces(tokenizer: Tokenizer, texts: Iterable[str], window: int) -> Iterator[list[int]]:
+    """Token ids of texts, cut into windows, each after the beginning token if the model has one."""
+    begin = [token for token in tokenizer.encode("") if token not in tokenizer.eos_token_ids]
+    size = window - len(begin)
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        yield from ([*begin, *ids[i : i + size]] for i in range(0, len(ids), size))
 
-    Raises:
-        InvalidParameterError: naming the file, if it cannot be read or is no UTF-8 text.
+
+def _batches(pieces: Iterator[list[int]], longest: int) -> Iterator[_Batch]:
+    """Pieces gathered into batches, until `longest` tokens are taken."""
+    taken, held = 0, []
+
+    def batch() -> _Batch:
+        tokens, lengths = np.zeros(BATCH_TOKENS, np.int32), np.zeros(BATCH_ROWS, np.int32)
+        flat = [token for piece in held for token in piece]
+        tokens[: len(flat)] = flat
+        lengths[: len(held)] = [len(piece) for piece in held]
+        return _Batch(tokens, lengths)
+
+    for piece in pieces:
+        piece = piece[: longest - taken]
+        if not piece:
+            break
+        if len(held) == BATCH_ROWS or sum(map(len, held)) + len(piece) > BATCH_TOKENS:
+            yield batch()
+            held = []
+        held.append(piece)
+        taken += len(piece)
+    if held:
+        yield batch()
+
+
+def _hidden_states(model: CausalLM, batch: _Batch, cache_dtype: str) -> Float[Array, "T D"]:
+    graph, state = nnx.split(model)
+    return _forward(state, batch.tokens, batch.lengths, graph, cache_dtype)
+
+
+def _forward_step(
+    state: nnx.State, tokens: Int[Array, "T"], lengths: Int[Array, "B"], graph: nnx.GraphDef[Any], cache_dtype: str
+) -> Float[Array, "T D"]:
+    """Final hidden states of a batch."""
+    model = nnx.merge(graph, state)
+    config, T, B = model.config, tokens.shape[0], lengths.shape[0]
+    width = T // PAGE
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths)])
+    at = jnp.arange(T)
+    owner = jnp.clip(jnp.searchsorted(starts, at, side="right") - 1, 0, B - 1)
+    valid = at < starts[-1]
+    position = jnp.where(valid, at - starts[owner], 0)
+    # Page 0 is padding's; a text's pages lie together.
+    first = 1 + jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum((lengths + PAGE - 1) // PAGE)])[:-1]
+    num_pages = 1 + T // PAGE + B
+    page_table = jnp.minimum(first[:, None] + jnp.arange(width), num_pages - 1).astype(jnp.int32)
+    page = jnp.where(valid, first[owner] + position // PAGE, 0)
+
+    def attend(
+        layer: int, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], **options: Any
+    ) -> Float[Array, "T N H"]:
+        shape = (num_pages, config.num_key_value_heads, PAGE, config.head_dim)
+        pages = (ops.write_pages(ops.new_pages(shape, cache_dtype), x, page, position % PAGE) for x in (k, v))
+        return ops.paged_attention(q, *pages, page_table, lengths, starts, **options)
+
+    return model(tokens, position, attend)
+
+
+_forward = jax.jit(_forward_step, static_argnums=(3, 4))
+
+
+def _compare_step(
+    theirs: nnx.State,
+    ours: nnx.State,
+    their_hidden: Float[Array, "T D"],
+    our_hidden: Float[Array, "T D"],
+    following: Int[Array, "T"],
+    graphs: tuple[nnx.GraphDef[Any], nnx.GraphDef[Any]],
+) -> tuple[Float[Array, "T"], Float[Array, "T"], Float[Array, "T"]]:
+    """Nats of the next token, KL divergence from the reference, and 1 where both have the same best token, each [T]."""
+    reference, model = nnx.merge(graphs[0], theirs), nnx.merge(graphs[1], ours)
+
+    def rows(
+        x: tuple[Float[Array, "t D"], Float[Array, "t D"], Int[Array, "t"]],
+    ) -> tuple[Float[Array, "t"], Float[Array, "t"], Float[Array, "t"]]:
+        p, q = jax.nn.log_softmax(reference.logits(x[0])), jax.nn.log_softmax(model.logits(x[1]))
+        nats = -jnp.take_along_axis(q, x[2][:, None], axis=-1)[:, 0]
+        return nats, jnp.sum(jnp.exp(p) * (p - q), axis=-1), (p.argmax(-1) == q.argmax(-1)).astype(jnp.float32)
+
+    parts = (x.reshape(-1, LOGIT_ROWS, *x.shape[1:]) for x in (their_hidden, our_hidden, following))
+    nats, divergence, agrees = jax.lax.map(rows, tuple(parts))
+    return nats.reshape(-1), divergence.reshape(-1), agrees.reshape(-1)
+
+
+_compare = jax.jit(_compare_step, static_argnums=5)
+
+
+def _compare_next_tokens(
+    reference: CausalLM, model: CausalLM, batch: _Batch, their_hidden: np.ndarray, cache_dtype: str
+) -> Float[np.ndarray, "3"]:
+    """Sums over a batch's next tokens: their nats, KL divergences from the reference, and equal best tokens.
+
+    Args:
+        reference, model: the two models.
+        batch: of texts.
+        their_hidden: hidden states `[T, D]` of the reference.
+        cache_dtype: of the model's key/value cache.
     """
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidParameterError(f"text: {file} cannot be read: {error}") from error
+    (their_graph, theirs), (graph, ours) = nnx.split(reference), nnx.split(model)
+    our_hidden = _hidden_states(model, batch, cache_dtype)
+    scores = _compare(theirs, ours, their_hidden, our_hidden, np.roll(batch.tokens, -1), (their_graph, graph))
+    return np.array([np.asarray(score, np.float64)[batch.counted].sum() for score in scores])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +16,7 @@ __all__ = ["WORKLOADS", "Workload", "nano_vllm", "prompt", "repeat", "short_prom
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts as token ids, and how many tokens each is to get."""
+    """Prompts as token ids, and the number of tokens that each is to get."""
 
     name: str
     prompts: tuple[tuple[int, ...], ...]
@@ -25,17 +27,17 @@ class Workload:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens that a run generates."""
+        """Number of tokens that a run generates."""
         return sum(self.max_tokens)
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens that a run reads."""
+        """Number of tokens that a run reads."""
         return sum(map(len, self.prompts))
 
     @property
     def counted_tokens(self) -> int:
-        """Tokens that rates count: the new ones, or those of the prompts where the workload is to read them."""
+        """Number of tokens that rates count: the new ones, or the prompts' where the workload is to read them."""
         return self.prompt_tokens if self.name == "prompt" else self.new_tokens
 
     @property
@@ -44,7 +46,7 @@ class Workload:
         return max(len(p) + m for p, m in zip(self.prompts, self.max_tokens, strict=True))
 
     def steps(self, max_num_seqs: int) -> int:
-        """Steps that an engine needs at least, with so many sequences in each."""
+        """Least number of steps of an engine with at most `max_num_seqs` sequences in each."""
         return max(*self.max_tokens, math.ceil(self.new_tokens / max_num_seqs), 1)
 
     def params(self) -> list[SamplingParams]:
@@ -65,8 +67,6 @@ def short_prompts(vocab_size: int, *, requests: int = 4, max_tokens: int = 100, 
 
 def nano_vllm(vocab_size: int, *, requests: int = 256, scale: float = 1.0, temperature: float = 0.6) -> Workload:
     """nano-vllm's bench.py: prompts and answers of 100 to 1024 tokens each; `scale` shrinks both lengths."""
-    import random
-
     rng = random.Random(0)
     length = lambda: max(1, round(rng.randint(100, 1024) * scale))
     prompts = tuple(tuple(rng.randint(0, min(10000, vocab_size - 1)) for _ in range(length())) for _ in range(requests))
@@ -82,7 +82,7 @@ def prompt(vocab_size: int, *, requests: int = 1, tokens: int = 512, temperature
 def repeat(
     vocab_size: int, *, requests: int = 1, max_tokens: int = 100, temperature: float = 0.0, trained: bool = True
 ) -> Workload:
-    """Prompts of 48 tokens four times over: a trained model goes on with them.
+    """Prompts of 48 tokens four times over, which a trained model continues.
 
     Random weights do not copy. Where the model is not `trained`, the prompts have their tokens once and one token is
     favoured instead. Every draft of it holds: the most that drafts can gain.
@@ -94,5 +94,10 @@ def repeat(
     return Workload("repeat", prompts, (max_tokens,) * requests, temperature, favoured)
 
 
-WORKLOADS = ("short-prompts", "nano-vllm", "prompt", "repeat")
-"""Names of what `short_prompts`, `nano_vllm`, `prompt` and `repeat` make."""
+WORKLOADS: Mapping[str, Callable[..., Workload]] = {
+    "short-prompts": short_prompts,
+    "nano-vllm": nano_vllm,
+    "prompt": prompt,
+    "repeat": repeat,
+}
+"""Workloads by name, as functions of the vocabulary's size."""

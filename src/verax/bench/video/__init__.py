@@ -1,1 +1,1 @@
-"""The stages of a video pipeline beside diffusers: `verax bench video`, `verax bench teacache`."""
+"""Stages of a video pipeline compared with diffusers: `verax bench video`, `verax bench teacache`."""

@@ -1,197 +1,261 @@
-"""Work of `verax bench video` by stage: our module and program, random weights and inputs."""
+"""Stages of a video pipeline: time of a call, of compiling, calls until compiling pays, and memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, cast
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from verax.bench.video.cases import Work as CountedWork
-from verax.checkpoint.load import random_weights
-from verax.checkpoint.video.names import UMT5, WAN, Renaming, wan_vae_names
-from verax.checkpoint.video.parts import VAE_2_2
+from verax import progress
+from verax._compat import empty_compilation_cache
+from verax.bench.harness import Benchmark, Side, case_result, check_names, count_products, time_sides
+from verax.bench.results import slug, table
+from verax.bench.video.work import STAGES, TITLES, Work, work
 from verax.errors import InvalidParameterError
-from verax.models.umt5 import UMT5Config, UMT5EncoderModel
-from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
-from verax.models.wan.vae import WanVae, WanVaeConfig
-from verax.plan.work import count, trace
-from verax.video.load import divided_component
-from verax.video.networks import latents_at_once
-from verax.video.programs import Component
+from verax.models.video_model import ATTENTION
+from verax.ops.cpu import library
+from verax.video.programs import Program
 
-__all__ = ["SIZES", "STAGES", "Size", "Work", "products", "work"]
+__all__ = ["BASELINES", "Baseline", "bench_video", "break_even"]
 
-STAGES = ("transformer", "vae", "text")
-
-WORDS, PATCHES = 512, 257
-"""Tokens of a prompt and of an image that condition the transformer, as in the published pipelines."""
-
-
-@dataclass(frozen=True)
-class Size:
-    """The models of one pipeline."""
-
-    transformer: WanConfig
-    vae: WanVaeConfig = field(default_factory=WanVaeConfig)
-    text: UMT5Config = field(default_factory=UMT5Config)
-
-
-SIZES: Mapping[str, Size] = {
-    "1.3b": Size(WAN_CONFIGS["i2v-1.3b"]),
-    "14b": Size(WAN_CONFIGS["i2v-14b"]),
-    "5b": Size(WAN_CONFIGS["ti2v-5b"], WanVaeConfig.from_hf(VAE_2_2)),
-    "tiny": Size(
-        WanConfig(dim=32, ffn_dim=64, num_heads=2, num_layers=2, in_dim=36, text_dim=32, image_dim=32),
-        WanVaeConfig(base_dim=8, dim_mult=(1, 2, 2, 2), num_res_blocks=1),
-        UMT5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2),
-    ),
+BASELINES: Mapping[str, tuple[str, ...]] = {
+    "diffusers": STAGES,
+    "torch.compile": STAGES,
+    "openvino": ("transformer", "text"),  # it has no operation for the nearest-exact upsampling of the VAE
 }
-"""SkyReels-V2's two published sizes of image to video, Wan2.2's 5B of text and image, and one for tests."""
+"""Sides besides ours, with the stages that each can run: diffusers by itself, compiled by PyTorch, and on OpenVINO."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """One stage that both sides compute.
+class Baseline(Protocol):
+    """A stage in another library."""
 
-    Attributes:
-        component: our model, with the weights below when it is used.
-        weights: by our names.
-        table: our names to the other library's.
-        inputs: NumPy arrays, in our layout.
-        function: of the module, then of the inputs, then of `attention` for the transformer; traced.
-        prepare: what our side computes once for many calls, as a function of the module and the inputs; its result
-            takes the inputs' place.
-        config: of our model, from which the other side makes its own.
-    """
+    versions: dict[str, Any]
 
-    stage: str
-    component: Component[Any]
-    weights: Mapping[str, np.ndarray]
-    table: Renaming
-    inputs: tuple[np.ndarray, ...]
-    function: Callable[..., Any]
-    prepare: Callable[..., Any] | None
-    config: Any
+    def run(self) -> Any:
+        """Compute; the result is finished, in the library's own layout."""
+        ...
+
+    def result(self) -> np.ndarray:
+        """Result of `run` in our layout, float32."""
+        ...
 
 
-def work(stage: str, size: str, *, frames: int, height: int, width: int, dtype: str, layers: int | None) -> Work:
-    """The work of a stage for a clip.
+def bench_video(
+    *,
+    size: str = "1.3b",
+    stages: Sequence[str] = STAGES[:2],
+    frames: Sequence[int] = (9,),
+    height: int = 272,
+    width: int = 480,
+    dtype: str = "bfloat16",
+    attention: str = "auto",
+    also: Sequence[str] = (),
+    memory: Sequence[str] = (),
+    layers: int | None = None,
+    runs: int = 3,
+    warmup: int = 1,
+    against: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Time stages with random weights in real sizes.
 
-    Args:
-        stage: one of `STAGES`: one forward pass of the transformer, decoding a clip's latents, or encoding 512 tokens.
-        size: one of `SIZES`.
-        frames, height, width: of the clip: 4n + 1 frames, and sides that divide into tokens.
-        dtype: of weights and inputs.
-        layers: of transformer and text encoder, to fit a small machine; all of them if None.
+    The arguments are the options of `verax bench video`; `also` are more implementations of attention that the
+    transformer is timed with, as sides called `verax, IMPLEMENTATION`.
 
     Raises:
-        InvalidParameterError: for another name, or a clip that does not divide.
+        InvalidParameterError: naming what is wrong.
+        MissingDependencyError: if a baseline is not installed.
     """
-    for name, value, known in (("stage", stage, STAGES), ("size", size, SIZES), ("dtype", dtype, DTYPES)):
-        if value not in known:
-            raise InvalidParameterError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
-    sizes = SIZES[size]
-    pixels = sizes.vae.pixels_per_latent
-    token = pixels * sizes.transformer.patch
-    if frames % 4 != 1 or height % token or width % token or min(frames, height, width) < 1:
-        raise InvalidParameterError(
-            f"frames, height, width: expected 4n + 1 frames and sides divisible by {token}, got {frames}, {height} x "
-            f"{width}"
+    check_names("against", against, BASELINES)
+    for name, given in (("also", also), ("memory", memory), ("attention", [attention])):
+        check_names(name, given, ATTENTION)
+    sizes: dict[str, Any] = dict(height=height, width=width, dtype=dtype, layers=layers)
+    works = [(stage, count) for stage in stages for count in frames if stage != "text" or count == frames[0]]
+    benchmark = Benchmark("video")
+    cases, versions = [], {}
+    for stage, count in works if runs else ():
+        todo = work(stage, size, frames=count, **sizes)
+        options = {"attention": attention} if stage == "transformer" else {}
+        case, found = _case(todo, count, dtype, options, also if options else (), runs, warmup, against)
+        rate = benchmark.limits[f"matmul_{dtype}_gflop_per_s"]
+        case["fraction_of_limit"] = case["flops"] / case["sides"]["verax"]["median_s"] / 1e9 / rate
+        cases.append(case)
+        versions |= found
+    planned = [
+        {"frames": count, "attention": name, **_memory(work("transformer", size, frames=count, **sizes), name)}
+        for count in (frames if memory else ())
+        for name in memory
+    ]
+    settings = {
+        "size": size,
+        "layers": layers,
+        "stages": list(stages),
+        "frames": list(frames),
+        "height": height,
+        "width": width,
+        "dtype": dtype,
+        "attention": attention,
+        "cpu_level": library.level() if jax.default_backend() == "cpu" else None,
+        "runs": runs,
+        "warmup": warmup,
+    }
+    measured = {"cases": cases, "attention_memory": planned}
+    return benchmark.result(settings=settings, versions=versions, **_page(settings, measured), **measured)
+
+
+def break_even(compile_s: float, ours_s: float, theirs_first_s: float, theirs_s: float) -> int | None:
+    """Number of calls after which ours, compiled first, has taken less time than theirs; None if it never does.
+
+    Args:
+        compile_s: before our first call.
+        ours_s, theirs_s: of a call.
+        theirs_first_s: of their first, which may take longer.
+    """
+    if ours_s >= theirs_s:
+        return None
+    return max(1, math.floor((compile_s - (theirs_first_s - theirs_s)) / (theirs_s - ours_s)) + 1)
+
+
+def _case(
+    todo: Work,
+    frames: int,
+    dtype: str,
+    options: dict[str, Any],
+    also: Sequence[str],
+    runs: int,
+    warmup: int,
+    against: Sequence[str],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A stage timed on all sides, and the versions of the others."""
+    component = todo.component
+    products, moved = count_products(todo.run, component.shapes, *todo.shapes)
+    versions: dict[str, Any] = {}
+    others: dict[str, dict[str, Any]] = {}
+    with component.weights() as weights:
+        inputs = tuple(map(jnp.asarray, todo.inputs))
+        if todo.prepare is not None:
+            inputs = Program(todo.prepared)(weights, *inputs)
+        with empty_compilation_cache():
+            _, compile_s = _compiled(todo, weights, inputs, options)
+            program, cached_s = _compiled(todo, weights, inputs, options)
+        ours = np.asarray(program(weights, *inputs, **options))
+        sides = {"verax": Side(lambda: jax.block_until_ready(program(weights, *inputs, **options)))}
+        for name in also:
+            call = lambda name=name: jax.block_until_ready(program(weights, *inputs, attention=name))
+            sides[f"verax, {name}"] = Side(call)
+        for name in (name for name in against if todo.stage in BASELINES[name]):
+            other = _baseline(name, todo, dtype)
+            versions |= other.versions
+            begin = time.perf_counter()
+            theirs = other.result()
+            first = time.perf_counter() - begin
+            apart = float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+            others[name] = {"first_s": first, "difference": apart}
+            sides[name] = Side(other.run)
+        with progress.bar(f"measuring: {todo.stage}") as report:
+            samples = time_sides(sides, runs=runs, warmup=warmup, report=report)
+    for name, found in others.items():
+        found["break_even"] = break_even(compile_s, samples["verax"].median, found["first_s"], samples[name].median)
+    more = {"flops": float(products), "bytes_moved": moved, "compile_s": compile_s, "compile_cached_s": cached_s}
+    case = case_result(f"{TITLES[todo.stage]}, {frames} frames", "verax", samples, float(products), **more)
+    for name, found in others.items():
+        case["sides"][name] |= found
+    return {"stage": todo.stage, "frames": frames, **case}, versions
+
+
+def _baseline(name: str, todo: Work, dtype: str) -> Baseline:
+    from verax.bench.video.diffusers import DiffusersSide
+    from verax.bench.video.openvino import OpenVinoSide
+
+    if name == "openvino":
+        return OpenVinoSide(todo, dtype)
+    return DiffusersSide(todo, dtype, compiled=name == "torch.compile")
+
+
+def _compiled(todo: Work, weights: Any, inputs: Any, options: dict[str, Any]) -> tuple[Program, float]:
+    """A program that is ready for a call, and the seconds that tracing and compiling took."""
+    jax.clear_caches()  # what is traced already would not be traced again
+    program = Program(todo.run, options=("attention",))
+    begin = time.perf_counter()
+    program.memory(weights, *inputs, **options)
+    return program, time.perf_counter() - begin
+
+
+def _memory(todo: Work, attention: str) -> dict[str, Any]:
+    """Memory of a forward pass with an implementation of attention, in GB; or the reason that it does not run."""
+    try:
+        plan = Program(todo.run, options=("attention",)).memory(
+            todo.component.shapes, *todo.shapes, attention=attention
         )
-    return {"transformer": _transformer, "vae": _vae, "text": _text}[stage](
-        sizes, (frames + 3) // 4, height // pixels, width // pixels, jnp.dtype(dtype), layers
+    except InvalidParameterError as error:
+        return {"left_out": str(error)}
+    sizes = {"peak": plan.peak, "weights": todo.component.size, "temporary": plan.temporary}
+    return {f"{name}_gb": size / 1e9 for name, size in sizes.items()}
+
+
+def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
+    """Name, title, intro and tables of a result."""
+    layers = f", {settings['layers']} layers" if settings["layers"] else ""
+    what = "text and image to video" if settings["size"] == "5b" else "image to video"
+    cases, planned = measured["cases"], measured["attention_memory"]
+    stages = settings["stages"] if cases else ["memory"]
+    clip = f"{'-'.join(map(str, settings['frames']))}x{settings['height']}x{settings['width']}"
+    tables = [_times(cases)] if cases else []
+    if planned:
+        cell = lambda key: lambda row: "" if "left_out" in row else f"{row[key]:.1f}"
+        columns = {
+            "frames": lambda row: row["frames"],
+            "attention": lambda row: row["attention"],
+            "GB": lambda row: f"left out: {row['left_out']}" if "left_out" in row else f"{row['peak_gb']:.1f}",
+            "weights": cell("weights_gb"),
+            "temporary": cell("temporary_gb"),
+        }
+        note = "Memory of a forward pass by `memory_analysis()` of the compiled program, weights included."
+        tables.append(table(planned, columns, note=note))
+    return {
+        "name": slug(settings["size"], layers, *stages, settings["dtype"], clip),
+        "title": f"Video: {settings['size']} {what}{layers}, {settings['height']} x {settings['width']}, "
+        f"{settings['dtype']}",
+        "intro": f"Random weights, the same on all sides. {settings['runs']} rounds after {settings['warmup']} of "
+        f"warm-up; the sides take turns in a round. Attention: {settings['attention']}. CPU kernels: "
+        f"{settings['cpu_level'] or 'none'}. A step with guidance is two forward passes. Compiling includes tracing. "
+        "The limit is the measured rate of matmuls. In the rows of other sides: the factor by which verax is faster, "
+        "their first call, the calls after which ours, compiling included, took less time, and the root mean square of "
+        "the difference over the root mean square of their result.",
+        "tables": tables,
+    }
+
+
+def _times(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    rows: Iterator[tuple[Any, str, Any]] = (
+        (case, name, side) for case in cases for name, side in case["sides"].items()
     )
 
+    def ours(text: Callable[[Any], str]) -> Callable[[Any], str]:
+        return lambda row: text(row[0]) if row[1] == "verax" else ""
 
-DTYPES = ("bfloat16", "float32")
+    def theirs(text: Callable[[Any], str]) -> Callable[[Any], str]:
+        return lambda row: text(row[2]) if "first_s" in row[2] else ""
 
-
-def _transformer(size: Size, F: int, h: int, w: int, dtype: Any, layers: int | None) -> Work:
-    config = replace(size.transformer, num_layers=layers or size.transformer.num_layers)
-    rng = np.random.default_rng(1)
-    inputs = (
-        _normal(rng, 1, F, h, w, config.in_dim),
-        np.asarray([500], np.int32),
-        _normal(rng, 1, WORDS, config.text_dim),
-        *(() if config.image_dim is None else (_normal(rng, 1, PATCHES, config.image_dim),)),
+    return table(
+        rows,
+        {
+            "stage": lambda row: TITLES[row[0]["stage"]],
+            "frames": lambda row: row[0]["frames"],
+            "side": lambda row: row[1],
+            "median s": lambda row: f"{row[2]['median_s']:.2f}",
+            "P10-P90 s": lambda row: f"{row[2]['p10_s']:.2f}-{row[2]['p90_s']:.2f}",
+            "GFLOP/s": lambda row: f"{row[2]['rate'] / 1e9:.0f}",
+            "of the limit": ours(lambda case: f"{100 * case['fraction_of_limit']:.0f}%"),
+            "compile s": ours(lambda case: f"{case['compile_s']:.1f}"),
+            "from cache s": ours(lambda case: f"{case['compile_cached_s']:.1f}"),
+            "verax is": lambda row: f"{row[0]['ratios'][row[1]]:.2f}x" if row[1] != "verax" else "",
+            "first call s": theirs(lambda side: f"{side['first_s']:.1f}"),
+            "pays": theirs(lambda side: "never" if side["break_even"] is None else f"after {side['break_even']}"),
+            "apart": theirs(lambda side: f"{side['difference']:.1e}"),
+        },
     )
-
-    def prepare(model: WanModel, latents: Any, timesteps: Any, text: Any, image: Any = None) -> tuple[Any, ...]:
-        return latents, timesteps, model.encode_context(text, image)
-
-    def forward(model: WanModel, latents: Any, timesteps: Any, context: Any, *, attention: str = "auto") -> Any:
-        return model(latents, timesteps, context, attention=attention)
-
-    return _made("transformer", WanModel, config, dtype, WAN, inputs, forward, prepare)
-
-
-def _vae(size: Size, F: int, h: int, w: int, dtype: Any, layers: int | None) -> Work:
-    config = size.vae
-    inputs = (_normal(np.random.default_rng(1), 1, F, h, w, config.z_dim),)
-    chunk = latents_at_once(config, config.pixels_per_latent * h, config.pixels_per_latent * w)
-
-    def decode(model: WanVae, latents: Any) -> Any:
-        return model.decode(latents, chunk=chunk)
-
-    table = wan_vae_names(asdict(config))
-    return _made("vae", WanVae, config, dtype, table, inputs, decode, None)
-
-
-def _text(size: Size, F: int, h: int, w: int, dtype: Any, layers: int | None) -> Work:
-    config = replace(size.text, num_layers=layers or size.text.num_layers)
-    tokens = np.random.default_rng(1).integers(1, config.vocab_size, (1, WORDS), np.int32)
-
-    def encode(model: UMT5EncoderModel, tokens: Any, lengths: Any) -> Any:
-        return model(tokens, lengths)
-
-    inputs = (tokens, np.asarray([WORDS], np.int32))
-    return _made("text", UMT5EncoderModel, config, dtype, UMT5, inputs, encode, None)
-
-
-def _made(
-    stage: str,
-    kind: Callable[..., nnx.Module],
-    config: Any,
-    dtype: Any,
-    table: Renaming,
-    inputs: tuple[np.ndarray, ...],
-    function: Callable[..., Any],
-    prepare: Callable[..., Any] | None,
-) -> Work:
-    def make() -> nnx.Module:
-        return kind(config, dtype=dtype, rngs=nnx.Rngs(0))
-
-    weights = random_weights(nnx.eval_shape(make), dtype)
-
-    def load(abstract: nnx.Module) -> nnx.Module:
-        graph, state = nnx.split(abstract)
-        flat = nnx.to_flat_state(state)
-        filled = [(path, leaf.replace(jnp.asarray(weights[".".join(map(str, path))]))) for path, leaf in flat]
-        return nnx.merge(graph, nnx.from_flat_state(filled))
-
-    component = divided_component(stage, cast(Any, kind), config, dtype, load, keep=None)
-    return Work(stage, component, weights, table, inputs, function, prepare, config)
-
-
-def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    return rng.standard_normal(shape, np.float32)
-
-
-def products(work: Work) -> CountedWork:
-    """Work of a call: operations of its products, loops counted turn by turn, and bytes that it has to move."""
-    component = work.component
-    shapes: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), work.inputs)
-
-    def call(weights: Any, *inputs: Any) -> Any:
-        module = component.module(weights)
-        return work.function(module, *inputs)
-
-    if work.prepare is not None:
-        prepare = work.prepare
-        shapes = jax.eval_shape(lambda w, *inputs: prepare(component.module(w), *inputs), component.shapes, *shapes)
-    return count(trace(call, component.shapes, *shapes))

@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from verax.bench.video.cases import Work
-from verax.errors import MissingDependencyError
-from verax.machine import num_cores, peak_growth
+from verax.bench.harness import import_torch, torch_versions
+from verax.bench.video.work import Work
+from verax.machine import peak_growth
 
 __all__ = ["DiffusersSide", "in_our_layout"]
 
 
 class DiffusersSide:
-    """The same stage in PyTorch on the CPU or its GPU, with all cores; transformers' UMT5 for the text."""
+    """A stage in PyTorch on the CPU or its GPU, with all cores; transformers' UMT5 for the text."""
 
     def __init__(self, work: Work, dtype: str, *, compiled: bool = False):
-        """Make the model; weights on a CPU are those of `work` where they lie.
+        """Make the model; weights on a CPU share the memory of `work`.
 
         Args:
             work: of the stage.
@@ -28,21 +28,13 @@ class DiffusersSide:
         Raises:
             MissingDependencyError: without diffusers, torch or transformers.
         """
-        try:
-            import diffusers
-            import torch
-            import transformers
-        except ImportError as error:
-            raise MissingDependencyError(
-                "comparing with diffusers needs it, torch and transformers: pip install 'verax[parity]'"
-            ) from error
+        torch, diffusers, transformers = import_torch("diffusers", "transformers")
+        self.versions: dict[str, Any] = torch_versions(torch, diffusers, transformers)
         self._torch, self._work, self._dtype = torch, work, getattr(torch, dtype)
-        torch.set_num_threads(num_cores())
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        made = {"transformer": _transformer, "vae": _vae, "text": _text}[work.stage]
+        self._device = self.versions["torch_device"]
         torch.set_default_dtype(self._dtype)  # as from_pretrained has it while it makes a model
         try:
-            model = made(diffusers, transformers, work.config)
+            model = _model(work, diffusers, transformers)
         finally:
             torch.set_default_dtype(torch.float32)
         tensors = _translated(torch, work)
@@ -61,13 +53,6 @@ class DiffusersSide:
         elif compiled:
             self.model = torch.compile(self.model)
         self.arguments = self._prepared()
-        self.versions: dict[str, Any] = {
-            "torch": torch.__version__,
-            "diffusers": diffusers.__version__,
-            "transformers": transformers.__version__,
-            "torch_threads": torch.get_num_threads(),
-            "torch_device": self._device,
-        }
 
     def run(self) -> Any:
         """Compute; a tensor, in diffusers' layout, whose values are there."""
@@ -84,7 +69,7 @@ class DiffusersSide:
         return in_our_layout(self._work, self.run().float().cpu().numpy())
 
     def temporary(self) -> int | None:
-        """Bytes that a call takes beyond what is there before it, measured; None where the system does not tell.
+        """Bytes that a call takes beyond what is there before it, measured; None where the system does not say.
 
         The first call, which also makes what later ones keep, is not the one that is measured.
         """
@@ -103,8 +88,8 @@ class DiffusersSide:
         torch, inputs = self._torch, self._work.inputs
 
         def tensor(x: np.ndarray, *axes: int) -> Any:
-            found = torch.from_numpy(np.ascontiguousarray(x.transpose(axes) if axes else x))
-            return found.to(self._device, self._dtype if found.is_floating_point() else torch.long)
+            array = torch.from_numpy(np.ascontiguousarray(x.transpose(axes) if axes else x))
+            return array.to(self._device, self._dtype if array.is_floating_point() else torch.long)
 
         if self._work.stage == "text":
             tokens = tensor(inputs[0])
@@ -124,7 +109,7 @@ class DiffusersSide:
 
 
 def in_our_layout(work: Work, values: np.ndarray) -> np.ndarray:
-    """A result with channels last, where diffusers has them behind the batch."""
+    """A result with channels last, where diffusers has them after the batch."""
     return values if work.stage == "text" else values.transpose(0, 2, 3, 4, 1)
 
 
@@ -138,50 +123,30 @@ def _translated(torch: Any, work: Work) -> Mapping[str, Any]:
     return tensors
 
 
-def _transformer(diffusers: Any, transformers: Any, config: Any) -> Any:
-    return diffusers.SkyReelsV2Transformer3DModel(
-        patch_size=(1, config.patch, config.patch),
-        num_attention_heads=config.num_heads,
-        attention_head_dim=config.head_dim,
-        in_channels=config.in_dim,
-        out_channels=config.out_dim,
-        text_dim=config.text_dim,
-        freq_dim=config.freq_dim,
-        ffn_dim=config.ffn_dim,
-        num_layers=config.num_layers,
-        image_dim=config.image_dim,
-        added_kv_proj_dim=None if config.image_dim is None else config.dim,
-        inject_sample_info=config.inject_sample_info,
-    )
-
-
-def _vae(diffusers: Any, transformers: Any, config: Any) -> Any:
-    return diffusers.AutoencoderKLWan(
-        base_dim=config.base_dim,
-        decoder_base_dim=config.decoder_base_dim,
-        in_channels=config.in_channels,
-        out_channels=config.out_channels,
-        is_residual=config.is_residual,
-        patch_size=config.patch_size,
-        scale_factor_spatial=config.pixels_per_latent,
-        z_dim=config.z_dim,
-        dim_mult=list(config.dim_mult),
-        num_res_blocks=config.num_res_blocks,
-        temperal_downsample=list(config.temperal_downsample),
-        latents_mean=list(config.latents_mean),
-        latents_std=list(config.latents_std),
-    )
-
-
-def _text(diffusers: Any, transformers: Any, config: Any) -> Any:
-    return transformers.UMT5EncoderModel(
-        transformers.UMT5Config(
-            vocab_size=config.vocab_size,
-            d_model=config.d_model,
-            d_kv=config.d_kv,
-            d_ff=config.d_ff,
-            num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            feed_forward_proj="gated-gelu",
+def _model(work: Work, diffusers: Any, transformers: Any) -> Any:
+    config = work.config
+    if work.stage == "transformer":
+        return diffusers.SkyReelsV2Transformer3DModel(
+            patch_size=(1, config.patch, config.patch),
+            num_attention_heads=config.num_heads,
+            attention_head_dim=config.head_dim,
+            in_channels=config.in_dim,
+            out_channels=config.out_dim,
+            added_kv_proj_dim=None if config.image_dim is None else config.dim,
+            **_same(config, "text_dim", "freq_dim", "ffn_dim", "num_layers", "image_dim", "inject_sample_info"),
         )
-    )
+    if work.stage == "vae":
+        lists = ("dim_mult", "temperal_downsample", "latents_mean", "latents_std")
+        return diffusers.AutoencoderKLWan(
+            scale_factor_spatial=config.pixels_per_latent,
+            **{name: list(getattr(config, name)) for name in lists},
+            **_same(config, "base_dim", "decoder_base_dim", "in_channels", "out_channels", "is_residual"),
+            **_same(config, "patch_size", "z_dim", "num_res_blocks"),
+        )
+    sizes = _same(config, "vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads")
+    return transformers.UMT5EncoderModel(transformers.UMT5Config(feed_forward_proj="gated-gelu", **sizes))
+
+
+def _same(config: Any, *names: str) -> dict[str, Any]:
+    """Fields that both libraries call the same."""
+    return {name: getattr(config, name) for name in names}

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from verax.bench.embed.openvino import HINTS, import_openvino
-from verax.bench.video.cases import Work
 from verax.bench.video.diffusers import DiffusersSide, in_our_layout
+from verax.bench.video.work import Work
 from verax.machine import num_cores
 
 __all__ = ["OpenVinoSide"]

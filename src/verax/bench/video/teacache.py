@@ -1,16 +1,19 @@
-"""Cost of TeaCache: clips made with it beside the same clips made without, by threshold."""
+"""Cost of TeaCache: clips made with it compared with the same clips made without it, by threshold."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verax import progress
+from verax.bench.harness import Benchmark
+from verax.bench.results import slug, table
 from verax.compare.videos import decibels
 from verax.errors import InvalidParameterError
-from verax.machine import fingerprint
 
 if TYPE_CHECKING:
     from verax.video.outputs import VideoOutput
@@ -20,8 +23,17 @@ __all__ = ["THRESHOLDS", "bench_teacache"]
 THRESHOLDS = (0.05, 0.1, 0.2, 0.3)
 """Around those that TeaCache's authors recommend: 0.05 to 0.1 for 1.3B, 0.14 to 0.3 for 14B."""
 
-PROMPTS = 8
-"""Number of the built-in model's own prompts: words in combinations that its training never saw."""
+PROMPTS = (
+    "a blue square floats down and left over a yellow to cyan gradient",
+    "over a gradient of red to white, a cyan ring moves up and right",
+    "over a gradient of purple to cyan, a yellow square moves up and left",
+    "a yellow circle drifts up and right across a background from green to black",
+    "over a gradient of green to red, a purple square moves up and left",
+    "red ring moving down and left, cyan to purple background",
+    "a purple triangle floats down and left over a white to cyan gradient",
+    "over a gradient of blue to black, a yellow ring moves up",
+)
+"""Prompts of the built-in model: words in combinations that its training never saw."""
 
 
 def bench_teacache(
@@ -32,14 +44,9 @@ def bench_teacache(
     dtype: str = "bfloat16",
     **options: Any,
 ) -> dict[str, Any]:
-    """Make each prompt's clip without TeaCache and with each threshold, from the same noise; a report as JSON holds it.
+    """Make each prompt's clip without TeaCache and with each threshold, from the same noise.
 
-    Args:
-        model: a checkpoint of `VideoPipeline`; the built-in model if None.
-        prompts: what is to be seen; `PROMPTS` of its own kind for the built-in model if there are none.
-        thresholds: of `cache_threshold`.
-        dtype: of weights and of what is multiplied.
-        options: of the clips, as `VideoPipeline` takes them; `seed` is the first clip's, the next ones have the next.
+    The arguments are the options of `verax bench teacache`; `seed` is the first clip's, the next ones have the next.
 
     Raises:
         InvalidParameterError: for no prompts, no thresholds, or an option that does not fit.
@@ -50,7 +57,7 @@ def bench_teacache(
         raise InvalidParameterError("prompts: expected some: only the built-in model has prompts of its own")
     if not thresholds:
         raise InvalidParameterError("thresholds: expected one or more")
-    prompts = list(prompts) or _own_prompts()
+    prompts, benchmark = list(prompts) or list(PROMPTS), Benchmark("video")
     pipe = VideoPipeline.from_pretrained(model, dtype=dtype, show_progress=False)
     choices: dict[float | None, dict[str, Any]] = {None: {"cache": None}}
     choices |= {value: {"cache": "teacache", "cache_threshold": value} for value in thresholds}
@@ -65,35 +72,47 @@ def bench_teacache(
                 clips[threshold].append(pipe(prompt, seed=seed + i, **options, **choice))
             report(i + 1, len(prompts), "")
     whole = clips[None]
-    return {
-        "kind": "teacache",
-        "machine": fingerprint(),
-        "settings": {
-            "model": "the built-in model" if model is None else str(model),
+    seconds = {key: float(np.median([clip.seconds["denoise"] for clip in made])) for key, made in clips.items()}
+    rows = [
+        {
+            "threshold": threshold,
+            "computed": clips[threshold][0].computed,
+            "seconds": seconds[threshold],
+            "psnr": [_psnr(*pair) for pair in zip(whole, clips[threshold], strict=True)],
+        }
+        for threshold in thresholds
+    ]
+    name = "the built-in model" if model is None else str(model)
+    (count, height, width), steps = whole[0].frames.shape[:3], whole[0].steps
+    differing = lambda row: [value for value in row["psnr"] if value is not None]
+    columns = {
+        "threshold": lambda row: f"{row['threshold']:g}" if row["threshold"] else "none",
+        "steps computed": lambda row: f"{row['computed']} of {steps}",
+        "s": lambda row: f"{row['seconds']:.3g}",
+        "times as fast": lambda row: f"{seconds[None] / row['seconds']:.2f}",
+        "PSNR, mean": lambda row: f"{fmean(differing(row)):.1f}" if differing(row) else "no difference",
+        "PSNR, worst clip": lambda row: f"{min(differing(row)):.1f}" if differing(row) else "",
+    }
+    none = {"threshold": None, "computed": steps, "seconds": seconds[None], "psnr": []}
+    return benchmark.result(
+        slug("teacache", Path(name).name),
+        title=f"TeaCache: {Path(name).name}, {dtype}",
+        intro=f"{len(prompts)} clips of {count} frames of {height} x {width}, each made without TeaCache and then with "
+        "each threshold from the same noise; PSNR in dB of the second compared with the first. Seconds: median of the "
+        f"loop over {steps} steps.",
+        settings={
+            "model": name,
             "dtype": dtype,
             "prompts": prompts,
             "seed": seed,
-            "frames": list(whole[0].frames.shape[:3]),
-            "steps": whole[0].steps,
+            "frames": [count, height, width],
+            "steps": steps,
             "options": {name: value for name, value in options.items() if isinstance(value, int | float | str)},
         },
-        "seconds": float(np.median([clip.seconds["denoise"] for clip in whole])),
-        "thresholds": [
-            {
-                "threshold": threshold,
-                "computed": clips[threshold][0].computed,
-                "seconds": float(np.median([clip.seconds["denoise"] for clip in clips[threshold]])),
-                "psnr": [_psnr(*pair) for pair in zip(whole, clips[threshold], strict=True)],
-            }
-            for threshold in thresholds
-        ],
-    }
-
-
-def _own_prompts() -> list[str]:
-    from recipes.video.shapes import scenes
-
-    return [scene.caption for scene in scenes(0, 0, PROMPTS, split="held_out")]
+        tables=[table([none, *rows], columns)],
+        seconds=seconds[None],
+        thresholds=rows,
+    )
 
 
 def _psnr(one: VideoOutput, other: VideoOutput) -> float | None:

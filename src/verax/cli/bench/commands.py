@@ -1,50 +1,37 @@
-"""`verax bench`: measurements that anyone can repeat."""
+"""`verax bench` of each subject: text, quality, embed, video, teacache, ops, delta."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from verax.cli import options
-from verax.cli.bench import accelerator, compare, docs, reports, serve
-from verax.cli.bench.output import Output, show
+from verax.cli.bench import files, serve
+from verax.cli.bench.files import Output, Runs, Warmup, names, numbers, show
 from verax.cli.files import read_lines
-
-if TYPE_CHECKING:
-    from verax.bench.text.workload import Workload
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Measure speed and memory, beside other libraries.", no_args_is_help=True)
+app = typer.Typer(help="Measure speed and memory, compared with other libraries.", no_args_is_help=True)
+for command in (files.accelerator, files.compare, files.docs, files.reports, serve.serve):
+    app.command()(command)
 
 
-app.command("accelerator")(accelerator.accelerator)
-app.command("compare")(compare.compare)
-app.command("docs")(docs.docs)
-app.command("reports")(reports.reports)
-app.command("serve")(serve.serve)
-
-
-@app.callback()
-def _group() -> None:
-    """Measure speed and memory, beside other libraries."""
-
-
-@app.command("text")
+@app.command()
 def text(
     model: options.Model = None,
     workload: Annotated[
         str,
         typer.Option(
-            help="short-prompts (100 new tokens each), nano-vllm (its bench.py), prompt (reading one) or repeat (going "
-            "on with a text that repeats itself)."
+            help="short-prompts (100 new tokens each), nano-vllm (its bench.py), prompt (reading one) or repeat "
+            "(continuing a text that repeats itself)."
         ),
     ] = "short-prompts",
     requests: Annotated[
         int | None,
-        typer.Option("--requests", "--prompts", help="Prompts; 4, nano-vllm's 256 or prompt's 1 if left out."),
+        typer.Option("--requests", "--prompts", help="Prompts; 4, nano-vllm's 256 or prompt's 1 if left out.", min=1),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="short-prompts, repeat: new tokens of each prompt.")] = 100,
     prompt_tokens: Annotated[int, typer.Option(help="prompt: tokens of each.", min=1)] = 512,
@@ -52,8 +39,8 @@ def text(
     temperature: Annotated[
         float | None, typer.Option(help="0.7 for short-prompts, 0.6 for nano-vllm, 0 for others, if left out.")
     ] = None,
-    runs: Annotated[int, typer.Option(help="Counted rounds.", min=1)] = 10,
-    warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 1,
+    runs: Runs = 10,
+    warmup: Warmup = 1,
     against: Annotated[
         str | None,
         typer.Option(
@@ -85,44 +72,31 @@ def text(
 
         verax bench text --against llama.cpp,verax --quantization int8 --temperature 0
 
-        verax bench text --against llama.cpp --prompts 1
-
         verax bench text --workload nano-vllm --requests 8 --scale 0.1
-
-        verax bench text --workload prompt --against transformers
 
         verax bench text --workload repeat --speculative-config '{"method": "ngram", "num_speculative_tokens": 7}'
 
-        verax bench text --shapes hybrid --against transformers
-
         verax bench text --shapes moe --against transformers --prompts 1
     """
-    from verax.bench.text.run import bench_text
-    from verax.bench.text.workload import WORKLOADS, nano_vllm, prompt, repeat, short_prompts
+    from verax.bench.text.cases import bench_text
+    from verax.bench.text.workload import WORKLOADS
 
     if workload not in WORKLOADS:
         raise typer.BadParameter(f"--workload: expected {', '.join(WORKLOADS)}, got {workload!r}")
-    if requests is not None and requests < 1:
-        raise typer.BadParameter("--requests: at least 1")
     if scale <= 0:
         raise typer.BadParameter("--scale: more than 0")
-    given = options.given(temperature=temperature, requests=requests)
-
-    def make(vocab_size: int) -> Workload:
-        if workload == "short-prompts":
-            return short_prompts(vocab_size, max_tokens=max_tokens, **given)
-        if workload == "prompt":
-            return prompt(vocab_size, tokens=prompt_tokens, **given)
-        if workload == "repeat":
-            return repeat(vocab_size, max_tokens=max_tokens, trained=model is not None, **given)
-        return nano_vllm(vocab_size, scale=scale, **given)
-
+    sizes = {
+        "short-prompts": {"max_tokens": max_tokens},
+        "nano-vllm": {"scale": scale},
+        "prompt": {"tokens": prompt_tokens},
+        "repeat": {"max_tokens": max_tokens, "trained": model is not None},
+    }[workload] | options.given(temperature=temperature, requests=requests)
     result = bench_text(
         model,
-        make,
+        lambda vocab_size: WORKLOADS[workload](vocab_size, **sizes),
         runs=runs,
         warmup=warmup,
-        against=tuple(name.strip() for name in against.split(",")) if against else (),
+        against=names(against),
         dtype=dtype,
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
@@ -134,56 +108,7 @@ def text(
     show(result, output, as_json)
 
 
-@app.command("ops")
-def operations(
-    size_in: Annotated[int, typer.Option(help="Inputs of the linear operation.", min=1)] = 4096,
-    size_out: Annotated[int, typer.Option(help="Outputs of the linear operation.", min=1)] = 11008,
-    rows: Annotated[str, typer.Option(help="Rows of the input, one case each.")] = "1,2,4,8,16,32,128",
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            help="float32, bfloat16, int8, int8-32, int8-128, int4-32, int4-128, int4-128-zeros, float8-128, or a GGUF "
-            "type Q4_K; all if left out."
-        ),
-    ] = None,
-    only: Annotated[str | None, typer.Option(help="linear, grouped, attention or conv; all if left out.")] = None,
-    runs: Annotated[int, typer.Option(help="Counted rounds.", min=1)] = 10,
-    warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 2,
-    against: Annotated[str | None, typer.Option(help="torch: time its operations too, interleaved.")] = None,
-    output: Output = None,
-    as_json: options.Json = False,
-) -> None:
-    """Each implementation of an operation by itself, beside torch and the machine's measured limits.
-
-    Examples:
-
-        verax bench ops --against torch
-
-        verax bench ops --only linear --size-in 1024 --size-out 3072 --rows 1,4 --weights bfloat16,int8
-    """
-    from verax.bench.ops.linear import WEIGHTS
-    from verax.bench.ops.run import OPERATIONS, bench_ops
-
-    try:
-        counts = [int(count) for count in rows.split(",")]
-    except ValueError:
-        counts = []
-    if not counts or min(counts) < 1:
-        raise typer.BadParameter(f"--rows: expected numbers from 1 such as 1,4,16, got {rows!r}")
-    result = bench_ops(
-        size_in=size_in,
-        size_out=size_out,
-        rows=counts,
-        weights=weights.split(",") if weights else list(WEIGHTS),
-        operations=only.split(",") if only else OPERATIONS,
-        against=tuple(against.split(",")) if against else (),
-        runs=runs,
-        warmup=warmup,
-    )
-    show(result, output, as_json)
-
-
-@app.command("quality")
+@app.command()
 def quality(
     model: options.Model = None,
     text: Annotated[
@@ -220,18 +145,18 @@ def quality(
         variants=[name.strip() for name in variants.split(";")] if variants else None,
         tokens=tokens,
         additions=additions,
-        against=[against] if against else (),
+        against=names(against),
     )
     show(result, output, as_json)
 
 
-@app.command("embed")
-def embeddings(
+@app.command()
+def embed(
     model: options.Model = None,
-    sentences: Annotated[int, typer.Option(help="How many.", min=1)] = 512,
+    sentences: Annotated[int, typer.Option(help="Number of texts.", min=1)] = 512,
     batch_size: Annotated[int, typer.Option(help="Most sentences in one call.", min=1)] = 32,
-    runs: Annotated[int, typer.Option(help="Counted rounds.", min=1)] = 10,
-    warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 1,
+    runs: Runs = 10,
+    warmup: Warmup = 1,
     against: Annotated[
         str | None,
         typer.Option(
@@ -252,15 +177,11 @@ def embeddings(
 
         verax bench embed --against transformers
 
-        verax bench embed --model BAAI/bge-small-en-v1.5 --dtype bfloat16
-
-        verax bench embed --shapes modernbert --sentences 128 --against transformers
-
         verax bench embed --against openvino,onnxruntime --latency --sentences 64
 
         verax bench embed --against openvino-int8,onnxruntime-int8 --quantization int8
     """
-    from verax.bench.embed.run import bench_embed
+    from verax.bench.embed.cases import bench_embed
 
     result = bench_embed(
         model,
@@ -268,7 +189,7 @@ def embeddings(
         batch_size=batch_size,
         runs=runs,
         warmup=warmup,
-        against=tuple(against.split(",")) if against else (),
+        against=names(against),
         dtype=dtype,
         quantization=quantization,
         shapes=shapes,
@@ -277,56 +198,7 @@ def embeddings(
     show(result, output, as_json)
 
 
-@app.command("delta")
-def delta(
-    only: Annotated[
-        str | None, typer.Option(help="rule, layer, gated, gradient, decode, encoder; all of them if left out.")
-    ] = None,
-    configurations: Annotated[
-        str | None, typer.Option("--configs", help="Small, Medium, Large; all of them if left out.")
-    ] = None,
-    against: Annotated[
-        str | None,
-        typer.Option(help="torch, cython, torch.compile, transformers, fla; what there is of them if left out."),
-    ] = None,
-    runs: Annotated[int | None, typer.Option(help="Counted rounds; 10, or 3 if quick.", min=1)] = None,
-    warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 1,
-    quick: Annotated[bool, typer.Option("--quick", help="The smallest configuration, without torch.compile.")] = False,
-    output: Output = None,
-    as_json: options.Json = False,
-) -> None:
-    """The delta rules beside PyTorch, equal work on the same device.
-
-    Runs on JAX's default device; JAX_PLATFORMS=cpu takes the CPU of a machine with a GPU. A plot is written beside the
-    other files of --output.
-
-    Examples:
-
-        verax bench delta --quick
-
-        verax bench delta --only gated,decode --against transformers --output benchmarks/results
-    """
-    from verax._optional import load_pyplot
-    from verax.bench.delta.page import plot
-    from verax.bench.delta.run import bench_delta
-    from verax.bench.delta.sizes import CONFIGURATIONS, SECTIONS
-
-    if output is not None:
-        load_pyplot()  # before the work, not after it
-    result = bench_delta(
-        sections=only.split(",") if only else SECTIONS,
-        configurations=configurations.split(",") if configurations else list(CONFIGURATIONS)[: 1 if quick else None],
-        against=against.split(",") if against else None,
-        without=("torch.compile",) if quick else (),
-        runs=runs or (3 if quick else 10),
-        warmup=warmup,
-    )
-    path = show(result, output, as_json)
-    if path is not None:
-        plot(result, path.with_suffix(".png"))
-
-
-@app.command("video")
+@app.command()
 def video(
     size: Annotated[str, typer.Option(help="1.3b or 14b: image to video. 5b: text and image. tiny.")] = "1.3b",
     stage: Annotated[
@@ -338,11 +210,11 @@ def video(
     attention: Annotated[str, typer.Option(help="Implementation that the transformer is timed with.")] = "auto",
     memory: Annotated[
         str | None,
-        typer.Option(help="Implementations whose memory is planned, which needs no run: auto,chunked,standard,flash."),
+        typer.Option(help="Implementations whose memory is planned, which runs nothing: auto,chunked,standard,flash."),
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Layers of transformer and text encoder; all.", min=1)] = None,
     runs: Annotated[int, typer.Option(help="Counted rounds; 0 for memory only.", min=0)] = 3,
-    warmup: Annotated[int, typer.Option(help="Rounds before them.", min=0)] = 1,
+    warmup: Warmup = 1,
     against: Annotated[
         str | None,
         typer.Option(help="diffusers, torch.compile, openvino or some with commas: run them too, interleaved."),
@@ -351,7 +223,7 @@ def video(
     output: Output = None,
     as_json: options.Json = False,
 ) -> None:
-    """Stages of SkyReels-V2's pipeline with random weights in its real sizes, beside diffusers with the same.
+    """Stages of SkyReels-V2's pipeline with random weights in its real sizes, compared with diffusers.
 
     Examples:
 
@@ -361,32 +233,29 @@ def video(
 
         verax bench video --runs 0 --memory auto,chunked,standard --frames 57 --height 544 --width 960
     """
-    from verax.bench.video.cases import STAGES
-    from verax.bench.video.run import bench_video
+    from verax.bench.video.cases import bench_video
+    from verax.bench.video.work import STAGES
 
-    counts = frames.split(",")
-    if not all(count.isdigit() for count in counts):
-        raise typer.BadParameter(f"--frames: expected numbers such as 9,17,57, got {frames!r}")
     if runs == 0 and not memory:
         raise typer.BadParameter("--runs 0: nothing would be measured; with --memory it is memory only")
     result = bench_video(
         size=size,
-        stages=STAGES if stage == "all" else stage.split(","),
-        frames=[int(count) for count in counts],
+        stages=STAGES if stage == "all" else names(stage),
+        frames=numbers("--frames", frames, int),
         height=height,
         width=width,
         dtype=dtype,
         attention=attention,
-        memory=memory.split(",") if memory else (),
+        memory=names(memory),
         layers=layers,
         runs=runs,
         warmup=warmup,
-        against=against.split(",") if against else (),
+        against=names(against),
     )
     show(result, output, as_json)
 
 
-@app.command("teacache")
+@app.command()
 def teacache(
     model: Annotated[
         str | None, typer.Option("--model", "-m", help="A folder of SkyReels-V2 or Wan2.1, or its hub id.")
@@ -405,7 +274,7 @@ def teacache(
     output: Output = None,
     as_json: options.Json = False,
 ) -> None:
-    """Cost of TeaCache in quality, and the time that it saves: clips with it beside the same clips without.
+    """Cost of TeaCache in quality, and the time that it saves: clips with it and the same clips without.
 
     Examples:
 
@@ -415,14 +284,10 @@ def teacache(
     """
     from verax.bench.video.teacache import bench_teacache
 
-    try:
-        values = [float(value) for value in thresholds.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(f"--thresholds: expected numbers such as 0.1,0.2, got {thresholds!r}") from error
     result = bench_teacache(
         model,
         prompts=read_lines(prompts) if prompts else (),
-        thresholds=values,
+        thresholds=numbers("--thresholds", thresholds, float),
         dtype=dtype,
         image=image,
         num_frames=num_frames,
@@ -432,3 +297,96 @@ def teacache(
         seed=seed,
     )
     show(result, output, as_json)
+
+
+@app.command()
+def ops(
+    size_in: Annotated[int, typer.Option(help="Inputs of the linear operation.", min=1)] = 4096,
+    size_out: Annotated[int, typer.Option(help="Outputs of the linear operation.", min=1)] = 11008,
+    rows: Annotated[str, typer.Option(help="Rows of the input, one case each.")] = "1,2,4,8,16,32,128",
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            help="float32, bfloat16, int8, int8-32, int8-128, int4-32, int4-128, int4-128-zeros, float8-128, or a GGUF "
+            "type Q4_K; all if left out."
+        ),
+    ] = None,
+    only: Annotated[str | None, typer.Option(help="linear, grouped, attention or conv; all if left out.")] = None,
+    runs: Runs = 10,
+    warmup: Warmup = 2,
+    against: Annotated[str | None, typer.Option(help="torch: time its operations too, interleaved.")] = None,
+    output: Output = None,
+    as_json: options.Json = False,
+) -> None:
+    """Each implementation of an operation by itself, compared with torch and the machine's measured limits.
+
+    Examples:
+
+        verax bench ops --against torch
+
+        verax bench ops --only linear --size-in 1024 --size-out 3072 --rows 1,4 --weights bfloat16,int8
+    """
+    from verax.bench.ops.cases import OPERATIONS, bench_ops
+
+    counts = numbers("--rows", rows, int)
+    if min(counts) < 1:
+        raise typer.BadParameter(f"--rows: expected numbers from 1, got {rows!r}")
+    result = bench_ops(
+        size_in=size_in,
+        size_out=size_out,
+        rows=counts,
+        weights=names(weights) or None,
+        operations=names(only) or OPERATIONS,
+        against=names(against),
+        runs=runs,
+        warmup=warmup,
+    )
+    show(result, output, as_json)
+
+
+@app.command()
+def delta(
+    only: Annotated[
+        str | None, typer.Option(help="rule, layer, gated, gradient, decode, encoder; all of them if left out.")
+    ] = None,
+    configurations: Annotated[
+        str | None, typer.Option("--configs", help="Small, Medium, Large; all of them if left out.")
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(help="torch, cython, torch.compile, transformers, fla; the installed ones if left out."),
+    ] = None,
+    runs: Annotated[int | None, typer.Option(help="Counted rounds; 10, or 3 if quick.", min=1)] = None,
+    warmup: Warmup = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="The smallest configuration, without torch.compile.")] = False,
+    output: Output = None,
+    as_json: options.Json = False,
+) -> None:
+    """The delta rules compared with PyTorch, equal work on the same device.
+
+    Runs on JAX's default device; JAX_PLATFORMS=cpu takes the CPU of a machine with a GPU. A plot is written next to the
+    other files of --output.
+
+    Examples:
+
+        verax bench delta --quick
+
+        verax bench delta --only gated,decode --against transformers --output results
+    """
+    from verax import plots
+    from verax.bench.delta.cases import CONFIGURATIONS, SECTIONS, bench_delta
+    from verax.bench.results import plot
+
+    if output is not None:
+        plots.pyplot("bench")  # an error before the work, not after it
+    result = bench_delta(
+        sections=names(only) or tuple(SECTIONS),
+        configurations=names(configurations) or list(CONFIGURATIONS)[: 1 if quick else None],
+        against=names(against) or None,
+        without=("torch.compile",) if quick else (),
+        runs=runs or (3 if quick else 10),
+        warmup=warmup,
+    )
+    path = show(result, output, as_json)
+    if path is not None:
+        plot(result, path.with_name(f"delta-{result['name']}.png"))

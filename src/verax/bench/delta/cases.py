@@ -1,0 +1,247 @@
+"""Delta rules compared with PyTorch, with equal work on all sides, which are checked before they are timed."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from verax import progress
+from verax.bench.delta.baselines import find_baselines
+from verax.bench.harness import Benchmark, Case, Side, case_result, check_names, limit_seconds, time_sides
+from verax.bench.results import number, outliers, rounds, slug, spread, table
+from verax.bench.timing import UNTIMED
+from verax.errors import VeraxError
+from verax.machine import peak_growth
+from verax.ops.cpu import library
+
+__all__ = ["CONFIGURATIONS", "SECTIONS", "bench_delta", "check", "delta_result", "error_ratio", "measure"]
+
+CONFIGURATIONS = {"Small": (1, 4, 64), "Medium": (2, 8, 128), "Large": (4, 16, 256)}
+"""Configurations of the earlier port: batch, chunks, tokens of a chunk; 12 heads."""
+
+SECTIONS = {
+    "rule": "LAM's published rule by itself",
+    "layer": "LAM's layer",
+    "gated": "The exact gated delta rule",
+    "gradient": "The exact gated delta rule, forward and backward",
+    "decode": "A decode step of the gated rule",
+    "encoder": "LAM's sentence encoder",
+}
+"""Sections by name, with their titles."""
+
+
+def bench_delta(
+    *,
+    sections: Sequence[str] = tuple(SECTIONS),
+    configurations: Sequence[str] = tuple(CONFIGURATIONS),
+    against: Sequence[str] | None = None,
+    without: Sequence[str] = (),
+    runs: int,
+    warmup: int,
+) -> dict[str, Any]:
+    """Time the delta rules and PyTorch's, interleaved, on JAX's default device.
+
+    The arguments are the options of `verax bench delta`; without `against`, all available baselines except those in
+    `without`. Every side is checked first: its outputs' shapes, dtypes and device, and their error against float64.
+
+    Raises:
+        InvalidParameterError: for an unknown name, or if JAX runs where torch does not.
+        MissingDependencyError: without torch, or without something that `against` names.
+        VeraxError: if two sides do not compute the same thing where they claim to.
+    """
+    from verax.bench.delta.gated import batch_cases, decode_cases
+    from verax.bench.delta.lam import encoder_cases, layer_cases, rule_cases
+
+    check_names("sections", sections, SECTIONS)
+    check_names("configurations", configurations, CONFIGURATIONS)
+    with tempfile.TemporaryDirectory(prefix="verax-bench-") as folder, progress.bar("measuring") as report:
+        baselines = find_baselines(against, Path(folder), without=without)
+        benchmark, cases = Benchmark("delta"), []
+        chosen = {name: CONFIGURATIONS[name] for name in configurations}
+        makers = {
+            "rule": lambda: rule_cases(chosen, baselines),
+            "layer": lambda: layer_cases(chosen, baselines),
+            "gated": lambda: batch_cases("gated", chosen, baselines),
+            "gradient": lambda: batch_cases("gradient", chosen, baselines),
+            "decode": lambda: decode_cases(baselines),
+            "encoder": lambda: encoder_cases(baselines),
+        }
+        for section in sections:
+            for case in makers[section]():
+                shown = lambda done, total, note, case=case: report(done, total, f"{case.group}, {case.name}: {note}")
+                cases.append(measure(case, benchmark.limits, runs=runs, warmup=warmup, report=shown))
+    settings = {
+        "operations": list(sections),
+        "configurations": list(configurations),
+        "against": list(baselines.names),
+        "runs": runs,
+        "warmup": warmup,
+        "untimed": UNTIMED,
+        "cpu_level": library.level(),
+    }
+    notes = [f"- Left out: {name} ({why})." for name, why in baselines.skipped.items()]
+    if baselines.cython_s:
+        notes.append(f"- Cython and the C++ compiler took {baselines.cython_s:.1f} s, once for all.")
+    return delta_result(
+        benchmark,
+        cases,
+        settings,
+        notes,
+        baselines.versions,
+        skipped=baselines.skipped,
+        cython_s=baselines.cython_s,
+    )
+
+
+def delta_result(
+    benchmark: Benchmark,
+    cases: Sequence[dict[str, Any]],
+    settings: Mapping[str, Any],
+    notes: Sequence[str],
+    versions: Mapping[str, Any],
+    **rest: Any,
+) -> dict[str, Any]:
+    """Result of measured cases, with a table for each section."""
+    chosen = settings["configurations"]
+    some = [name.lower() for name in chosen if len(chosen) < len(CONFIGURATIONS)]
+    timed = {f"{case['case']}, {name}": side for case in cases for name, side in case["sides"].items()}
+    reasons = {f"- Left out: {name}: {why}" for case in cases for name, why in case["skipped"].items()}
+    return benchmark.result(
+        slug(*settings["operations"], *some),
+        title=f"Delta rules compared with PyTorch, on {jax.default_backend()}",
+        intro=f"{rounds(settings)}; the sides take turns in a round, and begin each turn with a call that does not "
+        f"count. CPU kernels: {settings['cpu_level'] or 'none'}. Every side's outputs were on that device, in the same "
+        "shapes. Error is the root mean square of the difference from float64 over the root mean square of the result. "
+        "GFLOP are products of the implementation that runs. The limit is the products at the measured rate, or what "
+        "has to be moved at the measured bandwidth if that is longer. Peak is memory beyond the arguments. 'verax is' "
+        "the factor by which it is faster: the median over the rounds of the ratio within a round.",
+        settings=settings,
+        versions=versions,
+        tables=[
+            _table(section, [case for case in cases if case["group"] == section]) for section in settings["operations"]
+        ],
+        notes=[*outliers(timed), *sorted(reasons), *notes],
+        cases=list(cases),
+        **rest,
+    )
+
+
+def _table(section: str, cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    sizes = (f"{case['case']}: " + ", ".join(f"{name} {n}" for name, n in case["sizes"].items()) for case in cases)
+    optional = lambda key, form, scale=1.0: lambda row: "" if row[2][key] is None else format(row[2][key] * scale, form)
+    columns = {
+        "case": lambda row: row[0]["case"],
+        "side": lambda row: f"**{row[1]}**" if row[1] == row[0]["chosen"] else row[1],
+        "median ms": lambda row: number(1e3 * row[2]["median_s"]),
+        "P10-P90 ms": lambda row: spread(row[2]),
+        "verax is": lambda row: f"{row[0]['ratios'][row[1]]:.2f}x" if row[1] in row[0]["ratios"] else "",
+        "compile s": optional("compile_s", ".1f"),
+        "peak MB": optional("peak_bytes", ".0f", 1e-6),
+        "GFLOP": lambda row: number(row[2]["flops"] / 1e9),
+        "GFLOP/s": lambda row: f"{row[2]['rate'] / 1e9:.0f}",
+        "GB/s": lambda row: f"{row[2]['gb_per_s']:.1f}",
+        "of the limit": lambda row: f"{100 * row[2]['fraction_of_limit']:.0f}%",
+        "error": lambda row: f"{row[2]['error']:.0e}",
+    }
+    rows = ((case, name, side) for case in cases for name, side in case["sides"].items())
+    return table(rows, columns, title=SECTIONS[section], note="; ".join(sizes) + "." if cases else "")
+
+
+def measure(
+    case: Case,
+    limits: Mapping[str, float],
+    *,
+    runs: int,
+    warmup: int,
+    report: Callable[[int, int, str], None] | None = None,
+) -> dict[str, Any]:
+    """Check every side, then time them in turn; one of a result's cases.
+
+    Raises:
+        VeraxError: if a side computes something else, or elsewhere, than it claims.
+    """
+    platform = jax.default_backend()
+    errors = {name: check(case, name, platform) for name in case.sides}
+    peaks = {name: _peak_bytes(side, platform) for name, side in case.sides.items()}
+    samples = time_sides(case.sides, runs=runs, warmup=warmup, short=True, report=report)
+    more = {"sizes": dict(case.sizes), "bytes_moved": case.bytes_moved, "tolerance": case.tolerance}
+    measured = {
+        "group": case.group,
+        **case_result(case.name, case.chosen, samples, 1.0, **more, skipped=dict(case.skipped)),
+    }
+    for name, side in case.sides.items():
+        median = samples[name].median
+        limit = limit_seconds(limits, bytes_moved=case.bytes_moved, flops=side.flops, dtype=side.dtypes[0])
+        measured["sides"][name] |= {
+            "rate": side.flops / median,
+            "flops": side.flops,
+            "gb_per_s": case.bytes_moved / median / 1e9,
+            "limit_s": limit,
+            "fraction_of_limit": limit / median,
+            "dtype": side.dtypes[0],
+            "compile_s": side.compile_s,
+            "peak_bytes": peaks[name],
+            "error": errors[name],
+            "platform": platform,
+        }
+    return measured
+
+
+def check(case: Case, name: str, platform: str) -> float:
+    """Largest error ratio of a side's outputs, after a check of their shapes, dtypes and devices.
+
+    Raises:
+        VeraxError: if a side computes something else, or elsewhere, than it claims.
+    """
+    side, errors = case.sides[name], []
+    for i, (output, expected) in enumerate(zip(side.call(), case.expected, strict=True)):
+        found = tuple(output.shape), str(output.dtype).removeprefix("torch."), _platform(output)
+        claimed = expected.shape, side.dtypes[min(i, len(side.dtypes) - 1)], platform
+        if found != claimed:
+            raise VeraxError(f"{case.name}, {name}: output {i} is {found}; it claims to be {claimed}")
+        array = output if isinstance(output, jax.Array) else output.detach().cpu().double()
+        errors.append(error_ratio(np.asarray(array, np.float64), expected))
+    if not max(errors) <= case.tolerance:
+        raise VeraxError(
+            f"{case.name}, {name}: computes something else: its error against float64 is {max(errors):.2g} of the "
+            f"result, more than {case.tolerance:.2g}"
+        )
+    return max(errors)
+
+
+def error_ratio(found: np.ndarray, expected: np.ndarray) -> float:
+    """Root mean square of the difference over the root mean square of what is expected."""
+    return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
+
+
+def _platform(array: Any) -> str:
+    if isinstance(array, jax.Array):
+        return " and ".join(sorted({device.platform for device in array.devices()}))
+    return "gpu" if array.device.type == "cuda" else array.device.type
+
+
+def _peak_bytes(side: Side, platform: str) -> int | None:
+    """Memory of one call beyond its arguments: measured on a CPU and for torch, XLA's plan on other devices."""
+    if platform == "cpu":
+        gc.collect()
+        if sys.platform == "linux":
+            # Freed memory that the C library keeps would be used again, and not counted.
+            getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
+        with peak_growth() as growth:
+            side.call()
+        return growth()
+    if side.planned_bytes is not None:
+        return side.planned_bytes
+    cuda = sys.modules["torch"].cuda
+    cuda.reset_peak_memory_stats()
+    before = cuda.memory_allocated()
+    side.call()
+    return cuda.max_memory_allocated() - before

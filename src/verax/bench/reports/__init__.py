@@ -1,1 +1,0 @@
-"""The earlier ports' tables, measured again: `verax bench reports`."""

@@ -1,0 +1,323 @@
+"""Text generation: workloads, our engine, and transformers and llama.cpp on the same weights."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from verax import checkpoint, ops, progress
+from verax.bench.harness import (
+    Benchmark,
+    Side,
+    case_result,
+    check_names,
+    checkpoint_folder,
+    product_weights,
+    time_sides,
+)
+from verax.bench.results import model_name, outliers, rounds, side_table, slug, table
+from verax.bench.text.workload import Workload
+from verax.errors import InvalidParameterError
+from verax.loading import load_causal_lm
+from verax.machine import measure_bandwidth, peak_growth
+from verax.models import causal_lm
+from verax.ops.paged import QuantizedPages
+from verax.shapes import SHAPES
+from verax.text.engine.llm import LLM
+from verax.text.engine.sampling_params import SamplingParams
+from verax.text.step.step import StepShape
+
+__all__ = ["BASELINES", "bench_text"]
+
+BASELINES = ("transformers", "llama.cpp", "verax")
+"""Sides of a text benchmark besides ours; the last is our own, unquantised."""
+
+USUAL_PROMPTS = {"short-prompts": 4, "prompt": 1, "repeat": 1}
+"""Prompts of a workload if no other number is given."""
+
+
+def bench_text(
+    model: str | None,
+    make_workload: Callable[[int], Workload],
+    *,
+    runs: int,
+    warmup: int,
+    against: tuple[str, ...] = (),
+    dtype: str = "bfloat16",
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
+    max_num_seqs: int | None = None,
+    decode_breakdown: bool = False,
+    shapes: str = "qwen3",
+    speculative_config: str | None = None,
+) -> dict[str, Any]:
+    """Run a workload on our engine and, interleaved, on others: a result of the format of `verax.bench.results`.
+
+    The arguments are the options of `verax bench text`; `make_workload` is a function of the vocabulary's size.
+
+    Raises:
+        InvalidParameterError: for an unknown name, or sides that do not fit the model.
+        MissingDependencyError: if a baseline is not installed.
+    """
+    check_names("shapes", [shapes], SHAPES)
+    check_names("against", against, BASELINES)
+    if "verax" in against and quantization is None:
+        raise InvalidParameterError("against: verax is our side unquantised; give quantization as well")
+    benchmark = Benchmark("text")
+    with checkpoint_folder(model, dtype, SHAPES[shapes][1]) as folder, contextlib.ExitStack() as stack:
+        opened = checkpoint.Checkpoint.open(folder)
+        sizes = causal_lm(opened.config)[1]
+        workload = make_workload(sizes.vocab_size)
+        begin = time.perf_counter()
+        with peak_growth() as loading:
+            module = load_causal_lm(opened, dtype=dtype, quantization=quantization)
+        load_seconds = time.perf_counter() - begin
+        sized = {
+            "max_num_seqs": max_num_seqs or min(len(workload.prompts), 256),
+            "max_model_len": workload.longest,
+            "kv_cache_dtype": kv_cache_dtype,
+        }
+        llm = LLM.from_module(module, speculative_config=speculative_config, **sized)
+        runner = llm.engine.runner
+        sides: dict[str, Side] = {}
+        for name in against:
+            if name == "transformers":
+                from verax.bench.text.transformers import transformers_sides
+
+                sides |= transformers_sides(opened, dtype, workload)
+            elif name == "llama.cpp":
+                from verax.bench.text.llama_cpp import llama_cpp_sides
+
+                sides |= llama_cpp_sides(opened, quantization or dtype, workload, stack)
+            else:
+                unquantised = LLM.from_module(load_causal_lm(opened, dtype=dtype), **sized)
+                sides[f"verax {dtype}"] = Side(partial(_generate, unquantised, workload))
+        if speculative_config is not None:
+            sides["verax without drafts"] = Side(partial(_generate_without_drafts, llm, workload))
+        sides["verax"] = Side(partial(_generate, llm, workload))
+        compiled = runner.num_compiled()
+        with progress.bar("measuring") as report:
+            samples = time_sides(sides, runs=runs, warmup=warmup, report=report)
+        timed = samples.get("verax without drafts", samples["verax"])  # with drafts there are fewer steps
+        steps = workload.steps(runner.config.max_num_seqs)
+        # The output head has a product only for a token that another is drawn after; a last token is not read.
+        head = sizes.vocab_size * sizes.hidden_size
+        layers = product_weights(opened, tables=None if module.config.tie_word_embeddings else "embed_tokens") - head
+        positions = workload.prompt_tokens + workload.new_tokens - len(workload.prompts)
+        products = (layers - _unused_weights(opened, sizes)) * positions + head * workload.new_tokens
+        moved = runner.weight_bytes - _unread_bytes(module, runner.config.max_num_seqs)
+        work = benchmark.against_limit(timed.median, bytes_moved=steps * moved, flops=2 * products, dtype=dtype)
+        measured: dict[str, Any] = {
+            "cases": [case_result("", "verax", samples, workload.counted_tokens)],
+            "work": {"steps": steps, **work},
+            "start_up": {
+                "load_s": load_seconds,
+                "weights_gb": runner.weight_bytes / 1e9,
+                "load_peak_gb": (loading() or 0) / 1e9 or None,
+                "compile_s": llm.compile_seconds,
+                "kv_cache": llm.kv_cache,
+                "programs": len(runner.config.shapes),
+                "compiled_during_runs": runner.num_compiled() - compiled,
+            },
+        }
+        if llm.spec_decode is not None:
+            rate = llm.spec_decode.acceptance_rate
+            measured["spec_decode"] = {**dataclasses.asdict(llm.spec_decode), "acceptance_rate": rate}
+        if decode_breakdown:
+            measured["decode_breakdown"] = _break_down_decode_step(
+                llm, rows=len(workload.prompts), length=workload.longest
+            )
+        settings = {
+            "model": model_name(model) if model else f"random weights, {SHAPES[shapes][0]}",
+            "shapes": None if model else shapes,
+            "dtype": dtype,
+            "quantization": quantization,
+            "kv_cache_dtype": kv_cache_dtype,
+            "speculative_config": None if speculative_config is None else json.loads(speculative_config),
+            "workload": workload.name,
+            "requests": len(workload.prompts),
+            "prompt_tokens": workload.prompt_tokens,
+            "new_tokens": workload.new_tokens,
+            "temperature": workload.temperature,
+            "runs": runs,
+            "warmup": warmup,
+            "max_num_seqs": runner.config.max_num_seqs,
+        }
+        versions = {key: value for side in sides.values() for key, value in side.versions.items()}
+        return benchmark.result(settings=settings, versions=versions, **_page(settings, measured), **measured)
+
+
+def _generate(llm: LLM, workload: Workload) -> object:
+    # Each run reads its prompts again: what the prefix cache kept of the run before would be a gift.
+    llm.engine.scheduler.blocks.reset_prefix_cache()
+    outputs = llm.generate([list(prompt) for prompt in workload.prompts], workload.params(), use_tqdm=False)
+    assert sum(len(output.outputs[0].token_ids) for output in outputs) == workload.new_tokens
+    return outputs
+
+
+def _generate_without_drafts(llm: LLM, workload: Workload) -> object:
+    speculator, llm.engine.speculator = llm.engine.speculator, None
+    try:
+        return _generate(llm, workload)
+    finally:
+        llm.engine.speculator = speculator
+
+
+def _unread_bytes(module: Any, rows: int) -> float:
+    """Bytes of experts that a step of `rows` tokens does not read; 0 for a dense model.
+
+    The mean over choices in which each expert is as likely as the others.
+    """
+    if (experts := getattr(module.config, "experts", None)) is None:
+        return 0.0
+    leaves = nnx.to_flat_state(nnx.state(module))
+    stored = sum(leaf.get_value().nbytes for path, leaf in leaves if "experts" in path)
+    return stored * (1 - experts.num_experts_per_tok / experts.num_experts) ** rows
+
+
+def _unused_weights(opened: checkpoint.Checkpoint, config: Any) -> float:
+    """Number of weights of experts that a token does not pass; 0 for a dense model."""
+    if (experts := getattr(config, "experts", None)) is None:
+        return 0.0
+    stored = sum(math.prod(opened.shape(name)) for name in opened.names() if ".experts." in name)
+    return stored * (1 - experts.num_experts_per_tok / experts.num_experts)
+
+
+def _no_write(
+    cache: ops.Pages, x: Float[Array, "T K H"], pages: Int[Array, "T"], offsets: Int[Array, "T"]
+) -> ops.Pages:
+    # One value is still written: XLA drops the products that make x if nothing reads it.
+    if isinstance(cache, QuantizedPages):
+        return cache._replace(values=_first_replaced(cache.values, x))
+    return _first_replaced(cache, x)
+
+
+def _first_replaced(values: Array, x: Float[Array, "T K H"]) -> Array:
+    # Not `.at[].set`: XLA scatters one bfloat16 at the price of the whole cache.
+    one = x[:1, :1, :1].astype(values.dtype).reshape((1,) * values.ndim)
+    return jax.lax.dynamic_update_slice(values, one, (0,) * values.ndim)
+
+
+LADDER: tuple[tuple[str, dict[str, Callable[..., Any]]], ...] = (
+    ("sampling beyond an argmax", {"sample": lambda logits, *state: jnp.argmax(logits, axis=-1).astype(jnp.int32)}),
+    ("attention", {"paged_decode_attention": lambda q, *cache, **options: q}),
+    ("cache writes", {"write_pages": _no_write}),
+)
+"""Parts of a decode step, in the order in which they are replaced by nothing."""
+
+
+def _break_down_decode_step(llm: LLM, *, rows: int, length: int) -> dict[str, Any]:
+    """Milliseconds of a decode step of `rows` sequences of about `length` tokens, by part; the bandwidth reached.
+
+    What is left without attention, cache writes and sampling is weights: matmuls, norms and the like. The host's part
+    (scheduling and packing) is not one of the parts: it runs while the device computes.
+    """
+    runner = llm.engine.runner
+    rows = min(rows, runner.config.max_num_seqs)
+    host_ms, packed, shape = _prepare(llm, rows, length)
+    variants, skipped = {"whole step": runner.compile_with_implementations(shape)}, {}
+    for part, choice in LADDER:
+        skipped.update(choice)
+        variants[f"without {part}"] = runner.compile_with_implementations(shape, **skipped)
+    sides = {name: Side(lambda step=step: jax.block_until_ready(step(packed))) for name, step in variants.items()}
+    samples = time_sides(sides, runs=15, warmup=2)
+    times = [1e3 * side.median for side in samples.values()]
+    parts = {part: before - after for (part, _), before, after in zip(LADDER, times, times[1:], strict=False)}
+    bandwidth = measure_bandwidth()
+    reached = runner.weight_bytes / (times[0] / 1e3)
+    return {
+        "rows": rows,
+        "length": length,
+        "whole_ms": times[0],
+        "parts_ms": {"weights (matmuls, norms, rotary)": times[-1], **parts},
+        "host_ms": host_ms,
+        "weight_gb": runner.weight_bytes / 1e9,
+        "weight_gb_per_s": reached / 1e9,
+        "fraction_of_bandwidth": reached / bandwidth,
+    }
+
+
+def _prepare(llm: LLM, rows: int, length: int) -> tuple[float, np.ndarray, StepShape]:
+    """Real requests brought to `length` tokens; the host's milliseconds a step, and a step's input to repeat."""
+    engine, rng = llm.engine, np.random.default_rng(0)
+    prompt_length = max(1, min(length, llm.max_model_len) - 40)
+    params = SamplingParams(temperature=0.7, max_tokens=None, ignore_eos=True)
+    names = [
+        engine.add_request(rng.integers(3, engine.vocab_size, prompt_length).tolist(), params) for _ in range(rows)
+    ]
+    while any(sequence.num_to_compute != 1 for sequence in engine.scheduler.running) or engine.scheduler.waiting:
+        engine.advance()
+    begin = time.perf_counter()
+    schedule = engine.scheduler.schedule()
+    packed, shape, _ = engine.runner.pack(schedule)
+    host_ms = 1e3 * (time.perf_counter() - begin)
+    for name in names:
+        engine.abort(name)
+    return host_ms, packed, shape
+
+
+def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
+    """Name, title, intro, tables and notes of a result."""
+    weights, cache = settings["quantization"] or settings["dtype"], settings["kv_cache_dtype"]
+    precision = weights if cache == "auto" else f"{weights}, {cache} cache"
+    count, workload = settings["requests"], settings["workload"]
+    start, work = measured["start_up"], measured["work"]
+    drafts, case = settings["speculative_config"], measured["cases"][0]
+    notes = [
+        *outliers(case["sides"]),
+        f"verax read {work['bytes_moved'] / 1e9:.1f} GB of weights and did {work['flops'] / 1e12:.3g} TFLOP of "
+        f"products with them (attention left out): {work['gb_per_s']:.1f} GB/s, {work['gflop_per_s']:.0f} GFLOP/s, "
+        f"{100 * work['fraction_of_limit']:.0f}% of the measured limit.",
+        f"Start-up: weights of {start['weights_gb']:.2f} GB in {start['load_s']:.1f} s"
+        + (f" (memory grew by {start['load_peak_gb']:.2f} GB at most)" if start["load_peak_gb"] else "")
+        + f", {start['programs']} programs in {start['compile_s']:.1f} s; {start['compiled_during_runs']} compiled "
+        f"during the runs. Cache: {start['kv_cache']}.",
+    ]
+    if "spec_decode" in measured:
+        found = measured["spec_decode"]
+        notes.append(
+            f"Drafts of at most {drafts['num_speculative_tokens']} tokens: {found['num_accepted_tokens']} of "
+            f"{found['num_draft_tokens']} held ({found['acceptance_rate']:.0%}), in {found['num_drafts']} steps of a "
+            "sequence, warm-up included."
+        )
+    tables = [side_table(case, "tokens/s", digits=2, rate_digits=1)]
+    if "decode_breakdown" in measured:
+        step = measured["decode_breakdown"]
+        parts = {**step["parts_ms"], "host (while the device computes)": step["host_ms"]}
+        note = (
+            f"A step of {step['rows']} sequences of about {step['length']} tokens: {step['whole_ms']:.1f} ms, "
+            f"{step['weight_gb_per_s']:.1f} GB/s of weights, {100 * step['fraction_of_bandwidth']:.0f}% of the "
+            "measured bandwidth."
+        )
+        columns = {"part": lambda row: row[0], "ms": lambda row: f"{row[1]:.1f}"}
+        tables.append(table(parts.items(), columns, title="Parts of a decode step", note=note))
+    return {
+        "name": slug(
+            Path(settings["model"]).stem if settings["shapes"] is None else "",
+            workload,
+            settings["shapes"] if settings["shapes"] not in (None, "qwen3") else "",
+            precision,
+            "drafts" if drafts else "",
+            "" if count == USUAL_PROMPTS.get(workload, count) else f"{count} prompt{'s' if count > 1 else ''}",
+            f"{settings['prompt_tokens'] // count} tokens" if workload == "prompt" else "",
+        ),
+        "title": f"Text: {workload}, {settings['model']}, {precision}",
+        "intro": f"{count} prompts ({settings['prompt_tokens']} tokens), {settings['new_tokens']} new tokens, "
+        f"temperature {settings['temperature']}; {rounds(settings)}."
+        + (" Tokens are the prompts'." if workload == "prompt" else ""),
+        "tables": tables,
+        "notes": notes,
+    }

@@ -1,0 +1,185 @@
+"""`verax bench` over files of results: compare, docs, reports, accelerator; and what all its commands share."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from verax.cli import options
+
+__all__ = ["Output", "Runs", "Warmup", "accelerator", "compare", "docs", "names", "numbers", "reports", "show"]
+
+Number = TypeVar("Number", int, float)
+
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Write the result into this folder's file of the subject and processor."),
+]
+Runs = Annotated[int, typer.Option(help="Counted rounds.", min=1)]
+Warmup = Annotated[int, typer.Option(help="Rounds before them.", min=0)]
+
+
+def names(text: str | None) -> tuple[str, ...]:
+    """Names in a text, separated by commas; none of None."""
+    return tuple(name.strip() for name in text.split(",")) if text else ()
+
+
+def numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Number]:
+    """Numbers in a text, separated by commas.
+
+    Args:
+        option: that the text belongs to, for an error.
+        text: of the option.
+        kind: int or float.
+
+    Raises:
+        typer.BadParameter: if they are not numbers of this kind.
+    """
+    try:
+        return [kind(number) for number in text.split(",")]
+    except ValueError as error:
+        what = "whole numbers such as 1,8" if kind is int else "numbers such as 0.5,2"
+        raise typer.BadParameter(f"{option}: expected {what}, got {text!r}") from error
+
+
+def show(result: dict[str, Any], output: Path | None, as_json: bool) -> Path | None:
+    """Print a result as its page or as JSON, and write it if there is a folder; the path of its file."""
+    from verax.bench.results import markdown, write
+
+    sys.stdout.write(json.dumps(result, indent=2) + "\n" if as_json else markdown(result))
+    if output is None:
+        return None
+    path = write(result, output)
+    typer.echo(f"written: {path}", err=True)
+    return path
+
+
+def accelerator(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder of all files; finished parts in it are not repeated.")
+    ] = Path("accelerator"),
+    only: Annotated[str | None, typer.Option(help="Parts, separated by commas; all if left out.")] = None,
+    list_parts: Annotated[bool, typer.Option("--list", help="Print the parts, and run nothing.")] = False,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="The same parts at tiny sizes, on a machine without an accelerator.")
+    ] = False,
+    part_seconds: Annotated[float, typer.Option(help="Seconds after which a part is stopped.")] = 300.0,
+    seconds: Annotated[float, typer.Option(help="Seconds of the whole run; run it again for what is left.")] = 600.0,
+    as_json: options.Json = False,
+) -> None:
+    """Correctness and speed on one GPU or TPU, in parts, within ten minutes a run.
+
+    A part that fails is a line of the table. Exit status 1 if one failed or is left for the next run.
+
+    Examples:
+
+        verax bench accelerator --list
+
+        verax bench accelerator --output results
+
+        verax bench accelerator --rehearse --only operations
+    """
+    from verax.bench.accelerator import PARTS, bench_accelerator
+
+    if list_parts:
+        width = max(map(len, PARTS))
+        typer.echo("\n".join(f"{part.name:{width}}  {part.about}" for part in PARTS.values()))
+        return
+    result = bench_accelerator(
+        output,
+        only=names(only) or tuple(PARTS),
+        rehearse=rehearse,
+        part_seconds=part_seconds,
+        seconds=seconds,
+        report=lambda line: typer.echo(line, err=True),
+    )
+    show(result, output, as_json)
+    if not result["complete"]:
+        raise typer.Exit(1)
+
+
+def compare(
+    old: Annotated[Path, typer.Argument(help="A JSON that verax bench --output wrote.", exists=True, dir_okay=False)],
+    new: Annotated[Path, typer.Argument(help="A later one, of the same benchmark.", exists=True, dir_okay=False)],
+    threshold: Annotated[float, typer.Option(help="Change of time that matters, in percent.")] = 5.0,
+    confidence: Annotated[float, typer.Option(help="Of the intervals, in percent.")] = 95.0,
+    as_json: options.Json = False,
+) -> None:
+    """Changes of speed between two files of results, with confidence; exit status 1 if a side of verax is slower.
+
+    Prints Markdown, for a terminal or a pull request. A side counts as slower only if the whole interval of the ratio
+    of the medians is beyond the threshold; baselines are shown, and do not count.
+
+    Examples:
+
+        verax bench compare before.json after.json
+
+        verax bench compare before.json after.json --threshold 10 >> "$GITHUB_STEP_SUMMARY"
+    """
+    from verax.bench.compare import compare_results, read_timed, render
+
+    comparison = compare_results(
+        read_timed(old), read_timed(new), threshold=threshold / 100, confidence=confidence / 100
+    )
+    sys.stdout.write(json.dumps(comparison, indent=2) + "\n" if as_json else render(comparison))
+    if comparison["regressions"]:
+        raise typer.Exit(1)
+
+
+def docs(
+    results: Annotated[Path, typer.Option(help="Folder of results, as --output writes them.")] = Path(
+        "benchmarks/results"
+    ),
+    template: Annotated[Path, typer.Option(help="The page without its numbers.")] = Path(
+        "benchmarks/performance.template.md"
+    ),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("docs/performance.md"),
+) -> None:
+    """Write docs/performance.md from the results in the repository.
+
+    Examples:
+
+        verax bench text --against transformers --output benchmarks/results && verax bench docs
+    """
+    from verax.bench.docs import render
+    from verax.files import write_text
+
+    write_text(output, render(template, results))
+    typer.echo(f"written: {output}", err=True)
+
+
+def reports(
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller and fewer cases: minutes on two cores.")] = False,
+    only: Annotated[str | None, typer.Option(help="Names of reports, with commas; all of them if left out.")] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Write a page and a JSON for each into this folder.")
+    ] = Path("docs/reports"),
+    as_json: options.Json = False,
+) -> None:
+    """Every table of the earlier ports, measured again on this machine.
+
+    A table that cannot be made here states the reason.
+
+    Examples:
+
+        verax bench reports --quick
+
+        verax bench reports --only text,delta-rule --output reports
+    """
+    from verax.bench.reports import REPORTS, bench_reports, write_reports
+
+    results = bench_reports(
+        quick=quick,
+        only=names(only) or tuple(REPORTS),
+        report=lambda note: typer.echo(f"measuring {note}", err=True),
+    )
+    paths = write_reports(results, output)
+    if as_json:
+        sys.stdout.write(json.dumps(results, indent=2) + "\n")
+    for path in paths:
+        typer.echo(f"written: {path}", err=True)

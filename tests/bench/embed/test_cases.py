@@ -1,0 +1,84 @@
+"""The embedding benchmark on a tiny checkpoint: its numbers, its page, and what it refuses."""
+
+import json
+import sys
+
+import pytest
+
+from tests.support.tiny_encoder import tiny_encoder
+from verax import cli
+from verax.bench.embed.cases import bench_embed
+from verax.bench.results import markdown
+from verax.embed.encoder import Encoder
+from verax.errors import InvalidParameterError, MissingDependencyError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tiny_encoder(tmp_path_factory.mktemp("encoder")))
+
+
+def bench(folder, **options):
+    return bench_embed(folder, **{"sentences": 7, "batch_size": 3, "runs": 2, "warmup": 1, **options})
+
+
+def test_our_side_alone_compiles_nothing_while_it_is_timed(folder):
+    result = bench(folder)
+    (case,) = result["cases"]
+    side = case["sides"]["verax"]
+    assert list(case["sides"]) == ["verax"]
+    assert len(side["seconds"]) == 2
+    assert side["rate"] == 7 / side["median_s"]
+    assert result["compiled_during_runs"] == 0
+    assert (case["ratios"], result["chosen"], result["accuracy"]) == ({}, {}, {})
+    assert (result["settings"]["sentences"], result["settings"]["batch_size"]) == (7, 3)
+    assert result["name"] == "float32"
+    assert f"{side['median_s']:.3f}" in markdown(result)
+
+
+def test_latency_is_a_call_for_each_sentence(folder, monkeypatch):
+    encode, counts = Encoder.encode, []
+
+    def counted(self, texts, **options):
+        counts.append(len(texts))
+        return encode(self, texts, **options)
+
+    monkeypatch.setattr(Encoder, "encode", counted)
+    result = bench(folder, latency=True)
+    assert set(counts) == {1}
+    assert result["compiled_during_runs"] == 0
+    assert f"verax {1e3 * result['cases'][0]['sides']['verax']['median_s'] / 7:.2f} ms." in markdown(result)
+    assert result["name"] == "float32-latency"
+
+
+def test_a_quantised_side_is_compared_with_float32(folder):
+    result = bench(folder, quantization="int8")
+    distances = result["accuracy"]["verax"]
+    assert 1e-7 < distances["cosine_distance"] < 0.01
+    assert distances["rank_correlation"] > 0.9
+    assert f"| {distances['same_nearest']:.1%} | {distances['rank_correlation']:.5f} |" in markdown(result)
+    assert result["name"] == "int8"
+
+
+def test_an_unknown_baseline_or_shape_is_refused_before_any_work():
+    with pytest.raises(InvalidParameterError, match=r"against: expected transformers, openvino, .*, got 'tvm'"):
+        bench(None, against=("tvm",))
+    with pytest.raises(InvalidParameterError, match=r"shapes: expected minilm, modernbert, qwen3, got 'gpt'"):
+        bench(None, shapes="gpt")
+
+
+@pytest.mark.parametrize("library", ["openvino", "onnxruntime"])
+def test_a_baseline_that_is_not_installed_names_its_extra(folder, monkeypatch, library):
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(MissingDependencyError, match=rf"{library} is not installed: pip install 'verax\[{library}\]'"):
+        bench(folder, against=(library,))
+
+
+def test_the_command_prints_json_for_scripts(monkeypatch, capsys, folder):
+    arguments = ["--model", folder, "--sentences", "3", "--runs", "1", "--warmup", "0", "--latency", "--json"]
+    monkeypatch.setattr(sys, "argv", ["verax", "bench", "embed", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    assert (settings["sentences"], settings["latency"]) == (3, True)
