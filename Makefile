@@ -19,7 +19,7 @@ export VERAX_CPU_LEVEL := $(LEVEL)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench docs clean test test-all lint format test-examples test-devices test-parity test-ray test-real test-native \
+.PHONY: help demo bench docs clean test test-all test-slow lint format test-examples test-devices test-parity test-ray test-real test-native \
   test-native-aarch64 test-targets fuzz-server openai-conformance client-examples real-tokenizers real-models llama-server device-wheels
 
 help:  ## List the verbs.
@@ -43,16 +43,21 @@ clean:  ## Remove the environment, caches, builds and the demo's folder.
 
 #: Check
 
-# Folders and files with a verb of their own, and tests that need what `test` does not install or that take long.
+# Folders and files with a verb of their own. The server's tests want programs as users have them, which other tests do without
+# (tests/conftest.py).
 EXAMPLES := tests/test_docs_code.py tests/test_examples.py tests/cli/test_demo.py tests/train tests/recipes
 DEVICES := tests/text/test_tensor_parallel.py tests/text/test_data_parallel.py tests/text/test_hosts.py tests/video/test_mesh.py
 OTHERS := tests/parity tests/real tests/targets tests/ray
 
 test: $(VENV)/.installed-test  ## Run the tests of the package: no GPU, PyTorch, Ray or browser is needed. LEVEL=avx2 for other CPU kernels.
-	$(PYTEST) -m "not gpu and not slow" $(addprefix --ignore ,$(EXAMPLES) $(DEVICES) $(OTHERS))
+	$(PYTEST) -m "not gpu and not slow" $(addprefix --ignore ,$(EXAMPLES) $(DEVICES) $(OTHERS) tests/serve)
+	$(PYTEST) -m "not slow" tests/serve
 
-test-all: $(VENV)/.installed-dev test-examples test-devices test-parity test-ray  ## Run all other tests that need no GPU.
-	$(PYTEST) -m "slow and not gpu" $(addprefix --ignore ,$(EXAMPLES) $(DEVICES) $(OTHERS))
+test-all: test-native test-native-aarch64 test-slow test-examples test-devices test-parity test-ray test-real  ## Run all other tests that need no GPU, the verbs below.
+
+test-slow: $(VENV)/.installed-dev  ## Run the tests that `test` leaves out because of their time or of packages.
+	$(PYTEST) -m "slow and not gpu" $(addprefix --ignore ,$(EXAMPLES) $(DEVICES) $(OTHERS) tests/serve)
+	$(PYTEST) -m slow tests/serve
 
 lint: $(VENV)/.installed-dev  ## Check formatting, lint rules, types and workflows.
 	$(BIN)/ruff check
@@ -87,9 +92,10 @@ test-native:  ## Test the CPU kernels under the address and undefined-behaviour 
 	@for program in $(NATIVE_TESTS); do build/native/$$program || exit 1; done
 
 test-native-aarch64:  ## Test the CPU kernels for ARM, cross-compiled and emulated; needs g++-aarch64-linux-gnu and qemu-user.
-	@CXX=aarch64-linux-gnu-g++ $(PYTHON) src/verax/ops/cpu/build.py build/native-aarch64 --flags="-O1 -static" \
-	  --programs tests/native/*_test.cc
-	@for program in $(NATIVE_TESTS); do qemu-aarch64 build/native-aarch64/$$program || exit 1; done
+	@command -v aarch64-linux-gnu-g++ && command -v qemu-aarch64 || { \
+	  echo "skipped: it needs a cross-compiler and an emulator (Debian: apt install g++-aarch64-linux-gnu qemu-user)"; exit 0; }; \
+	CXX=aarch64-linux-gnu-g++ $(PYTHON) src/verax/ops/cpu/build.py build/native-aarch64 --flags="-O1 -static" \
+	  --programs tests/native/*_test.cc && for program in $(NATIVE_TESTS); do qemu-aarch64 build/native-aarch64/$$program || exit 1; done
 
 #: Maintain
 
@@ -178,12 +184,14 @@ $(BIN)/python:
 	  "$(PYTHON) cannot make environments: install its venv module (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
 
+# The kernels of this machine's best level and the portable ones are enough to run and to test the package; all levels that it
+# runs are compiled for test-all. Objects are kept in ~/.cache/verax, so that none is compiled twice.
 $(VENV)/.installed: pyproject.toml $(NATIVE) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable '.[video]'
+	VERAX_BUILD_LEVELS=best $(BIN)/python -m pip install --quiet --editable '.[video]'
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml $(NATIVE) | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	VERAX_BUILD_LEVELS=best $(BIN)/python -m pip install --quiet --editable '.[test]'
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-dev: pyproject.toml $(NATIVE) | $(BIN)/python

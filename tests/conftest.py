@@ -51,8 +51,25 @@ def pytest_collection_finish(session):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_FLAGS}"
 
 
+SLOW = (
+    # They need what the extra `test` does not install: PyTorch, a browser, clients and checkers of the server, Parquet.
+    "bench/delta",
+    "deploy",
+    "serve/page",
+    "serve/test_docs_examples",
+    "serve/test_openapi_cases",
+    "serve/test_run.py::test_openais_client",
+    "test_wheel",
+)
+"""Tests that `make test` leaves out, by the beginnings of their names."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Puts long files first, which `--no-loadscope-reorder` keeps there; otherwise the one with most tests is first."""
+    """Marks slow tests, and puts long files first, which `--no-loadscope-reorder` keeps there; otherwise the one with most tests is first."""
+    for item in items:
+        if item.nodeid.removeprefix("tests/").startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(LONG))
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory):
     """Copies of the wheel's files, as an installation would have them. Nothing is compiled."""
-    wheel = pytest.importorskip("hatchling.builders.wheel", reason="needs hatchling: pip install 'verax[test]'")
+    wheel = pytest.importorskip("hatchling.builders.wheel", reason="needs hatchling: pip install 'verax[test-all]'")
     folder = tmp_path_factory.mktemp("wheel")
     for file in wheel.WheelBuilder(str(ROOT)).recurse_included_files():
         target = folder / file.distribution_path

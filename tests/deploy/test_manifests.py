@@ -4,10 +4,11 @@ import inspect
 import math
 from pathlib import Path
 
-import jsonschema
-import kubernetes_validate
 import pytest
 import yaml
+
+jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema: pip install 'verax[test-all]'")
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
 from tests.deploy.custom_kinds import SCHEMAS
 from verax.cli.serve import serve

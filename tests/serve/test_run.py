@@ -10,7 +10,6 @@ from contextlib import closing
 from urllib.parse import urlsplit
 
 import httpx
-import openai
 import pytest
 
 from verax.errors import InvalidParameterError
@@ -79,6 +78,8 @@ def idle(llm):
 
 
 def test_openais_client_is_served(serve):
+    openai = pytest.importorskip("openai")
+
     def client(url, llm):
         strict = {"max_retries": 0, "_strict_response_validation": True}
         with openai.OpenAI(base_url=f"{url}/v1", api_key="any", **strict) as api:

@@ -17,7 +17,7 @@ TIMEOUT = 20_000
 @pytest.fixture(scope="module")
 def browser():
     """Chromium. One for each file: while it lives, its thread has an event loop, and asyncio.run has none."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'verax[test]'")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'verax[test-all]'")
     if CHROMIUM is None:
         pytest.skip("needs Chromium (Debian, Ubuntu: apt install chromium)")
     sync_api.expect.set_options(timeout=TIMEOUT)

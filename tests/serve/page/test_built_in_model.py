@@ -11,7 +11,7 @@ from verax.serve.http.server import Server
 from verax.text.engine.async_llm import AsyncLLM
 from verax.text.step.runner import ModelRunner
 
-expect = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'verax[test]'").expect
+expect = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'verax[test-all]'").expect
 
 
 ENDLESS = 900

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'verax[test]'")
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'verax[test-all]'")
 expect = sync_api.expect
 
 

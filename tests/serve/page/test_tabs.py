@@ -9,7 +9,7 @@ from tests.serve.page.fake import Fake, png, running
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
 
-axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe: pip install 'verax[test]'")
+axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe: pip install 'verax[test-all]'")
 expect = pytest.importorskip("playwright.sync_api").expect
 
 TABS = ["chat", "clips", "sentences", "server", "reports"]
