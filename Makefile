@@ -53,7 +53,7 @@ test: $(VENV)/.installed-test  ## Run the tests of the package: no GPU, PyTorch,
 	$(PYTEST) -m "not gpu and not slow" $(addprefix --ignore ,$(EXAMPLES) $(DEVICES) $(OTHERS) tests/serve)
 	$(PYTEST) -m "not slow" tests/serve
 
-test-all: test-native test-native-aarch64 test-slow test-examples test-devices test-parity test-ray test-real  ## Run all other tests that need no GPU, the verbs below.
+test-all: test-slow test-examples test-devices test-parity test-ray test-real  ## Run all other Python tests that need no GPU: the next six verbs.
 
 test-slow: $(VENV)/.installed-dev  ## Run the tests that `test` leaves out because of their time or of packages.
 	$(PYTEST) -m "slow and not gpu" $(addprefix --ignore ,$(EXAMPLES) $(DEVICES) $(OTHERS) tests/serve)

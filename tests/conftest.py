@@ -66,7 +66,10 @@ SLOW = (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks slow tests, and puts long files first, which `--no-loadscope-reorder` keeps there; otherwise the one with most tests is first."""
+    """Mark slow tests, and put long files first, which `--no-loadscope-reorder` keeps there.
+
+    Otherwise the file with most tests is first.
+    """
     for item in items:
         if item.nodeid.removeprefix("tests/").startswith(SLOW):
             item.add_marker(pytest.mark.slow)
