@@ -1,6 +1,6 @@
 """Requests in OpenAI's batch format, answered by the server's application without a socket.
 
-The format is that of https://platform.openai.com/docs/api-reference/batch.
+The format is defined at https://platform.openai.com/docs/api-reference/batch.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Options of a language model's load, next to those of the engine."""
+    """Options of a language model's load, in addition to the engine's."""
 
     dtype: str = option("bfloat16", "bfloat16 or float32.")
     quantization: str | None = option(

@@ -97,7 +97,7 @@ def find_device(
         name: a name in the table, an alias such as `"TPU v6 lite"`, `"cpu"`, or a name for a device that is described.
         memory: bytes.
         bandwidth: bytes per second.
-        flops: operations per second of dense bfloat16 products. Those of other dtypes keep their proportion.
+        flops: operations per second of dense bfloat16 products. Operations in other dtypes keep their proportion.
 
     Raises:
         InvalidParameterError: for a number that is not positive, or a device that is not in the table and not

@@ -255,7 +255,7 @@ class Engine:
 
         Args:
             inputs: what the caller gave.
-            request_id: its id; that of `inputs`, or a new one, if None.
+            request_id: its id; if None, the id of `inputs`, or a new one.
 
         Raises:
             RequestRefusedError: if it could never be served: an empty or too long prompt, a token outside of the

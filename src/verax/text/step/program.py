@@ -316,7 +316,7 @@ def jitted_programs(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None
     return _shared_programs(model, sizes, mesh, ops.tracing_context())
 
 
-# Programs hold no weights. Those of the last few engines are kept.
+# Programs hold no weights, so the programs of the last few engines can be kept.
 @functools.lru_cache(maxsize=4)
 def _shared_programs(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None, context: Hashable) -> Programs:
     return new_programs(model, sizes, mesh)

@@ -259,7 +259,7 @@ def cache_memory(devices: int = 1) -> int:
     Caches are of one size, so the device with the least free memory decides.
 
     Args:
-        devices: devices of all replicas. Those of a CPU share its memory too.
+        devices: devices of all replicas. The devices of a CPU share its memory too.
 
     Raises:
         InvalidParameterError: if the memory of the target is unknown.

@@ -184,7 +184,7 @@ Batch = dict[str, np.ndarray]
 """`tokens [B, T]`, `targets [B, T]` (the token after each), `weights [B, T]` and `lengths [B]`.
 
 The weights are the targets' in the loss: equal for all that are trained, adding up to 1 in a step, and otherwise
-zero. Behind its tokens a row has zeros."""
+zero. A row has zeros after its tokens."""
 
 SHORTEST = 32
 """Tokens of the shortest rows. Longer ones have powers of two, so that few programs are compiled."""
