@@ -208,7 +208,7 @@ class GrammarCompiler:
         def run() -> None:
             try:
                 compiled.set_result(_compile(wanted, self._vocabulary, self._vocab_size))
-            except BaseException as error:  # a panic of the library is no Exception
+            except BaseException as error:  # a panic of the library is not an Exception
                 compiled.set_exception(error)
             finally:
                 self._compiling.release()

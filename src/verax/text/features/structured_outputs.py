@@ -106,7 +106,7 @@ def _checked_schema(given: Any) -> str:
         try:
             schema = msgspec.json.decode(given)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise _error("json", f"it is no JSON text: {error}") from error
+            raise _error("json", f"it is not JSON text: {error}") from error
     else:
         schema = given
     if not isinstance(schema, Mapping):
@@ -178,7 +178,7 @@ def _check_text(name: str, text: Any) -> None:
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
-        raise _error(name, f"it is no Unicode text: {error}") from error
+        raise _error(name, f"it is not Unicode text: {error}") from error
     if size > MAX_BYTES:
         raise _error(name, f"expected at most {MAX_BYTES} bytes, got {size}")
 
