@@ -28,7 +28,7 @@ read what the optimisations of another device's compiler come to."""
 LONG = ("video/test_mesh", "recipes/text/test_recipe", "recipes/video/test_recipe", "cli/test_demo", "bench/delta")
 """Files of few tests that take long. They come first, so that no worker is left with one at the end."""
 
-ARRAYS = ("ops", "nn", "models", "text.step", "train.loss")
+ARRAYS = ("ops", "nn", "models", "text.step.step", "text.step.slots", "text.step.runner", "train.loss")
 
 # Tracing makes millions of objects and little garbage: looking for it took a tenth of the time of the suite.
 gc.set_threshold(50_000, 20, 20)

@@ -24,7 +24,9 @@ def unpacked(tmp_path_factory):
 
 
 def test_a_server_from_the_wheel_finds_the_files_of_its_page(unpacked):
-    code = "import json; from verax.serve import page; print(json.dumps([page.__file__, [*page.static_files()[1]]]))"
+    code = (
+        "import json; from verax.serve.page import page; print(json.dumps([page.__file__, [*page.static_files()[1]]]))"
+    )
     environment = {"PYTHONPATH": str(unpacked)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr

@@ -134,14 +134,14 @@ def test_a_refused_request_has_the_servers_error_and_the_batch_goes_on(run_batch
 
 
 def test_no_more_requests_are_in_flight_than_allowed(run_batch, served_llm, monkeypatch):
-    most, add = [0], served_llm.engine.add_request
+    most, add = [0], served_llm.engine.add
 
     def counting(*args, **options):
         added = add(*args, **options)
         most.append(len(served_llm.engine._requests))
         return added
 
-    monkeypatch.setattr(served_llm.engine, "add_request", counting)
+    monkeypatch.setattr(served_llm.engine, "add", counting)
     run_batch([line(str(i)) for i in range(20)], max_in_flight=3)
     assert 1 < max(most) <= 3
 

@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from verax import plots
+from verax._optional import load_pyplot
 from verax.bench.timing import ENOUGH_RUNS
 from verax.errors import InvalidParameterError
 from verax.files import write_text
@@ -254,7 +254,7 @@ def plot(result: Mapping[str, Any], path: Path) -> Path:
     Raises:
         MissingDependencyError: without matplotlib.
     """
-    pyplot = plots.pyplot("bench")
+    pyplot = load_pyplot("bench")
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for case in result["cases"]:
         groups.setdefault(case.get("group", result["subject"]), []).append(case)

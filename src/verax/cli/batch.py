@@ -69,6 +69,7 @@ def batch(
         verax batch -i requests.parquet -o answers.parquet --ray --replicas 8 --num-gpus 1
     """
     served = Models(model, *models)
+    from verax.batch.run import BatchRun
     from verax.progress import bar
 
     if served.node_rank > 0:

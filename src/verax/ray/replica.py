@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from verax.batch.requests import Answer, LocalServer, RequestLine
 from verax.errors import EngineDeadError, VeraxError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -169,7 +168,6 @@ class VideoPipeline:
         }
 
     @classmethod
-    @functools.wraps(__init__, assigned=())
     def from_pretrained(cls, model: str | Path | None = None, **options: Any) -> VideoPipeline:
         """Open a checkpoint, as `VideoPipeline(model, **options)` does; the name that users of diffusers look for."""
         return cls(model, **options)

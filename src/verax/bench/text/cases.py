@@ -37,6 +37,7 @@ from verax.models import causal_lm
 from verax.ops.paged import QuantizedPages
 from verax.shapes import SHAPES
 from verax.text.engine.llm import LLM
+from verax.text.engine.request import RequestInput
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.step.step import StepShape
 
@@ -256,7 +257,8 @@ def _prepare(llm: LLM, rows: int, length: int) -> tuple[float, np.ndarray, StepS
     prompt_length = max(1, min(length, llm.max_model_len) - 40)
     params = SamplingParams(temperature=0.7, max_tokens=None, ignore_eos=True)
     names = [
-        engine.add_request(rng.integers(3, engine.vocab_size, prompt_length).tolist(), params) for _ in range(rows)
+        engine.add_request(RequestInput(tuple(rng.integers(3, engine.vocab_size, prompt_length).tolist()), params))
+        for _ in range(rows)
     ]
     while any(sequence.num_to_compute != 1 for sequence in engine.scheduler.running) or engine.scheduler.waiting:
         engine.advance()

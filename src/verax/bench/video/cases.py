@@ -179,7 +179,7 @@ def _baseline(name: str, todo: Work, dtype: str) -> Baseline:
 def _compiled(todo: Work, weights: Any, inputs: Any, options: dict[str, Any]) -> tuple[Program, float]:
     """A program that is ready for a call, and the seconds that tracing and compiling took."""
     jax.clear_caches()  # what is traced already would not be traced again
-    program = Program(todo.run, options=("attention",))
+    program = Program(todo.run)
     begin = time.perf_counter()
     program.memory(weights, *inputs, **options)
     return program, time.perf_counter() - begin
@@ -188,9 +188,7 @@ def _compiled(todo: Work, weights: Any, inputs: Any, options: dict[str, Any]) ->
 def _memory(todo: Work, attention: str) -> dict[str, Any]:
     """Memory of a forward pass with an implementation of attention, in GB; or the reason that it does not run."""
     try:
-        plan = Program(todo.run, options=("attention",)).memory(
-            todo.component.shapes, *todo.shapes, attention=attention
-        )
+        plan = Program(todo.run).memory(todo.component.shapes, *todo.shapes, attention=attention)
     except InvalidParameterError as error:
         return {"left_out": str(error)}
     sizes = {"peak": plan.peak, "weights": todo.component.size, "temporary": plan.temporary}

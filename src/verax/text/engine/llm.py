@@ -165,7 +165,6 @@ class LLM:
         enable_compilation_cache()
         self.config = config
         self.model_config = models[0].config
-        self.tokenizer = tokenizer
         engines = new_engines(
             models,
             config,
@@ -315,9 +314,19 @@ class LLM:
             raise InvalidParameterError(f"n: a stream has one answer, got {params.n}")
         inputs = RequestInput(prompt, params, stream=True, lora_request=lora_request)
         if inputs.is_chat and template_options:
-            text = self.render(inputs.prompt, **template_options)
+            text = self.engine.render(inputs.prompt, **template_options)
             inputs = replace(inputs, prompt=text, add_special_tokens=False)
         return self._pieces(self._group.prepare(inputs))
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Tokenizer and chat template of prompts and answers; None for an engine of token ids alone."""
+        return self.engine.tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        for engine in self._group.engines:
+            engine.tokenizer = tokenizer
 
     def render(self, messages: abc.Sequence[Message], **template_options: Any) -> str:
         """The prompt of a conversation, by the checkpoint's chat template."""
