@@ -53,13 +53,39 @@ def pytest_collection_finish(session):
 
 SLOW = (
     # They need what the extra `test` does not install: PyTorch, a browser, clients and checkers of the server, Parquet.
-    "bench/delta",
+    "batch/test_lines.py::test_a_row_of_parquet",
+    "batch/test_requests.py::test_rows_are_the_requests_of_lines",
+    "batch/test_requests.py::test_a_body_that_is_no_json_is_an_error_of_its_row",
+    "batch/test_requests.py::test_a_file_that_is_not_parquet_is_refused",
+    "batch/test_requests.py::test_answers_become_rows",
+    "bench",
+    "cli/test_embed.py::test_a_batch_of_plain_lines_becomes_parquet",
     "deploy",
     "serve/page",
     "serve/test_docs_examples",
+    "serve/test_embeddings.py::test_openai_python",
+    "serve/test_messages.py::test_anthropics_client",
+    "serve/test_openapi.py::test_the_description_is_valid",
     "serve/test_openapi_cases",
+    "serve/test_responses.py::test_openais_client",
     "serve/test_run.py::test_openais_client",
+    "serve/test_videos.py::test_openai_python",
     "test_wheel",
+    "video/test_networks.py::test_ids_equal_transformers",
+    # They take long: kernels for GPUs and TPUs are interpreted, LAM's rules have many variants, and plans trace models.
+    "models/test_lam",
+    "ops/cpu/test_hierarchical",
+    "ops/test_attention_gpu",
+    "ops/test_attention_tpu",
+    "ops/test_delta_gradient",
+    "ops/test_delta_scan",
+    "ops/test_delta_step",
+    "ops/test_hierarchical",
+    "ops/test_linear_gpu",
+    "ops/test_paged_gpu",
+    "ops/test_paged_tpu",
+    "plan",
+    "text/speculative/test_drafters",
 )
 """Tests that `make test` leaves out, by the beginnings of their names."""
 
