@@ -311,7 +311,7 @@ def ops(
             "type Q4_K; all if left out."
         ),
     ] = None,
-    only: Annotated[str | None, typer.Option(help="linear, grouped, attention or conv; all if left out.")] = None,
+    only: Annotated[str | None, typer.Option(help="linear, grouped, attention, conv; paged, kernels.")] = None,
     runs: Runs = 10,
     warmup: Warmup = 2,
     against: Annotated[str | None, typer.Option(help="torch: time its operations too, interleaved.")] = None,
@@ -326,7 +326,7 @@ def ops(
 
         verax bench ops --only linear --size-in 1024 --size-out 3072 --rows 1,4 --weights bfloat16,int8
     """
-    from verax.bench.ops.cases import OPERATIONS, bench_ops
+    from verax.bench.ops import OPERATIONS, bench_ops
 
     counts = numbers("--rows", rows, int)
     if min(counts) < 1:
@@ -373,12 +373,12 @@ def delta(
 
         verax bench delta --only gated,decode --against transformers --output results
     """
-    from verax import plots
+    from verax._optional import load_pyplot
     from verax.bench.delta.cases import CONFIGURATIONS, SECTIONS, bench_delta
     from verax.bench.results import plot
 
     if output is not None:
-        plots.pyplot("bench")  # an error before the work, not after it
+        load_pyplot("bench")  # an error before the work, not after it
     result = bench_delta(
         sections=names(only) or tuple(SECTIONS),
         configurations=names(configurations) or list(CONFIGURATIONS)[: 1 if quick else None],
