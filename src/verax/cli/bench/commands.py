@@ -118,16 +118,10 @@ def quality(
         str | None, typer.Option(help="Precisions by name, separated by semicolons; all if left out.")
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of text, at most.", min=2)] = 16384,
-    additions: Annotated[
-        int | None, typer.Option(help="Held-out sums; all of the built-in model, 200 of others, if left out.", min=0)
-    ] = None,
-    against: Annotated[
-        str | None, typer.Option(help="llama.cpp: its perplexity on the same tokens too, of a GGUF file.")
-    ] = None,
     output: Output = None,
     as_json: options.Json = False,
 ) -> None:
-    """Cost of quantised weights and an int8 cache: perplexity, sums, and the logits' distance from float32.
+    """Cost of quantised weights and an int8 cache: perplexity, and the logits' distance from float32.
 
     Examples:
 
@@ -135,7 +129,7 @@ def quality(
 
         verax bench quality --model Qwen/Qwen3-0.6B --text book.txt --variants "bfloat16; int8; int4-32"
 
-        verax bench quality --model gemma-3-270m-q4_k_m.gguf --text book.txt --additions 0 --against llama.cpp
+        verax bench quality --model gemma-3-270m-q4_k_m.gguf --text book.txt
     """
     from verax.bench.text.quality import bench_quality, read_text
 
@@ -144,8 +138,6 @@ def quality(
         text=None if text is None else read_text(text),
         variants=[name.strip() for name in variants.split(";")] if variants else None,
         tokens=tokens,
-        additions=additions,
-        against=names(against),
     )
     show(result, output, as_json)
 
