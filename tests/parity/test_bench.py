@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 def test_transformers_generates_what_the_engine_generates(tmp_path):
     from verax import LLM
-    from verax.bench.text.transformers import transformers_sides
+    from verax.bench.text.cases import transformers_sides
 
     tiny_checkpoint(tmp_path)
     workload = Workload("short-prompts", ((5, 6, 7), (9, 8, 7, 6, 5)), (8, 8), 0.0)

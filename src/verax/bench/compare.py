@@ -1,4 +1,4 @@
-"""Two files of results of the same benchmark: which sides became slower or faster, and how sure that is.
+"""Two files of results of the same benchmark: which sides became slower or faster.
 
 The effect is the ratio of the medians, new over old. Its interval is the percentile bootstrap (Efron and Tibshirani, An
 Introduction to the Bootstrap, 1993, chapter 13): the stored runs of each result are drawn again, with replacement.
@@ -13,30 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from verax.bench.results import read_results
+from verax.bench.results import read_results, table, table_lines
 from verax.errors import InvalidParameterError
 
 __all__ = ["compare_results", "read_timed", "render"]
 
-RESAMPLES = 10_000
-"""Draws of the bootstrap: the ends of a 95% interval are then exact to a percent of its length."""
+RESAMPLES, CONFIDENCE = 10_000, 0.95
+"""Draws of the bootstrap, and the confidence of the interval."""
 
 BASELINES = ("torch", "transformers", "llama.cpp", "cython", "fla", "diffusers", "openvino", "onnxruntime")
 """First words of the names of baselines: if one changes, the machine did, or its version."""
 
-SAME = (
-    "cpu",
-    "cores",
-    "platform",
-    "devices",
-    "python",
-    "jax",
-    "jaxlib",
-    "torch",
-    "transformers",
-    "llama_cpp_python",
-    "llama_server",
-)
+SAME = ("cpu", "cores", "platform", "devices", "python", "jax", "jaxlib", "torch", "transformers", "llama_server")
 """Facts of the machine that have to agree, or the difference may be theirs."""
 
 
@@ -52,13 +40,7 @@ def read_timed(path: Path) -> dict[str, dict[str, Any]]:
     return results
 
 
-def compare_results(
-    old: Mapping[str, Any],
-    new: Mapping[str, Any],
-    *,
-    threshold: float = 0.05,
-    confidence: float = 0.95,
-) -> dict[str, Any]:
+def compare_results(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold: float = 0.05) -> dict[str, Any]:
     """Compare each side of the old results with the same side of the new ones.
 
     A side is `slower` (`faster`) if the whole interval of the ratio is more than `threshold` above (below) 1, `same` if
@@ -68,15 +50,12 @@ def compare_results(
     Args:
         old, new: results of the same subject, by name.
         threshold: relative change of time that matters.
-        confidence: of the interval.
 
     Raises:
         InvalidParameterError: if the results are of different subjects, or have no side in common.
     """
     if not 0 <= threshold < 1:
         raise InvalidParameterError(f"threshold: expected a share from 0 to less than 1, got {threshold}")
-    if not 0 < confidence < 1:
-        raise InvalidParameterError(f"confidence: expected a share between 0 and 1, got {confidence}")
     subject, other = (next(iter(results.values()))["subject"] for results in (old, new))
     if subject != other:
         raise InvalidParameterError(f"new: expected a result of bench {subject}, got one of bench {other}")
@@ -84,26 +63,20 @@ def compare_results(
     common = [name for name in before if name in after]
     if not common:
         raise InvalidParameterError(f"new: none of its sides is in old, which has {', '.join(map(' / '.join, before))}")
-    rows = []
-    for name in common:
-        ratio, low, high = _ratio(before[name], after[name], confidence)
-        rows.append(
-            {
-                "name": " / ".join(name),
-                "ours": not name[-1].startswith(BASELINES),
-                "old_s": float(np.median(before[name])),
-                "new_s": float(np.median(after[name])),
-                "runs": [len(before[name]), len(after[name])],
-                "ratio": ratio,
-                "low": low,
-                "high": high,
-                "verdict": _verdict(before[name], after[name], low, high, threshold, confidence),
-            }
-        )
+    rows = [
+        {
+            "name": " / ".join(name),
+            "ours": not name[-1].startswith(BASELINES),
+            "old_s": float(np.median(before[name])),
+            "new_s": float(np.median(after[name])),
+            "runs": [len(before[name]), len(after[name])],
+            **_judged(before[name], after[name], threshold),
+        }
+        for name in common
+    ]
     return {
         "subject": subject,
         "threshold": threshold,
-        "confidence": confidence,
         "rows": rows,
         "regressions": [row["name"] for row in rows if row["ours"] and row["verdict"] == "slower"],
         "only_in_old": [" / ".join(name) for name in before if name not in after],
@@ -122,24 +95,25 @@ def _series(results: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, ...], l
     }
 
 
-def _ratio(old: Sequence[float], new: Sequence[float], confidence: float) -> tuple[float, float, float]:
-    """Ratio of the medians, new over old, and the ends of its interval."""
+def _judged(old: Sequence[float], new: Sequence[float], threshold: float) -> dict[str, Any]:
+    """Ratio of the medians, new over old, the ends of its interval, and the verdict."""
     rng = np.random.default_rng(0)  # the same files give the same verdict
     medians = [np.median(rng.choice(np.asarray(runs), (RESAMPLES, len(runs))), axis=1) for runs in (new, old)]
-    low, high = np.quantile(medians[0] / medians[1], [(1 - confidence) / 2, (1 + confidence) / 2])
-    return float(np.median(new) / np.median(old)), float(low), float(high)
-
-
-def _verdict(
-    old: Sequence[float], new: Sequence[float], low: float, high: float, threshold: float, confidence: float
-) -> str:
-    if 2 / math.comb(len(old) + len(new), len(old)) > 1 - confidence:
-        return "undecided"
-    if low > 1 + threshold:
-        return "slower"
-    if high < 1 - threshold:
-        return "faster"
-    return "same" if 1 - threshold <= low and high <= 1 + threshold else "undecided"
+    low, high = np.quantile(medians[0] / medians[1], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    verdict = "undecided"
+    if 2 / math.comb(len(old) + len(new), len(old)) <= 1 - CONFIDENCE:
+        if low > 1 + threshold:
+            verdict = "slower"
+        elif high < 1 - threshold:
+            verdict = "faster"
+        elif 1 - threshold <= low and high <= 1 + threshold:
+            verdict = "same"
+    return {
+        "ratio": float(np.median(new) / np.median(old)),
+        "low": float(low),
+        "high": float(high),
+        "verdict": verdict,
+    }
 
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -159,28 +133,18 @@ def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list
 
 def render(comparison: Mapping[str, Any]) -> str:
     """Markdown of a comparison, for a terminal or a pull request."""
-    percent = f"{100 * comparison['confidence']:g}%"
-    rows, bad = comparison["rows"], comparison["regressions"]
-    counts = {
-        verdict: sum(row["ours"] and row["verdict"] == verdict for row in rows)
-        for verdict in ("slower", "faster", "same", "undecided")
+    bad = comparison["regressions"]
+    columns = {
+        "side": lambda row: row["name"] if row["ours"] else f"{row['name']} (not ours)",
+        "old ms": lambda row: f"{1e3 * row['old_s']:.4g}",
+        "new ms": lambda row: f"{1e3 * row['new_s']:.4g}",
+        "new / old": lambda row: f"{row['ratio']:.3f}",
+        f"{100 * CONFIDENCE:g}% interval": lambda row: f"{row['low']:.3f}-{row['high']:.3f}",
+        "runs": lambda row: ", ".join(map(str, row["runs"])),
+        "verdict": lambda row: f"**{row['verdict']}**" if row["name"] in bad else row["verdict"],
     }
-    lines = [
-        f"## bench {comparison['subject']}: " + (f"{len(bad)} slower" if bad else "nothing proven slower"),
-        "",
-        ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-        + f" of our sides, beyond {100 * comparison['threshold']:g}% at {percent} confidence.",
-        "",
-        f"| side | old ms | new ms | new / old | {percent} interval | runs | verdict |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        verdict = f"**{row['verdict']}**" if row["name"] in bad else row["verdict"]
-        lines.append(
-            f"| {row['name']} | {1e3 * row['old_s']:.4g} | {1e3 * row['new_s']:.4g} | {row['ratio']:.3f} "
-            f"| {row['low']:.3f}-{row['high']:.3f} | {row['runs'][0]}, {row['runs'][1]} "
-            f"| {verdict if row['ours'] else f'{verdict} (not ours)'} |"
-        )
+    title = f"bench {comparison['subject']}: " + (f"{len(bad)} slower" if bad else "nothing proven slower")
+    lines = table_lines(table(comparison["rows"], columns, title=title))[:-1]
     for label, names in (("Only in old", comparison["only_in_old"]), ("Only in new", comparison["only_in_new"])):
         lines += ["", f"{label}: {'; '.join(names)}."] if names else []
     if comparison["differing"]:

@@ -20,10 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 from flax import nnx
-from jax.typing import DTypeLike
 
 from verax import checkpoint, machine, ops
-from verax._compat import compiler_options
 from verax.bench.results import noise_line
 from verax.bench.timing import UNTIMED, Samples, calls_in_turn, interleave
 from verax.checkpoint.load import random_weights
@@ -42,14 +40,11 @@ __all__ = [
     "check_names",
     "checkpoint_folder",
     "count_products",
-    "implementations",
+    "error_ratio",
     "import_torch",
     "limit_seconds",
-    "operation_case",
     "product_weights",
-    "random",
     "time_sides",
-    "torch_tensor",
     "torch_versions",
 ]
 
@@ -227,41 +222,9 @@ class Benchmark:
         }
 
 
-def operation_case(
-    operation: str,
-    name: str,
-    dtype: str,
-    bytes_moved: int,
-    flops: int,
-    chosen: str,
-    calls: Mapping[str, Callable[[], object]],
-) -> Case:
-    """Case of an operation, of which every side does the same products in the same dtype."""
-    sides = {side: Side(call, flops, (dtype,)) for side, call in calls.items()}
-    return Case(operation, name, bytes_moved, chosen, sides)
-
-
-def random(shape: tuple[int, ...], dtype: DTypeLike, seed: int) -> jax.Array:
-    """Normally distributed numbers of this shape and dtype."""
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
-
-
-def implementations(operation: ops.Operation[Any, Any], *args: Any, **kwargs: Any) -> dict[str, Callable[[], object]]:
-    """Every implementation of the operation that takes this call here, by name."""
-    sides: dict[str, Callable[[], object]] = {}
-    for name, impl in operation.implementations.items():
-        if impl.supports(*args, **kwargs):
-            run: Any = jax.jit(
-                lambda *a, function=impl.function: function(*a, **kwargs),
-                compiler_options=compiler_options(ops.target().platform),
-            )
-            sides[name] = lambda run=run: jax.block_until_ready(run(*args))
-    return sides
-
-
-def torch_tensor(torch: Any, array: jax.Array, dtype: str) -> Any:
-    """Tensor with the array's numbers in a dtype of torch, by its name."""
-    return torch.from_numpy(np.array(array.astype(jnp.float32))).to(getattr(torch, dtype))
+def error_ratio(found: np.ndarray, expected: np.ndarray) -> float:
+    """Root mean square of the difference over the root mean square of what is expected."""
+    return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
 
 
 def check_names(what: str, given: Iterable[str], known: Iterable[str]) -> None:

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,8 +28,6 @@ from verax.errors import InvalidParameterError
 from verax.files import write_text
 
 __all__ = [
-    "Measured",
-    "Row",
     "markdown",
     "model_name",
     "noise_line",
@@ -61,31 +58,6 @@ MACHINE_FACTS = (
 
 COLOURS = {"verax": "C0", "torch": "C1", "transformers": "C2", "fla": "C3"}
 """Colours of a plot by the first word of a side's name."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measurement in the summary of `verax bench accelerator`."""
-
-    case: str
-    value: float | None = None
-    """Number in `unit`; None if it failed."""
-    unit: str = ""
-    target: float | None = None
-    """Number that the project wants to reach on one H200, in `unit`; None without one."""
-    seconds: float | None = None
-    """Time of the work below: floating-point operations of the products, and bytes that have to cross the memory."""
-    flops: float | None = None
-    bytes_moved: float | None = None
-    ratios: Mapping[str, float] = field(default_factory=dict)
-    """Factor by which verax is faster than each baseline."""
-    note: str = ""
-    error: str = ""
-    """Reason that there is no value, or that it is wrong."""
-
-
-Measured = tuple[Sequence[Row], dict[str, Any] | None]
-"""Rows, and the whole result that they were taken from, which its own benchmark's file gets; None without one."""
 
 
 def table(

@@ -253,7 +253,12 @@ def lora_request(lora: str | None) -> LoRARequest | None:
 class HasTokenizer(Protocol):
     """Engine whose tokenizer can be replaced."""
 
-    tokenizer: Tokenizer | None
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Tokenizer and chat template."""
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Tokenizer | None) -> None: ...
 
 
 def with_chat_template(llm: HasTokenizer, file: Path | None) -> None:

@@ -131,16 +131,13 @@ def test_a_page_is_fetched_or_its_status_is_an_error():
     async def main():
         async with FakeServer(cut_at=3).serving() as client:
             page = await client.fetch("/metrics")
-            gauges = await client.gauges("vllm:num_requests_running", "nothing", 'vllm:num_requests_waiting{engine="0"')
             with pytest.raises(VeraxError, match=r"/nothing: status 404"):
                 await client.fetch("/nothing")
         with pytest.raises(VeraxError, match=r"/metrics: "):
             await Client(client.url).fetch("/metrics")
-        return page, gauges
+        return page
 
-    page, gauges = asyncio.run(main())
-    assert "vllm:num_requests_running{" in page
-    assert gauges == {"vllm:num_requests_running": 0.0, 'vllm:num_requests_waiting{engine="0"': 0.0}
+    assert "vllm:num_requests_running{" in asyncio.run(main())
 
 
 def page(port):

@@ -15,14 +15,23 @@ import numpy as np
 
 from verax import progress
 from verax.bench.delta.baselines import find_baselines
-from verax.bench.harness import Benchmark, Case, Side, case_result, check_names, limit_seconds, time_sides
+from verax.bench.harness import (
+    Benchmark,
+    Case,
+    Side,
+    case_result,
+    check_names,
+    error_ratio,
+    limit_seconds,
+    time_sides,
+)
 from verax.bench.results import number, outliers, rounds, slug, spread, table
 from verax.bench.timing import UNTIMED
 from verax.errors import VeraxError
 from verax.machine import peak_growth
 from verax.ops.cpu import library
 
-__all__ = ["CONFIGURATIONS", "SECTIONS", "bench_delta", "check", "delta_result", "error_ratio", "measure"]
+__all__ = ["CONFIGURATIONS", "SECTIONS", "bench_delta", "check", "measure"]
 
 CONFIGURATIONS = {"Small": (1, 4, 64), "Medium": (2, 8, 128), "Large": (4, 16, 256)}
 """Configurations of the earlier port: batch, chunks, tokens of a chunk; 12 heads."""
@@ -90,32 +99,11 @@ def bench_delta(
     notes = [f"- Left out: {name} ({why})." for name, why in baselines.skipped.items()]
     if baselines.cython_s:
         notes.append(f"- Cython and the C++ compiler took {baselines.cython_s:.1f} s, once for all.")
-    return delta_result(
-        benchmark,
-        cases,
-        settings,
-        notes,
-        baselines.versions,
-        skipped=baselines.skipped,
-        cython_s=baselines.cython_s,
-    )
-
-
-def delta_result(
-    benchmark: Benchmark,
-    cases: Sequence[dict[str, Any]],
-    settings: Mapping[str, Any],
-    notes: Sequence[str],
-    versions: Mapping[str, Any],
-    **rest: Any,
-) -> dict[str, Any]:
-    """Result of measured cases, with a table for each section."""
-    chosen = settings["configurations"]
-    some = [name.lower() for name in chosen if len(chosen) < len(CONFIGURATIONS)]
+    some = [name.lower() for name in configurations if len(configurations) < len(CONFIGURATIONS)]
     timed = {f"{case['case']}, {name}": side for case in cases for name, side in case["sides"].items()}
     reasons = {f"- Left out: {name}: {why}" for case in cases for name, why in case["skipped"].items()}
     return benchmark.result(
-        slug(*settings["operations"], *some),
+        slug(*sections, *some),
         title=f"Delta rules compared with PyTorch, on {jax.default_backend()}",
         intro=f"{rounds(settings)}; the sides take turns in a round, and begin each turn with a call that does not "
         f"count. CPU kernels: {settings['cpu_level'] or 'none'}. Every side's outputs were on that device, in the same "
@@ -124,13 +112,12 @@ def delta_result(
         "has to be moved at the measured bandwidth if that is longer. Peak is memory beyond the arguments. 'verax is' "
         "the factor by which it is faster: the median over the rounds of the ratio within a round.",
         settings=settings,
-        versions=versions,
-        tables=[
-            _table(section, [case for case in cases if case["group"] == section]) for section in settings["operations"]
-        ],
+        versions=baselines.versions,
+        tables=[_table(section, [case for case in cases if case["group"] == section]) for section in sections],
         notes=[*outliers(timed), *sorted(reasons), *notes],
         cases=list(cases),
-        **rest,
+        skipped=baselines.skipped,
+        cython_s=baselines.cython_s,
     )
 
 
@@ -215,11 +202,6 @@ def check(case: Case, name: str, platform: str) -> float:
             f"result, more than {case.tolerance:.2g}"
         )
     return max(errors)
-
-
-def error_ratio(found: np.ndarray, expected: np.ndarray) -> float:
-    """Root mean square of the difference over the root mean square of what is expected."""
-    return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
 
 
 def _platform(array: Any) -> str:

@@ -15,7 +15,15 @@ import numpy as np
 from flax import nnx
 
 from verax import builtin, checkpoint, models, progress
-from verax.bench.embed.exported import Encode, cosine_distance, fastest_way, one_by_one
+from verax.bench.embed.baselines import (
+    Encode,
+    cosine_distance,
+    fastest_way,
+    one_by_one,
+    onnxruntime_side,
+    openvino_side,
+    transformers_encode,
+)
 from verax.bench.harness import Benchmark, Side, case_result, check_names, product_weights, time_sides
 from verax.bench.results import model_name, outliers, rounds, side_table, slug, table
 from verax.checkpoint.load import random_weights
@@ -83,15 +91,10 @@ def bench_embed(
         for name in against:
             library, _, precision = name.partition("-")
             if library == "transformers":
-                from verax.bench.embed.transformers import transformers_encode
-
                 encoders[name], found = transformers_encode(folder, dtype, encoder.settings, batch_size)
                 versions |= found
                 continue
-            if library == "openvino":
-                from verax.bench.embed.openvino import openvino_side as export
-            else:
-                from verax.bench.embed.onnxruntime import onnxruntime_side as export
+            export = openvino_side if library == "openvino" else onnxruntime_side
             exported = export(folder, precision or dtype, encoder.settings, texts, batch_size, latency=latency)
             encoders[exported.name], chosen[exported.name] = fastest_way(exported, texts, latency=latency)
             versions |= exported.versions

@@ -7,15 +7,13 @@ import contextlib
 import itertools
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
-import psutil
 import tokenizers
 
 from verax import builtin, checkpoint, progress
@@ -30,8 +28,6 @@ from verax.bench.serve.load import (
     Request,
     Run,
     Traffic,
-    latencies,
-    percentiles,
     run_load,
     summarise,
 )
@@ -47,18 +43,10 @@ __all__ = ["BASELINES", "EngineOptions", "bench_serve", "check_answers", "served
 BASELINES = ("offline", "async", "llama.cpp")
 """Sides besides the server: `LLM.generate`, `AsyncLLM`, and llama.cpp's server with the same weights."""
 
-OURS, ENGINE = "verax serve", "AsyncLLM"
+OURS = "verax serve"
 
 RUNS_OF_A_CASE = 1000
 """Difference of the run numbers of two cases. No two runs have the same prompts, which a server may have kept."""
-
-INTERVAL, DRAIN = 0.5, 10.0
-"""Seconds between two looks at a server's memory, and for which its end of work is waited for after the last answer."""
-
-GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-FINISHED = "vllm:request_success_total"
-ABORTED = f'{FINISHED}{{finished_reason="abort"'
-"""Metrics of the requests within the engine, of all ended ones, and of those that were aborted."""
 
 
 @dataclass(frozen=True)
@@ -140,17 +128,16 @@ def bench_serve(
             if "offline" in against:
                 sides["offline"] = _OfflineSide(engine, traffic)
             if "async" in against:
-                sides[ENGINE] = runner.run(_start_async(stack, engine, traffic))
+                sides["AsyncLLM"] = runner.run(_start_async(stack, engine, traffic))
             if url is None:
                 name, ours = OURS, runner.run(_start(stack, engine.command, traffic))
             else:
-                name, ours = "server", runner.run(_connect(stack, Client(url, api_key=api_key), None, traffic))
+                name, ours = "server", runner.run(_connect(stack, Client(url, api_key=api_key), traffic))
             sides[name] = ours
             cases = [
-                _run_case(runner, load, sides, name, ours, number, runs, warmup, goodput, checks)
+                _run_case(runner, load, sides, name, number, runs, warmup, goodput, checks)
                 for number, load in enumerate(loads)
             ]
-            server = runner.run(ours.report())
         finally:
             runner.run(stack.aclose())
     settings = {
@@ -171,9 +158,8 @@ def bench_serve(
         "runs": runs,
         "warmup": warmup,
     }
-    measured = {"cases": cases, "server": server}
     _ = benchmark.limits  # what the page and `verax bench docs` show of the machine
-    return benchmark.result(settings=settings, versions=versions, **_page(settings, measured), **measured)
+    return benchmark.result(settings=settings, versions=versions, **_page(settings, cases), cases=cases)
 
 
 @contextlib.contextmanager
@@ -222,70 +208,27 @@ class _LoadSide(Protocol):
 
 
 class _ServerSide:
-    """A server over HTTP, whose memory is watched while it is loaded."""
+    """A server over HTTP."""
 
-    def __init__(self, client: Client, process: psutil.Process | None, traffic: Traffic):
-        self.client, self._process, self._traffic = client, process, traffic
-        self.before: dict[str, float] = {}
-        """Counters before any load."""
-        self._memory: list[float] = []
-        self._left = self._completed = 0
+    def __init__(self, client: Client, traffic: Traffic):
+        self.client, self._traffic = client, traffic
 
     async def run(self, load: Load, number: int) -> Run:
         """Put a load on the server."""
-        watching = asyncio.create_task(self._watch())
-        try:
-            run = await run_load(self.client.complete, load, self._traffic.requests(number), number=number)
-        finally:
-            watching.cancel()
-        self._left += sum(answer.left for answer in run.answers)
-        self._completed += sum(answer.completed for answer in run.answers)
-        return run
-
-    async def _watch(self) -> None:
-        while self._process is not None:
-            with contextlib.suppress(psutil.Error):
-                family = [self._process, *self._process.children(recursive=True)]
-                self._memory.append(sum(member.memory_info().rss for member in family) / 1e9)
-            await asyncio.sleep(INTERVAL)
-
-    async def drain(self) -> None:
-        """Wait until the server has no request left, at most `DRAIN` seconds."""
-        begin = time.perf_counter()
-        while time.perf_counter() - begin < DRAIN and sum((await self.client.gauges(*GAUGES)).values()):
-            await asyncio.sleep(INTERVAL / 10)
-
-    async def report(self) -> dict[str, Any]:
-        """Memory of the server in GB, and what became of requests whose clients left; None for what it did not say."""
-        abandoned = None
-        after = await self.client.gauges(FINISHED, ABORTED)
-        if self._left and FINISHED in after:
-            ended, aborts = (int(after.get(name, 0) - self.before.get(name, 0)) for name in (FINISHED, ABORTED))
-            to_their_end = max(0, ended - aborts - self._completed)
-            abandoned = {"clients": self._left, "engine_aborts": aborts, "ran_to_their_end": to_their_end}
-        memory, numbers = self._memory, None
-        if memory:
-            # The server counts as warm after the first quarter of the time.
-            numbers = {"start_gb": memory[0], "warm_gb": memory[len(memory) // 4], "end_gb": memory[-1]}
-            numbers["peak_gb"] = max(memory)
-        return {"memory": numbers, "abandoned": abandoned}
+        return await run_load(self.client.complete, load, self._traffic.requests(number), number=number)
 
 
 async def _start(
     stack: contextlib.AsyncExitStack, command: Callable[[int], Sequence[str]], traffic: Traffic
 ) -> _ServerSide:
     server = await stack.enter_async_context(started(command))
-    return await _connect(stack, Client(f"{server.url}/v1"), server.process, traffic)
+    return await _connect(stack, Client(f"{server.url}/v1"), traffic)
 
 
-async def _connect(
-    stack: contextlib.AsyncExitStack, client: Client, process: psutil.Process | None, traffic: Traffic
-) -> _ServerSide:
+async def _connect(stack: contextlib.AsyncExitStack, client: Client, traffic: Traffic) -> _ServerSide:
     stack.push_async_callback(client.close)
     await client.find_model()
-    side = _ServerSide(client, process, traffic)
-    side.before = await client.gauges(FINISHED, ABORTED)
-    return side
+    return _ServerSide(client, traffic)
 
 
 class _OfflineSide:
@@ -377,7 +320,6 @@ def _run_case(
     load: Load,
     sides: Mapping[str, _LoadSide],
     chosen: str,
-    server: _ServerSide,
     number: int,
     runs: int,
     warmup: int,
@@ -393,7 +335,6 @@ def _run_case(
     with progress.bar(load.name) as report:
         calls = {name: Side(partial(run, name)) for name in sides}
         samples = time_sides(calls, runs=runs, warmup=warmup, report=report)
-    runner.run(server.drain())
     counted = {name: all_runs[-len(samples[name].seconds) :] for name, all_runs in taken.items()}
     case = case_result(load.name, chosen, samples, 1.0)
     rates = {}
@@ -406,8 +347,7 @@ def _run_case(
     ratios = {name: rates[chosen] / rate for name, rate in rates.items() if name != chosen and rate.all()}
     case["ratios"] = {name: float(np.median(ratio)) for name, ratio in ratios.items()}
     case["ratio_p10_p90"] = {name: np.percentile(ratio, (10, 90)).tolist() for name, ratio in ratios.items()}
-    if ENGINE in counted:
-        case["added_ttft_ms"] = added_ttft(counted[chosen], counted[ENGINE])
+    server = cast(_ServerSide, sides[chosen])
     case["check"] = runner.run(check_answers(server.client.complete, taken[chosen][-1].answers, number=checks))
     return case
 
@@ -416,32 +356,11 @@ def _rate(run: Run) -> float:
     return sum(answer.completion_tokens for answer in run.answers if answer.completed) / run.seconds
 
 
-def added_ttft(server: Sequence[Run], engine: Sequence[Run]) -> dict[str, Any] | None:
-    """Milliseconds that a server adds to the time to first token of its engine; None if no request has both.
-
-    Each request is paired with the same one of the same round on the engine without HTTP.
-    """
-    pairs: list[float] = []
-    for rounds_of_both in zip(server, engine, strict=True):
-        ours, theirs = (
-            {
-                answer.request.number: latencies(answer)["ttft"]
-                for answer in run.answers
-                if answer.completed and answer.events and not answer.request.slow
-            }
-            for run in rounds_of_both
-        )
-        pairs += [ours[number] - theirs[number] for number in ours if number in theirs]
-    numbers = percentiles(pairs)
-    return None if numbers is None else {"requests": len(pairs), **numbers}
-
-
-async def check_answers(ask: Ask, answers: Sequence[Answer], *, number: int) -> dict[str, Any]:
-    """Ask some requests again, one by one, and count how the loaded server's answers compare.
+async def check_answers(ask: Ask, answers: Sequence[Answer], *, number: int) -> dict[str, int]:
+    """Ask some requests again, one by one, and count the answers that are the loaded server's.
 
     Decoding is greedy, so both answers are the same text, unless the numbers of another batch round differently where
-    two tokens were almost equally likely. Such an answer (`diverged`) begins like the one to its own prompt. An answer
-    that has more in common with another request's answer (`mixed`) was given to the wrong client.
+    two tokens were almost equally likely.
 
     Args:
         ask: sends a request to the server, which has no other load now.
@@ -451,32 +370,15 @@ async def check_answers(ask: Ask, answers: Sequence[Answer], *, number: int) -> 
     whole = [answer for answer in answers if answer.completed]
     chosen = [whole[i * len(whole) // number] for i in range(number)] if len(whole) > number else whole
     again = [await ask(replace(answer.request, slow=False, leave_after=None)) for answer in chosen]
-    counts = Counter(dict.fromkeys(("failed", "identical", "diverged", "mixed"), 0))
-    for i, (answer, own) in enumerate(zip(chosen, again, strict=True)):
-        others = [_common(answer.text, other.text) for j, other in enumerate(again) if j != i and other.completed]
-        if not own.completed:
-            counts["failed"] += 1
-        elif own.text == answer.text:
-            counts["identical"] += 1
-        else:
-            counts["mixed" if max(others, default=0) > _common(answer.text, own.text) else "diverged"] += 1
-    ids = Counter(answer.id for answer in answers if answer.id is not None)
     return {
         "checked": len(chosen),
-        **counts,
-        "distinct": len({answer.text for answer in again}),
-        "repeated_ids": sum(count - 1 for count in ids.values()),
+        "identical": sum(own.text == answer.text for answer, own in zip(chosen, again, strict=True) if own.completed),
+        "failed": sum(not own.completed for own in again),
         "lost": sum((answer.error or "").startswith(("lost", "mixed")) for answer in answers),
     }
 
 
-def _common(first: str, second: str) -> int:
-    """Length of the common beginning."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((number for number, (a, b) in pairs if a != b), min(len(first), len(second)))
-
-
-def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
+def _page(settings: Mapping[str, Any], cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Name, title, intro, tables and notes of a result."""
     precision = settings["quantization"] or settings["dtype"]
     model = str(settings["model"])
@@ -484,28 +386,14 @@ def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str,
     words += ["llama.cpp"] if settings["gguf"] else []
     if settings["gguf"]:
         precision = f"a GGUF file of {settings['gguf']}, which all sides read"
-    notes: list[str] = []
-    for case in measured["cases"]:
-        notes += _case_notes(case)
-    memory, abandoned = measured["server"]["memory"], measured["server"]["abandoned"]
-    if memory:
-        notes.append(
-            f"- Memory of the server: {memory['start_gb']:.3f} GB at the start, {memory['warm_gb']:.3f} GB after a "
-            f"quarter of the time, {memory['end_gb']:.3f} GB at the end, {memory['peak_gb']:.3f} GB at most."
-        )
-    if abandoned:
-        notes.append(
-            f"- {abandoned['clients']} clients disconnected. The engine counted {abandoned['engine_aborts']} aborts; "
-            f"{abandoned['ran_to_their_end']} abandoned requests ran to their end."
-        )
     return {
         "name": slug(*words, *settings["loads"]),
         "title": f"Serve: {model}",
         "intro": f"{precision}, at most {settings['max_num_seqs']} sequences in a step; "
         f"{_requests(settings['traffic'])}; {rounds(settings)}. The client runs on the same machine. "
         "Latencies are mean, p50 / p90 / p99 of complete answers, without slow readers.",
-        "tables": [_table(case, settings["goodput_ms"]) for case in measured["cases"]],
-        "notes": notes,
+        "tables": [_table(case, settings["goodput_ms"]) for case in cases],
+        "notes": [note for case in cases for note in _case_notes(case)],
     }
 
 
@@ -552,11 +440,6 @@ def _case_notes(case: Mapping[str, Any]) -> list[str]:
             f"{begin} {case['chosen']} / {name}, output tokens per second: {ratio:.2f}x (P10-P90 of rounds "
             f"{low:.2f}-{high:.2f})."
         )
-    if added := case.get("added_ttft_ms"):
-        notes.append(
-            f"{begin} time to first token, added by the server: {added['p50']:.1f} ms p50, {added['mean']:.1f} mean, "
-            f"{added['p99']:.1f} ms p99; {added['requests']} requests, each paired with the same one to AsyncLLM."
-        )
     for name, side in case["sides"].items():
         left = [f"{side['disconnected']} clients disconnected"] if side["disconnected"] else []
         failures = [f"{count} x {kind}" for kind, count in side["errors"].items()]
@@ -565,7 +448,5 @@ def _case_notes(case: Mapping[str, Any]) -> list[str]:
     return [
         *notes,
         f"{begin} of {check['checked']} answers asked for again without load, {check['identical']} were identical, "
-        f"{check['diverged']} parted from them at some token, {check['mixed']} belonged to other prompts, "
-        f"{check['failed']} failed; {check['distinct']} of the texts are distinct. {check['lost']} streams were lost, "
-        f"{check['repeated_ids']} ids occurred twice.",
+        f"{check['failed']} failed; {check['lost']} streams were lost.",
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 import signal
 import socket
 import subprocess
@@ -122,21 +121,6 @@ class Client:
             self.model = msgspec.json.decode(await self.fetch(path))["data"][0]["id"]
         except (msgspec.DecodeError, LookupError, TypeError) as error:
             raise VeraxError(f"url: {self.url}/models lists no model") from error
-
-    async def gauges(self, *names: str) -> dict[str, float]:
-        """Values of `/metrics` by name, summed over their labels; none of a server without it.
-
-        A name may end with a part of its labels: `vllm:request_success_total{finished_reason="abort"`.
-        """
-        found: dict[str, float] = {}
-        with contextlib.suppress(VeraxError):
-            text = await self.fetch("/metrics")
-            for name in names:
-                stem, _, label = name.partition("{")
-                values = re.findall(rf"(?m)^{re.escape(stem)}(?:\{{(.*)\}})? ([-+.\de]+)$", text)
-                if values:
-                    found[name] = sum(float(value) for labels, value in values if label in labels)
-        return found
 
     async def complete(self, request: Request) -> Answer:
         """Answer of a streamed, greedy completion of a fixed number of tokens. A failure is a part of the answer."""

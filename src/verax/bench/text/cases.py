@@ -25,8 +25,10 @@ from verax.bench.harness import (
     case_result,
     check_names,
     checkpoint_folder,
+    import_torch,
     product_weights,
     time_sides,
+    torch_versions,
 )
 from verax.bench.results import model_name, outliers, rounds, side_table, slug, table
 from verax.bench.text.workload import Workload
@@ -41,7 +43,7 @@ from verax.text.engine.request import RequestInput
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.step.step import StepShape
 
-__all__ = ["BASELINES", "bench_text"]
+__all__ = ["BASELINES", "bench_text", "transformers_sides"]
 
 BASELINES = ("transformers", "llama.cpp", "verax")
 """Sides of a text benchmark besides ours; the last is our own, unquantised."""
@@ -96,8 +98,6 @@ def bench_text(
         sides: dict[str, Side] = {}
         for name in against:
             if name == "transformers":
-                from verax.bench.text.transformers import transformers_sides
-
                 sides |= transformers_sides(opened, dtype, workload)
             elif name == "llama.cpp":
                 from verax.bench.text.llama_cpp import llama_cpp_sides
@@ -256,10 +256,8 @@ def _prepare(llm: LLM, rows: int, length: int) -> tuple[float, np.ndarray, StepS
     engine, rng = llm.engine, np.random.default_rng(0)
     prompt_length = max(1, min(length, llm.max_model_len) - 40)
     params = SamplingParams(temperature=0.7, max_tokens=None, ignore_eos=True)
-    names = [
-        engine.add_request(RequestInput(tuple(rng.integers(3, engine.vocab_size, prompt_length).tolist()), params))
-        for _ in range(rows)
-    ]
+    prompts = rng.integers(3, engine.vocab_size, (rows, prompt_length)).tolist()
+    names = [engine.add_request(RequestInput(prompt, params)) for prompt in prompts]
     while any(sequence.num_to_compute != 1 for sequence in engine.scheduler.running) or engine.scheduler.waiting:
         engine.advance()
     begin = time.perf_counter()
@@ -269,6 +267,51 @@ def _prepare(llm: LLM, rows: int, length: int) -> tuple[float, np.ndarray, StepS
     for name in names:
         engine.abort(name)
     return host_ms, packed, shape
+
+
+def transformers_sides(opened: checkpoint.Checkpoint, dtype: str, workload: Workload) -> dict[str, Side]:
+    """Sides that run the checkpoint in PyTorch on the CPU or its GPU: prompt by prompt, and in one batch.
+
+    Raises:
+        InvalidParameterError: for a GGUF file.
+        MissingDependencyError: without torch or transformers.
+    """
+    if opened.metadata:
+        raise InvalidParameterError(
+            f"against: {opened.folder} is a GGUF file; transformers is compared on a checkpoint folder"
+        )
+    torch, transformers = import_torch("transformers")
+    versions = torch_versions(torch, transformers)
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(opened.folder, dtype=getattr(torch, dtype))
+    generate = partial(_generate_in_torch, torch, loaded.to(versions["torch_device"]).eval(), workload.temperature)
+    pairs = list(zip(workload.prompts, workload.max_tokens, strict=True))
+    naive = lambda: sum(generate([prompt], count) for prompt, count in pairs)
+    # The batch runs until the longest answer is done.
+    batched = lambda: generate(list(workload.prompts), max(workload.max_tokens))
+    sides = {"transformers naive": Side(naive, versions=versions)}
+    return sides | ({"transformers batched": Side(batched, versions=versions)} if len(pairs) > 1 else {})
+
+
+def _generate_in_torch(torch: Any, model: Any, temperature: float, prompts: list[tuple[int, ...]], count: int) -> int:
+    """Generate `count` tokens for each prompt, padded on the left; the number of all new tokens."""
+    width = max(map(len, prompts))
+    tokens = torch.zeros((len(prompts), width), dtype=torch.long)
+    mask = torch.zeros_like(tokens)
+    for row, prompt in enumerate(prompts):
+        tokens[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    # top_k and top_p off: generate's own default would keep 50 tokens, which is other work than ours.
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    with torch.inference_mode():
+        out = model.generate(
+            tokens.to(model.device),
+            attention_mask=mask.to(model.device),
+            max_new_tokens=count,
+            eos_token_id=None,
+            pad_token_id=0,
+            **(sampling if temperature else {"do_sample": False}),
+        )
+    return int(out[:, width:].cpu().numel())
 
 
 def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
-from jaxtyping import Float32
 
 from verax.bench.harness import Side
 from verax.bench.text.workload import Workload
@@ -29,7 +27,7 @@ from verax.files import read_json
 from verax.machine import num_cores
 from verax.models import causal_lm
 
-__all__ = ["GGUF_TYPES", "LlamaCpp", "generate", "llama_cpp_perplexity", "llama_cpp_sides", "write_gguf"]
+__all__ = ["GGUF_TYPES", "LlamaCpp", "generate", "llama_cpp_sides", "write_gguf"]
 
 GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 """Type of llama.cpp's weights, by our `quantization` or else our `dtype`."""
@@ -42,9 +40,6 @@ PRE_TOKENIZER = "qwen2"
 
 _BATCH_TOKENS = 512
 """Most tokens in one call while prompts are read: llama.cpp's own physical batch."""
-
-_SCORED_TOKENS = 64
-"""Scored tokens in one call: llama.cpp keeps the logits of all, a megabyte each for a vocabulary of 262,144."""
 
 _MOST_SEQUENCES = 256
 """llama.cpp's own limit on sequences in a context (LLAMA_MAX_SEQ)."""
@@ -132,13 +127,6 @@ class LlamaCpp:
             batch.n_seq_id[n], batch.seq_id[n][0] = 1, row.sequence
         if code := self._c.llama_decode(self._context, batch):
             raise self._fault(f"llama_decode returned {code}")
-
-    def logits(self, tokens: Sequence[int], *, position: int) -> Float32[np.ndarray, "T V"]:
-        """Logits after each of these tokens of the one sequence, which follow `position` earlier ones."""
-        self.decode([Row(0, token, position + n, True) for n, token in enumerate(tokens)])
-        size = self._c.llama_vocab_n_tokens(self._c.llama_model_get_vocab(self._model))
-        rows = (self._c.llama_get_logits_ith(self._context, n) for n in range(len(tokens)))
-        return np.stack([np.ctypeslib.as_array(row, (size,)) for row in rows])
 
     def sample(self, sampler: Any, index: int) -> int:
         """Token drawn after row `index` of the last `decode`."""
@@ -233,34 +221,6 @@ def generate(model: LlamaCpp, workload: Workload) -> list[list[int]]:
                 if row.last:
                     answers[row.sequence].append(model.sample(sampler, n))
     return answers
-
-
-def llama_cpp_perplexity(path: Path, texts: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Mean nats of each next token of texts of token ids, their exponential, and the seconds that it took.
-
-    Raises:
-        MissingDependencyError: if llama-cpp-python is not installed.
-        VeraxError: if llama.cpp cannot load the file.
-    """
-    begin = time.perf_counter()
-    model = LlamaCpp(path, context=max(map(len, texts)), batch=_SCORED_TOKENS)
-    try:
-        nats = [score for text in texts if len(text) > 1 for score in _nats(model, text)]
-    finally:
-        model.close()
-    mean = float(np.mean(nats))
-    return {"nats_per_token": mean, "perplexity": float(np.exp(mean)), "seconds": time.perf_counter() - begin}
-
-
-def _nats(model: LlamaCpp, text: Sequence[int]) -> Iterator[float]:
-    """Negative log-probability of each token after the first."""
-    model.clear()
-    inputs, following = text[:-1], text[1:]
-    for at in range(0, len(inputs), _SCORED_TOKENS):
-        rows: Any = model.logits(inputs[at : at + _SCORED_TOKENS], position=at).astype(np.float64)
-        rows -= rows.max(axis=1, keepdims=True)
-        after = following[at : at + _SCORED_TOKENS]
-        yield from np.log(np.exp(rows).sum(axis=1)) - rows[np.arange(len(after)), after]
 
 
 def write_gguf(opened: Checkpoint, path: Path, kind: str, *, vocabulary: Path | None = None) -> Path:

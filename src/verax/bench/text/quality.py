@@ -1,4 +1,4 @@
-"""Cost of fewer bits: perplexity on text, exact sums, and the distance of the logits from those in float32.
+"""Cost of fewer bits: perplexity on text, and the distance of the logits from the logits in float32.
 
 Hidden states go through the engine's own cache and attention (`_forward`): a batch of texts is one mixed step, in which
 each text has pages of its own. So the error of a quantised cache is measured with everything else.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,17 +22,14 @@ from jaxtyping import Array, Bool, Float, Int
 from verax import builtin, checkpoint, ops, progress
 from verax.bench.harness import Benchmark, check_names
 from verax.bench.results import model_name, slug, table
-from verax.bench.text.llama_cpp import llama_cpp_perplexity
 from verax.errors import InvalidParameterError
 from verax.loading import DEQUANTIZE, load_causal_lm
 from verax.models import CausalLM
 from verax.ops.paged import page_bytes
-from verax.text.engine.llm import LLM
-from verax.text.engine.sampling_params import SamplingParams
 from verax.text.step.sizes import CACHE_DTYPES
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["REFERENCE", "VARIANTS", "bench_quality", "held_out_sums", "held_out_texts", "read_text"]
+__all__ = ["REFERENCE", "VARIANTS", "bench_quality", "held_out_texts", "read_text"]
 
 PAGE = 16
 """Tokens of a page: the engine's block size."""
@@ -43,9 +39,6 @@ BATCH_TOKENS, BATCH_ROWS = 1024, 64
 
 LOGIT_ROWS = 64
 """Positions whose logits are compared at a time: two times 64 rows of a vocabulary of 150,000 are 80 MB."""
-
-LARGEST_OPERAND, HELD_OUT_PERCENT = 99, 10
-"""The built-in model was trained on sums of two operands up to this one, but for this share of the pairs."""
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -64,7 +57,7 @@ class Variant(NamedTuple):
         return jnp.dtype(CACHE_DTYPES[name]).name
 
 
-REFERENCE, STORED, LLAMA_CPP = "float32", "as stored", "llama.cpp"
+REFERENCE, STORED = "float32", "as stored"
 
 VARIANTS: dict[str, Variant] = {
     REFERENCE: Variant("float32"),
@@ -89,8 +82,6 @@ def bench_quality(
     variants: Sequence[str] | None = None,
     tokens: int = 16384,
     window: int = 512,
-    additions: int | None = None,
-    against: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Measure a model in several precisions against itself in float32.
 
@@ -99,15 +90,11 @@ def bench_quality(
     trained on are measured, each by itself. A variant whose groups do not divide the model's layers is left out.
 
     Raises:
-        InvalidParameterError: for an unknown variant or side, or a text of fewer than two tokens.
-        MissingDependencyError: if llama.cpp is asked for and not installed.
+        InvalidParameterError: for an unknown variant, or a text of fewer than two tokens.
     """
     check_names("variants", variants or (), VARIANTS)
-    check_names("against", against, [LLAMA_CPP])
     benchmark = Benchmark("text")
     opened = checkpoint.Checkpoint.open(builtin.text_model() if model is None else model)
-    if against and not opened.folder.is_file():
-        raise InvalidParameterError(f"against: llama.cpp reads a GGUF file, and {opened.folder} is not one")
     if variants is None:
         variants = [name for name in VARIANTS if name != STORED or opened.packed]
     elif STORED in variants and not opened.packed:
@@ -118,10 +105,6 @@ def bench_quality(
     scored = sum(int(batch.counted.sum()) for batch in batches)
     if not scored:
         raise InvalidParameterError("text: it has fewer than two tokens, so none to predict")
-    sums = held_out_sums()
-    wanted = additions if additions is not None else len(sums) if model is None else 200
-    sums = [sums[i] for i in np.linspace(0, len(sums) - 1, min(wanted, len(sums))).astype(int)]
-
     reference = _load(opened, REFERENCE)
     hidden = [np.asarray(_hidden_states(reference, batch, "float32")) for batch in batches]
     rows: dict[str, dict[str, Any]] = {}
@@ -145,29 +128,23 @@ def bench_quality(
                 "perplexity": float(np.exp(nats)),
                 "kl_divergence": divergence,
                 "top1_agreement": agreement,
-                "additions_exact": _share_of_sums(module, tokenizer, variant, sums),
                 "weights_mb": sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.split(module)[1])) / 1e6,
                 "cache_bytes_per_token": 2 * config.num_hidden_layers * page,
                 "seconds": time.perf_counter() - begin,
             }
             del module
-    del reference
-    for name in against:
-        scores = llama_cpp_perplexity(opened.folder, [text for batch in batches for text in batch.texts])
-        rows[name] = {**scores, "weights_mb": opened.nbytes / 1e6}
     settings = {
         "model": model_name(model) if model else "built-in",
         "text": "documents that the built-in model was not trained on" if text is None else "given",
         "scored_tokens": scored,
         "window": window,
-        "additions": len(sums),
         "variants": list(variants),
     }
     return benchmark.result(
         slug("quality", Path(settings["model"]).name),
         title=f"Quality: {settings['model']}",
-        intro=f"{scored:,} tokens of text ({settings['text']}; contexts of up to {window}) and {len(sums)} held-out "
-        "additions. KL divergence and the share of equal best tokens are against float32. The number after int4: "
+        intro=f"{scored:,} tokens of text ({settings['text']}; contexts of up to {window}). "
+        "KL divergence and the share of equal best tokens are against float32. The number after int4: "
         "inputs that share a scale; int8 weights have one a row, an int8 or fp8 cache one a token and head.",
         settings=settings,
         tables=[_table(rows)],
@@ -185,7 +162,6 @@ def _table(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "perplexity": lambda row: left_out(row) or f"{row[1]['perplexity']:.4f}",
         "KL, nats": cell("kl_divergence", ".2g"),
         "same best token": cell("top1_agreement", ".2f", 100, "%"),
-        "additions": cell("additions_exact", ".1f", 100, "%"),
         "weights, MB": cell("weights_mb", ".1f"),
         "cache, bytes a token": cell("cache_bytes_per_token", "d"),
     }
@@ -196,17 +172,6 @@ def held_out_texts() -> list[str]:
     """Documents of the built-in model's kind that it was not trained on, each with its end."""
     text = (resources.files(__package__) / "held_out.txt").read_text(encoding="utf-8")
     return [document + END_OF_TEXT for document in text.split(END_OF_TEXT) if document]
-
-
-def held_out_sums() -> list[tuple[int, int]]:
-    """Pairs of operands that the built-in model never saw added, in either order: a hash chooses a tenth of all."""
-
-    def held_out(a: int, b: int) -> bool:
-        digest = blake2b(f"{min(a, b)}+{max(a, b)}".encode(), digest_size=4).digest()
-        return int.from_bytes(digest, "big") % 100 < HELD_OUT_PERCENT
-
-    operands = range(LARGEST_OPERAND + 1)
-    return [(a, b) for a in operands for b in operands if held_out(a, b)]
 
 
 def read_text(file: Path) -> str:
@@ -229,41 +194,12 @@ def _load(opened: checkpoint.Checkpoint, name: str) -> CausalLM:
     return load_causal_lm(opened, dtype=variant.dtype, quantization=variant.quantization or DEQUANTIZE, requantize=True)
 
 
-def _share_of_sums(
-    model: CausalLM, tokenizer: Tokenizer, variant: Variant, sums: Sequence[tuple[int, int]]
-) -> float | None:
-    """Share of sums that the engine completes with exactly the right number."""
-    if not sums:
-        return None
-    llm = LLM.from_module(
-        model,
-        tokenizer=tokenizer,
-        max_model_len=64,
-        max_num_seqs=32,
-        kv_cache_dtype=variant.kv_cache_dtype,
-        use_tqdm=False,
-    )
-    prompts = [f"{a} + {b} =" for a, b in sums]
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)
-    answers = [output.outputs[0].text.strip() for output in outputs]
-    digits = [answer[: len(answer) - len(answer.lstrip("0123456789"))] for answer in answers]
-    return float(np.mean([found == str(a + b) for found, (a, b) in zip(digits, sums, strict=True)]))
-
-
 @dataclass(frozen=True)
 class _Batch:
     """Texts one after the other, padded: `tokens [BATCH_TOKENS]`, `lengths [BATCH_ROWS]`."""
 
     tokens: np.ndarray
     lengths: np.ndarray
-
-    @property
-    def texts(self) -> list[list[int]]:
-        """Token ids of each text."""
-        ends = np.cumsum(self.lengths)
-        return [
-            self.tokens[end - length : end].tolist() for end, length in zip(ends, self.lengths, strict=True) if length
-        ]
 
     @property
     def counted(self) -> Bool[np.ndarray, "T"]:

@@ -54,7 +54,6 @@ def bench_video(
     width: int = 480,
     dtype: str = "bfloat16",
     attention: str = "auto",
-    also: Sequence[str] = (),
     memory: Sequence[str] = (),
     layers: int | None = None,
     runs: int = 3,
@@ -63,15 +62,14 @@ def bench_video(
 ) -> dict[str, Any]:
     """Time stages with random weights in real sizes.
 
-    The arguments are the options of `verax bench video`; `also` are more implementations of attention that the
-    transformer is timed with, as sides called `verax, IMPLEMENTATION`.
+    The arguments are the options of `verax bench video`.
 
     Raises:
         InvalidParameterError: naming what is wrong.
         MissingDependencyError: if a baseline is not installed.
     """
     check_names("against", against, BASELINES)
-    for name, given in (("also", also), ("memory", memory), ("attention", [attention])):
+    for name, given in (("memory", memory), ("attention", [attention])):
         check_names(name, given, ATTENTION)
     sizes: dict[str, Any] = dict(height=height, width=width, dtype=dtype, layers=layers)
     works = [(stage, count) for stage in stages for count in frames if stage != "text" or count == frames[0]]
@@ -80,7 +78,7 @@ def bench_video(
     for stage, count in works if runs else ():
         todo = work(stage, size, frames=count, **sizes)
         options = {"attention": attention} if stage == "transformer" else {}
-        case, found = _case(todo, count, dtype, options, also if options else (), runs, warmup, against)
+        case, found = _case(todo, count, dtype, options, runs, warmup, against)
         rate = benchmark.limits[f"matmul_{dtype}_gflop_per_s"]
         case["fraction_of_limit"] = case["flops"] / case["sides"]["verax"]["median_s"] / 1e9 / rate
         cases.append(case)
@@ -125,7 +123,6 @@ def _case(
     frames: int,
     dtype: str,
     options: dict[str, Any],
-    also: Sequence[str],
     runs: int,
     warmup: int,
     against: Sequence[str],
@@ -144,9 +141,6 @@ def _case(
             program, cached_s = _compiled(todo, weights, inputs, options)
         ours = np.asarray(program(weights, *inputs, **options))
         sides = {"verax": Side(lambda: jax.block_until_ready(program(weights, *inputs, **options)))}
-        for name in also:
-            call = lambda name=name: jax.block_until_ready(program(weights, *inputs, attention=name))
-            sides[f"verax, {name}"] = Side(call)
         for name in (name for name in against if todo.stage in BASELINES[name]):
             other = _baseline(name, todo, dtype)
             versions |= other.versions
@@ -168,8 +162,7 @@ def _case(
 
 
 def _baseline(name: str, todo: Work, dtype: str) -> Baseline:
-    from verax.bench.video.diffusers import DiffusersSide
-    from verax.bench.video.openvino import OpenVinoSide
+    from verax.bench.video.baselines import DiffusersSide, OpenVinoSide
 
     if name == "openvino":
         return OpenVinoSide(todo, dtype)

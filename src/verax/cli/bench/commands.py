@@ -118,16 +118,10 @@ def quality(
         str | None, typer.Option(help="Precisions by name, separated by semicolons; all if left out.")
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of text, at most.", min=2)] = 16384,
-    additions: Annotated[
-        int | None, typer.Option(help="Held-out sums; all of the built-in model, 200 of others, if left out.", min=0)
-    ] = None,
-    against: Annotated[
-        str | None, typer.Option(help="llama.cpp: its perplexity on the same tokens too, of a GGUF file.")
-    ] = None,
     output: Output = None,
     as_json: options.Json = False,
 ) -> None:
-    """Cost of quantised weights and an int8 cache: perplexity, sums, and the logits' distance from float32.
+    """Cost of quantised weights and an int8 cache: perplexity, and the logits' distance from float32.
 
     Examples:
 
@@ -135,7 +129,7 @@ def quality(
 
         verax bench quality --model Qwen/Qwen3-0.6B --text book.txt --variants "bfloat16; int8; int4-32"
 
-        verax bench quality --model gemma-3-270m-q4_k_m.gguf --text book.txt --additions 0 --against llama.cpp
+        verax bench quality --model gemma-3-270m-q4_k_m.gguf --text book.txt
     """
     from verax.bench.text.quality import bench_quality, read_text
 
@@ -144,8 +138,6 @@ def quality(
         text=None if text is None else read_text(text),
         variants=[name.strip() for name in variants.split(";")] if variants else None,
         tokens=tokens,
-        additions=additions,
-        against=names(against),
     )
     show(result, output, as_json)
 
@@ -311,7 +303,7 @@ def ops(
             "type Q4_K; all if left out."
         ),
     ] = None,
-    only: Annotated[str | None, typer.Option(help="linear, grouped, attention or conv; all if left out.")] = None,
+    only: Annotated[str | None, typer.Option(help="linear, grouped, attention, conv; paged, kernels.")] = None,
     runs: Runs = 10,
     warmup: Warmup = 2,
     against: Annotated[str | None, typer.Option(help="torch: time its operations too, interleaved.")] = None,
@@ -326,7 +318,7 @@ def ops(
 
         verax bench ops --only linear --size-in 1024 --size-out 3072 --rows 1,4 --weights bfloat16,int8
     """
-    from verax.bench.ops.cases import OPERATIONS, bench_ops
+    from verax.bench.ops import OPERATIONS, bench_ops
 
     counts = numbers("--rows", rows, int)
     if min(counts) < 1:
@@ -373,12 +365,12 @@ def delta(
 
         verax bench delta --only gated,decode --against transformers --output results
     """
-    from verax import plots
+    from verax._optional import load_pyplot
     from verax.bench.delta.cases import CONFIGURATIONS, SECTIONS, bench_delta
     from verax.bench.results import plot
 
     if output is not None:
-        plots.pyplot("bench")  # an error before the work, not after it
+        load_pyplot("bench")  # an error before the work, not after it
     result = bench_delta(
         sections=names(only) or tuple(SECTIONS),
         configurations=names(configurations) or list(CONFIGURATIONS)[: 1 if quick else None],

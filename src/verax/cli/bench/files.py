@@ -107,10 +107,9 @@ def compare(
     old: Annotated[Path, typer.Argument(help="A JSON that verax bench --output wrote.", exists=True, dir_okay=False)],
     new: Annotated[Path, typer.Argument(help="A later one, of the same benchmark.", exists=True, dir_okay=False)],
     threshold: Annotated[float, typer.Option(help="Change of time that matters, in percent.")] = 5.0,
-    confidence: Annotated[float, typer.Option(help="Of the intervals, in percent.")] = 95.0,
     as_json: options.Json = False,
 ) -> None:
-    """Changes of speed between two files of results, with confidence; exit status 1 if a side of verax is slower.
+    """Changes of speed between two files of results; exit status 1 if a side of verax is slower.
 
     Prints Markdown, for a terminal or a pull request. A side counts as slower only if the whole interval of the ratio
     of the medians is beyond the threshold; baselines are shown, and do not count.
@@ -123,9 +122,7 @@ def compare(
     """
     from verax.bench.compare import compare_results, read_timed, render
 
-    comparison = compare_results(
-        read_timed(old), read_timed(new), threshold=threshold / 100, confidence=confidence / 100
-    )
+    comparison = compare_results(read_timed(old), read_timed(new), threshold=threshold / 100)
     sys.stdout.write(json.dumps(comparison, indent=2) + "\n" if as_json else render(comparison))
     if comparison["regressions"]:
         raise typer.Exit(1)
@@ -161,7 +158,7 @@ def reports(
     ] = Path("docs/reports"),
     as_json: options.Json = False,
 ) -> None:
-    """Every table of the earlier ports, measured again on this machine.
+    """Tables of speed and memory of the earlier ports, measured again on this machine.
 
     A table that cannot be made here states the reason.
 

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import pytest
 
 from verax import ops
+from verax.bench import ops as bench
 from verax.bench import timing
-from verax.bench.ops import attention, cases, conv, linear
 from verax.bench.results import markdown
 from verax.errors import InvalidParameterError
 
@@ -18,7 +18,7 @@ LIMITS = {
 
 def run(**changes):
     settings = dict(size_in=256, size_out=48, rows=[1, 2000], weights=["bfloat16", "int4-32"], operations=["linear"])
-    return cases.bench_ops(**{**settings, **changes}, runs=2, warmup=1)
+    return bench.bench_ops(**{**settings, **changes}, runs=2, warmup=1)
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def _no_measurement_of_the_machine(monkeypatch):
     monkeypatch.setattr("verax.machine.measure_machine", lambda: LIMITS)
     monkeypatch.setattr("verax.machine.READ_BYTES", 1 << 16)
     monkeypatch.setattr(timing, "SHORTEST", 0.0)
-    monkeypatch.setattr(linear, "COLD", 1 << 16)
+    monkeypatch.setattr(bench, "COLD", 1 << 16)
 
 
 def test_each_case_names_the_implementation_that_runs_and_times_the_others():
@@ -34,7 +34,7 @@ def test_each_case_names_the_implementation_that_runs_and_times_the_others():
     found = {case["case"]: case for case in result["cases"]}
     assert list(found) == ["bfloat16, 1 rows", "bfloat16, 2000 rows", "int4-32, 1 rows", "int4-32, 2000 rows"]
     for case in found.values():
-        assert {case["chosen"], "reference"} <= set(case["sides"]) <= {*ops.linear.implementations, linear.PACKED}
+        assert {case["chosen"], "reference"} <= set(case["sides"]) <= {*ops.linear.implementations, bench.PACKED}
         assert set(case["ratios"]) == set(case["sides"]) - {case["chosen"]}
         assert case["fraction_of_limit"] > 0 < case["bandwidth_gb_per_s"]
     assert found["bfloat16, 1 rows"]["bytes_moved"] == 256 * 48 * 2
@@ -49,18 +49,18 @@ def test_a_weight_that_models_pack_is_timed_as_it_is_packed():
     found = {case["case"]: case for case in run(rows=[1, 64], weights=["float32", "int8"])["cases"]}
     for name, few_rows in (("float32, 1 rows", True), ("float32, 64 rows", False)):
         packs = isinstance(ops.pack_weight(jnp.ones((48, 256)), few_rows=few_rows), ops.PackedWeight)
-        assert (found[name]["chosen"] == linear.PACKED) == (linear.PACKED in found[name]["sides"]) == packs
-    assert linear.PACKED not in found["int8, 64 rows"]["sides"]  # its inputs would have to be rounded too
+        assert (found[name]["chosen"] == bench.PACKED) == (bench.PACKED in found[name]["sides"]) == packs
+    assert bench.PACKED not in found["int8, 64 rows"]["sides"]  # its inputs would have to be rounded too
 
 
 def test_attention_and_cache_writes_are_cases_too(monkeypatch):
     small = [
-        attention.whole_sequence_case(20, heads=2, size=16),
-        attention.paged_decode_case(2, 20, None, heads=4, kv_heads=2, size=16),
-        attention.ragged_case([5, 8], [1, 5], heads=4, kv_heads=2, size=16),
-        attention._write(4, kv_heads=2, size=16),
+        bench.whole_sequence_case(20, heads=2, size=16),
+        bench.paged_decode_case(2, 20, None, heads=4, kv_heads=2, size=16),
+        bench.ragged_case([5, 8], [1, 5], heads=4, kv_heads=2, size=16),
+        bench.write_case(4, kv_heads=2, size=16),
     ]
-    monkeypatch.setattr(attention, "attention_cases", lambda torch: small)
+    monkeypatch.setattr(bench, "attention_cases", lambda torch: small)
     result = run(operations=["attention"])
     kinds = [case["group"] for case in result["cases"]]
     assert kinds == ["attention", "paged_decode_attention", "paged_attention", "write_pages"]
@@ -70,8 +70,8 @@ def test_attention_and_cache_writes_are_cases_too(monkeypatch):
 
 
 def test_experts_are_cases_too(monkeypatch):
-    monkeypatch.setattr(linear, "EXPERT_SIZES", {"experts": 6, "chosen": 2, "size_in": 64, "size_out": 48})
-    monkeypatch.setattr(linear, "TOKENS", (1, 40))
+    monkeypatch.setattr(bench, "EXPERT_SIZES", {"experts": 6, "chosen": 2, "size_in": 64, "size_out": 48})
+    monkeypatch.setattr(bench, "TOKENS", (1, 40))
     found = run(operations=["grouped"])["cases"]
     assert [case["case"] for case in found] == [
         f"{kind}, {count} tokens" for kind in ("bfloat16", "int4-32") for count in (1, 40)
@@ -84,11 +84,11 @@ def test_experts_are_cases_too(monkeypatch):
 
 def test_convolutions_are_cases_too(monkeypatch):
     small = [
-        conv._video((3, 4, 6), 2, 5, torch=None),
-        conv._video((3, 4, 6), 2, 5, torch=None, cached=False, dtype="float32"),
-        conv._image((4, 6), 2, 5, torch=None, stride=2, padding=((0, 1), (0, 1))),
+        bench.conv_case((3, 4, 6), 2, 5),
+        bench.conv_case((3, 4, 6), 2, 5, cached=False, dtype="float32"),
+        bench.conv_case((4, 6), 2, 5, kernel=(3, 3), stride=2),
     ]
-    monkeypatch.setattr(conv, "conv_cases", lambda torch: small)
+    monkeypatch.setattr(bench, "conv_cases", lambda torch: small)
     whole, first, image = run(operations=["conv"])["cases"]
     assert [whole["group"], image["group"]] == ["conv3d", "conv2d"]
     assert whole["flops"] == 2 * (3 * 4 * 6 * 5) * (2 * 27)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support.tiny_encoder import random_sentences, tiny_encoder
-from verax.bench.embed.exported import Exported, Way, fastest_way, one_by_one, padded_batches
+from verax.bench.embed.baselines import Exported, Way, fastest_way, one_by_one, padded_batches
 from verax.embed.settings import EncoderSettings
 from verax.text.tokens.tokenizer import Tokenizer
 

@@ -1,0 +1,606 @@
+"""Operations by themselves: every implementation, torch, and the machine's measured limits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from verax import machine, ops, progress
+from verax._compat import compiler_options
+from verax.bench.harness import (
+    Benchmark,
+    Case,
+    Side,
+    case_result,
+    check_names,
+    import_torch,
+    time_sides,
+    torch_versions,
+)
+from verax.bench.results import outliers, rounds, slug, spread, table
+from verax.checkpoint.load import HostMemory
+from verax.errors import InvalidParameterError
+from verax.ops.cpu import library
+from verax.ops.paged import QuantizedPages, page_bytes, quantize_tokens
+from verax.ops.sampling import FLOATS, INTS, SamplingArrays, sample
+
+__all__ = [
+    "OPERATIONS",
+    "WEIGHTS",
+    "attention_cases",
+    "bench_ops",
+    "conv_cases",
+    "grouped_cases",
+    "linear_cases",
+    "paged_decode_case",
+    "sampling_case",
+    "whole_sequence_case",
+]
+
+OPERATIONS = ("linear", "grouped", "attention", "conv")
+"""Groups of cases: products with a weight; with a mixture of experts; attention over whole sequences and over pages,
+with the cache's writes; convolutions of a video VAE. `paged` is the decode step by number of sequences, and `kernels`
+the sizes of an accelerator."""
+
+READ = "streaming read"
+"""Side of each case that shows the memory's bandwidth while the others run."""
+
+WEIGHTS: dict[str, tuple[int, int | None] | str | None] = {
+    "float32": None,
+    "bfloat16": None,
+    "int8": (8, None),
+    "int8-32": (8, 32),
+    "int8-128": (8, 128),
+    "int4-32": (4, 32),
+    "int4-128": (4, 128),
+    "int4-128-zeros": (4, 128),
+    "float8-128": (8, 128),
+    **{kind: kind for kind in ops.BLOCK_KINDS},
+}
+"""Kinds of weight by name; of quantised ones, bits and inputs that share a scale, or the format of blocks. With zero
+points, as AWQ has them, or of 8-bit floats, as FP8 checkpoints have them, where the name says so."""
+
+PACKED = "packed"
+"""Side of a packed weight: the layout in models where `ops.pack_weight` makes one."""
+
+FEW_ROWS = 16
+"""Rows below which a product is a decode step's; models pack a weight only if decode steps get no slower."""
+
+COLD = 256 << 20
+"""Bytes of weights that the calls of `linear` take in turn: no cache holds what the next one reads."""
+
+EXPERT_SIZES = {"experts": 128, "chosen": 8, "size_in": 2048, "size_out": 1536}
+"""Qwen3-30B-A3B's experts of a layer, and of a token, and the gate and up projection of each."""
+
+TOKENS, EXPERT_CHOICES = (1, 4, 8, 512), 16
+"""Tokens of the cases with experts, and random choices of experts that the calls take in turn, against caches."""
+
+PLAIN_LIMIT = 2**29
+"""Scores that the reference may hold; it is left out of longer cases."""
+
+PAGE = 16
+"""Tokens of a page: the engine's block size."""
+
+SPREAD = 3.0
+"""Standard deviation of the logits: a share of 0.95 of the weight is then on some thousands of 151,936 tokens."""
+
+Calls = dict[str, Callable[[], object]]
+"""Sides by name, as calls whose outputs are finished when they return."""
+
+
+def bench_ops(
+    *,
+    size_in: int = 4096,
+    size_out: int = 11008,
+    rows: Sequence[int] = (1, 2, 4, 8, 16, 32, 128),
+    weights: Sequence[str] | None = None,
+    operations: Sequence[str] = OPERATIONS,
+    against: Sequence[str] = (),
+    runs: int,
+    warmup: int,
+) -> dict[str, Any]:
+    """Time operations in each of their implementations, interleaved.
+
+    The arguments are the options of `verax bench ops`. torch runs its operation in the same dtype; quantised weights
+    are compared with bfloat16.
+
+    Raises:
+        InvalidParameterError: for an unknown weight or side.
+        MissingDependencyError: if torch is asked for and not installed.
+    """
+    weights = list(WEIGHTS) if weights is None else weights
+    check_names("weights", weights, WEIGHTS)
+    check_names("operations", operations, (*OPERATIONS, "paged", "kernels"))
+    check_names("against", against, ["torch"])
+    torch = import_torch()[0] if "torch" in against else None
+    groups = {
+        "linear": lambda: linear_cases(size_in, size_out, rows, weights, torch),
+        "grouped": lambda: grouped_cases(weights, torch),
+        "attention": lambda: attention_cases(torch),
+        "conv": lambda: conv_cases(torch),
+        "paged": lambda: (paged_decode_case(2**power, 512) for power in range(7)),
+        "kernels": kernel_cases,
+    }
+    benchmark, cases = Benchmark("ops"), []
+    with progress.bar("measuring") as report:
+        for operation in operations:
+            for case in groups[operation]():
+                cases.append(_measure(case, benchmark, runs, warmup))
+                report(len(cases), None, f"{case.group}, {case.name}")
+    settings = {
+        "operations": list(operations),
+        "size_in": size_in,
+        "size_out": size_out,
+        "runs": runs,
+        "warmup": warmup,
+        "cpu_level": library.level(),
+    }
+    names = {f"{case['group']}, {case['case']}, {case['chosen']}": case["sides"][case["chosen"]] for case in cases}
+    return benchmark.result(
+        slug(*operations, str(size_in) if operations == ["linear"] and size_in != 4096 else ""),
+        title="Operations",
+        intro=f"The weight of linear is {size_out} x {size_in}. CPU kernels: {settings['cpu_level'] or 'none'}. "
+        f"{rounds(settings)}; the implementations take turns in a round, each called repeatedly for 20 ms, the first "
+        "call not counted, weights of linear never from a cache. GB/s counts what has to be moved once, as it is "
+        "stored; memory GB/s is a read of 512 MiB that takes its turn with the implementations. The limit is that, or "
+        "the products at the measured rate. The last columns: the factor by which it is faster than that "
+        "implementation.",
+        settings=settings,
+        versions={} if torch is None else torch_versions(torch),
+        tables=[_table(cases)],
+        notes=outliers(names),
+        cases=cases,
+    )
+
+
+def _table(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    others = sorted({name for case in cases for name in case["ratios"]})
+    ratio = lambda name: lambda case: f"{case['ratios'][name]:.2f}x" if name in case["ratios"] else ""
+    return table(
+        cases,
+        {
+            "operation": lambda case: case["group"],
+            "case": lambda case: case["case"],
+            "runs": lambda case: case["chosen"],
+            "median ms": lambda case: f"{1e3 * case['sides'][case['chosen']]['median_s']:.2f}",
+            "P10-P90 ms": lambda case: spread(case["sides"][case["chosen"]]),
+            "GB/s": lambda case: f"{case['gb_per_s']:.1f}",
+            "memory GB/s": lambda case: f"{case['bandwidth_gb_per_s']:.1f}",
+            "GFLOP/s": lambda case: f"{case['gflop_per_s']:.0f}",
+            "of the limit": lambda case: f"{100 * case['fraction_of_limit']:.0f}%",
+            **{name: ratio(name) for name in others},
+        },
+    )
+
+
+def _measure(case: Case, benchmark: Benchmark, runs: int, warmup: int) -> dict[str, Any]:
+    """Time the implementations of one operation, interleaved; one of a result's cases."""
+    for side in case.sides.values():
+        side.call()  # compiles
+    samples = time_sides({**case.sides, READ: Side(benchmark.read)}, runs=runs, warmup=warmup, short=True)
+    bandwidth = machine.READ_BYTES / samples.pop(READ).median
+    chosen = case.sides[case.chosen]
+    work = benchmark.against_limit(
+        samples[case.chosen].median,
+        bytes_moved=case.bytes_moved,
+        flops=chosen.flops,
+        dtype=chosen.dtypes[0],
+        bandwidth=bandwidth,
+    )
+    work["bandwidth_gb_per_s"] = bandwidth / 1e9
+    return {"group": case.group, **case_result(case.name, case.chosen, samples, case.bytes_moved, **work)}
+
+
+def _case(group: str, name: str, dtype: str, moved: int, flops: int, chosen: str, calls: Calls) -> Case:
+    """Case of an operation, of which every side does the same products in the same dtype."""
+    sides = {side: Side(call, flops, (dtype,)) for side, call in calls.items()}
+    return Case(group, name, moved, chosen, sides)
+
+
+def _random(shape: Sequence[int], dtype: str, seed: int) -> jax.Array:
+    """Normally distributed numbers of this shape and dtype."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
+
+
+def _jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """The function compiled, with outputs that are finished when it returns."""
+    run = jax.jit(function, compiler_options=compiler_options(ops.target().platform), **options)
+    return lambda *arguments: jax.block_until_ready(run(*arguments))
+
+
+def _implementations(operation: ops.Operation[Any, Any], *args: Any, **kwargs: Any) -> Calls:
+    """Every implementation of the operation that takes this call here, by name."""
+    known = operation.implementations.items()
+    supporting = {name: impl.function for name, impl in known if impl.supports(*args, **kwargs)}
+    return {name: partial(_jit(partial(function, **kwargs)), *args) for name, function in supporting.items()}
+
+
+def _tensor(torch: Any, array: jax.Array, dtype: str) -> Any:
+    """Tensor with the array's numbers in a dtype of torch, by its name."""
+    return torch.from_numpy(np.array(array.astype(jnp.float32))).to(getattr(torch, dtype))
+
+
+def _in_turn(run: Callable[[Any], object], arguments: Sequence[Any]) -> Callable[[], object]:
+    """A call with the next of the arguments, round and round."""
+    turn = itertools.cycle(arguments)
+    return lambda: run(next(turn))
+
+
+# Products with a weight
+
+
+def linear_cases(
+    size_in: int, size_out: int, rows: Sequence[int], weights: Sequence[str], torch: Any = None
+) -> Iterator[Case]:
+    """Cases one by one: each kind of weight with each number of rows; with torch's side if it is given.
+
+    Args:
+        size_in, size_out: of the weight `[size_out, size_in]`.
+        rows: of the input; one case each.
+        weights: names out of `WEIGHTS`.
+        torch: the module, or None.
+
+    Raises:
+        InvalidParameterError: if blocks of one of them do not divide `size_in`.
+    """
+    rng = np.random.default_rng(0)
+    dense = jnp.asarray(rng.standard_normal((size_out, size_in), np.float32)).astype(jnp.bfloat16)
+    for kind in weights:
+        weight = _quantized_as(dense, kind)
+        copies = [_as_loaded(weight) for _ in range(math.ceil(COLD / weight.nbytes))]
+        packed = {few: _packed(copies, few) for few in {count < FEW_ROWS for count in rows}}
+        dtype = "float32" if kind == "float32" else "bfloat16"
+        theirs = [] if torch is None else [_tensor(torch, dense, dtype)]
+        theirs += [tensor.clone() for tensor in theirs for _ in range(1, math.ceil(COLD / tensor.nbytes))]
+        for count in rows:
+            x = jnp.asarray(rng.standard_normal((count, size_in), np.float32))
+            sides: Calls = {}
+            for name, impl in ops.linear.implementations.items():
+                forced = impl.is_reference or (name == "native" and impl.runs_on(ops.target()) and library.available())
+                if forced or impl.supports(x, weight):
+                    sides[name] = _in_turn(partial(_jit(impl.function), x), copies)
+            chosen = ops.linear.select(x, weight).name
+            if layouts := packed[count < FEW_ROWS]:
+                chosen, sides[PACKED] = PACKED, _in_turn(partial(_jit(ops.linear), x), layouts)
+            if torch is not None:
+                sides["torch"] = _in_turn(partial(torch.nn.functional.linear, _tensor(torch, x, dtype)), theirs)
+            products = 2 * count * size_out * size_in
+            yield _case("linear", f"{kind}, {count} rows", dtype, weight.nbytes, products, chosen, sides)
+
+
+def _as_loaded(weight: Any) -> Any:
+    """A copy that lies in memory as a checkpoint's weights do."""
+    memory = HostMemory()
+    return jax.tree.map(lambda array: jax.device_put(memory.copy(array, np.dtype(array.dtype))), weight)
+
+
+def _packed(weights: Sequence[Any], few_rows: bool) -> list[ops.PackedWeight]:
+    """The weights as `ops.pack_weight` lays them out; none if it leaves them unchanged."""
+    pack = jax.jit(ops.pack_weight, static_argnames="few_rows")
+    if not isinstance(jax.eval_shape(partial(pack, few_rows=few_rows), weights[0]), ops.PackedWeight):
+        return []
+    return [pack(weight, few_rows=few_rows) for weight in weights]
+
+
+def _quantized_as(dense: jax.Array, kind: str) -> Any:
+    """A weight as a kind out of `WEIGHTS`; blocks are arbitrary, of bytes below 64, so that their scales are finite."""
+    scheme = WEIGHTS[kind]
+    if scheme is None:
+        return dense.astype(kind)
+    if isinstance(scheme, str):
+        size_out, size_in = dense.shape
+        size, size_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[scheme]]
+        if size_in % size:
+            raise InvalidParameterError(f"size_in: expected a multiple of {size} for {scheme}, got {size_in}")
+        blocks = np.random.default_rng(0).integers(0, 64, (size_out, size_in // size * size_bytes), np.uint8)
+        return ops.BlockQuantizedWeight.from_blocks(scheme, blocks)
+    weight = jax.jit(ops.quantize, static_argnums=(1, 2))(dense, *scheme)
+    if kind.endswith("zeros"):
+        return replace(weight, zeros=jnp.ones(weight.scales.shape, jnp.int8))
+    return replace(weight, values=dense.astype(jnp.float8_e4m3fn)) if kind.startswith("float8") else weight
+
+
+def grouped_cases(kinds: Sequence[str], torch: Any = None) -> Iterator[Case]:
+    """Cases one by one: each kind of weight with each number of tokens; with torch's side if it is given.
+
+    The reference, which reads all experts, takes part only where it is chosen.
+    """
+    E, k, D, F = EXPERT_SIZES.values()
+    rng = np.random.default_rng(0)
+    dense = jnp.asarray(rng.standard_normal((F, D), np.float32), jnp.bfloat16)
+    shift = jnp.arange(E)[:, None, None].astype(jnp.bfloat16) / E
+    for kind in kinds:
+        weights = jax.lax.map(lambda one, kind=kind: _quantized_as(dense + one, kind), shift)
+        dtype = "float32" if kind == "float32" else "bfloat16"
+        theirs = None if torch is None else _tensor(torch, jax.lax.map(lambda one: dense + one, shift), dtype)
+        for count in TOKENS:
+            x = _random((count, 1, D), "float32", 0)
+            choices = [rng.permuted(np.tile(np.arange(E), (count, 1)), axis=1)[:, :k] for _ in range(EXPERT_CHOICES)]
+            groups = [jnp.asarray(choice, jnp.int32) for choice in choices]
+            supporting = ops.grouped_linear.supporting(x, weights, groups[0])
+            fast = [impl for impl in supporting if not impl.is_reference]
+            sides: Calls = {}
+            for impl in supporting if supporting[0].is_reference else fast:
+                sides[impl.name] = _in_turn(partial(_jit(impl.function), x, weights), groups)
+            if torch is not None:
+                run = partial(_loop, torch, _tensor(torch, x[:, 0], dtype), theirs)
+                sides["torch"] = _in_turn(run, [torch.from_numpy(choice) for choice in choices])
+            moved = int(weights.nbytes / E * np.mean([len(np.unique(choice)) for choice in choices]))
+            chosen, products = supporting[0].name, 2 * count * k * D * F
+            yield _case("grouped_linear", f"{kind}, {count} tokens", dtype, moved, products, chosen, sides)
+
+
+def _loop(torch: Any, x: Any, weights: Any, choice: Any) -> Any:
+    """Products of the chosen experts one by one, as transformers computes them."""
+    y = torch.empty(*choice.shape, weights.shape[1], dtype=x.dtype)
+    for expert in choice.unique():
+        token, place = torch.where(choice == expert)
+        y[token, place] = torch.nn.functional.linear(x[token], weights[expert])
+    return y
+
+
+# Attention, the cache and sampling
+
+
+def attention_cases(torch: Any = None) -> Iterator[Case]:
+    """Cases one by one, so that a case's arrays are freed before the next one's are made; with torch's side if given.
+
+    Heads are Wan 1.3B's for whole sequences (12 of 128), Qwen3-0.6B's for the cache (16 over 8, of 128).
+    """
+    for dtype, length in (("bfloat16", 2048), ("float32", 2048), ("bfloat16", 8192)):
+        yield whole_sequence_case(length, torch, dtype=dtype)
+    for rows, length in ((4, 150), (4, 2048), (1, 8192), (16, 1024)):
+        yield paged_decode_case(rows, length, torch)
+    for rows, length in ((4, 2048), (1, 8192)):
+        yield paged_decode_case(rows, length, cache_dtype="int8")
+    for cached, tokens in ((0, 512), (3584, 512)):
+        yield ragged_case([cached + tokens], [tokens])
+    for tokens in (4, 512):
+        yield write_case(tokens)
+
+
+def kernel_cases() -> Iterator[Case]:
+    """Sizes of an accelerator: decode steps of Qwen3-0.6B and 8B, prompts, a feed-forward layer of 8B, draws.
+
+    Whole sequences are a layer of Wan 1.3B at 81 frames of 480 x 832, and one of Gemma 3 270M with a sliding window.
+    """
+    for rows, length in ((1, 8192), (16, 1024), (64, 2048), (256, 512)):
+        yield paged_decode_case(rows, length)
+    yield paged_decode_case(64, 2048, cache_dtype="int8")
+    yield paged_decode_case(64, 2048, heads=32)
+    yield ragged_case([4096], [512])
+    yield ragged_case([1024] * 33, [1] * 32 + [480])
+    yield whole_sequence_case(32760)
+    yield whole_sequence_case(8192, heads=4, kv_heads=1, size=256, window=512)
+    yield from linear_cases(4096, 12288, (1, 16, 64), ("int8", "int4-128", "float8-128"))
+    for rows, top_k, top_p in ((1, 50, 1.0), (16, 50, 1.0), (16, 0, 0.95), (64, 50, 0.95)):
+        yield sampling_case(rows, top_k=top_k, top_p=top_p)
+
+
+def whole_sequence_case(
+    length: int,
+    torch: Any = None,
+    *,
+    dtype: str = "bfloat16",
+    heads: int = 12,
+    kv_heads: int | None = None,
+    size: int = 128,
+    window: int | None = None,
+) -> Case:
+    """Attention over a whole sequence: of all keys, or of a window before each query, which torch does not have."""
+    kv_heads = heads if kv_heads is None else kv_heads
+    q, k, v = (_random((1, length, n, size), dtype, seed) for seed, n in enumerate((heads, kv_heads, kv_heads)))
+    options = {"causal": window is not None, "window": window}
+    sides = _implementations(ops.attention, q, k, v, **options)
+    if heads * length**2 > PLAIN_LIMIT:
+        sides.pop("reference", None)
+    if torch is not None and window is None:
+        sides["torch"] = _torch_attention(torch, *(jnp.swapaxes(x, 1, 2) for x in (q, k, v)))
+    over = "" if kv_heads == heads else f" over {kv_heads}"
+    products = length**2 if window is None else int(np.minimum(np.arange(1, length + 1), window).sum())
+    return _case(
+        "attention",
+        f"{dtype}, {length} tokens, {heads} heads{over} of {size}{'' if window is None else f', window {window}'}",
+        dtype,
+        q.nbytes + k.nbytes + v.nbytes + 4 * q.size,
+        4 * heads * products * size,
+        ops.attention.select(q, k, v, **options).name,
+        sides,
+    )
+
+
+def paged_decode_case(
+    rows: int,
+    length: int,
+    torch: Any = None,
+    *,
+    cache_dtype: str = "bfloat16",
+    heads: int = 16,
+    kv_heads: int = 8,
+    size: int = 128,
+) -> Case:
+    """The paged decode step of `rows` sequences with `length` cached tokens each; with torch's side if it is given."""
+    caches, pages = _cache(rows, length, kv_heads, size)
+    if cache_dtype == "int8":
+        caches = QuantizedPages(*quantize_tokens(caches[0])), QuantizedPages(*quantize_tokens(caches[1]))
+    q = _random((rows, heads, size), "float32", 2)
+    arguments = q, *caches, pages, jnp.full(rows, length, jnp.int32)
+    sides = _implementations(ops.paged_decode_attention, *arguments)
+    if rows * heads * length > PLAIN_LIMIT // 1024:
+        sides.pop("reference", None)
+    if torch is not None:  # over keys that lie together: it has no pages
+        dense = (_random((rows, kv_heads, length, size), "bfloat16", seed) for seed in (3, 4))
+        sides["torch"] = _torch_attention(torch, q[:, :, None].astype(jnp.bfloat16), *dense, enable_gqa=True)
+    return _case(
+        "paged_decode_attention",
+        f"{cache_dtype}, {rows} rows, {length} cached, {heads} heads over {kv_heads} of {size}",
+        "bfloat16",
+        2 * rows * length * page_bytes((kv_heads, 1, size), cache_dtype) + 2 * q.nbytes,
+        4 * heads * rows * length * size,
+        ops.paged_decode_attention.select(*arguments).name,
+        sides,
+    )
+
+
+def ragged_case(
+    lengths: Sequence[int], counts: Sequence[int], *, heads: int = 16, kv_heads: int = 8, size: int = 128
+) -> Case:
+    """A mixed step: each sequence's cached tokens, the step's included (`lengths`), and its tokens in the step."""
+    caches, pages = _cache(len(lengths), max(lengths), kv_heads, size)
+    q = _random((sum(counts), heads, size), "float32", 2)
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    arguments = q, *caches, pages, *(jnp.asarray(x, jnp.int32) for x in (lengths, starts))
+    sides = _implementations(ops.paged_attention, *arguments)
+    sides.pop("reference", None)  # holds the keys once for each token
+    products = sum(
+        count * (length - count) + count * (count + 1) // 2 for length, count in zip(lengths, counts, strict=True)
+    )
+    decodes = f" next to {len(lengths) - 1} of {lengths[0]} cached" if len(lengths) > 1 else ""
+    prompt = f"{counts[-1]} tokens after {lengths[-1] - counts[-1]}"
+    return _case(
+        "paged_attention",
+        f"bfloat16, {prompt}{decodes}, {heads} heads over {kv_heads} of {size}",
+        "bfloat16",
+        2 * 2 * kv_heads * sum(lengths) * size + 2 * q.nbytes,
+        4 * heads * size * products,
+        ops.paged_attention.select(*arguments).name,
+        sides,
+    )
+
+
+def write_case(tokens: int, *, kv_heads: int = 8, size: int = 128) -> Case:
+    """Writes to a cache that is donated and comes back, as in the engine's step."""
+    (cache, _), _ = _cache(1, 32768, kv_heads, size)
+    x = _random((tokens, kv_heads, size), "float32", 2)
+    places = jnp.asarray(np.random.default_rng(5).permutation(32768)[:tokens], jnp.int32)
+    arguments = x, places // PAGE, places % PAGE
+    known = ops.write_pages.implementations.items()
+    supporting = {name: impl.function for name, impl in known if impl.supports(cache, *arguments)}
+    sides = {name: _donating(_jit(run, donate_argnums=0), cache, arguments) for name, run in supporting.items()}
+    name = f"bfloat16, {tokens} tokens, {kv_heads} heads of {size}"
+    chosen = ops.write_pages.select(cache, *arguments).name
+    return _case("write_pages", name, "bfloat16", 6 * x.size, 0, chosen, sides)
+
+
+def _donating(run: Callable[..., Any], cache: jax.Array, arguments: Sequence[Any]) -> Callable[[], None]:
+    kept = [jnp.copy(cache)]
+
+    def write() -> None:
+        kept[0] = run(kept[0], *arguments)
+
+    return write
+
+
+def _cache(rows: int, length: int, kv_heads: int, size: int) -> tuple[tuple[Any, Any], jax.Array]:
+    """Pages of keys and values in a shuffled order, and the table that lists them."""
+    width = math.ceil(length / PAGE)
+    k, v = (_random((1 + rows * width, kv_heads, PAGE, size), "bfloat16", seed) for seed in range(2))
+    order = 1 + np.random.default_rng(2).permutation(rows * width)
+    return (k, v), jnp.asarray(order.reshape(rows, width), jnp.int32)
+
+
+def _torch_attention(torch: Any, *arrays: jax.Array, **options: Any) -> Callable[[], object]:
+    """torch's `scaled_dot_product_attention` on `[B, N, T, H]`."""
+    tensors = [_tensor(torch, x, str(arrays[-1].dtype)) for x in arrays]
+    return lambda: torch.nn.functional.scaled_dot_product_attention(*tensors, **options)
+
+
+def sampling_case(rows: int, *, vocab: int = 151936, top_k: int = 0, top_p: float = 1.0) -> Case:
+    """A draw for each of `rows` sequences, with top-k and top-p unless they are off; the vocabulary is Qwen3's."""
+    given = {"temperature": 1.0, "repetition": 1.0, "top_p": top_p, "top_k": top_k}  # the others are off at 0
+    floats, ints = (np.tile([given.get(name, 0) for name in names], (rows, 1)) for names in (FLOATS, INTS))
+    none, bias = jnp.full((rows, 1), vocab, jnp.int32), jnp.zeros((rows, 1), jnp.float32)
+    params = SamplingArrays(jnp.asarray(floats, jnp.float32), jnp.asarray(ints, jnp.int32), none, bias, none)
+    at = jnp.arange(rows, dtype=jnp.int32)
+    logits = SPREAD * _random((rows, vocab), "float32", 0)
+    arguments = logits, jnp.zeros((rows, 1), jnp.int32), at, at, params
+    limits = [f"top-{name} {value}" for name, value, off in (("k", top_k, 0), ("p", top_p, 1)) if value != off]
+    name, chosen = ", ".join([f"{rows} rows of {vocab}", *limits]), sample.select(*arguments).name
+    return _case("sample", name, "float32", logits.nbytes, 0, chosen, _implementations(sample, *arguments))
+
+
+# Convolutions
+
+
+def conv_cases(torch: Any = None) -> Iterator[Case]:
+    """Shapes of Wan's video VAE one by one; with torch's sides, in its two memory layouts, if it is given.
+
+    The decoder's at its highest and its lowest resolution, a shortcut, an upsampler, and a downsampler.
+    """
+    yield conv_case((4, 128, 128), 96, 96, torch)
+    yield conv_case((4, 128, 128), 96, 96, torch, cached=False)
+    yield conv_case((4, 128, 128), 96, 96, torch, dtype="float32")
+    yield conv_case((4, 16, 16), 384, 384, torch)
+    yield conv_case((4, 64, 64), 192, 384, torch, kernel=(1, 1, 1))
+    yield conv_case((128, 128), 192, 96, torch, kernel=(3, 3))
+    yield conv_case((128, 128), 96, 96, torch, kernel=(3, 3), stride=2)
+
+
+def conv_case(
+    size: Sequence[int],
+    channels: int,
+    out: int,
+    torch: Any = None,
+    *,
+    kernel: Sequence[int] = (3, 3, 3),
+    dtype: str = "bfloat16",
+    cached: bool = True,
+    stride: int = 1,
+) -> Case:
+    """Frames in the middle of a video, after a cache of earlier ones, or the first, after zeros; or an image.
+
+    Args:
+        size: frames, height and width, or height and width.
+        channels, out: of the input and the output.
+        torch: the module, or None.
+        kernel: sizes of the kernel, as many as `size` has.
+        dtype: of all arrays.
+        cached: of frames, if they follow earlier ones.
+        stride: of an image, 1 or 2.
+    """
+    x, weight = _random((1, *size, channels), dtype, 0), _random((out, channels, *kernel), dtype, 1)
+    bias, options = _random((out,), dtype, 2), {}
+    words = f"{dtype}, {channels} to {out}, {'x'.join(map(str, kernel))}, {'x'.join(map(str, size))}"
+    if len(size) == 3:
+        operation, before, sides = ops.conv3d, kernel[0] - 1, kernel[1] // 2
+        cache = _random((1, before, *size[1:], channels), dtype, 3)
+        options = dict(padding=sides, cache=cache) if cached and before else dict(padding=sides)
+        padded = jnp.concatenate([cache if cached else jnp.zeros_like(cache), x], axis=1)
+        theirs, moved = {"padding": (0, sides, sides)}, x.nbytes + cached * cache.nbytes
+        # Zeros before the first frame need not be multiplied.
+        positions = math.prod(size[1:]) * (size[0] * kernel[0] - (0 if cached else sum(range(kernel[0]))))
+        pixels, taps = math.prod(size), math.prod(kernel[1:])
+        words += "" if cached else ", first frames"
+    else:
+        padding = ((1, 1), (1, 1)) if stride == 1 else ((0, 1), (0, 1))
+        operation, options = ops.conv2d, dict(stride=stride, padding=padding)
+        padded, theirs, moved = jnp.pad(x, ((0, 0), *padding, (0, 0))), {"stride": stride}, x.nbytes
+        pixels, taps = math.prod(size) // stride**2, math.prod(kernel)
+        positions = pixels
+        words += f", stride {stride}" if stride > 1 else ""
+    calls = _implementations(operation, x, weight, bias, **options)
+    if torch is not None:
+        function = torch.nn.functional.conv3d if len(size) == 3 else torch.nn.functional.conv2d
+        layout = torch.channels_last_3d if len(size) == 3 else torch.channels_last
+        first = [_tensor(torch, array, dtype) for array in (jnp.moveaxis(padded, -1, 1), weight)]
+        last, offset = [array.to(memory_format=layout) for array in first], _tensor(torch, bias, dtype)
+        calls["torch"] = lambda: function(*first, offset, **theirs)
+        calls["torch channels_last"] = lambda: function(*last, offset, **theirs)
+    return _case(
+        operation.name,
+        words,
+        dtype,
+        moved + weight.nbytes + x.itemsize * pixels * out,
+        2 * positions * channels * out * taps,
+        operation.select(x, weight, bias, **options).name,
+        calls,
+    )

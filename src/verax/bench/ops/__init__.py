@@ -1,1 +1,0 @@
-"""Operations by themselves: `verax bench ops`."""
