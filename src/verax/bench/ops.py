@@ -485,7 +485,7 @@ def write_case(tokens: int, *, kv_heads: int = 8, size: int = 128) -> Case:
     arguments = x, places // PAGE, places % PAGE
     known = ops.write_pages.implementations.items()
     supporting = {name: impl.function for name, impl in known if impl.supports(cache, *arguments)}
-    sides = {name: _donating(_jit(run, donate_argnums=0), cache, arguments) for name, run in supporting.items()}
+    sides: Calls = {name: _donating(_jit(run, donate_argnums=0), cache, arguments) for name, run in supporting.items()}
     name = f"bfloat16, {tokens} tokens, {kv_heads} heads of {size}"
     chosen = ops.write_pages.select(cache, *arguments).name
     return _case("write_pages", name, "bfloat16", 6 * x.size, 0, chosen, sides)

@@ -60,8 +60,10 @@ BACKWARD = 3
 
 Arrays = Mapping[str, Any]
 
-Shape, Shape3 = tuple[int, int, int, int], tuple[int, int, int]
-"""Batch, tokens, heads and their size; batch, chunks, tokens of a chunk."""
+Shape = tuple[int, int, int, int]
+"""Batch, tokens, heads and their size."""
+Shape3 = tuple[int, int, int]
+"""Batch, chunks, and tokens of a chunk."""
 
 
 def gated_rule_flops(L: int, H: int, K: int, V: int, C: int | None = None, *, solved: bool = False) -> int:

@@ -170,7 +170,7 @@ def _table(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def held_out_texts() -> list[str]:
     """Documents of the built-in model's kind that it was not trained on, each with its end."""
-    text = (resources.files(__package__) / "held_out.txt").read_text(encoding="utf-8")
+    text = (resources.files("verax.bench.text") / "held_out.txt").read_text(encoding="utf-8")
     return [document + END_OF_TEXT for document in text.split(END_OF_TEXT) if document]
 
 
