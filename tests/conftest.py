@@ -72,12 +72,20 @@ SLOW = (
     "serve/test_videos.py::test_openai_python",
     "test_wheel",
     "video/test_networks.py::test_ids_equal_transformers",
-    # They take long: kernels for GPUs and TPUs are interpreted, LAM's rules have many variants, and plans trace models.
+    # They take long: each CPU kernel in every variant, kernels for GPUs and TPUs interpreted, gradients, whole clips.
+    "cli/test_convert",
+    "cli/test_plan",
+    "cli/test_video",
+    "embed/test_quantization",
     "models/test_lam",
-    "ops/cpu/test_hierarchical",
+    "models/wan",
+    "nn/test_layers.py::test_an_engine_packs",
+    "ops/cpu",
     "ops/test_attention_gpu",
     "ops/test_attention_tpu",
     "ops/test_delta_gradient",
+    "ops/test_delta_packing",
+    "ops/test_delta_parallel",
     "ops/test_delta_scan",
     "ops/test_delta_step",
     "ops/test_hierarchical",
@@ -85,7 +93,11 @@ SLOW = (
     "ops/test_paged_gpu",
     "ops/test_paged_tpu",
     "plan",
+    "text/lora/test_speculation",
     "text/speculative/test_drafters",
+    "text/test_kv_cache_dtype",
+    "video/test_pipeline",
+    "video/test_wan22",
 )
 """Tests that `make test` leaves out, by the beginnings of their names."""
 
