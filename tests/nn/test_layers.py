@@ -54,7 +54,7 @@ def attach(layer, down, up):
 
 
 def change_of(x, down, up):
-    """What each token's adapter adds, in float64; nothing for those without one."""
+    """Sums that adapters add to each token, in float64; zeros for tokens without an adapter."""
     x, change = np.asarray(x, np.float64), np.zeros((*x.shape[:-1], up.shape[1]))
     for index, slot in zip(np.ndindex(x.shape[:-1]), SLOTS, strict=True):
         if slot >= 0:

@@ -100,7 +100,7 @@ def test_mxfp4_is_transformers_dequantised():
 
 
 def compressed(weight, bits, group_size, scale_dtype):
-    """What the library writes for a weight, and what it reads back from that."""
+    """Tensors that the library writes for a weight, and the weight that it reads back from them."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 

@@ -57,7 +57,7 @@ FUSION = f"%c = {TWICE} fusion(%p.0), kind=kLoop, calls=%joined, metadata={{}}"
         (f"%b = {CACHE} bitcast(%p.0)\n  %c = {CACHE} transpose(%b), dimensions={{1,0}}", "", 1),
         (FUSION, FUSED, 1),
         (FUSION, FUSED.replace("concatenate", "add"), 0),
-        # Of a donated array, of a small part, and a result that is something else.
+        # A donated array, a small part of one, and a result that is something else.
         (f"%c = {TWICE} concatenate(%p.1, %p.1), dimensions={{0}}", "", 0),
         ("%c = bf16[16,1024]{1,0} slice(%p.0), slice={[0:16], [0:1024]}", "", 0),
         (f"%c = {CACHE} add(%p.0, %p.0)", "", 0),

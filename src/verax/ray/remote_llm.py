@@ -213,7 +213,7 @@ class RemoteLLM:
         self._description = description
         self._observers: list[Observer] = []
         self._replicas: OrderedDict[str, tuple[float, EngineStats]] = OrderedDict()
-        """What each replica has sent last, and when; the one that was silent longest is the first."""
+        """Last report of each replica, and its time; the replica that was silent longest is the first."""
         self._past: list[EngineStats] = []
         """Totals of replicas that are not kept by name any more, as one record; none at first."""
         self._closing = False

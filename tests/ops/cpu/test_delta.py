@@ -55,7 +55,7 @@ def test_normalisation_scale_and_bfloat16(level):
     exact_out, exact_final = oracle("gated_delta_rule", exact, scale=0.3)
     run = native("gated_delta_rule", scale=0.3, use_qk_l2norm=True)
     with library.use_level(level):
-        # Of one dtype; and of several, which become float32.
+        # One dtype, and then several, which become float32.
         for given in (low, low | {"v": low["v"].astype(jnp.float32)}):
             out, final = run(given)
             assert error(out, exact_out).max() < 2e-6

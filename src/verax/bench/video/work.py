@@ -71,7 +71,7 @@ class Work:
     function: Callable[..., Any]
     """Traced function of the module, then of the inputs, then of `attention` for the transformer."""
     prepare: Callable[..., Any] | None
-    """What our side computes once for many calls, of the module and the inputs; the result takes their place."""
+    """Function of the module and the inputs that our side runs once for many calls; its result replaces them."""
     config: Any
     """Configuration of our model, from which the other side makes its own."""
 

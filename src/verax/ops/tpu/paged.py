@@ -322,7 +322,7 @@ FACTOR = 16
 """Factor from a result of `sixteenths` to the number itself."""
 
 ONES, SIZES = 0x01010101, 0x7F7F7F7F
-"""Of `sixteenths`: lowest bit of each byte of a word, and all bits but the sign."""
+"""Masks of `sixteenths`: the lowest bit of each byte of a word, and all bits but the sign."""
 
 
 def sixteenths(x: Float8e4m3fn[Array, "S H"]) -> BFloat16[Array, "S H"]:

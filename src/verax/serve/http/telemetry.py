@@ -1,4 +1,4 @@
-"""What a server reports of its requests: their records, the log's lines, and OpenTelemetry's spans."""
+"""Reports of a server on its requests: their records, the log's lines, and OpenTelemetry's spans."""
 
 from __future__ import annotations
 
