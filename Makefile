@@ -185,13 +185,16 @@ $(BIN)/python:
 	$(PYTHON) -m venv --clear $(VENV)
 
 # The kernels of this machine's best level and the portable ones are enough to run and to test the package; all levels that it
-# runs are compiled for test-all. Objects are kept in ~/.cache/verax, so that none is compiled twice.
+# runs are compiled for test-all. Objects are kept in ~/.cache/verax, so that none is compiled twice: kernels are compiled there
+# while pip downloads, and its own build takes them from there.
+INSTALL_BEST = export VERAX_BUILD_LEVELS=best; $(PYTHON) src/verax/ops/cpu/build.py --cache-only --levels best >/dev/null 2>&1 & \
+  $(BIN)/python -m pip install --quiet --no-compile --editable
 $(VENV)/.installed: pyproject.toml $(NATIVE) | $(BIN)/python
-	VERAX_BUILD_LEVELS=best $(BIN)/python -m pip install --quiet --editable '.[video]'
+	$(INSTALL_BEST) '.[video]'
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml $(NATIVE) | $(BIN)/python
-	VERAX_BUILD_LEVELS=best $(BIN)/python -m pip install --quiet --editable '.[test]'
+	$(INSTALL_BEST) '.[test]'
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-dev: pyproject.toml $(NATIVE) | $(BIN)/python

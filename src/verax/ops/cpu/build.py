@@ -124,7 +124,7 @@ def include_flags(generated: Path, *, ffi: bool) -> list[str]:
 
 
 def build(
-    target: Path,
+    target: Path | None,
     *,
     flags: Sequence[str] = (),
     programs: Sequence[Path] = (),
@@ -134,7 +134,8 @@ def build(
     """Compile the library into `target`, replacing it only when all went well.
 
     Args:
-        target: the library's path; with `programs`, a folder for them.
+        target: the library's path; with `programs`, a folder for them; None to compile the kernels into the cache only,
+            which needs no headers of XLA and so can run while jaxlib is still being downloaded.
         flags: more of them for every compiler call, such as `-fsanitize=address`.
         programs: C++ files with a `main` that call kernels: makes an executable of each, without FFI handlers.
         levels: names of the levels to compile in addition to the portable one, `BEST`, or `HERE`; every level of the
@@ -157,7 +158,7 @@ def build(
         folder = Path(name)
         taken = _levels(cxx, levels, folder, emulate_amx=emulate_amx, tests=bool(programs))
         emulation = [EMULATE_AMX] if EMULATE_AMX in taken.get("amx", ()) else []
-        ffi = not programs
+        ffi = target is not None and not programs
         command = [*COMMON, *flags, *(f"-DVERAX_HAS_{level}={int(level in taken)}" for level in level_flags())]
         sources = [source for source in sorted(SOURCES.glob("*.cc")) if ffi or not source.stem.endswith("_ffi")]
         units = {f"{source.stem}.o": (source, emulation if source.stem == "levels" else []) for source in sources}
@@ -175,6 +176,8 @@ def build(
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             linked = list(pool.map(compile_unit, {**units, **mains}.items()))
         objects.trim()
+        if target is None:
+            return list(taken)
         link = [*cxx, *flags, "-pthread", *linked[: len(units)]]
         for program, main_object in zip(programs, linked[len(units) :], strict=True):
             _link([*link, main_object], target / program.stem)
@@ -335,6 +338,7 @@ def main() -> int:
     """Build into the package's folder, or to a path; exit status 1 with the reason if that fails."""
     parser = argparse.ArgumentParser(description="Compile verax's native CPU library.")
     parser.add_argument("target", nargs="?", type=Path, default=Path(__file__).with_name(library_name()))
+    parser.add_argument("--cache-only", action="store_true", help="compile the kernels into the cache, and link nothing")
     parser.add_argument("--flags", default="", help="more compiler flags, as one argument")
     parser.add_argument(
         "--levels",
@@ -347,7 +351,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         levels = build(
-            options.target,
+            None if options.cache_only else options.target,
             flags=shlex.split(options.flags),
             programs=options.programs,
             levels=options.levels,
@@ -356,7 +360,7 @@ def main() -> int:
     except BuildError as error:
         sys.stderr.write(f"verax: the native library was not built: {error}\n")
         return 1
-    sys.stdout.write(f"{options.target}: {', '.join(levels)}\n")
+    sys.stdout.write(f"{'cache' if options.cache_only else options.target}: {', '.join(levels)}\n")
     return 0
 
 
