@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -159,7 +160,7 @@ def build(
         taken = _levels(cxx, levels, folder, emulate_amx=emulate_amx, tests=bool(programs))
         emulation = [EMULATE_AMX] if EMULATE_AMX in taken.get("amx", ()) else []
         ffi = target is not None and not programs
-        command = [*COMMON, *flags, *(f"-DVERAX_HAS_{level}={int(level in taken)}" for level in level_flags())]
+        more = [*flags, *(f"-DVERAX_HAS_{level}={int(level in taken)}" for level in level_flags())]
         sources = [source for source in sorted(SOURCES.glob("*.cc")) if ffi or not source.stem.endswith("_ffi")]
         units = {f"{source.stem}.o": (source, emulation if source.stem == "levels" else []) for source in sources}
         for source in sorted((SOURCES / "kernels").glob("*.cc")):
@@ -171,7 +172,7 @@ def build(
 
         def compile_unit(unit: tuple[str, tuple[Path, list[str]]]) -> str:
             name, (source, options) = unit
-            return str(objects.compile(source, [*command, *options], folder / name))
+            return str(objects.compile(source, [*COMMON, *options, *more], folder / name))
 
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             linked = list(pool.map(compile_unit, {**units, **mains}.items()))
@@ -232,12 +233,13 @@ class _Objects:
             _run([*command, str(target)])
             return target
         kept = self.cache / f"{self._key(source, flags)}.o"
-        try:
-            os.utime(kept)  # used now, which `trim` goes by
-            _link_or_copy(kept, target)
-        except OSError:
-            _run([*command, str(target)])
-            self._keep(target, kept)
+        with _lock(kept.with_suffix(".lock")):  # another build may be compiling it
+            try:
+                os.utime(kept)  # used now, which `trim` goes by
+                _link_or_copy(kept, target)
+            except OSError:
+                _run([*command, str(target)])
+                self._keep(target, kept)
         return target
 
     def trim(self) -> None:
@@ -248,7 +250,7 @@ class _Objects:
         kept = [(path.stat(), path) for path in self.cache.glob("*")] if self.cache.is_dir() else []
         for status, path in sorted(kept, key=lambda entry: entry[0].st_mtime, reverse=True):
             size += status.st_size
-            unfinished = path.suffix != ".o" and now - status.st_mtime > STALE_SECONDS
+            unfinished = path.suffix != ".o" and now - status.st_mtime > STALE_SECONDS  # locks too
             if unfinished or size > CACHE_BYTES:
                 path.unlink(missing_ok=True)
 
@@ -286,6 +288,20 @@ class _Objects:
         except OSError:  # a folder that cannot be written, a full disk: the build needs no cache
             with contextlib.suppress(OSError):
                 unfinished.unlink()
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold the lock of a file among processes; none in a folder that cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError:
+        yield
+        return
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _link_or_copy(kept: Path, target: Path) -> None:
