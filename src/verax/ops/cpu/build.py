@@ -301,7 +301,10 @@ def _lock(path: Path) -> Iterator[None]:
         return
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)  # who waits for it has it open, and finds the object
 
 
 def _link_or_copy(kept: Path, target: Path) -> None:
@@ -354,7 +357,7 @@ def main() -> int:
     """Build into the package's folder, or to a path; exit status 1 with the reason if that fails."""
     parser = argparse.ArgumentParser(description="Compile verax's native CPU library.")
     parser.add_argument("target", nargs="?", type=Path, default=Path(__file__).with_name(library_name()))
-    parser.add_argument("--cache-only", action="store_true", help="compile the kernels into the cache, and link nothing")
+    parser.add_argument("--cache-only", action="store_true", help="compile the kernels into the cache only")
     parser.add_argument("--flags", default="", help="more compiler flags, as one argument")
     parser.add_argument(
         "--levels",
