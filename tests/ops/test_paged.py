@@ -1,10 +1,12 @@
 """Paged attention: every implementation against dense attention in float64."""
 
+import sys
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
 
 from tests.support.attention import (
@@ -21,6 +23,17 @@ from verax.ops.paged import QuantizedPages, page_bytes
 STATIC = ("window", "scale", "soft_cap")
 attention = jax.jit(ops.paged_attention, static_argnames=STATIC)
 decode = jax.jit(ops.paged_decode_attention, static_argnames=STATIC)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is given back under Linux")
+def test_new_pages_take_memory_when_they_are_written():
+    process = psutil.Process()
+    before = process.memory_info().rss
+    pages = ops.new_pages((1024, 4, 128, 128), jnp.float32)  # 268 MB
+    written = jax.jit(lambda pages: pages.at[1000].set(1.0), donate_argnums=0)(pages).block_until_ready()
+    assert process.memory_info().rss - before < 100e6
+    assert float(written.sum()) == 4 * 128 * 128
+
 
 RAGGED = {
     "one token": ([1], [1]),

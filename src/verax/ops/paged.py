@@ -8,6 +8,9 @@ softmax weights.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -80,10 +83,26 @@ def is_quantized(dtype: DTypeLike) -> bool:
 
 
 def new_pages(shape: tuple[int, int, int, int], dtype: DTypeLike) -> Pages:
-    """Zeroed pages `(P, K, p, H)` of float32, bfloat16, int8 or float8_e4m3fn."""
+    """Zeroed pages `(P, K, p, H)` of float32, bfloat16, int8 or float8_e4m3fn.
+
+    On a CPU under Linux, a page takes memory when it is first written.
+    """
     if is_quantized(dtype):
-        return QuantizedPages(jnp.zeros(shape, dtype), jnp.zeros(shape[:3], jnp.float32))
-    return jnp.zeros(shape, dtype)
+        return QuantizedPages(_zeros(shape, dtype), _zeros(shape[:3], jnp.float32))
+    return _zeros(shape, dtype)
+
+
+def _zeros(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    zeros = jnp.zeros(shape, dtype)
+    if sys.platform != "linux" or isinstance(zeros, jax.core.Tracer) or zeros.device.platform != "cpu":
+        return zeros
+    # The memory of a large array is private to it and anonymous: given back, it reads as zeros when it is next touched.
+    start = zeros.block_until_ready().unsafe_buffer_pointer()
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (start + zeros.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > first:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
+    return zeros
 
 
 def page_bytes(shape: tuple[int, int, int], dtype: DTypeLike) -> int:
