@@ -75,7 +75,7 @@ def test_teacache_works_with_an_image_whose_frame_has_its_own_time(pipes):
 
 
 def test_finished_latents_are_not_of_another_scale(pipes, tmp_path):
-    options = dict(OPTIONS, resume=tmp_path / "clip.safetensors")
+    options = dict(OPTIONS, resume=tmp_path / "clip")
     pipes("t2v-a14b")("a red circle", guidance_scale_2=2.0, **options)
     with pytest.raises(InvalidParameterError, match=r"resume: .*guidance_scale_2 was 2\.0, now 3\.0"):
         pipes("t2v-a14b")("a red circle", **options)
