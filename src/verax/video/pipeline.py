@@ -14,7 +14,6 @@ from verax import builtin, models, ops, progress
 from verax._compat import enable_compilation_cache
 from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import RequestRefusedError
-from verax.models.video_model import LatentGeometry, VideoSettings
 from verax.video.images import Image
 from verax.video.load import load_components, open_model
 from verax.video.memory import StageMemory, format_bytes, free_memory, largest, out_of_memory_message, plan_memory
@@ -39,6 +38,12 @@ class VideoPipeline:
         >>> pipe = VideoPipeline.from_pretrained("SkyReels-V2-I2V-1.3B-540P")
         >>> clip = pipe("The cat turns its head.", image="cat.png")
         >>> clip.save("cat.mp4")
+
+    Attributes:
+        parts: networks, programs and rules.
+        settings: kind and defaults of the checkpoint.
+        geometry: sizes of the checkpoint's latents.
+        mesh: devices that the transformer is divided over, of the axes `guidance` and `sequence`; None for one device.
     """
 
     def __init__(
@@ -142,7 +147,8 @@ class VideoPipeline:
             denoisers=tuple(Denoiser(network, clip_devices) for network in networks.transformers),
             prompt_states=PromptStates(tokenizer, stages.text_call(settings.text_tokens)),
         )
-        self._mesh: Mesh | None = clip_devices
+        self.settings, self.geometry = settings, geometry
+        self.mesh: Mesh | None = clip_devices
         self._show_progress = show_progress
         self._origin = {
             **{"model": folder.name, "kind": settings.kind, "reference": family.rules.name, "dtype": dtype},
@@ -228,24 +234,9 @@ class VideoPipeline:
         return self._plan(self._with_guidance(self.resolve(request)))
 
     @property
-    def settings(self) -> VideoSettings:
-        """Kind and defaults of the checkpoint."""
-        return self.parts.model.settings
-
-    @property
-    def geometry(self) -> LatentGeometry:
-        """Sizes of the checkpoint's latents."""
-        return self.parts.model.geometry
-
-    @property
     def stages(self) -> Stages:
         """Programs of the encoders and the VAE."""
         return self.parts.stages
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """Devices that the transformer is divided over, of the axes `guidance` and `sequence`; None for one device."""
-        return self._mesh
 
     @property
     def denoiser(self) -> Denoiser:
