@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from verax.checkpoint.video.names import CLIP
+from verax.checkpoint.video.parts import CLIP
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from verax._compat import compiler_options
-from verax.checkpoint.video.names import UMT5
+from verax.checkpoint.video.parts import UMT5
 from verax.errors import UnsupportedModelError
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 
