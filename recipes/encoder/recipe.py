@@ -25,7 +25,7 @@ from verax.checkpoint import save
 from verax.embed.pooling import normalized, pool
 from verax.nn import Sentences
 from verax.train.loop import Schedule, train
-from verax.train.loss import contrastive_loss, rounded_gradient_linear
+from verax.train.loss import rounded_gradient_linear
 
 __all__ = ["CONFIG", "SCHEDULE", "batch", "batches", "export", "initial", "padded", "train_builtin"]
 
@@ -121,6 +121,17 @@ def initial(seed: int, vocab_size: int) -> tuple[nnx.GraphDef[Any], nnx.State]:
     architecture, config = models.encoder({**CONFIG, "vocab_size": vocab_size})
     make: Any = architecture  # of its own configuration
     return nnx.split(make(config, rngs=nnx.Rngs(seed)))
+
+
+def contrastive_loss(first: Float[Array, "B D"], second: Float[Array, "B D"], temperature: float) -> Float[Array, ""]:
+    """InfoNCE (van den Oord et al., 2018, arXiv:1807.03748) over a batch of pairs, in both directions, in nats.
+
+    Row i of `first` is classified among all rows of `second`, with row i as the label, and vice versa. Vectors have
+    length 1.
+    """
+    scores = jnp.einsum("id,jd->ij", first, second, precision=jax.lax.Precision.HIGHEST) / temperature
+    logprobs = jnp.diagonal(jax.nn.log_softmax(scores, axis=1)) + jnp.diagonal(jax.nn.log_softmax(scores, axis=0))
+    return -jnp.mean(logprobs) / 2
 
 
 def pair_loss(model: nnx.Module, batch: dict[str, Array]) -> Float[Array, ""]:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 from tokenizers import Tokenizer
 
 from recipes.text.batches import batch
@@ -23,7 +23,7 @@ from verax import ops
 from verax.checkpoint import save
 from verax.models import CausalLM, causal_lm
 from verax.train.loop import Schedule, train
-from verax.train.loss import next_token_loss, rounded_gradient_linear
+from verax.train.loss import rounded_gradient_linear
 
 __all__ = ["CONFIG", "SCHEDULE", "export", "held_out_loss", "train_builtin"]
 
@@ -107,6 +107,20 @@ def initial(seed: int) -> tuple[nnx.GraphDef[Any], nnx.State]:
         if ".".join(map(str, path)).endswith(RESIDUAL_OUTPUTS):
             weight[...] = weight[...] * (2 * config.num_hidden_layers) ** -0.5
     return graph, params
+
+
+def next_token_loss(
+    logits: Float[Array, "B T V"], tokens: Int[Array, "B S"], segments: Int[Array, "B S"]
+) -> Float[Array, ""]:
+    """Mean cross-entropy, in nats, of token t + 1 given the logits at t, over a packed batch; S = T + 1.
+
+    The first token of a document is not predicted: its segment differs from the segment of the token before it. Padding
+    (segment 0) is not predicted either.
+    """
+    counted = ((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)).astype(jnp.float32)
+    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    target = jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
+    return -jnp.sum(target * counted) / jnp.maximum(jnp.sum(counted), 1.0)
 
 
 def packed_loss(model: CausalLM, batch: dict[str, Array]) -> Float[Array, ""]:

@@ -57,7 +57,7 @@ def train_builtin(
         clip_count: number of the transformer's training clips.
         seed: seed of data, noise and initial weights.
         resume: continue from the states in `output`.
-        mesh: devices to train on, from `mesh.parse_mesh`; one if None. Latents are made on one device.
+        mesh: devices to train on, from `loop.fully_sharded`; one if None. Latents are made on one device.
         show_progress: show progress bars on a terminal.
     """
 

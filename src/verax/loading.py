@@ -7,7 +7,7 @@ A module's path is its key in the checkpoint. Where published layouts differ fro
   layout's key;
 - `tied_weights: Mapping[str, str]`: keys whose weights are another key's where `config.tie_word_embeddings` is set;
 - `stacked_weights`: (pattern, replacements) pairs of stacks that a checkpoint may have as single matrices, see
-  `verax.checkpoint.stacks`;
+  `verax.checkpoint.load`;
 
 All of them are optional. How weights are divided over a mesh is declared by the layers (`verax.nn.parallel`).
 """
@@ -28,8 +28,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from verax.checkpoint import Checkpoint, load_module
-from verax.checkpoint.load import Placement
-from verax.checkpoint.stacks import StackedKeys, stacked_keys
+from verax.checkpoint.load import Placement, StackedKeys, stacked_keys
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.models import CausalLM, causal_lm
 from verax.models.causal_lm import config_on_devices, head_repeats

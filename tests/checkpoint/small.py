@@ -1,41 +1,15 @@
-"""A small module with odd sizes, its weights by key, and files written without the code that is tested."""
+"""Weights of odd sizes by key, and files written without the code that is tested."""
 
 import json
 
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from safetensors.numpy import save_file
-
-
-class Linear(nnx.Module):
-    def __init__(self, inside, outside, dtype, bias=True):
-        self.weight = nnx.Param(jnp.zeros((outside, inside), dtype))
-        self.bias = nnx.Param(jnp.zeros(outside, dtype)) if bias else None
-
-
-class Block(nnx.Module):
-    def __init__(self, dtype):
-        self.up = Linear(7, 11, dtype)
-        self.down = Linear(11, 7, dtype, bias=False)
-        self.gain = nnx.Param(jnp.ones((), jnp.float32))  # pinned, whatever dtype the rest has
-
-
-class Small(nnx.Module):
-    def __init__(self, dtype=jnp.float32):
-        self.embed = Linear(7, 37, dtype, bias=False)
-        self.layers = nnx.List([Block(dtype) for _ in range(3)])
-
 
 SHAPES = {"embed.weight": (37, 7)} | {
     f"layers.{i}.{name}": shape
     for i in range(3)
     for name, shape in {"up.weight": (11, 7), "up.bias": (11,), "down.weight": (7, 11), "gain": ()}.items()
 }
-
-
-def abstract(dtype=jnp.float32):
-    return nnx.eval_shape(lambda: Small(dtype))
 
 
 def weights(dtype=np.float32, seed=0):
@@ -62,10 +36,6 @@ def raw_file(path, header, data=b""):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
     return path
-
-
-def by_key(module):
-    return {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(module))}
 
 
 def assert_same(got, expected):

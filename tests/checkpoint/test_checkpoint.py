@@ -125,12 +125,6 @@ def test_a_folder_with_pickled_weights_only_says_what_to_do(tmp_path):
         Checkpoint.open(tmp_path)
 
 
-def test_a_folder_without_weights_is_named(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=rf"{tmp_path}: no safetensors files;"):
-        Checkpoint.open(tmp_path)
-
-
 def test_an_unknown_weight_is_named(tmp_path):
     opened = Checkpoint.open(write(tmp_path, weights()))
     for ask in (opened.read, opened.info, opened.release, opened.place):

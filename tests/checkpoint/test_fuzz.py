@@ -31,24 +31,20 @@ from verax.text.engine.sampling_params import SamplingParams
 from verax.text.tokens.gguf import read_gguf_tokenizer
 from verax.text.tokens.tokenizer import Tokenizer
 
-EXTREMES = [None, True, False, 0, -1, 1, 3, 10**12, 10**30, -(2**63), 0.0, -0.5, 1e-320, 1e30, 1e308, float("nan")]
-EXTREMES += [
-    float("inf"),
-    "",
-    "x",
-    "4",
-    "\0",
-    "../../x",
-    "\ud800",
-    "x" * 10_000,
-    [],
-    [[]],
-    [0],
-    [None],
-    ["x"],
-    [-1, 1e30],
+# fmt: off
+EXTREMES = [
+    None, True, False, 0, -1, 1, 3, 10**12, 10**30, -(2**63), 0.0, -0.5, 1e-320, 1e30, 1e308, float("nan"),
+    float("inf"), "", "x", "4", "\0", "../../x", "\ud800", "x" * 10_000, [], [[]], [0], [None], ["x"], [-1, 1e30],
+    [1, 2, 3], [True], [{}], {}, {"x": 1}, {"content": 5}, {"rope_type": []}, {"type": "default"},
 ]
-EXTREMES += [{}, {"x": 1}, {"content": 5}, {"rope_type": []}, {"type": "default"}, [1, 2, 3], [True], [{}]]
+OPTIONAL = [
+    "rope_scaling", "layer_types", "quantization_config", "text_config", "vision_config", "use_sliding_window", "path",
+    "partial_rotary_factor", "num_experts", "added_tokens_decoder", "extra_special_tokens", "attn_scales", "kind",
+    "top_k", "additional_special_tokens", "temperature", "do_sample", "pooling_mode", "pooling_mode_cls_token",
+    "max_seq_length", "pipeline", "inject_sample_info", "window_size", "model_type", "is_decoder",
+]
+"""Keys that the readers take and the built-in files lack."""
+# fmt: on
 
 
 def places(value, path=()):
@@ -86,22 +82,6 @@ def mutate_json(text, rng):
     else:
         parent[key] = new
     return json.dumps(value).encode()
-
-
-OPTIONAL = ["rope_scaling", "layer_types", "quantization_config", "text_config", "vision_config", "use_sliding_window"]
-OPTIONAL += ["partial_rotary_factor", "num_experts", "added_tokens_decoder", "extra_special_tokens", "attn_scales"]
-OPTIONAL += ["additional_special_tokens", "temperature", "top_k", "do_sample", "pooling_mode", "pooling_mode_cls_token"]
-OPTIONAL += [
-    "max_seq_length",
-    "path",
-    "kind",
-    "pipeline",
-    "inject_sample_info",
-    "window_size",
-    "model_type",
-    "is_decoder",
-]
-"""Keys that the readers take and the built-in files lack."""
 
 
 def mutate_bytes(content, rng):
@@ -211,34 +191,33 @@ def json_files(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*.json") if path.name != "tokenizer.json")
 
 
-def fuzz_folder(describe, folder, seeds):
-    """Numbers of refused and of all mutations of the JSON files of a folder."""
-    files = json_files(folder)
-    count = 0
+def count_refused(describe, path, mutate, seeds, *arguments):
+    """Number of a file's mutations that are refused."""
+    content, count = path.read_bytes(), 0
     for seed in seeds:
-        rng = np.random.default_rng(seed)
-        name = files[seed % len(files)]
-        content = (folder / name).read_bytes()
-        (folder / name).write_bytes(mutate_json(content.decode(), rng))
+        path.write_bytes(mutate(content, np.random.default_rng(seed)))
         try:
-            count += refused(describe, folder, name)
+            count += refused(describe, *arguments)
         except Exception as error:
-            raise AssertionError(f"seed {seed}: {name} was {(folder / name).read_bytes()[:2000]}") from error
-        (folder / name).write_bytes(content)
+            raise AssertionError(f"seed {seed}: {path.name} was {path.read_bytes()[:2000]}") from error
+    path.write_bytes(content)
     return count
+
+
+def fuzz_folder(describe, folder, seeds):
+    """Number of refused mutations of the JSON files of a folder."""
+    files = json_files(folder)
+    mutate = lambda content, rng: mutate_json(content.decode(), rng)
+    return sum(
+        count_refused(describe, folder / name, mutate, seeds[i :: len(files)], folder, name)
+        for i, name in enumerate(files)
+    )
 
 
 def fuzz_file(describe, path, seeds, head):
-    """The same for the bytes of a file, of which the first `head` are changed."""
-    content = path.read_bytes()
-    count = 0
-    for seed in seeds:
-        path.write_bytes(mutate_bytes(content[:head], np.random.default_rng(seed)) + content[head:])
-        try:
-            count += refused(describe, path)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}") from error
-    return count
+    """Number of refused mutations of a file, of which the first `head` bytes are changed."""
+    mutate = lambda content, rng: mutate_bytes(content[:head], rng) + content[head:]
+    return count_refused(describe, path, mutate, seeds, path)
 
 
 def copy_builtin(name, target):
@@ -259,13 +238,6 @@ def test_damaged_json_files_are_refused_or_read(name, describe, tmp_path):
         (folder / file).write_text(json.dumps(EXTRA[file]))
     assert not refused(describe, folder, "vae")
     assert 100 < fuzz_folder(describe, folder, range(400)) < 400
-
-
-def test_damaged_safetensors_headers_are_refused_or_read(tmp_path):
-    path = tmp_path / "f.safetensors"
-    save_file({"a.b": np.arange(6, dtype=np.int16).reshape(2, 3), "c": np.ones(5, np.float32)}, path)
-    head = 8 + int.from_bytes(path.read_bytes()[:8], "little")
-    assert 100 < fuzz_file(lambda path: describe_tensors(SafetensorsFile(path)), path, range(300), head) <= 300
 
 
 COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}
@@ -289,15 +261,31 @@ def test_damaged_quantised_checkpoints_are_refused_or_read(name, tmp_path):
     assert 50 < fuzz_file(lambda path: describe_weights(path.parent), path, range(150), head) <= 150
 
 
-def test_damaged_gguf_files_are_refused_or_read(tmp_path):
-    folder = tiny_checkpoint(tmp_path / "folder", num_hidden_layers=1)
+def write_safetensors(path):
+    save_file({"a.b": np.arange(6, dtype=np.int16).reshape(2, 3), "c": np.ones(5, np.float32)}, path)
+    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+def write_gguf(path):
+    gguf_files.write(tiny_checkpoint(path.with_suffix(""), num_hidden_layers=1), path, "Q8_0", pre="qwen2")
+    return min(tensor.start for tensor in GGUFWeights(path).tensors.values())
+
+
+def write_pth(path):
+    archive(path, dictionary(x=tensor(), y=tensor(offset=1, shape=(5,), strides=(1,))))
+    return path.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("write", "describe", "fewest"),
+    [
+        (write_safetensors, lambda path: describe_tensors(SafetensorsFile(path)), 100),
+        (write_gguf, describe_gguf, 100),
+        (write_pth, lambda path: describe_tensors(PthFile(path)), 50),
+    ],
+)
+def test_damaged_files_of_weights_are_refused_or_read(write, describe, fewest, tmp_path):
     path = tmp_path / "a.gguf"
-    gguf_files.write(folder, path, "Q8_0", pre="qwen2")
-    assert not refused(describe_gguf, path)
-    head = min(tensor.start for tensor in GGUFWeights(path).tensors.values())
-    assert 100 < fuzz_file(describe_gguf, path, range(300), head) < 300
-
-
-def test_damaged_pth_files_are_refused_or_read(tmp_path):
-    path = archive(tmp_path / "f.pth", dictionary(x=tensor(), y=tensor(offset=1, shape=(5,), strides=(1,))))
-    assert 50 < fuzz_file(lambda path: describe_tensors(PthFile(path)), path, range(300), path.stat().st_size) < 300
+    head = write(path)
+    assert not refused(describe, path)
+    assert fewest < fuzz_file(describe, path, range(300), head) <= 300

@@ -1,7 +1,8 @@
-"""Weights into modules: every misfit is named, every dtype converts, memory stays at one copy, meshes get slices."""
+"""Weights into modules: misfits are named, dtypes convert, meshes get slices, stacks of experts are put together."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -14,12 +15,16 @@ import pytest
 from flax import nnx
 
 from tests.checkpoint.small import raw_file
+from tests.support.packing import awq, float8, gptq
+from tests.support.tiny import random_weights, tiny_checkpoint, tiny_config
 from verax import checkpoint
 from verax.checkpoint import Checkpoint, load, load_module
+from verax.checkpoint.formats import quantized as layouts
 from verax.checkpoint.load import DRAWN, random_weight
 from verax.errors import CheckpointError
+from verax.loading import load_causal_lm
 from verax.nn import Linear, RMSNorm
-from verax.ops import quantize
+from verax.ops import QuantizedWeight, quantize
 
 
 class Pair(nnx.Module):
@@ -113,24 +118,13 @@ def test_an_interrupted_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["verax.checkpoint.save"], "save_file", interrupted)  # the function hides it
+    monkeypatch.setattr(sys.modules["verax.checkpoint.save"], "write_shards", interrupted)  # the function hides it
     with pytest.raises(KeyboardInterrupt):
         checkpoint.save({"other": np.ones(2, np.float32)}, tmp_path, config={"x": 2})
     opened = Checkpoint.open(tmp_path)
     assert opened.config == {"x": 1}
     assert "norm.weight" in opened.names()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
-
-
-def test_files_of_an_earlier_save_do_not_stay(tmp_path):
-    checkpoint.save(weights(), tmp_path, config={}, max_shard_bytes=64)
-    checkpoint.save(weights(), tmp_path, config={})
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
-
-
-def test_whoever_may_read_the_configuration_may_read_the_weights(tmp_path):
-    checkpoint.save(weights(), tmp_path, config={})
-    assert (tmp_path / "model.safetensors").stat().st_mode == (tmp_path / "config.json").stat().st_mode
 
 
 def run(code, tmp_path, **environment):
@@ -234,29 +228,154 @@ def test_a_weight_quantised_in_pieces_equals_one_piece(tmp_path, monkeypatch):
             np.testing.assert_array_equal(loaded.scales, whole.scales)
 
 
-def test_matrices_keep_the_scale_of_what_they_multiply():
-    x = np.random.default_rng(1).standard_normal((8, 300), np.float32)
-    assert abs(np.std(x @ random_weight("linear.weight", (400, 300)).T) - 1) < 0.05
-    assert abs(random_weight("conv.weight", (50, 6, 3, 3)).std() - 54**-0.5) < 0.01
+MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, hidden_size=64, tie_word_embeddings=False)
+STACK = "model.layers.1.mlp.experts.gate_up_proj"
 
 
-def test_norms_are_around_one_and_biases_around_zero():
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The same arrays_of with a key for each matrix, and with a key for each stack."""
+    stacked = tiny_checkpoint(tmp_path_factory.mktemp("moe") / "stacked", family="qwen3_moe", **MOE)
+    single = tmp_path_factory.mktemp("moe") / "single"
+    opened = Checkpoint.open(stacked)
+    checkpoint.save(load_causal_lm(opened, dtype="float32"), single, config=opened.config, tokenizer_from=stacked)
+    return stacked, single
+
+
+def arrays_of(model):
+    return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model))}
+
+
+def assert_equal(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        for a, b in zip(jax.tree.leaves(value), jax.tree.leaves(theirs[name]), strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+def test_single_matrices_are_written_and_read_into_their_stack(folders):
+    stacked, single = folders
+    names = Checkpoint.open(single).names()
+    assert STACK in Checkpoint.open(stacked).names()
+    assert "model.layers.1.mlp.experts.3.up_proj.weight" in names
+    assert STACK not in names
+    loaded = arrays_of(load_causal_lm(Checkpoint.open(single), dtype="bfloat16"))
+    assert_equal(loaded, arrays_of(load_causal_lm(Checkpoint.open(stacked), dtype="bfloat16")))
+    file = Checkpoint.open(single)
+    expert = f"{STACK.removesuffix('.gate_up_proj')}.2."
+    parts = [file.read(f"{expert}{name}.weight") for name in ("gate_proj", "up_proj")]
+    np.testing.assert_array_equal(loaded[STACK][2], np.concatenate(parts).astype(jnp.bfloat16))
+    assert loaded["model.layers.1.mlp.gate.weight"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", (8, 32)])
+def test_experts_are_quantised_alike_from_both_and_stay_so_on_disk(folders, quantization, tmp_path):
+    stacked, single = (Checkpoint.open(folder) for folder in folders)
+    model = load_causal_lm(single, dtype="bfloat16", quantization=quantization)
+    loaded = arrays_of(model)
+    assert_equal(loaded, arrays_of(load_causal_lm(stacked, dtype="bfloat16", quantization=quantization)))
+    assert isinstance(loaded[STACK], QuantizedWeight)
+    assert loaded[STACK].shape == (4, 64, 64)
+    plain = {name for name, value in loaded.items() if not isinstance(value, QuantizedWeight) and value.ndim > 1}
+    assert plain == {"model.embed_tokens.weight", *(f"model.layers.{i}.mlp.gate.weight" for i in (0, 1))}
+    checkpoint.save(model, tmp_path, config=single.config)
+    written = Checkpoint.open(tmp_path)
+    assert written.packed["model.layers.0.mlp.experts.1.down_proj.weight"].shape == (64, 32)
+    assert written.config["quantization_config"]["ignore"] == [f"model.layers.{i}.mlp.gate" for i in (0, 1)]
+    assert_equal(loaded, arrays_of(load_causal_lm(written, dtype="bfloat16")))
+
+
+def test_packed_matrices_whose_rows_fill_no_whole_block_are_put_together(tmp_path):
+    config = tiny_config("qwen3_moe", **{**MOE, "moe_intermediate_size": 24})
+    checkpoint.save(random_weights(config), tmp_path / "plain", config=config)
+    checkpoint.save(load_causal_lm(Checkpoint.open(tmp_path / "plain"), dtype="float32"), tmp_path / "a", config=config)
+    opened = Checkpoint.open(tmp_path / "a")
+    arrays, packed = {}, {}
+    for name in opened.names():
+        if re.search(r"experts\.\d+\.(gate|up)_proj", name):
+            packed[name] = quantize(jnp.asarray(opened.read(name)), 4, 32)
+            arrays |= layouts.entries(name, packed[name])
+        else:
+            arrays[name] = np.asarray(opened.read(name))
+    scheme = layouts.quantization_config(packed.values())
+    checkpoint.save(arrays, tmp_path / "b", config={**config, "quantization_config": scheme})
+    stack = arrays_of(load_causal_lm(Checkpoint.open(tmp_path / "b"), dtype="float32"))[STACK]
+    assert stack.shape == (4, 48, 64)
+    expert = [packed[f"model.layers.1.mlp.experts.2.{name}.weight"].dequantize() for name in ("gate_proj", "up_proj")]
+    np.testing.assert_array_equal(jax.tree.map(lambda part: part[2], stack).dequantize(), np.concatenate(expert))
+
+
+def packed_experts(folder, target, pack, scheme):
+    """A copy of a checkpoint with its experts packed, and their float arrays_of by key."""
+    opened, rng = Checkpoint.open(folder), np.random.default_rng(0)
+    arrays, floats = {}, {}
+    for name in opened.names():
+        weight = np.asarray(opened.read(name))
+        if re.search(r"experts\.\d+\.", name):
+            parts, floats[name] = pack(rng, *weight.shape)
+            arrays |= {f"{name.removesuffix('.weight')}.{last}": part for last, part in parts.items()}
+        else:
+            arrays[name] = weight
+    checkpoint.save(arrays, target, config={**opened.config, "quantization_config": scheme})
+    return floats
+
+
+@pytest.mark.parametrize(
+    ("pack", "scheme"),
+    [(awq, {"quant_method": "awq"}), (float8, {"quant_method": "fp8", "weight_block_size": [128, 128]})],
+)
+def test_packed_experts_of_published_layouts_are_put_together(folders, tmp_path, pack, scheme):
+    floats = packed_experts(folders[1], tmp_path, pack, scheme)
+    stack = arrays_of(load_causal_lm(Checkpoint.open(tmp_path), dtype="float32"))[STACK]
+    keys = [f"{STACK.removesuffix('.gate_up_proj')}.2.{name}.weight" for name in ("gate_proj", "up_proj")]
+    expected = np.concatenate([floats[key] for key in keys])
+    np.testing.assert_allclose(jax.tree.map(lambda part: part[2], stack).dequantize(), expected, rtol=1e-6)
+
+
+def test_an_experts_matrices_in_several_orders_of_inputs_are_refused(folders, tmp_path):
+    pack = lambda rng, F, D: gptq(rng, F, D, act_order=D == 64)
+    packed_experts(folders[1], tmp_path, pack, {"quant_method": "gptq"})
+    with pytest.raises(CheckpointError, match="take their inputs in several orders"):
+        load_causal_lm(Checkpoint.open(tmp_path), dtype="float32")
+
+
+def changed(folder, target, change):
+    """A copy of a checkpoint whose arrays `change` has changed."""
+    opened = Checkpoint.open(folder)
+    arrays = {name: np.asarray(opened.read(name)) for name in opened.names()}
+    change(arrays)
+    return Checkpoint.open(checkpoint.save(arrays, target, config=opened.config))
+
+
+def test_a_missing_expert_and_one_of_another_shape_are_named(folders, tmp_path):
+    key = "model.layers.0.mlp.experts.2.up_proj.weight"
+
+    def without(arrays):
+        del arrays[key]
+
+    def narrower(arrays):
+        arrays[key] = arrays[key][:24]
+
+    with pytest.raises(CheckpointError, match=f"{re.escape(key)} missing"):
+        load_causal_lm(changed(folders[1], tmp_path / "without", without), dtype="float32")
+    with pytest.raises(
+        CheckpointError, match=f"{re.escape(key)} has shape .24, 64., config.json's model needs .32, 64."
+    ):
+        load_causal_lm(changed(folders[1], tmp_path / "narrower", narrower), dtype="float32")
+
+
+def test_random_weights_keep_the_scale_of_what_they_multiply_and_differ_by_row():
+    for name, shape, fan_in in (
+        ("linear.weight", (400, 300), 300),
+        ("conv.weight", (50, 6, 3, 3), 54),
+        (STACK, (4, 64, 64), 64),
+    ):
+        assert random_weight(name, shape).std() == pytest.approx(fan_in**-0.5, rel=0.05)
     for name, middle in (("norm.weight", 1), ("norm.bias", 0), ("norm.gamma", 1)):
         weight = random_weight(name, (5000, 1, 1))
-        assert abs(weight.mean() - middle) < 0.02
-        assert abs(weight.std() - 0.3) < 0.02
-
-
-def test_rows_of_a_large_matrix_differ():
+        assert weight.mean() == pytest.approx(middle, abs=0.02)
+        assert weight.std() == pytest.approx(0.3, abs=0.02)
+    assert 2 * DRAWN < 4099 * 500
     weight = random_weight("table.weight", (4099, 500), ml_dtypes.bfloat16)
-    assert weight.shape == (4099, 500)
-    assert weight.dtype == ml_dtypes.bfloat16
-    assert len(weight) * 500 > 2 * DRAWN
     assert len(np.unique(weight.astype(np.float32), axis=0)) == len(weight)
-
-
-def test_a_weight_is_of_its_name_and_seed_alone():
-    weight = random_weight("a.weight", (3, 4))
-    np.testing.assert_array_equal(weight, random_weight("a.weight", (3, 4)))
-    assert not np.allclose(weight, random_weight("b.weight", (3, 4)))
-    assert not np.allclose(weight, random_weight("a.weight", (3, 4), seed=1))
+    assert not np.allclose(random_weight("a.weight", (3, 4)), random_weight("a.weight", (3, 4), seed=1))

@@ -1,6 +1,8 @@
-"""LoRA files, in each format: PEFT's result, added in float32 and rounded once; and errors where it does not fit."""
+"""LoRA: adapters in PEFT's format, and files for video models; each with one clear error for all else."""
 
 import json
+import math
+import zipfile
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -9,10 +11,243 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
-from verax.checkpoint.checkpoint import Checkpoint
+from tests.support.adapters import adapter_weights, changed, linear_sizes, save_adapter
+from tests.support.tiny import random_weights, tiny_checkpoint, tiny_config
+from verax.checkpoint import Checkpoint, save
 from verax.checkpoint.load import load_module
-from verax.checkpoint.lora import with_lora
-from verax.errors import CheckpointError
+from verax.checkpoint.lora import Adapter, merge, with_lora
+from verax.errors import CheckpointError, UnsupportedModelError
+from verax.loading import load_causal_lm
+
+Q, UP = "model.layers.0.self_attn.q_proj", "model.layers.11.mlp.up_proj"
+SIZES = {Q: (6, 8), UP: (10, 8)}
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Open an adapter of two modules, with these settings; `ranks` by module."""
+
+    def opened(ranks=None, **settings):
+        weights = adapter_weights(SIZES, ranks=ranks)
+        return Adapter.open(save_adapter(tmp_path, weights, **settings)), weights
+
+    return opened
+
+
+def test_matrices_are_float32_with_the_scale_in_the_second(make):
+    adapter, weights = make(lora_alpha=10)
+    assert set(adapter.pairs) == set(SIZES)
+    a, b = adapter.read(Q)
+    np.testing.assert_array_equal(a, weights[f"base_model.model.{Q}.lora_A.weight"])
+    np.testing.assert_array_equal(b, np.float32(2.5) * weights[f"base_model.model.{Q}.lora_B.weight"])
+    assert a.dtype == b.dtype == np.float32
+    assert (adapter.rank, adapter.num_parameters, adapter.base) == (4, 4 * (14 + 18), "somebody/tiny")
+
+
+def test_the_scale_is_by_rank_or_by_its_root(make):
+    assert make(lora_alpha=6)[0].pairs[Q].scale == 6 / 4
+    assert make(lora_alpha=6, use_rslora=True)[0].pairs[Q].scale == 6 / math.sqrt(4)
+
+
+def test_patterns_match_ends_of_names_as_in_peft(make):
+    adapter, _ = make(
+        {UP: 2}, rank_pattern={"p_proj": 9, "mlp.up_proj": 2}, alpha_pattern={r"model\.layers\.\d+\.mlp\.up_proj": 7}
+    )
+    assert (adapter.pairs[UP].rank, adapter.pairs[UP].scale) == (2, 3.5)
+    assert (adapter.pairs[Q].rank, adapter.pairs[Q].scale) == (4, 1.0)
+
+
+def test_keys_with_the_adapters_name_are_read_too(tmp_path):
+    weights = {key.replace(".weight", ".default.weight"): value for key, value in adapter_weights(SIZES).items()}
+    assert set(Adapter.open(save_adapter(tmp_path, weights)).pairs) == set(SIZES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
+        ({"use_dora": True}, "use_dora is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),
+        ({"trainable_token_indices": [3]}, "trainable_token_indices is not supported"),
+        ({"bias": "lora_only"}, "bias 'lora_only' is not supported"),
+        ({"lora_bias": True}, "lora_bias is not supported"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication is not supported"),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters is not supported"),
+        ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4' is not supported: it changes the base's weights"),
+    ],
+)
+def test_what_is_not_plain_lora_is_refused_by_name(make, settings, says):
+    with pytest.raises(UnsupportedModelError, match=says):
+        make(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"r": 0}, "r: expected a whole number of 1"),
+        ({"r": 5}, r"not the matrices of rank 5 that adapter_config\.json says"),
+        ({"lora_alpha": "8"}, "lora_alpha: expected"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern: expected"),
+        ({"alpha_pattern": {"(": 2}}, "malformed"),
+        ({"use_rslora": 1}, "use_rslora: expected true or false"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(make, settings, says):
+    with pytest.raises(CheckpointError, match=says):
+        make(**settings)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda w: w.pop(f"base_model.model.{Q}.lora_B.weight"), "lora_A.weight lacks its other matrix"),
+        (lambda w: w.clear(), "has no matrices"),
+        (lambda w: w.update({"base_model.model.lm_head.weight": np.zeros((2, 2), np.float32)}), r"lm_head\.weight"),
+        (lambda w: w.update({f"base_model.model.{Q}.lora_magnitude_vector": np.zeros(6, np.float32)}), "magnitude"),
+        (lambda w: w.update({f"{Q}.lora_A.weight": np.zeros((4, 8), np.float32)}), "keys begin with base_model.model."),
+        (lambda w: w.update({f"base_model.model.{Q}.lora_A.weight": np.zeros((4, 8, 1), np.float32)}), "rank 4"),
+        (lambda w: w.update({f"base_model.model.{Q}.lora_A.weight": np.zeros((4, 8), np.int32)}), "expected floats"),
+    ],
+)
+def test_files_with_other_tensors_are_refused_with_their_keys(tmp_path, change, says):
+    weights = adapter_weights(SIZES)
+    save_adapter(tmp_path, weights)
+    change(weights)
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=says):
+        Adapter.open(tmp_path)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_numbers_that_are_not_finite_are_refused(tmp_path, value):
+    weights = adapter_weights(SIZES)
+    weights[f"base_model.model.{UP}.lora_A.weight"][1, 2] = value
+    with pytest.raises(CheckpointError, match=r"up_proj\.lora_A\.weight has numbers that are not finite"):
+        Adapter.open(save_adapter(tmp_path, weights)).read(UP)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_missing_file_is_named(make, tmp_path, name):
+    make()
+    (tmp_path / name).unlink()
+    with pytest.raises(CheckpointError, match=f"{name}: no such file"):
+        Adapter.open(tmp_path)
+
+
+def test_damaged_files_are_named(make, tmp_path):
+    make()
+    path = tmp_path / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors: .*damaged or incomplete"):
+        Adapter.open(tmp_path)
+    (tmp_path / "adapter_config.json").write_text('{"r": 4')
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json: not valid JSON"):
+        Adapter.open(tmp_path)
+
+
+def test_a_pickled_file_is_read_without_running_it(make, tmp_path):
+    make()
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with zipfile.ZipFile(tmp_path / "adapter_model.bin", "w") as archive:
+        archive.writestr("archive/data.pkl", b"cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(CheckpointError, match=r"adapter_model\.bin"):
+        Adapter.open(tmp_path)
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return random_weights(tiny_config())
+
+
+@pytest.fixture
+def adapter(weights, tmp_path):
+    """An adapter of all linear layers, with its weights, whose scale is 3 / 4."""
+    made = adapter_weights(linear_sizes(weights), spread=0.5)
+    return Adapter.open(save_adapter(tmp_path / "adapter", made, lora_alpha=3)), made
+
+
+def read(folder):
+    opened = Checkpoint.open(folder)
+    return {name: opened.read(name) for name in opened.names()}
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
+@pytest.mark.parametrize("base", ["float32", "bfloat16"])
+def test_sums_are_made_in_float32_and_rounded_once(weights, adapter, tmp_path, base, dtype):
+    tiny_checkpoint(tmp_path / "base", dtype=base)
+    merge(Checkpoint.open(tmp_path / "base"), adapter[0], tmp_path / "merged", dtype=dtype)
+    stored = {name: np.asarray(weight).astype(np.float32) for name, weight in read(tmp_path / "base").items()}
+    written = np.dtype(getattr(ml_dtypes, dtype or base, None) or (dtype or base))
+    got = read(tmp_path / "merged")
+    for name, weight in changed(stored, adapter[1], scale=0.75).items():
+        assert got[name].dtype == written
+        # A sum that lies between two numbers of bfloat16 may be rounded to either.
+        tolerance = dict(atol=1e-6) if written == np.float32 else dict(rtol=2**-7)
+        rounded = weight.astype(written).astype(np.float32)
+        np.testing.assert_allclose(got[name].astype(np.float32), rounded, **tolerance)
+    assert (tmp_path / "merged" / "tokenizer.json").is_file()
+    assert json.loads((tmp_path / "merged" / "generation_config.json").read_text()) == {"temperature": 0.7}
+
+
+def test_weights_that_lie_the_other_way_round_get_the_transpose(tmp_path):
+    config = {"model_type": "gpt2"}
+    save({"h.0.c_fc.weight": np.zeros((3, 5), np.float32)}, tmp_path / "base", config=config)
+    (tmp_path / "base" / "tokenizer.json").write_text("{}")
+    made = adapter_weights({"transformer.h.0.c_fc": (5, 3)}, rank=2)
+    opened = Adapter.open(save_adapter(tmp_path / "adapter", made, rank=2, fan_in_fan_out=True))
+    aliases = ((r"^transformer\.", ""),)
+    merge(Checkpoint.open(tmp_path / "base"), opened, tmp_path / "merged", aliases=aliases)
+    expected = changed({"transformer.h.0.c_fc.weight": np.zeros((5, 3), np.float32)}, made)
+    got = read(tmp_path / "merged")["h.0.c_fc.weight"]
+    np.testing.assert_allclose(got, expected["transformer.h.0.c_fc.weight"].T, rtol=1e-6)
+
+
+def test_a_base_in_another_layout_has_the_same_modules(adapter, weights, tmp_path):
+    renamed = {name.replace("model.", "model.language_model.", 1): weight for name, weight in weights.items()}
+    tiny_checkpoint(tmp_path / "base")
+    (tmp_path / "base" / "model.safetensors").unlink()
+    save(renamed, tmp_path / "base", config=tiny_config())
+    aliases = ((r"^model\.", "model.language_model."),)
+    merge(Checkpoint.open(tmp_path / "base"), adapter[0], tmp_path / "merged", aliases=aliases)
+    expected = changed(weights, adapter[1], scale=0.75)[f"{Q}.weight"]
+    got = read(tmp_path / "merged")["model.language_model.layers.0.self_attn.q_proj.weight"]
+    np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
+def test_a_quantised_base_becomes_floats(adapter, tmp_path):
+    tiny_checkpoint(tmp_path / "base")
+    opened = Checkpoint.open(tmp_path / "base")
+    quantized = load_causal_lm(opened, dtype="float32", quantization="int8")
+    config = {**opened.config, "tie_word_embeddings": False}
+    save(quantized, tmp_path / "int8", config=config, tokenizer_from=opened.folder)
+    merge(Checkpoint.open(tmp_path / "int8"), adapter[0], tmp_path / "merged", dtype="float32")
+    dequantized = load_causal_lm(Checkpoint.open(tmp_path / "int8"), dtype="float32", quantization="dequantize")
+    stored = {f"{Q}.weight": np.asarray(dequantized.model.layers[0].self_attn.q_proj.weight[...])}
+    expected = changed({**read(tmp_path / "base"), **stored}, adapter[1], scale=0.75)[f"{Q}.weight"]
+    merged = Checkpoint.open(tmp_path / "merged")
+    assert not merged.packed
+    assert "quantization_config" not in merged.config
+    assert merged.config["torch_dtype"] == "float32"
+    np.testing.assert_allclose(merged.read(f"{Q}.weight"), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"model.layers.7.self_attn.q_proj": (64, 64)}, r"has no weights of model\.layers\.7.*trained for"),
+        ({Q: (64, 32)}, r"another base than .*adapter \[64, 32\], base \[64, 64\]"),
+    ],
+)
+def test_an_adapter_of_another_base_is_refused_before_anything_is_written(tmp_path, sizes, says):
+    tiny_checkpoint(tmp_path / "base")
+    made = Adapter.open(save_adapter(tmp_path / "adapter", adapter_weights(sizes)))
+    with pytest.raises(CheckpointError, match=says):
+        merge(Checkpoint.open(tmp_path / "base"), made, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
 
 SHAPES = {
     "patch_embedding.weight": (6, 4, 1, 2, 2),
@@ -23,7 +258,7 @@ SHAPES = {
     "blocks.0.modulation": (1, 6, 6),
     "head.head.weight": (5, 6),
 }
-Q, FFN = "blocks.0.self_attn.q.weight", "blocks.0.ffn.0.weight"
+Q_WEIGHT, FFN = "blocks.0.self_attn.q.weight", "blocks.0.ffn.0.weight"
 RANK = 3
 
 
@@ -40,7 +275,7 @@ def base(request, tmp_path):
     return Checkpoint.open(tmp_path / "base")
 
 
-def changed(base, tensors, path, scale=1.0, metadata=None):
+def with_file(base, tensors, path, scale=1.0, metadata=None):
     save_file(tensors, path, metadata=metadata)
     return with_lora(base, {path: scale})
 
@@ -83,7 +318,7 @@ def test_every_implementationat_is_pefts_arithmetic(style, module, base, tmp_pat
     tensors = {down.format(name): A, up.format(name): B}
     if alpha:
         tensors[alpha.format(name)] = np.asarray(1.5, np.float32)
-    got = changed(base, tensors, tmp_path / "lora.safetensors", scale=0.7)
+    got = with_file(base, tensors, tmp_path / "lora.safetensors", scale=0.7)
     # peft's LoraLayer: scaling = lora_alpha / r; get_delta_weight = (lora_B.weight @ lora_A.weight) * scaling
     scaling = (1.5 if alpha else RANK) / RANK
     assert_sum(got, base, f"{module}.weight", 0.7 * scaling * np.matmul(B, A))
@@ -92,21 +327,21 @@ def test_every_implementationat_is_pefts_arithmetic(style, module, base, tmp_pat
 def test_a_convolution_is_changed_over_all_its_inputs(base, tmp_path):
     A, B = draw(RANK, 4, 1, 2, 2, seed=1), draw(6, RANK, 1, 1, 1, seed=2)
     tensors = {"diffusion_model.patch_embedding.lora_A.weight": A, "diffusion_model.patch_embedding.lora_B.weight": B}
-    got = changed(base, tensors, tmp_path / "lora.safetensors")
+    got = with_file(base, tensors, tmp_path / "lora.safetensors")
     assert_sum(got, base, "patch_embedding.weight", np.einsum("or,rcthw->octhw", B[:, :, 0, 0, 0], A))
 
 
 @pytest.mark.parametrize(
     ("key", "name"),
     [
-        ("blocks.0.self_attn.q.diff", Q),
+        ("blocks.0.self_attn.q.diff", Q_WEIGHT),
         ("blocks.0.self_attn.q.diff_b", "blocks.0.self_attn.q.bias"),
         ("blocks.0.modulation.diff", "blocks.0.modulation"),
     ],
 )
 def test_whole_differences_are_added(key, name, base, tmp_path):
     difference = draw(*SHAPES[name], seed=9)
-    got = changed(base, {f"diffusion_model.{key}": difference}, tmp_path / "lora.safetensors", scale=2.0)
+    got = with_file(base, {f"diffusion_model.{key}": difference}, tmp_path / "lora.safetensors", scale=2.0)
     assert_sum(got, base, name, 2 * difference)
 
 
@@ -116,8 +351,8 @@ def test_alpha_of_the_adapters_metadata_counts(rslora, base, tmp_path):
     tensors = {"transformer.blocks.0.attn1.to_q.lora_A.weight": A, "transformer.blocks.0.attn1.to_q.lora_B.weight": B}
     said = {"transformer.r": RANK, "transformer.lora_alpha": 12, "transformer.use_rslora": rslora}
     metadata = {"lora_adapter_metadata": json.dumps(said)}
-    got = changed(base, tensors, tmp_path / "lora.safetensors", metadata=metadata)
-    assert_sum(got, base, Q, 12 / (RANK**0.5 if rslora else RANK) * B @ A)
+    got = with_file(base, tensors, tmp_path / "lora.safetensors", metadata=metadata)
+    assert_sum(got, base, Q_WEIGHT, 12 / (RANK**0.5 if rslora else RANK) * B @ A)
 
 
 def test_files_add_up_and_are_rounded_once_when_loaded(base, tmp_path):
@@ -158,11 +393,6 @@ def test_files_add_up_and_are_rounded_once_when_loaded(base, tmp_path):
 )  # fmt: skip
 def test_what_does_not_fit_is_an_error_that_names_it(tensors, message, base, tmp_path):
     with pytest.raises(CheckpointError, match=rf"lora\.safetensors: .*{message}"):
-        changed(
+        with_file(
             base, {key: np.ones(shape, np.float32) for key, shape in tensors.items()}, tmp_path / "lora.safetensors"
         )
-
-
-def test_a_missing_file_is_named(base, tmp_path):
-    with pytest.raises(CheckpointError, match=r"absent\.safetensors: no such file"):
-        with_lora(base, {tmp_path / "absent.safetensors": 1.0})

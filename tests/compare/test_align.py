@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from verax.checkpoint.video.names import Renaming
+from verax.checkpoint.video.parts import Renaming
 from verax.compare import Trace, align
 from verax.compare.align import find_layout
 from verax.compare.comparison import measure

@@ -39,10 +39,6 @@ def test_a_string_gives_a_vector_and_a_list_an_array(encoder):
     np.testing.assert_allclose(np.linalg.norm(one), 1, atol=1e-6)
 
 
-def test_nothing_gives_nothing(encoder):
-    assert encoder.encode([]).shape == (0, 48)
-
-
 def test_any_iterable_of_texts_will_do(encoder):
     expected = encoder.encode(["a cat", "a dog"])
     for same in (("a cat", "a dog"), iter(["a cat", "a dog"]), np.asarray(["a cat", "a dog"])):
@@ -62,10 +58,6 @@ def test_unnormalised_vectors_point_the_same_way(encoder, vectors):
     lengths = np.linalg.norm(raw, axis=1, keepdims=True)
     assert lengths.std() > 0.01
     np.testing.assert_allclose(raw / lengths, vectors, atol=2e-6)
-
-
-def test_an_empty_sentence_is_its_special_tokens(encoder):
-    assert np.isfinite(encoder.encode(["", "the cat"])).all()
 
 
 def test_long_sentences_are_cut_keep_their_end_token_and_are_counted(folder):
@@ -185,13 +177,6 @@ def test_the_files_of_sentence_transformers_decide_by_default(tmp_path):
     assert (Encoder(tmp_path).settings.pooling, Encoder(tmp_path).max_length) == ("cls", 9)
     chosen = Encoder(tmp_path, pooling="mean", max_length=12)
     assert (chosen.settings.pooling, chosen.max_length) == ("mean", 12)
-
-
-def test_the_newer_name_of_the_pooling_is_read(tmp_path):
-    tiny_encoder(tmp_path)
-    sentence_files(tmp_path)
-    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode": "cls"}')
-    assert Encoder(tmp_path).settings.pooling == "cls"
 
 
 def test_what_is_not_supported_is_named(tmp_path):

@@ -36,17 +36,6 @@ def test_vectors_match_the_reference_of_the_same_arithmetic(folder, vectors):
     assert np.median(np.abs(vectors - expected)) < 1e-5
 
 
-def test_no_vector_depends_on_its_batch(folder, vectors):
-    encoder = Encoder(folder, quantization="int8")
-    for i in (0, 7, 19):
-        np.testing.assert_allclose(encoder.encode(SENTENCES[i]), vectors[i], atol=2e-3)
-
-
-def test_the_rest_is_of_the_dtype(folder, vectors):
-    rounded = Encoder(folder, dtype="bfloat16", quantization="int8").encode(SENTENCES)
-    assert 0.999 < (vectors * rounded).sum(1).min() < 1 - 1e-6
-
-
 def test_what_cannot_be_is_named(folder):
     with pytest.raises(InvalidParameterError, match="quantization: expected 'int8' or None, got 'int4'"):
         Encoder(folder, quantization="int4")

@@ -8,7 +8,6 @@ import pytest
 from tests.support.tiny import tiny_checkpoint
 from tests.support.tiny_encoder import random_sentences, tiny_encoder, tiny_reranker
 from verax import Reranker
-from verax.embed.reranker import PREFIX, SUFFIX
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 
 QUERY = "who sat on the mat ?"
@@ -131,9 +130,3 @@ def test_a_language_model_without_the_answers_is_not_a_reranker(tmp_path):
 def test_wrong_input_is_named(reranker, call, message):
     with pytest.raises(InvalidParameterError, match=message):
         call(reranker)
-
-
-def test_the_prompt_of_a_language_model_is_its_model_cards():
-    assert PREFIX.startswith("<|im_start|>system\nJudge whether the Document meets the requirements based on the Query")
-    assert PREFIX.endswith('the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n')
-    assert SUFFIX == "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"

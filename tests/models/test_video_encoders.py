@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from verax._compat import compiler_options
-from verax.checkpoint.video.names import CLIP, UMT5
+from verax.checkpoint.video.parts import CLIP, UMT5
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel

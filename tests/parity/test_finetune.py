@@ -16,7 +16,7 @@ from tests.support.causal_lm import logits, relative, save_reference
 from tests.support.finetune import settings, write_examples
 from verax import ops
 from verax.checkpoint import Checkpoint
-from verax.checkpoint.peft import Adapter, merge
+from verax.checkpoint.lora import Adapter, merge
 from verax.loading import load_causal_lm
 from verax.text.step.program import AbstractModel
 from verax.train.finetune import LoraSettings, train_full, train_lora

@@ -21,7 +21,7 @@ from tests.support.adapters import adapter_weights, linear_sizes, save_adapter
 from tests.support.causal_lm import GREEDY, continuations, engine, logits, logprob_errors, relative, save_reference
 from verax import LoRARequest
 from verax.checkpoint import Checkpoint
-from verax.checkpoint.peft import Adapter, merge
+from verax.checkpoint.lora import Adapter, merge
 from verax.loading import load_causal_lm
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.features.lora import AdaptedLayers, AdapterLoader

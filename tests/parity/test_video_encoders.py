@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from tests.support.torch_weights import from_torch, spread
-from verax.checkpoint.video import names
+from verax.checkpoint.video import parts
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel, position_rows
 
@@ -46,7 +46,7 @@ def umt5_theirs(model):
 def umt5_ours(theirs, dtype=jnp.float32):
     config = UMT5Config.from_hf(theirs.config.to_dict())
     state = {key: tensor for key, tensor in theirs.state_dict().items() if key != "encoder.embed_tokens.weight"}
-    model = from_torch(lambda: UMT5EncoderModel(config, dtype=dtype, rngs=nnx.Rngs(0)), names.UMT5, state, dtype)
+    model = from_torch(lambda: UMT5EncoderModel(config, dtype=dtype, rngs=nnx.Rngs(0)), parts.UMT5, state, dtype)
     return np.asarray(model(jnp.asarray(TOKENS), jnp.asarray(LENGTHS)))
 
 
@@ -64,7 +64,7 @@ def clip_ours(theirs, dtype=jnp.float32, prefix=""):
     config = CLIPVisionConfig.from_hf(theirs.config.to_dict())
     state = {prefix + key: tensor for key, tensor in theirs.state_dict().items()}
     model = from_torch(
-        lambda: CLIPVisionModel(config, dtype=dtype, rngs=nnx.Rngs(0)), names.CLIP, state, dtype, reshape=True
+        lambda: CLIPVisionModel(config, dtype=dtype, rngs=nnx.Rngs(0)), parts.CLIP, state, dtype, reshape=True
     )
     return np.asarray(model(jnp.asarray(PIXELS)))
 

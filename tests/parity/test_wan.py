@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
 from tests.support.torch_weights import from_torch
-from verax.checkpoint.video.names import WAN
+from verax.checkpoint.video.parts import WAN
 from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
 
 FRAMES, HEIGHT, WIDTH = 5, 6, 10

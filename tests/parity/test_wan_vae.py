@@ -10,8 +10,7 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
 from tests.support.torch_weights import from_torch
-from verax.checkpoint.video.names import wan_vae_names
-from verax.checkpoint.video.parts import VAE, VAE_2_2
+from verax.checkpoint.video.parts import VAE, VAE_2_2, wan_vae_names
 from verax.models.wan.vae import WanVae, WanVaeConfig
 
 CONFIGS = {

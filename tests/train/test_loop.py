@@ -107,13 +107,6 @@ def test_steps_that_were_lost_with_an_interruption_are_logged_once(tmp_path):
     assert steps == [10, 20, 30, 40]
 
 
-def test_a_state_without_its_log_resumes(tmp_path):
-    train(loss, fresh(), batches, SCHEDULE, tmp_path, stop_at=40, show_progress=False)
-    (tmp_path / "log.jsonl").unlink()
-    train(loss, fresh(), batches, SCHEDULE, tmp_path, resume=True, show_progress=False)
-    assert (tmp_path / "loss.png").is_file()
-
-
 def test_parts_of_a_batch_are_added_and_validation_is_logged_at_states(tmp_path):
     def parted(start):
         for batch in batches(start):

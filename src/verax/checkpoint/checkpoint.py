@@ -8,14 +8,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from verax.checkpoint.formats.compressed_tensors import METHOD, find_packed
-from verax.checkpoint.formats.float8 import find_float8
-from verax.checkpoint.formats.gptq import find_awq, find_gptq
-from verax.checkpoint.formats.safetensors import SafetensorsFile, TensorInfo
+from verax.checkpoint.formats.quantized import QuantizedEntry, find_quantized
+from verax.checkpoint.formats.safetensors import MappedFile, SafetensorsFile, TensorInfo
 from verax.checkpoint.resolve import resolve
 from verax.errors import CheckpointError
 from verax.fields import read_value
@@ -34,56 +32,39 @@ INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.safetensors")
 
 
-_METHODS: dict[str, Callable[..., tuple[dict[str, Any], set[str]]]] = {
-    METHOD: find_packed,
-    "gptq": find_gptq,
-    "awq": find_awq,
-    "fp8": find_float8,
-    "fbgemm_fp8": find_float8,
-}
-"""Functions that find quantised weights, by `quant_method` of config.json's `quantization_config`."""
+_IGNORED = re.compile(r"\.(input|activation|output|[qkv])_(scale|zero_point)$")
+"""Scales of activations and of a cache, which a checkpoint does not quantise here."""
 
 
-class TensorFile(Protocol):
-    """A file of weights by key."""
+class DerivedFile:
+    """File of one weight that is computed from other arrays when it is read.
 
-    path: Path
-    tensors: dict[str, TensorInfo]
+    Attributes:
+        path: file of the first of these arrays.
+        tensors: dtype, shape and place of the weight, by its key.
+    """
 
-    def kind(self, name: str, /) -> str:
-        """Storage of a tensor: dtype, shape and place."""
-        ...
+    def __init__(
+        self, path: Path, name: str, info: TensorInfo, read: Callable[[], np.ndarray], release: Callable[[], None]
+    ):
+        self.path, self.tensors = path, {name: info}
+        self._read, self._release = read, release
 
-    def read(self, name: str, /) -> np.ndarray:
-        """A tensor: a view of the file where that is possible."""
-        ...
+    def kind(self, name: str) -> str:
+        """Name of the dtype."""
+        return str(self.tensors[name].dtype)
 
-    def release(self, name: str, /) -> None:
-        """Drop a tensor's pages from memory."""
-        ...
+    def read(self, name: str) -> np.ndarray:
+        """Compute the weight."""
+        return self._read()
+
+    def release(self, name: str) -> None:
+        """Drop the pages of the arrays from memory."""
+        self._release()
 
 
-class QuantizedEntry(Protocol):
-    """A quantised weight of a file: what it is, the keys that make it up, and how they are read."""
-
-    @property
-    def kind(self) -> str:
-        """Name of the quantisation."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Shape of the array that it represents."""
-        ...
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The keys that are read for it."""
-        ...
-
-    def read(self, read_raw: Callable[[str], np.ndarray]) -> QuantizedWeight | BlockQuantizedWeight:
-        """A copy, with the arrays that `read_raw` gives."""
-        ...
+TensorFile = MappedFile | DerivedFile
+"""A file of weights by key."""
 
 
 class Checkpoint:
@@ -112,14 +93,9 @@ class Checkpoint:
         scheme = read_value(config, "quantization_config", dict, None)
         if scheme is not None:
             tensors = {name: file.tensors[name] for name, file in files.items()}
-            method = scheme.get("quant_method")
-            find = _METHODS.get(method) if isinstance(method, str) else None
-            if find is None:
-                raise CheckpointError(
-                    f"{folder}: it is quantised by {method!r}, which is not supported: {', '.join(_METHODS)} are, and "
-                    "so are unquantised checkpoints with quantization='int8' or 'int4'"
-                )
-            self.packed, self._parts = find(tensors, scheme, self.read_raw, folder)
+            self.packed = find_quantized(tensors, scheme, self.read_raw, folder)
+            self._parts = {key for entry in self.packed.values() for key in entry.keys}
+            self._parts |= {key for key in files if _IGNORED.search(key)}
 
     @classmethod
     def open(cls, model: str | Path, *, revision: str | None = None) -> Checkpoint:

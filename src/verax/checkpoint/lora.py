@@ -1,9 +1,14 @@
-"""LoRA files (Hu et al., 2021, arXiv:2106.09685) for Wan and SkyReels-V2, added to the weights while these are loaded.
+"""LoRA (Hu et al., 2021, arXiv:2106.09685): PEFT's adapters of language models, and files for Wan and SkyReels-V2.
 
-A pair of low-rank matrices A `[r, in]` and B `[out, r]` adds `scale * alpha / r * B A` to a weight. The formats in use
-differ in their names only. Diffusers and PEFT name the matrices `lora_A` and `lora_B`, kohya `lora_down` and `lora_up`.
-Either may have an `alpha`; without one, alpha is r. A file may also have whole differences: `diff` of a weight,
-`diff_b` of a bias.
+A module with weight W `[out, in]` gets matrices A `[r, in]` and B `[out, r]`, which add `alpha / r * B A` to W; with
+rank-stabilised scaling (arXiv:2312.03732) it is `alpha / sqrt(r)`. The modules that the file has matrices for are the
+adapted ones.
+
+- Adapters in PEFT's format (`PeftModel.save_pretrained`) are read, merged into a base, and written:
+  https://huggingface.co/docs/peft/developer_guides/checkpoint.
+- Files for video models are added to the weights while these are loaded. Their formats differ in names only: diffusers
+  and PEFT name the matrices `lora_A` and `lora_B`, kohya `lora_down` and `lora_up`. Either may have an `alpha`; without
+  one, alpha is r. A file may also have whole differences: `diff` of a weight, `diff_b` of a bias.
 """
 
 from __future__ import annotations
@@ -11,20 +16,367 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import jax.numpy as jnp
+import msgspec
 import numpy as np
+from jax.typing import DTypeLike
 from safetensors import safe_open
 
-from verax.checkpoint.checkpoint import Checkpoint
-from verax.checkpoint.formats.safetensors import SafetensorsFile
+from verax.checkpoint.checkpoint import Checkpoint, DerivedFile
+from verax.checkpoint.formats.pth import PthFile
+from verax.checkpoint.formats.safetensors import NewTensor, SafetensorsFile, write_shards
+from verax.checkpoint.save import save
 from verax.checkpoint.video.parts import PARTS
-from verax.errors import CheckpointError
+from verax.errors import CheckpointError, UnsupportedModelError
+from verax.fields import Finite, read_value
+from verax.files import atomic_path, read_json, write_json
 
-__all__ = ["with_lora"]
+__all__ = ["CONFIG", "PREFIX", "Adapter", "Pair", "merge", "save_adapter", "with_lora"]
+
+CONFIG = "adapter_config.json"
+SAFETENSORS, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
+
+MAX_RANK = 1 << 14
+"""Largest rank of a file: full rank in the widest published models."""
+
+Rank = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANK, description=f"a whole number of 1 to {MAX_RANK}")]
+
+PREFIX = "base_model.model."
+_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<role>[AB])(\.[^.]+)?\.weight")
+"""Key of a matrix. Between role and `weight` files of PEFT's first versions have the adapter's name."""
+
+_REFUSED = {
+    "use_dora": "DoRA scales the whole weight",
+    "modules_to_save": "whole modules are trained copies",
+    "trainable_token_indices": "rows of the embedding are trained",
+    "lora_bias": "the matrices have biases",
+    "layer_replication": "layers of the base are repeated",
+    "target_parameters": "parameters that are not the weight of a module are adapted",
+    "alora_invocation_tokens": "activated LoRA begins in the middle of a prompt",
+    "arrow_config": "a router chooses among adapters",
+    "use_qalora": "QALoRA pools the inputs",
+    "use_bdlora": "the matrices are block-diagonal",
+    "kasa_config": "KaSA changes the base's weights",
+    "monteclora_config": "the matrices are sampled",
+}
+"""Settings that change what is computed, each with what it does."""
+
+_BASE_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of `init_lora_weights` with which training starts from other weights than the base's."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Matrices of one module: their keys in the file, sizes, and the factor on their product."""
+
+    down: str
+    """Key of A `[r, in]`."""
+    up: str
+    """Key of B `[out, r]`."""
+    size_out: int
+    size_in: int
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An open adapter: settings and matrices by module, checked against each other. Matrices are mapped, not read."""
+
+    folder: Path
+    base: str | None
+    """The base model as the training named it: a hub id or a path."""
+    fan_in_fan_out: bool
+    """True if the base stores the adapted weights as `[in, out]`, as GPT-2 does. A and B are as ever."""
+    pairs: Mapping[str, Pair]
+    """Matrices by module of the base, such as `model.layers.0.self_attn.q_proj`."""
+    file: SafetensorsFile | PthFile
+    settings: Mapping[str, Any]
+    """Contents of adapter_config.json."""
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Adapter:
+        """Open an adapter's folder.
+
+        Raises:
+            CheckpointError: if a file is missing, damaged, or disagrees with the settings.
+            UnsupportedModelError: for what is not plain LoRA; with the setting's name.
+        """
+        folder = Path(folder).expanduser()
+        if not (folder / CONFIG).is_file():
+            raise CheckpointError(f"{folder / CONFIG}: no such file; a PEFT adapter is a folder with it")
+        settings = read_json(folder / CONFIG)
+        _check_settings(settings, folder)
+        if (folder / SAFETENSORS).is_file() or not (folder / _PICKLED).is_file():
+            file: SafetensorsFile | PthFile = SafetensorsFile(folder / SAFETENSORS)
+        else:
+            file = PthFile(folder / _PICKLED)
+        return cls(
+            folder=folder,
+            base=read_value(settings, "base_model_name_or_path", str, None),
+            fan_in_fan_out=read_value(settings, "fan_in_fan_out", bool, False),
+            pairs=_pairs(file, settings),
+            file=file,
+            settings=settings,
+        )
+
+    @property
+    def rank(self) -> int:
+        """Largest rank of a module."""
+        return max(pair.rank for pair in self.pairs.values())
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all matrices."""
+        return sum(pair.rank * (pair.size_in + pair.size_out) for pair in self.pairs.values())
+
+    def read(self, module: str) -> tuple[np.ndarray, np.ndarray]:
+        """A `[r, in]` and the scaled B `[out, r]` of a module, copies in float32.
+
+        Raises:
+            CheckpointError: if a number is not finite: a batch computes all of its adapters for every token.
+        """
+        pair = self.pairs[module]
+        matrices = []
+        for key in (pair.down, pair.up):
+            matrix = self.file.read(key).astype(np.float32)
+            if not np.isfinite(matrix).all():
+                raise CheckpointError(f"{self.file.path}: {key} has numbers that are not finite")
+            self.file.release(key)
+            matrices.append(matrix)
+        return matrices[0], np.float32(pair.scale) * matrices[1]
+
+    def fault(self, modules: Iterable[str], what: str) -> CheckpointError:
+        """The error of an adapter that does not fit its base, naming the modules."""
+        modules = sorted(modules)
+        more = f" and {len(modules) - 5} more" if len(modules) > 5 else ""
+        base = f"; it was trained for {self.base}" if self.base else ""
+        return CheckpointError(f"{self.folder}: {what} {', '.join(modules[:5])}{more}{base}")
+
+
+def _check_settings(settings: Mapping[str, Any], folder: Path) -> None:
+    kind = read_value(settings, "peft_type", str, "LORA")
+    if kind != "LORA":
+        raise UnsupportedModelError(f"{folder / CONFIG}: peft_type {kind!r} is not supported, only 'LORA'")
+    for name, what in _REFUSED.items():
+        if settings.get(name):
+            raise UnsupportedModelError(f"{folder / CONFIG}: {name} is not supported ({what}); only plain LoRA is")
+    if (bias := read_value(settings, "bias", str, "none")) != "none":
+        raise UnsupportedModelError(f"{folder / CONFIG}: bias {bias!r} is not supported, only 'none'")
+    start = settings.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_BASE_CHANGED):
+        raise UnsupportedModelError(
+            f"{folder / CONFIG}: init_lora_weights {start!r} is not supported: it changes the base's weights; PEFT "
+            "converts such an adapter, see save_pretrained(path_initial_model_for_weight_conversion=...)"
+        )
+
+
+def _pairs(file: SafetensorsFile | PthFile, settings: Mapping[str, Any]) -> dict[str, Pair]:
+    """Matrices by module."""
+    matrices: dict[str, dict[str, str]] = {}
+    unknown = []
+    for key in file.tensors:
+        match = _KEY.fullmatch(key)
+        if match is None or not key.startswith(PREFIX):
+            unknown.append(key)
+        else:
+            matrices.setdefault(match["module"].removeprefix(PREFIX), {})[match["role"]] = key
+    if unknown:
+        more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+        raise CheckpointError(
+            f"{file.path}: {', '.join(sorted(unknown)[:5])}{more} cannot be used; expected lora_A and lora_B of linear "
+            f"modules, whose keys begin with {PREFIX}"
+        )
+    if not matrices:
+        raise CheckpointError(f"{file.path}: it has no matrices; expected lora_A and lora_B of linear modules")
+    rooted = read_value(settings, "use_rslora", bool, False)
+    rank, alpha = read_value(settings, "r", Rank, 8), read_value(settings, "lora_alpha", Finite, 8)
+    ranks = read_value(settings, "rank_pattern", dict[str, Rank], {})
+    alphas = read_value(settings, "alpha_pattern", dict[str, Finite], {})
+    pairs = {}
+    for module, keys in matrices.items():
+        if len(keys) < 2:
+            raise CheckpointError(f"{file.path}: {', '.join(keys.values())} lacks its other matrix")
+        down, up = (file.tensors[keys[role]] for role in "AB")
+        expected = _of_pattern(ranks, module, rank)
+        for key, info in ((keys["A"], down), (keys["B"], up)):
+            if not np.issubdtype(info.dtype, np.floating) and info.dtype.name != "bfloat16":
+                raise CheckpointError(f"{file.path}: {key} has dtype {info.dtype}, expected floats")
+        if len(down.shape) != 2 or len(up.shape) != 2 or not down.shape[0] == up.shape[1] == expected:
+            raise CheckpointError(
+                f"{file.path}: {keys['A']} {list(down.shape)} and {keys['B']} {list(up.shape)} are not the matrices of "
+                f"rank {expected} that {CONFIG} says; expected [{expected}, in] and [out, {expected}]"
+            )
+        scale = _of_pattern(alphas, module, alpha) / (math.sqrt(expected) if rooted else expected)
+        pairs[module] = Pair(keys["A"], keys["B"], up.shape[0], down.shape[1], expected, scale)
+    return pairs
+
+
+def _of_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """Value of the first pattern that a module's name ends with, as PEFT matches (`get_pattern_key`)."""
+    try:
+        return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+    except re.error as error:
+        raise CheckpointError(f"{CONFIG}: a pattern of rank_pattern or alpha_pattern is malformed: {error}") from error
+
+
+QUANTIZED_DTYPE = "bfloat16"
+"""Dtype of written weights that the base has quantised, if none is given."""
+
+
+def merge(
+    opened: Checkpoint,
+    adapter: Adapter,
+    folder: str | Path,
+    *,
+    aliases: Iterable[tuple[str, str]] = (),
+    dtype: DTypeLike | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Write a checkpoint whose weights have an adapter's changes added, in float32 and rounded once; return its folder.
+
+    Quantised weights become floats. Keys and tokenizer files are the base's.
+
+    Args:
+        opened: the base's checkpoint, a folder.
+        adapter: the adapter.
+        folder: folder to write.
+        aliases: pairs of a pattern of keys and its replacement in another layout, from which adapters may have their
+            names: the `key_aliases` of the model's class.
+        dtype: dtype of the written floats; if None, each weight keeps its dtype, and quantised ones become bfloat16.
+        progress: called with (weights done, weights in all).
+
+    Raises:
+        CheckpointError: if the adapter has modules that the base lacks, or their shapes differ; if the base is a GGUF
+            file.
+    """
+    if opened.metadata:
+        raise CheckpointError(f"{opened.folder}: a GGUF file cannot be written back; merge into the model's folder")
+    changed = _modules_by_weight(opened, adapter, tuple(aliases))
+    names, counter = opened.names(), count(1)
+
+    def done() -> None:
+        number = next(counter)
+        if progress is not None:
+            progress(number, len(names))
+
+    weights = {name: _merged(opened, name, adapter, changed.get(name), done) for name in names}
+    config = {name: value for name, value in opened.config.items() if name != "quantization_config"}
+    if dtype is not None or opened.packed:
+        config = {**config, "torch_dtype": jnp.dtype(dtype or QUANTIZED_DTYPE).name}
+        config.pop("dtype", None)  # what newer versions of transformers call it
+    generation = dict(opened.generation_config) or None
+    return save(weights, folder, config=config, generation_config=generation, tokenizer_from=opened.folder, dtype=dtype)
+
+
+def _merged(opened: Checkpoint, name: str, adapter: Adapter, module: str | None, done: Callable[[], None]) -> NewTensor:
+    """A weight with an adapter's change, which is computed when it is written."""
+
+    def read() -> np.ndarray:
+        stored: Any = opened.read(name)
+        weight = stored if isinstance(stored, np.ndarray) else np.asarray(stored.dequantize(jnp.float32))
+        if module is None:
+            return weight
+        down, up = adapter.read(module)
+        change = up @ down
+        return weight.astype(np.float32) + (change.T if adapter.fan_in_fan_out else change)
+
+    def release() -> None:
+        opened.release(name)
+        done()
+
+    dtype = jnp.dtype(QUANTIZED_DTYPE) if name in opened.packed else opened.info(name).dtype
+    return NewTensor(dtype, opened.shape(name), read, release)
+
+
+def _modules_by_weight(opened: Checkpoint, adapter: Adapter, aliases: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    """The adapter's modules by the keys of the weights that they change."""
+    keys = {key: key for key in opened.names() if key.endswith(".weight")}
+    for pattern, replacement in aliases:
+        keys = {**{re.sub(pattern, replacement, key): key for key in keys.values()}, **keys}
+    modules, missing, wrong = dict[str, str](), list[str](), list[str]()
+    for module, pair in adapter.pairs.items():
+        name = f"{module}.weight"
+        others = (re.sub(pattern, replacement, name) for pattern, replacement in aliases)
+        key = next((keys[each] for each in (name, *others) if each in keys), None)
+        size = (pair.size_in, pair.size_out) if adapter.fan_in_fan_out else (pair.size_out, pair.size_in)
+        if key is None:
+            missing.append(module)
+        elif opened.shape(key) != size:
+            wrong.append(f"{module} (adapter {list(size)}, base {list(opened.shape(key))})")
+        else:
+            modules[key] = module
+    if missing:
+        raise adapter.fault(missing, f"{opened.folder} has no weights of")
+    if wrong:
+        raise adapter.fault(wrong, f"another base than {opened.folder}, by the shapes of")
+    return modules
+
+
+def save_adapter(
+    folder: Path,
+    pairs: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    *,
+    rank: int,
+    alpha: float,
+    base: str,
+    modules: Iterable[str],
+) -> Path:
+    """Write adapter_model.safetensors and adapter_config.json; return the folder. One that exists is replaced.
+
+    Args:
+        folder: folder of the adapter.
+        pairs: A `[r, in]` and B `[out, r]` without the scale, by module of the base.
+        rank: rank of all pairs, r.
+        alpha: numerator of the scale, which is `alpha / r`.
+        base: hub id or path of the base.
+        modules: all modules of the base that have a weight, to tell the adapted ones from others.
+    """
+    settings = {
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": rank,
+        "target_modules": _targets(pairs, modules),
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+    }
+    tensors = {
+        f"{PREFIX}{module}.lora_{role}.weight": NewTensor(matrix.dtype, matrix.shape, lambda matrix=matrix: matrix)
+        for module, matrices in pairs.items()
+        for role, matrix in zip("AB", matrices, strict=True)
+    }
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(folder) as partial:
+        partial.mkdir()
+        write_json(partial / CONFIG, settings)
+        for _ in write_shards(partial, SAFETENSORS.removesuffix(".safetensors"), tensors):
+            pass
+    return folder
+
+
+def _targets(adapted: Iterable[str], modules: Iterable[str]) -> list[str]:
+    """Names for `target_modules`: the last parts of modules' names, or whole ones where others have the same part.
+
+    PEFT adapts every module whose name ends with one of them.
+    """
+    adapted = set(adapted)
+    others = {module.split(".")[-1] for module in modules if module not in adapted}
+    return sorted({last if (last := module.split(".")[-1]) not in others else module for module in adapted})
+
 
 _PAIR = re.compile(r"(?P<module>.+)\.(?P<role>lora_A|lora_B|lora_down|lora_up)(\.\w+)?\.weight")
 _OTHER = re.compile(r"(?P<module>.+)\.(?P<role>alpha|diff|diff_b)")
@@ -63,11 +415,7 @@ class _Change:
         return np.float32(self.scale * factor) * product.reshape(shape)
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check that the tensors give a difference of the weight's shape.
-
-        Raises:
-            CheckpointError: if a matrix is missing, or shapes do not fit.
-        """
+        """Check that the tensors give a difference of the weight's shape."""
         shapes = {role: self.file.tensors[key].shape for role, key in self.keys.items()}
         if "diff" in shapes:
             fits = math.prod(shapes["diff"]) == math.prod(shape)
@@ -84,32 +432,23 @@ class _Change:
             raise CheckpointError(f"{self.file.path}: {arrays} cannot change {name} of shape {list(shape)}")
 
 
-class _Changed:
-    """File of one weight of a checkpoint, with changes added."""
+def _changed(name: str, checkpoint: Checkpoint, changes: Sequence[_Change]) -> DerivedFile:
+    """A weight with changes added, in float32: rounding is left to the loading, so that it happens once."""
 
-    def __init__(self, name: str, checkpoint: Checkpoint, changes: Sequence[_Change]):
-        self.path = checkpoint.place(name)[0]
-        self.tensors = {name: checkpoint.info(name)._replace(dtype=np.dtype(np.float32))}
-        self._checkpoint = checkpoint
-        self._changes = changes
-
-    def kind(self, name: str) -> str:
-        """Name of the dtype."""
-        return str(self.tensors[name].dtype)
-
-    def read(self, name: str) -> np.ndarray:
-        """The changed weight in float32. Rounding is left to the loading, so that it happens once."""
-        total = self._checkpoint.read_raw(name).astype(np.float32)
-        for change in self._changes:
+    def read() -> np.ndarray:
+        total = checkpoint.read_raw(name).astype(np.float32)
+        for change in changes:
             total += change.read(total.shape)
         return total
 
-    def release(self, name: str) -> None:
-        """Drop the memory-mapped pages of the weight, and of its changes in the LoRA files."""
-        self._checkpoint.release(name)
-        for change in self._changes:
+    def release() -> None:
+        checkpoint.release(name)
+        for change in changes:
             for key in change.keys.values():
                 change.file.release(key)
+
+    info = checkpoint.info(name)._replace(dtype=np.dtype(np.float32))
+    return DerivedFile(checkpoint.place(name)[0], name, info, read, release)
 
 
 def with_lora(checkpoint: Checkpoint, files: Mapping[Path, float]) -> Checkpoint:
@@ -123,16 +462,16 @@ def with_lora(checkpoint: Checkpoint, files: Mapping[Path, float]) -> Checkpoint
         CheckpointError: if a file is missing or damaged, has keys that fit no weight, has one matrix without the other,
             or has a shape that does not fit. The message has the keys.
     """
-    targets = _targets(checkpoint)
+    targets = _weight_names(checkpoint)
     changes: dict[str, list[_Change]] = {}
     for path, scale in files.items():
-        for name, change in _read(Path(path), scale, targets).items():
+        for name, change in _read_changes(Path(path), scale, targets).items():
             change.check(name, checkpoint.shape(name))
             changes.setdefault(name, []).append(change)
-    return checkpoint.with_files({name: _Changed(name, checkpoint, some) for name, some in changes.items()})
+    return checkpoint.with_files({name: _changed(name, checkpoint, some) for name, some in changes.items()})
 
 
-def _targets(checkpoint: Checkpoint) -> dict[str, str]:
+def _weight_names(checkpoint: Checkpoint) -> dict[str, str]:
     """Names of the checkpoint's weights, by every name that a LoRA file may use for them."""
     names = PARTS["transformer"].names(checkpoint.config)
     targets: dict[str, str] = {}
@@ -145,12 +484,8 @@ def _targets(checkpoint: Checkpoint) -> dict[str, str]:
     return targets
 
 
-def _read(path: Path, scale: float, targets: Mapping[str, str]) -> dict[str, _Change]:
-    """Changes of a LoRA file, by the original's names of the weights.
-
-    Raises:
-        CheckpointError: if the file is missing or damaged, or has keys that fit no weight.
-    """
+def _read_changes(path: Path, scale: float, targets: Mapping[str, str]) -> dict[str, _Change]:
+    """Changes of a LoRA file, by the original's names of the weights."""
     file = SafetensorsFile(path)
     settings = _settings(path)
     changes: dict[str, _Change] = {}
@@ -171,7 +506,7 @@ def _read(path: Path, scale: float, targets: Mapping[str, str]) -> dict[str, _Ch
         else:
             change.keys["diff" if role == "diff_b" else role] = key
             if change.alpha is None and role == "down":
-                change.alpha = _alpha(settings, module)
+                change.alpha = _of_pattern(settings.get("alpha_pattern") or {}, module, settings.get("lora_alpha"))
     if unmatched:
         more = f" and {len(unmatched) - 10} more" if len(unmatched) > 10 else ""
         raise CheckpointError(
@@ -185,9 +520,6 @@ def _settings(path: Path) -> dict[str, Any]:
     """Settings of the adapter from the file's header, where newer versions of diffusers write them; else empty.
 
     The prefix `transformer.` is cut from their names.
-
-    Raises:
-        CheckpointError: if they are not a JSON object.
     """
     with safe_open(path, "numpy") as file:
         text = (file.metadata() or {}).get("lora_adapter_metadata", "{}")
@@ -195,10 +527,3 @@ def _settings(path: Path) -> dict[str, Any]:
         return {name.removeprefix("transformer."): value for name, value in json.loads(text).items()}
     except (ValueError, AttributeError) as error:
         raise CheckpointError(f"{path}: its lora_adapter_metadata is not a JSON object") from error
-
-
-def _alpha(settings: Mapping[str, Any], module: str) -> float | None:
-    """Alpha of a module by the adapter's settings: its own, or the common one; None without either."""
-    pattern = settings.get("alpha_pattern") or {}
-    own = [value for name, value in pattern.items() if module == name or module.endswith(f".{name}")]
-    return own[0] if own else settings.get("lora_alpha")

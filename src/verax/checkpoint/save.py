@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shutil
@@ -15,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from safetensors.numpy import save_file
 
-from verax.checkpoint.checkpoint import INDEX, SINGLE
-from verax.checkpoint.formats import compressed_tensors
+from verax.checkpoint.checkpoint import INDEX
+from verax.checkpoint.formats.quantized import entries, quantization_config
+from verax.checkpoint.formats.safetensors import SHARD_BYTES, NewTensor, write_shards
+from verax.checkpoint.load import Patterns, split_quantized, stacked_keys
 from verax.checkpoint.resolve import TOKENIZER_FILES
-from verax.checkpoint.stacks import Patterns, split_quantized, stacked_keys
 from verax.errors import CheckpointError
 from verax.files import write_json
 from verax.ops.block_quantized import BlockQuantizedWeight
@@ -28,16 +27,13 @@ from verax.ops.quantized import QuantizedWeight
 
 __all__ = ["save"]
 
-SHARD_BYTES = 5 * 10**9
-"""Largest size of a file of weights in bytes, as on the hub."""
-
 _CONFIG = "config.json"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(INDEX))
 """Pattern of the names of weight files that `save` writes, and that a later save replaces."""
 
 
 def save(
-    model: nnx.Module | Mapping[str, jax.Array | np.ndarray],
+    model: nnx.Module | Mapping[str, jax.Array | np.ndarray | NewTensor],
     folder: str | Path,
     *,
     config: Mapping[str, Any],
@@ -73,12 +69,12 @@ def save(
         if tokenizer_from is not None:
             _copy_tokenizer(Path(tokenizer_from), partial)
         arrays, scheme = _named(model)
-        _write_weights(arrays, partial, dtype, max_shard_bytes)
+        tensors = {key: _tensor(value, dtype) for key, value in arrays.items()}
+        for _ in write_shards(partial, "model", tensors, max_shard_bytes):
+            pass
         if generation_config is not None:
             write_json(partial / "generation_config.json", generation_config)
         write_json(partial / _CONFIG, {**config, "quantization_config": scheme} if scheme else config)
-        for path in partial.iterdir():  # safetensors makes files that only their owner may read
-            shutil.copymode(partial / _CONFIG, path)
         _swap(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -108,36 +104,6 @@ def _swap(partial: Path, folder: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _write_weights(arrays: Mapping[str, Any], partial: Path, dtype: DTypeLike | None, limit: int) -> None:
-    """Write one file, or several and an index. The host holds the arrays of one file at a time."""
-    dtypes = {key: _written_dtype(array, dtype) for key, array in arrays.items()}
-    sizes = {key: math.prod(array.shape) * dtypes[key].itemsize for key, array in arrays.items()}
-    shards = _shards(sizes, limit)
-    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        names = [SINGLE]
-    else:
-        weight_map = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
-        write_json(partial / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
-    for name, keys in zip(names, shards, strict=True):
-        # In C order, whatever the strides are: the library writes bytes in the order of memory.
-        tensors = {key: np.asarray(np.asarray(arrays[key]), dtypes[key], order="C") for key in keys}
-        save_file(tensors, partial / name, metadata={"format": "pt"})
-
-
-def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Keys of each file, in their order; files of at most `limit` bytes, unless a single weight is larger."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for key, size in sizes.items():
-        if shards[-1] and filled + size > limit:
-            shards.append([])
-            filled = 0
-        shards[-1].append(key)
-        filled += size
-    return shards
-
-
 def _named(model: nnx.Module | Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any] | None]:
     """Arrays by key, and the `quantization_config` for config.json; None without quantised weights."""
     if not isinstance(model, nnx.Module):
@@ -159,10 +125,10 @@ def _named(model: nnx.Module | Mapping[str, Any]) -> tuple[Mapping[str, Any], di
         return values, None
     arrays: dict[str, Any] = {}
     for key, value in values.items():
-        arrays.update(compressed_tensors.entries(key, value) if key in quantized else {key: value})
+        arrays.update(entries(key, value) if key in quantized else {key: value})
     plain = (key for key, value in values.items() if key not in quantized and value.ndim == 2 and "embed" not in key)
     ignored = [key.removesuffix(".weight") for key in plain]
-    return arrays, compressed_tensors.quantization_config(quantized.values(), ignored)
+    return arrays, quantization_config(quantized.values(), ignored)
 
 
 def _unstacked(values: Mapping[str, Any], patterns: Patterns) -> dict[str, Any]:
@@ -181,10 +147,13 @@ def _unstacked(values: Mapping[str, Any], patterns: Patterns) -> dict[str, Any]:
     return result
 
 
-def _written_dtype(array: Any, dtype: DTypeLike | None) -> np.dtype[Any]:
-    if dtype is None or not jnp.issubdtype(array.dtype, jnp.floating):
-        return np.dtype(array.dtype)
-    return jnp.dtype(dtype)
+def _tensor(value: Any, dtype: DTypeLike | None) -> NewTensor:
+    """The tensor to write for an array, or for a tensor that is read when it is written."""
+    floats = dtype is not None and jnp.issubdtype(value.dtype, jnp.floating)
+    written = np.dtype(jnp.dtype(dtype) if floats else value.dtype)
+    if isinstance(value, NewTensor):
+        return value._replace(dtype=written)
+    return NewTensor(written, value.shape, lambda: value)
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

@@ -77,7 +77,7 @@ def convert(
 def _merge(source: str, target: Path, lora: str, dtype: str | None, *, force: bool) -> None:
     """Write a language model with an adapter merged."""
     from verax import checkpoint, progress
-    from verax.checkpoint.peft import Adapter, merge
+    from verax.checkpoint.lora import Adapter, merge
     from verax.errors import CheckpointError
     from verax.models import causal_lm
 

@@ -81,7 +81,7 @@ def info(
 def _show_model(model: str, as_json: bool) -> None:
     from rich.console import Console
 
-    from verax.checkpoint.peft import CONFIG
+    from verax.checkpoint.lora import CONFIG
 
     is_adapter = (Path(model).expanduser() / CONFIG).is_file()
     facts = _describe_adapter(model) if is_adapter else _describe(model)
@@ -129,7 +129,7 @@ def _describe(model: str) -> dict[str, Any]:
 
 def _describe_adapter(folder: str) -> dict[str, Any]:
     """Facts about a LoRA adapter, from its settings and the header of its file."""
-    from verax.checkpoint.peft import Adapter
+    from verax.checkpoint.lora import Adapter
 
     adapter = Adapter.open(folder)
     pairs = adapter.pairs.values()

@@ -238,7 +238,7 @@ def given(**options: Any) -> dict[str, Any]:
 
 def lora_options(lora: str | None) -> dict[str, Any]:
     """Options of an engine that takes this adapter, whatever its rank; none without an adapter."""
-    from verax.checkpoint.peft import Adapter
+    from verax.checkpoint.lora import Adapter
 
     return {} if lora is None else {"enable_lora": True, "max_lora_rank": Adapter.open(lora).rank}
 

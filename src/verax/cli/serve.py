@@ -254,7 +254,7 @@ def _changed(table: type, values: dict[str, Any]) -> dict[str, Any]:
 
 def _open_adapters(modules: tuple[str, ...], *, node_rank: int) -> dict[str, LoRARequest]:
     """Adapters by name, of arguments such as `sql=adapters/sql`. Host 0 checks their files before a model is loaded."""
-    from verax.checkpoint.peft import Adapter
+    from verax.checkpoint.lora import Adapter
     from verax.text.features.lora import LoRARequest
 
     adapters: dict[str, LoRARequest] = {}

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from verax.checkpoint.video.names import Renaming
+from verax.checkpoint.video.parts import Renaming
 from verax.compare.trace import Entry, Trace, split_call
 
 __all__ = ["Alignment", "Layout", "Names", "Pair", "align", "find_layout", "translator"]

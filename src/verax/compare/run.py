@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from verax import progress
-from verax.checkpoint.video.names import Renaming
+from verax.checkpoint.video.parts import Renaming
 from verax.compare.align import Alignment, Layout, Names, Pair, align, find_layout, translator
 from verax.compare.case import Case, Side, pair_case
 from verax.compare.comparison import Comparison, Row, measure, measure_rows

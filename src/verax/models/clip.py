@@ -1,7 +1,7 @@
 """CLIP's image encoder (Radford et al., 2021, arXiv:2103.00020): a vision transformer, run to its last layer but one.
 
 Wan's and SkyReels-V2's image-to-video models take OpenCLIP's ViT-H/14. Module paths are the keys of Wan's
-`models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth`; `checkpoint/video/names.py` has transformers' names for them.
+`models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth`; `checkpoint/video/parts.py` has transformers' names for them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """UMT5's encoder (Chung et al., 2023, arXiv:2304.09151), the text encoder of Wan's and SkyReels-V2's video models.
 
 T5 (Raffel et al., 2020, arXiv:1910.10683) with a table of relative positions in every layer. Module paths are the keys
-of Wan's `models_t5_umt5-xxl-enc-bf16.pth`; `checkpoint/video/names.py` has transformers' names for them.
+of Wan's `models_t5_umt5-xxl-enc-bf16.pth`; `checkpoint/video/parts.py` has transformers' names for them.
 """
 
 from __future__ import annotations

@@ -234,14 +234,14 @@ def _kernel(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Par
     return nnx.Param((3 * math.prod(shape[1:])) ** -0.5 * jax.random.normal(rngs.params(), shape, dtype))
 
 
-class Conv2d(nnx.Module):
-    """Convolution of images with `weight [out, in, kh, kw]` and a bias; in the dtype of its input."""
+class _Convolution(nnx.Module):
+    """Weight `[out, in, *kernel]`, bias, stride and padding of a convolution."""
 
     def __init__(
         self,
         size_in: int,
         size_out: int,
-        kernel: tuple[int, int],
+        kernel: tuple[int, ...],
         *,
         stride: Stride = 1,
         padding: Padding = 0,
@@ -252,30 +252,18 @@ class Conv2d(nnx.Module):
         self.padding = padding
         self.weight = _kernel(rngs, (size_out, size_in, *kernel), dtype)
         self.bias = nnx.Param(jnp.zeros(size_out, dtype))
+
+
+class Conv2d(_Convolution):
+    """Convolution of images with `weight [out, in, kh, kw]` and a bias; in the dtype of its input."""
 
     def __call__(self, x: Float[Array, "B H W C"]) -> Float[Array, "B Hout Wout O"]:
         """Convolve each image."""
         return ops.conv2d(x, self.weight[...], self.bias[...], stride=self.stride, padding=self.padding)
 
 
-class CausalConv3d(nnx.Module):
+class CausalConv3d(_Convolution):
     """Convolution of frames, none of which sees a later one, with `weight [out, in, kt, kh, kw]` and a bias."""
-
-    def __init__(
-        self,
-        size_in: int,
-        size_out: int,
-        kernel: tuple[int, int, int],
-        *,
-        stride: Stride = 1,
-        padding: Padding = 0,
-        dtype: DTypeLike,
-        rngs: nnx.Rngs,
-    ):
-        self.stride = stride
-        self.padding = padding
-        self.weight = _kernel(rngs, (size_out, size_in, *kernel), dtype)
-        self.bias = nnx.Param(jnp.zeros(size_out, dtype))
 
     def __call__(
         self, x: Float[Array, "B T H W C"], before: Float[Array, "B P H W C"] | None = None

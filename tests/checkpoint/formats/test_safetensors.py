@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -29,12 +28,6 @@ def test_values_are_read_bit_exactly_in_every_dtype(dtype, tmp_path):
     assert got.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1, 1, 1)])
-def test_scalars_and_empty_tensors_keep_their_shape(shape, tmp_path):
-    save_file({"x": np.ones(shape, ml_dtypes.bfloat16)}, tmp_path / "f.safetensors")
-    assert SafetensorsFile(tmp_path / "f.safetensors").read("x").shape == shape
-
-
 def test_a_tensor_that_begins_at_an_odd_byte_is_read(tmp_path):
     header = json.dumps({"x": entry("F32", (2,), 0, 8)}).encode()
     file = SafetensorsFile(
@@ -51,11 +44,6 @@ def test_views_are_read_only_and_copy_nothing(tmp_path):
     assert np.shares_memory(first, second)
     with pytest.raises(ValueError, match="read-only"):
         first[0] = 1
-
-
-def test_metadata_is_not_a_tensor(tmp_path):
-    save_file({"x": np.arange(5.0)}, tmp_path / "f.safetensors", metadata={"format": "pt"})
-    assert list(SafetensorsFile(tmp_path / "f.safetensors").tensors) == ["x"]
 
 
 def resident_kilobytes(path):
@@ -141,24 +129,6 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
         path.write_bytes(whole[:size])
         with pytest.raises(CheckpointError, match=r"f\.safetensors: "):
             SafetensorsFile(path)
-
-
-def test_a_header_with_any_byte_changed_is_read_or_refused_but_never_crashes(tmp_path):
-    path = tmp_path / "f.safetensors"
-    save_file({"a": np.arange(3, dtype=np.int16), "b": np.ones(5, np.float32)}, path)
-    whole = path.read_bytes()
-    refused = 0
-    for at in range(8 + int.from_bytes(whole[:8], "little")):
-        for byte in b'\x00\xff"[{9-':
-            path.write_bytes(whole[:at] + bytes([byte]) + whole[at + 1 :])
-            try:
-                file = SafetensorsFile(path)
-            except CheckpointError:
-                refused += 1
-            else:
-                for name in file.tensors:
-                    file.read(name)
-    assert refused > 500
 
 
 def test_a_missing_file_and_a_folder_in_its_place_are_errors(tmp_path):

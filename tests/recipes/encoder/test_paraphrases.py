@@ -19,23 +19,10 @@ def test_every_pattern_names_every_fact(kind):
     assert set(KINDS[kind].slots.values()) <= set(POOLS)
 
 
-def test_no_two_values_of_a_pool_share_a_phrase():
-    for name, pool in POOLS.items():
-        ways = [way for value in pool for way in value]
-        assert len(set(ways)) == len(ways), name
-
-
 def test_equal_seeds_give_equal_pairs_and_others_do_not():
     first, again, other = (list(islice(pairs(seed), 50)) for seed in (1, 1, 2))
     assert first == again
     assert first != other
-
-
-def test_the_two_phrasings_differ_and_no_meaning_comes_twice():
-    drawn = list(islice(pairs(0), 2000))
-    assert len({meaning for meaning, _ in drawn}) == 2000
-    assert all(pair.first != pair.second for _, pair in drawn)
-    assert {meaning.kind for meaning, _ in drawn} == set(KINDS)
 
 
 def test_meanings_are_held_out_by_what_they_say():
@@ -62,14 +49,6 @@ def test_a_near_miss_differs_in_one_fact_or_in_who_does_what():
             pools = list(KINDS[meaning.kind].slots.values())
             for i, pool in enumerate(pools):  # values of one pool stay different
                 assert all(other.values[i] != other.values[j] for j in range(i) if pools[j] == pool)
-
-
-def test_sentences_are_sentences():
-    for _, pair in islice(pairs(3), 1000):
-        for sentence in pair:
-            assert sentence[0] == sentence[0].upper()
-            assert sentence[-1] in ".?"
-            assert not re.search(r"[{}|]|\ba [aeio]|  ", sentence), sentence
 
 
 def test_unseen_patterns_are_in_the_second_phrasing_only():

@@ -10,7 +10,7 @@ from recipes.video.classifier import classify
 from recipes.video.evaluation import contact_sheet, psnr
 from recipes.video.recipe import train_builtin
 from recipes.video.shapes import draw, scenes
-from verax import VideoPipeline, builtin
+from verax import VideoPipeline
 
 
 def test_the_built_in_model_keeps_the_first_frame_and_its_colours():
@@ -31,10 +31,6 @@ def test_the_built_in_model_follows_unseen_prompts():
     assert (
         sum(one["shape"] for one in right) >= 7
     )  # of a hundred and fifty 82%; the rest are squares with round corners
-
-
-def test_it_is_small():
-    assert sum(file.stat().st_size for file in builtin.video_model().rglob("*") if file.is_file()) < 10_000_000
 
 
 @pytest.fixture

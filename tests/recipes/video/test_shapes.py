@@ -1,6 +1,5 @@
 """Drawn clips, their captions, and the classifier that reads them back."""
 
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -27,11 +26,6 @@ def test_a_clip_shows_the_shape_where_the_scene_says():
     np.testing.assert_allclose(clip[0, -1, -1], COLOURS["green"], atol=2)
 
 
-def test_edges_are_soft():
-    frame = draw([SCENE], frames=1)[0, 0].astype(int)
-    assert len(np.unique(frame[..., 0])) > 20
-
-
 def test_a_scene_depends_on_its_number_only_and_stays_inside():
     assert scenes(3, 5, 2) == [scene(3, 5), scene(3, 6)]
     assert scene(3, 5) != scene(4, 5)
@@ -49,15 +43,6 @@ def test_held_out_combinations_are_never_trained_on():
     assert {name.split("/")[0] for name in held_out} == set(SHAPES)
 
 
-def test_captions_say_what_is_drawn():
-    assert SCENE.caption == "a red circle floats right over a blue to green gradient"
-    for template in range(4):
-        for direction in DIRECTIONS:
-            caption = replace(SCENE, direction=direction, template=template).caption
-            for word in ("red", "circle", "blue", "green", direction):
-                assert re.search(rf"\b{word}\b", caption)
-
-
 def test_the_tokenizer_knows_every_word_and_ends_every_prompt():
     tokenizer = video_tokenizer()
     unknown, end = tokenizer.token_to_id("<unk>"), tokenizer.token_to_id("</s>")
@@ -68,12 +53,6 @@ def test_the_tokenizer_knows_every_word_and_ends_every_prompt():
         assert ids[-1] == end
     assert tokenizer.encode("").ids == [end]
     assert tokenizer.encode("A red zebra").ids[2] == unknown
-
-
-def test_the_classifier_reads_drawn_clips():
-    drawn = scenes(1, 0, 300)
-    right = [all(classify(clip).agrees(one).values()) for one, clip in zip(drawn, draw(drawn), strict=True)]
-    assert np.mean(right) >= 0.995
 
 
 def test_the_classifier_reads_noisy_and_blurred_clips():

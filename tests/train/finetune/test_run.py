@@ -11,15 +11,15 @@ from tests.support.finetune import PAIRS, settings, trained, write_examples
 from tests.support.tiny import tiny_checkpoint
 from verax import LLM, LoRARequest, SamplingParams
 from verax.checkpoint import Checkpoint, save
-from verax.checkpoint.peft import Adapter
+from verax.checkpoint.lora import Adapter
 from verax.errors import CheckpointError, InvalidParameterError
 from verax.loading import load_causal_lm
 from verax.text.step.program import AbstractModel
 from verax.text.tokens.tokenizer import Tokenizer
 from verax.train.finetune import FinetuneSettings, LoraSettings, train_full, train_lora
 from verax.train.finetune.data import read_examples
-from verax.train.finetune.job import Job
 from verax.train.finetune.lora import TrainedAdapter
+from verax.train.finetune.run import Job
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 ENGINE = dict(dtype="float32", max_num_seqs=1, max_num_batched_tokens=32, max_model_len=32, use_tqdm=False)

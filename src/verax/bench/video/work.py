@@ -13,8 +13,7 @@ from flax import nnx
 
 from verax.bench.harness import check_names
 from verax.checkpoint.load import random_weights
-from verax.checkpoint.video.names import UMT5, WAN, Renaming, wan_vae_names
-from verax.checkpoint.video.parts import VAE_2_2
+from verax.checkpoint.video.parts import UMT5, VAE_2_2, WAN, Renaming, wan_vae_names
 from verax.errors import InvalidParameterError
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel

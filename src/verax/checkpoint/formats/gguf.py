@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ import gguf
 import ml_dtypes
 import numpy as np
 
+from verax.checkpoint.formats.quantized import QuantizedEntry
 from verax.checkpoint.formats.safetensors import MappedFile, TensorInfo
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.ops.block_quantized import BLOCK_KINDS, BlockQuantizedWeight
@@ -74,11 +76,6 @@ class GGUFFile(MappedFile):
         except (struct.error, UnicodeDecodeError, ValueError, KeyError, OverflowError) as error:
             raise self.fault(f"its header is malformed ({error})") from error
 
-    def read(self, name: str) -> np.ndarray:
-        """The bytes of a tensor's rows, `uint8 [rows, bytes of a row]`: a read-only view."""
-        tensor = self.tensors[name]
-        return self.view(tensor.start, tensor.end).reshape(tensor.shape[0], -1)
-
     def _read_header(self) -> None:
         if self.map[:4] != b"GGUF":
             raise CheckpointError(f"{self.path}: not a GGUF file (it begins with {self.map[:4]!r})")
@@ -98,7 +95,7 @@ class GGUFFile(MappedFile):
         headers = [self._tensor_header() for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", _ALIGNMENT)
         begin = -(-self._at // alignment) * alignment
-        self.tensors: dict[str, GGUFTensor] = {}
+        self.tensors = {}
         for name, kind, shape, offset in headers:
             if name in self.tensors:
                 raise self.fault(f"{name} is there twice")
@@ -355,30 +352,8 @@ def _rope_scaling(given: Any, kind: str, divisors: Any) -> dict[str, Any] | None
     return {"rope_type": scaling, **{name: number for name, number in numbers.items() if number is not None}}
 
 
-class GGUFWeight(NamedTuple):
-    """A matrix that stays quantised."""
-
-    file: GGUFWeights
-    key: str
-    shape: tuple[int, int]
-
-    @property
-    def kind(self) -> str:
-        """A name out of `BLOCK_KINDS`."""
-        return self.file.kind(self.key)
-
-    @property
-    def keys(self) -> tuple[str]:
-        """The keys that are read for it."""
-        return (self.key,)
-
-    def read(self, read_raw: object) -> BlockQuantizedWeight:
-        """Copy it out of the file, exactly: integers and scales unchanged, in our order."""
-        return BlockQuantizedWeight.from_blocks(self.kind, self.file.rows(self.key))
-
-
-class GGUFWeights:
-    """The weights of a GGUF file, with the methods of `SafetensorsFile`."""
+class GGUFWeights(GGUFFile):
+    """The language model of a GGUF file: configuration, and weights by their keys in a folder."""
 
     def __init__(self, path: Path):
         """Open the file.
@@ -387,47 +362,48 @@ class GGUFWeights:
             CheckpointError: if it is damaged, has no language model, or tensors of a type that is not supported.
             UnsupportedModelError: for an architecture that verax does not have.
         """
-        self.path = path
-        self.file = GGUFFile(path)
-        self.metadata = self.file.metadata
-        self._architecture = str(self.metadata.get("general.architecture"))
-        self._names = {
-            tensor_key(name, self._architecture): name for name in self.file.tensors if name != ROPE_DIVISORS
-        }
-        shapes = {key: self.file.tensors[name].shape for key, name in self._names.items()}
+        super().__init__(path)
+        architecture = str(self.metadata.get("general.architecture"))
+        divisors = self.tensors.pop(ROPE_DIVISORS, None)
+        self._stored = {tensor_key(name, architecture): tensor for name, tensor in self.tensors.items()}
         try:
-            self.config = read_config(self.metadata, shapes, self._divisors())
+            self.config = read_config(
+                self.metadata,
+                {key: tensor.shape for key, tensor in self._stored.items()},
+                None if divisors is None else self.view(*divisors[2:]).view(np.float32),
+            )
         except KeyError as error:
             raise CheckpointError(f"{path}: {error.args[0]} is missing: this is not a language model") from error
-        self.tensors = {key: self._info(name) for key, name in self._names.items()}
+        floats = np.dtype(np.float32)
+        self.tensors: dict[str, Any] = {
+            key: TensorInfo(DTYPES.get(tensor.kind, floats), *tensor[1:]) for key, tensor in self._stored.items()
+        }
         self.packed = {
-            key: GGUFWeight(self, key, (tensor.shape[0], tensor.shape[1]))
-            for key, tensor in ((key, self.file.tensors[name]) for key, name in self._names.items())
-            if tensor.kind in BLOCK_KINDS and len(tensor.shape) == 2
+            key: QuantizedEntry(path, (key,), (shape[0], shape[1]), kind, partial(_from_blocks, kind))
+            for key, (kind, shape, *_) in self._stored.items()
+            if kind in BLOCK_KINDS and len(shape) == 2
         }
 
-    def kind(self, key: str) -> str:
-        """A tensor's type."""
-        return self.file.tensors[self._names[key]].kind
+    def kind(self, name: str) -> str:
+        """Type of a tensor."""
+        return self._stored[name].kind
 
-    def read(self, key: str) -> np.ndarray:
-        """A tensor as floats: a view where the file has the same numbers, else a copy."""
-        tensor, rows = self.file.tensors[self._names[key]], self.rows(key)
-        if tensor.kind in DTYPES:
-            weight = rows.view(DTYPES[tensor.kind]).reshape(tensor.shape)
-            offset = norm_offset(key, self._architecture)
+    def read(self, name: str) -> np.ndarray:
+        """A tensor as floats, a view where the file has the same numbers; of a quantised weight, its blocks.
+
+        Rows are in transformers' order. Blocks are `uint8 [F, bytes of a row]`.
+        """
+        kind, shape, start, end = self._stored[name]
+        rows = self.view(start, end).reshape(shape[0], -1)
+        if (heads := rotated(name, self.config)) is not None:
+            rows = restored(rows, heads)
+        if name in self.packed:
+            return rows
+        if kind in DTYPES:
+            weight = rows.view(DTYPES[kind]).reshape(shape)
+            offset = norm_offset(name, self.metadata["general.architecture"])
             return weight - offset if offset else weight
-        return gguf.dequantize(rows, gguf.GGMLQuantizationType[tensor.kind]).reshape(tensor.shape)
-
-    def rows(self, key: str) -> np.ndarray:
-        """The bytes of a tensor's rows, in our order: `uint8 [F, bytes of a row]`."""
-        rows = self.file.read(self._names[key])
-        heads = rotated(key, self.config)
-        return rows if heads is None else restored(rows, heads)
-
-    def release(self, key: str) -> None:
-        """Drop a tensor's pages from memory."""
-        self.file.release_pages(self.tensors[key].start, self.tensors[key].end)
+        return gguf.dequantize(rows, gguf.GGMLQuantizationType[kind]).reshape(shape)
 
     def generation_config(self) -> dict[str, float]:
         """The sampling that the file recommends, by generation_config.json's names."""
@@ -436,9 +412,6 @@ class GGUFWeights:
         given = {ours: self.metadata.get(f"general.sampling.{theirs}") for theirs, ours in names.items()}
         return {name: value for name, value in given.items() if value is not None}
 
-    def _divisors(self) -> np.ndarray | None:
-        return self.file.read(ROPE_DIVISORS).view(np.float32).ravel() if ROPE_DIVISORS in self.file.tensors else None
 
-    def _info(self, name: str) -> TensorInfo:
-        tensor = self.file.tensors[name]
-        return TensorInfo(DTYPES.get(tensor.kind, np.dtype(np.float32)), tensor.shape, tensor.start, tensor.end)
+def _from_blocks(kind: str, **rows: np.ndarray) -> BlockQuantizedWeight:
+    return BlockQuantizedWeight.from_blocks(kind, *rows.values())

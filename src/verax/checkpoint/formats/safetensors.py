@@ -1,7 +1,7 @@
 """Safetensors files, memory-mapped: arrays are views of the file, and every fault of a file has a message.
 
-Format: https://huggingface.co/docs/safetensors/index#format. The safetensors library writes our files; for reading, its
-numpy interface copies each tensor and cannot give its pages back, which would double the memory of loading.
+Format: https://huggingface.co/docs/safetensors/index#format. The library's numpy interface copies each tensor that it
+reads and cannot give its pages back, which would double the memory of loading; its writer wants all tensors in memory.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import math
 import mmap
 import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +18,9 @@ import ml_dtypes
 import numpy as np
 
 from verax.errors import CheckpointError
+from verax.files import write_json
 
-__all__ = ["MappedFile", "SafetensorsFile", "TensorInfo"]
+__all__ = ["SHARD_BYTES", "MappedFile", "NewTensor", "SafetensorsFile", "TensorInfo", "write_shards"]
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
@@ -56,7 +58,7 @@ class TensorInfo(NamedTuple):
 
 
 class MappedFile:
-    """An open file of weights. Views stay valid while they are referenced; `release` only gives memory back."""
+    """An open file of weights by key. Views stay valid while they are referenced; `release` only gives memory back."""
 
     tensors: dict[str, Any]
     """Dtype, shape and place of each tensor by its key."""
@@ -88,15 +90,10 @@ class MappedFile:
         return str(self.tensors[name].dtype)
 
     def release(self, name: str) -> None:
-        """Drop a tensor's pages from memory."""
-        info = self.tensors[name]
-        self.release_pages(info.start, info.end)
-
-    def release_pages(self, start: int, end: int) -> None:
-        """Drop a range's pages from memory. No view loses anything: a page that is touched again is mapped again."""
+        """Drop a tensor's pages from memory. No view loses anything: a page that is touched again is mapped again."""
         # A window more on either side: reading the range mapped its neighbours too, which outweigh a small tensor.
-        first = max(start - _WINDOW, 0) // mmap.PAGESIZE * mmap.PAGESIZE
-        last = min(end + _WINDOW, self.size)
+        first = max(self.tensors[name].start - _WINDOW, 0) // mmap.PAGESIZE * mmap.PAGESIZE
+        last = min(self.tensors[name].end + _WINDOW, self.size)
         if hasattr(mmap, "MADV_DONTNEED"):
             self.map.madvise(mmap.MADV_DONTNEED, first, last - first)
 
@@ -166,3 +163,79 @@ class SafetensorsFile(MappedFile):
             at = info.end
         if at != self.size:
             raise self.fault(f"its tensors end at byte {at}, but the file has {self.size}")
+
+
+SHARD_BYTES = 5 * 10**9
+"""Largest size of a file of weights in bytes, as on the hub."""
+
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+class NewTensor(NamedTuple):
+    """A tensor to write."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    read: Callable[[], Any]
+    """Function that gives the array, which is rounded to `dtype`."""
+    release: Callable[[], object] = lambda: None
+    """Called when the tensor is written."""
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_shards(
+    folder: Path, stem: str, tensors: Mapping[str, NewTensor], max_shard_bytes: int = SHARD_BYTES
+) -> Iterator[NewTensor]:
+    """Write `stem.safetensors`, or as many numbered files as needed and their index. One tensor is in memory at a time.
+
+    Args:
+        folder: folder of the files.
+        stem: beginning of their names.
+        tensors: tensors by key.
+        max_shard_bytes: largest size of a file in bytes, unless a single tensor is larger.
+
+    Yields:
+        Each tensor when it is written.
+    """
+    shards: list[dict[str, NewTensor]] = [{}]
+    filled = 0
+    for key, tensor in tensors.items():
+        if shards[-1] and filled + tensor.size > max_shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][key] = tensor
+        filled += tensor.size
+    names = [f"{stem}-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = [f"{stem}.safetensors"]
+    else:
+        weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        total = sum(tensor.size for tensor in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_json(folder / f"{stem}.safetensors.index.json", index)
+    for name, shard in zip(names, shards, strict=True):
+        yield from _write_file(folder / name, shard)
+
+
+def _write_file(path: Path, tensors: Mapping[str, NewTensor]) -> Iterator[NewTensor]:
+    # Wider numbers first, so that each lies at a multiple of its width.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for key, tensor in ordered:
+        span = [end, end := end + tensor.size]
+        header[key] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in ordered:
+            # In C order, whatever the strides are. Twice, since an array of JAX takes no order.
+            array = np.asarray(np.asarray(tensor.read()), tensor.dtype, order="C")
+            file.write(array.reshape(-1).view(np.uint8).data)
+            tensor.release()
+            yield tensor

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,8 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from verax.checkpoint.checkpoint import Checkpoint
-from verax.checkpoint.formats.safetensors import DTYPES
-from verax.checkpoint.save import SHARD_BYTES
+from verax.checkpoint.formats.safetensors import SHARD_BYTES, NewTensor, write_shards
 from verax.checkpoint.video.folder import SETTINGS, TOKENIZER, VideoFolder
 from verax.checkpoint.video.parts import (
     EXPERTS,
@@ -33,30 +30,13 @@ __all__ = ["Layout", "convert"]
 
 Layout = Literal["original", "diffusers"]
 
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
-
-
-class Tensor(NamedTuple):
-    """A tensor to write: what it will be, and how to get it and give its source's memory back."""
-
-    name: str
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    read: Callable[[], np.ndarray]
-    release: Callable[[], None]
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
 
 class _PartFiles(NamedTuple):
     """Output of a part: files under `target / folder`, `stem` numbered as needed, and its settings."""
 
     folder: str
     stem: str
-    tensors: list[Tensor]
+    tensors: dict[str, NewTensor]
     settings: tuple[str, dict[str, Any]]
 
 
@@ -104,14 +84,14 @@ def convert(
     with atomic_path(target) as partial:
         partial.mkdir()
         _write_settings(source, partial, to)
-        total = sum(tensor.size for part in parts for tensor in part.tensors)
+        total = sum(tensor.size for part in parts for tensor in part.tensors.values())
         done = 0
         for part in parts:
             folder = partial / part.folder
             folder.mkdir(exist_ok=True)
             name, settings = part.settings
             write_json(folder / name, settings)
-            for tensor in _write_weights(folder, part.stem, part.tensors, max_shard_bytes):
+            for tensor in write_shards(folder, part.stem, part.tensors, max_shard_bytes):
                 done += tensor.size
                 if progress is not None:
                     progress(done, total)
@@ -130,13 +110,13 @@ def _wanted(source: VideoFolder) -> list[str]:
 def _plan(source: VideoFolder, name: str, to: Layout, dtype: DTypeLike | None) -> _PartFiles:
     part, checkpoint = PARTS[name], source.checkpoint(name)
     names = part.names(checkpoint.config)
-    tensors: list[Tensor] = []
+    tensors: dict[str, NewTensor] = {}
     for key in checkpoint.names():
         theirs = names.forward(key)
         if theirs is None:
             where = checkpoint.place(key)[0]
             raise CheckpointError(f"{where}: {key} is not a weight of the {part.what} in either layout")
-        tensors += _tensors(part, checkpoint, key, theirs if to == "diffusers" else None, dtype)
+        tensors |= _tensors(part, checkpoint, key, theirs if to == "diffusers" else None, dtype)
     settings = checkpoint.config
     if to == "diffusers":
         settings = diffusers_transformer(settings, source.pipeline) if name in EXPERTS else settings
@@ -152,7 +132,7 @@ def _plan(source: VideoFolder, name: str, to: Layout, dtype: DTypeLike | None) -
 
 def _tensors(
     part: Part, checkpoint: Checkpoint, key: str, theirs: tuple[str, ...] | None, dtype: DTypeLike | None
-) -> Iterator[Tensor]:
+) -> dict[str, NewTensor]:
     """Tensors to write for a weight: itself, or under diffusers' names (`theirs`) one tensor or several parts."""
     stored = checkpoint.info(key)
     floats = dtype is not None and jnp.issubdtype(stored.dtype, jnp.floating)
@@ -166,11 +146,10 @@ def _tensors(
 
     def read(first: int) -> np.ndarray:
         array = checkpoint.read_raw(key)
-        array = form(array) if rows is None else form(array)[first : first + rows]
-        return np.ascontiguousarray(array.astype(kind, copy=False)).reshape(shape)
+        return form(array) if rows is None else form(array)[first : first + rows]
 
-    for i, name in enumerate(names):
-        yield Tensor(name, kind, shape, lambda i=i: read(i * (rows or 0)), lambda: checkpoint.release(key))
+    release = lambda: checkpoint.release(key)
+    return {name: NewTensor(kind, shape, lambda i=i: read(i * (rows or 0)), release) for i, name in enumerate(names)}
 
 
 def _write_settings(source: VideoFolder, target: Path, to: Layout) -> None:
@@ -233,40 +212,3 @@ def _model_index(source: VideoFolder) -> dict[str, Any]:
         kind = (source.config("image_encoder").get("architectures") or ["CLIPVisionModelWithProjection"])[0]
         index |= {"image_encoder": ["transformers", kind], "image_processor": ["transformers", "CLIPImageProcessor"]}
     return index
-
-
-def _write_weights(folder: Path, stem: str, tensors: Sequence[Tensor], limit: int) -> Iterator[Tensor]:
-    """One file, or as many as needed and an index; each tensor as it is done."""
-    files: list[list[Tensor]] = [[]]
-    for tensor in tensors:
-        if files[-1] and sum(written.size for written in files[-1]) + tensor.size > limit:
-            files.append([])
-        files[-1].append(tensor)
-    names = [f"{stem}-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
-    if len(files) == 1:
-        names = [f"{stem}.safetensors"]
-    else:
-        weight_map = {tensor.name: name for name, some in zip(names, files, strict=True) for tensor in some}
-        index = {"metadata": {"total_size": sum(tensor.size for tensor in tensors)}, "weight_map": weight_map}
-        write_json(folder / f"{stem}.safetensors.index.json", index)
-    for name, some in zip(names, files, strict=True):
-        yield from _write_file(folder / name, some)
-
-
-def _write_file(path: Path, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """A safetensors file, tensor by tensor: the library's writer wants all of them in memory."""
-    # Wider numbers first, so that each lies at a multiple of its width.
-    tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for tensor in tensors:
-        span = [end, end := end + tensor.size]
-        header[tensor.name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            file.write(tensor.read().reshape(-1).view(np.uint8).data)
-            tensor.release()
-            yield tensor

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from verax.checkpoint.checkpoint import Checkpoint, TensorFile, open_stem, open_together
+from verax.checkpoint.checkpoint import Checkpoint, DerivedFile, TensorFile, open_stem, open_together
 from verax.checkpoint.formats.pth import PthFile
 from verax.checkpoint.formats.safetensors import TensorInfo
 from verax.checkpoint.resolve import resolve_video
@@ -273,36 +273,26 @@ class VideoFolder:
         return stems[0] if stems else None
 
 
-class _Entry:
-    """One weight by the original's name: a tensor of a file, or several whose rows together are it."""
+def _entry(name: str, sources: list[tuple[TensorFile, str]], form: Form) -> DerivedFile:
+    """A weight by the original's name: a tensor of a file, or several whose rows together are it."""
+    path, infos = sources[0][0].path, [file.tensors[key] for file, key in sources]
+    first = infos[0]
+    rows = (sum(info.shape[0] for info in infos), *first.shape[1:]) if len(infos) > 1 else first.shape
+    if any((info.dtype, info.shape[1:]) != (first.dtype, first.shape[1:]) for info in infos):
+        keys = ", ".join(key for _, key in sources)
+        raise CheckpointError(f"{path}: {keys} differ in shape or dtype, and should be the rows of {name}")
+    shape = form(np.broadcast_to(np.int8(0), rows)).shape
+    end = first.start + sum(info.end - info.start for info in infos)
 
-    def __init__(self, name: str, sources: list[tuple[TensorFile, str]], form: Form):
-        self.path = sources[0][0].path
-        self._sources = sources
-        self._form = form
-        infos = [file.tensors[key] for file, key in sources]
-        first = infos[0]
-        rows = (sum(info.shape[0] for info in infos), *first.shape[1:]) if len(infos) > 1 else first.shape
-        if any((info.dtype, info.shape[1:]) != (first.dtype, first.shape[1:]) for info in infos):
-            keys = ", ".join(key for _, key in sources)
-            raise CheckpointError(f"{self.path}: {keys} differ in shape or dtype, and should be the rows of {name}")
-        shape = form(np.broadcast_to(np.int8(0), rows)).shape
-        size = sum(info.end - info.start for info in infos)
-        self.tensors = {name: TensorInfo(first.dtype, shape, first.start, first.start + size)}
+    def read() -> np.ndarray:
+        arrays = [file.read(key) for file, key in sources]
+        return form(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
 
-    def kind(self, name: str) -> str:
-        """The dtype."""
-        return str(self.tensors[name].dtype)
-
-    def read(self, name: str) -> np.ndarray:
-        """A view of the file; a copy if it is of several tensors."""
-        arrays = [file.read(key) for file, key in self._sources]
-        return self._form(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
-
-    def release(self, name: str) -> None:
-        """Drop the pages."""
-        for file, key in self._sources:
+    def release() -> None:
+        for file, key in sources:
             file.release(key)
+
+    return DerivedFile(path, name, TensorInfo(first.dtype, shape, first.start, end), read, release)
 
 
 def _by_original_names(part: Part, config: Mapping[str, Any], files: Mapping[str, TensorFile]) -> dict[str, TensorFile]:
@@ -314,7 +304,7 @@ def _by_original_names(part: Part, config: Mapping[str, Any], files: Mapping[str
     theirs = {name: found for name in keys if (found := names.backward(name)) is not None}
     ours = [name for name in keys if names.forward(name) is not None]
     if len(ours) >= len(theirs):
-        return {name: _Entry(name, [(files[key], key)], lambda array: array) for name, key in keys.items()}
+        return {name: _entry(name, [(files[key], key)], lambda array: array) for name, key in keys.items()}
     pieces: dict[str, dict[int, str]] = {}
     for name in keys:
         original, piece = theirs.get(name, (name, 0))
@@ -328,5 +318,5 @@ def _by_original_names(part: Part, config: Mapping[str, Any], files: Mapping[str
             raise CheckpointError(f"{path}: {absent} missing, and only {', '.join(found.values())} present")
         sources = [(files[keys[found[i]]], keys[found[i]]) for i in sorted(found)]
         form = part.form(original).to_original if found[0] in theirs else lambda array: array
-        entries[original] = _Entry(original, sources, form)
+        entries[original] = _entry(original, sources, form)
     return entries

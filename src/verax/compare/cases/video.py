@@ -17,8 +17,17 @@ from verax import builtin
 from verax._optional import require_optional
 from verax.checkpoint.load import random_weight
 from verax.checkpoint.video.folder import VideoFolder
-from verax.checkpoint.video.names import CLIP, UMT5, WAN, Renaming, wan_vae_names
-from verax.checkpoint.video.parts import EXPERTS, PARTS, VAE_2_2, diffusers_transformer
+from verax.checkpoint.video.parts import (
+    CLIP,
+    EXPERTS,
+    PARTS,
+    UMT5,
+    VAE_2_2,
+    WAN,
+    Renaming,
+    diffusers_transformer,
+    wan_vae_names,
+)
 from verax.compare.align import Names
 from verax.compare.case import Case, Inputs, Shape, Side
 from verax.compare.cases.text import transformers

@@ -1,7 +1,7 @@
 """The diffusion transformer of Wan 2.1 and 2.2 (Wan Team, 2025, arXiv:2503.20314) and SkyReels-V2 (Chen et al., 2025,
 arXiv:2504.13074): text to video, image to video, and models in which each latent frame has its own time.
 
-Module paths are the keys of the original checkpoints; `checkpoint/video/names.py` has diffusers' names. Follows both
+Module paths are the keys of the original checkpoints; `checkpoint/video/parts.py` has diffusers' names. Follows both
 originals' `WanModel` and diffusers' `SkyReelsV2Transformer3DModel`, which agree in float32.
 """
 

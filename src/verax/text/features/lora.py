@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from verax.checkpoint.peft import Adapter
+from verax.checkpoint.lora import Adapter
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.models import CausalLM
 from verax.nn import Linear, LowRank

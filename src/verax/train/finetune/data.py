@@ -105,12 +105,7 @@ def _read_line(line: bytes) -> Mapping[str, Any]:
 
 
 def _examples(fields: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[Example]:
-    """Examples of a line's object.
-
-    Raises:
-        ValueError: if it has none of the forms.
-        TemplateError: if the chat template refuses its messages.
-    """
+    """Examples of a line's object."""
     forms = [form for form in (("messages",), ("prompt", "completion"), ("text",)) if fields.keys() >= {*form}]
     if len(forms) != 1:
         raise ValueError(f"expected {FORMS}, got the keys {', '.join(fields) or '(none)'}")

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array
 
 from verax.checkpoint import Checkpoint
-from verax.checkpoint.peft import save_adapter
+from verax.checkpoint.lora import save_adapter
 from verax.errors import InvalidParameterError
 from verax.models import CausalLM
 from verax.text.features.lora import AdaptedLayers
@@ -104,11 +104,7 @@ class TrainedAdapter:
 
 
 def _targeted(shapes: Mapping[str, tuple[int, int]], targets: str) -> list[str]:
-    """Paths of the layers that a user's text chooses, as PEFT matches names.
-
-    Raises:
-        InvalidParameterError: for a name that no layer has.
-    """
+    """Paths of the layers that a user's text chooses, as PEFT matches names."""
     if targets == ALL_LINEAR:
         return list(shapes)
     names = [name.strip() for name in targets.split(",")]

@@ -1,0 +1,559 @@
+"""Quantised weights of folders: GPTQ, AWQ, compressed-tensors (integers, FP8, MXFP4), and FP8 of DeepSeek and FBGEMM.
+
+A weight `X.weight` of shape `[F, D]` with a scale for a row or for a group of inputs is stored as
+
+- **GPTQ** (Frantar et al., 2022, arXiv:2210.17323), as AutoGPTQ and GPTQModel write it: `X.qweight` int32
+  `[D * bits / 32, F]`, output f of input d at bits `bits * d` and up of column f; `X.qzeros` int32
+  `[groups, F * bits / 32]`, zero points side by side along F, in version 1 of the layout less one, in version 2
+  (`checkpoint_format: gptq_v2`) unchanged; `X.scales` `[groups, F]`; and `X.g_idx` int32 `[D]`, the group of each
+  input, which act-order (`desc_act`) shuffles. `W[f, d] = (code - zero[group of d, f]) * scales[group of d, f]`;
+- **AWQ** (Lin et al., 2023, arXiv:2306.00978) in AutoAWQ's version `gemm`, 4 bits packed along F: `X.qweight` int32
+  `[D, F / 8]`, bits 4i to 4i + 3 of word c hold output `8 c + (0, 2, 4, 6, 1, 3, 5, 7)[i]`; `X.qzeros` int32
+  `[groups, F / 8]` in the same order; `X.scales` `[groups, F]`. The formula is GPTQ's;
+- **pack-quantized** of compressed-tensors: `X.weight_packed` int32 `[F, D * bits / 32]`, input i of a row at bits
+  `bits * i` and up of the row, stored with an offset of half the range; `X.weight_scale` `[F, groups]`;
+  `X.weight_shape` = (F, D). Asymmetric ones have `X.weight_zero_point` int32 `[F * bits / 32, groups]`, packed in the
+  same way along F. With activation order, `X.weight_g_idx` `[D]` has the group of each input;
+- **int-quantized**: `X.weight` int8 `[F, D]`, `X.weight_scale` and perhaps `X.weight_zero_point` `[F, 1]`;
+- **FP8**, also float-quantized and mxfp8-quantized: `X.weight` float8_e4m3fn, to be multiplied by `X.weight_scale_inv`
+  or `X.weight_scale`: `[F / rows, D / columns]`, both rounded up, for blocks of `weight_block_size` (128 x 128);
+  `[F, 1]` for rows; of one element for the whole weight; or uint8 `[F, D / 32]`, powers of two with an offset of 127
+  (E8M0). Inputs are not quantised here: products are more precise than where these checkpoints run in FP8. Scales of
+  activations and caches are therefore not read;
+- **mxfp4-pack-quantized** (OCP Microscaling Formats, version 1.0), floats E2M1, 32 of which share a power of two:
+  `X.weight_packed` uint8 `[F, D / 2]`, with input 2i of a row in the low bits of byte i, and `X.weight_scale` uint8
+  `[F, D / 32]`, exponents with an offset of 127. Twice an E2M1 is an integer of -12..12, so that the weight is held
+  exactly as integers of 8 bits, in twice the memory of the file.
+
+Sources: AutoGPTQ, `nn_modules/qlinear/qlinear_cuda_old.py`; ModelCloud/GPTQModel, `utils/model.py`,
+`convert_gptq_v1_to_v2_format_module`; casper-hansen/AutoAWQ, `awq/modules/linear/gemm.py` and
+`awq/utils/packing_utils.py`; vllm-project/compressed-tensors, `compressors/pack_quantized` and
+`compressors/naive_quantized`; DeepSeek-V3 (arXiv:2412.19437), `inference/kernel.py`; transformers,
+`integrations/finegrained_fp8.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from verax.checkpoint.formats.safetensors import TensorInfo
+from verax.errors import CheckpointError
+from verax.fields import Size, read_value
+from verax.ops.block_quantized import BlockQuantizedWeight
+from verax.ops.quantized import BITS, GROUP_SIZES, QuantizedWeight
+
+__all__ = ["QuantizedEntry", "entries", "find_quantized", "quantization_config"]
+
+_GROUPS = f"a scale for {', '.join(map(str, GROUP_SIZES))} inputs or a multiple of them, or one for a row"
+"""Words for the groups that a weight may have."""
+
+_from_integers = jax.jit(QuantizedWeight.from_integers, static_argnames=("bits", "group_size"))
+
+
+class QuantizedEntry(NamedTuple):
+    """A quantised weight of a file: its storage, and the conversion of its arrays."""
+
+    where: object
+    keys: tuple[str, ...]
+    """Keys of the arrays that make it up."""
+    shape: tuple[int, int]
+    """Shape of the array of floats that it represents."""
+    kind: str
+    """Name of the quantisation, and what shares a scale."""
+    convert: Callable[..., QuantizedWeight | BlockQuantizedWeight]
+    """Function of the arrays, by the last part of their keys, to an exact copy of the weight."""
+
+    def read(self, read_raw: Callable[[str], np.ndarray]) -> QuantizedWeight | BlockQuantizedWeight:
+        """Copy it out of its file, with the arrays that `read_raw` gives, without rounding.
+
+        Raises:
+            CheckpointError: if values are not numbers, or groups not all of one size.
+        """
+        try:
+            return self.convert(**{key.rpartition(".")[2]: read_raw(key) for key in self.keys})
+        except ValueError as error:
+            raise CheckpointError(f"{self.where}: {self.keys[0]}: {error}") from error
+
+
+def _sharing(groups: int, size_in: int) -> str:
+    """Name of what shares a scale: a row, or the number of inputs of a group."""
+    return "rows" if groups == 1 else str(size_in // groups)
+
+
+def _nibbles(stored: np.ndarray) -> np.ndarray:
+    """Codes of 4 bits in bytes `[R, n]`, the first in the low bits: uint8 `[R, 2 n]`."""
+    return np.stack([stored & 15, stored >> 4], axis=-1).reshape(len(stored), -1)
+
+
+def _unpack(words: np.ndarray, bits: int) -> np.ndarray:
+    """Integers in words of 32 bits `[R, n]`, each stored plus half of their range: int8 `[R, 32 n / bits]`.
+
+    Args:
+        words: integers side by side in the last axis, the first in the lowest bits.
+        bits: 4 or 8.
+    """
+    stored = np.ascontiguousarray(words).view(np.uint8)
+    codes = _nibbles(stored) if bits == 4 else stored
+    return (codes - np.uint8(1 << (bits - 1))).view(np.int8)
+
+
+def _fits(size: int, size_in: int, bits: int) -> bool:
+    """True if a `QuantizedWeight` can hold scales of `size` inputs each, of `size_in`."""
+    return bool(_groups(size, size_in)) or (bits == 8 and size >= size_in)
+
+
+def _fitting_group(size: int, size_in: int, bits: int) -> int | None:
+    """Group size for scales of `size` inputs each, where `_fits`: None for a whole row.
+
+    Groups of another size become several of a smaller one, with the same scale.
+    """
+    return None if bits == 8 and size >= size_in else max(_groups(size, size_in))
+
+
+def _groups(size: int, size_in: int) -> list[int]:
+    return [group for group in GROUP_SIZES if size_in % group == 0 and (size % group == 0 or size >= size_in)]
+
+
+def _spread(of_groups: np.ndarray, size: int, size_in: int, group: int | None) -> np.ndarray:
+    """Numbers of groups of `size` inputs, `[R, n]`, for each group of `group` inputs."""
+    if group is None or group == size:
+        return of_groups
+    return of_groups[:, np.arange(0, size_in, group) // size]
+
+
+def _fitting_scales(scales: np.ndarray, group: int | None) -> np.ndarray:
+    """Scales of groups as float16 if that changes none, which halves the bytes to read; else as float32."""
+    scales = np.asarray(scales, np.float32)
+    if group is None:
+        return scales
+    with np.errstate(over="ignore"):
+        halved = scales.astype(np.float16)
+    return halved if np.array_equal(halved, scales) else scales
+
+
+def _order_of(g_idx: np.ndarray | None, groups: int) -> np.ndarray | None:
+    """Inputs by group, from the group of each; None if they are in this order already."""
+    # Zeros and minus ones: written without act-order, by a library that left the array as it was allocated.
+    if g_idx is None or groups == 1 or not (g_idx.any() and (g_idx + 1).any()):
+        return None
+    expected = np.arange(len(g_idx)) // (len(g_idx) // groups)
+    if np.array_equal(g_idx, expected):
+        return None
+    order = np.argsort(g_idx, kind="stable")
+    if not np.array_equal(g_idx[order], expected):
+        raise ValueError(f"g_idx does not give each of {groups} groups the same number of inputs")
+    return order
+
+
+def _unfitting(
+    tensors: Mapping[str, TensorInfo], keys: Sequence[str], supported: str, where: object
+) -> CheckpointError:
+    """The error of a weight whose arrays do not go together, or not in a way that is supported."""
+    arrays = ", ".join(f"{key} of dtype {tensors[key].dtype} and shape {list(tensors[key].shape)}" for key in keys)
+    return CheckpointError(f"{where}: {arrays}; supported are {supported}")
+
+
+def _lay_out(
+    integers: np.ndarray,
+    scales: np.ndarray,
+    bits: int,
+    size: int,
+    *,
+    zeros: np.ndarray | None = None,
+    order: np.ndarray | None = None,
+) -> QuantizedWeight:
+    """The weight of these integers, exactly.
+
+    Args:
+        integers: int8 `[F, D]`, of -8..7 with 4 bits.
+        scales: `[F, n]`, one for `size` inputs each.
+        bits: 4 or 8.
+        size: inputs that share a scale; where it `_fits`.
+        zeros: int8 `[F, n]`, integers that stand for 0; where all are 0 the weight is symmetric.
+        order: input that each column multiplies; None if it is the column's own.
+    """
+    size_in = integers.shape[1]
+    group = _fitting_group(size, size_in, bits)
+    parts = [_fitting_scales(_spread(scales, size, size_in, group), group)]
+    if zeros is not None and zeros.any():
+        parts.append(_spread(zeros, size, size_in, group))
+    per_group, *rest = map(jnp.array, parts)
+    return _from_integers(
+        jnp.array(integers),
+        per_group,
+        bits=bits,
+        group_size=group,
+        zeros=rest[0] if rest else None,
+        order=None if order is None else jnp.array(order),
+    )
+
+
+_AWQ, _AWQ_BITS = "awq", 4
+_LAYOUTS = ("gptq", "gptq_v2")
+_ONES = {4: np.uint32(0x11111111), 8: np.uint32(0x01010101)}
+"""Ones in every code of a word."""
+
+_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Place of each of eight outputs in its word of AWQ."""
+
+
+def _from_words(
+    bits: int,
+    layout: str,
+    *,
+    qweight: np.ndarray,
+    qzeros: np.ndarray,
+    scales: np.ndarray,
+    g_idx: np.ndarray | None = None,
+) -> QuantizedWeight:
+    if layout == _AWQ:
+        integers, zeros = _in_order(qweight), _in_order(qzeros)
+    else:
+        words = np.ascontiguousarray(qzeros).view(np.uint32)
+        if layout == "gptq":
+            words = words + _ONES[bits]  # with a carry between codes: the inverse of how they were taken off
+        integers, zeros = _unpack(qweight.T, bits), _unpack(words, bits).T
+    order = _order_of(g_idx, len(scales))
+    integers = integers if order is None else integers[:, order]
+    return _lay_out(integers, scales.T, bits, integers.shape[1] // len(scales), zeros=zeros, order=order)
+
+
+def _in_order(words: np.ndarray) -> np.ndarray:
+    """Integers `[F, n]` of AWQ's words `[n, F / 8]`."""
+    packed = _unpack(words, _AWQ_BITS)
+    return packed.reshape(len(packed), -1, len(_PLACES))[..., _PLACES].reshape(packed.shape).T
+
+
+def _find_gptq(
+    tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], read: object, where: object
+) -> dict[str, QuantizedEntry]:
+    """GPTQ weights among a checkpoint's tensors, by their plain key."""
+    layout = read_value(config, "checkpoint_format", str, None) or read_value(config, "format", str, "gptq")
+    if layout not in _LAYOUTS:
+        raise CheckpointError(f"{where}: GPTQ weights in the layout {layout!r} are not supported: gptq and gptq_v2 are")
+    if (bits := read_value(config, "bits", int, 4)) not in BITS:
+        raise CheckpointError(f"{where}: GPTQ weights of {bits} bits are not supported: 4 and 8 are")
+    return _find(tensors, layout, where)
+
+
+def _find_awq(
+    tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], read: object, where: object
+) -> dict[str, QuantizedEntry]:
+    """AWQ weights among a checkpoint's tensors, by their plain key."""
+    version = read_value(config, "version", str, None) or read_value(config, "format", str, "gemm")
+    if version.lower() != "gemm":
+        raise CheckpointError(f"{where}: AWQ weights in the version {version!r} are not supported: gemm is")
+    bits = read_value(config, "bits", int, None) or read_value(config, "w_bit", int, _AWQ_BITS)
+    if bits != _AWQ_BITS:
+        raise CheckpointError(f"{where}: AWQ weights of {bits} bits are not supported: {_AWQ_BITS} are")
+    return _find(tensors, _AWQ, where)
+
+
+def _find(tensors: Mapping[str, TensorInfo], layout: str, where: object) -> dict[str, QuantizedEntry]:
+    stems = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
+    return {f"{stem}.weight": _describe_words(tensors, stem, layout, where) for stem in stems}
+
+
+def _describe_words(tensors: Mapping[str, TensorInfo], stem: str, layout: str, where: object) -> QuantizedEntry:
+    """The weight of a module, from the dtypes and shapes of its arrays."""
+    qweight, qzeros, scales = keys = f"{stem}.qweight", f"{stem}.qzeros", f"{stem}.scales"
+    if missing := [key for key in keys if key not in tensors]:
+        raise CheckpointError(f"{where}: {qweight} has no {' and no '.join(missing)} with it")
+    words = all(tensors[key].dtype == np.int32 for key in (qweight, qzeros))
+    if not words or tensors[scales].dtype.kind in "iub" or any(len(tensors[key].shape) != 2 for key in keys):
+        raise _unfitting(tensors, keys, "matrices, the first two of int32 and the last of floats", where)
+    shape, zeros, (groups, F) = (tensors[key].shape for key in keys)
+    if layout != _AWQ and f"{stem}.g_idx" in tensors:
+        keys = (*keys, f"{stem}.g_idx")
+    precisions = (_AWQ_BITS,) if layout == _AWQ else BITS
+    for bits in precisions:  # by the shapes: single layers may have other bits than the rest
+        per_word = 32 // bits
+        D = shape[0] if layout == _AWQ else shape[0] * per_word
+        packed = F // per_word if F % per_word == 0 else 0
+        whole = shape[1] == (packed if layout == _AWQ else F) and zeros == (groups, packed)
+        whole = whole and packed > 0 and groups > 0 and D % groups == 0
+        if whole and all(tensors[key].shape == (D,) for key in keys[3:]) and _fits(D // groups, D, bits):
+            kind = f"{'AWQ' if layout == _AWQ else 'GPTQ'} int{bits} by {_sharing(groups, D)}"
+            return QuantizedEntry(where, keys, (F, D), kind, partial(_from_words, bits, layout))
+    raise _unfitting(tensors, keys, f"{' or '.join(map(str, precisions))} bits with {_GROUPS}", where)
+
+
+_FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+_NAN = 0x7F
+"""Bits of a NaN without its sign. The type has no infinity."""
+
+_SCALES = ("weight_scale_inv", "weight_scale")
+
+
+def _from_float8(
+    shape: tuple[int, int], block: tuple[int, int], *, weight: np.ndarray, **scale: Any
+) -> QuantizedWeight:
+    if (weight.view(np.uint8) & _NAN == _NAN).any():
+        raise ValueError("it has values that are not numbers")
+    (F, D), (rows, columns) = shape, block
+    (scales,) = scale.values()
+    if scales.dtype == np.uint8:
+        scales = _powers_of_two(scales)
+    scales = np.asarray(scales, np.float32).reshape(-(-F // rows), -(-D // columns))
+    group = _fitting_group(columns, D, 8)
+    scales = _fitting_scales(_spread(scales[np.arange(F) // rows], columns, D, group), group)
+    return QuantizedWeight(jnp.array(weight), jnp.array(scales), F, D, group, 8)
+
+
+def _powers_of_two(exponents: np.ndarray) -> np.ndarray:
+    """Numbers of type E8M0 in float32: uint8 exponents with an offset of 127."""
+    return np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
+
+
+def _describe_float8(
+    tensors: Mapping[str, TensorInfo], keys: tuple[str, str], block: tuple[int, int] | None, where: object
+) -> QuantizedEntry:
+    """The weight with these keys, of values and of scales."""
+    values, scales = (tensors[key] for key in keys)
+    if values.dtype == _FLOAT8 and len(values.shape) == 2:
+        F, D = values.shape
+        grid = scales.shape if len(scales.shape) == 2 else (*scales.shape, 1, 1)[:2]
+        options = [(F, D)] if grid == (1, 1) else [(1, D // grid[1])] if grid[0] == F and grid[1] else []
+        for rows, columns in ([] if block is None else [block]) + options:
+            whole = grid == (-(-F // rows), -(-D // columns)) if rows and columns else False
+            if whole and _fits(columns, D, 8):
+                columns = min(columns, D)
+                shared = "rows" if rows == 1 else "tensors"
+                if columns < D:
+                    shared = f"{f'{rows}x' if rows > 1 else ''}{columns}"
+                convert = partial(_from_float8, (F, D), (rows, columns))
+                return QuantizedEntry(where, keys, (F, D), f"{_FLOAT8} by {shared}", convert)
+    raise _unfitting(tensors, keys, f"8-bit floats (float8_e4m3fn) with {_GROUPS}, shared by rows or not", where)
+
+
+def _find_float8(
+    tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], read: object, where: object
+) -> dict[str, QuantizedEntry]:
+    """The quantised weights among a checkpoint's tensors, by their plain key."""
+    block = read_value(config, "weight_block_size", tuple[Size, Size], None)
+    weights: dict[str, QuantizedEntry] = {}
+    for key, info in tensors.items():
+        stem, _, last = key.rpartition(".")
+        if last == "weight" and info.dtype.itemsize == 1:
+            scales = [f"{stem}.{name}" for name in _SCALES]
+            present = [name for name in scales if name in tensors]
+            if not present:
+                raise CheckpointError(f"{where}: {key} has no {' or '.join(scales)} with it")
+            weights[key] = _describe_float8(tensors, (key, present[0]), block, where)
+    return weights
+
+
+_MXFP4_GROUP = 32
+_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+"""Twice the number that each code stands for."""
+
+_NAN_EXPONENT = 255
+"""Exponent that stands for NaN."""
+
+
+def _from_mxfp4(*, weight_packed: np.ndarray, weight_scale: np.ndarray) -> QuantizedWeight:
+    if (weight_scale == _NAN_EXPONENT).any():
+        raise ValueError("its weight_scale has values that are not numbers")
+    return _lay_out(_DOUBLED[_nibbles(weight_packed)], _powers_of_two(weight_scale) / 2, 8, _MXFP4_GROUP)
+
+
+def _describe_mxfp4(tensors: Mapping[str, TensorInfo], keys: tuple[str, str], where: object) -> QuantizedEntry:
+    """The weight with these keys, of values and of scales."""
+    values, scales = (tensors[key] for key in keys)
+    if len(values.shape) == 2:
+        F, D = values.shape[0], 2 * values.shape[1]
+        if scales.dtype == np.uint8 and scales.shape == (F, D // _MXFP4_GROUP) and _fits(_MXFP4_GROUP, D, 8):
+            return QuantizedEntry(where, keys, (F, D), "MXFP4", _from_mxfp4)
+    raise _unfitting(tensors, keys, f"MXFP4 with an exponent (uint8) for {_MXFP4_GROUP} inputs", where)
+
+
+METHOD = "compressed-tensors"
+
+_VALUES = ("weight_packed", "weight")
+_PARTS = ("weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+
+
+def _from_packed(
+    shape: tuple[int, int],
+    bits: int,
+    groups: int,
+    *,
+    weight_scale: np.ndarray,
+    weight: np.ndarray | None = None,
+    weight_packed: np.ndarray | None = None,
+    weight_shape: np.ndarray | None = None,
+    weight_zero_point: np.ndarray | None = None,
+    weight_g_idx: np.ndarray | None = None,
+) -> QuantizedWeight:
+    F, D = shape
+    integers: Any = weight if weight_packed is None else _unpack(weight_packed, bits)[:, :D]
+    zeros = weight_zero_point
+    if zeros is not None:
+        zeros = zeros.reshape(F, -1) if zeros.dtype == np.int8 else _unpack(zeros.T, bits)[:, :F].T
+    order = _order_of(weight_g_idx, groups)
+    integers = integers if order is None else integers[:, order]
+    return _lay_out(integers, weight_scale.reshape(F, -1), bits, D // groups, zeros=zeros, order=order)
+
+
+def _find_compressed(
+    tensors: Mapping[str, TensorInfo],
+    config: Mapping[str, Any],
+    read: Callable[[str], np.ndarray],
+    where: object,
+) -> dict[str, QuantizedEntry]:
+    """The quantised weights among a checkpoint's tensors, by their plain key."""
+    block = _block(config)
+    weights: dict[str, QuantizedEntry] = {}
+    for key, scale in tensors.items():
+        stem, _, last = key.rpartition(".")
+        if last == "weight_global_scale":
+            raise CheckpointError(f"{where}: {key}: NVFP4 is not supported; MXFP4, 8-bit floats and integers are")
+        if last != "weight_scale":
+            continue
+        values = next((f"{stem}.{name}" for name in _VALUES if f"{stem}.{name}" in tensors), None)
+        if values is None:
+            raise CheckpointError(f"{where}: {key} has neither {stem}.weight_packed nor {stem}.weight with it")
+        packed = values.endswith("_packed")
+        if tensors[values].dtype.kind not in "iu":
+            weights[values] = _describe_float8(tensors, (values, key), block, where)
+        elif packed and scale.dtype == np.uint8:
+            weights[f"{stem}.weight"] = _describe_mxfp4(tensors, (values, key), where)
+        else:
+            weights[f"{stem}.weight"] = _describe_packed(tensors, values, read, where)
+    return weights
+
+
+def _block(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Outputs and inputs of a block with a scale, where a configuration has such blocks."""
+    for group in read_value(config, "config_groups", dict[str, dict[str, Any]], {}).values():
+        weights = read_value(group, "weights", dict[str, Any], {})
+        if weights.get("block_structure") is not None:
+            return read_value(weights, "block_structure", tuple[Size, Size])
+    return None
+
+
+def _describe_packed(
+    tensors: Mapping[str, TensorInfo], values: str, read: Callable[[str], np.ndarray], where: object
+) -> QuantizedEntry:
+    stem, _, last = values.rpartition(".")
+    scales, shape, zeros, g_idx = (f"{stem}.{part}" for part in _PARTS)
+    keys = (values, *(key for key in (scales, shape, zeros, g_idx) if key in tensors))
+    if last == "weight_packed" and shape not in tensors:
+        raise CheckpointError(f"{where}: {values} has no {shape} with it")
+    stored, scale = tensors[values], tensors[scales]
+    groups = scale.shape[-1] if len(scale.shape) == 2 else 1
+    if len(stored.shape) == 2 and groups > 0:
+        F, columns = stored.shape
+        D = columns
+        options = [8] if stored.dtype == np.int8 else []
+        if last == "weight_packed":
+            # Rows are packed to whole words: their number shows the precision.
+            D = int(read(shape)[1]) if tensors[shape].shape == (2,) else 0
+            options = [bits for bits in BITS if stored.dtype == np.int32 and columns == -(-D * bits // 32)]
+        for bits in options:
+            whole = D % groups == 0 and scale.shape in ((F, groups), (F,))
+            zero = tensors.get(zeros)
+            words = (-(-F * bits // 32), groups)
+            whole = whole and (zero is None or (zero.dtype, zero.shape) in _zero_points(F, groups, words))
+            whole = whole and (g_idx not in tensors or tensors[g_idx].shape == (D,))
+            if whole and _fits(D // groups, D, bits):
+                convert = partial(_from_packed, (F, D), bits, groups)
+                return QuantizedEntry(where, keys, (F, D), f"int{bits} by {_sharing(groups, D)}", convert)
+    raise _unfitting(tensors, keys, f"4 and 8 bits with {_GROUPS}", where)
+
+
+def _zero_points(F: int, groups: int, words: tuple[int, int]) -> list[tuple[Any, tuple[int, ...]]]:
+    """Dtypes and shapes that zero points may have: packed, or one number each."""
+    return [(np.int32, words), (np.int8, (F, groups)), (np.int8, (F,))]
+
+
+def entries(key: str, weight: QuantizedWeight) -> dict[str, np.ndarray]:
+    """The arrays that stand for the weight `key` in a file, pack-quantized."""
+    F, D = weight.size_out, weight.size_in
+    codes = (np.asarray(weight.integers()).astype(np.int16) + (1 << (weight.bits - 1))).astype(np.uint8)
+    if weight.bits == 4:
+        codes = np.pad(codes, ((0, 0), (0, -D % 8)))
+        codes = codes[:, 0::2] | codes[:, 1::2] << 4
+    else:
+        codes = np.pad(codes, ((0, 0), (0, -D % 4)))
+    return {
+        f"{key}_packed": np.ascontiguousarray(codes).view(np.int32),
+        f"{key}_scale": np.asarray(weight.row_scales()),
+        f"{key}_shape": np.asarray([F, D], np.int64),
+    }
+
+
+def quantization_config(weights: Iterable[QuantizedWeight], ignore: Sequence[str] = ()) -> dict[str, Any]:
+    """config.json's `quantization_config` for a model whose linear layers are all quantised alike.
+
+    Args:
+        weights: the quantised weights.
+        ignore: paths of the layers that are not.
+
+    Raises:
+        CheckpointError: if they are not quantised alike.
+    """
+    kinds = {(weight.bits, weight.group_size) for weight in weights}
+    if len(kinds) != 1:
+        raise CheckpointError(f"weights of several precisions cannot be saved together: {sorted(map(str, kinds))}")
+    ((bits, group_size),) = kinds
+    scheme = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "channel" if group_size is None else "group",
+        "group_size": group_size,
+        "dynamic": False,
+        "actorder": None,
+    }
+    return {
+        "quant_method": METHOD,
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme, "input_activations": None}},
+        "ignore": list(ignore),
+    }
+
+
+_METHODS: dict[str, Callable[..., dict[str, QuantizedEntry]]] = {
+    METHOD: _find_compressed,
+    "gptq": _find_gptq,
+    "awq": _find_awq,
+    "fp8": _find_float8,
+    "fbgemm_fp8": _find_float8,
+}
+"""Functions that find quantised weights, by `quant_method` of config.json's `quantization_config`."""
+
+
+def find_quantized(
+    tensors: Mapping[str, TensorInfo],
+    scheme: Mapping[str, Any],
+    read: Callable[[str], np.ndarray],
+    where: object,
+) -> dict[str, QuantizedEntry]:
+    """The quantised weights among a checkpoint's tensors, by their plain key.
+
+    Args:
+        tensors: all arrays of the checkpoint.
+        scheme: config.json's `quantization_config`.
+        read: function that reads an array by its key.
+        where: name of the checkpoint for messages.
+
+    Raises:
+        CheckpointError: for a method, a layout or a precision that verax cannot compute with, naming it.
+    """
+    method = scheme.get("quant_method")
+    find = _METHODS.get(method) if isinstance(method, str) else None
+    if find is None:
+        raise CheckpointError(
+            f"{where}: it is quantised by {method!r}, which is not supported: {', '.join(_METHODS)} are, and so are "
+            "unquantised checkpoints with quantization='int8' or 'int4'"
+        )
+    return find(tensors, scheme, read, where)
