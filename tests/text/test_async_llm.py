@@ -206,7 +206,7 @@ def test_a_closed_dropped_or_cancelled_request_is_aborted_and_the_others_go_on(s
         assert (await other).outputs == expected.outputs
         await until_idle(served)
         blocks = served.llm.engine.scheduler.blocks
-        assert blocks.num_free == blocks.num_usable
+        assert blocks.usage == 0
         assert not served.llm.engine.has_unfinished_requests
 
     asyncio.run(main())

@@ -139,9 +139,9 @@ def test_blocks_behind_the_window_are_given_back_when_a_sequence_grows():
     # Token 17 was the next one when the tables grew last. It sees tokens from 12 on.
     assert [bool(block) for block in first.tables[1]] == [False] * 3 + [True] * 5
     assert all(first.tables[0])
-    assert (blocks.num_free, blocks.num_usable) == (38 - 8 - 5, 38)
+    assert [pool.num_free for pool in blocks._pools] == [19 - 8, 19 - 5]
     blocks.release(first)
-    assert blocks.num_free == blocks.num_usable
+    assert blocks.usage == 0
 
 
 def test_a_given_back_block_is_used_again_by_another_sequence():

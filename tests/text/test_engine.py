@@ -148,7 +148,7 @@ def test_aborted_requests_leave_the_others_alone(llm):
             break
     assert [done[i].outputs[0].token_ids for i in (ids[0], ids[2])] == [expected[0], expected[2]]
     assert llm.abort(ids[1]) is None
-    assert llm.engine.scheduler.blocks.num_free == llm.engine.scheduler.blocks.num_usable
+    assert llm.engine.scheduler.blocks.usage == 0
 
 
 def test_requests_added_while_others_run_are_served(llm):

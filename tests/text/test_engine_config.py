@@ -1,21 +1,13 @@
 """Options of the engine, as one record and as keyword arguments; an engine without a tokenizer."""
 
-from dataclasses import fields
-from typing import get_type_hints
-
 import pytest
 
 import verax
 from tests.text.conftest import make_llm
 from verax.errors import CheckpointError, InvalidParameterError
-from verax.text.engine.engine_config import EngineConfig, EngineOptions
+from verax.text.engine.engine_config import EngineConfig
 
 GREEDY = verax.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-
-
-def test_keyword_arguments_are_the_fields_with_their_types():
-    hints = get_type_hints(EngineConfig)
-    assert get_type_hints(EngineOptions) == {field.name: hints[field.name] for field in fields(EngineConfig)}
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 2.0, "8"])

@@ -115,7 +115,9 @@ def test_preemption_changes_no_token(llm, expected):
     scheduler = llm.engine.scheduler
     somebody = make_sequence([])
     assert scheduler.blocks.admit(somebody, 0)
-    scheduler.blocks.grow(somebody, 4 * (scheduler.blocks.num_usable - 31))  # leaves 31 blocks for eight sequences
+    scheduler.blocks.grow(
+        somebody, 4 * (scheduler.blocks._pools[0].num_usable - 31)
+    )  # leaves 31 blocks for eight sequences
     before = scheduler.num_preemptions
     crowded = [tokens(llm.generate(PROMPTS, params, use_tqdm=False)) for params in (GREEDY, RANDOM)]
     assert scheduler.num_preemptions > before

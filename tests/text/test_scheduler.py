@@ -315,7 +315,7 @@ class Machine(RuleBasedStateMachine):
             assert sequence.output_tokens == (
                 expected[: len(sequence.output_tokens)] if sequence in self.aborted else expected
             )
-        assert self.device.blocks.num_free == self.device.blocks.num_usable
+        assert self.device.blocks.usage == 0
 
 
 Machine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

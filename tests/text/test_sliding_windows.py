@@ -60,7 +60,7 @@ def test_tokens_alone_are_those_of_the_model_without_an_engine(llm, expected):
 def test_tokens_in_a_crowd_are_those_of_the_model_without_an_engine(llm, expected):
     assert tokens(generate(llm, PROMPTS)) == expected
     blocks = llm.engine.scheduler.blocks
-    assert blocks.num_free == blocks.num_usable
+    assert blocks.usage == 0
 
 
 @pytest.mark.parametrize("counts", [(26, 40), (100, 13)], ids=["full attention is short", "windows are short"])

@@ -12,7 +12,7 @@ from verax.models import causal_lm
 from verax.models.causal_lm import config_on_devices
 from verax.nn.parallel import check_divisions, fitting_sizes
 from verax.plan.parts import parts_of
-from verax.text.engine.build import tensor_meshes
+from verax.text.engine.llm import tensor_meshes
 
 SUMS = {"qwen3": 5, "llama": 3, "gemma3": 5, "qwen3-moe": 3, "qwen3.5": 5, "qwen3-next": 5, "two-key-heads": 4}
 """Sums over devices of a decode step: two for each layer, and one of the embedding.

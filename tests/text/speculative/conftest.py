@@ -51,7 +51,7 @@ def draft_config(folder, count=4):
 def outputs(llm, prompts, params, **options):
     made = llm.generate(prompts, params, use_tqdm=False, **options)
     llm.engine.check()
-    assert llm.engine.scheduler.blocks.num_free == llm.engine.scheduler.blocks.num_usable
+    assert llm.engine.scheduler.blocks.usage == 0
     return made
 
 

@@ -20,11 +20,9 @@ from tests.text.speculative.conftest import (
     samples,
 )
 from verax.errors import InvalidParameterError, UnsupportedModelError
-from verax.text.engine.engine_config import EngineConfig
+from verax.text.engine.engine_config import EngineConfig, SpeculativeConfig
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.features.drafters import NgramIndex
-from verax.text.features.speculative import new_speculator
-from verax.text.features.speculative_config import SpeculativeConfig
+from verax.text.features.speculative import NgramIndex, new_speculator
 from verax.text.step.sizes import block_bytes, plan_sizes
 
 

@@ -107,11 +107,6 @@ class RequestInput:
         """True for the messages of a conversation."""
         return isinstance(self.prompt, tuple) and bool(self.prompt) and isinstance(self.prompt[0], Mapping)
 
-    @property
-    def num_known_tokens(self) -> int:
-        """Tokens of a prompt of token ids; 0 for a text or a conversation, which the tokenizer has yet to count."""
-        return 0 if self.is_text or self.is_chat else len(self.prompt)
-
 
 class SequenceState(enum.Enum):
     """State of a sequence: `WAITING` owns no blocks and no slot, `RUNNING` owns both, `FINISHED` gave them back."""

@@ -59,11 +59,6 @@ class Schedule:
         return sum(chunk.count for chunk in self.chunks)
 
     @property
-    def verifies(self) -> bool:
-        """True if some of the tokens are drafts, or were to be."""
-        return self.verify_tokens > 0
-
-    @property
     def only_decodes(self) -> bool:
         """True if each chunk is a sequence's newest token, and no prompt is scored."""
         return all(

@@ -33,7 +33,7 @@ from verax.text.engine.engine_config import EngineConfig
 from verax.text.step.program import ADMIT, AbstractModel, Programs, sampling_name, step_name
 from verax.text.step.sizes import RunnerConfig
 
-__all__ = ["CompiledPrograms", "check_supported", "loaded_programs", "write_programs"]
+__all__ = ["CompiledPrograms", "check_supported", "write_programs"]
 
 MANIFEST = "programs.json"
 
@@ -80,7 +80,7 @@ class CompiledPrograms:
         Raises:
             InvalidParameterError: naming the first difference.
         """
-        self._compare(json.loads(json.dumps(_made_for(model))), self.made_for)
+        self._compare(_made_for(model), self.made_for)
 
     def sizes_for(self, planned: RunnerConfig, config: EngineConfig) -> RunnerConfig:
         """Sizes of the folder for an engine that would have chosen `planned` by its options.
@@ -106,12 +106,19 @@ class CompiledPrograms:
                 )
         return dataclasses.replace(self.sizes, structured_outputs=planned.structured_outputs)
 
-    def load(self, name: str) -> Any:
-        """One program, ready to be called.
+    def programs(self, sizes: RunnerConfig) -> Programs:
+        """The programs, ready to be called.
 
         Raises:
-            InvalidParameterError: if its file is missing or damaged.
+            InvalidParameterError: if a file is missing or damaged.
         """
+        return Programs(
+            admit=self._load(ADMIT),
+            steps={shape: self._load(step_name(shape)) for shape in sizes.shapes},
+            samplers={rows: self._load(sampling_name(rows)) for rows in sizes.sampling_rows},
+        )
+
+    def _load(self, name: str) -> Any:
         path = self.folder / f"{name}.bin"
         try:
             executable, arguments, results = pickle.loads(path.read_bytes())
@@ -132,19 +139,6 @@ class CompiledPrograms:
                 f"programs: {self.folder} was compiled for {place} {there}, but here it is {here}; compile again with "
                 "verax compile"
             )
-
-
-def loaded_programs(compiled: CompiledPrograms, sizes: RunnerConfig) -> Programs:
-    """The programs of a folder.
-
-    Raises:
-        InvalidParameterError: if a file is missing or damaged.
-    """
-    return Programs(
-        admit=compiled.load(ADMIT),
-        steps={shape: compiled.load(step_name(shape)) for shape in sizes.shapes},
-        samplers={rows: compiled.load(sampling_name(rows)) for rows in sizes.sampling_rows},
-    )
 
 
 def check_supported(config: EngineConfig) -> None:
@@ -195,32 +189,25 @@ def _made_for(model: AbstractModel) -> dict[str, Any]:
     target = ops.target()
     cpu = {"processor": cpu_name(), "kernels": library.level()} if target.platform == "cpu" else {}
     weights = [(weight.shape, weight.dtype.name) for weight in model.weights]
-    return {
-        "platform": target.platform,
-        "device": target.device_kind,
-        **cpu,
-        "jax": jax.__version__,
-        "jaxlib": JAXLIB,
-        "verax": version("verax"),
-        "model": {"class": type(model.config).__name__, **_plain(dataclasses.asdict(_dataclass(model.config)))},
-        "weights": hashlib.sha256(repr(weights).encode()).hexdigest()[:16],
-        "implementations": {name: row["runs"] for name, row in ops.chosen_implementations().items()},
-        "source": _source_digest(),
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-    }
-
-
-def _dataclass(config: Any) -> Any:
-    """A configuration, whose fields are compared.
-
-    Raises:
-        InvalidParameterError: if it is not a dataclass.
-    """
-    if not dataclasses.is_dataclass(config):
+    if not dataclasses.is_dataclass(config := model.config):
         raise InvalidParameterError(
             f"programs: {type(config).__name__} is not a dataclass, so models cannot be compared"
         )
-    return config
+    return _plain(
+        {
+            "platform": target.platform,
+            "device": target.device_kind,
+            **cpu,
+            "jax": jax.__version__,
+            "jaxlib": JAXLIB,
+            "verax": version("verax"),
+            "model": {"class": type(config).__name__, **dataclasses.asdict(config)},
+            "weights": hashlib.sha256(repr(weights).encode()).hexdigest()[:16],
+            "implementations": {name: row["runs"] for name, row in ops.chosen_implementations().items()},
+            "source": _source_digest(),
+            "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        }
+    )
 
 
 def _source_digest() -> str:
@@ -235,16 +222,14 @@ def _source_digest() -> str:
 
 def _plain(value: Any) -> Any:
     """A value as JSON holds it: dtypes by their names."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    try:
-        return jnp.dtype(value).name
-    except TypeError:
-        return repr(value)
+
+    def named(value: Any) -> Any:
+        try:
+            return dict(value) if isinstance(value, Mapping) else jnp.dtype(value).name
+        except TypeError:
+            return repr(value)
+
+    return json.loads(json.dumps(value, default=named))
 
 
 def _read_sizes(sizes: Mapping[str, Any]) -> RunnerConfig:

@@ -29,10 +29,9 @@ from verax.nn.parallel import divisions
 from verax.ops.division import TENSOR_AXIS, is_weight, partition, resized
 from verax.text.features.grammar import mask_width
 from verax.text.features.lora import AdaptedLayers
-from verax.text.step.sampler import make_sampling
 from verax.text.step.sizes import RunnerConfig, layer_states
-from verax.text.step.slots import Slots, admit, new_slots
-from verax.text.step.step import Cache, StepShape, make_step
+from verax.text.step.slots import admit, new_slots
+from verax.text.step.step import Cache, StepShape, make_step, sample_deferred
 
 __all__ = [
     "ADMIT",
@@ -76,7 +75,7 @@ class StepProgram:
 
     Attributes:
         name: such as `"decode_8x8"`.
-        function: `(weights, slots, cache, packed) -> (slots, cache, output)`, or what `make_sampling` gives.
+        function: `(weights, slots, cache, packed) -> (slots, cache, output)`, or `sample_deferred`.
         arguments: its arguments as `jax.ShapeDtypeStruct`s.
         partitions: a `PartitionSpec` for each array of `arguments`.
         results: the same for the results, or for whole parts of them.
@@ -210,7 +209,7 @@ def step_program(
     matrices, matrix_partitions = ((), ()) if adapted is None else (adapted.arrays, adapted.partitions)
     arguments = (
         model.weights + matrices,
-        _abstract_slots(sizes),
+        jax.eval_shape(lambda: new_slots(sizes)),
         jax.eval_shape(lambda: new_cache(model.config, sizes)),
         jax.ShapeDtypeStruct((shape.input_size(sizes.block_size, len(sizes.groups)),), jnp.int32),
     )
@@ -228,11 +227,14 @@ def sampling_program(model: AbstractModel, sizes: RunnerConfig, rows: int, mesh:
         rows: number of rows of the step.
         mesh: devices that the weights are divided over; scores and slots are whole on each.
     """
-    function = make_sampling()
+
+    def function(*arguments: Any) -> Any:
+        return sample_deferred(*arguments)
+
     function.__name__ = name = sampling_name(rows)
     vocab_size = model.config.vocab_size
     arguments = (
-        _abstract_slots(sizes),
+        jax.eval_shape(lambda: new_slots(sizes)),
         jax.ShapeDtypeStruct((rows, vocab_size), jnp.float32),
         jax.ShapeDtypeStruct((rows, 4), jnp.int32),
         jax.ShapeDtypeStruct((rows, mask_width(vocab_size)), jnp.int32),
@@ -242,12 +244,6 @@ def sampling_program(model: AbstractModel, sizes: RunnerConfig, rows: int, mesh:
 
 def _whole(arrays: Any) -> Any:
     return jax.tree.map(lambda _: WHOLE, arrays)
-
-
-def _abstract_slots(sizes: RunnerConfig) -> Slots:
-    return jax.eval_shape(
-        lambda: new_slots(sizes.max_num_seqs, sizes.max_model_len, sizes.table_width, len(sizes.groups))
-    )
 
 
 def new_cache(model: CausalLMConfig, sizes: RunnerConfig) -> Cache:
