@@ -12,7 +12,7 @@ from verax.text.engine.engine_config import EngineConfig
 from verax.text.engine.llm import LLM
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.step import runner
-from verax.text.step.compiled_programs import check_supported
+from verax.text.step.program import check_supported
 
 SIZES = dict(max_num_seqs=2, max_model_len=64, max_num_batched_tokens=32)
 PARAMS = [SamplingParams(temperature=t, max_tokens=6, seed=3, ignore_eos=True) for t in (0, 0.8)]
@@ -73,11 +73,22 @@ def test_options_of_another_engine_are_named(checkpoint, compiled, options, mess
         start(checkpoint, programs=compiled[0], **options)
 
 
-def test_structured_output_needs_programs_for_it(checkpoint, compiled, tmp_path):
-    folder = shutil.copytree(compiled[0], tmp_path / "programs")
-    manifest = json.loads((folder / "programs.json").read_text())
-    manifest["sizes"]["structured_outputs"] = False
-    (folder / "programs.json").write_text(json.dumps(manifest))
+@pytest.fixture
+def changed(compiled, tmp_path):
+    """A function that copies the folder with another value in its manifest."""
+
+    def change(section, key, value):
+        folder = shutil.copytree(compiled[0], tmp_path / "programs")
+        manifest = json.loads((folder / "programs.json").read_text())
+        manifest[section][key] = value
+        (folder / "programs.json").write_text(json.dumps(manifest))
+        return folder
+
+    return change
+
+
+def test_structured_output_needs_programs_for_it(checkpoint, changed):
+    folder = changed("sizes", "structured_outputs", False)
     with pytest.raises(InvalidParameterError, match=r"has no programs for them; compile with --structured-outputs"):
         start(checkpoint, programs=folder, structured_outputs=True)
 
@@ -97,13 +108,9 @@ def test_other_implementations_are_refused(checkpoint, compiled):
 
 
 @pytest.mark.parametrize("key", ["jaxlib", "platform", "device", "processor", "source"])
-def test_another_version_or_machine_is_refused(checkpoint, compiled, tmp_path, key):
-    folder = shutil.copytree(compiled[0], tmp_path / "programs")
-    manifest = json.loads((folder / "programs.json").read_text())
-    manifest["made_for"][key] = "another"
-    (folder / "programs.json").write_text(json.dumps(manifest))
+def test_another_version_or_machine_is_refused(checkpoint, changed, key):
     with pytest.raises(InvalidParameterError, match=rf"was compiled for {key} another, but here it is"):
-        start(checkpoint, programs=folder)
+        start(checkpoint, programs=changed("made_for", key, "another"))
 
 
 def test_a_damaged_folder_is_an_error_that_names_it(checkpoint, compiled, tmp_path):
@@ -115,14 +122,7 @@ def test_a_damaged_folder_is_an_error_that_names_it(checkpoint, compiled, tmp_pa
         start(checkpoint, programs=folder)
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"enable_lora": True},
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-        {"tensor_parallel_size": 2},
-    ],
-)
+@pytest.mark.parametrize("option", [{"enable_lora": True}, {"data_parallel_size": 2}, {"tensor_parallel_size": 2}])
 def test_an_engine_with_further_programs_is_refused(option):
     with pytest.raises(InvalidParameterError, match=f"{next(iter(option))}: programs are not written"):
         check_supported(EngineConfig(**option))

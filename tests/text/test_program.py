@@ -6,9 +6,10 @@ import pytest
 from flax import nnx
 from jax import export
 
+from tests.support.engine import alone
 from tests.support.tiny import HYBRID, tiny_checkpoint, tiny_config
 from tests.text.conftest import make_llm
-from verax import SamplingParams, ops
+from verax import ops
 from verax._compat import _JAXLIB_VERSION, make_mesh
 from verax.models import causal_lm
 from verax.models.causal_lm import config_on_devices
@@ -71,20 +72,12 @@ def test_the_cache_takes_what_weights_and_reserve_leave_of_an_accelerator(monkey
     assert 0.9 * total - in_use - one < sizes.groups[0].num_blocks * one <= 0.9 * total - in_use
 
 
-@pytest.mark.parametrize("engine", ["llm", "quantized_llm"])
-def test_the_runner_passes_what_its_program_takes(request, engine):
-    runner = request.getfixturevalue(engine).engine.runner
+@pytest.mark.parametrize("options", [{}, {"max_num_seqs": 1, "quantization": "int8"}], ids=["floats", "int8"])
+def test_the_runner_passes_what_its_program_takes(tiny_folder, options):
+    runner = make_llm(tiny_folder, **options).engine.runner
     for shape in runner.config.shapes:
-        program = runner.program(shape)
         compiled = runner._steps[shape].lower(*runner._arguments(shape))
-        assert described(compiled.args_info) == described(program.arguments)
-
-
-@pytest.fixture(scope="module")
-def quantized_llm(tiny_folder):
-    from tests.text.conftest import make_llm
-
-    return make_llm(tiny_folder, max_num_seqs=1, quantization="int8")
+        assert described(compiled.args_info) == described(runner.program(shape).arguments)
 
 
 def test_a_model_without_weights_has_the_program_of_the_one_with_them(llm):
@@ -95,10 +88,9 @@ def test_a_model_without_weights_has_the_program_of_the_one_with_them(llm):
         pack_linear_weights(model, few_rows=True)
         return model
 
-    model = AbstractModel.from_module(nnx.eval_shape(packed))
-    for shape in llm.engine.runner.config.shapes:
-        planned = step_program(model, llm.engine.runner.config, shape)
-        run = llm.engine.runner.program(shape)
+    model, runner = AbstractModel.from_module(nnx.eval_shape(packed)), llm.engine.runner
+    for shape in runner.config.shapes:
+        planned, run = step_program(model, runner.config, shape), runner.program(shape)
         assert described(planned.arguments) == described(run.arguments)
         assert (planned.name, planned.donated) == (run.name, run.donated)
 
@@ -137,10 +129,6 @@ def counted_norm():
     return rms_norm, traced
 
 
-def greedy(llm):
-    return llm.generate(["abc"], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)[0].outputs[0].token_ids
-
-
 def test_an_engine_of_an_equal_model_compiles_nothing(tmp_path):
     folder, other = tiny_checkpoint(tmp_path / "first"), tiny_checkpoint(tmp_path / "other", seed=1)
     rms_norm, traced = counted_norm()
@@ -148,23 +136,23 @@ def test_an_engine_of_an_equal_model_compiles_nothing(tmp_path):
         first = make_llm(folder, max_num_seqs=1)
         traces = len(traced)
         assert traces
-        tokens = greedy(first)
+        tokens = alone(first, "abc")
         # The programs take the weights as arguments: another checkpoint of the same shapes has its own answers.
-        assert greedy(make_llm(other, max_num_seqs=1)) != tokens
+        assert alone(make_llm(other, max_num_seqs=1), "abc") != tokens
         assert len(traced) == traces
         make_llm(folder, max_num_seqs=2)
         assert len(traced) > traces
     traces = len(traced)
-    assert greedy(first) == tokens
-    assert greedy(make_llm(folder, max_num_seqs=1)) == tokens
+    assert alone(first, "abc") == tokens
+    assert alone(make_llm(folder, max_num_seqs=1), "abc") == tokens
     assert len(traced) == traces, "outside of the choice, its implementation must not run"
 
 
 def test_a_configuration_need_not_be_hashable(tmp_path, monkeypatch):
     folder = tiny_checkpoint(tmp_path / "qwen3")
-    tokens = greedy(make_llm(folder))
+    tokens = alone(make_llm(folder), "abc")
     monkeypatch.setattr(Qwen3Config, "__hash__", None)
-    assert greedy(make_llm(folder)) == tokens
+    assert alone(make_llm(folder), "abc") == tokens
 
 
 @pytest.mark.parametrize(("platform", "lowering"), [("tpu", "tpu"), ("gpu", "cuda")])

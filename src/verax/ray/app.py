@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from verax._optional import require_optional
-from verax.errors import InvalidParameterError
-from verax.ray.cluster import actor_environment, check_cpus, check_gpus
+from verax.ray.cluster import actor_environment, check_actors
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
 
-__all__ = ["bind_replicas", "build", "check_replicas", "deployment"]
+__all__ = ["bind_replicas", "build", "deployment"]
 
 TARGET = 32.0
 """Requests of a replica that autoscaling aims at."""
@@ -112,9 +111,7 @@ def bind_replicas(
     """
     from verax.ray.replica import Replica
 
-    least, most = check_replicas(bounds)
-    check_gpus(num_gpus)
-    check_cpus(least, num_cpus, name="replicas")
+    least, most = check_actors("replicas", bounds, num_cpus, num_gpus)
     bounds_of_scaling = {"min_replicas": least, "max_replicas": most}
     scaling: dict[str, Any] = {"num_replicas": least}
     if most > least:
@@ -130,18 +127,6 @@ def bind_replicas(
         **scaling,
     )
     return application.bind(new_server)
-
-
-def check_replicas(bounds: int | tuple[int, int]) -> tuple[int, int]:
-    """The least and the most replicas.
-
-    Raises:
-        InvalidParameterError: unless both are whole numbers of at least 1, the least first.
-    """
-    least, most = (bounds, bounds) if isinstance(bounds, int) else bounds
-    if not 1 <= least <= most:
-        raise InvalidParameterError(f"replicas: expected at least 1, and the least before the most, got {bounds!r}")
-    return least, most
 
 
 def _new_server(model: str | None, names: tuple[str, ...], **options: Any) -> Server:

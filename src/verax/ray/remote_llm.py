@@ -76,7 +76,7 @@ class AnswerSoFar:
 
     def __init__(self, n: int, given: Sequence[Sequence[int]] | None = None):
         self._samples = [_Sample(len(tokens), list(tokens)) for tokens in given or [()] * n]
-        self._metrics = RequestMetrics(time.perf_counter(), None, None)
+        self._metrics = RequestMetrics(time.perf_counter())
         self._request = RequestOutput(f"request-{uuid.uuid4().hex}", None, (), None, [], False, 0)
         """Output without samples: what is known of the prompt."""
 
@@ -366,10 +366,6 @@ class RemoteLLM:
             self._past = [EngineStats.sum([*self._past, stats])]
 
 
-ANY_ADDRESS = "0.0.0.0"
-"""Host of a server that is called by names that it does not know itself."""
-
-
 @serve.ingress()
 class Ingress:
     """HTTP server of replicas. Ray Serve's proxy has the socket.
@@ -395,7 +391,9 @@ class Ingress:
         keep_off_the_network()
         description = await handle.describe.remote()
         llm = RemoteLLM(handle, description, model, revision=revision, max_queued_requests=max_queued_requests)
-        settings = replace(settings or ServerSettings(disable_page=True), host=ANY_ADDRESS)
+        settings = replace(
+            settings or ServerSettings(disable_page=True), host="0.0.0.0"
+        )  # any: it is called by names that it does not know itself
         self._server = Server(llm=llm, served_names=names, root=model, settings=settings)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

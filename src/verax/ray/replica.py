@@ -83,7 +83,9 @@ class Replica:
             stream = engine.submit(replace(inputs, arrival_time=time.perf_counter()))
             async with contextlib.aclosing(stream):
                 async for output in stream:
-                    yield self._part(output, whole=first or output.finished)
+                    if not first and not output.finished:
+                        output = replace(output, prompt_token_ids=(), prompt_logprobs=None)
+                    yield Part(output, self._name, self._server.engine.stats())
                     first = False
                     if not output.finished:
                         await asyncio.sleep(JOIN)
@@ -114,7 +116,3 @@ class Replica:
         error = self._server.engine.error
         if error is not None:
             end_actor(error)
-
-    def _part(self, output: RequestOutput, *, whole: bool) -> Part:
-        output = output if whole else replace(output, prompt_token_ids=(), prompt_logprobs=None)
-        return Part(output, self._name, self._server.engine.stats())

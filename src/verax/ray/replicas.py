@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 
 from verax.batch.requests import Answer, RequestLine
 from verax.errors import EngineDeadError, VeraxError
-from verax.ray.app import bind_replicas, check_replicas
+from verax.ray.app import bind_replicas
 from verax.ray.cluster import start_ray
 from verax.ray.remote_llm import LOST, MOST_MOVES, PAUSE, RemoteLLM
 from verax.ray.replica import Description
@@ -52,7 +52,7 @@ def running_replicas(
             except RuntimeError as error:
                 raise VeraxError(f"replicas: they did not start: {error}") from error
             description = handle.describe.remote().result()
-            yield RunningReplicas(handle, description, check_replicas(bounds)[1])
+            yield RunningReplicas(handle, description, bounds if isinstance(bounds, int) else bounds[1])
         finally:
             serve.delete(name)
     finally:

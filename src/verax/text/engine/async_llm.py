@@ -90,6 +90,10 @@ class AsyncLLM:
 
     def _start(self, llm: LLM, max_queued_requests: int, max_queued_tokens: int | None) -> None:
         self.llm = llm
+        self.model_config: CausalLMConfig = llm.model_config
+        """Configuration of the model."""
+        self.max_model_len, self.max_num_seqs = llm.max_model_len, llm.max_num_seqs
+        """Longest sequence that is served, in tokens, and most sequences in one step, of all replicas together."""
         self._names = itertools.count()
         self._closing = False
         self._pool = ThreadPoolExecutor(TOKENIZER_THREADS, "verax-tokenizer")
@@ -112,21 +116,6 @@ class AsyncLLM:
     def tokenizer(self) -> Tokenizer | None:
         """The checkpoint's tokenizer."""
         return self.llm.tokenizer
-
-    @property
-    def model_config(self) -> CausalLMConfig:
-        """Configuration of the model."""
-        return self.llm.model_config
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest sequence that this engine serves, in tokens."""
-        return self.llm.max_model_len
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Most sequences in one step, of all replicas together."""
-        return self.llm.max_num_seqs
 
     @property
     def is_running(self) -> bool:

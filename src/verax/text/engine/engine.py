@@ -22,7 +22,14 @@ from verax.errors import (
     RequestRefusedError,
     VeraxError,
 )
-from verax.text.engine.outputs import CompletionOutput, EngineStats, FinishReason, Logprob, RequestOutput
+from verax.text.engine.outputs import (
+    CompletionOutput,
+    EngineStats,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
 from verax.text.engine.request import Request, RequestInput, Sequence
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.engine.scheduler import Chunk, Scheduler
@@ -119,7 +126,7 @@ class Engine:
             tokens,
             params,
             room if params.max_tokens is None else min(params.max_tokens, room),
-            inputs.arrival_time,
+            RequestMetrics(inputs.arrival_time),
             inputs.stream,
             grammar,
             adapter,
@@ -321,8 +328,8 @@ class Engine:
             if sequence.finished:
                 continue
             request = sequence.request
-            if request.first_token_time is None:
-                request.first_token_time = now
+            if request.metrics.first_token_time is None:
+                request.note(first_token_time=now)
                 self.num_prompt_tokens += len(request.prompt_token_ids)
             first = pending.token_offsets[row] if pending.schedule.verify_tokens else row
             accepted = 0
@@ -403,7 +410,7 @@ class Engine:
         self.scheduler.finish(sequence)
         sequence.finish_reason, sequence.stop_reason = reason, stop
         if sequence.request.finished:
-            sequence.request.finished_time = time.perf_counter()
+            sequence.request.note(finished_time=time.perf_counter())
             self._ended[sequence.request] = None
 
     def text(self, sequence: Sequence) -> str:

@@ -40,8 +40,7 @@ from verax.text.engine.scheduler import Scheduler
 from verax.text.features.lora import AdaptedLayers, AdapterLoader, LoRARequest
 from verax.text.features.speculative import load_draft_model, new_speculator
 from verax.text.hosts import Group
-from verax.text.step.compiled_programs import CompiledPrograms, check_supported, write_programs
-from verax.text.step.program import AbstractModel, compile_all
+from verax.text.step.program import AbstractModel, CompiledPrograms, check_supported, compile_all, write_programs
 from verax.text.step.runner import DeviceAdapters, ModelRunner
 from verax.text.step.sizes import cache_memory, plan_sizes, state_bytes
 from verax.text.tokens.tokenizer import Tokenizer, eos_token_ids
@@ -182,6 +181,10 @@ class LLM:
     def _use(self, engines: abc.Sequence[Engine]) -> None:
         self.engines = tuple(engines)
         """The engine of each replica. Their devices work at the same time: a step is dispatched before it is read."""
+        self.max_num_seqs = sum(engine.scheduler.max_num_seqs for engine in engines)
+        """Most sequences that run at once, on all replicas."""
+        self.max_model_len = engines[0].max_model_len
+        """Longest sequence that is served, in tokens."""
         self._router = ReplicaRouter(engines, block_size=engines[0].prefix_block_size)
         self._names = itertools.count()
 
@@ -189,11 +192,6 @@ class LLM:
     def engine(self) -> Engine:
         """The engine of the first replica."""
         return self.engines[0]
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Most sequences that run at once, on all replicas."""
-        return sum(engine.scheduler.max_num_seqs for engine in self.engines)
 
     def write_programs(self, folder: str | Path) -> list[Path]:
         """Write the compiled programs into a folder for `programs` of a later start; their files.
@@ -223,11 +221,6 @@ class LLM:
             raise InvalidParameterError("node_rank: rank 0 leads; hosts with a larger node_rank follow")
         for dispatch in hosts.dispatches():
             self.engine.repeat(dispatch)
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest sequence that this engine serves, in tokens."""
-        return self.engine.max_model_len
 
     @property
     def kv_cache(self) -> str:

@@ -131,8 +131,8 @@ class RequestMetrics:
     """Times of a request in seconds, on the clock of `time.perf_counter`, and its drafts."""
 
     arrival_time: float
-    first_token_time: float | None
-    finished_time: float | None
+    first_token_time: float | None = None
+    finished_time: float | None = None
     first_scheduled_time: float | None = None
     """Time of the first step that computed a part of the prompt."""
     num_draft_tokens: int = 0

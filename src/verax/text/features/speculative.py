@@ -495,8 +495,11 @@ class Speculator:
         self.totals.num_accepted_tokens += accepted
         for place in range(accepted):
             self.totals.num_accepted_tokens_per_pos[place] += 1
-        sequence.request.num_draft_tokens += drafted
-        sequence.request.num_accepted_tokens += accepted
+        metrics = sequence.request.metrics
+        sequence.request.note(
+            num_draft_tokens=metrics.num_draft_tokens + drafted,
+            num_accepted_tokens=metrics.num_accepted_tokens + accepted,
+        )
         self._policy.record(self._of(sequence), drafted, accepted, len(sequence.tokens))
 
     def _num_drafts_of(self, lengths: abc.Mapping[Sequence, int]) -> dict[Sequence, int]:
@@ -525,13 +528,7 @@ class Speculator:
 
 
 def new_speculator(config: SpeculativeConfig, runner: ModelRunner, draft_model: CausalLM | None) -> Speculator:
-    """The speculator that a configuration describes, for steps of `runner`.
-
-    Args:
-        config: options of speculative decoding.
-        runner: the runner of the model that verifies.
-        draft_model: the draft model, if the method has one.
-    """
+    """The speculator that a configuration describes, for steps of `runner`, with its draft model if it has one."""
     count = config.num_speculative_tokens
     drafter: Drafter
     if draft_model is not None:
@@ -550,12 +547,7 @@ def load_draft_model(
 ) -> CausalLM:
     """The draft model of a configuration, in the dtype of the model that verifies, and over the same devices.
 
-    Args:
-        config: options of speculative decoding, with a model.
-        model: the model that verifies.
-        tokenizer: its tokenizer; None if prompts are token ids, and vocabularies are compared by size only.
-        mesh: devices to divide it over; the default device if None.
-        use_tqdm: a progress bar while loading, if stderr is a terminal.
+    Without a tokenizer, vocabularies are compared by size only.
 
     Raises:
         CheckpointError: if the checkpoint is missing, damaged, or does not fit its config.json.

@@ -8,7 +8,7 @@ padding rows of a step read it, and its parameters are for greedy decoding.
 from __future__ import annotations
 
 from collections import abc
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,6 @@ from jaxtyping import Array, Int, Shaped
 from verax.ops.sampling import SamplingArrays
 from verax.sampling_fields import FLOATS, INTS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, OFF
 from verax.text.engine.request import Sequence
-
-if TYPE_CHECKING:
-    from verax.text.step.sizes import RunnerConfig
 
 __all__ = ["MAX_BANNED", "SlotParams", "Slots", "admit", "new_slots", "pack_admission"]
 
@@ -60,9 +57,9 @@ _IDLE_OTHERS = np.full(len(_OTHERS), -1, np.int32)
 """Parameters of greedy decoding without extras: a step skips what no row needs, and padding rows must need nothing."""
 
 
-def new_slots(sizes: RunnerConfig) -> Slots:
-    """Empty slots with a page table for each cache group."""
-    S = sizes.max_num_seqs + 1
+def new_slots(max_num_seqs: int, max_model_len: int, table_width: int, num_tables: int) -> Slots:
+    """Empty slots with a page table for each cache group. `RunnerConfig.slot_sizes` has the arguments."""
+    S = max_num_seqs + 1
 
     def rows(idle: Shaped[np.ndarray, "n"]) -> Shaped[Array, "S n"]:
         return jnp.broadcast_to(jnp.asarray(idle), (S, len(idle)))
@@ -74,9 +71,9 @@ def new_slots(sizes: RunnerConfig) -> Slots:
         bias_values=jnp.zeros((S, MAX_LOGIT_BIAS), jnp.float32),
         banned=jnp.full((S, MAX_BANNED), _NO_TOKEN, jnp.int32),
     )
-    tables = tuple(jnp.zeros((S, sizes.table_width), jnp.int32) for _ in sizes.groups)
+    tables = tuple(jnp.zeros((S, table_width), jnp.int32) for _ in range(num_tables))
     params = SlotParams(sampling, rows(_IDLE_OTHERS))
-    return Slots(jnp.zeros((S, sizes.max_model_len), jnp.int32), tables, params)
+    return Slots(jnp.zeros((S, max_model_len), jnp.int32), tables, params)
 
 
 def pack_admission(
