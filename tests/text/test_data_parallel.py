@@ -14,7 +14,7 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", ["two", "two of two"])
-def test_answers_are_those_of_one_engine(found, case):
+def test_answers_equal_one_engine(found, case):
     one, replicas = found["one"], found[case]
     expected = one["answers"][: len(replicas["answers"])]
     assert replicas["answers"] == expected

@@ -46,7 +46,7 @@ def model(request, tmp_path_factory):
     return make_llm(tiny_checkpoint(tmp_path_factory.mktemp("model") / family, family=family, **changes)), blocks
 
 
-def test_greedy_tokens_are_those_of_the_model_without_an_engine(model):
+def test_greedy_tokens_equal_the_model_without_an_engine(model):
     # The budget is 32 tokens: prompts of 33 to 64 are computed in two or three chunks.
     llm, scores = model[0], plain_scores(model[0])
     assert [alone(llm, prompt) for prompt in PROMPTS] == [greedy_answer(scores, prompt) for prompt in PROMPTS]
@@ -280,7 +280,7 @@ def test_answers_so_far_survive_preemption(llm):
     assert scheduler.num_preemptions > 0
 
 
-def test_log_probabilities_are_those_of_the_new_tokens(llm):
+def test_only_new_tokens_have_log_probabilities(llm):
     params = SamplingParams(temperature=0, max_tokens=9, logprobs=1, ignore_eos=True)
     (expected,) = llm.generate([PROMPTS[2]], params)
     llm.add_request(PROMPTS[2], params, output_token_ids=[expected.outputs[0].token_ids[:4]])

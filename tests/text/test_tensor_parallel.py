@@ -52,7 +52,7 @@ def features(tmp_path_factory):
     return run(FEATURES, tmp_path_factory.mktemp("features"), dict.fromkeys(FEATURES, (1, 2)))
 
 
-def test_tokens_are_those_of_one_device(family):
+def test_tokens_equal_one_device(family):
     name, found = family
     assert all(len(set(answer)) > 4 for answer in found[1]["tokens"])
     assert tuple(size for size, of in found.items() if of["tokens"] == found[1]["tokens"]) == SIZES[name]
@@ -157,5 +157,5 @@ def test_more_devices_than_there_are_are_refused_with_the_way_to_virtual_ones(ti
         LLM(tiny_folder, tensor_parallel_size=0)
 
 
-def test_one_device_alone_is_no_mesh():
+def test_one_device_alone_is_not_a_mesh():
     assert tensor_meshes(1) == [None]

@@ -51,7 +51,7 @@ def free_drafts(twin, other, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [*SAMPLING, "repeating"])
-def test_answers_are_those_of_an_engine_without_drafts(other, kind):
+def test_answers_equal_an_engine_without_drafts(other, kind):
     params = SamplingParams(
         **(LOOPING if kind == "repeating" else {"max_tokens": 30, "ignore_eos": True} | SAMPLING[kind])
     )

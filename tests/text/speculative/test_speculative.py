@@ -33,7 +33,7 @@ from verax.text.features.speculative import LONGEST_REST, Acceptance, Policy, St
 
 @pytest.mark.parametrize("biased", [False, True], ids=["free", "repeating"])
 @pytest.mark.parametrize("kind", SAMPLING)
-def test_answers_are_those_of_an_engine_without_drafts(ngram, kind, biased):
+def test_answers_equal_an_engine_without_drafts(ngram, kind, biased):
     common = LOOPING if biased else {"max_tokens": 30, "ignore_eos": True}
     params = SamplingParams(**{**common, **SAMPLING[kind]})
     _, accepted = assert_unchanged(ngram, PROMPTS, params)

@@ -240,7 +240,7 @@ def step_program(
 
 
 def sampling_program(model: AbstractModel, sizes: RunnerConfig, rows: int, mesh: Mesh | None = None) -> StepProgram:
-    """The sampling of a step of `rows` sequences of which some have a grammar. On a mesh, every device does all of it."""
+    """The sampling of `rows` sequences of which some have a grammar. On a mesh, every device does all of it."""
 
     def function(*arguments: Any) -> Any:
         return sample_deferred(*arguments)
