@@ -24,24 +24,19 @@ from verax.text.engine.outputs import RequestOutput, StepStats
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.features.grammar import GrammarMatcher
 
-STOP_TOKENS = list(range(60, 110))
+ENDING = dict(n=2, temperature=1.4, seed=8, max_tokens=60, stop_token_ids=list(range(60, 110)))
 CASES = {
     "greedy": GREEDY,
     "several": SamplingParams(n=3, temperature=1.5, seed=3, max_tokens=25),
     "stop strings": SamplingParams(temperature=1.3, seed=5, max_tokens=40, stop=["e", "o ", "r"], min_tokens=4),
     "stop kept": SamplingParams(n=2, temperature=1.3, seed=6, stop=["a", "or"], include_stop_str_in_output=True),
-    "stop tokens": SamplingParams(n=2, temperature=1.4, seed=8, max_tokens=60, stop_token_ids=STOP_TOKENS),
-    "stop token kept": SamplingParams(
-        n=2, temperature=1.4, seed=8, max_tokens=60, stop_token_ids=STOP_TOKENS, include_stop_str_in_output=True
-    ),
-    "stop token kept with stop strings": SamplingParams(
-        n=2, temperature=1.4, seed=8, max_tokens=60, stop=["zz"], stop_token_ids=STOP_TOKENS,
-        include_stop_str_in_output=True,
-    ),
+    "stop tokens": SamplingParams(**ENDING),
+    "stop token kept": SamplingParams(**ENDING, include_stop_str_in_output=True),
+    "stop token kept with stop strings": SamplingParams(**ENDING, stop=["zz"], include_stop_str_in_output=True),
     "special tokens": SamplingParams(n=2, temperature=2.0, seed=9, skip_special_tokens=False, logit_bias={2: 5.0}),
     "log-probabilities": SamplingParams(n=2, temperature=1.0, seed=4, max_tokens=9, logprobs=2, prompt_logprobs=1),
     "penalties": SamplingParams(temperature=0, max_tokens=30, frequency_penalty=1.5, repetition_penalty=1.2),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

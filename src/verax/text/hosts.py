@@ -118,7 +118,8 @@ class Link:
         socket.ipv6 = ":" in host
         socket.sndhwm = socket.rcvhwm = 0  # what is on its way is bounded by the steps, each of which needs all ranks
         socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT, SILENCE
-        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        self._public_key, secret_key = zmq.curve_keypair()
+        socket.curve_publickey, socket.curve_secretkey = self._public_key, secret_key
         self._monitor = socket.get_monitor_socket()
         self._on_lost = on_lost
         self._parted = self._gone = False
@@ -129,7 +130,7 @@ class Link:
         link = cls(host, rank, on_lost)
         link._socket.curve_server = True
         port = link._socket.bind_to_random_port(f"tcp://{bracketed(host)}")
-        return link, Address(host, port, link._socket.curve_publickey.decode())
+        return link, Address(host, port, link._public_key.decode())
 
     @classmethod
     def connect(cls, address: Address, rank: int, on_lost: Callable[[int], None]) -> Link:

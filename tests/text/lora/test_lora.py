@@ -67,9 +67,9 @@ def test_a_sequence_waits_while_running_ones_use_all_slots_and_so_do_the_ones_af
     assert plan.adapted
     scheduler.finish(first)
     assert scheduler.schedule().admitted == [second, third]
+    assert (second.adapter_slot, third.adapter_slot) == (0, None)
     scheduler.finish(second)
     assert not scheduler.schedule().adapted
-    assert (second.adapter_slot, third.adapter_slot) == (0, None)
     scheduler.check()
 
 
