@@ -46,7 +46,7 @@ clean:  ## Remove the environment, caches, builds and the demo's folder.
 # Folders and files with a verb of their own. The server's tests want programs as users have them, which other tests do without
 # (tests/conftest.py).
 EXAMPLES := tests/test_docs_code.py tests/test_examples.py tests/cli/test_demo.py tests/train tests/recipes
-DEVICES := tests/text/test_tensor_parallel.py tests/text/test_data_parallel.py tests/text/test_hosts.py tests/video/test_mesh.py
+DEVICES := tests/text/test_tensor_parallel.py tests/text/test_hosts.py tests/video/test_mesh.py
 OTHERS := tests/parity tests/real tests/targets tests/ray
 
 test: $(VENV)/.installed-test  ## Run the tests of the package: no GPU, PyTorch, Ray or browser is needed. LEVEL=avx2 for other CPU kernels.

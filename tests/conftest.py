@@ -96,7 +96,7 @@ SLOW = (
     "plan",
     "text/lora/test_speculation",
     "text/speculative/test_drafters",
-    "text/test_kv_cache_dtype",
+    "text/test_kv_cache",
     "video/test_pipeline",
     "video/test_wan22",
 )

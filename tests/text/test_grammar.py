@@ -269,7 +269,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(formed, monkeypatch, method
     params = SamplingParams(seed=1, max_tokens=20, n=2, structured_outputs={"regex": "[a-z]{9}"})
     expected = formed.generate([PROMPTS[2]], params, use_tqdm=False)[0].outputs
     bad, good = (formed.add_request(prompt, params) for prompt in PROMPTS[1:3])
-    victim = formed.engine.request(bad).sequences[1].matcher
+    victim = formed.engine._requests[bad].sequences[1].matcher
 
     def fail(*_):
         raise StructuredOutputError("structured_outputs: too complex")
@@ -295,7 +295,7 @@ def test_a_panic_in_the_host_work_of_a_request_ends_it_alone(formed, monkeypatch
     params = SamplingParams(seed=1, max_tokens=20, stop=["!?"], structured_outputs={"regex": "[a-z]{9}"})
     expected = formed.generate([PROMPTS[2]], params, use_tqdm=False)[0].outputs
     bad, good = (formed.add_request(prompt, params) for prompt in PROMPTS[1:3])
-    sequence = formed.engine.request(bad).sequences[0]
+    sequence = formed.engine._requests[bad].sequences[0]
     victim, method = (sequence.detokenizer, "append") if where == "detokenizer" else (sequence.matcher, where)
     monkeypatch.setattr(victim, method, fail)
     done = {}

@@ -257,15 +257,17 @@ def _prepare(llm: LLM, rows: int, length: int) -> tuple[float, np.ndarray, StepS
     prompt_length = max(1, min(length, llm.max_model_len) - 40)
     params = SamplingParams(temperature=0.7, max_tokens=None, ignore_eos=True)
     prompts = rng.integers(3, engine.vocab_size, (rows, prompt_length)).tolist()
-    names = [engine.add_request(RequestInput(prompt, params)) for prompt in prompts]
+    requests = [engine.prepare(RequestInput(prompt, params)) for prompt in prompts]
+    for request in requests:
+        engine.add(request)
     while any(sequence.num_to_compute != 1 for sequence in engine.scheduler.running) or engine.scheduler.waiting:
         engine.advance()
     begin = time.perf_counter()
     schedule = engine.scheduler.schedule()
     packed, shape, _ = engine.runner.pack(schedule)
     host_ms = 1e3 * (time.perf_counter() - begin)
-    for name in names:
-        engine.abort(name)
+    for request in requests:
+        engine.abort(request.request_id)
     return host_ms, packed, shape
 
 
