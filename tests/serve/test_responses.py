@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.serve.conftest import named
 from tests.support.chat_run import ScriptedRun, call, running
 from verax.serve.http.body import decode
 from verax.serve.http.errors import ApiError
@@ -17,11 +18,11 @@ TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", 
 
 
 def chat(**fields):
-    return chat_of(decode(ResponsesRequest, {**BODY, **fields}))
+    return chat_of(decode(ResponsesRequest, {**BODY, **fields})).chat()
 
 
 def scripted(monkeypatch, run):
-    async def run_chat(server, request, record=None):
+    async def run_chat(*arguments):
         return run
 
     monkeypatch.setattr(responses, "run_chat", run_chat)
@@ -164,27 +165,25 @@ def test_log_probabilities_come_with_the_text(api):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"input": None}, "input"),
-        ({"input": []}, "input"),
+        *named("input", None, [], "word " * 500),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"background": True}, "background"),
-        ({"store": True}, "store"),
-        ({"conversation": "c"}, "conversation"),
-        ({"prompt": {"id": "p"}}, "prompt"),
-        ({"truncation": "auto"}, "truncation"),
+        *named("previous_response_id", "resp_1"),
+        *named("background", True),
+        *named("store", True),
+        *named("conversation", "c"),
+        *named("prompt", {"id": "p"}),
+        *named("truncation", "auto"),
         ({"include": ["file_search_call.results"]}, "include[0]"),
-        ({"max_tool_calls": 1}, "max_tool_calls"),
+        *named("max_tool_calls", 1),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tool_choice": "required"}, "tool_choice"),
+        *named("tool_choice", "required"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"input": "word " * 500}, "input"),
+        *named("max_output_tokens", 0),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
