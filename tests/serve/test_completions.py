@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from tests.serve.conftest import named
+from verax.serve.text.completions import CompletionLogprobs
 from verax.serve.text.run import Usage
-from verax.text.engine.outputs import CompletionOutput, RequestOutput
+from verax.text.engine.outputs import CompletionOutput, Logprob, RequestOutput
 
 PATH = "/v1/completions"
 BODY = {"prompt": "once upon", "max_tokens": 8, "seed": 3, "ignore_eos": True}
@@ -86,7 +87,32 @@ def test_an_echo_of_nothing_more_is_the_prompt_with_its_logprobs(api):
 def test_logprobs_have_as_many_best_tokens_as_asked_for(api):
     lists = api.ok(PATH, {**BODY, "logprobs": 3})["choices"][0]["logprobs"]
     assert len(lists["tokens"]) == 8
-    assert all(1 <= len(best) <= 3 for best in lists["top_logprobs"])
+    for token, logprob, best in zip(lists["tokens"], lists["token_logprobs"], lists["top_logprobs"], strict=True):
+        assert 3 <= len(best) <= 4
+        assert best[token] == logprob  # of the sampled token, whatever its rank
+
+
+def test_offsets_are_in_the_text_that_is_returned(api, engine):
+    text = "a 😀 fox"
+    body = {**BODY, "prompt": text, "echo": True, "logprobs": 1, "stop": "e", "max_tokens": 40}
+    (choice,) = api.ok(PATH, {**body, "logit_bias": {"40": 5}})["choices"]
+    lists = choice["logprobs"]
+    offsets = lists["text_offset"]
+    assert offsets == sorted(offsets)
+    assert max(offsets) <= len(choice["text"])
+    for i, (token, offset) in enumerate(zip(lists["tokens"], offsets, strict=True)):
+        if "\ufffd" not in token and i < len(engine.tokenizer.encode(text)):
+            assert choice["text"].startswith(token, offset)
+
+
+def test_tokens_of_one_text_stand_side_by_side(engine):
+    tokenizer = engine.tokenizer
+    first, second = [token for token in range(tokenizer.vocab_size) if tokenizer.decode([token]) == "\ufffd"][:2]
+    logprobs = CompletionLogprobs(1, tokenizer)
+    entry = {first: Logprob(-0.1, 1, "\ufffd"), second: Logprob(-3.0, 2, "\ufffd")}
+    logprobs.add([first, second], [entry, entry])
+    expected = [{"\ufffd": -0.1}, {f"token_id:{first}": -0.1, "\ufffd": -3.0}]
+    assert logprobs.take()["top_logprobs"] == expected
 
 
 @pytest.mark.parametrize(

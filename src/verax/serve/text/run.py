@@ -134,6 +134,7 @@ class RunEvent:
         finish_reason: `"stop"`, `"length"` or `"tool_calls"` in an answer's last event.
         stop_reason: stop string or stop token that ended the answer.
         logprobs: a new token each, if the request wants them.
+        ranked: the engine's log-probabilities by token id at the place of each new token.
         token_ids: the new tokens.
     """
 
@@ -142,6 +143,7 @@ class RunEvent:
     finish_reason: Literal["stop", "length", "tool_calls"] | None = None
     stop_reason: int | str | None = None
     logprobs: list[dict[str, Any]] | None = None
+    ranked: tuple[Mapping[int, Logprob], ...] = ()
     token_ids: tuple[int, ...] = ()
 
 
@@ -154,6 +156,7 @@ class RunAnswer:
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None
     logprobs: list[dict[str, Any]] | None
+    ranked: list[Mapping[int, Logprob]]
     token_ids: list[int]
 
 
@@ -189,6 +192,7 @@ class Run:
         created: seconds since 1970.
         n: answers to each prompt.
         usages: token counts and times of each prompt so far; complete after the last event.
+        params: sampling parameters of all prompts.
         outputs: the engine's latest output of each prompt: its tokens and their log-probabilities.
 
     Raises:
@@ -215,7 +219,7 @@ class Run:
         self.created = int(time.time())
         self.usages = [Usage() for _ in prompts]
         self.outputs: list[RequestOutput | None] = [None] * len(prompts)
-        self.num_top = params.logprobs
+        self.params = params
         self.tokenizer = server.engine.tokenizer
         self.n = params.n
         self._engine = server.engine
@@ -348,9 +352,10 @@ class Run:
         """Event with the tokens that came since the answer's last event."""
         sample = self._samples[index]
         logprobs = None
-        if self.num_top is not None:
-            logprobs = token_logprobs(self.tokenizer, sample.token_ids, sample.logprobs, self.num_top)
-        event = RunEvent(index, delta, reason, stop_reason, logprobs, tuple(sample.token_ids))
+        if self.params.logprobs is not None:
+            logprobs = token_logprobs(self.tokenizer, sample.token_ids, sample.logprobs, self.params.logprobs)
+        ranked = tuple(sample.logprobs)
+        event = RunEvent(index, delta, reason, stop_reason, logprobs, ranked, tuple(sample.token_ids))
         sample.token_ids, sample.logprobs = [], []
         return event
 
@@ -368,7 +373,10 @@ class Run:
             message=join(event.delta for event in events),
             finish_reason=last.finish_reason,
             stop_reason=last.stop_reason,
-            logprobs=None if self.num_top is None else [entry for event in events for entry in event.logprobs or ()],
+            logprobs=None
+            if self.params.logprobs is None
+            else [entry for event in events for entry in event.logprobs or ()],
+            ranked=[entry for event in events for entry in event.ranked],
             token_ids=[token for event in events for token in event.token_ids],
         )
 
