@@ -102,6 +102,29 @@ def test_a_seed_may_be_negative_and_null_is_absent(api):
     api.ok(PATH, {**BODY, "stop": None, "n": None, "tools": None, "stream": None, "logit_bias": None, "top_p": None})
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (PATH, BODY),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 12}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 12}),
+        ("/v1/messages", {"messages": USER, "max_tokens": 12}),
+    ],
+)
+def test_a_top_p_of_0_is_greedy(api, path, body):
+    answers = [
+        api.ok(path, {**body, "temperature": temperature, "top_p": top_p}) for temperature, top_p in ((1.5, 0), (0, 1))
+    ]
+    assert text_of(answers[0]) == text_of(answers[1])
+
+
+def text_of(body):
+    """Text of an answer of any API."""
+    if "choices" in body:
+        return body["choices"][0].get("text") or body["choices"][0]["message"]["content"]
+    return [part["text"] for item in body.get("output") or [body] for part in item["content"]]
+
+
 def test_logit_bias_has_texts_as_keys(api):
     body = api.ok(PATH, {**BODY, "logit_bias": {"40": 100}, "return_token_ids": True, "temperature": 0})
     assert set(body["choices"][0]["token_ids"]) == {40}
@@ -148,7 +171,7 @@ def test_prompt_logprobs_are_for_whole_answers(api):
         *named("max_tokens", 0, -1, 2**40),
         *named("max_completion_tokens", 0),
         *named("temperature", -0.1),
-        *named("top_p", 0, 1.5),
+        *named("top_p", -0.1, 1.5),
         *named("top_k", -2),
         *named("min_p", 2),
         *named("presence_penalty", 3),

@@ -19,7 +19,7 @@ TOOL = {"name": "weather", "description": "Forecast.", "input_schema": {"type": 
 
 
 def chat(**fields):
-    return chat_of(decode(MessagesRequest, {**BODY, **fields})).chat()
+    return chat_of(decode(MessagesRequest, {**BODY, **fields}))
 
 
 def scripted(monkeypatch, run):
@@ -216,6 +216,10 @@ def test_a_last_message_of_the_assistant_is_continued():
          "messages: the last one has a tool call"),
         ({"tools": [{**TOOL, "type": "web_search_20250305"}]}, "tools[0].type: "),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name: "),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "clock"}}, "tool_choice: "),
+        ({"tools": [TOOL, TOOL]}, "tools[1]: "),
+        ({"tools": [{**TOOL, "input_schema": {"type": "hiccup"}}], "tool_choice": {"type": "any"}}, "tools: "),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 1}}}}, "output_config.format"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: there are no tools"),
         ({"thinking": {"type": "enabled", "budget_tokens": 8}}, "thinking.budget_tokens: "),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences: "),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
@@ -137,11 +137,13 @@ class Translation:
     """Chat that is made of another API's request.
 
     Args:
-        names: that API's names of a chat's fields, in errors.
+        names: gets that API's names of the chat's fields, for errors.
+        fields: names of fields that are the same in every chat.
     """
 
-    def __init__(self, names: Mapping[str, str]):
-        self.names = dict(names)
+    def __init__(self, names: dict[str, str], fields: Mapping[str, str]):
+        self.names = names
+        self.names |= fields
         self.values: dict[str, Any] = {"messages": []}
         """Fields of the chat so far."""
 
@@ -183,6 +185,15 @@ class Translation:
             return decode(ChatRequest, self.values)
 
 
+def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as chat templates read them: text as one string, arguments of calls as objects, developer as system.
+
+    Raises:
+        ApiError: 400, naming the message.
+    """
+    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
 def template_options(request: ChatRequest) -> dict[str, Any]:
     """Variables of the chat template, and how it ends.
 
@@ -210,7 +221,6 @@ def template_options(request: ChatRequest) -> dict[str, Any]:
 
 
 def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
-    """A message as chat templates read it: text as one string, arguments of calls as objects, developer as system."""
     role = "system" if message.role == "developer" else message.role
     reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
     if message.content is None and not (role == "assistant" and (message.tool_calls or reasoning)):
@@ -310,7 +320,7 @@ async def render_chat(server: Server, request: ChatRequest) -> str:
         ApiError: 400, naming the field.
         VeraxError: for what the template refuses.
     """
-    messages = [_template_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
+    messages = template_messages(request.messages)
     return await server.engine.render(messages, tools=_tools(request), **template_options(request))
 
 

@@ -15,7 +15,7 @@ from verax.serve.http.openapi import json_routes
 from verax.serve.http.server import Server
 from verax.serve.http.sse import named_event
 from verax.serve.http.telemetry import RequestRecord
-from verax.serve.text.chat import Translation, count_tokens, run_chat
+from verax.serve.text.chat import ChatRequest, Translation, count_tokens, run_chat
 from verax.serve.text.run import Part, PartStep, PartTracker, Run, RunEvent, text_routes
 from verax.serve.text.sampling import MAX_INT, Positive, Refused, Text
 
@@ -121,7 +121,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
     max_tokens: Positive
     temperature: Annotated[float, Meta(ge=0)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     stop_sequences: list[Text] | None = None
     stream: bool | None = None
@@ -141,8 +141,12 @@ _NAMES = {
 """Anthropic's names of a chat's fields."""
 
 
-def chat_of(request: CountTokensRequest) -> Translation:
+def chat_of(request: CountTokensRequest, names: dict[str, str] | None = None) -> ChatRequest:
     """The chat of a request.
+
+    Args:
+        request: the request.
+        names: gets this API's names of the chat's fields, as `renamed` takes them.
 
     Raises:
         ApiError: 400, naming the field.
@@ -150,7 +154,7 @@ def chat_of(request: CountTokensRequest) -> Translation:
     for name in ("mcp_servers", "container"):
         if getattr(request, name, None):
             raise field_error(name, "it is not supported here")
-    translation = Translation(_NAMES)
+    translation = Translation({} if names is None else names, _NAMES)
     translation.copy(request, "model", "max_tokens", "temperature", "top_p", "top_k", "stream")
     _add_messages(translation, request)
     values = translation.values
@@ -173,7 +177,7 @@ def chat_of(request: CountTokensRequest) -> Translation:
     if output is not None and output.format is not None:
         schema = {"name": "answer", "schema": output.format.schema}
         values["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return translation
+    return translation.chat()
 
 
 def _reasoning_options(request: CountTokensRequest) -> dict[str, Any]:
@@ -236,12 +240,12 @@ def routes(server: Server) -> list[Route]:
     """Routes of messages."""
 
     async def start(request: MessagesRequest, record: RequestRecord) -> Run:
-        translation = chat_of(request)
-        return await run_chat(server, translation.chat(), record, translation.names)
+        names: dict[str, str] = {}
+        return await run_chat(server, chat_of(request, names), record, names)
 
     async def count(request: CountTokensRequest, record: RequestRecord) -> dict[str, int]:
-        translation = chat_of(request)
-        return {"input_tokens": await count_tokens(server, translation.chat(), translation.names)}
+        names: dict[str, str] = {}
+        return {"input_tokens": await count_tokens(server, chat_of(request, names), names)}
 
     path, answers = "/messages", "Answer, as Anthropic's API does."
     return [

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -17,20 +19,29 @@ from verax.serve.http.openapi import json_routes
 from verax.serve.http.server import Server
 from verax.serve.http.sse import named_event
 from verax.serve.http.telemetry import RequestRecord
-from verax.serve.text.chat import Translation, count_tokens, run_chat
+from verax.serve.text.chat import ChatRequest, Translation, count_tokens, run_chat
 from verax.serve.text.run import Part, PartStep, PartTracker, Run, RunEvent, text_routes
 from verax.serve.text.sampling import Positive, Refused
 
 __all__ = ["ResponsesRequest", "chat_of", "routes"]
 
+S = TypeVar("S", bound=msgspec.Struct)
+
 LOGPROBS = "message.output_text.logprobs"
 """Entry of `include` that asks for log-probabilities."""
 
-_INCLUDE = {LOGPROBS, "reasoning.encrypted_content"}
-"""Entries of `include` that are taken. Reasoning comes in the open, so that nothing has to be encrypted."""
+_INCLUDE = (
+    *(LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url", "web_search_call.results"),
+    *("web_search_call.action.sources", "file_search_call.results", "code_interpreter_call.outputs"),
+    "computer_call_output.output.image_url",
+)
+"""Entries of `include`. Reasoning comes in the open, and what tools of OpenAI's server find is never there."""
 
-_NEEDS_STATE = ("previous_response_id", "background", "conversation", "prompt", "store")
+_NEEDS_STATE = ("previous_response_id", "background", "conversation", "prompt")
 """Fields that need a server that keeps responses."""
+
+_OTHER_ITEM = re.compile(r"[a-z_]{1,40}_(call|output)")
+"""Types of items of tools that this server does not know; a conversation keeps them as text."""
 
 
 class InputText(msgspec.Struct, kw_only=True):
@@ -104,25 +115,23 @@ _SCHEMAS = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in INPUT_
 InputItem = Annotated[dict[str, Any], Meta(extra_json_schema={"anyOf": _SCHEMAS})]
 """Item whose `type` names its kind; a message may lack it."""
 
+AnyTool = Annotated[
+    dict[str, Any], Meta(extra_json_schema={"required": ["type"], "properties": {"type": {"type": "string"}}})
+]
+"""`ResponseTool`, or a tool of another type."""
+
 Off = Annotated[bool, Meta(extra_json_schema={"const": False})]
 """Switch of what needs a server that keeps responses."""
 
 
 class ResponseTool(msgspec.Struct, kw_only=True):
-    """Function that the model may call."""
+    """Function that the model may call. Tools of other types are left out."""
 
     type: Literal["function"]
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-
-
-class NamedFunction(msgspec.Struct, kw_only=True):
-    """Function that must be called."""
-
-    type: Literal["function"]
-    name: str
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
@@ -142,12 +151,15 @@ class TextOptions(msgspec.Struct, kw_only=True):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
+Summary = Literal["auto", "concise", "detailed"]
+
+
 class ReasoningOptions(msgspec.Struct, kw_only=True):
     """Options of the reasoning."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    summary: Any = None
-    generate_summary: Any = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
 
 
 class ResponseStreamOptions(msgspec.Struct, kw_only=True):
@@ -164,23 +176,23 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     instructions: str | None = None
     max_output_tokens: Positive | None = None
     temperature: Annotated[float, Meta(ge=0)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    tools: list[ResponseTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tools: list[AnyTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include: list[Annotated[str, Meta(extra_json_schema={"enum": sorted(_INCLUDE)})]] | None = None
+    include: list[Annotated[str, Meta(extra_json_schema={"enum": _INCLUDE})]] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
-    store: Off | None = None
+    store: bool | None = None
     background: Off | None = None
     previous_response_id: Refused = None
     conversation: Refused = None
@@ -200,14 +212,18 @@ _NAMES = {
 """Names of a chat's fields in responses."""
 
 
-def chat_of(request: ResponsesRequest) -> Translation:
+def chat_of(request: ResponsesRequest, names: dict[str, str] | None = None) -> ChatRequest:
     """The chat of a request.
+
+    Args:
+        request: the request.
+        names: gets this API's names of the chat's fields, as `renamed` takes them.
 
     Raises:
         ApiError: 400, naming the field.
     """
     _check(request)
-    translation = Translation(_NAMES)
+    translation = Translation({} if names is None else names, _NAMES)
     translation.copy(request, "model", "temperature", "top_p", "stream", "parallel_tool_calls")
     values = translation.values
     if request.instructions:
@@ -216,19 +232,28 @@ def chat_of(request: ResponsesRequest) -> Translation:
         translation.add("input", "user", content=request.input)
     else:
         for i, item in enumerate(request.input):
-            _add_item(translation, _read_item(item, f"input[{i}]"), f"input[{i}]")
+            _add_item(translation, item, f"input[{i}]")
     if request.max_output_tokens is not None:
         values["max_completion_tokens"] = request.max_output_tokens
     if LOGPROBS in (request.include or ()) or request.top_logprobs:
         values |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
     if request.reasoning is not None and request.reasoning.effort is not None:
         values["reasoning_effort"] = request.reasoning.effort
-    for i, tool in enumerate(request.tools or ()):
+    functions, choice = _functions(request), request.tool_choice
+    if isinstance(choice, dict):
+        match choice:
+            case {"type": "function", "name": str(name)}:
+                choice = {"type": "function", "function": {"name": name}}
+            case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]}:
+                names = [tool.get("name") for tool in allowed if isinstance(tool, dict)]
+                functions = {i: tool for i, tool in functions.items() if tool.name in names}
+                choice = mode
+            case _:
+                raise field_error("tool_choice", "expected a function by name, or allowed_tools with mode and tools")
+    for i, tool in functions.items():
         translation.add_tool(f"tools[{i}]", "parameters", tool)
-    choice = request.tool_choice
     if choice is not None:
-        named = isinstance(choice, NamedFunction)
-        values["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if named else choice
+        values["tool_choice"] = choice
     form = request.text.format if request.text else None
     if form is not None and form.type == "json_object":
         values["response_format"] = {"type": "json_object"}
@@ -237,7 +262,7 @@ def chat_of(request: ResponsesRequest) -> Translation:
             raise field_error("text.format.schema", "it is missing")
         schema = {"name": form.name or "answer", "schema": form.schema}
         values["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return translation
+    return translation.chat()
 
 
 def _check(request: ResponsesRequest) -> None:
@@ -251,27 +276,44 @@ def _check(request: ResponsesRequest) -> None:
         raise field_error("truncation", "expected disabled; no part of a conversation is dropped")
     for i, name in enumerate(request.include or ()):
         if name not in _INCLUDE:
-            raise field_error(f"include[{i}]", f"expected {' or '.join(sorted(_INCLUDE))}, got {name[:100]!r}")
-    options = request.reasoning
-    for name in ("summary", "generate_summary"):
-        if options is not None and getattr(options, name) not in (None, "auto"):
-            raise field_error(f"reasoning.{name}", "the reasoning comes whole, without a summary")
+            raise field_error(f"include[{i}]", f"expected {' or '.join(_INCLUDE)}, got {name[:100]!r}")
+
+
+def _functions(request: ResponsesRequest) -> dict[int, ResponseTool]:
+    """The tools that are functions, by their numbers in the request."""
+    tools = enumerate(request.tools or ())
+    return {
+        i: _read(ResponseTool, tool, f"tools[{i}]") for i, tool in tools if tool.get("type", "") in ("", "function")
+    }
+
+
+def _warnings(request: ResponsesRequest) -> list[str]:
+    """What the request asks for in vain, by the field's name; such requests are what coding agents send."""
+    functions = _functions(request)
+    warnings = [
+        f"tools[{i}]: {str(tool['type'])[:50]!r} is left out, as this server calls no tools itself"
+        for i, tool in enumerate(request.tools or ())
+        if i not in functions
+    ]
+    if request.store:
+        warnings.append("store: the response is not kept")
+    if request.reasoning is not None and (request.reasoning.summary or request.reasoning.generate_summary):
+        warnings.append("reasoning.summary: the reasoning comes whole, without a summary")
     if request.text is not None and request.text.verbosity not in (None, "medium"):
-        raise field_error("text.verbosity", "expected medium, which changes nothing")
+        warnings.append("text.verbosity: it has no effect here")
+    return warnings
 
 
-def _read_item(item: Mapping[str, Any], where: str) -> msgspec.Struct:
-    kind = _ITEMS.get(str(item.get("type", "message")))
-    if kind is None:
-        raise field_error(f"{where}.type", f"expected {', '.join(_ITEMS)}, got {str(item.get('type'))[:50]!r}")
+def _read(kind: type[S], value: Mapping[str, Any], where: str) -> S:
     try:
-        return decode(kind, item)
+        return decode(kind, value)
     except ApiError as error:
         raise ApiError(error.status, f"{where}.{error.message}", param=f"{where}.{error.param}") from error
 
 
-def _add_item(translation: Translation, item: msgspec.Struct, where: str) -> None:
+def _add_item(translation: Translation, given: Mapping[str, Any], where: str) -> None:
     """Add an item. Reasoning, text and calls that follow each other are one message of the assistant."""
+    type = str(given.get("type", "message"))
 
     def answer(*without: str) -> dict[str, Any]:
         """The message that the item belongs to: the last one, or a new one if that has one of these keys."""
@@ -280,7 +322,17 @@ def _add_item(translation: Translation, item: msgspec.Struct, where: str) -> Non
             return messages[-1]
         return translation.add(where, "assistant")
 
-    match item:
+    if type not in _ITEMS:
+        if not _OTHER_ITEM.fullmatch(type):
+            raise field_error(f"{where}.type", f"expected {', '.join(_ITEMS)}, got {type[:50]!r}")
+        text = json.dumps({name: value for name, value in given.items() if name not in ("id", "status")})
+        if type.endswith("_output"):
+            translation.add(where, "user", content=text)
+        else:
+            message = answer("tool_calls")
+            message["content"] = "\n".join(filter(None, (message.get("content"), text)))
+        return
+    match item := _read(_ITEMS[type], given, where):
         case InputCallOutput():
             output = _joined(item.output, f"{where}.output")
             translation.add(where, "tool", tool_call_id=item.call_id, content=output)
@@ -317,12 +369,12 @@ def routes(server: Server) -> list[Route]:
     """Routes of responses."""
 
     async def start(request: ResponsesRequest, record: RequestRecord) -> Run:
-        translation = chat_of(request)
-        return await run_chat(server, translation.chat(), record, translation.names)
+        names: dict[str, str] = {}
+        return await run_chat(server, chat_of(request, names), record, names)
 
     async def count(request: ResponsesRequest, record: RequestRecord) -> dict[str, Any]:
-        translation = chat_of(request)
-        tokens = await count_tokens(server, translation.chat(), translation.names)
+        names: dict[str, str] = {}
+        tokens = await count_tokens(server, chat_of(request, names), names)
         return {"object": "response.input_tokens", "input_tokens": tokens}
 
     path, items = "/responses", {"parts": INPUT_ITEMS}
@@ -339,6 +391,7 @@ class _Answer:
     def __init__(self, run: Run, request: ResponsesRequest):
         self._run = run
         self._request = request
+        self._warnings = _warnings(request)
         self._tracker = PartTracker()
         self._key = uuid.uuid4().hex
         self._number = 0
@@ -443,14 +496,15 @@ class _Answer:
             "store": False,
             "temperature": request.temperature,
             "text": {"format": {key: value for key, value in form.items() if value is not None}},
-            "tool_choice": msgspec.to_builtins(request.tool_choice) or "auto",
-            "tools": [msgspec.to_builtins(tool) for tool in request.tools or ()],
+            "tool_choice": request.tool_choice or "auto",
+            "tools": [msgspec.to_builtins(tool) for tool in _functions(request).values()],
             "top_logprobs": request.top_logprobs or 0,
             "top_p": request.top_p,
             "truncation": "disabled",
             "usage": _usage(run) if status in ("completed", "incomplete") else None,
             "user": request.user,
             "metadata": request.metadata or {},
+            **({"warnings": self._warnings} if self._warnings else {}),
         }
 
 
