@@ -108,8 +108,8 @@ build/compilers/.installed: pyproject.toml tests/targets/requirements.py | $(VEN
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(@D) $$($(BIN)/python -m tests.targets.requirements)
 	@touch $@
 
-fuzz-server: $(VENV)/.installed-dev  ## Send thousands of random requests to verax serve; GROUPS="chat videos" for some of them.
-	$(BIN)/python -m tests.conformance.fuzz $(GROUPS)
+fuzz-server: $(VENV)/.installed-dev  ## Send thousands of random requests to the server.
+	VERAX_FUZZ_TIMES=20 $(PYTEST) tests/serve/test_openapi_cases.py
 
 openai-conformance: $(VENV)/.installed-dev build/openai/.installed  ## Run openai-python's own tests on verax serve.
 	$(BIN)/python -m tests.conformance.openai_sdk build/openai
