@@ -1,64 +1,76 @@
-"""`verax bench` over files of results: compare, docs, reports, accelerator; and what all its commands share."""
+"""`verax bench`: measurements that anyone can repeat."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
+from verax.bench import settings
 from verax.cli import options
+from verax.cli.options import Flags
+from verax.errors import InvalidParameterError
 
-__all__ = ["Output", "Runs", "Warmup", "accelerator", "compare", "docs", "names", "numbers", "reports", "show"]
+__all__ = ["app"]
 
-Number = TypeVar("Number", int, float)
+app = typer.Typer(help="Measure speed and memory, compared with other libraries.", no_args_is_help=True)
 
 Output = Annotated[
     Path | None,
     typer.Option("--output", "-o", help="Write the result into this folder's file of the subject and processor."),
 ]
-Runs = Annotated[int, typer.Option(help="Counted rounds.", min=1)]
-Warmup = Annotated[int, typer.Option(help="Rounds before them.", min=0)]
+
+SUBJECTS: Mapping[str, tuple[type[settings.Settings], str]] = {
+    "text": (settings.TextSettings, "text.cases"),
+    "quality": (settings.QualitySettings, "text.quality"),
+    "embed": (settings.EmbedSettings, "embed.cases"),
+    "video": (settings.VideoSettings, "video.cases"),
+    "teacache": (settings.TeaCacheSettings, "video.teacache"),
+    "ops": (settings.OpsSettings, "ops"),
+    "delta": (settings.DeltaSettings, "delta.cases"),
+    "serve": (settings.ServeSettings, "serve.cases"),
+}
+"""Settings of each command, whose options are its flags, and the module of `verax.bench` with its `bench_NAME`."""
 
 
-def names(text: str | None) -> tuple[str, ...]:
-    """Names in a text, separated by commas; none of None."""
-    return tuple(name.strip() for name in text.split(",")) if text else ()
+def _command(name: str, table: type[settings.Settings], module: str) -> Callable[..., None]:
+    """Command of a subject, with the docstring of its settings as its help."""
+
+    def run(*, values: dict[str, Any], output: Output = None, as_json: options.Json = False) -> None:
+        try:
+            given = table(**values)
+        except InvalidParameterError as error:
+            raise typer.BadParameter(str(error)) from error
+        _show(getattr(importlib.import_module(f"verax.bench.{module}"), f"bench_{name}")(given), output, as_json)
+
+    run.__annotations__["values"] = Annotated[dict[str, Any], Flags(table)]
+    run.__name__, run.__doc__ = name, table.__doc__
+    return options.with_flags(run)
 
 
-def numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Number]:
-    """Numbers in a text, separated by commas.
-
-    Args:
-        option: that the text belongs to, for an error.
-        text: of the option.
-        kind: int or float.
-
-    Raises:
-        typer.BadParameter: if they are not numbers of this kind.
-    """
-    try:
-        return [kind(number) for number in text.split(",")]
-    except ValueError as error:
-        what = "whole numbers such as 1,8" if kind is int else "numbers such as 0.5,2"
-        raise typer.BadParameter(f"{option}: expected {what}, got {text!r}") from error
+for _name, _subject in SUBJECTS.items():
+    app.command()(_command(_name, *_subject))
 
 
-def show(result: dict[str, Any], output: Path | None, as_json: bool) -> Path | None:
-    """Print a result as its page or as JSON, and write it if there is a folder; the path of its file."""
+def _show(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
+    """Print a result as its page or as JSON, and write it if there is a folder."""
     from verax.bench.results import markdown, write
 
     sys.stdout.write(json.dumps(result, indent=2) + "\n" if as_json else markdown(result))
-    if output is None:
-        return None
-    path = write(result, output)
-    typer.echo(f"written: {path}", err=True)
-    return path
+    if output is not None:
+        typer.echo(f"written: {write(result, output)}", err=True)
 
 
+def _names(text: str | None) -> list[str]:
+    return [name.strip() for name in text.split(",")] if text else []
+
+
+@app.command()
 def accelerator(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder of all files; finished parts in it are not repeated.")
@@ -92,17 +104,18 @@ def accelerator(
         return
     result = bench_accelerator(
         output,
-        only=names(only) or tuple(PARTS),
+        only=_names(only) or tuple(PARTS),
         rehearse=rehearse,
         part_seconds=part_seconds,
         seconds=seconds,
         report=lambda line: typer.echo(line, err=True),
     )
-    show(result, output, as_json)
+    _show(result, output, as_json)
     if not result["complete"]:
         raise typer.Exit(1)
 
 
+@app.command()
 def compare(
     old: Annotated[Path, typer.Argument(help="A JSON that verax bench --output wrote.", exists=True, dir_okay=False)],
     new: Annotated[Path, typer.Argument(help="A later one, of the same benchmark.", exists=True, dir_okay=False)],
@@ -128,6 +141,7 @@ def compare(
         raise typer.Exit(1)
 
 
+@app.command()
 def docs(
     results: Annotated[Path, typer.Option(help="Folder of results, as --output writes them.")] = Path(
         "benchmarks/results"
@@ -143,20 +157,20 @@ def docs(
 
         verax bench text --against transformers --output benchmarks/results && verax bench docs
     """
-    from verax.bench.docs import render
+    from verax.bench.results import render
     from verax.files import write_text
 
     write_text(output, render(template, results))
     typer.echo(f"written: {output}", err=True)
 
 
+@app.command()
 def reports(
     quick: Annotated[bool, typer.Option("--quick", help="Smaller and fewer cases: minutes on two cores.")] = False,
     only: Annotated[str | None, typer.Option(help="Names of reports, with commas; all of them if left out.")] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Write a page and a JSON for each into this folder.")
     ] = Path("docs/reports"),
-    as_json: options.Json = False,
 ) -> None:
     """Tables of speed and memory of the earlier ports, measured again on this machine.
 
@@ -168,15 +182,9 @@ def reports(
 
         verax bench reports --only text,delta-rule --output reports
     """
-    from verax.bench.reports import REPORTS, bench_reports, write_reports
+    from verax.bench.accelerator import REPORTS, bench_reports, write_reports
 
-    results = bench_reports(
-        quick=quick,
-        only=names(only) or tuple(REPORTS),
-        report=lambda note: typer.echo(f"measuring {note}", err=True),
-    )
-    paths = write_reports(results, output)
-    if as_json:
-        sys.stdout.write(json.dumps(results, indent=2) + "\n")
-    for path in paths:
+    shown = lambda note: typer.echo(f"measuring {note}", err=True)
+    results = bench_reports(quick=quick, only=_names(only) or tuple(REPORTS), report=shown)
+    for path in write_reports(results, output):
         typer.echo(f"written: {path}", err=True)
