@@ -73,10 +73,9 @@ Batches = Callable[[list[str], int], Iterator[Batch]]
 def padded_batches(folder: Path, settings: EncoderSettings, padding: int) -> Batches:
     """Batches of a checkpoint's tokenizer; `padding` is the token id after the end of a text."""
     tokenizer = Tokenizer.from_folder(folder)
-    tokenizer.truncate(settings.max_length)
 
     def batches(texts: list[str], batch_size: int) -> Iterator[Batch]:
-        tokens = [ids for ids, _ in tokenizer.encode_batch(texts)]
+        tokens = [ids for ids, _ in tokenizer.encode_batch(texts, max_length=settings.max_length)]
         order = sorted(range(len(texts)), key=lambda i: -len(tokens[i]))
         for begin in range(0, len(order), batch_size):
             rows = order[begin : begin + batch_size]
