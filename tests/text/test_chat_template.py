@@ -81,6 +81,9 @@ def test_a_message_without_text_cannot_be_continued(content):
         "{{ missing.attribute }}",
         "{{ range(10 ** 9) | list }}",
         "{{ 1 // 0 }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception('refuses') }}",
     ],
 )
 def test_whatever_a_template_does_wrong_is_a_template_error(template):
@@ -88,7 +91,7 @@ def test_whatever_a_template_does_wrong_is_a_template_error(template):
         render(template, HELLO)
 
 
-def test_a_template_that_is_no_template_names_the_line():
+def test_an_invalid_template_is_refused_with_its_line():
     with pytest.raises(TemplateError, match="not valid jinja: line 2"):
         render("\n{% for %}", HELLO)
 
@@ -98,7 +101,21 @@ def test_namespaces_and_dictionaries_work():
     assert render(template, HELLO) == "223"
 
 
-@pytest.mark.parametrize("messages", [5, None, "", b"x", {"role": "user", "content": "x"}, [["role", "user"]]])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        5,
+        None,
+        "",
+        b"x",
+        [],
+        {"role": "user", "content": "x"},
+        [3],
+        [{"content": "x"}],
+        [{"role": "user"}],
+        [{"role": 1}],
+    ],
+)
 def test_no_conversation_is_refused_by_name(messages):
     with pytest.raises(InvalidParameterError, match=r"^messages"):
         render("", messages)
@@ -140,7 +157,7 @@ def test_a_conversation_of_a_thousand_long_messages_is_rendered():
     assert len(prompt) > 10e6
 
 
-def test_sums_products_and_powers_within_the_limits_are_those_of_python():
+def test_sums_products_and_powers_within_the_limits_are_computed():
     assert (
         render("{{ 'a' * 3 + 'b' }}{{ 2 * 3 + 2 ** 10 }}{{ [1] + [2] }}{{ 2 ** 0.5 > 1 }}", HELLO)
         == "aaab1030[1, 2]True"
