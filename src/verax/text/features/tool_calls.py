@@ -582,7 +582,7 @@ class XmlCallReader:
         source.at = end.end() if key and end[0] == ">" else source.at - len(_PARAMETER)
         return key if key and end[0] == ">" else None
 
-    def _value(self, source: GrowingText, calls: CallSink, types: Collection[str]) -> Generator[None, None, None]:
+    def _value(self, source: GrowingText, calls: CallSink, types: frozenset[str]) -> Generator[None, None, None]:
         """Read a value and the tag after it, without the line breaks next to the tags."""
         while source.at == len(source.text):
             if source.final:
@@ -605,7 +605,7 @@ def _without_newline(text: str) -> str:
     return text.removesuffix("\n")
 
 
-def _cast(value: str, types: Collection[str]) -> str:
+def _cast(value: str, types: frozenset[str]) -> str:
     """JSON text of a value: the type that its text looks like where the schema allows that, else a text."""
     word = value.strip()
     written = as_json(word)
