@@ -32,10 +32,61 @@ def test_what_is_set_inside_of_generation_stays_there():
     assert render(template, HELLO) == "21"
 
 
-def test_keys_that_are_none_are_as_good_as_missing():
-    messages = [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
-    assert render("{{ messages[0].content is defined }}", messages) == "False"
-    assert messages[0] == {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [{"id": None, "function": {"name": "f"}}]}
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("content is none", "True"),
+        ("content is not none", "False"),
+        ("content == none", "True"),
+        ("content is defined", "False"),
+        ("content is string", "False"),
+        ("content is undefined", "True"),
+        ("get('content') is none", "True"),
+        ("content", ""),
+        ("content + '!'", "!"),
+        ("content.strip().split('</think>')[-1]", ""),
+        ("content | trim ~ '!'", "!"),
+        ("content | tojson", "null"),
+        ("missing is none", "False"),
+        ("tool_calls[0] | tojson", '{"id": null, "function": {"name": "f", "arguments": {}}}'),
+    ],
+)
+def test_null_content_is_missing_and_none_and_an_empty_text(expression, text):
+    before = {**CALLED}
+    assert render("{{ messages[0].@ }}".replace("@", expression), [CALLED]) == text
+    assert before == CALLED
+
+
+AS_TEXT = "{{ a if a is string else a | tojson }}"
+AS_OBJECT = "{% if a is mapping %}{% for key, value in a | items %}{{ key }}={{ value }};{% endfor %}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "as_text", "as_object", "as_json"),
+    [
+        ('{"x":1, "y": "a"}', '{"x":1, "y": "a"}', "x=1;y=a;", '{"x": 1, "y": "a"}'),
+        ({"x": None}, '{"x": null}', "x=None;", '{"x": null}'),
+        ('{"x": "It was a da', '{"x": "It was a da', "x=It was a da;", '{"x": "It was a da"}'),
+        ('{"x": [1, {"y": "a", "z', '{"x": [1, {"y": "a", "z', "x=[1, {'y': 'a'}];", '{"x": [1, {"y": "a"}]}'),
+        ("not json", "not json", "", "{}"),
+        ("[" * 9999, "[" * 9999, "", "{}"),
+        ('{"x":' * 9999, '{"x":' * 9999, "", "{}"),
+        ("", "{}", "", "{}"),
+        (None, "{}", "", "{}"),
+    ],
+)
+def test_arguments_are_text_or_an_object_as_the_template_wants(arguments, as_text, as_object, as_json):
+    for call in ({"name": "f", "arguments": arguments}, {"function": {"name": "f", "arguments": arguments}}):
+        messages = [{"role": "assistant", "tool_calls": [call]}]
+        read = "{% set a = (messages[0].tool_calls[0].function or messages[0].tool_calls[0]).arguments %}"
+        assert render(read + AS_TEXT, messages) == as_text
+        assert render(read + AS_OBJECT, messages) == as_object
+        assert render(read + "{{ a | tojson }}", messages) == as_json
+        if isinstance(arguments, str):
+            assert render(read + "{{ '<' + a + '>' ~ a }}", messages) == f"<{as_text}>{as_text}"
 
 
 @pytest.mark.parametrize("name", ["reasoning", "thinking", "reasoning_content"])

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verax.text.features.chat_format import ChatFormat, parser_for
-from verax.text.features.tool_calls import WholeAnswer, as_json, join, read_functions
+from verax.text.features.tool_calls import WholeAnswer, join, read_functions
+from verax.text.tokens.lenient_json import as_json
 
 WEATHER = {
     "type": "function",
