@@ -97,7 +97,7 @@ class Encoder:
         self._dimensions = self._full_dimension
         self._dimensions = self.check_dimensions(dimensions)
         self._tokenizer = Tokenizer.from_folder(opened.folder)
-        self._tokenizer.truncate(self.settings.max_length)
+        self._tokenizer.encode_batch((), max_length=self.max_length)  # refuses a limit that leaves no token for a text
         loaded = load_for_calls(opened, model_class, config, dtype, quantization, show_progress=show_progress)
         weights = models.DTYPES[dtype]
         dense = [load_model(layer, Dense, size, dtype=weights) for layer, size in zip(layers, sizes, strict=True)]
@@ -294,7 +294,10 @@ class Encoder:
         """
         texts = [prompt + text for text in check_texts(sentences, "sentences")]
         chosen = [text.lower() for text in texts] if self.settings.lower_case else texts
-        return self._tokenizer.encode_batch(chosen, max_length=max_length)
+        longest = self.settings.max_length
+        return self._tokenizer.encode_batch(
+            chosen, max_length=longest if max_length is None else min(max_length, longest)
+        )
 
     def token_counts(self, sentences: Iterable[str]) -> list[int]:
         """Tokens that are read of each sentence, special ones included."""

@@ -75,22 +75,22 @@ class Batches:
 
     Attributes:
         tokenizer: the checkpoint's.
+        max_length: length in tokens that texts are cut to.
         padding: token id after the end of a text.
     """
 
     tokenizer: Tokenizer
+    max_length: int
     padding: int
 
     @classmethod
     def of(cls, folder: Path, settings: EncoderSettings, padding: int) -> Batches:
         """Batches of a folder's tokenizer, which cuts texts to the length in the settings."""
-        tokenizer = Tokenizer.from_folder(folder)
-        tokenizer.truncate(settings.max_length)
-        return cls(tokenizer, padding)
+        return cls(Tokenizer.from_folder(folder), settings.max_length, padding)
 
     def __call__(self, texts: list[str], batch_size: int) -> Iterator[Batch]:
         """Batches of at most the given number of texts, the longest first."""
-        tokens = [ids for ids, _ in self.tokenizer.encode_batch(texts)]
+        tokens = [ids for ids, _ in self.tokenizer.encode_batch(texts, max_length=self.max_length)]
         order = sorted(range(len(texts)), key=lambda i: -len(tokens[i]))
         for begin in range(0, len(order), batch_size):
             rows = order[begin : begin + batch_size]

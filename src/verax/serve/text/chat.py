@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
@@ -186,7 +186,7 @@ class Translation:
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as chat templates read them: text as one string, arguments of calls as objects, developer as system.
+    """Messages as chat templates read them: text as one string, developer as system.
 
     Raises:
         ApiError: 400, naming the message.
@@ -225,20 +225,18 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
     reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
     if message.content is None and not (role == "assistant" and (message.tool_calls or reasoning)):
         raise field_error(f"{where}.content", "it is missing")
-    fields: dict[str, Any] = {"role": role, "content": _text(message.content, f"{where}.content")}
+    content = None if message.content is None else _text(message.content, f"{where}.content")
+    fields: dict[str, Any] = {"role": role, "content": content}
     others = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
     fields |= {name: value for name, value in others.items() if value is not None}
     if message.tool_calls:
-        fields["tool_calls"] = [
-            _template_call(call, f"{where}.tool_calls[{i}].function.arguments")
-            for i, call in enumerate(message.tool_calls)
-        ]
+        fields["tool_calls"] = [_template_call(call) for call in message.tool_calls]
     return fields
 
 
-def _text(content: str | list[ContentPart] | None, where: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
+def _text(content: str | list[ContentPart], where: str) -> str:
+    if isinstance(content, str):
+        return content
     pieces = []
     for i, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text
@@ -251,15 +249,9 @@ def _text(content: str | list[ContentPart] | None, where: str) -> str:
     return "\n".join(pieces)
 
 
-def _template_call(call: ToolCallInput, where: str) -> dict[str, Any]:
+def _template_call(call: ToolCallInput) -> dict[str, Any]:
+    # A cut answer's arguments are not whole JSON, and come back: the template's part of the engine reads any text.
     arguments = call.function.arguments
-    if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments or "{}")
-        except (msgspec.DecodeError, RecursionError, ValueError) as error:
-            raise field_error(where, f"it is not valid JSON: {error}") from error
-    if not isinstance(arguments, Mapping):
-        raise field_error(where, "expected a JSON object")
     fields = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     return fields if call.id is None else {"id": call.id, **fields}
 

@@ -135,31 +135,18 @@ class Tokenizer:
         """Token ids of a text; `add_special_tokens` for what the model expects around it (a beginning token, say)."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def truncate(self, max_length: int) -> None:
-        """Cut what is encoded from now on to `max_length` tokens, special tokens included and kept.
-
-        Raises:
-            InvalidParameterError: if that leaves no token for the text.
-        """
-        special = self._backend.num_special_tokens_to_add(False)
-        if max_length <= special:
-            raise InvalidParameterError(f"max_length: {max_length} tokens leave none besides {special} special ones")
-        self._backend.enable_truncation(max_length)
-
     def encode_batch(self, texts: Sequence[str], *, max_length: int | None = None) -> list[tuple[list[int], int]]:
         """Token ids of each text, special ones included, and the number of tokens that were cut from its end.
 
         Args:
             texts: any number.
-            max_length: as `truncate`, for this call. The smaller limit of the two counts.
+            max_length: tokens that are kept of a text, special ones included; None for all.
 
         Raises:
             InvalidParameterError: if `max_length` leaves no token for a text.
         """
-        special = self._backend.num_special_tokens_to_add(False)
-        if max_length is not None and max_length <= special:
-            raise InvalidParameterError(f"max_length: {max_length} tokens leave none besides {special} special ones")
-        return [_cut(encoded, max_length) for encoded in self._backend.encode_batch_fast(list(texts))]
+        encodings = self._backend.encode_batch_fast(list(texts))
+        return [(ids, left_out) for ids, _, left_out in self._cut(encodings, max_length, 1)]
 
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, max_length: int
@@ -175,12 +162,17 @@ class Tokenizer:
         Raises:
             InvalidParameterError: if `max_length` leaves no token for each text.
         """
-        special = self._backend.num_special_tokens_to_add(True)
-        if max_length < special + 2:
+        return self._cut(self._backend.encode_batch(list(pairs)), max_length, 2)
+
+    def _cut(
+        self, encodings: Sequence[tokenizers.Encoding], max_length: int | None, texts: int
+    ) -> list[tuple[list[int], list[int], int]]:
+        special = self._backend.num_special_tokens_to_add(texts > 1)
+        if max_length is not None and max_length < special + texts:
             raise InvalidParameterError(
-                f"max_length: {max_length} tokens leave none for each text besides {special} special ones"
+                f"max_length: {max_length} tokens leave none for each text next to {special} special ones"
             )
-        return [_cut_pair(encoded, max_length - special) for encoded in self._backend.encode_batch(list(pairs))]
+        return [_cut(encoded, max_length, special) for encoded in encodings]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids; bytes that are not UTF-8 become U+FFFD."""
@@ -284,35 +276,24 @@ def _special_tokens(named: Mapping[str, Any]) -> dict[str, str]:
     return {key: text for key, text in contents.items() if key.endswith("_token") and isinstance(text, str)}
 
 
-def _cut(encoded: tokenizers.Encoding, max_length: int | None) -> tuple[list[int], int]:
-    """Token ids of at most `max_length`, with the special tokens at the end, and the number of tokens left out."""
-    ids = encoded.ids
-    left_out = sum(mask == 0 for rest in encoded.overflowing for mask in rest.special_tokens_mask)
+def _cut(encoded: tokenizers.Encoding, max_length: int | None, special: int) -> tuple[list[int], list[int], int]:
+    """Token ids and types of one or two texts with at most `max_length` tokens, and the number of tokens left out.
+
+    As in the library's own truncation, a text of less than half of the room stays whole next to a longer one.
+    """
+    ids, types = encoded.ids, encoded.type_ids
     if max_length is None or len(ids) <= max_length:
-        return ids, left_out
-    end = next((i for i, mask in enumerate(reversed(encoded.special_tokens_mask)) if not mask), 0)
-    return ids[: max_length - end] + ids[len(ids) - end :], left_out + len(ids) - max_length
-
-
-def _cut_pair(encoded: tokenizers.Encoding, room: int) -> tuple[list[int], list[int], int]:
-    """Token ids and types of a pair with at most `room` tokens of its texts, and the number of tokens left out."""
-    texts = encoded.sequence_ids  # 0, 1, and None for special tokens
+        return ids, types, 0
+    texts, room = encoded.sequence_ids, max_length - special  # 0, 1, and None for special tokens
     first, second = texts.count(0), texts.count(1)
-    if first + second <= room:
-        return encoded.ids, encoded.type_ids, 0
-    # As in the library's own truncation: a text of less than half of the room stays whole.
-    short = min(first, second)
-    long = max(short, room - short)
-    if short + long > room:
-        short, long = room // 2, room - room // 2
-    left = [short, long] if first <= second else [long, short]
+    short = min(first, second, room // 2)
+    left = [short, room - short] if first <= second else [room - short, short]
     kept: list[int] = []
     for place, text in enumerate(texts):
         if text is not None:
             left[text] -= 1
         if text is None or left[text] >= 0:
             kept.append(place)
-    ids, types = encoded.ids, encoded.type_ids
     return [ids[i] for i in kept], [types[i] for i in kept], first + second - room
 
 
@@ -490,17 +471,17 @@ class IncrementalDetokenizer:
             self.text += piece
             return None
         text = self.text + piece
-        found: list[tuple[int, str]] = []
+        stops: list[tuple[int, str]] = []
         if self._count > self._min_tokens:
             searched = max(len(self.text), self._exempt)
             for stop in self._stop:
                 at = text.find(stop, max(0, searched - len(stop) + 1))
                 if at >= 0:
-                    found.append((at, stop))
-        if not found:
+                    stops.append((at, stop))
+        if not stops:
             self.text = self.text if only_stop else text
             return None
-        at, stop = min(found)
+        at, stop = min(stops)
         self.text = text[: at + len(stop) if self._include_stop else at]
         self._stopped = True
         return stop

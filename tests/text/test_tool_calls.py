@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verax.text.features.chat_format import ChatFormat, parser_for
-from verax.text.features.tool_calls import WholeAnswer, join
+from verax.text.features.tool_calls import WholeAnswer, join, read_functions
+from verax.text.tokens.lenient_json import as_json
 
 WEATHER = {
     "type": "function",
@@ -108,13 +109,6 @@ def test_no_tag_or_text_is_lost_where_no_call_is_found(syntax, given_cut):
     assert answer.tool_calls or answer.content == text
 
 
-@pytest.mark.parametrize(("syntax", "text"), [("hermes", HERMES), ("qwen3_coder", CODER), ("llama3_json", LLAMA)])
-def test_a_call_is_found_in_each_syntax(syntax, text):
-    answer = parse([text], syntax)
-    assert (answer.content, calls(answer)) == ("", [BERGEN])
-    assert answer.tool_calls[0].id.startswith("call_")
-
-
 @pytest.mark.parametrize(
     ("syntax", "text"),
     [
@@ -124,10 +118,11 @@ def test_a_call_is_found_in_each_syntax(syntax, text):
         ("llama3_json", f"{LLAMA}\n{LLAMA};"),
     ],
 )
-def test_several_calls_behind_text(syntax, text):
+def test_several_calls_after_text_are_found_in_each_syntax(syntax, text):
     answer = parse([text], syntax)
     assert calls(answer) == [BERGEN, BERGEN]
     assert answer.content == ("" if syntax == "llama3_json" else "Let me look.")
+    assert answer.tool_calls[0].id.startswith("call_")
     assert answer.tool_calls[0].id != answer.tool_calls[1].id
 
 
@@ -167,8 +162,8 @@ def test_json_calls_may_have_another_order_no_arguments_or_arguments_in_a_string
     assert calls(parse(['<tool_call>{"name": "clock"}</tool_call>'], "hermes")) == [("clock", {})]
 
 
-def test_arguments_that_break_after_they_began_to_stream_go_on_to_the_closing_tag():
-    broken = '{"city": "Ber\ngen"}}'
+def test_arguments_that_break_after_they_began_to_stream_stream_up_to_the_closing_tag():
+    broken = '{"city": Ber"gen}}'
     answer = parse([f'<tool_call>\n{{"name": "weather", "arguments": {broken}\n</tool_call>\nDone.'], "hermes")
     assert shown(answer) == ("Done.", "", [("weather", broken)])
 
@@ -192,7 +187,7 @@ def test_a_closing_tag_in_an_argument_is_part_of_it():
         ("unit", "None", None),
         ("unit", "celsius", "celsius"),
         ("where", '{"lat": 60.4}', {"lat": 60.4}),
-        ("where", "{'lat': 1}", "{'lat': 1}"),
+        ("where", "{'lat': 1}", {"lat": 1}),
         ("tags", '["a", "b"]', ["a", "b"]),
         ("city", "3", "3"),
         ("city", ' "quoted" \\ text\n\n', ' "quoted" \\ text\n\n'),
@@ -270,3 +265,38 @@ def test_hostile_answers_take_linear_time():
     # Hundreds of thousands of characters each, in pieces, with nothing to be found before the end.
     for text in ("<tool_call>" * 20_000, '<tool_call>{"arguments": "' + "<tool_call>" * 20_000, "<" * 200_000):
         assert parse([text[i : i + 1000] for i in range(0, len(text), 1000)], "hermes").content == text
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(VALUES, st.booleans(), st.sampled_from([None, 1]))
+def test_json_is_read_as_it_is_and_nothing_shorter_or_longer_is(value, ascii_only, indent):
+    text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
+    assert as_json(text) == text
+    assert as_json(text + "]") is None
+    if isinstance(value, (dict, list, str)):
+        assert not any(as_json(text[:end]) for end in range(len(text)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", '{"a" 1}', '{"a": 01}', '{"a": 1.}', '{"a": +1}', '{"a": tru}', "{,}", "[1 2]", '{"a"}', "[1]]", "[}",
+        "{a: 1}", '{"a":: 1}', '{"a": }', "[,1]", '{"a": 1,, "b": 2}', '"a', "nope", "1 2",
+    ],
+)  # fmt: skip
+def test_what_has_no_plain_meaning_is_not_json(text):
+    assert as_json(text) is None
+
+
+def test_types_of_parameters_follow_references_but_not_in_circles():
+    schema = {"properties": {"a": {"$ref": "#/$defs/a"}, "b": {"anyOf": [{"type": "null"}, {"const": 1}]}}}
+    function = read_functions([{"name": "f", "parameters": {**schema, "$defs": {"a": {"$ref": "#/$defs/a"}}}}])["f"]
+    assert "object" in function.types("a")
+    assert function.types("b") == {"null", "integer", "number"}
