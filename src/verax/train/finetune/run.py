@@ -18,9 +18,10 @@ from verax.errors import CheckpointError, UnsupportedModelError
 from verax.loading import model_shapes
 from verax.models import CausalLM, causal_lm
 from verax.text.step.program import AbstractModel
-from verax.train.finetune.job import FinetuneSettings, Job
-from verax.train.finetune.lora import LoraSettings, TrainedAdapter
+from verax.train.finetune.job import Job
+from verax.train.finetune.lora import TrainedAdapter
 from verax.train.loss import rounded_gradient_linear, weighted_next_token_loss
+from verax.train.settings import FinetuneSettings, LoraSettings
 
 __all__ = ["batch_loss", "recompute_layers", "train_full", "train_lora"]
 
