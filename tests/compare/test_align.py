@@ -118,5 +118,7 @@ def test_errors_match_their_definitions():
     assert errors.max_rel == 0.25
     assert errors.l2 == pytest.approx(0.5 / 18**0.5)
     assert measure(2 * reference, reference).cosine == pytest.approx(1)
-    assert not measure(reference * np.nan, reference).finite
+    assert measure(reference * np.nan, reference).not_finite.startswith("ours has 4 NaN of 4 numbers, the first (nan)")
     assert measure(reference, 0 * reference).l2 == np.inf
+    assert measure(reference + 3j, reference + 1j).max_abs == 2
+    assert measure(reference[:0], reference[:0]).l2 == 0

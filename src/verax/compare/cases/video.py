@@ -21,7 +21,7 @@ from verax.checkpoint.video.names import CLIP, UMT5, WAN, Renaming, wan_vae_name
 from verax.checkpoint.video.parts import EXPERTS, PARTS, VAE_2_2, diffusers_transformer
 from verax.compare.align import Names
 from verax.compare.case import Case, Inputs, Shape, Side
-from verax.compare.cases.text import transformers
+from verax.compare.cases.text import WEIGHTS, transformers
 from verax.compare.torch_side import torch
 from verax.compare.trace import Watch
 from verax.errors import CheckpointError, InvalidParameterError
@@ -247,7 +247,7 @@ def _run_text(model: Any, config: UMT5Config, given: Arrays) -> tuple[Side, Side
     tokens, lengths = tokens.astype(np.int64), np.full(len(tokens), tokens.shape[1], np.int32)
     theirs = lambda model, tokens: model(input_ids=tokens)
     return (
-        Side(model, (tokens,), call=theirs, inputs=(r"SelfAttention\.o$",)),
+        Side(model, (tokens,), call=theirs, inputs=(r"SelfAttention\.o$",), without=WEIGHTS),
         Side(model, (tokens, lengths), inputs=(r"attn\.o$",)),
     )
 
@@ -265,7 +265,7 @@ def _run_image(model: Any, config: CLIPVisionConfig, given: Arrays) -> tuple[Sid
         return model(pixel_values=pixels.to(_dtype(model)), output_hidden_states=True).hidden_states[-2]
 
     return (
-        Side(model, (pixels.transpose(0, 3, 1, 2),), call=theirs, inputs=(r"self_attn\.out_proj$",)),
+        Side(model, (pixels.transpose(0, 3, 1, 2),), call=theirs, inputs=(r"self_attn\.out_proj$",), without=WEIGHTS),
         Side(model, (pixels,), inputs=(r"attn\.proj$",)),
     )
 
