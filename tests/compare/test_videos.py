@@ -107,6 +107,7 @@ def test_structure_that_is_lost_counts_against_a_small_error():
         (clip(width=30), "second: its frames are 30 x 24, the first clip's are 32 x 24"),
         (clip()[0], r"second: expected a clip \[frames, height, width, 3\], got an array of shape \[24, 32, 3\]"),
         (clip() / 100, "second: expected uint8, or floats from 0 to 1, got 0 to 2.55"),
+        (clip() / np.where(clip() > 254, np.nan, 255), "second: expected uint8, or floats from 0 to 1, got nan to nan"),
         (clip().astype(int), "second: expected uint8, or floats from 0 to 1, got int64"),
     ],
 )

@@ -68,6 +68,7 @@ class RunOptions:
         "Also run the model as one compiled program with fused operations, as the engines do, and compare its output: "
         "a clip is always made so.",
     )
+    repeat: bool = option(True, "Run each side a second time, to say whether it is deterministic.")
     max_rel: float | None = option(
         None, "Bound on each layer's relative L2 error; 1e-4 in float32 if left out.", low=0, shown=""
     )

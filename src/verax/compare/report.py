@@ -199,7 +199,9 @@ def _findings(result: Comparison) -> list[str]:
     for what, outputs in (("", result.outputs), (" as one compiled program", result.fused)):
         lines += [
             f"{row.name.replace(OUTPUT, 'output')}{what}: max / mean {row.errors.max_rel:.1e}, relative L2 "
-            f"{row.errors.l2:.1e}" + (f", error ratio against float32 {row.ratio:.2f}" if row.ratio is not None else "")
+            f"{row.errors.l2:.1e}"
+            + (f", error ratio against float32 {row.ratio:.2f}" if row.ratio is not None else "")
+            + (f", arranged as the reference's: {row.layout}" if row.layout else "")
             for row in outputs
         ]
     if result.judged is not None:
