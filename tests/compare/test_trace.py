@@ -53,8 +53,8 @@ X = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
 @pytest.mark.parametrize("jit", [False, True])
 def test_every_call_of_every_module_is_recorded_by_its_path(jit):
     trace = trace_jax(Side(Model(), (X,)), jit=jit)
-    found = {name: trace[name].tolist() for name in trace}
-    assert found == {
+    recorded = {name: trace[name].tolist() for name in trace}
+    assert recorded == {
         "layers.0": (2 * X).tolist(),
         "layers.1": (6 * X).tolist(),
         "layers.0#2": (12 * X).tolist(),

@@ -38,7 +38,7 @@ def text(tmp_path_factory):
 
 
 def found(result):
-    """What an error is traced to: from the errors that grow, and from each layer's own."""
+    """Layers that an error is traced to: by errors that grow, and by each layer's own."""
     assert not result.passed
     return result.first.name, [row.name for row in result.faults]
 

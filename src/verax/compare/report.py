@@ -81,8 +81,8 @@ class _Page:
 
     def markdown(self) -> str:
         lines = [f"# {self.title}", "", f"**{self.verdict}**", "", *(f"- {line}" for line in self.findings)]
-        for each in self.tables:
-            lines += each.markdown()
+        for section in self.tables:
+            lines += section.markdown()
         return "\n".join([*lines, "", *(f"- {line}" for line in self.definitions), ""])
 
     def html(self, figures: Iterable[str]) -> str:
@@ -92,8 +92,8 @@ class _Page:
         kind = "good" if self.passed else "bad"
         body = [f"<h1>{escaped(self.title)}</h1>", f'<p class="{kind}">{self.verdict}</p>', *items(self.findings)]
         body += figures
-        for each in self.tables:
-            body += table(each.title, each.columns, each.rows, each.marked)
+        for section in self.tables:
+            body += table(section.title, section.columns, section.rows, section.marked)
         return page(f"{self.title}: {self.verdict}", [*body, *items(self.definitions)])
 
     def write(self, folder: Path, stem: str, record: Mapping[str, Any], figures: Iterable[str]) -> list[Path]:
@@ -303,8 +303,8 @@ class VideoReport:
 
     def show(self, console: Console, *, every: bool = False) -> None:
         """Print the figures of the clip, and with `every` the figures of each frame."""
-        for each in self._tables() if every else self._tables()[:1]:
-            each.show(console)
+        for section in self._tables() if every else self._tables()[:1]:
+            section.show(console)
 
     def write(self, folder: Path) -> list[Path]:
         """Write videos.json, videos.md, videos.html and side-by-side.mp4 into a folder; return their paths.
