@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float8e4m3fn, Float32, Int, Int8
 
@@ -94,7 +95,11 @@ def new_pages(shape: tuple[int, int, int, int], dtype: DTypeLike) -> Pages:
 
 def _zeros(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     zeros = jnp.zeros(shape, dtype)
-    if sys.platform != "linux" or isinstance(zeros, jax.core.Tracer) or zeros.device.platform != "cpu":
+    if (
+        sys.platform != "linux"
+        or isinstance(zeros, Tracer)
+        or {device.platform for device in zeros.devices()} != {"cpu"}
+    ):
         return zeros
     # The memory of a large array is private to it and anonymous: given back, it reads as zeros when it is next touched.
     start = zeros.block_until_ready().unsafe_buffer_pointer()
