@@ -140,7 +140,7 @@ def _flops(impl: str, function: Callable[..., Any], *arguments: Any) -> int:
 def _chosen_implementation(variant: str) -> str:
     """The implementation of our rule that runs inside the layer."""
     operation = ops.operations()[f"{VARIANTS[variant]}_rule"]
-    (example,) = operation.examples()  # it has LAM's heads and dtype
+    (example,) = operation.examples  # it has LAM's heads and dtype
     return operation.select(*example.args, **example.kwargs).name
 
 

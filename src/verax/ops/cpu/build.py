@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import functools
 import hashlib
 import importlib.util
 import os
@@ -27,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -223,7 +224,7 @@ class _Objects:
         version = subprocess.run([*cxx, "--version"], capture_output=True, text=True, check=False).stdout
         self.compiler = f"{shutil.which(cxx[0])} {' '.join(cxx[1:])} {architecture(cxx)} {version}"
         self.include_folders = [Path(flag) for flag in includes if not flag.startswith("-")]
-        self.texts = dict[Path, bytes]()
+        self._read = functools.cache(Path.read_bytes)
 
     def compile(self, source: Path, flags: Sequence[str], target: Path) -> Path:
         """Compile a source into `target`, or take it out of the cache."""
@@ -257,27 +258,18 @@ class _Objects:
     def _key(self, source: Path, flags: Sequence[str]) -> str:
         """Hash of what an object is made of. Paths are not part of it: another clone has the same objects."""
         digest = hashlib.sha256(repr((self.compiler, list(flags))).encode())
-        for path in self._with_headers(source):
-            digest.update(hashlib.sha256(self._text(path)).digest())
-        return digest.hexdigest()
-
-    def _with_headers(self, source: Path) -> Iterator[Path]:
-        """Source and all headers that it includes, in the order of first use; but for the system's."""
         seen, waiting = {source}, [source]
-        while waiting:
+        while waiting:  # the source, and all headers that it includes but for the system's
             path = waiting.pop(0)
-            yield path
-            for name in INCLUDE.findall(self._text(path).decode(errors="replace")):
+            text = self._read(path)
+            digest.update(hashlib.sha256(text).digest())
+            for name in INCLUDE.findall(text.decode(errors="replace")):
                 candidates = (folder / name for folder in (path.parent, *self.include_folders))
-                header = next((header for header in candidates if header.is_file()), None)
-                if header is not None and (header := header.resolve()) not in seen:
+                header = next((header.resolve() for header in candidates if header.is_file()), None)
+                if header is not None and header not in seen:
                     seen.add(header)
                     waiting.append(header)
-
-    def _text(self, path: Path) -> bytes:
-        if path not in self.texts:
-            self.texts[path] = path.read_bytes()
-        return self.texts[path]
+        return digest.hexdigest()
 
     def _keep(self, compiled: Path, kept: Path) -> None:
         unfinished = kept.with_name(f"{kept.stem}.{os.getpid()}.unfinished")
