@@ -121,8 +121,9 @@ class Trace:
         """Name of the first array that another run of the same model does not have bit for bit; None if it has all."""
 
         def equal(name: str) -> bool:
-            same = name in other and self.entries[name] == other.entries[name]
-            return same and self[name].tobytes() == other[name].tobytes()
+            same = name in other and self.entries[name].dtype == other.entries[name].dtype
+            pair = (self[name], other[name]) if same else ()
+            return same and pair[0].shape == pair[1].shape and pair[0].tobytes() == pair[1].tobytes()
 
         return next((name for name in (*self, *other) if name not in self or not equal(name)), None)
 
