@@ -161,6 +161,8 @@ def test_an_overflow_is_traced_to_the_operation_within_a_scan():
 
     result = compare(lambda x: tap("x", x), ours, X)
     assert result.origins["ours"] == ("x", "the operation exp")
+    branching = compare(lambda x: x, lambda x: jnp.log(-abs(x)) if x[0, 0] > -9 else x, X)
+    assert branching.origins["ours"].operation.startswith("an operation that could not be traced: Attempted boolean")
     bits = compare(lambda x: tap("x", (x * 6e4).half()), lambda x: tap("x", x), X).origins["reference"]
     assert bits == ("x", "the operation half")
 

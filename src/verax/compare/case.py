@@ -22,7 +22,7 @@ __all__ = ["Case", "Inputs", "Shape", "Side", "pair_case", "read_inputs"]
 
 @dataclass(frozen=True)
 class Side:
-    """A model and the call that is compared.
+    r"""A model and the call that is compared.
 
     Attributes:
         model: a module, or a function with taps.

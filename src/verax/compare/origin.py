@@ -54,6 +54,9 @@ def origin_torch(side: Side, trace: Trace) -> Origin | None:
     found: list[Candidate] = []
     running = [""]
 
+    def leave(*_: Any) -> None:
+        running.pop()
+
     class Watching(lib.overrides.TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             inputs = list(_numbers((args, kwargs)))
@@ -67,7 +70,7 @@ def origin_torch(side: Side, trace: Trace) -> Origin | None:
 
     args, kwargs = to_torch(side.args), to_torch(side.kwargs)
     with ExitStack() as stack, lib.no_grad(), Watching():
-        hook_modules(side.model, stack, lambda path, *_: running.append(path), lambda *_: running.pop() and None)
+        hook_modules(side.model, stack, lambda path, *_: running.append(path), leave)
         side.run(side.model, args, kwargs)
     weights = side.model.state_dict().items() if isinstance(side.model, lib.nn.Module) else ()
     return _origin(trace, found, weights, _numbers((args, kwargs)))
