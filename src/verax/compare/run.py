@@ -125,7 +125,7 @@ def compare_case(
                     arose = origin(side, first)
                 except Exception as error:  # the report is worth more than the operation
                     entry = next(entry for entry in first if not_finite(first[entry]))
-                    arose = Origin(entry, f"an operation that could not be traced: {error}")
+                    arose = Origin(entry, f"an operation that could not be traced: {str(error).partition(chr(10))[0]}")
                 if arose is not None:
                     origins[name] = arose
             return first
@@ -134,6 +134,8 @@ def compare_case(
         reference = twice("reference", side, trace_torch, origin_torch)
         theirs: dict[str, np.ndarray] = {}
         cotangents = _cotangents(reference)
+        if backward and not cotangents:
+            raise InvalidParameterError("backward: the reference has no output of floats to take gradients of")
         if backward:
             stage("PyTorch, backwards")
             theirs = _gradients(gradients_torch, side, cotangents)
