@@ -367,7 +367,7 @@ class Engine:
             try:
                 sequence.matcher.fill(masks[first : first + 1 + len(chunk.drafts)], chunk.drafts)
             except BaseException as error:
-                self._fail(sequence.request, error)
+                self.fail(sequence.request, error)
                 failed[sequence.request] = None
         self.runner.sample(pending, masks)
         return list(failed)
@@ -386,7 +386,7 @@ class Engine:
             if detokenizer is not None and (not is_end or params.include_stop_str_in_output):
                 stop_string = detokenizer.append(token)
         except BaseException as error:
-            return self._fail(sequence.request, error)
+            return self.fail(sequence.request, error)
         if is_end:
             self._finish(sequence, "stop", None if is_eos else token)
         elif stop_string is not None:
@@ -394,7 +394,7 @@ class Engine:
         elif len(sequence.tokens) - sequence.num_prompt >= sequence.request.max_tokens:
             self._finish(sequence, "length", None)
 
-    def _fail(self, request: Request, error: BaseException) -> None:
+    def fail(self, request: Request, error: BaseException) -> None:
         """End a request by an error of its own host work, which no other request is to notice.
 
         A panic of the grammar's library is not an `Exception`.
