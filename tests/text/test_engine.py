@@ -124,6 +124,14 @@ def test_a_prefix_hit_changes_no_token_and_finds_an_earlier_answer(llm):
     assert again.num_cached_tokens >= 56
 
 
+def test_seeds_have_64_bits_and_top_p_of_0_is_greedy(llm):
+    def drawn(**params):
+        return alone(llm, PROMPTS[2], SamplingParams(max_tokens=12, ignore_eos=True, **params))
+
+    assert len({drawn(temperature=1.5, seed=5 + offset) for offset in (0, 2**31, 2**32, 2**62)}) == 4
+    assert drawn(temperature=1.5, top_p=0, seed=5) == drawn(temperature=0)
+
+
 def test_each_position_draws_its_own_number(llm):
     nearly_uniform = SamplingParams(temperature=1000.0, seed=3, max_tokens=40, ignore_eos=True)
     assert len(set(alone(llm, PROMPTS[0], nearly_uniform))) > 25

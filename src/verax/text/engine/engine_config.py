@@ -155,7 +155,12 @@ class EngineConfig:
         "recurrent layers, whose state after a prefix no block holds.",
         shown="where the model can",
     )
-    seed: int = option(0, "The same seed gives the same text. It seeds requests that bring no seed of their own.")
+    seed: int = option(
+        0,
+        "The same seed gives the same text. It seeds requests that bring no seed of their own.",
+        low=0,
+        high=2**63 - 1,
+    )
     structured_outputs: bool = option(
         False,
         "Take requests for JSON, tool calls and other forms; compiles more programs at the start. Such requests have "
