@@ -265,7 +265,8 @@ class LLM:
             lora_request: adapter of all prompts, or one for each, among which None stands for the base model.
 
         Returns:
-            One output for each prompt, in their order.
+            One output for each prompt, in their order. A request that fails while it runs, such as one whose grammar
+            becomes too ambiguous, has its `error` there, and the others are not affected.
 
         Raises:
             RequestRefusedError: if a prompt can never be served; then none is.
@@ -416,8 +417,6 @@ class LLM:
                     for request in self._advance():
                         if request.finished and request in engine_of:
                             output = done[request] = engine_of[request].pop_output(request)
-                            if request.error is not None:
-                                raise request.error
                             tokens += sum(len(sample.token_ids) for sample in output.outputs)
                     rate = tokens / (time.perf_counter() - begin)
                     report(len(done), n, f"{rate:.0f} tokens/s")
