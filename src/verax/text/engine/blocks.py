@@ -124,6 +124,8 @@ class PrefixTree:
         self._num_groups = num_groups
         self._block_size = block_size
         self._longer: dict[tuple[Prefix, tuple[int, ...]], Prefix] = {}
+        self.version = 0
+        """Changes whenever another block holds a prefix, or none does any more."""
 
     def __len__(self) -> int:
         return len(self._longer)
@@ -214,6 +216,7 @@ class BlockPool:
         prefix.blocks[self.group] = block
         prefix.uses += 1
         self._prefixes[block] = prefix
+        self._tree.version += 1
 
     def reset(self) -> None:
         """Forget what every block holds."""
@@ -244,6 +247,7 @@ class BlockPool:
         if prefix is not None:
             prefix.blocks[self.group] = 0
             self._prefixes[block] = None
+            self._tree.version += 1
             self._tree.drop_use(prefix)
 
 
@@ -291,10 +295,10 @@ class BlockManager:
         """Share of the blocks that sequences own in the fullest group, 0 to 1. At 1 a sequence that grows preempts."""
         return max(pool.usage for pool in self._pools)
 
-    def admit(self, sequence: Sequence, num_tokens: int, *, chunk: int | None = None, use_cache: bool = True) -> bool:
-        """Give a waiting sequence the cached blocks of its prefix, if the rest of its `num_tokens` would fit too.
-
-        Sets `tables` and `num_computed`. Returns False, and changes nothing, if there is no room.
+    def find_room(
+        self, sequence: Sequence, num_tokens: int, *, chunk: int | None = None, use_cache: bool = True
+    ) -> list[Prefix] | None:
+        """The cached prefixes of a waiting sequence, if the rest of its `num_tokens` would fit too; None if not.
 
         Args:
             sequence: a sequence that owns no blocks.
@@ -302,27 +306,35 @@ class BlockManager:
             chunk: most tokens of a step; with a window, no more must fit at once. None for all of them.
             use_cache: look for cached blocks.
         """
-        prefixes = self.match_prefix(sequence.tokens, sequence.adapter_id) if use_cache else []
+        prefixes = self.match_prefix(sequence) if use_cache else []
         computed = len(prefixes) * self.block_size
-        tables = []
         for pool in self._pools:
             first = first_block(computed, pool.window, self.block_size)
             shared = [prefix.blocks[pool.group] for prefix in prefixes[first:]]
             idle = sum(pool.references[block] == 0 for block in shared)
             needed = most_blocks(num_tokens, pool.window, chunk, self.block_size)
             if needed - len(shared) > pool.num_free - idle:
-                return False
-            tables.append([*[0] * first, *shared])
-        for pool, table in zip(self._pools, tables, strict=True):
+                return None
+        return prefixes
+
+    def admit(self, sequence: Sequence, prefixes: list[Prefix], *, looked_up: bool = True) -> None:
+        """Give a waiting sequence the blocks of the cached prefixes that `find_room` has found for it.
+
+        Sets `tables` and `num_computed`. `looked_up` is False if the cache was not to be used.
+        """
+        computed = len(prefixes) * self.block_size
+        sequence.tables = []
+        for pool in self._pools:
+            first = first_block(computed, pool.window, self.block_size)
+            table = [*[0] * first, *(prefix.blocks[pool.group] for prefix in prefixes[first:])]
             for block in filter(None, table):
                 pool.share(block)
-        sequence.tables = tables
+            sequence.tables.append(table)
         self._hold(sequence, prefixes[-1] if prefixes else self._prefixes.root(sequence.adapter_id))
         sequence.num_computed = computed
-        if use_cache and self.enable_prefix_caching:
+        if looked_up and self.enable_prefix_caching:
             self.num_queries += len(sequence.tokens)
             self.num_hits += computed
-        return True
 
     def grow(
         self, sequence: Sequence, num_tokens: int, *, first: int | None = None
@@ -399,13 +411,18 @@ class BlockManager:
                 for block in table[sequence.num_computed // self.block_size :]:
                     assert pool.references[block] == 1, f"block {block} is shared and writable"
 
-    def match_prefix(self, tokens: abc.Sequence[int], adapter: int | None = None) -> list[Prefix]:
-        """Prefixes of 1, 2, ... n blocks of a text: the most after which all that is attended to is cached.
+    def match_prefix(self, sequence: Sequence) -> list[Prefix]:
+        """Prefixes of 1, 2, ... n blocks of a sequence: the most after which all that is attended to is cached.
 
-        They are those that the same adapter computed. The last token is left out: it is always computed.
+        The same adapter computed them. The last token is left out: it is always computed. The sequence
+        keeps them until the tree changes, so that one that waits is not compared in every step.
         """
         if not self.enable_prefix_caching:
             return []
+        tokens = sequence.tokens
+        state = self._prefixes.version, len(tokens)
+        if sequence.matched is not None and sequence.matched[0] == state:
+            return sequence.matched[1]
         prefixes: list[Prefix] = []
         usable = 0
         missing = [0] * len(self._pools)  # by group: length of the last prefix that has no block
@@ -420,6 +437,7 @@ class BlockManager:
                 ends = ends and missing[pool.group] <= first
             if ends:
                 usable = prefix.length
+        sequence.matched = state, prefixes[:usable]
         return prefixes[:usable]
 
     def _give_back(self, pool: BlockPool, table: list[int], count: int) -> None:

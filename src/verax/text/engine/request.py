@@ -138,6 +138,8 @@ class Sequence:
     num_computed: int = 0
     """Tokens whose keys and values are in the cache once every dispatched step has run."""
     num_pending: int = 0
+    matched: tuple[tuple[int, int], list[Any]] | None = None
+    """Cached prefixes of its tokens, with the version of the prefix tree and the number of tokens that they are of."""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
