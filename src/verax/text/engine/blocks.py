@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import bisect
 from collections import OrderedDict, abc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
 
@@ -72,10 +72,19 @@ class CachePlan:
         blocks = self._blocks(num_tokens, self.chunk)
         return sum((1 + count) * size for count, size in zip(blocks, self.block_bytes, strict=True))
 
-    def longest(self, memory: int, limit: int) -> int:
-        """Blocks of the longest sequence, of at most `limit` tokens, that fits; -1 if not even padding's do."""
-        lengths = range(-(-limit // self.block_size) + 1)
-        return bisect.bisect_right(lengths, memory, key=lambda blocks: self.bytes_for(blocks * self.block_size)) - 1
+    def longest(self, memory: int, limit: int, slots: Callable[[int], int] = lambda _: 0) -> int:
+        """Blocks of the longest sequence, of at most `limit` tokens, that fits; -1 if not even padding's do.
+
+        Args:
+            memory: bytes for its blocks, and for what `slots` says that its length takes too.
+            limit: most tokens.
+            slots: further bytes for a number of tokens, which grow with it.
+        """
+
+        def needed(blocks: int) -> int:
+            return self.bytes_for(blocks * self.block_size) + slots(blocks * self.block_size)
+
+        return bisect.bisect_right(range(-(-limit // self.block_size) + 1), memory, key=needed) - 1
 
     def num_blocks(self, memory: int, num_tokens: int, num_seqs: int) -> list[int]:
         """Blocks of each group: for one sequence of `num_tokens` first, then for up to `num_seqs` of them."""
@@ -426,7 +435,7 @@ class BlockManager:
         prefixes: list[Prefix] = []
         usable = 0
         missing = [0] * len(self._pools)  # by group: length of the last prefix that has no block
-        root = self._prefixes.root(adapter)
+        root = self._prefixes.root(sequence.adapter_id)
         for prefix in self._prefixes.along(root, tokens, (len(tokens) - 1) // self.block_size):
             prefixes.append(prefix)
             ends = True
