@@ -137,8 +137,8 @@ class EngineConfig:
     kv_cache_memory: int | None = option(
         None,
         "Bytes of the cache on each device, recurrent states included. If None: the need of `max_num_seqs` full "
-        "sequences, but at most a quarter of the free memory of a CPU, or what the weights leave of 90% of an "
-        "accelerator's.",
+        "sequences, but with the slots at most a quarter of the free memory of a CPU, or what the weights leave of "
+        "90% of an accelerator's.",
         low=1,
         shown="what fits",
     )
