@@ -133,8 +133,9 @@ def test_seeds_have_64_bits_and_top_p_of_0_is_greedy(llm):
 
 
 def test_each_position_draws_its_own_number(llm):
-    nearly_uniform = SamplingParams(temperature=1000.0, seed=3, max_tokens=40, ignore_eos=True)
-    assert len(set(alone(llm, PROMPTS[0], nearly_uniform))) > 25
+    for temperature in (1000.0, 1e300):  # nearly uniform
+        params = SamplingParams(temperature=temperature, seed=3, max_tokens=40, ignore_eos=True)
+        assert len(set(alone(llm, PROMPTS[0], params))) > 25
 
 
 def test_unseeded_requests_repeat_with_the_engine_seed_and_not_within_it(tiny_folder):

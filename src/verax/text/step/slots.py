@@ -101,7 +101,9 @@ def pack_admission(
         "min_length": min_length,
         "num_bias": len(bias),
     }
-    floats = np.asarray([getattr(params, name) for name in FLOATS], np.float32)
+    # A Python float beyond float32's range, such as a temperature of 1e300, means its largest number.
+    most = np.finfo(np.float32).max
+    floats = np.clip([getattr(params, name) for name in FLOATS], -most, most).astype(np.float32)
     ints = np.asarray(
         [from_sequence[name] if name in from_sequence else getattr(params, name) for name in INTS], np.int32
     )
