@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError
+from verax.files import model_name
 from verax.ray.cluster import actor_environment, check_cpus, check_gpus
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
@@ -68,7 +69,7 @@ def deployment(
     from verax.ray.remote_llm import Ingress
 
     names = (served_model_name,) if isinstance(served_model_name, str) else tuple(served_model_name or ())
-    names = names or (model or "verax-text",)
+    names = names or (model_name(model or "verax-text"),)
     new_server = functools.partial(
         _new_server, model, names, dtype=dtype, quantization=quantization, revision=revision, **options
     )
