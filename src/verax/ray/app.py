@@ -8,7 +8,6 @@ from typing import Any, Unpack
 
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError
-from verax.files import model_name
 from verax.ray.cluster import actor_environment, check_cpus, check_gpus
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
@@ -66,6 +65,7 @@ def deployment(
     Examples:
         >>> serve.run(verax.ray.deployment("Qwen/Qwen3-0.6B", replicas=(1, 8), num_gpus=1))
     """
+    from verax.files import model_name
     from verax.ray.remote_llm import Ingress
 
     names = (served_model_name,) if isinstance(served_model_name, str) else tuple(served_model_name or ())

@@ -49,9 +49,6 @@ class TextEngine(Protocol):
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams: ...
 
-    @property
-    def chat_sampling(self) -> dict[str, float]: ...
-
     def generate(
         self,
         prompt: Prompt | abc.Sequence[Message],

@@ -28,7 +28,7 @@ from verax.text.engine.engine_config import EngineConfig, EngineOptions
 from verax.text.engine.outputs import RequestOutput, SpeculationTotals
 from verax.text.engine.replicas import EngineGroup
 from verax.text.engine.request import Message, Prompt, Request, RequestInput, batch_of
-from verax.text.engine.sampling_params import SamplingParams, chat_sampling
+from verax.text.engine.sampling_params import SamplingParams
 from verax.text.features.lora import LoRARequest
 from verax.text.hosts import Group
 from verax.text.step.compiled_programs import check_supported, write_programs
@@ -253,7 +253,7 @@ class LLM:
     @property
     def chat_sampling(self) -> dict[str, float]:
         """Temperature and top_p of conversations, if the checkpoint recommends no sampling; else nothing."""
-        return chat_sampling(self._generation_config)
+        return SamplingParams.for_chat(self._generation_config)
 
     @cached_property
     def _recommended(self) -> SamplingParams:

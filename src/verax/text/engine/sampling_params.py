@@ -15,7 +15,7 @@ from verax.options import documented, option, options_of
 from verax.sampling_fields import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingFields
 from verax.text.features.structured_outputs import StructuredOutputs
 
-__all__ = ["MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_STOP_TOKEN_IDS", "SamplingParams", "chat_sampling"]
+__all__ = ["MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_STOP_TOKEN_IDS", "SamplingParams"]
 
 CHAT_SAMPLING = {"temperature": 0.7, "top_p": 0.95}
 """Sampling of a conversation with a model that recommends none: at temperature 1 small models answer with noise."""
@@ -52,6 +52,16 @@ class SamplingParams(SamplingFields):
         assert self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputs)
         return self.structured_outputs
 
+    @staticmethod
+    def for_chat(config: Mapping[str, Any]) -> dict[str, float]:
+        """Sampling that conversations in a terminal and on the page begin with, by parameter.
+
+        It is empty where a generation_config.json recommends sampling. Its `do_sample` alone does too: transformers
+        leaves values out that are its defaults.
+        """
+        named = ("do_sample", "temperature", "top_p", "top_k", "min_p")
+        return {} if any(config.get(name) is not None for name in named) else dict(CHAT_SAMPLING)
+
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any]) -> SamplingParams:
         """Parameters that a generation_config.json recommends. `do_sample: false` is greedy.
@@ -68,16 +78,6 @@ class SamplingParams(SamplingFields):
             return cls(**values)
         except InvalidParameterError as error:
             raise CheckpointError(f"{where}: {error}") from error
-
-
-def chat_sampling(config: Mapping[str, Any]) -> dict[str, float]:
-    """Sampling that conversations in a terminal and on the page begin with, by parameter.
-
-    It is empty where a generation_config.json recommends sampling. Its `do_sample` alone does too: transformers leaves
-    values out that are its defaults.
-    """
-    named = ("do_sample", "temperature", "top_p", "top_k", "min_p")
-    return {} if any(config.get(name) is not None for name in named) else dict(CHAT_SAMPLING)
 
 
 def _rebuild(values: dict[str, Any]) -> SamplingParams:
