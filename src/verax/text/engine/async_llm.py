@@ -144,6 +144,11 @@ class AsyncLLM:
         """Sampling parameters that the checkpoint recommends, with some of them replaced."""
         return self.llm.default_sampling_params(**overrides)
 
+    @property
+    def chat_sampling(self) -> dict[str, float]:
+        """Temperature and top_p of conversations, if the checkpoint recommends no sampling; else nothing."""
+        return self.llm.chat_sampling
+
     def add_observer(self, observer: Observer) -> None:
         """Call a function on the event loop with the number of a replica, and what happened there.
 

@@ -245,6 +245,11 @@ class LLM:
         """Sampling parameters that the checkpoint's generation_config.json recommends, with some of them replaced."""
         return replace(self._recommended, **overrides)
 
+    @property
+    def chat_sampling(self) -> dict[str, float]:
+        """Temperature and top_p of conversations, if the checkpoint recommends no sampling; else nothing."""
+        return SamplingParams.for_chat(self._generation_config)
+
     @cached_property
     def _recommended(self) -> SamplingParams:
         return SamplingParams.from_generation_config(self._generation_config)

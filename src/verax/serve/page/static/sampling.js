@@ -55,18 +55,20 @@ class SamplingPanel extends HTMLElement {
     this.form.querySelector(".error").textContent = wrong;
   }
 
-  get system() {
-    return this.values.system ?? "";
+  get system() { return this.values.system ?? ""; }
+
+  /** Sampling for a model that recommends none, by name: in place of empty fields, unless a temperature is given. */
+  suggest(values) {
+    this.suggested = values;
+    for (const name in values) this.form.elements[name].placeholder = `${values[name]}: none is recommended`;
   }
 
   /** Fields of the request. Throws an Error if a JSON field is not JSON. */
-  body() {
-    const { values } = this;
-    const body = {};
+  body({ values, suggested } = this) {
+    const body = values.temperature ? {} : { ...suggested };
     for (const [name] of NUMBERS) if (values[name]) body[name] = Number(values[name]);
     if (values.stop) body.stop = values.stop.split("\n").filter(Boolean);
-    if (values.thinking === "on") body.chat_template_kwargs = { enable_thinking: true };
-    if (values.thinking === "off") body.chat_template_kwargs = { enable_thinking: false };
+    if (/^(on|off)$/.test(values.thinking)) body.chat_template_kwargs = { enable_thinking: values.thinking === "on" };
     if (values.logprobs) Object.assign(body, { logprobs: true, top_logprobs: 4 });
     if (values.schema) {
       const schema = parsed(values.schema, "JSON schema");
