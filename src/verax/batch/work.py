@@ -176,9 +176,11 @@ def _request(given: Mapping[str, Any]) -> VideoRequest:
 
 
 def _failure(line: InputLine, error: Exception) -> ClipLine:
-    message = str(error) if isinstance(error, VeraxError) else f"{type(error).__name__}: {error}"
-    param = message.partition(":")[0] if isinstance(error, InvalidParameterError) else None
-    return ClipLine.failure(LineError("invalid_request", message, param, None), line.custom_id)
+    """Result of a line whose clip was not made: by what the line asks for, or by an error within verax."""
+    param = str(error).partition(":")[0] if isinstance(error, InvalidParameterError) else None
+    if isinstance(error, (VeraxError, TypeError, ValueError, OSError)):
+        return ClipLine.failure(LineError("invalid_request", str(error), param, None), line.custom_id)
+    return ClipLine.failure(LineError("internal_error", f"{type(error).__name__}: {error}", None, None), line.custom_id)
 
 
 def _settings(request: ResolvedRequest, given: Mapping[str, Any]) -> dict[str, Any]:
