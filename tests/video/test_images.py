@@ -2,7 +2,9 @@
 
 import struct
 import sys
+from fractions import Fraction
 
+import av
 import numpy as np
 import pytest
 from PIL import Image
@@ -115,6 +117,32 @@ def test_a_video_is_turned_and_mirrored_as_its_file_says(matrix, tmp_path):
     expected[shown_y - shown_y.min(), shown_x - shown_x.min()] = frames[0]
     assert read.shape == (3, *expected.shape)
     assert np.abs(read[0] - expected).mean() < 5
+
+
+@pytest.mark.parametrize(
+    ("options", "width", "shades"),
+    [
+        ({"format": "yuv420p10le"}, 64, [0, 1, 2, 3, 4, 5]),
+        ({"wide": Fraction(1, 2)}, 32, [0, 1, 2, 3, 4, 5]),
+        ({"times": [0, 100, 150, 160, 400, 500]}, 64, [0, 1, 3, 3, 4, 5]),
+    ],
+    ids=["ten bits", "narrow pixels", "uneven times"],
+)
+def test_a_video_is_read_as_it_is_shown(options, width, shades, tmp_path):
+    times, format = options.get("times", range(0, 600, 100)), options.get("format", "yuv420p")
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        stream = container.add_stream("libx264", rate=10, height=32, width=64, pix_fmt=format, options={"crf": "0"})
+        stream.codec_context.sample_aspect_ratio = options.get("wide", 1)
+        stream.codec_context.time_base = Fraction(1, 1000)
+        for shade, time in enumerate(times):
+            frame = av.VideoFrame.from_ndarray(np.full((32, 64, 3), 40 * shade, np.uint8), format="rgb24")
+            frame = frame.reformat(format=format)
+            frame.pts, frame.time_base = time, Fraction(1, 1000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    frames, fps = read_clip(tmp_path / "a.mp4")
+    assert (frames.shape, fps) == ((6, 32, width, 3), pytest.approx(10))
+    assert [round(frame.mean() / 40) for frame in frames] == shades
 
 
 @pytest.mark.parametrize("suffix", ["gif", "webp"])

@@ -70,7 +70,10 @@ def _rgb(image: Any, name: str) -> UInt8[np.ndarray, "H W 3"]:
     """Pixels of a PIL.Image, upright."""
     image = require_optional("PIL.ImageOps").exif_transpose(image)
     if image.mode != "F" and not image.mode.startswith("I"):
-        return np.asarray(image.convert("RGB"))
+        try:
+            return np.asarray(image.convert("RGB"))
+        except ValueError as error:
+            raise InvalidParameterError(f"{name}: an image of mode {image.mode} is not read: {error}") from error
     # Pillow's own conversion cuts these at 255.
     values, white = np.asarray(image), 1 if image.mode == "F" else 65535
     if not (values.min() >= 0 and values.max() <= white):
@@ -120,9 +123,13 @@ def _natural_order(file: Path) -> tuple[list[str | int], str]:
     return [int(part) if i % 2 else part for i, part in enumerate(parts)], file.name
 
 
-def frame_pixels(frame: Any) -> UInt8[np.ndarray, "H W 3"]:
-    """Pixels of a frame that PyAV decoded, turned or mirrored as the display matrix of its file says."""
-    pixels = frame.to_ndarray(format="rgb24")
+def frame_pixels(frame: Any, stream: Any) -> UInt8[np.ndarray, "H W 3"]:
+    """Pixels of a frame that PyAV decoded from a stream, as they are shown.
+
+    Wide or narrow pixels are made square, and the frame is turned or mirrored as its display matrix says.
+    """
+    wide = stream.sample_aspect_ratio or 1
+    pixels = frame.to_ndarray(format="rgb24", width=max(1, round(frame.width * wide)))
     matrix = next((bytes(data) for data in frame.side_data if data.type.name == "DISPLAYMATRIX"), None)
     if matrix is None:
         return pixels
@@ -140,10 +147,18 @@ def _read_video(path: Path, name: str) -> tuple[list[np.ndarray], float | None]:
             if not container.streams.video:
                 raise InvalidParameterError(f"{name}: {path} has no images in it")
             stream = container.streams.video[0]
-            frames = [frame_pixels(frame) for frame in container.decode(stream)]
-            return frames, float(stream.average_rate) if stream.average_rate else None
+            shown = [(frame_pixels(frame, stream), frame.time) for frame in container.decode(stream)]
+            rate = float(stream.average_rate) if stream.average_rate else None
     except av.FFmpegError as error:
         raise InvalidParameterError(f"{name}: {path} cannot be read as a video: {error}") from error
+    frames, times = [frame for frame, _ in shown], [time for _, time in shown]
+    if len(frames) < 2 or None in times or times[-1] <= times[0]:
+        return frames, rate
+    # Phones write frames at uneven times. Each is shown from its time on: at even times, that is the newest one.
+    fps = (len(frames) - 1) / (times[-1] - times[0])
+    ticks = times[0] + (np.arange(len(frames)) + 0.25) / fps
+    newest = np.searchsorted(times, ticks, side="right") - 1
+    return [frames[i] for i in newest], rate if rate and abs(rate - fps) < 0.02 * fps else fps
 
 
 def _read_animation(path: Path, name: str) -> tuple[list[np.ndarray], float | None]:

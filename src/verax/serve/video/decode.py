@@ -147,7 +147,7 @@ def _video(data: bytes, container: str, limits: MediaLimits) -> Iterator[np.ndar
         _check_size(stream.width, stream.height, limits)
         for frame in opened.decode(stream):
             _check_size(frame.width, frame.height, limits)
-            yield frame_pixels(frame)
+            yield frame_pixels(frame, stream)
 
 
 def _check_size(width: int, height: int, limits: MediaLimits) -> None:
