@@ -70,10 +70,25 @@ def test_grey_of_more_than_8_bits_keeps_its_shades(name, tmp_path):
     np.testing.assert_allclose(read_image(image).astype(int), expected, atol=1)
 
 
+@pytest.mark.parametrize(("bits", "black"), [(12, 1), (16, 1), (16, 0)])
+def test_grey_of_tiff_files_is_of_their_bits_from_black_to_white(bits, black, tmp_path):
+    data = bytes.fromhex("000555aaafff" if bits == 12 else "00005555aaaaffff")
+    sizes = {256: 4, 257: 1, 258: bits, 259: 1, 262: black, 277: 1, 278: 1}
+    tags = [(tag, 3, 1, value) for tag, value in sizes.items()] + [(273, 4, 1, 8), (279, 4, 1, len(data))]
+    table = struct.pack("<H", len(tags)) + b"".join(struct.pack("<HHII", *tag) for tag in sorted(tags)) + bytes(4)
+    (tmp_path / "a.tif").write_bytes(struct.pack("<2sHI", b"II", 42, 8 + len(data)) + data + table)
+    expected = [0, 85, 170, 255]
+    assert read_image(tmp_path / "a.tif")[0, :, 1].tolist() == expected[:: 1 if black else -1]
+
+
 @pytest.mark.parametrize(
     ("image", "message"),
     [
         (Image.fromarray(np.full((2, 2), 70000, np.int32)), "start: expected grey of 0 to 65535 .* mode I, got 70000"),
+        (
+            Image.fromarray(np.full((2, 2), 200, np.int32)),
+            "got 200 to 200; convert an image of 8 bits to mode L",
+        ),
         (Image.fromarray(np.full((2, 2), -0.5, np.float32)), "start: expected grey of 0 to 1 in an image of mode F"),
         ("nothing.png", "start: there is no file nothing.png"),
         (__file__, r"start: .*test_images.py cannot be read as an image"),

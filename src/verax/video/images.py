@@ -21,6 +21,12 @@ Image = Any
 _ANIMATIONS = (".gif", ".webp")
 """Clips that Pillow reads; FFmpeg does not read animated WebP."""
 
+BITS_PER_SAMPLE, PHOTOMETRIC = 258, 262
+"""Tags of TIFF files."""
+
+WHITE_IS_ZERO = 0
+"""Value of the tag `PHOTOMETRIC`, which Pillow applies to images of 8 bits only."""
+
 _FRAMES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 """Files of a folder that are frames of a clip."""
 
@@ -68,6 +74,7 @@ def read_image(image: Image, *, name: str = "image") -> UInt8[np.ndarray, "H W 3
 
 def _rgb(image: Any, name: str) -> UInt8[np.ndarray, "H W 3"]:
     """Pixels of a PIL.Image, upright."""
+    tags = getattr(image, "tag_v2", {})  # of a TIFF file
     image = require_optional("PIL.ImageOps").exif_transpose(image)
     if image.mode != "F" and not image.mode.startswith("I"):
         try:
@@ -75,14 +82,16 @@ def _rgb(image: Any, name: str) -> UInt8[np.ndarray, "H W 3"]:
         except ValueError as error:
             raise InvalidParameterError(f"{name}: an image of mode {image.mode} is not read: {error}") from error
     # Pillow's own conversion cuts these at 255.
-    values, white = np.asarray(image), 1 if image.mode == "F" else 65535
-    if not (values.min() >= 0 and values.max() <= white):
+    bits = min(tags.get(BITS_PER_SAMPLE, (16,))[0], 16)
+    values, white = np.asarray(image), 1 if image.mode == "F" else 2**bits - 1
+    low, high = values.min(), values.max()
+    if not (low >= 0 and high <= white) or (image.mode == "I" and 0 < high <= 255):
+        hint = "; convert an image of 8 bits to mode L" if 0 < high <= 255 else ""
         raise InvalidParameterError(
-            f"{name}: expected grey of 0 to {white} in an image of mode {image.mode}, got {values.min():g} to "
-            f"{values.max():g}"
+            f"{name}: expected grey of 0 to {white} in an image of mode {image.mode}, got {low:g} to {high:g}{hint}"
         )
     grey = np.round(values * (255 / white)).astype(np.uint8)
-    return np.repeat(grey[..., None], 3, axis=-1)
+    return np.repeat((255 - grey if tags.get(PHOTOMETRIC) == WHITE_IS_ZERO else grey)[..., None], 3, axis=-1)
 
 
 def read_clip(clip: Any, *, name: str = "video") -> tuple[UInt8[np.ndarray, "T H W 3"], float | None]:
