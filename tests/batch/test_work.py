@@ -77,6 +77,16 @@ def test_a_line_whose_clip_cannot_be_made_has_the_reason(make, tmp_path, fields,
     assert list(tmp_path.iterdir()) == []
 
 
+def test_whatever_a_line_raises_is_its_error(make, pipeline, monkeypatch, tmp_path):
+    def broken(request):
+        raise IndexError("list index out of range")
+
+    monkeypatch.setattr(pipeline, "generate", broken)
+    result, _ = make(prompt="a red circle")
+    assert (result.error.code, result.error.message) == ("internal_error", "IndexError: list index out of range")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_failure_that_is_not_the_lines_ends_the_run(make, pipeline, monkeypatch):
     def damaged(request):
         raise CheckpointError("model.safetensors: it is cut off")
