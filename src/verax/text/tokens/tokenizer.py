@@ -6,10 +6,10 @@ While tokens arrive, text that was returned never changes, and stop strings are 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import tokenizers
@@ -39,8 +39,12 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         chat_templates: Mapping[str, str] | None = None,
+        has_types: bool = True,
+        cuts_beginning: bool = False,
     ):
         self._backend = backend
+        self._has_types = has_types
+        self._cuts_beginning = cuts_beginning
         self._special_tokens = dict(special_tokens or {})
         self._chat_templates = dict(chat_templates or {})
         self.eos_token_ids = eos_token_ids
@@ -84,10 +88,13 @@ class Tokenizer:
         """
         folder = Path(folder)
         backend = read_tokenizer(folder)
+        config = read_json(folder / "tokenizer_config.json", optional=True)
+        side = (backend.truncation or {}).get("direction", "right")
+        side = read_value(config, "truncation_side", Literal["left", "right"], side)
         # Left there by training or fine-tuning; transformers turns them off in each call as well.
         backend.no_truncation()
         backend.no_padding()
-        config = read_json(folder / "tokenizer_config.json", optional=True)
+        inputs = _configure(backend, config, folder)
         special_map = read_json(folder / "special_tokens_map.json", optional=True)
         named = {**special_map, **config} if "added_tokens_decoder" in config else {**config, **special_map}
         special = _special_tokens(named)
@@ -100,6 +107,8 @@ class Tokenizer:
             special_tokens=special,
             eos_token_ids=frozenset(end for end in ends if end is not None),
             chat_templates=_chat_templates(folder, config),
+            has_types="token_type_ids" in inputs,
+            cuts_beginning=side == "left",
         )
 
     def with_chat_template(self, template: str) -> Tokenizer:
@@ -138,13 +147,15 @@ class Tokenizer:
     def truncate(self, max_length: int) -> None:
         """Cut what is encoded from now on to `max_length` tokens, special tokens included and kept.
 
+        A text loses its end, or its beginning if `truncation_side` of tokenizer_config.json says so.
+
         Raises:
             InvalidParameterError: if that leaves no token for the text.
         """
         special = self._backend.num_special_tokens_to_add(False)
         if max_length <= special:
             raise InvalidParameterError(f"max_length: {max_length} tokens leave none besides {special} special ones")
-        self._backend.enable_truncation(max_length)
+        self._backend.enable_truncation(max_length, direction="left" if self._cuts_beginning else "right")
 
     def encode_batch(self, texts: Sequence[str], *, max_length: int | None = None) -> list[tuple[list[int], int]]:
         """Token ids of each text, special ones included, and the number of tokens that were cut from its end.
@@ -159,14 +170,16 @@ class Tokenizer:
         special = self._backend.num_special_tokens_to_add(False)
         if max_length is not None and max_length <= special:
             raise InvalidParameterError(f"max_length: {max_length} tokens leave none besides {special} special ones")
-        return [_cut(encoded, max_length) for encoded in self._backend.encode_batch_fast(list(texts))]
+        cut = partial(_cut, max_length=max_length, beginning=self._cuts_beginning)
+        return [cut(encoded) for encoded in self._backend.encode_batch_fast(list(texts))]
 
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, max_length: int
     ) -> list[tuple[list[int], list[int], int]]:
         """Token ids of each pair of texts, special ones included, their types, and the number of tokens left out.
 
-        The longer text of a pair loses its end first (transformers' `longest_first`).
+        The longer text of a pair loses its end first (transformers' `longest_first`). Types are 0 where the model's
+        inputs (`model_input_names`) have none.
 
         Args:
             pairs: any number.
@@ -180,7 +193,9 @@ class Tokenizer:
             raise InvalidParameterError(
                 f"max_length: {max_length} tokens leave none for each text besides {special} special ones"
             )
-        return [_cut_pair(encoded, max_length - special) for encoded in self._backend.encode_batch(list(pairs))]
+        cut = partial(_cut_pair, room=max_length - special, beginning=self._cuts_beginning)
+        cuts = [cut(encoded) for encoded in self._backend.encode_batch(list(pairs))]
+        return cuts if self._has_types else [(ids, [0] * len(ids), left_out) for ids, _, left_out in cuts]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids; bytes that are not UTF-8 become U+FFFD."""
@@ -284,17 +299,41 @@ def _special_tokens(named: Mapping[str, Any]) -> dict[str, str]:
     return {key: text for key, text in contents.items() if key.endswith("_token") and isinstance(text, str)}
 
 
-def _cut(encoded: tokenizers.Encoding, max_length: int | None) -> tuple[list[int], int]:
-    """Token ids of at most `max_length`, with the special tokens at the end, and the number of tokens left out."""
+_BERT = ("BertTokenizer", "BertTokenizerFast", "ElectraTokenizer", "ElectraTokenizerFast")
+"""Classes whose settings in tokenizer_config.json replace tokenizer.json's, and whose inputs have types."""
+
+
+def _configure(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
+    """Apply what tokenizer_config.json changes in tokenizer.json, as transformers does; names of the model's inputs."""
+    kind = read_value(config, "tokenizer_class", str, None)
+    if kind is None and read_json(folder / "config.json", optional=True).get("model_type") == "bert":
+        kind = _BERT[0]
+    names = ("input_ids", "attention_mask", *(("token_type_ids",) if kind in _BERT else ()))
+    if kind in _BERT and isinstance(backend.normalizer, tokenizers.normalizers.BertNormalizer):
+        backend.normalizer = tokenizers.normalizers.BertNormalizer(
+            clean_text=True,
+            handle_chinese_chars=read_value(config, "tokenize_chinese_chars", bool, True),
+            strip_accents=read_value(config, "strip_accents", bool, None),
+            lowercase=read_value(config, "do_lower_case", bool, True),
+        )
+    return read_value(config, "model_input_names", tuple[str, ...], names)
+
+
+def _cut(encoded: tokenizers.Encoding, max_length: int | None, beginning: bool) -> tuple[list[int], int]:
+    """Token ids of at most `max_length`, with the special tokens at both ends, and the number of tokens left out."""
     ids = encoded.ids
     left_out = sum(mask == 0 for rest in encoded.overflowing for mask in rest.special_tokens_mask)
     if max_length is None or len(ids) <= max_length:
         return ids, left_out
-    end = next((i for i, mask in enumerate(reversed(encoded.special_tokens_mask)) if not mask), 0)
-    return ids[: max_length - end] + ids[len(ids) - end :], left_out + len(ids) - max_length
+    masks, over = encoded.special_tokens_mask, len(ids) - max_length
+    if beginning:
+        start = next((i for i, mask in enumerate(masks) if not mask), 0)
+        return ids[:start] + ids[start + over :], left_out + over
+    end = next((i for i, mask in enumerate(reversed(masks)) if not mask), 0)
+    return ids[: max_length - end] + ids[len(ids) - end :], left_out + over
 
 
-def _cut_pair(encoded: tokenizers.Encoding, room: int) -> tuple[list[int], list[int], int]:
+def _cut_pair(encoded: tokenizers.Encoding, room: int, beginning: bool) -> tuple[list[int], list[int], int]:
     """Token ids and types of a pair with at most `room` tokens of its texts, and the number of tokens left out."""
     texts = encoded.sequence_ids  # 0, 1, and None for special tokens
     first, second = texts.count(0), texts.count(1)
@@ -307,11 +346,13 @@ def _cut_pair(encoded: tokenizers.Encoding, room: int) -> tuple[list[int], list[
         short, long = room // 2, room - room // 2
     left = [short, long] if first <= second else [long, short]
     kept: list[int] = []
-    for place, text in enumerate(texts):
-        if text is not None:
+    places = range(len(texts))
+    for place in reversed(places) if beginning else places:
+        if (text := texts[place]) is not None:
             left[text] -= 1
         if text is None or left[text] >= 0:
             kept.append(place)
+    kept.sort()
     ids, types = encoded.ids, encoded.type_ids
     return [ids[i] for i in kept], [types[i] for i in kept], first + second - room
 
