@@ -46,7 +46,7 @@ clean:  ## Remove the environment, caches, builds and the demo's folder.
 # Folders and files with a verb of their own. The server's tests want programs as users have them, which other tests do without
 # (tests/conftest.py).
 EXAMPLES := tests/test_docs_code.py tests/test_examples.py tests/cli/test_demo.py tests/train tests/recipes
-DEVICES := tests/text/test_tensor_parallel.py tests/text/test_data_parallel.py tests/text/test_hosts.py tests/video/test_mesh.py
+DEVICES := tests/text/test_tensor_parallel.py tests/text/test_hosts.py tests/video/test_mesh.py
 OTHERS := tests/parity tests/real tests/targets tests/ray
 
 test: $(VENV)/.installed-test  ## Run the tests of the package: no GPU, PyTorch, Ray or browser is needed. LEVEL=avx2 for other CPU kernels.
@@ -108,8 +108,8 @@ build/compilers/.installed: pyproject.toml tests/targets/requirements.py | $(VEN
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(@D) $$($(BIN)/python -m tests.targets.requirements)
 	@touch $@
 
-fuzz-server: $(VENV)/.installed-dev  ## Send thousands of random requests to verax serve; GROUPS="chat videos" for some of them.
-	$(BIN)/python -m tests.conformance.fuzz $(GROUPS)
+fuzz-server: $(VENV)/.installed-dev  ## Send thousands of random requests to the server.
+	VERAX_FUZZ_TIMES=20 $(PYTEST) tests/serve/test_openapi_cases.py
 
 openai-conformance: $(VENV)/.installed-dev build/openai/.installed  ## Run openai-python's own tests on verax serve.
 	$(BIN)/python -m tests.conformance.openai_sdk build/openai
@@ -185,13 +185,16 @@ $(BIN)/python:
 	$(PYTHON) -m venv --clear $(VENV)
 
 # The kernels of this machine's best level and the portable ones are enough to run and to test the package; all levels that it
-# runs are compiled for test-all. Objects are kept in ~/.cache/verax, so that none is compiled twice.
+# runs are compiled for test-all. Objects are kept in ~/.cache/verax, so that none is compiled twice: kernels are compiled there
+# while pip downloads, and its own build takes them from there.
+INSTALL_BEST = export VERAX_BUILD_LEVELS=best; $(PYTHON) src/verax/ops/cpu/build.py --cache-only --levels best >/dev/null 2>&1 & \
+  $(BIN)/python -m pip install --quiet --no-compile --editable
 $(VENV)/.installed: pyproject.toml $(NATIVE) | $(BIN)/python
-	VERAX_BUILD_LEVELS=best $(BIN)/python -m pip install --quiet --editable '.[video]'
+	$(INSTALL_BEST) '.[video]'
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml $(NATIVE) | $(BIN)/python
-	VERAX_BUILD_LEVELS=best $(BIN)/python -m pip install --quiet --editable '.[test]'
+	$(INSTALL_BEST) '.[test]'
 	@touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-dev: pyproject.toml $(NATIVE) | $(BIN)/python

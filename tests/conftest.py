@@ -82,21 +82,21 @@ SLOW = (
     "models/wan",
     "nn/test_layers.py::test_an_engine_packs",
     "ops/cpu",
-    "ops/test_attention_gpu",
-    "ops/test_attention_tpu",
+    "ops/test_attention.py::test_gradients_of_splash",
+    "ops/test_attention.py::test_packed_sequences_see_their_own_keys_in_splash",
+    "ops/test_attention.py::test_splash",
+    "ops/test_delta.py::test_packed",
     "ops/test_delta_gradient",
-    "ops/test_delta_packing",
     "ops/test_delta_parallel",
     "ops/test_delta_scan",
     "ops/test_delta_step",
     "ops/test_hierarchical",
     "ops/test_linear_gpu",
-    "ops/test_paged_gpu",
-    "ops/test_paged_tpu",
+    "ops/test_paged_kernels",
     "plan",
     "text/lora/test_speculation",
     "text/speculative/test_drafters",
-    "text/test_kv_cache_dtype",
+    "text/test_kv_cache",
     "video/test_pipeline",
     "video/test_wan22",
 )
@@ -110,7 +110,8 @@ def pytest_collection_modifyitems(items):
     Otherwise the file with most tests is first.
     """
     for item in items:
-        if item.nodeid.removeprefix("tests/").startswith(SLOW):
+        # A CPU kernel at a level of its own, among an operation's other implementations.
+        if item.nodeid.removeprefix("tests/").startswith(SLOW) or "native " in item.name:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(LONG))
 

@@ -69,7 +69,8 @@ def evaluate(
         found["seconds_per_clip"] = float(np.median(seconds[1:]))
     if vae:
         drawn = draw(scenes(SEED, 0, vae, split="held_out"))
-        back = [np.asarray(pipe.stages.finish(pipe.stages.decode(pipe.stages.encode(clip[None])))) for clip in drawn]
+        latents = [pipe.stages.encode(clip[None]) for clip in drawn]
+        back = [np.asarray(pipe.stages.finish(pipe.stages.decode_call(z)(z))) for z in latents]
         found["vae_psnr"] = float(np.mean([psnr(a, b) for a, b in zip(drawn, back, strict=True)]))
     return found
 

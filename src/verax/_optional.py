@@ -22,7 +22,6 @@ _PACKAGES = {
     "llguidance": ("llguidance", "server"),
     "matplotlib": ("matplotlib", "compare"),
     "markdown_it": ("markdown-it-py", "server"),
-    "python_multipart": ("python-multipart", "server"),
     "opentelemetry": ("opentelemetry-exporter-otlp-proto-http", "otel"),
     "nh3": ("nh3", "server"),
     "nncf": ("nncf", "openvino"),

@@ -6,9 +6,10 @@ A configuration dataclass declares its fields with the types below, and `read_fi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, get_type_hints
+from types import MappingProxyType
+from typing import Annotated, Any, get_args, get_type_hints
 
 import msgspec
 
@@ -24,6 +25,7 @@ __all__ = [
     "check_multiple",
     "file_of",
     "read_fields",
+    "read_layer_types",
     "read_value",
     "require_fields",
 ]
@@ -93,7 +95,12 @@ def read_value(config: Mapping[str, Any], key: str, kind: Any, default: Any = _M
 
 
 def read_fields(
-    config: Mapping[str, Any], cls: type, names: Iterable[str] | None = None, *, where: object = None
+    config: Mapping[str, Any],
+    cls: type,
+    names: Iterable[str] | None = None,
+    keys: Mapping[str, str] = MappingProxyType({}),
+    *,
+    where: object = None,
 ) -> dict[str, Any]:
     """Read the values of a dataclass's fields, each checked against its annotation.
 
@@ -101,20 +108,49 @@ def read_fields(
         config: object of the file, with the fields' names as keys.
         cls: the dataclass.
         names: names of the fields to read; all of them if None.
+        keys: keys of fields that have another name in the file.
         where: name of the file for messages; the file's own path, or `config.json`, if None.
 
     Returns:
         The values by field. Fields that the file leaves out, or gives as null, are left out if they have a default.
 
     Raises:
-        CheckpointError, UnsupportedModelError: as in `read_value`.
+        CheckpointError: as in `read_value`.
+        UnsupportedModelError: with all values without default that are missing.
     """
     kinds, optional = _annotations(cls)
+    names = tuple(kinds if names is None else names)
+    if missing := [key for name in names if (key := keys.get(name, name)) not in config and name not in optional]:
+        raise UnsupportedModelError(f"{where or file_of(config)} lacks {', '.join(missing)}")
     return {
-        name: read_value(config, name, kinds[name], where=where)
-        for name in (kinds if names is None else names)
-        if not (name in optional and config.get(name) is None)
+        name: read_value(config, key, kinds[name], where=where)
+        for name in names
+        if not (config.get(key := keys.get(name, name)) is None and name in optional)
     }
+
+
+def read_layer_types(
+    config: Mapping[str, Any], count: int, default: Sequence[str], known: Collection[str]
+) -> tuple[str, ...]:
+    """Read `layer_types` of a configuration file, the kind of each layer.
+
+    Args:
+        config: object of the file.
+        count: number of layers.
+        default: kinds of the layers of a file that lists none.
+        known: kinds that the model computes.
+
+    Raises:
+        CheckpointError: for a list of another length.
+        UnsupportedModelError: for other kinds, with their names.
+    """
+    kinds = read_value(config, "layer_types", tuple[str, ...], ()) or tuple(default)
+    if len(kinds) != count:
+        raise CheckpointError(f"{file_of(config)}: layer_types has {len(kinds)} entries for {count} layers")
+    if unknown := sorted({*kinds} - {*known}):
+        family = config.get("model_type")
+        raise UnsupportedModelError(f"{family} with layers of type {', '.join(unknown)} is not supported")
+    return kinds
 
 
 def file_of(config: Mapping[str, Any]) -> str:
@@ -157,6 +193,8 @@ def _annotations(cls: type) -> tuple[dict[str, Any], frozenset[str]]:
 
 def _describe(kind: Any, error: Exception) -> str:
     """Words for a type; msgspec's own for one that has no description here."""
+    if type(None) in (alternatives := get_args(kind)) and len(alternatives) == 2:  # an optional value
+        kind = alternatives[alternatives.index(type(None)) - 1]
     if kind in _DESCRIPTIONS:
         return _DESCRIPTIONS[kind]
     metadata = getattr(kind, "__metadata__", ())

@@ -199,36 +199,18 @@ def _abstract(
     return nnx.eval_shape(lambda: model_class(config, dtype=jnp.dtype(dtype), rngs=_OneKey())), tied
 
 
-def load_causal_lm(
-    opened: Checkpoint,
-    *,
-    dtype: DTypeLike,
-    quantization: str | Precision | None = None,
-    requantize: bool = False,
-    mesh: Mesh | None = None,
-    progress: Progress | None = None,
-) -> CausalLM:
+def load_causal_lm(opened: Checkpoint, **options: Any) -> CausalLM:
     """Load the language model that a checkpoint's config.json describes.
 
     Args:
         opened: the checkpoint.
-        dtype, quantization, requantize, mesh, progress: as in `load_model`.
+        options: `dtype`, and other keywords of `load_model`.
 
     Raises:
         CheckpointError, InvalidParameterError: as in `load_model`.
         UnsupportedModelError: if verax has no such architecture, or it has no linear layer to quantise.
     """
-    model_class, config = causal_lm(opened.config)
-    return load_model(
-        opened,
-        model_class,
-        config,
-        dtype=dtype,
-        quantization=quantization,
-        requantize=requantize,
-        mesh=mesh,
-        progress=progress,
-    )
+    return load_model(opened, *causal_lm(opened.config), **options)
 
 
 def divide_model(model: CausalLM, mesh: Mesh) -> CausalLM:

@@ -59,6 +59,7 @@ HYBRID: dict[str, Any] = {
 """Three delta layers and one of attention, as wide as Qwen3.5-0.8B's 24; an eighth of its vocabulary."""
 
 MOE: dict[str, Any] = {
+    **QWEN3_0_6B,
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
     "vocab_size": 32768,
@@ -71,14 +72,7 @@ MOE: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 32,
     "num_key_value_heads": 4,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     "tie_word_embeddings": False,
-    "attention_bias": False,
-    "max_position_embeddings": 40960,
 }
 """Four of Qwen3-30B-A3B's 48 layers, with a fifth of its vocabulary: 5.3 GB in bfloat16."""
 

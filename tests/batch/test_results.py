@@ -26,19 +26,6 @@ def path(tmp_path):
     return tmp_path / "out.jsonl"
 
 
-def test_a_line_is_in_the_file_once_it_is_written(path):
-    output = ResultFile.open(path, AnswerLine)
-    output.write(AnswerLine.of("next", GOOD.response))
-    lines = [json.loads(line) for line in path.read_bytes().splitlines()]
-    assert [line["custom_id"] for line in lines] == ["good", "refused", None, "next"]
-    assert lines[3]["response"]["body"] == {"text": "a\nb"}
-
-
-def test_answers_are_known_by_their_id_and_wrong_lines_by_their_number(path):
-    output = ResultFile.open(path, AnswerLine)
-    assert (output.answered, output.bad_lines, output.num_failed) == ({"good", "refused"}, {3}, 2)
-
-
 def test_errors_are_removed_to_run_again(path):
     before = path.read_bytes().splitlines(keepends=True)
     output = ResultFile.open(path, AnswerLine, retry_errors=True)
@@ -86,11 +73,6 @@ def test_two_runs_do_not_write_to_one_file(path, retry_errors):
         ResultFile.open(path, AnswerLine)
     first.file.close()
     ResultFile.open(path, AnswerLine).file.close()
-
-
-def test_what_is_no_file_is_refused(tmp_path):
-    with pytest.raises(InvalidParameterError, match="expected a file"):
-        ResultFile.open(tmp_path, AnswerLine)
 
 
 LINES = [{"custom_id": name, "text": name} for name in "abcdefgh"]

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import threading
-import time
 
 import pytest
 
@@ -15,9 +14,6 @@ from verax.batch.requests import AnswerLine, LocalServer
 from verax.batch.results import ResultFile
 from verax.batch.run import AHEAD, BatchRun, read_lines
 from verax.errors import EngineDeadError
-from verax.serve.http.server import LazyModel, Server
-from verax.serve.http.settings import ServerSettings
-from verax.text.engine.async_llm import AsyncLLM
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
@@ -37,25 +33,11 @@ def answers_in(path):
 
 
 @pytest.fixture
-def new_server(served_llm, served_encoder, served_pipeline):
-    def make(max_queued_requests=1024, **settings):
-        return Server(
-            llm=AsyncLLM.from_llm(served_llm, max_queued_requests=max_queued_requests),
-            served_names=("tiny", "alias"),
-            encoder=LazyModel("encoder", lambda: served_encoder),
-            videos=LazyModel("video", lambda: served_pipeline),
-            settings=ServerSettings(disable_page=True, **settings),
-        )
-
-    return make
-
-
-@pytest.fixture
 def run_batch(new_server, tmp_path):
     """Answers lines into out.jsonl and gives the run."""
 
     def run(lines, *, server=None, retry_errors=False, max_in_flight=4, report=lambda counts: None):
-        server = server or new_server()
+        server = server or new_server(names=("tiny", "alias"), disable_page=True)
         output = ResultFile.open(tmp_path / "out.jsonl", AnswerLine, retry_errors=retry_errors)
         run = BatchRun(
             LocalServer(server),
@@ -73,18 +55,6 @@ def run_batch(new_server, tmp_path):
         return run
 
     return run
-
-
-@pytest.fixture
-def slow(served_llm, monkeypatch):
-    """An engine whose steps take a while."""
-    advance = served_llm.engine.advance
-
-    def slowly():
-        time.sleep(0.02)
-        return advance()
-
-    monkeypatch.setattr(served_llm.engine, "advance", slowly)
 
 
 def test_every_line_gets_the_answer_that_the_server_gives(run_batch, api, tmp_path):
@@ -173,29 +143,6 @@ def test_a_wrong_line_has_one_error_line_and_the_batch_goes_on(run_batch, tmp_pa
     again = run_batch(lines)
     assert (again.counts.done, again.counts.failed, again.counts.skipped) == (0, 0, 7)
     assert (tmp_path / "out.jsonl").read_bytes() == before
-
-
-def test_a_batch_goes_on_behind_the_answers_that_are_there(run_batch, tmp_path):
-    lines = [line(str(i)) for i in range(8)]
-    run_batch(lines[:5])
-    before = (tmp_path / "out.jsonl").read_bytes()
-    run = run_batch(lines)
-    assert (run.counts.done, run.counts.skipped) == (3, 5)
-    assert (tmp_path / "out.jsonl").read_bytes().startswith(before)
-    assert sorted(answer["custom_id"] for answer in answers_in(tmp_path / "out.jsonl")) == list("01234567")
-
-
-def test_errors_run_again_when_that_is_asked_for(run_batch, tmp_path):
-    good, refused, broken = line("good"), line("refused", temperature=-1), line("broken", "/v1/nothing")
-    run_batch([good, refused, broken])
-    kept = [answer for answer in answers_in(tmp_path / "out.jsonl") if answer["custom_id"] == "good"]
-    mended = [good, line("refused"), line("broken")]
-    run = run_batch(mended, retry_errors=True)
-    assert (run.counts.done, run.counts.failed, run.counts.skipped) == (2, 0, 1)
-    answers = answers_in(tmp_path / "out.jsonl")
-    assert sorted(answer["custom_id"] for answer in answers) == ["broken", "good", "refused"]
-    assert kept[0] in answers
-    assert all(answer["response"]["status_code"] == 200 for answer in answers)
 
 
 def test_a_full_queue_is_waited_for(run_batch, new_server, tmp_path, slow):
@@ -339,19 +286,17 @@ def test_a_pipe_that_waits_does_not_hold_up_the_others():
     os.close(writing)
 
 
-def test_a_failure_is_raised_behind_the_lines_before_it():
+@pytest.mark.anyio
+async def test_a_failure_is_raised_behind_the_lines_before_it():
     class Failing(io.RawIOBase):
         def __iter__(self):
             yield b"first\n"
             raise OSError("device lost")
 
-    async def main():
-        lines = read_lines(Failing())
-        assert await anext(lines) == b"first\n"
-        with pytest.raises(OSError, match="device lost"):
-            await anext(lines)
-
-    asyncio.run(main())
+    lines = read_lines(Failing())
+    assert await anext(lines) == b"first\n"
+    with pytest.raises(OSError, match="device lost"):
+        await anext(lines)
 
 
 def test_the_thread_ends_with_the_event_loop():

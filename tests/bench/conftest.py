@@ -1,11 +1,30 @@
-"""Benchmarks measure the limits of the machine too: with little work here."""
+"""Benchmarks measure the limits of the machine too: with little work here, or none."""
+
+import sys
 
 import pytest
 
+from verax import cli
+
+LIMITS = {"memory_bandwidth_gb_per_s": 50.0, "matmul_float32_gflop_per_s": 400.0, "matmul_bfloat16_gflop_per_s": 900.0}
+
 
 @pytest.fixture(autouse=True, scope="package")
-def little_to_measure():
+def known_machine():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("verax.machine.READ_BYTES", 1 << 22)
-        patch.setattr("verax.machine.MATMUL_SIZE", 128)
+        patch.setattr("verax.machine.READ_BYTES", 1 << 16)
+        patch.setattr("verax.machine.measure_machine", lambda: LIMITS)
         yield
+
+
+@pytest.fixture
+def bench(monkeypatch, capsys):
+    """Function that runs `verax bench` with arguments; exit status, standard output and error."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["verax", "bench", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run

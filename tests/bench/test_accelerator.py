@@ -1,15 +1,13 @@
 """The run on an accelerator: parts are finished once, a failure is a line, and the budget ends the run."""
 
 import json
-import sys
 
 import pytest
 import typer
 
 from verax import cli
 from verax.bench import accelerator
-from verax.bench.accelerator import PARTS, bench_accelerator, find_device, run_command
-from verax.bench.reports import REPORTS
+from verax.bench.accelerator import PARTS, REPORTS, bench_accelerator, run_command
 from verax.bench.results import markdown, write
 from verax.errors import InvalidParameterError
 
@@ -69,17 +67,6 @@ def test_parts_of_another_device_or_of_a_rehearsal_do_not_count(machine, tmp_pat
     assert ran == ["delta", "delta"]
 
 
-def test_no_part_is_begun_without_a_share_of_the_budget(machine, tmp_path, monkeypatch):
-    ran, *_ = machine
-    monkeypatch.setattr(accelerator, "SHORTEST", 50.0)
-    times = iter([0.0, 1.0, 60.0])
-    monkeypatch.setattr(accelerator.time, "monotonic", lambda: next(times))
-    result = bench_accelerator(tmp_path, only=["operations", "tests"], seconds=100)
-    assert ran == ["tests"]
-    assert result["parts"]["operations"]["error"] == "not begun: the budget of 100 s is spent"
-    assert not result["complete"]
-
-
 def test_the_table_has_a_row_for_each_case_and_failure(machine, tmp_path):
     _, errors, _ = machine
     errors["delta"] = "RuntimeError: no room\nfor 9 | bytes"
@@ -107,27 +94,21 @@ def test_wrong_settings_are_named(machine, tmp_path, options, message):
         bench_accelerator(tmp_path, **options)
 
 
-def test_the_command_lists_runs_and_says_by_its_status_whether_all_is_done(machine, tmp_path, monkeypatch, capsys):
+def test_the_command_lists_runs_and_says_by_its_status_whether_all_is_done(machine, tmp_path, bench):
     _, errors, _ = machine
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["verax", "bench", "accelerator", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return stop.value.code
-
-    assert run("--list") == 0
-    assert "the gated delta rule" in capsys.readouterr().out
+    status, out, _ = bench("accelerator", "--list")
+    assert (status, "the gated delta rule" in out) == (0, True)
     errors["delta"] = "killed"
-    assert run("--output", str(tmp_path), "--only", "delta,operations") == 1
-    assert "**failed**" in capsys.readouterr().out
+    arguments = ("accelerator", "--output", tmp_path, "--only", "delta,operations")
+    status, out, _ = bench(*arguments)
+    assert (status, "**failed**" in out) == (1, True)
     errors.clear()
-    assert run("--output", str(tmp_path), "--only", "delta,operations", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["complete"]
+    status, out, _ = bench(*arguments, "--json")
+    assert (status, json.loads(out)["complete"]) == (0, True)
 
 
 def test_the_commands_have_options_that_exist():
-    bench = typer.main.get_command(cli.app).commands["bench"]
+    commands_of = typer.main.get_command(cli.app).commands["bench"].commands
     commands = [[*part.command, *part.tiny] for part in PARTS.values() if "bench" in part.command]
     commands += [
         ["-m", "verax", "bench", *words.split(), *quick.split()]
@@ -135,7 +116,7 @@ def test_the_commands_have_options_that_exist():
         for words, quick in report.sections.values()
     ]
     for _, _, _, name, *options in commands:
-        bench.commands[name].make_context(name, options)
+        commands_of[name].make_context(name, options)
 
 
 def test_a_process_gives_its_json_or_the_last_line_of_its_error(tmp_path):
@@ -152,5 +133,49 @@ def test_a_process_is_stopped_at_the_end_of_its_time(tmp_path):
     assert record["seconds"] == pytest.approx(0.2, abs=10)
 
 
-def test_the_device_is_found_by_another_process(tmp_path):
-    assert find_device(tmp_path)["device_kind"] == "cpu"
+RESULT = {
+    "intro": "Work.",
+    "machine": {"torch": "9"},
+    "measured": {},
+    "noise": {"spread": 0.02, "others": 0.0, "busy": False},
+    "tables": [{"title": "", "columns": ["side", "s"], "rows": [["verax", "1"]]}],
+}
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Two reports, of which one section works and one fails."""
+    commands = []
+
+    def run(words, log, seconds):
+        commands.append(" ".join(words))
+        if "ops" in words:
+            return {"result": None, "error": "needs torch: pip install it", "note": "", "seconds": 1.0}
+        return {"result": RESULT, "error": "", "note": "", "seconds": 1.0}
+
+    chosen = {
+        "one": accelerator.Report("One", "About one.", {"speed": ("text --runs 5", "--runs 1"), "parity": ("ops", "")}),
+        "two": accelerator.Report("Two", "About two.", {"memory": ("ops --only paged", "")}),
+    }
+    monkeypatch.setattr(accelerator, "REPORTS", chosen)
+    monkeypatch.setattr(accelerator, "run_command", run)
+    return commands
+
+
+def test_a_section_that_cannot_run_is_a_table_with_the_reason(asked):
+    (one,) = accelerator.bench_reports(only=["one"], quick=True)
+    assert asked == ["-m verax bench text --runs 5 --runs 1 --json", "-m verax bench ops --json"]
+    page = markdown(one)
+    assert "## Speed\n\nWork.\n\n| side | s |" in page
+    assert "**Not run**: needs torch: pip install it." in page
+
+
+def test_an_unknown_report_is_refused(asked):
+    with pytest.raises(InvalidParameterError, match="only: expected one, two, got 'three'"):
+        accelerator.bench_reports(only=["three"])
+
+
+def test_the_command_writes_pages(asked, bench, tmp_path):
+    status, _, error = bench("reports", "--quick", "--only", "one", "-o", tmp_path)
+    assert (status, "measuring one: speed" in error) == (0, True)
+    assert "| verax | 1 |" in (tmp_path / "one.md").read_text()

@@ -1,12 +1,10 @@
 """Two files of results compared: what is proven slower, what cannot be known, and what does not count."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
 
-from verax import cli
 from verax.bench.compare import compare_results, read_timed, render
 from verax.errors import InvalidParameterError
 
@@ -93,12 +91,9 @@ def test_a_file_without_times_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("scale", "status"), [(1.2, 1), (1.0, 0)])
-def test_the_command_fails_if_a_side_of_ours_is_slower(monkeypatch, capsys, tmp_path, scale, status):
+def test_the_command_fails_if_a_side_of_ours_is_slower(bench, tmp_path, scale, status):
     paths = [tmp_path / "old.json", tmp_path / "new.json"]
     for path, content in zip(paths, (result(), result(scale)), strict=True):
         path.write_text(json.dumps({"subject": "text", "results": content}))
-    monkeypatch.setattr(sys, "argv", ["verax", "bench", "compare", *map(str, paths)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert (ended.value.code or 0) == status
-    assert ("**slower**" in capsys.readouterr().out) == bool(status)
+    ended, out, _ = bench("compare", *paths)
+    assert (ended, "**slower**" in out) == (status, bool(status))

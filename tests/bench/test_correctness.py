@@ -14,7 +14,7 @@ from verax.bench import correctness
 def test_every_example_has_arguments_that_its_implementations_take():
     rng = np.random.default_rng(0)
     for name, operation in ops.operations().items():
-        for example in operation.examples():
+        for example in operation.examples:
             if sum(x.size for x in jax.tree.leaves(example.args) if hasattr(x, "size")) > 1 << 22:
                 continue
             args = correctness.arguments_of(name, example, rng)

@@ -7,50 +7,43 @@ from verax import ops
 from verax.bench import ops as bench
 from verax.bench import timing
 from verax.bench.results import markdown
+from verax.bench.settings import OpsSettings
 from verax.errors import InvalidParameterError
-
-LIMITS = {
-    "memory_bandwidth_gb_per_s": 50.0,
-    "matmul_float32_gflop_per_s": 400.0,
-    "matmul_bfloat16_gflop_per_s": 900.0,
-}
 
 
 def run(**changes):
-    settings = dict(size_in=256, size_out=48, rows=[1, 2000], weights=["bfloat16", "int4-32"], operations=["linear"])
-    return bench.bench_ops(**{**settings, **changes}, runs=2, warmup=1)
+    settings = dict(size_in=256, size_out=48, rows=[1, 2000], weights=["bfloat16", "int4-32"], only=["linear"])
+    return bench.bench_ops(OpsSettings(**{**settings, **changes}, runs=2, warmup=1))
 
 
 @pytest.fixture(autouse=True)
-def _no_measurement_of_the_machine(monkeypatch):
-    monkeypatch.setattr("verax.machine.measure_machine", lambda: LIMITS)
-    monkeypatch.setattr("verax.machine.READ_BYTES", 1 << 16)
+def _little_work(monkeypatch):
     monkeypatch.setattr(timing, "SHORTEST", 0.0)
     monkeypatch.setattr(bench, "COLD", 1 << 16)
 
 
 def test_each_case_names_the_implementation_that_runs_and_times_the_others():
     result = run()
-    found = {case["case"]: case for case in result["cases"]}
-    assert list(found) == ["bfloat16, 1 rows", "bfloat16, 2000 rows", "int4-32, 1 rows", "int4-32, 2000 rows"]
-    for case in found.values():
+    cases = {case["case"]: case for case in result["cases"]}
+    assert list(cases) == ["bfloat16, 1 rows", "bfloat16, 2000 rows", "int4-32, 1 rows", "int4-32, 2000 rows"]
+    for case in cases.values():
         assert {case["chosen"], "reference"} <= set(case["sides"]) <= {*ops.linear.implementations, bench.PACKED}
         assert set(case["ratios"]) == set(case["sides"]) - {case["chosen"]}
         assert case["fraction_of_limit"] > 0 < case["bandwidth_gb_per_s"]
-    assert found["bfloat16, 1 rows"]["bytes_moved"] == 256 * 48 * 2
-    assert found["int4-32, 1 rows"]["bytes_moved"] == 256 * 48 // 2 + 8 * 48 * 2
-    assert found["int4-32, 2000 rows"]["chosen"] == "dequantized"
+    assert cases["bfloat16, 1 rows"]["bytes_moved"] == 256 * 48 * 2
+    assert cases["int4-32, 1 rows"]["bytes_moved"] == 256 * 48 // 2 + 8 * 48 * 2
+    assert cases["int4-32, 2000 rows"]["chosen"] == "dequantized"
     assert result["name"] == "linear-256"
     assert markdown(result).count("| int4-32, ") == 2
-    assert found["bfloat16, 1 rows"]["flops"] == 2 * 256 * 48
+    assert cases["bfloat16, 1 rows"]["flops"] == 2 * 256 * 48
 
 
 def test_a_weight_that_models_pack_is_timed_as_it_is_packed():
-    found = {case["case"]: case for case in run(rows=[1, 64], weights=["float32", "int8"])["cases"]}
+    cases = {case["case"]: case for case in run(rows=[1, 64], weights=["float32", "int8"])["cases"]}
     for name, few_rows in (("float32, 1 rows", True), ("float32, 64 rows", False)):
         packs = isinstance(ops.pack_weight(jnp.ones((48, 256)), few_rows=few_rows), ops.PackedWeight)
-        assert (found[name]["chosen"] == bench.PACKED) == (bench.PACKED in found[name]["sides"]) == packs
-    assert bench.PACKED not in found["int8, 64 rows"]["sides"]  # its inputs would have to be rounded too
+        assert (cases[name]["chosen"] == bench.PACKED) == (bench.PACKED in cases[name]["sides"]) == packs
+    assert bench.PACKED not in cases["int8, 64 rows"]["sides"]  # its inputs would have to be rounded too
 
 
 def test_attention_and_cache_writes_are_cases_too(monkeypatch):
@@ -61,7 +54,7 @@ def test_attention_and_cache_writes_are_cases_too(monkeypatch):
         bench.write_case(4, kv_heads=2, size=16),
     ]
     monkeypatch.setattr(bench, "attention_cases", lambda torch: small)
-    result = run(operations=["attention"])
+    result = run(only=["attention"])
     kinds = [case["group"] for case in result["cases"]]
     assert kinds == ["attention", "paged_decode_attention", "paged_attention", "write_pages"]
     assert result["cases"][0]["flops"] == 4 * 2 * 20 * 20 * 16
@@ -72,14 +65,14 @@ def test_attention_and_cache_writes_are_cases_too(monkeypatch):
 def test_experts_are_cases_too(monkeypatch):
     monkeypatch.setattr(bench, "EXPERT_SIZES", {"experts": 6, "chosen": 2, "size_in": 64, "size_out": 48})
     monkeypatch.setattr(bench, "TOKENS", (1, 40))
-    found = run(operations=["grouped"])["cases"]
-    assert [case["case"] for case in found] == [
+    cases = run(only=["grouped"])["cases"]
+    assert [case["case"] for case in cases] == [
         f"{kind}, {count} tokens" for kind in ("bfloat16", "int4-32") for count in (1, 40)
     ]
     # One token reads two of the experts, forty read all of them.
-    assert [case["bytes_moved"] for case in found[:2]] == [2 * 48 * 64 * 2, 6 * 48 * 64 * 2]
-    assert [case["flops"] for case in found[:2]] == [2 * count * 2 * 48 * 64 for count in (1, 40)]
-    assert all(case["chosen"] in case["sides"] for case in found)
+    assert [case["bytes_moved"] for case in cases[:2]] == [2 * 48 * 64 * 2, 6 * 48 * 64 * 2]
+    assert [case["flops"] for case in cases[:2]] == [2 * count * 2 * 48 * 64 for count in (1, 40)]
+    assert all(case["chosen"] in case["sides"] for case in cases)
 
 
 def test_convolutions_are_cases_too(monkeypatch):
@@ -89,7 +82,7 @@ def test_convolutions_are_cases_too(monkeypatch):
         bench.conv_case((4, 6), 2, 5, kernel=(3, 3), stride=2),
     ]
     monkeypatch.setattr(bench, "conv_cases", lambda torch: small)
-    whole, first, image = run(operations=["conv"])["cases"]
+    whole, first, image = run(only=["conv"])["cases"]
     assert [whole["group"], image["group"]] == ["conv3d", "conv2d"]
     assert whole["flops"] == 2 * (3 * 4 * 6 * 5) * (2 * 27)
     assert first["flops"] == 2 * (4 * 6 * 5) * (2 * 9) * (1 + 2 + 3)
@@ -98,7 +91,7 @@ def test_convolutions_are_cases_too(monkeypatch):
     assert all({case["chosen"], "reference"} <= set(case["sides"]) for case in (whole, first, image))
 
 
-@pytest.mark.parametrize("wrong", [{"weights": ["int3"]}, {"against": ["tensorflow"]}, {"operations": ["pool"]}])
+@pytest.mark.parametrize("wrong", [{"weights": ["int3"]}, {"against": ["tensorflow"]}, {"only": ["pool"]}])
 def test_unknown_names_are_refused(wrong):
     with pytest.raises(InvalidParameterError, match=next(iter(wrong))):
         run(**wrong)

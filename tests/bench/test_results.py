@@ -2,10 +2,12 @@
 
 import json
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
 from verax.bench import results
+from verax.bench.results import render
 from verax.bench.timing import Samples
 from verax.errors import InvalidParameterError
 
@@ -51,27 +53,6 @@ def test_a_file_that_is_not_a_result_is_refused(tmp_path, text):
         results.read_results(path)
 
 
-def test_the_page_has_tables_notes_and_the_machine():
-    page = results.markdown(result(noise={"busy": True, "spread": 0.5, "others": 0.25}))
-    assert page.startswith("# Text: short\n\nTwo prompts.\n\n| side | median s |")
-    assert "| verax | 1.50 | 1.10-1.90 | 6.7 |  |\n| torch | 1.50 | 1.10-1.90 | 6.7 | 1.50x |" in page
-    assert "A note.\n\n- one\n- two\n\nMachine: cpu AMD EPYC 7-1" in page
-    assert "busy" in page
-
-
-def test_a_table_says_why_it_was_not_run():
-    lines = results.table_lines(results.not_run("GPU", "none is here"))
-    assert lines[:3] == ["## GPU", "", "**Not run**: none is here."]
-
-
-def test_outliers_are_shown_and_few_rounds_are_said_to_be_few():
-    sides = {"ours": Samples((1.0, 2.0, 3.0, 4.0, 10.0)).to_dict(1), "theirs": Samples((1.0, 1.0)).to_dict(1)}
-    assert "ours 10000 ms" in results.outliers(sides)[0]
-    assert results.outliers({"theirs": sides["theirs"]}) == []
-    assert "fewer than 10" in results.rounds({"runs": 9, "warmup": 1})
-    assert "fewer" not in results.rounds({"runs": 10, "warmup": 1})
-
-
 def test_a_checkpoint_is_named_without_its_folders(tmp_path):
     (tmp_path / "Small-Q4_K_M.gguf").touch()
     assert results.model_name(str(tmp_path / "Small-Q4_K_M.gguf")) == "Small-Q4_K_M.gguf"
@@ -79,7 +60,52 @@ def test_a_checkpoint_is_named_without_its_folders(tmp_path):
     assert results.slug("Small-Q4_K_M", "", "int8, int8 cache") == "small-q4-k-m-int8-int8-cache"
 
 
-def test_a_plot_has_a_panel_for_each_group(tmp_path):
-    pytest.importorskip("matplotlib")
-    cases = [{**result()["cases"][0], "group": group, "case": "Small"} for group in ("rule", "layer")]
-    assert results.plot({**result(), "cases": cases}, tmp_path / "a.png").stat().st_size > 10_000
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_is_what_the_command_makes_of_the_results(bench, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    assert bench("docs", "--output", tmp_path / "performance.md")[0] == 0
+    page = (tmp_path / "performance.md").read_text(encoding="utf-8")
+    assert page == (ROOT / "docs/performance.md").read_text(encoding="utf-8"), "run `verax bench docs`"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with two results of embeddings."""
+    rows = [["transformers", "1.0"], ["verax", "2.0"]]
+    one = {"subject": "embed", "name": "float32", "rate": 222.0, "tables": [{"columns": ["side", "s"], "rows": rows}]}
+    content = {"subject": "embed", "results": {"float32": one, "int8": {**one, "name": "int8"}}}
+    (tmp_path / "embed-amd-epyc-2c.json").write_text(json.dumps(content))
+    return tmp_path
+
+
+def page(folder, text):
+    template = folder / "template.md"
+    template.write_text(text)
+    return render(template, folder)
+
+
+def test_a_result_is_found_by_its_file_and_name(folder):
+    assert page(folder, "{{ names('embed-amd') | join(' ') }}") == "embed-amd-epyc-2c/float32 embed-amd-epyc-2c/int8"
+    assert page(folder, "{{ result('embed-amd-epyc-2c/float32').rate }}") == "222.0"
+
+
+def test_a_table_is_a_whole_one_of_the_result_or_some_of_its_rows(folder):
+    whole = page(folder, "{{ table('embed-amd-epyc-2c/int8') }}").split("\n")
+    assert whole == ["| side | s |", "|---|---|", "| transformers | 1.0 |", "| verax | 2.0 |"]
+    assert page(folder, "{{ table('embed-amd-epyc-2c/int8', only=['verax']) }}").split("\n") == [*whole[:2], whole[3]]
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("{{ result('text') }}", "no result of 'text'; there are embed-amd-epyc-2c/float32"),
+        ("{{ table('embed-amd-epyc-2c/int8', only=['verax', 'torch']) }}", "1 of the 2 rows"),
+        ("{{ result('embed-amd-epyc-2c/int8').sides }}", "sides"),
+        ("{{ nothing }}", "nothing"),
+    ],
+)
+def test_a_page_that_asks_for_what_is_not_there_is_refused(folder, text, match):
+    with pytest.raises(InvalidParameterError, match=match):
+        page(folder, text)

@@ -43,10 +43,6 @@ def test_warm_up_ends_even_if_a_side_never_gets_steady(clock):
     assert len(samples.warmup) == timing.MOST_WARMUP
 
 
-def test_without_warm_up_counting_begins_at_once(clock):
-    assert interleave({"a": clock(9.0, 1.0)}, runs=2, warmup=0)["a"] == Samples((9.0, 1.0))
-
-
 def test_a_side_with_loops_is_timed_by_the_call(clock):
     samples = interleave({"a": clock(1.0), "b": clock(1.0, 3.0)}, runs=2, warmup=0, loops={"b": 2})
     assert samples["a"].seconds == (1.0, 1.0)

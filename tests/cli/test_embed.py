@@ -1,9 +1,6 @@
 """`verax embed`: lines and JSONL in, .npy and JSONL out, nothing half-written; `verax rerank`: a table or JSON."""
 
 import json
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
@@ -113,24 +110,6 @@ def test_a_batch_of_plain_lines_becomes_parquet(run, tmp_path, encoder_folder, e
     assert columns["custom_id"] == ["1", "2", "4"]  # the third line is blank
     np.testing.assert_allclose(columns["embedding"], expected[[0, 1, 3]], atol=1e-6)
     assert columns["error"] == [None] * 3
-
-
-def test_a_batch_that_is_killed_goes_on_without_losing_or_doubling_a_line(run, tmp_path, encoder_folder):
-    texts, out = [" ".join(LINES[i % 2 :]) for i in range(400)], tmp_path / "out.jsonl"
-    (tmp_path / "in.txt").write_text("\n".join(texts))
-    command = ["embed", "--model", str(encoder_folder), "--batch", str(tmp_path / "in.txt"), "-o", str(out)]
-    with subprocess.Popen([sys.executable, "-m", "verax", *command], stderr=subprocess.PIPE, text=True) as running:
-        limit = time.monotonic() + 240
-        while not out.exists() or out.read_bytes().count(b"\n") < 64:
-            assert running.poll() is None, running.stderr.read()
-            assert time.monotonic() < limit
-            time.sleep(0.001)
-        running.kill()
-    whole = out.read_bytes().count(b"\n")
-    assert whole < len(texts)
-    done = run(*command)
-    assert f"{len(texts) - whole} done, 0 failed, {whole} skipped in " in done.err
-    assert [json.loads(line)["custom_id"] for line in out.open()] == [str(i + 1) for i in range(len(texts))]
 
 
 QUERY = "who sat on the mat ?"

@@ -33,6 +33,7 @@ def test_it_prints_where_it_listens_answers_with_a_key_and_ends_at_sigterm(folde
         line = process.stdout.readline()
         url = re.search(r"http://127\.0\.0\.1:\d+", line)[0]
         assert "curl" in process.stdout.readline()
+        assert re.search(r"float8_e4m3fn, [\d,]+ tokens in [\d.]+ GB", process.stdout.readline())
         body = {"model": "tiny", "prompt": "confidential", "max_tokens": 2}
         assert httpx.post(f"{url}/v1/completions", json=body).status_code == 401
         headers = {"Authorization": "Bearer secret"}

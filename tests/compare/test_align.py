@@ -111,6 +111,39 @@ def test_what_is_left_is_matched_by_shape_in_order_and_marked():
     assert align(ours, reference).guessed == []
 
 
+@pytest.mark.parametrize(
+    ("own", "theirs", "pairs", "extra", "missing"),
+    [
+        ("[0] [1]", "[0] [1]", "[0]=[0] [1]=[1]", "", ""),
+        ("[0] [1]", "[a] [b] [c]", "[0]=[a] [1]=[b]", "", "[c]"),
+        ("-", "[0] [1]", "-=[0]", "", "[1]"),
+        ("[x] [y]", "[y] [z]", "[y]=[y]", "[x]", "[z]"),
+        ("[0][0] [0][1]", "[0] [1]", "", "[0][0] [0][1]", "[0] [1]"),
+    ],
+)
+def test_leaves_of_two_outputs_belong_together_by_path(own, theirs, pairs, extra, missing):
+    traces = Trace(), Trace()
+    names = lambda text: [f"(output){leaf.strip('-')}" for leaf in text.split()]
+    for one, text in zip(traces, (own, theirs), strict=True):
+        for name in names(text):
+            one.add(name, np.zeros(3, np.float32))
+    result = align(*traces, guess=True)
+    found = [f"{pair.ours[0]}={pair.reference[0]}" for pair in result.pairs]
+    assert found == [f"(output){pair.strip('-').replace('=', '=(output)')}" for pair in pairs.split()]
+    assert (result.extra, result.missing) == (names(extra), names(missing))
+
+
+def test_only_axes_before_the_last_are_repeated_and_never_in_an_output():
+    assert find_layout((1, 1, 4), (2, 3, 4)).broadcast
+    assert find_layout((1,), (3,)) is None
+    assert find_layout((0, 3), (0, 4)) is None
+    both = trace(row=(1, 4)), trace(row=(2, 4))
+    assert [pair.layout.broadcast for pair in align(*both).pairs] == [True]
+    for one in both:
+        one.add("(output)", one["row"])
+    assert [names[0] for names in align(*both).mismatched] == ["(output)"]
+
+
 def test_errors_match_their_definitions():
     reference = np.array([1.0, -2.0, 3.0, -2.0])
     errors = measure(reference + np.array([0, 0.5, 0, 0]), reference)
@@ -118,5 +151,7 @@ def test_errors_match_their_definitions():
     assert errors.max_rel == 0.25
     assert errors.l2 == pytest.approx(0.5 / 18**0.5)
     assert measure(2 * reference, reference).cosine == pytest.approx(1)
-    assert not measure(reference * np.nan, reference).finite
+    assert measure(reference * np.nan, reference).not_finite.startswith("ours has 4 NaN of 4 numbers, the first (nan)")
     assert measure(reference, 0 * reference).l2 == np.inf
+    assert measure(reference + 3j, reference + 1j).max_abs == 2
+    assert measure(reference[:0], reference[:0]).l2 == 0

@@ -30,11 +30,11 @@ def test_arrays_are_read_by_name(kind, tmp_path):
     else:
         arrays["low"] = arrays["x"].astype(ml_dtypes.bfloat16)
         save_file(arrays, path)
-    found = read_inputs(path).arrays
-    assert list(found) == list(arrays)
+    arrays_read = read_inputs(path).arrays
+    assert list(arrays_read) == list(arrays)
     for name, array in arrays.items():
-        assert found[name].dtype == array.dtype
-        np.testing.assert_array_equal(found[name], array)
+        assert arrays_read[name].dtype == array.dtype
+        np.testing.assert_array_equal(arrays_read[name], array)
 
 
 @pytest.mark.parametrize(

@@ -15,17 +15,17 @@ def logits(rows=6, vocabulary=50, seed=0):
 
 def test_logits_errors_and_divergence_match_scipy():
     a, b = logits(), logits() + 0.01 * logits(seed=1)
-    found = compare_logits(a, b, tokens := [3, 1, 4, 1, 5, 9])
+    result = compare_logits(a, b, tokens := [3, 1, 4, 1, 5, 9])
     p, q = special.softmax(a.astype(float), -1), special.softmax(b.astype(float), -1)
     kl = [stats.entropy(x, y) for x, y in zip(p, q, strict=True)]
     distance = [abs(np.log(x[t] / y[t])) for x, y, t in zip(p, q, tokens, strict=True)]
-    np.testing.assert_allclose((found.mean_kl, found.max_kl), (np.mean(kl), np.max(kl)), rtol=1e-9)
+    np.testing.assert_allclose((result.mean_kl, result.max_kl), (np.mean(kl), np.max(kl)), rtol=1e-9)
     np.testing.assert_allclose(
-        (found.mean_logprob_distance, found.max_logprob_distance), (np.mean(distance), np.max(distance)), rtol=1e-9
+        (result.mean_logprob_distance, result.max_logprob_distance), (np.mean(distance), np.max(distance)), rtol=1e-9
     )
-    assert found.max_error == pytest.approx(np.abs(a - b.astype(float)).max())
-    assert found.relative_error == pytest.approx(np.abs(a - b.astype(float)).max() / np.abs(a).mean())
-    assert (found.same_best, found.difference) == (1.0, None)
+    assert result.max_error == pytest.approx(np.abs(a - b.astype(float)).max())
+    assert result.relative_error == pytest.approx(np.abs(a - b.astype(float)).max() / np.abs(a).mean())
+    assert (result.same_best, result.difference) == (1.0, None)
 
 
 def test_the_first_other_choice_is_reported_with_both_sides_candidates():
@@ -33,43 +33,43 @@ def test_the_first_other_choice_is_reported_with_both_sides_candidates():
     b = a.copy()
     best, second_best = np.argsort(-a[4])[:2]
     b[4, second_best] = a[4, best] + 0.1
-    found = compare_logits(a, b, top=3)
-    assert found.same_best == pytest.approx(5 / 6)
-    assert (found.difference.position, found.difference.tokens) == (4, (best, second_best))
-    assert [list(side) for side in found.difference.candidates] == [
+    result = compare_logits(a, b, top=3)
+    assert result.same_best == pytest.approx(5 / 6)
+    assert (result.difference.position, result.difference.tokens) == (4, (best, second_best))
+    assert [list(side) for side in result.difference.candidates] == [
         list(np.argsort(-a[4])[:3]),
         list(np.argsort(-b[4])[:3]),
     ]
-    assert found.difference.close
-    assert found.lines()[-1].startswith(f"first other token, at position 4: {best} (")
+    assert result.difference.close
+    assert result.lines()[-1].startswith(f"first other token, at position 4: {best} (")
     b[4, np.argmin(a[4])] = 99  # what the first side holds for impossible
     assert not compare_logits(a, b, top=3).difference.close
     assert compare_logits(a, b, top=3).to_dict()["difference"]["close"] is False
 
 
 def test_equal_logits_have_no_error():
-    found = compare_logits(logits(), logits())
-    assert (found.max_error, found.relative_l2, found.max_kl, found.max_logprob_distance) == (0, 0, 0, 0)
+    result = compare_logits(logits(), logits())
+    assert (result.max_error, result.relative_l2, result.max_kl, result.max_logprob_distance) == (0, 0, 0, 0)
 
 
 def test_texts_part_where_the_first_token_differs():
     ours, theirs = candidates(logits(4), 5), candidates(logits(4) + 0.01, 5)
-    found = first_difference([1, 2, 3, 4], [1, 2, 7, 4], ours, theirs)
-    assert (found.position, found.tokens) == (2, (3, 7))
-    assert found.candidates == (ours[2], theirs[2])
+    result = first_difference([1, 2, 3, 4], [1, 2, 7, 4], ours, theirs)
+    assert (result.position, result.tokens) == (2, (3, 7))
+    assert result.candidates == (ours[2], theirs[2])
     assert first_difference([1, 2, 3], [1, 2, 3]) is None
 
 
 def test_a_text_that_ends_early_differs_there():
-    found = first_difference([1, 2], [1, 2, 3])
-    assert (found.position, found.tokens, found.close) == (2, (None, 3), False)
+    result = first_difference([1, 2], [1, 2, 3])
+    assert (result.position, result.tokens, result.close) == (2, (None, 3), False)
 
 
 def test_candidates_can_come_from_the_text_engine():
     engine = [{7: Logprob(-0.1, 1, "a"), 3: Logprob(-2.5, 2, "b")}]
-    found = first_difference([3], [7], candidates(logits(1, 8), 8), engine)
-    assert found.candidates[1] == {7: -0.1, 3: -2.5}
-    assert found.close
+    result = first_difference([3], [7], candidates(logits(1, 8), 8), engine)
+    assert result.candidates[1] == {7: -0.1, 3: -2.5}
+    assert result.close
 
 
 def test_vectors_are_compared_by_direction_and_by_ranking():
@@ -80,16 +80,16 @@ def test_vectors_are_compared_by_direction_and_by_ranking():
     assert turned.min_cosine < 0.9
     assert (turned.same_nearest, turned.rank_correlation) == (1.0, pytest.approx(1.0, abs=1e-4))
     b = a + rng.normal(size=a.shape)
-    found = compare_vectors(a, b)
+    result = compare_vectors(a, b)
     cosines = [np.dot(x, y) / np.linalg.norm(x) / np.linalg.norm(y) for x, y in zip(a, b, strict=True)]
-    np.testing.assert_allclose((found.mean_cosine, found.min_cosine), (np.mean(cosines), np.min(cosines)), rtol=1e-6)
-    assert found.rank_correlation < 0.9
-    assert found.same_nearest < 1
+    np.testing.assert_allclose((result.mean_cosine, result.min_cosine), (np.mean(cosines), np.min(cosines)), rtol=1e-6)
+    assert result.rank_correlation < 0.9
+    assert result.same_nearest < 1
 
 
 def test_two_sentences_have_no_ranking():
-    found = compare_vectors(np.eye(2), np.eye(2))
-    assert (found.min_cosine, found.same_nearest, found.rank_correlation) == (1, None, None)
+    result = compare_vectors(np.eye(2), np.eye(2))
+    assert (result.min_cosine, result.same_nearest, result.rank_correlation) == (1, None, None)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Traces of JAX modules and functions: what is recorded, under which name, and where it is kept."""
 
+import collections
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -8,8 +11,10 @@ import pytest
 from flax import nnx
 
 from verax.compare import Side, Trace, Watch, run_compiled, tap, trace_jax
-from verax.compare.trace import OUTPUT
-from verax.errors import CheckpointError, InvalidParameterError
+from verax.compare.trace import OUTPUT, leaves
+from verax.errors import InvalidParameterError
+
+Point = collections.namedtuple("Point", "x y")
 
 
 class Scale(nnx.Module):
@@ -48,12 +53,13 @@ X = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
 @pytest.mark.parametrize("jit", [False, True])
 def test_every_call_of_every_module_is_recorded_by_its_path(jit):
     trace = trace_jax(Side(Model(), (X,)), jit=jit)
-    found = {name: trace[name].tolist() for name in trace}
-    assert found == {
+    recorded = {name: trace[name].tolist() for name in trace}
+    assert recorded == {
         "layers.0": (2 * X).tolist(),
         "layers.1": (6 * X).tolist(),
         "layers.0#2": (12 * X).tolist(),
-        "inner": (60 * X).tolist(),
+        "inner[0]": (60 * X).tolist(),
+        "inner[1]": [0, 1, 2],
         "scanned": (420 * X[0]).tolist(),
         "scanned#2": (420 * X[1]).tolist(),
         "before": (420 * X).tolist(),
@@ -67,7 +73,7 @@ def test_what_a_module_gives_can_be_replaced():
     other = {"layers.1": np.zeros_like(X), "scanned#2": np.ones(2, np.float32)}
     trace = trace_jax(Side(Model(), (X,)), replace=lambda name, shape: other.get(name))
     np.testing.assert_array_equal(trace["layers.1"], 6 * X)  # its own result, from which it was replaced
-    np.testing.assert_array_equal(trace["inner"], 0 * X)
+    np.testing.assert_array_equal(trace["inner[0]"], 0 * X)
     np.testing.assert_array_equal(trace["before"], [[0, 0], [1, 1]])
 
 
@@ -103,17 +109,33 @@ def test_a_plain_function_is_traced_by_its_taps():
 
 
 def test_a_trace_in_a_folder_is_the_one_in_memory(tmp_path):
-    trace = Trace(tmp_path / "trace")
-    arrays = [np.float32(3), X.astype(ml_dtypes.bfloat16), X]
-    names = [trace.add("a", np.asarray(array)) for array in arrays]
-    with pytest.raises(CheckpointError, match="unfinished"):
-        Trace.open(tmp_path / "trace")
-    trace.save()
-    opened = Trace.open(tmp_path / "trace")
-    assert names == list(opened) == ["a", "a#2", "a#3"]
-    for name, array in zip(names, arrays, strict=True):
-        assert opened[name].dtype == opened.entries[name].dtype == array.dtype
-        np.testing.assert_array_equal(opened[name], array)
+    traces = Trace(tmp_path / "trace"), Trace()
+    arrays = [np.float32(3), X.astype(ml_dtypes.bfloat16), X.astype(ml_dtypes.float8_e4m3fn), X[:0], "a text", X > 2]
+    for trace in traces:
+        assert [trace.add("a", array) for array in arrays] == ["a", "a#2", "a#3", "a#4", "a#5", "a#6"]
+        for name, array in zip(trace, arrays, strict=True):
+            assert trace[name].dtype == np.asarray(array).dtype
+            np.testing.assert_array_equal(trace[name], array)
+    assert traces[0].entries == traces[1].entries
+    assert traces[0].first_difference(traces[1]) is None
+    traces[1].add("b", X)
+    assert traces[0].first_difference(traces[1]) == "b"
+
+
+def test_every_leaf_of_a_structure_has_its_path():
+    @dataclasses.dataclass
+    class Output:
+        logits: np.ndarray
+        rest: tuple
+
+    given = Output(X, (None, {"a": [1, Point(2, "x")], 3: True}))
+    assert [path for path, _ in leaves(given)] == [
+        "[logits]",
+        "[rest][1][a][0]",
+        "[rest][1][a][1][x]",
+        "[rest][1][a][1][y]",
+        "[rest][1][3]",
+    ]
 
 
 def test_a_folder_in_use_and_a_compiled_replacement_are_refused(tmp_path):

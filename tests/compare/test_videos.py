@@ -46,41 +46,41 @@ def ssim(a, b):
 
 
 def test_each_frame_has_the_errors_that_the_definitions_give(pair):
-    found = compare_clips(*pair)
+    result = compare_clips(*pair)
     a, b = (side / 255.0 for side in pair)
     mse = ((a - b) ** 2).mean((1, 2, 3))
-    np.testing.assert_allclose(found.mse, mse, rtol=1e-12)
-    np.testing.assert_allclose(found.psnr[::2], -10 * np.log10(mse[::2]), rtol=1e-12)
-    np.testing.assert_allclose(found.ssim, [ssim(x, y) for x, y in zip(a, b, strict=True)], rtol=1e-9)
+    np.testing.assert_allclose(result.mse, mse, rtol=1e-12)
+    np.testing.assert_allclose(result.psnr[::2], -10 * np.log10(mse[::2]), rtol=1e-12)
+    np.testing.assert_allclose(result.ssim, [ssim(x, y) for x, y in zip(a, b, strict=True)], rtol=1e-9)
     off = np.abs(a - b)
-    assert found.mean_difference == pytest.approx(off.mean())
-    assert found.relative_difference == pytest.approx(off.mean() / a.mean())
+    assert result.mean_difference == pytest.approx(off.mean())
+    assert result.relative_difference == pytest.approx(off.mean() / a.mean())
     ordered = np.sort(off.ravel())
-    for percent, value in ((95, found.p95_difference), (99, found.p99_difference)):
+    for percent, value in ((95, result.p95_difference), (99, result.p99_difference)):
         assert value == pytest.approx(ordered[math.ceil(len(ordered) * percent / 100) - 1])
-    assert found.max_difference == pytest.approx(off.max())
+    assert result.max_difference == pytest.approx(off.max())
 
 
 def test_a_percentile_is_one_of_the_differences_and_no_mean_of_two():
     off = np.random.default_rng(4).permutation(np.arange(1, 364)).reshape(1, 11, 11, 3) / 400  # no two alike
-    found = compare_clips(np.zeros_like(off), off)
+    result = compare_clips(np.zeros_like(off), off)
     # 344 of 363 are less than 95%, and 359 less than 99%.
-    assert found.p95_difference == pytest.approx(345 / 400, rel=1e-6)
-    assert found.p99_difference == pytest.approx(360 / 400, rel=1e-6)
+    assert result.p95_difference == pytest.approx(345 / 400, rel=1e-6)
+    assert result.p99_difference == pytest.approx(360 / 400, rel=1e-6)
 
 
 def test_an_identical_frame_does_not_make_the_clip_infinite(pair):
-    found = compare_clips(*pair)
-    assert (found.psnr[1], found.ssim[1], found.identical_frames) == (math.inf, 1.0, 1)
-    assert found.clip_psnr == pytest.approx(-10 * math.log10(np.mean(found.mse)))
-    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["by_frame"][1]["psnr"] is None
+    result = compare_clips(*pair)
+    assert (result.psnr[1], result.ssim[1], result.identical_frames) == (math.inf, 1.0, 1)
+    assert result.clip_psnr == pytest.approx(-10 * math.log10(np.mean(result.mse)))
+    assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["by_frame"][1]["psnr"] is None
 
 
 def test_floats_are_compared_finer_than_pixels_are():
     first = (clip() / 255).astype(np.float32) * 0.99
-    found = compare_clips(first, first + np.float32(1e-4))
-    assert found.clip_psnr == pytest.approx(80, abs=0.1)
-    assert found.max_difference == pytest.approx(1e-4, rel=1e-2)
+    result = compare_clips(first, first + np.float32(1e-4))
+    assert result.clip_psnr == pytest.approx(80, abs=0.1)
+    assert result.max_difference == pytest.approx(1e-4, rel=1e-2)
     assert compare_clips(first, clip()).clip_psnr == pytest.approx(compare_clips(clip(), first).clip_psnr)
 
 
@@ -95,9 +95,9 @@ def test_the_verdict_follows_the_stated_thresholds(noise, verdict):
 def test_structure_that_is_lost_counts_against_a_small_error():
     """40 dB would be excellent, and yet of a faint pattern nothing is left."""
     first = 0.5 + 0.0095 * np.sign(clip(1) - 127.5)
-    found = compare_clips(first, np.full_like(first, 0.5))
-    assert found.clip_psnr >= 40
-    assert found.verdict == "fair"
+    result = compare_clips(first, np.full_like(first, 0.5))
+    assert result.clip_psnr >= 40
+    assert result.verdict == "fair"
 
 
 @pytest.mark.parametrize(
@@ -107,6 +107,7 @@ def test_structure_that_is_lost_counts_against_a_small_error():
         (clip(width=30), "second: its frames are 30 x 24, the first clip's are 32 x 24"),
         (clip()[0], r"second: expected a clip \[frames, height, width, 3\], got an array of shape \[24, 32, 3\]"),
         (clip() / 100, "second: expected uint8, or floats from 0 to 1, got 0 to 2.55"),
+        (clip() / np.where(clip() > 254, np.nan, 255), "second: expected uint8, or floats from 0 to 1, got nan to nan"),
         (clip().astype(int), "second: expected uint8, or floats from 0 to 1, got int64"),
     ],
 )

@@ -22,7 +22,8 @@ def names_of(item: pytest.Item) -> set[str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests of the list."""
     groups = tomllib.loads(LIST.read_text(encoding="utf-8"))["group"]
-    listed = {name for group in groups for name in group["tests"]}
+    kinds = ("test_method", "test_raw_response", "test_streaming_response")
+    listed = {name.replace("*", kind) for group in groups for name in group["tests"] for kind in kinds}
     if unknown := listed - {name for item in items for name in names_of(item)}:
         raise pytest.UsageError(f"{LIST.name}: no such tests: {', '.join(sorted(unknown))}")
     left_out = [item for item in items if listed & names_of(item)]

@@ -12,8 +12,9 @@ kubernetes_validate = pytest.importorskip("kubernetes_validate")
 
 from tests.deploy.custom_kinds import SCHEMAS
 from verax.cli.serve import serve
+from verax.options import options_of
 from verax.ray.app import deployment
-from verax.text.engine.engine_config import EngineOptions
+from verax.text.engine.engine_config import EngineConfig
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 
@@ -138,7 +139,7 @@ def test_the_ray_service_gives_arguments_that_the_deployment_takes_and_leaves_a_
     spec = load("rayservice.yaml", "RayService")["spec"]
     (application,) = yaml.safe_load(spec["serveConfigV2"])["applications"]
     assert application["import_path"] == "verax.ray.app:build"
-    known = set(inspect.signature(deployment).parameters) | set(EngineOptions.__annotations__)
+    known = set(inspect.signature(deployment).parameters) | set(options_of(EngineConfig))
     assert set(application["args"]) <= known
     (group,) = spec["rayClusterConfig"]["workerGroupSpecs"]
     cpus = int(group["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"])

@@ -10,8 +10,8 @@ from flax import nnx
 
 from tests.support.lam import abstract, lam_config, load_lam, random_weights, relative, run, shapes
 from verax.errors import CheckpointError, UnsupportedModelError
-from verax.models import LamConfig, encoder
-from verax.models.lam import EnhancedHierarchicalDeltaNet, HierarchicalGatedDeltaNet
+from verax.models import encoder
+from verax.models.lam import EnhancedHierarchicalDeltaNet, HierarchicalGatedDeltaNet, LamConfig
 
 PUBLISHED = {
     "model_type": "lam",
@@ -148,7 +148,7 @@ def test_gated_rows_of_different_lengths_continue():
 
 
 def test_more_tokens_than_positions_are_stretched_over_them_by_the_length_of_each(tmp_path):
-    """Of a row with few tokens, long padding must not move the positions."""
+    """Long padding of a row with few tokens must not move the positions."""
     model = load_lam(tmp_path, lam_config(rule="gated"))
     tokens = np.random.default_rng(0).integers(0, 211, (2, 300))
     lengths = jnp.array([200, 100])

@@ -1,4 +1,7 @@
-"""The chunked implementation of attention against the reference, and when it is chosen."""
+"""Attention in chunks and by other platforms' kernels against the reference, and when each is chosen.
+
+Results of cuDNN need a GPU (tests/gpu); a TPU's splash attention is interpreted.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from tests.support.attention import exact_attention, exact_paged_attention, paged_problem
 from verax import ops
 from verax.ops.attention import CHUNK, MAX_SCORES, join_heads, own_results, spread_queries
-from verax.ops.tpu.paged import ragged_attention
+from verax.ops.tpu import attention as tpu
 
 
 def arrays(T, S, N=4, K=2, H=8, B=2):
@@ -83,7 +86,89 @@ def test_results_are_those_of_the_heads_apart(N, K, m, implementation):
     arguments = spread_queries(q, K, m), k, v, table, lengths, starts
     if implementation == "pallas":
         interpreted = pltpu.InterpretParams(uninitialized_memory="nan")
-        out = ragged_attention(*arguments, pages=2, interpret=interpreted, **options)
+        out = tpu.ragged_attention(*arguments, pages=2, interpret=interpreted, **options)
     else:
         out = ops.paged_attention.implementations[implementation].function(*arguments, **options)
     np.testing.assert_allclose(own_results(out, K, m), exact, atol=2e-5)
+
+
+def chosen(T=40, S=40, H=128, K=2, dtype=jnp.bfloat16, **options):
+    q, k = jax.ShapeDtypeStruct((1, T, 4, H), jnp.float32), jax.ShapeDtypeStruct((1, S, K, H), dtype)
+    return ops.attention.select(q, k, k, **options).name
+
+
+def test_half_precision_without_masks_runs_on_cudnn():
+    segments = jax.ShapeDtypeStruct((1, 40), jnp.int32)
+    with ops.use_target("gpu", "NVIDIA H100 80GB HBM3"):
+        for taken in ({"causal": False}, {}, {"S": 700, "causal": False}, {"H": 64, "dtype": jnp.float16}):
+            assert chosen(**taken) == "cudnn"
+        others = [{"dtype": jnp.float32}, {"H": 12}, {"H": 256}, {"segments": segments}, {"window": 8}]
+        others += [{"T": 3}, {"S": 0, "causal": False}, {"soft_cap": 50.0}]  # keys are counted from the other end
+        for other in others:
+            assert chosen(**other) != "cudnn"
+    for capability in ("7.5", "gfx942", ""):
+        with ops.use_target("gpu", "some GPU", compute_capability=capability):
+            assert chosen() == "reference"
+    assert chosen() != "cudnn"
+
+
+def test_without_a_gpu_products_of_the_same_result_stand_for_cudnns():
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (1, 40, 2, 64), jnp.bfloat16) for key in keys)
+    with ops.use_target("gpu", "NVIDIA H100 80GB HBM3"):
+        got = jax.jit(lambda *arrays: ops.attention(*arrays, causal=True))(q, k, v)
+    assert got.dtype == jnp.float32
+    assert jnp.allclose(got, ops.attention.reference(q, k, v, causal=True), atol=2e-2)
+
+
+def splash_arrays(T, S, N=2, K=1, H=64, B=1):
+    q, *caches = arrays(T, S, N, K, H, B)
+    return q, *(x.astype(jnp.bfloat16) for x in caches)
+
+
+@pytest.mark.parametrize(
+    ("T", "S", "sizes", "options"),
+    [
+        (1, 1, {}, {}),
+        (200, 200, {"N": 6, "K": 2, "B": 2}, {}),
+        (130, 300, {"H": 128}, {"causal": False, "scale": 0.3}),
+        (150, 390, {"K": 2}, {"soft_cap": 1.5}),
+        (300, 300, {}, {"window": 1}),
+        (270, 300, {}, {"window": 130}),
+        (300, 300, {}, {"window": 20, "causal": False}),
+    ],
+)
+def test_splash_attention_is_the_references_but_for_rounding(T, S, sizes, options):
+    rows = splash_arrays(T, S, **sizes)
+    got = tpu.splash_attention(*rows, **options, interpret=True)
+    np.testing.assert_allclose(got, ops.attention.reference(*rows, **options), atol=0.02)
+
+
+def test_packed_sequences_see_their_own_keys_in_splash_attention(monkeypatch):
+    monkeypatch.setattr(tpu, "QUERIES", 128)  # several tiles and blocks
+    monkeypatch.setattr(tpu, "KEYS", 128)
+    rows = splash_arrays(300, 300, B=2)
+    segments = jnp.asarray([np.repeat([0, 1, 2], [120, 50, 130]), np.repeat([0, 1], [7, 293])])
+    options = {"segments": segments, "window": 70}
+    got = tpu.splash_attention(*rows, **options, interpret=True)
+    np.testing.assert_allclose(got, ops.attention.reference(*rows, **options), atol=0.02)
+
+
+def test_gradients_of_splash_attention_are_those_of_the_reference(monkeypatch):
+    monkeypatch.setattr(tpu, "splash_attention", lambda q, *_, **__: q * 0.0)
+    rows = splash_arrays(40, 40)
+    options = {"segments": jnp.asarray(np.repeat([[0, 1]], 20, axis=1)), "scale": 0.2, "window": 7, "soft_cap": 2.0}
+
+    def gradients(attend):
+        return jax.grad(lambda *rows: jnp.sum(jnp.sin(attend(*rows, **options))), (0, 1, 2))(*rows)
+
+    mine = gradients(ops.attention.implementations["splash"].function)
+    for got, expected in zip(mine, gradients(ops.attention.reference), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_splash_attention_runs_where_it_is_named_and_takes_the_call():
+    with ops.use_target("tpu"), ops.use_implementations(attention="splash"):
+        assert chosen() == chosen(H=64) == chosen(T=300, S=40, causal=False) == "splash"
+        for others in (dict(dtype=jnp.float32), dict(H=96), dict(T=60), dict(S=0, causal=False)):
+            assert chosen(**others) != "splash"

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from tests.support.cpu import needs_library
 from tests.support.delta import RULES, extremes, float32, inputs, options, oracle
 from verax import ops
 from verax.ops.delta._chunk import unit_lower_inverse
-from verax.ops.gpu import delta_scan as triton
-from verax.ops.gpu.delta_scan import COLUMNS
-from verax.ops.tpu import delta_scan as pallas
+from verax.ops.delta._scan import scan_backward_by
+from verax.ops.gpu import delta as triton
+from verax.ops.tpu import delta as pallas
 
 
 def loss_weights(rule, x):
@@ -39,8 +40,8 @@ def test_gradients_are_those_of_finite_differences(rule, mode):
     rng = np.random.default_rng(7)
     x["initial_state"] = rng.standard_normal(weights[1].shape)
     with jax.enable_x64(True):
-        found = gradients(rule, {name: jnp.asarray(a) for name, a in x.items()}, weights, mode=mode)
-        found = {name: np.asarray(a) for name, a in found.items()}
+        computed = gradients(rule, {name: jnp.asarray(a) for name, a in x.items()}, weights, mode=mode)
+        computed = {name: np.asarray(a) for name, a in computed.items()}
 
     def loss(x):
         out, final = oracle(rule, x, x["initial_state"])
@@ -48,11 +49,11 @@ def test_gradients_are_those_of_finite_differences(rule, mode):
 
     step = 1e-5
     for name, a in x.items():
-        assert found[name].dtype == np.float64
+        assert computed[name].dtype == np.float64
         for _ in range(3):
             way = rng.standard_normal(a.shape)
             up, down = (loss(x | {name: a + sign * step * way}) for sign in (1, -1))
-            np.testing.assert_allclose((found[name] * way).sum(), (up - down) / (2 * step), rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose((computed[name] * way).sum(), (up - down) / (2 * step), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("rule", ["gated_delta_rule", "kda", "comba"])
@@ -71,8 +72,8 @@ def test_gradients_stay_finite_and_right_on_zero_rows_and_strong_decay(rule):
 
 
 INTERPRETED = {
-    "triton": partial(triton.chunk_scan_backward, columns=COLUMNS, interpret=True),
-    "pallas": partial(pallas.chunk_scan_backward, interpret=pltpu.InterpretParams(uninitialized_memory="nan")),
+    "triton": partial(triton.walk, interpret=True),
+    "pallas": partial(pallas.walk, interpret=pltpu.InterpretParams(uninitialized_memory="nan")),
 }
 
 
@@ -84,10 +85,10 @@ def test_gradients_through_the_kernels_are_those_of_the_recurrence(rule, kernel)
     x = float32(x)
     x["initial_state"] = jnp.asarray(np.random.default_rng(7).standard_normal(weights[1].shape), jnp.float32)
     plain = gradients(rule, x, weights, mode="recurrent")
-    with ops.use_implementations(delta_chunk_scan_backward=INTERPRETED[kernel]):
-        found = gradients(rule, x, weights, mode="chunk", chunk_size=16)
+    with ops.use_implementations(delta_chunk_scan_backward=partial(scan_backward_by, INTERPRETED[kernel])):
+        computed = gradients(rule, x, weights, mode="chunk", chunk_size=16)
     for name, exact in plain.items():
-        np.testing.assert_allclose(found[name], exact, atol=2e-5 * np.abs(exact).max(), err_msg=name)
+        np.testing.assert_allclose(computed[name], exact, atol=2e-5 * np.abs(exact).max(), err_msg=name)
 
 
 def test_a_decay_of_minus_infinity_forgets_everything():
@@ -96,8 +97,8 @@ def test_a_decay_of_minus_infinity_forgets_everything():
     weights = [jnp.asarray(w, jnp.float32) for w in loss_weights("gated_delta_rule", x)]
     x = float32(x)
     x["initial_state"] = jnp.ones(weights[1].shape)
-    found = gradients("gated_delta_rule", x, weights, mode="chunk")
-    assert all(np.isfinite(a).all() for a in found.values())
+    computed = gradients("gated_delta_rule", x, weights, mode="chunk")
+    assert all(np.isfinite(a).all() for a in computed.values())
     early = {name: a.at[:, :20].add(1.0) for name, a in x.items() if name in "kv"}
     forward = jax.jit(lambda x: ops.gated_delta_rule(**x, mode="chunk")[0])
     out, changed = forward(x), forward(x | early)
@@ -132,6 +133,43 @@ def test_gradients_of_gradients():
         np.testing.assert_allclose(slope("chunk"), slope("recurrent"), rtol=1e-9, atol=1e-9)
 
 
+@needs_library
+@pytest.mark.parametrize("rule", ["gated_delta_rule", "kda", "comba"])
+@pytest.mark.parametrize(("packing", "chunk_size"), [(None, None), (None, 32), ([0, 17, 17, 55, 60], None)])
+def test_gradients_of_the_cpus_kernel_are_those_of_the_token_walk(rule, packing, chunk_size):
+    x = float32(inputs(rule, B=2 if packing is None else 1, T=61, K=12, V=8))
+    N = x["q"].shape[0] if packing is None else len(packing) - 1
+    rng = np.random.default_rng(3)
+    x["initial_state"] = jnp.asarray(rng.standard_normal((N, x["v"].shape[2], 12, 8)), jnp.float32)
+    weights = [rng.standard_normal(shape) for shape in (x["v"].shape, x["initial_state"].shape)]
+    more = {"use_qk_l2norm": True, "chunk_size": chunk_size}
+    more |= {} if packing is None else {"cu_seqlens": jnp.asarray(packing)}
+    computed = []
+    for implementation in ("native", "reference"):
+        with ops.use_implementations(delta_recurrence=implementation):
+            computed.append(gradients(rule, x, weights, **more))
+    for ours, theirs in zip(*map(jax.tree.leaves, computed), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5 * np.abs(theirs).max())
+
+
+@needs_library
+def test_gradients_of_gradients_and_of_bfloat16_by_the_cpus_kernel():
+    x = float32(inputs("gated_delta_rule", B=1, T=18, H=1, HV=2, K=4, V=3))
+
+    def slope(implementation):
+        def loss(k):
+            with ops.use_implementations(delta_recurrence=implementation):
+                return jnp.sum(jnp.sin(ops.gated_delta_rule(**(x | {"k": k}))[0]))
+
+        return jax.jit(jax.grad(lambda k: jnp.sum(jax.grad(loss)(k) ** 2)))(x["k"])
+
+    np.testing.assert_allclose(slope("native"), slope("reference"), rtol=1e-4, atol=1e-4)
+    low = x | {"v": x["v"].astype(jnp.bfloat16)}
+    with ops.use_implementations(delta_recurrence="native"):
+        slopes = jax.jit(jax.grad(lambda x: jnp.sum(ops.gated_delta_rule(**x)[0])))(low)
+    assert {name: a.dtype for name, a in slopes.items()} == {name: a.dtype for name, a in low.items()}
+
+
 @pytest.mark.parametrize("C", [16, 64, 128])
 def test_the_inverse_of_repeated_keys_keeps_its_digits(C):
     rng = np.random.default_rng(0)
@@ -141,5 +179,5 @@ def test_the_inverse_of_repeated_keys_keeps_its_digits(C):
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
     lower = np.tril(2.0 * k @ k.swapaxes(-1, -2), -1).astype(np.float32)
     exact = np.linalg.inv(np.eye(C) + lower.astype(np.float64))
-    found = np.asarray(unit_lower_inverse(jnp.asarray(lower)), np.float64)
-    assert np.abs(found - exact).max() / np.abs(exact).max() < 1e-4
+    computed = np.asarray(unit_lower_inverse(jnp.asarray(lower)), np.float64)
+    assert np.abs(computed - exact).max() / np.abs(exact).max() < 1e-4

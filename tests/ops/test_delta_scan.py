@@ -11,18 +11,16 @@ from jax.experimental.pallas import tpu as pltpu
 from tests.support.delta_scan import cotangents, exact_scan, exact_scan_backward, scan_problem
 from verax import ops
 from verax.ops import delta
-from verax.ops.delta._scan import Chunk, delta_chunk_scan, delta_chunk_scan_backward
-from verax.ops.gpu import delta_scan as gpu
-from verax.ops.tpu import delta_scan as tpu
+from verax.ops.delta._scan import Chunk, delta_chunk_scan, delta_chunk_scan_backward, scan_backward_by, scan_by
+from verax.ops.gpu import delta as gpu
+from verax.ops.tpu import delta as tpu
 
-TRITON = dict(columns=gpu.COLUMNS, interpret=True)
-PALLAS = dict(interpret=pltpu.InterpretParams(uninitialized_memory="nan"))
-SCANS = {"gpu": partial(gpu.chunk_scan, **TRITON), "tpu": partial(tpu.chunk_scan, **PALLAS)}
-GRADIENTS = {
-    "gpu": partial(gpu.chunk_scan_backward, **TRITON),
-    "tpu": partial(tpu.chunk_scan_backward, **PALLAS),
-    "reference": delta_chunk_scan_backward.reference,
+WALKS = {
+    "gpu": partial(gpu.walk, interpret=True),
+    "tpu": partial(tpu.walk, interpret=pltpu.InterpretParams(uninitialized_memory="nan")),
 }
+SCANS = {device: partial(scan_by, walk) for device, walk in WALKS.items()}
+GRADIENTS = {device: partial(scan_backward_by, walk) for device, walk in WALKS.items()}
 
 SHARED = {
     "one chunk": ([0], {}),
@@ -74,7 +72,7 @@ def test_the_references_are_those_in_float64():
     chunks, states, owner = scan_problem(0, [0, 0, 1, 2], N=2, R=2)
     check(delta_chunk_scan.reference(chunks, states, owner, keep_states=True), exact_scan(chunks, states, owner))
     d_final, d_out = cotangents(1, chunks, states, owner)
-    gradient = GRADIENTS["reference"](chunks, d_final, owner, d_out)
+    gradient = delta_chunk_scan_backward.reference(chunks, d_final, owner, d_out)
     check(gradient, exact_scan_backward(chunks, d_final, owner, d_out))
 
 
@@ -114,14 +112,14 @@ def test_a_tpu_multiplies_heads_together_as_far_as_there_is_memory():
 
 
 def test_derivatives_are_those_of_the_reference(monkeypatch):
-    arguments = scan_problem(3, [0, 0])
-    monkeypatch.setattr(tpu, "chunk_scan", delta_chunk_scan.reference)
+    chunks, states, owner = scan_problem(3, [0, 0])
+    monkeypatch.setattr("verax.ops.delta._scan.scan_by", lambda walk, *arrays, **_: delta_chunk_scan.reference(*arrays))
 
-    def loss(scan):
-        return jax.grad(lambda states: jnp.sum(scan(arguments[0], states, arguments[2])[0] ** 2))(arguments[1])
+    def gradient(scan):
+        return jax.grad(lambda states: jnp.sum(scan(chunks, states, owner)[0] ** 2))(states)
 
-    expected = loss(lambda *arrays: delta_chunk_scan.reference(*arrays, keep_states=False))
-    np.testing.assert_allclose(loss(tpu._delta_chunk_scan_pallas), expected, rtol=1e-5)
+    kernel = delta_chunk_scan.implementations["pallas"].function
+    np.testing.assert_allclose(gradient(kernel), gradient(delta_chunk_scan.reference), rtol=1e-5)
 
 
 def test_the_rule_lowers_for_nvidia_where_the_kernels_are_named():

@@ -12,21 +12,20 @@ from tests.support.delta import RULES, extremes, inputs, options, oracle
 from verax import ops
 from verax.errors import InvalidParameterError
 from verax.ops.delta import delta_slot_recurrence
-from verax.ops.gpu import delta_step as gpu_kernel
-from verax.ops.gpu.delta_step import _delta_step_triton, columns_of_program
-from verax.ops.tpu import delta_step as tpu_kernel
-from verax.ops.tpu.delta_step import _delta_step_pallas
+from verax.ops.delta._recurrence import step_by
+from verax.ops.gpu import delta as gpu_kernel
+from verax.ops.gpu.delta import columns_of_program
+from verax.ops.tpu import delta as tpu_kernel
 
-CHOICES = {"reference": "reference", "triton": _delta_step_triton, "pallas": _delta_step_pallas}
+CHOICES = {
+    "reference": "reference",
+    "triton": step_by(partial(gpu_kernel.delta_step, interpret=True)),
+    "pallas": step_by(
+        partial(tpu_kernel.delta_step, interpret=pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True))
+    ),
+}
 
 SLOTS = 5
-
-
-@pytest.fixture(autouse=True)
-def interpret(monkeypatch):
-    memory_of_nan = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
-    for kernel, mode in ((gpu_kernel, True), (tpu_kernel, memory_of_nan)):
-        monkeypatch.setattr(kernel, "delta_step", partial(kernel.delta_step, interpret=mode))
 
 
 @pytest.fixture(params=CHOICES)
@@ -64,8 +63,8 @@ def expected(rule, x, slots, **settings):
     return out, states
 
 
-def check(found, exact, tolerance=2e-6):
-    for mine, theirs in zip(found, exact, strict=True):
+def check(computed, exact, tolerance=2e-6):
+    for mine, theirs in zip(computed, exact, strict=True):
         assert mine.dtype == jnp.float32
         np.testing.assert_allclose(mine, theirs, atol=tolerance * np.abs(theirs).max())
 
@@ -92,8 +91,8 @@ def test_normalisation_scale_and_bfloat16(choice):
     for name in "qk":
         exact[name] = exact[name] / np.sqrt((exact[name] ** 2).sum(-1, keepdims=True) + 1e-6)
     slots = in_slots([2, 0], [False, False])
-    found = run(choice, "gated_delta_rule", given, slots, scale=0.3, use_qk_l2norm=True)
-    check(found, expected("gated_delta_rule", exact, slots, scale=0.3))
+    computed = run(choice, "gated_delta_rule", given, slots, scale=0.3, use_qk_l2norm=True)
+    check(computed, expected("gated_delta_rule", exact, slots, scale=0.3))
 
 
 @pytest.mark.parametrize("rule", ["gated_delta_rule", "kda", "comba"])
@@ -137,8 +136,8 @@ def test_nan_stays_in_its_column_and_changes_no_bit_of_the_others(choice):
     slots = in_slots([2, 1], [False, False])
     clean = run(choice, "gated_delta_rule", given, slots)
     given["initial_state"] = given["initial_state"].at[1, 2, 5, 33].set(jnp.nan)
-    found = run(choice, "gated_delta_rule", given, slots)
-    for mine, theirs, first in zip(found, clean, ({1}, {1}), strict=True):
+    computed = run(choice, "gated_delta_rule", given, slots)
+    for mine, theirs, first in zip(computed, clean, ({1}, {1}), strict=True):
         changed = np.argwhere(np.asarray(mine) != np.asarray(theirs))
         assert len(changed)
         assert set(changed[:, 0]) == first

@@ -74,10 +74,10 @@ def test_matrices_in_one_weight_may_have_units_of_different_sizes():
 @every_weight
 def test_units_are_repeated_next_to_each_other(kind):
     weight = WEIGHTS[kind]
-    found = repeated("w", weight, Division(unit=32, repeats=True), 3)
-    assert found.shape == (192, 512)
+    computed = repeated("w", weight, Division(unit=32, repeats=True), 3)
+    assert computed.shape == (192, 512)
     expected = np.repeat(plain(weight).reshape(2, 32, 512), 3, axis=0).reshape(192, 512)
-    np.testing.assert_array_equal(plain(jax.tree.map(jnp.asarray, found)), expected)
+    np.testing.assert_array_equal(plain(jax.tree.map(jnp.asarray, computed)), expected)
 
 
 def test_a_unit_across_blocks_of_rows_cannot_be_repeated():

@@ -114,13 +114,13 @@ def test_gradients_are_those_of_the_reference(implementation):
 
     choice = {} if implementation is None else {"grouped_linear": implementation}
     with ops.use_implementations(**choice):
-        found = jax.jit(jax.grad(loss, (0, 1)))(x, weights)
+        computed = jax.jit(jax.grad(loss, (0, 1)))(x, weights)
     with ops.use_implementations(grouped_linear="reference"):
         expected = jax.jit(jax.grad(loss, (0, 1)))(x, weights)
-    for got, want in zip(found, expected, strict=True):
+    for got, want in zip(computed, expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
-    assert not np.any(found[1][2])
-    assert np.any(found[1][1])
+    assert not np.any(computed[1][2])
+    assert np.any(computed[1][1])
 
 
 def test_few_rows_read_their_matrices_only():

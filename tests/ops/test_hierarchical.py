@@ -3,6 +3,7 @@
 Parity of the published rules with PyTorch in float64 is in tests/parity/test_lam.py.
 """
 
+import contextlib
 from functools import cache, partial
 
 import jax
@@ -10,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.cpu import needs_library
 from tests.support.hierarchical import flux, gated_oracle, inputs
 from verax import ops
 from verax.errors import InvalidParameterError
-from verax.ops.hierarchical import orthogonality_loss
+from verax.ops.cpu import library
+from verax.ops.hierarchical import HierarchicalInputs, orthogonality_loss
 
 FLUX = flux()
 
@@ -61,27 +64,56 @@ def error(a, b):
     return float(np.linalg.norm(a - b) / (np.linalg.norm(b) or 1.0))
 
 
-# One short chunk, one that blocks do not divide, blocks of 32, of 64, several chunks of several blocks.
-@pytest.mark.parametrize(("T", "chunk_size"), [(7, 64), (50, 64), (96, 64), (128, 64), (256, 128)])
+@cache
+def outputs(rule, implementation, chunk_size):
+    function = ops.operations()[rule].implementations[implementation].function
+    return jax.jit(lambda x: function(x, chunk_size=chunk_size)[0])
+
+
+# One token; one short chunk; chunks that blocks do not divide; blocks of 32, of 64; several chunks of several blocks;
+# sizes that fill no register, or are not alike.
+@pytest.mark.parametrize("by", ["factored", *(f"native {level}" for level in library.levels())])
+@pytest.mark.parametrize(
+    ("T", "chunk_size", "K", "V"),
+    [(1, 64, 8, 8), (7, 64, 8, 8), (63, 64, 32, 32), (96, 64, 8, 8), (130, 130, 20, 36), (256, 128, 32, 32)],
+)
 @pytest.mark.parametrize("keys", ["random", "positive", "repeated", "zero rows"])
-def test_the_factored_forms_give_what_the_equations_give(T, chunk_size, keys):
-    x = inputs(T=T, keys=keys)
-    for rule in ("hierarchical", "local"):
+def test_each_form_gives_what_the_equations_give(T, chunk_size, K, V, keys, by):
+    x = HierarchicalInputs(**inputs(T=T, K=K, V=V, keys=keys), flux=flux(K=K, V=V))
+    implementation, _, level = by.partition(" ")
+    for rule in ("hierarchical_rule", "local_rule"):
         with jax.enable_x64(True):
-            exact = published(jax.tree.map(lambda a: a.astype(np.float64), x), rule, "reference", chunk_size=chunk_size)
-        out, _ = published(x, rule, chunk_size=chunk_size)
+            exact = outputs(rule, "reference", chunk_size)(jax.tree.map(lambda a: np.asarray(a, np.float64), x))
+        with library.use_level(level) if level else contextlib.nullcontext():
+            out = outputs(rule, implementation, chunk_size)(x)
         # Repeated keys make T as large as C, and sums over it cancel.
-        assert error(out, exact[0]) < (1e-4 if keys == "repeated" else 5e-6)
+        assert error(out, exact) < (1e-4 if keys == "repeated" else 5e-6)
 
 
-def test_the_factored_forms_leave_the_same_states():
+# Four chunks: the fast and the slow state are alike until the third.
+@pytest.mark.parametrize("implementation", ["factored", "native"])
+def test_each_form_leaves_the_same_states(implementation):
     x = inputs(T=128)
-    for state, exact in zip(published(x)[1], published(x, implementation="reference")[1], strict=True):
-        np.testing.assert_allclose(state, exact, atol=2e-6)
-    options = {"rule": "local", "chunk_size": 64, "output_final_state": True}
-    np.testing.assert_allclose(
-        published(x, **options)[1], published(x, implementation="reference", **options)[1], atol=2e-6
+    results = (published(x, implementation=name, chunk_size=32) for name in (implementation, "reference"))
+    for state, exact in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(state, exact, atol=2e-6 * max(1.0, float(np.abs(exact).max())))
+    if implementation == "factored":
+        options = {"rule": "local", "chunk_size": 64, "output_final_state": True}
+        exact = published(x, implementation="reference", **options)[1]
+        np.testing.assert_allclose(published(x, **options)[1], exact, atol=2e-6)
+
+
+@needs_library
+@pytest.mark.parametrize("rule", ["hierarchical_rule", "local_rule"])
+def test_gradients_of_the_cpus_kernels_are_those_of_the_reference_and_they_are_chosen(rule):
+    x = HierarchicalInputs(**jax.tree.map(jnp.asarray, inputs(T=64, K=8, V=12)), flux=flux(K=8, V=12))
+    native, reference = (
+        jax.jit(jax.grad(lambda x, name=name: jnp.sum(jnp.sin(outputs(rule, name, 32)(x)))))(x)
+        for name in ("native", "reference")
     )
+    for a, b in zip(jax.tree.leaves(native), jax.tree.leaves(reference), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4 * max(1.0, float(np.abs(b).max())))
+    assert ops.operations()[rule].select(x, chunk_size=64).name == "native"
 
 
 def test_gradients_are_finite_on_zero_rows():

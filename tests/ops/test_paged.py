@@ -1,10 +1,12 @@
 """Paged attention: every implementation against dense attention in float64."""
 
+import sys
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
 import pytest
 
 from tests.support.attention import (
@@ -13,7 +15,7 @@ from tests.support.attention import (
     paged_problem,
     quantized_problem,
     quantized_tokens,
-    without_pages_behind,
+    without_pages_before_the_window,
 )
 from verax import ops
 from verax.ops.paged import QuantizedPages, page_bytes
@@ -21,6 +23,17 @@ from verax.ops.paged import QuantizedPages, page_bytes
 STATIC = ("window", "scale", "soft_cap")
 attention = jax.jit(ops.paged_attention, static_argnames=STATIC)
 decode = jax.jit(ops.paged_decode_attention, static_argnames=STATIC)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is given back under Linux")
+def test_new_pages_take_memory_when_they_are_written():
+    process = psutil.Process()
+    before = process.memory_info().rss
+    pages = ops.new_pages((1024, 4, 128, 128), jnp.float32)  # 268 MB
+    written = jax.jit(lambda pages: pages.at[1000].set(1.0), donate_argnums=0)(pages).block_until_ready()
+    assert process.memory_info().rss - before < 100e6
+    assert float(written.sum()) == 4 * 128 * 128
+
 
 RAGGED = {
     "one token": ([1], [1]),
@@ -34,7 +47,7 @@ RAGGED = {
 
 def ragged(problem, seed, name, *, N, K):
     """A problem with the lengths and counts of `RAGGED`, of the same sizes for each: they share their programs."""
-    lengths, counts = (each + [0] * (4 - len(each)) for each in RAGGED[name])
+    lengths, counts = (numbers + [0] * (4 - len(numbers)) for numbers in RAGGED[name])
     return problem(seed, lengths, counts, N=N, K=K, H=8, p=16, num_pages=28, num_tokens=137, table_width=19)
 
 
@@ -65,9 +78,9 @@ def test_decode_attention_equals_dense_attention_in_float64(N, K, p, implementat
 @pytest.mark.parametrize("name", RAGGED)
 @pytest.mark.parametrize("window", [1, 16, 37, 1000])
 @pytest.mark.parametrize("implementation", ["reference", "tiled"])
-def test_a_query_sees_its_window_only_and_pages_behind_it_may_be_anyones(name, window, implementation):
+def test_a_query_sees_its_window_only_and_pages_before_it_may_be_anyones(name, window, implementation):
     arrays, table, *rest = ragged(paged_problem, 6, name, N=4, K=2)
-    freed = without_pages_behind(window, table, *rest, 16)
+    freed = without_pages_before_the_window(window, table, *rest, 16)
     with ops.use_implementations(paged_attention=implementation):
         out = attention(*arrays, freed, *rest, window=window)
     np.testing.assert_allclose(out, exact_paged_attention(arrays, table, *rest, window=window), atol=2e-5)
@@ -77,7 +90,7 @@ def test_a_query_sees_its_window_only_and_pages_behind_it_may_be_anyones(name, w
 @pytest.mark.parametrize("implementation", ["reference", "chunked"])
 def test_a_decode_step_sees_its_window_only(window, implementation):
     (q, k, v), table, kv, starts = paged_problem(7, [1, 400, 16, 0, 257], [1] * 5, N=4, K=2, H=8, p=16)
-    freed = without_pages_behind(window, table, kv, starts, 16)
+    freed = without_pages_before_the_window(window, table, kv, starts, 16)
     with ops.use_implementations(paged_decode_attention=implementation):
         out = decode(q[:5], k, v, freed, kv, window=window)
     expected = exact_paged_attention((q[:5], k, v), table, [1, 400, 16, 1, 257], starts, window=window)

@@ -23,8 +23,8 @@ def test_neighbours_change_places_with_all_of_their_bits(name, shape):
 def test_gradients_change_places_back(name):
     weights = jnp.arange(12.0).reshape(2, 6)
     with ops.use_implementations(swap_pairs=name):
-        found = jax.grad(lambda x: (ops.swap_pairs(x) * weights).sum())(jnp.ones((2, 6)))
-    np.testing.assert_array_equal(found, [[1, 0, 3, 2, 5, 4], [7, 6, 9, 8, 11, 10]])
+        computed = jax.grad(lambda x: (ops.swap_pairs(x) * weights).sum())(jnp.ones((2, 6)))
+    np.testing.assert_array_equal(computed, [[1, 0, 3, 2, 5, 4], [7, 6, 9, 8, 11, 10]])
 
 
 @pytest.mark.parametrize(("platform", "multiplies"), [("cpu", False), ("gpu", False), ("tpu", True)])

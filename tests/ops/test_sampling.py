@@ -1,28 +1,59 @@
-"""Sampling: truncation against its definition by sorting, the draw against the distribution, penalties by hand."""
+"""Sampling: truncation against its definition by sorting, the draw against the distribution, penalties by hand.
+
+The C++ sampler runs at every level, by one program: the level is looked up when it runs.
+"""
+
+import contextlib
+from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.sampling import assert_same_draws, sampling_arguments
 from verax import ops
 from verax.ops import sampling
+from verax.ops.cpu import library
+
+NATIVE = [f"native {level}" for level in library.levels()]
+each_form = pytest.mark.parametrize("by", ["bisect", *NATIVE])
+"""Forms without a sort, which draw what the sorting reference draws."""
 
 
-def possible(logits, **how):
+@cache
+def program(implementation):
+    @jax.jit
+    def run(*args):
+        with ops.use_implementations(sample=implementation):
+            return sampling.sample(*args)
+
+    return run
+
+
+def at_level(by):
+    """Implementation's name, within the level that its own follows."""
+    implementation, _, level = by.partition(" ")
+    return implementation, library.use_level(level) if level else contextlib.nullcontext()
+
+
+def draw(by, *arguments):
+    implementation, level = at_level(by)
+    with level:
+        return np.asarray(program(implementation)(*arguments))
+
+
+def possible(logits, **option):
     """Which tokens one row can give, found by many draws."""
     rows = jnp.broadcast_to(jnp.asarray(logits), (4000, len(logits)))
-    return set(np.asarray(ops.sampling.sample(*sampling_arguments(rows, [how] * 4000))).tolist())
+    return set(np.asarray(ops.sampling.sample(*sampling_arguments(rows, [option] * 4000))).tolist())
 
 
 LOGITS = np.log(np.asarray([0.4, 0.05, 0.3, 0.15, 0.1], np.float32))
 
 
 @pytest.mark.parametrize(
-    ("how", "kept"),
+    ("option", "kept"),
     [
         ({}, {0, 1, 2, 3, 4}),
         ({"top_k": 1}, {0}),
@@ -39,43 +70,13 @@ LOGITS = np.log(np.asarray([0.4, 0.05, 0.3, 0.15, 0.1], np.float32))
     ],
 )
 @pytest.mark.parametrize("implementation", ["reference", "bisect"])
-def test_truncation_keeps_exactly_the_tokens_of_its_definition(how, kept, implementation):
+def test_truncation_keeps_exactly_the_tokens_of_its_definition(option, kept, implementation):
     with ops.use_implementations(sample=implementation):
-        assert possible(LOGITS, **how) == kept
+        assert possible(LOGITS, **option) == kept
 
 
 def test_ties_at_the_threshold_are_all_kept():
     assert possible([1.0, 3.0, 3.0, 2.0, 3.0], top_k=2) == {1, 2, 4}
-
-
-@jax.jit
-def sorting(*args):
-    with ops.use_implementations(sample="reference"):
-        return sampling.sample(*args)
-
-
-@jax.jit
-def bisecting(*args):
-    with ops.use_implementations(sample="bisect"):
-        return sampling.sample(*args)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    st.integers(0, 2**32 - 1),
-    st.sampled_from([1, 2, 7, 513, 1500]),
-    st.sampled_from([0, 1, 5, 400]),
-    st.sampled_from([1.0, 0.9, 0.3, 1e-4]),
-    st.sampled_from([0.0, 0.02, 0.5]),
-    st.sampled_from([0.0, 0.3, 1.0, 4.0]),
-)
-def test_the_form_without_a_sort_draws_what_the_sorting_form_draws(seed, V, top_k, top_p, min_p, temperature):
-    rng = np.random.default_rng(seed)
-    logits = jnp.asarray(rng.standard_normal((6, V)) * rng.choice([0.1, 3.0, 30.0]), jnp.float32)
-    how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    arguments = sampling_arguments(logits, [how] * 6, seed=seed)
-    expected, got = np.asarray(sorting(*arguments)), np.asarray(bisecting(*arguments))
-    assert_same_draws(np.asarray(logits), [how] * 6, got, expected)
 
 
 def test_draws_follow_the_distribution():
@@ -119,36 +120,149 @@ def test_penalties_by_hand():
     np.testing.assert_allclose(out, [[1.0, -2.0, 0.25 - 0.1 - 2 * 0.2, 1.0]], rtol=1e-6)
 
 
-def test_logprobs_are_those_of_log_softmax_and_ranks_count_better_tokens():
-    rng = np.random.default_rng(1)
-    logits = jnp.asarray(rng.standard_normal((4, 50)), jnp.float32)
-    chosen = jnp.asarray([4, 0, int(logits[2].argmax()), 3])
-    values, ids, ranks = sampling.token_logprobs(logits, chosen, jnp.arange(4) < 3, num_top=5)
-    exact = np.asarray(logits, np.float64)
-    exact -= np.log(np.exp(exact).sum(-1, keepdims=True))
-    np.testing.assert_allclose(values[:3], np.take_along_axis(exact, np.asarray(ids), -1)[:3], atol=1e-5)
-    np.testing.assert_array_equal(ids[:3, 0], chosen[:3])
-    np.testing.assert_array_equal(ids[:3, 1:], np.argsort(-exact, axis=-1)[:3, :5])
-    assert ranks.tolist() == [1 + (exact[0] > exact[0, 4]).sum(), 1 + (exact[1] > exact[1, 0]).sum(), 1, 0]
-    assert not values[3].any()  # not wanted
-    assert not ids[3].any()
+OPTIONS = [
+    {},
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 400},
+    {"top_p": 0.9},
+    {"top_p": 1e-4},
+    {"min_p": 0.02},
+    {"min_p": 1.0},
+    {"top_k": 40, "top_p": 0.5, "min_p": 0.01},
+    {"temperature": 0.3, "top_p": 0.8},
+    {"temperature": 4.0, "top_k": 7},
+    {"temperature": 0.0},
+]
+ADJUSTMENTS = [
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": -0.75},
+    {"repetition_penalty": 1.7},
+    {"presence_penalty": -0.5, "frequency_penalty": 0.5, "repetition_penalty": 0.6},
+    {"num_prompt": 9, "presence_penalty": 1.0, "repetition_penalty": 2.0},
+    {"bias": {3: 5.0, 10: -np.inf, 2_000_000: 1.0}},
+    {"min_length": 8, "banned": [2, 6]},  # a row's length is below that
+    {"min_length": 4, "banned": [2, 6]},  # or not
+    {"min_length": 99, "banned": [0, 1], "bias": {5: 2.0}, "repetition_penalty": 1.2, "num_prompt": 3},
+]
+
+adjust = jax.jit(sampling.adjust)
 
 
-ADJUSTED = [{"presence_penalty": 0.5}, {"frequency_penalty": 0.3}, {"repetition_penalty": 1.3}, {"bias": {3: 4.0}}]
-HELD_BACK = {"banned": [5, 6], "min_length": 30}
+@each_form
+@pytest.mark.parametrize("V", [1, 2, 15, 513, 2500])
+def test_it_draws_what_the_sorting_form_draws(by, V):
+    rng = np.random.default_rng(V)
+    for spread in (0.1, 3.0, 30.0):
+        logits = rng.standard_normal((len(OPTIONS), V)) * spread
+        arguments = sampling_arguments(logits, OPTIONS, seed=V)
+        assert_same_draws(logits, OPTIONS, draw(by, *arguments), draw("reference", *arguments))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("adjusted", [{}, *ADJUSTED, HELD_BACK], ids=str)
+@each_form
+@pytest.mark.parametrize("V", [11, 600])
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_form_without_a_sort_adjusts_scores_as_the_sorting_form_does(adjusted, temperature, masked):
-    """In a batch whose other rows need nothing of it: their tokens stay those that they have alone."""
-    rng = np.random.default_rng(3)
-    V, logits = 40, rng.standard_normal((3, 40)).astype(np.float32)
-    how = [{"temperature": temperature, **options} for options in ({}, adjusted, {})]
-    mask = rng.integers(-(2**31), 2**31, (3, 2)) if masked else None
-    given = {"tokens": rng.integers(0, V, (3, 25)), "lengths": [20, 20, 20], "num_prompt": 4, "mask": mask}
-    got = np.asarray(bisecting(*sampling_arguments(logits, how, **given)))
-    np.testing.assert_array_equal(got, sorting(*sampling_arguments(logits, how, **given)))
-    plain = [{"temperature": temperature}] * 3
-    np.testing.assert_array_equal(got[::2], bisecting(*sampling_arguments(logits, plain, **given))[::2])
+def test_scores_are_adjusted_as_in_the_reference(by, V, masked):
+    rng = np.random.default_rng(V)
+    options = [option | {"temperature": t} for option in ADJUSTMENTS for t in (0.0, 0.8, 3.0) for _ in range(5)]
+    tokens = rng.integers(0, 10, (len(options), 12))
+    tokens[:, 3] = 2_000_000  # outside the vocabulary, where nothing should be
+    lengths = rng.integers(5, 8, len(options))
+    mask = rng.integers(-(2**31), 2**31, (len(options), -(-V // 32))) if masked else None
+    arguments = sampling_arguments(
+        rng.standard_normal((len(options), V)), options, tokens=tokens, lengths=lengths, num_prompt=2, mask=mask
+    )
+    got = draw(by, *arguments)
+    assert_same_draws(adjust(*arguments[:2], *arguments[3:]), options, got, draw("reference", *arguments))
+    assert len(set(got.tolist())) > 5
+    plain = draw(by, *sampling_arguments(arguments[0], [{"temperature": o["temperature"]} for o in options]))
+    assert (plain != got).sum() > 10, "the adjustments decide too few of these draws"
+
+
+@each_form
+def test_min_tokens_gives_way_where_a_grammar_allows_nothing_else(by):
+    held = {"temperature": 0.0, "min_length": 10, "banned": [4, 40]}
+    logits = np.zeros((3, 50))
+    logits[:, [4, 40]] = 3.0, 2.0
+    # Only tokens that are held back; one that is not, too; a row without a grammar.
+    mask = np.asarray([[1 << 4, 1 << 8], [1 << 7, 1 << 8], [-1, -1]])
+    arguments = sampling_arguments(logits, [held] * 3, mask=mask)
+    assert draw(by, *arguments).tolist() == draw("reference", *arguments).tolist() == [4, 7, 0]
+
+
+@each_form
+def test_the_random_number_is_that_of_jax(by):
+    rows, V = 500, 4096
+    positions = jnp.arange(rows) * 7
+    arguments = sampling_arguments(np.zeros((rows, V)), [{}] * rows, seed=5, lengths=positions)
+    params = arguments[4]
+    seed = jnp.stack([params.int("seed_high"), params.int("seed_low")], axis=1).view(jnp.uint32)
+    # All tokens are equally likely, so the token is the number's leading bits.
+    np.testing.assert_array_equal(draw(by, *arguments), np.floor(sampling.uniform(seed, positions) * V))
+
+
+@each_form
+@pytest.mark.parametrize("option", OPTIONS[1:-1])
+def test_only_what_truncation_keeps_is_drawn(by, option):
+    logits = jnp.asarray(np.random.default_rng(3).integers(-4, 4, 600), jnp.float32)  # many ties
+    arguments = sampling_arguments(jnp.broadcast_to(logits, (300, 600)), [option] * 300)
+    got, expected = draw(by, *arguments), draw("reference", *arguments)
+    assert set(np.asarray(logits)[got]) == set(np.asarray(logits)[expected])
+
+
+@each_form
+def test_a_row_does_not_depend_on_its_batch(by):
+    rng = np.random.default_rng(1)
+    options = OPTIONS + ADJUSTMENTS
+    tokens = rng.integers(0, 3000, (len(options), 12))
+    logits, _, slots, lengths, params, _ = sampling_arguments(
+        rng.standard_normal((len(options), 3000)), options, lengths=[8] * len(options)
+    )
+    whole = draw(by, logits, tokens, slots, lengths, params)
+    for row in range(len(options)):
+        one = slice(row, row + 1)
+        assert draw(by, logits[one], tokens, slots[one], lengths[one], params)[0] == whole[row]
+
+
+@pytest.mark.parametrize("by", NATIVE)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_forbidden_tokens_are_never_drawn_and_a_nan_is_answered_with_its_place(by, temperature):
+    logits = jnp.full((4, 1100), -jnp.inf).at[:, 1050].set(-3.0)
+    logits = logits.at[1, 700].set(jnp.nan).at[2, 20].set(jnp.inf).at[3].set(-jnp.inf)
+    for seed in range(5):
+        arguments = sampling_arguments(logits, [{"temperature": temperature}] * 4, seed=seed)
+        assert draw(by, *arguments).tolist() == [1050, 700, 20, 0]
+
+
+@each_form
+def test_the_greedy_token_is_the_first_of_equals(by):
+    logits = jnp.zeros((2, 1600)).at[0, jnp.asarray([900, 30, 1599])].set(2.0).at[1, 1599].set(1.0)
+    assert draw(by, *sampling_arguments(logits, [{"temperature": 0.0}] * 2)).tolist() == [30, 1599]
+
+
+@pytest.mark.parametrize("by", ["reference", *NATIVE])
+@pytest.mark.parametrize(("V", "num_top"), [(1, 1), (7, 7), (63, 20), (64, 5), (65, 20), (3001, 20)])
+def test_logprobs_are_exact_and_of_equals_the_first_is_the_better(by, V, num_top):
+    rng = np.random.default_rng(V)
+    logits = rng.standard_normal((5, V)).astype(np.float32) * 8
+    logits[1] = np.round(logits[1])  # many ties
+    logits[2] -= 500 if by in NATIVE else 0
+    logits[3, V // 2 + 1 :] = -np.inf
+    chosen = rng.integers(0, V, 5)
+    chosen[3] = 0
+    wanted = jnp.asarray([True, True, True, True, False])
+    implementation, level = at_level(by)
+    with level, ops.use_implementations(token_logprobs=implementation):
+        values, ids, ranks = sampling.token_logprobs(jnp.asarray(logits), jnp.asarray(chosen), wanted, num_top=num_top)
+    exact = logits.astype(np.float64)
+    exact -= exact.max(-1, keepdims=True)
+    exact -= np.log(np.exp(exact).sum(-1, keepdims=True))
+    best = np.argsort(-exact, axis=-1, kind="stable")[:, :num_top]
+    np.testing.assert_array_equal(ids[:4], np.concatenate([chosen[:, None], best], -1)[:4])
+    np.testing.assert_allclose(
+        values[:4], np.take_along_axis(exact, np.asarray(ids), -1)[:4], rtol=1e-6, atol=2e-6 if by in NATIVE else 1e-5
+    )
+    own = np.take_along_axis(exact, chosen[:, None], -1)
+    assert ranks.tolist() == [*(1 + (exact > own).sum(-1))[:4], 0]
+    assert not values[4].any()
+    assert not ids[4].any()

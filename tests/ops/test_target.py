@@ -82,7 +82,7 @@ def test_a_platform_of_another_name_is_refused_with_jaxs():
 def test_kernels_of_a_single_cpu_are_chosen_for_no_other_target(target):
     with ops.use_target(*target):
         for op in ops.operations().values():
-            for example in op.examples():
+            for example in op.examples:
                 chosen = op.select(*example.args, **example.kwargs)
                 assert not chosen.name.startswith("native"), op.name
 

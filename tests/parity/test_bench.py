@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.support.tiny import tiny_checkpoint
+from verax.bench.settings import TextSettings
 from verax.bench.text.cases import bench_text
 from verax.bench.text.workload import Workload
 from verax.checkpoint import Checkpoint
@@ -33,7 +34,7 @@ def test_transformers_generates_what_the_engine_generates(tmp_path):
 def test_all_sides_are_in_one_interleaved_result(tmp_path):
     tiny_checkpoint(tmp_path, dtype=jnp.bfloat16)
     workload = Workload("short-prompts", ((5, 6, 7), (8, 9)), (3, 2), 0.7)
-    result = bench_text(str(tmp_path), lambda vocab_size: workload, runs=1, warmup=1, against=("transformers",))
+    result = bench_text(TextSettings(model=str(tmp_path), runs=1, against="transformers"), workload)
     assert set(result["cases"][0]["sides"]) == {"transformers naive", "transformers batched", "verax"}
     assert set(result["cases"][0]["ratios"]) == {"transformers naive", "transformers batched"}
     assert result["machine"]["torch"] == torch.__version__

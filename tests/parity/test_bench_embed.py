@@ -4,6 +4,7 @@ import pytest
 
 from tests.support.tiny_encoder import sentence_files, tiny_encoder
 from verax.bench.embed.cases import bench_embed
+from verax.bench.settings import EmbedSettings
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -17,7 +18,7 @@ SAME = 1e-6
 
 def bench(folder, against, **options):
     sizes = {"sentences": 11, "batch_size": 4, "runs": 1, "warmup": 0}
-    return bench_embed(str(folder), against=against, **{**sizes, **options})
+    return bench_embed(EmbedSettings(model=str(folder), against=against, **{**sizes, **options}))
 
 
 @pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken"])

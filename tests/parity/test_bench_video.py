@@ -6,6 +6,7 @@ pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 
 from verax.bench.results import markdown
+from verax.bench.settings import VideoSettings
 from verax.bench.video import cases as bench
 
 
@@ -16,7 +17,7 @@ def _no_measurement_of_the_machine(monkeypatch):
 
 def bench_tiny(against, stages, **changes):
     settings = dict(frames=[5], height=16, width=16, dtype="float32", layers=1, runs=1, warmup=0)
-    return bench.bench_video(size="tiny", stages=stages, against=against, **{**settings, **changes})
+    return bench.bench_video(VideoSettings(size="tiny", stage=stages, against=against, **{**settings, **changes}))
 
 
 def test_every_stage_has_the_result_of_diffusers():

@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from tests.support.causal_lm import logits, relative, save_reference
+from tests.parity import test_causal_lm as causal_lm
+from tests.support.causal_lm import logits, relative
 from tests.support.finetune import settings, write_examples
 from verax import ops
 from verax.checkpoint import Checkpoint
@@ -23,44 +24,18 @@ from verax.train.finetune import LoraSettings, train_full, train_lora
 from verax.train.finetune.lora import TrainedAdapter
 from verax.train.finetune.run import batch_loss, recompute_layers
 
-SIZES = dict(
-    vocab_size=301,
-    hidden_size=64,
-    intermediate_size=104,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=256,
-    bos_token_id=None,
-    eos_token_id=1,
-    pad_token_id=None,
-)
-FAMILIES = {
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", dict(tie_word_embeddings=True)),
-    "gemma3": (
-        "Gemma3ForCausalLM",
-        "Gemma3TextConfig",
-        dict(sliding_window=16, query_pre_attn_scalar=24, layer_types=["sliding_attention", "full_attention"]),
-    ),
-}
+FAMILIES = {"qwen3": {}, "gemma3": {"layer_types": ["sliding_attention", "full_attention"]}}
 RNG = np.random.default_rng(0)
 LENGTHS = [40, 23, 31]
 
 
 def reference(family, folder):
-    model, config, options = FAMILIES[family]
-    torch.manual_seed(0)
-    model = getattr(transformers, model)(getattr(transformers, config)(**{**SIZES, **options})).eval()
-    for weight in model.parameters():
-        if weight.ndim > 1:
-            weight.data.normal_(std=1.5 * weight.shape[-1] ** -0.5)
-    return save_reference(model, folder)
+    return causal_lm.reference(family, folder, num_hidden_layers=2, pad_token_id=None, **FAMILIES[family])
 
 
 def batch():
     """Rows of three lengths, in each of which some tokens are trained."""
-    tokens, targets = RNG.integers(2, SIZES["vocab_size"], (2, 3, 48), dtype=np.int32)
+    tokens, targets = RNG.integers(2, causal_lm.SIZES["vocab_size"], (2, 3, 48), dtype=np.int32)
     trained = RNG.random(tokens.shape) < 0.5
     for row, length in enumerate(LENGTHS):
         tokens[row, length:] = targets[row, length:] = trained[row, length:] = 0
@@ -143,13 +118,13 @@ def test_layers_that_are_computed_again_give_the_same_gradients(tmp_path):
     for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
         assert relative(np.asarray(other), np.asarray(one)) < 1e-5
     forward = str(jax.make_jaxpr(jax.grad(lambda p: compute(p, True)))(params))
-    assert forward.count("prevent_cse=True") >= SIZES["num_hidden_layers"]
+    assert forward.count("prevent_cse=True") >= 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_peft_runs_a_trained_adapter_as_verax_does(family, tmp_path, recwarn):
     theirs = reference(family, tmp_path / "base")
-    data, tokens = write_examples(tmp_path / "data.jsonl"), RNG.integers(2, SIZES["vocab_size"], (2, 30))
+    data, tokens = write_examples(tmp_path / "data.jsonl"), RNG.integers(2, causal_lm.SIZES["vocab_size"], (2, 30))
     lora = LoraSettings(rank=4, alpha=8)
     report = train_lora(tmp_path / "base", data, tmp_path / "run", settings(), lora, show_progress=False)
     model = peft.PeftModel.from_pretrained(theirs, report["folder"]).eval()
@@ -164,7 +139,7 @@ def test_peft_runs_a_trained_adapter_as_verax_does(family, tmp_path, recwarn):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_loads_a_trained_checkpoint(family, tmp_path):
     reference(family, tmp_path / "base")
-    data, tokens = write_examples(tmp_path / "data.jsonl"), RNG.integers(2, SIZES["vocab_size"], (2, 30))
+    data, tokens = write_examples(tmp_path / "data.jsonl"), RNG.integers(2, causal_lm.SIZES["vocab_size"], (2, 30))
     given = settings(learning_rate=1e-3)
     folder = train_full(tmp_path / "base", data, tmp_path / "run", given, show_progress=False)["folder"]
     model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)

@@ -17,8 +17,9 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file
 
+from tests.parity import test_causal_lm as causal_lm
 from tests.support.adapters import adapter_weights, linear_sizes, save_adapter
-from tests.support.causal_lm import GREEDY, continuations, engine, logits, logprob_errors, relative, save_reference
+from tests.support.causal_lm import GREEDY, continuations, engine, logits, logprob_errors, relative
 from verax import LoRARequest
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.lora import Adapter, merge
@@ -33,44 +34,18 @@ try:
 except ImportError:
     peft = None
 
-SIZES = dict(
-    vocab_size=301,
-    hidden_size=96,
-    intermediate_size=152,
-    num_hidden_layers=2,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=24,
-    max_position_embeddings=512,
-    bos_token_id=None,
-    eos_token_id=1,
-    pad_token_id=None,
-)
 FAMILIES = {
-    "qwen3": ("Qwen3", dict(tie_word_embeddings=True)),
-    "llama": ("Llama", dict(tie_word_embeddings=False, attention_bias=True)),
-    "gemma3": (
-        "Gemma3",
-        dict(sliding_window=16, query_pre_attn_scalar=24, layer_types=["sliding_attention", "full_attention"]),
-    ),
-    "qwen3_moe": ("Qwen3Moe", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=40)),
+    "qwen3": {},
+    "llama": {"attention_bias": True},
+    "gemma3": {"layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2},
 }
-TOKENS = np.random.default_rng(0).integers(2, SIZES["vocab_size"], (3, 60))
+TOKENS = np.random.default_rng(0).integers(2, causal_lm.SIZES["vocab_size"], (3, 60))
 PROMPTS = [TOKENS[0, :37].tolist(), TOKENS[1, :5].tolist(), TOKENS[2, :19].tolist()]
 
 
 def reference(family, folder):
-    name, options = FAMILIES[family]
-    suffix = "TextConfig" if family == "gemma3" else "Config"
-    options = {**SIZES, **options}
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}{suffix}")(**options)).eval()
-    for key, weight in model.named_parameters():
-        if weight.ndim > 1:
-            weight.data.normal_(std=1.5 * weight.shape[-1] ** -0.5)
-        elif key.endswith("norm.weight"):
-            weight.data.normal_(mean=0.0 if family == "gemma3" else 1.0, std=0.3)
-    return save_reference(model, folder)
+    return causal_lm.reference(family, folder, num_hidden_layers=2, pad_token_id=None, **FAMILIES[family])
 
 
 def write_adapters(family, model, root):

@@ -253,5 +253,3 @@ def test_tokenizer_config_goes_before_the_tokenizer_file_as_in_transformers(kind
         assert types == expected.get("token_type_ids", [0] * len(ids))
     expected = theirs(TEXTS, truncation=True, max_length=8)["input_ids"]
     assert [ids for ids, _ in tokenizer.encode_batch(TEXTS, max_length=8)] == expected
-    tokenizer.truncate(8)
-    assert [ids for ids, _ in tokenizer.encode_batch(TEXTS)] == expected

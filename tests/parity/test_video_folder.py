@@ -112,7 +112,7 @@ def folder(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def there(folder):
-    """The same in the original layout."""
+    """The models in the original layout."""
     return convert(VideoFolder(folder), folder.parent / "original", "original")
 
 

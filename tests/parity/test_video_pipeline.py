@@ -122,7 +122,8 @@ def test_long_clips_match_diffusers(forcing, image, frames, monkeypatch):
     stopped = ours(callback=stop_in_the_third, **rest)
     assert not stopped.complete
     np.testing.assert_allclose(stopped.frames, want[:29], atol=1e-4)
-    alone = [ours.stages.decode(now.latents.transpose(0, 2, 3, 4, 1)) for now in seen if now.done == now.total == 3]
+    latents = [now.latents.transpose(0, 2, 3, 4, 1) for now in seen if now.done == now.total == 3]
+    alone = [ours.stages.decode_call(one)(one) for one in latents]
     previews = [now.frames for now in seen if now.stage == "decode"]
     for preview, decoded, skip in zip(previews, alone, (0, 5), strict=True):
         np.testing.assert_array_equal(preview, ours.stages.finish(decoded[:, skip:]))

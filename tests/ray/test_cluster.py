@@ -1,4 +1,4 @@
-"""The cluster and the processes of its actors, without a Ray."""
+"""The cluster, the processes of its actors and the deployment, without a Ray that runs."""
 
 import os
 import sys
@@ -9,20 +9,31 @@ import pytest
 
 from verax.errors import InvalidParameterError, VeraxError
 from verax.ray import cluster
-from verax.ray.cluster import actor_environment, check_gpus, start_ray
+from verax.ray.cluster import actor_environment, check_actors, start_ray
+
+
+@pytest.mark.parametrize(("bounds", "found"), [(1, (1, 1)), (3, (3, 3)), ((1, 8), (1, 8))])
+def test_actors_are_a_number_or_two(fake_ray, bounds, found):
+    assert check_actors("replicas", bounds, 1, 0) == found
+
+
+@pytest.mark.parametrize("bounds", [0, -1, (2, 1), (0, 4)])
+def test_bounds_that_make_no_sense_are_refused(bounds):
+    with pytest.raises(InvalidParameterError, match=r"^replicas: expected at least 1"):
+        check_actors("replicas", bounds, 1, 0)
 
 
 @pytest.mark.parametrize("num_gpus", [0.5, -1, 1.5])
 def test_a_part_of_a_gpu_is_refused(num_gpus):
     with pytest.raises(InvalidParameterError, match=r"^num_gpus: expected a whole number"):
-        check_gpus(num_gpus)
+        check_actors("replicas", 1, 1, num_gpus)
 
 
 def test_actors_share_the_caches_of_the_process_that_starts_them(monkeypatch):
     monkeypatch.setenv("VERAX_CACHE_DIR", "/shared/cache")
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    variables = actor_environment({"MORE": "1"})["env_vars"]
-    assert (variables["VERAX_CACHE_DIR"], variables["MORE"]) == ("/shared/cache", "1")
+    variables = actor_environment()["env_vars"]
+    assert variables["VERAX_CACHE_DIR"] == "/shared/cache"
     assert "HF_TOKEN" not in variables
 
 
@@ -52,7 +63,7 @@ def test_ray_is_started_once_without_a_dashboard_and_without_reports(fake_ray):
     assert sys.modules["ray._private.ray_constants"].ENABLE_RAY_CLUSTER is False
 
 
-def test_a_cluster_is_connected_to_as_it_is(fake_ray, monkeypatch):
+def test_a_cluster_is_connected_to(fake_ray, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "cluster:6379")
     start_ray(num_cpus=3)
     assert fake_ray.started == [{"log_to_driver": False}]
@@ -117,3 +128,22 @@ def test_without_a_cache_nobody_waits(monkeypatch):
     monkeypatch.setenv("VERAX_CACHE_DIR", "")
     with cluster.one_compiles("model"):
         pass
+
+
+def test_the_deployment_passes_its_options_to_the_engine_and_its_bounds_to_ray_serve():
+    pytest.importorskip("ray", reason="needs the extra `ray`")
+    pytest.importorskip("ray.serve", reason="needs the extra `ray`: make test-ray installs it")
+    from verax.ray.app import build
+
+    application = build({"model": "org/model", "replicas": [1, 8], "num_cpus": 2, "max_num_seqs": 4, "num_gpus": 1})
+    ingress = application._bound_deployment
+    (replicas, model, *_) = ingress.init_args
+    assert model == "org/model"
+    deployed = replicas._bound_deployment
+    (new_server,) = deployed.init_args
+    assert new_server.args[0] == "org/model"
+    assert new_server.keywords["max_num_seqs"] == 4
+    scaling = deployed._deployment_config.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas) == (1, 8)
+    assert deployed.ray_actor_options["num_cpus"] == 2
+    assert deployed.ray_actor_options["num_gpus"] == 1

@@ -136,67 +136,63 @@ CASES = {
 
 
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
-def test_an_answer_goes_on_exactly_where_a_replica_left_it(remote, replica, fields):
+async def test_an_answer_continues_exactly_where_a_replica_left_it(remote, replica, fields):
     params = SamplingParams(max_tokens=24, **fields)
-    whole = asyncio.run(joined(replica._server.engine, params))
+    whole = await joined(replica._server.engine, params)
     moved = remote(1, 2, 3)
-    found = asyncio.run(joined(moved, params))
+    samples = await joined(moved, params)
     assert moved.num_moved == 3
-    assert found.keys() == whole.keys()
-    for index, (text, tokens, logprobs, cumulative, *ends) in found.items():
+    assert samples.keys() == whole.keys()
+    for index, (text, tokens, logprobs, cumulative, *ends) in samples.items():
         assert (text, tokens, *ends) == (*whole[index][:2], *whole[index][4:])
         assert [list(entry) for entry in logprobs] == [list(entry) for entry in whole[index][2]]
         assert cumulative == pytest.approx(whole[index][3])
 
 
-def test_a_stop_string_that_two_replicas_share_is_found(remote, replica):
-    text = asyncio.run(joined(replica._server.engine, SamplingParams(max_tokens=24, seed=7)))[0][0]
+async def test_a_stop_string_that_two_replicas_share_is_found(remote, replica):
+    text = (await joined(replica._server.engine, SamplingParams(max_tokens=24, seed=7)))[0][0]
     params = SamplingParams(max_tokens=24, seed=7, stop=[text[8:13]])
+    whole = await joined(replica._server.engine, params)
     for cut in range(1, 14):
-        assert asyncio.run(joined(remote(cut), params)) == asyncio.run(joined(replica._server.engine, params))
+        assert await joined(remote(cut), params) == whole
 
 
-def test_an_answer_without_a_seed_gets_one_which_it_keeps(remote):
+async def test_an_answer_without_a_seed_gets_one_which_it_keeps(remote):
     moved = remote(1)
-    samples = asyncio.run(joined(moved, SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True)))
+    samples = await joined(moved, SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True))
     assert len(samples[0][1]) == 12
     assert 1 <= len(moved._handle.answers[1][0]) < 12
 
 
-def test_a_request_that_kills_every_replica_fails_itself(remote):
+async def test_a_request_that_kills_every_replica_fails_itself(remote):
     moved = remote(*[0] * 10)
     with pytest.raises(EngineDeadError, match="4 replicas were lost in a row"):
-        asyncio.run(joined(moved, SamplingParams()))
+        await joined(moved, SamplingParams())
     assert moved.stats().num_requests_running == moved.stats().num_requests_waiting == 0
 
 
-def test_a_refusal_is_the_engines_own(remote):
+async def test_a_refusal_is_the_engines_own(remote):
     with pytest.raises(ContextLengthError, match="max_model_len") as refused:
-        asyncio.run(joined(remote(), SamplingParams(), "abc " * 200))
+        await joined(remote(), SamplingParams(), "abc " * 200)
     assert refused.value.max_model_len == 64
 
 
-def test_observers_get_the_whole_answer_and_the_counts_are_those_of_the_replicas(remote):
-    moved, seen = remote(2), []
+async def test_observers_get_the_whole_answer_and_replicas_that_are_gone_count_without_being_kept(remote, monkeypatch):
+    from verax.ray import remote_llm
+
+    monkeypatch.setattr(remote_llm, "MOST_REPLICAS", 1)
+    params, moved, seen = SamplingParams(max_tokens=8, temperature=0, logprobs=1), remote(2), []
     moved.add_observer(lambda replica, output: seen.append(output))
-    samples = asyncio.run(joined(moved, SamplingParams(max_tokens=8, temperature=0, logprobs=1)))
+    samples = await joined(moved, params)
     (output,) = seen
     assert (output.outputs[0].text, output.outputs[0].token_ids) == samples[0][:2]
     assert len(output.outputs[0].logprobs) == 8
     assert output.metrics.total_time > output.metrics.time_to_first_token > 0
-    assert moved.stats().generation_tokens >= 8
-
-
-def test_replicas_that_are_long_gone_count_without_being_kept(remote, monkeypatch):
-    from verax.ray import remote_llm
-
-    monkeypatch.setattr(remote_llm, "MOST_REPLICAS", 1)
-    moved = remote()
-    asyncio.run(joined(moved, SamplingParams(max_tokens=4, temperature=0)))
+    before = moved.stats().generation_tokens
+    assert before >= 8
     (name,) = moved._replicas
     moved._replicas["another"] = moved._replicas.pop(name)  # that replica has been replaced since
-    before = moved.stats().generation_tokens
-    asyncio.run(joined(moved, SamplingParams(max_tokens=4, temperature=0)))
+    await joined(moved, params)
     assert list(moved._replicas) == [name]
     assert moved.stats().generation_tokens > 2 * before
 
@@ -227,15 +223,12 @@ print(backends_are_initialized())
     assert done.stdout == "False\n", done.stderr
 
 
-def test_a_full_queue_refuses(remote):
-    async def two():
-        engine = remote(max_queued_requests=1)
-        first = engine.generate(PROMPT, SamplingParams())
-        waiting = asyncio.ensure_future(anext(first))
-        await asyncio.sleep(0)
-        with pytest.raises(QueueFullError, match="1 requests wait"):
-            await anext(engine.generate(PROMPT, SamplingParams()))
-        await waiting
-        await first.aclose()
-
-    asyncio.run(two())
+async def test_a_full_queue_refuses(remote):
+    engine = remote(max_queued_requests=1)
+    first = engine.generate(PROMPT, SamplingParams())
+    waiting = asyncio.ensure_future(anext(first))
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFullError, match="1 requests wait"):
+        await anext(engine.generate(PROMPT, SamplingParams()))
+    await waiting
+    await first.aclose()

@@ -4,6 +4,7 @@ import asyncio
 import json
 import signal
 import threading
+import time
 from contextlib import contextmanager
 
 import httpx
@@ -13,11 +14,17 @@ from tests.support.tiny import tiny_checkpoint
 from tests.support.tiny_encoder import sentence_files, tiny_encoder
 from verax import Encoder, VideoPipeline
 from verax.serve.app import create_app
-from verax.serve.http.server import Server
+from verax.serve.http.server import LazyModel, Server
 from verax.serve.http.settings import ServerSettings
 from verax.serve.run import _Process, bind, new_runner
 from verax.text.engine.async_llm import AsyncLLM
 from verax.text.engine.llm import LLM
+
+
+@pytest.fixture
+def anyio_backend():
+    """The event loop of async tests."""
+    return "asyncio"
 
 
 @pytest.fixture(scope="session")
@@ -53,6 +60,35 @@ def served_pipeline():
     return VideoPipeline.from_pretrained(show_progress=False)
 
 
+@pytest.fixture(scope="session")
+def new_server(served_llm, served_encoder, served_pipeline):
+    """Makes a server of all engines; other models, names and settings by name."""
+
+    def make(*, max_queued_requests=1024, names=("tiny",), reranker=None, pipeline=served_pipeline, **settings):
+        return Server(
+            llm=AsyncLLM.from_llm(served_llm, max_queued_requests=max_queued_requests),
+            served_names=names,
+            encoder=LazyModel("sentences", lambda: served_encoder),
+            reranker=reranker and LazyModel("pairs", lambda: reranker),
+            videos=LazyModel("clips", lambda: pipeline),
+            settings=ServerSettings(port=0, **settings),
+        )
+
+    return make
+
+
+@pytest.fixture
+def slow(served_llm, monkeypatch):
+    """An engine whose steps take a while."""
+    advance = served_llm.engine.advance
+
+    def slowly():
+        time.sleep(0.03)
+        return advance()
+
+    monkeypatch.setattr(served_llm.engine, "advance", slowly)
+
+
 @contextmanager
 def running(server):
     """Base URL of a server's process, which runs in a thread."""
@@ -79,6 +115,11 @@ def running(server):
 def http():
     """`running`, for tests that need real connections."""
     return running
+
+
+def named(field, *values):
+    """Cases of a table: wrong values of a field, each with the field's name."""
+    return [({field: value}, field) for value in values]
 
 
 class Api:

@@ -1,19 +1,29 @@
 """The application: its layers, and the routes of the server itself."""
 
+import asyncio
 import json
+import re
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
+from typer.testing import CliRunner
 
 from tests.serve.conftest import Api
+from tests.support.replicas import as_replicas
+from tests.support.tiny import tiny_checkpoint
+from tests.text.conftest import make_llm
+from verax.cli import app as cli
+from verax.errors import InvalidParameterError
 from verax.serve import app as app_module
 from verax.serve.app import create_app
+from verax.serve.http.metrics import HISTOGRAMS
 from verax.serve.http.server import LazyModel, Server
 from verax.serve.http.settings import ServerSettings
 from verax.serve.http.telemetry import JsonFormatter, TextFormatter
+from verax.text.engine.async_llm import AsyncLLM
 
 
 def echo_routes(server):
@@ -93,17 +103,6 @@ def test_hosts_can_be_added_and_a_public_server_takes_any(client):
     assert client(host="0.0.0.0").get("/models", headers={"Host": "anything"}).status_code == 200
 
 
-def test_pages_of_other_sites_may_not_call_unless_allowed(client):
-    for origin in ("https://evil.example", "null", "http://127.0.0.1:9999"):
-        assert client().post("/echo", headers={"Origin": origin}).status_code == 403
-    assert client().post("/echo", headers={"Origin": "http://127.0.0.1"}).status_code == 200
-    allowing = client(allowed_origins=("https://good.example",))
-    response = allowing.post("/echo", headers={"Origin": "https://good.example"})
-    assert response.headers["access-control-allow-origin"] == "https://good.example"
-    asked = {"Origin": "https://good.example", "Access-Control-Request-Method": "POST"}
-    assert allowing.options("/echo", headers=asked).status_code == 200
-
-
 def test_a_long_body_is_refused_by_its_length_and_while_it_is_read(client):
     c = client(max_body_bytes=10)
     assert c.post("/echo", content=b"x" * 10).text == "10"
@@ -165,10 +164,6 @@ def test_a_server_without_a_text_model_says_so():
     assert api.refused("/tokenize", {"prompt": "a"}, 404)["code"] == "model_not_found"
 
 
-def test_a_healthy_server_says_so(api):
-    assert api.get("/health").json() == {"status": "ok"}
-
-
 @pytest.fixture
 def read(make_api):
     api = make_api()
@@ -197,18 +192,7 @@ def test_requests_are_counted_and_timed(read):
     assert grown("vllm:prompt_tokens_total") > 0
     assert grown("vllm:request_success_total", "length") == 2
     assert grown("vllm:iteration_tokens_total_sum") > 0
-    for name in (
-        "time_to_first_token_seconds",
-        "inter_token_latency_seconds",
-        "time_per_output_token_seconds",
-        "e2e_request_latency_seconds",
-        "request_queue_time_seconds",
-        "request_prefill_time_seconds",
-        "request_decode_time_seconds",
-        "request_inference_time_seconds",
-        "request_prompt_tokens",
-        "request_generation_tokens",
-    ):
+    for name in HISTOGRAMS.keys() - {"iteration_tokens_total"}:
         assert grown(f"vllm:{name}_count") == 1, name
 
 
@@ -218,3 +202,102 @@ def test_the_engines_state_is_there_under_vllms_names(read):
     caches = {"prefix_cache_queries_total", "prefix_cache_hits_total"}
     assert {f"vllm:{name}" for name in state | caches} <= names
     assert 'model_name="tiny"' in read.api.get("/metrics").text
+
+
+@pytest.fixture(scope="module")
+def speculating(tmp_path_factory):
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("serve") / "tiny")
+    config = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}'
+    return AsyncLLM.from_llm(make_llm(folder, max_num_seqs=2, speculative_config=config))
+
+
+def test_drafts_are_counted_under_vllms_names(make_api, speculating):
+    api = make_api(speculating, served_names=("tiny",))
+    body = {"model": "tiny", "prompt": "abc abc abc", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+    api.ok("/v1/completions", {**body, "logit_bias": {"20": 50, "21": 50}})
+    families = text_string_to_metric_families(api.get("/metrics").text)
+    found = {(s.name, s.labels.get("position")): s.value for family in families for s in family.samples}
+    prefix = "vllm:spec_decode_num_"
+    drafts, drafted, accepted = (
+        found[f"{prefix}{name}_total", None] for name in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    assert 0 < drafts < drafted
+    assert 0 < accepted <= drafted
+    by_place = [found[f"{prefix}accepted_tokens_per_pos_total", str(place)] for place in range(3)]
+    assert sum(by_place) == accepted
+    assert by_place == sorted(by_place, reverse=True)
+
+
+ASKED = {"prompt": ["abc", "once upon a time", "a small fox", "the river"], "max_tokens": 8, "ignore_eos": True}
+
+
+@pytest.fixture
+def pair(new_llm):
+    served = AsyncLLM.from_llm(as_replicas(new_llm(), new_llm()))
+    yield served
+    asyncio.run(served.shutdown())
+
+
+def generated(api):
+    """Generated tokens by replica."""
+    families = text_string_to_metric_families(api.get("/metrics").text)
+    samples = [sample for family in families for sample in family.samples]
+    return {s.labels["engine"]: s.value for s in samples if s.name == "vllm:generation_tokens_total"}
+
+
+def test_answers_are_those_of_one_engine_and_metrics_those_of_each_replica(make_api, pair, api):
+    both = make_api(llm=pair)
+    body = {**ASKED, "temperature": 1.0, "seed": 3}
+    answers = [choice["text"] for choice in both.ok("/v1/completions", body)["choices"]]
+    assert answers == [choice["text"] for choice in api.ok("/v1/completions", body)["choices"]]
+    assert generated(both) == {"0": 16, "1": 16}
+    chat = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 8, "temperature": 0}
+    chunks = [chunk["choices"][0]["delta"].get("content") or "" for chunk in both.stream("/v1/chat/completions", chat)]
+    assert "".join(chunks) == api.ok("/v1/chat/completions", chat)["choices"][0]["message"]["content"]
+
+
+def test_a_server_with_a_dead_replica_says_so_everywhere(make_api, pair):
+    api = make_api(llm=pair)
+    assert api.get("/health").status_code == 200
+
+    def advance():
+        raise ZeroDivisionError("planted")
+
+    pair.llm.engines[1].advance = advance
+    assert api.post("/v1/completions", ASKED).json()["error"]["code"] == "engine_dead"
+    health = api.get("/health")
+    assert (health.status_code, health.json()["error"]["code"]) == (503, "engine_dead")
+    assert api.post("/v1/completions", {**ASKED, "prompt": "abc"}).json()["error"]["code"] == "engine_dead"
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"port": 70_000}, "port: expected a whole number of 0 to 65535"),
+        ({"log_format": "xml"}, "log_format: expected one of text, json"),
+        ({"api_keys": ("",)}, "api_keys: "),
+        ({"api_keys": ("schlüssel",)}, "api_keys: "),
+        ({"max_body_bytes": 0}, "max_body_bytes: expected a whole number of at least 1"),
+        ({"max_embedding_inputs": 10, "max_queued_embedding_inputs": 9}, "max_queued_embedding_inputs: .* 10, got 9"),
+        ({"video_ttl": 0.0}, "video_ttl: expected a number of more than 0"),
+    ],
+)
+def test_a_setting_out_of_range_is_named(settings, says):
+    with pytest.raises(InvalidParameterError, match=f"^{says}"):
+        ServerSettings(**settings)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--max-videos", "0"], "--max-videos"),
+        (["--video-ttl", "soon"], "--video-ttl"),
+        (["--video-ttl", "inf"], "video_ttl"),
+        (["--max-embedding-inputs", "9000"], "max_queued_embedding_inputs"),
+    ],
+)
+def test_a_flag_out_of_range_is_one_error_before_anything_is_loaded(options, named):
+    result = CliRunner().invoke(cli, ["serve", *options])
+    assert result.exit_code not in (0, None)
+    text = result.output + str(result.exception)
+    assert named in re.sub(r"\s+", " ", text)

@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.serve.conftest import named
+
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "once upon a time"}]
 BODY = {"messages": USER, "max_tokens": 12, "seed": 1, "temperature": 1.0}
@@ -9,20 +11,15 @@ BODY = {"messages": USER, "max_tokens": 12, "seed": 1, "temperature": 1.0}
 
 def joined(chunks, index=0):
     """Whole choice that the chunks of a stream make together."""
-    made = {"content": "", "reasoning": "", "logprobs": None, "token_ids": [], "finish_reason": None}
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            if choice["index"] != index:
-                continue
-            assert made["finish_reason"] is None
-            delta = choice["delta"]
-            made["content"] += delta.get("content", "")
-            made["reasoning"] += delta.get("reasoning_content", "")
-            made["token_ids"] += choice.get("token_ids", [])
-            made["finish_reason"] = choice["finish_reason"]
-            if choice.get("logprobs"):
-                made["logprobs"] = (made["logprobs"] or []) + choice["logprobs"]["content"]
-    return made
+    whole = {"content": "", "logprobs": None, "token_ids": [], "finish_reason": None}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index):
+        assert whole["finish_reason"] is None
+        whole["content"] += choice["delta"].get("content", "")
+        whole["token_ids"] += choice.get("token_ids", [])
+        whole["finish_reason"] = choice["finish_reason"]
+        if choice.get("logprobs"):
+            whole["logprobs"] = (whole["logprobs"] or []) + choice["logprobs"]["content"]
+    return whole
 
 
 def test_an_answer_has_openais_fields(api):
@@ -87,22 +84,15 @@ def test_max_completion_tokens_goes_before_max_tokens(api):
     assert api.ok(PATH, body)["usage"]["completion_tokens"] == 2
 
 
-def test_logprobs_have_the_bytes_of_each_token(api):
-    body = api.ok(PATH, {**BODY, "logprobs": True, "top_logprobs": 2, "ignore_eos": True})
-    content = body["choices"][0]["logprobs"]["content"]
-    assert len(content) == body["usage"]["completion_tokens"]
-    for entry in content:
-        assert len(entry["top_logprobs"]) == 2
-        assert entry["logprob"] <= 0
-        assert entry["top_logprobs"][0]["logprob"] >= entry["top_logprobs"][1]["logprob"]
-        if "\ufffd" not in entry["token"]:
-            assert bytes(entry["bytes"]).decode() == entry["token"]
-
-
 def test_the_bytes_of_all_tokens_joined_are_the_answer(api):
     body = {**BODY, "logprobs": True, "ignore_eos": True, "skip_special_tokens": False, "max_tokens": 30}
-    choice = api.ok(PATH, body)["choices"][0]
-    spelled = bytes(byte for entry in choice["logprobs"]["content"] for byte in entry["bytes"])
+    choice = api.ok(PATH, {**body, "top_logprobs": 2})["choices"][0]
+    content = choice["logprobs"]["content"]
+    assert len(content) == 30
+    for entry in content:
+        assert entry["logprob"] <= 0
+        assert entry["top_logprobs"][0]["logprob"] >= entry["top_logprobs"][1]["logprob"]
+    spelled = bytes(byte for entry in content for byte in entry["bytes"])
     assert spelled.decode(errors="replace") == choice["message"]["content"]
 
 
@@ -110,6 +100,29 @@ def test_a_seed_may_be_negative_and_null_is_absent(api):
     same = [api.ok(PATH, {**BODY, "seed": -5})["choices"][0]["message"]["content"] for _ in range(2)]
     assert same[0] == same[1]
     api.ok(PATH, {**BODY, "stop": None, "n": None, "tools": None, "stream": None, "logit_bias": None, "top_p": None})
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (PATH, BODY),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 12}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 12}),
+        ("/v1/messages", {"messages": USER, "max_tokens": 12}),
+    ],
+)
+def test_a_top_p_of_0_is_greedy(api, path, body):
+    answers = [
+        api.ok(path, {**body, "temperature": temperature, "top_p": top_p}) for temperature, top_p in ((1.5, 0), (0, 1))
+    ]
+    assert text_of(answers[0]) == text_of(answers[1])
+
+
+def text_of(body):
+    """Text of an answer of any API."""
+    if "choices" in body:
+        return body["choices"][0].get("text") or body["choices"][0]["message"]["content"]
+    return [part["text"] for item in body.get("output") or [body] for part in item["content"]]
 
 
 def test_logit_bias_has_texts_as_keys(api):
@@ -147,57 +160,43 @@ def test_prompt_logprobs_are_for_whole_answers(api):
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"messages": []}, "messages"),
-        ({"messages": None}, "messages"),
-        ({"messages": "hi"}, "messages"),
+        *named("messages", [], None, "hi"),
         ({"messages": [{"role": "nobody", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
-        ({"n": 0}, "n"),
-        ({"n": 9}, "n"),
-        ({"n": 10**12}, "n"),
-        ({"n": -1}, "n"),
-        ({"stop": ["x"] * 17}, "stop"),
+        *named("n", 0, 9, 10**12, -1),
+        *named("stop", ["x"] * 17),
         ({"stop": [""]}, "stop[0]"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"max_tokens": 2**40}, "max_tokens"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens"),
-        ({"temperature": -0.1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"top_p": 1.5}, "top_p"),
-        ({"top_k": -2}, "top_k"),
-        ({"min_p": 2}, "min_p"),
-        ({"presence_penalty": 3}, "presence_penalty"),
-        ({"frequency_penalty": -3}, "frequency_penalty"),
-        ({"repetition_penalty": 0}, "repetition_penalty"),
-        ({"seed": 2**63}, "seed"),
-        ({"min_tokens": 13}, "min_tokens"),
-        ({"logit_bias": {"x": 1}}, "logit_bias"),
-        ({"logit_bias": {"-1": 1}}, "logit_bias"),
-        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+        *named("max_tokens", 0, -1, 2**40),
+        *named("max_completion_tokens", 0),
+        *named("temperature", -0.1),
+        *named("top_p", -0.1, 1.5),
+        *named("top_k", -2),
+        *named("min_p", 2),
+        *named("presence_penalty", 3),
+        *named("frequency_penalty", -3),
+        *named("repetition_penalty", 0),
+        *named("seed", 2**63),
+        *named("min_tokens", 13),
+        *named("logit_bias", {"x": 1}, {"-1": 1}, {"999999": 1}),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"top_logprobs": 2}, "top_logprobs"),
+        *named("top_logprobs", 2),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-        ({"tools": []}, "tools"),
+        *named("tools", []),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
-        ({"tool_choice": "required"}, "tool_choice"),
+        *named("tool_choice", "required"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"chat_template": "{{ 1 }}"}, "chat_template"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"template": "x"}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"eos_token": "x"}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"__class__": 1}}, "chat_template_kwargs"),
-        ({"bad_words": ["x"]}, "bad_words"),
-        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
-        ({"thinking_token_budget": 1}, "thinking_token_budget"),
-        ({"priority": 1}, "priority"),
-        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        *named("chat_template", "{{ 1 }}"),
+        *named("chat_template_kwargs", {"messages": []}, {"self": 1}, {"chat_template": "x"}, {"template": "x"}),
+        *named("chat_template_kwargs", {"eos_token": "x"}, {"__class__": 1}),
+        *named("bad_words", ["x"]),
+        *named("allowed_token_ids", [1]),
+        *named("thinking_token_budget", 1),
+        *named("priority", 1),
+        *named("reasoning_effort", "huge"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
     ],
 )

@@ -1,9 +1,14 @@
-"""`/v1/completions`: prompts in all forms, echo, log-probabilities, streams that equal whole answers."""
+"""`/v1/completions`: prompts in all forms, echo, log-probabilities, streams that equal whole answers; tokens."""
 
 import time
 
 import numpy as np
 import pytest
+
+from tests.serve.conftest import named
+from verax.serve.text.completions import CompletionLogprobs
+from verax.serve.text.run import Usage
+from verax.text.engine.outputs import CompletionOutput, Logprob, RequestOutput
 
 PATH = "/v1/completions"
 BODY = {"prompt": "once upon", "max_tokens": 8, "seed": 3, "ignore_eos": True}
@@ -11,17 +16,15 @@ BODY = {"prompt": "once upon", "max_tokens": 8, "seed": 3, "ignore_eos": True}
 
 def joined(chunks, index):
     """Whole choice that the chunks of a stream make together."""
-    made = {"text": "", "logprobs": None, "finish_reason": None, "token_ids": []}
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            if choice["index"] == index:
-                made["text"] += choice["text"]
-                made["token_ids"] += choice.get("token_ids", [])
-                made["finish_reason"] = choice["finish_reason"]
-                if choice["logprobs"] is not None:
-                    lists = made["logprobs"] or {name: [] for name in choice["logprobs"]}
-                    made["logprobs"] = {name: lists[name] + choice["logprobs"][name] for name in lists}
-    return made
+    whole = {"text": "", "logprobs": None, "token_ids": []}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index):
+        whole["text"] += choice["text"]
+        whole["token_ids"] += choice.get("token_ids", [])
+        whole["finish_reason"] = choice["finish_reason"]
+        for name, values in (choice["logprobs"] or {}).items():
+            whole["logprobs"] = whole["logprobs"] or {}
+            whole["logprobs"][name] = whole["logprobs"].get(name, []) + values
+    return whole
 
 
 def test_an_answer_has_openais_fields_and_16_tokens_unless_told(api):
@@ -84,27 +87,43 @@ def test_an_echo_of_nothing_more_is_the_prompt_with_its_logprobs(api):
 def test_logprobs_have_as_many_best_tokens_as_asked_for(api):
     lists = api.ok(PATH, {**BODY, "logprobs": 3})["choices"][0]["logprobs"]
     assert len(lists["tokens"]) == 8
-    assert all(1 <= len(best) <= 3 for best in lists["top_logprobs"])
+    for token, logprob, best in zip(lists["tokens"], lists["token_logprobs"], lists["top_logprobs"], strict=True):
+        assert 3 <= len(best) <= 4
+        assert best[token] == logprob  # of the sampled token, whatever its rank
+
+
+def test_offsets_are_in_the_text_that_is_returned(api, engine):
+    text = "a 😀 fox"
+    body = {**BODY, "prompt": text, "echo": True, "logprobs": 1, "stop": "e", "max_tokens": 40}
+    (choice,) = api.ok(PATH, {**body, "logit_bias": {"40": 5}})["choices"]
+    lists = choice["logprobs"]
+    offsets = lists["text_offset"]
+    assert offsets == sorted(offsets)
+    assert max(offsets) <= len(choice["text"])
+    for i, (token, offset) in enumerate(zip(lists["tokens"], offsets, strict=True)):
+        if "\ufffd" not in token and i < len(engine.tokenizer.encode(text)):
+            assert choice["text"].startswith(token, offset)
+
+
+def test_tokens_of_one_text_stand_side_by_side(engine):
+    tokenizer = engine.tokenizer
+    first, second = [token for token in range(tokenizer.vocab_size) if tokenizer.decode([token]) == "\ufffd"][:2]
+    logprobs = CompletionLogprobs(1, tokenizer)
+    entry = {first: Logprob(-0.1, 1, "\ufffd"), second: Logprob(-3.0, 2, "\ufffd")}
+    logprobs.add([first, second], [entry, entry])
+    expected = [{"\ufffd": -0.1}, {f"token_id:{first}": -0.1, "\ufffd": -3.0}]
+    assert logprobs.take()["top_logprobs"] == expected
 
 
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"prompt": None}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": [[]]}, "prompt"),
-        ({"prompt": ["a", 1]}, "prompt"),
-        ({"prompt": ["a"] * 257}, "prompt"),
-        ({"prompt": [10**6]}, "prompt"),
-        ({"prompt": [-1]}, "prompt"),
-        ({"prompt": "fox " * 300}, "prompt"),
-        ({"suffix": "x"}, "suffix"),
-        ({"best_of": 2}, "best_of"),
-        ({"logprobs": 6}, "logprobs"),
-        ({"logprobs": -1}, "logprobs"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"n": 9}, "n"),
+        *named("prompt", None, [], "", [[]], ["a", 1], ["a"] * 257, [10**6], [-1], "fox " * 300),
+        *named("suffix", "x"),
+        *named("best_of", 2),
+        *named("logprobs", 6, -1),
+        *named("max_tokens", -1),
+        *named("n", 9),
     ],
 )
 def test_a_wrong_field_is_a_400_that_names_it(api, change, param):
@@ -121,3 +140,52 @@ def test_more_prompts_than_the_queue_holds_are_a_429_and_leave_nothing_behind(ap
         time.sleep(0.01)
     assert engine.stats().num_requests_waiting == 0
     api.ok(PATH, BODY)
+
+
+def test_a_text_goes_to_tokens_and_back(api):
+    for prefix in ("", "/v1"):
+        made = api.ok(f"{prefix}/tokenize", {"prompt": "the café 🦊", "return_token_strs": True})
+        assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
+        assert made["max_model_len"] == 128
+        assert api.ok(f"{prefix}/detokenize", {"tokens": made["tokens"]}) == {"prompt": "the café 🦊"}
+
+
+def test_a_chat_is_rendered_by_the_template(api):
+    made = api.ok("/tokenize", {"messages": [{"role": "user", "content": "abc"}]})
+    text = api.ok("/detokenize", {"tokens": made["tokens"]})["prompt"]
+    assert text == "<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [1, 10**6]}, "tokens[1]"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+    ],
+)
+def test_a_wrong_field_of_the_tokenizer_is_named(api, path, body, param):
+    assert api.refused(path, body)["param"] == param
+
+
+def output(*parts, prompt=4, cached=1):
+    samples = [CompletionOutput(index, "", tuple(tokens), None, None) for index, tokens in parts]
+    return RequestOutput("r", None, tuple(range(prompt)), None, samples, False, cached)
+
+
+def test_all_tokens_of_all_samples_are_counted_once():
+    usage = Usage()
+    for parts in ([(0, [1, 2, 3]), (1, [4])], [(1, [5, 6])], [(0, [])]):
+        usage.add(output(*parts))
+    assert usage.body() == {
+        "prompt_tokens": 4,
+        "completion_tokens": 6,
+        "total_tokens": 10,
+        "prompt_tokens_details": {"cached_tokens": 1},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+    assert usage.timings() is None

@@ -142,39 +142,35 @@ def test_a_process_that_is_killed_costs_one_request():
     assert asyncio.run(main()).shape == (1, *PICTURE.shape)
 
 
-def test_a_process_that_takes_too_long_or_is_no_longer_wanted_is_killed():
+@pytest.mark.anyio
+async def test_a_process_that_takes_too_long_or_is_no_longer_wanted_is_killed():
     decoder = MediaDecoder(MediaLimits(seconds=0))
 
-    async def main():
-        with pytest.raises(InvalidParameterError, match="decoding took more than 0 seconds"):
-            await decoder.decode(saved("PNG"), name="image")
-        wanted = MediaDecoder()
-        task = asyncio.create_task(wanted.decode(saved("PNG"), name="image"))
-        while not wanted.pids:
-            await asyncio.sleep(0.001)
-        (pid,) = wanted.pids
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-
-    asyncio.run(main())
+    with pytest.raises(InvalidParameterError, match="decoding took more than 0 seconds"):
+        await decoder.decode(saved("PNG"), name="image")
+    wanted = MediaDecoder()
+    task = asyncio.create_task(wanted.decode(saved("PNG"), name="image"))
+    while not wanted.pids:
+        await asyncio.sleep(0.001)
+    (pid,) = wanted.pids
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
-def test_files_that_wait_are_bounded(monkeypatch):
+@pytest.mark.anyio
+async def test_files_that_wait_are_bounded(monkeypatch):
     monkeypatch.setattr(process, "MAX_FILES", 1)
     decoder = MediaDecoder()
 
-    async def main():
-        first = asyncio.create_task(decoder.decode(saved("PNG"), name="image"))
-        await asyncio.sleep(0)
-        with pytest.raises(QueueFullError, match="1 files wait"):
-            await decoder.decode(saved("PNG"), name="image")
-        await first
+    first = asyncio.create_task(decoder.decode(saved("PNG"), name="image"))
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFullError, match="1 files wait"):
         await decoder.decode(saved("PNG"), name="image")
-
-    asyncio.run(main())
+    await first
+    await decoder.decode(saved("PNG"), name="image")
 
 
 def test_the_process_gets_no_secrets(monkeypatch):

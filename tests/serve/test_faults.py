@@ -3,8 +3,6 @@
 import concurrent.futures
 import contextlib
 import json
-import os
-import signal
 import socket
 import threading
 import time
@@ -12,20 +10,15 @@ from contextlib import closing
 from urllib.parse import urlsplit
 
 import httpx
-import numpy as np
 import pytest
 
-from tests.support.pictures import saved
 from verax.serve import run
 from verax.serve.http import middleware
-from verax.serve.http.server import LazyModel, Server
+from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
 from verax.serve.run import bind
-from verax.serve.video import jobs as store_module
 from verax.serve.video import videos
-from verax.serve.video.decode import MediaDecoder
 from verax.text.engine.async_llm import AsyncLLM
-from verax.video import files as video_files
 
 pytest.importorskip("av")
 pytest.importorskip("PIL.Image")
@@ -38,20 +31,9 @@ JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture
-def serve(http, served_llm, served_encoder, served_pipeline):
+def serve(http, new_server):
     """Context of a server with all engines, which a client reaches over HTTP; settings by name."""
-
-    def serving(*, max_queued_requests=1024, **settings):
-        server = Server(
-            llm=AsyncLLM.from_llm(served_llm, max_queued_requests=max_queued_requests),
-            served_names=("tiny",),
-            encoder=LazyModel("sentences", lambda: served_encoder),
-            videos=LazyModel("clips", lambda: served_pipeline),
-            settings=ServerSettings(port=0, **settings),
-        )
-        return http(server)
-
-    return serving
+    return lambda **settings: http(new_server(**settings))
 
 
 def client_of(url):
@@ -82,44 +64,6 @@ def sent(url, *pieces):
             return b"".join(iter(lambda: connection.recv(65536), b""))
         except ConnectionError:
             return None
-
-
-def finished(api, name):
-    for _ in range(3000):
-        video = api.get(f"/v1/videos/{name}").json()
-        if video["status"] in ("completed", "failed"):
-            return video
-        time.sleep(0.02)
-    raise AssertionError("the clip takes more than a minute")
-
-
-def test_a_decoder_that_is_killed_costs_its_request_one_error(serve, monkeypatch):
-    made = []
-
-    def decoder(*arguments):
-        made.append(MediaDecoder(*arguments))
-        return made[-1]
-
-    monkeypatch.setattr(videos, "MediaDecoder", decoder)
-
-    def upload(api):
-        return api.post("/v1/videos", data={name: str(value) for name, value in CLIP.items()}, files=picture)
-
-    picture = {"input_reference": ("a.png", saved("PNG"))}
-    with serve() as url, client_of(url) as api, concurrent.futures.ThreadPoolExecutor() as pool:
-        answer = pool.submit(upload, api)
-        while not made[-1].pids:
-            assert not answer.done()
-            time.sleep(0.001)
-        os.kill(next(iter(made[-1].pids)), signal.SIGKILL)
-        error = error_of(answer.result())
-        assert error["param"] == "input_reference"
-        assert "SIGKILL" in error["message"]
-        assert api.get("/v1/videos").json()["data"] == []
-        video = upload(api)
-        assert video.status_code == 200
-        assert finished(api, video.json()["id"])["status"] == "completed"
-        assert is_alive(api)
 
 
 def test_an_engine_that_fails_fails_every_request_of_every_api(served_llm, monkeypatch):
@@ -168,64 +112,6 @@ def test_an_engine_that_fails_fails_every_request_of_every_api(served_llm, monke
     for path, answer in found["answers"].items():
         assert answer.status_code == 500, path
         assert "the engine has failed" in answer.json()["error"]["message"]
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
-def test_a_full_disk_fails_the_clip_and_leaves_nothing(serve, monkeypatch):
-    stores = []
-
-    class Store(store_module.ClipStore):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            stores.append(self)
-
-    def write(frames, path, fps):
-        path.with_suffix(".half").write_bytes(b"half of a clip")
-        link = path.with_suffix(".full.mp4")
-        link.symlink_to("/dev/full")
-        video_files._write_mp4(np.repeat(frames, 50, axis=0), link, fps, 0)
-
-    monkeypatch.setattr(videos, "ClipStore", Store)
-    with serve() as url, client_of(url) as api:
-        with monkeypatch.context() as full:
-            full.setattr(store_module, "write_clip", write)
-            video = finished(api, api.post("/v1/videos", json=CLIP).json()["id"])
-        assert (video["status"], video["error"]) == (
-            "failed",
-            {"code": "storage_full", "message": "storage: the disk is full"},
-        )
-        assert list(stores[0].folder.iterdir()) == []
-        again = finished(api, api.post("/v1/videos", json=CLIP).json()["id"])
-        assert again["status"] == "completed"
-        assert is_alive(api)
-
-
-def test_a_store_that_is_too_small_fails_the_clip(serve):
-    with serve(max_video_storage_bytes=100) as url, client_of(url) as api:
-        video = finished(api, api.post("/v1/videos", json=CLIP).json()["id"])
-        assert (video["status"], video["error"]["code"]) == ("failed", "storage_full")
-        assert "100 bytes" in video["error"]["message"]
-        assert error_of(api.get(f"/v1/videos/{video['id']}/content"), 404)["code"] == "video_failed"
-
-
-def test_a_full_queue_is_a_429_that_says_when_to_come_again(serve, served_llm, monkeypatch):
-    advance = served_llm.engine.advance
-
-    def slowly():
-        time.sleep(0.01)
-        return advance()
-
-    monkeypatch.setattr(served_llm.engine, "advance", slowly)
-    with serve(max_queued_requests=4) as url, client_of(url) as api:
-        with concurrent.futures.ThreadPoolExecutor(40) as pool:
-            answers = list(pool.map(lambda _: api.post("/v1/chat/completions", json=LONG), range(40)))
-        refused = [answer for answer in answers if answer.status_code != 200]
-        assert 0 < len(refused) < 40
-        for answer in refused:
-            error = error_of(answer, 429)
-            assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
-            assert int(answer.headers["retry-after"]) >= 1
-        assert is_alive(api)
 
 
 def test_full_queues_of_clips_and_sentences_are_429s(serve, served_pipeline, served_encoder, monkeypatch):
@@ -283,43 +169,10 @@ def test_bodies_of_clips_that_are_read_at_once_are_bounded(serve):
         assert is_alive(api)
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        (b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}', "body"),
-        (b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}', "body"),
-        (b'\xef\xbb\xbf{"messages": []}', "body"),
-        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "body"),
-        (b"\xff" * 100_000, "body"),
-        (b"\0" * 100, "body"),
-        (b'{"messages": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", "body"),
-        (b'{"messages": ' + b'{"a":' * 10_000 + b"1" + b"}" * 10_000 + b"}", "body"),
-        (b"[" * 10_000, "body"),
-        (b"[" * 4_000_000, "body"),
-        (b'{"temperature": 1e400, "messages": [{"role": "user", "content": "a"}]}', "temperature"),
-        (b'{"temperature": ' + b"1" * 100_000 + b"}", "temperature"),
-    ],
-    ids=lambda value: repr(value)[:30],
-)
-def test_a_damaged_body_is_one_error(shared, body, param):
-    for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/videos"):
-        error = error_of(shared.post(path, content=body, headers=JSON))
-        assert error["type"] == "invalid_request_error"
-        assert error["param"] == param or (error["param"] is None and param == "body") or "completions" not in path
-    assert is_alive(shared)
-
-
 @pytest.fixture(scope="module")
-def shared(http, served_llm, served_encoder, served_pipeline):
+def shared(http, new_server):
     """Client of a server that the tests of single requests share."""
-    server = Server(
-        llm=AsyncLLM.from_llm(served_llm),
-        served_names=("tiny",),
-        encoder=LazyModel("sentences", lambda: served_encoder),
-        videos=LazyModel("clips", lambda: served_pipeline),
-        settings=ServerSettings(port=0),
-    )
-    with http(server) as url, client_of(url) as api:
+    with http(new_server()) as url, client_of(url) as api:
         yield api
 
 
@@ -346,30 +199,6 @@ def test_a_name_is_looked_up_and_is_no_path(shared, name):
         assert b"injected" not in head.lower()
         assert json.loads(body)["error"]["type"] == "not_found_error"
     assert error_of(shared.delete(f"/v1/videos/{name}"), 404)
-
-
-def test_names_in_bodies_and_queries_are_no_paths(shared):
-    for name in ("../../etc/passwd", "a\0b", "/dev/zero", "a" * 100_000, "\u202e", "~root"):
-        for path, body in {
-            "/v1/chat/completions": SHORT,
-            "/v1/embeddings": {"input": "a"},
-            "/v1/videos": CLIP,
-            "/tokenize": {"prompt": "a"},
-        }.items():
-            error = error_of(shared.post(path, json={**body, "model": name}), 404)
-            assert (error["param"], error["code"]) == ("model", "model_not_found")
-            assert len(error["message"]) < 1000
-        error_of(shared.get("/v1/stream", params={"conv_id": name[:5000]}), 404)
-        error_of(shared.get("/v1/videos", params={"after": name[:5000]}))
-        # The name of a file is not read.
-        files = {"input_reference": (name.replace("\0", "")[:500], saved("PNG"))}
-        form = {name: str(value) for name, value in CLIP.items()}
-        made = shared.post("/v1/videos", data=form, files=files)
-        assert made.status_code == 200, made.text
-        deleted = shared.delete(f"/v1/videos/{made.json()['id']}")
-        assert deleted.status_code == 200, deleted.text
-        assert deleted.json()["deleted"]
-    assert is_alive(shared)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """Requests that ask for more work than a request may: each is one error, and nobody else waits for it."""
 
-import base64
 import concurrent.futures
-import io
 import json
 import threading
 import time
@@ -10,11 +8,7 @@ import time
 import httpx
 import pytest
 
-from tests.support.pictures import bomb
 from verax.errors import StructuredOutputError
-from verax.serve.http.server import LazyModel, Server
-from verax.serve.http.settings import ServerSettings
-from verax.text.engine.async_llm import AsyncLLM
 from verax.text.features import grammar
 
 PIL = pytest.importorskip("PIL.Image")
@@ -26,26 +20,9 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 
 @pytest.fixture(scope="module")
-def api(http, served_llm, served_encoder, served_pipeline):
-    server = Server(
-        llm=AsyncLLM.from_llm(served_llm),
-        encoder=LazyModel("sentences", lambda: served_encoder),
-        videos=LazyModel("clips", lambda: served_pipeline),
-        settings=ServerSettings(port=0),
-    )
-    with http(server) as url, httpx.Client(base_url=url, timeout=120) as client:
+def api(http, new_server):
+    with http(new_server()) as url, httpx.Client(base_url=url, timeout=120) as client:
         yield client
-
-
-def data_uri(data, kind):
-    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-
-
-def animation(frames):
-    buffer = io.BytesIO()
-    pictures = [PIL.new("L", (8, 8), i % 256) for i in range(frames)]
-    pictures[0].save(buffer, "GIF", save_all=True, append_images=pictures[1:])
-    return buffer.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -93,20 +70,6 @@ def after_the_queue(api):
             break
         time.sleep(0.01)
     return answer
-
-
-@pytest.mark.parametrize(
-    ("picture", "says"),
-    [
-        (lambda: data_uri(bomb(20_000, 20_000), "png"), "pixels"),
-        (lambda: data_uri(animation(10_000), "gif"), "more than 512 frames"),
-    ],
-    ids=["pixels", "frames"],
-)
-def test_a_picture_that_would_grow_is_one_error(api, picture, says):
-    error = api.post(VIDEOS, json={"prompt": "a", "input_reference": picture()}).json()["error"]
-    assert error["param"] == "input_reference"
-    assert says in error["message"]
 
 
 def test_megabytes_of_text_are_not_tokenised_for_a_vector(api, served_encoder, monkeypatch):

@@ -17,11 +17,10 @@ from tests.support.tiny_encoder import tiny_reranker
 from verax.embed.reranker import Reranker
 from verax.serve import app as app_module
 from verax.serve.http.openapi import ApiRoute
-from verax.serve.http.server import LazyModel, Server
+from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
 from verax.serve.text.embeddings import EmbeddingRequest
 from verax.serve.video.videos import VideoCreate
-from verax.text.engine.async_llm import AsyncLLM
 
 pytest.importorskip("av")
 pytest.importorskip("PIL.Image")
@@ -53,7 +52,7 @@ def routes():
     found = {}
     for module_routes in app_module.ROUTES:
         for route in module_routes(server):
-            body = route.described.body if isinstance(route, ApiRoute) else None
+            body = route.body if isinstance(route, ApiRoute) else None
             if body is not None and f"/v1{route.path}" not in found:
                 found[route.path] = body
     return found
@@ -128,16 +127,13 @@ class InstantPipeline:
 
 
 @pytest.fixture(scope="module")
-def client(http, served_llm, served_encoder, served_pipeline, tmp_path_factory):
+def client(http, new_server, served_pipeline, tmp_path_factory):
     reranker = Reranker(tiny_reranker(tmp_path_factory.mktemp("reranker")))
-    server = Server(
-        llm=AsyncLLM.from_llm(served_llm),
-        encoder=LazyModel("sentences", lambda: served_encoder),
-        reranker=LazyModel("pairs", lambda: reranker),
-        videos=LazyModel("clips", lambda: InstantPipeline(served_pipeline)),
-        settings=ServerSettings(port=0, max_queued_videos=1000),
-    )
-    with http(server) as url, httpx.Client(base_url=url, timeout=60) as client:
+    pipeline = InstantPipeline(served_pipeline)
+    with (
+        http(new_server(reranker=reranker, pipeline=pipeline, max_queued_videos=1000)) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
         yield client
 
 
@@ -172,18 +168,8 @@ def test_a_number_is_served_or_refused_by_the_name_of_its_field(client, path, bo
 
 @pytest.mark.parametrize("field", [field for field, value in numbers_in(VideoCreate) if value == MARK])
 def test_a_number_of_a_form_is_served_or_refused_by_the_name_of_its_field(client, field):
-    for number in (
-        "-1",
-        "1.5",
-        str(2**64),
-        "1e308",
-        "1e400",
-        "true",
-        "NaN",
-        "0x1",
-        "1_0",
-        "\N{ARABIC-INDIC DIGIT THREE}",
-    ):
+    numbers = ["-1", "1.5", str(2**64), "1e308", "1e400", "true", "NaN", "0x1", "1_0", "\N{ARABIC-INDIC DIGIT THREE}"]
+    for number in numbers:
         response = client.post("/v1/videos", files={**dict(prompt=(None, "a")), field: (None, number)})
         if response.status_code != 200:
             check(response, field, number)

@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import io
 import os
 import threading
 from types import SimpleNamespace
@@ -165,11 +164,6 @@ def test_an_error_fails_its_clip_and_the_queue_goes_on(jobs, pipeline, prompt, e
     assert fine.status == "completed"
 
 
-def test_images_wait_on_disk(jobs):
-    job = jobs.submit(request(image=np.ones((16, 16, 3), np.uint8)), "clips")
-    assert isinstance(job.request.image, np.memmap)
-
-
 def test_a_clip_that_cannot_be_ended_does_not_end_the_queue(jobs, pipeline, monkeypatch):
     remove = jobs.store.remove
     monkeypatch.setattr(jobs.store, "remove", lambda name: 1 / 0)
@@ -262,10 +256,6 @@ def test_a_full_disk_is_told_and_leaves_nothing(store, monkeypatch, code):
     with pytest.raises(StorageFullError, match="the disk is full"):
         store.write("video_a", NOISE, 8)
     assert store.used() == 0
-
-
-def test_a_jpeg_is_one():
-    assert PIL.open(io.BytesIO(store_module.jpeg(NOISE[0]))).size == (64, 32)
 
 
 def test_the_colours_of_latents_are_found():

@@ -1,14 +1,7 @@
-"""Rules of llama.cpp's server that no other test of this folder holds.
+"""Rules of llama.cpp's server (`tools/server/tests/unit`) that no other test of this folder holds."""
 
-`llama_cpp_rules.json` has all rules of `tools/server/tests/unit`, by its files: what each demands of a server, and the
-tests that demand the same here, or how verax differs by design. Left out are features that verax does not have: slots,
-LoRA by request, context shift, infill, the router, built-in tools, pictures for text models, sleeping, Google's API.
-"""
-
-import json
 import math
 import re
-from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
@@ -80,35 +73,12 @@ def test_the_prompts_beginning_is_taken_from_the_cache(api, path):
 
 
 @paths
-def test_a_seed_repeats_an_answer_and_another_one_changes_it(api, path):
-    body = {**BODIES[path], "max_tokens": 20, "temperature": 1.0, "ignore_eos": True}
-    texts = [text_of(api.ok(path, {**body, "seed": seed})) for seed in (1, 2, 3, 1)]
-    assert texts[0] == texts[3]
-    assert len(set(texts)) == 3
-
-
-@paths
-def test_a_biased_token_does_not_occur(api, path):
-    body = {**BODIES[path], **GREEDY, "return_token_ids": True}
-    before = set(api.ok(path, body)["choices"][0]["token_ids"])
-    biased = api.ok(path, {**body, "logit_bias": {str(token): -100 for token in before}})
-    assert not before & set(biased["choices"][0]["token_ids"])
-
-
-@paths
 def test_the_end_of_a_text_can_be_ignored(api, path):
     body = {**BODIES[path], **GREEDY, "logit_bias": {"1": 100}}
     ended = api.ok(path, {**body, "ignore_eos": False})
     assert (ended["choices"][0]["finish_reason"], text_of(ended)) == ("stop", "")
     ignored = api.ok(path, body)
     assert (ignored["choices"][0]["finish_reason"], ignored["usage"]["completion_tokens"]) == ("length", 8)
-
-
-@paths
-def test_several_answers_share_a_prompt_again_and_again(api, path):
-    for _ in range(2):
-        choices = api.ok(path, {**BODIES[path], **GREEDY, "n": 2})["choices"]
-        assert [choice["finish_reason"] for choice in choices] == ["length", "length"]
 
 
 def test_token_ids_of_a_prompt_give_what_its_text_gives(api):
@@ -287,15 +257,3 @@ def test_only_allowed_pages_get_permission_before_a_request(make_api):
     assert wrong_key.status_code == 401
     assert wrong_key.headers["access-control-allow-origin"] == "https://good.example"
     assert "retry-after" in wrong_key.headers["access-control-expose-headers"]
-
-
-# The list.
-
-
-def test_the_list_names_tests_that_exist():
-    folder = Path(__file__).parents[1]
-    rules = json.loads((folder / "serve/llama_cpp_rules.json").read_text(encoding="utf-8"))
-    named = {test for rows in rules.values() for row in rows for test in row.get("tests", ())}
-    assert len(named) > 50
-    tests = "".join(path.read_text(encoding="utf-8") for path in folder.rglob("test_*.py"))
-    assert sorted(test for test in named if f"def {test}(" not in tests) == []

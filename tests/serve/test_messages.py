@@ -4,13 +4,10 @@ import json
 
 import pytest
 
-from tests.serve.conftest import Api
 from tests.support.chat_run import ScriptedRun, call, running
 from verax.errors import QueueFullError
-from verax.serve.app import create_app
 from verax.serve.http.body import decode
 from verax.serve.http.errors import ApiError
-from verax.serve.http.server import Server
 from verax.serve.text import messages
 from verax.serve.text.messages import MessagesRequest, chat_of
 from verax.text.features.tool_calls import Delta
@@ -26,7 +23,7 @@ def chat(**fields):
 
 
 def scripted(monkeypatch, run):
-    async def run_chat(server, request, record=None):
+    async def run_chat(*arguments):
         return run
 
     monkeypatch.setattr(messages, "run_chat", run_chat)
@@ -219,6 +216,10 @@ def test_a_last_message_of_the_assistant_is_continued():
          "messages: the last one has a tool call"),
         ({"tools": [{**TOOL, "type": "web_search_20250305"}]}, "tools[0].type: "),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name: "),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "clock"}}, "tool_choice: "),
+        ({"tools": [TOOL, TOOL]}, "tools[1]: "),
+        ({"tools": [{**TOOL, "input_schema": {"type": "hiccup"}}], "tool_choice": {"type": "any"}}, "tools: "),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 1}}}}, "output_config.format"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: there are no tools"),
         ({"thinking": {"type": "enabled", "budget_tokens": 8}}, "thinking.budget_tokens: "),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences: "),
@@ -237,7 +238,7 @@ def test_wrong_fields_are_named_in_anthropics_shape(api, fields, named, stream):
 
 
 def raises(error):
-    async def run_chat(server, request, record=None):
+    async def run_chat(*arguments):
         raise error
 
     return run_chat
@@ -266,31 +267,6 @@ def test_every_error_has_anthropics_shape(make_api, monkeypatch, method, path, s
     assert "secret" not in response.text
     assert response.headers["request-id"] == "r1"
     assert ("retry-after" in response.headers) == (status in (429, 503))
-
-
-def test_a_server_that_ends_refuses_in_anthropics_shape():
-    response = Api(create_app(Server(draining=True))).post(PATH, BODY)
-    assert (response.status_code, response.json()["error"]["type"]) == (503, "overloaded_error")
-
-
-def test_another_model_is_not_found(api):
-    response = api.post(PATH, {**BODY, "model": "other"})
-    assert (response.status_code, response.json()["error"]["type"]) == (404, "not_found_error")
-
-
-def test_a_demanded_call_is_made(api):
-    days = {"type": "object", "properties": {"days": {"enum": [1, 2]}}, "required": ["days"]}
-    tool = {**TOOL, "input_schema": {**days, "additionalProperties": False}}
-    body = {
-        **BODY,
-        "max_tokens": 64,
-        "tools": [tool],
-        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
-    }
-    whole = api.ok(PATH, body)
-    (block,) = whole["content"]
-    assert (block["type"], block["name"], whole["stop_reason"]) == ("tool_use", "weather", "tool_use")
-    assert block["input"]["days"] in (1, 2)
 
 
 def test_tokens_of_a_request_are_counted(api):

@@ -18,7 +18,7 @@ from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from tests.serve.page.fake import running
+from tests.support.chat_run import running
 from tests.support.markdown import blocks
 from verax.serve.http.middleware import Security
 from verax.serve.http.server import Server
@@ -109,7 +109,7 @@ def proxy(request, tmp_path_factory):
         port = free.getsockname()[1]
     upstream = Upstream()
     with running(upstream.app()) as address, contextlib.ExitStack() as stack:
-        command = make(text, port, address.removeprefix("http://").rstrip("/"), folder)
+        command = make(text, port, address.removeprefix("http://"), folder)
         environment = {**os.environ, "HOME": str(folder), "XDG_DATA_HOME": str(folder), "XDG_CONFIG_HOME": str(folder)}
         log = stack.enter_context((folder / "log").open("w"))
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.serve.conftest import named
 from tests.support.chat_run import ScriptedRun, call, running
 from verax.serve.http.body import decode
 from verax.serve.http.errors import ApiError
@@ -21,7 +22,7 @@ def chat(**fields):
 
 
 def scripted(monkeypatch, run):
-    async def run_chat(server, request, record=None):
+    async def run_chat(*arguments):
         return run
 
     monkeypatch.setattr(responses, "run_chat", run_chat)
@@ -153,6 +154,42 @@ def test_fields_become_those_of_a_chat():
     assert made.response_format.json_schema.schema == {"type": "object"}
 
 
+OTHERS = [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}, {"type": "namespace", "name": "m"}]
+
+
+def test_what_coding_agents_send_is_taken_and_what_is_in_vain_is_said(api):
+    """The body of a request of Codex, and of a later turn."""
+    asked = {
+        **{"instructions": "Be brief.", "tools": [OTHERS[0], TOOL, *OTHERS[1:]], "tool_choice": "auto", "store": True},
+        **{"reasoning": {"effort": "low", "summary": "detailed"}, "include": ["reasoning.encrypted_content"]},
+        **{"text": {"verbosity": "low"}, "parallel_tool_calls": True, "prompt_cache_key": "a", "service_tier": "auto"},
+    }
+    body = api.ok(PATH, {**BODY, **asked})
+    assert [tool["name"] for tool in body["tools"]] == ["weather"]
+    fields = [warning.partition(": ")[0] for warning in body["warnings"]]
+    assert fields == ["tools[0]", "tools[2]", "tools[3]", "store", "reasoning.summary", "text.verbosity"]
+    assert "warnings" not in api.ok(PATH, BODY)
+    made = chat(tools=[*OTHERS, TOOL], tool_choice={"type": "allowed_tools", "mode": "required", "tools": [TOOL]})
+    assert ([tool.function.name for tool in made.tools], made.tool_choice) == (["weather"], "required")
+
+
+def test_items_of_other_tools_are_kept_as_text():
+    made = chat(
+        input=[
+            {"role": "user", "content": "A"},
+            {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"query": "Oslo"}},
+            {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "*** Begin"},
+            {"type": "custom_tool_call_output", "call_id": "c", "output": "Done"},
+            {"type": "message", "role": "assistant", "content": "B"},
+        ]
+    )
+    assert [message.role for message in made.messages] == ["user", "assistant", "user", "assistant"]
+    search, patch = map(json.loads, made.messages[1].content.split("\n"))
+    assert search == {"type": "web_search_call", "action": {"query": "Oslo"}}
+    assert (patch["name"], patch["input"]) == ("apply_patch", "*** Begin")
+    assert json.loads(made.messages[2].content)["output"] == "Done"
+
+
 def test_log_probabilities_come_with_the_text(api):
     body = api.ok(PATH, {**BODY, "include": ["message.output_text.logprobs"], "top_logprobs": 2, "temperature": 0})
     for item in body["output"]:
@@ -164,27 +201,28 @@ def test_log_probabilities_come_with_the_text(api):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"input": None}, "input"),
-        ({"input": []}, "input"),
+        *named("input", None, [], "word " * 500),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"background": True}, "background"),
-        ({"store": True}, "store"),
-        ({"conversation": "c"}, "conversation"),
-        ({"prompt": {"id": "p"}}, "prompt"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"include": ["file_search_call.results"]}, "include[0]"),
-        ({"max_tool_calls": 1}, "max_tool_calls"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tool_choice": "required"}, "tool_choice"),
+        *named("previous_response_id", "resp_1"),
+        *named("background", True),
+        *named("conversation", "c"),
+        *named("prompt", {"id": "p"}),
+        *named("truncation", "auto"),
+        ({"include": ["nothing"]}, "include[0]"),
+        *named("max_tool_calls", 1),
+        ({"tools": [TOOL, {"type": "function"}]}, "tools[1].name"),
+        ({"tools": [{"name": "f"}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}, TOOL, TOOL]}, "tools[2]"),
+        ({"tool_choice": {"type": "web_search"}, "tools": [TOOL]}, "tool_choice"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
+        *named("tool_choice", "required"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"input": "word " * 500}, "input"),
+        ({"text": {"verbosity": "loud"}}, "text.verbosity"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
+        *named("max_output_tokens", 0),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -7,13 +7,11 @@ import socket
 import threading
 import time
 from contextlib import closing
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from verax.errors import InvalidParameterError
-from verax.serve.http.middleware import MAX_HEADER_BYTES
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
 from verax.serve.run import bind, run
@@ -49,18 +47,6 @@ def serve(served_llm):
         return status, results[0]
 
     return serving
-
-
-@pytest.fixture
-def slow(served_llm, monkeypatch):
-    """An engine whose steps take a while."""
-    advance = served_llm.engine.advance
-
-    def slowly():
-        time.sleep(0.03)
-        return advance()
-
-    monkeypatch.setattr(served_llm.engine, "advance", slowly)
 
 
 def events_of(response):
@@ -150,51 +136,6 @@ def test_what_does_not_finish_in_time_is_aborted_and_says_so(serve, slow):
     status, last = serve(client, shutdown_timeout=0.0)
     assert status == 0
     assert json.loads(last.removeprefix("data: "))["error"]["type"] in ("unavailable_error", "server_error")
-
-
-def test_an_engine_that_fails_fails_its_requests_and_ends_the_process(serve, served_llm, monkeypatch):
-    steps = []
-
-    def fail():
-        steps.append(1)
-        raise RuntimeError("device lost")
-
-    def client(url, llm):
-        with httpx.Client(base_url=url) as api:
-            answer = api.post("/v1/chat/completions", json=SHORT)
-            health = api.get("/health")
-            return answer.status_code, answer.json()["error"]["type"], health.status_code
-
-    monkeypatch.setattr(served_llm.engine, "advance", fail)
-    status, found = serve(client)
-    for request_id in list(served_llm.engine._requests):
-        served_llm.engine.abort(request_id)
-    assert found == (500, "server_error", 503)
-    assert status == 1
-
-
-def test_what_is_no_http_gets_the_one_error_shape(serve):
-    # The second is a head that has just become too long, and does not end.
-    endless = b"GET / HTTP/1.1\r\nHost: localhost\r\nX: "
-    endless += b"x" * (MAX_HEADER_BYTES + 1 - len(endless))
-
-    def client(url, llm):
-        answers = []
-        for sent in (b"nonsense\r\n\r\n", endless, b"GET /\xff HTTP/1.1\r\n\r\n"):
-            address = urlsplit(url)
-            with closing(socket.create_connection((address.hostname, address.port))) as connection:
-                connection.settimeout(60)
-                connection.sendall(sent)
-                answers.append(b"".join(iter(lambda: connection.recv(65536), b"")))
-        assert httpx.get(f"{url}/health").status_code == 200
-        return answers
-
-    _, answers = serve(client)
-    for answer, status in zip(answers, (400, 431, 400), strict=True):
-        head, _, body = answer.partition(b"\r\n\r\n")
-        assert b" %d " % status in head
-        assert b"x-request-id" in head
-        assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
 def test_an_address_in_use_is_an_error_that_names_the_port():

@@ -16,6 +16,8 @@ from verax.serve.http.sse import (
     named_event,
 )
 
+pytestmark = pytest.mark.anyio
+
 
 class Client:
     """The other end of a connection: keeps what it is sent."""
@@ -60,73 +62,58 @@ class Source:
 
 
 def stream(source, client, **options):
-    return EventStream(source.events(), **options)({"type": "http"}, client.receive, client.send)
+    return EventStream(source.events(), **options)({"type": "http", "path": "/"}, client.receive, client.send)
 
 
-def test_events_are_sent_as_they_come_and_the_headers_keep_proxies_from_buffering():
-    async def main():
-        client, source = Client(), Source(data_event({"a": 1}), named_event("x", {}), DONE)
-        await stream(source, client)
-        assert client.body == b'data: {"a":1}\n\nevent: x\ndata: {}\n\ndata: [DONE]\n\n'
-        headers = dict(client.messages[0]["headers"])
-        assert headers[b"content-type"].startswith(b"text/event-stream")
-        assert headers[b"cache-control"] == b"no-cache"
-        assert headers[b"x-accel-buffering"] == b"no"
-        assert b"content-length" not in headers
-        assert not client.messages[-1]["more_body"]
-        assert source.closed
-
-    asyncio.run(main())
+async def test_events_are_sent_as_they_come_and_the_headers_keep_proxies_from_buffering():
+    client, source = Client(), Source(data_event({"a": 1}), named_event("x", {}), DONE)
+    await stream(source, client)
+    assert client.body == b'data: {"a":1}\n\nevent: x\ndata: {}\n\ndata: [DONE]\n\n'
+    headers = dict(client.messages[0]["headers"])
+    assert headers[b"content-type"].startswith(b"text/event-stream")
+    assert headers[b"cache-control"] == b"no-cache"
+    assert headers[b"x-accel-buffering"] == b"no"
+    assert b"content-length" not in headers
+    assert not client.messages[-1]["more_body"]
+    assert source.closed
 
 
-def test_an_error_before_the_first_event_is_raised_and_a_later_one_is_an_event():
-    async def main():
-        with pytest.raises(ApiError):
-            await stream(Source(ApiError(400, "n: wrong")), Client())
-        client = Client()
-        await stream(Source(DONE, ApiError(500, "broken")), client)
-        assert b'data: {"error":{"message":"broken"' in client.body
-
-    asyncio.run(main())
+async def test_an_error_before_the_first_event_is_raised_and_a_later_one_is_an_event():
+    with pytest.raises(ApiError):
+        await stream(Source(ApiError(400, "n: wrong")), Client())
+    client = Client()
+    await stream(Source(DONE, ApiError(500, "broken")), client)
+    assert b'data: {"error":{"message":"broken"' in client.body
 
 
-def test_a_silent_stream_begins_and_sends_pings(monkeypatch):
+async def test_a_silent_stream_begins_and_sends_pings(monkeypatch):
     monkeypatch.setattr("verax.serve.http.sse.HEADERS_AFTER", 0.01)
 
-    async def main():
-        client = Client()
-        await stream(Source(0.2, DONE), client, ping_interval=0.02)
-        assert client.body.startswith(PING + PING)
-        assert client.body.endswith(DONE)
-
-    asyncio.run(main())
+    client = Client()
+    await stream(Source(0.2, DONE), client, ping_interval=0.02)
+    assert client.body.startswith(PING + PING)
+    assert client.body.endswith(DONE)
 
 
-def test_a_client_that_goes_away_closes_the_generator():
-    async def main():
-        client, source = Client(), Source(DONE, 100.0)
-        running = asyncio.create_task(stream(source, client))
-        while not client.messages:
-            await asyncio.sleep(0)
-        client.gone.set()
-        await running
-        assert source.closed
-        early, unstarted = Client(), Source(100.0)
-        early.gone.set()
-        with pytest.raises(ClientDisconnectedError):
-            await stream(unstarted, early)
-
-    asyncio.run(main())
+async def test_a_client_that_goes_away_closes_the_generator():
+    client, source = Client(), Source(DONE, 100.0)
+    running = asyncio.create_task(stream(source, client))
+    while not client.messages:
+        await asyncio.sleep(0)
+    client.gone.set()
+    await running
+    assert source.closed
+    early, unstarted = Client(), Source(100.0)
+    early.gone.set()
+    with pytest.raises(ClientDisconnectedError):
+        await stream(unstarted, early)
 
 
-def test_a_client_that_does_not_read_is_given_up():
-    async def main():
-        client, source = Client(reads=False), Source(DONE, DONE)
-        await stream(source, client, slow_client_timeout=0.05)
-        assert source.closed
-        assert len(client.messages) == 1
-
-    asyncio.run(main())
+async def test_a_client_that_does_not_read_is_given_up():
+    client, source = Client(reads=False), Source(DONE, DONE)
+    await stream(source, client, slow_client_timeout=0.05)
+    assert source.closed
+    assert len(client.messages) == 1
 
 
 ID = "conversation-0001"
@@ -167,153 +154,100 @@ async def joined(reader):
     return b"".join([chunk async for chunk in reader])
 
 
-def test_a_stream_goes_on_without_its_reader_and_is_read_again_from_any_byte():
-    async def main():
-        store, source = streams(), Frames()
-        reader = store.start(ID, source.frames())
-        source.put(b"one ")
-        assert await anext(reader) == b"one "
-        await reader.aclose()
-        source.put(b"two ", b"three", None)
-        await settle()
-        assert await joined(store.follow(ID)) == b"one two three"
-        assert await joined(store.follow(ID, 6)) == b"o three"
-        assert source.closed
-        await store.close()
-
-    asyncio.run(main())
+async def test_a_stream_goes_on_without_its_reader_and_is_read_again_from_any_byte():
+    store, source = streams(), Frames()
+    reader = store.start(ID, source.frames())
+    source.put(b"one ")
+    assert await anext(reader) == b"one "
+    await reader.aclose()
+    source.put(b"two ", b"three", None)
+    await settle()
+    assert await joined(store.follow(ID)) == b"one two three"
+    assert await joined(store.follow(ID, 6)) == b"o three"
+    assert source.closed
+    await store.close()
 
 
-def test_two_readers_get_the_same_bytes():
-    async def main():
-        store, source = streams(), Frames()
-        first = asyncio.create_task(joined(store.start(ID, source.frames())))
-        source.put(b"a")
-        await settle()
-        second = asyncio.create_task(joined(store.follow(ID)))
-        source.put(b"b", None)
-        assert await first == await second == b"ab"
-        await store.close()
-
-    asyncio.run(main())
-
-
-def test_stop_closes_the_source_and_ends_the_readers():
-    async def main():
-        store, source = streams(), Frames()
-        reader = asyncio.create_task(joined(store.start(ID, source.frames())))
-        source.put(b"a")
-        await settle()
-        assert store.stop(ID)
-        assert await reader == b"a"
-        assert source.closed
-        assert not store.stop(ID)
-        with pytest.raises(KeyError):
-            store.follow(ID)
-
-    asyncio.run(main())
-
-
-def test_an_abandoned_stream_is_closed():
-    async def main():
-        store, source = streams(abandoned_after=0.0), Frames()
-        reader = store.start(ID, source.frames())
-        source.put(b"a")
-        assert await anext(reader) == b"a"
-        await reader.aclose()
-        await asyncio.sleep(0.01)
-        assert source.closed
-
-    asyncio.run(main())
-
-
-def test_a_stream_that_is_over_is_forgotten():
-    async def main():
-        store, source = streams(kept_after=0.0), Frames()
-        source.put(b"a", None)
-        assert await joined(store.start(ID, source.frames())) == b"a"
-        await asyncio.sleep(0.01)
-        with pytest.raises(KeyError):
-            store.follow(ID)
-
-    asyncio.run(main())
-
-
-def test_an_error_reaches_every_reader():
-    async def main():
-        store, source = streams(), Frames()
-        reader = store.start(ID, source.frames())
-        source.put(b"a", ValueError("broken"))
-        for one in (reader, store.follow(ID)):
-            with pytest.raises(ValueError, match="broken"):
-                await joined(one)
-        await store.close()
-
-    asyncio.run(main())
-
-
-def test_only_the_last_bytes_are_kept():
-    async def main():
-        store, source = streams(max_bytes=4), Frames()
-        reader = store.start(ID, source.frames())
-        source.put(b"abc", b"def", None)
-        await settle()
-        assert await joined(store.follow(ID, 2)) == b"cdef"
-        with pytest.raises(InvalidParameterError, match=r"^from: 1 is not within 2 to 6"):
-            store.follow(ID, 1)
-        with pytest.raises(InvalidParameterError, match=r"^stream: read too slowly"):
-            await joined(reader)
-        await store.close()
-
-    asyncio.run(main())
-
-
-def test_a_second_stream_of_an_id_replaces_the_first():
-    async def main():
-        store, old, new = streams(), Frames(), Frames()
-        reader = asyncio.create_task(joined(store.start(ID, old.frames())))
-        old.put(b"old")
-        await settle()
-        new.put(b"new", None)
-        assert await joined(store.start(ID, new.frames())) == b"new"
-        assert await reader == b"old"
-        assert old.closed
-        assert await joined(store.follow(ID)) == b"new"
-        await store.close()
-
-    asyncio.run(main())
-
-
-def test_without_an_id_and_over_the_limit_the_frames_are_not_kept():
-    async def main():
-        store, source = streams(max_streams=1), Frames()
-        for conv_id in (None, ID, "conversation-0002"):
-            source.put(b"a", None)
-            assert await joined(store.start(conv_id, source.frames())) == b"a"
+async def test_stop_closes_the_source_and_ends_the_readers():
+    store, source = streams(), Frames()
+    reader = asyncio.create_task(joined(store.start(ID, source.frames())))
+    source.put(b"a")
+    await settle()
+    assert store.stop(ID)
+    assert await reader == b"a"
+    assert source.closed
+    assert not store.stop(ID)
+    with pytest.raises(KeyError):
         store.follow(ID)
-        with pytest.raises(KeyError):
-            store.follow("conversation-0002")
-        await store.close()
 
-    asyncio.run(main())
+
+async def test_an_abandoned_stream_is_closed():
+    store, source = streams(abandoned_after=0.0), Frames()
+    reader = store.start(ID, source.frames())
+    source.put(b"a")
+    assert await anext(reader) == b"a"
+    await reader.aclose()
+    await asyncio.sleep(0.01)
+    assert source.closed
+
+
+async def test_a_stream_that_is_over_is_forgotten():
+    store, source = streams(kept_after=0.0), Frames()
+    source.put(b"a", None)
+    assert await joined(store.start(ID, source.frames())) == b"a"
+    await asyncio.sleep(0.01)
+    with pytest.raises(KeyError):
+        store.follow(ID)
+
+
+async def test_an_error_reaches_every_reader():
+    store, source = streams(), Frames()
+    reader = store.start(ID, source.frames())
+    source.put(b"a", ValueError("broken"))
+    for one in (reader, store.follow(ID)):
+        with pytest.raises(ValueError, match="broken"):
+            await joined(one)
+    await store.close()
+
+
+async def test_only_the_last_bytes_are_kept():
+    store, source = streams(max_bytes=4), Frames()
+    reader = store.start(ID, source.frames())
+    source.put(b"abc", b"def", None)
+    await settle()
+    assert await joined(store.follow(ID, 2)) == b"cdef"
+    with pytest.raises(InvalidParameterError, match=r"^from: 1 is not within 2 to 6"):
+        store.follow(ID, 1)
+    with pytest.raises(InvalidParameterError, match=r"^stream: read too slowly"):
+        await joined(reader)
+    await store.close()
+
+
+async def test_a_second_stream_of_an_id_replaces_the_first():
+    store, old, new = streams(), Frames(), Frames()
+    reader = asyncio.create_task(joined(store.start(ID, old.frames())))
+    old.put(b"old")
+    await settle()
+    new.put(b"new", None)
+    assert await joined(store.start(ID, new.frames())) == b"new"
+    assert await reader == b"old"
+    assert old.closed
+    assert await joined(store.follow(ID)) == b"new"
+    await store.close()
+
+
+async def test_without_an_id_and_over_the_limit_the_frames_are_not_kept():
+    store, source = streams(max_streams=1), Frames()
+    for conv_id in (None, ID, "conversation-0002"):
+        source.put(b"a", None)
+        assert await joined(store.start(conv_id, source.frames())) == b"a"
+    store.follow(ID)
+    with pytest.raises(KeyError):
+        store.follow("conversation-0002")
+    await store.close()
 
 
 @pytest.mark.parametrize("conv_id", ["", "short", "a" * 129, "../../etc/passwd-12", "ünïcödé-ünïcödé-ü"])
-def test_an_id_must_be_hard_to_guess_and_plain(conv_id):
-    async def main():
-        with pytest.raises(InvalidParameterError, match=r"^X-Conversation-Id: use 16 to 128"):
-            streams().start(conv_id, Frames().frames())
-
-    asyncio.run(main())
-
-
-def test_closing_stops_everything():
-    async def main():
-        store, source = streams(), Frames()
-        reader = asyncio.create_task(joined(store.start(ID, source.frames())))
-        await settle()
-        await store.close()
-        assert await reader == b""
-        assert source.closed
-
-    asyncio.run(main())
+async def test_an_id_must_be_hard_to_guess_and_plain(conv_id):
+    with pytest.raises(InvalidParameterError, match=r"^X-Conversation-Id: use 16 to 128"):
+        streams().start(conv_id, Frames().frames())

@@ -50,7 +50,7 @@ def paged_problem(
     return arrays, jnp.asarray(table), jnp.asarray(lengths, jnp.int32), jnp.asarray(starts)
 
 
-def without_pages_behind(window, table, lengths, starts, p):
+def without_pages_before_the_window(window, table, lengths, starts, p):
     """A page table that lists page 0 where no query of a sequence sees a key, as after their blocks were freed."""
     counts = np.diff(np.asarray(starts))
     first = np.maximum(np.asarray(lengths) - counts - window + 1, 0) // p

@@ -35,12 +35,14 @@ class ScriptedRun:
 
 
 @contextmanager
-def running(app):
+def running(app, lifespan="off"):
     """Address of a server of the application, on a free port of this machine."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, lifespan="off", log_level="error"))
+    options = {"host": "127.0.0.1", "port": 0, "log_level": "critical", "timeout_graceful_shutdown": 1}
+    server = uvicorn.Server(uvicorn.Config(app, lifespan=lifespan, **options))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
+        assert thread.is_alive()
         time.sleep(0.01)
     try:
         port = server.servers[0].sockets[0].getsockname()[1]

@@ -35,7 +35,7 @@ def exact_scan(chunks, states, owner):
     for i, n in enumerate(np.minimum(owner, len(states) - 1)):
         state = states[n]
         before.append(state.copy())
-        written = chunks.value[i] - chunks.found[i] @ state
+        written = chunks.value[i] - chunks.erase[i] @ state
         out[i] = chunks.read[i] @ state + chunks.inner[i] @ written
         states[n] = chunks.keep[i][..., None] * state + chunks.write[i].swapaxes(-1, -2) @ written
     return out, states, np.stack(before)
@@ -61,6 +61,6 @@ def exact_scan_backward(chunks, d_final, owner, d_out):
         d_states[n] = (
             chunks.keep[i][..., None] * d_next[i]
             + chunks.read[i].swapaxes(-1, -2) @ d_out[i]
-            - chunks.found[i].swapaxes(-1, -2) @ d_written
+            - chunks.erase[i].swapaxes(-1, -2) @ d_written
         )
     return d_states, d_next

@@ -2,11 +2,9 @@
 
 import copy
 
-from verax.text.engine.replicas import EngineGroup
-
 
 def as_replicas(*llms):
     """One LLM whose replicas are the engines of several LLMs of a model."""
     together = copy.copy(llms[0])
-    together._group = EngineGroup([llm.engine for llm in llms])
+    together._use([llm.engine for llm in llms])
     return together

@@ -1,11 +1,12 @@
 """Sequences and requests without an engine, for the tests of the scheduler and the block manager."""
 
+from verax.text.engine.outputs import RequestMetrics
 from verax.text.engine.request import Request, Sequence
 from verax.text.engine.sampling_params import SamplingParams
 
 
 def make_sequence(tokens, *, max_tokens=100, name="r", **params):
     params = SamplingParams(max_tokens=max_tokens, **params)
-    request = Request(name, None, tuple(tokens), params, max_tokens, arrival_time=0.0)
+    request = Request(name, None, tuple(tokens), params, max_tokens, RequestMetrics(0.0))
     request.sequences = [Sequence(request, 0, 0, list(tokens))]
     return request.sequences[0]

@@ -85,7 +85,7 @@ def compare_images(model, *mesh, dtype="float32"):
     one, many = pipeline(model, dtype=dtype), pipeline(model, *mesh, dtype=dtype)
     encoder, call = many.stages.image_encoder, many.stages.image_call()
     images = np.random.default_rng(0).standard_normal((2, *call.arguments[0].shape)).astype(np.float32)
-    expected, found = (np.concatenate([pipe.stages.image(image) for image in images]) for pipe in (one, many))
+    expected, found = (np.concatenate([pipe.stages.image_call()(image) for image in images]) for pipe in (one, many))
     with encoder.weights() as weights:
         held = bytes_on_devices(weights)
     stages = stages_of(many.resolve(VideoRequest("a", image=PICTURE, num_frames=5, height=32, width=64)), many.parts)

@@ -17,12 +17,13 @@ from flax import nnx
 from tests.support.devices import collectives
 from tests.support.tiny_video import video_folder
 from verax import VideoPipeline, VideoRequest
+from verax._compat import make_mesh
 from verax.errors import InvalidParameterError
 from verax.models.wan.vae import WanVae, WanVaeConfig
 from verax.plan.devices import find_device
 from verax.plan.run import plan
 from verax.video.memory import plan_memory
-from verax.video.mesh import REPLICATED, video_mesh
+from verax.video.mesh import GUIDANCE, REPLICATED, SEQUENCE
 from verax.video.run import stages_of
 
 HOME = Path(sys.argv[1])
@@ -93,7 +94,7 @@ def decoded(tile):
     sizes = dict(base_dim=4, dim_mult=(1, 2), num_res_blocks=1, temperal_downsample=(True,))
     vae = WanVae(WanVaeConfig(**sizes), rngs=nnx.Rngs(0))
     latents = np.random.default_rng(0).standard_normal((1, 3, 23, 21, 16)).astype(np.float32)
-    mesh = video_mesh(guidance_parallel=True, sequence_parallel=4)
+    mesh = make_mesh((2, 4), (GUIDANCE, SEQUENCE))
     divided = jax.shard_map(
         lambda z: vae.decode(z, chunk=1, tile=tile, axes=mesh.axis_names),
         mesh=mesh,

@@ -49,21 +49,21 @@ def render(results: Mapping[Case, Sequence[Compiled]]) -> str:
 
 def render_kernels(results: Mapping[Kernel, Resources]) -> str:
     """A Markdown table of kernels."""
-    return _table(KERNEL_COLUMNS, (_kernel_row(kernel, found) for kernel, found in results.items()))
+    return _table(KERNEL_COLUMNS, (_kernel_row(kernel, resources) for kernel, resources in results.items()))
 
 
 def _table(columns: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ("---",) * len(columns), *rows))
 
 
-def _kernel_row(kernel: Kernel, found: Resources) -> tuple[str, ...]:
+def _kernel_row(kernel: Kernel, resources: Resources) -> tuple[str, ...]:
     return (
         kernel.operation,
         kernel.case,
         f"{kernel.device}, {kernel.implementation}",
-        "" if found.registers is None else str(found.registers),
-        f"{found.memory / 1024:,.0f} KiB",
-        f"{found.spills} B" if found.registers is not None else f"{found.spills} registers",
+        "" if resources.registers is None else str(resources.registers),
+        f"{resources.memory / 1024:,.0f} KiB",
+        f"{resources.spills} B" if resources.registers is not None else f"{resources.spills} registers",
         f"{kernel.flops / 1e9:,.2f}",
         f"{kernel.bytes_moved / 1e6:,.1f}",
         f"{1e6 * kernel.limit:,.0f} us",

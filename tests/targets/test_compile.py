@@ -8,13 +8,11 @@ from tests.targets import compile
 from tests.targets.compile import compile_lowered, compile_model, programs_of
 from tests.targets.topology import GPU_SPECS, Compiler, target_config
 from verax._compat import make_mesh
-from verax.errors import VeraxError
 from verax.ops._target import _compute_capability
 from verax.plan.devices import DEVICES, find_device
 
 LOCAL = Compiler("jaxlib", "jaxlib", {})
 HERE = find_device("cpu", memory=4e9, bandwidth=1e10, flops=1e12)
-FULL = "RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (29.22G) exceeds available HBM.\nMore lines."
 
 
 @pytest.fixture(autouse=True)
@@ -34,35 +32,6 @@ def test_bytes_are_those_of_arguments_and_results_and_donated_buffers_count_once
     assert (result.name, result.refused, result.arguments, result.aliased) == ("a product", None, 2 * size, size)
     assert result.needed == result.arguments + result.results - result.aliased + result.temporaries + result.code
     assert result.findings.collectives == {}
-
-
-def test_the_same_program_is_compiled_once(cache, monkeypatch):
-    first = compile_lowered("one", lowered(), LOCAL, "here")
-    compile_lowered("one", lowered(32), LOCAL, "here")
-    compile_lowered("one", lowered(), LOCAL, "there")
-    assert len(list(cache.iterdir())) == 3
-    monkeypatch.setattr(compile, "_compile", lambda *_: pytest.fail("it was compiled again"))
-    assert compile_lowered("again", lowered(), LOCAL, "here") == first._replace(name="again")
-
-
-class Failing:
-    """A lowered program that does not compile."""
-
-    def __init__(self, message):
-        self.message = message
-
-    def as_text(self):
-        return self.message
-
-    def compile(self, **_):
-        raise jax.errors.JaxRuntimeError(self.message)
-
-
-def test_a_program_that_does_not_fit_is_refused_and_another_failure_is_an_error():
-    result = compile_lowered("large", Failing(FULL), LOCAL, "here")
-    assert (result.needed, result.refused) == (round(29.22 * 2**30), FULL.partition("\n")[0])
-    with pytest.raises(VeraxError, match=r"broken: jaxlib fails to compile it: INTERNAL: a bug$"):
-        compile_lowered("broken", Failing("INTERNAL: a bug\nin many lines"), LOCAL, "here")
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def text_case(request):
     return request.param
 
 
-def found(case, name=""):
+def programs(case, name=""):
     """Programs of a case by the beginning of their names."""
     rows = [row for row in compiled(case) if row.name.startswith(name)]
     assert rows
@@ -53,37 +53,37 @@ def found(case, name=""):
 
 
 def test_programs_fit(case):
-    for row in found(case):
+    for row in programs(case):
         assert row.refused is None, row.name
         assert 0 < row.needed <= find_device(case.device).memory, row.name
 
 
 def test_programs_move_nothing_to_or_from_the_host(case):
-    assert [row.findings.host_transfers for row in found(case)] == [0] * len(found(case))
+    assert [row.findings.host_transfers for row in programs(case)] == [0] * len(programs(case))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.devices == 1], ids=str)
 def test_programs_of_one_device_have_no_collectives(case):
     skip_without_compiler(case.device)
-    assert [row.findings.collectives for row in found(case)] == [{}] * len(found(case))
+    assert [row.findings.collectives for row in programs(case)] == [{}] * len(programs(case))
 
 
 def test_the_cache_is_updated_in_place(text_case):
     """All of it is aliased, and no page is copied."""
-    for row in found(text_case):
+    for row in programs(text_case):
         assert row.aliased > 0.99 * row.results, row.name
         assert row.findings.donated_copies == 0, row.name
 
 
 def test_no_step_copies_a_weight(text_case):
     """None is copied next to another for one product of both, or moved to another layout: it is read only once."""
-    for row in found(text_case):
+    for row in programs(text_case):
         assert row.findings.argument_copies == 0, row.name
 
 
 def test_a_decode_step_multiplies_in_loops_for_attention_only(text_case):
     """Weights are multiplied outside of loops; attention reads its pages in one loop a layer."""
-    (decode,) = found(text_case, "decode step")
+    (decode,) = programs(text_case, "decode step")
     assert decode.findings.loops_with_products <= ATTENTION_LAYERS[text_case.model]
 
 
@@ -91,7 +91,7 @@ def test_a_decode_step_multiplies_in_loops_for_attention_only(text_case):
 def test_a_decode_step_adds_up_over_devices_twice_a_layer(case):
     """After attention and after the feed-forward; once more for the embedding. The scores are gathered."""
     skip_without_compiler(case.device)
-    (decode,) = found(case, "decode step")
+    (decode,) = programs(case, "decode step")
     assert decode.findings.collectives == {"all-reduce": 2 * case.depth + 1, "all-gather": 1}
 
 
@@ -99,7 +99,7 @@ def test_a_decode_step_adds_up_over_devices_twice_a_layer(case):
 def test_the_blocks_of_a_video_model_keep_one_residual_stream(case):
     """Temporaries are a block's own, some twelve times the stream, and no sums of earlier blocks: two more for each."""
     skip_without_compiler(case.device)
-    (step,) = found(case, "denoising step")
+    (step,) = programs(case, "denoising step")
     assert step.temporaries < 16 * WAN_STREAM
 
 
@@ -108,8 +108,8 @@ def test_a_video_model_with_splash_attention_writes_out_no_tables_of_cos_and_sin
     skip_without_compiler("v5e")
     case = next(case for case in CASES if case.model == "t2v-1.3b")
     with ops.use_implementations(attention="splash"):
-        found = compile_model(case.model, "v5e", depth=2, **case.options)
-    (step,) = found
+        result = compile_model(case.model, "v5e", depth=2, **case.options)
+    (step,) = result
     assert step.refused is None
     assert step.temporaries < 9 * WAN_STREAM  # heads come first in three of them
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.loop import pytest_pyfunc_call as pytest_pyfunc_call
 from tests.support.tiny import tiny_checkpoint
 from verax.text.engine.llm import LLM
 
@@ -20,12 +21,3 @@ def llm(tiny_folder):
 def make_llm(folder, **options):
     sizes = {"max_model_len": 96, "max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 4, **options}
     return LLM(folder, dtype="float32", use_tqdm=False, **sizes)
-
-
-@pytest.fixture(scope="session")
-def crowded_llm(tiny_folder, llm):
-    """An engine with a cache for 31 blocks of 4 tokens: a few long sequences at once must preempt each other."""
-    from verax.text.step.sizes import block_bytes
-
-    memory = 32 * block_bytes(llm.model_config, 4, "float32")
-    return make_llm(tiny_folder, kv_cache_memory=memory)

@@ -8,9 +8,10 @@ import threading
 import weakref
 from contextlib import aclosing
 
-import numpy as np
 import pytest
 
+from tests.support.engine import GREEDY, LONG, PROMPTS, RNG, alone, generate
+from tests.text.conftest import make_llm
 from verax import AsyncLLM
 from verax.errors import (
     EngineDeadError,
@@ -23,35 +24,24 @@ from verax.text.engine.outputs import RequestOutput, StepStats
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.features.grammar import GrammarMatcher
 
-GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-LONG = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-RNG = np.random.default_rng(0)
-PROMPTS = [RNG.integers(3, 200, n).tolist() for n in (1, 5, 16, 33, 64, 7, 40, 12, 3, 50)]
-STOP_TOKENS = list(range(60, 110))
+ENDING = dict(n=2, temperature=1.4, seed=8, max_tokens=60, stop_token_ids=list(range(60, 110)))
 CASES = {
     "greedy": GREEDY,
     "several": SamplingParams(n=3, temperature=1.5, seed=3, max_tokens=25),
     "stop strings": SamplingParams(temperature=1.3, seed=5, max_tokens=40, stop=["e", "o ", "r"], min_tokens=4),
     "stop kept": SamplingParams(n=2, temperature=1.3, seed=6, stop=["a", "or"], include_stop_str_in_output=True),
-    "stop tokens": SamplingParams(n=2, temperature=1.4, seed=8, max_tokens=60, stop_token_ids=STOP_TOKENS),
-    "stop token kept": SamplingParams(
-        n=2, temperature=1.4, seed=8, max_tokens=60, stop_token_ids=STOP_TOKENS, include_stop_str_in_output=True
-    ),
-    "stop token kept with stop strings": SamplingParams(
-        n=2, temperature=1.4, seed=8, max_tokens=60, stop=["zz"], stop_token_ids=STOP_TOKENS,
-        include_stop_str_in_output=True,
-    ),
+    "stop tokens": SamplingParams(**ENDING),
+    "stop token kept": SamplingParams(**ENDING, include_stop_str_in_output=True),
+    "stop token kept with stop strings": SamplingParams(**ENDING, stop=["zz"], include_stop_str_in_output=True),
     "special tokens": SamplingParams(n=2, temperature=2.0, seed=9, skip_special_tokens=False, logit_bias={2: 5.0}),
     "log-probabilities": SamplingParams(n=2, temperature=1.0, seed=4, max_tokens=9, logprobs=2, prompt_logprobs=1),
     "penalties": SamplingParams(temperature=0, max_tokens=30, frequency_penalty=1.5, repetition_penalty=1.2),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
 def served(tiny_folder, llm):
     """An engine of its own for the asynchronous one: a synchronous one gives the whole outputs to compare with."""
-    from tests.text.conftest import make_llm
-
     served = AsyncLLM.from_llm(make_llm(tiny_folder))
     yield served
     asyncio.run(served.shutdown())
@@ -71,10 +61,6 @@ def join(outputs: list[RequestOutput]) -> dict[int, dict]:
     return samples
 
 
-def whole(output: RequestOutput) -> dict[int, dict]:
-    return join([output])
-
-
 async def drain(stream) -> list[RequestOutput]:
     return [output async for output in stream]
 
@@ -86,254 +72,198 @@ async def until_idle(served):
 
 
 @pytest.mark.parametrize("params", CASES.values(), ids=CASES)
-def test_joined_parts_equal_the_whole_output(llm, served, params):
-    expected = llm.generate(PROMPTS, params, use_tqdm=False)
-
-    async def main():
-        return await asyncio.gather(*(drain(served.generate(prompt, params)) for prompt in PROMPTS))
-
-    for parts, output in zip(asyncio.run(main()), expected, strict=True):
-        assert join(parts) == whole(output)
+async def test_joined_parts_and_a_collected_output_are_the_whole_one(llm, served, params):
+    num_compiled = served.llm.engine.runner.num_compiled()
+    streams = await asyncio.gather(*(drain(served.generate(prompt, params)) for prompt in PROMPTS))
+    assert served.llm.engine.runner.num_compiled() == num_compiled
+    expected = generate(llm, PROMPTS, params)
+    for parts, output in zip(streams, expected, strict=True):
+        assert join(parts) == join([output])
         assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True]
         assert parts[-1].prompt_logprobs == output.prompt_logprobs
         assert parts[0].prompt_token_ids == output.prompt_token_ids
-
-
-@pytest.mark.parametrize("params", CASES.values(), ids=CASES)
-def test_a_collected_output_is_the_whole_one(llm, served, params):
-    (expected,) = llm.generate([PROMPTS[3]], params, use_tqdm=False)
-    output = asyncio.run(served.collect(PROMPTS[3], params))
+    (expected,) = generate(llm, [PROMPTS[3]], params)
+    output = await served.collect(PROMPTS[3], params)
     assert (output.outputs, output.prompt_token_ids) == (expected.outputs, expected.prompt_token_ids)
     assert output.finished
 
 
 @pytest.mark.parametrize("params", CASES.values(), ids=CASES)
-def test_a_request_goes_on_behind_an_answer_so_far(served, params):
+async def test_a_request_continues_after_an_answer_so_far(served, params):
     """A stream is cut after each of its outputs; what was given until then and the rest are the whole answer."""
-
-    async def main():
-        parts = await drain(served.generate(PROMPTS[2], params))
-        expected = join(parts)
-        for cut in range(len(parts) + 1):
-            before = join(parts[:cut])
-            given = [before[i]["token_ids"] if i in before else () for i in range(params.n)]
-            rest = join(await drain(served.generate(PROMPTS[2], params, continue_from=given)))
-            assert sorted(rest) == sorted(expected)
-            for i, sample in rest.items():
-                text, logprobs = (before[i]["text"], before[i]["logprobs"]) if i in before else ("", [])
-                assert (*given[i], *sample["token_ids"]) == expected[i]["token_ids"]
-                assert text + sample["text"] == expected[i]["text"]
-                assert sample["finish_reason"] == expected[i]["finish_reason"]
-                assert sample["stop_reason"] == expected[i]["stop_reason"]
-                assert len(logprobs) + len(sample["logprobs"]) == len(expected[i]["logprobs"])
-
-    asyncio.run(main())
+    parts = await drain(served.generate(PROMPTS[2], params))
+    expected = join(parts)
+    for cut in range(len(parts) + 1):
+        before = join(parts[:cut])
+        given = [before[i]["token_ids"] if i in before else () for i in range(params.n)]
+        rest = join(await drain(served.generate(PROMPTS[2], params, continue_from=given)))
+        assert join([await served.collect(PROMPTS[2], params, continue_from=given)]) == rest
+        assert sorted(rest) == sorted(expected)
+        for i, sample in rest.items():
+            start = before.get(i, {"text": "", "token_ids": (), "logprobs": []})
+            whole = {key: start[key] + sample[key] for key in ("text", "token_ids")}
+            assert {**sample, **whole, "logprobs": expected[i]["logprobs"]} == expected[i]
+            assert len(start["logprobs"]) + len(sample["logprobs"]) == len(expected[i]["logprobs"])
 
 
-def test_a_collected_rest_has_only_what_is_new(served):
-    params = SamplingParams(n=2, temperature=1.2, seed=5, max_tokens=12, ignore_eos=True, logprobs=0)
-
-    async def main():
-        output = await served.collect(PROMPTS[1], params)
-        given = [sample.token_ids[:5] for sample in output.outputs]
-        rest = await served.collect(PROMPTS[1], params, continue_from=given)
-        for before, after in zip(output.outputs, rest.outputs, strict=True):
-            assert after.token_ids == before.token_ids[5:]
-            assert before.text.endswith(after.text)
-            assert len(after.logprobs) == 7
-
-    asyncio.run(main())
-
-
-def test_texts_and_conversations_are_tokenised_as_by_the_synchronous_engine(llm, served):
+async def test_texts_and_conversations_are_tokenised_as_by_the_synchronous_engine(llm, served):
     messages = [{"role": "user", "content": "once upon a time"}]
-
-    async def main():
-        text = await served.collect("once upon a time", GREEDY)
-        chat = await served.collect(messages, GREEDY)
-        ids = await served.collect({"prompt_token_ids": [5, 6, 7]}, GREEDY)
-        prompt = await served.render(messages)
-        assert await served.encode(prompt, add_special_tokens=False) == list(chat.prompt_token_ids)
-        return text, chat, ids
-
-    text, chat, ids = asyncio.run(main())
-    expected = [*llm.generate(["once upon a time", [5, 6, 7]], GREEDY, use_tqdm=False)]
-    assert [text.outputs, ids.outputs] == [output.outputs for output in expected]
-    assert (text.prompt, ids.prompt) == ("once upon a time", None)
-    (answer,) = llm.chat(messages, GREEDY, use_tqdm=False)
-    assert (chat.prompt, chat.prompt_token_ids, chat.outputs) == (
-        answer.prompt,
-        answer.prompt_token_ids,
-        answer.outputs,
-    )
+    text, ids = generate(llm, ["once upon a time", [5, 6, 7]])
+    (chat,) = llm.chat(messages, GREEDY, use_tqdm=False)
+    for prompt, output in (("once upon a time", text), ({"prompt_token_ids": [5, 6, 7]}, ids), (messages, chat)):
+        ours = await served.collect(prompt, GREEDY)
+        assert (ours.prompt, ours.prompt_token_ids, ours.outputs) == (
+            output.prompt,
+            output.prompt_token_ids,
+            output.outputs,
+        )
+    prompt = await served.render(messages)
+    assert await served.encode(prompt, add_special_tokens=False) == list(chat.prompt_token_ids)
 
 
-def test_a_slow_consumer_gets_its_parts_joined_and_holds_nobody_up(served):
-    async def main():
-        slow = served.generate(PROMPTS[1], GREEDY)
-        first = await anext(slow)
-        quick = await drain(served.generate(PROMPTS[2], GREEDY))
-        await until_idle(served)
-        rest = await drain(slow)
-        assert len(rest) <= 2
-        assert len(join([first, *rest])[0]["token_ids"]) == len(join(quick)[0]["token_ids"]) == 20
-
-    asyncio.run(main())
+async def test_a_slow_consumer_gets_its_parts_joined_and_holds_nobody_up(served):
+    slow = served.generate(PROMPTS[1], GREEDY)
+    first = await anext(slow)
+    quick = await drain(served.generate(PROMPTS[2], GREEDY))
+    await until_idle(served)
+    rest = await drain(slow)
+    assert len(rest) <= 2
+    assert len(join([first, *rest])[0]["token_ids"]) == len(join(quick)[0]["token_ids"]) == 20
 
 
 @pytest.mark.parametrize("prompt", [PROMPTS[1], "once upon a time"], ids=["tokens", "text"])
-def test_a_closed_dropped_or_cancelled_request_is_aborted_and_the_others_go_on(served, prompt):
-    async def main():
-        expected = await served.collect(PROMPTS[4], GREEDY)
-        other = asyncio.create_task(served.collect(PROMPTS[4], GREEDY))
-        never_begun = served.generate(prompt, LONG)
-        await never_begun.aclose()
-        assert [output async for output in never_begun] == []
-        async with aclosing(served.generate(prompt, LONG)) as closed:
-            await anext(closed)
-        dropped = served.generate(prompt, LONG)
-        await anext(dropped)
-        del dropped
-        served.generate(prompt, LONG)  # and one that nobody ever asked for anything
-        cancelled = asyncio.create_task(drain(served.generate(prompt, LONG)))
-        collected = asyncio.create_task(served.collect(prompt, LONG))
-        await asyncio.sleep(0.01)
-        cancelled.cancel()
-        collected.cancel()
-        for task in (cancelled, collected):
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        assert (await other).outputs == expected.outputs
-        await until_idle(served)
-        blocks = served.llm.engine.scheduler.blocks
-        assert blocks.num_free == blocks.num_usable
-        assert not served.llm.engine.has_unfinished_requests
-
-    asyncio.run(main())
+async def test_a_closed_dropped_or_cancelled_request_is_aborted_and_the_others_continue(served, prompt):
+    expected = await served.collect(PROMPTS[4], GREEDY)
+    other = asyncio.create_task(served.collect(PROMPTS[4], GREEDY))
+    never_begun = served.generate(prompt, LONG)
+    await never_begun.aclose()
+    assert [output async for output in never_begun] == []
+    async with aclosing(served.generate(prompt, LONG)) as closed:
+        await anext(closed)
+    dropped = served.generate(prompt, LONG)
+    await anext(dropped)
+    del dropped
+    served.generate(prompt, LONG)  # and one that nobody ever asked for anything
+    cancelled = asyncio.create_task(drain(served.generate(prompt, LONG)))
+    collected = asyncio.create_task(served.collect(prompt, LONG))
+    await asyncio.sleep(0.01)
+    cancelled.cancel()
+    collected.cancel()
+    for task in (cancelled, collected):
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert (await other).outputs == expected.outputs
+    await until_idle(served)
+    blocks = served.llm.engine.scheduler.blocks
+    assert blocks.usage == 0
+    assert not served.llm.engine.has_unfinished_requests
 
 
-def test_an_aborted_request_ends_with_the_reason_abort(served):
-    async def main():
-        begun = served.generate(PROMPTS[1], LONG, request_id="begun")
-        await anext(begun)
-        served.abort("begun")
-        assert join(await drain(begun))[0]["finish_reason"] == "abort"
-        on_its_way = served.generate("a text", SamplingParams(n=2), request_id="on its way")
-        served.abort("on its way")
-        reasons = {i: sample["finish_reason"] for i, sample in join(await drain(on_its_way)).items()}
-        assert set(reasons.values()) <= {"abort"}
-        assert len(reasons) == 2
-        served.abort("unknown")
-
-    asyncio.run(main())
+async def test_an_aborted_request_ends_with_the_reason_abort(served):
+    begun = served.generate(PROMPTS[1], LONG, request_id="begun")
+    await anext(begun)
+    served.abort("begun")
+    assert join(await drain(begun))[0]["finish_reason"] == "abort"
+    on_its_way = served.generate("a text", SamplingParams(n=2), request_id="on its way")
+    served.abort("on its way")
+    reasons = {i: sample["finish_reason"] for i, sample in join(await drain(on_its_way)).items()}
+    assert set(reasons.values()) <= {"abort"}
+    assert len(reasons) == 2
+    served.abort("unknown")
 
 
-def test_an_id_can_be_used_again_once_its_request_has_ended_or_was_closed(served):
-    async def main():
-        first = served.generate(PROMPTS[1], LONG, request_id="mine")
-        with pytest.raises(InvalidParameterError, match="request_id: 'mine' is in use"):
-            served.generate(PROMPTS[1], LONG, request_id="mine")
-        await first.aclose()
-        for _ in range(2):
-            output = await served.collect(PROMPTS[1], GREEDY, request_id="mine")
-            assert (output.request_id, len(output.outputs[0].token_ids)) == ("mine", 20)
-
-    asyncio.run(main())
+async def test_an_id_can_be_used_again_once_its_request_has_ended_or_was_closed(served):
+    first = served.generate(PROMPTS[1], LONG, request_id="mine")
+    with pytest.raises(InvalidParameterError, match="request_id: 'mine' is in use"):
+        served.generate(PROMPTS[1], LONG, request_id="mine")
+    await first.aclose()
+    for _ in range(2):
+        output = await served.collect(PROMPTS[1], GREEDY, request_id="mine")
+        assert (output.request_id, len(output.outputs[0].token_ids)) == ("mine", 20)
 
 
-def test_wrong_requests_raise_what_was_wrong_and_nothing_else_stops(served):
-    async def main():
-        other = asyncio.create_task(served.collect(PROMPTS[4], GREEDY))
-        for error, prompt, options in [
-            (RequestRefusedError, [], {}),
-            (RequestRefusedError, list(range(3, 99)), {}),
-            (RequestRefusedError, [10**6], {}),
-            (RequestRefusedError, "once upon a time " * 30, {}),
-            (InvalidParameterError, 5, {}),
-            (InvalidParameterError, {"text": "a"}, {}),
-            (InvalidParameterError, [{"role": "user"}], {}),
-            (InvalidParameterError, [5], {"sampling_params": "greedy"}),
-            (InvalidParameterError, [5], {"continue_from": [[5], [6]]}),
-            (InvalidParameterError, [5], {"continue_from": [[6] * 90], "sampling_params": GREEDY}),
-            (RequestRefusedError, [5], {"continue_from": [[10**6]]}),
-        ]:
-            with pytest.raises(error):
-                await served.collect(prompt, **options)
-        assert len((await other).outputs[0].token_ids) == 20
-        await until_idle(served)
-
-    asyncio.run(main())
+async def test_wrong_requests_raise_what_was_wrong_and_nothing_else_stops(served):
+    other = asyncio.create_task(served.collect(PROMPTS[4], GREEDY))
+    for error, prompt, options in [
+        (RequestRefusedError, [], {}),
+        (RequestRefusedError, list(range(3, 99)), {}),
+        (RequestRefusedError, [10**6], {}),
+        (RequestRefusedError, "once upon a time " * 30, {}),
+        (InvalidParameterError, 5, {}),
+        (InvalidParameterError, {"text": "a"}, {}),
+        (InvalidParameterError, [{"role": "user"}], {}),
+        (InvalidParameterError, [5], {"sampling_params": "greedy"}),
+        (InvalidParameterError, [5], {"continue_from": [[5], [6]]}),
+        (InvalidParameterError, [5], {"continue_from": [[6] * 90], "sampling_params": GREEDY}),
+        (RequestRefusedError, [5], {"continue_from": [[10**6]]}),
+    ]:
+        with pytest.raises(error):
+            await served.collect(prompt, **options)
+    assert len((await other).outputs[0].token_ids) == 20
+    await until_idle(served)
 
 
-def test_the_queue_is_bounded_by_requests_and_by_prompt_tokens(served):
-    slots = served.llm.engine.scheduler.max_num_seqs
-
-    async def main():
-        running = [served.generate(PROMPTS[0], LONG) for _ in range(slots)]
-        waiting = [served.generate(PROMPTS[1], GREEDY), served.generate(PROMPTS[1], GREEDY)]
-        with pytest.raises(QueueFullError, match=r"max_queued_requests: .* try again"):
-            served.generate("a text", SamplingParams(n=2))
-        waiting.append(served.generate(PROMPTS[1], GREEDY))
-        with pytest.raises(QueueFullError, match="max_queued_requests"):
-            served.generate(PROMPTS[1], GREEDY)
-        await waiting.pop().aclose()  # its place is free as soon as the engine thread has seen that
-        while served.stats().num_requests_waiting > 2:
-            await asyncio.sleep(0.001)
-        served._replicas.max_queued_requests = 100
-        served._replicas.max_queued_tokens = 15
-        while served._replicas.num_waiting_tokens != 10 and served.stats().num_requests_running == slots:
-            await asyncio.sleep(0.001)
-        with pytest.raises(QueueFullError, match=r"max_queued_tokens: 10 .* 16 more exceed 15"):
-            served.generate(PROMPTS[2], GREEDY)
-        with pytest.raises(QueueFullError, match="max_queued_tokens"):
-            await served.collect("once upon a time there was a small fox", GREEDY)
-        for stream in running:
-            await stream.aclose()
-        for stream in waiting:
-            assert len(join(await drain(stream))[0]["token_ids"]) == 20
-        await served.collect(PROMPTS[4], GREEDY)  # alone, a longer prompt may wait
-        await until_idle(served)
-
+@pytest.fixture
+def bounded(served):
+    """The engine with room for three samples that wait."""
     served._replicas.max_queued_requests = 3
-    try:
-        asyncio.run(main())
-    finally:
-        served._replicas.max_queued_requests, served._replicas.max_queued_tokens = 1024, None
+    yield served
+    served._replicas.max_queued_requests, served._replicas.max_queued_tokens = 1024, None
+
+
+async def test_the_queue_is_bounded_by_requests_and_by_prompt_tokens(bounded):
+    served, slots = bounded, bounded.llm.engine.scheduler.max_num_seqs
+    running = [served.generate(PROMPTS[0], LONG) for _ in range(slots)]
+    waiting = [served.generate(PROMPTS[1], GREEDY), served.generate(PROMPTS[1], GREEDY)]
+    with pytest.raises(QueueFullError, match=r"max_queued_requests: .* try again"):
+        served.generate("a text", SamplingParams(n=2))
+    waiting.append(served.generate(PROMPTS[1], GREEDY))
+    with pytest.raises(QueueFullError, match="max_queued_requests"):
+        served.generate(PROMPTS[1], GREEDY)
+    await waiting.pop().aclose()  # its place is free as soon as the engine thread has seen that
+    while served.stats().num_requests_waiting > 2:
+        await asyncio.sleep(0.001)
+    served._replicas.max_queued_requests = 100
+    served._replicas.max_queued_tokens = 15
+    while served._replicas.num_waiting_tokens != 10 and served.stats().num_requests_running == slots:
+        await asyncio.sleep(0.001)
+    with pytest.raises(QueueFullError, match=r"max_queued_tokens: 10 .* 16 more exceed 15"):
+        served.generate(PROMPTS[2], GREEDY)
+    with pytest.raises(QueueFullError, match="max_queued_tokens"):
+        await served.collect("once upon a time there was a small fox", GREEDY)
+    for stream in running:
+        await stream.aclose()
+    for stream in waiting:
+        assert len(join(await drain(stream))[0]["token_ids"]) == 20
+    await served.collect(PROMPTS[4], GREEDY)  # alone, a longer prompt may wait
+    await until_idle(served)
 
 
 @pytest.mark.parametrize(
     "bounds", [{"max_queued_requests": -1}, {"max_queued_requests": None}, {"max_queued_tokens": 1.5}]
 )
-def test_a_bound_that_is_no_whole_number_is_refused(llm, bounds):
+def test_a_bound_that_is_not_a_whole_number_is_refused(llm, bounds):
     with pytest.raises(InvalidParameterError, match=f"{next(iter(bounds))}: expected a whole number"):
         AsyncLLM.from_llm(llm, **bounds)
 
 
-def test_observers_see_each_step_and_each_request_that_ended(served):
-    seen = []
-    served.add_observer(lambda replica, event: seen.append(event))
-
+async def test_observers_see_each_step_and_each_request_that_ended(served, monkeypatch):
     def broken(replica, event):
         raise ValueError("an observer's error is its own")
 
+    seen, before = [], served.stats()
+    monkeypatch.setattr(served._replicas.outbox, "observers", [])
+    served.add_observer(lambda replica, event: seen.append(event))
     served.add_observer(broken)
-    before = served.stats()
-
-    async def main():
-        prompt = RNG.integers(3, 200, 33).tolist()
-        await served.collect(prompt, GREEDY)
-        again = await served.collect(prompt, SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, n=2))
-        assert again.num_cached_tokens == 32
-        stream = served.generate(PROMPTS[1], LONG)
-        await anext(stream)
-        await stream.aclose()
-        await until_idle(served)
-        await asyncio.sleep(0.01)
-
-    try:
-        asyncio.run(main())
-    finally:
-        served._replicas.outbox.observers.clear()
+    prompt = RNG.integers(3, 200, 33).tolist()
+    await served.collect(prompt, GREEDY)
+    again = await served.collect(prompt, SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, n=2))
+    assert again.num_cached_tokens == 32
+    stream = served.generate(PROMPTS[1], LONG)
+    await anext(stream)
+    await stream.aclose()
+    await until_idle(served)
+    await asyncio.sleep(0.01)
     after = served.stats()
     steps = [event for event in seen if isinstance(event, StepStats)]
     outputs = [event for event in seen if isinstance(event, RequestOutput)]
@@ -351,21 +281,12 @@ def test_observers_see_each_step_and_each_request_that_ended(served):
     assert (after.num_requests_running, after.num_requests_waiting, after.kv_cache_usage) == (0, 0, 0)
 
 
-def test_nothing_compiles_on_the_engine_thread(served):
-    runner = served.llm.engine.runner
-    before = runner.num_compiled()
-    asyncio.run(served.collect(PROMPTS[1], GREEDY))
-    # Engines of equal models share their programs: one that runs elsewhere may have compiled them for its device too.
-    assert runner.num_compiled() == before >= len(runner.config.shapes) + 1
-
-
 def test_one_event_loop_at_a_time_is_served(served):
     async def main():
-        mine = served.generate(PROMPTS[1], LONG)
-        await anext(mine)
-        with pytest.raises(InvalidParameterError, match="another event loop"):
-            await asyncio.to_thread(asyncio.run, served.collect(PROMPTS[1], GREEDY))
-        await mine.aclose()
+        async with aclosing(served.generate(PROMPTS[1], LONG)) as mine:
+            await anext(mine)
+            with pytest.raises(InvalidParameterError, match="another event loop"):
+                await asyncio.to_thread(asyncio.run, served.collect(PROMPTS[1], GREEDY))
 
     asyncio.run(main())
     assert len(asyncio.run(served.collect(PROMPTS[1], GREEDY)).outputs[0].token_ids) == 20
@@ -386,40 +307,7 @@ def test_requests_of_a_loop_that_was_closed_end_with_it(served):
     assert len(asyncio.run(served.collect(PROMPTS[1], GREEDY)).outputs[0].token_ids) == 20
 
 
-def test_an_error_of_the_engine_fails_every_request_and_refuses_new_ones(llm):
-    served = AsyncLLM.from_llm(llm)
-    broken = ZeroDivisionError("planted")
-
-    async def main():
-        streams = [served.generate(PROMPTS[1], LONG) for _ in range(12)]
-        streams += [served.generate("a text", LONG)]
-        await anext(streams[0])
-        assert served.is_running
-
-        def advance():
-            raise broken
-
-        llm.engine.advance = advance
-        tasks = [asyncio.create_task(drain(stream)) for stream in streams]
-        for task in tasks:
-            with pytest.raises(EngineDeadError, match="planted") as raised:
-                await asyncio.wait_for(task, 30)
-            assert raised.value.__cause__ is broken
-        assert served.error is broken
-        assert not served.is_running
-        with pytest.raises(EngineDeadError, match="planted"):
-            served.generate(PROMPTS[1], GREEDY)
-        await served.shutdown()
-
-    try:
-        asyncio.run(main())
-    finally:
-        del llm.engine.advance
-        for request_id in list(llm.engine._requests):
-            llm.abort(request_id)
-
-
-def test_a_shutdown_waits_for_running_requests_and_ends_the_thread(llm):
+def test_a_shutdown_waits_for_running_requests_and_ends_the_threads(llm):
     before = threading.active_count()
 
     async def main():
@@ -433,32 +321,27 @@ def test_a_shutdown_waits_for_running_requests_and_ends_the_thread(llm):
                 served.generate(PROMPTS[1], GREEDY)
             await end
             assert join(await drain(stream))[0]["finish_reason"] == "length"
-        return served
-
-    served = asyncio.run(main())
-    assert not served._replicas.threads[0]._thread.is_alive()
-    assert served.error is None
-    assert threading.active_count() <= before
-    assert len(llm.generate([PROMPTS[1]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 20
-
-
-def test_a_shutdown_without_time_aborts_what_runs(llm):
-    async def main():
-        served = AsyncLLM.from_llm(llm)
-        running = served.generate(PROMPTS[1], LONG)
-        await anext(running)
-        on_its_way = served.generate("a text", LONG)
-        await served.shutdown()
-        assert join(await drain(running))[0]["finish_reason"] == "abort"
-        try:
-            assert join(await drain(on_its_way))[0]["finish_reason"] == "abort"
-        except EngineDeadError as error:
-            assert "shut down" in str(error)  # noqa: PT017
-        for late in (served.encode("a text"), served.render([{"role": "user", "content": "a text"}])):
-            with pytest.raises(EngineDeadError, match="shut down"):
-                await late
+        assert served.error is None
 
     asyncio.run(main())
+    assert threading.active_count() <= before
+    assert len(generate(llm, [PROMPTS[1]])[0].outputs[0].token_ids) == 20
+
+
+async def test_a_shutdown_without_time_aborts_what_runs(llm):
+    served = AsyncLLM.from_llm(llm)
+    running = served.generate(PROMPTS[1], LONG)
+    await anext(running)
+    on_its_way = served.generate("a text", LONG)
+    await served.shutdown()
+    assert join(await drain(running))[0]["finish_reason"] == "abort"
+    try:
+        assert join(await drain(on_its_way))[0]["finish_reason"] == "abort"
+    except EngineDeadError as error:
+        assert "shut down" in str(error)  # noqa: PT017
+    for late in (served.encode("a text"), served.render([{"role": "user", "content": "a text"}])):
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await late
     assert not llm.has_unfinished_requests
 
 
@@ -472,58 +355,40 @@ def test_dropping_the_engine_ends_its_thread(llm):
     assert not thread.is_alive()
 
 
-def test_an_engine_without_a_tokenizer_serves_token_ids(tiny_folder):
-    from tests.text.conftest import make_llm
-
-    llm = make_llm(tiny_folder, skip_tokenizer_init=True, max_num_seqs=1)
-    expected = llm.generate([PROMPTS[1]], GREEDY, use_tqdm=False)[0].outputs[0]
-
-    async def main():
-        async with AsyncLLM.from_llm(llm) as served:
-            assert served.tokenizer is None
-            parts = await drain(served.generate(PROMPTS[1], GREEDY))
-            assert join(parts)[0]["token_ids"] == expected.token_ids
-            with pytest.raises(InvalidParameterError, match="tokenizer"):
-                served.generate("a text", GREEDY)
-            with pytest.raises(InvalidParameterError, match="tokenizer"):
-                await served.encode("a text")
-
-    asyncio.run(main())
+async def test_an_engine_without_a_tokenizer_serves_token_ids(tiny_folder, llm):
+    async with AsyncLLM.from_llm(make_llm(tiny_folder, skip_tokenizer_init=True, max_num_seqs=1)) as served:
+        parts = await drain(served.generate(PROMPTS[1], GREEDY))
+        assert join(parts)[0]["token_ids"] == alone(llm, PROMPTS[1])
+        with pytest.raises(InvalidParameterError, match="tokenizer"):
+            served.generate("a text", GREEDY)
+        with pytest.raises(InvalidParameterError, match="tokenizer"):
+            await served.encode("a text")
 
 
-def test_a_form_of_the_answer_holds_and_a_wrong_one_or_a_failing_one_ends_its_request_only(tiny_folder, monkeypatch):
-    from tests.text.conftest import make_llm
-
+async def test_a_form_of_the_answer_holds_and_a_wrong_or_failing_one_ends_its_request_only(tiny_folder, monkeypatch):
     llm = make_llm(tiny_folder, structured_outputs=True, max_num_seqs=2)
     params = SamplingParams(
         n=2, temperature=1.0, seed=3, max_tokens=30, structured_outputs={"regex": "[a-c]{3}(d|e){4}"}
     )
-    (expected,) = llm.generate([PROMPTS[1]], params, use_tqdm=False)
+    (expected,) = generate(llm, [PROMPTS[1]], params)
+    async with AsyncLLM.from_llm(llm) as served:
+        assert join(await drain(served.generate(PROMPTS[1], params))) == join([expected])
+        given = [sample.token_ids[:2] for sample in expected.outputs]
+        rest = join(await drain(served.generate(PROMPTS[1], params, continue_from=given)))
+        assert [(*given[i], *rest[i]["token_ids"]) for i in range(2)] == [s.token_ids for s in expected.outputs]
+        with pytest.raises(InvalidParameterError):
+            await served.collect(PROMPTS[1], SamplingParams(structured_outputs={"regex": "(("}))
+        other = asyncio.create_task(served.collect(PROMPTS[2], GREEDY))
+        stream = served.generate(PROMPTS[1], params)
 
-    async def main():
-        async with AsyncLLM.from_llm(llm) as served:
-            parts = join(await drain(served.generate(PROMPTS[1], params)))
-            assert parts == whole(expected)
-            given = [sample.token_ids[:2] for sample in expected.outputs]
-            rest = join(await drain(served.generate(PROMPTS[1], params, continue_from=given)))
-            assert {i: (*given[i], *part["token_ids"]) for i, part in rest.items()} == {
-                sample.index: sample.token_ids for sample in expected.outputs
-            }
-            with pytest.raises(InvalidParameterError):
-                await served.collect(PROMPTS[1], SamplingParams(structured_outputs={"regex": "(("}))
-            other = asyncio.create_task(served.collect(PROMPTS[2], GREEDY))
-            stream = served.generate(PROMPTS[1], params)
+        def fail(*_):
+            raise StructuredOutputError("planted")
 
-            def fail(*_):
-                raise StructuredOutputError("planted")
-
-            monkeypatch.setattr(GrammarMatcher, "fill", fail)
-            with pytest.raises(StructuredOutputError, match="planted"):
-                await drain(stream)
-            assert len((await other).outputs[0].token_ids) == 20
-            await until_idle(served)
-
-    asyncio.run(main())
+        monkeypatch.setattr(GrammarMatcher, "fill", fail)
+        with pytest.raises(StructuredOutputError, match="planted"):
+            await drain(stream)
+        assert len((await other).outputs[0].token_ids) == 20
+        await until_idle(served)
 
 
 def test_a_program_that_forgets_to_shut_down_ends_cleanly(tiny_folder):

@@ -24,10 +24,19 @@ def serve(blocks, sequence, *, others=()):
     return cached
 
 
+def found(blocks, tokens, **options):
+    """Number of tokens of a prompt that a new sequence finds in the cache."""
+    sequence = make_sequence(tokens)
+    assert blocks.admit(sequence, len(sequence.tokens), **options)
+    computed = sequence.num_computed
+    assert sequence.num_to_compute >= 1
+    blocks.release(sequence)
+    return computed
+
+
 def test_a_prefix_is_shared_block_by_block():
     blocks = BlockManager([20], 4)
-    first = make_sequence(range(10))
-    second = make_sequence([*range(8), 99, 98])
+    first, second = make_sequence(range(10)), make_sequence([*range(8), 99, 98])
     assert serve(blocks, first) == 0
     assert blocks.admit(second, 10)
     assert second.num_computed == 8
@@ -39,18 +48,13 @@ def test_a_prefix_is_shared_block_by_block():
 def test_the_last_token_is_always_computed(length):
     blocks = BlockManager([20], 4)
     serve(blocks, make_sequence(range(length)))
-    again = make_sequence(range(length))
-    assert blocks.admit(again, length)
-    assert again.num_computed == (length - 1) // 4 * 4
-    assert again.num_to_compute >= 1
+    assert found(blocks, range(length)) == (length - 1) // 4 * 4
 
 
-def test_a_block_is_found_only_behind_its_own_prefix():
+def test_a_block_is_found_only_after_its_own_prefix():
     blocks = BlockManager([20], 4)
     serve(blocks, make_sequence([1, 1, 1, 1, 2, 2, 2, 2, 3]))
-    other = make_sequence([7, 7, 7, 7, 2, 2, 2, 2, 3])
-    assert blocks.admit(other, 9)
-    assert other.num_computed == 0
+    assert found(blocks, [7, 7, 7, 7, 2, 2, 2, 2, 3]) == 0
 
 
 def test_equal_hashes_of_different_tokens_do_not_mix():
@@ -60,9 +64,7 @@ def test_equal_hashes_of_different_tokens_do_not_mix():
 
     blocks = BlockManager([20], 2)
     serve(blocks, make_sequence([Colliding(i) for i in (5, 6, 7)]))
-    other = make_sequence([Colliding(i) for i in (6, 5, 7)])
-    assert blocks.admit(other, 3)
-    assert other.num_computed == 0
+    assert found(blocks, [Colliding(i) for i in (6, 5, 7)]) == 0
 
 
 def test_released_blocks_stay_cached_until_they_are_needed():
@@ -92,12 +94,15 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning():
     assert again.num_computed == 8
 
 
-def test_no_room_changes_nothing():
-    blocks = BlockManager([4], 4)
+@pytest.mark.parametrize(
+    ("counts", "windows"), [([4], (None,)), ([20, 4], (None, 8))], ids=["one group", "windows are short"]
+)
+def test_no_room_changes_nothing(counts, windows):
+    blocks = BlockManager(counts, 4, windows=windows)
     serve(blocks, running := make_sequence(range(8)))
     assert not blocks.admit(make_sequence(range(50, 59)), 9)
     assert blocks.grow(running, 40) is None
-    assert len(running.tables[0]) == 2
+    assert {len(table) for table in running.tables} == {2}
     blocks.check([running])
 
 
@@ -110,16 +115,11 @@ def test_idle_cached_blocks_are_not_counted_twice_as_room():
     assert not blocks.admit(make_sequence([*range(8), 1, 2, 3, 4, 5]), 13)
 
 
-def test_caching_can_be_off():
-    blocks = BlockManager([20], 4, enable_prefix_caching=False)
+@pytest.mark.parametrize("caching", [True, False])
+def test_caching_can_be_off_and_a_reset_forgets_prefixes_and_keeps_running_sequences(caching):
+    blocks = BlockManager([20], 4, enable_prefix_caching=caching)
     serve(blocks, first := make_sequence(range(10)))
-    assert serve(blocks, make_sequence(range(10)), others=[first]) == 0
-
-
-def test_reset_forgets_prefixes_and_keeps_running_sequences():
-    blocks = BlockManager([20], 4)
-    first = make_sequence(range(10))
-    serve(blocks, first)
+    assert found(blocks, range(10)) == 8 * caching
     blocks.reset_prefix_cache()
     blocks.check([first])
     assert serve(blocks, make_sequence(range(10)), others=[first]) == 0
@@ -128,7 +128,7 @@ def test_reset_forgets_prefixes_and_keeps_running_sequences():
 # Groups: blocks before a sliding window are given back, blocks of full attention stay.
 
 
-def test_blocks_behind_the_window_are_given_back_when_a_sequence_grows():
+def test_blocks_before_the_window_are_given_back_when_a_sequence_grows():
     blocks = BlockManager([20, 20], 4, windows=[None, 6])
     first = make_sequence(range(40))
     assert blocks.admit(first, 40)
@@ -139,9 +139,9 @@ def test_blocks_behind_the_window_are_given_back_when_a_sequence_grows():
     # Token 17 was the next one when the tables grew last. It sees tokens from 12 on.
     assert [bool(block) for block in first.tables[1]] == [False] * 3 + [True] * 5
     assert all(first.tables[0])
-    assert (blocks.num_free, blocks.num_usable) == (38 - 8 - 5, 38)
+    assert [pool.num_free for pool in blocks._pools] == [19 - 8, 19 - 5]
     blocks.release(first)
-    assert blocks.num_free == blocks.num_usable
+    assert blocks.usage == 0
 
 
 def test_a_given_back_block_is_used_again_by_another_sequence():
@@ -158,20 +158,11 @@ def test_a_given_back_block_is_used_again_by_another_sequence():
     blocks.check([first, second])
 
 
-def test_only_what_a_step_needs_must_fit_behind_a_window():
+def test_only_what_a_step_needs_must_fit_with_a_window():
     blocks = BlockManager([20, 5], 4, windows=[None, 4])
     long = make_sequence(range(60))
     assert not blocks.admit(long, 60, chunk=12)
     assert blocks.admit(long, 60, chunk=8)
-
-
-def cached(blocks, tokens):
-    """Number of tokens of a prompt that a new sequence finds."""
-    sequence = make_sequence(tokens)
-    assert blocks.admit(sequence, len(sequence.tokens), chunk=4)
-    computed = sequence.num_computed
-    blocks.release(sequence)
-    return computed
 
 
 def compute(blocks, sequence, *, chunk):
@@ -191,10 +182,10 @@ def test_a_prefix_is_found_as_long_as_its_last_window_is_cached():
     compute(blocks, sequence, chunk=4)
     blocks.release(sequence)
     # Blocks 4 to 8 are cached. A text of n blocks needs the two before n.
-    assert cached(blocks, range(33)) == 32
-    assert cached(blocks, [*range(24), 99]) == 24
-    assert cached(blocks, [*range(20), 99]) == 0
-    assert cached(blocks, range(9)) == 0
+    assert found(blocks, range(33), chunk=4) == 32
+    assert found(blocks, [*range(24), 99], chunk=4) == 24
+    assert found(blocks, [*range(20), 99], chunk=4) == 0
+    assert found(blocks, range(9), chunk=4) == 0
 
 
 def test_a_text_is_found_by_its_end_when_its_beginning_is_gone():
@@ -202,9 +193,9 @@ def test_a_text_is_found_by_its_end_when_its_beginning_is_gone():
     sequence = make_sequence(range(33))
     compute(blocks, sequence, chunk=4)
     blocks.release(sequence)
-    assert cached(blocks, range(33)) == 32
+    assert found(blocks, range(33), chunk=4) == 32
     other = make_sequence([*range(100, 104), *range(4, 33)])  # the same blocks after another beginning
-    assert cached(blocks, other.tokens) == 0
+    assert found(blocks, other.tokens, chunk=4) == 0
     again = make_sequence(range(33))
     assert blocks.admit(again, 33, chunk=4)
     assert [bool(block) for block in again.tables[0]] == [False] * 6 + [True] * 2
@@ -215,11 +206,11 @@ def test_a_short_prefix_is_found_where_a_group_lacks_the_longer_one():
     first = make_sequence(range(17))
     compute(blocks, first, chunk=4)
     blocks.release(first)
-    assert cached(blocks, [*range(8), 99]) == 8  # their blocks are the last ones used
+    assert found(blocks, [*range(8), 99], chunk=4) == 8  # their blocks are the last ones used
     taken = make_sequence(range(100, 164))
     assert blocks.admit(taken, 64)
     blocks.grow(taken, 64)  # 14 unused blocks before the window, and the blocks of tokens 16 and 12 to 15
-    assert [cached(blocks, [*range(n), 99]) for n in (16, 12, 8, 4)] == [12, 12, 8, 4]
+    assert [found(blocks, [*range(n), 99], chunk=4) for n in (16, 12, 8, 4)] == [12, 12, 8, 4]
 
 
 def test_prefixes_that_nothing_uses_are_forgotten():
@@ -233,16 +224,7 @@ def test_prefixes_that_nothing_uses_are_forgotten():
     assert len(blocks._prefixes) == 0
 
 
-def test_no_room_in_one_group_changes_nothing():
-    blocks = BlockManager([20, 4], 4, windows=[None, 8])
-    serve(blocks, running := make_sequence(range(8)))
-    assert not blocks.admit(make_sequence(range(50, 59)), 9)
-    assert blocks.grow(running, 40) is None
-    assert [len(table) for table in running.tables] == [2, 2]
-    blocks.check([running])
-
-
-def test_usage_is_that_of_the_fullest_group():
+def test_usage_is_the_share_of_the_fullest_group():
     blocks = BlockManager([21, 6], 4, windows=[None, 8])
     serve(blocks, make_sequence(range(8)))
     assert blocks.usage == pytest.approx(2 / 5)

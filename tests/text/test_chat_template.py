@@ -32,10 +32,61 @@ def test_what_is_set_inside_of_generation_stays_there():
     assert render(template, HELLO) == "21"
 
 
-def test_keys_that_are_none_are_as_good_as_missing():
-    messages = [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
-    assert render("{{ messages[0].content is defined }}", messages) == "False"
-    assert messages[0] == {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [{"id": None, "function": {"name": "f"}}]}
+
+
+@pytest.mark.parametrize(
+    ("expression", "text"),
+    [
+        ("content is none", "True"),
+        ("content is not none", "False"),
+        ("content == none", "True"),
+        ("content is defined", "False"),
+        ("content is string", "False"),
+        ("content is undefined", "True"),
+        ("get('content') is none", "True"),
+        ("content", ""),
+        ("content + '!'", "!"),
+        ("content.strip().split('</think>')[-1]", ""),
+        ("content | trim ~ '!'", "!"),
+        ("content | tojson", "null"),
+        ("missing is none", "False"),
+        ("tool_calls[0] | tojson", '{"id": null, "function": {"name": "f", "arguments": {}}}'),
+    ],
+)
+def test_null_content_is_missing_and_none_and_an_empty_text(expression, text):
+    before = {**CALLED}
+    assert render("{{ messages[0].@ }}".replace("@", expression), [CALLED]) == text
+    assert before == CALLED
+
+
+AS_TEXT = "{{ a if a is string else a | tojson }}"
+AS_OBJECT = "{% if a is mapping %}{% for key, value in a | items %}{{ key }}={{ value }};{% endfor %}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "as_text", "as_object", "as_json"),
+    [
+        ('{"x":1, "y": "a"}', '{"x":1, "y": "a"}', "x=1;y=a;", '{"x": 1, "y": "a"}'),
+        ({"x": None}, '{"x": null}', "x=None;", '{"x": null}'),
+        ('{"x": "It was a da', '{"x": "It was a da', "x=It was a da;", '{"x": "It was a da"}'),
+        ('{"x": [1, {"y": "a", "z', '{"x": [1, {"y": "a", "z', "x=[1, {'y': 'a'}];", '{"x": [1, {"y": "a"}]}'),
+        ("not json", "not json", "", "{}"),
+        ("[" * 9999, "[" * 9999, "", "{}"),
+        ('{"x":' * 9999, '{"x":' * 9999, "", "{}"),
+        ("", "{}", "", "{}"),
+        (None, "{}", "", "{}"),
+    ],
+)
+def test_arguments_are_text_or_an_object_as_the_template_wants(arguments, as_text, as_object, as_json):
+    for call in ({"name": "f", "arguments": arguments}, {"function": {"name": "f", "arguments": arguments}}):
+        messages = [{"role": "assistant", "tool_calls": [call]}]
+        read = "{% set a = (messages[0].tool_calls[0].function or messages[0].tool_calls[0]).arguments %}"
+        assert render(read + AS_TEXT, messages) == as_text
+        assert render(read + AS_OBJECT, messages) == as_object
+        assert render(read + "{{ a | tojson }}", messages) == as_json
+        if isinstance(arguments, str):
+            assert render(read + "{{ '<' + a + '>' ~ a }}", messages) == f"<{as_text}>{as_text}"
 
 
 @pytest.mark.parametrize("name", ["reasoning", "thinking", "reasoning_content"])
@@ -81,6 +132,9 @@ def test_a_message_without_text_cannot_be_continued(content):
         "{{ missing.attribute }}",
         "{{ range(10 ** 9) | list }}",
         "{{ 1 // 0 }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception('refuses') }}",
     ],
 )
 def test_whatever_a_template_does_wrong_is_a_template_error(template):
@@ -88,7 +142,7 @@ def test_whatever_a_template_does_wrong_is_a_template_error(template):
         render(template, HELLO)
 
 
-def test_a_template_that_is_no_template_names_the_line():
+def test_an_invalid_template_is_refused_with_its_line():
     with pytest.raises(TemplateError, match="not valid jinja: line 2"):
         render("\n{% for %}", HELLO)
 
@@ -98,7 +152,21 @@ def test_namespaces_and_dictionaries_work():
     assert render(template, HELLO) == "223"
 
 
-@pytest.mark.parametrize("messages", [5, None, "", b"x", {"role": "user", "content": "x"}, [["role", "user"]]])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        5,
+        None,
+        "",
+        b"x",
+        [],
+        {"role": "user", "content": "x"},
+        [3],
+        [{"content": "x"}],
+        [{"role": "user"}],
+        [{"role": 1}],
+    ],
+)
 def test_no_conversation_is_refused_by_name(messages):
     with pytest.raises(InvalidParameterError, match=r"^messages"):
         render("", messages)
@@ -140,7 +208,7 @@ def test_a_conversation_of_a_thousand_long_messages_is_rendered():
     assert len(prompt) > 10e6
 
 
-def test_sums_products_and_powers_within_the_limits_are_those_of_python():
+def test_sums_products_and_powers_within_the_limits_are_computed():
     assert (
         render("{{ 'a' * 3 + 'b' }}{{ 2 * 3 + 2 ** 10 }}{{ [1] + [2] }}{{ 2 ** 0.5 > 1 }}", HELLO)
         == "aaab1030[1, 2]True"

@@ -1,34 +1,32 @@
 """Options of the engine, as one record and as keyword arguments; an engine without a tokenizer."""
 
-from dataclasses import fields
-from typing import get_type_hints
-
 import pytest
 
 import verax
 from tests.text.conftest import make_llm
 from verax.errors import CheckpointError, InvalidParameterError
-from verax.text.engine.engine_config import EngineConfig, EngineOptions
+from verax.text.engine.engine_config import EngineConfig
 
 GREEDY = verax.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
-def test_keyword_arguments_are_the_fields_with_their_types():
-    hints = get_type_hints(EngineConfig)
-    assert get_type_hints(EngineOptions) == {field.name: hints[field.name] for field in fields(EngineConfig)}
+WHOLE = [{name: value} for name in ("max_num_seqs", "block_size", "max_lora_rank") for value in (0, -1, True, 2.0, "8")]
+WRONG = [
+    *((options, f"{next(iter(options))}: expected a whole number of at least 1") for options in WHOLE),
+    ({"max_loras": 3, "max_cpu_loras": 2}, r"max_cpu_loras: 2 is less than max_loras \(3\)"),
+    ({"nnodes": 0}, "nnodes: expected a whole number of at least 1"),
+    ({"nnodes": 2, "tensor_parallel_size": 2, "node_rank": 2}, r"node_rank: 2 hosts \(nnodes\) have .* 0 to 1, got 2"),
+    ({"node_rank": -1}, "node_rank: expected a whole number of at least 0"),
+    ({"nnodes": 2, "tensor_parallel_size": 3}, "tensor_parallel_size: 3 devices do not divide over 2 hosts"),
+    ({"master_addr": "::1"}, r"master_addr: expected HOST, HOST:PORT or \[IPV6\]:PORT, got '::1'"),
+    ({"master_addr": "http://10.0.0.1"}, "master_addr: expected HOST"),
+]
 
 
-@pytest.mark.parametrize("value", [0, -1, True, 2.0, "8"])
-@pytest.mark.parametrize("name", ["max_num_seqs", "block_size", "kv_cache_memory", "max_loras", "max_lora_rank"])
-def test_a_size_that_is_no_whole_number_above_0_is_refused(name, value):
-    with pytest.raises(InvalidParameterError, match=f"{name}: expected a whole number of at least 1"):
-        EngineConfig(**{name: value})
-
-
-def test_fewer_adapters_in_memory_than_slots_are_refused():
-    assert EngineConfig(max_loras=3, max_cpu_loras=3).max_cpu_loras == 3
-    with pytest.raises(InvalidParameterError, match=r"max_cpu_loras: 2 is less than max_loras \(3\)"):
-        EngineConfig(max_loras=3, max_cpu_loras=2)
+@pytest.mark.parametrize(("options", "message"), WRONG)
+def test_options_that_make_no_sense_are_refused_with_what_would(options, message):
+    with pytest.raises(InvalidParameterError, match=f"^{message}"):
+        EngineConfig(**options)
 
 
 @pytest.mark.parametrize(
@@ -42,25 +40,6 @@ def test_fewer_adapters_in_memory_than_slots_are_refused():
 )
 def test_the_address_of_rank_0_has_the_port_of_its_own_option_unless_it_names_one(address, port, expected):
     assert EngineConfig(master_addr=address, master_port=port).coordinator == expected
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"nnodes": 0}, "nnodes: expected a whole number of at least 1"),
-        (
-            {"nnodes": 2, "tensor_parallel_size": 2, "node_rank": 2},
-            r"node_rank: 2 hosts \(nnodes\) have .* 0 to 1, got 2",
-        ),
-        ({"node_rank": -1}, "node_rank: expected a whole number of at least 0"),
-        ({"nnodes": 2, "tensor_parallel_size": 3}, "tensor_parallel_size: 3 devices do not divide over 2 hosts"),
-        ({"master_addr": "::1"}, r"master_addr: expected HOST, HOST:PORT or \[IPV6\]:PORT, got '::1'"),
-        ({"master_addr": "http://10.0.0.1"}, "master_addr: expected HOST"),
-    ],
-)
-def test_hosts_that_make_no_group_are_refused_with_what_would(options, message):
-    with pytest.raises(InvalidParameterError, match=f"^{message}"):
-        EngineConfig(**options)
 
 
 def test_an_unknown_option_is_refused_with_the_known_ones_before_anything_is_loaded(tmp_path):

@@ -75,7 +75,7 @@ def both(tmp_path, family, **options):
 
 
 @pytest.mark.parametrize("family", ["gpt-2", "qwen2", "qwen35", "llama-bpe", "smollm"])
-def test_ids_and_texts_are_those_of_tokenizer_json(family, tmp_path):
+def test_ids_and_texts_equal_tokenizer_json(family, tmp_path):
     theirs, ours = both(tmp_path, family)
     for text in TEXTS:
         for add in (True, False):
@@ -229,7 +229,7 @@ def test_runs_of_spaces_are_tokens_of_users_before_words_begin_with_one():
     assert tokens(ours, "   in") == ["▁▁▁", "in"]
 
 
-def test_the_prefix_is_put_before_a_text_and_behind_special_tokens():
+def test_the_prefix_is_put_before_a_text_and_after_special_tokens():
     ours = tokenizer(add_space_prefix=True)
     assert tokens(ours, "in") == ["▁in"]
     assert tokens(ours, "<start_of_turn>in") == ["<start_of_turn>", "▁in"]
@@ -252,7 +252,7 @@ def test_every_text_comes_back_whole_and_in_pieces(ours, prefix, text):
     assert "".join([*pieces, running.finish()]) == text
 
 
-def test_an_answer_behind_a_prompt_keeps_its_first_space(ours):
+def test_an_answer_after_a_prompt_keeps_its_first_space(ours):
     prompt, answer = ours.encode("in"), [ours.token_id("▁the"), ours.token_id("▁in")]
     running = IncrementalDetokenizer(ours, prompt)
     for token in answer:

@@ -51,7 +51,7 @@ PIECES = [
 
 @settings(max_examples=2000, deadline=None)
 @given(text=st.one_of(st.lists(st.sampled_from(PIECES), max_size=60).map("".join), st.text(max_size=60)))
-def test_gemma_s_ids_and_texts_are_those_of_its_tokenizer_json(ours, theirs, text):
+def test_gemma_s_ids_and_texts_equal_its_tokenizer_json(ours, theirs, text):
     ids = theirs.encode(text)
     assert ours.encode(text) == ids
     assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids, skip_special_tokens=False)

@@ -7,21 +7,9 @@ import pytest
 
 from verax.text.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
-
-def make_output(**changes):
-    best = {5: Logprob(-0.25, 1, "a"), 7: Logprob(float("-inf"), 2, "é")}
-    completion = CompletionOutput(0, "a", (5,), -0.25, [best], "stop", "END")
-    fields = {
-        "request_id": "r",
-        "prompt": "hi",
-        "prompt_token_ids": (1, 2),
-        "prompt_logprobs": [None, best],
-        "outputs": [completion],
-        "finished": True,
-        "num_cached_tokens": 0,
-        "metrics": RequestMetrics(10.0, 10.5, 12.0),
-    }
-    return RequestOutput(**{**fields, **changes})
+BEST = {5: Logprob(-0.25, 1, "a"), 7: Logprob(float("-inf"), 2, "é")}
+COMPLETION = CompletionOutput(0, "a", (5,), -0.25, [BEST], "stop", "END")
+OUTPUT = RequestOutput("r", "hi", (1, 2), [None, BEST], [COMPLETION], True, 0, RequestMetrics(10.0, 10.5, 12.0))
 
 
 def test_a_completion_is_finished_once_it_has_a_reason():
@@ -38,7 +26,7 @@ def test_times_count_from_arrival_and_are_none_until_they_happen():
 
 
 def test_the_dictionary_is_strict_json_without_infinities():
-    back = json.loads(json.dumps(make_output().to_dict(), allow_nan=False))
+    back = json.loads(json.dumps(OUTPUT.to_dict(), allow_nan=False))
     assert back["outputs"][0]["logprobs"] == [
         {
             "5": {"logprob": -0.25, "rank": 1, "decoded_token": "a"},
@@ -53,9 +41,9 @@ def test_the_dictionary_is_strict_json_without_infinities():
 
 
 def test_an_output_without_metrics_has_none_in_json():
-    assert make_output(metrics=None).to_dict()["metrics"] is None
+    assert dataclasses.replace(OUTPUT, metrics=None).to_dict()["metrics"] is None
 
 
 def test_outputs_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        make_output().finished = False
+        OUTPUT.finished = False

@@ -1,4 +1,10 @@
-"""A step's program without weights: what is lowered for a device that is not there is what the runner compiles."""
+"""Programs of steps: lowered without weights for a device that is not there, and written to a folder and loaded.
+
+What is lowered is what the runner compiles. A start with a folder traces nothing and gives the same tokens.
+"""
+
+import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -6,17 +12,20 @@ import pytest
 from flax import nnx
 from jax import export
 
+from tests.support.engine import alone, generate, tokens
 from tests.support.tiny import HYBRID, tiny_checkpoint, tiny_config
 from tests.text.conftest import make_llm
-from verax import SamplingParams, ops
+from verax import LLM, SamplingParams, ops
 from verax._compat import _JAXLIB_VERSION, make_mesh
+from verax.errors import InvalidParameterError
 from verax.models import causal_lm
 from verax.models.causal_lm import config_on_devices
 from verax.models.qwen3 import Qwen3Config
 from verax.nn import pack_linear_weights
 from verax.ops._target import DeviceMemory, Target
 from verax.text.engine.engine_config import EngineConfig
-from verax.text.step.program import AbstractModel, cache_partitions, new_cache, step_program
+from verax.text.step import runner
+from verax.text.step.program import AbstractModel, cache_partitions, check_supported, new_cache, step_program
 from verax.text.step.sizes import block_bytes, plan_sizes
 
 QWEN3_0_6B = dict(
@@ -71,20 +80,12 @@ def test_the_cache_takes_what_weights_and_reserve_leave_of_an_accelerator(monkey
     assert 0.9 * total - in_use - one < sizes.groups[0].num_blocks * one <= 0.9 * total - in_use
 
 
-@pytest.mark.parametrize("engine", ["llm", "quantized_llm"])
-def test_the_runner_passes_what_its_program_takes(request, engine):
-    runner = request.getfixturevalue(engine).engine.runner
+@pytest.mark.parametrize("options", [{}, {"max_num_seqs": 1, "quantization": "int8"}], ids=["floats", "int8"])
+def test_the_runner_passes_what_its_program_takes(tiny_folder, options):
+    runner = make_llm(tiny_folder, **options).engine.runner
     for shape in runner.config.shapes:
-        program = runner.program(shape)
         compiled = runner._steps[shape].lower(*runner._arguments(shape))
-        assert described(compiled.args_info) == described(program.arguments)
-
-
-@pytest.fixture(scope="module")
-def quantized_llm(tiny_folder):
-    from tests.text.conftest import make_llm
-
-    return make_llm(tiny_folder, max_num_seqs=1, quantization="int8")
+        assert described(compiled.args_info) == described(runner.program(shape).arguments)
 
 
 def test_a_model_without_weights_has_the_program_of_the_one_with_them(llm):
@@ -95,10 +96,9 @@ def test_a_model_without_weights_has_the_program_of_the_one_with_them(llm):
         pack_linear_weights(model, few_rows=True)
         return model
 
-    model = AbstractModel.from_module(nnx.eval_shape(packed))
-    for shape in llm.engine.runner.config.shapes:
-        planned = step_program(model, llm.engine.runner.config, shape)
-        run = llm.engine.runner.program(shape)
+    model, runner = AbstractModel.from_module(nnx.eval_shape(packed)), llm.engine.runner
+    for shape in runner.config.shapes:
+        planned, run = step_program(model, runner.config, shape), runner.program(shape)
         assert described(planned.arguments) == described(run.arguments)
         assert (planned.name, planned.donated) == (run.name, run.donated)
 
@@ -137,10 +137,6 @@ def counted_norm():
     return rms_norm, traced
 
 
-def greedy(llm):
-    return llm.generate(["abc"], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)[0].outputs[0].token_ids
-
-
 def test_an_engine_of_an_equal_model_compiles_nothing(tmp_path):
     folder, other = tiny_checkpoint(tmp_path / "first"), tiny_checkpoint(tmp_path / "other", seed=1)
     rms_norm, traced = counted_norm()
@@ -148,23 +144,23 @@ def test_an_engine_of_an_equal_model_compiles_nothing(tmp_path):
         first = make_llm(folder, max_num_seqs=1)
         traces = len(traced)
         assert traces
-        tokens = greedy(first)
+        tokens = alone(first, "abc")
         # The programs take the weights as arguments: another checkpoint of the same shapes has its own answers.
-        assert greedy(make_llm(other, max_num_seqs=1)) != tokens
+        assert alone(make_llm(other, max_num_seqs=1), "abc") != tokens
         assert len(traced) == traces
         make_llm(folder, max_num_seqs=2)
         assert len(traced) > traces
     traces = len(traced)
-    assert greedy(first) == tokens
-    assert greedy(make_llm(folder, max_num_seqs=1)) == tokens
+    assert alone(first, "abc") == tokens
+    assert alone(make_llm(folder, max_num_seqs=1), "abc") == tokens
     assert len(traced) == traces, "outside of the choice, its implementation must not run"
 
 
 def test_a_configuration_need_not_be_hashable(tmp_path, monkeypatch):
     folder = tiny_checkpoint(tmp_path / "qwen3")
-    tokens = greedy(make_llm(folder))
+    tokens = alone(make_llm(folder), "abc")
     monkeypatch.setattr(Qwen3Config, "__hash__", None)
-    assert greedy(make_llm(folder)) == tokens
+    assert alone(make_llm(folder), "abc") == tokens
 
 
 @pytest.mark.parametrize(("platform", "lowering"), [("tpu", "tpu"), ("gpu", "cuda")])
@@ -196,3 +192,112 @@ def test_the_layers_share_sines_of_rotary_embeddings():
     for shape in sizes.shapes:
         text = step_program(model, sizes, shape).lower().compile().as_text()
         assert text.count(" sine(") == text.count(" cosine(") == 1
+
+
+SIZES = dict(max_num_seqs=2, max_model_len=64, max_num_batched_tokens=32)
+PARAMS = [SamplingParams(temperature=t, max_tokens=6, seed=3, ignore_eos=True) for t in (0, 0.8)]
+
+
+def start(folder, **options):
+    return LLM(folder, use_tqdm=False, **options)
+
+
+def answers(llm):
+    return tokens(generate(llm, ["abc", "once upon"], PARAMS))
+
+
+@pytest.fixture(scope="module")
+def compiled(tiny_folder, tmp_path_factory):
+    """Folder of programs, and the tokens of the engine that wrote them."""
+    llm = start(tiny_folder, structured_outputs=True, **SIZES)
+    folder = tmp_path_factory.mktemp("programs") / "programs"
+    assert {path.name for path in llm.write_programs(folder)} == {path.name for path in folder.glob("*.bin")}
+    return folder, answers(llm)
+
+
+def no_tracing(*arguments, **options):
+    raise AssertionError("traced")
+
+
+def test_a_start_with_programs_traces_nothing_and_gives_the_same_tokens(tiny_folder, compiled, monkeypatch):
+    folder, expected = compiled
+    monkeypatch.setattr(runner, "compile_program", no_tracing)
+    monkeypatch.setattr(runner, "jitted_programs", no_tracing)
+    llm = start(tiny_folder, programs=folder, structured_outputs=True)
+    before = llm.engine.runner.num_compiled()
+    assert answers(llm) == expected
+    assert llm.engine.runner.num_compiled() == before == len(list(folder.glob("*.bin")))
+    assert llm.max_model_len == 64  # sizes that no option names come from the folder
+    # Programs for structured output may be left over.
+    assert answers(start(tiny_folder, programs=str(folder), max_num_seqs=2)) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(max_num_seqs=4), r"max_num_seqs: the programs of .* were compiled for 2, got 4"),
+        (dict(kv_cache_dtype="int8"), r"cache_dtype: .* were compiled for bfloat16, got int8"),
+        (dict(kv_cache_dtype="fp8"), r"cache_dtype: .* were compiled for bfloat16, got float8_e4m3fn"),
+        (dict(kv_cache_memory=1 << 20, max_model_len=32), "kv_cache_memory: the cache of"),
+        (dict(dtype="float32", kv_cache_dtype="bfloat16"), r"programs: .* was compiled for weights "),
+        (dict(speculative_config={"method": "ngram", "num_speculative_tokens": 2}), "speculative_config: programs"),
+    ],
+)
+def test_options_of_another_engine_are_named(tiny_folder, compiled, options, message):
+    with pytest.raises(InvalidParameterError, match=message):
+        start(tiny_folder, programs=compiled[0], **options)
+
+
+@pytest.fixture
+def changed(compiled, tmp_path):
+    """A function that copies the folder with another value in its manifest."""
+
+    def change(section, key, value):
+        folder = shutil.copytree(compiled[0], tmp_path / "programs")
+        manifest = json.loads((folder / "programs.json").read_text())
+        manifest[section][key] = value
+        (folder / "programs.json").write_text(json.dumps(manifest))
+        return folder
+
+    return change
+
+
+def test_structured_output_needs_programs_for_it(tiny_folder, changed):
+    folder = changed("sizes", "structured_outputs", False)
+    with pytest.raises(InvalidParameterError, match=r"has no programs for them; compile with --structured-outputs"):
+        start(tiny_folder, programs=folder, structured_outputs=True)
+
+
+def test_another_model_is_named_by_the_first_difference(compiled, tmp_path):
+    other = tiny_checkpoint(tmp_path, intermediate_size=64)
+    with pytest.raises(InvalidParameterError, match=r"compiled for model.intermediate_size 96, but here it is 64"):
+        start(other, programs=compiled[0])
+
+
+def test_other_implementations_are_refused(tiny_folder, compiled):
+    with (
+        ops.use_implementations(sample="bisect"),
+        pytest.raises(InvalidParameterError, match=r"implementations.sample"),
+    ):
+        start(tiny_folder, programs=compiled[0])
+
+
+@pytest.mark.parametrize("key", ["jaxlib", "platform", "device", "processor", "source"])
+def test_another_version_or_machine_is_refused(tiny_folder, changed, key):
+    with pytest.raises(InvalidParameterError, match=rf"was compiled for {key} another, but here it is"):
+        start(tiny_folder, programs=changed("made_for", key, "another"))
+
+
+def test_a_damaged_folder_is_an_error_that_names_it(tiny_folder, compiled, tmp_path):
+    with pytest.raises(InvalidParameterError, match=r"programs: .* verax compile -o FOLDER makes one"):
+        start(tiny_folder, programs=tmp_path)
+    folder = shutil.copytree(compiled[0], tmp_path / "programs")
+    (folder / "decode_1x1.bin").write_bytes(b"no pickle")
+    with pytest.raises(InvalidParameterError, match=r"decode_1x1.bin cannot be loaded"):
+        start(tiny_folder, programs=folder)
+
+
+@pytest.mark.parametrize("option", [{"enable_lora": True}, {"data_parallel_size": 2}, {"tensor_parallel_size": 2}])
+def test_an_engine_with_further_programs_is_refused(option):
+    with pytest.raises(InvalidParameterError, match=f"{next(iter(option))}: programs are not written"):
+        check_supported(EngineConfig(**option))

@@ -5,20 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.engine import alone, greedy_answer, plain_scores, tokens
-from tests.support.sequences import make_sequence
+from tests.support.engine import GREEDY, PROMPTS, alone, finish, generate, greedy_answer, plain_scores, tokens
 from tests.support.tiny import HYBRID, tiny_checkpoint
 from tests.text.conftest import make_llm
 from verax.errors import InvalidParameterError
 from verax.text.engine.engine_config import EngineConfig
-from verax.text.engine.sampling_params import SamplingParams
 from verax.text.step.program import new_cache
 from verax.text.step.sizes import block_bytes, plan_sizes, state_bytes
-
-GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-RANDOM = SamplingParams(temperature=1.0, top_k=40, top_p=0.95, seed=7, max_tokens=20, ignore_eos=True)
-RNG = np.random.default_rng(0)
-PROMPTS = [RNG.integers(3, 200, n).tolist() for n in (1, 5, 16, 33, 64, 7, 40, 2, 3, 50)]
 
 
 @pytest.fixture(scope="module")
@@ -32,22 +25,15 @@ def llm(folder):
 
 
 @pytest.fixture(scope="module")
-def scores(llm):
-    return plain_scores(llm)
-
-
-@pytest.fixture(scope="module")
-def expected(scores):
+def expected(llm):
     """The greedy answers of the model by itself."""
-    return [greedy_answer(scores, prompt, GREEDY.max_tokens) for prompt in PROMPTS]
+    scores = plain_scores(llm)
+    return [greedy_answer(scores, prompt) for prompt in PROMPTS]
 
 
 def drive(llm, ids):
-    """Step until the requests are done; their tokens."""
-    done = {}
-    while not set(ids) <= set(done):
-        done |= {o.request_id: o.outputs[0].token_ids for o in llm.step() if o.finished}
-        llm.engine.check()
+    """Tokens of requests that were added."""
+    done = {output.request_id: output.outputs[0].token_ids for output in finish(llm)}
     return [done[i] for i in ids]
 
 
@@ -64,63 +50,30 @@ def states(llm):
     return [np.asarray(x) for layer in llm.engine.runner._cache if type(layer) is not tuple for x in layer]
 
 
-def test_prompts_in_one_chunk_or_several_give_the_models_own_tokens(llm, expected):
-    # The budget is 32 tokens: prompts of 33 to 64 are computed in two or three chunks.
-    assert [alone(llm, p, GREEDY) for p in PROMPTS] == expected
-
-
 @pytest.mark.parametrize("budget", [8, 13])
 def test_every_way_of_cutting_a_prompt_gives_the_same_tokens(llm, expected, monkeypatch, budget):
     monkeypatch.setattr(llm.engine.scheduler, "max_num_batched_tokens", budget)
-    assert [alone(llm, p, GREEDY) for p in PROMPTS] == expected
-    assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
-
-
-@pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "sampled"])
-def test_served_in_a_crowd_equals_served_alone(llm, params):
-    assert tokens(llm.generate(PROMPTS, params, use_tqdm=False)) == [alone(llm, p, params) for p in PROMPTS]
-
-
-def test_prompts_that_come_while_others_decode_change_nothing(llm, expected):
-    got, ids = {}, []
-    for step in range(300):
-        if step % 3 == 0 and len(ids) < len(PROMPTS):
-            ids.append(llm.add_request(PROMPTS[len(ids)], GREEDY))
-        got |= {o.request_id: o.outputs[0].token_ids for o in llm.step() if o.finished}
-        if len(got) == len(PROMPTS):
-            break
-    assert [got[i] for i in ids] == expected
+    assert [alone(llm, p) for p in PROMPTS] == expected
+    assert tokens(generate(llm, PROMPTS)) == expected
 
 
 def test_a_new_sequence_never_sees_what_its_slot_held(llm, expected):
     for prompt, answer in zip(PROMPTS[:4], expected, strict=False):  # one token of prompt is a decode step
         poison(llm)
-        assert alone(llm, prompt, GREEDY) == answer
+        assert alone(llm, prompt) == answer
     poison(llm)
-    assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected  # ten requests, eight slots
+    assert tokens(generate(llm, PROMPTS)) == expected  # ten requests, eight slots
 
 
 def test_padding_writes_to_no_slot(llm, expected):
     poison(llm)
-    assert alone(llm, PROMPTS[3], GREEDY) == expected[3]  # alone in mixed steps that have room for eight
+    assert alone(llm, PROMPTS[3]) == expected[3]  # alone in mixed steps that have room for eight
     ids = [llm.add_request(p, GREEDY) for p in PROMPTS[:3]]  # three in decode steps for four
     assert drive(llm, ids) == expected[:3]
     for state in states(llm):
         used = ~np.isnan(state.reshape(len(state), -1))
         assert used.all(axis=1).tolist() == used.any(axis=1).tolist()
         assert used.all(axis=1).sum() == 3
-
-
-def test_preemption_changes_no_token(llm, expected):
-    scheduler = llm.engine.scheduler
-    somebody = make_sequence([])
-    assert scheduler.blocks.admit(somebody, 0)
-    scheduler.blocks.grow(somebody, 4 * (scheduler.blocks.num_usable - 31))  # leaves 31 blocks for eight sequences
-    before = scheduler.num_preemptions
-    crowded = [tokens(llm.generate(PROMPTS, params, use_tqdm=False)) for params in (GREEDY, RANDOM)]
-    assert scheduler.num_preemptions > before
-    scheduler.blocks.release(somebody)
-    assert crowded == [expected, [alone(llm, p, RANDOM) for p in PROMPTS]]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 9])
@@ -135,33 +88,8 @@ def test_an_aborted_sequence_leaves_nothing_to_the_next_one_in_its_slot(llm, exp
     assert drive(llm, [staying, *coming]) == [expected[i] for i in (4, 0, 7, 8, 3, 4, 9, 1)]
 
 
-def test_nothing_compiles_after_the_start(llm):
-    runner = llm.engine.runner
-    before = runner.num_compiled()
-    for batch in (PROMPTS, PROMPTS[:1], PROMPTS[3:8]):
-        llm.generate(batch, GREEDY, use_tqdm=False)
-    assert runner.num_compiled() == before
-
-
-def test_samples_of_one_prompt_each_have_a_state(llm):
-    params = SamplingParams(n=3, temperature=1.5, seed=3, max_tokens=12, ignore_eos=True)
-    samples = [sample.token_ids for sample in llm.generate([PROMPTS[2]], params, use_tqdm=False)[0].outputs]
-    assert len(set(samples)) == 3
-    one = SamplingParams(temperature=1.5, seed=3, max_tokens=12, ignore_eos=True)
-    assert samples[0] == alone(llm, PROMPTS[2], one)
-
-
-def test_prompt_logprobs_are_the_models_own(llm, scores):
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    prompt = PROMPTS[4]
-    output = llm.generate([prompt], params, use_tqdm=False)[0]
-    exact = np.asarray(jax.nn.log_softmax(scores(prompt)))
-    got = [output.prompt_logprobs[i][prompt[i]].logprob for i in range(1, len(prompt))]
-    np.testing.assert_allclose(got, exact[np.arange(len(prompt) - 1), prompt[1:]], atol=1e-4)
-
-
 def test_prefix_caching_is_off_and_says_why(folder, llm):
-    first, second = (llm.generate([PROMPTS[4]], GREEDY, use_tqdm=False)[0] for _ in range(2))
+    first, second = (generate(llm, [PROMPTS[4]])[0] for _ in range(2))
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 0)
     assert tokens([first]) == tokens([second])
     with pytest.raises(InvalidParameterError, match="enable_prefix_caching: this model has recurrent layers"):
@@ -185,4 +113,4 @@ def test_states_are_part_of_the_memory_plan(llm):
 
 def test_quantised_linears_serve_alike_alone_and_in_a_crowd(folder):
     llm = make_llm(folder, quantization="int8", max_num_seqs=2)
-    assert tokens(llm.generate(PROMPTS[:4], GREEDY, use_tqdm=False)) == [alone(llm, p, GREEDY) for p in PROMPTS[:4]]
+    assert tokens(generate(llm, PROMPTS[:4])) == [alone(llm, p) for p in PROMPTS[:4]]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from tests.support.engine import LONG, finish, generate
 from tests.support.replicas import as_replicas
 from tests.text.conftest import make_llm
 from verax import AsyncLLM, SamplingParams
@@ -16,7 +17,6 @@ from verax.text.engine.replicas import ReplicaRouter
 from verax.text.engine.scheduler import SEQUENCE_TOKENS, work
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-LONG = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(3, 200, 9).tolist() for _ in range(8)]
 
@@ -33,7 +33,7 @@ def served(pair):
     asyncio.run(served.shutdown())
     for engine in pair.engines:
         engine.check()
-        assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_usable
+        assert engine.scheduler.blocks.usage == 0
 
 
 async def until_idle(served):
@@ -41,15 +41,11 @@ async def until_idle(served):
         await asyncio.sleep(0.001)
 
 
-def test_a_burst_is_spread_and_answered_as_by_one_engine(llm, served, pair):
-    texts = ["once upon a time", "a small fox", "the river"]
-    expected = llm.generate([*PROMPTS, *texts], GREEDY, use_tqdm=False)
+async def test_a_burst_is_spread_and_answered_as_by_one_engine(llm, served, pair):
+    prompts = [*PROMPTS, "once upon a time", "a small fox", "the river"]
+    expected = generate(llm, prompts, GREEDY)
     before = [engine.num_generated_tokens for engine in pair.engines]
-
-    async def main():
-        return await asyncio.gather(*(served.collect(prompt, GREEDY) for prompt in [*PROMPTS, *texts]))
-
-    outputs = asyncio.run(main())
+    outputs = await asyncio.gather(*(served.collect(prompt, GREEDY) for prompt in prompts))
     assert [output.outputs for output in outputs] == [output.outputs for output in expected]
     assert [output.prompt for output in outputs] == [output.prompt for output in expected]
     served_by = [engine.num_generated_tokens - count for engine, count in zip(pair.engines, before, strict=True)]
@@ -65,113 +61,87 @@ def test_the_synchronous_engine_spreads_requests_and_ends_them_by_id(pair):
         pair.add_request(PROMPTS[0], GREEDY, request_id=names[0])
     for name in names[2:]:
         assert pair.abort(name).outputs[0].finish_reason == "abort"
-    finished = {}
-    while pair.has_unfinished_requests:
-        finished |= {output.request_id: output for output in pair.step() if output.finished}
-    assert sorted(finished) == sorted(names[:2])
-    (output,) = pair.generate("once upon a time", GREEDY, use_tqdm=False)
+    assert sorted(output.request_id for output in finish(pair)) == sorted(names[:2])
+    (output,) = generate(pair, "once upon a time", GREEDY)
     assert "".join(pair.stream("once upon a time", GREEDY)) == output.outputs[0].text
 
 
-def test_a_prompt_goes_where_its_prefix_is_cached(served):
-    prefix = RNG.integers(3, 200, 48).tolist()
-
-    async def main():
-        busy = served.generate(PROMPTS[0], LONG)
-        await anext(busy)  # at the first replica
-        first = await served.collect([*prefix, 5], GREEDY)
-        await busy.aclose()
-        await until_idle(served)
-        second = await served.collect([*prefix, 6, 7], GREEDY)
-        other = await served.collect(RNG.integers(3, 200, 48).tolist(), GREEDY)
-        return first, second, other
-
-    before = served.replica_stats()
-    first, second, other = asyncio.run(main())
+async def test_a_prompt_goes_where_its_prefix_is_cached(served):
+    prefix, before = RNG.integers(3, 200, 48).tolist(), served.replica_stats()
+    busy = served.generate(PROMPTS[0], LONG)
+    await anext(busy)  # at the first replica
+    first = await served.collect([*prefix, 5], GREEDY)
+    await busy.aclose()
+    await until_idle(served)
+    second = await served.collect([*prefix, 6, 7], GREEDY)
+    other = await served.collect(RNG.integers(3, 200, 48).tolist(), GREEDY)
     assert (first.num_cached_tokens, second.num_cached_tokens, other.num_cached_tokens) == (0, 48, 0)
     after = served.replica_stats()
     read = [now.prompt_tokens - then.prompt_tokens for now, then in zip(after, before, strict=True)]
     assert read == [len(PROMPTS[0]) + 48, 49 + 50]
 
 
-def test_aborted_closed_and_finished_requests_end_at_their_replica(served):
-    async def main():
-        streams = [served.generate(prompt, LONG, request_id=str(i)) for i, prompt in enumerate([*PROMPTS, "a text"])]
-        for stream in streams:
-            await anext(stream)
-        served.abort("3")
-        parts = [output async for output in streams[3]]
-        assert parts[-1].outputs[0].finish_reason == "abort"
-        preparing = served.generate("another text", LONG, request_id="late")
-        await preparing.aclose()
-        for stream in streams[4:]:
-            await stream.aclose()
-        rest = await asyncio.gather(*(served.collect(prompt, GREEDY) for prompt in PROMPTS))
-        assert all(len(output.outputs[0].token_ids) == 12 for output in rest)
-        for stream in streams[:3]:
-            await stream.aclose()
-        await until_idle(served)
-
-    asyncio.run(main())
+async def test_aborted_closed_and_finished_requests_end_at_their_replica(served):
+    streams = [served.generate(prompt, LONG, request_id=str(i)) for i, prompt in enumerate([*PROMPTS, "a text"])]
+    for stream in streams:
+        await anext(stream)
+    served.abort("3")
+    parts = [output async for output in streams[3]]
+    assert parts[-1].outputs[0].finish_reason == "abort"
+    preparing = served.generate("another text", LONG, request_id="late")
+    await preparing.aclose()
+    for stream in streams[4:]:
+        await stream.aclose()
+    rest = await asyncio.gather(*(served.collect(prompt, GREEDY) for prompt in PROMPTS))
+    assert all(len(output.outputs[0].token_ids) == 12 for output in rest)
+    for stream in streams[:3]:
+        await stream.aclose()
+    await until_idle(served)
 
 
-def test_the_queue_is_bounded_over_all_replicas(pair):
-    served = AsyncLLM.from_llm(pair, max_queued_requests=2)
-
-    async def main():
-        running = [served.generate(PROMPTS[i % 8], LONG) for i in range(pair.max_num_seqs)]
-        waiting = [served.generate(PROMPTS[0], GREEDY) for _ in range(2)]
+async def test_the_queue_is_bounded_over_all_replicas(pair):
+    async with AsyncLLM.from_llm(pair, max_queued_requests=2) as served:
+        streams = [served.generate(PROMPTS[i % 8], LONG) for i in range(pair.max_num_seqs + 2)]
         with pytest.raises(QueueFullError, match="max_queued_requests"):
             served.generate(PROMPTS[0], GREEDY)
-        for stream in [*running, *waiting]:
+        for stream in streams:
             await stream.aclose()
         await until_idle(served)
-        await served.shutdown()
-
-    asyncio.run(main())
 
 
-def test_figures_are_those_of_each_replica_and_of_all(served):
-    seen = []
+async def test_figures_are_of_each_replica_and_of_all(served):
+    seen, before = [], served.stats()
     served.add_observer(lambda replica, event: seen.append((replica, event)))
-    before = served.stats()
-
-    async def main():
-        await asyncio.gather(*(served.collect(prompt, GREEDY) for prompt in PROMPTS))
-        await asyncio.sleep(0.01)
-
-    asyncio.run(main())
+    await asyncio.gather(*(served.collect(prompt, GREEDY) for prompt in PROMPTS))
+    await asyncio.sleep(0.01)
     assert served.stats().generation_tokens - before.generation_tokens == 8 * 12
     assert sum(of.generation_tokens for of in served.replica_stats()) == served.stats().generation_tokens
     ended = [replica for replica, event in seen if isinstance(event, RequestOutput)]
     assert sorted(ended) == [0] * 4 + [1] * 4
 
 
-def test_an_error_of_one_replica_ends_all(tiny_folder):
+async def test_an_error_of_one_replica_fails_every_request_and_refuses_new_ones(tiny_folder):
     pair = as_replicas(make_llm(tiny_folder), make_llm(tiny_folder))
     served = AsyncLLM.from_llm(pair)
     broken = ZeroDivisionError("planted")
 
-    async def main():
-        streams = [served.generate(prompt, LONG) for prompt in PROMPTS]
-        for stream in streams:
-            await anext(stream)
+    def advance():
+        raise broken
 
-        def advance():
-            raise broken
-
-        pair.engines[1].advance = advance
-        for stream in streams:
-            with pytest.raises(EngineDeadError, match="planted") as raised:
-                _ = [output async for output in stream]
-            assert raised.value.__cause__ is broken
-        assert served.error is broken
-        assert not served.is_running
-        with pytest.raises(EngineDeadError, match="planted"):
-            served.generate(PROMPTS[1], GREEDY)
-        await served.shutdown()
-
-    asyncio.run(main())
+    streams = [served.generate(prompt, LONG) for prompt in PROMPTS]
+    for stream in streams:
+        await anext(stream)
+    streams += [served.generate("a text", LONG), *(served.generate(PROMPTS[0], LONG) for _ in range(12))]
+    pair.engines[1].advance = advance
+    for stream in streams:
+        with pytest.raises(EngineDeadError, match="planted") as raised:
+            _ = [output async for output in stream]
+        assert raised.value.__cause__ is broken
+    assert served.error is broken
+    assert not served.is_running
+    with pytest.raises(EngineDeadError, match="planted"):
+        served.generate(PROMPTS[1], GREEDY)
+    await served.shutdown()
     assert not any(thread._thread.is_alive() for thread in served._replicas.threads)
     assert not pair.engines[0].has_unfinished_requests
 
@@ -252,16 +222,6 @@ def test_without_a_prefix_cache_work_alone_decides(replicas):
     assert router.choose(PREFIX) is replicas[0]
     replicas[0].load = 1
     assert router.choose(PREFIX) is replicas[1]
-
-
-def test_a_replica_that_was_lost_has_read_nothing_when_it_is_back(router, replicas):
-    replicas[0].load = replicas[1].load = 1
-    assert router.choose(PREFIX) is replicas[2]
-    router.remove(replicas[2])
-    assert router.serving == replicas[:2]
-    router.add(replicas[2])
-    replicas[0].load = 0
-    assert router.choose(PREFIX) is replicas[0]
 
 
 def test_the_memory_of_prompts_is_bounded(router, replicas, monkeypatch):

@@ -1,6 +1,7 @@
 """The scheduler under a pretended device: planned scenes, and a state machine that does everything in any order."""
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -196,7 +197,7 @@ def test_a_prompt_takes_the_steps_of_the_least_time_where_padding_takes_time():
     }
 
 
-def test_prompts_fill_steps_together_and_beside_decodes():
+def test_prompts_fill_steps_together_and_with_decodes():
     device = PretendedDevice([50], 4, 8, 64, sizes=(8, 16, 64))
     running = make_sequence([1, 2])
     device.scheduler.add(running)
@@ -240,20 +241,20 @@ def test_bug_144_every_block_of_a_prompt_cached_still_computes_a_token():
     assert plan.chunks[0].start == 4
 
 
-def test_bug_144_a_preempted_sequence_is_computed_as_a_prompt_again():
-    device = PretendedDevice([6], 4, 2, 16, caching=False)
-    serve(device, *(make_sequence([i + 1] * 7, max_tokens=9) for i in range(2)))
-
-
-def test_bugs_207_and_211_a_prefix_hit_after_preemption_finds_its_blocks():
-    device = PretendedDevice([8], 2, 3, 8)
-    serve(device, *(make_sequence([1, 2, 3, 4, 5, i + 1], max_tokens=7) for i in range(3)))
-
-
-def test_bug_213_a_later_chunk_sees_the_whole_prompt_before_it():
-    # PretendedDevice reads every position before a chunk; this makes chunks start and end inside of blocks.
-    device = PretendedDevice([50], 4, 4, 5)
-    serve(device, make_sequence(range(1, 24)), make_sequence(range(3, 16)))
+@pytest.mark.parametrize(
+    ("device", "prompts", "max_tokens"),
+    [
+        # 144 too: a preempted sequence is computed as a prompt again.
+        (dict(num_blocks=[6], block_size=4, max_num_seqs=2, budget=16, caching=False), [[1] * 7, [2] * 7], 9),
+        # 207 and 211: a prefix hit after preemption finds its blocks.
+        (dict(num_blocks=[8], block_size=2, max_num_seqs=3, budget=8), [[1, 2, 3, 4, 5, i] for i in (1, 2, 3)], 7),
+        # 213: a later chunk sees the whole prompt before it; here chunks start and end inside of blocks.
+        (dict(num_blocks=[50], block_size=4, max_num_seqs=4, budget=5), [range(1, 24), range(3, 16)], 100),
+    ],
+    ids=["144", "207 and 211", "213"],
+)
+def test_bugs(device, prompts, max_tokens):
+    serve(PretendedDevice(**device), *(make_sequence(prompt, max_tokens=max_tokens) for prompt in prompts))
 
 
 class Machine(RuleBasedStateMachine):
@@ -315,7 +316,7 @@ class Machine(RuleBasedStateMachine):
             assert sequence.output_tokens == (
                 expected[: len(sequence.output_tokens)] if sequence in self.aborted else expected
             )
-        assert self.device.blocks.num_free == self.device.blocks.num_usable
+        assert self.device.blocks.usage == 0
 
 
 Machine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -4,18 +4,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.engine import greedy_answer, plain_scores, tokens
+from tests.support.engine import (
+    GREEDY,
+    PROMPTS,
+    few_blocks,
+    finish,
+    generate,
+    greedy_answer,
+    plain_scores,
+    tokens,
+)
 from tests.support.tiny import WINDOWED, tiny_checkpoint
 from tests.text.conftest import make_llm
 from verax.errors import InvalidParameterError
-from verax.text.engine.blocks import BlockManager, most_blocks
+from verax.text.engine.blocks import most_blocks
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.engine.scheduler import Scheduler
 
 WINDOW = WINDOWED["sliding_window"]
-GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-RNG = np.random.default_rng(0)
-PROMPTS = [RNG.integers(3, 200, n).tolist() for n in (1, 5, 70, 33, 64, 7, 40, 12, 3, 50)]
+TEXT = np.random.default_rng(1).integers(3, 200, 70).tolist()
+TEXTS = [TEXT, *PROMPTS]
 
 
 @pytest.fixture(scope="module")
@@ -28,53 +35,21 @@ def llm(tmp_path_factory):
 def expected(llm):
     """The greedy answers of the model by itself."""
     scores = plain_scores(llm)
-    return [greedy_answer(scores, prompt, GREEDY.max_tokens) for prompt in PROMPTS]
+    return [greedy_answer(scores, prompt) for prompt in TEXTS]
 
 
-def set_blocks(llm, counts, *, caching=True):
-    """Give the engine a new scheduler with fewer blocks of each group than there are pages; its block manager."""
-    config = llm.engine.runner.config
-    windows = [group.window for group in config.groups]
-    assert all(count <= group.num_blocks for count, group in zip(counts, config.groups, strict=True))
-    blocks = BlockManager(counts, config.block_size, windows=windows, enable_prefix_caching=caching)
-    llm.engine.scheduler = Scheduler(
-        blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
-    )
-    return blocks
-
-
-@pytest.fixture(autouse=True)
-def all_blocks(llm):
-    """Every test begins with all blocks and an empty prefix cache."""
-    set_blocks(llm, [group.num_blocks for group in llm.engine.runner.config.groups])
-
-
-def generate(llm, prompts, params=GREEDY):
-    return llm.generate(prompts, params, use_tqdm=False)
-
-
-def test_tokens_alone_are_those_of_the_model_without_an_engine(llm, expected):
-    assert [tokens(generate(llm, [prompt]))[0] for prompt in PROMPTS] == expected
-
-
-def test_tokens_in_a_crowd_are_those_of_the_model_without_an_engine(llm, expected):
-    assert tokens(generate(llm, PROMPTS)) == expected
-    blocks = llm.engine.scheduler.blocks
-    assert blocks.num_free == blocks.num_usable
-
-
-@pytest.mark.parametrize("counts", [(26, 40), (100, 13)], ids=["full attention is short", "windows are short"])
+@pytest.mark.parametrize("counts", [(26, 39), (100, 13)], ids=["full attention is short", "windows are short"])
 @pytest.mark.parametrize("caching", [True, False], ids=["prefix cache", "no prefix cache"])
 def test_preemption_changes_no_token(llm, expected, counts, caching):
-    set_blocks(llm, counts, caching=caching)
-    order = sorted(range(len(PROMPTS)), key=lambda i: len(PROMPTS[i]))  # short ones are admitted, and grow
-    assert tokens(generate(llm, [PROMPTS[i] for i in order])) == [expected[i] for i in order]
-    assert llm.engine.scheduler.num_preemptions > 0
-    llm.engine.check()
+    order = sorted(range(len(TEXTS)), key=lambda i: len(TEXTS[i]))  # short ones are admitted, and grow
+    with few_blocks(llm, *counts, caching=caching) as scheduler:
+        assert tokens(generate(llm, [TEXTS[i] for i in order])) == [expected[i] for i in order]
+    assert scheduler.num_preemptions > 0
 
 
 def test_a_long_sequence_owns_no_more_blocks_than_its_window_and_a_chunk_need(llm):
-    llm.add_request(PROMPTS[2], GREEDY)
+    llm.engine.scheduler.blocks.reset_prefix_cache()
+    llm.add_request(TEXT, GREEDY)
     (sequence,) = llm.engine.scheduler.waiting
     owned = []
     while llm.has_unfinished_requests:
@@ -86,15 +61,14 @@ def test_a_long_sequence_owns_no_more_blocks_than_its_window_and_a_chunk_need(ll
     assert answer[-1][0] == 23  # 89 or 90 tokens, whose blocks full attention keeps
 
 
-def test_pages_behind_the_window_are_never_read(llm, expected):
-    blocks = set_blocks(llm, (100, 25), caching=False)
+def test_pages_before_the_window_are_never_read(llm, expected):
     runner = llm.engine.runner
     windowed = runner.config.groups[1]
-    run, poisoned = runner.run, set()
+    run, poisoned, reusing = runner.run, set(), set()
 
     def poison_and_run(schedule):
         # Blocks that the plan has given back are another sequence's from this step on.
-        free = set(blocks._pools[1]._free)
+        free = set(llm.engine.scheduler.blocks._pools[1]._free)
         reused = [page[1] for chunk in schedule.chunks for page in chunk.new_blocks]
         for layer in windowed.layers:
             pages = (x.at[np.asarray(reused, int)].set(0.0) for x in runner._cache[layer])
@@ -104,10 +78,10 @@ def test_pages_behind_the_window_are_never_read(llm, expected):
         reusing.update(poisoned.intersection(reused))
         return run(schedule)
 
-    reusing = set()
     runner.run = poison_and_run
     try:
-        assert tokens(generate(llm, PROMPTS)) == expected
+        with few_blocks(llm, 100, 25, caching=False):
+            assert tokens(generate(llm, TEXTS)) == expected
     finally:
         del runner.run
         for layer in windowed.layers:
@@ -118,40 +92,37 @@ def test_pages_behind_the_window_are_never_read(llm, expected):
 
 
 def test_a_prefix_hit_changes_no_token(llm, expected):
+    llm.engine.scheduler.blocks.reset_prefix_cache()
     for cached in (0, 68):  # all whole blocks before the last token
-        (output,) = generate(llm, [PROMPTS[2]])
-        assert (output.num_cached_tokens, output.outputs[0].token_ids) == (cached, expected[2])
-    (again,) = generate(llm, [[*PROMPTS[2], *expected[2][:5]]], SamplingParams(temperature=0, max_tokens=15))
+        (output,) = generate(llm, [TEXT])
+        assert (output.num_cached_tokens, output.outputs[0].token_ids) == (cached, expected[0])
+    (again,) = generate(llm, [[*TEXT, *expected[0][:5]]], SamplingParams(temperature=0, max_tokens=15))
     assert again.num_cached_tokens == 72
-    assert again.outputs[0].token_ids == expected[2][5:]
+    assert again.outputs[0].token_ids == expected[0][5:]
 
 
 def test_a_prefix_is_used_only_where_its_last_window_is_cached(llm, expected):
     short = SamplingParams(temperature=0, max_tokens=4)
-    beginnings = [PROMPTS[2][:length] for length in (65, 41, 21)]
+    beginnings = [TEXT[:length] for length in (65, 41, 21)]
     alone = [tokens(generate(llm, [beginning], short)) for beginning in beginnings]
-    set_blocks(llm, (100, 15))  # 14 blocks for windows: the prompt itself takes the blocks of its beginning again
-    assert tokens(generate(llm, [PROMPTS[2]])) == [expected[2]]
-    outputs = [generate(llm, [beginning], short) for beginning in beginnings]
-    # The blocks of tokens 0 to 19 and 36 to 51 are taken; the blocks of 20 to 35 hold the last window of 32 tokens.
-    assert [output[0].num_cached_tokens for output in outputs] == [64, 32, 0]
-    assert [tokens(output) for output in outputs] == alone
-    assert tokens(generate(llm, [PROMPTS[2]])) == [expected[2]]
+    with few_blocks(llm, 100, 15):  # 14 blocks for windows: the text itself takes the blocks of its beginning again
+        assert tokens(generate(llm, [TEXT])) == expected[:1]
+        outputs = [generate(llm, [beginning], short) for beginning in beginnings]
+        # The blocks of tokens 0 to 19 and 36 to 51 are taken; the blocks of 20 to 35 hold the last window of 32 tokens.
+        assert [output[0].num_cached_tokens for output in outputs] == [64, 32, 0]
+        assert [tokens(output) for output in outputs] == alone
+        assert tokens(generate(llm, [TEXT])) == expected[:1]
 
 
 def test_prefixes_are_shared_while_their_first_owner_runs(llm, expected):
     params = SamplingParams(n=3, temperature=0, max_tokens=20, ignore_eos=True)
-    (output,) = generate(llm, [PROMPTS[4]], params)
-    assert [sample.token_ids for sample in output.outputs] == [expected[4]] * 3
+    (output,) = generate(llm, [TEXT], params)
+    assert [sample.token_ids for sample in output.outputs] == [expected[0]] * 3
 
 
-def test_a_request_goes_on_behind_a_long_answer_so_far(llm, expected):
-    llm.add_request(PROMPTS[3], GREEDY, output_token_ids=[expected[3][:13]])
-    ended = []
-    while llm.has_unfinished_requests:
-        ended += [output for output in llm.step() if output.finished]
-        llm.engine.check()
-    assert tokens(ended) == [expected[3]]
+def test_a_request_continues_after_a_long_answer_so_far(llm, expected):
+    llm.add_request(TEXT, GREEDY, output_token_ids=[expected[0][:13]])
+    assert tokens(finish(llm)) == expected[:1]
 
 
 def test_the_cache_is_described_by_group(llm):

@@ -71,7 +71,7 @@ def test_a_wrong_form_is_refused_with_its_field(fields, says):
     assert says in str(refused.value)
 
 
-def test_what_is_no_form_is_refused():
+def test_another_type_than_a_form_is_refused():
     with pytest.raises(InvalidParameterError, match="structured_outputs: expected StructuredOutputs, or a dictionary"):
         SamplingParams(structured_outputs="json")
 

@@ -1,8 +1,9 @@
-"""A model over several devices: one device's tokens, few collectives, nothing compiled late, buffers reused."""
+"""A model over several devices, and replicas on devices of their own: the tokens of one engine on one device."""
 
 import pytest
 from flax import nnx
 
+from tests.support.devices import run_on_devices
 from tests.support.tensor_parallel import FAMILIES, FEATURES, model_of, run
 from tests.support.tiny import tiny_config
 from verax import LLM
@@ -12,7 +13,7 @@ from verax.models import causal_lm
 from verax.models.causal_lm import config_on_devices
 from verax.nn.parallel import check_divisions, fitting_sizes
 from verax.plan.parts import parts_of
-from verax.text.engine.build import tensor_meshes
+from verax.text.engine.llm import tensor_meshes
 
 SUMS = {"qwen3": 5, "llama": 3, "gemma3": 5, "qwen3-moe": 3, "qwen3.5": 5, "qwen3-next": 5, "two-key-heads": 4}
 """Sums over devices of a decode step: two for each layer, and one of the embedding.
@@ -52,7 +53,7 @@ def features(tmp_path_factory):
     return run(FEATURES, tmp_path_factory.mktemp("features"), dict.fromkeys(FEATURES, (1, 2)))
 
 
-def test_tokens_are_those_of_one_device(family):
+def test_tokens_equal_one_device(family):
     name, found = family
     assert all(len(set(answer)) > 4 for answer in found[1]["tokens"])
     assert tuple(size for size, of in found.items() if of["tokens"] == found[1]["tokens"]) == SIZES[name]
@@ -150,12 +151,51 @@ def test_a_head_stays_whole():
         check_divisions(model, 2, argument="size")
 
 
-def test_more_devices_than_there_are_are_refused_with_the_way_to_virtual_ones(tiny_folder):
-    with pytest.raises(InvalidParameterError, match=r"tensor_parallel_size: 512 .* JAX_NUM_CPU_DEVICES=512"):
-        LLM(tiny_folder, tensor_parallel_size=512)
-    with pytest.raises(InvalidParameterError, match="tensor_parallel_size: expected a whole number of at least 1"):
-        LLM(tiny_folder, tensor_parallel_size=0)
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory):
+    """Facts of one engine, of two replicas, and of two replicas of two devices each."""
+    return run_on_devices(4, "tests.support.data_parallel", tmp_path_factory.mktemp("replicas"))
 
 
-def test_one_device_alone_is_no_mesh():
+@pytest.mark.parametrize("case", ["two", "two of two"])
+def test_answers_of_replicas_equal_one_engine_and_every_replica_serves(replicas, case):
+    one, several = replicas["one"], replicas[case]
+    expected = one["answers"][: len(several["answers"])]
+    assert several["answers"] == expected
+    assert all(len(set(answer[1])) > 4 for answer in expected[:5])
+    # Requests without a seed draw one in the order in which they come.
+    assert expected[2] != expected[3]
+    for i, answer in enumerate(several["collected"]):
+        assert answer == expected[i] or i in (2, 3)
+    assert min(several["generated"]) >= 32
+    assert all(after > count for count, after in zip(several["generated"], several["generated_later"], strict=True))
+
+
+def test_each_replica_has_devices_of_its_own_and_compiles_nothing_after_the_start(replicas):
+    for case, devices in {"one": [[0]], "two": [[0], [1]], "two of two": [[0, 1], [2, 3]]}.items():
+        assert replicas[case]["devices"] == replicas[case]["cache_devices"] == devices
+        before, after = replicas[case]["compiled"]
+        assert before == after
+    assert replicas["two"]["cache"] == f"{replicas['one']['cache']} on each of 2 replicas"
+    assert (replicas["one"]["slots"], replicas["two"]["slots"]) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 512}, r"tensor_parallel_size: 512 .* JAX_NUM_CPU_DEVICES=512"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size: expected a whole number of at least 1"),
+        (
+            {"data_parallel_size": 256, "tensor_parallel_size": 2},
+            r"data_parallel_size: 256 replicas of tensor_parallel_size 2 need 512 devices, .*JAX_NUM_CPU_DEVICES=512",
+        ),
+        ({"data_parallel_size": 0}, "data_parallel_size: expected a whole number of at least 1"),
+    ],
+)
+def test_more_devices_than_there_are_are_refused_with_the_way_to_virtual_ones(tiny_folder, options, message):
+    with pytest.raises(InvalidParameterError, match=f"^{message}"):
+        LLM(tiny_folder, **options)
+
+
+def test_one_device_alone_is_not_a_mesh():
     assert tensor_meshes(1) == [None]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh
 
 from tests.support.cpu import needs_library
 from tests.support.tiny_video import video_folder
@@ -19,7 +20,6 @@ from verax.ops.packed import PANEL_ROWS
 from verax.plan.devices import find_device
 from verax.plan.run import plan
 from verax.video.load import divided_component
-from verax.video.mesh import abstract_mesh
 
 pytestmark = needs_library
 
@@ -67,7 +67,7 @@ def test_packed_weights_take_the_memory_of_those_in_the_file_and_of_the_rows_tha
 
 
 def test_weights_for_a_mesh_or_another_device_stay_unpacked():
-    mesh = abstract_mesh(guidance_parallel=True, sequence_parallel=1)
+    mesh = AbstractMesh((2, 1), ("guidance", "sequence"))
     assert panels(component_of(WanModel, jnp.bfloat16, None, mesh=mesh).shapes) == 0
     with ops.use_target("gpu"):
         assert panels(component_of(WanModel, jnp.bfloat16, None).shapes) == 0

@@ -4,14 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.denoising import denoised
 from verax import VideoPipeline, VideoRequest
 from verax.errors import InvalidParameterError
 from verax.models.wan.family import SKYREELS
-from verax.video import unipc
 from verax.video.networks import Denoiser
 from verax.video.programs import Component
 from verax.video.run import stages_of
@@ -93,18 +92,20 @@ def whole(pipes):
 
 @pytest.fixture
 def stopped(pipes, tmp_path):
-    """A file with the first of three segments."""
-    file = tmp_path / "clip.safetensors"
+    """A folder with the first of three segments."""
+    folder = tmp_path / "clip"
     with pytest.raises(StoppedError):
-        pipes("df")(PROMPTS, callback=stop_in_the_second_segment, resume=file, **LONG)
-    assert [path.name for path in tmp_path.iterdir()] == ["clip.safetensors"]
-    return file
+        pipes("df")(PROMPTS, callback=stop_in_the_second_segment, resume=folder, **LONG)
+    assert [path.name for path in folder.iterdir()] == ["segment_0000.safetensors"]
+    return folder
 
 
 def test_a_clip_continues_where_it_was_ended(pipes, whole, stopped):
     assert (whole.steps, len(whole.frames)) == (6, 17)
+    first = (stopped / "segment_0000.safetensors").stat()
     resumed = pipes("df")(PROMPTS, resume=stopped, **LONG)
     assert resumed.steps == 4
+    assert (stopped / "segment_0000.safetensors").stat() == first  # a segment is written once
     np.testing.assert_array_equal(resumed.frames, whole.frames)
     again = pipes("df")(PROMPTS, resume=str(stopped), **LONG)
     assert again.steps == 0
@@ -119,25 +120,28 @@ def test_another_prompt_later_keeps_the_segments_before_it(pipes, whole, stopped
     assert changed.steps == 4
     np.testing.assert_array_equal(changed.frames[:9], whole.frames[:9])
     assert (changed.frames[9:] != whole.frames[9:]).any()
+    # Of the clip before, the later segments that its folder still has do not follow the new second one.
+    pipes("df")(PROMPTS, resume=stopped, **LONG)
+    assert pipes("df")([PROMPTS[0], "a red square", PROMPTS[2]], resume=stopped, **LONG).steps == 4
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seed": 7}, "resume: .* has segments of another clip: seed was 42, now 7"),
-        ({"resume": Path("clip.npz")}, "resume: expected a file name that ends in .safetensors, got 'clip.npz'"),
-        ({"resume": "no/such/clip.safetensors"}, "resume: there is no folder no/such"),
+        ({"seed": 7}, "resume: .* is of another clip: seed was 42, now 7"),
+        ({"resume": Path(__file__)}, "resume: expected a folder, which need not exist yet, got .*test_run.py"),
+        ({"resume": "no/such/clip"}, "resume: there is no folder no/such"),
     ],
 )
-def test_a_file_of_another_clip_is_refused_by_name(pipes, stopped, changes, message):
+def test_a_folder_of_another_clip_is_refused_by_name(pipes, stopped, changes, message):
     with pytest.raises(InvalidParameterError, match=message):
         pipes("df")(PROMPTS, **{**LONG, "resume": stopped, **changes})
 
 
 def test_a_file_of_something_else_is_refused(pipes, tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"something else")
-    with pytest.raises(InvalidParameterError, match=r"resume: .*model\.safetensors is not a file of finished segments"):
-        pipes("df")(PROMPTS, resume=tmp_path / "model.safetensors", **LONG)
+    (tmp_path / "segment_0000.safetensors").write_bytes(b"something else")
+    with pytest.raises(InvalidParameterError, match=r"resume: .*segment_0000\.safetensors is not a finished segment"):
+        pipes("df")(PROMPTS, resume=tmp_path, **LONG)
 
 
 ITERATIONS = 5
@@ -162,16 +166,15 @@ def two(folders):
 
 def by_hand(pipe, chosen):
     """Latents of a loop over steps, of which each has its transformer."""
-    levels = noise_levels(ITERATIONS, pipe.settings.shift, SKYREELS.sigmas)
-    table, state = unipc.tabulate(levels.sigmas), unipc.start(jnp.asarray(NOISE.transpose(0, 2, 3, 4, 1)))
     states = pipe.parts.prompt_states("a red circle")
-    for i, (timestep, index) in enumerate(zip(levels.timesteps, chosen, strict=True)):
-        component = pipe.parts.denoisers[index].transformer
+
+    def velocity(i, sample, timestep):
+        component = pipe.parts.denoisers[chosen[i]].transformer
         with component.weights() as weights:
             model = component.module(weights)
-            velocity = model(state.sample, jnp.array([timestep]), model.encode_context(states))
-        state = unipc.step(table, jnp.int32(i), state, velocity)
-    return np.asarray(state.sample).transpose(0, 4, 1, 2, 3)
+            return model(sample, timestep, model.encode_context(states))
+
+    return denoised(NOISE, ITERATIONS, pipe.settings.shift, SKYREELS.sigmas, velocity)
 
 
 @pytest.mark.parametrize("callback", [None, lambda now: True], ids=["one call a span", "one call a step"])

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from verax.errors import InvalidParameterError
 from verax.models.wan.family import SKYREELS, teacache_for
 from verax.video.schedule import forcing_schedule, noise_levels, steps_running_blocks, transformer_spans
 
@@ -30,19 +29,6 @@ def test_blocks_follow_each_other_by_ar_step():
     begins = schedule.update.argmax(axis=0)
     np.testing.assert_array_equal(begins, [0, 0, 2, 2])
     assert len(schedule.timesteps) == 8
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"causal_block_size": 4}, r"causal_block_size: 9 latent frames .* blocks of 4"),
-        ({"causal_block_size": 0}, r"causal_block_size: expected .* got 0"),
-        ({"ar_step": -1}, r"ar_step: expected .* got -1"),
-    ],
-)
-def test_impossible_schedules_are_refused(options, message):
-    with pytest.raises(InvalidParameterError, match=message):
-        forcing_schedule(9, TIMESTEPS, **options)
 
 
 def test_the_iteration_at_the_boundary_is_the_first_transformers():
@@ -92,7 +78,7 @@ def as_published(timesteps, threshold, cache):
 def test_teacache_computes_the_steps_of_a_loop_over_calls(kind, projected, threshold):
     timesteps = noise_levels(30, 8.0, SKYREELS.sigmas).timesteps
     cache = teacache_for(**kind, projected=projected)
-    computed = steps_running_blocks(timesteps, embedding, threshold, cache)
+    computed = steps_running_blocks(timesteps, embedding(timesteps), threshold, cache)
     assert computed.tolist() == as_published(timesteps, threshold, cache)
 
 
@@ -103,7 +89,7 @@ def test_each_kind_of_model_has_coefficients_of_its_own():
 def test_a_higher_threshold_leaves_out_more_but_never_the_first_or_last_step():
     timesteps = noise_levels(30, 8.0, SKYREELS.sigmas).timesteps
     cache = teacache_for(**KINDS[2], projected=False)
-    counts = [steps_running_blocks(timesteps, embedding, threshold, cache) for threshold in (0.1, 0.3, 1e9)]
+    counts = [steps_running_blocks(timesteps, embedding(timesteps), threshold, cache) for threshold in (0.1, 0.3, 1e9)]
     assert 30 > counts[0].sum() > counts[1].sum() > counts[2].sum() == 2
     assert all(computed[0] and computed[-1] for computed in counts)
 
@@ -111,10 +97,5 @@ def test_a_higher_threshold_leaves_out_more_but_never_the_first_or_last_step():
 def test_frames_at_different_steps_have_one_decision():
     timesteps = np.stack([noise_levels(8, 5.0, SKYREELS.sigmas).timesteps] * 3, axis=1)
     cache = teacache_for(**KINDS[0])
-    alone = steps_running_blocks(timesteps[:, 0], embedding, 0.2, cache)
-    np.testing.assert_array_equal(steps_running_blocks(timesteps, embedding, 0.2, cache), alone)
-
-
-def test_a_negative_threshold_is_refused():
-    with pytest.raises(InvalidParameterError, match=r"cache_threshold: .* got -0\.1"):
-        steps_running_blocks(np.array([999], np.int32), embedding, -0.1, teacache_for(**KINDS[0]))
+    alone = steps_running_blocks(timesteps[:, 0], embedding(timesteps[:, 0]), 0.2, cache)
+    np.testing.assert_array_equal(steps_running_blocks(timesteps, embedding(timesteps), 0.2, cache), alone)

@@ -6,7 +6,7 @@ Its latents have another geometry, and an image enters as its mean colour, in ch
 import json
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,16 +15,23 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 import verax
+from tests.support.denoising import denoised, guided
 from tests.support.tiny_video import WORDS, word_tokenizer
 from verax import VideoPipeline, VideoRequest, models
 from verax.checkpoint.video.convert import convert
 from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.models.images import resize
-from verax.models.video_model import Conditioning, LatentGeometry, Network, ReferenceRules, VideoSettings, flow_sigmas
-from verax.video import unipc
+from verax.models.video_model import (
+    Conditioning,
+    LatentGeometry,
+    Network,
+    ReferenceRules,
+    VideoModel,
+    VideoSettings,
+    flow_sigmas,
+)
 from verax.video.load import describe_folder
-from verax.video.schedule import noise_levels
 
 IMAGE = np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8)
 SIZE: dict[str, Any] = dict(height=8, width=12, num_frames=5, num_inference_steps=4)
@@ -112,19 +119,10 @@ def mean_colour(vae, image, *, frames, chunk):
 RULES = ReferenceRules(name="own", sigmas=partial(flow_sigmas, begin=0.9, end=0.0), resize={"tint": resize})
 
 
-@dataclass(frozen=True)
-class ToyVideoModel:
+class ToyVideoModel(VideoModel):
     """The family."""
 
-    references: ClassVar = {"own": RULES}
-    settings: VideoSettings
-    rules: ReferenceRules
-    geometry: LatentGeometry
-    conditioning: Conditioning
-    text_encoder: Network
-    image_encoder: Network | None
-    transformers: tuple[Network, ...]
-    vae: Network
+    references = {"own": RULES}
 
     @classmethod
     def from_folder(cls, folder, *, kind=None, rules=None):
@@ -140,9 +138,6 @@ class ToyVideoModel:
             transformers=(Network("transformer", "mixer", Mixer, sizes),),
             vae=Network("vae", "average", Average, sizes),
         )
-
-    def teacache(self, pixels):
-        return None
 
 
 @pytest.fixture(autouse=True)
@@ -181,24 +176,20 @@ def pipe(folder):
 def by_hand(pipe, image):
     """Latents of a loop over steps, with guidance."""
     settings = pipe.settings
-    levels = noise_levels(4, settings.shift, RULES.sigmas)
-    table, state = unipc.tabulate(levels.sigmas), unipc.start(jnp.asarray(NOISE.transpose(0, 2, 3, 4, 1)))
     texts = [pipe.parts.prompt_states(prompt) for prompt in ("a red circle", settings.negative_prompt)]
     colour = np.zeros(3) if image is None else resize(image, 8, 12).mean((0, 1)) / 127.5 - 1
     transformer, vae = pipe.denoiser.transformer, pipe.stages.vae
     with transformer.weights() as weights, vae.weights() as vae_weights:
         model, gain = transformer.module(weights), np.asarray(vae_weights[0])
-        channels = jnp.broadcast_to(jnp.asarray(colour / gain, jnp.float32), state.sample.shape)
-        for i, t in enumerate(levels.timesteps):
-            x = jnp.concatenate([state.sample, channels], axis=-1)
-            e, e0 = model.embed_time(jnp.array([t]))
-            cond, uncond = (
-                model.unembed(model.run_blocks(model.embed_latents(x), e0, model.encode_context(text)), e)
-                for text in texts
-            )
-            velocity = uncond + settings.guidance_scale * (cond - uncond)
-            state = unipc.step(table, jnp.int32(i), state, velocity)
-    return np.asarray(state.sample).transpose(0, 4, 1, 2, 3)
+
+        def velocity(_, sample, timestep):
+            channels = jnp.broadcast_to(jnp.asarray(colour / gain, jnp.float32), sample.shape)
+            x, (e, e0) = jnp.concatenate([sample, channels], axis=-1), model.embed_time(timestep)
+            contexts = map(model.encode_context, texts)
+            rows = [model.unembed(model.run_blocks(model.embed_latents(x), e0, one), e) for one in contexts]
+            return guided(rows, settings.guidance_scale)
+
+        return denoised(NOISE, 4, settings.shift, RULES.sigmas, velocity)
 
 
 @pytest.mark.parametrize("image", [None, IMAGE], ids=["text", "text and image"])
@@ -239,8 +230,8 @@ def test_a_folder_of_another_family_is_refused(folder, tmp_path):
         convert(VideoFolder(folder), tmp_path / "converted", "original")
 
 
-def test_a_class_that_lacks_a_member_or_takes_a_name_is_refused():
-    with pytest.raises(InvalidParameterError, match="model: Words lacks references, from_folder, teacache, settings"):
+def test_a_class_that_is_not_a_family_or_takes_a_name_is_refused():
+    with pytest.raises(InvalidParameterError, match=r"model: expected a subclass of verax\.models\.VideoModel"):
         verax.register_video_model("Mine", Words)
     with pytest.raises(InvalidParameterError, match="class_name: 'WanModel' is the name of WanVideoModel already"):
         verax.register_video_model("WanModel", ToyVideoModel)

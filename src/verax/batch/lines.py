@@ -135,7 +135,7 @@ class InputFile:
         return None if self.path.suffix == PARQUET else self.path.stat().st_size
 
     def lines(self) -> Iterator[bytes]:
-        """The lines, read as they are needed.
+        """The lines, each read when it is needed.
 
         Raises:
             InvalidParameterError: for a file that is not Parquet.

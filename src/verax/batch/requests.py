@@ -31,6 +31,7 @@ __all__ = [
     "Answer",
     "AnswerLine",
     "BatchServer",
+    "BodyFacts",
     "LineResponse",
     "LocalServer",
     "RequestLine",
@@ -96,11 +97,17 @@ class AnswerLine(ResultLine, msgspec.Struct, frozen=True):
         response = self.response
         if response is None or response.status_code >= 400:
             return True
-        return msgspec.json.decode(response.body, type=_AnswerBody).error is not None
+        return msgspec.json.decode(response.body, type=BodyFacts).error is not None
 
 
-class _AnswerBody(msgspec.Struct):
+class BodyFacts(msgspec.Struct):
+    """The few fields of bodies that a batch looks at; all others are the server's business."""
+
+    stream: Any = None
     error: Any = None
+    usage: Any = None
+    id: Any = None
+    status: Any = None
 
 
 class _Fields(msgspec.Struct):
@@ -108,12 +115,6 @@ class _Fields(msgspec.Struct):
     method: Literal["POST"]
     url: str
     body: msgspec.Raw
-
-
-class _RequestBody(msgspec.Struct):
-    """The only field of a body that is looked at here; all others are the server's business."""
-
-    stream: Any = None
 
 
 def read_request(text: bytes, number: int) -> RequestLine | AnswerLine:
@@ -135,7 +136,11 @@ def read_request(text: bytes, number: int) -> RequestLine | AnswerLine:
         fields = decode(_Fields, given)
         if fields.url not in URLS:
             raise field_error("url", f"expected one of {', '.join(URLS)}, got {fields.url[:100]!r}")
-        if _streams(fields.body):
+        try:
+            streams = msgspec.json.decode(fields.body, type=BodyFacts).stream is True
+        except msgspec.ValidationError as error:
+            raise field_error("body", "expected a JSON object") from error
+        if streams:
             raise field_error("body.stream", "an answer in a file is a whole one; leave it out")
     except ApiError as error:
         return AnswerLine.failure(bad_line("invalid_request", error.message, number, error.param), custom_id)
@@ -145,13 +150,6 @@ def read_request(text: bytes, number: int) -> RequestLine | AnswerLine:
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         return AnswerLine.failure(bad_line("invalid_json_line", f"it is not valid JSON: {error}", number), custom_id)
     return RequestLine(number, fields.custom_id, fields.url, bytes(fields.body))
-
-
-def _streams(body: msgspec.Raw) -> bool:
-    try:
-        return msgspec.json.decode(body, type=_RequestBody).stream is True
-    except msgspec.ValidationError as error:
-        raise field_error("body", "expected a JSON object") from error
 
 
 def request_lines(path: Path) -> ParquetLines:
@@ -267,7 +265,7 @@ class LocalServer:
         """
         answer = await call(self._app, "POST", request.url, request.body)
         if request.url == VIDEOS and clips is not None and answer.status < 400:
-            return await self._clip(msgspec.json.decode(answer.body, type=_Video).id, clips)
+            return await self._clip(msgspec.json.decode(answer.body, type=BodyFacts).id, clips)
         llm = self._server.llm
         if answer.status >= 500 and llm is not None and llm.error is not None:
             raise EngineDeadError(f"the engine has failed: {llm.error}") from llm.error
@@ -278,15 +276,10 @@ class LocalServer:
         path = f"{VIDEOS}/{name}"
         await call(self._app, "GET", f"{path}/events")  # they end with the clip
         state = await call(self._app, "GET", path)
-        if msgspec.json.decode(state.body, type=_Video).status == "completed":
+        if msgspec.json.decode(state.body, type=BodyFacts).status == "completed":
             content = await call(self._app, "GET", f"{path}/content")
             folder.mkdir(exist_ok=True)
             with atomic_path(folder / f"{name}.mp4") as partial:
                 partial.write_bytes(content.body)
         await call(self._app, "DELETE", path)  # frees its place
         return state
-
-
-class _Video(msgspec.Struct):
-    id: str
-    status: str = ""

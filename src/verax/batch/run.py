@@ -15,7 +15,16 @@ from typing import BinaryIO
 import msgspec
 
 from verax.batch.lines import ParquetLines, bad_line
-from verax.batch.requests import VIDEOS, Answer, AnswerLine, BatchServer, LineResponse, RequestLine, read_request
+from verax.batch.requests import (
+    VIDEOS,
+    Answer,
+    AnswerLine,
+    BatchServer,
+    BodyFacts,
+    LineResponse,
+    RequestLine,
+    read_request,
+)
 from verax.batch.results import LineCounts, ResultFile
 from verax.serve.http.errors import RETRY_AFTER
 from verax.serve.http.settings import ServerSettings
@@ -71,19 +80,6 @@ QUEUE_FULL = 429
 """Status of an answer that says to try again."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class _Usage(msgspec.Struct):
-    """Token counts, by the names of chats and of responses."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    input_tokens: int = 0
-    output_tokens: int = 0
-
-
-class _Used(msgspec.Struct):
-    usage: _Usage | None = None
 
 
 class BatchRun:
@@ -215,9 +211,10 @@ class BatchRun:
         answer = await self._send(request)
         if answer.status == QUEUE_FULL:
             answer = await self._send_again(request, answer)
-        if answer.status < 400 and (usage := msgspec.json.decode(answer.body, type=_Used).usage) is not None:
-            self.counts.prompt_tokens += usage.prompt_tokens + usage.input_tokens
-            self.counts.output_tokens += usage.completion_tokens + usage.output_tokens
+        if answer.status < 400 and (usage := msgspec.json.decode(answer.body, type=BodyFacts).usage) is not None:
+            # Chats and responses have other names of the same counts.
+            self.counts.prompt_tokens += usage.get("prompt_tokens", 0) + usage.get("input_tokens", 0)
+            self.counts.output_tokens += usage.get("completion_tokens", 0) + usage.get("output_tokens", 0)
         response = LineResponse(answer.status, answer.headers["x-request-id"], msgspec.Raw(answer.body))
         self._write(AnswerLine.of(request.custom_id, response), size)
 

@@ -1,4 +1,4 @@
-"""`verax bench accelerator`: commands of the other benchmarks that wait for a GPU or TPU, each within a time limit.
+"""`verax bench accelerator` and `verax bench reports`: commands of the other benchmarks, each within a time limit.
 
 Each part runs in a process of its own: a part that dies, hangs or fills the memory takes nothing else with it, and what
 it held on the device is free afterwards. Its record is written when it ends, and a part that has finished is not
@@ -12,9 +12,12 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +25,22 @@ import psutil
 
 import verax
 from verax import builtin
-from verax.bench.harness import check_names
-from verax.bench.results import number, table, write
+from verax.bench.results import markdown, not_run, number, table, write
+from verax.bench.settings import check_names
 from verax.errors import InvalidParameterError, VeraxError
-from verax.files import write_json
+from verax.files import write_json, write_text
 
-__all__ = ["PARTS", "Part", "bench_accelerator", "bench_command", "find_device", "run_command"]
+__all__ = [
+    "PARTS",
+    "REPORTS",
+    "Part",
+    "Report",
+    "bench_accelerator",
+    "bench_reports",
+    "find_device",
+    "run_command",
+    "write_reports",
+]
 
 SHORTEST, DEVICE_SECONDS = 20.0, 120.0
 """Seconds that have to be left for a part to be begun, and seconds to find the devices."""
@@ -205,13 +218,16 @@ def _table(records: Mapping[str, Any]) -> dict[str, Any]:
         return "" if value is None else format(value, form)
 
     def notes(row: Any) -> str:
-        line = " ".join((row[2]["error"] or row[2]["note"]).split()).replace("|", "\\|")
-        return line if len(line) <= LONGEST_NOTE else f"{line[: LONGEST_NOTE - 3]}..."
+        return textwrap.shorten(row[2]["error"] or row[2]["note"], LONGEST_NOTE, placeholder="...").replace("|", "\\|")
 
     def milliseconds(row: Any) -> str:
         return number(1e3 * row[1]["sides"][row[1]["chosen"]]["median_s"]) if row[1] else ""
 
-    rows = [(name, one, record) for name, record in records.items() for one in _cases(record)]
+    rows = [
+        (name, case, record)
+        for name, record in records.items()
+        for case in (record["result"] or {}).get("cases") or [{}]
+    ]
     columns = {
         "part": lambda row: row[0],
         "case": lambda row: " ".join(filter(None, (row[1].get("group"), row[1].get("case")))),
@@ -223,10 +239,6 @@ def _table(records: Mapping[str, Any]) -> dict[str, Any]:
         "notes": notes,
     }
     return table(rows, columns)
-
-
-def _cases(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    return (record["result"] or {}).get("cases") or [{}]
 
 
 def run_command(words: Sequence[str], log: Path, seconds: float) -> dict[str, Any]:
@@ -294,3 +306,104 @@ def find_device(folder: Path) -> dict[str, Any]:
     if record["error"] or record["result"] is None:
         raise VeraxError(f"JAX does not start: {record['error'] or record['note']}")
     return record["result"]
+
+
+LONGEST_SECONDS = 7200.0
+"""Time limit of a report's command."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """One page: its title, a sentence on the earlier port, and the commands that measure it, by section.
+
+    A section's second words are the options that `--quick` adds.
+    """
+
+    title: str
+    about: str
+    sections: Mapping[str, tuple[str, str]]
+
+
+REPORTS: Mapping[str, Report] = {
+    "video": Report(
+        "Video compared with PyTorch: memory and speed",
+        "The earlier port made 57 frames of 544 x 960 in 5 steps on a GPU: PyTorch in 20 s, the port in 130 s.",
+        {
+            "memory": (
+                "video --runs 0 --memory standard,chunked,auto --frames 9,17,57 --height 544 --width 960",
+                "--layers 1",
+            ),
+            "speed": (
+                "video --frames 9,17,57 --against diffusers --runs 10",
+                "--frames 9,17 --height 64 --width 112 --layers 4 --runs 3",
+            ),
+        },
+    ),
+    "text": Report(
+        "Text generation compared with Hugging Face",
+        "The earlier port ran Qwen3-0.6B on a GPU: 37.5 tokens/s prompt by prompt, 117.0 batched, 76.1 with its JAX "
+        "engine.",
+        {
+            "generation": ("text --against transformers", "--max-tokens 16 --runs 3"),
+            "paged attention": ("ops --only paged --runs 15", "--runs 5"),
+        },
+    ),
+    "delta-rule": Report(
+        "The hierarchical delta rule compared with PyTorch and Cython",
+        "The earlier port reported 758x to 1958x; what remains of that is in "
+        "[delta-comparison.md](../delta-comparison.md).",
+        {"delta rule": ("delta --only rule,layer --against torch,cython", "--configs Small,Medium --runs 3")},
+    ),
+}
+"""Reports by the name of their page."""
+
+
+def bench_reports(
+    *,
+    quick: bool = False,
+    only: Sequence[str] = tuple(REPORTS),
+    report: Callable[[str], None] = lambda note: None,
+) -> list[dict[str, Any]]:
+    """Make the tables of the reports, one section after the other; a result for each report.
+
+    A section that cannot run here (a library or a device that is missing, too little memory) is a table that states the
+    reason.
+
+    Args:
+        quick: smaller and fewer cases: minutes on two cores.
+        only: names out of `REPORTS`.
+        report: called with the name of each section when it begins.
+
+    Raises:
+        InvalidParameterError: for an unknown report.
+    """
+    check_names("only", only, REPORTS)
+    results = []
+    for name in only:
+        page, tables, facts = REPORTS[name], [], {}
+        for section, (words, fewer) in page.sections.items():
+            report(f"{name}: {section}")
+            command = bench_command(*words.split(), *(fewer.split() if quick else ()))
+            with tempfile.TemporaryDirectory(prefix="verax-bench-") as folder:
+                record = run_command(command, Path(folder) / "log", LONGEST_SECONDS)
+            result, title = record["result"], section.capitalize()
+            if record["error"] or result is None:
+                tables.append(not_run(title, record["error"] or record["note"]))
+                continue
+            heading = {"title": title, "note": result["intro"]}
+            tables += [heading | {key: value for key, value in one.items() if value} for one in result["tables"]]
+            facts |= {key: result[key] for key in ("machine", "measured", "noise")}
+        asked = f"verax bench reports{' --quick' if quick else ''} --only {name}"
+        intro = f"{page.about} Made by `{asked}`."
+        results.append({"name": name, "title": page.title, "intro": intro, **facts, "tables": tables, "notes": []})
+    return results
+
+
+def write_reports(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
+    """Write `NAME.md` for each report into a folder, and return the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths, now = [], datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    for result in results:
+        paths.append(folder / f"{result['name']}.md")
+        write_text(paths[-1], markdown({**result, "date": now}))
+    return paths

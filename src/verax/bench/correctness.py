@@ -96,7 +96,7 @@ def compare_operations(rehearse: bool) -> Iterator[dict[str, Any]]:
     """
     rng = np.random.default_rng(0)
     for name, operation in ops.operations().items():
-        for example in operation.examples():
+        for example in operation.examples:
             if rehearse and sum(x.size for x in jax.tree.leaves(example.args) if hasattr(x, "size")) > LARGEST:
                 continue
             args = arguments_of(name, example, rng)

@@ -8,7 +8,7 @@ import logging
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,13 +21,12 @@ import numpy as np
 import psutil
 from flax import nnx
 
-from verax import checkpoint, machine, ops
+from verax import checkpoint, machine, ops, progress
 from verax.bench.results import noise_line
 from verax.bench.timing import UNTIMED, Samples, calls_in_turn, interleave
 from verax.checkpoint.load import random_weights
-from verax.errors import InvalidParameterError, MissingDependencyError
+from verax.errors import MissingDependencyError
 from verax.models import causal_lm
-from verax.text.engine.llm import DTYPES
 
 if TYPE_CHECKING:
     from verax.checkpoint import Checkpoint
@@ -37,7 +36,6 @@ __all__ = [
     "Case",
     "Side",
     "case_result",
-    "check_names",
     "checkpoint_folder",
     "count_products",
     "error_ratio",
@@ -65,74 +63,69 @@ _log = logging.getLogger("verax.bench")
 
 @dataclass(frozen=True)
 class Side:
-    """One implementation of a piece of work: verax, or a baseline."""
+    """One implementation of a piece of work: verax, or a baseline.
+
+    Attributes:
+        call: runs it once; its outputs are finished when it returns.
+        flops: operations of its products, by formula; masked products do not count.
+        dtypes: dtypes of the outputs: the last one is the dtype of all further outputs, the first one of the products.
+        compile_s: seconds of compiling; None where nothing is compiled.
+        planned_bytes: bytes that XLA plans for results and temporaries.
+        versions: versions, threads and device of the library.
+    """
 
     call: Callable[[], Any]
-    """Runs it once; its outputs are finished when it returns."""
     flops: int = 0
-    """Floating-point operations of its products, by formula; masked products do not count."""
     dtypes: Sequence[str] = ("float32",)
-    """Dtypes of the outputs; the last one is the dtype of all further outputs, the first one of the products."""
     compile_s: float | None = None
-    """Seconds of compiling; None where nothing is compiled."""
     planned_bytes: int | None = None
-    """Bytes that XLA plans for results and temporaries."""
     versions: Mapping[str, Any] = field(default_factory=dict)
-    """Versions, threads and device of the library."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One piece of work and all sides that do it."""
+    """One piece of work and all sides that do it.
+
+    Attributes:
+        group: operation or section that the case belongs to.
+        bytes_moved: bytes that have to be read and written, each once.
+        chosen: side that the others are compared with: the one that runs without a choice.
+        expected: outputs in float64, where sides are checked against them.
+        tolerance: largest error of a checked side, relative to the expected outputs.
+        skipped: reason for each side that is missing, by name.
+    """
 
     group: str
-    """Operation or section that the case belongs to."""
     name: str
     bytes_moved: int
-    """Bytes that have to be read and written, each once."""
     chosen: str
-    """Side that the others are compared with: the one that runs without a choice."""
     sides: Mapping[str, Side]
     sizes: Mapping[str, int] = field(default_factory=dict)
     expected: Sequence[np.ndarray] = ()
-    """Outputs in float64, where sides are checked against them."""
     tolerance: float = 0.0
-    """Largest error of a checked side, relative to the expected outputs."""
     skipped: Mapping[str, str] = field(default_factory=dict)
-    """Reason for each side that is missing, by name."""
 
 
 def time_sides(
-    sides: Mapping[str, Side],
-    *,
-    runs: int,
-    warmup: int,
-    short: bool = False,
-    report: Callable[[int, int, str], None] | None = None,
+    sides: Mapping[str, Side], *, runs: int, warmup: int, title: str = "measuring", short: bool = False
 ) -> dict[str, Samples]:
-    """Time all sides in turn.
+    """Time all sides in turn, with a progress bar.
 
     Args:
         sides: by name.
-        runs: counted rounds. With at least `warmup` rounds before them.
+        runs: counted rounds.
+        warmup: least number of rounds before them.
+        title: of the bar.
         short: calls are short, and have been made before so that nothing compiles: a turn is a loop of them.
-        report: progress, as `interleave` reports it.
     """
     calls = {name: side.call for name, side in sides.items()}
     loops = {name: calls_in_turn(call) for name, call in calls.items()} if short else None
-    return interleave(calls, runs=runs, warmup=warmup, loops=loops, untimed=UNTIMED * short, report=report)
+    with progress.bar(title) as report:
+        return interleave(calls, runs=runs, warmup=warmup, loops=loops, untimed=UNTIMED * short, report=report)
 
 
 def case_result(name: str, chosen: str, samples: Mapping[str, Samples], work: float, **rest: Any) -> dict[str, Any]:
-    """One of a result's `cases`.
-
-    Args:
-        name: of the case.
-        chosen: side that the others are compared with.
-        samples: times of all sides.
-        work: units of work of a call, for the rates.
-        rest: further numbers.
-    """
+    """Record of a case: the sides' times, with rates in `work` a second, the ratios to `chosen`, and the rest."""
     return {
         "case": name,
         "chosen": chosen,
@@ -167,10 +160,9 @@ class Benchmark:
     def against_limit(
         self, seconds: float, *, bytes_moved: float, flops: float, dtype: str, bandwidth: float | None = None
     ) -> dict[str, float]:
-        """Work of a run of our side, and its shortest time at the machine's limits (`limit_seconds`).
+        """Work of a run, and its shortest time at the machine's limits (`limit_seconds`).
 
-        Args:
-            bandwidth: bytes per second, where it was measured in turn with the run.
+        `bandwidth`, in bytes per second, replaces the machine's where it was measured in turn with the run.
         """
         limits = self.limits if bandwidth is None else self.limits | {"memory_bandwidth_gb_per_s": bandwidth / 1e9}
         limit = limit_seconds(limits, bytes_moved=bytes_moved, flops=flops, dtype=dtype)
@@ -184,16 +176,7 @@ class Benchmark:
         }
 
     def result(
-        self,
-        name: str,
-        *,
-        title: str,
-        intro: str,
-        settings: Mapping[str, Any],
-        tables: Sequence[Mapping[str, Any]],
-        notes: Sequence[str] = (),
-        versions: Mapping[str, Any] | None = None,
-        **rest: Any,
+        self, name: str, *, settings: Mapping[str, Any], versions: Mapping[str, Any] | None = None, **rest: Any
     ) -> dict[str, Any]:
         """Result in the format of `verax.bench.results`.
 
@@ -201,13 +184,11 @@ class Benchmark:
             name: separates it from the subject's other results.
             settings: what was asked for.
             versions: of the baselines, in addition to the fingerprint.
-            rest: what was measured, `cases` among it.
+            rest: `title`, `intro`, `tables` and perhaps `notes` of its page, and what was measured.
         """
         return {
             "subject": self._subject,
             "name": name,
-            "title": title,
-            "intro": intro,
             "settings": dict(settings),
             "machine": {**machine.fingerprint(), **(versions or {})},
             "measured": self.limits,
@@ -216,28 +197,14 @@ class Benchmark:
                 "host_peak_gb": _gigabytes(machine.peak_memory()),
                 "device_peak_gb": _gigabytes(machine.peak_device_memory()),
             },
+            "notes": [],
             **rest,
-            "tables": list(tables),
-            "notes": list(notes),
         }
 
 
 def error_ratio(found: np.ndarray, expected: np.ndarray) -> float:
     """Root mean square of the difference over the root mean square of what is expected."""
     return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
-
-
-def check_names(what: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse a name that is not known.
-
-    Raises:
-        InvalidParameterError: naming the parameter, the known names and the wrong one.
-    """
-    known = tuple(known)
-    for name in given:
-        if name not in known:
-            words = ("; " if any("," in one for one in known) else ", ").join(known)
-            raise InvalidParameterError(f"{what}: expected {words}, got {name!r}")
 
 
 def import_torch(*others: str) -> tuple[Any, ...]:
@@ -269,18 +236,13 @@ def torch_versions(*modules: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def checkpoint_folder(model: str | None, dtype: str, config: dict[str, Any]) -> Iterator[Path]:
+def checkpoint_folder(model: str | None, config: dict[str, Any]) -> Iterator[Path]:
     """Folder of a checkpoint; of random weights of a realistic spread, gone afterwards, if there is no model.
 
     Args:
         model: a checkpoint, or None.
-        dtype: of the weights in an engine.
         config: config.json of the random weights of a language model.
-
-    Raises:
-        InvalidParameterError: for an unknown dtype.
     """
-    check_names("dtype", [dtype], DTYPES)
     if model is not None:
         yield checkpoint.resolve(model)
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -14,19 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from verax import machine, ops, progress
+from verax import machine, ops
 from verax._compat import compiler_options
 from verax.bench.harness import (
     Benchmark,
     Case,
     Side,
     case_result,
-    check_names,
     import_torch,
     time_sides,
     torch_versions,
 )
 from verax.bench.results import outliers, rounds, slug, spread, table
+from verax.bench.settings import OpsSettings, check_names
 from verax.checkpoint.load import HostMemory
 from verax.errors import InvalidParameterError
 from verax.ops.cpu import library
@@ -34,7 +34,6 @@ from verax.ops.paged import QuantizedPages, page_bytes, quantize_tokens
 from verax.ops.sampling import FLOATS, INTS, SamplingArrays, sample
 
 __all__ = [
-    "OPERATIONS",
     "WEIGHTS",
     "attention_cases",
     "bench_ops",
@@ -45,11 +44,6 @@ __all__ = [
     "sampling_case",
     "whole_sequence_case",
 ]
-
-OPERATIONS = ("linear", "grouped", "attention", "conv")
-"""Groups of cases: products with a weight; with a mixture of experts; attention over whole sequences and over pages,
-with the cache's writes; convolutions of a video VAE. `paged` is the decode step by number of sequences, and `kernels`
-the sizes of an accelerator."""
 
 READ = "streaming read"
 """Side of each case that shows the memory's bandwidth while the others run."""
@@ -97,33 +91,20 @@ Calls = dict[str, Callable[[], object]]
 """Sides by name, as calls whose outputs are finished when they return."""
 
 
-def bench_ops(
-    *,
-    size_in: int = 4096,
-    size_out: int = 11008,
-    rows: Sequence[int] = (1, 2, 4, 8, 16, 32, 128),
-    weights: Sequence[str] | None = None,
-    operations: Sequence[str] = OPERATIONS,
-    against: Sequence[str] = (),
-    runs: int,
-    warmup: int,
-) -> dict[str, Any]:
+def bench_ops(settings: OpsSettings) -> dict[str, Any]:
     """Time operations in each of their implementations, interleaved.
 
-    The arguments are the options of `verax bench ops`. torch runs its operation in the same dtype; quantised weights
-    are compared with bfloat16.
+    torch runs its operation in the same dtype; quantised weights are compared with bfloat16.
 
     Raises:
-        InvalidParameterError: for an unknown weight or side.
+        InvalidParameterError: for an unknown weight.
         MissingDependencyError: if torch is asked for and not installed.
     """
-    weights = list(WEIGHTS) if weights is None else weights
+    size_in, size_out, weights = settings.size_in, settings.size_out, settings.weights or tuple(WEIGHTS)
     check_names("weights", weights, WEIGHTS)
-    check_names("operations", operations, (*OPERATIONS, "paged", "kernels"))
-    check_names("against", against, ["torch"])
-    torch = import_torch()[0] if "torch" in against else None
+    torch = import_torch()[0] if settings.against else None
     groups = {
-        "linear": lambda: linear_cases(size_in, size_out, rows, weights, torch),
+        "linear": lambda: linear_cases(size_in, size_out, settings.rows, weights, torch),
         "grouped": lambda: grouped_cases(weights, torch),
         "attention": lambda: attention_cases(torch),
         "conv": lambda: conv_cases(torch),
@@ -131,30 +112,20 @@ def bench_ops(
         "kernels": kernel_cases,
     }
     benchmark, cases = Benchmark("ops"), []
-    with progress.bar("measuring") as report:
-        for operation in operations:
-            for case in groups[operation]():
-                cases.append(_measure(case, benchmark, runs, warmup))
-                report(len(cases), None, f"{case.group}, {case.name}")
-    settings = {
-        "operations": list(operations),
-        "size_in": size_in,
-        "size_out": size_out,
-        "runs": runs,
-        "warmup": warmup,
-        "cpu_level": library.level(),
-    }
+    for operation in settings.only:
+        cases += [_measure(case, benchmark, settings) for case in groups[operation]()]
+    asked = asdict(settings) | {"operations": list(settings.only), "cpu_level": library.level()}
     names = {f"{case['group']}, {case['case']}, {case['chosen']}": case["sides"][case["chosen"]] for case in cases}
     return benchmark.result(
-        slug(*operations, str(size_in) if operations == ["linear"] and size_in != 4096 else ""),
+        slug(*settings.only, str(size_in) if settings.only == ("linear",) and size_in != 4096 else ""),
         title="Operations",
-        intro=f"The weight of linear is {size_out} x {size_in}. CPU kernels: {settings['cpu_level'] or 'none'}. "
-        f"{rounds(settings)}; the implementations take turns in a round, each called repeatedly for 20 ms, the first "
+        intro=f"The weight of linear is {size_out} x {size_in}. CPU kernels: {asked['cpu_level'] or 'none'}. "
+        f"{rounds(asked)}; the implementations take turns in a round, each called repeatedly for 20 ms, the first "
         "call not counted, weights of linear never from a cache. GB/s counts what has to be moved once, as it is "
         "stored; memory GB/s is a read of 512 MiB that takes its turn with the implementations. The limit is that, or "
         "the products at the measured rate. The last columns: the factor by which it is faster than that "
         "implementation.",
-        settings=settings,
+        settings=asked,
         versions={} if torch is None else torch_versions(torch),
         tables=[_table(cases)],
         notes=outliers(names),
@@ -182,11 +153,12 @@ def _table(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     )
 
 
-def _measure(case: Case, benchmark: Benchmark, runs: int, warmup: int) -> dict[str, Any]:
+def _measure(case: Case, benchmark: Benchmark, settings: OpsSettings) -> dict[str, Any]:
     """Time the implementations of one operation, interleaved; one of a result's cases."""
     for side in case.sides.values():
         side.call()  # compiles
-    samples = time_sides({**case.sides, READ: Side(benchmark.read)}, runs=runs, warmup=warmup, short=True)
+    title, sides = f"{case.group}, {case.name}", {**case.sides, READ: Side(benchmark.read)}
+    samples = time_sides(sides, runs=settings.runs, warmup=settings.warmup, title=title, short=True)
     bandwidth = machine.READ_BYTES / samples.pop(READ).median
     chosen = case.sides[case.chosen]
     work = benchmark.against_limit(
@@ -202,8 +174,38 @@ def _measure(case: Case, benchmark: Benchmark, runs: int, warmup: int) -> dict[s
 
 def _case(group: str, name: str, dtype: str, moved: int, flops: int, chosen: str, calls: Calls) -> Case:
     """Case of an operation, of which every side does the same products in the same dtype."""
-    sides = {side: Side(call, flops, (dtype,)) for side, call in calls.items()}
-    return Case(group, name, moved, chosen, sides)
+    return Case(group, name, moved, chosen, {side: Side(call, flops, (dtype,)) for side, call in calls.items()})
+
+
+def _case_of(
+    operation: ops.Operation[Any, Any],
+    name: str,
+    moved: int,
+    flops: int,
+    *args: Any,
+    others: Calls | None = None,
+    reference: bool = True,
+    dtype: str = "bfloat16",
+    **kwargs: Any,
+) -> Case:
+    """Case of a call of an operation, with every implementation that takes it here.
+
+    Args:
+        operation: the operation, called with `args` and `kwargs`.
+        name: name of the case.
+        moved: bytes that have to be read and written.
+        flops: operations of its products.
+        others: sides of other libraries.
+        reference: False to leave the reference out, whose arrays do not fit.
+        dtype: dtype of the products.
+    """
+    calls = {
+        impl.name: partial(_jit(partial(impl.function, **kwargs)), *args)
+        for impl in operation.implementations.values()
+        if impl.supports(*args, **kwargs) and (reference or not impl.is_reference)
+    }
+    chosen = operation.select(*args, **kwargs).name
+    return _case(operation.name, name, dtype, moved, flops, chosen, calls | (others or {}))
 
 
 def _random(shape: Sequence[int], dtype: str, seed: int) -> jax.Array:
@@ -215,13 +217,6 @@ def _jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """The function compiled, with outputs that are finished when it returns."""
     run = jax.jit(function, compiler_options=compiler_options(ops.target().platform), **options)
     return lambda *arguments: jax.block_until_ready(run(*arguments))
-
-
-def _implementations(operation: ops.Operation[Any, Any], *args: Any, **kwargs: Any) -> Calls:
-    """Every implementation of the operation that takes this call here, by name."""
-    known = operation.implementations.items()
-    supporting = {name: impl.function for name, impl in known if impl.supports(*args, **kwargs)}
-    return {name: partial(_jit(partial(function, **kwargs)), *args) for name, function in supporting.items()}
 
 
 def _tensor(torch: Any, array: jax.Array, dtype: str) -> Any:
@@ -399,22 +394,23 @@ def whole_sequence_case(
     """Attention over a whole sequence: of all keys, or of a window before each query, which torch does not have."""
     kv_heads = heads if kv_heads is None else kv_heads
     q, k, v = (_random((1, length, n, size), dtype, seed) for seed, n in enumerate((heads, kv_heads, kv_heads)))
-    options = {"causal": window is not None, "window": window}
-    sides = _implementations(ops.attention, q, k, v, **options)
-    if heads * length**2 > PLAIN_LIMIT:
-        sides.pop("reference", None)
+    others: Calls = {}
     if torch is not None and window is None:
-        sides["torch"] = _torch_attention(torch, *(jnp.swapaxes(x, 1, 2) for x in (q, k, v)))
+        others["torch"] = _torch_attention(torch, *(jnp.swapaxes(x, 1, 2) for x in (q, k, v)))
     over = "" if kv_heads == heads else f" over {kv_heads}"
+    shown = "" if window is None else f", window {window}"
     products = length**2 if window is None else int(np.minimum(np.arange(1, length + 1), window).sum())
-    return _case(
-        "attention",
-        f"{dtype}, {length} tokens, {heads} heads{over} of {size}{'' if window is None else f', window {window}'}",
-        dtype,
+    return _case_of(
+        ops.attention,
+        f"{dtype}, {length} tokens, {heads} heads{over} of {size}{shown}",
         q.nbytes + k.nbytes + v.nbytes + 4 * q.size,
         4 * heads * products * size,
-        ops.attention.select(q, k, v, **options).name,
-        sides,
+        *(q, k, v),
+        others=others,
+        reference=heads * length**2 <= PLAIN_LIMIT,
+        dtype=dtype,
+        causal=window is not None,
+        window=window,
     )
 
 
@@ -433,21 +429,18 @@ def paged_decode_case(
     if cache_dtype == "int8":
         caches = QuantizedPages(*quantize_tokens(caches[0])), QuantizedPages(*quantize_tokens(caches[1]))
     q = _random((rows, heads, size), "float32", 2)
-    arguments = q, *caches, pages, jnp.full(rows, length, jnp.int32)
-    sides = _implementations(ops.paged_decode_attention, *arguments)
-    if rows * heads * length > PLAIN_LIMIT // 1024:
-        sides.pop("reference", None)
+    others: Calls = {}
     if torch is not None:  # over keys that lie together: it has no pages
         dense = (_random((rows, kv_heads, length, size), "bfloat16", seed) for seed in (3, 4))
-        sides["torch"] = _torch_attention(torch, q[:, :, None].astype(jnp.bfloat16), *dense, enable_gqa=True)
-    return _case(
-        "paged_decode_attention",
+        others["torch"] = _torch_attention(torch, q[:, :, None].astype(jnp.bfloat16), *dense, enable_gqa=True)
+    return _case_of(
+        ops.paged_decode_attention,
         f"{cache_dtype}, {rows} rows, {length} cached, {heads} heads over {kv_heads} of {size}",
-        "bfloat16",
         2 * rows * length * page_bytes((kv_heads, 1, size), cache_dtype) + 2 * q.nbytes,
         4 * heads * rows * length * size,
-        ops.paged_decode_attention.select(*arguments).name,
-        sides,
+        *(q, *caches, pages, jnp.full(rows, length, jnp.int32)),
+        others=others,
+        reference=rows * heads * length <= PLAIN_LIMIT // 1024,
     )
 
 
@@ -458,22 +451,18 @@ def ragged_case(
     caches, pages = _cache(len(lengths), max(lengths), kv_heads, size)
     q = _random((sum(counts), heads, size), "float32", 2)
     starts = np.concatenate([[0], np.cumsum(counts)])
-    arguments = q, *caches, pages, *(jnp.asarray(x, jnp.int32) for x in (lengths, starts))
-    sides = _implementations(ops.paged_attention, *arguments)
-    sides.pop("reference", None)  # holds the keys once for each token
     products = sum(
         count * (length - count) + count * (count + 1) // 2 for length, count in zip(lengths, counts, strict=True)
     )
     decodes = f" next to {len(lengths) - 1} of {lengths[0]} cached" if len(lengths) > 1 else ""
     prompt = f"{counts[-1]} tokens after {lengths[-1] - counts[-1]}"
-    return _case(
-        "paged_attention",
+    return _case_of(
+        ops.paged_attention,
         f"bfloat16, {prompt}{decodes}, {heads} heads over {kv_heads} of {size}",
-        "bfloat16",
         2 * 2 * kv_heads * sum(lengths) * size + 2 * q.nbytes,
         4 * heads * size * products,
-        ops.paged_attention.select(*arguments).name,
-        sides,
+        *(q, *caches, pages, *(jnp.asarray(x, jnp.int32) for x in (lengths, starts))),
+        reference=False,  # it holds the keys once for each token
     )
 
 
@@ -483,9 +472,10 @@ def write_case(tokens: int, *, kv_heads: int = 8, size: int = 128) -> Case:
     x = _random((tokens, kv_heads, size), "float32", 2)
     places = jnp.asarray(np.random.default_rng(5).permutation(32768)[:tokens], jnp.int32)
     arguments = x, places // PAGE, places % PAGE
-    known = ops.write_pages.implementations.items()
-    supporting = {name: impl.function for name, impl in known if impl.supports(cache, *arguments)}
-    sides: Calls = {name: _donating(_jit(run, donate_argnums=0), cache, arguments) for name, run in supporting.items()}
+    sides: Calls = {
+        impl.name: _donating(_jit(impl.function, donate_argnums=0), cache, arguments)
+        for impl in ops.write_pages.supporting(cache, *arguments)
+    }
     name = f"bfloat16, {tokens} tokens, {kv_heads} heads of {size}"
     chosen = ops.write_pages.select(cache, *arguments).name
     return _case("write_pages", name, "bfloat16", 6 * x.size, 0, chosen, sides)
@@ -522,10 +512,9 @@ def sampling_case(rows: int, *, vocab: int = 151936, top_k: int = 0, top_p: floa
     params = SamplingArrays(jnp.asarray(floats, jnp.float32), jnp.asarray(ints, jnp.int32), none, bias, none)
     at = jnp.arange(rows, dtype=jnp.int32)
     logits = SPREAD * _random((rows, vocab), "float32", 0)
-    arguments = logits, jnp.zeros((rows, 1), jnp.int32), at, at, params
     limits = [f"top-{name} {value}" for name, value, off in (("k", top_k, 0), ("p", top_p, 1)) if value != off]
-    name, chosen = ", ".join([f"{rows} rows of {vocab}", *limits]), sample.select(*arguments).name
-    return _case("sample", name, "float32", logits.nbytes, 0, chosen, _implementations(sample, *arguments))
+    name, drawn_after = ", ".join([f"{rows} rows of {vocab}", *limits]), jnp.zeros((rows, 1), jnp.int32)
+    return _case_of(sample, name, logits.nbytes, 0, logits, drawn_after, at, at, params, dtype="float32")
 
 
 # Convolutions
@@ -568,7 +557,8 @@ def conv_case(
         stride: of an image, 1 or 2.
     """
     x, weight = _random((1, *size, channels), dtype, 0), _random((out, channels, *kernel), dtype, 1)
-    bias, options = _random((out,), dtype, 2), {}
+    bias = _random((out,), dtype, 2)
+    options: dict[str, Any] = {}
     words = f"{dtype}, {channels} to {out}, {'x'.join(map(str, kernel))}, {'x'.join(map(str, size))}"
     if len(size) == 3:
         operation, before, sides = ops.conv3d, kernel[0] - 1, kernel[1] // 2
@@ -587,20 +577,21 @@ def conv_case(
         pixels, taps = math.prod(size) // stride**2, math.prod(kernel)
         positions = pixels
         words += f", stride {stride}" if stride > 1 else ""
-    calls = _implementations(operation, x, weight, bias, **options)
+    others: Calls = {}
     if torch is not None:
         function = torch.nn.functional.conv3d if len(size) == 3 else torch.nn.functional.conv2d
         layout = torch.channels_last_3d if len(size) == 3 else torch.channels_last
         first = [_tensor(torch, array, dtype) for array in (jnp.moveaxis(padded, -1, 1), weight)]
         last, offset = [array.to(memory_format=layout) for array in first], _tensor(torch, bias, dtype)
-        calls["torch"] = lambda: function(*first, offset, **theirs)
-        calls["torch channels_last"] = lambda: function(*last, offset, **theirs)
-    return _case(
-        operation.name,
+        others["torch"] = lambda: function(*first, offset, **theirs)
+        others["torch channels_last"] = lambda: function(*last, offset, **theirs)
+    return _case_of(
+        operation,
         words,
-        dtype,
         moved + weight.nbytes + x.itemsize * pixels * out,
         2 * positions * channels * out * taps,
-        operation.select(x, weight, bias, **options).name,
-        calls,
+        *(x, weight, bias),
+        others=others,
+        dtype=dtype,
+        **options,
     )

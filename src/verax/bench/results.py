@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from verax._optional import load_pyplot
+import jinja2
+
 from verax.bench.timing import ENOUGH_RUNS
 from verax.errors import InvalidParameterError
 from verax.files import write_text
@@ -34,8 +35,8 @@ __all__ = [
     "not_run",
     "number",
     "outliers",
-    "plot",
     "read_results",
+    "render",
     "rounds",
     "side_table",
     "slug",
@@ -55,9 +56,6 @@ MACHINE_FACTS = (
     *("transformers", "openvino", "nncf", "onnxruntime", "llama_cpp_python", "llama_server"),
 )
 """Facts of the machine that a page repeats."""
-
-COLOURS = {"verax": "C0", "torch": "C1", "transformers": "C2", "fla": "C3"}
-"""Colours of a plot by the first word of a side's name."""
 
 
 def table(
@@ -220,40 +218,40 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
     return read["results"] if "results" in read else {read["name"]: read}
 
 
-def plot(result: Mapping[str, Any], path: Path) -> Path:
-    """Draw the times of every side into an image file, with a panel for each group of cases.
+def render(template: Path, folder: Path) -> str:
+    """Page of a Jinja template with the results in a folder: no number in it is typed.
+
+    The template is given `result(NAME)`, `names(BEGINNING)` and `table(NAME, NUMBER, only=CELLS)`. A name is the
+    results' file and name, such as `text-amd-epyc-2c/short-prompts-int8`; `table` keeps the rows of which a cell is
+    among `only`, and has no heading.
 
     Raises:
-        MissingDependencyError: without matplotlib.
+        InvalidParameterError: if there is no template, or it asks for what the results do not have.
     """
-    pyplot = load_pyplot("bench")
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for case in result["cases"]:
-        groups.setdefault(case.get("group", result["subject"]), []).append(case)
-    heights = [sum(len(case["sides"]) + 1 for case in cases) for cases in groups.values()]
-    figure, panels = pyplot.subplots(
-        *(len(groups), 1),
-        figsize=(9, 1 + 0.24 * sum(heights)),
-        height_ratios=heights,
-        layout="constrained",
-        squeeze=False,
+    if not template.is_file():
+        raise InvalidParameterError(f"template: there is no file {template}; run this in the repository's root")
+    paths = sorted(folder.glob("*.json"))
+    results = {f"{path.stem}/{name}": one for path in paths for name, one in read_results(path).items()}
+
+    def result(name: str) -> dict[str, Any]:
+        if name not in results:
+            raise InvalidParameterError(f"{folder}: no result of {name!r}; there are {', '.join(results) or 'none'}")
+        return results[name]
+
+    def rows_of(name: str, number: int = 0, *, only: Sequence[str] | None = None) -> str:
+        one = result(name)["tables"][number]
+        rows = [row for row in one["rows"] if only is None or set(row) & set(only)]
+        if only is not None and len(rows) < len(only):
+            raise InvalidParameterError(f"only: {name} has {len(rows)} of the {len(only)} rows")
+        return "\n".join(table_lines({"columns": one["columns"], "rows": rows})[:-1])
+
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    for axes, (group, cases) in zip(panels[:, 0], groups.items(), strict=True):
-        bars: dict[int, str] = {}
-        for case in cases:
-            place = max(bars, default=0) + 1
-            for name, side in case["sides"].items():
-                place += 1
-                bars[place] = f"{case['case']}, {name}"
-                low, middle, high = (1e3 * side[key] for key in ("p10_s", "median_s", "p90_s"))
-                error = [[max(middle - low, 0)], [max(high - middle, 0)]]
-                colour = COLOURS.get(re.split(r"[ ,.]", name)[0], "0.5")
-                axes.barh(place, middle, xerr=error, color=colour, error_kw={"linewidth": 0.8})
-                axes.annotate(f" {number(middle)}", (high, place), va="center", fontsize=7)
-        axes.set(xscale="log", yticks=list(bars), xlabel="ms", title=group)
-        axes.set_yticklabels(list(bars.values()), fontsize=7)
-        axes.margins(x=0.1)
-        axes.invert_yaxis()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-    return path
+    names = lambda beginning: sorted(name for name in results if name.startswith(beginning))
+    try:
+        page = environment.from_string(template.read_text(encoding="utf-8"))
+        text = page.render(result=result, table=rows_of, names=names)
+    except jinja2.TemplateError as error:
+        raise InvalidParameterError(f"{template}: {error}") from error
+    return re.sub(r"\n{3,}", "\n\n", text)  # what macros leave

@@ -126,7 +126,7 @@ def _replicas(
 ) -> tuple[BatchServer, int]:
     """Models of replicas, and the largest number of sequences of a step, on all replicas together."""
     running = stack.enter_context(replicas)
-    return running.batch_server(), running.most * running.description.max_num_seqs
+    return running, running.max_num_seqs
 
 
 def _input(path: Path, output: Path) -> tuple[BinaryIO | ParquetLines, int | None]:

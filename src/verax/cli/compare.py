@@ -7,6 +7,7 @@ import runpy
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,8 +16,11 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from verax._optional import load_pyplot
 from verax.cli import options
+from verax.cli.options import Flags
 from verax.errors import UnsupportedModelError, VeraxError
+from verax.options import option
 
 if TYPE_CHECKING:
     from verax.compare import Alignment, Case, Comparison
@@ -34,30 +38,54 @@ PIPE_WIDTH = 160
 DIFFERENT = 1
 """Exit status where the two sides are not equal."""
 
-Inject = Annotated[
-    bool, typer.Option("--inject", help="Run each layer on PyTorch's activations too, to locate errors.")
-]
-Backward = Annotated[bool, typer.Option("--backward", help="Compare gradients of each parameter too.")]
-Fused = Annotated[
-    bool,
-    typer.Option(
-        "--fused",
-        help="Also run the model as one compiled program with fused operations, as the engines do, and compare its "
-        "output. A clip is always made so.",
-    ),
-]
-MaxRel = Annotated[
-    float | None,
-    typer.Option(help="Bound on each layer's relative L2 error; 1e-4 in float32 if left out.", min=0.0),
-]
+
+class _Group(TyperGroup):
+    """Group in which `verax compare MODEL` needs no command: an unknown first word is a model, or an option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in (*self.commands, *ctx.help_option_names):
+            args = ["model", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(help="Compare with PyTorch, layer by layer.", no_args_is_help=True, cls=_Group)
+
+
+@app.callback()
+def _group() -> None:
+    """Compare with PyTorch, layer by layer: verax compare text|video|embed|MODEL."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of each comparison of layers: what is run, and what is reported."""
+
+    dtype: str = option("float32", "float32 or bfloat16.")
+    inject: bool = option(False, "Run each layer on PyTorch's activations too, to locate errors.")
+    backward: bool = option(False, "Compare gradients of each parameter too.")
+    fused: bool = option(
+        False,
+        "Also run the model as one compiled program with fused operations, as the engines do, and compare its output: "
+        "a clip is always made so.",
+    )
+    repeat: bool = option(True, "Run each side a second time, to say whether it is deterministic.")
+    max_rel: float | None = option(
+        None, "Bound on each layer's relative L2 error; 1e-4 in float32 if left out.", low=0, shown=""
+    )
+    every: bool = option(False, "Print all layers, however many.", flags=("--all",))
+    output: Path | None = option(
+        None, "Write HTML, Markdown and JSON into this folder.", flags=("--output", "-o"), shown=""
+    )
+    as_json: bool = option(False, "JSON on standard output, for scripts.", flags=("--json",))
+
+
+RunFlags = Annotated[dict[str, Any], Flags(RunOptions)]
 InputsFile = Annotated[
     Path | None,
     typer.Option(
         "--inputs", help="Inputs instead of random ones: a text a line (.txt), or arrays (.npz, .safetensors)."
     ),
 ]
-Every = Annotated[bool, typer.Option("--all", help="Print all layers, however many.")]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write HTML, Markdown and JSON into this folder.")]
 
 
 def given_inputs(path: Path | None, prompt: str | None = None) -> Inputs:
@@ -77,52 +105,40 @@ def given_inputs(path: Path | None, prompt: str | None = None) -> Inputs:
 def run_cases(
     cases: Iterable[tuple[str, Made]],
     *,
-    dtype: str,
-    inject: bool,
-    backward: bool,
-    fused: bool,
-    max_rel: float | None,
     every: bool,
     output: Path | None,
     as_json: bool,
     confirm: Callable[[Alignment], None] | None = None,
+    **run: Any,
 ) -> None:
-    """Run what is made, one after the other, print or write what comes of it, and end the command.
+    """Run cases in sequence, print or write their results, and end the command.
 
     Args:
-        made: names of folders in `output`, and what is compared.
-        dtype, inject, backward, fused, max_rel: arguments of `compare_case`.
-        every: print all rows.
-        output: a folder.
-        as_json: print JSON instead of tables.
+        cases: names of folders in `output`, and what is compared.
+        every, output, as_json: as in `RunOptions`.
         confirm: called with the alignment if shapes and order alone may match layers; without it none are matched so.
+        run: the other options of `RunOptions`: arguments of `compare_case`.
 
     Raises:
         typer.BadParameter: where nothing can be compared.
         typer.Exit: if the two sides are not equal.
     """
     from verax._compat import enable_compilation_cache
-    from verax._optional import load_pyplot
     from verax.compare import Case, Comparison, compare_case, show, write
     from verax.models import DTYPES
 
-    if dtype not in DTYPES:
-        raise typer.BadParameter(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
-    if output is not None and output.exists() and not output.is_dir():
-        raise typer.BadParameter(f"--output: {output} is a file; a folder is written")
+    if run["dtype"] not in DTYPES:
+        raise typer.BadParameter(f"--dtype: expected one of {', '.join(DTYPES)}, got {run['dtype']!r}")
     guessing = {} if confirm is None else {"guess": True, "confirm": confirm}
     results: list[Comparison | VideoReport] = []
     try:
-        if output is not None:
-            load_pyplot("compare")  # before the work, not after it
+        _check_output(output)
         enable_compilation_cache()
         for name, case in cases:
             if isinstance(case, Case):
-                result = compare_case(
-                    case, dtype=dtype, inject=inject, backward=backward, fused=fused, max_rel=max_rel, **guessing
-                )
+                result = compare_case(case, **run, **guessing)
             else:
-                result = case(dtype=dtype)
+                result = case(dtype=run["dtype"])
             results.append(result)
             if not as_json:
                 console = Console()
@@ -144,6 +160,21 @@ def run_cases(
         raise typer.Exit(DIFFERENT)
 
 
+def _check_output(output: Path | None) -> None:
+    """Check before the work that a report can be written.
+
+    Raises:
+        typer.BadParameter: for a file in place of a folder.
+        MissingDependencyError: if matplotlib is not installed.
+    """
+    if output is None:
+        return
+    if output.exists() and not output.is_dir():
+        raise typer.BadParameter(f"--output: {output} is a file; a folder is written")
+    load_pyplot("compare")
+
+
+@app.command()
 def videos(
     first: Annotated[Path, typer.Argument(help="A clip: .mp4, .gif, .webp, ..., or a folder of pictures.")],
     second: Annotated[Path, typer.Argument(help="The clip to compare with it, of the same size and length.")],
@@ -167,19 +198,12 @@ def videos(
 
         verax compare videos jax.mp4 torch.mp4 --output report --min-psnr 35
     """
-    from rich.console import Console
-
-    from verax._optional import load_pyplot
     from verax.compare.report import VideoReport
     from verax.compare.videos import compare_clips
-    from verax.errors import VeraxError
     from verax.video.images import read_clip
 
-    if output is not None and output.exists() and not output.is_dir():
-        raise typer.BadParameter(f"--output: {output} is a file; a folder is written")
     try:
-        if output is not None:
-            load_pyplot("compare")  # before the work, not after it
+        _check_output(output)
         (a, fps), (b, other_fps) = read_clip(first, name=str(first)), read_clip(second, name=str(second))
         report = VideoReport(compare_clips(a, b), a, b, (str(first), str(second)), fps or other_fps, min_psnr)
         written = [] if output is None else report.write(output)
@@ -196,6 +220,8 @@ def videos(
         raise typer.Exit(1)
 
 
+@app.command()
+@options.with_flags
 def own(
     file: Annotated[
         Path, typer.Argument(help="Python that defines `reference` and `ours`, and `inputs` and `names` if you like.")
@@ -204,14 +230,8 @@ def own(
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Take layers as the same that only shape and order match, unasked.")
     ] = False,
-    dtype: options.Dtype = "float32",
-    inject: Inject = False,
-    backward: Backward = False,
-    fused: Fused = False,
-    max_rel: MaxRel = None,
-    every: Every = False,
-    output: Output = None,
-    as_json: options.Json = False,
+    *,
+    run: RunFlags,
 ) -> None:
     """Compare a PyTorch model of your own with its port, layer by layer.
 
@@ -226,18 +246,7 @@ def own(
 
         verax compare own pair.py --inputs batch.npz --yes --output report
     """
-    run_cases(
-        [("", _case(file, given_inputs(inputs), dtype))],
-        dtype=dtype,
-        inject=inject,
-        backward=backward,
-        fused=fused,
-        max_rel=max_rel,
-        every=every,
-        output=output,
-        as_json=as_json,
-        confirm=partial(_confirm, yes=yes),
-    )
+    run_cases([("", _case(file, given_inputs(inputs), run["dtype"]))], **run, confirm=partial(_confirm, yes=yes))
 
 
 def _case(file: Path, inputs: Inputs, dtype: str) -> Case:
@@ -294,28 +303,8 @@ OUTPUT = "output"
 """Value of `--part` for the clip of the whole pipeline."""
 
 
-class _Group(TyperGroup):
-    """Group in which `verax compare MODEL` needs no command: an unknown first word is a model, or an option."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in (*self.commands, *ctx.help_option_names):
-            args = ["model", *args]
-        return super().parse_args(ctx, args)
-
-
-app = typer.Typer(help="Compare with PyTorch, layer by layer.", no_args_is_help=True, cls=_Group)
-
-
-@app.callback()
-def _group() -> None:
-    """Compare with PyTorch, layer by layer: verax compare text|video|embed|MODEL."""
-
-
-app.command()(own)
-app.command()(videos)
-
-
 @app.command("model")
+@options.with_flags
 def model(
     what: Annotated[
         str,
@@ -324,7 +313,6 @@ def model(
     against: Annotated[
         str | None, typer.Option(help="transformers, diffusers or torch; what fits the model if left out.")
     ] = None,
-    dtype: options.Dtype = "float32",
     random: Annotated[
         bool, typer.Option("--random", help="Small random weights instead of the built-in model.")
     ] = False,
@@ -333,9 +321,6 @@ def model(
         typer.Option(help="Of random weights: tiny; text: moe, with experts; video: 1.3b, 5b, tiny-5b."),
     ] = None,
     inputs: InputsFile = None,
-    inject: Inject = False,
-    backward: Backward = False,
-    fused: Fused = False,
     part: Annotated[
         str | None,
         typer.Option(
@@ -346,14 +331,12 @@ def model(
         str | None, typer.Option(help="text, embed: a text instead of random tokens; video: of the output.")
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="text, embed: random tokens of a row.", min=1)] = None,
-    max_rel: MaxRel = None,
-    every: Every = False,
     height: Annotated[int | None, typer.Option(help="video: of the output's frames; up to 128 if left out.")] = None,
     width: Annotated[int | None, typer.Option(help="video: of the output's frames; up to 192 if left out.")] = None,
     num_frames: Annotated[int | None, typer.Option(help="video: of the output, 4n + 1; 9 if left out.")] = None,
     inference_steps: Annotated[int | None, typer.Option(help="video: of the solver; 4 if left out.")] = None,
-    output: Output = None,
-    as_json: options.Json = False,
+    *,
+    run: RunFlags,
 ) -> None:
     """Run a model in PyTorch and in verax on the same inputs, and compare what each layer gives.
 
@@ -382,17 +365,7 @@ def model(
     given = given_inputs(inputs, prompt)
     clip = {"height": height, "width": width, "num_frames": num_frames, "num_inference_steps": inference_steps}
     with tempfile.TemporaryDirectory() as scratch:
-        run_cases(
-            _cases(what, Path(scratch), against, random, given, tokens, part, size, clip),
-            dtype=dtype,
-            inject=inject,
-            backward=backward,
-            fused=fused,
-            max_rel=max_rel,
-            every=every,
-            output=output,
-            as_json=as_json,
-        )
+        run_cases(_cases(what, Path(scratch), against, random, given, tokens, part, size, clip), **run)
 
 
 def _cases(

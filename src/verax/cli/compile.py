@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from verax.cli import options
+from verax.cli.options import Flags
+from verax.text.engine.engine_config import EngineConfig
 
 __all__ = ["compile"]
 
 
+ENGINE = (
+    *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "kv_cache_dtype"),
+    "structured_outputs",
+)
+"""Options of the engine that its programs depend on."""
+
+
+@options.with_flags
 def compile(
     model: Annotated[
         str | None, typer.Argument(help="A checkpoint folder, GGUF file or hub id; the built-in model if left out.")
@@ -21,16 +31,9 @@ def compile(
         str | None,
         typer.Option(help="Kind of device, such as h100: an error where another is attached.", show_default="attached"),
     ] = None,
-    dtype: options.Dtype = "bfloat16",
-    quantization: options.Quantization = None,
-    kv_cache_dtype: options.KvCacheDtype = "auto",
-    max_model_len: options.MaxModelLen = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Most sequences in one step.", min=1)] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Token budget of a step.", min=1)] = None,
-    kv_cache_memory: Annotated[int | None, typer.Option(help="Bytes of the cache.", min=1)] = None,
-    structured_outputs: Annotated[
-        bool, typer.Option("--structured-outputs", help="Programs for answers of a given form too.")
-    ] = False,
+    *,
+    loading: Annotated[dict[str, Any], Flags(options.ModelOptions, without=("revision",))],
+    engine: Annotated[dict[str, Any], Flags(EngineConfig, only=ENGINE)],
 ) -> None:
     """Compile a language model for the attached device, into a folder that --programs of other commands takes.
 
@@ -47,18 +50,7 @@ def compile(
 
     if device is not None:
         _check_device(device)
-    llm = LLM(
-        model,
-        dtype=dtype,
-        quantization=quantization,
-        skip_tokenizer_init=True,
-        kv_cache_dtype=kv_cache_dtype,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        kv_cache_memory=kv_cache_memory,
-        structured_outputs=structured_outputs,
-    )
+    llm = LLM(model, skip_tokenizer_init=True, **loading, **engine)
     files = llm.write_programs(output)
     size = sum(path.stat().st_size for path in files) / 1e6
     typer.echo(f"{output}: {len(files)} programs, {size:.1f} MB, compiled in {llm.compile_seconds:.1f} s")

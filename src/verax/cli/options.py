@@ -34,7 +34,6 @@ __all__ = [
     "Json",
     "KvCacheDtype",
     "Lora",
-    "MaxModelLen",
     "Model",
     "ModelOptions",
     "Quantization",
@@ -59,6 +58,7 @@ class Flags:
         only: names of the options; all if None.
         without: names of options that the command does not take.
         defaults: defaults that differ from the table's.
+        shown: defaults as the help text shows them, where they differ from the table's.
         prefix: what the flags' names begin with, before the options' names.
         panel: panel of the help text, if not the options' own.
         underscores: True if flags are also spelled with underscores.
@@ -69,12 +69,13 @@ class Flags:
     only: tuple[str, ...] | None = None
     without: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    shown: Mapping[str, str] = field(default_factory=dict)
     prefix: str = ""
     panel: str | None = None
     underscores: bool = False
 
     def __post_init__(self) -> None:
-        if unknown := {*(self.only or ()), *self.without, *self.defaults} - {*options_of(self.table)}:
+        if unknown := {*(self.only or ()), *self.without, *self.defaults, *self.shown} - {*options_of(self.table)}:
             raise ValueError(f"{self.table.__name__} has no options {', '.join(sorted(unknown))}")
 
     @property
@@ -101,7 +102,7 @@ class Flags:
             dashed = [spelled for spelled in flags or own if "-" in spelled[2:]]
             flags = (flags or own) + [f"--{spelled[2:].replace('-', '_')}" for spelled in dashed]
         number = declared.kind in (int, float)
-        shown = "checkpoint's" if declared.recommended else declared.shown
+        shown = self.shown.get(name, "checkpoint's" if declared.recommended else declared.shown)
         return typer.Option(
             *flags,
             help=declared.help,
@@ -212,7 +213,7 @@ Quantization = Annotated[str | None, Flags(ModelOptions).flag("quantization")]
 EncoderQuantization = Annotated[str | None, Flags(EncoderOptions).flag("quantization")]
 KvCacheDtype = Annotated[str, Flags(EngineConfig).flag("kv_cache_dtype")]
 SpeculativeConfig = Annotated[str | None, Flags(EngineConfig).flag("speculative_config")]
-MaxModelLen = Annotated[int | None, Flags(EngineConfig).flag("max_model_len")]
+
 Lora = Annotated[
     str | None, typer.Option("--lora", help="Folder of a LoRA adapter (PEFT) that the model is used with.")
 ]

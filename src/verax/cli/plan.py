@@ -4,22 +4,59 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
 from verax.cli import options
+from verax.cli.options import Flags
+from verax.cli.video import PipelineOptions
+from verax.options import option
+from verax.text.engine.engine_config import EngineConfig
+from verax.video.options import VideoRequest
 
 __all__ = ["plan"]
 
-_TEXT, _ENCODER, _VIDEO, _DEVICE = "Language models", "Sentence encoders", "Clips", "Device"
-_SHEET, _CHECKPOINT = "the table's", "checkpoint's"
+_TEXT = {"max_model_len": "4096", "max_num_seqs": "8", "max_num_batched_tokens": "the engine's"}
+_TEXT |= {"kv_cache_dtype": "auto", "tensor_parallel_size": "1"}
+_CLIP = ("resolution", "height", "width", "num_frames", "num_inference_steps")
+_MESH = ("devices", "guidance_parallel", "sequence_parallel", "shard_weights")
 
 
-def _option(help_text: str, panel: str, default: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help_text, rich_help_panel=panel, show_default=default, **more)
+@dataclass(frozen=True)
+class DeviceOptions:
+    """Numbers of a device that replace the numbers of its sheet, in their units."""
+
+    memory: float | None = option(None, "GB of a device, if it is another.", panel="Device", shown="the table's")
+    bandwidth: float | None = option(None, "GB/s of a device's memory.", panel="Device", shown="the table's")
+    flops: float | None = option(None, "TFLOP/s of dense bfloat16 products.", panel="Device", shown="the table's")
 
 
+@dataclass(frozen=True)
+class SentenceOptions:
+    """Batch of sentences that is planned."""
+
+    batch_size: int | None = option(None, "Sentences of a call.", panel="Sentence encoders", shown="8")
+    max_length: int | None = option(None, "Tokens of each sentence.", panel="Sentence encoders", shown="128")
+
+
+_SETTINGS = Annotated[
+    list[dict[str, Any]],
+    Flags(
+        options.ModelOptions,
+        without=("revision",),
+        defaults={"dtype": None},
+        shown={"dtype": "bfloat16; of encoders float32"},
+    ),
+    Flags(EngineConfig, only=tuple(_TEXT), defaults=dict.fromkeys(_TEXT), shown=_TEXT, panel="Language models"),
+    Flags(SentenceOptions),
+    Flags(VideoRequest, only=_CLIP, panel="Clips"),
+    Flags(PipelineOptions, only=_MESH, defaults={"sequence_parallel": None}, shown={"devices": "1"}, panel="Clips"),
+]
+
+
+@options.with_flags
 def plan(
     model: Annotated[
         str,
@@ -33,43 +70,12 @@ def plan(
         str,
         typer.Option(
             help="v4, v5e, v5p, v6e, a100, h100, h200, b200, l4, l40s, rtx4090, rtx5090; cpu for this machine.",
-            rich_help_panel=_DEVICE,
+            rich_help_panel="Device",
         ),
     ],
-    memory: Annotated[float | None, _option("GB of a device, if it is another.", _DEVICE, _SHEET)] = None,
-    bandwidth: Annotated[float | None, _option("GB/s of a device's memory.", _DEVICE, _SHEET)] = None,
-    flops: Annotated[float | None, _option("TFLOP/s of dense bfloat16 products.", _DEVICE, _SHEET)] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="bfloat16 or float32.", show_default="bfloat16; of encoders float32")
-    ] = None,
-    quantization: options.Quantization = None,
-    kv_cache_dtype: Annotated[str | None, _option("auto, bfloat16, float32, int8 or fp8.", _TEXT, "auto")] = None,
-    max_model_len: Annotated[int | None, _option("Tokens of each sequence.", _TEXT, "4096")] = None,
-    max_num_seqs: Annotated[int | None, _option("Sequences of a step.", _TEXT, "8")] = None,
-    max_num_batched_tokens: Annotated[int | None, _option("Token budget of a step.", _TEXT, "the engine's")] = None,
-    tensor_parallel_size: Annotated[int | None, _option("Devices that share the model.", _TEXT, "1")] = None,
-    batch_size: Annotated[int | None, _option("Sentences of a call.", _ENCODER, "8")] = None,
-    max_length: Annotated[int | None, _option("Tokens of each sentence.", _ENCODER, "128")] = None,
-    resolution: Annotated[str | None, _option("540P or 720P.", _VIDEO, _CHECKPOINT)] = None,
-    height: Annotated[int | None, _option("Pixels.", _VIDEO, _CHECKPOINT)] = None,
-    width: Annotated[int | None, _option("Pixels.", _VIDEO, _CHECKPOINT)] = None,
-    num_frames: Annotated[int | None, _option("4n + 1.", _VIDEO, _CHECKPOINT)] = None,
-    num_inference_steps: Annotated[
-        int | None,
-        _option("Steps of the solver.", _VIDEO, _CHECKPOINT, "--inference-steps", "--num-inference-steps"),
-    ] = None,
-    devices: Annotated[
-        int | None,
-        _option("Devices for guidance and sequence parallelism, as many of them as divide the clip.", _VIDEO, "1"),
-    ] = None,
-    guidance_parallel: Annotated[
-        bool | None,
-        _option("Prompt and negative prompt on two groups of devices.", _VIDEO, "off", "--guidance-parallel"),
-    ] = None,
-    sequence_parallel: Annotated[int | None, _option("Devices of a group, which divide tokens.", _VIDEO, "1")] = None,
-    shard_weights: Annotated[
-        bool | None, _option("Divide the transformer's weights over the devices.", _VIDEO, "off", "--shard-weights")
-    ] = None,
+    *,
+    numbers: Annotated[dict[str, Any], Flags(DeviceOptions)],
+    settings: _SETTINGS,
     as_json: options.Json = False,
 ) -> None:
     """Memory and least times of a model on a device. Neither the device nor the weights need be there.
@@ -91,31 +97,13 @@ def plan(
     from verax.plan.run import plan as make_plan
     from verax.plan.run import show
 
-    numbers = {"memory": (memory, 1e9), "bandwidth": (bandwidth, 1e9), "flops": (flops, 1e12)}
-    sheet = {name: value * unit for name, (value, unit) in numbers.items() if value is not None}
+    units = {"memory": 1e9, "bandwidth": 1e9, "flops": 1e12}
+    sheet = {name: value * units[name] for name, value in options.given(**numbers).items()}
+    given = {
+        name: value for table in settings for name, value in table.items() if value is not None and value is not False
+    }
     try:
-        result = make_plan(
-            model,
-            find_device(device, **sheet),
-            dtype=dtype,
-            quantization=quantization,
-            kv_cache_dtype=kv_cache_dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            tensor_parallel_size=tensor_parallel_size,
-            batch_size=batch_size,
-            max_length=max_length,
-            resolution=resolution,
-            height=height,
-            width=width,
-            num_frames=num_frames,
-            num_inference_steps=num_inference_steps,
-            devices=devices,
-            guidance_parallel=guidance_parallel,
-            sequence_parallel=sequence_parallel,
-            shard_weights=shard_weights,
-        )
+        result = make_plan(model, find_device(device, **sheet), **given)
     except InvalidParameterError as error:
         name, colon, rest = str(error).partition(":")
         raise typer.BadParameter(f"--{name.replace('_', '-')}{colon}{rest}") from error

@@ -154,13 +154,17 @@ def serve(
 
 
 def _announce(server: Server, url: str) -> None:
-    """Print where the server listens, and a command to try."""
+    """Print where the server listens, a command to try, and what the cache may take."""
+    from verax.text.engine.async_llm import AsyncLLM
+
     settings = server.settings
     key = " -H 'Authorization: Bearer KEY'" if settings.api_keys else ""
     body = f'{{"model": "{server.served_names[0]}", "messages": [{{"role": "user", "content": "What is 12 + 30?"}}]}}'
     page = "" if settings.disable_page else f"; the page is at {url}/"
     typer.echo(f"{', '.join(server.served_names)} at {url}/v1{page}")
     typer.echo(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'")
+    if isinstance(server.llm, AsyncLLM):
+        typer.echo(f"key/value cache of at most: {server.llm.llm.kv_cache}")
 
 
 class Models:

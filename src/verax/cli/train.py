@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,43 +10,11 @@ import typer
 
 from verax.cli import options
 from verax.cli.options import Flags
-from verax.options import option
+from verax.train.settings import FinetuneSettings, LoraSettings
 
 __all__ = ["app"]
 
 app = typer.Typer(help="Fine-tune language models.", no_args_is_help=True)
-
-_OPTIMISER = "Optimiser"
-_RUN = "Run"
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """Settings of a fine-tuning run: arguments of `FinetuneSettings`."""
-
-    max_length: int | None = option(
-        None, "Tokens that are kept of an example.", low=2, shown="1024, or what the model reads if that is less"
-    )
-    epochs: float = option(3.0, "Times that the run goes through the examples.", low=0, above=True, panel=_OPTIMISER)
-    steps: int | None = option(None, "Steps, in place of --epochs.", low=1, panel=_OPTIMISER)
-    batch_size: int = option(8, "Examples that are computed at once, on all devices together.", low=1, panel=_OPTIMISER)
-    gradient_accumulation: int = option(1, "Batches that make a step.", low=1, panel=_OPTIMISER)
-    learning_rate: float = option(
-        2e-4, "Peak of the learning rate, which falls by a cosine.", low=0, above=True, panel=_OPTIMISER
-    )
-    warmup_steps: int | None = option(
-        None, "Steps in which the learning rate rises.", low=0, panel=_OPTIMISER, shown="a twentieth of all"
-    )
-    weight_decay: float = option(0.0, "Weight decay of AdamW, for matrices only.", low=0, panel=_OPTIMISER)
-    dtype: str = option("bfloat16", "bfloat16 or float32.")
-    dequantize: bool = option(False, "Train on the floats of a quantised checkpoint.", panel=_RUN)
-    gradient_checkpointing: bool = option(
-        False, "Compute each layer again in the backward pass, for less memory.", panel=_RUN
-    )
-    devices: int = option(1, "Devices that divide batches, weights and optimiser.", low=1, panel=_RUN)
-    seed: int = option(0, "Seed of the order of examples, and of a new adapter.", panel=_RUN)
-    save_every: int = option(100, "Steps between states, each with the loss on the validation data.", low=1, panel=_RUN)
-
 
 Data = Annotated[
     Path,
@@ -60,7 +27,7 @@ Output = Annotated[
 ]
 ValidationData = Annotated[Path | None, typer.Option(help="Another such file, on which the loss is measured.")]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Continue from the state in the output folder.", rich_help_panel=_RUN)
+    bool, typer.Option("--resume", help="Continue from the state in the output folder.", rich_help_panel="Run")
 ]
 
 
@@ -71,13 +38,9 @@ def lora(
     output: Output,
     model: options.Model = None,
     validation_data: ValidationData = None,
-    rank: Annotated[int, typer.Option(help="Rank of the adapter's matrices.")] = 16,
-    alpha: Annotated[float, typer.Option(help="Their product is multiplied by alpha / rank.")] = 32.0,
-    target_modules: Annotated[
-        str, typer.Option(help="Layers to adapt: all-linear, or names such as q_proj,v_proj.")
-    ] = "all-linear",
     *,
-    settings: Annotated[dict[str, Any], Flags(TrainOptions)],
+    adapter: Annotated[dict[str, Any], Flags(LoraSettings)],
+    settings: Annotated[dict[str, Any], Flags(FinetuneSettings)],
     resume: Resume = False,
     as_json: options.Json = False,
 ) -> None:
@@ -91,10 +54,10 @@ def lora(
 
         verax train lora --model Qwen/Qwen3-0.6B --data train.jsonl -o runs/sql --resume
     """
-    from verax.train.finetune import FinetuneSettings, LoraSettings, train_lora
+    from verax.train.finetune import train_lora
 
-    run, adapter = FinetuneSettings(**settings), LoraSettings(rank, alpha, target_modules)
-    _show(train_lora(model, data, output, run, adapter, validation_data=validation_data, resume=resume), as_json)
+    run, size = FinetuneSettings(**settings), LoraSettings(**adapter)
+    _show(train_lora(model, data, output, run, size, validation_data=validation_data, resume=resume), as_json)
 
 
 @app.command()
@@ -105,7 +68,7 @@ def full(
     model: options.Model = None,
     validation_data: ValidationData = None,
     *,
-    settings: Annotated[dict[str, Any], Flags(TrainOptions, defaults={"learning_rate": 2e-5})],
+    settings: Annotated[dict[str, Any], Flags(FinetuneSettings, defaults={"learning_rate": 2e-5})],
     resume: Resume = False,
     as_json: options.Json = False,
 ) -> None:
@@ -117,7 +80,7 @@ def full(
 
         verax train full --model Qwen/Qwen3-0.6B --data train.jsonl -o runs/sql --devices 4 --batch-size 16
     """
-    from verax.train.finetune import FinetuneSettings, train_full
+    from verax.train.finetune import train_full
 
     run = FinetuneSettings(**settings)
     _show(train_full(model, data, output, run, validation_data=validation_data, resume=resume), as_json)

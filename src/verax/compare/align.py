@@ -7,17 +7,17 @@ alone, never by values: an arrangement that makes an error small would hide it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate, permutations
 from operator import mul
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from verax.checkpoint.video.parts import Renaming
-from verax.compare.trace import Entry, Trace, split_call
+from verax.compare.trace import OUTPUT, Entry, Trace, split_call, split_leaf
 
 __all__ = ["Alignment", "Layout", "Names", "Pair", "align", "find_layout", "translator"]
 
@@ -75,7 +75,12 @@ class Alignment:
     mismatched: list[tuple[str, str, str]] = field(default_factory=list)
     """Names that belong together, and why their arrays cannot be compared."""
     ours_only: list[str] = field(default_factory=list)
+    """Names of layers that the reference does not have."""
     reference_only: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    """Outputs that our side lacks, of the whole or of layers that both have."""
+    extra: list[str] = field(default_factory=list)
+    """Outputs that the reference lacks."""
 
     @property
     def guessed(self) -> list[Pair]:
@@ -125,40 +130,74 @@ def align(ours: Trace, reference: Trace, names: Names | None = None, *, guess: b
         if (translated := translate(path)) is None:
             continue
         paths, by = translated
-        if len(paths) == 1:
-            pairs = _of_calls(ours, own, theirs[paths[0]], reference, by)
-        else:
-            pairs = _of_several(ours, own, [theirs[other] for other in paths], reference, by)
-        if pairs is None:
-            shapes = [
-                " and ".join(str(list(trace.entries[name].shape)) for name in group)
-                for trace, group in ((ours, own), (reference, [name for other in paths for name in theirs[other]]))
-            ]
-            result.mismatched.append((path, " + ".join(paths), f"{shapes[0]} is not an arrangement of {shapes[1]}"))
-            used |= {name for other in paths for name in theirs[other]}
-            continue
-        for pair in pairs:
-            pairs_by_name[pair.ours[-1]] = pair
-            used |= set(pair.reference)
-    matched = {name for pair in pairs_by_name.values() for name in pair.ours}
-    mismatched = {path for path, _, _ in result.mismatched}
-    left = [name for name in ours if name not in matched and split_call(name)[0] not in mismatched]
-    rest = [name for name in reference if name not in used]
+        for leaf, others in _same_leaves(own, [theirs[other] for other in paths]):
+            if len(paths) == 1:
+                pairs = _of_calls(ours, own[leaf], theirs[paths[0]][others[0]], reference, by)
+            else:
+                groups = [theirs[other][at] for other, at in zip(paths, others, strict=True)]
+                pairs = _of_several(ours, own[leaf], groups, reference, by)
+            names_there = [name for other, at in zip(paths, others, strict=True) for name in theirs[other][at]]
+            used |= {*own[leaf], *names_there}
+            if pairs is None:
+                shapes = [
+                    " and ".join(str(list(trace.entries[name].shape)) for name in group)
+                    for trace, group in ((ours, own[leaf]), (reference, names_there))
+                ]
+                belong = " + ".join(f"{other}{at}" for other, at in zip(paths, others, strict=True))
+                why = f"{shapes[0]} is not an arrangement of {shapes[1]}"
+                result.mismatched.append((path + leaf, belong, why))
+            pairs_by_name |= {pair.ours[-1]: pair for pair in pairs or ()}
+    left, rest = ([name for name in trace if name not in used] for trace in (ours, reference))
+    result.extra, result.ours_only = _split(left, used)
+    result.missing, result.reference_only = _split(rest, used)
     if guess:
-        for mine, other, layout in _by_shape(ours, left, reference, rest):
-            pairs_by_name[mine] = Pair((mine,), (other,), layout, "shape and order")
-        matched = {pair.reference[0] for pair in pairs_by_name.values()}
-        left, rest = [n for n in left if n not in pairs_by_name], [n for n in rest if n not in matched]
+        matches = _by_shape(ours, result.ours_only, reference, result.reference_only)
+        pairs_by_name |= {mine: Pair((mine,), (other,), layout, "shape and order") for mine, other, layout in matches}
+        used = {name for mine, other, _ in matches for name in (mine, other)}
+        for outputs, layers in ((result.extra, result.ours_only), (result.missing, result.reference_only)):
+            more, layers[:] = _split([name for name in layers if name not in used], used)
+            outputs += more
     result.pairs = [pairs_by_name[name] for name in ours if name in pairs_by_name]
-    result.ours_only, result.reference_only = left, rest
     return result
 
 
-def _by_path(trace: Trace) -> dict[str, list[str]]:
-    paths: dict[str, list[str]] = {}
+def _split(names: Iterable[str], used: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Names of leaves of the output or of modules with a leaf that is `used`, and names of other modules' leaves."""
+    modules = {OUTPUT, *(split_leaf(split_call(name)[0])[0] for name in used)}
+    of_them: tuple[list[str], list[str]] = ([], [])
+    for name in names:
+        of_them[split_leaf(split_call(name)[0])[0] not in modules].append(name)
+    return of_them
+
+
+def _by_path(trace: Trace) -> dict[str, dict[str, list[str]]]:
+    """Names of the calls of each leaf of each module, by the module's path and the leaf's."""
+    paths: dict[str, dict[str, list[str]]] = {}
     for name in trace:
-        paths.setdefault(split_call(name)[0], []).append(name)
+        path, leaf = split_leaf(split_call(name)[0])
+        paths.setdefault(path, {}).setdefault(leaf, []).append(name)
     return paths
+
+
+def _same_leaves(own: Container[str], theirs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+    """Leaves of our module that are compared with leaves of the reference's, one of each module.
+
+    Leaves of one path belong together. What is left of two structures is matched in order if one numbers what the other
+    names, as a tuple does the fields of a dataclass; a single array is the first of several.
+    """
+    first = [next(iter(leaves_of)) for leaves_of in theirs]
+    mine = list(own)
+    if len(theirs) > 1:
+        yield mine[0], first
+        return
+    other = list(theirs[0])
+    shared = [leaf for leaf in mine if leaf in other]
+    yield from ((leaf, [leaf]) for leaf in shared)
+    left, rest = ([leaf for leaf in side if leaf not in shared] for side in (mine, other))
+    named = [any(leaf and not leaf[1:].partition("]")[0].isdigit() for leaf in side) for side in (left, rest)]
+    is_array = not shared and "" in (*left, *rest)
+    if is_array or named[0] != named[1]:
+        yield from ((leaf, [at]) for leaf, at in zip(left, rest, strict=False))
 
 
 def _of_calls(ours: Trace, own: list[str], theirs: list[str], reference: Trace, by: str) -> list[Pair] | None:
@@ -167,7 +206,7 @@ def _of_calls(ours: Trace, own: list[str], theirs: list[str], reference: Trace, 
         pairs = []
         for mine, other in zip(own, theirs, strict=True):
             layout = find_layout(ours.entries[mine].shape, reference.entries[other].shape)
-            if layout is None:
+            if layout is None or (layout.broadcast and mine.startswith(OUTPUT)):
                 return None
             pairs.append(Pair((mine,), (other,), layout, by))
         return pairs
@@ -318,11 +357,14 @@ def find_layout(source: tuple[int, ...], target: tuple[int, ...]) -> Layout | No
 
     Preferred in this order: unchanged; channels last to channels first and back, also for the pictures of a clip; two
     neighbouring axes exchanged (heads and tokens); any other transposition. Axes of one come and go (an extra batch);
-    fewer numbers are broadcast.
+    fewer numbers are broadcast over other axes than the last.
     """
+    if 0 in (*source, *target):
+        return Layout(source, target, tuple(range(len(source)))) if source == target else None
     if math.prod(source) != math.prod(target):
         padded = (1,) * (len(target) - len(source)) + source
-        if len(padded) == len(target) and all(a in (1, b) for a, b in zip(padded, target, strict=True)):
+        repeats = len(padded) == len(target) and all(a in (1, b) for a, b in zip(padded, target, strict=True))
+        if repeats and source[-1:] == target[-1:]:
             return Layout(source, target, tuple(range(len(source))), broadcast=True)
         return None
     n = len(source)

@@ -22,7 +22,7 @@ __all__ = ["Case", "Inputs", "Shape", "Side", "pair_case", "read_inputs"]
 
 @dataclass(frozen=True)
 class Side:
-    """A model and the call that is compared.
+    r"""A model and the call that is compared.
 
     Attributes:
         model: a module, or a function with taps.
@@ -30,6 +30,8 @@ class Side:
         call: `call(model, *args, **kwargs)`, for more than the model's own call.
         watch: functions to record in addition to the modules.
         inputs: patterns of paths of modules whose input is recorded too.
+        without: patterns of names of outputs that are not compared, such as `r"attn\[1\]$"`, since the other side does
+            not have them. The report lists what they left out.
     """
 
     model: Any
@@ -38,6 +40,7 @@ class Side:
     call: Callable[..., Any] | None = None
     watch: tuple[Watch, ...] = ()
     inputs: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
 
     def run(self, model: Any, args: Any, kwargs: Any) -> Any:
         """Result of the call on this model and these arguments, which stand for the side's own."""

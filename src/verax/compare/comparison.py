@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from verax.compare.align import Alignment, Pair
 from verax.compare.outputs import LogitsComparison, VectorsComparison
-from verax.compare.trace import OUTPUT, Trace
+from verax.compare.trace import OBJECT, OUTPUT, TEXT, Trace
 from verax.errors import InvalidParameterError
 
-__all__ = ["MAX_RATIO", "Comparison", "Errors", "Row", "measure", "measure_rows", "noise"]
+__all__ = ["MAX_RATIO", "Comparison", "Errors", "Origin", "Row", "kind_of", "measure", "measure_rows", "not_finite"]
 
 MAX_REL = 1e-4
 """Bound on the relative L2 error of every layer in float32, where none is given."""
@@ -27,8 +28,26 @@ MAX_RATIO = 1.1
 JUMP = 8.0
 """Factor by which an error stands out from the errors of all layers before it. Rounding grows by less per layer."""
 
+MOST_PROBLEMS = 8
+"""Largest number of arrays whose problems are listed one by one."""
+
 ENOUGH = 8
 """Number of layers from which their own errors show what is usual, in addition to what rounding makes."""
+
+
+class Origin(NamedTuple):
+    """Where the first NaN or infinity of a side arose.
+
+    Attributes:
+        layer: name of the first recorded array that has one.
+        operation: the operation that made it of finite numbers, with its module; or what it was given.
+    """
+
+    layer: str
+    operation: str
+
+    def __str__(self) -> str:
+        return f"in layer {self.layer}, from {self.operation}"
 
 
 @dataclass
@@ -57,6 +76,20 @@ class Row:
     against_truth: tuple[float, float] | None = None
 
     @property
+    def problem(self) -> str | None:
+        """Reason why the two arrays are different whatever the bound, by values and dtypes; None if there is none."""
+        errors, kinds = self.errors, (kind_of(self.dtype), kind_of(self.reference_dtype))
+        if OBJECT in kinds:
+            return f"{self.name}: an object that is not an array, a number or a text cannot be compared; leave it out"
+        if kinds[0] != kinds[1]:
+            return f"{self.name}: its dtype is {self.dtype}, the reference's {self.reference_dtype}"
+        if errors.not_finite:
+            return f"{self.name}: {errors.not_finite}"
+        if errors.unequal:
+            return f"{self.name} ({self.dtype}): {errors.unequal}"
+        return None
+
+    @property
     def ratio(self) -> float | None:
         """Our error over the reference's, both against float32. Below 1, ours is the nearer to the truth."""
         if self.against_truth is None:
@@ -78,8 +111,14 @@ class Comparison:
     gradients: list[Row] = field(default_factory=list)
     gradients_only: tuple[list[str], list[str]] = ([], [])
     """Parameters of which only our, or only the reference's, side has a gradient."""
-    fused: Row | None = None
-    """The output of our model run as one compiled program with fused operations; None if it was not run so."""
+    fused: list[Row] = field(default_factory=list)
+    """Outputs of our model run as one compiled program with fused operations; empty if it was not run so."""
+    runs: dict[str, str | None] = field(default_factory=dict)
+    """By side, the first array that a second run did not repeat bit for bit; None if it repeated all."""
+    origins: dict[str, Origin] = field(default_factory=dict)
+    """By side, where its first NaN or infinity arose."""
+    left_out: list[str] = field(default_factory=list)
+    """Names of outputs that a side leaves out (`Side.without`)."""
     about: dict[str, Any] = field(default_factory=dict)
     """Description of the run, with versions."""
     judged: LogitsComparison | VectorsComparison | None = None
@@ -93,9 +132,14 @@ class Comparison:
         return self.alignment.guessed
 
     @property
+    def outputs(self) -> list[Row]:
+        """Rows of the whole call's outputs."""
+        return [row for row in self.rows if row.name.startswith(OUTPUT)]
+
+    @property
     def output(self) -> Row | None:
-        """Row of the whole call's output."""
-        return next((row for row in self.rows if row.name == OUTPUT), None)
+        """Row of the whole call's first output."""
+        return next(iter(self.outputs), None)
 
     @property
     def bound(self) -> float | None:
@@ -108,6 +152,8 @@ class Comparison:
         trend = 0.0
         for row in self.rows:
             error, usual = row.errors.l2, noise(row.dtype, row.reference_dtype)
+            if row.problem is not None:
+                return row
             if row.against_truth is not None:
                 error, theirs = row.against_truth
                 # A layer that the reference keeps in float32 has no error against float32; ours there is rounding.
@@ -131,25 +177,39 @@ class Comparison:
     def failures(self) -> list[str]:
         """Reasons why the two sides do not count as equal; empty if they do."""
         reasons = [f"{ours} and {theirs}: {why}" for ours, theirs, why in self.alignment.mismatched]
-        if self.output is None:
+        if not self.outputs:
             reasons.append("the outputs could not be compared")
+        for what, names in (("extra", self.alignment.extra), ("missing", self.alignment.missing)):
+            if names:
+                side = "ours has, and the reference" if what == "extra" else "the reference has, and ours"
+                reasons.append(f"{what} outputs, which {side} has not: {_some(names)}")
+        fused = [replace(row, name=f"{row.name} as one compiled program") for row in self.fused]
+        # Below float32, rounding may choose other experts in a layer.
+        judged = [row for row in self.rows if self.bound is not None or row in self.outputs or not row.errors.unequal]
+        if problems := [row.problem for row in (*judged, *fused, *self.gradients) if row.problem is not None]:
+            reasons += problems[:MOST_PROBLEMS]
+            if len(problems) > MOST_PROBLEMS:
+                reasons.append(f"{len(problems) - MOST_PROBLEMS} more arrays that are not finite or not equal")
         for what, rows in (("layers", self.rows), ("gradients", self.gradients)):
-            if self.bound is not None and (over := [row for row in rows if not row.errors.l2 <= self.bound]):
-                worst = max(over, key=lambda row: math.inf if math.isnan(row.errors.l2) else row.errors.l2)
+            measured = [row for row in rows if row.problem is None]
+            if self.bound is not None and (over := [row for row in measured if not row.errors.l2 <= self.bound]):
+                worst = max(over, key=lambda row: row.errors.l2)
                 guessed = [row.name for row in over if row.layout.endswith("?")]
                 reasons.append(
                     f"{len(over)} of {len(rows)} {what} have a relative L2 error over {self.bound:.0e}: the first is "
                     f"{over[0].name} ({over[0].errors.l2:.1e}), the largest {worst.name} ({worst.errors.l2:.1e})"
                     + (f"; how {guessed[0]} is arranged is a guess: take sizes that differ" if guessed else "")
                 )
-        for output, kind in ((self.output, ""), (self.fused, " as one compiled program")):
-            if output is not None and output.ratio is not None and not output.ratio <= MAX_RATIO:
-                reasons.append(f"the output's error{kind} against float32 is {output.ratio:.2f} times the reference's")
-        if self.fused is not None and self.bound is not None and not self.fused.errors.l2 <= self.bound:
-            reasons.append(
-                f"the output as one compiled program has a relative L2 error of {self.fused.errors.l2:.1e}, over "
-                f"{self.bound:.0e}"
-            )
+        for row in (*self.outputs, *fused):
+            if row.problem is not None or self.dtype == "float32":
+                continue
+            if row.ratio is None:
+                reasons.append(f"{row.name}: the reference in float32 has no such output to judge it by")
+            elif not row.ratio <= MAX_RATIO:
+                reasons.append(f"{row.name}: its error against float32 is {row.ratio:.2f} times the reference's")
+        for row in fused:
+            if row.problem is None and self.bound is not None and not row.errors.l2 <= self.bound:
+                reasons.append(f"{row.name} has a relative L2 error of {row.errors.l2:.1e}, over {self.bound:.0e}")
         if any(self.gradients_only):
             reasons.append(f"gradients on one side only: {', '.join(chain(*self.gradients_only))}")
         return reasons
@@ -188,12 +248,19 @@ class Comparison:
             "about": self.about,
             "peak_memory_gb": None if self.peak_memory is None else self.peak_memory / 1e9,
             "output": None if self.judged is None else _plain(self.judged.to_dict()),
+            "compared": {"outputs": len(self.outputs), "layers": len(self.rows) - len(self.outputs)},
             "rows": list(map(row, self.rows)),
-            "fused": None if self.fused is None else row(self.fused),
+            "fused": list(map(row, self.fused)),
+            "deterministic": {side: name is None for side, name in self.runs.items()},
+            "not_repeated": {side: name for side, name in self.runs.items() if name is not None},
+            "not_finite": {side: origin._asdict() for side, origin in self.origins.items()},
             "gradients": list(map(row, self.gradients)),
             "guessed": [str(pair) for pair in self.guessed],
-            "ours_only": self.alignment.ours_only,
-            "reference_only": self.alignment.reference_only,
+            **{
+                name: getattr(self.alignment, name)
+                for name in ("mismatched", "missing", "extra", "ours_only", "reference_only")
+            },
+            "left_out": self.left_out,
         }
 
 
@@ -229,6 +296,10 @@ def measure_rows(
     return rows
 
 
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
@@ -245,31 +316,48 @@ _NOISE = {"float64": 4e-16, "float32": 2.4e-7, "float16": 5e-4, "bfloat16": 4e-3
 
 
 class Errors(NamedTuple):
-    """The distance of an array from a reference of the same shape.
+    """The distance of an array from a reference of the same shape. The numbers are NaN where a side is not finite.
 
     Attributes:
         max_abs: the largest absolute difference.
         max_rel: `max_abs` divided by the mean absolute value of the reference.
         l2: the norm of the difference divided by the norm of the reference: the relative error of the whole.
         cosine: cosine of the angle between the two.
-        finite: True if all numbers of both are finite.
+        not_finite: the first NaN or infinity of each side in words; empty if all numbers are finite.
+        unequal: the number of differences between integers, booleans or texts in words, and the first; empty for
+            floats, and if there is none.
     """
 
     max_abs: float
     max_rel: float
     l2: float
     cosine: float
-    finite: bool
+    not_finite: str = ""
+    unequal: str = ""
 
 
 def measure(ours: np.ndarray, reference: np.ndarray) -> Errors:
     """Errors of `ours`, in float64.
 
+    Integers, booleans and texts are compared exactly. Two empty arrays are equal.
+
     Raises:
-        InvalidParameterError: for different shapes, or empty arrays.
+        InvalidParameterError: for different shapes.
     """
-    if ours.shape != reference.shape or ours.size == 0:
-        raise InvalidParameterError(f"ours: expected shape {list(reference.shape)}, not empty, got {list(ours.shape)}")
+    if ours.shape != reference.shape:
+        raise InvalidParameterError(f"ours: expected shape {list(reference.shape)}, got {list(ours.shape)}")
+    kinds = [TEXT if side.dtype.kind in "US" else kind_of(side.dtype.name) for side in (ours, reference)]
+    unequal = ""
+    if kinds[0] == kinds[1] not in ("float", "complex"):
+        different = ours != reference
+        if count := np.count_nonzero(different):
+            at = _first_index(different)
+            unequal = (
+                f"{count} of {ours.size} differ, the first at {list(at)}: {ours[at]}, the reference {reference[at]}"
+            )
+    if TEXT in kinds or OBJECT in kinds:
+        apart = float(kinds[0] != kinds[1] or bool(unequal))
+        return Errors(apart, apart, apart, 1 - apart, unequal=unequal)
     largest = total = difference = square = other = product = 0.0
     finite = True
     for a, b in _pieces(ours, reference):
@@ -283,15 +371,38 @@ def measure(ours: np.ndarray, reference: np.ndarray) -> Errors:
             other += float(a @ a)
             product += float(a @ b)
     if not finite:
-        return Errors(math.nan, math.nan, math.nan, math.nan, False)
-    mean = total / ours.size
+        sides = (("ours", ours), ("the reference", reference))
+        found = [f"{side} has {where}" for side, array in sides if (where := not_finite(array))]
+        return Errors(*[math.nan] * 4, not_finite="; ".join(found))
     return Errors(
         max_abs=largest,
-        max_rel=_ratio(largest, mean),
+        max_rel=_ratio(largest, total / ours.size if ours.size else 0.0),
         l2=_ratio(math.sqrt(difference), math.sqrt(square)),
         cosine=product / math.sqrt(square * other) if square and other else float(square == other),
-        finite=True,
+        unequal=unequal,
     )
+
+
+def not_finite(array: np.ndarray) -> str:
+    """The number of NaN and infinities of an array in words, and the place of the first; empty if there are none."""
+    if array.dtype.kind in "USO" or kind_of(array.dtype.name) not in ("float", "complex") or np.isfinite(array).all():
+        return ""
+    nan, infinite = np.isnan(array), np.isinf(array)
+    counts = [f"{n} {what}" for n, what in ((nan.sum(), "NaN"), (infinite.sum(), "infinities")) if n]
+    at = _first_index(nan | infinite)
+    return f"{' and '.join(counts)} of {array.size} numbers, the first ({array[at]}) at {list(at)}"
+
+
+def kind_of(dtype: str) -> str:
+    """Kind of an entry's dtype: float, complex, integer, boolean, text, or object."""
+    kinds = {"float": jnp.floating, "complex": jnp.complexfloating, "integer": jnp.integer, "boolean": jnp.bool_}
+    if dtype in (TEXT, OBJECT):
+        return dtype
+    return next((kind for kind, of in kinds.items() if jnp.issubdtype(np.dtype(dtype), of)), OBJECT)
+
+
+def _first_index(mask: np.ndarray) -> tuple[int, ...]:
+    return tuple(map(int, np.unravel_index(np.argmax(mask), mask.shape)))
 
 
 def noise(*dtypes: str) -> float:
@@ -307,6 +418,8 @@ def _ratio(error: float, size: float) -> float:
 
 def _pieces(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     a, b = a.reshape(-1), b.reshape(-1)
+    wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
     for begin in range(0, a.size, AT_ONCE):
         piece = slice(begin, begin + AT_ONCE)
-        yield a[piece].astype(np.float64), b[piece].astype(np.float64)
+        # The parts of complex numbers are numbers of their own.
+        yield a[piece].astype(wide).view(np.float64), b[piece].astype(wide).view(np.float64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,13 @@ from jax.core import Tracer
 from verax import ops
 from verax._compat import compiler_options
 from verax.compare.case import Side
-from verax.compare.trace import OUTPUT, Recorder, Trace, recording
+from verax.compare.trace import OUTPUT, Recorder, Trace, leaves, recording
 from verax.errors import InvalidParameterError
 
-__all__ = ["gradients_jax", "run_compiled", "trace_jax"]
+__all__ = ["SCOPE", "as_program", "gradients_jax", "run_compiled", "trace_jax"]
+
+SCOPE = "module:"
+"""Beginning of the name scopes of modules."""
 
 Replace = Callable[[str, tuple[int, ...]], np.ndarray | None]
 """Replacement of a recorded value, by its name and shape; None leaves the value."""
@@ -31,7 +34,7 @@ def trace_jax(
 ) -> Trace:
     """Run a side's model and keep the result of each of its modules.
 
-    Of a tuple or another structure, the first array counts. Modules may stand in lists and run several times; loops
+    Of a tuple or another structure, each leaf is recorded. Modules may stand in lists and run several times; loops
     (`lax.scan`, `lax.map`) run step by step, so that modules inside them are recorded once a step. Inside `vmap` and
     `jit` values are recorded by a host callback.
 
@@ -46,24 +49,23 @@ def trace_jax(
     trace = Trace(folder)
 
     def record(name: str, x: Any, axes: Sequence[int] | None) -> Any:
-        leaves, treedef = jax.tree.flatten(x)
-        first = next((i for i, leaf in enumerate(leaves) if _is_floats(leaf)), None)
-        if first is None:
-            return x
-        array = leaves[first]
-        kept = array if axes is None else jnp.transpose(array, axes)
-        if isinstance(array, Tracer):
-            jax.debug.callback(partial(_add, trace, name), kept)
-            return x
-        name = trace.add(name, np.asarray(kept))
-        other = None if replace is None else replace(name, kept.shape)
-        if other is None:
-            return x
-        given = jnp.asarray(other).astype(array.dtype)
-        leaves[first] = given if axes is None else jnp.transpose(given, np.argsort(axes).tolist())
-        return jax.tree.unflatten(treedef, leaves)
+        replaced: dict[int, jax.Array] = {}
+        for path, leaf in recorder.leaves(name, x):
+            if not isinstance(leaf, jax.Array | np.ndarray):
+                trace.add(path, leaf)
+                continue
+            kept = leaf if axes is None else jnp.transpose(leaf, axes)
+            if isinstance(leaf, Tracer):
+                jax.debug.callback(partial(_add, trace, path), kept)
+                continue
+            entry = _add(trace, path, kept)
+            other = None if replace is None else replace(entry, kept.shape)
+            if other is not None:
+                given = jnp.asarray(other).astype(leaf.dtype)
+                replaced[id(leaf)] = given if axes is None else jnp.transpose(given, np.argsort(axes).tolist())
+        return jax.tree.map(lambda leaf: replaced.get(id(leaf), leaf), x) if replaced else x
 
-    recorder = Recorder(trace, record, side.inputs)
+    recorder = Recorder(trace, record, side)
     args, kwargs = jax.tree.map(_to_jax, (side.args, dict(side.kwargs)))
     function = partial(side.run, side.model)
     # Unfused, so that each layer's result is there to be recorded.
@@ -76,59 +78,70 @@ def trace_jax(
                 result = function(args, kwargs)
                 jax.effects_barrier()
         record(OUTPUT, result, None)
-    trace.save()
     return trace
 
 
 def run_compiled(side: Side, *, folder: str | Path | None = None) -> Trace:
     """Run a side's model as engines run it: as one compiled program, with the implementations that dispatch chooses.
 
-    Operations may be fused, which a trace of each module excludes. The trace that is returned has the output only.
+    Operations may be fused, which a trace of each module excludes. The trace that is returned has the outputs only.
 
     Args:
         side: a Flax NNX module, or a function, and its call.
-        folder: folder to write the output to; None keeps it in memory.
+        folder: folder to write the outputs to; None keeps them in memory.
     """
-    leaves, treedef = jax.tree.flatten(jax.tree.map(_to_jax, (side.args, dict(side.kwargs))))
-    arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
-    graph, state = nnx.split(side.model) if isinstance(side.model, nnx.Module) else (None, None)
-
-    def program(state: Any, arrays: dict[int, jax.Array]) -> Any:
-        module = side.model if graph is None else nnx.merge(graph, state)
-        return side.run(module, *treedef.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaves)]))
-
+    program, state, arrays = as_program(side)
     result = jax.jit(program, compiler_options=compiler_options(ops.target().platform))(state, arrays)
     trace = Trace(folder)
-    trace.add(OUTPUT, np.asarray(next(leaf for leaf in jax.tree.leaves(result) if _is_floats(leaf))))
-    trace.save()
+    for name, output in result.items():
+        _add(trace, name, output)
     return trace
 
 
-def gradients_jax(side: Side, cotangent: np.ndarray) -> dict[str, np.ndarray]:
-    """Gradients of `sum(output * cotangent)` by each float parameter, under the parameter's name.
+def as_program(
+    side: Side, *, names: bool = False
+) -> tuple[Callable[..., dict[str, jax.Array]], Any, dict[int, jax.Array]]:
+    """A function of a module's state and the call's arrays to the outputs by their names, and both of its arguments.
+
+    With `names`, operations have the paths of their modules as JAX's name scopes, each path after `SCOPE`.
+    """
+    leaf_list, treedef = jax.tree.flatten(jax.tree.map(_to_jax, (side.args, dict(side.kwargs))))
+    arrays = {i: leaf for i, leaf in enumerate(leaf_list) if isinstance(leaf, jax.Array)}
+    graph, state = nnx.split(side.model) if isinstance(side.model, nnx.Module) else (None, None)
+
+    def program(state: Any, arrays: dict[int, jax.Array]) -> dict[str, jax.Array]:
+        module = side.model if graph is None else nnx.merge(graph, state)
+        recorder = Recorder(Trace(), lambda name, x, axes: x, side)
+        with _patched(module, recorder) if names else contextlib.nullcontext():
+            result = side.run(module, *treedef.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaf_list)]))
+        arrays_only = (jax.Array, np.ndarray, int, float, complex)
+        return {name: jnp.asarray(x) for name, x in leaves(result, OUTPUT) if isinstance(x, arrays_only)}
+
+    return program, state, arrays
+
+
+def gradients_jax(side: Side, cotangents: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Gradients of the sum of `output * cotangent` by each float parameter, under the parameter's name.
 
     Args:
         side: a Flax NNX module and its call.
-        cotangent: as many numbers as the output's first array has, in its order.
+        cotangents: weights of each output of floats, by its name in the trace.
     """
     graph, params, rest = nnx.split(side.model, nnx.Param, ...)
     args, kwargs = jax.tree.map(_to_jax, (side.args, dict(side.kwargs)))
 
     def loss(params: Any) -> jax.Array:
-        result = side.run(nnx.merge(graph, params, rest), args, kwargs)
-        output = next(leaf for leaf in jax.tree.leaves(result) if _is_floats(leaf))
-        return jnp.sum(output.astype(jnp.float32) * jnp.asarray(cotangent, jnp.float32).reshape(output.shape))
+        outputs = dict(leaves(side.run(nnx.merge(graph, params, rest), args, kwargs), OUTPUT))
+        weighted = (jnp.vdot(outputs[name].astype(jnp.float32), weight) for name, weight in cotangents.items())
+        return sum(weighted, jnp.float32(0))
 
     gradients = jax.jit(jax.grad(loss))(params)
     return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradients)}
 
 
-def _add(trace: Trace, name: str, value: Any) -> None:
-    trace.add(name, np.asarray(value))
-
-
-def _is_floats(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating)
+def _add(trace: Trace, name: str, value: Any) -> str:
+    is_key = isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return trace.add(name, np.asarray(jax.random.key_data(value) if is_key else value))
 
 
 def _to_jax(x: Any) -> Any:
@@ -156,7 +169,7 @@ def _patched(model: Any, recorder: Recorder) -> Iterator[None]:
                 return original(self, *args, **kwargs)
             running.append(id(self))
             try:
-                with recorder.module(path):
+                with recorder.module(path), jax.named_scope(SCOPE + path):
                     if args and recorder.wants_input():
                         args = (recorder.value("input", args[0]), *args[1:])
                     result = original(self, *args, **kwargs)

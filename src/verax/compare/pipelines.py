@@ -122,7 +122,8 @@ def compare_pipelines(
             second = settings.guidance_scale_2
             options["guidance_scale_2"] = settings.guidance_scale if second is None else second
         for name, text in (("prompt_embeds", clip.prompt), ("negative_prompt_embeds", settings.negative_prompt)):
-            options[name] = np.array(pipe.stages.text(*tokenize([text])), np.float32)
+            tokens, lengths = tokenize([text])
+            options[name] = np.array(pipe.stages.text_call(tokens.shape[1])(tokens, lengths), np.float32)
         latents = (options["num_frames"] - 1) // geometry.frames_per_latent + 1
         size = [options[side] // geometry.pixels_per_latent for side in ("height", "width")]
         shape = (1, geometry.channels, latents, *size)

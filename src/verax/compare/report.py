@@ -16,6 +16,7 @@ from rich.console import Console
 
 from verax._optional import require_optional
 from verax.compare.comparison import MAX_RATIO, Comparison, Row
+from verax.compare.trace import OUTPUT
 from verax.compare.videos import DEFINITIONS, QUALITY, VideoComparison, differences
 from verax.files import write_json, write_text
 from verax.page import escaped, figure, page, svg_style, svg_text, table
@@ -36,6 +37,8 @@ FLOOR = 1e-9
 """Position of zero errors on the logarithmic axis of a plot; smaller errors are drawn there too."""
 
 SIDE, OTHER, BOUND, MARK = "#1f77b4", "#ff7f0e", "#888888", "#d62728"
+
+_SIDES = {"ours": "ours", "reference": "the reference"}
 
 Column = tuple[str, Callable[[Row], str]]
 
@@ -78,8 +81,8 @@ class _Page:
 
     def markdown(self) -> str:
         lines = [f"# {self.title}", "", f"**{self.verdict}**", "", *(f"- {line}" for line in self.findings)]
-        for each in self.tables:
-            lines += each.markdown()
+        for section in self.tables:
+            lines += section.markdown()
         return "\n".join([*lines, "", *(f"- {line}" for line in self.definitions), ""])
 
     def html(self, figures: Iterable[str]) -> str:
@@ -89,8 +92,8 @@ class _Page:
         kind = "good" if self.passed else "bad"
         body = [f"<h1>{escaped(self.title)}</h1>", f'<p class="{kind}">{self.verdict}</p>', *items(self.findings)]
         body += figures
-        for each in self.tables:
-            body += table(each.title, each.columns, each.rows, each.marked)
+        for section in self.tables:
+            body += table(section.title, section.columns, section.rows, section.marked)
         return page(f"{self.title}: {self.verdict}", [*body, *items(self.definitions)])
 
     def write(self, folder: Path, stem: str, record: Mapping[str, Any], figures: Iterable[str]) -> list[Path]:
@@ -116,7 +119,7 @@ def show(result: Comparison, console: Console, *, every: bool = False) -> None:
     _table(f"{result.title}, {result.dtype}", rows, _columns(result), result).show(console)
     if gradients:
         _table("gradients by parameter", gradients, _columns(result, gradients=True), result).show(console)
-    if result.fused is not None:
+    if result.fused:
         _table(_OUTPUT_TITLE, _outputs(result), _output_columns(result), result).show(console)
     left = len(result.rows) - len(rows)
     if left:
@@ -135,7 +138,7 @@ def write(result: Comparison, folder: str | Path) -> list[Path]:
     plots = [figure("Errors by layer, in the order of the run", _by_layer(result))]
     columns = [*_columns(result), ("reference", lambda row: row.reference), _ARRANGED]
     tables = [_table("Layers", result.rows, columns, result)]
-    if result.fused is not None:
+    if result.fused:
         tables.insert(0, _table(_OUTPUT_TITLE, _outputs(result), _output_columns(result), result))
     if result.gradients:
         tables.append(_table("Gradients", result.gradients, [*_columns(result, gradients=True), _ARRANGED], result))
@@ -150,7 +153,7 @@ def write(result: Comparison, folder: str | Path) -> list[Path]:
 
 def _table(title: str, rows: Sequence[Row], columns: Sequence[Column], result: Comparison) -> _Table:
     standing_out = {id(row) for row in (result.first, *result.faults) if row is not None}
-    marked = [i for i, row in enumerate(rows) if id(row) in standing_out]
+    marked = [i for i, row in enumerate(rows) if id(row) in standing_out or row.problem is not None]
     return _Table(title, [name for name, _ in columns], [[cell(row) for _, cell in columns] for row in rows], marked)
 
 
@@ -159,8 +162,8 @@ _OUTPUT_TITLE = "output, layer by layer and as one compiled program"
 
 def _outputs(result: Comparison) -> list[Row]:
     """The outputs of both runs of our model, named by the run."""
-    runs = (result.output, "layer by layer"), (result.fused, "one compiled program")
-    return [replace(row, name=name) for row, name in runs if row is not None]
+    runs = (result.outputs, "layer by layer"), (result.fused, "one compiled program")
+    return [replace(row, name=row.name.replace(OUTPUT, name)) for rows, name in runs for row in rows]
 
 
 def _output_columns(result: Comparison) -> list[Column]:
@@ -193,24 +196,25 @@ def _columns(result: Comparison, *, gradients: bool = False) -> list[Column]:
 
 def _findings(result: Comparison) -> list[str]:
     lines = [", ".join(f"{name} {value}" for name, value in result.about.items())] if result.about else []
-    output = result.output
-    if output is not None:
-        lines.append(
-            f"output: max / mean {output.errors.max_rel:.1e}, relative L2 {output.errors.l2:.1e}"
-            + (f", error ratio against float32 {output.ratio:.2f}" if output.ratio is not None else "")
-        )
-    if result.fused is not None:
-        lines.append(
-            f"output as one compiled program: max / mean {result.fused.errors.max_rel:.1e}, relative L2 "
-            f"{result.fused.errors.l2:.1e}"
-            + (f", error ratio against float32 {result.fused.ratio:.2f}" if result.fused.ratio is not None else "")
-        )
+    for what, outputs in (("", result.outputs), (" as one compiled program", result.fused)):
+        lines += [
+            f"{row.name.replace(OUTPUT, 'output')}{what}: max / mean {row.errors.max_rel:.1e}, relative L2 "
+            f"{row.errors.l2:.1e}"
+            + (f", error ratio against float32 {row.ratio:.2f}" if row.ratio is not None else "")
+            + (f", arranged as the reference's: {row.layout}" if row.layout else "")
+            for row in outputs
+        ]
     if result.judged is not None:
         lines += result.judged.lines()
     kinds = [
         f"{n} of {ours}" + (f" (reference {theirs})" * (ours != theirs)) for (ours, theirs), n in result.dtypes.items()
     ]
-    lines.append(f"{len(result.rows)} layers compared: {', '.join(kinds)}")
+    outputs, layers = len(result.outputs), len(result.rows) - len(result.outputs)
+    lines.append(f"{outputs + layers} arrays compared, {outputs} outputs and {layers} of layers: {', '.join(kinds)}")
+    lines += [f"first NaN or infinity of {_SIDES[side]}: {origin}" for side, origin in result.origins.items()]
+    for side, name in result.runs.items():
+        repeated = "the same bit for bit" if name is None else f"different, first in {name}: it is not deterministic"
+        lines.append(f"a second run of {_SIDES[side]} is {repeated}")
     if (first := result.first) is not None:
         lines.append(f"first error beyond the trend: {first.name} ({first.errors.l2:.1e})")
     if any(row.own for row in result.rows):
@@ -218,10 +222,11 @@ def _findings(result: Comparison) -> list[str]:
         lines.append(f"errors of their own, on the reference's activations: {faults or 'none stands out'}")
     if result.guessed:
         lines.append("matched by shape and order only, to be confirmed: " + "; ".join(map(str, result.guessed)))
-    for what, names in (("ours", result.alignment.ours_only), ("the reference", result.alignment.reference_only)):
+    alone = (("in ours only", result.alignment.ours_only), ("in the reference only", result.alignment.reference_only))
+    for what, names in (*alone, ("left out by a side", result.left_out)):
         if names:
             more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-            lines.append(f"in {what} only: {', '.join(names[:6])}{more}")
+            lines.append(f"{what}: {', '.join(names[:6])}{more}")
     if result.peak_memory is not None:
         lines.append(f"memory: the process held {result.peak_memory / 1e9:.2f} GB at most")
     return lines + list(result.failures)
@@ -235,7 +240,7 @@ def _definitions(result: Comparison) -> list[str]:
     ]
     if any(row.own for row in result.rows):
         lines.append("own: with each layer's inputs, and what stands before it, taken from the reference")
-    if result.fused is not None:
+    if result.fused:
         lines.append(
             "one compiled program: as the engines run the model, with fused operations, whose layers have no results "
             "of their own"
@@ -245,7 +250,8 @@ def _definitions(result: Comparison) -> list[str]:
             f"f32: the reference in float32 with the same rounded weights; a ratio up to {MAX_RATIO} counts as equal"
         )
     if result.bound is not None:
-        lines.append(f"equal: a relative L2 error of at most {result.bound:.0e} in every row")
+        lines.append(f"equal: a relative L2 error of at most {result.bound:.0e} in every row of floats")
+    lines.append("in every row all numbers are finite; integers, booleans and texts are equal")
     return lines
 
 
@@ -260,7 +266,8 @@ def _chosen(result: Comparison) -> list[Row]:
         if len(wanted | level) > ROWS:
             break
         wanted |= level
-    for row in (result.first, *result.faults[:8], result.output):
+    problems = [row for row in result.rows if row.problem is not None]
+    for row in (result.first, *result.faults[:8], *problems[:8], *result.outputs):
         if row is not None:
             wanted.add(next(i for i, other in enumerate(result.rows) if other is row))
     return [result.rows[i] for i in sorted(wanted)]
@@ -296,8 +303,8 @@ class VideoReport:
 
     def show(self, console: Console, *, every: bool = False) -> None:
         """Print the figures of the clip, and with `every` the figures of each frame."""
-        for each in self._tables() if every else self._tables()[:1]:
-            each.show(console)
+        for section in self._tables() if every else self._tables()[:1]:
+            section.show(console)
 
     def write(self, folder: Path) -> list[Path]:
         """Write videos.json, videos.md, videos.html and side-by-side.mp4 into a folder; return their paths.

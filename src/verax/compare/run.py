@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +17,9 @@ from verax import progress
 from verax.checkpoint.video.parts import Renaming
 from verax.compare.align import Alignment, Layout, Names, Pair, align, find_layout, translator
 from verax.compare.case import Case, Side, pair_case
-from verax.compare.comparison import Comparison, Row, measure, measure_rows
+from verax.compare.comparison import Comparison, Origin, Row, kind_of, measure, measure_rows, not_finite
 from verax.compare.jax_side import gradients_jax, run_compiled, trace_jax
+from verax.compare.origin import origin_jax, origin_torch
 from verax.compare.torch_side import gradients_torch, round_like, trace_torch
 from verax.compare.trace import OUTPUT, Trace
 from verax.errors import InvalidParameterError
@@ -38,6 +40,7 @@ def compare(
     inject: bool = False,
     backward: bool = False,
     fused: bool = False,
+    repeat: bool = True,
     guess: bool = True,
     max_rel: float | None = None,
     confirm: Callable[[Alignment], None] = lambda alignment: None,
@@ -53,6 +56,7 @@ def compare(
         inject: run ours a second time with each layer on the reference's activations, so that errors are located.
         backward: compare gradients of a weighted sum of the output by each parameter too.
         fused: run ours also as engines do, as one compiled program with fused operations, and compare its output.
+        repeat: run each side a second time, to say whether it is deterministic.
         guess: match what names do not by shape and order; `result.guessed` are these pairs, to be looked at.
         max_rel: bound on each layer's relative L2 error; 1e-4 if None.
         confirm: called with the alignment before anything is measured; it may show `guessed`, and raise.
@@ -67,9 +71,8 @@ def compare(
     """
 
     case = pair_case(reference, ours, *args, names=names, title=title)
-    return compare_case(
-        case, inject=inject, backward=backward, fused=fused, guess=guess, max_rel=max_rel, confirm=confirm
-    )
+    options: Any = {"inject": inject, "backward": backward, "fused": fused, "repeat": repeat}
+    return compare_case(case, **options, guess=guess, max_rel=max_rel, confirm=confirm)
 
 
 def compare_case(
@@ -79,6 +82,7 @@ def compare_case(
     inject: bool = False,
     backward: bool = False,
     fused: bool = False,
+    repeat: bool = True,
     guess: bool = False,
     max_rel: float | None = None,
     folder: str | Path | None = None,
@@ -90,7 +94,7 @@ def compare_case(
         case: the two sides to compare.
         dtype: dtype of the weights and matmul inputs. Below float32 the reference also runs in float32, with weights
             rounded to `dtype`: the truth about both sides.
-        inject, backward, fused, guess, max_rel: as in `compare`.
+        inject, backward, fused, repeat, guess, max_rel: as in `compare`.
         folder: folder in which traces are kept; None keeps them only while this runs.
         confirm: called with the alignment before anything is measured; it may raise.
 
@@ -100,20 +104,39 @@ def compare_case(
     with tempfile.TemporaryDirectory() as scratch, progress.bar("comparing") as report:
         home = Path(scratch if folder is None else folder)
         low = dtype != "float32"
-        stages = 2 + low + inject + fused + 2 * backward
+        stages = 2 + low + inject + fused + 2 * backward + 2 * repeat
         done = iter(range(stages + 1))
+        runs: dict[str, str | None] = {}
+        origins: dict[str, Origin] = {}
 
         def stage(what: str) -> None:
             report(next(done), stages, what)
 
-        stage("PyTorch")
+        def twice(name: str, side: Side, trace: Callable[..., Trace], origin: Callable[..., Origin | None]) -> Trace:
+            """The trace of a side, compared with its second run, and searched for NaN and infinities."""
+            stage(name)
+            first = trace(side, folder=home / name)
+            if repeat:
+                stage(f"{name}, again")
+                runs[name] = first.first_difference(trace(side, folder=home / "again"))
+                shutil.rmtree(home / "again")
+            if any(not_finite(first[entry]) for entry in first):
+                try:
+                    arose = origin(side, first)
+                except Exception as error:  # the report is worth more than the operation
+                    entry = next(entry for entry in first if not_finite(first[entry]))
+                    arose = Origin(entry, f"an operation that could not be traced: {error}")
+                if arose is not None:
+                    origins[name] = arose
+            return first
+
         side = case.reference(dtype)
-        reference = trace_torch(side, folder=home / "reference")
+        reference = twice("reference", side, trace_torch, origin_torch)
         theirs: dict[str, np.ndarray] = {}
-        cotangent = _cotangent(reference) if backward else np.zeros(0)
+        cotangents = _cotangents(reference)
         if backward:
             stage("PyTorch, backwards")
-            theirs = _gradients(gradients_torch, side, cotangent)
+            theirs = _gradients(gradients_torch, side, cotangents)
         truth = None
         if low:
             stage("PyTorch in float32")
@@ -123,11 +146,10 @@ def compare_case(
             del exact
             truth = trace_torch(side, folder=home / "truth")
         del side
-        stage("JAX")
         side = case.ours(dtype)
-        ours = trace_jax(side, folder=home / "ours")
+        ours = twice("ours", side, trace_jax, origin_jax)
         alignment = align(ours, reference, case.names, guess=guess)
-        if not alignment.pairs:
+        if not alignment.pairs and not alignment.mismatched:
             raise InvalidParameterError(
                 f"names: nothing on one side has a name of the other's: ours has {_some(ours)}, the reference "
                 f"{_some(reference)}; give a table of names, or match by shape"
@@ -140,19 +162,24 @@ def compare_case(
             own = trace_jax(side, folder=home / "own", replace=_injection(alignment.pairs, reference))
         rows = measure_rows(alignment.pairs, ours, reference, truth, own)
         result = Comparison(case.title, rows, alignment, dtype, max_rel, about=dict(case.about))
-        output = next((pair for pair in alignment.pairs if pair.ours == (OUTPUT,)), None)
-        if fused and output is not None:
+        result.runs, result.origins = runs, origins
+        result.left_out = [*ours.left_out, *reference.left_out]
+        outputs = [pair for pair in alignment.pairs if pair.ours[0].startswith(OUTPUT)]
+        if fused and outputs:
             stage("JAX, one program")
             compiled = run_compiled(side, folder=home / "fused")
-            result.fused = measure_rows([output], compiled, reference, truth)[0]
-        if case.judge is not None and output is not None:
-            mine, other = output.load(ours, reference)
+            compiled_pairs = [pair for pair in outputs if pair.ours[0] in compiled]
+            result.fused = measure_rows(compiled_pairs, compiled, reference, truth)
+        if case.judge is not None and result.output is not None and result.output.problem is None:
+            mine, other = outputs[0].load(ours, reference)
             result.judged = case.judge(other, mine)
         if backward:
             stage("JAX, backwards")
-            if output is None:
+            floats = [pair for pair in outputs if pair.reference[0] in cotangents]
+            weights = {pair.ours[0]: pair.layout.invert(cotangents[pair.reference[0]]) for pair in floats}
+            if len(weights) != len(cotangents):
                 raise InvalidParameterError("backward: the outputs of the two sides could not be matched")
-            own_gradients = _gradients(gradients_jax, side, output.layout.invert(cotangent))
+            own_gradients = _gradients(gradients_jax, side, weights)
             names = _with_guessed(case.names, alignment)
             result.gradients, result.gradients_only = _gradient_rows(own_gradients, theirs, names)
         result.peak_memory = peak_memory()
@@ -160,7 +187,7 @@ def compare_case(
 
 
 def _some(trace: Trace) -> str:
-    names = list(trace)
+    names = list(trace) or ["nothing"]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -177,16 +204,20 @@ def _injection(pairs: list[Pair], reference: Trace) -> Callable[[str, tuple[int,
     return replace
 
 
-def _cotangent(reference: Trace) -> np.ndarray:
-    """Weights of the output's numbers: random, or an error of one sign would cancel one of the other."""
-    shape = reference.entries[OUTPUT].shape
-    return np.random.default_rng(0).standard_normal(shape, np.float32)
+def _cotangents(reference: Trace) -> dict[str, np.ndarray]:
+    """Weights of the numbers of each output of floats, by name.
+
+    They are random, or an error of one sign would cancel one of the other.
+    """
+    rng = np.random.default_rng(0)
+    outputs = {n: e for n, e in reference.entries.items() if n.startswith(OUTPUT) and kind_of(e.dtype) == "float"}
+    return {name: rng.standard_normal(entry.shape, np.float32) for name, entry in outputs.items()}
 
 
-def _gradients(function: Callable[..., dict[str, np.ndarray]], side: Side, cotangent: np.ndarray) -> Any:
+def _gradients(function: Callable[..., dict[str, np.ndarray]], side: Side, weights: Mapping[str, np.ndarray]) -> Any:
     if not isinstance(side.model, nnx.Module) and not hasattr(side.model, "named_parameters"):
         raise InvalidParameterError("backward: gradients need modules with parameters on both sides, not functions")
-    return function(side, cotangent)
+    return function(side, weights)
 
 
 def _gradient_rows(

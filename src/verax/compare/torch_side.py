@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,9 +13,9 @@ import numpy as np
 
 from verax._optional import require_optional
 from verax.compare.case import Side
-from verax.compare.trace import OUTPUT, Recorder, Trace, recording
+from verax.compare.trace import OUTPUT, Recorder, Trace, leaves, recording
 
-__all__ = ["gradients_torch", "round_like", "torch", "trace_torch"]
+__all__ = ["gradients_torch", "hook_modules", "round_like", "to_numpy", "to_torch", "torch", "trace_torch"]
 
 
 def torch() -> Any:
@@ -41,19 +41,20 @@ def trace_torch(side: Side, *, folder: str | Path | None = None) -> Trace:
     trace = Trace(folder)
 
     def record(name: str, x: Any, axes: Sequence[int] | None) -> Any:
-        tensor = _first(x)
-        if tensor is not None:
-            trace.add(name, to_numpy(tensor if axes is None else tensor.permute(*axes)))
+        for path, leaf in recorder.leaves(name, x):
+            if isinstance(leaf, lib.Tensor):
+                leaf = to_numpy(leaf if axes is None else leaf.permute(*axes))
+            trace.add(path, leaf)
         return x
 
-    recorder, model = Recorder(trace, record, side.inputs), side.model
+    recorder, model = Recorder(trace, record, side), side.model
     running = [""]
 
     def before(path: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         running.append(path)
         recorder.path = path
         if recorder.wants_input():
-            recorder.value("input", [*args, *kwargs.values()])
+            recorder.value("input", next(iter(_floats([*args, kwargs]).values()), None))
 
     def after(path: str, module: Any, args: tuple[Any, ...], result: Any) -> None:
         recorder.value("", result)
@@ -61,33 +62,39 @@ def trace_torch(side: Side, *, folder: str | Path | None = None) -> Trace:
         recorder.path = running[-1]
 
     with ExitStack() as stack:
-        if isinstance(model, lib.nn.Module):
-            for path, module in model.named_modules():
-                if path:
-                    stack.callback(module.register_forward_pre_hook(partial(before, path), with_kwargs=True).remove)
-                    stack.callback(module.register_forward_hook(partial(after, path)).remove)
+        hook_modules(model, stack, before, after)
         with recording(recorder, side.watch), lib.no_grad():
             result = side.run(model, to_torch(side.args), to_torch(side.kwargs))
         recorder.path = ""
         record(OUTPUT, result, None)
-    trace.save()
     return trace
 
 
-def gradients_torch(side: Side, cotangent: np.ndarray) -> dict[str, np.ndarray]:
-    """Gradients of `sum(output * cotangent)` by each parameter that the output depends on, under its name.
+def hook_modules(model: Any, stack: ExitStack, before: Callable[..., None], after: Callable[..., None]) -> None:
+    """Call `before(path, module, args, kwargs)` and `after(path, module, args, result)` around each module's call.
+
+    The stack removes the hooks. A model that is not an `nn.Module` has none.
+    """
+    for path, module in model.named_modules() if isinstance(model, torch().nn.Module) else ():
+        if path:
+            stack.callback(module.register_forward_pre_hook(partial(before, path), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(partial(after, path)).remove)
+
+
+def gradients_torch(side: Side, cotangents: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Gradients of the sum of `output * cotangent` by each parameter that it depends on, under its name.
 
     Args:
         side: an `nn.Module` and its call.
-        cotangent: as many numbers as the output's first tensor has, in its order.
+        cotangents: weights of each output of floats, by its name in the trace.
     """
     lib, model = torch(), side.model
     for parameter in model.parameters():
         parameter.grad = None
         parameter.requires_grad_(True)
-    output = _first(side.run(model, to_torch(side.args), to_torch(side.kwargs)))
-    assert output is not None
-    (output.float() * lib.from_numpy(np.asarray(cotangent, np.float32)).reshape(output.shape)).sum().backward()
+    outputs = _floats(side.run(model, to_torch(side.args), to_torch(side.kwargs)))
+    weights = {name: lib.from_numpy(np.asarray(x, np.float32)) for name, x in cotangents.items()}
+    sum((outputs[name].float() * weight).sum() for name, weight in weights.items()).backward()
     gradients = {n: to_numpy(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     for parameter in model.parameters():
         parameter.grad = None
@@ -103,11 +110,12 @@ def round_like(model: Any, rounded: Any) -> None:
 
 
 def to_numpy(tensor: Any) -> np.ndarray:
-    """A tensor on the host; bfloat16 stays what it is."""
+    """A tensor on the host, in its dtype."""
     lib = torch()
-    tensor = tensor.detach().cpu().contiguous()
-    if tensor.dtype == lib.bfloat16:
-        return tensor.view(lib.int16).numpy().view(ml_dtypes.bfloat16)
+    tensor = tensor.detach().cpu().to_dense().resolve_conj().resolve_neg().contiguous()
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name.startswith(("bfloat16", "float8")):
+        return tensor.view(lib.int16 if name == "bfloat16" else lib.uint8).numpy().view(getattr(ml_dtypes, name))
     return tensor.numpy()
 
 
@@ -120,10 +128,7 @@ def to_torch(x: Any) -> Any:
     return tuple(map(to_torch, x)) if isinstance(x, tuple) else x
 
 
-def _first(x: Any) -> Any | None:
-    """The first tensor of floats in what a module gave or took."""
+def _floats(x: Any) -> dict[str, Any]:
+    """Tensors of floats of a structure, by their names as outputs."""
     lib = torch()
-    if isinstance(x, lib.Tensor):
-        return x if x.is_floating_point() else None
-    members = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple | list) else ()
-    return next((tensor for member in members if (tensor := _first(member)) is not None), None)
+    return {p: leaf for p, leaf in leaves(x, OUTPUT) if isinstance(leaf, lib.Tensor) and leaf.is_floating_point()}

@@ -1,35 +1,44 @@
-"""Traces: the results of each module of a run, by name and in the order of the run; and what records them."""
+"""Traces: the outputs of each module of a run, by name and in the order of the run; and what records them.
+
+An output is a structure (tuples, lists, mappings, dataclasses), and each of its leaves is an array of its own in a
+trace: `leaves` gives their paths, which follow the module's, as in `head[1]` or `(output)[logits]`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import json
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401  (NumPy knows bfloat16 and its like by name once it is imported)
 import numpy as np
 
-from verax.errors import CheckpointError, InvalidParameterError
-from verax.files import write_text
+from verax.errors import InvalidParameterError
 
-__all__ = ["OUTPUT", "Entry", "Recorder", "Trace", "Watch", "recording", "split_call", "tap"]
+if TYPE_CHECKING:
+    from verax.compare.case import Side
+
+__all__ = ["OUTPUT", "Entry", "Recorder", "Trace", "Watch", "leaves", "recording", "split_call", "split_leaf", "tap"]
 
 OUTPUT = "(output)"
 """Name of the output of the whole call."""
 
-INDEX = "trace.json"
-"""Written last: a folder without it holds no whole trace."""
+TEXT = "text"
+"""`Entry.dtype` of a text."""
+
+OBJECT = "object"
+"""`Entry.dtype` of a leaf that is neither an array nor a number or text: nothing compares it."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Description of a stored array. `dtype` is NumPy's name, or bfloat16."""
+    """Description of a stored array. `dtype` is NumPy's name, a name of ml_dtypes, `"text"` or `"object"`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -40,21 +49,24 @@ class Entry:
 class Trace:
     """An ordered map from names to arrays.
 
-    A name is a module's path, as its key in the checkpoint: `blocks.3.self_attn.q`. A module that runs again is
-    `blocks.3.self_attn.q#2`. A module's input, where it is recorded, is `blocks.3.self_attn.input`.
+    A name is a module's path, as its key in the checkpoint: `blocks.3.self_attn.q`. The leaves of a structure have
+    their own paths after it: `blocks.3.self_attn[1]`. A module that runs again is `blocks.3.self_attn.q#2`. A module's
+    input, where it is recorded, is `blocks.3.self_attn.input`.
     """
 
     def __init__(self, folder: str | Path | None = None):
         """Start an empty trace.
 
         Args:
-            folder: folder to stream arrays to, one .npy file each, so that memory holds one at a time; None keeps them.
+            folder: folder to stream arrays to, one .npy file each, so that memory holds one at a time; None keeps them
+                in memory.
 
         Raises:
             InvalidParameterError: if the folder has files in it.
         """
         self.folder = None if folder is None else Path(folder)
         self.entries: dict[str, Entry] = {}
+        self.left_out: list[str] = []
         self._kept: dict[str, np.ndarray] = {}
         self._calls: dict[str, int] = {}
         if self.folder is not None:
@@ -62,42 +74,21 @@ class Trace:
             if any(self.folder.iterdir()):
                 raise InvalidParameterError(f"folder: {self.folder} is not empty; a trace needs a folder of its own")
 
-    @classmethod
-    def open(cls, folder: str | Path) -> Trace:
-        """Open a trace that `save` finished.
-
-        Raises:
-            CheckpointError: if the folder has no finished trace.
-        """
-        trace, path = cls(), Path(folder) / INDEX
-        try:
-            entries = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: no trace here, or an unfinished one: {error}") from error
-        trace.folder = Path(folder)
-        trace.entries = {
-            name: Entry(tuple(entry["shape"]), entry["dtype"], entry["number"]) for name, entry in entries.items()
-        }
-        return trace
-
-    def add(self, path: str, array: np.ndarray) -> str:
-        """Append an array, which is copied; return its name in the trace."""
+    def add(self, path: str, value: Any) -> str:
+        """Append an array, number or text, which is copied; of another object its type. Return its name."""
         call = self._calls[path] = self._calls.get(path, 0) + 1
         name = path if call == 1 else f"{path}#{call}"
-        self.entries[name] = Entry(array.shape, array.dtype.name, len(self.entries))
+        known = isinstance(value, np.ndarray | np.generic | int | float | complex | str | bytes)
+        array = np.array(value if known else type(value).__qualname__)
+        dtype = OBJECT if not known else TEXT if array.dtype.kind in "US" else array.dtype.name
+        self.entries[name] = Entry(array.shape, dtype, len(self.entries))
         if self.folder is None:
-            self._kept[name] = np.array(array)
+            self._kept[name] = array
         else:
-            # NumPy's files know no bfloat16.
-            plain = array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array
+            # NumPy's files know no bfloat16 nor the other dtypes of ml_dtypes.
+            plain = array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" else array
             np.save(self._file(name), plain, allow_pickle=False)
         return name
-
-    def save(self) -> None:
-        """Finish a trace that is streamed to a folder, so that `Trace.open` finds it."""
-        if self.folder is not None:
-            text = json.dumps({name: asdict(entry) for name, entry in self.entries.items()}, indent=1)
-            write_text(self.folder / INDEX, text)
 
     def __getitem__(self, name: str) -> np.ndarray:
         """An array, mapped rather than read where it lies in a file.
@@ -108,9 +99,10 @@ class Trace:
         entry = self.entries[name]
         if self.folder is None:
             return self._kept[name]
-        # Mapped files have no scalars.
-        array = np.load(self._file(name), mmap_mode="r" if entry.shape else None, allow_pickle=False)
-        return array.view(ml_dtypes.bfloat16) if entry.dtype == "bfloat16" else array
+        # Mapped files have no scalars, and are not empty.
+        mapped = entry.shape and 0 not in entry.shape
+        array = np.load(self._file(name), mmap_mode="r" if mapped else None, allow_pickle=False)
+        return array if entry.dtype in (TEXT, OBJECT, array.dtype.name) else array.view(entry.dtype)
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries
@@ -125,11 +117,48 @@ class Trace:
         assert self.folder is not None
         return self.folder / f"{self.entries[name].number:06d}.npy"
 
+    def first_difference(self, other: Trace) -> str | None:
+        """Name of the first array that another run of the same model does not have bit for bit; None if it has all."""
+
+        def equal(name: str) -> bool:
+            same = name in other and self.entries[name] == other.entries[name]
+            return same and self[name].tobytes() == other[name].tobytes()
+
+        return next((name for name in (*self, *other) if name not in self or not equal(name)), None)
+
+
+def leaves(x: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of an output with their paths, in order: of `(a, {"b": c})` these are `[0]` and `[1][b]`.
+
+    Tuples, lists, mappings (the outputs of transformers are some) and dataclasses are structures. None is not a leaf.
+    """
+    if x is None:
+        return
+    if isinstance(x, Mapping):
+        members: Iterable[tuple[Any, Any]] = x.items()
+    elif isinstance(x, tuple) and hasattr(x, "_fields"):
+        members = zip(x._fields, x, strict=True)
+    elif isinstance(x, tuple | list):
+        members = enumerate(x)
+    elif dataclasses.is_dataclass(x) and not isinstance(x, type):
+        members = ((member.name, getattr(x, member.name)) for member in dataclasses.fields(x))
+    else:
+        yield path, x
+        return
+    for name, member in members:
+        yield from leaves(member, f"{path}[{name}]")
+
+
+def split_leaf(path: str) -> tuple[str, str]:
+    """The module's path and the leaf's: `"mlp[0][a]"` is `("mlp", "[0][a]")`."""
+    module, bracket, leaf = path.partition("[")
+    return module, bracket + leaf
+
 
 def split_call(name: str) -> tuple[str, int]:
     """A name's path and which call of it that is, from 1: `"mlp#2"` is `("mlp", 2)`."""
-    path, _, call = name.partition("#")
-    return path, int(call or 1)
+    path, _, call = name.rpartition("#")
+    return (path, int(call)) if path and call.isdigit() else (name, 1)
 
 
 T = TypeVar("T")
@@ -175,15 +204,23 @@ class Watch:
 class Recorder:
     """Keeps values under the path of the module that is running.
 
-    `record` is a side's own: it puts a value into the trace and returns the value with which the run continues.
+    `record` is a side's own: it puts a value's leaves into a trace and returns the value that the run continues with.
     """
 
-    def __init__(self, trace: Trace, record: Value, inputs: Iterable[str] = ()):
-        self.trace = trace
+    def __init__(self, trace: Trace, record: Value, side: Side):
         self.path = ""
+        self._trace = trace
         self._record = record
-        self._inputs = [re.compile(pattern) for pattern in inputs]
+        self._inputs, self._without = (list(map(re.compile, patterns)) for patterns in (side.inputs, side.without))
         self._turns: dict[tuple[int, str], int] = {}
+
+    def leaves(self, name: str, x: Any) -> Iterator[tuple[str, Any]]:
+        """Leaves of `x` with their names, without the ones that the side leaves out."""
+        for path, leaf in leaves(x, name):
+            if not any(pattern.search(path) for pattern in self._without):
+                yield path, leaf
+            elif path not in self._trace.left_out:
+                self._trace.left_out.append(path)
 
     def value(self, name: str, x: Any, axes: Sequence[int] | None = None) -> Any:
         """Record `x` under the running module's path and `name` (either may be empty)."""

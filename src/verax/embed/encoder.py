@@ -107,7 +107,7 @@ class Encoder:
         if dimensions is None and self.settings.dimensions is not None:
             self._dimensions = min(self.settings.dimensions, self._full_dimension)
         self._tokenizer = Tokenizer.from_folder(opened.folder)
-        self._tokenizer.truncate(self.settings.max_length)
+        self._tokenizer.encode_batch((), max_length=self.max_length)  # refuses a limit that leaves no token for a text
         loaded = load_for_calls(opened, model_class, config, dtype, quantization, show_progress=show_progress)
         self._packs = getattr(loaded, "takes_packed_sentences", True)
         place = Sentences.packed if self._packs else Sentences.padded
@@ -274,7 +274,10 @@ class Encoder:
         """
         texts = [prompt + text for text in check_texts(sentences, "sentences")]
         chosen = [text.lower() for text in texts] if self.settings.lower_case else texts
-        return self._tokenizer.encode_batch(chosen, max_length=max_length)
+        longest = self.settings.max_length
+        return self._tokenizer.encode_batch(
+            chosen, max_length=longest if max_length is None else min(max_length, longest)
+        )
 
     def token_counts(self, sentences: Iterable[str]) -> list[int]:
         """Tokens that are read of each sentence, special ones included."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +14,7 @@ from jaxtyping import Array, Float, Int
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.fields import Size, file_of, read_value
 from verax.files import JsonObject
-from verax.models.bert import (
-    BertConfig,
-    BertForSequenceClassification,
-    BertModel,
-    RobertaForSequenceClassification,
-)
+from verax.models import bert, gemma3, lam, modernbert, qwen3, qwen3_5, qwen3_moe
 from verax.models.causal_lm import (
     AttentionFn,
     CausalLM,
@@ -33,42 +29,18 @@ from verax.models.causal_lm import (
     final_hidden_states,
     run_from_zeros,
 )
-from verax.models.gemma3 import Gemma3Config, Gemma3ForCausalLM
-from verax.models.lam import LamConfig, LamModel
-from verax.models.modernbert import ModernBertConfig, ModernBertForSequenceClassification, ModernBertModel
-from verax.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
-from verax.models.qwen3_5 import DeltaState, Qwen35Config, Qwen35ForCausalLM
-from verax.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
-from verax.models.video_model import VideoModel, check_video_model_class
+from verax.models.video_model import VideoModel
 from verax.models.wan.family import WanVideoModel
 from verax.nn import Sentences
 
 __all__ = [
     "DTYPES",
     "AttentionFn",
-    "BertConfig",
-    "BertForSequenceClassification",
-    "BertModel",
     "CausalLM",
     "CausalLMConfig",
-    "DeltaState",
     "DividedStateConfig",
-    "Gemma3Config",
-    "Gemma3ForCausalLM",
-    "LamConfig",
-    "LamModel",
-    "ModernBertConfig",
-    "ModernBertForSequenceClassification",
-    "ModernBertModel",
-    "Qwen3Config",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeConfig",
-    "Qwen3MoeForCausalLM",
-    "Qwen35Config",
-    "Qwen35ForCausalLM",
     "RecurrentConfig",
     "RecurrentLayer",
-    "RobertaForSequenceClassification",
     "RunRecurrent",
     "SlidingWindowConfig",
     "VideoModel",
@@ -78,7 +50,6 @@ __all__ = [
     "cross_encoder",
     "encoder",
     "hidden_states",
-    "is_causal",
     "register_causal_lm",
     "register_video_model",
     "video_model",
@@ -88,36 +59,26 @@ DTYPES: dict[str, DTypeLike] = {"bfloat16": jnp.bfloat16, "float32": jnp.float32
 """Dtypes of weights and of matmul inputs that engines run models in. The rest is float32 in both."""
 
 _CAUSAL_LM: dict[str, tuple[type[Any], type[Any]]] = {
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config),
-    "qwen2": (Qwen3ForCausalLM, Qwen3Config),
-    "llama": (Qwen3ForCausalLM, Qwen3Config),
-    "mistral": (Qwen3ForCausalLM, Qwen3Config),
-    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig),
-    "qwen3_5": (Qwen35ForCausalLM, Qwen35Config),
-    "qwen3_5_text": (Qwen35ForCausalLM, Qwen35Config),
-    "qwen3_5_moe": (Qwen35ForCausalLM, Qwen35Config),
-    "qwen3_5_moe_text": (Qwen35ForCausalLM, Qwen35Config),
-    "qwen3_next": (Qwen35ForCausalLM, Qwen35Config),
-    "gemma3": (Gemma3ForCausalLM, Gemma3Config),
-    "gemma3_text": (Gemma3ForCausalLM, Gemma3Config),
-    "gemma2": (Gemma3ForCausalLM, Gemma3Config),
+    **dict.fromkeys(("qwen3", "qwen2", "llama", "mistral"), (qwen3.Qwen3ForCausalLM, qwen3.Qwen3Config)),
+    "qwen3_moe": (qwen3_moe.Qwen3MoeForCausalLM, qwen3_moe.Qwen3MoeConfig),
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),
+        (qwen3_5.Qwen35ForCausalLM, qwen3_5.Qwen35Config),
+    ),
+    **dict.fromkeys(("gemma3", "gemma3_text", "gemma2"), (gemma3.Gemma3ForCausalLM, gemma3.Gemma3Config)),
 }
 
 _ENCODERS: dict[str, tuple[type[Any], type[Any]]] = {
-    "bert": (BertModel, BertConfig),
-    "roberta": (BertModel, BertConfig),
-    "xlm-roberta": (BertModel, BertConfig),
-    "modernbert": (ModernBertModel, ModernBertConfig),
-    "lam": (LamModel, LamConfig),
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta"), (bert.BertModel, bert.BertConfig)),
+    "modernbert": (modernbert.ModernBertModel, modernbert.ModernBertConfig),
+    "lam": (lam.LamModel, lam.LamConfig),
 }
 
 _CROSS_ENCODERS: dict[str, tuple[type[Any], type[Any]]] = {
-    "bert": (BertForSequenceClassification, BertConfig),
-    "roberta": (RobertaForSequenceClassification, BertConfig),
-    "xlm-roberta": (RobertaForSequenceClassification, BertConfig),
-    "modernbert": (ModernBertForSequenceClassification, ModernBertConfig),
+    "bert": (bert.BertForSequenceClassification, bert.BertConfig),
+    **dict.fromkeys(("roberta", "xlm-roberta"), (bert.RobertaForSequenceClassification, bert.BertConfig)),
+    "modernbert": (modernbert.ModernBertForSequenceClassification, modernbert.ModernBertConfig),
 }
-
 
 _VIDEO_MODELS: dict[str, type[Any]] = {
     "WanModel": WanVideoModel,
@@ -153,10 +114,9 @@ def register_causal_lm(model_type: str, model: Any, config: Any) -> None:
         InvalidParameterError: if the name belongs to another model, or a class lacks a member, with the member's name.
     """
     check_causal_lm_class(model, config)
-    taken = _CAUSAL_LM.get(model_type)
-    if taken is not None and taken != (model, config):
+    taken = _CAUSAL_LM.setdefault(model_type, (model, config))
+    if taken != (model, config):
         raise InvalidParameterError(f"model_type: {model_type!r} is the name of {taken[0].__name__} already")
-    _CAUSAL_LM[model_type] = model, config
 
 
 def causal_lm(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
@@ -165,13 +125,7 @@ def causal_lm(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
     Raises:
         UnsupportedModelError: for a `model_type` that is not in the table, naming those that are.
     """
-    kind = read_value(config, "model_type", str, None)
-    if kind not in _CAUSAL_LM:
-        known = ", ".join(_CAUSAL_LM)
-        raise UnsupportedModelError(
-            f"config.json has model_type {kind!r}; language models supported are {known}; "
-            "verax.register_causal_lm adds others"
-        )
+    kind = _kind(config, "model_type", _CAUSAL_LM, "language models", "; verax.register_causal_lm adds others")
     if not is_causal(config):
         raise UnsupportedModelError(
             f"{file_of(config)}: is_causal or use_bidirectional_attention: its tokens attend to those after them; that "
@@ -207,13 +161,10 @@ def encoder(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
     Raises:
         UnsupportedModelError: for a `model_type` that verax does not have, naming those that it has.
     """
-    kind = read_value(config, "model_type", str, None)
+    kind = _kind(config, "model_type", (*_ENCODERS, *_CAUSAL_LM), "text encoders")
     if kind in _CAUSAL_LM:
         model, sizes = causal_lm(config if is_causal(config) else _causal(config))
         return model, sizes if sizes.tie_word_embeddings else replace(sizes, tie_word_embeddings=True)
-    if kind not in _ENCODERS:
-        known = ", ".join((*_ENCODERS, *_CAUSAL_LM))
-        raise UnsupportedModelError(f"config.json has model_type {kind!r}; text encoders supported are {known}")
     model, read = _ENCODERS[kind]
     return model, read.from_hf(config)
 
@@ -229,7 +180,7 @@ def hidden_states(
         sentences: where the sentences lie. They may be packed unless the model's `takes_packed_sentences` is False.
         causal: False for a language model whose tokens see those after them, see `is_causal`.
     """
-    if isinstance(model, LamModel):
+    if isinstance(model, lam.LamModel):
         return model(tokens, sentences.lengths)
     if isinstance(model, CausalLM):
         attend = causal_attention(model.dtype, sentences.segments, causal=causal)
@@ -245,10 +196,7 @@ def cross_encoder(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
     Raises:
         UnsupportedModelError: for another `model_type`, naming those that verax has, or for several labels.
     """
-    kind = read_value(config, "model_type", str, None)
-    if kind not in _CROSS_ENCODERS:
-        known = ", ".join(_CROSS_ENCODERS)
-        raise UnsupportedModelError(f"config.json has model_type {kind!r}; cross-encoders supported are {known}")
+    kind = _kind(config, "model_type", _CROSS_ENCODERS, "cross-encoders")
     # transformers' own default is two labels.
     labels = len(read_value(config, "id2label", dict, {})) or read_value(config, "num_labels", Size, 2)
     if labels != 1:
@@ -262,16 +210,18 @@ def register_video_model(class_name: str, model: Any) -> None:
 
     Args:
         class_name: `_class_name` in the config.json of the folder's transformer.
-        model: a class that satisfies `VideoModel`.
+        model: a subclass of `VideoModel`.
 
     Raises:
-        InvalidParameterError: if the name belongs to another family, or the class lacks a member, with its name.
+        InvalidParameterError: if the name belongs to another family, or for another class.
     """
-    check_video_model_class(model)
-    taken = _VIDEO_MODELS.get(class_name)
-    if taken is not None and taken is not model:
+    is_family = inspect.isclass(model) and issubclass(model, VideoModel)
+    if not is_family or inspect.isabstract(model) or not hasattr(model, "references"):
+        raise InvalidParameterError(
+            f"model: expected a subclass of verax.models.VideoModel with references and from_folder, got {model!r}"
+        )
+    if (taken := _VIDEO_MODELS.setdefault(class_name, model)) is not model:
         raise InvalidParameterError(f"class_name: {class_name!r} is the name of {taken.__name__} already")
-    _VIDEO_MODELS[class_name] = model
 
 
 def video_model(config: Mapping[str, Any]) -> type[Any]:
@@ -280,11 +230,14 @@ def video_model(config: Mapping[str, Any]) -> type[Any]:
     Raises:
         UnsupportedModelError: for a `_class_name` that is not in the table, naming those that are.
     """
-    kind = read_value(config, "_class_name", str, "WanModel")  # the originals' smaller files have no name
-    if kind not in _VIDEO_MODELS:
-        known = ", ".join(_VIDEO_MODELS)
-        raise UnsupportedModelError(
-            f"config.json has _class_name {kind!r}; transformers supported are {known}; "
-            "verax.register_video_model adds others"
-        )
-    return _VIDEO_MODELS[kind]
+    named = {"_class_name": "WanModel", **config}  # the originals' smaller files have no name
+    return _VIDEO_MODELS[
+        _kind(named, "_class_name", _VIDEO_MODELS, "transformers", "; verax.register_video_model adds others")
+    ]
+
+
+def _kind(config: Mapping[str, Any], key: str, known: Collection[str], what: str, hint: str = "") -> str:
+    """Kind of a model in a config.json, which has to be one of those known."""
+    if (kind := read_value(config, key, str, None)) not in known:
+        raise UnsupportedModelError(f"config.json has {key} {kind!r}; {what} supported are {', '.join(known)}{hint}")
+    return kind

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from verax import ops
 from verax.errors import UnsupportedModelError
-from verax.fields import Count, Depth, Epsilon, Size, check_multiple, read_fields, read_value, require_fields
+from verax.fields import Count, Depth, Epsilon, Size, check_multiple, read_fields, read_value
 from verax.nn import Embedding, LayerNorm, Linear, Sentences, fused_gelu_mlp, fused_linear
 
 __all__ = [
@@ -37,8 +37,6 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
 }
 """Activation functions, by transformers' names."""
-
-_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,6 @@ class BertConfig:
             CheckpointError: for a value of a wrong type, or a size that no model has.
         """
         family = read_value(config, "model_type", str, "bert")
-        require_fields(config, _REQUIRED, f"{family} model")
         positions = config.get("position_embedding_type") or "absolute"
         decoder = read_value(config, "is_decoder", bool, False)
         if positions != "absolute" or decoder:
@@ -75,7 +72,7 @@ class BertConfig:
             raise UnsupportedModelError(
                 f"{family} with {what} is not supported; only encoders with absolute positions are"
             )
-        read = cls(**read_fields(config, cls, _FIELDS))
+        read = cls(**read_fields(config, cls))
         if family != "bert":
             read = _roberta(read, read_value(config, "pad_token_id", Count, 1) + 1)
         if read.hidden_act not in ACTIVATIONS:
@@ -83,9 +80,6 @@ class BertConfig:
             raise UnsupportedModelError(f"hidden_act {read.hidden_act!r} is not supported; those supported are {known}")
         check_multiple(config, hidden_size=read.hidden_size, num_attention_heads=read.num_attention_heads)
         return read
-
-
-_FIELDS = (*_REQUIRED, "hidden_act", "layer_norm_eps", "max_position_embeddings", "type_vocab_size")
 
 
 def _roberta(read: BertConfig, first_position: int) -> BertConfig:
@@ -134,7 +128,7 @@ class BertSelfAttention(nnx.Module):
 class BertOutput(nnx.Module):
     """Projection, residual sum and normalisation."""
 
-    def __init__(self, size_in: int, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, size_in: int, config: Any, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.dense = Linear(size_in, config.hidden_size, bias=True, dtype=dtype, rngs=rngs)
         self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps, dtype=dtype)
 
@@ -179,13 +173,6 @@ class BertLayer(nnx.Module):
         return down(up(x), x) if y is None else down.LayerNorm(y, x)
 
 
-class BertEncoder(nnx.Module):
-    """Stack of layers."""
-
-    def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.layer = nnx.List([BertLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
-
-
 class BertPooler(nnx.Module):
     """Summary of a text for a classifier: a layer on the first token's state."""
 
@@ -218,7 +205,8 @@ class BertModel(nnx.Module):
     def __init__(self, config: BertConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs, has_pooler: bool = False):
         self.config = config
         self.embeddings = BertEmbeddings(config, dtype=dtype, rngs=rngs)
-        self.encoder = BertEncoder(config, dtype=dtype, rngs=rngs)
+        layers = [BertLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)]
+        self.encoder = nnx.Dict(layer=nnx.List(layers))
         self.pooler = BertPooler(config, dtype=dtype, rngs=rngs) if has_pooler else None
 
     def __call__(

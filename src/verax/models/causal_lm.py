@@ -16,6 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from verax import ops
 from verax.errors import InvalidParameterError
+from verax.fields import file_of, read_value
+from verax.files import JsonObject
 
 __all__ = [
     "AttentionFn",
@@ -36,6 +38,7 @@ __all__ = [
     "run_from_zeros",
     "sliding_windows",
     "state_axes",
+    "text_config",
 ]
 
 
@@ -119,41 +122,27 @@ C = TypeVar("C")
 
 @runtime_checkable
 class CausalLMConfig(Protocol):
-    """The sizes that the engine reads. Usually a frozen dataclass; a size may be a property."""
+    """The sizes that the engine reads. Usually a frozen dataclass; a size may be a property.
+
+    Attributes:
+        vocab_size: tokens of the vocabulary, V.
+        num_hidden_layers: layers, L: those that call `attend` or `run_recurrent`.
+        num_key_value_heads: heads of keys and values, K.
+        head_dim: size of a head, H.
+        max_position_embeddings: positions, the longest sequence in tokens.
+        tie_word_embeddings: True if the output head is the token embedding.
+    """
+
+    vocab_size: int
+    num_hidden_layers: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], /) -> Any:
         """Configuration of a config.json. It raises `UnsupportedModelError` for what the model does not compute."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens of the vocabulary, V."""
-        ...
-
-    @property
-    def num_hidden_layers(self) -> int:
-        """Layers, L: those that call `attend` or `run_recurrent`."""
-        ...
-
-    @property
-    def num_key_value_heads(self) -> int:
-        """Heads of keys and values, K."""
-        ...
-
-    @property
-    def head_dim(self) -> int:
-        """Size of a head, H."""
-        ...
-
-    @property
-    def max_position_embeddings(self) -> int:
-        """Positions, the longest sequence in tokens."""
-        ...
-
-    @property
-    def tie_word_embeddings(self) -> bool:
-        """True if the output head is the token embedding."""
         ...
 
 
@@ -192,7 +181,7 @@ class SlidingWindowConfig(Protocol):
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
-        """By layer: tokens that a query sees, itself included; None for all. What a recurrent layer has is ignored."""
+        """Tokens that a query sees, itself included, by layer; None for all. Those of recurrent layers are unused."""
         ...
 
 
@@ -202,29 +191,20 @@ class CausalLM(Protocol):
 
     Layers that are declared as divided (`verax.nn.parallel`) let several devices run it. They must divide attention by
     heads: each device then passes its own heads to `attend`.
+
+    Attributes:
+        ignored_weights: patterns of keys that a checkpoint may have and the model does not need; of the class.
+        key_aliases: (pattern, replacement) pairs from a module's path to its key in another layout; of the class.
+        config: configuration that the model was made of.
+        dtype: dtype of the weights that are not quantised, and of keys and values.
     """
 
+    ignored_weights: tuple[str, ...]
+    key_aliases: tuple[tuple[str, str], ...]
+    config: Any
+    dtype: DTypeLike
+
     def __init__(self, config: Any, *, dtype: DTypeLike = ..., rngs: Any) -> None: ...
-
-    @property
-    def ignored_weights(self) -> tuple[str, ...]:
-        """Patterns of keys that a checkpoint may have and the model does not need. An attribute of the class."""
-        ...
-
-    @property
-    def key_aliases(self) -> tuple[tuple[str, str], ...]:
-        """(pattern, replacement) pairs from a module's path to its key in another layout. An attribute of the class."""
-        ...
-
-    @property
-    def config(self) -> CausalLMConfig:
-        """The configuration that the model was made of."""
-        ...
-
-    @property
-    def dtype(self) -> DTypeLike:
-        """Dtype of the weights that are not quantised, and of keys and values."""
-        ...
 
     def __call__(
         self,
@@ -244,14 +224,7 @@ class CausalLM(Protocol):
 
 
 _CLASS_MEMBERS = ("ignored_weights", "key_aliases", "dtype", "logits")
-_CONFIG_MEMBERS = (
-    "vocab_size",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "tie_word_embeddings",
-)
+_CONFIG_MEMBERS = tuple(CausalLMConfig.__annotations__)
 
 
 def has_recurrent_layers(config: CausalLMConfig) -> TypeGuard[RecurrentConfig]:
@@ -307,6 +280,23 @@ def config_on_devices(config: C, devices: int) -> C:
             f"tensor_parallel_size: {type(config).__name__} cannot repeat its {heads} heads of keys and values; use a "
             "number of devices that divides them"
         ) from error
+
+
+def text_config(config: Mapping[str, Any], **defaults: Any) -> JsonObject:
+    """Object of the language model in a config.json: its `text_config`, in a file of a model with a vision tower.
+
+    With a vision tower, the outer file says whether the output head is tied, as transformers reads it.
+
+    Args:
+        config: object of the file.
+        defaults: values of keys that the language model's object leaves out.
+    """
+    part = read_value(config, "text_config", dict, None)
+    where = f"{file_of(config)}: text_config" if part else file_of(config)
+    text = JsonObject({**defaults, **(config if part is None else part)}, where)
+    if "tie_word_embeddings" in config:
+        text["tie_word_embeddings"] = config["tie_word_embeddings"]
+    return text
 
 
 def final_hidden_states(

@@ -20,50 +20,38 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from verax import ops
-from verax.errors import CheckpointError, UnsupportedModelError
-from verax.fields import Depth, Epsilon, Positive, Size, check_multiple, file_of, read_fields, read_value
+from verax.errors import UnsupportedModelError
+from verax.fields import Positive, Size, read_fields, read_layer_types, read_value
 from verax.files import JsonObject
 from verax.models import qwen3
-from verax.models.causal_lm import AttentionFn
-from verax.models.qwen3 import Attention, Qwen3ForCausalLM, Rotary, norm
+from verax.models.causal_lm import AttentionFn, text_config
+from verax.models.qwen3 import (
+    FULL,
+    SLIDING,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Rotary,
+    check_activation,
+    decoder_fields,
+    norm,
+)
 from verax.nn import Embedding, fused_linear
 from verax.ops.attention import soft_capped
 
 __all__ = ["Gemma3Config", "Gemma3ForCausalLM"]
 
-GLOBAL, SLIDING = "full_attention", "sliding_attention"
 
-
-@dataclass(frozen=True)
-class Gemma3Config:
+@dataclass(frozen=True, kw_only=True)
+class Gemma3Config(Qwen3Config):
     """Sizes and flags of both families, by the names of config.json where these are clear."""
 
-    vocab_size: Size
-    hidden_size: Size
-    intermediate_size: Size
-    num_hidden_layers: Depth
-    num_attention_heads: Size
-    num_key_value_heads: Size
-    head_dim: Size
-    rms_norm_eps: Epsilon
-    max_position_embeddings: Size
     query_pre_attn_scalar: Positive
     """Scores are q . k divided by its square root."""
-    layer_types: tuple[str, ...]
-    """`full_attention` or `sliding_attention` by layer."""
-    rotary: ops.RotaryConfig
     local_rotary: ops.RotaryConfig
     """Rotation in layers that see a window."""
-    tie_word_embeddings: bool
-    qk_norm: bool
-    """Gemma 3: RMSNorm on each head of q and k."""
-    sliding_window: Size | None = None
-    """Tokens that a sliding layer sees, the newest included."""
     attn_logit_softcapping: Positive | None = None
     final_logit_softcapping: Positive | None = None
-    attention_bias: bool = False
 
-    mlp_bias: ClassVar[bool] = False
     zero_centered_norms: ClassVar[bool] = True
 
     @classmethod
@@ -77,54 +65,27 @@ class Gemma3Config:
                 unknown rope type, or sizes that do not divide.
             CheckpointError: for a value of a wrong type, or a size that no model has.
         """
-        part = read_value(config, "text_config", dict, None)
-        where = f"{file_of(config)}: text_config" if part else file_of(config)
-        family = read_value(config, "model_type", str)
-        defaults = _GEMMA2 if family == "gemma2" else _GEMMA3
-        text = JsonObject({**_DEFAULTS, **defaults, **(config if part is None else part)}, where)
-        # With a vision tower, the outer file says whether the output head is tied, as transformers reads it.
-        text["tie_word_embeddings"] = config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))
-        if (activation := text["hidden_activation"]) not in (None, "gelu_pytorch_tanh"):
-            raise UnsupportedModelError(
-                f"hidden_activation {activation!r} is not supported; this family uses 'gelu_pytorch_tanh'"
-            )
+        gemma2 = read_value(config, "model_type", str) == "gemma2"
+        text = text_config(config, **_DEFAULTS, **(_GEMMA2 if gemma2 else _GEMMA3))
+        check_activation(text, "hidden_activation", ("gelu_pytorch_tanh", None))
         if read_value(text, "use_bidirectional_attention", bool, False):
-            raise UnsupportedModelError(f"{family} with use_bidirectional_attention is not supported as a causal model")
-        fields = read_fields(text, cls, _READ)
-        check_multiple(text, **{name: fields[name] for name in ("num_attention_heads", "num_key_value_heads")})
-        if fields["head_dim"] % 2:
-            raise UnsupportedModelError(f"{where}: head_dim {fields['head_dim']} is odd; rotary positions need pairs")
-        window = read_value(text, "sliding_window", Size, None)
-        rotary = ops.RotaryConfig.from_hf(text) if family == "gemma2" else _rotary(text, GLOBAL, "rope_theta")
-        local = rotary if family == "gemma2" else _rotary(text, SLIDING, "rope_local_base_freq")
+            raise UnsupportedModelError("use_bidirectional_attention is not supported in a causal model")
+        rotary = ops.RotaryConfig.from_hf(text) if gemma2 else _rotary(text, FULL, "rope_theta")
+        fields = decoder_fields(text, rotary)
         return cls(
             **fields,
-            layer_types=_layer_types(text, fields["num_hidden_layers"], window),
-            sliding_window=window,
-            attn_logit_softcapping=read_value(text, "attn_logit_softcapping", Positive, None),
-            final_logit_softcapping=read_value(text, "final_logit_softcapping", Positive, None),
-            rotary=rotary,
-            local_rotary=local,
-            qk_norm=family != "gemma2",
+            windows=_windows(text, fields["num_hidden_layers"]),
+            local_rotary=rotary if gemma2 else _rotary(text, SLIDING, "rope_local_base_freq"),
+            **read_fields(text, cls, ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")),
         )
 
     @property
-    def sliding_windows(self) -> tuple[int | None, ...]:
-        """Window of each layer in tokens; None for a layer that sees everything."""
-        return tuple(self.sliding_window if kind == SLIDING else None for kind in self.layer_types)
+    def layer_types(self) -> tuple[str, ...]:
+        """`full_attention` or `sliding_attention` by layer."""
+        return tuple(FULL if window is None else SLIDING for window in self.sliding_windows)
 
     @property
-    def qkv_bias(self) -> bool:
-        """True for a bias on q, k and v."""
-        return self.attention_bias
-
-    @property
-    def output_bias(self) -> bool:
-        """True for a bias on the output of attention."""
-        return self.attention_bias
-
-    @property
-    def score_options(self) -> Mapping[str, float | None]:
+    def score_options(self) -> Mapping[str, float | None]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Scale and cap of the scores of attention."""
         return {"scale": self.query_pre_attn_scalar**-0.5, "soft_cap": self.attn_logit_softcapping}
 
@@ -140,7 +101,7 @@ _DEFAULTS = MappingProxyType(
         "rms_norm_eps": 1e-6,
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
-        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
     }
 )
 _GEMMA2 = MappingProxyType(
@@ -163,32 +124,23 @@ _GEMMA3 = MappingProxyType(
 )
 """Values that a file may leave out."""
 
-_READ = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "query_pre_attn_scalar"),
-    *("tie_word_embeddings", "attention_bias"),
-)
 
-
-def _layer_types(config: JsonObject, depth: int, window: int | None) -> tuple[str, ...]:
-    """Kinds of the layers: those that the file lists, or every `sliding_window_pattern`-th one sees everything."""
+def _windows(config: JsonObject, depth: int) -> tuple[int | None, ...]:
+    """Sliding window of each layer; in a file that lists no layers, every `sliding_window_pattern`-th has none."""
     pattern = read_value(config, "sliding_window_pattern", Size)
-    kinds = read_value(config, "layer_types", tuple[str, ...], ())
-    kinds = kinds or tuple(SLIDING if (i + 1) % pattern else GLOBAL for i in range(depth))
-    if len(kinds) != depth:
-        raise CheckpointError(f"{config.where}: layer_types has {len(kinds)} entries for {depth} layers")
-    if unknown := sorted({*kinds} - {GLOBAL, SLIDING}):
-        raise UnsupportedModelError(f"{config['model_type']} with layers of type {', '.join(unknown)} is not supported")
+    default = [SLIDING if (i + 1) % pattern else FULL for i in range(depth)]
+    kinds = read_layer_types(config, depth, default, {FULL, SLIDING})
+    window = read_value(config, "sliding_window", Size, None)
     if SLIDING in kinds and window is None:
         raise UnsupportedModelError(f"{config.where} lacks sliding_window, which its {SLIDING} layers need")
-    return kinds
+    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def _rotary(config: JsonObject, kind: str, base: str) -> ops.RotaryConfig:
     """Rotation in layers of one kind: by kind in `rope_parameters` (transformers 5), or by names of their own."""
     by_kind = read_value(config, "rope_parameters", dict, {})
     given = read_value(by_kind, kind, dict, {}) if by_kind else {}
-    if not by_kind and kind == GLOBAL:
+    if not by_kind and kind == FULL:
         given = read_value(config, "rope_scaling", dict, {})
     rope = {"rope_theta": config[base], **given}
     context = {"max_position_embeddings": config["max_position_embeddings"]}
@@ -203,16 +155,17 @@ class MLP(qwen3.MLP):
         return self.down_proj(jax.nn.gelu(gate, approximate=True) * up)
 
 
-class DecoderLayer(nnx.Module):
+class DecoderLayer(qwen3.DecoderLayer):
     """Attention, then feed-forward, each between a norm of its input and one of its output."""
 
     def __init__(self, config: Gemma3Config, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.self_attn = Attention(config, dtype=dtype, rngs=rngs)
-        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
-        self.input_layernorm = norm(config, dtype)
-        self.post_attention_layernorm = norm(config, dtype)
+        super().__init__(config, layer, dtype=dtype, rngs=rngs)
         self.pre_feedforward_layernorm = norm(config, dtype)
         self.post_feedforward_layernorm = norm(config, dtype)
+
+    def feed_forward(self, config: Any, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> MLP:
+        """Feed-forward part of a layer."""
+        return MLP(config, dtype=dtype, rngs=rngs)
 
     def __call__(
         self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: AttentionFn
@@ -243,7 +196,7 @@ class Decoder(qwen3.Decoder):
         """Tables of cos and sin for each layer, of two kinds."""
         config = self.config
         tables = {
-            GLOBAL: ops.rotary_tables(positions, config.rotary, config.head_dim),
+            FULL: ops.rotary_tables(positions, config.rotary, config.head_dim),
             SLIDING: ops.rotary_tables(positions, config.local_rotary, config.head_dim),
         }
         return [tables[kind] for kind in config.layer_types]

@@ -63,10 +63,10 @@ def resize(
         return frames
     pil = require_optional("PIL.Image")
     chosen = {"lanczos": pil.Resampling.LANCZOS, "bicubic": pil.Resampling.BICUBIC}[method]
-    each = [
+    resized = [
         np.asarray(pil.fromarray(f).resize((width, height), chosen)) for f in frames.reshape(-1, *frames.shape[-3:])
     ]
-    return np.stack(each).reshape(*frames.shape[:-3], height, width, 3)
+    return np.stack(resized).reshape(*frames.shape[:-3], height, width, 3)
 
 
 def to_signed(frames: UInt8[np.ndarray, "*B H W 3"]) -> Float[np.ndarray, "*B H W 3"]:

@@ -21,14 +21,14 @@ from jaxtyping import Array, Float, Int
 
 from verax import ops
 from verax.errors import UnsupportedModelError
-from verax.fields import Count, Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_value, require_fields
+from verax.fields import Count, Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_value
 from verax.files import JsonObject
+from verax.models.bert import BertOutput
 from verax.nn import Embedding, LayerNorm, Linear, fused_linear
 from verax.nn.layers import INIT_STD
 from verax.ops.hierarchical import HierarchicalState, Perceptron, ResonanceFlux
 
 __all__ = [
-    "DeltaNetConfig",
     "EnhancedHierarchicalDeltaNet",
     "HierarchicalGatedDeltaNet",
     "LamConfig",
@@ -55,11 +55,20 @@ HEAD_NORM_EPSILON = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaNetConfig:
-    """Sizes and rule of a layer. All but the sizes are read from `lam_config` in config.json."""
+class LamConfig:
+    """Sizes and initial values of a model, under their names in config.json and in its `lam_config`."""
 
+    vocab_size: Size
     hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Depth
     num_attention_heads: Size
+    layer_norm_eps: Epsilon = 1e-12
+    max_position_embeddings: Size = 32768
+    """Length of the longest sequence, in tokens."""
+    num_positions: Size = 512
+    """Rows of MiniLM's table of positions. The rows of a longer sequence are interpolated."""
+    type_vocab_size: Size = 2
     rule: Rule = "local"
     """Delta rule: `"hierarchical"` (two states, variant B) or `"local"` (the published package's, variant C), both as
     published; or `"gated"`, the hierarchical gated delta rule, which is causal and independent of padding and batch."""
@@ -71,6 +80,53 @@ class DeltaNetConfig:
     slow_decay_init: Decay = 0.85
     allow_neg_eigval: bool = False
     """True if beta reaches 2 instead of 1."""
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> LamConfig:
+        """Read a config.json of `model_type` lam.
+
+        Raises:
+            UnsupportedModelError: naming what is missing, unknown or not supported.
+            CheckpointError: for a value of a wrong type, or a size that no model has.
+        """
+        values = read_fields(config, cls, _SIZES)
+        for key, only in _ONLY.items():
+            if config.get(key, only) != only:
+                raise UnsupportedModelError(f"{key} {config[key]!r} is not supported; lam models have {only!r}")
+        for key, same in _SYNONYMS.items():
+            if key in config and config[key] != config[same]:
+                raise UnsupportedModelError(f"config.json has {key} {config[key]} and {same} {config[same]}")
+        layer = JsonObject(read_value(config, "lam_config", dict, {}), f"{file_of(config)}: lam_config")
+        for key, only in _DESCRIPTIONS.items():
+            if layer.pop(key, only) != only:
+                raise UnsupportedModelError(f"lam_config.{key} is not supported unless it is {only!r}")
+        unknown = sorted(set(layer) - set(_LAYER))
+        if unknown:
+            raise UnsupportedModelError(f"lam_config has unknown {', '.join(unknown)}; known are {', '.join(_LAYER)}")
+        if layer.get("rule", "local") not in get_args(Rule):
+            known = ", ".join(get_args(Rule))
+            raise UnsupportedModelError(f"rule {layer['rule']!r} is not supported; there are {known}")
+        values |= read_fields(layer, cls, _LAYER)
+        values.setdefault("num_positions", min(512, values.get("max_position_embeddings", 512)))
+        read = cls(**values)
+        check_multiple(config, hidden_size=read.hidden_size, num_attention_heads=read.num_attention_heads)
+        return read
+
+
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("layer_norm_eps", "max_position_embeddings", "num_positions", "type_vocab_size"),
+)
+_LAYER = ("rule", "chunk_size", "coupling_interval", "fast_decay_init", "slow_decay_init", "allow_neg_eigval")
+_ONLY = {"hidden_act": "gelu", "position_embedding_type": "absolute"}
+_SYNONYMS = {"num_heads": "num_attention_heads", "num_layers": "num_hidden_layers"}
+_DESCRIPTIONS = {
+    "use_hierarchical_decay": True,
+    "use_enhanced_flux": True,
+    "complexity": "O(n)",
+    "memory_type": "dual_state",
+}
+"""Entries of `lam_config` that describe a published model, with their only value."""
 
 
 class LamState(NamedTuple):
@@ -160,7 +216,7 @@ class EnhancedHierarchicalDeltaNet(nnx.Module):
     token, padding is treated as tokens, and `hierarchical` couples the rows of a batch from the third chunk on.
     """
 
-    def __init__(self, config: DeltaNetConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+    def __init__(self, config: LamConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         D, H = config.hidden_size, config.num_attention_heads
         self.config = config
         self.q_proj = Linear(D, D, dtype=dtype, rngs=rngs)
@@ -269,66 +325,6 @@ class HierarchicalGatedDeltaNet(EnhancedHierarchicalDeltaNet):
         return self.project_out(out, gate), LamState(tail, rule)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LamConfig(DeltaNetConfig):
-    """Sizes and initial values of a model, under their names in config.json."""
-
-    vocab_size: Size
-    intermediate_size: Size
-    num_hidden_layers: Depth
-    layer_norm_eps: Epsilon = 1e-12
-    max_position_embeddings: Size = 32768
-    """Length of the longest sequence, in tokens."""
-    num_positions: Size = 512
-    """Rows of MiniLM's table of positions. The rows of a longer sequence are interpolated."""
-    type_vocab_size: Size = 2
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> LamConfig:
-        """Read a config.json of `model_type` lam.
-
-        Raises:
-            UnsupportedModelError: naming what is missing, unknown or not supported.
-            CheckpointError: for a value of a wrong type, or a size that no model has.
-        """
-        require_fields(config, _SIZES, "lam model")
-        for key, only in _ONLY.items():
-            if config.get(key, only) != only:
-                raise UnsupportedModelError(f"{key} {config[key]!r} is not supported; lam models have {only!r}")
-        for key, same in _SYNONYMS.items():
-            if key in config and config[key] != config[same]:
-                raise UnsupportedModelError(f"config.json has {key} {config[key]} and {same} {config[same]}")
-        layer = JsonObject(read_value(config, "lam_config", dict, {}), f"{file_of(config)}: lam_config")
-        for key, only in _DESCRIPTIONS.items():
-            if layer.pop(key, only) != only:
-                raise UnsupportedModelError(f"lam_config.{key} is not supported unless it is {only!r}")
-        unknown = sorted(set(layer) - set(_LAYER))
-        if unknown:
-            raise UnsupportedModelError(f"lam_config has unknown {', '.join(unknown)}; known are {', '.join(_LAYER)}")
-        if layer.get("rule", "local") not in get_args(Rule):
-            known = ", ".join(get_args(Rule))
-            raise UnsupportedModelError(f"rule {layer['rule']!r} is not supported; there are {known}")
-        values = read_fields(config, cls, (*_SIZES, *_OPTIONAL)) | read_fields(layer, cls, _LAYER)
-        values.setdefault("num_positions", min(512, values.get("max_position_embeddings", 512)))
-        read = cls(**values)
-        check_multiple(config, hidden_size=read.hidden_size, num_attention_heads=read.num_attention_heads)
-        return read
-
-
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_OPTIONAL = ("layer_norm_eps", "max_position_embeddings", "num_positions", "type_vocab_size")
-_LAYER = ("rule", "chunk_size", "coupling_interval", "fast_decay_init", "slow_decay_init", "allow_neg_eigval")
-_ONLY = {"hidden_act": "gelu", "position_embedding_type": "absolute"}
-_SYNONYMS = {"num_heads": "num_attention_heads", "num_layers": "num_hidden_layers"}
-_DESCRIPTIONS = {
-    "use_hierarchical_decay": True,
-    "use_enhanced_flux": True,
-    "complexity": "O(n)",
-    "memory_type": "dual_state",
-}
-"""Entries of `lam_config` that describe a published model, with their only value."""
-
-
 class Embeddings(nnx.Module):
     """Word, position and token-type embeddings, summed and normalised. A sentence is all of type 0."""
 
@@ -361,29 +357,14 @@ class Embeddings(nnx.Module):
         return self.LayerNorm(self.word_embeddings(tokens) + positions + types)
 
 
-class AddAndNorm(nnx.Module):
-    """BERT's `output`: projection (if `size_in` is given), residual sum, normalisation."""
-
-    def __init__(self, config: LamConfig, *, size_in: int = 0, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.dense = Linear(size_in, config.hidden_size, bias=True, dtype=dtype, rngs=rngs) if size_in else None
-        self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps, dtype=dtype)
-
-    def __call__(self, x: Float[Array, "B T F"], residual: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.LayerNorm(x if self.dense is None else self.dense(x), residual)
-
-
-class Dense(nnx.Module):
-    """Linear layer under the name `dense`, as in BERT's modules."""
-
-    def __init__(self, size_in: int, size_out: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.dense = Linear(size_in, size_out, bias=True, dtype=dtype, rngs=rngs)
-
-
-class MixerOutput(nnx.Module):
-    """Residual sum and normalisation after the delta rule, under the key of BERT's attention."""
+class ResidualNorm(nnx.Module):
+    """Residual sum and normalisation after the delta rule, under the keys of BERT's `output`."""
 
     def __init__(self, config: LamConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.output = AddAndNorm(config, dtype=dtype, rngs=rngs)
+        self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "B T D"], residual: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self.LayerNorm(x, residual)
 
 
 class Block(nnx.Module):
@@ -391,31 +372,16 @@ class Block(nnx.Module):
 
     def __init__(self, config: LamConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.published = config.rule != "gated"
-        self.attention = MixerOutput(config, dtype=dtype, rngs=rngs)
-        self.intermediate = Dense(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
-        self.output = AddAndNorm(config, size_in=config.intermediate_size, dtype=dtype, rngs=rngs)
+        D, F = config.hidden_size, config.intermediate_size
+        self.attention = nnx.Dict(output=ResidualNorm(config, dtype=dtype, rngs=rngs))
+        self.intermediate = nnx.Dict(dense=Linear(D, F, bias=True, dtype=dtype, rngs=rngs))
+        self.output = BertOutput(F, config, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], mixed: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         x = self.attention.output(mixed, x)
         inner = ops.gelu(self.intermediate.dense(x))
         # As published, GELU is applied twice: by MiniLM's module and again by LAM's.
         return self.output(ops.gelu(inner) if self.published else inner, x)
-
-
-class Encoder(nnx.Module):
-    """Stack of blocks."""
-
-    def __init__(self, config: LamConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.layer = nnx.List([Block(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
-
-
-class Teacher(nnx.Module):
-    """Modules taken from MiniLM. The pooler is in the files and in the published parameter count, but not used."""
-
-    def __init__(self, config: LamConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.embeddings = Embeddings(config, dtype=dtype, rngs=rngs)
-        self.encoder = Encoder(config, dtype=dtype, rngs=rngs)
-        self.pooler = Dense(config.hidden_size, config.hidden_size, dtype=dtype, rngs=rngs)
 
 
 class LamModel(nnx.Module):
@@ -434,10 +400,14 @@ class LamModel(nnx.Module):
     def __init__(self, config: LamConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
         layer = HierarchicalGatedDeltaNet if config.rule == "gated" else EnhancedHierarchicalDeltaNet
-        self.teacher_model = Teacher(config, dtype=dtype, rngs=rngs)
-        self.deltanet_layers = nnx.List(
-            [layer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)]
+        D, depth = config.hidden_size, range(config.num_hidden_layers)
+        # Modules taken from MiniLM. The pooler is in the files and in the published number of parameters, but not used.
+        self.teacher_model = nnx.Dict(
+            embeddings=Embeddings(config, dtype=dtype, rngs=rngs),
+            encoder=nnx.Dict(layer=nnx.List([Block(config, dtype=dtype, rngs=rngs) for _ in depth])),
+            pooler=nnx.Dict(dense=Linear(D, D, bias=True, dtype=dtype, rngs=rngs)),
         )
+        self.deltanet_layers = nnx.List([layer(config, dtype=dtype, rngs=rngs) for _ in depth])
 
     takes_packed_sentences = False
     """True if several sentences may lie in one row."""
@@ -457,8 +427,9 @@ class LamModel(nnx.Module):
         """
         gated = self.config.rule == "gated"
         whole = jnp.full((1,), tokens.shape[1])
-        x = self.teacher_model.embeddings(tokens, lengths if gated and lengths is not None else whole)
-        for layer, block in zip(self.deltanet_layers, self.teacher_model.encoder.layer, strict=True):
+        teacher: Any = self.teacher_model
+        x = teacher.embeddings(tokens, lengths if gated and lengths is not None else whole)
+        for layer, block in zip(self.deltanet_layers, teacher.encoder.layer, strict=True):
             mixed, _ = layer(x, lengths) if isinstance(layer, HierarchicalGatedDeltaNet) else layer(x)
             x = block(x, mixed)
         return x

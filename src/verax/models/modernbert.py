@@ -19,14 +19,23 @@ from jaxtyping import Array, Float, Int
 
 from verax import ops
 from verax.errors import UnsupportedModelError
-from verax.fields import Count, Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_value, require_fields
+from verax.fields import (
+    Count,
+    Depth,
+    Epsilon,
+    Size,
+    check_multiple,
+    file_of,
+    read_fields,
+    read_layer_types,
+    read_value,
+)
 from verax.files import JsonObject
 from verax.models.bert import ACTIVATIONS
 from verax.nn import Embedding, LayerNorm, Linear, Sentences
 
 __all__ = ["ModernBertConfig", "ModernBertForSequenceClassification", "ModernBertModel"]
 
-_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _THETAS = {_FULL: ("global_rope_theta", 160000.0), _SLIDING: ("local_rope_theta", 10000.0)}
 """Key of the rotary base of each kind of layer in older files, and its default."""
@@ -69,17 +78,11 @@ class ModernBertConfig:
             UnsupportedModelError: for another activation, kind of layer or rope type, or a missing size.
             CheckpointError: for a value of a wrong type, or a size that no model has.
         """
-        require_fields(config, _REQUIRED, "modernbert model")
         values = read_fields(config, cls, _FIELDS)
         layers = values["num_hidden_layers"]
         every = read_value(config, "global_attn_every_n_layers", Size, 3)
         kinds = tuple(_SLIDING if layer % every else _FULL for layer in range(layers))
-        kinds = read_value(config, "layer_types", tuple[str, ...], kinds)
-        if len(kinds) != layers or not set(kinds) <= set(_THETAS):
-            raise UnsupportedModelError(
-                f"{file_of(config)}: layer_types: expected {_FULL} or {_SLIDING} for each of {layers} layers, got "
-                f"{', '.join(kinds)}"
-            )
+        kinds = read_layer_types(config, layers, kinds, _THETAS)
         rotary, sliding = (_rotary(config, kind) for kind in _THETAS)
         read = cls(**values, layer_types=kinds, rotary=rotary, sliding_rotary=sliding)
         for activation in (read.hidden_activation, read.classifier_activation):
@@ -91,7 +94,7 @@ class ModernBertConfig:
 
 
 _FIELDS = (
-    *_REQUIRED,
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("hidden_activation", "norm_eps", "norm_bias", "attention_bias", "mlp_bias", "max_position_embeddings"),
     *("local_attention", "classifier_pooling", "classifier_bias", "classifier_activation"),
 )

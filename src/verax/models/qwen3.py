@@ -7,20 +7,31 @@ are the keys of their checkpoints. Reports: Qwen3 (arXiv:2505.09388), Qwen2 (arX
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from verax import ops
-from verax.errors import CheckpointError, UnsupportedModelError
-from verax.fields import Count, Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_value, require_fields
+from verax.errors import UnsupportedModelError
+from verax.fields import (
+    Count,
+    Depth,
+    Epsilon,
+    Size,
+    check_multiple,
+    file_of,
+    read_fields,
+    read_layer_types,
+    read_value,
+)
 from verax.models.causal_lm import AttentionFn, RunRecurrent, causal_attention
 from verax.nn import Embedding, Linear, RMSNorm, fused_linear, fused_swiglu
 
@@ -57,6 +68,8 @@ class Qwen3Config:
 
     zero_centered_norms: ClassVar[bool] = False
     """True where the weights of norms are added to 1."""
+    gated_attention: ClassVar[bool] = False
+    """True where each head's output is scaled by a gate, which `q_proj` gives next to the head's query."""
     score_options: ClassVar[Mapping[str, float | None]] = MappingProxyType({})
     """Keywords of `AttentionFn` that all layers share."""
 
@@ -75,7 +88,8 @@ class Qwen3Config:
             CheckpointError: for a value of a wrong type, or a size that no model has.
         """
         family = config.get("model_type")
-        fields = decoder_fields(config)
+        check_activation(config, "hidden_act", ("silu",))
+        fields = decoder_fields(config, ops.RotaryConfig.from_hf(config))
         if (fraction := fields["rotary"].fraction) != 1:
             raise UnsupportedModelError(f"{family} with partial_rotary_factor {fraction} is not supported")
         return cls(**fields, windows=_windows(config, fields["num_hidden_layers"]))
@@ -84,22 +98,29 @@ class Qwen3Config:
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
-def decoder_fields(config: Mapping[str, Any], *, rotated: float = 1.0) -> dict[str, Any]:
+def check_activation(config: Mapping[str, Any], key: str, known: Collection[str | None]) -> None:
+    """Check the activation of feed-forward layers; the first of `known` is the default.
+
+    Raises:
+        UnsupportedModelError: for another one, naming those that the family has.
+    """
+    known = tuple(known)
+    if (activation := config.get(key, known[0])) not in known:
+        raise UnsupportedModelError(f"{key} {activation!r} is not supported; this family uses {known[0]!r}")
+
+
+def decoder_fields(config: Mapping[str, Any], rotary: ops.RotaryConfig) -> dict[str, Any]:
     """`Qwen3Config`'s fields from a config.json, as this family and its relatives read them.
 
     Args:
         config: the file's object.
-        rotated: part of a head that is rotated, where the file does not say.
+        rotary: rotation of heads, of layers that see everything.
 
     Raises:
-        UnsupportedModelError: for another activation, an unknown rope type, a missing size, or sizes that do not
-            divide.
+        UnsupportedModelError: for a missing size, or sizes that do not divide.
         CheckpointError: for a value of a wrong type, or a size that no model has.
     """
     family = config.get("model_type")
-    require_fields(config, _REQUIRED, f"{family} model")
-    if config.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModelError(f"hidden_act {config['hidden_act']!r} is not supported; this family uses 'silu'")
     sizes = read_fields(config, Qwen3Config, _REQUIRED)
     width, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     kv_heads = read_value(config, "num_key_value_heads", Size, heads)
@@ -108,12 +129,11 @@ def decoder_fields(config: Mapping[str, Any], *, rotated: float = 1.0) -> dict[s
     if head_dim is None:
         check_multiple(config, hidden_size=width, num_attention_heads=heads)
         head_dim = width // heads
-    rotary = ops.RotaryConfig.from_hf(config, fraction=rotated)
     rotated_size = int(head_dim * rotary.fraction)
     if rotated_size < 2 or rotated_size % 2:
         raise UnsupportedModelError(
-            f"{file_of(config)}: partial_rotary_factor {rotary.fraction} rotates {rotated_size} of {head_dim} numbers; "
-            "expected an even number"
+            f"{file_of(config)}: {rotated_size} numbers of a head are rotated, with head_dim {head_dim} and "
+            f"partial_rotary_factor {rotary.fraction}; expected an even number"
         )
     attention_bias = read_value(config, "attention_bias", bool, False)
     return dict(
@@ -124,7 +144,7 @@ def decoder_fields(config: Mapping[str, Any], *, rotated: float = 1.0) -> dict[s
         rotary=rotary,
         tie_word_embeddings=read_value(config, "tie_word_embeddings", bool, False),
         max_position_embeddings=read_value(config, "max_position_embeddings", Size, 32768),
-        qk_norm=family not in ("qwen2", "llama", "mistral"),
+        qk_norm=family not in ("qwen2", "llama", "mistral", "gemma2"),
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=family != "qwen2" and attention_bias,
         mlp_bias=read_value(config, "mlp_bias", bool, False),
@@ -142,12 +162,7 @@ def _windows(config: Mapping[str, Any], depth: int) -> tuple[int | None, ...]:
     # Layers before `max_window_layers` see everything. Qwen3-MoE's files have that key too, which nothing reads.
     first = read_value(config, "max_window_layers", Count, 28) if family in ("qwen2", "qwen3") else 0
     kinds = tuple(FULL if window is None or i < first else SLIDING for i in range(depth))
-    kinds = read_value(config, "layer_types", tuple[str, ...], kinds)
-    if len(kinds) != depth:
-        raise CheckpointError(f"{file_of(config)}: layer_types has {len(kinds)} entries for {depth} layers")
-    taken = {FULL} if family == "llama" else {FULL, SLIDING}
-    if unknown := sorted({*kinds} - taken):
-        raise UnsupportedModelError(f"{family} with layers of type {', '.join(unknown)} is not supported")
+    kinds = read_layer_types(config, depth, kinds, {FULL} if family == "llama" else {FULL, SLIDING})
     if SLIDING not in kinds:
         return ()
     if window is None:
@@ -167,12 +182,13 @@ def split_heads(x: Float[Array, "*B D"], size: int) -> Float[Array, "*B N H"]:
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions and, in Qwen3, normalised queries and keys."""
+    """Grouped-query attention with rotary positions and, by family, normalised queries and keys, and gated outputs."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.config = config
-        self.q_proj = Linear(D, N * H, bias=config.qkv_bias, divided="out", unit=H, dtype=dtype, rngs=rngs)
+        Q = 2 * H if config.gated_attention else H
+        self.q_proj = Linear(D, N * Q, bias=config.qkv_bias, divided="out", unit=Q, dtype=dtype, rngs=rngs)
         kv = partial(Linear, D, K * H, bias=config.qkv_bias, divided="out", unit=H, repeats=True)
         self.k_proj = kv(dtype=dtype, rngs=rngs)
         self.v_proj = kv(dtype=dtype, rngs=rngs)
@@ -183,12 +199,18 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: AttentionFn
     ) -> Float[Array, "*B T D"]:
-        projections = fused_linear(x, self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (split_heads(y, self.config.head_dim) for y in projections)
+        H, gate = self.config.head_dim, None
+        queries, keys, values = fused_linear(x, self.q_proj, self.k_proj, self.v_proj)
+        if self.config.gated_attention:
+            q, gate = jnp.split(split_heads(queries, 2 * H), 2, axis=-1)
+        else:
+            q = split_heads(queries, H)
+        k, v = split_heads(keys, H), split_heads(values, H)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = ops.apply_rotary(q, *rotary), ops.apply_rotary(k, *rotary)
         out = attend(layer, q, k, v, window=self.config.sliding_windows[layer], **self.config.score_options)
+        out = out if gate is None else out * jax.nn.sigmoid(gate)
         return self.o_proj(out.reshape(*out.shape[:-2], -1))
 
 
@@ -210,9 +232,13 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: Any, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.self_attn = Attention(config, dtype=dtype, rngs=rngs)
-        self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+        self.mlp = self.feed_forward(config, layer, dtype=dtype, rngs=rngs)
         self.input_layernorm = norm(config, dtype)
         self.post_attention_layernorm = norm(config, dtype)
+
+    def feed_forward(self, config: Any, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Module:
+        """Feed-forward part of a layer."""
+        return MLP(config, dtype=dtype, rngs=rngs)
 
     def __call__(
         self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: AttentionFn

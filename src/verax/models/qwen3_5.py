@@ -20,13 +20,21 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from verax import ops
-from verax.errors import CheckpointError, UnsupportedModelError
-from verax.fields import Size, check_multiple, file_of, read_fields, read_value, require_fields
-from verax.files import JsonObject
-from verax.models import qwen3
-from verax.models.causal_lm import AttentionFn, RunRecurrent, causal_attention, run_from_zeros
-from verax.models.qwen3 import MLP, Qwen3Config, Qwen3ForCausalLM, Rotary, decoder_fields, norm, split_heads
-from verax.models.qwen3_moe import STACKED_EXPERTS, ExpertsConfig, SparseMoeBlock
+from verax.errors import UnsupportedModelError
+from verax.fields import Size, check_multiple, read_fields, read_layer_types, read_value
+from verax.models import qwen3, qwen3_moe
+from verax.models.causal_lm import AttentionFn, RunRecurrent, causal_attention, run_from_zeros, text_config
+from verax.models.qwen3 import (
+    Attention,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Rotary,
+    check_activation,
+    decoder_fields,
+    norm,
+    split_heads,
+)
+from verax.models.qwen3_moe import STACKED_EXPERTS, ExpertsConfig
 from verax.nn import Linear, RMSNorm, fused_linear
 from verax.nn.parallel import own_part
 from verax.ops.division import Division
@@ -66,6 +74,7 @@ class Qwen35Config(Qwen3Config):
     fused_projections: bool
     """Qwen3-Next: a delta layer's q, k, v and z come from one projection, interleaved by key head; b and a likewise."""
     zero_centered_norms: ClassVar[bool] = True
+    gated_attention: ClassVar[bool] = True
     divided_delta: bool = True
     """False on devices that cannot divide the key heads: each then has the delta layers whole."""
 
@@ -77,33 +86,24 @@ class Qwen35Config(Qwen3Config):
             UnsupportedModelError: for attention without a gate, layers of another kind, or what `Qwen3Config` refuses.
             CheckpointError: for a value of a wrong type, a size that no model has, or what `ExpertsConfig` refuses.
         """
-        part = read_value(config, "text_config", dict, None)
-        text = JsonObject(part, f"{file_of(config)}: text_config") if part else JsonObject(config, file_of(config))
-        # With a vision tower, the outer file says whether the output head is tied, as transformers reads it.
-        text["tie_word_embeddings"] = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-        text.setdefault("head_dim", 256)
+        text = text_config(config, head_dim=256)
         family = read_value(text, "model_type", str, None)
         moe = family in ("qwen3_next", "qwen3_5_moe_text")
         if moe and "moe_intermediate_size" in text:  # the only width, if every layer has experts
             text.setdefault("intermediate_size", text["moe_intermediate_size"])
-        fields = decoder_fields(text, rotated=ROTATED)
+        check_activation(text, "hidden_act", ("silu",))
+        fields = decoder_fields(text, ops.RotaryConfig.from_hf(text, fraction=ROTATED))
         depth = fields["num_hidden_layers"]
         interval = read_value(text, "full_attention_interval", Size, 4)
-        kinds = read_value(text, "layer_types", tuple[str, ...], ())
-        kinds = kinds or tuple(DELTA if (i + 1) % interval else ATTENTION for i in range(depth))
-        if len(kinds) != depth:
-            raise CheckpointError(f"{text.where}: layer_types has {len(kinds)} entries for {depth} layers")
-        if unknown := sorted({*kinds} - {ATTENTION, DELTA}):
-            raise UnsupportedModelError(f"{family} with layers of type {', '.join(unknown)} is not supported")
+        default = [DELTA if (i + 1) % interval else ATTENTION for i in range(depth)]
         if not read_value(text, "attn_output_gate", bool, True):
             raise UnsupportedModelError(f"{family} with attn_output_gate false is not supported")
-        require_fields(text, _REQUIRED, f"{family} model")
         sizes = read_fields(text, cls, _REQUIRED)
         names = ("linear_num_value_heads", "linear_num_key_heads")
         check_multiple(text, **{name: sizes[name] for name in names})
         return cls(
             **fields,
-            layer_types=kinds,
+            layer_types=read_layer_types(text, depth, default, {ATTENTION, DELTA}),
             **sizes,
             experts=ExpertsConfig.from_hf(text, depth) if moe else None,
             fused_projections=family == "qwen3_next",
@@ -230,7 +230,7 @@ class GatedDeltaNet(nnx.Module):
     def _project(
         self, x: Float[Array, "B T D"]
     ) -> tuple[Float[Array, "B T C"], Float[Array, "B T V"], Float[Array, "B T HV"], Float[Array, "B T HV"]]:
-        """q, k and v side by side, the gate z, and what the write strength (b) and the decay (a) are made of.
+        """q, k and v concatenated, the gate z, and what the write strength (b) and the decay (a) are made of.
 
         Each has the channels of this device's heads.
         """
@@ -246,48 +246,19 @@ class GatedDeltaNet(nnx.Module):
         return (qkv, z, own_part(b), own_part(a)) if self.config.divided_delta else (qkv, z, b, a)
 
 
-class GatedAttention(nnx.Module):
-    """Grouped-query attention, part of each head rotated, each head's output scaled by a gate of its own."""
-
-    def __init__(self, config: Qwen35Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        self.head_dim = H
-        self.q_proj = Linear(D, 2 * N * H, bias=config.qkv_bias, divided="out", unit=2 * H, dtype=dtype, rngs=rngs)
-        kv = partial(Linear, D, K * H, bias=config.qkv_bias, divided="out", unit=H, repeats=True)
-        self.k_proj = kv(dtype=dtype, rngs=rngs)
-        self.v_proj = kv(dtype=dtype, rngs=rngs)
-        self.o_proj = Linear(N * H, D, bias=config.output_bias, divided="in", unit=H, dtype=dtype, rngs=rngs)
-        self.q_norm = norm(config, dtype, H)
-        self.k_norm = norm(config, dtype, H)
-
-    def __call__(
-        self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: AttentionFn
-    ) -> Float[Array, "*B T D"]:
-        queries, keys, values = fused_linear(x, self.q_proj, self.k_proj, self.v_proj)
-        # A head's query and gate lie next to each other.
-        q, gate = jnp.split(split_heads(queries, 2 * self.head_dim), 2, axis=-1)
-        k, v = split_heads(keys, self.head_dim), split_heads(values, self.head_dim)
-        q, k = ops.apply_rotary(self.q_norm(q), *rotary), ops.apply_rotary(self.k_norm(k), *rotary)
-        out = attend(layer, q, k, v) * jax.nn.sigmoid(gate)
-        return self.o_proj(out.reshape(*x.shape[:-1], -1))
-
-
-class DecoderLayer(nnx.Module):
+class DecoderLayer(qwen3_moe.DecoderLayer):
     """A delta layer or gated attention, then feed-forward, each on a normalised copy of the residual stream."""
 
     def __init__(self, config: Qwen35Config, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         if config.layer_types[layer] == DELTA:
             self.linear_attn = GatedDeltaNet(config, dtype=dtype, rngs=rngs)
         else:
-            self.self_attn = GatedAttention(config, dtype=dtype, rngs=rngs)
-        if config.experts is not None and layer in config.experts.layers:
-            self.mlp = SparseMoeBlock(config, config.experts, dtype=dtype, rngs=rngs)
-        else:
-            self.mlp = MLP(config, dtype=dtype, rngs=rngs)
+            self.self_attn = Attention(config, dtype=dtype, rngs=rngs)
+        self.mlp = self.feed_forward(config, layer, dtype=dtype, rngs=rngs)
         self.input_layernorm = norm(config, dtype)
         self.post_attention_layernorm = norm(config, dtype)
 
-    def __call__(
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: AttentionFn, run_recurrent: RunRecurrent
     ) -> Float[Array, "*B T D"]:
         normed = self.input_layernorm(x)

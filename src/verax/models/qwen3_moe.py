@@ -21,8 +21,9 @@ from jaxtyping import Array, Float, Int
 
 from verax import ops
 from verax.errors import CheckpointError
-from verax.fields import Count, Size, file_of, read_fields, read_value, require_fields
+from verax.fields import Count, Size, file_of, read_fields, read_value
 from verax.files import JsonObject
+from verax.models import qwen3
 from verax.models.qwen3 import MLP, Qwen3Config, Qwen3ForCausalLM
 from verax.nn import Linear
 from verax.nn.parallel import part_index, sum_parts
@@ -75,7 +76,6 @@ class ExpertsConfig:
             return None
         shared = () if family == "qwen3_moe" else ("shared_expert_intermediate_size",)
         names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", *shared)
-        require_fields(config, names, f"{family} model")
         sizes = read_fields(config, cls, names)
         if sizes["num_experts_per_tok"] > sizes["num_experts"]:
             raise CheckpointError(
@@ -179,15 +179,26 @@ class SparseMoeBlock(nnx.Module):
         return y
 
 
+class DecoderLayer(qwen3.DecoderLayer):
+    """Attention, then feed-forward or experts, each on a normalised copy of the residual stream."""
+
+    def feed_forward(self, config: Any, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Module:
+        """Experts of a sparse layer; feed-forward part of another."""
+        if config.experts is None or layer not in config.experts.layers:
+            return MLP(config, dtype=dtype, rngs=rngs)
+        return SparseMoeBlock(config, config.experts, dtype=dtype, rngs=rngs)
+
+
+class Decoder(qwen3.Decoder):
+    """Token embedding, the layers, and the final norm."""
+
+    layer_class = DecoderLayer
+
+
 class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     """The language model: `Qwen3ForCausalLM` with experts in its sparse layers."""
 
+    decoder_class = Decoder
+
     stacked_weights = STACKED_EXPERTS
     """(pattern, replacements) pairs of stacks and of the keys that published checkpoints have them as."""
-
-    def __init__(self, config: Qwen3MoeConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
-        super().__init__(config, dtype=dtype, rngs=rngs)
-        layers: Any = self.model.layers
-        for i, layer in enumerate(layers):
-            if config.experts is not None and i in config.experts.layers:
-                layer.mlp = SparseMoeBlock(config, config.experts, dtype=dtype, rngs=rngs)

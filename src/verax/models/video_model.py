@@ -1,6 +1,6 @@
 """`VideoModel`: what the video engine asks of a family of models, and the records in which a family answers.
 
-A family is a class with the members of `VideoModel`, which `verax.models.register_video_model` adds under the class
+A family is a subclass of `VideoModel`, which `verax.models.register_video_model` adds under the class
 name in the config.json of its transformer. The engine runs it from prompt and pictures to frames, plans its memory and
 divides it over devices, and names no family. Diffusers' pipelines have the same seams: geometry of the latents,
 conditioning, schedule, transformer, VAE.
@@ -8,19 +8,19 @@ conditioning, schedule, transformer, VAE.
 
 from __future__ import annotations
 
-import inspect
+import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from verax import ops
-from verax.errors import CheckpointError, InvalidParameterError
+from verax.errors import CheckpointError
 from verax.fields import Epsilon, Finite, Positive, Size, file_of, read_fields
 from verax.ops.attention import chunked_attention
 
@@ -34,12 +34,9 @@ __all__ = [
     "SequenceParallel",
     "TeaCache",
     "VideoAutoencoder",
-    "VideoAutoencoderConfig",
     "VideoModel",
     "VideoSettings",
     "VideoTransformer",
-    "VideoTransformerConfig",
-    "check_video_model_class",
     "flow_sigmas",
 ]
 
@@ -234,40 +231,12 @@ class TeaCache(NamedTuple):
 
 
 @runtime_checkable
-class VideoTransformerConfig(Protocol):
-    """Sizes of a transformer that the engine reads."""
-
-    @property
-    def dim(self) -> int:
-        """Width of a token."""
-        ...
-
-    @property
-    def num_layers(self) -> int:
-        """Number of blocks."""
-        ...
-
-    @property
-    def num_heads(self) -> int:
-        """Heads of attention, which devices divide."""
-        ...
-
-    @property
-    def patch(self) -> int:
-        """Height and width of a token's patch of the latents."""
-        ...
-
-    @property
-    def takes_fps(self) -> bool:
-        """True if the frames per second are an input."""
-        ...
-
-
-@runtime_checkable
 class VideoTransformer(Protocol):
     """A transformer of latents, called in parts: what no step changes, the embedding of time, and the blocks between.
 
-    `config` is a `VideoTransformerConfig`.
+    Its `config` has `dim` (width of a token), `num_layers` (number of blocks), `num_heads` (heads of attention, which
+    devices divide), `patch` (height and width of a token's patch of the latents) and `takes_fps` (True if the frames
+    per second are an input).
     """
 
     def encode_context(self, text: Float[Array, "B S E"], image: Float[Array, "B P I"] | None = None) -> Any:
@@ -310,28 +279,13 @@ class VideoTransformer(Protocol):
 
 
 @runtime_checkable
-class VideoAutoencoderConfig(Protocol):
-    """Sizes of a VAE that the engine reads."""
-
-    @property
-    def frames_per_latent(self) -> int:
-        """Frames of each latent after the first, which is one frame."""
-        ...
-
-    @property
-    def pixels_per_latent(self) -> int:
-        """Height and width of a latent in pixels."""
-        ...
-
-    @property
-    def halo(self) -> int:
-        """Latents at each side of a tile that its pixels depend on."""
-        ...
-
-
-@runtime_checkable
 class VideoAutoencoder(Protocol):
-    """A VAE, causal in time. `config` is a `VideoAutoencoderConfig`."""
+    """A VAE, causal in time.
+
+    Its `config` has `frames_per_latent` (frames of each latent after the first, which is one frame),
+    `pixels_per_latent` (height and width of a latent in pixels) and `halo` (latents at each side of a tile that its
+    pixels depend on).
+    """
 
     def encode(self, frames: Float[Array, "B T H W C"], *, chunk: int | None = None) -> Float[Array, "B F h w Z"]:
         """Normalised latents of frames from -1 to 1, `chunk` latents at a time."""
@@ -375,8 +329,8 @@ class Network(NamedTuple):
     config: Any
 
 
-@runtime_checkable
-class VideoModel(Protocol):
+@dataclass(frozen=True)
+class VideoModel(abc.ABC):
     """A checkpoint of a family: its networks, and how they make a clip.
 
     Attributes:
@@ -389,7 +343,7 @@ class VideoModel(Protocol):
             is low (`settings.boundary_ratio`).
     """
 
-    references: Mapping[str, ReferenceRules]
+    references: ClassVar[Mapping[str, ReferenceRules]]
     settings: VideoSettings
     rules: ReferenceRules
     geometry: LatentGeometry
@@ -400,7 +354,8 @@ class VideoModel(Protocol):
     vae: Network
 
     @classmethod
-    def from_folder(cls, folder: Any, *, kind: str | None = None, rules: ReferenceRules | None = None) -> Any:
+    @abc.abstractmethod
+    def from_folder(cls, folder: Any, *, kind: str | None = None, rules: ReferenceRules | None = None) -> VideoModel:
         """Read the settings of a checkpoint; no weights.
 
         Args:
@@ -413,34 +368,10 @@ class VideoModel(Protocol):
             UnsupportedModelError: for settings that are not implemented, or networks that do not fit each other.
             InvalidParameterError: for an unknown kind, or one that does not fit the checkpoint.
         """
-        ...
 
     def teacache(self, pixels: int) -> TeaCache | None:
         """Measure of TeaCache for frames of this many pixels; None for a family without coefficients."""
-        ...
-
-
-_MEMBERS = (
-    "references",
-    "from_folder",
-    "teacache",
-    *(name for name in VideoModel.__annotations__ if name != "references"),
-)
-
-
-def check_video_model_class(model: Any) -> None:
-    """Check the class of a family of video models.
-
-    Raises:
-        InvalidParameterError: naming the members that it lacks.
-    """
-    if not inspect.isclass(model):
-        raise InvalidParameterError(f"model: expected a class, got {model!r}")
-    declared = getattr(model, "__dataclass_fields__", {})  # a field without default is not an attribute of the class
-    if missing := [name for name in _MEMBERS if name not in declared and not hasattr(model, name)]:
-        raise InvalidParameterError(
-            f"model: {model.__name__} lacks {', '.join(missing)}; verax.models.VideoModel says what these are"
-        )
+        return None
 
 
 @dataclass(frozen=True)
@@ -464,7 +395,7 @@ class SequenceParallel:
     width: int
 
     def divide(self, latents: Float[Array, "B F hp wp C"]) -> Float[Array, "B F p sp C"]:
-        """This device's part of the latents, whose patches of p x p stand side by side."""
+        """This device's part of the latents, as one row of patches of p x p."""
         B, F, hp, _, C = latents.shape
         p = hp // self.height
         grid = latents.reshape(B, F, self.height, p, self.width, p, C).transpose(0, 1, 3, 2, 4, 5, 6)

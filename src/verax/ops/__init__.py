@@ -35,18 +35,13 @@ import verax.ops.cpu.attention  # isort: skip
 import verax.ops.cpu.conv  # isort: skip
 import verax.ops.cpu.delta  # isort: skip
 import verax.ops.cpu.linear  # isort: skip
-import verax.ops.cpu.packed  # isort: skip
 import verax.ops.cpu.pointwise  # isort: skip
 import verax.ops.cpu.sampling  # isort: skip
 import verax.ops.gpu.attention  # isort: skip
-import verax.ops.gpu.delta_scan  # isort: skip
-import verax.ops.gpu.delta_step  # isort: skip
+import verax.ops.gpu.delta  # isort: skip
 import verax.ops.gpu.linear  # isort: skip
-import verax.ops.gpu.paged  # isort: skip
 import verax.ops.tpu.attention  # isort: skip
-import verax.ops.tpu.delta_scan  # isort: skip
-import verax.ops.tpu.delta_step  # isort: skip
-import verax.ops.tpu.paged  # noqa: F401  # isort: skip
+import verax.ops.tpu.delta  # noqa: F401  # isort: skip
 
 __all__ = [
     "BLOCK_KINDS",

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
 import functools
 import logging
 import os
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +39,7 @@ __all__ = [
     "int32",
     "operation",
     "operations",
+    "replaced_by",
     "trace_once",
     "tracing_context",
     "use_earlier_programs",
@@ -60,25 +62,12 @@ class Example:
     label: str = ""
 
 
-def float32(*shape: int) -> Any:
-    """An array's shape and dtype."""
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
+def _array(dtype: Any, *shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def bfloat16(*shape: int) -> Any:
-    """An array's shape and dtype."""
-    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-
-
-def int32(*shape: int) -> Any:
-    """An array's shape and dtype."""
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def boolean(*shape: int) -> Any:
-    """An array's shape and dtype."""
-    return jax.ShapeDtypeStruct(shape, jnp.bool_)
-
+float32, bfloat16, int32, boolean = (partial(_array, x) for x in (jnp.float32, jnp.bfloat16, jnp.int32, jnp.bool_))
+"""Functions from sizes to an array's shape and dtype, for examples."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -188,7 +177,7 @@ class Implementation(Generic[P, R]):
     single_device: bool = False
     available: Callable[[], bool] = _always
     accepts: Callable[..., bool] = _always
-    traits: frozenset[str] = frozenset()
+    traits: Set[str] = frozenset()
     slow_on: Mapping[str, str] = field(default_factory=dict)
     experimental: bool = False
     is_pure: bool = True
@@ -235,24 +224,15 @@ class Operation(Generic[P, R]):
         self.reference = self.__wrapped__ = reference
         self.fused = fused
         self.implementations: dict[str, Implementation[P, R]] = {}
-        self.examples: Callable[[], Sequence[Example]] = lambda: ()
+        self.examples: Sequence[Example] = ()
         self._warned: set[tuple[str, str]] = set()
-        self.implementation(REFERENCE, slow_on=slow_on)(reference)
+        self._require = self._exclude = frozenset[str]()
+        self._is_restricted = False
+        self.implementation(REFERENCE, slow_on=slow_on or {})(reference)
         _REGISTRY[self.name] = self
 
-    def implementation(
-        self,
-        name: str,
-        *,
-        platforms: tuple[str, ...] = (),
-        single_device: bool = False,
-        available: Callable[[], bool] = _always,
-        accepts: Callable[..., bool] = _always,
-        traits: Collection[str] = (),
-        slow_on: Mapping[str, str] | None = None,
-        experimental: bool = False,
-    ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-        """Register an implementation under `name`; a decorator. The arguments are `Implementation`'s.
+    def implementation(self, name: str, **properties: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
+        """Register an implementation under `name`; a decorator. The properties are `Implementation`'s.
 
         Traits in use: `"flash"` (of attention: scores are never written to memory), `"rounded_sums"` (of a
         convolution: the result is rounded to the weight's dtype).
@@ -260,54 +240,60 @@ class Operation(Generic[P, R]):
         Raises:
             InvalidParameterError: for a platform that JAX does not have.
         """
-        for platform in (*platforms, *(slow_on or {})):
-            check_platform(f"{self.name}, implementation {name!r}, platforms", platform)
 
         def register(function: Callable[P, R]) -> Callable[P, R]:
-            self.implementations[name] = Implementation(
-                name,
-                function,
-                platforms,
-                single_device,
-                available,
-                accepts,
-                frozenset(traits),
-                slow_on or {},
-                experimental,
-            )
+            implementation = Implementation(name, function, **properties)
+            for platform in (*implementation.platforms, *implementation.slow_on):
+                check_platform(f"{self.name}, implementation {name!r}, platforms", platform)
+            self.implementations[name] = implementation
             Operation.num_registered += 1
             return function
 
         return register
 
-    def example(self, function: Callable[[], Sequence[Example]]) -> Callable[[], Sequence[Example]]:
-        """Register a function that returns typical calls; a decorator."""
-        self.examples = function
-        return function
-
     def select(self, *args: P.args, **kwargs: P.kwargs) -> Implementation[P, R]:
-        """Implementation that a call with these arguments runs on the current target."""
-        forced = _choices_in_force().get(self.name)
+        """Implementation that a call with these arguments runs on the current target.
+
+        That is the one that `use_implementations` names, if it takes the call, and otherwise the preferred one of those
+        that are not experimental.
+
+        Raises:
+            InvalidParameterError: if there is none among those that the operation is restricted to.
+        """
+        forced = None if self._is_restricted else _choices_in_force().get(self.name)
         if callable(forced):
             return Implementation(getattr(forced, "__name__", "given"), forced, is_pure=False)
         chosen = None if forced is None else self.implementations[forced]
-        if chosen is None or (chosen.experimental and not chosen.supports(*args, **kwargs)):
-            return self.restricted().select(*args, **kwargs)
-        return chosen
+        if chosen is not None and (not chosen.experimental or chosen.supports(*args, **kwargs)):
+            return chosen
+        for impl in reversed(self.implementations.values()):
+            fits = self._require <= impl.traits and not self._exclude & impl.traits and not impl.experimental
+            if fits and impl.supports(*args, **kwargs):
+                self._warn_if_slow(impl)
+                return impl
+        wanted = " ".join((*sorted(self._require), *(f"not {trait}" for trait in sorted(self._exclude))))
+        arrays: list[Any] = [x for x in args if hasattr(x, "shape") and hasattr(x, "dtype")]
+        shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)
+        raise InvalidParameterError(
+            f"{self.name} has no implementation ({wanted}) on {target().platform} for {shapes}; "
+            f"it has {', '.join(self.implementations)}"
+        )
 
-    def restricted(self, *, require: Collection[str] = (), exclude: Collection[str] = ()) -> Restricted[P, R]:
+    def restricted(self, *, require: Collection[str] = (), exclude: Collection[str] = ()) -> Operation[P, R]:
         """Operation restricted to the implementations that have all traits of `require` and none of `exclude`.
 
         Choices by name (`use_implementations`) do not reach it.
         """
-        return Restricted(self, frozenset(require), frozenset(exclude))
+        operation = copy.copy(self)
+        operation._require, operation._exclude = frozenset(require), frozenset(exclude)
+        operation._is_restricted = True
+        return operation
 
     def supporting(self, *args: P.args, **kwargs: P.kwargs) -> list[Implementation[P, R]]:
         """Implementations that can run a call with these arguments on the current target, the preferred one first."""
         return [impl for impl in reversed(self.implementations.values()) if impl.supports(*args, **kwargs)]
 
-    def warn_if_slow(self, chosen: Implementation[P, R]) -> None:
-        """Log once for each implementation and platform that the choice is a slow one."""
+    def _warn_if_slow(self, chosen: Implementation[P, R]) -> None:
         platform = target().platform
         if platform in chosen.slow_on and (chosen.name, platform) not in self._warned:
             self._warned.add((chosen.name, platform))
@@ -322,37 +308,6 @@ class Operation(Generic[P, R]):
         return f"<operation {self.name}: {', '.join(self.implementations)}>"
 
 
-@dataclass(frozen=True)
-class Restricted(Generic[P, R]):
-    """Operation by some of its implementations, see `Operation.restricted`."""
-
-    operation: Operation[P, R]
-    require: frozenset[str]
-    exclude: frozenset[str]
-
-    def select(self, *args: P.args, **kwargs: P.kwargs) -> Implementation[P, R]:
-        """Preferred implementation for a call with these arguments on the current target, no experimental one.
-
-        Raises:
-            InvalidParameterError: if there is none.
-        """
-        for impl in reversed(self.operation.implementations.values()):
-            fits = self.require <= impl.traits and not self.exclude & impl.traits and not impl.experimental
-            if fits and impl.supports(*args, **kwargs):
-                self.operation.warn_if_slow(impl)
-                return impl
-        wanted = " ".join((*sorted(self.require), *(f"not {trait}" for trait in sorted(self.exclude))))
-        arrays: list[Any] = [x for x in args if hasattr(x, "shape") and hasattr(x, "dtype")]
-        shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)
-        raise InvalidParameterError(
-            f"{self.operation.name} has no implementation ({wanted}) on {target().platform} for {shapes}; "
-            f"it has {', '.join(self.operation.implementations)}"
-        )
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.select(*args, **kwargs)(*args, **kwargs)
-
-
 def operation(
     reference: Callable[P, R] | None = None, *, slow_on: Mapping[str, str] | None = None, fused: bool = False
 ) -> Any:
@@ -363,9 +318,8 @@ def operation(
         slow_on: by platform, the reason why running the reference there deserves a warning.
         fused: True if the operation does the work of several layers at once.
     """
-    if reference is not None:
-        return Operation(reference, slow_on=slow_on, fused=fused)
-    return lambda function: Operation(function, slow_on=slow_on, fused=fused)
+    make = partial(Operation, slow_on=slow_on, fused=fused)
+    return make if reference is None else make(reference)
 
 
 def operations() -> Mapping[str, Operation[Any, Any]]:
@@ -377,7 +331,7 @@ def chosen_implementations() -> dict[str, dict[str, Any]]:
     """Implementation that each operation runs for its examples (`"-"` without any), and the others that exist."""
     result: dict[str, dict[str, Any]] = {}
     for name, op in operations().items():
-        chosen = [(example.label, op.select(*example.args, **example.kwargs).name) for example in op.examples()]
+        chosen = [(example.label, op.select(*example.args, **example.kwargs).name) for example in op.examples]
         shown = ", ".join(f"{impl} ({label})" if label else impl for label, impl in chosen)
         used = {impl for _, impl in chosen}
         result[name] = {"runs": shown or "-", "others": [impl for impl in op.implementations if impl not in used]}
@@ -461,6 +415,8 @@ def use_unfused() -> AbstractContextManager[None]:
     return use_implementations(**{name: REFERENCE for name, op in _REGISTRY.items() if op.fused})
 
 
+# A kernel has no derivative. The rules below stand in for it, and take every array as an argument: a function must not
+# close over an array that JAX differentiates.
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def differentiated_as(reference: Callable[..., Any], kernel: Callable[..., Any], *args: Any) -> Any:
     """`kernel(*args)`, differentiated as `reference(*args)`.
@@ -478,3 +434,19 @@ def _jvp(
     reference: Callable[..., Any], kernel: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]
 ) -> tuple[Any, Any]:
     return differentiated_as(reference, kernel, *primals), jax.jvp(reference, primals, tangents)[1]
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def replaced_by(reference: Callable[..., Any], kernel: Callable[..., Any], *args: Any) -> Any:
+    """`kernel(*args)`; where a derivative is taken, value and derivative of `reference(*args)`.
+
+    This is `differentiated_as` for functions whose derivative needs what the value is made of, such as a softmax.
+    """
+    return kernel(*args)
+
+
+@replaced_by.defjvp
+def _replaced_jvp(
+    reference: Callable[..., Any], kernel: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    return jax.jvp(reference, primals, tangents)

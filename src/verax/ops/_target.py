@@ -34,27 +34,17 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 _OTHER_NAMES = {"cuda": "gpu", "rocm": "gpu", "nvidia": "gpu", "amd": "gpu", "x86": "cpu", "arm": "cpu"}
 
 _COMPUTE_CAPABILITIES = {
-    "P100": "6.0",
-    "V100": "7.0",
-    "T4": "7.5",
-    "A100": "8.0",
-    "A10": "8.6",
-    "A10G": "8.6",
-    "A40": "8.6",
-    "RTX 3090": "8.6",
-    "L4": "8.9",
-    "L40": "8.9",
-    "L40S": "8.9",
-    "RTX 4090": "8.9",
-    "H100": "9.0",
-    "H200": "9.0",
-    "H20": "9.0",
-    "GH200": "9.0",
-    "B200": "10.0",
-    "GB200": "10.0",
-    "RTX 5090": "12.0",
+    "6.0": ("P100",),
+    "7.0": ("V100",),
+    "7.5": ("T4",),
+    "8.0": ("A100",),
+    "8.6": ("A10", "A10G", "A40", "RTX 3090"),
+    "8.9": ("L4", "L40", "L40S", "RTX 4090"),
+    "9.0": ("H100", "H200", "H20", "GH200"),
+    "10.0": ("B200", "GB200"),
+    "12.0": ("RTX 5090",),
 }
-"""Compute capability by the model in JAX's name of an NVIDIA GPU (developer.nvidia.com/cuda-gpus)."""
+"""Models in JAX's names of NVIDIA GPUs, by compute capability (developer.nvidia.com/cuda-gpus)."""
 
 AMPERE = 8
 """Major compute capability from which cuDNN's attention and products of bfloat16 run."""
@@ -174,8 +164,10 @@ def check_platform(what: str, platform: str) -> None:
 
 
 def _compute_capability(device_kind: str) -> str:
-    known = (at for model, at in _COMPUTE_CAPABILITIES.items() if re.search(rf"\b{model}\b", device_kind))
-    return next(known, "")
+    for capability, models in _COMPUTE_CAPABILITIES.items():
+        if re.search(rf"\b({'|'.join(models)})\b", device_kind):
+            return capability
+    return ""
 
 
 @functools.cache  # dispatch reads it for every operation that is traced; JAX's devices stay for the process's life

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +12,12 @@ from jaxtyping import Array, Bool, Float, Int
 from verax.ops._dispatch import Example, float32, operation
 
 __all__ = [
+    "AttentionOptions",
+    "ScoreOptions",
     "attention",
     "chunked_attention",
     "exact_products",
-    "flash_kernel",
+    "float32_product",
     "heads_to_join",
     "join_heads",
     "own_results",
@@ -73,23 +73,33 @@ def _is_too_large_at_once(q: Any, k: Any, v: Any, **options: Any) -> bool:
     return T > CHUNK and B * T * N * k.shape[1] > MAX_SCORES
 
 
+class ScoreOptions(TypedDict, total=False):
+    """Keyword arguments of every attention over keys: `scale`, `window` and `soft_cap`, see `attention`."""
+
+    scale: float | None
+    window: int | None
+    soft_cap: float | None
+
+
+class AttentionOptions(ScoreOptions, total=False):
+    """Keyword arguments of `attention`."""
+
+    causal: bool
+    segments: Int[Array, "B T"] | None
+
+
 @attention.implementation("chunked", accepts=_is_too_large_at_once)
 def chunked_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
-    *,
-    causal: bool = True,
-    segments: Int[Array, "B T"] | None = None,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Float[Array, "B T N H"]:
     """`attention` in chunks of 256 queries, one after the other. Memory is `O(B N S)`."""
     T, S = q.shape[1], k.shape[1]
     if T <= CHUNK:
-        options = {"scale": scale, "window": window, "soft_cap": soft_cap}
-        return attention.reference(q, k, v, causal=causal, segments=segments, **options)
+        return attention.reference(q, k, v, **options)
+    causal, segments, window = options.get("causal", True), options.get("segments"), options.get("window")
     chunks = -(-T // CHUNK)
     pad = chunks * CHUNK - T
     owners = None if segments is None else jnp.pad(segments, ((0, 0), (0, pad)))
@@ -99,7 +109,8 @@ def chunked_attention(
         visible = _visible(begin + jnp.arange(CHUNK) + (S - T), S, causal, window)
         if segments is not None and owners is not None:
             visible &= lax.dynamic_slice_in_dim(owners, begin, CHUNK, 1)[:, :, None] == segments[:, None, :]
-        chunk = _attend(lax.dynamic_slice_in_dim(rows, begin, CHUNK, 1), k, v, visible, scale, soft_cap)
+        queries = lax.dynamic_slice_in_dim(rows, begin, CHUNK, 1)
+        chunk = _attend(queries, k, v, visible, options.get("scale"), options.get("soft_cap"))
         return lax.dynamic_update_slice_in_dim(rows, chunk, begin, 1)
 
     # Results take their queries' place. A loop that fills an array of zeros begins with a copy of them, and XLA makes
@@ -130,20 +141,13 @@ def _attend(
     B, T, N, H = q.shape
     K = k.shape[2]
     grouped = (q * (H**-0.5 if scale is None else scale)).astype(k.dtype).reshape(B, T, K, N // K, H)
-    scores = jnp.einsum(
-        "btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32, precision=exact_products(k)
-    )
+    scores = float32_product("btkgh,bskh->bkgts", grouped, k)
     scores = jnp.where(visible[:, None, None], soft_capped(scores, soft_cap), MASKED)
     weights = jax.nn.softmax(scores, axis=-1)
-    out = jnp.einsum(
-        "bkgts,bskh->btkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32, precision=exact_products(v)
-    )
-    return out.reshape(B, T, N, H)
+    return float32_product("bkgts,bskh->btkgh", weights.astype(v.dtype), v).reshape(B, T, N, H)
 
 
-@attention.example
-def _examples() -> list[Example]:
-    return [Example((float32(1, 64, 16, 128), float32(1, 64, 8, 128), float32(1, 64, 8, 128)))]
+attention.examples = [Example((float32(1, 64, 16, 128), float32(1, 64, 8, 128), float32(1, 64, 8, 128)))]
 
 
 def soft_capped(scores: Float[Array, "*B"], soft_cap: float | None) -> Float[Array, "*B"]:
@@ -156,36 +160,12 @@ def exact_products(x: Array) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 5))
-def flash_kernel(
-    kernel: Callable[..., Array],
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    segments: Int[Array, "B T"] | None,
-    options: tuple[tuple[str, Any], ...],
-) -> Float[Array, "B T N H"]:
-    """Result of a kernel that has no derivative; where one is taken, an implementation without a kernel computes both.
-
-    Args:
-        kernel: function of `q, k, v, segments` and the options.
-        q, k, v, segments: see `attention`.
-        options: names and values of its other options.
-    """
-    return kernel(q, k, v, segments, **dict(options))
+def float32_product(equation: str, x: Array, y: Array) -> Array:
+    """`jnp.einsum(equation, x, y)` of arrays of one dtype, in float32."""
+    return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32, precision=exact_products(y))
 
 
-@flash_kernel.defjvp
-def _flash_kernel_jvp(
-    kernel: Callable[..., Array], options: Any, primals: tuple[Any, ...], tangents: tuple[Any, ...]
-) -> Any:
-    # The derivative needs the softmax, which the kernel does not write out.
-    *arrays, segments = primals
-    other = partial(attention.restricted(exclude={"flash"}), segments=segments, **dict(options))
-    return jax.jvp(other, tuple(arrays), tangents[:3])
-
-
-# Heads of keys and values joined: m heads of size H lie side by side as one of size m H.
+# Joined heads of keys and values: m heads of size H are stored as one head of size m H.
 #
 # A register of a TPU has 128 numbers side by side. A head of 64 fills half of one, two joined heads fill it. A query
 # has zeros where the heads lie that are not its own, so that its scores are its own head's:

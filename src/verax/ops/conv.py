@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,20 @@ from verax.errors import InvalidParameterError
 from verax.ops._dispatch import Example, float32, operation
 from verax.ops.attention import exact_products
 
-__all__ = ["ConvShape", "Padding", "Stride", "conv2d", "conv3d"]
+__all__ = ["ConvShape", "Geometry", "Padding", "Stride", "conv2d", "conv3d"]
 
 Stride = int | Sequence[int]
 """Stride of all axes, or of each."""
 
 Padding = int | Sequence[int | Sequence[int]]
 """Zeros around an image: on all sides; above and below, left and right; or `((top, bottom), (left, right))`."""
+
+
+class Geometry(TypedDict, total=False):
+    """Keyword arguments of both convolutions."""
+
+    stride: Stride
+    padding: Padding
 
 
 @operation
@@ -52,10 +59,7 @@ def conv3d(
     Raises:
         InvalidParameterError: if shapes do not fit together, or the kernel does not fit the padded frames.
     """
-    shape = ConvShape(x.shape, weight.shape, stride, padding, None if cache is None else cache.shape)
-    if cache is not None:
-        x = jnp.concatenate([cache.astype(x.dtype), x], axis=1)
-    return _convolve(x, weight, bias, shape, jnp.float32)
+    return _convolve(x, weight, bias, cache, jnp.float32, stride=stride, padding=padding)
 
 
 @operation
@@ -81,17 +85,12 @@ def conv2d(
     Raises:
         InvalidParameterError: if shapes do not fit together, or the kernel does not fit the padded image.
     """
-    return _convolve(x, weight, bias, ConvShape(x.shape, weight.shape, stride, padding), jnp.float32)
+    return _convolve(x, weight, bias, None, jnp.float32, stride=stride, padding=padding)
 
 
-@conv3d.example
-def _conv3d_examples() -> list[Example]:
-    return [Example((float32(1, 4, 32, 32, 96), float32(96, 96, 3, 3, 3)), {"padding": 1})]
+conv3d.examples = [Example((float32(1, 4, 32, 32, 96), float32(96, 96, 3, 3, 3)), {"padding": 1})]
 
-
-@conv2d.example
-def _conv2d_examples() -> list[Example]:
-    return [Example((float32(1, 32, 32, 96), float32(96, 96, 3, 3)), {"padding": 1})]
+conv2d.examples = [Example((float32(1, 32, 32, 96), float32(96, 96, 3, 3)), {"padding": 1})]
 
 
 def _is_bfloat16(x: Any, weight: Any, *_: Any, **__: Any) -> bool:
@@ -105,14 +104,10 @@ def _conv3d_bfloat16(
     weight: Float[Array, "O C kt kh kw"],
     bias: Float[Array, "O"] | None = None,
     *,
-    stride: Stride = 1,
-    padding: Padding = 0,
     cache: Float[Array, "B P H W C"] | None = None,
+    **geometry: Unpack[Geometry],
 ) -> Float[Array, "B Tout Hout Wout O"]:
-    shape = ConvShape(x.shape, weight.shape, stride, padding, None if cache is None else cache.shape)
-    if cache is not None:
-        x = jnp.concatenate([cache.astype(x.dtype), x], axis=1)
-    return _convolve(x, weight, bias, shape, jnp.bfloat16)
+    return _convolve(x, weight, bias, cache, jnp.bfloat16, **geometry)
 
 
 @conv2d.implementation("bfloat16", platforms=("gpu", "tpu"), accepts=_is_bfloat16, traits={"rounded_sums"})
@@ -120,11 +115,9 @@ def _conv2d_bfloat16(
     x: Float[Array, "B H W C"],
     weight: Float[Array, "O C kh kw"],
     bias: Float[Array, "O"] | None = None,
-    *,
-    stride: Stride = 1,
-    padding: Padding = 0,
+    **geometry: Unpack[Geometry],
 ) -> Float[Array, "B Hout Wout O"]:
-    return _convolve(x, weight, bias, ConvShape(x.shape, weight.shape, stride, padding), jnp.bfloat16)
+    return _convolve(x, weight, bias, None, jnp.bfloat16, **geometry)
 
 
 class ConvShape:
@@ -140,8 +133,8 @@ class ConvShape:
         self,
         x: Sequence[int],
         weight: Sequence[int],
-        stride: Stride,
-        padding: Padding,
+        stride: Stride = 1,
+        padding: Padding = 0,
         cache: Sequence[int] | None = None,
     ):
         axes = ("time", "height", "width")[-len(weight[2:]) :]
@@ -178,7 +171,12 @@ def _sides(padding: Padding) -> tuple[tuple[int, int], ...]:
     return tuple((before, after) for before, after in sides)
 
 
-def _convolve(x: Array, weight: Array, bias: Array | None, shape: ConvShape, products: Any) -> Array:
+def _convolve(
+    x: Array, weight: Array, bias: Array | None, cache: Array | None, products: Any, **geometry: Unpack[Geometry]
+) -> Array:
+    shape = ConvShape(x.shape, weight.shape, cache=None if cache is None else cache.shape, **geometry)
+    if cache is not None:
+        x = jnp.concatenate([cache.astype(x.dtype), x], axis=1)
     axes = "THW"[-len(shape.stride) :]
     y = jax.lax.conv_general_dilated(
         x.astype(weight.dtype).astype(products),

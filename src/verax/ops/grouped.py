@@ -41,12 +41,10 @@ def grouped_linear(x: Float[Array, "*#B D"], weights: Stack, groups: Int[Array, 
     return jax.lax.scan(add_group, zeros, (jnp.arange(E), weights))[0]
 
 
-@grouped_linear.example
-def _grouped_linear_examples() -> list[Example]:
-    return [
-        Example((float32(tokens, 1, 2048), bfloat16(128, 1536, 2048), int32(tokens, 8)), label=label)
-        for tokens, label in ((1, "1 token"), (512, "512 tokens"))
-    ]
+grouped_linear.examples = [
+    Example((float32(tokens, 1, 2048), bfloat16(128, 1536, 2048), int32(tokens, 8)), label=label)
+    for tokens, label in ((1, "1 token"), (512, "512 tokens"))
+]
 
 
 def flat_rows(x: Float[Array, "*#B D"], groups: Int[Array, "*#B"]) -> tuple[Float[Array, "R D"], Int[Array, "R"]]:

@@ -58,12 +58,9 @@ def linear(x: Float[Array, "*B D"], weight: Weight, bias: Float[Array, "F"] | No
     return _add(y, bias)
 
 
-@linear.example
-def _linear_examples() -> list[Example]:
-    return [
-        Example((float32(rows, 1024), bfloat16(3072, 1024)), label=label)
-        for rows, label in ((1, "1 row"), (4, "4 rows"))
-    ]
+linear.examples = [
+    Example((float32(rows, 1024), bfloat16(3072, 1024)), label=label) for rows, label in ((1, "1 row"), (4, "4 rows"))
+]
 
 
 @operation(fused=True)
@@ -86,9 +83,7 @@ def rounded_to(ys: Iterable[Array], dtypes: Sequence[DTypeLike] | None) -> tuple
     return tuple(ys) if dtypes is None else tuple(y.astype(dtype) for y, dtype in zip(ys, dtypes, strict=True))
 
 
-@multi_linear.example
-def _multi_linear_examples() -> list[Example]:
-    return [Example((float32(4, 1024), [bfloat16(3072, 1024)] * 3), label="4 rows")]
+multi_linear.examples = [Example((float32(4, 1024), [bfloat16(3072, 1024)] * 3), label="4 rows")]
 
 
 @operation(fused=True)
@@ -103,9 +98,7 @@ def gelu_mlp(
     return linear(gelu(linear(x, up, up_bias)), down, down_bias)
 
 
-@gelu_mlp.example
-def _gelu_mlp_examples() -> list[Example]:
-    return [Example((float32(64, 384), float32(1536, 384), float32(384, 1536), float32(1536), float32(384)))]
+gelu_mlp.examples = [Example((float32(64, 384), float32(1536, 384), float32(384, 1536), float32(1536), float32(384)))]
 
 
 @operation(fused=True)
@@ -120,9 +113,7 @@ def swiglu(
     return jax.nn.silu(linear(x, gate, gate_bias)) * linear(x, up, up_bias)
 
 
-@swiglu.example
-def _swiglu_examples() -> list[Example]:
-    return [Example((float32(64, 1024), bfloat16(3072, 1024), bfloat16(3072, 1024)))]
+swiglu.examples = [Example((float32(64, 1024), bfloat16(3072, 1024), bfloat16(3072, 1024)))]
 
 
 CONCATENATED_ROWS, CONCATENATED_SIZE = 256, 512

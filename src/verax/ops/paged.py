@@ -8,22 +8,28 @@ softmax weights.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float8e4m3fn, Float32, Int, Int8
 
 from verax.ops._dispatch import Example, bfloat16, float32, int32, operation
-from verax.ops.attention import MASKED, exact_products, soft_capped
+from verax.ops.attention import MASKED, ScoreOptions, float32_product, soft_capped
 
 __all__ = [
+    "PagedBatch",
     "Pages",
     "QuantizedPages",
+    "are_alike",
     "gather_pages",
     "gather_scales",
     "group_queries",
@@ -80,10 +86,26 @@ def is_quantized(dtype: DTypeLike) -> bool:
 
 
 def new_pages(shape: tuple[int, int, int, int], dtype: DTypeLike) -> Pages:
-    """Zeroed pages `(P, K, p, H)` of float32, bfloat16, int8 or float8_e4m3fn."""
+    """Zeroed pages `(P, K, p, H)` of float32, bfloat16, int8 or float8_e4m3fn.
+
+    On a CPU under Linux, a page takes memory when it is first written.
+    """
     if is_quantized(dtype):
-        return QuantizedPages(jnp.zeros(shape, dtype), jnp.zeros(shape[:3], jnp.float32))
-    return jnp.zeros(shape, dtype)
+        return QuantizedPages(_zeros(shape, dtype), _zeros(shape[:3], jnp.float32))
+    return _zeros(shape, dtype)
+
+
+def _zeros(shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+    zeros = jnp.zeros(shape, dtype)
+    if sys.platform != "linux" or isinstance(zeros, Tracer) or any(x.platform != "cpu" for x in zeros.devices()):
+        return zeros
+    # The memory of a large array is private to it and anonymous: given back, it reads as zeros when it is next touched.
+    start = zeros.block_until_ready().unsafe_buffer_pointer()
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (start + zeros.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > first:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_DONTNEED)
+    return zeros
 
 
 def page_bytes(shape: tuple[int, int, int], dtype: DTypeLike) -> int:
@@ -145,12 +167,14 @@ QUERY_TILE = 32
 @operation
 def write_pages(cache: Pages, x: Float[Array, "T K H"], pages: Int[Array, "T"], offsets: Int[Array, "T"]) -> Pages:
     """Write token t's keys (or values) to `offsets[t]` in `pages[t]`, rounded to the cache's dtype. Donate `cache`."""
+    return _written(cache, x, (pages, slice(None), offsets))
+
+
+def _written(cache: Pages, x: Float[Array, "T K H"], places: tuple[Any, ...]) -> Pages:
     if isinstance(cache, QuantizedPages):
         values, scales = quantize_tokens(x, cache.dtype)
-        return QuantizedPages(
-            cache.values.at[pages, :, offsets].set(values), cache.scales.at[pages, :, offsets].set(scales)
-        )
-    return cache.at[pages, :, offsets].set(x.astype(cache.dtype))
+        return QuantizedPages(cache.values.at[places].set(values), cache.scales.at[places].set(scales))
+    return cache.at[places].set(x.astype(cache.dtype))
 
 
 # XLA:TPU scatters many tokens into a copy of all pages whose heads follow the offsets, and copies that back: 1.1 GB
@@ -158,11 +182,7 @@ def write_pages(cache: Pages, x: Float[Array, "T K H"], pages: Int[Array, "T"], 
 # 88 MB, and pages that a mesh divides by head stay divided.
 @write_pages.implementation("by_head", platforms=("tpu",))
 def _write_by_head(cache: Pages, x: Float[Array, "T K H"], pages: Int[Array, "T"], offsets: Int[Array, "T"]) -> Pages:
-    places = (pages[:, None], jnp.arange(x.shape[1])[None], offsets[:, None])
-    if isinstance(cache, QuantizedPages):
-        values, scales = quantize_tokens(x, cache.dtype)
-        return QuantizedPages(cache.values.at[places].set(values), cache.scales.at[places].set(scales))
-    return cache.at[places].set(x.astype(cache.dtype))
+    return _written(cache, x, (pages[:, None], jnp.arange(x.shape[1])[None], offsets[:, None]))
 
 
 @operation
@@ -208,13 +228,22 @@ def paged_attention(
     visible = _visible(keys, position[:, None], window) & (rows < query_starts[-1])[:, None]
     k, v = (_dequantized(*gather_pages(cache, page_table[owner])) for cache in (k_cache, v_cache))
     grouped = group_queries(q, k.shape[1], scale).astype(k.dtype)
-    scores = jnp.einsum("tkgh,tksh->tkgs", grouped, k, preferred_element_type=jnp.float32, precision=exact_products(k))
+    scores = float32_product("tkgh,tksh->tkgs", grouped, k)
     scores = jnp.where(visible[:, None, None], soft_capped(scores, soft_cap), MASKED)
     weights = jax.nn.softmax(scores, axis=-1)
-    out = jnp.einsum(
-        "tkgs,tksh->tkgh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32, precision=exact_products(v)
-    )
+    out = float32_product("tkgs,tksh->tkgh", weights.astype(v.dtype), v)
     return jnp.where((rows < query_starts[-1])[:, None, None], out.reshape(T, N, H), 0.0)
+
+
+class PagedBatch(NamedTuple):
+    """Arrays of a call of `paged_attention` after its queries."""
+
+    k_cache: Pages
+    v_cache: Pages
+    page_table: Int[Array, "B W"]
+    kv_lengths: Int[Array, "B"]
+    query_starts: Any = None
+    """`[B + 1]`; None in a decode step."""
 
 
 @operation
@@ -224,15 +253,11 @@ def paged_decode_attention(
     v_cache: Pages,
     page_table: Int[Array, "B W"],
     kv_lengths: Int[Array, "B"],
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    **options: Unpack[ScoreOptions],
 ) -> Float[Array, "B N H"]:
     """`paged_attention` where every sequence has one query, its newest token: the decode step. Padding rows give 0."""
     B = q.shape[0]
     starts = jnp.arange(B + 1, dtype=jnp.int32)
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     out = paged_attention.reference(q, k_cache, v_cache, page_table, kv_lengths, starts, **options)
     return jnp.where((kv_lengths > 0)[:, None, None], out, 0.0)
 
@@ -280,6 +305,11 @@ def split_queries(
     return before[-1], tile_at
 
 
+def are_alike(k_cache: Any, v_cache: Any) -> bool:
+    """True for keys and values of one kind, dtype and shape."""
+    return type(k_cache) is type(v_cache) and k_cache.dtype == v_cache.dtype and k_cache.shape == v_cache.shape
+
+
 def operand_dtype(cache: Pages) -> DTypeLike:
     """Dtype of the operands of products with a cache."""
     return jnp.bfloat16 if isinstance(cache, QuantizedPages) else cache.dtype
@@ -291,8 +321,10 @@ def _attend_chunks(
     page_table: Int[Array, "B W"],
     last_visible: Int[Array, "B G"],
     num_keys: Int[Array, ""],
-    window: int | None,
-    soft_cap: float | None,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    **_: object,
 ) -> Float[Array, "B K G H"]:
     """Online softmax over chunks of the cache; query (b, g) sees keys up to `last_visible[b, g]`, -1 for none.
 
@@ -313,9 +345,7 @@ def _attend_chunks(
         highest, total, out = carry
         listed = lax.dynamic_slice_in_dim(page_table, i * pages, pages, axis=1)
         (k, k_scales), (v, v_scales) = gather_pages(k_cache, listed), gather_pages(v_cache, listed)
-        scores = jnp.einsum(
-            "bkgh,bksh->bkgs", grouped, k, preferred_element_type=jnp.float32, precision=exact_products(k)
-        )
+        scores = float32_product("bkgh,bksh->bkgs", grouped, k)
         if k_scales is not None:
             scores = scores * k_scales[:, :, None]
         visible = _visible(i * chunk + jnp.arange(chunk), last_visible[:, :, None], window)
@@ -325,13 +355,7 @@ def _attend_chunks(
         weights = jnp.where(visible[:, None], jnp.exp(scores - new_highest[..., None]), 0.0)
         shrink = jnp.exp(highest - new_highest)
         scaled = weights if v_scales is None else weights * v_scales[:, :, None]
-        update = jnp.einsum(
-            "bkgs,bksh->bkgh",
-            scaled.astype(v.dtype),
-            v,
-            preferred_element_type=jnp.float32,
-            precision=exact_products(v),
-        )
+        update = float32_product("bkgs,bksh->bkgh", scaled.astype(v.dtype), v)
         return new_highest, total * shrink + weights.sum(-1), out * shrink[..., None] + update
 
     start = (jnp.full((B, K, G), MASKED), jnp.zeros((B, K, G)), jnp.zeros((B, K, G, H)))
@@ -345,47 +369,32 @@ def _attend_chunks(
 
 @paged_decode_attention.implementation("chunked")
 def _paged_decode_attention_chunked(
-    q: Float[Array, "B N H"],
-    k_cache: Pages,
-    v_cache: Pages,
-    page_table: Int[Array, "B W"],
-    kv_lengths: Int[Array, "B"],
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    q: Float[Array, "B N H"], *paged: Any, **options: Unpack[ScoreOptions]
 ) -> Float[Array, "B N H"]:
+    k_cache, v_cache, page_table, kv_lengths, _ = PagedBatch(*paged)
     B, N, H = q.shape
     K = k_cache.shape[1]
     G = N // K
-    grouped = group_queries(q, K, scale).astype(operand_dtype(k_cache))
+    grouped = group_queries(q, K, options.get("scale")).astype(operand_dtype(k_cache))
     if G == 1:  # XLA:CPU multiplies one row an order slower than two
         grouped = jnp.concatenate([grouped, grouped], axis=2)
     last = jnp.broadcast_to(kv_lengths[:, None] - 1, (B, grouped.shape[2]))
-    out = _attend_chunks(grouped, (k_cache, v_cache), page_table, last, kv_lengths.max(), window, soft_cap)
+    out = _attend_chunks(grouped, (k_cache, v_cache), page_table, last, kv_lengths.max(), **options)
     return out[:, :, :G].reshape(B, N, H)
 
 
 @paged_attention.implementation("tiled")
 def _paged_attention_tiled(
-    q: Float[Array, "T N H"],
-    k_cache: Pages,
-    v_cache: Pages,
-    page_table: Int[Array, "B W"],
-    kv_lengths: Int[Array, "B"],
-    query_starts: Int[Array, "C"],
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    q: Float[Array, "T N H"], *paged: Any, **options: Unpack[ScoreOptions]
 ) -> Float[Array, "T N H"]:
+    k_cache, v_cache, page_table, kv_lengths, query_starts = PagedBatch(*paged)
     # for each sequence, for each tile of its queries (as many as there are, not as many as fit):
     #     for each chunk of the keys that the tile can see: online softmax
     T, N, H = q.shape
     K = k_cache.shape[1]
     G = N // K
     tile = min(QUERY_TILE, T)
-    grouped = group_queries(q, K, scale).astype(operand_dtype(k_cache))  # [T, K, G, H]
+    grouped = group_queries(q, K, options.get("scale")).astype(operand_dtype(k_cache))  # [T, K, G, H]
     grouped = jnp.pad(grouped, ((0, tile), (0, 0), (0, 0), (0, 0)))
     num_tiles, tile_at = split_queries(query_starts, tile)
 
@@ -398,7 +407,7 @@ def _paged_attention_tiled(
         queries = jnp.transpose(queries, (1, 2, 0, 3)).reshape(1, K, G * tile, H)
         last = jnp.tile(jnp.where(own, position, -1), G)[None]
         seen = jnp.minimum(kv_lengths[b], kv_lengths[b] - query_starts[b + 1] + first + tile)
-        result = _attend_chunks(queries, (k_cache, v_cache), page_table[b][None], last, seen, window, soft_cap)
+        result = _attend_chunks(queries, (k_cache, v_cache), page_table[b][None], last, seen, **options)
         result = jnp.transpose(result.reshape(K, G, tile, H), (2, 0, 1, 3))
         # Rows past this sequence's end belong to the next one, whose tile comes later and writes them again.
         return lax.dynamic_update_slice_in_dim(out, result, first, axis=0)
@@ -407,18 +416,7 @@ def _paged_attention_tiled(
     return out[:T].reshape(T, N, H)
 
 
-@paged_attention.example
-def _paged_attention_examples() -> list[Example]:
-    cache = bfloat16(64, 8, 16, 128)
-    return [Example((float32(32, 16, 128), cache, cache, int32(4, 8), int32(4), int32(5)))]
-
-
-@paged_decode_attention.example
-def _paged_decode_attention_examples() -> list[Example]:
-    cache = bfloat16(64, 8, 16, 128)
-    return [Example((float32(4, 16, 128), cache, cache, int32(4, 8), int32(4)))]
-
-
-@write_pages.example
-def _write_pages_examples() -> list[Example]:
-    return [Example((bfloat16(64, 8, 16, 128), float32(4, 8, 128), int32(4), int32(4)))]
+_CACHE = bfloat16(64, 8, 16, 128)
+paged_attention.examples = [Example((float32(32, 16, 128), _CACHE, _CACHE, int32(4, 8), int32(4), int32(5)))]
+paged_decode_attention.examples = [Example((float32(4, 16, 128), _CACHE, _CACHE, int32(4, 8), int32(4)))]
+write_pages.examples = [Example((_CACHE, float32(4, 8, 128), int32(4), int32(4)))]

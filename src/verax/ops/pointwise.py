@@ -44,15 +44,11 @@ def layer_norm(
     return centred * jax.lax.rsqrt(variance + eps) * weight.astype(jnp.float32) + bias.astype(jnp.float32)
 
 
-@rms_norm.example
-def _rms_norm_examples() -> list[Example]:
-    return [Example((float32(4, 1024), float32(1024), 1e-6))]
+rms_norm.examples = [Example((float32(4, 1024), float32(1024), 1e-6))]
 
 
-@layer_norm.example
-def _layer_norm_examples() -> list[Example]:
-    sizes = float32(4, 1024), float32(1024), float32(1024)
-    return [Example((*sizes, 1e-6)), Example((*sizes, 1e-6, float32(4, 1024)))]
+_SIZES = float32(4, 1024), float32(1024), float32(1024)
+layer_norm.examples = [Example((*_SIZES, 1e-6)), Example((*_SIZES, 1e-6, float32(4, 1024)))]
 
 
 @operation
@@ -65,6 +61,4 @@ def gelu(x: Float[Array, "*N"]) -> Float[Array, "*N"]:
     return 0.5 * x * (1 + lax.erf(x * math.sqrt(0.5)))
 
 
-@gelu.example
-def _gelu_examples() -> list[Example]:
-    return [Example((float32(64, 1536),))]
+gelu.examples = [Example((float32(64, 1536),))]

@@ -178,9 +178,7 @@ def apply_rotary(
     return rotated if x.shape[-1] == 2 * h else jnp.concatenate([rotated, x[..., 2 * h :]], axis=-1)
 
 
-@apply_rotary.example
-def _examples() -> list[Example]:
-    return [Example((float32(4, 16, 128), float32(4, 64), float32(4, 64)))]
+apply_rotary.examples = [Example((float32(4, 16, 128), float32(4, 64), float32(4, 64)))]
 
 
 @operation
@@ -201,6 +199,4 @@ def _swap_by_product(x: Float[Array, "*B H"]) -> Float[Array, "*B H"]:
     return jnp.einsum("...h,hk->...k", x, permutation, precision=jax.lax.Precision.HIGHEST)
 
 
-@swap_pairs.example
-def _swap_pairs_examples() -> list[Example]:
-    return [Example((float32(16, 12, 128),))]
+swap_pairs.examples = [Example((float32(16, 12, 128),))]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,9 @@ from verax.sampling_fields import FLOATS, INTS, OFF
 
 __all__ = [
     "SamplingArrays",
-    "Search",
     "adjust",
     "penalize",
     "sample",
-    "sample_by_search",
     "token_logprobs",
     "uniform",
 ]
@@ -169,28 +167,14 @@ def sample(
     return _draw_sorted(adjust(logits, tokens[slots], lengths, rows, mask), rows, _uniform(rows, lengths))
 
 
-@sample.example
-def _examples() -> list[Example]:
-    params = SamplingArrays(float32(5, len(FLOATS)), int32(5, len(INTS)), int32(5, 300), float32(5, 300), int32(5, 80))
-    return [Example((float32(4, 151936), int32(5, 512), int32(4), int32(4), params))]
-
-
-@runtime_checkable
-class Search(Protocol):
-    """Search for a threshold, in which implementations without a sort differ."""
-
-    def __call__(
-        self, scores: Float[Array, "B V"], least: Float[Array, "B"], wanted: Float[Array, "B"], *, weighted: bool
-    ) -> Float[Array, "B"]:
-        """Largest threshold whose row keeps enough, [B]; minus infinity where even all scores are not enough.
-
-        Args:
-            scores: scores of each row, of which the largest is 0.
-            least: score below which nothing is kept, and nothing counts.
-            wanted: tokens that are enough; if `weighted`, their share of the weight. Infinity keeps everything.
-            weighted: tokens count with the exponential of their scores.
-        """
-        ...
+sample.examples = [
+    Example(
+        (
+            *(float32(4, 151936), int32(5, 512), int32(4), int32(4)),
+            SamplingArrays(float32(5, len(FLOATS)), int32(5, len(INTS)), int32(5, 300), float32(5, 300), int32(5, 80)),
+        )
+    )
+]
 
 
 @sample.implementation("bisect")
@@ -202,26 +186,13 @@ def _sample_bisect(
     params: SamplingArrays,
     mask: Int[Array, "B w"] | None = None,
 ) -> Int[Array, "B"]:
-    return sample_by_search(_bisect, logits, tokens, slots, lengths, params, mask)
-
-
-def sample_by_search(
-    search: Search,
-    logits: Float[Array, "B V"],
-    tokens: Int[Array, "S L"],
-    slots: Int[Array, "B"],
-    lengths: Int[Array, "B"],
-    params: SamplingArrays,
-    mask: Int[Array, "B w"] | None = None,
-) -> Int[Array, "B"]:
-    """`sample` without a sort: `search` finds the thresholds, and everything else is the same for each search."""
     rows = params.rows(slots)
     u = _uniform(rows, lengths)
     # Both branches end in a token. If the choice gave scores, XLA would copy them where nothing is adjusted.
     return lax.cond(
         jnp.any(_is_adjusted(rows, lengths)),
-        lambda: _draw(search, adjust(logits, tokens[slots], lengths, rows, mask), rows, u),
-        lambda: _draw(search, _masked(logits, mask), rows, u),
+        lambda: _draw(adjust(logits, tokens[slots], lengths, rows, mask), rows, u),
+        lambda: _draw(_masked(logits, mask), rows, u),
     )
 
 
@@ -251,7 +222,7 @@ def _draw_sorted(logits: Float[Array, "B V"], params: SamplingArrays, u: Float[A
     return jnp.where(temperature > 0, jnp.minimum(drawn, _last_positive(weights)), greedy).astype(jnp.int32)
 
 
-def _draw(search: Search, logits: Float[Array, "B V"], params: SamplingArrays, u: Float[Array, "B"]) -> Int[Array, "B"]:
+def _draw(logits: Float[Array, "B V"], params: SamplingArrays, u: Float[Array, "B"]) -> Int[Array, "B"]:
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     temperature = params.float("temperature")
 
@@ -261,17 +232,12 @@ def _draw(search: Search, logits: Float[Array, "B V"], params: SamplingArrays, u
         truncated = (params.float("min_p") > 0) | (params.int("top_k") > 0) | (params.float("top_p") < 1)
         drawn = lax.cond(
             jnp.any(truncated),
-            lambda: _invert_cdf(jnp.exp(_cut(scores, _threshold(search, scores, params))), u),
+            lambda: _invert_cdf(jnp.exp(_cut(scores, _threshold(scores, params))), u),
             lambda: _invert_cdf(jnp.exp(scores), u),
         )
         return jnp.where(temperature > 0, drawn, greedy)
 
     return lax.cond(jnp.any(temperature > 0), draw, lambda: greedy)
-
-
-def _optional(wanted: Bool[Array, ""], threshold: Callable[[], Float[Array, "B"]], shape: tuple[int, ...]) -> Array:
-    """A threshold if one is wanted, and otherwise minus infinity, [B]. A choice of scores would copy them."""
-    return lax.cond(wanted, threshold, lambda: jnp.full(shape, -jnp.inf, jnp.float32))
 
 
 def _cut(scores: Float[Array, "B V"], threshold: Float[Array, "B"]) -> Float[Array, "B V"]:
@@ -285,20 +251,30 @@ def _min_p_threshold(largest: Float[Array, "B"], min_p: Float[Array, "B"]) -> Fl
     return jnp.where(min_p > 0, floor, -jnp.inf)
 
 
-def _threshold(search: Search, scores: Float[Array, "B V"], params: SamplingArrays) -> Float[Array, "B"]:
+def _threshold(scores: Float[Array, "B V"], params: SamplingArrays) -> Float[Array, "B"]:
     """Least of the scores (maximum 0) that min-p, then top-k, then top-p keep."""
     top_k, top_p = params.int("top_k"), params.float("top_p")
     limits_k, limits_p = (top_k > 0) & (top_k < scores.shape[-1]), top_p < 1
     least = _min_p_threshold(jnp.zeros_like(top_p), params.float("min_p"))
     for limits, wanted, weighted in ((limits_k, top_k.astype(jnp.float32), False), (limits_p, top_p, True)):
-        threshold = partial(search, scores, least, jnp.where(limits, wanted, jnp.inf), weighted=weighted)
-        least = jnp.maximum(least, _optional(jnp.any(limits), threshold, top_p.shape))
+        threshold = partial(_bisect, scores, least, jnp.where(limits, wanted, jnp.inf), weighted=weighted)
+        # A choice of scores would copy them.
+        searched = lax.cond(jnp.any(limits), threshold, lambda: jnp.full(top_p.shape, -jnp.inf, jnp.float32))
+        least = jnp.maximum(least, searched)
     return least
 
 
 def _bisect(
     scores: Float[Array, "B V"], least: Float[Array, "B"], wanted: Float[Array, "B"], *, weighted: bool
 ) -> Float[Array, "B"]:
+    """Largest threshold whose row keeps enough, [B]; minus infinity where even all scores are not enough.
+
+    Args:
+        scores: scores of each row, of which the largest is 0.
+        least: score below which nothing is kept, and nothing counts.
+        wanted: tokens that are enough; if `weighted`, their share of the weight. Infinity keeps everything.
+        weighted: tokens count with the exponential of their scores.
+    """
     kept = _cut(scores, least)
     if not weighted:
         return _largest_threshold(kept, lambda above: jnp.sum(above, axis=-1) >= wanted)
@@ -379,6 +355,4 @@ def token_logprobs(
     return lax.cond(jnp.any(wanted), scored, zeros)
 
 
-@token_logprobs.example
-def _logprob_examples() -> list[Example]:
-    return [Example((float32(4, 151936), int32(4), boolean(4)), {"num_top": 20})]
+token_logprobs.examples = [Example((float32(4, 151936), int32(4), boolean(4)), {"num_top": 20})]

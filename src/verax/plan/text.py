@@ -101,9 +101,7 @@ class TextPlan:
 
     def slot_bytes(self) -> int:
         """Bytes of the engine's slots, which every device has whole."""
-        sizes = self.sizes()
-        shape = sizes.max_num_seqs, sizes.max_model_len, sizes.table_width, len(sizes.groups)
-        return sum(map(nbytes_of, jax.tree.leaves(jax.eval_shape(lambda: new_slots(*shape)))))
+        return sum(map(nbytes_of, jax.tree.leaves(jax.eval_shape(lambda: new_slots(*self.sizes().slot_sizes)))))
 
     @cached_property
     def cache_room(self) -> int:

@@ -33,12 +33,9 @@ from verax.video.memory import add_residents, largest
 from verax.video.mesh import (
     GUIDANCE,
     SEQUENCE,
-    abstract_mesh,
     axis_size,
-    check_heads,
     check_request,
-    check_shard_weights,
-    choose_parallelism,
+    clip_mesh,
 )
 from verax.video.programs import Component
 from verax.video.request import ResolvedRequest, VideoRequest, default_size
@@ -153,19 +150,17 @@ def read_clip(
         num_inference_steps=wanted.num_inference_steps or settings.num_inference_steps,
         guidance_scale=settings.guidance_scale,
     )
-    guidance_parallel, sequence_parallel = choose_parallelism(
+    mesh: Any = clip_mesh(
+        transformer,
         guidance_parallel=guidance_parallel,
         sequence_parallel=sequence_parallel,
         devices=devices,
-        heads=transformer.num_heads,
         request=request,
         settings=settings,
         geometry=geometry,
+        shard_weights=shard_weights,
         attached=False,
     )
-    mesh = abstract_mesh(guidance_parallel=guidance_parallel, sequence_parallel=sequence_parallel)
-    check_heads(mesh, transformer)
-    check_shard_weights(mesh, shard_weights=shard_weights)
     check_request(mesh, request, geometry)
     latents = geometry.shape(geometry.latents(frames), height, width)
     text = UMT5Config.from_hf(part("text_encoder", UMT5_XXL))

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any
 
 from verax._optional import require_optional
-from verax.errors import InvalidParameterError
-from verax.ray.cluster import actor_environment, check_cpus, check_gpus
+from verax.ray.cluster import actor_environment, check_actors
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
-from verax.text.engine.engine_config import EngineOptions
 
-__all__ = ["build", "check_replicas", "deployment", "replicas"]
+__all__ = ["bind_replicas", "build", "deployment"]
 
 TARGET = 32.0
 """Requests of a replica that autoscaling aims at."""
@@ -21,9 +19,8 @@ TARGET = 32.0
 MOST_ONGOING = 1024
 """Requests that a replica takes at once; its engine queues those beyond its slots."""
 
-HEALTH_PERIOD = 2.0
-HEALTH_TIMEOUT = 10.0
-"""Seconds between two looks at a replica, and for its answer."""
+HEALTH_PERIOD, HEALTH_TIMEOUT = 2.0, 10.0
+"""Seconds between two health checks of a replica, and for its answer."""
 
 
 def deployment(
@@ -40,7 +37,7 @@ def deployment(
     dtype: str = "bfloat16",
     quantization: str | None = None,
     revision: str | None = None,
-    **options: Unpack[EngineOptions],
+    **options: Any,
 ) -> Any:
     """An application of Ray Serve that answers OpenAI's HTTP about a text model, to give to `serve.run`.
 
@@ -72,7 +69,7 @@ def deployment(
     new_server = functools.partial(
         _new_server, model, names, dtype=dtype, quantization=quantization, revision=revision, **options
     )
-    handle = _replicas(
+    handle = bind_replicas(
         new_server,
         replicas,
         num_cpus=num_cpus,
@@ -90,7 +87,7 @@ def deployment(
     return ingress.bind(handle, model, revision, names, max_queued_requests, settings)
 
 
-def replicas(
+def bind_replicas(
     new_server: functools.partial[Server],
     bounds: int | tuple[int, int],
     *,
@@ -114,18 +111,11 @@ def replicas(
     """
     from verax.ray.replica import Replica
 
-    least, most = check_replicas(bounds)
-    check_gpus(num_gpus)
-    check_cpus(least, num_cpus, name="replicas")
+    least, most = check_actors("replicas", bounds, num_cpus, num_gpus)
+    bounds_of_scaling = {"min_replicas": least, "max_replicas": most}
     scaling: dict[str, Any] = {"num_replicas": least}
     if most > least:
-        scaling = {
-            "autoscaling_config": {
-                "min_replicas": least,
-                "max_replicas": most,
-                "target_ongoing_requests": target_ongoing_requests,
-            }
-        }
+        scaling = {"autoscaling_config": {**bounds_of_scaling, "target_ongoing_requests": target_ongoing_requests}}
     application = require_optional("ray.serve").deployment(
         Replica,
         name="verax-replica",
@@ -139,21 +129,6 @@ def replicas(
     return application.bind(new_server)
 
 
-_replicas = replicas  # `deployment` has an argument of this name
-
-
-def check_replicas(bounds: int | tuple[int, int]) -> tuple[int, int]:
-    """The least and the most replicas.
-
-    Raises:
-        InvalidParameterError: unless both are whole numbers of at least 1, the least first.
-    """
-    least, most = (bounds, bounds) if isinstance(bounds, int) else bounds
-    if not 1 <= least <= most:
-        raise InvalidParameterError(f"replicas: expected at least 1, and the least before the most, got {bounds!r}")
-    return least, most
-
-
 def _new_server(model: str | None, names: tuple[str, ...], **options: Any) -> Server:
     from verax.text.engine.async_llm import AsyncLLM
 
@@ -161,12 +136,5 @@ def _new_server(model: str | None, names: tuple[str, ...], **options: Any) -> Se
 
 
 def build(arguments: dict[str, Any]) -> Any:
-    """The application of `verax.ray.deployment`, with the arguments of the configuration's `args`.
-
-    Args:
-        arguments: of `deployment`; a pair of `replicas` comes as a list.
-    """
-    given = dict(arguments)
-    if isinstance(given.get("replicas"), list):
-        given["replicas"] = tuple(given["replicas"])
-    return deployment(**given)
+    """The application of `verax.ray.deployment`, with the arguments that a configuration of Ray Serve has in `args`."""
+    return deployment(**arguments)

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from verax._optional import require_optional
@@ -16,8 +16,7 @@ from verax.files import cache_folder
 __all__ = [
     "LOOPBACK",
     "actor_environment",
-    "check_cpus",
-    "check_gpus",
+    "check_actors",
     "end_actor",
     "keep_off_the_network",
     "one_compiles",
@@ -63,52 +62,47 @@ def start_ray(num_cpus: int | None = None) -> None:
         raise VeraxError(f"ray: it did not start on this machine; try again when it is less busy: {error}") from error
 
 
-def actor_environment(extra: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Runtime environment of an actor: its variables.
+def actor_environment() -> dict[str, Any]:
+    """Runtime environment of an actor: its variables."""
+    return {"env_vars": {name: os.environ[name] for name in _SHARED if name in os.environ}}
+
+
+def check_actors(
+    name: str, bounds: int | Sequence[int], num_cpus: float, num_gpus: float, *, left: int = 1
+) -> tuple[int, int]:
+    """The least and the most actors, if they make sense and leave CPUs to others.
+
+    JAX reserves three quarters of the memory of every GPU that it sees, so that a part of one is refused. Those who
+    read files, filter checkpoints and route requests need a CPU too: without it, all wait in silence. A cluster that
+    `start_ray` has not started may grow, and is not checked for it.
 
     Args:
-        extra: further variables.
-    """
-    shared = {name: os.environ[name] for name in _SHARED if name in os.environ}
-    return {"env_vars": {**shared, **(extra or {})}}
-
-
-def check_cpus(actors: int, num_cpus: float, *, name: str, left: int = 1) -> None:
-    """Refuse actors that take every CPU of a Ray that `start_ray` has started. A cluster may grow, and is not checked.
-
-    Those who read files, filter checkpoints and route requests need one too: without it, all wait in silence.
-
-    Args:
-        actors: number of actors that are certain to run.
+        name: argument that says how many actors there are.
+        bounds: number of actors, or the least and the most.
         num_cpus: CPUs of each.
-        name: of the argument that says how many actors there are.
+        num_gpus: GPUs of each.
         left: CPUs that others need.
 
     Raises:
         InvalidParameterError: with what would fit.
     """
-    ray = require_optional("ray")
-    if not ray.is_initialized() or ray.util.get_node_ip_address() != LOOPBACK:
-        return
-    there = ray.cluster_resources().get("CPU", 0.0)
-    if (wanted := actors * num_cpus) > there - left:
-        fitting = f"use num_cpus={(there - left) / actors:g}, or fewer actors" if there > left else "start a larger Ray"
-        raise InvalidParameterError(
-            f"{name}: {actors} with {num_cpus:g} CPUs each take {wanted:g} of {there:g}, but {left} must be left for "
-            f"those who read files, filter checkpoints and route requests; {fitting}"
-        )
-
-
-def check_gpus(num_gpus: float) -> None:
-    """Refuse a part of a GPU: JAX reserves three quarters of the memory of every GPU that it sees.
-
-    Raises:
-        InvalidParameterError: for a number that is not whole, or negative.
-    """
+    least, most = (bounds, bounds) if isinstance(bounds, int) else bounds
+    if not 1 <= least <= most:
+        raise InvalidParameterError(f"{name}: expected at least 1, and the least before the most, got {bounds!r}")
     if num_gpus < 0 or num_gpus != int(num_gpus):
         raise InvalidParameterError(
             f"num_gpus: expected a whole number, got {num_gpus:g}; JAX reserves most of a GPU for one actor"
         )
+    ray = require_optional("ray")
+    if ray.is_initialized() and ray.util.get_node_ip_address() == LOOPBACK:
+        there = ray.cluster_resources().get("CPU", 0.0)
+        if (wanted := least * num_cpus) > there - left:
+            room = f"use num_cpus={(there - left) / least:g}, or fewer actors" if there > left else "start a larger Ray"
+            raise InvalidParameterError(
+                f"{name}: {least} with {num_cpus:g} CPUs each take {wanted:g} of {there:g}, but {left} must be left "
+                f"for those who read files, filter checkpoints and route requests; {room}"
+            )
+    return least, most
 
 
 try:

@@ -14,8 +14,7 @@ import numpy as np
 from verax._optional import require_optional
 from verax.errors import EngineDeadError, InvalidParameterError, VeraxError
 from verax.files import atomic_path
-from verax.ray.app import check_replicas
-from verax.ray.cluster import actor_environment, check_cpus, check_gpus, end_actor, one_compiles, set_threads
+from verax.ray.cluster import actor_environment, check_actors, end_actor, one_compiles, set_threads
 
 __all__ = ["Clips", "Embed", "Generate", "actor_pool"]
 
@@ -25,27 +24,20 @@ Batch = dict[str, Any]
 
 def rows_of(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Rows of a batch, with Python's own values in place of numpy's scalars."""
-    names = list(batch)
     for values in zip(*batch.values(), strict=True):
-        yield {name: _plain(value) for name, value in zip(names, values, strict=True)}
+        plain = (value.item() if isinstance(value, np.generic) else value for value in values)
+        yield dict(zip(batch, plain, strict=True))
 
 
 def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
     """Columns of rows that have the same names. Columns of texts can have None."""
-    names = rows[0] if rows else {}
-    return {name: _column([row[name] for row in rows]) for name in names}
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def _column(values: list[Any]) -> np.ndarray:
-    if all(isinstance(value, int | float) for value in values):
-        return np.array(values)
-    column = np.empty(len(values), object)
-    column[:] = values
-    return column
+    result = {}
+    for name in rows[0] if rows else ():
+        values = [row[name] for row in rows]
+        numbers = all(isinstance(value, int | float) for value in values)
+        result[name] = column = np.array(values) if numbers else np.empty(len(values), object)
+        column[:] = values
+    return result
 
 
 class Generate:
@@ -77,19 +69,21 @@ class Generate:
         return {**batch, **columns(answers)}
 
     async def _row(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        nothing = {"text": None, "finish_reason": None, "num_prompt_tokens": 0, "num_output_tokens": 0}
         try:
             output = await self._llm.collect(_prompt(row), self._sampling(row))
         except EngineDeadError as error:
             end_actor(error)
         except (VeraxError, msgspec.MsgspecError) as error:
-            return _result(error=str(error))
+            return {**nothing, "error": str(error)}
         sample = output.outputs[0]
-        return _result(
-            text=sample.text,
-            finish_reason=sample.finish_reason,
-            num_prompt_tokens=len(output.prompt_token_ids),
-            num_output_tokens=len(sample.token_ids),
-        )
+        return {
+            "text": sample.text,
+            "finish_reason": sample.finish_reason,
+            "num_prompt_tokens": len(output.prompt_token_ids),
+            "num_output_tokens": len(sample.token_ids),
+            "error": None,
+        }
 
     def _sampling(self, row: Mapping[str, Any]) -> Any:
         given = row.get("sampling_params")
@@ -118,12 +112,6 @@ def _prompt(row: Mapping[str, Any]) -> Any:
     if isinstance(prompt, np.ndarray | Sequence):
         return prompt if isinstance(prompt, str) else [int(token) for token in prompt]
     raise InvalidParameterError(f"prompt: expected a text or token ids in the column, got {prompt!r}")
-
-
-def _result(**given: Any) -> dict[str, Any]:
-    """Columns of a row's answer, with what is given in place of nothing."""
-    nothing = {"text": None, "finish_reason": None, "num_prompt_tokens": 0, "num_output_tokens": 0, "error": None}
-    return {**nothing, **given}
 
 
 class Embed:
@@ -251,11 +239,9 @@ def actor_pool(
         >>> prompts.map_batches(verax.ray.Generate, **verax.ray.actor_pool(2, num_gpus=1, model="Qwen/Qwen3-0.6B"))
     """
     data = require_optional("ray.data")
-    least, most = check_replicas(size)
-    check_gpus(num_gpus)
     # The filter of a checkpoint is an actor with a CPU of its own; those who read and write take turns with another.
     checkpoint = data.DataContext.get_current().checkpoint_config
-    check_cpus(least, num_cpus, name="size", left=1 if checkpoint is None else 2)
+    least, most = check_actors("size", size, num_cpus, num_gpus, left=1 if checkpoint is None else 2)
     return {
         "compute": data.ActorPoolStrategy(
             min_size=least,

@@ -75,15 +75,10 @@ class AnswerSoFar:
     """
 
     def __init__(self, n: int, given: Sequence[Sequence[int]] | None = None):
-        self._id = f"request-{uuid.uuid4().hex}"
         self._samples = [_Sample(len(tokens), list(tokens)) for tokens in given or [()] * n]
-        self._arrival = time.perf_counter()
-        self._scheduled: float | None = None
-        self._first_token: float | None = None
-        self._prompt_token_ids: tuple[int, ...] = ()
-        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        self._num_cached = 0
-        self._metrics: RequestMetrics | None = None
+        self._metrics = RequestMetrics(time.perf_counter())
+        self._request = RequestOutput(f"request-{uuid.uuid4().hex}", None, (), None, [], False, 0)
+        """Output without samples: what is known of the prompt."""
 
     @property
     def token_ids(self) -> list[list[int]] | None:
@@ -96,33 +91,36 @@ class AnswerSoFar:
         for sample in self._samples:
             sample.before = sample.cumulative_logprob or 0.0
 
-    def add(self, part: Part) -> RequestOutput | None:
+    def add(self, part: RequestOutput) -> RequestOutput | None:
         """Output of what is new in a part; None if nothing is.
 
         A replica that continues an answer which is complete sends its end again; that part is left out.
         """
-        now = time.perf_counter()
-        if part.prompt_token_ids is not None:
-            if not self._prompt_token_ids:
-                self._prompt_token_ids, self._num_cached = part.prompt_token_ids, part.num_cached_tokens
-            self._prompt_logprobs = None if part.prompt_logprobs is None else list(part.prompt_logprobs)
-        if self._scheduled is None and part.metrics is not None and part.metrics.first_scheduled_time is not None:
+        now, known, ours, theirs = time.perf_counter(), self._request, self._metrics, part.metrics
+        if part.prompt_token_ids:
+            num_cached = known.num_cached_tokens if known.prompt_token_ids else part.num_cached_tokens
+            self._request = replace(
+                known,
+                prompt_token_ids=part.prompt_token_ids,
+                prompt_logprobs=part.prompt_logprobs,
+                num_cached_tokens=num_cached,
+            )
+        scheduled, first_token = ours.first_scheduled_time, ours.first_token_time
+        if scheduled is None and theirs is not None and theirs.first_scheduled_time is not None:
             # The clocks of two machines have nothing in common but their pace.
-            self._scheduled = self._arrival + part.metrics.first_scheduled_time - part.metrics.arrival_time
+            scheduled = ours.arrival_time + theirs.first_scheduled_time - theirs.arrival_time
         fresh = [self._add(new) for new in part.outputs if self._samples[new.index].finish_reason is None]
-        if self._first_token is None and any(new.token_ids for new in fresh):
-            self._first_token = now
-        if not fresh and not part.finished:
-            return None
+        if first_token is None and any(new.token_ids for new in fresh):
+            first_token = now
         self._metrics = RequestMetrics(
-            self._arrival,
-            self._first_token,
+            ours.arrival_time,
+            first_token,
             now if part.finished else None,
-            first_scheduled_time=self._scheduled,
-            num_draft_tokens=0 if part.metrics is None else part.metrics.num_draft_tokens,
-            num_accepted_tokens=0 if part.metrics is None else part.metrics.num_accepted_tokens,
+            first_scheduled_time=scheduled,
+            num_draft_tokens=0 if theirs is None else theirs.num_draft_tokens,
+            num_accepted_tokens=0 if theirs is None else theirs.num_accepted_tokens,
         )
-        return self._output(fresh, part.finished)
+        return self._output(fresh, part.finished) if fresh or part.finished else None
 
     def whole(self) -> RequestOutput:
         """The whole output, after the last part."""
@@ -152,16 +150,7 @@ class AnswerSoFar:
         return new
 
     def _output(self, outputs: list[CompletionOutput], finished: bool) -> RequestOutput:
-        return RequestOutput(
-            self._id,
-            None,
-            self._prompt_token_ids,
-            self._prompt_logprobs,
-            outputs,
-            finished,
-            self._num_cached,
-            self._metrics,
-        )
+        return replace(self._request, outputs=outputs, finished=finished, metrics=self._metrics)
 
 
 MOST_MOVES = 3
@@ -239,17 +228,13 @@ class RemoteLLM:
     def stats(self) -> EngineStats:
         """Requests that are here, the fullest cache, and the totals of all replicas so far, as they have sent them."""
         now = time.monotonic()
-        totals = [*self._past, *(stats for _, stats in self._replicas.values())]
+        totals = EngineStats.sum([*self._past, *(stats for _, stats in self._replicas.values())])
         usages = [stats.kv_cache_usage for at, stats in self._replicas.values() if now - at < CURRENT]
-        return EngineStats(
+        return replace(
+            totals,
             num_requests_running=self._running,
             num_requests_waiting=self._waiting,
             kv_cache_usage=max(usages, default=0.0),
-            prefix_cache_queries=sum(stats.prefix_cache_queries for stats in totals),
-            prefix_cache_hits=sum(stats.prefix_cache_hits for stats in totals),
-            num_preemptions=sum(stats.num_preemptions for stats in totals),
-            prompt_tokens=sum(stats.prompt_tokens for stats in totals),
-            generation_tokens=sum(stats.generation_tokens for stats in totals),
         )
 
     def replica_stats(self) -> list[EngineStats]:
@@ -333,8 +318,7 @@ class RemoteLLM:
                             waits = False
                             self._waiting, self._running = self._waiting - 1, self._running + 1
                         moves = 0
-                        output = answer.add(part)
-                        if output is not None:
+                        if (output := answer.add(part)) is not None:
                             yield output
                     break
                 except LOST as error:
@@ -351,7 +335,7 @@ class RemoteLLM:
             else:
                 self._running -= 1
 
-    async def _parts(self, inputs: RequestInput, answer: AnswerSoFar) -> AsyncGenerator[Part, None]:
+    async def _parts(self, inputs: RequestInput, answer: AnswerSoFar) -> AsyncGenerator[RequestOutput, None]:
         """Parts of a request from one replica, after the answer so far.
 
         Raises:
@@ -364,8 +348,8 @@ class RemoteLLM:
                 if isinstance(part, VeraxError):
                     raise part
                 self._note(part)
-                yield part
-                if part.finished:
+                yield part.output
+                if part.output.finished:
                     return
             raise EngineDeadError("the replica ended an answer without its last part")
         except BackPressureError as error:
@@ -380,10 +364,6 @@ class RemoteLLM:
         while len(self._replicas) > MOST_REPLICAS:
             _, (_, stats) = self._replicas.popitem(last=False)
             self._past = [EngineStats.sum([*self._past, stats])]
-
-
-ANY_ADDRESS = "0.0.0.0"
-"""Host of a server that is called by names that it does not know itself."""
 
 
 @serve.ingress()
@@ -411,7 +391,9 @@ class Ingress:
         keep_off_the_network()
         description = await handle.describe.remote()
         llm = RemoteLLM(handle, description, model, revision=revision, max_queued_requests=max_queued_requests)
-        settings = replace(settings or ServerSettings(disable_page=True), host=ANY_ADDRESS)
+        settings = replace(
+            settings or ServerSettings(disable_page=True), host="0.0.0.0"
+        )  # any: it is called by names that it does not know itself
         self._server = Server(llm=llm, served_names=names, root=model, settings=settings)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

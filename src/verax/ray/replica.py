@@ -7,7 +7,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from verax.batch.requests import Answer, LocalServer, RequestLine
 from verax.errors import EngineDeadError, VeraxError
 from verax.ray.cluster import end_actor, keep_off_the_network, one_compiles, set_threads
 from verax.serve.http.server import Server
-from verax.text.engine.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
+from verax.text.engine.outputs import EngineStats, RequestOutput
 from verax.text.engine.request import RequestInput
 
 __all__ = ["Description", "Part", "Replica"]
@@ -38,22 +38,13 @@ class Part:
     """New part of a request's answers.
 
     Attributes:
-        outputs: new parts of its samples.
-        finished: True in the last part.
-        prompt_token_ids: tokens of the prompt, in the first part and in the last one; None in others.
-        prompt_logprobs: their log-probabilities, in these parts.
-        num_cached_tokens: number of the prompt's tokens that were in the prefix cache.
-        metrics: times, by the clock of the replica's machine.
+        output: what is new, with times by the clock of the replica's machine. The prompt's tokens and their
+            log-probabilities are left out between the first part and the last one.
         replica: name of the replica.
         stats: state of its engine.
     """
 
-    outputs: list[CompletionOutput]
-    finished: bool
-    prompt_token_ids: tuple[int, ...] | None
-    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None
-    num_cached_tokens: int
-    metrics: RequestMetrics | None
+    output: RequestOutput
     replica: str
     stats: EngineStats
 
@@ -92,7 +83,9 @@ class Replica:
             stream = engine.submit(replace(inputs, arrival_time=time.perf_counter()))
             async with contextlib.aclosing(stream):
                 async for output in stream:
-                    yield self._part(output, whole=first or output.finished)
+                    if not first and not output.finished:
+                        output = replace(output, prompt_token_ids=(), prompt_logprobs=None)
+                    yield Part(output, self._name, self._server.engine.stats())
                     first = False
                     if not output.finished:
                         await asyncio.sleep(JOIN)
@@ -123,15 +116,3 @@ class Replica:
         error = self._server.engine.error
         if error is not None:
             end_actor(error)
-
-    def _part(self, output: RequestOutput, *, whole: bool) -> Part:
-        return Part(
-            output.outputs,
-            output.finished,
-            output.prompt_token_ids if whole else None,
-            output.prompt_logprobs if whole else None,
-            output.num_cached_tokens,
-            output.metrics,
-            self._name,
-            self._server.engine.stats(),
-        )

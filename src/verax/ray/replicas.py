@@ -6,47 +6,23 @@ import asyncio
 import contextlib
 import functools
 import secrets
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import ray.exceptions
+import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from verax.batch.requests import Answer, RequestLine
 from verax.errors import EngineDeadError, VeraxError
-from verax.ray.app import check_replicas, replicas
+from verax.ray.app import bind_replicas
 from verax.ray.cluster import start_ray
-from verax.ray.remote_llm import MOST_MOVES, PAUSE, RemoteLLM
+from verax.ray.remote_llm import LOST, MOST_MOVES, PAUSE, RemoteLLM
 from verax.ray.replica import Description
 from verax.serve.http.server import Server
 
-__all__ = ["ReplicaServer", "RunningReplicas", "running_replicas"]
-
-
-@dataclass(frozen=True)
-class RunningReplicas:
-    """Replicas that run.
-
-    Attributes:
-        handle: their handle.
-        description: sizes of their engines.
-        most: most of them that there can be.
-    """
-
-    handle: DeploymentHandle
-    description: Description
-    most: int
-
-    def text_engine(self, model: str | None, **options: Any) -> RemoteLLM:
-        """The replicas as the engine of an HTTP server; arguments as in `RemoteLLM`."""
-        return RemoteLLM(self.handle, self.description, model, **options)
-
-    def batch_server(self) -> ReplicaServer:
-        """The replicas as the models of a batch."""
-        return ReplicaServer(self.handle)
+__all__ = ["RunningReplicas", "running_replicas"]
 
 
 @contextlib.contextmanager
@@ -68,12 +44,15 @@ def running_replicas(
     start_ray()
     name = f"verax-{secrets.token_hex(4)}"
     try:
-        application = replicas(new_server, bounds, num_cpus=num_cpus, num_gpus=num_gpus, max_queued_requests=-1)
+        application = bind_replicas(new_server, bounds, num_cpus=num_cpus, num_gpus=num_gpus, max_queued_requests=-1)
         serve.start(proxy_location="Disabled")
         try:
-            handle = _run(application, name)
+            try:
+                handle = serve.run(application, name=name, route_prefix=None)  # waits until they are ready
+            except RuntimeError as error:
+                raise VeraxError(f"replicas: they did not start: {error}") from error
             description = handle.describe.remote().result()
-            yield RunningReplicas(handle, description, check_replicas(bounds)[1])
+            yield RunningReplicas(handle, description, bounds if isinstance(bounds, int) else bounds[1])
         finally:
             serve.delete(name)
     finally:
@@ -81,28 +60,25 @@ def running_replicas(
             ray.shutdown()
 
 
-def _run(application: serve.Application, name: str) -> DeploymentHandle:
-    """Start an application, and wait until it is ready."""
-    try:
-        return serve.run(application, name=name, route_prefix=None)
-    except RuntimeError as error:
-        raise VeraxError(f"replicas: they did not start: {error}") from error
+class RunningReplicas:
+    """Replicas that run, as a batch calls them: the line of a replica that dies goes to another one.
 
-
-class ReplicaServer:
-    """Replicas as a batch calls them. The line of a replica that dies goes to another one.
-
-    Args:
-        handle: of the replicas.
+    Attributes:
+        max_num_seqs: most sequences that can run at once, on as many replicas as there can be.
     """
 
-    def __init__(self, handle: DeploymentHandle):
+    def __init__(self, handle: DeploymentHandle, description: Description, most: int):
+        self.max_num_seqs = most * description.max_num_seqs
         self._handle = handle
+        self._description = description
 
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    def text_engine(self, model: str | None, **options: Any) -> RemoteLLM:
+        """The replicas as the engine of an HTTP server; arguments as in `RemoteLLM`."""
+        return RemoteLLM(self._handle, self._description, model, **options)
+
+    def running(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Context in which requests are answered: always."""
-        yield
+        return contextlib.nullcontext()
 
     async def answer(self, request: RequestLine, clips: Path | None) -> Answer:
         """Answer to a line. Cancelling the task ends the request.
@@ -114,7 +90,7 @@ class ReplicaServer:
             response = self._handle.answer.remote(request, clips)
             try:
                 return await response
-            except (ray.exceptions.RayError, EngineDeadError) as error:
+            except LOST as error:
                 if attempt == MOST_MOVES:
                     raise EngineDeadError(f"{attempt + 1} replicas were lost in a row: {error}") from error
                 await asyncio.sleep(PAUSE)

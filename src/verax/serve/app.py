@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Literal
+from typing import Any
 
-import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -17,39 +16,13 @@ from starlette.routing import Route
 from verax.serve.http.errors import EXCEPTION_HANDLERS, ApiError, JsonResponse, model_error
 from verax.serve.http.metrics import TextMetrics
 from verax.serve.http.middleware import BodyLimit, RequestLog, Security
-from verax.serve.http.openapi import api_route, api_routes, describe
+from verax.serve.http.openapi import ApiRoute, api_routes, describe
 from verax.serve.http.server import Server
 from verax.serve.page import page
 from verax.serve.text import chat, completions, embeddings, messages, responses, tokens
 from verax.serve.video import videos
 
 __all__ = ["create_app"]
-
-
-class Health(msgspec.Struct, kw_only=True):
-    """State of a server that takes requests."""
-
-    status: Literal["ok"]
-
-
-class ModelObject(msgspec.Struct, kw_only=True):
-    """Model that is served."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    root: str
-    parent: str | None
-    max_model_len: int | None
-    """Longest sequence in tokens, of a text model."""
-
-
-class ModelList(msgspec.Struct, kw_only=True):
-    """Models that are served."""
-
-    object: Literal["list"]
-    data: list[ModelObject]
 
 
 def _own_routes(server: Server) -> list[Route]:
@@ -64,7 +37,7 @@ def _own_routes(server: Server) -> list[Route]:
             raise ApiError(503, "the server is shutting down", code="draining")
         if server.llm is not None and not server.llm.is_running:
             raise ApiError(503, "an engine has stopped", code="engine_dead")
-        return JsonResponse(Health(status="ok"))
+        return JsonResponse({"status": "ok"})
 
     async def metrics(request: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
@@ -73,25 +46,25 @@ def _own_routes(server: Server) -> list[Route]:
         return JsonResponse(describe(request.app.routes))
 
     async def list_models(request: Request) -> Response:
-        return JsonResponse(ModelList(object="list", data=_models(server, created)))
+        return JsonResponse({"object": "list", "data": _models(server, created)})
 
     async def get_model(request: Request) -> Response:
         name = request.path_params["name"]
         for model in _models(server, created):
-            if model.id == name:
+            if model["id"] == name:
                 return JsonResponse(model)
         raise model_error(f"{name[:200]!r} is not served here")
 
     return [
-        *api_routes("/models", list_models, ("GET",), answer=ModelList, summary="List the models."),
-        *api_routes("/models/{name:path}", get_model, ("GET",), answer=ModelObject, summary="Describe a model."),
-        api_route("/health", health, ("GET",), answer=Health, summary="200 while requests are taken."),
-        api_route("/metrics", metrics, ("GET",), media=("text/plain",), summary="Metrics for Prometheus."),
+        *api_routes("/models", list_models, ("GET",), summary="List the models."),
+        *api_routes("/models/{name:path}", get_model, ("GET",), summary="Describe a model."),
+        ApiRoute("/health", health, ("GET",), summary="200 while requests are taken."),
+        ApiRoute("/metrics", metrics, ("GET",), media=("text/plain",), summary="Metrics for Prometheus."),
         Route("/openapi.json", openapi),
     ]
 
 
-def _models(server: Server, created: int) -> list[ModelObject]:
+def _models(server: Server, created: int) -> list[dict[str, Any]]:
     models: list[tuple[str, str, int | None, str | None]] = []
     if server.llm is not None:
         root = server.root or server.served_names[0]
@@ -100,18 +73,9 @@ def _models(server: Server, created: int) -> list[ModelObject]:
         models += [(name, str(adapter.lora_path), length, base) for name, adapter in server.adapters.items()]
     others = (server.encoder, server.reranker, server.videos)
     models += [(model.name, model.root, None, None) for model in others if model is not None]
-    return [
-        ModelObject(
-            id=name,
-            object="model",
-            created=created,
-            owned_by="verax",
-            root=root,
-            parent=parent,
-            max_model_len=length,
-        )
-        for name, root, length, parent in models
-    ]
+    names = ("id", "root", "max_model_len", "parent")
+    head = {"object": "model", "created": created, "owned_by": "verax"}
+    return [{**head, **dict(zip(names, values, strict=True))} for values in models]
 
 
 ROUTES = (

@@ -24,6 +24,11 @@ from verax.serve.http.middleware import MAX_HEADER_BYTES
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
 
+try:
+    import uvloop
+except ImportError:  # it does not exist for Windows
+    uvloop = None
+
 __all__ = ["bind", "new_runner", "run"]
 
 
@@ -111,12 +116,6 @@ class HttpProtocol(HttpToolsProtocol):
         ]
         self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
         self.transport.close()
-
-
-try:
-    import uvloop
-except ImportError:  # it does not exist for Windows
-    uvloop = None
 
 
 LAST_ANSWERS = 2.0

@@ -106,41 +106,38 @@ class Link:
     """Connection to one rank. One thread at a time sends and receives.
 
     Args:
-        socket: a PAIR socket, before it listens or connects.
+        host: numeric address of the side that listens.
         rank: the rank at the other end.
         on_lost: called once, on a thread of the link's own, when the other side is gone before `part`.
     """
 
-    def __init__(self, socket: Any, rank: int, on_lost: Callable[[int], None]):
+    def __init__(self, host: str, rank: int, on_lost: Callable[[int], None]):
         self.rank = rank
-        self._zmq = require_optional("zmq")
-        self._socket = socket
-        self._on_lost = on_lost
-        self._parted = False
-        self._gone = False
+        self._zmq = zmq = require_optional("zmq")
+        self._socket = socket = zmq.Context.instance().socket(zmq.PAIR)
+        socket.ipv6 = ":" in host
+        socket.sndhwm = socket.rcvhwm = 0  # what is on its way is bounded by the steps, each of which needs all ranks
+        socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT, SILENCE
+        self._public_key, secret_key = zmq.curve_keypair()
+        socket.curve_publickey, socket.curve_secretkey = self._public_key, secret_key
         self._monitor = socket.get_monitor_socket()
+        self._on_lost = on_lost
+        self._parted = self._gone = False
 
     @classmethod
     def listen(cls, host: str, rank: int, on_lost: Callable[[int], None]) -> tuple[Link, Address]:
         """Listen for a rank at an address of this host, on a free port."""
-        zmq = require_optional("zmq")
-        socket = _socket(zmq, host)
-        public, secret = zmq.curve_keypair()
-        socket.curve_server = True
-        socket.curve_publickey, socket.curve_secretkey = public, secret
-        link = cls(socket, rank, on_lost)
-        address = Address(host, socket.bind_to_random_port(f"tcp://{bracketed(host)}"), public.decode())
-        return link, address
+        link = cls(host, rank, on_lost)
+        link._socket.curve_server = True
+        port = link._socket.bind_to_random_port(f"tcp://{bracketed(host)}")
+        return link, Address(host, port, link._public_key.decode())
 
     @classmethod
     def connect(cls, address: Address, rank: int, on_lost: Callable[[int], None]) -> Link:
         """Connect to a rank that listens."""
-        zmq = require_optional("zmq")
-        socket = _socket(zmq, address.host)
-        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-        socket.curve_serverkey = address.public_key.encode()
-        link = cls(socket, rank, on_lost)
-        socket.connect(address.endpoint)
+        link = cls(address.host, rank, on_lost)
+        link._socket.curve_serverkey = address.public_key.encode()
+        link._socket.connect(address.endpoint)
         link.send(b"")
         link._start_watch(None)
         return link
@@ -217,14 +214,6 @@ class Link:
             elif event["event"] == self._zmq.EVENT_MONITOR_STOPPED:
                 self._monitor.close()
                 return
-
-
-def _socket(zmq: Any, host: str) -> Any:
-    socket = zmq.Context.instance().socket(zmq.PAIR)
-    socket.ipv6 = ":" in host
-    socket.sndhwm = socket.rcvhwm = 0  # what is on its way is bounded by the steps, each of which needs all ranks
-    socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT, SILENCE
-    return socket
 
 
 JOIN_TIMEOUT = 300.0

@@ -128,51 +128,33 @@ def predict_velocity(
         run_blocks: whether the blocks run, with a residual.
         mesh, guidance, options: as `denoise` takes them.
     """
+    sequence = _sequence(model, x.shape, mesh)
+
+    def predict(context: Any, residual: Any) -> tuple[Array, Any]:
+        """Velocity of this device's tokens, one row for each row of the context, and the residual of the blocks."""
+        G, fps = jax.tree.leaves(context)[0].shape[0], conditions.fps
+        whole = jnp.broadcast_to(x, (G, *x.shape[1:]))
+        times = jnp.broadcast_to(timesteps, (G, *timesteps.shape))
+        e, e0 = model.embed_time(times, None if fps is None else jnp.broadcast_to(fps, (G,)))
+        before = model.embed_latents(whole if sequence is None else sequence.divide(whole))
+
+        def with_blocks() -> Array:
+            return model.run_blocks(before, e0, context, sequence=sequence, **options)
+
+        if residual is None:
+            return model.unembed(with_blocks(), e), None
+        after = jax.lax.cond(run_blocks, with_blocks, lambda: before + residual)
+        return model.unembed(after, e), after - before
+
     if guidance == "sequential":
         # One row after the other through one copy of the model in the program.
-        def one_row(row: tuple[Any, Any]) -> tuple[Array, Any]:
-            context, added = jax.tree.map(lambda a: a[None], row)
-            result = _velocity(model, x, timesteps, context, conditions.fps, added, run_blocks, mesh=mesh, **options)
-            return jax.tree.map(lambda a: a[0], result)
+        def predict_row(row: tuple[Any, Any]) -> tuple[Array, Any]:
+            return jax.tree.map(lambda a: a[0], predict(*jax.tree.map(lambda a: a[None], row)))
 
-        rows, residual = jax.lax.map(one_row, (conditions.context, residual))
+        rows, residual = jax.lax.map(predict_row, (conditions.context, residual))
     else:
-        rows, residual = _velocity(
-            model, x, timesteps, conditions.context, conditions.fps, residual, run_blocks, mesh=mesh, **options
-        )
-    sequence = _sequence(model, x.shape, mesh)
+        rows, residual = predict(conditions.context, residual)
     return _combine(rows, None if guidance is None else conditions.guidance_scale, sequence, mesh), residual
-
-
-def _velocity(
-    model: VideoTransformer,
-    x: Float32[Array, "1 F h w C"],
-    timesteps: Int32[Array, "*F"],
-    context: Any,
-    fps: Any = None,
-    residual: Any = None,
-    run_blocks: Any = None,
-    *,
-    mesh: AnyMesh | None = None,
-    **options: Any,
-) -> tuple[Array, Any]:
-    """Velocity of this device's tokens, one row for each row of the context, and the residual of the blocks."""
-    G = jax.tree.leaves(context)[0].shape[0]
-    sequence = _sequence(model, x.shape, mesh)
-    x = jnp.broadcast_to(x, (G, *x.shape[1:]))
-    times = jnp.broadcast_to(timesteps, (G, *timesteps.shape))
-    e, e0 = model.embed_time(times, None if fps is None else jnp.broadcast_to(fps, (G,)))
-    before = model.embed_latents(x if sequence is None else sequence.divide(x))
-
-    def with_blocks() -> Array:
-        return model.run_blocks(before, e0, context, sequence=sequence, **options)
-
-    if residual is None:
-        after = with_blocks()
-    else:
-        after = jax.lax.cond(run_blocks, with_blocks, lambda: before + residual)
-        residual = after - before
-    return model.unembed(after, e), residual
 
 
 def _combine(

@@ -9,7 +9,7 @@ from verax import ops
 from verax.models.video_model import LatentGeometry
 from verax.video.programs import Component, ProgramCall
 from verax.video.request import ResolvedRequest
-from verax.video.stages import Stage
+from verax.video.run import Stage
 
 __all__ = [
     "StageMemory",
@@ -57,7 +57,7 @@ def plan_memory(stages: Sequence[Stage]) -> list[StageMemory]:
     # The largest call of each program counts, over all stages of one name; others are shorter segments.
     calls: dict[tuple[str, str], dict[int, ProgramCall]] = {}
     for stage in stages:
-        for call in stage.calls:
+        for call in stage.calls():
             programs = calls.setdefault((stage.name, call.component.name), {})
             known = programs.get(id(call.program))
             if known is None or call.argument_bytes > known.argument_bytes:

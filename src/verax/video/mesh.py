@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from verax._compat import make_mesh
 from verax.errors import InvalidParameterError
-from verax.models.video_model import LatentGeometry, VideoSettings, VideoTransformerConfig
+from verax.models.video_model import LatentGeometry, VideoSettings
 from verax.nn.parallel import fitting_sizes
 from verax.ops.division import TENSOR_AXIS
 from verax.video.request import ResolvedRequest, VideoRequest, default_size
@@ -30,16 +30,11 @@ __all__ = [
     "SEQUENCE",
     "AnyMesh",
     "Layout",
-    "abstract_mesh",
     "axis_size",
-    "check_heads",
     "check_request",
-    "check_shard_weights",
-    "checked_mesh",
-    "choose_parallelism",
+    "clip_mesh",
     "layout",
     "tensor_mesh",
-    "video_mesh",
 ]
 
 GUIDANCE = "guidance"
@@ -57,58 +52,93 @@ REPLICATED = PartitionSpec()
 BY_ROW = PartitionSpec(GUIDANCE)
 
 
-def choose_parallelism(
+def clip_mesh(
+    config: Any,
     *,
     guidance_parallel: bool,
     sequence_parallel: int,
     devices: int | None,
-    heads: int,
     request: VideoRequest,
     settings: VideoSettings,
     geometry: LatentGeometry,
+    mesh: Mesh | None = None,
+    shard_weights: bool = False,
     attached: bool = True,
-) -> tuple[bool, int]:
-    """Arguments `guidance_parallel` and `sequence_parallel` of `video_mesh`: as given, or chosen by `devices`.
+) -> AnyMesh | None:
+    """Mesh of the axes `GUIDANCE` and `SEQUENCE`, as the options of a pipeline describe it; None for one device.
 
     If only `devices` is given, the most of them are used; of two ways that use as many, guidance parallelism.
 
     Args:
+        config: configuration of the transformer.
         guidance_parallel: True for two groups of devices.
         sequence_parallel: devices of a group.
         devices: number of devices; None for the product of these two.
-        heads: heads of the transformer.
-        request: request with the size and the guidance of a clip.
+        request: request with the size and the guidance of a clip, which `devices` are to fit.
         settings: defaults of the checkpoint for these options.
         geometry: sizes of the checkpoint.
-        attached: True if the devices must be there.
+        mesh: the user's own mesh in place of these options.
+        shard_weights: True if the devices divide weights.
+        attached: False for an abstract mesh, whose devices need not be there.
 
     Raises:
-        InvalidParameterError: for a number that is not whole, or that contradicts the others, or for more devices than
-            there are.
+        InvalidParameterError: naming the option that is out of range, contradicts another, or does not fit the model,
+            and for more devices than there are.
     """
-    if isinstance(sequence_parallel, bool) or not isinstance(sequence_parallel, int) or sequence_parallel < 1:
+    if mesh is None:
+        groups, size = _parallelism(guidance_parallel, sequence_parallel, devices, attached)
+        if devices is not None and (groups, size) == (1, 1):
+            groups, size = _fitting(devices, config.num_heads, request, settings, geometry)
+        clip_devices = _new_mesh(groups, size, attached)
+    elif (guidance_parallel, sequence_parallel, devices) != (False, 1, None):
+        raise InvalidParameterError("mesh: give it, or guidance_parallel, sequence_parallel and devices, not both")
+    else:
+        clip_devices = _checked_mesh(mesh)
+    size, heads = axis_size(clip_devices, SEQUENCE), config.num_heads
+    if heads % size:
+        fit = ", ".join(str(n) for n in range(2, heads + 1) if heads % n == 0)
         raise InvalidParameterError(
-            f"sequence_parallel: expected a whole number of at least 1, got {sequence_parallel!r}"
+            f"sequence_parallel: expected a number that divides this model's {heads} heads ({fit}), got {size}"
         )
-    chosen = (2 if guidance_parallel else 1) * sequence_parallel
+    if shard_weights and clip_devices is None:
+        raise InvalidParameterError(
+            "shard_weights: expected several devices to divide the weights over, got one; give guidance_parallel, "
+            "sequence_parallel, devices or mesh"
+        )
+    return clip_devices
+
+
+def _new_mesh(groups: int, size: int, attached: bool) -> AnyMesh | None:
+    if (groups, size) == (1, 1):
+        return None
+    if not attached:
+        return AbstractMesh((groups, size), (GUIDANCE, SEQUENCE))
+    expected = f"sequence_parallel={size}, guidance_parallel={groups > 1}: expected {groups} x {size} = {groups * size}"
+    return make_mesh((groups, size), (GUIDANCE, SEQUENCE), _first(groups * size, expected))
+
+
+def _parallelism(guidance: bool, sequence: int, devices: int | None, attached: bool) -> tuple[int, int]:
+    """Groups of devices, and devices of a group, as the options give them: 1 and 1 where `devices` is to decide."""
+    if isinstance(sequence, bool) or not isinstance(sequence, int) or sequence < 1:
+        raise InvalidParameterError(f"sequence_parallel: expected a whole number of at least 1, got {sequence!r}")
+    chosen = (1 + guidance) * sequence
     if devices is not None and chosen not in (1, devices):
         raise InvalidParameterError(
-            f"devices: expected {chosen}, of guidance_parallel={guidance_parallel} and sequence_parallel="
-            f"{sequence_parallel}, or these left out; got {devices!r}"
+            f"devices: expected {chosen}, of guidance_parallel={guidance} and sequence_parallel={sequence}, or these "
+            f"left out; got {devices!r}"
         )
-    if devices is None or chosen != 1:
-        return guidance_parallel, sequence_parallel
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise InvalidParameterError(f"devices: expected a whole number of at least 1, got {devices!r}")
-    if attached:
-        _first(devices, f"devices: expected {devices}")
-    return _fitting(devices, heads, request, settings, geometry)
+    if devices is not None and chosen == 1:
+        if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+            raise InvalidParameterError(f"devices: expected a whole number of at least 1, got {devices!r}")
+        if attached:
+            _first(devices, f"devices: expected {devices}")
+    return 1 + guidance, sequence
 
 
 def _fitting(
     devices: int, heads: int, request: VideoRequest, settings: VideoSettings, geometry: LatentGeometry
-) -> tuple[bool, int]:
-    """Guidance and sequence parallelism that use the most of some devices."""
+) -> tuple[int, int]:
+    """Groups of devices, and devices of a group, that use the most of some devices."""
     height, width = default_size(request, settings)
     h, w = (side // geometry.pixels_per_token for side in (request.height or height, request.width or width))
     scale = settings.guidance_scale if request.guidance_scale is None else request.guidance_scale
@@ -126,37 +156,11 @@ def _fitting(
             "devices: %d of %d are used: more cannot divide %s, %d heads, and %d x %d tokens of a frame",
             *(used, devices, passes, heads, h, w),
         )
-    return groups == 2, size
+    return groups, size
 
 
-def video_mesh(*, guidance_parallel: bool, sequence_parallel: int) -> Mesh | None:
-    """Mesh of the axes `GUIDANCE` and `SEQUENCE`; None for one device.
-
-    Args:
-        guidance_parallel: True for two groups of devices.
-        sequence_parallel: devices of a group.
-
-    Raises:
-        InvalidParameterError: for more devices than there are.
-    """
-    groups = 2 if guidance_parallel else 1
-    devices = groups * sequence_parallel
-    if devices == 1:
-        return None
-    attached = _first(
-        devices,
-        f"sequence_parallel={sequence_parallel}, guidance_parallel={guidance_parallel}: expected {groups} x "
-        f"{sequence_parallel} = {devices}",
-    )
-    return make_mesh((groups, sequence_parallel), (GUIDANCE, SEQUENCE), attached)
-
-
-def checked_mesh(mesh: Any) -> Mesh:
-    """Mesh with the axes of `video_mesh`, from the mesh that a user gives.
-
-    Raises:
-        InvalidParameterError: for other axes, three or more devices along the first, or devices of other hosts.
-    """
+def _checked_mesh(mesh: Any) -> Mesh:
+    """User's mesh, refused with other axes, three or more devices along the first, or devices of other hosts."""
     if (
         not isinstance(mesh, Mesh)
         or mesh.axis_names != (GUIDANCE, SEQUENCE)
@@ -169,12 +173,6 @@ def checked_mesh(mesh: Any) -> Mesh:
             f"and {SEQUENCE!r}, in this order; got {got}"
         )
     return Mesh(mesh.devices, mesh.axis_names)  # XLA places these axes; `jax.make_mesh` makes Explicit ones
-
-
-def abstract_mesh(*, guidance_parallel: bool, sequence_parallel: int) -> AbstractMesh | None:
-    """`video_mesh` of devices that need not be there."""
-    shape = (2 if guidance_parallel else 1, sequence_parallel)
-    return None if shape == (1, 1) else AbstractMesh(shape, (GUIDANCE, SEQUENCE))
 
 
 def tensor_mesh(mesh: AnyMesh, model: nnx.Module, what: str) -> AnyMesh:
@@ -212,33 +210,6 @@ def _first(count: int, expected: str) -> list[Any]:
 def axis_size(mesh: AnyMesh | None, axis: str) -> int:
     """Number of devices along an axis; 1 without a mesh."""
     return 1 if mesh is None else mesh.shape[axis]
-
-
-def check_heads(mesh: AnyMesh | None, config: VideoTransformerConfig) -> None:
-    """Refuse devices among which the heads of a transformer cannot be divided.
-
-    Raises:
-        InvalidParameterError: with the numbers that can.
-    """
-    size, heads = axis_size(mesh, SEQUENCE), config.num_heads
-    if heads % size:
-        fit = ", ".join(str(n) for n in range(2, heads + 1) if heads % n == 0)
-        raise InvalidParameterError(
-            f"sequence_parallel: expected a number that divides this model's {heads} heads ({fit}), got {size}"
-        )
-
-
-def check_shard_weights(mesh: AnyMesh | None, *, shard_weights: bool) -> None:
-    """Refuse to divide weights over one device.
-
-    Raises:
-        InvalidParameterError: with the options that give more.
-    """
-    if shard_weights and mesh is None:
-        raise InvalidParameterError(
-            "shard_weights: expected several devices to divide the weights over, got one; give guidance_parallel, "
-            "sequence_parallel, devices or mesh"
-        )
 
 
 def check_request(mesh: AnyMesh | None, request: ResolvedRequest, geometry: LatentGeometry) -> None:

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32, UInt8
 from verax._optional import require_optional
 from verax.checkpoint.resolve import read_tokenizer
 from verax.errors import CheckpointError
-from verax.models.video_model import ConditionEncoder, VideoAutoencoderConfig
+from verax.models.video_model import ConditionEncoder
 from verax.video import unipc
 from verax.video.denoise import Conditions, DenoisingState, denoise
 from verax.video.mesh import BY_ROW, GUIDANCE, REPLICATED, SEQUENCE, AnyMesh, axis_size, layout
@@ -58,7 +58,7 @@ PIXELS_OF_A_TILE = 1 << 22
 class Stages:
     """Programs over the encoders and the VAE of a checkpoint. Results stay on the device.
 
-    A method whose name ends in `_call` describes a call by its shapes; the method without the ending makes the call.
+    A method whose name ends in `_call` describes a call by its shapes; the call is then made with arrays.
     """
 
     def __init__(
@@ -125,10 +125,6 @@ class Stages:
         arguments = jax.ShapeDtypeStruct((1, tokens), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
         return ProgramCall(self.text_program, self.text_encoder, arguments)
 
-    def text(self, tokens: Int32[np.ndarray, "1 T"], lengths: Int32[np.ndarray, "1"]) -> Float32[Array, "1 T D"]:
-        """States of a prompt."""
-        return jax.block_until_ready(self.text_call(tokens.shape[1])(tokens, lengths))
-
     def image_call(self) -> ProgramCall:
         """Call of the image encoder on one image.
 
@@ -139,10 +135,6 @@ class Stages:
         assert self.image_program is not None
         size = self.image_encoder.config.image_size
         return ProgramCall(self.image_program, self.image_encoder, (floats(1, size, size, 3),))
-
-    def image(self, pixels: Float32[np.ndarray, "1 H W 3"]) -> Float32[Array, "1 P D"]:
-        """States of an image, from the image encoder's pixels."""
-        return jax.block_until_ready(self.image_call()(pixels))
 
     def encode_call(self, frames: int, height: int, width: int, dtype: Any = jnp.uint8) -> ProgramCall:
         """Call that encodes a clip of this many frames, height and width in pixels."""
@@ -171,10 +163,6 @@ class Stages:
         options = {"chunk": self._chunk(height, width), "tile": tile}
         return ProgramCall(self.decode_program, self.vae, (shapes_of(latents),), options)
 
-    def decode(self, latents: Float32[Array, "1 F h w C"]) -> Float32[Array, "1 T H W 3"]:
-        """Frames of a clip, from -1 to 1."""
-        return self.decode_call(latents)(latents)
-
     def finish(self, frames: Float32[Array, "1 T H W 3"]) -> UInt8[Array, "T H W 3"]:
         """Frames from -1 to 1 as bytes."""
         return self._finish(frames)
@@ -187,12 +175,12 @@ class Stages:
         return latents_at_once(self.vae.config, height, width)
 
 
-def latents_at_once(config: VideoAutoencoderConfig, height: int, width: int) -> int:
-    """Number of latents that the VAE takes together, of a clip of this height and width in pixels."""
+def latents_at_once(config: Any, height: int, width: int) -> int:
+    """Number of latents that a VAE takes together, of a clip of this height and width in pixels."""
     return max(1, PIXELS_AT_ONCE // (config.frames_per_latent * height * width))
 
 
-def tile_at_once(config: VideoAutoencoderConfig, height: int, width: int, devices: int = 1) -> tuple[int, int] | None:
+def tile_at_once(config: Any, height: int, width: int, devices: int = 1) -> tuple[int, int] | None:
     """Height and width in latents that a device decodes together, of frames of this size in pixels; None for all.
 
     Frames are cut into a tile for each device, of the sides that give the least pixels with the halo. Then the longer

@@ -75,25 +75,32 @@ class VideoRequest:
         None, "Number of frames, 4n + 1. More than `base_num_frames` are made in segments.", shown=_CHECKPOINT
     )
     num_inference_steps: int | None = option(
-        None, "Steps of the solver.", flags=("--inference-steps", "--num-inference-steps"), shown=_CHECKPOINT
+        None,
+        "Steps of the solver.",
+        low=1,
+        flags=("--inference-steps", "--num-inference-steps"),
+        shown=_CHECKPOINT,
     )
     guidance_scale: float | None = option(
-        None, "Scale of classifier-free guidance; 1 or less for none.", shown=_CHECKPOINT
+        None, "Scale of classifier-free guidance; 1 or less for none.", low=0, shown=_CHECKPOINT
     )
     guidance_scale_2: float | None = option(
         None,
         "Scale with the second of two transformers, where noise is low. `guidance_scale` if only that is given.",
+        low=0,
         shown=_CHECKPOINT,
     )
     shift: float | None = option(
         None,
-        "Shift of the noise levels: more gives more steps at high noise. See `sigmas.noise_levels`.",
+        "Shift of the noise levels: more gives more steps at high noise. See `video_model.flow_sigmas`.",
+        low=0,
+        above=True,
         shown=_CHECKPOINT,
     )
     fps: int | None = option(
-        None, "Frames per second. Of the file, and as an input of models that have one.", shown=_CHECKPOINT
+        None, "Frames per second. Of the file, and as an input of models that have one.", low=1, shown=_CHECKPOINT
     )
-    seed: int = option(42, "The same seed gives the same clip. It seeds the noise.")
+    seed: int = option(42, "The same seed gives the same clip. It seeds the noise.", low=0)
     latents: Any = option(
         None,
         "Initial noise of the first segment, `[1, channels, F, h, w]`: `[1, 16, F, height / 8, width / 8]`, and "
@@ -103,16 +110,25 @@ class VideoRequest:
     negative_prompt_embeds: Any = option(
         None, "States `[1, tokens, width]` of the text encoder in place of the negative prompt."
     )
-    output_type: str = option("video", '`"video"` (uint8), `"np"` (float32 from 0 to 1), or `"latent"`.')
+    output_type: str = option(
+        "video",
+        '`"video"` (uint8), `"np"` (float32 from 0 to 1), or `"latent"`.',
+        choices=("video", "np", "latent"),
+    )
     callback: Callback | None = option(
         None, "Function that is called after every step, see `VideoProgress`; the run ends if it returns False."
     )
     cache: str | None = option(
-        None, "teacache: skip the transformer's blocks in steps that change little.", panel=_SPEED
+        None,
+        "teacache: skip the transformer's blocks in steps that change little.",
+        choices=("teacache",),
+        panel=_SPEED,
     )
     cache_threshold: float = option(
         0.2,
-        "A higher threshold skips more. See `teacache.steps_running_blocks`.",
+        "A higher threshold skips more; 0.1 to 0.3 is usual. The sum of changes at which the blocks run again.",
+        low=0,
+        above=True,
         flags=("--cache-threshold", "--teacache-thresh"),
         panel=_SPEED,
     )
@@ -120,15 +136,17 @@ class VideoRequest:
         "auto",
         "batch; sequential for less memory; auto: the first that fits. `batch` computes prompt and negative prompt "
         "together, `sequential` one after the other.",
+        choices=("auto", "batch", "sequential"),
         panel=_SPEED,
     )
     ar_step: int = option(
         0,
         "Steps by which a block follows the block before it; 0 for all together. Diffusion forcing only.",
+        low=0,
         panel=_FORCING,
     )
     causal_block_size: int | None = option(
-        None, "Latent frames in a block. Every segment must be whole blocks.", panel=_FORCING
+        None, "Latent frames in a block. Every segment must be whole blocks.", low=1, panel=_FORCING
     )
     causal_attention: bool | None = option(
         None,
@@ -139,16 +157,21 @@ class VideoRequest:
     addnoise_condition: int = option(
         0,
         "Noise on prefix frames; 20 hides seams. Timesteps, of 1000, that are added where the model sees the frames.",
+        low=0,
+        high=1000,
         panel=_FORCING,
     )
     base_num_frames: int | None = option(None, "Frames of a segment, 4n + 1.", panel=_FORCING)
     attention: str = option(
-        "auto", "auto, standard, chunked or flash. An implementation of `wan.layers.ATTENTION`.", panel=_SPEED
+        "auto",
+        "auto, standard, chunked or flash. They are described at `verax.models.video_model.ATTENTION`.",
+        choices=("auto", "standard", "chunked", "flash"),
+        panel=_SPEED,
     )
     resume: str | Path | None = option(
         None,
-        "A .safetensors file that keeps finished segments, to continue from. If it exists, segments are taken from it: "
-        "the same request then continues where it ended, also with other prompts for later segments, or more frames.",
+        "A folder that keeps finished segments, to continue from. If it exists, segments are taken from it: the same "
+        "request then continues where it ended, also with other prompts for later segments, or more frames.",
     )
 
     @property

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from jaxtyping import Array, Float32, UInt8
@@ -18,7 +17,6 @@ from verax.video import files
 
 __all__ = [
     "Callback",
-    "Reporter",
     "RunReporter",
     "Step",
     "StopRunError",
@@ -137,19 +135,6 @@ class StopRunError(Exception):
     """The callback returned False."""
 
 
-class Reporter(Protocol):
-    """Receiver of a run's progress."""
-
-    @property
-    def every_step(self) -> bool:
-        """True if every iteration of the denoising loop is to be reported; otherwise all run as one program call."""
-        ...
-
-    def stage(self, name: str, total: int, segment: int, note: str = "") -> AbstractContextManager[Step]:
-        """Context of a stage of `total` steps; yields the function to call after each."""
-        ...
-
-
 @dataclass(frozen=True)
 class RunReporter:
     """Reporter that shows bars, adds up seconds and calls the user's callback.
@@ -170,12 +155,13 @@ class RunReporter:
 
     @property
     def every_step(self) -> bool:
-        """True if there is a callback or a bar to be seen."""
+        """True if every iteration of the denoising loop is reported: to a callback, or by a bar. Otherwise all of a
+        transformer's iterations run as one program call."""
         return self.callback is not None or (self.show_progress and progress.shown())
 
     @contextmanager
     def stage(self, name: str, total: int, segment: int, note: str = "") -> Iterator[Step]:
-        """Time a stage, with a bar whose label ends in `note`.
+        """Time a stage of `total` steps, with a bar whose label ends in `note`; yield the function to call after each.
 
         Raises:
             StopRunError: out of the step after which the callback returns False.

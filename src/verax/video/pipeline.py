@@ -6,34 +6,22 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from jax.sharding import Mesh
 
 from verax import builtin, models, ops, progress
 from verax._compat import enable_compilation_cache
 from verax.checkpoint.video.folder import VideoFolder
-from verax.errors import InvalidParameterError, RequestRefusedError
-from verax.models.video_model import LatentGeometry, VideoSettings
+from verax.errors import RequestRefusedError
 from verax.video.images import Image
 from verax.video.load import load_components, open_model
 from verax.video.memory import StageMemory, format_bytes, free_memory, largest, out_of_memory_message, plan_memory
-from verax.video.mesh import (
-    GUIDANCE,
-    SEQUENCE,
-    axis_size,
-    check_heads,
-    check_request,
-    check_shard_weights,
-    checked_mesh,
-    choose_parallelism,
-    video_mesh,
-)
+from verax.video.mesh import GUIDANCE, SEQUENCE, axis_size, check_request, clip_mesh
 from verax.video.networks import Denoiser, PromptStates, PromptTokenizer, Stages
 from verax.video.outputs import RunReporter, VideoOutput
-from verax.video.request import ResolvedRequest, VideoOptions, VideoRequest, make_request, resolve_request
-from verax.video.run import run_request, stages_of
-from verax.video.stages import PipelineParts
+from verax.video.request import ResolvedRequest, VideoRequest, make_request, resolve_request
+from verax.video.run import PipelineParts, run_request, stages_of
 
 __all__ = ["VideoPipeline"]
 
@@ -50,6 +38,12 @@ class VideoPipeline:
         >>> pipe = VideoPipeline.from_pretrained("SkyReels-V2-I2V-1.3B-540P")
         >>> clip = pipe("The cat turns its head.", image="cat.png")
         >>> clip.save("cat.mp4")
+
+    Attributes:
+        parts: networks, programs and rules.
+        settings: kind and defaults of the checkpoint.
+        geometry: sizes of the checkpoint's latents.
+        mesh: devices that the transformer is divided over, of the axes `guidance` and `sequence`; None for one device.
     """
 
     def __init__(
@@ -110,24 +104,17 @@ class VideoPipeline:
         settings, geometry = family.settings, family.geometry
 
         # 2. The devices that divide a clip.
-        transformer = family.transformers[0].config
-        if mesh is None:
-            guidance_parallel, sequence_parallel = choose_parallelism(
-                guidance_parallel=guidance_parallel,
-                sequence_parallel=sequence_parallel,
-                devices=devices,
-                heads=transformer.num_heads,
-                request=devices_for or VideoRequest(),
-                settings=settings,
-                geometry=geometry,
-            )
-            mesh = video_mesh(guidance_parallel=guidance_parallel, sequence_parallel=sequence_parallel)
-        elif (guidance_parallel, sequence_parallel, devices) != (False, 1, None):
-            raise InvalidParameterError("mesh: give it, or guidance_parallel, sequence_parallel and devices, not both")
-        else:
-            mesh = checked_mesh(mesh)
-        check_heads(mesh, transformer)
-        check_shard_weights(mesh, shard_weights=shard_weights)
+        clip_devices: Any = clip_mesh(
+            family.transformers[0].config,
+            guidance_parallel=guidance_parallel,
+            sequence_parallel=sequence_parallel,
+            devices=devices,
+            request=devices_for or VideoRequest(),
+            settings=settings,
+            geometry=geometry,
+            mesh=mesh,
+            shard_weights=shard_weights,
+        )
 
         # 3. The networks and their programs. Nothing is read or compiled yet.
         factors = _factors(lora)
@@ -142,7 +129,7 @@ class VideoPipeline:
             offload=offload,
             lora=factors,
             show_progress=show_progress,
-            mesh=mesh,
+            mesh=clip_devices,
             shard_weights=shard_weights,
         )
         stages = Stages(
@@ -151,16 +138,17 @@ class VideoPipeline:
             vae=networks.vae,
             decode_dtype=models.DTYPES[dtype],
             encode_image=family.conditioning.encode,
-            mesh=mesh,
+            mesh=clip_devices,
         )
         tokenizer = PromptTokenizer.from_folder(folder.tokenizer, length=settings.text_tokens)
         self.parts = PipelineParts(
             model=family,
             stages=stages,
-            denoisers=tuple(Denoiser(network, mesh) for network in networks.transformers),
+            denoisers=tuple(Denoiser(network, clip_devices) for network in networks.transformers),
             prompt_states=PromptStates(tokenizer, stages.text_call(settings.text_tokens)),
         )
-        self._mesh = mesh
+        self.settings, self.geometry = settings, geometry
+        self.mesh: Mesh | None = clip_devices
         self._show_progress = show_progress
         self._origin = {
             **{"model": folder.name, "kind": settings.kind, "reference": family.rules.name, "dtype": dtype},
@@ -179,7 +167,7 @@ class VideoPipeline:
         image: Image | None = None,
         last_image: Image | None = None,
         video: Any = None,
-        **options: Unpack[VideoOptions],
+        **options: Any,
     ) -> VideoOutput:
         """Make a clip: `pipe("The cat turns its head.", image="cat.png", num_frames=97)`.
 
@@ -246,24 +234,9 @@ class VideoPipeline:
         return self._plan(self._with_guidance(self.resolve(request)))
 
     @property
-    def settings(self) -> VideoSettings:
-        """Kind and defaults of the checkpoint."""
-        return self.parts.model.settings
-
-    @property
-    def geometry(self) -> LatentGeometry:
-        """Sizes of the checkpoint's latents."""
-        return self.parts.model.geometry
-
-    @property
     def stages(self) -> Stages:
         """Programs of the encoders and the VAE."""
         return self.parts.stages
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """Devices that the transformer is divided over, of the axes `guidance` and `sequence`; None for one device."""
-        return self._mesh
 
     @property
     def denoiser(self) -> Denoiser:

@@ -7,23 +7,22 @@ the right kind, no contradictions.
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
 
 from verax.errors import InvalidParameterError
-from verax.models.video_model import ATTENTION, LatentGeometry, VideoModel, VideoSettings
+from verax.models.video_model import LatentGeometry, VideoModel, VideoSettings
+from verax.options import options_of
 from verax.video import images
 from verax.video.files import check_parent
 from verax.video.options import VideoRequest
-from verax.video.outputs import Callback
 
-__all__ = ["ResolvedRequest", "VideoOptions", "VideoRequest", "default_size", "make_request", "resolve_request"]
+__all__ = ["ResolvedRequest", "VideoRequest", "default_size", "make_request", "resolve_request"]
 
 
 OVERLAP = 17
@@ -32,44 +31,6 @@ OVERLAP = 17
 RESOLUTIONS = {"540P": (544, 960), "720P": (720, 1280)}
 """Height and width in pixels by name."""
 
-RESUME_SUFFIX = ".safetensors"
-"""Ending of a file of finished segments."""
-
-ADDED_NOISE = 1000
-"""Largest number of timesteps of added noise: noise alone."""
-
-
-class VideoOptions(TypedDict, total=False):
-    """Types of the other options of `VideoRequest`, for calls by keyword."""
-
-    negative_prompt: str | None
-    height: int | None
-    width: int | None
-    resolution: str | None
-    num_frames: int | None
-    num_inference_steps: int | None
-    guidance_scale: float | None
-    guidance_scale_2: float | None
-    shift: float | None
-    fps: int | None
-    seed: int
-    latents: Any
-    prompt_embeds: Any
-    negative_prompt_embeds: Any
-    output_type: str
-    callback: Callback | None
-    cache: str | None
-    cache_threshold: float
-    guidance: str
-    ar_step: int
-    causal_block_size: int | None
-    causal_attention: bool | None
-    overlap_history: int | None
-    addnoise_condition: int
-    base_num_frames: int | None
-    attention: str
-    resume: str | Path | None
-
 
 def make_request(prompt: str | Sequence[str] | None, options: Mapping[str, Any]) -> VideoRequest:
     """Build a request from the arguments of a call.
@@ -77,7 +38,7 @@ def make_request(prompt: str | Sequence[str] | None, options: Mapping[str, Any])
     Raises:
         InvalidParameterError: for an option that requests do not have, with the nearest name.
     """
-    known = [field.name for field in fields(VideoRequest)]
+    known = list(options_of(VideoRequest))
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -194,7 +155,7 @@ def resolve_request(request: VideoRequest, model: VideoModel) -> ResolvedRequest
         MissingDependencyError: if an image or a clip needs Pillow or PyAV, and it is not installed.
     """
     settings, geometry = model.settings, model.geometry
-    values: dict[str, Any] = {field.name: getattr(request, field.name) for field in fields(request)}
+    values = {name: declared.check(getattr(request, name)) for name, declared in options_of(VideoRequest).items()}
     for name in ("image", "last_image"):
         if values[name] is not None:
             values[name] = images.read_image(values[name], name=name)
@@ -223,12 +184,11 @@ def resolve_request(request: VideoRequest, model: VideoModel) -> ResolvedRequest
     }
     values.update({name: value for name, value in defaults.items() if values[name] is None}, resolution=None)
     resolved = ResolvedRequest(**values)
-    _check_choices(resolved)
-    _check_numbers(resolved, geometry)
+    _check_sizes(resolved, geometry)
     _check_second_scale(resolved, settings)
     _check_conditioning(resolved, model)
     _check_images(resolved)
-    _check_texts(resolved, geometry)
+    _check_texts(resolved, model)
     _check_segments(resolved, model)
     return resolved
 
@@ -240,41 +200,11 @@ def _oriented(image: np.ndarray | None, height: int, width: int) -> tuple[int, i
     return width, height
 
 
-def _check_choices(request: ResolvedRequest) -> None:
-    choices = {
-        "output_type": ("video", "np", "latent"),
-        "cache": (None, "teacache"),
-        "guidance": ("auto", "batch", "sequential"),
-        "attention": tuple(ATTENTION),
-    }
-    for name, known in choices.items():
-        if (value := getattr(request, name)) not in known:
-            raise InvalidParameterError(f"{name}: expected one of {', '.join(map(str, known))}, got {value!r}")
-    if request.cache is not None and request.cache_threshold == 0:
-        raise InvalidParameterError("cache_threshold: expected a number above 0, got 0")
-
-
-def _check_numbers(request: ResolvedRequest, geometry: LatentGeometry) -> None:
-    least = {"num_inference_steps": 1, "fps": 1, "seed": 0, "ar_step": 0, "causal_block_size": 1}
-    for name in (*least, "height", "width", "num_frames", "base_num_frames", "overlap_history", "addnoise_condition"):
-        value = getattr(request, name)
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least.get(name, 0):
-            raise InvalidParameterError(
-                f"{name}: expected a whole number of at least {least.get(name, 0)}, got {value!r}"
-            )
-    second = () if request.guidance_scale_2 is None else ("guidance_scale_2",)
-    for name in ("guidance_scale", *second, "shift", "cache_threshold"):
-        value = getattr(request, name)
-        if not isinstance(value, int | float | np.number) or not math.isfinite(value) or value < 0:
-            raise InvalidParameterError(f"{name}: expected a number of at least 0, got {value!r}")
+def _check_sizes(request: ResolvedRequest, geometry: LatentGeometry) -> None:
     for name in ("height", "width"):
         _check_steps(name, getattr(request, name), geometry.pixels_per_token, 0)
     for name in ("num_frames", "base_num_frames", "overlap_history"):
         _check_steps(name, getattr(request, name), geometry.frames_per_latent, 1)
-    if request.addnoise_condition > ADDED_NOISE:
-        raise InvalidParameterError(
-            f"addnoise_condition: expected at most {ADDED_NOISE}, got {request.addnoise_condition}; 20 is usual"
-        )
 
 
 def _check_second_scale(request: ResolvedRequest, settings: VideoSettings) -> None:
@@ -347,7 +277,8 @@ def _check_images(request: ResolvedRequest) -> None:
         )
 
 
-def _check_texts(request: ResolvedRequest, geometry: LatentGeometry) -> None:
+def _check_texts(request: ResolvedRequest, model: VideoModel) -> None:
+    width, lengths = model.geometry.text_width, []
     if (request.prompt is None) == (request.prompt_embeds is None):
         raise InvalidParameterError("prompt: give it or prompt_embeds, one of the two")
     if request.prompt is not None and not request.prompts:
@@ -358,10 +289,11 @@ def _check_texts(request: ResolvedRequest, geometry: LatentGeometry) -> None:
     for name in ("prompt_embeds", "negative_prompt_embeds"):
         states = getattr(request, name)
         shape = getattr(states, "shape", None)
-        if states is not None and (shape is None or tuple(shape[::2]) != (1, geometry.text_width)):
-            raise InvalidParameterError(
-                f"{name}: expected an array [1, tokens, {geometry.text_width}], got shape {shape}"
-            )
+        if states is not None and (shape is None or tuple(shape[::2]) != (1, width)):
+            raise InvalidParameterError(f"{name}: expected an array [1, tokens, {width}], got shape {shape}")
+        lengths.append(model.settings.text_tokens if states is None else states.shape[1])
+    if request.guided and lengths[0] != lengths[1]:
+        raise InvalidParameterError(f"prompt_embeds: {lengths[0]} tokens, but the negative prompt has {lengths[1]}")
 
 
 def _check_segments(request: ResolvedRequest, model: VideoModel) -> None:
@@ -390,7 +322,7 @@ def _check_segments(request: ResolvedRequest, model: VideoModel) -> None:
 
 
 def _check_resume(path: Any) -> None:
-    """Refuse a path that cannot be a file of segments."""
-    if not isinstance(path, str | Path) or Path(path).suffix != RESUME_SUFFIX:
-        raise InvalidParameterError(f"resume: expected a file name that ends in {RESUME_SUFFIX}, got {str(path)!r}")
+    """Refuse a path that cannot be a folder of segments."""
+    if not isinstance(path, str | Path) or Path(path).is_file():
+        raise InvalidParameterError(f"resume: expected a folder, which need not exist yet, got {str(path)!r}")
     check_parent(Path(path), "resume")

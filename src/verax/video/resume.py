@@ -1,4 +1,4 @@
-"""Finished segments of a long clip in a file, from which another run continues."""
+"""Finished segments of a long clip in a folder, from which another run continues."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from verax.video.request import ResolvedRequest
 __all__ = ["FinishedSegments"]
 
 KEY = "verax"
-"""Key of the file's metadata that describes how its segments were made."""
+"""Key of a file's metadata that describes how its segment was made."""
 
 _COMMON = (
     *("negative_prompt", "height", "width", "num_inference_steps", "guidance_scale", "guidance_scale_2", "shift"),
@@ -32,23 +32,24 @@ _COMMON = (
 
 
 class FinishedSegments:
-    """Latents of the first segments of a clip. A file keeps them for the next run."""
+    """Latents of the first segments of a clip. A folder keeps them for the next run, each in a file of its own.
+
+    A file says how the whole clip was made up to its segment. A segment is taken if this clip is made in the same way
+    so far, so that later prompts, and the number of segments, may differ from the earlier run.
+    """
 
     def __init__(self, request: ResolvedRequest, sizes: Sequence[int], origin: Mapping[str, Any]):
-        """Take the segments of the request's file that are this clip's.
-
-        A segment is taken if it and those before it have the same prompt and size, so that later prompts, and the
-        number of segments, may differ from the earlier run.
+        """Take the segments of the request's folder that are this clip's.
 
         Args:
-            request: checked request, whose `resume` is the file, or None.
+            request: checked request, whose `resume` is the folder, or None.
             sizes: latent frames of each segment.
             origin: model and precision, on which the clip depends too.
 
         Raises:
-            InvalidParameterError: if the file has other contents, or its clip was made otherwise; with what differs.
+            InvalidParameterError: if a file has other contents, or its clip was made otherwise; with what differs.
         """
-        self._path = None if request.resume is None else Path(request.resume)
+        self._folder = None if request.resume is None else Path(request.resume)
         self._common = {**origin, **{name: _plain(getattr(request, name)) for name in _COMMON}}
         prompts = request.prompts or (None,)
         self._segments = [
@@ -57,41 +58,48 @@ class FinishedSegments:
         ]
         self._segments[-1]["last_image"] = _plain(request.last_image)
         self._latents: list[np.ndarray] = []
-        if self._path is not None and self._path.exists():
-            self._latents = self._read(self._path)
+        while len(self._latents) < len(sizes) and (latents := self._read(len(self._latents))) is not None:
+            self._latents.append(latents)
 
     def get(self, segment: int) -> Float32[np.ndarray, "1 F h w C"] | None:
         """Latents of a segment, with those that it shares with the segment before; None if it is not finished."""
         return self._latents[segment] if segment < len(self._latents) else None
 
     def add(self, latents: Float32[Array, "1 F h w C"]) -> None:
-        """Write the next segment, if there is a file. It is replaced as a whole, so that it is complete at any time."""
-        if self._path is None:
+        """Write the next segment, if there is a folder; its file is complete, or not there, at any time."""
+        if self._folder is None:
             return  # without waiting for the device
         self._latents.append(np.asarray(latents))
-        origin = {"common": self._common, "segments": self._segments[: len(self._latents)]}
-        tensors = {f"segment.{i}": np.ascontiguousarray(one) for i, one in enumerate(self._latents)}
-        with atomic_path(self._path) as partial:
-            save_file(tensors, partial, metadata={KEY: json.dumps(origin)})
+        count = len(self._latents)
+        origin = {"common": self._common, "segments": self._segments[:count]}
+        self._folder.mkdir(exist_ok=True)
+        with atomic_path(self._file(count - 1)) as partial:
+            save_file({"latents": np.ascontiguousarray(self._latents[-1])}, partial, metadata={KEY: json.dumps(origin)})
 
-    def _read(self, path: Path) -> list[np.ndarray]:
+    def _file(self, segment: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"segment_{segment:04}.safetensors"
+
+    def _read(self, segment: int) -> np.ndarray | None:
+        """Latents of a segment's file; None if there is no such file, or the clip is made otherwise from here on."""
+        if self._folder is None or not (path := self._file(segment)).exists():
+            return None
         try:
             with safe_open(path, "numpy") as file:
                 origin = json.loads((file.metadata() or {})[KEY])
                 before, common = origin["segments"], origin["common"]
-                latents = [file.get_tensor(f"segment.{i}") for i in range(len(before))]
+                latents = file.get_tensor("latents")
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise InvalidParameterError(
-                f"resume: {path} is not a file of finished segments: {error}; name one that does not exist yet"
+                f"resume: {path} is not a finished segment: {error}; name a folder that does not exist yet"
             ) from error
         for name, ours in self._common.items():
             if common.get(name) != ours:
                 raise InvalidParameterError(
-                    f"resume: {path} has segments of another clip: {name} was {common.get(name)!r}, now {ours!r}; name "
-                    "another file, or remove it"
+                    f"resume: {path} is of another clip: {name} was {common.get(name)!r}, now {ours!r}; name another "
+                    "folder, or remove it"
                 )
-        same = [one == other for one, other in zip(before, self._segments, strict=False)]
-        return latents[: (*same, False).index(False)]
+        return latents if before == self._segments[: segment + 1] else None
 
 
 def _plain(value: Any) -> Any:

@@ -1,62 +1,163 @@
-"""A run: the stages of a request, one after the other."""
+"""A run: the stages of a request, one after the other, on the state of the run.
+
+The memory plan and the run have the same list of stages (`stages_of`). A stage has the calls of programs that it makes,
+described by shapes, and the function that makes them: the plan adds up the memory of the calls, and the run makes them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float32
 
 from verax.models.video_model import VideoModel
-from verax.video.outputs import RunReporter, StopRunError, VideoOutput, channels_first
+from verax.video.denoise import Conditions, DenoisingState
+from verax.video.networks import Denoiser, PromptStates, Stages
+from verax.video.outputs import RunReporter, Step, StopRunError, VideoOutput, channels_first
+from verax.video.programs import Component, ProgramCall, floats
 from verax.video.request import ResolvedRequest
 from verax.video.resume import FinishedSegments
-from verax.video.stages import (
-    DecodeClip,
-    DecodeSegment,
-    DenoiseSegment,
-    EncodeCondition,
-    EncodeGiven,
-    EncodeImage,
-    EncodeOverlap,
-    EncodePrompts,
-    JoinSegments,
-    PipelineParts,
-    PreviewSegment,
-    RunState,
-    Stage,
+from verax.video.schedule import (
+    Schedule,
+    Tables,
+    padded_rows,
+    segment_schedule,
+    steps_running_blocks,
+    transformer_spans,
 )
 
-__all__ = ["run_request", "stages_of"]
+__all__ = ["PipelineParts", "RunState", "Stage", "run_request", "stages_of"]
+
+
+@dataclass(frozen=True)
+class PipelineParts:
+    """Networks, programs and rules that all stages of a pipeline share.
+
+    Attributes:
+        model: family, settings and rules of the checkpoint.
+        stages: programs of encoders and VAE.
+        denoisers: programs of each transformer.
+        prompt_states: text encoder with the states of the last prompts.
+    """
+
+    model: VideoModel
+    stages: Stages
+    denoisers: tuple[Denoiser, ...]
+    prompt_states: PromptStates
+
+    @property
+    def components(self) -> list[Component[Any]]:
+        """All networks."""
+        encoders = (self.stages.text_encoder, self.stages.image_encoder, self.stages.vae)
+        transformers = [denoiser.transformer for denoiser in self.denoisers]
+        return [network for network in (*encoders, *transformers) if network is not None]
+
+    def frame(self, image: np.ndarray, request: ResolvedRequest) -> np.ndarray:
+        """User's image as a frame, uint8 `[height, width, 3]`."""
+        return self.model.rules.resize[self.model.settings.kind](image, request.height, request.width)
+
+    def shape(self, latents: int, request: ResolvedRequest) -> tuple[int, int, int, int, int]:
+        """Shape `[1, F, h, w, C]` of `latents` latent frames of a request."""
+        return self.model.geometry.shape(latents, request.height, request.width)
+
+
+@dataclass
+class RunState:
+    """Results of the stages so far.
+
+    Attributes:
+        finished: finished segments, in the folder of the request if it has one.
+        texts: states of each prompt, `[G, T, D]`: the prompt and, with guidance, the negative prompt.
+        image_states: states of the image, `[G, P, I]`; None if there is no image.
+        image_condition: channels after the latents `[1, F, h, w, E]`; None if there is no image.
+        prefix_latents: latents with which the next segment begins, `[1, F, h, w, C]`, or None.
+        last_latents: latents with which the last segment ends, or None.
+        segment_latents: latents of the last segment that was denoised.
+        latents: latents of each segment, without those that it shares with the segment before.
+        undecoded: latents of the clip so far, if they are to be decoded together.
+        colors: frames of the last segment that was decoded, float32 `[1, T, H, W, 3]` from -1 to 1.
+        frames: frames of the clip so far, in the request's output type.
+        iterations: iterations so far.
+        computed: iterations that ran the transformer's blocks.
+    """
+
+    finished: FinishedSegments
+    texts: list[Array] = field(default_factory=list)
+    image_states: Array | None = None
+    image_condition: Array | None = None
+    prefix_latents: Array | None = None
+    last_latents: Array | None = None
+    segment_latents: Array | None = None
+    latents: list[Array] = field(default_factory=list)
+    undecoded: Array | None = None
+    colors: Array | None = None
+    frames: list[np.ndarray] = field(default_factory=list)
+    iterations: int = 0
+    computed: int = 0
+
+
+class Stage(NamedTuple):
+    """Stage of a run, of one segment or of the whole clip.
+
+    Attributes:
+        name: name in plans and progress.
+        segment: segment, counted from 0; the first for stages of the whole clip.
+        calls: function that returns the calls of programs that the stage makes, by shapes.
+        run: function that makes the calls, and puts their results into the state.
+    """
+
+    name: str
+    segment: int
+    calls: Callable[[], Sequence[ProgramCall]]
+    run: Callable[[RunState, RunReporter], None]
 
 
 def stages_of(request: ResolvedRequest, parts: PipelineParts) -> list[Stage]:
     """Stages of a request, in their order. They hold shapes only: the memory plan and the run both take this list."""
-    sizes = request.segments(parts.model.geometry)
+    conditioning, geometry = parts.model.conditioning, parts.model.geometry
+    sizes, has_frames = request.segments(geometry), request.output_type != "latent"
 
     # 1. The prompts.
-    stages: list[Stage] = [EncodePrompts(request, parts, segment=0)]
+    stages = [_encode_prompts(request, parts)]
 
     # 2. The image, for a transformer that attends to it.
     if parts.stages.image_encoder is not None and request.image is not None:
-        stages.append(EncodeImage(request, parts, segment=0))
+        stages.append(_encode_image(request, parts))
 
     # 3. The image condition, or the latents with which the clip begins and ends.
-    conditioning = parts.model.conditioning
     if conditioning.encode is not None and request.image is not None:
-        stages.append(EncodeCondition(request, parts, segment=0))
+        stages.append(_encode_condition(request, parts))
     elif any(picture is not None for picture in (request.image, request.video, request.last_image)):
-        stages.append(EncodeGiven(request, parts, segment=0))
+        stages.append(_encode_given(request, parts))
 
     for segment, latents in enumerate(sizes):
         # 4. A segment's latents.
         is_last = segment == len(sizes) - 1
         given = _given_latents(request, parts.model, segment)
         last = int(is_last and request.last_image is not None)
-        stages.append(DenoiseSegment(request, parts, segment, latents=latents, given=given, last=last))
+        denoising = _Denoising(request, parts, segment, latents, given, last)
+        stages.append(Stage("denoise", segment, denoising.calls, denoising.run))
 
-        # 5. Its frames, and the latents with which the next segment begins.
-        stages += (_joined if parts.model.rules.decode_whole_clip else _decoded)(request, parts, segment, sizes)
+        # 5. Its frames, and the latents with which the next segment begins: segments share latents, or frames.
+        shared = request.overlap_history if segment else request.continued_frames
+        if parts.model.rules.decode_whole_clip:
+            stages.append(_join(request, parts, segment))
+            if has_frames and is_last:
+                latest = latents - (geometry.latents(request.overlap_history) if segment else 0)
+                stages.append(_decode_clip(request, parts, segment, geometry.latents(request.num_frames), latest))
+            elif has_frames and request.callback is not None:
+                stages.append(_decode(request, parts, segment, latents, shared, preview=True))
+        else:
+            if has_frames or not is_last:
+                stages.append(_decode(request, parts, segment, latents, shared))
+            if not is_last:
+                stages.append(_encode_again(request, parts, segment))
     return stages
 
 
@@ -69,29 +170,6 @@ def _given_latents(request: ResolvedRequest, model: VideoModel, segment: int) ->
     return int(request.image is not None)
 
 
-def _decoded(request: ResolvedRequest, parts: PipelineParts, segment: int, sizes: list[int]) -> list[Stage]:
-    """Stages after a segment where segments share frames."""
-    decode = DecodeSegment(request, parts, segment, latents=sizes[segment])
-    if segment < len(sizes) - 1:
-        return [decode, EncodeOverlap(request, parts, segment)]
-    return [] if request.output_type == "latent" else [decode]
-
-
-def _joined(request: ResolvedRequest, parts: PipelineParts, segment: int, sizes: list[int]) -> list[Stage]:
-    """Stages after a segment where segments share latents."""
-    join = JoinSegments(request, parts, segment)
-    if request.output_type == "latent":
-        return [join]
-    if segment < len(sizes) - 1:
-        preview = PreviewSegment(request, parts, segment, latents=sizes[segment])
-        return [join] if request.callback is None else [join, preview]
-    latest = sizes[segment] - (parts.model.geometry.latents(request.overlap_history) if segment else 0)
-    return [
-        join,
-        DecodeClip(request, parts, segment, latents=parts.model.geometry.latents(request.num_frames), latest=latest),
-    ]
-
-
 def run_request(
     request: ResolvedRequest, parts: PipelineParts, reporter: RunReporter, origin: Mapping[str, str]
 ) -> VideoOutput:
@@ -101,33 +179,36 @@ def run_request(
         request: checked request, whose guidance is decided.
         parts: parts of the pipeline.
         reporter: receiver of the progress.
-        origin: model and precision, on which the file of finished segments depends too.
+        origin: model and precision, on which finished segments depend too.
 
     Returns:
         The clip, or the part of it that is there when the callback stops the run.
 
     Raises:
-        InvalidParameterError: if the file of finished segments is of another clip.
+        InvalidParameterError: if the finished segments are of another clip.
     """
     # 1. The segments that an earlier run finished.
     state = RunState(FinishedSegments(request, request.segments(parts.model.geometry), origin))
 
     # 2. The stages, until the callback stops them.
-    complete = True
-    stage = None
+    complete, segment = True, 0
     try:
         for stage in stages_of(request, parts):
+            segment = stage.segment
             stage.run(state, reporter)
     except StopRunError:
         complete = False
         # 3. The segments that are finished but not decoded, without the callback.
-        if stage is not None and state.undecoded is not None and request.output_type != "latent":
-            rest = DecodeClip(request, parts, stage.segment, latents=state.undecoded.shape[1], latest=1)
+        if state.undecoded is not None and request.output_type != "latent":
+            rest = _decode_clip(request, parts, segment, state.undecoded.shape[1], latest=1)
             rest.run(state, replace(reporter, callback=None))
 
-    # 4. The clip.
+    # 4. The clip: frames, or latents in diffusers' layout, as far as the run came.
+    frames = np.concatenate(state.frames) if state.frames else np.zeros((0, request.height, request.width, 3), np.uint8)
+    if request.output_type == "latent":
+        frames = channels_first(np.concatenate(state.latents, axis=1)) if state.latents else np.zeros(0)
     return VideoOutput(
-        frames=_frames(request, state),
+        frames=frames,
         fps=request.fps,
         seed=request.seed,
         complete=complete,
@@ -137,9 +218,332 @@ def run_request(
     )
 
 
-def _frames(request: ResolvedRequest, state: RunState) -> np.ndarray:
-    """Frames, or latents in diffusers' layout, as far as the run came."""
-    if request.output_type == "latent":
-        return channels_first(np.concatenate(state.latents, axis=1)) if state.latents else np.zeros(0)
-    empty = np.zeros((0, request.height, request.width, 3), np.uint8)
-    return np.concatenate(state.frames) if state.frames else empty
+def _stage(
+    name: str, segment: int, work: Callable[[RunState, Step], None], *calls: ProgramCall, total: int = 1
+) -> Stage:
+    """Stage that reports its `work` as `total` steps."""
+
+    def run(state: RunState, reporter: RunReporter) -> None:
+        with reporter.stage(name, total, segment) as step:
+            work(state, step)
+
+    return Stage(name, segment, lambda: calls, run)
+
+
+def _encode_prompts(request: ResolvedRequest, parts: PipelineParts) -> Stage:
+    """Encode the prompts of all segments, and the negative prompt: `texts`."""
+    encode, prompts = parts.prompt_states, request.prompts[: len(request.segments(parts.model.geometry))]
+    needed = prompts or (request.guided and request.negative_prompt_embeds is None)
+
+    def run(state: RunState, step: Step) -> None:
+        state.texts = [] if request.prompt_embeds is None else [jnp.asarray(request.prompt_embeds, jnp.float32)]
+        for prompt in prompts:
+            state.texts.append(encode(prompt))
+            step(len(state.texts))
+        if request.guided:
+            states = request.negative_prompt_embeds
+            negative = encode(request.negative_prompt) if states is None else jnp.asarray(states, jnp.float32)
+            state.texts = [jnp.concatenate([text, negative]) for text in state.texts]
+
+    return _stage("text", 0, run, *([encode.call] if needed else []), total=max(1, len(prompts)))
+
+
+def _encode_image(request: ResolvedRequest, parts: PipelineParts) -> Stage:
+    """Encode the first frame with the image encoder, for a transformer that attends to its states: `image_states`."""
+    call, clip_pixels = parts.stages.image_call(), parts.model.rules.clip_pixels
+
+    def run(state: RunState, step: Step) -> None:
+        assert request.image is not None
+        assert clip_pixels is not None
+        pixels = clip_pixels(request.image, parts.frame(request.image, request), call.arguments[0].shape[1])
+        state.image_states = jnp.repeat(jax.block_until_ready(call(pixels[None])), request.rows, axis=0)
+
+    return _stage("image", 0, run, call)
+
+
+def _encode_condition(request: ResolvedRequest, parts: PipelineParts) -> Stage:
+    """Encode the first frame of an image-to-video clip as channels after the latents: `image_condition`."""
+    call = parts.stages.condition_call(request.num_frames, request.height, request.width)
+
+    def run(state: RunState, step: Step) -> None:
+        assert request.image is not None
+        state.image_condition = jax.block_until_ready(call(parts.frame(request.image, request)[None]))
+
+    return _stage("encode", 0, run, call)
+
+
+def _encode_given(request: ResolvedRequest, parts: PipelineParts) -> Stage:
+    """Encode the image or the end of the clip with which the first segment begins, and the last image.
+
+    They become `prefix_latents` and `last_latents`; the user's clip begins the frames.
+    """
+    counts = (int(request.image is not None) + request.continued_frames, int(request.last_image is not None))
+    prefix, last = (parts.stages.encode_call(count, request.height, request.width) for count in counts)
+
+    def run(state: RunState, step: Step) -> None:
+        if request.image is not None:
+            state.prefix_latents = prefix(parts.frame(request.image, request)[None, None])
+        if request.video is not None:
+            clip = np.stack([parts.frame(frame, request) for frame in request.video])
+            state.frames.append(clip)
+            state.prefix_latents = prefix(clip[None, -request.overlap_history :])
+        if request.last_image is not None:
+            state.last_latents = last(parts.frame(request.last_image, request)[None, None])
+        jax.block_until_ready((state.prefix_latents, state.last_latents))
+
+    calls = [call for call, count in zip((prefix, last), counts, strict=True) if count]
+    return _stage("encode", 0, run, *calls)
+
+
+class _Span(NamedTuple):
+    """Iterations of a segment that one transformer computes.
+
+    Attributes:
+        denoiser: programs of the transformer.
+        guidance_scale: scale of guidance with this transformer.
+        begin, end: first iteration, and the one after the last.
+        context: call that makes the transformer's context.
+        loop: call of the loop over iterations.
+    """
+
+    denoiser: Denoiser
+    guidance_scale: float
+    begin: int
+    end: int
+    context: ProgramCall
+    loop: ProgramCall
+
+
+@dataclass(frozen=True)
+class _Denoising:
+    """Denoising of a segment, unless its latents are among the finished segments.
+
+    Attributes:
+        request, parts, segment: as of `Stage`.
+        latents: latent frames of the segment.
+        given: number of them at the beginning that are given, and are not denoised.
+        last: latent frames after them that are given: the last image.
+    """
+
+    request: ResolvedRequest
+    parts: PipelineParts
+    segment: int
+    latents: int
+    given: int
+    last: int
+
+    def schedule(self) -> Schedule:
+        """Iterations of the segment."""
+        sizes = {"latents": self.latents, "given": self.given, "last": self.last}
+        return segment_schedule(self.request, self.parts.model, **sizes)
+
+    def calls(self) -> list[ProgramCall]:
+        """Calls of each span: context and loop."""
+        return [call for span in self.spans(self.schedule()) for call in (span.context, span.loop)]
+
+    def spans(self, schedule: Schedule) -> list[_Span]:
+        """Spans of the transformers. Compiles their context programs, whose results the loop takes."""
+        request, parts = self.request, self.parts
+        sample = floats(*parts.shape(self.latents + self.last, request))
+        spans = []
+        for index, begin, end in transformer_spans(schedule.timesteps, parts.model.settings.boundary_ratio):
+            denoiser, scale = parts.denoisers[index], request.guidance_scales[index]
+            context = denoiser.context_call(_text_states(request, parts), _image_states(request, parts))
+            conditions = self._conditions(context.results(), _condition(request, parts), scale)
+            loop = denoiser.call(sample, schedule.tables, conditions, request)
+            spans.append(_Span(denoiser, scale, begin, end, context, loop))
+        return spans
+
+    def run(self, state: RunState, reporter: RunReporter) -> None:
+        """Fill in `segment_latents`, and add them to the clip and to the finished segments."""
+        finished = state.finished.get(self.segment)
+        if finished is None:
+            latents = self._denoise(state, reporter)
+            state.finished.add(latents)
+        else:
+            latents = jnp.asarray(finished)
+        overlap = self.parts.model.geometry.latents(self.request.overlap_history)
+        state.segment_latents = latents
+        state.latents.append(latents[:, overlap:] if self.segment else latents)
+
+    def _denoise(self, state: RunState, reporter: RunReporter) -> Float32[Array, "1 F h w C"]:
+        request = self.request
+        schedule = self.schedule()
+        spans = self.spans(schedule)
+
+        # 1. The first sample: noise, and the given latents in their places.
+        sample = self._noise()
+        if self.given:
+            assert state.prefix_latents is not None
+            sample = jnp.concatenate([state.prefix_latents, sample[:, self.given :]], axis=1)
+        if self.last:
+            assert state.last_latents is not None
+            sample = jnp.concatenate([sample, state.last_latents], axis=1)
+
+        # 2. Iterations that skip the transformer's blocks.
+        total = len(schedule.timesteps)
+        tables = self._with_teacache(schedule, spans) if request.cache else schedule.tables
+        computed = int(tables.run_blocks[:total].sum())
+
+        # 3. The loop, span by span, with the weights of one transformer at a time. Time begins when the first are read.
+        loop_state = spans[0].denoiser.start(sample, guided=request.guided, cached=request.cache is not None)
+        note = f", {computed} of {total} steps computed" if computed < total else ""
+        with contextlib.ExitStack() as held:
+            held.enter_context(spans[0].denoiser.transformer.weights())
+            with reporter.stage("denoise", total, self.segment, note) as step:
+                for span in spans:
+                    loop_state = self._run_span(span, loop_state, tables, state, step, every_step=reporter.every_step)
+                    held.close()
+        state.iterations, state.computed = state.iterations + total, state.computed + computed
+        return loop_state.solver.sample[:, : self.latents] if self.last else loop_state.solver.sample
+
+    def _run_span(
+        self, span: _Span, loop_state: DenoisingState, tables: Tables, state: RunState, step: Step, *, every_step: bool
+    ) -> DenoisingState:
+        """State after the iterations of a span: one program call, or one for each iteration if it is to be reported."""
+        text = state.texts[min(self.segment, len(state.texts) - 1)]
+        image = _or_zeros(state.image_states, _image_states(self.request, self.parts))
+        image_condition = _or_zeros(state.image_condition, _condition(self.request, self.parts))
+        count = 1 if every_step else span.end - span.begin
+        with span.denoiser.transformer.weights():
+            conditions = self._conditions(span.context(text, image), image_condition, span.guidance_scale)
+            with span.loop.opened() as loop:
+                for begin in range(span.begin, span.end, count):
+                    # Numbers as arrays: arguments of the program.
+                    loop_state = loop(loop_state, tables, conditions, np.int32(begin), np.int32(begin + count))
+                    step(begin + count, latents=jax.block_until_ready(loop_state.solver.sample))
+        return loop_state
+
+    def _conditions(self, context: Any, image_condition: Any, guidance_scale: float) -> Conditions:
+        """Conditions of arrays, or of the shapes of arrays."""
+        request = self.request
+        noisy = request.addnoise_condition > 0 and self.given > 0
+        return Conditions(
+            context=context,
+            image_condition=image_condition,
+            fps=self._fps,
+            guidance_scale=np.array(guidance_scale, np.float32),
+            prefix_mask=np.arange(self.latents + self.last) < self.given if noisy else None,
+            added_noise=np.array(request.addnoise_condition, np.int32),
+            key=jax.random.fold_in(jax.random.key(request.seed + 1), self.segment),
+        )
+
+    @property
+    def _fps(self) -> np.ndarray | None:
+        return np.array([self.request.fps], np.int32) if self.parts.denoisers[0].transformer.config.takes_fps else None
+
+    def _noise(self) -> Float32[Array, "1 F h w C"]:
+        request = self.request
+        if request.latents is not None and self.segment == 0:
+            return jnp.asarray(request.latents, jnp.float32).transpose(0, 2, 3, 4, 1)
+        return self.parts.stages.noise(request.seed, self.segment, self.parts.shape(self.latents, request))
+
+    def _with_teacache(self, schedule: Schedule, spans: list[_Span]) -> Tables:
+        """Tables with the iterations that TeaCache computes; each transformer begins with computed ones."""
+        request = self.request
+        cache = self.parts.model.teacache(request.height * request.width)
+        assert cache is not None
+        chosen = []
+        for span in spans:
+            timesteps = schedule.timesteps[span.begin : span.end]
+            embedded = span.denoiser.embed_time(timesteps, self._fps)
+            chosen.append(steps_running_blocks(timesteps, embedded, request.cache_threshold, cache))
+        return schedule.tables._replace(run_blocks=padded_rows(np.concatenate(chosen)))
+
+
+def _decode(
+    request: ResolvedRequest, parts: PipelineParts, segment: int, latents: int, shared: int, *, preview: bool = False
+) -> Stage:
+    """Decode a segment of `latents` latent frames: `colors`.
+
+    All but the first `shared` frames, which are there already, are added to the clip. A preview is for the callback
+    alone, where the frames of the clip are decoded together at the end. Decoded by itself, a segment has its first
+    latent taken for a single frame: that frame and a few after it are among those that are left out.
+    """
+    call = parts.stages.decode_call(floats(*parts.shape(latents, request)))
+
+    def run(state: RunState, step: Step) -> None:
+        colors = call(state.segment_latents)
+        if preview:
+            step(1, frames=np.asarray(parts.stages.finish(colors[:, shared:])))
+        else:
+            state.colors = colors
+            step(1, frames=_add_frames(request, parts, state, colors[:, shared:]))
+
+    return _stage("decode", segment, run, call)
+
+
+def _encode_again(request: ResolvedRequest, parts: PipelineParts, segment: int) -> Stage:
+    """Encode the last frames of a segment as the first of the next, the first of them as a first frame.
+
+    They become `prefix_latents`.
+    """
+    call = parts.stages.encode_call(request.overlap_history, request.height, request.width, jnp.float32)
+
+    def run(state: RunState, _: RunReporter) -> None:
+        assert state.colors is not None
+        state.prefix_latents = call(state.colors[:, -request.overlap_history :])
+
+    return Stage("encode again", segment, lambda: [call], run)
+
+
+def _join(request: ResolvedRequest, parts: PipelineParts, segment: int) -> Stage:
+    """Join the segments so far, which are decoded together at the end: `undecoded`.
+
+    Their last latents begin the next segment: `prefix_latents`.
+    """
+    overlap = parts.model.geometry.latents(request.overlap_history)
+
+    def run(state: RunState, _: RunReporter) -> None:
+        state.undecoded = jnp.concatenate(state.latents, axis=1)
+        state.prefix_latents = state.undecoded[:, -overlap:]
+
+    return Stage("join", segment, list, run)
+
+
+def _decode_clip(request: ResolvedRequest, parts: PipelineParts, segment: int, latents: int, latest: int) -> Stage:
+    """Decode the joined latents of all segments, and add the frames to the clip.
+
+    The callback gets the frames of the last `latest` of the `latents` latent frames.
+    """
+    call = parts.stages.decode_call(floats(*parts.shape(latents, request)))
+
+    def run(state: RunState, step: Step) -> None:
+        frames = _add_frames(request, parts, state, call(state.undecoded)[:, request.continued_frames :])
+        state.undecoded = None
+        step(1, frames=frames[-latest * parts.model.geometry.frames_per_latent :])
+
+    return _stage("decode", segment, run, call)
+
+
+def _text_states(request: ResolvedRequest, parts: PipelineParts) -> jax.ShapeDtypeStruct:
+    tokens = parts.model.settings.text_tokens if request.prompt_embeds is None else request.prompt_embeds.shape[1]
+    return floats(request.rows, tokens, parts.model.geometry.text_width)
+
+
+def _image_states(request: ResolvedRequest, parts: PipelineParts) -> jax.ShapeDtypeStruct | None:
+    if parts.stages.image_encoder is None:
+        return None
+    config = parts.stages.image_encoder.config
+    return floats(request.rows, 1 + config.num_patches, config.hidden_size)
+
+
+def _condition(request: ResolvedRequest, parts: PipelineParts) -> jax.ShapeDtypeStruct | None:
+    """Shape of the channels after the latents; None for models without them."""
+    channels = parts.model.conditioning.channels
+    *size, _ = parts.shape(parts.model.geometry.latents(request.num_frames), request)
+    return floats(*size, channels) if channels else None
+
+
+def _or_zeros(array: Array | None, shape: jax.ShapeDtypeStruct | None) -> Array | None:
+    """Array, or zeros of a shape in the place of an array that the request does not have."""
+    return jnp.zeros(shape.shape, shape.dtype) if array is None and shape is not None else array
+
+
+def _add_frames(
+    request: ResolvedRequest, parts: PipelineParts, state: RunState, colors: Float32[Array, "1 T H W 3"]
+) -> np.ndarray:
+    """Add frames to the clip in the request's output type; return them as bytes."""
+    frames = np.asarray(parts.stages.finish(colors))
+    state.frames.append(np.asarray(colors[0]) / 2 + 0.5 if request.output_type == "np" else frames)
+    return frames

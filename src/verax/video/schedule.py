@@ -7,8 +7,6 @@ towards noise is a rule of the family's reference.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from itertools import groupby
 from typing import NamedTuple
 
@@ -16,10 +14,9 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int32
 
-from verax.errors import InvalidParameterError
 from verax.models.video_model import Sigmas, TeaCache, VideoModel
 from verax.video import unipc
-from verax.video.request import ADDED_NOISE, ResolvedRequest
+from verax.video.request import ResolvedRequest
 
 __all__ = [
     "ForcingSchedule",
@@ -35,7 +32,7 @@ __all__ = [
     "transformer_spans",
 ]
 
-TRAIN_TIMESTEPS = ADDED_NOISE
+TRAIN_TIMESTEPS = 1000
 """Noise levels in training: the timestep of sigma 1."""
 
 ROWS = 64
@@ -59,14 +56,7 @@ def noise_levels(steps: int, shift: float, sigmas: Sigmas) -> NoiseLevels:
         steps: number of steps, at least 1.
         shift: shift towards noise, above 0.
         sigmas: schedule of the family's reference (`ReferenceRules.sigmas`).
-
-    Raises:
-        InvalidParameterError: if an argument is out of range.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise InvalidParameterError(f"num_inference_steps: expected a whole number of at least 1, got {steps!r}")
-    if not (shift > 0 and math.isfinite(shift)):
-        raise InvalidParameterError(f"shift: expected a number above 0, got {shift}")
     levels = sigmas(steps, shift)
     if abs(levels[0] - 1) < _BELOW_ONE:
         levels[0] -= _BELOW_ONE
@@ -215,20 +205,7 @@ def forcing_schedule(
         prefix: latent frames at the beginning that are not denoised.
         keep_partial_blocks: True to leave all of them unchanged. False, as in diffusers, to leave only those that
             fill whole blocks: the others are taken for noise.
-
-    Raises:
-        InvalidParameterError: if a size is out of range, or the frames cannot be cut into blocks.
     """
-    if isinstance(ar_step, bool) or not isinstance(ar_step, int) or ar_step < 0:
-        raise InvalidParameterError(f"ar_step: expected a whole number of at least 0, got {ar_step!r}")
-    if isinstance(causal_block_size, bool) or not isinstance(causal_block_size, int) or causal_block_size < 1:
-        raise InvalidParameterError(
-            f"causal_block_size: expected a whole number of at least 1, got {causal_block_size!r}"
-        )
-    if frames % causal_block_size:
-        raise InvalidParameterError(
-            f"causal_block_size: {frames} latent frames in a window cannot be cut into blocks of {causal_block_size}"
-        )
     N = len(timesteps)
     blocks, done = frames // causal_block_size, prefix // causal_block_size
     # A block's count is the number of its last step, 0 before the first; N + 1 says that it was done before.
@@ -251,12 +228,11 @@ def forcing_schedule(
     return ForcingSchedule(timestep_of[matrix], np.clip(matrix - 1, 0, N - 1), update)
 
 
-Embedding = Callable[[Int32[np.ndarray, "R ..."]], tuple[Float[np.ndarray, "R ..."], Float[np.ndarray, "R ..."]]]
-"""`(e, e0)` of each row of timesteps: the embedding of time, and its projection that modulates the blocks."""
-
-
 def steps_running_blocks(
-    timesteps: Int32[np.ndarray, "R ..."], embedding: Embedding, threshold: float, cache: TeaCache
+    timesteps: Int32[np.ndarray, "R ..."],
+    embedded: tuple[Float[np.ndarray, "R ..."], Float[np.ndarray, "R ..."]],
+    threshold: float,
+    cache: TeaCache,
 ) -> Bool[np.ndarray, "R"]:
     """True for the steps that run the blocks with TeaCache; the others reuse the last residual.
 
@@ -270,19 +246,14 @@ def steps_running_blocks(
 
     Args:
         timesteps: timestep of each step, of all frames or (diffusion forcing) of each frame.
-        embedding: embedding of time of the model.
+        embedded: `(e, e0)` of each step: the model's embedding of time, and its projection that modulates the blocks.
         threshold: sum of estimated changes at which the blocks run again; 0.1 to 0.3 is usual.
         cache: measure of the family's `teacache`.
-
-    Raises:
-        InvalidParameterError: if `threshold` is not above 0.
     """
-    if not threshold > 0:
-        raise InvalidParameterError(f"cache_threshold: expected a number above 0, got {threshold}")
     R = len(timesteps)
     run_blocks = np.ones(R, bool)
     change = 0.0
-    rows = embedding(timesteps)[cache.projected]
+    rows = embedded[cache.projected]
     for i in range(cache.first, R - cache.last):
         change += np.polyval(cache.polynomial, np.abs(rows[i] - rows[i - 1]).mean() / np.abs(rows[i - 1]).mean())
         run_blocks[i] = change >= threshold

@@ -1,28 +1,21 @@
 """The delta rules' benchmark: counts by formula, sides that must agree, Cython's route, reports."""
 
 import dataclasses
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from verax import cli
 from verax.bench import timing
 from verax.bench.delta import baselines, cases, gated, lam
 from verax.bench.delta.baselines import torch_side
-from verax.bench.delta.cases import CONFIGURATIONS, SECTIONS, check
+from verax.bench.delta.cases import CONFIGURATIONS, check
 from verax.bench.harness import Case
 from verax.bench.results import markdown
+from verax.bench.settings import SECTIONS, DeltaSettings
 from verax.errors import InvalidParameterError, MissingDependencyError, VeraxError
 
 torch = pytest.importorskip("torch")
-
-LIMITS = {
-    "memory_bandwidth_gb_per_s": 50.0,
-    "matmul_float32_gflop_per_s": 400.0,
-    "matmul_bfloat16_gflop_per_s": 900.0,
-}
 
 
 def test_the_gated_rules_count():
@@ -46,30 +39,29 @@ def small():
         patch.setattr(gated, "SIZE", 16)
         patch.setattr(gated, "DECODE", (3, 2, 16))
         patch.setattr(timing, "SHORTEST", 0.0)
-        patch.setattr("verax.machine.measure_machine", lambda: LIMITS)
         yield
 
 
 @pytest.fixture(scope="module")
 def result(small):
-    return cases.bench_delta(configurations=["Small"], against=["torch", "transformers"], runs=2, warmup=0)
+    return cases.bench_delta(DeltaSettings(configs="Small", against="torch,transformers", runs=2, warmup=0))
 
 
 def test_all_sides_do_the_same_work_and_are_in_one_result(result):
-    found = {(case["group"], case["case"]): case for case in result["cases"]}
+    by_name = {(case["group"], case["case"]): case for case in result["cases"]}
     names = ["Short, variant B", "Short, variant C"]
-    assert list(found) == [(name, "Small") for name in list(SECTIONS)[:4]] + [("decode", "Step")] + [
+    assert list(by_name) == [(name, "Small") for name in list(SECTIONS)[:4]] + [("decode", "Step")] + [
         ("encoder", name) for name in names
     ]
     transformers = {"transformers chunk", "transformers recurrent"}
-    assert {"verax reference", "torch"} <= set(found["rule", "Small"]["sides"])
-    assert {"verax reference", "verax chunk"} | transformers <= set(found["gated", "Small"]["sides"])
-    assert {"verax chunk", "transformers chunk"} <= set(found["gradient", "Small"]["sides"])
-    assert {"verax step", "transformers recurrent"} <= set(found["decode", "Step"]["sides"])
+    assert {"verax reference", "torch"} <= set(by_name["rule", "Small"]["sides"])
+    assert {"verax reference", "verax chunk"} | transformers <= set(by_name["gated", "Small"]["sides"])
+    assert {"verax chunk", "transformers chunk"} <= set(by_name["gradient", "Small"]["sides"])
+    assert {"verax step", "transformers recurrent"} <= set(by_name["decode", "Step"]["sides"])
     # torch counts its own products; ours are counted in the reference that does the same.
-    rule = found["rule", "Small"]["sides"]
+    rule = by_name["rule", "Small"]["sides"]
     assert rule["verax reference"]["flops"] == pytest.approx(rule["torch"]["flops"], rel=0.02)
-    for (section, _), case in found.items():
+    for (section, _), case in by_name.items():
         if section not in ("gated", "gradient", "decode"):
             assert {case["chosen"], "torch"} <= set(case["sides"])
         assert set(case["ratios"]) == set(case["sides"]) - {case["chosen"]}
@@ -87,16 +79,9 @@ def test_a_state_is_read_and_written_once_in_a_step(result):
     assert step["bytes_moved"] == 3 * 2 * 4 * (4 * 16 + 2) + 2 * 3 * 2 * 16 * 16 * 4
 
 
-def test_the_page_has_a_table_for_each_section(result):
-    page = markdown(result)
-    assert result["name"].endswith("-encoder-small")  # not all configurations: a result of its own
-    assert "| Small | torch |" in page
-    assert "| Step | transformers recurrent |" in page
-
-
 def test_what_was_left_out_is_named(small, monkeypatch):
     monkeypatch.setattr(baselines, "compiler", lambda: None)
-    result = cases.bench_delta(sections=["decode"], without=["torch.compile", "fla"], runs=1, warmup=0)
+    result = cases.bench_delta(DeltaSettings(only="decode", quick=True, runs=1, warmup=0))
     assert "C++ compiler" in result["skipped"]["cython"]
     assert "Left out: cython" in markdown(result)
 
@@ -125,15 +110,6 @@ def test_a_side_in_another_dtype_or_elsewhere_than_it_claims_is_refused():
         check(case({"torch": torch_ones(torch.float32)}, (1, 3)), "torch", "cpu")
 
 
-def test_the_exact_rule_is_the_recurrence():
-    arrays = gated._gated_inputs(1, 3, 1, 4, "float32")
-    arrays["beta"][:] = 1
-    out, state = gated._exact_gated_rule(arrays, np.zeros((1, 1, 4, 4)))
-    # With beta 1, what the last key finds is the last value.
-    np.testing.assert_allclose(arrays["k"][0, 2, 0] @ state[0, 0], arrays["v"][0, 2, 0], atol=1e-6)
-    np.testing.assert_allclose(out[0, 2, 0], arrays["q"][0, 2, 0] @ state[0, 0] / 2, atol=1e-12)
-
-
 def test_cython_runs_the_same_code(tmp_path):
     pytest.importorskip("Cython")
     from verax.compare.references import lam
@@ -152,38 +128,27 @@ def test_cython_runs_the_same_code(tmp_path):
 
 def test_without_a_compiler_cython_is_named_and_the_rest_remains(monkeypatch, tmp_path):
     monkeypatch.setattr(baselines, "compiler", lambda: None)
-    found = baselines.find_baselines(None, tmp_path, without=["transformers", "fla", "torch.compile"])
+    found = baselines.find_baselines(DeltaSettings(quick=True), tmp_path)
     assert found.cython is None
     assert "C++ compiler" in found.skipped["cython"]
     with pytest.raises(MissingDependencyError, match=r"C\+\+ compiler"):
-        baselines.find_baselines(["cython"], tmp_path)
-
-
-def test_what_cython_cannot_read_is_reported(tmp_path):
-    pytest.importorskip("Cython")
-    source = tmp_path / "wrong.py"
-    source.write_text("def f(:\n")
-    with pytest.raises(MissingDependencyError, match="failed"):
-        baselines._cythonized(source, tmp_path)
+        baselines.find_baselines(DeltaSettings(against="cython"), tmp_path)
 
 
 def test_platforms_without_a_common_device_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(baselines.jax, "default_backend", lambda: "tpu")
     with pytest.raises(InvalidParameterError, match="JAX runs on tpu"):
-        baselines.find_baselines(["torch"], tmp_path)
+        baselines.find_baselines(DeltaSettings(against="torch"), tmp_path)
 
 
-@pytest.mark.parametrize("wrong", [{"sections": ["conv"]}, {"configurations": ["Huge"]}, {"against": ["tensorflow"]}])
+@pytest.mark.parametrize("wrong", [{"only": ["conv"]}, {"configs": ["Huge"]}, {"against": ["tensorflow"]}])
 def test_unknown_names_are_refused(wrong):
     with pytest.raises(InvalidParameterError, match=next(iter(wrong))):
-        cases.bench_delta(**{"runs": 1, "warmup": 0, **wrong})
+        DeltaSettings(**wrong)
 
 
-def test_the_command_writes_everything(monkeypatch, capsys, tmp_path, small):
-    arguments = ["--quick", "--only", "decode", "--against", "transformers", "--runs", "1", "--output", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["verax", "bench", "delta", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert not ended.value.code
-    assert "| Step | **verax " in capsys.readouterr().out
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".png"]
+def test_the_command_writes_everything(bench, tmp_path, small):
+    arguments = ("--quick", "--only", "decode", "--against", "transformers", "--runs", 1, "--output", tmp_path)
+    status, out, _ = bench("delta", *arguments)
+    assert (status, "| Step | **verax " in out) == (0, True)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support.tiny_encoder import random_sentences, tiny_encoder
-from verax.bench.embed.baselines import Exported, Way, fastest_way, one_by_one, padded_batches
+from verax.bench.embed.baselines import Batches, Exported, fastest_way, one_by_one
 from verax.embed.settings import EncoderSettings
 from verax.text.tokens.tokenizer import Tokenizer
 
@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def batches(folder):
-    return padded_batches(folder, EncoderSettings("mean", LONGEST), 7)
+    return Batches.of(folder, EncoderSettings("mean", LONGEST), 7)
 
 
 def test_batches_hold_every_text_once_the_longest_first(folder, batches):
@@ -47,20 +47,20 @@ def sums(pause):
     """Function from batches to a vector of two numbers for each text, in reverse, after a pause for each batch."""
 
     def run(batches):
-        found = []
+        vectors = []
         for rows, ids, mask in batches:
             time.sleep(pause)
-            found.append((rows, np.stack([(ids * mask).sum(1), mask.sum(1)], 1).astype(np.float32)))
-        return reversed(found)
+            vectors.append((rows, np.stack([(ids * mask).sum(1), mask.sum(1)], 1).astype(np.float32)))
+        return reversed(vectors)
 
     return run
 
 
 def test_a_side_chooses_its_fastest_way_and_keeps_the_order_of_the_texts(folder, batches):
     texts = random_sentences(9)
-    ways = [Way("slow", 4, sums(0.05)), Way("quick", 4, sums(0)), Way("slow", 1, sums(0.05))]
-    exported = Exported("library float32", batches, ways, {"library": "1.0"})
-    before = exported.encode(ways[0], texts)
+    ways = batches.ways("slow", sums(0.05), 4, 1) | batches.ways("quick", sums(0), 4)
+    exported = Exported("library float32", ways, {"library": "1.0"})
+    before = ways["slow, batches of 4"](texts)
     encode, chosen = fastest_way(exported, texts, latency=False)
     assert chosen["way"] == "quick, batches of 4"
     assert set(chosen["trials"]) == {"slow, batches of 4", "quick, batches of 4", "slow, one text a call"}
@@ -72,20 +72,11 @@ def test_a_side_chooses_its_fastest_way_and_keeps_the_order_of_the_texts(folder,
     assert before[:, 1].tolist() == [len(tokenizer.encode(text)) for text in texts]
 
 
-def test_a_side_with_one_way_is_not_tried(batches):
-    exported = Exported("library float32", batches, [Way("only", 1, sums(0))], {})
-    assert fastest_way(exported, ["the cat"], latency=True)[1] == {
-        "way": "only, one text a call",
-        "trials": {},
-        "wrong": {},
-    }
-
-
 def test_a_fast_way_with_other_vectors_is_left_out(batches):
     def wrong(found):
         return [(rows, -vectors) for rows, vectors in sums(0)(found)]
 
-    ways = [Way("right", 4, sums(0.02)), Way("wrong", 4, wrong)]
-    _, chosen = fastest_way(Exported("library int8", batches, ways, {}), random_sentences(9), latency=False)
+    ways = batches.ways("right", sums(0.02), 4) | batches.ways("wrong", wrong, 4)
+    _, chosen = fastest_way(Exported("library int8", ways, {}), random_sentences(9), latency=False)
     assert chosen["way"] == "right, batches of 4"
     assert list(chosen["wrong"]) == ["wrong, batches of 4"]

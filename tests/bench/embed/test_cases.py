@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from tests.support.tiny_encoder import tiny_encoder
-from verax import cli
 from verax.bench.embed.cases import bench_embed
 from verax.bench.results import markdown
+from verax.bench.settings import EmbedSettings
 from verax.embed.encoder import Encoder
 from verax.errors import InvalidParameterError, MissingDependencyError
 
@@ -18,12 +18,12 @@ def folder(tmp_path_factory):
     return str(tiny_encoder(tmp_path_factory.mktemp("encoder")))
 
 
-def bench(folder, **options):
-    return bench_embed(folder, **{"sentences": 7, "batch_size": 3, "runs": 2, "warmup": 1, **options})
+def measure(folder, **options):
+    return bench_embed(EmbedSettings(model=folder, **{"sentences": 7, "batch_size": 3, "runs": 2, **options}))
 
 
 def test_our_side_alone_compiles_nothing_while_it_is_timed(folder):
-    result = bench(folder)
+    result = measure(folder)
     (case,) = result["cases"]
     side = case["sides"]["verax"]
     assert list(case["sides"]) == ["verax"]
@@ -44,7 +44,7 @@ def test_latency_is_a_call_for_each_sentence(folder, monkeypatch):
         return encode(self, texts, **options)
 
     monkeypatch.setattr(Encoder, "encode", counted)
-    result = bench(folder, latency=True)
+    result = measure(folder, latency=True)
     assert set(counts) == {1}
     assert result["compiled_during_runs"] == 0
     assert f"verax {1e3 * result['cases'][0]['sides']['verax']['median_s'] / 7:.2f} ms." in markdown(result)
@@ -52,7 +52,7 @@ def test_latency_is_a_call_for_each_sentence(folder, monkeypatch):
 
 
 def test_a_quantised_side_is_compared_with_float32(folder):
-    result = bench(folder, quantization="int8")
+    result = measure(folder, quantization="int8")
     distances = result["accuracy"]["verax"]
     assert 1e-7 < distances["cosine_distance"] < 0.01
     assert distances["rank_correlation"] > 0.9
@@ -62,23 +62,20 @@ def test_a_quantised_side_is_compared_with_float32(folder):
 
 def test_an_unknown_baseline_or_shape_is_refused_before_any_work():
     with pytest.raises(InvalidParameterError, match=r"against: expected transformers, openvino, .*, got 'tvm'"):
-        bench(None, against=("tvm",))
-    with pytest.raises(InvalidParameterError, match=r"shapes: expected minilm, modernbert, qwen3, got 'gpt'"):
-        bench(None, shapes="gpt")
+        measure(None, against=("tvm",))
+    with pytest.raises(InvalidParameterError, match=r"shapes: expected one of minilm, modernbert, qwen3, got 'gpt'"):
+        measure(None, shapes="gpt")
 
 
 @pytest.mark.parametrize("library", ["openvino", "onnxruntime"])
 def test_a_baseline_that_is_not_installed_names_its_extra(folder, monkeypatch, library):
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(MissingDependencyError, match=rf"{library} is not installed: pip install 'verax\[{library}\]'"):
-        bench(folder, against=(library,))
+        measure(folder, against=(library,))
 
 
-def test_the_command_prints_json_for_scripts(monkeypatch, capsys, folder):
-    arguments = ["--model", folder, "--sentences", "3", "--runs", "1", "--warmup", "0", "--latency", "--json"]
-    monkeypatch.setattr(sys, "argv", ["verax", "bench", "embed", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert not ended.value.code
-    settings = json.loads(capsys.readouterr().out)["settings"]
-    assert (settings["sentences"], settings["latency"]) == (3, True)
+def test_the_command_prints_json_for_scripts(bench, folder):
+    arguments = ("--model", folder, "--sentences", 3, "--runs", 1, "--warmup", 0, "--latency", "--json")
+    status, out, _ = bench("embed", *arguments)
+    settings = json.loads(out)["settings"]
+    assert (status, settings["sentences"], settings["latency"]) == (0, 3, True)

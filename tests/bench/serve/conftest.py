@@ -9,23 +9,23 @@ from verax.bench.serve.load import Answer, Request
 
 def answer(number, first, gap, tokens, **changes):
     """An answer whose first token takes `first` seconds, and each further one `gap`."""
-    made = Answer(Request(number, (5,), tokens, slow=changes.pop("slow", False)), sent=10.0)
-    made.events = [10.0 + first + gap * n for n in range(tokens)]
-    made.ended = made.events[-1] + 0.5
-    made.prompt_tokens, made.completion_tokens = 7, tokens
+    record = Answer(Request(number, (5,), tokens, slow=changes.pop("slow", False)), sent=10.0)
+    record.events = [10.0 + first + gap * n for n in range(tokens)]
+    record.ended = record.events[-1] + 0.5
+    record.prompt_tokens, record.completion_tokens = 7, tokens
     for name, value in changes.items():
-        setattr(made, name, value)
-    return made
+        setattr(record, name, value)
+    return record
 
 
 @contextlib.contextmanager
 def in_a_thread(server):
     """Base URL of a fake server that runs in another thread."""
-    ready, over, found = threading.Event(), asyncio.Event(), []
+    ready, over, started = threading.Event(), asyncio.Event(), []
 
     async def main():
         async with server.serving() as client:
-            found.extend([asyncio.get_running_loop(), client.url])
+            started.extend([asyncio.get_running_loop(), client.url])
             ready.set()
             await over.wait()
 
@@ -33,7 +33,7 @@ def in_a_thread(server):
     thread.start()
     ready.wait()
     try:
-        yield found[1]
+        yield started[1]
     finally:
-        found[0].call_soon_threadsafe(over.set)
+        started[0].call_soon_threadsafe(over.set)
         thread.join()

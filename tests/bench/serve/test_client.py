@@ -8,10 +8,9 @@ import pytest
 
 from tests.support.fake_server import FakeServer, answer_of
 from verax.bench.serve import client as module
-from verax.bench.serve.client import Client, raise_open_files, started
-from verax.bench.serve.llama_cpp import BUILT, VARIABLE, LlamaServer, llama_cpp_server
+from verax.bench.serve.client import Client, started
 from verax.bench.serve.load import Request
-from verax.errors import InvalidParameterError, MissingDependencyError, VeraxError
+from verax.errors import InvalidParameterError, VeraxError
 
 PROMPT = (5, 6, 7)
 
@@ -101,12 +100,6 @@ def test_a_client_that_leaves_has_read_that_number_of_events(leave_after):
     assert len(answer.events) == leave_after
 
 
-def test_a_slow_reader_gets_the_whole_answer():
-    (answer,) = ask_fake(FakeServer(), Request(0, PROMPT, 300, slow=True))
-    assert answer.completed
-    assert answer.text == "".join(answer_of(list(PROMPT), 300))
-
-
 @pytest.mark.parametrize("wrong", ["ftp://example.org", "localhost:8000", "http://"])
 def test_a_url_without_http_or_a_host_is_refused(wrong):
     with pytest.raises(InvalidParameterError, match=r"^url: expected one such as http://127"):
@@ -183,62 +176,3 @@ def test_a_server_that_is_never_ready_is_stopped_even_if_it_ignores_the_signal(m
     with pytest.raises(VeraxError, match="not ready after 0 s: deaf"):
         start(lambda port: [sys.executable, "-c", code])
     assert not [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-
-
-def test_the_limit_of_open_files_becomes_the_systems():
-    resource = pytest.importorskip("resource")
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        raise_open_files()
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        assert soft == hard
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def program(folder, name="llama-server"):
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / name
-    path.write_text("#!/bin/sh\necho 'version: 0.5 (build 1)' >&2\n")
-    path.chmod(0o755)
-    return str(path)
-
-
-@pytest.fixture
-def nowhere(tmp_path, monkeypatch):
-    """A working directory and a PATH without the program."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.delenv(VARIABLE, raising=False)
-    return tmp_path
-
-
-def test_the_given_program_goes_before_the_variable_path_and_the_built_one(nowhere, monkeypatch):
-    built = program(nowhere / BUILT.parent)
-    assert llama_cpp_server().program == built
-    on_path = program(nowhere / "bin")
-    assert llama_cpp_server().program == on_path
-    named = program(nowhere / "named", "server")
-    monkeypatch.setenv(VARIABLE, named)
-    assert llama_cpp_server().program == named
-    given = program(nowhere / "given", "other")
-    assert llama_cpp_server(given).program == given
-
-
-@pytest.mark.parametrize("given", [None, "/nowhere/llama-server"])
-def test_without_the_program_the_error_says_how_to_get_it(nowhere, given):
-    with pytest.raises(MissingDependencyError, match=r"no program .*; build it with make llama-server, or give"):
-        llama_cpp_server(given)
-
-
-def test_every_slot_has_room_for_the_longest_request(tmp_path):
-    words = list(LlamaServer("llama-server", tmp_path / "a.gguf").arguments(slots=32, length=96)(8123))
-    options = dict(zip(words[1::2], words[2::2], strict=False))
-    assert (options["--parallel"], options["--ctx-size"]) == ("32", str(32 * 96))
-    assert options["--threads"] == options["--threads-batch"]
-    assert words[-2:] == ["--port", "8123"]
-
-
-def test_the_version_is_the_one_that_the_program_prints(tmp_path):
-    assert LlamaServer(program(tmp_path)).version == "0.5 (build 1)"
-    assert LlamaServer("/bin/true").version == "unknown"

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from tests.support.tiny import tiny_checkpoint
+from verax.bench.settings import TextSettings
 from verax.bench.text import llama_cpp
 from verax.bench.text.cases import bench_text
-from verax.bench.text.llama_cpp import LlamaCpp, generate, llama_cpp_sides, write_gguf
+from verax.bench.text.llama_cpp import LlamaCpp, llama_cpp_sides, write_gguf
 from verax.bench.text.workload import Workload
 from verax.checkpoint import Checkpoint
 from verax.errors import (
@@ -43,6 +44,11 @@ WORKLOAD = Workload("test", ((5, 6, 7), (9, 8, 7, 6, 5), tuple(range(3, 40))), (
 
 def tiny(folder, family="qwen3", **changes):
     return tiny_checkpoint(folder, family=family.split("-")[0], **{**FAMILIES[family], **changes})
+
+
+def bench(model, workload, against, **options):
+    settings = TextSettings(model=str(model), against=against, runs=1, warmup=0, **options)
+    return bench_text(settings, workload)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -86,13 +92,13 @@ def test_without_llama_cpp_the_error_names_what_to_install_before_any_work(monke
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     monkeypatch.setattr(llama_cpp, "write_gguf", lambda *arguments: pytest.fail("a file was written"))
     with pytest.raises(MissingDependencyError, match=r"pip install 'verax\[llama-cpp\]'"):
-        bench_text(str(tiny(tmp_path)), lambda size: WORKLOAD, runs=1, warmup=0, against=("llama.cpp",))
+        bench(tiny(tmp_path), WORKLOAD, "llama.cpp")
 
 
 def test_transformers_is_not_compared_on_a_gguf_file(tmp_path):
     path = write_gguf(Checkpoint.open(tiny(tmp_path / "folder")), tmp_path / "a.gguf", "F32")
     with pytest.raises(InvalidParameterError, match=r"against: .*a\.gguf is a GGUF file"):
-        bench_text(str(path), lambda size: WORKLOAD, runs=1, warmup=0, against=("transformers",))
+        bench(path, WORKLOAD, "transformers")
 
 
 class Recorder:
@@ -126,10 +132,9 @@ class Recorder:
 def test_all_sequences_take_one_token_a_step_and_leave_when_they_are_done(monkeypatch, tmp_path):
     library = Recorder()
     monkeypatch.setitem(sys.modules, "llama_cpp", library)
-    monkeypatch.setattr(llama_cpp, "_BATCH_TOKENS", 4)
     workload = Workload("test", ((5, 6, 7), (9, 8)), (3, 2), 0.7)
     model = LlamaCpp(tmp_path / "a.gguf", context=10, batch=4, sequences=2)
-    assert generate(model, workload) == [[2, 3, 4], [101, 102]]
+    assert model.generate(workload) == [[2, 3, 4], [101, 102]]
     assert library.calls == [
         [(0, 5, 0, False), (0, 6, 1, False), (0, 7, 2, True), (1, 9, 0, False)],
         [(1, 8, 1, True)],
@@ -163,12 +168,10 @@ def test_a_file_that_llama_cpp_refuses_is_an_error_with_its_words(tmp_path):
 def test_it_is_in_one_interleaved_result_with_us(tmp_path):
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is compiled for minutes: pip install 'verax[llama-cpp]'")
     workload = Workload("test", ((5, 6, 7),), (3,), 0.7)
-    result = bench_text(
-        str(tiny(tmp_path)), lambda size: workload, runs=1, warmup=0, against=("llama.cpp",), quantization="int8"
-    )
+    result = bench(tiny(tmp_path), workload, "llama.cpp", quantization="int8")
     assert set(result["cases"][0]["sides"]) == {"llama.cpp Q8_0", "verax"}
     (tmp_path / "folder").mkdir()
     path = write_gguf(Checkpoint.open(tmp_path), tmp_path / "folder" / "a.gguf", "Q4_0")
-    ours = bench_text(str(path), lambda size: workload, runs=1, warmup=0, against=("llama.cpp",))
+    ours = bench(path, workload, "llama.cpp")
     assert set(ours["cases"][0]["sides"]) == {"llama.cpp as stored", "verax"}
     assert result["machine"]["llama_cpp_threads"] >= 1

@@ -1,14 +1,12 @@
-"""The quality benchmark on the built-in model: distances are those of the precision, refusals are clear."""
-
-import sys
+"""The quality benchmark on the built-in model: fewer bits are further from float32, refusals are clear."""
 
 import numpy as np
 import pytest
 
 from tests.support import gguf as files
 from tests.support.tiny import tiny_checkpoint
-from verax import cli
 from verax.bench.results import markdown
+from verax.bench.settings import QualitySettings
 from verax.bench.text.quality import bench_quality, held_out_texts
 from verax.errors import InvalidParameterError
 
@@ -16,7 +14,7 @@ from verax.errors import InvalidParameterError
 @pytest.fixture(scope="module")
 def result():
     variants = ["float32", "int8", "bfloat16, int8 cache", "int4-64", "int4-128"]
-    return bench_quality(variants=variants, tokens=1500)
+    return bench_quality(QualitySettings(variants=variants, tokens=1500))
 
 
 def test_fewer_bits_are_further_from_float32(result):
@@ -43,17 +41,22 @@ def test_the_built_in_model_is_measured_on_texts_that_it_never_saw():
     assert all(text.endswith("<|endoftext|>") and text.count("<|endoftext|>") == 1 for text in texts)
 
 
+def story(folder):
+    (folder / "story.txt").write_text("once upon a time there was a small fox " * 20)
+    return folder / "story.txt"
+
+
 def test_any_model_and_text_can_be_measured(tmp_path):
     folder = str(tiny_checkpoint(tmp_path / "tiny"))
-    result = bench_quality(folder, text="once upon a time there was a small fox " * 20, variants=["bfloat16"])
+    result = bench_quality(QualitySettings(model=folder, text=story(tmp_path), variants="bfloat16"))
     assert np.isfinite(result["variants"]["bfloat16"]["perplexity"])
 
 
 def test_a_quantised_file_is_measured_dequantised_and_as_it_is_stored(tmp_path):
     folder = tiny_checkpoint(tmp_path / "tiny")
     files.write(folder, tmp_path / "a.gguf", "Q8_0")
-    text = "once upon a time there was a small fox " * 20
-    result = bench_quality(str(tmp_path / "a.gguf"), text=text, variants=["float32", "as stored"], window=100)
+    settings = dict(model=str(tmp_path / "a.gguf"), text=story(tmp_path), variants="float32; as stored")
+    result = bench_quality(QualitySettings(**settings), window=100)
     rows = result["variants"]
     assert rows["float32"]["kl_divergence"] == 0 < rows["as stored"]["kl_divergence"] < 0.05
     assert rows["as stored"]["weights_mb"] < rows["float32"]["weights_mb"]
@@ -61,7 +64,7 @@ def test_a_quantised_file_is_measured_dequantised_and_as_it_is_stored(tmp_path):
 
 def test_a_folder_has_no_stored_blocks_to_measure():
     with pytest.raises(InvalidParameterError, match="'as stored' is for a quantised checkpoint"):
-        bench_quality(variants=["as stored"])
+        bench_quality(QualitySettings(variants="as stored"))
 
 
 @pytest.mark.parametrize(
@@ -72,13 +75,10 @@ def test_a_folder_has_no_stored_blocks_to_measure():
         (["--text", "one"], "text: it has fewer than two tokens"),
     ],
 )
-def test_nonsense_is_refused_in_one_line(monkeypatch, capsys, tmp_path, arguments, message):
+def test_nonsense_is_refused_in_one_line(bench, monkeypatch, tmp_path, arguments, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "one").write_text("")
-    monkeypatch.setattr(sys, "argv", ["verax", "bench", "quality", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code
-    error = capsys.readouterr().err
+    status, _, error = bench("quality", *arguments)
+    assert status
     assert message in error
     assert error.count("\n") == 1

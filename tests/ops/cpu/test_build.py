@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import threading
 import time
 
 import pytest
@@ -21,7 +22,7 @@ def test_flags_of_a_level_are_read_whole():
     flags = build.level_flags()
     assert flags["avx512_bf16"][1][-2:] == ["-mavx512vnni", "-mavx512bf16"]
     assert set(flags["avx512"][1]) < set(flags["avx512_bf16"][1]) < set(flags["amx"][1])
-    assert flags["portable"] == ("any", ["-DVERAX_PORTABLE"])
+    assert flags["portable"] == ("any", ["-DVERAX_PORTABLE", "-O2"])
     assert flags["neon"] == ("aarch64", [])
 
 
@@ -115,6 +116,14 @@ def test_objects_are_compiled_once_for_equal_contents_and_flags(compiled, tmp_pa
     assert compiled[2:] == ["one.cc"]
     portable(tmp_path, flags=["-O1"])
     assert sorted(compiled[3:]) == ["one.cc", "two.cc"]
+
+
+def test_kernels_compiled_meanwhile_into_the_cache_are_waited_for(compiled, tmp_path):
+    build_to_cache = threading.Thread(target=build.build, args=(None,), kwargs={"levels": ["portable"]})
+    build_to_cache.start()
+    portable(tmp_path)
+    build_to_cache.join()
+    assert sorted(compiled) == ["one.cc", "two.cc"]
 
 
 def test_another_clone_uses_the_same_objects(compiled, tmp_path, monkeypatch):

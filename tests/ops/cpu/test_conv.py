@@ -1,10 +1,14 @@
-"""The native convolution at every level, against the definition in float64 and the reference."""
+"""The C++ convolution at every level where it differs from others: minimal filtering, bits of parts, memory.
+
+Its values are tested with other implementations' in tests/ops/test_conv.py.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.ops.test_conv import ONES, arguments, each_dtype
 from tests.support.conv import conv_arrays, exact_conv3d
 from tests.support.cpu import for_each_level, needs_library
 from verax import ops
@@ -18,57 +22,6 @@ native, native2d = (
 )
 reference = ops.conv3d.reference
 
-ONES = ((1, 1), (1, 1))
-CASES = {
-    "one pixel": dict(x=(1, 1, 1, 1, 1), kernel=(1, 1, 1), out=1),
-    "rgb in": dict(x=(1, 3, 9, 20, 3), kernel=(3, 3, 3), out=96, padding=ONES),
-    "rgb out": dict(x=(2, 2, 5, 17, 33), kernel=(3, 3, 3), out=3, padding=ONES),
-    "deep": dict(x=(1, 2, 3, 7, 200), kernel=(1, 3, 3), out=50, padding=ONES),
-    "wide": dict(x=(1, 1, 3, 75, 16), kernel=(3, 3, 3), out=112, padding=ONES),
-    "1x1x1": dict(x=(2, 2, 3, 13, 36), kernel=(1, 1, 1), out=64),
-    "time only": dict(x=(1, 5, 3, 4, 12), kernel=(3, 1, 1), out=24, stride=(2, 1, 1)),
-    "downsampler": dict(x=(1, 2, 15, 18, 48), kernel=(1, 3, 3), out=48, stride=(1, 2, 2), padding=((0, 1), (0, 1))),
-    "odd all over": dict(x=(2, 3, 11, 9, 7), kernel=(2, 5, 4), out=19, stride=(2, 3, 4), padding=((3, 2), (0, 7))),
-    "more zeros than image": dict(x=(1, 1, 2, 2, 4), kernel=(1, 3, 3), out=5, padding=((9, 4), (40, 1))),
-}
-
-
-def close(y, exact, dtype):
-    if dtype == jnp.float32:
-        np.testing.assert_allclose(y, exact, atol=2e-5)
-    else:
-        # Half a unit in the last place of the result, and what products of rounded inputs are summed to.
-        np.testing.assert_allclose(y.astype(jnp.float32), exact, rtol=2**-8, atol=1e-4)
-
-
-@for_each_level
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_every_shape_equals_the_definition(level, dtype):
-    with library.use_level(level):
-        for case in CASES.values():
-            x, weight, bias = conv_arrays(case["x"], case["kernel"], case["out"], dtype=dtype)
-            options = dict(stride=case.get("stride", (1, 1, 1)), padding=case.get("padding", ((0, 0), (0, 0))))
-            y = native(x, weight, bias, **options)
-            assert y.dtype == dtype
-            close(y, exact_conv3d(x, weight, bias, **options), dtype)
-            cache = jnp.ones((*x.shape[:1], 3, *x.shape[2:]), dtype)
-            close(native(x, weight, cache=cache, **options), exact_conv3d(x, weight, cache=cache, **options), dtype)
-
-
-@for_each_level
-def test_inputs_are_rounded_to_the_weight(level):
-    with library.use_level(level):
-        x, weight, bias = conv_arrays((1, 2, 4, 9, 40), (3, 3, 3), 20, weight_dtype=jnp.bfloat16)
-        y = native(x, weight, bias, padding=1)
-        assert y.dtype == jnp.float32
-        exact = exact_conv3d(x.astype(jnp.bfloat16), weight, bias, padding=ONES)
-        np.testing.assert_allclose(y, exact, atol=2e-5)
-        x, weight, bias = conv_arrays((1, 2, 4, 9, 40), (3, 3, 3), 20, dtype=jnp.bfloat16, weight_dtype=jnp.float32)
-        y = native(x, weight, bias, padding=1)
-        assert y.dtype == jnp.bfloat16
-        close(y, exact_conv3d(x, weight, bias, padding=ONES), jnp.bfloat16)
-
-
 MINIMAL_FILTERING = {
     "whole tiles": dict(x=(1, 2, 16, 20, 32), kernel=(3, 3, 3), out=48, padding=ONES),
     "parts of tiles": dict(x=(2, 3, 18, 15, 41), kernel=(3, 3, 3), out=33, padding=ONES),
@@ -80,14 +33,13 @@ MINIMAL_FILTERING = {
 
 
 @for_each_level
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@each_dtype
 def test_kernels_of_3x3_are_as_exact_with_fewer_products(level, dtype):
     # The result is float32, so that its error comes from the sums: XLA's is 3e-7, and direct sums' one by one 9e-7.
     bound = {jnp.float32: 6e-7, jnp.bfloat16: 2e-6}[dtype]
     with library.use_level(level):
         for case in MINIMAL_FILTERING.values():
-            x, weight, bias = conv_arrays(case["x"], case["kernel"], case["out"], dtype=dtype)
-            options = dict(stride=case.get("stride", (1, 1, 1)), padding=case.get("padding", ((0, 0), (0, 0))))
+            (x, weight, bias), options = arguments(case, dtype)
             for cache in (None, x[:, :1] - 0.5 * x[:, -1:]):
                 y = native(x.astype(jnp.float32), weight, bias, cache=cache, **options)
                 exact = exact_conv3d(x, weight, bias, cache=cache, **options)
@@ -99,7 +51,7 @@ def test_kernels_of_3x3_are_as_exact_with_fewer_products(level, dtype):
 
 
 @for_each_level
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@each_dtype
 @pytest.mark.parametrize("out", [20, 50])  # the direct kernel, minimal filtering
 def test_chunks_of_frames_have_the_bits_of_the_whole(level, dtype, out):
     x, weight, bias = conv_arrays((2, 5, 20, 40, 24), (3, 3, 3), out, dtype=dtype)
@@ -115,18 +67,7 @@ def test_chunks_of_frames_have_the_bits_of_the_whole(level, dtype, out):
 
 
 @for_each_level
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("frames", [5, 6])  # pairs of frames begin after the first of an odd number
-def test_pairs_of_frames_see_no_later_frame(level, dtype, frames):
-    x, weight, bias = conv_arrays((1, frames, 20, 30, 16), (3, 3, 3), 32, dtype=dtype)
-    with library.use_level(level):
-        y, changed = (native(clip, weight, bias, padding=1) for clip in (x, x.at[:, 3:].set(jnp.nan)))
-    np.testing.assert_array_equal(changed[:, :3].astype(jnp.float32), y[:, :3].astype(jnp.float32))
-    assert np.isnan(changed[:, 3:]).all()
-
-
-@for_each_level
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@each_dtype
 def test_parts_of_images_have_the_bits_of_the_whole(level, dtype):
     x, weight, bias = conv_arrays((2, 5, 20, 40, 24), (3, 3, 3), 50, dtype=dtype)
     with library.use_level(level):
@@ -141,7 +82,7 @@ def test_parts_of_images_have_the_bits_of_the_whole(level, dtype):
 
 
 @for_each_level
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@each_dtype
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_nan_and_infinity_reach_the_pixels_that_see_them(level, dtype, value):
     x, weight, bias = conv_arrays((1, 3, 8, 9, 6), (3, 3, 3), 20, dtype=dtype)
@@ -151,14 +92,6 @@ def test_nan_and_infinity_reach_the_pixels_that_see_them(level, dtype, value):
     expected = np.asarray(reference(x, weight, bias, padding=1).astype(jnp.float32))
     np.testing.assert_array_equal(np.isnan(y), np.isnan(expected))
     np.testing.assert_allclose(y, expected, atol=2e-2 if dtype == jnp.bfloat16 else 2e-5)
-
-
-def test_images():
-    x, weight, bias = conv_arrays((3, 10, 12, 20), (3, 3), 30)
-    options = dict(stride=2, padding=((0, 1), (0, 1)))
-    np.testing.assert_allclose(
-        native2d(x, weight, bias, **options), ops.conv2d.reference(x, weight, bias, **options), atol=2e-5
-    )
 
 
 def test_no_images():

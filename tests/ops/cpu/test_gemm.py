@@ -81,24 +81,51 @@ def chosen(*sizes):
     return ops.linear.select(*arrays(*sizes)).name
 
 
-@pytest.mark.skipif(not library.has("bf16_dot"), reason="this machine has no bfloat16 dot products")
-def test_it_runs_where_rows_are_many_and_the_kernel_takes_the_weight():
-    with library.use_level("avx512_bf16"):
-        assert chosen(24, 64, 48) == chosen(511, 64, 48) == "native_gemm"
-        assert chosen(12, 64, 48, "float32") == chosen(129, 64, 48, "int8") == "native_gemm"
-        assert chosen(23, 64, 48) == chosen(11, 64, 48, "float32") == chosen(128, 64, 48, "int8") == "native"
-        assert chosen(33, 65, 48) == chosen(33, 64, 47) == chosen(512, 64, 48) == "reference"
+# Capabilities of a level, and the implementation for numbers of rows of a kind, with a weight that the kernel takes.
+CHOICES = {
+    "amx": (
+        {"bf16_dot", "bf16_tiles", "fma"},
+        {
+            "native": [(4, "bfloat16"), (11, "float32"), (128, "int8")],
+            "native_gemm": [(5, "bfloat16"), (127, "bfloat16"), (24, "float32")],
+            "reference": [(128, "bfloat16")],
+        },
+    ),
+    "avx512_bf16": (
+        {"bf16_dot", "fma"},
+        {
+            "native": [(23, "bfloat16"), (11, "float32"), (128, "int8")],
+            "native_gemm": [(24, "bfloat16"), (511, "bfloat16"), (12, "float32"), (129, "int8")],
+            "reference": [(512, "bfloat16")],
+        },
+    ),
+    # XLA would convert bfloat16 and integers.
+    "avx2": (
+        {"fma"},
+        {
+            "native": [(11, "bfloat16"), (128, "int8")],
+            "native_gemm": [
+                *((rows, kind) for rows, kind in ((12, "bfloat16"), (5000, "bfloat16"), (129, "int8"), (5000, "int8"))),
+                *((rows, "float32") for rows in (12, 32)),
+            ],
+            "reference": [(33, "float32")],
+        },
+    ),
+    "portable": (set(), {"reference": [(33, "bfloat16")], "dequantized": [(200, "int8")]}),
+}
+
+
+@pytest.mark.parametrize("level", CHOICES)
+def test_it_runs_where_it_is_faster(level, monkeypatch):
+    capabilities, choices = CHOICES[level]
+    monkeypatch.setattr(library, "has", lambda capability: capability in capabilities)
+    with library.use_level("portable"):
+        for name, calls in choices.items():
+            assert [chosen(rows, 64, 48, kind) for rows, kind in calls] == [name] * len(calls)
+        assert chosen(33, 65, 48) == chosen(33, 64, 47) == "reference"
         x, w, _ = arrays(33, 64, 48, "float32")
         assert ops.linear.select(x, w.astype(jnp.float16)).name == "reference"
         assert ops.linear.select(x, ops.quantize(w, 8, 32)).name == "native"
-
-
-@pytest.mark.skipif(not library.has("bf16_tiles"), reason="this machine has no AMX")
-def test_it_runs_from_few_bfloat16_rows_on_where_tiles_are_multiplied():
-    with library.use_level("amx"):
-        assert chosen(5, 64, 48) == chosen(127, 64, 48) == chosen(24, 64, 48, "float32") == "native_gemm"
-        assert chosen(128, 64, 48) == "reference"
-        assert chosen(4, 64, 48) == chosen(11, 64, 48, "float32") == chosen(128, 64, 48, "int8") == "native"
 
 
 @pytest.mark.skipif(not library.has("bf16_tiles"), reason="this machine has no AMX")
@@ -111,28 +138,6 @@ def test_tiles_give_what_rows_give(kind):
             expected = np.asarray(native(x, w, bias))
         with library.use_level("amx"):
             np.testing.assert_allclose(native(x, w, bias), expected, rtol=1e-5, atol=1e-3)
-
-
-def test_it_runs_only_where_it_is_faster():
-    with library.use_level("portable"):
-        assert chosen(33, 64, 48) == "reference"
-        assert chosen(200, 64, 48, "int8") == "dequantized"
-
-
-def test_any_level_with_bfloat16_dot_products_runs_it(monkeypatch):
-    monkeypatch.setattr(library, "has", lambda capability: capability in ("bf16_dot", "fma"))
-    with library.use_level("portable"):
-        assert chosen(33, 64, 48) == "native_gemm"
-
-
-def test_bfloat16_and_integers_of_all_numbers_of_rows_run_it_where_xla_would_convert_them(monkeypatch):
-    monkeypatch.setattr(library, "has", lambda capability: capability == "fma")
-    with library.use_level("portable"):
-        assert chosen(12, 64, 48) == chosen(5000, 64, 48) == "native_gemm"
-        assert chosen(129, 64, 48, "int8") == chosen(5000, 64, 48, "int8") == "native_gemm"
-        assert chosen(12, 64, 48, "float32") == chosen(32, 64, 48, "float32") == "native_gemm"
-        assert chosen(11, 64, 48) == chosen(128, 64, 48, "int8") == "native"
-        assert chosen(33, 64, 48, "float32") == chosen(33, 65, 48) == "reference"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,7 +21,7 @@ from tests.support.attention import (
     quantized_problem,
     quantized_tokens,
     with_nan_in_page_0,
-    without_pages_behind,
+    without_pages_before_the_window,
 )
 from tests.support.cpu import for_each_level, needs_library
 from verax import ops
@@ -55,12 +55,22 @@ def assert_close(out, expected, dtype):
         assert np.linalg.norm(out - expected) <= 1e-2 * np.linalg.norm(expected)
 
 
+each_dtype = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+
+
+def problem(seed, lengths, counts, dtype, **sizes):
+    """Queries and pages, the arrays that they stand for, and the rest of a call."""
+    if dtype == jnp.int8:
+        return quantized_problem(seed, lengths, counts, **sizes)
+    arrays, *rest = paged_problem(seed, lengths, counts, dtype=dtype, **sizes)
+    return arrays, arrays, *rest
+
+
 @lru_cache(maxsize=1)
 def ragged_problem(name, N, K, H, dtype):
     """Arguments and the exact result: one test of each level after the other."""
-    lengths, counts = RAGGED[name]
-    arrays, *rest = paged_problem(0, lengths, counts, N=N, K=K, H=H, p=16, dtype=dtype)
-    return (*arrays, *rest), exact_paged_attention(arrays, *rest)
+    arrays, floats, *rest = problem(0, *RAGGED[name], dtype, N=N, K=K, H=H, p=16)
+    return (*arrays, *rest), exact_paged_attention(floats, *rest)
 
 
 @lru_cache(maxsize=1)
@@ -68,17 +78,17 @@ def decode_problem(N, K, H, p, dtype):
     """Arguments of rows of many lengths, none among them, and the exact result of each row."""
     lengths = [0, 1, p - 1, p, p + 1, 64, 65, 511, 512, 513, 1500]
     counts = [int(length > 0) for length in lengths]
-    (q, k, v), table, kv, starts = paged_problem(1, lengths, counts, N=N, K=K, H=H, p=p, dtype=dtype)
+    (q, *pages), floats, table, kv, starts = problem(1, lengths, counts, dtype, N=N, K=K, H=H, p=p)
     newest = np.maximum(np.asarray(starts[1:]) - 1, 0)
-    expected = exact_paged_attention((q, k, v), table, kv, starts)[newest]
+    expected = exact_paged_attention(floats, table, kv, starts)[newest]
     expected[0] = 0
-    return (np.asarray(q)[newest], k, v, table, kv), expected
+    return (np.asarray(q)[newest], *pages, table, kv), expected
 
 
 @for_each_level
 @pytest.mark.parametrize("name", RAGGED)
 @pytest.mark.parametrize(("N", "K", "H"), [(4, 2, 16), (5, 1, 20), (3, 3, 80)])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@each_dtype
 def test_ragged_attention_equals_the_definition(level, name, N, K, H, dtype):
     arguments, expected = ragged_problem(name, N, K, H, dtype)
     with library.use_level(level):
@@ -86,96 +96,46 @@ def test_ragged_attention_equals_the_definition(level, name, N, K, H, dtype):
 
 
 @for_each_level
-@pytest.mark.parametrize(("N", "K", "H"), [(2, 2, 64), (4, 2, 128), (5, 1, 80), (16, 2, 128), (8, 1, 256)])
+@pytest.mark.parametrize(("N", "K", "H"), [(2, 2, 64), (4, 2, 128), (5, 1, 80), (16, 2, 128), (16, 1, 40), (8, 1, 256)])
 @pytest.mark.parametrize("p", [8, 16, 48])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@each_dtype
 def test_decode_attention_equals_the_definition(level, N, K, H, p, dtype):
     arguments, expected = decode_problem(N, K, H, p, dtype)
     with library.use_level(level):
         assert_close(decode(*arguments), expected, dtype)
 
 
-@for_each_level
-@pytest.mark.parametrize("name", RAGGED)
-@pytest.mark.parametrize(("N", "K", "H"), [(4, 2, 16), (5, 1, 20), (3, 3, 80)])
-def test_int8_ragged_attention_equals_the_definition(level, name, N, K, H):
-    lengths, counts = RAGGED[name]
-    pages, arrays, *rest = quantized_problem(0, lengths, counts, N=N, K=K, H=H, p=16)
-    with library.use_level(level):
-        assert_close(ragged(*pages, *rest), exact_paged_attention(arrays, *rest), jnp.int8)
-
-
-@for_each_level
-@pytest.mark.parametrize(("N", "K", "H"), [(2, 2, 64), (6, 2, 128), (5, 1, 80), (16, 1, 40), (8, 1, 256)])
-@pytest.mark.parametrize("p", [8, 16, 48])
-def test_int8_decode_attention_equals_the_definition(level, N, K, H, p):
-    lengths = [0, 1, p - 1, p, p + 1, 64, 65, 511, 512, 513, 1500]
-    counts = [int(length > 0) for length in lengths]
-    (q, *pages), (_, *floats), table, kv, starts = quantized_problem(1, lengths, counts, N=N, K=K, H=H, p=p)
-    newest = np.maximum(np.asarray(starts[1:]) - 1, 0)
-    with library.use_level(level):
-        out = decode(q[newest], *pages, table, kv)
-    expected = exact_paged_attention((q, *floats), table, kv, starts)[newest]
-    expected[0] = 0
-    assert_close(out, expected, jnp.int8)
-
-
 WINDOWS = [1, 16, 70, 512, 600]
 
 
 @for_each_level
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+@each_dtype
 def test_no_key_outside_of_a_window_is_read(level, dtype):
     lengths, counts = [1100, 9, 513, 700, 0, 400], [1, 1, 2, 200, 0, 400]
+    newest = [1, 15, 64, 65, 511, 512, 513, 1500]
     for window in WINDOWS:
-        sizes = dict(N=4, K=1, H=20, p=16)
-        if dtype == jnp.int8:
-            (q, *pages), (_, *floats), table, kv, starts = quantized_problem(3, lengths, counts, **sizes)
-        else:
-            (q, *pages), table, kv, starts = paged_problem(3, lengths, counts, dtype=dtype, **sizes)
-            floats = pages
-        expected = exact_paged_attention((q, *floats), table, kv, starts, window=window)
-        freed = without_pages_behind(window, table, kv, starts, 16)
-        # Page 0 is in the place of those that were freed.
-        pages = with_nan_in_page_0(pages)
+        (q, *pages), floats, table, kv, starts = problem(3, lengths, counts, dtype, N=4, K=1, H=20, p=16)
+        expected = exact_paged_attention(floats, table, kv, starts, window=window)
+        freed = without_pages_before_the_window(window, table, kv, starts, 16)  # page 0 is in their place
         with library.use_level(level):
-            assert_close(ragged(q, *pages, freed, kv, starts, window=window), expected, dtype)
+            out = ragged(q, *with_nan_in_page_0(pages), freed, kv, starts, window=window)
+        assert_close(out, expected, dtype)
+        (q, *pages), (_, *floats), table, kv, starts = problem(4, newest, [1] * 8, dtype, N=6, K=2, H=64, p=16)
+        expected = exact_paged_attention((q[:8], *floats), table, kv, starts, window=window)
+        freed = without_pages_before_the_window(window, table, kv, starts, 16)
+        with library.use_level(level):
+            assert_close(decode(q[:8], *with_nan_in_page_0(pages), freed, kv, window=window), expected, dtype)
 
 
 @for_each_level
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
-def test_a_decode_step_reads_its_window_only(level, dtype):
-    lengths = [1, 15, 64, 65, 511, 512, 513, 1500]
-    for window in WINDOWS:
-        sizes = dict(N=6, K=2, H=64, p=16)
-        counts = [1] * len(lengths)
-        if dtype == jnp.int8:
-            (q, *pages), (_, *floats), table, kv, starts = quantized_problem(4, lengths, counts, **sizes)
-        else:
-            (q, *pages), table, kv, starts = paged_problem(4, lengths, counts, dtype=dtype, **sizes)
-            floats = pages
-        rows = q[: len(lengths)]
-        expected = exact_paged_attention((rows, *floats), table, kv, starts, window=window)
-        freed = without_pages_behind(window, table, kv, starts, 16)
-        pages = with_nan_in_page_0(pages)
-        with library.use_level(level):
-            assert_close(decode(rows, *pages, freed, kv, window=window), expected, dtype)
-
-
-@for_each_level
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
+@each_dtype
 def test_scores_are_scaled_then_capped(level, dtype):
     lengths, counts, changes = [600, 40, 5], [1, 40, 1], {"scale": 0.3, "soft_cap": 4.0}
-    sizes = dict(N=4, K=2, H=20, p=16)
-    if dtype == jnp.int8:
-        (q, *pages), (_, *floats), *rest = quantized_problem(5, lengths, counts, **sizes)
-    else:
-        (q, *pages), *rest = paged_problem(5, lengths, counts, dtype=dtype, **sizes)
-        floats = pages
+    (q, *pages), floats, *rest = problem(5, lengths, counts, dtype, N=4, K=2, H=20, p=16)
     with library.use_level(level):
         out = ragged(q, *pages, *rest, **changes)
         assert np.isfinite(ragged(1e9 * q, *pages, *rest, **changes)).all()
-    assert_close(out, exact_paged_attention((q, *floats), *rest, **changes), dtype)
+    assert_close(out, exact_paged_attention(floats, *rest, **changes), dtype)
 
 
 @for_each_level
@@ -217,32 +177,23 @@ def test_a_token_does_not_depend_on_how_its_prompt_was_cut(level, dtype, window)
 
 @for_each_level
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_recycled_int8_pages_hold_does_not_leak(level, value):
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
+def test_what_recycled_pages_hold_does_not_leak(level, value, dtype):
     lengths, counts, p = [37, 600, 9], [20, 1, 9], 16
-    (q, k, v), _, table, kv, starts = quantized_problem(4, lengths, counts, N=4, K=2, H=20, p=p, table_width=60)
-    owned = np.zeros((k.shape[0], p), bool)
+    (q, k, v), _, table, kv, starts = problem(4, lengths, counts, dtype, N=4, K=2, H=20, p=p, table_width=60)
+    owned = np.zeros((k.shape[0], 1, p), bool)
     for b, length in enumerate(lengths):
         for s in range(length):
-            owned[table[b, s // p], s % p] = True
-    dirty = (QuantizedPages(x.values, jnp.where(owned[:, None], x.scales, value)) for x in (k, v))
+            owned[table[b, s // p], 0, s % p] = True
+
+    def dirty(x):  # integers are never NaN, their scales may be
+        if isinstance(x, QuantizedPages):
+            return x._replace(scales=jnp.where(owned, x.scales, value))
+        return jnp.where(owned[..., None], x, value)
+
     with library.use_level(level):
         clean = np.asarray(ragged(q, k, v, table, kv, starts))
-        np.testing.assert_array_equal(ragged(q, *dirty, table, kv, starts), clean)
-
-
-@for_each_level
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_recycled_pages_hold_does_not_leak(level, value):
-    lengths, counts, p = [37, 600, 9], [20, 1, 9], 16
-    (q, k, v), table, kv, starts = paged_problem(4, lengths, counts, N=4, K=2, H=20, p=p, table_width=60)
-    owned = np.zeros((k.shape[0], p), bool)
-    for b, length in enumerate(lengths):
-        for s in range(length):
-            owned[table[b, s // p], s % p] = True
-    dirty_k, dirty_v = (jnp.where(owned[:, None, :, None], x, value) for x in (k, v))
-    with library.use_level(level):
-        clean = np.asarray(ragged(q, k, v, table, kv, starts))
-        np.testing.assert_array_equal(ragged(q, dirty_k, dirty_v, table, kv, starts), clean)
+        np.testing.assert_array_equal(ragged(q, dirty(k), dirty(v), table, kv, starts), clean)
 
 
 def test_page_numbers_that_do_not_exist_are_harmless():
@@ -296,38 +247,23 @@ def test_bits_do_not_depend_on_the_number_of_threads():
 
 
 @for_each_level
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@each_dtype
 @pytest.mark.parametrize("T", [0, 1, 4, 300])
 def test_written_pages_are_the_references_to_the_bit(level, dtype, T):
     rng = np.random.default_rng(7)
-    cache = jnp.asarray(rng.standard_normal((40, 3, 8, 20)), dtype)
-    x = jnp.asarray(rng.standard_normal((T, 3, 20)), jnp.float32)
-    x = x.at[:1, 0, :4].set(jnp.asarray([np.nan, np.inf, 1e-40, -0.0]))
+    x = jnp.asarray(rng.standard_normal((T, 3, 20)) * np.exp(rng.standard_normal((T, 3, 1)) * 5), jnp.float32)
+    x = x.at[:1, 0, :4].set(jnp.asarray([np.nan, np.inf, 1e-40, -0.0])).at[:1, 1].set(0).at[:1, 2, 4].set(-np.inf)
     places = rng.permutation(40 * 8)[:T]
     pages, offsets = jnp.asarray(places // 8, jnp.int32), jnp.asarray(places % 8, jnp.int32)
-    before = np.asarray(cache.astype(jnp.float32))
+    filled = jnp.asarray(rng.standard_normal((40, 3, 8, 20)), dtype)
+    cache = QuantizedPages(filled, jnp.full((40, 3, 8), 2.0)) if dtype == jnp.int8 else filled
+    floats = lambda pages: jax.tree.map(lambda x: np.array(x, np.float32), pages)  # which NumPy compares NaN of
+    before = floats(cache)
     with library.use_level(level):
         ours = write(cache, x, pages, offsets)
     theirs = jax.jit(ops.write_pages.reference, compiler_options=compiler_options("cpu"))(cache, x, pages, offsets)
-    np.testing.assert_array_equal(*(np.asarray(y.astype(jnp.float32)) for y in (ours, theirs)))
-    np.testing.assert_array_equal(np.asarray(cache.astype(jnp.float32)), before)  # it was not donated
-
-
-@for_each_level
-@pytest.mark.parametrize("T", [0, 1, 300])
-def test_written_int8_pages_are_the_references_to_the_bit(level, T):
-    rng = np.random.default_rng(7)
-    x = jnp.asarray(rng.standard_normal((T, 3, 20)) * np.exp(rng.standard_normal((T, 3, 1)) * 5), jnp.float32)
-    x = x.at[:1, 0].set(0).at[:1, 1, 4].set(np.nan).at[:1, 2, 4].set(-np.inf)
-    places = rng.permutation(40 * 8)[:T]
-    pages, offsets = jnp.asarray(places // 8, jnp.int32), jnp.asarray(places % 8, jnp.int32)
-    before = QuantizedPages(jnp.full((40, 3, 8, 20), 5, jnp.int8), jnp.full((40, 3, 8), 2.0))
-    with library.use_level(level):
-        ours = write(before, x, pages, offsets)
-    theirs = jax.jit(ops.write_pages.reference, compiler_options=compiler_options("cpu"))(before, x, pages, offsets)
-    np.testing.assert_array_equal(ours.values, theirs.values)
-    np.testing.assert_array_equal(ours.scales, theirs.scales)
-    assert (before.scales == 2).all()  # it was not donated
+    jax.tree.map(np.testing.assert_array_equal, floats(ours), floats(theirs))
+    jax.tree.map(np.testing.assert_array_equal, floats(cache), before)  # it was not donated
 
 
 def test_tokens_without_a_place_are_left_out():

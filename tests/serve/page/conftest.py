@@ -4,7 +4,8 @@ import shutil
 
 import pytest
 
-from tests.serve.page.fake import Fake, running
+from tests.serve.page.fake import Fake
+from tests.support.chat_run import running
 from verax.serve.http.server import LazyModel, Server
 from verax.serve.http.settings import ServerSettings
 
@@ -35,7 +36,7 @@ def fake(tmp_path_factory):
     not_loaded = LazyModel("small", lambda: None)
     server = Server(NoEngine(), encoder=not_loaded, videos=not_loaded, settings=ServerSettings(reports=reports))
     fake = Fake(server)
-    with running(fake.app()) as fake.address:
+    with running(fake.app(), "auto") as fake.address:
         yield fake
 
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.serve.page.fake import running
+from tests.support.chat_run import running
 from verax.serve.app import create_app
 from verax.serve.http.server import Server
 from verax.text.engine.async_llm import AsyncLLM
@@ -30,7 +30,7 @@ def address():
         return run(self, schedule)
 
     llm = AsyncLLM(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=1024, use_tqdm=False)
-    with pytest.MonkeyPatch.context() as patch, running(create_app(Server(llm))) as address:
+    with pytest.MonkeyPatch.context() as patch, running(create_app(Server(llm)), "auto") as address:
         patch.setattr(ModelRunner, "run", run_slowly)
         yield address
 

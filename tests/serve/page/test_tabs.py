@@ -5,7 +5,8 @@ import re
 import pytest
 
 from tests.serve.page.conftest import NoEngine
-from tests.serve.page.fake import Fake, png, running
+from tests.serve.page.fake import Fake, png
+from tests.support.chat_run import running
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
 
@@ -170,7 +171,7 @@ def test_axe_finds_nothing_serious_in_light_and_dark(page, tab):
 
 def test_the_page_asks_for_the_key_that_the_server_wants_and_keeps_it_for_the_tab(browser):
     fake = Fake(Server(NoEngine(), settings=ServerSettings(api_keys=("open-sesame",))))
-    with running(fake.app()) as address:
+    with running(fake.app(), "auto") as address:
         context = browser.new_context()
         page = context.new_page()
         page.goto(address)

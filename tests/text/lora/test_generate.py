@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from tests.support.adapters import adapter_weights, linear_sizes, save_adapter
-from tests.support.engine import tokens
+from tests.support.engine import finish, generate, nothing_compiles, tokens
 from tests.support.tiny import HYBRID, random_weights, tiny_checkpoint, tiny_config
 from verax import AsyncLLM, LoRARequest
 from verax.checkpoint import Checkpoint
@@ -41,30 +41,25 @@ def expected(lora_llm, merged):
     result = []
     for number in ALL:
         with merged(lora_llm, number):
-            result.append(tokens(lora_llm.generate(PROMPTS, GREEDY, use_tqdm=False)))
+            result.append(tokens(generate(lora_llm, PROMPTS, GREEDY)))
     assert all(a != b for prompt in zip(*result, strict=True) for i, a in enumerate(prompt) for b in prompt[:i])
     return result
 
 
-def test_base_and_adapters_in_one_batch_give_the_tokens_of_merged_models(lora_llm, requests, expected):
-    chosen = [requests[number] for number in MIXED]
-    outputs = lora_llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=chosen)
-    assert tokens(outputs) == [expected[number][at] for at, number in enumerate(MIXED)]
+@pytest.mark.parametrize("numbers", [MIXED, *([number] * len(PROMPTS) for number in ALL)])
+def test_base_and_adapters_in_one_batch_give_the_tokens_of_merged_models(lora_llm, requests, expected, numbers):
+    chosen = [requests[number] for number in numbers]
+    outputs = generate(lora_llm, PROMPTS, GREEDY, lora_request=chosen if numbers is MIXED else chosen[0])
+    assert tokens(outputs) == [expected[number][at] for at, number in enumerate(numbers)]
     lora_llm.engine.check()
-
-
-@pytest.mark.parametrize("number", ALL)
-def test_one_adapter_goes_for_all_prompts(lora_llm, requests, expected, number):
-    outputs = lora_llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=requests[number])
-    assert tokens(outputs) == expected[number]
 
 
 def test_samples_with_a_seed_do_not_depend_on_the_batch(lora_llm, requests):
     params = SamplingParams(temperature=1.0, seed=7, n=2, max_tokens=12, ignore_eos=True)
     chosen = [requests[number] for number in MIXED]
-    together = lora_llm.generate(PROMPTS, params, use_tqdm=False, lora_request=chosen)
+    together = generate(lora_llm, PROMPTS, params, lora_request=chosen)
     for prompt, request, output in zip(PROMPTS, chosen, together, strict=True):
-        alone = lora_llm.generate(prompt, params, use_tqdm=False, lora_request=request)[0]
+        alone = generate(lora_llm, prompt, params, lora_request=request)[0]
         assert [sample.token_ids for sample in output.outputs] == [sample.token_ids for sample in alone.outputs]
 
 
@@ -73,26 +68,25 @@ def test_blocks_of_one_adapter_serve_no_other(lora_llm, requests):
     prompt = PROMPTS[3]
     for cached in (0, 32):
         for request in requests:
-            output = lora_llm.generate(prompt, GREEDY, use_tqdm=False, lora_request=request)[0]
+            output = generate(lora_llm, prompt, GREEDY, lora_request=request)[0]
             assert output.num_cached_tokens == cached
 
 
 def test_nothing_compiles_after_the_start_whatever_adapters_come(lora_llm, requests, tmp_path):
-    before = lora_llm.engine.runner.num_compiled()
     sizes = linear_sizes(random_weights(tiny_config()))
     folder = save_adapter(tmp_path, adapter_weights(sizes, seed=9, rank=2), rank=2)
     fourth = LoRARequest("fourth", 4, folder)
-    lora_llm.generate(PROMPTS[:5], GREEDY, use_tqdm=False, lora_request=[*requests, fourth])
-    assert lora_llm.engine.runner.num_compiled() == before
+    with nothing_compiles(lora_llm):
+        generate(lora_llm, PROMPTS[:5], GREEDY, lora_request=[*requests, fourth])
 
 
 def test_steps_without_an_adapter_run_the_plain_programs(lora_llm, requests, monkeypatch):
     runner, ran = lora_llm.engine.runner, []
     dispatch = runner._dispatch
     monkeypatch.setattr(runner, "_dispatch", lambda shape, packed: ran.append(shape) or dispatch(shape, packed))
-    lora_llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)
+    generate(lora_llm, PROMPTS[:2], GREEDY)
     assert {shape.adapters for shape in ran} == {False}
-    lora_llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False, lora_request=[None, requests[1]])
+    generate(lora_llm, PROMPTS[:2], GREEDY, lora_request=[None, requests[1]])
     assert {shape.adapters for shape in ran[-3:]} == {True}
 
 
@@ -102,37 +96,28 @@ def test_streams_chats_and_queued_requests_take_an_adapter(lora_llm, requests, e
     assert texts[0] != texts[1]
     assert "".join(lora_llm.stream(messages, GREEDY, requests[1])) == texts[1]
     lora_llm.add_request(PROMPTS[2], GREEDY, lora_request=requests[2])
-    while lora_llm.has_unfinished_requests:
-        outputs = lora_llm.step()
-    assert tokens(outputs) == [expected[2][2]]
+    assert tokens(finish(lora_llm)) == [expected[2][2]]
 
 
-def test_the_asynchronous_engine_takes_adapters_and_refuses_bad_ones(lora_llm, requests, expected, tmp_path):
-    async def ask():
-        llm = AsyncLLM.from_llm(lora_llm)
+async def test_the_asynchronous_engine_takes_adapters_and_refuses_bad_ones(lora_llm, requests, expected, tmp_path):
+    async with AsyncLLM.from_llm(lora_llm) as llm:
         calls = [llm.collect(PROMPTS[at], GREEDY, lora_request=requests[i]) for at, i in enumerate(MIXED)]
         calls.append(llm.collect(PROMPTS[0], GREEDY, lora_request=LoRARequest("none", 8, tmp_path)))
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        await llm.shutdown()
-        return results
-
-    *outputs, error = asyncio.run(ask())
+        *outputs, error = await asyncio.gather(*calls, return_exceptions=True)
     assert tokens(outputs) == [expected[number][at] for at, number in enumerate(MIXED)]
     assert isinstance(error, CheckpointError)
     assert "adapter_config.json" in str(error)
 
 
-def test_arguments_that_make_no_sense_are_refused_before_anything_runs(lora_llm, requests):
-    with pytest.raises(InvalidParameterError, match="lora_request: 1 given for 2 prompts"):
-        lora_llm.generate(PROMPTS[:2], GREEDY, lora_request=[requests[1]])
-    with pytest.raises(InvalidParameterError, match="lora_request: expected a LoRARequest, got 'a1'"):
-        lora_llm.generate(PROMPTS[:2], GREEDY, lora_request=["a1", None])
-    assert not lora_llm.has_unfinished_requests
-
-
-def test_an_engine_without_adapters_says_how_to_start_one(llm, adapters):
-    with pytest.raises(InvalidParameterError, match="enable_lora=True"):
-        llm.generate(PROMPTS[0], GREEDY, lora_request=adapters[0][0])
+def test_arguments_that_make_no_sense_are_refused_before_anything_runs(llm, lora_llm, requests):
+    for engine, adapter, says in (
+        (lora_llm, [requests[1]], "lora_request: 1 given for 2 prompts"),
+        (lora_llm, ["a1", None], "lora_request: expected a LoRARequest, got 'a1'"),
+        (llm, requests[1], "enable_lora=True"),
+    ):
+        with pytest.raises(InvalidParameterError, match=says):
+            engine.generate(PROMPTS[:2], GREEDY, lora_request=adapter)
+        assert not engine.has_unfinished_requests
 
 
 def test_recurrent_layers_take_adapters_too(tmp_path):

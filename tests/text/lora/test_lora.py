@@ -25,17 +25,10 @@ from verax.text.step.program import AbstractModel
 from verax.text.step.runner import DeviceAdapters
 
 
-def test_sequences_of_one_adapter_share_its_slot():
-    slots = AdapterSlots(2)
-    assert slots.acquire(7) == slots.acquire(7)
-    assert slots.acquire(8) != slots.acquire(7)
-    slots.check({7: 3, 8: 1})
-
-
-def test_there_is_no_room_for_another_while_all_slots_are_in_use():
+def test_sequences_of_one_adapter_share_its_slot_and_others_wait_while_all_are_in_use():
     slots = AdapterSlots(1)
-    slots.acquire(7)
-    slots.acquire(7)
+    assert slots.acquire(7) == slots.acquire(7)
+    slots.check({7: 2})
     slots.release(7)
     assert slots.has_room(7)
     assert not slots.has_room(8)
@@ -46,6 +39,7 @@ def test_there_is_no_room_for_another_while_all_slots_are_in_use():
 def test_an_unused_adapter_stays_until_its_slot_is_needed_the_oldest_first():
     slots = AdapterSlots(2)
     places = {number: slots.acquire(number) for number in (7, 8)}
+    assert places[7] != places[8]
     for number in (8, 7):
         slots.release(number)
     assert slots.acquire(9) == places[8]
@@ -66,7 +60,7 @@ def add(scheduler, name, adapter=None):
     return sequence
 
 
-def test_a_sequence_waits_while_running_ones_use_all_slots_and_so_do_those_behind_it(scheduler):
+def test_a_sequence_waits_while_running_ones_use_all_slots_and_so_do_the_ones_after_it(scheduler):
     first, second, third = add(scheduler, "a", 1), add(scheduler, "b", 2), add(scheduler, "c")
     plan = scheduler.schedule()
     assert plan.admitted == [first]
@@ -74,6 +68,8 @@ def test_a_sequence_waits_while_running_ones_use_all_slots_and_so_do_those_behin
     scheduler.finish(first)
     assert scheduler.schedule().admitted == [second, third]
     assert (second.adapter_slot, third.adapter_slot) == (0, None)
+    scheduler.finish(second)
+    assert not scheduler.schedule().adapted
     scheduler.check()
 
 
@@ -84,11 +80,6 @@ def test_a_preempted_sequence_gives_its_slot_back(scheduler):
     assert sequence.adapter_slot is None
     assert scheduler.adapters.has_room(2)
     scheduler.check()
-
-
-def test_a_step_of_the_base_model_alone_is_not_adapted(scheduler):
-    add(scheduler, "a")
-    assert not scheduler.schedule().adapted
 
 
 ATTENTION = {f"self_attn.{name}_proj" for name in "qkvo"}
@@ -111,7 +102,7 @@ def layers_of(family, **changes):
         ("qwen3_moe", EXPERTS, ATTENTION),
     ],
 )
-def test_layers_are_those_that_every_token_passes_and_the_head_is_none(family, changes, expected):
+def test_layers_are_what_every_token_passes_without_the_head(family, changes, expected):
     layers = layers_of(family, **changes)
     assert set(layers.shapes) == {f"model.layers.{i}.{name}" for i in range(2) for name in expected}
     assert layers.shapes["model.layers.0.self_attn.k_proj"] == (32, 64)
@@ -148,11 +139,7 @@ def test_a_model_without_linear_layers_is_refused():
 def test_writing_a_slot_changes_no_other():
     layers = layers_of("qwen3")
     rng = np.random.default_rng(0)
-    shapes = [
-        shape
-        for size_out, size_in in layers.shapes.values()
-        for shape in ((layers.max_rank, size_in), (size_out, layers.max_rank))
-    ]
+    shapes = list(DeviceAdapters(layers)._row_shapes())
     first, second = ([jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes] for _ in range(2))
     arrays = write_adapter(layers.new_arrays(), tuple(first), jnp.int32(0))
     arrays = write_adapter(arrays, tuple(second), jnp.int32(1))
@@ -221,13 +208,9 @@ def test_an_adapter_that_does_not_fit_is_refused(loader, make, made, error, says
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        (("", 1, "path"), "lora_name"),
-        ((3, 1, "path"), "lora_name"),
-        (("a", 0, "path"), "lora_int_id: expected a whole number of at least 1, got 0"),
-        (("a", True, "path"), "lora_int_id"),
-        (("a", "1", "path"), "lora_int_id"),
-        (("a", 1, ""), "lora_path"),
-        (("a", 1, None), "lora_path"),
+        *((values, "lora_name: expected a name") for values in (("", 1, "path"), (3, 1, "path"))),
+        *((("a", number, "path"), "lora_int_id: expected a whole number of at least 1") for number in (0, True, "1")),
+        *((("a", 1, path), "lora_path: expected an adapter's folder") for path in ("", None)),
     ],
 )
 def test_a_request_with_wrong_values_is_refused(values, says):

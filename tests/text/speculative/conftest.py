@@ -5,11 +5,10 @@ import contextlib
 import numpy as np
 import pytest
 
+from tests.support.engine import few_blocks, generate
 from tests.support.tiny import tiny_checkpoint
 from tests.text.conftest import make_llm as make_large_llm
-from verax.text.engine.blocks import BlockManager
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.engine.scheduler import Scheduler
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
@@ -26,13 +25,7 @@ SAMPLING = {
     "greedy": {"temperature": 0},
     "seed": {"temperature": 0.8, "seed": 7},
     "truncated": {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 3},
-    "penalties": {
-        "temperature": 0.7,
-        "presence_penalty": 0.4,
-        "frequency_penalty": 0.9,
-        "repetition_penalty": 1.2,
-        "seed": 1,
-    },
+    "penalties": dict(temperature=0.7, presence_penalty=0.4, frequency_penalty=0.9, repetition_penalty=1.2, seed=1),
     "min tokens": {"temperature": 0, "ignore_eos": False, "min_tokens": 9, "stop_token_ids": [20]},
     "stop token": {"temperature": 0, "ignore_eos": False, "stop_token_ids": [21]},
     "several": {"temperature": 1.0, "n": 3, "seed": 5},
@@ -49,9 +42,9 @@ def draft_config(folder, count=4):
 
 
 def outputs(llm, prompts, params, **options):
-    made = llm.generate(prompts, params, use_tqdm=False, **options)
+    made = generate(llm, prompts, params, **options)
     llm.engine.check()
-    assert llm.engine.scheduler.blocks.num_free == llm.engine.scheduler.blocks.num_usable
+    assert llm.engine.scheduler.blocks.usage == 0
     return made
 
 
@@ -64,7 +57,7 @@ def samples(llm, prompts, params, **options):
 
 @contextlib.contextmanager
 def without_drafts(llm):
-    """The engine as it is without `speculative_config`."""
+    """The engine without `speculative_config`."""
     speculator, llm.engine.speculator = llm.engine.speculator, None
     try:
         yield llm
@@ -77,25 +70,22 @@ def expected(llm, prompts, params, **options):
         return samples(llm, prompts, params, **options)
 
 
-def accepted(llm):
-    return llm.engine.speculator.totals.num_accepted_tokens
+def totals(llm):
+    """Numbers of tokens that were drafted and that held, so far."""
+    numbers = llm.engine.speculator.totals
+    return numbers.num_draft_tokens, numbers.num_accepted_tokens
 
 
-@contextlib.contextmanager
-def few_blocks(llm, count):
-    """The engine with a scheduler of fewer blocks than there are pages."""
-    config, all_blocks = llm.engine.runner.config, llm.engine.scheduler
-    assert count <= config.groups[0].num_blocks
-    llm.engine.scheduler = Scheduler(
-        BlockManager([count], config.block_size),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-    )
-    try:
-        yield llm.engine.scheduler
-    finally:
-        llm.engine.scheduler = all_blocks
-        all_blocks.blocks.reset_prefix_cache()  # the pages that it has listed were written to
+def assert_unchanged(llm, prompts, params, blocks=None, **options):
+    """Assert that drafts change no answer; the numbers that were drafted meanwhile, and that held.
+
+    With a number of blocks, too few for all prompts, sequences preempt each other.
+    """
+    before, alone = totals(llm), expected(llm, prompts, params, **options)
+    with contextlib.nullcontext() if blocks is None else few_blocks(llm, blocks) as scheduler:
+        assert samples(llm, prompts, params, **options) == alone
+    assert blocks is None or scheduler.num_preemptions > 0
+    return tuple(now - then for now, then in zip(totals(llm), before, strict=True))
 
 
 @pytest.fixture(scope="session")

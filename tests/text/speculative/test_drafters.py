@@ -11,20 +11,16 @@ from tests.text.speculative.conftest import (
     LOOPING,
     PROMPTS,
     SAMPLING,
-    accepted,
+    assert_unchanged,
     draft_config,
     expected,
-    few_blocks,
     make_llm,
     outputs,
-    samples,
 )
 from verax.errors import InvalidParameterError, UnsupportedModelError
-from verax.text.engine.engine_config import EngineConfig
+from verax.text.engine.engine_config import EngineConfig, SpeculativeConfig
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.features.drafters import NgramIndex
-from verax.text.features.speculative import new_speculator
-from verax.text.features.speculative_config import SpeculativeConfig
+from verax.text.features.speculative import NgramIndex, new_speculator
 from verax.text.step.sizes import block_bytes, plan_sizes
 
 
@@ -47,26 +43,21 @@ def other(folder, windows):
 
 
 @pytest.fixture(autouse=True)
-def every_draft_is_worth_it(monkeypatch):
+def free_drafts(twin, other, monkeypatch):
     """Drafts cost nothing and are never given up: these models are as large as the one that they draft for."""
     monkeypatch.setattr("verax.text.features.speculative.WAITING", -0.9)
-
-
-@pytest.fixture(autouse=True)
-def free_drafts(twin, other, monkeypatch):
     for llm in (twin, other):
         monkeypatch.setattr(llm.engine.speculator._policy, "_draft_cost", 0.0)
 
 
 @pytest.mark.parametrize("kind", [*SAMPLING, "repeating"])
-def test_answers_are_those_of_an_engine_without_drafts(other, kind):
+def test_answers_equal_an_engine_without_drafts(other, kind):
     params = SamplingParams(
         **(LOOPING if kind == "repeating" else {"max_tokens": 30, "ignore_eos": True} | SAMPLING[kind])
     )
-    before = other.engine.speculator.totals.num_draft_tokens
-    assert samples(other, PROMPTS, params) == expected(other, PROMPTS, params)
-    assert samples(other, PROMPTS[2:3], params) == expected(other, PROMPTS[2:3], params)
-    assert other.engine.speculator.totals.num_draft_tokens > before
+    for prompts in (PROMPTS, PROMPTS[2:3]):
+        drafted, _ = assert_unchanged(other, prompts, params)
+    assert drafted > 0
 
 
 @pytest.mark.parametrize("kind", ["greedy", "seed", "truncated", "penalties"])
@@ -79,29 +70,21 @@ def test_all_drafts_of_the_model_itself_are_accepted(twin, kind):
 
 
 def test_all_are_accepted_in_a_batch_of_prompts_that_come_and_go(twin):
-    totals = dataclasses.replace(twin.engine.speculator.totals)
     mixed = [dataclasses.replace(GREEDY, max_tokens=3 + 4 * i) for i in range(len(PROMPTS))]
-    assert samples(twin, PROMPTS, mixed) == expected(twin, PROMPTS, mixed)
-    drafted = twin.engine.speculator.totals.num_draft_tokens - totals.num_draft_tokens
-    assert accepted(twin) - totals.num_accepted_tokens == drafted > 50
+    drafted, accepted = assert_unchanged(twin, PROMPTS, mixed)
+    assert accepted == drafted > 50
 
 
 def test_forms_hold_within_drafts(other):
     params = SamplingParams(temperature=0.9, seed=1, max_tokens=30, structured_outputs={"regex": "(ab|ba){1,20}c"})
     free = SamplingParams(**LOOPING)
-    mixed = [params, free] * (len(PROMPTS) // 2) + [params] * (len(PROMPTS) % 2)
-    assert samples(other, PROMPTS, mixed) == expected(other, PROMPTS, mixed)
+    assert_unchanged(other, PROMPTS, [params, free] * (len(PROMPTS) // 2) + [params] * (len(PROMPTS) % 2))
 
 
 def test_preemption_changes_no_token(twin):
-    before = dataclasses.replace(twin.engine.speculator.totals)
-    alone = [expected(twin, PROMPTS, params) for params in (GREEDY, SamplingParams(**LOOPING))]
-    with few_blocks(twin, 32) as scheduler:
-        assert [samples(twin, PROMPTS, params) for params in (GREEDY, SamplingParams(**LOOPING))] == alone
-    assert scheduler.num_preemptions > 0
-    now = twin.engine.speculator.totals
-    drafted, held = (getattr(now, x) - getattr(before, x) for x in ("num_draft_tokens", "num_accepted_tokens"))
-    assert held == drafted > 0
+    for params in (GREEDY, SamplingParams(**LOOPING)):
+        drafted, accepted = assert_unchanged(twin, PROMPTS, params, blocks=32)
+        assert accepted == drafted > 0
 
 
 def test_sliding_windows_change_no_token(folder, windows, monkeypatch):
@@ -111,17 +94,17 @@ def test_sliding_windows_change_no_token(folder, windows, monkeypatch):
     for speculator in (llm.engine.speculator, new_speculator(ngram, llm.engine.runner, None)):
         llm.engine.speculator = speculator
         monkeypatch.setattr(speculator._policy, "_draft_cost", 0.0)
-        for params in (GREEDY, SamplingParams(**LOOPING)):
-            assert samples(llm, long, params) == expected(llm, long, params)
-        assert accepted(llm) > 0
+        assert_unchanged(llm, long, GREEDY)
+        _, accepted = assert_unchanged(llm, long, SamplingParams(**LOOPING))
+        assert accepted > 0
 
 
 def test_drafts_over_float8_pages_change_no_token(folder, monkeypatch):
     llm = make_llm(folder, kv_cache_dtype="fp8", speculative_config=draft_config(folder))
     monkeypatch.setattr(llm.engine.speculator._policy, "_draft_cost", 0.0)
-    for params in (GREEDY, SamplingParams(**LOOPING)):
-        assert samples(llm, PROMPTS, params) == expected(llm, PROMPTS, params)
-    assert accepted(llm) > 0
+    assert_unchanged(llm, PROMPTS, GREEDY)
+    _, accepted = assert_unchanged(llm, PROMPTS, SamplingParams(**LOOPING))
+    assert accepted > 0
     caches = (llm.engine.runner._cache, llm.engine.speculator.drafter._cache)
     assert {pages.dtype.name for cache in caches for layer in cache for pages in layer} == {"float8_e4m3fn"}
 

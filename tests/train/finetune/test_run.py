@@ -161,13 +161,13 @@ def test_quantised_weights_are_trained_as_floats_only_on_request(data, tmp_path)
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"batch_size": 0}, "batch_size: expected at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size: expected a whole number of at least 1, got 0"),
         ({"batch_size": 3, "devices": 2}, "batch_size: 3 examples do not divide over 2 devices"),
-        ({"learning_rate": 0.0}, "learning_rate: expected a positive number"),
-        ({"learning_rate": float("nan")}, "learning_rate: expected a positive number"),
-        ({"weight_decay": -1.0}, "weight_decay: expected at least 0"),
+        ({"learning_rate": 0.0}, "learning_rate: expected a number of more than 0"),
+        ({"learning_rate": float("nan")}, "learning_rate: expected a number of more than 0"),
+        ({"weight_decay": -1.0}, "weight_decay: expected a number of at least 0"),
         ({"dtype": "float16"}, "dtype: expected one of"),
-        ({"max_length": 1}, "max_length: expected at least 2"),
+        ({"max_length": 1}, "max_length: expected a whole number of at least 2"),
     ],
 )
 def test_settings_out_of_range_are_refused_by_name(changes, problem):

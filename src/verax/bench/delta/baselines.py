@@ -18,73 +18,75 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from verax.bench.harness import Side, check_names
+from verax.bench.harness import Side
+from verax.bench.settings import DELTA_BASELINES, DeltaSettings
 from verax.errors import InvalidParameterError, MissingDependencyError
 from verax.machine import num_cores
 from verax.ops.cpu.build import compiler
 
-__all__ = ["BASELINES", "Baselines", "find_baselines", "jax_side", "naive_fla", "torch_side"]
-
-BASELINES = ("torch", "cython", "torch.compile", "transformers", "fla")
-"""PyTorch run eagerly; the same through Cython, as in the earlier port; through torch.compile; transformers' PyTorch
-implementations of the gated rule; flash-linear-attention: Triton on a GPU, its naive PyTorch code on a CPU."""
+__all__ = ["Baselines", "find_baselines", "jax_side", "naive_fla", "torch_side"]
 
 
 @dataclass(frozen=True)
 class Baselines:
-    """Implementations to compare with, on the platform of JAX's default device."""
+    """Implementations to compare with, on the platform of JAX's default device.
+
+    Attributes:
+        device: torch's name of the platform.
+        reference: LAM in PyTorch (`compare.references.lam`): a baseline, and in float64 the expected result.
+        names: names of the baselines.
+        cython: LAM in PyTorch through Cython, and `cython_s`, the seconds that building it took.
+        gated: implementations of the gated rule by library and kind, chunk or recurrent.
+        skipped: reason for each baseline that is not available.
+    """
 
     torch: Any
     device: str
-    """torch's name of the platform."""
     reference: ModuleType
-    """LAM in PyTorch (`compare.references.lam`): a baseline, and in float64 the expected result."""
     names: tuple[str, ...]
-    """Names out of `BASELINES`."""
     cython: ModuleType | None = None
-    """LAM in PyTorch through Cython, and the seconds that building it took."""
     cython_s: float | None = None
-    transformers: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    fla: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    """Implementations of the gated rule, chunk and recurrent."""
+    gated: dict[str, Callable[..., Any]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
-    """Reason for each baseline that is not available."""
     versions: dict[str, Any] = field(default_factory=dict)
 
 
-def find_baselines(against: Sequence[str] | None, folder: Path, *, without: Sequence[str] = ()) -> Baselines:
-    """Import and build the baselines.
+def find_baselines(settings: DeltaSettings, folder: Path) -> Baselines:
+    """Import and build the baselines that the settings name, or all that are installed, with reasons for the others.
 
     Args:
-        against: names out of `BASELINES`; None for all, unavailable ones are skipped with their reason.
+        settings: what to compare with.
         folder: gets the files of Cython; it has to last as long as the baselines do.
-        without: names to leave out of all.
 
     Raises:
-        InvalidParameterError: for an unknown name, or if JAX and torch have no platform in common.
+        InvalidParameterError: if JAX and torch have no platform in common.
         MissingDependencyError: without torch, or without something that `against` names.
     """
-    names = tuple(name for name in BASELINES if name not in without) if against is None else tuple(against)
-    check_names("against", names, BASELINES)
+    quick = ("torch.compile",) if settings.quick else ()
+    names = settings.against or tuple(name for name in DELTA_BASELINES if name not in quick)
     reference = importlib.import_module("verax.compare.references.lam")
     torch, device = reference.torch, _device(reference.torch)
     torch.set_num_threads(num_cores())
-    found: dict[str, Any] = {}
+    cython: tuple[Any, Any] = (None, None)
+    gated: dict[str, Any] = {}
     versions = {"torch": torch.__version__, "torch_threads": torch.get_num_threads()}
-    finders = {"cython": _find_cython, "transformers": _find_transformers, "fla": _find_fla}
     skipped = {}
     for name in names:
-        if name in finders:
-            try:
-                parts, version = finders[name](folder, device)
-            except MissingDependencyError as error:
-                if against is not None:
-                    raise
-                skipped[name] = str(error)
-            else:
-                found |= parts
-                versions |= version
-    return Baselines(torch, device, reference, names, skipped=skipped, versions=versions, **found)
+        try:
+            if name == "cython":
+                cython = _cythonized(Path(str(reference.__file__)), folder)
+                versions["cython"] = importlib.import_module("Cython").__version__
+            elif name == "transformers":
+                gated |= _transformers_rules()
+                versions["transformers"] = importlib.import_module("transformers").__version__
+            elif name == "fla":
+                gated |= _fla_rules(device)
+                versions[FLA] = importlib.metadata.version(FLA)
+        except MissingDependencyError as error:
+            if settings.against:
+                raise
+            skipped[name] = str(error)
+    return Baselines(torch, device, reference, names, *cython, gated, skipped, versions)
 
 
 def _device(torch: Any) -> str:
@@ -99,12 +101,7 @@ def _device(torch: Any) -> str:
     )
 
 
-def _find_cython(folder: Path, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    module, seconds = _cythonized(Path(str(importlib.import_module("verax.compare.references.lam").__file__)), folder)
-    return {"cython": module, "cython_s": seconds}, {"cython": importlib.import_module("Cython").__version__}
-
-
-def _find_transformers(folder: Path, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _transformers_rules() -> dict[str, Callable[..., Any]]:
     try:
         import transformers
 
@@ -113,27 +110,22 @@ def _find_transformers(folder: Path, device: str) -> tuple[dict[str, Any], dict[
     except ImportError as error:
         raise MissingDependencyError("transformers is not installed: pip install 'verax[parity]'") from error
     # Unwrapped: where flash-linear-attention is installed, these names would run its kernels.
-    implementations = {
-        name: inspect.unwrap(getattr(modeling, f"torch_{name}_gated_delta_rule")) for name in ("chunk", "recurrent")
-    }
-    return {"transformers": implementations}, {"transformers": transformers.__version__}
+    rule = lambda kind: inspect.unwrap(getattr(modeling, f"torch_{kind}_gated_delta_rule"))
+    return {f"transformers {kind}": rule(kind) for kind in ("chunk", "recurrent")}
 
 
-def _find_fla(folder: Path, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _fla_rules(device: str) -> dict[str, Callable[..., Any]]:
     """Its Triton kernels on a GPU; elsewhere they do not run."""
-    if device == "cuda":
-        try:
-            rule = importlib.import_module("fla.ops.gated_delta_rule")
-        except ImportError as error:
-            raise MissingDependencyError(f"fla cannot be imported ({error}): pip install {FLA}") from error
-        implementations = {"chunk": rule.chunk_gated_delta_rule, "recurrent": rule.fused_recurrent_gated_delta_rule}
-    else:
-        rule = naive_fla("gated_delta_rule")
-        implementations = {
-            "chunk": rule.naive_chunk_gated_delta_rule,
-            "recurrent": rule.naive_recurrent_gated_delta_rule,
+    if device != "cuda":
+        naive = naive_fla("gated_delta_rule")
+        return {
+            f"fla naive {kind}": getattr(naive, f"naive_{kind}_gated_delta_rule") for kind in ("chunk", "recurrent")
         }
-    return {"fla": implementations}, {"flash-linear-attention": importlib.metadata.version(FLA)}
+    try:
+        rule = importlib.import_module("fla.ops.gated_delta_rule")
+    except ImportError as error:
+        raise MissingDependencyError(f"fla cannot be imported ({error}): pip install {FLA}") from error
+    return {"fla chunk": rule.chunk_gated_delta_rule, "fla recurrent": rule.fused_recurrent_gated_delta_rule}
 
 
 FLA = "flash-linear-attention"

@@ -6,96 +6,65 @@ import ctypes
 import gc
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from verax import progress
 from verax.bench.delta.baselines import find_baselines
 from verax.bench.harness import (
     Benchmark,
     Case,
     Side,
     case_result,
-    check_names,
     error_ratio,
     limit_seconds,
     time_sides,
 )
 from verax.bench.results import number, outliers, rounds, slug, spread, table
+from verax.bench.settings import SECTIONS, DeltaSettings
 from verax.bench.timing import UNTIMED
 from verax.errors import VeraxError
 from verax.machine import peak_growth
 from verax.ops.cpu import library
 
-__all__ = ["CONFIGURATIONS", "SECTIONS", "bench_delta", "check", "measure"]
+__all__ = ["CONFIGURATIONS", "bench_delta", "check", "measure"]
 
 CONFIGURATIONS = {"Small": (1, 4, 64), "Medium": (2, 8, 128), "Large": (4, 16, 256)}
 """Configurations of the earlier port: batch, chunks, tokens of a chunk; 12 heads."""
 
-SECTIONS = {
-    "rule": "LAM's published rule by itself",
-    "layer": "LAM's layer",
-    "gated": "The exact gated delta rule",
-    "gradient": "The exact gated delta rule, forward and backward",
-    "decode": "A decode step of the gated rule",
-    "encoder": "LAM's sentence encoder",
-}
-"""Sections by name, with their titles."""
 
-
-def bench_delta(
-    *,
-    sections: Sequence[str] = tuple(SECTIONS),
-    configurations: Sequence[str] = tuple(CONFIGURATIONS),
-    against: Sequence[str] | None = None,
-    without: Sequence[str] = (),
-    runs: int,
-    warmup: int,
-) -> dict[str, Any]:
+def bench_delta(settings: DeltaSettings) -> dict[str, Any]:
     """Time the delta rules and PyTorch's, interleaved, on JAX's default device.
 
-    The arguments are the options of `verax bench delta`; without `against`, all available baselines except those in
-    `without`. Every side is checked first: its outputs' shapes, dtypes and device, and their error against float64.
+    Every side is checked first: its outputs' shapes, dtypes and device, and their error against float64.
 
     Raises:
-        InvalidParameterError: for an unknown name, or if JAX runs where torch does not.
+        InvalidParameterError: if JAX runs where torch does not.
         MissingDependencyError: without torch, or without something that `against` names.
         VeraxError: if two sides do not compute the same thing where they claim to.
     """
     from verax.bench.delta.gated import batch_cases, decode_cases
-    from verax.bench.delta.lam import encoder_cases, layer_cases, rule_cases
+    from verax.bench.delta.lam import encoder_cases, layer_case, rule_case
 
-    check_names("sections", sections, SECTIONS)
-    check_names("configurations", configurations, CONFIGURATIONS)
-    with tempfile.TemporaryDirectory(prefix="verax-bench-") as folder, progress.bar("measuring") as report:
-        baselines = find_baselines(against, Path(folder), without=without)
-        benchmark, cases = Benchmark("delta"), []
-        chosen = {name: CONFIGURATIONS[name] for name in configurations}
-        makers = {
-            "rule": lambda: rule_cases(chosen, baselines),
-            "layer": lambda: layer_cases(chosen, baselines),
-            "gated": lambda: batch_cases("gated", chosen, baselines),
-            "gradient": lambda: batch_cases("gradient", chosen, baselines),
+    sections, configurations = settings.only, {name: CONFIGURATIONS[name] for name in settings.configs}
+    with tempfile.TemporaryDirectory(prefix="verax-bench-") as folder:
+        baselines = find_baselines(settings, Path(folder))
+        benchmark = Benchmark("delta")
+        makers: dict[str, Callable[[], Iterable[Case]]] = {
+            "rule": lambda: (rule_case(*one, baselines) for one in configurations.items()),
+            "layer": lambda: (layer_case(*one, baselines) for one in configurations.items()),
+            "gated": lambda: batch_cases("gated", configurations, baselines),
+            "gradient": lambda: batch_cases("gradient", configurations, baselines),
             "decode": lambda: decode_cases(baselines),
             "encoder": lambda: encoder_cases(baselines),
         }
-        for section in sections:
-            for case in makers[section]():
-                shown = lambda done, total, note, case=case: report(done, total, f"{case.group}, {case.name}: {note}")
-                cases.append(measure(case, benchmark.limits, runs=runs, warmup=warmup, report=shown))
-    settings = {
-        "operations": list(sections),
-        "configurations": list(configurations),
-        "against": list(baselines.names),
-        "runs": runs,
-        "warmup": warmup,
-        "untimed": UNTIMED,
-        "cpu_level": library.level(),
-    }
+        cases = [measure(case, benchmark.limits, settings) for section in sections for case in makers[section]()]
+    level = library.level()
+    asked = asdict(settings) | {"against": list(baselines.names), "untimed": UNTIMED, "cpu_level": level}
     notes = [f"- Left out: {name} ({why})." for name, why in baselines.skipped.items()]
     if baselines.cython_s:
         notes.append(f"- Cython and the C++ compiler took {baselines.cython_s:.1f} s, once for all.")
@@ -105,17 +74,17 @@ def bench_delta(
     return benchmark.result(
         slug(*sections, *some),
         title=f"Delta rules compared with PyTorch, on {jax.default_backend()}",
-        intro=f"{rounds(settings)}; the sides take turns in a round, and begin each turn with a call that does not "
-        f"count. CPU kernels: {settings['cpu_level'] or 'none'}. Every side's outputs were on that device, in the same "
+        intro=f"{rounds(asked)}; the sides take turns in a round, and begin each turn with a call that does not "
+        f"count. CPU kernels: {level or 'none'}. Every side's outputs were on that device, in the same "
         "shapes. Error is the root mean square of the difference from float64 over the root mean square of the result. "
         "GFLOP are products of the implementation that runs. The limit is the products at the measured rate, or what "
         "has to be moved at the measured bandwidth if that is longer. Peak is memory beyond the arguments. 'verax is' "
         "the factor by which it is faster: the median over the rounds of the ratio within a round.",
-        settings=settings,
+        settings=asked,
         versions=baselines.versions,
         tables=[_table(section, [case for case in cases if case["group"] == section]) for section in sections],
         notes=[*outliers(timed), *sorted(reasons), *notes],
-        cases=list(cases),
+        cases=cases,
         skipped=baselines.skipped,
         cython_s=baselines.cython_s,
     )
@@ -142,14 +111,7 @@ def _table(section: str, cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return table(rows, columns, title=SECTIONS[section], note="; ".join(sizes) + "." if cases else "")
 
 
-def measure(
-    case: Case,
-    limits: Mapping[str, float],
-    *,
-    runs: int,
-    warmup: int,
-    report: Callable[[int, int, str], None] | None = None,
-) -> dict[str, Any]:
+def measure(case: Case, limits: Mapping[str, float], settings: DeltaSettings) -> dict[str, Any]:
     """Check every side, then time them in turn; one of a result's cases.
 
     Raises:
@@ -158,7 +120,8 @@ def measure(
     platform = jax.default_backend()
     errors = {name: check(case, name, platform) for name in case.sides}
     peaks = {name: _peak_bytes(side, platform) for name, side in case.sides.items()}
-    samples = time_sides(case.sides, runs=runs, warmup=warmup, short=True, report=report)
+    title = f"{case.group}, {case.name}"
+    samples = time_sides(case.sides, runs=settings.runs, warmup=settings.warmup, title=title, short=True)
     more = {"sizes": dict(case.sizes), "bytes_moved": case.bytes_moved, "tolerance": case.tolerance}
     measured = {
         "group": case.group,
@@ -190,10 +153,10 @@ def check(case: Case, name: str, platform: str) -> float:
     """
     side, errors = case.sides[name], []
     for i, (output, expected) in enumerate(zip(side.call(), case.expected, strict=True)):
-        found = tuple(output.shape), str(output.dtype).removeprefix("torch."), _platform(output)
+        actual = tuple(output.shape), str(output.dtype).removeprefix("torch."), _platform(output)
         claimed = expected.shape, side.dtypes[min(i, len(side.dtypes) - 1)], platform
-        if found != claimed:
-            raise VeraxError(f"{case.name}, {name}: output {i} is {found}; it claims to be {claimed}")
+        if actual != claimed:
+            raise VeraxError(f"{case.name}, {name}: output {i} is {actual}; it claims to be {claimed}")
         array = output if isinstance(output, jax.Array) else output.detach().cpu().double()
         errors.append(error_ratio(np.asarray(array, np.float64), expected))
     if not max(errors) <= case.tolerance:

@@ -178,12 +178,11 @@ def _case(
     chosen = f"verax {delta_recurrence.select(*inputs).name}"
     chosen = chosen if chosen in sides else list(sides)[-1]
     if baselines is not None:
-        torch, label = baselines.torch, "fla" if baselines.device == "cuda" else "fla naive"
+        torch = baselines.torch
         tensor = lambda x, dtype: torch.from_numpy(np.asarray(x, np.float32)).to(baselines.device, dtype)
         tensors = [tensor(x, getattr(torch, str(arrays["q"].dtype))) for x in arrays.values()]
         tensors.append(tensor(state, torch.float32))
-        others = {f"transformers {key}": impl for key, impl in baselines.transformers.items()}
-        for key, impl in (others | {f"{label} {key}": impl for key, impl in baselines.fla.items()}).items():
+        for key, impl in baselines.gated.items():
             chunked = key.endswith("chunk")
             if (T > 1 or not chunked) and (not only or chunked):
                 run = lambda q, k, v, g, beta, initial, impl=impl: impl(
@@ -231,12 +230,14 @@ def _expected(state: np.ndarray, arrays: Arrays, given: np.ndarray) -> list[np.n
         return state_after, outputs
 
     def outputs(arrays: Arrays) -> jax.Array:
-        _, found = jax.lax.scan(segment, jnp.asarray(state), jax.tree.map(segmented, arrays))
-        return jnp.moveaxis(found, 0, 1).reshape(B, T, H, D)
+        _, segments = jax.lax.scan(segment, jnp.asarray(state), jax.tree.map(segmented, arrays))
+        return jnp.moveaxis(segments, 0, 1).reshape(B, T, H, D)
 
     with ops.use_implementations(delta_recurrence="reference"), jax.default_matmul_precision("highest"):
-        found = jax.jit(lambda arrays, given: jax.vjp(outputs, arrays)[1](given)[0])(exact, given.astype(np.float32))
-    return [np.asarray(found[name], np.float64) for name in INPUTS]
+        gradients = jax.jit(lambda arrays, given: jax.vjp(outputs, arrays)[1](given)[0])(
+            exact, given.astype(np.float32)
+        )
+    return [np.asarray(gradients[name], np.float64) for name in INPUTS]
 
 
 def _exact_gated_rule(arrays: Arrays, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -245,8 +246,8 @@ def _exact_gated_rule(arrays: Arrays, state: np.ndarray) -> tuple[np.ndarray, np
     S, out = state.astype(np.float64), np.empty(v.shape)
     for t in range(q.shape[1]):
         S = S * np.exp(g[:, t])[..., None, None]
-        found = (k[:, t, :, None] @ S)[..., 0, :]
-        S = S + k[:, t, :, :, None] * (beta[:, t, :, None] * (v[:, t] - found))[..., None, :]
+        read = (k[:, t, :, None] @ S)[..., 0, :]
+        S = S + k[:, t, :, :, None] * (beta[:, t, :, None] * (v[:, t] - read))[..., None, :]
         out[:, t] = (q[:, t, :, None] @ S)[..., 0, :] * q.shape[-1] ** -0.5
     return out, S
 

@@ -20,7 +20,7 @@ from verax.models.lam import EnhancedHierarchicalDeltaNet, LamConfig, LamModel
 from verax.nn import pack_linear_weights
 from verax.ops.hierarchical import HierarchicalInputs, Perceptron, ResonanceFlux, orthogonality_loss
 
-__all__ = ["encoder_cases", "layer_cases", "rule_cases"]
+__all__ = ["encoder_cases", "layer_case", "rule_case"]
 
 LAM = LamConfig(vocab_size=30522, hidden_size=384, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=12)
 """The published sizes: the report's 12 heads are 32 wide each."""
@@ -42,18 +42,6 @@ Theirs = Callable[[ModuleType], Sequence[Any]]
 """Function of LAM's PyTorch module, plain or through Cython; it returns a function and its arguments."""
 
 
-def rule_cases(configurations: Mapping[str, Shape], baselines: Baselines) -> Iterator[Case]:
-    """From queries, keys, values, decays and gates to outputs and states; each side in the layout of its own layer."""
-    for name, shape in configurations.items():
-        yield _rule_case(name, shape, baselines)
-
-
-def layer_cases(configurations: Mapping[str, Shape], baselines: Baselines) -> Iterator[Case]:
-    """The layer, with its projections, convolutions, gates and norm: what the report's other side ran."""
-    for name, shape in configurations.items():
-        yield _layer_case(name, shape, baselines)
-
-
 def encoder_cases(baselines: Baselines) -> Iterator[Case]:
     """The sentence encoder, from token numbers to vectors of length one, in both variants."""
     for variant in VARIANTS:
@@ -61,7 +49,8 @@ def encoder_cases(baselines: Baselines) -> Iterator[Case]:
             yield _encoder_case(f"{name}, variant {variant}", variant, *shape, baselines)
 
 
-def _rule_case(name: str, shape: Shape, baselines: Baselines) -> Case:
+def rule_case(name: str, shape: Shape, baselines: Baselines) -> Case:
+    """From queries, keys, values, decays and gates to outputs and states; each side in the layout of its own layer."""
     B, n, C = shape
     with baselines.torch.inference_mode():
         inputs = _layer(baselines, baselines.reference, C).rule_inputs(_hidden(baselines, B, n * C))[:-1]
@@ -88,7 +77,8 @@ def _rule_case(name: str, shape: Shape, baselines: Baselines) -> Case:
     return _case("rule", name, _sizes(shape), moved, chosen, ours, theirs, baselines)
 
 
-def _layer_case(name: str, shape: Shape, baselines: Baselines) -> Case:
+def layer_case(name: str, shape: Shape, baselines: Baselines) -> Case:
+    """The layer, with its projections, convolutions, gates and norm: what the report's other side ran."""
     B, n, C = shape
     x = _hidden(baselines, B, n * C)
 
@@ -150,7 +140,7 @@ def _flops(impl: str, function: Callable[..., Any], *arguments: Any) -> int:
 def _chosen_implementation(variant: str) -> str:
     """The implementation of our rule that runs inside the layer."""
     operation = ops.operations()[f"{VARIANTS[variant]}_rule"]
-    (example,) = operation.examples()  # it has LAM's heads and dtype
+    (example,) = operation.examples  # it has LAM's heads and dtype
     return operation.select(*example.args, **example.kwargs).name
 
 

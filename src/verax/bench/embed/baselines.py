@@ -12,7 +12,7 @@ import logging
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -29,17 +29,16 @@ from verax.machine import num_cores
 from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = [
-    "HINTS",
+    "Batches",
     "Encode",
     "Exported",
-    "Way",
+    "compile_openvino",
     "cosine_distance",
     "fastest_way",
     "import_openvino",
     "one_by_one",
     "onnxruntime_side",
     "openvino_side",
-    "padded_batches",
     "transformers_encode",
 ]
 
@@ -66,59 +65,63 @@ class Batch(NamedTuple):
     """1 for a token, 0 for padding."""
 
 
-Batches = Callable[[list[str], int], Iterator[Batch]]
-"""Function from texts to batches of at most the given number of texts, the longest first."""
+Run = Callable[[Iterable[Batch]], Iterable[tuple[list[int], Float32[np.ndarray, "B D"]]]]
+"""Function from batches to their rows and vectors, in any order."""
 
 
-def padded_batches(folder: Path, settings: EncoderSettings, padding: int) -> Batches:
-    """Batches of a checkpoint's tokenizer; `padding` is the token id after the end of a text."""
-    tokenizer = Tokenizer.from_folder(folder)
-    tokenizer.truncate(settings.max_length)
+@dataclass(frozen=True)
+class Batches:
+    """Batches of a checkpoint's texts, as exported models take them.
 
-    def batches(texts: list[str], batch_size: int) -> Iterator[Batch]:
-        tokens = [ids for ids, _ in tokenizer.encode_batch(texts)]
+    Attributes:
+        tokenizer: the checkpoint's.
+        max_length: length in tokens that texts are cut to.
+        padding: token id after the end of a text.
+    """
+
+    tokenizer: Tokenizer
+    max_length: int
+    padding: int
+
+    @classmethod
+    def of(cls, folder: Path, settings: EncoderSettings, padding: int) -> Batches:
+        """Batches of a folder's tokenizer, which cuts texts to the length in the settings."""
+        return cls(Tokenizer.from_folder(folder), settings.max_length, padding)
+
+    def __call__(self, texts: list[str], batch_size: int) -> Iterator[Batch]:
+        """Batches of at most the given number of texts, the longest first."""
+        tokens = [ids for ids, _ in self.tokenizer.encode_batch(texts, max_length=self.max_length)]
         order = sorted(range(len(texts)), key=lambda i: -len(tokens[i]))
         for begin in range(0, len(order), batch_size):
             rows = order[begin : begin + batch_size]
-            ids = np.full((len(rows), len(tokens[rows[0]])), padding, np.int64)
+            ids = np.full((len(rows), len(tokens[rows[0]])), self.padding, np.int64)
             mask = np.zeros_like(ids)
             for i, row in enumerate(rows):
                 ids[i, : len(tokens[row])] = tokens[row]
                 mask[i, : len(tokens[row])] = 1
             yield Batch(rows, ids, mask)
 
-    return batches
+    def ways(self, setting: str, run: Run, *sizes: int) -> dict[str, Encode]:
+        """Functions that encode texts in batches of each size, by their names."""
 
+        def encode(texts: list[str], size: int) -> Float32[np.ndarray, "n D"]:
+            parts = list(run(self(texts, size)))
+            vectors = np.empty((len(texts), parts[0][1].shape[1]), np.float32)
+            for rows, part in parts:
+                vectors[rows] = part
+            return vectors
 
-@dataclass(frozen=True)
-class Way:
-    """Way to run an exported model: a number of texts in a call, under one setting of its library."""
-
-    setting: str
-    batch_size: int
-    run: Callable[[Iterable[Batch]], Iterable[tuple[list[int], Float32[np.ndarray, "B D"]]]]
-    """Function from batches to their rows and vectors, in any order."""
-
-    def __str__(self) -> str:
-        return f"{self.setting}, {f'batches of {self.batch_size}' if self.batch_size > 1 else 'one text a call'}"
+        words = lambda size: f"batches of {size}" if size > 1 else "one text a call"
+        return {f"{setting}, {words(size)}": partial(encode, size=size) for size in sizes}
 
 
 @dataclass(frozen=True)
 class Exported:
-    """Model that a library took over, and the ways to run it."""
+    """Model that a library took over, and the ways to run it: batches of a size under a setting of the library."""
 
     name: str
-    batches: Batches
-    ways: Sequence[Way]
+    ways: Mapping[str, Encode]
     versions: dict[str, Any]
-
-    def encode(self, way: Way, texts: list[str]) -> Float32[np.ndarray, "n D"]:
-        """Normalised vectors of texts, in order, by one of the ways."""
-        parts = list(way.run(self.batches(texts, way.batch_size)))
-        vectors = np.empty((len(texts), parts[0][1].shape[1]), np.float32)
-        for rows, part in parts:
-            vectors[rows] = part
-        return vectors
 
 
 def fastest_way(exported: Exported, texts: list[str], *, latency: bool) -> tuple[Encode, dict[str, Any]]:
@@ -132,9 +135,8 @@ def fastest_way(exported: Exported, texts: list[str], *, latency: bool) -> tuple
     Returns:
         The function, and the name of its way, sentences/s of each way in the trial, and the wrong ways' distances.
     """
-    sample = texts[:TRIAL_TEXTS]
+    sample, ways = texts[:TRIAL_TEXTS], exported.ways
     call = partial(one_by_one, texts=sample) if latency else lambda encode: encode(sample)
-    ways = {str(way): partial(exported.encode, way) for way in exported.ways}
     chosen, rates, wrong = next(iter(ways)), {}, {}
     if len(ways) > 1:
         first = ways[chosen](sample)
@@ -251,9 +253,7 @@ def onnxruntime_side(
     # Written out, the products and the softmax are the pattern that the optimizer fuses.
     source = pooled_model(folder, settings.pooling, attention="eager")
     with tempfile.TemporaryDirectory(prefix="verax-bench-") as name:
-        path = _fused(_exported(source, Path(name) / "model.onnx"), source.model.config)
-        if precision == "int8":
-            path = _quantized(path)
+        path = _exported(source, Path(name), quantized=precision == "int8")
 
         def session(threads: int) -> Any:
             options = runtime.SessionOptions()
@@ -261,21 +261,21 @@ def onnxruntime_side(
             options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_ALL
             return runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
-        together = partial(_calls, session(num_cores()), 1)
-        ways = [Way(f"intra_op_num_threads={num_cores()}", 1 if latency else batch_size, together)]
+        batches, cores = Batches.of(folder, settings, source.padding), num_cores()
+        together = partial(_calls, session(cores), 1)
+        ways = batches.ways(f"intra_op_num_threads={cores}", together, 1 if latency else batch_size)
         if not latency:
-            single = partial(_calls, session(1), num_cores())
-            setting = f"intra_op_num_threads=1, {num_cores()} calls at once"
-            ways += [Way(setting, size, single) for size in sorted({batch_size, 1}, reverse=True)]
+            single, setting = partial(_calls, session(1), cores), f"intra_op_num_threads=1, {cores} calls at once"
+            ways |= batches.ways(setting, single, *sorted({batch_size, 1}, reverse=True))
     versions = {"onnxruntime": runtime.__version__, "onnxruntime_threads": num_cores()}
-    batches = padded_batches(folder, settings, source.padding)
-    return Exported(f"onnxruntime {precision}", batches, ways, versions)
+    return Exported(f"onnxruntime {precision}", ways, versions)
 
 
-def _exported(source: Any, path: Path) -> Path:
+def _exported(source: Any, folder: Path, *, quantized: bool) -> Path:
+    """ONNX file of a model in a folder: fused attention, GELU and normalisation; weights in int8 if `quantized`."""
     (torch,) = import_torch()
     ids = torch.ones((2, 3), dtype=torch.long)
-    dynamic = {INPUTS[0]: {0: "B", 1: "T"}, INPUTS[1]: {0: "B", 1: "T"}, OUTPUT: {0: "B"}}
+    path, fused = folder / "model.onnx", folder / "fused.onnx"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's tracer, and that it is the older exporter
         torch.onnx.export(
@@ -284,37 +284,26 @@ def _exported(source: Any, path: Path) -> Path:
             path,
             input_names=list(INPUTS),
             output_names=[OUTPUT],
-            dynamic_axes=dynamic,
+            dynamic_axes={**{name: {0: "B", 1: "T"} for name in INPUTS}, OUTPUT: {0: "B"}},
             opset_version=OPSET,
             dynamo=False,  # the newer exporter's graphs are not recognised: no attention is fused
         )
-    return path
-
-
-def _fused(path: Path, config: Any) -> Path:
-    """File with fused attention, GELU and normalisation, in the same folder."""
-    optimizer = importlib.import_module("onnxruntime.transformers.optimizer")
-    model = optimizer.optimize_model(
+    model = importlib.import_module("onnxruntime.transformers.optimizer").optimize_model(
         str(path),
         model_type="bert",
-        num_heads=config.num_attention_heads,
-        hidden_size=config.hidden_size,
+        num_heads=source.model.config.num_attention_heads,
+        hidden_size=source.model.config.hidden_size,
         opt_level=0,  # onnxruntime's own fusions come with the session
     )
-    fused = path.with_name("fused.onnx")
     model.save_model_to_file(str(fused), use_external_data_format=True)
-    return fused
-
-
-def _quantized(path: Path) -> Path:
-    """File with weights in int8, in the same folder."""
+    if not quantized:
+        return fused
     onnx, quantization = require_optional("onnx"), importlib.import_module("onnxruntime.quantization")
-    quantized = path.with_name("quantized.onnx")
     logging.disable(logging.WARNING)  # that shapes should be inferred first, which fused operators do not have
     try:
         quantization.quantize_dynamic(
-            path,
-            quantized,
+            fused,
+            folder / "quantized.onnx",
             per_channel=True,
             weight_type=quantization.QuantType.QInt8,
             use_external_data_format=True,
@@ -322,7 +311,7 @@ def _quantized(path: Path) -> Path:
         )
     finally:
         logging.disable(logging.NOTSET)
-    return quantized
+    return folder / "quantized.onnx"
 
 
 def _calls(session: Any, at_once: int, batches: Iterable[Batch]) -> list[tuple[list[int], np.ndarray]]:
@@ -356,34 +345,34 @@ def openvino_side(
     (torch,) = import_torch()
     nncf = require_optional("nncf") if precision == "int8" else None
     source = pooled_model(folder, settings.pooling)
-    batches = padded_batches(folder, settings, source.padding)
+    batches = Batches.of(folder, settings, source.padding)
     ids = torch.ones((2, 3), dtype=torch.long)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's tracer
         model = openvino.convert_model(source, example_input={"input_ids": ids, "attention_mask": ids})
     if nncf is not None:
         model = _quantized_by_nncf(nncf, model, batches(texts[:CALIBRATION_TEXTS], 1))
-    core = openvino.Core()
-
-    def compiled(hint: str) -> Any:
-        options = {
-            "PERFORMANCE_HINT": hint,
-            "INFERENCE_PRECISION_HINT": HINTS[precision],
-            "INFERENCE_NUM_THREADS": num_cores(),
-        }
-        return core.compile_model(model, "CPU", options)
-
-    first = partial(_one_at_a_time, compiled("LATENCY").create_infer_request())
-    ways = [Way("PERFORMANCE_HINT=LATENCY", 1 if latency else batch_size, first)]
+    first = partial(_one_at_a_time, compile_openvino(openvino, model, "LATENCY", precision).create_infer_request())
+    ways = batches.ways("PERFORMANCE_HINT=LATENCY", first, 1 if latency else batch_size)
     if not latency:
-        streams = compiled("THROUGHPUT")
+        streams = compile_openvino(openvino, model, "THROUGHPUT", precision)
         setting = f"PERFORMANCE_HINT=THROUGHPUT ({streams.get_property('NUM_STREAMS')} streams)"
         run = partial(_in_streams, openvino.AsyncInferQueue(streams))
-        ways += [Way(setting, size, run) for size in sorted({batch_size, 1}, reverse=True)]
+        ways |= batches.ways(setting, run, *sorted({batch_size, 1}, reverse=True))
     versions = {"openvino": openvino.__version__.partition("-")[0], "openvino_threads": num_cores()}
     if nncf is not None:
         versions["nncf"] = nncf.__version__
-    return Exported(f"openvino {precision}", batches, ways, versions)
+    return Exported(f"openvino {precision}", ways, versions)
+
+
+def compile_openvino(openvino: Any, model: Any, hint: str, precision: str) -> Any:
+    """The model compiled for all cores of the CPU, with a performance hint, `LATENCY` or `THROUGHPUT`."""
+    options = {
+        "PERFORMANCE_HINT": hint,
+        "INFERENCE_PRECISION_HINT": HINTS[precision],
+        "INFERENCE_NUM_THREADS": num_cores(),
+    }
+    return openvino.Core().compile_model(model, "CPU", options)
 
 
 def import_openvino() -> Any:

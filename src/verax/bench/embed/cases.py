@@ -6,6 +6,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from verax import builtin, checkpoint, models, progress
+from verax import builtin, checkpoint, models
 from verax.bench.embed.baselines import (
     Encode,
     cosine_distance,
@@ -24,15 +25,16 @@ from verax.bench.embed.baselines import (
     openvino_side,
     transformers_encode,
 )
-from verax.bench.harness import Benchmark, Side, case_result, check_names, product_weights, time_sides
+from verax.bench.harness import Benchmark, Side, case_result, product_weights, time_sides
 from verax.bench.results import model_name, outliers, rounds, side_table, slug, table
+from verax.bench.settings import EmbedSettings
 from verax.checkpoint.load import random_weights
 from verax.compare.outputs import compare_vectors
 from verax.embed.encoder import Encoder
 from verax.files import write_json
 from verax.shapes import MINILM_L6, MODERNBERT_BASE, QWEN3_0_6B
 
-__all__ = ["BASELINES", "SHAPES", "bench_embed"]
+__all__ = ["SHAPES", "bench_embed"]
 
 SHAPES: dict[str, tuple[str, dict[str, Any], str]] = {
     "minilm": ("all-MiniLM-L6-v2", MINILM_L6, "mean"),
@@ -40,9 +42,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3": ("Qwen3-Embedding-0.6B", QWEN3_0_6B, "lasttoken"),
 }
 """Shapes of random weights by name: the model that has them, its config.json, and its pooling."""
-
-BASELINES = ("transformers", "openvino", "openvino-int8", "onnxruntime", "onnxruntime-int8")
-"""Sides besides ours: in the dtype of ours, unless a precision is part of the name."""
 
 MOST_JOINED = 6
 """A text is up to this number of sentences: lengths differ as they do in practice."""
@@ -57,42 +56,27 @@ PHRASES = (
 """Parts of the sentences, one of each in a sentence: 7,200 sentences of 6 to 17 words."""
 
 
-def bench_embed(
-    model: str | None,
-    *,
-    sentences: int,
-    batch_size: int,
-    runs: int,
-    warmup: int,
-    against: tuple[str, ...] = (),
-    dtype: str = "float32",
-    quantization: str | None = None,
-    shapes: str = "minilm",
-    latency: bool = False,
-) -> dict[str, Any]:
+def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
     """Encode texts with our encoder and, interleaved, with others.
 
-    The arguments are the options of `verax bench embed`.
-
     Raises:
-        InvalidParameterError: for an unknown name.
         MissingDependencyError: if a baseline is not installed.
     """
-    check_names("shapes", [shapes], SHAPES)
-    check_names("against", against, BASELINES)
-    texts, benchmark = _texts(sentences), Benchmark("embed")
-    with _folder(model, shapes) as folder:
+    texts, benchmark = _texts(settings.sentences), Benchmark("embed")
+    dtype, quantization = settings.dtype, settings.quantization
+    latency, batch_size = settings.latency, settings.batch_size
+    with _folder(settings.model, settings.shapes) as folder:
         encoder = Encoder(folder, dtype=dtype, quantization=quantization)
         weights = product_weights(checkpoint.Checkpoint.open(folder), tables="embed")
         lengths = encoder.token_counts(texts)
         encoders: dict[str, Encode] = {}
         versions: dict[str, Any] = {}
         chosen: dict[str, Any] = {}
-        for name in against:
+        for name in settings.against:
             library, _, precision = name.partition("-")
             if library == "transformers":
-                encoders[name], found = transformers_encode(folder, dtype, encoder.settings, batch_size)
-                versions |= found
+                encoders[name], library_versions = transformers_encode(folder, dtype, encoder.settings, batch_size)
+                versions |= library_versions
                 continue
             export = openvino_side if library == "openvino" else onnxruntime_side
             exported = export(folder, precision or dtype, encoder.settings, texts, batch_size, latency=latency)
@@ -105,7 +89,7 @@ def bench_embed(
         first_s = time.perf_counter() - begin
         accuracy: dict[str, dict[str, float | None]] = {}
         exact = dtype == "float32" and quantization is None
-        if against or not exact:
+        if settings.against or not exact:
             reference = ours if exact else Encoder(folder).encode(texts, show_progress=False)
             for name, call in calls.items():
                 vectors = call()
@@ -117,39 +101,28 @@ def bench_embed(
                     "rank_correlation": alike.rank_correlation,
                 }
         compiled = encoder.num_compiled()
-        with progress.bar("measuring") as report:
-            sides = {name: Side(call) for name, call in calls.items()}
-            samples = time_sides(sides, runs=runs, warmup=warmup, report=report)
+        sides = {name: Side(call) for name, call in calls.items()}
+        samples = time_sides(sides, runs=settings.runs, warmup=settings.warmup)
     size = 1 if quantization else 2 if dtype == "bfloat16" else 4
-    work = benchmark.against_limit(
-        samples["verax"].median,
-        bytes_moved=(len(texts) if latency else -(-len(texts) // batch_size)) * size * weights,
-        flops=2 * weights * sum(lengths),
-        dtype=dtype,
-    )
+    num_calls = len(texts) if latency else -(-len(texts) // batch_size)
+    moved, flops = num_calls * size * weights, 2 * weights * sum(lengths)
     measured = {
         "first_s": first_s,
         "compiled_during_runs": encoder.num_compiled() - compiled,
         "cases": [case_result("", "verax", samples, len(texts))],
-        "work": work,
+        "work": benchmark.against_limit(samples["verax"].median, bytes_moved=moved, flops=flops, dtype=dtype),
         "chosen": chosen,
         "accuracy": accuracy,
     }
-    settings = {
-        "model": model_name(model) if model else f"random weights, {SHAPES[shapes][0]} shapes",
-        "shapes": None if model else shapes,
-        "dtype": dtype,
-        "quantization": quantization,
-        "sentences": len(texts),
+    model, words = settings.model, f"random weights, {SHAPES[settings.shapes][0]} shapes"
+    asked = asdict(settings) | {
+        "model": model_name(model) if model else words,
+        "shapes": None if model else settings.shapes,
         "tokens": sum(lengths),
         "shortest": min(lengths),
         "longest": max(lengths),
-        "batch_size": batch_size,
-        "latency": latency,
-        "runs": runs,
-        "warmup": warmup,
     }
-    return benchmark.result(settings=settings, versions=versions, **_page(settings, measured), **measured)
+    return benchmark.result(settings=asked, versions=versions, **_page(asked, measured), **measured)
 
 
 def _texts(count: int) -> list[str]:

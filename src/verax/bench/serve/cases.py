@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
+import re
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any
 
 import numpy as np
 import tokenizers
 
-from verax import builtin, checkpoint, progress
-from verax.bench.harness import Benchmark, Side, case_result, check_names, checkpoint_folder, time_sides
+from verax import builtin, checkpoint
+from verax.bench import harness
+from verax.bench.harness import Benchmark, case_result, checkpoint_folder, time_sides
 from verax.bench.results import rounds, slug, table
 from verax.bench.serve.client import Client, raise_open_files, started
 from verax.bench.serve.load import (
@@ -28,22 +34,29 @@ from verax.bench.serve.load import (
     Request,
     Run,
     Traffic,
+    goodput_limits,
+    make_loads,
     run_load,
     summarise,
 )
-from verax.errors import InvalidParameterError
+from verax.bench.settings import ServeSettings, TrafficSettings
+from verax.errors import InvalidParameterError, MissingDependencyError
+from verax.machine import num_cores
 from verax.models import causal_lm
 from verax.shapes import SHAPES
+from verax.text.engine.async_llm import AsyncLLM
+from verax.text.engine.llm import LLM
+from verax.text.engine.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from verax.text.engine.async_llm import AsyncLLM
+__all__ = ["EngineOptions", "bench_serve", "check_answers", "served_model"]
 
-__all__ = ["BASELINES", "EngineOptions", "bench_serve", "check_answers", "served_model"]
-
-BASELINES = ("offline", "async", "llama.cpp")
-"""Sides besides the server: `LLM.generate`, `AsyncLLM`, and llama.cpp's server with the same weights."""
+Side = Callable[..., Coroutine[Any, Any, Run]]
+"""Side of a load test, called with a load, its requests and the number of the run."""
 
 OURS = "verax serve"
+
+CHECKS = 8
+"""Answers of a case that are asked for again without load, and compared."""
 
 RUNS_OF_A_CASE = 1000
 """Difference of the run numbers of two cases. No two runs have the same prompts, which a server may have kept."""
@@ -72,113 +85,88 @@ class EngineOptions:
         return {name: value for name, value in asdict(self).items() if name != "model" and value is not None}
 
 
-def bench_serve(
-    loads: Sequence[Load],
-    make_traffic: Callable[[int], Traffic],
-    *,
-    url: str | None = None,
-    api_key: str | None = None,
-    vocab_size: int | None = None,
-    engine: EngineOptions | None = None,
-    shapes: str | None = None,
-    runs: int = 3,
-    warmup: int = 1,
-    against: Sequence[str] = (),
-    goodput: Mapping[str, float] | None = None,
-    checks: int = 8,
-    llama_server: str | None = None,
-) -> dict[str, Any]:
+def bench_serve(settings: ServeSettings) -> dict[str, Any]:
     """Load a server and, interleaved, other sides with the same requests. With llama.cpp, all run the same GGUF file.
 
-    The arguments are the options of `verax bench serve`. Each of `loads` is a case; `make_traffic` makes the requests,
-    of a vocabulary size; `engine` has the options of the server that is started, and of the sides without one.
-
     Raises:
-        InvalidParameterError: for options that do not go together.
         MissingDependencyError: without llama.cpp's server, if it is to run.
         VeraxError: if a server does not start or does not answer.
     """
-    asked = engine = engine or EngineOptions()
-    check_names("against", against, BASELINES)
-    if url is not None and against and engine.model is None:
-        raise InvalidParameterError("model: with a url, the other sides need the model of that server")
-    if url is not None and vocab_size is None and engine.model is None:
-        raise InvalidParameterError("vocab_size: with a url, give its model's vocabulary size, or the model itself")
-    gguf, versions, command = None, {}, None
+    url, against, loads = settings.url, settings.against, make_loads(settings)
+    goodput = goodput_limits(settings.goodput) if settings.goodput else {}
+    gguf, versions, program = None, {}, ""
     if "llama.cpp" in against:
-        from verax.bench.serve.llama_cpp import llama_cpp_server
-
-        command = llama_cpp_server(llama_server)
-        versions["llama_server"] = command.version
+        program = find_llama_server(settings.llama_server)
+        versions["llama_server"] = llama_server_version(program)
     raise_open_files()
     benchmark = Benchmark("serve")
     stack = contextlib.AsyncExitStack()
-    with served_model(engine.model, shapes, engine.dtype) as (model, argument, path), asyncio.Runner() as runner:
-        size = vocab_size or causal_lm(checkpoint.Checkpoint.open(path).config)[1].vocab_size
-        traffic = make_traffic(size)
-        engine = replace(engine, model=argument, max_model_len=engine.max_model_len or traffic.longest)
+    with served_model(settings.model, settings.shapes) as (model, argument, path), asyncio.Runner() as runner:
+        size = settings.vocab_size or causal_lm(checkpoint.Checkpoint.open(path).config)[1].vocab_size
+        names = (field.name for field in fields(TrafficSettings))
+        traffic = Traffic(vocab_size=size, **{name: getattr(settings, name) for name in names})
+        engine = EngineOptions(
+            argument,
+            settings.dtype,
+            settings.quantization,
+            settings.kv_cache_dtype,
+            settings.max_num_seqs or min(max(load.concurrency or 64 for load in loads), 256),
+            traffic.longest,
+        )
+        connect = lambda client: runner.run(_connect(stack, client))
+        start = lambda command: connect(Client(f"{runner.run(stack.enter_async_context(started(command))).url}/v1"))
         try:
-            sides: dict[str, _LoadSide] = {}
-            if command is not None:
+            sides: dict[str, Side] = {}
+            if program:
+                precision = settings.quantization or settings.dtype
+                gguf, file = gguf_file(path, precision, stack)
+                engine = replace(engine, model=str(file), quantization=None)  # all sides read the same file
                 slots = max(load.concurrency or engine.max_num_seqs for load in loads)
-                gguf = command.write(path, engine.quantization or engine.dtype, stack)
-                engine = replace(engine, model=str(command.path), quantization=None)  # all sides read the same file
-                arguments = command.arguments(slots=slots, length=traffic.longest)
-                sides["llama.cpp server"] = runner.run(_start(stack, arguments, traffic))
+                client = start(partial(llama_server_command, program, file, slots, traffic.longest))
+                sides["llama.cpp server"] = partial(run_load, client.complete)
             if "offline" in against:
-                sides["offline"] = _OfflineSide(engine, traffic)
+                sides["offline"] = partial(run_offline, LLM(engine.model, **engine.keywords()))
             if "async" in against:
-                sides["AsyncLLM"] = runner.run(_start_async(stack, engine, traffic))
-            if url is None:
-                name, ours = OURS, runner.run(_start(stack, engine.command, traffic))
-            else:
-                name, ours = "server", runner.run(_connect(stack, Client(url, api_key=api_key), traffic))
-            sides[name] = ours
-            cases = [
-                _run_case(runner, load, sides, name, number, runs, warmup, goodput, checks)
-                for number, load in enumerate(loads)
-            ]
+                llm = runner.run(_start_engine(stack, engine))
+                sides["AsyncLLM"] = partial(run_load, partial(ask_engine, llm))
+            client = start(engine.command) if url is None else connect(Client(url, api_key=settings.api_key))
+            chosen = OURS if url is None else "server"
+            sides[chosen] = partial(run_load, client.complete)
+            run = lambda side, load, number: runner.run(sides[side](load, traffic.requests(number), number=number))
+            cases = []
+            for number, load in enumerate(loads):
+                case, answers = _run_case(run, load, list(sides), chosen, number, settings, goodput)
+                case["check"] = runner.run(check_answers(client.complete, answers, number=CHECKS))
+                cases.append(case)
         finally:
             runner.run(stack.aclose())
-    settings = {
-        "model": model if url is None else ours.client.model,
-        "url": url,
-        "shapes": shapes,
-        "against": list(against),
-        "dtype": asked.dtype,
-        "quantization": asked.quantization,
+    asked = {
+        "model": model if url is None else client.model,
         "gguf": gguf,
-        "kv_cache_dtype": engine.kv_cache_dtype,
         "max_num_seqs": engine.max_num_seqs,
         "traffic": asdict(traffic),
         "loads": [load.name for load in loads],
         "num_requests": [load.num_requests for load in loads],
         "duration": [load.duration for load in loads],
-        "goodput_ms": dict(goodput or {}),
-        "runs": runs,
-        "warmup": warmup,
+        "goodput_ms": goodput,
     }
+    same = ("url", "shapes", "against", "dtype", "quantization", "kv_cache_dtype", "runs", "warmup")
+    asked |= {name: getattr(settings, name) for name in same}
     _ = benchmark.limits  # what the page and `verax bench docs` show of the machine
-    return benchmark.result(settings=settings, versions=versions, **_page(settings, cases), cases=cases)
+    return benchmark.result(settings=asked, versions=versions, **_page(asked, cases), cases=cases)
 
 
 @contextlib.contextmanager
-def served_model(model: str | None, shapes: str | None, dtype: str) -> Iterator[tuple[str, str | None, Path]]:
+def served_model(model: str | None, shapes: str | None) -> Iterator[tuple[str, str | None, Path]]:
     """Checkpoint of a load test: its name, the model as `verax serve` takes it (None: the built-in one), its path.
 
     Args:
         model: a checkpoint; the built-in one if None.
         shapes: of random weights in its place, a name out of `SHAPES`; they get a made-up tokenizer.
-        dtype: of the weights in the engine.
-
-    Raises:
-        InvalidParameterError: for unknown shapes, or shapes together with a model.
     """
-    if shapes is not None and (model is not None or shapes not in SHAPES):
-        raise InvalidParameterError(f"shapes: expected one of {', '.join(SHAPES)} and no model, got {shapes!r}")
     if shapes is not None:
         words, config = SHAPES[shapes]
-        with checkpoint_folder(None, dtype, config) as path:
+        with checkpoint_folder(None, config) as path:
             _write_tokenizer(path, config["vocab_size"])
             yield f"random weights, {words}", str(path), path
     elif model is not None:
@@ -199,157 +187,90 @@ def _write_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-class _LoadSide(Protocol):
-    """A side that answers the requests of a load."""
-
-    async def run(self, load: Load, number: int) -> Run:
-        """Put a load on it: the run's number decides on its prompts."""
-        ...
-
-
-class _ServerSide:
-    """A server over HTTP."""
-
-    def __init__(self, client: Client, traffic: Traffic):
-        self.client, self._traffic = client, traffic
-
-    async def run(self, load: Load, number: int) -> Run:
-        """Put a load on the server."""
-        return await run_load(self.client.complete, load, self._traffic.requests(number), number=number)
-
-
-async def _start(
-    stack: contextlib.AsyncExitStack, command: Callable[[int], Sequence[str]], traffic: Traffic
-) -> _ServerSide:
-    server = await stack.enter_async_context(started(command))
-    return await _connect(stack, Client(f"{server.url}/v1"), traffic)
-
-
-async def _connect(stack: contextlib.AsyncExitStack, client: Client, traffic: Traffic) -> _ServerSide:
+async def _connect(stack: contextlib.AsyncExitStack, client: Client) -> Client:
     stack.push_async_callback(client.close)
     await client.find_model()
-    return _ServerSide(client, traffic)
+    return client
 
 
-class _OfflineSide:
-    """`LLM.generate` of the same prompts, as many at once as the load has in flight."""
-
-    def __init__(self, engine: EngineOptions, traffic: Traffic):
-        from verax.text.engine.llm import LLM
-
-        self._llm, self._traffic = LLM(engine.model, **engine.keywords()), traffic
-
-    async def run(self, load: Load, number: int) -> Run:
-        """Generate all answers of a closed loop.
-
-        Raises:
-            InvalidParameterError: for a load without a concurrency or a number of requests.
-        """
-        if load.concurrency is None or load.num_requests is None:
-            raise InvalidParameterError(
-                "against: offline has no arrivals and no clock; give concurrency and num_requests"
-            )
-        begin = time.perf_counter()
-        requests = list(itertools.islice(self._traffic.requests(number), load.num_requests))
-        answers: list[Answer] = []
-        for first in range(0, len(requests), load.concurrency):
-            batch = requests[first : first + load.concurrency]
-            sent = time.perf_counter()
-            outputs = self._llm.generate(
-                [list(request.prompt) for request in batch], [_params(request) for request in batch], use_tqdm=False
-            )
-            ended = time.perf_counter()
-            for request, output in zip(batch, outputs, strict=True):
-                sample = output.outputs[0]
-                answers.append(
-                    Answer(
-                        request,
-                        sent,
-                        ended,
-                        text=sample.text,
-                        prompt_tokens=len(request.prompt),
-                        completion_tokens=len(sample.token_ids),
-                    )
-                )
-        return Run(tuple(answers), time.perf_counter() - begin)
-
-
-class _AsyncSide:
-    """`AsyncLLM` in this process: what the engine gives to a server, without HTTP."""
-
-    def __init__(self, llm: AsyncLLM, traffic: Traffic):
-        self._llm, self._traffic = llm, traffic
-
-    async def run(self, load: Load, number: int) -> Run:
-        """Put a load on the engine."""
-        return await run_load(self._ask, load, self._traffic.requests(number), number=number)
-
-    async def _ask(self, request: Request) -> Answer:
-        answer = Answer(request, time.perf_counter(), prompt_tokens=len(request.prompt))
-        async with contextlib.aclosing(self._llm.generate(list(request.prompt), _params(request))) as outputs:
-            async for output in outputs:
-                if request.leave_after is not None and len(answer.events) >= request.leave_after:
-                    answer.left = True
-                    break
-                # A part without text, such as half a character, is not an event over HTTP either.
-                if any(sample.text or sample.finish_reason for sample in output.outputs):
-                    answer.events.append(time.perf_counter())
-                for sample in output.outputs:
-                    answer.text += sample.text
-                    answer.completion_tokens += len(sample.token_ids)
-        answer.ended = time.perf_counter()
-        return answer
-
-
-async def _start_async(stack: contextlib.AsyncExitStack, engine: EngineOptions, traffic: Traffic) -> _AsyncSide:
-    from verax.text.engine.async_llm import AsyncLLM
-
+async def _start_engine(stack: contextlib.AsyncExitStack, engine: EngineOptions) -> AsyncLLM:
     llm = AsyncLLM(engine.model, **engine.keywords())
     stack.push_async_callback(llm.shutdown)
-    return _AsyncSide(llm, traffic)
+    return llm
 
 
-def _params(request: Request) -> Any:
-    from verax.text.engine.sampling_params import SamplingParams
+async def run_offline(llm: LLM, load: Load, requests: Iterator[Request], *, number: int = 0) -> Run:
+    """Generate all answers of a closed loop by `LLM.generate`, as many at once as the load has in flight.
 
+    Raises:
+        InvalidParameterError: for a load without a concurrency or a number of requests.
+    """
+    if load.concurrency is None or load.num_requests is None:
+        raise InvalidParameterError("against: offline has no arrivals and no clock; give concurrency and num_requests")
+    begin, answers = time.perf_counter(), []
+    for _ in range(0, load.num_requests, load.concurrency):
+        batch = list(itertools.islice(requests, min(load.concurrency, load.num_requests - len(answers))))
+        sent = time.perf_counter()
+        prompts = [list(request.prompt) for request in batch]
+        outputs = llm.generate(prompts, [_params(request) for request in batch], use_tqdm=False)
+        ended = time.perf_counter()
+        for request, output in zip(batch, outputs, strict=True):
+            answer = Answer(request, sent, ended, text=output.outputs[0].text, prompt_tokens=len(request.prompt))
+            answer.completion_tokens = len(output.outputs[0].token_ids)
+            answers.append(answer)
+    return Run(tuple(answers), time.perf_counter() - begin)
+
+
+async def ask_engine(llm: AsyncLLM, request: Request) -> Answer:
+    """Answer of `AsyncLLM` in this process: what the engine gives to a server, without HTTP."""
+    answer = Answer(request, time.perf_counter(), prompt_tokens=len(request.prompt))
+    async with contextlib.aclosing(llm.generate(list(request.prompt), _params(request))) as outputs:
+        async for output in outputs:
+            if request.leave_after is not None and len(answer.events) >= request.leave_after:
+                answer.left = True
+                break
+            # A part without text, such as half a character, is not an event over HTTP either.
+            if any(sample.text or sample.finish_reason for sample in output.outputs):
+                answer.events.append(time.perf_counter())
+            for sample in output.outputs:
+                answer.text += sample.text
+                answer.completion_tokens += len(sample.token_ids)
+    answer.ended = time.perf_counter()
+    return answer
+
+
+def _params(request: Request) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True)
 
 
 def _run_case(
-    runner: asyncio.Runner,
+    run: Callable[[str, Load, int], Run],
     load: Load,
-    sides: Mapping[str, _LoadSide],
+    sides: Sequence[str],
     chosen: str,
     number: int,
-    runs: int,
-    warmup: int,
-    goodput: Mapping[str, float] | None,
-    checks: int,
-) -> dict[str, Any]:
-    """Run a load on all sides in turn, then check answers of the server `chosen`; one of the result's cases."""
+    settings: ServeSettings,
+    goodput: Mapping[str, float],
+) -> tuple[dict[str, Any], Sequence[Answer]]:
+    """Run a load on all sides in turn; one of the result's cases, and the answers of the last run of `chosen`."""
     taken: dict[str, list[Run]] = {name: [] for name in sides}
 
-    def run(name: str) -> None:
-        taken[name].append(runner.run(sides[name].run(load, number * RUNS_OF_A_CASE + len(taken[name]))))
+    def call(name: str) -> None:
+        taken[name].append(run(name, load, number * RUNS_OF_A_CASE + len(taken[name])))
 
-    with progress.bar(load.name) as report:
-        calls = {name: Side(partial(run, name)) for name in sides}
-        samples = time_sides(calls, runs=runs, warmup=warmup, report=report)
-    counted = {name: all_runs[-len(samples[name].seconds) :] for name, all_runs in taken.items()}
-    case = case_result(load.name, chosen, samples, 1.0)
-    rates = {}
-    for name, side_runs in counted.items():
-        side = case["sides"][name]
-        side |= summarise(side_runs, goodput)
+    calls = {name: harness.Side(partial(call, name)) for name in sides}
+    samples = time_sides(calls, runs=settings.runs, warmup=settings.warmup, title=load.name)
+    case, rates = case_result(load.name, chosen, samples, 1.0), {}
+    for name, runs in taken.items():
+        counted, side = runs[-len(samples[name].seconds) :], case["sides"][name]
+        side |= summarise(counted, goodput)
         side["rate"] = side["output_tokens_per_s"]
-        rates[name] = np.array([_rate(run) for run in side_runs])
+        rates[name] = np.array([_rate(run) for run in counted])
     # Ratios of output tokens per second: a round of a duration takes every side the same time.
     ratios = {name: rates[chosen] / rate for name, rate in rates.items() if name != chosen and rate.all()}
     case["ratios"] = {name: float(np.median(ratio)) for name, ratio in ratios.items()}
     case["ratio_p10_p90"] = {name: np.percentile(ratio, (10, 90)).tolist() for name, ratio in ratios.items()}
-    server = cast(_ServerSide, sides[chosen])
-    case["check"] = runner.run(check_answers(server.client.complete, taken[chosen][-1].answers, number=checks))
-    return case
+    return case, taken[chosen][-1].answers
 
 
 def _rate(run: Run) -> float:
@@ -403,8 +324,6 @@ def _requests(traffic: Mapping[str, Any]) -> str:
     if traffic["prefix_tokens"]:
         words += f" after one of {traffic['num_prefixes']} prefixes of {traffic['prefix_tokens']}"
     words += f", answers of {traffic['output_tokens']}"
-    if traffic["range_ratio"]:
-        words += f", lengths up to {100 * traffic['range_ratio']:.0f}% shorter or longer"
     for share, what in (("slow_readers", "read slowly"), ("disconnect", "disconnect")):
         if traffic[share]:
             words += f"; {100 * traffic[share]:.0f}% of the clients {what}"
@@ -414,8 +333,8 @@ def _requests(traffic: Mapping[str, Any]) -> str:
 def _table(case: Mapping[str, Any], limits: Mapping[str, float]) -> dict[str, Any]:
     def latency(key: str) -> Callable[[Any], str]:
         def cell(row: Any) -> str:
-            found = row[1]["latency_ms"][key]
-            return "-" if found is None else "{mean:.1f}, {p50:.1f} / {p90:.1f} / {p99:.1f}".format(**found)
+            times = row[1]["latency_ms"][key]
+            return "-" if times is None else "{mean:.1f}, {p50:.1f} / {p90:.1f} / {p99:.1f}".format(**times)
 
         return cell
 
@@ -450,3 +369,59 @@ def _case_notes(case: Mapping[str, Any]) -> list[str]:
         f"{begin} of {check['checked']} answers asked for again without load, {check['identical']} were identical, "
         f"{check['failed']} failed; {check['lost']} streams were lost.",
     ]
+
+
+PROGRAM, VARIABLE = "llama-server", "VERAX_LLAMA_SERVER"
+"""llama.cpp's own server, and the environment variable with its path."""
+
+BUILT = Path("build/llama.cpp/bin") / PROGRAM
+"""Path of the program that `make llama-server` builds, from the repository's root."""
+
+
+def find_llama_server(given: str | None = None) -> str:
+    """Path of the given program, the one that `VARIABLE` names, the one on PATH, or the one that make built.
+
+    Raises:
+        MissingDependencyError: if there is no such program.
+    """
+    named = given or os.environ.get(VARIABLE)
+    program = shutil.which(named) if named else shutil.which(PROGRAM) or shutil.which(str(BUILT.absolute()))
+    if program is None:
+        raise MissingDependencyError(
+            f"against: llama.cpp needs its server, and there is no program {named or PROGRAM!r}; build it with make "
+            f"llama-server, or give its path with --llama-server or {VARIABLE}"
+        )
+    return program
+
+
+def llama_server_version(program: str) -> str:
+    """Version that the program prints, with its commit."""
+    printed = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    version = re.search(r"version: (.+)", printed.stdout + printed.stderr)
+    return version[1] if version else "unknown"
+
+
+def gguf_file(path: Path, precision: str, stack: contextlib.AsyncExitStack) -> tuple[str, Path]:
+    """Type of a GGUF file's matrices, and its path: the given file, or one of a checkpoint's weights and vocabulary.
+
+    Args:
+        path: folder or GGUF file.
+        precision: quantisation or dtype of our engine.
+        stack: removes the file at its end.
+    """
+    from verax.bench.text.llama_cpp import GGUF_TYPES, write_gguf
+
+    kind, opened = GGUF_TYPES[precision], checkpoint.Checkpoint.open(path)
+    if opened.metadata:
+        return kind, path
+    scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verax-bench-")))
+    return kind, write_gguf(opened, scratch / f"{kind}.gguf", kind, vocabulary=path / "tokenizer.json")
+
+
+def llama_server_command(program: str, file: Path, slots: int, length: int, port: int) -> list[str]:
+    """Command line of the program: all cores, flash attention, and a slot of `length` tokens for each request."""
+    threads = str(num_cores())
+    words = [program, "--model", str(file), "--parallel", str(slots), "--ctx-size", str(slots * length)]
+    words += ["--threads", threads, "--threads-batch", threads, "--flash-attn", "on", "--cache-ram", "0"]
+    words += ["--n-gpu-layers", "0", "--host", "127.0.0.1", "--port", str(port)]
+    return [*words, "--cont-batching", "--cache-prompt", "--metrics", "--no-webui"]

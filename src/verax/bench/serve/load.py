@@ -8,11 +8,14 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from verax.bench.settings import ServeSettings, TrafficSettings
 from verax.errors import InvalidParameterError
+from verax.options import option
 
 __all__ = [
     "LATENCIES",
@@ -25,6 +28,7 @@ __all__ = [
     "arrival_times",
     "goodput_limits",
     "latencies",
+    "make_loads",
     "run_load",
     "summarise",
 ]
@@ -77,91 +81,40 @@ class Answer:
         return self.error is None and not self.left
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Distribution of the requests of a load test. Lengths follow vLLM's random data set.
+@dataclass(frozen=True, kw_only=True)
+class Traffic(TrafficSettings):
+    """Distribution of the requests of a load test, of a vocabulary."""
 
-    Raises:
-        InvalidParameterError: for a value out of range; the message begins with the field's name.
-    """
-
-    vocab_size: int
-    input_tokens: int = 32
-    """Tokens of a prompt after its shared prefix; the mean, if `range_ratio` is not 0."""
-    output_tokens: int = 64
-    """Tokens of an answer; the mean, if `range_ratio` is not 0."""
-    range_ratio: float = 0.0
-    """Lengths are uniform from `(1 - range_ratio)` to `(1 + range_ratio)` of their mean."""
-    prefix_tokens: int = 0
-    """Tokens of a prefix that many prompts share."""
-    num_prefixes: int = 1
-    """Number of different prefixes; each prompt has one of them at random."""
-    slow_readers: float = 0.0
-    """Share of clients that read slowly."""
-    disconnect: float = 0.0
-    """Share of clients that disconnect before the end of their answer, at a random one of its first events."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, valid, expected in (
-            *((name, getattr(self, name) >= 1, "at least 1") for name in ("input_tokens", "output_tokens")),
-            ("num_prefixes", self.num_prefixes >= 1, "at least 1"),
-            ("vocab_size", self.vocab_size > FIRST_TOKEN, f"more than {FIRST_TOKEN}"),
-            ("prefix_tokens", self.prefix_tokens >= 0, "at least 0"),
-            ("range_ratio", 0 <= self.range_ratio < 1, "from 0 to less than 1"),
-            *((name, 0 <= getattr(self, name) <= 1, "a share from 0 to 1") for name in ("slow_readers", "disconnect")),
-        ):
-            if not valid:
-                raise InvalidParameterError(f"{name}: expected {expected}, got {getattr(self, name)}")
+    vocab_size: int = option(1 << 30, "Tokens of the vocabulary.", low=FIRST_TOKEN + 1)
 
     @property
     def longest(self) -> int:
-        """Length of the longest prompt with its answer, in tokens."""
-        return self.prefix_tokens + sum(self._bounds(mean)[1] for mean in (self.input_tokens, self.output_tokens))
+        """Length of a prompt with its answer, in tokens."""
+        return self.prefix_tokens + self.input_tokens + self.output_tokens
 
     def requests(self, run: int = 0) -> Iterator[Request]:
         """Endless requests of one run: another run has other prompts after the same prefixes.
 
         Answers that a server kept of one run are then of no use in the next one.
         """
-        prefixes = np.random.default_rng([self.seed, 0]).integers(
+        prefixes = np.random.default_rng([0, 0]).integers(
             FIRST_TOKEN, self.vocab_size, (self.num_prefixes, self.prefix_tokens)
         )
-        rng = np.random.default_rng([self.seed, 1, run])
+        rng = np.random.default_rng([0, 1, run])
         for number in itertools.count():
-            own = rng.integers(FIRST_TOKEN, self.vocab_size, self._length(rng, self.input_tokens))
+            own = rng.integers(FIRST_TOKEN, self.vocab_size, self.input_tokens)
             prefix = prefixes[rng.integers(self.num_prefixes)]
-            max_tokens = self._length(rng, self.output_tokens)
             slow, leaves = rng.random() < self.slow_readers, rng.random() < self.disconnect
             # An event can carry several tokens: who waited for a late event might read the whole answer.
-            leave_after = int(rng.integers(max(1, max_tokens // 4)))
+            leave_after = int(rng.integers(max(1, self.output_tokens // 4)))
             prompt = (*prefix.tolist(), *own.tolist())
-            yield Request(number, prompt, max_tokens, slow, leave_after if leaves else None)
-
-    def _bounds(self, mean: int) -> tuple[int, int]:
-        return max(1, round(mean * (1 - self.range_ratio))), round(mean * (1 + self.range_ratio))
-
-    def _length(self, rng: np.random.Generator, mean: int) -> int:
-        low, high = self._bounds(mean)
-        return int(rng.integers(low, high + 1))
+            yield Request(number, prompt, self.output_tokens, slow, leave_after if leaves else None)
 
 
-def arrival_times(rate: float, *, burstiness: float = 1.0, seed: int = 0) -> Iterator[float]:
-    """Endless seconds from the start at which requests arrive: vLLM's gamma process, Poisson at burstiness 1.
-
-    Args:
-        rate: requests per second.
-        burstiness: shape of the gamma distribution of the intervals; less than 1 is burstier, more is more even.
-        seed: of the intervals.
-
-    Raises:
-        InvalidParameterError: if rate or burstiness is not positive.
-    """
-    for name, value in (("request_rate", rate), ("burstiness", burstiness)):
-        if not value > 0:
-            raise InvalidParameterError(f"{name}: expected more than 0, got {value}")
+def arrival_times(rate: float, seed: int = 0) -> Iterator[float]:
+    """Endless seconds from the start at which requests arrive, a Poisson process of `rate` requests per second."""
     rng = np.random.default_rng([seed, 2])
-    return itertools.accumulate(float(rng.gamma(burstiness, 1 / (rate * burstiness))) for _ in itertools.count())
+    return itertools.accumulate(float(rng.exponential(1 / rate)) for _ in itertools.count())
 
 
 Ask = Callable[[Request], Awaitable[Answer]]
@@ -170,11 +123,7 @@ Ask = Callable[[Request], Awaitable[Answer]]
 
 @dataclass(frozen=True)
 class Load:
-    """Requests in flight at once, or their times of arrival; and their number, or the duration.
-
-    Raises:
-        InvalidParameterError: if it has no end.
-    """
+    """Requests in flight at once, or their times of arrival; and their number, or the duration."""
 
     name: str
     concurrency: int | None = None
@@ -185,15 +134,21 @@ class Load:
     duration: float | None = None
     """Seconds after which no more requests are sent; those in flight are waited for."""
 
-    def __post_init__(self) -> None:
-        if (self.concurrency is None) == (self.arrivals is None):
-            raise InvalidParameterError("concurrency: expected either a concurrency or a request rate")
-        if self.concurrency is not None and self.concurrency < 1:
-            raise InvalidParameterError(f"concurrency: expected at least 1, got {self.concurrency}")
-        if self.duration is not None and not 0 < self.duration < float("inf"):
-            raise InvalidParameterError(f"duration: expected more than 0 seconds, got {self.duration}")
-        if self.num_requests is None and self.duration is None:
-            raise InvalidParameterError("num_requests: expected a number of requests or a duration")
+
+FEWEST_REQUESTS, OPEN_LOOP_REQUESTS = 16, 100
+"""Requests of a closed loop at least, and of an open one, unless a number is given. More streams send two each."""
+
+
+def make_loads(settings: ServeSettings) -> list[Load]:
+    """Loads that the settings ask for: one for each rate of an open loop, or for each number of streams."""
+    count, duration, loads = settings.num_requests, settings.duration, []
+    for rate in settings.request_rate:
+        number = count or (None if duration else OPEN_LOOP_REQUESTS)
+        loads.append(Load(f"{rate:g} requests per second", None, partial(arrival_times, rate), number, duration))
+    for streams in settings.concurrency or (() if loads else (1, 8, 32, 64)):
+        number = count or (None if duration else max(2 * streams, FEWEST_REQUESTS))
+        loads.append(Load(f"{streams} stream{'s' if streams > 1 else ''}", streams, None, number, duration))
+    return loads
 
 
 @dataclass(frozen=True)
@@ -267,14 +222,13 @@ def latencies(answer: Answer) -> dict[str, Any]:
 
     An event can carry several tokens, so `tpot` divides by the tokens that the server counted.
     """
-    found: dict[str, Any] = {"e2el": 1e3 * (answer.ended - answer.sent)}
+    times: dict[str, Any] = {"e2el": 1e3 * (answer.ended - answer.sent)}
     if answer.events:
         first, last = answer.events[0], answer.events[-1]
-        found["ttft"] = 1e3 * (first - answer.sent)
-        found["itl"] = (1e3 * np.diff(answer.events)).tolist()
+        times |= {"ttft": 1e3 * (first - answer.sent), "itl": (1e3 * np.diff(answer.events)).tolist()}
         if answer.completion_tokens > 1:
-            found["tpot"] = 1e3 * (last - first) / (answer.completion_tokens - 1)
-    return found
+            times["tpot"] = 1e3 * (last - first) / (answer.completion_tokens - 1)
+    return times
 
 
 def summarise(runs: Sequence[Run], goodput: Mapping[str, float] | None = None) -> dict[str, Any]:
@@ -299,10 +253,10 @@ def summarise(runs: Sequence[Run], goodput: Mapping[str, float] | None = None) -
         "output_tokens": sum(answer.completion_tokens for answer in completed),
         "requests_per_s": len(completed) / seconds,
         "output_tokens_per_s": sum(answer.completion_tokens for answer in completed) / seconds,
-        "latency_ms": {name: percentiles([found[name] for found in measured if name in found]) for name in LATENCIES},
+        "latency_ms": {name: percentiles([times[name] for times in measured if name in times]) for name in LATENCIES},
     }
     if goodput:
-        good = sum(all(found.get(name, 0.0) <= limit for name, limit in goodput.items()) for found in measured)
+        good = sum(all(times.get(name, 0.0) <= limit for name, limit in goodput.items()) for times in measured)
         numbers["goodput_requests_per_s"] = good / seconds
     return numbers
 

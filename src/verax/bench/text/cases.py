@@ -18,12 +18,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from verax import checkpoint, ops, progress
+from verax import checkpoint, ops
 from verax.bench.harness import (
     Benchmark,
     Side,
     case_result,
-    check_names,
     checkpoint_folder,
     import_torch,
     product_weights,
@@ -31,7 +30,8 @@ from verax.bench.harness import (
     torch_versions,
 )
 from verax.bench.results import model_name, outliers, rounds, side_table, slug, table
-from verax.bench.text.workload import Workload
+from verax.bench.settings import TextSettings
+from verax.bench.text.workload import USUAL_PROMPTS, Workload, make_workload
 from verax.errors import InvalidParameterError
 from verax.loading import load_causal_lm
 from verax.machine import measure_bandwidth, peak_growth
@@ -43,60 +43,40 @@ from verax.text.engine.request import RequestInput
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.step.step import StepShape
 
-__all__ = ["BASELINES", "bench_text", "transformers_sides"]
-
-BASELINES = ("transformers", "llama.cpp", "verax")
-"""Sides of a text benchmark besides ours; the last is our own, unquantised."""
-
-USUAL_PROMPTS = {"short-prompts": 4, "prompt": 1, "repeat": 1}
-"""Prompts of a workload if no other number is given."""
+__all__ = ["bench_text", "transformers_sides"]
 
 
-def bench_text(
-    model: str | None,
-    make_workload: Callable[[int], Workload],
-    *,
-    runs: int,
-    warmup: int,
-    against: tuple[str, ...] = (),
-    dtype: str = "bfloat16",
-    quantization: str | None = None,
-    kv_cache_dtype: str = "auto",
-    max_num_seqs: int | None = None,
-    decode_breakdown: bool = False,
-    shapes: str = "qwen3",
-    speculative_config: str | None = None,
-) -> dict[str, Any]:
-    """Run a workload on our engine and, interleaved, on others: a result of the format of `verax.bench.results`.
+def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict[str, Any]:
+    """Run a workload, by default the settings' own, on our engine and, interleaved, on others.
 
-    The arguments are the options of `verax bench text`; `make_workload` is a function of the vocabulary's size.
+    Returns:
+        A result of the format of `verax.bench.results`.
 
     Raises:
-        InvalidParameterError: for an unknown name, or sides that do not fit the model.
+        InvalidParameterError: for sides that do not fit the model.
         MissingDependencyError: if a baseline is not installed.
     """
-    check_names("shapes", [shapes], SHAPES)
-    check_names("against", against, BASELINES)
-    if "verax" in against and quantization is None:
+    dtype, quantization, drafts = settings.dtype, settings.quantization, settings.speculative_config
+    if "verax" in settings.against and quantization is None:
         raise InvalidParameterError("against: verax is our side unquantised; give quantization as well")
-    benchmark = Benchmark("text")
-    with checkpoint_folder(model, dtype, SHAPES[shapes][1]) as folder, contextlib.ExitStack() as stack:
+    benchmark, (words, shapes) = Benchmark("text"), SHAPES[settings.shapes]
+    with checkpoint_folder(settings.model, shapes) as folder, contextlib.ExitStack() as stack:
         opened = checkpoint.Checkpoint.open(folder)
         sizes = causal_lm(opened.config)[1]
-        workload = make_workload(sizes.vocab_size)
+        workload = workload or make_workload(settings, sizes.vocab_size)
         begin = time.perf_counter()
         with peak_growth() as loading:
             module = load_causal_lm(opened, dtype=dtype, quantization=quantization)
         load_seconds = time.perf_counter() - begin
         sized = {
-            "max_num_seqs": max_num_seqs or min(len(workload.prompts), 256),
+            "max_num_seqs": settings.max_num_seqs or min(len(workload.prompts), 256),
             "max_model_len": workload.longest,
-            "kv_cache_dtype": kv_cache_dtype,
+            "kv_cache_dtype": settings.kv_cache_dtype,
         }
-        llm = LLM.from_module(module, speculative_config=speculative_config, **sized)
+        llm = LLM.from_module(module, speculative_config=drafts, **sized)
         runner = llm.engine.runner
         sides: dict[str, Side] = {}
-        for name in against:
+        for name in settings.against:
             if name == "transformers":
                 sides |= transformers_sides(opened, dtype, workload)
             elif name == "llama.cpp":
@@ -106,12 +86,11 @@ def bench_text(
             else:
                 unquantised = LLM.from_module(load_causal_lm(opened, dtype=dtype), **sized)
                 sides[f"verax {dtype}"] = Side(partial(_generate, unquantised, workload))
-        if speculative_config is not None:
+        if drafts is not None:
             sides["verax without drafts"] = Side(partial(_generate_without_drafts, llm, workload))
         sides["verax"] = Side(partial(_generate, llm, workload))
         compiled = runner.num_compiled()
-        with progress.bar("measuring") as report:
-            samples = time_sides(sides, runs=runs, warmup=warmup, report=report)
+        samples = time_sides(sides, runs=settings.runs, warmup=settings.warmup)
         timed = samples.get("verax without drafts", samples["verax"])  # with drafts there are fewer steps
         steps = workload.steps(runner.config.max_num_seqs)
         # The output head has a product only for a token that another is drawn after; a last token is not read.
@@ -137,28 +116,22 @@ def bench_text(
         if llm.spec_decode is not None:
             rate = llm.spec_decode.acceptance_rate
             measured["spec_decode"] = {**dataclasses.asdict(llm.spec_decode), "acceptance_rate": rate}
-        if decode_breakdown:
-            measured["decode_breakdown"] = _break_down_decode_step(
-                llm, rows=len(workload.prompts), length=workload.longest
-            )
-        settings = {
-            "model": model_name(model) if model else f"random weights, {SHAPES[shapes][0]}",
-            "shapes": None if model else shapes,
-            "dtype": dtype,
-            "quantization": quantization,
-            "kv_cache_dtype": kv_cache_dtype,
-            "speculative_config": None if speculative_config is None else json.loads(speculative_config),
+        if settings.decode_breakdown:
+            rows = len(workload.prompts)
+            measured["decode_breakdown"] = _break_down_decode_step(llm, rows=rows, length=workload.longest)
+        asked = dataclasses.asdict(settings) | {
+            "model": model_name(settings.model) if settings.model else f"random weights, {words}",
+            "shapes": None if settings.model else settings.shapes,
+            "speculative_config": None if drafts is None else json.loads(drafts),
             "workload": workload.name,
             "requests": len(workload.prompts),
             "prompt_tokens": workload.prompt_tokens,
             "new_tokens": workload.new_tokens,
             "temperature": workload.temperature,
-            "runs": runs,
-            "warmup": warmup,
             "max_num_seqs": runner.config.max_num_seqs,
         }
         versions = {key: value for side in sides.values() for key, value in side.versions.items()}
-        return benchmark.result(settings=settings, versions=versions, **_page(settings, measured), **measured)
+        return benchmark.result(settings=asked, versions=versions, **_page(asked, measured), **measured)
 
 
 def _generate(llm: LLM, workload: Workload) -> object:
@@ -257,15 +230,17 @@ def _prepare(llm: LLM, rows: int, length: int) -> tuple[float, np.ndarray, StepS
     prompt_length = max(1, min(length, llm.max_model_len) - 40)
     params = SamplingParams(temperature=0.7, max_tokens=None, ignore_eos=True)
     prompts = rng.integers(3, engine.vocab_size, (rows, prompt_length)).tolist()
-    names = [engine.add_request(RequestInput(prompt, params)) for prompt in prompts]
+    requests = [engine.prepare(RequestInput(prompt, params)) for prompt in prompts]
+    for request in requests:
+        engine.add(request)
     while any(sequence.num_to_compute != 1 for sequence in engine.scheduler.running) or engine.scheduler.waiting:
         engine.advance()
     begin = time.perf_counter()
     schedule = engine.scheduler.schedule()
     packed, shape, _ = engine.runner.pack(schedule)
     host_ms = 1e3 * (time.perf_counter() - begin)
-    for name in names:
-        engine.abort(name)
+    for request in requests:
+        engine.abort(request.request_id)
     return host_ms, packed, shape
 
 
@@ -332,11 +307,11 @@ def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str,
         f"during the runs. Cache: {start['kv_cache']}.",
     ]
     if "spec_decode" in measured:
-        found = measured["spec_decode"]
+        counts = measured["spec_decode"]
         notes.append(
-            f"Drafts of at most {drafts['num_speculative_tokens']} tokens: {found['num_accepted_tokens']} of "
-            f"{found['num_draft_tokens']} held ({found['acceptance_rate']:.0%}), in {found['num_drafts']} steps of a "
-            "sequence, warm-up included."
+            f"Drafts of at most {drafts['num_speculative_tokens']} tokens: {counts['num_accepted_tokens']} of "
+            f"{counts['num_draft_tokens']} held ({counts['acceptance_rate']:.0%}), in {counts['num_drafts']} steps of "
+            "a sequence, warm-up included."
         )
     tables = [side_table(case, "tokens/s", digits=2, rate_digits=1)]
     if "decode_breakdown" in measured:

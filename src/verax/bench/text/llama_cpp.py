@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from verax.files import read_json
 from verax.machine import num_cores
 from verax.models import causal_lm
 
-__all__ = ["GGUF_TYPES", "LlamaCpp", "generate", "llama_cpp_sides", "write_gguf"]
+__all__ = ["GGUF_TYPES", "LlamaCpp", "llama_cpp_sides", "write_gguf"]
 
 GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 """Type of llama.cpp's weights, by our `quantization` or else our `dtype`."""
@@ -110,16 +110,31 @@ class LlamaCpp:
         self._c.llama_free(self._context)
         self._c.llama_model_free(self._model)
 
-    def clear(self) -> None:
-        """Forget all sequences."""
-        self._c.llama_memory_clear(self._c.llama_get_memory(self._context), False)
+    def generate(self, workload: Workload) -> list[list[int]]:
+        """New tokens of each prompt; a sequence leaves the batch when it has its tokens."""
+        c, prompts = self._c, workload.prompts
+        c.llama_memory_clear(c.llama_get_memory(self._context), False)
+        answers: list[list[int]] = [[] for _ in prompts]
+        rows = [Row(i, token, at, at + 1 == len(p)) for i, p in enumerate(prompts) for at, token in enumerate(p)]
+        batches = [rows[begin : begin + self._batch_size] for begin in range(0, len(rows), self._batch_size)]
+        sampler = self._sampler(workload.temperature)
+        while rows := (
+            batches.pop(0)
+            if batches
+            else [
+                Row(i, answer[-1], len(prompts[i]) + len(answer) - 1, True)
+                for i, answer in enumerate(answers)
+                if len(answer) < workload.max_tokens[i]
+            ]
+        ):
+            self._decode(rows)
+            for n, row in enumerate(rows):
+                if row.last:
+                    answers[row.sequence].append(c.llama_sampler_sample(sampler, self._context, n))
+        c.llama_sampler_free(sampler)
+        return answers
 
-    def decode(self, rows: Sequence[Row]) -> None:
-        """Run rows through the model, at most as many as a call takes.
-
-        Raises:
-            VeraxError: if llama.cpp refuses them.
-        """
+    def _decode(self, rows: Sequence[Row]) -> None:
         batch = self._batch
         batch.n_tokens = len(rows)
         for n, row in enumerate(rows):
@@ -128,24 +143,14 @@ class LlamaCpp:
         if code := self._c.llama_decode(self._context, batch):
             raise self._fault(f"llama_decode returned {code}")
 
-    def sample(self, sampler: Any, index: int) -> int:
-        """Token drawn after row `index` of the last `decode`."""
-        return self._c.llama_sampler_sample(sampler, self._context, index)
-
-    @contextlib.contextmanager
-    def sampler(self, temperature: float) -> Iterator[Any]:
+    def _sampler(self, temperature: float) -> Any:
         """Greedy, or a draw from all tokens: top-k and the like are off, as on our side."""
         c = self._c
         chain = c.llama_sampler_chain_init(c.llama_sampler_chain_default_params())
-        if temperature:
-            c.llama_sampler_chain_add(chain, c.llama_sampler_init_temp(temperature))
-            c.llama_sampler_chain_add(chain, c.llama_sampler_init_dist(0))
-        else:
-            c.llama_sampler_chain_add(chain, c.llama_sampler_init_greedy())
-        try:
-            yield chain
-        finally:
-            c.llama_sampler_free(chain)
+        draws = [c.llama_sampler_init_temp(temperature), c.llama_sampler_init_dist(0)] if temperature else []
+        for sampler in draws or [c.llama_sampler_init_greedy()]:
+            c.llama_sampler_chain_add(chain, sampler)
+        return chain
 
     def versions(self) -> dict[str, Any]:
         """Version, features and threads of the library."""
@@ -192,35 +197,7 @@ def llama_cpp_sides(
         path = write_gguf(opened, Path(folder) / f"{kind}.gguf", kind)
     model = LlamaCpp(path, context=count * workload.longest, batch=max(_BATCH_TOKENS, count), sequences=count)
     stack.callback(model.close)
-    return {f"llama.cpp {kind}": Side(partial(generate, model, workload), versions=model.versions())}
-
-
-def generate(model: LlamaCpp, workload: Workload) -> list[list[int]]:
-    """New tokens of each prompt; a sequence leaves the batch when it has its tokens."""
-    model.clear()
-    answers: list[list[int]] = [[] for _ in workload.prompts]
-    size = max(_BATCH_TOKENS, len(workload.prompts))
-    prompt_rows = [
-        Row(i, token, position, position == len(prompt) - 1)
-        for i, prompt in enumerate(workload.prompts)
-        for position, token in enumerate(prompt)
-    ]
-    batches = [prompt_rows[begin : begin + size] for begin in range(0, len(prompt_rows), size)]
-    with model.sampler(workload.temperature) as sampler:
-        while rows := (
-            batches.pop(0)
-            if batches
-            else [
-                Row(i, answer[-1], len(workload.prompts[i]) + len(answer) - 1, True)
-                for i, answer in enumerate(answers)
-                if len(answer) < workload.max_tokens[i]
-            ]
-        ):
-            model.decode(rows)
-            for n, row in enumerate(rows):
-                if row.last:
-                    answers[row.sequence].append(model.sample(sampler, n))
-    return answers
+    return {f"llama.cpp {kind}": Side(partial(model.generate, workload), versions=model.versions())}
 
 
 def write_gguf(opened: Checkpoint, path: Path, kind: str, *, vocabulary: Path | None = None) -> Path:

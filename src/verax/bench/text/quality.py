@@ -7,7 +7,7 @@ each text has pages of its own. So the error of a quantised cache is measured wi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -20,8 +20,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from verax import builtin, checkpoint, ops, progress
-from verax.bench.harness import Benchmark, check_names
+from verax.bench.harness import Benchmark
 from verax.bench.results import model_name, slug, table
+from verax.bench.settings import QualitySettings, check_names
 from verax.errors import InvalidParameterError
 from verax.loading import DEQUANTIZE, load_causal_lm
 from verax.models import CausalLM
@@ -29,7 +30,7 @@ from verax.ops.paged import page_bytes
 from verax.text.step.sizes import CACHE_DTYPES
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["REFERENCE", "VARIANTS", "bench_quality", "held_out_texts", "read_text"]
+__all__ = ["REFERENCE", "VARIANTS", "bench_quality", "held_out_texts"]
 
 PAGE = 16
 """Tokens of a page: the engine's block size."""
@@ -75,33 +76,32 @@ VARIANTS: dict[str, Variant] = {
 """Variants by name; the number after int4 is the number of inputs that share a scale."""
 
 
-def bench_quality(
-    model: str | None = None,
-    *,
-    text: str | None = None,
-    variants: Sequence[str] | None = None,
-    tokens: int = 16384,
-    window: int = 512,
-) -> dict[str, Any]:
+def bench_quality(settings: QualitySettings, *, window: int = 512) -> dict[str, Any]:
     """Measure a model in several precisions against itself in float32.
 
-    A quantised checkpoint in float32 has its dequantised weights; the weights as stored are one more variant. The
-    arguments are the options of `verax bench quality`; without a `text`, documents that the built-in model was not
-    trained on are measured, each by itself. A variant whose groups do not divide the model's layers is left out.
+    A quantised checkpoint in float32 has its dequantised weights; the weights as stored are one more variant. Without a
+    text, documents that the built-in model was not trained on are measured, each by itself. A variant whose groups do
+    not divide the model's layers is left out.
 
     Raises:
         InvalidParameterError: for an unknown variant, or a text of fewer than two tokens.
     """
-    check_names("variants", variants or (), VARIANTS)
+    model, variants, text = settings.model, settings.variants, None
+    if settings.text is not None:
+        try:
+            text = settings.text.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidParameterError(f"text: {settings.text} cannot be read: {error}") from error
+    check_names("variants", variants, VARIANTS)
     benchmark = Benchmark("text")
     opened = checkpoint.Checkpoint.open(builtin.text_model() if model is None else model)
-    if variants is None:
+    if not variants:
         variants = [name for name in VARIANTS if name != STORED or opened.packed]
     elif STORED in variants and not opened.packed:
         raise InvalidParameterError(f"variants: {STORED!r} is for a quantised checkpoint; {opened.folder} is not one")
     tokenizer = Tokenizer.from_checkpoint(opened)
     texts = held_out_texts() if text is None else [text]
-    batches = list(_batches(_pieces(tokenizer, texts, min(window, BATCH_TOKENS)), tokens))
+    batches = list(_batches(_pieces(tokenizer, texts, min(window, BATCH_TOKENS)), settings.tokens))
     scored = sum(int(batch.counted.sum()) for batch in batches)
     if not scored:
         raise InvalidParameterError("text: it has fewer than two tokens, so none to predict")
@@ -133,7 +133,7 @@ def bench_quality(
                 "seconds": time.perf_counter() - begin,
             }
             del module
-    settings = {
+    asked = {
         "model": model_name(model) if model else "built-in",
         "text": "documents that the built-in model was not trained on" if text is None else "given",
         "scored_tokens": scored,
@@ -141,12 +141,12 @@ def bench_quality(
         "variants": list(variants),
     }
     return benchmark.result(
-        slug("quality", Path(settings["model"]).name),
-        title=f"Quality: {settings['model']}",
-        intro=f"{scored:,} tokens of text ({settings['text']}; contexts of up to {window}). "
+        slug("quality", Path(asked["model"]).name),
+        title=f"Quality: {asked['model']}",
+        intro=f"{scored:,} tokens of text ({asked['text']}; contexts of up to {window}). "
         "KL divergence and the share of equal best tokens are against float32. The number after int4: "
         "inputs that share a scale; int8 weights have one a row, an int8 or fp8 cache one a token and head.",
-        settings=settings,
+        settings=asked,
         tables=[_table(rows)],
         variants=rows,
     )
@@ -172,18 +172,6 @@ def held_out_texts() -> list[str]:
     """Documents of the built-in model's kind that it was not trained on, each with its end."""
     text = (resources.files("verax.bench.text") / "held_out.txt").read_text(encoding="utf-8")
     return [document + END_OF_TEXT for document in text.split(END_OF_TEXT) if document]
-
-
-def read_text(file: Path) -> str:
-    """Text of a file.
-
-    Raises:
-        InvalidParameterError: naming the file, if it cannot be read or is not UTF-8.
-    """
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidParameterError(f"text: {file} cannot be read: {error}") from error
 
 
 def _load(opened: checkpoint.Checkpoint, name: str) -> CausalLM:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from verax.bench.settings import TextSettings
 from verax.text.engine.sampling_params import SamplingParams
 
-__all__ = ["WORKLOADS", "Workload", "nano_vllm", "prompt", "repeat", "short_prompts"]
+__all__ = ["USUAL_PROMPTS", "Workload", "make_workload"]
+
+USUAL_PROMPTS = {"short-prompts": 4, "nano-vllm": 256, "prompt": 1, "repeat": 1}
+"""Prompts of a workload if no other number is given."""
+
+TEMPERATURES = {"short-prompts": 0.7, "nano-vllm": 0.6, "prompt": 0.0, "repeat": 0.0}
 
 
 @dataclass(frozen=True)
@@ -58,46 +63,32 @@ class Workload:
         ]
 
 
-def short_prompts(vocab_size: int, *, requests: int = 4, max_tokens: int = 100, temperature: float = 0.7) -> Workload:
-    """Short prompts of random tokens, 100 new tokens each, temperature 0.7: the case of the earlier ports."""
-    rng = np.random.default_rng(0)
-    prompts = tuple(tuple(rng.integers(3, vocab_size, 12 + 4 * (i % 4)).tolist()) for i in range(requests))
-    return Workload("short-prompts", prompts, (max_tokens,) * requests, temperature)
+def make_workload(settings: TextSettings, vocab_size: int) -> Workload:
+    """Workload that the settings name, the same tokens every time.
 
-
-def nano_vllm(vocab_size: int, *, requests: int = 256, scale: float = 1.0, temperature: float = 0.6) -> Workload:
-    """nano-vllm's bench.py: prompts and answers of 100 to 1024 tokens each; `scale` shrinks both lengths."""
-    rng = random.Random(0)
-    length = lambda: max(1, round(rng.randint(100, 1024) * scale))
-    prompts = tuple(tuple(rng.randint(0, min(10000, vocab_size - 1)) for _ in range(length())) for _ in range(requests))
-    return Workload("nano-vllm", prompts, tuple(length() for _ in range(requests)), temperature)
-
-
-def prompt(vocab_size: int, *, requests: int = 1, tokens: int = 512, temperature: float = 0.0) -> Workload:
-    """Prompts of `tokens` tokens to be read; one new token each."""
-    prompts = np.random.default_rng(0).integers(3, vocab_size, (requests, tokens)).tolist()
-    return Workload("prompt", tuple(map(tuple, prompts)), (1,) * requests, temperature)
-
-
-def repeat(
-    vocab_size: int, *, requests: int = 1, max_tokens: int = 100, temperature: float = 0.0, trained: bool = True
-) -> Workload:
-    """Prompts of 48 tokens four times over, which a trained model continues.
-
-    Random weights do not copy. Where the model is not `trained`, the prompts have their tokens once and one token is
-    favoured instead. Every draft of it holds: the most that drafts can gain.
+    - `short-prompts`: 12 to 24 random tokens each, temperature 0.7: the case of the earlier ports.
+    - `nano-vllm`: nano-vllm's bench.py, prompts and answers of 100 to 1024 tokens; `scale` shrinks both lengths.
+    - `prompt`: prompts to be read, one new token each.
+    - `repeat`: 48 tokens four times over, which a trained model continues. Random weights do not copy: without a model,
+      prompts have their tokens once and one token is favoured instead. Every draft of it holds: the most that drafts
+      can gain.
     """
-    rng = np.random.default_rng(0)
-    times = 4 if trained else 1
-    prompts = tuple(tuple(rng.integers(3, vocab_size, 48).tolist() * times) for _ in range(requests))
-    favoured = None if trained else prompts[0][0]
-    return Workload("repeat", prompts, (max_tokens,) * requests, temperature, favoured)
-
-
-WORKLOADS: Mapping[str, Callable[..., Workload]] = {
-    "short-prompts": short_prompts,
-    "nano-vllm": nano_vllm,
-    "prompt": prompt,
-    "repeat": repeat,
-}
-"""Workloads by name, as functions of the vocabulary's size."""
+    name, rng, favoured = settings.workload, np.random.default_rng(0), None
+    count = settings.requests or USUAL_PROMPTS[name]
+    tokens = lambda size: tuple(rng.integers(3, vocab_size, size).tolist())
+    max_tokens = (settings.max_tokens,) * count
+    if name == "nano-vllm":
+        dice, highest = random.Random(0), min(10000, vocab_size - 1)
+        length = lambda: max(1, round(dice.randint(100, 1024) * settings.scale))
+        prompts = tuple(tuple(dice.randint(0, highest) for _ in range(length())) for _ in range(count))
+        max_tokens = tuple(length() for _ in range(count))
+    elif name == "prompt":
+        prompts, max_tokens = tuple(tokens(settings.prompt_tokens) for _ in range(count)), (1,) * count
+    elif name == "repeat":
+        times = 1 if settings.model is None else 4
+        prompts = tuple(tokens(48) * times for _ in range(count))
+        favoured = prompts[0][0] if settings.model is None else None
+    else:
+        prompts = tuple(tokens(12 + 4 * (i % 4)) for i in range(count))
+    temperature = TEMPERATURES[name] if settings.temperature is None else settings.temperature
+    return Workload(name, prompts, max_tokens, temperature, favoured)

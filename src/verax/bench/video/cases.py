@@ -5,104 +5,58 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import asdict
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from verax import progress
 from verax._compat import empty_compilation_cache
-from verax.bench.harness import Benchmark, Side, case_result, check_names, count_products, time_sides
+from verax.bench.harness import Benchmark, Side, case_result, count_products, time_sides
 from verax.bench.results import slug, table
-from verax.bench.video.work import STAGES, TITLES, Work, work
+from verax.bench.settings import VideoSettings, check_names
+from verax.bench.video.baselines import make_baseline
+from verax.bench.video.work import TITLES, Work, work
 from verax.errors import InvalidParameterError
 from verax.models.video_model import ATTENTION
 from verax.ops.cpu import library
 from verax.video.programs import Program
 
-__all__ = ["BASELINES", "Baseline", "bench_video", "break_even"]
+__all__ = ["bench_video", "break_even"]
 
-BASELINES: Mapping[str, tuple[str, ...]] = {
-    "diffusers": STAGES,
-    "torch.compile": STAGES,
-    "openvino": ("transformer", "text"),  # it has no operation for the nearest-exact upsampling of the VAE
-}
-"""Sides besides ours, with the stages that each can run: diffusers by itself, compiled by PyTorch, and on OpenVINO."""
+OPENVINO_STAGES = ("transformer", "text")
+"""Stages that OpenVINO can run: it has no operation for the nearest-exact upsampling of the VAE."""
 
 
-class Baseline(Protocol):
-    """A stage in another library."""
-
-    versions: dict[str, Any]
-
-    def run(self) -> Any:
-        """Compute; the result is finished, in the library's own layout."""
-        ...
-
-    def result(self) -> np.ndarray:
-        """Result of `run` in our layout, float32."""
-        ...
-
-
-def bench_video(
-    *,
-    size: str = "1.3b",
-    stages: Sequence[str] = STAGES[:2],
-    frames: Sequence[int] = (9,),
-    height: int = 272,
-    width: int = 480,
-    dtype: str = "bfloat16",
-    attention: str = "auto",
-    memory: Sequence[str] = (),
-    layers: int | None = None,
-    runs: int = 3,
-    warmup: int = 1,
-    against: Sequence[str] = (),
-) -> dict[str, Any]:
+def bench_video(settings: VideoSettings) -> dict[str, Any]:
     """Time stages with random weights in real sizes.
-
-    The arguments are the options of `verax bench video`.
 
     Raises:
         InvalidParameterError: naming what is wrong.
         MissingDependencyError: if a baseline is not installed.
     """
-    check_names("against", against, BASELINES)
-    for name, given in (("memory", memory), ("attention", [attention])):
+    for name, given in (("memory", settings.memory), ("attention", [settings.attention])):
         check_names(name, given, ATTENTION)
-    sizes: dict[str, Any] = dict(height=height, width=width, dtype=dtype, layers=layers)
+    frames, stages = settings.frames, settings.stage
     works = [(stage, count) for stage in stages for count in frames if stage != "text" or count == frames[0]]
     benchmark = Benchmark("video")
     cases, versions = [], {}
-    for stage, count in works if runs else ():
-        todo = work(stage, size, frames=count, **sizes)
-        options = {"attention": attention} if stage == "transformer" else {}
-        case, found = _case(todo, count, dtype, options, runs, warmup, against)
-        rate = benchmark.limits[f"matmul_{dtype}_gflop_per_s"]
+    for stage, count in works if settings.runs else ():
+        case, others = _case(work(stage, count, settings), count, settings)
+        rate = benchmark.limits[f"matmul_{settings.dtype}_gflop_per_s"]
         case["fraction_of_limit"] = case["flops"] / case["sides"]["verax"]["median_s"] / 1e9 / rate
         cases.append(case)
-        versions |= found
+        versions |= others
     planned = [
-        {"frames": count, "attention": name, **_memory(work("transformer", size, frames=count, **sizes), name)}
-        for count in (frames if memory else ())
-        for name in memory
+        {"frames": count, "attention": name, **_memory(work("transformer", count, settings), name)}
+        for count in (frames if settings.memory else ())
+        for name in settings.memory
     ]
-    settings = {
-        "size": size,
-        "layers": layers,
-        "stages": list(stages),
-        "frames": list(frames),
-        "height": height,
-        "width": width,
-        "dtype": dtype,
-        "attention": attention,
-        "cpu_level": library.level() if jax.default_backend() == "cpu" else None,
-        "runs": runs,
-        "warmup": warmup,
-    }
+    level = library.level() if jax.default_backend() == "cpu" else None
+    asked = asdict(settings) | {"cpu_level": level}
     measured = {"cases": cases, "attention_memory": planned}
-    return benchmark.result(settings=settings, versions=versions, **_page(settings, measured), **measured)
+    return benchmark.result(settings=asked, versions=versions, **_page(asked, measured), **measured)
 
 
 def break_even(compile_s: float, ours_s: float, theirs_first_s: float, theirs_s: float) -> int | None:
@@ -118,16 +72,9 @@ def break_even(compile_s: float, ours_s: float, theirs_first_s: float, theirs_s:
     return max(1, math.floor((compile_s - (theirs_first_s - theirs_s)) / (theirs_s - ours_s)) + 1)
 
 
-def _case(
-    todo: Work,
-    frames: int,
-    dtype: str,
-    options: dict[str, Any],
-    runs: int,
-    warmup: int,
-    against: Sequence[str],
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _case(todo: Work, frames: int, settings: VideoSettings) -> tuple[dict[str, Any], dict[str, Any]]:
     """A stage timed on all sides, and the versions of the others."""
+    options = {"attention": settings.attention} if todo.stage == "transformer" else {}
     component = todo.component
     products, moved = count_products(todo.run, component.shapes, *todo.shapes)
     versions: dict[str, Any] = {}
@@ -141,17 +88,18 @@ def _case(
             program, cached_s = _compiled(todo, weights, inputs, options)
         ours = np.asarray(program(weights, *inputs, **options))
         sides = {"verax": Side(lambda: jax.block_until_ready(program(weights, *inputs, **options)))}
-        for name in (name for name in against if todo.stage in BASELINES[name]):
-            other = _baseline(name, todo, dtype)
+        for name in settings.against:
+            if name == "openvino" and todo.stage not in OPENVINO_STAGES:
+                continue
+            other = make_baseline(name, todo, settings.dtype)
             versions |= other.versions
             begin = time.perf_counter()
-            theirs = other.result()
+            theirs = other.to_numpy(other.run())
             first = time.perf_counter() - begin
             apart = float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
             others[name] = {"first_s": first, "difference": apart}
             sides[name] = Side(other.run)
-        with progress.bar(f"measuring: {todo.stage}") as report:
-            samples = time_sides(sides, runs=runs, warmup=warmup, report=report)
+        samples = time_sides(sides, runs=settings.runs, warmup=settings.warmup, title=f"measuring: {todo.stage}")
     for name, found in others.items():
         found["break_even"] = break_even(compile_s, samples["verax"].median, found["first_s"], samples[name].median)
     more = {"flops": float(products), "bytes_moved": moved, "compile_s": compile_s, "compile_cached_s": cached_s}
@@ -159,14 +107,6 @@ def _case(
     for name, found in others.items():
         case["sides"][name] |= found
     return {"stage": todo.stage, "frames": frames, **case}, versions
-
-
-def _baseline(name: str, todo: Work, dtype: str) -> Baseline:
-    from verax.bench.video.baselines import DiffusersSide, OpenVinoSide
-
-    if name == "openvino":
-        return OpenVinoSide(todo, dtype)
-    return DiffusersSide(todo, dtype, compiled=name == "torch.compile")
 
 
 def _compiled(todo: Work, weights: Any, inputs: Any, options: dict[str, Any]) -> tuple[Program, float]:
@@ -193,7 +133,7 @@ def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str,
     layers = f", {settings['layers']} layers" if settings["layers"] else ""
     what = "text and image to video" if settings["size"] == "5b" else "image to video"
     cases, planned = measured["cases"], measured["attention_memory"]
-    stages = settings["stages"] if cases else ["memory"]
+    stages = settings["stage"] if cases else ["memory"]
     clip = f"{'-'.join(map(str, settings['frames']))}x{settings['height']}x{settings['width']}"
     tables = [_times(cases)] if cases else []
     if planned:

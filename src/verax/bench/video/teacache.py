@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -12,16 +12,13 @@ import numpy as np
 from verax import progress
 from verax.bench.harness import Benchmark
 from verax.bench.results import slug, table
+from verax.bench.settings import TeaCacheSettings
 from verax.compare.videos import decibels
-from verax.errors import InvalidParameterError
 
 if TYPE_CHECKING:
     from verax.video.outputs import VideoOutput
 
-__all__ = ["THRESHOLDS", "bench_teacache"]
-
-THRESHOLDS = (0.05, 0.1, 0.2, 0.3)
-"""Around those that TeaCache's authors recommend: 0.05 to 0.1 for 1.3B, 0.14 to 0.3 for 14B."""
+__all__ = ["bench_teacache"]
 
 PROMPTS = (
     "a blue square floats down and left over a yellow to cyan gradient",
@@ -36,40 +33,36 @@ PROMPTS = (
 """Prompts of the built-in model: words in combinations that its training never saw."""
 
 
-def bench_teacache(
-    model: str | None = None,
-    *,
-    prompts: Sequence[str] = (),
-    thresholds: Sequence[float] = THRESHOLDS,
-    dtype: str = "bfloat16",
-    **options: Any,
-) -> dict[str, Any]:
+CLIP = ("image", "num_frames", "height", "width", "num_inference_steps")
+"""Options of the pipeline that have the checkpoint's defaults."""
+
+
+def bench_teacache(settings: TeaCacheSettings) -> dict[str, Any]:
     """Make each prompt's clip without TeaCache and with each threshold, from the same noise.
 
-    The arguments are the options of `verax bench teacache`; `seed` is the first clip's, the next ones have the next.
-
     Raises:
-        InvalidParameterError: for no prompts, no thresholds, or an option that does not fit.
+        InvalidParameterError: for an option that does not fit.
     """
     from verax.video.pipeline import VideoPipeline
 
-    if not prompts and model is not None:
-        raise InvalidParameterError("prompts: expected some: only the built-in model has prompts of its own")
-    if not thresholds:
-        raise InvalidParameterError("thresholds: expected one or more")
-    prompts, benchmark = list(prompts) or list(PROMPTS), Benchmark("video")
-    pipe = VideoPipeline.from_pretrained(model, dtype=dtype, show_progress=False)
+    model, thresholds = settings.model, settings.thresholds
+    prompts, benchmark = list(PROMPTS), Benchmark("video")
+    if settings.prompts is not None:
+        lines = settings.prompts.read_text(encoding="utf-8").splitlines()
+        prompts = [line for line in lines if line.strip()]
+    given = {name: getattr(settings, name) for name in CLIP}
+    options = {name: value for name, value in given.items() if value is not None}
+    pipe = VideoPipeline.from_pretrained(model, dtype=settings.dtype, show_progress=False)
     choices: dict[float | None, dict[str, Any]] = {None: {"cache": None}}
     choices |= {value: {"cache": "teacache", "cache_threshold": value} for value in thresholds}
     # Compilation and the reading of weights come first.
     for threshold in (None, thresholds[0]):
         pipe(prompts[0], **options, **choices[threshold])
-    seed = int(options.pop("seed", 0))
     clips: dict[float | None, list[VideoOutput]] = {threshold: [] for threshold in choices}
     with progress.bar("making clips") as report:
         for i, prompt in enumerate(prompts):
             for threshold, choice in choices.items():
-                clips[threshold].append(pipe(prompt, seed=seed + i, **options, **choice))
+                clips[threshold].append(pipe(prompt, seed=i, **options, **choice))
             report(i + 1, len(prompts), "")
     whole = clips[None]
     seconds = {key: float(np.median([clip.seconds["denoise"] for clip in made])) for key, made in clips.items()}
@@ -96,19 +89,12 @@ def bench_teacache(
     none = {"threshold": None, "computed": steps, "seconds": seconds[None], "psnr": []}
     return benchmark.result(
         slug("teacache", Path(name).name),
-        title=f"TeaCache: {Path(name).name}, {dtype}",
+        title=f"TeaCache: {Path(name).name}, {settings.dtype}",
         intro=f"{len(prompts)} clips of {count} frames of {height} x {width}, each made without TeaCache and then with "
         "each threshold from the same noise; PSNR in dB of the second compared with the first. Seconds: median of the "
         f"loop over {steps} steps.",
-        settings={
-            "model": name,
-            "dtype": dtype,
-            "prompts": prompts,
-            "seed": seed,
-            "frames": [count, height, width],
-            "steps": steps,
-            "options": {name: value for name, value in options.items() if isinstance(value, int | float | str)},
-        },
+        settings=asdict(settings)
+        | {"model": name, "prompts": prompts, "frames": [count, height, width], "steps": steps},
         tables=[table([none, *rows], columns)],
         seconds=seconds[None],
         thresholds=rows,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from verax.bench.harness import check_names
+from verax.bench.settings import VideoSettings
 from verax.checkpoint.load import random_weights
 from verax.checkpoint.video.parts import UMT5, VAE_2_2, WAN, Renaming, wan_vae_names
 from verax.errors import InvalidParameterError
@@ -22,12 +22,9 @@ from verax.video.load import divided_component
 from verax.video.networks import latents_at_once
 from verax.video.programs import Component
 
-__all__ = ["SIZES", "STAGES", "TITLES", "Work", "work"]
+__all__ = ["SIZES", "TITLES", "Work", "work"]
 
-STAGES = ("transformer", "vae", "text")
 TITLES = {"transformer": "transformer, a forward pass", "vae": "VAE, decoding", "text": "text encoder, 512 tokens"}
-DTYPES = ("bfloat16", "float32")
-
 WORDS, PATCHES = 512, 257
 """Tokens of a prompt and of an image that condition the transformer, as in the published pipelines."""
 
@@ -89,22 +86,19 @@ class Work:
         return jax.eval_shape(self.prepared, self.component.shapes, *shapes)
 
 
-def work(stage: str, size: str, *, frames: int, height: int, width: int, dtype: str, layers: int | None) -> Work:
+def work(stage: str, frames: int, settings: VideoSettings) -> Work:
     """Work of a stage for a clip: one forward pass of the transformer, decoding latents, or encoding 512 tokens.
 
     Args:
-        stage: one of `STAGES`.
-        size: one of `SIZES`.
-        frames, height, width: of the clip: 4n + 1 frames, and sides that divide into tokens.
-        dtype: of weights and inputs.
-        layers: of transformer and text encoder, to fit a small machine; all of them if None.
+        stage: `transformer`, `vae` or `text`.
+        frames: of the clip, 4n + 1.
+        settings: the sizes, with sides that divide into tokens.
 
     Raises:
-        InvalidParameterError: for another name, or a clip that does not divide.
+        InvalidParameterError: for a clip that does not divide.
     """
-    for name, value, known in (("stage", stage, STAGES), ("size", size, SIZES), ("dtype", dtype, DTYPES)):
-        check_names(name, [value], known)
-    sizes = SIZES[size]
+    height, width, dtype, layers = settings.height, settings.width, settings.dtype, settings.layers
+    sizes = SIZES[settings.size]
     pixels = sizes.vae.pixels_per_latent
     token = pixels * sizes.transformer.patch
     if frames % 4 != 1 or height % token or width % token or min(frames, height, width) < 1:

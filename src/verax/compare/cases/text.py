@@ -25,7 +25,7 @@ from verax.models import CausalLM, causal_lm, encoder, hidden_states
 from verax.nn import Sentences
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["embed_case", "text_case", "transformers"]
+__all__ = ["WEIGHTS", "embed_case", "text_case", "transformers"]
 
 TOKENS = 40
 """Tokens of each row. It differs from every number of heads, so that no axes are mistaken for each other."""
@@ -86,6 +86,10 @@ NOTHING = Inputs()
 """Inputs that give nothing, so that all is random."""
 
 
+WEIGHTS = (r"(attn|attention|attention\.self|SelfAttention)\[1\]$",)
+"""Outputs of transformers' modules that ours do not have: the weights of eager attention."""
+
+
 def text_case(
     model: str | Path | None,
     scratch: Path,
@@ -133,7 +137,9 @@ def text_case(
         code = sys.modules[type(loaded).__module__]
         names = ("rotary_q", "rotary_k")
         rotary = Watch(code, "apply_rotary_pos_emb", outputs=names, axes=(0, 2, 1, 3))
-        return Side(loaded.eval(), given, call=_logits, watch=(rotary,), inputs=(r"self_attn\.o_proj$",))
+        return Side(
+            loaded.eval(), given, call=_logits, watch=(rotary,), inputs=(r"self_attn\.o_proj$",), without=WEIGHTS
+        )
 
     def ours(dtype: str) -> Side:
         rotary = Watch(ops, "apply_rotary", outputs=("rotary_q", "rotary_k"))
@@ -184,7 +190,8 @@ def embed_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTH
     rows = _rows(opened, config.vocab_size, inputs, tokens or TOKENS, count=VECTORS, longest=longest)
 
     def reference(dtype: str) -> Side:
-        return Side(theirs.load(dtype), theirs.arguments(rows.ids, rows.real), call=theirs.call, inputs=theirs.inputs)
+        arguments = theirs.arguments(rows.ids, rows.real)
+        return Side(theirs.load(dtype), arguments, call=theirs.call, inputs=theirs.inputs, without=WEIGHTS)
 
     def ours(dtype: str) -> Side:
         loaded = load_model(opened, model_class, config, dtype=dtype)
@@ -223,11 +230,14 @@ def _lam_case(opened: Checkpoint, name: str, inputs: Inputs, tokens: int | None)
         weights = {key: np.array(opened.read(key), np.float32) for key in loaded.state_dict()}
         loaded.load_state_dict({key: torch().from_numpy(weight) for key, weight in weights.items()})
         loaded = loaded.eval().to(getattr(torch(), dtype))
-        return Side(loaded, (rows.ids,), call=lambda model, tokens: model.hidden(tokens), inputs=watched)
+        regulariser = (r"deltanet_layers\.\d+\[3\]$",)  # nobody reads it here, and it is not computed
+        call = lambda model, tokens: model.hidden(tokens)
+        return Side(loaded, (rows.ids,), call=call, inputs=watched, without=regulariser)
 
     def ours(dtype: str) -> Side:
         loaded = load_model(opened, *encoder(as_published), dtype=dtype)
-        return Side(loaded, (rows.ids,), inputs=watched)
+        states = (r"deltanet_layers\.\d+\[1\]",)  # the reference gives them only to a cache
+        return Side(loaded, (rows.ids,), inputs=watched, without=states)
 
     about = {"model": name, "architecture": "LamModel", "rule": rule, **rows.about}
     if rule != config.rule:

@@ -30,7 +30,7 @@ from verax.checkpoint.video.parts import (
 )
 from verax.compare.align import Names
 from verax.compare.case import Case, Inputs, Shape, Side
-from verax.compare.cases.text import transformers
+from verax.compare.cases.text import WEIGHTS, transformers
 from verax.compare.torch_side import torch
 from verax.compare.trace import Watch
 from verax.errors import CheckpointError, InvalidParameterError
@@ -256,7 +256,7 @@ def _run_text(model: Any, config: UMT5Config, given: Arrays) -> tuple[Side, Side
     tokens, lengths = tokens.astype(np.int64), np.full(len(tokens), tokens.shape[1], np.int32)
     theirs = lambda model, tokens: model(input_ids=tokens)
     return (
-        Side(model, (tokens,), call=theirs, inputs=(r"SelfAttention\.o$",)),
+        Side(model, (tokens,), call=theirs, inputs=(r"SelfAttention\.o$",), without=WEIGHTS),
         Side(model, (tokens, lengths), inputs=(r"attn\.o$",)),
     )
 
@@ -274,7 +274,7 @@ def _run_image(model: Any, config: CLIPVisionConfig, given: Arrays) -> tuple[Sid
         return model(pixel_values=pixels.to(_dtype(model)), output_hidden_states=True).hidden_states[-2]
 
     return (
-        Side(model, (pixels.transpose(0, 3, 1, 2),), call=theirs, inputs=(r"self_attn\.out_proj$",)),
+        Side(model, (pixels.transpose(0, 3, 1, 2),), call=theirs, inputs=(r"self_attn\.out_proj$",), without=WEIGHTS),
         Side(model, (pixels,), inputs=(r"attn\.proj$",)),
     )
 
@@ -334,23 +334,20 @@ VIDEO_PARTS = tuple(PARTS)
 
 _TEXT = dict(vocab_size=100, d_model=16, d_kv=6, d_ff=36, num_layers=2, num_heads=5, feed_forward_proj="gated-gelu")
 
+
+def _wan(kind: str, heads: int, channels: tuple[int, int], ffn_dim: int, layers: int, **more: Any) -> dict[str, Any]:
+    """Settings of a transformer with channels in and out, at the published widths where `more` has no others."""
+    sizes = dict(num_attention_heads=heads, attention_head_dim=128, in_channels=channels[0], out_channels=channels[1])
+    widths = dict(text_dim=4096, freq_dim=256, ffn_dim=ffn_dim, num_layers=layers)
+    return dict(_class_name=f"{kind}Transformer3DModel", **sizes | widths | more)
+
+
+_TINY = dict(attention_head_dim=12, text_dim=16, freq_dim=64, rope_max_seq_len=32)
+
 RANDOM: Mapping[str, Mapping[str, dict[str, Any]]] = MappingProxyType(
     {
         "tiny": {
-            "transformer": dict(
-                _class_name="SkyReelsV2Transformer3DModel",
-                num_attention_heads=2,
-                attention_head_dim=12,
-                in_channels=36,
-                out_channels=16,
-                image_dim=20,
-                added_kv_proj_dim=24,
-                text_dim=16,
-                freq_dim=64,
-                ffn_dim=32,
-                num_layers=2,
-                rope_max_seq_len=32,
-            ),
+            "transformer": _wan("SkyReelsV2", 2, (36, 16), 32, 2, image_dim=20, added_kv_proj_dim=24, **_TINY),
             "vae": dict(base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1)
             | dict(temperal_downsample=[False, True, True]),
             "text_encoder": _TEXT,
@@ -358,50 +355,14 @@ RANDOM: Mapping[str, Mapping[str, dict[str, Any]]] = MappingProxyType(
             | dict(image_size=35, patch_size=7, hidden_act="gelu"),
         },
         "tiny-5b": {
-            "transformer": dict(
-                _class_name="WanTransformer3DModel",
-                num_attention_heads=2,
-                attention_head_dim=12,
-                in_channels=24,
-                out_channels=24,
-                text_dim=16,
-                freq_dim=64,
-                ffn_dim=32,
-                num_layers=2,
-                rope_max_seq_len=32,
-            ),
+            "transformer": _wan("Wan", 2, (24, 24), 32, 2, **_TINY),
             "vae": dict(VAE_2_2, base_dim=4, decoder_base_dim=6, z_dim=24, num_res_blocks=1, dim_mult=[1, 2, 2, 2])
             | dict(latents_mean=[0.1] * 24, latents_std=[0.9, 1.2] * 12),
             "text_encoder": _TEXT,
         },
-        "5b": {
-            "transformer": dict(
-                _class_name="WanTransformer3DModel",
-                num_attention_heads=24,
-                attention_head_dim=128,
-                in_channels=48,
-                out_channels=48,
-                text_dim=4096,
-                freq_dim=256,
-                ffn_dim=14336,
-                num_layers=30,
-            ),
-            "vae": dict(VAE_2_2),
-        },
+        "5b": {"transformer": _wan("Wan", 24, (48, 48), 14336, 30), "vae": dict(VAE_2_2)},
         "1.3b": {
-            "transformer": dict(
-                _class_name="SkyReelsV2Transformer3DModel",
-                num_attention_heads=12,
-                attention_head_dim=128,
-                in_channels=36,
-                out_channels=16,
-                image_dim=1280,
-                added_kv_proj_dim=1536,
-                text_dim=4096,
-                freq_dim=256,
-                ffn_dim=8960,
-                num_layers=30,
-            ),
+            "transformer": _wan("SkyReelsV2", 12, (36, 16), 8960, 30, image_dim=1280, added_kv_proj_dim=1536),
             "vae": dict(base_dim=96, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=2)
             | dict(temperal_downsample=[False, True, True]),
         },

@@ -25,7 +25,6 @@ VARIANTS = {"B": 64, "C": 128}
 """Chunk size by default. B carries two states from chunk to chunk; C, the production form, carries none."""
 
 FLUX_RANGE = (0.01, 0.99)
-UPDATE_DROPOUT = 0.1
 
 
 class ShortConv(nn.Module):
@@ -99,7 +98,6 @@ def hierarchical_delta_rule(
     flux: ResonanceFlux,
     *,
     chunk_size: int,
-    training: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """The rule of variant B: a fast and a slow state, updated and mixed after each chunk.
 
@@ -110,7 +108,6 @@ def hierarchical_delta_rule(
         gates: gates of the outputs, fast and slow, `[B, H, L, 1]`.
         flux: weight of the blend of the two.
         chunk_size: tokens of a chunk; the result depends on it.
-        training: drop a tenth of each update.
 
     Returns:
         Outputs `[B, H, L, K]`, and both final states `[B, H, K, K]`.
@@ -136,7 +133,7 @@ def hierarchical_delta_rule(
             R = unit_frobenius(states[x])
             V = U[:, :, i] - W[:, :, i] @ R
             read.append(gates_by_chunk[x][:, :, i] * (q[:, :, i] @ R + P[:, :, i] @ V))
-            states[x] = states[x] + F.dropout(k[:, :, i].transpose(-1, -2) @ V, UPDATE_DROPOUT, training)
+            states[x] = states[x] + k[:, :, i].transpose(-1, -2) @ V
         outputs.append(share[:, :, i] * read[0] + (1 - share[:, :, i]) * read[1])
         coupling = 0.05 + 0.1 * psi[:, :, i].mean()
         fast, slow = states
@@ -157,27 +154,14 @@ def local_rule(
     flux: ResonanceFlux,
     *,
     chunk_size: int,
-    use_cache: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Variant C at inference: chunks by themselves. Arguments and outputs as in `hierarchical_delta_rule`.
-
-    With `use_cache` the slow state is accumulated over the chunks, for nobody: no output reads it.
-    """
+) -> Tensor:
+    """The rule of variant C: chunks by themselves, without a state. Arguments as in `hierarchical_delta_rule`."""
     C = chunk_size
     q, k = F.normalize(q, dim=-1, eps=1e-12), F.normalize(k, dim=-1, eps=1e-12)
     v, kb = beta * v, beta * k
-    q, k, _, v, T, P = _within_chunks(q, k, kb, v, C)
-    U = T @ v
+    *_, v, T, P = _within_chunks(q, k, kb, v, C)
     fast, slow = (gate.unflatten(2, (-1, C)) for gate in gates)
-    out = (0.1 * fast * (P @ v) + 0.9 * slow * (P @ U)).flatten(2, 3)
-    if not use_cache:
-        return out, None
-    psi = flux.chunk(k, U)
-    keep = decays[1].unflatten(2, (-1, C)).mean(dim=3) * (1 - 0.05 * psi)
-    state = q.new_zeros(*q.shape[:2], q.shape[-1], q.shape[-1])
-    for i in range(q.shape[2]):
-        state = keep[:, :, i, None, None] * state + k[:, :, i].transpose(-1, -2) @ U[:, :, i]
-    return out, unit_frobenius(state)
+    return (0.1 * fast * (P @ v) + 0.9 * slow * (P @ (T @ v))).flatten(2, 3)
 
 
 class EnhancedHierarchicalDeltaNet(nn.Module):
@@ -236,12 +220,9 @@ class EnhancedHierarchicalDeltaNet(nn.Module):
         inputs, chunk_size = self.rule_inputs(x), self.chunk(x.shape[1])
         ortho = x.new_zeros(())
         if self.variant == "C":
-            if self.training:
-                raise InvalidParameterError("variant: C is defined for inference only; call eval() first")
-            out, slow = local_rule(*inputs, chunk_size=chunk_size, use_cache=use_cache)
-            states = None if slow is None else (None, slow)
+            out, states = local_rule(*inputs, chunk_size=chunk_size), None
         else:
-            out, states = hierarchical_delta_rule(*inputs, chunk_size=chunk_size, training=self.training)
+            out, states = hierarchical_delta_rule(*inputs, chunk_size=chunk_size)
             eye = torch.eye(out.shape[-1], dtype=x.dtype, device=x.device)
             for S in states if regularise else ():
                 ortho = ortho + (S @ S.transpose(-1, -2) - eye).square().sum(dim=(-1, -2)).mean() / eye.numel()

@@ -7,10 +7,10 @@ follows SkyReels-V2's own code (SkyworkAI/SkyReels-V2), less its slips, and `DIF
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +26,7 @@ from verax.models.video_model import (
     Network,
     ReferenceRules,
     TeaCache,
+    VideoModel,
     VideoSettings,
     flow_sigmas,
 )
@@ -172,29 +173,14 @@ def latent_geometry(transformer: WanConfig, vae: WanVaeConfig) -> LatentGeometry
     )
 
 
-@dataclass(frozen=True)
-class WanVideoModel:
-    """A checkpoint of SkyReels-V2, Wan 2.1 or Wan 2.2; the members are described in `VideoModel`."""
+class WanVideoModel(VideoModel):
+    """A checkpoint of SkyReels-V2, Wan 2.1 or Wan 2.2."""
 
-    references: ClassVar[Mapping[str, ReferenceRules]] = MappingProxyType({r.name: r for r in (SKYREELS, DIFFUSERS)})
-    settings: VideoSettings
-    rules: ReferenceRules
-    geometry: LatentGeometry
-    conditioning: Conditioning
-    text_encoder: Network
-    image_encoder: Network | None
-    transformers: tuple[Network, ...]
-    vae: Network
+    references = MappingProxyType({rules.name: rules for rules in (SKYREELS, DIFFUSERS)})
 
     @classmethod
     def from_folder(cls, folder: Any, *, kind: str | None = None, rules: ReferenceRules | None = None) -> WanVideoModel:
-        """Read the settings of a checkpoint; no weights.
-
-        Raises:
-            CheckpointError: if a network's settings are missing or damaged.
-            UnsupportedModelError: for settings that are not implemented, or networks that do not fit each other.
-            InvalidParameterError: for an unknown kind, or one that does not fit the checkpoint.
-        """
+        """Read the settings of a checkpoint; no weights. See `VideoModel.from_folder`."""
         rules = SKYREELS if rules is None else rules
         settings = read_settings(folder, folder.flow_shift, kind=kind, negative_prompts=rules.negative_prompts)
         transformer = WanConfig.from_hf(folder.config("transformer"))

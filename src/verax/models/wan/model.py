@@ -77,11 +77,24 @@ class WanConfig:
             CheckpointError: for a value of a wrong type, or a size that no model has.
         """
         kind = read_value(config, "_class_name", str, "WanModel")
-        if kind not in _READERS:
-            known = ", ".join(_READERS)
+        if kind not in _KEYS:
+            known = ", ".join(_KEYS)
             raise UnsupportedModelError(f"config.json has _class_name {kind!r}; transformers supported are {known}")
-        _refuse(config)
-        return _READERS[kind](config)
+        for name, values in _ONLY.items():
+            if name in config and config[name] not in values:
+                raise UnsupportedModelError(f"{name} {config[name]!r} is not supported; only {values[0]!r} is")
+        patch = read_value(config, "patch_size", tuple[Size, ...], (1, 2, 2))
+        if len(patch) != 3 or patch[0] != 1 or patch[1] != patch[2]:
+            raise UnsupportedModelError(f"patch_size {list(patch)} is not supported; only squares one frame deep are")
+        keys, original = _KEYS[kind], kind == "WanModel"
+        width = "dim" if original else "attention_head_dim"
+        require_fields(config, (width, "ffn_dim", keys.get("num_heads", "num_heads"), "num_layers"), "Wan transformer")
+        sizes = read_fields(config, cls, _SAME, keys)
+        dim = read_value(config, width, Size) * (1 if original else sizes["num_heads"])
+        if not original:
+            sizes.setdefault("out_dim", sizes.get("in_dim", 16))
+        image_dim = _original_image_dim(config) if original else _diffusers_image_dim(config, dim)
+        return cls(**sizes, dim=dim, image_dim=image_dim, patch=patch[1])
 
     @property
     def takes_fps(self) -> bool:
@@ -98,52 +111,42 @@ class WanConfig:
             raise UnsupportedModelError(f"dim {self.dim} does not divide into {self.num_heads} heads of an even size")
 
 
-def _original(config: Mapping[str, Any]) -> WanConfig:
+_SAME = (
+    *("ffn_dim", "num_heads", "num_layers", "in_dim", "out_dim", "text_dim", "freq_dim", "eps"),
+    *("inject_sample_info", "max_positions"),
+)
+_DIFFUSERS = {
+    "num_heads": "num_attention_heads",
+    "in_dim": "in_channels",
+    "out_dim": "out_channels",
+    "max_positions": "rope_max_seq_len",
+}
+_KEYS = {
+    "WanModel": {"max_positions": "rope_max_seq_len"},
+    "SkyReelsV2Transformer3DModel": _DIFFUSERS,
+    "WanTransformer3DModel": _DIFFUSERS,
+}
+"""Keys of config.json that are not `WanConfig`'s names, by class name."""
+
+
+def _original_image_dim(config: Mapping[str, Any]) -> int | None:
+    """`image_dim`, which published originals leave out; null is a model without an image encoder, as Wan 2.2's are."""
     kind = config.get("model_type", "t2v")
     if kind not in ("t2v", "i2v", "ti2v"):
         raise UnsupportedModelError(f"model_type {kind!r} is not supported; those supported are t2v, i2v and ti2v")
-    required = ("dim", "ffn_dim", "num_heads", "num_layers")
-    same = ("in_dim", "out_dim", "text_dim", "freq_dim", "eps", "inject_sample_info")
-    require_fields(config, required, "Wan transformer")
-    return WanConfig(
-        **read_fields(config, WanConfig, (*required, *same)),
-        patch=_patch(config),
-        # Two settings that the published files leave unsaid; `verax convert` keeps them by diffusers' names. Null is
-        # an image-to-video model without an image encoder, as Wan 2.2's are.
-        image_dim=read_value({"image_dim": IMAGE_DIM, **config}, "image_dim", Size, None) if kind == "i2v" else None,
-        max_positions=read_value(config, "rope_max_seq_len", Size, 1024),
-    )
+    return read_value({"image_dim": IMAGE_DIM, **config}, "image_dim", Size, None) if kind == "i2v" else None
 
 
-def _diffusers(config: Mapping[str, Any]) -> WanConfig:
-    names = ("num_attention_heads", "attention_head_dim")
-    require_fields(config, (*names, "ffn_dim", "num_layers"), "Wan transformer")
-    heads, size = (read_value(config, name, Size) for name in names)
+def _diffusers_image_dim(config: Mapping[str, Any], dim: int) -> int | None:
     image_dim, added = (read_value(config, name, Size, None) for name in ("image_dim", "added_kv_proj_dim"))
-    if (added is not None or image_dim is not None) and (added != heads * size or image_dim is None):
+    if (added is not None or image_dim is not None) and (added != dim or image_dim is None):
         raise UnsupportedModelError(
             f"image_dim {image_dim} with added_kv_proj_dim {added} is not supported: an image needs both, the second "
-            f"of the model's width {heads * size}"
+            f"of the model's width {dim}"
         )
-    same = ("ffn_dim", "num_layers", "text_dim", "freq_dim", "eps", "inject_sample_info")
-    in_dim = read_value(config, "in_channels", Size, 16)
-    return WanConfig(
-        dim=heads * size,
-        num_heads=heads,
-        in_dim=in_dim,
-        out_dim=read_value(config, "out_channels", Size, in_dim),
-        image_dim=image_dim,
-        patch=_patch(config),
-        max_positions=read_value(config, "rope_max_seq_len", Size, 1024),
-        **read_fields(config, WanConfig, same),
-    )
+    return image_dim
 
 
-_READERS = {
-    "WanModel": _original,
-    "SkyReelsV2Transformer3DModel": _diffusers,
-    "WanTransformer3DModel": _diffusers,
-}
 _ONLY: dict[str, tuple[Any, ...]] = {
     "cross_attn_norm": (True,),
     "qk_norm": ("rms_norm_across_heads", True),
@@ -151,19 +154,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "pos_embed_seq_len": (None,),
 }
 """Options of either layout, and their values that are supported."""
-
-
-def _refuse(config: Mapping[str, Any]) -> None:
-    for name, values in _ONLY.items():
-        if name in config and config[name] not in values:
-            raise UnsupportedModelError(f"{name} {config[name]!r} is not supported; only {values[0]!r} is")
-
-
-def _patch(config: Mapping[str, Any]) -> int:
-    patch = read_value(config, "patch_size", tuple[Size, ...], (1, 2, 2))
-    if len(patch) != 3 or patch[0] != 1 or patch[1] != patch[2]:
-        raise UnsupportedModelError(f"patch_size {list(patch)} is not supported; only squares one frame deep are")
-    return patch[1]
 
 
 IMAGE_DIM = 1280
@@ -307,15 +297,7 @@ class WanModel(nnx.Module):
         attention: str = "auto",
         sequence: SequenceParallel | None = None,
     ) -> Float[Array, "B F h w D"]:
-        """Residual stream after all blocks. Step caches keep `run_blocks(x, ...) - x`.
-
-        Args:
-            x: of `embed_latents`.
-            e0: of `embed_time`.
-            context: of `encode_context`.
-            causal_block_size: frames of a block: a frame sees its own block and earlier ones; None: all see all.
-            attention: a name of `video_model.ATTENTION`.
-            sequence: division of the tokens over devices, of which `x` is one's part; None: `x` has all tokens.
+        """Residual stream after all blocks, see `VideoTransformer`. Step caches keep `run_blocks(x, ...) - x`.
 
         Raises:
             InvalidParameterError: for too large a video, an unknown implementation of attention, or an empty block.

@@ -151,12 +151,10 @@ class Encoder(nnx.Module):
         self.conv1 = CausalConv3d(config.in_channels, sizes[0], (3, 3, 3), padding=1, dtype=dtype, rngs=rngs)
         layers = []
         for size, size_out, time in zip(sizes, sizes[1:], (*config.temperal_downsample, None), strict=False):
-            if config.is_residual:
-                layers.append(DownBlock(size, size_out, config.num_res_blocks, time=time, dtype=dtype, rngs=rngs))
-                continue
-            layers += residual_blocks(size, size_out, config.num_res_blocks, dtype=dtype, rngs=rngs)
+            level = residual_blocks(size, size_out, config.num_res_blocks, dtype=dtype, rngs=rngs)
             if time is not None:
-                layers.append(Downsample(size_out, time=time, dtype=dtype, rngs=rngs))
+                level.append(Downsample(size_out, time=time, dtype=dtype, rngs=rngs))
+            layers += [DownBlock(level, size, size_out, time)] if config.is_residual else level
         self.downsamples = nnx.List(layers)
         size = sizes[-1]
         self.middle = nnx.List(_middle(size, dtype=dtype, rngs=rngs))
@@ -180,15 +178,11 @@ class Decoder(nnx.Module):
         self.middle = nnx.List(_middle(size, dtype=dtype, rngs=rngs))
         layers = []
         for size_out, time in zip(sizes, (*reversed(config.temperal_downsample), None), strict=True):
-            if config.is_residual:
-                layers.append(UpBlock(size, size_out, blocks, time=time, dtype=dtype, rngs=rngs))
-                size = size_out
-                continue
-            layers += residual_blocks(size, size_out, blocks, dtype=dtype, rngs=rngs)
-            size = size_out
+            level = residual_blocks(size, size_out, blocks, dtype=dtype, rngs=rngs)
+            size_in, size = size, size_out if config.is_residual or time is None else size_out // 2
             if time is not None:
-                size //= 2
-                layers.append(Upsample(size_out, size, time=time, dtype=dtype, rngs=rngs))
+                level.append(Upsample(size_out, size, time=time, dtype=dtype, rngs=rngs))
+            layers += [UpBlock(level, size_in, size_out, time)] if config.is_residual else level
         self.upsamples = nnx.List(layers)
         self.head = Head(size, config.out_channels, dtype=dtype, rngs=rngs)
 
@@ -284,11 +278,10 @@ class WanVae(nnx.Module):
 
         Args:
             latents: as `encode` gives them.
-            chunk: latents at a time, which bounds memory and changes nothing else; None is all.
-            tile: height and width in latents of a part that is decoded at a time, which bounds memory too. Each tile is
-                computed with its neighbourhood (`config.halo` latents at each side, which cost as much as those that
-                are kept), so that the result is the same and needs no blending.
-            axes: axes of the mesh whose devices divide the tiles, inside `jax.shard_map` over them.
+            chunk, axes: see `VideoAutoencoder.decode`.
+            tile: height and width in latents that are decoded at a time. Each tile is computed with its neighbourhood
+                (`config.halo` latents at each side, which cost as much as those that are kept), so that the result is
+                the same and needs no blending.
 
         Raises:
             InvalidParameterError: for other channels, no latents, or an empty tile.

@@ -282,19 +282,16 @@ class Upsample(nnx.Module):
         """Map frames that stand next to those in `tails`."""
         if self.time_conv is not None:
             kept = int(tails.first)
-            later = self._doubled(self.time_conv, x[:, kept:], tails)
+            later = x[:, kept:]
+            if later.shape[1]:
+                # The convolution's two halves are even and odd frames.
+                B, T, H, W, C = later.shape
+                later = tails.convolve(self.time_conv, later).reshape(B, T, H, W, 2, C)
+                later = jnp.moveaxis(later, 4, 2).reshape(B, 2 * T, H, W, C)
+            else:
+                tails.before(later, self.time_conv.weight.shape[2] - 1)
             x = jnp.concatenate([x[:, :kept], later], axis=1)
         return self.resample(jnp.repeat(jnp.repeat(x, 2, axis=2), 2, axis=3))
-
-    @staticmethod
-    def _doubled(layer: CausalConv3d, x: Float[Array, "B T H W C"], tails: Tails) -> Float[Array, "B Tout H W C"]:
-        """The convolution's two halves as even and odd frames."""
-        B, T, H, W, C = x.shape
-        if T == 0:
-            tails.before(x, layer.weight.shape[2] - 1)
-            return x
-        y = tails.convolve(layer, x).reshape(B, T, H, W, 2, C)
-        return jnp.moveaxis(y, 4, 2).reshape(B, 2 * T, H, W, C)
 
 
 class DownBlock(nnx.Module):
@@ -303,14 +300,9 @@ class DownBlock(nnx.Module):
     Where `time` is None, the last level, the size stays.
     """
 
-    def __init__(
-        self, size_in: int, size_out: int, blocks: int, *, time: bool | None, dtype: DTypeLike, rngs: nnx.Rngs
-    ):
+    def __init__(self, layers: list[nnx.Module], size_in: int, size_out: int, time: bool | None):
         self.factors = (1, 1) if time is None else (1 + time, 2)
         _check_channels(size_in * self.factors[0] * self.factors[1] ** 2, size_out)
-        layers = residual_blocks(size_in, size_out, blocks, dtype=dtype, rngs=rngs)
-        if time is not None:
-            layers.append(Downsample(size_out, time=time, dtype=dtype, rngs=rngs))
         self.downsamples = nnx.List(layers)
 
     def __call__(self, x: Float[Array, "B T H W C"], tails: Tails) -> Float[Array, "B Tout Hout Wout O"]:
@@ -327,14 +319,10 @@ class UpBlock(nnx.Module):
     Where `time` is None, the last level, the size stays, and no copy is added.
     """
 
-    def __init__(
-        self, size_in: int, size_out: int, blocks: int, *, time: bool | None, dtype: DTypeLike, rngs: nnx.Rngs
-    ):
+    def __init__(self, layers: list[nnx.Module], size_in: int, size_out: int, time: bool | None):
         self.factors = None if time is None else (1 + time, 2)
-        layers = residual_blocks(size_in, size_out, blocks, dtype=dtype, rngs=rngs)
         if time is not None:
             _check_channels(size_out * (1 + time) * 4, size_in)
-            layers.append(Upsample(size_out, size_out, time=time, dtype=dtype, rngs=rngs))
         self.upsamples = nnx.List(layers)
 
     def __call__(self, x: Float[Array, "B T H W C"], tails: Tails) -> Float[Array, "B Tout Hout Wout O"]:

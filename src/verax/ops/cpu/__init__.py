@@ -2,7 +2,7 @@
 
     build.py      compiles native/ with the machine's compiler, when the package is installed or by hand
     library.py    loads the library and registers its handlers with JAX; levels and their capabilities
-    linear.py     the implementations of `ops.linear`; one file for each operation (attention.py, conv.py, paged.py)
+    linear.py     the implementations of `ops.linear`; one file for each group of operations (attention.py, conv.py)
     native/       C++17, no dependency but XLA's FFI headers
       kernels/    arithmetic: compiled once for each instruction-set level, so without the standard library's templates
       *_ffi.cc    handlers: check buffers, share the work over XLA's thread pool, call the level's kernel
@@ -16,11 +16,12 @@ To add a kernel `foo`:
 2. `native/foo_ffi.cc`: check shapes and dtypes, `parallel_for` over `VERAX_KERNEL(foo)`, and
    `VERAX_HANDLER(verax_foo, ...)`. The build finds both files by itself.
 3. `foo.py`: `@ops.foo.implementation("native", **library.REQUIREMENTS, accepts=...)` whose function returns
+   `differentiated_as(ops.foo.reference, kernel, *arrays)`, where `kernel` returns
    `library.call("verax_foo", shape, *arrays, **attributes)`. Add the handler's name to `library.HANDLERS` and import
    the file in `verax/ops/__init__.py`.
-4. `tests/ops/cpu/test_foo.py`: every level (`for_each_level`) against the reference, over the shapes that break
-   kernels. `tests/native/foo_test.cc`: the same without JAX, as a program that `make test-native` runs under the
-   address and undefined-behaviour sanitisers.
+4. `tests/ops/test_foo.py`, or `tests/ops/cpu/test_foo.py` for what only the kernel promises: every level against the
+   reference, over the shapes that break kernels. `tests/native/foo_test.cc`: the same without JAX, as a program that
+   `make test-native` runs under the address and undefined-behaviour sanitisers.
 
 `python -m verax.ops.cpu.build` compiles after a change. An instruction-set level is one row of `native/levels.h`.
 """

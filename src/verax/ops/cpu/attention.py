@@ -4,17 +4,17 @@ and written where they lie.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from verax.ops.attention import attention
+from verax.ops._dispatch import replaced_by
+from verax.ops.attention import ScoreOptions, attention
 from verax.ops.cpu import library
-from verax.ops.paged import Pages, QuantizedPages, paged_attention, paged_decode_attention, write_pages
+from verax.ops.paged import PagedBatch, Pages, QuantizedPages, paged_attention, paged_decode_attention, write_pages
 
 __all__ = ["FLOATS", "score_attributes", "takes"]
 
@@ -36,64 +36,17 @@ def takes(q: Any, k: Any, v: Any, num_kv_heads: int) -> bool:
     return dtypes and grouped
 
 
-def _accepts(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    causal: bool = True,
-    segments: Any = None,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> bool:
+def _accepts(q: Any, k: Any, v: Any, *, causal: bool = True, window: int | None = None, **_: Any) -> bool:
     # With fewer keys than causal queries, the first queries see nothing, for which the reference has its own answer.
     return takes(q, k, v, k.shape[2]) and (k.shape[1] >= q.shape[1] if causal else window is None)
 
 
-def score_attributes(q: Any, scale: float | None, window: int | None, soft_cap: float | None) -> dict[str, np.generic]:
+def score_attributes(
+    q: Any, *, scale: float | None = None, window: int | None = None, soft_cap: float | None = None
+) -> dict[str, np.generic]:
     """Scale, window and cap of scores as attributes of the kernels: 0 stands for no window and no cap."""
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     return {"scale": np.float32(factor), "window": np.int64(window or 0), "soft_cap": np.float32(soft_cap or 0)}
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(4, 5, 6, 7))
-def _attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    segments: Int[Array, "B T"] | None,
-    causal: bool,
-    scale: float | None,
-    window: int | None,
-    soft_cap: float | None,
-) -> Float[Array, "B T N H"]:
-    listed = jnp.zeros((0, 0), jnp.int32) if segments is None else segments.astype(jnp.int32)
-    attributes = score_attributes(q, scale, window, soft_cap)
-    # The kernel reads a tile's queries before it writes the tile's results, which may therefore take their place.
-    in_place = int(q.dtype == jnp.float32 and q.size >= IN_PLACE)
-    result = jax.ShapeDtypeStruct(q.shape, jnp.float32)
-    arrays = q, k, v, listed
-    return library.call_many("verax_attention", [result], *arrays, changed=in_place, causal=causal, **attributes)[0]
-
-
-@_attention.defjvp
-def _attention_jvp(
-    causal: bool,
-    scale: float | None,
-    window: int | None,
-    soft_cap: float | None,
-    primals: tuple[Any, ...],
-    tangents: tuple[Any, ...],
-) -> tuple[Array, Array]:
-    # Where a derivative is taken, the reference computes the value too: its softmax is what the derivative needs.
-    *arrays, segments = primals
-
-    def reference(q: Array, k: Array, v: Array) -> Array:
-        options = {"scale": scale, "window": window, "soft_cap": soft_cap}
-        return attention.reference(q, k, v, causal=causal, segments=segments, **options)
-
-    return jax.jvp(reference, tuple(arrays), tangents[:3])
 
 
 @attention.implementation("native", **library.REQUIREMENTS, accepts=_accepts, traits={"flash"})
@@ -104,62 +57,50 @@ def _attention_native(
     *,
     causal: bool = True,
     segments: Int[Array, "B T"] | None = None,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    **options: Unpack[ScoreOptions],
 ) -> Float[Array, "B T N H"]:
-    return _attention(q, k, v, segments, causal, scale, window, soft_cap)
+    def kernel(q: Array, k: Array, v: Array, segments: Array | None) -> Array:
+        listed = jnp.zeros((0, 0), jnp.int32) if segments is None else segments.astype(jnp.int32)
+        # The kernel reads a tile's queries before it writes the tile's results, which may therefore take their place.
+        in_place = int(q.dtype == jnp.float32 and q.size >= IN_PLACE)
+        attributes = {"causal": causal, **score_attributes(q, **options)}
+        result = jax.ShapeDtypeStruct(q.shape, jnp.float32)
+        return library.call_many("verax_attention", [result], q, k, v, listed, changed=in_place, **attributes)[0]
+
+    def reference(q: Array, k: Array, v: Array, segments: Array | None) -> Array:
+        return attention.reference(q, k, v, causal=causal, segments=segments, **options)
+
+    # Where a derivative is taken, the reference computes the value too: its softmax is what the derivative needs.
+    return replaced_by(reference, kernel, q, k, v, segments)
 
 
 def _accepts_pages(q: Any, k_cache: Any, v_cache: Any, *_: Any, **options: Any) -> bool:
-    if isinstance(k_cache, QuantizedPages):  # its values in the place of an array that the kernels read
-        int8 = k_cache.dtype == jnp.int8
-        return (
-            int8
-            and isinstance(v_cache, QuantizedPages)
-            and v_cache.dtype == jnp.int8
-            and takes(q, q, q, k_cache.shape[1])
-        )
-    return takes(q, k_cache, v_cache, k_cache.shape[1])
+    caches, K = (k_cache, v_cache), k_cache.shape[1]
+    if isinstance(k_cache, QuantizedPages):  # its values are in the place of an array that the kernels read
+        int8 = all(isinstance(cache, QuantizedPages) and cache.dtype == jnp.int8 for cache in caches)
+        return int8 and takes(q, q, q, K)
+    return takes(q, *caches, K)
 
 
 @paged_attention.implementation("native", **library.REQUIREMENTS, accepts=_accepts_pages)
 def _paged_attention_native(
-    q: Float[Array, "T N H"],
-    k_cache: Pages,
-    v_cache: Pages,
-    page_table: Int[Array, "B W"],
-    kv_lengths: Int[Array, "B"],
-    query_starts: Int[Array, "C"],
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    q: Float[Array, "T N H"], *paged: Any, **options: Unpack[ScoreOptions]
 ) -> Float[Array, "T N H"]:
+    k_cache, v_cache, page_table, kv_lengths, query_starts = PagedBatch(*paged)
     integers = (x.astype(jnp.int32) for x in (page_table, kv_lengths, query_starts))
-    attributes = score_attributes(q, scale, window, soft_cap)
     handler, pages = "verax_paged_attention", jax.tree.leaves((k_cache, v_cache))
     if isinstance(k_cache, QuantizedPages):
         handler = "verax_paged_attention_quantized"
-    return library.call(handler, q.shape, q, *pages, *integers, **attributes)
+    return library.call(handler, q.shape, q, *pages, *integers, **score_attributes(q, **options))
 
 
 @paged_decode_attention.implementation("native", **library.REQUIREMENTS, accepts=_accepts_pages)
 def _paged_decode_attention_native(
-    q: Float[Array, "B N H"],
-    k_cache: Pages,
-    v_cache: Pages,
-    page_table: Int[Array, "B W"],
-    kv_lengths: Int[Array, "B"],
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    q: Float[Array, "B N H"], *paged: Any, **options: Unpack[ScoreOptions]
 ) -> Float[Array, "B N H"]:
     # One query a sequence; one of length 0 sees nothing, which the kernel answers with 0.
     starts = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
-    options = {"scale": scale, "window": window, "soft_cap": soft_cap}
-    return _paged_attention_native(q, k_cache, v_cache, page_table, kv_lengths, starts, **options)
+    return _paged_attention_native(q, *paged, starts, **options)
 
 
 def _accepts_cache(cache: Any, x: Any, *_: Any) -> bool:

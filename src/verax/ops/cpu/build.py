@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
+import functools
 import hashlib
 import importlib.util
 import os
@@ -26,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -124,7 +126,7 @@ def include_flags(generated: Path, *, ffi: bool) -> list[str]:
 
 
 def build(
-    target: Path,
+    target: Path | None,
     *,
     flags: Sequence[str] = (),
     programs: Sequence[Path] = (),
@@ -134,7 +136,8 @@ def build(
     """Compile the library into `target`, replacing it only when all went well.
 
     Args:
-        target: the library's path; with `programs`, a folder for them.
+        target: the library's path; with `programs`, a folder for them; None to compile the kernels into the cache only,
+            which needs no headers of XLA and so can run while jaxlib is still being downloaded.
         flags: more of them for every compiler call, such as `-fsanitize=address`.
         programs: C++ files with a `main` that call kernels: makes an executable of each, without FFI handlers.
         levels: names of the levels to compile in addition to the portable one, `BEST`, or `HERE`; every level of the
@@ -157,8 +160,8 @@ def build(
         folder = Path(name)
         taken = _levels(cxx, levels, folder, emulate_amx=emulate_amx, tests=bool(programs))
         emulation = [EMULATE_AMX] if EMULATE_AMX in taken.get("amx", ()) else []
-        ffi = not programs
-        command = [*COMMON, *flags, *(f"-DVERAX_HAS_{level}={int(level in taken)}" for level in level_flags())]
+        ffi = target is not None and not programs
+        more = [*flags, *(f"-DVERAX_HAS_{level}={int(level in taken)}" for level in level_flags())]
         sources = [source for source in sorted(SOURCES.glob("*.cc")) if ffi or not source.stem.endswith("_ffi")]
         units = {f"{source.stem}.o": (source, emulation if source.stem == "levels" else []) for source in sources}
         for source in sorted((SOURCES / "kernels").glob("*.cc")):
@@ -170,11 +173,13 @@ def build(
 
         def compile_unit(unit: tuple[str, tuple[Path, list[str]]]) -> str:
             name, (source, options) = unit
-            return str(objects.compile(source, [*command, *options], folder / name))
+            return str(objects.compile(source, [*COMMON, *options, *more], folder / name))
 
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             linked = list(pool.map(compile_unit, {**units, **mains}.items()))
         objects.trim()
+        if target is None:
+            return list(taken)
         link = [*cxx, *flags, "-pthread", *linked[: len(units)]]
         for program, main_object in zip(programs, linked[len(units) :], strict=True):
             _link([*link, main_object], target / program.stem)
@@ -219,7 +224,7 @@ class _Objects:
         version = subprocess.run([*cxx, "--version"], capture_output=True, text=True, check=False).stdout
         self.compiler = f"{shutil.which(cxx[0])} {' '.join(cxx[1:])} {architecture(cxx)} {version}"
         self.include_folders = [Path(flag) for flag in includes if not flag.startswith("-")]
-        self.texts = dict[Path, bytes]()
+        self._read = functools.cache(Path.read_bytes)
 
     def compile(self, source: Path, flags: Sequence[str], target: Path) -> Path:
         """Compile a source into `target`, or take it out of the cache."""
@@ -229,12 +234,13 @@ class _Objects:
             _run([*command, str(target)])
             return target
         kept = self.cache / f"{self._key(source, flags)}.o"
-        try:
-            os.utime(kept)  # used now, which `trim` goes by
-            _link_or_copy(kept, target)
-        except OSError:
-            _run([*command, str(target)])
-            self._keep(target, kept)
+        with _lock(kept.with_suffix(".lock")):  # another build may be compiling it
+            try:
+                os.utime(kept)  # used now, which `trim` goes by
+                _link_or_copy(kept, target)
+            except OSError:
+                _run([*command, str(target)])
+                self._keep(target, kept)
         return target
 
     def trim(self) -> None:
@@ -245,34 +251,25 @@ class _Objects:
         kept = [(path.stat(), path) for path in self.cache.glob("*")] if self.cache.is_dir() else []
         for status, path in sorted(kept, key=lambda entry: entry[0].st_mtime, reverse=True):
             size += status.st_size
-            unfinished = path.suffix != ".o" and now - status.st_mtime > STALE_SECONDS
+            unfinished = path.suffix != ".o" and now - status.st_mtime > STALE_SECONDS  # locks too
             if unfinished or size > CACHE_BYTES:
                 path.unlink(missing_ok=True)
 
     def _key(self, source: Path, flags: Sequence[str]) -> str:
         """Hash of what an object is made of. Paths are not part of it: another clone has the same objects."""
         digest = hashlib.sha256(repr((self.compiler, list(flags))).encode())
-        for path in self._with_headers(source):
-            digest.update(hashlib.sha256(self._text(path)).digest())
-        return digest.hexdigest()
-
-    def _with_headers(self, source: Path) -> Iterator[Path]:
-        """Source and all headers that it includes, in the order of first use; but for the system's."""
         seen, waiting = {source}, [source]
-        while waiting:
+        while waiting:  # the source, and all headers that it includes but for the system's
             path = waiting.pop(0)
-            yield path
-            for name in INCLUDE.findall(self._text(path).decode(errors="replace")):
+            text = self._read(path)
+            digest.update(hashlib.sha256(text).digest())
+            for name in INCLUDE.findall(text.decode(errors="replace")):
                 candidates = (folder / name for folder in (path.parent, *self.include_folders))
-                header = next((header for header in candidates if header.is_file()), None)
-                if header is not None and (header := header.resolve()) not in seen:
+                header = next((header.resolve() for header in candidates if header.is_file()), None)
+                if header is not None and header not in seen:
                     seen.add(header)
                     waiting.append(header)
-
-    def _text(self, path: Path) -> bytes:
-        if path not in self.texts:
-            self.texts[path] = path.read_bytes()
-        return self.texts[path]
+        return digest.hexdigest()
 
     def _keep(self, compiled: Path, kept: Path) -> None:
         unfinished = kept.with_name(f"{kept.stem}.{os.getpid()}.unfinished")
@@ -283,6 +280,23 @@ class _Objects:
         except OSError:  # a folder that cannot be written, a full disk: the build needs no cache
             with contextlib.suppress(OSError):
                 unfinished.unlink()
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold the lock of a file among processes; none in a folder that cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError:
+        yield
+        return
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)  # who waits for it has it open, and finds the object
 
 
 def _link_or_copy(kept: Path, target: Path) -> None:
@@ -335,6 +349,7 @@ def main() -> int:
     """Build into the package's folder, or to a path; exit status 1 with the reason if that fails."""
     parser = argparse.ArgumentParser(description="Compile verax's native CPU library.")
     parser.add_argument("target", nargs="?", type=Path, default=Path(__file__).with_name(library_name()))
+    parser.add_argument("--cache-only", action="store_true", help="compile the kernels into the cache only")
     parser.add_argument("--flags", default="", help="more compiler flags, as one argument")
     parser.add_argument(
         "--levels",
@@ -347,7 +362,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         levels = build(
-            options.target,
+            None if options.cache_only else options.target,
             flags=shlex.split(options.flags),
             programs=options.programs,
             levels=options.levels,
@@ -356,7 +371,7 @@ def main() -> int:
     except BuildError as error:
         sys.stderr.write(f"verax: the native library was not built: {error}\n")
         return 1
-    sys.stdout.write(f"{options.target}: {', '.join(levels)}\n")
+    sys.stdout.write(f"{'cache' if options.cache_only else options.target}: {', '.join(levels)}\n")
     return 0
 
 

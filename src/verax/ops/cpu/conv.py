@@ -11,15 +11,14 @@ order.
 from __future__ import annotations
 
 import math
-from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from verax.ops.conv import ConvShape, Padding, Stride, conv2d, conv3d
+from verax.ops._dispatch import differentiated_as
+from verax.ops.conv import ConvShape, Geometry, conv2d, conv3d
 from verax.ops.cpu import library
 from verax.ops.cpu.attention import FLOATS
 
@@ -31,40 +30,24 @@ def _accepts(x: Any, weight: Any, *_: Any, **__: Any) -> bool:
     return dtypes and math.prod(weight.shape) > 0
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(4, 5))
-def _conv3d(
-    x: Float[Array, "B T H W C"],
-    weight: Float[Array, "O C kt kh kw"],
-    bias: Float[Array, "O"] | None,
-    cache: Float[Array, "B P H W C"] | None,
-    stride: tuple[int, ...],
-    padding: tuple[tuple[int, int], ...],
-) -> Float[Array, "B Tout Hout Wout O"]:
-    shape = ConvShape(x.shape, weight.shape, stride, padding, None if cache is None else cache.shape)
-    return library.call(
-        "verax_conv",
-        (x.shape[0], *shape.out, weight.shape[0]),
-        x,
-        x[:, :0] if cache is None else cache.astype(x.dtype),
-        weight,
-        jnp.zeros(0) if bias is None else bias.astype(jnp.float32),
-        dtype=x.dtype,
-        stride=np.asarray(shape.stride, np.int64),
-        before=np.asarray([zeros for zeros, _ in shape.sides], np.int64),
-    )
+def _convolve(x: Array, weight: Array, bias: Array | None, cache: Array | None, shape: ConvShape) -> Array:
+    def kernel(x: Array, weight: Array, bias: Array | None, cache: Array | None) -> Array:
+        return library.call(
+            "verax_conv",
+            (x.shape[0], *shape.out, weight.shape[0]),
+            x,
+            x[:, :0] if cache is None else cache.astype(x.dtype),
+            weight,
+            jnp.zeros(0) if bias is None else bias.astype(jnp.float32),
+            dtype=x.dtype,
+            stride=np.asarray(shape.stride, np.int64),
+            before=np.asarray([zeros for zeros, _ in shape.sides], np.int64),
+        )
 
-
-@_conv3d.defjvp
-def _conv3d_jvp(
-    stride: tuple[int, ...],
-    padding: tuple[tuple[int, int], ...],
-    primals: tuple[Any, ...],
-    tangents: tuple[Any, ...],
-) -> tuple[Array, Array]:
     def reference(x: Array, weight: Array, bias: Array | None, cache: Array | None) -> Array:
-        return conv3d.reference(x, weight, bias, stride=stride, padding=padding, cache=cache)
+        return conv3d.reference(x, weight, bias, stride=shape.stride, padding=shape.sides[-2:], cache=cache)
 
-    return _conv3d(*primals, stride, padding), jax.jvp(reference, primals, tangents)[1]
+    return differentiated_as(reference, kernel, x, weight, bias, cache)
 
 
 @conv3d.implementation("native", **library.REQUIREMENTS, accepts=_accepts)
@@ -73,12 +56,11 @@ def _conv3d_native(
     weight: Float[Array, "O C kt kh kw"],
     bias: Float[Array, "O"] | None = None,
     *,
-    stride: Stride = 1,
-    padding: Padding = 0,
     cache: Float[Array, "B P H W C"] | None = None,
+    **geometry: Unpack[Geometry],
 ) -> Float[Array, "B Tout Hout Wout O"]:
-    shape = ConvShape(x.shape, weight.shape, stride, padding, None if cache is None else cache.shape)
-    return _conv3d(x, weight, bias, cache, shape.stride, shape.sides[-2:])
+    shape = ConvShape(x.shape, weight.shape, cache=None if cache is None else cache.shape, **geometry)
+    return _convolve(x, weight, bias, cache, shape)
 
 
 @conv2d.implementation("native", **library.REQUIREMENTS, accepts=_accepts)
@@ -86,9 +68,9 @@ def _conv2d_native(
     x: Float[Array, "B H W C"],
     weight: Float[Array, "O C kh kw"],
     bias: Float[Array, "O"] | None = None,
-    *,
-    stride: Stride = 1,
-    padding: Padding = 0,
+    **geometry: Unpack[Geometry],
 ) -> Float[Array, "B Hout Wout O"]:
-    shape = ConvShape(x.shape, weight.shape, stride, padding)
-    return _conv3d(x[:, None], weight[:, :, None], bias, None, (1, *shape.stride), shape.sides)[:, 0]
+    # One frame, with a kernel of one frame: no zeros stand before it.
+    shape = ConvShape(x.shape, weight.shape, **geometry)
+    frames = ConvShape(x[:, None].shape, weight[:, :, None].shape, (1, *shape.stride), shape.sides)
+    return _convolve(x[:, None], weight[:, :, None], bias, None, frames)[:, 0]

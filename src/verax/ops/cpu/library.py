@@ -109,13 +109,13 @@ def use_level(name: str) -> Iterator[None]:
     """
     before = level()
     jax.block_until_ready(jax.live_arrays())
-    _set_level(name)
+    _set_level(_load().library, name)
     try:
         yield
     finally:
         jax.block_until_ready(jax.live_arrays())
         if before is not None:
-            _set_level(before)
+            _set_level(_load().library, before)
 
 
 def call(
@@ -178,18 +178,13 @@ def _load() -> _Loaded:
         _log.warning("%s", loaded.problem)
         return loaded
     if wanted := os.environ.get("VERAX_CPU_LEVEL"):
-        _set_level_of(library, wanted)
+        _set_level(library, wanted)
     return _Loaded(library)
 
 
-def _set_level(name: str) -> None:
-    library = _load().library
+def _set_level(library: ctypes.CDLL | None, name: str) -> None:
     if library is None:
         raise MissingDependencyError(problem())
-    _set_level_of(library, name)
-
-
-def _set_level_of(library: ctypes.CDLL, name: str) -> None:
     if not library.verax_set_level(name.encode()):
         here = ", ".join(_levels_of(library))
         raise InvalidParameterError(f"VERAX_CPU_LEVEL: this machine runs {here}, got {name!r}")

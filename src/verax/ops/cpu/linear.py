@@ -1,13 +1,13 @@
-"""Native implementations of `ops.linear` and `ops.grouped_linear`: few rows of x at the speed at which the weight comes
-from memory, many rows by blocks of both operands that are packed and multiplied in cache, and rows in groups, of which
-only those matrices are read that have rows.
+"""C++ kernels of `ops.linear` and `ops.grouped_linear`: few rows of x at the speed at which the weight comes from
+memory; many rows by blocks of both operands that are packed and multiplied in cache; rows in groups, of which only
+those matrices are read that have rows; and weights that were packed once, whose products need no packing.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +17,13 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from verax.ops._dispatch import differentiated_as
 from verax.ops.block_quantized import BLOCK_KINDS, BlockQuantizedWeight
 from verax.ops.cpu import library
 from verax.ops.grouped import Stack, grouped_linear
-from verax.ops.linear import Quantized, Weight, linear, multi_linear, rounded_to
-from verax.ops.packed import PackedWeight
+from verax.ops.linear import Quantized, Weight, gelu_mlp, linear, multi_linear, rounded_to, swiglu
+from verax.ops.packed import PackedWeight, pack_weight
+from verax.ops.pointwise import gelu
 from verax.ops.quantized import QuantizedWeight
 
 __all__: list[str] = []
@@ -65,7 +67,6 @@ def _kind(weight: Any) -> tuple[Any, ...]:
     return (type(weight),) if isinstance(weight, BlockQuantizedWeight) else (weight.dtype,)
 
 
-@jax.custom_jvp
 def _products(x: Float[Array, "M D"], weights: tuple[Any, ...]) -> tuple[Array, ...]:
     x = x.astype(jnp.float32)
     results = [jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32) for weight in weights]
@@ -84,10 +85,8 @@ def _products(x: Float[Array, "M D"], weights: tuple[Any, ...]) -> tuple[Array, 
     return tuple(library.call_many(handler, results, x, *arrays, **attributes))
 
 
-@_products.defjvp
-def _products_jvp(primals: tuple[Array, Any], tangents: tuple[Array, Any]) -> tuple[Any, Any]:
-    _, tangent = jax.jvp(lambda x, weights: tuple(linear.reference(x, w) for w in weights), primals, tangents)
-    return _products(*primals), tangent
+def _product_references(x: Array, weights: tuple[Any, ...]) -> tuple[Array, ...]:
+    return tuple(linear.reference(x, weight) for weight in weights)
 
 
 @multi_linear.implementation("native", **library.REQUIREMENTS, accepts=_accepts_multi)
@@ -97,7 +96,7 @@ def _multi_linear_native(
     biases: Sequence[Any] | None = None,
     dtypes: Sequence[DTypeLike] | None = None,
 ) -> tuple[Array, ...]:
-    rows = _products(x.reshape(-1, x.shape[-1]), tuple(weights))
+    rows = differentiated_as(_product_references, _products, x.reshape(-1, x.shape[-1]), tuple(weights))
     ys = [y.reshape(*x.shape[:-1], y.shape[-1]) for y in rows]
     pairs = zip(ys, biases or [None] * len(ys), strict=True)
     return rounded_to((y if bias is None else y + bias.astype(jnp.float32) for y, bias in pairs), dtypes)
@@ -199,7 +198,6 @@ def takes(weight: Any) -> bool:
     return weight.shape[0] % COLUMN_STEP == 0 and weight.shape[1] % DEPTH_STEP == 0
 
 
-@jax.custom_jvp
 def _product(
     x: Float[Array, "M D"], weight: Float[Array, "F D"] | Quantized, bias: Float[Array, "F"] | None
 ) -> Float[Array, "M F"]:
@@ -216,16 +214,12 @@ def _product(
     return library.call("verax_gemm", shape, x, matrix, *last, block_kind=np.int64(kind))
 
 
-@_product.defjvp
-def _product_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    return _product(*primals), jax.jvp(linear.reference, primals, tangents)[1]
-
-
 @linear.implementation("native_gemm", **library.REQUIREMENTS, accepts=_accepts_gemm)
 def _linear_native_gemm(
     x: Float[Array, "*B D"], weight: Float[Array, "F D"] | Quantized, bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:
-    return _product(x.reshape(-1, x.shape[-1]), weight, bias).reshape(*x.shape[:-1], weight.shape[0])
+    y = differentiated_as(linear.reference, _product, x.reshape(-1, x.shape[-1]), weight, bias)
+    return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 MOST_INTEGERS = 1 << 17
@@ -264,58 +258,167 @@ def _accepts_many(x: Any, weights: Any, groups: Any) -> bool:
     return bool(faster) and rows >= faster.start and takes(sizes)
 
 
-@jax.custom_jvp
-def _grouped_products(x: Float[Array, "M D"], weights: Any, groups: Int[Array, "R"]) -> Float[Array, "R F"]:
-    shape = groups.shape[0], weights.shape[1]
-    x, groups = x.astype(jnp.float32), groups.astype(jnp.int32)
-    if isinstance(weights, QuantizedWeight):
-        group_size = np.int64(weights.group_size or 0)
-        arrays = weights.values, weights.scales
-        return library.call("verax_grouped_linear_quantized", shape, x, groups, *arrays, group_size=group_size)
-    return library.call("verax_grouped_linear", shape, x, groups, weights, many=False)
+def _grouped(
+    kernel: Callable[..., Array], x: Float[Array, "*#B D"], weights: Stack, groups: Int[Array, "*#B"]
+) -> Float[Array, "*B F"]:
+    """Result of a kernel of `rows [M, D], weights, groups [R]`. A row that several groups share is not copied."""
 
+    def reference(rows: Array, weights: Stack, groups: Array) -> Array:
+        return grouped_linear.reference(jnp.repeat(rows, groups.shape[0] // rows.shape[0], axis=0), weights, groups)
 
-@jax.custom_jvp
-def _many_products(x: Float[Array, "M D"], weights: Any, groups: Int[Array, "R"]) -> Float[Array, "R F"]:
-    shape = groups.shape[0], weights.shape[1]
-    x, groups = x.astype(weights.dtype), groups.astype(jnp.int32)
-    return library.call("verax_grouped_linear", shape, x, groups, weights, many=True)
-
-
-def _plain(x: Float[Array, "M D"], weights: Any, groups: Int[Array, "R"]) -> Float[Array, "R F"]:
-    return grouped_linear.reference(jnp.repeat(x, groups.shape[0] // x.shape[0], axis=0), weights, groups)
-
-
-@_grouped_products.defjvp
-def _grouped_products_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    return _grouped_products(*primals), jax.jvp(_plain, primals, tangents)[1]
-
-
-@_many_products.defjvp
-def _many_products_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-    return _many_products(*primals), jax.jvp(_plain, primals, tangents)[1]
-
-
-def _flat(
-    x: Float[Array, "*#B D"], groups: Int[Array, "*#B"]
-) -> tuple[Float[Array, "M D"], Int[Array, "R"], tuple[int, ...]]:
-    """Rows of x, the group of each row of y, and the leading axes of y. A row of x that several share is not copied."""
     leading = jnp.broadcast_shapes(x.shape[:-1], groups.shape)
     shared = x.ndim > 1 and x.shape[-2] == 1  # by the last of the axes
     own = (*leading[:-1], 1) if shared else leading
     rows = jnp.broadcast_to(x, (*own, x.shape[-1])).reshape(-1, x.shape[-1])
-    return rows, jnp.broadcast_to(groups, leading).reshape(-1), leading
+    y = differentiated_as(reference, kernel, rows, weights, jnp.broadcast_to(groups, leading).reshape(-1))
+    return y.reshape(*leading, weights.shape[1])
 
 
 @grouped_linear.implementation("native", **library.REQUIREMENTS, accepts=_accepts_grouped)
 def _grouped_linear_native(x: Float[Array, "*#B D"], weights: Stack, groups: Int[Array, "*#B"]) -> Float[Array, "*B F"]:
-    rows, groups, leading = _flat(x, groups)
-    return _grouped_products(rows, weights, groups).reshape(*leading, weights.shape[1])
+    def kernel(x: Array, weights: Stack, groups: Array) -> Array:
+        handler, attributes = "verax_grouped_linear", dict[str, Any](many=False)
+        if isinstance(weights, QuantizedWeight):
+            handler, attributes = f"{handler}_quantized", {"group_size": np.int64(weights.group_size or 0)}
+        arrays = x.astype(jnp.float32), groups.astype(jnp.int32), *jax.tree.leaves(weights)
+        return library.call(handler, (len(groups), weights.shape[1]), *arrays, **attributes)
+
+    return _grouped(kernel, x, weights, groups)
 
 
 @grouped_linear.implementation("native_gemm", **library.REQUIREMENTS, accepts=_accepts_many)
 def _grouped_linear_native_gemm(
     x: Float[Array, "*#B D"], weights: Float[Array, "E F D"], groups: Int[Array, "*#B"]
 ) -> Float[Array, "*B F"]:
-    rows, groups, leading = _flat(x, groups)
-    return _many_products(rows, weights, groups).reshape(*leading, weights.shape[1])
+    def kernel(x: Array, weights: Array, groups: Array) -> Array:
+        arrays = x.astype(weights.dtype), groups.astype(jnp.int32), weights
+        return library.call("verax_grouped_linear", (len(groups), weights.shape[1]), *arrays, many=True)
+
+    return _grouped(kernel, x, weights, groups)
+
+
+def _accepts_packing(weight: Any, *, few_rows: bool = False) -> bool:
+    if isinstance(weight, PackedWeight | BlockQuantizedWeight) or len(weight.shape) != 2 or not takes(weight):
+        return False
+    if few_rows and not library.has(DOT):  # without AVX-512, the kernel reads a panel in three passes
+        return False
+    if isinstance(weight, QuantizedWeight):
+        return weight.rounds_inputs and library.has(DOT) and weight.shape[1] <= MOST_INTEGERS
+    if weight.dtype == jnp.bfloat16:  # tiles read unpacked weights
+        return library.has(DOT) and not library.has(TILES)
+    return weight.dtype == jnp.float32 and library.has(VECTORS)
+
+
+@pack_weight.implementation("native", **library.REQUIREMENTS, accepts=_accepts_packing)
+def _pack_weight_native(weight: Any, *, few_rows: bool = False) -> PackedWeight:
+    return PackedWeight.from_weight(weight)
+
+
+def _accepts_packed(x: Any, weight: Any, bias: Any = None) -> bool:
+    return isinstance(weight, PackedWeight)
+
+
+def _accepts_packed_multi(
+    x: Any, weights: Sequence[Any], biases: Any = None, dtypes: Sequence[Any] | None = None
+) -> bool:
+    if any(jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16) for dtype in dtypes or ()):
+        return False
+    return all(isinstance(weight, PackedWeight) for weight in weights) and len({one.kind for one in weights}) == 1
+
+
+def _arrays(weights: Sequence[PackedWeight], biases: Sequence[Array | None]) -> list[Array]:
+    """Panels, scales and bias of each weight, where an empty array stands for none."""
+    arrays = list[Array]()
+    for weight, bias in zip(weights, biases, strict=True):
+        last = (jnp.zeros(0) if one is None else one.astype(jnp.float32) for one in (weight.scales, bias))
+        arrays += [weight.cells, *last]
+    return arrays
+
+
+@multi_linear.implementation("native_packed", **library.REQUIREMENTS, accepts=_accepts_packed_multi)
+def _multi_linear_native_packed(
+    x: Float[Array, "*B D"],
+    weights: Sequence[Any],
+    biases: Sequence[Any] | None = None,
+    dtypes: Sequence[DTypeLike] | None = None,
+) -> tuple[Array, ...]:
+    of_results = tuple(dtypes or [jnp.float32] * len(weights))
+
+    def reference(x: Array, weights: Sequence[Weight], biases: Sequence[Array | None]) -> tuple[Array, ...]:
+        ys = (linear.reference(x, *pair) for pair in zip(weights, biases, strict=True))
+        return rounded_to(ys, of_results)
+
+    def kernel(x: Array, weights: Sequence[PackedWeight], biases: Sequence[Array | None]) -> tuple[Array, ...]:
+        shapes = ((x.shape[0], weight.shape[0]) for weight in weights)
+        results = [jax.ShapeDtypeStruct(*result) for result in zip(shapes, of_results, strict=True)]
+        return tuple(library.call_many("verax_gemm_panels", results, x.astype(jnp.float32), *_arrays(weights, biases)))
+
+    rows = x.reshape(-1, x.shape[-1])
+    ys = differentiated_as(reference, kernel, rows, tuple(weights), tuple(biases or [None] * len(weights)))
+    return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in ys)
+
+
+@linear.implementation("native_packed", **library.REQUIREMENTS, accepts=_accepts_packed)
+def _linear_native_packed(
+    x: Float[Array, "*B D"], weight: PackedWeight, bias: Float[Array, "F"] | None = None
+) -> Float[Array, "*B F"]:
+    return _multi_linear_native_packed(x, [weight], [bias])[0]
+
+
+def _of_pair(
+    handler: str,
+    reference: Callable[..., Array],
+    x: Float[Array, "*B D"],
+    weights: tuple[PackedWeight, PackedWeight],
+    biases: tuple[Array | None, Array | None],
+) -> Float[Array, "*B F"]:
+    """Result of a handler that takes two weights, `[*B, F]` with the second's F.
+
+    Args:
+        handler: its name.
+        reference: function of the rows of x, the weights and the biases, for the derivative.
+        x, weights, biases: arguments.
+    """
+
+    def kernel(x: Array, weights: Sequence[PackedWeight], biases: Sequence[Array | None]) -> Array:
+        shape = x.shape[0], weights[1].shape[0]
+        return library.call(handler, shape, x.astype(jnp.float32), *_arrays(weights, biases))
+
+    y = differentiated_as(reference, kernel, x.reshape(-1, x.shape[-1]), weights, biases)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _mlp_reference(x: Array, weights: tuple[Weight, Weight], biases: tuple[Array | None, Array | None]) -> Array:
+    hidden = gelu.reference(linear.reference(x, weights[0], biases[0]))
+    return linear.reference(hidden, weights[1], biases[1])
+
+
+def _swiglu_reference(x: Array, weights: tuple[Weight, Weight], biases: tuple[Array | None, Array | None]) -> Array:
+    gate, up = (linear.reference(x, *pair) for pair in zip(weights, biases, strict=True))
+    return jax.nn.silu(gate) * up
+
+
+def _accepts_pair(x: Any, first: Any, second: Any, first_bias: Any = None, second_bias: Any = None) -> bool:
+    return _accepts_packed_multi(x, [first, second])
+
+
+@gelu_mlp.implementation("native_packed", **library.REQUIREMENTS, accepts=_accepts_pair)
+def _gelu_mlp_native_packed(
+    x: Float[Array, "*B D"],
+    up: PackedWeight,
+    down: PackedWeight,
+    up_bias: Float[Array, "H"] | None = None,
+    down_bias: Float[Array, "F"] | None = None,
+) -> Float[Array, "*B F"]:
+    return _of_pair("verax_mlp_panels", _mlp_reference, x, (up, down), (up_bias, down_bias))
+
+
+@swiglu.implementation("native_packed", **library.REQUIREMENTS, accepts=_accepts_pair)
+def _swiglu_native_packed(
+    x: Float[Array, "*B D"],
+    gate: PackedWeight,
+    up: PackedWeight,
+    gate_bias: Float[Array, "F"] | None = None,
+    up_bias: Float[Array, "F"] | None = None,
+) -> Float[Array, "*B F"]:
+    return _of_pair("verax_swiglu_panels", _swiglu_reference, x, (gate, up), (gate_bias, up_bias))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -28,20 +29,11 @@ from jaxtyping import Array, Float, Int
 
 from verax.ops._target import target
 from verax.ops.delta._decay import LogDecay, decayed_products
-from verax.ops.delta._inputs import DeltaInputs
-from verax.ops.delta._recurrence import delta_recurrence
+from verax.ops.delta._inputs import DeltaInputs, RecurrenceOptions
+from verax.ops.delta._recurrence import delta_recurrence, is_step
 from verax.ops.delta._scan import Chunk, advance, delta_chunk_scan, delta_chunk_scan_backward, matmul
 
-__all__ = [
-    "SMALLEST_CHUNK",
-    "Layout",
-    "align",
-    "chunk_backward",
-    "chunk_forward",
-    "chunk_layout",
-    "is_step",
-    "unit_lower_inverse",
-]
+__all__ = ["SMALLEST_CHUNK", "Layout", "align", "chunk_backward", "chunk_forward", "chunk_layout", "unit_lower_inverse"]
 
 CHUNK_SIZES = {"cpu": 16}
 """Best chunk size by platform, measured (docs/delta.md); `CHUNK_SIZE` elsewhere."""
@@ -56,15 +48,11 @@ def _delta_chunk(
     x: DeltaInputs,
     initial_state: Float[Array, "N HV K V"],
     cu_seqlens: Int[Array, "M"] | None = None,
-    *,
-    scale: float | Array = 1.0,
-    use_qk_l2norm: bool = False,
-    erase_before_decay: bool = False,
-    chunk_size: int | None = None,
+    **options: Unpack[RecurrenceOptions],
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "N HV K V"]]:
-    layout = chunk_layout(x.v.shape[0], x.v.shape[1], cu_seqlens, chunk_size)
-    chunks = _to_chunks(x.ready(scale, use_qk_l2norm), layout)
-    out, states = _walk(chunks, _by_heads(initial_state, x), layout.owner, erase_before_decay)
+    layout, chunks = _cut(x, cu_seqlens, **options)
+    early = options.get("erase_before_decay", False)
+    out, states = _walk(chunks, _by_heads(initial_state, x), layout.owner, early)
     return _from_chunks(out, layout), states.reshape(initial_state.shape)
 
 
@@ -72,16 +60,12 @@ def chunk_forward(
     x: DeltaInputs,
     initial_state: Float[Array, "N HV K V"],
     cu_seqlens: Int[Array, "M"] | None,
-    *,
-    scale: float,
-    use_qk_l2norm: bool,
-    erase_before_decay: bool,
-    chunk_size: int | None,
+    **options: Unpack[RecurrenceOptions],
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "N HV K V"], Float[Array, "n B HV K V"]]:
     """Results of the chunked implementation and, for `chunk_backward`, the state before each chunk."""
-    layout = chunk_layout(x.v.shape[0], x.v.shape[1], cu_seqlens, chunk_size)
-    chunks = _to_chunks(x.ready(scale, use_qk_l2norm), layout)
-    (out, states), (*_, before) = _walk_forward(chunks, _by_heads(initial_state, x), layout.owner, erase_before_decay)
+    layout, chunks = _cut(x, cu_seqlens, **options)
+    early = options.get("erase_before_decay", False)
+    (out, states), (*_, before) = _walk_forward(chunks, _by_heads(initial_state, x), layout.owner, early)
     before = before.reshape(layout.chunks, layout.batch, *initial_state.shape[1:])
     return _from_chunks(out, layout), states.reshape(initial_state.shape), before
 
@@ -92,23 +76,28 @@ def chunk_backward(
     cu_seqlens: Int[Array, "M"] | None,
     d_out: Float[Array, "B T HV V"],
     d_final: Float[Array, "N HV K V"],
-    *,
-    scale: float,
-    use_qk_l2norm: bool,
-    erase_before_decay: bool,
-    chunk_size: int | None,
+    **options: Unpack[RecurrenceOptions],
 ) -> tuple[DeltaInputs, Float[Array, "N HV K V"]]:
     """Cotangents of the inputs and of the initial states."""
-    layout = chunk_layout(x.v.shape[0], x.v.shape[1], cu_seqlens, chunk_size)
-    chunks, pull_inputs = jax.vjp(lambda x: _to_chunks(x.ready(scale, use_qk_l2norm), layout), x)
+    layout = chunk_layout(x, cu_seqlens, options.get("chunk_size"))
+    chunks, pull_inputs = jax.vjp(lambda x: _to_chunks(x.ready(**options), layout), x)
     residuals = chunks, layout.owner, _by_heads(before, x)
     cotangents = _value_heads(d_out, layout, x.read.shape[2]), _by_heads(d_final, x)
-    d_chunks, d_initial, _ = _walk_backward(erase_before_decay, residuals, cotangents)
+    d_chunks, d_initial, _ = _walk_backward(options.get("erase_before_decay", False), residuals, cotangents)
     return pull_inputs(d_chunks)[0], d_initial.reshape(d_final.shape)
 
 
-def chunk_layout(B: int, T: int, cu_seqlens: Int[Array, "M"] | None, chunk_size: int | None) -> Layout:
-    """Layout of T tokens in chunks; `chunk_size` is the target platform's best if None."""
+def _cut(
+    x: DeltaInputs, cu_seqlens: Int[Array, "M"] | None, *, chunk_size: int | None = None, **options: Any
+) -> tuple[Layout, DeltaInputs]:
+    """Layout of the tokens in chunks, and the inputs by chunk."""
+    layout = chunk_layout(x, cu_seqlens, chunk_size)
+    return layout, _to_chunks(x.ready(**options), layout)
+
+
+def chunk_layout(x: DeltaInputs, cu_seqlens: Int[Array, "M"] | None, chunk_size: int | None) -> Layout:
+    """Layout of the inputs' tokens in chunks; `chunk_size` is the target platform's best if None."""
+    B, T = x.v.shape[:2]
     if chunk_size is None:
         # No larger than the first power of two that holds all tokens.
         chunk_size = min(CHUNK_SIZES.get(target().platform, CHUNK_SIZE), 1 << (max(T, 1) - 1).bit_length())
@@ -173,14 +162,14 @@ def _prepare(x: DeltaInputs, erase_before_decay: bool) -> Chunk:
     erased = decay.before() if erase_before_decay else decay
     lower = x.beta * decayed_products(x.erase, x.write, erased, decay, diagonal=False)
     inverse = unit_lower_inverse(lower)
-    end = decay.last()
+    end = decay.rows(-1, None)
 
     def grouped(key: Array) -> Array:
         return key[..., None, :, :]
 
     return Chunk(
         value=matmul(inverse, x.beta * x.v),
-        found=matmul(inverse, x.beta * grouped(x.erase) * jnp.exp(erased.since_start())),
+        erase=matmul(inverse, x.beta * grouped(x.erase) * jnp.exp(erased.since_start())),
         write=grouped(x.write) * jnp.exp(end.since(decay)),
         keep=jnp.exp(end.since_start())[..., 0, :],
         read=grouped(x.read) * jnp.exp(decay.since_start()),
@@ -255,7 +244,7 @@ def unit_lower_inverse(lower: Float[Array, "*B C C"]) -> Float[Array, "*B C C"]:
     inverse = jnp.eye(C, dtype=lower.dtype) - jnp.where(_couples(C, 0), lower, 0.0)
     for level in range(1, int(math.log2(C))):
         step = jnp.where(_couples(C, level), lower, 0.0)
-        inverse = inverse - _product(inverse, _product(step, inverse))
+        inverse = inverse - matmul(inverse, matmul(step, inverse))
     return inverse
 
 
@@ -272,11 +261,7 @@ def _forward(lower: Array) -> tuple[Array, Array]:
 
 def _backward(inverse: Array, cotangent: Array) -> tuple[Array]:
     transposed = jnp.swapaxes(inverse, -1, -2)
-    return (-jnp.tril(_product(transposed, _product(cotangent, transposed)), -1),)
-
-
-def _product(a: Array, b: Array) -> Array:
-    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+    return (-jnp.tril(matmul(transposed, matmul(cotangent, transposed)), -1),)
 
 
 unit_lower_inverse.defvjp(_forward, _backward)
@@ -284,27 +269,14 @@ unit_lower_inverse.defvjp(_forward, _backward)
 
 # One decode step: few tokens, unrolled, with one product of both keys with the state each. It is registered after the
 # chunked implementation, so that it is preferred.
-STEP_TOKENS = 4
-"""Most steps of a dense call that is unrolled: rules may take several steps a token."""
-
-
-def is_step(x: DeltaInputs, initial_state: object, cu_seqlens: object = None, **_: object) -> bool:
-    """True for a dense call of few tokens."""
-    return cu_seqlens is None and 1 <= x.read.shape[1] <= STEP_TOKENS
-
-
 @delta_recurrence.implementation("step", accepts=is_step)
 def _delta_step(
     x: DeltaInputs,
     initial_state: Float[Array, "N HV K V"],
     cu_seqlens: Int[Array, "M"] | None = None,
-    *,
-    scale: float | Array = 1.0,
-    use_qk_l2norm: bool = False,
-    erase_before_decay: bool = False,
-    chunk_size: int | None = None,
+    **options: Unpack[RecurrenceOptions],
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "N HV K V"]]:
-    x = x.ready(scale, use_qk_l2norm)
+    x, early = x.ready(**options), options.get("erase_before_decay", False)
     B, T, HV, V = x.v.shape
     H, K = x.read.shape[2:]
     state = initial_state.reshape(B, H, HV // H, K, V)
@@ -314,7 +286,7 @@ def _delta_step(
         v, beta, g = (a[:, t].reshape(B, H, HV // H, -1) for a in x[3:])
         decay = jnp.exp(g)
         # Both keys read the old state at once; the output follows without reading the new one.
-        keys = jnp.stack(jnp.broadcast_arrays(erase if erase_before_decay else erase * decay, read * decay), axis=-2)
+        keys = jnp.stack(jnp.broadcast_arrays(erase if early else erase * decay, read * decay), axis=-2)
         stored = jnp.einsum("bhrmk,bhrkv->bhrmv", keys, state, precision=lax.Precision.HIGHEST)
         written = beta * (v - stored[..., 0, :])
         outs.append(stored[..., 1, :] + jnp.sum(read * write, axis=-1, keepdims=True) * written)

@@ -5,8 +5,9 @@ Log decays are `[..., C, 1]` (one a head) or `[..., C, K]` (one a key channel).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,19 +47,15 @@ class LogDecay(NamedTuple):
     def before(self) -> LogDecay:
         """Each token's own decay left out."""
         first = [(0, 0)] * (self.fine.ndim - 2) + [(1, 0), (0, 0)]
-        return LogDecay(*(jnp.pad(part[..., :-1, :], first) for part in (self.coarse, self.fine)))
+        return self.map(lambda part: jnp.pad(part[..., :-1, :], first))
 
-    def rows(self, start: int, stop: int) -> LogDecay:
-        """Tokens `start` to `stop` of the chunk."""
-        return LogDecay(self.coarse[..., start:stop, :], self.fine[..., start:stop, :])
+    def map(self, function: Callable[[Array], Array]) -> LogDecay:
+        """Both parts changed alike."""
+        return LogDecay(function(self.coarse), function(self.fine))
 
-    def last(self) -> LogDecay:
-        """Decay over the whole chunk."""
-        return LogDecay(self.coarse[..., -1:, :], self.fine[..., -1:, :])
-
-    def blocks(self, size: int) -> LogDecay:
-        """`[..., C, D]` cut into `[..., C / size, size, D]`."""
-        return LogDecay(_blocks(self.coarse, size), _blocks(self.fine, size))
+    def rows(self, start: int, stop: int | None) -> LogDecay:
+        """Tokens `start` to `stop` of the chunk, or to its end."""
+        return self.map(lambda part: part[..., start:stop, :])
 
     def since(self, other: LogDecay) -> Array:
         """Log decay from `other` to here; shapes broadcast."""
@@ -67,10 +64,6 @@ class LogDecay(NamedTuple):
     def since_start(self) -> Array:
         """Log decay from the start of the chunk."""
         return self.coarse + self.fine
-
-    def columns(self) -> LogDecay:
-        """`[..., C, 1]` as `[..., 1, C]`."""
-        return LogDecay(jnp.swapaxes(self.coarse, -1, -2), jnp.swapaxes(self.fine, -1, -2))
 
 
 def decayed_products(
@@ -93,11 +86,11 @@ def decayed_products(
     visible = np.tril(np.ones((C, C), bool), 0 if diagonal else -1)
     if written.fine.shape[-1] == 1:
         # Masked before the exponential: what lies above the diagonal would overflow and poison the gradient.
-        decay = jnp.exp(jnp.where(visible, seen.since(written.columns()), -jnp.inf))
+        decay = jnp.exp(jnp.where(visible, seen.since(written.map(lambda part: part.swapaxes(-1, -2))), -jnp.inf))
         return _matmul(x, write)[..., None, :, :] * decay
     # Leading axes in one: XLA:CPU (jaxlib 0.10.2) crashes on reductions of arrays with seven axes.
     *lead, R, _, K = written.fine.shape
-    seen, written = (LogDecay(*(part.reshape(-1, R, C, K) for part in decay)) for decay in (seen, written))
+    seen, written = (decay.map(lambda part: part.reshape(-1, R, C, K)) for decay in (seen, written))
     products = _by_channel(x.reshape(-1, 1, C, K), write.reshape(-1, 1, C, K), seen, written, diagonal)
     return products.reshape(*lead, R, C, C)
 
@@ -110,10 +103,10 @@ def _by_channel(x: Array, write: Array, seen: LogDecay, written: LogDecay, diago
     """
     C = x.shape[-2]
     size = min(BASE, C)
-    products = _base(_blocks(x, size), _blocks(write, size), seen.blocks(size), written.blocks(size), diagonal)
+    products = _base(_blocks(x, size), _blocks(write, size), _blocks(seen, size), _blocks(written, size), diagonal)
     while size < C:
         double = 2 * size
-        reads, writes = seen.blocks(double), written.blocks(double)
+        reads, writes = _blocks(seen, double), _blocks(written, double)
         middle = writes.rows(size - 1, size)
         late = _blocks(x, double)[..., size:, :] * jnp.exp(reads.rows(size, double).since(middle))
         early = _blocks(write, double)[..., :size, :] * jnp.exp(middle.since(writes.rows(0, size)))
@@ -130,13 +123,15 @@ def _base(x: Array, write: Array, seen: LogDecay, written: LogDecay, diagonal: b
     """Blocks small enough to multiply out; made again in the backward pass, instead of kept as `C C K` numbers."""
     size = x.shape[-2]
     visible = np.tril(np.ones((size, size), bool), 0 if diagonal else -1)[..., None]
-    seen_rows = LogDecay(seen.coarse[..., :, None, :], seen.fine[..., :, None, :])
-    written_columns = LogDecay(written.coarse[..., None, :, :], written.fine[..., None, :, :])
-    decay = jnp.exp(jnp.where(visible, seen_rows.since(written_columns), -jnp.inf))
+    rows, columns = seen.map(lambda part: part[..., :, None, :]), written.map(lambda part: part[..., None, :, :])
+    decay = jnp.exp(jnp.where(visible, rows.since(columns), -jnp.inf))
     return jnp.sum(x[..., :, None, :] * write[..., None, :, :] * decay, axis=-1)
 
 
-def _blocks(x: Array, size: int) -> Array:
+def _blocks(x: Any, size: int) -> Any:
+    """`[..., C, D]` cut into `[..., C / size, size, D]`, both parts of a log decay alike."""
+    if isinstance(x, LogDecay):
+        return x.map(lambda part: _blocks(part, size))
     *lead, C, D = x.shape
     return x.reshape(*lead, C // size, size, D)
 

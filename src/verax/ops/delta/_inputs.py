@@ -7,7 +7,7 @@ Letters: B batch, T tokens, H key heads, HV value heads, K key size, V value siz
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from verax.errors import InvalidParameterError
 
-__all__ = ["DeltaInputs", "StateSlots", "check_axes", "check_shapes", "interleave", "l2_normalize"]
+__all__ = ["DeltaInputs", "RecurrenceOptions", "StateSlots", "check_axes", "check_shapes", "interleave", "l2_normalize"]
 
 L2_EPSILON = 1e-6
 """Under the root of a key's squared norm, as in flash-linear-attention and transformers."""
@@ -38,13 +38,22 @@ class DeltaInputs(NamedTuple):
     beta: Float[Array, "B T HV"]
     g: Float[Array, "B T HV"] | Float[Array, "B T HV K"]
 
-    def ready(self, scale: float | Array, use_qk_l2norm: bool) -> DeltaInputs:
+    def ready(self, *, scale: float | Array = 1.0, use_qk_l2norm: bool = False, **_: object) -> DeltaInputs:
         """Inputs in one dtype, float32 or `read`'s if wider, with `read` scaled and keys normalised on request."""
         dtype = jnp.promote_types(self.read.dtype, jnp.float32)
         x = DeltaInputs(*(a.astype(dtype) for a in self))
         if use_qk_l2norm:
             x = x._replace(**{key: l2_normalize(getattr(x, key)) for key in ("read", "erase", "write")})
         return x._replace(read=x.read * scale)
+
+
+class RecurrenceOptions(TypedDict, total=False):
+    """Keyword arguments of `delta_recurrence` and of its implementations."""
+
+    scale: float | Array
+    use_qk_l2norm: bool
+    erase_before_decay: bool
+    chunk_size: int | None
 
 
 def l2_normalize(x: Float[Array, "*B K"]) -> Float[Array, "*B K"]:

@@ -6,16 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from verax.ops._dispatch import Example, boolean, differentiated_as, float32, int32, operation
-from verax.ops.delta._inputs import DeltaInputs, StateSlots
+from verax.ops.delta._inputs import DeltaInputs, RecurrenceOptions, StateSlots
 
-__all__ = ["delta_recurrence", "delta_slot_recurrence", "step_by_kernel"]
+__all__ = ["delta_recurrence", "delta_slot_recurrence", "is_step", "step_by", "takes_step"]
 
 
 @operation(slow_on={"gpu": "it launches several kernels a token", "tpu": "it runs token by token"})
@@ -41,7 +42,7 @@ def delta_recurrence(
         erase_before_decay: the erase key reads the state as it was before this token's decay.
         chunk_size: tokens handled at a time by the implementations that chunk; the result does not depend on it.
     """
-    x = x.ready(scale, use_qk_l2norm)
+    x = x.ready(scale=scale, use_qk_l2norm=use_qk_l2norm)
     T = x.v.shape[1]
     N = initial_state.shape[0]
     if cu_seqlens is None:
@@ -67,14 +68,15 @@ def delta_recurrence(
     return jnp.where((sequence < N)[None, :, None, None], out, 0.0), states[:, 0]
 
 
-@delta_recurrence.example
-def _examples() -> list[Example]:
-    def inputs(tokens: int) -> DeltaInputs:
-        key, gate = float32(1, tokens, 16, 128), float32(1, tokens, 32)
-        return DeltaInputs(key, key, key, v=float32(1, tokens, 32, 128), beta=gate, g=gate)
+def _example_inputs(batch: int, tokens: int) -> DeltaInputs:
+    key, gate = float32(batch, tokens, 16, 128), float32(batch, tokens, 32)
+    return DeltaInputs(key, key, key, v=float32(batch, tokens, 32, 128), beta=gate, g=gate)
 
-    state = float32(1, 32, 128, 128)
-    return [Example((inputs(1), state), label="1 token"), Example((inputs(64), state), label="64 tokens")]
+
+delta_recurrence.examples = [
+    Example((_example_inputs(1, tokens), float32(1, 32, 128, 128)), label=label)
+    for tokens, label in ((1, "1 token"), (64, "64 tokens"))
+]
 
 
 def _update(x: DeltaInputs, state: Array, erase_before_decay: bool) -> tuple[Array, Array]:
@@ -99,11 +101,7 @@ def delta_slot_recurrence(
     states: Float[Array, "S HV K V"],
     slots: StateSlots,
     cu_seqlens: Int[Array, "M"] | None = None,
-    *,
-    scale: float | Array = 1.0,
-    use_qk_l2norm: bool = False,
-    erase_before_decay: bool = False,
-    chunk_size: int | None = None,
+    **options: Unpack[RecurrenceOptions],
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "S HV K V"]]:
     """Outputs of `delta_recurrence`, and the states of all slots, with new states in the slots of the sequences.
 
@@ -113,44 +111,47 @@ def delta_slot_recurrence(
         slots: slots of the sequences.
         cu_seqlens: see there.
     """
-    out, new = delta_recurrence(
-        x,
-        slots.load(states),
-        cu_seqlens,
-        scale=scale,
-        use_qk_l2norm=use_qk_l2norm,
-        erase_before_decay=erase_before_decay,
-        chunk_size=chunk_size,
-    )
+    out, new = delta_recurrence(x, slots.load(states), cu_seqlens, **options)
     return out, slots.store(states, new)
 
 
-@delta_slot_recurrence.example
-def _slot_examples() -> list[Example]:
-    key, gate = float32(4, 1, 16, 128), float32(4, 1, 32)
-    x = DeltaInputs(key, key, key, v=float32(4, 1, 32, 128), beta=gate, g=gate)
-    return [Example((x, float32(8, 32, 128, 128), StateSlots(int32(4), boolean(4))), label="1 token")]
+delta_slot_recurrence.examples = [
+    Example((_example_inputs(4, 1), float32(8, 32, 128, 128), StateSlots(int32(4), boolean(4))), label="1 token")
+]
 
 
-def step_by_kernel(
-    kernel: Callable[..., Any],
-    x: DeltaInputs,
-    states: Float[Array, "S HV K V"],
-    slots: StateSlots,
-    *,
-    scale: float = 1.0,
-    use_qk_l2norm: bool = False,
-    erase_before_decay: bool = False,
-    chunk_size: int | None = None,
-) -> tuple[Float[Array, "B T HV V"], Float[Array, "S HV K V"]]:
-    """Results of `delta_slot_recurrence` for one decode step by a kernel without a derivative.
+STEP_TOKENS = 4
+"""Most steps of a dense call that is one decode step: rules may take several steps a token."""
+
+
+def is_step(x: DeltaInputs, states: Any, cu_seqlens: Any = None, *, scale: Any = 1.0, **_: Any) -> bool:
+    """True for a dense call of few tokens."""
+    return cu_seqlens is None and 1 <= x.read.shape[1] <= STEP_TOKENS
+
+
+def takes_step(x: DeltaInputs, states: Any, cu_seqlens: Any, scale: Any = 1.0, **_: Any) -> bool:
+    """True for a decode step that kernels take: numbers in it, states of float32, a scale that is known."""
+    known = states.dtype == jnp.float32 and not isinstance(scale, jax.Array)
+    return known and x.v.size > 0 and states.size > 0 and is_step(x, states, cu_seqlens)
+
+
+def step_by(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Implementation of `delta_slot_recurrence` for one decode step by a kernel without a derivative.
 
     Args:
         kernel: function of `x`, `states` and `slots`, and of all options but `chunk_size`: a step has no chunks.
-        x: see `delta_slot_recurrence`.
-        states: see there.
-        slots: see there.
     """
-    options = {"scale": float(scale), "use_qk_l2norm": use_qk_l2norm, "erase_before_decay": erase_before_decay}
-    reference = partial(delta_slot_recurrence.reference, **options)
-    return differentiated_as(reference, partial(kernel, **options), x, states, slots)
+
+    def delta_step(
+        x: DeltaInputs,
+        states: Array,
+        slots: StateSlots,
+        cu_seqlens: None = None,
+        *,
+        chunk_size: int | None = None,
+        **options: Any,
+    ) -> tuple[Array, Array]:
+        reference = partial(delta_slot_recurrence.reference, **options)
+        return differentiated_as(reference, partial(kernel, **options), x, states, slots)
+
+    return delta_step

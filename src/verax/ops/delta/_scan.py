@@ -5,15 +5,28 @@ Axes: `[n m R C D]` for n chunks, m = B H batches and key heads, R value heads o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from verax.ops._dispatch import Example, float32, int32, operation
+from verax.ops._dispatch import Example, differentiated_as, float32, int32, operation
 
-__all__ = ["Chunk", "advance", "delta_chunk_scan", "delta_chunk_scan_backward", "matmul", "matmul_tn"]
+__all__ = [
+    "Chunk",
+    "advance",
+    "delta_chunk_scan",
+    "delta_chunk_scan_backward",
+    "matmul",
+    "matmul_tn",
+    "register_scans",
+    "scan_backward_by",
+    "scan_by",
+    "takes_scan",
+]
 
 
 class Chunk(NamedTuple):
@@ -21,8 +34,8 @@ class Chunk(NamedTuple):
 
     value: Float[Array, "*B C V"]
     """Values that the tokens write if the chunk starts from a zero state."""
-    found: Float[Array, "*B C K"]
-    """Keys that read the state: the tokens write Z = value - found S."""
+    erase: Float[Array, "*B C K"]
+    """Keys that read the state: the tokens write Z = value - erase S."""
     write: Float[Array, "*B C K"]
     keep: Float[Array, "*B D"]
     """Decay over the whole chunk, D being 1 or K."""
@@ -32,15 +45,11 @@ class Chunk(NamedTuple):
 
 @operation
 def delta_chunk_scan(
-    chunks: Chunk,
-    states: Float[Array, "N m R K V"],
-    owner: Int[Array, "n"],
-    *,
-    keep_states: bool = False,
+    chunks: Chunk, states: Float[Array, "N m R K V"], owner: Int[Array, "n"], *, keep_states: bool = False
 ) -> tuple[Float[Array, "n m R C V"], Float[Array, "N m R K V"], Float[Array, "n m R K V"] | None]:
     """Outputs, final states, and with `keep_states` the state before each chunk: one chunk after the other
 
-        Z = value - found S;  out = read S + inner Z;  S <- keep S + write^T Z
+        Z = value - erase S;  out = read S + inner Z;  S <- keep S + write^T Z
 
     Args:
         chunks: what the inputs alone determine, in the dtype of the states.
@@ -67,7 +76,7 @@ def delta_chunk_scan_backward(
 ) -> tuple[Float[Array, "N m R K V"], Float[Array, "n m R K V"]]:
     """Cotangents of the initial states, and of the state after each chunk: from the last chunk to the first
 
-        Y = inner^T d_out + write dS;  dS <- keep dS + read^T d_out - found^T Y
+        Y = inner^T d_out + write dS;  dS <- keep dS + read^T d_out - erase^T Y
 
     Args:
         chunks: see `delta_chunk_scan`.
@@ -76,39 +85,84 @@ def delta_chunk_scan_backward(
         d_out: cotangents of the outputs, zeros for an unused chunk.
     """
     # The part that does not pass through the next state, all chunks at once.
-    direct = matmul_tn(chunks.read, d_out) - matmul_tn(chunks.found, matmul_tn(chunks.inner, d_out))
+    direct = matmul_tn(chunks.read, d_out) - matmul_tn(chunks.erase, matmul_tn(chunks.inner, d_out))
 
     def body(d_states: Array, step: tuple[Chunk, Array, Array]) -> tuple[Array, Array]:
         chunk, direct, n = step
         d_next = _take(d_states, n)
-        d_state = direct + chunk.keep[..., None] * d_next - matmul_tn(chunk.found, matmul(chunk.write, d_next))
+        d_state = direct + chunk.keep[..., None] * d_next - matmul_tn(chunk.erase, matmul(chunk.write, d_next))
         return _put(d_states, d_state, n), d_next
 
     return lax.scan(body, d_final, (chunks, direct, owner), reverse=True)
 
 
-@delta_chunk_scan.example
 def _examples() -> list[Example]:
-    chunks, states, owner, _ = _typical()
-    return [Example((chunks, states, owner), label="128 tokens")]
-
-
-@delta_chunk_scan_backward.example
-def _backward_examples() -> list[Example]:
-    return [Example(_typical(), label="128 tokens")]
-
-
-def _typical() -> tuple[Any, ...]:
-    """Chunks, states, owners and cotangents of the outputs, as shapes."""
+    """Chunks, states, owners and cotangents of the outputs of 128 tokens, as shapes."""
     heads, C, K, V = (2, 16, 2), 64, 128, 128
     key, value = float32(*heads, C, K), float32(*heads, C, V)
     chunks = Chunk(value, key, key, float32(*heads, 1), key, float32(*heads, C, C))
-    return chunks, float32(1, *heads[1:], K, V), int32(2), value
+    arrays = chunks, float32(1, *heads[1:], K, V), int32(2), value
+    return [Example(arrays[:3], label="128 tokens"), Example(arrays, label="128 tokens")]
+
+
+delta_chunk_scan.examples, delta_chunk_scan_backward.examples = ([example] for example in _examples())
+
+
+# Kernels walk over the chunks of a head with its state, or the cotangent of its state, in registers. One function runs
+# either walk: it takes its name, chunks, input of each sequence, owners and the sizes of the results of a chunk, and
+# returns the results of the sequences and of the chunks.
+Walk = Callable[..., tuple[Array, list[Array]]]
+
+
+def scan_by(
+    walk: Walk, chunks: Chunk, states: Float[Array, "N m R K V"], owner: Int[Array, "n"], *, keep_states: bool = False
+) -> tuple[Float[Array, "n m R C V"], Float[Array, "N m R K V"], Float[Array, "n m R K V"] | None]:
+    """`delta_chunk_scan` by a kernel, in float32."""
+    sizes = [chunks.value.shape[-2:], states.shape[-2:]][: 2 if keep_states else 1]
+    final, (out, *before) = walk("delta_chunk_scan", chunks, states, owner, sizes)
+    return out, final, before[0] if keep_states else None
+
+
+def scan_backward_by(
+    walk: Walk,
+    chunks: Chunk,
+    d_final: Float[Array, "N m R K V"],
+    owner: Int[Array, "n"],
+    d_out: Float[Array, "n m R C V"],
+) -> tuple[Float[Array, "N m R K V"], Float[Array, "n m R K V"]]:
+    """`delta_chunk_scan_backward` by a kernel, in float32, which finds the cotangents of outputs in `chunks.value`."""
+    chunks = chunks._replace(value=d_out)
+    d_initial, (d_next,) = walk("delta_chunk_scan_backward", chunks, d_final, owner, [d_final.shape[-2:]])
+    return d_initial, d_next
+
+
+def register_scans(name: str, walk: Walk, accepts: Callable[..., bool], **properties: Any) -> None:
+    """Register a kernel as an implementation of the scan and of its gradient; the properties are `Implementation`'s."""
+
+    @delta_chunk_scan.implementation(name, accepts=accepts, **properties)
+    def delta_chunk_scan_kernel(
+        chunks: Chunk, states: Array, owner: Array, *, keep_states: bool = False
+    ) -> tuple[Array, Array, Array | None]:
+        reference = partial(delta_chunk_scan.reference, keep_states=keep_states)
+        return differentiated_as(reference, partial(scan_by, walk, keep_states=keep_states), chunks, states, owner)
+
+    @delta_chunk_scan_backward.implementation(name, accepts=accepts, **properties)
+    def delta_chunk_scan_backward_kernel(
+        chunks: Chunk, d_final: Array, owner: Array, d_out: Array
+    ) -> tuple[Array, Array]:
+        reference, kernel = delta_chunk_scan_backward.reference, partial(scan_backward_by, walk)
+        return differentiated_as(reference, kernel, chunks, d_final, owner, d_out)
+
+
+def takes_scan(chunks: Chunk, states: Any) -> bool:
+    """True for arrays of float32 with anything in them, which is what kernels take."""
+    float32 = all(x.dtype == jnp.float32 for x in (*chunks, states))
+    return float32 and chunks.value.size > 0 and states.size > 0
 
 
 def advance(chunk: Chunk, state: Float[Array, "*B K V"]) -> tuple[Float[Array, "*B K V"], Float[Array, "*B C V"]]:
     """State after a chunk, or after each of many, and the outputs."""
-    written = chunk.value - matmul(chunk.found, state)
+    written = chunk.value - matmul(chunk.erase, state)
     out = matmul(chunk.read, state) + matmul(chunk.inner, written)
     return chunk.keep[..., None] * state + matmul_tn(chunk.write, written), out
 

@@ -5,9 +5,13 @@ Modules of Pallas are imported when a kernel is traced: they take half a second.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from verax._optional import Deferred
 
 pl: Any = Deferred("jax.experimental.pallas")
 plgpu: Any = Deferred("jax.experimental.pallas.triton")
+
+KERNEL: Mapping[str, Any] = {"platforms": ("gpu",), "single_device": True, "experimental": True}
+"""Properties of the implementations in Pallas: one device's arrays, and never chosen but by name."""

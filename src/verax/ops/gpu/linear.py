@@ -6,7 +6,7 @@
     parts are added up in jnp
 
 So a weight is read once, as it is stored, and never written out. Scales multiply a tile's sum of 8-bit values, and
-4-bit integers themselves, whose groups may be shorter than a tile. `gpu/paged.py` says why Triton compiles them.
+4-bit integers themselves, whose groups may be shorter than a tile. `gpu/attention.py` says why Triton compiles them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from verax.ops._dispatch import differentiated_as
 from verax.ops._target import ADA, AMPERE, has_compute_capability
-from verax.ops.gpu import pl, plgpu
+from verax.ops.gpu import KERNEL, pl, plgpu
 from verax.ops.linear import linear
 from verax.ops.quantized import INT4_ROWS, QuantizedWeight
 
@@ -159,19 +160,10 @@ def _accepts(x: Any, weight: Any, bias: Any = None) -> bool:
     return weight.order is None and not weight.rounds_inputs and sizes and known
 
 
-@jax.custom_jvp
-def _product(x: Float[Array, "M D"], weight: QuantizedWeight) -> Float[Array, "M F"]:
-    return product(x, weight)
-
-
-@_product.defjvp
-def _product_jvp(primals: tuple[Array, Any], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
-    return _product(*primals), jax.jvp(linear.reference, primals, tangents)[1]
-
-
-@linear.implementation("triton", platforms=("gpu",), single_device=True, accepts=_accepts, experimental=True)
+@linear.implementation("triton", **KERNEL, accepts=_accepts)
 def _linear_triton(
     x: Float[Array, "*B D"], weight: QuantizedWeight, bias: Float[Array, "F"] | None = None
 ) -> Float[Array, "*B F"]:
-    y = _product(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], weight.size_out)
+    y = differentiated_as(linear.reference, product, x.reshape(-1, x.shape[-1]), weight)
+    y = y.reshape(*x.shape[:-1], weight.size_out)
     return y if bias is None else y + bias.astype(jnp.float32)

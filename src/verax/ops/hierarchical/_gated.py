@@ -174,13 +174,10 @@ def _mixed(state: HierarchicalState, full: Array, coupling_interval: int, flux: 
     def where(new: Array, old: Array) -> Array:
         return jnp.where(full.reshape(-1, *[1] * (old.ndim - 1)), new, old)
 
-    return HierarchicalState(
-        where(memory, state.memory),
-        where(jnp.zeros_like(state.keys), state.keys),
-        where(jnp.zeros_like(state.values), state.values),
-        where(jnp.zeros_like(state.products), state.products),
-        state.position,
+    keys, values, products = (
+        where(jnp.zeros_like(total), total) for total in (state.keys, state.values, state.products)
     )
+    return HierarchicalState(where(memory, state.memory), keys, values, products, state.position)
 
 
 class _Layout(NamedTuple):

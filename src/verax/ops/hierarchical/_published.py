@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from verax.ops._dispatch import Example, float32, operation
+from verax.ops.delta._scan import matmul
 from verax.ops.hierarchical._inputs import (
     Chunks,
     HierarchicalInputs,
@@ -201,13 +202,6 @@ def _lower(x: Array, y: Array, diagonal: int) -> Array:
     return jnp.tril(matmul(x, y.mT), diagonal)
 
 
-def matmul(x: Array, y: Array) -> Array:
-    """Products of matrices, exact float32 elsewhere than on a CPU too."""
-    return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
-
-
-@hierarchical_rule.example
-@local_rule.example
 def _examples() -> list[Example]:
     head, gate = float32(1, 64, 12, 32), float32(1, 64, 12)
     perceptrons = (Perceptron(float32(16, D), float32(16), float32(1, 16), float32(1)) for D in (65, 64))
@@ -215,6 +209,8 @@ def _examples() -> list[Example]:
     x = HierarchicalInputs(head, head, head, gate, (gate, gate), (gate, gate), flux)
     return [Example((x,), {"chunk_size": 64})]
 
+
+hierarchical_rule.examples = local_rule.examples = _examples()
 
 # The same rules with less arithmetic: the same result, in exact arithmetic, without any C x C x C product.
 #

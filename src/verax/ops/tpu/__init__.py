@@ -5,6 +5,7 @@ Modules of Pallas are imported when a kernel is traced: they take half a second.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +16,9 @@ from verax._optional import Deferred
 
 pl: Any = Deferred("jax.experimental.pallas")
 pltpu: Any = Deferred("jax.experimental.pallas.tpu")
+
+KERNEL: Mapping[str, Any] = {"platforms": ("tpu",), "single_device": True, "experimental": True}
+"""Properties of the implementations in Pallas: one device's arrays, and never chosen but by name."""
 
 
 def product(x: Array, y: Array, axes: tuple[int, int] = (1, 0)) -> Array:

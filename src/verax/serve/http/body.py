@@ -5,19 +5,15 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 from starlette.requests import Request
 
 from verax.serve.http.errors import ApiError, field_error
 
-__all__ = ["MAX_DEPTH", "Size", "decode", "parse_json", "read_body"]
-
-Size = Annotated[int, Meta(ge=0)]
-"""Number of things."""
+__all__ = ["MAX_DEPTH", "decode", "parse_json", "read_body"]
 
 MAX_DEPTH = 64
 """Levels of lists and objects in a request."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -26,53 +27,22 @@ from verax.errors import (
     TemplateError,
     VeraxError,
 )
-from verax.serve.http.telemetry import record_in
+from verax.serve.http.telemetry import record_of
 
 __all__ = [
     "EXCEPTION_HANDLERS",
     "RETRY_AFTER",
-    "AnthropicErrorAnswer",
     "ApiError",
-    "ErrorAnswer",
     "JsonResponse",
-    "anthropic_error",
     "api_error",
     "context_error",
+    "error_body",
     "error_response",
     "field_error",
     "is_anthropic",
     "model_error",
+    "renamed",
 ]
-
-
-class ErrorObject(msgspec.Struct, kw_only=True):
-    """Error: `param` is the field that was wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorAnswer(msgspec.Struct, kw_only=True):
-    """Body of every error except on the paths of Anthropic's API."""
-
-    error: ErrorObject
-
-
-class AnthropicErrorObject(msgspec.Struct, kw_only=True):
-    """Error of Anthropic's API."""
-
-    type: str
-    message: str
-
-
-class AnthropicErrorAnswer(msgspec.Struct, kw_only=True):
-    """Body of every error of Anthropic's API."""
-
-    type: Literal["error"]
-    error: AnthropicErrorObject
-    request_id: str
 
 
 class JsonResponse(Response):
@@ -106,14 +76,6 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-
-_ANTHROPIC_FIELDS = {
-    "stop": "stop_sequences",
-    "response_format": "output_config.format",
-    "structured_outputs": "output_config.format",
-    "reasoning_effort": "output_config.effort",
-}
-"""Fields of Anthropic's API by their names in a chat."""
 
 _ANTHROPIC_PATH = re.compile(r"(/v1)?/messages(/.*)?", re.DOTALL)
 
@@ -158,7 +120,7 @@ class ApiError(Exception):
             self.headers.setdefault("Retry-After", str(RETRY_AFTER))
 
     def body(self) -> dict[str, Any]:
-        """The error object as it is sent."""
+        """The error object, as OpenAI's API sends it."""
         shape = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": {**shape, **self.extra}}
 
@@ -221,20 +183,42 @@ def is_anthropic(scope: Scope) -> bool:
     return _ANTHROPIC_PATH.fullmatch(scope["path"]) is not None
 
 
-def anthropic_error(error: ApiError, request_id: str) -> dict[str, Any]:
-    """The error object in Anthropic's shape. The message begins with the field's name in that API."""
+def error_body(error: ApiError, scope: Scope) -> dict[str, Any]:
+    """The error object in the shape of the API that a request is for."""
+    if not is_anthropic(scope):
+        return error.body()
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    message = error.message
-    if error.param in _ANTHROPIC_FIELDS:
-        message = message.replace(error.param, _ANTHROPIC_FIELDS[error.param], 1)
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    request_id = record_of(scope).request_id
+    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
 
 
 def error_response(error: BaseException, scope: Scope) -> JsonResponse:
     """Answer to a request that failed, in the shape of the API that the request is for."""
     http = api_error(error)
-    body = anthropic_error(http, record_in(scope).request_id) if is_anthropic(scope) else http.body()
-    return JsonResponse(body, http.status, http.headers)
+    return JsonResponse(error_body(http, scope), http.status, http.headers)
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Context whose errors name the client's own fields.
+
+    Args:
+        names: the client's name of a field, or of the beginning of its path, by the name in an error.
+
+    Raises:
+        ApiError: for every error of verax.
+    """
+    try:
+        yield
+    except (ApiError, VeraxError) as error:
+        http = api_error(error)
+        param = http.param or ""
+        known = [name for name in names if re.match(rf"{re.escape(name)}(?![\w-])", param)]
+        if known:
+            name = max(known, key=len)
+            http.message = http.message.replace(name, names[name], 1)
+            http.param = names[name] + param.removeprefix(name)
+        raise http from error
 
 
 async def _handle(request: Request, error: Exception) -> Response:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from verax.serve.text.engine import TextEngine
+from verax.serve.http.server import TextEngine
 from verax.text.engine.outputs import RequestMetrics, RequestOutput, StepStats
 
 __all__ = ["TextMetrics"]

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verax.serve.http.errors import ApiError, error_response, is_anthropic
 from verax.serve.http.sse import ClientDisconnectedError
-from verax.serve.http.telemetry import ACCESS, RequestRecord
+from verax.serve.http.telemetry import ACCESS, RECORD, RequestRecord
 
 if TYPE_CHECKING:
     from verax.serve.http.server import Server
@@ -45,8 +45,8 @@ CLIENT_CLOSED = 499
 _log = logging.getLogger(ACCESS)
 
 
-class RequestLog:
-    """Outermost layer: gives each request an id, counts it, turns every exception into an answer, and logs one line."""
+class Layer:
+    """Layer around an application. What is not a request, such as the beginning and end of the process, passes."""
 
     def __init__(self, app: ASGIApp, server: Server):
         self._app = app
@@ -54,12 +54,21 @@ class RequestLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+        await (self.serve if scope["type"] == "http" else self._app)(scope, receive, send)
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve an HTTP request."""
+        raise NotImplementedError
+
+
+class RequestLog(Layer):
+    """Outermost layer: gives each request an id, counts it, turns every exception into an answer, and logs one line."""
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve an HTTP request."""
         given = Headers(scope=scope).get("x-request-id", "")
         record = RequestRecord(given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex)
-        record.attach(scope)
+        scope[RECORD] = record
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -109,27 +118,21 @@ class RequestLog:
         _log.info("request", extra={"fields": line})
 
 
-class BodyLimit:
+class BodyLimit(Layer):
     """Refuses bodies that are too long or come too slowly, without reading them to their end."""
 
-    def __init__(self, app: ASGIApp, server: Server):
-        self._app = app
-        self._settings = server.settings
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve an HTTP request."""
+        settings = self._server.settings
         video = any(scope["path"] == path or scope["path"].startswith(path + "/") for path in _VIDEO_PATHS)
-        limit = self._settings.max_video_body_bytes if video else self._settings.max_body_bytes
+        limit = settings.max_video_body_bytes if video else settings.max_body_bytes
         too_long = ApiError(413, f"body: longer than {limit} bytes", param="body", headers={"Connection": "close"})
         length = Headers(scope=scope).get("content-length", "")
         if length.isdigit() and int(length) > limit:
             await error_response(too_long, scope)(scope, receive, send)
             return
         read, complete, begin = 0, False, asyncio.get_running_loop().time()
-        patience = self._settings.slow_client_timeout
+        patience = settings.slow_client_timeout
 
         async def receive_bounded() -> Message:
             nonlocal read, complete
@@ -151,12 +154,10 @@ class BodyLimit:
         await self._app(scope, receive_bounded, send)
 
 
-_STATIC = "/static/"
-
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
-class Security:
+class Security(Layer):
     """Checks the host, the origin and the API key of each request before anything else sees it.
 
     A page of another site can make a browser send requests to this server. Its origin gives it away. A name that the
@@ -164,18 +165,15 @@ class Security:
     """
 
     def __init__(self, app: ASGIApp, server: Server):
+        super().__init__(app, server)
         settings = server.settings
-        self._app = app
         self._keys = [_digest(key) for key in settings.api_keys]
         self._origins = frozenset(origin.rstrip("/").lower() for origin in settings.allowed_origins)
         own = {settings.host.lower(), *_LOOPBACK_NAMES} if is_loopback(settings.host) else set()
         self._hosts = frozenset({*own, *(host.lower() for host in settings.allowed_hosts)})
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request that passes, or answer 401 or 403."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         try:
             headers = Headers(scope=scope)
             self._check_host(headers.get("host", ""))
@@ -190,21 +188,16 @@ class Security:
     def _check_host(self, host: str) -> None:
         # A server on all addresses is known by names that it does not know itself: those are checked only if given.
         if self._hosts and _hostname(host) not in self._hosts:
-            raise ApiError(
-                403, f"host: {host[:100]!r} is not served here; --allowed-hosts adds names", param="host", code="host"
-            )
+            problem = f"host: {host[:100]!r} is not served here; --allowed-hosts adds names"
+            raise ApiError(403, problem, param="host", code="host")
 
     def _check_origin(self, headers: Headers) -> None:
         origin = headers.get("origin")
         if origin is None or origin.lower() in self._origins:
             return
         if urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
-            raise ApiError(
-                403,
-                f"origin: {origin[:100]!r} may not call this server; --allowed-origins adds origins",
-                param="origin",
-                code="origin",
-            )
+            problem = f"origin: {origin[:100]!r} may not call this server; --allowed-origins adds origins"
+            raise ApiError(403, problem, param="origin", code="origin")
 
     def _check_key(self, headers: Headers) -> None:
         if not self._keys:
@@ -236,7 +229,7 @@ def is_loopback(host: str) -> bool:
 def _is_public(scope: Scope) -> bool:
     """True for paths that need no key: the health, and the page's own files, which hold nothing of anyone."""
     path = scope["path"]
-    files = scope["method"] in ("GET", "HEAD") and (path == "/" or path.startswith(_STATIC))
+    files = scope["method"] in ("GET", "HEAD") and (path == "/" or path.startswith("/static/"))
     return path == "/health" or files
 
 

@@ -2,132 +2,152 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from verax.serve.http.errors import AnthropicErrorAnswer, ErrorAnswer, is_anthropic
+from verax.serve.http.body import read_body
+from verax.serve.http.errors import JsonResponse, is_anthropic
+from verax.serve.http.sse import unless_disconnected
+from verax.serve.http.telemetry import RequestRecord, record_of
 
-__all__ = ["ApiRoute", "Parameter", "api_route", "api_routes", "describe"]
+__all__ = ["EVENTS", "JSON", "ApiRoute", "Parameter", "api_routes", "describe", "json_routes"]
+
+JSON, EVENTS, FORM = "application/json", "text/event-stream", "multipart/form-data"
 
 Endpoint = Callable[[Request], Awaitable[Response]]
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """Parameter of a request, as the description of the API has it.
-
-    Attributes:
-        name: its name.
-        schema: its JSON schema.
-        place: where it is.
-        description: line for people.
-    """
+    """Parameter of a request: its name, its JSON schema, where it is, and a line for people."""
 
     name: str
     schema: Mapping[str, Any]
-    place: Literal["query", "header"] = "query"
+    place: Literal["query", "header", "path"] = "query"
     description: str = ""
 
 
-@dataclass(frozen=True)
-class Described:
-    """Part of the description of the API that is about one route.
-
-    Attributes:
-        summary: line for people.
-        body: Struct of its JSON body.
-        parts: Structs that the body's schema refers to by name, and that no field has as its type.
-        files: fields of the body that are files if it comes as a form (`multipart/form-data`); none for JSON only.
-        parameters: parameters of the query and the headers.
-        answer: Struct of its JSON answer.
-        streams: True if it can answer with server-sent events.
-        media: other content types of its answer.
-        queued: True if a full queue refuses it with 429.
-        ranges: True if it can answer with a part of a file.
-    """
-
-    summary: str = ""
-    body: type[msgspec.Struct] | None = None
-    parts: tuple[type[msgspec.Struct], ...] = ()
-    files: tuple[str, ...] = ()
-    parameters: tuple[Parameter, ...] = ()
-    answer: type[msgspec.Struct] | None = None
-    streams: bool = False
-    media: tuple[str, ...] = ()
-    queued: bool = False
-    ranges: bool = False
-
-
 class ApiRoute(Route):
-    """Route with what the description of the API says of it."""
-
-    described: Described = Described()
-
-
-def api_route(path: str, endpoint: Endpoint, methods: Sequence[str] = ("POST",), **described: Any) -> ApiRoute:
-    """Route of an endpoint.
+    """Route with what the description of the API says about it.
 
     Args:
         path: begins with a slash.
         endpoint: function of a request.
         methods: HTTP methods.
-        described: fields of `Described`.
+        summary: line for people.
+        body: Struct of its JSON body.
+        parts: Structs that the body's schema refers to by name, and that no field has as its type.
+        files: fields of the body that are files if it comes as a form; none if it is always JSON.
+        parameters: parameters of the query and the headers.
+        media: content types of its answer.
+        queued: True if a full queue refuses it with 429.
+        ranges: True if it can answer with a part of a file.
     """
-    route = ApiRoute(path, endpoint, methods=list(methods))
-    route.described = Described(**described)
-    return route
+
+    def __init__(
+        self,
+        path: str,
+        endpoint: Endpoint,
+        methods: Sequence[str] = ("POST",),
+        *,
+        summary: str,
+        body: type[msgspec.Struct] | None = None,
+        parts: Sequence[type[msgspec.Struct]] = (),
+        files: Sequence[str] = (),
+        parameters: Sequence[Parameter] = (),
+        media: Sequence[str] = (JSON,),
+        queued: bool = False,
+        ranges: bool = False,
+    ):
+        super().__init__(path, endpoint, methods=list(methods))
+        self.summary, self.body, self.parts, self.files = summary, body, parts, files
+        self.media, self.queued, self.ranges = media, queued, ranges
+        path_schema = {"type": "string", "minLength": 1}
+        self.parameters = [*(Parameter(name, path_schema, "path") for name in self.param_convertors), *parameters]
 
 
-def api_routes(path: str, endpoint: Endpoint, methods: Sequence[str] = ("POST",), **described: Any) -> list[Route]:
-    """Routes of an endpoint at `/v1` + path and at path; the rest as `api_route`."""
-    return [api_route(prefix + path, endpoint, methods, **described) for prefix in ("/v1", "")]
+def api_routes(
+    path: str,
+    endpoint: Endpoint,
+    methods: Sequence[str] = ("POST",),
+    *,
+    prefixes: Sequence[str] = ("/v1", ""),
+    **described: Any,
+) -> list[Route]:
+    """Routes of an endpoint at each prefix + path; the other arguments go to `ApiRoute`."""
+    return [ApiRoute(prefix + path, endpoint, methods, **described) for prefix in prefixes]
+
+
+def json_routes(
+    path: str, body: type[T], answer: Callable[[T, RequestRecord], Coroutine[Any, Any, Any]], **described: Any
+) -> list[Route]:
+    """Routes, as of `api_routes`, whose answer is made of the body and the request's record."""
+
+    async def respond(http: Request) -> Response:
+        request = await read_body(http, body)
+        return JsonResponse(await unless_disconnected(http, answer(request, record_of(http.scope))))
+
+    return api_routes(path, respond, body=body, **described)
 
 
 _REF = "#/components/schemas/{name}"
 
-_JSON, _EVENTS, _FORM = "application/json", "text/event-stream", "multipart/form-data"
-
 _ERRORS = {
+    400: "a field is wrong, and the message begins with its name",
     401: "no valid API key",
     403: "the host or the origin is not allowed",
     404: "no such path, or nothing of this name",
+    413: "the body is too long",
+    415: "the body has another content type",
+    416: "the range begins past the end of the file",
+    429: "the queue is full: `Retry-After` says when to try again",
     431: "the headers are too long",
     500: "the engine has failed",
     503: "the server is shutting down",
 }
-"""Errors of every route."""
-
-_BODY_ERRORS = {413: "the body is too long", 415: "the body has another content type"}
-
-_WRONG = "a field is wrong, and the message begins with its name"
-
-_QUEUE_FULL = "the queue is full: `Retry-After` says when to try again"
-
-_PAST_THE_END = "the range begins past the end of the file"
 
 _REQUEST_ID = {"x-request-id": {"description": "id of the request, as in the log", "schema": {"type": "string"}}}
 
 _RETRY_AFTER = {"Retry-After": {"description": "seconds", "schema": {"type": "string", "pattern": "^[0-9]+$"}}}
 
 
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+_TEXT, _TEXT_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
+
+_ERROR_SCHEMAS = {
+    "Error": _object(error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL)),
+    "AnthropicError": _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT), request_id=_TEXT),
+}
+
+_ANSWERS: dict[str, dict[str, Any]] = {
+    JSON: {"type": "object"},
+    EVENTS: {"description": "server-sent events, whose data is JSON"},
+}
+"""Schemas of answers by their content type; text otherwise. The answers' fields are documented by whose API it is."""
+
+
 def describe(routes: Iterable[BaseRoute]) -> dict[str, Any]:
     """OpenAPI 3.1 description of the API's routes. It leaves out the page's own routes."""
     api = [route for route in routes if isinstance(route, ApiRoute)]
-    kinds = {kind for route in api for kind in _kinds(route.described)}
-    ordered = sorted(kinds | {ErrorAnswer, AnthropicErrorAnswer}, key=lambda kind: kind.__name__)
-    references, components = msgspec.json.schema_components(ordered, ref_template=_REF)
-    schemas = dict(zip(ordered, references, strict=True))
+    kinds = {kind for route in api for kind in (route.body, *route.parts) if kind is not None}
+    ordered = sorted(kinds, key=lambda kind: kind.__name__)
+    _, components = msgspec.json.schema_components(ordered, ref_template=_REF)
     paths: dict[str, dict[str, Any]] = {}
     for route in api:
         for method in sorted((route.methods or set()) - {"HEAD"}):
-            paths.setdefault(route.path_format, {})[method.lower()] = _operation(route, method, schemas, components)
+            paths.setdefault(route.path_format, {})[method.lower()] = _operation(route, method.lower(), components)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -137,7 +157,7 @@ def describe(routes: Iterable[BaseRoute]) -> dict[str, Any]:
         },
         "paths": paths,
         "components": {
-            "schemas": components,
+            "schemas": {**components, **_ERROR_SCHEMAS},
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "x-api-key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
@@ -147,67 +167,54 @@ def describe(routes: Iterable[BaseRoute]) -> dict[str, Any]:
     }
 
 
-def _kinds(described: Described) -> list[type[msgspec.Struct]]:
-    return [kind for kind in (described.body, described.answer, *described.parts) if kind is not None]
-
-
-def _operation(
-    route: ApiRoute, method: str, schemas: Mapping[Any, dict[str, Any]], components: Mapping[str, Any]
-) -> dict[str, Any]:
-    described, path = route.described, route.path_format
-    name = f"{method.lower()}{path}".replace("/", "_").replace("{", "").replace("}", "")
+def _operation(route: ApiRoute, method: str, components: Mapping[str, Any]) -> dict[str, Any]:
+    path = route.path_format
     operation: dict[str, Any] = {
-        "operationId": name,
-        "summary": described.summary or path,
-        "responses": {
-            **_answers(described, schemas),
-            **_errors(described, schemas[AnthropicErrorAnswer if is_anthropic({"path": path}) else ErrorAnswer]),
-        },
+        "operationId": f"{method}{path}".replace("/", "_").replace("{", "").replace("}", ""),
+        "summary": route.summary,
+        "responses": {**_answers(route), **_errors(route)},
+        "parameters": [
+            {
+                "name": parameter.name,
+                "in": parameter.place,
+                "required": parameter.place == "path",
+                "description": parameter.description,
+                "schema": parameter.schema,
+            }
+            for parameter in route.parameters
+        ],
     }
-    parameters = [*map(_path_parameter, route.param_convertors), *map(_parameter, described.parameters)]
-    if parameters:
-        operation["parameters"] = parameters
-    if described.body is not None:
-        content = {_JSON: {"schema": schemas[described.body]}}
-        if described.files:
-            content[_FORM] = {"schema": _form(components[described.body.__name__], described.files)}
+    if route.body is not None:
+        name = route.body.__name__
+        content = {JSON: {"schema": {"$ref": _REF.format(name=name)}}}
+        if route.files:
+            content[FORM] = {"schema": _form(components[name], route.files)}
         operation["requestBody"] = {"required": True, "content": content}
     if path == "/health":
         operation["security"] = []
     return operation
 
 
-def _answers(described: Described, schemas: Mapping[Any, dict[str, Any]]) -> dict[str, Any]:
+def _answers(route: ApiRoute) -> dict[str, Any]:
     """Answers by their status, with content types and schemas."""
-    contents: dict[str, Any] = {}
-    if described.answer is not None:
-        contents[_JSON] = {"schema": schemas[described.answer]}
-    if described.streams:
-        contents[_EVENTS] = {"schema": {"description": "server-sent events, whose data is JSON"}}
-    contents |= {kind: {"schema": {"type": "string"}} for kind in described.media}
-    texts = {"200": "the answer"} | ({"206": "a part of the file"} if described.ranges else {})
-    return {
-        status: {"description": text, "headers": _REQUEST_ID, "content": contents} for status, text in texts.items()
-    }
+    content = {media: {"schema": _ANSWERS.get(media, _TEXT)} for media in route.media}
+    texts = {"200": "the answer"} | ({"206": "a part of the file"} if route.ranges else {})
+    return {status: {"description": text, "headers": _REQUEST_ID, "content": content} for status, text in texts.items()}
 
 
-def _errors(described: Described, schema: Mapping[str, Any]) -> dict[str, Any]:
-    given = dict(_ERRORS)
-    if described.body is not None or described.parameters:
-        given[400] = _WRONG
-    if described.body is not None:
-        given |= _BODY_ERRORS
-    if described.queued:
-        given[429] = _QUEUE_FULL
-    if described.ranges:
-        given[416] = _PAST_THE_END
+def _errors(route: ApiRoute) -> dict[str, Any]:
+    has_body = route.body is not None
+    takes_fields = has_body or any(parameter.place != "path" for parameter in route.parameters)
+    possible = {400: takes_fields, 413: has_body, 415: has_body, 416: route.ranges, 429: route.queued}
+    name = "AnthropicError" if is_anthropic({"path": route.path_format}) else "Error"
     return {
         str(status): {
             "description": text,
             "headers": _REQUEST_ID | (_RETRY_AFTER if status in (429, 503) else {}),
-            "content": {_JSON: {"schema": schema}},
+            "content": {JSON: {"schema": {"$ref": _REF.format(name=name)}}},
         }
-        for status, text in sorted(given.items())
+        for status, text in _ERRORS.items()
+        if possible.get(status, True)
     }
 
 
@@ -225,16 +232,3 @@ def _without_null(schema: Mapping[str, Any]) -> dict[str, Any]:
     kept = {name: value for name, value in schema.items() if name not in ("anyOf", "default")}
     choices = [choice for choice in schema["anyOf"] if choice != {"type": "null"}]
     return {**kept, **choices[0]} if len(choices) == 1 else {**kept, "anyOf": choices}
-
-
-def _path_parameter(name: str) -> dict[str, Any]:
-    return {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-
-
-def _parameter(parameter: Parameter) -> dict[str, Any]:
-    return {
-        "name": parameter.name,
-        "in": parameter.place,
-        "description": parameter.description,
-        "schema": parameter.schema,
-    }

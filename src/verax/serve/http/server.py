@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from verax.errors import InvalidParameterError
 from verax.serve.http.errors import model_error
@@ -17,13 +17,18 @@ from verax.serve.http.sse import EventStream, RunningStreams
 if TYPE_CHECKING:
     from verax.embed.encoder import Encoder
     from verax.embed.reranker import Reranker
+    from verax.models import CausalLMConfig
     from verax.serve.http.telemetry import RequestTracer
-    from verax.serve.text.engine import TextEngine
+    from verax.text.engine.engine_thread import Observer
+    from verax.text.engine.outputs import EngineStats, RequestOutput
+    from verax.text.engine.request import Message, Prompt
+    from verax.text.engine.sampling_params import SamplingParams
     from verax.text.features.chat_format import ChatFormat
     from verax.text.features.lora import LoRARequest
+    from verax.text.tokens.tokenizer import Tokenizer
     from verax.video.pipeline import VideoPipeline
 
-__all__ = ["LazyModel", "Server"]
+__all__ = ["LazyModel", "Server", "TextEngine"]
 
 T = TypeVar("T")
 
@@ -59,6 +64,61 @@ class LazyModel(Generic[T]):
     def _forget_failure(self, task: asyncio.Future[Any]) -> None:
         if task.cancelled() or task.exception() is not None:
             self._task = None
+
+
+class TextEngine(Protocol):
+    """A text model for many callers on one event loop. Members mean what they mean in `AsyncLLM`."""
+
+    @property
+    def max_queued_requests(self) -> int: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+
+    @property
+    def model_config(self) -> CausalLMConfig: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def max_num_seqs(self) -> int: ...
+
+    @property
+    def is_running(self) -> bool: ...
+
+    @property
+    def error(self) -> BaseException | None: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def replica_stats(self) -> list[EngineStats]: ...
+
+    def add_observer(self, observer: Observer) -> None: ...
+
+    def default_sampling_params(self, **overrides: Any) -> SamplingParams: ...
+
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        add_special_tokens: bool = True,
+        continue_from: Sequence[Sequence[int]] | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]: ...
+
+    async def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_options: Any,
+    ) -> str: ...
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    async def shutdown(self, timeout: float = 0) -> None: ...
 
 
 @dataclass
@@ -137,20 +197,10 @@ class Server:
         assert self.llm is not None
         return self.llm
 
-    def stream(self, events: AsyncGenerator[bytes, None], **options: Any) -> EventStream:
-        """Answer of encoded events, with the server's times.
-
-        Args:
-            events: as `EventStream` takes them.
-            options: further arguments of `EventStream`.
-        """
-        settings = self.settings
-        return EventStream(
-            events,
-            ping_interval=settings.ping_interval,
-            slow_client_timeout=settings.slow_client_timeout,
-            **options,
-        )
+    def stream(self, events: AsyncGenerator[bytes, None]) -> EventStream:
+        """Answer of encoded events, with the server's times."""
+        times = {name: getattr(self.settings, name) for name in ("ping_interval", "slow_client_timeout")}
+        return EventStream(events, **times)
 
     @cached_property
     def chat_format(self) -> ChatFormat:

@@ -6,18 +6,17 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from verax.errors import InvalidParameterError
-from verax.serve.http.errors import ApiError, api_error
+from verax.serve.http.errors import api_error, error_body, is_anthropic
 
 __all__ = [
     "DONE",
@@ -55,10 +54,6 @@ def named_event(name: str, value: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(value))
 
 
-def _error_event(error: ApiError) -> bytes:
-    return data_event(error.body())
-
-
 class EventStream(Response):
     """Answer of events as they come.
 
@@ -69,8 +64,6 @@ class EventStream(Response):
         events: encoded events, the last one included.
         ping_interval: seconds of silence after which a comment is sent.
         slow_client_timeout: seconds for which the client may leave a full buffer unread.
-        error_event: makes the event of an error.
-        background: a task for after the answer.
     """
 
     media_type = "text/event-stream"
@@ -81,25 +74,21 @@ class EventStream(Response):
         *,
         ping_interval: float = 15.0,
         slow_client_timeout: float = 30.0,
-        error_event: Callable[[ApiError], bytes] = _error_event,
-        background: BackgroundTask | None = None,
     ):
         self._events = events
         self._ping_interval = ping_interval
         self._slow_client_timeout = slow_client_timeout
-        self._error_event = error_event
         self._last = time.monotonic()
         self._sending = False
         self._started = False
         self.status_code = 200
-        self.background = background
         self.body = b""
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.raw_headers[[name for name, _ in self.raw_headers].index(b"content-length")]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they end, or the client is gone."""
-        sending = asyncio.create_task(self._send_all(send))
+        sending = asyncio.create_task(self._send_all(scope, send))
         helpers = [asyncio.create_task(_disconnected(receive)), asyncio.create_task(self._watch(send))]
         try:
             await asyncio.wait([sending, *helpers], return_when=asyncio.FIRST_COMPLETED)
@@ -113,17 +102,16 @@ class EventStream(Response):
             sending.result()
         elif not self._started:
             raise ClientDisconnectedError
-        if self.background is not None:
-            await self.background()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, scope: Scope, send: Send) -> None:
         try:
             async for event in self._events:
                 await self._send(send, event)
         except Exception as error:
             if not self._started:
                 raise
-            await self._send(send, self._error_event(api_error(error)))
+            body = error_body(api_error(error), scope)
+            await self._send(send, named_event("error", body) if is_anthropic(scope) else data_event(body))
         await self._send(send, b"", more=False)
 
     async def _watch(self, send: Send) -> None:
@@ -265,7 +253,7 @@ class RunningStreams:
         """The bytes of a stream from an offset on, until its end.
 
         Raises:
-            KeyError: if the stream does not exist, or no longer.
+            KeyError: if the stream does not exist, or has been forgotten.
             InvalidParameterError: if the bytes at the offset are not kept, or are not there yet.
         """
         stream = self._streams[conv_id]

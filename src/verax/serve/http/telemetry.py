@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from starlette.requests import Request
 from starlette.types import Scope
 
 from verax._optional import require_optional
@@ -26,16 +25,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ACCESS",
+    "RECORD",
     "JsonFormatter",
     "RequestRecord",
     "RequestTracer",
     "TextFormatter",
     "configure_logs",
-    "record_in",
     "record_of",
 ]
 
-_KEY = "verax.record"
+RECORD = "verax.record"
+"""Key of a scope."""
 
 
 @dataclass
@@ -57,19 +57,10 @@ class RequestRecord:
         if self.ttft is None:
             self.ttft = time.perf_counter() - self.begin
 
-    def attach(self, scope: Scope) -> None:
-        """Attach the record to a request."""
-        scope[_KEY] = self
 
-
-def record_of(request: Request) -> RequestRecord:
-    """Record of a request."""
-    return record_in(request.scope)
-
-
-def record_in(scope: Scope) -> RequestRecord:
-    """Record of the request of a scope."""
-    return scope[_KEY]
+def record_of(scope: Scope) -> RequestRecord:
+    """Record of the request of a scope, which the outermost middleware has put there."""
+    return scope[RECORD]
 
 
 ACCESS = "verax.serve.access"

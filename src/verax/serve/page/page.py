@@ -179,7 +179,7 @@ class Reports:
         return self.listing().get(name)
 
     def _files(self) -> list[Report]:
-        found: list[Report] = []
+        reports: list[Report] = []
         for parent, folders, names in os.walk(self._folder):
             inside = Path(parent).relative_to(self._folder)
             if len(inside.parts) >= MAX_FOLDERS:
@@ -193,8 +193,8 @@ class Reports:
                     status = path.stat()
                 except OSError:
                     continue
-                found.append(Report((inside / name).as_posix(), path, status.st_size, status.st_mtime))
-        return found
+                reports.append(Report((inside / name).as_posix(), path, status.st_size, status.st_mtime))
+        return reports
 
 
 CONTENT_SECURITY_POLICY = (
@@ -252,7 +252,7 @@ def routes(server: Server) -> list[Route]:
         name = request.path_params["name"]
         suffix = name[name.rfind(".") :]
         if request.path_params["version"] != version or name not in contents or suffix not in TYPES:
-            raise ApiError(404, "There is no such file")
+            raise ApiError(404, "the page has no such file")
         headers = {**HEADERS, "Cache-Control": "public, max-age=31536000, immutable"}
         return Response(contents[name], media_type=TYPES[suffix], headers=headers)
 
@@ -272,15 +272,16 @@ def routes(server: Server) -> list[Route]:
 
     async def list_reports(request: Request) -> Response:
         listing = await asyncio.to_thread(reports.listing) if reports is not None else {}
-        found = [{"name": report.name, "size": report.size, "modified": report.modified} for report in listing.values()]
+        names = ("name", "size", "modified")
+        rows = [{name: getattr(report, name) for name in names} for report in listing.values()]
         prefix = f"static/reports/{reports.token}/" if reports is not None else None
-        return JsonResponse({"prefix": prefix, "reports": found}, headers={"Cache-Control": "no-store"})
+        return JsonResponse({"prefix": prefix, "reports": rows}, headers={"Cache-Control": "no-store"})
 
     async def read_report(request: Request) -> Response:
         token, name = request.path_params["token"], request.path_params["name"]
         report = await asyncio.to_thread(reports.find, token, name) if reports is not None else None
         if report is None:
-            raise ApiError(404, "There is no such report")
+            raise ApiError(404, "this report does not exist")
         headers = {**HEADERS, "Content-Security-Policy": REPORT_POLICY, "Cache-Control": "no-store"}
         return FileResponse(report.path, media_type=CONTENT_TYPES[report.path.suffix], headers=headers)
 
@@ -291,7 +292,7 @@ def routes(server: Server) -> list[Route]:
         try:
             events = server.streams.follow(request.query_params.get("conv_id", ""), int(offset))
         except KeyError:
-            raise ApiError(404, "conv_id: this stream does not exist, or no longer", param="conv_id") from None
+            raise ApiError(404, "conv_id: this stream does not exist, or has been forgotten", param="conv_id") from None
         return server.stream(events)
 
     async def stop_stream(request: Request) -> Response:

@@ -12,51 +12,31 @@ from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
-from starlette.requests import Request
-from starlette.responses import Response
+from msgspec import Meta
 from starlette.routing import Route
 
 from verax.errors import QueueFullError
-from verax.serve.http.body import Size, read_body
-from verax.serve.http.errors import ApiError, JsonResponse, field_error
-from verax.serve.http.openapi import Parameter, api_routes
+from verax.serve.http.body import decode
+from verax.serve.http.errors import field_error, renamed
+from verax.serve.http.openapi import json_routes
 from verax.serve.http.server import Server
-from verax.serve.http.sse import DONE, ID_PATTERN, data_event, unless_disconnected
-from verax.serve.http.telemetry import RequestRecord, record_of
-from verax.serve.text.run import (
-    Choice,
-    Generated,
-    PromptLogprobs,
-    Run,
-    RunAnswer,
-    RunEvent,
-    TokenLogprob,
-    prompt_logprobs,
-)
+from verax.serve.http.sse import DONE, data_event
+from verax.serve.http.telemetry import RequestRecord
+from verax.serve.text.run import Run, RunAnswer, RunEvent, prompt_logprobs, text_routes
 from verax.serve.text.sampling import GenerationRequest, Positive, sampling_params
 from verax.text.features.chat_format import parser_for, tool_grammar
-from verax.text.features.tool_calls import Delta, ToolCallDelta
+from verax.text.features.tool_calls import ToolCallDelta
 
 __all__ = [
     "ChatMessage",
     "ChatRequest",
-    "InputTokens",
     "ToolDefinition",
+    "Translation",
     "count_tokens",
-    "function_call",
-    "function_tool",
     "render_chat",
     "routes",
     "run_chat",
 ]
-
-CONVERSATION_ID = Parameter(
-    "X-Conversation-Id",
-    {"type": "string", "pattern": f"^{ID_PATTERN}$"},
-    "header",
-    "keeps a stream running while its page is reloaded",
-)
 
 MAX_TEMPLATE_OPTIONS = 64
 
@@ -153,19 +133,60 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-def function_tool(name: str, parameters: Any, description: str | None, strict: bool | None) -> dict[str, Any]:
-    """Entry of a chat's `tools` for a function, as another API describes it."""
-    function = FunctionDefinition(name=name, parameters=parameters, description=description, strict=strict)
-    return {"type": "function", "function": msgspec.to_builtins(function)}
+class Translation:
+    """Chat that is made of another API's request.
 
+    Args:
+        names: gets that API's names of the chat's fields, for errors.
+        fields: names of fields that are the same in every chat.
+    """
 
-def function_call(call_id: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
-    """Entry of a message's `tool_calls` for a call of an earlier answer, as another API has it."""
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    def __init__(self, names: dict[str, str], fields: Mapping[str, str]):
+        self.names = names
+        self.names |= fields
+        self.values: dict[str, Any] = {"messages": []}
+        """Fields of the chat so far."""
+
+    def copy(self, request: msgspec.Struct, *names: str) -> None:
+        """Take over the fields that have the same name and meaning."""
+        self.values |= {name: value for name in names if (value := getattr(request, name, None)) is not None}
+
+    def add(self, where: str, role: str, **fields: Any) -> dict[str, Any]:
+        """Add a message, which is made of the request's field `where`."""
+        self.names[f"messages[{len(self.values['messages'])}]"] = where
+        self.values["messages"].append({"role": role, **fields})
+        return self.values["messages"][-1]
+
+    def add_call(self, where: str, field: str, call_id: str, name: str, arguments: str | dict[str, Any]) -> None:
+        """Add a tool call to the last message; its arguments are the field `field` of `where`."""
+        last = len(self.values["messages"]) - 1
+        calls = self.values["messages"][last].setdefault("tool_calls", [])
+        path = f"messages[{last}].tool_calls[{len(calls)}]"
+        self.names |= {path: where, f"{path}.function": where, f"{path}.function.arguments": f"{where}.{field}"}
+        calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
+
+    def add_tool(self, where: str, field: str, tool: Any) -> None:
+        """Add a function, whose JSON schema is the field `field` of a tool."""
+        tools = self.values.setdefault("tools", [])
+        path = f"tools[{len(tools)}]"
+        self.names |= {path: where, f"{path}.function": where, f"{path}.function.parameters": f"{where}.{field}"}
+        function = FunctionDefinition(
+            name=tool.name, parameters=getattr(tool, field), description=tool.description, strict=tool.strict
+        )
+        tools.append({"type": "function", "function": msgspec.to_builtins(function)})
+
+    def chat(self) -> ChatRequest:
+        """The chat.
+
+        Raises:
+            ApiError: 400, naming the field of the other API.
+        """
+        with renamed(self.names):
+            return decode(ChatRequest, self.values)
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as chat templates read them: text as one string, arguments of calls as objects, developer as system.
+    """Messages as chat templates read them: text as one string, developer as system.
 
     Raises:
         ApiError: 400, naming the message.
@@ -201,154 +222,87 @@ def template_options(request: ChatRequest) -> dict[str, Any]:
 
 def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
-    if message.content is None and not (role == "assistant" and (message.tool_calls or _reasoning_of(message))):
-        raise ApiError(400, f"{where}.content: it is missing", param=f"{where}.content")
-    made: dict[str, Any] = {"role": role, "content": _text(message.content, f"{where}.content")}
-    made |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None}
-    if (reasoning := _reasoning_of(message)) is not None:
-        made["reasoning_content"] = reasoning
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if message.content is None and not (role == "assistant" and (message.tool_calls or reasoning)):
+        raise field_error(f"{where}.content", "it is missing")
+    content = None if message.content is None else _text(message.content, f"{where}.content")
+    fields: dict[str, Any] = {"role": role, "content": content}
+    others = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
+    fields |= {name: value for name, value in others.items() if value is not None}
     if message.tool_calls:
-        made["tool_calls"] = [
-            _template_call(call, f"{where}.tool_calls[{i}].function.arguments")
-            for i, call in enumerate(message.tool_calls)
-        ]
-    return made
+        fields["tool_calls"] = [_template_call(call) for call in message.tool_calls]
+    return fields
 
 
-def _reasoning_of(message: ChatMessage) -> str | None:
-    return message.reasoning if message.reasoning_content is None else message.reasoning_content
-
-
-def _text(content: str | list[ContentPart] | None, where: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
+def _text(content: str | list[ContentPart], where: str) -> str:
+    if isinstance(content, str):
+        return content
     pieces = []
     for i, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in ("text", "refusal"):
-            raise field_error(
-                f"{where}[{i}].type", f"expected text, which is what this model reads, got {part.type[:50]!r}"
-            )
+            problem = f"expected text, which is what this model reads, got {part.type[:50]!r}"
+            raise field_error(f"{where}[{i}].type", problem)
         if text is None:
             raise field_error(f"{where}[{i}].text", "it is missing")
         pieces.append(text)
     return "\n".join(pieces)
 
 
-def _template_call(call: ToolCallInput, where: str) -> dict[str, Any]:
+def _template_call(call: ToolCallInput) -> dict[str, Any]:
+    # A cut answer's arguments are not whole JSON, and come back: the template's part of the engine reads any text.
     arguments = call.function.arguments
-    if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments or "{}")
-        except (msgspec.DecodeError, RecursionError, ValueError) as error:
-            raise field_error(where, f"it is not valid JSON: {error}") from error
-    if not isinstance(arguments, Mapping):
-        raise field_error(where, "expected a JSON object")
-    made = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
-    return made if call.id is None else {"id": call.id, **made}
+    fields = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return fields if call.id is None else {"id": call.id, **fields}
 
 
-class ChatLogprobs(msgspec.Struct, kw_only=True):
-    """Log-probabilities of an answer."""
-
-    content: list[TokenLogprob]
-    refusal: None = None
-
-
-class CalledFunction(msgspec.Struct, kw_only=True):
-    """Function that an answer calls, and its arguments as JSON text."""
-
-    name: str
-    arguments: str
-
-
-class AnswerToolCall(msgspec.Struct, kw_only=True):
-    """Tool call of an answer."""
-
-    id: str
-    type: Literal["function"]
-    function: CalledFunction
-
-
-class AnswerMessage(msgspec.Struct, kw_only=True):
-    """Message of the assistant."""
-
-    role: Literal["assistant"]
-    content: str | None
-    refusal: None
-    reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
-    tool_calls: list[AnswerToolCall] | UnsetType = UNSET
-
-
-class ChatChoice(Choice, kw_only=True):
-    """One of several answers to a chat."""
-
-    message: AnswerMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
-
-
-class ChatCompletion(Generated, kw_only=True):
-    """Whole answer of `/v1/chat/completions`. A stream has OpenAI's `chat.completion.chunk`."""
-
-    object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
-    prompt_token_ids: Sequence[Size] | UnsetType = UNSET
-
-
-class InputTokens(msgspec.Struct, kw_only=True):
-    """Number of tokens of a chat, or of a response's input."""
-
-    object: Literal["response.input_tokens"]
-    input_tokens: Size
-
-
-async def run_chat(server: Server, request: ChatRequest, record: RequestRecord | None = None) -> Run:
+async def run_chat(
+    server: Server, request: ChatRequest, record: RequestRecord, names: Mapping[str, str] | None = None
+) -> Run:
     """Check a chat and queue it.
 
     Args:
         server: with a text engine.
         request: the chat.
         record: of the HTTP request, for its log line.
+        names: the client's names of a chat's fields in errors, as `renamed` takes them.
 
     Raises:
-        ApiError: 400, 404 for another model, 429 if the queue is full.
-        VeraxError: for what the engine or the template refuses.
+        ApiError: 400, 404 for another model, 429 if the queue is full, and for what the engine or the template refuses.
     """
-    model, tools = server.text_model(request.model), _tools(request)
-    _check(server, request)
-    if record is not None:
-        record.model = model
+    with renamed(names or {}):
+        record.model, tools = server.text_model(request.model), _tools(request)
+        _check(server, request)
         record.prompt = msgspec.to_builtins(request.messages) if server.settings.log_prompts else None
-    prompt = await render_chat(server, request)
-    choice = msgspec.to_builtins(request.tool_choice) or ("auto" if tools else "none")
-    form = server.chat_format
-    grammar = tool_grammar(form, tools, choice, request.parallel_tool_calls is not False, prompt=prompt)
-    params = sampling_params(
-        server,
-        request,
-        max_tokens=request.max_completion_tokens or request.max_tokens,
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        structured_outputs=grammar,
-        after=form.structured_after(prompt),
-        **({} if request.skip_special_tokens is not None else form.sampling_overrides),
-    )
-    parser = functools.partial(
-        parser_for, form, tools=tools, prompt=prompt, parse_tool_calls=choice != "none", parse_reasoning=True
-    )
-    return Run(
-        server,
-        request,
-        record,
-        model=model,
-        prompts=[prompt],
-        params=params,
-        add_special_tokens=False,
-        field="messages",
-        new_parser=parser,
-    )
+        prompt = await render_chat(server, request)
+        choice = msgspec.to_builtins(request.tool_choice) or ("auto" if tools else "none")
+        form = server.chat_format
+        params = sampling_params(
+            server,
+            request,
+            max_tokens=request.max_completion_tokens or request.max_tokens,
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            structured_outputs=tool_grammar(
+                form, tools, choice, request.parallel_tool_calls is not False, prompt=prompt
+            ),
+            after=form.structured_after(prompt),
+            **({} if request.skip_special_tokens is not None else form.sampling_overrides),
+        )
+        parser = functools.partial(
+            parser_for, form, tools=tools, prompt=prompt, parse_tool_calls=choice != "none", parse_reasoning=True
+        )
+        return Run(
+            server,
+            request,
+            record,
+            model=record.model,
+            prompts=[prompt],
+            params=params,
+            add_special_tokens=False,
+            field="messages",
+            new_parser=parser,
+            names=names,
+        )
 
 
 async def render_chat(server: Server, request: ChatRequest) -> str:
@@ -358,20 +312,16 @@ async def render_chat(server: Server, request: ChatRequest) -> str:
         ApiError: 400, naming the field.
         VeraxError: for what the template refuses.
     """
-    options = template_options(request)
-    return await server.engine.render(template_messages(request.messages), tools=_tools(request), **options)
+    messages = template_messages(request.messages)
+    return await server.engine.render(messages, tools=_tools(request), **template_options(request))
 
 
-async def count_tokens(server: Server, request: ChatRequest) -> int:
-    """Number of tokens of a chat's prompt.
-
-    Raises:
-        ApiError: 400, naming the field; 404 for another model.
-        VeraxError: for what the template refuses.
-    """
-    server.text_model(request.model)
-    prompt = await render_chat(server, request)
-    return len(await server.engine.encode(prompt, add_special_tokens=False))
+async def count_tokens(server: Server, request: ChatRequest, names: Mapping[str, str] | None = None) -> int:
+    """Number of tokens of a chat's prompt; arguments and errors as in `run_chat`."""
+    with renamed(names or {}):
+        server.text_model(request.model)
+        prompt = await render_chat(server, request)
+        return len(await server.engine.encode(prompt, add_special_tokens=False))
 
 
 def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:
@@ -397,118 +347,95 @@ def _check(server: Server, request: ChatRequest) -> None:
 def routes(server: Server) -> list[Route]:
     """Routes of the chat."""
 
-    async def complete(http: Request) -> Response:
-        request = await read_body(http, ChatRequest)
-        run = await unless_disconnected(http, run_chat(server, request, record_of(http)))
-        if request.stream:
-            conversation = http.headers.get("x-conversation-id")
-            return server.stream(server.streams.start(conversation, _chunks(run, request)))
-        return JsonResponse(await unless_disconnected(http, _whole(run, request)))
+    async def start(request: ChatRequest, record: RequestRecord) -> Run:
+        return await run_chat(server, request, record)
 
-    async def count(http: Request) -> Response:
-        request = await read_body(http, ChatRequest)
-        tokens = await unless_disconnected(http, count_tokens(server, request))
-        return JsonResponse(InputTokens(object="response.input_tokens", input_tokens=tokens))
+    async def count(request: ChatRequest, record: RequestRecord) -> dict[str, Any]:
+        return {"object": "response.input_tokens", "input_tokens": await count_tokens(server, request)}
 
+    path = "/chat/completions"
     return [
-        *api_routes(
-            "/chat/completions",
-            complete,
-            body=ChatRequest,
-            answer=ChatCompletion,
-            parameters=(CONVERSATION_ID,),
-            streams=True,
-            queued=True,
-            summary="Answer a conversation.",
-        ),
-        *api_routes(
-            "/chat/completions/input_tokens",
-            count,
-            body=ChatRequest,
-            answer=InputTokens,
-            summary="Count a chat's tokens.",
-        ),
+        *text_routes(server, path, ChatRequest, start, _Answer, resumable=True, summary="Answer a conversation."),
+        *json_routes(f"{path}/input_tokens", ChatRequest, count, summary="Count a chat's tokens."),
     ]
 
 
-async def _whole(run: Run, request: ChatRequest) -> ChatCompletion:
-    answers = await run.answers()
-    (output,) = run.outputs
-    return ChatCompletion(
-        **run.head("chatcmpl"),
-        object="chat.completion",
-        choices=[_choice(answer, request) for answer in answers],
-        usage=run.usage.body(),
-        **run.timings(),
-        prompt_logprobs=UNSET if request.prompt_logprobs is None else prompt_logprobs(output),
-        prompt_token_ids=output.prompt_token_ids if request.return_token_ids and output else UNSET,
-    )
+class _Answer:
+    """A chat's answer on its way."""
+
+    def __init__(self, run: Run, request: ChatRequest):
+        self._run = run
+        self._request = request
+        last = request.messages[-1]
+        continued = request.echo and last.role == "assistant" and isinstance(last.content, str)
+        self._echoed = last.content if continued else ""
+        """Text that the answer continues, if the request wants it to be part of the answer."""
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer."""
+        run, request = self._run, self._request
+        choices = [self._choice(answer) for answer in await run.answers()]
+        (output,) = run.outputs
+        body = {**run.head("chatcmpl", "chat.completion"), "choices": choices, "usage": run.usage.body()}
+        if request.prompt_logprobs is not None:
+            body["prompt_logprobs"] = prompt_logprobs(output)
+        if request.return_token_ids and output is not None:
+            body["prompt_token_ids"] = output.prompt_token_ids
+        return {**body, **run.timings()}
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Events of a stream, the last one included."""
+        run, request = self._run, self._request
+        head = run.head("chatcmpl", "chat.completion.chunk")
+        started: set[int] = set()
+
+        def chunk(choice: dict[str, Any], **more: Any) -> bytes:
+            return data_event({**head, "choices": [choice], **more, **run.chunk_usage()})
+
+        async with aclosing(run.events()) as events:
+            async for event in events:
+                if event.index not in started:
+                    (output,) = run.outputs
+                    ids = {"prompt_token_ids": output.prompt_token_ids} if request.return_token_ids and output else {}
+                    first = {"role": "assistant", "content": self._echoed}
+                    empty = {"index": event.index, "delta": first, "logprobs": None, "finish_reason": None}
+                    yield chunk(empty, **({} if started else ids))
+                    started.add(event.index)
+                choice = {"delta": _delta(event), **self._common(event)}
+                if event.finish_reason is None:
+                    del choice["stop_reason"]
+                yield chunk(choice, **(run.timings() if event.finish_reason is not None else {}))
+        if (last := run.last_usage()) is not None:
+            yield data_event({**head, **last})
+        yield DONE
+
+    def _choice(self, answer: RunAnswer) -> dict[str, Any]:
+        message = answer.message
+        content = self._echoed + message.content
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+        fields = {"role": "assistant", "content": None if calls and not content else content, "refusal": None}
+        fields |= _reasoning(message.reasoning) | ({"tool_calls": calls} if calls else {})
+        return {"message": fields, **self._common(answer)}
+
+    def _common(self, new: RunAnswer | RunEvent) -> dict[str, Any]:
+        """Fields of a choice that whole answers and chunks share."""
+        fields = {
+            "index": new.index,
+            "logprobs": None if new.logprobs is None else {"content": new.logprobs, "refusal": None},
+            "finish_reason": new.finish_reason,
+            "stop_reason": new.stop_reason,
+        }
+        return {**fields, "token_ids": new.token_ids} if self._request.return_token_ids else fields
 
 
-def _choice(answer: RunAnswer, request: ChatRequest) -> ChatChoice:
-    message = answer.message
-    content = _echoed(request) + message.content
-    calls = [
-        AnswerToolCall(id=call.id, type="function", function=CalledFunction(name=call.name, arguments=call.arguments))
-        for call in message.tool_calls
-    ]
-    return ChatChoice(
-        index=answer.index,
-        message=AnswerMessage(
-            role="assistant",
-            content=None if calls and not content else content,
-            refusal=None,
-            **_reasoning(message.reasoning),
-            tool_calls=calls or UNSET,
-        ),
-        logprobs=_logprobs(answer.logprobs),
-        finish_reason=answer.finish_reason,
-        stop_reason=answer.stop_reason,
-        token_ids=answer.token_ids if request.return_token_ids else UNSET,
-    )
-
-
-async def _chunks(run: Run, request: ChatRequest) -> AsyncGenerator[bytes, None]:
-    """Events of a stream, the last one included."""
-    head = {**run.head("chatcmpl"), "object": "chat.completion.chunk"}
-    started: set[int] = set()
-
-    def chunk(choice: dict[str, Any], **more: Any) -> bytes:
-        return data_event({**head, "choices": [choice], **more, **run.chunk_usage()})
-
-    async with aclosing(run.events()) as events:
-        async for event in events:
-            if event.index not in started:
-                (output,) = run.outputs
-                ids = {"prompt_token_ids": output.prompt_token_ids} if request.return_token_ids and output else {}
-                first = {"role": "assistant", "content": _echoed(request)}
-                empty = {"index": event.index, "delta": first, "logprobs": None, "finish_reason": None}
-                yield chunk(empty, **({} if started else ids))
-                started.add(event.index)
-            yield chunk(_chunk_choice(event, request), **(run.timings() if event.finish_reason is not None else {}))
-    if (last := run.last_usage()) is not None:
-        yield data_event({**head, **last})
-    yield DONE
-
-
-def _chunk_choice(event: RunEvent, request: ChatRequest) -> dict[str, Any]:
-    choice = {
-        "index": event.index,
-        "delta": _delta(event.delta),
-        "logprobs": _logprobs(event.logprobs),
-        "finish_reason": event.finish_reason,
-    }
-    if event.finish_reason is not None:
-        choice["stop_reason"] = event.stop_reason
-    return {**choice, "token_ids": event.token_ids} if request.return_token_ids else choice
-
-
-def _delta(delta: Delta) -> dict[str, Any]:
+def _delta(event: RunEvent) -> dict[str, Any]:
+    delta = event.delta
     fields: dict[str, Any] = {"content": delta.content} if delta.content else {}
     fields |= _reasoning(delta.reasoning)
-    if delta.tool_calls:
-        fields["tool_calls"] = [_call(call) for call in delta.tool_calls]
-    return fields
+    return {**fields, "tool_calls": [_call(call) for call in delta.tool_calls]} if delta.tool_calls else fields
 
 
 def _reasoning(text: str) -> dict[str, str]:
@@ -516,18 +443,8 @@ def _reasoning(text: str) -> dict[str, str]:
     return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
-def _logprobs(entries: list[TokenLogprob] | None) -> ChatLogprobs | None:
-    return None if entries is None else ChatLogprobs(content=entries)
-
-
 def _call(call: ToolCallDelta) -> dict[str, Any]:
     if call.id is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
-
-
-def _echoed(request: ChatRequest) -> str:
-    """Text that the answer continues, if the request wants it to be part of the answer."""
-    last = request.messages[-1]
-    return last.content if request.echo and last.role == "assistant" and isinstance(last.content, str) else ""

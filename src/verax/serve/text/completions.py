@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import msgspec
-from msgspec import UNSET, Meta, UnsetType
-from starlette.requests import Request
-from starlette.responses import Response
+from msgspec import Meta
 from starlette.routing import Route
 
 from verax.errors import InvalidParameterError
-from verax.serve.http.body import Size, read_body
-from verax.serve.http.errors import ApiError, JsonResponse, field_error
-from verax.serve.http.openapi import api_routes
+from verax.serve.http.errors import field_error
 from verax.serve.http.server import Server
-from verax.serve.http.sse import DONE, data_event, unless_disconnected
-from verax.serve.http.telemetry import RequestRecord, record_of
-from verax.serve.text.run import (
-    Choice,
-    Generated,
-    PromptLogprobs,
-    Run,
-    TokenLogprob,
-    prompt_logprobs,
-    token_logprobs,
-)
+from verax.serve.http.sse import DONE, data_event
+from verax.serve.http.telemetry import RequestRecord
+from verax.serve.text.run import Run, RunAnswer, RunEvent, prompt_logprobs, text_routes
 from verax.serve.text.sampling import Count, GenerationRequest, Refused, sampling_params
+from verax.text.engine.outputs import Logprob, RequestOutput
+from verax.text.tokens.tokenizer import IncrementalDetokenizer, Tokenizer
 
-__all__ = ["routes"]
+__all__ = ["CompletionLogprobs", "routes"]
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for completions."""
@@ -47,53 +36,13 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """Log-probabilities of a completion in OpenAI's old form: four lists, and where each token begins in the text."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    """Null for the first token of an echoed prompt, which has no context."""
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[Size]
-
-
-class TextChoice(Choice, kw_only=True):
-    """One of several completions."""
-
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
-    """Null in the events of a stream, except in a choice's last one."""
-    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
-    prompt_token_ids: Sequence[Size] | UnsetType = UNSET
-
-
-class TextCompletion(Generated, kw_only=True):
-    """Whole answer of `/v1/completions`. The events of a stream have the same fields."""
-
-    object: Literal["text_completion"]
-    choices: list[TextChoice]
-
-
 def routes(server: Server) -> list[Route]:
     """Routes of completions."""
 
-    async def complete(http: Request) -> Response:
-        request = await read_body(http, CompletionRequest)
-        completion = _Completion(_run(server, request, record_of(http)), request)
-        if request.stream:
-            return server.stream(completion.chunks())
-        return JsonResponse(await unless_disconnected(http, completion.whole()))
+    async def start(request: CompletionRequest, record: RequestRecord) -> Run:
+        return _run(server, request, record)
 
-    return api_routes(
-        "/completions",
-        complete,
-        body=CompletionRequest,
-        answer=TextCompletion,
-        streams=True,
-        queued=True,
-        summary="Complete prompts.",
-    )
+    return text_routes(server, "/completions", CompletionRequest, start, _Answer, summary="Complete prompts.")
 
 
 def prompts_of(given: str | Sequence[Any], limit: int) -> list[str | list[int]]:
@@ -106,8 +55,7 @@ def prompts_of(given: str | Sequence[Any], limit: int) -> list[str | list[int]]:
         return [given]
     kinds = {type(item) for item in given}
     if len(kinds) != 1:
-        problem = "prompt: expected texts, token ids or lists of token ids, not mixed, not empty"
-        raise ApiError(400, problem, param="prompt")
+        raise field_error("prompt", "expected texts, token ids or lists of token ids, not mixed, not empty")
     if kinds == {int}:
         return [list(given)]
     if len(given) > limit:
@@ -143,32 +91,97 @@ def _run(server: Server, request: CompletionRequest, record: RequestRecord) -> R
     )
 
 
-class _Completion:
+class CompletionLogprobs:
+    """Log-probabilities of a growing text in OpenAI's old form: four lists, and where each token begins in the text.
+
+    A token that is a part of a character begins where the character does, and one without text where the next begins.
+
+    Args:
+        num_top: number of the likeliest tokens at each place; the token of the text comes in addition.
+        tokenizer: of the model.
+        skip_special_tokens: special tokens are not in the text.
+    """
+
+    def __init__(self, num_top: int, tokenizer: Tokenizer, *, skip_special_tokens: bool = True):
+        self._num_top = num_top
+        self._tokenizer = tokenizer
+        self._begin = 0
+        self._text = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._lists = self._empty()
+
+    def add_prompt(self, text: str, token_ids: Sequence[int], ranked: Sequence[Mapping[int, Logprob] | None]) -> None:
+        """Add a prompt, which is all of the text so far. Its first token has no context, and `ranked` None for it."""
+        shown = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=False)
+        for token, entry in zip(token_ids, ranked, strict=True):
+            first = Logprob(0.0, None, self._tokenizer.decode([token], skip_special_tokens=False))
+            self._add(token, {token: first} if entry is None else entry, self._begin)
+            if entry is None:
+                self._lists["token_logprobs"][-1] = self._lists["top_logprobs"][-1] = None
+            before = len(shown.text)
+            shown.append(token)
+            # Special tokens around a text, and the space that some tokenizers put before it, are not in the text.
+            for piece in (shown.text[before:], shown.text[before:].removeprefix(" ")):
+                if text.startswith(piece, self._begin):
+                    self._begin += len(piece)
+                    break
+        self._begin = len(text)
+
+    def add(self, token_ids: Sequence[int], ranked: Sequence[Mapping[int, Logprob]]) -> None:
+        """Add generated tokens, each with the log-probabilities at its place."""
+        for token, entry in zip(token_ids, ranked, strict=True):
+            self._add(token, entry, self._begin + len(self._text.text))
+            self._text.append(token)
+
+    def take(self, length: int | None = None) -> dict[str, list[Any]]:
+        """The lists of what was added since the last call. `length` is the text's, once it has ended."""
+        lists, self._lists = self._lists, self._empty()
+        if length is not None:  # a stop string is cut off
+            lists["text_offset"] = [min(offset, length) for offset in lists["text_offset"]]
+        return lists
+
+    @staticmethod
+    def _empty() -> dict[str, list[Any]]:
+        return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+    def _add(self, token: int, entry: Mapping[int, Logprob], offset: int) -> None:
+        own = entry[token]
+        best = {key: other for key, other in entry.items() if other.rank and other.rank <= self._num_top}
+        ranked = sorted(({token: own} | best).items(), key=lambda item: -item[1].logprob)
+        name, top = own.decoded_token or "", {}
+        for key, other in ranked:
+            # Tokens can have the same text, such as parts of characters: the others are named by their ids.
+            text = other.decoded_token or ""
+            taken = text in top or (text == name and key != token)
+            top[f"token_id:{key}" if taken else text] = other.logprob
+        values = (name, own.logprob, top, offset)
+        for values_so_far, value in zip(self._lists.values(), values, strict=True):
+            values_so_far.append(value)
+
+
+class _Answer:
     """Completions on their way."""
 
     def __init__(self, run: Run, request: CompletionRequest):
         self._run = run
         self._request = request
-        self._offsets: dict[int, int] = {}
+        self._lengths: dict[int, int] = {}
         """Number of characters of the text so far, for each choice that has begun."""
+        self._logprobs: dict[int, CompletionLogprobs] = {}
 
-    async def whole(self) -> TextCompletion:
+    async def whole(self) -> dict[str, Any]:
         """The answer."""
-        choices = []
-        for answer in await self._run.answers():
+        run, choices = self._run, []
+        for answer in await run.answers():
             choice = self._choice(answer, answer.message.content)
             if self._request.prompt_logprobs is not None:
-                choice.prompt_logprobs = prompt_logprobs(self._run.outputs[answer.index // self._run.n])
+                choice["prompt_logprobs"] = prompt_logprobs(run.outputs[answer.index // run.n])
             choices.append(choice)
-        run = self._run
-        return TextCompletion(
-            **run.head("cmpl"), object="text_completion", choices=choices, usage=run.usage.body(), **run.timings()
-        )
+        return {**run.head("cmpl", "text_completion"), "choices": choices, "usage": run.usage.body(), **run.timings()}
 
-    async def chunks(self) -> AsyncGenerator[bytes, None]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         """Events of a stream, the last one included."""
         run = self._run
-        head = {**run.head("cmpl"), "object": "text_completion"}
+        head = run.head("cmpl", "text_completion")
         async with aclosing(run.events()) as events:
             async for event in events:
                 choice = self._choice(event, event.delta.content)
@@ -178,50 +191,43 @@ class _Completion:
             yield data_event({**head, **last})
         yield DONE
 
-    def _choice(self, new: Any, text: str) -> TextChoice:
-        """Choice of a `RunEvent` or a `RunAnswer`: its prompt first, if that is echoed and the choice begins."""
-        output = self._run.outputs[new.index // self._run.n]
-        ids, entries = list(new.token_ids), new.logprobs
-        prompt_ids = () if output is None else output.prompt_token_ids
+    def _choice(self, new: RunEvent | RunAnswer, text: str) -> dict[str, Any]:
+        """Choice of new text, with its prompt first if that is echoed and the choice begins."""
+        run, request = self._run, self._request
+        output = run.outputs[new.index // run.n]
+        if new.index not in self._lengths:
+            self._lengths[new.index] = 0
+            if request.logprobs is not None and run.tokenizer is not None:
+                skip = run.params.skip_special_tokens
+                logprobs = CompletionLogprobs(request.logprobs, run.tokenizer, skip_special_tokens=skip)
+                self._logprobs[new.index] = logprobs
+            if request.echo:
+                text = self._echo(new.index, output) + text
+        self._lengths[new.index] += len(text)
         lists = None
-        if self._request.logprobs is not None:
-            lists = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-        if new.index not in self._offsets:
-            self._offsets[new.index] = 0
-            if self._request.echo:
-                text = self._echo(new.index, lists) + text
-        if lists is not None:
-            self._add(lists, new.index, entries or [])
-        return TextChoice(
-            index=new.index,
-            text=text,
-            logprobs=lists,
-            finish_reason=new.finish_reason,
-            stop_reason=new.stop_reason,
-            token_ids=ids if self._request.return_token_ids else UNSET,
-            prompt_token_ids=prompt_ids if self._request.return_token_ids else UNSET,
-        )
+        if (logprobs := self._logprobs.get(new.index)) is not None:
+            logprobs.add(new.token_ids, new.ranked)
+            lists = logprobs.take(self._lengths[new.index] if new.finish_reason is not None else None)
+        choice = {
+            "index": new.index,
+            "text": text,
+            "logprobs": lists,
+            "finish_reason": new.finish_reason,
+            "stop_reason": new.stop_reason,
+        }
+        if request.return_token_ids:
+            ids = () if output is None else output.prompt_token_ids
+            choice |= {"token_ids": new.token_ids, "prompt_token_ids": ids}
+        return choice
 
-    def _echo(self, index: int, lists: CompletionLogprobs | None) -> str:
+    def _echo(self, index: int, output: RequestOutput | None) -> str:
         """Text of the prompt, whose log-probabilities are added to a choice's."""
-        tokenizer, output = self._run.tokenizer, self._run.outputs[index // self._run.n]
+        tokenizer = self._run.tokenizer
         if tokenizer is None:
             raise InvalidParameterError("echo: this engine has no tokenizer, so it has no text")
         assert output is not None
         ids = output.prompt_token_ids
-        if lists is not None and output.prompt_logprobs is not None:
-            first = TokenLogprob(
-                token=tokenizer.decode(ids[:1], skip_special_tokens=False), logprob=0, bytes=[], top_logprobs=[]
-            )
-            known = [entry or {} for entry in output.prompt_logprobs[1:]]
-            self._add(lists, index, [first, *token_logprobs(tokenizer, ids[1:], known, self._run.num_top or 0)])
-            lists.token_logprobs[0] = lists.top_logprobs[0] = None
-        return tokenizer.decode(ids, skip_special_tokens=False) if output.prompt is None else output.prompt
-
-    def _add(self, lists: CompletionLogprobs, index: int, entries: Sequence[TokenLogprob]) -> None:
-        for entry in entries:
-            lists.tokens.append(entry.token)
-            lists.token_logprobs.append(entry.logprob)
-            lists.top_logprobs.append({top.token: top.logprob for top in entry.top_logprobs})
-            lists.text_offset.append(self._offsets[index])
-            self._offsets[index] += len(entry.token)
+        text = tokenizer.decode(ids, skip_special_tokens=False) if output.prompt is None else output.prompt
+        if index in self._logprobs and output.prompt_logprobs is not None:
+            self._logprobs[index].add_prompt(text, ids, output.prompt_logprobs)
+        return text

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import threading
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, cast
@@ -18,9 +18,6 @@ from typing import Any, Generic, Literal, TypeVar, cast
 import msgspec
 import numpy as np
 from jaxtyping import Float32
-from msgspec import UNSET, UnsetType
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
 from verax.embed.buckets import Tokens
@@ -28,12 +25,10 @@ from verax.embed.encoder import Encoder
 from verax.embed.modules import cut
 from verax.embed.reranker import Reranker
 from verax.errors import EngineDeadError, InvalidParameterError, QueueFullError
-from verax.serve.http.body import Size, read_body
-from verax.serve.http.errors import ApiError, JsonResponse, field_error, model_error
-from verax.serve.http.openapi import api_route, api_routes
+from verax.serve.http.errors import ApiError, field_error, model_error
+from verax.serve.http.openapi import json_routes
 from verax.serve.http.server import LazyModel, Server
-from verax.serve.http.sse import unless_disconnected
-from verax.serve.http.telemetry import record_of
+from verax.serve.http.telemetry import RequestRecord
 
 __all__ = ["BatchQueue", "EmbeddingRequest", "routes"]
 
@@ -58,30 +53,6 @@ class EmbeddingRequest(msgspec.Struct):
     user: str | None = None
 
 
-class EmbeddingObject(msgspec.Struct, kw_only=True):
-    """Vector of a text: numbers, or base64 of little-endian float32."""
-
-    object: Literal["embedding"]
-    index: Size
-    embedding: list[float] | str
-
-
-class TextUsage(msgspec.Struct, kw_only=True):
-    """Token counts of texts that are only read."""
-
-    prompt_tokens: Size
-    total_tokens: Size
-
-
-class EmbeddingList(msgspec.Struct, kw_only=True):
-    """Vectors, in the order of the texts."""
-
-    object: Literal["list"]
-    data: list[EmbeddingObject]
-    model: str
-    usage: TextUsage
-
-
 class RankedText(msgspec.Struct, kw_only=True):
     """Text of a document."""
 
@@ -104,23 +75,6 @@ class RerankRequest(msgspec.Struct):
     user: str | None = None
 
 
-class RankedResult(msgspec.Struct, kw_only=True):
-    """Document of a ranking: its number in the request, its score, and its text if that was asked for."""
-
-    index: Size
-    relevance_score: float
-    document: RankedText | UnsetType = UNSET
-
-
-class Ranking(msgspec.Struct, kw_only=True):
-    """Documents, the best first."""
-
-    id: str
-    model: str
-    usage: TextUsage
-    results: list[RankedResult]
-
-
 def routes(server: Server) -> list[Route]:
     """Routes of embeddings and rankings. Their queues end with the server."""
     settings = server.settings
@@ -138,26 +92,27 @@ def routes(server: Server) -> list[Route]:
     vectors_queue: BatchQueue[list[int]] = queue(server.encoder, "encode_tokens", "verax-embeddings")
     scores_queue: BatchQueue[Tokens] = queue(server.reranker, "score_tokens", "verax-rerank")
 
-    async def embeddings(request: Request) -> Response:
-        body, record = await read_body(request, EmbeddingRequest), record_of(request)
+    async def embeddings(body: EmbeddingRequest, record: RequestRecord) -> dict[str, Any]:
         if server.encoder is None:
             raise model_error("no embedding model is served here")
         record.model = name = server.check_model(body.model, (server.encoder.name,))
         inputs = _inputs(body, settings.max_embedding_inputs)
         encoder = await server.encoder.get()
-        dimensions = _dimensions(body, encoder)
+        try:
+            dimensions = encoder.check_dimensions(body.dimensions)
+        except InvalidParameterError as error:
+            raise _renamed(error, {}) from error
         limit = _limit(body.truncate_prompt_tokens, encoder.max_length)
         with vectors_queue.slots(len(inputs)):
             token_ids = await asyncio.to_thread(_token_ids, inputs, encoder, limit, body.truncate_prompt_tokens is None)
             lengths = [len(ids) for ids in token_ids]
-            vectors = await unless_disconnected(request, vectors_queue.run(token_ids, lengths))
+            vectors = await vectors_queue.run(token_ids, lengths)
         record.prompt_tokens = sum(lengths)
         encoded = enumerate(_encoded(cut(vectors, dimensions), body.encoding_format))
-        data = [EmbeddingObject(object="embedding", index=i, embedding=vector) for i, vector in encoded]
-        return JsonResponse(EmbeddingList(object="list", data=data, model=name, usage=_usage(lengths)))
+        data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in encoded]
+        return {"object": "list", "data": data, "model": name, "usage": _usage(lengths)}
 
-    async def rerank(request: Request) -> Response:
-        body, record = await read_body(request, RerankRequest), record_of(request)
+    async def rerank(body: RerankRequest, record: RequestRecord) -> dict[str, Any]:
         if server.reranker is None:
             raise model_error("no reranker is served here; verax serve --reranker-model serves one")
         record.model = name = server.check_model(body.model, (server.reranker.name,))
@@ -167,25 +122,18 @@ def routes(server: Server) -> list[Route]:
         with scores_queue.slots(len(documents)):
             pairs = await asyncio.to_thread(_pairs, body.query, documents, reranker, limit, whole)
             lengths = [len(pair.ids) for pair in pairs]
-            scores = await unless_disconnected(request, scores_queue.run(pairs, lengths))
+            scores = await scores_queue.run(pairs, lengths)
         record.prompt_tokens = sum(lengths)
-        results = [
-            RankedResult(
-                index=i,
-                relevance_score=float(scores[i]),
-                document=RankedText(text=documents[i]) if body.return_documents else UNSET,
-            )
-            for i in np.argsort(-scores, kind="stable").tolist()[: body.top_n or None]
-        ]
-        answer = Ranking(id=f"rerank-{uuid.uuid4().hex}", model=name, usage=_usage(lengths), results=results)
-        return JsonResponse(answer)
+        results: list[dict[str, Any]] = []
+        for i in np.argsort(-scores, kind="stable").tolist()[: body.top_n or None]:
+            text = {"document": {"text": documents[i]}} if body.return_documents else {}
+            results.append({"index": i, "relevance_score": float(scores[i]), **text})
+        return {"id": f"rerank-{uuid.uuid4().hex}", "model": name, "usage": _usage(lengths), "results": results}
 
-    ranks = {"body": RerankRequest, "answer": Ranking, "queued": True, "summary": "Documents by a query."}
-    vectors = {"body": EmbeddingRequest, "answer": EmbeddingList, "queued": True, "summary": "Vectors of texts."}
+    ranks = {"prefixes": ("/v1", "", "/v2"), "queued": True, "summary": "Documents by a query."}  # /v2: Cohere's
     return [
-        *api_routes("/embeddings", embeddings, **vectors),
-        *api_routes("/rerank", rerank, **ranks),
-        api_route("/v2/rerank", rerank, **ranks),  # the path of Cohere's newer client
+        *json_routes("/embeddings", EmbeddingRequest, embeddings, queued=True, summary="Vectors of texts."),
+        *json_routes("/rerank", RerankRequest, rerank, **ranks),
     ]
 
 
@@ -202,8 +150,7 @@ def _inputs(body: EmbeddingRequest, limit: int) -> list[str] | list[list[int]]:
     for number, item in enumerate(given):
         tokens = isinstance(item, list) and all(isinstance(token, int) for token in item)
         if type(item) is not type(given[0]) or not (tokens or isinstance(item, str)):
-            message = "input: expected a text, texts, token ids or lists of token ids, got a mixture of them"
-            raise ApiError(400, message, param="input")
+            raise field_error("input", "expected a text, texts, token ids or lists of token ids, got a mixture of them")
         if not item:
             raise field_error("input", f"text {number} is empty")
     return given
@@ -223,18 +170,10 @@ def _documents(body: RerankRequest, limit: int) -> list[str]:
     return texts
 
 
-def _dimensions(body: EmbeddingRequest, encoder: Encoder) -> int:
-    try:
-        return encoder.check_dimensions(body.dimensions)
-    except InvalidParameterError as error:
-        raise _renamed(error, {}) from error
-
-
 def _limit(kept: int | None, longest: int) -> int:
     """Tokens that are read of a text: the field `truncate_prompt_tokens`, or as many as the model reads."""
     if kept is not None and not 1 <= kept <= longest and kept != -1:
-        problem = f"truncate_prompt_tokens: expected 1 to {longest}, got {kept}"
-        raise ApiError(400, problem, param="truncate_prompt_tokens")
+        raise field_error("truncate_prompt_tokens", f"expected 1 to {longest}, got {kept}")
     return kept if kept is not None and kept > 0 else longest
 
 
@@ -273,9 +212,9 @@ def _pairs(query: str, documents: Sequence[str], reranker: Reranker, limit: int,
     if whole:
         _check_characters("query", [query], limit)
         _check_characters("documents", documents, limit)
-    most = CHARACTERS * reranker.max_length
+    length = CHARACTERS * reranker.max_length
     try:
-        pairs = reranker.tokenize(query[:most], [text[:most] for text in documents], max_length=limit)
+        pairs = reranker.tokenize(query[:length], [text[:length] for text in documents], max_length=limit)
     except InvalidParameterError as error:
         raise _renamed(error, {"max_length": "truncate_prompt_tokens"}) from error
     longest = max(pairs, key=lambda pair: pair.left_out)
@@ -307,8 +246,8 @@ def _renamed(error: InvalidParameterError, names: Mapping[str, str]) -> ApiError
     return field_error(names.get(name, name), f"{message}")
 
 
-def _usage(lengths: Sequence[int]) -> TextUsage:
-    return TextUsage(prompt_tokens=sum(lengths), total_tokens=sum(lengths))
+def _usage(lengths: Sequence[int]) -> dict[str, int]:
+    return {"prompt_tokens": sum(lengths), "total_tokens": sum(lengths)}
 
 
 def _encoded(vectors: Float32[np.ndarray, "n d"], encoding: str) -> Sequence[Any]:
@@ -321,29 +260,18 @@ def _encoded(vectors: Float32[np.ndarray, "n d"], encoding: str) -> Sequence[Any
 # The queue.
 
 
-@dataclass(eq=False)
-class _Request:
-    """Inputs that came together, and the future of their results."""
-
-    results: list[Any]
-    left: int
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[None]
-
-
 @dataclass(frozen=True)
 class _Row(Generic[T]):
-    """One input of a request."""
+    """Input that waits, and the future of its result."""
 
-    request: _Request
-    index: int
     value: T
+    result: asyncio.Future[np.ndarray]
 
 
 class BatchQueue(Generic[T]):
     """Bounded queue in front of a model: all inputs that wait when its thread becomes free are one batch.
 
-    Only the queue's thread, which begins with the first input, calls the model's programs.
+    It is used on one event loop. Only its thread, which begins with the first input, calls the model's programs.
 
     Args:
         compute: function from inputs to a result for each, `[n, ...]`.
@@ -359,16 +287,16 @@ class BatchQueue(Generic[T]):
         self._max_inputs = max_inputs
         self._inputs = 0
         self._rows: deque[_Row[T]] = deque()
-        self._changed = threading.Condition()
+        self._worker: asyncio.Task[None] | None = None
+        self._thread: ThreadPoolExecutor | None = None
         self._closed = False
-        self._thread: threading.Thread | None = None
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Context of the running server, at whose end the queue is closed."""
         self._closed = False
         yield
-        await asyncio.to_thread(self.close)
+        await self.close()
 
     @contextmanager
     def slots(self, count: int) -> Iterator[None]:
@@ -377,15 +305,13 @@ class BatchQueue(Generic[T]):
         Raises:
             QueueFullError: if there are fewer places.
         """
-        with self._changed:
-            if self._inputs + count > self._max_inputs:
-                raise QueueFullError(f"{self._inputs} inputs wait or run, and {self._max_inputs} may; try again later")
-            self._inputs += count
+        if self._inputs + count > self._max_inputs:
+            raise QueueFullError(f"{self._inputs} inputs wait or run, and {self._max_inputs} may; try again later")
+        self._inputs += count
         try:
             yield
         finally:
-            with self._changed:
-                self._inputs -= count
+            self._inputs -= count
 
     async def run(self, inputs: Sequence[T], lengths: Sequence[int]) -> Float32[np.ndarray, "n ..."]:
         """Results of inputs, in their order. Cancelling the task leaves out the inputs that still wait.
@@ -397,72 +323,53 @@ class BatchQueue(Generic[T]):
         Raises:
             EngineDeadError: if the queue is closed.
         """
+        if self._closed:
+            raise EngineDeadError("the model was shut down")
         loop = asyncio.get_running_loop()
-        request = _Request([None] * len(inputs), len(inputs), loop, loop.create_future())
-        order = sorted(range(len(inputs)), key=lambda i: -lengths[i])
-        with self._changed:
-            if self._closed:
-                raise EngineDeadError("the model was shut down")
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-                self._thread.start()
-            self._rows.extend(_Row(request, i, inputs[i]) for i in order)
-            self._changed.notify()
-        await request.future
-        return np.stack(request.results)
+        rows = [_Row(value, loop.create_future()) for value in inputs]
+        self._rows.extend(rows[i] for i in sorted(range(len(rows)), key=lambda i: -lengths[i]))
+        if self._worker is None or self._worker.done():
+            self._worker = loop.create_task(self._work())
+        return np.stack(await asyncio.gather(*(row.result for row in rows)))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the thread after its batch. Requests that wait raise EngineDeadError."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        for request in {row.request for row in self._rows}:
-            _finish(request, EngineDeadError("the model was shut down"))
+        self._closed = True
+        for row in self._rows:
+            if not row.result.done():
+                row.result.set_exception(EngineDeadError("the model was shut down"))
         self._rows.clear()
+        if self._worker is not None and not self._worker.done():
+            await asyncio.wait([self._worker])
+        if self._thread is not None:
+            self._thread.shutdown()
+        self._worker = self._thread = None
 
-    def _work(self) -> None:
-        while (rows := self._next_batch()) is not None:
-            try:
-                results = self._compute([row.value for row in rows]) if rows else []
-                if len(results) != len(rows):
-                    raise RuntimeError(f"the model gave {len(results)} results for {len(rows)} inputs")
-            except Exception as error:  # the requests fail, not the thread
-                for request in {row.request for row in rows}:
-                    _finish(request, error)
-                continue
-            for row, result in zip(rows, results, strict=True):
-                row.request.results[row.index] = result
-                row.request.left -= 1
-                if row.request.left == 0:
-                    _finish(row.request)
-
-    def _next_batch(self) -> list[_Row[T]] | None:
-        """Next inputs, without the inputs of a request that has ended; None once the queue is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._rows or self._closed)
-            if self._closed:
-                return None
-            taken: list[_Row[T]] = []
-            while self._rows and len(taken) < self._batch_size:
+    async def _work(self) -> None:
+        while self._rows:
+            rows: list[_Row[T]] = []
+            while self._rows and len(rows) < self._batch_size:
                 row = self._rows.popleft()
-                if not row.request.future.done():
-                    taken.append(row)
-            return taken
+                if not row.result.done():  # a request that has ended
+                    rows.append(row)
+            if rows:
+                await self._answer(rows)
 
-
-def _finish(request: _Request, error: Exception | None = None) -> None:
-    """Give a request its result, on its own event loop."""
-
-    def finish() -> None:
-        if request.future.done():
-            return
-        if error is None:
-            request.future.set_result(None)
-        else:
-            request.future.set_exception(error)
-
-    if not request.loop.is_closed():
-        request.loop.call_soon_threadsafe(finish)
+    async def _answer(self, rows: Sequence[_Row[T]]) -> None:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, self._name)
+        values, loop = [row.value for row in rows], asyncio.get_running_loop()
+        error = None
+        try:
+            results = await loop.run_in_executor(self._thread, self._compute, values)
+            if len(results) != len(rows):
+                raise RuntimeError(f"the model gave {len(results)} results for {len(rows)} inputs")
+        except Exception as failure:  # the requests fail, not the queue
+            results, error = values, failure
+        for row, result in zip(rows, results, strict=True):
+            if row.result.done():
+                continue
+            if error is None:
+                row.result.set_result(result)
+            else:
+                row.result.set_exception(error)

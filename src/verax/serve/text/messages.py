@@ -8,18 +8,15 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
-from verax.serve.http.body import Size, decode, read_body
-from verax.serve.http.errors import JsonResponse, anthropic_error, field_error
-from verax.serve.http.openapi import api_routes
+from verax.serve.http.errors import field_error
+from verax.serve.http.openapi import json_routes
 from verax.serve.http.server import Server
-from verax.serve.http.sse import named_event, unless_disconnected
-from verax.serve.http.telemetry import record_of
-from verax.serve.text.chat import ChatRequest, count_tokens, function_call, function_tool, run_chat
-from verax.serve.text.run import Part, PartStep, PartTracker, Run, RunEvent
+from verax.serve.http.sse import named_event
+from verax.serve.http.telemetry import RequestRecord
+from verax.serve.text.chat import ChatRequest, Translation, count_tokens, run_chat
+from verax.serve.text.run import Part, PartStep, PartTracker, Run, RunEvent, text_routes
 from verax.serve.text.sampling import MAX_INT, Positive, Refused, Text
 
 __all__ = ["MessagesRequest", "chat_of", "routes"]
@@ -124,7 +121,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
     max_tokens: Positive
     temperature: Annotated[float, Meta(ge=0)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
     stop_sequences: list[Text] | None = None
     stream: bool | None = None
@@ -134,12 +131,22 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     container: Refused = None
 
 
-_SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")
-"""Fields that a chat has under the same name."""
+_NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "structured_outputs": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "tool_choice.function": "tool_choice",
+}
+"""Anthropic's names of a chat's fields."""
 
 
-def chat_of(request: CountTokensRequest) -> ChatRequest:
+def chat_of(request: CountTokensRequest, names: dict[str, str] | None = None) -> ChatRequest:
     """The chat of a request.
+
+    Args:
+        request: the request.
+        names: gets this API's names of the chat's fields, as `renamed` takes them.
 
     Raises:
         ApiError: 400, naming the field.
@@ -147,8 +154,10 @@ def chat_of(request: CountTokensRequest) -> ChatRequest:
     for name in ("mcp_servers", "container"):
         if getattr(request, name, None):
             raise field_error(name, "it is not supported here")
-    values: dict[str, Any] = {"messages": _messages(request)}
-    values |= {name: value for name in _SAME if (value := getattr(request, name, None)) is not None}
+    translation = Translation({} if names is None else names, _NAMES)
+    translation.copy(request, "model", "max_tokens", "temperature", "top_p", "top_k", "stream")
+    _add_messages(translation, request)
+    values = translation.values
     if isinstance(request, MessagesRequest):
         if request.stop_sequences:
             values["stop"] = request.stop_sequences
@@ -159,12 +168,16 @@ def chat_of(request: CountTokensRequest) -> ChatRequest:
         if "tool_calls" in values["messages"][-1]:
             raise field_error("messages", "the last one has a tool call without its result")
         values["continue_final_message"] = True
-    values |= {**_tools(request), **_reasoning_options(request)}
+    values |= _reasoning_options(request)
+    for i, tool in enumerate(request.tools or ()):
+        translation.add_tool(f"tools[{i}]", "input_schema", tool)
+    if request.tool_choice is not None:
+        values |= _choice(request.tool_choice)
     output = request.output_config
     if output is not None and output.format is not None:
         schema = {"name": "answer", "schema": output.format.schema}
         values["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return decode(ChatRequest, values)
+    return translation.chat()
 
 
 def _reasoning_options(request: CountTokensRequest) -> dict[str, Any]:
@@ -176,102 +189,47 @@ def _reasoning_options(request: CountTokensRequest) -> dict[str, Any]:
     return values if effort is None else {**values, "reasoning_effort": "xhigh" if effort == "max" else effort}
 
 
-def _tools(request: CountTokensRequest) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    if request.tools:
-        values["tools"] = [
-            function_tool(tool.name, tool.input_schema, tool.description, tool.strict) for tool in request.tools
-        ]
-    choice = request.tool_choice
-    if choice is None:
-        return values
+def _choice(choice: ToolChoice) -> dict[str, Any]:
     if choice.type == "tool" and choice.name is None:
         raise field_error("tool_choice.name", "it is missing")
     named = {"type": "function", "function": {"name": choice.name}}
-    values["tool_choice"] = named if choice.type == "tool" else {"any": "required"}.get(choice.type, choice.type)
+    values = {"tool_choice": named if choice.type == "tool" else {"any": "required"}.get(choice.type, choice.type)}
     if choice.disable_parallel_tool_use is not None:
         values["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     return values
 
 
-def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
-    made: list[dict[str, Any]] = []
+def _add_messages(translation: Translation, request: CountTokensRequest) -> None:
     if request.system:
-        made.append({"role": "system", "content": _joined(request.system)})
+        translation.add("system", "system", content=_joined(request.system))
     for i, message in enumerate(request.messages):
+        where = f"messages[{i}]"
         content = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
-        for j, block in enumerate(content):
-            theirs = isinstance(block, ToolResultBlock)
-            if (theirs and message.role != "user") or (_is_answer(block) and message.role != "assistant"):
-                raise field_error(
-                    f"messages[{i}].content[{j}].type", f"a message of role {message.role} has no such block"
-                )
-        made += _user(content) if message.role == "user" else [_assistant(content)]
-    return made
-
-
-def _is_answer(block: Block) -> bool:
-    return isinstance(block, (ThinkingBlock, ToolUseBlock))
-
-
-def _user(content: Sequence[Block]) -> list[dict[str, Any]]:
-    """Results of tools, each a message of its own, and then the text."""
-    made: list[dict[str, Any]] = []
-    for block in content:
-        if isinstance(block, ToolResultBlock):
-            text = _joined(block.content or "")
-            text = f"Error: {text}" if block.is_error else text
-            made.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
-    texts = [block for block in content if isinstance(block, TextBlock)]
-    return [*made, {"role": "user", "content": _joined(texts)}] if texts or not made else made
-
-
-def _assistant(content: Sequence[Block]) -> dict[str, Any]:
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": _joined([block for block in content if isinstance(block, TextBlock)]),
-    }
-    thoughts = [block.thinking for block in content if isinstance(block, ThinkingBlock)]
-    if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
-    calls = [block for block in content if isinstance(block, ToolUseBlock)]
-    if calls:
-        message["tool_calls"] = [function_call(call.id, call.name, call.input) for call in calls]
-    return message
+        blocks = [(f"{where}.content[{j}]", block) for j, block in enumerate(content)]
+        for place, block in blocks:
+            role = {ToolResultBlock: "user", ThinkingBlock: "assistant", ToolUseBlock: "assistant"}.get(type(block))
+            if role not in (None, message.role):
+                raise field_error(f"{place}.type", f"a message of role {message.role} has no such block")
+        texts = [block for block in content if isinstance(block, TextBlock)]
+        if message.role == "assistant":
+            answer = translation.add(where, "assistant", content=_joined(texts))
+            if thoughts := [block.thinking for block in content if isinstance(block, ThinkingBlock)]:
+                answer["reasoning_content"] = "\n".join(thoughts)
+            for place, block in blocks:
+                if isinstance(block, ToolUseBlock):
+                    translation.add_call(place, "input", block.id, block.name, block.input)
+            continue
+        # Results of tools, each a message of its own, and then the text.
+        for place, block in blocks:
+            if isinstance(block, ToolResultBlock):
+                text = f"{'Error: ' if block.is_error else ''}{_joined(block.content or '')}"
+                translation.add(place, "tool", tool_call_id=block.tool_use_id, content=text)
+        if texts or not content:
+            translation.add(where, "user", content=_joined(texts))
 
 
 def _joined(content: str | Sequence[TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
-
-
-class MessageUsage(msgspec.Struct, kw_only=True):
-    """Token counts of a message."""
-
-    input_tokens: Size
-    cache_creation_input_tokens: Size
-    cache_read_input_tokens: Size
-    output_tokens: Size
-
-
-class MessageObject(msgspec.Struct, kw_only=True):
-    """Whole answer of `/v1/messages`."""
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[dict[str, Any]]
-    """Anthropic's blocks: `text`, `thinking` and `tool_use`."""
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
-    """Null at the beginning of a stream."""
-    stop_sequence: str | None
-    usage: MessageUsage
-
-
-class MessageTokens(msgspec.Struct, kw_only=True):
-    """Number of a message's tokens."""
-
-    input_tokens: Size
 
 
 NO_SIGNATURE = ""
@@ -281,66 +239,63 @@ NO_SIGNATURE = ""
 def routes(server: Server) -> list[Route]:
     """Routes of messages."""
 
-    async def create(http: Request) -> Response:
-        request, record = await read_body(http, MessagesRequest), record_of(http)
-        run = await unless_disconnected(http, run_chat(server, chat_of(request), record))
-        if request.stream:
-            return server.stream(
-                _events(run),
-                error_event=lambda error: named_event("error", anthropic_error(error, record.request_id)),
-            )
-        return JsonResponse(await unless_disconnected(http, _whole(run)))
+    async def start(request: MessagesRequest, record: RequestRecord) -> Run:
+        names: dict[str, str] = {}
+        return await run_chat(server, chat_of(request, names), record, names)
 
-    async def count(http: Request) -> Response:
-        request = await read_body(http, CountTokensRequest)
-        tokens = await unless_disconnected(http, count_tokens(server, chat_of(request)))
-        return JsonResponse(MessageTokens(input_tokens=tokens))
+    async def count(request: CountTokensRequest, record: RequestRecord) -> dict[str, int]:
+        names: dict[str, str] = {}
+        return {"input_tokens": await count_tokens(server, chat_of(request, names), names)}
 
+    path, answers = "/messages", "Answer, as Anthropic's API does."
     return [
-        *api_routes(
-            "/messages",
-            create,
-            body=MessagesRequest,
-            answer=MessageObject,
-            streams=True,
-            queued=True,
-            summary="Answer, as Anthropic's API does.",
-        ),
-        *api_routes(
-            "/messages/count_tokens",
-            count,
-            body=CountTokensRequest,
-            answer=MessageTokens,
-            summary="Count a message's tokens.",
-        ),
+        *text_routes(server, path, MessagesRequest, start, _Answer, summary=answers),
+        *json_routes(f"{path}/count_tokens", CountTokensRequest, count, summary="Count a message's tokens."),
     ]
 
 
-async def _whole(run: Run) -> MessageObject:
-    tracker = PartTracker()
-    async with aclosing(run.events()) as events:
-        last = await tracker.read(events)
-    return _message(run, content=[_block(part) for part in tracker.parts], **_stop(last), usage=_usage(run))
+class _Answer:
+    """A message on its way."""
 
+    def __init__(self, run: Run, request: MessagesRequest):
+        self._run = run
+        self._tracker = PartTracker()
 
-async def _events(run: Run) -> AsyncGenerator[bytes, None]:
-    """Events of a stream, the last one included."""
-    tracker, last = PartTracker(), None
-    async with aclosing(run.events()) as events:
-        async for event in events:
-            if last is None:
-                usage = msgspec.structs.replace(_usage(run), output_tokens=0)
-                start = _message(run, content=[], stop_reason=None, stop_sequence=None, usage=usage)
-                yield _event("message_start", message=start)
-                yield _event("ping")
-            last = event
-            for step in tracker.steps(event):
-                if step.step == "end" and step.part.kind == "reasoning":
-                    yield _delta_event(step.part, type="signature_delta", signature=NO_SIGNATURE)
-                yield _block_event(step)
-    assert last is not None
-    yield _event("message_delta", delta=_stop(last), usage=_usage(run))
-    yield _event("message_stop")
+    async def whole(self) -> dict[str, Any]:
+        """The answer, whose blocks are `text`, `thinking` and `tool_use`."""
+        async with aclosing(self._run.events()) as events:
+            last = await self._tracker.read(events)
+        return self._message([_block(part) for part in self._tracker.parts], self._usage(), **_stop(last))
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Events of a stream, the last one included."""
+        last = None
+        async with aclosing(self._run.events()) as events:
+            async for event in events:
+                if last is None:
+                    yield _event("message_start", message=self._message([], {**self._usage(), "output_tokens": 0}))
+                    yield _event("ping")
+                last = event
+                for step in self._tracker.steps(event):
+                    if step.step == "end" and step.part.kind == "reasoning":
+                        yield _delta_event(step.part, type="signature_delta", signature=NO_SIGNATURE)
+                    yield _block_event(step)
+        assert last is not None
+        yield _event("message_delta", delta=_stop(last), usage=self._usage())
+        yield _event("message_stop")
+
+    def _message(self, content: list[Any], usage: dict[str, int], **stop: str | None) -> dict[str, Any]:
+        head = {"id": f"msg_{self._run.id}", "type": "message", "role": "assistant", "model": self._run.model}
+        return {**head, "content": content, "stop_reason": None, "stop_sequence": None, **stop, "usage": usage}
+
+    def _usage(self) -> dict[str, int]:
+        usage = self._run.usage
+        return {
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached_tokens,
+            "output_tokens": usage.completion_tokens,
+        }
 
 
 def _event(kind: str, **values: Any) -> bytes:
@@ -364,10 +319,6 @@ def _block_event(step: PartStep) -> bytes:
 
 def _delta_event(part: Part, **delta: str) -> bytes:
     return _event("content_block_delta", index=part.index, delta=delta)
-
-
-def _message(run: Run, **fields: Any) -> MessageObject:
-    return MessageObject(id=f"msg_{run.id}", type="message", role="assistant", model=run.model, **fields)
 
 
 def _block(part: Part, *, empty: bool = False) -> dict[str, Any]:
@@ -397,13 +348,3 @@ def _stop(last: RunEvent) -> dict[str, Any]:
         return {"stop_reason": reason, "stop_sequence": None}
     sequence = last.stop_reason if isinstance(last.stop_reason, str) else None
     return {"stop_reason": "end_turn" if sequence is None else "stop_sequence", "stop_sequence": sequence}
-
-
-def _usage(run: Run) -> MessageUsage:
-    usage = run.usage
-    return MessageUsage(
-        input_tokens=usage.prompt_tokens - usage.cached_tokens,
-        cache_creation_input_tokens=0,
-        cache_read_input_tokens=usage.cached_tokens,
-        output_tokens=usage.completion_tokens,
-    )

@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
+import json
+import re
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
-from verax.errors import VeraxError
-from verax.serve.http.body import Size, decode, read_body
-from verax.serve.http.errors import ApiError, JsonResponse, api_error, field_error
-from verax.serve.http.openapi import api_routes
+from verax.serve.http.body import decode
+from verax.serve.http.errors import ApiError, api_error, field_error
+from verax.serve.http.openapi import json_routes
 from verax.serve.http.server import Server
-from verax.serve.http.sse import named_event, unless_disconnected
-from verax.serve.http.telemetry import record_of
-from verax.serve.text.chat import ChatRequest, InputTokens, count_tokens, function_call, function_tool, run_chat
-from verax.serve.text.run import Part, PartStep, PartTracker, Run, RunEvent
+from verax.serve.http.sse import named_event
+from verax.serve.http.telemetry import RequestRecord
+from verax.serve.text.chat import ChatRequest, Translation, count_tokens, run_chat
+from verax.serve.text.run import Part, PartStep, PartTracker, Run, RunEvent, text_routes
 from verax.serve.text.sampling import Positive, Refused
 
 __all__ = ["ResponsesRequest", "chat_of", "routes"]
 
+S = TypeVar("S", bound=msgspec.Struct)
+
 LOGPROBS = "message.output_text.logprobs"
 """Entry of `include` that asks for log-probabilities."""
 
-_INCLUDE = {LOGPROBS, "reasoning.encrypted_content"}
-"""Entries of `include` that are taken. Reasoning comes in the open, so that nothing has to be encrypted."""
+_INCLUDE = (
+    *(LOGPROBS, "reasoning.encrypted_content", "message.input_image.image_url", "web_search_call.results"),
+    *("web_search_call.action.sources", "file_search_call.results", "code_interpreter_call.outputs"),
+    "computer_call_output.output.image_url",
+)
+"""Entries of `include`. Reasoning comes in the open, and what tools of OpenAI's server find is never there."""
 
-_NEEDS_STATE = ("previous_response_id", "background", "conversation", "prompt", "store")
+_NEEDS_STATE = ("previous_response_id", "background", "conversation", "prompt")
 """Fields that need a server that keeps responses."""
+
+_OTHER_ITEM = re.compile(r"[a-z_]{1,40}_(call|output)")
+"""Types of items of tools that this server does not know; a conversation keeps them as text."""
 
 
 class InputText(msgspec.Struct, kw_only=True):
@@ -44,35 +52,36 @@ class InputText(msgspec.Struct, kw_only=True):
     refusal: str | None = None
 
 
-class ResponseMessage(msgspec.Struct, kw_only=True):
+class Item(msgspec.Struct, kw_only=True):
+    """Item of the input. Ids and states of earlier responses mean nothing here."""
+
+    id: str | None = None
+    status: str | None = None
+
+
+class ResponseMessage(Item, kw_only=True):
     """Message of the conversation."""
 
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[InputText]
     type: Literal["message"] = "message"
-    id: str | None = None
-    status: str | None = None
 
 
-class InputCall(msgspec.Struct, kw_only=True):
+class InputCall(Item, kw_only=True):
     """Call of a function in an earlier response."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
-    id: str | None = None
-    status: str | None = None
 
 
-class InputCallOutput(msgspec.Struct, kw_only=True):
+class InputCallOutput(Item, kw_only=True):
     """Result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
     output: str | list[InputText]
-    id: str | None = None
-    status: str | None = None
 
 
 class ReasoningText(msgspec.Struct, kw_only=True):
@@ -82,14 +91,12 @@ class ReasoningText(msgspec.Struct, kw_only=True):
     text: str
 
 
-class InputReasoning(msgspec.Struct, kw_only=True):
+class InputReasoning(Item, kw_only=True):
     """Reasoning of an earlier response."""
 
     type: Literal["reasoning"]
     summary: list[ReasoningText] | None = None
     content: list[ReasoningText] | None = None
-    id: str | None = None
-    status: str | None = None
     encrypted_content: str | None = None
 
 
@@ -103,31 +110,28 @@ _ITEMS: dict[str, type[msgspec.Struct]] = {
 
 INPUT_ITEMS = tuple(_ITEMS.values())
 
-InputItem = Annotated[
-    dict[str, Any],
-    Meta(extra_json_schema={"anyOf": [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in INPUT_ITEMS]}),
-]
+_SCHEMAS = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in INPUT_ITEMS]
+
+InputItem = Annotated[dict[str, Any], Meta(extra_json_schema={"anyOf": _SCHEMAS})]
 """Item whose `type` names its kind; a message may lack it."""
+
+AnyTool = Annotated[
+    dict[str, Any], Meta(extra_json_schema={"required": ["type"], "properties": {"type": {"type": "string"}}})
+]
+"""`ResponseTool`, or a tool of another type."""
 
 Off = Annotated[bool, Meta(extra_json_schema={"const": False})]
 """Switch of what needs a server that keeps responses."""
 
 
 class ResponseTool(msgspec.Struct, kw_only=True):
-    """Function that the model may call."""
+    """Function that the model may call. Tools of other types are left out."""
 
     type: Literal["function"]
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-
-
-class NamedFunction(msgspec.Struct, kw_only=True):
-    """Function that must be called."""
-
-    type: Literal["function"]
-    name: str
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
@@ -147,12 +151,15 @@ class TextOptions(msgspec.Struct, kw_only=True):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
+Summary = Literal["auto", "concise", "detailed"]
+
+
 class ReasoningOptions(msgspec.Struct, kw_only=True):
     """Options of the reasoning."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    summary: Any = None
-    generate_summary: Any = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
 
 
 class ResponseStreamOptions(msgspec.Struct, kw_only=True):
@@ -169,23 +176,23 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     instructions: str | None = None
     max_output_tokens: Positive | None = None
     temperature: Annotated[float, Meta(ge=0)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    tools: list[ResponseTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tools: list[AnyTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include: list[Annotated[str, Meta(extra_json_schema={"enum": sorted(_INCLUDE)})]] | None = None
+    include: list[Annotated[str, Meta(extra_json_schema={"enum": _INCLUDE})]] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
-    store: Off | None = None
+    store: bool | None = None
     background: Off | None = None
     previous_response_id: Refused = None
     conversation: Refused = None
@@ -193,34 +200,69 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     max_tool_calls: Refused = None
 
 
-def chat_of(request: ResponsesRequest) -> ChatRequest:
+_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "structured_outputs": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "tool_choice.function": "tool_choice",
+}
+"""Names of a chat's fields in responses."""
+
+
+def chat_of(request: ResponsesRequest, names: dict[str, str] | None = None) -> ChatRequest:
     """The chat of a request.
+
+    Args:
+        request: the request.
+        names: gets this API's names of the chat's fields, as `renamed` takes them.
 
     Raises:
         ApiError: 400, naming the field.
     """
     _check(request)
-    values: dict[str, Any] = {"messages": _messages(request)}
-    same = ("model", "temperature", "top_p", "stream", "parallel_tool_calls")
-    values |= {name: value for name in same if (value := getattr(request, name)) is not None}
+    translation = Translation({} if names is None else names, _NAMES)
+    translation.copy(request, "model", "temperature", "top_p", "stream", "parallel_tool_calls")
+    values = translation.values
+    if request.instructions:
+        translation.add("instructions", "system", content=request.instructions)
+    if isinstance(request.input, str):
+        translation.add("input", "user", content=request.input)
+    else:
+        for i, item in enumerate(request.input):
+            _add_item(translation, item, f"input[{i}]")
     if request.max_output_tokens is not None:
         values["max_completion_tokens"] = request.max_output_tokens
     if LOGPROBS in (request.include or ()) or request.top_logprobs:
         values |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
     if request.reasoning is not None and request.reasoning.effort is not None:
         values["reasoning_effort"] = request.reasoning.effort
-    if request.tools:
-        values["tools"] = [
-            function_tool(tool.name, tool.parameters, tool.description, tool.strict) for tool in request.tools
-        ]
-    choice = request.tool_choice
+    functions, choice = _functions(request), request.tool_choice
+    if isinstance(choice, dict):
+        match choice:
+            case {"type": "function", "name": str(name)}:
+                choice = {"type": "function", "function": {"name": name}}
+            case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]}:
+                names = [tool.get("name") for tool in allowed if isinstance(tool, dict)]
+                functions = {i: tool for i, tool in functions.items() if tool.name in names}
+                choice = mode
+            case _:
+                raise field_error("tool_choice", "expected a function by name, or allowed_tools with mode and tools")
+    for i, tool in functions.items():
+        translation.add_tool(f"tools[{i}]", "parameters", tool)
     if choice is not None:
-        named = isinstance(choice, NamedFunction)
-        values["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if named else choice
+        values["tool_choice"] = choice
     form = request.text.format if request.text else None
-    if form is not None and form.type != "text":
-        values["response_format"] = _response_format(form)
-    return decode(ChatRequest, values)
+    if form is not None and form.type == "json_object":
+        values["response_format"] = {"type": "json_object"}
+    elif form is not None and form.type == "json_schema":
+        if form.schema is None:
+            raise field_error("text.format.schema", "it is missing")
+        schema = {"name": form.name or "answer", "schema": form.schema}
+        values["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return translation.chat()
 
 
 def _check(request: ResponsesRequest) -> None:
@@ -234,69 +276,77 @@ def _check(request: ResponsesRequest) -> None:
         raise field_error("truncation", "expected disabled; no part of a conversation is dropped")
     for i, name in enumerate(request.include or ()):
         if name not in _INCLUDE:
-            raise field_error(f"include[{i}]", f"expected {' or '.join(sorted(_INCLUDE))}, got {name[:100]!r}")
-    options = request.reasoning
-    for name in ("summary", "generate_summary"):
-        if options is not None and getattr(options, name) not in (None, "auto"):
-            raise field_error(f"reasoning.{name}", "the reasoning comes whole, without a summary")
+            raise field_error(f"include[{i}]", f"expected {' or '.join(_INCLUDE)}, got {name[:100]!r}")
+
+
+def _functions(request: ResponsesRequest) -> dict[int, ResponseTool]:
+    """The tools that are functions, by their numbers in the request."""
+    tools = enumerate(request.tools or ())
+    return {
+        i: _read(ResponseTool, tool, f"tools[{i}]") for i, tool in tools if tool.get("type", "") in ("", "function")
+    }
+
+
+def _warnings(request: ResponsesRequest) -> list[str]:
+    """What the request asks for in vain, by the field's name; such requests are what coding agents send."""
+    functions = _functions(request)
+    warnings = [
+        f"tools[{i}]: {str(tool['type'])[:50]!r} is left out, as this server calls no tools itself"
+        for i, tool in enumerate(request.tools or ())
+        if i not in functions
+    ]
+    if request.store:
+        warnings.append("store: the response is not kept")
+    if request.reasoning is not None and (request.reasoning.summary or request.reasoning.generate_summary):
+        warnings.append("reasoning.summary: the reasoning comes whole, without a summary")
     if request.text is not None and request.text.verbosity not in (None, "medium"):
-        raise field_error("text.verbosity", "expected medium, which changes nothing")
+        warnings.append("text.verbosity: it has no effect here")
+    return warnings
 
 
-def _response_format(form: TextFormat) -> dict[str, Any]:
-    if form.type == "json_object":
-        return {"type": "json_object"}
-    if form.schema is None:
-        raise field_error("text.format.schema", "it is missing")
-    return {"type": "json_schema", "json_schema": {"name": form.name or "answer", "schema": form.schema}}
-
-
-def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
-    made: list[dict[str, Any]] = []
-    if request.instructions:
-        made.append({"role": "system", "content": request.instructions})
-    if isinstance(request.input, str):
-        return [*made, {"role": "user", "content": request.input}]
-    for i, item in enumerate(request.input):
-        _append(made, _read_item(item, f"input[{i}]"), f"input[{i}]")
-    return made
-
-
-def _read_item(item: Mapping[str, Any], where: str) -> msgspec.Struct:
-    kind = _ITEMS.get(str(item.get("type", "message")))
-    if kind is None:
-        given = str(item.get("type"))[:50]
-        raise ApiError(400, f"{where}.type: expected {', '.join(_ITEMS)}, got {given!r}", param=f"{where}.type")
+def _read(kind: type[S], value: Mapping[str, Any], where: str) -> S:
     try:
-        return decode(kind, item)
+        return decode(kind, value)
     except ApiError as error:
         raise ApiError(error.status, f"{where}.{error.message}", param=f"{where}.{error.param}") from error
 
 
-def _append(made: list[dict[str, Any]], item: msgspec.Struct, where: str) -> None:
+def _add_item(translation: Translation, given: Mapping[str, Any], where: str) -> None:
     """Add an item. Reasoning, text and calls that follow each other are one message of the assistant."""
-    match item:
+    type = str(given.get("type", "message"))
+
+    def answer(*without: str) -> dict[str, Any]:
+        """The message that the item belongs to: the last one, or a new one if that has one of these keys."""
+        messages = translation.values["messages"]
+        if messages and messages[-1]["role"] == "assistant" and not any(key in messages[-1] for key in without):
+            return messages[-1]
+        return translation.add(where, "assistant")
+
+    if type not in _ITEMS:
+        if not _OTHER_ITEM.fullmatch(type):
+            raise field_error(f"{where}.type", f"expected {', '.join(_ITEMS)}, got {type[:50]!r}")
+        text = json.dumps({name: value for name, value in given.items() if name not in ("id", "status")})
+        if type.endswith("_output"):
+            translation.add(where, "user", content=text)
+        else:
+            message = answer("tool_calls")
+            message["content"] = "\n".join(filter(None, (message.get("content"), text)))
+        return
+    match item := _read(_ITEMS[type], given, where):
         case InputCallOutput():
             output = _joined(item.output, f"{where}.output")
-            made.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
+            translation.add(where, "tool", tool_call_id=item.call_id, content=output)
         case InputCall():
-            calls = _answer(made, ()).setdefault("tool_calls", [])
-            calls.append(function_call(item.call_id, item.name, item.arguments))
+            answer()
+            translation.add_call(where, "arguments", item.call_id, item.name, item.arguments)
         case InputReasoning():
             thoughts = item.content or item.summary or []
-            answer = _answer(made, ("content", "tool_calls", "reasoning_content"))
-            answer["reasoning_content"] = "\n".join(thought.text for thought in thoughts)
+            message = answer("content", "tool_calls", "reasoning_content")
+            message["reasoning_content"] = "\n".join(thought.text for thought in thoughts)
         case ResponseMessage(role="assistant"):
-            _answer(made, ("content", "tool_calls"))["content"] = _joined(item.content, f"{where}.content")
+            answer("content", "tool_calls")["content"] = _joined(item.content, f"{where}.content")
         case ResponseMessage():
-            made.append({"role": item.role, "content": _joined(item.content, f"{where}.content")})
-
-
-def _answer(made: list[dict[str, Any]], without: Sequence[str]) -> dict[str, Any]:
-    """The assistant's message that an item belongs to: the last one, or a new one if that has one of these keys."""
-    if not made or made[-1]["role"] != "assistant" or any(key in made[-1] for key in without):
-        made.append({"role": "assistant"})
-    return made[-1]
+            translation.add(where, item.role, content=_joined(item.content, f"{where}.content"))
 
 
 def _joined(content: str | Sequence[InputText], where: str) -> str:
@@ -311,114 +361,28 @@ def _joined(content: str | Sequence[InputText], where: str) -> str:
     return "\n".join(texts)
 
 
-class ResponseUsage(msgspec.Struct, kw_only=True):
-    """Token counts of a response."""
-
-    input_tokens: Size
-    input_tokens_details: dict[str, Size]
-    output_tokens: Size
-    output_tokens_details: dict[str, Size]
-    total_tokens: Size
-
-
-class ResponseObject(msgspec.Struct, kw_only=True):
-    """Whole answer of `/v1/responses`, and its state in the events of a stream."""
-
-    id: str
-    object: Literal["response"] = "response"
-    created_at: int
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    background: Literal[False] = False
-    error: dict[str, str] | None
-    incomplete_details: dict[str, str] | None
-    instructions: str | None
-    max_output_tokens: int | None
-    max_tool_calls: None = None
-    model: str
-    output: list[dict[str, Any]]
-    """OpenAI's items: `message`, `reasoning` and `function_call`."""
-    parallel_tool_calls: bool
-    previous_response_id: None = None
-    reasoning: dict[str, str | None]
-    service_tier: Literal["default"] = "default"
-    store: Literal[False] = False
-    temperature: float | None
-    text: dict[str, Any]
-    tool_choice: str | dict[str, str]
-    tools: list[dict[str, Any]]
-    top_logprobs: Size
-    top_p: float | None
-    truncation: Literal["disabled"] = "disabled"
-    usage: ResponseUsage | None
-    user: str | None
-    metadata: dict[str, str]
-
-
 _IDS = {"reasoning": "rs", "text": "msg", "tool_call": "fc"}
 """Beginnings of the ids of output items."""
-
-_FIELDS = {
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "structured_outputs": "text.format",
-    "reasoning_effort": "reasoning.effort",
-}
-"""Fields by their names in a chat."""
 
 
 def routes(server: Server) -> list[Route]:
     """Routes of responses."""
 
-    async def create(http: Request) -> Response:
-        request = await read_body(http, ResponsesRequest)
-        try:
-            run = await unless_disconnected(http, run_chat(server, chat_of(request), record_of(http)))
-            answer = _Answer(run, request)
-            if request.stream:
-                return server.stream(answer.events())
-            return JsonResponse(await unless_disconnected(http, answer.whole()))
-        except (ApiError, VeraxError) as error:
-            raise _renamed(api_error(error)) from error
+    async def start(request: ResponsesRequest, record: RequestRecord) -> Run:
+        names: dict[str, str] = {}
+        return await run_chat(server, chat_of(request, names), record, names)
 
-    async def count(http: Request) -> Response:
-        request = await read_body(http, ResponsesRequest)
-        try:
-            tokens = await unless_disconnected(http, count_tokens(server, chat_of(request)))
-        except (ApiError, VeraxError) as error:
-            raise _renamed(api_error(error)) from error
-        return JsonResponse(InputTokens(object="response.input_tokens", input_tokens=tokens))
+    async def count(request: ResponsesRequest, record: RequestRecord) -> dict[str, Any]:
+        names: dict[str, str] = {}
+        tokens = await count_tokens(server, chat_of(request, names), names)
+        return {"object": "response.input_tokens", "input_tokens": tokens}
 
+    path, items = "/responses", {"parts": INPUT_ITEMS}
+    answers, counts = "Answer, as OpenAI's responses do.", "Count the tokens of a response's input."
     return [
-        *api_routes(
-            "/responses",
-            create,
-            body=ResponsesRequest,
-            parts=INPUT_ITEMS,
-            answer=ResponseObject,
-            streams=True,
-            queued=True,
-            summary="Answer, as OpenAI's responses do.",
-        ),
-        *api_routes(
-            "/responses/input_tokens",
-            count,
-            body=ResponsesRequest,
-            answer=InputTokens,
-            summary="Count the tokens of a response's input.",
-        ),
+        *text_routes(server, path, ResponsesRequest, start, _Answer, summary=answers, **items),
+        *json_routes(f"{path}/input_tokens", ResponsesRequest, count, summary=counts, **items),
     ]
-
-
-def _renamed(error: ApiError) -> ApiError:
-    """The error with the field's name in this API."""
-    name, dot, rest = (error.param or "").partition(".")
-    if name not in _FIELDS:
-        return error
-    error.param = _FIELDS[name] + dot + rest
-    error.message = error.message.replace(name, _FIELDS[name], 1)
-    return error
 
 
 class _Answer:
@@ -427,11 +391,12 @@ class _Answer:
     def __init__(self, run: Run, request: ResponsesRequest):
         self._run = run
         self._request = request
+        self._warnings = _warnings(request)
         self._tracker = PartTracker()
         self._key = uuid.uuid4().hex
         self._number = 0
 
-    async def whole(self) -> ResponseObject:
+    async def whole(self) -> dict[str, Any]:
         """The answer."""
         async with aclosing(self._run.events()) as events:
             last = await self._tracker.read(events)
@@ -452,7 +417,7 @@ class _Answer:
                             yield encoded
         except Exception as error:
             if last is None:
-                raise _renamed(api_error(error)) from error
+                raise
             http = api_error(error)
             failure = {"code": http.code or "server_error", "message": http.message}
             yield self._event("response.failed", response=self._response("failed", failure))
@@ -505,34 +470,42 @@ class _Answer:
         call = {"call_id": part.call_id, "name": part.name, "arguments": "" if empty else part.text}
         return {**head, "type": "function_call", **call}
 
-    def _response(self, status: Any, error: dict[str, str] | None = None) -> ResponseObject:
+    def _response(self, status: str, error: dict[str, str] | None = None) -> dict[str, Any]:
         request, run = self._request, self._run
         parts = self._tracker.parts if status != "in_progress" else []
         form = msgspec.to_builtins(request.text.format) if request.text and request.text.format else {"type": "text"}
         # The part that the limit cut off is the last one.
         last = len(parts) - 1 if status == "incomplete" else -1
-        return ResponseObject(
-            id=f"resp_{self._key}",
-            created_at=run.created,
-            status=status,
-            error=error,
-            incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
-            instructions=request.instructions,
-            max_output_tokens=request.max_output_tokens,
-            model=run.model,
-            output=[self._item(part, "incomplete" if part.index == last else "completed") for part in parts],
-            parallel_tool_calls=request.parallel_tool_calls is not False,
-            reasoning={"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
-            temperature=request.temperature,
-            text={"format": {key: value for key, value in form.items() if value is not None}},
-            tool_choice=msgspec.to_builtins(request.tool_choice) or "auto",
-            tools=[msgspec.to_builtins(tool) for tool in request.tools or ()],
-            top_logprobs=request.top_logprobs or 0,
-            top_p=request.top_p,
-            usage=_usage(run) if status in ("completed", "incomplete") else None,
-            user=request.user,
-            metadata=request.metadata or {},
-        )
+        return {
+            "id": f"resp_{self._key}",
+            "object": "response",
+            "created_at": run.created,
+            "status": status,
+            "background": False,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "max_tool_calls": None,
+            "model": run.model,
+            "output": [self._item(part, "incomplete" if part.index == last else "completed") for part in parts],
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
+            "service_tier": "default",
+            "store": False,
+            "temperature": request.temperature,
+            "text": {"format": {key: value for key, value in form.items() if value is not None}},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": [msgspec.to_builtins(tool) for tool in _functions(request).values()],
+            "top_logprobs": request.top_logprobs or 0,
+            "top_p": request.top_p,
+            "truncation": "disabled",
+            "usage": _usage(run) if status in ("completed", "incomplete") else None,
+            "user": request.user,
+            "metadata": request.metadata or {},
+            **({"warnings": self._warnings} if self._warnings else {}),
+        }
 
 
 def _status(event: RunEvent | None) -> str:
@@ -547,12 +520,12 @@ def _content(part: Part, *, empty: bool = False) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _usage(run: Run) -> ResponseUsage:
+def _usage(run: Run) -> dict[str, Any]:
     usage = run.usage
-    return ResponseUsage(
-        input_tokens=usage.prompt_tokens,
-        input_tokens_details={"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-        output_tokens=usage.completion_tokens,
-        output_tokens_details={"reasoning_tokens": usage.reasoning_tokens},
-        total_tokens=usage.prompt_tokens + usage.completion_tokens,
-    )
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

@@ -9,20 +9,24 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
-from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from verax.errors import ContextLengthError, InvalidParameterError, StructuredOutputError
-from verax.serve.http.body import Size
-from verax.serve.http.errors import ApiError, context_error
+from verax.serve.http.body import read_body
+from verax.serve.http.errors import ApiError, JsonResponse, context_error, renamed
+from verax.serve.http.openapi import EVENTS, JSON, Parameter, api_routes
 from verax.serve.http.server import Server
-from verax.serve.http.telemetry import RequestRecord
+from verax.serve.http.sse import ID_PATTERN, unless_disconnected
+from verax.serve.http.telemetry import RequestRecord, record_of
 from verax.serve.text.sampling import GenerationRequest, form_error
 from verax.text.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from verax.text.engine.request import Prompt
@@ -32,82 +36,22 @@ from verax.text.features.tool_calls import Delta, WholeAnswer, join
 from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = [
-    "Choice",
-    "Generated",
     "Part",
     "PartStep",
     "PartTracker",
-    "PromptLogprobs",
     "Run",
     "RunAnswer",
     "RunEvent",
-    "TokenLogprob",
     "Usage",
     "prompt_logprobs",
+    "text_routes",
     "token_logprobs",
 ]
 
 SYSTEM_FINGERPRINT = f"verax-{version('verax')}"
 
 T = TypeVar("T")
-
-
-# Parts of answers that chats and completions share.
-
-
-class TokenUsage(msgspec.Struct, kw_only=True):
-    """Token counts of a request."""
-
-    prompt_tokens: Size
-    completion_tokens: Size
-    total_tokens: Size
-    prompt_tokens_details: dict[Literal["cached_tokens"], Size]
-    completion_tokens_details: dict[Literal["reasoning_tokens"], Size]
-
-
-class TopLogprob(msgspec.Struct, kw_only=True):
-    """Token at a place, its log-probability in nats, and its bytes."""
-
-    token: str
-    logprob: float
-    bytes: list[Annotated[int, Meta(ge=0, le=255)]]
-
-
-class TokenLogprob(TopLogprob, kw_only=True):
-    """Token of an answer, and the likeliest tokens at its place."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class PromptLogprob(msgspec.Struct, kw_only=True):
-    """Log-probability of a token of the prompt, in nats."""
-
-    logprob: float
-    rank: int | None
-    decoded_token: str | None
-
-
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
-
-
-class Choice(msgspec.Struct, kw_only=True):
-    """One of several answers."""
-
-    index: Size
-    stop_reason: int | str | None
-    """Stop string or stop token that ended it."""
-    token_ids: list[Size] | msgspec.UnsetType = msgspec.UNSET
-
-
-class Generated(msgspec.Struct, kw_only=True):
-    """Fields that chats and completions share."""
-
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str
-    usage: TokenUsage
-    timings: dict[str, float] | msgspec.UnsetType | None = msgspec.UNSET
+B = TypeVar("B", bound=msgspec.Struct)
 
 
 @dataclass
@@ -139,15 +83,15 @@ class Usage:
             self.num_samples = max(self.num_samples, part.index + 1)
         self.metrics = output.metrics
 
-    def body(self) -> TokenUsage:
-        """The object `usage`."""
-        return TokenUsage(
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=self.completion_tokens,
-            total_tokens=self.prompt_tokens + self.completion_tokens,
-            prompt_tokens_details={"cached_tokens": self.cached_tokens},
-            completion_tokens_details={"reasoning_tokens": self.reasoning_tokens},
-        )
+    def body(self) -> dict[str, Any]:
+        """The object `usage` of chats and completions."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+        }
 
     def timings(self) -> dict[str, float] | None:
         """The object `timings` of llama.cpp's server, in milliseconds; None before the end."""
@@ -190,6 +134,7 @@ class RunEvent:
         finish_reason: `"stop"`, `"length"` or `"tool_calls"` in an answer's last event.
         stop_reason: stop string or stop token that ended the answer.
         logprobs: a new token each, if the request wants them.
+        ranked: the engine's log-probabilities by token id at the place of each new token.
         token_ids: the new tokens.
     """
 
@@ -197,7 +142,8 @@ class RunEvent:
     delta: Delta
     finish_reason: Literal["stop", "length", "tool_calls"] | None = None
     stop_reason: int | str | None = None
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: list[dict[str, Any]] | None = None
+    ranked: tuple[Mapping[int, Logprob], ...] = ()
     token_ids: tuple[int, ...] = ()
 
 
@@ -209,7 +155,8 @@ class RunAnswer:
     message: WholeAnswer
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None
-    logprobs: list[TokenLogprob] | None
+    logprobs: list[dict[str, Any]] | None
+    ranked: list[Mapping[int, Logprob]]
     token_ids: list[int]
 
 
@@ -237,6 +184,7 @@ class Run:
         add_special_tokens: add what the model expects around a text.
         field: field of the request that the prompts were made of.
         new_parser: makes the parser of one answer; None if all text is content.
+        names: the client's names of fields in errors, as `renamed` takes them.
         drop: leave the generated tokens out: only the prompt counts.
 
     Attributes:
@@ -244,6 +192,7 @@ class Run:
         created: seconds since 1970.
         n: answers to each prompt.
         usages: token counts and times of each prompt so far; complete after the last event.
+        params: sampling parameters of all prompts.
         outputs: the engine's latest output of each prompt: its tokens and their log-probabilities.
 
     Raises:
@@ -262,6 +211,7 @@ class Run:
         add_special_tokens: bool,
         field: str,
         new_parser: Callable[[], AnswerParser] | None = None,
+        names: Mapping[str, str] | None = None,
         drop: bool = False,
     ):
         self.id = uuid.uuid4().hex
@@ -269,13 +219,14 @@ class Run:
         self.created = int(time.time())
         self.usages = [Usage() for _ in prompts]
         self.outputs: list[RequestOutput | None] = [None] * len(prompts)
-        self.num_top = params.logprobs
+        self.params = params
         self.tokenizer = server.engine.tokenizer
         self.n = params.n
         self._engine = server.engine
         self._request = request
         self._record = record
         self._field = field
+        self._names = names or {}
         self._drop = drop
         self._samples = [_Sample(new_parser and new_parser()) for _ in range(len(prompts) * params.n)]
         # Each prompt joins the queue here. If one finds it full, dropping the others takes them out again.
@@ -298,10 +249,16 @@ class Run:
         sums: dict[str, Any] = {name: sum(getattr(usage, name) for usage in self.usages) for name in names}
         return Usage(**sums)
 
-    def head(self, prefix: str) -> dict[str, Any]:
-        """Fields of OpenAI's answers and chunks that are the same in all of a run's."""
+    def head(self, prefix: str, kind: str) -> dict[str, Any]:
+        """Fields of OpenAI's answers and chunks that are the same in all of a run's.
+
+        Args:
+            prefix: beginning of the id.
+            kind: value of `object`.
+        """
         return {
             "id": f"{prefix}-{self.id}",
+            "object": kind,
             "created": self.created,
             "model": self.model,
             "system_fingerprint": SYSTEM_FINGERPRINT,
@@ -333,23 +290,24 @@ class Run:
             ApiError: if a prompt is too long, or the request was aborted.
             VeraxError: if the engine refuses the request or fails.
         """
-        try:
-            async with aclosing(_merged(self._streams)) as outputs:
-                async for prompt, output in outputs:
-                    for part in self._note(prompt, output).outputs:
-                        for event in self._events_of(prompt * self.n + part.index, part):
-                            yield event
-            await self._count_reasoning()
-        except ContextLengthError as error:
-            raise context_error(error, self._field) from error
-        except (InvalidParameterError, StructuredOutputError) as error:
-            raise form_error(error, self._request) from error
+        with renamed(self._names):
+            try:
+                async with aclosing(_merged(self._streams)) as outputs:
+                    async for prompt, output in outputs:
+                        for part in self._note(prompt, output).outputs:
+                            for event in self._events_of(prompt * self.n + part.index, part):
+                                yield event
+                await self._count_reasoning()
+            except ContextLengthError as error:
+                raise context_error(error, self._field) from error
+            except (InvalidParameterError, StructuredOutputError) as error:
+                raise form_error(error, self._request) from error
 
     async def answers(self) -> list[RunAnswer]:
         """The whole answers, in their order.
 
         Raises:
-            ApiError, VeraxError: as `events`.
+            ApiError: as `events`.
         """
         lists: list[list[RunEvent]] = [[] for _ in self._samples]
         async for event in self.events():
@@ -394,9 +352,10 @@ class Run:
         """Event with the tokens that came since the answer's last event."""
         sample = self._samples[index]
         logprobs = None
-        if self.num_top is not None:
-            logprobs = token_logprobs(self.tokenizer, sample.token_ids, sample.logprobs, self.num_top)
-        event = RunEvent(index, delta, reason, stop_reason, logprobs, tuple(sample.token_ids))
+        if self.params.logprobs is not None:
+            logprobs = token_logprobs(self.tokenizer, sample.token_ids, sample.logprobs, self.params.logprobs)
+        ranked = tuple(sample.logprobs)
+        event = RunEvent(index, delta, reason, stop_reason, logprobs, ranked, tuple(sample.token_ids))
         sample.token_ids, sample.logprobs = [], []
         return event
 
@@ -414,7 +373,10 @@ class Run:
             message=join(event.delta for event in events),
             finish_reason=last.finish_reason,
             stop_reason=last.stop_reason,
-            logprobs=None if self.num_top is None else [entry for event in events for entry in event.logprobs or ()],
+            logprobs=None
+            if self.params.logprobs is None
+            else [entry for event in events for entry in event.logprobs or ()],
+            ranked=[entry for event in events for entry in event.ranked],
             token_ids=[token for event in events for token in event.token_ids],
         )
 
@@ -487,7 +449,7 @@ def _token_bytes(tokenizer: Tokenizer, token_id: int, text: str) -> list[int]:
 
 def token_logprobs(
     tokenizer: Tokenizer | None, token_ids: Sequence[int], entries: Sequence[Mapping[int, Logprob]], num_top: int
-) -> list[TokenLogprob]:
+) -> list[dict[str, Any]]:
     """Each token with its log-probability and its bytes, and the likeliest tokens at its place, the best first."""
     assert tokenizer is not None
 
@@ -498,22 +460,18 @@ def token_logprobs(
     tokens = []
     for token, entry in zip(token_ids, entries, strict=True):
         ranked = [(other.rank, key, other) for key, other in entry.items() if other.rank and other.rank <= num_top]
-        best = [TopLogprob(**fields(key, other)) for _, key, other in sorted(ranked, key=lambda item: item[0])]
-        tokens.append(TokenLogprob(**fields(token, entry[token]), top_logprobs=best))
+        best = [fields(key, other) for _, key, other in sorted(ranked, key=lambda item: item[0])]
+        tokens.append({**fields(token, entry[token]), "top_logprobs": best})
     return tokens
 
 
-def prompt_logprobs(output: RequestOutput | None) -> PromptLogprobs | None:
+def prompt_logprobs(output: RequestOutput | None) -> list[dict[str, Any] | None] | None:
     """Log-probabilities of a prompt's tokens in vLLM's form, by token id."""
     if output is None or output.prompt_logprobs is None:
         return None
+    names = ("logprob", "rank", "decoded_token")
     return [
-        None
-        if entry is None
-        else {
-            str(token): PromptLogprob(logprob=item.logprob, rank=item.rank, decoded_token=item.decoded_token)
-            for token, item in entry.items()
-        }
+        entry and {str(token): {name: getattr(item, name) for name in names} for token, item in entry.items()}
         for entry in output.prompt_logprobs
     ]
 
@@ -542,7 +500,7 @@ class Part:
     call_id: str = ""
     name: str = ""
     text: str = ""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
     ended: bool = False
 
 
@@ -553,7 +511,7 @@ class PartStep:
     step: Literal["begin", "delta", "end"]
     part: Part
     text: str = ""
-    logprobs: Sequence[TokenLogprob] = ()
+    logprobs: Sequence[dict[str, Any]] = ()
 
 
 class PartTracker:
@@ -586,7 +544,7 @@ class PartTracker:
         assert last is not None
         return last
 
-    def _add(self, kind: PartKind, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Iterator[PartStep]:
+    def _add(self, kind: PartKind, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[PartStep]:
         if not self.parts or self.parts[-1].kind != kind:
             yield from self._begin(Part(kind, len(self.parts)))
         part = self.parts[-1]
@@ -603,3 +561,62 @@ class PartTracker:
         if self.parts and not self.parts[-1].ended:
             self.parts[-1].ended = True
             yield PartStep("end", self.parts[-1])
+
+
+# Routes.
+
+
+class TextAnswer(Protocol):
+    """Answer on its way, in the form of one API."""
+
+    async def whole(self) -> dict[str, Any]:
+        """The whole answer."""
+        ...
+
+    def events(self) -> AsyncGenerator[bytes, None]:
+        """Events of a stream, the last one included."""
+        ...
+
+
+_CONVERSATION_ID = Parameter(
+    "X-Conversation-Id",
+    {"type": "string", "pattern": f"^{ID_PATTERN}$"},
+    "header",
+    "keeps a stream running while its page is reloaded",
+)
+
+
+def text_routes(
+    server: Server,
+    path: str,
+    body: type[B],
+    start: Callable[[B, RequestRecord], Coroutine[Any, Any, Run]],
+    answer: Callable[[Run, B], TextAnswer],
+    *,
+    resumable: bool = False,
+    **described: Any,
+) -> list[Route]:
+    """Routes of an API for text.
+
+    Args:
+        server: with a text engine, or without one.
+        path: begins with a slash, and is served with and without `/v1`.
+        body: Struct of the body; its field `stream` asks for events.
+        start: checks a request and puts its prompts into the engine.
+        answer: makes the answer of a run.
+        resumable: keep a stream for a page that is reloaded, if the request has an `X-Conversation-Id`.
+        described: further arguments of `ApiRoute`.
+    """
+
+    async def respond(http: Request) -> Response:
+        request = await read_body(http, body)
+        run = await unless_disconnected(http, start(request, record_of(http.scope)))
+        result = answer(run, request)
+        if not getattr(request, "stream", None):
+            return JsonResponse(await unless_disconnected(http, result.whole()))
+        conversation = http.headers.get("x-conversation-id") if resumable else None
+        return server.stream(server.streams.start(conversation, result.events()))
+
+    parameters = (_CONVERSATION_ID,) if resumable else ()
+    options = {"body": body, "media": (JSON, EVENTS), "parameters": parameters, "queued": True, **described}
+    return api_routes(path, respond, **options)

@@ -10,7 +10,7 @@ from msgspec import Meta
 from verax.errors import InvalidParameterError, VeraxError
 from verax.options import Option, options_of
 from verax.sampling_fields import SamplingFields
-from verax.serve.http.errors import ApiError, api_error
+from verax.serve.http.errors import ApiError, api_error, field_error
 from verax.serve.http.server import Server
 from verax.text.engine.sampling_params import SamplingParams
 
@@ -19,7 +19,6 @@ __all__ = [
     "Refused",
     "ResponseFormat",
     "StreamOptions",
-    "check_room",
     "form_error",
     "sampling_params",
 ]
@@ -128,6 +127,8 @@ class GenerationRequest(SamplingStruct, kw_only=True):
     """Fields that chats and completions share: OpenAI's, then vLLM's. An absent one has the checkpoint's default."""
 
     model: str | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """Probability of the tokens that are sampled from; the likeliest token alone at 0."""
     stop: Text | list[Text] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     logit_bias: dict[TokenKey, Annotated[float, Meta(ge=-100, le=100)]] | None = None
@@ -178,17 +179,19 @@ def sampling_params(
     Raises:
         ApiError: 400, naming the field.
     """
-    check_room(server, request)
+    _check(server, request)
     values = {
         name: value
         for name in (*SAMPLING_OPTIONS, "stop", "stop_token_ids")
         if (value := getattr(request, name)) is not None
     }
+    if values.get("top_p") == 0:
+        values |= {"top_p": 1.0, "temperature": 0.0}
     if request.seed is not None:
         values["seed"] = request.seed % 2**63
     if request.logit_bias is not None:
         values["logit_bias"] = {_token_id(key): value for key, value in request.logit_bias.items()}
-    form = structured_output(request, structured_outputs)
+    form = _form(request, structured_outputs)
     if form is not None:
         values["structured_outputs"] = form if after is None else {"after": after, **form}
     values |= {"max_tokens": max_tokens, "logprobs": logprobs, **overrides}
@@ -198,46 +201,34 @@ def sampling_params(
         raise form_error(error, request) from error
 
 
-def check_room(server: Server, request: GenerationRequest) -> None:
-    """Check a request against the server's limits, and its fields against each other.
-
-    Raises:
-        ApiError: 400, naming the field.
-    """
+def _check(server: Server, request: GenerationRequest) -> None:
+    """Check a request against the server's limits, and its fields against each other."""
     for name in REFUSED:
         if getattr(request, name) not in (None, [], ""):
-            raise ApiError(400, f"{name}: it is not supported here", param=name)
+            raise field_error(name, "it is not supported here")
     if request.priority:
-        raise ApiError(400, "priority: all requests have the same priority, 0", param="priority")
-    n, max_n = request.n or 1, min(server.settings.max_n, server.engine.max_num_seqs)
+        raise field_error("priority", "all requests have the same priority, 0")
+    settings = server.settings
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    n, max_n = request.n or 1, min(settings.max_n, server.engine.max_num_seqs)
     if n > max_n:
-        raise ApiError(400, f"n: expected at most {max_n}, got {n}", param="n")
-    stop, settings = [request.stop] if isinstance(request.stop, str) else request.stop or [], server.settings
+        raise field_error("n", f"expected at most {max_n}, got {n}")
     if len(stop) > settings.max_stop:
-        raise ApiError(400, f"stop: expected at most {settings.max_stop}, got {len(stop)}", param="stop")
+        raise field_error("stop", f"expected at most {settings.max_stop}, got {len(stop)}")
     if (longest := max(map(len, stop), default=0)) > settings.max_stop_length:
-        message = f"stop: expected at most {settings.max_stop_length} characters, got {longest}"
-        raise ApiError(400, message, param="stop")
+        raise field_error("stop", f"expected at most {settings.max_stop_length} characters, got {longest}")
     if request.stream_options is not None and not request.stream:
-        raise ApiError(400, "stream_options: it is for streams; set stream to true", param="stream_options")
+        raise field_error("stream_options", "it is for streams; set stream to true")
     if request.prompt_logprobs is not None and request.stream:
-        raise ApiError(400, "prompt_logprobs: a stream has none; set stream to false", param="prompt_logprobs")
+        raise field_error("prompt_logprobs", "a stream has none; set stream to false")
 
 
-def structured_output(request: GenerationRequest, other: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Form of the answer, from the one field that gives it.
-
-    Args:
-        request: the fields.
-        other: form that tools demand.
-
-    Raises:
-        ApiError: 400 for several forms, or one that is not supported.
-    """
+def _form(request: GenerationRequest, other: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Form of the answer, from the one field that gives it; `other` is the form that tools demand."""
     forms = {**({} if other is None else {"tool_choice": other}), **_forms(request)}
     if len(forms) > 1:
         first, second = list(forms)[:2]
-        raise ApiError(400, f"{second}: it cannot be combined with {first}", param=second)
+        raise field_error(second, f"it cannot be combined with {first}")
     return next(iter(forms.values()), None)
 
 
@@ -254,17 +245,12 @@ def form_error(error: VeraxError, request: GenerationRequest) -> ApiError:
 
 
 def _forms(request: GenerationRequest) -> dict[str, dict[str, Any]]:
-    """Form of the answer in each of the request's fields that give one.
-
-    Raises:
-        ApiError: 400 for one that is missing or not supported.
-    """
+    """Form of the answer in each of the request's fields that give one."""
     forms: dict[str, dict[str, Any]] = {}
     if request.structured_outputs is not None:
         given = {name: value for name, value in request.structured_outputs.items() if value is not None}
         if "structural_tag" in given:
-            param = "structured_outputs.structural_tag"
-            raise ApiError(400, f"{param}: it is not supported here; use tools", param=param)
+            raise field_error("structured_outputs.structural_tag", "it is not supported here; use tools")
         forms["structured_outputs"] = given
     for old, name in FORM_ALIASES.items():
         if (value := getattr(request, old)) is not None:
@@ -272,8 +258,7 @@ def _forms(request: GenerationRequest) -> dict[str, dict[str, Any]]:
     format = request.response_format
     if format is not None and format.type == "json_schema":
         if format.json_schema is None:
-            param = "response_format.json_schema"
-            raise ApiError(400, f"{param}: it is missing", param=param)
+            raise field_error("response_format.json_schema", "it is missing")
         forms["response_format"] = {"json": format.json_schema.schema}
     elif format is not None and format.type == "json_object":
         forms["response_format"] = {"json_object": True} if format.schema is None else {"json": format.schema}
@@ -282,5 +267,5 @@ def _forms(request: GenerationRequest) -> dict[str, dict[str, Any]]:
 
 def _token_id(key: str) -> int:
     if not (key.isascii() and key.isdigit() and len(key) < 10):
-        raise ApiError(400, f"logit_bias: expected token ids as keys, got {key[:50]!r}", param="logit_bias")
+        raise field_error("logit_bias", f"expected token ids as keys, got {key[:50]!r}")
     return int(key)

@@ -7,36 +7,19 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, UnsetType
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
 from verax.errors import InvalidParameterError
-from verax.serve.http.body import Size, decode, read_body
-from verax.serve.http.errors import JsonResponse, field_error
-from verax.serve.http.openapi import api_routes
+from verax.serve.http.body import decode
+from verax.serve.http.errors import field_error
+from verax.serve.http.openapi import json_routes
 from verax.serve.http.server import Server
+from verax.serve.http.telemetry import RequestRecord
 from verax.serve.text.chat import ChatMessage, ChatRequest, ToolDefinition, render_chat
 from verax.serve.text.sampling import Count
 from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["routes"]
-
-
-class TokenIds(msgspec.Struct, kw_only=True):
-    """Token ids of a text or a chat."""
-
-    count: Size
-    max_model_len: int
-    tokens: list[Size]
-    token_strs: list[str | None] | UnsetType = UNSET
-
-
-class DetokenizedText(msgspec.Struct, kw_only=True):
-    """Text of token ids."""
-
-    prompt: str
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -67,8 +50,7 @@ _CHAT_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_me
 def routes(server: Server) -> list[Route]:
     """Routes of the tokenizer."""
 
-    async def tokenize(http: Request) -> Response:
-        request = await read_body(http, TokenizeRequest)
+    async def tokenize(request: TokenizeRequest, record: RequestRecord) -> dict[str, Any]:
         server.text_model(request.model)
         tokenizer = _tokenizer(server)
         if (request.prompt is None) == (request.messages is None):
@@ -81,31 +63,22 @@ def routes(server: Server) -> list[Route]:
         if request.add_special_tokens is not None:
             special = request.add_special_tokens
         tokens = await server.engine.encode(text, add_special_tokens=special)
-        strings = [tokenizer.token(token) for token in tokens] if request.return_token_strs else UNSET
-        length = server.engine.max_model_len
-        return JsonResponse(TokenIds(count=len(tokens), max_model_len=length, tokens=tokens, token_strs=strings))
+        answer = {"count": len(tokens), "max_model_len": server.engine.max_model_len, "tokens": tokens}
+        strings = {"token_strs": [tokenizer.token(token) for token in tokens]} if request.return_token_strs else {}
+        return {**answer, **strings}
 
-    async def detokenize(http: Request) -> Response:
-        request = await read_body(http, DetokenizeRequest)
+    async def detokenize(request: DetokenizeRequest, record: RequestRecord) -> dict[str, str]:
         server.text_model(request.model)
         size = server.engine.model_config.vocab_size
         for i, token in enumerate(request.tokens):
             if token >= size:
                 raise field_error(f"tokens[{i}]", f"{token} is outside of the vocabulary of {size}")
         decode_all = partial(_tokenizer(server).decode, request.tokens, skip_special_tokens=False)
-        return JsonResponse(DetokenizedText(prompt=await asyncio.to_thread(decode_all)))
+        return {"prompt": await asyncio.to_thread(decode_all)}
 
     return [
-        *api_routes(
-            "/tokenize", tokenize, body=TokenizeRequest, answer=TokenIds, summary="Token ids of a text or a chat."
-        ),
-        *api_routes(
-            "/detokenize",
-            detokenize,
-            body=DetokenizeRequest,
-            answer=DetokenizedText,
-            summary="The text of token ids.",
-        ),
+        *json_routes("/tokenize", TokenizeRequest, tokenize, summary="Token ids of a text or a chat."),
+        *json_routes("/detokenize", DetokenizeRequest, detokenize, summary="The text of token ids."),
     ]
 
 

@@ -186,14 +186,14 @@ def _limit_process(limits: MediaLimits) -> None:
         import resource
     except ImportError:  # Windows
         return
-    most = {
+    bounds = {
         resource.RLIMIT_AS: limits.memory,
         resource.RLIMIT_CPU: limits.seconds,
         resource.RLIMIT_NOFILE: _FILES,
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_CORE: 0,
     }
-    for kind, value in most.items():
+    for kind, value in bounds.items():
         _, hard = resource.getrlimit(kind)
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
@@ -248,12 +248,12 @@ class MediaDecoder:
         finally:
             self._files -= 1
         header, _, pixels = answer.partition(b"\n")
-        found: dict[str, Any] = (
+        header_fields: dict[str, Any] = (
             json.loads(header) if status == 0 else {"error": f"its decoder ended with {_reason(status)}"}
         )
-        if "error" in found:
-            raise InvalidParameterError(f"{name}: {found['error']}")
-        shape = tuple(found["shape"])
+        if "error" in header_fields:
+            raise InvalidParameterError(f"{name}: {header_fields['error']}")
+        shape = tuple(header_fields["shape"])
         if math.prod(shape) != len(pixels):
             raise InvalidParameterError(f"{name}: its decoder gave {len(pixels)} bytes for frames of {shape}")
         return np.frombuffer(pixels, np.uint8).reshape(shape)

@@ -301,7 +301,7 @@ class VideoJobs:
         """
         name = f"video_{secrets.token_hex(16)}"
         images = ("image", "last_image", "video")
-        given = {part: found for part in images if (found := getattr(request, part)) is not None}
+        given = {part: array for part in images if (array := getattr(request, part)) is not None}
         self.check_room()
         kept = {part: self.store.keep(name, part, array) for part, array in given.items()}
         job = VideoJob(name, model, replace(request, **kept), self._clock())

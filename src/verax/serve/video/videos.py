@@ -11,7 +11,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -23,9 +23,9 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from verax.errors import InvalidParameterError, QueueFullError
-from verax.serve.http.body import Size, decode, parse_json, read_body
+from verax.serve.http.body import decode, parse_json, read_body
 from verax.serve.http.errors import ApiError, JsonResponse, field_error, model_error
-from verax.serve.http.openapi import Parameter, api_routes
+from verax.serve.http.openapi import EVENTS, Parameter, api_routes
 from verax.serve.http.server import Server
 from verax.serve.http.sse import DONE, named_event, unless_disconnected
 from verax.serve.http.telemetry import record_of
@@ -35,56 +35,6 @@ from verax.video.pipeline import VideoPipeline
 from verax.video.request import ResolvedRequest, VideoRequest
 
 __all__ = ["VideoCreate", "resolve", "routes"]
-
-
-class VideoError(msgspec.Struct, kw_only=True):
-    """Reason why a clip failed."""
-
-    code: str
-    message: str
-
-
-class VideoObject(msgspec.Struct, kw_only=True):
-    """State of a clip, and the settings by which it can be made again."""
-
-    id: str
-    object: Literal["video"]
-    status: Literal["queued", "in_progress", "completed", "failed"]
-    progress: Annotated[int, Meta(ge=0, le=100)]
-    model: str
-    prompt: str
-    seconds: str
-    size: str
-    created_at: int
-    completed_at: int | None
-    expires_at: int | None
-    error: VideoError | None
-    remixed_from_video_id: None
-    num_frames: Size
-    fps: Size
-    num_inference_steps: Size
-    guidance_scale: float
-    flow_shift: float
-    negative_prompt: str | None
-    seed: Size
-
-
-class VideoList(msgspec.Struct, kw_only=True):
-    """Page of clips."""
-
-    object: Literal["list"]
-    data: list[VideoObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
-class VideoDeleted(msgspec.Struct, kw_only=True):
-    """Clip that was removed or cancelled."""
-
-    id: str
-    object: Literal["video.deleted"]
-    deleted: bool
 
 
 MAX_PROMPT = 32_768
@@ -208,9 +158,8 @@ def _reference(body: VideoCreate) -> Upload | None:
     for name, reference in references.items():
         if isinstance(reference, ImageReference):
             if reference.file_id is not None:
-                raise ApiError(
-                    400, f"{name}.file_id: files are not kept here; send a data URI in image_url", param=name
-                )
+                problem = f"{name}.file_id: files are not kept here; send a data URI in image_url"
+                raise ApiError(400, problem, param=name)
             reference, name = reference.image_url, f"{name}.image_url"
         if reference is None:
             raise field_error(name, "it is missing")
@@ -276,29 +225,29 @@ def _size(body: VideoCreate, pipeline: VideoPipeline) -> tuple[int, int] | tuple
     if match is None:
         raise InvalidParameterError(f"size: expected WIDTHxHEIGHT such as {usual}, got {body.size[:20]!r}")
     width, height = int(match[1]), int(match[2])
-    most = _LARGER * pipeline.settings.width * pipeline.settings.height
-    if width * height > most:
-        raise InvalidParameterError(f"size: expected at most {most} pixels ({usual} is usual), got {width}x{height}")
+    limit = _LARGER * pipeline.settings.width * pipeline.settings.height
+    if width * height > limit:
+        raise InvalidParameterError(f"size: expected at most {limit} pixels ({usual} is usual), got {width}x{height}")
     return width, height
 
 
 def _num_frames(body: VideoCreate, pipeline: VideoPipeline, fps: int) -> int | None:
     """Number of frames: `num_frames`, or the one nearest to `seconds` that the model can make."""
     trained = pipeline.settings.num_frames
-    most = trained * _LONGER if pipeline.settings.kind == "df" else trained
+    limit = trained * _LONGER if pipeline.settings.kind == "df" else trained
     if body.seconds is None:
-        if body.num_frames is not None and not 1 <= body.num_frames <= most:
-            raise InvalidParameterError(f"num_frames: expected 1 to {most}, got {body.num_frames}")
+        if body.num_frames is not None and not 1 <= body.num_frames <= limit:
+            raise InvalidParameterError(f"num_frames: expected 1 to {limit}, got {body.num_frames}")
         return body.num_frames
     if body.num_frames is not None:
         raise InvalidParameterError("seconds: give it or num_frames, not both")
     text = str(body.seconds)
     seconds = float(text) if _NUMBER.fullmatch(text) else math.nan
     step = pipeline.geometry.frames_per_latent
-    frames = round((seconds * fps - 1) / step) * step + 1 if 0 < seconds * fps <= most + step else 0
-    if not 1 <= frames <= most:
+    frames = round((seconds * fps - 1) / step) * step + 1 if 0 < seconds * fps <= limit + step else 0
+    if not 1 <= frames <= limit:
         raise InvalidParameterError(
-            f"seconds: expected at most {most / fps:g} ({most} frames at {fps} frames per second), got {text[:20]!r}"
+            f"seconds: expected at most {limit / fps:g} ({limit} frames at {fps} frames per second), got {text[:20]!r}"
         )
     return frames
 
@@ -355,7 +304,7 @@ class VideoService:
         with self._uploading():
             body, upload = await read_create(request, max_bytes=self._decoder.limits.bytes)
         model = self._server.check_model(body.model, (self._server.videos.name,))
-        record_of(request).model = model
+        record_of(request.scope).model = model
         jobs = await self._queue()
         await asyncio.to_thread(jobs.check_room)
         frames = None
@@ -380,16 +329,9 @@ class VideoService:
             if after not in ids:
                 raise field_error("after", "this video does not exist")
             jobs = jobs[ids.index(after) + 1 :]
-        page = jobs[: int(limit)]
-        return JsonResponse(
-            VideoList(
-                object="list",
-                data=[_video(job) for job in page],
-                first_id=page[0].id if page else None,
-                last_id=page[-1].id if page else None,
-                has_more=len(jobs) > len(page),
-            )
-        )
+        page = [_video(job) for job in jobs[: int(limit)]]
+        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+        return JsonResponse({"object": "list", "data": page, **ends, "has_more": len(jobs) > len(page)})
 
     async def get(self, request: Request) -> Response:
         """State of a clip."""
@@ -399,7 +341,7 @@ class VideoService:
         """Cancel a clip, or remove it."""
         jobs, job = self._job(request)
         deleted = await asyncio.to_thread(jobs.delete, job.id)
-        return JsonResponse(VideoDeleted(id=job.id, object="video.deleted", deleted=deleted))
+        return JsonResponse({"id": job.id, "object": "video.deleted", "deleted": deleted})
 
     async def content(self, request: Request) -> Response:
         """File of a clip, or a part of it."""
@@ -475,33 +417,17 @@ def routes(server: Server) -> list[Route]:
     """Routes of the clips. Their queue and their files end with the server."""
     service = VideoService(server)
     server.contexts.append(service.running)
+    clip, get = "/videos/{name}", ("GET",)
+    kinds = tuple(dict.fromkeys(kind for _, kind in VARIANTS.values()))
+    body = {"body": VideoCreate, "files": ("input_reference",), "queued": True}
+    file = {"parameters": CONTENT_PARAMETERS, "media": kinds, "ranges": True}
     return [
-        *api_routes(
-            "/videos",
-            service.create,
-            body=VideoCreate,
-            files=("input_reference",),
-            answer=VideoObject,
-            queued=True,
-            summary="Queue a clip.",
-        ),
-        *api_routes(
-            "/videos", service.list, ("GET",), parameters=LIST_PARAMETERS, answer=VideoList, summary="List the clips."
-        ),
-        *api_routes("/videos/{name}", service.get, ("GET",), answer=VideoObject, summary="Describe a clip."),
-        *api_routes(
-            "/videos/{name}", service.delete, ("DELETE",), answer=VideoDeleted, summary="Cancel or remove a clip."
-        ),
-        *api_routes(
-            "/videos/{name}/content",
-            service.content,
-            ("GET",),
-            parameters=CONTENT_PARAMETERS,
-            media=tuple(dict.fromkeys(kind for _, kind in VARIANTS.values())),
-            ranges=True,
-            summary="Download a clip, or a part of it.",
-        ),
-        *api_routes("/videos/{name}/events", service.events, ("GET",), streams=True, summary="Watch a clip."),
+        *api_routes("/videos", service.create, summary="Queue a clip.", **body),
+        *api_routes("/videos", service.list, get, parameters=LIST_PARAMETERS, summary="List the clips."),
+        *api_routes(clip, service.get, get, summary="Describe a clip."),
+        *api_routes(clip, service.delete, ("DELETE",), summary="Cancel or remove a clip."),
+        *api_routes(f"{clip}/content", service.content, get, summary="Download a clip, or a part of it.", **file),
+        *api_routes(f"{clip}/events", service.events, get, media=(EVENTS,), summary="Watch a clip."),
     ]
 
 
@@ -514,32 +440,27 @@ def _answer(job: VideoJob) -> Response:
     return JsonResponse(_video(job), headers=headers)
 
 
-def _video(job: VideoJob) -> VideoObject:
+def _video(job: VideoJob) -> dict[str, Any]:
     """State of a clip: OpenAI's fields, then the settings by which it can be made again."""
     request = job.request
-    assert isinstance(request.prompt, str)  # a body has no list of prompts
-    return VideoObject(
-        id=job.id,
-        object="video",
-        status=job.status,
-        progress=job.progress,
-        model=job.model,
-        prompt=request.prompt,
-        seconds=f"{request.num_frames / request.fps:g}",
-        size=f"{request.width}x{request.height}",
-        created_at=int(job.created_at),
-        completed_at=None if job.completed_at is None else int(job.completed_at),
-        expires_at=None if job.expires_at is None else int(job.expires_at),
-        error=None if job.error is None else VideoError(code=job.error[0], message=job.error[1]),
-        remixed_from_video_id=None,
-        num_frames=request.num_frames,
-        fps=request.fps,
-        num_inference_steps=request.num_inference_steps,
-        guidance_scale=request.guidance_scale,
-        flow_shift=request.shift,
-        negative_prompt=request.negative_prompt,
-        seed=request.seed,
-    )
+    settings = ("num_frames", "fps", "num_inference_steps", "guidance_scale", "negative_prompt", "seed")
+    return {
+        "id": job.id,
+        "object": "video",
+        "status": job.status,
+        "progress": job.progress,
+        "model": job.model,
+        "prompt": request.prompt,
+        "seconds": f"{request.num_frames / request.fps:g}",
+        "size": f"{request.width}x{request.height}",
+        "created_at": int(job.created_at),
+        "completed_at": None if job.completed_at is None else int(job.completed_at),
+        "expires_at": None if job.expires_at is None else int(job.expires_at),
+        "error": job.error and dict(zip(("code", "message"), job.error, strict=True)),
+        "remixed_from_video_id": None,
+        "flow_shift": request.shift,
+        **{name: getattr(request, name) for name in settings},
+    }
 
 
 async def _events(jobs: VideoJobs, job: VideoJob) -> AsyncGenerator[bytes, None]:

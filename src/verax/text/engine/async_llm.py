@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from verax.errors import InvalidParameterError
 from verax.models import CausalLMConfig
 from verax.text.engine.engine import NO_TOKENIZER
-from verax.text.engine.engine_config import EngineConfig, EngineOptions
+from verax.text.engine.engine_config import EngineConfig
 from verax.text.engine.engine_thread import LiveRequest, Observer, RequestStream, dead
 from verax.text.engine.llm import LLM
 from verax.text.engine.outputs import EngineStats, RequestOutput
@@ -50,53 +50,31 @@ class AsyncLLM:
         self,
         model: str | Path | None = None,
         *,
-        dtype: str = "bfloat16",
-        quantization: str | None = None,
-        revision: str | None = None,
-        skip_tokenizer_init: bool = False,
-        use_tqdm: bool = True,
         max_queued_requests: int = 1024,
         max_queued_tokens: int | None = None,
         config: EngineConfig | None = None,
-        **options: Unpack[EngineOptions],
+        **options: Any,
     ):
         """Load a checkpoint as `LLM` does, and start the engine thread.
 
         Args:
-            model: as in `LLM`, and so are the arguments that are not listed here.
-            dtype: `"bfloat16"` or `"float32"`.
-            quantization: `"int8"` or `"int4"`, while loading; or `"dequantize"`, see `LLM`.
-            revision: branch, tag or commit of a hub id.
-            skip_tokenizer_init: serve token ids without a tokenizer.
-            use_tqdm: progress bars while loading and compiling.
+            model: as in `LLM`, and so are all arguments that are not listed here.
             max_queued_requests: most samples that wait beyond those that find a free slot at once. `n` samples of a
                 request count as `n`.
             max_queued_tokens: most prompt tokens of samples that wait; None for no bound. One request may wait whatever
                 its length.
             config: options of the engine.
-            options: fields of `EngineConfig` by name.
+            options: arguments of `LLM`, such as `dtype`, and fields of `EngineConfig` by name.
 
         Raises:
-            CheckpointError: as `LLM`.
-            UnsupportedModelError: as `LLM`.
-            InvalidParameterError: as `LLM`, and for a bound that is not a whole number.
+            VeraxError: as `LLM`.
+            InvalidParameterError: for a bound that is not a whole number, and as `LLM`.
         """
         _check_bounds(max_queued_requests, max_queued_tokens)
-        config = (config or EngineConfig()).with_options(options)
-        if config.node_rank > 0:
-            raise InvalidParameterError(
-                f"node_rank: rank 0 takes requests; rank {config.node_rank} runs LLM(...).follow()"
-            )
-        llm = LLM(
-            model,
-            dtype=dtype,
-            quantization=quantization,
-            revision=revision,
-            skip_tokenizer_init=skip_tokenizer_init,
-            use_tqdm=use_tqdm,
-            config=config,
-        )
-        self._start(llm, max_queued_requests, max_queued_tokens)
+        rank = options.get("node_rank", 0 if config is None else config.node_rank)
+        if rank:
+            raise InvalidParameterError(f"node_rank: rank 0 takes requests; rank {rank} runs LLM(...).follow()")
+        self._start(LLM(model, config=config, **options), max_queued_requests, max_queued_tokens)
 
     @classmethod
     def from_llm(cls, llm: LLM, *, max_queued_requests: int = 1024, max_queued_tokens: int | None = None) -> AsyncLLM:
@@ -112,6 +90,10 @@ class AsyncLLM:
 
     def _start(self, llm: LLM, max_queued_requests: int, max_queued_tokens: int | None) -> None:
         self.llm = llm
+        self.model_config: CausalLMConfig = llm.model_config
+        """Configuration of the model."""
+        self.max_model_len, self.max_num_seqs = llm.max_model_len, llm.max_num_seqs
+        """Longest sequence that is served, in tokens, and most sequences in one step, of all replicas together."""
         self._names = itertools.count()
         self._closing = False
         self._pool = ThreadPoolExecutor(TOKENIZER_THREADS, "verax-tokenizer")
@@ -134,21 +116,6 @@ class AsyncLLM:
     def tokenizer(self) -> Tokenizer | None:
         """The checkpoint's tokenizer."""
         return self.llm.tokenizer
-
-    @property
-    def model_config(self) -> CausalLMConfig:
-        """Configuration of the model."""
-        return self.llm.model_config
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest sequence that this engine serves, in tokens."""
-        return self.llm.max_model_len
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Most sequences in one step, of all replicas together."""
-        return self.llm.max_num_seqs
 
     @property
     def is_running(self) -> bool:
@@ -266,7 +233,7 @@ class AsyncLLM:
         if self.tokenizer is None:
             raise InvalidParameterError(f"text: {NO_TOKENIZER}")
         self._check_running()
-        pool = self._pool if self.llm.engine.limits.fits(text) else self._long_texts
+        pool = self._pool if self.llm.engine.fits(text) else self._long_texts
         call = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
         return await asyncio.get_running_loop().run_in_executor(pool, call)
 
@@ -346,11 +313,11 @@ class AsyncLLM:
     def _prepare(self, live: LiveRequest) -> None:
         """Tokenise a request, compile its grammar, load its adapter, and send it to a replica. Any thread may."""
         if live.closed or live.aborted:
-            return self._replicas.cancel(live)
+            return self._replicas.drop(live)
         try:
             request = self.llm.engine.prepare(live.inputs)
         except BaseException as error:
-            self._replicas.refuse(live, error)
+            self._replicas.drop(live, error)
         else:
             self._replicas.send(live, request)
 

@@ -287,23 +287,9 @@ class BlockManager:
         """Tokens of them that were found."""
 
     @property
-    def num_usable(self) -> int:
-        """Blocks of all groups that sequences can own."""
-        return sum(pool.num_usable for pool in self._pools)
-
-    @property
-    def num_free(self) -> int:
-        """Blocks of all groups that can be handed out, cached ones included."""
-        return sum(pool.num_free for pool in self._pools)
-
-    @property
     def usage(self) -> float:
         """Share of the blocks that sequences own in the fullest group, 0 to 1. At 1 a sequence that grows preempts."""
         return max(pool.usage for pool in self._pools)
-
-    def blocks_for(self, num_tokens: int) -> int:
-        """Number of blocks that hold that many tokens."""
-        return -(-num_tokens // self.block_size)
 
     def admit(self, sequence: Sequence, num_tokens: int, *, chunk: int | None = None, use_cache: bool = True) -> bool:
         """Give a waiting sequence the cached blocks of its prefix, if the rest of its `num_tokens` would fit too.
@@ -351,7 +337,7 @@ class BlockManager:
         Returns:
             By new place in the tables, the block of each group. None if there are too few: nothing was appended.
         """
-        needed = self.blocks_for(num_tokens) - len(sequence.tables[0])
+        needed = -(-num_tokens // self.block_size) - len(sequence.tables[0])
         if needed <= 0:
             return ()
         # The step that is in flight may read these blocks still. They are written to by the next one at the earliest.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections import abc
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,17 @@ from verax.errors import (
     RequestRefusedError,
     VeraxError,
 )
-from verax.text.engine.outputs import CompletionOutput, EngineStats, FinishReason, Logprob, RequestOutput
+from verax.text.engine.outputs import (
+    CompletionOutput,
+    EngineStats,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
 from verax.text.engine.request import Request, RequestInput, Sequence
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.engine.scheduler import Chunk, Schedule, Scheduler
+from verax.text.engine.scheduler import Chunk, Scheduler
 from verax.text.features.grammar import Grammar, GrammarCompiler
 from verax.text.features.lora import AdapterLoader, LoadedAdapter, LoRARequest
 from verax.text.features.speculative import Speculator
@@ -36,158 +42,9 @@ from verax.text.step.slots import MAX_BANNED
 from verax.text.step.step import Logprobs
 from verax.text.tokens.tokenizer import IncrementalDetokenizer, Tokenizer
 
-__all__ = ["NO_TOKENIZER", "Engine", "OutputBuilder", "RequestLimits"]
+__all__ = ["NO_TOKENIZER", "Engine"]
 
 NO_TOKENIZER = "this engine has no tokenizer (skip_tokenizer_init, or a module without one)"
-
-
-@dataclass(frozen=True)
-class RequestLimits:
-    """Limits that every request is checked against."""
-
-    max_model_len: int
-    """Longest sequence, in tokens."""
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    tokenizer: Tokenizer | None
-
-    def fits(self, text: str) -> bool:
-        """False for a text that is longer than the context whatever its tokens are."""
-        return self.tokenizer is None or len(text) <= self.max_model_len * self.tokenizer.max_token_length
-
-    def check_text(self, text: str) -> None:
-        """Refuse a prompt that cannot fit before it is tokenised, which takes seconds a megabyte.
-
-        Raises:
-            ContextLengthError: with the least number of tokens that it can have.
-        """
-        if self.tokenizer is not None and not self.fits(text):
-            raise ContextLengthError(
-                f"prompt: {len(text)} characters do not fit into a context of {self.max_model_len} tokens "
-                "(max_model_len); shorten the prompt or raise max_model_len",
-                -(-len(text) // self.tokenizer.max_token_length),
-                self.max_model_len,
-            )
-
-    def check(
-        self, tokens: tuple[int, ...], params: SamplingParams, *, stream: bool, answers: abc.Sequence[tuple[int, ...]]
-    ) -> None:
-        """Refuse what could never be served.
-
-        Args:
-            tokens: the prompt.
-            params: its sampling parameters.
-            stream: True if the text is to be shown as it grows.
-            answers: answers so far of the samples.
-
-        Raises:
-            RequestRefusedError: for the prompt, or a token outside of the vocabulary.
-            InvalidParameterError: for what needs a tokenizer where there is none.
-        """
-        if not tokens:
-            raise RequestRefusedError("prompt: it is empty; at least one token is needed")
-        if len(tokens) >= self.max_model_len:
-            raise ContextLengthError(
-                f"prompt: {len(tokens)} tokens leave no room for an answer in a context of {self.max_model_len} "
-                "(max_model_len); shorten the prompt or raise max_model_len",
-                len(tokens),
-                self.max_model_len,
-            )
-        named = {
-            "logit_bias": tuple(params.logit_bias or ()),
-            "stop_token_ids": params.stop_tokens,
-            "output_token_ids": tuple(itertools.chain.from_iterable(answers)),
-        }
-        for name, ids in {"prompt": tokens, **named}.items():
-            outside = [token for token in ids if not 0 <= token < self.vocab_size]
-            if outside:
-                raise RequestRefusedError(
-                    f"{name}: token {outside[0]} is outside of the vocabulary of {self.vocab_size}"
-                )
-        if params.min_tokens and len({*params.stop_tokens, *self.eos_token_ids}) > MAX_BANNED:
-            raise RequestRefusedError(f"min_tokens: at most {MAX_BANNED} stop tokens can be held back")
-        if params.stop and self.tokenizer is None:
-            raise InvalidParameterError(f"stop: {NO_TOKENIZER}, so there is no text to find a stop string in")
-        if stream and self.tokenizer is None:
-            raise InvalidParameterError(f"stream: {NO_TOKENIZER}, so there is no text; use generate with token ids")
-
-
-class OutputBuilder:
-    """Builder of outputs, with the tokenizer that they are decoded by.
-
-    Args:
-        tokenizer: of the model; None leaves texts empty.
-    """
-
-    def __init__(self, tokenizer: Tokenizer | None):
-        self.tokenizer = tokenizer
-
-    def text(self, sequence: Sequence) -> str:
-        """The sequence's text; its terminating token is not part of it, unless asked for."""
-        if self.tokenizer is None:
-            return ""
-        params = sequence.request.params
-        if sequence.detokenizer is not None and (params.stop or sequence.finished):
-            if sequence.finished:
-                sequence.detokenizer.finish()
-            return sequence.detokenizer.text
-        tokens = sequence.output_tokens
-        if sequence.finish_reason == "stop" and not params.include_stop_str_in_output:
-            tokens = tokens[:-1]
-        return self.tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
-
-    def of(self, request: Request) -> RequestOutput:
-        """Output of a request so far."""
-        params = request.params
-        outputs = [
-            CompletionOutput(
-                index=sequence.index,
-                text=self.text(sequence),
-                token_ids=tuple(sequence.output_tokens),
-                cumulative_logprob=None if params.logprobs is None else sequence.cumulative_logprob,
-                logprobs=None if params.logprobs is None else list(sequence.logprobs),
-                finish_reason=sequence.finish_reason,
-                stop_reason=sequence.stop_reason,
-            )
-            for sequence in request.sequences
-        ]
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            prompt_logprobs=request.prompt_logprobs,
-            outputs=outputs,
-            finished=request.finished,
-            num_cached_tokens=request.num_cached_tokens or 0,
-            metrics=request.metrics,
-            error=None if request.error is None else str(request.error),
-        )
-
-    def logprobs(self, logprobs: Logprobs, row: int, num_top: int) -> dict[int, Logprob]:
-        """Log-probabilities of one row as vLLM orders them: the chosen token, then the `num_top` best others."""
-        values, ids = np.asarray(logprobs.values)[row], np.asarray(logprobs.ids)[row]
-        entry = {int(ids[0]): self._logprob(ids[0], values[0], int(np.asarray(logprobs.ranks)[row]))}
-        for rank in range(1, min(num_top, len(ids) - 1) + 1):
-            entry.setdefault(int(ids[rank]), self._logprob(ids[rank], values[rank], rank))
-        return entry
-
-    def _logprob(self, token: int, value: float, rank: int) -> Logprob:
-        text = None if self.tokenizer is None else self.tokenizer.decode([int(token)], skip_special_tokens=False)
-        return Logprob(float(value), rank, text)
-
-    def add_prompt_logprobs(self, pending: PendingStep, row: int) -> None:
-        """Add to a request what a step has computed of its prompt's log-probabilities."""
-        chunk: Chunk = pending.schedule.chunks[row]
-        request, scores = chunk.sequence.request, pending.output.prompt_logprobs
-        if chunk.sequence.index != 0 or scores is None:
-            return
-        found: list[dict[int, Logprob] | None] = request.prompt_logprobs or [None] * len(request.prompt_token_ids)
-        request.prompt_logprobs = found
-        offset, wanted = pending.token_offsets[row], request.params.prompt_logprobs or 0
-        for i in range(chunk.count):
-            follower = chunk.start + i + 1
-            if follower < len(request.prompt_token_ids):
-                found[follower] = self.logprobs(scores, offset + i, wanted)
 
 
 class Engine:
@@ -198,7 +55,6 @@ class Engine:
         runner: ModelRunner,
         scheduler: Scheduler,
         *,
-        vocab_size: int,
         tokenizer: Tokenizer | None,
         seed: int | np.random.Generator = 0,
         speculator: Speculator | None = None,
@@ -208,7 +64,6 @@ class Engine:
 
         Args:
             runner, scheduler: its parts.
-            vocab_size: of the model.
             tokenizer: of prompts and texts; None to serve token ids.
             seed: seeds requests that bring no seed; engines that share a generator give each of them another seed.
             speculator: of drafts; None for none.
@@ -219,12 +74,10 @@ class Engine:
         self.speculator = speculator
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(runner.eos_token_ids)
-        self.vocab_size = vocab_size
+        self.vocab_size = runner.abstract_model.config.vocab_size
         self.max_model_len = runner.config.max_model_len
-        self.limits = RequestLimits(self.max_model_len, vocab_size, self.eos_token_ids, tokenizer)
-        self.outputs = OutputBuilder(tokenizer)
         self._compiler = tokenizer and GrammarCompiler(
-            tokenizer, vocab_size=vocab_size, eos_token_ids=runner.eos_token_ids
+            tokenizer, vocab_size=self.vocab_size, eos_token_ids=runner.eos_token_ids
         )
         self._adapters = adapters
         self._requests: dict[str, Request] = {}
@@ -244,11 +97,6 @@ class Engine:
     def has_unfinished_requests(self) -> bool:
         """True if `step` has anything to do."""
         return bool(self._requests)
-
-    @property
-    def in_flight(self) -> Schedule | None:
-        """The step that was dispatched and not read yet; None if there is none."""
-        return None if self._in_flight is None else self._in_flight.schedule
 
     def prepare(self, inputs: RequestInput, request_id: str | None = None) -> Request:
         """Make the request of what a caller gave: rendered, tokenised, checked. Any thread may call it.
@@ -270,7 +118,7 @@ class Engine:
             prompt, special = self.render(prompt), False
         tokens = self._tokenize(prompt, add_special_tokens=special)
         answers = tuple(map(tuple, inputs.output_token_ids or ()))
-        self.limits.check(tokens, params, stream=inputs.stream, answers=answers)
+        self._check(tokens, params, stream=inputs.stream, answers=answers)
         room = self.max_model_len - len(tokens)
         return Request(
             request_id or inputs.request_id or f"request-{next(self._names)}",
@@ -278,7 +126,7 @@ class Engine:
             tokens,
             params,
             room if params.max_tokens is None else min(params.max_tokens, room),
-            inputs.arrival_time,
+            RequestMetrics(inputs.arrival_time),
             inputs.stream,
             grammar,
             adapter,
@@ -308,25 +156,60 @@ class Engine:
         for sequence, answer in zip(request.sequences, request.output_token_ids, strict=False):
             self._replay(sequence, answer)
 
-    def add_request(self, inputs: RequestInput) -> str:
-        """Prepare and queue a request; its id."""
-        request = self.prepare(inputs)
-        self.add(request)
-        return request.request_id
-
     def render(self, messages: Any, **template_options: Any) -> str:
         """The prompt of a conversation, by the checkpoint's chat template. Any thread may call it."""
         if self.tokenizer is None:
             raise InvalidParameterError(f"messages: a chat needs a template; {NO_TOKENIZER}")
         return self.tokenizer.apply_chat_template(messages, **template_options)
 
+    def fits(self, text: str) -> bool:
+        """False for a text that is longer than the context whatever its tokens are. Any thread may call it."""
+        return self.tokenizer is None or len(text) <= self.max_model_len * self.tokenizer.max_token_length
+
     def _tokenize(self, prompt: Any, *, add_special_tokens: bool) -> tuple[int, ...]:
         if not isinstance(prompt, str):
             return tuple(int(token) for token in prompt)
         if self.tokenizer is None:
             raise InvalidParameterError(f"prompt: {NO_TOKENIZER}; give token ids")
-        self.limits.check_text(prompt)
+        if not self.fits(prompt):  # refused before it is tokenised, which takes seconds a megabyte
+            raise ContextLengthError(
+                f"prompt: {len(prompt)} characters do not fit into a context of {self.max_model_len} tokens "
+                "(max_model_len); shorten the prompt or raise max_model_len",
+                -(-len(prompt) // self.tokenizer.max_token_length),
+                self.max_model_len,
+            )
         return tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+
+    def _check(
+        self, tokens: tuple[int, ...], params: SamplingParams, *, stream: bool, answers: abc.Sequence[tuple[int, ...]]
+    ) -> None:
+        """Refuse a prompt, parameters or answers so far that could never be served."""
+        if not tokens:
+            raise RequestRefusedError("prompt: it is empty; at least one token is needed")
+        if len(tokens) >= self.max_model_len:
+            raise ContextLengthError(
+                f"prompt: {len(tokens)} tokens leave no room for an answer in a context of {self.max_model_len} "
+                "(max_model_len); shorten the prompt or raise max_model_len",
+                len(tokens),
+                self.max_model_len,
+            )
+        for name, ids in {
+            "prompt": tokens,
+            "logit_bias": tuple(params.logit_bias or ()),
+            "stop_token_ids": params.stop_tokens,
+            "output_token_ids": tuple(itertools.chain.from_iterable(answers)),
+        }.items():
+            outside = [token for token in ids if not 0 <= token < self.vocab_size]
+            if outside:
+                raise RequestRefusedError(
+                    f"{name}: token {outside[0]} is outside of the vocabulary of {self.vocab_size}"
+                )
+        if params.min_tokens and len({*params.stop_tokens, *self.eos_token_ids}) > MAX_BANNED:
+            raise RequestRefusedError(f"min_tokens: at most {MAX_BANNED} stop tokens can be held back")
+        if params.stop and self.tokenizer is None:
+            raise InvalidParameterError(f"stop: {NO_TOKENIZER}, so there is no text to find a stop string in")
+        if stream and self.tokenizer is None:
+            raise InvalidParameterError(f"stream: {NO_TOKENIZER}, so there is no text; use generate with token ids")
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Stop a request at once; its output so far, or None if there is no such unfinished request."""
@@ -345,7 +228,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Dispatch one step and read the one before it: an output for each request that got a token, or ended."""
         moved = dict.fromkeys([*self.advance(), *self._ended])
-        return [self.pop_output(request) if request.finished else self.outputs.of(request) for request in moved]
+        return [self.pop_output(request) if request.finished else self.output(request) for request in moved]
 
     @ops.use_earlier_programs()  # the programs of the start, whatever the caller has chosen since
     def advance(self) -> list[Request]:
@@ -355,7 +238,7 @@ class Engine:
         if (
             speculator is not None
             and in_flight is not None
-            and (in_flight.schedule.verifies or speculator.wants_tokens(self.scheduler.running))
+            and (in_flight.schedule.verify_tokens or speculator.wants_tokens(self.scheduler.running))
         ):
             progressed, in_flight = self._collect(in_flight), None
         schedule = self.scheduler.schedule()
@@ -375,8 +258,10 @@ class Engine:
     def repeat(self, dispatch: Dispatch) -> None:
         """Make the dispatch of another host's engine, in whose order all of them are made."""
         if dispatch.program in ("extend", "draft"):
-            assert self.speculator is not None  # the ranks have compared their options
-            self.speculator.drafter.repeat(dispatch)
+            # The ranks have compared their options.
+            assert self.speculator is not None
+            assert self.speculator.draft_model is not None
+            self.speculator.draft_model.repeat(dispatch)
         else:
             self.runner.repeat(dispatch)
 
@@ -436,17 +321,17 @@ class Engine:
         for row, chunk in enumerate(pending.schedule.chunks):
             sequence = chunk.sequence
             if chunk.sequence.request.params.prompt_logprobs is not None and not sequence.finished:
-                self.outputs.add_prompt_logprobs(pending, row)
+                self._add_prompt_logprobs(pending, row)
             if not chunk.sample:
                 continue
             sequence.num_pending -= 1
             if sequence.finished:
                 continue
             request = sequence.request
-            if request.first_token_time is None:
-                request.first_token_time = now
+            if request.metrics.first_token_time is None:
+                request.note(first_token_time=now)
                 self.num_prompt_tokens += len(request.prompt_token_ids)
-            first = pending.token_offsets[row] if pending.schedule.verifies else row
+            first = pending.token_offsets[row] if pending.schedule.verify_tokens else row
             accepted = 0
             for at, draft in enumerate((*chunk.drafts, None), start=first):
                 token = int(tokens[at])
@@ -465,7 +350,7 @@ class Engine:
         self.num_generated_tokens += 1
         num_logprobs = sequence.request.params.logprobs
         if num_logprobs is not None:
-            entry = self.outputs.logprobs(pending.output.logprobs, row, num_logprobs)
+            entry = self._logprobs(pending.output.logprobs, row, num_logprobs)
             sequence.logprobs.append(entry)
             sequence.cumulative_logprob += entry[token].logprob
         self._append(sequence, token)
@@ -478,7 +363,7 @@ class Engine:
             sequence = chunk.sequence
             if not chunk.sample or sequence.matcher is None or sequence.finished:
                 continue
-            first = pending.token_offsets[row] if pending.schedule.verifies else row
+            first = pending.token_offsets[row] if pending.schedule.verify_tokens else row
             try:
                 sequence.matcher.fill(masks[first : first + 1 + len(chunk.drafts)], chunk.drafts)
             except BaseException as error:
@@ -525,12 +410,78 @@ class Engine:
         self.scheduler.finish(sequence)
         sequence.finish_reason, sequence.stop_reason = reason, stop
         if sequence.request.finished:
-            sequence.request.finished_time = time.perf_counter()
+            sequence.request.note(finished_time=time.perf_counter())
             self._ended[sequence.request] = None
+
+    def text(self, sequence: Sequence) -> str:
+        """Text of a sequence, empty without a tokenizer. Its terminating token is left out, unless asked for."""
+        if self.tokenizer is None:
+            return ""
+        params = sequence.request.params
+        if sequence.detokenizer is not None and (params.stop or sequence.finished):
+            if sequence.finished:
+                sequence.detokenizer.finish()
+            return sequence.detokenizer.text
+        tokens = sequence.output_tokens
+        if sequence.finish_reason == "stop" and not params.include_stop_str_in_output:
+            tokens = tokens[:-1]
+        return self.tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
+
+    def output(self, request: Request) -> RequestOutput:
+        """Output of a request so far."""
+        scored = request.params.logprobs is not None
+        outputs = [
+            CompletionOutput(
+                index=sequence.index,
+                text=self.text(sequence),
+                token_ids=tuple(sequence.output_tokens),
+                cumulative_logprob=sequence.cumulative_logprob if scored else None,
+                logprobs=list(sequence.logprobs) if scored else None,
+                finish_reason=sequence.finish_reason,
+                stop_reason=sequence.stop_reason,
+            )
+            for sequence in request.sequences
+        ]
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            prompt_logprobs=request.prompt_logprobs,
+            outputs=outputs,
+            finished=request.finished,
+            num_cached_tokens=request.num_cached_tokens or 0,
+            metrics=request.metrics,
+            error=None if request.error is None else str(request.error),
+        )
+
+    def _logprobs(self, logprobs: Logprobs, row: int, num_top: int) -> dict[int, Logprob]:
+        """Log-probabilities of one row as vLLM orders them: the chosen token, then the `num_top` best others."""
+        values, ids = np.asarray(logprobs.values)[row], np.asarray(logprobs.ids)[row]
+        ranks = [int(np.asarray(logprobs.ranks)[row]), *range(1, min(num_top, len(ids) - 1) + 1)]
+        entry: dict[int, Logprob] = {}
+        for token, value, rank in zip(ids.tolist(), values.tolist(), ranks, strict=False):
+            if token not in entry:
+                text = None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
+                entry[token] = Logprob(value, rank, text)
+        return entry
+
+    def _add_prompt_logprobs(self, pending: PendingStep, row: int) -> None:
+        """Add to a request what a step has computed of its prompt's log-probabilities."""
+        chunk: Chunk = pending.schedule.chunks[row]
+        request, scores = chunk.sequence.request, pending.output.prompt_logprobs
+        if chunk.sequence.index != 0 or scores is None:
+            return
+        entries: list[dict[int, Logprob] | None] = request.prompt_logprobs or [None] * len(request.prompt_token_ids)
+        request.prompt_logprobs = entries
+        offset, num_top = pending.token_offsets[row], request.params.prompt_logprobs or 0
+        for i in range(chunk.count):
+            follower = chunk.start + i + 1
+            if follower < len(entries):
+                entries[follower] = self._logprobs(scores, offset + i, num_top)
 
     def pop_output(self, request: Request) -> RequestOutput:
         """Remove a finished request from the engine; its output."""
-        output = self.outputs.of(request)
+        output = self.output(request)
         self.remove(request)
         return output
 
@@ -541,10 +492,6 @@ class Engine:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
-
-    def request(self, request_id: str) -> Request:
-        """An unfinished request by id."""
-        return self._requests[request_id]
 
     @property
     def prefix_block_size(self) -> int | None:

@@ -1,55 +1,114 @@
-"""Options of the text engine: sizes, cache and seed."""
+"""Options of the text engine (sizes, cache, devices) and of speculative decoding, by vLLM's names."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 from urllib.parse import urlsplit
 
 from verax.errors import InvalidParameterError
-from verax.options import check_options, documented, option
-from verax.text.features.speculative_config import SpeculativeConfig
+from verax.options import check_options, documented, option, options_of
 
-__all__ = ["EngineConfig", "EngineOptions"]
+__all__ = ["EngineConfig", "SpeculativeConfig"]
 
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float32", "int8", "fp8")
+
+METHODS = ("ngram", "draft_model")
+
+LOOKUP = 5
+"""Tokens that `"ngram"` looks up if neither bound is given; vLLM's default."""
+
+MOST_DRAFTS = 32
+"""Most drafts of a sequence in a step: longer ones hardly ever hold."""
+
+_FORM = '{"method": "ngram", "num_speculative_tokens": 4} or {"method": "draft_model", "model": ..., ...}'
 
 _LORA = "LoRA adapters"
 _HOSTS = "Several hosts"
 
 
-class EngineOptions(TypedDict, total=False):
-    """The fields of `EngineConfig` as keyword arguments."""
+@documented
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Options of speculative decoding, by vLLM's names.
 
-    max_model_len: int | None
-    max_num_seqs: int | None
-    max_num_batched_tokens: int | None
-    block_size: int
-    kv_cache_memory: int | None
-    kv_cache_dtype: str
-    enable_prefix_caching: bool | None
-    seed: int
-    structured_outputs: bool
-    speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None
-    enable_lora: bool
-    max_loras: int
-    max_lora_rank: int
-    max_cpu_loras: int | None
-    tensor_parallel_size: int
-    data_parallel_size: int
-    programs: str | Path | None
-    nnodes: int
-    node_rank: int
-    master_addr: str
-    master_port: int
+    Raises:
+        InvalidParameterError: for an unknown method or a number out of range, with the field's name.
+    """
+
+    num_speculative_tokens: int = option(None, "Most drafts of a sequence in a step.", low=1, high=MOST_DRAFTS)
+    method: str | None = option(
+        None, '"ngram" (prompt lookup) or "draft_model"; the latter if None and `model` is given.', choices=METHODS
+    )
+    model: str | None = option(None, "The draft model: a folder, a GGUF file, a hub id.")
+    prompt_lookup_max: int | None = option(
+        None, '"ngram": most tokens at the end of the text that are looked up in it.', low=1
+    )
+    prompt_lookup_min: int | None = option(
+        None, '"ngram": fewest. If one bound is left out it is the other; if both are, they are 5.', low=1
+    )
+
+    def __post_init__(self) -> None:
+        try:
+            check_options(self)
+            self._complete()
+        except InvalidParameterError as error:
+            raise InvalidParameterError(f"speculative_config: {error}") from None
+
+    def _complete(self) -> None:
+        """Fill in what was left out, and refuse what does not go together."""
+        lowest, highest = self.prompt_lookup_min, self.prompt_lookup_max
+        method = self.method or ("draft_model" if self.model is not None else None)
+        if method is None:
+            raise InvalidParameterError(f"method: expected one of {', '.join(METHODS)}, got none")
+        object.__setattr__(self, "method", method)
+        if method == "draft_model":
+            if not isinstance(self.model, str):
+                raise InvalidParameterError(
+                    f'model: the method "draft_model" needs a folder, a GGUF file or a hub id, got {self.model!r}'
+                )
+            if lowest is not None or highest is not None:
+                raise InvalidParameterError('prompt_lookup_min and prompt_lookup_max belong to the method "ngram"')
+            return
+        if self.model is not None:
+            raise InvalidParameterError('model: the method "ngram" has none')
+        low = lowest or highest or LOOKUP
+        high = highest or low
+        if low > high:
+            raise InvalidParameterError(f"prompt_lookup_min: {low} is more than prompt_lookup_max ({high})")
+        object.__setattr__(self, "prompt_lookup_min", low)
+        object.__setattr__(self, "prompt_lookup_max", high)
+
+    @classmethod
+    def from_value(cls, value: SpeculativeConfig | Mapping[str, Any] | str) -> SpeculativeConfig:
+        """The record itself, a dictionary of its fields, or JSON text of one.
+
+        Raises:
+            InvalidParameterError: for anything else, or a field that is unknown, missing or wrong.
+        """
+        if isinstance(value, cls):
+            return value
+        try:
+            given = json.loads(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise InvalidParameterError(f"speculative_config: expected JSON such as {_FORM}: {error}") from error
+        if not isinstance(given, Mapping):
+            raise InvalidParameterError(f"speculative_config: expected {_FORM}, got {value!r}")
+        if unknown := sorted(str(name) for name in given if name not in options_of(cls)):
+            raise InvalidParameterError(
+                f"speculative_config: {', '.join(unknown)}: no such field; the fields are {', '.join(options_of(cls))}"
+            )
+        model = given.get("model")
+        return cls(**{**given, "model": str(model) if isinstance(model, Path) else model})
 
 
 @documented
 @dataclass(frozen=True)
 class EngineConfig:
-    """Options of the text engine, by vLLM's names.
+    """Options of the text engine.
 
     Raises:
         InvalidParameterError: for a value of another type or out of range, with the option's name.
@@ -205,15 +264,14 @@ class EngineConfig:
         assert self.speculative_config is None or isinstance(self.speculative_config, SpeculativeConfig)
         return self.speculative_config
 
-    def with_options(self, options: EngineOptions) -> EngineConfig:
+    def with_options(self, options: Mapping[str, Any]) -> EngineConfig:
         """A copy with some fields replaced.
 
         Raises:
             InvalidParameterError: for an option that is not a field, or a value out of range.
         """
-        known = [field.name for field in fields(self)]
-        if unknown := sorted(set(options) - set(known)):
+        if unknown := sorted(set(options) - set(options_of(EngineConfig))):
             raise InvalidParameterError(
-                f"{', '.join(unknown)}: no such option; the engine's options are {', '.join(known)}"
+                f"{', '.join(unknown)}: no such option; the engine's options are {', '.join(options_of(EngineConfig))}"
             )
         return replace(self, **options)

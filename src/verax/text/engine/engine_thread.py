@@ -202,6 +202,11 @@ class Outbox:
         """Let the event loop call a function at its next wake-up."""
         self._calls.append(call)
 
+    def send(self, call: Callable[[], None]) -> None:
+        """Let the event loop call a function, and wake it."""
+        self.post(call)
+        self.notify()
+
     def notify(self) -> bool:
         """Wake the event loop, unless it has been woken and has not looked yet. False if it is closed."""
         if not self._calls or self._notified or self.loop is None:
@@ -427,7 +432,7 @@ class EngineThread:
                 del self._served[request.request_id]
                 self.engine.remove(request)
                 if self._outbox.observers:
-                    output = self.engine.outputs.of(request)
+                    output = self.engine.output(request)
                     self._outbox.post(partial(self._outbox.observe, self.number, output))
         if news:
             self._outbox.post(partial(self._outbox.receive, news))
@@ -443,7 +448,7 @@ class EngineThread:
             text = "" if detokenizer is None else detokenizer.delta()
         else:
             live.shown[sequence.index] = ENDED
-            text = self.engine.outputs.text(sequence) if detokenizer is None else detokenizer.finish()
+            text = self.engine.text(sequence) if detokenizer is None else detokenizer.finish()
         wants_logprobs = sequence.request.params.logprobs is not None
         return CompletionOutput(
             sequence.index,

@@ -1,42 +1,63 @@
-"""`LLM`: a checkpoint and its engine, with vLLM's names."""
+"""`LLM`: a checkpoint and its engines, with vLLM's names: loading, devices, caches, compilation, and the calls."""
 
 from __future__ import annotations
 
+import contextvars
+import itertools
 import logging
 import sys
 import time
 from collections import abc
-from collections.abc import Generator, Mapping
-from dataclasses import replace
-from functools import cached_property
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
-from verax import builtin, checkpoint, progress
-from verax._compat import enable_compilation_cache
-from verax.errors import CheckpointError, InvalidParameterError
+from verax import builtin, checkpoint, ops, progress
+from verax._compat import enable_compilation_cache, make_mesh
+from verax._optional import require_optional
+from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.loading import divide_model, load_causal_lm
 from verax.models import DTYPES, CausalLM, causal_lm, check_dtype
 from verax.models.causal_lm import check_causal_lm
 from verax.nn import pack_linear_weights, packed_copy
-from verax.text.engine.build import new_engines, placement_mesh, tensor_meshes, warm_up
+from verax.ops.division import TENSOR_AXIS
+from verax.text.engine.blocks import BlockManager
 from verax.text.engine.engine import Engine
-from verax.text.engine.engine_config import EngineConfig, EngineOptions
+from verax.text.engine.engine_config import EngineConfig
 from verax.text.engine.outputs import RequestOutput, SpeculationTotals
-from verax.text.engine.replicas import EngineGroup
+from verax.text.engine.replicas import ReplicaRouter
 from verax.text.engine.request import Message, Prompt, Request, RequestInput, batch_of
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.features.lora import LoRARequest
+from verax.text.engine.scheduler import Scheduler
+from verax.text.features.lora import AdaptedLayers, AdapterLoader, LoRARequest
+from verax.text.features.speculative import load_draft_model, new_speculator
 from verax.text.hosts import Group
-from verax.text.step.compiled_programs import check_supported, write_programs
+from verax.text.step.program import AbstractModel, CompiledPrograms, check_supported, compile_all, write_programs
+from verax.text.step.runner import DeviceAdapters, ModelRunner
+from verax.text.step.sizes import cache_memory, plan_sizes, state_bytes
 from verax.text.tokens.tokenizer import Tokenizer, eos_token_ids
 
-__all__ = ["DTYPES", "LLM"]
+__all__ = ["DTYPES", "LLM", "tensor_meshes"]
 
 _log = logging.getLogger("verax.text")
+
+NO_PREFIX_CACHE = (
+    "this model has recurrent layers: to continue a shared prefix they need the state that it left, which blocks "
+    "of keys and values do not hold"
+)
+
+NO_ROLLBACK = (
+    "this model has recurrent layers, whose state cannot go back to before a draft that did not hold; leave "
+    "speculative_config out"
+)
 
 
 class LLM:
@@ -57,7 +78,7 @@ class LLM:
         skip_tokenizer_init: bool = False,
         use_tqdm: bool = True,
         config: EngineConfig | None = None,
-        **options: Unpack[EngineOptions],
+        **options: Any,
     ):
         """Load a checkpoint, allocate the cache and compile every step.
 
@@ -91,7 +112,7 @@ class LLM:
             hosts.agree(_digests(opened, config))
         tokenizer = None if skip_tokenizer_init or config.node_rank > 0 else _tokenizer(opened)
         models = []
-        for mesh in map(placement_mesh, meshes):
+        for mesh in map(_placement_mesh, meshes):
             with progress.bar("loading weights", enabled=use_tqdm, count=False) as report:
                 model_of_mesh = load_causal_lm(
                     opened, dtype=dtype, quantization=quantization, mesh=mesh, progress=report
@@ -103,9 +124,8 @@ class LLM:
         self._generation_config = dict(opened.generation_config)
         ends = tokenizer.eos_token_ids if tokenizer else eos_token_ids(opened.config, opened.generation_config)
         heads = causal_lm(opened.config)[1].num_key_value_heads
-        self._start(
-            models, config, meshes, heads, hosts=hosts, tokenizer=tokenizer, eos_token_ids=ends, use_tqdm=use_tqdm
-        )
+        engines = _new_engines(models, config, meshes, heads, hosts, tokenizer, ends, use_tqdm)
+        self._start(engines, models[0], config, hosts, use_tqdm)
 
     @classmethod
     def from_module(
@@ -115,7 +135,7 @@ class LLM:
         tokenizer: Tokenizer | None = None,
         use_tqdm: bool = True,
         config: EngineConfig | None = None,
-        **options: Unpack[EngineOptions],
+        **options: Any,
     ) -> LLM:
         """An LLM of a model in memory. Without a tokenizer, prompts are token ids and texts are empty.
 
@@ -142,56 +162,36 @@ class LLM:
         meshes = tensor_meshes(config.tensor_parallel_size, config.data_parallel_size)
         models = [
             packed_copy(model, few_rows=True) if mesh is None else divide_model(model, mesh)
-            for mesh in map(placement_mesh, meshes)
+            for mesh in map(_placement_mesh, meshes)
         ]
         heads = model.config.num_key_value_heads
-        llm._start(models, config, meshes, heads, tokenizer=tokenizer, eos_token_ids=ends, use_tqdm=use_tqdm)
+        engines = _new_engines(models, config, meshes, heads, None, tokenizer, ends, use_tqdm)
+        llm._start(engines, models[0], config, None, use_tqdm)
         return llm
 
     def _start(
-        self,
-        models: list[CausalLM],
-        config: EngineConfig,
-        meshes: list[Mesh | None],
-        heads: int,
-        *,
-        hosts: Group | None = None,
-        tokenizer: Tokenizer | None,
-        eos_token_ids: frozenset[int],
-        use_tqdm: bool,
+        self, engines: list[Engine], model: CausalLM, config: EngineConfig, hosts: Group | None, use_tqdm: bool
     ) -> None:
-        """Allocate caches and compile every step, for a model on each mesh that has `heads` key/value heads itself."""
-        self._hosts = hosts
-        enable_compilation_cache()
         self.config = config
-        self.model_config = models[0].config
-        engines = new_engines(
-            models,
-            config,
-            meshes,
-            heads,
-            hosts=hosts,
-            tokenizer=tokenizer,
-            eos_token_ids=eos_token_ids,
-            use_tqdm=use_tqdm,
-        )
-        self._group = EngineGroup(engines)
-        self.compile_seconds = warm_up(self.engines, use_tqdm=use_tqdm)
+        self.model_config = model.config
+        self._hosts = hosts
+        self._use(engines)
+        self.compile_seconds = _compile_all(engines, use_tqdm)
 
-    @property
-    def engines(self) -> abc.Sequence[Engine]:
-        """The engine of each replica."""
-        return self._group.engines
+    def _use(self, engines: abc.Sequence[Engine]) -> None:
+        self.engines = tuple(engines)
+        """The engine of each replica. Their devices work at the same time: a step is dispatched before it is read."""
+        self.max_num_seqs = sum(engine.scheduler.max_num_seqs for engine in engines)
+        """Most sequences that run at once, on all replicas."""
+        self.max_model_len = engines[0].max_model_len
+        """Longest sequence that is served, in tokens."""
+        self._router = ReplicaRouter(engines, block_size=engines[0].prefix_block_size)
+        self._names = itertools.count()
 
     @property
     def engine(self) -> Engine:
         """The engine of the first replica."""
         return self.engines[0]
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Most sequences that run at once, on all replicas."""
-        return sum(engine.scheduler.max_num_seqs for engine in self.engines)
 
     def write_programs(self, folder: str | Path) -> list[Path]:
         """Write the compiled programs into a folder for `programs` of a later start; their files.
@@ -221,11 +221,6 @@ class LLM:
             raise InvalidParameterError("node_rank: rank 0 leads; hosts with a larger node_rank follow")
         for dispatch in hosts.dispatches():
             self.engine.repeat(dispatch)
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest sequence that this engine serves, in tokens."""
-        return self.engine.max_model_len
 
     @property
     def kv_cache(self) -> str:
@@ -316,7 +311,7 @@ class LLM:
         if inputs.is_chat and template_options:
             text = self.engine.render(inputs.prompt, **template_options)
             inputs = replace(inputs, prompt=text, add_special_tokens=False)
-        return self._pieces(self._group.prepare(inputs))
+        return self._pieces(self._prepare(inputs))
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -325,7 +320,7 @@ class LLM:
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: Tokenizer | None) -> None:
-        for engine in self._group.engines:
+        for engine in self.engines:
             engine.tokenizer = tokenizer
 
     def render(self, messages: abc.Sequence[Message], **template_options: Any) -> str:
@@ -347,24 +342,50 @@ class LLM:
         these tokens itself. Its outputs contain them; only new tokens have log-probabilities.
         """
         params = sampling_params or self.default_sampling_params()
-        request = self._group.prepare(
+        request = self._prepare(
             RequestInput(prompt, params, request_id, output_token_ids=output_token_ids, lora_request=lora_request)
         )
-        self._group.add(request)
+        self._add(request)
         return request.request_id
 
     def step(self) -> list[RequestOutput]:
         """Run one engine step; outputs of the requests that got a token, or ended."""
-        return self._group.step()
+        return [output for engine in self._busy() for output in engine.step()]
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Stop a request; its output so far, or None if there is no such request."""
-        return self._group.abort(request_id)
+        engine = self._engine_of(request_id)
+        return None if engine is None else engine.abort(request_id)
 
     @property
     def has_unfinished_requests(self) -> bool:
         """True if `step` has anything to do."""
-        return self._group.has_unfinished_requests
+        return bool(self._busy())
+
+    def _busy(self) -> list[Engine]:
+        return [engine for engine in self.engines if engine.has_unfinished_requests]
+
+    def _engine_of(self, request_id: str) -> Engine | None:
+        return next((engine for engine in self.engines if request_id in engine), None)
+
+    def _prepare(self, inputs: RequestInput) -> Request:
+        """Make a request, with an id that no unfinished one has."""
+        request_id = inputs.request_id
+        if request_id is None:
+            request_id = next(name for i in self._names if self._engine_of(name := f"request-{i}") is None)
+        elif self._engine_of(request_id) is not None:
+            raise InvalidParameterError(f"request_id: {request_id!r} is in use by an unfinished request")
+        return self.engine.prepare(inputs, request_id)
+
+    def _add(self, request: Request) -> Engine:
+        """Queue a prepared request at one of the engines, which is returned."""
+        engine = self._router.choose(request.prompt_token_ids, request.adapter_id)
+        engine.add(request)
+        return engine
+
+    def _advance(self) -> list[Request]:
+        """`step` without building outputs: the requests that got tokens. Finished ones stay until `pop_output`."""
+        return [request for engine in self._busy() for request in engine.advance()]
 
     def _run(
         self,
@@ -385,18 +406,16 @@ class LLM:
                 strict=True,
             )
         ]
-        requests = [self._group.prepare(item) for item in inputs]
+        requests = [self._prepare(item) for item in inputs]
         done: dict[Request, RequestOutput] = {}
         tokens, begin = 0, time.perf_counter()
         try:
-            for request in requests:
-                self._group.add(request)
-            ours = set(requests)
+            engine_of = {request: self._add(request) for request in requests}
             with progress.bar("generating", enabled=use_tqdm) as report:
                 while len(done) < n:
-                    for request in self._group.advance():
-                        if request.finished and request in ours:
-                            output = done[request] = self._group.pop_output(request)
+                    for request in self._advance():
+                        if request.finished and request in engine_of:
+                            output = done[request] = engine_of[request].pop_output(request)
                             if request.error is not None:
                                 raise request.error
                             tokens += sum(len(sample.token_ids) for sample in output.outputs)
@@ -405,7 +424,7 @@ class LLM:
         finally:  # an error or an interrupt leaves nothing of this call in the engines
             for request in requests:
                 if request not in done:
-                    self._group.abort(request.request_id)
+                    self.abort(request.request_id)
         if self.spec_decode is not None:
             _log.info("speculative decoding: %s since the start", self.spec_decode)
         return [done[request] for request in requests]
@@ -413,22 +432,22 @@ class LLM:
     def _pieces(self, request: Request) -> Generator[str, None, RequestOutput]:
         """Run a prepared request. It is queued here: a generator that never began leaves nothing in the engine."""
         finalizing = sys.is_finalizing  # when the interpreter ends, globals may be gone before a generator is
-        self._group.add(request)
+        engine = self._add(request)
         shown = request.sequences[0].detokenizer
         assert shown is not None
         try:
             while not request.finished:
-                self._group.advance()
+                self._advance()
                 if piece := shown.delta():
                     yield piece
             if piece := shown.finish():
                 yield piece
             if request.error is not None:
                 raise request.error
-            return self._group.pop_output(request)
+            return engine.pop_output(request)
         finally:
             if not finalizing():
-                self._group.abort(request.request_id)
+                self.abort(request.request_id)
 
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:
@@ -454,3 +473,181 @@ def _tokenizer(opened: checkpoint.Checkpoint) -> Tokenizer:
         return Tokenizer.from_checkpoint(opened)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; skip_tokenizer_init=True serves token ids without a tokenizer") from error
+
+
+def tensor_meshes(size: int, replicas: int = 1, hosts: int = 1) -> list[Mesh | None]:
+    """The first devices in groups, each a mesh whose axis divides a model; None if JAX has one device only.
+
+    One of several devices is a mesh too: programs over it run the implementations for a single device.
+
+    Args:
+        size: devices of a group.
+        replicas: number of groups; 1 if there are several hosts.
+        hosts: number of hosts, each of which has as many of the devices.
+
+    Raises:
+        InvalidParameterError: if there are fewer devices.
+    """
+    devices, per_host = jax.local_devices(), size // hosts
+    needed = per_host * replicas
+    if needed > len(devices):
+        platform, count = devices[0].platform, len(devices)
+        wanted = f"tensor_parallel_size: {size} needs {needed} devices"
+        if hosts > 1:
+            wanted += f" on each of {hosts} hosts"
+        if replicas > 1:
+            wanted = f"data_parallel_size: {replicas} replicas of tensor_parallel_size {size} need {needed} devices"
+        raise InvalidParameterError(
+            f"{wanted}, and JAX has {count} of platform {platform}; to try it on virtual devices of a CPU, start with "
+            f"JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={needed} in the environment"
+        )
+    if hosts > 1:
+        devices = [device for rank in range(hosts) for device in jax.local_devices(process_index=rank)[:per_host]]
+        return [make_mesh((size,), (TENSOR_AXIS,), devices)]
+    if len(devices) == 1:
+        return [None]
+    return [make_mesh((size,), (TENSOR_AXIS,), devices[i : i + size]) for i in range(0, needed, size)]
+
+
+def _placement_mesh(mesh: Mesh | None) -> Mesh | None:
+    """The mesh that weights are placed on; None for JAX's default device alone, which needs none."""
+    alone = mesh is not None and mesh.size == 1 and mesh.devices.flat[0] == jax.local_devices()[0]
+    return None if alone else mesh
+
+
+def _new_engines(
+    models: abc.Sequence[CausalLM],
+    config: EngineConfig,
+    meshes: abc.Sequence[Mesh | None],
+    num_key_value_heads: int,  # of the checkpoint; a divided model repeats them
+    hosts: Group | None,
+    tokenizer: Tokenizer | None,
+    eos_token_ids: frozenset[int],
+    use_tqdm: bool,
+) -> list[Engine]:
+    """Engines of equal models, one on each mesh, with caches. Nothing is compiled yet.
+
+    Raises:
+        InvalidParameterError: for options that this model cannot have, or a size that makes no sense.
+        UnsupportedModelError: for speculative decoding with a model that cannot go back.
+    """
+    enable_compilation_cache()
+    model = models[0]
+    recurrent = state_bytes(model.config) > 0
+    if recurrent and config.enable_prefix_caching:
+        raise InvalidParameterError(f"enable_prefix_caching: {NO_PREFIX_CACHE}")
+    if recurrent:
+        _log.info("prefix caching is off: %s", NO_PREFIX_CACHE)
+    if recurrent and config.speculation is not None:
+        raise UnsupportedModelError(f"speculative_config: {NO_ROLLBACK}")
+    if config.structured_outputs:
+        require_optional("llguidance")  # missing it shows now, not at the first request
+    drafts: list[CausalLM | None] = [None] * len(models)
+    if (speculation := config.speculation) is not None and speculation.model is not None:
+        drafts = [
+            load_draft_model(speculation, model, tokenizer, mesh=_placement_mesh(mesh), use_tqdm=use_tqdm)
+            for model, mesh in zip(models, meshes, strict=True)
+        ]
+    # Before the caches take what is free.
+    adapters: list[DeviceAdapters | None] = [None] * len(models)
+    loader = None
+    if config.enable_lora:
+        abstract = AbstractModel.from_module(model)
+        layers = AdaptedLayers.of(
+            abstract.build,
+            abstract.weights,
+            max_loras=config.max_loras,
+            max_rank=config.max_lora_rank,
+            repeats=model.config.num_key_value_heads // num_key_value_heads,
+            devices=config.tensor_parallel_size,
+        )
+        adapters = [DeviceAdapters(layers, mesh, hosts) for mesh in meshes]
+        loader = AdapterLoader(layers, config.max_cpu_loras or config.max_loras)
+    if hosts is not None and config.kv_cache_memory is None:
+        own = cache_memory(config.tensor_parallel_size // config.nnodes)
+        config = replace(config, kv_cache_memory=min(hosts.exchange(own)))
+    sizes = plan_sizes(model.config, model.dtype, config, draft=None if drafts[0] is None else drafts[0].config)
+    compiled = None
+    if config.programs is not None:
+        compiled = CompiledPrograms.open(config.programs)
+        sizes = compiled.sizes_for(sizes, config)
+    if hosts is not None:
+        draft_config = None if drafts[0] is None else drafts[0].config
+        target = ops.target().device_kind
+        hosts.agree({"model": model.config, "draft model": draft_config, "target": target, **asdict(sizes)})
+    caching = not recurrent if config.enable_prefix_caching is None else config.enable_prefix_caching
+    seeds = np.random.default_rng(config.seed)
+    engines = []
+    for model, mesh, draft, slots in zip(models, meshes, drafts, adapters, strict=True):
+        runner = ModelRunner(
+            model,
+            sizes,
+            eos_token_ids=sorted(eos_token_ids),
+            adapters=slots,
+            mesh=mesh,
+            compiled=compiled,
+            group=hosts,
+        )
+        blocks = BlockManager(
+            [group.num_blocks for group in sizes.groups],
+            sizes.block_size,
+            windows=[group.window for group in sizes.groups],
+            enable_prefix_caching=caching,
+        )
+        scheduler = Scheduler(
+            blocks,
+            max_num_seqs=sizes.max_num_seqs,
+            max_num_batched_tokens=sizes.max_num_batched_tokens,
+            max_loras=config.max_loras,
+            prompt_sizes=sizes.prompt_sizes,
+        )
+        engines.append(
+            Engine(
+                runner,
+                scheduler,
+                tokenizer=tokenizer,
+                seed=seeds,
+                speculator=None if config.speculation is None else new_speculator(config.speculation, runner, draft),
+                adapters=loader,
+            )
+        )
+    return engines
+
+
+def _compile_all(engines: abc.Sequence[Engine], use_tqdm: bool) -> float:
+    """Compile every step of the engines; seconds taken.
+
+    The first compiles alone: where JAX's cache does not distinguish devices, as on GPUs, the others find its programs
+    there. They begin at the same time, so that a host with many cores compiles for all of them at once.
+    """
+    begin = time.perf_counter()
+    compiled = [0] * len(engines)
+    with progress.bar("compiling steps", enabled=use_tqdm) as report:
+
+        def show(replica: int, count: int, programs: int) -> None:
+            compiled[replica] = count
+            report(sum(compiled), programs * len(engines))
+
+        _warm_up(engines[0], partial(show, 0))
+        with ThreadPoolExecutor(max(1, len(engines) - 1), "verax-compile") as pool:
+            # Each in a copy of this context, which has the choices of `use_implementations` and `use_target`.
+            others = [
+                pool.submit(contextvars.copy_context().run, _warm_up, engine, partial(show, i))
+                for i, engine in enumerate(engines[1:], start=1)
+            ]
+            for other in others:
+                other.result()
+    return time.perf_counter() - begin
+
+
+@ops.use_earlier_programs()
+def _warm_up(engine: Engine, report: Callable[[int, int], None]) -> None:
+    runner, draft_model = engine.runner, None if engine.speculator is None else engine.speculator.draft_model
+    compile_all([*runner.uncompiled(), *(() if draft_model is None else draft_model.uncompiled())], report)
+    if runner.group is not None:
+        runner.group.exchange(None)  # a collective gives up on a device that still compiles
+        if not runner.group.leads:
+            return  # a follower repeats what rank 0 runs
+    runner.warm_up()
+    if draft_model is not None:
+        draft_model.warm_up()

@@ -41,14 +41,9 @@ class SpeculationTotals:
     @classmethod
     def sum(cls, totals: Iterable[SpeculationTotals]) -> SpeculationTotals:
         """The totals of several engines together."""
-        totals = list(totals)
-        places = itertools.zip_longest(*(of.num_accepted_tokens_per_pos for of in totals), fillvalue=0)
-        return cls(
-            sum(of.num_drafts for of in totals),
-            sum(of.num_draft_tokens for of in totals),
-            sum(of.num_accepted_tokens for of in totals),
-            [sum(place) for place in places],
-        )
+        drafts, drafted, accepted, places = zip(*map(dataclasses.astuple, totals), strict=True)
+        per_place = [sum(place) for place in itertools.zip_longest(*places, fillvalue=0)]
+        return cls(sum(drafts), sum(drafted), sum(accepted), per_place)
 
     def __str__(self) -> str:
         return f"{self.num_accepted_tokens} of {self.num_draft_tokens} drafts held ({self.acceptance_rate:.0%})"
@@ -58,37 +53,31 @@ class SpeculationTotals:
 class EngineStats:
     """State of an engine, and its totals since it started. `n` samples of a request count as `n` requests."""
 
-    num_requests_running: int
-    num_requests_waiting: int
-    kv_cache_usage: float
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    kv_cache_usage: float = 0.0
     """Share of the cache's blocks that running requests own, 0 to 1; with sliding windows, in the fullest group."""
-    prefix_cache_queries: int
+    prefix_cache_queries: int = 0
     """Tokens that were looked up in the prefix cache."""
-    prefix_cache_hits: int
+    prefix_cache_hits: int = 0
     """Tokens that were found in it."""
-    num_preemptions: int
-    prompt_tokens: int
+    num_preemptions: int = 0
+    prompt_tokens: int = 0
     """Prompt tokens of the requests that got a first token."""
-    generation_tokens: int
+    generation_tokens: int = 0
     """Answer tokens that were sampled."""
     spec_decode: SpeculationTotals | None = None
     """Totals of speculative decoding; None without it."""
 
     @classmethod
     def sum(cls, stats: Iterable[EngineStats]) -> EngineStats:
-        """The figures of several equal engines together."""
+        """The figures of several equal engines together; the usage of their caches is the mean."""
         stats = list(stats)
-        counts = {
-            field.name: sum(getattr(of, field.name) for of in stats)
-            for field in fields(cls)
-            if field.name not in ("kv_cache_usage", "spec_decode")
-        }
-        drafts = [of.spec_decode for of in stats if of.spec_decode is not None]
-        return cls(
-            kv_cache_usage=sum(of.kv_cache_usage for of in stats) / len(stats),
-            spec_decode=SpeculationTotals.sum(drafts) if drafts else None,
-            **counts,
-        )
+        names = [field.name for field in fields(cls) if field.name != "spec_decode"]
+        sums: dict[str, Any] = {name: sum(getattr(engine, name) for engine in stats) for name in names}
+        sums["kv_cache_usage"] /= max(1, len(stats))
+        drafts = [engine.spec_decode for engine in stats if engine.spec_decode is not None]
+        return cls(**sums, spec_decode=SpeculationTotals.sum(drafts) if drafts else None)
 
 
 @dataclass(frozen=True)
@@ -142,8 +131,8 @@ class RequestMetrics:
     """Times of a request in seconds, on the clock of `time.perf_counter`, and its drafts."""
 
     arrival_time: float
-    first_token_time: float | None
-    finished_time: float | None
+    first_token_time: float | None = None
+    finished_time: float | None = None
     first_scheduled_time: float | None = None
     """Time of the first step that computed a part of the prompt."""
     num_draft_tokens: int = 0

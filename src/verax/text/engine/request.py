@@ -11,7 +11,7 @@ import enum
 import time
 from collections import abc
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verax.errors import InvalidParameterError, VeraxError
@@ -107,11 +107,6 @@ class RequestInput:
         """True for the messages of a conversation."""
         return isinstance(self.prompt, tuple) and bool(self.prompt) and isinstance(self.prompt[0], Mapping)
 
-    @property
-    def num_known_tokens(self) -> int:
-        """Tokens of a prompt of token ids; 0 for a text or a conversation, which the tokenizer has yet to count."""
-        return 0 if self.is_text or self.is_chat else len(self.prompt)
-
 
 class SequenceState(enum.Enum):
     """State of a sequence: `WAITING` owns no blocks and no slot, `RUNNING` owns both, `FINISHED` gave them back."""
@@ -203,7 +198,8 @@ class Request:
     params: SamplingParams
     max_tokens: int
     """Tokens that each sequence may get: the parameter, cut to what the context holds."""
-    arrival_time: float
+    metrics: RequestMetrics
+    """Its times and drafts so far."""
     stream: bool = False
     """True if the text is decoded token by token, to be shown as it grows."""
     grammar: Grammar | None = None
@@ -212,14 +208,7 @@ class Request:
     """Answer so far of each sample, with which it begins; empty for none."""
     sequences: list[Sequence] = field(default_factory=list)
     num_cached_tokens: int | None = None
-    num_draft_tokens: int = 0
-    """Tokens that were drafted for it (speculative decoding)."""
-    num_accepted_tokens: int = 0
-    """Drafts that held."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    first_scheduled_time: float | None = None
-    first_token_time: float | None = None
-    finished_time: float | None = None
     error: VeraxError | None = None
     """Failure that ended the request, if one did."""
 
@@ -236,14 +225,6 @@ class Request:
                 return False
         return True
 
-    @property
-    def metrics(self) -> RequestMetrics:
-        """Times and drafts of the request so far."""
-        return RequestMetrics(
-            self.arrival_time,
-            self.first_token_time,
-            self.finished_time,
-            first_scheduled_time=self.first_scheduled_time,
-            num_draft_tokens=self.num_draft_tokens,
-            num_accepted_tokens=self.num_accepted_tokens,
-        )
+    def note(self, **metrics: Any) -> None:
+        """Replace some of its metrics. What an output has of them does not change."""
+        self.metrics = replace(self.metrics, **metrics)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 from verax.errors import CheckpointError, InvalidParameterError
@@ -41,7 +42,7 @@ class SamplingParams(SamplingFields):
     def __reduce__(self) -> tuple[Any, ...]:
         # A read-only mapping cannot be pickled or copied.
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return _rebuild, ({**values, "logit_bias": dict(self.logit_bias or {})},)
+        return partial(SamplingParams, **{**values, "logit_bias": dict(self.logit_bias or {})}), ()
 
     @property
     def form(self) -> StructuredOutputs | None:
@@ -65,7 +66,3 @@ class SamplingParams(SamplingFields):
             return cls(**values)
         except InvalidParameterError as error:
             raise CheckpointError(f"{where}: {error}") from error
-
-
-def _rebuild(values: dict[str, Any]) -> SamplingParams:
-    return SamplingParams(**values)

@@ -59,11 +59,6 @@ class Schedule:
         return sum(chunk.count for chunk in self.chunks)
 
     @property
-    def verifies(self) -> bool:
-        """True if some of the tokens are drafts, or were to be."""
-        return self.verify_tokens > 0
-
-    @property
     def only_decodes(self) -> bool:
         """True if each chunk is a sequence's newest token, and no prompt is scored."""
         return all(
@@ -245,7 +240,7 @@ class Scheduler:
             if sequence.request.num_cached_tokens is None:
                 # A request that began with an answer so far may find its tokens too.
                 sequence.request.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
-                sequence.request.first_scheduled_time = time.perf_counter()
+                sequence.request.note(first_scheduled_time=time.perf_counter())
             budget -= self._plan(plan, sequence, min(sequence.num_to_compute, budget))
 
     def _plan(self, plan: Schedule, sequence: Sequence, count: int) -> int:

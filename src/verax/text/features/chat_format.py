@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from verax.errors import InvalidParameterError
 from verax.text.features.tool_calls import (
-    CallReader,
     CallSink,
     Delta,
     Function,
+    GrowingText,
     JsonCallReader,
-    Outcome,
     XmlCallReader,
-    find_tag,
     function_tag,
     read_functions,
 )
@@ -59,6 +57,8 @@ ReasoningState = Literal["none", "open", "inside", "over"]
 - inside: the prompt ends inside of the reasoning;
 - over: the prompt has closed it.
 """
+
+CallReader = JsonCallReader | XmlCallReader
 
 _LLAMA = re.compile(r'\{"name":.*"parameters":', re.DOTALL)
 
@@ -151,123 +151,77 @@ class AnswerParser:
         """
         self._new_reader = reader
         self._call_tags = tuple(call_tags)
-        self._prompt_state = reasoning
-        self._pending = ""
-        self._in_reasoning = False
+        self._source = GrowingText()
         self._calls = CallSink()
+        self._in_reasoning = False
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._has_content = False
         self._space = ""
         """White space after a tag: dropped unless it stands between two pieces of content."""
         self._after_tag = False
-        self._raw: list[str] = []
-        """Text of what may be a call, to be given back if it is not."""
-        self._reader: CallReader | None = None
-        self._step = self._begin if reasoning in ("open", "inside") else self._begin_content()
+        self._steps = self._parse(reasoning)
 
     def feed(self, text: str) -> Delta:
         """Take a further piece of the answer; the delta of what is certain now."""
-        self._pending += text
-        return self._run(final=False)
-
-    def finish(self) -> Delta:
-        """End the answer; the delta of the rest."""
-        return self._run(final=True)
-
-    def _run(self, final: bool) -> Delta:
-        while self._step(final):
-            pass
+        self._source.append(text)
+        next(self._steps, None)
         delta = Delta("".join(self._content), "".join(self._reasoning), self._calls.take())
         self._content, self._reasoning = [], []
         return delta
 
-    def _begin(self, final: bool) -> bool:
-        """The reasoning's tag, which a model may write though the prompt has it already."""
-        rest = self._pending.lstrip()
-        if not final and rest != OPEN_REASONING and OPEN_REASONING.startswith(rest):
-            return False
-        opened = rest.startswith(OPEN_REASONING)
-        if opened or self._prompt_state == "inside":
-            self._pending = rest.removeprefix(OPEN_REASONING)
-            self._in_reasoning = self._after_tag = True
-            self._step = self._text
-        else:
-            self._step = self._begin_content()
-        return True
+    def finish(self) -> Delta:
+        """End the answer; the delta of the rest."""
+        self._source.final = True
+        return self.feed("")
 
-    def _begin_content(self) -> Callable[[bool], bool]:
-        """Step that the content begins with."""
-        return self._text if self._new_reader is None or self._call_tags else self._begin_json
-
-    def _begin_json(self, final: bool) -> bool:
-        """A call without tags, at the beginning of the content or after another one."""
-        rest = self._pending.lstrip("; \t\r\n" if self._calls.count else " \t\r\n")
-        if not final and rest != PYTHON_TAG and PYTHON_TAG.startswith(rest):
-            return False
-        tagged = rest.removeprefix(PYTHON_TAG).lstrip()
-        if not final and not tagged:
-            return False
-        if tagged.startswith("{"):
-            self._begin_call(self._pending[: -len(tagged)], "", tagged)
-        else:
-            self._pending = rest if self._calls.count and not rest else self._pending
-            self._stop_calls()
-        return True
-
-    def _stop_calls(self) -> None:
-        """From now on everything is content."""
-        self._new_reader = None
-        self._step = self._text
-
-    def _text(self, final: bool) -> bool:
-        """Reasoning or content, up to the next tag."""
-        tags = (*((CLOSE_REASONING,) if self._in_reasoning else ()), *self._call_tags)
-        if not tags:
-            self._emit(self._pending)
-            self._pending = ""
-            return False
-        at, tag = find_tag(self._pending, tags, final=final)
-        before = self._pending[:at]
-        kept = before if final and tag is None else before.rstrip()
-        self._emit(kept)
-        if tag is None:
-            self._pending = self._pending[len(kept) :]
-            return False
-        rest = self._pending[at + len(tag) :]
-        if tag == CLOSE_REASONING:
-            self._pending = rest
-            self._pass_tag()
-            self._step = self._begin_content()
-        else:
-            self._begin_call(before[len(kept) :] + tag, tag, rest)
-        return True
-
-    def _begin_call(self, raw: str, tag: str, rest: str) -> None:
-        assert self._new_reader is not None
-        self._raw = [raw]
-        self._pending = rest
-        self._reader = self._new_reader(tag)
-        self._step = self._call
-
-    def _call(self, final: bool) -> bool:
-        assert self._reader is not None
-        read, outcome = self._reader.read(self._pending, self._calls, final=final)
-        if not self._reader.committed:
-            self._raw.append(self._pending[:read])
-        self._pending = self._pending[read:]
-        if outcome is Outcome.OPEN:
-            return False
-        if outcome is Outcome.REFUSED:
-            self._emit("".join(self._raw))
-            if self._call_tags:
-                self._step = self._text
+    def _parse(self, reasoning: ReasoningState) -> Generator[None, None, None]:
+        """Read the whole answer; yields where more of it is needed."""
+        if reasoning in ("open", "inside"):
+            # A model may write the tag though the prompt has it already.
+            opened = yield from self._source.expect((OPEN_REASONING,))
+            if opened or reasoning == "inside":
+                self._in_reasoning = self._after_tag = True
+        untagged = self._new_reader is not None and not self._call_tags
+        while True:
+            if untagged and not self._in_reasoning:
+                yield from self._untagged_calls()
+                untagged = False
+            tags = (*((CLOSE_REASONING,) if self._in_reasoning else ()), *self._call_tags)
+            tag = yield from self._source.up_to(tags, self._emit)
+            if tag is None:
+                return
+            if tag == CLOSE_REASONING:
+                self._pass_tag()
             else:
-                self._stop_calls()
-            return True
-        self._pass_tag()
-        self._step = self._begin_content()
-        return True
+                yield from self._call(tag)
+
+    def _untagged_calls(self) -> Generator[None, None, None]:
+        """Calls at the beginning of the content, one after the other."""
+        source, is_call = self._source, True
+        while is_call:
+            while True:
+                rest = source.text[source.at :].lstrip("; \t\r\n" if self._calls.count else " \t\r\n")
+                begun = rest.removeprefix(PYTHON_TAG).lstrip()
+                if source.final or (begun and not PYTHON_TAG.startswith(rest)):
+                    break
+                yield
+            if not begun.startswith("{"):
+                source.at = len(source.text) if self._calls.count and not rest else source.at
+                return
+            source.mark, source.at = source.at, len(source.text) - len(begun)
+            is_call = yield from self._call("")
+
+    def _call(self, tag: str) -> Generator[None, None, bool]:
+        """Read a call after its tag; emit its text if it is not one."""
+        assert self._new_reader is not None
+        is_call = yield from self._new_reader(tag).read(self._source, self._calls)
+        if is_call:
+            self._pass_tag()
+        else:
+            self._emit(self._source.text[self._source.mark : self._source.at])
+        self._source.mark = None
+        return is_call
 
     def _pass_tag(self) -> None:
         """Continue with content after a tag."""
@@ -448,7 +402,7 @@ class _Lark:
         values = schema.get("enum")
         if types == {"string"} and values:
             return f"({' | '.join(_literal(value) for value in values)}) {_literal(_END_VALUE)}"
-        if not types or "string" in types:
+        if "string" in types:
             self._rules["value[lazy]"] = r"/(.|\n)*\n<\/parameter>\n/"
             return "value"
         definitions = {key: function.schema[key] for key in ("$defs", "definitions") if key in function.schema}

@@ -18,6 +18,7 @@ from jaxtyping import Int
 
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError, StructuredOutputError
+from verax.text.features.gbnf import is_gbnf, lark_of_gbnf
 from verax.text.features.structured_outputs import StructuredOutputs
 from verax.text.tokens.tokenizer import Tokenizer
 
@@ -38,13 +39,14 @@ MAX_COMPILED = 64
 _LIMITS = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 50_000,
-    "step_max_items": 5_000,
+    "step_max_items": 20_000,
     "max_lexer_states": 50_000,
     "verbose_errors": False,
 }
 """Work that llguidance may spend on a grammar, and on the lexer and the parser in a step: amounts and never a time, so
 that a slow machine gives the answers of a fast one. A state takes 1 to 2 KB. JSON schemas have some hundred items in a
-step; an ambiguous grammar has more in each, and ends after some hundred tokens."""
+step, and grammars of characters some thousand for tokens of a hundred spaces. An ambiguous grammar has more in each
+step, and ends after some hundred tokens."""
 
 _JSON_OPTIONS = {"whitespace_flexible": False, "coerce_one_of": True}
 """No free whitespace, of which a model could write without end; `oneOf` is read as `anyOf`."""
@@ -233,7 +235,7 @@ def _compile(wanted: StructuredOutputs, vocabulary: Any, vocab_size: int) -> Any
     try:
         limits = library.LLParserLimits(**_LIMITS)
         matcher = library.LLMatcher(vocabulary, _source(wanted), log_level=0, limits=limits)
-    except BaseException as error:  # the converter of GBNF raises errors of its own, and the library may panic
+    except BaseException as error:  # GBNF that is not valid, or a panic of the library
         raise _refused(wanted, str(error)) from error
     # The first mask is the slowest by far: the automaton of the tokens is built with it.
     mask = np.zeros(mask_width(vocab_size), np.int32)
@@ -258,7 +260,8 @@ def _source(wanted: StructuredOutputs) -> str:
     if wanted.choice is not None:
         return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in wanted.choice))
     if wanted.grammar is not None:
-        return matcher.grammar_from_lark(require_optional("llguidance.gbnf_to_lark").any_to_lark(wanted.grammar))
+        lark = lark_of_gbnf(wanted.grammar) if is_gbnf(wanted.grammar) else wanted.grammar
+        return matcher.grammar_from_lark(lark)
     schema = wanted.json if wanted.json is not None else '{"type": "object"}'
     return matcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
 

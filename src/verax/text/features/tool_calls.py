@@ -2,6 +2,9 @@
 
 JSON objects are the calls of Hermes and Qwen (`{"name": ..., "arguments": {...}}`) and of Llama 3 (`parameters`).
 Qwen3-Coder and Qwen3.5 write `<function=name>` with a `<parameter=key>` for each argument.
+
+A reader is a generator: it yields where it needs more text, and returns whether the text is a call. It decides that
+once. Until then the text is held back, to be given back; from then on the call stands, and its arguments stream.
 """
 
 from __future__ import annotations
@@ -9,28 +12,24 @@ from __future__ import annotations
 import json
 import math
 import re
-import string
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 from verax.errors import InvalidParameterError
+from verax.text.tokens.lenient_json import JsonScanner, as_json
 
 __all__ = [
-    "CallReader",
     "CallSink",
     "Delta",
     "Function",
+    "GrowingText",
     "JsonCallReader",
-    "JsonScanner",
-    "Outcome",
     "ToolCall",
     "ToolCallDelta",
     "WholeAnswer",
     "XmlCallReader",
-    "find_tag",
     "function_tag",
     "join",
     "read_functions",
@@ -44,7 +43,7 @@ class ToolCall:
     id: str
     name: str
     arguments: str
-    """JSON text of the arguments, as the model wrote it. Cut short if the answer was, and not checked by a schema."""
+    """JSON text of the arguments. Cut short if the answer was, and not checked by a schema."""
 
 
 @dataclass(frozen=True)
@@ -83,41 +82,23 @@ class WholeAnswer:
 
 def join(deltas: Iterable[Delta]) -> WholeAnswer:
     """The whole answer that deltas make together."""
-    content: list[str] = []
-    reasoning: list[str] = []
-    calls: dict[int, tuple[str, str, list[str]]] = {}
+    deltas = list(deltas)
+    calls: dict[int, list[ToolCallDelta]] = {}
     for delta in deltas:
-        content.append(delta.content)
-        reasoning.append(delta.reasoning)
         for part in delta.tool_calls:
-            _, _, arguments = calls.setdefault(part.index, (part.id or "", part.name or "", []))
-            arguments.append(part.arguments)
-    joined = (ToolCall(key, name, "".join(parts)) for key, name, parts in calls.values())
-    return WholeAnswer("".join(content), "".join(reasoning), tuple(joined))
-
-
-def find_tag(text: str, tags: Sequence[str], *, final: bool = False) -> tuple[int, str | None]:
-    """Position of the first tag, and the tag. All tags begin with `<`.
-
-    If the text ends with what may become a tag, its position comes without a tag. Without either it is the text's
-    length. With `final` the text is complete, so that only whole tags count.
-    """
-    at = text.find("<")
-    while at >= 0:
-        for tag in tags:
-            if text.startswith(tag, at):
-                return at, tag
-        if not final and any(tag.startswith(text[at : at + len(tag)]) for tag in tags):
-            return at, None
-        at = text.find("<", at + 1)
-    return len(text), None
+            calls.setdefault(part.index, []).append(part)
+    joined = (
+        ToolCall(parts[0].id or "", parts[0].name or "", "".join(part.arguments for part in parts))
+        for parts in calls.values()
+    )
+    content, reasoning = ("".join(getattr(delta, name) for delta in deltas) for name in ("content", "reasoning"))
+    return WholeAnswer(content, reasoning, tuple(joined))
 
 
 _MAX_REFERENCES = 16
 """References that are followed from one to the next: they may lead in a circle."""
 
-_JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
-"""JSON Schema's name for the type of a value."""
+_ANY_TYPE = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 
 
 @dataclass(frozen=True)
@@ -136,9 +117,11 @@ class Function:
         properties = self.schema.get("properties")
         return properties if isinstance(properties, Mapping) else {}
 
-    def types(self, parameter: str) -> set[str]:
-        """JSON Schema's names of the types that a parameter can have; empty if its schema does not say."""
-        return _types(self.parameters.get(parameter), self.schema, _MAX_REFERENCES)
+    def types(self, parameter: str) -> frozenset[str]:
+        """JSON Schema's names of the types that a parameter can have; a text if the schema does not know it."""
+        if parameter not in self.parameters:
+            return frozenset({"string"})
+        return _types(self.parameters[parameter], self.schema, _MAX_REFERENCES)
 
 
 def read_functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Function]:
@@ -165,24 +148,22 @@ def read_functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Funct
     return functions
 
 
-def _types(schema: Any, root: Mapping[str, Any], references: int) -> set[str]:
+def _types(schema: Any, root: Mapping[str, Any], references: int) -> frozenset[str]:
+    """Types that a schema allows; all where it does not say."""
     if not isinstance(schema, Mapping) or references == 0:
-        return set()
+        return _ANY_TYPE
     given = schema.get("type")
-    if isinstance(given, str):
-        return {given}
-    if isinstance(given, (list, tuple)):
-        return {name for name in given if isinstance(name, str)}
+    if isinstance(given, (str, list, tuple)):
+        return frozenset([given] if isinstance(given, str) else given) & _ANY_TYPE
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, (list, tuple)):
-        return {_JSON_TYPES.get(type(value), "object") for value in values}
-    if isinstance(schema.get("$ref"), str):
-        return _types(_referenced(schema["$ref"], root), root, references - 1)
-    types: set[str] = set()
-    for key in ("anyOf", "oneOf", "allOf"):
+        return frozenset().union(*(_types_of(json.dumps(value)) or {"string"} for value in values))
+    reference = schema.get("$ref")
+    types = _types(_referenced(reference, root), root, references - 1) if isinstance(reference, str) else _ANY_TYPE
+    for key, combined in (("anyOf", frozenset.union), ("oneOf", frozenset.union), ("allOf", frozenset.intersection)):
         members = schema.get(key)
-        for member in members if isinstance(members, (list, tuple)) else ():
-            types |= _types(member, root, references - 1)
+        if isinstance(members, (list, tuple)) and members:
+            types &= combined(*(_types(member, root, references - 1) for member in members))
     return types
 
 
@@ -194,237 +175,127 @@ def _referenced(reference: str, root: Mapping[str, Any]) -> Any:
     return part
 
 
-class Outcome(Enum):
-    """State of a call after a piece of its text."""
-
-    OPEN = "open"
-    """The call continues: more text is needed."""
-    REFUSED = "refused"
-    """The text is not a call. Nothing of it was put into the sink."""
-    DONE = "done"
-    """The call is over."""
-
-
 class CallSink:
     """Tool calls of an answer, as they are found."""
 
     def __init__(self) -> None:
-        self._new: list[ToolCallDelta] = []
+        self._new: dict[int, list[ToolCallDelta]] = {}
         self.count = 0
         """Number of calls so far."""
 
     def start(self, name: str) -> None:
         """Begin the next call."""
-        self._new.append(ToolCallDelta(self.count, id=f"call_{uuid.uuid4().hex[:24]}", name=name))
+        self._new[self.count] = [ToolCallDelta(self.count, id=f"call_{uuid.uuid4().hex[:24]}", name=name)]
         self.count += 1
 
     def add(self, arguments: str) -> None:
         """Continue the arguments of the last call."""
-        if not arguments:
-            return
-        if self._new and self._new[-1].index == self.count - 1:
-            last = self._new.pop()
-            self._new.append(ToolCallDelta(last.index, last.id, last.name, last.arguments + arguments))
-        else:
-            self._new.append(ToolCallDelta(self.count - 1, arguments=arguments))
+        if arguments:
+            index = self.count - 1
+            self._new.setdefault(index, []).append(ToolCallDelta(index, arguments=arguments))
 
     def take(self) -> tuple[ToolCallDelta, ...]:
-        """Parts that were added since the last time."""
-        new, self._new = tuple(self._new), []
-        return new
+        """What was added to each call since the last time."""
+        new, self._new = self._new, {}
+        return tuple(
+            ToolCallDelta(index, parts[0].id, parts[0].name, "".join(part.arguments for part in parts))
+            for index, parts in new.items()
+        )
 
 
-class CallReader:
-    """Reader of one call's text, in steps that each read a part of it.
-
-    It decides once whether the text is a call. Until then it holds everything back. From then on the call stands, and
-    its arguments stream.
-    """
-
-    def __init__(self, step: Callable[[str, CallSink, bool], tuple[int, Outcome]]) -> None:
-        self.committed = False
-        """True if the text is a call."""
-        self._step = step
-
-    def read(self, text: str, calls: CallSink, *, final: bool) -> tuple[int, Outcome]:
-        """Read what was not read before.
-
-        Args:
-            text: what was left over the last time, and what has come since.
-            calls: takes the call.
-            final: the text is complete.
-
-        Returns:
-            Number of characters that were read, and the state of the call.
-        """
-        at = 0
-        while True:
-            step = self._step
-            read, outcome = step(text[at:], calls, final)
-            at += read
-            if outcome is not Outcome.OPEN or (self._step == step and not read):
-                return at, Outcome.REFUSED if final and not self.committed else outcome
-
-
-_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
-"""Characters of a string that stand for themselves (RFC 8259)."""
-
-_SPACE = " \t\n\r"
-_LITERALS = {"t": "true", "f": "false", "n": "null"}
-_ESCAPES = '"\\/bfnrt'
-
-_NUMBER = {
-    "minus": {"0": "zero", "1-9": "whole"},
-    "zero": {".": "point", "e": "exponent"},
-    "whole": {"0": "whole", "1-9": "whole", ".": "point", "e": "exponent"},
-    "point": {"0": "fraction", "1-9": "fraction"},
-    "fraction": {"0": "fraction", "1-9": "fraction", "e": "exponent"},
-    "exponent": {"0": "power", "1-9": "power", "+": "sign", "-": "sign"},
-    "sign": {"0": "power", "1-9": "power"},
-    "power": {"0": "power", "1-9": "power"},
-}
-"""States of a number, and the classes of characters that lead from one to the next."""
-
-_COMPLETE_NUMBERS = {"zero", "whole", "fraction", "power"}
-
-
-class JsonScanner:
-    """Reader of one JSON object, character by character, by RFC 8259.
-
-    `state` is one of
-        value, first value, key, first key, colon, next: what is expected, white space apart;
-        string, escape, hex, literal, or a state of a number: what the text is inside of;
-        complete: the object is closed.
-    """
+class GrowingText:
+    """Text of an answer as it arrives, read from left to right."""
 
     def __init__(self) -> None:
-        self.state = "start"
-        self.depth = 0
-        """Number of objects and arrays that are open."""
-        self.in_key = False
-        """True if the string that was read last is a key."""
-        self._closers: list[str] = []
-        self._rest = ""
+        self.text = ""
+        """What is not read or may be given back, and whatever has come since."""
+        self.at = 0
+        """Number of characters of `text` that were read."""
+        self.mark: int | None = None
+        """Beginning of what is given back if it is not a call; None while nothing is."""
+        self.final = False
+        """True if no more text comes."""
 
-    @property
-    def complete(self) -> bool:
-        """True if the object is closed."""
-        return self.state == "complete"
+    def append(self, piece: str) -> None:
+        """Add what has come."""
+        kept = self.at if self.mark is None else self.mark
+        self.text = self.text[kept:] + piece
+        self.at -= kept
+        self.mark = None if self.mark is None else 0
 
-    def plain_until(self, text: str, start: int) -> int:
-        """Position after the characters from `start` on that change nothing, in the middle of a string."""
-        if self.state != "string":
-            return start
-        plain = _PLAIN.match(text, start)
-        return start if plain is None else plain.end()
+    def expect(self, tags: Sequence[str], space: str = r"\s*") -> Generator[None, None, str | None]:
+        """Read white space and the tag after it.
 
-    def push(self, char: str) -> bool:
-        """Read a character; False, with nothing changed, if no JSON object continues with it."""
-        state = self.state
-        if state in _NUMBER:
-            following = _NUMBER[state].get(_number_class(char))
-            if following is not None:
-                self.state = following
-                return True
-            return state in _COMPLETE_NUMBERS and self._between("next", char)
-        if state in ("string", "escape", "hex", "literal"):
-            return self._inside(char)
-        return self._between(state, char)
+        Returns:
+            The tag. Nothing is read without one: None if other text follows, "" if the text ends before that is known.
+        """
+        while True:
+            before = re.compile(space).match(self.text, self.at)
+            start = self.at if before is None else before.end()
+            for tag in tags:
+                if self.text.startswith(tag, start):
+                    self.at = start + len(tag)
+                    return tag
+            if not any(tag.startswith(self.text[start : start + len(tag)]) for tag in tags):
+                return None
+            if self.final:
+                return ""
+            yield
 
-    def _inside(self, char: str) -> bool:
-        """Read a character of a string or of a literal."""
-        if self.state == "string":
-            if char == '"':
-                self.state = "colon" if self.in_key else "next"
-            elif char == "\\":
-                self.state = "escape"
-            return char >= " "
-        if self.state == "escape":
-            if char == "u":
-                self.state, self._rest = "hex", "0000"
-            elif char in _ESCAPES:
-                self.state = "string"
-            return char == "u" or char in _ESCAPES
-        right = char in string.hexdigits if self.state == "hex" else char == self._rest[0]
-        if right:
-            self._rest = self._rest[1:]
-            if not self._rest:
-                self.state = "string" if self.state == "hex" else "next"
-        return right
+    def up_to(
+        self, tags: Sequence[str], put: Callable[[str], None], strip: Callable[[str], str] = str.rstrip
+    ) -> Generator[None, None, str | None]:
+        """Hand text on as it arrives, up to the first tag, which is read. All tags begin with `<`.
 
-    def _between(self, state: str, char: str) -> bool:
-        """Read a character outside of strings, literals and numbers."""
-        if char in _SPACE:
-            self.state = state
-            return not self.complete
-        match state:
-            case "start":
-                return char == "{" and self._open("}", "first key")
-            case "colon":
-                return char == ":" and self._go("value")
-            case "next":
-                if char == ",":
-                    return self._go("key" if self._closers[-1] == "}" else "value")
-                return char == self._closers[-1] and self._close()
-            case "key" | "first key":
-                if char == '"':
-                    self.in_key = True
-                    return self._go("string")
-                return char == "}" and state == "first key" and self._close()
-            case "value" | "first value":
-                if char == "]" and state == "first value":
-                    return self._close()
-                return self._value(char)
-        return False
+        Args:
+            tags: what the text ends with.
+            put: takes the text, without what `strip` removes before the tag. The mark is set there.
+            strip: as `str.rstrip`.
 
-    def _value(self, char: str) -> bool:
-        if char == '"':
-            self.in_key = False
-            return self._go("string")
-        if char == "{":
-            return self._open("}", "first key")
-        if char == "[":
-            return self._open("]", "first value")
-        if char in _LITERALS:
-            self._rest = _LITERALS[char][1:]
-            return self._go("literal")
-        following = {"-": "minus", "0": "zero", "1-9": "whole"}.get(_number_class(char))
-        return following is not None and self._go(following)
-
-    def _go(self, state: str) -> bool:
-        self.state = state
-        return True
-
-    def _open(self, closer: str, state: str) -> bool:
-        self._closers.append(closer)
-        self.depth += 1
-        return self._go(state)
-
-    def _close(self) -> bool:
-        self._closers.pop()
-        self.depth -= 1
-        return self._go("next" if self.depth else "complete")
+        Returns:
+            The tag; None if the text ended without one.
+        """
+        while True:
+            at, tag = _find_tag(self.text, self.at, tags, final=self.final)
+            text = self.text[self.at : at]
+            if tags and (tag is not None or not self.final):
+                text = strip(text)
+            put(text)
+            self.at += len(text)
+            if tag is not None:
+                self.mark, self.at = self.at, at + len(tag)
+                return tag
+            if self.final:
+                return None
+            yield
 
 
-def _number_class(char: str) -> str:
-    if char in "123456789":
-        return "1-9"
-    return "e" if char == "E" else char
+def _find_tag(text: str, start: int, tags: Sequence[str], *, final: bool) -> tuple[int, str | None]:
+    """Position of the first tag from `start` on, and the tag; without it the position of what may become one."""
+    at = text.find("<", start) if tags else -1
+    while at >= 0:
+        for tag in tags:
+            if text.startswith(tag, at):
+                return at, tag
+        if not final and any(tag.startswith(text[at : at + len(tag)]) for tag in tags):
+            return at, None
+        at = text.find("<", at + 1)
+    return len(text), None
 
 
-_NAME = r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]*)"'
-_NAMED = re.compile(_NAME)
-_OPENING = re.compile(_NAME + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*\{')
-
+_OPENING = re.compile(
+    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]*)"'
+    r'(\s*,\s*"(?:arguments|parameters)"\s*:\s*\{)?'
+)
 _KEYS = ('"name"', '"arguments"', '"parameters"', '"type"', '"id"')
 """Keys of a call. An object with another key is not a call."""
 
-_BEFORE_CLOSE = re.compile(r"[\s}]*")
+_BEFORE_CLOSE = r"[\s}]*"
 """Text between a call's object and its closing tag. Models like to write a brace too many."""
 
 
-class JsonCallReader(CallReader):
-    """Reader of one call and of the closing tag after it.
+class JsonCallReader:
+    """Reader of one call as a JSON object.
 
     The text is a call
 
@@ -436,117 +307,78 @@ class JsonCallReader(CallReader):
 
     def __init__(self, names: Collection[str], close: str | None = None) -> None:
         """Read a call of one of the functions `names`, which ends with the tag `close`."""
-        super().__init__(self._object)
         self._names = names
-        self._close = close
-        self._scanner = JsonScanner()
-        self._seen: list[str] = []
-        self._in_arguments = False
+        self._tags = () if close is None else (close,)
 
-    def _object(self, text: str, calls: CallSink, final: bool) -> tuple[int, Outcome]:
-        scanner = self._scanner
-        start = at = 0
-        while at < len(text):
-            plain = scanner.plain_until(text, at)
-            if plain > at:
-                at = plain
+    def read(self, source: GrowingText, calls: CallSink) -> Generator[None, None, bool]:
+        """Read the object and the tag after it into the sink. True if it is a call; if not, the sink is unchanged."""
+        scanner = JsonScanner()
+        before: list[str] = []
+        is_call = in_arguments = False
+        while not scanner.complete:
+            end = scanner.read(source.text, source.at, final=source.final)
+            if end == source.at and not source.final:
+                yield
                 continue
-            if not scanner.push(text[at]):
+            if end is None or end == source.at:
                 break
-            at += 1
-            if self._in_arguments:
-                if scanner.depth == 1:
-                    calls.add(text[start:at])
-                    self._in_arguments = False
-            elif not self.committed and scanner.depth <= 2:
-                if self._refutes(text, at) or (scanner.complete and not self._commit_whole(text[:at], calls)):
-                    return at, Outcome.REFUSED
-                if self._commit(text, at, calls):
-                    start = at - 1
-            if scanner.complete:
-                break
-        if self._in_arguments:
-            calls.add(text[start:at])
-        elif not self.committed:
-            self._seen.append(text[:at])
-        if at == len(text) and not scanner.complete:
-            return at, Outcome.OPEN
-        if not self.committed:
-            return at, Outcome.REFUSED
-        self._step = self._broken if self._in_arguments else self._after_call
-        return at, Outcome.OPEN
-
-    def _so_far(self, text: str, at: int) -> str:
-        return "".join([*self._seen, text[:at]])
-
-    def _refutes(self, text: str, at: int) -> bool:
-        """True if the string that has just ended is a key that no call has, or the name of no function."""
-        if text[at - 1] != '"' or self._scanner.depth != 1 or self._scanner.state not in ("colon", "next"):
+            source.at = end
+            if in_arguments:
+                calls.add(scanner.written)
+                in_arguments = scanner.depth > 1
+            elif not is_call:
+                before.append(scanner.written)
+                if self._refutes(scanner, before):
+                    return False
+                is_call = in_arguments = self._opens(scanner, before, calls)
+                source.mark = None if is_call else source.mark
+        if not is_call and not (scanner.complete and self._whole("".join(before), calls)):
             return False
-        so_far = self._so_far(text, at)
-        if self._scanner.state == "colon":
-            return not so_far.endswith(_KEYS)
-        named = _NAMED.fullmatch(so_far)
-        return named is not None and named[1] not in self._names
-
-    def _commit(self, text: str, at: int, calls: CallSink) -> bool:
-        """Begin the call if the brace that has just been read opens its arguments."""
-        if text[at - 1] != "{" or self._scanner.depth != 2:
-            return False
-        opening = _OPENING.fullmatch(self._so_far(text, at))
-        if opening is None or opening[1] not in self._names:
-            return False
-        self.committed = self._in_arguments = True
-        calls.start(opening[1])
+        source.mark = None
+        if in_arguments:
+            yield from source.up_to(self._tags, calls.add)
+        elif self._tags:
+            yield from source.expect(self._tags, _BEFORE_CLOSE)
         return True
 
-    def _commit_whole(self, text: str, calls: CallSink) -> bool:
-        """Make the call of a complete object."""
+    def _refutes(self, scanner: JsonScanner, before: Sequence[str]) -> bool:
+        """True if the string that has just ended is a key that no call has, or the name of no function."""
+        if before[-1] != '"' or scanner.depth != 1 or scanner.state not in ("colon", "next"):
+            return False
+        text = "".join(before)
+        if scanner.state == "colon":
+            return not text.endswith(_KEYS)
+        named = _OPENING.fullmatch(text)
+        return named is not None and named[1] not in self._names
+
+    def _opens(self, scanner: JsonScanner, before: Sequence[str], calls: CallSink) -> bool:
+        """Begin the call if the brace that has just been read opens its arguments."""
+        opening = _OPENING.fullmatch("".join(before)) if before[-1] == "{" and scanner.depth == 2 else None
+        if opening is None or opening[1] not in self._names:
+            return False
+        calls.start(opening[1])
+        calls.add("{")
+        return True
+
+    def _whole(self, text: str, calls: CallSink) -> bool:
+        """Make the call of a complete object: arguments are an object, the JSON text of one, or missing."""
         try:
-            call = json.loads(self._so_far(text, len(text)))
-            arguments = _arguments(call)
-            written = json.dumps(arguments, ensure_ascii=False)
+            call = json.loads(text)
+            given = call.get("arguments", call.get("parameters"))
+            written = json.dumps(given or {}, ensure_ascii=False, allow_nan=False)
         except (ValueError, RecursionError):
             return False
-        if call.get("name") not in self._names or not isinstance(arguments, dict):
+        written = as_json(given, "start") if isinstance(given, str) and given.strip() else written
+        if call.get("name") not in self._names or written is None or not written.startswith("{"):
             return False
-        self.committed = True
         calls.start(call["name"])
         calls.add(written)
         return True
 
-    def _broken(self, text: str, calls: CallSink, final: bool) -> tuple[int, Outcome]:
-        """Arguments that are not JSON, up to the closing tag."""
-        at, tag = find_tag(text, () if self._close is None else (self._close,), final=final)
-        kept = text if final and tag is None else text[:at].rstrip()
-        calls.add(kept)
-        if tag is not None:
-            return at + len(tag), Outcome.DONE
-        return len(kept), Outcome.DONE if final else Outcome.OPEN
-
-    def _after_call(self, text: str, calls: CallSink, final: bool) -> tuple[int, Outcome]:
-        """The closing tag, if it follows."""
-        if self._close is None:
-            return 0, Outcome.DONE
-        braces = _BEFORE_CLOSE.match(text)
-        end = 0 if braces is None else braces.end()
-        if text.startswith(self._close, end):
-            return end + len(self._close), Outcome.DONE
-        if not final and self._close.startswith(text[end:]):
-            return 0, Outcome.OPEN
-        return 0, Outcome.DONE
-
-
-def _arguments(call: dict[str, Any]) -> Any:
-    """Arguments of a complete call: an object, the JSON text of one, or nothing."""
-    given = call.get("arguments", call.get("parameters"))
-    if isinstance(given, str) and given.strip():
-        return json.loads(given)
-    return given or {}
-
 
 _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
 _END_FUNCTION, _END_CALL = "</function>", "</tool_call>"
+_KEY_END = re.compile(r"[>\n]")
 
 
 def function_tag(name: str) -> str:
@@ -554,7 +386,7 @@ def function_tag(name: str) -> str:
     return f"<function={name}>"
 
 
-class XmlCallReader(CallReader):
+class XmlCallReader:
     """Reader of one call after its first tag, `<tool_call>` or the function's.
 
     The text is a call once the tag of a known function was read. The arguments are written as JSON. Texts stream as
@@ -564,125 +396,86 @@ class XmlCallReader(CallReader):
 
     def __init__(self, functions: Mapping[str, Function], tag: str) -> None:
         """Read a call of one of the functions after the tag."""
-        super().__init__(self._opening)
         self._functions = {function_tag(name): function for name, function in functions.items()}
-        self._function = self._functions.get(tag)
-        self._types: set[str] = set()
-        self._count = 0
+        self._tag = tag
 
-    def _opening(self, text: str, calls: CallSink, final: bool) -> tuple[int, Outcome]:
-        rest = text.lstrip()
-        end = len(text) - len(rest)
-        if self._function is None:
-            tag = next((tag for tag in self._functions if rest.startswith(tag)), None)
-            if tag is None:
-                goes_on = not final and any(tag.startswith(rest) for tag in self._functions)
-                return (0, Outcome.OPEN) if goes_on else (end, Outcome.REFUSED)
-            self._function = self._functions[tag]
-            end += len(tag)
-        else:
-            end = 0
-        self.committed = True
-        calls.start(self._function.name)
+    def read(self, source: GrowingText, calls: CallSink) -> Generator[None, None, bool]:
+        """Read the function and the tag after it into the sink. True if it is a call; if not, the sink is unchanged."""
+        tag: str | None = self._tag
+        if tag not in self._functions:
+            tag = yield from source.expect(tuple(self._functions))
+        if not tag:
+            return False
+        function = self._functions[tag]
+        calls.start(function.name)
         calls.add("{")
-        self._step = self._body
-        return end, Outcome.OPEN
-
-    def _body(self, text: str, calls: CallSink, final: bool) -> tuple[int, Outcome]:
-        """Parameters, up to the end of the function. Any other text ends the call before it."""
-        rest = text.lstrip()
-        space = len(text) - len(rest)
-        if rest.startswith(_PARAMETER):
-            key, closed, _ = rest[len(_PARAMETER) :].partition(">")
-            if closed and "\n" not in key:
-                self._begin_value(key, calls)
-                return space + len(_PARAMETER) + len(key) + 1, Outcome.OPEN
-            if "\n" not in key:
-                return (len(text), Outcome.DONE) if final else (0, Outcome.OPEN)
-        elif any(tag != rest and tag.startswith(rest) for tag in (_PARAMETER, _END_FUNCTION, _END_CALL)):
-            # An answer that was cut short leaves its arguments open, so that nobody takes them for whole.
-            return (len(text), Outcome.DONE) if final else (0, Outcome.OPEN)
+        separator = ""
+        while True:
+            source.mark = None
+            tag = yield from source.expect((_PARAMETER, _END_FUNCTION, _END_CALL))
+            key = (yield from self._key(source)) if tag == _PARAMETER else None
+            if tag == "" or key == "":
+                # An answer that was cut short leaves its arguments open, so that nobody takes them for whole.
+                source.at = len(source.text)
+                return True
+            if key is None:
+                break
+            calls.add(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+            separator = ", "
+            yield from self._value(source, calls, function.types(key))
         calls.add("}")
-        self._step = self._after_call
-        return space + (len(_END_FUNCTION) if rest.startswith(_END_FUNCTION) else 0), Outcome.OPEN
+        if tag != _END_CALL:
+            yield from source.expect((_END_CALL,))
+        return True
 
-    def _begin_value(self, key: str, calls: CallSink) -> None:
-        assert self._function is not None
-        calls.add((", " if self._count else "") + json.dumps(key, ensure_ascii=False) + ": ")
-        self._count += 1
-        self._types = self._function.types(key)
-        self._step = self._newline
+    def _key(self, source: GrowingText) -> Generator[None, None, str | None]:
+        """Read the name of a parameter. None, with nothing read, if the tag is not one; "" if the text ended."""
+        while (end := _KEY_END.search(source.text, source.at)) is None:
+            if source.final:
+                return ""
+            yield
+        key = source.text[source.at : end.start()]
+        source.at = end.end() if key and end[0] == ">" else source.at - len(_PARAMETER)
+        return key if key and end[0] == ">" else None
 
-    def _newline(self, text: str, calls: CallSink, final: bool) -> tuple[int, Outcome]:
-        """The line break before a value."""
-        if not text:
-            return 0, Outcome.DONE if final else Outcome.OPEN
-        streams = not self._types or ("string" in self._types and "null" not in self._types)
-        if streams:
+    def _value(self, source: GrowingText, calls: CallSink, types: frozenset[str]) -> Generator[None, None, None]:
+        """Read a value and the tag after it, without the line breaks next to the tags."""
+        while source.at == len(source.text):
+            if source.final:
+                return
+            yield
+        source.at += source.text[source.at] == "\n"
+        if types == {"string"}:
             calls.add('"')
-        self._step = self._text if streams else self._value
-        return int(text[0] == "\n"), Outcome.OPEN
-
-    def _text(self, text: str, calls: CallSink, final: bool) -> tuple[int, Outcome]:
-        """A value that is a text, without the line break after it."""
-        at, tag = find_tag(text, (_END_PARAMETER,), final=final)
-        kept = text[:at] if final and tag is None else text[:at].removesuffix("\n")
-        calls.add(_escaped(kept))
-        if tag is None:
-            return len(kept), Outcome.DONE if final else Outcome.OPEN
-        calls.add('"')
-        self._step = self._body
-        return at + len(tag), Outcome.OPEN
-
-    def _value(self, text: str, calls: CallSink, final: bool) -> tuple[int, Outcome]:
-        """A value of another type, once it is complete."""
-        at, tag = find_tag(text, (_END_PARAMETER,), final=final)
-        if tag is None:
-            return (len(text), Outcome.DONE) if final else (0, Outcome.OPEN)
-        calls.add(_cast(text[:at].removesuffix("\n"), self._types))
-        self._step = self._body
-        return at + len(tag), Outcome.OPEN
-
-    def _after_call(self, text: str, calls: CallSink, final: bool) -> tuple[int, Outcome]:
-        """The closing tag, if it follows."""
-        rest = text.lstrip()
-        if rest.startswith(_END_CALL):
-            return len(text) - len(rest) + len(_END_CALL), Outcome.DONE
-        if not final and _END_CALL.startswith(rest):
-            return 0, Outcome.OPEN
-        return 0, Outcome.DONE
+            tag = yield from source.up_to(
+                (_END_PARAMETER,), lambda text: calls.add(json.dumps(text, ensure_ascii=False)[1:-1]), _without_newline
+            )
+            calls.add("" if tag is None else '"')
+            return
+        value: list[str] = []
+        tag = yield from source.up_to((_END_PARAMETER,), value.append, _without_newline)
+        calls.add("" if tag is None else _cast("".join(value), types))
 
 
-def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+def _without_newline(text: str) -> str:
+    return text.removesuffix("\n")
 
 
-def _cast(value: str, types: set[str]) -> str:
-    """JSON text of a value. Templates write True, False and None as Python does."""
+def _cast(value: str, types: frozenset[str]) -> str:
+    """JSON text of a value: the type that its text looks like where the schema allows that, else a text."""
     word = value.strip()
-    if word.lower() in ("true", "false") and "boolean" in types:
-        return word.lower()
-    if word.lower() in ("null", "none") and "null" in types:
-        return "null"
-    try:
-        read = json.loads(word) if "string" not in types else None
-    except (ValueError, RecursionError):
-        read = None
-    if _is_of(read, types):
-        return word
+    written = as_json(word)
+    if written is not None and _types_of(written) & types:
+        return written
+    if "boolean" in types and word in ("0", "1"):
+        return "true" if word == "1" else "false"
     return json.dumps(value, ensure_ascii=False)
 
 
-def _is_of(value: Any, types: set[str]) -> bool:
-    match value:
-        case bool():
-            return False
-        case int() | float():
-            return math.isfinite(value) and ("number" in types or ("integer" in types and value == int(value)))
-        case dict():
-            return "object" in types
-        case list():
-            return "array" in types
-        case str():
-            return False
-    return False
+def _types_of(written: str) -> set[str]:
+    """JSON Schema's types of a JSON text; none for strings, and for numbers that overflow."""
+    types = {"{": {"object"}, "[": {"array"}, '"': set(), "t": {"boolean"}, "f": {"boolean"}, "n": {"null"}}
+    if written[0] in types:
+        return types[written[0]]
+    number = float(written)
+    return {"number", "integer"} if number.is_integer() else {"number"} if math.isfinite(number) else set()

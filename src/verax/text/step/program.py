@@ -1,46 +1,65 @@
-"""The compiled step as a record (function, abstract arguments, shardings) and the set of programs of an engine.
+"""The compiled step as a record (function, abstract arguments, shardings), the programs of an engine, and their files.
 
 A record is made without weights or devices. Programs compile when they are first called, and engines of equal models
-share them.
+share them. A start with a folder of compiled programs on the same kind of device loads them, and traces nothing.
+
+What a folder has is the executable (`jax.experimental.serialize_executable`), not StableHLO (`jax.export`). Loading it
+takes a sixth of the time of tracing, lowering and a warm compilation cache, exported StableHLO a third. And StableHLO
+is compiled on a new machine. So a folder belongs to one kind of device, one jaxlib and one configuration.
 """
 
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 import functools
+import hashlib
+import json
+import os
+import pickle
 from collections import abc
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental import serialize_executable
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey
 from jaxtyping import Array, Int
 
 from verax import ops
-from verax._compat import compiler_options
+from verax._compat import JAXLIB, compiler_options
+from verax.errors import InvalidParameterError
+from verax.files import atomic_path, write_json
+from verax.machine import cpu_name
 from verax.models import CausalLM, CausalLMConfig
 from verax.models.causal_lm import state_axes
 from verax.nn.parallel import divisions
+from verax.ops.cpu import library
 from verax.ops.division import TENSOR_AXIS, is_weight, partition, resized
+from verax.text.engine.blocks import CacheGroup
+from verax.text.engine.engine_config import EngineConfig
 from verax.text.features.grammar import mask_width
 from verax.text.features.lora import AdaptedLayers
-from verax.text.step.sampler import make_sampling
 from verax.text.step.sizes import RunnerConfig, layer_states
-from verax.text.step.slots import Slots, admit, new_slots
-from verax.text.step.step import Cache, StepShape, make_step
+from verax.text.step.slots import admit, new_slots
+from verax.text.step.step import Cache, StepShape, make_step, sample_deferred
 
 __all__ = [
     "ADMIT",
     "AbstractModel",
+    "CompiledPrograms",
     "JittedCall",
     "Programs",
     "StepProgram",
     "cache_partitions",
+    "check_supported",
     "compile_all",
     "compile_program",
     "jitted_programs",
@@ -52,6 +71,7 @@ __all__ = [
     "sampling_program",
     "step_name",
     "step_program",
+    "write_programs",
 ]
 
 T = TypeVar("T")
@@ -76,7 +96,7 @@ class StepProgram:
 
     Attributes:
         name: such as `"decode_8x8"`.
-        function: `(weights, slots, cache, packed) -> (slots, cache, output)`, or what `make_sampling` gives.
+        function: `(weights, slots, cache, packed) -> (slots, cache, output)`, or `sample_deferred`.
         arguments: its arguments as `jax.ShapeDtypeStruct`s.
         partitions: a `PartitionSpec` for each array of `arguments`.
         results: the same for the results, or for whole parts of them.
@@ -210,7 +230,7 @@ def step_program(
     matrices, matrix_partitions = ((), ()) if adapted is None else (adapted.arrays, adapted.partitions)
     arguments = (
         model.weights + matrices,
-        _abstract_slots(sizes),
+        jax.eval_shape(lambda: new_slots(*sizes.slot_sizes)),
         jax.eval_shape(lambda: new_cache(model.config, sizes)),
         jax.ShapeDtypeStruct((shape.input_size(sizes.block_size, len(sizes.groups)),), jnp.int32),
     )
@@ -220,19 +240,15 @@ def step_program(
 
 
 def sampling_program(model: AbstractModel, sizes: RunnerConfig, rows: int, mesh: Mesh | None = None) -> StepProgram:
-    """The sampling of a step of `rows` sequences of which some have a grammar.
+    """The sampling of `rows` sequences of which some have a grammar. On a mesh, every device does all of it."""
 
-    Args:
-        model: the model without its weights.
-        sizes: sizes of the slots.
-        rows: number of rows of the step.
-        mesh: devices that the weights are divided over; scores and slots are whole on each.
-    """
-    function = make_sampling()
+    def function(*arguments: Any) -> Any:
+        return sample_deferred(*arguments)
+
     function.__name__ = name = sampling_name(rows)
     vocab_size = model.config.vocab_size
     arguments = (
-        _abstract_slots(sizes),
+        jax.eval_shape(lambda: new_slots(*sizes.slot_sizes)),
         jax.ShapeDtypeStruct((rows, vocab_size), jnp.float32),
         jax.ShapeDtypeStruct((rows, 4), jnp.int32),
         jax.ShapeDtypeStruct((rows, mask_width(vocab_size)), jnp.int32),
@@ -242,12 +258,6 @@ def sampling_program(model: AbstractModel, sizes: RunnerConfig, rows: int, mesh:
 
 def _whole(arrays: Any) -> Any:
     return jax.tree.map(lambda _: WHOLE, arrays)
-
-
-def _abstract_slots(sizes: RunnerConfig) -> Slots:
-    return jax.eval_shape(
-        lambda: new_slots(sizes.max_num_seqs, sizes.max_model_len, sizes.table_width, len(sizes.groups))
-    )
 
 
 def new_cache(model: CausalLMConfig, sizes: RunnerConfig) -> Cache:
@@ -355,3 +365,206 @@ def compile_all(programs: abc.Sequence[JittedCall], progress: Callable[[int, int
         for done, result in enumerate(compiled, start=1):
             result.result()
             progress(done, len(programs))
+
+
+MANIFEST = "programs.json"
+
+CHOSEN_BY_MEMORY = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
+"""Sizes that an engine chooses by itself where no option names them; the folder's are taken then."""
+
+SOURCES = ("models", "nn", "ops", "text")
+"""Folders of the package whose code decides what the programs compute."""
+
+
+@dataclass(frozen=True)
+class CompiledPrograms:
+    """Folder of compiled programs.
+
+    Attributes:
+        folder: the folder.
+        made_for: what the programs depend on in addition to the sizes.
+        sizes: sizes that they were compiled for.
+    """
+
+    folder: Path
+    made_for: Mapping[str, Any]
+    sizes: RunnerConfig
+
+    @classmethod
+    def open(cls, folder: str | Path) -> CompiledPrograms:
+        """Read what a folder was made for. No program is loaded.
+
+        Raises:
+            InvalidParameterError: if `write_programs` did not make the folder.
+        """
+        path = Path(folder) / MANIFEST
+        try:
+            manifest = json.loads(path.read_text(encoding="utf-8"))
+            return cls(path.parent, manifest["made_for"], _read_sizes(manifest["sizes"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InvalidParameterError(
+                f"programs: {folder} has no {MANIFEST} that can be read ({error}); verax compile -o FOLDER makes one"
+            ) from error
+
+    def sizes_for(self, planned: RunnerConfig, config: EngineConfig) -> RunnerConfig:
+        """Sizes of the folder for an engine that would have chosen `planned` by its options.
+
+        Raises:
+            InvalidParameterError: for an option that names another size.
+        """
+        check_supported(config)
+        if config.kv_cache_memory is not None and planned.groups != self.sizes.groups:
+            raise InvalidParameterError(f"kv_cache_memory: the cache of {self.folder} has another size; leave it out")
+        for field in fields(RunnerConfig):
+            if field.name == "groups" or (field.name in CHOSEN_BY_MEMORY and getattr(config, field.name) is None):
+                continue
+            compiled, wanted = _plain(getattr(self.sizes, field.name)), _plain(getattr(planned, field.name))
+            if field.name == "structured_outputs" and wanted and not compiled:
+                raise InvalidParameterError(
+                    f"structured_outputs: {self.folder} has no programs for them; compile with --structured-outputs, "
+                    "or leave them out (--no-structured-outputs of verax serve and verax batch)"
+                )
+            if compiled != wanted and field.name != "structured_outputs":
+                raise InvalidParameterError(
+                    f"{field.name}: the programs of {self.folder} were compiled for {compiled}, got {wanted}"
+                )
+        return dataclasses.replace(self.sizes, structured_outputs=planned.structured_outputs)
+
+    def programs(self, model: AbstractModel, sizes: RunnerConfig) -> Programs:
+        """The programs, ready to be called.
+
+        Raises:
+            InvalidParameterError: for another model, machine or version, naming the first difference; or if a file is
+                missing or damaged.
+        """
+        self._compare(_made_for(model), self.made_for)
+        return Programs(
+            admit=self._load(ADMIT),
+            steps={shape: self._load(step_name(shape)) for shape in sizes.shapes},
+            samplers={rows: self._load(sampling_name(rows)) for rows in sizes.sampling_rows},
+        )
+
+    def _load(self, name: str) -> Any:
+        path = self.folder / f"{name}.bin"
+        try:
+            executable, arguments, results = pickle.loads(path.read_bytes())
+            return serialize_executable.deserialize_and_load(
+                executable, jax.tree.structure(arguments), jax.tree.structure(results)
+            )
+        except (OSError, pickle.UnpicklingError, EOFError, ValueError, RuntimeError) as error:
+            raise InvalidParameterError(
+                f"programs: {path} cannot be loaded ({error}); compile again with verax compile"
+            ) from error
+
+    def _compare(self, here: Any, there: Any, place: str = "") -> None:
+        if isinstance(here, dict) and isinstance(there, dict):
+            for key in dict.fromkeys((*here, *there)):
+                self._compare(here.get(key), there.get(key), f"{place}.{key}" if place else key)
+        elif here != there:
+            raise InvalidParameterError(
+                f"programs: {self.folder} was compiled for {place} {there}, but here it is {here}; compile again with "
+                "verax compile"
+            )
+
+
+def check_supported(config: EngineConfig) -> None:
+    """Check that a folder can hold all programs of an engine.
+
+    Raises:
+        InvalidParameterError: for adapters, drafts or several devices.
+    """
+    for name, used in (
+        ("enable_lora", config.enable_lora),
+        ("speculative_config", config.speculation is not None),
+        ("tensor_parallel_size", config.tensor_parallel_size > 1),
+        ("data_parallel_size", config.data_parallel_size > 1),
+    ):
+        if used:
+            raise InvalidParameterError(
+                f"{name}: programs are not written to a folder with it; leave it or programs out"
+            )
+
+
+def write_programs(
+    programs: Iterable[tuple[str, jax.stages.Compiled]], folder: Path, model: AbstractModel, sizes: RunnerConfig
+) -> list[Path]:
+    """Write programs into a folder, which is replaced if it is there; their files.
+
+    Args:
+        programs: programs by name.
+        folder: the folder.
+        model: model that they were compiled for.
+        sizes: sizes that they were compiled for.
+    """
+    with atomic_path(folder) as partial:
+        partial.mkdir(parents=True)
+        names = []
+        for name, compiled in programs:
+            executable, arguments, results = serialize_executable.serialize(compiled)
+            # Structures of trees have no form of their own in files; trees of numbers do.
+            trees = [jax.tree.unflatten(tree, range(tree.num_leaves)) for tree in (arguments, results)]
+            (partial / f"{name}.bin").write_bytes(pickle.dumps((executable, *trees)))
+            names.append(name)
+        manifest = {"made_for": _made_for(model), "sizes": _plain(dataclasses.asdict(sizes))}
+        write_json(partial / MANIFEST, manifest)
+    return [folder / f"{name}.bin" for name in names]
+
+
+def _made_for(model: AbstractModel) -> dict[str, Any]:
+    """Everything but the sizes that the programs depend on, as JSON holds it."""
+    target = ops.target()
+    cpu = {"processor": cpu_name(), "kernels": library.level()} if target.platform == "cpu" else {}
+    weights = [(weight.shape, weight.dtype.name) for weight in model.weights]
+    if not dataclasses.is_dataclass(config := model.config):
+        raise InvalidParameterError(
+            f"programs: {type(config).__name__} is not a dataclass, so models cannot be compared"
+        )
+    return _plain(
+        {
+            "platform": target.platform,
+            "device": target.device_kind,
+            **cpu,
+            "jax": jax.__version__,
+            "jaxlib": JAXLIB,
+            "verax": version("verax"),
+            "model": {"class": type(config).__name__, **dataclasses.asdict(config)},
+            "weights": hashlib.sha256(repr(weights).encode()).hexdigest()[:16],
+            "implementations": {name: row["runs"] for name, row in ops.chosen_implementations().items()},
+            "source": _source_digest(),
+            "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        }
+    )
+
+
+def _source_digest() -> str:
+    """Digest of the code that the programs come from: another state of the same version may compute something else."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[2]
+    for folder in SOURCES:
+        for path in sorted(p for p in (root / folder).rglob("*") if p.suffix in (".py", ".h", ".cc")):
+            digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON holds it: dtypes by their names."""
+
+    def named(value: Any) -> Any:
+        try:
+            return dict(value) if isinstance(value, Mapping) else jnp.dtype(value).name
+        except TypeError:
+            return repr(value)
+
+    return json.loads(json.dumps(value, default=named))
+
+
+def _read_sizes(sizes: Mapping[str, Any]) -> RunnerConfig:
+    groups = tuple(CacheGroup(tuple(g["layers"]), g["window"], g["num_blocks"]) for g in sizes["groups"])
+    return RunnerConfig(
+        **{
+            **sizes,
+            "groups": groups,
+            "cache_dtype": jnp.dtype(sizes["cache_dtype"]),
+            "verify_tokens": tuple(sizes["verify_tokens"]),
+        }
+    )

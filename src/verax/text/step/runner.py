@@ -23,10 +23,10 @@ from verax.text.engine.scheduler import Schedule
 from verax.text.features.grammar import mask_width
 from verax.text.features.lora import AdaptedLayers, LoadedAdapter, write_adapter
 from verax.text.hosts import Dispatch, Group, ProgramName
-from verax.text.step.compiled_programs import CompiledPrograms, loaded_programs
 from verax.text.step.program import (
     ADMIT,
     AbstractModel,
+    CompiledPrograms,
     JittedCall,
     Programs,
     StepProgram,
@@ -40,10 +40,9 @@ from verax.text.step.program import (
     step_name,
     step_program,
 )
-from verax.text.step.sampler import DEFERRED, SAMPLED, Logprobs
 from verax.text.step.sizes import RunnerConfig
 from verax.text.step.slots import Slots, new_slots, pack_admission
-from verax.text.step.step import StepOutput, StepShape
+from verax.text.step.step import DEFERRED, SAMPLED, Logprobs, StepOutput, StepShape
 
 __all__ = ["DeviceAdapters", "ModelRunner", "PendingStep", "weight_bytes"]
 
@@ -61,7 +60,7 @@ class DeviceAdapters:
         self.layers = layers
         self._group = group
         shardings = None if mesh is None else tuple(NamedSharding(mesh, spec) for spec in layers.partitions)
-        self.arrays = layers.new_arrays() if mesh is None else jax.jit(layers.new_arrays, out_shardings=shardings)()
+        self.arrays = placed(layers.new_arrays, shardings)
         """Matrices of all slots, which a step takes after the model's weights."""
         self._numbers: list[int | None] = [None] * layers.max_loras
         """Number of the adapter in each slot."""
@@ -174,13 +173,9 @@ class ModelRunner:
         self._cache = placed(lambda: new_cache(model.config, config), on_cache)
         self.cache_bytes = sum(array.nbytes for array in jax.tree.leaves(self._cache))
         """Bytes of the key/value cache and the recurrent states, on all devices."""
-        sizes = config.max_num_seqs, config.max_model_len, config.table_width, len(config.groups)
-        self._slots = placed(lambda: new_slots(*sizes), on_slots)
-        if compiled is None:
-            programs = jitted_programs(self.abstract_model, config, mesh)
-        else:
-            compiled.check(self.abstract_model)
-            programs = loaded_programs(compiled, config)
+        self._slots = placed(lambda: new_slots(*config.slot_sizes), on_slots)
+        model_and_sizes = self.abstract_model, config
+        programs = jitted_programs(*model_and_sizes, mesh) if compiled is None else compiled.programs(*model_and_sizes)
         self._is_compiled = compiled is not None
         self._admit, self._steps, self._samplers = programs
         self._logits: jax.Array | None = None
@@ -244,15 +239,6 @@ class ModelRunner:
             self.sample(pending, self.new_masks(pending))
         return pending.output
 
-    def admit(self, schedule: Schedule) -> None:
-        """Fill the slots of sequences that the schedule admitted."""
-        for sequence in schedule.admitted:
-            adapter, slot = sequence.request.adapter, sequence.adapter_slot
-            if self._adapters is not None and adapter is not None and slot is not None:
-                self._adapters.place(adapter, slot)
-            packed = pack_admission(sequence, self.config.max_model_len, self.config.table_width, self.eos_token_ids)
-            self._fill_slot(packed)
-
     def run(self, schedule: Schedule) -> PendingStep:
         """Dispatch a step. Returns at once; reading the result's arrays waits for it.
 
@@ -266,7 +252,12 @@ class ModelRunner:
                 f"node_rank: rank {self.group.rank} repeats what rank 0 does, which takes the requests; call follow() "
                 "here"
             )
-        self.admit(schedule)
+        for sequence in schedule.admitted:
+            adapter, slot = sequence.request.adapter, sequence.adapter_slot
+            if self._adapters is not None and adapter is not None and slot is not None:
+                self._adapters.place(adapter, slot)
+            packed = pack_admission(sequence, self.config.max_model_len, self.config.table_width, self.eos_token_ids)
+            self._fill_slot(packed)
         packed, shape, offsets = self.pack(schedule)
         output = self._dispatch(shape, packed)
         pending = PendingStep(schedule, output._replace(logits=None), offsets)
@@ -346,7 +337,7 @@ class ModelRunner:
     def shape_for(self, schedule: Schedule) -> StepShape:
         """The smallest bucket that holds the schedule."""
         rows, tokens = len(schedule.chunks), schedule.num_tokens
-        if schedule.verifies:
+        if schedule.verify_tokens:
             size = at_least(self.config.verify_tokens, schedule.verify_tokens)
             adapted = schedule.adapted
             return next(s for s in self.config.shapes if s.verify and s.tokens == size and s.adapters == adapted)

@@ -90,6 +90,11 @@ class RunnerConfig:
         """Blocks of the longest sequence."""
         return -(-self.max_model_len // self.block_size)
 
+    @property
+    def slot_sizes(self) -> tuple[int, int, int, int]:
+        """Slots, tokens and blocks of the longest sequence, and page tables: the arguments of `new_slots`."""
+        return self.max_num_seqs, self.max_model_len, self.table_width, len(self.groups)
+
     @cached_property
     def decode_rows(self) -> list[int]:
         """Numbers of sequences that decode steps are compiled for."""

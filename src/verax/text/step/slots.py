@@ -58,7 +58,7 @@ _IDLE_OTHERS = np.full(len(_OTHERS), -1, np.int32)
 
 
 def new_slots(max_num_seqs: int, max_model_len: int, table_width: int, num_tables: int) -> Slots:
-    """Empty slots with a page table for each cache group."""
+    """Empty slots with a page table for each cache group. `RunnerConfig.slot_sizes` has the arguments."""
     S = max_num_seqs + 1
 
     def rows(idle: Shaped[np.ndarray, "n"]) -> Shaped[Array, "S n"]:

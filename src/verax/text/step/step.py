@@ -1,6 +1,7 @@
 """One engine step as one device program: model, cache update, sampling and state update.
 
-The host sends a few integers; everything else is on the device already and is donated from step to step.
+The host sends a few integers; everything else is on the device already and is donated from step to step. A step samples
+within its own program, unless a sequence in it has a grammar: then a second program does (`sample_deferred`).
 """
 
 from __future__ import annotations
@@ -17,19 +18,88 @@ from verax import ops
 from verax.errors import InvalidParameterError
 from verax.models import CausalLM, RecurrentLayer
 from verax.models.causal_lm import final_hidden_states
+from verax.ops import sampling
 from verax.ops.attention import join_heads, own_results, spread_queries
 from verax.ops.paged import num_up_to
+from verax.sampling_fields import MAX_LOGPROBS
 from verax.text.engine.blocks import CacheGroup
-from verax.text.step.sampler import Logprobs, no_logprobs, sample, score
 from verax.text.step.slots import Slots
 
-__all__ = ["Cache", "StepOutput", "StepShape", "make_step", "with_new_blocks"]
+__all__ = [
+    "DEFERRED",
+    "SAMPLED",
+    "Cache",
+    "Logprobs",
+    "StepOutput",
+    "StepShape",
+    "make_step",
+    "sample_deferred",
+    "with_new_blocks",
+]
 
 Cache = tuple[tuple[ops.Pages, ops.Pages] | Any, ...]
 """Key and value pages of each layer, or the recurrent state of each slot, as `CausalLMConfig.new_state` makes it."""
 
 PROMPT_LOGPROB_CHUNK = 32
 """Prompt positions scored at a time: the scores of a whole prompt over a vocabulary would not fit."""
+
+
+SAMPLED, DEFERRED = 1, 2
+"""Last number of a row of a step's input: sample after its tokens, or leave that to the second program. 0: neither."""
+
+
+class Logprobs(NamedTuple):
+    """Log-probability of the chosen token, nats, then the best `MAX_LOGPROBS`; zeros in rows that request none."""
+
+    values: Float[Array, "B n"]
+    ids: Int[Array, "B n"]
+    ranks: Int[Array, "B"]
+
+
+def sample_deferred(
+    slots: Slots, logits: Float[Array, "B V"], rows: Int[Array, "B 4"], mask: Int[Array, "B w"]
+) -> tuple[Slots, Int[Array, "B"], Logprobs]:
+    """Sampling as a program of its own, after a step with `DEFERRED` rows: slots, tokens and log-probabilities.
+
+    The tokens that a grammar allows depend on the previous token, which the host reads while the step runs.
+    """
+    history, tokens, logprobs = sample(slots, logits, rows, mask)
+    return slots._replace(tokens=history), tokens, logprobs
+
+
+def sample(
+    slots: Slots, logits: Float[Array, "B V"], rows: Int[Array, "B 4"], mask: Int[Array, "B w"] | None = None
+) -> tuple[Int[Array, "S L"], Int[Array, "B"], Logprobs]:
+    """Sample the rows that are to be sampled.
+
+    Args:
+        slots: the slots of the rows.
+        logits: scores of the next token.
+        rows: (slot, start, count, `SAMPLED` or not) of each row.
+        mask: a bit for each token that a grammar allows; all ones in rows without one.
+
+    Returns:
+        The slots' tokens with the new ones, the new ones, and their log-probabilities under the model itself.
+    """
+    wanted, padding_slot = rows[:, 3] == SAMPLED, slots.tokens.shape[0] - 1
+    # Rows that are not sampled take the parameters of greedy decoding, which skip every other part.
+    slot, lengths = jnp.where(wanted, rows[:, 0], padding_slot), rows[:, 1] + rows[:, 2]
+    tokens = sampling.sample(logits, slots.tokens, slot, lengths, slots.params.sampling, mask)
+    history = slots.tokens.at[slot, lengths].set(tokens, mode="drop")
+    # Of the model itself, before penalties and temperature, as vLLM reports them.
+    return history, tokens, score(logits, tokens, slots.params.int("num_logprobs")[slot] >= 0)
+
+
+def score(logits: Float[Array, "B V"], tokens: Int[Array, "B"], wanted: Bool[Array, "B"]) -> Logprobs:
+    """Log-probabilities of the tokens and of the likeliest ones; zeros in rows that are not `wanted`."""
+    num_top = min(MAX_LOGPROBS, logits.shape[-1])
+    return Logprobs(*sampling.token_logprobs(logits, tokens, wanted, num_top=num_top))
+
+
+def no_logprobs(rows: int, vocab_size: int) -> Logprobs:
+    """Log-probabilities of rows that request none."""
+    n = 1 + min(MAX_LOGPROBS, vocab_size)
+    return Logprobs(jnp.zeros((rows, n), jnp.float32), jnp.zeros((rows, n), jnp.int32), jnp.zeros(rows, jnp.int32))
 
 
 class StepShape(NamedTuple):
@@ -93,7 +163,7 @@ class StepOutput(NamedTuple):
     prompt_logprobs: Logprobs | None
     """Score of the token that follows each token of the step. None in decode steps and steps that verify."""
     logits: Float[Array, "B V"] | None
-    """Scores that `make_sampling` samples from. None without structured output."""
+    """Scores that `sample_deferred` samples from. None without structured output."""
 
 
 StepFunction = Callable[[tuple[Array, ...], Slots, Cache, Int[Array, "n"]], tuple[Slots, Cache, StepOutput]]

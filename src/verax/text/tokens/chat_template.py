@@ -25,6 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from verax.errors import InvalidParameterError, TemplateError
+from verax.text.tokens.lenient_json import object_so_far
 
 __all__ = ["check_messages", "render"]
 
@@ -151,6 +152,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """jinja2's own filter escapes HTML and non-ASCII text, which models were not trained on."""
+    value = None if isinstance(value, _Null) else value
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -162,6 +164,13 @@ def _raise(message: str) -> None:
 def _compile(template: str) -> jinja2.Template:
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
+    defined, string = environment.tests["defined"], environment.tests["string"]
+    environment.tests["none"] = lambda value: value is None or isinstance(value, _Null)
+    environment.tests["defined"] = lambda value: defined(value) and not isinstance(value, _Null)
+    environment.tests["undefined"] = lambda value: not defined(value) or isinstance(value, _Null)
+    environment.tests["string"] = lambda value: (
+        isinstance(value, _Arguments) or (string(value) and not isinstance(value, _Null))
+    )
     environment.globals.pop("lipsum")
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -210,11 +219,72 @@ def render(
     return prompt if final is None else _cut_at_end(prompt, final)
 
 
-def _normalised(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without keys that are None, which templates would spell out, and with its reasoning under each name."""
-    given = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((given[name] for name in _REASONING if name in given), None)
-    return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
+class _Null(str):
+    """None of a message's key: not defined for templates, as in transformers, but none, and an empty text."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or other == ""
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+class _Message(dict[str, Any]):
+    """Message without its keys that are None. Templates that ask for one of them get a `_Null`."""
+
+    __slots__ = ("_nulls",)
+
+    def __init__(self, message: Mapping[str, Any]):
+        super().__init__((key, value) for key, value in message.items() if value is not None)
+        self._nulls = frozenset(message) - frozenset(self)
+
+    def __missing__(self, key: str) -> _Null:
+        if key in self._nulls:
+            return _Null()
+        raise KeyError(key)
+
+
+class _Arguments(dict[str, Any]):
+    """Arguments of a call that were given as JSON text: an object for templates that read one, else this text."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str):
+        super().__init__(object_so_far(text))
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def _normalised(message: Mapping[str, Any]) -> _Message:
+    """A message with its reasoning under each name, as in transformers, and arguments of its calls as `_Arguments`."""
+    given = _Message(message)
+    reasoning = next((given[name] for name in _REASONING if given.get(name) is not None), None)
+    if reasoning is not None:
+        given.update({"thinking": reasoning, **given, "reasoning_content": reasoning})
+    if isinstance(given.get("tool_calls"), (list, tuple)):
+        given["tool_calls"] = [_normalised_call(call) for call in given["tool_calls"]]
+    return given
+
+
+def _normalised_call(call: Any) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _normalised_call(call["function"])}
+    arguments = call.get("arguments", {})
+    return {**call, "arguments": _Arguments(arguments or "{}")} if isinstance(arguments or "", str) else call
 
 
 def _mark_end(conversation: list[dict[str, Any]]) -> str:

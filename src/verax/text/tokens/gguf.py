@@ -12,7 +12,7 @@ that transformers' converter has made of such models.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tokenizers
@@ -195,103 +195,71 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], where: object) -> Tokenizer
         UnsupportedModelError: for a kind of tokenizer other than byte-level BPE and SentencePiece's BPE, or for rules
             of pre-tokenization that are not known.
     """
-    metadata = JsonObject(metadata, where)
-    file = _Metadata(metadata, where)
-    is_sentencepiece = file.kind() == "llama"
-    rules = None if is_sentencepiece else _rules(file)
-    vocabulary = file.vocabulary()
-    ids = file.ids(vocabulary, _SENTENCEPIECE_IDS if is_sentencepiece else {})
-    scores = file.scores(vocabulary) if is_sentencepiece else []
-    merges: list[str] = [] if is_sentencepiece else file.needed("merges", list[str])
+    file = JsonObject(metadata, where)
+
+    def get(name: str, form: Any, default: Any = None) -> Any:
+        return read_value(file, f"tokenizer.ggml.{name}", form, default)
+
+    def needed(name: str, form: Any) -> Any:
+        if (value := get(name, form)) is None:
+            raise CheckpointError(f"{where}: tokenizer.ggml.{name} is missing")
+        return value
+
+    kind, pre = get("model", str), get("pre", str, "default")
+    if kind in (None, "none", "no_vocab"):
+        raise CheckpointError(f"{where}: it has no tokenizer; fetch a file that has one")
+    if kind not in _KINDS:
+        raise _unsupported(where, "model", kind, [f"{name} ({form})" for name, form in _KINDS.items()])
+    if pre == "default":
+        pre = USUAL.get(str(metadata.get("general.architecture")), pre)
+    if kind == "gpt2" and pre not in RULES:
+        raise _unsupported(where, "pre", pre, RULES)
+    rules = RULES[pre] if kind == "gpt2" else None
+    tokens = needed("tokens", list[str])
+    vocabulary = Vocabulary(tokens, get("token_type", list[int], [NORMAL] * len(tokens)))
+    scores: list[float] = needed("scores", list[float]) if rules is None else []
+    if not tokens:
+        raise _damage(where, "it has no tokens")
+    for values, name in ((vocabulary.types, "types"), *([(scores, "scores")] if rules is None else [])):
+        if len(values) != len(tokens):
+            raise _damage(where, f"{len(values)} {name} for {len(tokens)} tokens")
+    usual = _SENTENCEPIECE_IDS if rules is None else {}
+    ids: dict[str, int | None] = {role: get(f"{role}_token_id", Count, usual.get(role)) for role in _ROLES}
+    for role, number in ids.items():
+        if number is not None and number >= len(tokens):
+            raise CheckpointError(f"{where}: tokenizer.ggml.{role}_token_id {number} is not a token")
+    merges: list[str] = [] if rules is None else needed("merges", list[str])
     try:
         if rules is None:
-            prefix = file.get("add_space_prefix", bool, True)
+            prefix = get("add_space_prefix", bool, True)
             backend = _sentencepiece_bpe(vocabulary, scores, ids["unknown"] or 0, space_prefix=prefix)
         else:
             backend = _byte_level_bpe(vocabulary, merges, rules)
     except Exception as error:  # the library raises bare Exception
-        raise file.damage(error) from error
-    begins = file.get("add_bos_token", bool, rules is None or rules.begin)
-    ends = file.get("add_eos_token", bool, False)
+        raise _damage(where, error) from error
+    begins = get("add_bos_token", bool, rules is None or rules.begin)
+    ends = get("add_eos_token", bool, False)
     _surround(backend, vocabulary, ids["bos"] if begins else None, ids["eos"] if ends else None)
     end_ids = {ids["eos"], ids["eot"], ids["eom"]}
     end_ids |= {number for number, token in vocabulary.controls() if token in _ENDS}
     variables = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     return TokenizerParts(
         backend,
-        special_tokens={
-            name: vocabulary.tokens[number] for name, role in variables.items() if (number := ids[role]) is not None
-        },
+        special_tokens={name: tokens[number] for name, role in variables.items() if (number := ids[role]) is not None},
         eos_token_ids=frozenset(number for number in end_ids if number is not None),
-        chat_templates=_chat_templates(metadata),
+        chat_templates=_chat_templates(file),
     )
 
 
-class _Metadata:
-    """Values of a file's tokenizer, by their names after `tokenizer.ggml.`."""
-
-    def __init__(self, metadata: JsonObject, where: object):
-        self._values = metadata
-        self.where = where
-        self.architecture = str(metadata.get("general.architecture"))
-
-    def get(self, name: str, form: Any, default: Any = None) -> Any:
-        return read_value(self._values, f"tokenizer.ggml.{name}", form, default)
-
-    def needed(self, name: str, form: Any) -> Any:
-        value = self.get(name, form)
-        if value is None:
-            raise CheckpointError(f"{self.where}: tokenizer.ggml.{name} is missing")
-        return value
-
-    def damage(self, reason: object) -> CheckpointError:
-        return CheckpointError(f"{self.where}: its vocabulary is damaged: {reason}")
-
-    def kind(self) -> str:
-        kind = self.get("model", str)
-        if kind is None or kind in ("none", "no_vocab"):
-            raise CheckpointError(f"{self.where}: it has no tokenizer; fetch a file that has one")
-        if kind not in _KINDS:
-            known = " and ".join(f"{name!r} ({form})" for name, form in _KINDS.items())
-            raise UnsupportedModelError(
-                f"{self.where}: tokenizer.ggml.model {kind!r} is not supported in GGUF files; {known} are. Use the "
-                "model's Hugging Face folder, which has tokenizer.json"
-            )
-        return kind
-
-    def vocabulary(self) -> Vocabulary:
-        tokens = self.needed("tokens", list[str])
-        if not tokens:
-            raise self.damage("it has no tokens")
-        types = self.get("token_type", list[int], [NORMAL] * len(tokens))
-        if len(types) != len(tokens):
-            raise self.damage(f"{len(types)} types for {len(tokens)} tokens")
-        return Vocabulary(tokens, types)
-
-    def scores(self, vocabulary: Vocabulary) -> list[float]:
-        scores = self.needed("scores", list[float])
-        if len(scores) != len(vocabulary.tokens):
-            raise self.damage(f"{len(scores)} scores for {len(vocabulary.tokens)} tokens")
-        return scores
-
-    def ids(self, vocabulary: Vocabulary, usual: Mapping[str, int]) -> dict[str, int | None]:
-        """Ids by their roles; `usual` ones where the file has none."""
-        ids = {role: self.get(f"{role}_token_id", Count, usual.get(role)) for role in _ROLES}
-        for role, number in ids.items():
-            if number is not None and number >= len(vocabulary.tokens):
-                raise CheckpointError(f"{self.where}: tokenizer.ggml.{role}_token_id {number} is not a token")
-        return ids
+def _damage(where: object, reason: object) -> CheckpointError:
+    return CheckpointError(f"{where}: its vocabulary is damaged: {reason}")
 
 
-def _rules(file: _Metadata) -> Rules:
-    pre = file.get("pre", str, "default")
-    pre = USUAL.get(file.architecture, pre) if pre == "default" else pre
-    if pre not in RULES:
-        raise UnsupportedModelError(
-            f"{file.where}: tokenizer.ggml.pre {pre!r} is not supported in GGUF files; {', '.join(RULES)} "
-            "are. Use the model's Hugging Face folder, which has tokenizer.json"
-        )
-    return RULES[pre]
+def _unsupported(where: object, name: str, value: str, known: Iterable[str]) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{where}: tokenizer.ggml.{name} {value!r} is not supported in GGUF files; {', '.join(known)} are. Use the "
+        "model's Hugging Face folder, which has tokenizer.json"
+    )
 
 
 def _surround(backend: tokenizers.Tokenizer, vocabulary: Vocabulary, begin: int | None, end: int | None) -> None:

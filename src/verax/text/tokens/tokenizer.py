@@ -6,7 +6,7 @@ While tokens arrive, text that was returned never changes, and stop strings are 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -144,42 +144,26 @@ class Tokenizer:
         """Token ids of a text; `add_special_tokens` for what the model expects around it (a beginning token, say)."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def truncate(self, max_length: int) -> None:
-        """Cut what is encoded from now on to `max_length` tokens, special tokens included and kept.
-
-        A text loses its end, or its beginning if `truncation_side` of tokenizer_config.json says so.
-
-        Raises:
-            InvalidParameterError: if that leaves no token for the text.
-        """
-        special = self._backend.num_special_tokens_to_add(False)
-        if max_length <= special:
-            raise InvalidParameterError(f"max_length: {max_length} tokens leave none besides {special} special ones")
-        self._backend.enable_truncation(max_length, direction="left" if self._cuts_beginning else "right")
-
     def encode_batch(self, texts: Sequence[str], *, max_length: int | None = None) -> list[tuple[list[int], int]]:
         """Token ids of each text, special ones included, and the number of tokens that were cut from its end.
 
         Args:
             texts: any number.
-            max_length: as `truncate`, for this call. The smaller limit of the two counts.
+            max_length: tokens that are kept of a text, special ones included; None for all.
 
         Raises:
             InvalidParameterError: if `max_length` leaves no token for a text.
         """
-        special = self._backend.num_special_tokens_to_add(False)
-        if max_length is not None and max_length <= special:
-            raise InvalidParameterError(f"max_length: {max_length} tokens leave none besides {special} special ones")
-        cut = partial(_cut, max_length=max_length, beginning=self._cuts_beginning)
-        return [cut(encoded) for encoded in self._backend.encode_batch_fast(list(texts))]
+        encodings = self._backend.encode_batch_fast(list(texts))
+        return [(ids, left_out) for ids, _, left_out in self._cut(encodings, max_length, 1)]
 
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, max_length: int
     ) -> list[tuple[list[int], list[int], int]]:
         """Token ids of each pair of texts, special ones included, their types, and the number of tokens left out.
 
-        The longer text of a pair loses its end first (transformers' `longest_first`). Types are 0 where the model's
-        inputs (`model_input_names`) have none.
+        The longer text of a pair loses its end first (transformers' `longest_first`), or its beginning where
+        `truncation_side` of tokenizer_config.json says so. Types are 0 where `model_input_names` lacks them.
 
         Args:
             pairs: any number.
@@ -188,13 +172,17 @@ class Tokenizer:
         Raises:
             InvalidParameterError: if `max_length` leaves no token for each text.
         """
-        special = self._backend.num_special_tokens_to_add(True)
-        if max_length < special + 2:
+        return self._cut(self._backend.encode_batch(list(pairs)), max_length, 2)
+
+    def _cut(
+        self, encodings: Sequence[tokenizers.Encoding], max_length: int | None, texts: int
+    ) -> list[tuple[list[int], list[int], int]]:
+        special = self._backend.num_special_tokens_to_add(texts > 1)
+        if max_length is not None and max_length < special + texts:
             raise InvalidParameterError(
-                f"max_length: {max_length} tokens leave none for each text besides {special} special ones"
+                f"max_length: {max_length} tokens leave none for each text next to {special} special ones"
             )
-        cut = partial(_cut_pair, room=max_length - special, beginning=self._cuts_beginning)
-        cuts = [cut(encoded) for encoded in self._backend.encode_batch(list(pairs))]
+        cuts = [_cut(encoded, max_length, special, self._cuts_beginning) for encoded in encodings]
         return cuts if self._has_types else [(ids, [0] * len(ids), left_out) for ids, _, left_out in cuts]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -319,41 +307,27 @@ def _configure(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder:
     return read_value(config, "model_input_names", tuple[str, ...], names)
 
 
-def _cut(encoded: tokenizers.Encoding, max_length: int | None, beginning: bool) -> tuple[list[int], int]:
-    """Token ids of at most `max_length`, with the special tokens at both ends, and the number of tokens left out."""
-    ids = encoded.ids
-    left_out = sum(mask == 0 for rest in encoded.overflowing for mask in rest.special_tokens_mask)
+def _cut(
+    encoded: tokenizers.Encoding, max_length: int | None, special: int, beginning: bool
+) -> tuple[list[int], list[int], int]:
+    """Token ids and types of one or two texts with at most `max_length` tokens, and the number of tokens left out.
+
+    As in the library's own truncation, a text of less than half of the room stays whole next to a longer one.
+    """
+    ids, types = encoded.ids, encoded.type_ids
     if max_length is None or len(ids) <= max_length:
-        return ids, left_out
-    masks, over = encoded.special_tokens_mask, len(ids) - max_length
-    if beginning:
-        start = next((i for i, mask in enumerate(masks) if not mask), 0)
-        return ids[:start] + ids[start + over :], left_out + over
-    end = next((i for i, mask in enumerate(reversed(masks)) if not mask), 0)
-    return ids[: max_length - end] + ids[len(ids) - end :], left_out + over
-
-
-def _cut_pair(encoded: tokenizers.Encoding, room: int, beginning: bool) -> tuple[list[int], list[int], int]:
-    """Token ids and types of a pair with at most `room` tokens of its texts, and the number of tokens left out."""
-    texts = encoded.sequence_ids  # 0, 1, and None for special tokens
+        return ids, types, 0
+    texts, room = encoded.sequence_ids, max_length - special  # 0, 1, and None for special tokens
     first, second = texts.count(0), texts.count(1)
-    if first + second <= room:
-        return encoded.ids, encoded.type_ids, 0
-    # As in the library's own truncation: a text of less than half of the room stays whole.
-    short = min(first, second)
-    long = max(short, room - short)
-    if short + long > room:
-        short, long = room // 2, room - room // 2
-    left = [short, long] if first <= second else [long, short]
+    short = min(first, second, room // 2)
+    left = [short, room - short] if first <= second else [room - short, short]
     kept: list[int] = []
-    places = range(len(texts))
-    for place in reversed(places) if beginning else places:
+    for place in reversed(range(len(texts))) if beginning else range(len(texts)):
         if (text := texts[place]) is not None:
             left[text] -= 1
         if text is None or left[text] >= 0:
             kept.append(place)
     kept.sort()
-    ids, types = encoded.ids, encoded.type_ids
     return [ids[i] for i in kept], [types[i] for i in kept], first + second - room
 
 
@@ -531,17 +505,17 @@ class IncrementalDetokenizer:
             self.text += piece
             return None
         text = self.text + piece
-        found: list[tuple[int, str]] = []
+        stops: list[tuple[int, str]] = []
         if self._count > self._min_tokens:
             searched = max(len(self.text), self._exempt)
             for stop in self._stop:
                 at = text.find(stop, max(0, searched - len(stop) + 1))
                 if at >= 0:
-                    found.append((at, stop))
-        if not found:
+                    stops.append((at, stop))
+        if not stops:
             self.text = self.text if only_stop else text
             return None
-        at, stop = min(found)
+        at, stop = min(stops)
         self.text = text[: at + len(stop) if self._include_stop else at]
         self._stopped = True
         return stop

@@ -20,31 +20,12 @@ from verax.errors import InvalidParameterError
 from verax.models import CausalLM
 from verax.text.features.lora import AdaptedLayers
 from verax.text.step.program import AbstractModel
+from verax.train.settings import ALL_LINEAR, LoraSettings
 
-__all__ = ["LoraSettings", "TrainedAdapter"]
-
-ALL_LINEAR = "all-linear"
-"""PEFT's name for all linear layers but the output head."""
+__all__ = ["TrainedAdapter"]
 
 Matrices = Mapping[str, Mapping[str, Array]]
 """`lora_A [r, in]` and `lora_B [out, r]`, float32, by the layer's path."""
-
-
-@dataclass(frozen=True)
-class LoraSettings:
-    """Size and place of an adapter, by PEFT's names."""
-
-    rank: int = 16
-    alpha: float = 32.0
-    """The product of both matrices is multiplied by `alpha / rank`."""
-    target_modules: str = ALL_LINEAR
-    """`all-linear`, or names of layers between commas: last parts such as `q_proj`, or longer ones."""
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise InvalidParameterError(f"rank: expected at least 1, got {self.rank}")
-        if not 0 < self.alpha < float("inf"):
-            raise InvalidParameterError(f"alpha: expected a positive number, got {self.alpha}")
 
 
 @dataclass(frozen=True)

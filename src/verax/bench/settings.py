@@ -1,0 +1,437 @@
+"""Settings of the benchmarks: each a table of options, from which `verax bench` derives a command and its flags."""
+
+# ruff: noqa: RUF009 -- `names` and `numbers` declare a field, as `option` does
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from verax.errors import InvalidParameterError
+from verax.options import Option, check_options, option
+from verax.shapes import SHAPES
+
+__all__ = [
+    "DeltaSettings",
+    "EmbedSettings",
+    "OpsSettings",
+    "QualitySettings",
+    "ServeSettings",
+    "TeaCacheSettings",
+    "TextSettings",
+    "VideoSettings",
+    "check_names",
+]
+
+
+def check_names(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse a name that is not known.
+
+    Raises:
+        InvalidParameterError: naming the parameter, the known names and the wrong one.
+    """
+    known = tuple(known)
+    for name in given:
+        if name not in known:
+            words = ("; " if any("," in one for one in known) else ", ").join(known)
+            raise InvalidParameterError(f"{what}: expected {words}, got {name!r}")
+
+
+def _split(what: str, value: Any, *, known: Sequence[str] = (), separator: str = ",") -> tuple[str, ...]:
+    names = [name.strip() for name in value.split(separator)] if isinstance(value, str) else value or ()
+    check_names(what, names if known else (), known)
+    return tuple(names)
+
+
+def _split_numbers(what: str, value: Any, *, kind: Callable[[str], Any]) -> tuple[Any, ...]:
+    try:
+        return tuple(map(kind, value.split(",") if isinstance(value, str) else value or ()))
+    except ValueError as error:
+        example = "whole numbers such as 1,8" if kind is int else "numbers such as 0.5,2"
+        raise InvalidParameterError(f"{what}: expected {example}, got {value!r}") from error
+
+
+def _listed(parse: Callable[[str, Any], tuple[Any, ...]], default: str | None, doc: str, **declaration: Any) -> Any:
+    metadata = {"option": Option(doc=doc, **declaration), "parse": parse}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def names(default: str | None, doc: str, known: Sequence[str] = (), *, separator: str = ",", **declaration: Any) -> Any:
+    """Field of names, given as a text with commas or as a sequence; `known` are the names that it takes."""
+    return _listed(partial(_split, known=known, separator=separator), default, doc, **declaration)
+
+
+def numbers(kind: type, default: str | None, doc: str, **declaration: Any) -> Any:
+    """Field of numbers, given as a text with commas or as a sequence."""
+    return _listed(partial(_split_numbers, kind=kind), default, doc, **declaration)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Base of the settings: options are checked, and lists with commas become tuples.
+
+    Raises:
+        InvalidParameterError: naming the option, the values that it takes and the wrong one.
+    """
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        for field in dataclasses.fields(self):
+            if parse := field.metadata.get("parse"):
+                object.__setattr__(self, field.name, parse(field.name, getattr(self, field.name)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Timed(Settings):
+    runs: int = option(10, "Counted rounds.", low=1)
+    warmup: int = option(1, "Rounds before them.", low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Engine(_Timed):
+    model: str | None = option(
+        None, "A checkpoint folder, GGUF file or hub id; the built-in model if left out.", flags=("--model", "-m")
+    )
+    dtype: str = option("bfloat16", "bfloat16 or float32.", choices=("bfloat16", "float32"))
+    quantization: str | None = option(
+        None, "int8, int4 or dequantize.", flags=("--quantization", "-q"), shown="the checkpoint's"
+    )
+    kv_cache_dtype: str = option("auto", "dtype of keys and values: auto, bfloat16, float32, fp8 or int8.")
+    max_num_seqs: int | None = option(None, "Most sequences in one step.", low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSettings(_Engine):
+    """Tokens per second of text generation; Qwen3-0.6B's shapes with random weights if there is no --model.
+
+    Examples:
+
+        verax bench text --against transformers --decode-breakdown
+
+        verax bench text --against llama.cpp,verax --quantization int8 --temperature 0
+
+        verax bench text --workload nano-vllm --requests 8 --scale 0.1
+
+        verax bench text --workload repeat --speculative-config '{"method": "ngram", "num_speculative_tokens": 7}'
+
+        verax bench text --shapes moe --against transformers --prompts 1
+    """
+
+    model: str | None = option(None, "A checkpoint folder, GGUF file or hub id.", flags=("--model", "-m"))
+    shapes: str = option(
+        "qwen3",
+        "Random weights: qwen3 (0.6B), qwen3-8b, hybrid (4 layers of Qwen3.5-0.8B), moe (4 of 30B-A3B).",
+        choices=tuple(SHAPES),
+    )
+    workload: str = option(
+        "short-prompts",
+        "short-prompts, nano-vllm (its bench.py), prompt (reading one), repeat (continuing what repeats itself).",
+        choices=("short-prompts", "nano-vllm", "prompt", "repeat"),
+    )
+    requests: int | None = option(
+        None, "Prompts; 4, nano-vllm's 256, or 1.", low=1, flags=("--requests", "--prompts"), shown="the workload's"
+    )
+    max_tokens: int = option(100, "short-prompts, repeat: new tokens of each prompt.", low=1)
+    prompt_tokens: int = option(512, "prompt: tokens of each.", low=1)
+    scale: float = option(1.0, "nano-vllm: factor on its lengths, to fit a small machine.", low=0.0, above=True)
+    temperature: float | None = option(None, "0.7, 0.6 for nano-vllm, 0 for prompt and repeat.", shown="the workload's")
+    against: Any = names(
+        None,
+        "transformers, llama.cpp, verax (our side unquantised), with commas: run them too, interleaved.",
+        ("transformers", "llama.cpp", "verax"),
+    )
+    speculative_config: str | None = option(None, "Speculative decoding, as JSON.")
+    decode_breakdown: bool = option(False, "Measure the parts of a decode step too.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualitySettings(Settings):
+    """Cost of quantised weights and an int8 cache: perplexity, and the logits' distance from float32.
+
+    Examples:
+
+        verax bench quality
+
+        verax bench quality --model Qwen/Qwen3-0.6B --text book.txt --variants "bfloat16; int8; int4-32"
+
+        verax bench quality --model gemma-3-270m-q4_k_m.gguf --text book.txt
+    """
+
+    model: str | None = option(
+        None, "A checkpoint folder, GGUF file or hub id; the built-in model if left out.", flags=("--model", "-m")
+    )
+    text: Path | None = option(None, "A UTF-8 text to measure on, instead of the built-in model's own kind.")
+    variants: Any = names(None, "Precisions by name, separated by semicolons; all if left out.", separator=";")
+    tokens: int = option(16384, "Tokens of text, at most.", low=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedSettings(_Timed):
+    """Sentences per second of an encoder; all-MiniLM-L6-v2's shapes with random weights if there is no --model.
+
+    Examples:
+
+        verax bench embed --against transformers
+
+        verax bench embed --against openvino,onnxruntime --latency --sentences 64
+
+        verax bench embed --against openvino-int8,onnxruntime-int8 --quantization int8
+    """
+
+    model: str | None = option(None, "A checkpoint folder or hub id.", flags=("--model", "-m"))
+    shapes: str = option(
+        "minilm", "Random weights: minilm, modernbert or qwen3.", choices=("minilm", "modernbert", "qwen3")
+    )
+    sentences: int = option(512, "Number of texts.", low=1)
+    batch_size: int = option(32, "Most sentences in one call.", low=1)
+    latency: bool = option(False, "Each sentence in a call of its own.")
+    against: Any = names(
+        None,
+        "transformers, openvino, openvino-int8, onnxruntime, onnxruntime-int8, with commas: run them too, interleaved.",
+        ("transformers", "openvino", "openvino-int8", "onnxruntime", "onnxruntime-int8"),
+    )
+    dtype: str = option("float32", "float32 or bfloat16.", choices=("float32", "bfloat16"))
+    quantization: str | None = option(
+        None, "int8: matrix products of 8-bit integers.", flags=("--quantization", "-q"), shown="none"
+    )
+
+
+STAGES = ("transformer", "vae", "text")
+"""Stages of a video pipeline."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoSettings(_Timed):
+    """Stages of SkyReels-V2's pipeline with random weights in its real sizes, compared with diffusers.
+
+    Examples:
+
+        verax bench video --against diffusers
+
+        verax bench video --stage transformer --against diffusers,torch.compile,openvino
+
+        verax bench video --runs 0 --memory auto,chunked,standard --frames 57 --height 544 --width 960
+    """
+
+    runs: int = option(3, "Counted rounds; 0 for memory only.", low=0)
+    size: str = option(
+        "1.3b", "1.3b or 14b: image to video. 5b: text and image. tiny.", choices=("1.3b", "14b", "5b", "tiny")
+    )
+    stage: Any = names("transformer,vae", "transformer, vae, text, with commas, or all.", (*STAGES, "all"))
+    frames: Any = numbers(int, "9", "Frames of the clip, 4n + 1; a case each.")
+    height: int = option(272, "Pixels, divisible by 16.")
+    width: int = option(480, "Pixels, divisible by 16.")
+    attention: str = option("auto", "Implementation that the transformer is timed with.")
+    memory: Any = names(
+        None, "Implementations whose memory is planned, which runs nothing: auto,chunked,standard,flash."
+    )
+    layers: int | None = option(None, "Layers of transformer and text encoder.", low=1, shown="all")
+    against: Any = names(
+        None,
+        "diffusers, torch.compile, openvino, with commas: run them too, interleaved.",
+        ("diffusers", "torch.compile", "openvino"),
+    )
+    dtype: str = option("bfloat16", "bfloat16 or float32.", choices=("bfloat16", "float32"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.runs == 0 and not self.memory:
+            raise InvalidParameterError("runs: 0 measures nothing; with memory it is memory only")
+        if "all" in self.stage:
+            object.__setattr__(self, "stage", STAGES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeaCacheSettings(Settings):
+    """Cost of TeaCache in quality, and the time that it saves: clips with it and the same clips without.
+
+    Examples:
+
+        verax bench teacache
+
+        verax bench teacache --model SkyReels-V2-DF-1.3B-540P --prompts prompts.txt --thresholds 0.1,0.2
+    """
+
+    model: str | None = option(None, "A folder of SkyReels-V2 or Wan2.1, or its hub id.", flags=("--model", "-m"))
+    prompts: Path | None = option(
+        None, "A file with a prompt on each line; the built-in model has some of its own.", path="file"
+    )
+    image: str | None = option(None, "A picture: the first frame of all clips.")
+    thresholds: Any = numbers(float, "0.05,0.1,0.2,0.3", "Of --cache-threshold.")
+    num_frames: int | None = option(None, "4n + 1.", shown="checkpoint's")
+    height: int | None = option(None, "Of a frame, in pixels.", shown="checkpoint's")
+    width: int | None = option(None, "Of a frame, in pixels.", shown="checkpoint's")
+    num_inference_steps: int | None = option(
+        None, "Steps of the solver.", flags=("--inference-steps",), shown="checkpoint's"
+    )
+    dtype: str = option("bfloat16", "bfloat16 or float32.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prompts is None and self.model is not None:
+            raise InvalidParameterError("prompts: expected some: only the built-in model has prompts of its own")
+        if not self.thresholds:
+            raise InvalidParameterError("thresholds: expected one or more")
+
+
+OPERATIONS = ("linear", "grouped", "attention", "conv")
+"""Groups of cases: products with a weight; with a mixture of experts; attention over whole sequences and over pages,
+with the cache's writes; convolutions of a video VAE. `paged` is the decode step by number of sequences, and `kernels`
+the sizes of an accelerator."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpsSettings(_Timed):
+    """Each implementation of an operation by itself, compared with torch and the machine's measured limits.
+
+    Examples:
+
+        verax bench ops --against torch
+
+        verax bench ops --only linear --size-in 1024 --size-out 3072 --rows 1,4 --weights bfloat16,int8
+    """
+
+    warmup: int = option(2, "Rounds before them.", low=0)
+    only: Any = names(
+        ",".join(OPERATIONS), "linear, grouped, attention, conv; paged, kernels.", (*OPERATIONS, "paged", "kernels")
+    )
+    size_in: int = option(4096, "Inputs of the linear operation.", low=1)
+    size_out: int = option(11008, "Outputs of the linear operation.", low=1)
+    rows: Any = numbers(int, "1,2,4,8,16,32,128", "Rows of the input, one case each.")
+    weights: Any = names(
+        None,
+        "float32, bfloat16, int8, int8-32, int8-128, int4-32, int4-128, int4-128-zeros, float8-128, a GGUF type Q4_K.",
+        shown="all",
+    )
+    against: Any = names(None, "torch: time its operations too, interleaved.", ("torch",))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.rows) < 1:
+            raise InvalidParameterError(f"rows: expected numbers from 1, got {min(self.rows)}")
+
+
+CONFIGURATIONS = ("Small", "Medium", "Large")
+
+SECTIONS = {
+    "rule": "LAM's published rule by itself",
+    "layer": "LAM's layer",
+    "gated": "The exact gated delta rule",
+    "gradient": "The exact gated delta rule, forward and backward",
+    "decode": "A decode step of the gated rule",
+    "encoder": "LAM's sentence encoder",
+}
+"""Sections of the delta benchmark by name, with their titles."""
+
+DELTA_BASELINES = ("torch", "cython", "torch.compile", "transformers", "fla")
+"""PyTorch run eagerly; the same through Cython, as in the earlier port; through torch.compile; transformers' PyTorch
+implementations of the gated rule; flash-linear-attention: Triton on a GPU, its naive PyTorch code on a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaSettings(_Timed):
+    """The delta rules compared with PyTorch, equal work on the same device.
+
+    Runs on JAX's default device; JAX_PLATFORMS=cpu takes the CPU of a machine with a GPU.
+
+    Examples:
+
+        verax bench delta --quick
+
+        verax bench delta --only gated,decode --against transformers --output results
+    """
+
+    runs: int = option(0, "Counted rounds.", low=0, shown="10, or 3 if quick")
+    only: Any = names(",".join(SECTIONS), "Sections, with commas.", tuple(SECTIONS))
+    configs: Any = names(None, "Small, Medium, Large, with commas.", CONFIGURATIONS, shown="all")
+    against: Any = names(None, "Baselines, with commas.", DELTA_BASELINES, shown="the installed ones")
+    quick: bool = option(False, "The smallest configuration, without torch.compile.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "runs", self.runs or (3 if self.quick else 10))
+        object.__setattr__(self, "configs", self.configs or CONFIGURATIONS[: 1 if self.quick else None])
+
+
+_LOAD, _REQUESTS = "Load", "Requests"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficSettings(Settings):
+    """Distribution of the requests of a load test."""
+
+    input_tokens: int = option(32, "Tokens of a prompt, after its shared prefix.", low=1, panel=_REQUESTS)
+    output_tokens: int = option(64, "Tokens of an answer.", low=1, panel=_REQUESTS)
+    prefix_tokens: int = option(0, "Tokens of a prefix that prompts share.", low=0, panel=_REQUESTS)
+    num_prefixes: int = option(1, "Different prefixes; each prompt has one at random.", low=1, panel=_REQUESTS)
+    slow_readers: float = option(0.0, "Share of clients that read slowly.", low=0.0, high=1.0, panel=_REQUESTS)
+    disconnect: float = option(0.0, "Share of clients that leave in mid-answer.", low=0.0, high=1.0, panel=_REQUESTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings(TrafficSettings, _Engine):
+    """Load on a server that speaks OpenAI's API: throughput, latencies, goodput, and checks of the answers.
+
+    Examples:
+
+        verax bench serve --against offline,async --concurrency 64
+
+        verax bench serve --url http://127.0.0.1:8000/v1 --vocab-size 32000 --request-rate 2,8 --goodput ttft:200
+
+        verax bench serve --concurrency 1000 --duration 60 --slow-readers 0.1 --disconnect 0.2 --runs 1 --warmup 0
+    """
+
+    runs: int = option(3, "Counted rounds.", low=1)
+    url: str | None = option(None, "A running server, such as http://127.0.0.1:8000/v1.", shown="starts verax serve")
+    api_key: str | None = option(None, "With --url: key of that server.", envvar="OPENAI_API_KEY")
+    vocab_size: int | None = option(
+        None, "With --url: prompts are tokens below this.", low=4, shown="--model's", panel=_REQUESTS
+    )
+    shapes: str | None = option(
+        None, "Random weights instead of a model: qwen3 (0.6B), qwen3-8b, hybrid or moe.", choices=tuple(SHAPES)
+    )
+    concurrency: Any = numbers(int, None, "Closed loop: streams at once, a case each.", shown="1,8,32,64", panel=_LOAD)
+    request_rate: Any = numbers(
+        float, None, "Open loop: requests per second that arrive at random, a case each.", panel=_LOAD
+    )
+    num_requests: int | None = option(
+        None, "Requests of a run.", low=1, shown="2 a stream, 16 at least; 100", panel=_LOAD
+    )
+    duration: float | None = option(
+        None, "Seconds of a run, instead of a number of requests.", low=0.0, above=True, panel=_LOAD
+    )
+    goodput: str | None = option(
+        None, "Milliseconds of a good request at most, such as ttft:200,tpot:50,e2el:5000.", panel=_LOAD
+    )
+    against: Any = names(
+        None,
+        "offline (LLM.generate), async (AsyncLLM), llama.cpp, with commas: run them too, interleaved.",
+        ("offline", "async", "llama.cpp"),
+    )
+    llama_server: str | None = option(
+        None,
+        "Program of llama.cpp's server.",
+        envvar="VERAX_LLAMA_SERVER",
+        shown="the one on PATH, or of make llama-server",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.concurrency and self.request_rate:
+            raise InvalidParameterError("concurrency: a closed loop; request_rate is an open one, give one of them")
+        for name in ("concurrency", "request_rate"):
+            if min(getattr(self, name), default=1) <= 0:
+                least = "at least 1" if name == "concurrency" else "more than 0"
+                raise InvalidParameterError(f"{name}: expected {least}, got {min(getattr(self, name))}")
+        if self.url is not None and self.model is None and (self.against or self.vocab_size is None):
+            raise InvalidParameterError(
+                "model: with a url, the other sides need the model of that server"
+                if self.against
+                else "vocab_size: with a url, give its model's vocabulary size, or the model itself"
+            )
+        if self.shapes is not None and self.model is not None:
+            raise InvalidParameterError("shapes: random weights stand for a model; give one of them")

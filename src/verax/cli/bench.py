@@ -1,0 +1,190 @@
+"""`verax bench`: measurements that anyone can repeat."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from verax.bench import settings
+from verax.cli import options
+from verax.cli.options import Flags
+from verax.errors import InvalidParameterError
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Measure speed and memory, compared with other libraries.", no_args_is_help=True)
+
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Write the result into this folder's file of the subject and processor."),
+]
+
+SUBJECTS: Mapping[str, tuple[type[settings.Settings], str]] = {
+    "text": (settings.TextSettings, "text.cases"),
+    "quality": (settings.QualitySettings, "text.quality"),
+    "embed": (settings.EmbedSettings, "embed.cases"),
+    "video": (settings.VideoSettings, "video.cases"),
+    "teacache": (settings.TeaCacheSettings, "video.teacache"),
+    "ops": (settings.OpsSettings, "ops"),
+    "delta": (settings.DeltaSettings, "delta.cases"),
+    "serve": (settings.ServeSettings, "serve.cases"),
+}
+"""Settings of each command, whose options are its flags, and the module of `verax.bench` with its `bench_NAME`."""
+
+
+def _command(name: str, table: type[settings.Settings], module: str) -> Callable[..., None]:
+    """Command of a subject, with the docstring of its settings as its help."""
+
+    def run(*, values: dict[str, Any], output: Output = None, as_json: options.Json = False) -> None:
+        try:
+            given = table(**values)
+        except InvalidParameterError as error:
+            raise typer.BadParameter(str(error)) from error
+        _show(getattr(importlib.import_module(f"verax.bench.{module}"), f"bench_{name}")(given), output, as_json)
+
+    run.__annotations__["values"] = Annotated[dict[str, Any], Flags(table)]
+    run.__name__, run.__doc__ = name, table.__doc__
+    return options.with_flags(run)
+
+
+for _name, _subject in SUBJECTS.items():
+    app.command()(_command(_name, *_subject))
+
+
+def _show(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
+    """Print a result as its page or as JSON, and write it if there is a folder."""
+    from verax.bench.results import markdown, write
+
+    sys.stdout.write(json.dumps(result, indent=2) + "\n" if as_json else markdown(result))
+    if output is not None:
+        typer.echo(f"written: {write(result, output)}", err=True)
+
+
+def _names(text: str | None) -> list[str]:
+    return [name.strip() for name in text.split(",")] if text else []
+
+
+@app.command()
+def accelerator(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder of all files; finished parts in it are not repeated.")
+    ] = Path("accelerator"),
+    only: Annotated[str | None, typer.Option(help="Parts, separated by commas; all if left out.")] = None,
+    list_parts: Annotated[bool, typer.Option("--list", help="Print the parts, and run nothing.")] = False,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="The same parts at tiny sizes, on a machine without an accelerator.")
+    ] = False,
+    part_seconds: Annotated[float, typer.Option(help="Seconds after which a part is stopped.")] = 300.0,
+    seconds: Annotated[float, typer.Option(help="Seconds of the whole run; run it again for what is left.")] = 600.0,
+    as_json: options.Json = False,
+) -> None:
+    """Correctness and speed on one GPU or TPU, in parts, within ten minutes a run.
+
+    A part that fails is a line of the table. Exit status 1 if one failed or is left for the next run.
+
+    Examples:
+
+        verax bench accelerator --list
+
+        verax bench accelerator --output results
+
+        verax bench accelerator --rehearse --only operations
+    """
+    from verax.bench.accelerator import PARTS, bench_accelerator
+
+    if list_parts:
+        width = max(map(len, PARTS))
+        typer.echo("\n".join(f"{part.name:{width}}  {part.about}" for part in PARTS.values()))
+        return
+    result = bench_accelerator(
+        output,
+        only=_names(only) or tuple(PARTS),
+        rehearse=rehearse,
+        part_seconds=part_seconds,
+        seconds=seconds,
+        report=lambda line: typer.echo(line, err=True),
+    )
+    _show(result, output, as_json)
+    if not result["complete"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def compare(
+    old: Annotated[Path, typer.Argument(help="A JSON that verax bench --output wrote.", exists=True, dir_okay=False)],
+    new: Annotated[Path, typer.Argument(help="A later one, of the same benchmark.", exists=True, dir_okay=False)],
+    threshold: Annotated[float, typer.Option(help="Change of time that matters, in percent.")] = 5.0,
+    as_json: options.Json = False,
+) -> None:
+    """Changes of speed between two files of results; exit status 1 if a side of verax is slower.
+
+    Prints Markdown, for a terminal or a pull request. A side counts as slower only if the whole interval of the ratio
+    of the medians is beyond the threshold; baselines are shown, and do not count.
+
+    Examples:
+
+        verax bench compare before.json after.json
+
+        verax bench compare before.json after.json --threshold 10 >> "$GITHUB_STEP_SUMMARY"
+    """
+    from verax.bench.compare import compare_results, read_timed, render
+
+    comparison = compare_results(read_timed(old), read_timed(new), threshold=threshold / 100)
+    sys.stdout.write(json.dumps(comparison, indent=2) + "\n" if as_json else render(comparison))
+    if comparison["regressions"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def docs(
+    results: Annotated[Path, typer.Option(help="Folder of results, as --output writes them.")] = Path(
+        "benchmarks/results"
+    ),
+    template: Annotated[Path, typer.Option(help="The page without its numbers.")] = Path(
+        "benchmarks/performance.template.md"
+    ),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("docs/performance.md"),
+) -> None:
+    """Write docs/performance.md from the results in the repository.
+
+    Examples:
+
+        verax bench text --against transformers --output benchmarks/results && verax bench docs
+    """
+    from verax.bench.results import render
+    from verax.files import write_text
+
+    write_text(output, render(template, results))
+    typer.echo(f"written: {output}", err=True)
+
+
+@app.command()
+def reports(
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller and fewer cases: minutes on two cores.")] = False,
+    only: Annotated[str | None, typer.Option(help="Names of reports, with commas; all of them if left out.")] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Write a page and a JSON for each into this folder.")
+    ] = Path("docs/reports"),
+) -> None:
+    """Tables of speed and memory of the earlier ports, measured again on this machine.
+
+    A table that cannot be made here states the reason.
+
+    Examples:
+
+        verax bench reports --quick
+
+        verax bench reports --only text,delta-rule --output reports
+    """
+    from verax.bench.accelerator import REPORTS, bench_reports, write_reports
+
+    shown = lambda note: typer.echo(f"measuring {note}", err=True)
+    results = bench_reports(quick=quick, only=_names(only) or tuple(REPORTS), report=shown)
+    for path in write_reports(results, output):
+        typer.echo(f"written: {path}", err=True)

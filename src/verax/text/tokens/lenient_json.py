@@ -1,0 +1,173 @@
+"""JSON as models write it, read token by token and written by RFC 8259.
+
+Models write some things otherwise, whose meaning is plain: control characters in strings, strings in single quotes,
+escapes that JSON lacks, literals of Python, and a comma after the last member. What is not a finite number is null.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+__all__ = ["JsonScanner", "as_json", "object_so_far"]
+
+_SPACE = re.compile(r"[ \t\n\r]+")
+_PLAIN = re.compile(r"""[^"'\\\x00-\x1f]+""")
+"""Characters of a string that stand for themselves (RFC 8259), quotes apart."""
+
+_ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_BEGUN_ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{0,3})?")
+_WORD = re.compile(r"""[^\s{}\[\]:,"']{1,1000}""")
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_WORDS = {
+    **{"true": "true", "false": "false", "null": "null", "none": "null"},
+    **dict.fromkeys(("nan", "inf", "-inf", "infinity", "-infinity"), "null"),
+}
+"""JSON of a word in small letters."""
+
+
+class JsonScanner:
+    """Reader of one JSON value, token by token, which writes what it reads by RFC 8259."""
+
+    def __init__(self, state: str = "start") -> None:
+        """Begin before an object ("start") or before any value ("value")."""
+        self.state = state
+        """Expected next: start, key, colon, value, item (of an array), next (comma or end), complete (nothing)."""
+        self.written = ""
+        """JSON of the last token."""
+        self._closers: list[str] = []
+        self._quote = ""
+        """Quote that ends the string that is being read."""
+        self._comma = ""
+        """Comma and white space that are written once a member follows."""
+
+    @property
+    def depth(self) -> int:
+        """Number of objects and arrays that are open."""
+        return len(self._closers)
+
+    @property
+    def complete(self) -> bool:
+        """True if the value is closed."""
+        return self.state == "complete"
+
+    @property
+    def closing(self) -> str | None:
+        """What makes a whole value of the text so far; None where a member is begun."""
+        if self.state not in ("key", "item", "next", "complete") if not self._quote else self.state == "key":
+            return None
+        return ('"' if self._quote else "") + "".join(reversed(self._closers))
+
+    def read(self, text: str, at: int, *, final: bool = False) -> int | None:
+        """Read a token, or a part of a string.
+
+        Returns:
+            Position after it; `at` if more text is needed; None if no JSON value continues so.
+        """
+        if at == len(text):
+            return at
+        self.written = ""
+        if self._quote:
+            return self._string(text, at)
+        space = _SPACE.match(text, at)
+        if space is not None:
+            self._comma, self.written = (self._comma + space[0], "") if self._comma else ("", space[0])
+            return space.end()
+        char = text[at]
+        if char in ("}", "]"):
+            return self._close(at) if self.depth and char == self._closers[-1] else None
+        if char == ":" and self.state == "colon":
+            self.state, self.written = "value", char
+            return at + 1
+        if char == "," and self.state == "next":
+            self.state, self._comma = "key" if self._closers[-1] == "}" else "item", char
+            return at + 1
+        return self._member(text, at, final)
+
+    def _close(self, at: int) -> int | None:
+        if self.state not in ("key", "item", "next"):
+            return None
+        self.written = self._comma[1:] + self._closers.pop()
+        self._comma = ""
+        self._end_value()
+        return at + 1
+
+    def _member(self, text: str, at: int, final: bool) -> int | None:
+        """Read the beginning of a key or of a value."""
+        char, is_value = text[at], self.state in ("value", "item")
+        if char == "{" and (is_value or self.state == "start"):
+            self._closers.append("}")
+            self.state, written, end = "key", "{", at + 1
+        elif char == "[" and is_value:
+            self._closers.append("]")
+            self.state, written, end = "item", "[", at + 1
+        elif char in "\"'" and (is_value or self.state == "key"):
+            self._quote, written, end = char, '"', at + 1
+        elif is_value and (word := _WORD.match(text, at)):
+            if word.end() == len(text) and not final:
+                return at
+            written, end = word[0] if _NUMBER.fullmatch(word[0]) else _WORDS.get(word[0].lower(), ""), word.end()
+            if not written:
+                return None
+            self._end_value()
+        else:
+            return None
+        self.written, self._comma = self._comma + written, ""
+        return end
+
+    def _string(self, text: str, at: int) -> int:
+        """Read a part of a string: plain characters, an escape, or its end."""
+        plain, char = _PLAIN.match(text, at), text[at]
+        if plain is not None:
+            self.written = plain[0]
+            return plain.end()
+        if char == self._quote:
+            self._quote, self.written = "", '"'
+            if self.state == "key":
+                self.state = "colon"
+            else:
+                self._end_value()
+        elif char == "\\":
+            escape, begun = _ESCAPE.match(text, at), _BEGUN_ESCAPE.match(text, at)
+            if escape is not None:
+                self.written = escape[0]
+                return escape.end()
+            if begun is not None and begun.end() == len(text):
+                return at
+            if text[at + 1] == "'":
+                self.written = "'"
+                return at + 2
+            self.written = "\\\\"
+        else:
+            self.written = json.dumps(char)[1:-1]
+        return at + 1
+
+    def _end_value(self) -> None:
+        self.state = "next" if self._closers else "complete"
+
+
+def as_json(text: str, state: str = "value") -> str | None:
+    """The text of a JSON value as RFC 8259 has it; None if it is not one. `state` is "start" for objects only."""
+    scanner, written, at = JsonScanner(state), "", 0
+    while not scanner.complete:
+        end = scanner.read(text, at, final=True)
+        if end is None or end == at:
+            return None
+        at, written = end, written + scanner.written
+    return None if text[at:].strip() else written.strip()
+
+
+def object_so_far(text: str) -> dict[str, Any]:
+    """The object of a JSON text; of a text that was cut short or turns out not to be JSON, the members before."""
+    scanner, at = JsonScanner(), 0
+    written, whole = [""], (1, "{}")
+    while (end := scanner.read(text, at, final=True)) is not None and end > at:
+        at = end
+        written.append(scanner.written)
+        if scanner.closing is not None:
+            whole = (len(written), scanner.closing)
+    try:
+        return json.loads("".join(written[: whole[0]]) + whole[1])
+    except RecursionError:
+        return {}

