@@ -22,7 +22,7 @@ from recipes.encoder.paraphrases import Split, pairs
 from recipes.encoder.tokenizer import save_tokenizer, train_tokenizer
 from verax import models, ops
 from verax.checkpoint import save
-from verax.embed.pooling import normalized, pool
+from verax.embed.modules import normalized, pool
 from verax.nn import Sentences
 from verax.train.loop import Schedule, train
 from verax.train.loss import rounded_gradient_linear

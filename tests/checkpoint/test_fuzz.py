@@ -19,6 +19,7 @@ from verax.checkpoint.formats.gguf import GGUFWeights
 from verax.checkpoint.formats.pth import PthFile
 from verax.checkpoint.formats.safetensors import SafetensorsFile
 from verax.checkpoint.video.folder import VideoFolder
+from verax.embed.modules import load_modules
 from verax.embed.settings import EncoderSettings
 from verax.errors import VeraxError
 from verax.models import causal_lm, encoder
@@ -139,6 +140,7 @@ def describe_text(folder, changed):
 def describe_encoder(folder, changed):
     opened = Checkpoint.open(folder)
     config = encoder(opened.config)[1]
+    load_modules(folder, config.hidden_size, dtype=np.float32)
     EncoderSettings.from_folder(folder, positions=config.max_position_embeddings)
     if changed == "tokenizer_config.json":
         Tokenizer.from_folder(folder)

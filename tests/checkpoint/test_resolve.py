@@ -118,19 +118,19 @@ def test_only_the_files_of_a_checkpoint_are_asked_for(calls, tmp_path):
         "vocab.json",
         "merges.txt",
         "modules.json",
-        "1_Pooling/config.json",
+        "sentence_bert_config.json",
         "config_sentence_transformers.json",
     ]
     unwanted = ["pytorch_model.bin", "README.md", "original/model.safetensors", "onnx/config.json", "model.gguf"]
     assert fetched(call, [*wanted, *unwanted]) == wanted
 
 
-def test_layers_after_the_pooling_are_fetched_where_they_exist(calls, tmp_path):
-    (tmp_path / "2_Dense").mkdir()
-    (tmp_path / "2_Dense" / "config.json").touch()
+def test_folders_of_modules_are_fetched_where_a_file_lists_them(calls, tmp_path):
+    (tmp_path / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]')
     assert resolve("org/name") == tmp_path
-    files = ["2_Dense/config.json", "2_Dense/model.safetensors", "onnx/model.safetensors", "2_Dense/pytorch_model.bin"]
-    assert [fetched(call, files) for call in calls] == [["2_Dense/config.json"], ["2_Dense/model.safetensors"]]
+    files = ["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "2_Dense/pytorch_model.bin"]
+    others = ["2_Dense/onnx/model.safetensors", "onnx/model.safetensors", "onnx/config.json"]
+    assert [fetched(call, [*files, *others]) for call in calls] == [[], files]
 
 
 def test_of_a_video_model_either_layout_is_asked_for(calls, tmp_path):

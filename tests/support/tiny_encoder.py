@@ -51,8 +51,8 @@ def tiny_tokenizer(folder, special=BERT_SPECIAL, pair=BERT_PAIR):
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512, **named}
-    if special == ROBERTA_SPECIAL:
-        config["model_input_names"] = ["input_ids", "attention_mask"]
+    types = ["token_type_ids"] if special == BERT_SPECIAL else []
+    config["model_input_names"] = ["input_ids", *types, "attention_mask"]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import tokenizers
 
 from verax.errors import CheckpointError
+from verax.files import read_json
 
 __all__ = ["read_tokenizer", "resolve", "resolve_video"]
 
@@ -24,15 +25,13 @@ TOKENIZER_FILES = (
 
 SENTENCE_FILES = (
     "modules.json",
-    "sentence_bert_config.json",
+    "sentence_*_config.json",
     "config_sentence_transformers.json",
-    "*_Pooling/config.json",
-    "*_Dense/config.json",
 )
 """Patterns of sentence-transformers' settings: how a model's states become a vector, and prompts."""
 
-DENSE_FILES = ("*_Dense/model.safetensors",)
-"""Patterns of the layers after the pooling."""
+_MODULE_FILES = ("*.json", "*.safetensors", "pytorch_model.bin", *TOKENIZER_FILES)
+"""Patterns of the files of a module that modules.json lists, in its folder."""
 
 _WANTED = (
     "config.json",
@@ -96,10 +95,19 @@ def resolve(model: str | Path, *, revision: str | None = None, weights: bool = T
     if not weights:
         return _download(model, revision, _SETTINGS, _UNWANTED, _POSSIBLE)
     folder = _download(model, revision, _WANTED, _UNWANTED, _POSSIBLE)
-    if any(folder.glob("*_Dense/config.json")):
+    if modules := _module_folders(folder):
         # Fetched separately: other weights in folders are second copies.
-        folder = _download(model, revision, DENSE_FILES, (), _POSSIBLE)
+        wanted = [f"{module}/{pattern}" for module in modules for pattern in _MODULE_FILES]
+        unwanted = [f"{module}/*/*" for module in modules]
+        folder = _download(model, revision, wanted, unwanted, _POSSIBLE)
     return folder
+
+
+def _module_folders(folder: Path) -> list[str]:
+    """Folders of the modules that a folder's modules.json lists, other than the folder itself."""
+    listed = read_json(folder / "modules.json", list, optional=True)
+    paths = [module.get("path") for module in listed if isinstance(module, dict)]
+    return [path for path in paths if isinstance(path, str) and path]
 
 
 def resolve_video(model: str | Path) -> Path:
@@ -119,11 +127,7 @@ def resolve_video(model: str | Path) -> Path:
 
 
 def _only_gguf(folder: Path) -> Path | None:
-    """The GGUF file of a folder that has no other weights; None without one.
-
-    Raises:
-        CheckpointError: if there are several GGUF files.
-    """
+    """The GGUF file of a folder that has no other weights; None without one."""
     files = sorted(folder.glob("*.gguf"))
     if not files or any(folder.glob("*.safetensors")):
         return None

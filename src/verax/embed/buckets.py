@@ -1,4 +1,6 @@
-"""Texts of all lengths in calls of a few fixed shapes, so that a short list of programs serves everything."""
+"""Texts of all lengths in calls of a few fixed shapes, so that a short list of programs serves everything; and the
+models that these programs call.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,7 +20,12 @@ from jaxtyping import Array, Float32, Int32
 from verax import ops, progress
 from verax._buckets import at_least, eighths, powers
 from verax._compat import compiler_options
+from verax.checkpoint import Checkpoint
 from verax.errors import InvalidParameterError
+from verax.loading import load_model
+from verax.models import DTYPES
+from verax.nn import Linear, pack_linear_weights
+from verax.ops import QuantizedWeight
 
 __all__ = [
     "Buckets",
@@ -29,6 +36,7 @@ __all__ = [
     "check_batch_size",
     "check_texts",
     "compiled",
+    "load_for_calls",
     "run_jobs",
     "tokens_per_call",
 ]
@@ -323,3 +331,52 @@ def check_texts(texts: Any, name: str) -> list[str]:
         except UnicodeEncodeError as error:  # a lone surrogate: bytes of another encoding
             raise InvalidParameterError(f"{name}: not Unicode text at {number}: {text!r}") from error
     return checked
+
+
+QUANTIZATIONS = ("int8",)
+"""Names that `Encoder` and `Reranker` take."""
+
+
+def load_for_calls(
+    opened: Checkpoint,
+    model_class: Callable[..., Any],
+    config: Any,
+    dtype: str,
+    quantization: str | None,
+    *,
+    keep_head: bool = False,
+    show_progress: bool,
+) -> Any:
+    """Load a model, quantise it if asked for, and pack its weights for the processor.
+
+    Args:
+        opened: the checkpoint.
+        model_class: class of the model.
+        config: configuration of the model.
+        dtype: name of the dtype of weights and matmul inputs.
+        quantization: a name of `QUANTIZATIONS`, or None.
+        keep_head: keep a language model's own head, from which rerankers read the answer.
+            Encoders do not call it. The head that quantising makes of tied embeddings is dropped in any case: the
+            embeddings themselves stay floats.
+        show_progress: show a bar while loading, if stderr is a terminal.
+
+    Raises:
+        CheckpointError: if the weights do not fit the configuration.
+        InvalidParameterError: for another quantisation.
+    """
+    if quantization is not None and quantization not in QUANTIZATIONS:
+        raise InvalidParameterError(
+            f"quantization: expected {' or '.join(map(repr, QUANTIZATIONS))} or None, got {quantization!r}"
+        )
+    with progress.bar("loading weights", enabled=show_progress, count=False) as report:
+        model = load_model(opened, model_class, config, dtype=DTYPES[dtype], quantization=quantization, progress=report)
+    if quantization is not None:
+        if hasattr(model, "lm_head") and (config.tie_word_embeddings or not keep_head):
+            model.lm_head = None
+        for _, layer in nnx.iter_modules(model):
+            if isinstance(layer, Linear):
+                weight: Any = layer.weight.get_value()
+                if isinstance(weight, QuantizedWeight):
+                    layer.weight = nnx.Param[Any](replace(weight, rounds_inputs=True))
+    pack_linear_weights(model)
+    return model

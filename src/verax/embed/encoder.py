@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,6 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from verax import builtin, models, progress
 from verax._compat import enable_compilation_cache
-from verax.checkpoint import Checkpoint
 from verax.embed.buckets import (
     Buckets,
     Job,
@@ -24,14 +23,14 @@ from verax.embed.buckets import (
     check_batch_size,
     check_texts,
     compiled,
+    load_for_calls,
     run_jobs,
     tokens_per_call,
 )
-from verax.embed.pooling import Dense, DenseConfig, cut, load_for_calls, normalized, pool
-from verax.embed.settings import EncoderSettings, open_folder
+from verax.embed.modules import Modules, cut, load_modules, normalized, open_folder
+from verax.embed.settings import EncoderSettings
 from verax.errors import InvalidParameterError
 from verax.fields import Size, read_value
-from verax.loading import load_model
 from verax.nn import Sentences
 from verax.text.tokens.tokenizer import Tokenizer
 
@@ -70,9 +69,10 @@ class Encoder:
             quantization: `"int8"` for matrix products of 8-bit integers, weights by row and inputs by token: faster on
                 processors that multiply integers faster than floats. `dtype` is the dtype of the rest.
             max_length: tokens that are read of a sentence; the checkpoint's limit if None.
-            pooling: `"mean"`, `"cls"` or `"lasttoken"`; the checkpoint's if None, the mean if it has none.
+            pooling: a name of `embed.modules.POOLINGS`; the checkpoint's if None. If that has none, it is the last
+                token for a causal language model with its head (`...ForCausalLM`), else the mean.
             dimensions: number of leading dimensions of each vector that are kept, for models that were trained for it
-                (Matryoshka); all of them if None.
+                (Matryoshka); the checkpoint's number if None, all of them if it has none.
             revision: branch, tag or commit of a hub id.
             show_progress: a bar while loading, if stderr is a terminal.
 
@@ -84,41 +84,47 @@ class Encoder:
         models.check_dtype(dtype)
         enable_compilation_cache()
         begin = time.perf_counter()
-        opened = open_folder(builtin.encoder() if model is None else model, revision)
+        folder, opened = open_folder(builtin.encoder() if model is None else model, revision)
         model_class, config = models.encoder(opened.config)
+        causal = models.is_causal(opened.config)
         self.model_config = config
+        weights = models.DTYPES[dtype]
+        heads = read_value(opened.config, "architectures", tuple[str, ...], ())
+        default = "lasttoken" if causal and heads and heads[0].endswith("ForCausalLM") else "mean"
+        modules = load_modules(folder, config.hidden_size, pooling=pooling, default=default, dtype=weights)
         self.settings = EncoderSettings.from_folder(
-            opened.folder, positions=config.max_position_embeddings, pooling=pooling, max_length=max_length
+            folder,
+            opened.folder,
+            positions=config.max_position_embeddings,
+            pooling=modules.pooling,
+            max_length=max_length,
         )
-        layers = [Checkpoint.open(path) for path in self.settings.dense]
-        sizes = [DenseConfig.from_file(layer.config) for layer in layers]
-        self._full_dimension: int = sizes[-1].out_features if sizes else config.hidden_size
+        self._include_prompt = modules.include_prompt
+        self._full_dimension: int = modules.width
         self._matryoshka = read_value(opened.config, "matryoshka_dimensions", tuple[Size, ...], ())
         self._dimensions = self._full_dimension
         self._dimensions = self.check_dimensions(dimensions)
+        if dimensions is None and self.settings.dimensions is not None:
+            self._dimensions = min(self.settings.dimensions, self._full_dimension)
         self._tokenizer = Tokenizer.from_folder(opened.folder)
         self._tokenizer.encode_batch((), max_length=self.max_length)  # refuses a limit that leaves no token for a text
         loaded = load_for_calls(opened, model_class, config, dtype, quantization, show_progress=show_progress)
-        weights = models.DTYPES[dtype]
-        dense = [load_model(layer, Dense, size, dtype=weights) for layer, size in zip(layers, sizes, strict=True)]
-        pooling = self.settings.pooling
         self._packs = getattr(loaded, "takes_packed_sentences", True)
         place = Sentences.packed if self._packs else Sentences.padded
 
         def encode(
-            modules: tuple[Any, list[Dense]],
+            parts: tuple[Any, Modules],
             tokens: Int32[Array, "B T"],
             lengths: Int32[Array, "S"],
             normalize: Bool[Array, ""],
             skipped: Int32[Array, ""],
         ) -> Float[Array, "S D"]:
             sentences = place(lengths, tokens.shape[1])
-            vectors = pool(models.hidden_states(modules[0], tokens, sentences), sentences, pooling, skipped)
-            for layer in modules[1]:
-                vectors = layer(vectors)
+            hidden = models.hidden_states(parts[0], tokens, sentences, causal=causal)
+            vectors = parts[1](hidden, sentences, skipped)
             return jnp.where(normalize, normalized(vectors), vectors)
 
-        self._program, self._weights = compiled(encode, (loaded, dense))
+        self._program, self._weights = compiled(encode, (loaded, modules))
         self._padding = not getattr(loaded, "depends_on_padding", False)
         self.truncated = 0
         """Sentences of the last `encode` that were longer than `max_length` and lost their end."""
@@ -137,33 +143,7 @@ class Encoder:
     @property
     def prompts(self) -> dict[str, str]:
         """Prompts of the checkpoint by their names."""
-        return dict(self.settings.prompts)
-
-    @overload
-    def encode(
-        self,
-        sentences: str,
-        normalize: bool = ...,
-        batch_size: int | None = ...,
-        show_progress: bool = ...,
-        *,
-        prompt_name: str | None = ...,
-        prompt: str | None = ...,
-        dimensions: int | None = ...,
-    ) -> Float32[np.ndarray, "D"]: ...
-
-    @overload
-    def encode(
-        self,
-        sentences: Iterable[str],
-        normalize: bool = ...,
-        batch_size: int | None = ...,
-        show_progress: bool = ...,
-        *,
-        prompt_name: str | None = ...,
-        prompt: str | None = ...,
-        dimensions: int | None = ...,
-    ) -> Float32[np.ndarray, "n D"]: ...
+        return dict(self.settings.prompts.texts)
 
     def encode(
         self,
@@ -194,7 +174,7 @@ class Encoder:
         """
         check_batch_size(batch_size)
         dimensions = self.check_dimensions(dimensions)
-        before = self.settings.prompt(prompt_name) if prompt is None else check_texts([prompt], "prompt")[0]
+        before = self.settings.prompts.text(prompt_name) if prompt is None else check_texts([prompt], "prompt")[0]
         texts = check_texts([sentences] if isinstance(sentences, str) else sentences, "sentences")
         skipped = self._prompt_length(before)
         self.truncated = 0
@@ -215,7 +195,7 @@ class Encoder:
         Args:
             sentences, options: as in `encode`. A `prompt` or `prompt_name` goes before that prompt.
         """
-        return self.encode(sentences, **_with_prompt(options, self.settings.query_prompt))
+        return self.encode(sentences, **_with_prompt(options, self.settings.prompts.query))
 
     def encode_document(self, sentences: str | Iterable[str], **options: Any) -> Float32[np.ndarray, "..."]:
         """Vectors of the documents that queries look for: `encode` with the checkpoint's prompt for them, if any.
@@ -225,7 +205,7 @@ class Encoder:
         Args:
             sentences, options: as in `encode`. A `prompt` or `prompt_name` goes before that prompt.
         """
-        return self.encode(sentences, **_with_prompt(options, self.settings.document_prompt))
+        return self.encode(sentences, **_with_prompt(options, self.settings.prompts.document))
 
     def encode_tokens(
         self, token_ids: Iterable[Sequence[int]], normalize: bool = True, batch_size: int | None = None
@@ -323,8 +303,8 @@ class Encoder:
         return self._program._cache_size()
 
     def _prompt_length(self, prompt: str) -> int:
-        """Tokens of a prompt that the mean leaves out: those before the sentence, beginning tokens included."""
-        if not prompt or self.settings.include_prompt:
+        """Tokens of a prompt that poolings leave out: those before the sentence, beginning tokens included."""
+        if not prompt or self._include_prompt:
             return 0
         ((ids, _),) = self.tokenize([""], prompt=prompt)
         return len(ids) - (ids[-1] in self._tokenizer.special_token_ids)

@@ -22,14 +22,15 @@ from verax.embed.buckets import (
     check_batch_size,
     check_texts,
     compiled,
+    load_for_calls,
     run_jobs,
     tokens_per_call,
 )
-from verax.embed.pooling import activation_function, load_for_calls
-from verax.embed.settings import open_folder, read_max_length
+from verax.embed.modules import activation_function, list_modules, open_folder
+from verax.embed.settings import Prompts, read_max_length, read_model_file, read_transformer_file
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.fields import file_of, read_value
-from verax.files import JsonObject, read_json
+from verax.files import JsonObject
 from verax.models import causal_lm, cross_encoder, hidden_states
 from verax.nn import Sentences
 from verax.text.tokens.tokenizer import Tokenizer
@@ -67,13 +68,16 @@ class Scorer(Protocol):
         ...
 
 
-def scorer_of(opened: Checkpoint, tokenizer: Tokenizer, max_length: int | None) -> tuple[Scorer, type[Any], Any]:
+def scorer_of(
+    opened: Checkpoint, tokenizer: Tokenizer, max_length: int | None, model_file: JsonObject
+) -> tuple[Scorer, type[Any], Any]:
     """Scorer of a checkpoint, and its model's class and configuration.
 
     Args:
         opened: the checkpoint.
         tokenizer: tokenizer of the checkpoint.
         max_length: tokens that are read of a pair; the checkpoint's limit if None.
+        model_file: content of config_sentence_transformers.json.
 
     Raises:
         CheckpointError: if a file is damaged.
@@ -94,8 +98,9 @@ def scorer_of(opened: Checkpoint, tokenizer: Tokenizer, max_length: int | None) 
             f"{file_of(opened.config)}: model_type {kind!r}: the only language model that ranks here is Qwen3-Reranker"
         )
     model_class, config = (causal_lm if generates else cross_encoder)(opened.config)
-    make = YesOrNo if generates else CrossEncoder
-    return make(opened, tokenizer, config.max_position_embeddings, max_length), model_class, config
+    limits = config.max_position_embeddings, max_length
+    scorer = YesOrNo(opened, tokenizer, *limits) if generates else CrossEncoder(opened, tokenizer, *limits, model_file)
+    return scorer, model_class, config
 
 
 class CrossEncoder:
@@ -103,16 +108,25 @@ class CrossEncoder:
 
     takes_instruction = False
 
-    def __init__(self, opened: Checkpoint, tokenizer: Tokenizer, positions: int, max_length: int | None):
-        folder: Path = opened.folder
-        tokens = read_json(folder / "sentence_bert_config.json", optional=True)
-        self.max_length = read_max_length(folder, positions, max_length, tokens)
+    def __init__(
+        self,
+        opened: Checkpoint,
+        tokenizer: Tokenizer,
+        positions: int,
+        max_length: int | None,
+        model_file: JsonObject,
+    ):
+        tokens = read_transformer_file(opened.folder, "sequence-classification")
+        self.max_length = read_max_length(opened.folder, positions, max_length, tokens)
+        self._lower_case = read_value(tokens, "do_lower_case", bool, False)
         self._tokenizer = tokenizer
-        self._activation = activation_function(_activation_name(opened.config), file_of(opened.config))
+        self._activation = activation_function(*_activation_name(model_file, opened.config))
 
     def tokenize(self, query: str, documents: Sequence[str], instruction: str | None, max_length: int) -> list[Tokens]:
         """Tokens of the query with each document; the longer of the two loses its end first."""
         pairs = [(query, document) for document in documents]
+        if self._lower_case:
+            pairs = [(first.lower(), second.lower()) for first, second in pairs]
         return [Tokens(*tokenized) for tokenized in self._tokenizer.encode_pairs(pairs, max_length=max_length)]
 
     def scores(
@@ -160,15 +174,20 @@ class YesOrNo:
         return jax.nn.sigmoid(logits[:, self._yes] - logits[:, self._no])
 
 
-def _activation_name(config: Mapping[str, Any]) -> str:
-    """torch's name of the function that a cross-encoder's logit goes through; sentence-transformers' rules."""
-    settings = JsonObject(
-        read_value(config, "sentence_transformers", dict, {}), f"{file_of(config)}: sentence_transformers"
-    )
-    name = read_value(settings, "activation_fn", str, None)
-    return name or read_value(
-        config, "sbert_ce_default_activation_function", str, "torch.nn.modules.activation.Sigmoid"
-    )
+def _activation_name(model_file: JsonObject, config: Mapping[str, Any]) -> tuple[str, str]:
+    """torch's name of the function that a cross-encoder's logit goes through, and the file that has it.
+
+    Versions of sentence-transformers wrote it to three places, the newest of which counts.
+    """
+    nested = read_value(config, "sentence_transformers", dict, {})
+    for place, key in (
+        (model_file, "activation_fn"),
+        (JsonObject(nested, f"{file_of(config)}: sentence_transformers"), "activation_fn"),
+        (config, "sbert_ce_default_activation_function"),
+    ):
+        if name := read_value(place, key, str, None):
+            return name, file_of(place)
+    return "torch.nn.modules.activation.Sigmoid", file_of(config)
 
 
 @dataclass(frozen=True)
@@ -225,9 +244,15 @@ class Reranker:
         models.check_dtype(dtype)
         enable_compilation_cache()
         begin = time.perf_counter()
-        opened = open_folder(model, revision)
+        folder, opened = open_folder(model, revision)
+        if others := [entry.kind for entry in list_modules(folder)[1:]]:
+            raise UnsupportedModelError(
+                f"{folder / 'modules.json'}: a reranker with {', '.join(others)} is not supported"
+            )
+        model_file = read_model_file(folder, "CrossEncoder")
+        self._prompts = Prompts.from_file(model_file)
         self._scorer, model_class, self.model_config = scorer_of(
-            opened, Tokenizer.from_folder(opened.folder), max_length
+            opened, Tokenizer.from_folder(opened.folder), max_length, model_file
         )
         loaded = load_for_calls(
             opened, model_class, self.model_config, dtype, quantization, keep_head=True, show_progress=show_progress
@@ -260,6 +285,8 @@ class Reranker:
         documents: Iterable[str],
         *,
         instruction: str | None = None,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
         batch_size: int | None = None,
         show_progress: bool = True,
     ) -> Float32[np.ndarray, "n"]:
@@ -272,6 +299,8 @@ class Reranker:
             query: a text.
             documents: any number of texts.
             instruction: task of a document, for models that read one; the published instruction if None.
+            prompt_name: name of the checkpoint's prompt that goes before the query; its default if None.
+            prompt: text that goes before the query, whatever `prompt_name` is.
             batch_size: most pairs in one call of the device; as many as its tokens hold if None.
             show_progress: a bar, if stderr is a terminal and there are several documents.
 
@@ -282,11 +311,13 @@ class Reranker:
         check_batch_size(batch_size)
         texts = check_texts(documents, "documents")
         (query,) = check_texts([query], "query")
+        before = self._prompts.text(prompt_name) if prompt is None else check_texts([prompt], "prompt")[0]
         self._check_instruction(instruction)
         self.truncated = 0
 
         def tokenize(chunk: Sequence[int]) -> list[Tokens]:
-            tokenized = self.tokenize(query, [texts[i] for i in chunk], instruction=instruction)
+            chosen = [texts[i] for i in chunk]
+            tokenized = self.tokenize(query, chosen, instruction=instruction, prompt=before)
             self.truncated += sum(pair.left_out > 0 for pair in tokenized)
             return tokenized
 
@@ -317,12 +348,18 @@ class Reranker:
         return [RankedDocument(i, float(scores[i]), texts[i]) for i in order]
 
     def tokenize(
-        self, query: str, documents: Sequence[str], *, instruction: str | None = None, max_length: int | None = None
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        instruction: str | None = None,
+        max_length: int | None = None,
+        prompt: str | None = None,
     ) -> list[Tokens]:
         """Tokens of the query with each document, as the model reads them.
 
         Args:
-            query, documents, instruction: as in `score`.
+            query, documents, instruction, prompt: as in `score`.
             max_length: tokens that are kept of a pair; at most, and by default, `Reranker.max_length`.
 
         Raises:
@@ -330,7 +367,8 @@ class Reranker:
         """
         self._check_instruction(instruction)
         most = self.max_length if max_length is None else min(max_length, self.max_length)
-        return self._scorer.tokenize(query, documents, instruction, most)
+        before = self._prompts.text(None) if prompt is None else prompt
+        return self._scorer.tokenize(before + query, documents, instruction, most)
 
     def score_tokens(self, pairs: Sequence[Tokens], batch_size: int | None = None) -> Float32[np.ndarray, "n"]:
         """Scores of tokens that `tokenize` gave, in their order.

@@ -1,8 +1,7 @@
-"""Settings of a sentence encoder, from sentence-transformers' files in its folder: pooling, length, case, prompts.
+"""Settings of encoders and rerankers, from sentence-transformers' files in a folder: length, case, prompts.
 
-`modules.json` lists the steps in their order, `1_Pooling/config.json` describes the pooling,
-`sentence_bert_config.json` the tokens, and `config_sentence_transformers.json` the prompts. A folder with none of them
-is pooled by the mean, as sentence-transformers does.
+`sentence_bert_config.json` describes the tokens, and `config_sentence_transformers.json` prompts and what is done with
+the results. The modules after the transformer are read in `modules.py`.
 """
 
 from __future__ import annotations
@@ -10,24 +9,87 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from verax.checkpoint import Checkpoint
-from verax.embed.pooling import POOLINGS
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
-from verax.fields import read_value
+from verax.fields import Size, read_value
 from verax.files import JsonObject, read_json
 
-__all__ = ["EncoderSettings", "open_folder", "read_max_length"]
-
-_MODES = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_lasttoken": "lasttoken",
-}
-_STEPS = ("Transformer", "Pooling", "Dense", "Normalize")
+__all__ = ["EncoderSettings", "Prompts", "read_max_length", "read_model_file", "read_transformer_file"]
 
 _DOCUMENT = ("document", "passage", "corpus")
 """Names of the prompt of documents, the preferred first: sentence-transformers'."""
+
+MODEL_FILE = "config_sentence_transformers.json"
+_TRANSFORMER_FILES = [
+    f"sentence_{family}_config.json"
+    for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+]
+
+WITHOUT_EFFECT = {
+    "CrossEncoder": ("model_type", "__version__"),
+    "Dropout": ("dropout",),
+    "Pooling": ("embedding_dimension", "word_embedding_dimension"),
+    "SentenceTransformer": ("model_type", "__version__", "similarity_fn_name"),
+    "Transformer": ("unpad_inputs", "module_output_name", "tokenizer_name_or_path"),
+}
+"""Keys of the files of sentence-transformers' classes that change no vector and no score, or follow from others."""
+
+_REFUSED = ("processing_kwargs", "query_length", "document_length", "query_expansion", "tokenizer_args", "config_args")
+_REFUSED += ("processor_kwargs", "config_kwargs")
+"""Keys of the transformer's file that change its inputs or what it computes."""
+
+_LOADING = {"attn_implementation", "cache_dir", "device_map", "dtype", "low_cpu_mem_usage", "revision", "torch_dtype"}
+_LOADING |= {"token", "trust_remote_code", "use_safetensors"}
+"""Arguments of a model's loading, in `model_args`, that do not change what it computes."""
+
+_TEXT_ONLY = ({}, {"method": "forward", "method_output_name": "last_hidden_state"})
+_TEXT_ONLY += ({"method": "forward", "method_output_name": "logits"},)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Texts that go before sentences, by their names."""
+
+    texts: Mapping[str, str] = field(default_factory=dict)
+    default: str | None = None
+    """Name of the prompt that is used by default."""
+
+    @classmethod
+    def from_file(cls, config: JsonObject) -> Prompts:
+        """Read them from the content of `config_sentence_transformers.json`.
+
+        Raises:
+            CheckpointError: if the file is damaged, or has no prompt of the default name.
+        """
+        texts = read_value(config, "prompts", dict[str, str | None], {})
+        default = read_value(config, "default_prompt_name", str, None)
+        if default is not None and default not in (*texts, "query", "document"):
+            raise CheckpointError(f"{config.where}: default_prompt_name: there is no prompt {default!r}")
+        return cls({name: text or "" for name, text in texts.items()}, default)
+
+    def text(self, name: str | None) -> str:
+        """Text of a prompt by its name; of the default one, or none, for None.
+
+        Raises:
+            InvalidParameterError: if there is no such prompt, naming the existing ones.
+        """
+        if name is None:
+            return "" if self.default is None else self.texts.get(self.default, "")
+        if name not in self.texts:
+            known = f"there are {', '.join(self.texts)}" if self.texts else "the checkpoint has none"
+            raise InvalidParameterError(f"prompt_name: there is no prompt {name!r}; {known}, and prompt takes a text")
+        return self.texts[name]
+
+    @property
+    def query(self) -> str:
+        """Text that goes before a query."""
+        return self.texts.get("query", "")
+
+    @property
+    def document(self) -> str:
+        """Text that goes before a document that queries look for."""
+        return next((self.texts[name] for name in _DOCUMENT if name in self.texts), "")
 
 
 @dataclass(frozen=True)
@@ -35,95 +97,85 @@ class EncoderSettings:
     """Settings by which sentences become vectors."""
 
     pooling: str
-    """`"mean"`, `"cls"` or `"lasttoken"`."""
+    """Names of `modules.POOLINGS`, with `+` between several."""
     max_length: int
     """Tokens that are read of a sentence, special ones included."""
     lower_case: bool = False
     """True if texts are put in lower case before they are tokenized."""
-    include_prompt: bool = True
-    """False if the tokens of a prompt do not count for the mean."""
-    prompts: Mapping[str, str] = field(default_factory=dict)
-    """Prompts by name: texts that go before a sentence."""
-    default_prompt_name: str | None = None
-    """Name of the prompt that `encode` uses by default."""
-    dense: tuple[Path, ...] = ()
-    """Folders of the layers after the pooling."""
+    prompts: Prompts = field(default_factory=Prompts)
+    dimensions: int | None = None
+    """Leading dimensions of a vector that are kept by default; all of them if None."""
 
     @classmethod
     def from_folder(
-        cls, folder: Path, *, positions: int, pooling: str | None = None, max_length: int | None = None
+        cls,
+        folder: Path,
+        transformer: Path | None = None,
+        *,
+        positions: int,
+        pooling: str = "mean",
+        max_length: int | None = None,
     ) -> EncoderSettings:
         """Read a folder. What is given as an argument goes before what the files say.
 
         Args:
             folder: folder of the checkpoint.
+            transformer: folder of its transformer, if that is another.
             positions: tokens that the model can read at most.
-            pooling: one of `POOLINGS`.
+            pooling: names of the poolings.
             max_length: tokens that are read of a sentence.
 
         Raises:
             CheckpointError: if a file is damaged.
-            UnsupportedModelError: for another pooling, or another step.
+            UnsupportedModelError: for another kind of model, or a setting that is not supported; with its name.
             InvalidParameterError: for an argument that makes no sense.
         """
-        if pooling is not None and pooling not in POOLINGS:
-            raise InvalidParameterError(f"pooling: expected one of {', '.join(POOLINGS)}, got {pooling!r}")
-        steps = _steps(folder)
-        pooled = read_json(folder / steps.get("Pooling", ["1_Pooling"])[0] / "config.json", optional=True)
-        named = read_json(folder / "config_sentence_transformers.json", optional=True)
-        prompts = read_value(named, "prompts", dict[str, str], {})
-        default = read_value(named, "default_prompt_name", str, None)
-        if default is not None and default not in prompts:
-            raise CheckpointError(f"{named.where}: default_prompt_name: there is no prompt {default!r}")
-        tokens = read_json(folder / "sentence_bert_config.json", optional=True)
+        config = read_model_file(folder, "SentenceTransformer")
+        tokens = read_transformer_file(transformer or folder, "feature-extraction")
         return cls(
-            pooling or _pooling(pooled),
-            read_max_length(folder, positions, max_length, tokens),
+            pooling,
+            read_max_length(transformer or folder, positions, max_length, tokens),
             lower_case=read_value(tokens, "do_lower_case", bool, False),
-            include_prompt=read_value(pooled, "include_prompt", bool, True),
-            prompts=prompts,
-            default_prompt_name=default,
-            dense=tuple(folder / path for path in steps.get("Dense", ())),
+            prompts=Prompts.from_file(config),
+            dimensions=read_value(config, "truncate_dim", Size, None),
         )
 
-    def prompt(self, prompt_name: str | None) -> str:
-        """Text of a prompt by its name; of the default one, or none, for None.
 
-        Raises:
-            InvalidParameterError: if there is no such prompt, naming the existing ones.
-        """
-        name = self.default_prompt_name if prompt_name is None else prompt_name
-        if name is None:
-            return ""
-        if name not in self.prompts:
-            known = f"there are {', '.join(self.prompts)}" if self.prompts else "the checkpoint has none"
-            raise InvalidParameterError(f"prompt_name: there is no prompt {name!r}; {known}, and prompt takes a text")
-        return self.prompts[name]
-
-    @property
-    def query_prompt(self) -> str:
-        """Text that goes before a query."""
-        return self.prompts.get("query", "")
-
-    @property
-    def document_prompt(self) -> str:
-        """Text that goes before a document that queries look for."""
-        return next((self.prompts[name] for name in _DOCUMENT if name in self.prompts), "")
-
-
-def open_folder(model: str | Path, revision: str | None) -> Checkpoint:
-    """Open the checkpoint of an encoder or a reranker.
+def read_model_file(folder: Path, kind: str) -> JsonObject:
+    """Content of a folder's `config_sentence_transformers.json`, of a model of this kind; empty without the file.
 
     Raises:
-        CheckpointError: if it is missing or damaged.
-        UnsupportedModelError: if it is a GGUF file.
+        CheckpointError: if the file is damaged.
+        UnsupportedModelError: for another kind of model.
     """
-    opened = Checkpoint.open(model, revision=revision)
-    if opened.folder.is_file():
-        raise UnsupportedModelError(
-            f"{opened.folder}: encoders and rerankers are read from folders with config.json and safetensors"
-        )
-    return opened
+    config = read_json(folder / MODEL_FILE, optional=True)
+    if (given := read_value(config, "model_type", str, kind)) != kind:
+        raise UnsupportedModelError(f"{config.where}: model_type {given!r}: expected {kind}")
+    return config
+
+
+def read_transformer_file(folder: Path, task: str) -> JsonObject:
+    """Content of the file of a transformer's tokens, under any of its names; empty without one.
+
+    Raises:
+        CheckpointError: if the file is damaged.
+        UnsupportedModelError: for another task than this, or a setting that is not supported; with its name.
+    """
+    present = [name for name in _TRANSFORMER_FILES if (folder / name).is_file()]
+    config = read_json(folder / [*present, *_TRANSFORMER_FILES][0], optional=True)
+    refused: dict[str, Any] = {name: config[name] for name in _REFUSED if config.get(name)}
+    if (given := config.get("transformer_task", task)) != task:
+        refused["transformer_task"] = given
+    for name in ("model_args", "model_kwargs"):
+        refused |= {
+            f"{name}.{key}": value for key, value in read_value(config, name, dict, {}).items() if key not in _LOADING
+        }
+    for modality, how in read_value(config, "modality_config", dict, {}).items():
+        if modality == "message" or (modality == "text" and how not in _TEXT_ONLY):
+            refused[f"modality_config.{modality}"] = how
+    for name, value in refused.items():
+        raise UnsupportedModelError(f"{config.where}: {name} {value!r} is not supported")
+    return config
 
 
 def read_max_length(folder: Path, positions: int, max_length: int | None, tokens: Mapping[str, object]) -> int:
@@ -150,37 +202,3 @@ def read_max_length(folder: Path, positions: int, max_length: int | None, tokens
     ]
     own = next((limit for limit in limits if limit is not None and limit >= 1), positions)
     return max_length or int(min(own, positions))
-
-
-def _pooling(config: JsonObject) -> str:
-    """Pooling of a configuration file; the mean if it names none."""
-    # Newer files have one name, older ones a flag for each.
-    given: list[str] = [name for name, on in config.items() if name.startswith("pooling_mode_") and on]
-    if name := read_value(config, "pooling_mode", str, ""):
-        given = [name]
-    modes = [_MODES.get(mode, mode) for mode in given] or ["mean"]
-    if len(modes) > 1 or modes[0] not in POOLINGS:
-        raise UnsupportedModelError(
-            f"{config.where}: pooling by {' and '.join(modes)} is not supported; {', '.join(POOLINGS)} are, and can be "
-            "asked for with the option pooling"
-        )
-    return modes[0]
-
-
-def _steps(folder: Path) -> dict[str, list[str]]:
-    """Folders of the steps of modules.json by the last part of their type; empty without such a file."""
-    path = folder / "modules.json"
-    if not path.is_file():
-        return {}
-    steps: dict[str, list[str]] = {}
-    for module in read_json(path, kind=list):
-        if not isinstance(module, dict) or not isinstance(module.get("type"), str):
-            raise CheckpointError(f"{path}: expected steps with a type and a path, got {module!r}")
-        subfolder = read_value(JsonObject(module, path), "path", str, "")
-        if "\0" in subfolder:
-            raise CheckpointError(f"{path}: {subfolder!r} is not a path")
-        steps.setdefault(module["type"].rpartition(".")[2], []).append(subfolder)
-    unknown = [step for step in steps if step not in _STEPS]
-    if unknown:
-        raise UnsupportedModelError(f"{path}: {', '.join(unknown)} is not supported; {', '.join(_STEPS)} are")
-    return steps

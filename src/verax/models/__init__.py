@@ -12,7 +12,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from verax.errors import InvalidParameterError, UnsupportedModelError
-from verax.fields import Size, read_value
+from verax.fields import Size, file_of, read_value
+from verax.files import JsonObject
 from verax.models import bert, gemma3, lam, modernbert, qwen3, qwen3_5, qwen3_moe
 from verax.models.causal_lm import (
     AttentionFn,
@@ -125,8 +126,31 @@ def causal_lm(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
         UnsupportedModelError: for a `model_type` that is not in the table, naming those that are.
     """
     kind = _kind(config, "model_type", _CAUSAL_LM, "language models", "; verax.register_causal_lm adds others")
+    if not is_causal(config):
+        raise UnsupportedModelError(
+            f"{file_of(config)}: is_causal or use_bidirectional_attention: its tokens attend to those after them; that "
+            "is an encoder, which generates no text"
+        )
     model, read = _CAUSAL_LM[kind]
     return model, read.from_hf(config)
+
+
+def is_causal(config: Mapping[str, Any]) -> bool:
+    """False for a language model whose tokens see those after them: an encoder, by its config.json."""
+    text = JsonObject(read_value(config, "text_config", dict, None) or config, file_of(config))
+    both = read_value(text, "use_bidirectional_attention", bool, False)
+    return read_value(text, "is_causal", bool, True) and not both
+
+
+def _causal(config: Mapping[str, Any]) -> JsonObject:
+    """config.json of the causal language model with the weights of one whose tokens see those after them."""
+    changed = {name: value for name, value in config.items() if name != "is_causal"}
+    if isinstance(part := config.get("text_config"), dict):
+        changed["text_config"] = dict(_causal(part))
+    if changed.pop("use_bidirectional_attention", False):
+        # Half of the window on each side, the token itself not counted.
+        changed["sliding_window"] = max(read_value(config, "sliding_window", Size, 4096) // 2, 1)
+    return JsonObject(changed, file_of(config))
 
 
 def encoder(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
@@ -139,24 +163,27 @@ def encoder(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
     """
     kind = _kind(config, "model_type", (*_ENCODERS, *_CAUSAL_LM), "text encoders")
     if kind in _CAUSAL_LM:
-        model, sizes = causal_lm(config)
+        model, sizes = causal_lm(config if is_causal(config) else _causal(config))
         return model, sizes if sizes.tie_word_embeddings else replace(sizes, tie_word_embeddings=True)
     model, read = _ENCODERS[kind]
     return model, read.from_hf(config)
 
 
-def hidden_states(model: Any, tokens: Int[Array, "B T"], sentences: Sentences) -> Float[Array, "B T D"]:
+def hidden_states(
+    model: Any, tokens: Int[Array, "B T"], sentences: Sentences, *, causal: bool = True
+) -> Float[Array, "B T D"]:
     """Final hidden states of sentences; states of padding mean nothing.
 
     Args:
         model: an instance of a class that `encoder` gives.
         tokens: token ids.
         sentences: where the sentences lie. They may be packed unless the model's `takes_packed_sentences` is False.
+        causal: False for a language model whose tokens see those after them, see `is_causal`.
     """
     if isinstance(model, lam.LamModel):
         return model(tokens, sentences.lengths)
     if isinstance(model, CausalLM):
-        attend = causal_attention(model.dtype, sentences.segments)
+        attend = causal_attention(model.dtype, sentences.segments, causal=causal)
         return final_hidden_states(model, tokens, sentences.positions, attend, run_from_zeros(sentences.cu_seqlens))
     return model(tokens, sentences)
 

@@ -76,18 +76,30 @@ RunRecurrent = Callable[[int, Float[Array, "*B T D"], RecurrentLayer], Float[Arr
 """Run of recurrent layer i: `run_recurrent(i, x, recurrence)` loads its sequences' states, and stores those after."""
 
 
-def causal_attention(dtype: DTypeLike, segments: Int[Array, "B T"] | None = None) -> AttentionFn:
+def causal_attention(
+    dtype: DTypeLike, segments: Int[Array, "B T"] | None = None, *, causal: bool = True
+) -> AttentionFn:
     """Causal attention over whole sequences `[B, T]`, for a model without a cache.
 
     Args:
         dtype: of keys and values.
         segments: as in `ops.attention`, for rows of several sequences.
+        causal: False for tokens that see those after them too: a window's number of them, its own not counted.
     """
 
     def attend(
-        layer: int, q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], **options: Any
+        layer: int,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        *,
+        window: int | None = None,
+        **options: Any,
     ) -> Float[Array, "B T N H"]:
-        return ops.attention(q, k.astype(dtype), v.astype(dtype), segments=segments, **options)
+        if not causal and window is not None:
+            window += 1  # transformers' windows to both sides include their ends
+        k, v = k.astype(dtype), v.astype(dtype)
+        return ops.attention(q, k, v, causal=causal, segments=segments, window=window, **options)
 
     return attend
 

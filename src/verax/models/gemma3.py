@@ -208,8 +208,13 @@ class Gemma3ForCausalLM(Qwen3ForCausalLM):
     ignored_weights = (*Qwen3ForCausalLM.ignored_weights, r"^(model\.)?(vision_tower|multi_modal_projector)\.")
     """Patterns of keys that are not needed; among them the vision tower."""
 
-    key_aliases = ((r"^model\.", "model.language_model."), (r"^", "language_model."))
-    """Checkpoints with a vision tower have the language model one level further down, in two layouts."""
+    key_aliases = (
+        (r"^model\.", ""),
+        (r"^model\.", "model.language_model."),
+        (r"^model\.", "language_model."),
+        (r"^", "language_model."),
+    )
+    """Keys without a head, and with a vision tower, which has the language model one level further down."""
 
     decoder_class = Decoder
 

@@ -281,8 +281,8 @@ class Qwen35ForCausalLM(Qwen3ForCausalLM):
     ignored_weights = (*Qwen3ForCausalLM.ignored_weights, r"^mtp\.", r"^model\.visual\.")
     """Patterns of keys that are not needed; among them the vision tower, and the layers of multi-token prediction."""
 
-    key_aliases = ((r"^model\.", "model.language_model."),)
-    """Checkpoints with a vision tower have the language model one level further down."""
+    key_aliases = ((r"^model\.", ""), (r"^model\.", "model.language_model."), (r"^model\.", "language_model."))
+    """Keys without a head, and with a vision tower, which has the language model one level further down."""
 
     decoder_class = Decoder
 

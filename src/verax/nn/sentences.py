@@ -1,4 +1,4 @@
-"""Sentences in rows of tokens: where each lies, and one state or the mean of each."""
+"""Sentences in rows of tokens: where each lies, and one state, the mean or the maximum of each."""
 
 from __future__ import annotations
 
@@ -45,22 +45,40 @@ class Sentences(NamedTuple):
         positions = jnp.where(at < ends[-1], positions, 0)
         return cls(segments[None], positions[None], starts, lengths, jnp.append(starts, ends[-1]))
 
-    def first(self, hidden: Float[Array, "B T D"]) -> Float[Array, "S D"]:
-        """State of each sentence's first token."""
-        return _rows(hidden, self.starts)
+    def first(self, hidden: Float[Array, "B T D"], skipped: int | Int[Array, ""] = 0) -> Float[Array, "S D"]:
+        """State of each sentence's first token after its `skipped` ones; of its first if it has no others."""
+        return _rows(hidden, self.starts + jnp.where(self.lengths > skipped, skipped, 0))
 
     def last(self, hidden: Float[Array, "B T D"]) -> Float[Array, "S D"]:
         """State of each sentence's last token."""
         return _rows(hidden, self.starts + jnp.maximum(self.lengths, 1) - 1)
 
-    def mean(self, hidden: Float[Array, "B T D"], skipped: int | Int[Array, ""] = 0) -> Float[Array, "S D"]:
-        """Mean over each sentence's tokens, float32, without its `skipped` first ones; the mean of nothing is zero."""
-        count = self.lengths.shape[0]
-        # Added up by number, not multiplied by 0 and 1: another sentence's states may be infinite.
-        owners = jnp.where(self.positions >= skipped, self.segments, count).reshape(-1)
-        states = hidden.reshape(-1, hidden.shape[-1]).astype(jnp.float32)
-        totals = jax.ops.segment_sum(states, owners, count)
-        return totals / jnp.maximum(self.lengths - skipped, 1)[:, None]
+    def maximum(self, hidden: Float[Array, "B T D"], skipped: int | Int[Array, ""] = 0) -> Float[Array, "S D"]:
+        """Largest number of each dimension over each sentence's tokens, float32, without its `skipped` first ones."""
+        return jax.ops.segment_max(_flat(hidden), self._owners(skipped), self.lengths.shape[0])
+
+    def mean(
+        self, hidden: Float[Array, "B T D"], skipped: int | Int[Array, ""] = 0, *, by_position: bool = False
+    ) -> Float[Array, "S D"]:
+        """Mean over each sentence's tokens, float32, without its `skipped` first ones; the mean of nothing is zero.
+
+        With `by_position` a token's weight is its position, counted from 1.
+        """
+        states, owners, count = _flat(hidden), self._owners(skipped), self.lengths.shape[0]
+        if not by_position:
+            return jax.ops.segment_sum(states, owners, count) / jnp.maximum(self.lengths - skipped, 1)[:, None]
+        weights = self.positions.reshape(-1) + 1.0
+        totals = jax.ops.segment_sum(states * weights[:, None], owners, count)
+        return totals / jnp.maximum(jax.ops.segment_sum(weights, owners, count), 1)[:, None]
+
+    def _owners(self, skipped: int | Int[Array, ""]) -> Int[Array, "tokens"]:
+        """Number of the sentence of each token that counts; S for others."""
+        # States are added up by number, not multiplied by 0 and 1: another sentence's may be infinite.
+        return jnp.where(self.positions >= skipped, self.segments, self.lengths.shape[0]).reshape(-1)
+
+
+def _flat(hidden: Float[Array, "B T D"]) -> Float[Array, "tokens D"]:
+    return hidden.reshape(-1, hidden.shape[-1]).astype(jnp.float32)
 
 
 def _rows(hidden: Float[Array, "B T D"], places: Int[Array, "S"]) -> Float[Array, "S D"]:

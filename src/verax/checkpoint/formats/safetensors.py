@@ -85,6 +85,10 @@ class MappedFile:
         """A read-only view of the bytes from `start` to `end`."""
         return np.frombuffer(self.map, np.uint8, end - start, start)
 
+    def read(self, name: str) -> np.ndarray:
+        """A tensor: a view of the file where that is possible."""
+        raise NotImplementedError
+
     def kind(self, name: str) -> str:
         """Name of a tensor's dtype."""
         return str(self.tensors[name].dtype)

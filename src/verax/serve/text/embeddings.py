@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from verax.embed.buckets import Tokens
 from verax.embed.encoder import Encoder
-from verax.embed.pooling import cut
+from verax.embed.modules import cut
 from verax.embed.reranker import Reranker
 from verax.errors import EngineDeadError, InvalidParameterError, QueueFullError
 from verax.serve.http.errors import ApiError, field_error, model_error

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import tokenizers
@@ -39,8 +39,12 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         chat_templates: Mapping[str, str] | None = None,
+        has_types: bool = True,
+        cuts_beginning: bool = False,
     ):
         self._backend = backend
+        self._has_types = has_types
+        self._cuts_beginning = cuts_beginning
         self._special_tokens = dict(special_tokens or {})
         self._chat_templates = dict(chat_templates or {})
         self.eos_token_ids = eos_token_ids
@@ -84,10 +88,13 @@ class Tokenizer:
         """
         folder = Path(folder)
         backend = read_tokenizer(folder)
+        config = read_json(folder / "tokenizer_config.json", optional=True)
+        side = (backend.truncation or {}).get("direction", "right")
+        side = read_value(config, "truncation_side", Literal["left", "right"], side)
         # Left there by training or fine-tuning; transformers turns them off in each call as well.
         backend.no_truncation()
         backend.no_padding()
-        config = read_json(folder / "tokenizer_config.json", optional=True)
+        inputs = _configure(backend, config, folder)
         special_map = read_json(folder / "special_tokens_map.json", optional=True)
         named = {**special_map, **config} if "added_tokens_decoder" in config else {**config, **special_map}
         special = _special_tokens(named)
@@ -100,6 +107,8 @@ class Tokenizer:
             special_tokens=special,
             eos_token_ids=frozenset(end for end in ends if end is not None),
             chat_templates=_chat_templates(folder, config),
+            has_types="token_type_ids" in inputs,
+            cuts_beginning=side == "left",
         )
 
     def with_chat_template(self, template: str) -> Tokenizer:
@@ -153,7 +162,8 @@ class Tokenizer:
     ) -> list[tuple[list[int], list[int], int]]:
         """Token ids of each pair of texts, special ones included, their types, and the number of tokens left out.
 
-        The longer text of a pair loses its end first (transformers' `longest_first`).
+        The longer text of a pair loses its end first (transformers' `longest_first`), or its beginning where
+        `truncation_side` of tokenizer_config.json says so. Types are 0 where `model_input_names` lacks them.
 
         Args:
             pairs: any number.
@@ -172,7 +182,8 @@ class Tokenizer:
             raise InvalidParameterError(
                 f"max_length: {max_length} tokens leave none for each text next to {special} special ones"
             )
-        return [_cut(encoded, max_length, special) for encoded in encodings]
+        cuts = [_cut(encoded, max_length, special, self._cuts_beginning) for encoded in encodings]
+        return cuts if self._has_types else [(ids, [0] * len(ids), left_out) for ids, _, left_out in cuts]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids; bytes that are not UTF-8 become U+FFFD."""
@@ -276,7 +287,29 @@ def _special_tokens(named: Mapping[str, Any]) -> dict[str, str]:
     return {key: text for key, text in contents.items() if key.endswith("_token") and isinstance(text, str)}
 
 
-def _cut(encoded: tokenizers.Encoding, max_length: int | None, special: int) -> tuple[list[int], list[int], int]:
+_BERT = ("BertTokenizer", "BertTokenizerFast", "ElectraTokenizer", "ElectraTokenizerFast")
+"""Classes whose settings in tokenizer_config.json replace tokenizer.json's, and whose inputs have types."""
+
+
+def _configure(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
+    """Apply what tokenizer_config.json changes in tokenizer.json, as transformers does; names of the model's inputs."""
+    kind = read_value(config, "tokenizer_class", str, None)
+    if kind is None and read_json(folder / "config.json", optional=True).get("model_type") == "bert":
+        kind = _BERT[0]
+    names = ("input_ids", "attention_mask", *(("token_type_ids",) if kind in _BERT else ()))
+    if kind in _BERT and isinstance(backend.normalizer, tokenizers.normalizers.BertNormalizer):
+        backend.normalizer = tokenizers.normalizers.BertNormalizer(
+            clean_text=True,
+            handle_chinese_chars=read_value(config, "tokenize_chinese_chars", bool, True),
+            strip_accents=read_value(config, "strip_accents", bool, None),
+            lowercase=read_value(config, "do_lower_case", bool, True),
+        )
+    return read_value(config, "model_input_names", tuple[str, ...], names)
+
+
+def _cut(
+    encoded: tokenizers.Encoding, max_length: int | None, special: int, beginning: bool
+) -> tuple[list[int], list[int], int]:
     """Token ids and types of one or two texts with at most `max_length` tokens, and the number of tokens left out.
 
     As in the library's own truncation, a text of less than half of the room stays whole next to a longer one.
@@ -289,11 +322,12 @@ def _cut(encoded: tokenizers.Encoding, max_length: int | None, special: int) -> 
     short = min(first, second, room // 2)
     left = [short, room - short] if first <= second else [room - short, short]
     kept: list[int] = []
-    for place, text in enumerate(texts):
-        if text is not None:
+    for place in reversed(range(len(texts))) if beginning else range(len(texts)):
+        if (text := texts[place]) is not None:
             left[text] -= 1
         if text is None or left[text] >= 0:
             kept.append(place)
+    kept.sort()
     return [ids[i] for i in kept], [types[i] for i in kept], first + second - room
 
 

@@ -1,0 +1,383 @@
+"""Modules of a sentence encoder after its transformer: a program, which sentence-transformers' modules.json lists.
+
+Each module reads one named value, `token_embeddings [B, T, D]` or `sentence_embedding [S, D]`, and writes one. They run
+in the order of the file. Without a modules.json there is one, the pooling: by the last token for a causal language
+model, else by the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int
+
+from verax.checkpoint import Checkpoint, resolve
+from verax.checkpoint.formats.pth import PthFile
+from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from verax.fields import Size, file_of, read_fields, read_value, require_fields
+from verax.files import JsonObject, read_json
+from verax.loading import load_model
+from verax.models.bert import ACTIVATIONS
+from verax.nn import LayerNorm, Linear, Sentences
+
+__all__ = [
+    "POOLINGS",
+    "Modules",
+    "activation_function",
+    "cut",
+    "list_modules",
+    "load_modules",
+    "normalized",
+    "open_folder",
+    "pool",
+]
+
+TOKENS, SENTENCE = "token_embeddings", "sentence_embedding"
+
+_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+"""Poolings by the flags of older files, whose vectors are concatenated in this order."""
+
+POOLINGS = tuple(_FLAGS.values())
+"""Poolings over a sentence's tokens, special ones included.
+
+The state of the first token, the largest number of each dimension, the mean, the sum divided by the root of the number
+of tokens, the mean weighted by positions from 1 on, and the state of the last token."""
+
+
+def pool(
+    hidden: Float[Array, "B T D"], sentences: Sentences, pooling: str, skipped: int | Int[Array, ""] = 0
+) -> Float[Array, "S D"]:
+    """Pool hidden states into one vector a sentence, float32. Padding does not count.
+
+    Args:
+        hidden: hidden states.
+        sentences: places of the sentences.
+        pooling: one of `POOLINGS`.
+        skipped: number of first tokens, a prompt's, that do not count, except for the last token.
+    """
+    if pooling == "cls":
+        return sentences.first(hidden, skipped).astype(jnp.float32)
+    if pooling == "lasttoken":
+        return sentences.last(hidden).astype(jnp.float32)
+    if pooling == "max":
+        return sentences.maximum(hidden, skipped)
+    mean = sentences.mean(hidden, skipped, by_position=pooling == "weightedmean")
+    if pooling == "mean_sqrt_len_tokens":
+        return mean * jnp.sqrt(jnp.maximum(sentences.lengths - skipped, 1.0))[:, None]
+    return mean
+
+
+def normalized(vectors: Float[Array, "B D"]) -> Float[Array, "B D"]:
+    """Vectors of length 1; zero stays zero."""
+    squares = jnp.sum(vectors * vectors, axis=-1, keepdims=True)
+    return vectors * jax.lax.rsqrt(jnp.maximum(squares, 1e-24))  # torch's normalize has 1e-12 for the length
+
+
+def cut(vectors: Float32[np.ndarray, "n D"], dimensions: int, normalize: bool = True) -> Float32[np.ndarray, "n d"]:
+    """First numbers of each vector, of length 1 again if `normalize` (Kusupati et al., 2022, arXiv:2205.13147)."""
+    if dimensions == vectors.shape[1]:
+        return vectors
+    kept = vectors[:, :dimensions]
+    if not normalize:
+        return kept.copy()  # not a view, which would hold the whole vectors in memory
+    return kept / np.maximum(np.linalg.norm(kept, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+
+
+_TORCH: dict[str, Callable[[Array], Array]] = {
+    "Identity": lambda x: x,
+    "Tanh": jnp.tanh,
+    "Sigmoid": nnx.sigmoid,
+    "ReLU": ACTIVATIONS["relu"],
+    "GELU": ACTIVATIONS["gelu"],
+    "SiLU": nnx.silu,
+    "Softplus": nnx.softplus,
+    "LeakyReLU": nnx.leaky_relu,
+    "ELU": nnx.elu,
+}
+"""Functions by the last part of torch's name for them."""
+
+
+def activation_function(name: str, where: str) -> Callable[[Array], Array]:
+    """The function that a file of sentence-transformers names, such as `torch.nn.modules.activation.Tanh`.
+
+    Raises:
+        UnsupportedModelError: for another one, with the file.
+    """
+    module, _, function = name.rpartition(".")
+    if not module.startswith("torch.nn.modules.") or function not in _TORCH:
+        raise UnsupportedModelError(
+            f"{where}: activation function {name!r} is not supported; torch.nn's {', '.join(_TORCH)} are"
+        )
+    return _TORCH[function]
+
+
+class Pooling(nnx.Module):
+    """Vectors of sentences by several poolings, one after the other."""
+
+    def __init__(self, modes: Sequence[str], include_prompt: bool = True):
+        self.modes = tuple(modes)
+        self.include_prompt = include_prompt
+
+    def __call__(
+        self, hidden: Float[Array, "B T D"], sentences: Sentences, skipped: Int[Array, ""]
+    ) -> Float[Array, "S D"]:
+        """Pool the states of tokens; `skipped` first ones are a prompt's."""
+        first = 0 if self.include_prompt else skipped
+        return jnp.concatenate([pool(hidden, sentences, mode, first) for mode in self.modes], axis=-1)
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """Settings of a layer, under their names in its config.json."""
+
+    in_features: Size
+    out_features: Size
+    activation: Callable[[Array], Array]
+    bias: bool = True
+    use_residual: bool = False
+
+    @classmethod
+    def from_file(cls, config: Mapping[str, Any]) -> DenseConfig:
+        """Read the config.json of the layer's folder.
+
+        Raises:
+            UnsupportedModelError: for another activation function, or a missing size.
+            CheckpointError: for a value of a wrong type.
+        """
+        require_fields(config, ("in_features", "out_features"), "Dense layer")
+        name = read_value(config, "activation_function", str, "torch.nn.modules.activation.Tanh")
+        values = read_fields(config, cls, ("in_features", "out_features", "bias", "use_residual"))
+        return cls(**values, activation=activation_function(name, file_of(config)))
+
+
+class Dense(nnx.Module):
+    """Linear layer and activation, to which the input may be added."""
+
+    def __init__(self, config: DenseConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        sizes = config.in_features, config.out_features
+        self.activation = config.activation
+        self.use_residual = config.use_residual
+        self.linear = Linear(*sizes, bias=config.bias, dtype=dtype, rngs=rngs)
+        projects = config.use_residual and config.in_features != config.out_features
+        self.residual = Linear(*sizes, dtype=dtype, rngs=rngs) if projects else None
+
+    def __call__(self, x: Float[Array, "*B D"], sentences: Sentences, skipped: Int[Array, ""]) -> Float[Array, "*B F"]:
+        """Map the last axis; float32."""
+        y = self.activation(self.linear(x))
+        if not self.use_residual:
+            return y
+        return y + (x if self.residual is None else self.residual(x))
+
+
+class Norm(nnx.Module):
+    """Layer normalisation with torch's epsilon."""
+
+    def __init__(self, size: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.norm = LayerNorm(size, eps=1e-5, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "*B D"], sentences: Sentences, skipped: Int[Array, ""]) -> Float[Array, "*B D"]:
+        """Normalise the last axis."""
+        return self.norm(x)
+
+
+class Normalize(nnx.Module):
+    """Vectors of length 1."""
+
+    def __call__(self, x: Float[Array, "*B D"], sentences: Sentences, skipped: Int[Array, ""]) -> Float[Array, "*B D"]:
+        """Normalise the last axis."""
+        return normalized(x)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A module that modules.json lists."""
+
+    kind: str
+    """Last part of its type."""
+    folder: Path
+
+
+_PACKAGE = "sentence_transformers."
+_KINDS = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout")
+
+
+def list_modules(folder: Path) -> list[Entry]:
+    """Modules of a folder in the order of its modules.json, the transformer first; empty without such a file.
+
+    Raises:
+        CheckpointError: if the file is damaged.
+        UnsupportedModelError: for another module, with its type, or a program that does not begin with a transformer.
+    """
+    path = folder / "modules.json"
+    if not path.is_file():
+        return []
+    entries = []
+    for module in read_json(path, kind=list):
+        if not isinstance(module, dict) or not isinstance(module.get("type"), str):
+            raise CheckpointError(f"{path}: expected modules with a type and a path, got {module!r}")
+        subfolder = read_value(JsonObject(module, path), "path", str, "")
+        if "\0" in subfolder or Path(subfolder).is_absolute() or ".." in Path(subfolder).parts:
+            raise CheckpointError(f"{path}: {subfolder!r} is not a path within the folder")
+        kind = module["type"].rpartition(".")[2]
+        if kind not in _KINDS or not module["type"].startswith(_PACKAGE):
+            raise UnsupportedModelError(
+                f"{path}: {module['type']} is not supported; {', '.join(_KINDS)} of {_PACKAGE.rstrip('.')} are"
+            )
+        entries.append(Entry(kind, folder / subfolder))
+    if [entry.kind == "Transformer" for entry in entries] != [i == 0 for i in range(max(len(entries), 1))]:
+        raise UnsupportedModelError(f"{path}: expected one Transformer, and it first")
+    return entries
+
+
+def open_folder(model: str | Path, revision: str | None) -> tuple[Path, Checkpoint]:
+    """Folder of an encoder or a reranker, and the checkpoint of its transformer, which may be a folder in it.
+
+    Raises:
+        CheckpointError: if it is missing or damaged.
+        UnsupportedModelError: if it is a GGUF file, or has modules that are not supported.
+    """
+    folder = resolve(model, revision=revision)
+    if folder.is_file():
+        raise UnsupportedModelError(
+            f"{folder}: encoders and rerankers are read from folders with config.json and safetensors"
+        )
+    entries = list_modules(folder)
+    return folder, Checkpoint.open(entries[0].folder if entries else folder)
+
+
+class Modules(nnx.Module):
+    """The modules after a transformer, which make a vector of each sentence.
+
+    Attributes:
+        width: numbers in a vector.
+        pooling: names of the poolings, with `+` between several.
+        normalizes: True if the program ends with a normalisation, which is not one of these modules: callers decide.
+    """
+
+    def __init__(self, steps: Sequence[tuple[str, str, nnx.Module]], width: int, normalizes: bool):
+        self.names = tuple((source, target) for source, target, _ in steps)
+        self.steps = nnx.List([module for *_, module in steps])
+        self.width = width
+        self.normalizes = normalizes
+        self.pooling = "+".join(mode for *_, step in steps if isinstance(step, Pooling) for mode in step.modes)
+
+    @property
+    def include_prompt(self) -> bool:
+        """False if a pooling leaves the tokens of a prompt out."""
+        return all(step.include_prompt for step in self.steps if isinstance(step, Pooling))
+
+    def __call__(
+        self, hidden: Float[Array, "B T D"], sentences: Sentences, skipped: Int[Array, ""]
+    ) -> Float[Array, "S D"]:
+        """Vectors of the sentences, float32; `skipped` is the number of a prompt's tokens."""
+        values = {TOKENS: hidden}
+        for (source, target), step in zip(self.names, self.steps, strict=True):
+            values[target] = step(values[source], sentences, skipped)
+        return values[SENTENCE].astype(jnp.float32)
+
+
+def load_modules(
+    folder: Path, width: int, *, pooling: str | None = None, default: str = "mean", dtype: DTypeLike
+) -> Modules:
+    """Load the modules after a folder's transformer, and check that they fit each other.
+
+    Args:
+        folder: folder of the checkpoint.
+        width: numbers in a state of the transformer.
+        pooling: one of `POOLINGS`, in the place of the files' one.
+        default: pooling of a folder without a modules.json.
+        dtype: dtype of the weights.
+
+    Raises:
+        CheckpointError: if a file is damaged, or sizes do not fit.
+        UnsupportedModelError: for another pooling or module, or a program that gives no vector of a sentence.
+        InvalidParameterError: for another `pooling`.
+    """
+    if pooling is not None and pooling not in POOLINGS:
+        raise InvalidParameterError(f"pooling: expected one of {', '.join(POOLINGS)}, got {pooling!r}")
+    entries = [entry for entry in list_modules(folder)[1:] if entry.kind != "Dropout"]
+    if not entries and not (folder / "modules.json").is_file():
+        return Modules([(TOKENS, SENTENCE, Pooling([pooling or default]))], width, False)
+    widths = {TOKENS: width}
+    steps: list[tuple[str, str, nnx.Module]] = []
+    for entry in entries:
+        config = read_json(entry.folder / "config.json", optional=True)
+        source = read_value(config, "module_input_name", str, TOKENS if entry.kind == "Pooling" else SENTENCE)
+        target = read_value(config, "module_output_name", str, source)
+        if source not in widths:
+            if entry.kind == "Normalize":
+                continue  # as in sentence-transformers
+            raise UnsupportedModelError(f"{entry.folder}: it reads {source}, which no module before it makes")
+        if entry.kind == "Pooling":
+            target = SENTENCE
+            modes = [pooling] if pooling else _modes(config)
+            module: nnx.Module = Pooling(modes, read_value(config, "include_prompt", bool, True))
+            made = widths[source] * len(modes)
+        elif entry.kind == "Normalize":
+            module, made = Normalize(), widths[source]
+        else:
+            module, expected, made = _load(entry, config, dtype)
+            if expected != widths[source]:
+                raise CheckpointError(
+                    f"{entry.folder}: it takes {expected} numbers, and {source} has {widths[source]} of them"
+                )
+        steps.append((source, target, module))
+        widths[target] = made
+    if SENTENCE not in widths:
+        raise UnsupportedModelError(
+            f"{folder / 'modules.json'}: no module makes a {SENTENCE}: a vector for each token (late interaction) is "
+            "not supported"
+        )
+    last = steps[-1]
+    normalizes = isinstance(last[2], Normalize) and last[:2] == (SENTENCE, SENTENCE)
+    return Modules(steps[:-1] if normalizes else steps, widths[SENTENCE], normalizes)
+
+
+def _load(entry: Entry, config: JsonObject, dtype: DTypeLike) -> tuple[nnx.Module, int, int]:
+    """A module with weights, and the sizes of its input and output."""
+    pickled = entry.folder / "pytorch_model.bin"
+    if pickled.is_file() and not any(entry.folder.glob("*.safetensors")):
+        file = PthFile(pickled)
+        opened = Checkpoint(entry.folder, config, {}, dict.fromkeys(file.tensors, file))
+    else:
+        opened = Checkpoint.open(entry.folder)
+    if entry.kind == "LayerNorm":
+        size = read_value(config, "dimension", Size)
+        return load_model(opened, Norm, size, dtype=dtype), size, size
+    dense = DenseConfig.from_file(config)
+    return load_model(opened, Dense, dense, dtype=dtype), dense.in_features, dense.out_features
+
+
+def _modes(config: JsonObject) -> list[str]:
+    """Poolings of a configuration file; the mean if it names none."""
+    # Newer files have names, older ones a flag for each.
+    given: Any = config.get("pooling_mode")
+    if given is None:
+        unknown = [
+            name for name, on in config.items() if name.startswith("pooling_mode_") and on and name not in _FLAGS
+        ]
+        given = [mode for flag, mode in _FLAGS.items() if read_value(config, flag, bool, False)] + unknown
+    modes = [given] if isinstance(given, str) else given
+    if not isinstance(modes, list) or not all(mode in POOLINGS for mode in modes if isinstance(mode, str)):
+        raise UnsupportedModelError(
+            f"{config.where}: pooling by {given!r} is not supported; {', '.join(POOLINGS)} are, and can be asked for "
+            "with the option pooling"
+        )
+    if not all(isinstance(mode, str) for mode in modes):
+        raise CheckpointError(f"{config.where}: pooling_mode: expected a text or texts, got {given!r}")
+    return modes or ["mean"]

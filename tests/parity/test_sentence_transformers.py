@@ -1,0 +1,255 @@
+"""Folders that sentence-transformers writes, with sentence-transformers as the oracle: modules, poolings, prompts."""
+
+import inspect
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("sentence_transformers")
+transformers = pytest.importorskip("transformers")
+
+from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.sentence_transformer.modules import Dropout, LayerNorm, Pooling
+
+from tests.parity.test_rerankers import bert as cross_bert
+from tests.parity.test_sentence_models import bert, filled, qwen3
+from tests.support.tiny_encoder import random_sentences
+from verax import Encoder, Reranker
+from verax.embed import modules, reranker, settings
+from verax.errors import CheckpointError, UnsupportedModelError
+from verax.text.tokens.tokenizer import Tokenizer
+
+SENTENCES = random_sentences(12, seed=4, most=20)
+PROMPT = "the house : "
+D = 48
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A folder of a random BERT."""
+    folder = tmp_path_factory.mktemp("bert")
+    bert(folder).save_pretrained(folder)
+    return folder
+
+
+def saved(base, folder, *makers, **options):
+    """A model of these modules after a transformer, saved to a folder and loaded from it."""
+    torch.manual_seed(0)
+    model = SentenceTransformer(modules=[Transformer(str(base)), *(make() for make in makers)], **options)
+    for module in list(model)[1:]:
+        for weight in module.parameters():
+            weight.data += torch.randn(weight.shape) * 0.3
+    model.save_pretrained(str(folder))
+    return SentenceTransformer(str(folder))
+
+
+def assert_same(model, folder, **options):
+    """Vectors are sentence-transformers', of length 1."""
+    expected = model.encode(SENTENCES, normalize_embeddings=True, **options)
+    encoder = Encoder(folder, show_progress=False)
+    got = encoder.encode(SENTENCES, **options)
+    assert got.shape == expected.shape == (len(SENTENCES), encoder.dimension)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+MEAN = lambda: Pooling(D, "mean")
+TANH = lambda: Dense(D, 32)
+TOKENS = dict(module_input_name="token_embeddings")
+PROGRAMS = {
+    "Dense, Normalize": [MEAN, TANH, Normalize],
+    "Normalize, Dense": [MEAN, Normalize, TANH],
+    "Dense of tokens": [lambda: Dense(D, 32, **TOKENS), lambda: Pooling(32, "max")],
+    "Normalize of tokens": [lambda: Normalize(**TOKENS), MEAN],
+    "two of Dense": [MEAN, TANH, lambda: Dense(32, 20, activation_function=torch.nn.ReLU())],
+    "residual": [MEAN, lambda: Dense(D, D, use_residual=True, activation_function=torch.nn.GELU())],
+    "projected residual": [MEAN, lambda: Dense(D, 32, bias=False, use_residual=True)],
+    "LayerNorm": [MEAN, lambda: LayerNorm(D), Dropout],
+    "concatenation": [lambda: Pooling(D, ("cls", "mean", "max")), lambda: Dense(3 * D, 16)],
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_modules_run_in_their_order_on_the_values_that_they_name(program, base, tmp_path):
+    assert_same(saved(base, tmp_path, *PROGRAMS[program]), tmp_path)
+
+
+@pytest.mark.parametrize("include_prompt", [True, False])
+@pytest.mark.parametrize("mode", [*Pooling.POOLING_MODES, ("lasttoken", "weightedmean")])
+def test_every_pooling_with_and_without_its_prompt(mode, include_prompt, base, tmp_path):
+    model = saved(base, tmp_path, lambda: Pooling(D, mode, include_prompt=include_prompt))
+    assert_same(model, tmp_path)
+    assert_same(model, tmp_path, prompt=PROMPT)
+
+
+def test_flags_of_older_files_are_concatenated_in_their_order(base, tmp_path):
+    model = saved(base, tmp_path, MEAN)
+    path = tmp_path / "1_Pooling" / "config.json"
+    flags = {f"pooling_mode_{name}": True for name in ("lasttoken", "mean_tokens", "cls_token")}
+    path.write_text(json.dumps({"word_embedding_dimension": D, **flags, "pooling_mode_max_tokens": False}))
+    model = SentenceTransformer(str(tmp_path))
+    assert_same(model, tmp_path)
+    assert Encoder(tmp_path).settings.pooling == "cls+mean+lasttoken"
+
+
+def test_prompts_and_dimensions_of_the_files_are_the_defaults(base, tmp_path):
+    prompts = {"query": PROMPT, "document": "fox "}
+    model = saved(base, tmp_path, MEAN, Normalize, prompts=prompts, default_prompt_name="query", truncate_dim=7)
+    assert_same(model, tmp_path)
+    encoder = Encoder(tmp_path)
+    for kind in ("query", "document"):
+        expected = getattr(model, f"encode_{kind}")(SENTENCES, normalize_embeddings=True)
+        np.testing.assert_allclose(getattr(encoder, f"encode_{kind}")(SENTENCES), expected, atol=1e-5)
+    assert Encoder(tmp_path, dimensions=40).dimension == 40
+    assert_same(
+        saved(base, tmp_path / "none", MEAN, prompts={"query": PROMPT}, default_prompt_name="document"),
+        tmp_path / "none",
+    )
+
+
+def test_a_transformer_in_a_folder_and_pickled_weights_are_read(base, tmp_path):
+    model = saved(base, tmp_path, MEAN, TANH)
+    folder = tmp_path / "0_Transformer"
+    folder.mkdir()
+    for path in [*tmp_path.iterdir()]:
+        if path.is_file() and path.name not in ("modules.json", "config_sentence_transformers.json", "README.md"):
+            path.rename(folder / path.name)
+    listed = json.loads((tmp_path / "modules.json").read_text())
+    listed[0]["path"] = folder.name
+    (tmp_path / "modules.json").write_text(json.dumps(listed))
+    dense = tmp_path / "2_Dense"
+    torch.save(model[2].state_dict(), dense / "pytorch_model.bin")
+    (dense / "model.safetensors").unlink()
+    assert_same(SentenceTransformer(str(tmp_path)), tmp_path)
+
+
+def test_a_folder_without_modules_is_pooled_as_there(base, tmp_path):
+    np.testing.assert_allclose(
+        Encoder(base).encode(SENTENCES),
+        SentenceTransformer(str(base)).encode(SENTENCES, normalize_embeddings=True),
+        atol=1e-5,
+    )
+    qwen3(tmp_path).save_pretrained(tmp_path)
+    for kind, pooling in (("Qwen3Model", "mean"), ("Qwen3ForCausalLM", "lasttoken")):
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [kind]}))
+        assert Encoder(tmp_path).settings.pooling == pooling
+        assert [module.pooling_mode for module in list(SentenceTransformer(str(tmp_path)))[1:]] == [pooling]
+
+
+@pytest.mark.parametrize(
+    ("makers", "change", "error", "says"),
+    [
+        ([TANH], None, UnsupportedModelError, "reads sentence_embedding, which no module before it makes"),
+        ([lambda: Dense(D, 32, **TOKENS)], None, UnsupportedModelError, "no module makes a sentence_embedding"),
+        ([lambda: Pooling(D, "max"), lambda: Dense(D + 1, 8)], None, CheckpointError, "takes 49 numbers, .* has 48"),
+        ([MEAN], {"type": "sentence_transformers.models.LSTM"}, UnsupportedModelError, "models.LSTM is not supported"),
+        ([MEAN], {"type": "custom.Pooling"}, UnsupportedModelError, "custom.Pooling is not supported"),
+        ([MEAN], {"path": "../x"}, CheckpointError, "is not a path within the folder"),
+    ],
+)
+def test_programs_that_give_no_vector_are_refused_by_name(makers, change, error, says, base, tmp_path):
+    torch.manual_seed(0)
+    SentenceTransformer(modules=[Transformer(str(base)), *(make() for make in makers)]).save_pretrained(str(tmp_path))
+    if change is not None:
+        path = tmp_path / "modules.json"
+        listed = json.loads(path.read_text())
+        path.write_text(json.dumps([listed[0], {**listed[1], **change}]))
+    with pytest.raises(error, match=says):
+        Encoder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "says"),
+    [
+        ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "model_type 'SparseEncoder'"),
+        ("sentence_bert_config.json", {"transformer_task": "fill-mask"}, "transformer_task 'fill-mask'"),
+        ("sentence_bert_config.json", {"query_length": 8}, "query_length 8 is not supported"),
+        ("sentence_bert_config.json", {"processing_kwargs": {"text": {"padding": False}}}, "processing_kwargs"),
+        ("sentence_bert_config.json", {"model_args": {"add_pooling_layer": False, "num_labels": 2}}, "model_args"),
+        (
+            "sentence_bert_config.json",
+            {"modality_config": {"message": {"method": "forward"}}},
+            "modality_config.message",
+        ),
+    ],
+)
+def test_settings_that_change_vectors_and_are_not_implemented_are_refused(file, changes, says, base, tmp_path):
+    saved(base, tmp_path, MEAN)
+    config = json.loads((tmp_path / file).read_text())
+    (tmp_path / file).write_text(json.dumps({**config, **changes}))
+    with pytest.raises(UnsupportedModelError, match=says):
+        Encoder(tmp_path)
+
+
+ACTIVATIONS = [torch.nn.Identity, torch.nn.Sigmoid, torch.nn.Tanh, torch.nn.Softplus]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_cross_encoder_has_its_activation_and_prompt(activation, tmp_path):
+    filled(cross_bert(tmp_path / "base")).save_pretrained(tmp_path / "base")
+    prompts = {"query": PROMPT} if activation is torch.nn.Tanh else {}
+    model = CrossEncoder(str(tmp_path / "base"), activation_fn=activation(), prompts=prompts)
+    model.default_prompt_name = "query" if prompts else None
+    model.save_pretrained(str(tmp_path / "saved"))
+    pairs = [("who sat", sentence) for sentence in SENTENCES]
+    expected = CrossEncoder(str(tmp_path / "saved")).predict(pairs)
+    reranker = Reranker(tmp_path / "saved")
+    np.testing.assert_allclose(reranker.score("who sat", SENTENCES), expected, atol=1e-5)
+    if prompts:
+        plain = reranker.score("who sat", SENTENCES, prompt="")
+        np.testing.assert_allclose(reranker.score(PROMPT + "who sat", SENTENCES, prompt=""), expected, atol=1e-5)
+        assert np.abs(plain - expected).max() > 1e-3
+
+
+def test_every_key_that_the_library_reads_is_read_or_refused_or_without_effect():
+    text = "".join(Path(module.__file__).read_text() for module in (modules, reranker, settings))
+    keys = {
+        module.__name__: {*module.config_keys, *getattr(module, "config_key_renames", {})}
+        for module in (Transformer, Pooling, Dense, Normalize, LayerNorm, Dropout)
+    }
+    arguments = {*inspect.signature(Transformer.__init__).parameters}
+    keys["Transformer"] |= arguments - {"self", "model_name_or_path", "backend"}
+    model = SentenceTransformer(modules=[Normalize()])
+    model.truncate_dim = 3
+    keys["SentenceTransformer"] = set(model._get_model_config())
+    keys["CrossEncoder"] = {*keys["SentenceTransformer"], "activation_fn"} - {"similarity_fn_name", "truncate_dim"}
+    for name, known in keys.items():
+        listed = settings.WITHOUT_EFFECT.get(name, ())
+        assert {key for key in known if f'"{key}"' not in text and key not in listed} == set(), name
+
+
+TEXTS = ["The CAT sat", "a ćat 猫 on THE mat", "fox " * 9 + "river"]
+
+
+@pytest.mark.parametrize("kind", ["BertTokenizer", "PreTrainedTokenizerFast", None])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"do_lower_case": False},
+        {"tokenize_chinese_chars": False, "strip_accents": False},
+        {"truncation_side": "left"},
+        {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]},
+        {"model_input_names": ["input_ids", "attention_mask"], "padding_side": "left"},
+    ],
+    ids=str,
+)
+def test_tokenizer_config_goes_before_the_tokenizer_file_as_in_transformers(kind, changes, base, tmp_path):
+    for path in base.iterdir():
+        shutil.copy(path, tmp_path)
+    config = {**json.loads((base / "tokenizer_config.json").read_text()), "tokenizer_class": kind, **changes}
+    config = {name: value for name, value in config.items() if value is not None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs, tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path), Tokenizer.from_folder(tmp_path)
+    pairs = tokenizer.encode_pairs([("the CAT", text) for text in TEXTS], max_length=9)
+    for text, (ids, types, _) in zip(TEXTS, pairs, strict=True):
+        expected = theirs("the CAT", text, truncation="longest_first", max_length=9)
+        assert ids == expected["input_ids"]
+        assert types == expected.get("token_type_ids", [0] * len(ids))
+    expected = theirs(TEXTS, truncation=True, max_length=8)["input_ids"]
+    assert [ids for ids, _ in tokenizer.encode_batch(TEXTS, max_length=8)] == expected
