@@ -129,6 +129,8 @@ def test_an_unknown_format_is_an_annotation(name):
         ({"const": ID, "type": "string"}, "no value has the schema's type"),
         ({"type": "integer", "minimum": 2**60, "maximum": 5}, "no whole number is"),
         ({"type": "integer", "minimum": 10**200}, "at most 100 digits"),
+        ({"type": "integer", "minimum": 2**60, "maximum": "x"}, "it is not a JSON schema"),
+        ({"type": "object", "properties": {"a": {"const": ID}}, "required": 5}, "it is not a JSON schema"),
         ({"anyOf": [{"const": ID}, {"$ref": "#/properties/x"}], "properties": {"x": {}}}, "cannot be combined"),
     ],
 )

@@ -22,8 +22,8 @@ __all__ = ["is_gbnf", "lark_of_gbnf"]
 MAX_DEPTH = 64
 """Deepest nesting of parentheses: the converter recurses."""
 
-MAX_REPEATS = 2000
-"""Largest number of a repetition, as in llama.cpp."""
+MAX_REPEATS = 10**6
+"""Largest number of a repetition."""
 
 MAX_PLACES, MAX_COPIES, MAX_WORK = 2000, 8, 300_000
 """Places of an automaton, copies of a repeated item in it, and pairs of edges that are compared."""

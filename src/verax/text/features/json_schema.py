@@ -73,7 +73,10 @@ def schema_rule(schema: Mapping[str, Any], options: Mapping[str, Any], rules: di
         InvalidParameterError: naming the key that cannot be combined with a whole number beyond 2**53.
     """
     root = _standard(schema)
-    return _Writer(root, options, rules).body(root)
+    try:
+        return _Writer(root, options, rules).body(root)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise InvalidParameterError(f"it is not a JSON schema: {error!r}") from error
 
 
 def _standard(schema: Any) -> Any:
@@ -132,8 +135,9 @@ class _Writer:
             ]
             return f"({' | '.join(self.body(member) for member in members)})"
         kind = kind or types
-        if kind not in _KEYS or (unknown := set(schema) - _KEYS[kind] - _ANNOTATIONS):
-            what = f"type {kind!r}" if kind not in _KEYS else min(unknown)
+        unknown = sorted(set(schema) - _KEYS.get(kind, set(schema)) - _ANNOTATIONS)
+        if kind not in _KEYS or unknown:
+            what = unknown[0] if unknown else f"type {kind!r}"
             raise InvalidParameterError(f"{what} cannot be combined with whole numbers beyond 2**53")
         return {
             "$ref": self._reference,
