@@ -55,6 +55,7 @@ def accepts(schema, text, options=COMPACT):
         ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, [0, 7, 2**64 - 1], [-1, 2**64]),
         ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [-5, -(2**63), 2**63 - 1], [2**63]),
         ({"type": "integer", "exclusiveMinimum": 2**53 + 1}, [2**53 + 2, 2**90], [2**53 + 1, 0, -(2**60)]),
+        ({"type": "number", "minimum": -1, "maximum": 10.0**18}, [0.5, 10**18], [-2, 10**18 + 1]),
         ({"type": ["integer", "null"], "maximum": 2**63}, [None, 2**63], [2**63 + 1, "a"]),
         ({"type": "array", "items": {"const": ID}, "minItems": 1, "maxItems": 2}, [[ID], [ID, ID]], [[], [ID] * 3]),
         ({"type": "array", "items": {"const": ID}}, [[], [ID] * 3], [[ID, 1]]),

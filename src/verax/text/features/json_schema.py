@@ -75,7 +75,7 @@ def schema_rule(schema: Mapping[str, Any], options: Mapping[str, Any], rules: di
     root = _standard(schema)
     try:
         return _Writer(root, options, rules).body(root)
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError) as error:
         raise InvalidParameterError(f"it is not a JSON schema: {error!r}") from error
 
 
@@ -110,16 +110,22 @@ class _Writer:
         self._references: dict[str, str] = {}
         self._comma = _text(options.get("item_separator", ","))
         self._colon = options.get("key_separator", ":")
-        self._targets = targets = dict[str, Any]()
+        self._targets: dict[str, Any] = {}
+        users: dict[str, list[str]] = {}
         waiting = _references(root)
         while waiting:
-            if (target := waiting.pop()) not in targets:
-                targets[target] = _at(root, target)
-                waiting += _references(targets[target])
-        self._wide = {target for target, schema in targets.items() if _is_wide(schema)}
+            if (target := waiting.pop()) not in self._targets:
+                self._targets[target] = schema = _at(root, target)
+                waiting += (inner := _references(schema))
+                for name in inner:
+                    users.setdefault(name, []).append(target)
+        self._wide: set[str] = set()
         """References that lead to a number that the library does not read exactly."""
-        for _ in targets:
-            self._wide |= {target for target, schema in targets.items() if self._is_wide(schema)}
+        waiting = [target for target, schema in self._targets.items() if _is_wide(schema)]
+        while waiting:
+            if (target := waiting.pop()) not in self._wide:
+                self._wide.add(target)
+                waiting += users.get(target, [])
 
     def body(self, schema: Any) -> str:
         """Body of a rule of a schema: the library's own where that is exact."""
@@ -249,7 +255,17 @@ def _references(schema: Any) -> list[str]:
 
 
 def _is_wide(schema: Any) -> bool:
-    return any(_has_wide(one.get(key)) for one in _schemas(schema) for key in ("const", "enum", *_LIMITS))
+    """True if a schema has a number that the library does not read exactly."""
+    return any(
+        _has_wide(one.get(key)) and not (one.get("type") == "number" and _is_exact(one.get(key)))
+        for one in _schemas(schema)
+        for key in ("const", "enum", *_LIMITS)
+    )
+
+
+def _is_exact(limit: Any) -> bool:
+    """True if the library reads a limit of a `number` exactly, and can write its regular expression."""
+    return _is_number(limit) and abs(limit) < 2**63 and float(limit) == limit
 
 
 def _at(root: Mapping[str, Any], reference: str) -> Any:
