@@ -132,15 +132,11 @@ class _Writer:
         if not self._is_wide(schema):
             return self._json(schema)
         types = schema.get("type")
-        kind = next((key for key in ("$ref", "const", "enum", "anyOf", "oneOf", "allOf") if key in schema), None)
-        if kind is None and isinstance(types, list):
-            kept = [{**schema, "type": name} for name in types]
+        kind = next((key for key in ("$ref", "const", "enum", "anyOf", "oneOf", "allOf") if key in schema), types)
+        if isinstance(kind, list):
+            rest = {key: value for key, value in schema.items() if key not in _LIMITS}
             numbers = ("integer", "number")
-            members = [
-                one if one["type"] in numbers else {key: one[key] for key in one if key not in _LIMITS} for one in kept
-            ]
-            return f"({' | '.join(self.body(member) for member in members)})"
-        kind = kind or types
+            return self._any({"anyOf": [{**(schema if name in numbers else rest), "type": name} for name in kind]})
         unknown = sorted(set(schema) - _KEYS.get(kind, set(schema)) - _ANNOTATIONS)
         if kind not in _KEYS or unknown:
             what = unknown[0] if unknown else f"type {kind!r}"
@@ -192,9 +188,8 @@ class _Writer:
         if not values:
             raise InvalidParameterError("no value has the schema's type")
         separators = (self._options.get("item_separator", ","), self._colon)
-        return (
-            f"({' | '.join(_text(json.dumps(value, ensure_ascii=False, separators=separators)) for value in values)})"
-        )
+        texts = (json.dumps(value, ensure_ascii=False, separators=separators) for value in values)
+        return f"({' | '.join(map(_text, texts))})"
 
     def _any(self, schema: Mapping[str, Any]) -> str:
         members = schema["anyOf"] if "anyOf" in schema else schema["oneOf"]
@@ -208,10 +203,10 @@ class _Writer:
     def _array(self, schema: Mapping[str, Any]) -> str:
         item = self._new(self.body(schema["items"]))
         low, high = schema.get("minItems", 0), schema.get("maxItems")
-        if high == 0:
-            return '"[" "]"'
-        items = f"{item} ({self._comma} {item}){{{max(0, low - 1)},{'' if high is None else high - 1}}}"
-        return f'"[" ({items}){"" if low else "?"} "]"'
+        if high is not None and high < low:
+            raise InvalidParameterError(f"maxItems: {high} is less than minItems: {low}")
+        more = f"({self._comma} {item}){{{max(0, low - 1)},{'' if high is None else high - 1}}}" if high != 1 else ""
+        return f'"[" ({item} {more}){"" if low else "?"} "]"' if high != 0 else '"[" "]"'
 
     def _object(self, schema: Mapping[str, Any]) -> str:
         """Body of an object: its properties in their order, then other members."""
