@@ -85,8 +85,7 @@ def test_arguments_are_text_or_an_object_as_the_template_wants(arguments, as_tex
         assert render(read + AS_TEXT, messages) == as_text
         assert render(read + AS_OBJECT, messages) == as_object
         assert render(read + "{{ a | tojson }}", messages) == as_json
-        if isinstance(arguments, str):
-            assert render(read + "{{ '<' + a + '>' ~ a }}", messages) == f"<{as_text}>{as_text}"
+        assert render(read + "{{ '<' + a + '>' ~ a }}", messages) == f"<{as_text}>{as_text}"
 
 
 @pytest.mark.parametrize("name", ["reasoning", "thinking", "reasoning_content"])

@@ -23,6 +23,12 @@ WEATHER = {
                 "unit": {"type": ["string", "null"]},
                 "where": {"$ref": "#/$defs/place"},
                 "tags": {"type": "array", "items": {"type": "string"}},
+                "either": {"anyOf": [{"type": "integer"}, {"type": "string"}, {"type": "null"}]},
+                "any": {"description": "no type"},
+                "maybe": {"anyOf": [{}, {"type": "null"}]},
+                "both": {"allOf": [{"type": ["integer", "object"]}, {"description": "one"}]},
+                "real": {"type": "number"},
+                "dict": {"type": "dict"},
             },
             "required": ["city"],
             "$defs": {"place": {"type": "object", "properties": {"lat": {"type": "number"}}}},
@@ -162,6 +168,22 @@ def test_json_calls_may_have_another_order_no_arguments_or_arguments_in_a_string
     assert calls(parse(['<tool_call>{"name": "clock"}</tool_call>'], "hermes")) == [("clock", {})]
 
 
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('{"city": "a\nb\t\x01"}', {"city": "a\nb\t\x01"}),
+        ("{'city': 'it\\'s \"so\"', 'days': None}", {"city": 'it\'s "so"', "days": None}),
+        ('{"days": NaN, "far": [-Infinity, True, False, None],}', {"days": None, "far": [None, True, False, None]}),
+        ('{"city": "C:\\dir \\d \\x41 \\u12 \\\\"}', {"city": "C:\\dir \\d \\x41 \\u12 \\"}),
+    ],
+)
+@pytest.mark.parametrize("form", ['{"name": "weather", "arguments": @}', '{"arguments": @, "name": "weather"}'])
+def test_arguments_that_are_almost_json_reach_the_client_as_json(form, written, arguments):
+    text = f"<tool_call>\n{form.replace('@', written)}\n</tool_call>"
+    for pieces in ([text], list(text)):
+        assert calls(parse(pieces, "hermes")) == [("weather", arguments)]
+
+
 def test_arguments_that_break_after_they_began_to_stream_stream_up_to_the_closing_tag():
     broken = '{"city": Ber"gen}}'
     answer = parse([f'<tool_call>\n{{"name": "weather", "arguments": {broken}\n</tool_call>\nDone.'], "hermes")
@@ -189,6 +211,29 @@ def test_a_closing_tag_in_an_argument_is_part_of_it():
         ("where", '{"lat": 60.4}', {"lat": 60.4}),
         ("where", "{'lat': 1}", {"lat": 1}),
         ("tags", '["a", "b"]', ["a", "b"]),
+        ("tags", "['a', None, NaN, True,]", ["a", None, None, True]),
+        ("tags", '["a\nb"]', ["a\nb"]),
+        ("exact", "1", True),
+        ("exact", "0", False),
+        ("exact", "2", "2"),
+        ("days", "1", 1),
+        ("real", "1", 1),
+        ("real", "NaN", "NaN"),
+        ("real", "-Infinity", "-Infinity"),
+        ("either", "3", 3),
+        ("either", "007", "007"),
+        ("either", "True", "True"),
+        ("either", "null", None),
+        ("any", '{"a": [1]}', {"a": [1]}),
+        ("any", "{'a': None}", {"a": None}),
+        ("any", "1.5", 1.5),
+        ("any", "some text", "some text"),
+        ("any", '"quoted"', '"quoted"'),
+        ("maybe", "[1]", [1]),
+        ("dict", '{"a": 1}', {"a": 1}),
+        ("maybe", "None", None),
+        ("both", "3", 3),
+        ("both", "3.5", "3.5"),
         ("city", "3", "3"),
         ("city", ' "quoted" \\ text\n\n', ' "quoted" \\ text\n\n'),
         ("unknown", "true", "true"),

@@ -154,7 +154,8 @@ def _types(schema: Any, root: Mapping[str, Any], references: int) -> frozenset[s
         return _ANY_TYPE
     given = schema.get("type")
     if isinstance(given, (str, list, tuple)):
-        return frozenset([given] if isinstance(given, str) else given) & _ANY_TYPE
+        names = [given] if isinstance(given, str) else [name for name in given if isinstance(name, str)]
+        return _ANY_TYPE.intersection(names) or _ANY_TYPE
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, (list, tuple)):
         return frozenset().union(*(_types_of(json.dumps(value)) or {"string"} for value in values))
