@@ -276,6 +276,7 @@ def test_a_server_with_a_dead_replica_says_so_everywhere(make_api, pair):
         ({"port": 70_000}, "port: expected a whole number of 0 to 65535"),
         ({"log_format": "xml"}, "log_format: expected one of text, json"),
         ({"api_keys": ("",)}, "api_keys: "),
+        ({"video_sizes": ("64",)}, "video_sizes: expected WIDTHxHEIGHT"),
         ({"api_keys": ("schlüssel",)}, "api_keys: "),
         ({"max_body_bytes": 0}, "max_body_bytes: expected a whole number of at least 1"),
         ({"max_embedding_inputs": 10, "max_queued_embedding_inputs": 9}, "max_queued_embedding_inputs: .* 10, got 9"),
