@@ -302,7 +302,7 @@ class VideoService:
         """Context at whose end the queue ends."""
         yield
         if self._jobs is not None:
-            await asyncio.to_thread(self._jobs.close)
+            await self._jobs.close()
             self._jobs = None
 
     async def create(self, request: Request) -> Response:
@@ -310,18 +310,18 @@ class VideoService:
         if self._server.videos is None:
             raise model_error("no video model is served here")
         if self._jobs is not None:
-            await asyncio.to_thread(self._jobs.check_room)
+            await self._jobs.check_room()
         with self._uploading():
             body, upload = await read_create(request, max_bytes=self._decoder.limits.bytes)
         model = self._server.check_model(body.model, (self._server.videos.name,))
         record_of(request.scope).model = model
         jobs = await self._queue()
-        await asyncio.to_thread(jobs.check_room)
+        await jobs.check_room()
         frames = None
         if upload is not None:
             frames = await unless_disconnected(request, self._decoder.decode(upload.data, name=upload.field))
         resolved = await asyncio.to_thread(resolve, body, frames, jobs.pipeline, self._server.settings.video_sizes)
-        return _answer(await asyncio.to_thread(jobs.submit, resolved, model))
+        return _answer(await jobs.submit(resolved, model))
 
     async def list(self, request: Request) -> Response:
         """One page of the clips, the newest first unless `order` is `asc`."""
@@ -350,7 +350,7 @@ class VideoService:
     async def delete(self, request: Request) -> Response:
         """Cancel a clip, or remove it."""
         jobs, job = self._job(request)
-        deleted = await asyncio.to_thread(jobs.delete, job.id)
+        deleted = await jobs.delete(job.id)
         return JsonResponse({"id": job.id, "object": "video.deleted", "deleted": deleted})
 
     async def content(self, request: Request) -> Response:
