@@ -1,6 +1,7 @@
 """A batch over an engine in this process: answers, errors, resumption, full queues, signals, a dead engine."""
 
 import asyncio
+import codecs
 import io
 import itertools
 import json
@@ -143,6 +144,21 @@ def test_a_wrong_line_has_one_error_line_and_the_batch_goes_on(run_batch, tmp_pa
     again = run_batch(lines)
     assert (again.counts.done, again.counts.failed, again.counts.skipped) == (0, 0, 7)
     assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_an_exception_of_the_server_is_the_error_of_its_line(run_batch, new_server, tmp_path, monkeypatch):
+    answer = LocalServer.answer
+
+    async def fail(self, request, clips):
+        if request.custom_id == "b":
+            raise ZeroDivisionError("planted")
+        return await answer(self, request, clips)
+
+    monkeypatch.setattr(LocalServer, "answer", fail)
+    run = run_batch([codecs.BOM_UTF8 + text_of([line("a")]).rstrip(), line("b"), line("c")])
+    assert (run.complete, run.counts.done, run.counts.failed) == (True, 2, 1)
+    errors = {answer["custom_id"]: answer["error"] for answer in answers_in(tmp_path / "out.jsonl")}
+    assert (errors["a"], errors["b"]["code"], errors["c"]) == (None, "server_error", None)
 
 
 def test_a_full_queue_is_waited_for(run_batch, new_server, tmp_path, slow):

@@ -179,6 +179,34 @@ def test_a_conversation_with_calls_becomes_a_chat():
     assert made.continue_final_message is None
 
 
+def test_what_coding_agents_send_is_taken(api):
+    """The body of a request of Claude Code, whose instructions stand within the conversation too."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    asked = {
+        "system": [{"type": "text", "text": "Be brief.", **mark}],
+        "messages": [
+            *USER,
+            {"role": "system", "content": [{"type": "text", "text": "Be kind.", **mark}]},
+            {
+                "role": "assistant",
+                "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "B"}],
+            },
+            *USER,
+        ],
+        **{
+            "tools": [{**TOOL, "type": "custom", **mark}],
+            "thinking": {"type": "adaptive"},
+            "temperature": 1,
+            "top_p": 0,
+        },
+        **{"metadata": {"user_id": "u"}, "output_config": {"effort": "high"}, "context_management": {"edits": []}},
+    }
+    api.ok(PATH, {**BODY, **asked})
+    made = chat(**asked)
+    assert [message.role for message in made.messages] == ["system", "user", "assistant", "user"]
+    assert (made.messages[0].content, made.messages[2].content) == ("Be brief.\nBe kind.", "B")
+
+
 def test_fields_become_those_of_a_chat():
     made = chat(
         tools=[TOOL], tool_choice={"type": "any", "disable_parallel_tool_use": True}, stop_sequences=["END"],
@@ -215,6 +243,8 @@ def test_a_last_message_of_the_assistant_is_continued():
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
          "messages: the last one has a tool call"),
         ({"tools": [{**TOOL, "type": "web_search_20250305"}]}, "tools[0].type: "),
+        ({"messages": [{"role": "system", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]},
+         "messages[0].content[0].type: "),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name: "),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "clock"}}, "tool_choice: "),
         ({"tools": [TOOL, TOOL]}, "tools[1]: "),

@@ -173,6 +173,13 @@ def test_what_coding_agents_send_is_taken_and_what_is_in_vain_is_said(api):
     assert ([tool.function.name for tool in made.tools], made.tool_choice) == (["weather"], "required")
 
 
+def test_tools_may_be_items_and_in_the_namespace_functions():
+    item = {"type": "additional_tools", "role": "developer", "tools": [{"type": "namespace", "name": "functions"}]}
+    item["tools"][0]["tools"] = [OTHERS[1], TOOL]
+    made = chat(input=[item, {"role": "user", "content": "A"}], tool_choice={"type": "function", "name": "weather"})
+    assert ([tool.function.name for tool in made.tools], len(made.messages)) == (["weather"], 1)
+
+
 def test_items_of_other_tools_are_kept_as_text():
     made = chat(
         input=[
@@ -217,7 +224,8 @@ def test_log_probabilities_come_with_the_text(api):
         ({"tools": [{"name": "f"}]}, "tools[0].type"),
         ({"tools": [{"type": "web_search"}, TOOL, TOOL]}, "tools[2]"),
         ({"tool_choice": {"type": "web_search"}, "tools": [TOOL]}, "tool_choice"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
+        ({"input": [{"type": "additional_tools", "tools": 5}]}, "input[0].tools"),
+        ({"input": [{"type": "additional_tools", "tools": [TOOL, {"type": "function"}]}]}, "input[0].tools[1].name"),
         *named("tool_choice", "required"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         ({"text": {"verbosity": "loud"}}, "text.verbosity"),

@@ -174,12 +174,16 @@ def test_pages_of_the_list(made, client):
 
 def test_a_form_with_a_picture_whose_name_is_a_path(client):
     files = {"input_reference": ("../../x", saved("PNG"), "text/html")}
-    form = {"prompt": PROMPT, "num_inference_steps": "2", "num_frames": "5", "guidance_scale": "1.5", "seed": "-1"}
+    form = {"prompt": PROMPT, "num_inference_steps": "2", "num_frames": "5", "guidance_scale": "1.5", "seed": "7"}
     response = client.post("/v1/videos", data=form, files=files)
     assert response.status_code == 200, response.text
     video = finished(client, response.json()["id"])
-    assert (video["status"], video["guidance_scale"], video["seed"]) == ("completed", 1.5, 2**32 - 1)
+    assert (video["status"], video["guidance_scale"], video["seed"]) == ("completed", 1.5, 7)
     client.delete(f"/v1/videos/{video['id']}")
+    for seed, taken in ((-1, 2**64 - 1), (5 + 2**32, 5 + 2**32), (2**64 + 1, 1)):
+        made = client.post("/v1/videos", json={**QUICK, "seed": seed}).json()
+        assert made["seed"] == taken
+        client.delete(f"/v1/videos/{made['id']}")
 
 
 def test_a_full_disk_fails_the_clip_and_not_the_server(client, monkeypatch):
@@ -225,6 +229,19 @@ def test_wrong_fields_are_named(client, body, param):
     )
     assert error["param"] == param
     assert error["message"].startswith(f"{param.partition('.')[0]}")
+
+
+def test_the_operator_sets_the_sizes(served_pipeline):
+    settings = ServerSettings(video_sizes=("32x64", "512x512"))
+    server = Server(videos=LazyModel("clips", lambda: served_pipeline), settings=settings)
+    with TestClient(create_app(server), base_url="http://127.0.0.1") as client:
+        for size in ("64x64", "32x64", "512x512"):
+            made = client.post("/v1/videos", json={**QUICK, "size": size})
+            assert made.json()["size"] == size
+            client.delete(f"/v1/videos/{made.json()['id']}")
+        for size in ("64x32", "48x64", "x"):
+            error = error_of(client.post("/v1/videos", json={**QUICK, "size": size}))
+            assert error["message"].startswith("size: expected one of 64x64, 32x64, 512x512, got")
 
 
 def test_messages_say_what_fits(client):

@@ -15,7 +15,7 @@ from verax._optional import require_optional
 from verax.batch.lines import InputLine, LineError, write_rows
 from verax.batch.results import ResultLine
 from verax.embed.encoder import Encoder
-from verax.errors import CheckpointError, InvalidParameterError, VeraxError
+from verax.errors import InvalidParameterError
 from verax.video.files import clip_path
 from verax.video.pipeline import VideoPipeline
 from verax.video.request import ResolvedRequest, VideoRequest, make_request
@@ -143,19 +143,22 @@ class Clips:
         self._options = options
 
     def __call__(self, lines: Sequence[InputLine]) -> list[ClipLine]:
-        """Results of some lines, in their order. An error of one, but of the checkpoint, is its result."""
+        """Results of some lines, in their order. A request that cannot be one has an error.
+
+        Raises:
+            VeraxError: if a clip cannot be made.
+        """
         return [self._clip(line) for line in lines]
 
     def _clip(self, line: InputLine) -> ClipLine:
         given = {**self._options, **{name: value for name, value in line.fields.items() if value is not None}}
         try:
             resolved = self._pipeline.resolve(_request(given))
-            clip = self._pipeline.generate(resolved)
-            path = clip.save(clip_path(self._folder, line.custom_id))
-        except CheckpointError:  # the next line would have the same
-            raise
-        except Exception as error:  # whatever this line does, the others are made
-            return _failure(line, error)
+        except (TypeError, ValueError, OSError) as error:  # no device work yet, so that the line is to blame
+            param = str(error).partition(":")[0] if isinstance(error, InvalidParameterError) else None
+            return ClipLine.failure(LineError("invalid_request", str(error), param, None), line.custom_id)
+        clip = self._pipeline.generate(resolved)
+        path = clip.save(clip_path(self._folder, line.custom_id))
         seconds = {name: round(spent, 3) for name, spent in clip.seconds.items()}
         return ClipLine(line.custom_id, path.name, _settings(resolved, given), seconds, None)
 
@@ -173,14 +176,6 @@ def _request(given: Mapping[str, Any]) -> VideoRequest:
     if not isinstance(prompt, str) and not (prompt and isinstance(prompt, list)):
         raise InvalidParameterError(f"prompt: expected a text, or a list of one for each segment, got {prompt!r}")
     return make_request(prompt, {name: value for name, value in given.items() if name != "prompt"})
-
-
-def _failure(line: InputLine, error: Exception) -> ClipLine:
-    """Result of a line whose clip was not made: by what the line asks for, or by an error within verax."""
-    param = str(error).partition(":")[0] if isinstance(error, InvalidParameterError) else None
-    if isinstance(error, (VeraxError, TypeError, ValueError, OSError)):
-        return ClipLine.failure(LineError("invalid_request", str(error), param, None), line.custom_id)
-    return ClipLine.failure(LineError("internal_error", f"{type(error).__name__}: {error}", None, None), line.custom_id)
 
 
 def _settings(request: ResolvedRequest, given: Mapping[str, Any]) -> dict[str, Any]:

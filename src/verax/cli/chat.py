@@ -145,7 +145,7 @@ class Conversation:
 
 def _turns(interactive: bool) -> Iterator[str]:
     if not interactive:
-        yield from (line for line in sys.stdin.read().splitlines() if line)
+        yield from (line for line in sys.stdin.read().removeprefix("\ufeff").splitlines() if line)
         return
     with contextlib.suppress(ImportError):  # gives input() line editing and history
         importlib.import_module("readline")

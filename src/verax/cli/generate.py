@@ -162,7 +162,7 @@ def _form(
 
 def _read(option: str, path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"{option}: cannot read {path}: {error}") from error
 

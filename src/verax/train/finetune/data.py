@@ -6,14 +6,17 @@ A line has `messages`, `prompt` and `completion`, or `text`, as in TRL's and Ope
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import codecs
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import Iterator
+import Mapping
 import numpy as np
+import Sequence
 from jaxtyping import Bool, Int32
 
 from verax._buckets import at_least, powers
@@ -69,7 +72,7 @@ def read_examples(path: Path, tokenizer: Tokenizer, *, max_length: int) -> Examp
     """
     items, cut, left_out = list[Example](), 0, 0
     try:
-        lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
     except OSError as error:
         raise InvalidParameterError(f"data: {path}: cannot be read: {error.strerror}") from error
     for number, line in enumerate(lines, start=1):
