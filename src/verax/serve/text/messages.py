@@ -199,7 +199,9 @@ def _choice(choice: ToolChoice) -> dict[str, Any]:
     if choice.type == "tool" and choice.name is None:
         raise field_error("tool_choice.name", "it is missing")
     named = {"type": "function", "function": {"name": choice.name}}
-    values = {"tool_choice": named if choice.type == "tool" else {"any": "required"}.get(choice.type, choice.type)}
+    values: dict[str, Any] = {
+        "tool_choice": named if choice.type == "tool" else {"any": "required"}.get(choice.type, choice.type)
+    }
     if choice.disable_parallel_tool_use is not None:
         values["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     return values

@@ -395,7 +395,8 @@ def routes(server: Server) -> list[Route]:
         tokens = await count_tokens(server, chat_of(request, names), names)
         return {"object": "response.input_tokens", "input_tokens": tokens}
 
-    path, items = "/responses", {"parts": INPUT_ITEMS}
+    path = "/responses"
+    items: dict[str, Any] = {"parts": INPUT_ITEMS}
     answers, counts = "Answer, as OpenAI's responses do.", "Count the tokens of a response's input."
     return [
         *text_routes(server, path, ResponsesRequest, start, _Answer, summary=answers, **items),
