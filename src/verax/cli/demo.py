@@ -185,8 +185,7 @@ def _published(say: _Transcript) -> dict[str, Any]:
     if smollm2 is not None:
         say(f"\n-- SmolLM2 135M Instruct, {smollm2.name}\n> {QUESTION}")
         llm = LLM(smollm2, max_num_seqs=1, max_model_len=256)
-        sampling: dict[str, Any] = {**llm.chat_sampling, "seed": 0, "max_tokens": 60}
-        params = SamplingParams(**sampling)
+        params = llm.default_sampling_params(**llm.chat_sampling, seed=0, max_tokens=60)
         texts["smollm2"] = _stream(llm, [{"role": "user", "content": QUESTION}], params, say)
     if minilm is not None:
         say("\n-- all-MiniLM-L6-v2", end="")

@@ -259,7 +259,7 @@ def routes(server: Server) -> list[Route]:
     async def info(request: Request) -> Response:
         models = {
             "models": list(server.text_names) if server.llm is not None else [],
-            "sampling": server.llm.chat_sampling if server.llm is not None else {},
+            "sampling": getattr(server.llm, "chat_sampling", {}),
             "embeddings": server.encoder and server.encoder.name,
             "videos": server.videos and server.videos.name,
             "reports": reports is not None,
