@@ -218,14 +218,14 @@ def test_drafts_are_counted_under_vllms_names(make_api, speculating):
     body = {"model": "tiny", "prompt": "abc abc abc", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
     api.ok("/v1/completions", {**body, "logit_bias": {"20": 50, "21": 50}})
     families = text_string_to_metric_families(api.get("/metrics").text)
-    found = {(s.name, s.labels.get("position")): s.value for family in families for s in family.samples}
+    samples = {(s.name, s.labels.get("position")): s.value for family in families for s in family.samples}
     prefix = "vllm:spec_decode_num_"
     drafts, drafted, accepted = (
-        found[f"{prefix}{name}_total", None] for name in ("drafts", "draft_tokens", "accepted_tokens")
+        samples[f"{prefix}{name}_total", None] for name in ("drafts", "draft_tokens", "accepted_tokens")
     )
     assert 0 < drafts < drafted
     assert 0 < accepted <= drafted
-    by_place = [found[f"{prefix}accepted_tokens_per_pos_total", str(place)] for place in range(3)]
+    by_place = [samples[f"{prefix}accepted_tokens_per_pos_total", str(place)] for place in range(3)]
     assert sum(by_place) == accepted
     assert by_place == sorted(by_place, reverse=True)
 

@@ -81,7 +81,7 @@ def test_an_engine_that_fails_fails_every_request_of_every_api(served_llm, monke
 
     monkeypatch.setattr(served_llm.engine, "advance", fail)
     server = Server(llm=AsyncLLM.from_llm(served_llm), served_names=("tiny",), settings=ServerSettings(port=0))
-    found = {}
+    outcomes = {}
 
     def clients(url):
         with client_of(url) as api, concurrent.futures.ThreadPoolExecutor() as pool:
@@ -96,8 +96,8 @@ def test_an_engine_that_fails_fails_every_request_of_every_api(served_llm, monke
                 lines = stream.iter_lines()
                 next(lines)
                 broken.set()
-                found["events"] = [line for line in lines if line]
-            found["answers"] = {path: answer.result() for path, answer in answers.items()}
+                outcomes["events"] = [line for line in lines if line]
+            outcomes["answers"] = {path: answer.result() for path, answer in answers.items()}
 
     monkeypatch.setattr("verax.serve.run.LAST_ANSWERS", 30.0)
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -111,8 +111,8 @@ def test_an_engine_that_fails_fails_every_request_of_every_api(served_llm, monke
                 served_llm.engine.abort(request_id)
         tasks[0].result()
     assert status == 1
-    assert json.loads(found["events"][-1].removeprefix("data: "))["error"]["code"] == "engine_dead"
-    for path, answer in found["answers"].items():
+    assert json.loads(outcomes["events"][-1].removeprefix("data: "))["error"]["code"] == "engine_dead"
+    for path, answer in outcomes["answers"].items():
         assert answer.status_code == 500, path
         assert "the engine has failed" in answer.json()["error"]["message"]
 
@@ -187,7 +187,7 @@ def shared(http, new_server):
         "a" * 8000,
     ],
 )
-def test_a_name_is_looked_up_and_is_no_path(shared, name):
+def test_a_name_is_looked_up_and_is_not_a_path(shared, name):
     paths = [
         *("/v1/models/{}", "/v1/videos/{}", "/v1/videos/{}/content", "/v1/videos/{}/events", "/static/{}/page.js"),
         *("/static/x/{}", "/static/reports/x/{}", "/{}"),
@@ -356,8 +356,8 @@ def test_megabytes_of_text_are_not_tokenised_for_a_vector(shared, served_encoder
 
 
 def test_as_many_texts_as_openai_takes_are_embedded(shared):
-    found = shared.post(EMBED, json={"input": ["a"] * 2048}).json()["data"]
-    assert [one["index"] for one in found] == list(range(2048))
+    outcomes = shared.post(EMBED, json={"input": ["a"] * 2048}).json()["data"]
+    assert [one["index"] for one in outcomes] == list(range(2048))
 
 
 def test_a_prompt_of_megabytes_is_refused_without_being_tokenised(shared, served_llm, monkeypatch):

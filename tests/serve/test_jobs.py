@@ -32,7 +32,7 @@ class SteppedPipeline:
 
     def __init__(self):
         self.may_go = threading.Semaphore(0)
-        self.made = []
+        self.prompts = []
 
     def generate(self, request):
         if request.prompt == "refuse":
@@ -46,7 +46,7 @@ class SteppedPipeline:
                 latents = np.zeros((1, 16, 2, 2, 2), np.float32) if stage == "denoise" else None
                 if not request.callback(VideoProgress(stage, done, total, 0, 1, 0.0, 8, latents)):
                     return SimpleNamespace(frames=FRAMES[:0], fps=8)
-        self.made.append(request.prompt)
+        self.prompts.append(request.prompt)
         return SimpleNamespace(frames=FRAMES, fps=8)
 
 
@@ -107,7 +107,7 @@ async def test_the_queue_is_bounded_and_clips_are_made_in_their_order(jobs, pipe
         await jobs.submit(request(), "clips")
     pipeline.may_go.release(100)
     await until(jobs, waiting[1], lambda job: job.ended)
-    assert pipeline.made == ["a", "b", "c"]
+    assert pipeline.prompts == ["a", "b", "c"]
     await jobs.submit(request(), "clips")
     with pytest.raises(QueueFullError, match="4 clips are kept"):
         await jobs.submit(request(), "clips")
@@ -124,7 +124,7 @@ async def test_deleting_cancels_what_waits_and_what_runs(jobs, pipeline):
     last = await jobs.submit(request("c"), "clips")
     pipeline.may_go.release(100)
     await until(jobs, last, lambda job: job.ended)
-    assert pipeline.made == ["c"]
+    assert pipeline.prompts == ["c"]
     assert [folder.name for folder in jobs.store.folder.iterdir()] == [last.id]
     assert jobs.newest_last() == [last]
 
@@ -149,7 +149,7 @@ async def test_clips_expire(jobs, pipeline, now):
         ("break", ("server_error", "making the clip failed; the server's log has more")),
     ],
 )
-async def test_an_error_fails_its_clip_and_the_queue_goes_on(jobs, pipeline, prompt, error):
+async def test_an_error_fails_its_clip_and_the_queue_continues(jobs, pipeline, prompt, error):
     pipeline.may_go.release(100)
     failed, fine = await jobs.submit(request(prompt), "clips"), await jobs.submit(request(), "clips")
     await until(jobs, fine, lambda job: job.ended)
@@ -240,7 +240,7 @@ def test_clips_beyond_the_limit_are_refused_and_leave_nothing(store):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_told_and_leaves_nothing(store, monkeypatch, code):
+def test_a_full_disk_is_reported_and_leaves_nothing(store, monkeypatch, code):
     def full(frames, path, fps):
         path.write_bytes(b"half")
         raise OSError(code, "no space")
