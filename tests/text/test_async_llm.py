@@ -373,6 +373,13 @@ def test_dropping_the_engine_ends_its_thread(llm):
     assert not thread.is_alive()
 
 
+def test_an_llm_with_unfinished_requests_is_refused(llm):
+    name = llm.add_request(PROMPTS[1], GREEDY)
+    with pytest.raises(InvalidParameterError, match="llm: it has unfinished requests"):
+        AsyncLLM.from_llm(llm)
+    llm.abort(name)
+
+
 async def test_an_engine_without_a_tokenizer_serves_token_ids(tiny_folder, llm):
     async with AsyncLLM.from_llm(make_llm(tiny_folder, skip_tokenizer_init=True, max_num_seqs=1)) as served:
         parts = await drain(served.generate(PROMPTS[1], GREEDY))

@@ -81,9 +81,11 @@ class AsyncLLM:
         """An AsyncLLM of a loaded LLM, which must not be used by itself until `shutdown`.
 
         Raises:
-            InvalidParameterError: for a bound that is not a whole number.
+            InvalidParameterError: for a bound that is not a whole number, or an LLM with unfinished requests.
         """
         _check_bounds(max_queued_requests, max_queued_tokens)
+        if llm.has_unfinished_requests:
+            raise InvalidParameterError("llm: it has unfinished requests; run its steps to their end, or abort them")
         self = cls.__new__(cls)
         self._start(llm, max_queued_requests, max_queued_tokens)
         return self
