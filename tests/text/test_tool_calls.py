@@ -75,7 +75,7 @@ FRAGMENTS = [
     '{"name": "weather", "arguments": {', '{"name": "clock", "parameters": {', '{"name": "other", "arguments": {',
     '{"arguments": {}, "name": "clock"}', '{"name": ', '"city": ', '"Ber\\"gen"', '"\\ud83d', "{", "}", "[", "]", '"',
     "\\", ",", ":", ";", "\n", " ", "3", "-1.5e3", "tru", "true", "null", "text", "💥é", "```xml\n", "a < b",
-    HERMES, CODER, LLAMA,
+    "None", "NaN", "'", "\\x", "\\u00", "\t", HERMES, CODER, LLAMA,
 ]  # fmt: skip
 
 
