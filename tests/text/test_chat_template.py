@@ -71,6 +71,7 @@ AS_OBJECT = "{% if a is mapping %}{% for key, value in a | items %}{{ key }}={{ 
         ({"x": None}, '{"x": null}', "x=None;", '{"x": null}'),
         ('{"x": "It was a da', '{"x": "It was a da', "x=It was a da;", '{"x": "It was a da"}'),
         ('{"x": [1, {"y": "a", "z', '{"x": [1, {"y": "a", "z', "x=[1, {'y': 'a'}];", '{"x": [1, {"y": "a"}]}'),
+        ('{"x": "a\\ud83d', '{"x": "a\\ud83d', "x=a?;", '{"x": "a?"}'),
         ("not json", "not json", "", "{}"),
         ("[" * 9999, "[" * 9999, "", "{}"),
         ('{"x":' * 9999, '{"x":' * 9999, "", "{}"),

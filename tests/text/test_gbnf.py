@@ -133,6 +133,7 @@ ws    ::= [ \t\n]*
         ('root ::= "a"{2,3} "b"{2} "c"{1,} "d"{0,0} "e" ? #"f"\n#g', ["aabbc", "aaabbcce"], ["abbc", "aabbcd"]),
         ('root ::= (\n  "a" # one\n  | "b"\n)\n', ["a", "b"], [""]),
         ('root ::= | "a" root "b" | root root', ["", "ab", "aabbab"], ["a", "ba"]),
+        ('root ::= "a"?* "b"{1,2}{2}', ["bb", "aabbbb"], ["b", "bbbbb"]),
         ('root ::= root "a" | "b"', ["b", "baa"], ["a", ""]),
         ("root ::= \"::= #\" '".replace(" '", ""), ["::= #"], [""]),
     ],
@@ -162,6 +163,7 @@ def test_notation(grammar, right, wrong):
         ('root ::= "a"{3,2}', r"\{3,2\}: expected numbers of 0 to 1000000"),
         ('root ::= "a"{9999999}', "expected numbers of 0 to 1000000"),
         ("root ::= <think>", "<think>: tokens by name or id are not supported"),
+        ('root ::= "a"' + "?" * 900, "more than 64 repetitions"),
         ("root ::= " + "(" * 900 + '"a"' + ")" * 900, "nested deeper than 64"),
     ],
 )

@@ -75,7 +75,7 @@ FRAGMENTS = [
     '{"name": "weather", "arguments": {', '{"name": "clock", "parameters": {', '{"name": "other", "arguments": {',
     '{"arguments": {}, "name": "clock"}', '{"name": ', '"city": ', '"Ber\\"gen"', '"\\ud83d', "{", "}", "[", "]", '"',
     "\\", ",", ":", ";", "\n", " ", "3", "-1.5e3", "tru", "true", "null", "text", "💥é", "```xml\n", "a < b",
-    HERMES, CODER, LLAMA,
+    "None", "NaN", "'", "\\x", "\\u00", "\t", HERMES, CODER, LLAMA,
 ]  # fmt: skip
 
 
@@ -345,3 +345,6 @@ def test_types_of_parameters_follow_references_but_not_in_circles():
     function = read_functions([{"name": "f", "parameters": {**schema, "$defs": {"a": {"$ref": "#/$defs/a"}}}}])["f"]
     assert "object" in function.types("a")
     assert function.types("b") == {"null", "integer", "number"}
+    assert function.types("unknown") == {"string"}
+    others = {"type": "object", "additionalProperties": {"type": "boolean"}}
+    assert read_functions([{"name": "f", "parameters": others}])["f"].types("unknown") == {"boolean"}

@@ -32,6 +32,7 @@ MAX_PLACES, MAX_COPIES, MAX_WORK = 2000, 8, 300_000
 """Places of an automaton, copies of a repeated item in it, and pairs of edges that are compared."""
 
 _NAME = r"[A-Za-z0-9_-]+"
+_SPACE = re.compile(r"\A(?:[ \t\r\n]|#[^\r\n]*)*")
 _TOKEN = re.compile(
     rf"""(?:[ \t\r\n]|\#[^\r\n]*)*(?:
       (?P<rule>{_NAME})[ \t]*::=
@@ -127,8 +128,7 @@ class _Parser:
         return self._token["mark"] == mark
 
     def _error(self, expected: str) -> ValueError:
-        skipped = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*").match(self._text, self._at)
-        at = self._at if skipped is None else skipped.end()
+        at = len(self._text) - len(_SPACE.sub("", self._text[self._at :], count=1))
         line = self._text.count("\n", 0, at) + 1
         return ValueError(f"line {line}: expected {expected}, got {self._text[at : at + 30] or 'the end'!r}")
 
@@ -172,14 +172,18 @@ class _Parser:
     def _repeated(self, value: Any) -> Item:
         """The item with the repetitions after it."""
         item = Item(value)
-        while self._token.lastgroup == "repeat":
+        for count in itertools.count():
+            if self._token.lastgroup != "repeat":
+                break
+            if count > MAX_DEPTH:
+                raise ValueError(f"it has more than {MAX_DEPTH} repetitions of one item")
             text = self._take()
             least, comma, most = text.strip("{}").partition(",")
             bounds = {"*": (0, None), "+": (1, None), "?": (0, 1)}
             low, high = bounds.get(text) or (int(least), int(most) if most.strip() else None if comma else int(least))
             if low > MAX_REPEATS or (high or 0) > MAX_REPEATS or (high is not None and high < low):
                 raise ValueError(f"{text}: expected numbers of 0 to {MAX_REPEATS}, the smaller one first")
-            item = Item(item.value if (item.low, item.high) == (1, 1) else [(item,)], low, high)
+            item = Item(item.value if item[1:] == (1, 1) else [(item,)], low, high)
         return item
 
     def _codes(self, text: str) -> Iterator[tuple[int, bool]]:
@@ -264,13 +268,13 @@ def _reached(rules: dict[str, Alternatives]) -> list[str]:
 
 def _ends(alternatives: Alternatives, ending: set[str]) -> bool:
     """True if one of the alternatives can be written to its end, given the rules that can."""
-    return any(all(item.low == 0 or _item_ends(item, ending) for item in sequence) for sequence in alternatives)
 
+    def ends(item: Item) -> bool:
+        if isinstance(item.value, str):
+            return item.low == 0 or item.value in ending
+        return item.low == 0 or not isinstance(item.value, list) or _ends(item.value, ending)
 
-def _item_ends(item: Item, ending: set[str]) -> bool:
-    if isinstance(item.value, str):
-        return item.value in ending
-    return not isinstance(item.value, list) or _ends(item.value, ending)
+    return any(all(map(ends, sequence)) for sequence in alternatives)
 
 
 def _loops(name: str, alternatives: Alternatives, sets: Mapping[str, Ranges]) -> Alternatives:

@@ -261,8 +261,8 @@ def _source(wanted: StructuredOutputs) -> str:
     if wanted.choice is not None:
         return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in wanted.choice))
     if wanted.grammar is not None:
-        lark = lark_of_gbnf(wanted.grammar) if is_gbnf(wanted.grammar) else wanted.grammar
-        return matcher.grammar_from_lark(lark)
+        text = wanted.grammar.removeprefix("\ufeff")
+        return matcher.grammar_from_lark(lark_of_gbnf(text) if is_gbnf(text) else text)
     schema = {"type": "object"} if wanted.json is None else json.loads(str(wanted.json))
     rules: dict[str, str] = {}
     body = schema_rule(schema, _JSON_OPTIONS, rules)

@@ -119,9 +119,10 @@ class Function:
 
     def types(self, parameter: str) -> frozenset[str]:
         """JSON Schema's names of the types that a parameter can have; a text if the schema does not know it."""
-        if parameter not in self.parameters:
+        schema = self.parameters.get(parameter, self.schema.get("additionalProperties"))
+        if parameter not in self.parameters and not isinstance(schema, Mapping):
             return frozenset({"string"})
-        return _types(self.parameters[parameter], self.schema, _MAX_REFERENCES)
+        return _types(schema, self.schema, _MAX_REFERENCES)
 
 
 def read_functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Function]:

@@ -149,13 +149,15 @@ class JsonScanner:
 
 def as_json(text: str, state: str = "value") -> str | None:
     """The text of a JSON value as RFC 8259 has it; None if it is not one. `state` is "start" for objects only."""
-    scanner, written, at = JsonScanner(state), "", 0
+    scanner, at = JsonScanner(state), 0
+    written: list[str] = []
     while not scanner.complete:
         end = scanner.read(text, at, final=True)
         if end is None or end == at:
             return None
-        at, written = end, written + scanner.written
-    return None if text[at:].strip() else written.strip()
+        at = end
+        written.append(scanner.written)
+    return None if text[at:].strip() else "".join(written).strip()
 
 
 def object_so_far(text: str) -> dict[str, Any]:
@@ -168,6 +170,8 @@ def object_so_far(text: str) -> dict[str, Any]:
         if scanner.closing is not None:
             whole = (len(written), scanner.closing)
     try:
-        return json.loads("".join(written[: whole[0]]) + whole[1])
+        value = json.loads("".join(written[: whole[0]]) + whole[1])
     except RecursionError:
         return {}
+    # The first half of a character of UTF-16, where the text was cut after it, is not text.
+    return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
