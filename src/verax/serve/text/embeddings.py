@@ -360,7 +360,7 @@ class BatchQueue(Generic[T]):
             self._thread = ThreadPoolExecutor(1, self._name)
         values, loop = [row.value for row in rows], asyncio.get_running_loop()
         error: Exception | None = None
-        results: Sequence[Any]
+        results: Any
         try:
             results = await loop.run_in_executor(self._thread, self._compute, values)
             if len(results) != len(rows):
