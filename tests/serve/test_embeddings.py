@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from tests.serve.conftest import named
+from tests.serve.conftest import error_of, named
 from tests.support.tiny_encoder import random_sentences, tiny_reranker
 from verax import Reranker
 from verax.errors import EngineDeadError, QueueFullError
@@ -47,11 +47,6 @@ def vectors_of(response):
 def ok(response):
     assert response.status_code == 200, response.text
     return response.json()
-
-
-def error_of(response, status=400):
-    assert response.status_code == status, response.text
-    return response.json()["error"]
 
 
 def test_texts_give_the_vectors_of_the_encoder_and_their_tokens_are_counted(embed, served_encoder):

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from tests.serve.conftest import error_of
 from verax.errors import InvalidParameterError, StructuredOutputError
 from verax.serve.http import middleware
 from verax.serve.http.server import Server
@@ -41,13 +42,6 @@ def serve(http, new_server):
 
 def client_of(url):
     return httpx.Client(base_url=url, timeout=60)
-
-
-def error_of(response, status=400):
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert {"message", "type", "param", "code"} <= set(error)
-    return error
 
 
 def is_alive(api):

@@ -93,9 +93,10 @@ def test_a_server_without_reports_says_so():
     with TestClient(create_app(Server()), base_url="http://127.0.0.1:8000") as client:
         assert client.get("/page/reports").json() == {"prefix": None, "reports": []}
         assert client.get("/static/reports/x/y.html").status_code == 404
-        assert client.get("/page/info").json() == {
-            **{"models": [], "sampling": {}, "embeddings": None, "videos": None, "reports": False}
-        }
+        info = client.get("/page/info").json()
+        ranges = info.pop("ranges")
+        assert info == {"models": [], "sampling": {}, "embeddings": None, "videos": None, "reports": False}
+        assert ranges["min_p"] == {"min": 0, "max": 1}
 
 
 @pytest.mark.parametrize("query", ["conv_id=none", "", "conv_id=" + "a" * 20])

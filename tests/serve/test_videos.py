@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from tests.serve.conftest import named
+from tests.serve.conftest import error_of, named
 from tests.support.pictures import bomb, saved
 from verax.serve import app as app_module
 from verax.serve.app import create_app
@@ -58,11 +58,6 @@ def finished(client, name):
 def frames_of(file):
     with av.open(file if isinstance(file, io.BytesIO) else str(file)) as container:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]).astype(float)
-
-
-def error_of(response, status=400):
-    assert response.status_code == status, response.text
-    return response.json()["error"]
 
 
 @pytest.fixture(scope="module")
