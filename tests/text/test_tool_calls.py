@@ -173,6 +173,7 @@ def test_json_calls_may_have_another_order_no_arguments_or_arguments_in_a_string
     [
         ('{"city": "a\nb\t\x01"}', {"city": "a\nb\t\x01"}),
         ("{'city': 'it\\'s \"so\"', 'days': None}", {"city": 'it\'s "so"', "days": None}),
+        ('{"a": .5, "b": +1, "c": [2., -.5e3, +.5]}', {"a": 0.5, "b": 1, "c": [2.0, -500.0, 0.5]}),
         ('{"days": NaN, "far": [-Infinity, True, False, None],}', {"days": None, "far": [None, True, False, None]}),
         ('{"city": "C:\\dir \\d \\x41 \\u12 \\\\"}', {"city": "C:\\dir \\d \\x41 \\u12 \\"}),
     ],
@@ -332,7 +333,7 @@ def test_json_is_read_as_it_is_and_nothing_shorter_or_longer_is(value, ascii_onl
 @pytest.mark.parametrize(
     "text",
     [
-        "", "{", '{"a" 1}', '{"a": 01}', '{"a": 1.}', '{"a": +1}', '{"a": tru}', "{,}", "[1 2]", '{"a"}', "[1]]", "[}",
+        "", "{", '{"a" 1}', '{"a": 01}', '{"a": --1}', '{"a": .}', '{"a": tru}', "{,}", "[1 2]", '{"a"}', "[1]]", "[}",
         "{a: 1}", '{"a":: 1}', '{"a": }', "[,1]", '{"a": 1,, "b": 2}', '"a', "nope", "1 2",
     ],
 )  # fmt: skip

@@ -1,7 +1,8 @@
 """JSON as models write it, read token by token and written by RFC 8259.
 
 Models write some things otherwise, whose meaning is plain: control characters in strings, strings in single quotes,
-escapes that JSON lacks, literals of Python, and a comma after the last member. What is not a finite number is null.
+escapes that JSON lacks, literals of Python, numbers such as `.5`, and a comma after the last member. What is not a
+finite number is null.
 """
 
 from __future__ import annotations
@@ -107,7 +108,10 @@ class JsonScanner:
         elif is_value and (word := _WORD.match(text, at)):
             if word.end() == len(text) and not final:
                 return at
-            written, end = word[0] if _NUMBER.fullmatch(word[0]) else _WORDS.get(word[0].lower(), ""), word.end()
+            # Python and JavaScript write +1, .5 and 2. too.
+            number = re.sub(r"^(-?)\.(?=\d)", r"\g<1>0.", word[0].removeprefix("+"))
+            number = re.sub(r"(?<=\d)\.(?=$|[eE])", ".0", number)
+            written, end = number if _NUMBER.fullmatch(number) else _WORDS.get(word[0].lower(), ""), word.end()
             if not written:
                 return None
             self._end_value()
