@@ -155,6 +155,41 @@ def test_the_first_nan_of_each_side_is_traced_to_its_layer_and_operation():
     assert compare(fine, ours, X).origins["ours"] == ("body", "the weight body.bias")
 
 
+def test_an_error_in_one_output_of_a_layer_is_located_and_injected():
+    class Reference(torch.nn.Module):
+        def forward(self, x):
+            return x * 2, {"ids": x.argmax(-1), "w": x + 1}
+
+    class Port(nnx.Module):
+        def __init__(self, off):
+            self.off = off
+
+        def __call__(self, x):
+            return x * 2, {"ids": jnp.argmax(x, -1), "w": x + 1 + self.off}
+
+    class Twice(nnx.Module):
+        def __init__(self, off):
+            self.a, self.b = Port(off), Port(0)
+
+        def __call__(self, x):
+            y, more = self.a(x)
+            z, last = self.b(y + more["w"])
+            return z, more["ids"], last["w"]
+
+    class TwiceReference(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Reference(), Reference()
+
+        forward = Twice.__call__
+
+    assert compare(TwiceReference(), Twice(0), X, inject=True, fused=True).passed
+    result = compare(TwiceReference(), Twice(0.1), X, inject=True, fused=True)
+    assert result.first.name == "a[1][w]"
+    assert [row.name for row in result.faults] == ["a[1][w]"]
+    assert [row.name for row in result.fused if row.errors.l2 > 1e-4] == ["(output)[0]", "(output)[2]"]
+
+
 def test_an_overflow_is_traced_to_the_operation_within_a_scan():
     def ours(x):
         return tap("x", jax.lax.scan(lambda carry, row: (carry, jnp.exp(row * 100)), 0, x)[1])
