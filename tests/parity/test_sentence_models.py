@@ -203,3 +203,42 @@ def test_layers_after_the_pooling_match_sentence_transformers(tmp_path):
     assert encoder.dimension == 20
     np.testing.assert_allclose(encoder.encode(SENTENCES), expected, atol=2e-6)
     assert encoder.encode(SENTENCES, dimensions=7).shape == (45, 7)
+
+
+HEADLESS = {**QWEN, "hidden_size": 64, "intermediate_size": 64, "pad_token_id": 0, "num_hidden_layers": 2}
+DELTA = dict(layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=4)
+DELTA |= dict(linear_key_head_dim=8, linear_value_head_dim=8)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+WINDOW = dict(sliding_window=4)
+BOTH_WAYS = dict(is_causal=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("Qwen2", {}),
+        ("Llama", {}),
+        ("Qwen3Moe", EXPERTS),
+        ("Gemma2", WINDOW),
+        ("Gemma3Text", WINDOW),
+        ("Qwen3_5Text", DELTA),
+        ("Qwen3Next", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16}),
+        ("Qwen2", BOTH_WAYS),
+        ("Qwen3", BOTH_WAYS),
+        ("Mistral", {**BOTH_WAYS, **WINDOW}),
+        ("Gemma2", {**BOTH_WAYS, **WINDOW}),
+        ("Gemma3Text", {"use_bidirectional_attention": True, "sliding_window": 6}),
+    ],
+)
+def test_language_models_without_heads_and_with_attention_both_ways_match(family, changes, tmp_path):
+    qwen_tokenizer(tmp_path, appends_end=True)
+    config = getattr(transformers, f"{family}Config")(**{**HEADLESS, **changes})
+    theirs = filled(getattr(transformers, f"{family}Model")(config))
+    theirs.save_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    got = Encoder(tmp_path).encode(SENTENCES[:3])
+    for sentence, vector in zip(SENTENCES[:3], got, strict=True):
+        with torch.no_grad():
+            states = theirs(**tokenizer([sentence], return_tensors="pt", return_token_type_ids=False)).last_hidden_state
+        expected = torch.nn.functional.normalize(states[0].mean(0), dim=0)
+        np.testing.assert_allclose(vector, expected, atol=1e-4)

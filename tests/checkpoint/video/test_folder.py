@@ -2,6 +2,7 @@
 
 import json
 
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -115,6 +116,45 @@ def test_a_key_that_fits_no_name_is_kept_for_the_loader_to_report(diffusers):
     stored = {name: np.ones(checkpoint.shape(name), np.float32) for name in ("blocks.0.self_attn.q.weight",)}
     save_file({"blocks.0.attn1.to_q.weight": stored["blocks.0.self_attn.q.weight"], "odd.key": np.ones(2)}, path)
     assert set(VideoFolder(diffusers).checkpoint("transformer").names()) == {"blocks.0.self_attn.q.weight", "odd.key"}
+
+
+Q = "blocks.0.self_attn.q"
+
+
+def scaled(original, **changes):
+    """A transformer whose weight `Q` is of 8-bit floats, with other tensors next to it."""
+    weights = tensors("transformer")
+    weights[f"{Q}.weight"] = weights[f"{Q}.weight"].astype(ml_dtypes.float8_e4m3fn)
+    more = {name.replace("Q__", f"{Q}__").replace("__", "."): array for name, array in changes.items()}
+    save_file(weights | more, original / "model.safetensors")
+    return weights[f"{Q}.weight"].astype(np.float32), VideoFolder(original)
+
+
+@pytest.mark.parametrize("name", ["scale_weight", "weight_scale"])
+@pytest.mark.parametrize("rows", [False, True])
+def test_8_bit_floats_are_multiplied_by_their_scales(name, rows, original):
+    scale = np.linspace(2, 3, len(tensors("transformer")[f"{Q}.weight"]) if rows else 1, dtype=np.float32)
+    markers = {"scaled_fp8": np.zeros(2, ml_dtypes.float8_e4m3fn), "Q__scale_input": np.ones(1, np.float32)}
+    values, folder = scaled(original, **{f"Q__{name}": scale}, **markers)
+    checkpoint = folder.checkpoint("transformer")
+    assert set(checkpoint.names()) == set(tensors("transformer"))
+    np.testing.assert_array_equal(checkpoint.read(f"{Q}.weight"), values * scale[:, None])
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"Q__scale_weight": np.ones(3, np.float32)}, "of 3 numbers cannot scale .* one scale or one for each row"),
+        ({"head__scale_weight": np.ones(1, np.float32)}, r"head\.scale_weight has no head\.weight with it"),
+        (
+            {"blocks__1__self_attn__q__weight_scale": np.ones(1, np.float32)},
+            "of dtype float32 .* expected 8-bit floats",
+        ),
+    ],
+)
+def test_scales_that_fit_no_weight_are_named(changes, says, original):
+    with pytest.raises(CheckpointError, match=says):
+        scaled(original, **changes)[1].checkpoint("transformer")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +45,8 @@ TOKENIZER = "google/umt5-xxl"
 SETTINGS = "verax.json"
 """Name of verax's own settings file: defaults of a model that is not of the published sizes."""
 _COMFY = "model.diffusion_model."
+_SCALE = re.compile(r"(^|\.)(scale_weight|weight_scale)$")
+_LEFT_OUT = re.compile(r"(^|\.)(scaled_fp8|comfy_quant|scale_input|input_scale)$")
 _NUMBER = re.compile(r"-\d{5}-of-\d{5}$")
 
 
@@ -295,7 +298,34 @@ def _entry(name: str, sources: list[tuple[TensorFile, str]], form: Form) -> Deri
     return DerivedFile(path, name, TensorInfo(first.dtype, shape, first.start, end), read, release)
 
 
+def _with_scales(files: Mapping[str, TensorFile]) -> dict[str, TensorFile]:
+    """Files by key, in which 8-bit floats are multiplied by their scales, of a row each or of the whole weight.
+
+    ComfyUI names the scales `scale_weight`, diffusers' quantisers `weight_scale`. Scales of inputs are left out: these
+    are not quantised here.
+    """
+    folded = {key: file for key, file in files.items() if not _LEFT_OUT.search(key)}
+    for key in [key for key in folded if _SCALE.search(key)]:
+        name, scale_file = _SCALE.sub(r"\1weight", key), folded.pop(key)
+        if name not in folded:
+            raise CheckpointError(f"{scale_file.path}: {key} has no {name} with it")
+        file, shape = folded[name], folded[name].tensors[name].shape
+        scales = scale_file.read(key).astype(np.float32).reshape(-1)
+        if file.tensors[name].dtype.itemsize != 1 or not shape or scales.size not in (1, shape[0]):
+            raise CheckpointError(
+                f"{scale_file.path}: {key} of {scales.size} numbers cannot scale {name} of dtype "
+                f"{file.tensors[name].dtype} and shape {list(shape)}: expected 8-bit floats, and one scale or one for "
+                "each row"
+            )
+        scales = scales.reshape(-1, *(1 for _ in shape[1:]))
+        read = partial(lambda file, name, scales: file.read(name).astype(np.float32) * scales, file, name, scales)
+        info = file.tensors[name]._replace(dtype=np.dtype(np.float32))
+        folded[name] = DerivedFile(file.path, name, info, read, partial(file.release, name))
+    return folded
+
+
 def _by_original_names(part: Part, config: Mapping[str, Any], files: Mapping[str, TensorFile]) -> dict[str, TensorFile]:
+    files = _with_scales(files)
     keys = {key.removeprefix(_COMFY): key for key in files}
     keys = {name: key for name, key in keys.items() if not part.dropped.search(name)}
     if "shared.weight" in keys:

@@ -1,0 +1,90 @@
+"""Every key of transformers' config classes is read, or refused, or on the list of those without effect here."""
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+
+from verax import models
+from verax.errors import VeraxError
+from verax.models.clip import CLIPVisionConfig
+from verax.models.umt5 import UMT5Config
+
+DECODERS = ("Qwen2", "Qwen3", "Llama", "Mistral", "Qwen3Moe", "Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next")
+DECODERS += ("Gemma2", "Gemma3Text")
+ENCODERS = ("Bert", "Roberta", "XLMRoberta", "ModernBert")
+
+# Loading, training, generation and other heads than the ones that are computed here.
+# fmt: off
+WITHOUT_EFFECT = {
+    "_name_or_path", "architectures", "dtype", "model_type", "transformers_version", "bos_token_id", "cls_token_id",
+    "eos_token_id", "pad_token_id", "sep_token_id", "initializer_cutoff_factor", "initializer_factor",
+    "initializer_range", "chunk_size_feed_forward", "deterministic_flash_attn", "output_attentions",
+    "output_hidden_states", "output_router_logits", "pretraining_tp", "return_dict", "router_aux_loss_coef",
+    "use_cache", "attention_dropout", "attention_probs_dropout_prob", "classifier_dropout", "dropout_rate",
+    "embedding_dropout", "hidden_dropout_prob", "mlp_dropout", "id2label", "label2id", "problem_type", "decoder_bias",
+    "sparse_pred_ignore_index", "sparse_prediction", "add_cross_attention", "is_encoder_decoder",
+    "decoder_start_token_id", "num_decoder_layers", "scale_decoder_outputs", "projection_dim",
+}
+FOLLOWS = {
+    "_sliding_window_pattern": "layer_types", "dense_act_fn": "feed_forward_proj", "is_gated_act": "feed_forward_proj",
+}
+# fmt: on
+"""Keys that transformers writes next to those that they follow from."""
+
+
+def others(value):
+    """Values that differ from one of a config.json."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int | float):
+        return [value * 2 + 1, value / 2]
+    if isinstance(value, list):
+        return [value[::-1], [*value, *value[:1]], [0]]
+    return [{"x": 1}, 3, 0.5, True, "x", ["x"]]
+
+
+def read(family):
+    """What is computed for a config.json: the configuration, or None for an error."""
+    special = {"UMT5": UMT5Config.from_hf, "CLIPVision": CLIPVisionConfig.from_hf}
+
+    def parse(config):
+        try:
+            if family in special:
+                return special[family](config)
+            if family in ENCODERS:
+                return models.encoder(config)[1], models.cross_encoder({**config, "id2label": {"0": "x"}})[1]
+            return models.causal_lm(config)[1]
+        except VeraxError:
+            return None
+
+    return parse
+
+
+@pytest.mark.parametrize("family", [*DECODERS, *ENCODERS, "UMT5", "CLIPVision"])
+def test_a_change_of_any_key_changes_the_model_or_is_refused(family):
+    config = getattr(transformers, f"{family}Config")().to_dict()
+    configs = [config]
+    if "use_sliding_window" in config:  # which layer_types goes before, and without which nothing reads the window
+        windowed = {**config, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
+        configs.append({key: value for key, value in windowed.items() if key != "layer_types"})
+    without_head = (
+        {"tie_word_embeddings", "is_decoder" if family == "UMT5" else ""} if family not in DECODERS else set()
+    )
+    parse = read(family)
+    assert all(parse(config) is not None for config in configs)
+    silent = {
+        key
+        for key, value in config.items()
+        if key not in WITHOUT_EFFECT | without_head and FOLLOWS.get(key) not in config
+        if all(parse({**config, key: other}) == parse(config) for config in configs for other in others(value))
+    }
+    assert silent == set()
+
+
+@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("key", ["is_causal", "use_bidirectional_attention"])
+def test_attention_in_both_directions_makes_no_language_model(family, key):
+    config = {**getattr(transformers, f"{family}Config")().to_dict(), key: key != "is_causal"}
+    with pytest.raises(VeraxError, match="that is an encoder, which generates no text"):
+        models.causal_lm(config)
+    assert not models.is_causal(config)
