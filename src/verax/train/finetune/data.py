@@ -5,18 +5,16 @@ A line has `messages`, `prompt` and `completion`, or `text`, as in TRL's and Ope
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import codecs
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import Iterator
-import Mapping
 import numpy as np
-import Sequence
 from jaxtyping import Bool, Int32
 
 from verax._buckets import at_least, powers
