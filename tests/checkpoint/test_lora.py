@@ -16,7 +16,7 @@ from tests.support.tiny import random_weights, tiny_checkpoint, tiny_config
 from verax.checkpoint import Checkpoint, save
 from verax.checkpoint.load import load_module
 from verax.checkpoint.lora import Adapter, merge, with_lora
-from verax.errors import CheckpointError, UnsupportedModelError
+from verax.errors import CheckpointError, UnsupportedModelError, VeraxError
 from verax.loading import load_causal_lm
 
 Q, UP = "model.layers.0.self_attn.q_proj", "model.layers.11.mlp.up_proj"
@@ -345,14 +345,28 @@ def test_whole_differences_are_added(key, name, base, tmp_path):
     assert_sum(got, base, name, 2 * difference)
 
 
-@pytest.mark.parametrize("rslora", [False, True])
-def test_alpha_of_the_adapters_metadata_counts(rslora, base, tmp_path):
+@pytest.mark.parametrize(
+    ("said", "factor"),
+    [
+        ({"lora_alpha": 12}, 12 / RANK),
+        ({"lora_alpha": 12, "use_rslora": True}, 12 / RANK**0.5),
+        ({"lora_alpha": 12, "alpha_pattern": {r"blocks\.\d+\.attn1\.to_q": 6, "to_k": 3}}, 6 / RANK),
+        ({"lora_alpha": 12, "alpha_pattern": {"ttn1.to_q": 6}}, 12 / RANK),
+    ],
+)
+def test_alpha_of_the_adapters_metadata_counts(said, factor, base, tmp_path):
     A, B = draw(RANK, 6, seed=1), draw(6, RANK, seed=2)
     tensors = {"transformer.blocks.0.attn1.to_q.lora_A.weight": A, "transformer.blocks.0.attn1.to_q.lora_B.weight": B}
-    said = {"transformer.r": RANK, "transformer.lora_alpha": 12, "transformer.use_rslora": rslora}
-    metadata = {"lora_adapter_metadata": json.dumps(said)}
+    settings = {f"transformer.{name}": value for name, value in {"r": RANK, **said}.items()}
+    metadata = {"lora_adapter_metadata": json.dumps(settings)}
     got = with_file(base, tensors, tmp_path / "lora.safetensors", metadata=metadata)
-    assert_sum(got, base, Q_WEIGHT, 12 / (RANK**0.5 if rslora else RANK) * B @ A)
+    assert_sum(got, base, Q_WEIGHT, factor * B @ A)
+    for wrong in ({"use_dora": True}, {"alpha_pattern": ["to_q"]}, {"lora_alpha": "12"}):
+        metadata = {
+            "lora_adapter_metadata": json.dumps({f"transformer.{name}": value for name, value in wrong.items()})
+        }
+        with pytest.raises(VeraxError, match=name):
+            with_file(base, tensors, tmp_path / "lora.safetensors", metadata=metadata)
 
 
 def test_files_add_up_and_are_rounded_once_when_loaded(base, tmp_path):

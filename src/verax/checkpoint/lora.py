@@ -35,7 +35,7 @@ from verax.checkpoint.save import save
 from verax.checkpoint.video.parts import PARTS
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.fields import Finite, read_value
-from verax.files import atomic_path, read_json, write_json
+from verax.files import JsonObject, atomic_path, read_json, write_json
 
 __all__ = ["CONFIG", "PREFIX", "Adapter", "Pair", "merge", "save_adapter", "with_lora"]
 
@@ -112,7 +112,7 @@ class Adapter:
         if not (folder / CONFIG).is_file():
             raise CheckpointError(f"{folder / CONFIG}: no such file; a PEFT adapter is a folder with it")
         settings = read_json(folder / CONFIG)
-        _check_settings(settings, folder)
+        _check_settings(settings, folder / CONFIG)
         if (folder / SAFETENSORS).is_file() or not (folder / _PICKLED).is_file():
             file: SafetensorsFile | PthFile = SafetensorsFile(folder / SAFETENSORS)
         else:
@@ -160,19 +160,19 @@ class Adapter:
         return CheckpointError(f"{self.folder}: {what} {', '.join(modules[:5])}{more}{base}")
 
 
-def _check_settings(settings: Mapping[str, Any], folder: Path) -> None:
+def _check_settings(settings: Mapping[str, Any], where: Path) -> None:
     kind = read_value(settings, "peft_type", str, "LORA")
     if kind != "LORA":
-        raise UnsupportedModelError(f"{folder / CONFIG}: peft_type {kind!r} is not supported, only 'LORA'")
+        raise UnsupportedModelError(f"{where}: peft_type {kind!r} is not supported, only 'LORA'")
     for name, what in _REFUSED.items():
         if settings.get(name):
-            raise UnsupportedModelError(f"{folder / CONFIG}: {name} is not supported ({what}); only plain LoRA is")
+            raise UnsupportedModelError(f"{where}: {name} is not supported ({what}); only plain LoRA is")
     if (bias := read_value(settings, "bias", str, "none")) != "none":
-        raise UnsupportedModelError(f"{folder / CONFIG}: bias {bias!r} is not supported, only 'none'")
+        raise UnsupportedModelError(f"{where}: bias {bias!r} is not supported, only 'none'")
     start = settings.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_BASE_CHANGED):
         raise UnsupportedModelError(
-            f"{folder / CONFIG}: init_lora_weights {start!r} is not supported: it changes the base's weights; PEFT "
+            f"{where}: init_lora_weights {start!r} is not supported: it changes the base's weights; PEFT "
             "converts such an adapter, see save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
 
@@ -488,6 +488,7 @@ def _read_changes(path: Path, scale: float, targets: Mapping[str, str]) -> dict[
     """Changes of a LoRA file, by the original's names of the weights."""
     file = SafetensorsFile(path)
     settings = _settings(path)
+    alphas = read_value(settings, "alpha_pattern", dict[str, Finite], {})
     changes: dict[str, _Change] = {}
     unmatched: list[str] = []
     for key in file.tensors:
@@ -500,13 +501,13 @@ def _read_changes(path: Path, scale: float, targets: Mapping[str, str]) -> dict[
         if target is None:
             unmatched.append(key)
             continue
-        change = changes.setdefault(target, _Change(file, scale, root=bool(settings.get("use_rslora"))))
+        change = changes.setdefault(target, _Change(file, scale, root=read_value(settings, "use_rslora", bool, False)))
         if role == "alpha":
             change.alpha = float(file.read(key).astype(np.float32).reshape(-1)[0])
         else:
             change.keys["diff" if role == "diff_b" else role] = key
             if change.alpha is None and role == "down":
-                change.alpha = _of_pattern(settings.get("alpha_pattern") or {}, module, settings.get("lora_alpha"))
+                change.alpha = _of_pattern(alphas, module, read_value(settings, "lora_alpha", Finite, None))
     if unmatched:
         more = f" and {len(unmatched) - 10} more" if len(unmatched) > 10 else ""
         raise CheckpointError(
@@ -516,7 +517,7 @@ def _read_changes(path: Path, scale: float, targets: Mapping[str, str]) -> dict[
     return changes
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def _settings(path: Path) -> JsonObject:
     """Settings of the adapter from the file's header, where newer versions of diffusers write them; else empty.
 
     The prefix `transformer.` is cut from their names.
@@ -524,6 +525,9 @@ def _settings(path: Path) -> dict[str, Any]:
     with safe_open(path, "numpy") as file:
         text = (file.metadata() or {}).get("lora_adapter_metadata", "{}")
     try:
-        return {name.removeprefix("transformer."): value for name, value in json.loads(text).items()}
+        content = {name.removeprefix("transformer."): value for name, value in json.loads(text).items()}
     except (ValueError, AttributeError) as error:
         raise CheckpointError(f"{path}: its lora_adapter_metadata is not a JSON object") from error
+    settings = JsonObject(content, path)
+    _check_settings(settings, path)
+    return settings

@@ -266,14 +266,12 @@ class Modules(nnx.Module):
     Attributes:
         width: numbers in a vector.
         pooling: names of the poolings, with `+` between several.
-        normalizes: True if the program ends with a normalisation, which is not one of these modules: callers decide.
     """
 
-    def __init__(self, steps: Sequence[tuple[str, str, nnx.Module]], width: int, normalizes: bool):
+    def __init__(self, steps: Sequence[tuple[str, str, nnx.Module]], width: int):
         self.names = tuple((source, target) for source, target, _ in steps)
         self.steps = nnx.List([module for *_, module in steps])
         self.width = width
-        self.normalizes = normalizes
         self.pooling = "+".join(mode for *_, step in steps if isinstance(step, Pooling) for mode in step.modes)
 
     @property
@@ -312,7 +310,7 @@ def load_modules(
         raise InvalidParameterError(f"pooling: expected one of {', '.join(POOLINGS)}, got {pooling!r}")
     entries = [entry for entry in list_modules(folder)[1:] if entry.kind != "Dropout"]
     if not entries and not (folder / "modules.json").is_file():
-        return Modules([(TOKENS, SENTENCE, Pooling([pooling or default]))], width, False)
+        return Modules([(TOKENS, SENTENCE, Pooling([pooling or default]))], width)
     widths = {TOKENS: width}
     steps: list[tuple[str, str, nnx.Module]] = []
     for entry in entries:
@@ -343,9 +341,10 @@ def load_modules(
             f"{folder / 'modules.json'}: no module makes a {SENTENCE}: a vector for each token (late interaction) is "
             "not supported"
         )
-    last = steps[-1]
-    normalizes = isinstance(last[2], Normalize) and last[:2] == (SENTENCE, SENTENCE)
-    return Modules(steps[:-1] if normalizes else steps, widths[SENTENCE], normalizes)
+    source, target, last = steps[-1]
+    if isinstance(last, Normalize) and source == target == SENTENCE:
+        steps.pop()  # whoever asks for vectors says whether they are normalised
+    return Modules(steps, widths[SENTENCE])
 
 
 def _load(entry: Entry, config: JsonObject, dtype: DTypeLike) -> tuple[nnx.Module, int, int]:

@@ -26,15 +26,6 @@ _TRANSFORMER_FILES = [
     for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 ]
 
-WITHOUT_EFFECT = {
-    "CrossEncoder": ("model_type", "__version__"),
-    "Dropout": ("dropout",),
-    "Pooling": ("embedding_dimension", "word_embedding_dimension"),
-    "SentenceTransformer": ("model_type", "__version__", "similarity_fn_name"),
-    "Transformer": ("unpad_inputs", "module_output_name", "tokenizer_name_or_path"),
-}
-"""Keys of the files of sentence-transformers' classes that change no vector and no score, or follow from others."""
-
 _REFUSED = ("processing_kwargs", "query_length", "document_length", "query_expansion", "tokenizer_args", "config_args")
 _REFUSED += ("processor_kwargs", "config_kwargs")
 """Keys of the transformer's file that change its inputs or what it computes."""
