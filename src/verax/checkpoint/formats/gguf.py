@@ -12,6 +12,7 @@ their blocks (`BlockQuantizedWeight`). Other block types are dequantised while t
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,6 +32,7 @@ __all__ = [
     "GGUFFile",
     "GGUFWeights",
     "interleaved",
+    "part_names",
     "read_config",
     "restored",
     "rotated",
@@ -91,10 +93,6 @@ class GGUFFile(MappedFile):
         for _ in range(num_keys):
             key = self._string()
             self.metadata[key] = self._value(self._kind())
-        if self.metadata.get("split.count", 1) > 1:
-            raise CheckpointError(
-                f"{self.path}: one of {self.metadata['split.count']} parts; join them first: llama-gguf-split --merge"
-            )
         headers = [self._tensor_header() for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", _ALIGNMENT)
         begin = -(-self._at // alignment) * alignment
@@ -271,8 +269,7 @@ def read_config(
             f"general.architecture {kind!r} is not supported; in GGUF files {', '.join(_MODEL_TYPES)} are"
         )
 
-    def given(name: str, default: Any = None) -> Any:
-        return metadata.get(f"{kind}.{name}", default)
+    given = _given(metadata, kind)
 
     def needed(name: str) -> int:
         value = metadata[f"{kind}.{name}"]
@@ -280,15 +277,12 @@ def read_config(
             raise UnsupportedModelError(f"{kind}.{name}: expected one number for all layers, got {value!r}")
         return value
 
+    _check_settings(given, kind)
     heads, size = needed("attention.head_count"), needed("embedding_length")
     head_dim = given("attention.key_length", size // heads)
-    for name, wanted in (("attention.value_length", head_dim), ("rope.dimension_count", head_dim), ("expert_count", 0)):
-        if given(name, wanted) != wanted:
-            raise UnsupportedModelError(f"{kind}.{name} {given(name)} is not supported; {wanted} is")
-    if kind not in _GEMMA and given("attention.sliding_window"):
-        raise UnsupportedModelError(
-            f"{kind}.attention.sliding_window {given('attention.sliding_window')} is not supported"
-        )
+    for name in ("attention.value_length", "rope.dimension_count", *LOCAL_SIZES):
+        if given(name, head_dim) != head_dim:
+            raise UnsupportedModelError(f"{kind}.{name} {given(name)} is not supported; {head_dim} is")
     return {
         "model_type": _MODEL_TYPES[kind],
         "vocab_size": shapes["model.embed_tokens.weight"][0],
@@ -307,6 +301,72 @@ def read_config(
         "rope_scaling": _rope_scaling(given, kind, divisors),
         **(_gemma(given, kind, heads, size, head_dim) if kind in _GEMMA else {}),
     }
+
+
+def _given(metadata: Mapping[str, Any], kind: str) -> Callable[..., Any]:
+    return lambda name, default=None: metadata.get(f"{kind}.{name}", default)
+
+
+READ = frozenset(
+    {
+        *("context_length", "embedding_length", "block_count", "feed_forward_length"),
+        *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"),
+        *("attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base", "rope.scale_linear"),
+        *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
+        *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
+    }
+)
+"""Keys of every architecture that make the configuration, after the architecture's name."""
+
+GEMMA_READ = frozenset(
+    {
+        *("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"),
+        *("attn_logit_softcapping", "final_logit_softcapping"),
+    }
+)
+
+LOCAL_SIZES = ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa")
+"""Sizes of heads in layers with a window, which are those of the others."""
+
+WITHOUT_EFFECT = frozenset(
+    {
+        *("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.alpha"),
+        *("pooling_type", "classifier.pooling_type", "classifier.output_labels"),
+        *("expert_used_count", "expert_group_count", "expert_group_used_count"),
+    }
+)
+"""Keys without effect on a language model of these architectures: the embeddings have the size of the vocabulary,
+poolings and labels are of encoders, `rope.scaling.alpha` is of Hunyuan's models, and there are no experts."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.scale": (0,),
+    "attention.sliding_window": (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_length_out": (0,),
+    "embedding_scale": (0, 1),
+    "expert_count": (0, 1),
+    "final_logit_softcapping": (0,),
+    "logit_scale": (0, 1),
+    "nextn_predict_layers": (0,),
+    "residual_scale": (0, 1),
+    "rope.scaling.attn_factor": (1,),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_ext_factor": (1,),
+    "rope.scaling.yarn_log_multiplier": (0,),
+    "use_parallel_residual": (False,),
+}
+"""Settings that are not implemented, and the values with which they change nothing."""
+
+
+def _check_settings(given: Callable[..., Any], kind: str) -> None:
+    """Refuse the first setting that changes the result and is not implemented."""
+    read = GEMMA_READ if kind in _GEMMA else frozenset[str]()
+    for name, values in NEUTRAL.items():
+        if name not in read and given(name, values[0]) not in values:
+            raise UnsupportedModelError(f"{kind}.{name} {given(name)} is not supported; {values[0]} is")
 
 
 _WINDOW_PATTERN = {"gemma3": 6, "gemma2": 2}
@@ -335,24 +395,28 @@ def _gemma(given: Callable[..., Any], kind: str, heads: int, size: int, head_dim
 
 
 _SCALING = {
-    "factor": "factor",
     "original_context_length": "original_max_position_embeddings",
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
 
 
-def _rope_scaling(given: Any, kind: str, divisors: Any) -> dict[str, Any] | None:
+def _rope_scaling(given: Callable[..., Any], kind: str, divisors: Any) -> dict[str, Any] | None:
+    """config.json's `rope_scaling`, by llama.cpp's rules: linear where no type is given, a factor of 0 for none."""
+    form = given("rope.scaling.type", "linear")
+    factor = given("rope.scaling.factor", given("rope.scale_linear", 0.0))
+    if not isinstance(factor, int | float):
+        raise UnsupportedModelError(f"{kind}.rope.scaling.factor: expected a number, got {factor!r}")
+    factor = 1.0 if form == "none" else factor or 1.0
     if divisors is not None:
-        return {"rope_type": "divided", "divisors": [float(divisor) for divisor in divisors]}
-    scaling = given("rope.scaling.type", "none")
-    if scaling == "none":
+        if form not in ("none", "linear"):
+            raise UnsupportedModelError(f"{kind}.rope.scaling.type {form!r} is not supported next to {ROPE_DIVISORS}")
+        return {"rope_type": "divided", "divisors": [float(divisor) * factor for divisor in divisors]}
+    if form in ("none", "linear") and factor == 1.0:
         return None
-    for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
-        if given(f"rope.scaling.{name}", 1.0) != 1.0:
-            raise UnsupportedModelError(f"{kind}.rope.scaling.{name} is not supported")
     numbers = {ours: given(f"rope.scaling.{theirs}") for theirs, ours in _SCALING.items()}
-    return {"rope_type": scaling, **{name: number for name, number in numbers.items() if number is not None}}
+    scaling = {"rope_type": form, "factor": factor, **numbers}
+    return {name: number for name, number in scaling.items() if number is not None}
 
 
 class GGUFWeight(NamedTuple):
@@ -377,6 +441,43 @@ class GGUFWeight(NamedTuple):
         return BlockQuantizedWeight.from_blocks(self.kind, self.file.rows(self.key))
 
 
+_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+"""Names that llama-gguf-split gives to the parts of a file."""
+
+
+def part_names(name: str) -> list[str]:
+    """Names of all parts of the model of which `name` is one part; the name alone for a whole file."""
+    match = _PART.fullmatch(name)
+    if match is None:
+        return [name]
+    return [f"{match['stem']}-{i:05}-of-{match['count']}.gguf" for i in range(1, int(match["count"]) + 1)]
+
+
+def _parts(path: Path) -> list[GGUFFile]:
+    """The file, or all parts of a split one, of which it is the first.
+
+    Raises:
+        CheckpointError: if it is another part, or a part is missing or of another model.
+    """
+    first = GGUFFile(path)
+    count = first.metadata.get("split.count", 1)
+    if count in (0, 1):
+        return [first]
+    names = part_names(path.name)
+    if len(names) != count:
+        raise first.fault(f"it is one of {count} parts, but is not named like {path.stem}-00001-of-{count:05}.gguf")
+    if first.metadata.get("split.no") != 0 or path.name != names[0]:
+        raise CheckpointError(f"{path}: one of {count} parts; name the first one, {names[0]}")
+    parts = [first, *(GGUFFile(path.with_name(name)) for name in names[1:])]
+    for number, part in enumerate(parts):
+        if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number, count):
+            raise part.fault(f"it is not part {number + 1} of {count}")
+    total = sum(len(part.tensors) for part in parts)
+    if first.metadata.get("split.tensors.count", total) != total:
+        raise first.fault(f"its parts have {total} tensors, not {first.metadata['split.tensors.count']}")
+    return parts
+
+
 class GGUFWeights:
     """The weights of a GGUF file, with the methods of `SafetensorsFile`."""
 
@@ -388,31 +489,41 @@ class GGUFWeights:
             UnsupportedModelError: for an architecture that verax does not have.
         """
         self.path = path
-        self.file = GGUFFile(path)
-        self.metadata = self.file.metadata
+        parts = _parts(path)
+        self.metadata = parts[0].metadata
         self._architecture = str(self.metadata.get("general.architecture"))
-        self._names = {
-            tensor_key(name, self._architecture): name for name in self.file.tensors if name != ROPE_DIVISORS
-        }
-        shapes = {key: self.file.tensors[name].shape for key, name in self._names.items()}
+        self._places: dict[str, tuple[GGUFFile, str]] = {}
+        for part in parts:
+            for name in part.tensors:
+                key = name if name == ROPE_DIVISORS else tensor_key(name, self._architecture)
+                if key in self._places:
+                    raise part.fault(f"{name} is there twice")
+                self._places[key] = part, name
+        divisors = self._places.pop(ROPE_DIVISORS, None)
+        shapes = {key: part.tensors[name].shape for key, (part, name) in self._places.items()}
         try:
-            self.config = read_config(self.metadata, shapes, self._divisors())
+            frequencies = None if divisors is None else divisors[0].read(ROPE_DIVISORS).view(np.float32).ravel()
+            self.config = read_config(self.metadata, shapes, frequencies)
         except KeyError as error:
             raise CheckpointError(f"{path}: {error.args[0]} is missing: this is not a language model") from error
-        self.tensors = {key: self._info(name) for key, name in self._names.items()}
+        self.tensors = {key: self._info(key) for key in self._places}
         self.packed = {
             key: GGUFWeight(self, key, (tensor.shape[0], tensor.shape[1]))
-            for key, tensor in ((key, self.file.tensors[name]) for key, name in self._names.items())
+            for key, tensor in ((key, self._tensor(key)) for key in self._places)
             if tensor.kind in BLOCK_KINDS and len(tensor.shape) == 2
         }
 
+    def _tensor(self, key: str) -> GGUFTensor:
+        part, name = self._places[key]
+        return part.tensors[name]
+
     def kind(self, key: str) -> str:
         """A tensor's type."""
-        return self.file.tensors[self._names[key]].kind
+        return self._tensor(key).kind
 
     def read(self, key: str) -> np.ndarray:
         """A tensor as floats: a view where the file has the same numbers, else a copy."""
-        tensor, rows = self.file.tensors[self._names[key]], self.rows(key)
+        tensor, rows = self._tensor(key), self.rows(key)
         if tensor.kind in DTYPES:
             weight = rows.view(DTYPES[tensor.kind]).reshape(tensor.shape)
             offset = norm_offset(key, self._architecture)
@@ -421,13 +532,14 @@ class GGUFWeights:
 
     def rows(self, key: str) -> np.ndarray:
         """The bytes of a tensor's rows, in our order: `uint8 [F, bytes of a row]`."""
-        rows = self.file.read(self._names[key])
+        part, name = self._places[key]
+        rows = part.read(name)
         heads = rotated(key, self.config)
         return rows if heads is None else restored(rows, heads)
 
     def release(self, key: str) -> None:
         """Drop a tensor's pages from memory."""
-        self.file.release_pages(self.tensors[key].start, self.tensors[key].end)
+        self._places[key][0].release_pages(self.tensors[key].start, self.tensors[key].end)
 
     def generation_config(self) -> dict[str, float]:
         """The sampling that the file recommends, by generation_config.json's names."""
@@ -436,9 +548,6 @@ class GGUFWeights:
         given = {ours: self.metadata.get(f"general.sampling.{theirs}") for theirs, ours in names.items()}
         return {name: value for name, value in given.items() if value is not None}
 
-    def _divisors(self) -> np.ndarray | None:
-        return self.file.read(ROPE_DIVISORS).view(np.float32).ravel() if ROPE_DIVISORS in self.file.tensors else None
-
-    def _info(self, name: str) -> TensorInfo:
-        tensor = self.file.tensors[name]
+    def _info(self, key: str) -> TensorInfo:
+        tensor = self._tensor(key)
         return TensorInfo(DTYPES.get(tensor.kind, np.dtype(np.float32)), tensor.shape, tensor.start, tensor.end)
