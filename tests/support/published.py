@@ -12,15 +12,13 @@ BUILD = Path(__file__).parents[2] / "build"
 
 def vocabulary(name):
     """A GGUF file of llama.cpp's source package, with a vocabulary only; next to it are texts and their ids."""
-    for path in BUILD.glob(f"llama.cpp/*/vendor/llama.cpp/models/ggml-vocab-{name}.gguf"):
-        return path
-    pytest.skip("llama.cpp's vocabularies are missing in build/llama.cpp: `make real-tokenizers` fetches them")
+    return llama_cpp_source(f"models/ggml-vocab-{name}.gguf")
 
 
-def llama_cpp_source(name):
-    """Text of a file of llama.cpp's sources."""
-    for path in BUILD.glob(f"llama.cpp/*/vendor/llama.cpp/src/{name}"):
-        return path.read_text(encoding="utf-8")
+def llama_cpp_source(path):
+    """A file of llama.cpp's source package."""
+    for file in BUILD.glob(f"llama.cpp/*/vendor/llama.cpp/{path}"):
+        return file
     pytest.skip("llama.cpp's sources are missing in build/llama.cpp: `make real-tokenizers` fetches them")
 
 

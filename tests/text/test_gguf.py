@@ -16,7 +16,7 @@ from verax.checkpoint import Checkpoint
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.text.engine.llm import LLM
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.tokens.gguf import ENDS, RULES, read_gguf_tokenizer
+from verax.text.tokens.gguf import ENDS, FILLS, RULES, read_gguf_tokenizer
 from verax.text.tokens.tokenizer import IncrementalDetokenizer, Tokenizer
 
 TEXTS = [
@@ -347,6 +347,19 @@ def test_tokens_between_files_end_a_text_too():
     assert ending("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|fim_prefix|>").eos_token_ids == {3, 4, 5}
     assert ending("pad", fim_pad_token_id=3).eos_token_ids == {3}
     assert ending("<|fim_pad|>", fim_pad_token_id=0).eos_token_ids == {0}
+
+
+def test_tokens_around_parts_of_files_are_one_token_whatever_their_type():
+    first = [texts[0] for texts in FILLS.values()]
+    for kind in (CONTROL, USER_DEFINED, NORMAL):
+        assert ending(*first, kind=kind).backend.encode("".join(first)).ids == [3, 4, 5, 6, 7, 8]
+
+
+def test_ids_that_are_no_tokens_count_as_not_given_where_nothing_depends_on_them():
+    idle = {f"{role}_token_id": 128 for role in ("padding", "cls", "seperator", "mask", "fim_pad")}
+    parts = ending("<|fim_pad|>", **idle, bos_token_id=2**32 - 1)
+    assert (parts.eos_token_ids, parts.special_tokens) == ({3}, {})
+    assert read(SENTENCEPIECE, {"eos_token_id": 2**32 - 1}).eos_token_ids == {2}
 
 
 def test_what_ends_a_message_or_is_a_tag_does_not_end_a_text_where_llama_cpp_knows():

@@ -259,11 +259,15 @@ def test_settings_that_are_not_implemented_are_refused_by_name_unless_they_chang
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama", "gemma3", "gemma2"])
 def test_each_key_that_llama_cpp_reads_is_read_or_without_effect_or_refused(architecture):
-    names = dict(re.findall(r'\{ (LLM_KV_\w+),\s+"%s\.([\w.]+)"', llama_cpp_source("llama-arch.cpp")))
-    shared = llama_cpp_source("llama-model.cpp").partition("::load_hparams(")[2].partition("load_arch_hparams(ml);")[0]
+    arch, model, own = (
+        llama_cpp_source(f"src/{name}.cpp").read_text(encoding="utf-8")
+        for name in ("llama-arch", "llama-model", f"models/{architecture}")
+    )
+    names = dict(re.findall(r'\{ (LLM_KV_\w+),\s+"%s\.([\w.]+)"', arch))
+    shared = model.partition("::load_hparams(")[2].partition("load_arch_hparams(ml);")[0]
     # A decoder of sounds has sizes of its own.
     before, _, after = shared.partition("if (arch == LLM_ARCH_WAVTOKENIZER_DEC) {")
-    code = before + after.partition("\n    }\n")[2] + llama_cpp_source(f"models/{architecture}.cpp")
+    code = before + after.partition("\n    }\n")[2] + own
     read_by_llama_cpp = {names[key] for key in re.findall(r"LLM_KV_\w+", code) if key in names}
     known = READ | WITHOUT_EFFECT | NEUTRAL.keys() | set(LOCAL_SIZES)
     known |= GEMMA_READ if architecture.startswith("gemma") else set()

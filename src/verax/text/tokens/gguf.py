@@ -20,7 +20,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from verax.errors import CheckpointError, UnsupportedModelError
-from verax.fields import Count, read_value
+from verax.fields import read_value
 from verax.files import JsonObject
 
 __all__ = ["TokenizerParts", "read_gguf_tokenizer"]
@@ -240,23 +240,50 @@ ENDS = frozenset(
 )
 """Tokens that end a text, whatever their type in the file and whether or not the file names them: llama.cpp's list."""
 
-FILL_ENDS = (
-    ("fim_pad", ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]")),
-    ("fim_rep", ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>")),
-    ("fim_sep", ("<|file_sep|>",)),
+FILLS: Mapping[str, Sequence[str]] = {
+    "fim_pre": (
+        *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<\uff5cfim\u2581begin\uff5c>", "<PRE>", "\u2581<PRE>"),
+        *("<|code_prefix|>", "<|prefix|>"),
+    ),
+    "fim_suf": (
+        *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<\uff5cfim\u2581hole\uff5c>", "<SUF>", "\u2581<SUF>"),
+        *("<|code_suffix|>", "<|suffix|>"),
+    ),
+    "fim_mid": (
+        *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<\uff5cfim\u2581end\uff5c>", "<MID>", "\u2581<MID>"),
+        *("<|code_middle|>", "<|middle|>"),
+    ),
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+"""Tokens around the parts of files, by role; where the file names none, it is the first of these texts."""
+
+_FILL_ENDS = ("fim_pad", "fim_rep", "fim_sep")
+"""Those that end a text too."""
+
+WITHOUT_EFFECT = frozenset(
+    {
+        *("token_type_count", "prefix_token_id", "suffix_token_id", "middle_token_id"),
+        *("remove_extra_whitespaces", "precompiled_charsmap"),
+    }
 )
-"""Tokens between files, which end a text too: the role in the file, or the first of these texts that is a token."""
+"""Keys without effect on the kinds of tokenizers that are read: the segments of a BERT, old names of tokens around
+parts of files, which are known by their texts, and what normalises texts for T5."""
 
 _PARTS_OF_MESSAGES = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 """Tokens of gpt-oss's answers, which stay in the text."""
 
 
-def _typed(vocabulary: Vocabulary, named: Iterable[int | None]) -> tuple[Vocabulary, frozenset[int]]:
+def _typed(
+    vocabulary: Vocabulary, named: Iterable[int | None], fills: Mapping[str, int | None]
+) -> tuple[Vocabulary, frozenset[int]]:
     """The vocabulary, with types by llama.cpp's rules, and the ids of the tokens that end a text.
 
     Args:
         vocabulary: tokens, and types as the file has them.
         named: ids that the file names as ends.
+        fills: ids that the file names by the roles of `FILLS`.
     """
     ids, types = vocabulary.numbers(), list(vocabulary.types)
     ends = {ids[token] for token in ENDS if token in ids}
@@ -270,6 +297,14 @@ def _typed(vocabulary: Vocabulary, named: Iterable[int | None]) -> tuple[Vocabul
     ends -= {ids[token] for token in normal if token in ids}
     for number in ends:
         types[number] = CONTROL
+    for role, texts in FILLS.items():
+        number = fills[role]
+        if number is None:
+            number = next((ids[text] for text in texts if text in ids), None)
+            if number is not None and types[number] == NORMAL:
+                types[number] = CONTROL
+        if number is not None and role in _FILL_ENDS:
+            ends.add(number)
     for token in (*_PARTS_OF_MESSAGES, *(normal & {"<|end|>"})):
         if token in ids:
             types[ids[token]] = USER_DEFINED
@@ -278,6 +313,10 @@ def _typed(vocabulary: Vocabulary, named: Iterable[int | None]) -> tuple[Vocabul
 
 
 _ROLES = ("bos", "eos", "eot", "eom", "unk", "unknown", "padding", "cls", "seperator", "mask")
+_IDLE = ("padding", "cls", "seperator", "mask", *FILLS)
+"""Roles whose id counts as not given if it is not a token, as any does that is `_NONE`."""
+
+_NONE = 2**32 - 1
 _USUAL_IDS: Mapping[str, Mapping[str, int]] = {
     "llama": {"bos": 1, "eos": 2, "unknown": 0},
     "bert": {"bos": 101, "cls": 101, "unknown": 100, "seperator": 102, "padding": 0, "mask": 103},
@@ -310,7 +349,7 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], where: object) -> Tokenizer
     rules = _rules(file) if kind == "gpt2" else None
     vocabulary = file.vocabulary()
     ids = file.ids(vocabulary, _USUAL_IDS.get(kind, {}))
-    vocabulary, ends = _typed(vocabulary, [ids["eos"], ids["eot"], ids["eom"], *file.fill_ends(vocabulary)])
+    vocabulary, ends = _typed(vocabulary, [ids["eos"], ids["eot"], ids["eom"]], ids)
     scores = file.scores(vocabulary) if kind == "llama" else []
     merges: list[str] = file.needed("merges", list[str]) if kind in ("gpt2", "gemma4") else []
     unknown = ids["unknown"] or 0
@@ -397,22 +436,15 @@ class _Metadata:
             raise self.damage(f"{len(scores)} scores for {len(vocabulary.tokens)} tokens")
         return scores
 
-    def fill_ends(self, vocabulary: Vocabulary) -> list[int]:
-        """Ids of the tokens between files, by role or by text."""
-        ids = vocabulary.numbers()
-        named = (
-            self.get(f"{role}_token_id", Count, next((ids[text] for text in texts if text in ids), None))
-            for role, texts in FILL_ENDS
-        )
-        return [number for number in named if number is not None and number < len(vocabulary.tokens)]
-
     def ids(self, vocabulary: Vocabulary, usual: Mapping[str, int]) -> dict[str, int | None]:
         """Ids by their roles; `usual` ones where the file has none."""
         usual = {role: number for role, number in usual.items() if number < len(vocabulary.tokens)}
-        ids = {role: self.get(f"{role}_token_id", Count, usual.get(role)) for role in _ROLES}
+        ids = {role: self.get(f"{role}_token_id", int, usual.get(role)) for role in (*_ROLES, *FILLS)}
         for role, number in ids.items():
-            if number is not None and number >= len(vocabulary.tokens):
-                raise CheckpointError(f"{self.where}: tokenizer.ggml.{role}_token_id {number} is not a token")
+            if number is not None and not 0 <= number < len(vocabulary.tokens):
+                if number != _NONE and role not in _IDLE:
+                    raise CheckpointError(f"{self.where}: tokenizer.ggml.{role}_token_id {number} is not a token")
+                ids[role] = usual.get(role)
         return ids
 
 
