@@ -65,7 +65,7 @@ def trace_jax(
                 replaced[id(leaf)] = given if axes is None else jnp.transpose(given, np.argsort(axes).tolist())
         return jax.tree.map(lambda leaf: replaced.get(id(leaf), leaf), x) if replaced else x
 
-    recorder = Recorder(trace, record, side)
+    recorder = Recorder(trace, record, inputs=side.inputs, without=side.without)
     args, kwargs = jax.tree.map(_to_jax, (side.args, dict(side.kwargs)))
     function = partial(side.run, side.model)
     # Unfused, so that each layer's result is there to be recorded.
@@ -111,7 +111,7 @@ def as_program(
 
     def program(state: Any, arrays: dict[int, jax.Array]) -> dict[str, jax.Array]:
         module = side.model if graph is None else nnx.merge(graph, state)
-        recorder = Recorder(Trace(), lambda name, x, axes: x, side)
+        recorder = Recorder(Trace(), lambda name, x, axes: x)
         with _patched(module, recorder) if names else contextlib.nullcontext():
             result = side.run(module, *treedef.unflatten([arrays.get(i, leaf) for i, leaf in enumerate(leaf_list)]))
         arrays_only = (jax.Array, np.ndarray, int, float, complex)

@@ -47,7 +47,7 @@ def trace_torch(side: Side, *, folder: str | Path | None = None) -> Trace:
             trace.add(path, leaf)
         return x
 
-    recorder, model = Recorder(trace, record, side), side.model
+    recorder, model = Recorder(trace, record, inputs=side.inputs, without=side.without), side.model
     running = [""]
 
     def before(path: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -14,15 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import ml_dtypes  # noqa: F401  (NumPy knows bfloat16 and its like by name once it is imported)
 import numpy as np
 
 from verax.errors import InvalidParameterError
-
-if TYPE_CHECKING:
-    from verax.compare.case import Side
 
 __all__ = ["OUTPUT", "Entry", "Recorder", "Trace", "Watch", "leaves", "recording", "split_call", "split_leaf", "tap"]
 
@@ -209,11 +206,11 @@ class Recorder:
     `record` is a side's own: it puts a value's leaves into a trace and returns the value that the run continues with.
     """
 
-    def __init__(self, trace: Trace, record: Value, side: Side):
+    def __init__(self, trace: Trace, record: Value, *, inputs: Sequence[str] = (), without: Sequence[str] = ()):
         self.path = ""
         self._trace = trace
         self._record = record
-        self._inputs, self._without = (list(map(re.compile, patterns)) for patterns in (side.inputs, side.without))
+        self._inputs, self._without = (list(map(re.compile, patterns)) for patterns in (inputs, without))
         self._turns: dict[tuple[int, str], int] = {}
 
     def leaves(self, name: str, x: Any) -> Iterator[tuple[str, Any]]:
