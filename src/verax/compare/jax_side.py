@@ -56,7 +56,7 @@ def trace_jax(
                 continue
             kept = leaf if axes is None else jnp.transpose(leaf, axes)
             if isinstance(leaf, Tracer):
-                jax.debug.callback(partial(_add, trace, path), kept)
+                jax.debug.callback(partial(_record, trace, path), kept)
                 continue
             entry = _add(trace, path, kept)
             other = None if replace is None else replace(entry, kept.shape)
@@ -139,8 +139,12 @@ def gradients_jax(side: Side, cotangents: Mapping[str, np.ndarray]) -> dict[str,
     return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradients)}
 
 
+def _record(trace: Trace, name: str, value: Any) -> None:
+    _add(trace, name, value)
+
+
 def _add(trace: Trace, name: str, value: Any) -> str:
-    is_key = isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    is_key = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     return trace.add(name, np.asarray(jax.random.key_data(value) if is_key else value))
 
 

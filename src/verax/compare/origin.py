@@ -13,8 +13,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import eval_jaxpr
 
 from verax import ops
 from verax.compare.case import Side
@@ -113,7 +115,7 @@ def _arose(
 
 
 def _state(x: Any) -> State:
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return False, False
     array = to_numpy(x) if hasattr(x, "detach") else np.asarray(x)
     if kind_of(array.dtype.name) not in ("float", "complex"):
@@ -151,7 +153,7 @@ def _evaluate(
         else:
             given = dict.fromkeys(var for var in eqn.invars if not is_literal(var))
             alone = jaxpr.replace(constvars=[], invars=list(given), outvars=eqn.outvars, eqns=[eqn])
-            results = jax.core.eval_jaxpr(alone, [], *map(read, given))
+            results = eval_jaxpr(alone, [], *map(read, given))
             operation = " ".join(filter(None, (name, eqn.params.get("target_name"))))
             fixed = [_state(var.val) for var in eqn.invars if is_literal(var)]
             yield from _arose(here, operation, [_state(values[var]) for var in given], fixed, map(_state, results))
