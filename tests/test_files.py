@@ -3,7 +3,7 @@
 import pytest
 
 from verax.errors import CheckpointError
-from verax.files import atomic_path, read_json, write_json, write_text
+from verax.files import atomic_path, model_name, read_json, write_json, write_text
 
 
 def test_a_file_appears_when_the_block_ends_and_leaves_nothing_else(tmp_path):
@@ -65,3 +65,24 @@ def test_anything_but_a_json_object_is_refused_with_the_name_of_the_file(tmp_pat
         read_json(path)
     with pytest.raises(CheckpointError, match=r"none\.json: no such file"):
         read_json(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("models/Small-Q4_K_M.gguf", "Small-Q4_K_M"),
+        ("models/Qwen3-0.6B/config.json", "Qwen3-0.6B"),
+        ("large-00001-of-00003.gguf", "large"),
+        ("models--Qwen--Qwen3-0.6B/snapshots/0a1b/config.json", "Qwen3-0.6B"),
+    ],
+)
+def test_a_local_model_is_named_without_its_place(tmp_path, monkeypatch, path, name):
+    file = tmp_path / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+    model = file.parent if path.endswith(".json") else file
+    assert model_name(model) == name
+    monkeypatch.chdir(file.parent)
+    if path.endswith(".json"):
+        assert model_name(".") == name
+    assert model_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"

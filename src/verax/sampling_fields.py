@@ -66,10 +66,9 @@ class SamplingFields:
     )
     top_p: float = _float_column(
         1.0,
-        "Keep the likeliest tokens that together have this probability.",
+        "Keep the likeliest tokens that together have this probability; 0 is greedy.",
         low=0.0,
         high=1.0,
-        above=True,
         recommended=True,
     )
     top_k: int = _int_column(
@@ -123,6 +122,9 @@ class SamplingFields:
     def __post_init__(self) -> None:
         check_options(self)
         self._set("top_k", max(self.top_k, 0))
+        if self.top_p == 0:  # the best token alone, as OpenAI's API takes it
+            self._set("temperature", 0.0)
+            self._set("top_p", 1.0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameterError(
                 f"min_tokens: expected at most max_tokens, which is {self.max_tokens}, got {self.min_tokens}"

@@ -14,10 +14,10 @@ def read(path, text, field="text"):
 
 
 def test_an_object_has_a_name_and_fields(tmp_path):
-    found = read(
+    lines = read(
         tmp_path / "in.jsonl", b'{"custom_id": "a", "text": "one", "more": 1}\n{"custom_id": 7}\n{"text": "x"}'
     )
-    assert found == [
+    assert lines == [
         InputLine(1, "a", {"text": "one", "more": 1}),
         InputLine(2, "7", {}),
         InputLine(3, "3", {"text": "x"}),
@@ -25,8 +25,8 @@ def test_an_object_has_a_name_and_fields(tmp_path):
 
 
 def test_a_line_of_another_file_is_a_text(tmp_path):
-    found = read(tmp_path / "in.txt", '{"a": 1}\r\n  \u00fc \u2028 b\n'.encode(), "prompt")
-    assert found == [InputLine(1, "1", {"prompt": '{"a": 1}'}), InputLine(2, "2", {"prompt": "  \u00fc \u2028 b"})]
+    lines = read(tmp_path / "in.txt", '{"a": 1}\r\n  \u00fc \u2028 b\n'.encode(), "prompt")
+    assert lines == [InputLine(1, "1", {"prompt": '{"a": 1}'}), InputLine(2, "2", {"prompt": "  \u00fc \u2028 b"})]
 
 
 def test_a_row_of_parquet_is_an_object(tmp_path):

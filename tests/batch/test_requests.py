@@ -63,7 +63,7 @@ def test_a_wrong_line_is_named_with_its_number_and_its_field(text, code, param, 
 
 
 @pytest.mark.parametrize("field", GOOD)
-def test_a_missing_field_is_named_beside_the_id_of_the_line(field):
+def test_a_missing_field_is_named_next_to_the_id_of_the_line(field):
     answer = read_request(json.dumps({name: value for name, value in GOOD.items() if name != field}).encode(), 1)
     assert isinstance(answer, AnswerLine)
     assert answer.error is not None
@@ -151,7 +151,7 @@ def test_rows_are_the_requests_of_lines(pq, tmp_path, body):
     assert second.error.param == "custom_id"
 
 
-def test_a_body_that_is_no_json_is_an_error_of_its_row(pq, tmp_path):
+def test_a_body_that_is_not_json_is_an_error_of_its_row(pq, tmp_path):
     row = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": "{"}
     with request_lines(table(pq, tmp_path, [row])) as lines:
         (line,) = lines

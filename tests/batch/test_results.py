@@ -57,7 +57,7 @@ def test_a_line_that_was_cut_off_is_removed(path, kept, retry_errors):
     ],
 )
 @pytest.mark.parametrize("retry_errors", [False, True])
-def test_a_file_of_somebody_else_stays_as_it_is(tmp_path, text, where, retry_errors):
+def test_a_file_of_somebody_else_stays_unchanged(tmp_path, text, where, retry_errors):
     path = tmp_path / "notes.txt"
     path.write_bytes(text)
     with pytest.raises(InvalidParameterError, match=f"notes.txt: {where} is not a result of this command"):

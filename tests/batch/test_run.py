@@ -1,6 +1,7 @@
 """A batch over an engine in this process: answers, errors, resumption, full queues, signals, a dead engine."""
 
 import asyncio
+import codecs
 import io
 import itertools
 import json
@@ -79,8 +80,8 @@ def test_every_line_gets_the_answer_that_the_server_gives(run_batch, api, tmp_pa
             assert body.get(part) == expected.get(part)
     assert answers["response"]["response"]["body"]["output"][0]["type"] == "message"
     usages = [answer["response"]["body"]["usage"] for answer in answers.values()]
-    made = sum(usage.get("completion_tokens", 0) + usage.get("output_tokens", 0) for usage in usages)
-    assert run.counts.output_tokens == made
+    generated = sum(usage.get("completion_tokens", 0) + usage.get("output_tokens", 0) for usage in usages)
+    assert run.counts.output_tokens == generated
 
 
 def test_embeddings_are_those_of_the_encoder(run_batch, served_encoder, tmp_path):
@@ -91,7 +92,7 @@ def test_embeddings_are_those_of_the_encoder(run_batch, served_encoder, tmp_path
         assert vector == pytest.approx(served_encoder.encode([answer["custom_id"]])[0].tolist(), abs=1e-6)
 
 
-def test_a_refused_request_has_the_servers_error_and_the_batch_goes_on(run_batch, api, tmp_path):
+def test_a_refused_request_has_the_servers_error_and_the_batch_continues(run_batch, api, tmp_path):
     wrong = {"n": 1000, "model": "other", "temperature": -1}
     run = run_batch([*(line(name, **{name: value}) for name, value in wrong.items()), line("good")])
     assert (run.counts.done, run.counts.failed) == (1, 3)
@@ -104,19 +105,19 @@ def test_a_refused_request_has_the_servers_error_and_the_batch_goes_on(run_batch
 
 
 def test_no_more_requests_are_in_flight_than_allowed(run_batch, served_llm, monkeypatch):
-    most, add = [0], served_llm.engine.add
+    counts, add = [0], served_llm.engine.add
 
     def counting(*args, **options):
         added = add(*args, **options)
-        most.append(len(served_llm.engine._requests))
+        counts.append(len(served_llm.engine._requests))
         return added
 
     monkeypatch.setattr(served_llm.engine, "add", counting)
     run_batch([line(str(i)) for i in range(20)], max_in_flight=3)
-    assert 1 < max(most) <= 3
+    assert 1 < max(counts) <= 3
 
 
-def test_a_wrong_line_has_one_error_line_and_the_batch_goes_on(run_batch, tmp_path):
+def test_a_wrong_line_has_one_error_line_and_the_batch_continues(run_batch, tmp_path):
     lines = [
         line("a"),
         b"{not json",
@@ -143,6 +144,21 @@ def test_a_wrong_line_has_one_error_line_and_the_batch_goes_on(run_batch, tmp_pa
     again = run_batch(lines)
     assert (again.counts.done, again.counts.failed, again.counts.skipped) == (0, 0, 7)
     assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_an_exception_of_the_server_is_the_error_of_its_line(run_batch, new_server, tmp_path, monkeypatch):
+    answer = LocalServer.answer
+
+    async def fail(self, request, clips):
+        if request.custom_id == "b":
+            raise ZeroDivisionError("planted")
+        return await answer(self, request, clips)
+
+    monkeypatch.setattr(LocalServer, "answer", fail)
+    run = run_batch([codecs.BOM_UTF8 + text_of([line("a")]).rstrip(), line("b"), line("c")])
+    assert (run.complete, run.counts.done, run.counts.failed) == (True, 2, 1)
+    errors = {answer["custom_id"]: answer["error"] for answer in answers_in(tmp_path / "out.jsonl")}
+    assert (errors["a"], errors["b"]["code"], errors["c"]) == (None, "server_error", None)
 
 
 def test_a_full_queue_is_waited_for(run_batch, new_server, tmp_path, slow):
@@ -223,7 +239,7 @@ def test_an_engine_that_fails_ends_the_batch_without_errors_for_its_lines(run_ba
     assert run_batch(lines).counts.done == 12 - len(written)
 
 
-def test_a_clip_is_written_beside_the_output(run_batch, tmp_path):
+def test_a_clip_is_written_next_to_the_output(run_batch, tmp_path):
     pytest.importorskip("av")
     clip = {"prompt": "a red circle floats left", "num_inference_steps": 1}
     run = run_batch([line("clip", "/v1/videos", **clip), line("wrong", "/v1/videos", prompt=1)])
@@ -235,14 +251,14 @@ def test_a_clip_is_written_beside_the_output(run_batch, tmp_path):
     assert "prompt" in bodies["wrong"]["error"]["message"]
 
 
-def collect(file, most=None):
+def collect(file, counts=None):
     async def main():
-        found = []
+        lines_read = []
         async for line in read_lines(file):
-            found.append(line)
-            if len(found) == most:
+            lines_read.append(line)
+            if len(lines_read) == counts:
                 break
-        return found
+        return lines_read
 
     return asyncio.run(main())
 
@@ -267,7 +283,7 @@ class Endless(io.RawIOBase):
 
 def test_few_lines_are_read_ahead():
     file = Endless()
-    assert len(collect(file, most=3)) == 3
+    assert len(collect(file, counts=3)) == 3
     assert file.num_read <= 3 + AHEAD + 2
 
 
@@ -287,7 +303,7 @@ def test_a_pipe_that_waits_does_not_hold_up_the_others():
 
 
 @pytest.mark.anyio
-async def test_a_failure_is_raised_behind_the_lines_before_it():
+async def test_a_failure_is_raised_after_the_lines_before_it():
     class Failing(io.RawIOBase):
         def __iter__(self):
             yield b"first\n"
@@ -301,7 +317,7 @@ async def test_a_failure_is_raised_behind_the_lines_before_it():
 
 def test_the_thread_ends_with_the_event_loop():
     names = {thread.name for thread in threading.enumerate()}
-    collect(Endless(), most=1)
+    collect(Endless(), counts=1)
     for _ in itertools.repeat(None, 500):
         left = [thread for thread in threading.enumerate() if thread.name == "verax-batch-reader"]
         if not left:

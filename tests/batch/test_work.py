@@ -1,14 +1,17 @@
 """Clips of lines: options of the line before options of the command, files by name, and a reason for each that is not
 made."""
 
+import codecs
+import json
+
 import numpy as np
 import pytest
 
 from tests.support.tiny_video import video_folder
 from verax import VideoPipeline
-from verax.batch.lines import InputLine
-from verax.batch.work import Clips
-from verax.errors import CheckpointError
+from verax.batch.lines import InputFile, InputLine
+from verax.batch.results import LineRun, ResultFile
+from verax.batch.work import ClipLine, Clips
 from verax.video.outputs import VideoOutput
 
 pytest.importorskip("av")
@@ -77,10 +80,24 @@ def test_a_line_whose_clip_cannot_be_made_has_the_reason(make, tmp_path, fields,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failure_that_is_not_the_lines_ends_the_run(make, pipeline, monkeypatch):
-    def damaged(request):
-        raise CheckpointError("model.safetensors: it is cut off")
+@pytest.mark.parametrize("error", [RuntimeError("device lost"), IndexError("no latents"), OverflowError("2**64")])
+def test_any_exception_is_the_error_of_its_line_and_the_next_one_is_made(make, pipeline, monkeypatch, tmp_path, error):
+    generate = pipeline.generate
 
-    monkeypatch.setattr(pipeline, "generate", damaged)
-    with pytest.raises(CheckpointError):
-        make(prompt="a red circle")
+    def fail(request):
+        if request.prompt == "b":
+            raise error
+        return generate(request)
+
+    monkeypatch.setattr(pipeline, "generate", fail)
+    lines = tmp_path / "in.jsonl"
+    lines.write_bytes(
+        codecs.BOM_UTF8 + b"".join(b'{"custom_id": "%b", "prompt": "%b"}\n' % (x, x) for x in (b"a", b"b", b"c"))
+    )
+    results = ResultFile.open(tmp_path / "results.jsonl", ClipLine)
+    with results.file:
+        LineRun(InputFile(lines, "prompt"), results, Clips(pipeline, tmp_path, OPTIONS), least=3, most=3).run()
+    written = [json.loads(line) for line in (tmp_path / "results.jsonl").read_bytes().splitlines()]
+    assert [line["custom_id"] for line in written] == ["a", "b", "c"]
+    assert [line["error"] and line["error"]["code"] for line in written] == [None, "server_error", None]
+    assert str(error) in written[1]["error"]["message"]

@@ -53,10 +53,7 @@ def test_a_file_that_is_not_a_result_is_refused(tmp_path, text):
         results.read_results(path)
 
 
-def test_a_checkpoint_is_named_without_its_folders(tmp_path):
-    (tmp_path / "Small-Q4_K_M.gguf").touch()
-    assert results.model_name(str(tmp_path / "Small-Q4_K_M.gguf")) == "Small-Q4_K_M.gguf"
-    assert results.model_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+def test_a_slug_is_words_with_hyphens():
     assert results.slug("Small-Q4_K_M", "", "int8, int8 cache") == "small-q4-k-m-int8-int8-cache"
 
 

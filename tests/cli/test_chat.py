@@ -34,6 +34,18 @@ def test_each_line_of_a_pipe_is_a_turn_and_is_remembered(run, folder):
     )
 
 
+def test_a_model_that_recommends_no_sampling_begins_with_some_and_says_so(run, tmp_path, monkeypatch):
+    folder, chosen, stream = tiny_checkpoint(tmp_path), [], LLM.stream
+    monkeypatch.setattr(LLM, "stream", lambda llm, text, *more: chosen.append(more[0]) or stream(llm, text, *more))
+    ask = ("chat", "-m", folder, "--message", "abc", "--max-tokens", "2", "--dtype", "float32")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
+    assert "recommends no sampling: temperature 0.7, top_p 0.95\n" in run(*ask).err
+    assert "recommends" not in run(*ask, "--temperature", "1").err
+    (folder / "generation_config.json").write_text('{"do_sample": true}')
+    assert "recommends" not in run(*ask).err
+    assert [(params.temperature, params.top_p) for params in chosen] == [(0.7, 0.95), (1.0, 1.0), (1.0, 1.0)]
+
+
 def test_a_checkpoint_without_a_template_says_so_in_one_line(run, tmp_path):
     tiny_checkpoint(tmp_path, chat_template=None)
     done = run("chat", "-m", tmp_path, "--message", "abc", *QUICK)

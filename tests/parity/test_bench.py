@@ -1,22 +1,27 @@
-"""The other side of the text benchmark does the same work on the same weights."""
+"""The other sides of the text, embedding and video benchmarks do the same work on the same weights."""
 
 import jax.numpy as jnp
 import pytest
 
 from tests.support.tiny import tiny_checkpoint
-from verax.bench.settings import TextSettings
+from tests.support.tiny_encoder import sentence_files, tiny_encoder
+from verax import LLM
+from verax.bench.embed.cases import bench_embed
+from verax.bench.results import markdown
+from verax.bench.settings import EmbedSettings, TextSettings, VideoSettings
 from verax.bench.text.cases import bench_text
 from verax.bench.text.workload import Workload
+from verax.bench.video.cases import bench_video
 from verax.checkpoint import Checkpoint
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+pytest.importorskip("diffusers")
+
+from verax.bench.text.cases import transformers_sides
 
 
 def test_transformers_generates_what_the_engine_generates(tmp_path):
-    from verax import LLM
-    from verax.bench.text.cases import transformers_sides
-
     tiny_checkpoint(tmp_path)
     workload = Workload("short-prompts", ((5, 6, 7), (9, 8, 7, 6, 5)), (8, 8), 0.0)
     sides = transformers_sides(Checkpoint.open(tmp_path), "float32", workload)
@@ -38,3 +43,88 @@ def test_all_sides_are_in_one_interleaved_result(tmp_path):
     assert set(result["cases"][0]["sides"]) == {"transformers naive", "transformers batched", "verax"}
     assert set(result["cases"][0]["ratios"]) == {"transformers naive", "transformers batched"}
     assert result["machine"]["torch"] == torch.__version__
+
+
+LIBRARIES = {"openvino": ("openvino", "nncf"), "onnxruntime": ("onnxruntime", "onnx")}
+"""Modules that a side and its int8 need, which are its extra."""
+
+SAME = 1e-6
+"""Difference of numbers of two normalised vectors in float32: rounding of another order of sums."""
+
+
+def bench(folder, against, **options):
+    sizes = {"sentences": 11, "batch_size": 4, "runs": 1, "warmup": 0}
+    return bench_embed(EmbedSettings(model=str(folder), against=against, **{**sizes, **options}))
+
+
+@pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken"])
+def test_transformers_gives_our_vectors(tmp_path, mode):
+    tiny_encoder(tmp_path)
+    sentence_files(tmp_path, mode=mode)
+    result = bench(tmp_path, ("transformers",))
+    assert set(result["cases"][0]["sides"]) == {"transformers", "verax"}
+    assert result["accuracy"]["transformers"]["largest_difference"] < SAME
+    assert result["machine"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(("library", "mode"), [("openvino", "mean"), ("onnxruntime", "lasttoken")])
+def test_an_exported_model_gives_our_vectors_in_float32_and_near_them_in_int8(tmp_path, library, mode):
+    for module in LIBRARIES[library]:
+        pytest.importorskip(module, reason=f"needs {module}: pip install 'verax[{library}]'")
+    tiny_encoder(tmp_path)
+    sentence_files(tmp_path, mode=mode)
+    result = bench(tmp_path, (library, f"{library}-int8"))
+    names = {f"{library} float32", f"{library} int8"}
+    assert set(result["cases"][0]["sides"]) == {*names, "verax"}
+    assert set(result["cases"][0]["ratios"]) == names
+    for name in names:
+        assert len(result["chosen"][name]["trials"]) == 3
+        assert result["chosen"][name]["way"] in result["chosen"][name]["trials"]
+    assert result["accuracy"][f"{library} float32"]["largest_difference"] < SAME
+    assert SAME < result["accuracy"][f"{library} int8"]["cosine_distance"] < 0.03
+    assert library in result["machine"]
+
+
+def test_openvino_in_bfloat16_is_as_near_to_float32_as_we_are(tmp_path):
+    pytest.importorskip("openvino", reason="needs openvino: pip install 'verax[openvino]'")
+    result = bench(tiny_encoder(tmp_path), ("openvino",), dtype="bfloat16", latency=True)
+    ours, theirs = (result["accuracy"][name]["cosine_distance"] for name in ("verax", "openvino bfloat16"))
+    assert 0 < ours < 1e-3
+    assert theirs < 1e-3  # float32 where the processor has no bfloat16
+    assert result["chosen"]["openvino bfloat16"]["way"] == "PERFORMANCE_HINT=LATENCY, one text a call"
+
+
+@pytest.fixture
+def bench_clip(monkeypatch):
+    """The video benchmark of a tiny model, without a measurement of the machine."""
+
+    def run(against, stages, dtype="float32"):
+        monkeypatch.setattr("verax.machine.measure_machine", lambda: {f"matmul_{dtype}_gflop_per_s": 400})
+        settings = dict(frames=[5], height=16, width=16, dtype=dtype, layers=1, runs=1, warmup=0)
+        return bench_video(VideoSettings(size="tiny", stage=stages, against=against, **settings))
+
+    return run
+
+
+def test_every_stage_has_the_result_of_diffusers(bench_clip):
+    result = bench_clip(["diffusers"], ["transformer", "vae", "text"])
+    assert [set(case["sides"]) for case in result["cases"]] == [{"verax", "diffusers"}] * 3
+    assert max(case["sides"]["diffusers"]["difference"] for case in result["cases"]) < 1e-4
+    assert {"torch", "diffusers", "transformers"} <= set(result["machine"])
+    assert result["name"].startswith("tiny-1-layers-transformer-")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_openvino_has_the_result_of_the_stages_that_it_can_run(bench_clip, dtype):
+    pytest.importorskip("openvino", reason="needs openvino: pip install 'verax[openvino]'")
+    result = bench_clip(["openvino"], ["transformer", "vae", "text"], dtype)
+    assert [set(case["sides"]) for case in result["cases"]] == [{"verax", "openvino"}, {"verax"}, {"verax", "openvino"}]
+    bound = {"float32": 1e-4, "bfloat16": 0.2}[dtype]  # it rounds the angles of a timestep to bfloat16
+    assert all(case["sides"]["openvino"]["difference"] < bound for case in result["cases"] if case["ratios"])
+    assert "openvino" in result["machine"]
+    assert "| text encoder, 512 tokens | 5 | openvino |" in markdown(result)
+
+
+def test_pytorch_compiles_the_decoder(bench_clip):
+    result = bench_clip(["torch.compile"], ["vae"])
+    assert result["cases"][0]["sides"]["torch.compile"]["difference"] < 1e-4

@@ -118,6 +118,7 @@ CALLED = [
     },
     {"role": "tool", "content": '{"t": 3}'},
 ]
+AS_TEXT = [*CHAT, {**CALLED[-2], "tool_calls": [{"function": {"name": "weather", "arguments": '{"city":"Köln"}'}}]}]
 PREFILLED = [*CHAT, {"role": "assistant", "content": "It is "}]
 
 
@@ -130,7 +131,7 @@ def both(folder, template):
 
 
 @pytest.mark.parametrize("template", [QWEN3, LLAMA3, MARKED], ids=["qwen3", "llama3", "marked"])
-@pytest.mark.parametrize("messages", [CHAT[1:2], CHAT, CALLED], ids=["question", "chat", "tools called"])
+@pytest.mark.parametrize("messages", [CHAT[1:2], CHAT, CALLED, AS_TEXT], ids=["question", "chat", "called", "as text"])
 @pytest.mark.parametrize(
     "options",
     [

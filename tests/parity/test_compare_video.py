@@ -43,4 +43,5 @@ def test_in_float32_every_frame_is_within_60_db_of_diffusers(model):
     assert min(found.psnr) > 60
     assert min(found.ssim) > 0.9999
     assert report.failures == []
+    assert report.deterministic == {"verax": True, "diffusers": True}
     assert report.first.std() > 10  # of 255: there is something to be seen

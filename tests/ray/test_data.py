@@ -27,47 +27,37 @@ def generate(tmp_path_factory):
     asyncio.run(made._llm.shutdown())
 
 
-def column(*values):
-    found = np.empty(len(values), object)
-    found[:] = values
-    return found
+def batch(**columns):
+    return {name: np.array(values, object) for name, values in columns.items()}
 
 
-def test_each_row_gets_its_answer_and_a_bad_one_its_reason(generate):
-    params = column(None, '{"max_tokens": 2}', None, '{"max_tokens": 0}', "{", {"max_tokens": 3, "stop": None}, None)
-    batch = {
-        "custom_id": np.arange(7),
-        "prompt": column("abc", "abc", "abc " * 100, "abc", "abc", [5, 6, 7], None),
-        "sampling_params": params,
-    }
-    found = asyncio.run(generate(batch))
-    assert found["custom_id"].tolist() == list(range(7))
-    assert [n if e is None else e for n, e in zip(found["num_output_tokens"], found["error"], strict=True)][:2] == [
-        4,
-        2,
-    ]
-    assert found["text"][0].startswith(found["text"][1])
-    assert found["num_output_tokens"][5] == 3
-    assert found["num_prompt_tokens"][5] == 3
-    reasons = [error and error.split(" ")[0] for error in found["error"]]
+async def test_each_row_gets_its_answer_and_a_bad_one_its_reason(generate):
+    params = [None, '{"max_tokens": 2}', None, '{"max_tokens": 0}', "{", {"max_tokens": 3, "stop": None}, None]
+    prompts = ["abc", "abc", "abc " * 100, "abc", "abc", [5, 6, 7], None]
+    answers = await generate(batch(custom_id=range(7), prompt=prompts, sampling_params=params))
+    assert answers["custom_id"].tolist() == list(range(7))
+    reasons = [error and error.split(" ")[0] for error in answers["error"]]
     assert reasons == [None, None, "prompt:", "max_tokens:", "Input", None, "prompt:"]
-    assert [found["text"][i] for i in (2, 3, 4, 6)] == [None] * 4
+    assert answers["num_output_tokens"].tolist() == [4, 2, 0, 0, 0, 3, 0]
+    assert answers["text"][0].startswith(answers["text"][1])
+    assert answers["num_prompt_tokens"][5] == 3
+    assert [answers["text"][i] for i in (2, 3, 4, 6)] == [None] * 4
 
 
-def test_a_dead_engine_ends_the_actor(generate, monkeypatch):
+async def test_a_dead_engine_ends_the_actor(generate, monkeypatch):
     ended = []
 
     def end(error):
         ended.append(error)
-        raise SystemExit
+        raise RuntimeError("the process has ended")
 
     async def dead(*arguments):
         raise EngineDeadError("the engine has failed")
 
     monkeypatch.setattr(module, "end_actor", end)
     monkeypatch.setattr(generate._llm, "collect", dead)
-    with pytest.raises(SystemExit):
-        asyncio.run(generate({"prompt": column("abc")}))
+    with pytest.raises(RuntimeError, match="has ended"):
+        await generate(batch(prompt=["abc"]))
     assert len(ended) == 1
 
 
@@ -78,13 +68,13 @@ def test_each_text_gets_its_vector_and_a_bad_one_its_reason(monkeypatch, tmp_pat
     sentence_files(folder, max_seq_length=16)
     embed = Embed(str(folder), output="vector")
     texts = np.array(["a dog", None, "a cat"], object)
-    found = embed({"text": texts, "custom_id": np.arange(3)})
-    assert found["vector"].shape == (3, embed._encoder.dimension)
-    assert found["vector"].dtype == np.float32
-    assert found["error"].tolist() == [None, "text: expected a text, got None", None]
-    assert not found["vector"][1].any()
+    rows = embed({"text": texts, "custom_id": np.arange(3)})
+    assert rows["vector"].shape == (3, embed._encoder.dimension)
+    assert rows["vector"].dtype == np.float32
+    assert rows["error"].tolist() == [None, "text: expected a text, got None", None]
+    assert not rows["vector"][1].any()
     alone = embed({"text": np.array(["a cat"], object)})
-    assert alone["vector"][0] == pytest.approx(found["vector"][2], abs=1e-5)
+    assert alone["vector"][0] == pytest.approx(rows["vector"][2], abs=1e-5)
 
 
 class Pipeline:
@@ -113,16 +103,12 @@ def clips(monkeypatch, tmp_path):
     return Clips(tmp_path / "clips", request={"num_frames": 5, "seed": 1})
 
 
-def batch(**columns):
-    return {name: np.array(values, object) for name, values in columns.items()}
-
-
 def test_each_row_is_a_file_by_its_id_and_a_bad_one_has_its_reason(clips, tmp_path):
     rows = batch(custom_id=["a-1", "../b", "c"], prompt=["one", "two", "refused"], seed=[None, 7, None])
-    found = clips(rows)
-    assert found["path"][0] == str(tmp_path / "clips" / "a-1.mp4")
-    assert found["path"][2] is None
-    assert found["error"].tolist() == [None, None, "num_frames: expected 5"]
+    made = clips(rows)
+    assert made["path"][0] == str(tmp_path / "clips" / "a-1.mp4")
+    assert made["path"][2] is None
+    assert made["error"].tolist() == [None, None, "num_frames: expected 5"]
     assert all((tmp_path / "clips") in path.parents for path in (tmp_path / "clips").iterdir())
     assert len(list((tmp_path / "clips").iterdir())) == 2
     assert Pipeline.made == [("one", {"num_frames": 5, "seed": 1}), ("two", {"num_frames": 5, "seed": 7})]

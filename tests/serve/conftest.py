@@ -117,6 +117,14 @@ def http():
     return running
 
 
+def error_of(response, status=400):
+    """Error object of an answer over HTTP, which has to be one."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert {"message", "type", "param", "code"} <= set(error)
+    return error
+
+
 def named(field, *values):
     """Cases of a table: wrong values of a field, each with the field's name."""
     return [({field: value}, field) for value in values]
@@ -150,10 +158,7 @@ class Api:
 
     def refused(self, path, body, status=400):
         """Error object of an answer that has to be one."""
-        response = self.post(path, body)
-        assert response.status_code == status, response.text
-        error = response.json()["error"]
-        assert {"message", "type", "param", "code"} <= set(error)
+        error = error_of(self.post(path, body), status)
         if error["param"]:
             assert error["message"].startswith(error["param"])
         return error

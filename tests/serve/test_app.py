@@ -1,4 +1,4 @@
-"""The application: its layers, and the routes of the server itself."""
+"""The application: its layers, the routes of the server itself, its settings, replicas and adapters."""
 
 import asyncio
 import json
@@ -12,9 +12,11 @@ from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 from tests.serve.conftest import Api
+from tests.support.adapters import adapter_weights, linear_sizes, save_adapter
 from tests.support.replicas import as_replicas
-from tests.support.tiny import tiny_checkpoint
+from tests.support.tiny import random_weights, tiny_checkpoint, tiny_config
 from tests.text.conftest import make_llm
+from verax import LLM, LoRARequest
 from verax.cli import app as cli
 from verax.errors import InvalidParameterError
 from verax.serve import app as app_module
@@ -216,14 +218,14 @@ def test_drafts_are_counted_under_vllms_names(make_api, speculating):
     body = {"model": "tiny", "prompt": "abc abc abc", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
     api.ok("/v1/completions", {**body, "logit_bias": {"20": 50, "21": 50}})
     families = text_string_to_metric_families(api.get("/metrics").text)
-    found = {(s.name, s.labels.get("position")): s.value for family in families for s in family.samples}
+    samples = {(s.name, s.labels.get("position")): s.value for family in families for s in family.samples}
     prefix = "vllm:spec_decode_num_"
     drafts, drafted, accepted = (
-        found[f"{prefix}{name}_total", None] for name in ("drafts", "draft_tokens", "accepted_tokens")
+        samples[f"{prefix}{name}_total", None] for name in ("drafts", "draft_tokens", "accepted_tokens")
     )
     assert 0 < drafts < drafted
     assert 0 < accepted <= drafted
-    by_place = [found[f"{prefix}accepted_tokens_per_pos_total", str(place)] for place in range(3)]
+    by_place = [samples[f"{prefix}accepted_tokens_per_pos_total", str(place)] for place in range(3)]
     assert sum(by_place) == accepted
     assert by_place == sorted(by_place, reverse=True)
 
@@ -276,6 +278,7 @@ def test_a_server_with_a_dead_replica_says_so_everywhere(make_api, pair):
         ({"port": 70_000}, "port: expected a whole number of 0 to 65535"),
         ({"log_format": "xml"}, "log_format: expected one of text, json"),
         ({"api_keys": ("",)}, "api_keys: "),
+        ({"video_sizes": ("64",)}, "video_sizes: expected WIDTHxHEIGHT"),
         ({"api_keys": ("schlüssel",)}, "api_keys: "),
         ({"max_body_bytes": 0}, "max_body_bytes: expected a whole number of at least 1"),
         ({"max_embedding_inputs": 10, "max_queued_embedding_inputs": 9}, "max_queued_embedding_inputs: .* 10, got 9"),
@@ -301,3 +304,64 @@ def test_a_flag_out_of_range_is_one_error_before_anything_is_loaded(options, nam
     assert result.exit_code not in (0, None)
     text = result.output + str(result.exception)
     assert named in re.sub(r"\s+", " ", text)
+
+
+GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+CHAT = {"messages": [{"role": "user", "content": "abc"}], **GREEDY}
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    sizes = linear_sizes(random_weights(tiny_config()))
+    folder = save_adapter(tmp_path_factory.mktemp("adapters") / "fox", adapter_weights(sizes, spread=0.5))
+    return LoRARequest("fox", 1, str(folder))
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("served") / "tiny")
+    sizes = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 32}
+    return LLM(folder, dtype="float32", use_tqdm=False, enable_lora=True, max_lora_rank=4, **sizes)
+
+
+@pytest.fixture(scope="module")
+def adapted(llm, adapter):
+    engine = AsyncLLM.from_llm(llm)
+    yield Api(create_app(Server(llm=engine, served_names=("tiny", "alias"), adapters={"fox": adapter})))
+    asyncio.run(engine.shutdown())
+
+
+def test_adapters_are_listed_with_their_base(adapted, adapter):
+    models = {model["id"]: model for model in adapted.get("/v1/models").json()["data"]}
+    assert list(models) == ["tiny", "alias", "fox"]
+    assert (models["fox"]["parent"], models["fox"]["root"]) == ("tiny", adapter.lora_path)
+    assert models["tiny"]["parent"] is None
+    assert adapted.get("/v1/models/fox").json() == models["fox"]
+
+
+def test_the_model_of_a_request_chooses_the_adapter(adapted):
+    texts = {}
+    for name in ("tiny", "alias", "fox"):
+        answer = adapted.post("/v1/completions", {"model": name, "prompt": "abc def", **GREEDY}).json()
+        assert answer["model"] == name
+        texts[name] = answer["choices"][0]["text"]
+    assert texts["tiny"] == texts["alias"] != texts["fox"]
+
+
+def test_chats_and_responses_choose_it_too(adapted, llm, adapter):
+    chat = adapted.post("/v1/chat/completions", {"model": "fox", **CHAT}).json()
+    base = adapted.post("/v1/chat/completions", {"model": "tiny", **CHAT}).json()
+    assert chat["model"] == "fox"
+    assert chat["choices"][0]["message"]["content"] != base["choices"][0]["message"]["content"]
+    body = {"model": "fox", "input": "abc", "temperature": 0, "max_output_tokens": 8}
+    assert adapted.post("/v1/responses", body).json()["model"] == "fox"
+
+
+def test_an_unknown_name_is_answered_with_those_that_are_served(adapted):
+    error = adapted.refused("/v1/completions", {"model": "wolf", "prompt": "abc"}, 404)
+    assert "tiny, alias, fox" in error["message"]
+
+
+def test_an_adapter_cannot_have_the_models_name(adapter):
+    with pytest.raises(InvalidParameterError, match="lora_modules: tiny is the model's own name"):
+        Server(served_names=("tiny",), adapters={"tiny": adapter})

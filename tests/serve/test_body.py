@@ -71,7 +71,7 @@ def test_a_wrong_field_is_named(body, param):
         b'{"anything": 1e999, "messages": []}',
     ],
 )
-def test_what_is_no_json_object_of_bounded_depth_is_refused(body):
+def test_what_is_not_a_json_object_of_bounded_depth_is_refused(body):
     with pytest.raises(ApiError) as caught:
         decode(Body, body)
     assert caught.value.status == 400

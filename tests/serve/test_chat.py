@@ -50,11 +50,11 @@ def test_the_deltas_of_a_stream_joined_are_the_whole_answer(api, more):
     body = {**BODY, **more}
     whole, chunks = api.ok(PATH, body), api.stream(PATH, body)
     for choice in whole["choices"]:
-        made = joined(chunks, choice["index"])
-        assert made["content"] == choice["message"]["content"]
-        assert made["finish_reason"] == choice["finish_reason"]
-        assert made["token_ids"] == choice.get("token_ids", [])
-        assert made["logprobs"] == (choice["logprobs"] and choice["logprobs"]["content"])
+        result = joined(chunks, choice["index"])
+        assert result["content"] == choice["message"]["content"]
+        assert result["finish_reason"] == choice["finish_reason"]
+        assert result["token_ids"] == choice.get("token_ids", [])
+        assert result["logprobs"] == (choice["logprobs"] and choice["logprobs"]["content"])
 
 
 def test_a_stream_begins_with_the_role_and_ends_with_the_reason(api):
@@ -73,8 +73,8 @@ def test_usage_in_streams(api):
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["completion_tokens"] == whole["completion_tokens"]
-    each = api.stream(PATH, {**BODY, "stream_options": {"continuous_usage_stats": True}})
-    counts = [chunk["usage"]["completion_tokens"] for chunk in each]
+    continuous = api.stream(PATH, {**BODY, "stream_options": {"continuous_usage_stats": True}})
+    counts = [chunk["usage"]["completion_tokens"] for chunk in continuous]
     assert counts == sorted(counts)
     assert counts[-1] == whole["completion_tokens"]
 

@@ -27,7 +27,7 @@ def joined(chunks, index):
     return whole
 
 
-def test_an_answer_has_openais_fields_and_16_tokens_unless_told(api):
+def test_an_answer_has_openais_fields_and_16_tokens_by_default(api):
     body = api.ok(PATH, {"prompt": "abc", "ignore_eos": True})
     assert body["id"].startswith("cmpl-")
     assert body["object"] == "text_completion"
@@ -54,13 +54,13 @@ def test_a_stream_joined_is_the_whole_answer(api, more):
     assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
     assert chunks[-1]["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
     for choice in whole["choices"]:
-        made = joined(chunks, choice["index"])
+        result = joined(chunks, choice["index"])
         # Two prompts may be in one step or in two, whose programs round differently.
-        scores = [lists.pop("token_logprobs") for lists in (made["logprobs"], choice["logprobs"]) if lists]
+        scores = [lists.pop("token_logprobs") for lists in (result["logprobs"], choice["logprobs"]) if lists]
         if scores:
             np.testing.assert_allclose(*(np.asarray(values, np.float64) for values in scores), rtol=1e-5)
         for name in ("text", "logprobs", "finish_reason"):
-            assert made[name] == choice[name]
+            assert result[name] == choice[name]
 
 
 def test_choices_of_several_prompts_are_in_their_order(api):
@@ -131,7 +131,7 @@ def test_a_wrong_field_is_a_400_that_names_it(api, change, param):
         assert api.refused(PATH, {**BODY, "stream": stream, **change})["param"] == param
 
 
-def test_more_prompts_than_the_queue_holds_are_a_429_and_leave_nothing_behind(api, engine):
+def test_more_prompts_than_the_queue_holds_are_a_429_and_leave_nothing(api, engine):
     error = api.refused(PATH, {**BODY, "prompt": ["once"] * 60}, 429)
     assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
     assert api.post(PATH, {**BODY, "prompt": ["once"] * 60}).headers["retry-after"]
@@ -144,15 +144,15 @@ def test_more_prompts_than_the_queue_holds_are_a_429_and_leave_nothing_behind(ap
 
 def test_a_text_goes_to_tokens_and_back(api):
     for prefix in ("", "/v1"):
-        made = api.ok(f"{prefix}/tokenize", {"prompt": "the café 🦊", "return_token_strs": True})
-        assert made["count"] == len(made["tokens"]) == len(made["token_strs"])
-        assert made["max_model_len"] == 128
-        assert api.ok(f"{prefix}/detokenize", {"tokens": made["tokens"]}) == {"prompt": "the café 🦊"}
+        result = api.ok(f"{prefix}/tokenize", {"prompt": "the café 🦊", "return_token_strs": True})
+        assert result["count"] == len(result["tokens"]) == len(result["token_strs"])
+        assert result["max_model_len"] == 128
+        assert api.ok(f"{prefix}/detokenize", {"tokens": result["tokens"]}) == {"prompt": "the café 🦊"}
 
 
 def test_a_chat_is_rendered_by_the_template(api):
-    made = api.ok("/tokenize", {"messages": [{"role": "user", "content": "abc"}]})
-    text = api.ok("/detokenize", {"tokens": made["tokens"]})["prompt"]
+    result = api.ok("/tokenize", {"messages": [{"role": "user", "content": "abc"}]})
+    text = api.ok("/detokenize", {"tokens": result["tokens"]})["prompt"]
     assert text == "<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n"
 
 

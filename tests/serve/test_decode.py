@@ -67,7 +67,7 @@ def test_an_image_is_turned_upright():
         (b"\x89PNG\r\n\x1a\n" + bytes(1 << 20), "more than 1048576 bytes"),
     ],
 )
-def test_what_is_no_picture_damaged_or_too_large_is_refused(data, message):
+def test_what_is_not_a_picture_damaged_or_too_large_is_refused(data, message):
     with pytest.raises(InvalidParameterError, match=message):
         decode(data, LIMITS)
 
@@ -108,10 +108,6 @@ def decode_apart(data, **limits):
     return asyncio.run(MediaDecoder(MediaLimits(**limits)).decode(data, name="input_reference"))
 
 
-def test_frames_come_back_whole():
-    np.testing.assert_array_equal(decode_apart(saved("PNG")), PICTURE[None])
-
-
 @pytest.mark.parametrize(
     ("data", "limits", "message"),
     [
@@ -143,7 +139,7 @@ def test_a_process_that_is_killed_costs_one_request():
 
 
 @pytest.mark.anyio
-async def test_a_process_that_takes_too_long_or_is_no_longer_wanted_is_killed():
+async def test_a_process_that_takes_too_long_or_is_not_wanted_any_more_is_killed():
     decoder = MediaDecoder(MediaLimits(seconds=0))
 
     with pytest.raises(InvalidParameterError, match="decoding took more than 0 seconds"):

@@ -30,14 +30,14 @@ BLOCKS = [block for page in PAGES for block in blocks(ROOT / page) if block.not_
 @pytest.fixture(scope="module")
 def target():
     """A server of the built-in model, as a person starts it."""
-    ready, over, found = threading.Event(), [], []
+    ready, over, urls = threading.Event(), [], []
 
     async def main():
         stop = asyncio.Event()
         over.extend([asyncio.get_running_loop(), stop])
         try:
             async with started(EngineOptions(max_num_seqs=4, max_model_len=256).command) as server:
-                found.append(server.url)
+                urls.append(server.url)
                 ready.set()
                 await stop.wait()
         finally:
@@ -46,7 +46,7 @@ def target():
     thread = threading.Thread(target=asyncio.run, args=(main(),))
     thread.start()
     ready.wait()
-    yield found[0]
+    yield urls[0]
     over[0].call_soon_threadsafe(over[1].set)
     thread.join()
 

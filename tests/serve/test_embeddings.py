@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from tests.serve.conftest import named
+from tests.serve.conftest import error_of, named
 from tests.support.tiny_encoder import random_sentences, tiny_reranker
 from verax import Reranker
 from verax.errors import EngineDeadError, QueueFullError
@@ -49,11 +49,6 @@ def ok(response):
     return response.json()
 
 
-def error_of(response, status=400):
-    assert response.status_code == status, response.text
-    return response.json()["error"]
-
-
 def test_texts_give_the_vectors_of_the_encoder_and_their_tokens_are_counted(embed, served_encoder):
     response = embed(input=SENTENCES)
     np.testing.assert_allclose(vectors_of(response), served_encoder.encode(SENTENCES), atol=2e-6)
@@ -81,7 +76,7 @@ def test_fewer_dimensions_are_the_first_ones_of_length_one(embed, served_encoder
     np.testing.assert_allclose(vectors_of(embed(input=SENTENCES, dimensions=7)), expected, atol=2e-6)
 
 
-def test_long_texts_are_refused_or_cut_when_told(embed, served_encoder):
+def test_long_texts_are_refused_or_cut_on_request(embed, served_encoder):
     long = "the cat sat on the mat " * 10
     error = error_of(embed(input=["a cat", long]))
     assert (error["code"], error["param"], error["n_prompt_tokens"], error["n_ctx"]) == (
@@ -130,12 +125,12 @@ def test_another_model_is_not_found(client, embed):
     assert error_of(without.post("/v1/embeddings", json={"input": "a cat"}), 404)["code"] == "model_not_found"
 
 
-@pytest.mark.parametrize("how", [{}, {"encoding_format": "float"}])
-def test_openai_python(client, served_encoder, how):
+@pytest.mark.parametrize("options", [{}, {"encoding_format": "float"}])
+def test_openai_python(client, served_encoder, options):
     openai = pytest.importorskip("openai")
     api = openai.OpenAI(api_key="none", base_url="http://127.0.0.1/v1", http_client=client, max_retries=0)
-    found = api.embeddings.create(model="tiny", input=SENTENCES, **how)
-    np.testing.assert_allclose([one.embedding for one in found.data], served_encoder.encode(SENTENCES), atol=2e-6)
+    answer = api.embeddings.create(model="tiny", input=SENTENCES, **options)
+    np.testing.assert_allclose([one.embedding for one in answer.data], served_encoder.encode(SENTENCES), atol=2e-6)
     with pytest.raises(openai.BadRequestError, match="dimensions: expected 1 to 48, got 49"):
         api.embeddings.create(model="tiny", input="a cat", dimensions=49)
 
@@ -193,7 +188,7 @@ def test_documents_may_be_objects_with_a_text(rerank):
     assert ok(rerank(documents=objects))["results"] == ok(rerank())["results"]
 
 
-def test_long_pairs_are_refused_or_cut_when_told(rerank, reranker):
+def test_long_pairs_are_refused_or_cut_on_request(rerank, reranker):
     long = "the cat sat on the mat " * 10
     error = error_of(rerank(documents=["a cat", long]))
     assert (error["code"], error["param"], error["n_prompt_tokens"], error["n_ctx"]) == (
@@ -308,7 +303,7 @@ def test_a_request_that_was_cancelled_is_left_out(queue, slow_encoder):
     assert slow_encoder.batches == [[1], [3]]
 
 
-def test_an_error_reaches_its_batch_and_the_queue_goes_on(queue, slow_encoder):
+def test_an_error_reaches_its_batch_and_the_queue_continues(queue, slow_encoder):
     slow_encoder.may_go.release(2)
 
     async def main():

@@ -1,8 +1,10 @@
-"""Faults over real connections: each costs one request one error, leaves nothing, and the server continues."""
+"""Faults, bounds and the process, over real connections: each fault costs one request one error and leaves nothing."""
 
 import concurrent.futures
 import contextlib
 import json
+import os
+import signal
 import socket
 import threading
 import time
@@ -12,13 +14,15 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from verax.serve import run
+from tests.serve.conftest import error_of
+from verax.errors import InvalidParameterError, StructuredOutputError
 from verax.serve.http import middleware
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
-from verax.serve.run import bind
+from verax.serve.run import bind, run
 from verax.serve.video import videos
 from verax.text.engine.async_llm import AsyncLLM
+from verax.text.features import grammar
 
 pytest.importorskip("av")
 pytest.importorskip("PIL.Image")
@@ -38,13 +42,6 @@ def serve(http, new_server):
 
 def client_of(url):
     return httpx.Client(base_url=url, timeout=60)
-
-
-def error_of(response, status=400):
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert {"message", "type", "param", "code"} <= set(error)
-    return error
 
 
 def is_alive(api):
@@ -78,7 +75,7 @@ def test_an_engine_that_fails_fails_every_request_of_every_api(served_llm, monke
 
     monkeypatch.setattr(served_llm.engine, "advance", fail)
     server = Server(llm=AsyncLLM.from_llm(served_llm), served_names=("tiny",), settings=ServerSettings(port=0))
-    found = {}
+    outcomes = {}
 
     def clients(url):
         with client_of(url) as api, concurrent.futures.ThreadPoolExecutor() as pool:
@@ -93,14 +90,14 @@ def test_an_engine_that_fails_fails_every_request_of_every_api(served_llm, monke
                 lines = stream.iter_lines()
                 next(lines)
                 broken.set()
-                found["events"] = [line for line in lines if line]
-            found["answers"] = {path: answer.result() for path, answer in answers.items()}
+                outcomes["events"] = [line for line in lines if line]
+            outcomes["answers"] = {path: answer.result() for path, answer in answers.items()}
 
-    monkeypatch.setattr(run, "LAST_ANSWERS", 30.0)
+    monkeypatch.setattr("verax.serve.run.LAST_ANSWERS", 30.0)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         tasks = []
         try:
-            status = run.run(server, bind(server.settings), lambda url: tasks.append(pool.submit(clients, url)))
+            status = run(server, bind(server.settings), lambda url: tasks.append(pool.submit(clients, url)))
         finally:
             monkeypatch.undo()
             served_llm.engine._in_flight = None
@@ -108,8 +105,8 @@ def test_an_engine_that_fails_fails_every_request_of_every_api(served_llm, monke
                 served_llm.engine.abort(request_id)
         tasks[0].result()
     assert status == 1
-    assert json.loads(found["events"][-1].removeprefix("data: "))["error"]["code"] == "engine_dead"
-    for path, answer in found["answers"].items():
+    assert json.loads(outcomes["events"][-1].removeprefix("data: "))["error"]["code"] == "engine_dead"
+    for path, answer in outcomes["answers"].items():
         assert answer.status_code == 500, path
         assert "the engine has failed" in answer.json()["error"]["message"]
 
@@ -184,7 +181,7 @@ def shared(http, new_server):
         "a" * 8000,
     ],
 )
-def test_a_name_is_looked_up_and_is_no_path(shared, name):
+def test_a_name_is_looked_up_and_is_not_a_path(shared, name):
     paths = [
         *("/v1/models/{}", "/v1/videos/{}", "/v1/videos/{}/content", "/v1/videos/{}/events", "/static/{}/page.js"),
         *("/static/x/{}", "/static/reports/x/{}", "/{}"),
@@ -279,3 +276,261 @@ def test_a_slow_body_has_a_limited_time(serve, monkeypatch):
         pieces = (piece for seconds, piece in ((0, body[:-1]), (1.5, body[-1:])) if time.sleep(seconds) is None)
         assert api.post("/v1/chat/completions", content=pieces, headers=JSON).status_code == 200
         assert is_alive(api)
+
+
+# Requests that ask for more work than a request may: each is one error, and nobody else waits for it.
+
+
+CHAT, COMPLETE, EMBED, VIDEOS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/videos"
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        (COMPLETE, {"prompt": "a" * 5_000_000}, 400, "prompt"),
+        (COMPLETE, {"prompt": [1] * 2_000_000}, 400, "prompt"),
+        (COMPLETE, {"prompt": ["a"] * 257}, 400, "prompt"),
+        (COMPLETE, {"prompt": ["a"] * 256, "n": 8}, 429, None),
+        (COMPLETE, {"prompt": "a", "n": 128}, 400, "n"),
+        (COMPLETE, {"prompt": "a", "stop": "z" * 1025}, 400, "stop"),
+        (COMPLETE, {"prompt": "a", "stop": ["a"] * 17}, 400, "stop"),
+        (COMPLETE, {"prompt": "a", "stop_token_ids": [1] * 100_000}, 400, "stop_token_ids"),
+        (COMPLETE, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(100_000)), 1)}, 400, "logit_bias"),
+        (COMPLETE, {"prompt": "a", "guided_choice": ["a" * i for i in range(1, 1000)]}, 400, "guided_choice"),
+        (COMPLETE, {"prompt": "a", "guided_regex": "(a{1000}){1000}"}, 400, "guided_regex"),
+        (COMPLETE, {"prompt": "a", "guided_regex": "(" * 30_000 + ")" * 30_000}, 400, "guided_regex"),
+        (COMPLETE, {"prompt": "a", "guided_regex": "a" * 100_000}, 400, "guided_regex"),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}] * 10_000}, 400, "messages"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 10_000}]}, 400, "messages"),
+        (CHAT, {**ASKED, "stop": ["z" * 500_000] * 4}, 400, "stop"),
+        (CHAT, {**ASKED, "tools": [TOOL] * 10_000, "tool_choice": "required"}, 400, None),
+        (CHAT, {**ASKED, "chat_template_kwargs": {f"a{i}": 1 for i in range(65)}}, 400, "chat_template_kwargs"),
+        (CHAT, {**ASKED, "chat_template_kwargs": {"__class__": 1}}, 400, "chat_template_kwargs"),
+        (CHAT, {**ASKED, "chat_template_kwargs": {"a": "b" * 9_000_000}}, 413, "body"),
+        (EMBED, {"input": ["a"] * 2049}, 400, "input"),
+        (EMBED, {"input": "a " * 1_000_000}, 400, "input"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_too_much_work_is_one_error(shared, path, body, status, param):
+    response = shared.post(path, json=body)
+    assert response.status_code == status, response.text[:500]
+    error = response.json()["error"]
+    assert error["param"] == param or param is None
+    assert len(error["message"]) < 1000
+    assert after_the_queue(shared).status_code == 200
+
+
+def after_the_queue(shared):
+    """A short answer, as soon as what was refused in part has left the queue."""
+    for _ in range(1000):
+        answer = shared.post(CHAT, json={**ASKED, "max_tokens": 1})
+        if answer.status_code != 429:
+            break
+        time.sleep(0.01)
+    return answer
+
+
+def test_megabytes_of_text_are_not_tokenised_for_a_vector(shared, served_encoder, monkeypatch):
+    tokenised, tokenize = [], served_encoder.tokenize
+
+    def watched(texts, **options):
+        tokenised.extend(map(len, texts))
+        return tokenize(texts, **options)
+
+    monkeypatch.setattr(served_encoder, "tokenize", watched)
+    long = "the cat " * 500_000
+    error = shared.post(EMBED, json={"input": ["a", long]}).json()["error"]
+    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+    assert error["n_prompt_tokens"] > error["n_ctx"] == 16
+    cut = shared.post(EMBED, json={"input": long, "truncate_prompt_tokens": -1}).json()
+    assert cut["usage"]["prompt_tokens"] == 16
+    assert max(tokenised) < 2000
+
+
+def test_as_many_texts_as_openai_takes_are_embedded(shared):
+    outcomes = shared.post(EMBED, json={"input": ["a"] * 2048}).json()["data"]
+    assert [one["index"] for one in outcomes] == list(range(2048))
+
+
+def test_a_prompt_of_megabytes_is_refused_without_being_tokenised(shared, served_llm, monkeypatch):
+    tokenised = []
+    encode = type(served_llm.tokenizer).encode
+    monkeypatch.setattr(
+        type(served_llm.tokenizer),
+        "encode",
+        lambda self, text, **options: tokenised.append(len(text)) or encode(self, text, **options),
+    )
+    long = "a" * 1_000_000
+    for path, body in {CHAT: {"messages": [{"role": "user", "content": long}]}, COMPLETE: {"prompt": long}}.items():
+        error = shared.post(path, json=body).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert error["n_prompt_tokens"] > error["n_ctx"] == 128
+    assert not tokenised
+    assert shared.post("/tokenize", json={"prompt": "a" * 100_000}).json()["count"] > 128
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_takes_too_long_ends_its_request_alone(shared, monkeypatch, stream):
+    def fail(*_):
+        raise StructuredOutputError("structured_outputs: the grammar is too ambiguous")
+
+    monkeypatch.setattr(grammar.GrammarMatcher, "fill", fail)
+    form = {"max_tokens": 50, "structured_outputs": {"grammar": 'start: s\ns: s s | "a" | "b" | "ab"'}}
+    with shared.stream("POST", COMPLETE, json={"prompt": "abc", "max_tokens": 100, "stream": True}) as other:
+        lines = other.iter_lines()
+        next(lines)
+        response = shared.post(COMPLETE, json={"prompt": "abc", "stream": stream, **form})
+        rest = [line for line in lines if line]
+    # The first mask fails, so that a stream, too, has its real status.
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == "structured_outputs"
+    assert "ambiguous" in error["message"]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] in ("stop", "length")
+
+
+def test_nobody_waits_for_grammars_that_compile(shared, monkeypatch):
+    done, compile_grammar = threading.Event(), grammar.GrammarCompiler.compile
+
+    def slow(self, wanted):
+        assert done.wait(60)
+        return compile_grammar(self, wanted)
+
+    monkeypatch.setattr(grammar.GrammarCompiler, "compile", slow)
+    formed = {"prompt": "abc", "max_tokens": 2, "guided_choice": ["a", "b"]}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        try:
+            waiting = [pool.submit(shared.post, COMPLETE, json=formed) for _ in range(4)]
+            assert shared.post(CHAT, json={**ASKED, "max_tokens": 1}).status_code == 200
+            assert not any(answer.done() for answer in waiting)
+        finally:
+            done.set()
+        assert [answer.result().status_code for answer in waiting] == [200] * 4
+
+
+# The process: clients that go away, and signals.
+@pytest.fixture
+def run_client(served_llm):
+    """Runs a server in this thread while a client runs in another, then ends it by SIGTERM."""
+
+    def serving(client, **settings):
+        llm = AsyncLLM.from_llm(served_llm)
+        server = Server(llm=llm, served_names=("tiny",), settings=ServerSettings(port=0, **settings))
+        results, errors = [], []
+
+        def work(url):
+            try:
+                results.append(client(url, llm))
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def start(url):
+            threading.Thread(target=work, args=(url,), daemon=True).start()
+
+        status = run(server, bind(server.settings), start)
+        for error in errors:
+            raise error
+        return status, results[0]
+
+    return serving
+
+
+def events_of(response):
+    return [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+
+
+def idle(llm):
+    """True once the engine has nothing to do; waits for it."""
+    for _ in range(500):
+        stats = llm.stats()
+        if stats.num_requests_running == stats.num_requests_waiting == 0:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_openais_client_is_served(run_client):
+    openai = pytest.importorskip("openai")
+
+    def client(url, llm):
+        strict = {"max_retries": 0, "_strict_response_validation": True}
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="any", **strict) as api:
+            options = {"messages": LONG["messages"], "max_tokens": 10, "seed": 1, "temperature": 1.0}
+            whole = api.chat.completions.create(model="tiny", **options)
+            chunks = list(api.chat.completions.create(model="tiny", stream=True, **options))
+            content = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+            assert content == whole.choices[0].message.content
+            assert api.completions.create(model="tiny", prompt="abc", max_tokens=3).choices[0].finish_reason
+            assert [model.id for model in api.models.list()] == ["tiny"]
+            with pytest.raises(openai.NotFoundError) as missing:
+                api.chat.completions.create(model="gpt-9", messages=LONG["messages"])
+            assert missing.value.code == "model_not_found"
+            with pytest.raises(openai.BadRequestError) as wrong:
+                api.chat.completions.create(model="tiny", messages=LONG["messages"], n=1000)
+            assert wrong.value.param == "n"
+        return True
+
+    assert run_client(client) == (0, True)
+
+
+def test_a_client_that_goes_away_ends_its_request(run_client, slow, served_llm):
+    def client(url, llm):
+        with httpx.Client(base_url=url) as api:
+            with api.stream("POST", "/v1/chat/completions", json={**LONG, "stream": True}) as response:
+                next(response.iter_lines())
+            assert idle(llm)
+            streamed = llm.stats().generation_tokens
+            with pytest.raises(httpx.ReadTimeout):
+                api.post("/v1/chat/completions", json=LONG, timeout=0.3)
+            assert idle(llm)
+            return streamed, llm.stats().generation_tokens - streamed
+
+    begin = served_llm.engine.num_generated_tokens
+    status, (streamed, whole) = run_client(client)
+    assert status == 0
+    # Neither answer was generated to its end.
+    assert streamed - begin < LONG["max_tokens"]
+    assert whole < LONG["max_tokens"]
+
+
+def test_sigterm_lets_running_requests_finish_and_refuses_new_ones(run_client, slow):
+    def client(url, llm):
+        with httpx.Client(base_url=url) as api:
+            with api.stream("POST", "/v1/chat/completions", json={**LONG, "stream": True}) as response:
+                lines = response.iter_lines()
+                next(lines)
+                os.kill(os.getpid(), signal.SIGTERM)
+                refused = httpx.get(f"{url}/v1/models")
+                while refused.status_code == 200:
+                    refused = httpx.get(f"{url}/v1/models")
+                rest = [line for line in lines if line]
+            return refused.status_code, refused.json()["error"]["code"], rest[-1]
+
+    # The signal that the fixture sends at the end is a second one: it ends the server at once, which is done already.
+    status, (code, name, last) = run_client(client)
+    assert (status, code, name, last) == (0, 503, "draining", "data: [DONE]")
+
+
+def test_what_does_not_finish_in_time_is_aborted_and_says_so(run_client, slow):
+    def client(url, llm):
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json={**LONG, "stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return [line for line in lines if line][-1]
+
+    status, last = run_client(client, shutdown_timeout=0.0)
+    assert status == 0
+    assert json.loads(last.removeprefix("data: "))["error"]["type"] in ("unavailable_error", "server_error")
+
+
+def test_an_address_in_use_is_an_error_that_names_the_port():
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InvalidParameterError, match=f"port: cannot listen at 127.0.0.1 port {port}"):
+            bind(ServerSettings(port=port))

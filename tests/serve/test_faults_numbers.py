@@ -49,13 +49,13 @@ BASES = {
 def routes():
     """Path and Struct of each route that takes a body, without those that are served under `/v1` too."""
     server = Server(settings=ServerSettings(port=0))
-    found = {}
+    fields = {}
     for module_routes in app_module.ROUTES:
         for route in module_routes(server):
             body = route.body if isinstance(route, ApiRoute) else None
-            if body is not None and f"/v1{route.path}" not in found:
-                found[route.path] = body
-    return found
+            if body is not None and f"/v1{route.path}" not in fields:
+                fields[route.path] = body
+    return fields
 
 
 def places(kind):
@@ -93,8 +93,8 @@ def smallest(kind):
         case inspect.UnionType():
             return smallest(kind.types[0])
         case inspect.StructType():
-            made = {kind.tag_field: kind.tag} if kind.tag_field else {}
-            return made | {field.encode_name: smallest(field.type) for field in kind.fields if field.required}
+            value = {kind.tag_field: kind.tag} if kind.tag_field else {}
+            return value | {field.encode_name: smallest(field.type) for field in kind.fields if field.required}
     return {}
 
 
@@ -177,7 +177,7 @@ def test_a_number_of_a_form_is_served_or_refused_by_the_name_of_its_field(client
 
 
 def test_the_fields_are_found():
-    found = {(body, field) for path, body, field, _ in (case.values for case in CASES)}
-    assert {(EmbeddingRequest, "dimensions"), (VideoCreate, "seed"), (VideoCreate, "seconds")} <= found
+    fields = {(body, field) for path, body, field, _ in (case.values for case in CASES)}
+    assert {(EmbeddingRequest, "dimensions"), (VideoCreate, "seed"), (VideoCreate, "seconds")} <= fields
     assert len(CASES) > 60
     assert msgspec.json.encode(smallest(inspect.type_info(EmbeddingRequest)))

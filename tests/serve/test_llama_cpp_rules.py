@@ -59,11 +59,11 @@ def test_the_prompts_beginning_is_taken_from_the_cache(api, path):
         body = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
         answer = api.ok(path, {**body, **GREEDY, "max_tokens": 2})
         usage, timings = answer["usage"], answer["timings"]
-        found = usage["prompt_tokens_details"]["cached_tokens"]
-        assert timings["cache_n"] == found
+        hits = usage["prompt_tokens_details"]["cached_tokens"]
+        assert timings["cache_n"] == hits
         assert timings["cache_n"] + timings["prompt_n"] == usage["prompt_tokens"]
-        assert found % BLOCK == 0
-        return found, usage["prompt_tokens"]
+        assert hits % BLOCK == 0
+        return hits, usage["prompt_tokens"]
 
     text = f"{path} 1 2 3 4 5 6 7 8 9"
     cached(text)
@@ -181,11 +181,11 @@ def test_a_wrong_form_is_a_400_that_names_the_clients_field(api, path, form):
         [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "AAAA"}}]}],
     ],
 )  # fmt: skip
-def test_what_is_no_conversation_in_text_is_refused_with_its_place(api, messages):
+def test_what_is_not_a_conversation_in_text_is_refused_with_its_place(api, messages):
     assert api.refused(CHAT, {"messages": messages})["param"].startswith("messages")
 
 
-def test_a_prompt_can_announce_the_answer_or_not_or_go_on_with_it(api):
+def test_a_prompt_can_announce_the_answer_or_not_or_continue_it(api):
     announced = "<|im_start|>assistant\n"
     assert prompt_of(api, USER).endswith(announced)
     assert announced not in prompt_of(api, USER, add_generation_prompt=False)
@@ -226,7 +226,7 @@ def test_thoughts_of_earlier_answers_are_a_part_of_the_prompt(api, served_llm, m
     assert counts[0]["input_tokens"] < counts[1]["input_tokens"]
 
 
-def test_special_tokens_are_put_around_a_text_unless_told_otherwise(api, served_llm):
+def test_special_tokens_are_put_around_a_text_by_default(api, served_llm):
     backend = served_llm.tokenizer._backend
     backend.post_processor = TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 0)])
     try:

@@ -31,10 +31,10 @@ def scripted(monkeypatch, run):
 
 def events(text):
     """Names and data of a stream's events."""
-    found = [event.split("\n") for event in text.split("\n\n") if event and not event.startswith(":")]
-    made = [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in found]
-    assert all(name == data["type"] for name, data in made)
-    return made
+    blocks = [event.split("\n") for event in text.split("\n\n") if event and not event.startswith(":")]
+    result = [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in blocks]
+    assert all(name == data["type"] for name, data in result)
+    return result
 
 
 def streamed(api, body):
@@ -83,10 +83,10 @@ def test_an_answer_has_anthropics_fields(api):
 def test_a_stream_makes_the_whole_answer(api):
     body = {**BODY, "temperature": 0, "max_tokens": 20}
     whole, stream = api.ok(PATH, body), streamed(api, body)
-    made = whole_of(stream)
-    assert made["content"] == whole["content"]
-    assert made["stop_reason"] == whole["stop_reason"]
-    assert made["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+    result = whole_of(stream)
+    assert result["content"] == whole["content"]
+    assert result["stop_reason"] == whole["stop_reason"]
+    assert result["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
     assert [name for name, _ in stream][:2] == ["message_start", "ping"]
     assert [name for name, _ in stream][-2:] == ["message_delta", "message_stop"]
 
@@ -135,7 +135,7 @@ def test_why_the_answer_ended(api, monkeypatch, reason, stop, expected):
     assert (body["stop_reason"], body["stop_sequence"]) == expected
 
 
-def test_arguments_that_are_no_json_are_given_as_text(api, monkeypatch):
+def test_arguments_that_are_not_json_are_given_as_text(api, monkeypatch):
     scripted(monkeypatch, ScriptedRun(call(0, '{"city": "Os'), "length"))
     assert api.ok(PATH, BODY)["content"][0]["input"] == {"INVALID_JSON": '{"city": "Os'}
 
@@ -148,7 +148,7 @@ def test_an_error_in_mid_stream_is_an_event(api, monkeypatch):
 
 
 def test_a_conversation_with_calls_becomes_a_chat():
-    made = chat(
+    result = chat(
         system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
         messages=[
             {"role": "user", "content": [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]},
@@ -170,34 +170,62 @@ def test_a_conversation_with_calls_becomes_a_chat():
             },
         ],
     )
-    system, user, answer, rain, failed, more = made.messages
+    system, user, answer, rain, failed, more = result.messages
     assert (system.role, system.content, user.content) == ("system", "Be brief.", "A\nB")
     assert (answer.reasoning_content, answer.content) == ("Hm.", "I look.")
     assert answer.tool_calls[0].function.arguments == {"city": "Oslo"}
     assert (rain.role, rain.tool_call_id, rain.content) == ("tool", "call_0", "Rain")
     assert (failed.content, more.content) == ("Error: no", "And?")
-    assert made.continue_final_message is None
+    assert result.continue_final_message is None
+
+
+def test_what_coding_agents_send_is_taken(api):
+    """The body of a request of Claude Code, whose instructions stand within the conversation too."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    asked = {
+        "system": [{"type": "text", "text": "Be brief.", **mark}],
+        "messages": [
+            *USER,
+            {"role": "system", "content": [{"type": "text", "text": "Be kind.", **mark}]},
+            {
+                "role": "assistant",
+                "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "B"}],
+            },
+            *USER,
+        ],
+        **{
+            "tools": [{**TOOL, "type": "custom", **mark}],
+            "thinking": {"type": "adaptive"},
+            "temperature": 1,
+            "top_p": 0,
+        },
+        **{"metadata": {"user_id": "u"}, "output_config": {"effort": "high"}, "context_management": {"edits": []}},
+    }
+    api.ok(PATH, {**BODY, **asked})
+    result = chat(**asked)
+    assert [message.role for message in result.messages] == ["system", "user", "assistant", "user"]
+    assert (result.messages[0].content, result.messages[2].content) == ("Be brief.\nBe kind.", "B")
 
 
 def test_fields_become_those_of_a_chat():
-    made = chat(
+    result = chat(
         tools=[TOOL], tool_choice={"type": "any", "disable_parallel_tool_use": True}, stop_sequences=["END"],
         top_k=5, top_p=0.9, temperature=0.5, thinking={"type": "enabled", "budget_tokens": 4},
         output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}, "effort": "max"},
     )  # fmt: skip
-    assert made.tools[0].function.name == "weather"
-    assert (made.tool_choice, made.parallel_tool_calls, made.stop) == ("required", False, ["END"])
-    assert (made.top_k, made.top_p, made.temperature, made.max_tokens) == (5, 0.9, 0.5, 8)
-    assert made.chat_template_kwargs == {"enable_thinking": True}
-    assert made.response_format.json_schema.schema == {"type": "object"}
-    assert made.reasoning_effort == "xhigh"
+    assert result.tools[0].function.name == "weather"
+    assert (result.tool_choice, result.parallel_tool_calls, result.stop) == ("required", False, ["END"])
+    assert (result.top_k, result.top_p, result.temperature, result.max_tokens) == (5, 0.9, 0.5, 8)
+    assert result.chat_template_kwargs == {"enable_thinking": True}
+    assert result.response_format.json_schema.schema == {"type": "object"}
+    assert result.reasoning_effort == "xhigh"
     assert chat().reasoning_effort == "none"
     assert chat(tools=[TOOL], tool_choice={"type": "tool", "name": "weather"}).tool_choice.function.name == "weather"
 
 
 def test_a_last_message_of_the_assistant_is_continued():
-    made = chat(messages=[*USER, {"role": "assistant", "content": "There was"}])
-    assert made.continue_final_message is True
+    result = chat(messages=[*USER, {"role": "assistant", "content": "There was"}])
+    assert result.continue_final_message is True
 
 
 @pytest.mark.parametrize(
@@ -215,6 +243,8 @@ def test_a_last_message_of_the_assistant_is_continued():
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
          "messages: the last one has a tool call"),
         ({"tools": [{**TOOL, "type": "web_search_20250305"}]}, "tools[0].type: "),
+        ({"messages": [{"role": "system", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]},
+         "messages[0].content[0].type: "),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name: "),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "clock"}}, "tool_choice: "),
         ({"tools": [TOOL, TOOL]}, "tools[1]: "),

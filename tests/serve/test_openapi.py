@@ -8,24 +8,24 @@ from verax.serve.http.openapi import ApiRoute
 
 
 @pytest.fixture(scope="module")
-def made(api):
+def description(api):
     return api.get("/openapi.json").json()
 
 
-def resolved(made, schema):
+def resolved(description, schema):
     reference = schema.get("$ref")
-    return made["components"]["schemas"][reference.rpartition("/")[2]] if reference else schema
+    return description["components"]["schemas"][reference.rpartition("/")[2]] if reference else schema
 
 
-def test_the_description_is_valid_by_the_schema_of_openapi_3_1(made):
+def test_the_description_is_valid_by_the_schema_of_openapi_3_1(description):
     schemathesis = pytest.importorskip("schemathesis")
-    assert made["openapi"].startswith("3.1")
-    schemathesis.openapi.from_dict(made).validate()
+    assert description["openapi"].startswith("3.1")
+    schemathesis.openapi.from_dict(description).validate()
 
 
-def test_every_route_but_the_pages_is_described(api, made):
+def test_every_route_but_the_pages_is_described(api, description):
     paths = {route.path_format for route in api.app.routes if isinstance(route, ApiRoute)}
-    assert set(made["paths"]) == paths
+    assert set(description["paths"]) == paths
     others = {route.path for route in api.app.routes} - {
         route.path for route in api.app.routes if isinstance(route, ApiRoute)
     }
@@ -34,8 +34,8 @@ def test_every_route_but_the_pages_is_described(api, made):
     )
 
 
-def test_every_operation_has_a_name_of_its_own_an_answer_and_errors(made):
-    operations = [(path, operation) for path, methods in made["paths"].items() for operation in methods.values()]
+def test_every_operation_has_a_name_of_its_own_an_answer_and_errors(description):
+    operations = [(path, operation) for path, methods in description["paths"].items() for operation in methods.values()]
     names = [operation["operationId"] for _, operation in operations]
     assert len(set(names)) == len(names)
     for path, operation in operations:
@@ -44,37 +44,39 @@ def test_every_operation_has_a_name_of_its_own_an_answer_and_errors(made):
         assert {"401", "404", "500", "503"} <= set(answers)
         assert {"400", "413", "415"} <= set(answers) or "requestBody" not in operation
         for status in set(answers) - {"200", "206"}:
-            error = resolved(made, answers[status]["content"]["application/json"]["schema"])
+            error = resolved(description, answers[status]["content"]["application/json"]["schema"])
             assert ("request_id" in error["properties"]) == ("/messages" in path)
 
 
-def test_bodies_have_the_fields_that_are_taken(made):
+def test_bodies_have_the_fields_that_are_taken(description):
     def fields(path, kind="application/json"):
-        return resolved(made, made["paths"][path]["post"]["requestBody"]["content"][kind]["schema"])["properties"]
+        return resolved(description, description["paths"][path]["post"]["requestBody"]["content"][kind]["schema"])[
+            "properties"
+        ]
 
     assert {"messages", "n", "tools", "response_format", "structured_outputs", "top_k"} <= set(
         fields("/v1/chat/completions")
     )
     assert fields("/v1/chat/completions")["function_call"]["type"] == "null"  # refused
     item = fields("/v1/responses")["input"]["anyOf"][1]["items"]["anyOf"]
-    assert {"arguments", "call_id"} <= set(resolved(made, item[1])["properties"])
+    assert {"arguments", "call_id"} <= set(resolved(description, item[1])["properties"])
     form = fields("/v1/videos", "multipart/form-data")
     assert set(form) == set(fields("/v1/videos"))
     assert form["input_reference"]["anyOf"][0] == {"type": "string", "format": "binary"}
     assert form["fps"] == {"type": "integer", "minimum": 1, "maximum": 120}
 
 
-def test_parameters_and_streams_are_described(made):
-    listing = made["paths"]["/v1/videos"]["get"]["parameters"]
+def test_parameters_and_streams_are_described(description):
+    listing = description["paths"]["/v1/videos"]["get"]["parameters"]
     assert {parameter["name"] for parameter in listing} == {"limit", "after", "order"}
-    content = made["paths"]["/v1/videos/{name}/content"]["get"]
+    content = description["paths"]["/v1/videos/{name}/content"]["get"]
     assert [parameter["in"] for parameter in content["parameters"]] == ["path", "query", "header"]
     assert "video/mp4" in content["responses"]["200"]["content"]
     for path in ("chat/completions", "completions", "responses", "messages"):
-        assert "text/event-stream" in made["paths"][f"/v1/{path}"]["post"]["responses"]["200"]["content"]
+        assert "text/event-stream" in description["paths"][f"/v1/{path}"]["post"]["responses"]["200"]["content"]
 
 
-def test_every_reference_leads_somewhere(made):
-    text = json.dumps(made)
+def test_every_reference_leads_somewhere(description):
+    text = json.dumps(description)
     for reference in {part.split('"')[0] for part in text.split('"$ref": "')[1:]}:
-        assert reference.removeprefix("#/components/schemas/") in made["components"]["schemas"]
+        assert reference.removeprefix("#/components/schemas/") in description["components"]["schemas"]

@@ -74,7 +74,7 @@ def test_markdown_needs_a_key_and_names_a_wrong_field(client):
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "text")
 
 
-def test_a_report_opens_without_a_key_at_an_address_that_only_the_listing_tells(client):
+def test_a_report_opens_without_a_key_at_an_address_that_only_the_listing_shows(client):
     assert client.get("/page/reports").status_code == 401
     listing = client.get("/page/reports", headers=KEY).json()
     assert [report["name"] for report in listing["reports"]] == ["run/compare.html"]
@@ -93,7 +93,10 @@ def test_a_server_without_reports_says_so():
     with TestClient(create_app(Server()), base_url="http://127.0.0.1:8000") as client:
         assert client.get("/page/reports").json() == {"prefix": None, "reports": []}
         assert client.get("/static/reports/x/y.html").status_code == 404
-        assert client.get("/page/info").json() == {"models": [], "embeddings": None, "videos": None, "reports": False}
+        info = client.get("/page/info").json()
+        ranges = info.pop("ranges")
+        assert info == {"models": [], "sampling": {}, "embeddings": None, "videos": None, "reports": False}
+        assert ranges["min_p"] == {"min": 0, "max": 1}
 
 
 @pytest.mark.parametrize("query", ["conv_id=none", "", "conv_id=" + "a" * 20])
@@ -104,7 +107,7 @@ def test_a_stream_that_is_not_there_is_404_and_stopping_it_does_nothing(client, 
 
 
 @pytest.mark.parametrize("offset", ["-1", "x", "1e3", "٣", "9" * 30])
-def test_an_offset_that_is_no_number_is_an_error_of_that_field(client, offset):
+def test_an_offset_that_is_not_a_number_is_an_error_of_that_field(client, offset):
     answer = client.get("/v1/stream", params={"conv_id": "a" * 20, "from": offset}, headers=KEY)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "from")
 
@@ -128,7 +131,7 @@ def test_every_language_of_the_list_is_highlighted(language):
     assert "<span" in render(f"```{language}\n[1] 'x' # = 2 <a>\nFROM x; if\n+a\n$ ls\n```\n")
 
 
-def test_another_language_and_a_long_block_are_shown_as_they_are():
+def test_another_language_and_a_long_block_are_shown_unchanged():
     long = "a = 1\n" * (markdown.MAX_HIGHLIGHTED // 6 + 1)
     for html in (render("```brainfuck\n+++<b>\n```"), render(f"```python\n{long}```")):
         assert "<span" not in html
@@ -234,8 +237,8 @@ def test_a_name_that_the_listing_has_not_is_not_found(folder, name):
 
 def test_a_report_is_found_with_the_token_only(folder):
     reports = Reports(folder)
-    found = reports.find(reports.token, "run/compare.md")
-    assert found is not None
-    assert found.path.read_text() == "# equal"
+    report = reports.find(reports.token, "run/compare.md")
+    assert report is not None
+    assert report.path.read_text() == "# equal"
     assert reports.find("é", "run/compare.md") is None
     assert Reports(folder).find(reports.token, "run/compare.md") is None

@@ -32,9 +32,9 @@ def streamed(api, body):
     """Data of a stream's events, whose names and numbers are checked."""
     response = api.post(PATH, {**body, "stream": True})
     assert response.status_code == 200, response.text
-    found = [event.split("\n") for event in response.text.split("\n\n") if event and not event.startswith(":")]
+    blocks = [event.split("\n") for event in response.text.split("\n\n") if event and not event.startswith(":")]
     events = []
-    for name, data in found:
+    for name, data in blocks:
         event = json.loads(data.removeprefix("data: "))
         assert event["type"] == name.removeprefix("event: ")
         assert event["sequence_number"] == len(events)
@@ -117,7 +117,7 @@ def test_an_error_in_mid_stream_fails_the_response(api, monkeypatch):
 
 
 def test_items_become_messages():
-    made = chat(
+    result = chat(
         instructions="Be brief.",
         input=[
             {"role": "developer", "content": "Be kind."},
@@ -133,25 +133,25 @@ def test_items_become_messages():
             {"role": "user", "content": "Thanks"},
         ],
     )
-    roles = [message.role for message in made.messages]
+    roles = [message.role for message in result.messages]
     assert roles == ["system", "developer", "user", "assistant", "tool", "tool", "assistant", "user"]
-    answer, rain, noon, second = made.messages[3:7]
+    answer, rain, noon, second = result.messages[3:7]
     assert (answer.reasoning_content, answer.content, len(answer.tool_calls)) == ("Hm.", "I look.", 2)
     assert (rain.content, noon.content, noon.tool_call_id) == ("Rain", "Noon", "c2")
     assert (second.reasoning_content, second.content) == ("So.", "Done.")
 
 
 def test_fields_become_those_of_a_chat():
-    made = chat(
+    result = chat(
         tools=[TOOL], tool_choice={"type": "function", "name": "weather"}, parallel_tool_calls=False, top_logprobs=2,
         temperature=0.5, top_p=0.9, reasoning={"effort": "low"},
         text={"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}, "strict": True}},
     )  # fmt: skip
-    assert made.tools[0].function.parameters == TOOL["parameters"]
-    assert (made.tool_choice.function.name, made.parallel_tool_calls) == ("weather", False)
-    assert (made.logprobs, made.top_logprobs, made.max_completion_tokens) == (True, 2, 8)
-    assert (made.temperature, made.top_p, made.reasoning_effort) == (0.5, 0.9, "low")
-    assert made.response_format.json_schema.schema == {"type": "object"}
+    assert result.tools[0].function.parameters == TOOL["parameters"]
+    assert (result.tool_choice.function.name, result.parallel_tool_calls) == ("weather", False)
+    assert (result.logprobs, result.top_logprobs, result.max_completion_tokens) == (True, 2, 8)
+    assert (result.temperature, result.top_p, result.reasoning_effort) == (0.5, 0.9, "low")
+    assert result.response_format.json_schema.schema == {"type": "object"}
 
 
 OTHERS = [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}, {"type": "namespace", "name": "m"}]
@@ -169,12 +169,19 @@ def test_what_coding_agents_send_is_taken_and_what_is_in_vain_is_said(api):
     fields = [warning.partition(": ")[0] for warning in body["warnings"]]
     assert fields == ["tools[0]", "tools[2]", "tools[3]", "store", "reasoning.summary", "text.verbosity"]
     assert "warnings" not in api.ok(PATH, BODY)
-    made = chat(tools=[*OTHERS, TOOL], tool_choice={"type": "allowed_tools", "mode": "required", "tools": [TOOL]})
-    assert ([tool.function.name for tool in made.tools], made.tool_choice) == (["weather"], "required")
+    result = chat(tools=[*OTHERS, TOOL], tool_choice={"type": "allowed_tools", "mode": "required", "tools": [TOOL]})
+    assert ([tool.function.name for tool in result.tools], result.tool_choice) == (["weather"], "required")
+
+
+def test_tools_may_be_items_and_in_the_namespace_functions():
+    item = {"type": "additional_tools", "role": "developer", "tools": [{"type": "namespace", "name": "functions"}]}
+    item["tools"][0]["tools"] = [OTHERS[1], TOOL]
+    result = chat(input=[item, {"role": "user", "content": "A"}], tool_choice={"type": "function", "name": "weather"})
+    assert ([tool.function.name for tool in result.tools], len(result.messages)) == (["weather"], 1)
 
 
 def test_items_of_other_tools_are_kept_as_text():
-    made = chat(
+    result = chat(
         input=[
             {"role": "user", "content": "A"},
             {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"query": "Oslo"}},
@@ -183,11 +190,11 @@ def test_items_of_other_tools_are_kept_as_text():
             {"type": "message", "role": "assistant", "content": "B"},
         ]
     )
-    assert [message.role for message in made.messages] == ["user", "assistant", "user", "assistant"]
-    search, patch = map(json.loads, made.messages[1].content.split("\n"))
+    assert [message.role for message in result.messages] == ["user", "assistant", "user", "assistant"]
+    search, patch = map(json.loads, result.messages[1].content.split("\n"))
     assert search == {"type": "web_search_call", "action": {"query": "Oslo"}}
     assert (patch["name"], patch["input"]) == ("apply_patch", "*** Begin")
-    assert json.loads(made.messages[2].content)["output"] == "Done"
+    assert json.loads(result.messages[2].content)["output"] == "Done"
 
 
 def test_log_probabilities_come_with_the_text(api):
@@ -217,7 +224,8 @@ def test_log_probabilities_come_with_the_text(api):
         ({"tools": [{"name": "f"}]}, "tools[0].type"),
         ({"tools": [{"type": "web_search"}, TOOL, TOOL]}, "tools[2]"),
         ({"tool_choice": {"type": "web_search"}, "tools": [TOOL]}, "tool_choice"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
+        ({"input": [{"type": "additional_tools", "tools": 5}]}, "input[0].tools"),
+        ({"input": [{"type": "additional_tools", "tools": [TOOL, {"type": "function"}]}]}, "input[0].tools[1].name"),
         *named("tool_choice", "required"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         ({"text": {"verbosity": "loud"}}, "text.verbosity"),

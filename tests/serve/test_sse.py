@@ -154,7 +154,7 @@ async def joined(reader):
     return b"".join([chunk async for chunk in reader])
 
 
-async def test_a_stream_goes_on_without_its_reader_and_is_read_again_from_any_byte():
+async def test_a_stream_continues_without_its_reader_and_is_read_again_from_any_byte():
     store, source = streams(), Frames()
     reader = store.start(ID, source.frames())
     source.put(b"one ")

@@ -143,11 +143,11 @@ def test_several_calls_stand_in_one_answer(api):
     assert calls == [("rain", {"days": 2}), ("wind", {"days": 1})]
 
 
-def test_the_model_may_answer_in_words_or_with_a_call_behind_them(api):
+def test_the_model_may_answer_in_words_or_with_a_call_after_them(api):
     assert answer(api, structured_outputs={"choice": ["Rain."]}) == ("Rain.", [], "stop")
     if api.syntax in ("hermes", "qwen3_coder"):
-        found = answer(api, **says(api, ("rain", 1), text="I look.\n"))
-        assert found == ("I look.", [("rain", {"days": 1})], "tool_calls")
+        result = answer(api, **says(api, ("rain", 1), text="I look.\n"))
+        assert result == ("I look.", [("rain", {"days": 1})], "tool_calls")
 
 
 def test_what_is_written_like_a_call_is_text_without_tools_and_with_none(api):

@@ -66,21 +66,21 @@ def test_a_collector_gets_a_span_of_each_request(http, served_llm, collector, mo
     first, second = (span for resource in resources for part in resource.scope_spans for span in part.spans)
     names = {one.key: one.value.string_value for one in resources[0].resource.attributes}
     assert names["service.name"] == "my-server"
-    found = {one.key: one.value for one in first.attributes}
+    values = {one.key: one.value for one in first.attributes}
     assert first.name == "POST /v1/completions"
     assert (first.trace_id.hex(), first.parent_span_id.hex()) == (TRACE, PARENT)
-    assert found["http.response.status_code"].int_value == 200
-    assert found["gen_ai.response.model"].string_value == "tiny"
-    assert found["gen_ai.request.id"].string_value == "one"
-    assert found["gen_ai.usage.input_tokens"].int_value == usage["prompt_tokens"]
-    assert found["gen_ai.usage.output_tokens"].int_value == 3
+    assert values["http.response.status_code"].int_value == 200
+    assert values["gen_ai.response.model"].string_value == "tiny"
+    assert values["gen_ai.request.id"].string_value == "one"
+    assert values["gen_ai.usage.input_tokens"].int_value == usage["prompt_tokens"]
+    assert values["gen_ai.usage.output_tokens"].int_value == 3
     taken = (first.end_time_unix_nano - first.start_time_unix_nano) / 1e9
-    assert 0 < found["gen_ai.latency.time_to_first_token"].double_value <= taken
+    assert 0 < values["gen_ai.latency.time_to_first_token"].double_value <= taken
     assert "secret" not in str(first)
     assert not second.parent_span_id
     assert {one.key: one.value.int_value for one in second.attributes}["http.response.status_code"] == 400
 
 
-def test_what_is_no_url_is_refused():
+def test_what_is_not_a_url_is_refused():
     with pytest.raises(InvalidParameterError, match="otlp_traces_endpoint: expected a URL"):
         RequestTracer.to_collector("127.0.0.1:4318")

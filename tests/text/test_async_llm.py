@@ -19,6 +19,7 @@ from verax.errors import (
     QueueFullError,
     RequestRefusedError,
     StructuredOutputError,
+    VeraxError,
 )
 from verax.text.engine.outputs import RequestOutput, StepStats
 from verax.text.engine.sampling_params import SamplingParams
@@ -157,6 +158,23 @@ async def test_a_closed_dropped_or_cancelled_request_is_aborted_and_the_others_c
     blocks = served.llm.engine.scheduler.blocks
     assert blocks.usage == 0
     assert not served.llm.engine.has_unfinished_requests
+
+
+async def test_a_panic_in_the_text_of_a_request_ends_it_alone(served, monkeypatch):
+    class Panic(BaseException):
+        """As PyO3's PanicException, which is not an Exception."""
+
+    def fail():
+        raise Panic("index out of bounds")
+
+    expected = await served.collect(PROMPTS[4], GREEDY)
+    bad, other = served.generate(PROMPTS[1], LONG), asyncio.create_task(served.collect(PROMPTS[4], GREEDY))
+    await anext(bad)
+    monkeypatch.setattr(bad._live.request.sequences[0].detokenizer, "delta", fail)
+    with pytest.raises(VeraxError, match="index out of bounds"):
+        await drain(bad)
+    assert (await other).outputs == expected.outputs
+    await until_idle(served)
 
 
 async def test_an_aborted_request_ends_with_the_reason_abort(served):
@@ -353,6 +371,13 @@ def test_dropping_the_engine_ends_its_thread(llm):
     assert gone() is None
     thread.join(30)
     assert not thread.is_alive()
+
+
+def test_an_llm_with_unfinished_requests_is_refused(llm):
+    name = llm.add_request(PROMPTS[1], GREEDY)
+    with pytest.raises(InvalidParameterError, match="llm: it has unfinished requests"):
+        AsyncLLM.from_llm(llm)
+    llm.abort(name)
 
 
 async def test_an_engine_without_a_tokenizer_serves_token_ids(tiny_folder, llm):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.support.sequences import make_sequence
+from tests.support.sequences import admit, make_sequence
 from tests.support.tiny import WINDOWED, tiny_config
 from verax.errors import InvalidParameterError
 from verax.models import causal_lm
@@ -16,7 +16,7 @@ from verax.text.step.sizes import block_bytes, plan_sizes
 
 def serve(blocks, sequence, *, others=()):
     """Admit a sequence next to running ones, as if all of its tokens were computed; the number that was cached."""
-    assert blocks.admit(sequence, len(sequence.tokens))
+    assert admit(blocks, sequence, len(sequence.tokens))
     assert blocks.grow(sequence, len(sequence.tokens)) is not None
     cached, sequence.num_computed = sequence.num_computed, len(sequence.tokens)
     blocks.register(sequence)
@@ -27,7 +27,7 @@ def serve(blocks, sequence, *, others=()):
 def found(blocks, tokens, **options):
     """Number of tokens of a prompt that a new sequence finds in the cache."""
     sequence = make_sequence(tokens)
-    assert blocks.admit(sequence, len(sequence.tokens), **options)
+    assert admit(blocks, sequence, len(sequence.tokens), **options)
     computed = sequence.num_computed
     assert sequence.num_to_compute >= 1
     blocks.release(sequence)
@@ -38,7 +38,7 @@ def test_a_prefix_is_shared_block_by_block():
     blocks = BlockManager([20], 4)
     first, second = make_sequence(range(10)), make_sequence([*range(8), 99, 98])
     assert serve(blocks, first) == 0
-    assert blocks.admit(second, 10)
+    assert admit(blocks, second, 10)
     assert second.num_computed == 8
     assert second.tables == [first.tables[0][:2]]
     blocks.check([first, second])
@@ -90,7 +90,7 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning():
     third = make_sequence([60, 61])  # takes the end of the prefix
     serve(blocks, third, others=[other])
     again = make_sequence(range(13))
-    assert blocks.admit(again, 8)
+    assert admit(blocks, again, 8)
     assert again.num_computed == 8
 
 
@@ -100,7 +100,7 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning():
 def test_no_room_changes_nothing(counts, windows):
     blocks = BlockManager(counts, 4, windows=windows)
     serve(blocks, running := make_sequence(range(8)))
-    assert not blocks.admit(make_sequence(range(50, 59)), 9)
+    assert not admit(blocks, make_sequence(range(50, 59)), 9)
     assert blocks.grow(running, 40) is None
     assert {len(table) for table in running.tables} == {2}
     blocks.check([running])
@@ -112,7 +112,7 @@ def test_idle_cached_blocks_are_not_counted_twice_as_room():
     serve(blocks, first)
     blocks.release(first)
     # 8 of its tokens are cached in idle blocks; with them it needs 4 blocks in all, and there are 3.
-    assert not blocks.admit(make_sequence([*range(8), 1, 2, 3, 4, 5]), 13)
+    assert not admit(blocks, make_sequence([*range(8), 1, 2, 3, 4, 5]), 13)
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -131,7 +131,7 @@ def test_caching_can_be_off_and_a_reset_forgets_prefixes_and_keeps_running_seque
 def test_blocks_before_the_window_are_given_back_when_a_sequence_grows():
     blocks = BlockManager([20, 20], 4, windows=[None, 6])
     first = make_sequence(range(40))
-    assert blocks.admit(first, 40)
+    assert admit(blocks, first, 40)
     for computed in (10, 17, 30):
         blocks.grow(first, computed)
         first.num_computed = computed
@@ -147,13 +147,13 @@ def test_blocks_before_the_window_are_given_back_when_a_sequence_grows():
 def test_a_given_back_block_is_used_again_by_another_sequence():
     blocks = BlockManager([20, 7], 4, windows=[None, 4])
     first, second = make_sequence(range(16)), make_sequence(range(50, 66))
-    assert blocks.admit(first, 16)
+    assert admit(blocks, first, 16)
     blocks.grow(first, 16)
-    assert not blocks.admit(second, 16)  # 2 blocks of the 6 are left
+    assert not admit(blocks, second, 16)  # 2 blocks of the 6 are left
     first.num_computed = 16
     blocks.grow(first, 17)
     assert sum(map(bool, first.tables[1])) == 2
-    assert blocks.admit(second, 16)
+    assert admit(blocks, second, 16)
     blocks.grow(second, 16)
     blocks.check([first, second])
 
@@ -161,13 +161,13 @@ def test_a_given_back_block_is_used_again_by_another_sequence():
 def test_only_what_a_step_needs_must_fit_with_a_window():
     blocks = BlockManager([20, 5], 4, windows=[None, 4])
     long = make_sequence(range(60))
-    assert not blocks.admit(long, 60, chunk=12)
-    assert blocks.admit(long, 60, chunk=8)
+    assert not admit(blocks, long, 60, chunk=12)
+    assert admit(blocks, long, 60, chunk=8)
 
 
 def compute(blocks, sequence, *, chunk):
     """Admit a sequence and pretend that it is computed in chunks."""
-    assert blocks.admit(sequence, len(sequence.tokens), chunk=chunk)
+    assert admit(blocks, sequence, len(sequence.tokens), chunk=chunk)
     while sequence.num_to_compute:
         computed = min(sequence.num_computed + chunk, len(sequence.tokens))
         assert blocks.grow(sequence, computed) is not None
@@ -197,7 +197,7 @@ def test_a_text_is_found_by_its_end_when_its_beginning_is_gone():
     other = make_sequence([*range(100, 104), *range(4, 33)])  # the same blocks after another beginning
     assert found(blocks, other.tokens, chunk=4) == 0
     again = make_sequence(range(33))
-    assert blocks.admit(again, 33, chunk=4)
+    assert admit(blocks, again, 33, chunk=4)
     assert [bool(block) for block in again.tables[0]] == [False] * 6 + [True] * 2
 
 
@@ -208,7 +208,7 @@ def test_a_short_prefix_is_found_where_a_group_lacks_the_longer_one():
     blocks.release(first)
     assert found(blocks, [*range(8), 99], chunk=4) == 8  # their blocks are the last ones used
     taken = make_sequence(range(100, 164))
-    assert blocks.admit(taken, 64)
+    assert admit(blocks, taken, 64)
     blocks.grow(taken, 64)  # 14 unused blocks before the window, and the blocks of tokens 16 and 12 to 15
     assert [found(blocks, [*range(n), 99], chunk=4) for n in (16, 12, 8, 4)] == [12, 12, 8, 4]
 

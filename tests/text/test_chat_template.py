@@ -71,6 +71,7 @@ AS_OBJECT = "{% if a is mapping %}{% for key, value in a | items %}{{ key }}={{ 
         ({"x": None}, '{"x": null}', "x=None;", '{"x": null}'),
         ('{"x": "It was a da', '{"x": "It was a da', "x=It was a da;", '{"x": "It was a da"}'),
         ('{"x": [1, {"y": "a", "z', '{"x": [1, {"y": "a", "z', "x=[1, {'y': 'a'}];", '{"x": [1, {"y": "a"}]}'),
+        ('{"x": "a\\ud83d', '{"x": "a\\ud83d', "x=a?;", '{"x": "a?"}'),
         ("not json", "not json", "", "{}"),
         ("[" * 9999, "[" * 9999, "", "{}"),
         ('{"x":' * 9999, '{"x":' * 9999, "", "{}"),
@@ -85,8 +86,7 @@ def test_arguments_are_text_or_an_object_as_the_template_wants(arguments, as_tex
         assert render(read + AS_TEXT, messages) == as_text
         assert render(read + AS_OBJECT, messages) == as_object
         assert render(read + "{{ a | tojson }}", messages) == as_json
-        if isinstance(arguments, str):
-            assert render(read + "{{ '<' + a + '>' ~ a }}", messages) == f"<{as_text}>{as_text}"
+        assert render(read + "{{ '<' + a + '>' ~ a }}", messages) == f"<{as_text}>{as_text}"
 
 
 @pytest.mark.parametrize("name", ["reasoning", "thinking", "reasoning_content"])

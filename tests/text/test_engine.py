@@ -124,9 +124,18 @@ def test_a_prefix_hit_changes_no_token_and_finds_an_earlier_answer(llm):
     assert again.num_cached_tokens >= 56
 
 
+def test_seeds_have_64_bits_and_top_p_of_0_is_greedy(llm):
+    def drawn(**params):
+        return alone(llm, PROMPTS[2], SamplingParams(max_tokens=12, ignore_eos=True, **params))
+
+    assert len({drawn(temperature=1.5, seed=5 + offset) for offset in (0, 2**31, 2**32, 2**62)}) == 4
+    assert drawn(temperature=1.5, top_p=0, seed=5) == drawn(temperature=0)
+
+
 def test_each_position_draws_its_own_number(llm):
-    nearly_uniform = SamplingParams(temperature=1000.0, seed=3, max_tokens=40, ignore_eos=True)
-    assert len(set(alone(llm, PROMPTS[0], nearly_uniform))) > 25
+    for temperature in (1000.0, 1e300):  # nearly uniform
+        params = SamplingParams(temperature=temperature, seed=3, max_tokens=40, ignore_eos=True)
+        assert len(set(alone(llm, PROMPTS[0], params))) > 25
 
 
 def test_unseeded_requests_repeat_with_the_engine_seed_and_not_within_it(tiny_folder):
@@ -227,13 +236,17 @@ def test_prompt_shapes_are_told_apart(llm):
         (5, None, "prompts: expected texts or lists of token ids"),
         ({"text": "abc"}, None, "prompts: .*prompt_token_ids"),
         (["a", "b"], [GREEDY], "sampling_params: 1 given for 2"),
+        *(([[5, wrong]], GREEDY, "prompt: expected token ids") for wrong in (1.5, "6", None, float("nan"), [6], True)),
+        (b"abc", GREEDY, "prompts: expected texts or lists"),
+        ([b"abc"], GREEDY, "prompt: expected a text, token ids or messages"),
+        (["a\ud800b"], GREEDY, "prompt: .*half of a character"),
         ([[5, 6]], {"temperature": 0}, "sampling_params: expected SamplingParams"),
         ([[5, 6]], "greedy", "sampling_params: expected SamplingParams"),
         ([[5, 6]], [None], "sampling_params: expected SamplingParams"),
     ],
 )
 def test_what_is_not_a_prompt_or_parameters_is_refused(llm, prompts, params, message):
-    with pytest.raises(InvalidParameterError, match=message):
+    with pytest.raises((InvalidParameterError, RequestRefusedError), match=message):
         llm.generate(prompts, params)
 
 
@@ -298,6 +311,8 @@ def test_only_new_tokens_have_log_probabilities(llm):
         ([[5], [6]], InvalidParameterError, "output_token_ids: expected an answer for each of 1, got 2"),
         ([[5, 10**6]], RequestRefusedError, "output_token_ids: token 1000000 is outside"),
         ([[5] * 21], InvalidParameterError, "output_token_ids: the answer of sample 0 ends before"),
+        ([[5, 1.5]], InvalidParameterError, "output_token_ids: expected token ids"),
+        ([5], InvalidParameterError, "output_token_ids: expected token ids"),
     ],
 )
 def test_an_impossible_answer_so_far_is_refused_and_leaves_nothing(llm, answers, error, message):

@@ -14,6 +14,8 @@ WHOLE = [{name: value} for name in ("max_num_seqs", "block_size", "max_lora_rank
 WRONG = [
     *((options, f"{next(iter(options))}: expected a whole number of at least 1") for options in WHOLE),
     ({"max_loras": 3, "max_cpu_loras": 2}, r"max_cpu_loras: 2 is less than max_loras \(3\)"),
+    ({"seed": -1}, "seed: expected a whole number of 0 to 9223372036854775807, got -1"),
+    ({"seed": 2**63}, "seed: expected a whole number of 0 to 9223372036854775807"),
     ({"nnodes": 0}, "nnodes: expected a whole number of at least 1"),
     ({"nnodes": 2, "tensor_parallel_size": 2, "node_rank": 2}, r"node_rank: 2 hosts \(nnodes\) have .* 0 to 1, got 2"),
     ({"node_rank": -1}, "node_rank: expected a whole number of at least 0"),

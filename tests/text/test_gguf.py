@@ -16,7 +16,7 @@ from verax.checkpoint import Checkpoint
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.text.engine.llm import LLM
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.tokens.gguf import read_gguf_tokenizer
+from verax.text.tokens.gguf import ENDS, FILLS, RULES, read_gguf_tokenizer
 from verax.text.tokens.tokenizer import IncrementalDetokenizer, Tokenizer
 
 TEXTS = [
@@ -319,7 +319,87 @@ def test_the_beginning_and_the_end_token_can_be_switched(begin, end):
     assert backend.encode("a", add_special_tokens=False).ids == [5]
 
 
-def test_a_control_token_that_ends_a_turn_ends_a_text():
-    tokens = [*SENTENCEPIECE["tokens"], "<end_of_turn>", "<|end|>"]
-    changes = {"tokens": tokens, "scores": [0.0] * 8, "token_type": [2, 3, 3, 1, 1, 1, 3, 1]}
-    assert read(SENTENCEPIECE, changes).eos_token_ids == {2, 6}
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+
+
+def ending(*tokens, kind=CONTROL, sound=BYTE_LEVEL, **changes):
+    """Parts of a vocabulary with further tokens of one type."""
+    extended = {
+        name: [*sound[name], *more] for name, more in (("tokens", tokens), ("token_type", [kind] * len(tokens)))
+    }
+    if "scores" in sound:
+        extended["scores"] = [*sound["scores"], *[0.0] * len(tokens)]
+    return read(sound, extended | changes)
+
+
+@pytest.mark.parametrize("kind", [CONTROL, USER_DEFINED, NORMAL])
+@pytest.mark.parametrize("end", sorted(ENDS))
+def test_a_token_that_ends_a_turn_is_one_token_and_ends_a_text_whatever_its_type(end, kind):
+    parts = ending(end, kind=kind)
+    assert parts.eos_token_ids == {3}
+    assert parts.backend.encode(f"ab{end}").ids == [2, 3]
+    parts = ending("<|eot_id|>", kind=kind, sound=SENTENCEPIECE)
+    assert parts.eos_token_ids == {2, 6}
+    assert parts.backend.encode("a<|eot_id|>", add_special_tokens=False).ids == [5, 6]
+
+
+def test_tokens_between_files_end_a_text_too():
+    assert ending("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|fim_prefix|>").eos_token_ids == {3, 4, 5}
+    assert ending("pad", fim_pad_token_id=3).eos_token_ids == {3}
+    assert ending("<|fim_pad|>", fim_pad_token_id=0).eos_token_ids == {0}
+
+
+def test_tokens_around_parts_of_files_are_one_token_whatever_their_type():
+    first = [texts[0] for texts in FILLS.values()]
+    for kind in (CONTROL, USER_DEFINED, NORMAL):
+        assert ending(*first, kind=kind).backend.encode("".join(first)).ids == [3, 4, 5, 6, 7, 8]
+
+
+def test_ids_that_are_no_tokens_count_as_not_given_where_nothing_depends_on_them():
+    idle = {f"{role}_token_id": 128 for role in ("padding", "cls", "seperator", "mask", "fim_pad")}
+    parts = ending("<|fim_pad|>", **idle, bos_token_id=2**32 - 1)
+    assert (parts.eos_token_ids, parts.special_tokens) == ({3}, {})
+    assert read(SENTENCEPIECE, {"eos_token_id": 2**32 - 1}).eos_token_ids == {2}
+
+
+def test_what_ends_a_message_or_is_a_tag_does_not_end_a_text_where_llama_cpp_knows():
+    parts = ending("<|end|>", "<|return|>", "<|call|>", "<|channel|>")
+    assert parts.eos_token_ids == {4, 5}
+    assert [token.special for _, token in sorted(parts.backend.get_added_tokens_decoder().items())] == [
+        *(False, True, True, False)
+    ]
+    assert ending("<|end|>", "<|flush|>", "<|calls|>").eos_token_ids == {4, 5}
+    assert ending("<|tool_response>", "</s>", "<eos>", eos_token_id=5).eos_token_ids == {3, 5}
+    assert ending("<end_of_turn>", "</s>").eos_token_ids == {3}
+
+
+def test_gemma_4_s_merges_are_of_characters_and_bytes_and_its_texts_begin():
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "\u2581", "a", "\u2581a", "\n", "\n\n", "<0xC3>", "<0xA9>"]
+    types = [CONTROL] * 4 + [NORMAL] * 5 + [6] * 2
+    vocabulary = {"tokens": tokens, "token_type": types, "merges": ["\u2581 a", "\n \n"]}
+    ids = {"bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3, "add_bos_token": False}
+    for kind in ({"model": "gemma4"}, {"model": "gpt2", "pre": "gemma4"}):
+        parts = read({**kind, **vocabulary, **ids})
+        assert parts.backend.encode("a a\n\n\u00e9").ids == [2, 5, 6, 8, 9, 10]
+        assert parts.backend.decode([5, 6, 8, 9, 10]) == "a a\n\n\u00e9"
+
+
+def test_a_bert_s_words_are_cut_into_the_longest_tokens_between_its_own():
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "\u2581un", "\u2581ab", "able", "\u2581!", "\u2581cafe"]
+    ids = {"unknown_token_id": 1, "bos_token_id": 2, "seperator_token_id": 3, "mask_token_id": 4}
+    sound = {"model": "bert", "tokens": tokens, "token_type": [CONTROL] * 5 + [NORMAL] * 5, **ids}
+    parts = read(sound)
+    assert parts.backend.encode("Unable caf\u00e9! xyz").ids == [2, 5, 7, 9, 8, 1, 3]
+    assert parts.backend.decode([5, 7, 8]) == "unable!"
+    assert read(sound, {"normalizer.lowercase": False}).backend.encode("Unable").ids == [2, 1, 3]
+
+
+def test_tekken_cuts_words_where_small_letters_end():
+    splits = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(RULES["tekken"].patterns[0]), "isolated")]
+    pieces = splits[0].pre_tokenize_str("HelloWorld HTTPServer 12 \u65e5\u672c!\n")
+    assert [piece for piece, _ in pieces] == ["Hello", "World", " HTTPServer", " ", "1", "2", " \u65e5\u672c", "!\n"]
+
+
+def test_tokens_that_are_never_to_be_drawn_are_refused_by_name():
+    with pytest.raises(UnsupportedModelError, match=r"tokenizer\.ggml\.suppress_tokens is not supported"):
+        read(BYTE_LEVEL, {"suppress_tokens": [1]})

@@ -3,19 +3,25 @@
 `make real-tokenizers` fetches both. Gemma's GGUF file comes with the extra `real`.
 """
 
+import re
 import unicodedata
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.published import gemma_file, published_tokenizer, vocabulary
+from tests.support.published import gemma_file, llama_cpp_source, published_tokenizer, vocabulary
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.formats.gguf import GGUFFile
-from verax.text.tokens.gguf import read_gguf_tokenizer
+from verax.fields import read_value
+from verax.text.tokens import gguf as tokens_gguf
+from verax.text.tokens.gguf import ENDS, FILLS, WITHOUT_EFFECT, read_gguf_tokenizer
 from verax.text.tokens.tokenizer import Tokenizer
 
-KINDS = ["llama-spm", "phi-3", "qwen2", "qwen35", "llama-bpe", "gpt-2", "mpt", "starcoder", "refact", "command-r"]
+KINDS = [
+    *("llama-spm", "phi-3", "qwen2", "qwen35", "llama-bpe", "gpt-2", "mpt", "starcoder", "refact", "command-r"),
+    *("deepseek-llm", "deepseek-coder", "falcon", "gemma-4", "bert-bge"),
+]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -29,6 +35,34 @@ def test_ids_are_those_that_llama_cpp_expects(name):
         if name == "qwen35" and not unicodedata.is_normalized("NFC", text):
             continue  # llama.cpp composes no characters; tokenizer.json does
         assert backend.encode(text, add_special_tokens=False).ids == [int(word) for word in line.split()], text
+
+
+def test_the_tokens_that_end_a_text_are_those_of_llama_cpp_s_source():
+    source = llama_cpp_source("src/llama-vocab.cpp").read_text(encoding="utf-8")
+    ends = source.partition("special_eog_ids.clear();")[2].partition("// @ngxson")[0]
+    assert set(re.findall(r't\.first == "([^"]+)"', ends)) == ENDS
+    fill = source.partition("// find FIM_PRE token")[2].partition("// auto-detect unused tokens")[0]
+    texts = {text for texts in FILLS.values() for text in texts}
+    assert set(re.findall(r't\.first == "([^"]+)"', fill)) == texts
+
+
+def test_each_key_of_a_tokenizer_that_llama_cpp_reads_is_read_or_without_effect(monkeypatch):
+    asked = set()
+
+    def recording(values, name, *rest):
+        asked.add(name)
+        return read_value(values, name, *rest)
+
+    monkeypatch.setattr(tokens_gguf, "read_value", recording)
+    for name in ("llama-spm", "qwen2", "bert-bge"):
+        read_gguf_tokenizer(GGUFFile(vocabulary(name)).metadata, name)
+    arch, source = (
+        llama_cpp_source(f"src/{name}.cpp").read_text(encoding="utf-8") for name in ("llama-arch", "llama-vocab")
+    )
+    names = dict(re.findall(r'\{ (LLM_KV_TOKENIZER_\w+),\s+"([\w.]+)"', arch))
+    read_by_llama_cpp = {names[key] for key in re.findall(r"LLM_KV_TOKENIZER_\w+", source) if key in names}
+    assert len(read_by_llama_cpp) > 30
+    assert read_by_llama_cpp - asked == {f"tokenizer.ggml.{name}" for name in WITHOUT_EFFECT}
 
 
 @pytest.fixture(scope="module")

@@ -319,14 +319,21 @@ def test_a_thread_that_does_not_start_refuses_one_form_only(formed, monkeypatch)
     assert ask(formed, regex="ab").text == "ab"
 
 
-def test_generate_and_stream_raise_the_error_of_a_grammar_that_fails(formed, monkeypatch):
+def test_generate_gives_the_error_of_a_grammar_that_fails_in_its_place_and_a_stream_raises_it(formed, monkeypatch):
     def fail(*_):
         raise StructuredOutputError("structured_outputs: too complex")
 
+    params, free = (
+        SamplingParams(max_tokens=20, structured_outputs={"regex": "a"}),
+        SamplingParams(seed=1, max_tokens=9),
+    )
+    expected = formed.generate([PROMPTS[2]], free, use_tqdm=False)[0].outputs
     monkeypatch.setattr(grammar.GrammarMatcher, "fill", fail)
-    params = SamplingParams(max_tokens=20, structured_outputs={"regex": "a"})
-    with pytest.raises(StructuredOutputError, match="too complex"):
-        formed.generate(PROMPTS[:2], params, use_tqdm=False)
+    first, second, third = formed.generate([PROMPTS[1], PROMPTS[2], PROMPTS[3]], [params, free, params], use_tqdm=False)
+    assert (second.error, second.outputs) == (None, expected)
+    for output in (first, third):
+        assert output.error == "structured_outputs: too complex"
+        assert [sample.finish_reason for sample in output.outputs] == ["error"]
     with pytest.raises(StructuredOutputError, match="too complex"):
         list(formed.stream("abc", params))
     assert not formed.has_unfinished_requests

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from jax import export
 
-from tests.support.engine import alone, generate, tokens
+from tests.support.engine import PROMPTS, alone, generate, nothing_compiles, tokens
 from tests.support.tiny import HYBRID, tiny_checkpoint, tiny_config
 from tests.text.conftest import make_llm
 from verax import LLM, SamplingParams, ops
@@ -25,8 +25,10 @@ from verax.nn import pack_linear_weights
 from verax.ops._target import DeviceMemory, Target
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.step import runner
+from verax.text.step import sizes as step_sizes
 from verax.text.step.program import AbstractModel, cache_partitions, check_supported, new_cache, step_program
 from verax.text.step.sizes import block_bytes, plan_sizes
+from verax.text.step.slots import new_slots
 
 QWEN3_0_6B = dict(
     vocab_size=151936,
@@ -77,7 +79,34 @@ def test_the_cache_takes_what_weights_and_reserve_leave_of_an_accelerator(monkey
     monkeypatch.setattr(ops, "target", lambda: device)
     sizes = plan_sizes(config, jnp.bfloat16, EngineConfig())
     one = block_bytes(config, sizes.block_size, jnp.bfloat16)
-    assert 0.9 * total - in_use - one < sizes.groups[0].num_blocks * one <= 0.9 * total - in_use
+    slots = jax.tree.leaves(jax.eval_shape(lambda: new_slots(*sizes.slot_sizes)))
+    free = 0.9 * total - in_use - sum(x.size * x.dtype.itemsize for x in slots)
+    assert free - one - 4 * 257 < sizes.groups[0].num_blocks * one <= free
+
+
+@pytest.mark.parametrize("context", [None, 2048])
+def test_cache_and_slots_fit_into_what_is_free_together(context):
+    config = causal_lm(tiny_config(max_position_embeddings=1 << 20, num_hidden_layers=1))[1]
+    with ops.use_target("cpu", memory=1 << 26):
+        sizes = plan_sizes(config, jnp.bfloat16, EngineConfig(max_num_seqs=64, max_model_len=context))
+    slots, cache = jax.eval_shape(lambda: (new_slots(*sizes.slot_sizes), new_cache(config, sizes)))
+    slots, cache = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(part)) for part in (slots, cache))
+    assert slots > 64 * 4 * sizes.max_model_len
+    assert 0.99 * (1 << 24) < cache + slots <= 1 << 24  # a quarter
+
+
+def test_an_admission_sends_as_much_as_its_prompt_needs_and_changes_no_token(llm, tiny_folder, monkeypatch):
+    monkeypatch.setattr(step_sizes, "LEAST_ADMITTED", 8)
+    short = make_llm(tiny_folder, max_num_seqs=7)
+    run, sent = short.engine.runner, []
+    fill_slot = run._fill_slot
+    monkeypatch.setattr(run, "_fill_slot", lambda packed: sent.append(len(packed)) or fill_slot(packed))
+    with nothing_compiles(short):
+        for prompt in PROMPTS:
+            sent.clear()
+            assert alone(short, prompt) == alone(llm, prompt)
+            assert sent == [run._admission_size(next(n for n in (8, 64, 96) if n >= len(prompt)))]
+        assert tokens(generate(short, PROMPTS)) == tokens(generate(llm, PROMPTS))
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_seqs": 1, "quantization": "int8"}], ids=["floats", "int8"])

@@ -16,7 +16,7 @@ from verax.text.engine.sampling_params import MAX_LOGIT_BIAS, SamplingParams
 BAD = {
     "n": [0, 129, True, 1.0],
     "temperature": [-0.1, math.nan, math.inf, "0.7", True, 10**400],
-    "top_p": [0.0, 1.1],
+    "top_p": [-0.1, 1.1],
     "top_k": [-2, 2.5, 2**31],
     "min_p": [-0.1, 1.5],
     "presence_penalty": [2.1],
@@ -69,7 +69,7 @@ def test_a_generation_config_gives_defaults():
 GOOD = {
     "n": [1, 128],
     "temperature": [0, 1e-3, 5],
-    "top_p": [1e-6, 1],
+    "top_p": [0, 1e-6, 1],
     "top_k": [-1, 0, 1],
     "min_p": [0, 1],
     "presence_penalty": [-2, 2],

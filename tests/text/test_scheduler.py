@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.sequences import make_sequence
-from verax.text.engine.blocks import BlockManager, most_blocks
+from verax.text.engine.blocks import BlockManager, PrefixTree, most_blocks
 from verax.text.engine.request import SequenceState
 from verax.text.engine.scheduler import Scheduler
 
@@ -226,6 +226,22 @@ def test_decodes_that_fill_a_size_do_not_keep_prompts_waiting():
     device.scheduler.add(new := make_sequence(range(1, 4)))
     plan = device.scheduler.schedule()
     assert [(c.sequence, c.count) for c in plan.chunks][-1] == (new, 3)
+
+
+def test_prompts_that_wait_for_blocks_are_not_compared_with_the_cache_in_every_step(monkeypatch):
+    walks, along = [], PrefixTree.along
+    monkeypatch.setattr(PrefixTree, "along", lambda self, *given: walks.append(given) or along(self, *given))
+    device = PretendedDevice([10], 4, 8, 64, sizes=(8, 64))
+    device.scheduler.add(make_sequence(range(1, 25), max_tokens=12))
+    device.step()
+    for i in range(6):  # they share two blocks with it, and there is no room for their other six
+        device.scheduler.add(make_sequence([*range(1, 9), *[100 + i] * 21], max_tokens=3))
+    walks.clear()
+    for _ in range(8):
+        device.step()
+    assert len(device.scheduler.waiting) == 6
+    assert len(walks) <= 4  # one prompt, when a block of the running sequence has been filled
+    device.run()
 
 
 # The five bug classes of nano-vllm's tracker, as regressions (its issue or pull request in the name).

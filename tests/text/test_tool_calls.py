@@ -23,6 +23,12 @@ WEATHER = {
                 "unit": {"type": ["string", "null"]},
                 "where": {"$ref": "#/$defs/place"},
                 "tags": {"type": "array", "items": {"type": "string"}},
+                "either": {"anyOf": [{"type": "integer"}, {"type": "string"}, {"type": "null"}]},
+                "any": {"description": "no type"},
+                "maybe": {"anyOf": [{}, {"type": "null"}]},
+                "both": {"allOf": [{"type": ["integer", "object"]}, {"description": "one"}]},
+                "real": {"type": "number"},
+                "dict": {"type": "dict"},
             },
             "required": ["city"],
             "$defs": {"place": {"type": "object", "properties": {"lat": {"type": "number"}}}},
@@ -69,7 +75,7 @@ FRAGMENTS = [
     '{"name": "weather", "arguments": {', '{"name": "clock", "parameters": {', '{"name": "other", "arguments": {',
     '{"arguments": {}, "name": "clock"}', '{"name": ', '"city": ', '"Ber\\"gen"', '"\\ud83d', "{", "}", "[", "]", '"',
     "\\", ",", ":", ";", "\n", " ", "3", "-1.5e3", "tru", "true", "null", "text", "💥é", "```xml\n", "a < b",
-    HERMES, CODER, LLAMA,
+    "None", "NaN", "'", "\\x", "\\u00", "\t", HERMES, CODER, LLAMA,
 ]  # fmt: skip
 
 
@@ -162,6 +168,23 @@ def test_json_calls_may_have_another_order_no_arguments_or_arguments_in_a_string
     assert calls(parse(['<tool_call>{"name": "clock"}</tool_call>'], "hermes")) == [("clock", {})]
 
 
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('{"city": "a\nb\t\x01"}', {"city": "a\nb\t\x01"}),
+        ("{'city': 'it\\'s \"so\"', 'days': None}", {"city": 'it\'s "so"', "days": None}),
+        ('{"a": .5, "b": +1, "c": [2., -.5e3, +.5]}', {"a": 0.5, "b": 1, "c": [2.0, -500.0, 0.5]}),
+        ('{"days": NaN, "far": [-Infinity, True, False, None],}', {"days": None, "far": [None, True, False, None]}),
+        ('{"city": "C:\\dir \\d \\x41 \\u12 \\\\"}', {"city": "C:\\dir \\d \\x41 \\u12 \\"}),
+    ],
+)
+@pytest.mark.parametrize("form", ['{"name": "weather", "arguments": @}', '{"arguments": @, "name": "weather"}'])
+def test_arguments_that_are_almost_json_reach_the_client_as_json(form, written, arguments):
+    text = f"<tool_call>\n{form.replace('@', written)}\n</tool_call>"
+    for pieces in ([text], list(text)):
+        assert calls(parse(pieces, "hermes")) == [("weather", arguments)]
+
+
 def test_arguments_that_break_after_they_began_to_stream_stream_up_to_the_closing_tag():
     broken = '{"city": Ber"gen}}'
     answer = parse([f'<tool_call>\n{{"name": "weather", "arguments": {broken}\n</tool_call>\nDone.'], "hermes")
@@ -189,6 +212,29 @@ def test_a_closing_tag_in_an_argument_is_part_of_it():
         ("where", '{"lat": 60.4}', {"lat": 60.4}),
         ("where", "{'lat': 1}", {"lat": 1}),
         ("tags", '["a", "b"]', ["a", "b"]),
+        ("tags", "['a', None, NaN, True,]", ["a", None, None, True]),
+        ("tags", '["a\nb"]', ["a\nb"]),
+        ("exact", "1", True),
+        ("exact", "0", False),
+        ("exact", "2", "2"),
+        ("days", "1", 1),
+        ("real", "1", 1),
+        ("real", "NaN", "NaN"),
+        ("real", "-Infinity", "-Infinity"),
+        ("either", "3", 3),
+        ("either", "007", "007"),
+        ("either", "True", "True"),
+        ("either", "null", None),
+        ("any", '{"a": [1]}', {"a": [1]}),
+        ("any", "{'a': None}", {"a": None}),
+        ("any", "1.5", 1.5),
+        ("any", "some text", "some text"),
+        ("any", '"quoted"', '"quoted"'),
+        ("maybe", "[1]", [1]),
+        ("dict", '{"a": 1}', {"a": 1}),
+        ("maybe", "None", None),
+        ("both", "3", 3),
+        ("both", "3.5", "3.5"),
         ("city", "3", "3"),
         ("city", ' "quoted" \\ text\n\n', ' "quoted" \\ text\n\n'),
         ("unknown", "true", "true"),
@@ -287,7 +333,7 @@ def test_json_is_read_as_it_is_and_nothing_shorter_or_longer_is(value, ascii_onl
 @pytest.mark.parametrize(
     "text",
     [
-        "", "{", '{"a" 1}', '{"a": 01}', '{"a": 1.}', '{"a": +1}', '{"a": tru}', "{,}", "[1 2]", '{"a"}', "[1]]", "[}",
+        "", "{", '{"a" 1}', '{"a": 01}', '{"a": --1}', '{"a": .}', '{"a": tru}', "{,}", "[1 2]", '{"a"}', "[1]]", "[}",
         "{a: 1}", '{"a":: 1}', '{"a": }', "[,1]", '{"a": 1,, "b": 2}', '"a', "nope", "1 2",
     ],
 )  # fmt: skip
@@ -300,3 +346,6 @@ def test_types_of_parameters_follow_references_but_not_in_circles():
     function = read_functions([{"name": "f", "parameters": {**schema, "$defs": {"a": {"$ref": "#/$defs/a"}}}}])["f"]
     assert "object" in function.types("a")
     assert function.types("b") == {"null", "integer", "number"}
+    assert function.types("unknown") == {"string"}
+    others = {"type": "object", "additionalProperties": {"type": "boolean"}}
+    assert read_functions([{"name": "f", "parameters": others}])["f"].types("unknown") == {"boolean"}

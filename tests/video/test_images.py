@@ -1,7 +1,10 @@
 """Pictures and clips in, and files out: what is read is what was written, and nothing is left half-written."""
 
+import struct
 import sys
+from fractions import Fraction
 
+import av
 import numpy as np
 import pytest
 from PIL import Image
@@ -11,6 +14,12 @@ from verax.errors import InvalidParameterError, MissingDependencyError
 from verax.models.images import crop_to_aspect, resize, to_signed
 from verax.video.files import check_path, write_clip, write_contact_sheet
 from verax.video.images import read_clip, read_image
+
+ORIENTATIONS = (
+    *((1, 0, 0, 1), (-1, 0, 0, 1), (1, 0, 0, -1), (-1, 0, 0, -1)),
+    *((0, 1, 1, 0), (0, 1, -1, 0), (0, -1, 1, 0), (0, -1, -1, 0)),
+)
+"""Numbers a, b, c, d of display matrices: a pixel (x, y) is shown at (a x + c y, b x + d y)."""
 
 
 def picture(height=21, width=34, seed=0):
@@ -46,9 +55,41 @@ def test_images_are_turned_upright_and_made_rgb(tmp_path):
     np.testing.assert_array_equal(read_image(grey), np.repeat(upright[..., :1], 3, axis=-1))
 
 
+RAMP = np.linspace(0, 65535, 256).astype(np.uint16)[None].repeat(2, axis=0)
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.tif", "mode F", "mode I", "mode I;16B"])
+def test_grey_of_more_than_8_bits_keeps_its_shades(name, tmp_path):
+    values = {"mode F": (RAMP / 65535).astype(np.float32), "mode I": RAMP.astype(np.int32), "mode I;16B": RAMP}
+    image = Image.fromarray(values.get(name, RAMP))
+    if name == "mode I;16B":
+        image = Image.frombytes("I;16B", RAMP.shape[::-1], RAMP.astype(">u2").tobytes())
+    elif name.startswith("a."):
+        image.save(image := tmp_path / name)
+    expected = np.repeat((RAMP >> 8).astype(np.uint8)[..., None], 3, axis=-1)
+    np.testing.assert_allclose(read_image(image).astype(int), expected, atol=1)
+
+
+@pytest.mark.parametrize(("bits", "black"), [(12, 1), (16, 1), (16, 0)])
+def test_grey_of_tiff_files_is_of_their_bits_from_black_to_white(bits, black, tmp_path):
+    data = bytes.fromhex("000555aaafff" if bits == 12 else "00005555aaaaffff")
+    sizes = {256: 4, 257: 1, 258: bits, 259: 1, 262: black, 277: 1, 278: 1}
+    tags = [(tag, 3, 1, value) for tag, value in sizes.items()] + [(273, 4, 1, 8), (279, 4, 1, len(data))]
+    table = struct.pack("<H", len(tags)) + b"".join(struct.pack("<HHII", *tag) for tag in sorted(tags)) + bytes(4)
+    (tmp_path / "a.tif").write_bytes(struct.pack("<2sHI", b"II", 42, 8 + len(data)) + data + table)
+    expected = [0, 85, 170, 255]
+    assert read_image(tmp_path / "a.tif")[0, :, 1].tolist() == expected[:: 1 if black else -1]
+
+
 @pytest.mark.parametrize(
     ("image", "message"),
     [
+        (Image.fromarray(np.full((2, 2), 70000, np.int32)), "start: expected grey of 0 to 65535 .* mode I, got 70000"),
+        (
+            Image.fromarray(np.full((2, 2), 200, np.int32)),
+            "got 200 to 200; convert an image of 8 bits to mode L",
+        ),
+        (Image.fromarray(np.full((2, 2), -0.5, np.float32)), "start: expected grey of 0 to 1 in an image of mode F"),
         ("nothing.png", "start: there is no file nothing.png"),
         (__file__, r"start: .*test_images.py cannot be read as an image"),
         (np.zeros((4, 4)), r"start: expected an array \[height, width, 3\], got one of shape \[4, 4\]"),
@@ -73,6 +114,83 @@ def test_a_clip_is_read_as_it_was_written(name, least, tmp_path):
         assert psnr(read, frames) >= least
     assert fps == (None if name == "a" else pytest.approx(24, rel=0.01))
     assert [found.name for found in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("matrix", ORIENTATIONS)
+def test_a_video_is_turned_and_mirrored_as_its_file_says(matrix, tmp_path):
+    frames = np.zeros((3, 32, 64, 3), np.uint8) + np.array([30, 30, 30], np.uint8)
+    frames[:, :16, :32], frames[:, 16:, 32:] = (200, 30, 30), (30, 30, 200)  # red left above, blue right below
+    write_clip(frames, tmp_path / "plain.mp4", fps=10, crf=0)
+    data, (a, b, c, d) = bytearray((tmp_path / "plain.mp4").read_bytes()), matrix
+    begin = data.find(b"tkhd") + 4 + 4 + 20 + 16
+    data[begin : begin + 36] = struct.pack(">9i", *(x << 16 for x in (a, b, 0, c, d, 0, 0, 0)), 1 << 30)
+    (tmp_path / "turned.mp4").write_bytes(data)
+    read, _ = read_clip(tmp_path / "turned.mp4")
+    y, x = np.mgrid[:32, :64]
+    shown_x, shown_y = a * x + c * y, b * x + d * y
+    expected = np.zeros((32, 64, 3) if a else (64, 32, 3), int)
+    expected[shown_y - shown_y.min(), shown_x - shown_x.min()] = frames[0]
+    assert read.shape == (3, *expected.shape)
+    assert np.abs(read[0] - expected).mean() < 5
+
+
+@pytest.mark.parametrize(
+    ("options", "width", "shades"),
+    [
+        ({"format": "yuv420p10le"}, 64, [0, 1, 2, 3, 4, 5]),
+        ({"wide": Fraction(1, 2)}, 32, [0, 1, 2, 3, 4, 5]),
+        ({"times": [0, 100, 150, 160, 400, 500]}, 64, [0, 1, 3, 3, 4, 5]),
+    ],
+    ids=["ten bits", "narrow pixels", "uneven times"],
+)
+def test_a_video_is_read_as_it_is_shown(options, width, shades, tmp_path):
+    times, format = options.get("times", range(0, 600, 100)), options.get("format", "yuv420p")
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        stream = container.add_stream("libx264", rate=10, height=32, width=64, pix_fmt=format, options={"crf": "0"})
+        stream.codec_context.sample_aspect_ratio = options.get("wide", 1)
+        stream.codec_context.time_base = Fraction(1, 1000)
+        for shade, time in enumerate(times):
+            frame = av.VideoFrame.from_ndarray(np.full((32, 64, 3), 40 * shade, np.uint8), format="rgb24")
+            frame = frame.reformat(format=format)
+            frame.pts, frame.time_base = time, Fraction(1, 1000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    frames, fps = read_clip(tmp_path / "a.mp4")
+    assert (frames.shape, fps) == ((6, 32, width, 3), pytest.approx(10))
+    assert [round(frame.mean() / 40) for frame in frames] == shades
+
+
+@pytest.mark.parametrize("suffix", ["gif", "webp"])
+@pytest.mark.parametrize("shades", [[0, 0, 1, 1, 1, 2], [0, 0, 1, 1], [3] * 9, [0, 1, 2, 3]])
+def test_equal_frames_of_an_animation_are_written_and_read(suffix, shades, tmp_path):
+    frames = np.stack([np.full((8, 8, 3), 60 * shade, np.uint8) for shade in shades])
+    read, fps = read_clip(write_clip(frames, tmp_path / f"a.{suffix}", fps=24))
+    assert [round(frame.mean() / 60) for frame in read] == shades
+    assert fps == 24
+
+
+@pytest.mark.parametrize("suffix", ["gif", "webp"])
+def test_frames_of_an_animation_last_as_long_as_they_are_shown(suffix, tmp_path):
+    first, *rest = (Image.fromarray(np.full((8, 8, 3), shade, np.uint8)) for shade in (10, 90, 170, 250))
+    first.save(tmp_path / f"a.{suffix}", save_all=True, append_images=rest, duration=[100, 300, 100, 50], lossless=True)
+    read, fps = read_clip(tmp_path / f"a.{suffix}")
+    assert [round(frame.mean(), -1) for frame in read] == [10] * 2 + [90] * 6 + [170] * 2 + [250]
+    assert fps == 20
+    first.save(tmp_path / f"b.{suffix}", save_all=True, append_images=rest[:1], duration=[10, 6 * 10**5])
+    with pytest.raises(InvalidParameterError, match="60001 frames of the shortest; expected at most 10000"):
+        read_clip(tmp_path / f"b.{suffix}")
+
+
+def test_a_folder_has_frames_of_several_formats_in_the_order_of_their_numbers(tmp_path):
+    names = ["frame_1.bmp", "frame_2.webp", "frame_10.PNG", "frame_11.jpeg"]
+    for shade, name in enumerate(names):
+        image = Image.fromarray(np.full((8, 8, 3), 60 * shade, np.uint8))
+        image.save(tmp_path / name)
+    (tmp_path / "._frame_1.bmp").write_bytes(b"what a Mac adds")
+    assert [round(frame.mean() / 60) for frame in read_clip(tmp_path)[0]] == [0, 1, 2, 3]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidParameterError, match=r"empty has no frames: expected files that end in \.png, "):
+        read_clip(tmp_path / "empty")
 
 
 def test_crf_trades_quality_for_size(tmp_path):
@@ -139,12 +257,14 @@ def test_a_path_that_cannot_be_written_is_refused(tmp_path):
         (clip(0), {}, "frames: expected uint8"),
         (clip(2, 47), {}, "even heights and widths, got 47 x 64"),
         (clip(2), {"fps": 0}, "fps: expected more than 0"),
+        (clip(2), {"fps": 0.001, "name": "a.gif"}, "fps: 0.001 frames per second show equal frames for longer than"),
+        (clip(2), {"fps": 120, "name": "a.gif"}, "fps: expected more than 0 and at most 100 .*gif, got 120"),
         (clip(2), {"crf": 60}, "crf: expected 0"),
     ],
 )
 def test_what_cannot_be_a_video_is_refused(frames, options, message, tmp_path):
     with pytest.raises(InvalidParameterError, match=message):
-        write_clip(frames, tmp_path / "a.mp4", **{"fps": 8, **options})
+        write_clip(frames, tmp_path / options.pop("name", "a.mp4"), **{"fps": 8, **options})
     assert not list(tmp_path.iterdir())
 
 

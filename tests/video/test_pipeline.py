@@ -10,11 +10,12 @@ from safetensors.numpy import save_file
 
 from tests.support.denoising import denoised, guided
 from tests.support.tiny_video import video_folder
-from verax import VideoPipeline, ops
+from verax import VideoPipeline, VideoRequest, ops
 from verax.checkpoint.video.convert import convert
 from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.models.wan.family import SKYREELS
+from verax.video.files import write_clip
 from verax.video.images import read_image
 from verax.video.outputs import VideoOutput
 
@@ -41,6 +42,19 @@ def test_a_seed_is_a_clip(pipes):
     first, again, other = (pipes("t2v")("a red circle", seed=seed, **SIZE).frames for seed in (1, 1, 2))
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
+
+
+def test_all_64_bits_of_a_seed_count(pipes):
+    seeds = (5, 5 + 2**32, 5 + 2**63, 2**64 - 1)
+    clips = [pipes("t2v")("a red circle", seed=seed, **SIZE).frames for seed in seeds]
+    assert len({clip.tobytes() for clip in clips}) == 4
+    with pytest.raises(InvalidParameterError, match="seed: expected a whole number of 0 to 18446744073709551615"):
+        pipes("t2v")("a red circle", seed=2**64, **SIZE)
+
+
+def test_a_prompt_that_is_cut_is_named(pipes, caplog):
+    pipes("t2v")("a red circle " + "a blue square " * 300, **SIZE)
+    assert "prompt: the model reads 512 tokens of it, and not its end: 'blue square a blue" in caplog.text
 
 
 def test_a_second_call_compiles_nothing_whatever_its_prompt_seed_and_number_of_steps(pipes):
@@ -201,6 +215,15 @@ def test_a_users_clip_is_continued(pipes):
     )
 
 
+def test_a_users_clip_keeps_its_rate_or_is_said_to_change(pipes, tmp_path, caplog):
+    given = np.random.default_rng(0).integers(0, 256, (11, 16, 32, 3), np.uint8)
+    request = dict(video=write_clip(given, tmp_path / "a.webp", fps=12), overlap_history=5, **SIZE)
+    assert pipes("df").resolve(VideoRequest("a red circle", **request)).fps == 12
+    assert caplog.text == ""
+    assert pipes("df").resolve(VideoRequest("a red circle", fps=24, **request)).fps == 24
+    assert "fps: video has 12 frames per second and the result 24, so that it is faster" in caplog.text
+
+
 def test_noise_on_what_is_given_is_the_same_for_a_seed(pipes):
     options: dict[str, Any] = dict(SIZE, image=picture(), addnoise_condition=50)
     first, again, other = (pipes("df")("a red circle", seed=seed, **options).frames for seed in (1, 1, 2))
@@ -264,6 +287,14 @@ def test_bfloat16_is_near_float32(folders, pipes):
             {"video": np.zeros((9, 16, 32, 3), np.uint8), "overlap_history": 9},
             "num_frames: expected more than the 9 frames of video that the clip begins with",
         ),
+        ("df", {"image": picture(), "num_frames": 1}, "num_frames: expected more than the one frame that the image"),
+        (
+            "i2v",
+            {"image": picture(1, 1000)},
+            "image: 1 x 1000 pixels .* no part of the shape of a frame of 16 x 32",
+        ),
+        ("i2v", {"image": picture(1000, 1)}, "image: 1000 x 1 pixels"),
+        ("df", {"last_image": picture(1000, 1)}, "last_image: 1000 x 1 pixels"),
         ("df", {"addnoise_condition": 2000}, "addnoise_condition: expected a whole number of 0 to 1000, got 2000"),
         ("df", {"ar_step": -1}, "ar_step: expected a whole number of at least 0, got -1"),
         (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -12,7 +14,7 @@ from typing import Any
 import msgspec
 
 from verax._optional import require_optional
-from verax.errors import InvalidParameterError
+from verax.errors import InvalidParameterError, RequestRefusedError
 from verax.files import atomic_path
 
 __all__ = [
@@ -24,7 +26,9 @@ __all__ = [
     "LineError",
     "ParquetLines",
     "bad_line",
+    "line_error",
     "lines_path",
+    "without_mark",
     "write_rows",
 ]
 
@@ -36,6 +40,8 @@ CUSTOM_ID = "custom_id"
 
 ROWS = 1024
 """Rows of Parquet that are held at once."""
+
+_log = logging.getLogger("verax.batch")
 
 
 class LineError(msgspec.Struct, frozen=True):
@@ -57,6 +63,20 @@ class LineError(msgspec.Struct, frozen=True):
 def bad_line(code: str, problem: str, number: int, param: str | None = None) -> LineError:
     """Error of a line that could not be read as work."""
     return LineError(code, f"line {number}: {problem}", param, number)
+
+
+def line_error(error: Exception) -> LineError:
+    """Error of work that failed: what is wrong with the request, or an unexpected exception, which is logged."""
+    if isinstance(error, (InvalidParameterError, RequestRefusedError)):
+        param = str(error).partition(":")[0] if isinstance(error, InvalidParameterError) else None
+        return LineError("invalid_request", str(error), param, None)
+    _log.error("the work of a line failed", exc_info=error)
+    return LineError("server_error", f"{type(error).__name__}: {error}", None, None)
+
+
+def without_mark(text: bytes, number: int) -> bytes:
+    """A line without the byte order mark that editors and spreadsheets put before the first one."""
+    return text.removeprefix(codecs.BOM_UTF8) if number == 1 else text
 
 
 @dataclass(frozen=True)

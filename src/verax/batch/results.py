@@ -10,7 +10,7 @@ from typing import BinaryIO, ClassVar, Generic, Self, TypeVar
 
 import msgspec
 
-from verax.batch.lines import InputFile, InputLine, Line, LineError, bad_line
+from verax.batch.lines import InputFile, InputLine, Line, LineError, bad_line, line_error, without_mark
 from verax.errors import InvalidParameterError
 from verax.files import atomic_path
 
@@ -227,7 +227,7 @@ def _not_ours(path: Path, place: str) -> InvalidParameterError:
 
 
 class LineRun(Generic[R]):
-    """Run of the lines of a file through a model, some lines at a time.
+    """Run of the lines of a file through a model, some lines at a time. What fails for one line is its error alone.
 
     Args:
         file: the work.
@@ -278,17 +278,31 @@ class LineRun(Generic[R]):
     def _answer(self, lines: Sequence[InputLine | R]) -> None:
         begin = time.perf_counter()
         work = [line for line in lines if isinstance(line, InputLine)]
-        results = iter(self._work(work) if work else ())
+        results = iter(self._try(work) if work else ())
         for line in lines:
             self._results.write(next(results) if isinstance(line, InputLine) else line)
         if work and time.perf_counter() - begin < SHORT:
             self._size = min(2 * self._size, self._most)
+
+    def _try(self, lines: Sequence[InputLine]) -> Sequence[R]:
+        """Results of lines. A call that fails is tried again in halves, so that only the lines to blame have errors."""
+        try:
+            results = self._work(lines)
+            if len(results) != len(lines):
+                raise RuntimeError(f"{len(results)} results of {len(lines)} lines")
+        except Exception as error:
+            if len(lines) == 1:
+                return [self._results.kind.failure(line_error(error), lines[0].custom_id)]
+            half = len(lines) // 2
+            return [*self._try(lines[:half]), *self._try(lines[half:])]
+        return results
 
     def _chunks(self) -> Iterator[list[InputLine | R]]:
         """Lines and errors that are not written yet, as many as a call takes."""
         chunk: list[InputLine | R] = []
         for number, text in enumerate(self._file.lines(), start=1):
             self.counts.bytes += len(text)
+            text = without_mark(text, number)
             if not text.strip():
                 continue
             work = self._file.read(text, number)

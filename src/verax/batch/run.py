@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from verax.batch.lines import ParquetLines, bad_line
+from verax.batch.lines import ParquetLines, bad_line, line_error, without_mark
 from verax.batch.requests import (
     VIDEOS,
     Answer,
@@ -26,6 +26,7 @@ from verax.batch.requests import (
     read_request,
 )
 from verax.batch.results import LineCounts, ResultFile
+from verax.errors import EngineDeadError
 from verax.serve.http.errors import RETRY_AFTER
 from verax.serve.http.settings import ServerSettings
 
@@ -45,14 +46,14 @@ async def read_lines(file: BinaryIO | ParquetLines) -> AsyncGenerator[bytes, Non
         OSError: if reading fails.
     """
     loop = asyncio.get_running_loop()
-    queue: asyncio.Queue[bytes | OSError] = asyncio.Queue()
+    queue: asyncio.Queue[bytes | Exception] = asyncio.Queue()
     room = threading.Semaphore(AHEAD)
     over = threading.Event()
 
-    def items() -> Iterator[bytes | OSError]:
+    def items() -> Iterator[bytes | Exception]:
         try:
             yield from file
-        except OSError as error:
+        except Exception as error:  # of the disk, or a damaged Parquet file
             yield error
         yield b""
 
@@ -67,7 +68,7 @@ async def read_lines(file: BinaryIO | ParquetLines) -> AsyncGenerator[bytes, Non
     threading.Thread(target=work, name="verax-batch-reader", daemon=True).start()
     try:
         while line := await queue.get():
-            if isinstance(line, OSError):
+            if isinstance(line, Exception):
                 raise line
             room.release()
             yield line
@@ -184,17 +185,18 @@ class BatchRun:
         number = 0
         async for text in read_lines(self._file):
             number += 1
+            size, text = len(text), without_mark(text, number)
             if not text.strip():
-                self._count(len(text))
+                self._count(size)
                 continue
             request = self._output.unanswered(read_request(text, number))
             if request is None:
-                self._count(len(text))
+                self._count(size)
             elif isinstance(request, AnswerLine):
-                self._write(request, len(text))
+                self._write(request, size)
             else:
                 await self._places.acquire()
-                task = group.create_task(self._serve(request, len(text)))
+                task = group.create_task(self._serve(request, size))
                 self._tasks.add(task)
                 task.add_done_callback(self._leave)
 
@@ -208,9 +210,15 @@ class BatchRun:
             error = bad_line("invalid_request", problem, request.number, "url")
             self._write(AnswerLine.failure(error, request.custom_id), size)
             return
-        answer = await self._send(request)
-        if answer.status == QUEUE_FULL:
-            answer = await self._send_again(request, answer)
+        try:
+            answer = await self._send(request)
+            if answer.status == QUEUE_FULL:
+                answer = await self._send_again(request, answer)
+        except EngineDeadError:
+            raise
+        except Exception as error:  # of this line alone
+            self._write(AnswerLine.failure(line_error(error), request.custom_id), size)
+            return
         if answer.status < 400 and (usage := msgspec.json.decode(answer.body, type=BodyFacts).usage) is not None:
             # Chats and responses have other names of the same counts.
             self.counts.prompt_tokens += usage.get("prompt_tokens", 0) + usage.get("input_tokens", 0)

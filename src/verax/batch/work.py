@@ -15,7 +15,7 @@ from verax._optional import require_optional
 from verax.batch.lines import InputLine, LineError, write_rows
 from verax.batch.results import ResultLine
 from verax.embed.encoder import Encoder
-from verax.errors import InvalidParameterError, RequestRefusedError
+from verax.errors import InvalidParameterError
 from verax.video.files import clip_path
 from verax.video.pipeline import VideoPipeline
 from verax.video.request import ResolvedRequest, VideoRequest, make_request
@@ -143,7 +143,11 @@ class Clips:
         self._options = options
 
     def __call__(self, lines: Sequence[InputLine]) -> list[ClipLine]:
-        """Results of some lines, in their order. What is wrong with the request of one is its result."""
+        """Results of some lines, in their order. A request that cannot be one has an error.
+
+        Raises:
+            VeraxError: if a clip cannot be made.
+        """
         return [self._clip(line) for line in lines]
 
     def _clip(self, line: InputLine) -> ClipLine:
@@ -151,11 +155,9 @@ class Clips:
         try:
             resolved = self._pipeline.resolve(_request(given))
         except (TypeError, ValueError, OSError) as error:  # no device work yet, so that the line is to blame
-            return _failure(line, error)
-        try:
-            clip = self._pipeline.generate(resolved)
-        except (InvalidParameterError, RequestRefusedError) as error:
-            return _failure(line, error)
+            param = str(error).partition(":")[0] if isinstance(error, InvalidParameterError) else None
+            return ClipLine.failure(LineError("invalid_request", str(error), param, None), line.custom_id)
+        clip = self._pipeline.generate(resolved)
         path = clip.save(clip_path(self._folder, line.custom_id))
         seconds = {name: round(spent, 3) for name, spent in clip.seconds.items()}
         return ClipLine(line.custom_id, path.name, _settings(resolved, given), seconds, None)
@@ -174,12 +176,6 @@ def _request(given: Mapping[str, Any]) -> VideoRequest:
     if not isinstance(prompt, str) and not (prompt and isinstance(prompt, list)):
         raise InvalidParameterError(f"prompt: expected a text, or a list of one for each segment, got {prompt!r}")
     return make_request(prompt, {name: value for name, value in given.items() if name != "prompt"})
-
-
-def _failure(line: InputLine, error: Exception) -> ClipLine:
-    message = str(error)
-    param = message.partition(":")[0] if isinstance(error, InvalidParameterError) else None
-    return ClipLine.failure(LineError("invalid_request", message, param, None), line.custom_id)
 
 
 def _settings(request: ResolvedRequest, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from verax.files import write_text
 
 __all__ = [
     "markdown",
-    "model_name",
     "noise_line",
     "not_run",
     "number",
@@ -169,11 +168,6 @@ def _about(result: Mapping[str, Any]) -> str:
         result.get("date", ""),
     )
     return " ".join(part for part in parts if part)
-
-
-def model_name(model: str) -> str:
-    """Name of a checkpoint for a result: the last part of a local path, or the id on the hub."""
-    return Path(model).resolve().name if Path(model).exists() else model
 
 
 def slug(*parts: str) -> str:

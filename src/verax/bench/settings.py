@@ -412,6 +412,7 @@ class ServeSettings(TrafficSettings, _Engine):
         "offline (LLM.generate), async (AsyncLLM), llama.cpp, with commas: run them too, interleaved.",
         ("offline", "async", "llama.cpp"),
     )
+    checks: int = option(8, "Answers to ask for again without load, and compare.", low=0)
     llama_server: str | None = option(
         None,
         "Program of llama.cpp's server.",

@@ -131,7 +131,9 @@ def _only_gguf(folder: Path) -> Path | None:
     files = sorted(folder.glob("*.gguf"))
     if not files or any(folder.glob("*.safetensors")):
         return None
-    if len(files) > 1:
+    from verax.checkpoint.formats.gguf import part_names
+
+    if len(files) > 1 and [path.name for path in files] != part_names(files[0].name):
         raise CheckpointError(
             f"{folder}: it has several GGUF files; name one: {', '.join(path.name for path in files)}"
         )

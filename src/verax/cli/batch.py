@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from verax.batch.requests import AnswerLine, BatchServer
     from verax.batch.results import LineCounts
     from verax.batch.run import BatchRun
-    from verax.ray.replicas import RunningReplicas
-    from verax.serve.http.server import Server
 
 __all__ = ["batch"]
 
@@ -69,6 +66,7 @@ def batch(
         verax batch -i requests.parquet -o answers.parquet --ray --replicas 8 --num-gpus 1
     """
     served = Models(model, *models)
+    from verax.batch.requests import LocalServer
     from verax.batch.run import BatchRun
     from verax.progress import bar
 
@@ -83,11 +81,13 @@ def batch(
         if output != _PIPE:
             stack.callback(answers.file.close)
         failed_before = answers.num_failed
-        server, max_num_seqs = (
-            _replicas(stack, served.replicas(checked, **unbounded))
-            if served.on_ray
-            else _local(served.loader(checked, **unbounded)())
-        )
+        if served.on_ray:
+            running = stack.enter_context(served.replicas(checked, **unbounded))
+            server: BatchServer = running
+            max_num_seqs = running.max_num_seqs
+        else:
+            local = served.loader(checked, **unbounded)()
+            server, max_num_seqs = LocalServer(local), local.engine.max_num_seqs
         with bar("batch", count=False) as report:
 
             def show(counts: LineCounts) -> None:
@@ -112,21 +112,6 @@ def batch(
         sys.stderr.write(f"stopped before the end{'' if _PIPE in (input, output) else AGAIN}\n")
     if status := _status(run, failed_before):
         raise typer.Exit(status)
-
-
-def _local(server: Server) -> tuple[BatchServer, int]:
-    """Models of this process, and the most sequences of a step."""
-    from verax.batch.requests import LocalServer
-
-    return LocalServer(server), server.engine.max_num_seqs
-
-
-def _replicas(
-    stack: contextlib.ExitStack, replicas: AbstractContextManager[RunningReplicas]
-) -> tuple[BatchServer, int]:
-    """Models of replicas, and the largest number of sequences of a step, on all replicas together."""
-    running = stack.enter_context(replicas)
-    return running, running.max_num_seqs
 
 
 def _input(path: Path, output: Path) -> tuple[BinaryIO | ParquetLines, int | None]:

@@ -14,6 +14,7 @@ import typer
 
 from verax.cli import options
 from verax.cli.options import Flags
+from verax.files import model_name
 from verax.text.engine.engine_config import EngineConfig
 
 if TYPE_CHECKING:
@@ -62,11 +63,16 @@ def chat(
 
     llm = LLM(model, max_num_seqs=1, **loading, **engine, **options.lora_options(lora))
     options.with_chat_template(llm, chat_template)
-    params = llm.default_sampling_params(**options.given(**sampling))
+    begun = llm.chat_sampling if sampling["temperature"] is None else {}
+    params = llm.default_sampling_params(**begun | options.given(**sampling))
+    if begun:
+        words = ", ".join(f"{name} {getattr(params, name)}" for name in begun)
+        sys.stderr.write(f"the model recommends no sampling: {words}\n")
     talk = Conversation(llm, params, system, show=not as_json, adapter=options.lora_request(lora))
     interactive = message is None and sys.stdin.isatty()
     if interactive:
-        sys.stderr.write(f"{model or 'the built-in model'}; /help for commands, /exit to leave\n")
+        name = model_name(model) if model else "the built-in model"
+        sys.stderr.write(f"{name}; /help for commands, /exit to leave\n")
     for turn in [message] if message is not None else _turns(interactive):
         if interactive and turn.startswith("/"):
             if not _command(talk, turn):
@@ -139,7 +145,7 @@ class Conversation:
 
 def _turns(interactive: bool) -> Iterator[str]:
     if not interactive:
-        yield from (line for line in sys.stdin.read().splitlines() if line)
+        yield from (line for line in sys.stdin.read().removeprefix("\ufeff").splitlines() if line)
         return
     with contextlib.suppress(ImportError):  # gives input() line editing and history
         importlib.import_module("readline")

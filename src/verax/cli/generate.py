@@ -98,13 +98,16 @@ def generate(
         return llm.follow()
     adapter = options.lora_request(lora)
     params = llm.default_sampling_params(structured_outputs=form, **options.given(**sampling))
-    begin = time.perf_counter()
+    begin, failed = time.perf_counter(), False
     if len(texts) == 1 and params.n == 1 and not (as_json or skip_tokenizer_init):
         count = _show_one(llm, texts[0], params, adapter)
     else:
         outputs = llm.generate(inputs, params, lora_request=adapter)
         count = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+        failed = any(output.error is not None for output in outputs)
         for output in outputs:
+            if output.error is not None:
+                sys.stderr.write(f"error: {output.error}\n")
             if as_json:
                 sys.stdout.write(json.dumps(output.to_dict(), ensure_ascii=False) + "\n")
             else:
@@ -116,6 +119,8 @@ def generate(
     seconds = time.perf_counter() - begin
     drafts = "" if llm.spec_decode is None else f", {llm.spec_decode}"
     sys.stderr.write(f"{count} tokens in {seconds:.2f} s, {count / seconds:.0f} tokens/s{drafts}\n")
+    if failed:
+        raise typer.Exit(1)
 
 
 def _show_one(llm: LLM, prompt: str, params: SamplingParams, adapter: LoRARequest | None) -> int:
@@ -157,7 +162,7 @@ def _form(
 
 def _read(option: str, path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"{option}: cannot read {path}: {error}") from error
 

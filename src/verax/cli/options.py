@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -22,7 +22,6 @@ from verax.text.engine.engine_config import EngineConfig
 
 if TYPE_CHECKING:
     from verax.text.features.lora import LoRARequest
-    from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = [
     "BatchSize",
@@ -251,19 +250,8 @@ def lora_request(lora: str | None) -> LoRARequest | None:
     return None if lora is None else LoRARequest("lora", 1, lora)
 
 
-class HasTokenizer(Protocol):
-    """Engine whose tokenizer can be replaced."""
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """Tokenizer and chat template."""
-
-    @tokenizer.setter
-    def tokenizer(self, tokenizer: Tokenizer | None) -> None: ...
-
-
-def with_chat_template(llm: HasTokenizer, file: Path | None) -> None:
-    """Render conversations with the template of a file, if one is given.
+def with_chat_template(llm: Any, file: Path | None) -> None:
+    """Render the conversations of an engine, whose tokenizer is replaced, with the template of a file if one is given.
 
     Raises:
         typer.BadParameter: if the file is not UTF-8 text.

@@ -15,6 +15,7 @@ from verax._optional import require_optional
 from verax.cli import options
 from verax.cli.options import Flags
 from verax.cli.video import PipelineOptions
+from verax.files import model_name
 from verax.options import option, options_of
 from verax.serve.http.settings import ServerSettings
 
@@ -194,7 +195,7 @@ class Models:
         for module in ("starlette", "prometheus_client"):
             require_optional(module)
         self.root = model or BUILT_IN
-        self.names: tuple[str, ...] = models["served_model_name"] or (self.root,)
+        self.names: tuple[str, ...] = models["served_model_name"] or (model_name(self.root),)
         self.adapters = _open_adapters(models["lora_modules"], node_rank=engine["node_rank"])
         self.chat_template: Path | None = models["chat_template"]
         self.node_rank: int = engine["node_rank"]
@@ -304,6 +305,7 @@ def _load(
 
         return VideoPipeline.from_pretrained(video_model, **videos)
 
+    lazy = lambda model, load: LazyModel(model_name(model), load, root=model)
     llm = AsyncLLM(model, **text)
     # Options that a model cannot have end the start, not a request.
     if encoders and embedding_model:
@@ -320,9 +322,9 @@ def _load(
         served_names=others["served_model_name"],
         adapters=adapters,
         root=model or BUILT_IN,
-        encoder=LazyModel(embedding_model or BUILT_IN_EMBEDDING, encoder),
-        reranker=None if reranker_model is None else LazyModel(reranker_model, reranker),
-        videos=LazyModel(video_model or BUILT_IN_VIDEO, pipeline),
+        encoder=lazy(embedding_model or BUILT_IN_EMBEDDING, encoder),
+        reranker=None if reranker_model is None else lazy(reranker_model, reranker),
+        videos=lazy(video_model or BUILT_IN_VIDEO, pipeline),
         settings=settings,
         tracer=tracer,
     )

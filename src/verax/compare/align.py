@@ -179,7 +179,7 @@ def _by_path(trace: Trace) -> dict[str, dict[str, list[str]]]:
     return paths
 
 
-def _same_leaves(own: Container[str], theirs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+def _same_leaves(own: Iterable[str], theirs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     """Leaves of our module that are compared with leaves of the reference's, one of each module.
 
     Leaves of one path belong together. What is left of two structures is matched in order if one numbers what the other

@@ -141,7 +141,7 @@ def read_inputs(path: str | Path) -> Inputs:
     path = Path(path).expanduser()
     try:
         if path.suffix == ".txt":
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
             inputs = Inputs(texts=tuple(line for line in lines if line.strip()), origin=str(path))
         elif path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as opened:

@@ -28,6 +28,8 @@ MAX_RATIO = 1.1
 JUMP = 8.0
 """Factor by which an error stands out from the errors of all layers before it. Rounding grows by less per layer."""
 
+LEAVE_OUT = "Side(..., without=...) leaves out what cannot be compared"
+
 MOST_PROBLEMS = 8
 """Largest number of arrays whose problems are listed one by one."""
 
@@ -80,7 +82,7 @@ class Row:
         """Reason why the two arrays are different whatever the bound, by values and dtypes; None if there is none."""
         errors, kinds = self.errors, (kind_of(self.dtype), kind_of(self.reference_dtype))
         if OBJECT in kinds:
-            return f"{self.name}: an object that is not an array, a number or a text cannot be compared; leave it out"
+            return f"{self.name}: an object that is not an array, a number or a text; {LEAVE_OUT}"
         if kinds[0] != kinds[1]:
             return f"{self.name}: its dtype is {self.dtype}, the reference's {self.reference_dtype}"
         if errors.not_finite:
@@ -182,7 +184,7 @@ class Comparison:
         for what, names in (("extra", self.alignment.extra), ("missing", self.alignment.missing)):
             if names:
                 side = "ours has, and the reference" if what == "extra" else "the reference has, and ours"
-                reasons.append(f"{what} outputs, which {side} has not: {_some(names)}")
+                reasons.append(f"{what} outputs, which {side} has not: {_some(names)}; {LEAVE_OUT}")
         fused = [replace(row, name=f"{row.name} as one compiled program") for row in self.fused]
         # Below float32, rounding may choose other experts in a layer.
         judged = [row for row in self.rows if self.bound is not None or row in self.outputs or not row.errors.unequal]

@@ -21,7 +21,7 @@ from verax.compare.case import Side
 from verax.compare.comparison import Origin, kind_of, not_finite
 from verax.compare.jax_side import SCOPE, as_program
 from verax.compare.torch_side import hook_modules, to_numpy, to_torch, torch
-from verax.compare.trace import Trace, split_call, split_leaf
+from verax.compare.trace import OUTPUT, Trace, split_call, split_leaf
 
 __all__ = ["origin_jax", "origin_torch"]
 
@@ -54,6 +54,9 @@ def origin_torch(side: Side, trace: Trace) -> Origin | None:
     found: list[Candidate] = []
     running = [""]
 
+    def leave(*_: Any) -> None:
+        running.pop()
+
     class Watching(lib.overrides.TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             inputs = list(_numbers((args, kwargs)))
@@ -67,7 +70,7 @@ def origin_torch(side: Side, trace: Trace) -> Origin | None:
 
     args, kwargs = to_torch(side.args), to_torch(side.kwargs)
     with ExitStack() as stack, lib.no_grad(), Watching():
-        hook_modules(side.model, stack, lambda path, *_: running.append(path), lambda *_: running.pop() and None)
+        hook_modules(side.model, stack, lambda path, *_: running.append(path), leave)
         side.run(side.model, args, kwargs)
     weights = side.model.state_dict().items() if isinstance(side.model, lib.nn.Module) else ()
     return _origin(trace, found, weights, _numbers((args, kwargs)))
@@ -80,14 +83,24 @@ def _origin(
     if layer is None:
         return None
     path = split_leaf(split_call(layer)[0])[0]
-    # Those of finite constants first, those within the layer before others, in the order of the run.
-    ranked = sorted(candidates, key=lambda one: (one[2], not f"{one[0]}.".startswith(f"{path}.")))
-    for module, operation, of_constant in ranked[:1]:
-        place = (f" in {module}" if module else "") + (" with a constant that is not finite" if of_constant else "")
-        return Origin(layer, f"the operation {operation}{place}")
-    given = [f"the weight {name}" for name, x in weights if any(_state(x))]
-    given += ["the inputs of the call" for x in inputs if any(_state(x))]
-    return Origin(layer, next(iter(given), "an operation that could not be seen"))
+    within = lambda outer, name: not outer or f"{name}.".startswith(f"{outer}.")
+    given = [(name, f"the weight {name}") for name, x in weights if any(_state(x))]
+    given += [("", "the inputs of the call") for x in inputs if any(_state(x))]
+    made = [
+        (
+            module,
+            f"the operation {operation}"
+            + (f" in {module}" if module else "")
+            + (" with a constant that is not finite" if of_constant else ""),
+        )
+        for module, operation, of_constant in sorted(candidates, key=lambda one: one[2])
+    ]
+    # What the layer itself did comes first, then what it has, and then what the modules around it did before.
+    inside = [text for module, text in made if module and within(path, module)]
+    own = [text for name, text in given if name and within(path, name)]
+    around = [text for module, text in made if within(module, path) or path == OUTPUT]
+    known = (*inside, *own, *around, *(text for _, text in (*given, *made)))
+    return Origin(layer, next(iter(known), "an operation that could not be seen"))
 
 
 def _arose(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from verax.checkpoint.video.parts import PARTS
 from verax.compare.case import Inputs
 from verax.compare.cases.text import transformers
 from verax.compare.cases.video import RANDOM, build_part, diffusers, video_case
+from verax.compare.comparison import not_finite
 from verax.compare.report import VideoReport
 from verax.compare.torch_side import torch
 from verax.compare.videos import compare_clips
@@ -78,7 +79,12 @@ class Clip:
 
 
 def compare_pipelines(
-    model: str | Path, clip: Clip | None = None, *, dtype: str = "float32", inputs: Inputs = NOTHING
+    model: str | Path,
+    clip: Clip | None = None,
+    *,
+    dtype: str = "float32",
+    inputs: Inputs = NOTHING,
+    repeat: bool = True,
 ) -> VideoReport:
     """Make one clip with diffusers' pipeline and with verax, and compare their frames.
 
@@ -92,12 +98,14 @@ def compare_pipelines(
         dtype: dtype of the weights on both sides.
         inputs: `latents` `[1, channels, F, H, W]` to begin with, and for image to video an `image` `[H, W, 3]`, uint8,
             instead of noise by `clip.seed` and a gradient.
+        repeat: make each clip a second time, to say whether a side is deterministic.
 
     Returns:
         The report; its `failures` are empty if they count as equal.
 
     Raises:
-        CheckpointError, InvalidParameterError: if the model cannot be read, or cannot make such a clip.
+        CheckpointError, InvalidParameterError: if the model cannot be read, or cannot make such a clip; or if a side's
+            clip has NaN or infinities.
         MissingDependencyError: without torch, diffusers, transformers or scikit-image.
     """
     clip = Clip() if clip is None else clip
@@ -105,6 +113,7 @@ def compare_pipelines(
     kind = getattr(diffusers(), opened.pipeline, None)
     if kind is None:
         raise InvalidParameterError(f"{opened.path}: diffusers has no {opened.pipeline} to compare with")
+    runs: dict[str, bool | None] = {}
     with progress.bar("comparing pipelines") as report:
         report(0, 2, "JAX")
         pipe = VideoPipeline(opened.path, dtype=dtype, reference="diffusers", show_progress=False)
@@ -134,7 +143,7 @@ def compare_pipelines(
         inputs.checked({"latents": shape} | ({"image": (None, None, 3)} if image else {}), texts=True)
         if picture.dtype != np.uint8:
             raise InvalidParameterError(f"inputs: image is uint8, from 0 to 255, not {picture.dtype}")
-        ours = pipe(**options, **image).frames
+        ours, runs["verax"] = _twice(lambda: pipe(**options, **image).frames, "verax", repeat)
         shift, fps = settings.shift, settings.fps
         del pipe
         gc.collect()  # compiled programs refer back to the pipeline that holds them
@@ -146,11 +155,21 @@ def compare_pipelines(
         if settings.kind == "df":
             tensors["fps"] = fps
         with torch().no_grad():
-            theirs = np.asarray(reference(**tensors, **pictures).frames[0], np.float32)
+            theirs, runs["diffusers"] = _twice(
+                lambda: np.asarray(reference(**tensors, **pictures).frames[0], np.float32), "diffusers", repeat
+            )
     names = f"{opened.name}, {dtype}: diffusers", "verax"
     first, second = (np.round(frames * 255).astype(np.uint8) for frames in (theirs, ours))
     bound = MIN_PSNR if dtype == "float32" else None
-    return VideoReport(compare_clips(theirs, ours), first, second, names, fps, bound)
+    return VideoReport(compare_clips(theirs, ours), first, second, names, fps, bound, runs if repeat else {})
+
+
+def _twice(run: Callable[[], np.ndarray], side: str, repeat: bool) -> tuple[np.ndarray, bool | None]:
+    """The frames of a side, and whether a second run has the same; None without one."""
+    frames = run()
+    if problem := not_finite(frames):
+        raise InvalidParameterError(f"the clip of {side} has {problem}")
+    return frames, np.array_equal(frames, run()) if repeat else None
 
 
 def _components(opened: VideoFolder, dtype: str, shift: float) -> dict[str, Any]:

@@ -6,13 +6,14 @@ import base64
 import io
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import rich.table
 from rich.console import Console
+from rich.markup import escape
 
 from verax._optional import require_optional
 from verax.compare.comparison import MAX_RATIO, Comparison, Row
@@ -59,7 +60,7 @@ class _Table:
             width = None if name in ("layer", "parameter") else max(map(len, (name, *(row[i] for row in self.rows))))
             drawn.add_column(name, no_wrap=True, justify="left" if name in _WORDS else "right", min_width=width)
         for i, row in enumerate(self.rows):
-            drawn.add_row(*row, style="red" if i in self.marked else None)
+            drawn.add_row(*map(escape, row), style="red" if i in self.marked else None)
         console.print(drawn)
 
     def markdown(self) -> list[str]:
@@ -125,7 +126,7 @@ def show(result: Comparison, console: Console, *, every: bool = False) -> None:
     if left:
         console.print(f"{left} rows more within the blocks: --all shows them, --output DIR writes them.")
     for line in _findings(result):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, markup=False)  # [ids] is a path here
     console.print("[bold green]equal[/]" if result.passed else "[bold red]different[/]", highlight=False)
 
 
@@ -286,6 +287,8 @@ class VideoReport:
     fps: float | None = None
     min_psnr: float | None = None
     """Least PSNR of every frame in dB; None for no bound."""
+    deterministic: Mapping[str, bool | None] = field(default_factory=dict)
+    """By side, whether a second run has given the same clip; empty without second runs."""
 
     @property
     def failures(self) -> list[str]:
@@ -299,12 +302,15 @@ class VideoReport:
     def as_dict(self) -> dict[str, Any]:
         """The comparison for JSON."""
         bound = {} if self.min_psnr is None else {"min_psnr": self.min_psnr, "failures": self.failures}
-        return {"clips": self.names, **self.comparison.to_dict(), **bound}
+        runs = {"deterministic": dict(self.deterministic)} if self.deterministic else {}
+        return {"clips": self.names, **self.comparison.to_dict(), **bound, **runs}
 
     def show(self, console: Console, *, every: bool = False) -> None:
         """Print the figures of the clip, and with `every` the figures of each frame."""
         for section in self._tables() if every else self._tables()[:1]:
             section.show(console)
+        for line in self._runs():
+            console.print(line, highlight=False)
 
     def write(self, folder: Path) -> list[Path]:
         """Write videos.json, videos.md, videos.html and side-by-side.mp4 into a folder; return their paths.
@@ -332,7 +338,7 @@ class VideoReport:
             "Clips compared",
             comparison.verdict,
             not self.failures,
-            [f"{self.names[0]} and {self.names[1]}: {sizes}", *self.failures],
+            [f"{self.names[0]} and {self.names[1]}: {sizes}", *self._runs(), *self.failures],
             self._tables(),
             [
                 f"verdict: by the whole clip, {levels}; poor below",
@@ -360,6 +366,12 @@ class VideoReport:
         joined = np.concatenate([self.first, self.second, bright], axis=2)
         odd = [(0, 0), (0, joined.shape[1] % 2), (0, joined.shape[2] % 2), (0, 0)]
         return np.pad(joined, odd, mode="edge")
+
+    def _runs(self) -> list[str]:
+        return [
+            f"a second run of {side} is {'the same bit for bit' if same else 'different: it is not deterministic'}"
+            for side, same in self.deterministic.items()
+        ]
 
     def _tables(self) -> list[_Table]:
         comparison = self.comparison

@@ -85,7 +85,6 @@ def compare_case(
     repeat: bool = True,
     guess: bool = False,
     max_rel: float | None = None,
-    folder: str | Path | None = None,
     confirm: Callable[[Alignment], None] = lambda alignment: None,
 ) -> Comparison:
     """Run a case. One model is in memory at a time (two while weights are rounded), and one array of the traces.
@@ -95,14 +94,13 @@ def compare_case(
         dtype: dtype of the weights and matmul inputs. Below float32 the reference also runs in float32, with weights
             rounded to `dtype`: the truth about both sides.
         inject, backward, fused, repeat, guess, max_rel: as in `compare`.
-        folder: folder in which traces are kept; None keeps them only while this runs.
         confirm: called with the alignment before anything is measured; it may raise.
 
     Raises:
         InvalidParameterError: as in `compare`.
     """
     with tempfile.TemporaryDirectory() as scratch, progress.bar("comparing") as report:
-        home = Path(scratch if folder is None else folder)
+        home = Path(scratch)
         low = dtype != "float32"
         stages = 2 + low + inject + fused + 2 * backward + 2 * repeat
         done = iter(range(stages + 1))
@@ -112,28 +110,24 @@ def compare_case(
         def stage(what: str) -> None:
             report(next(done), stages, what)
 
-        def twice(name: str, side: Side, trace: Callable[..., Trace], origin: Callable[..., Origin | None]) -> Trace:
-            """The trace of a side, compared with its second run, and searched for NaN and infinities."""
+        def run(name: str, side: Side) -> Trace:
             stage(name)
+            trace, origin = _SIDES[name]
             first = trace(side, folder=home / name)
             if repeat:
                 stage(f"{name}, again")
                 runs[name] = first.first_difference(trace(side, folder=home / "again"))
                 shutil.rmtree(home / "again")
-            if any(not_finite(first[entry]) for entry in first):
-                try:
-                    arose = origin(side, first)
-                except Exception as error:  # the report is worth more than the operation
-                    entry = next(entry for entry in first if not_finite(first[entry]))
-                    arose = Origin(entry, f"an operation that could not be traced: {error}")
-                if arose is not None:
-                    origins[name] = arose
+            if (arose := _origin(origin, side, first)) is not None:
+                origins[name] = arose
             return first
 
         side = case.reference(dtype)
-        reference = twice("reference", side, trace_torch, origin_torch)
+        reference = run("reference", side)
         theirs: dict[str, np.ndarray] = {}
         cotangents = _cotangents(reference)
+        if backward and not cotangents:
+            raise InvalidParameterError("backward: the reference has no output of floats to take gradients of")
         if backward:
             stage("PyTorch, backwards")
             theirs = _gradients(gradients_torch, side, cotangents)
@@ -147,7 +141,7 @@ def compare_case(
             truth = trace_torch(side, folder=home / "truth")
         del side
         side = case.ours(dtype)
-        ours = twice("ours", side, trace_jax, origin_jax)
+        ours = run("ours", side)
         alignment = align(ours, reference, case.names, guess=guess)
         if not alignment.pairs and not alignment.mismatched:
             raise InvalidParameterError(
@@ -184,6 +178,22 @@ def compare_case(
             result.gradients, result.gradients_only = _gradient_rows(own_gradients, theirs, names)
         result.peak_memory = peak_memory()
         return result
+
+
+_SIDES: Mapping[str, Any] = {"reference": (trace_torch, origin_torch), "ours": (trace_jax, origin_jax)}
+"""By side, the functions that record a run and that find where its first NaN or infinity arises."""
+
+
+def _origin(find: Callable[[Side, Trace], Origin | None], side: Side, trace: Trace) -> Origin | None:
+    """Where the first NaN or infinity of a trace arose; None if all of it is finite."""
+    layer = next((name for name in trace if not_finite(trace[name])), None)
+    if layer is None:
+        return None
+    try:
+        return find(side, trace)
+    except Exception as error:  # whatever a model cannot do in such a run, the report is worth more
+        reason, _, _ = str(error).partition("\n")
+        return Origin(layer, f"an operation that could not be traced: {reason}")
 
 
 def _some(trace: Trace) -> str:
@@ -237,7 +247,7 @@ def _gradient_rows(
         used |= set(paths)
         other = reference[paths[0]] if len(paths) == 1 else np.concatenate([reference[path] for path in paths])
         layout = _kernel_layout(name, mine.shape, other.shape) or find_layout(mine.shape, other.shape)
-        if layout is None:
+        if layout is None or layout.broadcast:
             raise InvalidParameterError(
                 f"names: {name} of shape {list(mine.shape)} is not {' + '.join(paths)} of shape {list(other.shape)}"
             )

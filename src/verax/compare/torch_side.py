@@ -94,7 +94,8 @@ def gradients_torch(side: Side, cotangents: Mapping[str, np.ndarray]) -> dict[st
         parameter.requires_grad_(True)
     outputs = _floats(side.run(model, to_torch(side.args), to_torch(side.kwargs)))
     weights = {name: lib.from_numpy(np.asarray(x, np.float32)) for name, x in cotangents.items()}
-    sum((outputs[name].float() * weight).sum() for name, weight in weights.items()).backward()
+    total: Any = sum((outputs[name].float() * weight).sum() for name, weight in weights.items())
+    total.backward()
     gradients = {n: to_numpy(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     for parameter in model.parameters():
         parameter.grad = None

@@ -121,8 +121,10 @@ class Trace:
         """Name of the first array that another run of the same model does not have bit for bit; None if it has all."""
 
         def equal(name: str) -> bool:
-            same = name in other and self.entries[name] == other.entries[name]
-            return same and self[name].tobytes() == other[name].tobytes()
+            if name not in other:
+                return False
+            a, b = self[name], other[name]
+            return (a.shape, a.dtype) == (b.shape, b.dtype) and a.tobytes() == b.tobytes()
 
         return next((name for name in (*self, *other) if name not in self or not equal(name)), None)
 
@@ -136,8 +138,8 @@ def leaves(x: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         return
     if isinstance(x, Mapping):
         members: Iterable[tuple[Any, Any]] = x.items()
-    elif isinstance(x, tuple) and hasattr(x, "_fields"):
-        members = zip(x._fields, x, strict=True)
+    elif isinstance(x, tuple) and (fields := getattr(x, "_fields", None)):
+        members = zip(fields, x, strict=True)
     elif isinstance(x, tuple | list):
         members = enumerate(x)
     elif dataclasses.is_dataclass(x) and not isinstance(x, type):

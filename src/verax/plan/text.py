@@ -105,10 +105,10 @@ class TextPlan:
 
     @cached_property
     def cache_room(self) -> int:
-        """Most bytes that the engine gives its cache on a device next to the weights; 0 if they do not fit."""
+        """Most bytes that the engine gives its cache on a device next to weights and slots; 0 if they do not fit."""
         free = self.device.memory - self.weight_bytes
         with self.target(DeviceMemory(max(0, free), self.device.memory)):
-            return max(0, cache_memory())
+            return max(0, cache_memory() - self.slot_bytes())
 
     @property
     def fits(self) -> bool:

@@ -62,10 +62,11 @@ def deployment(
     Examples:
         >>> serve.run(verax.ray.deployment("Qwen/Qwen3-0.6B", replicas=(1, 8), num_gpus=1))
     """
+    from verax.files import model_name
     from verax.ray.remote_llm import Ingress
 
     names = (served_model_name,) if isinstance(served_model_name, str) else tuple(served_model_name or ())
-    names = names or (model or "verax-text",)
+    names = names or (model_name(model or "verax-text"),)
     new_server = functools.partial(
         _new_server, model, names, dtype=dtype, quantization=quantization, revision=revision, **options
     )

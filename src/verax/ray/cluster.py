@@ -13,6 +13,11 @@ from verax._optional import require_optional
 from verax.errors import InvalidParameterError, VeraxError
 from verax.files import cache_folder
 
+try:
+    import fcntl
+except ImportError:  # it does not exist for Windows
+    fcntl = None
+
 __all__ = [
     "LOOPBACK",
     "actor_environment",
@@ -23,6 +28,8 @@ __all__ = [
     "set_threads",
     "start_ray",
 ]
+
+_log = logging.getLogger("verax.ray")
 
 LOOPBACK = "127.0.0.1"
 _SHARED = ("VERAX_CACHE_DIR", "HF_HOME", "HF_TOKEN", "HF_HUB_OFFLINE")
@@ -103,15 +110,6 @@ def check_actors(
                 f"for those who read files, filter checkpoints and route requests; {room}"
             )
     return least, most
-
-
-try:
-    import fcntl
-except ImportError:  # it does not exist for Windows
-    fcntl = None
-
-
-_log = logging.getLogger("verax.ray")
 
 
 def set_threads() -> None:

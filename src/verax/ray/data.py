@@ -110,7 +110,7 @@ def _prompt(row: Mapping[str, Any]) -> Any:
         return msgspec.json.decode(messages) if isinstance(messages, str) else list(messages)
     prompt = row.get("prompt")
     if isinstance(prompt, np.ndarray | Sequence):
-        return prompt if isinstance(prompt, str) else [int(token) for token in prompt]
+        return prompt if isinstance(prompt, str) else list(prompt)
     raise InvalidParameterError(f"prompt: expected a text or token ids in the column, got {prompt!r}")
 
 

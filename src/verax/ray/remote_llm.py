@@ -197,6 +197,8 @@ class RemoteLLM:
         self.num_moved = 0
         """Requests that continued at another replica."""
         self._recommended = SamplingParams.from_generation_config(opened.generation_config)
+        self.chat_sampling = SamplingParams.for_chat(opened.generation_config)
+        """Temperature and top_p of conversations, if the checkpoint recommends no sampling; else nothing."""
         # By value: over the replica's own connection, in place of two messages through Ray for each part.
         self._handle = handle.options(stream=True, _by_reference=False)
         self._description = description

@@ -37,7 +37,7 @@ __all__ = ["Dispatch", "Group", "Link", "ProgramName"]
 ProgramName = Literal["admit", "adapt", "step", "sample", "extend", "draft"]
 
 COMPRESSED_FROM = 4096
-"""Bytes from which a message is compressed: the row of an admitted sequence is padded to the longest context."""
+"""Bytes from which a message is compressed: the rows of steps and of admitted sequences are padded."""
 
 
 class Dispatch(msgspec.Struct, frozen=True, array_like=True):

@@ -14,6 +14,7 @@ from jaxtyping import UInt8
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError
 from verax.files import atomic_path
+from verax.video.images import RATE
 
 __all__ = ["CRF", "check_parent", "check_path", "check_sheet_path", "clip_path", "write_clip", "write_contact_sheet"]
 
@@ -96,9 +97,12 @@ def write_clip(frames: UInt8[np.ndarray, "T H W 3"], path: str | Path, *, fps: f
         raise InvalidParameterError(
             f"frames: expected uint8 [frames, height, width, 3], got {frames.dtype} {list(frames.shape)}"
         )
-    if not 0 < fps <= 1000:
-        raise InvalidParameterError(f"fps: expected more than 0 and at most 1000 frames per second, got {fps}")
     suffix = path.suffix.lower()
+    fastest = 100 if suffix == ".gif" else 1000
+    if not 0 < fps <= fastest:
+        raise InvalidParameterError(
+            f"fps: expected more than 0 and at most {fastest} frames per second in a {suffix or 'folder'}, got {fps}"
+        )
     if suffix == ".mp4":
         if not 0 <= crf <= 51:
             raise InvalidParameterError(f"crf: expected 0 (lossless) to 51, got {crf}")
@@ -192,7 +196,14 @@ def _write_animation(frames: np.ndarray, path: Path, fps: float) -> None:
     step = 10 if path.suffix.lower() == ".gif" else 1
     ends = np.round(np.arange(len(frames) + 1) * 1000 / fps / step).astype(int) * step
     first, *rest = (require_optional("PIL.Image").fromarray(frame) for frame in frames)
-    first.save(path, save_all=True, append_images=rest, duration=np.diff(ends).tolist(), loop=0)
+    text = RATE.format(frames=len(frames), fps=fps).encode()
+    comment = {"comment": text} if path.suffix.lower() == ".gif" else {"xmp": text}
+    try:
+        first.save(path, save_all=True, append_images=rest, duration=np.diff(ends).tolist(), loop=0, **comment)
+    except OverflowError as error:
+        raise InvalidParameterError(
+            f"fps: {fps:g} frames per second show equal frames for longer than the 655 seconds that a .gif can"
+        ) from error
 
 
 def _wrapped(text: str, width: int, length: Callable[[str], float]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from jaxtyping import UInt8
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError
 
-__all__ = ["Image", "read_clip", "read_image"]
+__all__ = ["Image", "frame_pixels", "read_clip", "read_image"]
 
 Image = Any
 """A path, a PIL.Image, or an array `[H, W, 3]`: uint8, or floats in 0..1."""
@@ -20,9 +21,28 @@ Image = Any
 _ANIMATIONS = (".gif", ".webp")
 """Clips that Pillow reads; FFmpeg does not read animated WebP."""
 
+BITS_PER_SAMPLE, PHOTOMETRIC = 258, 262
+"""Tags of TIFF files."""
+
+WHITE_IS_ZERO = 0
+"""Value of the tag `PHOTOMETRIC`, which Pillow applies to images of 8 bits only."""
+
+_FRAMES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+"""Files of a folder that are frames of a clip."""
+
+_MOST_FRAMES = 10_000
+"""Frames that an animation may have once each is repeated for as long as it is shown."""
+
+RATE = "verax: {frames} frames, {fps:g} a second"
+"""Comment that `files.write_clip` writes into an animation: files have durations only, and one frame for equal ones."""
+
+_RATE = re.compile(rb"verax: ([0-9]+) frames, ([0-9.]+) a second")
+
 
 def read_image(image: Image, *, name: str = "image") -> UInt8[np.ndarray, "H W 3"]:
     """Read an image as RGB, rotated upright if its file has an orientation. Transparency is dropped.
+
+    Grey images of more than 8 bits are scaled to 8: whole numbers up to 65535, and floats up to 1.
 
     Args:
         image: a path, a PIL.Image, or an array `[H, W, 3]`, uint8 or floats in 0..1.
@@ -35,28 +55,53 @@ def read_image(image: Image, *, name: str = "image") -> UInt8[np.ndarray, "H W 3
     if hasattr(image, "__array__"):  # NumPy's and JAX's arrays, and not Pillow's images
         return _pixels(np.asarray(image), name, "[height, width, 3]")
     pil = require_optional("PIL.Image")
-    upright = require_optional("PIL.ImageOps").exif_transpose
     if isinstance(image, pil.Image):
-        return np.asarray(upright(image).convert("RGB"))
+        return _rgb(image, name)
     if not isinstance(image, str | Path):
         raise InvalidParameterError(
             f"{name}: expected a path, a PIL.Image or an array [height, width, 3], got {type(image).__name__}"
         )
     try:
         with pil.open(image) as opened:
-            return np.asarray(upright(opened).convert("RGB"))
+            return _rgb(opened, name)
     except FileNotFoundError as error:
         raise InvalidParameterError(f"{name}: there is no file {image}") from error
+    except InvalidParameterError:
+        raise
     except Exception as error:  # decoders of a dozen formats raise a dozen kinds
         raise InvalidParameterError(f"{name}: {image} cannot be read as an image: {error}") from error
+
+
+def _rgb(image: Any, name: str) -> UInt8[np.ndarray, "H W 3"]:
+    """Pixels of a PIL.Image, upright."""
+    tags = getattr(image, "tag_v2", {})  # of a TIFF file
+    image = require_optional("PIL.ImageOps").exif_transpose(image)
+    if image.mode != "F" and not image.mode.startswith("I"):
+        try:
+            return np.asarray(image.convert("RGB"))
+        except ValueError as error:
+            raise InvalidParameterError(f"{name}: an image of mode {image.mode} is not read: {error}") from error
+    # Pillow's own conversion cuts these at 255.
+    bits = min(tags.get(BITS_PER_SAMPLE, (16,))[0], 16)
+    values, white = np.asarray(image), 1 if image.mode == "F" else 2**bits - 1
+    low, high = values.min(), values.max()
+    if not (low >= 0 and high <= white) or (image.mode == "I" and 0 < high <= 255):
+        hint = "; convert an image of 8 bits to mode L" if 0 < high <= 255 else ""
+        raise InvalidParameterError(
+            f"{name}: expected grey of 0 to {white} in an image of mode {image.mode}, got {low:g} to {high:g}{hint}"
+        )
+    grey = np.round(values * (255 / white)).astype(np.uint8)
+    return np.repeat((255 - grey if tags.get(PHOTOMETRIC) == WHITE_IS_ZERO else grey)[..., None], 3, axis=-1)
 
 
 def read_clip(clip: Any, *, name: str = "video") -> tuple[UInt8[np.ndarray, "T H W 3"], float | None]:
     """Read a clip: frames, and frames per second (None if unknown).
 
+    Frames of a video are turned as its file says. Frames of an animation are repeated for as long as they are shown.
+
     Args:
-        clip: a path to a video, an animated .gif or .webp, or a folder of images (in the order of their names); or a
-            list of images, or an array `[T, H, W, 3]`, uint8 or floats in 0..1.
+        clip: a path to a video, an animated .gif or .webp, or a folder of images, in the order of their names and of
+            the numbers in them; or a list of images, or an array `[T, H, W, 3]`, uint8 or floats in 0..1.
         name: name of the argument in errors.
 
     Raises:
@@ -70,10 +115,38 @@ def read_clip(clip: Any, *, name: str = "video") -> tuple[UInt8[np.ndarray, "T H
         if not path.is_dir():
             frames, fps = _read_animation(path, name) if path.suffix.lower() in _ANIMATIONS else _read_video(path, name)
             return _stack(frames, name), fps
-        clip = sorted(file for file in path.iterdir() if file.suffix.lower() in (".png", ".jpg", ".jpeg"))
+        files = [file for file in path.iterdir() if file.suffix.lower() in _FRAMES and not file.name.startswith(".")]
+        if not files:
+            raise InvalidParameterError(
+                f"{name}: {path} has no frames: expected files that end in {', '.join(_FRAMES)}"
+            )
+        clip = sorted(files, key=_natural_order)
     if isinstance(clip, Sequence):
         return _stack([read_image(frame, name=f"{name}: frame {i}") for i, frame in enumerate(clip)], name), None
     return _pixels(np.asarray(clip), name, "[frames, height, width, 3]"), None
+
+
+def _natural_order(file: Path) -> tuple[list[str | int], str]:
+    """Key that sorts frame_2 before frame_10."""
+    parts = re.split(r"([0-9]+)", file.name.lower())
+    return [int(part) if i % 2 else part for i, part in enumerate(parts)], file.name
+
+
+def frame_pixels(frame: Any, stream: Any) -> UInt8[np.ndarray, "H W 3"]:
+    """Pixels of a frame that PyAV decoded from a stream, as they are shown.
+
+    Wide or narrow pixels are made square, and the frame is turned or mirrored as its display matrix says.
+    """
+    wide = stream.sample_aspect_ratio or 1
+    pixels = frame.to_ndarray(format="rgb24", width=max(1, round(frame.width * wide)))
+    matrix = next((bytes(data) for data in frame.side_data if data.type.name == "DISPLAYMATRIX"), None)
+    if matrix is None:
+        return pixels
+    # A pixel (x, y) is shown at (a x + c y, b x + d y), but for a shift.
+    a, b, _, c, d = np.frombuffer(matrix, np.int32)[:5].tolist()
+    if abs(b) > abs(a):
+        pixels, a, d = pixels.swapaxes(0, 1), c, b
+    return np.ascontiguousarray(pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1])
 
 
 def _read_video(path: Path, name: str) -> tuple[list[np.ndarray], float | None]:
@@ -83,23 +156,47 @@ def _read_video(path: Path, name: str) -> tuple[list[np.ndarray], float | None]:
             if not container.streams.video:
                 raise InvalidParameterError(f"{name}: {path} has no images in it")
             stream = container.streams.video[0]
-            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
-            return frames, float(stream.average_rate) if stream.average_rate else None
+            shown = [(frame_pixels(frame, stream), frame.time) for frame in container.decode(stream)]
+            rate = float(stream.average_rate) if stream.average_rate else None
     except av.FFmpegError as error:
         raise InvalidParameterError(f"{name}: {path} cannot be read as a video: {error}") from error
+    frames, times = [frame for frame, _ in shown], [time for _, time in shown]
+    if len(frames) < 2 or None in times or times[-1] <= times[0]:
+        return frames, rate
+    # Phones write frames at uneven times. Each is shown from its time on: at even times, that is the newest one.
+    fps = (len(frames) - 1) / (times[-1] - times[0])
+    ticks = times[0] + (np.arange(len(frames)) + 0.25) / fps
+    newest = np.searchsorted(times, ticks, side="right") - 1
+    return [frames[i] for i in newest], rate if rate and abs(rate - fps) < 0.02 * fps else fps
 
 
 def _read_animation(path: Path, name: str) -> tuple[list[np.ndarray], float | None]:
     pil, sequence = require_optional("PIL.Image"), require_optional("PIL.ImageSequence")
-    frames, milliseconds = [], 0
+    frames, durations = [], []
     try:
         with pil.open(path) as opened:
             for frame in sequence.Iterator(opened):
-                frames.append(np.asarray(frame.convert("RGB")))
-                milliseconds += frame.info.get("duration", 0)
+                frames.append(_rgb(frame, name))
+                durations.append(frame.info.get("duration", 0))
+            comments = (opened.info.get(key, b"") for key in ("comment", "xmp"))
+            written = next(filter(None, map(_RATE.fullmatch, comments)), None)
     except (OSError, ValueError) as error:
         raise InvalidParameterError(f"{name}: {path} cannot be read as a clip: {error}") from error
-    return frames, 1000 * len(frames) / milliseconds if milliseconds else None
+    shown = [duration for duration in durations if duration > 0]
+    if not shown and written is None:
+        return frames, None
+    # Equal frames are one in these files, shown for longer. A frame of the clip lasts as long as the shortest of them.
+    fps = 1000 / min(shown) if written is None else float(written[2])
+    counts = [max(1, round(duration * fps / 1000)) for duration in durations]
+    if written is not None:
+        counts[-1] = max(1, int(written[1]) - sum(counts[:-1]))
+    if sum(counts) > _MOST_FRAMES:
+        raise InvalidParameterError(
+            f"{name}: {path} has frames that are shown for different times, which are {sum(counts)} frames of the "
+            f"shortest; expected at most {_MOST_FRAMES}"
+        )
+    repeated = [frame for frame, count in zip(frames, counts, strict=True) for _ in range(count)]
+    return repeated, 1000 * sum(counts) / sum(durations) if written is None else fps
 
 
 def _stack(frames: list[np.ndarray], name: str) -> UInt8[np.ndarray, "T H W 3"]:

@@ -8,6 +8,8 @@ plan follows before a run. Nothing is compiled before a call is planned or made.
 from __future__ import annotations
 
 import html
+import logging
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from verax.models.video_model import ConditionEncoder
 from verax.video import unipc
 from verax.video.denoise import Conditions, DenoisingState, denoise
 from verax.video.mesh import BY_ROW, GUIDANCE, REPLICATED, SEQUENCE, AnyMesh, axis_size, layout
-from verax.video.programs import Component, Program, ProgramCall, Weights, floats, shapes_of
+from verax.video.programs import Component, Program, ProgramCall, Weights, floats, random_key, shapes_of
 from verax.video.request import ResolvedRequest
 from verax.video.schedule import Tables
 
@@ -40,6 +42,8 @@ __all__ = [
     "latents_at_once",
     "tile_at_once",
 ]
+
+_log = logging.getLogger("verax.video")
 
 PROMPT_TOKENS = 512
 """Tokens of every prompt, padding included: the transformer's cross-attention sees them all."""
@@ -169,7 +173,7 @@ class Stages:
 
     def noise(self, seed: int, segment: int, shape: tuple[int, ...]) -> Float32[Array, "..."]:
         """Noise of a segment: the same on every machine and whatever came before."""
-        return self._noise(jax.random.fold_in(jax.random.key(seed), segment), shape=shape)
+        return self._noise(jax.random.fold_in(random_key(seed), segment), shape=shape)
 
     def _chunk(self, height: int, width: int) -> int:
         return latents_at_once(self.vae.config, height, width)
@@ -325,9 +329,15 @@ class PromptTokenizer:
     def __call__(self, prompts: Sequence[str]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
         """Ids of cleaned prompts, int32, padded on the right, and how many of each are not padding.
 
-        A longer prompt loses its end, but not the token that marks the end.
+        A longer prompt loses its end, but not the token that marks the end; a warning says what is lost.
         """
-        encodings = self._backend.encode_batch([clean(prompt) for prompt in prompts])
+        texts = [clean(prompt) for prompt in prompts]
+        encodings = self._backend.encode_batch(texts)
+        for text, encoding in zip(texts, encodings, strict=True):
+            if encoding.overflowing:
+                kept = max(end for _, end in encoding.offsets)
+                lost = textwrap.shorten(text[kept:], 80)
+                _log.warning("prompt: the model reads %d tokens of it, and not its end: %r", len(encoding), lost)
         tokens = np.array([encoding.ids for encoding in encodings], np.int32)
         return tokens, np.array([sum(encoding.attention_mask) for encoding in encodings], np.int32)
 

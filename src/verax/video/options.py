@@ -98,9 +98,12 @@ class VideoRequest:
         shown=_CHECKPOINT,
     )
     fps: int | None = option(
-        None, "Frames per second. Of the file, and as an input of models that have one.", low=1, shown=_CHECKPOINT
+        None,
+        "Frames per second. Of the file, and as an input of models that have one. None: those of `video`.",
+        low=1,
+        shown=_CHECKPOINT,
     )
-    seed: int = option(42, "The same seed gives the same clip. It seeds the noise.", low=0)
+    seed: int = option(42, "The same seed gives the same clip. It seeds the noise.", low=0, high=2**64 - 1)
     latents: Any = option(
         None,
         "Initial noise of the first segment, `[1, channels, F, h, w]`: `[1, 16, F, height / 8, width / 8]`, and "

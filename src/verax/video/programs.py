@@ -27,7 +27,7 @@ from verax.nn.parallel import divisions
 from verax.ops.division import partition
 from verax.video.mesh import AnyMesh, Layout
 
-__all__ = ["Component", "Memory", "Program", "ProgramCall", "Weights", "floats", "shapes_of"]
+__all__ = ["Component", "Memory", "Program", "ProgramCall", "Weights", "floats", "random_key", "shapes_of"]
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -300,3 +300,10 @@ def floats(*shape: int) -> jax.ShapeDtypeStruct:
 def shapes_of(tree: Any) -> Any:
     """Shapes and dtypes of the arrays of a tree."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def random_key(seed: int) -> Array:
+    """Random key of a seed of 64 bits, both halves of which count; JAX's own key of a seed below `2**32`."""
+    low, high = seed % 2**32, seed // 2**32 % 2**32
+    key = jax.random.key(low)
+    return jax.random.fold_in(key, high) if high else key

@@ -7,6 +7,7 @@ the right kind, no contradictions.
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +26,13 @@ from verax.video.options import VideoRequest
 __all__ = ["ResolvedRequest", "VideoRequest", "default_size", "make_request", "resolve_request"]
 
 
+_log = logging.getLogger("verax.video")
+
 OVERLAP = 17
 """Default of frames that segments share: the smaller of the two that SkyReels-V2 recommends."""
+
+MOST_ASPECT = 100
+"""Times that one side of a picture may be as long as the other."""
 
 RESOLUTIONS = {"540P": (544, 960), "720P": (720, 1280)}
 """Height and width in pixels by name."""
@@ -160,7 +166,8 @@ def resolve_request(request: VideoRequest, model: VideoModel) -> ResolvedRequest
         if values[name] is not None:
             values[name] = images.read_image(values[name], name=name)
     if request.video is not None:
-        values["video"] = images.read_clip(request.video)[0]
+        values["video"], rate = images.read_clip(request.video)
+        values["fps"] = _own_rate(rate, values["fps"])
     if request.resume is not None:
         _check_resume(request.resume)
     first_frame = values["image"] if values["video"] is None else values["video"][0]
@@ -191,6 +198,17 @@ def resolve_request(request: VideoRequest, model: VideoModel) -> ResolvedRequest
     _check_texts(resolved, model)
     _check_segments(resolved, model)
     return resolved
+
+
+def _own_rate(rate: float | None, fps: int | None) -> int | None:
+    """Frames per second of a clip that continues a user's; a warning says if that is then faster or slower."""
+    if rate is None:
+        return fps
+    chosen = max(1, round(rate)) if fps is None else fps
+    if abs(chosen - rate) > 0.005 * rate:
+        speed = "faster" if chosen > rate else "slower"
+        _log.warning("fps: video has %.4g frames per second and the result %d, so that it is %s", rate, chosen, speed)
+    return chosen
 
 
 def _oriented(image: np.ndarray | None, height: int, width: int) -> tuple[int, int]:
@@ -241,7 +259,7 @@ def _check_conditioning(request: ResolvedRequest, model: VideoModel) -> None:
             raise InvalidParameterError("image: this model is for image to video, and needs the first frame")
     elif not conditioning.takes_image:
         raise InvalidParameterError("image: this model is for text alone; use one for image to video or forcing")
-    elif not conditioning.forcing and conditioning.given_frames and request.num_frames == 1:
+    elif conditioning.given_frames and request.num_frames == 1:
         raise InvalidParameterError("num_frames: expected more than the one frame that the image is")
 
 
@@ -262,6 +280,17 @@ def _check_no_forcing(request: ResolvedRequest, settings: VideoSettings) -> None
 
 
 def _check_images(request: ResolvedRequest) -> None:
+    H, W = request.height, request.width
+    first = None if request.video is None else request.video[0]
+    for name, picture in (("image", request.image), ("last_image", request.last_image), ("video", first)):
+        if picture is None:
+            continue
+        h, w = picture.shape[:2]
+        if max(h, w) > MOST_ASPECT * min(h, w) or min(w * H // W, h * W // H) < 1:
+            raise InvalidParameterError(
+                f"{name}: {h} x {w} pixels (height x width) have no part of the shape of a frame of {H} x {W}; give a "
+                "picture of a shape that is closer to it"
+            )
     if request.video is None:
         return
     if request.image is not None:

@@ -20,7 +20,7 @@ from verax.models.video_model import VideoModel
 from verax.video.denoise import Conditions, DenoisingState
 from verax.video.networks import Denoiser, PromptStates, Stages
 from verax.video.outputs import RunReporter, Step, StopRunError, VideoOutput, channels_first
-from verax.video.programs import Component, ProgramCall, floats
+from verax.video.programs import Component, ProgramCall, floats, random_key
 from verax.video.request import ResolvedRequest
 from verax.video.resume import FinishedSegments
 from verax.video.schedule import (
@@ -425,7 +425,7 @@ class _Denoising:
             guidance_scale=np.array(guidance_scale, np.float32),
             prefix_mask=np.arange(self.latents + self.last) < self.given if noisy else None,
             added_noise=np.array(request.addnoise_condition, np.int32),
-            key=jax.random.fold_in(jax.random.key(request.seed + 1), self.segment),
+            key=jax.random.fold_in(random_key(request.seed + 1), self.segment),
         )
 
     @property

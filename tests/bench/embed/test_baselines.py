@@ -4,11 +4,11 @@ import time
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from tests.support.tiny_encoder import random_sentences, tiny_encoder
 from verax.bench.embed.baselines import Batches, Exported, fastest_way, one_by_one
 from verax.embed.settings import EncoderSettings
-from verax.text.tokens.tokenizer import Tokenizer
 
 LONGEST = 20
 """Tokens that are read of a text: some of the random sentences are longer."""
@@ -24,17 +24,22 @@ def batches(folder):
     return Batches.of(folder, EncoderSettings("mean", LONGEST), 7)
 
 
+def cutting_tokenizer(folder):
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(LONGEST)
+    return tokenizer
+
+
 def test_batches_hold_every_text_once_the_longest_first(folder, batches):
     texts = random_sentences(23)
-    tokenizer = Tokenizer.from_folder(folder)
-    tokenizer.truncate(LONGEST)
+    tokenizer = cutting_tokenizer(folder)
     seen, widths = [], []
     for rows, ids, mask in batches(texts, 5):
         seen += rows
         widths.append(ids.shape[1])
         assert len(rows) <= 5
         for row, padded, ones in zip(rows, ids, mask, strict=True):
-            tokens = tokenizer.encode(texts[row])
+            tokens = tokenizer.encode(texts[row]).ids
             assert padded.tolist() == tokens + [7] * (len(padded) - len(tokens))
             assert ones.tolist() == [1] * len(tokens) + [0] * (len(padded) - len(tokens))
         assert mask.sum(1).max() == ids.shape[1]  # no wider than its longest text
@@ -67,9 +72,8 @@ def test_a_side_chooses_its_fastest_way_and_keeps_the_order_of_the_texts(folder,
     assert chosen["trials"]["slow, one text a call"] < 20 < chosen["trials"]["quick, batches of 4"]
     np.testing.assert_array_equal(encode(texts), before)
     np.testing.assert_array_equal(one_by_one(encode, texts), before)
-    tokenizer = Tokenizer.from_folder(folder)
-    tokenizer.truncate(LONGEST)
-    assert before[:, 1].tolist() == [len(tokenizer.encode(text)) for text in texts]
+    tokenizer = cutting_tokenizer(folder)
+    assert before[:, 1].tolist() == [len(tokenizer.encode(text).ids) for text in texts]
 
 
 def test_a_fast_way_with_other_vectors_is_left_out(batches):

@@ -1,19 +1,22 @@
 """GGUF files: weights exactly as llama.cpp dequantises them, configuration from metadata, clear refusals."""
 
+import re
 import struct
 from dataclasses import replace
 
 import gguf
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from tests.support import gguf as files
+from tests.support.published import llama_cpp_source
 from tests.support.tiny import tiny_checkpoint
 from verax import checkpoint, ops
 from verax.checkpoint import Checkpoint
-from verax.checkpoint.formats.gguf import read_config
+from verax.checkpoint.formats.gguf import GEMMA_READ, LOCAL_SIZES, NEUTRAL, READ, WITHOUT_EFFECT, read_config
 from verax.errors import CheckpointError, UnsupportedModelError, VeraxError
 from verax.loading import load_causal_lm
 from verax.models import causal_lm
@@ -197,6 +200,103 @@ def test_scaled_rotary_frequencies_match_the_folder(tmp_path):
     ours, theirs = (causal_lm(Checkpoint.open(path).config)[1].rotary for path in (tmp_path / "b.gguf", yarn_folder))
     np.testing.assert_allclose(ours.frequencies(16)[0], theirs.frequencies(16)[0], rtol=1e-6)
     assert ours.frequencies(16)[1] == theirs.frequencies(16)[1]
+
+
+LLAMA = {key.replace("gemma3", "llama"): value for key, value in GEMMA.items()} | {
+    "general.architecture": "llama",
+    "llama.attention.sliding_window": 0,
+}
+
+
+def rotary(divisors=None, **settings):
+    """Frequencies of a Llama with rotary settings."""
+    metadata = LLAMA | {f"llama.rope.{name.replace('__', '.')}": value for name, value in settings.items()}
+    return causal_lm(read_config(metadata, {EMBEDDINGS: (300, 5376)}, divisors))[1].rotary.frequencies(128)[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scaling__type": "linear", "scaling__factor": 4.0},
+        {"scaling__factor": 4.0},  # linear is llama.cpp's type where the file has none
+        {"scale_linear": 4.0},  # the key of old files
+        {"scaling__factor": 4.0, "scale_linear": 2.0},
+        {"scaling__factor": 4.0, "scaling__finetuned": True},
+    ],
+)
+def test_rotary_scaling_goes_by_old_names_and_defaults(settings):
+    np.testing.assert_array_equal(rotary(**settings), rotary() / np.float32(4))
+
+
+@pytest.mark.parametrize("settings", [{"scaling__type": "none"}, {"scaling__factor": 0.0}, {"scale_linear": 1.0}])
+def test_a_factor_of_zero_or_one_or_the_type_none_scale_nothing(settings):
+    np.testing.assert_array_equal(rotary(**settings), rotary())
+    np.testing.assert_array_equal(rotary(**{"scaling__factor": 4.0, **settings, "scaling__type": "none"}), rotary())
+
+
+def test_a_factor_next_to_divisors_divides_as_well():
+    divisors = np.linspace(1, 8, 64)
+    np.testing.assert_allclose(rotary(divisors, scale_linear=2.0), rotary(divisors) / 2, rtol=1e-6)
+    with pytest.raises(UnsupportedModelError, match=r"rope\.scaling\.type 'yarn' is not supported next to rope_freqs"):
+        rotary(divisors, scaling__type="yarn")
+
+
+def test_yarn_stretches_the_file_s_own_context_where_it_names_none():
+    named = rotary(scaling__type="yarn", scaling__factor=4.0, scaling__original_context_length=64)
+    np.testing.assert_array_equal(rotary(scaling__type="yarn", scaling__factor=4.0), named)
+    with pytest.raises(UnsupportedModelError, match=r"rope\.scaling\.factor: expected a number, got 'often'"):
+        rotary(scaling__factor="often")
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_settings_that_are_not_implemented_are_refused_by_name_unless_they_change_nothing(name):
+    for value in NEUTRAL[name]:
+        read_config(LLAMA | {f"llama.{name}": value}, {EMBEDDINGS: (300, 5376)})
+    other = not NEUTRAL[name][0] if isinstance(NEUTRAL[name][0], bool) else 7
+    with pytest.raises(UnsupportedModelError, match=rf"llama\.{re.escape(name)} {other} is not supported"):
+        read_config(LLAMA | {f"llama.{name}": other}, {EMBEDDINGS: (300, 5376)})
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama", "gemma3", "gemma2"])
+def test_each_key_that_llama_cpp_reads_is_read_or_without_effect_or_refused(architecture):
+    arch, model, own = (
+        llama_cpp_source(f"src/{name}.cpp").read_text(encoding="utf-8")
+        for name in ("llama-arch", "llama-model", f"models/{architecture}")
+    )
+    names = dict(re.findall(r'\{ (LLM_KV_\w+),\s+"%s\.([\w.]+)"', arch))
+    shared = model.partition("::load_hparams(")[2].partition("load_arch_hparams(ml);")[0]
+    # A decoder of sounds has sizes of its own.
+    before, _, after = shared.partition("if (arch == LLM_ARCH_WAVTOKENIZER_DEC) {")
+    code = before + after.partition("\n    }\n")[2] + own
+    read_by_llama_cpp = {names[key] for key in re.findall(r"LLM_KV_\w+", code) if key in names}
+    known = READ | WITHOUT_EFFECT | NEUTRAL.keys() | set(LOCAL_SIZES)
+    known |= GEMMA_READ if architecture.startswith("gemma") else set()
+    assert len(read_by_llama_cpp) > 20
+    assert read_by_llama_cpp <= known
+    assert known <= set(names.values())
+
+
+@pytest.mark.parametrize("split", [1, 5])
+def test_a_split_file_is_opened_by_its_first_part(folder, tmp_path, split):
+    files.write(folder, tmp_path / "whole.gguf", "Q8_0")
+    parts_of = tmp_path / "parts"
+    parts_of.mkdir()
+    files.write(folder, parts_of / "model.gguf", "Q8_0", split=split)
+    parts = sorted(parts_of.iterdir())
+    assert len(parts) > 2
+    whole, opened = Checkpoint.open(tmp_path / "whole.gguf"), Checkpoint.open(parts[0])
+    assert (opened.config, sorted(opened.names())) == (whole.config, sorted(whole.names()))
+    for name in whole.names():
+        jax.tree.map(np.testing.assert_array_equal, opened.read(name), whole.read(name))
+    assert Checkpoint.open(parts_of).folder == parts[0]
+    with pytest.raises(CheckpointError, match=rf"one of {len(parts)} parts; name the first one, {parts[0].name}"):
+        Checkpoint.open(parts[1])
+    parts[2].rename(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=parts[2].name):
+        Checkpoint.open(parts[0])
+    parts[2].write_bytes(parts[1].read_bytes())
+    with pytest.raises(CheckpointError, match=rf"{parts[2].name}: it is not part 3 of {len(parts)}"):
+        Checkpoint.open(parts[0])
 
 
 def test_a_file_of_dequantised_blocks_can_be_quantised_and_one_of_our_types_not_again(wide, folder, tmp_path):

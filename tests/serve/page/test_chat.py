@@ -138,7 +138,7 @@ def test_thinking_is_folded(page):
     expect(answer.get_by_text("Six by seven")).to_be_visible()
 
 
-def test_a_tool_call_is_shown_and_its_result_goes_on(page, fake):
+def test_a_tool_call_is_shown_and_its_result_continues_the_chat(page, fake):
     ask(page, "tools please")
     answer = finished(page)
     answer.get_by_text("weather").wait_for()
@@ -247,7 +247,7 @@ def test_a_hostile_answer_does_nothing(page, kind):
     finished(page, 2).get_by_text("still there?").wait_for()
 
 
-def test_an_error_in_mid_stream_is_shown_beside_what_came(page):
+def test_an_error_in_mid_stream_is_shown_next_to_what_came(page):
     ask(page, "fail please")
     answer = finished(page)
     expect(answer).to_contain_text("engine: it stopped")

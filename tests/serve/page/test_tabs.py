@@ -164,8 +164,8 @@ def test_axe_finds_nothing_serious_in_light_and_dark(page, tab):
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
         page.wait_for_timeout(50)
-        found = axe.Axe().run(page).response["violations"]
-        serious = [one for one in found if one["impact"] in ("serious", "critical")]
+        violations = axe.Axe().run(page).response["violations"]
+        serious = [one for one in violations if one["impact"] in ("serious", "critical")]
         assert [(scheme, one["id"], one["nodes"][0]["html"][:120]) for one in serious] == []
 
 

@@ -1,5 +1,8 @@
 """Adapters: slots, layers, loading, and what a follower of several hosts writes."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -179,6 +182,32 @@ def test_the_least_recently_used_is_forgotten_and_read_again(loader, make):
     loader.load(requests[2])
     assert loader.load(requests[0]) is first
     assert loader.load(requests[1]) is not second
+
+
+def test_a_slow_disk_holds_up_no_other_adapter_and_each_is_read_once(loader, make, monkeypatch):
+    slow, quick, begun, goes = make(1), make(2), threading.Event(), threading.Event()
+    loaded, read, reads = loader.load(quick), loader._read, []
+
+    def read_slowly(request):
+        reads.append(request)
+        begun.set()
+        assert goes.wait(20)
+        return read(request)
+
+    monkeypatch.setattr(loader, "_read", read_slowly)
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(loader.load, slow) for _ in range(2)]
+        assert begun.wait(20)
+        assert loader.load(quick) is loaded
+        goes.set()
+        assert both[0].result() is both[1].result()
+    assert reads == [slow]
+
+
+def test_an_adapter_that_cannot_be_read_can_be_tried_again(loader, make, tmp_path):
+    with pytest.raises(CheckpointError):
+        loader.load(LoRARequest("a", 1, tmp_path / "missing"))
+    assert loader.load(make(1)).id == 1
 
 
 def test_modules_go_by_their_names_in_another_layout(loader, make):

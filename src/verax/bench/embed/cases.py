@@ -26,12 +26,12 @@ from verax.bench.embed.baselines import (
     transformers_encode,
 )
 from verax.bench.harness import Benchmark, Side, case_result, product_weights, time_sides
-from verax.bench.results import model_name, outliers, rounds, side_table, slug, table
+from verax.bench.results import outliers, rounds, side_table, slug, table
 from verax.bench.settings import EmbedSettings
 from verax.checkpoint.load import random_weights
 from verax.compare.outputs import compare_vectors
 from verax.embed.encoder import Encoder
-from verax.files import write_json
+from verax.files import model_name, write_json
 from verax.shapes import MINILM_L6, MODERNBERT_BASE, QWEN3_0_6B
 
 __all__ = ["SHAPES", "bench_embed"]

@@ -55,9 +55,6 @@ Side = Callable[..., Coroutine[Any, Any, Run]]
 
 OURS = "verax serve"
 
-CHECKS = 8
-"""Answers of a case that are asked for again without load, and compared."""
-
 RUNS_OF_A_CASE = 1000
 """Difference of the run numbers of two cases. No two runs have the same prompts, which a server may have kept."""
 
@@ -136,7 +133,7 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
             cases = []
             for number, load in enumerate(loads):
                 case, answers = _run_case(run, load, list(sides), chosen, number, settings, goodput)
-                case["check"] = runner.run(check_answers(client.complete, answers, number=CHECKS))
+                case["check"] = runner.run(check_answers(client.complete, answers, number=settings.checks))
                 cases.append(case)
         finally:
             runner.run(stack.aclose())

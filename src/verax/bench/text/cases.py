@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,10 +28,11 @@ from verax.bench.harness import (
     time_sides,
     torch_versions,
 )
-from verax.bench.results import model_name, outliers, rounds, side_table, slug, table
+from verax.bench.results import outliers, rounds, side_table, slug, table
 from verax.bench.settings import TextSettings
 from verax.bench.text.workload import USUAL_PROMPTS, Workload, make_workload
 from verax.errors import InvalidParameterError
+from verax.files import model_name
 from verax.loading import load_causal_lm
 from verax.machine import measure_bandwidth, peak_growth
 from verax.models import causal_lm
@@ -326,7 +326,7 @@ def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str,
         tables.append(table(parts.items(), columns, title="Parts of a decode step", note=note))
     return {
         "name": slug(
-            Path(settings["model"]).stem if settings["shapes"] is None else "",
+            settings["model"] if settings["shapes"] is None else "",
             workload,
             settings["shapes"] if settings["shapes"] not in (None, "qwen3") else "",
             precision,

@@ -21,9 +21,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from verax import builtin, checkpoint, ops, progress
 from verax.bench.harness import Benchmark
-from verax.bench.results import model_name, slug, table
+from verax.bench.results import slug, table
 from verax.bench.settings import QualitySettings, check_names
 from verax.errors import InvalidParameterError
+from verax.files import model_name
 from verax.loading import DEQUANTIZE, load_causal_lm
 from verax.models import CausalLM
 from verax.ops.paged import page_bytes

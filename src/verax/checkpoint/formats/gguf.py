@@ -12,6 +12,7 @@ their blocks (`BlockQuantizedWeight`). Other block types are dequantised while t
 from __future__ import annotations
 
 import math
+import re
 import struct
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -33,6 +34,7 @@ __all__ = [
     "GGUFFile",
     "GGUFWeights",
     "interleaved",
+    "part_names",
     "read_config",
     "restored",
     "rotated",
@@ -88,10 +90,6 @@ class GGUFFile(MappedFile):
         for _ in range(num_keys):
             key = self._string()
             self.metadata[key] = self._value(self._kind())
-        if self.metadata.get("split.count", 1) > 1:
-            raise CheckpointError(
-                f"{self.path}: one of {self.metadata['split.count']} parts; join them first: llama-gguf-split --merge"
-            )
         headers = [self._tensor_header() for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", _ALIGNMENT)
         begin = -(-self._at // alignment) * alignment
@@ -268,8 +266,7 @@ def read_config(
             f"general.architecture {kind!r} is not supported; in GGUF files {', '.join(_MODEL_TYPES)} are"
         )
 
-    def given(name: str, default: Any = None) -> Any:
-        return metadata.get(f"{kind}.{name}", default)
+    given = _given(metadata, kind)
 
     def needed(name: str) -> int:
         value = metadata[f"{kind}.{name}"]
@@ -277,15 +274,12 @@ def read_config(
             raise UnsupportedModelError(f"{kind}.{name}: expected one number for all layers, got {value!r}")
         return value
 
+    _check_settings(given, kind)
     heads, size = needed("attention.head_count"), needed("embedding_length")
     head_dim = given("attention.key_length", size // heads)
-    for name, wanted in (("attention.value_length", head_dim), ("rope.dimension_count", head_dim), ("expert_count", 0)):
-        if given(name, wanted) != wanted:
-            raise UnsupportedModelError(f"{kind}.{name} {given(name)} is not supported; {wanted} is")
-    if kind not in _GEMMA and given("attention.sliding_window"):
-        raise UnsupportedModelError(
-            f"{kind}.attention.sliding_window {given('attention.sliding_window')} is not supported"
-        )
+    for name in ("attention.value_length", "rope.dimension_count", *LOCAL_SIZES):
+        if given(name, head_dim) != head_dim:
+            raise UnsupportedModelError(f"{kind}.{name} {given(name)} is not supported; {head_dim} is")
     return {
         "model_type": _MODEL_TYPES[kind],
         "vocab_size": shapes["model.embed_tokens.weight"][0],
@@ -304,6 +298,72 @@ def read_config(
         "rope_scaling": _rope_scaling(given, kind, divisors),
         **(_gemma(given, kind, heads, size, head_dim) if kind in _GEMMA else {}),
     }
+
+
+def _given(metadata: Mapping[str, Any], kind: str) -> Callable[..., Any]:
+    return lambda name, default=None: metadata.get(f"{kind}.{name}", default)
+
+
+READ = frozenset(
+    {
+        *("context_length", "embedding_length", "block_count", "feed_forward_length"),
+        *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"),
+        *("attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base", "rope.scale_linear"),
+        *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
+        *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
+    }
+)
+"""Keys of every architecture that make the configuration, after the architecture's name."""
+
+GEMMA_READ = frozenset(
+    {
+        *("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"),
+        *("attn_logit_softcapping", "final_logit_softcapping"),
+    }
+)
+
+LOCAL_SIZES = ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa")
+"""Sizes of heads in layers with a window, which are those of the others."""
+
+WITHOUT_EFFECT = frozenset(
+    {
+        *("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.alpha"),
+        *("pooling_type", "classifier.pooling_type", "classifier.output_labels"),
+        *("expert_used_count", "expert_group_count", "expert_group_used_count"),
+    }
+)
+"""Keys without effect on a language model of these architectures: the embeddings have the size of the vocabulary,
+poolings and labels are of encoders, `rope.scaling.alpha` is of Hunyuan's models, and there are no experts."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.scale": (0,),
+    "attention.sliding_window": (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_length_out": (0,),
+    "embedding_scale": (0, 1),
+    "expert_count": (0, 1),
+    "final_logit_softcapping": (0,),
+    "logit_scale": (0, 1),
+    "nextn_predict_layers": (0,),
+    "residual_scale": (0, 1),
+    "rope.scaling.attn_factor": (1,),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_ext_factor": (1,),
+    "rope.scaling.yarn_log_multiplier": (0,),
+    "use_parallel_residual": (False,),
+}
+"""Settings that are not implemented, and the values with which they change nothing."""
+
+
+def _check_settings(given: Callable[..., Any], kind: str) -> None:
+    """Refuse the first setting that changes the result and is not implemented."""
+    read = GEMMA_READ if kind in _GEMMA else frozenset[str]()
+    for name, values in NEUTRAL.items():
+        if name not in read and given(name, values[0]) not in values:
+            raise UnsupportedModelError(f"{kind}.{name} {given(name)} is not supported; {values[0]} is")
 
 
 _WINDOW_PATTERN = {"gemma3": 6, "gemma2": 2}
@@ -332,28 +392,68 @@ def _gemma(given: Callable[..., Any], kind: str, heads: int, size: int, head_dim
 
 
 _SCALING = {
-    "factor": "factor",
     "original_context_length": "original_max_position_embeddings",
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
 
 
-def _rope_scaling(given: Any, kind: str, divisors: Any) -> dict[str, Any] | None:
+def _rope_scaling(given: Callable[..., Any], kind: str, divisors: Any) -> dict[str, Any] | None:
+    """config.json's `rope_scaling`, by llama.cpp's rules: linear where no type is given, a factor of 0 for none."""
+    form = given("rope.scaling.type", "linear")
+    factor = given("rope.scaling.factor", given("rope.scale_linear", 0.0))
+    if not isinstance(factor, int | float):
+        raise UnsupportedModelError(f"{kind}.rope.scaling.factor: expected a number, got {factor!r}")
+    factor = 1.0 if form == "none" else factor or 1.0
     if divisors is not None:
-        return {"rope_type": "divided", "divisors": [float(divisor) for divisor in divisors]}
-    scaling = given("rope.scaling.type", "none")
-    if scaling == "none":
+        if form not in ("none", "linear"):
+            raise UnsupportedModelError(f"{kind}.rope.scaling.type {form!r} is not supported next to {ROPE_DIVISORS}")
+        return {"rope_type": "divided", "divisors": [float(divisor) * factor for divisor in divisors]}
+    if form in ("none", "linear") and factor == 1.0:
         return None
-    for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
-        if given(f"rope.scaling.{name}", 1.0) != 1.0:
-            raise UnsupportedModelError(f"{kind}.rope.scaling.{name} is not supported")
     numbers = {ours: given(f"rope.scaling.{theirs}") for theirs, ours in _SCALING.items()}
-    return {"rope_type": scaling, **{name: number for name, number in numbers.items() if number is not None}}
+    scaling = {"rope_type": form, "factor": factor, **numbers}
+    return {name: number for name, number in scaling.items() if number is not None}
+
+
+_PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+"""Names that llama-gguf-split gives to the parts of a file."""
+
+
+def part_names(name: str) -> list[str]:
+    """Names of all parts of the model of which `name` is one part; the name alone for a whole file."""
+    match = _PART.fullmatch(name)
+    if match is None:
+        return [name]
+    return [f"{match['stem']}-{i:05}-of-{match['count']}.gguf" for i in range(1, int(match["count"]) + 1)]
+
+
+def _other_parts(first: GGUFFile) -> list[GGUFFile]:
+    """The other parts of a split file, of which this is the first; none of a whole one.
+
+    Raises:
+        CheckpointError: if it is another part, or a part is missing or of another model.
+    """
+    path, count = first.path, first.metadata.get("split.count", 1)
+    if count in (0, 1):
+        return []
+    names = part_names(path.name)
+    if len(names) != count:
+        raise first.fault(f"it is one of {count} parts, but is not named like {path.stem}-00001-of-{count:05}.gguf")
+    if first.metadata.get("split.no") != 0 or path.name != names[0]:
+        raise CheckpointError(f"{path}: one of {count} parts; name the first one, {names[0]}")
+    others = [GGUFFile(path.with_name(name)) for name in names[1:]]
+    for number, part in enumerate(others, start=1):
+        if (part.metadata.get("split.no"), part.metadata.get("split.count")) != (number, count):
+            raise part.fault(f"it is not part {number + 1} of {count}")
+    total = sum(len(part.tensors) for part in (first, *others))
+    if first.metadata.get("split.tensors.count", total) != total:
+        raise first.fault(f"its parts have {total} tensors, not {first.metadata['split.tensors.count']}")
+    return others
 
 
 class GGUFWeights(GGUFFile):
-    """The language model of a GGUF file: configuration, and weights by their keys in a folder."""
+    """The language model of a GGUF file, or of the parts of a split one: configuration, and weights by their keys."""
 
     def __init__(self, path: Path):
         """Open the file.
@@ -363,47 +463,59 @@ class GGUFWeights(GGUFFile):
             UnsupportedModelError: for an architecture that verax does not have.
         """
         super().__init__(path)
-        architecture = str(self.metadata.get("general.architecture"))
-        divisors = self.tensors.pop(ROPE_DIVISORS, None)
-        self._stored = {tensor_key(name, architecture): tensor for name, tensor in self.tensors.items()}
+        architecture = self._architecture = str(self.metadata.get("general.architecture"))
+        self._places: dict[str, tuple[GGUFFile, GGUFTensor]] = {}
+        for part in (self, *_other_parts(self)):
+            for name, tensor in part.tensors.items():
+                key = name if name == ROPE_DIVISORS else tensor_key(name, architecture)
+                if key in self._places:
+                    raise part.fault(f"{name} is there twice")
+                self._places[key] = part, tensor
+        divisors = self._places.pop(ROPE_DIVISORS, None)
+        stored = {key: tensor for key, (_, tensor) in self._places.items()}
         try:
             self.config = read_config(
                 self.metadata,
-                {key: tensor.shape for key, tensor in self._stored.items()},
-                None if divisors is None else self.view(*divisors[2:]).view(np.float32),
+                {key: tensor.shape for key, tensor in stored.items()},
+                None if divisors is None else divisors[0].view(*divisors[1][2:]).view(np.float32),
             )
         except KeyError as error:
             raise CheckpointError(f"{path}: {error.args[0]} is missing: this is not a language model") from error
         floats = np.dtype(np.float32)
         self.tensors: dict[str, Any] = {
-            key: TensorInfo(DTYPES.get(tensor.kind, floats), *tensor[1:]) for key, tensor in self._stored.items()
+            key: TensorInfo(DTYPES.get(tensor.kind, floats), *tensor[1:]) for key, tensor in stored.items()
         }
         self.packed = {
             key: QuantizedEntry(path, (key,), (shape[0], shape[1]), kind, partial(_from_blocks, kind))
-            for key, (kind, shape, *_) in self._stored.items()
+            for key, (kind, shape, *_) in stored.items()
             if kind in BLOCK_KINDS and len(shape) == 2
         }
 
     def kind(self, name: str) -> str:
         """Type of a tensor."""
-        return self._stored[name].kind
+        return self._places[name][1].kind
 
     def read(self, name: str) -> np.ndarray:
         """A tensor as floats, a view where the file has the same numbers; of a quantised weight, its blocks.
 
         Rows are in transformers' order. Blocks are `uint8 [F, bytes of a row]`.
         """
-        kind, shape, start, end = self._stored[name]
-        rows = self.view(start, end).reshape(shape[0], -1)
+        part, (kind, shape, start, end) = self._places[name]
+        rows = part.view(start, end).reshape(shape[0], -1)
         if (heads := rotated(name, self.config)) is not None:
             rows = restored(rows, heads)
         if name in self.packed:
             return rows
         if kind in DTYPES:
             weight = rows.view(DTYPES[kind]).reshape(shape)
-            offset = norm_offset(name, self.metadata["general.architecture"])
+            offset = norm_offset(name, self._architecture)
             return weight - offset if offset else weight
         return gguf.dequantize(rows, gguf.GGMLQuantizationType[kind]).reshape(shape)
+
+    def release(self, name: str) -> None:
+        """Drop a tensor's pages from memory."""
+        part, tensor = self._places[name]
+        part.release_pages(tensor.start, tensor.end)
 
     def generation_config(self) -> dict[str, float]:
         """The sampling that the file recommends, by generation_config.json's names."""

@@ -95,9 +95,13 @@ class MappedFile:
 
     def release(self, name: str) -> None:
         """Drop a tensor's pages from memory. No view loses anything: a page that is touched again is mapped again."""
+        self.release_pages(self.tensors[name].start, self.tensors[name].end)
+
+    def release_pages(self, start: int, end: int) -> None:
+        """Drop the pages of the bytes from `start` to `end` from memory."""
         # A window more on either side: reading the range mapped its neighbours too, which outweigh a small tensor.
-        first = max(self.tensors[name].start - _WINDOW, 0) // mmap.PAGESIZE * mmap.PAGESIZE
-        last = min(self.tensors[name].end + _WINDOW, self.size)
+        first = max(start - _WINDOW, 0) // mmap.PAGESIZE * mmap.PAGESIZE
+        last = min(end + _WINDOW, self.size)
         if hasattr(mmap, "MADV_DONTNEED"):
             self.map.madvise(mmap.MADV_DONTNEED, first, last - first)
 

@@ -356,7 +356,7 @@ RANDOM: Mapping[str, Mapping[str, dict[str, Any]]] = MappingProxyType(
         },
         "tiny-5b": {
             "transformer": _wan("Wan", 2, (24, 24), 32, 2, **_TINY),
-            "vae": dict(VAE_2_2, base_dim=4, decoder_base_dim=6, z_dim=24, num_res_blocks=1, dim_mult=[1, 2, 2, 2])
+            "vae": dict(VAE_2_2, base_dim=6, decoder_base_dim=6, z_dim=24, num_res_blocks=1, dim_mult=[1, 2, 2, 2])
             | dict(latents_mean=[0.1] * 24, latents_std=[0.9, 1.2] * 12),
             "text_encoder": _TEXT,
         },

@@ -82,6 +82,9 @@ class TextEngine(Protocol):
     def max_model_len(self) -> int: ...
 
     @property
+    def chat_sampling(self) -> Mapping[str, float]: ...
+
+    @property
     def max_num_seqs(self) -> int: ...
 
     @property

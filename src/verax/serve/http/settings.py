@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from verax.errors import InvalidParameterError
 from verax.options import check_options, documented, option
 
-__all__ = ["ServerSettings"]
+__all__ = ["SIZE", "ServerSettings"]
+
+SIZE = r"[1-9][0-9]{0,4}x[1-9][0-9]{0,4}"
+"""Regular expression of the size of a clip: `WIDTHxHEIGHT` in pixels."""
 
 _ACCESS = "Access"
 _LIMITS = "Limits"
@@ -69,6 +73,12 @@ class ServerSettings:
     embedding_batch_size: int = option(
         32, "Texts that the encoder or the reranker reads at once.", low=1, panel=_LIMITS
     )
+    video_sizes: tuple[str, ...] = option(
+        (),
+        "Size that clips may have, WIDTHxHEIGHT; can be repeated. Each takes time to compile and memory. Without any, "
+        "clips may have up to 4 times the pixels of the usual size.",
+        panel=_LIMITS,
+    )
     max_queued_videos: int = option(16, "Most clips that wait to be made; more get 429.", low=1, panel=_LIMITS)
     max_videos: int = option(1000, "Most clips that are kept; more get 429.", low=1, panel=_LIMITS)
     max_video_storage_bytes: int = option(
@@ -101,6 +111,9 @@ class ServerSettings:
         check_options(self)
         if not all(key.strip() and key.isascii() for key in self.api_keys):
             raise InvalidParameterError("api_keys: expected keys of ASCII characters that are not empty")
+        for size in self.video_sizes:
+            if not re.fullmatch(SIZE, size):
+                raise InvalidParameterError(f"video_sizes: expected WIDTHxHEIGHT such as 832x480, got {size!r}")
         if self.max_queued_embedding_inputs < self.max_embedding_inputs:
             raise InvalidParameterError(
                 f"max_queued_embedding_inputs: expected at least max_embedding_inputs, which is "

@@ -21,6 +21,8 @@ from starlette.routing import Route
 
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError
+from verax.options import options_of
+from verax.sampling_fields import SamplingFields
 from verax.serve.http.body import read_body
 from verax.serve.http.errors import ApiError, JsonResponse
 
@@ -239,6 +241,16 @@ def static_files() -> tuple[str, dict[str, bytes]]:
     return digest.hexdigest()[:16], contents
 
 
+def _sampling_ranges() -> dict[str, dict[str, float]]:
+    """Least and largest value of each sampling parameter that has them, as attributes of an input."""
+    ranges = {"min": "low", "max": "high"}
+    return {
+        name: {key: limit for key, field in ranges.items() if (limit := getattr(declared, field)) is not None}
+        for name, declared in options_of(SamplingFields).items()
+        if declared.kind is not bool
+    }
+
+
 def routes(server: Server) -> list[Route]:
     """Routes of the page."""
     reports = Reports(server.settings.reports) if server.settings.reports is not None else None
@@ -257,13 +269,15 @@ def routes(server: Server) -> list[Route]:
         return Response(contents[name], media_type=TYPES[suffix], headers=headers)
 
     async def info(request: Request) -> Response:
-        models = {
+        facts = {
             "models": list(server.text_names) if server.llm is not None else [],
+            "sampling": {} if server.llm is None else server.llm.chat_sampling,
             "embeddings": server.encoder and server.encoder.name,
             "videos": server.videos and server.videos.name,
             "reports": reports is not None,
+            "ranges": _sampling_ranges(),
         }
-        return JsonResponse(models, headers={"Cache-Control": "no-store"})
+        return JsonResponse(facts, headers={"Cache-Control": "no-store"})
 
     async def render(request: Request) -> Response:
         body = await read_body(request, MarkdownRequest)

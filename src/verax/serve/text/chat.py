@@ -367,8 +367,8 @@ class _Answer:
         self._run = run
         self._request = request
         last = request.messages[-1]
-        continued = request.echo and last.role == "assistant" and isinstance(last.content, str)
-        self._echoed = last.content if continued else ""
+        continued = request.echo and last.role == "assistant"
+        self._echoed = last.content if continued and isinstance(last.content, str) else ""
         """Text that the answer continues, if the request wants it to be part of the answer."""
 
     async def whole(self) -> dict[str, Any]:

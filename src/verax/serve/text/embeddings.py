@@ -359,7 +359,8 @@ class BatchQueue(Generic[T]):
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, self._name)
         values, loop = [row.value for row in rows], asyncio.get_running_loop()
-        error = None
+        error: Exception | None = None
+        results: Any
         try:
             results = await loop.run_in_executor(self._thread, self._compute, values)
             if len(results) != len(rows):

@@ -41,6 +41,12 @@ class ThinkingBlock(Block, kw_only=True, tag="thinking"):
     signature: str | None = None
 
 
+class RedactedThinkingBlock(Block, kw_only=True, tag="redacted_thinking"):
+    """Reasoning that only the API which made it can read; left out."""
+
+    data: str
+
+
 class ToolUseBlock(Block, kw_only=True, tag="tool_use"):
     """Tool call of an earlier answer."""
 
@@ -58,10 +64,10 @@ class ToolResultBlock(Block, kw_only=True, tag="tool_result"):
 
 
 class InputMessage(msgspec.Struct, kw_only=True):
-    """One turn of the conversation."""
+    """One turn of the conversation, or instructions within it."""
 
-    role: Literal["user", "assistant"]
-    content: str | list[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock]
+    role: Literal["user", "assistant", "system"]
+    content: str | list[TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock]
 
 
 class Tool(msgspec.Struct, kw_only=True):
@@ -193,26 +199,29 @@ def _choice(choice: ToolChoice) -> dict[str, Any]:
     if choice.type == "tool" and choice.name is None:
         raise field_error("tool_choice.name", "it is missing")
     named = {"type": "function", "function": {"name": choice.name}}
-    values = {"tool_choice": named if choice.type == "tool" else {"any": "required"}.get(choice.type, choice.type)}
+    values: dict[str, Any] = {
+        "tool_choice": named if choice.type == "tool" else {"any": "required"}.get(choice.type, choice.type)
+    }
     if choice.disable_parallel_tool_use is not None:
         values["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     return values
 
 
 def _add_messages(translation: Translation, request: CountTokensRequest) -> None:
-    if request.system:
-        translation.add("system", "system", content=_joined(request.system))
+    # Instructions within a conversation go to its beginning, where templates want the only message of the system.
+    within = [message.content for message in request.messages if message.role == "system"]
+    if instructions := [_joined(content) for content in (request.system, *within) if content]:
+        translation.add("system", "system", content="\n".join(instructions))
     for i, message in enumerate(request.messages):
         where = f"messages[{i}]"
         content = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
         blocks = [(f"{where}.content[{j}]", block) for j, block in enumerate(content)]
         for place, block in blocks:
-            role = {ToolResultBlock: "user", ThinkingBlock: "assistant", ToolUseBlock: "assistant"}.get(type(block))
+            role = {TextBlock: None, ToolResultBlock: "user"}.get(type(block), "assistant")
             if role not in (None, message.role):
                 raise field_error(f"{place}.type", f"a message of role {message.role} has no such block")
-        texts = [block for block in content if isinstance(block, TextBlock)]
         if message.role == "assistant":
-            answer = translation.add(where, "assistant", content=_joined(texts))
+            answer = translation.add(where, "assistant", content=_joined(content))
             if thoughts := [block.thinking for block in content if isinstance(block, ThinkingBlock)]:
                 answer["reasoning_content"] = "\n".join(thoughts)
             for place, block in blocks:
@@ -224,12 +233,14 @@ def _add_messages(translation: Translation, request: CountTokensRequest) -> None
             if isinstance(block, ToolResultBlock):
                 text = f"{'Error: ' if block.is_error else ''}{_joined(block.content or '')}"
                 translation.add(place, "tool", tool_call_id=block.tool_use_id, content=text)
-        if texts or not content:
-            translation.add(where, "user", content=_joined(texts))
+        has_text = not content or any(isinstance(block, TextBlock) for block in content)
+        if message.role == "user" and has_text:
+            translation.add(where, "user", content=_joined(content))
 
 
-def _joined(content: str | Sequence[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+def _joined(content: str | Sequence[Block]) -> str:
+    """Text of the blocks that are text."""
+    return content if isinstance(content, str) else "\n".join(b.text for b in content if isinstance(b, TextBlock))
 
 
 NO_SIGNATURE = ""

@@ -40,6 +40,9 @@ _INCLUDE = (
 _NEEDS_STATE = ("previous_response_id", "background", "conversation", "prompt")
 """Fields that need a server that keeps responses."""
 
+_TOOLS_ITEM = "additional_tools"
+"""Type of the item in which newer coding agents give their tools."""
+
 _OTHER_ITEM = re.compile(r"[a-z_]{1,40}_(call|output)")
 """Types of items of tools that this server does not know; a conversation keeps them as text."""
 
@@ -239,19 +242,19 @@ def chat_of(request: ResponsesRequest, names: dict[str, str] | None = None) -> C
         values |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
     if request.reasoning is not None and request.reasoning.effort is not None:
         values["reasoning_effort"] = request.reasoning.effort
-    functions, choice = _functions(request), request.tool_choice
+    (functions, _), choice = _functions(request), request.tool_choice
     if isinstance(choice, dict):
         match choice:
             case {"type": "function", "name": str(name)}:
                 choice = {"type": "function", "function": {"name": name}}
             case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]}:
-                names = [tool.get("name") for tool in allowed if isinstance(tool, dict)]
-                functions = {i: tool for i, tool in functions.items() if tool.name in names}
+                chosen = [tool.get("name") for tool in allowed if isinstance(tool, dict)]
+                functions = {place: tool for place, tool in functions.items() if tool.name in chosen}
                 choice = mode
             case _:
                 raise field_error("tool_choice", "expected a function by name, or allowed_tools with mode and tools")
-    for i, tool in functions.items():
-        translation.add_tool(f"tools[{i}]", "parameters", tool)
+    for place, tool in functions.items():
+        translation.add_tool(place, "parameters", tool)
     if choice is not None:
         values["tool_choice"] = choice
     form = request.text.format if request.text else None
@@ -279,22 +282,35 @@ def _check(request: ResponsesRequest) -> None:
             raise field_error(f"include[{i}]", f"expected {' or '.join(_INCLUDE)}, got {name[:100]!r}")
 
 
-def _functions(request: ResponsesRequest) -> dict[int, ResponseTool]:
-    """The tools that are functions, by their numbers in the request."""
-    tools = enumerate(request.tools or ())
-    return {
-        i: _read(ResponseTool, tool, f"tools[{i}]") for i, tool in tools if tool.get("type", "") in ("", "function")
-    }
+def _tools(tools: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Tools of a list with their places. Those of the namespace `functions` count as if they stood alone."""
+    if not isinstance(tools, list):
+        raise field_error(where, "expected a list")
+    for i, tool in enumerate(tools):
+        place = f"{where}[{i}]"
+        if not isinstance(tool, dict):
+            raise field_error(place, "expected an object")
+        if (tool.get("type"), tool.get("name")) == ("namespace", "functions"):
+            yield from _tools(tool.get("tools"), f"{place}.tools")
+        else:
+            yield place, tool
+
+
+def _functions(request: ResponsesRequest) -> tuple[dict[str, ResponseTool], dict[str, str]]:
+    """The tools that are functions, and the types of the others, by their places in the request."""
+    tools = dict(_tools(request.tools or [], "tools"))
+    for i, item in enumerate(request.input if isinstance(request.input, list) else ()):
+        if item.get("type") == _TOOLS_ITEM:
+            tools |= _tools(item.get("tools"), f"input[{i}].tools")
+    types = {place: str(tool.get("type") or "function") for place, tool in tools.items()}
+    functions = {place: _read(ResponseTool, tools[place], place) for place, type in types.items() if type == "function"}
+    return functions, {place: type[:50] for place, type in types.items() if type != "function"}
 
 
 def _warnings(request: ResponsesRequest) -> list[str]:
     """What the request asks for in vain, by the field's name; such requests are what coding agents send."""
-    functions = _functions(request)
-    warnings = [
-        f"tools[{i}]: {str(tool['type'])[:50]!r} is left out, as this server calls no tools itself"
-        for i, tool in enumerate(request.tools or ())
-        if i not in functions
-    ]
+    _, others = _functions(request)
+    warnings = [f"{place}: {type!r} is left out; the model can call functions only" for place, type in others.items()]
     if request.store:
         warnings.append("store: the response is not kept")
     if request.reasoning is not None and (request.reasoning.summary or request.reasoning.generate_summary):
@@ -322,6 +338,8 @@ def _add_item(translation: Translation, given: Mapping[str, Any], where: str) ->
             return messages[-1]
         return translation.add(where, "assistant")
 
+    if type == _TOOLS_ITEM:
+        return
     if type not in _ITEMS:
         if not _OTHER_ITEM.fullmatch(type):
             raise field_error(f"{where}.type", f"expected {', '.join(_ITEMS)}, got {type[:50]!r}")
@@ -377,7 +395,8 @@ def routes(server: Server) -> list[Route]:
         tokens = await count_tokens(server, chat_of(request, names), names)
         return {"object": "response.input_tokens", "input_tokens": tokens}
 
-    path, items = "/responses", {"parts": INPUT_ITEMS}
+    path = "/responses"
+    items: dict[str, Any] = {"parts": INPUT_ITEMS}
     answers, counts = "Answer, as OpenAI's responses do.", "Count the tokens of a response's input."
     return [
         *text_routes(server, path, ResponsesRequest, start, _Answer, summary=answers, **items),
@@ -497,7 +516,7 @@ class _Answer:
             "temperature": request.temperature,
             "text": {"format": {key: value for key, value in form.items() if value is not None}},
             "tool_choice": request.tool_choice or "auto",
-            "tools": [msgspec.to_builtins(tool) for tool in _functions(request).values()],
+            "tools": [msgspec.to_builtins(tool) for tool in _functions(request)[0].values()],
             "top_logprobs": request.top_logprobs or 0,
             "top_p": request.top_p,
             "truncation": "disabled",

@@ -471,7 +471,9 @@ def prompt_logprobs(output: RequestOutput | None) -> list[dict[str, Any] | None]
         return None
     names = ("logprob", "rank", "decoded_token")
     return [
-        entry and {str(token): {name: getattr(item, name) for name in names} for token, item in entry.items()}
+        None
+        if entry is None
+        else {str(token): {name: getattr(item, name) for name in names} for token, item in entry.items()}
         for entry in output.prompt_logprobs
     ]
 

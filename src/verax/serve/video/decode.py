@@ -28,7 +28,7 @@ from jaxtyping import UInt8
 
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError, QueueFullError, VeraxError
-from verax.video.images import read_image
+from verax.video.images import frame_pixels, read_image
 
 __all__ = ["MediaDecoder", "MediaLimits", "decode", "read_data_uri"]
 
@@ -147,7 +147,7 @@ def _video(data: bytes, container: str, limits: MediaLimits) -> Iterator[np.ndar
         _check_size(stream.width, stream.height, limits)
         for frame in opened.decode(stream):
             _check_size(frame.width, frame.height, limits)
-            yield frame.to_ndarray(format="rgb24")
+            yield frame_pixels(frame, stream)
 
 
 def _check_size(width: int, height: int, limits: MediaLimits) -> None:

@@ -13,11 +13,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -215,9 +215,6 @@ _SHARES = {
 }
 """Parts of a segment's progress at which each stage begins and ends, roughly as long as they take."""
 
-_SWEEP = 10.0
-"""Seconds between the looks for clips that have expired."""
-
 _LONGEST_STEP = 30.0
 """Seconds that the end of the server waits for the step of the clip that is being made."""
 
@@ -242,8 +239,13 @@ class VideoJob:
     preview: bytes | None = None
     """Latest preview, a JPEG file."""
     deleted: bool = False
-    watchers: set[Callable[[], object]] = field(default_factory=set)
-    """Functions that are called after every change, on the thread that made it."""
+    watchers: set[asyncio.Event] = field(default_factory=set)
+    """Events that are set after every change."""
+
+    def notify(self) -> None:
+        """Say that something has changed."""
+        for changed in self.watchers:
+            changed.set()
 
     @property
     def ended(self) -> bool:
@@ -252,7 +254,7 @@ class VideoJob:
 
 
 class VideoJobs:
-    """Queue of clips in front of a pipeline, which only the queue's thread runs.
+    """Queue of clips in front of a pipeline, which runs in one thread at a time. All else is on one event loop.
 
     Args:
         pipeline: the model.
@@ -278,22 +280,20 @@ class VideoJobs:
         self._max_queued, self._max_jobs, self._ttl, self._clock = max_queued, max_jobs, ttl, clock
         self._jobs: dict[str, VideoJob] = {}
         self._waiting: deque[VideoJob] = deque()
-        self._changed = threading.Condition(threading.RLock())
-        self._closed = False
         self._preview: LatentPreview | None = None
-        self._thread = threading.Thread(target=self._work, name="verax-videos", daemon=True)
-        self._thread.start()
+        self._worker: asyncio.Task[None] | None = None
 
-    def check_room(self) -> None:
-        """Raise QueueFullError if no further clip can be taken now. It removes files: not for the event loop."""
-        self._sweep()
+    async def check_room(self) -> None:
+        """Raise QueueFullError if no further clip can be taken now."""
+        for job in [job for job in self._jobs.values() if self._has_expired(job)]:
+            await self.delete(job.id)
         if len(self._waiting) >= self._max_queued:
             raise QueueFullError(f"{self._max_queued} clips wait, as many as may; try again later")
         if len(self._jobs) >= self._max_jobs:
             raise QueueFullError(f"{self._max_jobs} clips are kept, as many as may; delete some or wait")
         self.store.check_room()
 
-    def submit(self, request: ResolvedRequest, model: str) -> VideoJob:
+    async def submit(self, request: ResolvedRequest, model: str) -> VideoJob:
         """Put a request into the queue.
 
         Raises:
@@ -302,18 +302,17 @@ class VideoJobs:
         name = f"video_{secrets.token_hex(16)}"
         images = ("image", "last_image", "video")
         given = {part: array for part in images if (array := getattr(request, part)) is not None}
-        self.check_room()
-        kept = {part: self.store.keep(name, part, array) for part, array in given.items()}
-        job = VideoJob(name, model, replace(request, **kept), self._clock())
+        await self.check_room()
+        kept = {part: await asyncio.to_thread(self.store.keep, name, part, array) for part, array in given.items()}
         try:
-            with self._changed:
-                self.check_room()
-                self._jobs[name] = job
-                self._waiting.append(job)
-                self._changed.notify()
+            await self.check_room()
         except QueueFullError:
-            self.store.remove(name)
+            await asyncio.to_thread(self.store.remove, name)
             raise
+        job = self._jobs[name] = VideoJob(name, model, replace(request, **kept), self._clock())
+        self._waiting.append(job)
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.create_task(self._work())
         return job
 
     def get(self, name: str) -> VideoJob | None:
@@ -323,118 +322,89 @@ class VideoJobs:
 
     def newest_last(self) -> list[VideoJob]:
         """All jobs, in the order of their creation."""
-        with self._changed:
-            return [job for job in self._jobs.values() if not self._has_expired(job)]
+        return [job for job in self._jobs.values() if not self._has_expired(job)]
 
-    def delete(self, name: str) -> bool:
+    async def delete(self, name: str) -> bool:
         """Forget a clip and its files. One that is being made ends after its step. False if it does not exist."""
-        with self._changed:
-            job = self._jobs.pop(name, None)
-            if job is None:
-                return False
-            job.deleted = True
-            if job.status == "queued":
-                self._waiting.remove(job)
-        if job.status != "in_progress":  # the thread removes the files of the one that it works on
-            self.store.remove(name)
-        _notify(job)
+        job = self._jobs.pop(name, None)
+        if job is None:
+            return False
+        job.deleted = True
+        if job.status == "queued":
+            self._waiting.remove(job)
+        job.notify()
+        if job.status != "in_progress":  # the files of that one are removed once it has ended
+            await asyncio.to_thread(self.store.remove, name)
         return True
 
     @contextmanager
     def watch(self, job: VideoJob) -> Iterator[asyncio.Event]:
-        """Context of an event that is set on this event loop after every change of the job."""
-        loop, changed = asyncio.get_running_loop(), asyncio.Event()
-        wake = partial(loop.call_soon_threadsafe, changed.set)
-        job.watchers.add(wake)
+        """Context of an event that is set after every change of the job."""
+        changed = asyncio.Event()
+        job.watchers.add(changed)
         try:
             yield changed
         finally:
-            job.watchers.discard(wake)
+            job.watchers.discard(changed)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the clip that is being made after its step, forget all others, and remove the files."""
-        with self._changed:
-            self._closed = True
-            for name in list(self._jobs):
-                self.delete(name)
-            self._changed.notify()
-        self._thread.join(_LONGEST_STEP)
-        self.store.close()
+        for name in list(self._jobs):
+            await self.delete(name)
+        if self._worker is not None and not self._worker.done():
+            await asyncio.wait([self._worker], timeout=_LONGEST_STEP)
+        await asyncio.to_thread(self.store.close)
 
-    def _work(self) -> None:
-        while True:
-            self._sweep()
-            with self._changed:
-                if not self._waiting and not self._closed:
-                    self._changed.wait(_SWEEP)
-                if self._closed:
-                    return
-                if not self._waiting:
-                    continue
-                job = self._waiting.popleft()
-                job.status = "in_progress"
-            _notify(job)
-            self._run(job)
+    async def _work(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            job = self._waiting.popleft()
+            job.status = "in_progress"
+            job.notify()
+            result: asyncio.Future[tuple[str, str] | None] = loop.create_future()
+            # A daemon: a step that takes minutes does not hold up the end of the process.
+            threading.Thread(target=self._make, args=(job, loop, result), name="verax-videos", daemon=True).start()
+            job.error = await result
+            job.completed_at = self._clock()
+            job.expires_at = job.completed_at + self._ttl
+            job.progress = 100 if job.error is None else job.progress
+            job.status = "completed" if job.error is None else "failed"
+            job.notify()
+            try:
+                if job.deleted or job.error is not None:
+                    await asyncio.to_thread(self.store.remove, job.id)
+            except Exception:  # the clip may stay on disk, but the next one is made
+                _log.exception("the files of the clip %s could not be removed", job.id)
+            loop.call_later(self._ttl, lambda name=job.id: asyncio.ensure_future(self.delete(name)))
 
-    def _run(self, job: VideoJob) -> None:
-        error = self._make(job)
-        try:
-            self._end(job, error)
-        except Exception:  # the clip may stay on disk, but the thread makes the next one
-            _log.exception("the clip %s could not be ended", job.id)
-
-    def _make(self, job: VideoJob) -> tuple[str, str] | None:
-        """Make a clip and write its files; code and message of the error, if it fails."""
+    def _make(self, job: VideoJob, loop: asyncio.AbstractEventLoop, result: asyncio.Future[Any]) -> None:
+        """Make a clip and write its files; the result is code and message of the error, if it fails."""
+        error = None
         try:
             if self._preview is None:
                 self._preview = LatentPreview(self.pipeline.stages.encode, self.pipeline.geometry.pixels_per_latent)
-            clip = self.pipeline.generate(replace(job.request, callback=partial(self._report, job)))
+            clip = self.pipeline.generate(replace(job.request, callback=partial(self._report, job, loop)))
             if not job.deleted:
                 self.store.write(job.id, clip.frames, clip.fps)
-        except StorageFullError as error:
-            return "storage_full", str(error)
-        except (InvalidParameterError, RequestRefusedError) as error:
-            return "invalid_request", str(error)
+        except StorageFullError as failure:
+            error = "storage_full", str(failure)
+        except (InvalidParameterError, RequestRefusedError) as failure:
+            error = "invalid_request", str(failure)
         except Exception:
             _log.exception("the clip %s failed", job.id)
-            return "server_error", "making the clip failed; the server's log has more"
-        return None
+            error = "server_error", "making the clip failed; the server's log has more"
+        with suppress(RuntimeError):  # the event loop is closed
+            loop.call_soon_threadsafe(result.set_result, error)
 
-    def _end(self, job: VideoJob, error: tuple[str, str] | None) -> None:
-        with self._changed:
-            job.error = error
-            job.completed_at = self._clock()
-            job.expires_at = job.completed_at + self._ttl
-            job.progress = job.progress if error else 100
-            job.status = "failed" if error else "completed"
-        _notify(job)
-        if job.deleted or error is not None:
-            self.store.remove(job.id)
-
-    def _report(self, job: VideoJob, now: VideoProgress) -> bool:
+    def _report(self, job: VideoJob, loop: asyncio.AbstractEventLoop, now: VideoProgress) -> bool:
         """Callback of the pipeline: False once the job is deleted."""
         begin, end = _SHARES[now.stage]
         done = (now.segment + begin + (end - begin) * now.done / now.total) / now.segments
         job.progress = max(job.progress, min(99, int(100 * done)))
         if now.latents is not None and self._preview is not None:
             job.preview = self._preview.jpeg(now.latents)
-        _notify(job)
+        loop.call_soon_threadsafe(job.notify)
         return not job.deleted
 
     def _has_expired(self, job: VideoJob) -> bool:
         return job.expires_at is not None and job.expires_at <= self._clock()
-
-    def _sweep(self) -> None:
-        """Forget clips that have expired, and remove their files."""
-        with self._changed:
-            expired = [job.id for job in self._jobs.values() if self._has_expired(job)]
-        for name in expired:
-            self.delete(name)
-
-
-def _notify(job: VideoJob) -> None:
-    for wake in tuple(job.watchers):
-        try:
-            wake()
-        except RuntimeError:  # its event loop is closed
-            job.watchers.discard(wake)

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -27,6 +27,7 @@ from verax.serve.http.body import decode, parse_json, read_body
 from verax.serve.http.errors import ApiError, JsonResponse, field_error, model_error
 from verax.serve.http.openapi import EVENTS, Parameter, api_routes
 from verax.serve.http.server import Server
+from verax.serve.http.settings import SIZE
 from verax.serve.http.sse import DONE, named_event, unless_disconnected
 from verax.serve.http.telemetry import record_of
 from verax.serve.video.decode import MediaDecoder, read_data_uri
@@ -55,10 +56,11 @@ _LARGER = 4
 _LONGER = 16
 """Frames of a clip of a model for diffusion forcing, in those that the checkpoint was trained on."""
 
-_SEEDS = 1 << 32
+_SEEDS = 1 << 64
 """Number of different seeds. A client's signed integer counts modulo this."""
 
-_SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})", re.ASCII)
+_DRAWN_SEEDS = 1 << 32
+"""Seeds that are drawn for requests without one: JavaScript, too, has these numbers exactly."""
 
 _NUMBER = re.compile(r"-?\d{1,30}(\.\d{1,30})?(e[+-]?\d{1,3})?", re.ASCII | re.IGNORECASE)
 
@@ -84,7 +86,7 @@ class VideoCreate(msgspec.Struct):
     prompt: Annotated[str, Meta(min_length=1, max_length=MAX_PROMPT)]
     model: str | None = None
     seconds: str | int | float | None = None
-    size: Annotated[str, Meta(extra_json_schema={"pattern": f"^{_SIZE.pattern}$"})] | None = None
+    size: Annotated[str, Meta(extra_json_schema={"pattern": f"^{SIZE}$"})] | None = None
     """`"WIDTHxHEIGHT"` in pixels."""
     num_frames: Annotated[int, Meta(ge=1)] | None = None
     fps: Annotated[int, Meta(ge=1, le=MAX_FPS)] | None = None
@@ -167,20 +169,26 @@ def _reference(body: VideoCreate) -> Upload | None:
     return None
 
 
-def resolve(body: VideoCreate, frames: UInt8[np.ndarray, "T H W 3"] | None, pipeline: VideoPipeline) -> ResolvedRequest:
+def resolve(
+    body: VideoCreate,
+    frames: UInt8[np.ndarray, "T H W 3"] | None,
+    pipeline: VideoPipeline,
+    sizes: Sequence[str] = (),
+) -> ResolvedRequest:
     """Checked request of the pipeline.
 
     Args:
         body: request of the client.
         frames: decoded image (one frame) or clip, or None.
         pipeline: the model, whose limits count.
+        sizes: sizes that are allowed next to the usual one; within its limits, any if empty.
 
     Raises:
         InvalidParameterError: naming the client's field, and values that fit.
     """
     if not body.prompt.strip():
         raise InvalidParameterError("prompt: it is empty; expected a description of the clip")
-    width, height = _size(body, pipeline)
+    width, height = _size(body, pipeline, sizes)
     fps = body.fps if body.fps is not None else pipeline.settings.fps
     request = VideoRequest(
         body.prompt,
@@ -195,7 +203,7 @@ def resolve(body: VideoCreate, frames: UInt8[np.ndarray, "T H W 3"] | None, pipe
         guidance_scale_2=body.guidance_scale_2,
         shift=body.flow_shift,
         fps=fps,
-        seed=secrets.randbelow(_SEEDS) if body.seed is None else body.seed % _SEEDS,
+        seed=secrets.randbelow(_DRAWN_SEEDS) if body.seed is None else body.seed % _SEEDS,
     )
     try:
         return pipeline.resolve(request)
@@ -216,17 +224,19 @@ def _renamed(message: str, body: VideoCreate) -> str:
     return f"{names[name]}{colon}{rest}" if names[name] == name else f"{names[name]}{colon}{name} {rest}"
 
 
-def _size(body: VideoCreate, pipeline: VideoPipeline) -> tuple[int, int] | tuple[None, None]:
+def _size(body: VideoCreate, pipeline: VideoPipeline, sizes: Sequence[str]) -> tuple[int, int] | tuple[None, None]:
     """Width and height."""
     if body.size is None:
         return None, None
-    match = _SIZE.fullmatch(body.size)
     usual = f"{pipeline.settings.width}x{pipeline.settings.height}"
-    if match is None:
+    if sizes and body.size not in (usual, *sizes):
+        allowed = ", ".join(dict.fromkeys((usual, *sizes)))
+        raise InvalidParameterError(f"size: expected one of {allowed}, got {body.size[:20]!r}; see --video-sizes")
+    if not re.fullmatch(SIZE, body.size):
         raise InvalidParameterError(f"size: expected WIDTHxHEIGHT such as {usual}, got {body.size[:20]!r}")
-    width, height = int(match[1]), int(match[2])
+    width, height = map(int, body.size.split("x"))
     limit = _LARGER * pipeline.settings.width * pipeline.settings.height
-    if width * height > limit:
+    if not sizes and width * height > limit:
         raise InvalidParameterError(f"size: expected at most {limit} pixels ({usual} is usual), got {width}x{height}")
     return width, height
 
@@ -292,7 +302,7 @@ class VideoService:
         """Context at whose end the queue ends."""
         yield
         if self._jobs is not None:
-            await asyncio.to_thread(self._jobs.close)
+            await self._jobs.close()
             self._jobs = None
 
     async def create(self, request: Request) -> Response:
@@ -300,18 +310,18 @@ class VideoService:
         if self._server.videos is None:
             raise model_error("no video model is served here")
         if self._jobs is not None:
-            await asyncio.to_thread(self._jobs.check_room)
+            await self._jobs.check_room()
         with self._uploading():
             body, upload = await read_create(request, max_bytes=self._decoder.limits.bytes)
         model = self._server.check_model(body.model, (self._server.videos.name,))
         record_of(request.scope).model = model
         jobs = await self._queue()
-        await asyncio.to_thread(jobs.check_room)
+        await jobs.check_room()
         frames = None
         if upload is not None:
             frames = await unless_disconnected(request, self._decoder.decode(upload.data, name=upload.field))
-        resolved = await asyncio.to_thread(resolve, body, frames, jobs.pipeline)
-        return _answer(await asyncio.to_thread(jobs.submit, resolved, model))
+        resolved = await asyncio.to_thread(resolve, body, frames, jobs.pipeline, self._server.settings.video_sizes)
+        return _answer(await jobs.submit(resolved, model))
 
     async def list(self, request: Request) -> Response:
         """One page of the clips, the newest first unless `order` is `asc`."""
@@ -340,7 +350,7 @@ class VideoService:
     async def delete(self, request: Request) -> Response:
         """Cancel a clip, or remove it."""
         jobs, job = self._job(request)
-        deleted = await asyncio.to_thread(jobs.delete, job.id)
+        deleted = await jobs.delete(job.id)
         return JsonResponse({"id": job.id, "object": "video.deleted", "deleted": deleted})
 
     async def content(self, request: Request) -> Response:

@@ -81,9 +81,11 @@ class AsyncLLM:
         """An AsyncLLM of a loaded LLM, which must not be used by itself until `shutdown`.
 
         Raises:
-            InvalidParameterError: for a bound that is not a whole number.
+            InvalidParameterError: for a bound that is not a whole number, or an LLM with unfinished requests.
         """
         _check_bounds(max_queued_requests, max_queued_tokens)
+        if llm.has_unfinished_requests:
+            raise InvalidParameterError("llm: it has unfinished requests; run its steps to their end, or abort them")
         self = cls.__new__(cls)
         self._start(llm, max_queued_requests, max_queued_tokens)
         return self
@@ -143,6 +145,11 @@ class AsyncLLM:
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """Sampling parameters that the checkpoint recommends, with some of them replaced."""
         return self.llm.default_sampling_params(**overrides)
+
+    @property
+    def chat_sampling(self) -> dict[str, float]:
+        """Temperature and top_p of conversations, if the checkpoint recommends no sampling; else nothing."""
+        return self.llm.chat_sampling
 
     def add_observer(self, observer: Observer) -> None:
         """Call a function on the event loop with the number of a replica, and what happened there.

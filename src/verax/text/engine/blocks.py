@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import bisect
 from collections import OrderedDict, abc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
 
@@ -72,10 +72,19 @@ class CachePlan:
         blocks = self._blocks(num_tokens, self.chunk)
         return sum((1 + count) * size for count, size in zip(blocks, self.block_bytes, strict=True))
 
-    def longest(self, memory: int, limit: int) -> int:
-        """Blocks of the longest sequence, of at most `limit` tokens, that fits; -1 if not even padding's do."""
-        lengths = range(-(-limit // self.block_size) + 1)
-        return bisect.bisect_right(lengths, memory, key=lambda blocks: self.bytes_for(blocks * self.block_size)) - 1
+    def longest(self, memory: int, limit: int, slots: Callable[[int], int] = lambda _: 0) -> int:
+        """Blocks of the longest sequence, of at most `limit` tokens, that fits; -1 if not even padding's do.
+
+        Args:
+            memory: bytes for its blocks, and for what `slots` says that its length takes too.
+            limit: most tokens.
+            slots: further bytes for a number of tokens, which grow with it.
+        """
+
+        def needed(blocks: int) -> int:
+            return self.bytes_for(blocks * self.block_size) + slots(blocks * self.block_size)
+
+        return bisect.bisect_right(range(-(-limit // self.block_size) + 1), memory, key=needed) - 1
 
     def num_blocks(self, memory: int, num_tokens: int, num_seqs: int) -> list[int]:
         """Blocks of each group: for one sequence of `num_tokens` first, then for up to `num_seqs` of them."""
@@ -124,6 +133,8 @@ class PrefixTree:
         self._num_groups = num_groups
         self._block_size = block_size
         self._longer: dict[tuple[Prefix, tuple[int, ...]], Prefix] = {}
+        self.version = 0
+        """Changes whenever another block holds a prefix, or none does any more."""
 
     def __len__(self) -> int:
         return len(self._longer)
@@ -214,6 +225,7 @@ class BlockPool:
         prefix.blocks[self.group] = block
         prefix.uses += 1
         self._prefixes[block] = prefix
+        self._tree.version += 1
 
     def reset(self) -> None:
         """Forget what every block holds."""
@@ -244,6 +256,7 @@ class BlockPool:
         if prefix is not None:
             prefix.blocks[self.group] = 0
             self._prefixes[block] = None
+            self._tree.version += 1
             self._tree.drop_use(prefix)
 
 
@@ -291,10 +304,10 @@ class BlockManager:
         """Share of the blocks that sequences own in the fullest group, 0 to 1. At 1 a sequence that grows preempts."""
         return max(pool.usage for pool in self._pools)
 
-    def admit(self, sequence: Sequence, num_tokens: int, *, chunk: int | None = None, use_cache: bool = True) -> bool:
-        """Give a waiting sequence the cached blocks of its prefix, if the rest of its `num_tokens` would fit too.
-
-        Sets `tables` and `num_computed`. Returns False, and changes nothing, if there is no room.
+    def find_room(
+        self, sequence: Sequence, num_tokens: int, *, chunk: int | None = None, use_cache: bool = True
+    ) -> list[Prefix] | None:
+        """The cached prefixes of a waiting sequence, if the rest of its `num_tokens` would fit too; None if not.
 
         Args:
             sequence: a sequence that owns no blocks.
@@ -302,27 +315,35 @@ class BlockManager:
             chunk: most tokens of a step; with a window, no more must fit at once. None for all of them.
             use_cache: look for cached blocks.
         """
-        prefixes = self.match_prefix(sequence.tokens, sequence.adapter_id) if use_cache else []
+        prefixes = self.match_prefix(sequence) if use_cache else []
         computed = len(prefixes) * self.block_size
-        tables = []
         for pool in self._pools:
             first = first_block(computed, pool.window, self.block_size)
             shared = [prefix.blocks[pool.group] for prefix in prefixes[first:]]
             idle = sum(pool.references[block] == 0 for block in shared)
             needed = most_blocks(num_tokens, pool.window, chunk, self.block_size)
             if needed - len(shared) > pool.num_free - idle:
-                return False
-            tables.append([*[0] * first, *shared])
-        for pool, table in zip(self._pools, tables, strict=True):
+                return None
+        return prefixes
+
+    def admit(self, sequence: Sequence, prefixes: list[Prefix], *, looked_up: bool = True) -> None:
+        """Give a waiting sequence the blocks of the cached prefixes that `find_room` has found for it.
+
+        Sets `tables` and `num_computed`. `looked_up` is False if the cache was not to be used.
+        """
+        computed = len(prefixes) * self.block_size
+        sequence.tables = []
+        for pool in self._pools:
+            first = first_block(computed, pool.window, self.block_size)
+            table = [*[0] * first, *(prefix.blocks[pool.group] for prefix in prefixes[first:])]
             for block in filter(None, table):
                 pool.share(block)
-        sequence.tables = tables
+            sequence.tables.append(table)
         self._hold(sequence, prefixes[-1] if prefixes else self._prefixes.root(sequence.adapter_id))
         sequence.num_computed = computed
-        if use_cache and self.enable_prefix_caching:
+        if looked_up and self.enable_prefix_caching:
             self.num_queries += len(sequence.tokens)
             self.num_hits += computed
-        return True
 
     def grow(
         self, sequence: Sequence, num_tokens: int, *, first: int | None = None
@@ -399,17 +420,22 @@ class BlockManager:
                 for block in table[sequence.num_computed // self.block_size :]:
                     assert pool.references[block] == 1, f"block {block} is shared and writable"
 
-    def match_prefix(self, tokens: abc.Sequence[int], adapter: int | None = None) -> list[Prefix]:
-        """Prefixes of 1, 2, ... n blocks of a text: the most after which all that is attended to is cached.
+    def match_prefix(self, sequence: Sequence) -> list[Prefix]:
+        """Prefixes of 1, 2, ... n blocks of a sequence: the most after which all that is attended to is cached.
 
-        They are those that the same adapter computed. The last token is left out: it is always computed.
+        The same adapter computed them. The last token is left out: it is always computed. The sequence
+        keeps them until the tree changes, so that one that waits is not compared in every step.
         """
         if not self.enable_prefix_caching:
             return []
+        tokens = sequence.tokens
+        state = self._prefixes.version, len(tokens)
+        if sequence.matched is not None and sequence.matched[0] == state:
+            return sequence.matched[1]
         prefixes: list[Prefix] = []
         usable = 0
         missing = [0] * len(self._pools)  # by group: length of the last prefix that has no block
-        root = self._prefixes.root(adapter)
+        root = self._prefixes.root(sequence.adapter_id)
         for prefix in self._prefixes.along(root, tokens, (len(tokens) - 1) // self.block_size):
             prefixes.append(prefix)
             ends = True
@@ -420,6 +446,7 @@ class BlockManager:
                 ends = ends and missing[pool.group] <= first
             if ends:
                 usable = prefix.length
+        sequence.matched = state, prefixes[:usable]
         return prefixes[:usable]
 
     def _give_back(self, pool: BlockPool, table: list[int], count: int) -> None:

@@ -30,7 +30,7 @@ from verax.text.engine.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from verax.text.engine.request import Request, RequestInput, Sequence
+from verax.text.engine.request import Request, RequestInput, Sequence, token_ids
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.engine.scheduler import Chunk, Scheduler
 from verax.text.features.grammar import Grammar, GrammarCompiler
@@ -117,7 +117,7 @@ class Engine:
         if inputs.is_chat:
             prompt, special = self.render(prompt), False
         tokens = self._tokenize(prompt, add_special_tokens=special)
-        answers = tuple(map(tuple, inputs.output_token_ids or ()))
+        answers = tuple(token_ids("output_token_ids", answer) for answer in inputs.output_token_ids or ())
         self._check(tokens, params, stream=inputs.stream, answers=answers)
         room = self.max_model_len - len(tokens)
         return Request(
@@ -153,8 +153,13 @@ class Engine:
         self._requests[request.request_id] = request
         for sequence in request.sequences:
             self.scheduler.add(sequence)
-        for sequence, answer in zip(request.sequences, request.output_token_ids, strict=False):
-            self._replay(sequence, answer)
+        try:
+            for sequence, answer in zip(request.sequences, request.output_token_ids, strict=False):
+                self._replay(sequence, answer)
+        except BaseException:
+            self.finish(request)
+            self.remove(request)
+            raise
 
     def render(self, messages: Any, **template_options: Any) -> str:
         """The prompt of a conversation, by the checkpoint's chat template. Any thread may call it."""
@@ -168,7 +173,7 @@ class Engine:
 
     def _tokenize(self, prompt: Any, *, add_special_tokens: bool) -> tuple[int, ...]:
         if not isinstance(prompt, str):
-            return tuple(int(token) for token in prompt)
+            return token_ids("prompt", prompt)
         if self.tokenizer is None:
             raise InvalidParameterError(f"prompt: {NO_TOKENIZER}; give token ids")
         if not self.fits(prompt):  # refused before it is tokenised, which takes seconds a megabyte
@@ -178,6 +183,12 @@ class Engine:
                 -(-len(prompt) // self.tokenizer.max_token_length),
                 self.max_model_len,
             )
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise RequestRefusedError(
+                f"prompt: {prompt[error.start]!r} at {error.start} is half of a character; expected text that UTF-8 has"
+            ) from None
         return tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
 
     def _check(
@@ -305,7 +316,6 @@ class Engine:
         """Append an answer so far as if it had been sampled and shown."""
         for token in answer:
             if sequence.finished:
-                self.abort(sequence.request.request_id)
                 raise InvalidParameterError(
                     f"output_token_ids: the answer of sample {sequence.index} ends before its last token "
                     f"({sequence.finish_reason})"
@@ -367,7 +377,7 @@ class Engine:
             try:
                 sequence.matcher.fill(masks[first : first + 1 + len(chunk.drafts)], chunk.drafts)
             except BaseException as error:
-                self._fail(sequence.request, error)
+                self.fail(sequence.request, error)
                 failed[sequence.request] = None
         self.runner.sample(pending, masks)
         return list(failed)
@@ -386,7 +396,7 @@ class Engine:
             if detokenizer is not None and (not is_end or params.include_stop_str_in_output):
                 stop_string = detokenizer.append(token)
         except BaseException as error:
-            return self._fail(sequence.request, error)
+            return self.fail(sequence.request, error)
         if is_end:
             self._finish(sequence, "stop", None if is_eos else token)
         elif stop_string is not None:
@@ -394,7 +404,7 @@ class Engine:
         elif len(sequence.tokens) - sequence.num_prompt >= sequence.request.max_tokens:
             self._finish(sequence, "length", None)
 
-    def _fail(self, request: Request, error: BaseException) -> None:
+    def fail(self, request: Request, error: BaseException) -> None:
         """End a request by an error of its own host work, which no other request is to notice.
 
         A panic of the grammar's library is not an `Exception`.

@@ -137,8 +137,8 @@ class EngineConfig:
     kv_cache_memory: int | None = option(
         None,
         "Bytes of the cache on each device, recurrent states included. If None: the need of `max_num_seqs` full "
-        "sequences, but at most a quarter of the free memory of a CPU, or what the weights leave of 90% of an "
-        "accelerator's.",
+        "sequences, but with the slots at most a quarter of the free memory of a CPU, or what the weights leave of "
+        "90% of an accelerator's.",
         low=1,
         shown="what fits",
     )
@@ -155,7 +155,12 @@ class EngineConfig:
         "recurrent layers, whose state after a prefix no block holds.",
         shown="where the model can",
     )
-    seed: int = option(0, "The same seed gives the same text. It seeds requests that bring no seed of their own.")
+    seed: int = option(
+        0,
+        "The same seed gives the same text. It seeds requests that bring no seed of their own.",
+        low=0,
+        high=2**63 - 1,
+    )
     structured_outputs: bool = option(
         False,
         "Take requests for JSON, tool calls and other forms; compiles more programs at the start. Such requests have "

@@ -421,18 +421,23 @@ class EngineThread:
         """Send the new parts of requests, and forget those that have ended."""
         news: list[tuple[LiveRequest, list[CompletionOutput], bool]] = []
         for request in moved:
-            live, finished = self._served[request.request_id], request.finished
-            if not live.closed and request.error is None and (finished or not live.whole):
-                parts = [part for sequence in request.sequences if (part := self._part(live, sequence)) is not None]
-                if parts:
-                    news.append((live, parts, finished))
+            live, parts, output = self._served[request.request_id], list[CompletionOutput](), None
+            try:
+                if not live.closed and request.error is None and (request.finished or not live.whole):
+                    parts = [part for sequence in request.sequences if (part := self._part(live, sequence)) is not None]
+                if request.finished and request.error is None and self._outbox.observers:
+                    output = self.engine.output(request)
+            except BaseException as error:  # of this request's text: no other is to notice
+                self.engine.fail(request, error)
+                parts = []
+            if parts:
+                news.append((live, parts, request.finished))
             if request.error is not None:
                 self._outbox.post(partial(self._outbox.fail, live, request.error))
-            if finished:
+            if request.finished:
                 del self._served[request.request_id]
                 self.engine.remove(request)
-                if self._outbox.observers:
-                    output = self.engine.output(request)
+                if output is not None:
                     self._outbox.post(partial(self._outbox.observe, self.number, output))
         if news:
             self._outbox.post(partial(self._outbox.receive, news))

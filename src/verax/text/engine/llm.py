@@ -245,6 +245,11 @@ class LLM:
         """Sampling parameters that the checkpoint's generation_config.json recommends, with some of them replaced."""
         return replace(self._recommended, **overrides)
 
+    @property
+    def chat_sampling(self) -> dict[str, float]:
+        """Temperature and top_p of conversations, if the checkpoint recommends no sampling; else nothing."""
+        return SamplingParams.for_chat(self._generation_config)
+
     @cached_property
     def _recommended(self) -> SamplingParams:
         return SamplingParams.from_generation_config(self._generation_config)
@@ -265,7 +270,8 @@ class LLM:
             lora_request: adapter of all prompts, or one for each, among which None stands for the base model.
 
         Returns:
-            One output for each prompt, in their order.
+            One output for each prompt, in their order. A request that fails while it runs, such as one whose grammar
+            becomes too ambiguous, has its `error` there, and the others are not affected.
 
         Raises:
             RequestRefusedError: if a prompt can never be served; then none is.
@@ -416,8 +422,6 @@ class LLM:
                     for request in self._advance():
                         if request.finished and request in engine_of:
                             output = done[request] = engine_of[request].pop_output(request)
-                            if request.error is not None:
-                                raise request.error
                             tokens += sum(len(sample.token_ids) for sample in output.outputs)
                     rate = tokens / (time.perf_counter() - begin)
                     report(len(done), n, f"{rate:.0f} tokens/s")
@@ -563,16 +567,15 @@ def _new_engines(
         )
         adapters = [DeviceAdapters(layers, mesh, hosts) for mesh in meshes]
         loader = AdapterLoader(layers, config.max_cpu_loras or config.max_loras)
+    draft_config, free = None if drafts[0] is None else drafts[0].config, None
     if hosts is not None and config.kv_cache_memory is None:
-        own = cache_memory(config.tensor_parallel_size // config.nnodes)
-        config = replace(config, kv_cache_memory=min(hosts.exchange(own)))
-    sizes = plan_sizes(model.config, model.dtype, config, draft=None if drafts[0] is None else drafts[0].config)
+        free = min(hosts.exchange(cache_memory(config.tensor_parallel_size // config.nnodes)))
+    sizes = plan_sizes(model.config, model.dtype, config, draft=draft_config, free=free)
     compiled = None
     if config.programs is not None:
         compiled = CompiledPrograms.open(config.programs)
         sizes = compiled.sizes_for(sizes, config)
     if hosts is not None:
-        draft_config = None if drafts[0] is None else drafts[0].config
         target = ops.target().device_kind
         hosts.agree({"model": model.config, "draft model": draft_config, "target": target, **asdict(sizes)})
     caching = not recurrent if config.enable_prefix_caching is None else config.enable_prefix_caching

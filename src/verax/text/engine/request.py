@@ -8,6 +8,7 @@ progress of a request. The records hold no arrays.
 from __future__ import annotations
 
 import enum
+import operator
 import time
 from collections import abc
 from collections.abc import Iterable, Mapping
@@ -21,7 +22,17 @@ from verax.text.features.grammar import Grammar, GrammarMatcher
 from verax.text.features.lora import LoadedAdapter, LoRARequest
 from verax.text.tokens.tokenizer import IncrementalDetokenizer
 
-__all__ = ["Message", "Prompt", "Request", "RequestInput", "Sequence", "SequenceState", "batch_of", "content"]
+__all__ = [
+    "Message",
+    "Prompt",
+    "Request",
+    "RequestInput",
+    "Sequence",
+    "SequenceState",
+    "batch_of",
+    "content",
+    "token_ids",
+]
 
 Prompt = str | abc.Sequence[int] | Mapping[str, Any]
 """A text, token ids, or vLLM's dictionaries: `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
@@ -38,7 +49,7 @@ def batch_of(prompts: Prompt | abc.Sequence[Prompt]) -> list[str | abc.Sequence[
     """
     if isinstance(prompts, (str, Mapping)):
         return [content(prompts)]
-    if not isinstance(prompts, Iterable):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray):
         raise InvalidParameterError(f"prompts: expected texts or lists of token ids, got {prompts!r}")
     items: list[Any] = list(prompts)
     if items and not isinstance(items[0], (str, Mapping)) and not hasattr(items[0], "__len__"):
@@ -58,6 +69,21 @@ def content(prompt: Any) -> str | abc.Sequence[int]:
         if prompt.get(key) is not None:
             return prompt[key]
     raise InvalidParameterError(f"prompts: expected prompt or prompt_token_ids in a dictionary, got {sorted(prompt)}")
+
+
+def token_ids(name: str, tokens: Any) -> tuple[int, ...]:
+    """Token ids as plain whole numbers, of whatever library they are.
+
+    Raises:
+        InvalidParameterError: for anything else, with the name of the argument.
+    """
+    try:
+        ids = tuple(map(operator.index, tokens))
+    except TypeError:
+        ids = None
+    if ids is None or bool in set(map(type, tokens)):
+        raise InvalidParameterError(f"{name}: expected token ids, which are whole numbers, got {tokens!r}"[:300])
+    return ids
 
 
 @dataclass(frozen=True)
@@ -92,8 +118,10 @@ class RequestInput:
             raise InvalidParameterError(
                 f"output_token_ids: expected an answer for each of {self.params.n}, got {len(answers)}"
             )
+        if not isinstance(self.request_id, str | None):
+            raise InvalidParameterError(f"request_id: expected a text, got {self.request_id!r}")
         prompt: Any = content(self.prompt)
-        if not isinstance(prompt, Iterable):
+        if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | bytearray):
             raise InvalidParameterError(f"prompt: expected a text, token ids or messages, got {prompt!r}")
         object.__setattr__(self, "prompt", prompt if isinstance(prompt, str) else tuple(prompt))
 
@@ -138,6 +166,8 @@ class Sequence:
     num_computed: int = 0
     """Tokens whose keys and values are in the cache once every dispatched step has run."""
     num_pending: int = 0
+    matched: tuple[tuple[int, int], list[Any]] | None = None
+    """Cached prefixes of its tokens, with the version of the prefix tree and the number of tokens that they are of."""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None

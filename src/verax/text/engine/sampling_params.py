@@ -18,6 +18,9 @@ from verax.text.features.structured_outputs import StructuredOutputs
 
 __all__ = ["MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_STOP_TOKEN_IDS", "SamplingParams"]
 
+CHAT_SAMPLING = {"temperature": 0.7, "top_p": 0.95}
+"""Sampling of a conversation with a model that recommends none: at temperature 1 small models answer with noise."""
+
 
 @documented
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,16 @@ class SamplingParams(SamplingFields):
         """`structured_outputs` as a record."""
         assert self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputs)
         return self.structured_outputs
+
+    @staticmethod
+    def for_chat(config: Mapping[str, Any]) -> dict[str, float]:
+        """Sampling that conversations in a terminal and on the page begin with, by parameter.
+
+        It is empty where a generation_config.json recommends sampling. Its `do_sample` alone does too: transformers
+        leaves values out that are its defaults.
+        """
+        named = ("do_sample", "temperature", "top_p", "top_k", "min_p")
+        return {} if any(config.get(name) is not None for name in named) else dict(CHAT_SAMPLING)
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any]) -> SamplingParams:

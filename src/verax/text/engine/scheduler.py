@@ -13,7 +13,7 @@ from collections import Counter, abc, deque
 from dataclasses import dataclass, field, replace
 
 from verax._buckets import cheapest_part
-from verax.text.engine.blocks import BlockManager
+from verax.text.engine.blocks import BlockManager, Prefix
 from verax.text.engine.request import Sequence, SequenceState
 from verax.text.features.lora import AdapterSlots
 
@@ -209,27 +209,20 @@ class Scheduler:
             return budget
         wanted = sum(s.num_to_compute for s in self.running if s.num_to_compute > 1)
         for sequence in itertools.islice(self.waiting, len(self._free_slots)):
-            if wanted >= budget:
+            if wanted >= budget or (prefixes := self._find_room(sequence)) is None:
                 break
-            cached = self.blocks.match_prefix(sequence.tokens, sequence.adapter_id) if _uses_cache(sequence) else []
-            wanted += sequence.num_tokens - len(cached) * self.blocks.block_size
+            wanted += sequence.num_tokens - len(prefixes) * self.blocks.block_size
         filling = cheapest_part(self.prompt_sizes, num_decodes + min(wanted, budget), STEP_OVERHEAD) - num_decodes
         return filling if filling > 0 else budget
 
     def _admit(self, plan: Schedule, budget: int) -> None:
         while self.waiting and budget > 0 and self._free_slots:
             sequence = self.waiting[0]
-            if sequence.num_pending:  # preempted with a token on its way; it is known after this step
+            # The sequences after it wait too. Otherwise a stream of requests for the adapters in use could keep it out.
+            if (prefixes := self._find_room(sequence)) is None:
                 return
             adapter = sequence.adapter_id
-            # The sequences after it wait too. Otherwise a stream of requests for the adapters in use could keep it out.
-            if adapter is not None and not self.adapters.has_room(adapter):
-                return
-            # Room for one more token than the prompt: admitting what must be preempted at its first decode is waste.
-            room = min(sequence.num_tokens + 1, sequence.num_prompt + sequence.request.max_tokens)
-            use_cache = _uses_cache(sequence)
-            if not self.blocks.admit(sequence, room, chunk=self.max_num_batched_tokens, use_cache=use_cache):
-                return
+            self.blocks.admit(sequence, prefixes, looked_up=_uses_cache(sequence))
             self.waiting.popleft()
             self.num_waiting_tokens -= sequence.num_prompt
             sequence.state = SequenceState.RUNNING
@@ -242,6 +235,17 @@ class Scheduler:
                 sequence.request.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
                 sequence.request.note(first_scheduled_time=time.perf_counter())
             budget -= self._plan(plan, sequence, min(sequence.num_to_compute, budget))
+
+    def _find_room(self, sequence: Sequence) -> list[Prefix] | None:
+        """The cached prefixes of a waiting sequence that could be admitted now; None if it has to wait."""
+        if sequence.num_pending:  # preempted with a token on its way; it is known after this step
+            return None
+        if sequence.adapter_id is not None and not self.adapters.has_room(sequence.adapter_id):
+            return None
+        # Room for one more token than the prompt: admitting what must be preempted at its first decode is waste.
+        room = min(sequence.num_tokens + 1, sequence.num_prompt + sequence.request.max_tokens)
+        chunk, use_cache = self.max_num_batched_tokens, _uses_cache(sequence)
+        return self.blocks.find_room(sequence, room, chunk=chunk, use_cache=use_cache)
 
     def _plan(self, plan: Schedule, sequence: Sequence, count: int) -> int:
         """Add a chunk of `count` tokens, preempting later sequences for its blocks if needed.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verax.errors import InvalidParameterError
+from verax.text.features.json_schema import schema_rule
 from verax.text.features.tool_calls import (
     CallSink,
     Delta,
@@ -380,7 +381,7 @@ class _Lark:
     def _json(self, number: int, function: Function, key: str, *, any_arguments: bool) -> str:
         """A function's call as JSON."""
         schema = {"type": "object"} if any_arguments else {"type": "object", **function.schema}
-        self._rules[f"arguments_{number}"] = _json_of(schema)
+        self._rules[f"arguments_{number}"] = self._schema(function, schema)
         opening = f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{key}": '
         return f'{_literal(opening)} arguments_{number} "}}"'
 
@@ -395,6 +396,13 @@ class _Lark:
             parts.append(rule if name in required else f"{rule}?")
         return " ".join([_literal(function_tag(function.name) + "\n"), *parts, _literal("</function>")])
 
+    def _schema(self, function: Function, schema: Mapping[str, Any]) -> str:
+        """Body of a rule for JSON of a schema."""
+        try:
+            return schema_rule(schema, _JSON_FORM, self._rules)
+        except InvalidParameterError as error:
+            raise InvalidParameterError(f"tools: function {function.name!r}: {error}") from error
+
     def _value(self, function: Function, name: str) -> str:
         """A parameter's value, and the tag after it."""
         schema = function.parameters[name]
@@ -407,7 +415,7 @@ class _Lark:
             return "value"
         definitions = {key: function.schema[key] for key in ("$defs", "definitions") if key in function.schema}
         rule = f"json_{len(self._rules)}"
-        self._rules[rule] = _json_of({**definitions, **schema})
+        self._rules[rule] = self._schema(function, {**definitions, **schema})
         return f"{rule} {_literal(_END_VALUE)}"
 
     def _tag(self, tag: str) -> str:
@@ -420,10 +428,6 @@ class _Lark:
             return f"{_ANY_TEXT} {tag}"
         self._rules["up_to_tag[lazy]"] = _ANY_TEXT[:-1] + tag.replace("/", r"\/") + "/"
         return "up_to_tag"
-
-
-def _json_of(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({"x-guidance": _JSON_FORM, **schema}, ensure_ascii=False)
 
 
 def _literal(text: str) -> str:

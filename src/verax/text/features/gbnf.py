@@ -22,13 +22,17 @@ __all__ = ["is_gbnf", "lark_of_gbnf"]
 MAX_DEPTH = 64
 """Deepest nesting of parentheses: the converter recurses."""
 
-MAX_REPEATS = 2000
-"""Largest number of a repetition, as in llama.cpp."""
+MAX_REPEATS = 10**6
+"""Largest number of a repetition."""
+
+MAX_RANGES = 100
+"""Ranges of a set that is written in place of the rules that are such a set: without a limit they multiply."""
 
 MAX_PLACES, MAX_COPIES, MAX_WORK = 2000, 8, 300_000
 """Places of an automaton, copies of a repeated item in it, and pairs of edges that are compared."""
 
 _NAME = r"[A-Za-z0-9_-]+"
+_SPACE = re.compile(r"\A(?:[ \t\r\n]|#[^\r\n]*)*")
 _TOKEN = re.compile(
     rf"""(?:[ \t\r\n]|\#[^\r\n]*)*(?:
       (?P<rule>{_NAME})[ \t]*::=
@@ -42,7 +46,6 @@ _TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _CHAR = re.compile(r'\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([trn\\"\[\]-]))|([^\\])', re.DOTALL)
-_KNOWN_ESCAPES = r"\xHH \uHHHH \UHHHHHHHH \t \r \n \\ \" \[ \] \-"
 _KNOWN_ESCAPES = r"\xHH \uHHHH \UHHHHHHHH \t \r \n \\ \" \[ \] \-"
 _ESCAPES = {"t": "\t", "r": "\r", "n": "\n"}
 
@@ -125,8 +128,7 @@ class _Parser:
         return self._token["mark"] == mark
 
     def _error(self, expected: str) -> ValueError:
-        skipped = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*").match(self._text, self._at)
-        at = self._at if skipped is None else skipped.end()
+        at = len(self._text) - len(_SPACE.sub("", self._text[self._at :], count=1))
         line = self._text.count("\n", 0, at) + 1
         return ValueError(f"line {line}: expected {expected}, got {self._text[at : at + 30] or 'the end'!r}")
 
@@ -170,14 +172,18 @@ class _Parser:
     def _repeated(self, value: Any) -> Item:
         """The item with the repetitions after it."""
         item = Item(value)
-        while self._token.lastgroup == "repeat":
+        for count in itertools.count():
+            if self._token.lastgroup != "repeat":
+                break
+            if count > MAX_DEPTH:
+                raise ValueError(f"it has more than {MAX_DEPTH} repetitions of one item")
             text = self._take()
             least, comma, most = text.strip("{}").partition(",")
             bounds = {"*": (0, None), "+": (1, None), "?": (0, 1)}
             low, high = bounds.get(text) or (int(least), int(most) if most.strip() else None if comma else int(least))
             if low > MAX_REPEATS or (high or 0) > MAX_REPEATS or (high is not None and high < low):
                 raise ValueError(f"{text}: expected numbers of 0 to {MAX_REPEATS}, the smaller one first")
-            item = Item(item.value if (item.low, item.high) == (1, 1) else [(item,)], low, high)
+            item = Item(item.value if item[1:] == (1, 1) else [(item,)], low, high)
         return item
 
     def _codes(self, text: str) -> Iterator[tuple[int, bool]]:
@@ -197,15 +203,14 @@ class _Parser:
     def _class(self, text: str) -> Ranges:
         codes = list(self._codes(text.removeprefix("^")))
         ranges: list[tuple[int, int]] = []
-        while codes:
-            (low, _), *codes = codes
-            high = low
-            if len(codes) > 1 and codes[0][1]:
-                (_, (high, _)), codes = codes[:2], codes[2:]
-            if high < low:
-                raise ValueError(f"[{text}]: a range ends before it begins")
-            ranges.append((low, high))
-        ranges = _complement(_complement(ranges)) if not text.startswith("^") else _complement(ranges)
+        at = 0
+        while at < len(codes):
+            size = 3 if at + 2 < len(codes) and codes[at + 1][1] else 1
+            ranges.append((codes[at][0], codes[at + size - 1][0]))
+            at += size
+        if any(high < low for low, high in ranges):
+            raise ValueError(f"[{text}]: a range ends before it begins")
+        ranges = _complement(ranges) if text.startswith("^") else _complement(_complement(ranges))
         if not ranges:
             raise ValueError(f"[{text}]: no character is in it")
         return tuple(ranges)
@@ -263,13 +268,13 @@ def _reached(rules: dict[str, Alternatives]) -> list[str]:
 
 def _ends(alternatives: Alternatives, ending: set[str]) -> bool:
     """True if one of the alternatives can be written to its end, given the rules that can."""
-    return any(all(item.low == 0 or _item_ends(item, ending) for item in sequence) for sequence in alternatives)
 
+    def ends(item: Item) -> bool:
+        if isinstance(item.value, str):
+            return item.low == 0 or item.value in ending
+        return item.low == 0 or not isinstance(item.value, list) or _ends(item.value, ending)
 
-def _item_ends(item: Item, ending: set[str]) -> bool:
-    if isinstance(item.value, str):
-        return item.value in ending
-    return not isinstance(item.value, list) or _ends(item.value, ending)
+    return any(all(map(ends, sequence)) for sequence in alternatives)
 
 
 def _loops(name: str, alternatives: Alternatives, sets: Mapping[str, Ranges]) -> Alternatives:
@@ -306,7 +311,8 @@ def _sets(rules: Mapping[str, Alternatives]) -> dict[str, Ranges]:
         for name, alternatives in rules.items():
             parts = [_apart(part, sets) for sequence in alternatives if len(sequence) == 1 for part in sequence]
             if len(parts) == len(alternatives) and all(_is_set(part, repeated=False) for part in parts):
-                sets[name] = _union(part.value for part in parts)
+                union = _union(part.value for part in parts)
+                sets |= {name: union} if len(union) <= MAX_RANGES else {}
     return sets
 
 
@@ -354,42 +360,45 @@ class _Runs:
     def __init__(self, rules: Mapping[str, Alternatives]):
         self._empty: list[list[int]] = []
         """Places that follow each place without a character."""
-        self._edges: list[list[tuple[Ranges, str, int]]] = []
-        """Characters that follow each place, "first" or "further" of a run or "", and the place after them."""
+        self._edges: list[list[tuple[int, str, int]]] = []
+        """Set that follows each place, by its number, "first" or "further" of a run or "", and the place after it."""
+        self._sets: dict[Ranges, int] = {}
         self._ends = {name: (self._place(), self._place()) for name in rules}
         for name, alternatives in rules.items():
             self._alternatives(alternatives, *self._ends[name])
 
     def terminals(self) -> set[Ranges]:
         """Sets whose runs are terminals; none in grammars that would take too much work."""
-        runs = {ranges for edges in self._edges for ranges, kind, _ in edges if kind}
-        pairs, meets, work = [(0, 0)], cache(_meet), 0
-        known = set(pairs)
+        sets = list(self._sets)
+        runs = {number for edges in self._edges for number, kind, _ in edges if kind}
+        meet = cache(lambda one, other: _meet(sets[one], sets[other]))
         following = cache(self._following)
-        while pairs and len(self._edges) <= MAX_PLACES:
+        pairs, known, work = [(0, 0)], {(0, 0)}, 0
+        while pairs and len(self._edges) <= MAX_PLACES and work <= MAX_WORK:
             first, second = (following(place) for place in pairs.pop())
             work += len(first) * len(second)
-            if work > MAX_WORK:
-                return set()
-            for (ranges, kind, after), (others, other_kind, other_after) in itertools.product(first, second):
-                if not meets(ranges, others):
+            for (one, kind, after), (other, other_kind, other_after) in itertools.product(first, second):
+                if not meet(one, other):
                     continue
-                if (kind or other_kind) and (ranges, kind) != (others, other_kind):
-                    runs -= {ranges, others}
+                if (kind or other_kind) and (one, kind) != (other, other_kind):
+                    runs -= {one, other}
                 pair = (min(after, other_after), max(after, other_after))
                 if pair not in known:
                     known.add(pair)
                     pairs.append(pair)
-        return runs if not pairs else set()
+        return set() if pairs else {sets[number] for number in runs}
 
-    def _following(self, place: int) -> list[tuple[Ranges, str, int]]:
+    def _following(self, place: int) -> list[tuple[int, str, int]]:
         """Edges that follow a place."""
         reached = {place: None}
         for at in (waiting := [place]):
-            new = [after for after in self._empty[at] if after not in reached]
-            reached.update(dict.fromkeys(new))
+            new = dict.fromkeys(after for after in self._empty[at] if after not in reached)
+            reached |= new
             waiting += new
         return list(dict.fromkeys(edge for at in reached for edge in self._edges[at]))
+
+    def _edge(self, at: int, ranges: Ranges, kind: str, after: int) -> None:
+        self._edges[at].append((self._sets.setdefault(ranges, len(self._sets)), kind, after))
 
     def _place(self) -> int:
         self._empty.append([])
@@ -409,8 +418,8 @@ class _Runs:
             return at
         if _is_run(item):
             within, end = self._place(), self._place()
-            self._edges[at].append((item.value, "first", within))
-            self._edges[within].append((item.value, "further", within))
+            self._edge(at, item.value, "first", within)
+            self._edge(within, item.value, "further", within)
             self._empty[within].append(end)
             self._empty[at] += [end] * (item.low == 0)
             return end
@@ -436,13 +445,21 @@ class _Runs:
         elif isinstance(item.value, list):
             self._alternatives(item.value, at, end)
         else:
-            self._edges[at].append((item.value, "", end))
+            self._edge(at, item.value, "", end)
         return end
 
 
 def _meet(one: Ranges, other: Ranges) -> bool:
     """True if two sets have a character in common."""
-    return any(low <= last and first <= high for low, high in one for first, last in other)
+    i = j = 0
+    while i < len(one) and j < len(other):
+        if one[i][1] < other[j][0]:
+            i += 1
+        elif other[j][1] < one[i][0]:
+            j += 1
+        else:
+            return True
+    return False
 
 
 def _body(alternatives: Alternatives, names: Mapping[str, str], terminals: dict[str, str], runs: set[Ranges]) -> str:

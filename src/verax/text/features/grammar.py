@@ -19,6 +19,7 @@ from jaxtyping import Int
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError, StructuredOutputError
 from verax.text.features.gbnf import is_gbnf, lark_of_gbnf
+from verax.text.features.json_schema import schema_rule
 from verax.text.features.structured_outputs import StructuredOutputs
 from verax.text.tokens.tokenizer import Tokenizer
 
@@ -260,10 +261,14 @@ def _source(wanted: StructuredOutputs) -> str:
     if wanted.choice is not None:
         return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in wanted.choice))
     if wanted.grammar is not None:
-        lark = lark_of_gbnf(wanted.grammar) if is_gbnf(wanted.grammar) else wanted.grammar
-        return matcher.grammar_from_lark(lark)
-    schema = wanted.json if wanted.json is not None else '{"type": "object"}'
-    return matcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+        text = wanted.grammar.removeprefix("\ufeff")
+        return matcher.grammar_from_lark(lark_of_gbnf(text) if is_gbnf(text) else text)
+    schema = {"type": "object"} if wanted.json is None else json.loads(str(wanted.json))
+    rules: dict[str, str] = {}
+    body = schema_rule(schema, _JSON_OPTIONS, rules)
+    if body.startswith("%json "):
+        return matcher.grammar_from_json_schema(body.removeprefix("%json "))
+    return matcher.grammar_from_lark("\n".join(f"{name}: {text}" for name, text in {"start": body, **rules}.items()))
 
 
 def _refused(wanted: StructuredOutputs, reason: str) -> InvalidParameterError:

@@ -12,6 +12,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -297,7 +298,8 @@ class AdapterLoader:
     def __init__(self, layers: AdaptedLayers, max_cpu_loras: int):
         self._layers = layers
         self._max = max_cpu_loras
-        self._loaded: OrderedDict[int, LoadedAdapter] = OrderedDict()
+        self._loaded: OrderedDict[int, Future[LoadedAdapter]] = OrderedDict()
+        """Adapters by number; one that is being read has no result yet."""
         self._paths: dict[int, Path] = {}
         """Folder of every adapter that was loaded, by number: what is cached goes by the number."""
         self._lock = threading.Lock()
@@ -318,13 +320,23 @@ class AdapterLoader:
                 raise InvalidParameterError(
                     f"lora_int_id: {number} stands for the adapter in {before} already; give {path} another number"
                 )
-            if number not in self._loaded:
-                self._loaded[number] = self._read(request)
-                self._paths[number] = path
+            is_new, is_known = number not in self._loaded, number in self._paths
+            adapter = self._loaded.setdefault(number, Future())
             self._loaded.move_to_end(number)
+            self._paths[number] = path
             while len(self._loaded) > self._max:
                 self._loaded.popitem(last=False)
-            return self._loaded[number]
+        if is_new:  # read without the lock: a slow disk holds up the requests of this adapter only
+            try:
+                adapter.set_result(self._read(request))
+            except BaseException as error:
+                with self._lock:
+                    if self._loaded.get(number) is adapter:
+                        del self._loaded[number]
+                    if not is_known:
+                        self._paths.pop(number, None)
+                adapter.set_exception(error)
+        return adapter.result()
 
     def _read(self, request: LoRARequest) -> LoadedAdapter:
         adapter, layers = Adapter.open(Path(request.lora_path)), self._layers

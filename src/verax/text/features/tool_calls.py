@@ -119,9 +119,10 @@ class Function:
 
     def types(self, parameter: str) -> frozenset[str]:
         """JSON Schema's names of the types that a parameter can have; a text if the schema does not know it."""
-        if parameter not in self.parameters:
+        schema = self.parameters.get(parameter, self.schema.get("additionalProperties"))
+        if parameter not in self.parameters and not isinstance(schema, Mapping):
             return frozenset({"string"})
-        return _types(self.parameters[parameter], self.schema, _MAX_REFERENCES)
+        return _types(schema, self.schema, _MAX_REFERENCES)
 
 
 def read_functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Function]:
@@ -154,7 +155,8 @@ def _types(schema: Any, root: Mapping[str, Any], references: int) -> frozenset[s
         return _ANY_TYPE
     given = schema.get("type")
     if isinstance(given, (str, list, tuple)):
-        return frozenset([given] if isinstance(given, str) else given) & _ANY_TYPE
+        names = [given] if isinstance(given, str) else [name for name in given if isinstance(name, str)]
+        return _ANY_TYPE.intersection(names) or _ANY_TYPE
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, (list, tuple)):
         return frozenset().union(*(_types_of(json.dumps(value)) or {"string"} for value in values))

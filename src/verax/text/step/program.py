@@ -52,12 +52,12 @@ from verax.text.step.slots import admit, new_slots
 from verax.text.step.step import Cache, StepShape, make_step, sample_deferred
 
 __all__ = [
-    "ADMIT",
     "AbstractModel",
     "CompiledPrograms",
     "JittedCall",
     "Programs",
     "StepProgram",
+    "admission_name",
     "cache_partitions",
     "check_supported",
     "compile_all",
@@ -201,6 +201,11 @@ def step_name(shape: StepShape) -> str:
     return f"{kind}_{shape.rows}x{shape.tokens}{'_adapters' * shape.adapters}"
 
 
+def admission_name(num_tokens: int) -> str:
+    """Name of the program that fills the slot of a sequence of up to the given number of tokens."""
+    return f"admit_{num_tokens}"
+
+
 def sampling_name(rows: int) -> str:
     """Name of the program that samples the given number of rows."""
     return f"sample_{rows}"
@@ -302,9 +307,6 @@ def cache_partitions(config: CausalLMConfig, cache: Cache) -> Any:
     return tuple(of_layer(layer, *pair) for layer, pair in enumerate(zip(cache, states, strict=True)))
 
 
-ADMIT = "admit"
-"""Name of the program that fills slots."""
-
 JittedCall = tuple[Any, tuple[Any, ...]]
 """A program as `jax.jit` gives it, and its arguments, arrays or their shapes."""
 
@@ -312,7 +314,8 @@ JittedCall = tuple[Any, tuple[Any, ...]]
 class Programs(NamedTuple):
     """Programs of an engine, as `jax.jit` gives them or loaded."""
 
-    admit: Any
+    admits: dict[int, Any]
+    """Programs that fill a slot, by their number of tokens."""
     steps: dict[StepShape, Any]
     samplers: dict[int, Any]
 
@@ -339,7 +342,15 @@ def new_programs(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None) -
     options = compiler_options(ops.target().platform)
     return Programs(
         # A function of its own: JAX shares what it has compiled among all that `jax.jit` makes of one function.
-        admit=jax.jit(functools.partial(admit), donate_argnums=0, compiler_options=options, out_shardings=on_slots),
+        admits={
+            num_tokens: jax.jit(
+                functools.partial(admit, num_tokens=num_tokens, block_size=sizes.block_size),
+                donate_argnums=0,
+                compiler_options=options,
+                out_shardings=on_slots,
+            )
+            for num_tokens in sizes.admit_tokens
+        },
         steps={shape: step.jit() for shape, step in steps.items()},
         samplers={rows: sampling_program(model, sizes, rows, mesh).jit() for rows in sizes.sampling_rows},
     )
@@ -439,7 +450,7 @@ class CompiledPrograms:
         """
         self._compare(_made_for(model), self.made_for)
         return Programs(
-            admit=self._load(ADMIT),
+            admits={num_tokens: self._load(admission_name(num_tokens)) for num_tokens in sizes.admit_tokens},
             steps={shape: self._load(step_name(shape)) for shape in sizes.shapes},
             samplers={rows: self._load(sampling_name(rows)) for rows in sizes.sampling_rows},
         )

@@ -24,12 +24,12 @@ from verax.text.features.grammar import mask_width
 from verax.text.features.lora import AdaptedLayers, LoadedAdapter, write_adapter
 from verax.text.hosts import Dispatch, Group, ProgramName
 from verax.text.step.program import (
-    ADMIT,
     AbstractModel,
     CompiledPrograms,
     JittedCall,
     Programs,
     StepProgram,
+    admission_name,
     compile_program,
     jitted_programs,
     new_cache,
@@ -41,7 +41,7 @@ from verax.text.step.program import (
     step_program,
 )
 from verax.text.step.sizes import RunnerConfig
-from verax.text.step.slots import Slots, new_slots, pack_admission
+from verax.text.step.slots import Slots, admission_size, new_slots, pack_admission
 from verax.text.step.step import DEFERRED, SAMPLED, Logprobs, StepOutput, StepShape
 
 __all__ = ["DeviceAdapters", "ModelRunner", "PendingStep", "weight_bytes"]
@@ -177,7 +177,9 @@ class ModelRunner:
         model_and_sizes = self.abstract_model, config
         programs = jitted_programs(*model_and_sizes, mesh) if compiled is None else compiled.programs(*model_and_sizes)
         self._is_compiled = compiled is not None
-        self._admit, self._steps, self._samplers = programs
+        self._admits = {self._admission_size(num_tokens): program for num_tokens, program in programs.admits.items()}
+        """Programs that fill a slot, by the length of their input."""
+        self._steps, self._samplers = programs.steps, programs.samplers
         self._logits: jax.Array | None = None
         """Scores of the last step that a follower has repeated, until they are sampled from."""
 
@@ -191,7 +193,7 @@ class ModelRunner:
 
     def uncompiled(self) -> list[JittedCall]:
         """The programs of the steps and of their sampling with arguments, to compile; none if they were loaded."""
-        own = Programs(self._admit, self._steps, self._samplers)
+        own = Programs({}, self._steps, self._samplers)
         return [] if self._is_compiled else list(self._with_arguments(own).values())
 
     def warm_up(self) -> None:
@@ -204,7 +206,8 @@ class ModelRunner:
             if not self.config.padding_takes_time or shape.tokens <= self.config.mixed_tokens[0]:
                 jax.block_until_ready(self._run_padding(shape))
         # No sequence owns slot 0 yet, and the first to get it writes all of it.
-        self._fill_slot(self._no_admission())
+        for size in self._admits:
+            self._fill_slot(np.zeros(size, np.int32))
         if self._adapters is not None:
             self._adapters.warm_up()
 
@@ -222,14 +225,16 @@ class ModelRunner:
         A program that XLA:CPU has read from the compilation cache cannot be written again: functions are missing in it.
         """
         new = new_programs(self.abstract_model, self.config, self.mesh)
-        programs = self._with_arguments(new) | {ADMIT: (new.admit, (self._slots, self._no_admission()))}
+        programs = self._with_arguments(new)
+        for num_tokens, program in new.admits.items():
+            empty = np.zeros(self._admission_size(num_tokens), np.int32)
+            programs[admission_name(num_tokens)] = program, (self._slots, empty)
         with no_compilation_cache():
             for name, program in programs.items():
                 yield name, compile_program(*program)
 
-    def _no_admission(self) -> np.ndarray:
-        width = sum(field.shape[1] for field in jax.tree.leaves(self._slots))
-        return np.zeros(1 + width, np.int32)
+    def _admission_size(self, num_tokens: int) -> int:
+        return admission_size(num_tokens, self.config.block_size, len(self.config.groups))
 
     def _run_padding(self, shape: StepShape) -> StepOutput:
         packed = self._padding(shape)
@@ -256,8 +261,8 @@ class ModelRunner:
             adapter, slot = sequence.request.adapter, sequence.adapter_slot
             if self._adapters is not None and adapter is not None and slot is not None:
                 self._adapters.place(adapter, slot)
-            packed = pack_admission(sequence, self.config.max_model_len, self.config.table_width, self.eos_token_ids)
-            self._fill_slot(packed)
+            num_tokens = at_least(self.config.admit_tokens, len(sequence.tokens))
+            self._fill_slot(pack_admission(sequence, num_tokens, self.config.block_size, self.eos_token_ids))
         packed, shape, offsets = self.pack(schedule)
         output = self._dispatch(shape, packed)
         pending = PendingStep(schedule, output._replace(logits=None), offsets)
@@ -386,7 +391,7 @@ class ModelRunner:
 
     def _fill_slot(self, packed: np.ndarray) -> None:
         self.send("admit", packed)
-        self._slots = self._admit(self._slots, packed)
+        self._slots = self._admits[len(packed)](self._slots, packed)
 
     def send(self, program: ProgramName, *arrays: np.ndarray, shape: StepShape | None = None) -> None:
         """Send a dispatch to the followers, if there are any."""
@@ -408,7 +413,7 @@ class ModelRunner:
 
     def num_compiled(self) -> int:
         """Programs compiled so far; constant after `warm_up`. Those that were loaded count as well."""
-        programs = [self._admit, *self._steps.values(), *self._samplers.values()]
+        programs = [*self._admits.values(), *self._steps.values(), *self._samplers.values()]
         adapters = 0 if self._adapters is None else self._adapters.num_compiled()
         # One that was compiled and has not run is not in the cache of its calls yet.
         own = len(programs) if self._is_compiled else sum(max(1, program._cache_size()) for program in programs)

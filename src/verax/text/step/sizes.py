@@ -20,6 +20,7 @@ from verax.ops.attention import heads_to_join
 from verax.ops.paged import is_quantized, page_bytes
 from verax.text.engine.blocks import CacheGroup, CachePlan
 from verax.text.engine.engine_config import EngineConfig
+from verax.text.step.slots import admission_size
 from verax.text.step.step import PROMPT_LOGPROB_CHUNK, StepShape
 
 __all__ = ["CACHE_DTYPES", "RunnerConfig", "block_bytes", "cache_memory", "layer_states", "plan_sizes", "state_bytes"]
@@ -48,6 +49,9 @@ DEFAULT_MOST_VERIFIED = 256
 
 PADDING_TAKES_TIME = ("cpu",)
 """Platforms on which a step takes as much longer as it has more tokens, padding or not."""
+
+LEAST_ADMITTED = 1024
+"""Tokens that the smallest program which fills a slot takes; each further one takes eight times as many."""
 
 STATE_FRACTION = 0.5
 """Part of the cache's memory that recurrent states take at most, where `max_num_seqs` is not given."""
@@ -96,6 +100,11 @@ class RunnerConfig:
         return self.max_num_seqs, self.max_model_len, self.table_width, len(self.groups)
 
     @cached_property
+    def admit_tokens(self) -> list[int]:
+        """Numbers of tokens that programs which fill a slot are compiled for."""
+        return powers(min(LEAST_ADMITTED, self.max_model_len), self.max_model_len, 8)
+
+    @cached_property
     def decode_rows(self) -> list[int]:
         """Numbers of sequences that decode steps are compiled for."""
         return powers(1, self.max_num_seqs, 2)
@@ -131,7 +140,12 @@ class RunnerConfig:
 
 
 def plan_sizes(
-    model: CausalLMConfig, dtype: DTypeLike, config: EngineConfig, *, draft: CausalLMConfig | None = None
+    model: CausalLMConfig,
+    dtype: DTypeLike,
+    config: EngineConfig,
+    *,
+    draft: CausalLMConfig | None = None,
+    free: int | None = None,
 ) -> RunnerConfig:
     """Sizes that fit into the memory of each device.
 
@@ -143,6 +157,7 @@ def plan_sizes(
         dtype: dtype of the weights.
         config: the engine's options. Its devices divide the heads of keys and values.
         draft: configuration of a draft model, whose keys and values lie in blocks of the group without a window.
+        free: bytes for cache and slots on each device if no option says how many for the cache; what is free if None.
 
     Raises:
         InvalidParameterError: for a context longer than the model's, or a cache too small for it.
@@ -153,7 +168,7 @@ def plan_sizes(
             f"max_model_len: {config.max_model_len} is more than the model's {longest} positions"
         )
     cache_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(CACHE_DTYPES[config.kv_cache_dtype])
-    memory = config.kv_cache_memory or cache_memory(config.tensor_parallel_size * config.data_parallel_size)
+    memory = config.kv_cache_memory or free or cache_memory(config.tensor_parallel_size * config.data_parallel_size)
     devices = config.tensor_parallel_size
     per_state = state_bytes(model, devices)
     max_num_seqs = config.max_num_seqs
@@ -176,18 +191,24 @@ def plan_sizes(
         for window, group in layers.items()
     )
     plan = CachePlan(tuple(layers), sizes, block_size, batched)
-    affordable = plan.longest(memory - states, longest)
+
+    def slots(num_tokens: int) -> int:
+        """Bytes of the slots of such a context, which lie in the memory that is free too."""
+        row = 4 * admission_size(num_tokens, block_size, len(layers))
+        return (max_num_seqs + 1) * row if config.kv_cache_memory is None else 0
+
+    affordable = plan.longest(memory - states, longest, slots)
     context = config.max_model_len or min(longest, max(affordable, 1) * block_size)
     needed = -(-context // block_size)
     if affordable < max(needed, 1):
         extra = f" in addition to the states of {max_num_seqs} sequences ({states / 2**20:.0f} MiB)" if states else ""
         fewer = " or max_num_seqs" if states else ""
+        wanted = plan.bytes_for(context) + slots(context)
         raise InvalidParameterError(
             f"kv_cache_memory: {memory / 2**20:.0f} MiB hold {max(affordable, 0) * block_size} tokens{extra}, but "
-            f"a context of {context} needs {plan.bytes_for(context) / 2**20:.0f} MiB; give more, or a smaller "
-            f"max_model_len{fewer}"
+            f"a context of {context} needs {wanted / 2**20:.0f} MiB; give more, or a smaller max_model_len{fewer}"
         )
-    num_blocks = plan.num_blocks(memory - states, context, max_num_seqs)
+    num_blocks = plan.num_blocks(memory - states - slots(context), context, max_num_seqs)
     groups = tuple(map(CacheGroup, layers.values(), layers, num_blocks))
     return RunnerConfig(
         groups,

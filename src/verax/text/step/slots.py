@@ -20,7 +20,7 @@ from verax.ops.sampling import SamplingArrays
 from verax.sampling_fields import FLOATS, INTS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, OFF
 from verax.text.engine.request import Sequence
 
-__all__ = ["MAX_BANNED", "SlotParams", "Slots", "admit", "new_slots", "pack_admission"]
+__all__ = ["MAX_BANNED", "SlotParams", "Slots", "admission_size", "admit", "new_slots", "pack_admission"]
 
 MAX_BANNED = MAX_STOP_TOKEN_IDS + 16
 """Tokens that `min_tokens` can hold back: the request's stop tokens and the model's own (Llama 3 has three)."""
@@ -76,14 +76,20 @@ def new_slots(max_num_seqs: int, max_model_len: int, table_width: int, num_table
     return Slots(jnp.zeros((S, max_model_len), jnp.int32), tables, params)
 
 
+def admission_size(num_tokens: int, block_size: int, num_tables: int) -> int:
+    """Length of the array that admits a sequence of up to `num_tokens`, int32: its slot's number and what it fills."""
+    sampling = len(FLOATS) + len(INTS) + 2 * MAX_LOGIT_BIAS + MAX_BANNED + len(_OTHERS)
+    return 1 + num_tokens + num_tables * -(-num_tokens // block_size) + sampling
+
+
 def pack_admission(
-    sequence: Sequence, max_model_len: int, table_width: int, eos_token_ids: abc.Sequence[int]
+    sequence: Sequence, num_tokens: int, block_size: int, eos_token_ids: abc.Sequence[int]
 ) -> Int[np.ndarray, "n"]:
-    """The row that `admit` writes for a sequence, as one array for one transfer."""
+    """The row that `admit` writes for a sequence of up to `num_tokens`, as one array for one transfer."""
     params = sequence.request.params
-    tokens = np.zeros(max_model_len, np.int32)
+    tokens = np.zeros(num_tokens, np.int32)
     tokens[: len(sequence.tokens)] = sequence.tokens
-    tables = np.zeros((len(sequence.tables), table_width), np.int32)
+    tables = np.zeros((len(sequence.tables), -(-num_tokens // block_size)), np.int32)
     tables[:, : len(sequence.tables[0])] = sequence.tables
     bias = dict(params.logit_bias or {})
     seed_high, seed_low = np.asarray([sequence.seed >> 32, sequence.seed & 0xFFFFFFFF], np.uint32).view(np.int32)
@@ -95,7 +101,9 @@ def pack_admission(
         "min_length": min_length,
         "num_bias": len(bias),
     }
-    floats = np.asarray([getattr(params, name) for name in FLOATS], np.float32)
+    # A Python float beyond float32's range, such as a temperature of 1e300, means its largest number.
+    most = np.finfo(np.float32).max
+    floats = np.clip([getattr(params, name) for name in FLOATS], -most, most).astype(np.float32)
     ints = np.asarray(
         [from_sequence[name] if name in from_sequence else getattr(params, name) for name in INTS], np.int32
     )
@@ -114,16 +122,22 @@ def pack_admission(
     return np.concatenate([slot, tokens, tables.ravel(), *sampling, np.asarray(others, np.int32)])
 
 
-def admit(slots: Slots, packed: Int[Array, "n"]) -> Slots:
-    """Fill one slot from `pack_admission`'s array. Donate `slots`."""
+def admit(slots: Slots, packed: Int[Array, "n"], *, num_tokens: int, block_size: int) -> Slots:
+    """Fill one slot from `pack_admission`'s array. Donate `slots`.
+
+    Columns after the given number of tokens, and after their blocks, keep what the sequence before has left there:
+    nothing reads them before they are written.
+    """
     slot, at = packed[0], 1
 
-    def write(field: Array) -> Array:
+    def write(field: Array, width: int) -> Array:
         nonlocal at
-        row = packed[at : at + field.shape[1]]
-        at += field.shape[1]
+        row = packed[at : at + width]
+        at += width
         if field.dtype == jnp.float32:
             row = lax.bitcast_convert_type(row, jnp.float32)
         return lax.dynamic_update_slice(field, row[None], (slot, 0))
 
-    return jax.tree.map(write, slots)
+    tokens = write(slots.tokens, num_tokens)
+    tables = tuple(write(table, -(-num_tokens // block_size)) for table in slots.page_tables)
+    return Slots(tokens, tables, jax.tree.map(lambda field: write(field, field.shape[1]), slots.params))

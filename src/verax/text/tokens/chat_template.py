@@ -249,13 +249,15 @@ class _Message(dict[str, Any]):
 
 
 class _Arguments(dict[str, Any]):
-    """Arguments of a call that were given as JSON text: an object for templates that read one, else this text."""
+    """Arguments of a call: an object for templates that read one, and JSON text where a template writes it."""
 
-    __slots__ = ("_text",)
+    __slots__ = ("_given", "_text")
 
-    def __init__(self, text: str):
-        super().__init__(object_so_far(text))
-        self._text = text
+    def __init__(self, arguments: Mapping[str, Any] | str | None):
+        super().__init__(object_so_far(arguments) if isinstance(arguments, str) else arguments or {})
+        self._given = isinstance(arguments, str)
+        """True if they were given as text."""
+        self._text = arguments if arguments and isinstance(arguments, str) else _to_json(self)
 
     def __str__(self) -> str:
         return self._text
@@ -273,7 +275,9 @@ def _normalised(message: Mapping[str, Any]) -> _Message:
     reasoning = next((given[name] for name in _REASONING if given.get(name) is not None), None)
     if reasoning is not None:
         given.update({"thinking": reasoning, **given, "reasoning_content": reasoning})
-    if isinstance(given.get("tool_calls"), (list, tuple)):
+    if not given.get("tool_calls", True):
+        del given["tool_calls"]
+    elif isinstance(given.get("tool_calls"), (list, tuple)):
         given["tool_calls"] = [_normalised_call(call) for call in given["tool_calls"]]
     return given
 
@@ -283,11 +287,15 @@ def _normalised_call(call: Any) -> Any:
         return call
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _normalised_call(call["function"])}
-    arguments = call.get("arguments", {})
-    return {**call, "arguments": _Arguments(arguments or "{}")} if isinstance(arguments or "", str) else call
+    arguments = call.get("arguments")
+    if not isinstance(arguments, (str, Mapping, type(None))):
+        raise InvalidParameterError(
+            f"messages: expected a call's arguments as an object or JSON text, got {arguments!r}"
+        )
+    return {**call, "arguments": _Arguments(arguments)}
 
 
-def _mark_end(conversation: list[dict[str, Any]]) -> str:
+def _mark_end(conversation: list[_Message]) -> str:
     """Put the mark after the last message's text; return that text."""
     content = conversation[-1].get("content")
     if isinstance(content, str):

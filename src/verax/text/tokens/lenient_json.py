@@ -1,7 +1,8 @@
 """JSON as models write it, read token by token and written by RFC 8259.
 
 Models write some things otherwise, whose meaning is plain: control characters in strings, strings in single quotes,
-escapes that JSON lacks, literals of Python, and a comma after the last member. What is not a finite number is null.
+escapes that JSON lacks, literals of Python, numbers such as `.5`, and a comma after the last member. What is not a
+finite number is null.
 """
 
 from __future__ import annotations
@@ -107,7 +108,10 @@ class JsonScanner:
         elif is_value and (word := _WORD.match(text, at)):
             if word.end() == len(text) and not final:
                 return at
-            written, end = word[0] if _NUMBER.fullmatch(word[0]) else _WORDS.get(word[0].lower(), ""), word.end()
+            # Python and JavaScript write +1, .5 and 2. too.
+            number = re.sub(r"^(-?)\.(?=\d)", r"\g<1>0.", word[0].removeprefix("+"))
+            number = re.sub(r"(?<=\d)\.(?=$|[eE])", ".0", number)
+            written, end = number if _NUMBER.fullmatch(number) else _WORDS.get(word[0].lower(), ""), word.end()
             if not written:
                 return None
             self._end_value()
@@ -149,13 +153,15 @@ class JsonScanner:
 
 def as_json(text: str, state: str = "value") -> str | None:
     """The text of a JSON value as RFC 8259 has it; None if it is not one. `state` is "start" for objects only."""
-    scanner, written, at = JsonScanner(state), "", 0
+    scanner, at = JsonScanner(state), 0
+    written: list[str] = []
     while not scanner.complete:
         end = scanner.read(text, at, final=True)
         if end is None or end == at:
             return None
-        at, written = end, written + scanner.written
-    return None if text[at:].strip() else written.strip()
+        at = end
+        written.append(scanner.written)
+    return None if text[at:].strip() else "".join(written).strip()
 
 
 def object_so_far(text: str) -> dict[str, Any]:
@@ -168,6 +174,8 @@ def object_so_far(text: str) -> dict[str, Any]:
         if scanner.closing is not None:
             whole = (len(written), scanner.closing)
     try:
-        return json.loads("".join(written[: whole[0]]) + whole[1])
+        value = json.loads("".join(written[: whole[0]]) + whole[1])
     except RecursionError:
         return {}
+    # The first half of a character of UTF-16, where the text was cut after it, is not text.
+    return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))

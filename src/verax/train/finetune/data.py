@@ -5,6 +5,7 @@ A line has `messages`, `prompt` and `completion`, or `text`, as in TRL's and Ope
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ def read_examples(path: Path, tokenizer: Tokenizer, *, max_length: int) -> Examp
     """
     items, cut, left_out = list[Example](), 0, 0
     try:
-        lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
     except OSError as error:
         raise InvalidParameterError(f"data: {path}: cannot be read: {error.strerror}") from error
     for number, line in enumerate(lines, start=1):

@@ -17,10 +17,7 @@ function open(name) {
   const tab = (made[name] ??= document.createElement(`${name}-tab`));
   main.replaceChildren(tab);
   document.title = `${TABS[name]} · verax`;
-  for (const link of document.querySelectorAll("nav a")) {
-    if (link.hash === `#${name}`) link.setAttribute("aria-current", "page");
-    else link.removeAttribute("aria-current");
-  }
+  for (const link of document.querySelectorAll("nav a")) link.ariaCurrent = link.hash === `#${name}` ? "page" : null;
 }
 
 const chosen = () => (location.hash.slice(1) in TABS ? location.hash.slice(1) : "chat");

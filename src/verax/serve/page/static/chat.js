@@ -62,8 +62,10 @@ class ChatTab extends HTMLElement {
 
   /** Show the saved conversations, and continue answers that streamed when the page was closed. */
   async start() {
-    info().then(({ models }) => this.model.replaceChildren(...models.map((name) => h("option", {}, name))),
-      (error) => notice(error.message, "error"));
+    info().then(({ models, sampling }) => {
+      this.model.replaceChildren(...models.map((name) => h("option", {}, name)));
+      this.panel.suggest(sampling);
+    }, (error) => notice(error.message, "error"));
     await this.showList();
     for (const conversation of await store.all()) {
       const cut = Object.values(conversation.nodes).filter((node) => node.running);
@@ -202,12 +204,11 @@ class ChatTab extends HTMLElement {
 
   answer(conversation, parent) {
     const node = add(conversation, parent, "assistant", "");
-    let body;
+    const body = { model: this.model.value || undefined };
     try {
-      body = { ...this.panel.body(), model: this.model.value || undefined };
+      Object.assign(body, this.panel.body());
     } catch (error) {
       notice(error.message, "error");
-      body = { model: this.model.value || undefined };
     }
     body.messages = messages(conversation, node, this.panel.system);
     this.run(conversation, node, (one, options) => ask(one, body, options));

@@ -1,17 +1,18 @@
 // The panel next to a chat: system prompt, sampling, form of the answer, tools. Kept in the browser.
 
+import { info } from "./api.js";
 import { field, h, iconButton } from "./dom.js";
 
 const KEY = "verax-sampling";
 
-// Name in the API, label, attributes of the input. An empty field leaves the choice to the model's own defaults.
+// Name in the API, label, step of the input. An empty field leaves the choice to the model's own defaults.
 const NUMBERS = [
-  ["temperature", "Temperature", { min: 0, max: 2, step: 0.05 }],
-  ["top_p", "Top p", { min: 0, max: 1, step: 0.01 }],
-  ["top_k", "Top k", { min: 0, step: 1 }],
-  ["min_p", "Min p", { min: 0, max: 1, step: 0.01 }],
-  ["max_tokens", "Longest answer", { min: 1, step: 1 }],
-  ["seed", "Seed", { min: 0, step: 1 }],
+  ["temperature", "Temperature", 0.05],
+  ["top_p", "Top p", 0.01],
+  ["top_k", "Top k", 1],
+  ["min_p", "Min p", 0.01],
+  ["max_tokens", "Longest answer", 1],
+  ["seed", "Seed", 1],
 ];
 
 class SamplingPanel extends HTMLElement {
@@ -20,8 +21,8 @@ class SamplingPanel extends HTMLElement {
     this.values = JSON.parse(localStorage.getItem(KEY) ?? "{}");
     const text = (name, rows, placeholder = "") =>
       h("textarea", { name, rows, placeholder, value: this.values[name] ?? "", spellcheck: "false" });
-    const number = ([name, label, limits]) => field(label,
-      h("input", { type: "number", name, placeholder: "default", value: this.values[name] ?? "", ...limits }));
+    const number = ([name, label, step]) => field(label,
+      h("input", { type: "number", name, placeholder: "default", value: this.values[name] ?? "", step }));
     const way = (name) => h("option", { value: name, selected: name === this.values.thinking }, name);
     const thinking = h("select", { name: "thinking" }, ["the model's default", "on", "off"].map(way));
     const chances = h("input", { type: "checkbox", name: "logprobs", checked: this.values.logprobs ?? true });
@@ -39,6 +40,9 @@ class SamplingPanel extends HTMLElement {
       h("p", { class: "error", role: "alert" }));
     this.append(this.form);
     this.read();
+    info().then(({ ranges }) => {
+      for (const [name] of NUMBERS) Object.assign(this.form.elements[name], ranges[name]);
+    }, () => {}); // the chat shows why there is no answer
   }
 
   read() {
@@ -55,18 +59,20 @@ class SamplingPanel extends HTMLElement {
     this.form.querySelector(".error").textContent = wrong;
   }
 
-  get system() {
-    return this.values.system ?? "";
+  get system() { return this.values.system ?? ""; }
+
+  /** Sampling for a model that recommends none, by name: in place of empty fields, unless a temperature is given. */
+  suggest(values) {
+    this.suggested = values;
+    for (const name in values) this.form.elements[name].placeholder = `${values[name]}: none is recommended`;
   }
 
   /** Fields of the request. Throws an Error if a JSON field is not JSON. */
-  body() {
-    const { values } = this;
-    const body = {};
+  body({ values, suggested } = this) {
+    const body = values.temperature ? {} : { ...suggested };
     for (const [name] of NUMBERS) if (values[name]) body[name] = Number(values[name]);
     if (values.stop) body.stop = values.stop.split("\n").filter(Boolean);
-    if (values.thinking === "on") body.chat_template_kwargs = { enable_thinking: true };
-    if (values.thinking === "off") body.chat_template_kwargs = { enable_thinking: false };
+    if (/^(on|off)$/.test(values.thinking)) body.chat_template_kwargs = { enable_thinking: values.thinking === "on" };
     if (values.logprobs) Object.assign(body, { logprobs: true, top_logprobs: 4 });
     if (values.schema) {
       const schema = parsed(values.schema, "JSON schema");
