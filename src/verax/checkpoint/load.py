@@ -50,7 +50,7 @@ Patterns = Iterable[tuple[str, tuple[str, ...]]]
 """A model's `stacked_weights`."""
 
 StackedKeys = Sequence[tuple[str, ...]]
-"""Keys of a stack's matrices: for each of the E, those that are stacked by rows."""
+"""Keys of a stack's matrices: for each of the E, the ones that are stacked by rows."""
 
 M = TypeVar("M", bound=nnx.Module)
 QUANTIZED_AT_ONCE = 1 << 22
@@ -397,7 +397,7 @@ def _concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     if any(part.zeros is not None for part in parts):
         points = [part.row_zeros() for part in parts]
         none = [jnp.zeros(part.row_scales().shape, jnp.int8) for part in parts]
-        zeros = jnp.concatenate([each if each is not None else no for each, no in zip(points, none, strict=True)])
+        zeros = jnp.concatenate([zero if point is None else point for point, zero in zip(points, none, strict=True)])
     if first.bits == 4 and (zeros is not None or any(part.size_out % INT4_ROWS for part in parts[:-1])):
         integers = jnp.concatenate([part.integers() for part in parts])
         scales = jnp.concatenate([part.row_scales() for part in parts])

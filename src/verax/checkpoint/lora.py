@@ -93,7 +93,7 @@ class Adapter:
     base: str | None
     """The base model as the training named it: a hub id or a path."""
     fan_in_fan_out: bool
-    """True if the base stores the adapted weights as `[in, out]`, as GPT-2 does. A and B are as ever."""
+    """True if the base stores the adapted weights as `[in, out]`, as GPT-2 does. A and B are not transposed."""
     pairs: Mapping[str, Pair]
     """Matrices by module of the base, such as `model.layers.0.self_attn.q_proj`."""
     file: SafetensorsFile | PthFile
@@ -304,7 +304,7 @@ def _modules_by_weight(opened: Checkpoint, adapter: Adapter, aliases: tuple[tupl
     for module, pair in adapter.pairs.items():
         name = f"{module}.weight"
         others = (re.sub(pattern, replacement, name) for pattern, replacement in aliases)
-        key = next((keys[each] for each in (name, *others) if each in keys), None)
+        key = next((keys[alias] for alias in (name, *others) if alias in keys), None)
         size = (pair.size_in, pair.size_out) if adapter.fan_in_fan_out else (pair.size_out, pair.size_in)
         if key is None:
             missing.append(module)
@@ -476,11 +476,11 @@ def _weight_names(checkpoint: Checkpoint) -> dict[str, str]:
     names = PARTS["transformer"].names(checkpoint.config)
     targets: dict[str, str] = {}
     for name in checkpoint.names():
-        for one in (name, *(names.forward(name) or ())):
-            targets[one] = name
-            targets[_KOHYA + one.removesuffix(".weight").replace(".", "_") + ".weight"] = name
-            if one.endswith(".bias"):
-                targets[_KOHYA + one.removesuffix(".bias").replace(".", "_") + ".bias"] = name
+        for alias in (name, *(names.forward(name) or ())):
+            targets[alias] = name
+            targets[_KOHYA + alias.removesuffix(".weight").replace(".", "_") + ".weight"] = name
+            if alias.endswith(".bias"):
+                targets[_KOHYA + alias.removesuffix(".bias").replace(".", "_") + ".bias"] = name
     return targets
 
 

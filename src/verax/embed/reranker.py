@@ -366,9 +366,9 @@ class Reranker:
             InvalidParameterError: if `max_length` leaves no token for a text, or the model reads no instruction.
         """
         self._check_instruction(instruction)
-        most = self.max_length if max_length is None else min(max_length, self.max_length)
+        limit = self.max_length if max_length is None else min(max_length, self.max_length)
         before = self._prompts.text(None) if prompt is None else prompt
-        return self._scorer.tokenize(before + query, documents, instruction, most)
+        return self._scorer.tokenize(before + query, documents, instruction, limit)
 
     def score_tokens(self, pairs: Sequence[Tokens], batch_size: int | None = None) -> Float32[np.ndarray, "n"]:
         """Scores of tokens that `tokenize` gave, in their order.

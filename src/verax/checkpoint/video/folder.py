@@ -99,12 +99,12 @@ class VideoFolder:
         """
         if self.layout == "original":
             config = self.config("transformer") if self._has_experts else {}
-            found = boundary_of(config) if self._has_experts else None
+            ratio = boundary_of(config) if self._has_experts else None
         else:
-            config, found = self._index, self._index.get("boundary_ratio")
-        if found is None and "transformer_2" in self:
+            config, ratio = self._index, self._index.get("boundary_ratio")
+        if ratio is None and "transformer_2" in self:
             raise CheckpointError(f"{file_of(config)}: it has a second transformer, and no boundary_ratio")
-        return None if found is None else read_value({**config, "boundary_ratio": found}, "boundary_ratio", Epsilon)
+        return None if ratio is None else read_value({**config, "boundary_ratio": ratio}, "boundary_ratio", Epsilon)
 
     @property
     def expand_timesteps(self) -> bool:
@@ -267,12 +267,12 @@ class VideoFolder:
         return stem
 
     def _original_file(self, part: Part) -> str | None:
-        found = [path.name for path in sorted(self.path.iterdir()) if part.pattern.fullmatch(path.name)]
-        stems = sorted({_NUMBER.sub("", name.rsplit(".", 1)[0]) for name in found})
+        files = [path.name for path in sorted(self.path.iterdir()) if part.pattern.fullmatch(path.name)]
+        stems = sorted({_NUMBER.sub("", name.rsplit(".", 1)[0]) for name in files})
         if part.original in stems:
             return part.original
         if len(stems) > 1:
-            raise CheckpointError(f"{self.path}: several files for the {part.what}: {', '.join(found)}; leave one")
+            raise CheckpointError(f"{self.path}: several files for the {part.what}: {', '.join(files)}; leave one")
         return stems[0] if stems else None
 
 
@@ -331,7 +331,7 @@ def _by_original_names(part: Part, config: Mapping[str, Any], files: Mapping[str
     if "shared.weight" in keys:
         keys.pop("encoder.embed_tokens.weight", None)  # a second copy
     names = part.names(config)
-    theirs = {name: found for name in keys if (found := names.backward(name)) is not None}
+    theirs = {name: original for name in keys if (original := names.backward(name)) is not None}
     ours = [name for name in keys if names.forward(name) is not None]
     if len(ours) >= len(theirs):
         return {name: _entry(name, [(files[key], key)], lambda array: array) for name, key in keys.items()}
@@ -340,13 +340,13 @@ def _by_original_names(part: Part, config: Mapping[str, Any], files: Mapping[str
         original, piece = theirs.get(name, (name, 0))
         pieces.setdefault(original, {})[piece] = name
     entries: dict[str, TensorFile] = {}
-    for original, found in pieces.items():
+    for original, parts in pieces.items():
         wanted = names.forward(original)
-        if wanted is not None and len(found) != len(wanted):
-            absent = ", ".join(name for i, name in enumerate(wanted) if i not in found)
-            path = files[keys[next(iter(found.values()))]].path
-            raise CheckpointError(f"{path}: {absent} missing, and only {', '.join(found.values())} present")
-        sources = [(files[keys[found[i]]], keys[found[i]]) for i in sorted(found)]
-        form = part.form(original).to_original if found[0] in theirs else lambda array: array
+        if wanted is not None and len(parts) != len(wanted):
+            absent = ", ".join(name for i, name in enumerate(wanted) if i not in parts)
+            path = files[keys[next(iter(parts.values()))]].path
+            raise CheckpointError(f"{path}: {absent} missing, and only {', '.join(parts.values())} present")
+        sources = [(files[keys[parts[i]]], keys[parts[i]]) for i in sorted(parts)]
+        form = part.form(original).to_original if parts[0] in theirs else lambda array: array
         entries[original] = _entry(original, sources, form)
     return entries

@@ -58,16 +58,16 @@ class Renaming:
     def forward(self, name: str) -> tuple[str, ...] | None:
         """The other's names of the original's `name`, several if their rows together are it; None without a rule."""
         for pattern, (_, others) in zip(self._originals, self._rules, strict=True):
-            if found := pattern.fullmatch(name):
-                return tuple(_fill(other, found) for other in others)
+            if match := pattern.fullmatch(name):
+                return tuple(_fill(other, match) for other in others)
         return None
 
     def backward(self, name: str) -> tuple[str, int] | None:
         """The original's name of the other's `name`, and its number among the original's parts; None without a rule."""
         for patterns, (original, _) in zip(self._others, self._rules, strict=True):
             for part, pattern in enumerate(patterns):
-                if found := pattern.fullmatch(name):
-                    return _fill(original, found), part
+                if match := pattern.fullmatch(name):
+                    return _fill(original, match), part
         return None
 
 
@@ -76,8 +76,8 @@ def _compile(beginning: str) -> re.Pattern[str]:
     return re.compile(rf"{pattern}(?P<rest>(\..*)?)")
 
 
-def _fill(beginning: str, found: re.Match[str]) -> str:
-    return beginning.format_map(found.groupdict()) + found["rest"]
+def _fill(beginning: str, match: re.Match[str]) -> str:
+    return beginning.format_map(match.groupdict()) + match["rest"]
 
 
 def _clip_rules(prefix: str) -> list[Rule]:
