@@ -68,7 +68,7 @@ SLOW = (
     "serve/test_openapi.py::test_the_description_is_valid",
     "serve/test_openapi_cases",
     "serve/test_responses.py::test_openais_client",
-    "serve/test_run.py::test_openais_client",
+    "serve/test_faults.py::test_openais_client",
     "serve/test_videos.py::test_openai_python",
     "test_wheel",
     "text/test_program.py::test_steps_are_exported",

@@ -361,10 +361,8 @@ def test_alpha_of_the_adapters_metadata_counts(said, factor, base, tmp_path):
     metadata = {"lora_adapter_metadata": json.dumps(settings)}
     got = with_file(base, tensors, tmp_path / "lora.safetensors", metadata=metadata)
     assert_sum(got, base, Q_WEIGHT, factor * B @ A)
-    for wrong in ({"use_dora": True}, {"alpha_pattern": ["to_q"]}, {"lora_alpha": "12"}):
-        metadata = {
-            "lora_adapter_metadata": json.dumps({f"transformer.{name}": value for name, value in wrong.items()})
-        }
+    for name, wrong in {"use_dora": True, "alpha_pattern": ["to_q"], "lora_alpha": "12"}.items():
+        metadata = {"lora_adapter_metadata": json.dumps({f"transformer.{name}": wrong})}
         with pytest.raises(VeraxError, match=name):
             with_file(base, tensors, tmp_path / "lora.safetensors", metadata=metadata)
 
