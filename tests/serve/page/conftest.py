@@ -52,6 +52,9 @@ def fill(reports):
 class NoEngine:
     """A text engine that is not needed: the fake answers by itself."""
 
+    def __init__(self):
+        self.chat_sampling = {}
+
     async def shutdown(self, timeout):
         pass
 

@@ -112,7 +112,7 @@ def test_the_conversation_and_the_settings_are_sent(page, fake):
 
 def test_a_model_that_recommends_no_sampling_begins_with_some_unless_a_temperature_is_given(page, fake, monkeypatch):
     begun = {"temperature": 0.7, "top_p": 0.95}
-    monkeypatch.setattr(fake.server.llm, "chat_sampling", begun, raising=False)
+    monkeypatch.setattr(fake.server.llm, "chat_sampling", begun)
     page.reload()
     page.get_by_role("button", name="Settings", exact=True).click()
     page.get_by_placeholder("0.7: none is recommended").wait_for()
