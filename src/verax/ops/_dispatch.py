@@ -35,6 +35,7 @@ __all__ = [
     "boolean",
     "chosen_implementations",
     "differentiated_as",
+    "drop_traces",
     "float32",
     "int32",
     "operation",
@@ -106,6 +107,11 @@ def trace_once(function: Callable[P, R], context: Hashable, /, *args: P.args, **
     # Equal values of different types, such as 1 and 1.0, have programs of their own.
     types = tuple(type(other) for other in others)
     return _shared(function, context)(structure, others, types, *arrays)
+
+
+def drop_traces() -> None:
+    """Drop all traces of implementations. Compiled programs stay; the next one is traced in full."""
+    _shared.cache_clear()
 
 
 @functools.lru_cache(maxsize=MAX_SHARED)

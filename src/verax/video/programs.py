@@ -26,6 +26,7 @@ from verax import ops
 from verax._compat import compiler_options
 from verax.nn import pack_linear_weights, packed_copy
 from verax.nn.parallel import divisions
+from verax.ops._dispatch import drop_traces
 from verax.ops.division import partition
 from verax.video.mesh import AnyMesh, Layout
 
@@ -296,10 +297,11 @@ class ProgramCall:
 
 
 def _release_memory() -> None:
-    """Free a program that was dropped, which refers to itself, and give its memory back to the system.
+    """Free a program that was dropped, which refers to itself, with its traces, and give its memory to the system.
 
     glibc keeps what compiling freed: some megabytes for each size of a clip, which add up on a server.
     """
+    drop_traces()
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
