@@ -96,7 +96,7 @@ def test_token_ids_of_a_prompt_give_what_its_text_gives(api):
 def test_times_come_at_the_end_and_are_numbers(api, path):
     body = {**BODIES[path], **GREEDY, "stream_options": {"include_usage": True}}
     chunks = api.stream(path, body)
-    assert "timings" not in chunks[0]
+    assert not any("timings" in chunk for chunk in chunks[:-2])  # a slow server sends all tokens in one
     assert chunks[-1]["choices"] == []
     for times in (chunks[-2]["timings"], chunks[-1]["timings"]):
         assert times["predicted_n"] == 8
