@@ -126,6 +126,14 @@ def test_kernels_compiled_meanwhile_into_the_cache_are_waited_for(compiled, tmp_
     assert sorted(compiled) == ["one.cc", "two.cc"]
 
 
+def test_a_file_that_another_build_removes_meanwhile_is_passed_over(compiled, tmp_path, monkeypatch):
+    objects = portable(tmp_path)
+    gone = tmp_path / "cache/build/gone.lock"
+    glob = type(gone).glob
+    monkeypatch.setattr(type(gone), "glob", lambda self, pattern: [*[gone] * (pattern == "*"), *glob(self, pattern)])
+    assert portable(tmp_path) == sorted([*objects, "gone.lock"])
+
+
 def test_another_clone_uses_the_same_objects(compiled, tmp_path, monkeypatch):
     objects = portable(tmp_path)
     shutil.copytree(build.SOURCES, tmp_path / "clone")

@@ -248,7 +248,10 @@ class _Objects:
         if self.cache is None:
             return
         size, now = 0, time.time()
-        kept = [(path.stat(), path) for path in self.cache.glob("*")] if self.cache.is_dir() else []
+        kept = list[tuple[os.stat_result, Path]]()
+        for path in self.cache.glob("*") if self.cache.is_dir() else ():
+            with contextlib.suppress(FileNotFoundError):  # a lock of another build, or what that one trimmed
+                kept.append((path.stat(), path))
         for status, path in sorted(kept, key=lambda entry: entry[0].st_mtime, reverse=True):
             size += status.st_size
             unfinished = path.suffix != ".o" and now - status.st_mtime > STALE_SECONDS  # locks too
