@@ -343,15 +343,47 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], where: object) -> Tokenizer
         UnsupportedModelError: for a kind of tokenizer other than byte-level BPE and SentencePiece's BPE, or for rules
             of pre-tokenization that are not known.
     """
-    metadata = JsonObject(metadata, where)
-    file = _Metadata(metadata, where)
-    kind = file.kind()
-    rules = _rules(file) if kind == "gpt2" else None
-    vocabulary = file.vocabulary()
-    ids = file.ids(vocabulary, _USUAL_IDS.get(kind, {}))
+    file = JsonObject(metadata, where)
+
+    def get(name: str, form: Any, default: Any = None) -> Any:
+        return read_value(file, f"tokenizer.ggml.{name}", form, default)
+
+    def needed(name: str, form: Any) -> Any:
+        if (value := get(name, form)) is None:
+            raise CheckpointError(f"{where}: tokenizer.ggml.{name} is missing")
+        return value
+
+    kind, pre = get("model", str), get("pre", str, "default")
+    if kind in (None, "none", "no_vocab"):
+        raise CheckpointError(f"{where}: it has no tokenizer; fetch a file that has one")
+    if kind == "gpt2" and pre == "gemma4":
+        kind = "gemma4"
+    if get("suppress_tokens", list[int], []):
+        raise UnsupportedModelError(f"{where}: tokenizer.ggml.suppress_tokens is not supported in GGUF files")
+    if kind not in _KINDS:
+        raise _unsupported(where, "model", kind, [f"{name} ({form})" for name, form in _KINDS.items()])
+    if pre == "default":
+        pre = USUAL.get(str(metadata.get("general.architecture")), pre)
+    if kind == "gpt2" and pre not in RULES:
+        raise _unsupported(where, "pre", pre, RULES)
+    rules = RULES[pre] if kind == "gpt2" else None
+    tokens = needed("tokens", list[str])
+    vocabulary = Vocabulary(tokens, get("token_type", list[int], [NORMAL] * len(tokens)))
+    scores: list[float] = needed("scores", list[float]) if kind == "llama" else []
+    if not tokens:
+        raise _damage(where, "it has no tokens")
+    for values, name in ((vocabulary.types, "types"), *([(scores, "scores")] if kind == "llama" else [])):
+        if len(values) != len(tokens):
+            raise _damage(where, f"{len(values)} {name} for {len(tokens)} tokens")
+    usual = {role: number for role, number in _USUAL_IDS.get(kind, {}).items() if number < len(tokens)}
+    ids: dict[str, int | None] = {role: get(f"{role}_token_id", int, usual.get(role)) for role in (*_ROLES, *FILLS)}
+    for role, number in ids.items():
+        if number is not None and not 0 <= number < len(tokens):
+            if number != _NONE and role not in _IDLE:
+                raise CheckpointError(f"{where}: tokenizer.ggml.{role}_token_id {number} is not a token")
+            ids[role] = usual.get(role)
     vocabulary, ends = _typed(vocabulary, [ids["eos"], ids["eot"], ids["eom"]], ids)
-    scores = file.scores(vocabulary) if kind == "llama" else []
-    merges: list[str] = file.needed("merges", list[str]) if kind in ("gpt2", "gemma4") else []
+    merges: list[str] = needed("merges", list[str]) if kind in ("gpt2", "gemma4") else []
     unknown = ids["unknown"] or 0
     try:
         if rules is not None:
@@ -359,104 +391,39 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], where: object) -> Tokenizer
         elif kind == "gemma4":
             backend = _character_bpe(vocabulary, merges, unknown)
         elif kind == "bert":
-            lowercase = file.get("normalizer.lowercase", bool, True)
-            strip_accents = file.get("normalizer.strip_accents", bool, lowercase)
+            lowercase = get("normalizer.lowercase", bool, True)
+            strip_accents = get("normalizer.strip_accents", bool, lowercase)
             backend = _word_piece(vocabulary, unknown, lowercase=lowercase, strip_accents=strip_accents)
         else:
-            prefix = file.get("add_space_prefix", bool, True)
+            prefix = get("add_space_prefix", bool, True)
             backend = _sentencepiece_bpe(vocabulary, scores, unknown, space_prefix=prefix)
     except Exception as error:  # the library raises bare Exception
-        raise file.damage(error) from error
+        raise _damage(where, error) from error
     # llama.cpp begins Gemma 4's texts whatever the file says.
-    begins = kind == "gemma4" or file.get("add_bos_token", bool, rules is None or rules.begin)
+    begins = kind == "gemma4" or get("add_bos_token", bool, rules is None or rules.begin)
     begin = ids["bos"] if begins else None
-    end = ids["eos"] if file.get("add_eos_token", bool, False) else None
-    if file.get("add_sep_token", bool, kind == "bert") and ids["seperator"] is not None:
+    end = ids["eos"] if get("add_eos_token", bool, False) else None
+    if get("add_sep_token", bool, kind == "bert") and ids["seperator"] is not None:
         end = ids["seperator"]
     _surround(backend, vocabulary, begin, end)
     variables = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     return TokenizerParts(
         backend,
-        special_tokens={
-            name: vocabulary.tokens[number] for name, role in variables.items() if (number := ids[role]) is not None
-        },
+        special_tokens={name: tokens[number] for name, role in variables.items() if (number := ids[role]) is not None},
         eos_token_ids=ends,
-        chat_templates=_chat_templates(metadata),
+        chat_templates=_chat_templates(file),
     )
 
 
-class _Metadata:
-    """Values of a file's tokenizer, by their names after `tokenizer.ggml.`."""
-
-    def __init__(self, metadata: JsonObject, where: object):
-        self._values = metadata
-        self.where = where
-        self.architecture = str(metadata.get("general.architecture"))
-
-    def get(self, name: str, form: Any, default: Any = None) -> Any:
-        return read_value(self._values, f"tokenizer.ggml.{name}", form, default)
-
-    def needed(self, name: str, form: Any) -> Any:
-        value = self.get(name, form)
-        if value is None:
-            raise CheckpointError(f"{self.where}: tokenizer.ggml.{name} is missing")
-        return value
-
-    def damage(self, reason: object) -> CheckpointError:
-        return CheckpointError(f"{self.where}: its vocabulary is damaged: {reason}")
-
-    def kind(self) -> str:
-        kind = self.get("model", str)
-        if kind is None or kind in ("none", "no_vocab"):
-            raise CheckpointError(f"{self.where}: it has no tokenizer; fetch a file that has one")
-        if kind == "gpt2" and self.get("pre", str) == "gemma4":
-            kind = "gemma4"
-        if self.get("suppress_tokens", list[int], []):
-            raise UnsupportedModelError(f"{self.where}: tokenizer.ggml.suppress_tokens is not supported in GGUF files")
-        if kind not in _KINDS:
-            known = ", ".join(f"{name!r} ({form})" for name, form in _KINDS.items())
-            raise UnsupportedModelError(
-                f"{self.where}: tokenizer.ggml.model {kind!r} is not supported in GGUF files; {known} are. Use the "
-                "model's Hugging Face folder, which has tokenizer.json"
-            )
-        return kind
-
-    def vocabulary(self) -> Vocabulary:
-        tokens = self.needed("tokens", list[str])
-        if not tokens:
-            raise self.damage("it has no tokens")
-        types = self.get("token_type", list[int], [NORMAL] * len(tokens))
-        if len(types) != len(tokens):
-            raise self.damage(f"{len(types)} types for {len(tokens)} tokens")
-        return Vocabulary(tokens, types)
-
-    def scores(self, vocabulary: Vocabulary) -> list[float]:
-        scores = self.needed("scores", list[float])
-        if len(scores) != len(vocabulary.tokens):
-            raise self.damage(f"{len(scores)} scores for {len(vocabulary.tokens)} tokens")
-        return scores
-
-    def ids(self, vocabulary: Vocabulary, usual: Mapping[str, int]) -> dict[str, int | None]:
-        """Ids by their roles; `usual` ones where the file has none."""
-        usual = {role: number for role, number in usual.items() if number < len(vocabulary.tokens)}
-        ids = {role: self.get(f"{role}_token_id", int, usual.get(role)) for role in (*_ROLES, *FILLS)}
-        for role, number in ids.items():
-            if number is not None and not 0 <= number < len(vocabulary.tokens):
-                if number != _NONE and role not in _IDLE:
-                    raise CheckpointError(f"{self.where}: tokenizer.ggml.{role}_token_id {number} is not a token")
-                ids[role] = usual.get(role)
-        return ids
+def _damage(where: object, reason: object) -> CheckpointError:
+    return CheckpointError(f"{where}: its vocabulary is damaged: {reason}")
 
 
-def _rules(file: _Metadata) -> Rules:
-    pre = file.get("pre", str, "default")
-    pre = USUAL.get(file.architecture, pre) if pre == "default" else pre
-    if pre not in RULES:
-        raise UnsupportedModelError(
-            f"{file.where}: tokenizer.ggml.pre {pre!r} is not supported in GGUF files; {', '.join(RULES)} "
-            "are. Use the model's Hugging Face folder, which has tokenizer.json"
-        )
-    return RULES[pre]
+def _unsupported(where: object, name: str, value: str, known: Iterable[str]) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{where}: tokenizer.ggml.{name} {value!r} is not supported in GGUF files; {', '.join(known)} are. Use the "
+        "model's Hugging Face folder, which has tokenizer.json"
+    )
 
 
 def _surround(backend: tokenizers.Tokenizer, vocabulary: Vocabulary, begin: int | None, end: int | None) -> None:
