@@ -55,7 +55,7 @@ SLOW = (
     # They need what the extra `test` does not install: PyTorch, a browser, clients and checkers of the server, Parquet.
     "batch/test_lines.py::test_a_row_of_parquet",
     "batch/test_requests.py::test_rows_are_the_requests_of_lines",
-    "batch/test_requests.py::test_a_body_that_is_no_json_is_an_error_of_its_row",
+    "batch/test_requests.py::test_a_body_that_is_not_json_is_an_error_of_its_row",
     "batch/test_requests.py::test_a_file_that_is_not_parquet_is_refused",
     "batch/test_requests.py::test_answers_become_rows",
     "bench",
