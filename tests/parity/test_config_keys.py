@@ -44,7 +44,7 @@ def others(value):
 
 
 def read(family):
-    """What is computed for a config.json: the configuration, or None for an error."""
+    """Configuration that is computed for a config.json, or None for an error."""
     special = {"UMT5": UMT5Config.from_hf, "CLIPVision": CLIPVisionConfig.from_hf}
 
     def parse(config):

@@ -181,7 +181,7 @@ class SlidingWindowConfig(Protocol):
 
     @property
     def sliding_windows(self) -> tuple[int | None, ...]:
-        """Tokens that a query sees, itself included, by layer; None for all. Those of recurrent layers are unused."""
+        """Tokens that a query sees, itself included, by layer; None for all. Values of recurrent layers are unused."""
         ...
 
 

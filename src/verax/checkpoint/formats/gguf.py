@@ -323,7 +323,7 @@ GEMMA_READ = frozenset(
 )
 
 LOCAL_SIZES = ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa")
-"""Sizes of heads in layers with a window, which are those of the others."""
+"""Sizes of heads in layers with a window, which equal the sizes in the other layers."""
 
 WITHOUT_EFFECT = frozenset(
     {

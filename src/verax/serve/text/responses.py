@@ -283,7 +283,7 @@ def _check(request: ResponsesRequest) -> None:
 
 
 def _tools(tools: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Tools of a list with their places. Those of the namespace `functions` count as if they stood alone."""
+    """Tools of a list with their places. Tools of the namespace `functions` count as if they stood alone."""
     if not isinstance(tools, list):
         raise field_error(where, "expected a list")
     for i, tool in enumerate(tools):
@@ -308,7 +308,7 @@ def _functions(request: ResponsesRequest) -> tuple[dict[str, ResponseTool], dict
 
 
 def _warnings(request: ResponsesRequest) -> list[str]:
-    """What the request asks for in vain, by the field's name; such requests are what coding agents send."""
+    """Warnings of what is left out of a request, by the field's name; coding agents send such requests."""
     _, others = _functions(request)
     warnings = [f"{place}: {type!r} is left out; the model can call functions only" for place, type in others.items()]
     if request.store:

@@ -197,7 +197,7 @@ class CallSink:
             self._new.setdefault(index, []).append(ToolCallDelta(index, arguments=arguments))
 
     def take(self) -> tuple[ToolCallDelta, ...]:
-        """What was added to each call since the last time."""
+        """Additions to each call since the last time."""
         new, self._new = self._new, {}
         return tuple(
             ToolCallDelta(index, parts[0].id, parts[0].name, "".join(part.arguments for part in parts))
@@ -210,7 +210,7 @@ class GrowingText:
 
     def __init__(self) -> None:
         self.text = ""
-        """What is not read or may be given back, and whatever has come since."""
+        """Text that is not read or may be given back, and all that has come since."""
         self.at = 0
         """Number of characters of `text` that were read."""
         self.mark: int | None = None

@@ -86,7 +86,7 @@ def sample(
     slot, lengths = jnp.where(wanted, rows[:, 0], padding_slot), rows[:, 1] + rows[:, 2]
     tokens = sampling.sample(logits, slots.tokens, slot, lengths, slots.params.sampling, mask)
     history = slots.tokens.at[slot, lengths].set(tokens, mode="drop")
-    # Of the model itself, before penalties and temperature, as vLLM reports them.
+    # The log-probabilities of the model itself, before penalties and temperature, as vLLM reports them.
     return history, tokens, score(logits, tokens, slots.params.int("num_logprobs")[slot] >= 0)
 
 

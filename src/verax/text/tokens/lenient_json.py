@@ -55,7 +55,7 @@ class JsonScanner:
 
     @property
     def closing(self) -> str | None:
-        """What makes a whole value of the text so far; None where a member is begun."""
+        """Text that makes a whole value of the text so far; None where a member is begun."""
         if self.state not in ("key", "item", "next", "complete") if not self._quote else self.state == "key":
             return None
         return ('"' if self._quote else "") + "".join(reversed(self._closers))
