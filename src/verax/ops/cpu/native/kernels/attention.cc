@@ -1,6 +1,7 @@
 // for each span of ATTENTION_SPAN keys:                    (with its own softmax)
 //   for each block of BLOCK keys:                          (packed into the first cache level, zeros past the end)
-//     for each group of up to ROWS rows that see any of it:            (if they are few: FEW rows, nothing packed)
+//     for each group of up to ROWS rows that see any of it:            (if they are few: FEW rows, nothing packed; by
+//                                                                       AMX: TILE_ROWS)
 //       scores[row, key] = q . k                           (scores are in powers of 2: q carries scale x log2(e))
 //       scores = cap tanh(scores / cap), where there is a cap
 //       m, l, weights = online softmax of the scores (Milakov and Gimelshein, 2018, arXiv:1805.02867)
@@ -18,6 +19,7 @@
 #include "attention.h"
 
 #include "direct.h"
+#include "tile_product.h"
 
 namespace verax {
 namespace VERAX_LEVEL {
@@ -60,8 +62,8 @@ Scratch allocate(void* memory, int64_t rows, int64_t H, int depth) {
   s.q = {arena.take(rows * width / depth), width / depth};
   s.k = {arena.take(BLOCK * width / depth), BLOCK};
   s.v = {arena.take(BLOCK * width / depth), width};
-  s.scores = {arena.take(ROWS * BLOCK), BLOCK};
-  s.weights = {arena.take(ROWS * BLOCK / depth), BLOCK / depth};
+  s.scores = {arena.take(ATTENTION_GROUP * BLOCK), BLOCK};
+  s.weights = {arena.take(ATTENTION_GROUP * BLOCK / depth), BLOCK / depth};
   float* zeros = arena.take(width);
   std::memset(zeros, 0, width * sizeof(float));
   s.zeros = zeros;
@@ -238,6 +240,42 @@ struct Visibility {
   }
 };
 
+// Products of a group of rows with a block of packed keys, and with its packed values.
+template <class Kind>
+struct Products {
+  static constexpr int rows = ROWS;
+  void scores(int64_t n, Matrix q, Matrix k, int64_t depth, Matrix out, int64_t vectors) {
+    product<Kind>(n, q, k, depth, out, vectors, nullptr);
+  }
+  // sums = alpha x sums + weights . v
+  void sums(int64_t n, Matrix weights, Matrix v, int64_t depth, Matrix out, int64_t vectors, const float* alpha) {
+    product<Kind>(n, weights, v, depth, out, vectors, alpha);
+  }
+};
+
+#if defined(VERAX_TILES)
+struct TileProducts {
+  static constexpr int rows = TILE_ROWS;
+  TilesOfRows tiles;
+  void scores(int64_t n, Matrix q, Matrix k, int64_t depth, Matrix out, int64_t vectors) {
+    tile_product(tiles, n, q, k, depth, out, vectors, false);
+  }
+  void sums(int64_t n, Matrix weights, Matrix v, int64_t depth, Matrix out, int64_t vectors, const float* alpha) {
+    for (int64_t i = 0; i < n; ++i) {
+      if (alpha[i] == 1) continue;  // mostly: the largest score is soon found
+      float* row = out.row(i);
+      for (int64_t h = 0; h < vectors * F32::lanes; h += F32::lanes) store(row + h, mul(load(row + h), broadcast(alpha[i])));
+    }
+    tile_product(tiles, n, weights, v, depth, out, vectors, true);
+  }
+};
+template <>
+struct Products<Pairs> : TileProducts {};
+template <>
+struct Products<Int8Pairs> : TileProducts {};
+#endif
+static_assert(Products<Bf16Cells>::rows <= ATTENTION_GROUP && Products<F32Cells>::rows <= ATTENTION_GROUP);
+
 // The block's part of all rows of a tile.
 template <class Kind>
 void attend_block(const AttentionTask& t, const AttentionTile& tile, int64_t rows, int64_t begin, int64_t count,
@@ -246,18 +284,19 @@ void attend_block(const AttentionTask& t, const AttentionTile& tile, int64_t row
   const int64_t G = t.N / t.K, columns = attention_padded(count), vectors = columns / F32::lanes;
   const int64_t key_depth = (t.H + Kind::depth - 1) / Kind::depth, depth = (count + Kind::depth - 1) / Kind::depth;
   pack_columns<Kind>(s.k, block.k, next.k, columns, t.H);
-  pack_rows<Kind>(s.v, block.v, next.v, count, t.H);
+  pack_rows<Kind>(s.v, block.v, next.v, columns, t.H);
   Visibility visibility{t, tile, begin, count, columns, {}};
-  for (int64_t row = 0; row < rows; row += ROWS) {
-    const int64_t n = rows - row < ROWS ? rows - row : ROWS;
+  Products<Kind> products;
+  for (int64_t row = 0; row < rows; row += products.rows) {
+    const int64_t n = rows - row < products.rows ? rows - row : products.rows;
     if (visibility.none(row / G, (row + n - 1) / G)) continue;
-    product<Kind>(n, {s.q.row(row), s.q.stride}, s.k, key_depth, s.scores, vectors, nullptr);
-    float alpha[ROWS];
+    products.scores(n, {s.q.row(row), s.q.stride}, s.k, key_depth, s.scores, vectors);
+    float alpha[ATTENTION_GROUP];
     for (int64_t i = 0; i < n; ++i) {
       alpha[i] = soften<Kind>(t.soft_cap, s.scores.row(i), s.weights.row(i), vectors, block,
-                               visibility.hidden((row + i) / G), state.m[row + i], state.l[row + i]);
+                              visibility.hidden((row + i) / G), state.m[row + i], state.l[row + i]);
     }
-    product<Kind>(n, s.weights, s.v, depth, {state.sums.row(row), state.sums.stride},
+    products.sums(n, s.weights, s.v, depth, {state.sums.row(row), state.sums.stride},
                   (t.H + F32::lanes - 1) / F32::lanes, alpha);
   }
 }

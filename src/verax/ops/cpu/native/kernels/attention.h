@@ -47,6 +47,9 @@ constexpr int64_t ATTENTION_SPAN = 512;
 // Most rows of a tile: they share the reading and packing of a block of keys. A multiple of 6 (cells.h).
 constexpr int64_t ATTENTION_ROWS = 192;
 
+// Most rows whose products with a block of keys are taken at a time.
+constexpr int64_t ATTENTION_GROUP = 32;
+
 inline int64_t attention_padded(int64_t H) { return (H + 31) / 32 * 32; }
 
 // Size of the unfinished result of some rows over one span: the sums, then the two softmax numbers of each.
@@ -55,7 +58,7 @@ inline int64_t attention_partial_floats(int64_t rows, int64_t H) { return rows *
 // Size of the memory that a tile of `rows` rows needs to work in, aligned to a cache line: its queries and two states,
 // a block of 64 keys and values, and some. Enough at every level.
 inline int64_t attention_scratch_bytes(int64_t rows, int64_t H) {
-  return 4 * (attention_padded(H) * (3 * rows + 2 * 64 + 1) + 4 * rows + 2 * 6 * 64 + 10 * 16);
+  return 4 * (attention_padded(H) * (3 * rows + 2 * 64 + 1) + 4 * rows + 2 * ATTENTION_GROUP * 64 + 10 * 16);
 }
 
 // Rows of one tile: into `out`, or into `tile.partial` where its keys are one span of several.
