@@ -171,7 +171,7 @@ void mlp(const char* level, Weights kind, int64_t M, int64_t K, int64_t H, int64
   const auto x = check::normal(M * K, 1);
   std::vector<float> hidden(M * H, NAN), expected(M * N, NAN), y(M * N, NAN);
   verax::GemmTask up = first.task, down = second.task;
-  up.M = down.M = M, up.gelu = true;
+  up.M = down.M = M, up.activation = M % 2 ? verax::Activation::gelu : verax::Activation::gelu_tanh;
   up.x = x.data(), up.y = hidden.data();
   down.x = hidden.data(), down.y = expected.data();
   check::Pool pool(3);

@@ -111,8 +111,7 @@ def test_linear_layers_and_a_table_that_is_the_head_are_packed(folder, dtype):
     linear = {path for path, each in nnx.iter_modules(model) if isinstance(each, Linear)}
     pack_linear_weights(model, few_rows=True)
     table = {("model", "embed_tokens")} if model.config.tie_word_embeddings else set()
-    takes = library.has("bf16_dot") and not (dtype == "bfloat16" and library.has("bf16_tiles"))
-    assert packed_layers(model) == (linear | table if takes else set())
+    assert packed_layers(model) == (linear | table if library.has("bf16_dot") else set())
 
 
 @needs_library

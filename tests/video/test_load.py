@@ -23,7 +23,7 @@ from verax.video.load import divided_component
 
 pytestmark = needs_library
 
-PACKS = library.has("bf16_dot") and not library.has("bf16_tiles")
+PACKS = library.has("bf16_dot")
 CLIP: dict[str, Any] = dict(height=16, width=32, num_frames=9, num_inference_steps=2)
 
 WAN = WanConfig(dim=64, ffn_dim=112, num_heads=2, num_layers=2, text_dim=32, inject_sample_info=True)

@@ -156,17 +156,21 @@ def fused_linear(
     return rounded_to((y if layer.low_rank is None else y + next(changes) for layer, y in ys), dtypes)
 
 
-def fused_gelu_mlp(x: Float[Array, "*B D"], up: Linear, down: Linear) -> Float[Array, "*B F"] | None:
+def fused_gelu_mlp(
+    x: Float[Array, "*B D"], up: Linear, down: Linear, *, approximate: bool = False
+) -> Float[Array, "*B F"] | None:
     """Result `down(gelu(up(x)))` where there is a fast implementation of it in one operation.
 
     Elsewhere None: the caller then calls its modules, so that a trace of the model has the result of each. The layers
-    must not be divided.
+    must not be divided. `approximate` GELU is by tanh.
     """
     weights = up.weight.get_value(), down.weight.get_value()
     biases = [None if layer.bias is None else layer.bias[...] for layer in (up, down)]
     if up.low_rank is not None or down.low_rank is not None:
         return None
-    return None if ops.gelu_mlp.select(x, *weights, *biases).is_reference else ops.gelu_mlp(x, *weights, *biases)
+    if ops.gelu_mlp.select(x, *weights, *biases).is_reference:
+        return None
+    return ops.gelu_mlp(x, *weights, *biases, approximate=approximate)
 
 
 def fused_swiglu(x: Float[Array, "*B D"], gate: Linear, up: Linear) -> Float[Array, "*B F"]:

@@ -93,9 +93,16 @@ def gelu_mlp(
     down: Weight,
     up_bias: Float[Array, "H"] | None = None,
     down_bias: Float[Array, "F"] | None = None,
+    *,
+    approximate: bool = False,
 ) -> Float[Array, "*B F"]:
-    """`linear(gelu(linear(x, up, up_bias)), down, down_bias)`, with weights `[H, D]` and `[F, H]`."""
-    return linear(gelu(linear(x, up, up_bias)), down, down_bias)
+    """`linear(gelu(linear(x, up, up_bias)), down, down_bias)`, with weights `[H, D]` and `[F, H]`.
+
+    `approximate` GELU is by tanh, as `jax.nn.gelu` has it.
+    """
+    hidden = linear(x, up, up_bias)
+    hidden = jax.nn.gelu(hidden, approximate=True) if approximate else gelu(hidden)
+    return linear(hidden, down, down_bias)
 
 
 gelu_mlp.examples = [Example((float32(64, 384), float32(1536, 384), float32(384, 1536), float32(1536), float32(384)))]

@@ -97,9 +97,9 @@ def pack_weight(weight: W, *, few_rows: bool = False) -> W | PackedWeight:
     """Weight `[F, D]` in the layout in which `linear` multiplies many rows fastest on the target: here, unchanged.
 
     A packed weight gives the same bits as the unpacked one where both are multiplied by the same instruction, which
-    adds the products in the order of D: everywhere but bfloat16 at the level amx. There, unpacked weights are
-    multiplied by tiles, whose instruction adds 32 products among themselves first, and packed ones (which this function
-    makes at other levels only) by vectors. The two sums then differ by at most
+    adds the products in the order of D: everywhere but bfloat16 at the level amx. There, packed weights are multiplied
+    by tiles, whose instruction adds 32 products among themselves first, and unpacked ones by tiles or by vectors, as
+    the number of rows decides. Sums of tiles and of vectors differ by at most
     `(g(D + 1) + g(D / 32 + 18)) (|x| |W|^T + |bias|)`, where `g(n) = n u / (1 - n u)` and u is 2^-24, the unit roundoff
     of float32.
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Num
 
 from verax import ops
 from verax.models.video_model import AttentionFn
-from verax.nn import LayerNorm, Linear, RMSNorm
+from verax.nn import LayerNorm, Linear, RMSNorm, fused_gelu_mlp, fused_linear
 
 __all__ = [
     "Block",
@@ -222,9 +222,10 @@ class SelfAttention(Projections):
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N H"], Float[Array, "B T N H"]]:
         """Queries, keys and values of tokens whose numbers are divided among the heads."""
         x = x.reshape(*x.shape[:2], -1)
-        q = rotate(self.split(self.norm_q(self.q(x))), (cos[0], sin[0]))
-        k = rotate(self.split(self.norm_k(self.k(x))), (cos[0], sin[0]))
-        return q, k.astype(self.dtype), self.split(self.v(x)).astype(self.dtype)
+        q, k, v = fused_linear(x, self.q, self.k, self.v, dtypes=(jnp.float32, jnp.float32, self.dtype))
+        q = rotate(self.split(self.norm_q(q)), (cos[0], sin[0]))
+        k = rotate(self.split(self.norm_k(k)), (cos[0], sin[0]))
+        return q, k.astype(self.dtype), self.split(v)
 
 
 class CrossAttention(Projections):
@@ -297,7 +298,12 @@ class Block(nnx.Module):
         x = x + _of_frames(gate) * self.self_attn(tokens, rotary, attend_self).reshape(x.shape)
         x = x + self.cross_attn(self.norm3(x).reshape(B, -1, D), keys, attend).reshape(x.shape)
         tokens = normalize(x, shift_ffn, scale_ffn, self.eps).reshape(B, -1, D)
-        return x + _of_frames(gate_ffn) * ops.update_rows(self.ffn, tokens).reshape(x.shape)
+        return x + _of_frames(gate_ffn) * ops.update_rows(self._feed_forward, tokens).reshape(x.shape)
+
+    def _feed_forward(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        inner, _, outer = self.ffn
+        y = fused_gelu_mlp(x, inner, outer, approximate=True)
+        return self.ffn(x) if y is None else y
 
 
 class Head(nnx.Module):

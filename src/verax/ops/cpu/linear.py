@@ -23,7 +23,6 @@ from verax.ops.cpu import library
 from verax.ops.grouped import Stack, grouped_linear
 from verax.ops.linear import Quantized, Weight, gelu_mlp, linear, multi_linear, rounded_to, swiglu
 from verax.ops.packed import PackedWeight, pack_weight
-from verax.ops.pointwise import gelu
 from verax.ops.quantized import QuantizedWeight
 
 __all__: list[str] = []
@@ -304,8 +303,8 @@ def _accepts_packing(weight: Any, *, few_rows: bool = False) -> bool:
         return False
     if isinstance(weight, QuantizedWeight):
         return weight.rounds_inputs and library.has(DOT) and weight.shape[1] <= MOST_INTEGERS
-    if weight.dtype == jnp.bfloat16:  # tiles read unpacked weights
-        return library.has(DOT) and not library.has(TILES)
+    if weight.dtype == jnp.bfloat16:
+        return library.has(DOT)
     return weight.dtype == jnp.float32 and library.has(VECTORS)
 
 
@@ -371,6 +370,7 @@ def _of_pair(
     x: Float[Array, "*B D"],
     weights: tuple[PackedWeight, PackedWeight],
     biases: tuple[Array | None, Array | None],
+    **attributes: bool,
 ) -> Float[Array, "*B F"]:
     """Result of a handler that takes two weights, `[*B, F]` with the second's F.
 
@@ -378,19 +378,15 @@ def _of_pair(
         handler: its name.
         reference: function of the rows of x, the weights and the biases, for the derivative.
         x, weights, biases: arguments.
+        attributes: of the handler.
     """
 
     def kernel(x: Array, weights: Sequence[PackedWeight], biases: Sequence[Array | None]) -> Array:
         shape = x.shape[0], weights[1].shape[0]
-        return library.call(handler, shape, x.astype(jnp.float32), *_arrays(weights, biases))
+        return library.call(handler, shape, x.astype(jnp.float32), *_arrays(weights, biases), **attributes)
 
     y = differentiated_as(reference, kernel, x.reshape(-1, x.shape[-1]), weights, biases)
     return y.reshape(*x.shape[:-1], y.shape[-1])
-
-
-def _mlp_reference(x: Array, weights: tuple[Weight, Weight], biases: tuple[Array | None, Array | None]) -> Array:
-    hidden = gelu.reference(linear.reference(x, weights[0], biases[0]))
-    return linear.reference(hidden, weights[1], biases[1])
 
 
 def _swiglu_reference(x: Array, weights: tuple[Weight, Weight], biases: tuple[Array | None, Array | None]) -> Array:
@@ -398,7 +394,9 @@ def _swiglu_reference(x: Array, weights: tuple[Weight, Weight], biases: tuple[Ar
     return jax.nn.silu(gate) * up
 
 
-def _accepts_pair(x: Any, first: Any, second: Any, first_bias: Any = None, second_bias: Any = None) -> bool:
+def _accepts_pair(
+    x: Any, first: Any, second: Any, first_bias: Any = None, second_bias: Any = None, *, approximate: bool = False
+) -> bool:
     return _accepts_packed_multi(x, [first, second])
 
 
@@ -409,8 +407,13 @@ def _gelu_mlp_native_packed(
     down: PackedWeight,
     up_bias: Float[Array, "H"] | None = None,
     down_bias: Float[Array, "F"] | None = None,
+    *,
+    approximate: bool = False,
 ) -> Float[Array, "*B F"]:
-    return _of_pair("verax_mlp_panels", _mlp_reference, x, (up, down), (up_bias, down_bias))
+    def reference(x: Array, weights: tuple[Weight, Weight], biases: tuple[Array | None, Array | None]) -> Array:
+        return gelu_mlp.reference(x, *weights, *biases, approximate=approximate)
+
+    return _of_pair("verax_mlp_panels", reference, x, (up, down), (up_bias, down_bias), approximate=approximate)
 
 
 @swiglu.implementation("native_packed", **library.REQUIREMENTS, accepts=_accepts_pair)

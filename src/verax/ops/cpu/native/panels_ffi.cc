@@ -78,8 +78,9 @@ ffi::Error gemm_panels(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs weight
   return ffi::Error::Success();
 }
 
-// `weights`: panels, scales and bias of up, which has a GELU, then of down.
-ffi::Error mlp_panels(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs weights, ffi::Result<Floats> y) {
+// `weights`: panels, scales and bias of up, which has a GELU (`approximate`: by tanh), then of down.
+ffi::Error mlp_panels(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs weights, ffi::Result<Floats> y,
+                      bool approximate) {
   const auto in = x.dimensions(), out = y->dimensions();
   if (in.size() != 2 || out.size() != 2 || out[0] != in[0] || weights.size() != 6) {
     return ffi::Error::InvalidArgument("mlp_panels: expected x [M, K], panels, scales and a bias of two weights, and y [M, N]");
@@ -91,7 +92,7 @@ ffi::Error mlp_panels(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs weights
     return ffi::Error::InvalidArgument("mlp_panels: weights [H, K] and [N, H] of one dtype do not fit x [M, K] and y [M, N]");
   }
   up.M = down.M = in[0];
-  up.x = x.typed_data(), up.gelu = true;
+  up.x = x.typed_data(), up.activation = approximate ? Activation::gelu_tanh : Activation::gelu;
   down.y = y->typed_data();
   run_mlp(pool, up, down);
   return ffi::Error::Success();
@@ -136,4 +137,5 @@ VERAX_HANDLER(verax_mlp_panels, verax::mlp_panels,
                   .Ctx<xla::ffi::ThreadPool>()
                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                   .RemainingArgs()
-                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
+                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
+                  .Attr<bool>("approximate"));

@@ -16,8 +16,12 @@ namespace verax {
 // Rows for each thread whose cells are in memory at a time.
 constexpr int64_t PANEL_ROWS_OF_THREAD = 512;
 
+// Most rows of a block that is multiplied by tiles (gemm_tile_piece).
+constexpr int64_t PANEL_ROWS_OF_TILES = 256;
+
 // Bytes of memory that has place for M rows of K values as cells.
 inline int64_t cells_bytes(Weights kind, int64_t M, int64_t K) {
+  if (gemm_tiles_panels(kind, K)) M = pieces_of(M, 2 * GEMM_TILE_ROWS) * 2 * GEMM_TILE_ROWS;
   return M * (gemm_pieces(kind, K) * GEMM_PIECE * 4 + 8) + 128;
 }
 
@@ -32,7 +36,7 @@ void make_cells(Pool& pool, GemmTask& task, char* memory) {
   if (task.kind == Weights::int8_pairs) {
     const RoundTask rows{task.M,
                          task.K,
-                         4 * GEMM_PIECE,
+                         gemm_tiles_panels(task.kind, task.K) ? 0 : 4 * GEMM_PIECE,
                          x,
                          reinterpret_cast<int8_t*>(memory + 2 * column),
                          reinterpret_cast<float*>(memory),
@@ -55,6 +59,9 @@ void run_panels(Pool& pool, const std::vector<GemmTask>& tasks) {
   const int64_t most = std::min(first.M, PANEL_ROWS_OF_THREAD * pool.num_threads());
   const SharedScratch memory(cells_bytes(first.kind, most, first.K));
   const auto multiply = VERAX_KERNEL(gemm_panels);
+  const GemmDivision by = gemm_tiles_panels(first.kind, first.K)
+                              ? GemmDivision{PANEL_ROWS_OF_TILES, 2 * GEMM_TILE_ROWS, 2 * GEMM_STRIP}
+                              : GemmDivision{GEMM_ROWS, 1, GEMM_STRIP};
   for (int64_t m = 0; m < first.M; m += most) {
     GemmTask rows = first;
     rows.M = std::min(most, first.M - m);
@@ -67,11 +74,14 @@ void run_panels(Pool& pool, const std::vector<GemmTask>& tasks) {
       if (task.rounded) task.rounded += m * task.N;
       some.push_back(task);
     }
-    divide_gemms(pool, some, {GEMM_ROWS, 1, GEMM_STRIP}, [&](const GemmTask& task, const GemmBlock& block) {
+    divide_gemms(pool, some, by, [&](const GemmTask& task, const GemmBlock& block) {
       multiply(task, block, thread_scratch(gemm_panels_scratch_bytes(task, block)));
     });
   }
 }
+
+// Bytes of both weights from which they are read for PANEL_ROWS_OF_TILES rows at once, whatever the hidden values take.
+constexpr int64_t LARGE_MLP_BYTES = 8 * 1024 * 1024;
 
 // Bytes of a block's hidden values, which should stay in a second cache level of 1 MB together with their cells.
 constexpr int64_t HIDDEN_BYTES = 512 * 1024;
@@ -87,31 +97,36 @@ struct CallingThread {
   void Schedule(const Task&) const {}
 };
 
-// y = down(up(x)) of two products, where up has a GELU: each thread takes rows through both, so that hidden values never
+// y = down(up(x)) of two products, where up has an activation: each thread takes rows through both, so that hidden values never
 // leave its cache.
 template <typename Pool>
 void run_mlp(Pool& pool, GemmTask up, GemmTask down) {
   const int64_t M = up.M, threads = std::max<int64_t>(1, pool.num_threads());
   if (M < FEW_MLP_ROWS * threads) {
-    up.y = static_cast<float*>(thread_scratch(M * up.N * 4));
+    up.y = static_cast<float*>(thread_scratch<1>(M * up.N * 4));  // run_panels has the other
     down.x = up.y;
     run_panels(pool, {up});
     return run_panels(pool, {down});
   }
-  const int64_t most = std::max(LEAST_HIDDEN_ROWS, HIDDEN_BYTES / (4 * up.N));
+  const bool large = (up.K + down.N) * up.N * 4 / gemm_cell_values(up.kind) >= LARGE_MLP_BYTES;
+  const int64_t most = large ? PANEL_ROWS_OF_TILES : std::max(LEAST_HIDDEN_ROWS, HIDDEN_BYTES / (4 * up.N));
   const int64_t wanted = pieces_of(pieces_of(M, most), threads) * threads;  // as many for each thread
-  const int64_t pieces = std::max<int64_t>(1, std::min(wanted, M / LEAST_HIDDEN_ROWS)), grain = pieces_of(M, pieces);
+  const int64_t pieces = std::max<int64_t>(1, std::min(wanted, M / LEAST_HIDDEN_ROWS));
+  const int64_t step = gemm_tiles_panels(up.kind, up.K) ? 2 * GEMM_TILE_ROWS : 1;
+  const int64_t grain = pieces_of(pieces_of(M, pieces), step) * step;
   const int64_t of_x = (cells_bytes(up.kind, grain, up.K) + 63) / 64 * 64;
   const int64_t of_hidden = (cells_bytes(up.kind, grain, down.K) + 63) / 64 * 64;
   const auto multiply = VERAX_KERNEL(gemm_panels);
   parallel_for(pool, M, grain, [&](int64_t begin, int64_t end) {
-    auto* memory = static_cast<char*>(thread_scratch(of_x + of_hidden + grain * up.N * 4));
+    const auto block_of = [&](const GemmTask& task) { return GemmBlock{0, end - begin, 0, task.N}; };
+    const int64_t of_sums = std::max(gemm_panels_scratch_bytes(up, block_of(up)), gemm_panels_scratch_bytes(down, block_of(down)));
+    auto* memory = static_cast<char*>(thread_scratch(of_x + of_hidden + grain * up.N * 4 + of_sums));
     auto* hidden = reinterpret_cast<float*>(memory + of_x + of_hidden);
     CallingThread alone;
     const auto run = [&](GemmTask task, const float* x, float* y, char* cells) {
       task.M = end - begin, task.x = x, task.y = y;
       make_cells(alone, task, cells);
-      multiply(task, {0, task.M, 0, task.N}, nullptr);
+      multiply(task, block_of(task), hidden + grain * up.N);
     };
     run(up, static_cast<const float*>(up.x) + begin * up.K, hidden, memory);
     run(down, hidden, down.y + begin * down.N, memory + of_x);

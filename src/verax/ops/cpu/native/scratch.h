@@ -25,7 +25,9 @@ class AlignedBytes {
   void* data_;
 };
 
-// Memory of the calling thread, kept between calls: new memory would have to be mapped by the system each time.
+// Memory of the calling thread, kept between calls: new memory would have to be mapped by the system each time. Each USE
+// has its own.
+template <int USE = 0>
 inline void* thread_scratch(int64_t size) {
   thread_local std::unique_ptr<AlignedBytes> scratch;
   if (!scratch || scratch->size() < size) scratch = std::make_unique<AlignedBytes>(size);

@@ -12,6 +12,7 @@
 
 #include "blocks.h"
 #include "cells.h"
+#include "gemm_panel_tiles.h"
 #include "gemm_strip.h"
 #include "gemm_tiles.h"
 
@@ -124,18 +125,23 @@ void gemm_round(const RoundTask& t, int64_t begin, int64_t end) {
     const bool finite = scale > 1e-37f;  // and so is its inverse
     const F32 factor = broadcast(finite ? 1 / scale : 0);
     F32 total = zero();  // exact up to K = 131,072
-    for (int64_t begin_k = 0; begin_k < t.K; begin_k += t.piece) {
-      const int64_t count = t.K - begin_k < t.piece ? t.K - begin_k : t.piece;
-      int8_t* y = t.y + begin_k * t.M + m * t.piece;
-      if (!finite) {
-        std::memset(y, 0, count);
-        continue;
-      }
+    const auto put = [&](int8_t* y, int64_t begin_k, int64_t count) {
+      if (!finite) return static_cast<void>(std::memset(y, 0, count));
       for (int64_t k = 0; k < count; k += F32::lanes) {
         const F32 values = whole(mul(load(x + begin_k + k), factor));
         store_bytes(y + k, values);
         total = add(total, values);
       }
+    };
+#if defined(VERAX_TILES)
+    if (t.piece == 0) {
+      tile_row(t.y, t.M, m, t.K / ROW_BYTES, [&](char* to, int64_t cell) {
+        put(reinterpret_cast<int8_t*>(to), cell * IntegerCells::depth, ROW_BYTES);
+      });
+    }
+#endif
+    for (int64_t begin_k = 0; t.piece && begin_k < t.K; begin_k += t.piece) {
+      put(t.y + begin_k * t.M + m * t.piece, begin_k, t.K - begin_k < t.piece ? t.K - begin_k : t.piece);
     }
     t.sums[m] = static_cast<int32_t>(sum(total));
   }

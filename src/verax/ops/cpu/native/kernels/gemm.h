@@ -8,6 +8,8 @@
 
 namespace verax {
 
+enum class Activation { none, gelu, gelu_tanh };
+
 // W is float32, bfloat16, of 8-bit integers with a scale for each row, or of blocks, whose weights are rounded to
 // bfloat16 where the processor multiplies these. x is float32 with float32 weights, and bfloat16 with the others. Products
 // are added in float32. K is a multiple of GEMM_DEPTH_STEP, N of GEMM_COLUMN_STEP.
@@ -25,7 +27,7 @@ struct GemmTask {
   float* y;
   void* packed;  // where tiles are multiplied, x as `gemm_pack` makes it: gemm_packed_bytes
   BlockKind block;  // of blocks
-  bool gelu;  // of panels: y = GELU(x . W^T + bias)
+  Activation activation;  // of panels: of x . W^T + bias
   uint16_t* rounded;  // of panels: null, or where y goes, rounded to bfloat16
   const GemmTask* gate;  // of panels: null, or a product of the same x and sizes whose SiLU y is multiplied by
 };
@@ -65,7 +67,7 @@ constexpr int64_t GEMM_INTEGER_DEPTH = 1 << 17;
 
 // Rows of 8-bit integers, -127..127, for int8_pairs: y[m, k] * scales[m] ~ x[m, k].
 struct RoundTask {
-  int64_t M, K, piece;  // y is [pieces, M, piece]
+  int64_t M, K, piece;  // y is [pieces, M, piece], or in tiles where piece is 0
   const float* x;
   int8_t* y;
   float* scales;  // NaN for a row with a value that is not finite
@@ -79,10 +81,10 @@ VERAX_DECLARE_KERNEL(gemm_pack, const GemmTask& task, int64_t begin, int64_t end
 // A block of y. Its rows begin at a tile where there are tiles.
 VERAX_DECLARE_KERNEL(gemm_block, const GemmTask& task, const GemmBlock& block, void* scratch)
 
-// Panels: W as the inner loop reads it, packed once for all products. A panel is GEMM_STRIP rows of W, which are columns of
+// Panels: W as the inner loops read it, packed once for all products. A panel is GEMM_STRIP rows of W, which are columns of
 // the product, side by side: cells [N / GEMM_STRIP rounded up, K / values, GEMM_STRIP] of one float32, two bfloat16 or four
 // 8-bit integers, to which 128 is added. x is of such cells too, in pieces of K: [pieces, M, GEMM_PIECE]; x of
-// f32 is not packed: [M, K].
+// f32 is not packed: [M, K]. Where `gemm_tiles_panels`, x is in tiles instead (gemm_panel_tiles.h).
 constexpr int64_t GEMM_PIECE = 384;
 
 // Values of a cell, for f32, bf16 and int8_pairs.
@@ -91,6 +93,19 @@ inline int64_t gemm_cell_values(Weights kind) { return kind == Weights::f32 ? 1 
 // True at a level whose instructions multiply such cells.
 inline bool gemm_has_panels(Weights kind) {
   return kind == Weights::f32 || level() == Level::amx || level() == Level::avx512_bf16;
+}
+
+// True where panels are multiplied by tiles, of 16 cells of K in a step; steps in whose order x is packed.
+constexpr int64_t GEMM_TILE_CELLS = 16, GEMM_TILE_STEPS = 16;
+inline bool gemm_tiles_panels(Weights kind, int64_t K) {
+  return kind != Weights::f32 && level() == Level::amx && K % (GEMM_TILE_CELLS * gemm_cell_values(kind)) == 0;
+}
+
+// Steps of a piece of K: 256 rows of x take 1 MB of the second cache level. A multiple of GEMM_TILE_STEPS.
+inline int64_t gemm_tile_piece(const GemmTask& t) {
+  constexpr int64_t MOST = 64;
+  const int64_t steps = t.K / gemm_cell_values(t.kind) / GEMM_TILE_CELLS;
+  return steps <= MOST ? steps : MOST;
 }
 
 // Pieces of a row of x.
@@ -108,9 +123,13 @@ struct CellsTask {
 
 // Rows [begin, end).
 VERAX_DECLARE_KERNEL(gemm_cells, const CellsTask& task, int64_t begin, int64_t end)
-// Bytes of the memory that a block of panels works in.
+// Bytes of the memory that a block of panels works in: y of a product apart, and sums of tiles.
 inline int64_t gemm_panels_scratch_bytes(const GemmTask& t, const GemmBlock& block) {
-  return (t.rounded || t.gate) ? block.rows * block.columns * 4 : 0;
+  const int64_t apart = (t.rounded || t.gate) ? block.rows * block.columns * 4 : 0;
+  if (!gemm_tiles_panels(t.kind, t.K)) return apart;
+  const bool whole = gemm_tile_piece(t) * GEMM_TILE_CELLS * gemm_cell_values(t.kind) == t.K;
+  const int64_t rows = (block.rows + 31) / 32 * 32, columns = whole ? 32 : (block.columns + 31) / 32 * 32;
+  return apart + rows * columns * 4 + 64;
 }
 // A block of y, of panels.
 VERAX_DECLARE_KERNEL(gemm_panels, const GemmTask& task, const GemmBlock& block, void* scratch)

@@ -11,8 +11,8 @@
 #pragma GCC optimize("no-tree-coalesce-vars")
 #endif
 
-#include "gelu_lanes.h"
 #include "gemm.h"
+#include "gemm_panel_tiles.h"
 #include "gemm_strip.h"
 #include "silu_lanes.h"
 
@@ -33,7 +33,12 @@ auto rows_of(const GemmTask& t, int64_t m, int64_t k) {
 
 // The block of t's product; its first number goes to sums.at.
 template <class Cells>
-void multiply_into(Matrix sums, const GemmTask& t, const GemmBlock& block) {
+void multiply_into(Matrix sums, const GemmTask& t, const GemmBlock& block, [[maybe_unused]] char* tiles) {
+#if defined(VERAX_TILES)
+  if constexpr (!std::is_same_v<Cells, F32Cells>) {
+    if (gemm_tiles_panels(t.kind, t.K)) return multiply_panel_tiles<(INTEGERS<Cells>)>(sums, t, block, tiles);
+  }
+#endif
   const int64_t cells = t.K / Cells::depth;
   auto* w = const_cast<float*>(static_cast<const float*>(t.weight));
   for (int64_t k = 0; k < cells; k += GEMM_PIECE) {
@@ -45,9 +50,9 @@ void multiply_into(Matrix sums, const GemmTask& t, const GemmBlock& block) {
       const Strided<GEMM_STRIP> weight{w + (n / GEMM_STRIP * cells + k) * GEMM_STRIP + n % GEMM_STRIP};
       const Matrix y{sums.at + (n - block.n), sums.stride};
       multiply_columns<Cells>(block.rows, begin_tile(t, block, n, rows, weight, y, k == 0, last), columns, depth);
-      if (!last || !t.gelu) continue;
+      if (!last || t.activation == Activation::none) continue;
       for (int64_t m = 0; m < block.rows; ++m) {
-        for (int64_t i = 0; i < columns; i += F32::lanes) store(y.row(m) + i, gelu_of(load(y.row(m) + i)));
+        for (int64_t i = 0; i < columns; i += F32::lanes) store(y.row(m) + i, activated(load(y.row(m) + i), t.activation));
       }
     }
   }
@@ -56,19 +61,21 @@ void multiply_into(Matrix sums, const GemmTask& t, const GemmBlock& block) {
 template <class Cells>
 void multiply_panels(const GemmTask& t, const GemmBlock& block, void* scratch) {
   const Matrix apart{static_cast<float*>(scratch), block.columns};
+  const int64_t size = (t.rounded || t.gate) ? block.rows * block.columns * 4 : 0;
+  char* tiles = static_cast<char*>(scratch) + (size + 63) / 64 * 64;
   if (t.rounded) {
-    multiply_into<Cells>(apart, t, block);
+    multiply_into<Cells>(apart, t, block, tiles);
     for (int64_t m = 0; m < block.rows; ++m) {
       round_row(t.rounded + (block.m + m) * t.N + block.n, apart.row(m), block.columns);
     }
     return;
   }
   const Matrix y{t.y + block.m * t.N + block.n, t.N};
-  multiply_into<Cells>(y, t, block);
+  multiply_into<Cells>(y, t, block, tiles);
   if (!t.gate) return;
   GemmTask gate = *t.gate;
   gate.M = t.M, gate.x = t.x, gate.row_scales = t.row_scales, gate.row_sums = t.row_sums;
-  multiply_into<Cells>(apart, gate, block);
+  multiply_into<Cells>(apart, gate, block, tiles);
   for (int64_t m = 0; m < block.rows; ++m) {
     for (int64_t i = 0; i < block.columns; i += F32::lanes) {
       store(y.row(m) + i, mul(load(y.row(m) + i), silu_of(load(apart.row(m) + i))));
@@ -79,6 +86,13 @@ void multiply_panels(const GemmTask& t, const GemmBlock& block, void* scratch) {
 }  // namespace
 
 void gemm_cells(const CellsTask& t, int64_t begin, int64_t end) {
+#if defined(VERAX_TILES)
+  for (int64_t m = begin; m < end; ++m) {
+    tile_row(t.cells, t.M, m, t.K / CHUNK, [&](char* to, int64_t cell) {
+      to_cells(Bf16Cells{}, reinterpret_cast<float*>(to), t.x + m * t.K + cell * Bf16Cells::depth);
+    });
+  }
+#else
   constexpr int64_t values = GEMM_PIECE * Bf16Cells::depth;
   for (int64_t k = 0; k < t.K; k += values) {
     const int64_t count = t.K - k < values ? t.K - k : values;
@@ -88,6 +102,7 @@ void gemm_cells(const CellsTask& t, int64_t begin, int64_t end) {
       for (int64_t i = 0; i < count; i += CHUNK) to_cells(Bf16Cells{}, to + i / Bf16Cells::depth, from + i);
     }
   }
+#endif
 }
 
 void gemm_panels(const GemmTask& t, const GemmBlock& block, void* scratch) {

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "cells.h"
+#include "gelu_lanes.h"
 #include "gemm.h"
 
 namespace verax {
@@ -18,6 +19,11 @@ constexpr int SUMS = 24, VECTORS = 3;
 #endif
 static_assert(VECTORS * F32::lanes <= GEMM_STRIP, "a strip holds the vectors of a tile");
 constexpr int STRIP = VECTORS * F32::lanes;
+
+inline F32 activated(F32 y, Activation activation) {
+  if (activation == Activation::gelu) return gelu_of(y);
+  return activation == Activation::gelu_tanh ? gelu_tanh_of(y) : y;
+}
 
 template <int C>
 constexpr int TILE = SUMS / C < 12 ? SUMS / C : 12;
