@@ -16,19 +16,6 @@ from verax.files import cache_folder
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-__all__ = [
-    "JAXLIB",
-    "compilation_cache",
-    "compiler_options",
-    "coordination_store",
-    "empty_compilation_cache",
-    "enable_compilation_cache",
-    "join_processes",
-    "leave_processes",
-    "make_mesh",
-    "no_compilation_cache",
-]
-
 
 def _version(text: str) -> tuple[int, int, int]:
     """`"0.10.2.dev3"` as `(0, 10, 2)`."""

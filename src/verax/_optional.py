@@ -7,8 +7,6 @@ from typing import Any
 
 from verax.errors import MissingDependencyError
 
-__all__ = ["Deferred", "load_pyplot", "require_optional"]
-
 _PACKAGES = {
     "accelerate": ("accelerate", "parity"),
     "av": ("PyAV", "video"),

@@ -15,21 +15,6 @@ import msgspec
 
 from verax.errors import CheckpointError, UnsupportedModelError
 
-__all__ = [
-    "Count",
-    "Depth",
-    "Epsilon",
-    "Finite",
-    "Positive",
-    "Size",
-    "check_multiple",
-    "file_of",
-    "read_fields",
-    "read_layer_types",
-    "read_value",
-    "require_fields",
-]
-
 MAX_SIZE = 1 << 24
 """Largest size of one axis: 16 times the largest published vocabulary, and above the longest published context."""
 

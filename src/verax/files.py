@@ -13,8 +13,6 @@ from typing import Any
 
 from verax.errors import CheckpointError
 
-__all__ = ["JsonObject", "atomic_path", "cache_folder", "model_name", "read_json", "write_json", "write_text"]
-
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 """End of the name of a file that is one of several."""
 

@@ -36,16 +36,6 @@ from verax.nn import Linear
 from verax.nn.parallel import check_divisions, divisions
 from verax.ops import BLOCK_KINDS, BlockQuantizedWeight, quantize
 
-__all__ = [
-    "DEQUANTIZE",
-    "QUANTIZATIONS",
-    "divide_model",
-    "load_causal_lm",
-    "load_model",
-    "load_weights",
-    "model_shapes",
-]
-
 M = TypeVar("M")
 
 Precision = tuple[int, int | None]

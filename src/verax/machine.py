@@ -23,18 +23,6 @@ import psutil
 
 from verax._compat import JAXLIB, compilation_cache
 
-__all__ = [
-    "cpu_name",
-    "fingerprint",
-    "measure_bandwidth",
-    "measure_machine",
-    "num_cores",
-    "peak_device_memory",
-    "peak_growth",
-    "peak_memory",
-    "streaming_read",
-]
-
 READ_BYTES = 1 << 29
 """Read once a repetition: far more than any cache holds."""
 

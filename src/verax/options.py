@@ -18,8 +18,6 @@ from typing import Any, TypeGuard, TypeVar
 
 from verax.errors import InvalidParameterError
 
-__all__ = ["Option", "check_options", "documented", "is_real", "is_whole", "option", "options_of"]
-
 T = TypeVar("T")
 
 

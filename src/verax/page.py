@@ -11,8 +11,6 @@ from typing import Any
 
 from verax._optional import load_pyplot
 
-__all__ = ["escaped", "figure", "page", "svg_style", "svg_text", "table"]
-
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1150px; margin: 2em auto; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; font-size: 13px; width: 100% }

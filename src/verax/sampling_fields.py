@@ -17,18 +17,6 @@ from typing import Any
 from verax.errors import InvalidParameterError
 from verax.options import check_options, documented, is_real, is_whole, option, options_of
 
-__all__ = [
-    "FLOATS",
-    "FROM_SEQUENCE",
-    "INTS",
-    "MAX_LOGIT_BIAS",
-    "MAX_LOGPROBS",
-    "MAX_STOP_TOKEN_IDS",
-    "OFF",
-    "SamplingFields",
-    "cpp_header",
-]
-
 MAX_LOGPROBS = 20
 """Best tokens that a step reports: OpenAI's limit on `top_logprobs`."""
 

@@ -17,21 +17,6 @@ from verax._optional import require_optional
 from verax.errors import InvalidParameterError, RequestRefusedError
 from verax.files import atomic_path
 
-__all__ = [
-    "CUSTOM_ID",
-    "PARQUET",
-    "InputFile",
-    "InputLine",
-    "Line",
-    "LineError",
-    "ParquetLines",
-    "bad_line",
-    "line_error",
-    "lines_path",
-    "without_mark",
-    "write_rows",
-]
-
 JSONL = ".jsonl"
 PARQUET = ".parquet"
 

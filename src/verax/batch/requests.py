@@ -26,21 +26,6 @@ from verax.serve.http.body import decode
 from verax.serve.http.errors import ApiError, field_error
 from verax.serve.http.server import Server
 
-__all__ = [
-    "VIDEOS",
-    "Answer",
-    "AnswerLine",
-    "BatchServer",
-    "BodyFacts",
-    "LineResponse",
-    "LocalServer",
-    "RequestLine",
-    "call",
-    "read_request",
-    "request_lines",
-    "write_answers",
-]
-
 VIDEOS = "/v1/videos"
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/rerank", VIDEOS)
 """Endpoints of the server that a line may be for."""

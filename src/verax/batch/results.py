@@ -19,8 +19,6 @@ try:
 except ImportError:  # it does not exist for Windows
     fcntl = None
 
-__all__ = ["LineCounts", "LineRun", "ResultFile", "ResultLine"]
-
 SHORT = 1.0
 """Seconds of a call below which the next one gets twice as many lines. What is lost with a process stays small, and a
 call is long enough that its beginning and end, where the device waits, do not count."""

@@ -30,8 +30,6 @@ from verax.errors import EngineDeadError
 from verax.serve.http.errors import RETRY_AFTER
 from verax.serve.http.settings import ServerSettings
 
-__all__ = ["BatchRun", "read_lines"]
-
 AHEAD = 64
 """Lines that are read before they are needed: enough that answers never wait for the disk."""
 

@@ -20,8 +20,6 @@ from verax.video.files import clip_path
 from verax.video.pipeline import VideoPipeline
 from verax.video.request import ResolvedRequest, VideoRequest, make_request
 
-__all__ = ["LEAST", "MOST", "RESULTS", "ClipLine", "Clips", "VectorLine", "Vectors", "numbers", "write_vectors"]
-
 LEAST, MOST = 64, 4096
 """Texts of the first call of the encoder, and the limit of a call."""
 

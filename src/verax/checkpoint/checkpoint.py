@@ -21,8 +21,6 @@ from verax.files import read_json
 from verax.ops.block_quantized import BlockQuantizedWeight
 from verax.ops.quantized import QuantizedWeight
 
-__all__ = ["Checkpoint", "fingerprint"]
-
 SINGLE = "model.safetensors"
 """Name of the file of all weights, if there is only one."""
 

@@ -31,18 +31,6 @@ from verax.ops.division import Division, check_division, partition, repeated
 from verax.ops.quantized import INT4_ROWS, QuantizedWeight
 from verax.ops.quantized import quantize as quantize_weight
 
-__all__ = [
-    "HostMemory",
-    "Patterns",
-    "Placement",
-    "StackedKeys",
-    "load_module",
-    "random_weight",
-    "random_weights",
-    "split_quantized",
-    "stacked_keys",
-]
-
 _quantize = jax.jit(quantize_weight, static_argnums=(1, 2))
 _dequantize = jax.jit(lambda weight: weight.dequantize())
 

@@ -37,8 +37,6 @@ from verax.errors import CheckpointError, UnsupportedModelError
 from verax.fields import Finite, read_value
 from verax.files import JsonObject, atomic_path, read_json, write_json
 
-__all__ = ["CONFIG", "PREFIX", "Adapter", "Pair", "merge", "save_adapter", "with_lora"]
-
 CONFIG = "adapter_config.json"
 SAFETENSORS, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 

@@ -11,8 +11,6 @@ import tokenizers
 from verax.errors import CheckpointError
 from verax.files import read_json
 
-__all__ = ["read_tokenizer", "resolve", "resolve_video"]
-
 TOKENIZER_FILES = (
     "tokenizer*",
     "chat_template*",

@@ -25,8 +25,6 @@ from verax.files import write_json
 from verax.ops.block_quantized import BlockQuantizedWeight
 from verax.ops.quantized import QuantizedWeight
 
-__all__ = ["save"]
-
 _CONFIG = "config.json"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(INDEX))
 """Pattern of the names of weight files that `save` writes, and that a later save replaces."""

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     Made = Case | Callable[..., VideoReport]
     """A comparison of layers, or of clips: a function of the dtype and of whether each side runs again."""
 
-__all__ = ["app"]
-
 PIPE_WIDTH = 160
 """Columns where there is no terminal."""
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from verax.batch.results import LineCounts
 
-__all__ = ["embed", "rerank"]
-
 
 @options.with_flags
 def embed(

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from verax.batch.lines import InputFile, InputLine
     from verax.batch.results import LineCounts
 
-__all__ = ["AGAIN", "check_input", "check_output", "checked", "counted", "open_results", "read_lines", "run_lines"]
-
 
 def read_lines(file: Path | None = None, what: str = "prompt", *, keep_blank: bool = False) -> list[str]:
     """Lines of a file, or of standard input: all lines if `keep_blank`, otherwise the lines that are not blank.

@@ -23,30 +23,6 @@ from verax.text.engine.engine_config import EngineConfig
 if TYPE_CHECKING:
     from verax.text.features.lora import LoRARequest
 
-__all__ = [
-    "BatchSize",
-    "ChatTemplate",
-    "Dtype",
-    "EncoderOptions",
-    "EncoderQuantization",
-    "Flags",
-    "Json",
-    "KvCacheDtype",
-    "Lora",
-    "Model",
-    "ModelOptions",
-    "Quantization",
-    "RetryErrors",
-    "SpeculativeConfig",
-    "engine_flags",
-    "given",
-    "lora_options",
-    "lora_request",
-    "sampling_flags",
-    "with_chat_template",
-    "with_flags",
-]
-
 
 @dataclass(frozen=True)
 class Flags:

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from verax.serve.http.server import Server
     from verax.text.features.lora import LoRARequest
 
-__all__ = ["Model", "Models", "ModelsFlags", "serve"]
-
 BUILT_IN = "verax-text"
 BUILT_IN_EMBEDDING = "verax-embed"
 BUILT_IN_VIDEO = "verax-video"

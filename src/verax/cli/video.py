@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from verax.video.outputs import VideoOutput, VideoProgress
     from verax.video.pipeline import VideoPipeline
 
-__all__ = ["video"]
-
 _SPEED = "Speed and memory"
 
 

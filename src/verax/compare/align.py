@@ -19,8 +19,6 @@ import numpy as np
 from verax.checkpoint.video.parts import Renaming
 from verax.compare.trace import OUTPUT, Entry, Trace, split_call, split_leaf
 
-__all__ = ["Alignment", "Layout", "Names", "Pair", "align", "find_layout", "translator"]
-
 
 class Table(Protocol):
     """A table between our names and the reference's, such as a `Renaming`."""

@@ -17,8 +17,6 @@ from verax.compare.outputs import LogitsComparison, VectorsComparison
 from verax.compare.trace import Watch
 from verax.errors import CheckpointError, InvalidParameterError
 
-__all__ = ["Case", "Inputs", "Shape", "Side", "pair_case", "read_inputs"]
-
 
 @dataclass(frozen=True)
 class Side:

@@ -17,8 +17,6 @@ from verax.compare.outputs import LogitsComparison, VectorsComparison
 from verax.compare.trace import OBJECT, OUTPUT, TEXT, Trace
 from verax.errors import InvalidParameterError
 
-__all__ = ["MAX_RATIO", "Comparison", "Errors", "Origin", "Row", "kind_of", "measure", "measure_rows", "not_finite"]
-
 MAX_REL = 1e-4
 """Bound on the relative L2 error of every layer in float32, where none is given."""
 

@@ -20,8 +20,6 @@ from verax.compare.case import Side
 from verax.compare.trace import OUTPUT, Recorder, Trace, leaves, recording
 from verax.errors import InvalidParameterError
 
-__all__ = ["SCOPE", "as_program", "gradients_jax", "run_compiled", "trace_jax"]
-
 SCOPE = "module:"
 """Beginning of the name scopes of modules."""
 

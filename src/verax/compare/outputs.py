@@ -15,16 +15,6 @@ import numpy as np
 
 from verax.errors import InvalidParameterError
 
-__all__ = [
-    "Difference",
-    "LogitsComparison",
-    "VectorsComparison",
-    "candidates",
-    "compare_logits",
-    "compare_vectors",
-    "first_difference",
-]
-
 TOP = 5
 """Number of candidates of a position: a token among them counts as close, as in vLLM's tests of log-probabilities."""
 

@@ -33,8 +33,6 @@ from verax.errors import InvalidParameterError
 from verax.video.networks import PromptTokenizer
 from verax.video.pipeline import VideoPipeline
 
-__all__ = ["RANDOM_PIPELINES", "Clip", "compare_pipelines", "random_video"]
-
 MIN_PSNR = 60.0
 """dB, of the worst frame in float32. A difference of one level of 256 in every pixel would be 48 dB."""
 

@@ -23,8 +23,6 @@ from verax.files import write_json, write_text
 from verax.page import escaped, figure, page, svg_style, svg_text, table
 from verax.video import files
 
-__all__ = ["VideoReport", "show", "write"]
-
 ROWS = 40
 """Most rows that a terminal gets without `every`: the blocks of a larger model, and what stands out."""
 

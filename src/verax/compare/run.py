@@ -25,8 +25,6 @@ from verax.compare.trace import OUTPUT, Trace
 from verax.errors import InvalidParameterError
 from verax.machine import peak_memory
 
-__all__ = ["compare", "compare_case"]
-
 VANISHING = 1e-4
 """Fraction of the median of all gradients below which a gradient is measured against that median."""
 

@@ -21,8 +21,6 @@ import numpy as np
 
 from verax.errors import InvalidParameterError
 
-__all__ = ["OUTPUT", "Entry", "Recorder", "Trace", "Watch", "leaves", "recording", "split_call", "split_leaf", "tap"]
-
 OUTPUT = "(output)"
 """Name of the output of the whole call."""
 

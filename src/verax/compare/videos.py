@@ -16,8 +16,6 @@ from verax import progress
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError
 
-__all__ = ["DEFINITIONS", "QUALITY", "WINDOW", "VideoComparison", "compare_clips", "decibels", "differences"]
-
 WINDOW = 11
 """Side of SSIM's Gaussian window in pixels: scikit-image's, for a standard deviation of 1.5."""
 

@@ -27,20 +27,6 @@ from verax.models import DTYPES
 from verax.nn import Linear, pack_linear_weights
 from verax.ops import QuantizedWeight
 
-__all__ = [
-    "Buckets",
-    "Job",
-    "PackedBuckets",
-    "PaddedBuckets",
-    "Tokens",
-    "check_batch_size",
-    "check_texts",
-    "compiled",
-    "load_for_calls",
-    "run_jobs",
-    "tokens_per_call",
-]
-
 SHORTEST = 16
 """Tokens of the smallest bucket."""
 

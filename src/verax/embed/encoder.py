@@ -34,8 +34,6 @@ from verax.fields import Size, read_value
 from verax.nn import Sentences
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["Encoder"]
-
 
 class Encoder:
     """Sentences to vectors: weights on the device, a program for each bucket of lengths.

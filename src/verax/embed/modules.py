@@ -28,18 +28,6 @@ from verax.loading import load_model
 from verax.models.bert import ACTIVATIONS
 from verax.nn import LayerNorm, Linear, Sentences
 
-__all__ = [
-    "POOLINGS",
-    "Modules",
-    "activation_function",
-    "cut",
-    "list_modules",
-    "load_modules",
-    "normalized",
-    "open_folder",
-    "pool",
-]
-
 TOKENS, SENTENCE = "token_embeddings", "sentence_embedding"
 
 _FLAGS = {

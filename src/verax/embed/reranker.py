@@ -35,8 +35,6 @@ from verax.models import causal_lm, cross_encoder, hidden_states
 from verax.nn import Sentences
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["RankedDocument", "Reranker"]
-
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 """Instruction that Qwen3-Reranker was published with."""
 

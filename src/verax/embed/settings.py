@@ -15,8 +15,6 @@ from verax.errors import CheckpointError, InvalidParameterError, UnsupportedMode
 from verax.fields import Size, read_value
 from verax.files import JsonObject, read_json
 
-__all__ = ["EncoderSettings", "Prompts", "read_max_length", "read_model_file", "read_transformer_file"]
-
 _DOCUMENT = ("document", "passage", "corpus")
 """Names of the prompt of documents, the preferred first: sentence-transformers'."""
 

@@ -21,23 +21,6 @@ from verax.ops.conv import Padding, Stride
 from verax.ops.division import Division
 from verax.ops.linear import rounded_to
 
-__all__ = [
-    "CausalConv3d",
-    "Conv2d",
-    "Embedding",
-    "LayerNorm",
-    "Linear",
-    "LowRank",
-    "RMSNorm",
-    "fused_gelu_mlp",
-    "fused_linear",
-    "fused_swiglu",
-    "is_tied_head",
-    "low_rank_changes",
-    "pack_linear_weights",
-    "packed_copy",
-]
-
 
 @dataclass(frozen=True)
 class LowRank:

@@ -22,21 +22,6 @@ from jaxtyping import Array, Float, Int
 from verax.errors import InvalidParameterError
 from verax.ops.division import TENSOR_AXIS, Division, check_division
 
-__all__ = [
-    "STACKED_BLOCKS",
-    "ShardedBlocks",
-    "check_divisions",
-    "concatenate_parts",
-    "divisions",
-    "fitting_sizes",
-    "num_parts",
-    "own_part",
-    "part_index",
-    "scan_blocks",
-    "shard_blocks",
-    "sum_parts",
-]
-
 MOST_DEVICES = 64
 """Devices up to which sizes that fit a model are looked for."""
 

@@ -27,27 +27,6 @@ from jax.core import Tracer
 from verax.errors import InvalidParameterError
 from verax.ops._target import Target, check_platform, target, target_key
 
-__all__ = [
-    "Example",
-    "Implementation",
-    "Operation",
-    "bfloat16",
-    "boolean",
-    "chosen_implementations",
-    "differentiated_as",
-    "drop_traces",
-    "float32",
-    "int32",
-    "operation",
-    "operations",
-    "replaced_by",
-    "trace_once",
-    "tracing_context",
-    "use_earlier_programs",
-    "use_implementations",
-    "use_unfused",
-]
-
 
 @dataclass(frozen=True)
 class Example:

@@ -15,19 +15,6 @@ import psutil
 
 from verax.errors import InvalidParameterError
 
-__all__ = [
-    "ADA",
-    "AMPERE",
-    "PLATFORMS",
-    "DeviceMemory",
-    "Target",
-    "check_platform",
-    "has_compute_capability",
-    "target",
-    "target_key",
-    "use_target",
-]
-
 PLATFORMS = ("cpu", "gpu", "tpu")
 """Names of platforms, as `jax.default_backend()` gives them."""
 

@@ -11,20 +11,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from verax.ops._dispatch import Example, float32, operation
 
-__all__ = [
-    "AttentionOptions",
-    "ScoreOptions",
-    "attention",
-    "chunked_attention",
-    "exact_products",
-    "float32_product",
-    "heads_to_join",
-    "join_heads",
-    "own_results",
-    "soft_capped",
-    "spread_queries",
-]
-
 MASKED = -1e30
 """Score of a masked key, which no softmax notices. Not -inf: a row without visible keys must not become NaN."""
 

@@ -13,8 +13,6 @@ from verax.errors import InvalidParameterError
 from verax.ops._dispatch import Example, float32, operation
 from verax.ops.attention import exact_products
 
-__all__ = ["ConvShape", "Geometry", "Padding", "Stride", "conv2d", "conv3d"]
-
 Stride = int | Sequence[int]
 """Stride of all axes, or of each."""
 

@@ -19,8 +19,6 @@ from verax.errors import InvalidParameterError
 from verax.ops.block_quantized import BLOCK_KINDS, LANES, BlockQuantizedWeight
 from verax.ops.quantized import INT4_ROWS, QuantizedWeight
 
-__all__ = ["TENSOR_AXIS", "Division", "check_division", "is_weight", "partition", "repeated", "resized"]
-
 TENSOR_AXIS = "tensor"
 """Name of the mesh axis that divides layers."""
 

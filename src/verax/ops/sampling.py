@@ -19,15 +19,6 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from verax.ops._dispatch import Example, boolean, float32, int32, operation
 from verax.sampling_fields import FLOATS, INTS, OFF
 
-__all__ = [
-    "SamplingArrays",
-    "adjust",
-    "penalize",
-    "sample",
-    "token_logprobs",
-    "uniform",
-]
-
 
 class SamplingArrays(NamedTuple):
     """Sampling parameters of each slot. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off."""

@@ -14,8 +14,6 @@ from typing import Any
 
 from verax.errors import InvalidParameterError
 
-__all__ = ["DEVICES", "Device", "find_device", "program_row"]
-
 GB, T = 10**9, 10**12
 
 

@@ -16,8 +16,6 @@ from verax.models import causal_lm
 from verax.models.wan.model import WAN_CONFIGS
 from verax.shapes import MINILM_L6, MODERNBERT_BASE, SHAPES
 
-__all__ = ["NAMES", "Described", "describe"]
-
 _BUILTIN = {
     "text-builtin": builtin.text_model,
     "encoder-builtin": builtin.encoder,

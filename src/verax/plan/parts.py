@@ -18,8 +18,6 @@ from verax.nn.parallel import check_divisions, divisions
 from verax.ops.division import TENSOR_AXIS, partition
 from verax.plan.devices import Device
 
-__all__ = ["Part", "multiplied", "nbytes_of", "packed_shapes", "parts_of", "sharded_bytes", "tensor_mesh"]
-
 # The first pattern that matches a key decides.
 _PARTS = (
     ("norms", r"(?i)norm[^.]*\.\w+$"),

@@ -15,8 +15,6 @@ from verax.plan.text import plan_embed, plan_text
 from verax.plan.video import plan_video
 from verax.video.memory import format_bytes
 
-__all__ = ["plan", "show"]
-
 _ENGINES = {"text": plan_text, "embedding": plan_embed, "video": plan_video}
 
 _OPTIONS = {

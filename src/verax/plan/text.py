@@ -30,8 +30,6 @@ from verax.text.step.sizes import RunnerConfig, cache_memory, layer_states, plan
 from verax.text.step.slots import new_slots
 from verax.text.step.step import PROMPT_LOGPROB_CHUNK
 
-__all__ = ["TextPlan", "plan_embed", "plan_text", "text_plan"]
-
 UNLIMITED = 1 << 60
 """Bytes of a cache that all sequences fit into at their full length."""
 

@@ -40,8 +40,6 @@ from verax.video.mesh import (
 from verax.video.programs import Component
 from verax.video.request import ResolvedRequest, VideoRequest, default_size
 
-__all__ = ["Clip", "components", "decode_flops", "plan_video", "read_clip", "step_flops"]
-
 FLOAT32_BYTES = 4
 
 SOLVER_ARRAYS = 4

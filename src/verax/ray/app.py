@@ -11,8 +11,6 @@ from verax.ray.cluster import actor_environment, check_actors
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
 
-__all__ = ["bind_replicas", "build", "deployment"]
-
 TARGET = 32.0
 """Requests of a replica that autoscaling aims at."""
 

@@ -18,17 +18,6 @@ try:
 except ImportError:  # it does not exist for Windows
     fcntl = None
 
-__all__ = [
-    "LOOPBACK",
-    "actor_environment",
-    "check_actors",
-    "end_actor",
-    "keep_off_the_network",
-    "one_compiles",
-    "set_threads",
-    "start_ray",
-]
-
 _log = logging.getLogger("verax.ray")
 
 LOOPBACK = "127.0.0.1"

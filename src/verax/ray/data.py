@@ -16,8 +16,6 @@ from verax.errors import EngineDeadError, InvalidParameterError, VeraxError
 from verax.files import atomic_path
 from verax.ray.cluster import actor_environment, check_actors, end_actor, one_compiles, set_threads
 
-__all__ = ["Clips", "Embed", "Generate", "actor_pool"]
-
 Batch = dict[str, Any]
 """Columns of a batch by name: arrays of one length."""
 

@@ -47,8 +47,6 @@ from verax.text.engine.sampling_params import SamplingParams
 from verax.text.features.lora import LoRARequest
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["Ingress", "RemoteLLM"]
-
 
 @dataclass
 class _Sample:

@@ -19,8 +19,6 @@ from verax.serve.http.server import Server
 from verax.text.engine.outputs import EngineStats, RequestOutput
 from verax.text.engine.request import RequestInput
 
-__all__ = ["Description", "Part", "Replica"]
-
 JOIN = 0.03
 """Seconds for which new tokens of an answer are joined after its first part. A message costs more than a token."""
 

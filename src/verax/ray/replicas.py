@@ -22,8 +22,6 @@ from verax.ray.remote_llm import LOST, MOST_MOVES, PAUSE, RemoteLLM
 from verax.ray.replica import Description
 from verax.serve.http.server import Server
 
-__all__ = ["RunningReplicas", "running_replicas"]
-
 
 @contextlib.contextmanager
 def running_replicas(

@@ -29,8 +29,6 @@ try:
 except ImportError:  # it does not exist for Windows
     uvloop = None
 
-__all__ = ["bind", "new_runner", "run"]
-
 
 class HttpProtocol(HttpToolsProtocol):
     """One connection. Bytes that are not HTTP, or a head that does not end, are answered here, before a request exists.

@@ -32,8 +32,6 @@ from verax.errors import HostsError
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.step.step import StepShape
 
-__all__ = ["Dispatch", "Group", "Link", "ProgramName"]
-
 ProgramName = Literal["admit", "adapt", "step", "sample", "extend", "draft"]
 
 COMPRESSED_FROM = 4096

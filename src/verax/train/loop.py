@@ -33,8 +33,6 @@ from verax.errors import CheckpointError, InvalidParameterError
 if TYPE_CHECKING:
     import optax
 
-__all__ = ["AXES", "Schedule", "batch_sharding", "fully_sharded", "has_state", "read_log", "state_sharding", "train"]
-
 LOG = "log.jsonl"
 
 Loss = Callable[[Any, dict[str, Array]], Float[Array, ""]]

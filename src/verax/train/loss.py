@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-__all__ = ["rounded_gradient_linear", "weighted_next_token_loss"]
-
 MAX_SCORES = 1 << 25
 """Scores that are in memory at once: 128 MB, or 220 tokens with a vocabulary of 150,000."""
 

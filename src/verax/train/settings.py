@@ -11,8 +11,6 @@ from verax.options import check_options, documented, option
 if TYPE_CHECKING:
     from verax.train.loop import Schedule
 
-__all__ = ["ALL_LINEAR", "FinetuneSettings", "LoraSettings"]
-
 ALL_LINEAR = "all-linear"
 """PEFT's name for all linear layers but the output head."""
 

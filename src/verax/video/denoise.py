@@ -20,8 +20,6 @@ from verax.video import unipc
 from verax.video.mesh import GUIDANCE, SEQUENCE, AnyMesh, axis_size
 from verax.video.schedule import Tables
 
-__all__ = ["Conditions", "DenoisingState", "denoise", "predict_velocity"]
-
 
 class Conditions(NamedTuple):
     """Inputs of a segment in addition to its noise, the same in every iteration.

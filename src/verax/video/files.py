@@ -16,8 +16,6 @@ from verax.errors import InvalidParameterError
 from verax.files import atomic_path
 from verax.video.images import RATE
 
-__all__ = ["CRF", "check_parent", "check_path", "check_sheet_path", "clip_path", "write_clip", "write_contact_sheet"]
-
 CRF = 18
 """x264's constant rate factor: 0 is lossless, 51 the worst; 18 is visually lossless."""
 

@@ -13,8 +13,6 @@ from jaxtyping import UInt8
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError
 
-__all__ = ["Image", "frame_pixels", "read_clip", "read_image"]
-
 Image = Any
 """A path, a PIL.Image, or an array `[H, W, 3]`: uint8, or floats in 0..1."""
 

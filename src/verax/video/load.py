@@ -22,8 +22,6 @@ from verax.nn.parallel import shard_blocks
 from verax.video.mesh import AnyMesh, tensor_mesh
 from verax.video.programs import Component
 
-__all__ = ["Components", "describe_folder", "divided_component", "load_components", "open_model"]
-
 M = TypeVar("M", bound=nnx.Module)
 
 

@@ -11,16 +11,6 @@ from verax.video.programs import Component, ProgramCall
 from verax.video.request import ResolvedRequest
 from verax.video.run import Stage
 
-__all__ = [
-    "StageMemory",
-    "add_residents",
-    "format_bytes",
-    "free_memory",
-    "largest",
-    "out_of_memory_message",
-    "plan_memory",
-]
-
 SPARE = 0.9
 """Share of the memory that fewer or smaller frames are fitted to: not everything shrinks with them."""
 

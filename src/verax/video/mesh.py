@@ -23,20 +23,6 @@ from verax.nn.parallel import fitting_sizes
 from verax.ops.division import TENSOR_AXIS
 from verax.video.request import ResolvedRequest, VideoRequest, default_size
 
-__all__ = [
-    "BY_ROW",
-    "GUIDANCE",
-    "REPLICATED",
-    "SEQUENCE",
-    "AnyMesh",
-    "Layout",
-    "axis_size",
-    "check_request",
-    "clip_mesh",
-    "layout",
-    "tensor_mesh",
-]
-
 GUIDANCE = "guidance"
 """Axis of the mesh over which the rows of guidance are divided: prompt and negative prompt."""
 

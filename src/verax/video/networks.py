@@ -32,17 +32,6 @@ from verax.video.programs import Component, Program, ProgramCall, Weights, float
 from verax.video.request import ResolvedRequest
 from verax.video.schedule import Tables
 
-__all__ = [
-    "PROMPT_TOKENS",
-    "Denoiser",
-    "PromptStates",
-    "PromptTokenizer",
-    "Stages",
-    "clean",
-    "latents_at_once",
-    "tile_at_once",
-]
-
 _log = logging.getLogger("verax.video")
 
 PROMPT_TOKENS = 512

@@ -16,8 +16,6 @@ from verax.options import documented, option
 if TYPE_CHECKING:
     from verax.video.outputs import Callback
 
-__all__ = ["VideoRequest"]
-
 _FORCING = "Diffusion forcing"
 _SPEED = "Speed and memory"
 _CHECKPOINT = "checkpoint's"

@@ -15,16 +15,6 @@ from verax import progress
 from verax.errors import InvalidParameterError
 from verax.video import files
 
-__all__ = [
-    "Callback",
-    "RunReporter",
-    "Step",
-    "StopRunError",
-    "VideoOutput",
-    "VideoProgress",
-    "channels_first",
-]
-
 SHEET_COLUMNS = 4
 """Columns of a contact sheet."""
 

@@ -30,8 +30,6 @@ from verax.ops._dispatch import drop_traces
 from verax.ops.division import partition
 from verax.video.mesh import AnyMesh, Layout
 
-__all__ = ["Component", "Memory", "Program", "ProgramCall", "Weights", "floats", "random_key", "shapes_of"]
-
 M = TypeVar("M", bound=nnx.Module)
 
 KEEP_LIMIT = 1 << 30

@@ -23,9 +23,6 @@ from verax.video import images
 from verax.video.files import check_parent
 from verax.video.options import VideoRequest
 
-__all__ = ["ResolvedRequest", "VideoRequest", "default_size", "make_request", "resolve_request"]
-
-
 _log = logging.getLogger("verax.video")
 
 OVERLAP = 17

@@ -17,8 +17,6 @@ from verax.errors import InvalidParameterError
 from verax.files import atomic_path
 from verax.video.request import ResolvedRequest
 
-__all__ = ["FinishedSegments"]
-
 KEY = "verax"
 """Key of a file's metadata that describes how its segment was made."""
 

@@ -32,8 +32,6 @@ from verax.video.schedule import (
     transformer_spans,
 )
 
-__all__ = ["PipelineParts", "RunState", "Stage", "run_request", "stages_of"]
-
 
 @dataclass(frozen=True)
 class PipelineParts:

@@ -18,20 +18,6 @@ from verax.models.video_model import Sigmas, TeaCache, VideoModel
 from verax.video import unipc
 from verax.video.request import ResolvedRequest
 
-__all__ = [
-    "ForcingSchedule",
-    "NoiseLevels",
-    "Schedule",
-    "Tables",
-    "forcing_schedule",
-    "make_tables",
-    "noise_levels",
-    "padded_rows",
-    "segment_schedule",
-    "steps_running_blocks",
-    "transformer_spans",
-]
-
 TRAIN_TIMESTEPS = 1000
 """Noise levels in training: the timestep of sigma 1."""
 

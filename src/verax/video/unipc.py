@@ -20,8 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int
 
-__all__ = ["UniPCState", "UniPCTable", "start", "step", "tabulate"]
-
 
 class UniPCTable(NamedTuple):
     """Coefficients of each of `N` steps, by the letters above."""

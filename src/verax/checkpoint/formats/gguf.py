@@ -28,19 +28,6 @@ from verax.checkpoint.formats.safetensors import MappedFile, TensorInfo
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.ops.block_quantized import BLOCK_KINDS, BlockQuantizedWeight
 
-__all__ = [
-    "DTYPES",
-    "ROPE_DIVISORS",
-    "GGUFFile",
-    "GGUFWeights",
-    "interleaved",
-    "part_names",
-    "read_config",
-    "restored",
-    "rotated",
-    "tensor_name",
-]
-
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
 """Types of 32 or 256 values that share scales."""

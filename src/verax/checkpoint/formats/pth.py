@@ -22,8 +22,6 @@ import numpy as np
 from verax.checkpoint.formats.safetensors import MappedFile, TensorInfo
 from verax.errors import CheckpointError
 
-__all__ = ["PthFile"]
-
 _DTYPES = (
     "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool"
 )

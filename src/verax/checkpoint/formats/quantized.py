@@ -49,8 +49,6 @@ from verax.fields import Size, read_value
 from verax.ops.block_quantized import BlockQuantizedWeight
 from verax.ops.quantized import BITS, GROUP_SIZES, QuantizedWeight
 
-__all__ = ["QuantizedEntry", "entries", "find_quantized", "quantization_config"]
-
 _GROUPS = f"a scale for {', '.join(map(str, GROUP_SIZES))} inputs or a multiple of them, or one for a row"
 """Words for the groups that a weight may have."""
 

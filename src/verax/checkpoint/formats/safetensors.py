@@ -20,8 +20,6 @@ import numpy as np
 from verax.errors import CheckpointError
 from verax.files import write_json
 
-__all__ = ["SHARD_BYTES", "MappedFile", "NewTensor", "SafetensorsFile", "TensorInfo", "write_shards"]
-
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),

@@ -26,8 +26,6 @@ from verax.checkpoint.video.parts import (
 from verax.errors import CheckpointError, InvalidParameterError
 from verax.files import atomic_path, write_json
 
-__all__ = ["Layout", "convert"]
-
 Layout = Literal["original", "diffusers"]
 
 

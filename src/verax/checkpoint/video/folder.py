@@ -38,8 +38,6 @@ from verax.errors import CheckpointError
 from verax.fields import Epsilon, Positive, file_of, read_value
 from verax.files import read_json
 
-__all__ = ["VideoFolder", "is_video_folder"]
-
 TOKENIZER = "google/umt5-xxl"
 """Its folder in the original layout."""
 SETTINGS = "verax.json"

@@ -15,29 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = [
-    "CLIP",
-    "EXPERTS",
-    "PARTS",
-    "PUBLISHED",
-    "UMT5",
-    "UMT5_XXL",
-    "VAE",
-    "VAE_2_2",
-    "VIT_H14",
-    "WAN",
-    "Part",
-    "Renaming",
-    "boundary_of",
-    "diffusers_transformer",
-    "has_image_states",
-    "original_transformer",
-    "part_of",
-    "pipeline_name",
-    "scheduler_settings",
-    "wan_vae_names",
-]
-
 Rule = tuple[str, str | tuple[str, ...]]
 
 

@@ -25,8 +25,6 @@ from verax.models import CausalLM, causal_lm, encoder, hidden_states
 from verax.nn import Sentences
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["WEIGHTS", "embed_case", "text_case", "transformers"]
-
 TOKENS = 40
 """Tokens of each row. It differs from every number of heads, so that no axes are mistaken for each other."""
 

@@ -42,8 +42,6 @@ from verax.models.wan import layers as wan_layers
 from verax.models.wan.model import WanConfig, WanModel
 from verax.models.wan.vae import WanVae, WanVaeConfig
 
-__all__ = ["RANDOM", "VIDEO_PARTS", "build_part", "diffusers", "has_part", "video_case"]
-
 FRAMES, HEIGHT, WIDTH = 3, 8, 10
 """Size of the latents. No two sizes of a layer's result are equal, so that no axes are mistaken for each other."""
 

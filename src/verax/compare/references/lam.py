@@ -19,8 +19,6 @@ try:
 except ImportError as error:
     raise MissingDependencyError("the PyTorch side of LAM needs torch: pip install 'verax[parity]'") from error
 
-__all__ = ["VARIANTS", "EnhancedHierarchicalDeltaNet", "LamSentenceEncoder", "hierarchical_delta_rule", "local_rule"]
-
 VARIANTS = {"B": 64, "C": 128}
 """Chunk size by default. B carries two states from chunk to chunk; C, the production form, carries none."""
 

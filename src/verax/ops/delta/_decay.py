@@ -15,8 +15,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-__all__ = ["LogDecay", "decayed_products"]
-
 LOWEST = -1e4
 """Log decays below this are taken as this: the exponential of either is zero, in float32 and in float64."""
 

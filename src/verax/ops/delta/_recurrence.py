@@ -16,8 +16,6 @@ from jaxtyping import Array, Float, Int
 from verax.ops._dispatch import Example, boolean, differentiated_as, float32, int32, operation
 from verax.ops.delta._inputs import DeltaInputs, RecurrenceOptions, StateSlots
 
-__all__ = ["delta_recurrence", "delta_slot_recurrence", "is_step", "step_by", "takes_step"]
-
 
 @operation(slow_on={"gpu": "it launches several kernels a token", "tpu": "it runs token by token"})
 def delta_recurrence(

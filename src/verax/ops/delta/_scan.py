@@ -15,19 +15,6 @@ from jaxtyping import Array, Float, Int
 
 from verax.ops._dispatch import Example, differentiated_as, float32, int32, operation
 
-__all__ = [
-    "Chunk",
-    "advance",
-    "delta_chunk_scan",
-    "delta_chunk_scan_backward",
-    "matmul",
-    "matmul_tn",
-    "register_scans",
-    "scan_backward_by",
-    "scan_by",
-    "takes_scan",
-]
-
 
 class Chunk(NamedTuple):
     """Inputs of the scan over chunks that do not depend on the state. Leading axes n m R."""

@@ -41,8 +41,6 @@ from verax.ops.paged import (
     split_queries,
 )
 
-__all__ = ["BLOCK", "TILE", "decode_attention", "num_parts", "ragged_attention"]
-
 MAX_HEAD_DIM = 128
 """Largest head size on every GPU that cuDNN's kernel runs on; Hopper and later take 256."""
 

@@ -36,8 +36,6 @@ from verax.ops.delta._recurrence import step_by, takes_step
 from verax.ops.delta._scan import Chunk, register_scans, takes_scan
 from verax.ops.gpu import KERNEL, pl, plgpu
 
-__all__ = ["columns_of_program", "delta_step", "walk"]
-
 EXACT = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 """float32 products on tensor cores, of two TF32 numbers for each float32: errors of 1e-6. No CPU has them."""
 

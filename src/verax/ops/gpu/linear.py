@@ -26,8 +26,6 @@ from verax.ops.gpu import KERNEL, pl, plgpu
 from verax.ops.linear import linear
 from verax.ops.quantized import INT4_ROWS, QuantizedWeight
 
-__all__ = ["product", "tiles_of_part"]
-
 MIN_ROWS = 16
 """Rows of a product on tensor cores."""
 

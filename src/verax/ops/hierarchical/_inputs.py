@@ -13,20 +13,6 @@ from jaxtyping import Array, Float
 
 from verax.ops.delta._inputs import check_axes, check_shapes
 
-__all__ = [
-    "Chunks",
-    "HierarchicalInputs",
-    "Pair",
-    "Perceptron",
-    "ResonanceFlux",
-    "chunk_flux",
-    "chunk_length",
-    "joined",
-    "normalized",
-    "token_flux",
-    "unit",
-]
-
 LOWEST, HIGHEST = 0.01, 0.99
 
 

@@ -44,8 +44,6 @@ from verax.ops.paged import (
 )
 from verax.ops.tpu import KERNEL, pl, pltpu, product
 
-__all__ = ["FACTOR", "TILE", "decode_attention", "pages_of_chunk", "ragged_attention", "sixteenths", "splash_attention"]
-
 LANES, SUBLANES = 128, 8
 """Size of a register of 32-bit numbers; one of 16-bit numbers has twice as many sublanes. Splash attention's blocks are
 multiples of the lanes."""

@@ -40,8 +40,6 @@ from verax.ops.delta._recurrence import step_by, takes_step
 from verax.ops.delta._scan import Chunk, register_scans, takes_scan
 from verax.ops.tpu import KERNEL, pl, pltpu, product
 
-__all__ = ["delta_step", "heads_of_step", "walk"]
-
 MAX_HEADS = 8
 """Heads that are multiplied together."""
 

@@ -13,8 +13,6 @@ from starlette.requests import Request
 
 from verax.serve.http.errors import ApiError, field_error
 
-__all__ = ["MAX_DEPTH", "decode", "parse_json", "read_body"]
-
 MAX_DEPTH = 64
 """Levels of lists and objects in a request."""
 

@@ -29,21 +29,6 @@ from verax.errors import (
 )
 from verax.serve.http.telemetry import record_of
 
-__all__ = [
-    "EXCEPTION_HANDLERS",
-    "RETRY_AFTER",
-    "ApiError",
-    "JsonResponse",
-    "api_error",
-    "context_error",
-    "error_body",
-    "error_response",
-    "field_error",
-    "is_anthropic",
-    "model_error",
-    "renamed",
-]
-
 
 class JsonResponse(Response):
     """Answer with a JSON body. Numbers that are not finite, which JSON lacks, become null."""

@@ -17,8 +17,6 @@ from verax.serve.http.errors import JsonResponse, is_anthropic
 from verax.serve.http.sse import unless_disconnected
 from verax.serve.http.telemetry import RequestRecord, record_of
 
-__all__ = ["EVENTS", "JSON", "ApiRoute", "Parameter", "api_routes", "describe", "json_routes"]
-
 JSON, EVENTS, FORM = "application/json", "text/event-stream", "multipart/form-data"
 
 Endpoint = Callable[[Request], Awaitable[Response]]

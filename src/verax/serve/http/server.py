@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from verax.text.tokens.tokenizer import Tokenizer
     from verax.video.pipeline import VideoPipeline
 
-__all__ = ["LazyModel", "Server", "TextEngine"]
-
 T = TypeVar("T")
 
 

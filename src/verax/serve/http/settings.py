@@ -9,8 +9,6 @@ from pathlib import Path
 from verax.errors import InvalidParameterError
 from verax.options import check_options, documented, option
 
-__all__ = ["SIZE", "ServerSettings"]
-
 SIZE = r"[1-9][0-9]{0,4}x[1-9][0-9]{0,4}"
 """Regular expression of the size of a clip: `WIDTHxHEIGHT` in pixels."""
 

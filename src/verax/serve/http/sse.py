@@ -18,17 +18,6 @@ from starlette.types import Receive, Scope, Send
 from verax.errors import InvalidParameterError
 from verax.serve.http.errors import api_error, error_body, is_anthropic
 
-__all__ = [
-    "DONE",
-    "ID_PATTERN",
-    "ClientDisconnectedError",
-    "EventStream",
-    "RunningStreams",
-    "data_event",
-    "named_event",
-    "unless_disconnected",
-]
-
 DONE = b"data: [DONE]\n\n"
 """Last event of OpenAI's streams."""
 

@@ -23,17 +23,6 @@ from verax.errors import InvalidParameterError
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-__all__ = [
-    "ACCESS",
-    "RECORD",
-    "JsonFormatter",
-    "RequestRecord",
-    "RequestTracer",
-    "TextFormatter",
-    "configure_logs",
-    "record_of",
-]
-
 RECORD = "verax.record"
 """Key of a scope."""
 

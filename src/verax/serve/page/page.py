@@ -29,8 +29,6 @@ from verax.serve.http.errors import ApiError, JsonResponse
 if TYPE_CHECKING:
     from verax.serve.http.server import Server
 
-__all__ = ["CONTENT_SECURITY_POLICY", "Reports", "render_markdown", "routes"]
-
 MAX_CHARACTERS = 128 * 1024
 """Length of the longest text that is rendered, about 30,000 tokens. The page shows longer ones as plain text."""
 

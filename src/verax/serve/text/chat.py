@@ -27,17 +27,6 @@ from verax.serve.text.sampling import GenerationRequest, Positive, sampling_para
 from verax.text.features.chat_format import parser_for, tool_grammar
 from verax.text.features.tool_calls import ToolCallDelta
 
-__all__ = [
-    "ChatMessage",
-    "ChatRequest",
-    "ToolDefinition",
-    "Translation",
-    "count_tokens",
-    "render_chat",
-    "routes",
-    "run_chat",
-]
-
 MAX_TEMPLATE_OPTIONS = 64
 
 _FREE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")

@@ -19,8 +19,6 @@ from verax.serve.text.sampling import Count, GenerationRequest, Refused, samplin
 from verax.text.engine.outputs import Logprob, RequestOutput
 from verax.text.tokens.tokenizer import IncrementalDetokenizer, Tokenizer
 
-__all__ = ["CompletionLogprobs", "routes"]
-
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for completions."""
 

@@ -30,8 +30,6 @@ from verax.serve.http.openapi import json_routes
 from verax.serve.http.server import LazyModel, Server
 from verax.serve.http.telemetry import RequestRecord
 
-__all__ = ["BatchQueue", "EmbeddingRequest", "routes"]
-
 CHARACTERS = 64
 """Characters of a text that are read for each token of the model: tokenising megabytes takes many seconds."""
 

@@ -19,8 +19,6 @@ from verax.serve.text.chat import ChatRequest, Translation, count_tokens, run_ch
 from verax.serve.text.run import Part, PartStep, PartTracker, Run, RunEvent, text_routes
 from verax.serve.text.sampling import MAX_INT, Positive, Refused, Text
 
-__all__ = ["MessagesRequest", "chat_of", "routes"]
-
 
 class Block(msgspec.Struct, kw_only=True, tag_field="type"):
     """Block of a message. The prefix cache needs no marks."""

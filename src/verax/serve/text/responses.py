@@ -23,8 +23,6 @@ from verax.serve.text.chat import ChatRequest, Translation, count_tokens, run_ch
 from verax.serve.text.run import Part, PartStep, PartTracker, Run, RunEvent, text_routes
 from verax.serve.text.sampling import Positive, Refused
 
-__all__ = ["ResponsesRequest", "chat_of", "routes"]
-
 S = TypeVar("S", bound=msgspec.Struct)
 
 LOGPROBS = "message.output_text.logprobs"

@@ -35,19 +35,6 @@ from verax.text.features.chat_format import AnswerParser
 from verax.text.features.tool_calls import Delta, WholeAnswer, join
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = [
-    "Part",
-    "PartStep",
-    "PartTracker",
-    "Run",
-    "RunAnswer",
-    "RunEvent",
-    "Usage",
-    "prompt_logprobs",
-    "text_routes",
-    "token_logprobs",
-]
-
 SYSTEM_FINGERPRINT = f"verax-{version('verax')}"
 
 T = TypeVar("T")

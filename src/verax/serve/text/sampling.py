@@ -14,15 +14,6 @@ from verax.serve.http.errors import ApiError, api_error, field_error
 from verax.serve.http.server import Server
 from verax.text.engine.sampling_params import SamplingParams
 
-__all__ = [
-    "GenerationRequest",
-    "Refused",
-    "ResponseFormat",
-    "StreamOptions",
-    "form_error",
-    "sampling_params",
-]
-
 MAX_INT = 2**31 - 1
 
 Count = Annotated[int, Meta(ge=0, le=MAX_INT)]

@@ -30,8 +30,6 @@ from verax._optional import require_optional
 from verax.errors import InvalidParameterError, QueueFullError, VeraxError
 from verax.video.images import frame_pixels, read_image
 
-__all__ = ["MediaDecoder", "MediaLimits", "decode", "read_data_uri"]
-
 _HEADER = re.compile(r"data:[\w.+-]{1,40}/[\w.+-]{1,60}(;[\w.+-]{1,40}=[\w.+-]{1,60})*;base64", re.ASCII)
 
 _LONGEST_HEADER = 200

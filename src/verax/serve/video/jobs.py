@@ -30,8 +30,6 @@ from verax.video.outputs import VideoProgress
 from verax.video.pipeline import VideoPipeline
 from verax.video.request import ResolvedRequest
 
-__all__ = ["VARIANTS", "ClipStore", "LatentPreview", "StorageFullError", "VideoJob", "VideoJobs"]
-
 VARIANTS = {
     "video": ("clip.mp4", "video/mp4"),
     "gif": ("clip.gif", "image/gif"),

@@ -35,9 +35,6 @@ from verax.serve.video.jobs import VARIANTS, ClipStore, VideoJob, VideoJobs
 from verax.video.pipeline import VideoPipeline
 from verax.video.request import ResolvedRequest, VideoRequest
 
-__all__ = ["VideoCreate", "resolve", "routes"]
-
-
 MAX_PROMPT = 32_768
 """Characters of a prompt."""
 

@@ -28,8 +28,6 @@ from verax.text.features.grammar import MAX_COMPILING
 from verax.text.features.lora import LoRARequest
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["AsyncLLM"]
-
 TOKENIZER_THREADS = 2
 """Threads that render templates and tokenise. The tokenizer is quick, and shares the CPU with the model."""
 

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 
 from verax.text.engine.request import Sequence
 
-__all__ = ["BlockManager", "BlockPool", "CacheGroup", "CachePlan", "Prefix", "PrefixTree", "first_block", "most_blocks"]
-
 WINDOW_FRACTION = 0.5
 """Part of the memory beyond one whole sequence that windows take before full attention does. Short sequences fill both
 alike, long ones almost only full attention: either gets at least half of what a division made for it would hold."""

@@ -42,8 +42,6 @@ from verax.text.step.slots import MAX_BANNED
 from verax.text.step.step import Logprobs
 from verax.text.tokens.tokenizer import IncrementalDetokenizer, Tokenizer
 
-__all__ = ["NO_TOKENIZER", "Engine"]
-
 NO_TOKENIZER = "this engine has no tokenizer (skip_tokenizer_init, or a module without one)"
 
 

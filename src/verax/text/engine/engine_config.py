@@ -12,8 +12,6 @@ from urllib.parse import urlsplit
 from verax.errors import InvalidParameterError
 from verax.options import check_options, documented, option, options_of
 
-__all__ = ["EngineConfig", "SpeculativeConfig"]
-
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float32", "int8", "fp8")
 
 METHODS = ("ngram", "draft_model")

@@ -23,8 +23,6 @@ from verax.text.engine.outputs import CompletionOutput, EngineStats, RequestMetr
 from verax.text.engine.request import Request, RequestInput, Sequence
 from verax.text.engine.scheduler import work
 
-__all__ = ["ENDED", "EngineThread", "LiveRequest", "Observer", "Outbox", "RequestStream", "dead"]
-
 ENDED = -1
 """Entry of `LiveRequest.shown` for a sample whose end was handed over."""
 

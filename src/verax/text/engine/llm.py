@@ -25,7 +25,7 @@ from verax._compat import enable_compilation_cache, make_mesh
 from verax._optional import require_optional
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.loading import divide_model, load_causal_lm
-from verax.models import DTYPES, CausalLM, causal_lm, check_dtype
+from verax.models import CausalLM, causal_lm, check_dtype
 from verax.models.causal_lm import check_causal_lm
 from verax.nn import pack_linear_weights, packed_copy
 from verax.ops.division import TENSOR_AXIS
@@ -44,8 +44,6 @@ from verax.text.step.program import AbstractModel, CompiledPrograms, check_suppo
 from verax.text.step.runner import DeviceAdapters, ModelRunner
 from verax.text.step.sizes import cache_memory, plan_sizes, state_bytes
 from verax.text.tokens.tokenizer import Tokenizer, eos_token_ids
-
-__all__ = ["DTYPES", "LLM", "tensor_meshes"]
 
 _log = logging.getLogger("verax.text")
 

@@ -9,17 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-__all__ = [
-    "CompletionOutput",
-    "EngineStats",
-    "FinishReason",
-    "Logprob",
-    "RequestMetrics",
-    "RequestOutput",
-    "SpeculationTotals",
-    "StepStats",
-]
-
 
 @dataclass
 class SpeculationTotals:

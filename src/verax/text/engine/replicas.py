@@ -18,8 +18,6 @@ from verax.text.engine.engine_thread import EngineThread, LiveRequest, Outbox
 from verax.text.engine.outputs import EngineStats
 from verax.text.engine.request import Request
 
-__all__ = ["ReplicaRouter", "Replicas"]
-
 MOST_PREFIXES = 1 << 16
 """Blocks of prompts that a router remembers: a million tokens of text in blocks of 16, some 15 MB."""
 

@@ -22,18 +22,6 @@ from verax.text.features.grammar import Grammar, GrammarMatcher
 from verax.text.features.lora import LoadedAdapter, LoRARequest
 from verax.text.tokens.tokenizer import IncrementalDetokenizer
 
-__all__ = [
-    "Message",
-    "Prompt",
-    "Request",
-    "RequestInput",
-    "Sequence",
-    "SequenceState",
-    "batch_of",
-    "content",
-    "token_ids",
-]
-
 Prompt = str | abc.Sequence[int] | Mapping[str, Any]
 """A text, token ids, or vLLM's dictionaries: `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
 

@@ -17,8 +17,6 @@ from verax.text.engine.blocks import BlockManager, Prefix
 from verax.text.engine.request import Sequence, SequenceState
 from verax.text.features.lora import AdapterSlots
 
-__all__ = ["SEQUENCE_TOKENS", "Chunk", "Schedule", "Scheduler", "work"]
-
 STEP_OVERHEAD = 32
 """Tokens that take as long as the fixed part of a step, most of which reads the weights. Measured with Qwen3-0.6B in
 bfloat16 on two cores with AVX2: steps of 32, 128 and 512 tokens take 0.53, 1.4 and 5.1 s."""

@@ -26,17 +26,6 @@ from verax.text.features.tool_calls import (
 )
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = [
-    "AnswerParser",
-    "ChatFormat",
-    "ReasoningState",
-    "ToolChoice",
-    "ToolSyntax",
-    "chat_format",
-    "parser_for",
-    "tool_grammar",
-]
-
 OPEN_REASONING, CLOSE_REASONING = "<think>", "</think>"
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"

@@ -17,8 +17,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-__all__ = ["is_gbnf", "lark_of_gbnf"]
-
 MAX_DEPTH = 64
 """Deepest nesting of parentheses: the converter recurses."""
 

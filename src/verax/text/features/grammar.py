@@ -23,8 +23,6 @@ from verax.text.features.json_schema import schema_rule
 from verax.text.features.structured_outputs import StructuredOutputs
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["Grammar", "GrammarCompiler", "GrammarMatcher", "mask_width"]
-
 COMPILE_SECONDS = 2.0
 """Longest compilation: nearly every form takes milliseconds."""
 

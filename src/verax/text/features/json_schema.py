@@ -17,8 +17,6 @@ from typing import Any
 
 from verax.errors import InvalidParameterError
 
-__all__ = ["schema_rule"]
-
 EXACT = 2**53
 """Largest whole number up to which 64-bit floats hold all."""
 

@@ -32,16 +32,6 @@ from verax.nn import Linear, LowRank
 from verax.nn.parallel import divisions
 from verax.ops.division import Division, repeated
 
-__all__ = [
-    "AdaptedLayers",
-    "AdapterLoader",
-    "AdapterSlots",
-    "LoRARequest",
-    "LoadedAdapter",
-    "Matrices",
-    "write_adapter",
-]
-
 
 @dataclass(frozen=True)
 class LoRARequest:

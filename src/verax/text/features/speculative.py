@@ -48,19 +48,6 @@ from verax.text.step.slots import Slots
 from verax.text.step.step import SAMPLED, StepShape, with_new_blocks
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = [
-    "Acceptance",
-    "DraftModel",
-    "Drafter",
-    "NgramDrafter",
-    "NgramIndex",
-    "Policy",
-    "Speculator",
-    "StepCost",
-    "load_draft_model",
-    "new_speculator",
-]
-
 MOST_TRIED = 64
 """Earlier places that are compared, the latest first: in monotonous text nearly every token is one."""
 

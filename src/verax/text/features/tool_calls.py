@@ -20,21 +20,6 @@ from typing import Any
 from verax.errors import InvalidParameterError
 from verax.text.tokens.lenient_json import JsonScanner, as_json
 
-__all__ = [
-    "CallSink",
-    "Delta",
-    "Function",
-    "GrowingText",
-    "JsonCallReader",
-    "ToolCall",
-    "ToolCallDelta",
-    "WholeAnswer",
-    "XmlCallReader",
-    "function_tag",
-    "join",
-    "read_functions",
-]
-
 
 @dataclass(frozen=True)
 class ToolCall:

@@ -51,29 +51,6 @@ from verax.text.step.sizes import RunnerConfig, layer_states
 from verax.text.step.slots import admit, new_slots
 from verax.text.step.step import Cache, StepShape, make_step, sample_deferred
 
-__all__ = [
-    "AbstractModel",
-    "CompiledPrograms",
-    "JittedCall",
-    "Programs",
-    "StepProgram",
-    "admission_name",
-    "cache_partitions",
-    "check_supported",
-    "compile_all",
-    "compile_program",
-    "jitted_programs",
-    "named",
-    "new_cache",
-    "new_programs",
-    "placed",
-    "sampling_name",
-    "sampling_program",
-    "step_name",
-    "step_program",
-    "write_programs",
-]
-
 T = TypeVar("T")
 
 CACHE_PARTITION = PartitionSpec(None, TENSOR_AXIS)

@@ -44,8 +44,6 @@ from verax.text.step.sizes import RunnerConfig
 from verax.text.step.slots import Slots, admission_size, new_slots, pack_admission
 from verax.text.step.step import DEFERRED, SAMPLED, Logprobs, StepOutput, StepShape
 
-__all__ = ["DeviceAdapters", "ModelRunner", "PendingStep", "weight_bytes"]
-
 
 class DeviceAdapters:
     """Matrices of the adapters in use, and the program that replaces the matrices of one slot.

@@ -23,8 +23,6 @@ from verax.text.engine.engine_config import EngineConfig
 from verax.text.step.slots import admission_size
 from verax.text.step.step import PROMPT_LOGPROB_CHUNK, StepShape
 
-__all__ = ["CACHE_DTYPES", "RunnerConfig", "block_bytes", "cache_memory", "layer_states", "plan_sizes", "state_bytes"]
-
 CACHE_DTYPES: dict[str, DTypeLike] = {**DTYPES, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 """Dtypes of a cache by vLLM's names; `"int8"` and `"fp8"` have a scale for each token and head."""
 

@@ -25,18 +25,6 @@ from verax.sampling_fields import MAX_LOGPROBS
 from verax.text.engine.blocks import CacheGroup
 from verax.text.step.slots import Slots
 
-__all__ = [
-    "DEFERRED",
-    "SAMPLED",
-    "Cache",
-    "Logprobs",
-    "StepOutput",
-    "StepShape",
-    "make_step",
-    "sample_deferred",
-    "with_new_blocks",
-]
-
 Cache = tuple[tuple[ops.Pages, ops.Pages] | Any, ...]
 """Key and value pages of each layer, or the recurrent state of each slot, as `CausalLMConfig.new_state` makes it."""
 

@@ -27,8 +27,6 @@ from jinja2.utils import Namespace
 from verax.errors import InvalidParameterError, TemplateError
 from verax.text.tokens.lenient_json import object_so_far
 
-__all__ = ["check_messages", "render"]
-
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names that a message's reasoning goes by; templates read the first, a few the second."""
 

@@ -23,8 +23,6 @@ from verax.errors import CheckpointError, UnsupportedModelError
 from verax.fields import read_value
 from verax.files import JsonObject
 
-__all__ = ["TokenizerParts", "read_gguf_tokenizer"]
-
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
 

@@ -11,8 +11,6 @@ import json
 import re
 from typing import Any
 
-__all__ = ["JsonScanner", "as_json", "object_so_far"]
-
 _SPACE = re.compile(r"[ \t\n\r]+")
 _PLAIN = re.compile(r"""[^"'\\\x00-\x1f]+""")
 """Characters of a string that stand for themselves (RFC 8259), quotes apart."""

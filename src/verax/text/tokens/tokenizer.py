@@ -22,8 +22,6 @@ from verax.files import read_json
 from verax.text.tokens import chat_template
 from verax.text.tokens.gguf import read_gguf_tokenizer
 
-__all__ = ["IncrementalDetokenizer", "Tokenizer", "eos_token_ids"]
-
 _TokenIds = Annotated[Count | tuple[Count, ...], msgspec.Meta(description="a token id, or a list of them")]
 
 _TOKEN_FIELDS = ("single_word", "lstrip", "rstrip", "normalized", "special")

@@ -21,8 +21,6 @@ from verax._buckets import at_least, powers
 from verax.errors import InvalidParameterError, TemplateError
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["Batch", "Example", "Examples", "read_examples", "shuffled_batches", "validation_batches"]
-
 FORMS = 'an object with "messages", with "prompt" and "completion", or with "text"'
 
 

@@ -22,8 +22,6 @@ from verax.text.features.lora import AdaptedLayers
 from verax.text.step.program import AbstractModel
 from verax.train.settings import ALL_LINEAR, LoraSettings
 
-__all__ = ["TrainedAdapter"]
-
 Matrices = Mapping[str, Mapping[str, Array]]
 """`lora_A [r, in]` and `lora_B [out, r]`, float32, by the layer's path."""
 

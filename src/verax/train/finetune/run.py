@@ -29,9 +29,6 @@ from verax.train.loop import Loss, Schedule, batch_sharding, fully_sharded, read
 from verax.train.loss import rounded_gradient_linear, weighted_next_token_loss
 from verax.train.settings import FinetuneSettings, LoraSettings
 
-__all__ = ["Job", "batch_loss", "recompute_layers", "train_full", "train_lora"]
-
-
 DEFAULT_MAX_LENGTH = 1024
 """Tokens of the longest example, for models that read at least as many."""
 
