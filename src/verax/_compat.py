@@ -68,8 +68,6 @@ def join_processes(coordinator: str, count: int, rank: int) -> None:
 
     Args:
         coordinator: `HOST:PORT`.
-        count: number of processes.
-        rank: number of this one.
 
     Raises:
         RuntimeError: if JAX has begun to use devices, or the address cannot be had.

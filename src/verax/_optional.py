@@ -48,9 +48,6 @@ def require_optional(module: str, extra: str | None = None) -> Any:
     Args:
         module: full name of the module, such as `"PIL.Image"`.
         extra: extra that the error names; the usual one of the package if None.
-
-    Raises:
-        MissingDependencyError: if the package is not installed.
     """
     try:
         return importlib.import_module(module)
@@ -61,9 +58,6 @@ def require_optional(module: str, extra: str | None = None) -> Any:
 
 def load_pyplot(extra: str = "train") -> Any:
     """Import `matplotlib.pyplot`, set to draw into files only.
-
-    Args:
-        extra: extra that the error names.
 
     Raises:
         MissingDependencyError: without matplotlib.

@@ -72,15 +72,11 @@ def read_json(path: Path, kind: type = dict, *, optional: bool = False) -> Any:
     """Read a JSON object, or a list with `kind=list`.
 
     Args:
-        path: path of the file.
         kind: type of the value, `dict` or `list`.
         optional: if True, a missing file is an empty value.
 
     Returns:
         A `JsonObject` or a list.
-
-    Raises:
-        CheckpointError: naming the file, if it is missing, unreadable, or holds no such value.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -65,9 +65,7 @@ def load_model(
     """Make a model and fill it with a checkpoint's weights; the host holds one copy of them, and one weight more.
 
     Args:
-        opened: the checkpoint.
         model_class: the model's class, called as `model_class(config, dtype=..., rngs=...)`.
-        config: the model's configuration.
         dtype: dtype of what is not quantised, except for variables that the model makes in a dtype of their own.
         quantization: `"int8"`, `"int4"`, or (bits, group size): quantise every linear layer while loading. The output
             head is one of them: a tied one becomes a quantised copy of the embeddings. `"dequantize"`: make floats in
@@ -160,12 +158,7 @@ class _OneKey(nnx.Rngs):
 
 
 def _precision(quantization: str | Precision | None, opened: Checkpoint | None) -> tuple[Precision | None, bool]:
-    """Bits and group size of a quantisation, or None; and whether quantised weights become floats.
-
-    Raises:
-        CheckpointError: if weights of `opened` are quantised already.
-        InvalidParameterError: for an unknown quantisation.
-    """
+    """Bits and group size of a quantisation, or None; and whether quantised weights become floats."""
     precision = QUANTIZATIONS.get(quantization) if isinstance(quantization, str) else quantization
     dequantize = quantization == DEQUANTIZE
     if quantization is not None and precision is None and not dequantize:
@@ -193,7 +186,6 @@ def load_causal_lm(opened: Checkpoint, **options: Any) -> CausalLM:
     """Load the language model that a checkpoint's config.json describes.
 
     Args:
-        opened: the checkpoint.
         options: `dtype`, and other keywords of `load_model`.
 
     Raises:
@@ -244,8 +236,6 @@ def load_weights(
     """Fill a model that has shapes only (`nnx.eval_shape`); each weight gets its variable's dtype.
 
     Args:
-        abstract: the model.
-        opened: the checkpoint.
         tied_weights: keys whose weights the checkpoint has under another key. If it has the first key too, that weight
             is ignored.
         precision: bits and group size to quantise every linear layer to.
@@ -278,11 +268,7 @@ def load_weights(
 
 
 def _quantizable(model: Any) -> set[str]:
-    """Names of the weights of linear layers and of stacks.
-
-    Raises:
-        UnsupportedModelError: if there are none.
-    """
+    """Names of the weights of linear layers and of stacks."""
     names = {
         ".".join(map(str, (*path, "weight"))) for path, module in nnx.iter_modules(model) if isinstance(module, Linear)
     }

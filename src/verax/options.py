@@ -72,11 +72,7 @@ class Option:
         return first + "." if separator else self.doc
 
     def check(self, value: Any) -> Any:
-        """The value, as a plain int or float if it is a number of another library.
-
-        Raises:
-            InvalidParameterError: for another type or a value out of range, with the option's name.
-        """
+        """The value, as a plain int or float if it is a number of another library."""
         if (value is None and self.optional) or self.repeated:
             return value
         if self.choices and value not in self.choices:

@@ -28,7 +28,6 @@ def page(title: str, body: Iterable[str]) -> str:
     """A page.
 
     Args:
-        title: text of the title.
         body: lines of HTML. Paragraphs of the classes `good` and `bad` are verdicts.
     """
     return (
@@ -38,14 +37,7 @@ def page(title: str, body: Iterable[str]) -> str:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], marked: Iterable[int] = ()) -> list[str]:
-    """Lines of a table below its heading.
-
-    Args:
-        title: text of the heading.
-        columns: texts of the first row.
-        rows: texts of the others.
-        marked: numbers of the rows that stand out.
-    """
+    """Lines of a table below its heading."""
     shown, marks = "".join(f"<th>{escaped(name)}</th>" for name in columns), set(marked)
     lines = [f"<h2>{escaped(title)}</h2><table><thead><tr>{shown}</tr></thead><tbody>"]
     for i, row in enumerate(rows):

@@ -25,7 +25,6 @@ def bar(label: str, *, enabled: bool = True, count: bool = True) -> Iterator[Rep
     """A bar named `label`, driven by the function that it yields. Silent where stderr is not a terminal.
 
     Args:
-        label: a few words for the work.
         enabled: False for none at all.
         count: show done/total (for things), rather than a percentage (for bytes).
     """

@@ -153,7 +153,6 @@ class InputFile:
         """The work of a line, or what is wrong with it: not UTF-8, not a JSON object, or a `custom_id` of another type.
 
         Args:
-            text: the line.
             number: of the line, from 1.
         """
         try:
@@ -183,9 +182,7 @@ def write_rows(lines: Path, path: Path, schema: Mapping[str, Any], row: Callable
 
     Args:
         lines: the file that `ResultFile` wrote.
-        path: of the Parquet file.
         schema: type of each column, of pyarrow.
-        row: gives the row of a line.
     """
     arrow, parquet = require_optional("pyarrow"), require_optional("pyarrow.parquet")
     columns = arrow.schema(dict(schema))

@@ -154,7 +154,6 @@ def write_answers(lines: Path, path: Path) -> None:
 
     Args:
         lines: the file that `ResultFile` wrote.
-        path: of the Parquet file.
     """
     arrow = require_optional("pyarrow")
     names = ("id", "custom_id", "status_code", "request_id", "body", "error")
@@ -186,7 +185,6 @@ async def call(app: ASGIApp, method: str, path: str, body: bytes = b"") -> Answe
 
     Args:
         app: the application, whose lifespan is entered.
-        method: HTTP method.
         path: path without a query.
         body: JSON text in UTF-8, if the method has one.
     """
@@ -242,7 +240,6 @@ class LocalServer:
         """Answer to a line. Cancelling the task ends the request.
 
         Args:
-            request: the line.
             clips: folder for clips. None if there can be none in this batch.
 
         Raises:

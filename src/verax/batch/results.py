@@ -102,8 +102,6 @@ class ResultFile(Generic[R]):
         """The results in a file, which is created if it does not exist. A last line that was cut off is removed.
 
         Args:
-            path: of the file.
-            kind: class of its lines.
             retry_errors: rewrite the file without its errors, whole or not at all, so that they run again.
 
         Raises:

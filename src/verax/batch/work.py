@@ -93,8 +93,6 @@ def write_vectors(lines: Path, path: Path, dimension: int) -> None:
 
     Args:
         lines: the file that `ResultFile` wrote.
-        path: of the Parquet file.
-        dimension: numbers in a vector.
     """
     arrow = require_optional("pyarrow")
     text = arrow.string()
@@ -162,11 +160,7 @@ class Clips:
 
 
 def _request(given: Mapping[str, Any]) -> VideoRequest:
-    """Request of a line.
-
-    Raises:
-        InvalidParameterError: for a wrong prompt, or an option that a line cannot have.
-    """
+    """Request of a line."""
     for name in NOT_OF_A_LINE:
         if name in given:
             raise InvalidParameterError(f"{name}: it is not an option of a line; leave it out")

@@ -186,9 +186,6 @@ def open_stem(folder: Path, stem: str) -> dict[str, SafetensorsFile]:
 
     Returns:
         Nothing if the folder has none of these.
-
-    Raises:
-        CheckpointError: naming the file that is missing or damaged.
     """
     single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
     if single.is_file():
@@ -207,11 +204,7 @@ def open_stem(folder: Path, stem: str) -> dict[str, SafetensorsFile]:
 
 
 def open_together(paths: Iterable[Path]) -> dict[str, SafetensorsFile]:
-    """File of each weight, by key, among several files without an index.
-
-    Raises:
-        CheckpointError: naming a file that is missing or damaged, or two that have the same weight.
-    """
+    """File of each weight, by key, among several files without an index."""
     files: dict[str, SafetensorsFile] = {}
     for path in paths:
         opened = SafetensorsFile(path)

@@ -348,11 +348,7 @@ class Stack:
         self._keys = keys
 
     def read(self, i: int) -> np.ndarray | QuantizedWeight:
-        """Matrix `[F, D]` of expert i: a view of the file if it lies there in one piece, else a copy.
-
-        Raises:
-            CheckpointError: if its parts are quantised differently, with their keys.
-        """
+        """Matrix `[F, D]` of expert i: a view of the file if it lies there in one piece, else a copy."""
         if isinstance(self._keys, str):
             return jax.tree.map(lambda array: array[i], self._checkpoint.read(self._keys))
         parts = [self._checkpoint.read(key) for key in self._keys[i]]
@@ -468,8 +464,6 @@ def random_weight(name: str, shape: Sequence[int], dtype: Any = np.float32, seed
     Args:
         name: key of the weight. Vectors whose names end with `bias` are around 0, all others around 1.
         shape: `[out, in, ...]`; `[E, out, in]` of a stack of experts.
-        dtype: dtype of the result.
-        seed: seed of the random numbers.
     """
     count, summed = math.prod(shape), math.prod(shape[2:] if ".experts." in name else shape[1:])
     noise = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(min(count, DRAWN), np.float32)

@@ -135,11 +135,7 @@ class Adapter:
         return sum(pair.rank * (pair.size_in + pair.size_out) for pair in self.pairs.values())
 
     def read(self, module: str) -> tuple[np.ndarray, np.ndarray]:
-        """A `[r, in]` and the scaled B `[out, r]` of a module, copies in float32.
-
-        Raises:
-            CheckpointError: if a number is not finite: a batch computes all of its adapters for every token.
-        """
+        """A `[r, in]` and the scaled B `[out, r]` of a module, copies in float32."""
         pair = self.pairs[module]
         matrices = []
         for key in (pair.down, pair.up):
@@ -243,16 +239,10 @@ def merge(
 
     Args:
         opened: the base's checkpoint, a folder.
-        adapter: the adapter.
-        folder: folder to write.
         aliases: pairs of a pattern of keys and its replacement in another layout, from which adapters may have their
             names: the `key_aliases` of the model's class.
         dtype: dtype of the written floats; if None, each weight keeps its dtype, and quantised ones become bfloat16.
         progress: called with (weights done, weights in all).
-
-    Raises:
-        CheckpointError: if the adapter has modules that the base lacks, or their shapes differ; if the base is a GGUF
-            file.
     """
     if opened.metadata:
         raise CheckpointError(f"{opened.folder}: a GGUF file cannot be written back; merge into the model's folder")
@@ -329,11 +319,9 @@ def save_adapter(
     """Write adapter_model.safetensors and adapter_config.json; return the folder. One that exists is replaced.
 
     Args:
-        folder: folder of the adapter.
         pairs: A `[r, in]` and B `[out, r]` without the scale, by module of the base.
         rank: rank of all pairs, r.
         alpha: numerator of the scale, which is `alpha / r`.
-        base: hub id or path of the base.
         modules: all modules of the base that have a weight, to tell the adapted ones from others.
     """
     settings = {

@@ -109,11 +109,7 @@ def _module_folders(folder: Path) -> list[str]:
 
 
 def resolve_video(model: str | Path) -> Path:
-    """Path of a video model's folder: the folder itself, or the local snapshot of a Hugging Face hub id.
-
-    Raises:
-        CheckpointError: if there is no such folder, and no such id could be fetched.
-    """
+    """Path of a video model's folder: the folder itself, or the local snapshot of a Hugging Face hub id."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
@@ -161,11 +157,7 @@ def _download(name: str, revision: str | None, wanted: Sequence[str], unwanted: 
 
 
 def read_tokenizer(folder: str | Path) -> tokenizers.Tokenizer:
-    """Read `folder/tokenizer.json`.
-
-    Raises:
-        CheckpointError: if it is missing or damaged.
-    """
+    """Read `folder/tokenizer.json`."""
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(

@@ -116,9 +116,6 @@ def _embed_batch(
     """Append the vectors of a file's texts to the output, but for those that it has already.
 
     Args:
-        path: the file of texts.
-        field: field of a line that has its text.
-        output: file of the vectors.
         loading: arguments of `Encoder`.
         encoding: arguments of `Encoder.encode`.
         retry_errors: as in `ResultFile.open`.

@@ -89,8 +89,6 @@ def open_results(path: Path, kind: type[R], *, retry_errors: bool) -> ResultFile
     """File of results, or of the lines that become a Parquet file.
 
     Args:
-        path: path of the output.
-        kind: record of its lines.
         retry_errors: as in `ResultFile.open`.
 
     Raises:
@@ -104,12 +102,7 @@ def open_results(path: Path, kind: type[R], *, retry_errors: bool) -> ResultFile
 
 
 def counted(counts: LineCounts, failed_before: int) -> str:
-    """Sentence with the counts and the time of a run.
-
-    Args:
-        counts: counts of the run.
-        failed_before: errors of earlier runs in the output.
-    """
+    """Sentence with the counts and the time of a run."""
     earlier = f" (earlier errors: {failed_before:,}; --retry-errors runs them again)" if failed_before else ""
     return (
         f"{counts.done:,} done, {counts.failed:,} failed, {counts.skipped:,} skipped{earlier} in {counts.seconds:.1f} s"
@@ -129,9 +122,7 @@ def run_lines(
     """Answer a file of work, with a bar; print what was done. True if no result in the output is an error.
 
     Args:
-        label: label of the bar.
         file, results, work, least, most: as in `LineRun`. The results are closed.
-        summary: gives the end of the line that is printed.
     """
     from verax.batch.results import LineRun
     from verax.progress import bar

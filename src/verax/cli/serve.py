@@ -213,7 +213,6 @@ class Models:
         """Function that makes a server of the models; all but the text model are loaded when they are first used.
 
         Args:
-            settings: settings of the server.
             more: the `tracer` of the requests, and values of `QueueOptions`.
         """
         return functools.partial(_load, self._model, self._others, self.adapters, settings, **self.text, **more)

@@ -157,8 +157,6 @@ def _make_clips(
     """Make the clips of a file, but for those that the folder holds already.
 
     Args:
-        path: the file of clips.
-        folder: folder of the results.
         pipeline: arguments of `VideoPipeline.from_pretrained`.
         request: fields of `VideoRequest` for lines that do not have them.
         retry_errors: as in `ResultFile.open`.

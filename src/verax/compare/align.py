@@ -91,7 +91,6 @@ def translator(names: Names | None, there: Container[str]) -> Callable[[str], tu
 
     Args:
         names: the tables. A path that no table translates may have the same name on both sides.
-        there: paths of the reference.
     """
     if names is None:
         tables: Sequence[Table] = ()

@@ -111,9 +111,6 @@ class Inputs:
         Args:
             known: shapes of what it takes, by name.
             texts: True if the call takes texts too.
-
-        Raises:
-            InvalidParameterError: for texts that it does not take, an unknown name, or another shape.
         """
         takes = ", ".join(f"{name} {_written(shape)}" for name, shape in known.items()) or "no arrays"
         if self.texts and not texts:
@@ -131,11 +128,7 @@ class Inputs:
 
 
 def read_inputs(path: str | Path) -> Inputs:
-    """Read a file: `.txt` has a text in each line, `.safetensors` and `.npz` have arrays by name.
-
-    Raises:
-        InvalidParameterError: if it is none of these, cannot be read, or has nothing in it.
-    """
+    """Read a file: `.txt` has a text in each line, `.safetensors` and `.npz` have arrays by name."""
     path = Path(path).expanduser()
     try:
         if path.suffix == ".txt":

@@ -271,7 +271,6 @@ def measure_rows(
 
     Args:
         pairs: pairs from `align`.
-        ours, reference: the traces.
         truth: trace of the reference in float32, with the same names.
         own: trace of ours with each layer on the reference's activations.
     """
@@ -340,9 +339,6 @@ def measure(ours: np.ndarray, reference: np.ndarray) -> Errors:
     """Errors of `ours`, in float64.
 
     Integers, booleans and texts are compared exactly. Two empty arrays are equal.
-
-    Raises:
-        InvalidParameterError: for different shapes.
     """
     if ours.shape != reference.shape:
         raise InvalidParameterError(f"ours: expected shape {list(reference.shape)}, got {list(ours.shape)}")

@@ -92,8 +92,6 @@ def compare_pipelines(
 
     Args:
         model: a folder of either published layout. diffusers' form is made of its parts.
-        clip: settings of the clip.
-        dtype: dtype of the weights on both sides.
         inputs: `latents` `[1, channels, F, H, W]` to begin with, and for image to video an `image` `[H, W, 3]`, uint8,
             instead of noise by `clip.seed` and a gradient.
         repeat: make each clip a second time, to say whether a side is deterministic.

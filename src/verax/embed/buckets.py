@@ -101,10 +101,6 @@ class Buckets(abc.ABC):
         """Texts as calls, tokenised some batches ahead, roughly the longest first.
 
         They are sorted by characters over all texts, by tokens among those that are tokenised together.
-
-        Args:
-            characters: number of characters of each text.
-            tokenize: function from indices of texts to their tokens.
         """
         order = sorted(range(len(characters)), key=lambda i: -characters[i])
         waiting: list[_Waiting] = []
@@ -126,7 +122,6 @@ class PackedBuckets(Buckets):
 
         Args:
             batch_size: most texts in a call; as many as `tokens` hold if None.
-            max_length: tokens of the longest text.
             tokens: most tokens of several texts in a call.
         """
         self.tokens = tokens
@@ -259,10 +254,7 @@ def run_jobs(
     """Run calls and write their results. While the device works on the calls that it has, the host makes the next.
 
     Args:
-        jobs: calls.
         dispatch: function that begins one and returns its result, a row for each row of the call.
-        results: array that gets the result of each text.
-        label: words for the progress bar.
         unit: plural of what has one result each, for the progress bar.
         show_progress: a bar, if stderr is a terminal.
     """
@@ -289,11 +281,7 @@ def run_jobs(
 
 
 def check_batch_size(batch_size: Any) -> None:
-    """Check the number of texts of a call, if one is given.
-
-    Raises:
-        InvalidParameterError: if it is below 1, or no whole number.
-    """
+    """Check the number of texts of a call, if one is given."""
     if batch_size is None:
         return
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
@@ -301,11 +289,7 @@ def check_batch_size(batch_size: Any) -> None:
 
 
 def check_texts(texts: Any, name: str) -> list[str]:
-    """Texts as a list, if they are texts; `name` is the argument's, for messages.
-
-    Raises:
-        InvalidParameterError: naming the first that is not a text.
-    """
+    """Texts as a list, if they are texts; `name` is the argument's, for messages."""
     if isinstance(texts, bytes) or not isinstance(texts, Iterable):
         raise InvalidParameterError(f"{name}: expected a text or texts, got {texts!r}")
     checked = list(texts)
@@ -336,10 +320,6 @@ def load_for_calls(
     """Load a model, quantise it if asked for, and pack its weights for the processor.
 
     Args:
-        opened: the checkpoint.
-        model_class: class of the model.
-        config: configuration of the model.
-        dtype: name of the dtype of weights and matmul inputs.
         quantization: a name of `QUANTIZATIONS`, or None.
         keep_head: keep a language model's own head, from which rerankers read the answer.
             Encoders do not call it. The head that quantising makes of tied embeddings is dropped in any case: the

@@ -53,8 +53,6 @@ def pool(
     """Pool hidden states into one vector a sentence, float32. Padding does not count.
 
     Args:
-        hidden: hidden states.
-        sentences: places of the sentences.
         pooling: one of `POOLINGS`.
         skipped: number of first tokens, a prompt's, that do not count, except for the last token.
     """
@@ -101,11 +99,7 @@ _TORCH: dict[str, Callable[[Array], Array]] = {
 
 
 def activation_function(name: str, where: str) -> Callable[[Array], Array]:
-    """The function that a file of sentence-transformers names, such as `torch.nn.modules.activation.Tanh`.
-
-    Raises:
-        UnsupportedModelError: for another one, with the file.
-    """
+    """The function that a file of sentence-transformers names, such as `torch.nn.modules.activation.Tanh`."""
     module, _, function = name.rpartition(".")
     if not module.startswith("torch.nn.modules.") or function not in _TORCH:
         raise UnsupportedModelError(
@@ -205,12 +199,7 @@ _KINDS = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout"
 
 
 def list_modules(folder: Path) -> list[Entry]:
-    """Modules of a folder in the order of its modules.json, the transformer first; empty without such a file.
-
-    Raises:
-        CheckpointError: if the file is damaged.
-        UnsupportedModelError: for another module, with its type, or a program that does not begin with a transformer.
-    """
+    """Modules of a folder in the order of its modules.json, the transformer first; empty without such a file."""
     path = folder / "modules.json"
     if not path.is_file():
         return []
@@ -283,16 +272,8 @@ def load_modules(
     """Load the modules after a folder's transformer, and check that they fit each other.
 
     Args:
-        folder: folder of the checkpoint.
-        width: numbers in a state of the transformer.
         pooling: one of `POOLINGS`, in the place of the files' one.
         default: pooling of a folder without a modules.json.
-        dtype: dtype of the weights.
-
-    Raises:
-        CheckpointError: if a file is damaged, or sizes do not fit.
-        UnsupportedModelError: for another pooling or module, or a program that gives no vector of a sentence.
-        InvalidParameterError: for another `pooling`.
     """
     if pooling is not None and pooling not in POOLINGS:
         raise InvalidParameterError(f"pooling: expected one of {', '.join(POOLINGS)}, got {pooling!r}")

@@ -72,8 +72,6 @@ def scorer_of(
     """Scorer of a checkpoint, and its model's class and configuration.
 
     Args:
-        opened: the checkpoint.
-        tokenizer: tokenizer of the checkpoint.
         max_length: tokens that are read of a pair; the checkpoint's limit if None.
         model_file: content of config_sentence_transformers.json.
 

@@ -46,11 +46,7 @@ class Prompts:
 
     @classmethod
     def from_file(cls, config: JsonObject) -> Prompts:
-        """Read them from the content of `config_sentence_transformers.json`.
-
-        Raises:
-            CheckpointError: if the file is damaged, or has no prompt of the default name.
-        """
+        """Read them from the content of `config_sentence_transformers.json`."""
         texts = read_value(config, "prompts", dict[str, str | None], {})
         default = read_value(config, "default_prompt_name", str, None)
         if default is not None and default not in (*texts, "query", "document"):
@@ -58,11 +54,7 @@ class Prompts:
         return cls({name: text or "" for name, text in texts.items()}, default)
 
     def text(self, name: str | None) -> str:
-        """Text of a prompt by its name; of the default one, or none, for None.
-
-        Raises:
-            InvalidParameterError: if there is no such prompt, naming the existing ones.
-        """
+        """Text of a prompt by its name; of the default one, or none, for None."""
         if name is None:
             return "" if self.default is None else self.texts.get(self.default, "")
         if name not in self.texts:
@@ -108,11 +100,8 @@ class EncoderSettings:
         """Read a folder. What is given as an argument goes before what the files say.
 
         Args:
-            folder: folder of the checkpoint.
             transformer: folder of its transformer, if that is another.
             positions: tokens that the model can read at most.
-            pooling: names of the poolings.
-            max_length: tokens that are read of a sentence.
 
         Raises:
             CheckpointError: if a file is damaged.
@@ -171,9 +160,7 @@ def read_max_length(folder: Path, positions: int, max_length: int | None, tokens
     """Tokens that are read of a text: the argument, or the limit of the files, or all positions.
 
     Args:
-        folder: folder of the checkpoint.
         positions: tokens that the model can read at most.
-        max_length: the limit that the caller asks for.
         tokens: content of sentence_bert_config.json.
 
     Raises:

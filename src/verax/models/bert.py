@@ -215,7 +215,6 @@ class BertModel(nnx.Module):
         """Final hidden states, float32. The states of a sentence depend on its own tokens only.
 
         Args:
-            tokens: token ids.
             sentences: where the sentences lie; of at most `max_position_embeddings` tokens each.
             types: token types, 0 and 1 for the texts of a pair; all 0 if None.
         """

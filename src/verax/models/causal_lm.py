@@ -264,9 +264,6 @@ def config_on_devices(config: C, devices: int) -> C:
 
     It has each head of keys and values several times, next to each other, where devices share heads. Recurrent layers
     are whole where devices do not divide them.
-
-    Raises:
-        InvalidParameterError: if heads are shared and the configuration is not a dataclass with a field for them.
     """
     if isinstance(config, DividedStateConfig):
         config = cast(C, config.on_devices(devices))
@@ -288,7 +285,6 @@ def text_config(config: Mapping[str, Any], **defaults: Any) -> JsonObject:
     With a vision tower, the outer file says whether the output head is tied, as transformers reads it.
 
     Args:
-        config: object of the file.
         defaults: values of keys that the language model's object leaves out.
     """
     part = read_value(config, "text_config", dict, None)
@@ -313,11 +309,7 @@ def final_hidden_states(
 
 
 def check_causal_lm_class(model: Any, config: Any) -> None:
-    """Check the classes of a language model and of its configuration.
-
-    Raises:
-        InvalidParameterError: naming the class and the members that it lacks.
-    """
+    """Check the classes of a language model and of its configuration."""
     for argument, given in (("model", model), ("config", config)):
         if not inspect.isclass(given):
             raise InvalidParameterError(f"{argument}: expected a class, got {given!r}")

@@ -200,9 +200,6 @@ class CLIPVisionModel(nnx.Module):
 
         Args:
             pixels: normalised by CLIP's mean and standard deviation (`video.pictures`); H and W are `image_size`.
-
-        Raises:
-            InvalidParameterError: for images of another size.
         """
         size = self.config.image_size
         if pixels.shape[1:3] != (size, size):

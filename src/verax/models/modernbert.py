@@ -208,7 +208,6 @@ class ModernBertModel(nnx.Module):
         """Final hidden states, float32. The states of a sentence depend on its own tokens only.
 
         Args:
-            tokens: token ids.
             sentences: where the sentences lie; of at most `max_position_embeddings` tokens each.
         """
         config = self.config

@@ -99,11 +99,7 @@ _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layer
 
 
 def check_activation(config: Mapping[str, Any], key: str, known: Collection[str | None]) -> None:
-    """Check the activation of feed-forward layers; the first of `known` is the default.
-
-    Raises:
-        UnsupportedModelError: for another one, naming those that the family has.
-    """
+    """Check the activation of feed-forward layers; the first of `known` is the default."""
     known = tuple(known)
     if (activation := config.get(key, known[0])) not in known:
         raise UnsupportedModelError(f"{key} {activation!r} is not supported; this family uses {known[0]!r}")
@@ -113,7 +109,6 @@ def decoder_fields(config: Mapping[str, Any], rotary: ops.RotaryConfig) -> dict[
     """`Qwen3Config`'s fields from a config.json, as this family and its relatives read them.
 
     Args:
-        config: the file's object.
         rotary: rotation of heads, of layers that see everything.
 
     Raises:

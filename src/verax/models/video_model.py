@@ -117,10 +117,6 @@ class VideoSettings:
 
         Args:
             own: contents of the file; empty without one.
-            kinds: kinds of the family.
-
-        Raises:
-            CheckpointError: if the file has something else in it.
         """
         known = [field.name for field in fields(VideoSettings)]
         for name, value in own.items():
@@ -176,7 +172,6 @@ def flow_sigmas(steps: int, shift: float, *, begin: float, end: float) -> Float[
     """Noise levels evenly spaced between `begin` and `end`, the last left out, and shifted towards noise.
 
     Args:
-        steps: number of steps.
         shift: 1 for even spacing; more spends more steps at high noise: sigma becomes `shift s / (1 + (shift - 1) s)`.
         begin, end: first and last sigma before shifting.
     """

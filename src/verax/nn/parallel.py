@@ -66,12 +66,7 @@ def check_divisions(model: Any, devices: int, *, argument: str) -> None:
     """Check that a model, or a model of shapes, divides over `devices` devices.
 
     Args:
-        model: the model.
-        devices: number of devices.
         argument: name of the argument that the number was given by.
-
-    Raises:
-        InvalidParameterError: naming the weight that does not divide, and the numbers of devices that do.
     """
     if devices == 1:
         return
@@ -189,7 +184,6 @@ def scan_blocks(
     Args:
         step: function of the carry, one block and its inputs.
         blocks: modules, traced one after the other; or `ShardedBlocks`, of which one is traced.
-        carry: argument of the first step.
         inputs: inputs of each block, a tuple of trees; of `ShardedBlocks` one tree, whose arrays `[B, L, ...]` have the
             block in their second axis, so that the first may be divided over devices. Results are the same. None for
             no inputs.

@@ -75,8 +75,6 @@ def trace_once(function: Callable[P, R], context: Hashable, /, *args: P.args, **
     Args:
         function: a function of its arguments and of `context` alone.
         context: everything else that its program depends on.
-        args: its arguments.
-        kwargs: its arguments by name.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]

@@ -140,10 +140,6 @@ def check_platform(what: str, platform: str) -> None:
 
     Args:
         what: the beginning of the message: where the name was given.
-        platform: the name.
-
-    Raises:
-        InvalidParameterError: with the names that exist.
     """
     if platform not in PLATFORMS:
         hint = f"; {other!r} covers it" if (other := _OTHER_NAMES.get(platform.lower())) else ""

@@ -180,7 +180,6 @@ def spread_queries(q: Float[Array, "*B N H"], K: int, m: int) -> Float[Array, "*
     Args:
         q: queries, head n of them for key/value head `n // (N / K)`.
         K: heads of keys and values before they were joined.
-        m: joined heads.
     """
     *lead, N, H = q.shape
     own = jnp.eye(m, dtype=bool)[:, None, :, None]

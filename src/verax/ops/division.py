@@ -98,11 +98,6 @@ def check_division(name: str, weight: Any, division: Division, devices: int) -> 
         name: the weight's name, for the message.
         weight: the weight, or its shapes.
         division: how it is divided.
-        devices: number of devices.
-
-    Raises:
-        InvalidParameterError: if the axis does not divide; or if the weight's columns are in an order of their own, so
-            that no device has the inputs of its columns.
     """
     if isinstance(weight, QuantizedWeight) and division.axis == 1 and weight.order is not None:
         raise InvalidParameterError(
@@ -131,11 +126,7 @@ def _stored_unit(weight: Any, axis: int) -> int:
 
 
 def repeated(name: str, weight: Any, division: Division, times: int) -> Any:
-    """Weight with each of its units repeated `times` times in a row: for devices that share a head.
-
-    Raises:
-        InvalidParameterError: if a unit is not stored by itself.
-    """
+    """Weight with each of its units repeated `times` times in a row: for devices that share a head."""
     if times == 1:
         return weight
     rows, stored, (unit,) = weight.shape[0], _stored_unit(weight, 0), division.units

@@ -273,7 +273,6 @@ def split_queries(
 
     Args:
         query_starts: see `paged_attention`.
-        tile: queries of one sequence in a tile.
     """
     counts = query_starts[1:] - query_starts[:-1]
     before = jnp.concatenate([jnp.zeros(1, counts.dtype), jnp.cumsum((counts + tile - 1) // tile)])

@@ -147,11 +147,7 @@ def sample(
     This implementation sorts; it is the oracle of the one that runs.
 
     Args:
-        logits: scores of the next token.
-        tokens: prompt and answer so far of each slot.
-        slots: the slot of each row.
         lengths: tokens of each row so far, which with its seed decide the draw.
-        params: parameters of each slot.
         mask: a bit for each token that a grammar allows; all ones in rows without one.
     """
     rows = params.rows(slots)

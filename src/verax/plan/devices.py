@@ -96,10 +96,6 @@ def find_device(
         memory: bytes.
         bandwidth: bytes per second.
         flops: operations per second of dense bfloat16 products. Operations in other dtypes keep their proportion.
-
-    Raises:
-        InvalidParameterError: for a number that is not positive, or a device that is not in the table and not
-            described by all three.
     """
     given = {"memory": memory, "bandwidth": bandwidth, "flops": flops}
     for what, value in given.items():
@@ -152,13 +148,9 @@ def program_row(
     """Work and least time of a program, for JSON: its products at their full rate, or its bytes at full bandwidth.
 
     Args:
-        name: what the program does.
-        device: kind of device.
         flops: operations of its products on all devices together, two for each multiplication and addition.
         nbytes: bytes that cross the memory of one device.
-        dtype: dtype of the products' operands.
         devices: number of devices, which divide the products evenly.
-        times: number of calls.
     """
     parts = {"compute": flops / device.rate(dtype) / devices, "memory": nbytes / device.bandwidth}
     limit = max(parts, key=lambda part: parts[part])

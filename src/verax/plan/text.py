@@ -121,7 +121,6 @@ class TextPlan:
         values that are seen are read once.
 
         Args:
-            name: what the steps do.
             seqs: sequences of each step, all alike.
             steps: tokens of a sequence in the cache before each step, and tokens of the step.
         """
@@ -166,16 +165,9 @@ def text_plan(
     """A language model on devices, checked. Options have the names of `verax.LLM`.
 
     Args:
-        model: the model.
-        device: kind of device.
         dtype: `"bfloat16"` or `"float32"`.
-        quantization: precision of the weights.
-        max_num_seqs: sequences of a step.
         max_model_len: tokens of each sequence; 4096 or the model's positions, if these are fewer, if None.
         options: `tensor_parallel_size`, `kv_cache_dtype` and `max_num_batched_tokens`.
-
-    Raises:
-        InvalidParameterError: for an option out of range, or weights that do not divide over the devices.
     """
     check_dtype(dtype)
     architecture, config = causal_lm(model.config)
@@ -245,10 +237,7 @@ def plan_embed(
     """Plan of an encoder, as JSON holds it.
 
     Args:
-        model: the model.
-        device: kind of device.
         dtype: `"float32"`, or `"bfloat16"` for weights and inputs of products.
-        batch_size: sentences of a call.
         max_length: tokens of each sentence; 128 if None.
 
     Raises:

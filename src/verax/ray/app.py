@@ -100,9 +100,6 @@ def bind_replicas(
     Args:
         new_server: loads the models. It is pickled.
         bounds: number of replicas, or the least and the most.
-        num_cpus: CPUs of each.
-        num_gpus: GPUs of each.
-        target_ongoing_requests: requests of a replica that scaling aims at.
         max_queued_requests: most requests that wait at one handle for a replica.
 
     Raises:

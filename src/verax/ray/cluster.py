@@ -73,14 +73,8 @@ def check_actors(
     `start_ray` has not started may grow, and is not checked for it.
 
     Args:
-        name: argument that says how many actors there are.
         bounds: number of actors, or the least and the most.
-        num_cpus: CPUs of each.
-        num_gpus: GPUs of each.
         left: CPUs that others need.
-
-    Raises:
-        InvalidParameterError: with what would fit.
     """
     least, most = (bounds, bounds) if isinstance(bounds, int) else bounds
     if not 1 <= least <= most:

@@ -98,11 +98,7 @@ class Generate:
 
 
 def _prompt(row: Mapping[str, Any]) -> Any:
-    """Prompt of a row: text, token ids, or messages.
-
-    Raises:
-        InvalidParameterError: if it has none.
-    """
+    """Prompt of a row: text, token ids, or messages."""
     messages = row.get("messages")
     if messages is not None:
         return msgspec.json.decode(messages) if isinstance(messages, str) else list(messages)
@@ -224,9 +220,7 @@ def actor_pool(
     Args:
         size: number of actors, or the least and the most of them.
         num_cpus: CPUs of each, and threads of its JAX.
-        num_gpus: GPUs of each.
         batch_size: rows of a batch. Several batches are with an actor at once.
-        arguments: of the callable.
 
     Raises:
         InvalidParameterError: for sizes that make no sense, or a pool that leaves no CPU to those who read files and

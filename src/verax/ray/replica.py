@@ -97,7 +97,6 @@ class Replica:
         """Answer to a line of a batch.
 
         Args:
-            request: the line.
             clips: folder for clips, on a file system that the reader of the answers shares; None for none.
         """
         if self._entered is None:

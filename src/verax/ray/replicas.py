@@ -32,11 +32,6 @@ def running_replicas(
     Args:
         new_server: loads the models of each. It is pickled.
         bounds: number of replicas, or the least and the most.
-        num_cpus: CPUs of each.
-        num_gpus: GPUs of each.
-
-    Raises:
-        VeraxError: if they cannot be started, or do not fit.
     """
     started = not ray.is_initialized()
     start_ray()

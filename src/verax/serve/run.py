@@ -121,11 +121,7 @@ LAST_ANSWERS = 2.0
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """A socket at the server's address. Connections are refused until `run`.
-
-    Raises:
-        InvalidParameterError: if the address cannot be had.
-    """
+    """A socket at the server's address. Connections are refused until `run`."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

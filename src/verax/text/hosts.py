@@ -141,11 +141,7 @@ class Link:
         return link
 
     def accept(self, address: Address, timeout: float) -> None:
-        """Wait for the other side's first message, which is empty.
-
-        Raises:
-            HostsError: if none arrives within `timeout` seconds.
-        """
+        """Wait for the other side's first message, which is empty."""
         deadline = time.monotonic() + timeout
         while not self._socket.poll(100):
             if time.monotonic() > deadline:
@@ -156,11 +152,7 @@ class Link:
         self._start_watch(self._socket.recv(copy=False).get(self._zmq.SRCFD))
 
     def send(self, message: bytes) -> None:
-        """Send a message, without waiting.
-
-        Raises:
-            HostsError: if the other side is gone.
-        """
+        """Send a message, without waiting."""
         try:
             if not self._gone:
                 return self._socket.send(message, self._zmq.NOBLOCK)
@@ -258,7 +250,6 @@ class Group:
         """Wait for the processes of all hosts, and connect to rank 0, or rank 0 to the others.
 
         Args:
-            config: options of the engine.
             options: further facts that must be equal on all ranks.
 
         Raises:
@@ -283,9 +274,6 @@ class Group:
     def exchange(self, value: Any) -> list[Any]:
         """The value of each rank, on every rank. All ranks call it in the same order, and wait for the last.
 
-        Args:
-            value: what JSON can express.
-
         Raises:
             HostsError: if a rank has ended.
         """
@@ -297,11 +285,7 @@ class Group:
         return msgspec.msgpack.decode(self._receive(self._links[0]))
 
     def agree(self, facts: Mapping[str, Any]) -> None:
-        """Compare what must be equal on all ranks.
-
-        Raises:
-            HostsError: on every rank, naming each difference.
-        """
+        """Compare what must be equal on all ranks."""
         first, *others = self.exchange({name: str(value) for name, value in facts.items()})
         differences = [
             f"{name} is {first.get(name)} on rank 0 and {found.get(name)} on rank {rank}"
@@ -316,11 +300,7 @@ class Group:
             raise HostsError(f"nnodes: the hosts must be equal, but {'; '.join(differences)}")
 
     def send(self, dispatch: Dispatch) -> None:
-        """Send a dispatch to all followers, before it is made here.
-
-        Raises:
-            HostsError: if one of them is gone.
-        """
+        """Send a dispatch to all followers, before it is made here."""
         if self.lost is not None:
             raise HostsError(self.lost)
         self._send(dispatch.encode())
@@ -398,11 +378,7 @@ def _exit() -> None:
 
 
 def _join_jax(config: EngineConfig) -> None:
-    """Join JAX's processes, on a thread: the wait is native, and could not be interrupted.
-
-    Raises:
-        HostsError: if JAX runs already or not all hosts join.
-    """
+    """Join JAX's processes, on a thread: the wait is native, and could not be interrupted."""
     failed: list[Exception] = []
 
     def join() -> None:

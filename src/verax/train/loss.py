@@ -23,9 +23,6 @@ def weighted_next_token_loss(
     Where there are many scores, they are computed for some tokens of each row at a time, and again for the gradient.
 
     Args:
-        logits: the output head.
-        hidden: final hidden states.
-        targets: the token that follows each.
         weights: weight of each target; zero for padding.
     """
 

@@ -66,11 +66,7 @@ class FinetuneSettings:
             )
 
     def schedule(self, examples: int) -> Schedule:
-        """Schedule of a run over the given number of examples.
-
-        Raises:
-            InvalidParameterError: if the warm-up leaves no step.
-        """
+        """Schedule of a run over the given number of examples."""
         from verax.train.loop import Schedule
 
         steps = self.steps or max(1, -int(-self.epochs * examples // (self.batch_size * self.gradient_accumulation)))

@@ -71,9 +71,7 @@ def denoise(
     """Run the iterations from `begin` to the one before `end`.
 
     Args:
-        model: transformer.
         state: state before iteration `begin`.
-        tables: values of each iteration.
         conditions: inputs that all iterations share.
         begin, end: first iteration, and the one after the last.
         mesh: devices that divide guidance and tokens, inside `jax.shard_map` over them; None for one device.
@@ -118,7 +116,6 @@ def predict_velocity(
     """Velocity of a clip with guidance, and the residual of the blocks.
 
     Args:
-        model: transformer.
         x: latents, and the channels after them.
         timesteps: timestep of all frames, or of each frame.
         conditions: inputs that all iterations share.

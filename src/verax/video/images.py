@@ -44,7 +44,6 @@ def read_image(image: Image, *, name: str = "image") -> UInt8[np.ndarray, "H W 3
 
     Args:
         image: a path, a PIL.Image, or an array `[H, W, 3]`, uint8 or floats in 0..1.
-        name: name of the argument in errors.
 
     Raises:
         InvalidParameterError: if the file does not exist or is not an image, or for another array.
@@ -100,7 +99,6 @@ def read_clip(clip: Any, *, name: str = "video") -> tuple[UInt8[np.ndarray, "T H
     Args:
         clip: a path to a video, an animated .gif or .webp, or a folder of images, in the order of their names and of
             the numbers in them; or a list of images, or an array `[T, H, W, 3]`, uint8 or floats in 0..1.
-        name: name of the argument in errors.
 
     Raises:
         InvalidParameterError: if the file does not exist or is not a clip, if it has no frames, or they differ in size.

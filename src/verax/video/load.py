@@ -38,7 +38,6 @@ def open_model(folder: VideoFolder, *, kind: str | None = None, reference: str |
     """Family, settings and rules of a folder, by the class name in its transformer's config.json.
 
     Args:
-        folder: the checkpoint.
         kind: kind of model; None to go by the folder.
         reference: name of the rules to follow; the family's first if None.
 
@@ -68,10 +67,6 @@ def divided_component(
     """A network as the devices of a clip hold it.
 
     Args:
-        what: its name in messages.
-        kind: its class.
-        config: its configuration.
-        dtype: dtype of its weights.
         load, keep, offload: as `Component` takes them.
         mesh: devices of the clip; None for the default device.
         shard_weights: True to divide the weights of a transformer's blocks over the mesh.
@@ -106,7 +101,6 @@ def load_components(
     """Describe a folder's networks.
 
     Args:
-        folder: folder of either layout.
         model: its family and settings, of `open_model`.
         dtype: dtype of the transformer's and the encoders' weights. The VAE's are float32.
         keep_encoders: whether text and image encoder stay on the device; by their size if None.

@@ -128,9 +128,6 @@ def out_of_memory_message(
     """Message for a request that does not fit in the free memory, with changes that would fit; None if it fits.
 
     Args:
-        request: checked request.
-        geometry: sizes of the checkpoint.
-        plan: memory of the request.
         free: free bytes.
         replan: function that returns the plan of the request with some changes.
         devices: devices that divide the tokens of a frame, of which changes leave a multiple in each row.

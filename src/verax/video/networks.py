@@ -294,11 +294,7 @@ class PromptTokenizer:
     """A text encoder's tokenizer.json, giving ids of one length."""
 
     def __init__(self, backend: tokenizers.Tokenizer, *, length: int = PROMPT_TOKENS, pad_token: str = "<pad>"):
-        """Take over a tokenizer; its truncation and padding are replaced.
-
-        Raises:
-            CheckpointError: if it has no `pad_token`.
-        """
+        """Take over a tokenizer; its truncation and padding are replaced."""
         pad = backend.token_to_id(pad_token)
         if pad is None:
             raise CheckpointError(f"the text encoder's tokenizer has no token {pad_token!r} to pad with")

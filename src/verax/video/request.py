@@ -36,11 +36,7 @@ RESOLUTIONS = {"540P": (544, 960), "720P": (720, 1280)}
 
 
 def make_request(prompt: str | Sequence[str] | None, options: Mapping[str, Any]) -> VideoRequest:
-    """Build a request from the arguments of a call.
-
-    Raises:
-        InvalidParameterError: for an option that requests do not have, with the nearest name.
-    """
+    """Build a request from the arguments of a call."""
     known = list(options_of(VideoRequest))
     for name in options:
         if name not in known:
@@ -54,12 +50,7 @@ def segment_sizes(latents: int, longest: int, overlap: int) -> list[int]:
     """Latent frames of each segment, including those that it shares with the segment before. The last may be shorter.
 
     Args:
-        latents: latent frames of the whole clip.
-        longest: latent frames of a segment.
         overlap: latent frames that two segments share.
-
-    Raises:
-        InvalidParameterError: if segments overlap wholly.
     """
     if latents <= longest:
         return [latents]
@@ -74,11 +65,7 @@ def segment_sizes(latents: int, longest: int, overlap: int) -> list[int]:
 
 
 def default_size(request: VideoRequest, settings: VideoSettings) -> tuple[int, int]:
-    """Height and width of a request that gives neither, as long as it has no image.
-
-    Raises:
-        InvalidParameterError: for an unknown resolution, or one together with a height or a width.
-    """
+    """Height and width of a request that gives neither, as long as it has no image."""
     if request.resolution is None:
         return settings.height, settings.width
     if request.height is not None or request.width is not None:
@@ -150,7 +137,6 @@ def resolve_request(request: VideoRequest, model: VideoModel) -> ResolvedRequest
     """Read a request's images, fill in its defaults, and check it.
 
     Args:
-        request: as the user wrote it.
         model: checkpoint whose defaults are filled in, and which the request has to fit.
 
     Raises:

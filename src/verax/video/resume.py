@@ -41,7 +41,6 @@ class FinishedSegments:
 
         Args:
             request: checked request, whose `resume` is the folder, or None.
-            sizes: latent frames of each segment.
             origin: model and precision, on which the clip depends too.
 
         Raises:

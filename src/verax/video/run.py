@@ -175,8 +175,6 @@ def run_request(
 
     Args:
         request: checked request, whose guidance is decided.
-        parts: parts of the pipeline.
-        reporter: receiver of the progress.
         origin: model and precision, on which finished segments depend too.
 
     Returns:

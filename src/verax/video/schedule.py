@@ -84,9 +84,6 @@ def segment_schedule(request: ResolvedRequest, model: VideoModel, *, latents: in
     """Iterations of a segment.
 
     Args:
-        request: checked request.
-        model: checkpoint.
-        latents: latent frames of the segment.
         given: number of them at the beginning that are not denoised.
         last: latent frames after them, which are not denoised either.
     """
@@ -115,7 +112,6 @@ def make_tables(levels: NoiseLevels, forcing: ForcingSchedule | None = None, *, 
     """Tables of a segment.
 
     Args:
-        levels: noise levels of the steps.
         forcing: step of each latent frame in each iteration; None for all frames together.
         overwritten: see `unipc.tabulate`.
     """
@@ -185,9 +181,7 @@ def forcing_schedule(
 
     Args:
         frames: latent frames, a multiple of `causal_block_size`.
-        timesteps: timestep of each of N steps.
         ar_step: steps by which a block follows the one before it; 0 for all together.
-        causal_block_size: latent frames in a block.
         prefix: latent frames at the beginning that are not denoised.
         keep_partial_blocks: True to leave all of them unchanged. False, as in diffusers, to leave only those that
             fill whole blocks: the others are taken for noise.

@@ -239,7 +239,6 @@ def read_config(
     """Contents of the equivalent config.json.
 
     Args:
-        metadata: the file's keys and values.
         shapes: shapes of the tensors, by their keys in a checkpoint.
         divisors: the file's `ROPE_DIVISORS`, if it has some.
 
@@ -416,11 +415,7 @@ def part_names(name: str) -> list[str]:
 
 
 def _other_parts(first: GGUFFile) -> list[GGUFFile]:
-    """The other parts of a split file, of which this is the first; none of a whole one.
-
-    Raises:
-        CheckpointError: if it is another part, or a part is missing or of another model.
-    """
+    """The other parts of a split file, of which this is the first; none of a whole one."""
     path, count = first.path, first.metadata.get("split.count", 1)
     if count in (0, 1):
         return []

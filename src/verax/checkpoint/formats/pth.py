@@ -60,12 +60,7 @@ class PthFile(MappedFile):
     """
 
     def __init__(self, path: Path):
-        """Map the file and read its description.
-
-        Raises:
-            CheckpointError: if the file is missing, damaged, of the format before torch 1.6, without tensors, or holds
-                anything that is not a tensor or a plain value; with its name.
-        """
+        """Map the file and read its description."""
         super().__init__(path)
         if self.map[: len(_LEGACY)] == _LEGACY:
             raise CheckpointError(

@@ -69,11 +69,7 @@ class QuantizedEntry(NamedTuple):
     """Function of the arrays, by the last part of their keys, to an exact copy of the weight."""
 
     def read(self, read_raw: Callable[[str], np.ndarray]) -> QuantizedWeight | BlockQuantizedWeight:
-        """Copy it out of its file, with the arrays that `read_raw` gives, without rounding.
-
-        Raises:
-            CheckpointError: if values are not numbers, or groups not all of one size.
-        """
+        """Copy it out of its file, with the arrays that `read_raw` gives, without rounding."""
         try:
             return self.convert(**{key.rpartition(".")[2]: read_raw(key) for key in self.keys})
         except ValueError as error:
@@ -489,15 +485,7 @@ def entries(key: str, weight: QuantizedWeight) -> dict[str, np.ndarray]:
 
 
 def quantization_config(weights: Iterable[QuantizedWeight], ignore: Sequence[str] = ()) -> dict[str, Any]:
-    """config.json's `quantization_config` for a model whose linear layers are all quantised alike.
-
-    Args:
-        weights: the quantised weights.
-        ignore: paths of the layers that are not.
-
-    Raises:
-        CheckpointError: if they are not quantised alike.
-    """
+    """config.json's `quantization_config` for a model whose linear layers are all quantised alike."""
     kinds = {(weight.bits, weight.group_size) for weight in weights}
     if len(kinds) != 1:
         raise CheckpointError(f"weights of several precisions cannot be saved together: {sorted(map(str, kinds))}")
@@ -539,13 +527,7 @@ def find_quantized(
     """The quantised weights among a checkpoint's tensors, by their plain key.
 
     Args:
-        tensors: all arrays of the checkpoint.
         scheme: config.json's `quantization_config`.
-        read: function that reads an array by its key.
-        where: name of the checkpoint for messages.
-
-    Raises:
-        CheckpointError: for a method, a layout or a precision that verax cannot compute with, naming it.
     """
     method = scheme.get("quant_method")
     find = _METHODS.get(method) if isinstance(method, str) else None

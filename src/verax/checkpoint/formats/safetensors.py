@@ -62,11 +62,7 @@ class MappedFile:
     """Dtype, shape and place of each tensor by its key."""
 
     def __init__(self, path: Path):
-        """Map the file.
-
-        Raises:
-            CheckpointError: if it is missing, empty or unreadable.
-        """
+        """Map the file."""
         self.path = path
         try:
             with path.open("rb") as file:
@@ -199,9 +195,7 @@ def write_shards(
     """Write `stem.safetensors`, or as many numbered files as needed and their index. One tensor is in memory at a time.
 
     Args:
-        folder: folder of the files.
         stem: beginning of their names.
-        tensors: tensors by key.
         max_shard_bytes: largest size of a file in bytes, unless a single tensor is larger.
 
     Yields:

@@ -476,7 +476,6 @@ def diffusers_transformer(config: Mapping[str, Any], pipeline: str) -> dict[str,
 
     Args:
         config: config.json of either layout.
-        pipeline: name of diffusers' pipeline.
     """
     if config.get("_class_name", _ORIGINAL) != _ORIGINAL:
         return dict(config)
@@ -530,7 +529,6 @@ def scheduler_settings(pipeline: str, *, experts: bool = False) -> dict[str, Any
     """Default scheduler_config.json for a folder that has none, with the shift that the authors recommend.
 
     Args:
-        pipeline: name of diffusers' pipeline.
         experts: True for a model with two transformers.
     """
     shift = 12.0 if experts else 8.0 if _is_skyreels(pipeline) else 5.0

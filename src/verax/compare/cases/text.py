@@ -102,7 +102,6 @@ def text_case(
 
     Args:
         model: a folder, hub id or GGUF file; `"random"` for a small one of random weights; None for the built-in model.
-        scratch: a folder for random weights.
         inputs: texts, or `input_ids` `[B, T]` with an `attention_mask` `[B, T]` of what is padded on the right; random
             tokens if there are neither.
         tokens: number of random tokens in each of two rows.

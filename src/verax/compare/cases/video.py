@@ -453,11 +453,7 @@ def _random(size: str) -> Mapping[str, Any]:
 
 
 def _fill(model: Any, part: str, settings: Mapping[str, Any], weight: Callable[[str], np.ndarray]) -> None:
-    """Copy weights into the reference's model, one after the other; `weight` takes the original's name.
-
-    Raises:
-        CheckpointError: if a shape does not fit, or a parameter is left without a weight.
-    """
+    """Copy weights into the reference's model, one after the other; `weight` takes the original's name."""
     names, state, filled = PARTS[part].names(settings), model.state_dict(), set()
     for key, tensor in state.items():
         if (source := names.backward(key)) is None:

@@ -235,9 +235,6 @@ class WanModel(nnx.Module):
         Args:
             text: the text encoder's states; zeros at pads, all of which are attended to. Published models have S 512.
             image: the image encoder's states, for a model with an `image_dim`.
-
-        Raises:
-            InvalidParameterError: for a missing image, or one that the model has no use for.
         """
         if (image is None) != (self.img_emb is None):
             what = "has no use for one" if self.img_emb is None else "needs an image's states in addition to the text's"
@@ -258,9 +255,6 @@ class WanModel(nnx.Module):
         Args:
             timesteps: 0 (clean) to 1000 (noise).
             fps: frames per second, for a model with `inject_sample_info`, which distinguishes 16 from all others.
-
-        Raises:
-            InvalidParameterError: for a missing `fps`, or one that the model has no use for.
         """
         if (fps is None) != (self.fps_embedding is None):
             what = "has no use for it" if self.fps_embedding is None else "needs the frames per second"
@@ -272,11 +266,7 @@ class WanModel(nnx.Module):
         return e, e0.reshape(*e.shape[:2], 6, -1)
 
     def embed_latents(self, latents: Float[Array, "B F hp wp C"]) -> Float[Array, "B F h w D"]:
-        """One token for each patch: the residual stream before the blocks.
-
-        Raises:
-            InvalidParameterError: for another number of channels, or a size that does not divide into patches.
-        """
+        """One token for each patch: the residual stream before the blocks."""
         config = self.config
         *_, height, width, channels = latents.shape
         if channels != config.in_dim:
@@ -297,11 +287,7 @@ class WanModel(nnx.Module):
         attention: str = "auto",
         sequence: SequenceParallel | None = None,
     ) -> Float[Array, "B F h w D"]:
-        """Residual stream after all blocks, see `VideoTransformer`. Step caches keep `run_blocks(x, ...) - x`.
-
-        Raises:
-            InvalidParameterError: for too large a video, an unknown implementation of attention, or an empty block.
-        """
+        """Residual stream after all blocks, see `VideoTransformer`. Step caches keep `run_blocks(x, ...) - x`."""
         config = self.config
         _, F, h, w, _ = x.shape
         if sequence is not None:
@@ -351,9 +337,6 @@ class WanModel(nnx.Module):
             context: of `encode_context`.
             fps: see `embed_time`.
             causal_block_size, attention: see `run_blocks`.
-
-        Raises:
-            InvalidParameterError: naming the argument that does not fit.
         """
         if timesteps.shape not in (latents.shape[:1], latents.shape[:2]):
             raise InvalidParameterError(

@@ -242,11 +242,7 @@ class WanVae(nnx.Module):
     def encode_distribution(
         self, frames: Float[Array, "B T H W C"], *, chunk: int | None = None
     ) -> tuple[Float[Array, "B F h w Z"], Float[Array, "B F h w Z"]]:
-        """Mean and logarithm of the variance of a clip's latents, not normalised. Float32; arguments as for `encode`.
-
-        Raises:
-            InvalidParameterError: for a clip of other sizes.
-        """
+        """Mean and log variance of a clip's latents, not normalised. Float32; arguments as for `encode`."""
         _, T, H, W, _ = frames.shape
         ratio, pixels = self.config.frames_per_latent, self.config.pixels_per_latent
         if T % ratio != 1 % ratio or T == 0:
@@ -282,9 +278,6 @@ class WanVae(nnx.Module):
             tile: height and width in latents that are decoded at a time. Each tile is computed with its neighbourhood
                 (`config.halo` latents at each side, which cost as much as those that are kept), so that the result is
                 the same and needs no blending.
-
-        Raises:
-            InvalidParameterError: for other channels, no latents, or an empty tile.
         """
         if latents.shape[-1] != self.config.z_dim or 0 in latents.shape:
             raise InvalidParameterError(

@@ -35,7 +35,6 @@ def delta_recurrence(
         initial_state: one state for each sequence, in the dtype of the result: N is B, or the number of packed
             sequences.
         cu_seqlens: `[N + 1]` offsets of packed sequences (B == 1); tokens past the last offset come out zero.
-        scale: factor on the outputs.
         use_qk_l2norm: normalise `read`, `erase` and `write` first, see `l2_normalize`.
         erase_before_decay: the erase key reads the state as it was before this token's decay.
         chunk_size: tokens handled at a time by the implementations that chunk; the result does not depend on it.
@@ -106,8 +105,6 @@ def delta_slot_recurrence(
     Args:
         x: as in `delta_recurrence`, as are the options.
         states: states of all slots. Where a program may overwrite them, only the states of the sequences are written.
-        slots: slots of the sequences.
-        cu_seqlens: see there.
     """
     out, new = delta_recurrence(x, slots.load(states), cu_seqlens, **options)
     return out, slots.store(states, new)

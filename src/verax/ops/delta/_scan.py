@@ -40,7 +40,6 @@ def delta_chunk_scan(
 
     Args:
         chunks: what the inputs alone determine, in the dtype of the states.
-        states: initial state of each sequence.
         owner: sequence of each chunk, ascending; N or more for an unused chunk, whose inputs are zeros.
         keep_states: return the states before the chunks, which a backward pass needs.
     """
@@ -67,7 +66,6 @@ def delta_chunk_scan_backward(
 
     Args:
         chunks: see `delta_chunk_scan`.
-        d_final: cotangent of each sequence's final state.
         owner: see `delta_chunk_scan`.
         d_out: cotangents of the outputs, zeros for an unused chunk.
     """

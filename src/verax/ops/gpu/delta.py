@@ -74,9 +74,7 @@ def walk(
 
     Args:
         name: the kernel's name, here and in the compiled program.
-        chunks: inputs of the chunks.
         states: a sequence's input, as large as its result.
-        owner: sequence of each chunk.
         sizes: sizes of each result of a chunk, by head.
         columns: columns of a state in a program; they divide its columns.
         interpret: as `pallas_call` takes it.

@@ -245,10 +245,7 @@ def _attend(
     Args:
         queries: rows of each tile and key/value head, scaled, in the dtype of the products.
         k_cache, v_cache, page_table: see `ops.paged_attention`.
-        tiles: place of each tile.
-        group: rows of one position.
         window, soft_cap: see `ops.paged_attention`.
-        pages: pages of a chunk.
         interpret: see `pallas_call`.
     """
     (n, K, R, H), p, W = queries.shape, k_cache.shape[2], page_table.shape[1]
@@ -296,14 +293,7 @@ def _seen(tiles: Any, i: Any, window: int | None) -> tuple[Any, Any]:
 
 
 def _list_work(tiles: _Tiles, width: int, chunk: int, window: int | None) -> _Work:
-    """Chunks with a key that a query of a tile sees.
-
-    Args:
-        tiles: the tiles.
-        width: chunks of the page table.
-        chunk: tokens of a chunk.
-        window: keys that a query sees.
-    """
+    """Chunks with a key that a query of a tile sees."""
     n = tiles.counts.size
     begin, end = _seen(tiles, jnp.arange(n), window)
     first = begin // chunk

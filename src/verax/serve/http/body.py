@@ -39,11 +39,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 async def read_body(request: Request, kind: type[T]) -> T:
-    """Read a request's JSON body as a Struct.
-
-    Raises:
-        ApiError: 415 for another content type, 400 for a body that does not fit.
-    """
+    """Read a request's JSON body as a Struct."""
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(415, f"content-type: expected application/json, got {content_type!r}", param="content-type")
@@ -54,11 +50,7 @@ def decode(kind: type[T], body: bytes | Mapping[str, Any]) -> T:
     """Check a body against a Struct. Unknown fields are accepted, and logged once a name.
 
     Args:
-        kind: the Struct.
         body: JSON text in UTF-8, or an object that was read from one.
-
-    Raises:
-        ApiError: 400, with the field's name as `param`.
     """
     values = _parse(body, kind) if isinstance(body, bytes) else body
     if not isinstance(values, Mapping):

@@ -150,7 +150,6 @@ def context_error(error: ContextLengthError, param: str) -> ApiError:
     """The HTTP error of a prompt that is too long.
 
     Args:
-        error: the engine's.
         param: field that the prompt was made of.
     """
     return ApiError(

@@ -222,9 +222,6 @@ class RunningStreams:
         Args:
             conv_id: value of the header X-Conversation-Id.
             frames: the answer as it goes over the wire. It is closed if nobody reads it for `abandoned_after`.
-
-        Raises:
-            InvalidParameterError: if the id is not 16 to 128 letters, digits, `_` or `-`.
         """
         if conv_id is None:
             return frames

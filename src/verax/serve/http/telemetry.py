@@ -146,13 +146,7 @@ class RequestTracer:
         return cls(exporters.OTLPSpanExporter(endpoint=endpoint))
 
     def record(self, scope: Scope, record: RequestRecord, status: int) -> None:
-        """Make the span of a request that has just ended.
-
-        Args:
-            scope: of the request.
-            record: its times and tokens.
-            status: HTTP status of the answer.
-        """
+        """Make the span of a request that has just ended."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         end, seconds = time.time_ns(), time.perf_counter() - record.begin

@@ -251,8 +251,6 @@ async def run_chat(
     """Check a chat and queue it.
 
     Args:
-        server: with a text engine.
-        request: the chat.
         record: of the HTTP request, for its log line.
         names: the client's names of a chat's fields in errors, as `renamed` takes them.
 

@@ -180,7 +180,6 @@ def _token_ids(inputs: list[str] | list[list[int]], encoder: Encoder, limit: int
 
     Args:
         inputs: texts, or token ids of each.
-        encoder: the model.
         limit: tokens that are kept of each.
         whole: refuse longer texts.
     """
@@ -298,11 +297,7 @@ class BatchQueue(Generic[T]):
 
     @contextmanager
     def slots(self, count: int) -> Iterator[None]:
-        """Context that holds places for `count` inputs, to be taken before they are tokenised.
-
-        Raises:
-            QueueFullError: if there are fewer places.
-        """
+        """Context that holds places for `count` inputs, to be taken before they are tokenised."""
         if self._inputs + count > self._max_inputs:
             raise QueueFullError(f"{self._inputs} inputs wait or run, and {self._max_inputs} may; try again later")
         self._inputs += count

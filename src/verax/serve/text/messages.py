@@ -149,7 +149,6 @@ def chat_of(request: CountTokensRequest, names: dict[str, str] | None = None) ->
     """The chat of a request.
 
     Args:
-        request: the request.
         names: gets this API's names of the chat's fields, as `renamed` takes them.
 
     Raises:

@@ -217,7 +217,6 @@ def chat_of(request: ResponsesRequest, names: dict[str, str] | None = None) -> C
     """The chat of a request.
 
     Args:
-        request: the request.
         names: gets this API's names of the chat's fields, as `renamed` takes them.
 
     Raises:

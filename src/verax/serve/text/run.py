@@ -592,7 +592,6 @@ def text_routes(
         path: begins with a slash, and is served with and without `/v1`.
         body: Struct of the body; its field `stream` asks for events.
         start: checks a request and puts its prompts into the engine.
-        answer: makes the answer of a run.
         resumable: keep a stream for a page that is reloaded, if the request has an `X-Conversation-Id`.
         described: further arguments of `ApiRoute`.
     """

@@ -159,8 +159,6 @@ def sampling_params(
     """Sampling parameters of a request.
 
     Args:
-        server: for its limits and the checkpoint's defaults.
-        request: the fields.
         max_tokens: largest number of tokens of an answer; None for all that the context holds.
         logprobs: number of the best tokens to report; None for no log-probabilities.
         structured_outputs: form that tools demand, whole.

@@ -40,13 +40,6 @@ def read_data_uri(uri: str, *, name: str) -> bytes:
     """Contents of a base64 data URI such as `data:image/png;base64,iVBO...`.
 
     The media type is not read further: the first bytes of the contents decide how they are decoded.
-
-    Args:
-        uri: text of the client.
-        name: name of the field in errors.
-
-    Raises:
-        InvalidParameterError: for anything else, a URL among it: the server fetches nothing.
     """
     header = uri[:_LONGEST_HEADER].partition(",")[0]
     if not uri.startswith(f"{header},") or not _HEADER.fullmatch(header):
@@ -223,10 +216,6 @@ class MediaDecoder:
 
     async def decode(self, data: bytes, *, name: str) -> UInt8[np.ndarray, "T H W 3"]:
         """Frames of a file: one of an image. The process is killed when its time is over, or the task is cancelled.
-
-        Args:
-            data: contents of the file.
-            name: name of the field in errors.
 
         Raises:
             InvalidParameterError: if the file is not an image or clip, is damaged or beyond the limits, or the process

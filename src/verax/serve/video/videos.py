@@ -385,11 +385,7 @@ class VideoService:
 
     @contextmanager
     def _uploading(self) -> Iterator[None]:
-        """Count a body that is being read.
-
-        Raises:
-            QueueFullError: if as many are as may be.
-        """
+        """Count a body that is being read."""
         if self._num_uploads >= MAX_UPLOADS:
             raise QueueFullError(f"{MAX_UPLOADS} clips are being uploaded, as many as may; try again later")
         self._num_uploads += 1

@@ -308,10 +308,7 @@ class BlockManager:
         """The cached prefixes of a waiting sequence, if the rest of its `num_tokens` would fit too; None if not.
 
         Args:
-            sequence: a sequence that owns no blocks.
-            num_tokens: length that is to fit.
             chunk: most tokens of a step; with a window, no more must fit at once. None for all of them.
-            use_cache: look for cached blocks.
         """
         prefixes = self.match_prefix(sequence) if use_cache else []
         computed = len(prefixes) * self.block_size
@@ -349,8 +346,6 @@ class BlockManager:
         """Append blocks until the sequence's tables hold `num_tokens`, after giving back blocks before the windows.
 
         Args:
-            sequence: a sequence that owns blocks.
-            num_tokens: length that its tables are to hold.
             first: first token that the step computes of it; `num_computed` if None.
 
         Returns:

@@ -61,7 +61,6 @@ class Engine:
         """Make an engine without requests.
 
         Args:
-            runner, scheduler: its parts.
             tokenizer: of prompts and texts; None to serve token ids.
             seed: seeds requests that bring no seed; engines that share a generator give each of them another seed.
             speculator: of drafts; None for none.
@@ -100,7 +99,6 @@ class Engine:
         """Make the request of what a caller gave: rendered, tokenised, checked. Any thread may call it.
 
         Args:
-            inputs: what the caller gave.
             request_id: its id; if None, the id of `inputs`, or a new one.
 
         Raises:
@@ -132,11 +130,7 @@ class Engine:
         )
 
     def add(self, request: Request) -> None:
-        """Queue a prepared request. If it is refused, what is queued already is not affected.
-
-        Raises:
-            InvalidParameterError: if the id is in use, or an answer so far continues after its end.
-        """
+        """Queue a prepared request. If it is refused, what is queued already is not affected."""
         if request.request_id in self._requests:
             raise InvalidParameterError(f"request_id: {request.request_id!r} is in use by an unfinished request")
         params, tokens = request.params, request.prompt_token_ids
@@ -275,11 +269,7 @@ class Engine:
             self.runner.repeat(dispatch)
 
     def compile_grammar(self, params: SamplingParams) -> Grammar | None:
-        """The grammar of a request with structured output; None for others. Any thread may call it.
-
-        Raises:
-            InvalidParameterError: if the grammar is not valid, takes too long to compile, or the engine takes none.
-        """
+        """The grammar of a request with structured output; None for others. Any thread may call it."""
         if params.form is None:
             return None
         if self._compiler is None:

@@ -50,7 +50,6 @@ class ReplicaRouter(Generic[R]):
         """The replica of a prompt, which counts as read there from now on.
 
         Args:
-            prompt: its token ids.
             adapter: number of its adapter; prompts of different adapters share nothing.
         """
         with self._lock:
@@ -144,12 +143,7 @@ class Replicas:
         return [replace(first, num_requests_waiting=first.num_requests_waiting + self._num_preparing), *others]
 
     def join(self, live: LiveRequest) -> None:
-        """Give a request a place in the queue. It runs on the event loop; `send` or `drop` must follow.
-
-        Raises:
-            InvalidParameterError: if its id is in use.
-            QueueFullError: if the queue is full.
-        """
+        """Give a request a place in the queue. It runs on the event loop; `send` or `drop` must follow."""
         if (other := self.outbox.live.get(live.request_id)) is not None and not other.closed:
             raise InvalidParameterError(f"request_id: {live.request_id!r} is in use by an unfinished request")
         schedulers = [thread.engine.scheduler for thread in self.threads]
@@ -170,11 +164,7 @@ class Replicas:
         self.outbox.live[live.request_id] = live
 
     def check_room(self, num_tokens: int) -> None:
-        """Refuse more prompt tokens than may wait. Any thread may.
-
-        Raises:
-            QueueFullError: if these and the tokens that wait already are too many.
-        """
+        """Refuse more prompt tokens than may wait. Any thread may."""
         limit, waiting = self.max_queued_tokens, self.num_waiting_tokens
         if limit is not None and waiting and waiting + num_tokens > limit:
             raise QueueFullError(

@@ -30,11 +30,7 @@ Message = Mapping[str, Any]
 
 
 def batch_of(prompts: Prompt | abc.Sequence[Prompt]) -> list[str | abc.Sequence[int]]:
-    """Texts and token ids of a batch. One text, one dictionary or one list of token ids is a batch of one.
-
-    Raises:
-        InvalidParameterError: for anything else.
-    """
+    """Texts and token ids of a batch. One text, one dictionary or one list of token ids is a batch of one."""
     if isinstance(prompts, (str, Mapping)):
         return [content(prompts)]
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray):
@@ -46,11 +42,7 @@ def batch_of(prompts: Prompt | abc.Sequence[Prompt]) -> list[str | abc.Sequence[
 
 
 def content(prompt: Any) -> str | abc.Sequence[int]:
-    """Text or token ids of one prompt; `prompt_token_ids` of a dictionary before its `prompt`.
-
-    Raises:
-        InvalidParameterError: for a dictionary that has neither.
-    """
+    """Text or token ids of one prompt; `prompt_token_ids` of a dictionary before its `prompt`."""
     if not isinstance(prompt, Mapping):
         return prompt
     for key in ("prompt_token_ids", "prompt"):
@@ -60,11 +52,7 @@ def content(prompt: Any) -> str | abc.Sequence[int]:
 
 
 def token_ids(name: str, tokens: Any) -> tuple[int, ...]:
-    """Token ids as plain whole numbers, of whatever library they are.
-
-    Raises:
-        InvalidParameterError: for anything else, with the name of the argument.
-    """
+    """Token ids as plain whole numbers, of whatever library they are."""
     try:
         ids = tuple(map(operator.index, tokens))
     except TypeError:

@@ -78,12 +78,7 @@ class Schedule:
 
 
 def work(num_waiting_tokens: int, num_seqs: int) -> int:
-    """Work of an engine in tokens.
-
-    Args:
-        num_waiting_tokens: prompt tokens of sequences that wait.
-        num_seqs: sequences that wait or run.
-    """
+    """Work of an engine in tokens."""
     return num_waiting_tokens + SEQUENCE_TOKENS * num_seqs
 
 
@@ -159,7 +154,6 @@ class Scheduler:
         preempted for a guess.
 
         Args:
-            plan: a plan that only decodes.
             num_drafts: most drafts of each sequence.
 
         Returns:

@@ -247,9 +247,7 @@ def parser_for(
     """Parser of one answer to a prompt.
 
     Args:
-        template: format of the checkpoint's answers.
         tools: functions that the request offers, in OpenAI's form; only calls of these are parsed.
-        prompt: rendered by the chat template.
         parse_tool_calls: False leaves calls in the content.
         parse_reasoning: False leaves the reasoning and its tags in the content.
 
@@ -302,11 +300,9 @@ def tool_grammar(
     reasoning.
 
     Args:
-        template: format of the checkpoint's answers.
         tools: functions that the request offers, in OpenAI's form.
         tool_choice: "none", "auto", "required" or a function.
         parallel: False for one call at most.
-        prompt: rendered by the chat template.
 
     Raises:
         InvalidParameterError: naming `tools` or `tool_choice`.

@@ -140,11 +140,7 @@ class Grammar:
     after: str | None
 
     def matcher(self, tokens: Iterable[int] = ()) -> GrammarMatcher:
-        """A matcher after `tokens`, with which the answer begins.
-
-        Raises:
-            InvalidParameterError: if the grammar does not allow them.
-        """
+        """A matcher after `tokens`, with which the answer begins."""
         with self.lock:
             copy = self.prototype.deep_copy()
         matcher = GrammarMatcher(copy, self.vocabulary, self.after)

@@ -66,9 +66,6 @@ def schema_rule(schema: Mapping[str, Any], options: Mapping[str, Any], rules: di
         schema: whole schema, to which its references refer.
         options: llguidance's options for JSON.
         rules: bodies of rules by name, to which those that the schema needs are added.
-
-    Raises:
-        InvalidParameterError: naming the key that cannot be combined with a whole number beyond 2**53.
     """
     root = _standard(schema)
     try:

@@ -149,11 +149,7 @@ class AdaptedLayers:
         repeats: int = 1,
         devices: int = 1,
     ) -> AdaptedLayers:
-        """The layers of a model that is made of flat weights; its forward pass is traced once.
-
-        Raises:
-            UnsupportedModelError: if no `nn.Linear` is called with all tokens.
-        """
+        """The layers of a model that is made of flat weights; its forward pass is traced once."""
         shapes: dict[str, tuple[int, int]] = {}
         found: dict[str, Any] = {}
 
@@ -213,8 +209,6 @@ class AdaptedLayers:
         """Add each token's adapter to the layers of a model, which is being traced.
 
         Args:
-            model: the model.
-            arrays: matrices of all slots.
             slots: slot of each token's adapter; -1 for none.
         """
         owner = jnp.arange(self.max_loras * self.max_rank, dtype=jnp.int32) // self.max_rank

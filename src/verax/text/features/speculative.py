@@ -70,7 +70,6 @@ class NgramIndex:
 
         Args:
             tokens: the text, which begins with the text of the call before.
-            length: number of tokens to return.
         """
         self._extend(tokens)
         end, size, start = len(tokens), 0, -1

@@ -115,9 +115,6 @@ def read_functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Funct
 
     Args:
         tools: `{"type": "function", "function": {"name", "parameters", "strict"}}`, or what `function` holds by itself.
-
-    Raises:
-        InvalidParameterError: naming the tool that is not a function, lacks a name, or has the name of another.
     """
     functions: dict[str, Function] = {}
     for i, tool in enumerate(tools or ()):

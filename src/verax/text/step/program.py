@@ -195,7 +195,6 @@ def step_program(
 
     Args:
         model: the model without its weights.
-        sizes: sizes of cache and slots.
         shape: shape of the step, one of `sizes.shapes`.
         mesh: devices of an axis `tensor` that weights (as the layers declare it) and cache (by heads) are divided over,
             abstract ones for shapes alone.
@@ -263,7 +262,6 @@ def placed(make: Callable[[], T], shardings: Any) -> T:
     """The arrays that a function makes, each device making its part of them; on JAX's default device without shardings.
 
     Args:
-        make: the function.
         shardings: sharding of each array, or None.
     """
     return make() if shardings is None else jax.jit(make, out_shardings=shardings)()
@@ -342,7 +340,6 @@ def compile_all(programs: abc.Sequence[JittedCall], progress: Callable[[int, int
     """Compile programs, so that calls with such arguments compile nothing.
 
     Args:
-        programs: the programs.
         progress: called with the number of compiled programs and of all, at first with 0.
     """
     progress(0, len(programs))
@@ -380,11 +377,7 @@ class CompiledPrograms:
 
     @classmethod
     def open(cls, folder: str | Path) -> CompiledPrograms:
-        """Read what a folder was made for. No program is loaded.
-
-        Raises:
-            InvalidParameterError: if `write_programs` did not make the folder.
-        """
+        """Read what a folder was made for. No program is loaded."""
         path = Path(folder) / MANIFEST
         try:
             manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -395,11 +388,7 @@ class CompiledPrograms:
             ) from error
 
     def sizes_for(self, planned: RunnerConfig, config: EngineConfig) -> RunnerConfig:
-        """Sizes of the folder for an engine that would have chosen `planned` by its options.
-
-        Raises:
-            InvalidParameterError: for an option that names another size.
-        """
+        """Sizes of the folder for an engine that would have chosen `planned` by its options."""
         check_supported(config)
         if config.kv_cache_memory is not None and planned.groups != self.sizes.groups:
             raise InvalidParameterError(f"kv_cache_memory: the cache of {self.folder} has another size; leave it out")
@@ -456,11 +445,7 @@ class CompiledPrograms:
 
 
 def check_supported(config: EngineConfig) -> None:
-    """Check that a folder can hold all programs of an engine.
-
-    Raises:
-        InvalidParameterError: for adapters, drafts or several devices.
-    """
+    """Check that a folder can hold all programs of an engine."""
     for name, used in (
         ("enable_lora", config.enable_lora),
         ("speculative_config", config.speculation is not None),

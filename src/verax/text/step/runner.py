@@ -142,9 +142,7 @@ class ModelRunner:
         """Put weights, cache and slots on the device.
 
         Args:
-            model: the model.
             config: sizes of cache, slots and steps.
-            eos_token_ids: tokens that end a text.
             adapters: adapters on the device; None without them.
             mesh: devices that weights and cache are divided over; None for JAX's default device.
             compiled: programs to load, of this model and these sizes; None to compile them.
@@ -246,9 +244,6 @@ class ModelRunner:
         """Dispatch a step. Returns at once; reading the result's arrays waits for it.
 
         If a sequence with a grammar is sampled, the sampling is left to `sample`, which must be called next.
-
-        Raises:
-            InvalidParameterError: on another host than rank 0.
         """
         if self.group is not None and not self.group.leads:
             raise InvalidParameterError(

@@ -151,8 +151,6 @@ def plan_sizes(
     with recurrent layers, a state for each of `max_num_seqs` sequences.
 
     Args:
-        model: the model's configuration.
-        dtype: dtype of the weights.
         config: the engine's options. Its devices divide the heads of keys and values.
         draft: configuration of a draft model, whose keys and values lie in blocks of the group without a window.
         free: bytes for cache and slots on each device if no option says how many for the cache; what is free if None.
@@ -284,9 +282,6 @@ def cache_memory(devices: int = 1) -> int:
 
     Args:
         devices: devices of all replicas. The devices of a CPU share its memory too.
-
-    Raises:
-        InvalidParameterError: if the memory of the target is unknown.
     """
     memory = ops.target().least_memory(devices)
     if memory is None:

@@ -61,8 +61,6 @@ def sample(
     """Sample the rows that are to be sampled.
 
     Args:
-        slots: the slots of the rows.
-        logits: scores of the next token.
         rows: (slot, start, count, `SAMPLED` or not) of each row.
         mask: a bit for each token that a grammar allows; all ones in rows without one.
 

@@ -178,11 +178,7 @@ def _compile(template: str) -> jinja2.Template:
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse what no template could render.
-
-    Raises:
-        InvalidParameterError: naming the message that has no role or no content.
-    """
+    """Refuse what no template could render."""
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise InvalidParameterError(
             f'messages: expected a list such as [{{"role": "user", "content": "Hello"}}], got {messages!r}'

@@ -169,7 +169,6 @@ def _sentencepiece_bpe(
     """The tokenizer of a vocabulary.
 
     Args:
-        vocabulary: tokens and types.
         scores: of each token, the best ones first to be merged.
         unknown: id of the token for what has none, in vocabularies without bytes.
         space_prefix: whether a text, and what follows a special token, begins with a space of its own.

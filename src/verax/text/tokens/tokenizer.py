@@ -146,7 +146,6 @@ class Tokenizer:
         """Token ids of each text, special ones included, and the number of tokens that were cut from its end.
 
         Args:
-            texts: any number.
             max_length: tokens that are kept of a text, special ones included; None for all.
 
         Raises:
@@ -162,10 +161,6 @@ class Tokenizer:
 
         The longer text of a pair loses its end first (transformers' `longest_first`), or its beginning where
         `truncation_side` of tokenizer_config.json says so. Types are 0 where `model_input_names` lacks them.
-
-        Args:
-            pairs: any number.
-            max_length: tokens that are kept of a pair.
 
         Raises:
             InvalidParameterError: if `max_length` leaves no token for each text.

@@ -61,10 +61,6 @@ def read_examples(path: Path, tokenizer: Tokenizer, *, max_length: int) -> Examp
     Args:
         path: a file of UTF-8 text with one JSON object on each line. Blank lines are skipped.
         tokenizer: with the chat template, if lines have messages.
-        max_length: tokens that are kept of an example.
-
-    Raises:
-        InvalidParameterError: naming the file and the number of the line that is wrong, or if no example is left.
     """
     items, cut, left_out = list[Example](), 0, 0
     try:
@@ -190,12 +186,8 @@ def shuffled_batches(
     """Endless batches from step `start` on: all examples in a random order, then all in another one, and so on.
 
     Args:
-        examples: the examples.
-        seed: seed of the orders.
         rows: examples that are computed at once, B.
         parts: number of such groups of rows that make a step; entries have them as a first axis if there are several.
-        max_length: tokens of the longest example.
-        start: the step.
     """
     order = _order(len(examples), seed, start * rows * parts)
     while True:

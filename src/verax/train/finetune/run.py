@@ -175,11 +175,9 @@ def train_lora(
         data: JSONL file of examples, see `data.read_examples`.
         output: folder, created if missing.
         settings: data, optimiser and devices.
-        lora: size and place of the adapter.
         validation_data: another such file, on which the loss is measured.
         resume: continue from the state in `output`.
         stop_at: last step of this run, if it is to end before the schedule does. No adapter is written then.
-        show_progress: show progress bars on a terminal.
 
     Returns:
         `folder`, `steps`, `examples`, `cut`, `left_out`, `parameters` (trained numbers), `loss` of the last batch, and
@@ -277,11 +275,7 @@ class _Recomputed(nnx.Module):
 
 
 def recompute_layers(model: CausalLM) -> CausalLM:
-    """Let the layers of a model, which is being traced, be computed again; return the model.
-
-    Raises:
-        UnsupportedModelError: if the model has no list of its layers.
-    """
+    """Let the layers of a model, which is being traced, be computed again; return the model."""
     depth = model.config.num_hidden_layers
     module: Any = model
     stacks = [
