@@ -57,11 +57,7 @@ def require_optional(module: str, extra: str | None = None) -> Any:
 
 
 def load_pyplot(extra: str = "train") -> Any:
-    """Import `matplotlib.pyplot`, set to draw into files only.
-
-    Raises:
-        MissingDependencyError: without matplotlib.
-    """
+    """Import `matplotlib.pyplot`, set to draw into files only."""
     require_optional("matplotlib", extra).use("Agg")
     return importlib.import_module("matplotlib.pyplot")
 

@@ -91,10 +91,6 @@ def read_fields(
 
     Returns:
         The values by field. Fields that the file leaves out, or gives as null, are left out if they have a default.
-
-    Raises:
-        CheckpointError: as in `read_value`.
-        UnsupportedModelError: with all values without default that are missing.
     """
     kinds, optional = _annotations(cls)
     names = tuple(kinds if names is None else names)

@@ -74,11 +74,6 @@ def load_model(
         mesh: devices of an axis `tensor` to divide a language model over, as its layers declare it; the default device
             if None. Where there are more devices than key/value heads, the model gets each head several times.
         progress: called with (bytes done, bytes in all) after each weight.
-
-    Raises:
-        CheckpointError: if the weights do not fit the configuration, or are quantised already.
-        InvalidParameterError: for an unknown quantisation, or groups that do not divide a layer.
-        UnsupportedModelError: if the model has no linear layer to quantise.
     """
     precision, dequantize = _precision(quantization, None if requantize else opened)
     repeats = 1
@@ -116,10 +111,6 @@ def model_shapes(
         model_class, config, dtype, quantization: as in `load_model`.
         opened: a GGUF file, whose matrices are in its block formats; None for a checkpoint of floats, which need not
             exist. Weights that another checkpoint has quantised are as floats here.
-
-    Raises:
-        InvalidParameterError: for an unknown quantisation, or groups that do not divide a layer.
-        UnsupportedModelError: if the model has no linear layer to quantise.
     """
     precision, dequantize = _precision(quantization, opened)
     model, tied = _abstract(model_class, config, dtype, precision)
@@ -202,9 +193,6 @@ def divide_model(model: CausalLM, mesh: Mesh) -> CausalLM:
         model: the model, which is not changed.
         mesh: devices of an axis `tensor`. Where there are more devices than key/value heads, the result has each head
             several times.
-
-    Raises:
-        InvalidParameterError: if it does not divide over the devices.
     """
     module: Any = model
     repeats, config = head_repeats(model.config, mesh.size), config_on_devices(model.config, mesh.size)
@@ -242,11 +230,6 @@ def load_weights(
         dequantize: True to make floats of weights that are quantised in the checkpoint.
         mesh, progress: as in `load_model`.
         repeats: times that the model has each key/value head.
-
-    Raises:
-        CheckpointError: if the weights do not fit.
-        InvalidParameterError: for groups that do not divide a layer.
-        UnsupportedModelError: if the model has no linear layer to quantise.
     """
     model: Any = abstract
     linear = set() if precision is None else _quantizable(model)

@@ -138,11 +138,7 @@ def options_of(table: type) -> dict[str, Option]:
 
 
 def check_options(instance: Any) -> None:
-    """Check the options of a frozen dataclass's instance, from its `__post_init__`; numbers become plain ones.
-
-    Raises:
-        InvalidParameterError: for a value of another type or out of range, with the option's name.
-    """
+    """Check the options of a frozen dataclass's instance, from its `__post_init__`; numbers become plain ones."""
     for name, declared in options_of(type(instance)).items():
         value = getattr(instance, name)
         if (checked := declared.check(value)) is not value:

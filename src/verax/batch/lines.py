@@ -140,12 +140,7 @@ class InputFile:
         return None if self.path.suffix == PARQUET else self.path.stat().st_size
 
     def lines(self) -> Iterator[bytes]:
-        """The lines, each read when it is needed.
-
-        Raises:
-            InvalidParameterError: for a file that is not Parquet.
-            MissingDependencyError: if pyarrow is needed and not installed.
-        """
+        """The lines, each read when it is needed."""
         with ParquetLines(self.path, self.columns) if self.path.suffix == PARQUET else self.path.open("rb") as file:
             yield from file
 

@@ -138,12 +138,7 @@ def read_request(text: bytes, number: int) -> RequestLine | AnswerLine:
 
 
 def request_lines(path: Path) -> ParquetLines:
-    """Rows of a Parquet file as lines: `custom_id`, `method`, `url` and `body`, which is a struct or JSON text.
-
-    Raises:
-        InvalidParameterError: for a file that is not Parquet.
-        MissingDependencyError: if pyarrow is not installed.
-    """
+    """Rows of a Parquet file as lines: `custom_id`, `method`, `url` and `body`, which is a struct or JSON text."""
     return ParquetLines(path, ("custom_id", "method", "url", "body"), json=("body",))
 
 

@@ -103,9 +103,6 @@ class ResultFile(Generic[R]):
 
         Args:
             retry_errors: rewrite the file without its errors, whole or not at all, so that they run again.
-
-        Raises:
-            InvalidParameterError: for a file that has no such lines, or that another process writes to.
         """
         results = cls(_locked(path), kind)
         try:

@@ -100,12 +100,7 @@ class Adapter:
 
     @classmethod
     def open(cls, folder: str | Path) -> Adapter:
-        """Open an adapter's folder.
-
-        Raises:
-            CheckpointError: if a file is missing, damaged, or disagrees with the settings.
-            UnsupportedModelError: for what is not plain LoRA; with the setting's name.
-        """
+        """Open an adapter's folder."""
         folder = Path(folder).expanduser()
         if not (folder / CONFIG).is_file():
             raise CheckpointError(f"{folder / CONFIG}: no such file; a PEFT adapter is a folder with it")
@@ -443,10 +438,6 @@ def with_lora(checkpoint: Checkpoint, files: Mapping[Path, float]) -> Checkpoint
     Args:
         checkpoint: checkpoint of a transformer by the original's names, from `VideoFolder.checkpoint`.
         files: LoRA files (safetensors), each with a factor on its changes; the changes of all files are added.
-
-    Raises:
-        CheckpointError: if a file is missing or damaged, has keys that fit no weight, has one matrix without the other,
-            or has a shape that does not fit. The message has the keys.
     """
     targets = _weight_names(checkpoint)
     changes: dict[str, list[_Change]] = {}

@@ -315,9 +315,6 @@ class VideoReport:
 
         The folder is created if missing. The HTML page has the plot, the worst frame and the clip in it, and needs no
         network and no other file.
-
-        Raises:
-            MissingDependencyError: without PyAV, Pillow or matplotlib.
         """
         folder.mkdir(parents=True, exist_ok=True)
         clip = files.write_clip(self.panels(), folder / "side-by-side.mp4", fps=self.fps or FPS)

@@ -17,11 +17,7 @@ from verax.compare.trace import OUTPUT, Recorder, Trace, leaves, recording
 
 
 def torch() -> Any:
-    """The package torch.
-
-    Raises:
-        MissingDependencyError: where it is not installed.
-    """
+    """The package torch."""
     return require_optional("torch")
 
 

@@ -125,10 +125,6 @@ def compare_clips(first: np.ndarray, second: np.ndarray) -> VideoComparison:
     Args:
         first: `[frames, height, width, 3]`, uint8, or floats from 0 to 1. The relative difference is relative to it.
         second: the same shape; its dtype may be the other.
-
-    Raises:
-        InvalidParameterError: if an array is not a clip, the shapes differ, or a frame is smaller than SSIM's window.
-        MissingDependencyError: without scikit-image.
     """
     for name, clip in (("first", first), ("second", second)):
         _check(name, clip)

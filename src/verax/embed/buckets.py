@@ -325,10 +325,6 @@ def load_for_calls(
             Encoders do not call it. The head that quantising makes of tied embeddings is dropped in any case: the
             embeddings themselves stay floats.
         show_progress: show a bar while loading, if stderr is a terminal.
-
-    Raises:
-        CheckpointError: if the weights do not fit the configuration.
-        InvalidParameterError: for another quantisation.
     """
     if quantization is not None and quantization not in QUANTIZATIONS:
         raise InvalidParameterError(

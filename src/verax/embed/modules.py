@@ -135,12 +135,7 @@ class DenseConfig:
 
     @classmethod
     def from_file(cls, config: Mapping[str, Any]) -> DenseConfig:
-        """Read the config.json of the layer's folder.
-
-        Raises:
-            UnsupportedModelError: for another activation function, or a missing size.
-            CheckpointError: for a value of a wrong type.
-        """
+        """Read the config.json of the layer's folder."""
         require_fields(config, ("in_features", "out_features"), "Dense layer")
         name = read_value(config, "activation_function", str, "torch.nn.modules.activation.Tanh")
         values = read_fields(config, cls, ("in_features", "out_features", "bias", "use_residual"))
@@ -222,12 +217,7 @@ def list_modules(folder: Path) -> list[Entry]:
 
 
 def open_folder(model: str | Path, revision: str | None) -> tuple[Path, Checkpoint]:
-    """Folder of an encoder or a reranker, and the checkpoint of its transformer, which may be a folder in it.
-
-    Raises:
-        CheckpointError: if it is missing or damaged.
-        UnsupportedModelError: if it is a GGUF file, or has modules that are not supported.
-    """
+    """Folder of an encoder or a reranker, and the checkpoint of its transformer, which may be a folder in it."""
     folder = resolve(model, revision=revision)
     if folder.is_file():
         raise UnsupportedModelError(

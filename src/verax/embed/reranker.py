@@ -74,11 +74,6 @@ def scorer_of(
     Args:
         max_length: tokens that are read of a pair; the checkpoint's limit if None.
         model_file: content of config_sentence_transformers.json.
-
-    Raises:
-        CheckpointError: if a file is damaged.
-        UnsupportedModelError: if it is neither a cross-encoder of one label nor Qwen3-Reranker.
-        InvalidParameterError: for a `max_length` that makes no sense.
     """
     names = read_value(opened.config, "architectures", tuple[str, ...], ())
     generates = any(name.endswith("ForCausalLM") for name in names)

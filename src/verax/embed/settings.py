@@ -102,11 +102,6 @@ class EncoderSettings:
         Args:
             transformer: folder of its transformer, if that is another.
             positions: tokens that the model can read at most.
-
-        Raises:
-            CheckpointError: if a file is damaged.
-            UnsupportedModelError: for another kind of model, or a setting that is not supported; with its name.
-            InvalidParameterError: for an argument that makes no sense.
         """
         config = read_model_file(folder, "SentenceTransformer")
         tokens = read_transformer_file(transformer or folder, "feature-extraction")
@@ -120,12 +115,7 @@ class EncoderSettings:
 
 
 def read_model_file(folder: Path, kind: str) -> JsonObject:
-    """Content of a folder's `config_sentence_transformers.json`, of a model of this kind; empty without the file.
-
-    Raises:
-        CheckpointError: if the file is damaged.
-        UnsupportedModelError: for another kind of model.
-    """
+    """Content of a folder's `config_sentence_transformers.json`, of a model of this kind; empty without the file."""
     config = read_json(folder / MODEL_FILE, optional=True)
     if (given := read_value(config, "model_type", str, kind)) != kind:
         raise UnsupportedModelError(f"{config.where}: model_type {given!r}: expected {kind}")
@@ -133,12 +123,7 @@ def read_model_file(folder: Path, kind: str) -> JsonObject:
 
 
 def read_transformer_file(folder: Path, task: str) -> JsonObject:
-    """Content of the file of a transformer's tokens, under any of its names; empty without one.
-
-    Raises:
-        CheckpointError: if the file is damaged.
-        UnsupportedModelError: for another task than this, or a setting that is not supported; with its name.
-    """
+    """Content of the file of a transformer's tokens, under any of its names; empty without one."""
     present = [name for name in _TRANSFORMER_FILES if (folder / name).is_file()]
     config = read_json(folder / [*present, *_TRANSFORMER_FILES][0], optional=True)
     refused: dict[str, Any] = {name: config[name] for name in _REFUSED if config.get(name)}
@@ -162,10 +147,6 @@ def read_max_length(folder: Path, positions: int, max_length: int | None, tokens
     Args:
         positions: tokens that the model can read at most.
         tokens: content of sentence_bert_config.json.
-
-    Raises:
-        CheckpointError: if a file is damaged.
-        InvalidParameterError: if `max_length` makes no sense.
     """
     if max_length is not None and (isinstance(max_length, bool) or not isinstance(max_length, int)):
         raise InvalidParameterError(f"max_length: expected a whole number, got {max_length!r}")

@@ -58,12 +58,7 @@ class BertConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> BertConfig:
-        """Read a config.json of `model_type` bert, roberta or xlm-roberta.
-
-        Raises:
-            UnsupportedModelError: for relative positions, a decoder, another activation, or a missing size.
-            CheckpointError: for a value of a wrong type, or a size that no model has.
-        """
+        """Read a config.json of `model_type` bert, roberta or xlm-roberta."""
         family = read_value(config, "model_type", str, "bert")
         positions = config.get("position_embedding_type") or "absolute"
         decoder = read_value(config, "is_decoder", bool, False)

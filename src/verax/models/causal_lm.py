@@ -320,11 +320,7 @@ def check_causal_lm_class(model: Any, config: Any) -> None:
 
 
 def check_causal_lm(model: Any) -> None:
-    """Check a language model in memory.
-
-    Raises:
-        InvalidParameterError: naming the class and the members that it lacks.
-    """
+    """Check a language model in memory."""
     _require("model", type(model), ("config",), [name for name in ("config",) if hasattr(model, name)], "CausalLM")
     present = [name for name in _CONFIG_MEMBERS if hasattr(model.config, name)]
     _require("model", type(model.config), _CONFIG_MEMBERS, present, "CausalLMConfig")

@@ -64,12 +64,7 @@ class CLIPVisionConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> CLIPVisionConfig:
-        """Read a config.json of `model_type` clip_vision_model, or of a whole `clip`, which has one as `vision_config`.
-
-        Raises:
-            UnsupportedModelError: for another model or activation, a missing size, or sizes that do not divide.
-            CheckpointError: for a value of a wrong type, or a size that no model has.
-        """
+        """Read a config.json of `model_type` clip_vision_model, or of a whole `clip`, which has one as `vision_config`."""
         if config.get("model_type") == "clip" and isinstance(config.get("vision_config"), Mapping):
             vision = {"model_type": "clip_vision_model", **config["vision_config"]}
             config = JsonObject(vision, f"{file_of(config)}: vision_config")

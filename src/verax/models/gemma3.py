@@ -59,11 +59,6 @@ class Gemma3Config(Qwen3Config):
         """Read a config.json of `model_type` gemma3_text or gemma2, or the text part of a gemma3 one.
 
         Published files leave out sizes that are the defaults of transformers' classes, which are therefore used here.
-
-        Raises:
-            UnsupportedModelError: for another activation, layers of another kind, attention in both directions, an
-                unknown rope type, or sizes that do not divide.
-            CheckpointError: for a value of a wrong type, or a size that no model has.
         """
         gemma2 = read_value(config, "model_type", str) == "gemma2"
         text = text_config(config, **_DEFAULTS, **(_GEMMA2 if gemma2 else _GEMMA3))

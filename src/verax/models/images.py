@@ -55,9 +55,6 @@ def resize(
     """Frames resized to a size, whatever their aspect, by Pillow's filters, which average when they shrink.
 
     Both references resize images by `lanczos`; SkyReels-V2's diffusion forcing by `bicubic`.
-
-    Raises:
-        MissingDependencyError: if Pillow is not installed.
     """
     if frames.shape[-3:-1] == (height, width):
         return frames
@@ -88,9 +85,6 @@ def clip_pixels_diffusers(image: UInt8[np.ndarray, "H W 3"], size: int = 224) ->
     """Input of CLIP in diffusers: the user's image, its shorter edge resized to `size`, cropped about the middle.
 
     Transformers' `CLIPImageProcessor`, by Pillow's bicubic filter.
-
-    Raises:
-        MissingDependencyError: if Pillow is not installed.
     """
     h, w = image.shape[:2]
     shape = (size, int(size * w / h)) if h <= w else (int(size * h / w), size)

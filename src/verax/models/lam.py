@@ -83,12 +83,7 @@ class LamConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> LamConfig:
-        """Read a config.json of `model_type` lam.
-
-        Raises:
-            UnsupportedModelError: naming what is missing, unknown or not supported.
-            CheckpointError: for a value of a wrong type, or a size that no model has.
-        """
+        """Read a config.json of `model_type` lam."""
         values = read_fields(config, cls, _SIZES)
         for key, only in _ONLY.items():
             if config.get(key, only) != only:

@@ -72,12 +72,7 @@ class ModernBertConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModernBertConfig:
-        """Read a config.json of `model_type` modernbert, of transformers 4 or 5.
-
-        Raises:
-            UnsupportedModelError: for another activation, kind of layer or rope type, or a missing size.
-            CheckpointError: for a value of a wrong type, or a size that no model has.
-        """
+        """Read a config.json of `model_type` modernbert, of transformers 4 or 5."""
         values = read_fields(config, cls, _FIELDS)
         layers = values["num_hidden_layers"]
         every = read_value(config, "global_attn_every_n_layers", Size, 3)

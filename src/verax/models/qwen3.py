@@ -80,13 +80,7 @@ class Qwen3Config:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Qwen3Config:
-        """Read a config.json of `model_type` qwen3, qwen2, llama or mistral.
-
-        Raises:
-            UnsupportedModelError: for layers of another kind, a Llama with sliding windows, another activation, an
-                unknown rope type, heads that are rotated in part, or a missing size.
-            CheckpointError: for a value of a wrong type, or a size that no model has.
-        """
+        """Read a config.json of `model_type` qwen3, qwen2, llama or mistral."""
         family = config.get("model_type")
         check_activation(config, "hidden_act", ("silu",))
         fields = decoder_fields(config, ops.RotaryConfig.from_hf(config))
@@ -110,10 +104,6 @@ def decoder_fields(config: Mapping[str, Any], rotary: ops.RotaryConfig) -> dict[
 
     Args:
         rotary: rotation of heads, of layers that see everything.
-
-    Raises:
-        UnsupportedModelError: for a missing size, or sizes that do not divide.
-        CheckpointError: for a value of a wrong type, or a size that no model has.
     """
     family = config.get("model_type")
     sizes = read_fields(config, Qwen3Config, _REQUIRED)

@@ -60,12 +60,7 @@ class ExpertsConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], depth: int) -> ExpertsConfig | None:
-        """Read the keys about experts of a config.json with `depth` layers; None if no layer has any.
-
-        Raises:
-            UnsupportedModelError: for a missing size.
-            CheckpointError: for a value of a wrong type or out of range, or more experts for a token than there are.
-        """
+        """Read the keys about experts of a config.json with `depth` layers; None if no layer has any."""
         family = read_value(config, "model_type", str, "")
         if "num_experts" not in config and "num_local_experts" in config:
             config = JsonObject({**config, "num_experts": config["num_local_experts"]}, file_of(config))

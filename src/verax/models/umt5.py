@@ -52,12 +52,7 @@ class UMT5Config:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> UMT5Config:
-        """Read a config.json of `model_type` umt5.
-
-        Raises:
-            UnsupportedModelError: for another model, another feed-forward block, or a missing size.
-            CheckpointError: for a value of a wrong type, or a size that no model has.
-        """
+        """Read a config.json of `model_type` umt5."""
         if (kind := config.get("model_type", "umt5")) != "umt5":
             raise UnsupportedModelError(f"config.json has model_type {kind!r}; the text encoder supported is umt5")
         require_fields(config, _REQUIRED, "umt5 model")

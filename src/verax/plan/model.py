@@ -53,10 +53,6 @@ def describe(model: str, *, quantization: str | None = None) -> Described:
     Args:
         model: a folder, a GGUF file, a hub id (of which config.json is fetched), or one of `NAMES`.
         quantization: `"dequantize"` to plan the floats of a folder whose weights are quantised.
-
-    Raises:
-        CheckpointError: if there is nothing by that name, or its config.json cannot be read.
-        UnsupportedModelError: for a folder of quantised weights, whose formats are known from its files only.
     """
     if model in WAN_CONFIGS:
         return Described(f"Wan {model} shapes", "video", model)

@@ -66,11 +66,7 @@ def packed_shapes(model: Any, device: Device, *, few_rows: bool = False) -> Any:
 
 
 def parts_of(model: Any, devices: int = 1) -> list[Part]:
-    """Parts of a module of shapes, the largest first. Weights are divided as the layers declare it.
-
-    Raises:
-        InvalidParameterError: if a weight cannot be divided over the devices, naming it.
-    """
+    """Parts of a module of shapes, the largest first. Weights are divided as the layers declare it."""
     check_divisions(model, devices, argument="tensor_parallel_size")
     mesh, divided = tensor_mesh(devices), divisions(model)
     totals: dict[tuple[str, str], list[int]] = {}

@@ -239,10 +239,6 @@ def plan_embed(
     Args:
         dtype: `"float32"`, or `"bfloat16"` for weights and inputs of products.
         max_length: tokens of each sentence; 128 if None.
-
-    Raises:
-        InvalidParameterError: for an option out of range.
-        UnsupportedModelError: if verax has no such encoder.
     """
     check_dtype(dtype)
     architecture, config = encoder(model.config)

@@ -109,11 +109,6 @@ def read_clip(
         dtype: `"bfloat16"` or `"float32"`, of transformer and encoders.
         devices, guidance_parallel, sequence_parallel, shard_weights: see `VideoPipeline`.
         size: `resolution`, `height`, `width`, `num_frames` and `num_inference_steps`, as `VideoRequest` takes them.
-
-    Raises:
-        InvalidParameterError: for a size that does not divide into latents and tokens; or, as a pipeline does, for
-            devices that cannot divide the clip.
-        UnsupportedModelError: if verax has no such model.
     """
     check_dtype(dtype)
     if isinstance(config, str):

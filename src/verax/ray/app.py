@@ -101,9 +101,6 @@ def bind_replicas(
         new_server: loads the models. It is pickled.
         bounds: number of replicas, or the least and the most.
         max_queued_requests: most requests that wait at one handle for a replica.
-
-    Raises:
-        InvalidParameterError: for bounds that make no sense.
     """
     from verax.ray.replica import Replica
 

@@ -34,10 +34,6 @@ def start_ray(num_cpus: int | None = None) -> None:
 
     Args:
         num_cpus: CPUs of a Ray that is started here; all of the machine if None.
-
-    Raises:
-        MissingDependencyError: if Ray is not installed.
-        VeraxError: if it does not start on this machine.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = require_optional("ray")

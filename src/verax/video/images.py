@@ -44,10 +44,6 @@ def read_image(image: Image, *, name: str = "image") -> UInt8[np.ndarray, "H W 3
 
     Args:
         image: a path, a PIL.Image, or an array `[H, W, 3]`, uint8 or floats in 0..1.
-
-    Raises:
-        InvalidParameterError: if the file does not exist or is not an image, or for another array.
-        MissingDependencyError: if Pillow is needed and not installed.
     """
     if hasattr(image, "__array__"):  # NumPy's and JAX's arrays, and not Pillow's images
         return _pixels(np.asarray(image), name, "[height, width, 3]")
@@ -99,10 +95,6 @@ def read_clip(clip: Any, *, name: str = "video") -> tuple[UInt8[np.ndarray, "T H
     Args:
         clip: a path to a video, an animated .gif or .webp, or a folder of images, in the order of their names and of
             the numbers in them; or a list of images, or an array `[T, H, W, 3]`, uint8 or floats in 0..1.
-
-    Raises:
-        InvalidParameterError: if the file does not exist or is not a clip, if it has no frames, or they differ in size.
-        MissingDependencyError: if PyAV or Pillow is needed and not installed.
     """
     if isinstance(clip, str | Path):
         path = Path(clip)

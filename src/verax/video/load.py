@@ -40,11 +40,6 @@ def open_model(folder: VideoFolder, *, kind: str | None = None, reference: str |
     Args:
         kind: kind of model; None to go by the folder.
         reference: name of the rules to follow; the family's first if None.
-
-    Raises:
-        CheckpointError: if a network's settings are missing or damaged.
-        UnsupportedModelError: if verax has no such family, or the networks do not fit each other.
-        InvalidParameterError: for a kind or a reference that the family does not have.
     """
     family = models.video_model(folder.config("transformer"))
     if reference is not None and reference not in family.references:
@@ -110,10 +105,6 @@ def load_components(
         mesh: devices each of which gets the weights of transformers and VAE, and a part of the encoders' weights; None
             for the default device.
         shard_weights: True to divide the weights of the transformers' blocks over the mesh instead.
-
-    Raises:
-        CheckpointError: if a LoRA file does not fit the transformer.
-        UnsupportedModelError: for LoRA files and two transformers.
     """
 
     def component(network: Network, precision: DTypeLike, keep: bool | None) -> Component[Any]:
@@ -150,10 +141,6 @@ def describe_folder(path: str | Path) -> dict[str, Any]:
     """Kind, defaults and networks of a video model; the value of a network is its number of parameters.
 
     Settings are read, and neither weights nor a tokenizer.
-
-    Raises:
-        CheckpointError: if a network's settings are missing or damaged.
-        UnsupportedModelError: if verax has no such model, or the networks do not fit each other.
     """
     folder = VideoFolder(path)
     model = open_model(folder)

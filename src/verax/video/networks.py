@@ -282,11 +282,7 @@ class Denoiser:
 
 
 def clean(prompt: str) -> str:
-    """Text with broken encodings mended, HTML entities resolved (twice), and each run of white space as one space.
-
-    Raises:
-        MissingDependencyError: if ftfy is not installed.
-    """
+    """Text with broken encodings mended, HTML entities resolved (twice), and each run of white space as one space."""
     return " ".join(html.unescape(html.unescape(require_optional("ftfy").fix_text(prompt))).split())
 
 
@@ -304,11 +300,7 @@ class PromptTokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, length: int = PROMPT_TOKENS) -> PromptTokenizer:
-        """Read a folder's tokenizer.json.
-
-        Raises:
-            CheckpointError: if it is missing or damaged, or has no token `<pad>`.
-        """
+        """Read a folder's tokenizer.json."""
         return cls(read_tokenizer(folder), length=length)
 
     def __call__(self, prompts: Sequence[str]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:

@@ -138,10 +138,6 @@ def resolve_request(request: VideoRequest, model: VideoModel) -> ResolvedRequest
 
     Args:
         model: checkpoint whose defaults are filled in, and which the request has to fit.
-
-    Raises:
-        InvalidParameterError: naming the argument that does not fit, and values that would.
-        MissingDependencyError: if an image or a clip needs Pillow or PyAV, and it is not installed.
     """
     settings, geometry = model.settings, model.geometry
     values = {name: declared.check(getattr(request, name)) for name, declared in options_of(VideoRequest).items()}

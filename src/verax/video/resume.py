@@ -42,9 +42,6 @@ class FinishedSegments:
         Args:
             request: checked request, whose `resume` is the folder, or None.
             origin: model and precision, on which the clip depends too.
-
-        Raises:
-            InvalidParameterError: if a file has other contents, or its clip was made otherwise; with what differs.
         """
         self._folder = None if request.resume is None else Path(request.resume)
         self._common = {**origin, **{name: _plain(getattr(request, name)) for name in _COMMON}}

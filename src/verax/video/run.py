@@ -179,9 +179,6 @@ def run_request(
 
     Returns:
         The clip, or the part of it that is there when the callback stops the run.
-
-    Raises:
-        InvalidParameterError: if the finished segments are of another clip.
     """
     # 1. The segments that an earlier run finished.
     state = RunState(FinishedSegments(request, request.segments(parts.model.geometry), origin))

@@ -54,11 +54,7 @@ class GGUFFile(MappedFile):
     """An open file: `metadata` by key, and `tensors` by name."""
 
     def __init__(self, path: Path):
-        """Map the file and read its header.
-
-        Raises:
-            CheckpointError: if the file is missing, damaged, or of a version or type that is not supported.
-        """
+        """Map the file and read its header."""
         super().__init__(path)
         try:
             self._read_header()
@@ -438,12 +434,7 @@ class GGUFWeights(GGUFFile):
     """The language model of a GGUF file, or of the parts of a split one: configuration, and weights by their keys."""
 
     def __init__(self, path: Path):
-        """Open the file.
-
-        Raises:
-            CheckpointError: if it is damaged, has no language model, or tensors of a type that is not supported.
-            UnsupportedModelError: for an architecture that verax does not have.
-        """
+        """Open the file."""
         super().__init__(path)
         architecture = self._architecture = str(self.metadata.get("general.architecture"))
         self._places: dict[str, tuple[GGUFFile, GGUFTensor]] = {}

@@ -108,11 +108,7 @@ class SafetensorsFile(MappedFile):
     """An open safetensors file."""
 
     def __init__(self, path: Path):
-        """Map the file and check its header.
-
-        Raises:
-            CheckpointError: if the file is missing, truncated, or not what its header says; with its name.
-        """
+        """Map the file and check its header."""
         super().__init__(path)
         if self.size < _LENGTH_BYTES:
             raise self.fault(f"it has {self.size} bytes, too few for a safetensors header")

@@ -154,11 +154,7 @@ class VideoFolder:
         return bool(self._original_file(PARTS[name]))
 
     def config(self, name: str) -> dict[str, Any]:
-        """A part's config.json; of a file that was published without one, what it would be.
-
-        Raises:
-            CheckpointError: if the part is missing.
-        """
+        """A part's config.json; of a file that was published without one, what it would be."""
         if self.layout == "diffusers":
             self._check_folder(name)
             return read_json(self.path / name / "config.json")

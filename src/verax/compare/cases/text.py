@@ -106,11 +106,6 @@ def text_case(
             tokens if there are neither.
         tokens: number of random tokens in each of two rows.
         size: a random model's: `tiny`, or `moe` with experts.
-
-    Raises:
-        CheckpointError: if the model cannot be read.
-        InvalidParameterError: for inputs that it does not take, or an unknown size.
-        MissingDependencyError: without torch or transformers; for a GGUF file, without accelerate.
     """
     lib = transformers()
     if size not in RANDOM:
@@ -168,11 +163,6 @@ def embed_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTH
         model: a folder or hub id; `"random"` for a small BERT of random weights; None for the built-in LAM.
         scratch, inputs: as in `text_case`.
         tokens: number of random tokens in each of four rows.
-
-    Raises:
-        CheckpointError: if the model cannot be read.
-        InvalidParameterError: for inputs that it does not take.
-        MissingDependencyError: without torch or transformers.
     """
     if model == "random":
         model = _random_folder(RANDOM_BERT, scratch, encoder)

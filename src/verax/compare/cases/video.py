@@ -380,11 +380,6 @@ def video_case(model: str | Path | None, part: str, *, inputs: Inputs = RANDOM_I
         part: one of `VIDEO_PARTS`.
         inputs: arrays by the names of the reference's arguments, in its layout; the others are random.
         size: size of the model with random weights, one of `RANDOM`.
-
-    Raises:
-        CheckpointError: if the folder or the part cannot be read.
-        InvalidParameterError: for another part or size, or inputs that the part does not take.
-        MissingDependencyError: without torch, diffusers or transformers.
     """
     if part not in VIDEO_PARTS:
         raise InvalidParameterError(f"part: expected one of {', '.join(VIDEO_PARTS)}, got {part!r}")
@@ -438,11 +433,7 @@ def build_part(part: str, settings: Mapping[str, Any]) -> nnx.Module:
 
 
 def has_part(model: str | Path | None, part: str, *, size: str = "tiny") -> bool:
-    """True if a folder, or a random model of a size, has a part.
-
-    Raises:
-        CheckpointError: if it is not a video model's folder.
-    """
+    """True if a folder, or a random model of a size, has a part."""
     return part in (_random(size) if model is None else VideoFolder(model))
 
 

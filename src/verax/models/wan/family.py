@@ -134,10 +134,6 @@ def read_settings(folder: Any, shift: float, *, kind: str | None, negative_promp
         shift: shift of its scheduler. 1 counts as not given, as the published converter leaves it at that.
         kind: one of `KINDS`; None to go by the name of the checkpoint's pipeline.
         negative_prompts: negative prompt of each kind; "" for kinds that are not listed.
-
-    Raises:
-        CheckpointError: if `verax.json` has something else in it.
-        InvalidParameterError: for an unknown kind.
     """
     if kind is not None and kind not in KINDS:
         raise InvalidParameterError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")

@@ -70,12 +70,7 @@ class WanConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> WanConfig:
-        """Read the config.json of an original checkpoint (`WanModel`) or of one in diffusers' layout.
-
-        Raises:
-            UnsupportedModelError: naming what is missing or not supported.
-            CheckpointError: for a value of a wrong type, or a size that no model has.
-        """
+        """Read the config.json of an original checkpoint (`WanModel`) or of one in diffusers' layout."""
         kind = read_value(config, "_class_name", str, "WanModel")
         if kind not in _KEYS:
             known = ", ".join(_KEYS)

@@ -124,12 +124,7 @@ class WanVaeConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> WanVaeConfig:
-        """Read the config.json of diffusers' `AutoencoderKLWan`; an empty one is the published model's.
-
-        Raises:
-            UnsupportedModelError: for attention elsewhere than in the middle, or sizes that contradict each other.
-            CheckpointError: for a value of a wrong type, or a size that no model has.
-        """
+        """Read the config.json of diffusers' `AutoencoderKLWan`; an empty one is the published model's."""
         if config.get("attn_scales"):
             raise UnsupportedModelError(
                 f"a video VAE with attn_scales {config['attn_scales']!r} is not supported; the VAEs of Wan and "
@@ -233,9 +228,6 @@ class WanVae(nnx.Module):
             frames: colours between -1 and 1; `T = 1 + n * frames_per_latent`, and height and width are divisible by
                 `pixels_per_latent`: 4n + 1 and 8 for the published model.
             chunk: latents at a time, which bounds memory and changes nothing else; None is all.
-
-        Raises:
-            InvalidParameterError: for a clip of other sizes.
         """
         return self.normalize(self.encode_distribution(frames, chunk=chunk)[0])
 

@@ -68,11 +68,7 @@ def decode(kind: type[T], body: bytes | Mapping[str, Any]) -> T:
 
 
 def parse_json(body: bytes) -> Any:
-    """Value of a JSON text.
-
-    Raises:
-        ApiError: 400 for invalid UTF-8, malformed JSON, or JSON nested deeper than `MAX_DEPTH`.
-    """
+    """Value of a JSON text."""
     return _parse(body, None)
 
 

@@ -165,11 +165,7 @@ class Server:
             raise InvalidParameterError(f"lora_modules: {', '.join(taken)} is the model's own name")
 
     def text_model(self, name: str | None) -> str:
-        """Name of the text model for an answer, if a request's model is that one or an adapter of it.
-
-        Raises:
-            ApiError: 404 for another name.
-        """
+        """Name of the text model for an answer, if a request's model is that one or an adapter of it."""
         if self.llm is None:
             raise model_error("no text model is served here")
         return self.check_model(name, self.text_names)
@@ -180,11 +176,7 @@ class Server:
         return (*self.served_names, *self.adapters)
 
     def check_model(self, name: str | None, served: tuple[str, ...]) -> str:
-        """Name of a model in an answer: the request's own, or the first of the served ones if it has none.
-
-        Raises:
-            ApiError: 404 for a name that is not among `served`.
-        """
+        """Name of a model in an answer: the request's own, or the first of the served ones if it has none."""
         if not name:
             return served[0]
         if name in served or self.settings.any_model_name:

@@ -133,10 +133,6 @@ class RequestTracer:
 
         Args:
             endpoint: URL such as `http://127.0.0.1:4318/v1/traces`.
-
-        Raises:
-            InvalidParameterError: for another kind of URL.
-            MissingDependencyError: without the packages of the extra `otel`.
         """
         if not endpoint.startswith(("http://", "https://")):
             raise InvalidParameterError(

@@ -61,12 +61,7 @@ _ALIGNMENTS = frozenset({"align-left", "align-center", "align-right"})
 
 
 def render_markdown(text: str) -> str:
-    """HTML of a Markdown text: CommonMark with tables and strikethrough.
-
-    Raises:
-        InvalidParameterError: if the text is longer than `MAX_CHARACTERS`.
-        MissingDependencyError: without nh3.
-    """
+    """HTML of a Markdown text: CommonMark with tables and strikethrough."""
     if len(text) > MAX_CHARACTERS:
         raise InvalidParameterError(f"text: {len(text)} characters, at most {MAX_CHARACTERS} are rendered")
     return _clean(_parser().render(text))

@@ -165,30 +165,18 @@ class Translation:
         tools.append({"type": "function", "function": msgspec.to_builtins(function)})
 
     def chat(self) -> ChatRequest:
-        """The chat.
-
-        Raises:
-            ApiError: 400, naming the field of the other API.
-        """
+        """The chat."""
         with renamed(self.names):
             return decode(ChatRequest, self.values)
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as chat templates read them: text as one string, developer as system.
-
-    Raises:
-        ApiError: 400, naming the message.
-    """
+    """Messages as chat templates read them: text as one string, developer as system."""
     return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def template_options(request: ChatRequest) -> dict[str, Any]:
-    """Variables of the chat template, and how it ends.
-
-    Raises:
-        ApiError: 400 for a name that has another meaning, and for a contradiction.
-    """
+    """Variables of the chat template, and how it ends."""
     continued = bool(request.continue_final_message)
     if continued and request.add_generation_prompt:
         raise field_error("continue_final_message", "it contradicts add_generation_prompt: one of them ends the prompt")
@@ -293,12 +281,7 @@ async def run_chat(
 
 
 async def render_chat(server: Server, request: ChatRequest) -> str:
-    """Prompt of a chat, by the checkpoint's template.
-
-    Raises:
-        ApiError: 400, naming the field.
-        VeraxError: for what the template refuses.
-    """
+    """Prompt of a chat, by the checkpoint's template."""
     messages = template_messages(request.messages)
     return await server.engine.render(messages, tools=_tools(request), **template_options(request))
 

@@ -44,11 +44,7 @@ def routes(server: Server) -> list[Route]:
 
 
 def prompts_of(given: str | Sequence[Any], limit: int) -> list[str | list[int]]:
-    """Prompts of a request: a text, token ids, or a list of either.
-
-    Raises:
-        ApiError: 400 for an empty list, a mixed one, or more prompts than `limit`.
-    """
+    """Prompts of a request: a text, token ids, or a list of either."""
     if isinstance(given, str):
         return [given]
     kinds = {type(item) for item in given}

@@ -150,9 +150,6 @@ def chat_of(request: CountTokensRequest, names: dict[str, str] | None = None) ->
 
     Args:
         names: gets this API's names of the chat's fields, as `renamed` takes them.
-
-    Raises:
-        ApiError: 400, naming the field.
     """
     for name in ("mcp_servers", "container"):
         if getattr(request, name, None):

@@ -218,9 +218,6 @@ def chat_of(request: ResponsesRequest, names: dict[str, str] | None = None) -> C
 
     Args:
         names: gets this API's names of the chat's fields, as `renamed` takes them.
-
-    Raises:
-        ApiError: 400, naming the field.
     """
     _check(request)
     translation = Translation({} if names is None else names, _NAMES)

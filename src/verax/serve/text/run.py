@@ -291,11 +291,7 @@ class Run:
                 raise form_error(error, self._request) from error
 
     async def answers(self) -> list[RunAnswer]:
-        """The whole answers, in their order.
-
-        Raises:
-            ApiError: as `events`.
-        """
+        """The whole answers, in their order."""
         lists: list[list[RunEvent]] = [[] for _ in self._samples]
         async for event in self.events():
             lists[event.index].append(event)

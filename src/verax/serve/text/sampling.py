@@ -164,9 +164,6 @@ def sampling_params(
         structured_outputs: form that tools demand, whole.
         after: text that the answer has before the form that the request itself gives.
         overrides: further parameters, which replace the request's.
-
-    Raises:
-        ApiError: 400, naming the field.
     """
     _check(server, request)
     values = {

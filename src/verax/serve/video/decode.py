@@ -77,10 +77,6 @@ def decode(data: bytes, limits: MediaLimits) -> UInt8[np.ndarray, "T H W 3"]:
     """Frames of an image (one) or of a clip, RGB.
 
     The file's first bytes choose the decoder, among few: FFmpeg's playlists, for example, open further addresses.
-
-    Raises:
-        InvalidParameterError: if the file is none of these, damaged, or beyond the limits.
-        MissingDependencyError: if Pillow or PyAV is needed and not installed.
     """
     if len(data) > limits.bytes:
         raise InvalidParameterError(f"the file has more than {limits.bytes} bytes")

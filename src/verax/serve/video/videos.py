@@ -113,9 +113,6 @@ async def read_create(request: Request, *, max_bytes: int) -> tuple[VideoCreate,
     Args:
         request: with `application/json` or `multipart/form-data`.
         max_bytes: limit of the file, and of a data URI in a form.
-
-    Raises:
-        ApiError: 400 or 415, naming the field.
     """
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         body = await read_body(request, VideoCreate)

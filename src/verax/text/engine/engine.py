@@ -281,13 +281,7 @@ class Engine:
         return self._compiler.compile(params.form)
 
     def load_adapter(self, lora_request: LoRARequest | None) -> LoadedAdapter | None:
-        """The adapter of a request, read from its folder if it is not loaded; None for None. Any thread may call it.
-
-        Raises:
-            CheckpointError: if it cannot be read or does not fit the model.
-            UnsupportedModelError: if it is not plain LoRA.
-            InvalidParameterError: if the engine takes no adapters, or none of its rank.
-        """
+        """The adapter of a request, read from its folder if it is not loaded; None for None. Any thread may call it."""
         if lora_request is None:
             return None
         if self._adapters is None:

@@ -523,12 +523,7 @@ def _new_engines(
     eos_token_ids: frozenset[int],
     use_tqdm: bool,
 ) -> list[Engine]:
-    """Engines of equal models, one on each mesh, with caches. Nothing is compiled yet.
-
-    Raises:
-        InvalidParameterError: for options that this model cannot have, or a size that makes no sense.
-        UnsupportedModelError: for speculative decoding with a model that cannot go back.
-    """
+    """Engines of equal models, one on each mesh, with caches. Nothing is compiled yet."""
     enable_compilation_cache()
     model = models[0]
     recurrent = state_bytes(model.config) > 0

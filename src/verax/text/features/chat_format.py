@@ -250,9 +250,6 @@ def parser_for(
         tools: functions that the request offers, in OpenAI's form; only calls of these are parsed.
         parse_tool_calls: False leaves calls in the content.
         parse_reasoning: False leaves the reasoning and its tags in the content.
-
-    Raises:
-        InvalidParameterError: if `tools` are not functions.
     """
     reasoning = template.reasoning_state(prompt) if parse_reasoning else "none"
     functions = read_functions(tools) if parse_tool_calls else {}
@@ -303,9 +300,6 @@ def tool_grammar(
         tools: functions that the request offers, in OpenAI's form.
         tool_choice: "none", "auto", "required" or a function.
         parallel: False for one call at most.
-
-    Raises:
-        InvalidParameterError: naming `tools` or `tool_choice`.
     """
     functions = read_functions(tools)
     chosen = _chosen(tool_choice, functions)

@@ -164,12 +164,7 @@ class GrammarCompiler:
         self._compiling = threading.BoundedSemaphore(MAX_COMPILING)
 
     def compile(self, wanted: StructuredOutputs) -> Grammar:
-        """The grammar of a form, compiled now or before.
-
-        Raises:
-            InvalidParameterError: if the grammar is not valid, or compiling it takes too much work.
-            MissingDependencyError: without llguidance.
-        """
+        """The grammar of a form, compiled now or before."""
         key = replace(wanted, after=None)
         with self._lock:
             if self._vocabulary is None:

@@ -289,13 +289,7 @@ class AdapterLoader:
         self._lock = threading.Lock()
 
     def load(self, request: LoRARequest) -> LoadedAdapter:
-        """The adapter of a request, from its folder if it is not loaded.
-
-        Raises:
-            CheckpointError: if the adapter cannot be read or does not fit the model.
-            UnsupportedModelError: if it is not plain LoRA.
-            InvalidParameterError: if its rank is too large, or its number was another folder's.
-        """
+        """The adapter of a request, from its folder if it is not loaded."""
         if not isinstance(request, LoRARequest):
             raise InvalidParameterError(f"lora_request: expected a LoRARequest, got {request!r}")
         number, path = request.lora_int_id, Path(request.lora_path).expanduser().resolve()

@@ -534,12 +534,6 @@ def load_draft_model(
     """The draft model of a configuration, in the dtype of the model that verifies, and over the same devices.
 
     Without a tokenizer, vocabularies are compared by size only.
-
-    Raises:
-        CheckpointError: if the checkpoint is missing, damaged, or does not fit its config.json.
-        UnsupportedModelError: if verax has no such architecture, or it has recurrent layers; or if all layers of the
-            model that verifies have sliding windows.
-        InvalidParameterError: if the vocabularies differ, or if it does not divide over the devices.
     """
     assert config.model is not None
     if all(window is not None for window in sliding_windows(model.config)):

@@ -147,9 +147,6 @@ class ModelRunner:
             mesh: devices that weights and cache are divided over; None for JAX's default device.
             compiled: programs to load, of this model and these sizes; None to compile them.
             group: hosts that share the model; None for one host.
-
-        Raises:
-            InvalidParameterError: if `compiled` is of something else.
         """
         self.config = config
         self.group = group

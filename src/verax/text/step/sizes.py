@@ -154,9 +154,6 @@ def plan_sizes(
         config: the engine's options. Its devices divide the heads of keys and values.
         draft: configuration of a draft model, whose keys and values lie in blocks of the group without a window.
         free: bytes for cache and slots on each device if no option says how many for the cache; what is free if None.
-
-    Raises:
-        InvalidParameterError: for a context longer than the model's, or a cache too small for it.
     """
     longest, block_size = model.max_position_embeddings, config.block_size
     if config.max_model_len is not None and config.max_model_len > longest:

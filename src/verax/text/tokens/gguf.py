@@ -333,13 +333,7 @@ class TokenizerParts(NamedTuple):
 
 
 def read_gguf_tokenizer(metadata: Mapping[str, Any], where: object) -> TokenizerParts:
-    """Read the tokenizer, special tokens and chat templates of a file's metadata.
-
-    Raises:
-        CheckpointError: if the file has no vocabulary, or a damaged one.
-        UnsupportedModelError: for a kind of tokenizer other than byte-level BPE and SentencePiece's BPE, or for rules
-            of pre-tokenization that are not known.
-    """
+    """Read the tokenizer, special tokens and chat templates of a file's metadata."""
     file = JsonObject(metadata, where)
 
     def get(name: str, form: Any, default: Any = None) -> Any:

@@ -58,12 +58,7 @@ class Tokenizer:
 
     @classmethod
     def from_checkpoint(cls, opened: Checkpoint) -> Tokenizer:
-        """The tokenizer of a folder, or of a GGUF file's metadata.
-
-        Raises:
-            CheckpointError: naming the file that is missing or damaged.
-            UnsupportedModelError: for a GGUF file with a kind of tokenizer that is not supported.
-        """
+        """The tokenizer of a folder, or of a GGUF file's metadata."""
         if not opened.metadata:
             return cls.from_folder(opened.folder)
         parts = read_gguf_tokenizer(opened.metadata, opened.folder)
@@ -79,11 +74,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Read tokenizer.json, and what tokenizer_config.json, generation_config.json and chat_template.jinja add.
-
-        Raises:
-            CheckpointError: naming the file that is missing or damaged.
-        """
+        """Read tokenizer.json, and what tokenizer_config.json, generation_config.json and chat_template.jinja add."""
         folder = Path(folder)
         backend = read_tokenizer(folder)
         config = read_json(folder / "tokenizer_config.json", optional=True)
@@ -147,9 +138,6 @@ class Tokenizer:
 
         Args:
             max_length: tokens that are kept of a text, special ones included; None for all.
-
-        Raises:
-            InvalidParameterError: if `max_length` leaves no token for a text.
         """
         encodings = self._backend.encode_batch_fast(list(texts))
         return [(ids, left_out) for ids, _, left_out in self._cut(encodings, max_length, 1)]
@@ -161,9 +149,6 @@ class Tokenizer:
 
         The longer text of a pair loses its end first (transformers' `longest_first`), or its beginning where
         `truncation_side` of tokenizer_config.json says so. Types are 0 where `model_input_names` lacks them.
-
-        Raises:
-            InvalidParameterError: if `max_length` leaves no token for each text.
         """
         return self._cut(self._backend.encode_batch(list(pairs)), max_length, 2)
 
@@ -253,9 +238,6 @@ def eos_token_ids(*configs: Mapping[str, Any]) -> frozenset[int]:
 
     Args:
         configs: contents of configuration files: config.json, generation_config.json.
-
-    Raises:
-        CheckpointError: if an `eos_token_id` is neither a token id nor a list of them.
     """
     listed = (read_value(config, "eos_token_id", _TokenIds, ()) for config in configs)
     return frozenset(token for ids in listed for token in ((ids,) if isinstance(ids, int) else ids))
