@@ -28,9 +28,7 @@ class Option:
     Attributes:
         doc: its meaning. The first sentence is the help text of its flag.
         low: least value.
-        high: largest value.
         above: True if `low` itself is out of range.
-        choices: the values of a text.
         panel: panel of `--help` that lists its flag.
         flags: spellings of its flag, if they are not the name with dashes.
         shown: default as `--help` shows it; empty for none.
@@ -39,11 +37,9 @@ class Option:
         column: dtype of the column of the device's sampling parameters that holds it, `"float32"` or `"int32"`.
         off: value of that column in rows of greedy decoding; the default if None.
         recommended: True if a checkpoint's generation_config.json may give the default.
-        name: name of the field.
         kind: type of a value on the command line: int, float, bool, str or Path; None for other types.
         optional: True if None is a value.
         repeated: True for a list of texts.
-        default: default of the field.
     """
 
     doc: str

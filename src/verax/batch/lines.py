@@ -34,8 +34,6 @@ class LineError(msgspec.Struct, frozen=True):
 
     Attributes:
         code: the kind of error, for programs.
-        message: text for people.
-        param: field of the line that was wrong.
         line: number of a line that could not be read as work, from 1; None for work that could not be done.
     """
 
@@ -79,7 +77,6 @@ class InputLine(Line):
     Attributes:
         number: of the line, from 1.
         custom_id: the user's name for it; its number as a text if it has none.
-        fields: the other fields of its object.
     """
 
     fields: dict[str, Any]
@@ -89,7 +86,6 @@ class ParquetLines(contextlib.AbstractContextManager["ParquetLines"]):
     """Rows of a file as lines of JSON; an empty cell is a field that is absent.
 
     Args:
-        path: of the file.
         columns: columns that are read, where the file has them; all of them if None.
         json: columns whose texts are JSON, and become part of the line unchanged.
 
@@ -126,7 +122,6 @@ class InputFile:
 
     Attributes:
         path: of the file. `.jsonl` has a JSON object in each line, `.parquet` a row, and any other file a text.
-        field: field of the object that a plain text becomes.
         columns: columns of Parquet that are read; all of them if None.
     """
 

@@ -39,7 +39,6 @@ class RequestLine(Line):
 
     Attributes:
         number: of the line, from 1.
-        custom_id: the user's name for it.
         url: one of `URLS`.
         body: JSON object, unchanged.
     """

@@ -30,7 +30,6 @@ class ResultLine:
     Attributes:
         BEGIN: first bytes of every such line, by which one that was cut off is known as ours.
         custom_id: the user's name for the line of the input; None for a line that could not be read.
-        error: reason why it has no result.
     """
 
     __slots__ = ()
@@ -59,10 +58,7 @@ class LineCounts:
 
     Attributes:
         done: lines with a result of this run that is not an error.
-        failed: lines with an error of this run.
-        skipped: lines whose result an earlier run has written.
         bytes: bytes of all these lines.
-        seconds: time of the run.
         prompt_tokens: tokens of the prompts that a server answered.
         output_tokens: tokens of its answers.
     """
@@ -82,11 +78,7 @@ class ResultFile(Generic[R]):
 
     Attributes:
         file: where they are written; without a buffer, so that a line is there once it is written.
-        kind: class of the lines.
-        counts: of this run.
-        answered: custom ids that have a result from an earlier run.
         bad_lines: numbers of the input's lines whose error was written by an earlier run.
-        num_failed: results of an earlier run that are errors.
     """
 
     file: BinaryIO
@@ -223,12 +215,8 @@ class LineRun(Generic[R]):
     """Run of the lines of a file through a model, some lines at a time. What fails for one line is its error alone.
 
     Args:
-        file: the work.
-        results: where the results go.
         work: gives the results of some lines, in their order.
         least: lines of the first call of `work`.
-        most: limit of the lines of a call.
-        report: called with the counts after each call.
     """
 
     def __init__(

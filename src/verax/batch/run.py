@@ -85,13 +85,8 @@ class BatchRun:
     """Run of the lines of a file through a server's models.
 
     Args:
-        server: the models.
-        file: lines of requests.
-        output: where the answers go.
-        max_in_flight: requests that are with the server at once.
         clips: folder for clips; lines that ask for one are errors if None.
         shutdown_timeout: seconds that running requests have after a signal.
-        report: called with the counts after each line.
     """
 
     def __init__(

@@ -51,8 +51,6 @@ class Vectors:
     """Callable that gives the vectors of lines.
 
     Args:
-        encoder: the model.
-        field: field of a line that has its text.
         options: further arguments of `Encoder.encode`.
     """
 
@@ -128,8 +126,6 @@ class Clips:
     """Callable that makes the clips of lines, and writes each into a folder.
 
     Args:
-        pipeline: the model.
-        folder: of the clips.
         options: fields of `VideoRequest` for lines that do not have them.
     """
 

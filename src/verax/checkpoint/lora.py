@@ -372,8 +372,6 @@ class _Change:
     """Change of one weight by one file.
 
     Attributes:
-        file: the LoRA file.
-        scale: the user's factor on the file.
         keys: keys of the file by their roles: `down` and `up`, or `diff`.
         alpha: numerator of the factor on the product; the rank if None.
         root: True if alpha is divided by the square root of the rank, as in rank-stabilised LoRA (arXiv:2312.03732).

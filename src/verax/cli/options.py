@@ -29,10 +29,7 @@ class Flags:
     """Options of a table that a command takes.
 
     Attributes:
-        table: the dataclass.
         only: names of the options; all if None.
-        without: names of options that the command does not take.
-        defaults: defaults that differ from the table's.
         shown: defaults as the help text shows them, where they differ from the table's.
         prefix: what the flags' names begin with, before the options' names.
         panel: panel of the help text, if not the options' own.

@@ -43,7 +43,6 @@ class Pair:
         ours, reference: names of the arrays: one each, or several on one side, which concatenated are the other's.
         layout: arrangement of ours in the reference's shape.
         by: way in which they were matched: `name`, `table`, or `shape and order`.
-        axis: axis along which several are concatenated.
     """
 
     ours: tuple[str, ...]
@@ -303,7 +302,6 @@ class Layout:
     """The arrangement of an array of shape `source` as one of shape `target`: transposed by `axes`, then reshaped.
 
     Attributes:
-        source, target: shapes before and after.
         axes: order of the axes of `source` before reshaping.
         ambiguous: True if another transposition has the same shape, and the usual one was taken.
         broadcast: True if the target repeats the source (NumPy broadcasting), which is not transposed then.

@@ -91,8 +91,6 @@ class Inputs:
     """Texts, arrays by the names of the reference's arguments, or neither.
 
     Attributes:
-        texts: prompts or sentences.
-        arrays: arrays in the reference's layout.
         origin: file of the inputs, for reports; empty without a file.
     """
 

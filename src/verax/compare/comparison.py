@@ -39,7 +39,6 @@ class Origin(NamedTuple):
     """Where the first NaN or infinity of a side arose.
 
     Attributes:
-        layer: name of the first recorded array that has one.
         operation: the operation that made it of finite numbers, with its module; or what it was given.
     """
 
@@ -318,10 +317,8 @@ class Errors(NamedTuple):
     """The distance of an array from a reference of the same shape. The numbers are NaN where a side is not finite.
 
     Attributes:
-        max_abs: the largest absolute difference.
         max_rel: `max_abs` divided by the mean absolute value of the reference.
         l2: the norm of the difference divided by the norm of the reference: the relative error of the whole.
-        cosine: cosine of the angle between the two.
         not_finite: the first NaN or infinity of each side in words; empty if all numbers are finite.
         unequal: the number of differences between integers, booleans or texts in words, and the first; empty for
             floats, and if there is none.

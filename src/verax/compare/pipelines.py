@@ -61,11 +61,7 @@ class Clip:
     """The clip that both pipelines make; settings that are None are small, or the checkpoint's.
 
     Attributes:
-        prompt: description of the clip.
-        height, width: size of a frame.
         num_frames: number of frames, 4n + 1.
-        num_inference_steps: steps of the solver.
-        seed: seed of the noise.
     """
 
     prompt: str = PROMPT

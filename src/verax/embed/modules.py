@@ -231,7 +231,6 @@ class Modules(nnx.Module):
     """The modules after a transformer, which make a vector of each sentence.
 
     Attributes:
-        width: numbers in a vector.
         pooling: names of the poolings, with `+` between several.
     """
 

@@ -64,7 +64,7 @@ class CLIPVisionConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> CLIPVisionConfig:
-        """Read a config.json of `model_type` clip_vision_model, or of a whole `clip`, which has one as `vision_config`."""
+        """Read a config.json of `model_type` clip_vision_model, or of a whole `clip` that has one."""
         if config.get("model_type") == "clip" and isinstance(config.get("vision_config"), Mapping):
             vision = {"model_type": "clip_vision_model", **config["vision_config"]}
             config = JsonObject(vision, f"{file_of(config)}: vision_config")

@@ -185,8 +185,6 @@ class ReferenceRules:
 
     Attributes:
         name: name of the reference, as `VideoPipeline(reference=...)` takes it.
-        sigmas: schedule of the noise levels.
-        resize: resizing of images to the size of a frame.
         clip_pixels: input of the image encoder; None for families without one.
         negative_prompts: negative prompt of a request without one; "" for kinds that are not listed.
         decode_whole_clip: True if the segments of a long clip share latents, and are decoded together at the end.
@@ -216,7 +214,6 @@ class TeaCache(NamedTuple):
         polynomial: coefficients, the highest power first.
         projected: True to compare the projection `e0`; False to compare the embedding `e`.
         first: steps at the beginning that are always computed.
-        last: steps at the end that are always computed.
     """
 
     polynomial: tuple[float, ...]
@@ -312,10 +309,7 @@ class Network(NamedTuple):
     to states `[B, 1 + P, I]`, and their configurations have `image_size`, `num_patches` and `hidden_size`.
 
     Attributes:
-        folder: folder of its files in diffusers' layout.
-        name: name in messages and plans.
         module: class, whose instances' paths are the keys of the checkpoint.
-        config: configuration.
     """
 
     folder: str
@@ -381,7 +375,6 @@ class SequenceParallel:
     rotary positions work unchanged. `s` is `height * width / n`, and the n devices of the axis divide the heads too.
 
     Attributes:
-        axis: name of the mesh's axis.
         height, width: tokens of a whole frame.
     """
 

@@ -71,8 +71,6 @@ class Linear(nnx.Module):
         unit: outputs that one device must hold together, such as the outputs of a head; with `"in"`, inputs. Several
             numbers for several matrices in one, as in `ops.division.Division`.
         repeats: True if devices may share a unit where there are more of them than units.
-        dtype: dtype of weight and bias.
-        rngs: source of the fresh weight.
     """
 
     low_rank: LowRank | None = None

@@ -120,10 +120,6 @@ class ShardedBlocks(nnx.Module):
     Its programs run inside `jax.shard_map` over the mesh. A device holds its parts of all blocks, and the whole weights
     of one block while that runs. Biases, norms and other vectors are whole: they are few, and a collective for each
     would take longer than they save. So is a matrix of which no axis divides.
-
-    Args:
-        blocks: blocks of equal shapes.
-        mesh: devices.
     """
 
     def __init__(self, blocks: Sequence[nnx.Module], mesh: Mesh | AbstractMesh):

@@ -119,13 +119,7 @@ def _conv2d_bfloat16(
 
 
 class ConvShape:
-    """Geometry of a convolution by axis: time (for videos), height, width.
-
-    Attributes:
-        stride: step along each axis.
-        sides: zeros before and after each axis.
-        out: extent of each axis of the result.
-    """
+    """Geometry of a convolution by axis: time (for videos), height, width."""
 
     def __init__(
         self,

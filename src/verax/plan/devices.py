@@ -22,13 +22,11 @@ class Device:
     """A kind of device.
 
     Attributes:
-        name: name in commands.
         kind: JAX's name of the device, by which implementations are chosen.
         platform: `"cpu"`, `"gpu"` or `"tpu"`.
         memory: bytes.
         bandwidth: bytes per second between memory and chip.
         flops: operations per second of dense products, by dtype of their operands.
-        source: where the numbers come from.
     """
 
     name: str

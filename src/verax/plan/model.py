@@ -35,7 +35,6 @@ class Described(NamedTuple):
     """A model by its configuration.
 
     Attributes:
-        name: name in reports.
         kind: `"text"`, `"embedding"` or `"video"`.
         config: contents of config.json; of a video model, the folder, or a name out of `WAN_CONFIGS`.
         opened: the checkpoint, if it is a GGUF file, whose weights have formats of their own.

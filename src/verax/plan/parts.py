@@ -39,7 +39,6 @@ class Part(NamedTuple):
     Attributes:
         part: such as `"attention"`.
         precision: name of the dtype, `"int8"` or `"int4"`, or the name of a block format.
-        weights: number of weights.
         nbytes: bytes of all.
         per_device: bytes that one device holds.
     """

@@ -53,8 +53,6 @@ class TextPlan:
     Attributes:
         shapes: function from a number of devices to the model as they hold it, a module of shapes.
         options: options of the engine, with batch, context and devices.
-        dtype: dtype of the weights.
-        device: kind of device.
     """
 
     shapes: Callable[[int], Any]

@@ -55,11 +55,7 @@ class Clip(NamedTuple):
     """A clip of a video model on devices.
 
     Attributes:
-        transformer, vae, text: configurations of the model's parts.
         image: configuration of its image encoder; None if it has none.
-        settings: defaults of the checkpoint.
-        dtype: dtype of transformer and encoders.
-        request: size and steps of the clip.
         latents: shape of its latents `[1, F, h, w, C]`.
         mesh: abstract devices that divide it; None for one.
         shard_weights: True if they divide the weights of the transformer's blocks too.

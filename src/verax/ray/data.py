@@ -115,8 +115,6 @@ class Embed:
 
     Args:
         model: as in `Encoder`, and so are `options`.
-        column: column of the texts.
-        output: column of the vectors.
         options: further arguments of `Encoder`.
     """
 

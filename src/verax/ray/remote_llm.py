@@ -172,7 +172,6 @@ class RemoteLLM:
 
     Args:
         handle: of a deployment of `Replica`.
-        description: sizes of its engines.
         model: the replicas' checkpoint; the built-in one if None.
         revision: branch, tag or commit of a hub id.
         max_queued_requests: most requests that wait for a replica.
@@ -371,10 +370,8 @@ class Ingress:
     """HTTP server of replicas. Ray Serve's proxy has the socket.
 
     Args:
-        handle: of the replicas.
         model: the replicas' checkpoint; the built-in one if None.
         revision: branch, tag or commit of a hub id.
-        names: names of the model in requests.
         max_queued_requests: most requests that wait for a replica.
         settings: of the server; the defaults, less the page, if None.
     """

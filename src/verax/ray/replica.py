@@ -38,8 +38,6 @@ class Part:
     Attributes:
         output: what is new, with times by the clock of the replica's machine. The prompt's tokens and their
             log-probabilities are left out between the first part and the last one.
-        replica: name of the replica.
-        stats: state of its engine.
     """
 
     output: RequestOutput

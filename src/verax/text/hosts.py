@@ -105,7 +105,6 @@ class Link:
 
     Args:
         host: numeric address of the side that listens.
-        rank: the rank at the other end.
         on_lost: called once, on a thread of the link's own, when the other side is gone before `part`.
     """
 
@@ -233,8 +232,6 @@ class Group:
     A process that is gone ends all others within ten seconds: the rest cannot continue without its part of the model.
 
     Attributes:
-        rank: number of this process.
-        size: number of processes.
         lost: sentence that names the rank that is gone; None as long as there is none.
     """
 

@@ -293,7 +293,6 @@ class RunStates:
     A context manager.
 
     Args:
-        folder: folder of the run.
         settings: settings of the run, as JSON; a run can only be resumed with equal ones.
 
     Raises:

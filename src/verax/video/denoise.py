@@ -28,10 +28,8 @@ class Conditions(NamedTuple):
         context: the transformer's context of the prompt and, with guidance, of the negative prompt in a second row.
         image_condition: channels after the latents; None for models without them.
         fps: frames per second, for a model that has this input; else None.
-        guidance_scale: scale of classifier-free guidance.
         prefix_mask: diffusion forcing: True for the given frames, if the model sees them with noise; else None.
         added_noise: amount of that noise, in timesteps.
-        key: random key of that noise.
     """
 
     context: Any
@@ -47,7 +45,6 @@ class DenoisingState(NamedTuple):
     """State between iterations.
 
     Attributes:
-        solver: state of the solver.
         residual: with TeaCache, the sum that the blocks added when they last ran, of each row; else None. Tokens that
             are divided over devices stand in one row, `[G, F, 1, h w, D]`.
     """

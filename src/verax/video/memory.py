@@ -19,8 +19,6 @@ class StageMemory(NamedTuple):
     """Bytes of one stage.
 
     Attributes:
-        stage: name of the stage.
-        weights: weights of the model that runs.
         others: weights of other models that are on the device at the time.
         work: inputs, results and buffers in between.
     """

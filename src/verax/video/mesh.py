@@ -216,9 +216,7 @@ class Layout(NamedTuple):
     """Division of a program over a mesh.
 
     Attributes:
-        mesh: devices.
         arguments: partition of each argument: of an array, of all arrays of a tree, or a tree of those.
-        results: partition of the results.
     """
 
     mesh: AnyMesh

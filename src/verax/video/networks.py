@@ -211,7 +211,6 @@ class Denoiser:
     """Programs over one transformer: context, embedding of time, and the loop over iterations.
 
     Attributes:
-        transformer: model.
         mesh: devices of the programs; None for the default device.
         context_program: function of weights, text states `[G, T, D]` and image states `[G, P, I]` or None.
         time_program: function of weights, timesteps `[R, *F]` and fps or None.

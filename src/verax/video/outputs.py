@@ -132,7 +132,6 @@ class RunReporter:
     Attributes:
         callback: user's callback, or None.
         fps: frames per second of the clip, for the callback.
-        segments: number of segments.
         show_progress: True for bars, if stderr is a terminal.
         seconds: seconds of each stage so far, all segments together.
     """

@@ -47,11 +47,8 @@ class Component(Generic[M]):
     """A model: shapes from the start, weights from the first use to the last.
 
     Attributes:
-        name: name in messages.
-        parameters: number of parameters.
         shapes: shapes of the weights, whole.
         mesh: devices of the weights; None for the default device.
-        partition: partition of each weight over the mesh.
         keep: True if weights stay on the device between uses.
     """
 
@@ -162,7 +159,6 @@ class Memory(NamedTuple):
     Attributes:
         arguments: arguments, weights included.
         results: results, less those that take the memory of arguments.
-        temporary: buffers in between.
     """
 
     arguments: int
@@ -258,9 +254,6 @@ class ProgramCall:
 
     Attributes:
         program: program, whose first argument is the weights.
-        component: model of these weights.
-        arguments: shapes (or arrays) of the other arguments.
-        options: options of the program.
     """
 
     program: Program

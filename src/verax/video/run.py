@@ -39,9 +39,6 @@ class PipelineParts:
 
     Attributes:
         model: family, settings and rules of the checkpoint.
-        stages: programs of encoders and VAE.
-        denoisers: programs of each transformer.
-        prompt_states: text encoder with the states of the last prompts.
     """
 
     model: VideoModel
@@ -81,7 +78,6 @@ class RunState:
         undecoded: latents of the clip so far, if they are to be decoded together.
         colors: frames of the last segment that was decoded, float32 `[1, T, H, W, 3]` from -1 to 1.
         frames: frames of the clip so far, in the request's output type.
-        iterations: iterations so far.
         computed: iterations that ran the transformer's blocks.
     """
 
@@ -104,7 +100,6 @@ class Stage(NamedTuple):
     """Stage of a run, of one segment or of the whole clip.
 
     Attributes:
-        name: name in plans and progress.
         segment: segment, counted from 0; the first for stages of the whole clip.
         calls: function that returns the calls of programs that the stage makes, by shapes.
         run: function that makes the calls, and puts their results into the state.
@@ -292,11 +287,7 @@ class _Span(NamedTuple):
     """Iterations of a segment that one transformer computes.
 
     Attributes:
-        denoiser: programs of the transformer.
-        guidance_scale: scale of guidance with this transformer.
         begin, end: first iteration, and the one after the last.
-        context: call that makes the transformer's context.
-        loop: call of the loop over iterations.
     """
 
     denoiser: Denoiser

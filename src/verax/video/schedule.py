@@ -54,7 +54,6 @@ class Tables(NamedTuple):
     """Values of each iteration of a segment; rows after the last iteration are padding.
 
     Attributes:
-        solver: coefficients of each step of the solver.
         timesteps: timestep of all frames, or of each frame.
         row: row of `solver` of all frames, or of each frame.
         update: frames that take a step; None if all do.

@@ -313,13 +313,11 @@ class Part:
     """One part of a model.
 
     Attributes:
-        what: description for messages.
         original: stem of its file in the original layout, under which `verax convert` writes it as safetensors.
         pattern: pattern of the names of its files in the original layout, repackaged ones included.
         names: function from its config.json to the names of its weights in both layouts.
         stem: stem of the names of its weight files in diffusers' layout.
         config: its config.json for a folder of the original layout that has none.
-        dropped: pattern of keys that are ignored.
         forms: rearrangements of the tensors that differ between the layouts, by the original's names.
     """
 

@@ -329,9 +329,6 @@ class EncoderReference:
     """An encoder of transformers: BERT and RoBERTa, ModernBERT, or a language model without its head.
 
     Args:
-        package: transformers.
-        folder: folder of the checkpoint.
-        config: our configuration.
         kind: `model_type` of the configuration.
     """
 

@@ -64,8 +64,6 @@ class PartSides(NamedTuple):
     """The two sides of one part.
 
     Attributes:
-        build: function from a configuration to our model.
-        config: function that reads the configuration.
         torch: function from the configuration as a dict to the reference's model.
         names: function from the configuration to tables between the modules' names.
         inputs: function from our configuration to the shapes of the reference's arguments, which are random by default.

@@ -166,11 +166,9 @@ class EnhancedHierarchicalDeltaNet(nn.Module):
     """The published layer under its published parameter names: 780,622 parameters at width 384 and 12 heads.
 
     Args:
-        d_model: width D.
         num_heads: H, which divides it.
         variant: `"B"` or `"C"` (inference only).
         chunk_size: tokens of a chunk where they divide the length; the variant's own if None.
-        fast_decay, slow_decay: initial decays.
         allow_neg_eigval: beta up to 2.
     """
 

@@ -138,7 +138,6 @@ class _Tiles(NamedTuple):
     """Tiles of queries.
 
     Attributes:
-        sequences: sequence of each.
         positions: position of each tile's first query in its sequence.
         counts: queries of each; 0 for a tile that is not used.
     """
@@ -152,8 +151,6 @@ class _Work(NamedTuple):
     """Chunks that the kernel walks through.
 
     Attributes:
-        owners: tile of each.
-        chunks: number of each within its sequence.
         ends: number of chunks of the tiles up to each, the first tile included.
     """
 

@@ -76,10 +76,6 @@ class ApiError(Exception):
         status: HTTP status, 400 to 599.
         message: text for people. It begins with the name of the field that was wrong, if one was.
         type: OpenAI's name of the kind of error; the status's usual one if None.
-        param: name of the field that was wrong.
-        code: OpenAI's name of the very error.
-        headers: further headers of the answer.
-        extra: further keys of the error object.
     """
 
     def __init__(

@@ -39,14 +39,8 @@ class ApiRoute(Route):
 
     Args:
         path: begins with a slash.
-        endpoint: function of a request.
-        methods: HTTP methods.
-        summary: line for people.
-        body: Struct of its JSON body.
         parts: Structs that the body's schema refers to by name, and that no field has as its type.
         files: fields of the body that are files if it comes as a form; none if it is always JSON.
-        parameters: parameters of the query and the headers.
-        media: content types of its answer.
         queued: True if a full queue refuses it with 429.
         ranges: True if it can answer with a part of a file.
     """

@@ -35,8 +35,6 @@ class LazyModel(Generic[T]):
     """A model that is loaded in a thread when it is first needed.
 
     Args:
-        name: its name in requests.
-        load: function that loads it.
         root: the checkpoint, as `/v1/models` shows it; the name if None.
     """
 
@@ -136,8 +134,6 @@ class Server:
         settings: address, keys and limits.
         root: the text checkpoint, as `/v1/models` shows it; the first name if None.
         draining: True once the server is to end: new requests get 503.
-        num_requests: number of requests that are being served.
-        streams: answers that continue while their page is reloaded.
         tracer: tracer of the requests, or None.
     """
 

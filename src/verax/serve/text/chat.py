@@ -127,7 +127,6 @@ class Translation:
 
     Args:
         names: gets that API's names of the chat's fields, for errors.
-        fields: names of fields that are the same in every chat.
     """
 
     def __init__(self, names: dict[str, str], fields: Mapping[str, str]):

@@ -92,7 +92,6 @@ class CompletionLogprobs:
 
     Args:
         num_top: number of the likeliest tokens at each place; the token of the text comes in addition.
-        tokenizer: of the model.
         skip_special_tokens: special tokens are not in the text.
     """
 

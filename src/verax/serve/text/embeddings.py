@@ -272,9 +272,6 @@ class BatchQueue(Generic[T]):
 
     Args:
         compute: function from inputs to a result for each, `[n, ...]`.
-        name: of the thread.
-        batch_size: inputs that are computed together.
-        max_inputs: inputs that may wait and run at once.
     """
 
     def __init__(self, compute: Callable[[Sequence[T]], np.ndarray], *, name: str, batch_size: int, max_inputs: int):

@@ -50,7 +50,6 @@ class Usage:
         completion_tokens: number of generated tokens of all answers.
         cached_tokens: number of prompt tokens that were in the prefix cache.
         reasoning_tokens: number of generated tokens of the reasoning.
-        num_samples: number of answers that have begun.
         metrics: times of the request.
     """
 
@@ -119,7 +118,6 @@ class RunEvent:
         index: number of the answer: sample k of prompt p is `p * n + k`.
         delta: new text, reasoning and tool calls.
         finish_reason: `"stop"`, `"length"` or `"tool_calls"` in an answer's last event.
-        stop_reason: stop string or stop token that ended the answer.
         logprobs: a new token each, if the request wants them.
         ranked: the engine's log-probabilities by token id at the place of each new token.
         token_ids: the new tokens.
@@ -162,14 +160,9 @@ class Run:
     """Prompts of one request, which the engine has queued.
 
     Args:
-        server: with a text engine.
         request: the request, whose fields errors name.
         record: of the HTTP request, for its log line.
         model: name of the model for the answer, which may be an adapter's.
-        prompts: rendered texts or token ids.
-        params: sampling parameters of all prompts.
-        add_special_tokens: add what the model expects around a text.
-        field: field of the request that the prompts were made of.
         new_parser: makes the parser of one answer; None if all text is content.
         names: the client's names of fields in errors, as `renamed` takes them.
         drop: leave the generated tokens out: only the prompt counts.
@@ -177,9 +170,7 @@ class Run:
     Attributes:
         id: id of the answer, without the API's prefix.
         created: seconds since 1970.
-        n: answers to each prompt.
         usages: token counts and times of each prompt so far; complete after the last event.
-        params: sampling parameters of all prompts.
         outputs: the engine's latest output of each prompt: its tokens and their log-probabilities.
 
     Raises:
@@ -472,9 +463,6 @@ class Part:
 
     Attributes:
         kind: reasoning, text or a tool call.
-        index: its number in the answer.
-        call_id: id of a tool call.
-        name: name of the function of a tool call.
         text: text so far; arguments as JSON text of a tool call.
         logprobs: tokens so far, if the request wants their log-probabilities.
         ended: True once the part is complete.

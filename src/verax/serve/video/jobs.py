@@ -255,9 +255,7 @@ class VideoJobs:
     """Queue of clips in front of a pipeline, which runs in one thread at a time. All else is on one event loop.
 
     Args:
-        pipeline: the model.
         store: files of the clips. It is closed with the queue.
-        max_queued: clips that may wait.
         max_jobs: clips that are remembered, made or not.
         ttl: seconds for which a clip can be downloaded.
         clock: seconds since 1970.

@@ -269,7 +269,6 @@ class BlockManager:
         num_blocks: blocks of each cache group, block 0 included.
         block_size: tokens in a block.
         windows: sliding window of each group; None for full attention.
-        enable_prefix_caching: keep full blocks findable after their sequence.
     """
 
     def __init__(

@@ -276,8 +276,6 @@ class EngineThread:
 
     Args:
         engine: the engine, which nobody else uses until the thread has ended.
-        outbox: what answers go to.
-        number: of the replica.
         check_room: function that raises if the given number of prompt tokens may not wait as well.
         on_failure: function that is called with the error that the engine has failed with.
     """

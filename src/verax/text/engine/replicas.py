@@ -34,7 +34,6 @@ class ReplicaRouter(Generic[R]):
     forgotten since is not known here.
 
     Args:
-        replicas: the replicas.
         block_size: tokens of a block; a cache shares whole blocks. None to choose by work alone.
     """
 
@@ -99,7 +98,6 @@ class Replicas:
     """Engines, each on a thread of its own. If one of them fails, all end: what serves is whole, or is replaced whole.
 
     Args:
-        engines: engines of equal models.
         max_queued_requests: most samples that wait beyond those that find a free slot at once.
         max_queued_tokens: most prompt tokens of samples that wait; None for no bound.
     """

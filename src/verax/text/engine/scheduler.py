@@ -86,10 +86,6 @@ class Scheduler:
     """Queues of waiting and running sequences. `check` asserts their invariants.
 
     Args:
-        blocks: blocks of the cache.
-        max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: token budget of a step.
-        max_loras: adapters in use at once.
         prompt_sizes: numbers of tokens that steps with prompts are padded to, where padding takes time. A step is then
             made to fill one of them.
     """

@@ -60,11 +60,7 @@ class LoRARequest:
 
 
 class AdapterSlots:
-    """Slots by number. One that no sequence uses keeps its adapter until another needs it, least recently used first.
-
-    Args:
-        num_slots: adapters that a step can use.
-    """
+    """Slots by number. One that no sequence uses keeps its adapter until another needs it, least recently used first."""
 
     def __init__(self, num_slots: int):
         self._slots: dict[int, int] = {}
@@ -275,7 +271,6 @@ class AdapterLoader:
     """Loaded adapters by number, the least recently used of which are forgotten. Any thread may load.
 
     Args:
-        layers: layers that adapters can change.
         max_cpu_loras: adapters that are kept. Requests hold theirs for themselves.
     """
 

@@ -166,8 +166,6 @@ class DraftModel:
     """Drafter that samples from a model of its own, one token of each sequence in a step.
 
     Args:
-        model: the draft model.
-        runner: the runner of the model that verifies.
         num_drafts: most drafts of a sequence.
     """
 
@@ -370,10 +368,8 @@ class Policy:
     """Choice of the number of drafts of each sequence.
 
     Args:
-        cost: cost of a step.
         sizes: ascending numbers of tokens of steps that verify.
         num_drafts: most drafts of a sequence.
-        draft_cost: cost of drafting one token for all sequences.
     """
 
     def __init__(self, cost: StepCost, sizes: abc.Sequence[int], num_drafts: int, draft_cost: float):
@@ -434,7 +430,6 @@ class Speculator:
 
     Args:
         drafter: guesses of next tokens.
-        policy: number of drafts.
         num_drafts: most drafts of a sequence in a step.
     """
 

@@ -125,8 +125,6 @@ class AbstractModel:
     """A language model without its weights.
 
     Attributes:
-        config: its configuration.
-        graph: its structure.
         tree: structure of its state, to make one of flat weights.
         weights: shapes and dtypes of its weights, flat.
         partitions: partition of each weight over a mesh, as the layers declare it.
@@ -366,9 +364,7 @@ class CompiledPrograms:
     """Folder of compiled programs.
 
     Attributes:
-        folder: the folder.
         made_for: what the programs depend on in addition to the sizes.
-        sizes: sizes that they were compiled for.
     """
 
     folder: Path

@@ -49,7 +49,6 @@ class DeviceAdapters:
     """Matrices of the adapters in use, and the program that replaces the matrices of one slot.
 
     Args:
-        layers: the layers.
         mesh: devices that the model is divided over; None for JAX's default device.
         group: hosts that share the model; None for one host. Rank 0 sends what it writes.
     """
