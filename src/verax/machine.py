@@ -32,7 +32,6 @@ THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS",
 """Environment variables that decide on threads and code, recorded where they are set."""
 
 GPU_FACTS = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")
-"""Fields that nvidia-smi prints."""
 
 
 def num_cores() -> int:

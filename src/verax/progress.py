@@ -12,7 +12,6 @@ Report = Callable[..., None]
 """`report(done, total, note="")`."""
 
 _showing: list[Progress] = []
-"""Bars that are shown now."""
 
 
 def shown() -> bool:

@@ -188,10 +188,8 @@ def _columns(dtype: str) -> tuple[str, ...]:
 
 
 FLOATS = _columns("float32")
-"""Columns of the device's float parameters."""
 
 INTS = (*_columns("int32"), *FROM_SEQUENCE)
-"""Columns of the device's integer parameters."""
 
 OFF: Mapping[str, float] = {
     name: declared.default if declared.off is None else declared.off

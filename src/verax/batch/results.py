@@ -231,7 +231,6 @@ class LineRun(Generic[R]):
     ):
         self.counts = results.counts
         self.complete = False
-        """True once every line has its result."""
         self._file = file
         self._results = results
         self._work = work

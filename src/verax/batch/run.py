@@ -102,9 +102,7 @@ class BatchRun:
     ):
         self.counts = output.counts
         self.stopped_by: signal.Signals | None = None
-        """The first signal that came."""
         self.complete = False
-        """True once every line has its answer."""
         self._server = server
         self._shutdown_timeout = shutdown_timeout
         self._file = file

@@ -86,7 +86,6 @@ class Checkpoint:
         """Metadata of a GGUF file, with its tokenizer; empty for a folder."""
         self._files = files
         self.packed = packed
-        """The quantised weights."""
         self._parts: set[str] = set()
         scheme = read_value(config, "quantization_config", dict, None)
         if scheme is not None:

@@ -96,7 +96,6 @@ class Adapter:
     """Matrices by module of the base, such as `model.layers.0.self_attn.q_proj`."""
     file: SafetensorsFile | PthFile
     settings: Mapping[str, Any]
-    """Contents of adapter_config.json."""
 
     @classmethod
     def open(cls, folder: str | Path) -> Adapter:

@@ -77,7 +77,6 @@ class Alignment:
     missing: list[str] = field(default_factory=list)
     """Outputs that our side lacks, of the whole or of layers that both have."""
     extra: list[str] = field(default_factory=list)
-    """Outputs that the reference lacks."""
 
     @property
     def guessed(self) -> list[Pair]:

@@ -21,7 +21,6 @@ from verax.compare.trace import OUTPUT, Recorder, Trace, leaves, recording
 from verax.errors import InvalidParameterError
 
 SCOPE = "module:"
-"""Beginning of the name scopes of modules."""
 
 Replace = Callable[[str, tuple[int, ...]], np.ndarray | None]
 """Replacement of a recorded value, by its name and shape; None leaves the value."""

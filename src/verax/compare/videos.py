@@ -44,11 +44,9 @@ class VideoComparison:
     height: int
     width: int
     mse: tuple[float, ...]
-    """Mean squared error of each frame."""
     psnr: tuple[float, ...]
     """PSNR of each frame, dB; infinite for identical frames."""
     ssim: tuple[float, ...]
-    """SSIM of each frame."""
     mean_difference: float
     p95_difference: float
     p99_difference: float

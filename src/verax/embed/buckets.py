@@ -34,7 +34,6 @@ TOKENIZED_AT_ONCE = 512
 """Texts that are tokenised together: enough to sort like lengths together and to fill all cores."""
 
 ROWS = 32
-"""Texts of a padded call by default."""
 
 TOKENS_PER_SENTENCE = 4
 """Tokens that a sentence takes at least of a packed call: they bound the sentences of a call by its tokens."""
@@ -62,7 +61,6 @@ class Job:
     types: Int32[np.ndarray, "rows tokens"]
     """Types of the tokens; 0 where they have none."""
     members: Int32[np.ndarray, "n"]
-    """Indices of the texts."""
 
 
 _Waiting = tuple[int, Tokens]

@@ -42,7 +42,6 @@ class Prompts:
 
     texts: Mapping[str, str] = field(default_factory=dict)
     default: str | None = None
-    """Name of the prompt that is used by default."""
 
     @classmethod
     def from_file(cls, config: JsonObject) -> Prompts:

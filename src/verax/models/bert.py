@@ -36,7 +36,6 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_pytorch_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
 }
-"""Activation functions, by transformers' names."""
 
 
 @dataclass(frozen=True)

@@ -46,9 +46,7 @@ class CLIPVisionConfig:
     num_hidden_layers: Depth = 32
     num_attention_heads: Size = 16
     image_size: Size = 224
-    """Height and width of an image, in pixels."""
     patch_size: Size = 14
-    """Height and width of a patch, in pixels."""
     hidden_act: str = "gelu"
     layer_norm_eps: Epsilon = 1e-5
 

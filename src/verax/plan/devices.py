@@ -77,7 +77,6 @@ _ALL = (
 )
 
 DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device in _ALL})
-"""Devices by name."""
 
 _ALIASES = {"trillium": "v6e", "v5lite": "v5e", "v6lite": "v6e", "4090": "rtx4090", "5090": "rtx5090"}
 

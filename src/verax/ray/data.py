@@ -199,7 +199,6 @@ class Clips:
 
 
 BATCH_SIZE = 16
-"""Rows of a batch."""
 
 TASKS = 4
 """Blocks that are with an actor at once: one begins while the last rows of another are on their way."""

@@ -26,7 +26,6 @@ WHITE_IS_ZERO = 0
 """Value of the tag `PHOTOMETRIC`, which Pillow applies to images of 8 bits only."""
 
 _FRAMES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
-"""Files of a folder that are frames of a clip."""
 
 _MOST_FRAMES = 10_000
 """Frames that an animation may have once each is repeated for as long as it is shown."""

@@ -204,7 +204,6 @@ def _signed(frames: Array) -> Array:
 _RESIDUAL = PartitionSpec(GUIDANCE, None, None, SEQUENCE)
 _STATE: Any = DenoisingState._make([REPLICATED, _RESIDUAL])
 _CONDITIONS: Any = Conditions._make([BY_ROW] + [REPLICATED] * (len(Conditions._fields) - 1))
-"""Partition of each array over a mesh."""
 
 
 class Denoiser:

@@ -16,7 +16,6 @@ from verax.errors import InvalidParameterError
 from verax.video import files
 
 SHEET_COLUMNS = 4
-"""Columns of a contact sheet."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,6 @@ LABELS = {
     "denoise": "denoising",
     "decode": "decoding frames",
 }
-"""Labels of the bars, by stage."""
 
 Step = Callable[..., None]
 """`step(done, latents=None, frames=None)`: how much of a stage is done, with latents or frames for the callback."""

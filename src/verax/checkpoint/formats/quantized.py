@@ -60,7 +60,6 @@ class QuantizedEntry(NamedTuple):
 
     where: object
     keys: tuple[str, ...]
-    """Keys of the arrays that make it up."""
     shape: tuple[int, int]
     """Shape of the array of floats that it represents."""
     kind: str

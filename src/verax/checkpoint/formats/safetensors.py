@@ -177,7 +177,6 @@ class NewTensor(NamedTuple):
     read: Callable[[], Any]
     """Function that gives the array, which is rounded to `dtype`."""
     release: Callable[[], object] = lambda: None
-    """Called when the tensor is written."""
 
     @property
     def size(self) -> int:

@@ -67,7 +67,6 @@ class VideoFolder:
         self.name = named.resolve().name
         """Name of the folder or repository. In the original layout it may be the only sign of the kind of model."""
         self.layout: Literal["original", "diffusers"] = "diffusers"
-        """Layout of the folder."""
         if not (self.path / "model_index.json").is_file() and not (self.path / "transformer").is_dir():
             self.layout = "original"
             if not (self.path / "config.json").is_file() and not self._has_experts:

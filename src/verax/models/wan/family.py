@@ -93,7 +93,6 @@ SKYREELS = ReferenceRules(
     clip_pixels=lambda image, frame, size: images.clip_pixels_skyreels(images.to_signed(frame), size),
     negative_prompts=MappingProxyType({"t2v": ENGLISH, "i2v": ENGLISH, "ti2v": CHINESE, "df": CHINESE}),
 )
-"""Rules of SkyReels-V2's own code."""
 
 DIFFUSERS = ReferenceRules(
     name="diffusers",
@@ -107,7 +106,6 @@ DIFFUSERS = ReferenceRules(
     keep_partial_blocks=False,
     overwrite_first_sample=True,
 )
-"""Rules of diffusers' pipelines."""
 
 _PIPELINES = {"DiffusionForcing": "df", "ImageToVideo": "i2v"}
 """Kinds by a part of the name of diffusers' pipeline; the first that fits is used."""

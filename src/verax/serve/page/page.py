@@ -57,7 +57,6 @@ _TAGS = frozenset((
 _SCHEMES = frozenset({"http", "https", "mailto"})
 
 _ALIGNMENTS = frozenset({"align-left", "align-center", "align-right"})
-"""Classes of table cells."""
 
 
 def render_markdown(text: str) -> str:
@@ -211,7 +210,6 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-"""Headers of every file of the page."""
 
 TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 

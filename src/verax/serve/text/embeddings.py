@@ -67,7 +67,6 @@ class RerankRequest(msgspec.Struct):
     top_n: int | None = None
     """Documents of the answer, the best ones; all of them if absent or 0."""
     return_documents: bool = True
-    """Put the documents' texts into the answer."""
     truncate_prompt_tokens: int | None = None
     """Tokens that are kept of the query and a document, special ones included; -1 for as many as the model reads."""
     user: str | None = None

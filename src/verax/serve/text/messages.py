@@ -142,7 +142,6 @@ _NAMES = {
     "reasoning_effort": "output_config.effort",
     "tool_choice.function": "tool_choice",
 }
-"""Anthropic's names of a chat's fields."""
 
 
 def chat_of(request: CountTokensRequest, names: dict[str, str] | None = None) -> ChatRequest:

@@ -107,7 +107,6 @@ _ITEMS: dict[str, type[msgspec.Struct]] = {
     "function_call_output": InputCallOutput,
     "reasoning": InputReasoning,
 }
-"""Kinds of input items."""
 
 INPUT_ITEMS = tuple(_ITEMS.values())
 
@@ -210,7 +209,6 @@ _NAMES = {
     "reasoning_effort": "reasoning.effort",
     "tool_choice.function": "tool_choice",
 }
-"""Names of a chat's fields in responses."""
 
 
 def chat_of(request: ResponsesRequest, names: dict[str, str] | None = None) -> ChatRequest:

@@ -206,7 +206,6 @@ class MediaDecoder:
     def __init__(self, limits: MediaLimits | None = None):
         self.limits = limits or MediaLimits()
         self.pids: set[int] = set()
-        """Processes that run now."""
         self._files = 0
         self._free = asyncio.Semaphore(AT_ONCE)
 

@@ -91,7 +91,6 @@ class AsyncLLM:
     def _start(self, llm: LLM, max_queued_requests: int, max_queued_tokens: int | None) -> None:
         self.llm = llm
         self.model_config: CausalLMConfig = llm.model_config
-        """Configuration of the model."""
         self.max_model_len, self.max_num_seqs = llm.max_model_len, llm.max_num_seqs
         """Longest sequence that is served, in tokens, and most sequences in one step, of all replicas together."""
         self._names = itertools.count()

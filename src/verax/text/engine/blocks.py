@@ -57,11 +57,9 @@ class CachePlan:
     """Division of memory among cache groups."""
 
     windows: tuple[int | None, ...]
-    """Sliding window of each group."""
     block_bytes: tuple[int, ...]
     """Bytes of a block of each group, over its layers."""
     block_size: int
-    """Tokens in a block."""
     chunk: int
     """Most tokens of a step."""
 
@@ -110,7 +108,6 @@ class Prefix:
     before: Prefix | None
     """The prefix without the last block; None for the empty one."""
     tokens: tuple[int, ...]
-    """Tokens of the last block."""
     length: int
     """Number of blocks."""
     blocks: list[int]

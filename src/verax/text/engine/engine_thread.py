@@ -301,7 +301,6 @@ class EngineThread:
         self._outbox = outbox
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._served: dict[str, LiveRequest] = {}
-        """Requests in the engine, by id."""
         self._thread = threading.Thread(target=self._run, name=f"verax-engine-{number}", daemon=True)
         # A daemon thread must not run compiled programs while the interpreter is taken down.
         atexit.register(self.stop)

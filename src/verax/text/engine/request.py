@@ -205,7 +205,6 @@ class Request:
     max_tokens: int
     """Tokens that each sequence may get: the parameter, cut to what the context holds."""
     metrics: RequestMetrics
-    """Its times and drafts so far."""
     stream: bool = False
     """True if the text is decoded token by token, to be shown as it grows."""
     grammar: Grammar | None = None
@@ -216,7 +215,6 @@ class Request:
     num_cached_tokens: int | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: VeraxError | None = None
-    """Failure that ended the request, if one did."""
 
     @property
     def adapter_id(self) -> int | None:

@@ -21,7 +21,6 @@ MAX_DEPTH = 64
 """Deepest nesting of parentheses: the converter recurses."""
 
 MAX_REPEATS = 10**6
-"""Largest number of a repetition."""
 
 MAX_RANGES = 100
 """Ranges of a set that is written in place of the rules that are such a set: without a limit they multiply."""

@@ -21,7 +21,6 @@ EXACT = 2**53
 """Largest whole number up to which 64-bit floats hold all."""
 
 MAX_DIGITS = 100
-"""Longest whole number."""
 
 _FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 """Formats that the library enforces."""

@@ -60,7 +60,7 @@ class LoRARequest:
 
 
 class AdapterSlots:
-    """Slots by number. One that no sequence uses keeps its adapter until another needs it, least recently used first."""
+    """Slots by number. One without a sequence keeps its adapter until another needs it: least recently used first."""
 
     def __init__(self, num_slots: int):
         self._slots: dict[int, int] = {}

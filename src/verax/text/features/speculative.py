@@ -186,7 +186,6 @@ class DraftModel:
         newest = [StepShape(rows, NEWEST * rows, False) for rows in self._rows]
         prompts = [StepShape(1, tokens, False) for tokens in self._config.mixed_tokens]
         self.shapes = (*decode, *newest, *prompts)
-        """Shapes of its steps."""
         programs = [step_program(self._abstract, self._config, shape, runner.mesh) for shape in self.shapes]
         _, on_slots, on_cache, _ = programs[0].shardings or (None,) * 4
         self._cache = placed(lambda: new_cache(model.config, self._config), on_cache)
@@ -378,7 +377,6 @@ class Policy:
         self._num_drafts = num_drafts
         self._draft_cost = draft_cost
         self.largest = sizes[-1]
-        """Most tokens of a step that verifies."""
 
     def choose(self, num_rows: int, rates: abc.Sequence[float], limits: abc.Sequence[int]) -> list[int]:
         """Number of drafts of each sequence that can have some, for the most tokens in a given time.

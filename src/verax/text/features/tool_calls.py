@@ -165,7 +165,6 @@ class CallSink:
     def __init__(self) -> None:
         self._new: dict[int, list[ToolCallDelta]] = {}
         self.count = 0
-        """Number of calls so far."""
 
     def start(self, name: str) -> None:
         """Begin the next call."""
@@ -198,7 +197,6 @@ class GrowingText:
         self.mark: int | None = None
         """Beginning of what is given back if it is not a call; None while nothing is."""
         self.final = False
-        """True if no more text comes."""
 
     def append(self, piece: str) -> None:
         """Add what has come."""

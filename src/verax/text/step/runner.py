@@ -60,7 +60,6 @@ class DeviceAdapters:
         self.arrays = placed(layers.new_arrays, shardings)
         """Matrices of all slots, which a step takes after the model's weights."""
         self._numbers: list[int | None] = [None] * layers.max_loras
-        """Number of the adapter in each slot."""
         options = compiler_options(ops.target().platform)
         self._write: Any = jax.jit(write_adapter, donate_argnums=0, compiler_options=options, out_shardings=shardings)
 
@@ -157,7 +156,6 @@ class ModelRunner:
         self._weights = tuple(jax.tree.leaves(nnx.state(model)))
         self._adapters = adapters
         self.abstract_model = replace(AbstractModel.from_module(model), adapted=adapters and adapters.layers)
-        """The model without its weights."""
         self.weight_bytes = weight_bytes(model)
         """Bytes of weights that a decode step reads: all but embedding tables that are not the output head."""
         shardings = self.program(config.shapes[0]).shardings

@@ -62,15 +62,12 @@ class RunnerConfig:
     groups: tuple[CacheGroup, ...]
     """Layers and blocks of the cache: one group, or more if some layers attend to a sliding window."""
     block_size: int
-    """Tokens in a block."""
     max_model_len: int
     """Longest sequence, tokens."""
     max_num_seqs: int
     """Slots for running sequences."""
     max_num_batched_tokens: int
-    """Token budget of a step."""
     cache_dtype: DTypeLike
-    """Dtype of keys and values in the cache."""
     structured_outputs: bool = False
     """Steps give the scores, and sampling has programs of its own, for sequences with a grammar."""
     verify_tokens: tuple[int, ...] = ()

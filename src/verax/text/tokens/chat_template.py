@@ -41,7 +41,6 @@ MAX_PIECES = 1 << 18
 """Pieces that a template may write: a conversation of 1,000 messages has about 20,000."""
 
 MAX_BITS = 1024
-"""Bits of a whole number."""
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -250,7 +249,6 @@ class _Arguments(dict[str, Any]):
     def __init__(self, arguments: Mapping[str, Any] | str | None):
         super().__init__(object_so_far(arguments) if isinstance(arguments, str) else arguments or {})
         self._given = isinstance(arguments, str)
-        """True if they were given as text."""
         self._text = arguments if arguments and isinstance(arguments, str) else _to_json(self)
 
     def __str__(self) -> str:

@@ -110,7 +110,6 @@ RULES = {
     "tekken": Rules((_TEKKEN,), whole_words=True, begin=True),
     **dict.fromkeys(("gpt-4o", "llama4"), Rules((_GPT4O,))),
 }
-"""Rules by the name that a file has for them."""
 
 USUAL = {"qwen2": "qwen2", "qwen3": "qwen2", "llama": "llama-bpe"}
 """Name by architecture, for files of early converters, which have no `tokenizer.ggml.pre`."""
@@ -329,7 +328,6 @@ class TokenizerParts(NamedTuple):
     """Texts by the names that chat templates have for them, such as `eos_token`."""
     eos_token_ids: frozenset[int]
     chat_templates: dict[str, str]
-    """Templates by name."""
 
 
 def read_gguf_tokenizer(metadata: Mapping[str, Any], where: object) -> TokenizerParts:

@@ -34,7 +34,6 @@ class JsonScanner:
         self.state = state
         """Expected next: start, key, colon, value, item (of an array), next (comma or end), complete (nothing)."""
         self.written = ""
-        """JSON of the last token."""
         self._closers: list[str] = []
         self._quote = ""
         """Quote that ends the string that is being read."""
