@@ -6,7 +6,6 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ class Side:
 
     model: Any
     args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
     call: Callable[..., Any] | None = None
     watch: tuple[Watch, ...] = ()
     inputs: tuple[str, ...] = ()
@@ -61,7 +60,7 @@ class Case:
     reference: Callable[[str], Side]
     ours: Callable[[str], Side]
     names: Names | None = None
-    about: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    about: Mapping[str, Any] = field(default_factory=dict)
     judge: Callable[[np.ndarray, np.ndarray], LogitsComparison | VectorsComparison] | None = None
 
 
@@ -95,7 +94,7 @@ class Inputs:
     """
 
     texts: tuple[str, ...] = ()
-    arrays: Mapping[str, np.ndarray] = field(default_factory=lambda: MappingProxyType({}))
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
     origin: str = ""
 
     @property

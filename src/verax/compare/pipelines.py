@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -47,12 +46,10 @@ NOTHING = Inputs()
 WORDS = tuple(PROMPT.lower().split())
 RANDOM_SETTINGS = dict(height=32, fps=8, guidance_scale=4.0)
 RANDOM_WIDTHS = {"tiny": 48, "tiny-5b": 64}
-RANDOM_PIPELINES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "tiny": {"_class_name": "SkyReelsV2ImageToVideoPipeline"},
-        "tiny-5b": {"_class_name": "WanPipeline", "expand_timesteps": True},
-    }
-)
+RANDOM_PIPELINES: Mapping[str, Mapping[str, Any]] = {
+    "tiny": {"_class_name": "SkyReelsV2ImageToVideoPipeline"},
+    "tiny-5b": {"_class_name": "WanPipeline", "expand_timesteps": True},
+}
 """Settings of model_index.json of the sizes of `RANDOM` that have all parts of a pipeline."""
 
 

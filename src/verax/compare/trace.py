@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import ml_dtypes  # noqa: F401  (NumPy knows bfloat16 and its like by name once it is imported)
@@ -193,7 +192,7 @@ class Watch:
     owner: Any
     attribute: str
     outputs: tuple[str, ...] = ()
-    inputs: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
+    inputs: Mapping[int, str] = field(default_factory=dict)
     axes: tuple[int, ...] | None = None
     where: str = ""
 

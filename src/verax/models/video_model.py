@@ -12,7 +12,6 @@ import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -43,14 +42,12 @@ __all__ = [
 AttentionFn = Callable[[Array, Array, Array], Array]
 """Queries `[B, T, N, H]`, keys and values `[B, S, N, H]` to float32 `[B, T, N, H]`, without a mask."""
 
-ATTENTION: Mapping[str, AttentionFn] = MappingProxyType(
-    {
-        "auto": partial(ops.attention, causal=False),
-        "standard": partial(ops.attention.reference, causal=False),
-        "chunked": partial(chunked_attention, causal=False),
-        "flash": partial(ops.attention.restricted(require={"flash"}), causal=False),
-    }
-)
+ATTENTION: Mapping[str, AttentionFn] = {
+    "auto": partial(ops.attention, causal=False),
+    "standard": partial(ops.attention.reference, causal=False),
+    "chunked": partial(chunked_attention, causal=False),
+    "flash": partial(ops.attention.restricted(require={"flash"}), causal=False),
+}
 """Attention by name.
 
 - `auto`: the choice of `ops.attention`.

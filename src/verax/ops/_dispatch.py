@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import jax
@@ -38,7 +37,7 @@ class Example:
     """
 
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
     label: str = ""
 
 

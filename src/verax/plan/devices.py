@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from verax.errors import InvalidParameterError
@@ -51,7 +50,7 @@ def _device(
 ) -> Device:
     names = ("bfloat16", "int8", "float8_e4m3fn", "float32")
     rates = {dtype: rate * T for dtype, rate in zip(names, flops, strict=False) if rate}
-    return Device(name, kind, platform, round(memory * GB), bandwidth * GB, MappingProxyType(rates), source)
+    return Device(name, kind, platform, round(memory * GB), bandwidth * GB, rates, source)
 
 
 _ADA = "NVIDIA Ada GPU architecture whitepaper 2.1, appendix A"
@@ -76,7 +75,7 @@ _ALL = (
     _device("tpu", "v6e", "TPU v6 lite", 32, 1640, (918, 1836), "cloud.google.com/tpu/docs/v6e"),
 )
 
-DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device in _ALL})
+DEVICES: Mapping[str, Device] = {device.name: device for device in _ALL}
 
 _ALIASES = {"trillium": "v6e", "v5lite": "v5e", "v6lite": "v6e", "4090": "rtx4090", "5090": "rtx5090"}
 
@@ -109,7 +108,7 @@ def find_device(
                 f"device: {name!r} is not in the table, which has {', '.join(DEVICES)} and cpu; describe it with "
                 f"{', '.join(missing)} as well"
             )
-        rates = MappingProxyType({"bfloat16": flops})
+        rates = {"bfloat16": flops}
         return Device(name, "", "gpu", round(memory), bandwidth, rates, "the command line")
     if not any(given.values()):
         return known
@@ -118,7 +117,7 @@ def find_device(
         known,
         memory=round(memory or known.memory),
         bandwidth=bandwidth or known.bandwidth,
-        flops=MappingProxyType({dtype: rate * scale for dtype, rate in known.flops.items()}),
+        flops={dtype: rate * scale for dtype, rate in known.flops.items()},
         source=f"{known.source}, changed on the command line",
     )
 
@@ -136,7 +135,7 @@ def _this_machine(memory: float | None, bandwidth: float | None, flops: float | 
             names = ("bfloat16", "float32")
             rates = {name: measured[f"matmul_{name}_gflop_per_s"] * GB for name in names}
     total = round(memory or psutil.virtual_memory().total)
-    return Device("cpu", "cpu", "cpu", total, bandwidth, MappingProxyType(rates), source)
+    return Device("cpu", "cpu", "cpu", total, bandwidth, rates, source)
 
 
 def program_row(

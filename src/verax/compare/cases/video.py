@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -291,38 +290,36 @@ _TRANSFORMER = PartSides(
     _run_transformer,
 )
 
-PART_SIDES: Mapping[str, PartSides] = MappingProxyType(
-    {
-        "transformer": _TRANSFORMER,
-        "transformer_2": _TRANSFORMER,
-        "vae": PartSides(
-            WanVae,
-            WanVaeConfig.from_hf,
-            _vae,
-            lambda settings: (wan_vae_names(settings), _Parents(wan_vae_names(settings))),
-            _vae_inputs,
-            _run_vae,
+PART_SIDES: Mapping[str, PartSides] = {
+    "transformer": _TRANSFORMER,
+    "transformer_2": _TRANSFORMER,
+    "vae": PartSides(
+        WanVae,
+        WanVaeConfig.from_hf,
+        _vae,
+        lambda settings: (wan_vae_names(settings), _Parents(wan_vae_names(settings))),
+        _vae_inputs,
+        _run_vae,
+    ),
+    "text_encoder": PartSides(
+        UMT5EncoderModel,
+        UMT5Config.from_hf,
+        partial(_eager, "UMT5EncoderModel", "UMT5Config"),
+        lambda settings: (UMT5, _UMT5_MODULES),
+        _text_inputs,
+        _run_text,
+    ),
+    "image_encoder": PartSides(
+        CLIPVisionModel,
+        CLIPVisionConfig.from_hf,
+        partial(_eager, "CLIPVisionModel", "CLIPVisionConfig"),
+        lambda settings: tuple(
+            impl(table) for table in (CLIP, _CLIP_MODULES) for impl in (lambda table: table, _Unprefixed)
         ),
-        "text_encoder": PartSides(
-            UMT5EncoderModel,
-            UMT5Config.from_hf,
-            partial(_eager, "UMT5EncoderModel", "UMT5Config"),
-            lambda settings: (UMT5, _UMT5_MODULES),
-            _text_inputs,
-            _run_text,
-        ),
-        "image_encoder": PartSides(
-            CLIPVisionModel,
-            CLIPVisionConfig.from_hf,
-            partial(_eager, "CLIPVisionModel", "CLIPVisionConfig"),
-            lambda settings: tuple(
-                impl(table) for table in (CLIP, _CLIP_MODULES) for impl in (lambda table: table, _Unprefixed)
-            ),
-            _image_inputs,
-            _run_image,
-        ),
-    }
-)
+        _image_inputs,
+        _run_image,
+    ),
+}
 
 
 VIDEO_PARTS = tuple(PARTS)
@@ -340,30 +337,28 @@ def _wan(kind: str, heads: int, channels: tuple[int, int], ffn_dim: int, layers:
 
 _TINY = dict(attention_head_dim=12, text_dim=16, freq_dim=64, rope_max_seq_len=32)
 
-RANDOM: Mapping[str, Mapping[str, dict[str, Any]]] = MappingProxyType(
-    {
-        "tiny": {
-            "transformer": _wan("SkyReelsV2", 2, (36, 16), 32, 2, image_dim=20, added_kv_proj_dim=24, **_TINY),
-            "vae": dict(base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1)
-            | dict(temperal_downsample=[False, True, True]),
-            "text_encoder": _TEXT,
-            "image_encoder": dict(hidden_size=20, intermediate_size=52, num_hidden_layers=3, num_attention_heads=4)
-            | dict(image_size=35, patch_size=7, hidden_act="gelu"),
-        },
-        "tiny-5b": {
-            "transformer": _wan("Wan", 2, (24, 24), 32, 2, **_TINY),
-            "vae": dict(VAE_2_2, base_dim=6, decoder_base_dim=6, z_dim=24, num_res_blocks=1, dim_mult=[1, 2, 2, 2])
-            | dict(latents_mean=[0.1] * 24, latents_std=[0.9, 1.2] * 12),
-            "text_encoder": _TEXT,
-        },
-        "5b": {"transformer": _wan("Wan", 24, (48, 48), 14336, 30), "vae": dict(VAE_2_2)},
-        "1.3b": {
-            "transformer": _wan("SkyReelsV2", 12, (36, 16), 8960, 30, image_dim=1280, added_kv_proj_dim=1536),
-            "vae": dict(base_dim=96, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=2)
-            | dict(temperal_downsample=[False, True, True]),
-        },
-    }
-)
+RANDOM: Mapping[str, Mapping[str, dict[str, Any]]] = {
+    "tiny": {
+        "transformer": _wan("SkyReelsV2", 2, (36, 16), 32, 2, image_dim=20, added_kv_proj_dim=24, **_TINY),
+        "vae": dict(base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1)
+        | dict(temperal_downsample=[False, True, True]),
+        "text_encoder": _TEXT,
+        "image_encoder": dict(hidden_size=20, intermediate_size=52, num_hidden_layers=3, num_attention_heads=4)
+        | dict(image_size=35, patch_size=7, hidden_act="gelu"),
+    },
+    "tiny-5b": {
+        "transformer": _wan("Wan", 2, (24, 24), 32, 2, **_TINY),
+        "vae": dict(VAE_2_2, base_dim=6, decoder_base_dim=6, z_dim=24, num_res_blocks=1, dim_mult=[1, 2, 2, 2])
+        | dict(latents_mean=[0.1] * 24, latents_std=[0.9, 1.2] * 12),
+        "text_encoder": _TEXT,
+    },
+    "5b": {"transformer": _wan("Wan", 24, (48, 48), 14336, 30), "vae": dict(VAE_2_2)},
+    "1.3b": {
+        "transformer": _wan("SkyReelsV2", 12, (36, 16), 8960, 30, image_dim=1280, added_kv_proj_dim=1536),
+        "vae": dict(base_dim=96, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=2)
+        | dict(temperal_downsample=[False, True, True]),
+    },
+}
 """Settings of the parts of random models, by size: small ones, which fit each other, the sizes of
 SkyReels-V2-I2V-1.3B, and small and published sizes like Wan2.2-TI2V-5B's."""
 

@@ -52,14 +52,12 @@ def encode_first_frame(
     return jnp.concatenate([mask, latents], axis=-1)
 
 
-KINDS: Mapping[str, Conditioning] = MappingProxyType(
-    {
-        "t2v": Conditioning(),
-        "i2v": Conditioning(encode=encode_first_frame),
-        "ti2v": Conditioning(given_frames=True),
-        "df": Conditioning(given_frames=True, forcing=True),
-    }
-)
+KINDS: Mapping[str, Conditioning] = {
+    "t2v": Conditioning(),
+    "i2v": Conditioning(encode=encode_first_frame),
+    "ti2v": Conditioning(given_frames=True),
+    "df": Conditioning(given_frames=True, forcing=True),
+}
 """Text to video, image to video, either of the two (Wan2.2's 5B, as in diffusers' `WanImageToVideoPipeline` with
 `expand_timesteps`), diffusion forcing."""
 
@@ -87,18 +85,16 @@ SKYREELS = ReferenceRules(
     name="skyreels",
     # `FlowUniPCMultistepScheduler` keeps its largest sigma in float32.
     sigmas=partial(flow_sigmas, begin=float(np.float32(0.999)), end=0.0),
-    resize=MappingProxyType(
-        {"i2v": _LANCZOS, "ti2v": _LANCZOS, "df": partial(_crop_and_resize, method="bicubic")},
-    ),
+    resize={"i2v": _LANCZOS, "ti2v": _LANCZOS, "df": partial(_crop_and_resize, method="bicubic")},
     clip_pixels=lambda image, frame, size: images.clip_pixels_skyreels(images.to_signed(frame), size),
-    negative_prompts=MappingProxyType({"t2v": ENGLISH, "i2v": ENGLISH, "ti2v": CHINESE, "df": CHINESE}),
+    negative_prompts={"t2v": ENGLISH, "i2v": ENGLISH, "ti2v": CHINESE, "df": CHINESE},
 )
 
 DIFFUSERS = ReferenceRules(
     name="diffusers",
     # `UniPCMultistepScheduler` with `use_flow_sigmas`, from diffusers 0.37.
     sigmas=partial(flow_sigmas, begin=1.0, end=0.001),
-    resize=MappingProxyType({"i2v": images.resize, "ti2v": images.resize, "df": images.resize}),
+    resize={"i2v": images.resize, "ti2v": images.resize, "df": images.resize},
     clip_pixels=lambda image, frame, size: images.clip_pixels_diffusers(image, size),
     decode_whole_clip=True,
     # No released model was trained for block-causal attention.

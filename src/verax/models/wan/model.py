@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -157,19 +156,17 @@ IMAGE_DIM = 1280
 _SMALL = WanConfig(dim=1536, ffn_dim=8960, num_heads=12, num_layers=30)
 _LARGE = WanConfig(dim=5120, ffn_dim=13824, num_heads=40, num_layers=40)
 
-WAN_CONFIGS: Mapping[str, WanConfig] = MappingProxyType(
-    {
-        "t2v-1.3b": _SMALL,
-        "i2v-1.3b": replace(_SMALL, in_dim=36, image_dim=IMAGE_DIM),
-        "df-1.3b": replace(_SMALL, inject_sample_info=True),
-        "t2v-14b": _LARGE,
-        "i2v-14b": replace(_LARGE, in_dim=36, image_dim=IMAGE_DIM),
-        "df-14b": _LARGE,
-        "t2v-a14b": _LARGE,
-        "i2v-a14b": replace(_LARGE, in_dim=36),
-        "ti2v-5b": WanConfig(dim=3072, ffn_dim=14336, num_heads=24, num_layers=30, in_dim=48, out_dim=48),
-    }
-)
+WAN_CONFIGS: Mapping[str, WanConfig] = {
+    "t2v-1.3b": _SMALL,
+    "i2v-1.3b": replace(_SMALL, in_dim=36, image_dim=IMAGE_DIM),
+    "df-1.3b": replace(_SMALL, inject_sample_info=True),
+    "t2v-14b": _LARGE,
+    "i2v-14b": replace(_LARGE, in_dim=36, image_dim=IMAGE_DIM),
+    "df-14b": _LARGE,
+    "t2v-a14b": _LARGE,
+    "i2v-a14b": replace(_LARGE, in_dim=36),
+    "ti2v-5b": WanConfig(dim=3072, ffn_dim=14336, num_heads=24, num_layers=30, in_dim=48, out_dim=48),
+}
 """The published sizes: Wan2.1's text to video, SkyReels-V2's image to video and diffusion forcing, and both's 14B. Then
 the sizes of Wan2.2: each of the two experts of A14B, and 5B."""
 

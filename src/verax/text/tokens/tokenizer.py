@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -178,7 +177,7 @@ class Tokenizer:
     @property
     def chat_templates(self) -> Mapping[str, str]:
         """Jinja text of each chat template by its name, such as "default" and "tool_use"."""
-        return MappingProxyType(self._chat_templates)
+        return self._chat_templates
 
     def whole_text(self, token_id: int) -> str | None:
         """Text that a token adds after whole characters, whatever its neighbours are; None if they matter."""
