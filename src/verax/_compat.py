@@ -66,8 +66,7 @@ def make_mesh(shape: Sequence[int], names: Sequence[str], devices: Sequence[Any]
 def join_processes(coordinator: str, count: int, rank: int) -> None:
     """Wait until all processes have joined JAX's coordination service, which rank 0 runs at this address alone.
 
-    Args:
-        coordinator: `HOST:PORT`.
+    `coordinator`: `HOST:PORT`.
 
     Raises:
         RuntimeError: if JAX has begun to use devices, or the address cannot be had.

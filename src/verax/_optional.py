@@ -45,9 +45,8 @@ _PACKAGES = {
 def require_optional(module: str, extra: str | None = None) -> Any:
     """Import a module of a package that an extra installs.
 
-    Args:
-        module: full name of the module, such as `"PIL.Image"`.
-        extra: extra that the error names; the usual one of the package if None.
+    `module`: full name of the module, such as `"PIL.Image"`. `extra`: extra that the error names; the usual one of the
+    package if None.
     """
     try:
         return importlib.import_module(module)

@@ -71,9 +71,7 @@ class JsonObject(dict[str, Any]):
 def read_json(path: Path, kind: type = dict, *, optional: bool = False) -> Any:
     """Read a JSON object, or a list with `kind=list`.
 
-    Args:
-        kind: type of the value, `dict` or `list`.
-        optional: if True, a missing file is an empty value.
+    `kind`: type of the value, `dict` or `list`. `optional`: if True, a missing file is an empty value.
 
     Returns:
         A `JsonObject` or a list.

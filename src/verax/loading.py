@@ -107,10 +107,9 @@ def model_shapes(
 ) -> M:
     """The model that `load_model` would make, with shapes in the place of weights. No weight is read.
 
-    Args:
-        model_class, config, dtype, quantization: as in `load_model`.
-        opened: a GGUF file, whose matrices are in its block formats; None for a checkpoint of floats, which need not
-            exist. Weights that another checkpoint has quantised are as floats here.
+    `model_class`, `config`, `dtype`, `quantization`: as in `load_model`. `opened`: a GGUF file, whose matrices are in
+    its block formats; None for a checkpoint of floats, which need not exist. Weights that another checkpoint has
+    quantised are as floats here.
     """
     precision, dequantize = _precision(quantization, opened)
     model, tied = _abstract(model_class, config, dtype, precision)
@@ -176,8 +175,7 @@ def _abstract(
 def load_causal_lm(opened: Checkpoint, **options: Any) -> CausalLM:
     """Load the language model that a checkpoint's config.json describes.
 
-    Args:
-        options: `dtype`, and other keywords of `load_model`.
+    `options`: `dtype`, and other keywords of `load_model`.
 
     Raises:
         CheckpointError, InvalidParameterError: as in `load_model`.
@@ -189,10 +187,8 @@ def load_causal_lm(opened: Checkpoint, **options: Any) -> CausalLM:
 def divide_model(model: CausalLM, mesh: Mesh) -> CausalLM:
     """A language model in memory, its weights divided over devices as its layers declare it.
 
-    Args:
-        model: the model, which is not changed.
-        mesh: devices of an axis `tensor`. Where there are more devices than key/value heads, the result has each head
-            several times.
+    `model`: the model, which is not changed. `mesh`: devices of an axis `tensor`. Where there are more devices than
+    key/value heads, the result has each head several times.
     """
     module: Any = model
     repeats, config = head_repeats(model.config, mesh.size), config_on_devices(model.config, mesh.size)

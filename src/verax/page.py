@@ -25,11 +25,7 @@ img, video { max-width: 100%; height: auto }
 
 
 def page(title: str, body: Iterable[str]) -> str:
-    """A page.
-
-    Args:
-        body: lines of HTML. Paragraphs of the classes `good` and `bad` are verdicts.
-    """
+    """A page. `body`: lines of HTML. Paragraphs of the classes `good` and `bad` are verdicts."""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escaped(title)}</title>'
         f"<style>{_STYLE}</style></head><body>\n" + "\n".join(body) + "\n</body></html>\n"
@@ -61,8 +57,7 @@ def escaped(text: Any) -> str:
 def svg_style(extra: str) -> Iterator[Any]:
     """`matplotlib.pyplot` with the style of pages: text stays text, and a figure is the same in every run.
 
-    Args:
-        extra: extra that installs matplotlib; errors name it.
+    `extra`: extra that installs matplotlib; errors name it.
     """
     plt = load_pyplot(extra)
     with plt.rc_context({"svg.fonttype": "none", "font.size": 9, "svg.hashsalt": "verax"}):

@@ -23,9 +23,7 @@ def shown() -> bool:
 def bar(label: str, *, enabled: bool = True, count: bool = True) -> Iterator[Report]:
     """A bar named `label`, driven by the function that it yields. Silent where stderr is not a terminal.
 
-    Args:
-        enabled: False for none at all.
-        count: show done/total (for things), rather than a percentage (for bytes).
+    `enabled`: False for none at all. `count`: show done/total (for things), rather than a percentage (for bytes).
     """
     if not (enabled and shown()):
         yield lambda done, total, note="": None

@@ -32,9 +32,8 @@ _log = logging.getLogger("verax.batch")
 class LineError(msgspec.Struct, frozen=True):
     """Reason why a line has no result.
 
-    Attributes:
-        code: the kind of error, for programs.
-        line: number of a line that could not be read as work, from 1; None for work that could not be done.
+    `code`: the kind of error, for programs. `line`: number of a line that could not be read as work, from 1; None for
+    work that could not be done.
     """
 
     code: str
@@ -74,9 +73,7 @@ class Line:
 class InputLine(Line):
     """Work of a line of any object.
 
-    Attributes:
-        number: of the line, from 1.
-        custom_id: the user's name for it; its number as a text if it has none.
+    `number`: of the line, from 1. `custom_id`: the user's name for it; its number as a text if it has none.
     """
 
     fields: dict[str, Any]
@@ -85,9 +82,8 @@ class InputLine(Line):
 class ParquetLines(contextlib.AbstractContextManager["ParquetLines"]):
     """Rows of a file as lines of JSON; an empty cell is a field that is absent.
 
-    Args:
-        columns: columns that are read, where the file has them; all of them if None.
-        json: columns whose texts are JSON, and become part of the line unchanged.
+    `columns`: columns that are read, where the file has them; all of them if None. `json`: columns whose texts are
+    JSON, and become part of the line unchanged.
 
     Raises:
         InvalidParameterError: for a file that is not Parquet.
@@ -120,9 +116,8 @@ class ParquetLines(contextlib.AbstractContextManager["ParquetLines"]):
 class InputFile:
     """File of work.
 
-    Attributes:
-        path: of the file. `.jsonl` has a JSON object in each line, `.parquet` a row, and any other file a text.
-        columns: columns of Parquet that are read; all of them if None.
+    `path`: of the file. `.jsonl` has a JSON object in each line, `.parquet` a row, and any other file a text.
+    `columns`: columns of Parquet that are read; all of them if None.
     """
 
     path: Path
@@ -142,8 +137,7 @@ class InputFile:
     def read(self, text: bytes, number: int) -> InputLine | LineError:
         """The work of a line, or what is wrong with it: not UTF-8, not a JSON object, or a `custom_id` of another type.
 
-        Args:
-            number: of the line, from 1.
+        `number`: of the line, from 1.
         """
         try:
             if self.path.suffix not in (JSONL, PARQUET):
@@ -170,9 +164,7 @@ def lines_path(path: Path) -> Path:
 def write_rows(lines: Path, path: Path, schema: Mapping[str, Any], row: Callable[[bytes], dict[str, Any]]) -> None:
     """Write a file of result lines as Parquet, whole or not at all.
 
-    Args:
-        lines: the file that `ResultFile` wrote.
-        schema: type of each column, of pyarrow.
+    `lines`: the file that `ResultFile` wrote. `schema`: type of each column, of pyarrow.
     """
     arrow, parquet = require_optional("pyarrow"), require_optional("pyarrow.parquet")
     columns = arrow.schema(dict(schema))

@@ -104,9 +104,7 @@ class _Fields(msgspec.Struct):
 def read_request(text: bytes, number: int) -> RequestLine | AnswerLine:
     """Request of a line, or the answer that says what is wrong with the line.
 
-    Args:
-        text: the line, in UTF-8.
-        number: of the line, from 1.
+    `text`: the line, in UTF-8. `number`: of the line, from 1.
     """
     custom_id = None
     try:
@@ -146,8 +144,7 @@ def write_answers(lines: Path, path: Path) -> None:
 
     Columns are `id`, `custom_id`, `status_code`, `request_id`, `body` and `error`; the last two are JSON text.
 
-    Args:
-        lines: the file that `ResultFile` wrote.
+    `lines`: the file that `ResultFile` wrote.
     """
     arrow = require_optional("pyarrow")
     names = ("id", "custom_id", "status_code", "request_id", "body", "error")
@@ -233,8 +230,7 @@ class LocalServer:
     async def answer(self, request: RequestLine, clips: Path | None) -> Answer:
         """Answer to a line. Cancelling the task ends the request.
 
-        Args:
-            clips: folder for clips. None if there can be none in this batch.
+        `clips`: folder for clips. None if there can be none in this batch.
 
         Raises:
             EngineDeadError: if the text engine has failed, whose answer this would be.

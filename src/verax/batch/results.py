@@ -27,9 +27,8 @@ call is long enough that its beginning and end, where the device waits, do not c
 class ResultLine:
     """Part of a line of the output that every kind of line has; the lines are `msgspec.Struct`s.
 
-    Attributes:
-        BEGIN: first bytes of every such line, by which one that was cut off is known as ours.
-        custom_id: the user's name for the line of the input; None for a line that could not be read.
+    `BEGIN`: first bytes of every such line, by which one that was cut off is known as ours. `custom_id`: the user's
+    name for the line of the input; None for a line that could not be read.
     """
 
     __slots__ = ()
@@ -76,9 +75,8 @@ class LineCounts:
 class ResultFile(Generic[R]):
     """Results of the lines of a file, appended as they come.
 
-    Attributes:
-        file: where they are written; without a buffer, so that a line is there once it is written.
-        bad_lines: numbers of the input's lines whose error was written by an earlier run.
+    `file`: where they are written; without a buffer, so that a line is there once it is written. `bad_lines`: numbers
+    of the input's lines whose error was written by an earlier run.
     """
 
     file: BinaryIO
@@ -93,8 +91,7 @@ class ResultFile(Generic[R]):
     def open(cls, path: Path, kind: type[R], *, retry_errors: bool = False) -> ResultFile[R]:
         """The results in a file, which is created if it does not exist. A last line that was cut off is removed.
 
-        Args:
-            retry_errors: rewrite the file without its errors, whole or not at all, so that they run again.
+        `retry_errors`: rewrite the file without its errors, whole or not at all, so that they run again.
         """
         results = cls(_locked(path), kind)
         try:
@@ -124,8 +121,7 @@ class ResultFile(Generic[R]):
 
         Errors are known by the number of their line, since they may have no id, or the id of another line.
 
-        Args:
-            line: the work, or the error of a line that is not work.
+        `line`: the work, or the error of a line that is not work.
         """
         failure = self._duplicate(line) if isinstance(line, Line) else line
         if failure is None:
@@ -214,9 +210,7 @@ def _not_ours(path: Path, place: str) -> InvalidParameterError:
 class LineRun(Generic[R]):
     """Run of the lines of a file through a model, some lines at a time. What fails for one line is its error alone.
 
-    Args:
-        work: gives the results of some lines, in their order.
-        least: lines of the first call of `work`.
+    `work`: gives the results of some lines, in their order. `least`: lines of the first call of `work`.
     """
 
     def __init__(

@@ -84,9 +84,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class BatchRun:
     """Run of the lines of a file through a server's models.
 
-    Args:
-        clips: folder for clips; lines that ask for one are errors if None.
-        shutdown_timeout: seconds that running requests have after a signal.
+    `clips`: folder for clips; lines that ask for one are errors if None. `shutdown_timeout`: seconds that running
+    requests have after a signal.
     """
 
     def __init__(

@@ -48,11 +48,7 @@ class VectorLine(ResultLine, msgspec.Struct, frozen=True):
 
 
 class Vectors:
-    """Callable that gives the vectors of lines.
-
-    Args:
-        options: further arguments of `Encoder.encode`.
-    """
+    """Callable that gives the vectors of lines. `options`: further arguments of `Encoder.encode`."""
 
     def __init__(self, encoder: Encoder, field: str, **options: Any):
         self.truncated = 0
@@ -89,8 +85,7 @@ def write_vectors(lines: Path, path: Path, dimension: int) -> None:
 
     Columns are `custom_id`, `embedding`, a list of float32 `[D]`, and `error`, which is JSON text.
 
-    Args:
-        lines: the file that `ResultFile` wrote.
+    `lines`: the file that `ResultFile` wrote.
     """
     arrow = require_optional("pyarrow")
     text = arrow.string()
@@ -125,8 +120,7 @@ class ClipLine(ResultLine, msgspec.Struct, frozen=True):
 class Clips:
     """Callable that makes the clips of lines, and writes each into a folder.
 
-    Args:
-        options: fields of `VideoRequest` for lines that do not have them.
+    `options`: fields of `VideoRequest` for lines that do not have them.
     """
 
     def __init__(self, pipeline: VideoPipeline, folder: Path, options: Mapping[str, Any]):

@@ -37,9 +37,7 @@ _IGNORED = re.compile(r"\.(input|activation|output|[qkv])_(scale|zero_point)$")
 class DerivedFile:
     """File of one weight that is computed from other arrays when it is read.
 
-    Attributes:
-        path: file of the first of these arrays.
-        tensors: dtype, shape and place of the weight, by its key.
+    `path`: file of the first of these arrays. `tensors`: dtype, shape and place of the weight, by its key.
     """
 
     def __init__(

@@ -338,8 +338,7 @@ def stacked_keys(name: str, shape: tuple[int, ...], patterns: Patterns) -> Stack
 class Stack:
     """A stack in a checkpoint: one array, or single matrices.
 
-    Attributes:
-        shape: `(E, F, D)`; `(E, ...)` of blocks, whose weights need not be matrices.
+    `shape`: `(E, F, D)`; `(E, ...)` of blocks, whose weights need not be matrices.
     """
 
     def __init__(self, checkpoint: Checkpoint, shape: tuple[int, ...], keys: str | StackedKeys):
@@ -461,9 +460,8 @@ def random_weight(name: str, shape: Sequence[int], dtype: Any = np.float32, seed
 
     Matrices and kernels have the standard deviation `fan_in ** -0.5`, which keeps the scale of their inputs.
 
-    Args:
-        name: key of the weight. Vectors whose names end with `bias` are around 0, all others around 1.
-        shape: `[out, in, ...]`; `[E, out, in]` of a stack of experts.
+    `name`: key of the weight. Vectors whose names end with `bias` are around 0, all others around 1. `shape`: `[out,
+    in, ...]`; `[E, out, in]` of a stack of experts.
     """
     count, summed = math.prod(shape), math.prod(shape[2:] if ".experts." in name else shape[1:])
     noise = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(min(count, DRAWN), np.float32)

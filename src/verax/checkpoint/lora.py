@@ -432,9 +432,8 @@ def _changed(name: str, checkpoint: Checkpoint, changes: Sequence[_Change]) -> D
 def with_lora(checkpoint: Checkpoint, files: Mapping[Path, float]) -> Checkpoint:
     """A transformer's checkpoint with LoRA files, whose changes are added to the weights when these are read.
 
-    Args:
-        checkpoint: checkpoint of a transformer by the original's names, from `VideoFolder.checkpoint`.
-        files: LoRA files (safetensors), each with a factor on its changes; the changes of all files are added.
+    `checkpoint`: checkpoint of a transformer by the original's names, from `VideoFolder.checkpoint`. `files`: LoRA
+    files (safetensors), each with a factor on its changes; the changes of all files are added.
     """
     targets = _weight_names(checkpoint)
     changes: dict[str, list[_Change]] = {}

@@ -88,8 +88,7 @@ def check_output(path: Path) -> None:
 def open_results(path: Path, kind: type[R], *, retry_errors: bool) -> ResultFile[R]:
     """File of results, or of the lines that become a Parquet file.
 
-    Args:
-        retry_errors: as in `ResultFile.open`.
+    `retry_errors`: as in `ResultFile.open`.
 
     Raises:
         typer.BadParameter: if it cannot be written.
@@ -121,8 +120,7 @@ def run_lines(
 ) -> bool:
     """Answer a file of work, with a bar; print what was done. True if no result in the output is an error.
 
-    Args:
-        file, results, work, least, most: as in `LineRun`. The results are closed.
+    `file`, `results`, `work`, `least`, `most`: as in `LineRun`. The results are closed.
     """
     from verax.batch.results import LineRun
     from verax.progress import bar

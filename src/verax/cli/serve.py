@@ -212,8 +212,7 @@ class Models:
     def loader(self, settings: ServerSettings, **more: Any) -> functools.partial[Server]:
         """Function that makes a server of the models; all but the text model are loaded when they are first used.
 
-        Args:
-            more: the `tracer` of the requests, and values of `QueueOptions`.
+        `more`: the `tracer` of the requests, and values of `QueueOptions`.
         """
         return functools.partial(_load, self._model, self._others, self.adapters, settings, **self.text, **more)
 

@@ -87,8 +87,7 @@ class Alignment:
 def translator(names: Names | None, there: Container[str]) -> Callable[[str], tuple[tuple[str, ...], str] | None]:
     """A function from our path to the reference's paths, whose arrays are concatenated, and the way of the match.
 
-    Args:
-        names: the tables. A path that no table translates may have the same name on both sides.
+    `names`: the tables. A path that no table translates may have the same name on both sides.
     """
     if names is None:
         tables: Sequence[Table] = ()

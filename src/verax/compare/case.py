@@ -69,9 +69,8 @@ def pair_case(
 ) -> Case:
     """The case of two models in whatever dtype they have.
 
-    Args:
-        reference, ours, names, title: as in `compare`.
-        args, kwargs: arguments of both calls, where a model is not a `Side` with its own arguments.
+    `reference`, `ours`, `names`, `title`: as in `compare`. `args`, `kwargs`: arguments of both calls, where a model is
+    not a `Side` with its own arguments.
     """
 
     def side(given: Any) -> Callable[[str], Side]:
@@ -89,8 +88,7 @@ Shape = tuple[int | None, ...]
 class Inputs:
     """Texts, arrays by the names of the reference's arguments, or neither.
 
-    Attributes:
-        origin: file of the inputs, for reports; empty without a file.
+    `origin`: file of the inputs, for reports; empty without a file.
     """
 
     texts: tuple[str, ...] = ()
@@ -105,9 +103,7 @@ class Inputs:
     def checked(self, known: Mapping[str, Shape], *, texts: bool = False) -> Mapping[str, np.ndarray]:
         """The arrays, if the call takes them.
 
-        Args:
-            known: shapes of what it takes, by name.
-            texts: True if the call takes texts too.
+        `known`: shapes of what it takes, by name. `texts`: True if the call takes texts too.
         """
         takes = ", ".join(f"{name} {_written(shape)}" for name, shape in known.items()) or "no arrays"
         if self.texts and not texts:

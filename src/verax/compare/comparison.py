@@ -38,8 +38,7 @@ ENOUGH = 8
 class Origin(NamedTuple):
     """Where the first NaN or infinity of a side arose.
 
-    Attributes:
-        operation: the operation that made it of finite numbers, with its module; or what it was given.
+    `operation`: the operation that made it of finite numbers, with its module; or what it was given.
     """
 
     layer: str

@@ -57,8 +57,7 @@ RANDOM_PIPELINES: Mapping[str, Mapping[str, Any]] = {
 class Clip:
     """The clip that both pipelines make; settings that are None are small, or the checkpoint's.
 
-    Attributes:
-        num_frames: number of frames, 4n + 1.
+    `num_frames`: number of frames, 4n + 1.
     """
 
     prompt: str = PROMPT

@@ -120,9 +120,8 @@ class VideoComparison:
 def compare_clips(first: np.ndarray, second: np.ndarray) -> VideoComparison:
     """Compare two clips of one size, frame by frame.
 
-    Args:
-        first: `[frames, height, width, 3]`, uint8, or floats from 0 to 1. The relative difference is relative to it.
-        second: the same shape; its dtype may be the other.
+    `first`: `[frames, height, width, 3]`, uint8, or floats from 0 to 1. The relative difference is relative to it.
+    `second`: the same shape; its dtype may be the other.
     """
     for name, clip in (("first", first), ("second", second)):
         _check(name, clip)

@@ -118,9 +118,8 @@ class PackedBuckets(Buckets):
     def __init__(self, batch_size: int | None, max_length: int, tokens: int):
         """Calls for texts of up to `max_length` tokens.
 
-        Args:
-            batch_size: most texts in a call; as many as `tokens` hold if None.
-            tokens: most tokens of several texts in a call.
+        `batch_size`: most texts in a call; as many as `tokens` hold if None. `tokens`: most tokens of several texts in
+        a call.
         """
         self.tokens = tokens
         self.batch_size = batch_size or max(1, tokens // TOKENS_PER_SENTENCE)

@@ -52,9 +52,8 @@ def pool(
 ) -> Float[Array, "S D"]:
     """Pool hidden states into one vector a sentence, float32. Padding does not count.
 
-    Args:
-        pooling: one of `POOLINGS`.
-        skipped: number of first tokens, a prompt's, that do not count, except for the last token.
+    `pooling`: one of `POOLINGS`. `skipped`: number of first tokens, a prompt's, that do not count, except for the last
+    token.
     """
     if pooling == "cls":
         return sentences.first(hidden, skipped).astype(jnp.float32)
@@ -230,8 +229,7 @@ def open_folder(model: str | Path, revision: str | None) -> tuple[Path, Checkpoi
 class Modules(nnx.Module):
     """The modules after a transformer, which make a vector of each sentence.
 
-    Attributes:
-        pooling: names of the poolings, with `+` between several.
+    `pooling`: names of the poolings, with `+` between several.
     """
 
     def __init__(self, steps: Sequence[tuple[str, str, nnx.Module]], width: int):
@@ -260,9 +258,7 @@ def load_modules(
 ) -> Modules:
     """Load the modules after a folder's transformer, and check that they fit each other.
 
-    Args:
-        pooling: one of `POOLINGS`, in the place of the files' one.
-        default: pooling of a folder without a modules.json.
+    `pooling`: one of `POOLINGS`, in the place of the files' one. `default`: pooling of a folder without a modules.json.
     """
     if pooling is not None and pooling not in POOLINGS:
         raise InvalidParameterError(f"pooling: expected one of {', '.join(POOLINGS)}, got {pooling!r}")

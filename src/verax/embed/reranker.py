@@ -71,9 +71,8 @@ def scorer_of(
 ) -> tuple[Scorer, type[Any], Any]:
     """Scorer of a checkpoint, and its model's class and configuration.
 
-    Args:
-        max_length: tokens that are read of a pair; the checkpoint's limit if None.
-        model_file: content of config_sentence_transformers.json.
+    `max_length`: tokens that are read of a pair; the checkpoint's limit if None. `model_file`: content of
+    config_sentence_transformers.json.
     """
     names = read_value(opened.config, "architectures", tuple[str, ...], ())
     generates = any(name.endswith("ForCausalLM") for name in names)

@@ -98,9 +98,8 @@ class EncoderSettings:
     ) -> EncoderSettings:
         """Read a folder. What is given as an argument goes before what the files say.
 
-        Args:
-            transformer: folder of its transformer, if that is another.
-            positions: tokens that the model can read at most.
+        `transformer`: folder of its transformer, if that is another. `positions`: tokens that the model can read at
+        most.
         """
         config = read_model_file(folder, "SentenceTransformer")
         tokens = read_transformer_file(transformer or folder, "feature-extraction")
@@ -143,9 +142,7 @@ def read_transformer_file(folder: Path, task: str) -> JsonObject:
 def read_max_length(folder: Path, positions: int, max_length: int | None, tokens: Mapping[str, object]) -> int:
     """Tokens that are read of a text: the argument, or the limit of the files, or all positions.
 
-    Args:
-        positions: tokens that the model can read at most.
-        tokens: content of sentence_bert_config.json.
+    `positions`: tokens that the model can read at most. `tokens`: content of sentence_bert_config.json.
     """
     if max_length is not None and (isinstance(max_length, bool) or not isinstance(max_length, int)):
         raise InvalidParameterError(f"max_length: expected a whole number, got {max_length!r}")

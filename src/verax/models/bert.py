@@ -208,9 +208,8 @@ class BertModel(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """Final hidden states, float32. The states of a sentence depend on its own tokens only.
 
-        Args:
-            sentences: where the sentences lie; of at most `max_position_embeddings` tokens each.
-            types: token types, 0 and 1 for the texts of a pair; all 0 if None.
+        `sentences`: where the sentences lie; of at most `max_position_embeddings` tokens each. `types`: token types, 0
+        and 1 for the texts of a pair; all 0 if None.
         """
         x = self.embeddings(tokens, sentences.positions, jnp.zeros((1, 1), jnp.int32) if types is None else types)
         for layer in self.encoder.layer:

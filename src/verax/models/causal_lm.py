@@ -107,8 +107,7 @@ def causal_attention(
 def run_from_zeros(cu_seqlens: Int[Array, "M"] | None = None) -> RunRecurrent:
     """Run of recurrent layers over whole sequences from zeroed states; the states after are dropped.
 
-    Args:
-        cu_seqlens: as in `ops.delta`, for sequences that are packed along one row.
+    `cu_seqlens`: as in `ops.delta`, for sequences that are packed along one row.
     """
 
     def run(layer: int, x: Float[Array, "B T D"], recurrence: RecurrentLayer) -> Float[Array, "B T D"]:
@@ -284,8 +283,7 @@ def text_config(config: Mapping[str, Any], **defaults: Any) -> JsonObject:
 
     With a vision tower, the outer file says whether the output head is tied, as transformers reads it.
 
-    Args:
-        defaults: values of keys that the language model's object leaves out.
+    `defaults`: values of keys that the language model's object leaves out.
     """
     part = read_value(config, "text_config", dict, None)
     where = f"{file_of(config)}: text_config" if part else file_of(config)

@@ -191,8 +191,7 @@ class CLIPVisionModel(nnx.Module):
     def __call__(self, pixels: Float[Array, "B H W 3"]) -> Float[Array, "B T D"]:
         """Hidden states before the last block, float32 `[B, 1 + P, D]`: transformers' `hidden_states[-2]`.
 
-        Args:
-            pixels: normalised by CLIP's mean and standard deviation (`video.pictures`); H and W are `image_size`.
+        `pixels`: normalised by CLIP's mean and standard deviation (`video.pictures`); H and W are `image_size`.
         """
         size = self.config.image_size
         if pixels.shape[1:3] != (size, size):

@@ -334,9 +334,8 @@ class Embeddings(nnx.Module):
     def __call__(self, tokens: Int[Array, "B T"], lengths: Int[Array, "#B"]) -> Float[Array, "B T D"]:
         """Embeddings, float32.
 
-        Args:
-            tokens: token ids.
-            lengths: number of tokens over which the table of positions is interpolated if it is shorter than T.
+        `tokens`: token ids. `lengths`: number of tokens over which the table of positions is interpolated if it is
+        shorter than T.
         """
         T, rows = tokens.shape[1], self.config.num_positions
         if rows >= T:
@@ -415,10 +414,8 @@ class LamModel(nnx.Module):
     def __call__(self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"] | None = None) -> Float[Array, "B T D"]:
         """Final hidden states, float32. Sentences are padded on the right; the states of padding mean nothing.
 
-        Args:
-            tokens: token ids. T is at most `max_position_embeddings`.
-            lengths: tokens of each sentence that are not padding; all if None. The published rules ignore it, and
-                their results depend on the padding.
+        `tokens`: token ids. T is at most `max_position_embeddings`. `lengths`: tokens of each sentence that are not
+        padding; all if None. The published rules ignore it, and their results depend on the padding.
         """
         gated = self.config.rule == "gated"
         whole = jnp.full((1,), tokens.shape[1])

@@ -202,8 +202,7 @@ class ModernBertModel(nnx.Module):
     def __call__(self, tokens: Int[Array, "B T"], sentences: Sentences) -> Float[Array, "B T D"]:
         """Final hidden states, float32. The states of a sentence depend on its own tokens only.
 
-        Args:
-            sentences: where the sentences lie; of at most `max_position_embeddings` tokens each.
+        `sentences`: where the sentences lie; of at most `max_position_embeddings` tokens each.
         """
         config = self.config
         head_dim = config.hidden_size // config.num_attention_heads

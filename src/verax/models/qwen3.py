@@ -102,8 +102,7 @@ def check_activation(config: Mapping[str, Any], key: str, known: Collection[str 
 def decoder_fields(config: Mapping[str, Any], rotary: ops.RotaryConfig) -> dict[str, Any]:
     """`Qwen3Config`'s fields from a config.json, as this family and its relatives read them.
 
-    Args:
-        rotary: rotation of heads, of layers that see everything.
+    `rotary`: rotation of heads, of layers that see everything.
     """
     family = config.get("model_type")
     sizes = read_fields(config, Qwen3Config, _REQUIRED)

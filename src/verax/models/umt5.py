@@ -178,9 +178,7 @@ class UMT5EncoderModel(nnx.Module):
 
         A prompt's states do not depend on T, which may be as small as the length of the longest prompt.
 
-        Args:
-            tokens: token ids; any ids at the padding.
-            lengths: tokens of each prompt that are not padding.
+        `tokens`: token ids; any ids at the padding. `lengths`: tokens of each prompt that are not padding.
         """
         T = tokens.shape[1]
         real = jnp.arange(T) < lengths[:, None]

@@ -112,8 +112,7 @@ class VideoSettings:
     def updated(self, own: Mapping[str, Any], kinds: Mapping[str, Any]) -> VideoSettings:
         """Settings with the fields of a checkpoint's `verax.json`, which are preferred to all others.
 
-        Args:
-            own: contents of the file; empty without one.
+        `own`: contents of the file; empty without one.
         """
         known = [field.name for field in fields(VideoSettings)]
         for name, value in own.items():
@@ -168,9 +167,8 @@ Sigmas = Callable[[int, float], np.ndarray]
 def flow_sigmas(steps: int, shift: float, *, begin: float, end: float) -> Float[np.ndarray, "N"]:
     """Noise levels evenly spaced between `begin` and `end`, the last left out, and shifted towards noise.
 
-    Args:
-        shift: 1 for even spacing; more spends more steps at high noise: sigma becomes `shift s / (1 + (shift - 1) s)`.
-        begin, end: first and last sigma before shifting.
+    `shift`: 1 for even spacing; more spends more steps at high noise: sigma becomes `shift s / (1 + (shift - 1) s)`.
+    `begin`, `end`: first and last sigma before shifting.
     """
     even = np.linspace(begin, end, steps + 1)[:-1]
     return shift * even / (1 + (shift - 1) * even)
@@ -305,8 +303,7 @@ class Network(NamedTuple):
     Text encoders map tokens `[B, T]` and lengths `[B]` to states `[B, T, E]`. Image encoders map pixels `[B, H, W, 3]`
     to states `[B, 1 + P, I]`, and their configurations have `image_size`, `num_patches` and `hidden_size`.
 
-    Attributes:
-        module: class, whose instances' paths are the keys of the checkpoint.
+    `module`: class, whose instances' paths are the keys of the checkpoint.
     """
 
     folder: str
@@ -371,8 +368,7 @@ class SequenceParallel:
     A device's part is a clip of one row of tokens, `[B, F, 1, s, D]`, in which all layers but self-attention and the
     rotary positions work unchanged. `s` is `height * width / n`, and the n devices of the axis divide the heads too.
 
-    Attributes:
-        height, width: tokens of a whole frame.
+    `height`, `width`: tokens of a whole frame.
     """
 
     axis: str

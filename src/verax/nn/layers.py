@@ -290,9 +290,8 @@ def pack_linear_weights(model: Any, *, few_rows: bool = False) -> None:
 
     Weights are packed one after the other, so that both forms are in memory of one weight only.
 
-    Args:
-        few_rows: True for a language model, whose decode steps have few rows. A table of embeddings that is its output
-            head too (`is_tied_head`) is packed as well.
+    `few_rows`: True for a language model, whose decode steps have few rows. A table of embeddings that is its output
+    head too (`is_tied_head`) is packed as well.
     """
     pack = jax.jit(ops.pack_weight, static_argnames="few_rows")
     for _, layer in nnx.iter_modules(model):

@@ -65,8 +65,7 @@ def divisions(model: Any) -> dict[str, Division]:
 def check_divisions(model: Any, devices: int, *, argument: str) -> None:
     """Check that a model, or a model of shapes, divides over `devices` devices.
 
-    Args:
-        argument: name of the argument that the number was given by.
+    `argument`: name of the argument that the number was given by.
     """
     if devices == 1:
         return

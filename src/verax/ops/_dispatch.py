@@ -71,9 +71,8 @@ def trace_once(function: Callable[P, R], context: Hashable, /, *args: P.args, **
     inlines such functions. Calls without an array that is traced, and those with arguments of other types than arrays
     and plain values, are not shared.
 
-    Args:
-        function: a function of its arguments and of `context` alone.
-        context: everything else that its program depends on.
+    `function`: a function of its arguments and of `context` alone. `context`: everything else that its program depends
+    on.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]

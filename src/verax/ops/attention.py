@@ -177,9 +177,8 @@ def join_heads(x: Float[Array, "*B K H"], m: int) -> Float[Array, "*B J W"]:
 def spread_queries(q: Float[Array, "*B N H"], K: int, m: int) -> Float[Array, "*B N W"]:
     """Queries for joined heads, with zeros where the heads lie that are not theirs.
 
-    Args:
-        q: queries, head n of them for key/value head `n // (N / K)`.
-        K: heads of keys and values before they were joined.
+    `q`: queries, head n of them for key/value head `n // (N / K)`. `K`: heads of keys and values before they were
+    joined.
     """
     *lead, N, H = q.shape
     own = jnp.eye(m, dtype=bool)[:, None, :, None]

@@ -57,9 +57,8 @@ class Division:
 
         A part of several matrices has its rows of each, one below the other as in the whole weight.
 
-        Args:
-            size: number of rows, or of blocks of rows that are stored together.
-            devices: number of devices, which divides the weight.
+        `size`: number of rows, or of blocks of rows that are stored together. `devices`: number of devices, which
+        divides the weight.
         """
         if len(self.units) == 1:
             return None

@@ -271,8 +271,7 @@ def split_queries(
 
     A tile past the last one has the last sequence, and a first query after it.
 
-    Args:
-        query_starts: see `paged_attention`.
+    `query_starts`: see `paged_attention`.
     """
     counts = query_starts[1:] - query_starts[:-1]
     before = jnp.concatenate([jnp.zeros(1, counts.dtype), jnp.cumsum((counts + tile - 1) // tile)])

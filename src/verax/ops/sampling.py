@@ -146,9 +146,8 @@ def sample(
 
     This implementation sorts; it is the oracle of the one that runs.
 
-    Args:
-        lengths: tokens of each row so far, which with its seed decide the draw.
-        mask: a bit for each token that a grammar allows; all ones in rows without one.
+    `lengths`: tokens of each row so far, which with its seed decide the draw. `mask`: a bit for each token that a
+    grammar allows; all ones in rows without one.
     """
     rows = params.rows(slots)
     return _draw_sorted(adjust(logits, tokens[slots], lengths, rows, mask), rows, _uniform(rows, lengths))

@@ -49,9 +49,8 @@ class Described(NamedTuple):
 def describe(model: str, *, quantization: str | None = None) -> Described:
     """Find a model's configuration. No weights are read, and none need be there.
 
-    Args:
-        model: a folder, a GGUF file, a hub id (of which config.json is fetched), or one of `NAMES`.
-        quantization: `"dequantize"` to plan the floats of a folder whose weights are quantised.
+    `model`: a folder, a GGUF file, a hub id (of which config.json is fetched), or one of `NAMES`. `quantization`:
+    `"dequantize"` to plan the floats of a folder whose weights are quantised.
     """
     if model in WAN_CONFIGS:
         return Described(f"Wan {model} shapes", "video", model)

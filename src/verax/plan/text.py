@@ -50,9 +50,8 @@ STATE_PRODUCTS = 6
 class TextPlan:
     """A language model on devices, for one batch and one context.
 
-    Attributes:
-        shapes: function from a number of devices to the model as they hold it, a module of shapes.
-        options: options of the engine, with batch, context and devices.
+    `shapes`: function from a number of devices to the model as they hold it, a module of shapes. `options`: options of
+    the engine, with batch, context and devices.
     """
 
     shapes: Callable[[int], Any]
@@ -118,9 +117,8 @@ class TextPlan:
         with the keys that it sees and with their values, or changes a state. In each step weights, states, and keys and
         values that are seen are read once.
 
-        Args:
-            seqs: sequences of each step, all alike.
-            steps: tokens of a sequence in the cache before each step, and tokens of the step.
+        `seqs`: sequences of each step, all alike. `steps`: tokens of a sequence in the cache before each step, and
+        tokens of the step.
         """
         config, devices = self.model.config, self.options.tensor_parallel_size
         every, experts, chosen, head = multiplied(self.model)
@@ -234,9 +232,8 @@ def plan_embed(
 ) -> dict[str, Any]:
     """Plan of an encoder, as JSON holds it.
 
-    Args:
-        dtype: `"float32"`, or `"bfloat16"` for weights and inputs of products.
-        max_length: tokens of each sentence; 128 if None.
+    `dtype`: `"float32"`, or `"bfloat16"` for weights and inputs of products. `max_length`: tokens of each sentence; 128
+    if None.
     """
     check_dtype(dtype)
     architecture, config = encoder(model.config)

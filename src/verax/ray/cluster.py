@@ -32,8 +32,7 @@ def start_ray(num_cpus: int | None = None) -> None:
     to every other process. One that is started here listens at 127.0.0.1, without a dashboard. No reports are sent
     unless `RAY_USAGE_STATS_ENABLED` is set.
 
-    Args:
-        num_cpus: CPUs of a Ray that is started here; all of the machine if None.
+    `num_cpus`: CPUs of a Ray that is started here; all of the machine if None.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = require_optional("ray")
@@ -68,9 +67,7 @@ def check_actors(
     read files, filter checkpoints and route requests need a CPU too: without it, all wait in silence. A cluster that
     `start_ray` has not started may grow, and is not checked for it.
 
-    Args:
-        bounds: number of actors, or the least and the most.
-        left: CPUs that others need.
+    `bounds`: number of actors, or the least and the most. `left`: CPUs that others need.
     """
     least, most = (bounds, bounds) if isinstance(bounds, int) else bounds
     if not 1 <= least <= most:
@@ -125,8 +122,7 @@ def one_compiles(*what: object) -> Iterator[None]:
 
     Once they have been compiled, nobody waits any more.
 
-    Args:
-        what: all that the compiled programs depend on; actors with the same `repr` wait for each other.
+    `what`: all that the compiled programs depend on; actors with the same `repr` wait for each other.
     """
     from verax._compat import JAXLIB
 

@@ -113,9 +113,7 @@ class Embed:
 
     A row whose text cannot be read has the reason in `error`, and a vector of zeros.
 
-    Args:
-        model: as in `Encoder`, and so are `options`.
-        options: further arguments of `Encoder`.
+    `model`: as in `Encoder`, and so are `options`. `options`: further arguments of `Encoder`.
     """
 
     def __init__(self, model: str | None = None, *, column: str = "text", output: str = "embedding", **options: Any):

@@ -67,9 +67,7 @@ class _Sample:
 class AnswerSoFar:
     """Answers to one request as they grow.
 
-    Args:
-        n: number of the answers.
-        given: tokens of each that the caller began with; None for none.
+    `n`: number of the answers. `given`: tokens of each that the caller began with; None for none.
     """
 
     def __init__(self, n: int, given: Sequence[Sequence[int]] | None = None):

@@ -35,9 +35,8 @@ class Description:
 class Part:
     """New part of a request's answers.
 
-    Attributes:
-        output: what is new, with times by the clock of the replica's machine. The prompt's tokens and their
-            log-probabilities are left out between the first part and the last one.
+    `output`: what is new, with times by the clock of the replica's machine. The prompt's tokens and their
+    log-probabilities are left out between the first part and the last one.
     """
 
     output: RequestOutput
@@ -48,8 +47,7 @@ class Part:
 class Replica:
     """Models of a server in an actor. An engine that fails ends the process, so that Ray Serve starts another.
 
-    Args:
-        new_server: loads the models. Replicas with equal arguments compile the same programs.
+    `new_server`: loads the models. Replicas with equal arguments compile the same programs.
     """
 
     def __init__(self, new_server: functools.partial[Server]):
@@ -69,8 +67,7 @@ class Replica:
     async def generate(self, inputs: RequestInput) -> AsyncGenerator[Part | VeraxError, None]:
         """Parts of an answer as it grows: the first at once, later ones joined; or the error that ends it.
 
-        Args:
-            inputs: the request, with a seed and, after a move, the answers so far of another replica.
+        `inputs`: the request, with a seed and, after a move, the answers so far of another replica.
         """
         first = True
         try:
@@ -94,8 +91,7 @@ class Replica:
     async def answer(self, request: RequestLine, clips: Path | None) -> Answer:
         """Answer to a line of a batch.
 
-        Args:
-            clips: folder for clips, on a file system that the reader of the answers shares; None for none.
+        `clips`: folder for clips, on a file system that the reader of the answers shares; None for none.
         """
         if self._entered is None:
             self._entered = asyncio.ensure_future(self._stack.enter_async_context(self._local.running()))

@@ -29,9 +29,7 @@ def running_replicas(
 ) -> Iterator[RunningReplicas]:
     """Context of replicas on the cluster, or on this machine.
 
-    Args:
-        new_server: loads the models of each. It is pickled.
-        bounds: number of replicas, or the least and the most.
+    `new_server`: loads the models of each. It is pickled. `bounds`: number of replicas, or the least and the most.
     """
     started = not ray.is_initialized()
     start_ray()
@@ -56,8 +54,7 @@ def running_replicas(
 class RunningReplicas:
     """Replicas that run, as a batch calls them: the line of a replica that dies goes to another one.
 
-    Attributes:
-        max_num_seqs: most sequences that can run at once, on as many replicas as there can be.
+    `max_num_seqs`: most sequences that can run at once, on as many replicas as there can be.
     """
 
     def __init__(self, handle: DeploymentHandle, description: Description, most: int):

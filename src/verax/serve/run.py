@@ -33,9 +33,8 @@ except ImportError:  # it does not exist for Windows
 class HttpProtocol(HttpToolsProtocol):
     """One connection. Bytes that are not HTTP, or a head that does not end, are answered here, before a request exists.
 
-    Args:
-        header_timeout: seconds from the connection, or the answer before, to the end of a request's headers.
-        options: arguments of `HttpToolsProtocol`.
+    `header_timeout`: seconds from the connection, or the answer before, to the end of a request's headers. `options`:
+    arguments of `HttpToolsProtocol`.
     """
 
     def __init__(self, *, header_timeout: float, **options: Any):

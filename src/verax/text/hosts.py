@@ -103,9 +103,8 @@ def bracketed(host: str) -> str:
 class Link:
     """Connection to one rank. One thread at a time sends and receives.
 
-    Args:
-        host: numeric address of the side that listens.
-        on_lost: called once, on a thread of the link's own, when the other side is gone before `part`.
+    `host`: numeric address of the side that listens. `on_lost`: called once, on a thread of the link's own, when the
+    other side is gone before `part`.
     """
 
     def __init__(self, host: str, rank: int, on_lost: Callable[[int], None]):
@@ -185,9 +184,8 @@ class Link:
     def _watch(self, descriptor: int | None) -> None:
         """Wait until the connection ends.
 
-        Args:
-            descriptor: its file descriptor; None if the socket has no other connection. Others come to a port where
-                somebody listens. They have no key, so that the first handshake that succeeds belongs to the connection.
+        `descriptor`: its file descriptor; None if the socket has no other connection. Others come to a port where
+        somebody listens. They have no key, so that the first handshake that succeeds belongs to the connection.
         """
         parse = require_optional("zmq.utils.monitor").parse_monitor_message
         established = False
@@ -231,8 +229,7 @@ class Group:
 
     A process that is gone ends all others within ten seconds: the rest cannot continue without its part of the model.
 
-    Attributes:
-        lost: sentence that names the rank that is gone; None as long as there is none.
+    `lost`: sentence that names the rank that is gone; None as long as there is none.
     """
 
     def __init__(self, rank: int, size: int):
@@ -246,8 +243,7 @@ class Group:
     def join(cls, config: EngineConfig, options: Mapping[str, Any]) -> Group:
         """Wait for the processes of all hosts, and connect to rank 0, or rank 0 to the others.
 
-        Args:
-            options: further facts that must be equal on all ranks.
+        `options`: further facts that must be equal on all ranks.
 
         Raises:
             HostsError: if a process is missing, JAX runs already, or a version or an option differs.

@@ -292,8 +292,7 @@ class RunStates:
 
     A context manager.
 
-    Args:
-        settings: settings of the run, as JSON; a run can only be resumed with equal ones.
+    `settings`: settings of the run, as JSON; a run can only be resumed with equal ones.
 
     Raises:
         MissingDependencyError: without Orbax.

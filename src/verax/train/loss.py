@@ -22,8 +22,7 @@ def weighted_next_token_loss(
 
     Where there are many scores, they are computed for some tokens of each row at a time, and again for the gradient.
 
-    Args:
-        weights: weight of each target; zero for padding.
+    `weights`: weight of each target; zero for padding.
     """
 
     def part(hidden: Array, targets: Array, weights: Array) -> Array:

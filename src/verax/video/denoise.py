@@ -44,9 +44,8 @@ class Conditions(NamedTuple):
 class DenoisingState(NamedTuple):
     """State between iterations.
 
-    Attributes:
-        residual: with TeaCache, the sum that the blocks added when they last ran, of each row; else None. Tokens that
-            are divided over devices stand in one row, `[G, F, 1, h w, D]`.
+    `residual`: with TeaCache, the sum that the blocks added when they last ran, of each row; else None. Tokens that are
+    divided over devices stand in one row, `[G, F, 1, h w, D]`.
     """
 
     solver: unipc.UniPCState

@@ -41,8 +41,7 @@ def read_image(image: Image, *, name: str = "image") -> UInt8[np.ndarray, "H W 3
 
     Grey images of more than 8 bits are scaled to 8: whole numbers up to 65535, and floats up to 1.
 
-    Args:
-        image: a path, a PIL.Image, or an array `[H, W, 3]`, uint8 or floats in 0..1.
+    `image`: a path, a PIL.Image, or an array `[H, W, 3]`, uint8 or floats in 0..1.
     """
     if hasattr(image, "__array__"):  # NumPy's and JAX's arrays, and not Pillow's images
         return _pixels(np.asarray(image), name, "[height, width, 3]")
@@ -91,9 +90,8 @@ def read_clip(clip: Any, *, name: str = "video") -> tuple[UInt8[np.ndarray, "T H
 
     Frames of a video are turned as its file says. Frames of an animation are repeated for as long as they are shown.
 
-    Args:
-        clip: a path to a video, an animated .gif or .webp, or a folder of images, in the order of their names and of
-            the numbers in them; or a list of images, or an array `[T, H, W, 3]`, uint8 or floats in 0..1.
+    `clip`: a path to a video, an animated .gif or .webp, or a folder of images, in the order of their names and of the
+    numbers in them; or a list of images, or an array `[T, H, W, 3]`, uint8 or floats in 0..1.
     """
     if isinstance(clip, str | Path):
         path = Path(clip)

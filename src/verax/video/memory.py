@@ -18,9 +18,8 @@ SPARE = 0.9
 class StageMemory(NamedTuple):
     """Bytes of one stage.
 
-    Attributes:
-        others: weights of other models that are on the device at the time.
-        work: inputs, results and buffers in between.
+    `others`: weights of other models that are on the device at the time. `work`: inputs, results and buffers in
+    between.
     """
 
     stage: str
@@ -39,8 +38,7 @@ def plan_memory(stages: Sequence[Stage]) -> list[StageMemory]:
 
     Compiles the programs of the largest calls, which the run then finds compiled.
 
-    Args:
-        stages: stages of the run, as `run.stages_of` lists them.
+    `stages`: stages of the run, as `run.stages_of` lists them.
     """
     # The largest call of each program counts, over all stages of one name; others are shorter segments.
     calls: dict[tuple[str, str], dict[int, ProgramCall]] = {}
@@ -60,8 +58,7 @@ def plan_memory(stages: Sequence[Stage]) -> list[StageMemory]:
 def add_residents(stages: Iterable[tuple[str, Component[Any], int]]) -> list[StageMemory]:
     """Memory of stages in their order, each with the models that stay on the device meanwhile.
 
-    Args:
-        stages: name, model and bytes of the work of each.
+    `stages`: name, model and bytes of the work of each.
     """
     plan: list[StageMemory] = []
     resident: dict[str, int] = {}

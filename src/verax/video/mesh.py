@@ -159,9 +159,7 @@ def tensor_mesh(mesh: AnyMesh, model: nnx.Module, what: str) -> AnyMesh:
 
     The mesh has the first devices of the clip, as many as the model divides over.
 
-    Args:
-        model: the model, or its shapes.
-        what: its name, for a message.
+    `model`: the model, or its shapes. `what`: its name, for a message.
     """
     fitting = fitting_sizes(model)
     count = max(size for size in fitting if size <= mesh.size)
@@ -215,8 +213,7 @@ def _nearest(value: int, step: int) -> int:
 class Layout(NamedTuple):
     """Division of a program over a mesh.
 
-    Attributes:
-        arguments: partition of each argument: of an array, of all arrays of a tree, or a tree of those.
+    `arguments`: partition of each argument: of an array, of all arrays of a tree, or a tree of those.
     """
 
     mesh: AnyMesh

@@ -219,9 +219,8 @@ class Denoiser:
     def __init__(self, transformer: Component[Any], mesh: AnyMesh | None = None):
         """Describe the programs; nothing is compiled.
 
-        Args:
-            transformer: model, whose weights are whole on each device of the mesh, or divided over all of them.
-            mesh: mesh of `video_mesh`.
+        `transformer`: model, whose weights are whole on each device of the mesh, or divided over all of them. `mesh`:
+        mesh of `video_mesh`.
         """
         self.transformer = transformer
         self.mesh = mesh

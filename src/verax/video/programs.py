@@ -156,9 +156,7 @@ def in_memory(weights: Weights, kind: str) -> Weights:
 class Memory(NamedTuple):
     """Bytes that a program needs on one device, from XLA's memory analysis.
 
-    Attributes:
-        arguments: arguments, weights included.
-        results: results, less those that take the memory of arguments.
+    `arguments`: arguments, weights included. `results`: results, less those that take the memory of arguments.
     """
 
     arguments: int
@@ -174,8 +172,7 @@ class Memory(NamedTuple):
 class Program:
     """Compiled function, one program for each set of shapes and options, of which the last used are kept.
 
-    Attributes:
-        function: function of whole arrays, which divides them over the mesh of a layout.
+    `function`: function of whole arrays, which divides them over the mesh of a layout.
     """
 
     def __init__(
@@ -252,8 +249,7 @@ class Program:
 class ProgramCall:
     """Call of a program on a component's weights, described by shapes.
 
-    Attributes:
-        program: program, whose first argument is the weights.
+    `program`: program, whose first argument is the weights.
     """
 
     program: Program

@@ -49,8 +49,7 @@ def make_request(prompt: str | Sequence[str] | None, options: Mapping[str, Any])
 def segment_sizes(latents: int, longest: int, overlap: int) -> list[int]:
     """Latent frames of each segment, including those that it shares with the segment before. The last may be shorter.
 
-    Args:
-        overlap: latent frames that two segments share.
+    `overlap`: latent frames that two segments share.
     """
     if latents <= longest:
         return [latents]
@@ -136,8 +135,7 @@ class ResolvedRequest(VideoRequest):
 def resolve_request(request: VideoRequest, model: VideoModel) -> ResolvedRequest:
     """Read a request's images, fill in its defaults, and check it.
 
-    Args:
-        model: checkpoint whose defaults are filled in, and which the request has to fit.
+    `model`: checkpoint whose defaults are filled in, and which the request has to fit.
     """
     settings, geometry = model.settings, model.geometry
     values = {name: declared.check(getattr(request, name)) for name, declared in options_of(VideoRequest).items()}

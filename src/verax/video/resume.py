@@ -39,9 +39,8 @@ class FinishedSegments:
     def __init__(self, request: ResolvedRequest, sizes: Sequence[int], origin: Mapping[str, Any]):
         """Take the segments of the request's folder that are this clip's.
 
-        Args:
-            request: checked request, whose `resume` is the folder, or None.
-            origin: model and precision, on which the clip depends too.
+        `request`: checked request, whose `resume` is the folder, or None. `origin`: model and precision, on which the
+        clip depends too.
         """
         self._folder = None if request.resume is None else Path(request.resume)
         self._common = {**origin, **{name: _plain(getattr(request, name)) for name in _COMMON}}

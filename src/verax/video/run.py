@@ -37,8 +37,7 @@ from verax.video.schedule import (
 class PipelineParts:
     """Networks, programs and rules that all stages of a pipeline share.
 
-    Attributes:
-        model: family, settings and rules of the checkpoint.
+    `model`: family, settings and rules of the checkpoint.
     """
 
     model: VideoModel
@@ -168,9 +167,8 @@ def run_request(
 ) -> VideoOutput:
     """Run the stages of a request.
 
-    Args:
-        request: checked request, whose guidance is decided.
-        origin: model and precision, on which finished segments depend too.
+    `request`: checked request, whose guidance is decided. `origin`: model and precision, on which finished segments
+    depend too.
 
     Returns:
         The clip, or the part of it that is there when the callback stops the run.
@@ -286,8 +284,7 @@ def _encode_given(request: ResolvedRequest, parts: PipelineParts) -> Stage:
 class _Span(NamedTuple):
     """Iterations of a segment that one transformer computes.
 
-    Attributes:
-        begin, end: first iteration, and the one after the last.
+    `begin`, `end`: first iteration, and the one after the last.
     """
 
     denoiser: Denoiser

@@ -70,9 +70,8 @@ class Tables(NamedTuple):
 class Schedule(NamedTuple):
     """Iterations of a segment.
 
-    Attributes:
-        tables: tables of the denoising loop; all iterations run the transformer's blocks.
-        timesteps: timesteps as the transformer sees them, of all frames or of each frame.
+    `tables`: tables of the denoising loop; all iterations run the transformer's blocks. `timesteps`: timesteps as the
+    transformer sees them, of all frames or of each frame.
     """
 
     tables: Tables
@@ -82,9 +81,8 @@ class Schedule(NamedTuple):
 def segment_schedule(request: ResolvedRequest, model: VideoModel, *, latents: int, given: int, last: int) -> Schedule:
     """Iterations of a segment.
 
-    Args:
-        given: number of them at the beginning that are not denoised.
-        last: latent frames after them, which are not denoised either.
+    `given`: number of them at the beginning that are not denoised. `last`: latent frames after them, which are not
+    denoised either.
     """
     rules = model.rules
     levels = noise_levels(request.num_inference_steps, request.shift, rules.sigmas)
@@ -110,9 +108,8 @@ def segment_schedule(request: ResolvedRequest, model: VideoModel, *, latents: in
 def make_tables(levels: NoiseLevels, forcing: ForcingSchedule | None = None, *, overwritten: bool = False) -> Tables:
     """Tables of a segment.
 
-    Args:
-        forcing: step of each latent frame in each iteration; None for all frames together.
-        overwritten: see `unipc.tabulate`.
+    `forcing`: step of each latent frame in each iteration; None for all frames together. `overwritten`: see
+    `unipc.tabulate`.
     """
     solver = unipc.tabulate(levels.sigmas, overwritten=overwritten)
     together = levels.timesteps, np.arange(len(levels.timesteps), dtype=np.int32), None
@@ -128,11 +125,9 @@ def padded_rows(rows: np.ndarray) -> np.ndarray:
 def transformer_spans(timesteps: Int32[np.ndarray, "R *F"], boundary_ratio: float | None) -> list[tuple[int, int, int]]:
     """Runs of iterations with one transformer: its index, the first iteration, and the one after the last.
 
-    Args:
-        timesteps: timesteps of all frames, or of each frame.
-        boundary_ratio: share of all noise, where 1 is noise alone, down to which the first of two transformers is used.
-            As in diffusers' `WanPipeline`, the iteration at the boundary is the first's. Of frames with a time each,
-            the noisiest decides. None for one transformer.
+    `timesteps`: timesteps of all frames, or of each frame. `boundary_ratio`: share of all noise, where 1 is noise
+    alone, down to which the first of two transformers is used. As in diffusers' `WanPipeline`, the iteration at the
+    boundary is the first's. Of frames with a time each, the noisiest decides. None for one transformer.
     """
     noisiest = timesteps.reshape(len(timesteps), -1).max(axis=1)
     boundary = -1.0 if boundary_ratio is None else boundary_ratio * TRAIN_TIMESTEPS

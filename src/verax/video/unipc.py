@@ -47,10 +47,9 @@ class UniPCState(NamedTuple):
 def tabulate(sigmas: Float32[np.ndarray, "N_and_1"], *, overwritten: bool = False) -> UniPCTable:
     """Coefficients for a schedule of falling noise levels that ends at 0, worked out in float64.
 
-    Args:
-        overwritten: True to follow both published diffusion-forcing pipelines: their solver remembers the first sample
-            by reference, the loop writes the first step's result over it, and so the second step's corrector starts
-            from that result in place of the noise.
+    `overwritten`: True to follow both published diffusion-forcing pipelines: their solver remembers the first sample by
+    reference, the loop writes the first step's result over it, and so the second step's corrector starts from that
+    result in place of the noise.
     """
     sigma = sigmas.astype(np.float64)
     N = len(sigma) - 1

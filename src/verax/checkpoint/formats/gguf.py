@@ -234,9 +234,8 @@ def read_config(
 ) -> dict[str, Any]:
     """Contents of the equivalent config.json.
 
-    Args:
-        shapes: shapes of the tensors, by their keys in a checkpoint.
-        divisors: the file's `ROPE_DIVISORS`, if it has some.
+    `shapes`: shapes of the tensors, by their keys in a checkpoint. `divisors`: the file's `ROPE_DIVISORS`, if it has
+    some.
 
     Raises:
         UnsupportedModelError: for an architecture or a feature that verax does not have; naming it.

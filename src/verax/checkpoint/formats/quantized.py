@@ -88,9 +88,7 @@ def _nibbles(stored: np.ndarray) -> np.ndarray:
 def _unpack(words: np.ndarray, bits: int) -> np.ndarray:
     """Integers in words of 32 bits `[R, n]`, each stored plus half of their range: int8 `[R, 32 n / bits]`.
 
-    Args:
-        words: integers side by side in the last axis, the first in the lowest bits.
-        bits: 4 or 8.
+    `words`: integers side by side in the last axis, the first in the lowest bits. `bits`: 4 or 8.
     """
     stored = np.ascontiguousarray(words).view(np.uint8)
     codes = _nibbles(stored) if bits == 4 else stored
@@ -525,8 +523,7 @@ def find_quantized(
 ) -> dict[str, QuantizedEntry]:
     """The quantised weights among a checkpoint's tensors, by their plain key.
 
-    Args:
-        scheme: config.json's `quantization_config`.
+    `scheme`: config.json's `quantization_config`.
     """
     method = scheme.get("quant_method")
     find = _METHODS.get(method) if isinstance(method, str) else None

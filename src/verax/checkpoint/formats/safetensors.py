@@ -189,9 +189,8 @@ def write_shards(
 ) -> Iterator[NewTensor]:
     """Write `stem.safetensors`, or as many numbered files as needed and their index. One tensor is in memory at a time.
 
-    Args:
-        stem: beginning of their names.
-        max_shard_bytes: largest size of a file in bytes, unless a single tensor is larger.
+    `stem`: beginning of their names. `max_shard_bytes`: largest size of a file in bytes, unless a single tensor is
+    larger.
 
     Yields:
         Each tensor when it is written.

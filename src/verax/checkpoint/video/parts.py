@@ -397,9 +397,8 @@ PUBLISHED = (_ORIGINAL, _SKYREELS, _WAN)
 def part_of(name: str, transformer: str) -> Part:
     """Part of a model.
 
-    Args:
-        name: name of its folder in diffusers' layout.
-        transformer: class name of the model's transformer, which says whether the published tables of names apply.
+    `name`: name of its folder in diffusers' layout. `transformer`: class name of the model's transformer, which says
+    whether the published tables of names apply.
     """
     if transformer in PUBLISHED:
         return PARTS[name]
@@ -463,8 +462,7 @@ def original_transformer(
 def diffusers_transformer(config: Mapping[str, Any], pipeline: str) -> dict[str, Any]:
     """Transformer's config.json of diffusers' layout, from the config.json of either layout.
 
-    Args:
-        config: config.json of either layout.
+    `config`: config.json of either layout.
     """
     if config.get("_class_name", _ORIGINAL) != _ORIGINAL:
         return dict(config)
@@ -517,8 +515,7 @@ def pipeline_name(config: Mapping[str, Any], folder: str) -> str:
 def scheduler_settings(pipeline: str, *, experts: bool = False) -> dict[str, Any]:
     """Default scheduler_config.json for a folder that has none, with the shift that the authors recommend.
 
-    Args:
-        experts: True for a model with two transformers.
+    `experts`: True for a model with two transformers.
     """
     shift = 12.0 if experts else 8.0 if _is_skyreels(pipeline) else 5.0
     shift = 5.0 if "ImageToVideo" in pipeline else shift

@@ -328,8 +328,7 @@ _HIDDEN = -1e9
 class EncoderReference:
     """An encoder of transformers: BERT and RoBERTa, ModernBERT, or a language model without its head.
 
-    Args:
-        kind: `model_type` of the configuration.
+    `kind`: `model_type` of the configuration.
     """
 
     def __init__(self, package: Any, folder: Path, config: Any, kind: str):
@@ -353,12 +352,7 @@ class EncoderReference:
         return loaded.eval()
 
     def arguments(self, ids: np.ndarray, real: np.ndarray) -> tuple[Any, ...]:
-        """Arguments of `call` after the model.
-
-        Args:
-            ids: tokens `[B, T]`.
-            real: mask `[B, T]`, False for padding.
-        """
+        """Arguments of `call` after the model. `ids`: tokens `[B, T]`. `real`: mask `[B, T]`, False for padding."""
         if self._kind == "causal":  # nothing sees padding to its right
             return (ids,)
         T = ids.shape[1]

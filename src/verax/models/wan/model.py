@@ -224,9 +224,8 @@ class WanModel(nnx.Module):
     def encode_context(self, text: Float[Array, "B S E"], image: Float[Array, "B P I"] | None = None) -> WanContext:
         """Each layer's keys and values of a prompt, which no step changes.
 
-        Args:
-            text: the text encoder's states; zeros at pads, all of which are attended to. Published models have S 512.
-            image: the image encoder's states, for a model with an `image_dim`.
+        `text`: the text encoder's states; zeros at pads, all of which are attended to. Published models have S 512.
+        `image`: the image encoder's states, for a model with an `image_dim`.
         """
         if (image is None) != (self.img_emb is None):
             what = "has no use for one" if self.img_emb is None else "needs an image's states in addition to the text's"
@@ -244,9 +243,8 @@ class WanModel(nnx.Module):
     ) -> tuple[Float[Array, "B G D"], Float[Array, "B G 6 D"]]:
         """The time's embedding `e` and its projection `e0`; G is 1, or F where each frame has its own time.
 
-        Args:
-            timesteps: 0 (clean) to 1000 (noise).
-            fps: frames per second, for a model with `inject_sample_info`, which distinguishes 16 from all others.
+        `timesteps`: 0 (clean) to 1000 (noise). `fps`: frames per second, for a model with `inject_sample_info`, which
+        distinguishes 16 from all others.
         """
         if (fps is None) != (self.fps_embedding is None):
             what = "has no use for it" if self.fps_embedding is None else "needs the frames per second"

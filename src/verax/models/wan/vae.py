@@ -224,10 +224,9 @@ class WanVae(nnx.Module):
     def encode(self, frames: Float[Array, "B T H W C"], *, chunk: int | None = None) -> Float[Array, "B F h w Z"]:
         """The most likely latents of a clip, normalised. Float32.
 
-        Args:
-            frames: colours between -1 and 1; `T = 1 + n * frames_per_latent`, and height and width are divisible by
-                `pixels_per_latent`: 4n + 1 and 8 for the published model.
-            chunk: latents at a time, which bounds memory and changes nothing else; None is all.
+        `frames`: colours between -1 and 1; `T = 1 + n * frames_per_latent`, and height and width are divisible by
+        `pixels_per_latent`: 4n + 1 and 8 for the published model. `chunk`: latents at a time, which bounds memory and
+        changes nothing else; None is all.
         """
         return self.normalize(self.encode_distribution(frames, chunk=chunk)[0])
 

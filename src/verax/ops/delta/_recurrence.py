@@ -102,9 +102,8 @@ def delta_slot_recurrence(
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "S HV K V"]]:
     """Outputs of `delta_recurrence`, and the states of all slots, with new states in the slots of the sequences.
 
-    Args:
-        x: as in `delta_recurrence`, as are the options.
-        states: states of all slots. Where a program may overwrite them, only the states of the sequences are written.
+    `x`: as in `delta_recurrence`, as are the options. `states`: states of all slots. Where a program may overwrite
+    them, only the states of the sequences are written.
     """
     out, new = delta_recurrence(x, slots.load(states), cu_seqlens, **options)
     return out, slots.store(states, new)
@@ -133,8 +132,7 @@ def takes_step(x: DeltaInputs, states: Any, cu_seqlens: Any, scale: Any = 1.0, *
 def step_by(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Implementation of `delta_slot_recurrence` for one decode step by a kernel without a derivative.
 
-    Args:
-        kernel: function of `x`, `states` and `slots`, and of all options but `chunk_size`: a step has no chunks.
+    `kernel`: function of `x`, `states` and `slots`, and of all options but `chunk_size`: a step has no chunks.
     """
 
     def delta_step(

@@ -137,9 +137,8 @@ TILE = 64
 class _Tiles(NamedTuple):
     """Tiles of queries.
 
-    Attributes:
-        positions: position of each tile's first query in its sequence.
-        counts: queries of each; 0 for a tile that is not used.
+    `positions`: position of each tile's first query in its sequence. `counts`: queries of each; 0 for a tile that is
+    not used.
     """
 
     sequences: Int[Array, "n"]
@@ -150,8 +149,7 @@ class _Tiles(NamedTuple):
 class _Work(NamedTuple):
     """Chunks that the kernel walks through.
 
-    Attributes:
-        ends: number of chunks of the tiles up to each, the first tile included.
+    `ends`: number of chunks of the tiles up to each, the first tile included.
     """
 
     owners: Int[Array, "m"]

@@ -49,8 +49,7 @@ async def read_body(request: Request, kind: type[T]) -> T:
 def decode(kind: type[T], body: bytes | Mapping[str, Any]) -> T:
     """Check a body against a Struct. Unknown fields are accepted, and logged once a name.
 
-    Args:
-        body: JSON text in UTF-8, or an object that was read from one.
+    `body`: JSON text in UTF-8, or an object that was read from one.
     """
     values = _parse(body, kind) if isinstance(body, bytes) else body
     if not isinstance(values, Mapping):

@@ -143,11 +143,7 @@ def api_error(error: BaseException) -> ApiError:
 
 
 def context_error(error: ContextLengthError, param: str) -> ApiError:
-    """The HTTP error of a prompt that is too long.
-
-    Args:
-        param: field that the prompt was made of.
-    """
+    """The HTTP error of a prompt that is too long. `param`: field that the prompt was made of."""
     return ApiError(
         400,
         f"{param}: {str(error).removeprefix('prompt: ')}",
@@ -182,8 +178,7 @@ def error_response(error: BaseException, scope: Scope) -> JsonResponse:
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
     """Context whose errors name the client's own fields.
 
-    Args:
-        names: the client's name of a field, or of the beginning of its path, by the name in an error.
+    `names`: the client's name of a field, or of the beginning of its path, by the name in an error.
 
     Raises:
         ApiError: for every error of verax.

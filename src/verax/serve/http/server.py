@@ -34,8 +34,7 @@ T = TypeVar("T")
 class LazyModel(Generic[T]):
     """A model that is loaded in a thread when it is first needed.
 
-    Args:
-        root: the checkpoint, as `/v1/models` shows it; the name if None.
+    `root`: the checkpoint, as `/v1/models` shows it; the name if None.
     """
 
     def __init__(self, name: str, load: Callable[[], T], *, root: str | None = None):

@@ -219,9 +219,8 @@ class RunningStreams:
 
         Without an id, or if `max_streams` are kept already, these are the frames themselves.
 
-        Args:
-            conv_id: value of the header X-Conversation-Id.
-            frames: the answer as it goes over the wire. It is closed if nobody reads it for `abandoned_after`.
+        `conv_id`: value of the header X-Conversation-Id. `frames`: the answer as it goes over the wire. It is closed if
+        nobody reads it for `abandoned_after`.
         """
         if conv_id is None:
             return frames

@@ -86,11 +86,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logs(format: str) -> None:
-    """Send the logs of the server and its engines to standard error.
-
-    Args:
-        format: `"text"` or `"json"`.
-    """
+    """Send the logs of the server and its engines to standard error. `format`: `"text"` or `"json"`."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
     for name, level in {"verax": logging.INFO, "uvicorn": logging.WARNING}.items():
@@ -111,8 +107,7 @@ class RequestTracer:
     The attributes have the names of OpenTelemetry's conventions for HTTP and generative models. Prompts and answers are
     not part of a span.
 
-    Args:
-        exporter: receiver of the spans. They are sent in batches, from a thread of their own.
+    `exporter`: receiver of the spans. They are sent in batches, from a thread of their own.
     """
 
     def __init__(self, exporter: SpanExporter):
@@ -131,8 +126,7 @@ class RequestTracer:
     def to_collector(cls, endpoint: str) -> RequestTracer:
         """Tracer that sends to a collector by OTLP over HTTP.
 
-        Args:
-            endpoint: URL such as `http://127.0.0.1:4318/v1/traces`.
+        `endpoint`: URL such as `http://127.0.0.1:4318/v1/traces`.
         """
         if not endpoint.startswith(("http://", "https://")):
             raise InvalidParameterError(

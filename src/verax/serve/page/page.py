@@ -150,11 +150,7 @@ class Report:
 
 
 class Reports:
-    """Listing of a folder of reports.
-
-    Args:
-        folder: where the reports are. It may be missing, and files may come and go.
-    """
+    """Listing of a folder of reports. `folder`: where the reports are. It may be missing, and files may come and go."""
 
     def __init__(self, folder: Path):
         self._folder = folder

@@ -123,11 +123,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
 
 class Translation:
-    """Chat that is made of another API's request.
-
-    Args:
-        names: gets that API's names of the chat's fields, for errors.
-    """
+    """Chat that is made of another API's request. `names`: gets that API's names of the chat's fields, for errors."""
 
     def __init__(self, names: dict[str, str], fields: Mapping[str, str]):
         self.names = names
@@ -237,9 +233,8 @@ async def run_chat(
 ) -> Run:
     """Check a chat and queue it.
 
-    Args:
-        record: of the HTTP request, for its log line.
-        names: the client's names of a chat's fields in errors, as `renamed` takes them.
+    `record`: of the HTTP request, for its log line. `names`: the client's names of a chat's fields in errors, as
+    `renamed` takes them.
 
     Raises:
         ApiError: 400, 404 for another model, 429 if the queue is full, and for what the engine or the template refuses.

@@ -90,9 +90,8 @@ class CompletionLogprobs:
 
     A token that is a part of a character begins where the character does, and one without text where the next begins.
 
-    Args:
-        num_top: number of the likeliest tokens at each place; the token of the text comes in addition.
-        skip_special_tokens: special tokens are not in the text.
+    `num_top`: number of the likeliest tokens at each place; the token of the text comes in addition.
+    `skip_special_tokens`: special tokens are not in the text.
     """
 
     def __init__(self, num_top: int, tokenizer: Tokenizer, *, skip_special_tokens: bool = True):

@@ -269,8 +269,7 @@ class BatchQueue(Generic[T]):
 
     It is used on one event loop. Only its thread, which begins with the first input, calls the model's programs.
 
-    Args:
-        compute: function from inputs to a result for each, `[n, ...]`.
+    `compute`: function from inputs to a result for each, `[n, ...]`.
     """
 
     def __init__(self, compute: Callable[[Sequence[T]], np.ndarray], *, name: str, batch_size: int, max_inputs: int):
@@ -305,9 +304,8 @@ class BatchQueue(Generic[T]):
     async def run(self, inputs: Sequence[T], lengths: Sequence[int]) -> Float32[np.ndarray, "n ..."]:
         """Results of inputs, in their order. Cancelling the task leaves out the inputs that still wait.
 
-        Args:
-            inputs: arguments of the model, one or more.
-            lengths: tokens of each: inputs of like length are computed together, which pads little.
+        `inputs`: arguments of the model, one or more. `lengths`: tokens of each: inputs of like length are computed
+        together, which pads little.
 
         Raises:
             EngineDeadError: if the queue is closed.

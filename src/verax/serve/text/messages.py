@@ -145,11 +145,7 @@ _NAMES = {
 
 
 def chat_of(request: CountTokensRequest, names: dict[str, str] | None = None) -> ChatRequest:
-    """The chat of a request.
-
-    Args:
-        names: gets this API's names of the chat's fields, as `renamed` takes them.
-    """
+    """The chat of a request. `names`: gets this API's names of the chat's fields, as `renamed` takes them."""
     for name in ("mcp_servers", "container"):
         if getattr(request, name, None):
             raise field_error(name, "it is not supported here")

@@ -212,11 +212,7 @@ _NAMES = {
 
 
 def chat_of(request: ResponsesRequest, names: dict[str, str] | None = None) -> ChatRequest:
-    """The chat of a request.
-
-    Args:
-        names: gets this API's names of the chat's fields, as `renamed` takes them.
-    """
+    """The chat of a request. `names`: gets this API's names of the chat's fields, as `renamed` takes them."""
     _check(request)
     translation = Translation({} if names is None else names, _NAMES)
     translation.copy(request, "model", "temperature", "top_p", "stream", "parallel_tool_calls")

@@ -230,9 +230,7 @@ class Run:
     def head(self, prefix: str, kind: str) -> dict[str, Any]:
         """Fields of OpenAI's answers and chunks that are the same in all of a run's.
 
-        Args:
-            prefix: beginning of the id.
-            kind: value of `object`.
+        `prefix`: beginning of the id. `kind`: value of `object`.
         """
         return {
             "id": f"{prefix}-{self.id}",

@@ -174,9 +174,8 @@ class LatentPreview:
     A latent stands for a square of pixels, and its channels give the square's mean colour almost linearly. ComfyUI has
     such factors for some models; here they are fitted, once, to an image of known colours.
 
-    Args:
-        encode: VAE's encoder: uint8 `[1, 1, H, W, 3]` to latents `[1, 1, h, w, C]`.
-        pixels_per_latent: height and width of a latent in pixels.
+    `encode`: VAE's encoder: uint8 `[1, 1, H, W, 3]` to latents `[1, 1, h, w, C]`. `pixels_per_latent`: height and width
+    of a latent in pixels.
     """
 
     def __init__(self, encode: Callable[[np.ndarray], object], pixels_per_latent: int):

@@ -110,9 +110,8 @@ class Upload:
 async def read_create(request: Request, *, max_bytes: int) -> tuple[VideoCreate, Upload | None]:
     """Read a JSON body or a form, and the file in it.
 
-    Args:
-        request: with `application/json` or `multipart/form-data`.
-        max_bytes: limit of the file, and of a data URI in a form.
+    `request`: with `application/json` or `multipart/form-data`. `max_bytes`: limit of the file, and of a data URI in a
+    form.
     """
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         body = await read_body(request, VideoCreate)

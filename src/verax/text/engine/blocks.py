@@ -303,8 +303,7 @@ class BlockManager:
     ) -> list[Prefix] | None:
         """The cached prefixes of a waiting sequence, if the rest of its `num_tokens` would fit too; None if not.
 
-        Args:
-            chunk: most tokens of a step; with a window, no more must fit at once. None for all of them.
+        `chunk`: most tokens of a step; with a window, no more must fit at once. None for all of them.
         """
         prefixes = self.match_prefix(sequence) if use_cache else []
         computed = len(prefixes) * self.block_size
@@ -341,8 +340,7 @@ class BlockManager:
     ) -> tuple[tuple[int, ...], ...] | None:
         """Append blocks until the sequence's tables hold `num_tokens`, after giving back blocks before the windows.
 
-        Args:
-            first: first token that the step computes of it; `num_computed` if None.
+        `first`: first token that the step computes of it; `num_computed` if None.
 
         Returns:
             By new place in the tables, the block of each group. None if there are too few: nothing was appended.

@@ -98,8 +98,7 @@ class Engine:
     def prepare(self, inputs: RequestInput, request_id: str | None = None) -> Request:
         """Make the request of what a caller gave: rendered, tokenised, checked. Any thread may call it.
 
-        Args:
-            request_id: its id; if None, the id of `inputs`, or a new one.
+        `request_id`: its id; if None, the id of `inputs`, or a new one.
 
         Raises:
             RequestRefusedError: if it could never be served: an empty or too long prompt, a token outside of the

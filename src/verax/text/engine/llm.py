@@ -482,9 +482,8 @@ def tensor_meshes(size: int, replicas: int = 1, hosts: int = 1) -> list[Mesh | N
 
     One of several devices is a mesh too: programs over it run the implementations for a single device.
 
-    Args:
-        replicas: number of groups; 1 if there are several hosts.
-        hosts: number of hosts, each of which has as many of the devices.
+    `replicas`: number of groups; 1 if there are several hosts. `hosts`: number of hosts, each of which has as many of
+    the devices.
     """
     devices, per_host = jax.local_devices(), size // hosts
     needed = per_host * replicas

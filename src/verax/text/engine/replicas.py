@@ -33,8 +33,7 @@ class ReplicaRouter(Generic[R]):
     until their replica has more work than the others by what they would have to read again. What a replica's cache has
     forgotten since is not known here.
 
-    Args:
-        block_size: tokens of a block; a cache shares whole blocks. None to choose by work alone.
+    `block_size`: tokens of a block; a cache shares whole blocks. None to choose by work alone.
     """
 
     def __init__(self, replicas: abc.Iterable[R], *, block_size: int | None):
@@ -48,8 +47,7 @@ class ReplicaRouter(Generic[R]):
     def choose(self, prompt: abc.Sequence[int], adapter: int | None = None) -> R:
         """The replica of a prompt, which counts as read there from now on.
 
-        Args:
-            adapter: number of its adapter; prompts of different adapters share nothing.
+        `adapter`: number of its adapter; prompts of different adapters share nothing.
         """
         with self._lock:
             if len(self._bits) == 1:
@@ -97,9 +95,8 @@ class ReplicaRouter(Generic[R]):
 class Replicas:
     """Engines, each on a thread of its own. If one of them fails, all end: what serves is whole, or is replaced whole.
 
-    Args:
-        max_queued_requests: most samples that wait beyond those that find a free slot at once.
-        max_queued_tokens: most prompt tokens of samples that wait; None for no bound.
+    `max_queued_requests`: most samples that wait beyond those that find a free slot at once. `max_queued_tokens`: most
+    prompt tokens of samples that wait; None for no bound.
     """
 
     def __init__(self, engines: abc.Sequence[Engine], *, max_queued_requests: int, max_queued_tokens: int | None):

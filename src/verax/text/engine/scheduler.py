@@ -85,9 +85,8 @@ def work(num_waiting_tokens: int, num_seqs: int) -> int:
 class Scheduler:
     """Queues of waiting and running sequences. `check` asserts their invariants.
 
-    Args:
-        prompt_sizes: numbers of tokens that steps with prompts are padded to, where padding takes time. A step is then
-            made to fill one of them.
+    `prompt_sizes`: numbers of tokens that steps with prompts are padded to, where padding takes time. A step is then
+    made to fill one of them.
     """
 
     def __init__(
@@ -148,8 +147,7 @@ class Scheduler:
         `num_computed` stays what it is without drafts: the number that holds is known after the step. Nobody is
         preempted for a guess.
 
-        Args:
-            num_drafts: most drafts of each sequence.
+        `num_drafts`: most drafts of each sequence.
 
         Returns:
             The sequences with blocks for all of theirs.

@@ -85,9 +85,8 @@ class GrammarMatcher:
     def fill(self, masks: Int[np.ndarray, "B w"], drafts: Sequence[int] = ()) -> None:
         """Set the bits of the tokens that may come next, and clear the others.
 
-        Args:
-            masks: a mask for the token after the answer so far, then one for the token after each draft.
-            drafts: guesses of the next tokens, which the grammar allows. The matcher stays where it is.
+        `masks`: a mask for the token after the answer so far, then one for the token after each draft. `drafts`:
+        guesses of the next tokens, which the grammar allows. The matcher stays where it is.
 
         Raises:
             StructuredOutputError: if that takes more work than a step may.

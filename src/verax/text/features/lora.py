@@ -204,8 +204,7 @@ class AdaptedLayers:
     def attach(self, model: CausalLM, arrays: Matrices, slots: Int[Array, "T"]) -> None:
         """Add each token's adapter to the layers of a model, which is being traced.
 
-        Args:
-            slots: slot of each token's adapter; -1 for none.
+        `slots`: slot of each token's adapter; -1 for none.
         """
         owner = jnp.arange(self.max_loras * self.max_rank, dtype=jnp.int32) // self.max_rank
         chosen = owner[None] == slots[:, None]
@@ -270,8 +269,7 @@ class LoadedAdapter:
 class AdapterLoader:
     """Loaded adapters by number, the least recently used of which are forgotten. Any thread may load.
 
-    Args:
-        max_cpu_loras: adapters that are kept. Requests hold theirs for themselves.
+    `max_cpu_loras`: adapters that are kept. Requests hold theirs for themselves.
     """
 
     def __init__(self, layers: AdaptedLayers, max_cpu_loras: int):

@@ -68,8 +68,7 @@ class NgramIndex:
 
         A continuation that reaches the end of the text repeats itself, so a period is continued.
 
-        Args:
-            tokens: the text, which begins with the text of the call before.
+        `tokens`: the text, which begins with the text of the call before.
         """
         self._extend(tokens)
         end, size, start = len(tokens), 0, -1
@@ -165,8 +164,7 @@ class _Progress:
 class DraftModel:
     """Drafter that samples from a model of its own, one token of each sequence in a step.
 
-    Args:
-        num_drafts: most drafts of a sequence.
+    `num_drafts`: most drafts of a sequence.
     """
 
     def __init__(self, model: CausalLM, runner: ModelRunner, num_drafts: int):
@@ -366,9 +364,7 @@ class Acceptance:
 class Policy:
     """Choice of the number of drafts of each sequence.
 
-    Args:
-        sizes: ascending numbers of tokens of steps that verify.
-        num_drafts: most drafts of a sequence.
+    `sizes`: ascending numbers of tokens of steps that verify. `num_drafts`: most drafts of a sequence.
     """
 
     def __init__(self, cost: StepCost, sizes: abc.Sequence[int], num_drafts: int, draft_cost: float):
@@ -426,9 +422,7 @@ class Policy:
 class Speculator:
     """Choice and verification of drafts. `Engine` calls it.
 
-    Args:
-        drafter: guesses of next tokens.
-        num_drafts: most drafts of a sequence in a step.
+    `drafter`: guesses of next tokens. `num_drafts`: most drafts of a sequence in a step.
     """
 
     def __init__(self, drafter: Drafter, policy: Policy, num_drafts: int):

@@ -113,8 +113,7 @@ class Function:
 def read_functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Function]:
     """Functions by name.
 
-    Args:
-        tools: `{"type": "function", "function": {"name", "parameters", "strict"}}`, or what `function` holds by itself.
+    `tools`: `{"type": "function", "function": {"name", "parameters", "strict"}}`, or what `function` holds by itself.
     """
     functions: dict[str, Function] = {}
     for i, tool in enumerate(tools or ()):

@@ -259,8 +259,7 @@ def new_cache(model: CausalLMConfig, sizes: RunnerConfig) -> Cache:
 def placed(make: Callable[[], T], shardings: Any) -> T:
     """The arrays that a function makes, each device making its part of them; on JAX's default device without shardings.
 
-    Args:
-        shardings: sharding of each array, or None.
+    `shardings`: sharding of each array, or None.
     """
     return make() if shardings is None else jax.jit(make, out_shardings=shardings)()
 
@@ -337,8 +336,7 @@ def compile_program(jitted: Any, arguments: tuple[Any, ...]) -> jax.stages.Compi
 def compile_all(programs: abc.Sequence[JittedCall], progress: Callable[[int, int], None]) -> None:
     """Compile programs, so that calls with such arguments compile nothing.
 
-    Args:
-        progress: called with the number of compiled programs and of all, at first with 0.
+    `progress`: called with the number of compiled programs and of all, at first with 0.
     """
     progress(0, len(programs))
     # XLA compiles outside of Python's lock, and one step uses one core to compile: two at a time fill two. Each is
@@ -361,11 +359,7 @@ SOURCES = ("models", "nn", "ops", "text")
 
 @dataclass(frozen=True)
 class CompiledPrograms:
-    """Folder of compiled programs.
-
-    Attributes:
-        made_for: what the programs depend on in addition to the sizes.
-    """
+    """Folder of compiled programs. `made_for`: what the programs depend on in addition to the sizes."""
 
     folder: Path
     made_for: Mapping[str, Any]

@@ -48,9 +48,8 @@ from verax.text.step.step import DEFERRED, SAMPLED, Logprobs, StepOutput, StepSh
 class DeviceAdapters:
     """Matrices of the adapters in use, and the program that replaces the matrices of one slot.
 
-    Args:
-        mesh: devices that the model is divided over; None for JAX's default device.
-        group: hosts that share the model; None for one host. Rank 0 sends what it writes.
+    `mesh`: devices that the model is divided over; None for JAX's default device. `group`: hosts that share the model;
+    None for one host. Rank 0 sends what it writes.
     """
 
     def __init__(self, layers: AdaptedLayers, mesh: Mesh | None = None, group: Group | None = None):

@@ -274,8 +274,7 @@ def cache_memory(devices: int = 1) -> int:
 
     Caches are of one size, so the device with the least free memory decides.
 
-    Args:
-        devices: devices of all replicas. The devices of a CPU share its memory too.
+    `devices`: devices of all replicas. The devices of a CPU share its memory too.
     """
     memory = ops.target().least_memory(devices)
     if memory is None:

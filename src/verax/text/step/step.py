@@ -60,9 +60,8 @@ def sample(
 ) -> tuple[Int[Array, "S L"], Int[Array, "B"], Logprobs]:
     """Sample the rows that are to be sampled.
 
-    Args:
-        rows: (slot, start, count, `SAMPLED` or not) of each row.
-        mask: a bit for each token that a grammar allows; all ones in rows without one.
+    `rows`: (slot, start, count, `SAMPLED` or not) of each row. `mask`: a bit for each token that a grammar allows; all
+    ones in rows without one.
 
     Returns:
         The slots' tokens with the new ones, the new ones, and their log-probabilities under the model itself.

@@ -135,8 +135,7 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], *, max_length: int | None = None) -> list[tuple[list[int], int]]:
         """Token ids of each text, special ones included, and the number of tokens that were cut from its end.
 
-        Args:
-            max_length: tokens that are kept of a text, special ones included; None for all.
+        `max_length`: tokens that are kept of a text, special ones included; None for all.
         """
         encodings = self._backend.encode_batch_fast(list(texts))
         return [(ids, left_out) for ids, _, left_out in self._cut(encodings, max_length, 1)]
@@ -233,11 +232,7 @@ class Tokenizer:
 
 
 def eos_token_ids(*configs: Mapping[str, Any]) -> frozenset[int]:
-    """Tokens that end a text.
-
-    Args:
-        configs: contents of configuration files: config.json, generation_config.json.
-    """
+    """Tokens that end a text. `configs`: contents of configuration files: config.json, generation_config.json."""
     listed = (read_value(config, "eos_token_id", _TokenIds, ()) for config in configs)
     return frozenset(token for ids in listed for token in ((ids,) if isinstance(ids, int) else ids))
 

@@ -58,9 +58,8 @@ class _Piece(NamedTuple):
 def read_examples(path: Path, tokenizer: Tokenizer, *, max_length: int) -> Examples:
     """Examples of a file, in its order. A conversation may become several.
 
-    Args:
-        path: a file of UTF-8 text with one JSON object on each line. Blank lines are skipped.
-        tokenizer: with the chat template, if lines have messages.
+    `path`: a file of UTF-8 text with one JSON object on each line. Blank lines are skipped. `tokenizer`: with the chat
+    template, if lines have messages.
     """
     items, cut, left_out = list[Example](), 0, 0
     try:
@@ -185,9 +184,8 @@ def shuffled_batches(
 ) -> Iterator[Batch]:
     """Endless batches from step `start` on: all examples in a random order, then all in another one, and so on.
 
-    Args:
-        rows: examples that are computed at once, B.
-        parts: number of such groups of rows that make a step; entries have them as a first axis if there are several.
+    `rows`: examples that are computed at once, B. `parts`: number of such groups of rows that make a step; entries have
+    them as a first axis if there are several.
     """
     order = _order(len(examples), seed, start * rows * parts)
     while True:
