@@ -96,7 +96,8 @@ def load_module(
     _check_keys(every, checkpoint, tuple(ignore))
     places = {name: _placement(mesh, divisions.get(name), repeats) for name in flat}
     for name, (_, leaf) in flat.items():
-        _check_shape(places[name].stored_shape(leaf.shape), stacks.get(name) or keys[name][0], checkpoint)
+        stored = leaf.shape[0] // places[name].times, *leaf.shape[1:]
+        _check_shape(stored, stacks.get(name) or keys[name][0], checkpoint)
     dtypes = {name: _fitting_dtype(keys[name], leaf, checkpoint, dtype) for name, (_, leaf) in flat.items()}
     precisions = {name: quantize(name) for name in flat}
 
@@ -267,10 +268,6 @@ class Placement:
     mesh: Mesh | None = None
     division: Division | None = None
     times: int = 1
-
-    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape in the file of a weight that has this shape on the mesh."""
-        return (shape[0] // self.times, *shape[1:])
 
     def place_view(self, name: str, view: np.ndarray, dtype: np.dtype[Any], memory: HostMemory) -> jax.Array:
         """Copy a mapped array to its device, or each device's part to that device.

@@ -181,10 +181,6 @@ Model = Annotated[
     typer.Option("--model", "-m", help="A checkpoint folder, GGUF file or hub id; the built-in model if left out."),
 ]
 Dtype = Annotated[str, Flags(ModelOptions).flag("dtype")]
-Quantization = Annotated[str | None, Flags(ModelOptions).flag("quantization")]
-EncoderQuantization = Annotated[str | None, Flags(EncoderOptions).flag("quantization")]
-KvCacheDtype = Annotated[str, Flags(EngineConfig).flag("kv_cache_dtype")]
-SpeculativeConfig = Annotated[str | None, Flags(EngineConfig).flag("speculative_config")]
 
 Lora = Annotated[
     str | None, typer.Option("--lora", help="Folder of a LoRA adapter (PEFT) that the model is used with.")

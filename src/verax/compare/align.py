@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from verax.checkpoint.video.parts import Renaming
-from verax.compare.trace import OUTPUT, Entry, Trace, split_call, split_leaf
+from verax.compare.trace import OUTPUT, Trace, split_call, split_leaf
 
 
 class Table(Protocol):
@@ -262,7 +262,9 @@ def _by_shape(ours: Trace, left: list[str], reference: Trace, rest: list[str]) -
 
     Among equally long ones, that in which most last components of names are equal.
     """
-    layouts = [[_alike(ours.entries[mine], reference.entries[other]) for other in rest] for mine in left]
+    layouts = [
+        [find_layout(ours.entries[mine].shape, reference.entries[other].shape) for other in rest] for mine in left
+    ]
     best = np.zeros((len(left) + 1, len(rest) + 1))
 
     def score(i: int, j: int) -> float:
@@ -285,10 +287,6 @@ def _by_shape(ours: Trace, left: list[str], reference: Trace, rest: list[str]) -
         else:
             j += 1
     return matches
-
-
-def _alike(mine: Entry, other: Entry) -> Layout | None:
-    return find_layout(mine.shape, other.shape)
 
 
 MAX_AXES = 6

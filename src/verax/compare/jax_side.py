@@ -53,7 +53,7 @@ def trace_jax(
                 continue
             kept = leaf if axes is None else jnp.transpose(leaf, axes)
             if isinstance(leaf, Tracer):
-                jax.debug.callback(partial(_record, trace, path), kept)
+                jax.debug.callback(partial(_add, trace, path), kept)
                 continue
             entry = _add(trace, path, kept)
             other = None if replace is None else replace(entry, kept.shape)
@@ -134,10 +134,6 @@ def gradients_jax(side: Side, cotangents: Mapping[str, np.ndarray]) -> dict[str,
 
     gradients = jax.jit(jax.grad(loss))(params)
     return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradients)}
-
-
-def _record(trace: Trace, name: str, value: Any) -> None:
-    _add(trace, name, value)
 
 
 def _add(trace: Trace, name: str, value: Any) -> str:

@@ -79,15 +79,12 @@ def partition(weight: Any, division: Division | None) -> Any:
         return spec
     specs = jax.tree.map(lambda _: spec, weight)
     if isinstance(weight, QuantizedWeight) and division is not None and len(weight.shape) == 2 and division.axis == 1:
-        return specs if weight.group_size is not None else replace(specs, scales=PartitionSpec(), **_without(weight))
+        # Scales and zero points of whole rows are whole.
+        whole = {"scales": PartitionSpec()} | ({} if weight.zeros is None else {"zeros": PartitionSpec()})
+        return specs if weight.group_size is not None else replace(specs, **whole)
     if isinstance(weight, QuantizedWeight) and weight.order is not None and len(weight.shape) == 2:
         return replace(specs, order=PartitionSpec())  # of inputs, which are whole
     return specs
-
-
-def _without(weight: QuantizedWeight) -> dict[str, Any]:
-    """Zero points of whole rows, which are whole like the scales of the same rows."""
-    return {} if weight.zeros is None else {"zeros": PartitionSpec()}
 
 
 def check_division(name: str, weight: Any, division: Division, devices: int) -> None:

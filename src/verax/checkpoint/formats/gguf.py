@@ -201,11 +201,6 @@ def tensor_name(key: str) -> str:
     return f"blk.{layer}.{_LAYER_KEYS[part]}.{kind}"
 
 
-def norm_offset(key: str, architecture: str) -> float:
-    """The number that llama.cpp's converter adds to a weight: 1 to a Gemma's norms, which multiply by 1 + weight."""
-    return 1.0 if architecture in _GEMMA and key.endswith("norm.weight") else 0.0
-
-
 def rotated(key: str, config: Mapping[str, Any]) -> int | None:
     """The heads of a weight or bias whose rows are interleaved in the file; None if its rows are in our order.
 
@@ -247,7 +242,7 @@ def read_config(
             f"general.architecture {kind!r} is not supported; in GGUF files {', '.join(_MODEL_TYPES)} are"
         )
 
-    given = _given(metadata, kind)
+    given: Callable[..., Any] = lambda name, default=None: metadata.get(f"{kind}.{name}", default)
 
     def needed(name: str) -> int:
         value = metadata[f"{kind}.{name}"]
@@ -279,10 +274,6 @@ def read_config(
         "rope_scaling": _rope_scaling(given, kind, divisors),
         **(_gemma(given, kind, heads, size, head_dim) if kind in _GEMMA else {}),
     }
-
-
-def _given(metadata: Mapping[str, Any], kind: str) -> Callable[..., Any]:
-    return lambda name, default=None: metadata.get(f"{kind}.{name}", default)
 
 
 READ = frozenset(
@@ -480,8 +471,8 @@ class GGUFWeights(GGUFFile):
             return rows
         if kind in DTYPES:
             weight = rows.view(DTYPES[kind]).reshape(shape)
-            offset = norm_offset(name, self._architecture)
-            return weight - offset if offset else weight
+            # llama.cpp's converter adds 1 to the norms of a Gemma, which multiply by 1 + weight.
+            return weight - 1 if self._architecture in _GEMMA and name.endswith("norm.weight") else weight
         return gguf.dequantize(rows, gguf.GGMLQuantizationType[kind]).reshape(shape)
 
     def release(self, name: str) -> None:

@@ -129,9 +129,8 @@ def text_case(
         code = sys.modules[type(loaded).__module__]
         names = ("rotary_q", "rotary_k")
         rotary = Watch(code, "apply_rotary_pos_emb", outputs=names, axes=(0, 2, 1, 3))
-        return Side(
-            loaded.eval(), given, call=_logits, watch=(rotary,), inputs=(r"self_attn\.o_proj$",), without=WEIGHTS
-        )
+        call = lambda model, tokens: model(input_ids=tokens, use_cache=False)
+        return Side(loaded.eval(), given, call=call, watch=(rotary,), inputs=(r"self_attn\.o_proj$",), without=WEIGHTS)
 
     def ours(dtype: str) -> Side:
         rotary = Watch(ops, "apply_rotary", outputs=("rotary_q", "rotary_k"))
@@ -147,10 +146,6 @@ def text_case(
         return compare_logits(theirs[rows.real], mine[rows.real], after[rows.real].tolist())
 
     return Case(f"{architecture.__name__} and transformers", reference, ours, judge=judge, about=about)
-
-
-def _logits(model: Any, tokens: Any) -> Any:
-    return model(input_ids=tokens, use_cache=False)
 
 
 def embed_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTHING, tokens: int | None = None) -> Case:

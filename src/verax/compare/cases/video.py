@@ -214,10 +214,6 @@ def _vae(settings: dict[str, Any]) -> Any:
     return diffusers().AutoencoderKLWan(**{name: value for name, value in settings.items() if name != "_class_name"})
 
 
-def _vae_inputs(config: WanVaeConfig) -> dict[str, Shape]:
-    return {"sample": (1, 3, None, None, None)}
-
-
 def _run_vae(model: Any, config: WanVaeConfig, given: Arrays) -> tuple[Side, Side]:
     pixels = config.pixels_per_latent
     frames = np.clip(_normal(1, CLIP_FRAMES, pixels * CLIP_HEIGHT, pixels * CLIP_WIDTH, 3), -1, 1)
@@ -239,10 +235,6 @@ def _run_vae(model: Any, config: WanVaeConfig, given: Arrays) -> tuple[Side, Sid
     return Side(model, (frames.transpose(0, 4, 1, 2, 3),), call=theirs), Side(model, (frames,), call=ours)
 
 
-def _text_inputs(config: UMT5Config) -> dict[str, Shape]:
-    return {"input_ids": (None, None)}
-
-
 def _run_text(model: Any, config: UMT5Config, given: Arrays) -> tuple[Side, Side]:
     tokens = np.random.default_rng(0).integers(1, config.vocab_size, (2, PROMPT_TOKENS))
     tokens = given.get("input_ids", tokens)
@@ -254,10 +246,6 @@ def _run_text(model: Any, config: UMT5Config, given: Arrays) -> tuple[Side, Side
         Side(model, (tokens,), call=theirs, inputs=(r"SelfAttention\.o$",), without=WEIGHTS),
         Side(model, (tokens, lengths), inputs=(r"attn\.o$",)),
     )
-
-
-def _image_inputs(config: CLIPVisionConfig) -> dict[str, Shape]:
-    return {"pixel_values": (None, 3, config.image_size, config.image_size)}
 
 
 def _run_image(model: Any, config: CLIPVisionConfig, given: Arrays) -> tuple[Side, Side]:
@@ -298,7 +286,7 @@ PART_SIDES: Mapping[str, PartSides] = {
         WanVaeConfig.from_hf,
         _vae,
         lambda settings: (wan_vae_names(settings), _Parents(wan_vae_names(settings))),
-        _vae_inputs,
+        lambda config: {"sample": (1, 3, None, None, None)},
         _run_vae,
     ),
     "text_encoder": PartSides(
@@ -306,7 +294,7 @@ PART_SIDES: Mapping[str, PartSides] = {
         UMT5Config.from_hf,
         partial(_eager, "UMT5EncoderModel", "UMT5Config"),
         lambda settings: (UMT5, _UMT5_MODULES),
-        _text_inputs,
+        lambda config: {"input_ids": (None, None)},
         _run_text,
     ),
     "image_encoder": PartSides(
@@ -316,7 +304,7 @@ PART_SIDES: Mapping[str, PartSides] = {
         lambda settings: tuple(
             impl(table) for table in (CLIP, _CLIP_MODULES) for impl in (lambda table: table, _Unprefixed)
         ),
-        _image_inputs,
+        lambda config: {"pixel_values": (None, 3, config.image_size, config.image_size)},
         _run_image,
     ),
 }

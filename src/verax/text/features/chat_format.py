@@ -6,14 +6,13 @@ content and tool calls as it streams, each part as soon as it is certain.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from verax.errors import InvalidParameterError
-from verax.text.features.json_schema import schema_rule
+from verax.text.features.json_schema import literal, schema_rule
 from verax.text.features.tool_calls import (
     CallSink,
     Delta,
@@ -361,8 +360,8 @@ class _Lark:
         """A function's call as JSON."""
         schema = {"type": "object"} if any_arguments else {"type": "object", **function.schema}
         self._rules[f"arguments_{number}"] = self._schema(function, schema)
-        opening = f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{key}": '
-        return f'{_literal(opening)} arguments_{number} "}}"'
+        opening = f'{{"name": {literal(function.name)}, "{key}": '
+        return f'{literal(opening)} arguments_{number} "}}"'
 
     def _xml(self, number: int, function: Function, key: str, *, any_arguments: bool) -> str:
         """A function's call as XML, with its parameters in the schema's order."""
@@ -370,10 +369,10 @@ class _Lark:
         parts: list[str] = []
         for i, name in enumerate(function.parameters):
             rule = f"parameter_{number}_{i}"
-            opening = _literal(f"<parameter={name}>\n")
+            opening = literal(f"<parameter={name}>\n")
             self._rules[rule] = f"{opening} {self._value(function, name)}"
             parts.append(rule if name in required else f"{rule}?")
-        return " ".join([_literal(function_tag(function.name) + "\n"), *parts, _literal("</function>")])
+        return " ".join([literal(function_tag(function.name) + "\n"), *parts, literal("</function>")])
 
     def _schema(self, function: Function, schema: Mapping[str, Any]) -> str:
         """Body of a rule for JSON of a schema."""
@@ -388,18 +387,18 @@ class _Lark:
         types = function.types(name)
         values = schema.get("enum")
         if types == {"string"} and values:
-            return f"({' | '.join(_literal(value) for value in values)}) {_literal(_END_VALUE)}"
+            return f"({' | '.join(literal(value) for value in values)}) {literal(_END_VALUE)}"
         if "string" in types:
             self._rules["value[lazy]"] = r"/(.|\n)*\n<\/parameter>\n/"
             return "value"
         definitions = {key: function.schema[key] for key in ("$defs", "definitions") if key in function.schema}
         rule = f"json_{len(self._rules)}"
         self._rules[rule] = self._schema(function, {**definitions, **schema})
-        return f"{rule} {_literal(_END_VALUE)}"
+        return f"{rule} {literal(_END_VALUE)}"
 
     def _tag(self, tag: str) -> str:
         """A tag: a special token by its name, or text."""
-        return tag if tag in self._special else _literal(tag)
+        return tag if tag in self._special else literal(tag)
 
     def _up_to(self, tag: str) -> str:
         """Text up to the first such tag, and the tag."""
@@ -407,10 +406,6 @@ class _Lark:
             return f"{_ANY_TEXT} {tag}"
         self._rules["up_to_tag[lazy]"] = _ANY_TEXT[:-1] + tag.replace("/", r"\/") + "/"
         return "up_to_tag"
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _chosen(tool_choice: ToolChoice, functions: Mapping[str, Function]) -> Mapping[str, Function]:

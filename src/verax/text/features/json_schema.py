@@ -102,14 +102,14 @@ class _Writer:
         self._options = options
         self._rules = rules
         self._references: dict[str, str] = {}
-        self._comma = _text(options.get("item_separator", ","))
+        self._comma = literal(options.get("item_separator", ","))
         self._colon = options.get("key_separator", ":")
         self._targets: dict[str, Any] = {}
         users: dict[str, list[str]] = {}
         waiting = _references(root)
         while waiting:
             if (target := waiting.pop()) not in self._targets:
-                self._targets[target] = schema = _at(root, target)
+                self._targets[target] = schema = referenced(target, root)
                 waiting += (inner := _references(schema))
                 for name in inner:
                     users.setdefault(name, []).append(target)
@@ -183,7 +183,7 @@ class _Writer:
             raise InvalidParameterError("no value has the schema's type")
         separators = (self._options.get("item_separator", ","), self._colon)
         texts = (json.dumps(value, ensure_ascii=False, separators=separators) for value in values)
-        return f"({' | '.join(map(_text, texts))})"
+        return f"({' | '.join(map(literal, texts))})"
 
     def _any(self, schema: Mapping[str, Any]) -> str:
         members = schema["anyOf"] if "anyOf" in schema else schema["oneOf"]
@@ -214,7 +214,7 @@ class _Writer:
         after = self._new(f"({self._comma} {rest})*" if rest else "")
         begins = [f"({rest} {after})?" if rest else ""]
         for name, member in reversed(properties.items()):
-            written = f"{_text(json.dumps(name, ensure_ascii=False) + self._colon)} {self._new(self.body(member))}"
+            written = f"{literal(json.dumps(name, ensure_ascii=False) + self._colon)} {self._new(self.body(member))}"
             begins = [f"{written} {after}", *(begins if name not in required else [])]
             after = self._new(f"({self._comma} {written}){'' if name in required else '?'} {after}")
         return f'"{{" ({" | ".join(begins)}) "}}"'
@@ -224,7 +224,7 @@ class _Writer:
         key, known = f"KEY_{len(self._rules)}", "|".join(map(_regex, names))
         string = r'/"([^"\\\x00-\x1F]|\\(["\\\/bfnrt]|u[0-9a-fA-F]{4}))*"/'
         self._rules[key] = f'{string} & ~/"({known})"/' if names else string
-        return f"{key} {_text(self._colon)} {self._new(self.body(schema))}"
+        return f"{key} {literal(self._colon)} {self._new(self.body(schema))}"
 
 
 def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
@@ -257,7 +257,7 @@ def _is_exact(limit: Any) -> bool:
     return _is_number(limit) and abs(limit) < 2**63 and float(limit) == limit
 
 
-def _at(root: Mapping[str, Any], reference: str) -> Any:
+def referenced(reference: str, root: Mapping[str, Any]) -> Any:
     """Part of a schema that a reference such as `#/$defs/Point` names; None if there is none."""
     part: Any = root
     for key in reference.removeprefix("#").strip("/").split("/") if reference != "#" else ():
@@ -325,7 +325,8 @@ def _same_length(low: str, high: str) -> str:
     return f"({'|'.join(parts)})"
 
 
-def _text(text: str) -> str:
+def literal(text: str) -> str:
+    """A text as the grammar has it."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verax.errors import InvalidParameterError
+from verax.text.features.json_schema import referenced
 from verax.text.tokens.lenient_json import JsonScanner, as_json
 
 
@@ -142,20 +143,12 @@ def _types(schema: Any, root: Mapping[str, Any], references: int) -> frozenset[s
     if isinstance(values, (list, tuple)):
         return frozenset().union(*(_types_of(json.dumps(value)) or {"string"} for value in values))
     reference = schema.get("$ref")
-    types = _types(_referenced(reference, root), root, references - 1) if isinstance(reference, str) else _ANY_TYPE
+    types = _types(referenced(reference, root), root, references - 1) if isinstance(reference, str) else _ANY_TYPE
     for key, combined in (("anyOf", frozenset.union), ("oneOf", frozenset.union), ("allOf", frozenset.intersection)):
         members = schema.get(key)
         if isinstance(members, (list, tuple)) and members:
             types &= combined(*(_types(member, root, references - 1) for member in members))
     return types
-
-
-def _referenced(reference: str, root: Mapping[str, Any]) -> Any:
-    """Part of a schema that a reference such as `#/$defs/Point` names; None if there is none."""
-    part: Any = root
-    for key in reference.removeprefix("#").strip("/").split("/"):
-        part = part.get(key) if isinstance(part, Mapping) else None
-    return part
 
 
 class CallSink:

@@ -293,12 +293,9 @@ def _prompt_logprobs(
     size = min(PROMPT_LOGPROB_CHUNK, T)
     chunks = T // size  # token buckets are multiples of the chunk
 
-    def score_chunk(chunk: tuple[Float[Array, "t D"], Int[Array, "t"], Bool[Array, "t"]]) -> Logprobs:
-        return score(model.logits(chunk[0]), *chunk[1:])
-
     def scored() -> Logprobs:
         chunked = [x.reshape(chunks, size, *x.shape[1:]) for x in (hidden, following, wanted)]
-        parts = lax.map(score_chunk, tuple(chunked))
+        parts = lax.map(lambda chunk: score(model.logits(chunk[0]), *chunk[1:]), tuple(chunked))
         return Logprobs(*(part.reshape(T, *part.shape[2:]) for part in parts))
 
     return lax.cond(jnp.any(wanted), scored, lambda: no_logprobs(T, model.config.vocab_size))
