@@ -21,11 +21,7 @@ TOKENIZER_FILES = (
 )
 """Patterns of the files of a tokenizer, in every published form."""
 
-SENTENCE_FILES = (
-    "modules.json",
-    "sentence_*_config.json",
-    "config_sentence_transformers.json",
-)
+SENTENCE_FILES = ("modules.json", "sentence_*_config.json", "config_sentence_transformers.json")
 """Patterns of sentence-transformers' settings: how a model's states become a vector, and prompts."""
 
 _MODULE_FILES = ("*.json", "*.safetensors", "pytorch_model.bin", *TOKENIZER_FILES)

@@ -177,8 +177,7 @@ def videos(
     first: Annotated[Path, typer.Argument(help="A clip: .mp4, .gif, .webp, ..., or a folder of pictures.")],
     second: Annotated[Path, typer.Argument(help="The clip to compare with it, of the same size and length.")],
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Folder for videos.json, .md, .html and side-by-side.mp4."),
+        Path | None, typer.Option("--output", "-o", help="Folder for videos.json, .md, .html and side-by-side.mp4.")
     ] = None,
     min_psnr: Annotated[
         float | None, typer.Option(help="Exit with 1 if the PSNR of any frame is below this, in dB.")
@@ -315,8 +314,7 @@ def model(
         bool, typer.Option("--random", help="Small random weights instead of the built-in model.")
     ] = False,
     size: Annotated[
-        str | None,
-        typer.Option(help="Of random weights: tiny; text: moe, with experts; video: 1.3b, 5b, tiny-5b."),
+        str | None, typer.Option(help="Of random weights: tiny; text: moe, with experts; video: 1.3b, 5b, tiny-5b.")
     ] = None,
     inputs: InputsFile = None,
     part: Annotated[

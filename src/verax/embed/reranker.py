@@ -99,12 +99,7 @@ class CrossEncoder:
     takes_instruction = False
 
     def __init__(
-        self,
-        opened: Checkpoint,
-        tokenizer: Tokenizer,
-        positions: int,
-        max_length: int | None,
-        model_file: JsonObject,
+        self, opened: Checkpoint, tokenizer: Tokenizer, positions: int, max_length: int | None, model_file: JsonObject
     ):
         tokens = read_transformer_file(opened.folder, "sequence-classification")
         self.max_length = read_max_length(opened.folder, positions, max_length, tokens)

@@ -206,10 +206,7 @@ class CausalLM(Protocol):
     def __init__(self, config: Any, *, dtype: DTypeLike = ..., rngs: Any) -> None: ...
 
     def __call__(
-        self,
-        tokens: Int[Array, "*B T"],
-        positions: Int[Array, "*B T"] | None = None,
-        attend: AttentionFn | None = None,
+        self, tokens: Int[Array, "*B T"], positions: Int[Array, "*B T"] | None = None, attend: AttentionFn | None = None
     ) -> Float[Array, "*B T D"]:
         """Final hidden states, float32. Without `attend`: causal attention over `[B, T]` tokens at positions 0..T-1.
 

@@ -46,11 +46,7 @@ def crop_to_aspect(image: UInt8[np.ndarray, "H W 3"], height: int, width: int) -
 
 
 def resize(
-    frames: UInt8[np.ndarray, "*B H W 3"],
-    height: int,
-    width: int,
-    *,
-    method: Filter = "lanczos",
+    frames: UInt8[np.ndarray, "*B H W 3"], height: int, width: int, *, method: Filter = "lanczos"
 ) -> UInt8[np.ndarray, "*B height width 3"]:
     """Frames resized to a size, whatever their aspect, by Pillow's filters, which average when they shrink.
 

@@ -28,14 +28,7 @@ from verax.nn import Embedding, LayerNorm, Linear, fused_linear
 from verax.nn.layers import INIT_STD
 from verax.ops.hierarchical import HierarchicalState, Perceptron, ResonanceFlux
 
-__all__ = [
-    "EnhancedHierarchicalDeltaNet",
-    "HierarchicalGatedDeltaNet",
-    "LamConfig",
-    "LamModel",
-    "LamState",
-    "Rule",
-]
+__all__ = ["EnhancedHierarchicalDeltaNet", "HierarchicalGatedDeltaNet", "LamConfig", "LamModel", "LamState", "Rule"]
 
 Rule = Literal["hierarchical", "local", "gated"]
 

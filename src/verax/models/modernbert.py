@@ -19,17 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from verax import ops
 from verax.errors import UnsupportedModelError
-from verax.fields import (
-    Count,
-    Depth,
-    Epsilon,
-    Size,
-    check_multiple,
-    file_of,
-    read_fields,
-    read_layer_types,
-    read_value,
-)
+from verax.fields import Count, Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_layer_types, read_value
 from verax.files import JsonObject
 from verax.models.bert import ACTIVATIONS
 from verax.nn import Embedding, LayerNorm, Linear, Sentences

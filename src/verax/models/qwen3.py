@@ -21,17 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from verax import ops
 from verax.errors import UnsupportedModelError
-from verax.fields import (
-    Count,
-    Depth,
-    Epsilon,
-    Size,
-    check_multiple,
-    file_of,
-    read_fields,
-    read_layer_types,
-    read_value,
-)
+from verax.fields import Count, Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_layer_types, read_value
 from verax.models.causal_lm import AttentionFn, RunRecurrent, causal_attention
 from verax.nn import Embedding, Linear, RMSNorm, fused_linear, fused_swiglu
 
@@ -289,10 +279,7 @@ class Qwen3ForCausalLM(nnx.Module):
         return self.model.norm.weight[...].dtype  # embeddings may be quantised
 
     def __call__(
-        self,
-        tokens: Int[Array, "*B T"],
-        positions: Int[Array, "*B T"] | None = None,
-        attend: AttentionFn | None = None,
+        self, tokens: Int[Array, "*B T"], positions: Int[Array, "*B T"] | None = None, attend: AttentionFn | None = None
     ) -> Float[Array, "*B T D"]:
         """Final hidden states, float32. Without `attend`: causal attention over `[B, T]` tokens at positions 0..T-1."""
         if positions is None:

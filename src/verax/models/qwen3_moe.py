@@ -29,13 +29,7 @@ from verax.nn import Linear
 from verax.nn.parallel import part_index, sum_parts
 from verax.ops.division import Division
 
-__all__ = [
-    "STACKED_EXPERTS",
-    "ExpertsConfig",
-    "Qwen3MoeConfig",
-    "Qwen3MoeForCausalLM",
-    "SparseMoeBlock",
-]
+__all__ = ["STACKED_EXPERTS", "ExpertsConfig", "Qwen3MoeConfig", "Qwen3MoeForCausalLM", "SparseMoeBlock"]
 
 STACKED_EXPERTS = (
     (r"^(.*\.experts)\.gate_up_proj$", (r"\1.{}.gate_proj.weight", r"\1.{}.up_proj.weight")),

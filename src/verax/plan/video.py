@@ -30,13 +30,7 @@ from verax.plan.model import Described
 from verax.plan.parts import Part, nbytes_of
 from verax.video.load import Components, divided_component
 from verax.video.memory import add_residents, largest
-from verax.video.mesh import (
-    GUIDANCE,
-    SEQUENCE,
-    axis_size,
-    check_request,
-    clip_mesh,
-)
+from verax.video.mesh import GUIDANCE, SEQUENCE, axis_size, check_request, clip_mesh
 from verax.video.programs import Component
 from verax.video.request import ResolvedRequest, VideoRequest, default_size
 

@@ -159,12 +159,7 @@ class Clips:
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        model: str | None = None,
-        *,
-        request: Mapping[str, Any] | None = None,
-        **options: Any,
+        self, folder: str | Path, model: str | None = None, *, request: Mapping[str, Any] | None = None, **options: Any
     ):
         set_threads()
         from verax.video.pipeline import VideoPipeline

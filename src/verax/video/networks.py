@@ -239,9 +239,7 @@ class Denoiser:
         self.context_program = Program(context, layout=layout(mesh, of_model, BY_ROW, BY_ROW, results=BY_ROW))
         self.time_program = Program(time, layout=layout(mesh, of_model, whole, whole))
         self.program = Program(
-            loop,
-            donate=(1,),
-            layout=layout(mesh, of_model, _STATE, whole, _CONDITIONS, whole, whole, results=_STATE),
+            loop, donate=(1,), layout=layout(mesh, of_model, _STATE, whole, _CONDITIONS, whole, whole, results=_STATE)
         )
 
     def context_call(self, text: Any, image: Any) -> ProgramCall:

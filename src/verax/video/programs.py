@@ -175,13 +175,7 @@ class Program:
     `function`: function of whole arrays, which divides them over the mesh of a layout.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        *,
-        donate: tuple[int, ...] = (),
-        layout: Layout | None = None,
-    ):
+    def __init__(self, function: Callable[..., Any], *, donate: tuple[int, ...] = (), layout: Layout | None = None):
         """Describe it.
 
         Args:

@@ -394,10 +394,7 @@ def _from_packed(
 
 
 def _find_compressed(
-    tensors: Mapping[str, TensorInfo],
-    config: Mapping[str, Any],
-    read: Callable[[str], np.ndarray],
-    where: object,
+    tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], read: Callable[[str], np.ndarray], where: object
 ) -> dict[str, QuantizedEntry]:
     """The quantised weights among a checkpoint's tensors, by their plain key."""
     block = _block(config)
@@ -516,10 +513,7 @@ _METHODS: dict[str, Callable[..., dict[str, QuantizedEntry]]] = {
 
 
 def find_quantized(
-    tensors: Mapping[str, TensorInfo],
-    scheme: Mapping[str, Any],
-    read: Callable[[str], np.ndarray],
-    where: object,
+    tensors: Mapping[str, TensorInfo], scheme: Mapping[str, Any], read: Callable[[str], np.ndarray], where: object
 ) -> dict[str, QuantizedEntry]:
     """The quantised weights among a checkpoint's tensors, by their plain key.
 

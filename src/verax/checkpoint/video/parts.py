@@ -158,12 +158,7 @@ _VAE_BLOCK = {
     "shortcut": "conv_shortcut",
 }
 _MIDDLE = {"middle.0": "mid_block.resnets.0", "middle.2": "mid_block.resnets.1"}
-_SINGLE = {
-    "conv1": "conv_in",
-    "middle.1": "mid_block.attentions.0",
-    "head.0": "norm_out",
-    "head.2": "conv_out",
-}
+_SINGLE = {"conv1": "conv_in", "middle.1": "mid_block.attentions.0", "head.0": "norm_out", "head.2": "conv_out"}
 
 
 def wan_vae_names(settings: Mapping[str, Any]) -> Renaming:

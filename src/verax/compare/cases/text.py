@@ -89,12 +89,7 @@ WEIGHTS = (r"(attn|attention|attention\.self|SelfAttention)\[1\]$",)
 
 
 def text_case(
-    model: str | Path | None,
-    scratch: Path,
-    *,
-    inputs: Inputs = NOTHING,
-    tokens: int | None = None,
-    size: str = "tiny",
+    model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTHING, tokens: int | None = None, size: str = "tiny"
 ) -> Case:
     """A language model in transformers and in verax: logits of every position.
 

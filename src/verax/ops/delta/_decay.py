@@ -65,12 +65,7 @@ class LogDecay(NamedTuple):
 
 
 def decayed_products(
-    x: Float[Array, "*B H C K"],
-    write: Float[Array, "*B H C K"],
-    seen: LogDecay,
-    written: LogDecay,
-    *,
-    diagonal: bool,
+    x: Float[Array, "*B H C K"], write: Float[Array, "*B H C K"], seen: LogDecay, written: LogDecay, *, diagonal: bool
 ) -> Float[Array, "*B H R C C"]:
     """`sum_k x[i, k] write[j, k] exp(seen[i, k] - written[j, k])` for j < i (j <= i with `diagonal`), else 0.
 

@@ -107,11 +107,7 @@ class TextEngine(Protocol):
     ) -> AsyncGenerator[RequestOutput, None]: ...
 
     async def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **template_options: Any,
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **template_options: Any
     ) -> str: ...
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...

@@ -58,11 +58,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        *,
-        ping_interval: float = 15.0,
-        slow_client_timeout: float = 30.0,
+        self, events: AsyncGenerator[bytes, None], *, ping_interval: float = 15.0, slow_client_timeout: float = 30.0
     ):
         self._events = events
         self._ping_interval = ping_interval

@@ -210,10 +210,7 @@ class Run:
         # Each prompt joins the queue here. If one finds it full, dropping the others takes them out again.
         self._streams = [
             server.engine.generate(
-                prompt,
-                params,
-                add_special_tokens=add_special_tokens,
-                lora_request=server.adapters.get(model),
+                prompt, params, add_special_tokens=add_special_tokens, lora_request=server.adapters.get(model)
             )
             for prompt in prompts
         ]

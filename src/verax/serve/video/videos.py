@@ -163,10 +163,7 @@ def _reference(body: VideoCreate) -> Upload | None:
 
 
 def resolve(
-    body: VideoCreate,
-    frames: UInt8[np.ndarray, "T H W 3"] | None,
-    pipeline: VideoPipeline,
-    sizes: Sequence[str] = (),
+    body: VideoCreate, frames: UInt8[np.ndarray, "T H W 3"] | None, pipeline: VideoPipeline, sizes: Sequence[str] = ()
 ) -> ResolvedRequest:
     """Checked request of the pipeline.
 

@@ -16,12 +16,7 @@ from typing import Any
 import numpy as np
 
 from verax import ops
-from verax.errors import (
-    ContextLengthError,
-    InvalidParameterError,
-    RequestRefusedError,
-    VeraxError,
-)
+from verax.errors import ContextLengthError, InvalidParameterError, RequestRefusedError, VeraxError
 from verax.text.engine.outputs import (
     CompletionOutput,
     EngineStats,

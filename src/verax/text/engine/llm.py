@@ -571,13 +571,7 @@ def _new_engines(
     engines = []
     for model, mesh, draft, slots in zip(models, meshes, drafts, adapters, strict=True):
         runner = ModelRunner(
-            model,
-            sizes,
-            eos_token_ids=sorted(eos_token_ids),
-            adapters=slots,
-            mesh=mesh,
-            compiled=compiled,
-            group=hosts,
+            model, sizes, eos_token_ids=sorted(eos_token_ids), adapters=slots, mesh=mesh, compiled=compiled, group=hosts
         )
         blocks = BlockManager(
             [group.num_blocks for group in sizes.groups],

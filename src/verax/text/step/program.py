@@ -108,10 +108,7 @@ class StepProgram:
             function.__name__ = self.name
             placed = {"in_shardings": self.shardings, "out_shardings": named(self.mesh, self.results)}
         return jax.jit(
-            function,
-            donate_argnums=self.donated,
-            compiler_options=compiler_options(ops.target().platform),
-            **placed,
+            function, donate_argnums=self.donated, compiler_options=compiler_options(ops.target().platform), **placed
         )
 
     def lower(self) -> jax.stages.Lowered:

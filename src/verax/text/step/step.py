@@ -281,11 +281,7 @@ def _visible_pages(
 
 
 def _prompt_logprobs(
-    model: CausalLM,
-    hidden: Float[Array, "T D"],
-    slots: Slots,
-    slot: Int[Array, "T"],
-    position: Int[Array, "T"],
+    model: CausalLM, hidden: Float[Array, "T D"], slots: Slots, slot: Int[Array, "T"], position: Int[Array, "T"]
 ) -> Logprobs:
     T = hidden.shape[0]
     following = slots.tokens[slot, jnp.minimum(position + 1, slots.tokens.shape[1] - 1)]
