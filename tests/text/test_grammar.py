@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support import gguf as gguf_files
+from tests.support.invariants import check_engine
 from tests.support.tiny import HYBRID, tiny_checkpoint, tiny_config
 from tests.text.conftest import make_llm
 from verax.checkpoint import Checkpoint
@@ -197,7 +198,7 @@ def test_free_answers_next_to_formed_ones_do_not_change(llm, formed):
     outputs = formed.generate(crowd, params, use_tqdm=False)
     same(outputs[::2], expected)
     assert all(re.fullmatch("[a-z]{12,}", output.outputs[0].text) for output in outputs[1::2])
-    formed.engine.check()
+    check_engine(formed.engine)
 
 
 def formed_batch(llm, which=tuple(range(8))):
@@ -219,7 +220,7 @@ def test_preemption_changes_no_formed_answer(formed):
     before = formed.engine.scheduler.num_preemptions
     assert formed_batch(formed) == alone
     assert formed.engine.scheduler.num_preemptions > before
-    formed.engine.check()
+    check_engine(formed.engine)
 
 
 def test_recurrent_layers_and_an_int8_cache_take_forms_too(tmp_path):
@@ -286,7 +287,7 @@ def test_an_error_in_the_host_work_of_a_request_ends_it_alone(formed, monkeypatc
     assert done[good].outputs == expected
     assert [sample.finish_reason for sample in done[bad].outputs] == ["error", "error"]
     assert str(error) in done[bad].error
-    formed.engine.check()
+    check_engine(formed.engine)
 
 
 def test_an_ambiguous_grammar_ends_by_its_amount_of_work(formed, monkeypatch):
@@ -337,7 +338,7 @@ def test_generate_gives_the_error_of_a_grammar_that_fails_in_its_place_and_a_str
     with pytest.raises(StructuredOutputError, match="too complex"):
         list(formed.stream("abc", params))
     assert not formed.has_unfinished_requests
-    formed.engine.check()
+    check_engine(formed.engine)
 
 
 def rules(count, depth):

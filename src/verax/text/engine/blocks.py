@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import bisect
 from collections import OrderedDict, abc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
 
@@ -227,25 +227,6 @@ class BlockPool:
         for block in range(len(self._prefixes)):
             self._forget(block)
 
-    def check(self, tables: Iterable[list[int]]) -> None:
-        """Assert the invariants, given all tables of the group's blocks.
-
-        Raises:
-            AssertionError: naming the first block that breaks one.
-        """
-        uses = [0] * len(self.references)
-        for table in tables:
-            owned = [block for block in table if block]
-            assert len(set(owned)) == len(owned), f"{table} lists a block twice"
-            for block in owned:
-                uses[block] += 1
-        for block, references in enumerate(self.references):
-            assert references == uses[block], f"block {block}: {references} references, {uses[block]} uses"
-            free = block in self._free
-            assert free == (block != 0 and references == 0), f"block {block} is free and used, or neither"
-            prefix = self._prefixes[block]
-            assert prefix is None or prefix.blocks[self.group] == block, f"block {block} is cached as another one"
-
     def _forget(self, block: int) -> None:
         prefix = self._prefixes[block]
         if prefix is not None:
@@ -258,7 +239,7 @@ class BlockPool:
 class BlockManager:
     """Allocation with reference counts, a prefix cache over full blocks, and least recently used eviction.
 
-    Invariants (`check` asserts them): a block is free exactly if no table lists it; its reference count is the number
+    Invariants: a block is free exactly if no table lists it; its reference count is the number
     of tables that list it; only full blocks are cached, so a block that is still written to has one owner; a table
     lists every block that tokens to come attend to.
 
@@ -388,24 +369,6 @@ class BlockManager:
         """Forget every cached prefix; running sequences keep their blocks."""
         for pool in self._pools:
             pool.reset()
-
-    def check(self, sequences: Iterable[Sequence]) -> None:
-        """Assert the invariants, given all sequences that own blocks.
-
-        Raises:
-            AssertionError: naming the first block that breaks one.
-        """
-        sequences = list(sequences)
-        for pool in self._pools:
-            pool.check(sequence.tables[pool.group] for sequence in sequences)
-            for sequence in sequences:
-                table = sequence.tables[pool.group]
-                first = first_block(sequence.num_computed, pool.window, self.block_size)
-                assert len(table) * self.block_size >= sequence.num_computed, f"{sequence} has too few blocks"
-                assert all(table[first:]), f"{sequence} gave back a block that it attends to"
-                assert len(table) == len(sequence.tables[0]), f"{sequence} has tables of different lengths"
-                for block in table[sequence.num_computed // self.block_size :]:
-                    assert pool.references[block] == 1, f"block {block} is shared and writable"
 
     def match_prefix(self, sequence: Sequence) -> list[Prefix]:
         """Prefixes of 1, 2, ... n blocks of a sequence: the most after which all that is attended to is cached.

@@ -284,10 +284,6 @@ class Engine:
             )
         return self._adapters.load(lora_request)
 
-    def check(self) -> None:
-        """Assert the invariants of scheduler and blocks."""
-        self.scheduler.check()
-
     def _replay(self, sequence: Sequence, answer: tuple[int, ...]) -> None:
         """Append an answer so far as if it had been sampled and shown."""
         for token in answer:

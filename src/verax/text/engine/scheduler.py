@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter, abc, deque
+from collections import abc, deque
 from dataclasses import dataclass, field, replace
 
 from verax._buckets import cheapest_part
@@ -83,7 +83,7 @@ def work(num_waiting_tokens: int, num_seqs: int) -> int:
 
 
 class Scheduler:
-    """Queues of waiting and running sequences. `check` asserts their invariants.
+    """Queues of waiting and running sequences.
 
     `prompt_sizes`: numbers of tokens that steps with prompts are padded to, where padding takes time. A step is then
     made to fill one of them.
@@ -172,21 +172,6 @@ class Scheduler:
             self.waiting.remove(sequence)
             self.num_waiting_tokens -= sequence.num_prompt
         sequence.state = SequenceState.FINISHED
-
-    def check(self) -> None:
-        """Assert the scheduler's and the block manager's invariants."""
-        self.blocks.check(self.running)
-        self.adapters.check(Counter(s.adapter_id for s in self.running if s.adapter_id is not None))
-        slots = [sequence.slot for sequence in self.running if sequence.slot is not None]
-        assert len(slots) == len(self.running), "a running sequence has no slot"
-        assert len(set(slots)) == len(slots), "two running sequences share a slot"
-        assert sorted([*self._free_slots, *slots]) == list(range(self.max_num_seqs)), "a slot was lost"
-        assert self.num_waiting_tokens == sum(s.num_prompt for s in self.waiting), "a prompt was miscounted"
-        for sequence in self.waiting:
-            assert not sequence.tables, f"{sequence} waits with blocks"
-            assert sequence.slot is None, f"{sequence} waits with a slot"
-        for sequence in self.running:
-            assert 0 <= sequence.num_computed <= sequence.num_tokens, f"{sequence} computed tokens that do not exist"
 
     def _prompt_budget(self, num_decodes: int, budget: int) -> int:
         """Tokens of prompts that the step computes, at most: as many as take the least time in all."""

@@ -95,17 +95,6 @@ class AdapterSlots:
             del self._references[adapter]
             self._idle[adapter] = None
 
-    def check(self, running: dict[int, int]) -> None:
-        """Assert the invariants, given the number of running sequences of each adapter.
-
-        Raises:
-            AssertionError: if they do not hold.
-        """
-        assert self._references == running, f"adapters are used by {running}, and {self._references} are counted"
-        assert sorted(self._slots) == sorted([*self._references, *self._idle]), "an adapter has a slot and no state"
-        taken = [*self._slots.values(), *self._free]
-        assert len(set(taken)) == len(taken), "two adapters share a slot"
-
 
 Matrices = tuple[Array, ...]
 """Two arrays for each layer: `down [S r, D]` and `up [F, S r]`, with S slots of rank r."""
