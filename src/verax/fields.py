@@ -85,7 +85,6 @@ def read_fields(
 
     Args:
         config: object of the file, with the fields' names as keys.
-        names: names of the fields to read; all of them if None.
         keys: keys of fields that have another name in the file.
         where: name of the file for messages; the file's own path, or `config.json`, if None.
 

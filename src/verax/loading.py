@@ -224,7 +224,6 @@ def load_weights(
             is ignored.
         precision: bits and group size to quantise every linear layer to.
         dequantize: True to make floats of weights that are quantised in the checkpoint.
-        mesh, progress: as in `load_model`.
         repeats: times that the model has each key/value head.
     """
     model: Any = abstract

@@ -259,9 +259,6 @@ def fingerprint(opened: Checkpoint) -> str:
     another revision and another quantisation are noticed; a change of a few numbers between the samples is not. How
     weights are spread over files makes no difference.
 
-    Args:
-        opened: the checkpoint.
-
     Returns:
         Hexadecimal digits.
     """

@@ -232,7 +232,6 @@ def merge(
     Quantised weights become floats. Keys and tokenizer files are the base's.
 
     Args:
-        opened: the base's checkpoint, a folder.
         aliases: pairs of a pattern of keys and its replacement in another layout, from which adapters may have their
             names: the `key_aliases` of the model's class.
         dtype: dtype of the written floats; if None, each weight keeps its dtype, and quantised ones become bfloat16.
@@ -312,11 +311,8 @@ def save_adapter(
 ) -> Path:
     """Write adapter_model.safetensors and adapter_config.json; return the folder. One that exists is replaced.
 
-    Args:
-        pairs: A `[r, in]` and B `[out, r]` without the scale, by module of the base.
-        rank: rank of all pairs, r.
-        alpha: numerator of the scale, which is `alpha / r`.
-        modules: all modules of the base that have a weight, to tell the adapted ones from others.
+    `pairs`: A `[r, in]` and B `[out, r]` without the scale, by module of the base. `modules`: all modules of the base
+    that have a weight, to tell the adapted ones from others.
     """
     settings = {
         "base_model_name_or_path": base,

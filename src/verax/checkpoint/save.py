@@ -49,7 +49,6 @@ def save(
         model: a module, the paths of whose parameters become keys, or arrays by key. Quantised weights are written in
             the compressed-tensors layout, stacks of a module (`stacked_weights`) as single matrices.
         folder: folder of the checkpoint, created if missing. Weight files of an earlier save are replaced, others stay.
-        config: contents of config.json.
         generation_config: contents of generation_config.json; none is written if None.
         tokenizer_from: a folder whose tokenizer files are copied.
         dtype: dtype of the written float weights; their own if None.

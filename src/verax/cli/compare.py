@@ -111,11 +111,8 @@ def run_cases(
 ) -> None:
     """Run cases in sequence, print or write their results, and end the command.
 
-    Args:
-        cases: names of folders in `output`, and what is compared.
-        every, output, as_json: as in `RunOptions`.
-        confirm: called with the alignment if shapes and order alone may match layers; without it none are matched so.
-        run: the other options of `RunOptions`: arguments of `compare_case`.
+    `confirm`: called with the alignment if shapes and order alone may match layers; without it none are matched so.
+    `run`: the other options of `RunOptions`: arguments of `compare_case`.
 
     Raises:
         typer.BadParameter: where nothing can be compared.

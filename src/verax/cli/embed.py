@@ -113,13 +113,7 @@ def _embed_batch(
     *,
     retry_errors: bool,
 ) -> None:
-    """Append the vectors of a file's texts to the output, but for those that it has already.
-
-    Args:
-        loading: arguments of `Encoder`.
-        encoding: arguments of `Encoder.encode`.
-        retry_errors: as in `ResultFile.open`.
-    """
+    """Append the vectors of a file's texts to the output, but for those that it has already."""
     from verax.batch.lines import CUSTOM_ID, PARQUET, InputFile, lines_path
     from verax.batch.work import LEAST, MOST, VectorLine, Vectors, write_vectors
 

@@ -154,13 +154,7 @@ def video(
 def _make_clips(
     path: Path, folder: Path | None, pipeline: dict[str, Any], request: dict[str, Any], *, retry_errors: bool
 ) -> None:
-    """Make the clips of a file, but for those that the folder holds already.
-
-    Args:
-        pipeline: arguments of `VideoPipeline.from_pretrained`.
-        request: fields of `VideoRequest` for lines that do not have them.
-        retry_errors: as in `ResultFile.open`.
-    """
+    """Make the clips of a file, but for those that the folder holds already."""
     from verax.batch.lines import InputFile
     from verax.batch.work import RESULTS, ClipLine, Clips
     from verax.video.pipeline import VideoPipeline

@@ -110,8 +110,6 @@ def align(ours: Trace, reference: Trace, names: Names | None = None, *, guess: b
     """Match two traces.
 
     Args:
-        ours: trace of the JAX side.
-        reference: trace of the PyTorch side.
         names: tables between our names and the reference's, where they differ.
         guess: match the rest by shape, in the order of the two runs.
     """

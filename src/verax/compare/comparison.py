@@ -265,13 +265,7 @@ class Comparison:
 def measure_rows(
     pairs: Sequence[Pair], ours: Trace, reference: Trace, truth: Trace | None = None, own: Trace | None = None
 ) -> list[Row]:
-    """A row for each pair.
-
-    Args:
-        pairs: pairs from `align`.
-        truth: trace of the reference in float32, with the same names.
-        own: trace of ours with each layer on the reference's activations.
-    """
+    """A row for each pair. `own`: trace of ours with each layer on the reference's activations."""
     rows = []
     for pair in pairs:
         mine, other = pair.load(ours, reference)

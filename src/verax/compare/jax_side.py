@@ -121,7 +121,6 @@ def gradients_jax(side: Side, cotangents: Mapping[str, np.ndarray]) -> dict[str,
     """Gradients of the sum of `output * cotangent` by each float parameter, under the parameter's name.
 
     Args:
-        side: a Flax NNX module and its call.
         cotangents: weights of each output of floats, by its name in the trace.
     """
     graph, params, rest = nnx.split(side.model, nnx.Param, ...)

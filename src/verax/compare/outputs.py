@@ -169,11 +169,8 @@ def first_difference(
     """First difference of two generated texts, with the candidates of both sides; None if the texts are the same.
 
     Args:
-        first: tokens of the reference.
-        second: tokens of the other side.
         first_candidates: likeliest tokens of each position and their log-probabilities, from `candidates` or
             `CompletionOutput.logprobs`.
-        second_candidates: likeliest tokens of the other side.
     """
     shorter, longer = sorted((len(first), len(second)))
     parted = (t for t in range(shorter) if first[t] != second[t])

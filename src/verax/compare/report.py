@@ -109,8 +109,6 @@ def show(result: Comparison, console: Console, *, every: bool = False) -> None:
     """Print the tables and the verdict.
 
     Args:
-        result: the comparison.
-        console: console to print to.
         every: print all rows, however many.
     """
     rows = result.rows if every else _chosen(result)

@@ -250,10 +250,8 @@ def run_jobs(
 ) -> None:
     """Run calls and write their results. While the device works on the calls that it has, the host makes the next.
 
-    Args:
-        dispatch: function that begins one and returns its result, a row for each row of the call.
-        unit: plural of what has one result each, for the progress bar.
-        show_progress: a bar, if stderr is a terminal.
+    `dispatch`: function that begins one and returns its result, a row for each row of the call. `unit`: plural of what
+    has one result each, for the progress bar.
     """
     done = 0
     pending: deque[tuple[Job, Array]] = deque()
@@ -316,12 +314,8 @@ def load_for_calls(
 ) -> Any:
     """Load a model, quantise it if asked for, and pack its weights for the processor.
 
-    Args:
-        quantization: a name of `QUANTIZATIONS`, or None.
-        keep_head: keep a language model's own head, from which rerankers read the answer.
-            Encoders do not call it. The head that quantising makes of tied embeddings is dropped in any case: the
-            embeddings themselves stay floats.
-        show_progress: show a bar while loading, if stderr is a terminal.
+    `keep_head`: keep a language model's own head, from which rerankers read the answer. Encoders do not call it. The
+    head that quantising makes of tied embeddings is dropped in any case: the embeddings themselves stay floats.
     """
     if quantization is not None and quantization not in QUANTIZATIONS:
         raise InvalidParameterError(

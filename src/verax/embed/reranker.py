@@ -281,8 +281,6 @@ class Reranker:
         function, a sigmoid if it names none. Qwen3-Reranker's are the probability of "yes" against "no".
 
         Args:
-            query: a text.
-            documents: any number of texts.
             instruction: task of a document, for models that read one; the published instruction if None.
             prompt_name: name of the checkpoint's prompt that goes before the query; its default if None.
             prompt: text that goes before the query, whatever `prompt_name` is.
@@ -359,7 +357,6 @@ class Reranker:
         """Scores of tokens that `tokenize` gave, in their order.
 
         Args:
-            pairs: tokens of each pair.
             batch_size: as in `score`.
         """
         check_batch_size(batch_size)

@@ -281,10 +281,7 @@ class HierarchicalGatedDeltaNet(EnhancedHierarchicalDeltaNet):
     ) -> tuple[Float[Array, "B T D"], LamState]:
         """Outputs, and the state from which a later piece of the sequences continues.
 
-        Args:
-            x: inputs, padded on the right.
-            lengths: tokens of each row that are not padding; all if None. Outputs of padding mean nothing.
-            state: state after the previous piece; None at the start.
+        `lengths`: tokens of each row that are not padding; all if None. Outputs of padding mean nothing.
         """
         B, T, D = x.shape
         before = jnp.zeros((B, TAPS - 1, 3 * D), jnp.float32) if state is None else state.convolution

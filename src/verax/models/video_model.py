@@ -250,13 +250,8 @@ class VideoTransformer(Protocol):
     ) -> Float[Array, "B F h w D"]:
         """Residual stream after the blocks.
 
-        Args:
-            x: of `embed_latents`.
-            e0: projection of `embed_time`.
-            context: of `encode_context`.
-            causal_block_size: frames of a block: a frame sees its own block and earlier ones; None: all see all.
-            attention: a name of `ATTENTION`.
-            sequence: division of the tokens over devices, of which `x` is one device's part; None: `x` has all tokens.
+        `causal_block_size`: frames of a block: a frame sees its own block and earlier ones; None: all see all.
+        `sequence`: division of the tokens over devices, of which `x` is one device's part; None: `x` has all tokens.
         """
         ...
 
@@ -289,7 +284,6 @@ class VideoAutoencoder(Protocol):
         """Frames from -1 to 1 of normalised latents.
 
         Args:
-            latents: of `encode`.
             chunk: latents at a time.
             tile: height and width in latents that are decoded at a time; None for all.
             axes: axes of the mesh whose devices divide the tiles, inside `jax.shard_map` over them.

@@ -295,7 +295,6 @@ def operation(
     """Make an `Operation` of its reference; a decorator, with or without arguments.
 
     Args:
-        reference: the function.
         slow_on: by platform, the reason why running the reference there deserves a warning.
         fused: True if the operation does the work of several layers at once.
     """

@@ -88,13 +88,7 @@ def partition(weight: Any, division: Division | None) -> Any:
 
 
 def check_division(name: str, weight: Any, division: Division, devices: int) -> None:
-    """Check that each of several devices can hold a part of a weight.
-
-    Args:
-        name: the weight's name, for the message.
-        weight: the weight, or its shapes.
-        division: how it is divided.
-    """
+    """Check that each of several devices can hold a part of a weight."""
     if isinstance(weight, QuantizedWeight) and division.axis == 1 and weight.order is not None:
         raise InvalidParameterError(
             f"{name}: its columns are in an order of their own (act-order), which is not divided over devices; load it "

@@ -87,11 +87,8 @@ def find_device(
 
     The numbers of `"cpu"` that are not given are measured, which takes some seconds.
 
-    Args:
-        name: a name in the table, an alias such as `"TPU v6 lite"`, `"cpu"`, or a name for a device that is described.
-        memory: bytes.
-        bandwidth: bytes per second.
-        flops: operations per second of dense bfloat16 products. Operations in other dtypes keep their proportion.
+    `name`: a name in the table, an alias such as `"TPU v6 lite"`, `"cpu"`, or a name for a device that is described.
+    `flops`: operations per second of dense bfloat16 products. Operations in other dtypes keep their proportion.
     """
     given = {"memory": memory, "bandwidth": bandwidth, "flops": flops}
     for what, value in given.items():

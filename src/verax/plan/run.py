@@ -41,7 +41,6 @@ def plan(model: str, device: Device, **options: Any) -> dict[str, Any]:
 
     Args:
         model: see `plan.model.describe`.
-        device: kind of device.
         options: options of the model's engine, see `text_plan`, `plan_embed` and `read_clip`. None counts as not
             given.
 

@@ -97,7 +97,6 @@ def read_clip(
     Args:
         config: folder of the model, or one of `WAN_CONFIGS`.
         dtype: `"bfloat16"` or `"float32"`, of transformer and encoders.
-        devices, guidance_parallel, sequence_parallel, shard_weights: see `VideoPipeline`.
         size: `resolution`, `height`, `width`, `num_frames` and `num_inference_steps`, as `VideoRequest` takes them.
     """
     check_dtype(dtype)

@@ -207,10 +207,7 @@ def actor_pool(
 ) -> dict[str, Any]:
     """Arguments of `Dataset.map_batches` that go with a callable such as `Generate`.
 
-    Args:
-        size: number of actors, or the least and the most of them.
-        num_cpus: CPUs of each, and threads of its JAX.
-        batch_size: rows of a batch. Several batches are with an actor at once.
+    `size`: number of actors, or the least and the most of them. `num_cpus`: CPUs of each, and threads of its JAX.
 
     Raises:
         InvalidParameterError: for sizes that make no sense, or a pool that leaves no CPU to those who read files and

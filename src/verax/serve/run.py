@@ -141,7 +141,6 @@ def run(server: Server, listener: socket.socket, on_start: Callable[[str], None]
     SIGTERM and SIGINT let running requests finish for `settings.shutdown_timeout` seconds; a second one ends at once.
 
     Args:
-        server: the engines and their settings.
         listener: what `bind` gave; closed at the end.
         on_start: function that is called with the base URL once connections are accepted.
 

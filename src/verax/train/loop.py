@@ -131,7 +131,6 @@ def train(
     Args:
         loss: mean over the batch, differentiable in `params`. The arrays of a `jax.tree_util.Partial`, such as weights
             that are not trained, are arguments of the compiled step.
-        params: initial parameters, a pytree of float32 arrays.
         batches: `batches(step)` yields the batches from that step on, the same ones at every call.
         folder: receives `state` (parameters, optimiser, mean), `log.jsonl`, `loss.png`.
         settings: further settings that a resumed run must share with the run that it continues, as JSON.

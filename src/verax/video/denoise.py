@@ -67,9 +67,6 @@ def denoise(
     """Run the iterations from `begin` to the one before `end`.
 
     Args:
-        state: state before iteration `begin`.
-        conditions: inputs that all iterations share.
-        begin, end: first iteration, and the one after the last.
         mesh: devices that divide guidance and tokens, inside `jax.shard_map` over them; None for one device.
         guidance: `"batch"`, `"sequential"`, or None for the prompt alone.
         options: `causal_block_size` and `attention` of `VideoTransformer.run_blocks`.
@@ -111,13 +108,7 @@ def predict_velocity(
 ) -> tuple[Float32[Array, "1 F h w O"], Any]:
     """Velocity of a clip with guidance, and the residual of the blocks.
 
-    Args:
-        x: latents, and the channels after them.
-        timesteps: timestep of all frames, or of each frame.
-        conditions: inputs that all iterations share.
-        residual: sum that the blocks added when they last ran; None without a cache.
-        run_blocks: whether the blocks run, with a residual.
-        mesh, guidance, options: as `denoise` takes them.
+    `residual`: sum that the blocks added when they last ran; None without a cache.
     """
     sequence = _sequence(model, x.shape, mesh)
 

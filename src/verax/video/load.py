@@ -60,10 +60,7 @@ def divided_component(
 ) -> Component[M]:
     """A network as the devices of a clip hold it.
 
-    Args:
-        load, keep, offload: as `Component` takes them.
-        mesh: devices of the clip; None for the default device.
-        shard_weights: True to divide the weights of a transformer's blocks over the mesh.
+    `shard_weights`: True to divide the weights of a transformer's blocks over the mesh.
     """
     is_transformer = issubclass(kind, VideoTransformer)
 
@@ -95,12 +92,10 @@ def load_components(
     """Describe a folder's networks.
 
     Args:
-        model: its family and settings, of `open_model`.
         dtype: dtype of the transformer's and the encoders' weights. The VAE's are float32.
         keep_encoders: whether text and image encoder stay on the device; by their size if None.
         offload: whether all weights wait in the host's memory while they are not used.
         lora: files that change the transformer's weights, each with a factor.
-        show_progress: True for bars while weights are read.
         mesh: devices each of which gets the weights of transformers and VAE, and a part of the encoders' weights; None
             for the default device.
         shard_weights: True to divide the weights of the transformers' blocks over the mesh instead.

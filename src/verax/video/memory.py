@@ -122,10 +122,8 @@ def out_of_memory_message(
 ) -> str | None:
     """Message for a request that does not fit in the free memory, with changes that would fit; None if it fits.
 
-    Args:
-        free: free bytes.
-        replan: function that returns the plan of the request with some changes.
-        devices: devices that divide the tokens of a frame, of which changes leave a multiple in each row.
+    `replan`: function that returns the plan of the request with some changes. `devices`: devices that divide the tokens
+    of a frame, of which changes leave a multiple in each row.
     """
     worst = largest(plan)
     if worst.peak <= free:

@@ -56,12 +56,10 @@ def clip_mesh(
     If only `devices` is given, the most of them are used; of two ways that use as many, guidance parallelism.
 
     Args:
-        guidance_parallel: True for two groups of devices.
         devices: number of devices; None for the product of these two.
         request: request with the size and the guidance of a clip, which `devices` are to fit.
         settings: defaults of the checkpoint for these options.
         mesh: the user's own mesh in place of these options.
-        shard_weights: True if the devices divide weights.
         attached: False for an abstract mesh, whose devices need not be there.
     """
     if mesh is None:

@@ -259,13 +259,7 @@ class Denoiser:
             return jax.tree.map(np.asarray, self.time_program(weights, timesteps, fps))
 
     def start(self, noise: Float32[Array, "1 F h w C"], *, guided: bool, cached: bool) -> DenoisingState:
-        """State before the first iteration.
-
-        Args:
-            noise: first sample: noise, with given latents in their places.
-            guided: True if the batch has a second row, the negative prompt.
-            cached: True if some iterations skip the blocks.
-        """
+        """State before the first iteration."""
         _, F, h, w, _ = noise.shape
         config = self.transformer.config
         h, w = h // config.patch, w // config.patch

@@ -78,7 +78,6 @@ class VideoOutput:
         """Write the clip: .mp4, .gif, .webp, or a folder of png for a name without suffix; whole or not at all.
 
         Args:
-            path: file or folder to write.
             crf: constant rate factor of .mp4: 0 is lossless, 51 the worst.
 
         Raises:

@@ -66,11 +66,8 @@ class Component(Generic[M]):
         """Describe it.
 
         Args:
-            name: name in messages, such as "text encoder".
             make: function that returns the module, with any weights; traced for its shapes.
-            load: function that fills a module of shapes with weights.
             keep: True if weights stay on the device between uses; by their size (`KEEP_LIMIT`) if None.
-            offload: True if they wait in the host's memory between uses instead.
             pack: True to pack the weights of linear layers on their way to the device (`nn.pack_linear_weights`), which
                 takes as long as some five calls save.
             mesh: devices of the weights, each with its part of those that a module declares as divided
@@ -178,11 +175,9 @@ class Program:
     def __init__(self, function: Callable[..., Any], *, donate: tuple[int, ...] = (), layout: Layout | None = None):
         """Describe it.
 
-        Args:
-            function: function of arrays by position, and of hashable options by name, which are part of the program.
-            donate: positions of arguments whose memory the results may take.
-            layout: division of arguments and results over a mesh, each device of which runs the function on its shards;
-                None for the default device.
+        `function`: function of arrays by position, and of hashable options by name, which are part of the program.
+        `layout`: division of arguments and results over a mesh, each device of which runs the function on its shards;
+        None for the default device.
         """
         self.function = function if layout is None else layout.divide(function)
         self._layout = layout

@@ -176,7 +176,6 @@ def forcing_schedule(
     Args:
         frames: latent frames, a multiple of `causal_block_size`.
         ar_step: steps by which a block follows the one before it; 0 for all together.
-        prefix: latent frames at the beginning that are not denoised.
         keep_partial_blocks: True to leave all of them unchanged. False, as in diffusers, to leave only those that
             fill whole blocks: the others are taken for noise.
     """

@@ -109,7 +109,6 @@ def step(
     """State after a step.
 
     Args:
-        table: coefficients of the run.
         index: number of the step, counted from 0, of all frames or of each frame.
         state: state of `start` or of the step before.
         velocity: velocity of `state.sample` by the model.

@@ -165,8 +165,6 @@ def _lay_out(
     Args:
         integers: int8 `[F, D]`, of -8..7 with 4 bits.
         scales: `[F, n]`, one for `size` inputs each.
-        bits: 4 or 8.
-        size: inputs that share a scale; where it `_fits`.
         zeros: int8 `[F, n]`, integers that stand for 0; where all are 0 the weight is symmetric.
         order: input that each column multiplies; None if it is the column's own.
     """

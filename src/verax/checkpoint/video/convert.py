@@ -57,7 +57,6 @@ def convert(
     Args:
         dtype: dtype of the transformer and the encoders, where they are floats; unchanged if None. The VAE is kept:
             its encoder loses visibly by fewer bits, and it is small.
-        force: replace `target` if it exists.
         max_shard_bytes: a new file is begun beyond this size.
         progress: called with (bytes done, bytes in all) after each tensor.
     """

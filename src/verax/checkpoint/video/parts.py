@@ -427,7 +427,6 @@ def original_transformer(
 
     Args:
         config: config.json of either layout.
-        pipeline: name of diffusers' pipeline, which is kept under `pipeline`.
         boundary_ratio: where the second transformer begins, which is kept too; None for a model with one.
         expand_timesteps: True for a model of text and image, whose frames have a time each.
     """

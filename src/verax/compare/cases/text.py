@@ -149,10 +149,8 @@ def embed_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTH
     LAM's rule `gated`, which is verax's own and the built-in model's, has no PyTorch form: its weights are
     compared under the published rule `hierarchical`.
 
-    Args:
-        model: a folder or hub id; `"random"` for a small BERT of random weights; None for the built-in LAM.
-        scratch, inputs: as in `text_case`.
-        tokens: number of random tokens in each of four rows.
+    `model`: a folder or hub id; `"random"` for a small BERT of random weights; None for the built-in LAM. `tokens`:
+    number of random tokens in each of four rows.
     """
     if model == "random":
         model = _random_folder(RANDOM_BERT, scratch, encoder)

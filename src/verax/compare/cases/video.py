@@ -356,11 +356,8 @@ RANDOM_INPUTS = Inputs()
 def video_case(model: str | Path | None, part: str, *, inputs: Inputs = RANDOM_INPUTS, size: str = "tiny") -> Case:
     """Case that compares one part of a video model.
 
-    Args:
-        model: a folder of either published layout; None for random weights.
-        part: one of `VIDEO_PARTS`.
-        inputs: arrays by the names of the reference's arguments, in its layout; the others are random.
-        size: size of the model with random weights, one of `RANDOM`.
+    `model`: a folder of either published layout; None for random weights. `inputs`: arrays by the names of the
+    reference's arguments, in its layout; the others are random.
     """
     if part not in VIDEO_PARTS:
         raise InvalidParameterError(f"part: expected one of {', '.join(VIDEO_PARTS)}, got {part!r}")

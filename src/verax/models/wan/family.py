@@ -242,7 +242,6 @@ def teacache_for(*, width: int, image_to_video: bool, pixels: int, projected: bo
     """Coefficients that the authors of TeaCache fitted to a model and a size of frame.
 
     Args:
-        width: width of the transformer, in channels.
         image_to_video: True if the model takes an image through channels of its own.
         pixels: pixels of a frame; up to 544 x 960 counts as 540P, more as 720P.
         projected: by `e0` with 5 first steps kept (`use_ret_steps`); otherwise by `e` with the first and last kept.

@@ -321,12 +321,8 @@ class WanModel(nnx.Module):
     ) -> Float[Array, "B F hp wp O"]:
         """Velocity of each latent, in float32.
 
-        Args:
-            latents: normalised latents, followed by the condition's channels where the model has any.
-            timesteps: `[B]`, or `[B, F]` for a time of each latent frame (diffusion forcing); 0 to 1000.
-            context: of `encode_context`.
-            fps: see `embed_time`.
-            causal_block_size, attention: see `run_blocks`.
+        `latents`: normalised latents, followed by the condition's channels where the model has any. `timesteps`: `[B]`,
+        or `[B, F]` for a time of each latent frame (diffusion forcing); 0 to 1000.
         """
         if timesteps.shape not in (latents.shape[:1], latents.shape[:2]):
             raise InvalidParameterError(

@@ -263,12 +263,9 @@ class WanVae(nnx.Module):
     ) -> Float[Array, "B T H W C"]:
         """The clip of normalised latents: `1 + (F - 1) * frames_per_latent` frames, colours from -1 to 1. Float32.
 
-        Args:
-            latents: as `encode` gives them.
-            chunk, axes: see `VideoAutoencoder.decode`.
-            tile: height and width in latents that are decoded at a time. Each tile is computed with its neighbourhood
-                (`config.halo` latents at each side, which cost as much as those that are kept), so that the result is
-                the same and needs no blending.
+        `tile`: height and width in latents that are decoded at a time. Each tile is computed with its neighbourhood
+        (`config.halo` latents at each side, which cost as much as those that are kept), so that the result is the same
+        and needs no blending.
         """
         if latents.shape[-1] != self.config.z_dim or 0 in latents.shape:
             raise InvalidParameterError(

@@ -64,10 +64,7 @@ def delta_chunk_scan_backward(
 
         Y = inner^T d_out + write dS;  dS <- keep dS + read^T d_out - erase^T Y
 
-    Args:
-        chunks: see `delta_chunk_scan`.
-        owner: see `delta_chunk_scan`.
-        d_out: cotangents of the outputs, zeros for an unused chunk.
+    `d_out`: cotangents of the outputs, zeros for an unused chunk.
     """
     # The part that does not pass through the next state, all chunks at once.
     direct = matmul_tn(chunks.read, d_out) - matmul_tn(chunks.erase, matmul_tn(chunks.inner, d_out))

@@ -75,9 +75,7 @@ def walk(
     Args:
         name: the kernel's name, here and in the compiled program.
         states: a sequence's input, as large as its result.
-        sizes: sizes of each result of a chunk, by head.
         columns: columns of a state in a program; they divide its columns.
-        interpret: as `pallas_call` takes it.
     """
     (n, m, R, _, V), (N, *_, K, _) = chunks.value.shape, states.shape
     shapes = [(N, m * R, K, V), *((n, m * R, *size) for size in sizes)]

@@ -237,11 +237,7 @@ def _attend(
 ) -> Float[Array, "n K R H"]:
     """Attention of tiles of queries.
 
-    Args:
-        queries: rows of each tile and key/value head, scaled, in the dtype of the products.
-        k_cache, v_cache, page_table: see `ops.paged_attention`.
-        window, soft_cap: see `ops.paged_attention`.
-        interpret: see `pallas_call`.
+    `queries`: rows of each tile and key/value head, scaled, in the dtype of the products.
     """
     (n, K, R, H), p, W = queries.shape, k_cache.shape[2], page_table.shape[1]
     pages = pages or min(pages_of_chunk(k_cache), pl.cdiv(W * p, LANES) * max(1, LANES // p))

@@ -64,11 +64,7 @@ def walk(
 ) -> tuple[Float[Array, "N m R K V"], list[Float[Array, "n m R _ V"]]]:
     """Results of a kernel that walks over the chunks: one for each sequence, and those for each chunk.
 
-    Args:
-        name: the kernel's name, here and in the compiled program.
-        states: a sequence's input, as large as its result.
-        sizes: sizes of each result of a chunk, by head.
-        interpret: as `pallas_call` takes it.
+    `name`: the kernel's name, here and in the compiled program. `states`: a sequence's input, as large as its result.
     """
     kernel, backward = (_kernel, False) if name == "delta_chunk_scan" else (_backward_kernel, True)
     (n, m, R, C, V), (N, *_, K, _) = chunks.value.shape, states.shape

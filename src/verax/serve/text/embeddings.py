@@ -177,10 +177,7 @@ def _limit(kept: int | None, longest: int) -> int:
 def _token_ids(inputs: list[str] | list[list[int]], encoder: Encoder, limit: int, whole: bool) -> list[list[int]]:
     """Token ids of each text: unchanged if they are given, or with the special tokens of the tokenizer.
 
-    Args:
-        inputs: texts, or token ids of each.
-        limit: tokens that are kept of each.
-        whole: refuse longer texts.
+    `limit`: tokens that are kept of each. `whole`: refuse longer texts.
     """
     if isinstance(inputs[0], str):
         texts = cast("list[str]", inputs)

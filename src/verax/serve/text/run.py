@@ -567,12 +567,9 @@ def text_routes(
     """Routes of an API for text.
 
     Args:
-        server: with a text engine, or without one.
-        path: begins with a slash, and is served with and without `/v1`.
         body: Struct of the body; its field `stream` asks for events.
         start: checks a request and puts its prompts into the engine.
         resumable: keep a stream for a page that is reloaded, if the request has an `X-Conversation-Id`.
-        described: further arguments of `ApiRoute`.
     """
 
     async def respond(http: Request) -> Response:

@@ -168,7 +168,6 @@ def resolve(
     """Checked request of the pipeline.
 
     Args:
-        body: request of the client.
         frames: decoded image (one frame) or clip, or None.
         pipeline: the model, whose limits count.
         sizes: sizes that are allowed next to the usual one; within its limits, any if empty.

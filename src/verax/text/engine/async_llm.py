@@ -61,7 +61,6 @@ class AsyncLLM:
                 request count as `n`.
             max_queued_tokens: most prompt tokens of samples that wait; None for no bound. One request may wait whatever
                 its length.
-            config: options of the engine.
             options: arguments of `LLM`, such as `dtype`, and fields of `EngineConfig` by name.
 
         Raises:

@@ -71,10 +71,8 @@ class CachePlan:
     def longest(self, memory: int, limit: int, slots: Callable[[int], int] = lambda _: 0) -> int:
         """Blocks of the longest sequence, of at most `limit` tokens, that fits; -1 if not even padding's do.
 
-        Args:
-            memory: bytes for its blocks, and for what `slots` says that its length takes too.
-            limit: most tokens.
-            slots: further bytes for a number of tokens, which grow with it.
+        `memory`: bytes for its blocks, and for what `slots` says that its length takes too. `slots`: further bytes for
+        a number of tokens, which grow with it.
         """
 
         def needed(blocks: int) -> int:

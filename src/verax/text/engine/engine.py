@@ -55,11 +55,8 @@ class Engine:
     ):
         """Make an engine without requests.
 
-        Args:
-            tokenizer: of prompts and texts; None to serve token ids.
-            seed: seeds requests that bring no seed; engines that share a generator give each of them another seed.
-            speculator: of drafts; None for none.
-            adapters: loader of adapters, which engines of equal models can share; None to take none.
+        `seed`: seeds requests that bring no seed; engines that share a generator give each of them another seed.
+        `adapters`: loader of adapters, which engines of equal models can share; None to take none.
         """
         self.runner = runner
         self.scheduler = scheduler

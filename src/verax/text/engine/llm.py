@@ -89,7 +89,6 @@ class LLM:
             revision: branch, tag or commit of a hub id.
             skip_tokenizer_init: serve token ids without a tokenizer. Prompts are token ids then, and texts are empty.
             use_tqdm: progress bars while loading and compiling, if stderr is a terminal.
-            config: options of the engine.
             options: fields of `EngineConfig` by name, such as `max_model_len`; they replace the fields of `config`.
 
         Raises:
@@ -139,9 +138,7 @@ class LLM:
 
         Args:
             model: a module that satisfies `verax.models.CausalLM`.
-            tokenizer: the tokenizer of prompts and texts.
             use_tqdm: a progress bar while compiling, if stderr is a terminal.
-            config: options of the engine.
             options: fields of `EngineConfig` by name; they replace the fields of `config`.
 
         Raises:
@@ -262,7 +259,6 @@ class LLM:
         """Complete prompts: a text, token ids, a dictionary of either, or a list; one set of parameters, or one each.
 
         Args:
-            prompts: what to complete.
             sampling_params: the checkpoint's recommended ones if None.
             use_tqdm: a progress bar, if stderr is a terminal.
             lora_request: adapter of all prompts, or one for each, among which None stands for the base model.

@@ -245,10 +245,7 @@ def parser_for(
 ) -> AnswerParser:
     """Parser of one answer to a prompt.
 
-    Args:
-        tools: functions that the request offers, in OpenAI's form; only calls of these are parsed.
-        parse_tool_calls: False leaves calls in the content.
-        parse_reasoning: False leaves the reasoning and its tags in the content.
+    `tools`: functions that the request offers, in OpenAI's form; only calls of these are parsed.
     """
     reasoning = template.reasoning_state(prompt) if parse_reasoning else "none"
     functions = read_functions(tools) if parse_tool_calls else {}
@@ -295,10 +292,7 @@ def tool_grammar(
     With "auto" only strict functions need a grammar, and `parallel` being False. A grammar leaves the model its
     reasoning.
 
-    Args:
-        tools: functions that the request offers, in OpenAI's form.
-        tool_choice: "none", "auto", "required" or a function.
-        parallel: False for one call at most.
+    `tool_choice`: "none", "auto", "required" or a function. `parallel`: False for one call at most.
     """
     functions = read_functions(tools)
     chosen = _chosen(tool_choice, functions)

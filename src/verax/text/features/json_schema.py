@@ -61,10 +61,8 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 def schema_rule(schema: Mapping[str, Any], options: Mapping[str, Any], rules: dict[str, str]) -> str:
     """Body of a rule that is JSON of a schema.
 
-    Args:
-        schema: whole schema, to which its references refer.
-        options: llguidance's options for JSON.
-        rules: bodies of rules by name, to which those that the schema needs are added.
+    `options`: llguidance's options for JSON. `rules`: bodies of rules by name, to which those that the schema needs are
+    added.
     """
     root = _standard(schema)
     try:

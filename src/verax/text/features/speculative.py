@@ -380,10 +380,7 @@ class Policy:
         A step gives a token for each row, and `rate ** i` more for the i-th draft, which counts only if those before it
         hold. All zeros if a step without drafts gives more.
 
-        Args:
-            num_rows: sequences of the step, those without drafts included.
-            rates: share of drafts that held, of sequences that can have drafts.
-            limits: most drafts of each of them.
+        `rates`: share of drafts that held, of sequences that can have drafts.
         """
         gains = sorted(
             (-(rate**i), i, row)

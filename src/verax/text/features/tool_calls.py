@@ -221,10 +221,8 @@ class GrowingText:
     ) -> Generator[None, None, str | None]:
         """Hand text on as it arrives, up to the first tag, which is read. All tags begin with `<`.
 
-        Args:
-            tags: what the text ends with.
-            put: takes the text, without what `strip` removes before the tag. The mark is set there.
-            strip: as `str.rstrip`.
+        `tags`: what the text ends with. `put`: takes the text, without what `strip` removes before the tag. The mark is
+        set there.
 
         Returns:
             The tag; None if the text ended without one.

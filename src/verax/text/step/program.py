@@ -188,11 +188,8 @@ def step_program(
 ) -> StepProgram:
     """The program of one step, as `ModelRunner` compiles it.
 
-    Args:
-        model: the model without its weights.
-        shape: shape of the step, one of `sizes.shapes`.
-        mesh: devices of an axis `tensor` that weights (as the layers declare it) and cache (by heads) are divided over,
-            abstract ones for shapes alone.
+    `shape`: shape of the step, one of `sizes.shapes`. `mesh`: devices of an axis `tensor` that weights (as the layers
+    declare it) and cache (by heads) are divided over, abstract ones for shapes alone.
 
     Examples:
         >>> module = nnx.eval_shape(lambda: architecture(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
@@ -448,14 +445,7 @@ def check_supported(config: EngineConfig) -> None:
 def write_programs(
     programs: Iterable[tuple[str, jax.stages.Compiled]], folder: Path, model: AbstractModel, sizes: RunnerConfig
 ) -> list[Path]:
-    """Write programs into a folder, which is replaced if it is there; their files.
-
-    Args:
-        programs: programs by name.
-        folder: the folder.
-        model: model that they were compiled for.
-        sizes: sizes that they were compiled for.
-    """
+    """Write programs into a folder, which is replaced if it is there; their files."""
     with atomic_path(folder) as partial:
         partial.mkdir(parents=True)
         names = []

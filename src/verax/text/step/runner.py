@@ -138,12 +138,8 @@ class ModelRunner:
     ):
         """Put weights, cache and slots on the device.
 
-        Args:
-            config: sizes of cache, slots and steps.
-            adapters: adapters on the device; None without them.
-            mesh: devices that weights and cache are divided over; None for JAX's default device.
-            compiled: programs to load, of this model and these sizes; None to compile them.
-            group: hosts that share the model; None for one host.
+        `mesh`: devices that weights and cache are divided over; None for JAX's default device. `compiled`: programs to
+        load, of this model and these sizes; None to compile them.
         """
         self.config = config
         self.group = group

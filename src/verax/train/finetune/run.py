@@ -170,14 +170,8 @@ def train_lora(
 
     `output` also receives the training state, the log and the loss plot, see `loop.train`.
 
-    Args:
-        model: folder, hub id or GGUF file of the base; the built-in model if None. Its weights are not changed.
-        data: JSONL file of examples, see `data.read_examples`.
-        output: folder, created if missing.
-        settings: data, optimiser and devices.
-        validation_data: another such file, on which the loss is measured.
-        resume: continue from the state in `output`.
-        stop_at: last step of this run, if it is to end before the schedule does. No adapter is written then.
+    `model`: folder, hub id or GGUF file of the base; the built-in model if None. Its weights are not changed.
+    `stop_at`: last step of this run, if it is to end before the schedule does. No adapter is written then.
 
     Returns:
         `folder`, `steps`, `examples`, `cut`, `left_out`, `parameters` (trained numbers), `loss` of the last batch, and
