@@ -27,9 +27,7 @@ class Option:
 
     Attributes:
         doc: its meaning. The first sentence is the help text of its flag.
-        low: least value.
         above: True if `low` itself is out of range.
-        panel: panel of `--help` that lists its flag.
         flags: spellings of its flag, if they are not the name with dashes.
         shown: default as `--help` shows it; empty for none.
         envvar: environment variable that the command line reads in place of the flag.
@@ -38,8 +36,6 @@ class Option:
         off: value of that column in rows of greedy decoding; the default if None.
         recommended: True if a checkpoint's generation_config.json may give the default.
         kind: type of a value on the command line: int, float, bool, str or Path; None for other types.
-        optional: True if None is a value.
-        repeated: True for a list of texts.
     """
 
     doc: str

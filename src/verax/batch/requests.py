@@ -35,13 +35,7 @@ ID_PREFIX = "batch_req_"
 
 @dataclass(frozen=True)
 class RequestLine(Line):
-    """Request of a line.
-
-    Attributes:
-        number: of the line, from 1.
-        url: one of `URLS`.
-        body: JSON object, unchanged.
-    """
+    """Request of a line. `url`: one of `URLS`. `body`: JSON object, unchanged."""
 
     url: str
     body: bytes

@@ -53,14 +53,7 @@ L = TypeVar("L", bound=Line)
 
 @dataclass
 class LineCounts:
-    """Counts of the lines so far.
-
-    Attributes:
-        done: lines with a result of this run that is not an error.
-        bytes: bytes of all these lines.
-        prompt_tokens: tokens of the prompts that a server answered.
-        output_tokens: tokens of its answers.
-    """
+    """Counts of the lines so far. `done`: lines with a result of this run that is not an error."""
 
     done: int = 0
     failed: int = 0

@@ -36,10 +36,8 @@ _FILES = ("image", "last_image", "video")
 class VectorLine(ResultLine, msgspec.Struct, frozen=True):
     """Vector of a text, or the reason why there is none.
 
-    Attributes:
-        custom_id: name of the line; None for a line that could not be read.
-        embedding: list of numbers, as JSON; `null` if there is an error.
-        error: None if there is a vector.
+    `custom_id`: name of the line; None for a line that could not be read. `embedding`: list of numbers, as JSON; `null`
+    if there is an error.
     """
 
     custom_id: str | None
@@ -106,8 +104,6 @@ class ClipLine(ResultLine, msgspec.Struct, frozen=True):
         custom_id: name of the line; None for a line that could not be read.
         file: name of the clip's file, next to the file of results.
         settings: the request, with the defaults that it left open.
-        seconds: seconds of each stage.
-        error: None if there is a clip.
     """
 
     custom_id: str | None

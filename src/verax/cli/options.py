@@ -31,8 +31,6 @@ class Flags:
     Attributes:
         only: names of the options; all if None.
         shown: defaults as the help text shows them, where they differ from the table's.
-        prefix: what the flags' names begin with, before the options' names.
-        panel: panel of the help text, if not the options' own.
         underscores: True if flags are also spelled with underscores.
     """
 

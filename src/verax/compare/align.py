@@ -295,10 +295,8 @@ MAX_AXES = 6
 class Layout:
     """The arrangement of an array of shape `source` as one of shape `target`: transposed by `axes`, then reshaped.
 
-    Attributes:
-        axes: order of the axes of `source` before reshaping.
-        ambiguous: True if another transposition has the same shape, and the usual one was taken.
-        broadcast: True if the target repeats the source (NumPy broadcasting), which is not transposed then.
+    `ambiguous`: True if another transposition has the same shape, and the usual one was taken. `broadcast`: True if the
+    target repeats the source (NumPy broadcasting), which is not transposed then.
     """
 
     source: tuple[int, ...]

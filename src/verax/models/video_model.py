@@ -65,7 +65,6 @@ class LatentGeometry:
         frames_per_latent: frames of a latent frame; the first latent frame is one frame.
         pixels_per_latent: height and width of a latent in pixels.
         pixels_per_token: height and width of a transformer's token in pixels.
-        channels: channels of a latent.
         text_width: width of the text encoder's states.
     """
 
@@ -205,10 +204,8 @@ class ReferenceRules:
 class TeaCache(NamedTuple):
     """Measure of the distance between steps by which TeaCache skips some, see `video.schedule`.
 
-    Attributes:
-        polynomial: coefficients, the highest power first.
-        projected: True to compare the projection `e0`; False to compare the embedding `e`.
-        first: steps at the beginning that are always computed.
+    `polynomial`: coefficients, the highest power first. `projected`: True to compare the projection `e0`; False to
+    compare the embedding `e`.
     """
 
     polynomial: tuple[float, ...]

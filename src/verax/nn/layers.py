@@ -66,7 +66,6 @@ class Linear(nnx.Module):
     Args:
         size_in: inputs, D.
         size_out: outputs, F.
-        bias: True for a bias.
         divided: how devices share the layer.
         unit: outputs that one device must hold together, such as the outputs of a head; with `"in"`, inputs. Several
             numbers for several matrices in one, as in `ops.division.Division`.

@@ -22,7 +22,6 @@ class Device:
 
     Attributes:
         kind: JAX's name of the device, by which implementations are chosen.
-        platform: `"cpu"`, `"gpu"` or `"tpu"`.
         memory: bytes.
         bandwidth: bytes per second between memory and chip.
         flops: operations per second of dense products, by dtype of their operands.

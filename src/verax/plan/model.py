@@ -34,10 +34,8 @@ NAMES = (*SHAPES, *_ENCODERS, *WAN_CONFIGS, *_BUILTIN)
 class Described(NamedTuple):
     """A model by its configuration.
 
-    Attributes:
-        kind: `"text"`, `"embedding"` or `"video"`.
-        config: contents of config.json; of a video model, the folder, or a name out of `WAN_CONFIGS`.
-        opened: the checkpoint, if it is a GGUF file, whose weights have formats of their own.
+    `config`: contents of config.json; of a video model, the folder, or a name out of `WAN_CONFIGS`. `opened`: the
+    checkpoint, if it is a GGUF file, whose weights have formats of their own.
     """
 
     name: str

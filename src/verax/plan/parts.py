@@ -36,11 +36,7 @@ _PARTS = (
 class Part(NamedTuple):
     """Weights of one part of a model in one precision.
 
-    Attributes:
-        part: such as `"attention"`.
-        precision: name of the dtype, `"int8"` or `"int4"`, or the name of a block format.
-        nbytes: bytes of all.
-        per_device: bytes that one device holds.
+    `precision`: name of the dtype, `"int8"` or `"int4"`, or the name of a block format.
     """
 
     part: str

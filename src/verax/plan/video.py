@@ -48,11 +48,8 @@ GUIDED = 2
 class Clip(NamedTuple):
     """A clip of a video model on devices.
 
-    Attributes:
-        image: configuration of its image encoder; None if it has none.
-        latents: shape of its latents `[1, F, h, w, C]`.
-        mesh: abstract devices that divide it; None for one.
-        shard_weights: True if they divide the weights of the transformer's blocks too.
+    `latents`: shape of its latents `[1, F, h, w, C]`. `shard_weights`: True if they divide the weights of the
+    transformer's blocks too.
     """
 
     transformer: WanConfig

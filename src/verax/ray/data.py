@@ -45,11 +45,8 @@ class Generate:
     `num_prompt_tokens`, `num_output_tokens` and `error` are added. A row that cannot be answered has its reason in
     `error`, and no text. An engine that fails ends its actor; Ray starts another, which answers the rows again.
 
-    Args:
-        model: as in `AsyncLLM`, and so are `options`.
-        sampling_params: fields of `SamplingParams` for all rows. A column `sampling_params` (a dictionary, or its JSON
-            text) replaces some of them in a row.
-        options: further arguments of `AsyncLLM`.
+    `model`: as in `AsyncLLM`, and so are `options`. `sampling_params`: fields of `SamplingParams` for all rows. A
+    column `sampling_params` (a dictionary, or its JSON text) replaces some of them in a row.
     """
 
     def __init__(self, model: str | None = None, *, sampling_params: Mapping[str, Any] | None = None, **options: Any):
@@ -155,7 +152,6 @@ class Clips:
         folder: of the clips, on a file system that all nodes share.
         model: as in `VideoPipeline.from_pretrained`, and so are `options`.
         request: fields of `VideoRequest` for all rows. Columns of these names replace them in a row.
-        options: further arguments of `VideoPipeline.from_pretrained`.
     """
 
     def __init__(

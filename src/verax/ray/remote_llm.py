@@ -166,14 +166,7 @@ LOST = (ray.exceptions.RayError, EngineDeadError)
 
 
 class RemoteLLM:
-    """Text engines of replicas, as the one engine that a server has. It holds the tokenizer, and no weights.
-
-    Args:
-        handle: of a deployment of `Replica`.
-        model: the replicas' checkpoint; the built-in one if None.
-        revision: branch, tag or commit of a hub id.
-        max_queued_requests: most requests that wait for a replica.
-    """
+    """Text engines of replicas, as the one engine that a server has. It holds the tokenizer, and no weights."""
 
     def __init__(
         self,
@@ -367,11 +360,7 @@ class RemoteLLM:
 class Ingress:
     """HTTP server of replicas. Ray Serve's proxy has the socket.
 
-    Args:
-        model: the replicas' checkpoint; the built-in one if None.
-        revision: branch, tag or commit of a hub id.
-        max_queued_requests: most requests that wait for a replica.
-        settings: of the server; the defaults, less the page, if None.
+    `settings`: of the server; the defaults, less the page, if None.
     """
 
     async def __init__(

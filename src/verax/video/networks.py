@@ -209,11 +209,8 @@ _CONDITIONS: Any = Conditions._make([BY_ROW] + [REPLICATED] * (len(Conditions._f
 class Denoiser:
     """Programs over one transformer: context, embedding of time, and the loop over iterations.
 
-    Attributes:
-        mesh: devices of the programs; None for the default device.
-        context_program: function of weights, text states `[G, T, D]` and image states `[G, P, I]` or None.
-        time_program: function of weights, timesteps `[R, *F]` and fps or None.
-        program: `denoise`, of weights in place of the model.
+    `context_program`: function of weights, text states `[G, T, D]` and image states `[G, P, I]` or None.
+    `time_program`: function of weights, timesteps `[R, *F]` and fps or None.
     """
 
     def __init__(self, transformer: Component[Any], mesh: AnyMesh | None = None):

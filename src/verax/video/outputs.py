@@ -126,11 +126,7 @@ class StopRunError(Exception):
 class RunReporter:
     """Reporter that shows bars, adds up seconds and calls the user's callback.
 
-    Attributes:
-        callback: user's callback, or None.
-        fps: frames per second of the clip, for the callback.
-        show_progress: True for bars, if stderr is a terminal.
-        seconds: seconds of each stage so far, all segments together.
+    `seconds`: seconds of each stage so far, all segments together.
     """
 
     callback: Callback | None

@@ -46,10 +46,7 @@ Weights = tuple[Array, ...]
 class Component(Generic[M]):
     """A model: shapes from the start, weights from the first use to the last.
 
-    Attributes:
-        shapes: shapes of the weights, whole.
-        mesh: devices of the weights; None for the default device.
-        keep: True if weights stay on the device between uses.
+    `shapes`: shapes of the weights, whole.
     """
 
     def __init__(

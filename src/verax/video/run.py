@@ -299,11 +299,8 @@ class _Span(NamedTuple):
 class _Denoising:
     """Denoising of a segment, unless its latents are among the finished segments.
 
-    Attributes:
-        request, parts, segment: as of `Stage`.
-        latents: latent frames of the segment.
-        given: number of them at the beginning that are given, and are not denoised.
-        last: latent frames after them that are given: the last image.
+    `given`: number of them at the beginning that are given, and are not denoised. `last`: latent frames after them that
+    are given: the last image.
     """
 
     request: ResolvedRequest

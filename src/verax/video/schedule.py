@@ -57,7 +57,6 @@ class Tables(NamedTuple):
         timesteps: timestep of all frames, or of each frame.
         row: row of `solver` of all frames, or of each frame.
         update: frames that take a step; None if all do.
-        run_blocks: True for iterations in which the transformer's blocks run.
     """
 
     solver: unipc.UniPCTable
@@ -146,10 +145,7 @@ _NOT_STARTED = 999
 class ForcingSchedule(NamedTuple):
     """Steps of `F` latent frames in `R` iterations.
 
-    Attributes:
-        timesteps: timestep of each frame.
-        row: row of the solver's table, where `update` is set.
-        update: True for frames that take a step.
+    `row`: row of the solver's table, where `update` is set. `update`: True for frames that take a step.
     """
 
     timesteps: Int32[np.ndarray, "R F"]

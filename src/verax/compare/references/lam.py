@@ -165,11 +165,8 @@ def local_rule(
 class EnhancedHierarchicalDeltaNet(nn.Module):
     """The published layer under its published parameter names: 780,622 parameters at width 384 and 12 heads.
 
-    Args:
-        num_heads: H, which divides it.
-        variant: `"B"` or `"C"` (inference only).
-        chunk_size: tokens of a chunk where they divide the length; the variant's own if None.
-        allow_neg_eigval: beta up to 2.
+    `variant`: `"B"` or `"C"` (inference only). `chunk_size`: tokens of a chunk where they divide the length; the
+    variant's own if None.
     """
 
     g_proj: nn.Linear

@@ -55,7 +55,6 @@ class WanVaeConfig:
 
     Attributes:
         base_dim: channels of the encoder at full resolution; `decoder_base_dim` of the decoder, the same if None.
-        z_dim: channels of a latent.
         dim_mult: channels at each resolution, in multiples; between two, height and width halve.
         num_res_blocks: residual blocks at each resolution of the encoder. The decoder has one more.
         temperal_downsample: where also frames halve (diffusers' spelling).

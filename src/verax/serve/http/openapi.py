@@ -38,7 +38,6 @@ class ApiRoute(Route):
     """Route with what the description of the API says about it.
 
     Args:
-        path: begins with a slash.
         parts: Structs that the body's schema refers to by name, and that no field has as its type.
         files: fields of the body that are files if it comes as a form; none if it is always JSON.
         queued: True if a full queue refuses it with 429.

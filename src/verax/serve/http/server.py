@@ -120,16 +120,9 @@ class Server:
     """Engines, names and settings: everything that a handler of a request needs.
 
     Attributes:
-        llm: the text engine, or None.
         served_names: names of the text model in requests; answers have the first.
-        adapters: adapters of the text model by their names in requests.
-        encoder: the encoder, or None.
-        reranker: the reranker, or None.
-        videos: the video pipeline, or None.
-        settings: address, keys and limits.
         root: the text checkpoint, as `/v1/models` shows it; the first name if None.
         draining: True once the server is to end: new requests get 503.
-        tracer: tracer of the requests, or None.
     """
 
     llm: TextEngine | None = None

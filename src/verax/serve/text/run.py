@@ -43,15 +43,7 @@ B = TypeVar("B", bound=msgspec.Struct)
 
 @dataclass
 class Usage:
-    """Token counts and times of a request so far; of several prompts, their sums.
-
-    Attributes:
-        prompt_tokens: number of prompt tokens.
-        completion_tokens: number of generated tokens of all answers.
-        cached_tokens: number of prompt tokens that were in the prefix cache.
-        reasoning_tokens: number of generated tokens of the reasoning.
-        metrics: times of the request.
-    """
+    """Token counts and times of a request so far; of several prompts, their sums."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -116,11 +108,9 @@ class RunEvent:
 
     Attributes:
         index: number of the answer: sample k of prompt p is `p * n + k`.
-        delta: new text, reasoning and tool calls.
         finish_reason: `"stop"`, `"length"` or `"tool_calls"` in an answer's last event.
         logprobs: a new token each, if the request wants them.
         ranked: the engine's log-probabilities by token id at the place of each new token.
-        token_ids: the new tokens.
     """
 
     index: int
@@ -160,8 +150,6 @@ class Run:
     """Prompts of one request, which the engine has queued.
 
     Args:
-        request: the request, whose fields errors name.
-        record: of the HTTP request, for its log line.
         model: name of the model for the answer, which may be an adapter's.
         new_parser: makes the parser of one answer; None if all text is content.
         names: the client's names of fields in errors, as `renamed` takes them.
@@ -169,7 +157,6 @@ class Run:
 
     Attributes:
         id: id of the answer, without the API's prefix.
-        created: seconds since 1970.
         usages: token counts and times of each prompt so far; complete after the last event.
         outputs: the engine's latest output of each prompt: its tokens and their log-probabilities.
 
@@ -456,11 +443,8 @@ PartKind = Literal["reasoning", "text", "tool_call"]
 class Part:
     """Part of an answer.
 
-    Attributes:
-        kind: reasoning, text or a tool call.
-        text: text so far; arguments as JSON text of a tool call.
-        logprobs: tokens so far, if the request wants their log-probabilities.
-        ended: True once the part is complete.
+    `text`: text so far; arguments as JSON text of a tool call. `logprobs`: tokens so far, if the request wants their
+    log-probabilities.
     """
 
     kind: PartKind

@@ -167,11 +167,8 @@ class PrefixTree:
 class BlockPool:
     """Blocks by number. Block 0 is never handed out: it takes the writes of padding.
 
-    Args:
-        prefixes: prefixes of the texts that the blocks of all groups hold.
-        group: index of the group, in `Prefix.blocks`.
-        num_blocks: number of blocks, block 0 included.
-        window: sliding window of the group's layers, in tokens; None for full attention.
+    `prefixes`: prefixes of the texts that the blocks of all groups hold. `window`: sliding window of the group's
+    layers, in tokens; None for full attention.
     """
 
     def __init__(self, prefixes: PrefixTree, group: int, num_blocks: int, window: int | None):
@@ -241,10 +238,8 @@ class BlockManager:
     of tables that list it; only full blocks are cached, so a block that is still written to has one owner; a table
     lists every block that tokens to come attend to.
 
-    Args:
-        num_blocks: blocks of each cache group, block 0 included.
-        block_size: tokens in a block.
-        windows: sliding window of each group; None for full attention.
+    `num_blocks`: blocks of each cache group, block 0 included. `windows`: sliding window of each group; None for full
+    attention.
     """
 
     def __init__(

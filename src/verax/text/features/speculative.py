@@ -104,10 +104,7 @@ class NgramIndex:
 class NgramDrafter:
     """Drafter that copies from the sequence's own text, prompt and answer.
 
-    Args:
-        smallest: fewest tokens that must occur again.
-        largest: most tokens that are compared.
-        num_drafts: most drafts of a sequence.
+    `smallest`: fewest tokens that must occur again. `largest`: most tokens that are compared.
     """
 
     step_cost = 0.0

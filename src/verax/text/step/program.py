@@ -72,7 +72,6 @@ class StepProgram:
     """One step, or the sampling of one, ready to be compiled or lowered.
 
     Attributes:
-        name: such as `"decode_8x8"`.
         function: `(weights, slots, cache, packed) -> (slots, cache, output)`, or `sample_deferred`.
         arguments: its arguments as `jax.ShapeDtypeStruct`s.
         partitions: a `PartitionSpec` for each array of `arguments`.
