@@ -84,18 +84,11 @@ class Gemma3Config(Qwen3Config):
         return {"scale": self.query_pre_attn_scalar**-0.5, "soft_cap": self.attn_logit_softcapping}
 
 
-_DEFAULTS = {
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "rms_norm_eps": 1e-6,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "tie_word_embeddings": True,
-}
+_DEFAULTS = (
+    {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8}
+    | {"num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256}
+    | {"sliding_window": 4096, "tie_word_embeddings": True}
+)
 _GEMMA2 = {
     "vocab_size": 256_000,
     "max_position_embeddings": 8192,

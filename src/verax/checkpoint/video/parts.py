@@ -217,41 +217,19 @@ VAE: Mapping[str, Any] = {
 }
 """Settings of `Wan2.1_VAE.pth`."""
 
-UMT5_XXL: Mapping[str, Any] = {
-    "architectures": ["UMT5EncoderModel"],
-    "model_type": "umt5",
-    "vocab_size": 256384,
-    "d_model": 4096,
-    "d_kv": 64,
-    "d_ff": 10240,
-    "num_layers": 24,
-    "num_decoder_layers": 24,
-    "num_heads": 64,
-    "relative_attention_num_buckets": 32,
-    "relative_attention_max_distance": 128,
-    "layer_norm_epsilon": 1e-6,
-    "feed_forward_proj": "gated-gelu",
-    "is_encoder_decoder": True,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "decoder_start_token_id": 0,
-}
+UMT5_XXL: Mapping[str, Any] = (
+    {"architectures": ["UMT5EncoderModel"], "model_type": "umt5", "vocab_size": 256384, "d_model": 4096}
+    | {"d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_decoder_layers": 24, "num_heads": 64}
+    | {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "layer_norm_epsilon": 1e-6}
+    | {"feed_forward_proj": "gated-gelu", "is_encoder_decoder": True, "tie_word_embeddings": False}
+    | {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+)
 
-VIT_H14: Mapping[str, Any] = {
-    "architectures": ["CLIPVisionModelWithProjection"],
-    "model_type": "clip_vision_model",
-    "hidden_size": 1280,
-    "intermediate_size": 5120,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_channels": 3,
-    "image_size": 224,
-    "patch_size": 14,
-    "hidden_act": "gelu",
-    "layer_norm_eps": 1e-5,
-    "projection_dim": 1024,
-}
+VIT_H14: Mapping[str, Any] = (
+    {"architectures": ["CLIPVisionModelWithProjection"], "model_type": "clip_vision_model", "hidden_size": 1280}
+    | {"intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16, "num_channels": 3}
+    | {"image_size": 224, "patch_size": 14, "hidden_act": "gelu", "layer_norm_eps": 1e-5, "projection_dim": 1024}
+)
 
 # fmt: off
 VAE_2_2: Mapping[str, Any] = {

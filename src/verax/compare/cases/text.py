@@ -34,46 +34,23 @@ VECTORS = 4
 LAM_TOKENS = 192
 """Tokens of each row: three chunks of the published layer."""
 
-RANDOM_TEXT = {
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 512,
-}
-RANDOM_MOE = {
-    **RANDOM_TEXT,
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "moe_intermediate_size": 40,
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [1],
-}
-RANDOM_BERT = {
-    "model_type": "bert",
-    "architectures": ["BertModel"],
-    "vocab_size": 320,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "type_vocab_size": 2,
-    "hidden_act": "gelu",
-    "layer_norm_eps": 1e-12,
-}
+RANDOM_TEXT = (
+    {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 320, "hidden_size": 64}
+    | {"intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    | {"head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "tie_word_embeddings": True}
+    | {"max_position_embeddings": 512}
+)
+RANDOM_MOE = (
+    {**RANDOM_TEXT, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    | {"moe_intermediate_size": 40, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}
+    | {"decoder_sparse_step": 1, "mlp_only_layers": [1]}
+)
+RANDOM_BERT = (
+    {"model_type": "bert", "architectures": ["BertModel"], "vocab_size": 320, "hidden_size": 48}
+    | {"intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 128}
+    | {"type_vocab_size": 2, "hidden_act": "gelu", "layer_norm_eps": 1e-12}
+)
 RANDOM = {"tiny": RANDOM_TEXT, "moe": RANDOM_MOE}
 """Configurations of random language models, by size: dense, and one of experts."""
 VARIANTS = {"hierarchical": "B", "local": "C"}
