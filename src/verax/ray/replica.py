@@ -24,14 +24,6 @@ JOIN = 0.03
 
 
 @dataclass(frozen=True)
-class Description:
-    """Sizes of a replica's engine, which its callers check requests against."""
-
-    max_model_len: int
-    max_num_seqs: int
-
-
-@dataclass(frozen=True)
 class Part:
     """New part of a request's answers.
 
@@ -60,9 +52,9 @@ class Replica:
         self._stack = contextlib.AsyncExitStack()
         self._name = f"{os.uname().nodename}-{os.getpid()}"
 
-    def describe(self) -> Description:
-        """Sizes of the engine."""
-        return Description(self._server.engine.max_model_len, self._server.engine.max_num_seqs)
+    def sizes(self) -> tuple[int, int]:
+        """Longest sequence that the engine serves, in tokens, and most sequences in one of its steps."""
+        return self._server.engine.max_model_len, self._server.engine.max_num_seqs
 
     async def generate(self, inputs: RequestInput) -> AsyncGenerator[Part | VeraxError, None]:
         """Parts of an answer as it grows: the first at once, later ones joined; or the error that ends it.

@@ -19,7 +19,6 @@ from verax.errors import EngineDeadError, VeraxError
 from verax.ray.app import bind_replicas
 from verax.ray.cluster import start_ray
 from verax.ray.remote_llm import LOST, MOST_MOVES, PAUSE, RemoteLLM
-from verax.ray.replica import Description
 from verax.serve.http.server import Server
 
 
@@ -42,8 +41,8 @@ def running_replicas(
                 handle = serve.run(application, name=name, route_prefix=None)  # waits until they are ready
             except RuntimeError as error:
                 raise VeraxError(f"replicas: they did not start: {error}") from error
-            description = handle.describe.remote().result()
-            yield RunningReplicas(handle, description, bounds if isinstance(bounds, int) else bounds[1])
+            sizes = handle.sizes.remote().result()
+            yield RunningReplicas(handle, sizes, bounds if isinstance(bounds, int) else bounds[1])
         finally:
             serve.delete(name)
     finally:
@@ -57,14 +56,14 @@ class RunningReplicas:
     `max_num_seqs`: most sequences that can run at once, on as many replicas as there can be.
     """
 
-    def __init__(self, handle: DeploymentHandle, description: Description, most: int):
-        self.max_num_seqs = most * description.max_num_seqs
+    def __init__(self, handle: DeploymentHandle, sizes: tuple[int, int], most: int):
+        self.max_num_seqs = most * sizes[1]
         self._handle = handle
-        self._description = description
+        self._sizes = sizes
 
     def text_engine(self, model: str | None, **options: Any) -> RemoteLLM:
         """The replicas as the engine of an HTTP server; arguments as in `RemoteLLM`."""
-        return RemoteLLM(self._handle, self._description, model, **options)
+        return RemoteLLM(self._handle, self._sizes, model, **options)
 
     def running(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Context in which requests are answered: always."""

@@ -65,7 +65,7 @@ class LiveRequest:
         fresh = self._fresh
         for part in parts:
             before = fresh.get(part.index)
-            fresh[part.index] = part if before is None else _joined(before, part)
+            fresh[part.index] = part if before is None else before.joined(part)
         self.finished = finished
         self.wake()
 
@@ -160,19 +160,6 @@ class RequestStream(AsyncGenerator[RequestOutput, None]):
         if not self._live.closed:
             self._live.closed = True
             self._abort(self._live)
-
-
-def _joined(before: CompletionOutput, after: CompletionOutput) -> CompletionOutput:
-    """Two parts of a sample that follow each other, as one."""
-    return CompletionOutput(
-        after.index,
-        before.text + after.text,
-        before.token_ids + after.token_ids,
-        after.cumulative_logprob,
-        None if before.logprobs is None or after.logprobs is None else before.logprobs + after.logprobs,
-        after.finish_reason,
-        after.stop_reason,
-    )
 
 
 Observer = Callable[[int, StepStats | RequestOutput], None]
