@@ -407,16 +407,18 @@ def test_grammars_are_compiled_once_and_the_oldest_are_dropped(formed, monkeypat
     assert compiled == ["x1", "x2", "x3", "x2"]
 
 
-def test_a_matcher_begins_after_the_answer_so_far(formed):
+def test_a_matcher_continues_after_the_answer_so_far(formed):
     tokenizer = formed.tokenizer
     compiled = formed.engine.compile_grammar(SamplingParams(structured_outputs={"regex": "abcd"}))
     width = grammar.mask_width(formed.model_config.vocab_size)
     mask = np.zeros(width, np.int32)
-    compiled.matcher(tokenizer.encode("abc")).fill(mask[None])
+    matcher = compiled.matcher()
+    matcher.append(tokenizer.encode("abc"))
+    matcher.fill(mask[None])
     allowed = [i for i in range(32 * width) if mask[i // 32] >> (i % 32) & 1]
     assert [tokenizer.decode([i]) for i in allowed] == ["d"]
-    with pytest.raises(InvalidParameterError, match="structured_outputs: the answer so far does not match"):
-        compiled.matcher(tokenizer.encode("x"))
+    with pytest.raises(StructuredOutputError, match="structured_outputs: the answer cannot continue"):
+        compiled.matcher().append(tokenizer.encode("x"))
 
 
 def test_an_engine_without_structured_output_says_how_to_get_it(llm, formed, monkeypatch):
@@ -437,7 +439,7 @@ def test_the_tokenizer_of_a_gguf_file_works_too(tiny_folder, tmp_path):
     gguf_files.write(tiny_folder, tmp_path / "tiny.gguf")
     tokenizer = Tokenizer.from_checkpoint(Checkpoint.open(tmp_path / "tiny.gguf"))
     compiler = GrammarCompiler(tokenizer, vocab_size=320, eos_token_ids=tokenizer.eos_token_ids)
-    compiler.compile(StructuredOutputs(choice=["abc"])).matcher(tokenizer.encode("abc"))
+    compiler.compile(StructuredOutputs(choice=["abc"])).matcher().append(tokenizer.encode("abc"))
 
 
 def test_a_model_without_an_end_has_no_forms(formed):

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -48,27 +48,9 @@ SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 """End of every prompt of Qwen3-Reranker. The next token is the answer."""
 
 
-class Scorer(Protocol):
-    """Way to make tokens of a pair, and a score of the model's states."""
-
-    max_length: int
-    """Tokens that are read of a pair."""
-    takes_instruction: bool
-
-    def tokenize(self, query: str, documents: Sequence[str], instruction: str | None, max_length: int) -> list[Tokens]:
-        """Tokens of the query with each document, at most `max_length`."""
-        ...
-
-    def scores(
-        self, model: Any, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"]
-    ) -> Float[Array, "S"]:
-        """Score of each pair, float32."""
-        ...
-
-
 def scorer_of(
     opened: Checkpoint, tokenizer: Tokenizer, max_length: int | None, model_file: JsonObject
-) -> tuple[Scorer, type[Any], Any]:
+) -> tuple[CrossEncoder | YesOrNo, type[Any], Any]:
     """Scorer of a checkpoint, and its model's class and configuration.
 
     `max_length`: tokens that are read of a pair; the checkpoint's limit if None. `model_file`: content of

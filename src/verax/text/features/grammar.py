@@ -138,16 +138,10 @@ class Grammar:
     lock: threading.Lock
     after: str | None
 
-    def matcher(self, tokens: Iterable[int] = ()) -> GrammarMatcher:
-        """A matcher after `tokens`, with which the answer begins."""
+    def matcher(self) -> GrammarMatcher:
+        """A matcher at the beginning of an answer."""
         with self.lock:
-            copy = self.prototype.deep_copy()
-        matcher = GrammarMatcher(copy, self.vocabulary, self.after)
-        try:
-            matcher.append(tokens)
-        except StructuredOutputError as error:
-            raise InvalidParameterError(f"structured_outputs: the answer so far does not match: {error}") from error
-        return matcher
+            return GrammarMatcher(self.prototype.deep_copy(), self.vocabulary, self.after)
 
 
 class GrammarCompiler:
