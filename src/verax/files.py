@@ -73,8 +73,7 @@ def read_json(path: Path, kind: type = dict, *, optional: bool = False) -> Any:
 
     `kind`: type of the value, `dict` or `list`. `optional`: if True, a missing file is an empty value.
 
-    Returns:
-        A `JsonObject` or a list.
+    The result is a `JsonObject` or a list.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -176,10 +176,6 @@ def load_causal_lm(opened: Checkpoint, **options: Any) -> CausalLM:
     """Load the language model that a checkpoint's config.json describes.
 
     `options`: `dtype`, and other keywords of `load_model`.
-
-    Raises:
-        CheckpointError, InvalidParameterError: as in `load_model`.
-        UnsupportedModelError: if verax has no such architecture, or it has no linear layer to quantise.
     """
     return load_model(opened, *causal_lm(opened.config), **options)
 
@@ -264,8 +260,7 @@ def _sources(
 ) -> tuple[dict[str, str], dict[str, StackedKeys]]:
     """The checkpoint's keys by the model's own, where the two differ.
 
-    Returns:
-        Keys of weights, and keys of the matrices of those stacks that the checkpoint has so.
+    Result: keys of weights, and keys of the matrices of those stacks that the checkpoint has so.
     """
     present, aliases, stacks = set(opened.names()), dict[str, str](), dict[str, StackedKeys]()
 

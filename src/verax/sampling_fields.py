@@ -35,11 +35,7 @@ _int_column = partial(option, column="int32", panel=_SAMPLING)
 @documented
 @dataclass(frozen=True, slots=True)
 class SamplingFields:
-    """Sampling parameters that do not need a library; `SamplingParams` adds the form of the answer.
-
-    Raises:
-        InvalidParameterError: for a value out of range; the message begins with the field's name.
-    """
+    """Sampling parameters that do not need a library; `SamplingParams` adds the form of the answer."""
 
     n: int = option(
         1, "Continuations of each prompt, each with a seed of its own.", low=1, high=128, flags=("-n", "--n")

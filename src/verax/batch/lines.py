@@ -84,10 +84,6 @@ class ParquetLines(contextlib.AbstractContextManager["ParquetLines"]):
 
     `columns`: columns that are read, where the file has them; all of them if None. `json`: columns whose texts are
     JSON, and become part of the line unchanged.
-
-    Raises:
-        InvalidParameterError: for a file that is not Parquet.
-        MissingDependencyError: if pyarrow is not installed.
     """
 
     def __init__(self, path: Path, columns: Sequence[str] | None = None, *, json: Sequence[str] = ()):

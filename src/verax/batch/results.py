@@ -226,12 +226,7 @@ class LineRun(Generic[R]):
         self._report = report
 
     def run(self) -> LineCounts:
-        """Write the result of every line that has none yet. Lines of a call that is interrupted have none.
-
-        Raises:
-            InvalidParameterError: for a file that cannot be read.
-            OSError: if the file cannot be read, or the results not be written.
-        """
+        """Write the result of every line that has none yet. Lines of a call that is interrupted have none."""
         begin = time.perf_counter()
         try:
             for lines in self._chunks():

@@ -39,9 +39,6 @@ async def read_lines(file: BinaryIO | ParquetLines) -> AsyncGenerator[bytes, Non
 
     The thread is a daemon of its own: a pipe that nobody writes to holds up neither the event loop nor the end of the
     process.
-
-    Raises:
-        OSError: if reading fails.
     """
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[bytes | Exception] = asyncio.Queue()

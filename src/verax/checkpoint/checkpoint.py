@@ -181,8 +181,7 @@ class Checkpoint:
 def open_stem(folder: Path, stem: str) -> dict[str, SafetensorsFile]:
     """File of each weight, by key: `stem.safetensors`, else the files of its index, else all numbered ones.
 
-    Returns:
-        Nothing if the folder has none of these.
+    Nothing if the folder has none of these.
     """
     single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
     if single.is_file():

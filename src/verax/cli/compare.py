@@ -113,10 +113,6 @@ def run_cases(
 
     `confirm`: called with the alignment if shapes and order alone may match layers; without it none are matched so.
     `run`: the other options of `RunOptions`: arguments of `compare_case`.
-
-    Raises:
-        typer.BadParameter: where nothing can be compared.
-        typer.Exit: if the two sides are not equal.
     """
     from verax._compat import enable_compilation_cache
     from verax.compare import Case, Comparison, compare_case, show, write
@@ -156,12 +152,7 @@ def run_cases(
 
 
 def _check_output(output: Path | None) -> None:
-    """Check before the work that a report can be written.
-
-    Raises:
-        typer.BadParameter: for a file in place of a folder.
-        MissingDependencyError: if matplotlib is not installed.
-    """
+    """Check before the work that a report can be written."""
     if output is None:
         return
     if output.exists() and not output.is_dir():
@@ -269,11 +260,7 @@ def _case(file: Path, inputs: Inputs, dtype: str) -> Case:
 
 
 def _confirm(alignment: Alignment, *, yes: bool) -> None:
-    """Show the pairs that only shape and order match, and wait for a confirmation.
-
-    Raises:
-        typer.BadParameter: if the answer is no, or nobody is at a terminal.
-    """
+    """Show the pairs that only shape and order match, and wait for a confirmation."""
     if not alignment.guessed:
         return
     typer.echo("matched by shape and order only, ours = the reference's:", err=True)

@@ -22,9 +22,6 @@ def read_lines(file: Path | None = None, what: str = "prompt", *, keep_blank: bo
     """Lines of a file, or of standard input: all lines if `keep_blank`, otherwise the lines that are not blank.
 
     `what` is a word for one line, in errors.
-
-    Raises:
-        typer.BadParameter: naming the source, if it does not exist, is not UTF-8 text, or has blank lines only.
     """
     source = "standard input" if file is None else str(file)
     if file is not None and not file.is_file():
@@ -42,11 +39,7 @@ def read_lines(file: Path | None = None, what: str = "prompt", *, keep_blank: bo
 
 
 def checked(texts: list[str], what: str = "prompt", *, allow_empty: bool = False) -> list[str]:
-    """Texts, after a check that a tokenizer can read them: bytes of other encodings are lone surrogates in Python.
-
-    Raises:
-        typer.BadParameter: naming the text that is not UTF-8, or empty.
-    """
+    """Texts, after a check that a tokenizer can read them: bytes of other encodings are lone surrogates in Python."""
     for number, text in enumerate(texts, start=1):
         if not text and not allow_empty:
             raise typer.BadParameter(f"{what} {number}: it is empty")
@@ -63,11 +56,7 @@ AGAIN = ": the same command continues with the rest"
 
 
 def check_input(path: Path, output: Path, option: str) -> None:
-    """Check that there is a file of work, and that results go elsewhere.
-
-    Raises:
-        typer.BadParameter: if not.
-    """
+    """Check that there is a file of work, and that results go elsewhere."""
     if not path.is_file():
         raise typer.BadParameter(f"{option}: {path}: no such file")
     if output.exists() and output.samefile(path):
@@ -75,11 +64,7 @@ def check_input(path: Path, output: Path, option: str) -> None:
 
 
 def check_output(path: Path) -> None:
-    """Check that a file of results can be written.
-
-    Raises:
-        typer.BadParameter: if not.
-    """
+    """Check that a file of results can be written."""
     if not path.parent.is_dir() or path.is_dir():
         problem = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise typer.BadParameter(f"--output: {path}: {problem}")
@@ -89,10 +74,6 @@ def open_results(path: Path, kind: type[R], *, retry_errors: bool) -> ResultFile
     """File of results, or of the lines that become a Parquet file.
 
     `retry_errors`: as in `ResultFile.open`.
-
-    Raises:
-        typer.BadParameter: if it cannot be written.
-        MissingDependencyError: for Parquet, if pyarrow is not installed.
     """
     if path.suffix == PARQUET:
         require_optional("pyarrow")

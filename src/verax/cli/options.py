@@ -218,11 +218,7 @@ def lora_request(lora: str | None) -> LoRARequest | None:
 
 
 def with_chat_template(llm: Any, file: Path | None) -> None:
-    """Render the conversations of an engine, whose tokenizer is replaced, with the template of a file if one is given.
-
-    Raises:
-        typer.BadParameter: if the file is not UTF-8 text.
-    """
+    """Render the conversations of an engine, whose tokenizer is replaced, with a file's template, if one is given."""
     if file is None or llm.tokenizer is None:
         return
     try:

@@ -167,12 +167,7 @@ def _announce(server: Server, url: str) -> None:
 
 
 class Models:
-    """Models of a command, from the values of `ModelsFlags`: checked at once, loaded later.
-
-    Raises:
-        typer.BadParameter: for options that contradict each other.
-        MissingDependencyError: if a package of the server is not installed.
-    """
+    """Models of a command, from the values of `ModelsFlags`: checked at once, loaded later."""
 
     def __init__(
         self,
@@ -217,12 +212,7 @@ class Models:
         return functools.partial(_load, self._model, self._others, self.adapters, settings, **self.text, **more)
 
     def replicas(self, settings: ServerSettings, **queue: Any) -> AbstractContextManager[RunningReplicas]:
-        """Replicas of the server on Ray while a command runs.
-
-        Raises:
-            typer.BadParameter: for a wrong number of replicas.
-            MissingDependencyError: if Ray is not installed.
-        """
+        """Replicas of the server on Ray while a command runs."""
         given = self._ray["replicas"]
         least, colon, most = given.partition(":")
         if not colon:

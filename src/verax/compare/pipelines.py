@@ -88,13 +88,7 @@ def compare_pipelines(
             instead of noise by `clip.seed` and a gradient.
         repeat: make each clip a second time, to say whether a side is deterministic.
 
-    Returns:
-        The report; its `failures` are empty if they count as equal.
-
-    Raises:
-        CheckpointError, InvalidParameterError: if the model cannot be read, or cannot make such a clip; or if a side's
-            clip has NaN or infinities.
-        MissingDependencyError: without torch, diffusers, transformers or scikit-image.
+    Result: the report; its `failures` are empty if they count as equal.
     """
     clip = Clip() if clip is None else clip
     opened = VideoFolder(model)

@@ -229,11 +229,7 @@ def has_recurrent_layers(config: CausalLMConfig) -> TypeGuard[RecurrentConfig]:
 
 
 def sliding_windows(config: CausalLMConfig) -> tuple[int | None, ...]:
-    """Sliding window of each layer, in tokens; None for a layer that attends to everything.
-
-    Raises:
-        InvalidParameterError: if the configuration has not one for each layer.
-    """
+    """Sliding window of each layer, in tokens; None for a layer that attends to everything."""
     if not isinstance(config, SlidingWindowConfig):
         return (None,) * config.num_hidden_layers
     if len(config.sliding_windows) != config.num_hidden_layers:

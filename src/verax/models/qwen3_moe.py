@@ -85,11 +85,7 @@ class Qwen3MoeConfig(Qwen3Config):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Qwen3MoeConfig:
-        """Read a config.json of `model_type` qwen3_moe.
-
-        Raises:
-            UnsupportedModelError, CheckpointError: as `Qwen3Config` and `ExpertsConfig`.
-        """
+        """Read a config.json of `model_type` qwen3_moe."""
         dense = Qwen3Config.from_hf(config)
         return cls(**vars(dense), experts=ExpertsConfig.from_hf(config, dense.num_hidden_layers))
 

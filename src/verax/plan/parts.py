@@ -87,9 +87,8 @@ def _part_of(model: Any, key: str) -> str:
 def multiplied(model: Any) -> tuple[int, int, float, int]:
     """Count the weights of a language model, a module of shapes, that a step multiplies.
 
-    Returns:
-        weights of the matrices that each token is multiplied by; of all experts; of the experts that one token passes;
-        and of the output head, which sampled tokens alone are multiplied by.
+    Result: weights of the matrices that each token is multiplied by; of all experts; of the experts that one token
+    passes; and of the output head, which sampled tokens alone are multiplied by.
     """
     every = experts = head = 0
     for path, leaf in nnx.to_flat_state(nnx.state(model)):

@@ -285,12 +285,7 @@ class RemoteLLM:
                 self._running -= 1
 
     async def _parts(self, inputs: RequestInput, answer: AnswerSoFar) -> AsyncGenerator[RequestOutput, None]:
-        """Parts of a request from one replica, after the answer so far.
-
-        Raises:
-            RayError: if the replica is lost.
-            VeraxError: if the request fails.
-        """
+        """Parts of a request from one replica, after the answer so far."""
         response: Any = self._handle.generate.remote(replace(inputs, output_token_ids=answer.token_ids))
         try:
             async for part in response:

@@ -144,8 +144,7 @@ def run(server: Server, listener: socket.socket, on_start: Callable[[str], None]
         listener: what `bind` gave; closed at the end.
         on_start: function that is called with the base URL once connections are accepted.
 
-    Returns:
-        Exit status: 0, or 1 if the engine has failed.
+    Exit status: 0, or 1 if the engine has failed.
     """
     process = _Process(server, on_start and (lambda: on_start(_url(server.settings, listener))))
     # The models' objects live as long as the process. A collection that walks them takes longer than an engine step.

@@ -244,9 +244,6 @@ class Group:
         """Wait for the processes of all hosts, and connect to rank 0, or rank 0 to the others.
 
         `options`: further facts that must be equal on all ranks.
-
-        Raises:
-            HostsError: if a process is missing, JAX runs already, or a version or an option differs.
         """
         require_optional("zmq")
         self = cls(config.node_rank, config.nnodes)
@@ -265,11 +262,7 @@ class Group:
         return self.rank == 0
 
     def exchange(self, value: Any) -> list[Any]:
-        """The value of each rank, on every rank. All ranks call it in the same order, and wait for the last.
-
-        Raises:
-            HostsError: if a rank has ended.
-        """
+        """The value of each rank, on every rank. All ranks call it in the same order, and wait for the last."""
         if self.leads:
             values = [value, *(msgspec.msgpack.decode(self._receive(link)) for link in self._links)]
             self._send(msgspec.msgpack.encode(values))

@@ -292,9 +292,6 @@ class RunStates:
     A context manager.
 
     `settings`: settings of the run, as JSON; a run can only be resumed with equal ones.
-
-    Raises:
-        MissingDependencyError: without Orbax.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]):

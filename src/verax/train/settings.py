@@ -20,11 +20,7 @@ _OPTIMISER, _RUN = "Optimiser", "Run"
 @documented
 @dataclass(frozen=True)
 class FinetuneSettings:
-    """Data, optimiser and devices of a run.
-
-    Raises:
-        InvalidParameterError: for a value of another type or out of range, with the option's name.
-    """
+    """Data, optimiser and devices of a run."""
 
     learning_rate: float = option(
         2e-4, "Peak of the learning rate, which falls by a cosine to a twentieth.", low=0, above=True, panel=_OPTIMISER
@@ -79,11 +75,7 @@ class FinetuneSettings:
 @documented
 @dataclass(frozen=True)
 class LoraSettings:
-    """Size and place of an adapter, by PEFT's names.
-
-    Raises:
-        InvalidParameterError: for a value of another type or out of range, with the option's name.
-    """
+    """Size and place of an adapter, by PEFT's names."""
 
     rank: int = option(16, "Rank of the adapter's matrices.", low=1)
     alpha: float = option(32.0, "Their product is multiplied by alpha / rank.", low=0, above=True)

@@ -119,11 +119,7 @@ class Stages:
         return ProgramCall(self.text_program, self.text_encoder, arguments)
 
     def image_call(self) -> ProgramCall:
-        """Call of the image encoder on one image.
-
-        Raises:
-            AssertionError: if the checkpoint has no image encoder.
-        """
+        """Call of the image encoder on one image."""
         assert self.image_encoder is not None
         assert self.image_program is not None
         size = self.image_encoder.config.image_size

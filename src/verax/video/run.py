@@ -170,8 +170,7 @@ def run_request(
     `request`: checked request, whose guidance is decided. `origin`: model and precision, on which finished segments
     depend too.
 
-    Returns:
-        The clip, or the part of it that is there when the callback stops the run.
+    Result: the clip, or the part of it that is there when the callback stops the run.
     """
     # 1. The segments that an earlier run finished.
     state = RunState(FinishedSegments(request, request.segments(parts.model.geometry), origin))

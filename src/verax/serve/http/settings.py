@@ -19,11 +19,7 @@ _LIMITS = "Limits"
 @documented
 @dataclass(frozen=True)
 class ServerSettings:
-    """Settings of the server, checked at construction.
-
-    Raises:
-        InvalidParameterError: for a value out of range, with its name.
-    """
+    """Settings of the server, checked at construction."""
 
     host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0 for all.")
     port: int = option(8000, "Port to listen at; 0 for a free one.", low=0, high=65535)

@@ -159,9 +159,6 @@ class Run:
         id: id of the answer, without the API's prefix.
         usages: token counts and times of each prompt so far; complete after the last event.
         outputs: the engine's latest output of each prompt: its tokens and their log-probabilities.
-
-    Raises:
-        VeraxError: if the engine refuses a prompt, or the queue is full.
     """
 
     def __init__(

@@ -57,11 +57,7 @@ class StorageFullError(QueueFullError):
 
 
 class ClipStore:
-    """Clips on disk, at most `max_bytes` of them together.
-
-    Raises:
-        MissingDependencyError: if PyAV or Pillow is not installed.
-    """
+    """Clips on disk, at most `max_bytes` of them together."""
 
     def __init__(self, max_bytes: int):
         require_optional("av")

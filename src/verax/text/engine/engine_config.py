@@ -31,11 +31,7 @@ _HOSTS = "Several hosts"
 @documented
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Options of speculative decoding, by vLLM's names.
-
-    Raises:
-        InvalidParameterError: for an unknown method or a number out of range, with the field's name.
-    """
+    """Options of speculative decoding, by vLLM's names."""
 
     num_speculative_tokens: int = option(None, "Most drafts of a sequence in a step.", low=1, high=MOST_DRAFTS)
     method: str | None = option(
@@ -82,11 +78,7 @@ class SpeculativeConfig:
 
     @classmethod
     def from_value(cls, value: SpeculativeConfig | Mapping[str, Any] | str) -> SpeculativeConfig:
-        """The record itself, a dictionary of its fields, or JSON text of one.
-
-        Raises:
-            InvalidParameterError: for anything else, or a field that is unknown, missing or wrong.
-        """
+        """The record itself, a dictionary of its fields, or JSON text of one."""
         if isinstance(value, cls):
             return value
         try:

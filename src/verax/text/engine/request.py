@@ -64,11 +64,7 @@ def token_ids(name: str, tokens: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class RequestInput:
-    """A request in the words of its caller: plain data, which threads and machines pass on as one value.
-
-    Raises:
-        InvalidParameterError: for a prompt or parameters of another type, or answers that are not one for each sample.
-    """
+    """A request in the words of its caller: plain data, which threads and machines pass on as one value."""
 
     prompt: Prompt | abc.Sequence[Message]
     """Text, token ids, or the messages of a conversation; a dictionary of text or ids becomes what it holds."""

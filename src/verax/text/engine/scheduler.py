@@ -149,8 +149,7 @@ class Scheduler:
 
         `num_drafts`: most drafts of each sequence.
 
-        Returns:
-            The sequences with blocks for all of theirs.
+        Result: the sequences with blocks for all of theirs.
         """
         reserved = []
         for i, chunk in enumerate(plan.chunks):

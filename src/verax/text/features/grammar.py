@@ -87,9 +87,6 @@ class GrammarMatcher:
 
         `masks`: a mask for the token after the answer so far, then one for the token after each draft. `drafts`:
         guesses of the next tokens, which the grammar allows. The matcher stays where it is.
-
-        Raises:
-            StructuredOutputError: if that takes more work than a step may.
         """
         text, after, consumed = self._text, self._after, 0
         for mask, draft in zip(masks, (*drafts, None), strict=True):

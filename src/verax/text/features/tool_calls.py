@@ -224,8 +224,7 @@ class GrowingText:
         `tags`: what the text ends with. `put`: takes the text, without what `strip` removes before the tag. The mark is
         set there.
 
-        Returns:
-            The tag; None if the text ended without one.
+        Result: the tag; None if the text ended without one.
         """
         while True:
             at, tag = _find_tag(self.text, self.at, tags, final=self.final)

@@ -63,8 +63,7 @@ def sample(
     `rows`: (slot, start, count, `SAMPLED` or not) of each row. `mask`: a bit for each token that a grammar allows; all
     ones in rows without one.
 
-    Returns:
-        The slots' tokens with the new ones, the new ones, and their log-probabilities under the model itself.
+    Result: the slots' tokens with the new ones, the new ones, and their log-probabilities under the model itself.
     """
     wanted, padding_slot = rows[:, 3] == SAMPLED, slots.tokens.shape[0] - 1
     # Rows that are not sampled take the parameters of greedy decoding, which skip every other part.
@@ -119,10 +118,9 @@ class StepShape(NamedTuple):
     def split(self, packed: Any, num_tables: int) -> tuple[Any, Any, Any]:
         """Parts of a packed input, views of it on the host.
 
-        Returns:
-            Rows of (slot, start, count, sample), `[B, 4]`; (slot, index, block) of each new block by cache group,
-            `[G, n, 3]`; and for each token of a step that verifies a draft, or -1 for a token that its slot has, `[T]`:
-            None for other steps.
+        Result: rows of (slot, start, count, sample), `[B, 4]`; (slot, index, block) of each new block by cache
+        group, `[G, n, 3]`; and for each token of a step that verifies a draft, or -1 for a token that its slot
+        has, `[T]`: None for other steps.
         """
         rows, rest, drafts = packed[: 4 * self.rows].reshape(self.rows, 4), packed[4 * self.rows :], None
         if self.verify:

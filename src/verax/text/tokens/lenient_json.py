@@ -60,8 +60,7 @@ class JsonScanner:
     def read(self, text: str, at: int, *, final: bool = False) -> int | None:
         """Read a token, or a part of a string.
 
-        Returns:
-            Position after it; `at` if more text is needed; None if no JSON value continues so.
+        Result: position after it; `at` if more text is needed; None if no JSON value continues so.
         """
         if at == len(text):
             return at

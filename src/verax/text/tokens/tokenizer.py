@@ -204,10 +204,6 @@ class Tokenizer:
         """The prompt for a conversation of `{"role": ..., "content": ...}` messages, to be encoded without specials.
 
         With `continue_final_message` the prompt ends inside of the last message, and nothing announces an answer.
-
-        Raises:
-            TemplateError: if the checkpoint has no template, or it refuses the messages.
-            InvalidParameterError: if `messages` is not a conversation.
         """
         if not self._chat_templates:
             raise TemplateError(
