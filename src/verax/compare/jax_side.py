@@ -53,7 +53,8 @@ def trace_jax(
                 continue
             kept = leaf if axes is None else jnp.transpose(leaf, axes)
             if isinstance(leaf, Tracer):
-                jax.debug.callback(partial(_add, trace, path), kept)
+                report: Any = partial(_add, trace, path)
+                jax.debug.callback(report, kept)
                 continue
             entry = _add(trace, path, kept)
             other = None if replace is None else replace(entry, kept.shape)
