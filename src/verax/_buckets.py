@@ -6,8 +6,6 @@ import bisect
 import functools
 from collections.abc import Sequence
 
-__all__ = ["at_least", "cheapest_part", "eighths", "powers"]
-
 
 def powers(first: int, last: int, factor: int) -> list[int]:
     """Sizes `first`, `first * factor`, ... below `last`, and `last` itself."""

@@ -16,19 +16,6 @@ from verax.files import cache_folder
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-__all__ = [
-    "JAXLIB",
-    "compilation_cache",
-    "compiler_options",
-    "coordination_store",
-    "empty_compilation_cache",
-    "enable_compilation_cache",
-    "join_processes",
-    "leave_processes",
-    "make_mesh",
-    "no_compilation_cache",
-]
-
 
 def _version(text: str) -> tuple[int, int, int]:
     """`"0.10.2.dev3"` as `(0, 10, 2)`."""
@@ -79,10 +66,7 @@ def make_mesh(shape: Sequence[int], names: Sequence[str], devices: Sequence[Any]
 def join_processes(coordinator: str, count: int, rank: int) -> None:
     """Wait until all processes have joined JAX's coordination service, which rank 0 runs at this address alone.
 
-    Args:
-        coordinator: `HOST:PORT`.
-        count: number of processes.
-        rank: number of this one.
+    `coordinator`: `HOST:PORT`.
 
     Raises:
         RuntimeError: if JAX has begun to use devices, or the address cannot be had.

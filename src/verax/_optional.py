@@ -7,8 +7,6 @@ from typing import Any
 
 from verax.errors import MissingDependencyError
 
-__all__ = ["Deferred", "load_pyplot", "require_optional"]
-
 _PACKAGES = {
     "accelerate": ("accelerate", "parity"),
     "av": ("PyAV", "video"),
@@ -47,12 +45,8 @@ _PACKAGES = {
 def require_optional(module: str, extra: str | None = None) -> Any:
     """Import a module of a package that an extra installs.
 
-    Args:
-        module: full name of the module, such as `"PIL.Image"`.
-        extra: extra that the error names; the usual one of the package if None.
-
-    Raises:
-        MissingDependencyError: if the package is not installed.
+    `module`: full name of the module, such as `"PIL.Image"`. `extra`: extra that the error names; the usual one of the
+    package if None.
     """
     try:
         return importlib.import_module(module)
@@ -62,14 +56,7 @@ def require_optional(module: str, extra: str | None = None) -> Any:
 
 
 def load_pyplot(extra: str = "train") -> Any:
-    """Import `matplotlib.pyplot`, set to draw into files only.
-
-    Args:
-        extra: extra that the error names.
-
-    Raises:
-        MissingDependencyError: without matplotlib.
-    """
+    """Import `matplotlib.pyplot`, set to draw into files only."""
     require_optional("matplotlib", extra).use("Agg")
     return importlib.import_module("matplotlib.pyplot")
 

@@ -15,21 +15,6 @@ import msgspec
 
 from verax.errors import CheckpointError, UnsupportedModelError
 
-__all__ = [
-    "Count",
-    "Depth",
-    "Epsilon",
-    "Finite",
-    "Positive",
-    "Size",
-    "check_multiple",
-    "file_of",
-    "read_fields",
-    "read_layer_types",
-    "read_value",
-    "require_fields",
-]
-
 MAX_SIZE = 1 << 24
 """Largest size of one axis: 16 times the largest published vocabulary, and above the longest published context."""
 
@@ -67,18 +52,12 @@ def read_value(config: Mapping[str, Any], key: str, kind: Any, default: Any = _M
     """Read one value of a configuration file.
 
     Args:
-        config: object of the file.
-        key: key of the value.
         kind: type that the value must have: a type of this module, or anything that `msgspec.convert` takes.
         default: used where the file has no such key, or null.
         where: name of the file for messages; the file's own path, or `config.json`, if None.
 
     Returns:
         The value, with lists as tuples where `kind` is a tuple, and whole numbers as floats where it is a float.
-
-    Raises:
-        CheckpointError: for a value of another type or out of range, with file, key, value and what was expected.
-        UnsupportedModelError: for a missing value without default.
     """
     value = config.get(key)
     if value is None and default is not _MISSING:
@@ -106,17 +85,11 @@ def read_fields(
 
     Args:
         config: object of the file, with the fields' names as keys.
-        cls: the dataclass.
-        names: names of the fields to read; all of them if None.
         keys: keys of fields that have another name in the file.
         where: name of the file for messages; the file's own path, or `config.json`, if None.
 
     Returns:
         The values by field. Fields that the file leaves out, or gives as null, are left out if they have a default.
-
-    Raises:
-        CheckpointError: as in `read_value`.
-        UnsupportedModelError: with all values without default that are missing.
     """
     kinds, optional = _annotations(cls)
     names = tuple(kinds if names is None else names)
@@ -132,18 +105,7 @@ def read_fields(
 def read_layer_types(
     config: Mapping[str, Any], count: int, default: Sequence[str], known: Collection[str]
 ) -> tuple[str, ...]:
-    """Read `layer_types` of a configuration file, the kind of each layer.
-
-    Args:
-        config: object of the file.
-        count: number of layers.
-        default: kinds of the layers of a file that lists none.
-        known: kinds that the model computes.
-
-    Raises:
-        CheckpointError: for a list of another length.
-        UnsupportedModelError: for other kinds, with their names.
-    """
+    """Read `layer_types` of a configuration file, the kind of each layer."""
     kinds = read_value(config, "layer_types", tuple[str, ...], ()) or tuple(default)
     if len(kinds) != count:
         raise CheckpointError(f"{file_of(config)}: layer_types has {len(kinds)} entries for {count} layers")
@@ -159,22 +121,14 @@ def file_of(config: Mapping[str, Any]) -> str:
 
 
 def require_fields(config: Mapping[str, Any], names: Iterable[str], what: str) -> None:
-    """Check that a configuration file has some keys.
-
-    Raises:
-        UnsupportedModelError: with the file, `what` it describes, and all keys that it lacks.
-    """
+    """Check that a configuration file has some keys."""
     if missing := [name for name in names if name not in config]:
         where = file_of(config)
         raise UnsupportedModelError(f"{where} of a {what} lacks {', '.join(missing)}")
 
 
 def check_multiple(config: Mapping[str, Any], **sizes: int) -> None:
-    """Check that the first of two named sizes is a multiple of the second.
-
-    Raises:
-        UnsupportedModelError: with the file, and both names and values.
-    """
+    """Check that the first of two named sizes is a multiple of the second."""
     (whole, size), (part, divisor) = sizes.items()
     if size % divisor:
         where = file_of(config)

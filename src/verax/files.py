@@ -13,8 +13,6 @@ from typing import Any
 
 from verax.errors import CheckpointError
 
-__all__ = ["JsonObject", "atomic_path", "cache_folder", "model_name", "read_json", "write_json", "write_text"]
-
 _PART = re.compile(r"-\d{5}-of-\d{5}$")
 """End of the name of a file that is one of several."""
 
@@ -73,16 +71,9 @@ class JsonObject(dict[str, Any]):
 def read_json(path: Path, kind: type = dict, *, optional: bool = False) -> Any:
     """Read a JSON object, or a list with `kind=list`.
 
-    Args:
-        path: path of the file.
-        kind: type of the value, `dict` or `list`.
-        optional: if True, a missing file is an empty value.
+    `kind`: type of the value, `dict` or `list`. `optional`: if True, a missing file is an empty value.
 
-    Returns:
-        A `JsonObject` or a list.
-
-    Raises:
-        CheckpointError: naming the file, if it is missing, unreadable, or holds no such value.
+    The result is a `JsonObject` or a list.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -36,16 +36,6 @@ from verax.nn import Linear
 from verax.nn.parallel import check_divisions, divisions
 from verax.ops import BLOCK_KINDS, BlockQuantizedWeight, quantize
 
-__all__ = [
-    "DEQUANTIZE",
-    "QUANTIZATIONS",
-    "divide_model",
-    "load_causal_lm",
-    "load_model",
-    "load_weights",
-    "model_shapes",
-]
-
 M = TypeVar("M")
 
 Precision = tuple[int, int | None]
@@ -75,9 +65,7 @@ def load_model(
     """Make a model and fill it with a checkpoint's weights; the host holds one copy of them, and one weight more.
 
     Args:
-        opened: the checkpoint.
         model_class: the model's class, called as `model_class(config, dtype=..., rngs=...)`.
-        config: the model's configuration.
         dtype: dtype of what is not quantised, except for variables that the model makes in a dtype of their own.
         quantization: `"int8"`, `"int4"`, or (bits, group size): quantise every linear layer while loading. The output
             head is one of them: a tied one becomes a quantised copy of the embeddings. `"dequantize"`: make floats in
@@ -86,11 +74,6 @@ def load_model(
         mesh: devices of an axis `tensor` to divide a language model over, as its layers declare it; the default device
             if None. Where there are more devices than key/value heads, the model gets each head several times.
         progress: called with (bytes done, bytes in all) after each weight.
-
-    Raises:
-        CheckpointError: if the weights do not fit the configuration, or are quantised already.
-        InvalidParameterError: for an unknown quantisation, or groups that do not divide a layer.
-        UnsupportedModelError: if the model has no linear layer to quantise.
     """
     precision, dequantize = _precision(quantization, None if requantize else opened)
     repeats = 1
@@ -124,14 +107,9 @@ def model_shapes(
 ) -> M:
     """The model that `load_model` would make, with shapes in the place of weights. No weight is read.
 
-    Args:
-        model_class, config, dtype, quantization: as in `load_model`.
-        opened: a GGUF file, whose matrices are in its block formats; None for a checkpoint of floats, which need not
-            exist. Weights that another checkpoint has quantised are as floats here.
-
-    Raises:
-        InvalidParameterError: for an unknown quantisation, or groups that do not divide a layer.
-        UnsupportedModelError: if the model has no linear layer to quantise.
+    `model_class`, `config`, `dtype`, `quantization`: as in `load_model`. `opened`: a GGUF file, whose matrices are in
+    its block formats; None for a checkpoint of floats, which need not exist. Weights that another checkpoint has
+    quantised are as floats here.
     """
     precision, dequantize = _precision(quantization, opened)
     model, tied = _abstract(model_class, config, dtype, precision)
@@ -170,12 +148,7 @@ class _OneKey(nnx.Rngs):
 
 
 def _precision(quantization: str | Precision | None, opened: Checkpoint | None) -> tuple[Precision | None, bool]:
-    """Bits and group size of a quantisation, or None; and whether quantised weights become floats.
-
-    Raises:
-        CheckpointError: if weights of `opened` are quantised already.
-        InvalidParameterError: for an unknown quantisation.
-    """
+    """Bits and group size of a quantisation, or None; and whether quantised weights become floats."""
     precision = QUANTIZATIONS.get(quantization) if isinstance(quantization, str) else quantization
     dequantize = quantization == DEQUANTIZE
     if quantization is not None and precision is None and not dequantize:
@@ -202,13 +175,7 @@ def _abstract(
 def load_causal_lm(opened: Checkpoint, **options: Any) -> CausalLM:
     """Load the language model that a checkpoint's config.json describes.
 
-    Args:
-        opened: the checkpoint.
-        options: `dtype`, and other keywords of `load_model`.
-
-    Raises:
-        CheckpointError, InvalidParameterError: as in `load_model`.
-        UnsupportedModelError: if verax has no such architecture, or it has no linear layer to quantise.
+    `options`: `dtype`, and other keywords of `load_model`.
     """
     return load_model(opened, *causal_lm(opened.config), **options)
 
@@ -216,13 +183,8 @@ def load_causal_lm(opened: Checkpoint, **options: Any) -> CausalLM:
 def divide_model(model: CausalLM, mesh: Mesh) -> CausalLM:
     """A language model in memory, its weights divided over devices as its layers declare it.
 
-    Args:
-        model: the model, which is not changed.
-        mesh: devices of an axis `tensor`. Where there are more devices than key/value heads, the result has each head
-            several times.
-
-    Raises:
-        InvalidParameterError: if it does not divide over the devices.
+    `model`: the model, which is not changed. `mesh`: devices of an axis `tensor`. Where there are more devices than
+    key/value heads, the result has each head several times.
     """
     module: Any = model
     repeats, config = head_repeats(model.config, mesh.size), config_on_devices(model.config, mesh.size)
@@ -254,19 +216,11 @@ def load_weights(
     """Fill a model that has shapes only (`nnx.eval_shape`); each weight gets its variable's dtype.
 
     Args:
-        abstract: the model.
-        opened: the checkpoint.
         tied_weights: keys whose weights the checkpoint has under another key. If it has the first key too, that weight
             is ignored.
         precision: bits and group size to quantise every linear layer to.
         dequantize: True to make floats of weights that are quantised in the checkpoint.
-        mesh, progress: as in `load_model`.
         repeats: times that the model has each key/value head.
-
-    Raises:
-        CheckpointError: if the weights do not fit.
-        InvalidParameterError: for groups that do not divide a layer.
-        UnsupportedModelError: if the model has no linear layer to quantise.
     """
     model: Any = abstract
     linear = set() if precision is None else _quantizable(model)
@@ -288,11 +242,7 @@ def load_weights(
 
 
 def _quantizable(model: Any) -> set[str]:
-    """Names of the weights of linear layers and of stacks.
-
-    Raises:
-        UnsupportedModelError: if there are none.
-    """
+    """Names of the weights of linear layers and of stacks."""
     names = {
         ".".join(map(str, (*path, "weight"))) for path, module in nnx.iter_modules(model) if isinstance(module, Linear)
     }
@@ -310,8 +260,7 @@ def _sources(
 ) -> tuple[dict[str, str], dict[str, StackedKeys]]:
     """The checkpoint's keys by the model's own, where the two differ.
 
-    Returns:
-        Keys of weights, and keys of the matrices of those stacks that the checkpoint has so.
+    Result: keys of weights, and keys of the matrices of those stacks that the checkpoint has so.
     """
     present, aliases, stacks = set(opened.names()), dict[str, str](), dict[str, StackedKeys]()
 

@@ -23,18 +23,6 @@ import psutil
 
 from verax._compat import JAXLIB, compilation_cache
 
-__all__ = [
-    "cpu_name",
-    "fingerprint",
-    "measure_bandwidth",
-    "measure_machine",
-    "num_cores",
-    "peak_device_memory",
-    "peak_growth",
-    "peak_memory",
-    "streaming_read",
-]
-
 READ_BYTES = 1 << 29
 """Read once a repetition: far more than any cache holds."""
 
@@ -44,7 +32,6 @@ THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS",
 """Environment variables that decide on threads and code, recorded where they are set."""
 
 GPU_FACTS = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")
-"""Fields that nvidia-smi prints."""
 
 
 def num_cores() -> int:

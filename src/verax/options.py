@@ -18,8 +18,6 @@ from typing import Any, TypeGuard, TypeVar
 
 from verax.errors import InvalidParameterError
 
-__all__ = ["Option", "check_options", "documented", "is_real", "is_whole", "option", "options_of"]
-
 T = TypeVar("T")
 
 
@@ -29,11 +27,7 @@ class Option:
 
     Attributes:
         doc: its meaning. The first sentence is the help text of its flag.
-        low: least value.
-        high: largest value.
         above: True if `low` itself is out of range.
-        choices: the values of a text.
-        panel: panel of `--help` that lists its flag.
         flags: spellings of its flag, if they are not the name with dashes.
         shown: default as `--help` shows it; empty for none.
         envvar: environment variable that the command line reads in place of the flag.
@@ -41,11 +35,7 @@ class Option:
         column: dtype of the column of the device's sampling parameters that holds it, `"float32"` or `"int32"`.
         off: value of that column in rows of greedy decoding; the default if None.
         recommended: True if a checkpoint's generation_config.json may give the default.
-        name: name of the field.
         kind: type of a value on the command line: int, float, bool, str or Path; None for other types.
-        optional: True if None is a value.
-        repeated: True for a list of texts.
-        default: default of the field.
     """
 
     doc: str
@@ -74,11 +64,7 @@ class Option:
         return first + "." if separator else self.doc
 
     def check(self, value: Any) -> Any:
-        """The value, as a plain int or float if it is a number of another library.
-
-        Raises:
-            InvalidParameterError: for another type or a value out of range, with the option's name.
-        """
+        """The value, as a plain int or float if it is a number of another library."""
         if (value is None and self.optional) or self.repeated:
             return value
         if self.choices and value not in self.choices:
@@ -144,11 +130,7 @@ def options_of(table: type) -> dict[str, Option]:
 
 
 def check_options(instance: Any) -> None:
-    """Check the options of a frozen dataclass's instance, from its `__post_init__`; numbers become plain ones.
-
-    Raises:
-        InvalidParameterError: for a value of another type or out of range, with the option's name.
-    """
+    """Check the options of a frozen dataclass's instance, from its `__post_init__`; numbers become plain ones."""
     for name, declared in options_of(type(instance)).items():
         value = getattr(instance, name)
         if (checked := declared.check(value)) is not value:

@@ -11,8 +11,6 @@ from typing import Any
 
 from verax._optional import load_pyplot
 
-__all__ = ["escaped", "figure", "page", "svg_style", "svg_text", "table"]
-
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1150px; margin: 2em auto; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; font-size: 13px; width: 100% }
@@ -27,12 +25,7 @@ img, video { max-width: 100%; height: auto }
 
 
 def page(title: str, body: Iterable[str]) -> str:
-    """A page.
-
-    Args:
-        title: text of the title.
-        body: lines of HTML. Paragraphs of the classes `good` and `bad` are verdicts.
-    """
+    """A page. `body`: lines of HTML. Paragraphs of the classes `good` and `bad` are verdicts."""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escaped(title)}</title>'
         f"<style>{_STYLE}</style></head><body>\n" + "\n".join(body) + "\n</body></html>\n"
@@ -40,14 +33,7 @@ def page(title: str, body: Iterable[str]) -> str:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], marked: Iterable[int] = ()) -> list[str]:
-    """Lines of a table below its heading.
-
-    Args:
-        title: text of the heading.
-        columns: texts of the first row.
-        rows: texts of the others.
-        marked: numbers of the rows that stand out.
-    """
+    """Lines of a table below its heading."""
     shown, marks = "".join(f"<th>{escaped(name)}</th>" for name in columns), set(marked)
     lines = [f"<h2>{escaped(title)}</h2><table><thead><tr>{shown}</tr></thead><tbody>"]
     for i, row in enumerate(rows):
@@ -71,8 +57,7 @@ def escaped(text: Any) -> str:
 def svg_style(extra: str) -> Iterator[Any]:
     """`matplotlib.pyplot` with the style of pages: text stays text, and a figure is the same in every run.
 
-    Args:
-        extra: extra that installs matplotlib; errors name it.
+    `extra`: extra that installs matplotlib; errors name it.
     """
     plt = load_pyplot(extra)
     with plt.rc_context({"svg.fonttype": "none", "font.size": 9, "svg.hashsalt": "verax"}):

@@ -8,13 +8,10 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-__all__ = ["Report", "bar", "paused", "shown"]
-
 Report = Callable[..., None]
 """`report(done, total, note="")`."""
 
 _showing: list[Progress] = []
-"""Bars that are shown now."""
 
 
 def shown() -> bool:
@@ -26,10 +23,7 @@ def shown() -> bool:
 def bar(label: str, *, enabled: bool = True, count: bool = True) -> Iterator[Report]:
     """A bar named `label`, driven by the function that it yields. Silent where stderr is not a terminal.
 
-    Args:
-        label: a few words for the work.
-        enabled: False for none at all.
-        count: show done/total (for things), rather than a percentage (for bytes).
+    `enabled`: False for none at all. `count`: show done/total (for things), rather than a percentage (for bytes).
     """
     if not (enabled and shown()):
         yield lambda done, total, note="": None

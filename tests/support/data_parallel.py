@@ -4,6 +4,8 @@ import asyncio
 import json
 import sys
 
+from tests.support.invariants import check_engine
+
 SIZES = dict(max_model_len=96, max_num_seqs=2, max_num_batched_tokens=32, block_size=4)
 FORM = {"regex": "[a-f]{3} (the|fox) [0-9]{4}"}
 
@@ -23,7 +25,7 @@ def _facts(llm, prompts, params, adapters):
     generated = [engine.num_generated_tokens for engine in llm.engines]
     collected = asyncio.run(collect_all())
     for engine in llm.engines:
-        engine.check()
+        check_engine(engine)
     return {
         "answers": [_answer(output) for output in outputs],
         "collected": [_answer(output) for output in collected],

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.support.invariants import check_engine
 from verax.text.engine.blocks import BlockManager
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.engine.scheduler import Scheduler
@@ -35,7 +36,7 @@ def finish(llm):
     ended = []
     while llm.has_unfinished_requests:
         ended += [output for output in llm.step() if output.finished]
-        llm.engine.check()
+        check_engine(llm.engine)
     return ended
 
 
@@ -67,7 +68,7 @@ def few_blocks(llm, *counts, caching=True):
     )
     try:
         yield engine.scheduler
-        engine.check()
+        check_engine(engine)
     finally:
         engine.scheduler = own
         own.blocks.reset_prefix_cache()  # the pages that it has listed were written to

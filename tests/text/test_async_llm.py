@@ -11,6 +11,7 @@ from contextlib import aclosing
 import pytest
 
 from tests.support.engine import GREEDY, LONG, PROMPTS, RNG, alone, generate
+from tests.support.invariants import check_engine
 from tests.text.conftest import make_llm
 from verax import AsyncLLM
 from verax.errors import (
@@ -69,7 +70,7 @@ async def drain(stream) -> list[RequestOutput]:
 async def until_idle(served):
     while served.stats().num_requests_running or served.stats().num_requests_waiting:
         await asyncio.sleep(0.001)
-    served.llm.engine.check()
+    check_engine(served.llm.engine)
 
 
 @pytest.mark.parametrize("params", CASES.values(), ids=CASES)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.support.invariants import check_blocks
 from tests.support.sequences import admit, make_sequence
 from tests.support.tiny import WINDOWED, tiny_config
 from verax.errors import InvalidParameterError
@@ -20,7 +21,7 @@ def serve(blocks, sequence, *, others=()):
     assert blocks.grow(sequence, len(sequence.tokens)) is not None
     cached, sequence.num_computed = sequence.num_computed, len(sequence.tokens)
     blocks.register(sequence)
-    blocks.check([sequence, *others])
+    check_blocks(blocks, [sequence, *others])
     return cached
 
 
@@ -41,7 +42,7 @@ def test_a_prefix_is_shared_block_by_block():
     assert admit(blocks, second, 10)
     assert second.num_computed == 8
     assert second.tables == [first.tables[0][:2]]
-    blocks.check([first, second])
+    check_blocks(blocks, [first, second])
 
 
 @pytest.mark.parametrize("length", [1, 4, 8, 9])
@@ -103,7 +104,7 @@ def test_no_room_changes_nothing(counts, windows):
     assert not admit(blocks, make_sequence(range(50, 59)), 9)
     assert blocks.grow(running, 40) is None
     assert {len(table) for table in running.tables} == {2}
-    blocks.check([running])
+    check_blocks(blocks, [running])
 
 
 def test_idle_cached_blocks_are_not_counted_twice_as_room():
@@ -121,7 +122,7 @@ def test_caching_can_be_off_and_a_reset_forgets_prefixes_and_keeps_running_seque
     serve(blocks, first := make_sequence(range(10)))
     assert found(blocks, range(10)) == 8 * caching
     blocks.reset_prefix_cache()
-    blocks.check([first])
+    check_blocks(blocks, [first])
     assert serve(blocks, make_sequence(range(10)), others=[first]) == 0
 
 
@@ -135,7 +136,7 @@ def test_blocks_before_the_window_are_given_back_when_a_sequence_grows():
     for computed in (10, 17, 30):
         blocks.grow(first, computed)
         first.num_computed = computed
-        blocks.check([first])
+        check_blocks(blocks, [first])
     # Token 17 was the next one when the tables grew last. It sees tokens from 12 on.
     assert [bool(block) for block in first.tables[1]] == [False] * 3 + [True] * 5
     assert all(first.tables[0])
@@ -155,7 +156,7 @@ def test_a_given_back_block_is_used_again_by_another_sequence():
     assert sum(map(bool, first.tables[1])) == 2
     assert admit(blocks, second, 16)
     blocks.grow(second, 16)
-    blocks.check([first, second])
+    check_blocks(blocks, [first, second])
 
 
 def test_only_what_a_step_needs_must_fit_with_a_window():
@@ -173,7 +174,7 @@ def compute(blocks, sequence, *, chunk):
         assert blocks.grow(sequence, computed) is not None
         sequence.num_computed = computed
         blocks.register(sequence)
-        blocks.check([sequence])
+        check_blocks(blocks, [sequence])
 
 
 def test_a_prefix_is_found_as_long_as_its_last_window_is_cached():
@@ -237,7 +238,7 @@ def test_check_notices_a_block_that_was_given_back_too_early():
     blocks._pools[1].give_back(first.tables[1][4])
     first.tables[1][4] = 0
     with pytest.raises(AssertionError, match="gave back a block that it attends to"):
-        blocks.check([first])
+        check_blocks(blocks, [first])
 
 
 def test_check_notices_a_lost_block():
@@ -247,7 +248,7 @@ def test_check_notices_a_lost_block():
     first.num_computed = 8
     first.tables[0].pop()
     with pytest.raises(AssertionError, match="references"):
-        blocks.check([first])
+        check_blocks(blocks, [first])
 
 
 MIB = 1 << 20

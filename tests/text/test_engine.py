@@ -22,6 +22,7 @@ from tests.support.engine import (
     plain_scores,
     tokens,
 )
+from tests.support.invariants import check_engine
 from tests.support.tiny import HYBRID, WINDOWED, tiny_checkpoint
 from tests.text.conftest import make_llm
 from verax.errors import InvalidParameterError, RequestRefusedError
@@ -319,7 +320,7 @@ def test_an_impossible_answer_so_far_is_refused_and_leaves_nothing(llm, answers,
     with pytest.raises(error, match=message):
         llm.add_request(PROMPTS[2], GREEDY, output_token_ids=answers)
     assert not llm.has_unfinished_requests
-    llm.engine.check()
+    check_engine(llm.engine)
 
 
 def test_a_stop_token_that_is_kept_is_streamed_too(llm):
@@ -340,7 +341,7 @@ def test_a_stream_that_is_dropped_leaves_nothing_in_the_engine(llm, num_pieces):
     del pieces
     assert not llm.has_unfinished_requests
     assert llm.generate(PROMPTS[2], GREEDY)[0].outputs == expected
-    llm.engine.check()
+    check_engine(llm.engine)
 
 
 def test_a_stream_that_is_closed_after_one_piece_leaves_the_other_requests(llm):

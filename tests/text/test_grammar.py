@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support import gguf as gguf_files
+from tests.support.invariants import check_engine
 from tests.support.tiny import HYBRID, tiny_checkpoint, tiny_config
 from tests.text.conftest import make_llm
 from verax.checkpoint import Checkpoint
@@ -197,7 +198,7 @@ def test_free_answers_next_to_formed_ones_do_not_change(llm, formed):
     outputs = formed.generate(crowd, params, use_tqdm=False)
     same(outputs[::2], expected)
     assert all(re.fullmatch("[a-z]{12,}", output.outputs[0].text) for output in outputs[1::2])
-    formed.engine.check()
+    check_engine(formed.engine)
 
 
 def formed_batch(llm, which=tuple(range(8))):
@@ -219,7 +220,7 @@ def test_preemption_changes_no_formed_answer(formed):
     before = formed.engine.scheduler.num_preemptions
     assert formed_batch(formed) == alone
     assert formed.engine.scheduler.num_preemptions > before
-    formed.engine.check()
+    check_engine(formed.engine)
 
 
 def test_recurrent_layers_and_an_int8_cache_take_forms_too(tmp_path):
@@ -286,7 +287,7 @@ def test_an_error_in_the_host_work_of_a_request_ends_it_alone(formed, monkeypatc
     assert done[good].outputs == expected
     assert [sample.finish_reason for sample in done[bad].outputs] == ["error", "error"]
     assert str(error) in done[bad].error
-    formed.engine.check()
+    check_engine(formed.engine)
 
 
 def test_an_ambiguous_grammar_ends_by_its_amount_of_work(formed, monkeypatch):
@@ -337,7 +338,7 @@ def test_generate_gives_the_error_of_a_grammar_that_fails_in_its_place_and_a_str
     with pytest.raises(StructuredOutputError, match="too complex"):
         list(formed.stream("abc", params))
     assert not formed.has_unfinished_requests
-    formed.engine.check()
+    check_engine(formed.engine)
 
 
 def rules(count, depth):
@@ -406,16 +407,18 @@ def test_grammars_are_compiled_once_and_the_oldest_are_dropped(formed, monkeypat
     assert compiled == ["x1", "x2", "x3", "x2"]
 
 
-def test_a_matcher_begins_after_the_answer_so_far(formed):
+def test_a_matcher_continues_after_the_answer_so_far(formed):
     tokenizer = formed.tokenizer
     compiled = formed.engine.compile_grammar(SamplingParams(structured_outputs={"regex": "abcd"}))
     width = grammar.mask_width(formed.model_config.vocab_size)
     mask = np.zeros(width, np.int32)
-    compiled.matcher(tokenizer.encode("abc")).fill(mask[None])
+    matcher = compiled.matcher()
+    matcher.append(tokenizer.encode("abc"))
+    matcher.fill(mask[None])
     allowed = [i for i in range(32 * width) if mask[i // 32] >> (i % 32) & 1]
     assert [tokenizer.decode([i]) for i in allowed] == ["d"]
-    with pytest.raises(InvalidParameterError, match="structured_outputs: the answer so far does not match"):
-        compiled.matcher(tokenizer.encode("x"))
+    with pytest.raises(StructuredOutputError, match="structured_outputs: the answer cannot continue"):
+        compiled.matcher().append(tokenizer.encode("x"))
 
 
 def test_an_engine_without_structured_output_says_how_to_get_it(llm, formed, monkeypatch):
@@ -436,7 +439,7 @@ def test_the_tokenizer_of_a_gguf_file_works_too(tiny_folder, tmp_path):
     gguf_files.write(tiny_folder, tmp_path / "tiny.gguf")
     tokenizer = Tokenizer.from_checkpoint(Checkpoint.open(tmp_path / "tiny.gguf"))
     compiler = GrammarCompiler(tokenizer, vocab_size=320, eos_token_ids=tokenizer.eos_token_ids)
-    compiler.compile(StructuredOutputs(choice=["abc"])).matcher(tokenizer.encode("abc"))
+    compiler.compile(StructuredOutputs(choice=["abc"])).matcher().append(tokenizer.encode("abc"))
 
 
 def test_a_model_without_an_end_has_no_forms(formed):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tests.support.engine import PROMPTS, alone, generate, tokens
+from tests.support.invariants import check_engine
 from tests.support.tiny import tiny_config
 from tests.text.conftest import make_llm
 from verax import ops
@@ -40,7 +41,7 @@ def test_neither_preemption_nor_prefix_hits_change_a_token_and_they_follow_float
     assert quantized_llm.engine.scheduler.num_preemptions > before
     assert again.num_cached_tokens > 0
     assert again.outputs[0].token_ids == expected[6]
-    quantized_llm.engine.check()
+    check_engine(quantized_llm.engine)
     equal = [
         next((i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), 20)
         for ours, theirs in zip(expected, tokens(generate(llm, PROMPTS)), strict=True)

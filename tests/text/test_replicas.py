@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support.engine import LONG, finish, generate
+from tests.support.invariants import check_engine
 from tests.support.replicas import as_replicas
 from tests.text.conftest import make_llm
 from verax import AsyncLLM, SamplingParams
@@ -32,7 +33,7 @@ def served(pair):
     yield served
     asyncio.run(served.shutdown())
     for engine in pair.engines:
-        engine.check()
+        check_engine(engine)
         assert engine.scheduler.blocks.usage == 0
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from verax.errors import InvalidParameterError
 from verax.ops.cpu.build import write_generated_headers
-from verax.sampling_fields import FLOATS, INTS
-from verax.text.engine.sampling_params import MAX_LOGIT_BIAS, SamplingParams
+from verax.sampling_fields import FLOATS, INTS, MAX_LOGIT_BIAS
+from verax.text.engine.sampling_params import SamplingParams
 
 BAD = {
     "n": [0, 129, True, 1.0],

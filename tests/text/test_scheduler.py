@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support.invariants import check_scheduler
 from tests.support.sequences import make_sequence
 from verax.text.engine.blocks import BlockManager, PrefixTree, most_blocks
 from verax.text.engine.request import SequenceState
@@ -97,7 +98,7 @@ class PretendedDevice:
             if not self.scheduler.has_work:
                 return
             self.step()
-            self.scheduler.check()
+            check_scheduler(self.scheduler)
         raise AssertionError("the scheduler does not come to an end")
 
 
@@ -320,7 +321,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def the_books_balance(self):
         if hasattr(self, "device"):
-            self.device.scheduler.check()
+            check_scheduler(self.device.scheduler)
 
     def teardown(self):
         if not hasattr(self, "device"):

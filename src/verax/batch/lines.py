@@ -17,21 +17,6 @@ from verax._optional import require_optional
 from verax.errors import InvalidParameterError, RequestRefusedError
 from verax.files import atomic_path
 
-__all__ = [
-    "CUSTOM_ID",
-    "PARQUET",
-    "InputFile",
-    "InputLine",
-    "Line",
-    "LineError",
-    "ParquetLines",
-    "bad_line",
-    "line_error",
-    "lines_path",
-    "without_mark",
-    "write_rows",
-]
-
 JSONL = ".jsonl"
 PARQUET = ".parquet"
 
@@ -47,11 +32,8 @@ _log = logging.getLogger("verax.batch")
 class LineError(msgspec.Struct, frozen=True):
     """Reason why a line has no result.
 
-    Attributes:
-        code: the kind of error, for programs.
-        message: text for people.
-        param: field of the line that was wrong.
-        line: number of a line that could not be read as work, from 1; None for work that could not be done.
+    `code`: the kind of error, for programs. `line`: number of a line that could not be read as work, from 1; None for
+    work that could not be done.
     """
 
     code: str
@@ -91,10 +73,7 @@ class Line:
 class InputLine(Line):
     """Work of a line of any object.
 
-    Attributes:
-        number: of the line, from 1.
-        custom_id: the user's name for it; its number as a text if it has none.
-        fields: the other fields of its object.
+    `number`: of the line, from 1. `custom_id`: the user's name for it; its number as a text if it has none.
     """
 
     fields: dict[str, Any]
@@ -103,14 +82,8 @@ class InputLine(Line):
 class ParquetLines(contextlib.AbstractContextManager["ParquetLines"]):
     """Rows of a file as lines of JSON; an empty cell is a field that is absent.
 
-    Args:
-        path: of the file.
-        columns: columns that are read, where the file has them; all of them if None.
-        json: columns whose texts are JSON, and become part of the line unchanged.
-
-    Raises:
-        InvalidParameterError: for a file that is not Parquet.
-        MissingDependencyError: if pyarrow is not installed.
+    `columns`: columns that are read, where the file has them; all of them if None. `json`: columns whose texts are
+    JSON, and become part of the line unchanged.
     """
 
     def __init__(self, path: Path, columns: Sequence[str] | None = None, *, json: Sequence[str] = ()):
@@ -139,10 +112,8 @@ class ParquetLines(contextlib.AbstractContextManager["ParquetLines"]):
 class InputFile:
     """File of work.
 
-    Attributes:
-        path: of the file. `.jsonl` has a JSON object in each line, `.parquet` a row, and any other file a text.
-        field: field of the object that a plain text becomes.
-        columns: columns of Parquet that are read; all of them if None.
+    `path`: of the file. `.jsonl` has a JSON object in each line, `.parquet` a row, and any other file a text.
+    `columns`: columns of Parquet that are read; all of them if None.
     """
 
     path: Path
@@ -155,21 +126,14 @@ class InputFile:
         return None if self.path.suffix == PARQUET else self.path.stat().st_size
 
     def lines(self) -> Iterator[bytes]:
-        """The lines, each read when it is needed.
-
-        Raises:
-            InvalidParameterError: for a file that is not Parquet.
-            MissingDependencyError: if pyarrow is needed and not installed.
-        """
+        """The lines, each read when it is needed."""
         with ParquetLines(self.path, self.columns) if self.path.suffix == PARQUET else self.path.open("rb") as file:
             yield from file
 
     def read(self, text: bytes, number: int) -> InputLine | LineError:
         """The work of a line, or what is wrong with it: not UTF-8, not a JSON object, or a `custom_id` of another type.
 
-        Args:
-            text: the line.
-            number: of the line, from 1.
+        `number`: of the line, from 1.
         """
         try:
             if self.path.suffix not in (JSONL, PARQUET):
@@ -196,11 +160,7 @@ def lines_path(path: Path) -> Path:
 def write_rows(lines: Path, path: Path, schema: Mapping[str, Any], row: Callable[[bytes], dict[str, Any]]) -> None:
     """Write a file of result lines as Parquet, whole or not at all.
 
-    Args:
-        lines: the file that `ResultFile` wrote.
-        path: of the Parquet file.
-        schema: type of each column, of pyarrow.
-        row: gives the row of a line.
+    `lines`: the file that `ResultFile` wrote. `schema`: type of each column, of pyarrow.
     """
     arrow, parquet = require_optional("pyarrow"), require_optional("pyarrow.parquet")
     columns = arrow.schema(dict(schema))

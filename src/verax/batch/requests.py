@@ -26,21 +26,6 @@ from verax.serve.http.body import decode
 from verax.serve.http.errors import ApiError, field_error
 from verax.serve.http.server import Server
 
-__all__ = [
-    "VIDEOS",
-    "Answer",
-    "AnswerLine",
-    "BatchServer",
-    "BodyFacts",
-    "LineResponse",
-    "LocalServer",
-    "RequestLine",
-    "call",
-    "read_request",
-    "request_lines",
-    "write_answers",
-]
-
 VIDEOS = "/v1/videos"
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/rerank", VIDEOS)
 """Endpoints of the server that a line may be for."""
@@ -50,14 +35,7 @@ ID_PREFIX = "batch_req_"
 
 @dataclass(frozen=True)
 class RequestLine(Line):
-    """Request of a line.
-
-    Attributes:
-        number: of the line, from 1.
-        custom_id: the user's name for it.
-        url: one of `URLS`.
-        body: JSON object, unchanged.
-    """
+    """Request of a line. `url`: one of `URLS`. `body`: JSON object, unchanged."""
 
     url: str
     body: bytes
@@ -120,9 +98,7 @@ class _Fields(msgspec.Struct):
 def read_request(text: bytes, number: int) -> RequestLine | AnswerLine:
     """Request of a line, or the answer that says what is wrong with the line.
 
-    Args:
-        text: the line, in UTF-8.
-        number: of the line, from 1.
+    `text`: the line, in UTF-8. `number`: of the line, from 1.
     """
     custom_id = None
     try:
@@ -153,12 +129,7 @@ def read_request(text: bytes, number: int) -> RequestLine | AnswerLine:
 
 
 def request_lines(path: Path) -> ParquetLines:
-    """Rows of a Parquet file as lines: `custom_id`, `method`, `url` and `body`, which is a struct or JSON text.
-
-    Raises:
-        InvalidParameterError: for a file that is not Parquet.
-        MissingDependencyError: if pyarrow is not installed.
-    """
+    """Rows of a Parquet file as lines: `custom_id`, `method`, `url` and `body`, which is a struct or JSON text."""
     return ParquetLines(path, ("custom_id", "method", "url", "body"), json=("body",))
 
 
@@ -167,9 +138,7 @@ def write_answers(lines: Path, path: Path) -> None:
 
     Columns are `id`, `custom_id`, `status_code`, `request_id`, `body` and `error`; the last two are JSON text.
 
-    Args:
-        lines: the file that `ResultFile` wrote.
-        path: of the Parquet file.
+    `lines`: the file that `ResultFile` wrote.
     """
     arrow = require_optional("pyarrow")
     names = ("id", "custom_id", "status_code", "request_id", "body", "error")
@@ -201,7 +170,6 @@ async def call(app: ASGIApp, method: str, path: str, body: bytes = b"") -> Answe
 
     Args:
         app: the application, whose lifespan is entered.
-        method: HTTP method.
         path: path without a query.
         body: JSON text in UTF-8, if the method has one.
     """
@@ -256,9 +224,7 @@ class LocalServer:
     async def answer(self, request: RequestLine, clips: Path | None) -> Answer:
         """Answer to a line. Cancelling the task ends the request.
 
-        Args:
-            request: the line.
-            clips: folder for clips. None if there can be none in this batch.
+        `clips`: folder for clips. None if there can be none in this batch.
 
         Raises:
             EngineDeadError: if the text engine has failed, whose answer this would be.

@@ -19,8 +19,6 @@ try:
 except ImportError:  # it does not exist for Windows
     fcntl = None
 
-__all__ = ["LineCounts", "LineRun", "ResultFile", "ResultLine"]
-
 SHORT = 1.0
 """Seconds of a call below which the next one gets twice as many lines. What is lost with a process stays small, and a
 call is long enough that its beginning and end, where the device waits, do not count."""
@@ -29,10 +27,8 @@ call is long enough that its beginning and end, where the device waits, do not c
 class ResultLine:
     """Part of a line of the output that every kind of line has; the lines are `msgspec.Struct`s.
 
-    Attributes:
-        BEGIN: first bytes of every such line, by which one that was cut off is known as ours.
-        custom_id: the user's name for the line of the input; None for a line that could not be read.
-        error: reason why it has no result.
+    `BEGIN`: first bytes of every such line, by which one that was cut off is known as ours. `custom_id`: the user's
+    name for the line of the input; None for a line that could not be read.
     """
 
     __slots__ = ()
@@ -57,17 +53,7 @@ L = TypeVar("L", bound=Line)
 
 @dataclass
 class LineCounts:
-    """Counts of the lines so far.
-
-    Attributes:
-        done: lines with a result of this run that is not an error.
-        failed: lines with an error of this run.
-        skipped: lines whose result an earlier run has written.
-        bytes: bytes of all these lines.
-        seconds: time of the run.
-        prompt_tokens: tokens of the prompts that a server answered.
-        output_tokens: tokens of its answers.
-    """
+    """Counts of the lines so far. `done`: lines with a result of this run that is not an error."""
 
     done: int = 0
     failed: int = 0
@@ -82,13 +68,8 @@ class LineCounts:
 class ResultFile(Generic[R]):
     """Results of the lines of a file, appended as they come.
 
-    Attributes:
-        file: where they are written; without a buffer, so that a line is there once it is written.
-        kind: class of the lines.
-        counts: of this run.
-        answered: custom ids that have a result from an earlier run.
-        bad_lines: numbers of the input's lines whose error was written by an earlier run.
-        num_failed: results of an earlier run that are errors.
+    `file`: where they are written; without a buffer, so that a line is there once it is written. `bad_lines`: numbers
+    of the input's lines whose error was written by an earlier run.
     """
 
     file: BinaryIO
@@ -103,13 +84,7 @@ class ResultFile(Generic[R]):
     def open(cls, path: Path, kind: type[R], *, retry_errors: bool = False) -> ResultFile[R]:
         """The results in a file, which is created if it does not exist. A last line that was cut off is removed.
 
-        Args:
-            path: of the file.
-            kind: class of its lines.
-            retry_errors: rewrite the file without its errors, whole or not at all, so that they run again.
-
-        Raises:
-            InvalidParameterError: for a file that has no such lines, or that another process writes to.
+        `retry_errors`: rewrite the file without its errors, whole or not at all, so that they run again.
         """
         results = cls(_locked(path), kind)
         try:
@@ -139,8 +114,7 @@ class ResultFile(Generic[R]):
 
         Errors are known by the number of their line, since they may have no id, or the id of another line.
 
-        Args:
-            line: the work, or the error of a line that is not work.
+        `line`: the work, or the error of a line that is not work.
         """
         failure = self._duplicate(line) if isinstance(line, Line) else line
         if failure is None:
@@ -229,13 +203,7 @@ def _not_ours(path: Path, place: str) -> InvalidParameterError:
 class LineRun(Generic[R]):
     """Run of the lines of a file through a model, some lines at a time. What fails for one line is its error alone.
 
-    Args:
-        file: the work.
-        results: where the results go.
-        work: gives the results of some lines, in their order.
-        least: lines of the first call of `work`.
-        most: limit of the lines of a call.
-        report: called with the counts after each call.
+    `work`: gives the results of some lines, in their order. `least`: lines of the first call of `work`.
     """
 
     def __init__(
@@ -250,7 +218,6 @@ class LineRun(Generic[R]):
     ):
         self.counts = results.counts
         self.complete = False
-        """True once every line has its result."""
         self._file = file
         self._results = results
         self._work = work
@@ -259,12 +226,7 @@ class LineRun(Generic[R]):
         self._report = report
 
     def run(self) -> LineCounts:
-        """Write the result of every line that has none yet. Lines of a call that is interrupted have none.
-
-        Raises:
-            InvalidParameterError: for a file that cannot be read.
-            OSError: if the file cannot be read, or the results not be written.
-        """
+        """Write the result of every line that has none yet. Lines of a call that is interrupted have none."""
         begin = time.perf_counter()
         try:
             for lines in self._chunks():

@@ -30,8 +30,6 @@ from verax.errors import EngineDeadError
 from verax.serve.http.errors import RETRY_AFTER
 from verax.serve.http.settings import ServerSettings
 
-__all__ = ["BatchRun", "read_lines"]
-
 AHEAD = 64
 """Lines that are read before they are needed: enough that answers never wait for the disk."""
 
@@ -41,9 +39,6 @@ async def read_lines(file: BinaryIO | ParquetLines) -> AsyncGenerator[bytes, Non
 
     The thread is a daemon of its own: a pipe that nobody writes to holds up neither the event loop nor the end of the
     process.
-
-    Raises:
-        OSError: if reading fails.
     """
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[bytes | Exception] = asyncio.Queue()
@@ -86,14 +81,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class BatchRun:
     """Run of the lines of a file through a server's models.
 
-    Args:
-        server: the models.
-        file: lines of requests.
-        output: where the answers go.
-        max_in_flight: requests that are with the server at once.
-        clips: folder for clips; lines that ask for one are errors if None.
-        shutdown_timeout: seconds that running requests have after a signal.
-        report: called with the counts after each line.
+    `clips`: folder for clips; lines that ask for one are errors if None. `shutdown_timeout`: seconds that running
+    requests have after a signal.
     """
 
     def __init__(
@@ -109,9 +98,7 @@ class BatchRun:
     ):
         self.counts = output.counts
         self.stopped_by: signal.Signals | None = None
-        """The first signal that came."""
         self.complete = False
-        """True once every line has its answer."""
         self._server = server
         self._shutdown_timeout = shutdown_timeout
         self._file = file

@@ -20,8 +20,6 @@ from verax.video.files import clip_path
 from verax.video.pipeline import VideoPipeline
 from verax.video.request import ResolvedRequest, VideoRequest, make_request
 
-__all__ = ["LEAST", "MOST", "RESULTS", "ClipLine", "Clips", "VectorLine", "Vectors", "numbers", "write_vectors"]
-
 LEAST, MOST = 64, 4096
 """Texts of the first call of the encoder, and the limit of a call."""
 
@@ -38,10 +36,8 @@ _FILES = ("image", "last_image", "video")
 class VectorLine(ResultLine, msgspec.Struct, frozen=True):
     """Vector of a text, or the reason why there is none.
 
-    Attributes:
-        custom_id: name of the line; None for a line that could not be read.
-        embedding: list of numbers, as JSON; `null` if there is an error.
-        error: None if there is a vector.
+    `custom_id`: name of the line; None for a line that could not be read. `embedding`: list of numbers, as JSON; `null`
+    if there is an error.
     """
 
     custom_id: str | None
@@ -50,13 +46,7 @@ class VectorLine(ResultLine, msgspec.Struct, frozen=True):
 
 
 class Vectors:
-    """Callable that gives the vectors of lines.
-
-    Args:
-        encoder: the model.
-        field: field of a line that has its text.
-        options: further arguments of `Encoder.encode`.
-    """
+    """Callable that gives the vectors of lines. `options`: further arguments of `Encoder.encode`."""
 
     def __init__(self, encoder: Encoder, field: str, **options: Any):
         self.truncated = 0
@@ -93,10 +83,7 @@ def write_vectors(lines: Path, path: Path, dimension: int) -> None:
 
     Columns are `custom_id`, `embedding`, a list of float32 `[D]`, and `error`, which is JSON text.
 
-    Args:
-        lines: the file that `ResultFile` wrote.
-        path: of the Parquet file.
-        dimension: numbers in a vector.
+    `lines`: the file that `ResultFile` wrote.
     """
     arrow = require_optional("pyarrow")
     text = arrow.string()
@@ -117,8 +104,6 @@ class ClipLine(ResultLine, msgspec.Struct, frozen=True):
         custom_id: name of the line; None for a line that could not be read.
         file: name of the clip's file, next to the file of results.
         settings: the request, with the defaults that it left open.
-        seconds: seconds of each stage.
-        error: None if there is a clip.
     """
 
     custom_id: str | None
@@ -131,10 +116,7 @@ class ClipLine(ResultLine, msgspec.Struct, frozen=True):
 class Clips:
     """Callable that makes the clips of lines, and writes each into a folder.
 
-    Args:
-        pipeline: the model.
-        folder: of the clips.
-        options: fields of `VideoRequest` for lines that do not have them.
+    `options`: fields of `VideoRequest` for lines that do not have them.
     """
 
     def __init__(self, pipeline: VideoPipeline, folder: Path, options: Mapping[str, Any]):
@@ -164,11 +146,7 @@ class Clips:
 
 
 def _request(given: Mapping[str, Any]) -> VideoRequest:
-    """Request of a line.
-
-    Raises:
-        InvalidParameterError: for a wrong prompt, or an option that a line cannot have.
-    """
+    """Request of a line."""
     for name in NOT_OF_A_LINE:
         if name in given:
             raise InvalidParameterError(f"{name}: it is not an option of a line; leave it out")

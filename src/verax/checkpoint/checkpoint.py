@@ -21,8 +21,6 @@ from verax.files import read_json
 from verax.ops.block_quantized import BlockQuantizedWeight
 from verax.ops.quantized import QuantizedWeight
 
-__all__ = ["Checkpoint", "fingerprint"]
-
 SINGLE = "model.safetensors"
 """Name of the file of all weights, if there is only one."""
 
@@ -39,9 +37,7 @@ _IGNORED = re.compile(r"\.(input|activation|output|[qkv])_(scale|zero_point)$")
 class DerivedFile:
     """File of one weight that is computed from other arrays when it is read.
 
-    Attributes:
-        path: file of the first of these arrays.
-        tensors: dtype, shape and place of the weight, by its key.
+    `path`: file of the first of these arrays. `tensors`: dtype, shape and place of the weight, by its key.
     """
 
     def __init__(
@@ -88,7 +84,6 @@ class Checkpoint:
         """Metadata of a GGUF file, with its tokenizer; empty for a folder."""
         self._files = files
         self.packed = packed
-        """The quantised weights."""
         self._parts: set[str] = set()
         scheme = read_value(config, "quantization_config", dict, None)
         if scheme is not None:
@@ -186,11 +181,7 @@ class Checkpoint:
 def open_stem(folder: Path, stem: str) -> dict[str, SafetensorsFile]:
     """File of each weight, by key: `stem.safetensors`, else the files of its index, else all numbered ones.
 
-    Returns:
-        Nothing if the folder has none of these.
-
-    Raises:
-        CheckpointError: naming the file that is missing or damaged.
+    Nothing if the folder has none of these.
     """
     single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
     if single.is_file():
@@ -209,11 +200,7 @@ def open_stem(folder: Path, stem: str) -> dict[str, SafetensorsFile]:
 
 
 def open_together(paths: Iterable[Path]) -> dict[str, SafetensorsFile]:
-    """File of each weight, by key, among several files without an index.
-
-    Raises:
-        CheckpointError: naming a file that is missing or damaged, or two that have the same weight.
-    """
+    """File of each weight, by key, among several files without an index."""
     files: dict[str, SafetensorsFile] = {}
     for path in paths:
         opened = SafetensorsFile(path)
@@ -270,9 +257,6 @@ def fingerprint(opened: Checkpoint) -> str:
     time: hosts that divide a model read different parts of it, so that nothing of all bytes is at hand. Other training,
     another revision and another quantisation are noticed; a change of a few numbers between the samples is not. How
     weights are spread over files makes no difference.
-
-    Args:
-        opened: the checkpoint.
 
     Returns:
         Hexadecimal digits.

@@ -31,18 +31,6 @@ from verax.ops.division import Division, check_division, partition, repeated
 from verax.ops.quantized import INT4_ROWS, QuantizedWeight
 from verax.ops.quantized import quantize as quantize_weight
 
-__all__ = [
-    "HostMemory",
-    "Patterns",
-    "Placement",
-    "StackedKeys",
-    "load_module",
-    "random_weight",
-    "random_weights",
-    "split_quantized",
-    "stacked_keys",
-]
-
 _quantize = jax.jit(quantize_weight, static_argnums=(1, 2))
 _dequantize = jax.jit(lambda weight: weight.dequantize())
 
@@ -108,7 +96,8 @@ def load_module(
     _check_keys(every, checkpoint, tuple(ignore))
     places = {name: _placement(mesh, divisions.get(name), repeats) for name in flat}
     for name, (_, leaf) in flat.items():
-        _check_shape(places[name].stored_shape(leaf.shape), stacks.get(name) or keys[name][0], checkpoint)
+        stored = leaf.shape[0] // places[name].times, *leaf.shape[1:]
+        _check_shape(stored, stacks.get(name) or keys[name][0], checkpoint)
     dtypes = {name: _fitting_dtype(keys[name], leaf, checkpoint, dtype) for name, (_, leaf) in flat.items()}
     precisions = {name: quantize(name) for name in flat}
 
@@ -280,10 +269,6 @@ class Placement:
     division: Division | None = None
     times: int = 1
 
-    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape in the file of a weight that has this shape on the mesh."""
-        return (shape[0] // self.times, *shape[1:])
-
     def place_view(self, name: str, view: np.ndarray, dtype: np.dtype[Any], memory: HostMemory) -> jax.Array:
         """Copy a mapped array to its device, or each device's part to that device.
 
@@ -350,8 +335,7 @@ def stacked_keys(name: str, shape: tuple[int, ...], patterns: Patterns) -> Stack
 class Stack:
     """A stack in a checkpoint: one array, or single matrices.
 
-    Attributes:
-        shape: `(E, F, D)`; `(E, ...)` of blocks, whose weights need not be matrices.
+    `shape`: `(E, F, D)`; `(E, ...)` of blocks, whose weights need not be matrices.
     """
 
     def __init__(self, checkpoint: Checkpoint, shape: tuple[int, ...], keys: str | StackedKeys):
@@ -360,11 +344,7 @@ class Stack:
         self._keys = keys
 
     def read(self, i: int) -> np.ndarray | QuantizedWeight:
-        """Matrix `[F, D]` of expert i: a view of the file if it lies there in one piece, else a copy.
-
-        Raises:
-            CheckpointError: if its parts are quantised differently, with their keys.
-        """
+        """Matrix `[F, D]` of expert i: a view of the file if it lies there in one piece, else a copy."""
         if isinstance(self._keys, str):
             return jax.tree.map(lambda array: array[i], self._checkpoint.read(self._keys))
         parts = [self._checkpoint.read(key) for key in self._keys[i]]
@@ -477,11 +457,8 @@ def random_weight(name: str, shape: Sequence[int], dtype: Any = np.float32, seed
 
     Matrices and kernels have the standard deviation `fan_in ** -0.5`, which keeps the scale of their inputs.
 
-    Args:
-        name: key of the weight. Vectors whose names end with `bias` are around 0, all others around 1.
-        shape: `[out, in, ...]`; `[E, out, in]` of a stack of experts.
-        dtype: dtype of the result.
-        seed: seed of the random numbers.
+    `name`: key of the weight. Vectors whose names end with `bias` are around 0, all others around 1. `shape`: `[out,
+    in, ...]`; `[E, out, in]` of a stack of experts.
     """
     count, summed = math.prod(shape), math.prod(shape[2:] if ".experts." in name else shape[1:])
     noise = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(min(count, DRAWN), np.float32)

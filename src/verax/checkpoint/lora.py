@@ -37,8 +37,6 @@ from verax.errors import CheckpointError, UnsupportedModelError
 from verax.fields import Finite, read_value
 from verax.files import JsonObject, atomic_path, read_json, write_json
 
-__all__ = ["CONFIG", "PREFIX", "Adapter", "Pair", "merge", "save_adapter", "with_lora"]
-
 CONFIG = "adapter_config.json"
 SAFETENSORS, _PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 
@@ -98,16 +96,10 @@ class Adapter:
     """Matrices by module of the base, such as `model.layers.0.self_attn.q_proj`."""
     file: SafetensorsFile | PthFile
     settings: Mapping[str, Any]
-    """Contents of adapter_config.json."""
 
     @classmethod
     def open(cls, folder: str | Path) -> Adapter:
-        """Open an adapter's folder.
-
-        Raises:
-            CheckpointError: if a file is missing, damaged, or disagrees with the settings.
-            UnsupportedModelError: for what is not plain LoRA; with the setting's name.
-        """
+        """Open an adapter's folder."""
         folder = Path(folder).expanduser()
         if not (folder / CONFIG).is_file():
             raise CheckpointError(f"{folder / CONFIG}: no such file; a PEFT adapter is a folder with it")
@@ -137,11 +129,7 @@ class Adapter:
         return sum(pair.rank * (pair.size_in + pair.size_out) for pair in self.pairs.values())
 
     def read(self, module: str) -> tuple[np.ndarray, np.ndarray]:
-        """A `[r, in]` and the scaled B `[out, r]` of a module, copies in float32.
-
-        Raises:
-            CheckpointError: if a number is not finite: a batch computes all of its adapters for every token.
-        """
+        """A `[r, in]` and the scaled B `[out, r]` of a module, copies in float32."""
         pair = self.pairs[module]
         matrices = []
         for key in (pair.down, pair.up):
@@ -244,17 +232,10 @@ def merge(
     Quantised weights become floats. Keys and tokenizer files are the base's.
 
     Args:
-        opened: the base's checkpoint, a folder.
-        adapter: the adapter.
-        folder: folder to write.
         aliases: pairs of a pattern of keys and its replacement in another layout, from which adapters may have their
             names: the `key_aliases` of the model's class.
         dtype: dtype of the written floats; if None, each weight keeps its dtype, and quantised ones become bfloat16.
         progress: called with (weights done, weights in all).
-
-    Raises:
-        CheckpointError: if the adapter has modules that the base lacks, or their shapes differ; if the base is a GGUF
-            file.
     """
     if opened.metadata:
         raise CheckpointError(f"{opened.folder}: a GGUF file cannot be written back; merge into the model's folder")
@@ -330,13 +311,8 @@ def save_adapter(
 ) -> Path:
     """Write adapter_model.safetensors and adapter_config.json; return the folder. One that exists is replaced.
 
-    Args:
-        folder: folder of the adapter.
-        pairs: A `[r, in]` and B `[out, r]` without the scale, by module of the base.
-        rank: rank of all pairs, r.
-        alpha: numerator of the scale, which is `alpha / r`.
-        base: hub id or path of the base.
-        modules: all modules of the base that have a weight, to tell the adapted ones from others.
+    `pairs`: A `[r, in]` and B `[out, r]` without the scale, by module of the base. `modules`: all modules of the base
+    that have a weight, to tell the adapted ones from others.
     """
     settings = {
         "base_model_name_or_path": base,
@@ -391,8 +367,6 @@ class _Change:
     """Change of one weight by one file.
 
     Attributes:
-        file: the LoRA file.
-        scale: the user's factor on the file.
         keys: keys of the file by their roles: `down` and `up`, or `diff`.
         alpha: numerator of the factor on the product; the rank if None.
         root: True if alpha is divided by the square root of the rank, as in rank-stabilised LoRA (arXiv:2312.03732).
@@ -454,13 +428,8 @@ def _changed(name: str, checkpoint: Checkpoint, changes: Sequence[_Change]) -> D
 def with_lora(checkpoint: Checkpoint, files: Mapping[Path, float]) -> Checkpoint:
     """A transformer's checkpoint with LoRA files, whose changes are added to the weights when these are read.
 
-    Args:
-        checkpoint: checkpoint of a transformer by the original's names, from `VideoFolder.checkpoint`.
-        files: LoRA files (safetensors), each with a factor on its changes; the changes of all files are added.
-
-    Raises:
-        CheckpointError: if a file is missing or damaged, has keys that fit no weight, has one matrix without the other,
-            or has a shape that does not fit. The message has the keys.
+    `checkpoint`: checkpoint of a transformer by the original's names, from `VideoFolder.checkpoint`. `files`: LoRA
+    files (safetensors), each with a factor on its changes; the changes of all files are added.
     """
     targets = _weight_names(checkpoint)
     changes: dict[str, list[_Change]] = {}

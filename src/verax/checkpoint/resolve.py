@@ -11,8 +11,6 @@ import tokenizers
 from verax.errors import CheckpointError
 from verax.files import read_json
 
-__all__ = ["read_tokenizer", "resolve", "resolve_video"]
-
 TOKENIZER_FILES = (
     "tokenizer*",
     "chat_template*",
@@ -23,11 +21,7 @@ TOKENIZER_FILES = (
 )
 """Patterns of the files of a tokenizer, in every published form."""
 
-SENTENCE_FILES = (
-    "modules.json",
-    "sentence_*_config.json",
-    "config_sentence_transformers.json",
-)
+SENTENCE_FILES = ("modules.json", "sentence_*_config.json", "config_sentence_transformers.json")
 """Patterns of sentence-transformers' settings: how a model's states become a vector, and prompts."""
 
 _MODULE_FILES = ("*.json", "*.safetensors", "pytorch_model.bin", *TOKENIZER_FILES)
@@ -111,11 +105,7 @@ def _module_folders(folder: Path) -> list[str]:
 
 
 def resolve_video(model: str | Path) -> Path:
-    """Path of a video model's folder: the folder itself, or the local snapshot of a Hugging Face hub id.
-
-    Raises:
-        CheckpointError: if there is no such folder, and no such id could be fetched.
-    """
+    """Path of a video model's folder: the folder itself, or the local snapshot of a Hugging Face hub id."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
@@ -163,11 +153,7 @@ def _download(name: str, revision: str | None, wanted: Sequence[str], unwanted: 
 
 
 def read_tokenizer(folder: str | Path) -> tokenizers.Tokenizer:
-    """Read `folder/tokenizer.json`.
-
-    Raises:
-        CheckpointError: if it is missing or damaged.
-    """
+    """Read `folder/tokenizer.json`."""
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(

@@ -25,8 +25,6 @@ from verax.files import write_json
 from verax.ops.block_quantized import BlockQuantizedWeight
 from verax.ops.quantized import QuantizedWeight
 
-__all__ = ["save"]
-
 _CONFIG = "config.json"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(INDEX))
 """Pattern of the names of weight files that `save` writes, and that a later save replaces."""
@@ -51,7 +49,6 @@ def save(
         model: a module, the paths of whose parameters become keys, or arrays by key. Quantised weights are written in
             the compressed-tensors layout, stacks of a module (`stacked_weights`) as single matrices.
         folder: folder of the checkpoint, created if missing. Weight files of an earlier save are replaced, others stay.
-        config: contents of config.json.
         generation_config: contents of generation_config.json; none is written if None.
         tokenizer_from: a folder whose tokenizer files are copied.
         dtype: dtype of the written float weights; their own if None.

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from verax.batch.results import LineCounts
     from verax.batch.run import BatchRun
 
-__all__ = ["batch"]
-
 _PIPE = Path("-")
 """Name of standard input and standard output."""
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from verax.text.engine.sampling_params import SamplingParams
     from verax.text.features.lora import LoRARequest
 
-__all__ = ["chat"]
-
 HELP = """/reset        begin a new conversation
 /system TEXT  set the system message, and begin a new conversation
 /save FILE    write the conversation as JSON

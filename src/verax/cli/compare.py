@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     Made = Case | Callable[..., VideoReport]
     """A comparison of layers, or of clips: a function of the dtype and of whether each side runs again."""
 
-__all__ = ["app"]
-
 PIPE_WIDTH = 160
 """Columns where there is no terminal."""
 
@@ -113,15 +111,8 @@ def run_cases(
 ) -> None:
     """Run cases in sequence, print or write their results, and end the command.
 
-    Args:
-        cases: names of folders in `output`, and what is compared.
-        every, output, as_json: as in `RunOptions`.
-        confirm: called with the alignment if shapes and order alone may match layers; without it none are matched so.
-        run: the other options of `RunOptions`: arguments of `compare_case`.
-
-    Raises:
-        typer.BadParameter: where nothing can be compared.
-        typer.Exit: if the two sides are not equal.
+    `confirm`: called with the alignment if shapes and order alone may match layers; without it none are matched so.
+    `run`: the other options of `RunOptions`: arguments of `compare_case`.
     """
     from verax._compat import enable_compilation_cache
     from verax.compare import Case, Comparison, compare_case, show, write
@@ -161,12 +152,7 @@ def run_cases(
 
 
 def _check_output(output: Path | None) -> None:
-    """Check before the work that a report can be written.
-
-    Raises:
-        typer.BadParameter: for a file in place of a folder.
-        MissingDependencyError: if matplotlib is not installed.
-    """
+    """Check before the work that a report can be written."""
     if output is None:
         return
     if output.exists() and not output.is_dir():
@@ -179,8 +165,7 @@ def videos(
     first: Annotated[Path, typer.Argument(help="A clip: .mp4, .gif, .webp, ..., or a folder of pictures.")],
     second: Annotated[Path, typer.Argument(help="The clip to compare with it, of the same size and length.")],
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Folder for videos.json, .md, .html and side-by-side.mp4."),
+        Path | None, typer.Option("--output", "-o", help="Folder for videos.json, .md, .html and side-by-side.mp4.")
     ] = None,
     min_psnr: Annotated[
         float | None, typer.Option(help="Exit with 1 if the PSNR of any frame is below this, in dB.")
@@ -275,11 +260,7 @@ def _case(file: Path, inputs: Inputs, dtype: str) -> Case:
 
 
 def _confirm(alignment: Alignment, *, yes: bool) -> None:
-    """Show the pairs that only shape and order match, and wait for a confirmation.
-
-    Raises:
-        typer.BadParameter: if the answer is no, or nobody is at a terminal.
-    """
+    """Show the pairs that only shape and order match, and wait for a confirmation."""
     if not alignment.guessed:
         return
     typer.echo("matched by shape and order only, ours = the reference's:", err=True)
@@ -317,8 +298,7 @@ def model(
         bool, typer.Option("--random", help="Small random weights instead of the built-in model.")
     ] = False,
     size: Annotated[
-        str | None,
-        typer.Option(help="Of random weights: tiny; text: moe, with experts; video: 1.3b, 5b, tiny-5b."),
+        str | None, typer.Option(help="Of random weights: tiny; text: moe, with experts; video: 1.3b, 5b, tiny-5b.")
     ] = None,
     inputs: InputsFile = None,
     part: Annotated[

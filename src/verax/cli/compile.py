@@ -11,9 +11,6 @@ from verax.cli import options
 from verax.cli.options import Flags
 from verax.text.engine.engine_config import EngineConfig
 
-__all__ = ["compile"]
-
-
 ENGINE = (
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory", "kv_cache_dtype"),
     "structured_outputs",

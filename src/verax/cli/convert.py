@@ -9,8 +9,6 @@ import typer
 
 from verax.cli import options
 
-__all__ = ["convert", "quantize"]
-
 
 def convert(
     source: Annotated[

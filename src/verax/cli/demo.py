@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from verax.text.engine.llm import LLM
     from verax.text.engine.sampling_params import SamplingParams
 
-__all__ = ["demo"]
-
 QUESTION = "What is the capital of France?"
 COMPLETED = "Once upon a time, there was a"
 ASKED = ("Tell me a story about a fox called Mia.", "What color is the sky?")

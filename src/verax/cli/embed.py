@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from verax.batch.results import LineCounts
 
-__all__ = ["embed", "rerank"]
-
 
 @options.with_flags
 def embed(
@@ -115,16 +113,7 @@ def _embed_batch(
     *,
     retry_errors: bool,
 ) -> None:
-    """Append the vectors of a file's texts to the output, but for those that it has already.
-
-    Args:
-        path: the file of texts.
-        field: field of a line that has its text.
-        output: file of the vectors.
-        loading: arguments of `Encoder`.
-        encoding: arguments of `Encoder.encode`.
-        retry_errors: as in `ResultFile.open`.
-    """
+    """Append the vectors of a file's texts to the output, but for those that it has already."""
     from verax.batch.lines import CUSTOM_ID, PARQUET, InputFile, lines_path
     from verax.batch.work import LEAST, MOST, VectorLine, Vectors, write_vectors
 

@@ -17,16 +17,11 @@ if TYPE_CHECKING:
     from verax.batch.lines import InputFile, InputLine
     from verax.batch.results import LineCounts
 
-__all__ = ["AGAIN", "check_input", "check_output", "checked", "counted", "open_results", "read_lines", "run_lines"]
-
 
 def read_lines(file: Path | None = None, what: str = "prompt", *, keep_blank: bool = False) -> list[str]:
     """Lines of a file, or of standard input: all lines if `keep_blank`, otherwise the lines that are not blank.
 
     `what` is a word for one line, in errors.
-
-    Raises:
-        typer.BadParameter: naming the source, if it does not exist, is not UTF-8 text, or has blank lines only.
     """
     source = "standard input" if file is None else str(file)
     if file is not None and not file.is_file():
@@ -44,11 +39,7 @@ def read_lines(file: Path | None = None, what: str = "prompt", *, keep_blank: bo
 
 
 def checked(texts: list[str], what: str = "prompt", *, allow_empty: bool = False) -> list[str]:
-    """Texts, after a check that a tokenizer can read them: bytes of other encodings are lone surrogates in Python.
-
-    Raises:
-        typer.BadParameter: naming the text that is not UTF-8, or empty.
-    """
+    """Texts, after a check that a tokenizer can read them: bytes of other encodings are lone surrogates in Python."""
     for number, text in enumerate(texts, start=1):
         if not text and not allow_empty:
             raise typer.BadParameter(f"{what} {number}: it is empty")
@@ -65,11 +56,7 @@ AGAIN = ": the same command continues with the rest"
 
 
 def check_input(path: Path, output: Path, option: str) -> None:
-    """Check that there is a file of work, and that results go elsewhere.
-
-    Raises:
-        typer.BadParameter: if not.
-    """
+    """Check that there is a file of work, and that results go elsewhere."""
     if not path.is_file():
         raise typer.BadParameter(f"{option}: {path}: no such file")
     if output.exists() and output.samefile(path):
@@ -77,11 +64,7 @@ def check_input(path: Path, output: Path, option: str) -> None:
 
 
 def check_output(path: Path) -> None:
-    """Check that a file of results can be written.
-
-    Raises:
-        typer.BadParameter: if not.
-    """
+    """Check that a file of results can be written."""
     if not path.parent.is_dir() or path.is_dir():
         problem = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise typer.BadParameter(f"--output: {path}: {problem}")
@@ -90,14 +73,7 @@ def check_output(path: Path) -> None:
 def open_results(path: Path, kind: type[R], *, retry_errors: bool) -> ResultFile[R]:
     """File of results, or of the lines that become a Parquet file.
 
-    Args:
-        path: path of the output.
-        kind: record of its lines.
-        retry_errors: as in `ResultFile.open`.
-
-    Raises:
-        typer.BadParameter: if it cannot be written.
-        MissingDependencyError: for Parquet, if pyarrow is not installed.
+    `retry_errors`: as in `ResultFile.open`.
     """
     if path.suffix == PARQUET:
         require_optional("pyarrow")
@@ -106,12 +82,7 @@ def open_results(path: Path, kind: type[R], *, retry_errors: bool) -> ResultFile
 
 
 def counted(counts: LineCounts, failed_before: int) -> str:
-    """Sentence with the counts and the time of a run.
-
-    Args:
-        counts: counts of the run.
-        failed_before: errors of earlier runs in the output.
-    """
+    """Sentence with the counts and the time of a run."""
     earlier = f" (earlier errors: {failed_before:,}; --retry-errors runs them again)" if failed_before else ""
     return (
         f"{counts.done:,} done, {counts.failed:,} failed, {counts.skipped:,} skipped{earlier} in {counts.seconds:.1f} s"
@@ -130,10 +101,7 @@ def run_lines(
 ) -> bool:
     """Answer a file of work, with a bar; print what was done. True if no result in the output is an error.
 
-    Args:
-        label: label of the bar.
-        file, results, work, least, most: as in `LineRun`. The results are closed.
-        summary: gives the end of the line that is printed.
+    `file`, `results`, `work`, `least`, `most`: as in `LineRun`. The results are closed.
     """
     from verax.batch.results import LineRun
     from verax.progress import bar

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from verax.text.features.lora import LoRARequest
     from verax.text.features.structured_outputs import StructuredOutputs
 
-__all__ = ["generate"]
-
 MOST_AT_ONCE = 64
 """Largest number of sequences in one step: steps are compiled for sizes up to this. Few commands have more prompts."""
 

@@ -15,8 +15,6 @@ from verax.cli import options
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["info"]
-
 
 def info(
     model: Annotated[

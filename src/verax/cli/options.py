@@ -23,43 +23,14 @@ from verax.text.engine.engine_config import EngineConfig
 if TYPE_CHECKING:
     from verax.text.features.lora import LoRARequest
 
-__all__ = [
-    "BatchSize",
-    "ChatTemplate",
-    "Dtype",
-    "EncoderOptions",
-    "EncoderQuantization",
-    "Flags",
-    "Json",
-    "KvCacheDtype",
-    "Lora",
-    "Model",
-    "ModelOptions",
-    "Quantization",
-    "RetryErrors",
-    "SpeculativeConfig",
-    "engine_flags",
-    "given",
-    "lora_options",
-    "lora_request",
-    "sampling_flags",
-    "with_chat_template",
-    "with_flags",
-]
-
 
 @dataclass(frozen=True)
 class Flags:
     """Options of a table that a command takes.
 
     Attributes:
-        table: the dataclass.
         only: names of the options; all if None.
-        without: names of options that the command does not take.
-        defaults: defaults that differ from the table's.
         shown: defaults as the help text shows them, where they differ from the table's.
-        prefix: what the flags' names begin with, before the options' names.
-        panel: panel of the help text, if not the options' own.
         underscores: True if flags are also spelled with underscores.
     """
 
@@ -208,10 +179,6 @@ Model = Annotated[
     typer.Option("--model", "-m", help="A checkpoint folder, GGUF file or hub id; the built-in model if left out."),
 ]
 Dtype = Annotated[str, Flags(ModelOptions).flag("dtype")]
-Quantization = Annotated[str | None, Flags(ModelOptions).flag("quantization")]
-EncoderQuantization = Annotated[str | None, Flags(EncoderOptions).flag("quantization")]
-KvCacheDtype = Annotated[str, Flags(EngineConfig).flag("kv_cache_dtype")]
-SpeculativeConfig = Annotated[str | None, Flags(EngineConfig).flag("speculative_config")]
 
 Lora = Annotated[
     str | None, typer.Option("--lora", help="Folder of a LoRA adapter (PEFT) that the model is used with.")
@@ -251,11 +218,7 @@ def lora_request(lora: str | None) -> LoRARequest | None:
 
 
 def with_chat_template(llm: Any, file: Path | None) -> None:
-    """Render the conversations of an engine, whose tokenizer is replaced, with the template of a file if one is given.
-
-    Raises:
-        typer.BadParameter: if the file is not UTF-8 text.
-    """
+    """Render the conversations of an engine, whose tokenizer is replaced, with a file's template, if one is given."""
     if file is None or llm.tokenizer is None:
         return
     try:

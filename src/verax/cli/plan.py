@@ -16,8 +16,6 @@ from verax.options import option
 from verax.text.engine.engine_config import EngineConfig
 from verax.video.options import VideoRequest
 
-__all__ = ["plan"]
-
 _TEXT = {"max_model_len": "4096", "max_num_seqs": "8", "max_num_batched_tokens": "the engine's"}
 _TEXT |= {"kv_cache_dtype": "auto", "tensor_parallel_size": "1"}
 _CLIP = ("resolution", "height", "width", "num_frames", "num_inference_steps")

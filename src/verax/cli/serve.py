@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from verax.serve.http.server import Server
     from verax.text.features.lora import LoRARequest
 
-__all__ = ["Model", "Models", "ModelsFlags", "serve"]
-
 BUILT_IN = "verax-text"
 BUILT_IN_EMBEDDING = "verax-embed"
 BUILT_IN_VIDEO = "verax-video"
@@ -169,12 +167,7 @@ def _announce(server: Server, url: str) -> None:
 
 
 class Models:
-    """Models of a command, from the values of `ModelsFlags`: checked at once, loaded later.
-
-    Raises:
-        typer.BadParameter: for options that contradict each other.
-        MissingDependencyError: if a package of the server is not installed.
-    """
+    """Models of a command, from the values of `ModelsFlags`: checked at once, loaded later."""
 
     def __init__(
         self,
@@ -214,19 +207,12 @@ class Models:
     def loader(self, settings: ServerSettings, **more: Any) -> functools.partial[Server]:
         """Function that makes a server of the models; all but the text model are loaded when they are first used.
 
-        Args:
-            settings: settings of the server.
-            more: the `tracer` of the requests, and values of `QueueOptions`.
+        `more`: the `tracer` of the requests, and values of `QueueOptions`.
         """
         return functools.partial(_load, self._model, self._others, self.adapters, settings, **self.text, **more)
 
     def replicas(self, settings: ServerSettings, **queue: Any) -> AbstractContextManager[RunningReplicas]:
-        """Replicas of the server on Ray while a command runs.
-
-        Raises:
-            typer.BadParameter: for a wrong number of replicas.
-            MissingDependencyError: if Ray is not installed.
-        """
+        """Replicas of the server on Ray while a command runs."""
         given = self._ray["replicas"]
         least, colon, most = given.partition(":")
         if not colon:

@@ -12,8 +12,6 @@ from verax.cli import options
 from verax.cli.options import Flags
 from verax.train.settings import FinetuneSettings, LoraSettings
 
-__all__ = ["app"]
-
 app = typer.Typer(help="Fine-tune language models.", no_args_is_help=True)
 
 Data = Annotated[

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from verax.video.outputs import VideoOutput, VideoProgress
     from verax.video.pipeline import VideoPipeline
 
-__all__ = ["video"]
-
 _SPEED = "Speed and memory"
 
 
@@ -156,15 +154,7 @@ def video(
 def _make_clips(
     path: Path, folder: Path | None, pipeline: dict[str, Any], request: dict[str, Any], *, retry_errors: bool
 ) -> None:
-    """Make the clips of a file, but for those that the folder holds already.
-
-    Args:
-        path: the file of clips.
-        folder: folder of the results.
-        pipeline: arguments of `VideoPipeline.from_pretrained`.
-        request: fields of `VideoRequest` for lines that do not have them.
-        retry_errors: as in `ResultFile.open`.
-    """
+    """Make the clips of a file, but for those that the folder holds already."""
     from verax.batch.lines import InputFile
     from verax.batch.work import RESULTS, ClipLine, Clips
     from verax.video.pipeline import VideoPipeline

@@ -17,9 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from verax.checkpoint.video.parts import Renaming
-from verax.compare.trace import OUTPUT, Entry, Trace, split_call, split_leaf
-
-__all__ = ["Alignment", "Layout", "Names", "Pair", "align", "find_layout", "translator"]
+from verax.compare.trace import OUTPUT, Trace, split_call, split_leaf
 
 
 class Table(Protocol):
@@ -45,7 +43,6 @@ class Pair:
         ours, reference: names of the arrays: one each, or several on one side, which concatenated are the other's.
         layout: arrangement of ours in the reference's shape.
         by: way in which they were matched: `name`, `table`, or `shape and order`.
-        axis: axis along which several are concatenated.
     """
 
     ours: tuple[str, ...]
@@ -80,7 +77,6 @@ class Alignment:
     missing: list[str] = field(default_factory=list)
     """Outputs that our side lacks, of the whole or of layers that both have."""
     extra: list[str] = field(default_factory=list)
-    """Outputs that the reference lacks."""
 
     @property
     def guessed(self) -> list[Pair]:
@@ -91,9 +87,7 @@ class Alignment:
 def translator(names: Names | None, there: Container[str]) -> Callable[[str], tuple[tuple[str, ...], str] | None]:
     """A function from our path to the reference's paths, whose arrays are concatenated, and the way of the match.
 
-    Args:
-        names: the tables. A path that no table translates may have the same name on both sides.
-        there: paths of the reference.
+    `names`: the tables. A path that no table translates may have the same name on both sides.
     """
     if names is None:
         tables: Sequence[Table] = ()
@@ -116,8 +110,6 @@ def align(ours: Trace, reference: Trace, names: Names | None = None, *, guess: b
     """Match two traces.
 
     Args:
-        ours: trace of the JAX side.
-        reference: trace of the PyTorch side.
         names: tables between our names and the reference's, where they differ.
         guess: match the rest by shape, in the order of the two runs.
     """
@@ -268,7 +260,9 @@ def _by_shape(ours: Trace, left: list[str], reference: Trace, rest: list[str]) -
 
     Among equally long ones, that in which most last components of names are equal.
     """
-    layouts = [[_alike(ours.entries[mine], reference.entries[other]) for other in rest] for mine in left]
+    layouts = [
+        [find_layout(ours.entries[mine].shape, reference.entries[other].shape) for other in rest] for mine in left
+    ]
     best = np.zeros((len(left) + 1, len(rest) + 1))
 
     def score(i: int, j: int) -> float:
@@ -293,10 +287,6 @@ def _by_shape(ours: Trace, left: list[str], reference: Trace, rest: list[str]) -
     return matches
 
 
-def _alike(mine: Entry, other: Entry) -> Layout | None:
-    return find_layout(mine.shape, other.shape)
-
-
 MAX_AXES = 6
 """Largest number of axes for which every transposition is tried; with more, only the usual ones are."""
 
@@ -305,11 +295,8 @@ MAX_AXES = 6
 class Layout:
     """The arrangement of an array of shape `source` as one of shape `target`: transposed by `axes`, then reshaped.
 
-    Attributes:
-        source, target: shapes before and after.
-        axes: order of the axes of `source` before reshaping.
-        ambiguous: True if another transposition has the same shape, and the usual one was taken.
-        broadcast: True if the target repeats the source (NumPy broadcasting), which is not transposed then.
+    `ambiguous`: True if another transposition has the same shape, and the usual one was taken. `broadcast`: True if the
+    target repeats the source (NumPy broadcasting), which is not transposed then.
     """
 
     source: tuple[int, ...]

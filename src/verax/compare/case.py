@@ -6,7 +6,6 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,6 @@ from verax.compare.align import Names
 from verax.compare.outputs import LogitsComparison, VectorsComparison
 from verax.compare.trace import Watch
 from verax.errors import CheckpointError, InvalidParameterError
-
-__all__ = ["Case", "Inputs", "Shape", "Side", "pair_case", "read_inputs"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class Side:
 
     model: Any
     args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
     call: Callable[..., Any] | None = None
     watch: tuple[Watch, ...] = ()
     inputs: tuple[str, ...] = ()
@@ -63,7 +60,7 @@ class Case:
     reference: Callable[[str], Side]
     ours: Callable[[str], Side]
     names: Names | None = None
-    about: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    about: Mapping[str, Any] = field(default_factory=dict)
     judge: Callable[[np.ndarray, np.ndarray], LogitsComparison | VectorsComparison] | None = None
 
 
@@ -72,9 +69,8 @@ def pair_case(
 ) -> Case:
     """The case of two models in whatever dtype they have.
 
-    Args:
-        reference, ours, names, title: as in `compare`.
-        args, kwargs: arguments of both calls, where a model is not a `Side` with its own arguments.
+    `reference`, `ours`, `names`, `title`: as in `compare`. `args`, `kwargs`: arguments of both calls, where a model is
+    not a `Side` with its own arguments.
     """
 
     def side(given: Any) -> Callable[[str], Side]:
@@ -92,14 +88,11 @@ Shape = tuple[int | None, ...]
 class Inputs:
     """Texts, arrays by the names of the reference's arguments, or neither.
 
-    Attributes:
-        texts: prompts or sentences.
-        arrays: arrays in the reference's layout.
-        origin: file of the inputs, for reports; empty without a file.
+    `origin`: file of the inputs, for reports; empty without a file.
     """
 
     texts: tuple[str, ...] = ()
-    arrays: Mapping[str, np.ndarray] = field(default_factory=lambda: MappingProxyType({}))
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
     origin: str = ""
 
     @property
@@ -110,12 +103,7 @@ class Inputs:
     def checked(self, known: Mapping[str, Shape], *, texts: bool = False) -> Mapping[str, np.ndarray]:
         """The arrays, if the call takes them.
 
-        Args:
-            known: shapes of what it takes, by name.
-            texts: True if the call takes texts too.
-
-        Raises:
-            InvalidParameterError: for texts that it does not take, an unknown name, or another shape.
+        `known`: shapes of what it takes, by name. `texts`: True if the call takes texts too.
         """
         takes = ", ".join(f"{name} {_written(shape)}" for name, shape in known.items()) or "no arrays"
         if self.texts and not texts:
@@ -133,11 +121,7 @@ class Inputs:
 
 
 def read_inputs(path: str | Path) -> Inputs:
-    """Read a file: `.txt` has a text in each line, `.safetensors` and `.npz` have arrays by name.
-
-    Raises:
-        InvalidParameterError: if it is none of these, cannot be read, or has nothing in it.
-    """
+    """Read a file: `.txt` has a text in each line, `.safetensors` and `.npz` have arrays by name."""
     path = Path(path).expanduser()
     try:
         if path.suffix == ".txt":

@@ -17,8 +17,6 @@ from verax.compare.outputs import LogitsComparison, VectorsComparison
 from verax.compare.trace import OBJECT, OUTPUT, TEXT, Trace
 from verax.errors import InvalidParameterError
 
-__all__ = ["MAX_RATIO", "Comparison", "Errors", "Origin", "Row", "kind_of", "measure", "measure_rows", "not_finite"]
-
 MAX_REL = 1e-4
 """Bound on the relative L2 error of every layer in float32, where none is given."""
 
@@ -40,9 +38,7 @@ ENOUGH = 8
 class Origin(NamedTuple):
     """Where the first NaN or infinity of a side arose.
 
-    Attributes:
-        layer: name of the first recorded array that has one.
-        operation: the operation that made it of finite numbers, with its module; or what it was given.
+    `operation`: the operation that made it of finite numbers, with its module; or what it was given.
     """
 
     layer: str
@@ -269,14 +265,7 @@ class Comparison:
 def measure_rows(
     pairs: Sequence[Pair], ours: Trace, reference: Trace, truth: Trace | None = None, own: Trace | None = None
 ) -> list[Row]:
-    """A row for each pair.
-
-    Args:
-        pairs: pairs from `align`.
-        ours, reference: the traces.
-        truth: trace of the reference in float32, with the same names.
-        own: trace of ours with each layer on the reference's activations.
-    """
+    """A row for each pair. `own`: trace of ours with each layer on the reference's activations."""
     rows = []
     for pair in pairs:
         mine, other = pair.load(ours, reference)
@@ -321,10 +310,8 @@ class Errors(NamedTuple):
     """The distance of an array from a reference of the same shape. The numbers are NaN where a side is not finite.
 
     Attributes:
-        max_abs: the largest absolute difference.
         max_rel: `max_abs` divided by the mean absolute value of the reference.
         l2: the norm of the difference divided by the norm of the reference: the relative error of the whole.
-        cosine: cosine of the angle between the two.
         not_finite: the first NaN or infinity of each side in words; empty if all numbers are finite.
         unequal: the number of differences between integers, booleans or texts in words, and the first; empty for
             floats, and if there is none.
@@ -342,9 +329,6 @@ def measure(ours: np.ndarray, reference: np.ndarray) -> Errors:
     """Errors of `ours`, in float64.
 
     Integers, booleans and texts are compared exactly. Two empty arrays are equal.
-
-    Raises:
-        InvalidParameterError: for different shapes.
     """
     if ours.shape != reference.shape:
         raise InvalidParameterError(f"ours: expected shape {list(reference.shape)}, got {list(ours.shape)}")

@@ -20,10 +20,7 @@ from verax.compare.case import Side
 from verax.compare.trace import OUTPUT, Recorder, Trace, leaves, recording
 from verax.errors import InvalidParameterError
 
-__all__ = ["SCOPE", "as_program", "gradients_jax", "run_compiled", "trace_jax"]
-
 SCOPE = "module:"
-"""Beginning of the name scopes of modules."""
 
 Replace = Callable[[str, tuple[int, ...]], np.ndarray | None]
 """Replacement of a recorded value, by its name and shape; None leaves the value."""
@@ -56,7 +53,8 @@ def trace_jax(
                 continue
             kept = leaf if axes is None else jnp.transpose(leaf, axes)
             if isinstance(leaf, Tracer):
-                jax.debug.callback(partial(_record, trace, path), kept)
+                report: Any = partial(_add, trace, path)
+                jax.debug.callback(report, kept)
                 continue
             entry = _add(trace, path, kept)
             other = None if replace is None else replace(entry, kept.shape)
@@ -124,7 +122,6 @@ def gradients_jax(side: Side, cotangents: Mapping[str, np.ndarray]) -> dict[str,
     """Gradients of the sum of `output * cotangent` by each float parameter, under the parameter's name.
 
     Args:
-        side: a Flax NNX module and its call.
         cotangents: weights of each output of floats, by its name in the trace.
     """
     graph, params, rest = nnx.split(side.model, nnx.Param, ...)
@@ -137,10 +134,6 @@ def gradients_jax(side: Side, cotangents: Mapping[str, np.ndarray]) -> dict[str,
 
     gradients = jax.jit(jax.grad(loss))(params)
     return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradients)}
-
-
-def _record(trace: Trace, name: str, value: Any) -> None:
-    _add(trace, name, value)
 
 
 def _add(trace: Trace, name: str, value: Any) -> str:

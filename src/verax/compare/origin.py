@@ -25,8 +25,6 @@ from verax.compare.jax_side import SCOPE, as_program
 from verax.compare.torch_side import hook_modules, to_numpy, to_torch, torch
 from verax.compare.trace import OUTPUT, Trace, split_call, split_leaf
 
-__all__ = ["origin_jax", "origin_torch"]
-
 CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat")
 """Operations of JAX that only call a function, whose own operations are looked at."""
 

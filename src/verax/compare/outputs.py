@@ -15,16 +15,6 @@ import numpy as np
 
 from verax.errors import InvalidParameterError
 
-__all__ = [
-    "Difference",
-    "LogitsComparison",
-    "VectorsComparison",
-    "candidates",
-    "compare_logits",
-    "compare_vectors",
-    "first_difference",
-]
-
 TOP = 5
 """Number of candidates of a position: a token among them counts as close, as in vLLM's tests of log-probabilities."""
 
@@ -132,9 +122,6 @@ def compare_logits(first: Any, second: Any, tokens: Sequence[int] | None = None,
         second: the same shape. Cut off padding of the vocabulary before.
         tokens: T tokens whose log-probabilities are compared; the reference's likeliest if None.
         top: number of candidates that are reported at the first difference.
-
-    Raises:
-        InvalidParameterError: if shapes do not fit, a logit is NaN or infinite, or a token is outside the vocabulary.
     """
     a, b = _pair(first, second, "[positions, vocabulary]")
     log_p, log_q = _log_softmax(a), _log_softmax(b)
@@ -182,11 +169,8 @@ def first_difference(
     """First difference of two generated texts, with the candidates of both sides; None if the texts are the same.
 
     Args:
-        first: tokens of the reference.
-        second: tokens of the other side.
         first_candidates: likeliest tokens of each position and their log-probabilities, from `candidates` or
             `CompletionOutput.logprobs`.
-        second_candidates: likeliest tokens of the other side.
     """
     shorter, longer = sorted((len(first), len(second)))
     parted = (t for t in range(shorter) if first[t] != second[t])
@@ -204,11 +188,7 @@ def first_difference(
 
 
 def compare_vectors(first: Any, second: Any) -> VectorsComparison:
-    """Compare vectors `[n, D]` of the same n sentences by two encoders.
-
-    Raises:
-        InvalidParameterError: if shapes differ, a number is NaN or infinite, or a vector is zero.
-    """
+    """Compare vectors `[n, D]` of the same n sentences by two encoders."""
     from scipy import stats  # JAX depends on it
 
     a, b = _pair(first, second, "[sentences, size]")
@@ -239,11 +219,7 @@ def compare_vectors(first: Any, second: Any) -> VectorsComparison:
 
 
 def _pair(first: Any, second: Any, layout: str) -> tuple[np.ndarray, np.ndarray]:
-    """Both arrays in float64.
-
-    Raises:
-        InvalidParameterError: if they are not of one two-dimensional shape, or a number is not finite.
-    """
+    """Both arrays in float64."""
     a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
     if a.ndim != 2 or 0 in a.shape:
         raise InvalidParameterError(f"first: expected an array {layout}, got one of shape {list(a.shape)}")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,8 +32,6 @@ from verax.errors import InvalidParameterError
 from verax.video.networks import PromptTokenizer
 from verax.video.pipeline import VideoPipeline
 
-__all__ = ["RANDOM_PIPELINES", "Clip", "compare_pipelines", "random_video"]
-
 MIN_PSNR = 60.0
 """dB, of the worst frame in float32. A difference of one level of 256 in every pixel would be 48 dB."""
 
@@ -49,12 +46,10 @@ NOTHING = Inputs()
 WORDS = tuple(PROMPT.lower().split())
 RANDOM_SETTINGS = dict(height=32, fps=8, guidance_scale=4.0)
 RANDOM_WIDTHS = {"tiny": 48, "tiny-5b": 64}
-RANDOM_PIPELINES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "tiny": {"_class_name": "SkyReelsV2ImageToVideoPipeline"},
-        "tiny-5b": {"_class_name": "WanPipeline", "expand_timesteps": True},
-    }
-)
+RANDOM_PIPELINES: Mapping[str, Mapping[str, Any]] = {
+    "tiny": {"_class_name": "SkyReelsV2ImageToVideoPipeline"},
+    "tiny-5b": {"_class_name": "WanPipeline", "expand_timesteps": True},
+}
 """Settings of model_index.json of the sizes of `RANDOM` that have all parts of a pipeline."""
 
 
@@ -62,12 +57,7 @@ RANDOM_PIPELINES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 class Clip:
     """The clip that both pipelines make; settings that are None are small, or the checkpoint's.
 
-    Attributes:
-        prompt: description of the clip.
-        height, width: size of a frame.
-        num_frames: number of frames, 4n + 1.
-        num_inference_steps: steps of the solver.
-        seed: seed of the noise.
+    `num_frames`: number of frames, 4n + 1.
     """
 
     prompt: str = PROMPT
@@ -94,19 +84,11 @@ def compare_pipelines(
 
     Args:
         model: a folder of either published layout. diffusers' form is made of its parts.
-        clip: settings of the clip.
-        dtype: dtype of the weights on both sides.
         inputs: `latents` `[1, channels, F, H, W]` to begin with, and for image to video an `image` `[H, W, 3]`, uint8,
             instead of noise by `clip.seed` and a gradient.
         repeat: make each clip a second time, to say whether a side is deterministic.
 
-    Returns:
-        The report; its `failures` are empty if they count as equal.
-
-    Raises:
-        CheckpointError, InvalidParameterError: if the model cannot be read, or cannot make such a clip; or if a side's
-            clip has NaN or infinities.
-        MissingDependencyError: without torch, diffusers, transformers or scikit-image.
+    Result: the report; its `failures` are empty if they count as equal.
     """
     clip = Clip() if clip is None else clip
     opened = VideoFolder(model)

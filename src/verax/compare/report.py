@@ -23,8 +23,6 @@ from verax.files import write_json, write_text
 from verax.page import escaped, figure, page, svg_style, svg_text, table
 from verax.video import files
 
-__all__ = ["VideoReport", "show", "write"]
-
 ROWS = 40
 """Most rows that a terminal gets without `every`: the blocks of a larger model, and what stands out."""
 
@@ -111,8 +109,6 @@ def show(result: Comparison, console: Console, *, every: bool = False) -> None:
     """Print the tables and the verdict.
 
     Args:
-        result: the comparison.
-        console: console to print to.
         every: print all rows, however many.
     """
     rows = result.rows if every else _chosen(result)
@@ -317,9 +313,6 @@ class VideoReport:
 
         The folder is created if missing. The HTML page has the plot, the worst frame and the clip in it, and needs no
         network and no other file.
-
-        Raises:
-            MissingDependencyError: without PyAV, Pillow or matplotlib.
         """
         folder.mkdir(parents=True, exist_ok=True)
         clip = files.write_clip(self.panels(), folder / "side-by-side.mp4", fps=self.fps or FPS)

@@ -25,8 +25,6 @@ from verax.compare.trace import OUTPUT, Trace
 from verax.errors import InvalidParameterError
 from verax.machine import peak_memory
 
-__all__ = ["compare", "compare_case"]
-
 VANISHING = 1e-4
 """Fraction of the median of all gradients below which a gradient is measured against that median."""
 
@@ -52,7 +50,6 @@ def compare(
         ours: a Flax NNX module, a function of arrays with taps, or a `Side`.
         args: NumPy arrays that both are called with, where a model is not a `Side` with its own arguments.
         names: table between our names and the reference's, where they differ: a dict of beginnings, `{i}` for a number.
-        title: title of the report.
         inject: run ours a second time with each layer on the reference's activations, so that errors are located.
         backward: compare gradients of a weighted sum of the output by each parameter too.
         fused: run ours also as engines do, as one compiled program with fused operations, and compare its output.
@@ -90,7 +87,6 @@ def compare_case(
     """Run a case. One model is in memory at a time (two while weights are rounded), and one array of the traces.
 
     Args:
-        case: the two sides to compare.
         dtype: dtype of the weights and matmul inputs. Below float32 the reference also runs in float32, with weights
             rounded to `dtype`: the truth about both sides.
         inject, backward, fused, repeat, guess, max_rel: as in `compare`.

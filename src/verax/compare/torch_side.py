@@ -15,15 +15,9 @@ from verax._optional import require_optional
 from verax.compare.case import Side
 from verax.compare.trace import OUTPUT, Recorder, Trace, leaves, recording
 
-__all__ = ["gradients_torch", "hook_modules", "round_like", "to_numpy", "to_torch", "torch", "trace_torch"]
-
 
 def torch() -> Any:
-    """The package torch.
-
-    Raises:
-        MissingDependencyError: where it is not installed.
-    """
+    """The package torch."""
     return require_optional("torch")
 
 

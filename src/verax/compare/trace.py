@@ -13,15 +13,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import ml_dtypes  # noqa: F401  (NumPy knows bfloat16 and its like by name once it is imported)
 import numpy as np
 
 from verax.errors import InvalidParameterError
-
-__all__ = ["OUTPUT", "Entry", "Recorder", "Trace", "Watch", "leaves", "recording", "split_call", "split_leaf", "tap"]
 
 OUTPUT = "(output)"
 """Name of the output of the whole call."""
@@ -195,7 +192,7 @@ class Watch:
     owner: Any
     attribute: str
     outputs: tuple[str, ...] = ()
-    inputs: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
+    inputs: Mapping[int, str] = field(default_factory=dict)
     axes: tuple[int, ...] | None = None
     where: str = ""
 

@@ -16,8 +16,6 @@ from verax import progress
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError
 
-__all__ = ["DEFINITIONS", "QUALITY", "WINDOW", "VideoComparison", "compare_clips", "decibels", "differences"]
-
 WINDOW = 11
 """Side of SSIM's Gaussian window in pixels: scikit-image's, for a standard deviation of 1.5."""
 
@@ -46,11 +44,9 @@ class VideoComparison:
     height: int
     width: int
     mse: tuple[float, ...]
-    """Mean squared error of each frame."""
     psnr: tuple[float, ...]
     """PSNR of each frame, dB; infinite for identical frames."""
     ssim: tuple[float, ...]
-    """SSIM of each frame."""
     mean_difference: float
     p95_difference: float
     p99_difference: float
@@ -124,13 +120,8 @@ class VideoComparison:
 def compare_clips(first: np.ndarray, second: np.ndarray) -> VideoComparison:
     """Compare two clips of one size, frame by frame.
 
-    Args:
-        first: `[frames, height, width, 3]`, uint8, or floats from 0 to 1. The relative difference is relative to it.
-        second: the same shape; its dtype may be the other.
-
-    Raises:
-        InvalidParameterError: if an array is not a clip, the shapes differ, or a frame is smaller than SSIM's window.
-        MissingDependencyError: without scikit-image.
+    `first`: `[frames, height, width, 3]`, uint8, or floats from 0 to 1. The relative difference is relative to it.
+    `second`: the same shape; its dtype may be the other.
     """
     for name, clip in (("first", first), ("second", second)):
         _check(name, clip)

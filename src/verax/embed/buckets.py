@@ -27,20 +27,6 @@ from verax.models import DTYPES
 from verax.nn import Linear, pack_linear_weights
 from verax.ops import QuantizedWeight
 
-__all__ = [
-    "Buckets",
-    "Job",
-    "PackedBuckets",
-    "PaddedBuckets",
-    "Tokens",
-    "check_batch_size",
-    "check_texts",
-    "compiled",
-    "load_for_calls",
-    "run_jobs",
-    "tokens_per_call",
-]
-
 SHORTEST = 16
 """Tokens of the smallest bucket."""
 
@@ -48,7 +34,6 @@ TOKENIZED_AT_ONCE = 512
 """Texts that are tokenised together: enough to sort like lengths together and to fill all cores."""
 
 ROWS = 32
-"""Texts of a padded call by default."""
 
 TOKENS_PER_SENTENCE = 4
 """Tokens that a sentence takes at least of a packed call: they bound the sentences of a call by its tokens."""
@@ -76,7 +61,6 @@ class Job:
     types: Int32[np.ndarray, "rows tokens"]
     """Types of the tokens; 0 where they have none."""
     members: Int32[np.ndarray, "n"]
-    """Indices of the texts."""
 
 
 _Waiting = tuple[int, Tokens]
@@ -115,10 +99,6 @@ class Buckets(abc.ABC):
         """Texts as calls, tokenised some batches ahead, roughly the longest first.
 
         They are sorted by characters over all texts, by tokens among those that are tokenised together.
-
-        Args:
-            characters: number of characters of each text.
-            tokenize: function from indices of texts to their tokens.
         """
         order = sorted(range(len(characters)), key=lambda i: -characters[i])
         waiting: list[_Waiting] = []
@@ -138,10 +118,8 @@ class PackedBuckets(Buckets):
     def __init__(self, batch_size: int | None, max_length: int, tokens: int):
         """Calls for texts of up to `max_length` tokens.
 
-        Args:
-            batch_size: most texts in a call; as many as `tokens` hold if None.
-            max_length: tokens of the longest text.
-            tokens: most tokens of several texts in a call.
+        `batch_size`: most texts in a call; as many as `tokens` hold if None. `tokens`: most tokens of several texts in
+        a call.
         """
         self.tokens = tokens
         self.batch_size = batch_size or max(1, tokens // TOKENS_PER_SENTENCE)
@@ -272,13 +250,8 @@ def run_jobs(
 ) -> None:
     """Run calls and write their results. While the device works on the calls that it has, the host makes the next.
 
-    Args:
-        jobs: calls.
-        dispatch: function that begins one and returns its result, a row for each row of the call.
-        results: array that gets the result of each text.
-        label: words for the progress bar.
-        unit: plural of what has one result each, for the progress bar.
-        show_progress: a bar, if stderr is a terminal.
+    `dispatch`: function that begins one and returns its result, a row for each row of the call. `unit`: plural of what
+    has one result each, for the progress bar.
     """
     done = 0
     pending: deque[tuple[Job, Array]] = deque()
@@ -303,11 +276,7 @@ def run_jobs(
 
 
 def check_batch_size(batch_size: Any) -> None:
-    """Check the number of texts of a call, if one is given.
-
-    Raises:
-        InvalidParameterError: if it is below 1, or no whole number.
-    """
+    """Check the number of texts of a call, if one is given."""
     if batch_size is None:
         return
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
@@ -315,11 +284,7 @@ def check_batch_size(batch_size: Any) -> None:
 
 
 def check_texts(texts: Any, name: str) -> list[str]:
-    """Texts as a list, if they are texts; `name` is the argument's, for messages.
-
-    Raises:
-        InvalidParameterError: naming the first that is not a text.
-    """
+    """Texts as a list, if they are texts; `name` is the argument's, for messages."""
     if isinstance(texts, bytes) or not isinstance(texts, Iterable):
         raise InvalidParameterError(f"{name}: expected a text or texts, got {texts!r}")
     checked = list(texts)
@@ -349,20 +314,8 @@ def load_for_calls(
 ) -> Any:
     """Load a model, quantise it if asked for, and pack its weights for the processor.
 
-    Args:
-        opened: the checkpoint.
-        model_class: class of the model.
-        config: configuration of the model.
-        dtype: name of the dtype of weights and matmul inputs.
-        quantization: a name of `QUANTIZATIONS`, or None.
-        keep_head: keep a language model's own head, from which rerankers read the answer.
-            Encoders do not call it. The head that quantising makes of tied embeddings is dropped in any case: the
-            embeddings themselves stay floats.
-        show_progress: show a bar while loading, if stderr is a terminal.
-
-    Raises:
-        CheckpointError: if the weights do not fit the configuration.
-        InvalidParameterError: for another quantisation.
+    `keep_head`: keep a language model's own head, from which rerankers read the answer. Encoders do not call it. The
+    head that quantising makes of tied embeddings is dropped in any case: the embeddings themselves stay floats.
     """
     if quantization is not None and quantization not in QUANTIZATIONS:
         raise InvalidParameterError(

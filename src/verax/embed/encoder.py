@@ -34,8 +34,6 @@ from verax.fields import Size, read_value
 from verax.nn import Sentences
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["Encoder"]
-
 
 class Encoder:
     """Sentences to vectors: weights on the device, a program for each bucket of lengths.
@@ -159,7 +157,6 @@ class Encoder:
         """Vectors of sentences, in their order; of one sentence that is given as a string, one vector.
 
         Args:
-            sentences: any number of texts.
             normalize: vectors of length 1, whose dot products are cosines. False keeps the lengths that pooling gives,
                 also where the checkpoint lists a step that normalises.
             batch_size: most sentences in one call of the device; as many as its tokens hold if None.
@@ -265,9 +262,7 @@ class Encoder:
         """Token ids of each sentence, special ones included, and the number of tokens that were cut from its end.
 
         Args:
-            sentences: any number of texts.
             max_length: tokens that are kept of a sentence; at most, and by default, `Encoder.max_length`.
-            prompt: text that goes before each sentence.
 
         Raises:
             InvalidParameterError: if a sentence is not a text, or `max_length` leaves no token for it.

@@ -28,18 +28,6 @@ from verax.loading import load_model
 from verax.models.bert import ACTIVATIONS
 from verax.nn import LayerNorm, Linear, Sentences
 
-__all__ = [
-    "POOLINGS",
-    "Modules",
-    "activation_function",
-    "cut",
-    "list_modules",
-    "load_modules",
-    "normalized",
-    "open_folder",
-    "pool",
-]
-
 TOKENS, SENTENCE = "token_embeddings", "sentence_embedding"
 
 _FLAGS = {
@@ -64,11 +52,8 @@ def pool(
 ) -> Float[Array, "S D"]:
     """Pool hidden states into one vector a sentence, float32. Padding does not count.
 
-    Args:
-        hidden: hidden states.
-        sentences: places of the sentences.
-        pooling: one of `POOLINGS`.
-        skipped: number of first tokens, a prompt's, that do not count, except for the last token.
+    `pooling`: one of `POOLINGS`. `skipped`: number of first tokens, a prompt's, that do not count, except for the last
+    token.
     """
     if pooling == "cls":
         return sentences.first(hidden, skipped).astype(jnp.float32)
@@ -113,11 +98,7 @@ _TORCH: dict[str, Callable[[Array], Array]] = {
 
 
 def activation_function(name: str, where: str) -> Callable[[Array], Array]:
-    """The function that a file of sentence-transformers names, such as `torch.nn.modules.activation.Tanh`.
-
-    Raises:
-        UnsupportedModelError: for another one, with the file.
-    """
+    """The function that a file of sentence-transformers names, such as `torch.nn.modules.activation.Tanh`."""
     module, _, function = name.rpartition(".")
     if not module.startswith("torch.nn.modules.") or function not in _TORCH:
         raise UnsupportedModelError(
@@ -153,12 +134,7 @@ class DenseConfig:
 
     @classmethod
     def from_file(cls, config: Mapping[str, Any]) -> DenseConfig:
-        """Read the config.json of the layer's folder.
-
-        Raises:
-            UnsupportedModelError: for another activation function, or a missing size.
-            CheckpointError: for a value of a wrong type.
-        """
+        """Read the config.json of the layer's folder."""
         require_fields(config, ("in_features", "out_features"), "Dense layer")
         name = read_value(config, "activation_function", str, "torch.nn.modules.activation.Tanh")
         values = read_fields(config, cls, ("in_features", "out_features", "bias", "use_residual"))
@@ -217,12 +193,7 @@ _KINDS = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout"
 
 
 def list_modules(folder: Path) -> list[Entry]:
-    """Modules of a folder in the order of its modules.json, the transformer first; empty without such a file.
-
-    Raises:
-        CheckpointError: if the file is damaged.
-        UnsupportedModelError: for another module, with its type, or a program that does not begin with a transformer.
-    """
+    """Modules of a folder in the order of its modules.json, the transformer first; empty without such a file."""
     path = folder / "modules.json"
     if not path.is_file():
         return []
@@ -245,12 +216,7 @@ def list_modules(folder: Path) -> list[Entry]:
 
 
 def open_folder(model: str | Path, revision: str | None) -> tuple[Path, Checkpoint]:
-    """Folder of an encoder or a reranker, and the checkpoint of its transformer, which may be a folder in it.
-
-    Raises:
-        CheckpointError: if it is missing or damaged.
-        UnsupportedModelError: if it is a GGUF file, or has modules that are not supported.
-    """
+    """Folder of an encoder or a reranker, and the checkpoint of its transformer, which may be a folder in it."""
     folder = resolve(model, revision=revision)
     if folder.is_file():
         raise UnsupportedModelError(
@@ -263,9 +229,7 @@ def open_folder(model: str | Path, revision: str | None) -> tuple[Path, Checkpoi
 class Modules(nnx.Module):
     """The modules after a transformer, which make a vector of each sentence.
 
-    Attributes:
-        width: numbers in a vector.
-        pooling: names of the poolings, with `+` between several.
+    `pooling`: names of the poolings, with `+` between several.
     """
 
     def __init__(self, steps: Sequence[tuple[str, str, nnx.Module]], width: int):
@@ -294,17 +258,7 @@ def load_modules(
 ) -> Modules:
     """Load the modules after a folder's transformer, and check that they fit each other.
 
-    Args:
-        folder: folder of the checkpoint.
-        width: numbers in a state of the transformer.
-        pooling: one of `POOLINGS`, in the place of the files' one.
-        default: pooling of a folder without a modules.json.
-        dtype: dtype of the weights.
-
-    Raises:
-        CheckpointError: if a file is damaged, or sizes do not fit.
-        UnsupportedModelError: for another pooling or module, or a program that gives no vector of a sentence.
-        InvalidParameterError: for another `pooling`.
+    `pooling`: one of `POOLINGS`, in the place of the files' one. `default`: pooling of a folder without a modules.json.
     """
     if pooling is not None and pooling not in POOLINGS:
         raise InvalidParameterError(f"pooling: expected one of {', '.join(POOLINGS)}, got {pooling!r}")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -35,8 +35,6 @@ from verax.models import causal_lm, cross_encoder, hidden_states
 from verax.nn import Sentences
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["RankedDocument", "Reranker"]
-
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 """Instruction that Qwen3-Reranker was published with."""
 
@@ -50,39 +48,13 @@ SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 """End of every prompt of Qwen3-Reranker. The next token is the answer."""
 
 
-class Scorer(Protocol):
-    """Way to make tokens of a pair, and a score of the model's states."""
-
-    max_length: int
-    """Tokens that are read of a pair."""
-    takes_instruction: bool
-
-    def tokenize(self, query: str, documents: Sequence[str], instruction: str | None, max_length: int) -> list[Tokens]:
-        """Tokens of the query with each document, at most `max_length`."""
-        ...
-
-    def scores(
-        self, model: Any, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"]
-    ) -> Float[Array, "S"]:
-        """Score of each pair, float32."""
-        ...
-
-
 def scorer_of(
     opened: Checkpoint, tokenizer: Tokenizer, max_length: int | None, model_file: JsonObject
-) -> tuple[Scorer, type[Any], Any]:
+) -> tuple[CrossEncoder | YesOrNo, type[Any], Any]:
     """Scorer of a checkpoint, and its model's class and configuration.
 
-    Args:
-        opened: the checkpoint.
-        tokenizer: tokenizer of the checkpoint.
-        max_length: tokens that are read of a pair; the checkpoint's limit if None.
-        model_file: content of config_sentence_transformers.json.
-
-    Raises:
-        CheckpointError: if a file is damaged.
-        UnsupportedModelError: if it is neither a cross-encoder of one label nor Qwen3-Reranker.
-        InvalidParameterError: for a `max_length` that makes no sense.
+    `max_length`: tokens that are read of a pair; the checkpoint's limit if None. `model_file`: content of
+    config_sentence_transformers.json.
     """
     names = read_value(opened.config, "architectures", tuple[str, ...], ())
     generates = any(name.endswith("ForCausalLM") for name in names)
@@ -109,12 +81,7 @@ class CrossEncoder:
     takes_instruction = False
 
     def __init__(
-        self,
-        opened: Checkpoint,
-        tokenizer: Tokenizer,
-        positions: int,
-        max_length: int | None,
-        model_file: JsonObject,
+        self, opened: Checkpoint, tokenizer: Tokenizer, positions: int, max_length: int | None, model_file: JsonObject
     ):
         tokens = read_transformer_file(opened.folder, "sequence-classification")
         self.max_length = read_max_length(opened.folder, positions, max_length, tokens)
@@ -296,8 +263,6 @@ class Reranker:
         function, a sigmoid if it names none. Qwen3-Reranker's are the probability of "yes" against "no".
 
         Args:
-            query: a text.
-            documents: any number of texts.
             instruction: task of a document, for models that read one; the published instruction if None.
             prompt_name: name of the checkpoint's prompt that goes before the query; its default if None.
             prompt: text that goes before the query, whatever `prompt_name` is.
@@ -374,7 +339,6 @@ class Reranker:
         """Scores of tokens that `tokenize` gave, in their order.
 
         Args:
-            pairs: tokens of each pair.
             batch_size: as in `score`.
         """
         check_batch_size(batch_size)

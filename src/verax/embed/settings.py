@@ -15,8 +15,6 @@ from verax.errors import CheckpointError, InvalidParameterError, UnsupportedMode
 from verax.fields import Size, read_value
 from verax.files import JsonObject, read_json
 
-__all__ = ["EncoderSettings", "Prompts", "read_max_length", "read_model_file", "read_transformer_file"]
-
 _DOCUMENT = ("document", "passage", "corpus")
 """Names of the prompt of documents, the preferred first: sentence-transformers'."""
 
@@ -44,15 +42,10 @@ class Prompts:
 
     texts: Mapping[str, str] = field(default_factory=dict)
     default: str | None = None
-    """Name of the prompt that is used by default."""
 
     @classmethod
     def from_file(cls, config: JsonObject) -> Prompts:
-        """Read them from the content of `config_sentence_transformers.json`.
-
-        Raises:
-            CheckpointError: if the file is damaged, or has no prompt of the default name.
-        """
+        """Read them from the content of `config_sentence_transformers.json`."""
         texts = read_value(config, "prompts", dict[str, str | None], {})
         default = read_value(config, "default_prompt_name", str, None)
         if default is not None and default not in (*texts, "query", "document"):
@@ -60,11 +53,7 @@ class Prompts:
         return cls({name: text or "" for name, text in texts.items()}, default)
 
     def text(self, name: str | None) -> str:
-        """Text of a prompt by its name; of the default one, or none, for None.
-
-        Raises:
-            InvalidParameterError: if there is no such prompt, naming the existing ones.
-        """
+        """Text of a prompt by its name; of the default one, or none, for None."""
         if name is None:
             return "" if self.default is None else self.texts.get(self.default, "")
         if name not in self.texts:
@@ -109,17 +98,8 @@ class EncoderSettings:
     ) -> EncoderSettings:
         """Read a folder. What is given as an argument goes before what the files say.
 
-        Args:
-            folder: folder of the checkpoint.
-            transformer: folder of its transformer, if that is another.
-            positions: tokens that the model can read at most.
-            pooling: names of the poolings.
-            max_length: tokens that are read of a sentence.
-
-        Raises:
-            CheckpointError: if a file is damaged.
-            UnsupportedModelError: for another kind of model, or a setting that is not supported; with its name.
-            InvalidParameterError: for an argument that makes no sense.
+        `transformer`: folder of its transformer, if that is another. `positions`: tokens that the model can read at
+        most.
         """
         config = read_model_file(folder, "SentenceTransformer")
         tokens = read_transformer_file(transformer or folder, "feature-extraction")
@@ -133,12 +113,7 @@ class EncoderSettings:
 
 
 def read_model_file(folder: Path, kind: str) -> JsonObject:
-    """Content of a folder's `config_sentence_transformers.json`, of a model of this kind; empty without the file.
-
-    Raises:
-        CheckpointError: if the file is damaged.
-        UnsupportedModelError: for another kind of model.
-    """
+    """Content of a folder's `config_sentence_transformers.json`, of a model of this kind; empty without the file."""
     config = read_json(folder / MODEL_FILE, optional=True)
     if (given := read_value(config, "model_type", str, kind)) != kind:
         raise UnsupportedModelError(f"{config.where}: model_type {given!r}: expected {kind}")
@@ -146,12 +121,7 @@ def read_model_file(folder: Path, kind: str) -> JsonObject:
 
 
 def read_transformer_file(folder: Path, task: str) -> JsonObject:
-    """Content of the file of a transformer's tokens, under any of its names; empty without one.
-
-    Raises:
-        CheckpointError: if the file is damaged.
-        UnsupportedModelError: for another task than this, or a setting that is not supported; with its name.
-    """
+    """Content of the file of a transformer's tokens, under any of its names; empty without one."""
     present = [name for name in _TRANSFORMER_FILES if (folder / name).is_file()]
     config = read_json(folder / [*present, *_TRANSFORMER_FILES][0], optional=True)
     refused: dict[str, Any] = {name: config[name] for name in _REFUSED if config.get(name)}
@@ -172,15 +142,7 @@ def read_transformer_file(folder: Path, task: str) -> JsonObject:
 def read_max_length(folder: Path, positions: int, max_length: int | None, tokens: Mapping[str, object]) -> int:
     """Tokens that are read of a text: the argument, or the limit of the files, or all positions.
 
-    Args:
-        folder: folder of the checkpoint.
-        positions: tokens that the model can read at most.
-        max_length: the limit that the caller asks for.
-        tokens: content of sentence_bert_config.json.
-
-    Raises:
-        CheckpointError: if a file is damaged.
-        InvalidParameterError: if `max_length` makes no sense.
+    `positions`: tokens that the model can read at most. `tokens`: content of sentence_bert_config.json.
     """
     if max_length is not None and (isinstance(max_length, bool) or not isinstance(max_length, int)):
         raise InvalidParameterError(f"max_length: expected a whole number, got {max_length!r}")

@@ -36,7 +36,6 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_pytorch_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
 }
-"""Activation functions, by transformers' names."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,7 @@ class BertConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> BertConfig:
-        """Read a config.json of `model_type` bert, roberta or xlm-roberta.
-
-        Raises:
-            UnsupportedModelError: for relative positions, a decoder, another activation, or a missing size.
-            CheckpointError: for a value of a wrong type, or a size that no model has.
-        """
+        """Read a config.json of `model_type` bert, roberta or xlm-roberta."""
         family = read_value(config, "model_type", str, "bert")
         positions = config.get("position_embedding_type") or "absolute"
         decoder = read_value(config, "is_decoder", bool, False)
@@ -214,10 +208,8 @@ class BertModel(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """Final hidden states, float32. The states of a sentence depend on its own tokens only.
 
-        Args:
-            tokens: token ids.
-            sentences: where the sentences lie; of at most `max_position_embeddings` tokens each.
-            types: token types, 0 and 1 for the texts of a pair; all 0 if None.
+        `sentences`: where the sentences lie; of at most `max_position_embeddings` tokens each. `types`: token types, 0
+        and 1 for the texts of a pair; all 0 if None.
         """
         x = self.embeddings(tokens, sentences.positions, jnp.zeros((1, 1), jnp.int32) if types is None else types)
         for layer in self.encoder.layer:

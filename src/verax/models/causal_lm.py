@@ -107,8 +107,7 @@ def causal_attention(
 def run_from_zeros(cu_seqlens: Int[Array, "M"] | None = None) -> RunRecurrent:
     """Run of recurrent layers over whole sequences from zeroed states; the states after are dropped.
 
-    Args:
-        cu_seqlens: as in `ops.delta`, for sequences that are packed along one row.
+    `cu_seqlens`: as in `ops.delta`, for sequences that are packed along one row.
     """
 
     def run(layer: int, x: Float[Array, "B T D"], recurrence: RecurrentLayer) -> Float[Array, "B T D"]:
@@ -207,10 +206,7 @@ class CausalLM(Protocol):
     def __init__(self, config: Any, *, dtype: DTypeLike = ..., rngs: Any) -> None: ...
 
     def __call__(
-        self,
-        tokens: Int[Array, "*B T"],
-        positions: Int[Array, "*B T"] | None = None,
-        attend: AttentionFn | None = None,
+        self, tokens: Int[Array, "*B T"], positions: Int[Array, "*B T"] | None = None, attend: AttentionFn | None = None
     ) -> Float[Array, "*B T D"]:
         """Final hidden states, float32. Without `attend`: causal attention over `[B, T]` tokens at positions 0..T-1.
 
@@ -233,11 +229,7 @@ def has_recurrent_layers(config: CausalLMConfig) -> TypeGuard[RecurrentConfig]:
 
 
 def sliding_windows(config: CausalLMConfig) -> tuple[int | None, ...]:
-    """Sliding window of each layer, in tokens; None for a layer that attends to everything.
-
-    Raises:
-        InvalidParameterError: if the configuration has not one for each layer.
-    """
+    """Sliding window of each layer, in tokens; None for a layer that attends to everything."""
     if not isinstance(config, SlidingWindowConfig):
         return (None,) * config.num_hidden_layers
     if len(config.sliding_windows) != config.num_hidden_layers:
@@ -264,9 +256,6 @@ def config_on_devices(config: C, devices: int) -> C:
 
     It has each head of keys and values several times, next to each other, where devices share heads. Recurrent layers
     are whole where devices do not divide them.
-
-    Raises:
-        InvalidParameterError: if heads are shared and the configuration is not a dataclass with a field for them.
     """
     if isinstance(config, DividedStateConfig):
         config = cast(C, config.on_devices(devices))
@@ -287,9 +276,7 @@ def text_config(config: Mapping[str, Any], **defaults: Any) -> JsonObject:
 
     With a vision tower, the outer file says whether the output head is tied, as transformers reads it.
 
-    Args:
-        config: object of the file.
-        defaults: values of keys that the language model's object leaves out.
+    `defaults`: values of keys that the language model's object leaves out.
     """
     part = read_value(config, "text_config", dict, None)
     where = f"{file_of(config)}: text_config" if part else file_of(config)
@@ -313,11 +300,7 @@ def final_hidden_states(
 
 
 def check_causal_lm_class(model: Any, config: Any) -> None:
-    """Check the classes of a language model and of its configuration.
-
-    Raises:
-        InvalidParameterError: naming the class and the members that it lacks.
-    """
+    """Check the classes of a language model and of its configuration."""
     for argument, given in (("model", model), ("config", config)):
         if not inspect.isclass(given):
             raise InvalidParameterError(f"{argument}: expected a class, got {given!r}")
@@ -328,11 +311,7 @@ def check_causal_lm_class(model: Any, config: Any) -> None:
 
 
 def check_causal_lm(model: Any) -> None:
-    """Check a language model in memory.
-
-    Raises:
-        InvalidParameterError: naming the class and the members that it lacks.
-    """
+    """Check a language model in memory."""
     _require("model", type(model), ("config",), [name for name in ("config",) if hasattr(model, name)], "CausalLM")
     present = [name for name in _CONFIG_MEMBERS if hasattr(model.config, name)]
     _require("model", type(model.config), _CONFIG_MEMBERS, present, "CausalLMConfig")

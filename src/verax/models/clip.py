@@ -46,9 +46,7 @@ class CLIPVisionConfig:
     num_hidden_layers: Depth = 32
     num_attention_heads: Size = 16
     image_size: Size = 224
-    """Height and width of an image, in pixels."""
     patch_size: Size = 14
-    """Height and width of a patch, in pixels."""
     hidden_act: str = "gelu"
     layer_norm_eps: Epsilon = 1e-5
 
@@ -64,12 +62,7 @@ class CLIPVisionConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> CLIPVisionConfig:
-        """Read a config.json of `model_type` clip_vision_model, or of a whole `clip`, which has one as `vision_config`.
-
-        Raises:
-            UnsupportedModelError: for another model or activation, a missing size, or sizes that do not divide.
-            CheckpointError: for a value of a wrong type, or a size that no model has.
-        """
+        """Read a config.json of `model_type` clip_vision_model, or of a whole `clip` that has one."""
         if config.get("model_type") == "clip" and isinstance(config.get("vision_config"), Mapping):
             vision = {"model_type": "clip_vision_model", **config["vision_config"]}
             config = JsonObject(vision, f"{file_of(config)}: vision_config")
@@ -198,11 +191,7 @@ class CLIPVisionModel(nnx.Module):
     def __call__(self, pixels: Float[Array, "B H W 3"]) -> Float[Array, "B T D"]:
         """Hidden states before the last block, float32 `[B, 1 + P, D]`: transformers' `hidden_states[-2]`.
 
-        Args:
-            pixels: normalised by CLIP's mean and standard deviation (`video.pictures`); H and W are `image_size`.
-
-        Raises:
-            InvalidParameterError: for images of another size.
+        `pixels`: normalised by CLIP's mean and standard deviation (`video.pictures`); H and W are `image_size`.
         """
         size = self.config.image_size
         if pixels.shape[1:3] != (size, size):

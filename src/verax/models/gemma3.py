@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -59,11 +58,6 @@ class Gemma3Config(Qwen3Config):
         """Read a config.json of `model_type` gemma3_text or gemma2, or the text part of a gemma3 one.
 
         Published files leave out sizes that are the defaults of transformers' classes, which are therefore used here.
-
-        Raises:
-            UnsupportedModelError: for another activation, layers of another kind, attention in both directions, an
-                unknown rope type, or sizes that do not divide.
-            CheckpointError: for a value of a wrong type, or a size that no model has.
         """
         gemma2 = read_value(config, "model_type", str) == "gemma2"
         text = text_config(config, **_DEFAULTS, **(_GEMMA2 if gemma2 else _GEMMA3))
@@ -90,38 +84,25 @@ class Gemma3Config(Qwen3Config):
         return {"scale": self.query_pre_attn_scalar**-0.5, "soft_cap": self.attn_logit_softcapping}
 
 
-_DEFAULTS = MappingProxyType(
-    {
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "rms_norm_eps": 1e-6,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "tie_word_embeddings": True,
-    }
+_DEFAULTS = (
+    {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8}
+    | {"num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6, "query_pre_attn_scalar": 256}
+    | {"sliding_window": 4096, "tie_word_embeddings": True}
 )
-_GEMMA2 = MappingProxyType(
-    {
-        "vocab_size": 256_000,
-        "max_position_embeddings": 8192,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "sliding_window_pattern": 2,
-    }
-)
-_GEMMA3 = MappingProxyType(
-    {
-        "vocab_size": 262_208,
-        "max_position_embeddings": 131_072,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-        "sliding_window_pattern": 6,
-    }
-)
+_GEMMA2 = {
+    "vocab_size": 256_000,
+    "max_position_embeddings": 8192,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "sliding_window_pattern": 2,
+}
+_GEMMA3 = {
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "sliding_window_pattern": 6,
+}
 """Values that a file may leave out."""
 
 

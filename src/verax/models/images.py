@@ -46,18 +46,11 @@ def crop_to_aspect(image: UInt8[np.ndarray, "H W 3"], height: int, width: int) -
 
 
 def resize(
-    frames: UInt8[np.ndarray, "*B H W 3"],
-    height: int,
-    width: int,
-    *,
-    method: Filter = "lanczos",
+    frames: UInt8[np.ndarray, "*B H W 3"], height: int, width: int, *, method: Filter = "lanczos"
 ) -> UInt8[np.ndarray, "*B height width 3"]:
     """Frames resized to a size, whatever their aspect, by Pillow's filters, which average when they shrink.
 
     Both references resize images by `lanczos`; SkyReels-V2's diffusion forcing by `bicubic`.
-
-    Raises:
-        MissingDependencyError: if Pillow is not installed.
     """
     if frames.shape[-3:-1] == (height, width):
         return frames
@@ -88,9 +81,6 @@ def clip_pixels_diffusers(image: UInt8[np.ndarray, "H W 3"], size: int = 224) ->
     """Input of CLIP in diffusers: the user's image, its shorter edge resized to `size`, cropped about the middle.
 
     Transformers' `CLIPImageProcessor`, by Pillow's bicubic filter.
-
-    Raises:
-        MissingDependencyError: if Pillow is not installed.
     """
     h, w = image.shape[:2]
     shape = (size, int(size * w / h)) if h <= w else (int(size * h / w), size)

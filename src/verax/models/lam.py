@@ -28,14 +28,7 @@ from verax.nn import Embedding, LayerNorm, Linear, fused_linear
 from verax.nn.layers import INIT_STD
 from verax.ops.hierarchical import HierarchicalState, Perceptron, ResonanceFlux
 
-__all__ = [
-    "EnhancedHierarchicalDeltaNet",
-    "HierarchicalGatedDeltaNet",
-    "LamConfig",
-    "LamModel",
-    "LamState",
-    "Rule",
-]
+__all__ = ["EnhancedHierarchicalDeltaNet", "HierarchicalGatedDeltaNet", "LamConfig", "LamModel", "LamState", "Rule"]
 
 Rule = Literal["hierarchical", "local", "gated"]
 
@@ -83,12 +76,7 @@ class LamConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> LamConfig:
-        """Read a config.json of `model_type` lam.
-
-        Raises:
-            UnsupportedModelError: naming what is missing, unknown or not supported.
-            CheckpointError: for a value of a wrong type, or a size that no model has.
-        """
+        """Read a config.json of `model_type` lam."""
         values = read_fields(config, cls, _SIZES)
         for key, only in _ONLY.items():
             if config.get(key, only) != only:
@@ -293,10 +281,7 @@ class HierarchicalGatedDeltaNet(EnhancedHierarchicalDeltaNet):
     ) -> tuple[Float[Array, "B T D"], LamState]:
         """Outputs, and the state from which a later piece of the sequences continues.
 
-        Args:
-            x: inputs, padded on the right.
-            lengths: tokens of each row that are not padding; all if None. Outputs of padding mean nothing.
-            state: state after the previous piece; None at the start.
+        `lengths`: tokens of each row that are not padding; all if None. Outputs of padding mean nothing.
         """
         B, T, D = x.shape
         before = jnp.zeros((B, TAPS - 1, 3 * D), jnp.float32) if state is None else state.convolution
@@ -339,9 +324,8 @@ class Embeddings(nnx.Module):
     def __call__(self, tokens: Int[Array, "B T"], lengths: Int[Array, "#B"]) -> Float[Array, "B T D"]:
         """Embeddings, float32.
 
-        Args:
-            tokens: token ids.
-            lengths: number of tokens over which the table of positions is interpolated if it is shorter than T.
+        `tokens`: token ids. `lengths`: number of tokens over which the table of positions is interpolated if it is
+        shorter than T.
         """
         T, rows = tokens.shape[1], self.config.num_positions
         if rows >= T:
@@ -420,10 +404,8 @@ class LamModel(nnx.Module):
     def __call__(self, tokens: Int[Array, "B T"], lengths: Int[Array, "B"] | None = None) -> Float[Array, "B T D"]:
         """Final hidden states, float32. Sentences are padded on the right; the states of padding mean nothing.
 
-        Args:
-            tokens: token ids. T is at most `max_position_embeddings`.
-            lengths: tokens of each sentence that are not padding; all if None. The published rules ignore it, and
-                their results depend on the padding.
+        `tokens`: token ids. T is at most `max_position_embeddings`. `lengths`: tokens of each sentence that are not
+        padding; all if None. The published rules ignore it, and their results depend on the padding.
         """
         gated = self.config.rule == "gated"
         whole = jnp.full((1,), tokens.shape[1])

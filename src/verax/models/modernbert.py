@@ -19,17 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from verax import ops
 from verax.errors import UnsupportedModelError
-from verax.fields import (
-    Count,
-    Depth,
-    Epsilon,
-    Size,
-    check_multiple,
-    file_of,
-    read_fields,
-    read_layer_types,
-    read_value,
-)
+from verax.fields import Count, Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_layer_types, read_value
 from verax.files import JsonObject
 from verax.models.bert import ACTIVATIONS
 from verax.nn import Embedding, LayerNorm, Linear, Sentences
@@ -72,12 +62,7 @@ class ModernBertConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModernBertConfig:
-        """Read a config.json of `model_type` modernbert, of transformers 4 or 5.
-
-        Raises:
-            UnsupportedModelError: for another activation, kind of layer or rope type, or a missing size.
-            CheckpointError: for a value of a wrong type, or a size that no model has.
-        """
+        """Read a config.json of `model_type` modernbert, of transformers 4 or 5."""
         values = read_fields(config, cls, _FIELDS)
         layers = values["num_hidden_layers"]
         every = read_value(config, "global_attn_every_n_layers", Size, 3)
@@ -207,9 +192,7 @@ class ModernBertModel(nnx.Module):
     def __call__(self, tokens: Int[Array, "B T"], sentences: Sentences) -> Float[Array, "B T D"]:
         """Final hidden states, float32. The states of a sentence depend on its own tokens only.
 
-        Args:
-            tokens: token ids.
-            sentences: where the sentences lie; of at most `max_position_embeddings` tokens each.
+        `sentences`: where the sentences lie; of at most `max_position_embeddings` tokens each.
         """
         config = self.config
         head_dim = config.hidden_size // config.num_attention_heads

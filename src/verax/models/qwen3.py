@@ -21,17 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from verax import ops
 from verax.errors import UnsupportedModelError
-from verax.fields import (
-    Count,
-    Depth,
-    Epsilon,
-    Size,
-    check_multiple,
-    file_of,
-    read_fields,
-    read_layer_types,
-    read_value,
-)
+from verax.fields import Count, Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_layer_types, read_value
 from verax.models.causal_lm import AttentionFn, RunRecurrent, causal_attention
 from verax.nn import Embedding, Linear, RMSNorm, fused_linear, fused_swiglu
 
@@ -80,13 +70,7 @@ class Qwen3Config:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Qwen3Config:
-        """Read a config.json of `model_type` qwen3, qwen2, llama or mistral.
-
-        Raises:
-            UnsupportedModelError: for layers of another kind, a Llama with sliding windows, another activation, an
-                unknown rope type, heads that are rotated in part, or a missing size.
-            CheckpointError: for a value of a wrong type, or a size that no model has.
-        """
+        """Read a config.json of `model_type` qwen3, qwen2, llama or mistral."""
         family = config.get("model_type")
         check_activation(config, "hidden_act", ("silu",))
         fields = decoder_fields(config, ops.RotaryConfig.from_hf(config))
@@ -99,11 +83,7 @@ _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layer
 
 
 def check_activation(config: Mapping[str, Any], key: str, known: Collection[str | None]) -> None:
-    """Check the activation of feed-forward layers; the first of `known` is the default.
-
-    Raises:
-        UnsupportedModelError: for another one, naming those that the family has.
-    """
+    """Check the activation of feed-forward layers; the first of `known` is the default."""
     known = tuple(known)
     if (activation := config.get(key, known[0])) not in known:
         raise UnsupportedModelError(f"{key} {activation!r} is not supported; this family uses {known[0]!r}")
@@ -112,13 +92,7 @@ def check_activation(config: Mapping[str, Any], key: str, known: Collection[str 
 def decoder_fields(config: Mapping[str, Any], rotary: ops.RotaryConfig) -> dict[str, Any]:
     """`Qwen3Config`'s fields from a config.json, as this family and its relatives read them.
 
-    Args:
-        config: the file's object.
-        rotary: rotation of heads, of layers that see everything.
-
-    Raises:
-        UnsupportedModelError: for a missing size, or sizes that do not divide.
-        CheckpointError: for a value of a wrong type, or a size that no model has.
+    `rotary`: rotation of heads, of layers that see everything.
     """
     family = config.get("model_type")
     sizes = read_fields(config, Qwen3Config, _REQUIRED)
@@ -305,10 +279,7 @@ class Qwen3ForCausalLM(nnx.Module):
         return self.model.norm.weight[...].dtype  # embeddings may be quantised
 
     def __call__(
-        self,
-        tokens: Int[Array, "*B T"],
-        positions: Int[Array, "*B T"] | None = None,
-        attend: AttentionFn | None = None,
+        self, tokens: Int[Array, "*B T"], positions: Int[Array, "*B T"] | None = None, attend: AttentionFn | None = None
     ) -> Float[Array, "*B T D"]:
         """Final hidden states, float32. Without `attend`: causal attention over `[B, T]` tokens at positions 0..T-1."""
         if positions is None:

@@ -80,12 +80,7 @@ class Qwen35Config(Qwen3Config):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Qwen35Config:
-        """Read a config.json of `model_type` qwen3_5_text, qwen3_5_moe_text or qwen3_next, or the text part of another.
-
-        Raises:
-            UnsupportedModelError: for attention without a gate, layers of another kind, or what `Qwen3Config` refuses.
-            CheckpointError: for a value of a wrong type, a size that no model has, or what `ExpertsConfig` refuses.
-        """
+        """Read a config.json of qwen3_5_text, qwen3_5_moe_text or qwen3_next, or the text part of one."""
         text = text_config(config, head_dim=256)
         family = read_value(text, "model_type", str, None)
         moe = family in ("qwen3_next", "qwen3_5_moe_text")

@@ -29,13 +29,7 @@ from verax.nn import Linear
 from verax.nn.parallel import part_index, sum_parts
 from verax.ops.division import Division
 
-__all__ = [
-    "STACKED_EXPERTS",
-    "ExpertsConfig",
-    "Qwen3MoeConfig",
-    "Qwen3MoeForCausalLM",
-    "SparseMoeBlock",
-]
+__all__ = ["STACKED_EXPERTS", "ExpertsConfig", "Qwen3MoeConfig", "Qwen3MoeForCausalLM", "SparseMoeBlock"]
 
 STACKED_EXPERTS = (
     (r"^(.*\.experts)\.gate_up_proj$", (r"\1.{}.gate_proj.weight", r"\1.{}.up_proj.weight")),
@@ -60,12 +54,7 @@ class ExpertsConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], depth: int) -> ExpertsConfig | None:
-        """Read the keys about experts of a config.json with `depth` layers; None if no layer has any.
-
-        Raises:
-            UnsupportedModelError: for a missing size.
-            CheckpointError: for a value of a wrong type or out of range, or more experts for a token than there are.
-        """
+        """Read the keys about experts of a config.json with `depth` layers; None if no layer has any."""
         family = read_value(config, "model_type", str, "")
         if "num_experts" not in config and "num_local_experts" in config:
             config = JsonObject({**config, "num_experts": config["num_local_experts"]}, file_of(config))
@@ -96,11 +85,7 @@ class Qwen3MoeConfig(Qwen3Config):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Qwen3MoeConfig:
-        """Read a config.json of `model_type` qwen3_moe.
-
-        Raises:
-            UnsupportedModelError, CheckpointError: as `Qwen3Config` and `ExpertsConfig`.
-        """
+        """Read a config.json of `model_type` qwen3_moe."""
         dense = Qwen3Config.from_hf(config)
         return cls(**vars(dense), experts=ExpertsConfig.from_hf(config, dense.num_hidden_layers))
 

@@ -52,12 +52,7 @@ class UMT5Config:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> UMT5Config:
-        """Read a config.json of `model_type` umt5.
-
-        Raises:
-            UnsupportedModelError: for another model, another feed-forward block, or a missing size.
-            CheckpointError: for a value of a wrong type, or a size that no model has.
-        """
+        """Read a config.json of `model_type` umt5."""
         if (kind := config.get("model_type", "umt5")) != "umt5":
             raise UnsupportedModelError(f"config.json has model_type {kind!r}; the text encoder supported is umt5")
         require_fields(config, _REQUIRED, "umt5 model")
@@ -183,9 +178,7 @@ class UMT5EncoderModel(nnx.Module):
 
         A prompt's states do not depend on T, which may be as small as the length of the longest prompt.
 
-        Args:
-            tokens: token ids; any ids at the padding.
-            lengths: tokens of each prompt that are not padding.
+        `tokens`: token ids; any ids at the padding. `lengths`: tokens of each prompt that are not padding.
         """
         T = tokens.shape[1]
         real = jnp.arange(T) < lengths[:, None]

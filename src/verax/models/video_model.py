@@ -12,7 +12,6 @@ import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -43,14 +42,12 @@ __all__ = [
 AttentionFn = Callable[[Array, Array, Array], Array]
 """Queries `[B, T, N, H]`, keys and values `[B, S, N, H]` to float32 `[B, T, N, H]`, without a mask."""
 
-ATTENTION: Mapping[str, AttentionFn] = MappingProxyType(
-    {
-        "auto": partial(ops.attention, causal=False),
-        "standard": partial(ops.attention.reference, causal=False),
-        "chunked": partial(chunked_attention, causal=False),
-        "flash": partial(ops.attention.restricted(require={"flash"}), causal=False),
-    }
-)
+ATTENTION: Mapping[str, AttentionFn] = {
+    "auto": partial(ops.attention, causal=False),
+    "standard": partial(ops.attention.reference, causal=False),
+    "chunked": partial(chunked_attention, causal=False),
+    "flash": partial(ops.attention.restricted(require={"flash"}), causal=False),
+}
 """Attention by name.
 
 - `auto`: the choice of `ops.attention`.
@@ -68,7 +65,6 @@ class LatentGeometry:
         frames_per_latent: frames of a latent frame; the first latent frame is one frame.
         pixels_per_latent: height and width of a latent in pixels.
         pixels_per_token: height and width of a transformer's token in pixels.
-        channels: channels of a latent.
         text_width: width of the text encoder's states.
     """
 
@@ -115,12 +111,7 @@ class VideoSettings:
     def updated(self, own: Mapping[str, Any], kinds: Mapping[str, Any]) -> VideoSettings:
         """Settings with the fields of a checkpoint's `verax.json`, which are preferred to all others.
 
-        Args:
-            own: contents of the file; empty without one.
-            kinds: kinds of the family.
-
-        Raises:
-            CheckpointError: if the file has something else in it.
+        `own`: contents of the file; empty without one.
         """
         known = [field.name for field in fields(VideoSettings)]
         for name, value in own.items():
@@ -175,10 +166,8 @@ Sigmas = Callable[[int, float], np.ndarray]
 def flow_sigmas(steps: int, shift: float, *, begin: float, end: float) -> Float[np.ndarray, "N"]:
     """Noise levels evenly spaced between `begin` and `end`, the last left out, and shifted towards noise.
 
-    Args:
-        steps: number of steps.
-        shift: 1 for even spacing; more spends more steps at high noise: sigma becomes `shift s / (1 + (shift - 1) s)`.
-        begin, end: first and last sigma before shifting.
+    `shift`: 1 for even spacing; more spends more steps at high noise: sigma becomes `shift s / (1 + (shift - 1) s)`.
+    `begin`, `end`: first and last sigma before shifting.
     """
     even = np.linspace(begin, end, steps + 1)[:-1]
     return shift * even / (1 + (shift - 1) * even)
@@ -190,8 +179,6 @@ class ReferenceRules:
 
     Attributes:
         name: name of the reference, as `VideoPipeline(reference=...)` takes it.
-        sigmas: schedule of the noise levels.
-        resize: resizing of images to the size of a frame.
         clip_pixels: input of the image encoder; None for families without one.
         negative_prompts: negative prompt of a request without one; "" for kinds that are not listed.
         decode_whole_clip: True if the segments of a long clip share latents, and are decoded together at the end.
@@ -217,11 +204,8 @@ class ReferenceRules:
 class TeaCache(NamedTuple):
     """Measure of the distance between steps by which TeaCache skips some, see `video.schedule`.
 
-    Attributes:
-        polynomial: coefficients, the highest power first.
-        projected: True to compare the projection `e0`; False to compare the embedding `e`.
-        first: steps at the beginning that are always computed.
-        last: steps at the end that are always computed.
+    `polynomial`: coefficients, the highest power first. `projected`: True to compare the projection `e0`; False to
+    compare the embedding `e`.
     """
 
     polynomial: tuple[float, ...]
@@ -263,13 +247,8 @@ class VideoTransformer(Protocol):
     ) -> Float[Array, "B F h w D"]:
         """Residual stream after the blocks.
 
-        Args:
-            x: of `embed_latents`.
-            e0: projection of `embed_time`.
-            context: of `encode_context`.
-            causal_block_size: frames of a block: a frame sees its own block and earlier ones; None: all see all.
-            attention: a name of `ATTENTION`.
-            sequence: division of the tokens over devices, of which `x` is one device's part; None: `x` has all tokens.
+        `causal_block_size`: frames of a block: a frame sees its own block and earlier ones; None: all see all.
+        `sequence`: division of the tokens over devices, of which `x` is one device's part; None: `x` has all tokens.
         """
         ...
 
@@ -302,7 +281,6 @@ class VideoAutoencoder(Protocol):
         """Frames from -1 to 1 of normalised latents.
 
         Args:
-            latents: of `encode`.
             chunk: latents at a time.
             tile: height and width in latents that are decoded at a time; None for all.
             axes: axes of the mesh whose devices divide the tiles, inside `jax.shard_map` over them.
@@ -316,11 +294,7 @@ class Network(NamedTuple):
     Text encoders map tokens `[B, T]` and lengths `[B]` to states `[B, T, E]`. Image encoders map pixels `[B, H, W, 3]`
     to states `[B, 1 + P, I]`, and their configurations have `image_size`, `num_patches` and `hidden_size`.
 
-    Attributes:
-        folder: folder of its files in diffusers' layout.
-        name: name in messages and plans.
-        module: class, whose instances' paths are the keys of the checkpoint.
-        config: configuration.
+    `module`: class, whose instances' paths are the keys of the checkpoint.
     """
 
     folder: str
@@ -385,9 +359,7 @@ class SequenceParallel:
     A device's part is a clip of one row of tokens, `[B, F, 1, s, D]`, in which all layers but self-attention and the
     rotary positions work unchanged. `s` is `height * width / n`, and the n devices of the axis divide the heads too.
 
-    Attributes:
-        axis: name of the mesh's axis.
-        height, width: tokens of a whole frame.
+    `height`, `width`: tokens of a whole frame.
     """
 
     axis: str

@@ -21,23 +21,6 @@ from verax.ops.conv import Padding, Stride
 from verax.ops.division import Division
 from verax.ops.linear import rounded_to
 
-__all__ = [
-    "CausalConv3d",
-    "Conv2d",
-    "Embedding",
-    "LayerNorm",
-    "Linear",
-    "LowRank",
-    "RMSNorm",
-    "fused_gelu_mlp",
-    "fused_linear",
-    "fused_swiglu",
-    "is_tied_head",
-    "low_rank_changes",
-    "pack_linear_weights",
-    "packed_copy",
-]
-
 
 @dataclass(frozen=True)
 class LowRank:
@@ -83,13 +66,10 @@ class Linear(nnx.Module):
     Args:
         size_in: inputs, D.
         size_out: outputs, F.
-        bias: True for a bias.
         divided: how devices share the layer.
         unit: outputs that one device must hold together, such as the outputs of a head; with `"in"`, inputs. Several
             numbers for several matrices in one, as in `ops.division.Division`.
         repeats: True if devices may share a unit where there are more of them than units.
-        dtype: dtype of weight and bias.
-        rngs: source of the fresh weight.
     """
 
     low_rank: LowRank | None = None
@@ -313,10 +293,8 @@ def pack_linear_weights(model: Any, *, few_rows: bool = False) -> None:
 
     Weights are packed one after the other, so that both forms are in memory of one weight only.
 
-    Args:
-        model: module on one device.
-        few_rows: True for a language model, whose decode steps have few rows. A table of embeddings that is its output
-            head too (`is_tied_head`) is packed as well.
+    `few_rows`: True for a language model, whose decode steps have few rows. A table of embeddings that is its output
+    head too (`is_tied_head`) is packed as well.
     """
     pack = jax.jit(ops.pack_weight, static_argnames="few_rows")
     for _, layer in nnx.iter_modules(model):

@@ -22,21 +22,6 @@ from jaxtyping import Array, Float, Int
 from verax.errors import InvalidParameterError
 from verax.ops.division import TENSOR_AXIS, Division, check_division
 
-__all__ = [
-    "STACKED_BLOCKS",
-    "ShardedBlocks",
-    "check_divisions",
-    "concatenate_parts",
-    "divisions",
-    "fitting_sizes",
-    "num_parts",
-    "own_part",
-    "part_index",
-    "scan_blocks",
-    "shard_blocks",
-    "sum_parts",
-]
-
 MOST_DEVICES = 64
 """Devices up to which sizes that fit a model are looked for."""
 
@@ -80,13 +65,7 @@ def divisions(model: Any) -> dict[str, Division]:
 def check_divisions(model: Any, devices: int, *, argument: str) -> None:
     """Check that a model, or a model of shapes, divides over `devices` devices.
 
-    Args:
-        model: the model.
-        devices: number of devices.
-        argument: name of the argument that the number was given by.
-
-    Raises:
-        InvalidParameterError: naming the weight that does not divide, and the numbers of devices that do.
+    `argument`: name of the argument that the number was given by.
     """
     if devices == 1:
         return
@@ -140,10 +119,6 @@ class ShardedBlocks(nnx.Module):
     Its programs run inside `jax.shard_map` over the mesh. A device holds its parts of all blocks, and the whole weights
     of one block while that runs. Biases, norms and other vectors are whole: they are few, and a collective for each
     would take longer than they save. So is a matrix of which no axis divides.
-
-    Args:
-        blocks: blocks of equal shapes.
-        mesh: devices.
     """
 
     def __init__(self, blocks: Sequence[nnx.Module], mesh: Mesh | AbstractMesh):
@@ -204,7 +179,6 @@ def scan_blocks(
     Args:
         step: function of the carry, one block and its inputs.
         blocks: modules, traced one after the other; or `ShardedBlocks`, of which one is traced.
-        carry: argument of the first step.
         inputs: inputs of each block, a tuple of trees; of `ShardedBlocks` one tree, whose arrays `[B, L, ...]` have the
             block in their second axis, so that the first may be divided over devices. Results are the same. None for
             no inputs.

@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-__all__ = ["Sentences"]
-
 
 class Sentences(NamedTuple):
     """Places of S sentences in `[B, T]` tokens. Tokens of no sentence are padding; what they compute means nothing."""

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any, ClassVar, Generic, ParamSpec, TypeVar
 
 import jax
@@ -26,27 +25,6 @@ from jax.core import Tracer
 
 from verax.errors import InvalidParameterError
 from verax.ops._target import Target, check_platform, target, target_key
-
-__all__ = [
-    "Example",
-    "Implementation",
-    "Operation",
-    "bfloat16",
-    "boolean",
-    "chosen_implementations",
-    "differentiated_as",
-    "drop_traces",
-    "float32",
-    "int32",
-    "operation",
-    "operations",
-    "replaced_by",
-    "trace_once",
-    "tracing_context",
-    "use_earlier_programs",
-    "use_implementations",
-    "use_unfused",
-]
 
 
 @dataclass(frozen=True)
@@ -59,7 +37,7 @@ class Example:
     """
 
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
     label: str = ""
 
 
@@ -93,11 +71,8 @@ def trace_once(function: Callable[P, R], context: Hashable, /, *args: P.args, **
     inlines such functions. Calls without an array that is traced, and those with arguments of other types than arrays
     and plain values, are not shared.
 
-    Args:
-        function: a function of its arguments and of `context` alone.
-        context: everything else that its program depends on.
-        args: its arguments.
-        kwargs: its arguments by name.
+    `function`: a function of its arguments and of `context` alone. `context`: everything else that its program depends
+    on.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
@@ -320,7 +295,6 @@ def operation(
     """Make an `Operation` of its reference; a decorator, with or without arguments.
 
     Args:
-        reference: the function.
         slow_on: by platform, the reason why running the reference there deserves a warning.
         fused: True if the operation does the work of several layers at once.
     """

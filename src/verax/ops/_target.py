@@ -15,19 +15,6 @@ import psutil
 
 from verax.errors import InvalidParameterError
 
-__all__ = [
-    "ADA",
-    "AMPERE",
-    "PLATFORMS",
-    "DeviceMemory",
-    "Target",
-    "check_platform",
-    "has_compute_capability",
-    "target",
-    "target_key",
-    "use_target",
-]
-
 PLATFORMS = ("cpu", "gpu", "tpu")
 """Names of platforms, as `jax.default_backend()` gives them."""
 
@@ -59,12 +46,7 @@ target_key = jax.make_user_context()
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of one device.
-
-    Attributes:
-        free: bytes that nothing holds.
-        total: bytes that JAX may use, those in use included.
-    """
+    """Bytes of one device. `free`: bytes that nothing holds. `total`: bytes that JAX may use, those in use included."""
 
     free: int
     total: int
@@ -149,15 +131,7 @@ def use_target(
 
 
 def check_platform(what: str, platform: str) -> None:
-    """Raise for a platform that JAX does not have.
-
-    Args:
-        what: the beginning of the message: where the name was given.
-        platform: the name.
-
-    Raises:
-        InvalidParameterError: with the names that exist.
-    """
+    """Raise for a platform that JAX does not have. `what`: the beginning of the message: where the name was given."""
     if platform not in PLATFORMS:
         hint = f"; {other!r} covers it" if (other := _OTHER_NAMES.get(platform.lower())) else ""
         raise InvalidParameterError(f"{what}: expected one of {', '.join(PLATFORMS)}, got {platform!r}{hint}")

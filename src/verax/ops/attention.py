@@ -11,20 +11,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from verax.ops._dispatch import Example, float32, operation
 
-__all__ = [
-    "AttentionOptions",
-    "ScoreOptions",
-    "attention",
-    "chunked_attention",
-    "exact_products",
-    "float32_product",
-    "heads_to_join",
-    "join_heads",
-    "own_results",
-    "soft_capped",
-    "spread_queries",
-]
-
 MASKED = -1e30
 """Score of a masked key, which no softmax notices. Not -inf: a row without visible keys must not become NaN."""
 
@@ -191,10 +177,8 @@ def join_heads(x: Float[Array, "*B K H"], m: int) -> Float[Array, "*B J W"]:
 def spread_queries(q: Float[Array, "*B N H"], K: int, m: int) -> Float[Array, "*B N W"]:
     """Queries for joined heads, with zeros where the heads lie that are not theirs.
 
-    Args:
-        q: queries, head n of them for key/value head `n // (N / K)`.
-        K: heads of keys and values before they were joined.
-        m: joined heads.
+    `q`: queries, head n of them for key/value head `n // (N / K)`. `K`: heads of keys and values before they were
+    joined.
     """
     *lead, N, H = q.shape
     own = jnp.eye(m, dtype=bool)[:, None, :, None]

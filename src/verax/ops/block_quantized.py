@@ -19,8 +19,6 @@ from jaxtyping import Array, Float, Float16, Int, UInt8, UInt32
 
 from verax.errors import InvalidParameterError
 
-__all__ = ["BLOCK_KINDS", "BlockKind", "BlockQuantizedWeight"]
-
 # The blocks of ggml's quantised types are taken apart into integers and scales in the order of the inputs. Their
 # structures are in ggml-common.h, https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
 BLOCKS = {

@@ -13,8 +13,6 @@ from verax.errors import InvalidParameterError
 from verax.ops._dispatch import Example, float32, operation
 from verax.ops.attention import exact_products
 
-__all__ = ["ConvShape", "Geometry", "Padding", "Stride", "conv2d", "conv3d"]
-
 Stride = int | Sequence[int]
 """Stride of all axes, or of each."""
 
@@ -121,13 +119,7 @@ def _conv2d_bfloat16(
 
 
 class ConvShape:
-    """Geometry of a convolution by axis: time (for videos), height, width.
-
-    Attributes:
-        stride: step along each axis.
-        sides: zeros before and after each axis.
-        out: extent of each axis of the result.
-    """
+    """Geometry of a convolution by axis: time (for videos), height, width."""
 
     def __init__(
         self,

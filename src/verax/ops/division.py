@@ -19,8 +19,6 @@ from verax.errors import InvalidParameterError
 from verax.ops.block_quantized import BLOCK_KINDS, LANES, BlockQuantizedWeight
 from verax.ops.quantized import INT4_ROWS, QuantizedWeight
 
-__all__ = ["TENSOR_AXIS", "Division", "check_division", "is_weight", "partition", "repeated", "resized"]
-
 TENSOR_AXIS = "tensor"
 """Name of the mesh axis that divides layers."""
 
@@ -59,9 +57,8 @@ class Division:
 
         A part of several matrices has its rows of each, one below the other as in the whole weight.
 
-        Args:
-            size: number of rows, or of blocks of rows that are stored together.
-            devices: number of devices, which divides the weight.
+        `size`: number of rows, or of blocks of rows that are stored together. `devices`: number of devices, which
+        divides the weight.
         """
         if len(self.units) == 1:
             return None
@@ -82,30 +79,16 @@ def partition(weight: Any, division: Division | None) -> Any:
         return spec
     specs = jax.tree.map(lambda _: spec, weight)
     if isinstance(weight, QuantizedWeight) and division is not None and len(weight.shape) == 2 and division.axis == 1:
-        return specs if weight.group_size is not None else replace(specs, scales=PartitionSpec(), **_without(weight))
+        # Scales and zero points of whole rows are whole.
+        whole = {"scales": PartitionSpec()} | ({} if weight.zeros is None else {"zeros": PartitionSpec()})
+        return specs if weight.group_size is not None else replace(specs, **whole)
     if isinstance(weight, QuantizedWeight) and weight.order is not None and len(weight.shape) == 2:
         return replace(specs, order=PartitionSpec())  # of inputs, which are whole
     return specs
 
 
-def _without(weight: QuantizedWeight) -> dict[str, Any]:
-    """Zero points of whole rows, which are whole like the scales of the same rows."""
-    return {} if weight.zeros is None else {"zeros": PartitionSpec()}
-
-
 def check_division(name: str, weight: Any, division: Division, devices: int) -> None:
-    """Check that each of several devices can hold a part of a weight.
-
-    Args:
-        name: the weight's name, for the message.
-        weight: the weight, or its shapes.
-        division: how it is divided.
-        devices: number of devices.
-
-    Raises:
-        InvalidParameterError: if the axis does not divide; or if the weight's columns are in an order of their own, so
-            that no device has the inputs of its columns.
-    """
+    """Check that each of several devices can hold a part of a weight."""
     if isinstance(weight, QuantizedWeight) and division.axis == 1 and weight.order is not None:
         raise InvalidParameterError(
             f"{name}: its columns are in an order of their own (act-order), which is not divided over devices; load it "
@@ -133,11 +116,7 @@ def _stored_unit(weight: Any, axis: int) -> int:
 
 
 def repeated(name: str, weight: Any, division: Division, times: int) -> Any:
-    """Weight with each of its units repeated `times` times in a row: for devices that share a head.
-
-    Raises:
-        InvalidParameterError: if a unit is not stored by itself.
-    """
+    """Weight with each of its units repeated `times` times in a row: for devices that share a head."""
     if times == 1:
         return weight
     rows, stored, (unit,) = weight.shape[0], _stored_unit(weight, 0), division.units

@@ -13,8 +13,6 @@ from verax.ops._dispatch import Example, bfloat16, float32, int32, operation
 from verax.ops.linear import linear
 from verax.ops.quantized import QuantizedWeight
 
-__all__ = ["Stack", "flat_rows", "grouped_linear"]
-
 Stack = Float[Array, "E F D"] | QuantizedWeight
 
 

@@ -19,9 +19,6 @@ from verax.ops.packed import PackedWeight
 from verax.ops.pointwise import gelu
 from verax.ops.quantized import QuantizedWeight, round_inputs
 
-__all__ = ["gelu_mlp", "linear", "multi_linear", "swiglu"]
-
-
 Quantized = QuantizedWeight | BlockQuantizedWeight
 Weight = Float[Array, "F D"] | Quantized | PackedWeight
 

@@ -14,8 +14,6 @@ from jaxtyping import Array, Float, Shaped
 
 from verax.ops._dispatch import Example, float32, operation
 
-__all__ = ["materialize", "update_rows"]
-
 
 @operation(fused=True)
 def update_rows(function: Callable[..., Any], x: Shaped[Array, "B T *D"], *others: Shaped[Array, "_ T *_"]) -> Any:

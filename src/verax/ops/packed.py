@@ -13,8 +13,6 @@ from jaxtyping import Array, Float, Int
 from verax.ops._dispatch import Example, float32, operation
 from verax.ops.quantized import QuantizedWeight
 
-__all__ = ["PANEL_ROWS", "PackedWeight", "pack_weight"]
-
 PANEL_ROWS = 48
 """Rows of a weight that lie side by side, in the lanes of three registers (`GEMM_STRIP` in native/)."""
 

@@ -25,26 +25,6 @@ from jaxtyping import Array, Bool, Float, Float8e4m3fn, Float32, Int, Int8
 from verax.ops._dispatch import Example, bfloat16, float32, int32, operation
 from verax.ops.attention import MASKED, ScoreOptions, float32_product, soft_capped
 
-__all__ = [
-    "PagedBatch",
-    "Pages",
-    "QuantizedPages",
-    "are_alike",
-    "gather_pages",
-    "gather_scales",
-    "group_queries",
-    "is_quantized",
-    "new_pages",
-    "num_up_to",
-    "operand_dtype",
-    "page_bytes",
-    "paged_attention",
-    "paged_decode_attention",
-    "quantize_tokens",
-    "split_queries",
-    "write_pages",
-]
-
 # vLLM's float8 cache has a scale of 1.0. Here float8 has scales as int8 has. Relative error of attention over 2,000
 # random tokens, heads of 128: 0.063 with scales, 0.077 without; 0.070 and 0.31 for values of 0.002, which float8 can
 # hardly represent; 0.073 and 0.22 with a few channels past 448. They cost 4 bytes for 128.
@@ -291,9 +271,7 @@ def split_queries(
 
     A tile past the last one has the last sequence, and a first query after it.
 
-    Args:
-        query_starts: see `paged_attention`.
-        tile: queries of one sequence in a tile.
+    `query_starts`: see `paged_attention`.
     """
     counts = query_starts[1:] - query_starts[:-1]
     before = jnp.concatenate([jnp.zeros(1, counts.dtype), jnp.cumsum((counts + tile - 1) // tile)])

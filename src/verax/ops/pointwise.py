@@ -13,8 +13,6 @@ from jaxtyping import Array, Float
 
 from verax.ops._dispatch import Example, float32, operation
 
-__all__ = ["gelu", "layer_norm", "rms_norm"]
-
 
 @operation
 def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:

@@ -19,8 +19,6 @@ from jaxtyping import Array, BFloat16, Float, Int, Int8
 
 from verax.errors import InvalidParameterError
 
-__all__ = ["BITS", "GROUP_SIZES", "INT4_ROWS", "QuantizedWeight", "quantize", "round_inputs"]
-
 BITS = (8, 4)
 GROUP_SIZES = (32, 64, 128)
 

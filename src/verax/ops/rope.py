@@ -20,8 +20,6 @@ from verax.fields import MAX_NUMBER, Finite, Positive, file_of, read_value
 from verax.files import JsonObject
 from verax.ops._dispatch import Example, float32, operation
 
-__all__ = ["RotaryConfig", "apply_rotary", "rotary_tables", "swap_pairs"]
-
 
 @dataclass(frozen=True)
 class RotaryConfig:

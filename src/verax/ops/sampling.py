@@ -19,15 +19,6 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from verax.ops._dispatch import Example, boolean, float32, int32, operation
 from verax.sampling_fields import FLOATS, INTS, OFF
 
-__all__ = [
-    "SamplingArrays",
-    "adjust",
-    "penalize",
-    "sample",
-    "token_logprobs",
-    "uniform",
-]
-
 
 class SamplingArrays(NamedTuple):
     """Sampling parameters of each slot. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off."""
@@ -155,13 +146,8 @@ def sample(
 
     This implementation sorts; it is the oracle of the one that runs.
 
-    Args:
-        logits: scores of the next token.
-        tokens: prompt and answer so far of each slot.
-        slots: the slot of each row.
-        lengths: tokens of each row so far, which with its seed decide the draw.
-        params: parameters of each slot.
-        mask: a bit for each token that a grammar allows; all ones in rows without one.
+    `lengths`: tokens of each row so far, which with its seed decide the draw. `mask`: a bit for each token that a
+    grammar allows; all ones in rows without one.
     """
     rows = params.rows(slots)
     return _draw_sorted(adjust(logits, tokens[slots], lengths, rows, mask), rows, _uniform(rows, lengths))

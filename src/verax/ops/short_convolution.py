@@ -9,8 +9,6 @@ from verax.errors import InvalidParameterError
 from verax.ops._dispatch import Example, float32, operation
 from verax.ops.delta._inputs import StateSlots
 
-__all__ = ["short_convolution"]
-
 
 @operation
 def short_convolution(

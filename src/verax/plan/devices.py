@@ -9,12 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from verax.errors import InvalidParameterError
-
-__all__ = ["DEVICES", "Device", "find_device", "program_row"]
 
 GB, T = 10**9, 10**12
 
@@ -24,13 +21,10 @@ class Device:
     """A kind of device.
 
     Attributes:
-        name: name in commands.
         kind: JAX's name of the device, by which implementations are chosen.
-        platform: `"cpu"`, `"gpu"` or `"tpu"`.
         memory: bytes.
         bandwidth: bytes per second between memory and chip.
         flops: operations per second of dense products, by dtype of their operands.
-        source: where the numbers come from.
     """
 
     name: str
@@ -55,7 +49,7 @@ def _device(
 ) -> Device:
     names = ("bfloat16", "int8", "float8_e4m3fn", "float32")
     rates = {dtype: rate * T for dtype, rate in zip(names, flops, strict=False) if rate}
-    return Device(name, kind, platform, round(memory * GB), bandwidth * GB, MappingProxyType(rates), source)
+    return Device(name, kind, platform, round(memory * GB), bandwidth * GB, rates, source)
 
 
 _ADA = "NVIDIA Ada GPU architecture whitepaper 2.1, appendix A"
@@ -80,8 +74,7 @@ _ALL = (
     _device("tpu", "v6e", "TPU v6 lite", 32, 1640, (918, 1836), "cloud.google.com/tpu/docs/v6e"),
 )
 
-DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device in _ALL})
-"""Devices by name."""
+DEVICES: Mapping[str, Device] = {device.name: device for device in _ALL}
 
 _ALIASES = {"trillium": "v6e", "v5lite": "v5e", "v6lite": "v6e", "4090": "rtx4090", "5090": "rtx5090"}
 
@@ -93,15 +86,8 @@ def find_device(
 
     The numbers of `"cpu"` that are not given are measured, which takes some seconds.
 
-    Args:
-        name: a name in the table, an alias such as `"TPU v6 lite"`, `"cpu"`, or a name for a device that is described.
-        memory: bytes.
-        bandwidth: bytes per second.
-        flops: operations per second of dense bfloat16 products. Operations in other dtypes keep their proportion.
-
-    Raises:
-        InvalidParameterError: for a number that is not positive, or a device that is not in the table and not
-            described by all three.
+    `name`: a name in the table, an alias such as `"TPU v6 lite"`, `"cpu"`, or a name for a device that is described.
+    `flops`: operations per second of dense bfloat16 products. Operations in other dtypes keep their proportion.
     """
     given = {"memory": memory, "bandwidth": bandwidth, "flops": flops}
     for what, value in given.items():
@@ -118,7 +104,7 @@ def find_device(
                 f"device: {name!r} is not in the table, which has {', '.join(DEVICES)} and cpu; describe it with "
                 f"{', '.join(missing)} as well"
             )
-        rates = MappingProxyType({"bfloat16": flops})
+        rates = {"bfloat16": flops}
         return Device(name, "", "gpu", round(memory), bandwidth, rates, "the command line")
     if not any(given.values()):
         return known
@@ -127,7 +113,7 @@ def find_device(
         known,
         memory=round(memory or known.memory),
         bandwidth=bandwidth or known.bandwidth,
-        flops=MappingProxyType({dtype: rate * scale for dtype, rate in known.flops.items()}),
+        flops={dtype: rate * scale for dtype, rate in known.flops.items()},
         source=f"{known.source}, changed on the command line",
     )
 
@@ -145,7 +131,7 @@ def _this_machine(memory: float | None, bandwidth: float | None, flops: float | 
             names = ("bfloat16", "float32")
             rates = {name: measured[f"matmul_{name}_gflop_per_s"] * GB for name in names}
     total = round(memory or psutil.virtual_memory().total)
-    return Device("cpu", "cpu", "cpu", total, bandwidth, MappingProxyType(rates), source)
+    return Device("cpu", "cpu", "cpu", total, bandwidth, rates, source)
 
 
 def program_row(
@@ -154,13 +140,9 @@ def program_row(
     """Work and least time of a program, for JSON: its products at their full rate, or its bytes at full bandwidth.
 
     Args:
-        name: what the program does.
-        device: kind of device.
         flops: operations of its products on all devices together, two for each multiplication and addition.
         nbytes: bytes that cross the memory of one device.
-        dtype: dtype of the products' operands.
         devices: number of devices, which divide the products evenly.
-        times: number of calls.
     """
     parts = {"compute": flops / device.rate(dtype) / devices, "memory": nbytes / device.bandwidth}
     limit = max(parts, key=lambda part: parts[part])

@@ -16,8 +16,6 @@ from verax.models import causal_lm
 from verax.models.wan.model import WAN_CONFIGS
 from verax.shapes import MINILM_L6, MODERNBERT_BASE, SHAPES
 
-__all__ = ["NAMES", "Described", "describe"]
-
 _BUILTIN = {
     "text-builtin": builtin.text_model,
     "encoder-builtin": builtin.encoder,
@@ -36,11 +34,8 @@ NAMES = (*SHAPES, *_ENCODERS, *WAN_CONFIGS, *_BUILTIN)
 class Described(NamedTuple):
     """A model by its configuration.
 
-    Attributes:
-        name: name in reports.
-        kind: `"text"`, `"embedding"` or `"video"`.
-        config: contents of config.json; of a video model, the folder, or a name out of `WAN_CONFIGS`.
-        opened: the checkpoint, if it is a GGUF file, whose weights have formats of their own.
+    `config`: contents of config.json; of a video model, the folder, or a name out of `WAN_CONFIGS`. `opened`: the
+    checkpoint, if it is a GGUF file, whose weights have formats of their own.
     """
 
     name: str
@@ -52,13 +47,8 @@ class Described(NamedTuple):
 def describe(model: str, *, quantization: str | None = None) -> Described:
     """Find a model's configuration. No weights are read, and none need be there.
 
-    Args:
-        model: a folder, a GGUF file, a hub id (of which config.json is fetched), or one of `NAMES`.
-        quantization: `"dequantize"` to plan the floats of a folder whose weights are quantised.
-
-    Raises:
-        CheckpointError: if there is nothing by that name, or its config.json cannot be read.
-        UnsupportedModelError: for a folder of quantised weights, whose formats are known from its files only.
+    `model`: a folder, a GGUF file, a hub id (of which config.json is fetched), or one of `NAMES`. `quantization`:
+    `"dequantize"` to plan the floats of a folder whose weights are quantised.
     """
     if model in WAN_CONFIGS:
         return Described(f"Wan {model} shapes", "video", model)

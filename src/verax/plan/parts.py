@@ -18,8 +18,6 @@ from verax.nn.parallel import check_divisions, divisions
 from verax.ops.division import TENSOR_AXIS, partition
 from verax.plan.devices import Device
 
-__all__ = ["Part", "multiplied", "nbytes_of", "packed_shapes", "parts_of", "sharded_bytes", "tensor_mesh"]
-
 # The first pattern that matches a key decides.
 _PARTS = (
     ("norms", r"(?i)norm[^.]*\.\w+$"),
@@ -38,12 +36,7 @@ _PARTS = (
 class Part(NamedTuple):
     """Weights of one part of a model in one precision.
 
-    Attributes:
-        part: such as `"attention"`.
-        precision: name of the dtype, `"int8"` or `"int4"`, or the name of a block format.
-        weights: number of weights.
-        nbytes: bytes of all.
-        per_device: bytes that one device holds.
+    `precision`: name of the dtype, `"int8"` or `"int4"`, or the name of a block format.
     """
 
     part: str
@@ -68,11 +61,7 @@ def packed_shapes(model: Any, device: Device, *, few_rows: bool = False) -> Any:
 
 
 def parts_of(model: Any, devices: int = 1) -> list[Part]:
-    """Parts of a module of shapes, the largest first. Weights are divided as the layers declare it.
-
-    Raises:
-        InvalidParameterError: if a weight cannot be divided over the devices, naming it.
-    """
+    """Parts of a module of shapes, the largest first. Weights are divided as the layers declare it."""
     check_divisions(model, devices, argument="tensor_parallel_size")
     mesh, divided = tensor_mesh(devices), divisions(model)
     totals: dict[tuple[str, str], list[int]] = {}
@@ -98,9 +87,8 @@ def _part_of(model: Any, key: str) -> str:
 def multiplied(model: Any) -> tuple[int, int, float, int]:
     """Count the weights of a language model, a module of shapes, that a step multiplies.
 
-    Returns:
-        weights of the matrices that each token is multiplied by; of all experts; of the experts that one token passes;
-        and of the output head, which sampled tokens alone are multiplied by.
+    Result: weights of the matrices that each token is multiplied by; of all experts; of the experts that one token
+    passes; and of the output head, which sampled tokens alone are multiplied by.
     """
     every = experts = head = 0
     for path, leaf in nnx.to_flat_state(nnx.state(model)):

@@ -15,8 +15,6 @@ from verax.plan.text import plan_embed, plan_text
 from verax.plan.video import plan_video
 from verax.video.memory import format_bytes
 
-__all__ = ["plan", "show"]
-
 _ENGINES = {"text": plan_text, "embedding": plan_embed, "video": plan_video}
 
 _OPTIONS = {
@@ -43,7 +41,6 @@ def plan(model: str, device: Device, **options: Any) -> dict[str, Any]:
 
     Args:
         model: see `plan.model.describe`.
-        device: kind of device.
         options: options of the model's engine, see `text_plan`, `plan_embed` and `read_clip`. None counts as not
             given.
 

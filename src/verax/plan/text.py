@@ -30,8 +30,6 @@ from verax.text.step.sizes import RunnerConfig, cache_memory, layer_states, plan
 from verax.text.step.slots import new_slots
 from verax.text.step.step import PROMPT_LOGPROB_CHUNK
 
-__all__ = ["TextPlan", "plan_embed", "plan_text", "text_plan"]
-
 UNLIMITED = 1 << 60
 """Bytes of a cache that all sequences fit into at their full length."""
 
@@ -52,11 +50,8 @@ STATE_PRODUCTS = 6
 class TextPlan:
     """A language model on devices, for one batch and one context.
 
-    Attributes:
-        shapes: function from a number of devices to the model as they hold it, a module of shapes.
-        options: options of the engine, with batch, context and devices.
-        dtype: dtype of the weights.
-        device: kind of device.
+    `shapes`: function from a number of devices to the model as they hold it, a module of shapes. `options`: options of
+    the engine, with batch, context and devices.
     """
 
     shapes: Callable[[int], Any]
@@ -122,10 +117,8 @@ class TextPlan:
         with the keys that it sees and with their values, or changes a state. In each step weights, states, and keys and
         values that are seen are read once.
 
-        Args:
-            name: what the steps do.
-            seqs: sequences of each step, all alike.
-            steps: tokens of a sequence in the cache before each step, and tokens of the step.
+        `seqs`: sequences of each step, all alike. `steps`: tokens of a sequence in the cache before each step, and
+        tokens of the step.
         """
         config, devices = self.model.config, self.options.tensor_parallel_size
         every, experts, chosen, head = multiplied(self.model)
@@ -168,16 +161,9 @@ def text_plan(
     """A language model on devices, checked. Options have the names of `verax.LLM`.
 
     Args:
-        model: the model.
-        device: kind of device.
         dtype: `"bfloat16"` or `"float32"`.
-        quantization: precision of the weights.
-        max_num_seqs: sequences of a step.
         max_model_len: tokens of each sequence; 4096 or the model's positions, if these are fewer, if None.
         options: `tensor_parallel_size`, `kv_cache_dtype` and `max_num_batched_tokens`.
-
-    Raises:
-        InvalidParameterError: for an option out of range, or weights that do not divide over the devices.
     """
     check_dtype(dtype)
     architecture, config = causal_lm(model.config)
@@ -246,16 +232,8 @@ def plan_embed(
 ) -> dict[str, Any]:
     """Plan of an encoder, as JSON holds it.
 
-    Args:
-        model: the model.
-        device: kind of device.
-        dtype: `"float32"`, or `"bfloat16"` for weights and inputs of products.
-        batch_size: sentences of a call.
-        max_length: tokens of each sentence; 128 if None.
-
-    Raises:
-        InvalidParameterError: for an option out of range.
-        UnsupportedModelError: if verax has no such encoder.
+    `dtype`: `"float32"`, or `"bfloat16"` for weights and inputs of products. `max_length`: tokens of each sentence; 128
+    if None.
     """
     check_dtype(dtype)
     architecture, config = encoder(model.config)

@@ -30,17 +30,9 @@ from verax.plan.model import Described
 from verax.plan.parts import Part, nbytes_of
 from verax.video.load import Components, divided_component
 from verax.video.memory import add_residents, largest
-from verax.video.mesh import (
-    GUIDANCE,
-    SEQUENCE,
-    axis_size,
-    check_request,
-    clip_mesh,
-)
+from verax.video.mesh import GUIDANCE, SEQUENCE, axis_size, check_request, clip_mesh
 from verax.video.programs import Component
 from verax.video.request import ResolvedRequest, VideoRequest, default_size
-
-__all__ = ["Clip", "components", "decode_flops", "plan_video", "read_clip", "step_flops"]
 
 FLOAT32_BYTES = 4
 
@@ -56,15 +48,8 @@ GUIDED = 2
 class Clip(NamedTuple):
     """A clip of a video model on devices.
 
-    Attributes:
-        transformer, vae, text: configurations of the model's parts.
-        image: configuration of its image encoder; None if it has none.
-        settings: defaults of the checkpoint.
-        dtype: dtype of transformer and encoders.
-        request: size and steps of the clip.
-        latents: shape of its latents `[1, F, h, w, C]`.
-        mesh: abstract devices that divide it; None for one.
-        shard_weights: True if they divide the weights of the transformer's blocks too.
+    `latents`: shape of its latents `[1, F, h, w, C]`. `shard_weights`: True if they divide the weights of the
+    transformer's blocks too.
     """
 
     transformer: WanConfig
@@ -109,13 +94,7 @@ def read_clip(
     Args:
         config: folder of the model, or one of `WAN_CONFIGS`.
         dtype: `"bfloat16"` or `"float32"`, of transformer and encoders.
-        devices, guidance_parallel, sequence_parallel, shard_weights: see `VideoPipeline`.
         size: `resolution`, `height`, `width`, `num_frames` and `num_inference_steps`, as `VideoRequest` takes them.
-
-    Raises:
-        InvalidParameterError: for a size that does not divide into latents and tokens; or, as a pipeline does, for
-            devices that cannot divide the clip.
-        UnsupportedModelError: if verax has no such model.
     """
     check_dtype(dtype)
     if isinstance(config, str):

@@ -11,8 +11,6 @@ from verax.ray.cluster import actor_environment, check_actors
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
 
-__all__ = ["bind_replicas", "build", "deployment"]
-
 TARGET = 32.0
 """Requests of a replica that autoscaling aims at."""
 
@@ -102,13 +100,7 @@ def bind_replicas(
     Args:
         new_server: loads the models. It is pickled.
         bounds: number of replicas, or the least and the most.
-        num_cpus: CPUs of each.
-        num_gpus: GPUs of each.
-        target_ongoing_requests: requests of a replica that scaling aims at.
         max_queued_requests: most requests that wait at one handle for a replica.
-
-    Raises:
-        InvalidParameterError: for bounds that make no sense.
     """
     from verax.ray.replica import Replica
 

@@ -18,17 +18,6 @@ try:
 except ImportError:  # it does not exist for Windows
     fcntl = None
 
-__all__ = [
-    "LOOPBACK",
-    "actor_environment",
-    "check_actors",
-    "end_actor",
-    "keep_off_the_network",
-    "one_compiles",
-    "set_threads",
-    "start_ray",
-]
-
 _log = logging.getLogger("verax.ray")
 
 LOOPBACK = "127.0.0.1"
@@ -43,12 +32,7 @@ def start_ray(num_cpus: int | None = None) -> None:
     to every other process. One that is started here listens at 127.0.0.1, without a dashboard. No reports are sent
     unless `RAY_USAGE_STATS_ENABLED` is set.
 
-    Args:
-        num_cpus: CPUs of a Ray that is started here; all of the machine if None.
-
-    Raises:
-        MissingDependencyError: if Ray is not installed.
-        VeraxError: if it does not start on this machine.
+    `num_cpus`: CPUs of a Ray that is started here; all of the machine if None.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = require_optional("ray")
@@ -83,15 +67,7 @@ def check_actors(
     read files, filter checkpoints and route requests need a CPU too: without it, all wait in silence. A cluster that
     `start_ray` has not started may grow, and is not checked for it.
 
-    Args:
-        name: argument that says how many actors there are.
-        bounds: number of actors, or the least and the most.
-        num_cpus: CPUs of each.
-        num_gpus: GPUs of each.
-        left: CPUs that others need.
-
-    Raises:
-        InvalidParameterError: with what would fit.
+    `bounds`: number of actors, or the least and the most. `left`: CPUs that others need.
     """
     least, most = (bounds, bounds) if isinstance(bounds, int) else bounds
     if not 1 <= least <= most:
@@ -146,8 +122,7 @@ def one_compiles(*what: object) -> Iterator[None]:
 
     Once they have been compiled, nobody waits any more.
 
-    Args:
-        what: all that the compiled programs depend on; actors with the same `repr` wait for each other.
+    `what`: all that the compiled programs depend on; actors with the same `repr` wait for each other.
     """
     from verax._compat import JAXLIB
 

@@ -16,8 +16,6 @@ from verax.errors import EngineDeadError, InvalidParameterError, VeraxError
 from verax.files import atomic_path
 from verax.ray.cluster import actor_environment, check_actors, end_actor, one_compiles, set_threads
 
-__all__ = ["Clips", "Embed", "Generate", "actor_pool"]
-
 Batch = dict[str, Any]
 """Columns of a batch by name: arrays of one length."""
 
@@ -47,11 +45,8 @@ class Generate:
     `num_prompt_tokens`, `num_output_tokens` and `error` are added. A row that cannot be answered has its reason in
     `error`, and no text. An engine that fails ends its actor; Ray starts another, which answers the rows again.
 
-    Args:
-        model: as in `AsyncLLM`, and so are `options`.
-        sampling_params: fields of `SamplingParams` for all rows. A column `sampling_params` (a dictionary, or its JSON
-            text) replaces some of them in a row.
-        options: further arguments of `AsyncLLM`.
+    `model`: as in `AsyncLLM`, and so are `options`. `sampling_params`: fields of `SamplingParams` for all rows. A
+    column `sampling_params` (a dictionary, or its JSON text) replaces some of them in a row.
     """
 
     def __init__(self, model: str | None = None, *, sampling_params: Mapping[str, Any] | None = None, **options: Any):
@@ -100,11 +95,7 @@ class Generate:
 
 
 def _prompt(row: Mapping[str, Any]) -> Any:
-    """Prompt of a row: text, token ids, or messages.
-
-    Raises:
-        InvalidParameterError: if it has none.
-    """
+    """Prompt of a row: text, token ids, or messages."""
     messages = row.get("messages")
     if messages is not None:
         return msgspec.json.decode(messages) if isinstance(messages, str) else list(messages)
@@ -119,11 +110,7 @@ class Embed:
 
     A row whose text cannot be read has the reason in `error`, and a vector of zeros.
 
-    Args:
-        model: as in `Encoder`, and so are `options`.
-        column: column of the texts.
-        output: column of the vectors.
-        options: further arguments of `Encoder`.
+    `model`: as in `Encoder`, and so are `options`. `options`: further arguments of `Encoder`.
     """
 
     def __init__(self, model: str | None = None, *, column: str = "text", output: str = "embedding", **options: Any):
@@ -165,16 +152,10 @@ class Clips:
         folder: of the clips, on a file system that all nodes share.
         model: as in `VideoPipeline.from_pretrained`, and so are `options`.
         request: fields of `VideoRequest` for all rows. Columns of these names replace them in a row.
-        options: further arguments of `VideoPipeline.from_pretrained`.
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        model: str | None = None,
-        *,
-        request: Mapping[str, Any] | None = None,
-        **options: Any,
+        self, folder: str | Path, model: str | None = None, *, request: Mapping[str, Any] | None = None, **options: Any
     ):
         set_threads()
         from verax.video.pipeline import VideoPipeline
@@ -207,7 +188,6 @@ class Clips:
 
 
 BATCH_SIZE = 16
-"""Rows of a batch."""
 
 TASKS = 4
 """Blocks that are with an actor at once: one begins while the last rows of another are on their way."""
@@ -223,12 +203,7 @@ def actor_pool(
 ) -> dict[str, Any]:
     """Arguments of `Dataset.map_batches` that go with a callable such as `Generate`.
 
-    Args:
-        size: number of actors, or the least and the most of them.
-        num_cpus: CPUs of each, and threads of its JAX.
-        num_gpus: GPUs of each.
-        batch_size: rows of a batch. Several batches are with an actor at once.
-        arguments: of the callable.
+    `size`: number of actors, or the least and the most of them. `num_cpus`: CPUs of each, and threads of its JAX.
 
     Raises:
         InvalidParameterError: for sizes that make no sense, or a pool that leaves no CPU to those who read files and

@@ -14,7 +14,7 @@ import uuid
 from collections import OrderedDict, abc
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from verax import builtin, checkpoint
 from verax.errors import EngineDeadError, QueueFullError, VeraxError
 from verax.models import CausalLMConfig, causal_lm
 from verax.ray.cluster import keep_off_the_network
-from verax.ray.replica import Description, Part
+from verax.ray.replica import Part
 from verax.serve.app import create_app
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
@@ -37,8 +37,6 @@ from verax.text.engine.engine_thread import Observer
 from verax.text.engine.outputs import (
     CompletionOutput,
     EngineStats,
-    FinishReason,
-    Logprob,
     RequestMetrics,
     RequestOutput,
 )
@@ -47,35 +45,19 @@ from verax.text.engine.sampling_params import SamplingParams
 from verax.text.features.lora import LoRARequest
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["Ingress", "RemoteLLM"]
-
-
-@dataclass
-class _Sample:
-    """One of the answers."""
-
-    given: int
-    """Number of the tokens that the caller began with, and gets nothing of."""
-    token_ids: list[int]
-    text: list[str] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    cumulative_logprob: float | None = None
-    before: float = 0.0
-    """Log-probability of the tokens that earlier replicas have sent, in nats."""
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-
 
 class AnswerSoFar:
     """Answers to one request as they grow.
 
-    Args:
-        n: number of the answers.
-        given: tokens of each that the caller began with; None for none.
+    `n`: number of the answers. `given`: tokens of each that the caller began with; None for none.
     """
 
     def __init__(self, n: int, given: Sequence[Sequence[int]] | None = None):
-        self._samples = [_Sample(len(tokens), list(tokens)) for tokens in given or [()] * n]
+        self._given = [tuple(tokens) for tokens in given or [()] * n]
+        self._outputs = [CompletionOutput(index, "", (), None, []) for index in range(n)]
+        """What the caller gets of each answer, so far."""
+        self._before = [0.0] * n
+        """Log-probability of the tokens of each that earlier replicas have sent, in nats."""
         self._metrics = RequestMetrics(time.perf_counter())
         self._request = RequestOutput(f"request-{uuid.uuid4().hex}", None, (), None, [], False, 0)
         """Output without samples: what is known of the prompt."""
@@ -83,13 +65,12 @@ class AnswerSoFar:
     @property
     def token_ids(self) -> list[list[int]] | None:
         """Tokens of each answer, for the next replica; None before the first of them."""
-        tokens = [list(sample.token_ids) for sample in self._samples]
+        tokens = [[*given, *output.token_ids] for given, output in zip(self._given, self._outputs, strict=True)]
         return tokens if any(tokens) else None
 
     def begin(self) -> None:
         """Note that the next parts come from another replica."""
-        for sample in self._samples:
-            sample.before = sample.cumulative_logprob or 0.0
+        self._before = [output.cumulative_logprob or 0.0 for output in self._outputs]
 
     def add(self, part: RequestOutput) -> RequestOutput | None:
         """Output of what is new in a part; None if nothing is.
@@ -109,7 +90,7 @@ class AnswerSoFar:
         if scheduled is None and theirs is not None and theirs.first_scheduled_time is not None:
             # The clocks of two machines have nothing in common but their pace.
             scheduled = ours.arrival_time + theirs.first_scheduled_time - theirs.arrival_time
-        fresh = [self._add(new) for new in part.outputs if self._samples[new.index].finish_reason is None]
+        fresh = [self._add(new) for new in part.outputs if not self._outputs[new.index].finished]
         if first_token is None and any(new.token_ids for new in fresh):
             first_token = now
         self._metrics = RequestMetrics(
@@ -124,29 +105,12 @@ class AnswerSoFar:
 
     def whole(self) -> RequestOutput:
         """The whole output, after the last part."""
-        outputs = [
-            CompletionOutput(
-                index,
-                "".join(sample.text),
-                tuple(sample.token_ids[sample.given :]),
-                sample.cumulative_logprob,
-                sample.logprobs or None,
-                sample.finish_reason,
-                sample.stop_reason,
-            )
-            for index, sample in enumerate(self._samples)
-        ]
-        return self._output(outputs, True)
+        return self._output(list(self._outputs), True)
 
     def _add(self, new: CompletionOutput) -> CompletionOutput:
-        sample = self._samples[new.index]
-        sample.token_ids += new.token_ids
-        sample.text.append(new.text)
-        sample.logprobs += new.logprobs or []
-        sample.finish_reason, sample.stop_reason = new.finish_reason, new.stop_reason
         if new.cumulative_logprob is not None:
-            sample.cumulative_logprob = sample.before + new.cumulative_logprob
-            new = replace(new, cumulative_logprob=sample.cumulative_logprob)
+            new = replace(new, cumulative_logprob=self._before[new.index] + new.cumulative_logprob)
+        self._outputs[new.index] = self._outputs[new.index].joined(new)
         return new
 
     def _output(self, outputs: list[CompletionOutput], finished: bool) -> RequestOutput:
@@ -170,20 +134,12 @@ LOST = (ray.exceptions.RayError, EngineDeadError)
 
 
 class RemoteLLM:
-    """Text engines of replicas, as the one engine that a server has. It holds the tokenizer, and no weights.
-
-    Args:
-        handle: of a deployment of `Replica`.
-        description: sizes of its engines.
-        model: the replicas' checkpoint; the built-in one if None.
-        revision: branch, tag or commit of a hub id.
-        max_queued_requests: most requests that wait for a replica.
-    """
+    """Text engines of replicas, as the one engine that a server has. It holds the tokenizer, and no weights."""
 
     def __init__(
         self,
         handle: DeploymentHandle,
-        description: Description,
+        sizes: tuple[int, int],
         model: str | Path | None = None,
         *,
         revision: str | None = None,
@@ -192,6 +148,8 @@ class RemoteLLM:
         opened = checkpoint.Checkpoint.open(builtin.text_model() if model is None else model, revision=revision)
         self.tokenizer: Tokenizer | None = Tokenizer.from_checkpoint(opened)
         self.model_config: CausalLMConfig = causal_lm(opened.config)[1]
+        self.max_model_len, self.max_num_seqs = sizes
+        """Longest sequence that the engines serve, in tokens, and most sequences in one step of an engine."""
         self.max_queued_requests = max_queued_requests
         self.error: BaseException | None = None
         self.num_moved = 0
@@ -201,7 +159,6 @@ class RemoteLLM:
         """Temperature and top_p of conversations, if the checkpoint recommends no sampling; else nothing."""
         # By value: over the replica's own connection, in place of two messages through Ray for each part.
         self._handle = handle.options(stream=True, _by_reference=False)
-        self._description = description
         self._observers: list[Observer] = []
         self._replicas: OrderedDict[str, tuple[float, EngineStats]] = OrderedDict()
         """Last report of each replica, and its time; the replica that was silent longest is the first."""
@@ -211,16 +168,6 @@ class RemoteLLM:
         self._running = 0
         self._waiting = 0
         self._pool = ThreadPoolExecutor(2, "verax-tokenizer")
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest sequence that the engines serve, in tokens."""
-        return self._description.max_model_len
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Most sequences in one step of an engine."""
-        return self._description.max_num_seqs
 
     @property
     def is_running(self) -> bool:
@@ -338,12 +285,7 @@ class RemoteLLM:
                 self._running -= 1
 
     async def _parts(self, inputs: RequestInput, answer: AnswerSoFar) -> AsyncGenerator[RequestOutput, None]:
-        """Parts of a request from one replica, after the answer so far.
-
-        Raises:
-            RayError: if the replica is lost.
-            VeraxError: if the request fails.
-        """
+        """Parts of a request from one replica, after the answer so far."""
         response: Any = self._handle.generate.remote(replace(inputs, output_token_ids=answer.token_ids))
         try:
             async for part in response:
@@ -372,13 +314,7 @@ class RemoteLLM:
 class Ingress:
     """HTTP server of replicas. Ray Serve's proxy has the socket.
 
-    Args:
-        handle: of the replicas.
-        model: the replicas' checkpoint; the built-in one if None.
-        revision: branch, tag or commit of a hub id.
-        names: names of the model in requests.
-        max_queued_requests: most requests that wait for a replica.
-        settings: of the server; the defaults, less the page, if None.
+    `settings`: of the server; the defaults, less the page, if None.
     """
 
     async def __init__(
@@ -391,8 +327,8 @@ class Ingress:
         settings: ServerSettings | None,
     ):
         keep_off_the_network()
-        description = await handle.describe.remote()
-        llm = RemoteLLM(handle, description, model, revision=revision, max_queued_requests=max_queued_requests)
+        sizes = await handle.sizes.remote()
+        llm = RemoteLLM(handle, sizes, model, revision=revision, max_queued_requests=max_queued_requests)
         settings = replace(
             settings or ServerSettings(disable_page=True), host="0.0.0.0"
         )  # any: it is called by names that it does not know itself

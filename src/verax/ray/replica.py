@@ -19,29 +19,16 @@ from verax.serve.http.server import Server
 from verax.text.engine.outputs import EngineStats, RequestOutput
 from verax.text.engine.request import RequestInput
 
-__all__ = ["Description", "Part", "Replica"]
-
 JOIN = 0.03
 """Seconds for which new tokens of an answer are joined after its first part. A message costs more than a token."""
-
-
-@dataclass(frozen=True)
-class Description:
-    """Sizes of a replica's engine, which its callers check requests against."""
-
-    max_model_len: int
-    max_num_seqs: int
 
 
 @dataclass(frozen=True)
 class Part:
     """New part of a request's answers.
 
-    Attributes:
-        output: what is new, with times by the clock of the replica's machine. The prompt's tokens and their
-            log-probabilities are left out between the first part and the last one.
-        replica: name of the replica.
-        stats: state of its engine.
+    `output`: what is new, with times by the clock of the replica's machine. The prompt's tokens and their
+    log-probabilities are left out between the first part and the last one.
     """
 
     output: RequestOutput
@@ -52,8 +39,7 @@ class Part:
 class Replica:
     """Models of a server in an actor. An engine that fails ends the process, so that Ray Serve starts another.
 
-    Args:
-        new_server: loads the models. Replicas with equal arguments compile the same programs.
+    `new_server`: loads the models. Replicas with equal arguments compile the same programs.
     """
 
     def __init__(self, new_server: functools.partial[Server]):
@@ -66,15 +52,14 @@ class Replica:
         self._stack = contextlib.AsyncExitStack()
         self._name = f"{os.uname().nodename}-{os.getpid()}"
 
-    def describe(self) -> Description:
-        """Sizes of the engine."""
-        return Description(self._server.engine.max_model_len, self._server.engine.max_num_seqs)
+    def sizes(self) -> tuple[int, int]:
+        """Longest sequence that the engine serves, in tokens, and most sequences in one of its steps."""
+        return self._server.engine.max_model_len, self._server.engine.max_num_seqs
 
     async def generate(self, inputs: RequestInput) -> AsyncGenerator[Part | VeraxError, None]:
         """Parts of an answer as it grows: the first at once, later ones joined; or the error that ends it.
 
-        Args:
-            inputs: the request, with a seed and, after a move, the answers so far of another replica.
+        `inputs`: the request, with a seed and, after a move, the answers so far of another replica.
         """
         first = True
         try:
@@ -98,9 +83,7 @@ class Replica:
     async def answer(self, request: RequestLine, clips: Path | None) -> Answer:
         """Answer to a line of a batch.
 
-        Args:
-            request: the line.
-            clips: folder for clips, on a file system that the reader of the answers shares; None for none.
+        `clips`: folder for clips, on a file system that the reader of the answers shares; None for none.
         """
         if self._entered is None:
             self._entered = asyncio.ensure_future(self._stack.enter_async_context(self._local.running()))

@@ -19,10 +19,7 @@ from verax.errors import EngineDeadError, VeraxError
 from verax.ray.app import bind_replicas
 from verax.ray.cluster import start_ray
 from verax.ray.remote_llm import LOST, MOST_MOVES, PAUSE, RemoteLLM
-from verax.ray.replica import Description
 from verax.serve.http.server import Server
-
-__all__ = ["RunningReplicas", "running_replicas"]
 
 
 @contextlib.contextmanager
@@ -31,14 +28,7 @@ def running_replicas(
 ) -> Iterator[RunningReplicas]:
     """Context of replicas on the cluster, or on this machine.
 
-    Args:
-        new_server: loads the models of each. It is pickled.
-        bounds: number of replicas, or the least and the most.
-        num_cpus: CPUs of each.
-        num_gpus: GPUs of each.
-
-    Raises:
-        VeraxError: if they cannot be started, or do not fit.
+    `new_server`: loads the models of each. It is pickled. `bounds`: number of replicas, or the least and the most.
     """
     started = not ray.is_initialized()
     start_ray()
@@ -51,8 +41,8 @@ def running_replicas(
                 handle = serve.run(application, name=name, route_prefix=None)  # waits until they are ready
             except RuntimeError as error:
                 raise VeraxError(f"replicas: they did not start: {error}") from error
-            description = handle.describe.remote().result()
-            yield RunningReplicas(handle, description, bounds if isinstance(bounds, int) else bounds[1])
+            sizes = handle.sizes.remote().result()
+            yield RunningReplicas(handle, sizes, bounds if isinstance(bounds, int) else bounds[1])
         finally:
             serve.delete(name)
     finally:
@@ -63,18 +53,17 @@ def running_replicas(
 class RunningReplicas:
     """Replicas that run, as a batch calls them: the line of a replica that dies goes to another one.
 
-    Attributes:
-        max_num_seqs: most sequences that can run at once, on as many replicas as there can be.
+    `max_num_seqs`: most sequences that can run at once, on as many replicas as there can be.
     """
 
-    def __init__(self, handle: DeploymentHandle, description: Description, most: int):
-        self.max_num_seqs = most * description.max_num_seqs
+    def __init__(self, handle: DeploymentHandle, sizes: tuple[int, int], most: int):
+        self.max_num_seqs = most * sizes[1]
         self._handle = handle
-        self._description = description
+        self._sizes = sizes
 
     def text_engine(self, model: str | None, **options: Any) -> RemoteLLM:
         """The replicas as the engine of an HTTP server; arguments as in `RemoteLLM`."""
-        return RemoteLLM(self._handle, self._description, model, **options)
+        return RemoteLLM(self._handle, self._sizes, model, **options)
 
     def running(self) -> contextlib.AbstractAsyncContextManager[None]:
         """Context in which requests are answered: always."""

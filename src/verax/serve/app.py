@@ -22,8 +22,6 @@ from verax.serve.page import page
 from verax.serve.text import chat, completions, embeddings, messages, responses, tokens
 from verax.serve.video import videos
 
-__all__ = ["create_app"]
-
 
 def _own_routes(server: Server) -> list[Route]:
     """Routes of the server itself: its health, metrics, description and models."""

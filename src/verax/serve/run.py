@@ -29,15 +29,12 @@ try:
 except ImportError:  # it does not exist for Windows
     uvloop = None
 
-__all__ = ["bind", "new_runner", "run"]
-
 
 class HttpProtocol(HttpToolsProtocol):
     """One connection. Bytes that are not HTTP, or a head that does not end, are answered here, before a request exists.
 
-    Args:
-        header_timeout: seconds from the connection, or the answer before, to the end of a request's headers.
-        options: arguments of `HttpToolsProtocol`.
+    `header_timeout`: seconds from the connection, or the answer before, to the end of a request's headers. `options`:
+    arguments of `HttpToolsProtocol`.
     """
 
     def __init__(self, *, header_timeout: float, **options: Any):
@@ -123,11 +120,7 @@ LAST_ANSWERS = 2.0
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """A socket at the server's address. Connections are refused until `run`.
-
-    Raises:
-        InvalidParameterError: if the address cannot be had.
-    """
+    """A socket at the server's address. Connections are refused until `run`."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -148,12 +141,10 @@ def run(server: Server, listener: socket.socket, on_start: Callable[[str], None]
     SIGTERM and SIGINT let running requests finish for `settings.shutdown_timeout` seconds; a second one ends at once.
 
     Args:
-        server: the engines and their settings.
         listener: what `bind` gave; closed at the end.
         on_start: function that is called with the base URL once connections are accepted.
 
-    Returns:
-        Exit status: 0, or 1 if the engine has failed.
+    Exit status: 0, or 1 if the engine has failed.
     """
     process = _Process(server, on_start and (lambda: on_start(_url(server.settings, listener))))
     # The models' objects live as long as the process. A collection that walks them takes longer than an engine step.

@@ -32,8 +32,6 @@ from verax.errors import HostsError
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.step.step import StepShape
 
-__all__ = ["Dispatch", "Group", "Link", "ProgramName"]
-
 ProgramName = Literal["admit", "adapt", "step", "sample", "extend", "draft"]
 
 COMPRESSED_FROM = 4096
@@ -105,10 +103,8 @@ def bracketed(host: str) -> str:
 class Link:
     """Connection to one rank. One thread at a time sends and receives.
 
-    Args:
-        host: numeric address of the side that listens.
-        rank: the rank at the other end.
-        on_lost: called once, on a thread of the link's own, when the other side is gone before `part`.
+    `host`: numeric address of the side that listens. `on_lost`: called once, on a thread of the link's own, when the
+    other side is gone before `part`.
     """
 
     def __init__(self, host: str, rank: int, on_lost: Callable[[int], None]):
@@ -143,11 +139,7 @@ class Link:
         return link
 
     def accept(self, address: Address, timeout: float) -> None:
-        """Wait for the other side's first message, which is empty.
-
-        Raises:
-            HostsError: if none arrives within `timeout` seconds.
-        """
+        """Wait for the other side's first message, which is empty."""
         deadline = time.monotonic() + timeout
         while not self._socket.poll(100):
             if time.monotonic() > deadline:
@@ -158,11 +150,7 @@ class Link:
         self._start_watch(self._socket.recv(copy=False).get(self._zmq.SRCFD))
 
     def send(self, message: bytes) -> None:
-        """Send a message, without waiting.
-
-        Raises:
-            HostsError: if the other side is gone.
-        """
+        """Send a message, without waiting."""
         try:
             if not self._gone:
                 return self._socket.send(message, self._zmq.NOBLOCK)
@@ -196,9 +184,8 @@ class Link:
     def _watch(self, descriptor: int | None) -> None:
         """Wait until the connection ends.
 
-        Args:
-            descriptor: its file descriptor; None if the socket has no other connection. Others come to a port where
-                somebody listens. They have no key, so that the first handshake that succeeds belongs to the connection.
+        `descriptor`: its file descriptor; None if the socket has no other connection. Others come to a port where
+        somebody listens. They have no key, so that the first handshake that succeeds belongs to the connection.
         """
         parse = require_optional("zmq.utils.monitor").parse_monitor_message
         established = False
@@ -242,10 +229,7 @@ class Group:
 
     A process that is gone ends all others within ten seconds: the rest cannot continue without its part of the model.
 
-    Attributes:
-        rank: number of this process.
-        size: number of processes.
-        lost: sentence that names the rank that is gone; None as long as there is none.
+    `lost`: sentence that names the rank that is gone; None as long as there is none.
     """
 
     def __init__(self, rank: int, size: int):
@@ -259,12 +243,7 @@ class Group:
     def join(cls, config: EngineConfig, options: Mapping[str, Any]) -> Group:
         """Wait for the processes of all hosts, and connect to rank 0, or rank 0 to the others.
 
-        Args:
-            config: options of the engine.
-            options: further facts that must be equal on all ranks.
-
-        Raises:
-            HostsError: if a process is missing, JAX runs already, or a version or an option differs.
+        `options`: further facts that must be equal on all ranks.
         """
         require_optional("zmq")
         self = cls(config.node_rank, config.nnodes)
@@ -283,14 +262,7 @@ class Group:
         return self.rank == 0
 
     def exchange(self, value: Any) -> list[Any]:
-        """The value of each rank, on every rank. All ranks call it in the same order, and wait for the last.
-
-        Args:
-            value: what JSON can express.
-
-        Raises:
-            HostsError: if a rank has ended.
-        """
+        """The value of each rank, on every rank. All ranks call it in the same order, and wait for the last."""
         if self.leads:
             values = [value, *(msgspec.msgpack.decode(self._receive(link)) for link in self._links)]
             self._send(msgspec.msgpack.encode(values))
@@ -299,11 +271,7 @@ class Group:
         return msgspec.msgpack.decode(self._receive(self._links[0]))
 
     def agree(self, facts: Mapping[str, Any]) -> None:
-        """Compare what must be equal on all ranks.
-
-        Raises:
-            HostsError: on every rank, naming each difference.
-        """
+        """Compare what must be equal on all ranks."""
         first, *others = self.exchange({name: str(value) for name, value in facts.items()})
         differences = [
             f"{name} is {first.get(name)} on rank 0 and {found.get(name)} on rank {rank}"
@@ -318,11 +286,7 @@ class Group:
             raise HostsError(f"nnodes: the hosts must be equal, but {'; '.join(differences)}")
 
     def send(self, dispatch: Dispatch) -> None:
-        """Send a dispatch to all followers, before it is made here.
-
-        Raises:
-            HostsError: if one of them is gone.
-        """
+        """Send a dispatch to all followers, before it is made here."""
         if self.lost is not None:
             raise HostsError(self.lost)
         self._send(dispatch.encode())
@@ -400,11 +364,7 @@ def _exit() -> None:
 
 
 def _join_jax(config: EngineConfig) -> None:
-    """Join JAX's processes, on a thread: the wait is native, and could not be interrupted.
-
-    Raises:
-        HostsError: if JAX runs already or not all hosts join.
-    """
+    """Join JAX's processes, on a thread: the wait is native, and could not be interrupted."""
     failed: list[Exception] = []
 
     def join() -> None:

@@ -33,8 +33,6 @@ from verax.errors import CheckpointError, InvalidParameterError
 if TYPE_CHECKING:
     import optax
 
-__all__ = ["AXES", "Schedule", "batch_sharding", "fully_sharded", "has_state", "read_log", "state_sharding", "train"]
-
 LOG = "log.jsonl"
 
 Loss = Callable[[Any, dict[str, Array]], Float[Array, ""]]
@@ -71,11 +69,7 @@ class Schedule:
         return replace(self, steps=steps, warmup_steps=min(self.warmup_steps, steps // 4 + 1))
 
     def optimizer(self) -> optax.GradientTransformation:
-        """Optax chain of the schedule.
-
-        Raises:
-            InvalidParameterError: if the warm-up leaves no step for the cosine.
-        """
+        """Optax chain of the schedule."""
         optax, contrib = require_optional("optax"), require_optional("optax.contrib")
         if not 0 <= self.warmup_steps < self.steps:
             raise InvalidParameterError(f"steps: {self.steps} leave none after a warm-up of {self.warmup_steps}")
@@ -137,9 +131,7 @@ def train(
     Args:
         loss: mean over the batch, differentiable in `params`. The arrays of a `jax.tree_util.Partial`, such as weights
             that are not trained, are arguments of the compiled step.
-        params: initial parameters, a pytree of float32 arrays.
         batches: `batches(step)` yields the batches from that step on, the same ones at every call.
-        schedule: optimiser and number of steps.
         folder: receives `state` (parameters, optimiser, mean), `log.jsonl`, `loss.png`.
         settings: further settings that a resumed run must share with the run that it continues, as JSON.
         accumulation: parts of a batch that are computed one after the other, along a first axis of each entry of the
@@ -156,7 +148,6 @@ def train(
         loss_unit: unit of the loss, for the plot.
         mesh: devices over which batches and state are divided, of the axes `AXES`. A run may continue on other
             devices; its numbers are then the same up to rounding.
-        show_progress: show a progress bar on a terminal.
 
     Raises:
         CheckpointError: if `resume` finds no state, or one of another model or schedule; if there is a state but no
@@ -300,12 +291,7 @@ class RunStates:
 
     A context manager.
 
-    Args:
-        folder: folder of the run.
-        settings: settings of the run, as JSON; a run can only be resumed with equal ones.
-
-    Raises:
-        MissingDependencyError: without Orbax.
+    `settings`: settings of the run, as JSON; a run can only be resumed with equal ones.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]):
@@ -335,11 +321,7 @@ class RunStates:
         self._manager.save(step, args=args.Composite(state=args.StandardSave(_named(leaves)), run=args.JsonSave(run)))
 
     def restore(self, like: Any) -> Any:
-        """The newest state, with the structure of `like` and on its devices.
-
-        Raises:
-            CheckpointError: if there is no state, or it is of a run with other settings or of a model of other sizes.
-        """
+        """The newest state, with the structure of `like` and on its devices."""
         if self.step is None:
             raise CheckpointError(f"{self.path}: no training state to resume from; start without resume")
         args = self._ocp.args
@@ -365,11 +347,7 @@ AXES = ("data", "fsdp")
 
 
 def fully_sharded(devices: int) -> Mesh | None:
-    """Mesh of the given number of devices, which divide batches, weights and optimiser; None for one.
-
-    Raises:
-        InvalidParameterError: if fewer devices exist.
-    """
+    """Mesh of the given number of devices, which divide batches, weights and optimiser; None for one."""
     if devices > jax.device_count():
         raise InvalidParameterError(
             f"devices: {devices} are asked for, and there are {jax.device_count()}; JAX_NUM_CPU_DEVICES={devices} with "

@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-__all__ = ["rounded_gradient_linear", "weighted_next_token_loss"]
-
 MAX_SCORES = 1 << 25
 """Scores that are in memory at once: 128 MB, or 220 tokens with a vocabulary of 150,000."""
 
@@ -24,11 +22,7 @@ def weighted_next_token_loss(
 
     Where there are many scores, they are computed for some tokens of each row at a time, and again for the gradient.
 
-    Args:
-        logits: the output head.
-        hidden: final hidden states.
-        targets: the token that follows each.
-        weights: weight of each target; zero for padding.
+    `weights`: weight of each target; zero for padding.
     """
 
     def part(hidden: Array, targets: Array, weights: Array) -> Array:

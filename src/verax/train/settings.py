@@ -11,8 +11,6 @@ from verax.options import check_options, documented, option
 if TYPE_CHECKING:
     from verax.train.loop import Schedule
 
-__all__ = ["ALL_LINEAR", "FinetuneSettings", "LoraSettings"]
-
 ALL_LINEAR = "all-linear"
 """PEFT's name for all linear layers but the output head."""
 
@@ -22,11 +20,7 @@ _OPTIMISER, _RUN = "Optimiser", "Run"
 @documented
 @dataclass(frozen=True)
 class FinetuneSettings:
-    """Data, optimiser and devices of a run.
-
-    Raises:
-        InvalidParameterError: for a value of another type or out of range, with the option's name.
-    """
+    """Data, optimiser and devices of a run."""
 
     learning_rate: float = option(
         2e-4, "Peak of the learning rate, which falls by a cosine to a twentieth.", low=0, above=True, panel=_OPTIMISER
@@ -68,11 +62,7 @@ class FinetuneSettings:
             )
 
     def schedule(self, examples: int) -> Schedule:
-        """Schedule of a run over the given number of examples.
-
-        Raises:
-            InvalidParameterError: if the warm-up leaves no step.
-        """
+        """Schedule of a run over the given number of examples."""
         from verax.train.loop import Schedule
 
         steps = self.steps or max(1, -int(-self.epochs * examples // (self.batch_size * self.gradient_accumulation)))
@@ -85,11 +75,7 @@ class FinetuneSettings:
 @documented
 @dataclass(frozen=True)
 class LoraSettings:
-    """Size and place of an adapter, by PEFT's names.
-
-    Raises:
-        InvalidParameterError: for a value of another type or out of range, with the option's name.
-    """
+    """Size and place of an adapter, by PEFT's names."""
 
     rank: int = option(16, "Rank of the adapter's matrices.", low=1)
     alpha: float = option(32.0, "Their product is multiplied by alpha / rank.", low=0, above=True)

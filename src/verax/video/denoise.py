@@ -20,8 +20,6 @@ from verax.video import unipc
 from verax.video.mesh import GUIDANCE, SEQUENCE, AnyMesh, axis_size
 from verax.video.schedule import Tables
 
-__all__ = ["Conditions", "DenoisingState", "denoise", "predict_velocity"]
-
 
 class Conditions(NamedTuple):
     """Inputs of a segment in addition to its noise, the same in every iteration.
@@ -30,10 +28,8 @@ class Conditions(NamedTuple):
         context: the transformer's context of the prompt and, with guidance, of the negative prompt in a second row.
         image_condition: channels after the latents; None for models without them.
         fps: frames per second, for a model that has this input; else None.
-        guidance_scale: scale of classifier-free guidance.
         prefix_mask: diffusion forcing: True for the given frames, if the model sees them with noise; else None.
         added_noise: amount of that noise, in timesteps.
-        key: random key of that noise.
     """
 
     context: Any
@@ -48,10 +44,8 @@ class Conditions(NamedTuple):
 class DenoisingState(NamedTuple):
     """State between iterations.
 
-    Attributes:
-        solver: state of the solver.
-        residual: with TeaCache, the sum that the blocks added when they last ran, of each row; else None. Tokens that
-            are divided over devices stand in one row, `[G, F, 1, h w, D]`.
+    `residual`: with TeaCache, the sum that the blocks added when they last ran, of each row; else None. Tokens that are
+    divided over devices stand in one row, `[G, F, 1, h w, D]`.
     """
 
     solver: unipc.UniPCState
@@ -73,11 +67,6 @@ def denoise(
     """Run the iterations from `begin` to the one before `end`.
 
     Args:
-        model: transformer.
-        state: state before iteration `begin`.
-        tables: values of each iteration.
-        conditions: inputs that all iterations share.
-        begin, end: first iteration, and the one after the last.
         mesh: devices that divide guidance and tokens, inside `jax.shard_map` over them; None for one device.
         guidance: `"batch"`, `"sequential"`, or None for the prompt alone.
         options: `causal_block_size` and `attention` of `VideoTransformer.run_blocks`.
@@ -119,14 +108,7 @@ def predict_velocity(
 ) -> tuple[Float32[Array, "1 F h w O"], Any]:
     """Velocity of a clip with guidance, and the residual of the blocks.
 
-    Args:
-        model: transformer.
-        x: latents, and the channels after them.
-        timesteps: timestep of all frames, or of each frame.
-        conditions: inputs that all iterations share.
-        residual: sum that the blocks added when they last ran; None without a cache.
-        run_blocks: whether the blocks run, with a residual.
-        mesh, guidance, options: as `denoise` takes them.
+    `residual`: sum that the blocks added when they last ran; None without a cache.
     """
     sequence = _sequence(model, x.shape, mesh)
 

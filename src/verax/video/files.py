@@ -16,8 +16,6 @@ from verax.errors import InvalidParameterError
 from verax.files import atomic_path
 from verax.video.images import RATE
 
-__all__ = ["CRF", "check_parent", "check_path", "check_sheet_path", "clip_path", "write_clip", "write_contact_sheet"]
-
 CRF = 18
 """x264's constant rate factor: 0 is lossless, 51 the worst; 18 is visually lossless."""
 
@@ -33,12 +31,7 @@ _TEXT_SIZE = 12
 
 
 def check_path(path: str | Path, *, name: str = "path") -> Path:
-    """Check that a clip can be written to a path, before any work; return the path.
-
-    Raises:
-        InvalidParameterError: for another suffix, a missing parent folder, or something in the way.
-        MissingDependencyError: if PyAV (for .mp4) or Pillow is not installed.
-    """
+    """Check that a clip can be written to a path, before any work; return the path."""
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
         raise InvalidParameterError(
@@ -65,12 +58,7 @@ def clip_path(folder: Path, custom_id: str) -> Path:
 
 
 def check_sheet_path(path: str | Path, *, name: str = "path") -> Path:
-    """Check that a contact sheet can be written to a path; return the path.
-
-    Raises:
-        InvalidParameterError: for another suffix than .png, or a missing parent folder.
-        MissingDependencyError: if Pillow is not installed.
-    """
+    """Check that a contact sheet can be written to a path; return the path."""
     path = Path(path)
     if path.suffix.lower() != ".png":
         raise InvalidParameterError(f"{name}: a contact sheet is a .png, got {path.name}")
@@ -87,10 +75,6 @@ def write_clip(frames: UInt8[np.ndarray, "T H W 3"], path: str | Path, *, fps: f
         path: ends in .mp4 (H.264, yuv420p), .gif, .webp (animated), or nothing: a folder of `frame_00000.png` on.
         fps: frames per second. Not written into a folder.
         crf: quality of .mp4: 0 (lossless) to 51.
-
-    Raises:
-        InvalidParameterError: as `check_path`, and for frames, `fps` or `crf` out of range, or an odd size in .mp4.
-        MissingDependencyError: as `check_path`.
     """
     path = check_path(path)
     if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3 or 0 in frames.shape:
@@ -137,10 +121,6 @@ def write_contact_sheet(
         path: ends in .png.
         captions: one for each image, broken into lines as wide as a cell.
         columns: images in a row; about as many as rows if None.
-
-    Raises:
-        InvalidParameterError: for no images, another suffix, a missing folder, or a wrong number of captions.
-        MissingDependencyError: if Pillow is not installed.
     """
     path = check_sheet_path(path)
     if not len(images) or (columns is not None and columns < 1):

@@ -13,8 +13,6 @@ from jaxtyping import UInt8
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError
 
-__all__ = ["Image", "frame_pixels", "read_clip", "read_image"]
-
 Image = Any
 """A path, a PIL.Image, or an array `[H, W, 3]`: uint8, or floats in 0..1."""
 
@@ -28,7 +26,6 @@ WHITE_IS_ZERO = 0
 """Value of the tag `PHOTOMETRIC`, which Pillow applies to images of 8 bits only."""
 
 _FRAMES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
-"""Files of a folder that are frames of a clip."""
 
 _MOST_FRAMES = 10_000
 """Frames that an animation may have once each is repeated for as long as it is shown."""
@@ -44,13 +41,7 @@ def read_image(image: Image, *, name: str = "image") -> UInt8[np.ndarray, "H W 3
 
     Grey images of more than 8 bits are scaled to 8: whole numbers up to 65535, and floats up to 1.
 
-    Args:
-        image: a path, a PIL.Image, or an array `[H, W, 3]`, uint8 or floats in 0..1.
-        name: name of the argument in errors.
-
-    Raises:
-        InvalidParameterError: if the file does not exist or is not an image, or for another array.
-        MissingDependencyError: if Pillow is needed and not installed.
+    `image`: a path, a PIL.Image, or an array `[H, W, 3]`, uint8 or floats in 0..1.
     """
     if hasattr(image, "__array__"):  # NumPy's and JAX's arrays, and not Pillow's images
         return _pixels(np.asarray(image), name, "[height, width, 3]")
@@ -99,14 +90,8 @@ def read_clip(clip: Any, *, name: str = "video") -> tuple[UInt8[np.ndarray, "T H
 
     Frames of a video are turned as its file says. Frames of an animation are repeated for as long as they are shown.
 
-    Args:
-        clip: a path to a video, an animated .gif or .webp, or a folder of images, in the order of their names and of
-            the numbers in them; or a list of images, or an array `[T, H, W, 3]`, uint8 or floats in 0..1.
-        name: name of the argument in errors.
-
-    Raises:
-        InvalidParameterError: if the file does not exist or is not a clip, if it has no frames, or they differ in size.
-        MissingDependencyError: if PyAV or Pillow is needed and not installed.
+    `clip`: a path to a video, an animated .gif or .webp, or a folder of images, in the order of their names and of the
+    numbers in them; or a list of images, or an array `[T, H, W, 3]`, uint8 or floats in 0..1.
     """
     if isinstance(clip, str | Path):
         path = Path(clip)

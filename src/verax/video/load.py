@@ -22,8 +22,6 @@ from verax.nn.parallel import shard_blocks
 from verax.video.mesh import AnyMesh, tensor_mesh
 from verax.video.programs import Component
 
-__all__ = ["Components", "describe_folder", "divided_component", "load_components", "open_model"]
-
 M = TypeVar("M", bound=nnx.Module)
 
 
@@ -39,15 +37,8 @@ class Components(NamedTuple):
 def open_model(folder: VideoFolder, *, kind: str | None = None, reference: str | None = None) -> VideoModel:
     """Family, settings and rules of a folder, by the class name in its transformer's config.json.
 
-    Args:
-        folder: the checkpoint.
-        kind: kind of model; None to go by the folder.
-        reference: name of the rules to follow; the family's first if None.
-
-    Raises:
-        CheckpointError: if a network's settings are missing or damaged.
-        UnsupportedModelError: if verax has no such family, or the networks do not fit each other.
-        InvalidParameterError: for a kind or a reference that the family does not have.
+    `kind`: kind of model; None to go by the folder. `reference`: name of the rules to follow; the family's first if
+    None.
     """
     family = models.video_model(folder.config("transformer"))
     if reference is not None and reference not in family.references:
@@ -69,14 +60,7 @@ def divided_component(
 ) -> Component[M]:
     """A network as the devices of a clip hold it.
 
-    Args:
-        what: its name in messages.
-        kind: its class.
-        config: its configuration.
-        dtype: dtype of its weights.
-        load, keep, offload: as `Component` takes them.
-        mesh: devices of the clip; None for the default device.
-        shard_weights: True to divide the weights of a transformer's blocks over the mesh.
+    `shard_weights`: True to divide the weights of a transformer's blocks over the mesh.
     """
     is_transformer = issubclass(kind, VideoTransformer)
 
@@ -108,20 +92,13 @@ def load_components(
     """Describe a folder's networks.
 
     Args:
-        folder: folder of either layout.
-        model: its family and settings, of `open_model`.
         dtype: dtype of the transformer's and the encoders' weights. The VAE's are float32.
         keep_encoders: whether text and image encoder stay on the device; by their size if None.
         offload: whether all weights wait in the host's memory while they are not used.
         lora: files that change the transformer's weights, each with a factor.
-        show_progress: True for bars while weights are read.
         mesh: devices each of which gets the weights of transformers and VAE, and a part of the encoders' weights; None
             for the default device.
         shard_weights: True to divide the weights of the transformers' blocks over the mesh instead.
-
-    Raises:
-        CheckpointError: if a LoRA file does not fit the transformer.
-        UnsupportedModelError: for LoRA files and two transformers.
     """
 
     def component(network: Network, precision: DTypeLike, keep: bool | None) -> Component[Any]:
@@ -158,10 +135,6 @@ def describe_folder(path: str | Path) -> dict[str, Any]:
     """Kind, defaults and networks of a video model; the value of a network is its number of parameters.
 
     Settings are read, and neither weights nor a tokenizer.
-
-    Raises:
-        CheckpointError: if a network's settings are missing or damaged.
-        UnsupportedModelError: if verax has no such model, or the networks do not fit each other.
     """
     folder = VideoFolder(path)
     model = open_model(folder)

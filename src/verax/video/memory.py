@@ -11,16 +11,6 @@ from verax.video.programs import Component, ProgramCall
 from verax.video.request import ResolvedRequest
 from verax.video.run import Stage
 
-__all__ = [
-    "StageMemory",
-    "add_residents",
-    "format_bytes",
-    "free_memory",
-    "largest",
-    "out_of_memory_message",
-    "plan_memory",
-]
-
 SPARE = 0.9
 """Share of the memory that fewer or smaller frames are fitted to: not everything shrinks with them."""
 
@@ -28,11 +18,8 @@ SPARE = 0.9
 class StageMemory(NamedTuple):
     """Bytes of one stage.
 
-    Attributes:
-        stage: name of the stage.
-        weights: weights of the model that runs.
-        others: weights of other models that are on the device at the time.
-        work: inputs, results and buffers in between.
+    `others`: weights of other models that are on the device at the time. `work`: inputs, results and buffers in
+    between.
     """
 
     stage: str
@@ -51,8 +38,7 @@ def plan_memory(stages: Sequence[Stage]) -> list[StageMemory]:
 
     Compiles the programs of the largest calls, which the run then finds compiled.
 
-    Args:
-        stages: stages of the run, as `run.stages_of` lists them.
+    `stages`: stages of the run, as `run.stages_of` lists them.
     """
     # The largest call of each program counts, over all stages of one name; others are shorter segments.
     calls: dict[tuple[str, str], dict[int, ProgramCall]] = {}
@@ -72,8 +58,7 @@ def plan_memory(stages: Sequence[Stage]) -> list[StageMemory]:
 def add_residents(stages: Iterable[tuple[str, Component[Any], int]]) -> list[StageMemory]:
     """Memory of stages in their order, each with the models that stay on the device meanwhile.
 
-    Args:
-        stages: name, model and bytes of the work of each.
+    `stages`: name, model and bytes of the work of each.
     """
     plan: list[StageMemory] = []
     resident: dict[str, int] = {}
@@ -137,13 +122,8 @@ def out_of_memory_message(
 ) -> str | None:
     """Message for a request that does not fit in the free memory, with changes that would fit; None if it fits.
 
-    Args:
-        request: checked request.
-        geometry: sizes of the checkpoint.
-        plan: memory of the request.
-        free: free bytes.
-        replan: function that returns the plan of the request with some changes.
-        devices: devices that divide the tokens of a frame, of which changes leave a multiple in each row.
+    `replan`: function that returns the plan of the request with some changes. `devices`: devices that divide the tokens
+    of a frame, of which changes leave a multiple in each row.
     """
     worst = largest(plan)
     if worst.peak <= free:

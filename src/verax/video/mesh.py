@@ -23,20 +23,6 @@ from verax.nn.parallel import fitting_sizes
 from verax.ops.division import TENSOR_AXIS
 from verax.video.request import ResolvedRequest, VideoRequest, default_size
 
-__all__ = [
-    "BY_ROW",
-    "GUIDANCE",
-    "REPLICATED",
-    "SEQUENCE",
-    "AnyMesh",
-    "Layout",
-    "axis_size",
-    "check_request",
-    "clip_mesh",
-    "layout",
-    "tensor_mesh",
-]
-
 GUIDANCE = "guidance"
 """Axis of the mesh over which the rows of guidance are divided: prompt and negative prompt."""
 
@@ -70,20 +56,11 @@ def clip_mesh(
     If only `devices` is given, the most of them are used; of two ways that use as many, guidance parallelism.
 
     Args:
-        config: configuration of the transformer.
-        guidance_parallel: True for two groups of devices.
-        sequence_parallel: devices of a group.
         devices: number of devices; None for the product of these two.
         request: request with the size and the guidance of a clip, which `devices` are to fit.
         settings: defaults of the checkpoint for these options.
-        geometry: sizes of the checkpoint.
         mesh: the user's own mesh in place of these options.
-        shard_weights: True if the devices divide weights.
         attached: False for an abstract mesh, whose devices need not be there.
-
-    Raises:
-        InvalidParameterError: naming the option that is out of range, contradicts another, or does not fit the model,
-            and for more devices than there are.
     """
     if mesh is None:
         groups, size = _parallelism(guidance_parallel, sequence_parallel, devices, attached)
@@ -180,10 +157,7 @@ def tensor_mesh(mesh: AnyMesh, model: nnx.Module, what: str) -> AnyMesh:
 
     The mesh has the first devices of the clip, as many as the model divides over.
 
-    Args:
-        mesh: devices of the clip.
-        model: the model, or its shapes.
-        what: its name, for a message.
+    `model`: the model, or its shapes. `what`: its name, for a message.
     """
     fitting = fitting_sizes(model)
     count = max(size for size in fitting if size <= mesh.size)
@@ -213,11 +187,7 @@ def axis_size(mesh: AnyMesh | None, axis: str) -> int:
 
 
 def check_request(mesh: AnyMesh | None, request: ResolvedRequest, geometry: LatentGeometry) -> None:
-    """Refuse a request that cannot be divided over a mesh.
-
-    Raises:
-        InvalidParameterError: naming the option that does not fit, and values that would.
-    """
+    """Refuse a request that cannot be divided over a mesh."""
     if axis_size(mesh, GUIDANCE) > 1 and not request.guided:
         raise InvalidParameterError(
             f"guidance_parallel: expected a guidance_scale above 1, got {request.guidance_scale:g}, which needs no "
@@ -241,10 +211,7 @@ def _nearest(value: int, step: int) -> int:
 class Layout(NamedTuple):
     """Division of a program over a mesh.
 
-    Attributes:
-        mesh: devices.
-        arguments: partition of each argument: of an array, of all arrays of a tree, or a tree of those.
-        results: partition of the results.
+    `arguments`: partition of each argument: of an array, of all arrays of a tree, or a tree of those.
     """
 
     mesh: AnyMesh

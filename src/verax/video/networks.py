@@ -32,17 +32,6 @@ from verax.video.programs import Component, Program, ProgramCall, Weights, float
 from verax.video.request import ResolvedRequest
 from verax.video.schedule import Tables
 
-__all__ = [
-    "PROMPT_TOKENS",
-    "Denoiser",
-    "PromptStates",
-    "PromptTokenizer",
-    "Stages",
-    "clean",
-    "latents_at_once",
-    "tile_at_once",
-]
-
 _log = logging.getLogger("verax.video")
 
 PROMPT_TOKENS = 512
@@ -130,11 +119,7 @@ class Stages:
         return ProgramCall(self.text_program, self.text_encoder, arguments)
 
     def image_call(self) -> ProgramCall:
-        """Call of the image encoder on one image.
-
-        Raises:
-            AssertionError: if the checkpoint has no image encoder.
-        """
+        """Call of the image encoder on one image."""
         assert self.image_encoder is not None
         assert self.image_program is not None
         size = self.image_encoder.config.image_size
@@ -215,26 +200,20 @@ def _signed(frames: Array) -> Array:
 _RESIDUAL = PartitionSpec(GUIDANCE, None, None, SEQUENCE)
 _STATE: Any = DenoisingState._make([REPLICATED, _RESIDUAL])
 _CONDITIONS: Any = Conditions._make([BY_ROW] + [REPLICATED] * (len(Conditions._fields) - 1))
-"""Partition of each array over a mesh."""
 
 
 class Denoiser:
     """Programs over one transformer: context, embedding of time, and the loop over iterations.
 
-    Attributes:
-        transformer: model.
-        mesh: devices of the programs; None for the default device.
-        context_program: function of weights, text states `[G, T, D]` and image states `[G, P, I]` or None.
-        time_program: function of weights, timesteps `[R, *F]` and fps or None.
-        program: `denoise`, of weights in place of the model.
+    `context_program`: function of weights, text states `[G, T, D]` and image states `[G, P, I]` or None.
+    `time_program`: function of weights, timesteps `[R, *F]` and fps or None.
     """
 
     def __init__(self, transformer: Component[Any], mesh: AnyMesh | None = None):
         """Describe the programs; nothing is compiled.
 
-        Args:
-            transformer: model, whose weights are whole on each device of the mesh, or divided over all of them.
-            mesh: mesh of `video_mesh`.
+        `transformer`: model, whose weights are whole on each device of the mesh, or divided over all of them. `mesh`:
+        mesh of `video_mesh`.
         """
         self.transformer = transformer
         self.mesh = mesh
@@ -253,9 +232,7 @@ class Denoiser:
         self.context_program = Program(context, layout=layout(mesh, of_model, BY_ROW, BY_ROW, results=BY_ROW))
         self.time_program = Program(time, layout=layout(mesh, of_model, whole, whole))
         self.program = Program(
-            loop,
-            donate=(1,),
-            layout=layout(mesh, of_model, _STATE, whole, _CONDITIONS, whole, whole, results=_STATE),
+            loop, donate=(1,), layout=layout(mesh, of_model, _STATE, whole, _CONDITIONS, whole, whole, results=_STATE)
         )
 
     def context_call(self, text: Any, image: Any) -> ProgramCall:
@@ -275,13 +252,7 @@ class Denoiser:
             return jax.tree.map(np.asarray, self.time_program(weights, timesteps, fps))
 
     def start(self, noise: Float32[Array, "1 F h w C"], *, guided: bool, cached: bool) -> DenoisingState:
-        """State before the first iteration.
-
-        Args:
-            noise: first sample: noise, with given latents in their places.
-            guided: True if the batch has a second row, the negative prompt.
-            cached: True if some iterations skip the blocks.
-        """
+        """State before the first iteration."""
         _, F, h, w, _ = noise.shape
         config = self.transformer.config
         h, w = h // config.patch, w // config.patch
@@ -293,11 +264,7 @@ class Denoiser:
 
 
 def clean(prompt: str) -> str:
-    """Text with broken encodings mended, HTML entities resolved (twice), and each run of white space as one space.
-
-    Raises:
-        MissingDependencyError: if ftfy is not installed.
-    """
+    """Text with broken encodings mended, HTML entities resolved (twice), and each run of white space as one space."""
     return " ".join(html.unescape(html.unescape(require_optional("ftfy").fix_text(prompt))).split())
 
 
@@ -305,11 +272,7 @@ class PromptTokenizer:
     """A text encoder's tokenizer.json, giving ids of one length."""
 
     def __init__(self, backend: tokenizers.Tokenizer, *, length: int = PROMPT_TOKENS, pad_token: str = "<pad>"):
-        """Take over a tokenizer; its truncation and padding are replaced.
-
-        Raises:
-            CheckpointError: if it has no `pad_token`.
-        """
+        """Take over a tokenizer; its truncation and padding are replaced."""
         pad = backend.token_to_id(pad_token)
         if pad is None:
             raise CheckpointError(f"the text encoder's tokenizer has no token {pad_token!r} to pad with")
@@ -319,11 +282,7 @@ class PromptTokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, length: int = PROMPT_TOKENS) -> PromptTokenizer:
-        """Read a folder's tokenizer.json.
-
-        Raises:
-            CheckpointError: if it is missing or damaged, or has no token `<pad>`.
-        """
+        """Read a folder's tokenizer.json."""
         return cls(read_tokenizer(folder), length=length)
 
     def __call__(self, prompts: Sequence[str]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:

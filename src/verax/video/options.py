@@ -16,8 +16,6 @@ from verax.options import documented, option
 if TYPE_CHECKING:
     from verax.video.outputs import Callback
 
-__all__ = ["VideoRequest"]
-
 _FORCING = "Diffusion forcing"
 _SPEED = "Speed and memory"
 _CHECKPOINT = "checkpoint's"
@@ -75,11 +73,7 @@ class VideoRequest:
         None, "Number of frames, 4n + 1. More than `base_num_frames` are made in segments.", shown=_CHECKPOINT
     )
     num_inference_steps: int | None = option(
-        None,
-        "Steps of the solver.",
-        low=1,
-        flags=("--inference-steps", "--num-inference-steps"),
-        shown=_CHECKPOINT,
+        None, "Steps of the solver.", low=1, flags=("--inference-steps", "--num-inference-steps"), shown=_CHECKPOINT
     )
     guidance_scale: float | None = option(
         None, "Scale of classifier-free guidance; 1 or less for none.", low=0, shown=_CHECKPOINT
@@ -114,9 +108,7 @@ class VideoRequest:
         None, "States `[1, tokens, width]` of the text encoder in place of the negative prompt."
     )
     output_type: str = option(
-        "video",
-        '`"video"` (uint8), `"np"` (float32 from 0 to 1), or `"latent"`.',
-        choices=("video", "np", "latent"),
+        "video", '`"video"` (uint8), `"np"` (float32 from 0 to 1), or `"latent"`.', choices=("video", "np", "latent")
     )
     callback: Callback | None = option(
         None, "Function that is called after every step, see `VideoProgress`; the run ends if it returns False."

@@ -15,18 +15,7 @@ from verax import progress
 from verax.errors import InvalidParameterError
 from verax.video import files
 
-__all__ = [
-    "Callback",
-    "RunReporter",
-    "Step",
-    "StopRunError",
-    "VideoOutput",
-    "VideoProgress",
-    "channels_first",
-]
-
 SHEET_COLUMNS = 4
-"""Columns of a contact sheet."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +78,6 @@ class VideoOutput:
         """Write the clip: .mp4, .gif, .webp, or a folder of png for a name without suffix; whole or not at all.
 
         Args:
-            path: file or folder to write.
             crf: constant rate factor of .mp4: 0 is lossless, 51 the worst.
 
         Raises:
@@ -125,7 +113,6 @@ LABELS = {
     "denoise": "denoising",
     "decode": "decoding frames",
 }
-"""Labels of the bars, by stage."""
 
 Step = Callable[..., None]
 """`step(done, latents=None, frames=None)`: how much of a stage is done, with latents or frames for the callback."""
@@ -139,12 +126,7 @@ class StopRunError(Exception):
 class RunReporter:
     """Reporter that shows bars, adds up seconds and calls the user's callback.
 
-    Attributes:
-        callback: user's callback, or None.
-        fps: frames per second of the clip, for the callback.
-        segments: number of segments.
-        show_progress: True for bars, if stderr is a terminal.
-        seconds: seconds of each stage so far, all segments together.
+    `seconds`: seconds of each stage so far, all segments together.
     """
 
     callback: Callback | None

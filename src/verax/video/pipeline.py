@@ -23,8 +23,6 @@ from verax.video.outputs import RunReporter, VideoOutput
 from verax.video.request import ResolvedRequest, VideoRequest, make_request, resolve_request
 from verax.video.run import PipelineParts, run_request, stages_of
 
-__all__ = ["VideoPipeline"]
-
 _log = logging.getLogger("verax.video")
 
 Lora = str | Path | Sequence[str | Path] | Mapping[Any, float] | None

@@ -30,8 +30,6 @@ from verax.ops._dispatch import drop_traces
 from verax.ops.division import partition
 from verax.video.mesh import AnyMesh, Layout
 
-__all__ = ["Component", "Memory", "Program", "ProgramCall", "Weights", "floats", "random_key", "shapes_of"]
-
 M = TypeVar("M", bound=nnx.Module)
 
 KEEP_LIMIT = 1 << 30
@@ -48,13 +46,7 @@ Weights = tuple[Array, ...]
 class Component(Generic[M]):
     """A model: shapes from the start, weights from the first use to the last.
 
-    Attributes:
-        name: name in messages.
-        parameters: number of parameters.
-        shapes: shapes of the weights, whole.
-        mesh: devices of the weights; None for the default device.
-        partition: partition of each weight over the mesh.
-        keep: True if weights stay on the device between uses.
+    `shapes`: shapes of the weights, whole.
     """
 
     def __init__(
@@ -71,11 +63,8 @@ class Component(Generic[M]):
         """Describe it.
 
         Args:
-            name: name in messages, such as "text encoder".
             make: function that returns the module, with any weights; traced for its shapes.
-            load: function that fills a module of shapes with weights.
             keep: True if weights stay on the device between uses; by their size (`KEEP_LIMIT`) if None.
-            offload: True if they wait in the host's memory between uses instead.
             pack: True to pack the weights of linear layers on their way to the device (`nn.pack_linear_weights`), which
                 takes as long as some five calls save.
             mesh: devices of the weights, each with its part of those that a module declares as divided
@@ -161,10 +150,7 @@ def in_memory(weights: Weights, kind: str) -> Weights:
 class Memory(NamedTuple):
     """Bytes that a program needs on one device, from XLA's memory analysis.
 
-    Attributes:
-        arguments: arguments, weights included.
-        results: results, less those that take the memory of arguments.
-        temporary: buffers in between.
+    `arguments`: arguments, weights included. `results`: results, less those that take the memory of arguments.
     """
 
     arguments: int
@@ -180,24 +166,15 @@ class Memory(NamedTuple):
 class Program:
     """Compiled function, one program for each set of shapes and options, of which the last used are kept.
 
-    Attributes:
-        function: function of whole arrays, which divides them over the mesh of a layout.
+    `function`: function of whole arrays, which divides them over the mesh of a layout.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        *,
-        donate: tuple[int, ...] = (),
-        layout: Layout | None = None,
-    ):
+    def __init__(self, function: Callable[..., Any], *, donate: tuple[int, ...] = (), layout: Layout | None = None):
         """Describe it.
 
-        Args:
-            function: function of arrays by position, and of hashable options by name, which are part of the program.
-            donate: positions of arguments whose memory the results may take.
-            layout: division of arguments and results over a mesh, each device of which runs the function on its shards;
-                None for the default device.
+        `function`: function of arrays by position, and of hashable options by name, which are part of the program.
+        `layout`: division of arguments and results over a mesh, each device of which runs the function on its shards;
+        None for the default device.
         """
         self.function = function if layout is None else layout.divide(function)
         self._layout = layout
@@ -258,11 +235,7 @@ class Program:
 class ProgramCall:
     """Call of a program on a component's weights, described by shapes.
 
-    Attributes:
-        program: program, whose first argument is the weights.
-        component: model of these weights.
-        arguments: shapes (or arrays) of the other arguments.
-        options: options of the program.
+    `program`: program, whose first argument is the weights.
     """
 
     program: Program

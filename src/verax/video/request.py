@@ -23,9 +23,6 @@ from verax.video import images
 from verax.video.files import check_parent
 from verax.video.options import VideoRequest
 
-__all__ = ["ResolvedRequest", "VideoRequest", "default_size", "make_request", "resolve_request"]
-
-
 _log = logging.getLogger("verax.video")
 
 OVERLAP = 17
@@ -39,11 +36,7 @@ RESOLUTIONS = {"540P": (544, 960), "720P": (720, 1280)}
 
 
 def make_request(prompt: str | Sequence[str] | None, options: Mapping[str, Any]) -> VideoRequest:
-    """Build a request from the arguments of a call.
-
-    Raises:
-        InvalidParameterError: for an option that requests do not have, with the nearest name.
-    """
+    """Build a request from the arguments of a call."""
     known = list(options_of(VideoRequest))
     for name in options:
         if name not in known:
@@ -56,13 +49,7 @@ def make_request(prompt: str | Sequence[str] | None, options: Mapping[str, Any])
 def segment_sizes(latents: int, longest: int, overlap: int) -> list[int]:
     """Latent frames of each segment, including those that it shares with the segment before. The last may be shorter.
 
-    Args:
-        latents: latent frames of the whole clip.
-        longest: latent frames of a segment.
-        overlap: latent frames that two segments share.
-
-    Raises:
-        InvalidParameterError: if segments overlap wholly.
+    `overlap`: latent frames that two segments share.
     """
     if latents <= longest:
         return [latents]
@@ -77,11 +64,7 @@ def segment_sizes(latents: int, longest: int, overlap: int) -> list[int]:
 
 
 def default_size(request: VideoRequest, settings: VideoSettings) -> tuple[int, int]:
-    """Height and width of a request that gives neither, as long as it has no image.
-
-    Raises:
-        InvalidParameterError: for an unknown resolution, or one together with a height or a width.
-    """
+    """Height and width of a request that gives neither, as long as it has no image."""
     if request.resolution is None:
         return settings.height, settings.width
     if request.height is not None or request.width is not None:
@@ -152,13 +135,7 @@ class ResolvedRequest(VideoRequest):
 def resolve_request(request: VideoRequest, model: VideoModel) -> ResolvedRequest:
     """Read a request's images, fill in its defaults, and check it.
 
-    Args:
-        request: as the user wrote it.
-        model: checkpoint whose defaults are filled in, and which the request has to fit.
-
-    Raises:
-        InvalidParameterError: naming the argument that does not fit, and values that would.
-        MissingDependencyError: if an image or a clip needs Pillow or PyAV, and it is not installed.
+    `model`: checkpoint whose defaults are filled in, and which the request has to fit.
     """
     settings, geometry = model.settings, model.geometry
     values = {name: declared.check(getattr(request, name)) for name, declared in options_of(VideoRequest).items()}

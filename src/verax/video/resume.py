@@ -17,8 +17,6 @@ from verax.errors import InvalidParameterError
 from verax.files import atomic_path
 from verax.video.request import ResolvedRequest
 
-__all__ = ["FinishedSegments"]
-
 KEY = "verax"
 """Key of a file's metadata that describes how its segment was made."""
 
@@ -41,13 +39,8 @@ class FinishedSegments:
     def __init__(self, request: ResolvedRequest, sizes: Sequence[int], origin: Mapping[str, Any]):
         """Take the segments of the request's folder that are this clip's.
 
-        Args:
-            request: checked request, whose `resume` is the folder, or None.
-            sizes: latent frames of each segment.
-            origin: model and precision, on which the clip depends too.
-
-        Raises:
-            InvalidParameterError: if a file has other contents, or its clip was made otherwise; with what differs.
+        `request`: checked request, whose `resume` is the folder, or None. `origin`: model and precision, on which the
+        clip depends too.
         """
         self._folder = None if request.resume is None else Path(request.resume)
         self._common = {**origin, **{name: _plain(getattr(request, name)) for name in _COMMON}}

@@ -32,18 +32,12 @@ from verax.video.schedule import (
     transformer_spans,
 )
 
-__all__ = ["PipelineParts", "RunState", "Stage", "run_request", "stages_of"]
-
 
 @dataclass(frozen=True)
 class PipelineParts:
     """Networks, programs and rules that all stages of a pipeline share.
 
-    Attributes:
-        model: family, settings and rules of the checkpoint.
-        stages: programs of encoders and VAE.
-        denoisers: programs of each transformer.
-        prompt_states: text encoder with the states of the last prompts.
+    `model`: family, settings and rules of the checkpoint.
     """
 
     model: VideoModel
@@ -83,7 +77,6 @@ class RunState:
         undecoded: latents of the clip so far, if they are to be decoded together.
         colors: frames of the last segment that was decoded, float32 `[1, T, H, W, 3]` from -1 to 1.
         frames: frames of the clip so far, in the request's output type.
-        iterations: iterations so far.
         computed: iterations that ran the transformer's blocks.
     """
 
@@ -106,7 +99,6 @@ class Stage(NamedTuple):
     """Stage of a run, of one segment or of the whole clip.
 
     Attributes:
-        name: name in plans and progress.
         segment: segment, counted from 0; the first for stages of the whole clip.
         calls: function that returns the calls of programs that the stage makes, by shapes.
         run: function that makes the calls, and puts their results into the state.
@@ -175,17 +167,10 @@ def run_request(
 ) -> VideoOutput:
     """Run the stages of a request.
 
-    Args:
-        request: checked request, whose guidance is decided.
-        parts: parts of the pipeline.
-        reporter: receiver of the progress.
-        origin: model and precision, on which finished segments depend too.
+    `request`: checked request, whose guidance is decided. `origin`: model and precision, on which finished segments
+    depend too.
 
-    Returns:
-        The clip, or the part of it that is there when the callback stops the run.
-
-    Raises:
-        InvalidParameterError: if the finished segments are of another clip.
+    Result: the clip, or the part of it that is there when the callback stops the run.
     """
     # 1. The segments that an earlier run finished.
     state = RunState(FinishedSegments(request, request.segments(parts.model.geometry), origin))
@@ -298,12 +283,7 @@ def _encode_given(request: ResolvedRequest, parts: PipelineParts) -> Stage:
 class _Span(NamedTuple):
     """Iterations of a segment that one transformer computes.
 
-    Attributes:
-        denoiser: programs of the transformer.
-        guidance_scale: scale of guidance with this transformer.
-        begin, end: first iteration, and the one after the last.
-        context: call that makes the transformer's context.
-        loop: call of the loop over iterations.
+    `begin`, `end`: first iteration, and the one after the last.
     """
 
     denoiser: Denoiser
@@ -318,11 +298,8 @@ class _Span(NamedTuple):
 class _Denoising:
     """Denoising of a segment, unless its latents are among the finished segments.
 
-    Attributes:
-        request, parts, segment: as of `Stage`.
-        latents: latent frames of the segment.
-        given: number of them at the beginning that are given, and are not denoised.
-        last: latent frames after them that are given: the last image.
+    `given`: number of them at the beginning that are given, and are not denoised. `last`: latent frames after them that
+    are given: the last image.
     """
 
     request: ResolvedRequest

@@ -18,20 +18,6 @@ from verax.models.video_model import Sigmas, TeaCache, VideoModel
 from verax.video import unipc
 from verax.video.request import ResolvedRequest
 
-__all__ = [
-    "ForcingSchedule",
-    "NoiseLevels",
-    "Schedule",
-    "Tables",
-    "forcing_schedule",
-    "make_tables",
-    "noise_levels",
-    "padded_rows",
-    "segment_schedule",
-    "steps_running_blocks",
-    "transformer_spans",
-]
-
 TRAIN_TIMESTEPS = 1000
 """Noise levels in training: the timestep of sigma 1."""
 
@@ -68,11 +54,9 @@ class Tables(NamedTuple):
     """Values of each iteration of a segment; rows after the last iteration are padding.
 
     Attributes:
-        solver: coefficients of each step of the solver.
         timesteps: timestep of all frames, or of each frame.
         row: row of `solver` of all frames, or of each frame.
         update: frames that take a step; None if all do.
-        run_blocks: True for iterations in which the transformer's blocks run.
     """
 
     solver: unipc.UniPCTable
@@ -85,9 +69,8 @@ class Tables(NamedTuple):
 class Schedule(NamedTuple):
     """Iterations of a segment.
 
-    Attributes:
-        tables: tables of the denoising loop; all iterations run the transformer's blocks.
-        timesteps: timesteps as the transformer sees them, of all frames or of each frame.
+    `tables`: tables of the denoising loop; all iterations run the transformer's blocks. `timesteps`: timesteps as the
+    transformer sees them, of all frames or of each frame.
     """
 
     tables: Tables
@@ -97,12 +80,8 @@ class Schedule(NamedTuple):
 def segment_schedule(request: ResolvedRequest, model: VideoModel, *, latents: int, given: int, last: int) -> Schedule:
     """Iterations of a segment.
 
-    Args:
-        request: checked request.
-        model: checkpoint.
-        latents: latent frames of the segment.
-        given: number of them at the beginning that are not denoised.
-        last: latent frames after them, which are not denoised either.
+    `given`: number of them at the beginning that are not denoised. `last`: latent frames after them, which are not
+    denoised either.
     """
     rules = model.rules
     levels = noise_levels(request.num_inference_steps, request.shift, rules.sigmas)
@@ -128,10 +107,8 @@ def segment_schedule(request: ResolvedRequest, model: VideoModel, *, latents: in
 def make_tables(levels: NoiseLevels, forcing: ForcingSchedule | None = None, *, overwritten: bool = False) -> Tables:
     """Tables of a segment.
 
-    Args:
-        levels: noise levels of the steps.
-        forcing: step of each latent frame in each iteration; None for all frames together.
-        overwritten: see `unipc.tabulate`.
+    `forcing`: step of each latent frame in each iteration; None for all frames together. `overwritten`: see
+    `unipc.tabulate`.
     """
     solver = unipc.tabulate(levels.sigmas, overwritten=overwritten)
     together = levels.timesteps, np.arange(len(levels.timesteps), dtype=np.int32), None
@@ -147,11 +124,9 @@ def padded_rows(rows: np.ndarray) -> np.ndarray:
 def transformer_spans(timesteps: Int32[np.ndarray, "R *F"], boundary_ratio: float | None) -> list[tuple[int, int, int]]:
     """Runs of iterations with one transformer: its index, the first iteration, and the one after the last.
 
-    Args:
-        timesteps: timesteps of all frames, or of each frame.
-        boundary_ratio: share of all noise, where 1 is noise alone, down to which the first of two transformers is used.
-            As in diffusers' `WanPipeline`, the iteration at the boundary is the first's. Of frames with a time each,
-            the noisiest decides. None for one transformer.
+    `timesteps`: timesteps of all frames, or of each frame. `boundary_ratio`: share of all noise, where 1 is noise
+    alone, down to which the first of two transformers is used. As in diffusers' `WanPipeline`, the iteration at the
+    boundary is the first's. Of frames with a time each, the noisiest decides. None for one transformer.
     """
     noisiest = timesteps.reshape(len(timesteps), -1).max(axis=1)
     boundary = -1.0 if boundary_ratio is None else boundary_ratio * TRAIN_TIMESTEPS
@@ -170,10 +145,7 @@ _NOT_STARTED = 999
 class ForcingSchedule(NamedTuple):
     """Steps of `F` latent frames in `R` iterations.
 
-    Attributes:
-        timesteps: timestep of each frame.
-        row: row of the solver's table, where `update` is set.
-        update: True for frames that take a step.
+    `row`: row of the solver's table, where `update` is set. `update`: True for frames that take a step.
     """
 
     timesteps: Int32[np.ndarray, "R F"]
@@ -199,10 +171,7 @@ def forcing_schedule(
 
     Args:
         frames: latent frames, a multiple of `causal_block_size`.
-        timesteps: timestep of each of N steps.
         ar_step: steps by which a block follows the one before it; 0 for all together.
-        causal_block_size: latent frames in a block.
-        prefix: latent frames at the beginning that are not denoised.
         keep_partial_blocks: True to leave all of them unchanged. False, as in diffusers, to leave only those that
             fill whole blocks: the others are taken for noise.
     """

@@ -20,8 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int
 
-__all__ = ["UniPCState", "UniPCTable", "start", "step", "tabulate"]
-
 
 class UniPCTable(NamedTuple):
     """Coefficients of each of `N` steps, by the letters above."""
@@ -49,11 +47,9 @@ class UniPCState(NamedTuple):
 def tabulate(sigmas: Float32[np.ndarray, "N_and_1"], *, overwritten: bool = False) -> UniPCTable:
     """Coefficients for a schedule of falling noise levels that ends at 0, worked out in float64.
 
-    Args:
-        sigmas: noise levels of the schedule.
-        overwritten: True to follow both published diffusion-forcing pipelines: their solver remembers the first sample
-            by reference, the loop writes the first step's result over it, and so the second step's corrector starts
-            from that result in place of the noise.
+    `overwritten`: True to follow both published diffusion-forcing pipelines: their solver remembers the first sample by
+    reference, the loop writes the first step's result over it, and so the second step's corrector starts from that
+    result in place of the noise.
     """
     sigma = sigmas.astype(np.float64)
     N = len(sigma) - 1
@@ -113,7 +109,6 @@ def step(
     """State after a step.
 
     Args:
-        table: coefficients of the run.
         index: number of the step, counted from 0, of all frames or of each frame.
         state: state of `start` or of the step before.
         velocity: velocity of `state.sample` by the model.

@@ -11,6 +11,7 @@ from flax import nnx
 
 from tests.support.adapters import adapter_weights, linear_sizes, save_adapter
 from tests.support.engine import finish, generate, nothing_compiles, tokens
+from tests.support.invariants import check_engine
 from tests.support.tiny import HYBRID, random_weights, tiny_checkpoint, tiny_config
 from verax import AsyncLLM, LoRARequest
 from verax.checkpoint import Checkpoint
@@ -51,7 +52,7 @@ def test_base_and_adapters_in_one_batch_give_the_tokens_of_merged_models(lora_ll
     chosen = [requests[number] for number in numbers]
     outputs = generate(lora_llm, PROMPTS, GREEDY, lora_request=chosen if numbers is MIXED else chosen[0])
     assert tokens(outputs) == [expected[number][at] for at, number in enumerate(numbers)]
-    lora_llm.engine.check()
+    check_engine(lora_llm.engine)
 
 
 def test_samples_with_a_seed_do_not_depend_on_the_batch(lora_llm, requests):

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from tests.support.adapters import adapter_weights, save_adapter
+from tests.support.invariants import check_adapters, check_scheduler
 from tests.support.sequences import make_sequence
 from tests.support.tiny import HYBRID, tiny_config
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
@@ -31,7 +32,7 @@ from verax.text.step.runner import DeviceAdapters
 def test_sequences_of_one_adapter_share_its_slot_and_others_wait_while_all_are_in_use():
     slots = AdapterSlots(1)
     assert slots.acquire(7) == slots.acquire(7)
-    slots.check({7: 2})
+    check_adapters(slots, {7: 2})
     slots.release(7)
     assert slots.has_room(7)
     assert not slots.has_room(8)
@@ -47,7 +48,7 @@ def test_an_unused_adapter_stays_until_its_slot_is_needed_the_oldest_first():
         slots.release(number)
     assert slots.acquire(9) == places[8]
     assert slots.acquire(7) == places[7]
-    slots.check({9: 1, 7: 1})
+    check_adapters(slots, {9: 1, 7: 1})
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_a_sequence_waits_while_running_ones_use_all_slots_and_so_do_the_ones_af
     assert (second.adapter_slot, third.adapter_slot) == (0, None)
     scheduler.finish(second)
     assert not scheduler.schedule().adapted
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 def test_a_preempted_sequence_gives_its_slot_back(scheduler):
@@ -82,7 +83,7 @@ def test_a_preempted_sequence_gives_its_slot_back(scheduler):
     scheduler._preempt(sequence)
     assert sequence.adapter_slot is None
     assert scheduler.adapters.has_room(2)
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 ATTENTION = {f"self_attn.{name}_proj" for name in "qkvo"}

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support.engine import few_blocks, generate
+from tests.support.invariants import check_engine
 from tests.support.tiny import tiny_checkpoint
 from tests.text.conftest import make_llm as make_large_llm
 from verax.text.engine.sampling_params import SamplingParams
@@ -43,7 +44,7 @@ def draft_config(folder, count=4):
 
 def outputs(llm, prompts, params, **options):
     made = generate(llm, prompts, params, **options)
-    llm.engine.check()
+    check_engine(llm.engine)
     assert llm.engine.scheduler.blocks.usage == 0
     return made
 

@@ -28,19 +28,6 @@ from verax.checkpoint.formats.safetensors import MappedFile, TensorInfo
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.ops.block_quantized import BLOCK_KINDS, BlockQuantizedWeight
 
-__all__ = [
-    "DTYPES",
-    "ROPE_DIVISORS",
-    "GGUFFile",
-    "GGUFWeights",
-    "interleaved",
-    "part_names",
-    "read_config",
-    "restored",
-    "rotated",
-    "tensor_name",
-]
-
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
 """Types of 32 or 256 values that share scales."""
@@ -67,11 +54,7 @@ class GGUFFile(MappedFile):
     """An open file: `metadata` by key, and `tensors` by name."""
 
     def __init__(self, path: Path):
-        """Map the file and read its header.
-
-        Raises:
-            CheckpointError: if the file is missing, damaged, or of a version or type that is not supported.
-        """
+        """Map the file and read its header."""
         super().__init__(path)
         try:
             self._read_header()
@@ -218,11 +201,6 @@ def tensor_name(key: str) -> str:
     return f"blk.{layer}.{_LAYER_KEYS[part]}.{kind}"
 
 
-def norm_offset(key: str, architecture: str) -> float:
-    """The number that llama.cpp's converter adds to a weight: 1 to a Gemma's norms, which multiply by 1 + weight."""
-    return 1.0 if architecture in _GEMMA and key.endswith("norm.weight") else 0.0
-
-
 def rotated(key: str, config: Mapping[str, Any]) -> int | None:
     """The heads of a weight or bias whose rows are interleaved in the file; None if its rows are in our order.
 
@@ -251,10 +229,8 @@ def read_config(
 ) -> dict[str, Any]:
     """Contents of the equivalent config.json.
 
-    Args:
-        metadata: the file's keys and values.
-        shapes: shapes of the tensors, by their keys in a checkpoint.
-        divisors: the file's `ROPE_DIVISORS`, if it has some.
+    `shapes`: shapes of the tensors, by their keys in a checkpoint. `divisors`: the file's `ROPE_DIVISORS`, if it has
+    some.
 
     Raises:
         UnsupportedModelError: for an architecture or a feature that verax does not have; naming it.
@@ -266,7 +242,7 @@ def read_config(
             f"general.architecture {kind!r} is not supported; in GGUF files {', '.join(_MODEL_TYPES)} are"
         )
 
-    given = _given(metadata, kind)
+    given: Callable[..., Any] = lambda name, default=None: metadata.get(f"{kind}.{name}", default)
 
     def needed(name: str) -> int:
         value = metadata[f"{kind}.{name}"]
@@ -298,10 +274,6 @@ def read_config(
         "rope_scaling": _rope_scaling(given, kind, divisors),
         **(_gemma(given, kind, heads, size, head_dim) if kind in _GEMMA else {}),
     }
-
-
-def _given(metadata: Mapping[str, Any], kind: str) -> Callable[..., Any]:
-    return lambda name, default=None: metadata.get(f"{kind}.{name}", default)
 
 
 READ = frozenset(
@@ -429,11 +401,7 @@ def part_names(name: str) -> list[str]:
 
 
 def _other_parts(first: GGUFFile) -> list[GGUFFile]:
-    """The other parts of a split file, of which this is the first; none of a whole one.
-
-    Raises:
-        CheckpointError: if it is another part, or a part is missing or of another model.
-    """
+    """The other parts of a split file, of which this is the first; none of a whole one."""
     path, count = first.path, first.metadata.get("split.count", 1)
     if count in (0, 1):
         return []
@@ -456,12 +424,7 @@ class GGUFWeights(GGUFFile):
     """The language model of a GGUF file, or of the parts of a split one: configuration, and weights by their keys."""
 
     def __init__(self, path: Path):
-        """Open the file.
-
-        Raises:
-            CheckpointError: if it is damaged, has no language model, or tensors of a type that is not supported.
-            UnsupportedModelError: for an architecture that verax does not have.
-        """
+        """Open the file."""
         super().__init__(path)
         architecture = self._architecture = str(self.metadata.get("general.architecture"))
         self._places: dict[str, tuple[GGUFFile, GGUFTensor]] = {}
@@ -508,8 +471,8 @@ class GGUFWeights(GGUFFile):
             return rows
         if kind in DTYPES:
             weight = rows.view(DTYPES[kind]).reshape(shape)
-            offset = norm_offset(name, self._architecture)
-            return weight - offset if offset else weight
+            # llama.cpp's converter adds 1 to the norms of a Gemma, which multiply by 1 + weight.
+            return weight - 1 if self._architecture in _GEMMA and name.endswith("norm.weight") else weight
         return gguf.dequantize(rows, gguf.GGMLQuantizationType[kind]).reshape(shape)
 
     def release(self, name: str) -> None:

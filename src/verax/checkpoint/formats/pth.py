@@ -22,8 +22,6 @@ import numpy as np
 from verax.checkpoint.formats.safetensors import MappedFile, TensorInfo
 from verax.errors import CheckpointError
 
-__all__ = ["PthFile"]
-
 _DTYPES = (
     "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool"
 )
@@ -62,12 +60,7 @@ class PthFile(MappedFile):
     """
 
     def __init__(self, path: Path):
-        """Map the file and read its description.
-
-        Raises:
-            CheckpointError: if the file is missing, damaged, of the format before torch 1.6, without tensors, or holds
-                anything that is not a tensor or a plain value; with its name.
-        """
+        """Map the file and read its description."""
         super().__init__(path)
         if self.map[: len(_LEGACY)] == _LEGACY:
             raise CheckpointError(

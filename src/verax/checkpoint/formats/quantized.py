@@ -49,8 +49,6 @@ from verax.fields import Size, read_value
 from verax.ops.block_quantized import BlockQuantizedWeight
 from verax.ops.quantized import BITS, GROUP_SIZES, QuantizedWeight
 
-__all__ = ["QuantizedEntry", "entries", "find_quantized", "quantization_config"]
-
 _GROUPS = f"a scale for {', '.join(map(str, GROUP_SIZES))} inputs or a multiple of them, or one for a row"
 """Words for the groups that a weight may have."""
 
@@ -62,7 +60,6 @@ class QuantizedEntry(NamedTuple):
 
     where: object
     keys: tuple[str, ...]
-    """Keys of the arrays that make it up."""
     shape: tuple[int, int]
     """Shape of the array of floats that it represents."""
     kind: str
@@ -71,11 +68,7 @@ class QuantizedEntry(NamedTuple):
     """Function of the arrays, by the last part of their keys, to an exact copy of the weight."""
 
     def read(self, read_raw: Callable[[str], np.ndarray]) -> QuantizedWeight | BlockQuantizedWeight:
-        """Copy it out of its file, with the arrays that `read_raw` gives, without rounding.
-
-        Raises:
-            CheckpointError: if values are not numbers, or groups not all of one size.
-        """
+        """Copy it out of its file, with the arrays that `read_raw` gives, without rounding."""
         try:
             return self.convert(**{key.rpartition(".")[2]: read_raw(key) for key in self.keys})
         except ValueError as error:
@@ -95,9 +88,7 @@ def _nibbles(stored: np.ndarray) -> np.ndarray:
 def _unpack(words: np.ndarray, bits: int) -> np.ndarray:
     """Integers in words of 32 bits `[R, n]`, each stored plus half of their range: int8 `[R, 32 n / bits]`.
 
-    Args:
-        words: integers side by side in the last axis, the first in the lowest bits.
-        bits: 4 or 8.
+    `words`: integers side by side in the last axis, the first in the lowest bits. `bits`: 4 or 8.
     """
     stored = np.ascontiguousarray(words).view(np.uint8)
     codes = _nibbles(stored) if bits == 4 else stored
@@ -174,8 +165,6 @@ def _lay_out(
     Args:
         integers: int8 `[F, D]`, of -8..7 with 4 bits.
         scales: `[F, n]`, one for `size` inputs each.
-        bits: 4 or 8.
-        size: inputs that share a scale; where it `_fits`.
         zeros: int8 `[F, n]`, integers that stand for 0; where all are 0 the weight is symmetric.
         order: input that each column multiplies; None if it is the column's own.
     """
@@ -403,10 +392,7 @@ def _from_packed(
 
 
 def _find_compressed(
-    tensors: Mapping[str, TensorInfo],
-    config: Mapping[str, Any],
-    read: Callable[[str], np.ndarray],
-    where: object,
+    tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], read: Callable[[str], np.ndarray], where: object
 ) -> dict[str, QuantizedEntry]:
     """The quantised weights among a checkpoint's tensors, by their plain key."""
     block = _block(config)
@@ -491,15 +477,7 @@ def entries(key: str, weight: QuantizedWeight) -> dict[str, np.ndarray]:
 
 
 def quantization_config(weights: Iterable[QuantizedWeight], ignore: Sequence[str] = ()) -> dict[str, Any]:
-    """config.json's `quantization_config` for a model whose linear layers are all quantised alike.
-
-    Args:
-        weights: the quantised weights.
-        ignore: paths of the layers that are not.
-
-    Raises:
-        CheckpointError: if they are not quantised alike.
-    """
+    """config.json's `quantization_config` for a model whose linear layers are all quantised alike."""
     kinds = {(weight.bits, weight.group_size) for weight in weights}
     if len(kinds) != 1:
         raise CheckpointError(f"weights of several precisions cannot be saved together: {sorted(map(str, kinds))}")
@@ -533,21 +511,11 @@ _METHODS: dict[str, Callable[..., dict[str, QuantizedEntry]]] = {
 
 
 def find_quantized(
-    tensors: Mapping[str, TensorInfo],
-    scheme: Mapping[str, Any],
-    read: Callable[[str], np.ndarray],
-    where: object,
+    tensors: Mapping[str, TensorInfo], scheme: Mapping[str, Any], read: Callable[[str], np.ndarray], where: object
 ) -> dict[str, QuantizedEntry]:
     """The quantised weights among a checkpoint's tensors, by their plain key.
 
-    Args:
-        tensors: all arrays of the checkpoint.
-        scheme: config.json's `quantization_config`.
-        read: function that reads an array by its key.
-        where: name of the checkpoint for messages.
-
-    Raises:
-        CheckpointError: for a method, a layout or a precision that verax cannot compute with, naming it.
+    `scheme`: config.json's `quantization_config`.
     """
     method = scheme.get("quant_method")
     find = _METHODS.get(method) if isinstance(method, str) else None

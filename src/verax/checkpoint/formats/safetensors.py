@@ -20,8 +20,6 @@ import numpy as np
 from verax.errors import CheckpointError
 from verax.files import write_json
 
-__all__ = ["SHARD_BYTES", "MappedFile", "NewTensor", "SafetensorsFile", "TensorInfo", "write_shards"]
-
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -64,11 +62,7 @@ class MappedFile:
     """Dtype, shape and place of each tensor by its key."""
 
     def __init__(self, path: Path):
-        """Map the file.
-
-        Raises:
-            CheckpointError: if it is missing, empty or unreadable.
-        """
+        """Map the file."""
         self.path = path
         try:
             with path.open("rb") as file:
@@ -114,11 +108,7 @@ class SafetensorsFile(MappedFile):
     """An open safetensors file."""
 
     def __init__(self, path: Path):
-        """Map the file and check its header.
-
-        Raises:
-            CheckpointError: if the file is missing, truncated, or not what its header says; with its name.
-        """
+        """Map the file and check its header."""
         super().__init__(path)
         if self.size < _LENGTH_BYTES:
             raise self.fault(f"it has {self.size} bytes, too few for a safetensors header")
@@ -187,7 +177,6 @@ class NewTensor(NamedTuple):
     read: Callable[[], Any]
     """Function that gives the array, which is rounded to `dtype`."""
     release: Callable[[], object] = lambda: None
-    """Called when the tensor is written."""
 
     @property
     def size(self) -> int:
@@ -200,11 +189,8 @@ def write_shards(
 ) -> Iterator[NewTensor]:
     """Write `stem.safetensors`, or as many numbered files as needed and their index. One tensor is in memory at a time.
 
-    Args:
-        folder: folder of the files.
-        stem: beginning of their names.
-        tensors: tensors by key.
-        max_shard_bytes: largest size of a file in bytes, unless a single tensor is larger.
+    `stem`: beginning of their names. `max_shard_bytes`: largest size of a file in bytes, unless a single tensor is
+    larger.
 
     Yields:
         Each tensor when it is written.

@@ -26,8 +26,6 @@ from verax.checkpoint.video.parts import (
 from verax.errors import CheckpointError, InvalidParameterError
 from verax.files import atomic_path, write_json
 
-__all__ = ["Layout", "convert"]
-
 Layout = Literal["original", "diffusers"]
 
 
@@ -57,18 +55,10 @@ def convert(
     with their settings next to them (`Wan2.1_VAE.json`), which the original's code does not need.
 
     Args:
-        source: open folder of either layout.
-        target: folder to make.
-        to: layout of the folder.
         dtype: dtype of the transformer and the encoders, where they are floats; unchanged if None. The VAE is kept:
             its encoder loses visibly by fewer bits, and it is small.
-        force: replace `target` if it exists.
         max_shard_bytes: a new file is begun beyond this size.
         progress: called with (bytes done, bytes in all) after each tensor.
-
-    Raises:
-        CheckpointError: if a part of the source is missing or damaged, has weights that the other layout has no name
-            for, or `target` exists or is the source.
     """
     target = Path(target)
     if target.exists() and target.resolve() in (source.path.resolve(), *source.path.resolve().parents):

@@ -38,8 +38,6 @@ from verax.errors import CheckpointError
 from verax.fields import Epsilon, Positive, file_of, read_value
 from verax.files import read_json
 
-__all__ = ["VideoFolder", "is_video_folder"]
-
 TOKENIZER = "google/umt5-xxl"
 """Its folder in the original layout."""
 SETTINGS = "verax.json"
@@ -63,17 +61,12 @@ class VideoFolder:
     """An open folder. Weights are mapped when a part is asked for."""
 
     def __init__(self, path: str | Path):
-        """Look at a folder, or fetch a hub id.
-
-        Raises:
-            CheckpointError: if it is missing, or of neither layout.
-        """
+        """Look at a folder, or fetch a hub id."""
         self.path = resolve_video(path)
         named = self.path if Path(path).expanduser().is_dir() else Path(path)
         self.name = named.resolve().name
         """Name of the folder or repository. In the original layout it may be the only sign of the kind of model."""
         self.layout: Literal["original", "diffusers"] = "diffusers"
-        """Layout of the folder."""
         if not (self.path / "model_index.json").is_file() and not (self.path / "transformer").is_dir():
             self.layout = "original"
             if not (self.path / "config.json").is_file() and not self._has_experts:
@@ -92,11 +85,7 @@ class VideoFolder:
 
     @property
     def boundary_ratio(self) -> float | None:
-        """Share of the noise levels from which the first of two transformers is used; None for one transformer.
-
-        Raises:
-            CheckpointError: for a second transformer without the ratio, or a ratio out of range.
-        """
+        """Share of the noise levels from which the first of two transformers is used; None for one transformer."""
         if self.layout == "original":
             config = self.config("transformer") if self._has_experts else {}
             ratio = boundary_of(config) if self._has_experts else None
@@ -149,11 +138,7 @@ class VideoFolder:
 
     @property
     def tokenizer(self) -> Path:
-        """The folder of the tokenizer's files.
-
-        Raises:
-            CheckpointError: if it is missing.
-        """
+        """The folder of the tokenizer's files."""
         folder = self.path / ("tokenizer" if self.layout == "diffusers" else TOKENIZER)
         if not folder.is_dir() or not any(folder.iterdir()):
             raise CheckpointError(f"{self.path}: no tokenizer: expected {folder.relative_to(self.path)}/tokenizer.json")
@@ -168,11 +153,7 @@ class VideoFolder:
         return bool(self._original_file(PARTS[name]))
 
     def config(self, name: str) -> dict[str, Any]:
-        """A part's config.json; of a file that was published without one, what it would be.
-
-        Raises:
-            CheckpointError: if the part is missing.
-        """
+        """A part's config.json; of a file that was published without one, what it would be."""
         if self.layout == "diffusers":
             self._check_folder(name)
             return read_json(self.path / name / "config.json")
@@ -189,9 +170,6 @@ class VideoFolder:
         """A part's configuration and weights, these by the original's names.
 
         Keys that fit neither layout's names are kept, and `load_module` reports them.
-
-        Raises:
-            CheckpointError: if the part is missing or a file of it damaged; with the file that was expected.
         """
         part, config = self._part(name), self.config(name)
         files = self._diffusers_files(name) if self.layout == "diffusers" else self._original_files(name)

@@ -10,33 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-
-__all__ = [
-    "CLIP",
-    "EXPERTS",
-    "PARTS",
-    "PUBLISHED",
-    "UMT5",
-    "UMT5_XXL",
-    "VAE",
-    "VAE_2_2",
-    "VIT_H14",
-    "WAN",
-    "Part",
-    "Renaming",
-    "boundary_of",
-    "diffusers_transformer",
-    "has_image_states",
-    "original_transformer",
-    "part_of",
-    "pipeline_name",
-    "scheduler_settings",
-    "wan_vae_names",
-]
 
 Rule = tuple[str, str | tuple[str, ...]]
 
@@ -182,12 +158,7 @@ _VAE_BLOCK = {
     "shortcut": "conv_shortcut",
 }
 _MIDDLE = {"middle.0": "mid_block.resnets.0", "middle.2": "mid_block.resnets.1"}
-_SINGLE = {
-    "conv1": "conv_in",
-    "middle.1": "mid_block.attentions.0",
-    "head.0": "norm_out",
-    "head.2": "conv_out",
-}
+_SINGLE = {"conv1": "conv_in", "middle.1": "mid_block.attentions.0", "head.0": "norm_out", "head.2": "conv_out"}
 
 
 def wan_vae_names(settings: Mapping[str, Any]) -> Renaming:
@@ -234,62 +205,34 @@ def _residual(num_res_blocks: int, levels: int) -> dict[str, str]:
     return blocks
 
 
-VAE: Mapping[str, Any] = MappingProxyType(
-    {
-        "_class_name": "AutoencoderKLWan",
-        "base_dim": 96,
-        "z_dim": 16,
-        "dim_mult": [1, 2, 4, 4],
-        "num_res_blocks": 2,
-        "attn_scales": [],
-        "temperal_downsample": [False, True, True],
-        "dropout": 0.0,
-    }
-)
+VAE: Mapping[str, Any] = {
+    "_class_name": "AutoencoderKLWan",
+    "base_dim": 96,
+    "z_dim": 16,
+    "dim_mult": [1, 2, 4, 4],
+    "num_res_blocks": 2,
+    "attn_scales": [],
+    "temperal_downsample": [False, True, True],
+    "dropout": 0.0,
+}
 """Settings of `Wan2.1_VAE.pth`."""
 
-UMT5_XXL: Mapping[str, Any] = MappingProxyType(
-    {
-        "architectures": ["UMT5EncoderModel"],
-        "model_type": "umt5",
-        "vocab_size": 256384,
-        "d_model": 4096,
-        "d_kv": 64,
-        "d_ff": 10240,
-        "num_layers": 24,
-        "num_decoder_layers": 24,
-        "num_heads": 64,
-        "relative_attention_num_buckets": 32,
-        "relative_attention_max_distance": 128,
-        "layer_norm_epsilon": 1e-6,
-        "feed_forward_proj": "gated-gelu",
-        "is_encoder_decoder": True,
-        "tie_word_embeddings": False,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "decoder_start_token_id": 0,
-    }
+UMT5_XXL: Mapping[str, Any] = (
+    {"architectures": ["UMT5EncoderModel"], "model_type": "umt5", "vocab_size": 256384, "d_model": 4096}
+    | {"d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_decoder_layers": 24, "num_heads": 64}
+    | {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "layer_norm_epsilon": 1e-6}
+    | {"feed_forward_proj": "gated-gelu", "is_encoder_decoder": True, "tie_word_embeddings": False}
+    | {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
 )
 
-VIT_H14: Mapping[str, Any] = MappingProxyType(
-    {
-        "architectures": ["CLIPVisionModelWithProjection"],
-        "model_type": "clip_vision_model",
-        "hidden_size": 1280,
-        "intermediate_size": 5120,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 16,
-        "num_channels": 3,
-        "image_size": 224,
-        "patch_size": 14,
-        "hidden_act": "gelu",
-        "layer_norm_eps": 1e-5,
-        "projection_dim": 1024,
-    }
+VIT_H14: Mapping[str, Any] = (
+    {"architectures": ["CLIPVisionModelWithProjection"], "model_type": "clip_vision_model", "hidden_size": 1280}
+    | {"intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 16, "num_channels": 3}
+    | {"image_size": 224, "patch_size": 14, "hidden_act": "gelu", "layer_norm_eps": 1e-5, "projection_dim": 1024}
 )
 
 # fmt: off
-VAE_2_2: Mapping[str, Any] = MappingProxyType({
+VAE_2_2: Mapping[str, Any] = {
     **VAE,
     "base_dim": 160,
     "decoder_base_dim": 256,
@@ -312,7 +255,7 @@ VAE_2_2: Mapping[str, Any] = MappingProxyType({
         0.7069, 0.5338, 0.4889, 0.4917, 0.4069, 0.4999, 0.6866, 0.4093, 0.5709, 0.6065, 0.6415, 0.4944,
         0.5726, 1.2042, 0.5458, 1.6887, 0.3971, 1.0600, 0.3943, 0.5537, 0.5444, 0.4089, 0.7468, 0.7744,
     ],
-})
+}
 # fmt: on
 """Settings of `Wan2.2_VAE.pth`, whose latents stand for 16 x 16 pixels of four frames."""
 
@@ -336,13 +279,11 @@ class Part:
     """One part of a model.
 
     Attributes:
-        what: description for messages.
         original: stem of its file in the original layout, under which `verax convert` writes it as safetensors.
         pattern: pattern of the names of its files in the original layout, repackaged ones included.
         names: function from its config.json to the names of its weights in both layouts.
         stem: stem of the names of its weight files in diffusers' layout.
         config: its config.json for a folder of the original layout that has none.
-        dropped: pattern of keys that are ignored.
         forms: rearrangements of the tensors that differ between the layouts, by the original's names.
     """
 
@@ -371,10 +312,10 @@ class Part:
 _SECOND = re.compile(r"(?i)wan[_-]?2[._]2")
 """Sign of Wan 2.2 in the names of files."""
 
-EXPERTS: Mapping[str, str] = MappingProxyType({"transformer": "high_noise_model", "transformer_2": "low_noise_model"})
+EXPERTS: Mapping[str, str] = {"transformer": "high_noise_model", "transformer_2": "low_noise_model"}
 """Folders of the two transformers of Wan 2.2 in the original layout."""
 
-_BOUNDARIES = MappingProxyType({"t2v": 0.875, "i2v": 0.9})
+_BOUNDARIES = {"t2v": 0.875, "i2v": 0.9}
 """Share of the noise levels from which the published originals use the first of their two transformers."""
 
 _TRANSFORMER = Part(
@@ -385,44 +326,40 @@ _TRANSFORMER = Part(
     dropped=re.compile(r"norm_added_q\.|norm_q_img\."),
 )
 
-PARTS: Mapping[str, Part] = MappingProxyType(
-    {
-        "transformer": _TRANSFORMER,
-        "transformer_2": replace(_TRANSFORMER, what="low-noise transformer"),
-        "vae": Part(
-            what="video VAE",
-            original="Wan2.1_VAE",
-            pattern=re.compile(r"(?i).*vae.*\.(pth|safetensors)"),
-            config=VAE,
-            names=wan_vae_names,
-        ),
-        "text_encoder": Part(
-            what="text encoder",
-            stem="model",
-            original="models_t5_umt5-xxl-enc-bf16",
-            pattern=re.compile(r"(?i).*(_t5_|umt5).*\.(pth|safetensors)"),
-            config=UMT5_XXL,
-            names=lambda config: UMT5,
-            dropped=re.compile(r"^(decoder\.|lm_head\.|spiece_model$)"),
-        ),
-        "image_encoder": Part(
-            what="image encoder",
-            stem="model",
-            original="models_clip_open-clip-xlm-roberta-large-vit-huge-14",
-            pattern=re.compile(r"(?i).*clip.*\.(pth|safetensors)"),
-            config=VIT_H14,
-            names=lambda config: CLIP,
-            dropped=re.compile(r"^(textual\.|text_model\.|text_projection\.|log_scale$|logit_scale$)|position_ids$"),
-            forms=MappingProxyType(
-                {
-                    "visual.cls_embedding": _Forms(lambda a: a.reshape(1, 1, -1), lambda a: a.reshape(-1)),
-                    "visual.pos_embedding": _Forms(lambda a: a[None], lambda a: a[0]),
-                    "visual.head": _Forms(lambda a: a.T, lambda a: a.T),
-                }
-            ),
-        ),
-    }
-)
+PARTS: Mapping[str, Part] = {
+    "transformer": _TRANSFORMER,
+    "transformer_2": replace(_TRANSFORMER, what="low-noise transformer"),
+    "vae": Part(
+        what="video VAE",
+        original="Wan2.1_VAE",
+        pattern=re.compile(r"(?i).*vae.*\.(pth|safetensors)"),
+        config=VAE,
+        names=wan_vae_names,
+    ),
+    "text_encoder": Part(
+        what="text encoder",
+        stem="model",
+        original="models_t5_umt5-xxl-enc-bf16",
+        pattern=re.compile(r"(?i).*(_t5_|umt5).*\.(pth|safetensors)"),
+        config=UMT5_XXL,
+        names=lambda config: UMT5,
+        dropped=re.compile(r"^(decoder\.|lm_head\.|spiece_model$)"),
+    ),
+    "image_encoder": Part(
+        what="image encoder",
+        stem="model",
+        original="models_clip_open-clip-xlm-roberta-large-vit-huge-14",
+        pattern=re.compile(r"(?i).*clip.*\.(pth|safetensors)"),
+        config=VIT_H14,
+        names=lambda config: CLIP,
+        dropped=re.compile(r"^(textual\.|text_model\.|text_projection\.|log_scale$|logit_scale$)|position_ids$"),
+        forms={
+            "visual.cls_embedding": _Forms(lambda a: a.reshape(1, 1, -1), lambda a: a.reshape(-1)),
+            "visual.pos_embedding": _Forms(lambda a: a[None], lambda a: a[0]),
+            "visual.head": _Forms(lambda a: a.T, lambda a: a.T),
+        },
+    ),
+}
 """Parts by the names of their folders in diffusers' layout."""
 
 _ORIGINAL, _SKYREELS, _WAN = "WanModel", "SkyReelsV2Transformer3DModel", "WanTransformer3DModel"
@@ -433,9 +370,8 @@ PUBLISHED = (_ORIGINAL, _SKYREELS, _WAN)
 def part_of(name: str, transformer: str) -> Part:
     """Part of a model.
 
-    Args:
-        name: name of its folder in diffusers' layout.
-        transformer: class name of the model's transformer, which says whether the published tables of names apply.
+    `name`: name of its folder in diffusers' layout. `transformer`: class name of the model's transformer, which says
+    whether the published tables of names apply.
     """
     if transformer in PUBLISHED:
         return PARTS[name]
@@ -451,10 +387,12 @@ _SIZES = {"ffn_dim": "ffn_dim", "freq_dim": "freq_dim", "in_dim": "in_channels",
 }
 """Settings of the transformer that both layouts have: diffusers' names by the original's."""
 
-_UNSAID = MappingProxyType(
-    {"patch_size": [1, 2, 2], "text_dim": 4096, "rope_max_seq_len": 1024, "cross_attn_norm": True}
-    | {"qk_norm": "rms_norm_across_heads", "image_dim": 1280, "pos_embed_seq_len": None, "num_frame_per_block": 1}
-)
+_UNSAID = {"patch_size": [1, 2, 2], "text_dim": 4096, "rope_max_seq_len": 1024, "cross_attn_norm": True} | {
+    "qk_norm": "rms_norm_across_heads",
+    "image_dim": 1280,
+    "pos_embed_seq_len": None,
+    "num_frame_per_block": 1,
+}
 """Settings that only diffusers' config.json has, with their values in all published models."""
 
 
@@ -467,7 +405,6 @@ def original_transformer(
 
     Args:
         config: config.json of either layout.
-        pipeline: name of diffusers' pipeline, which is kept under `pipeline`.
         boundary_ratio: where the second transformer begins, which is kept too; None for a model with one.
         expand_timesteps: True for a model of text and image, whose frames have a time each.
     """
@@ -497,9 +434,7 @@ def original_transformer(
 def diffusers_transformer(config: Mapping[str, Any], pipeline: str) -> dict[str, Any]:
     """Transformer's config.json of diffusers' layout, from the config.json of either layout.
 
-    Args:
-        config: config.json of either layout.
-        pipeline: name of diffusers' pipeline.
+    `config`: config.json of either layout.
     """
     if config.get("_class_name", _ORIGINAL) != _ORIGINAL:
         return dict(config)
@@ -552,9 +487,7 @@ def pipeline_name(config: Mapping[str, Any], folder: str) -> str:
 def scheduler_settings(pipeline: str, *, experts: bool = False) -> dict[str, Any]:
     """Default scheduler_config.json for a folder that has none, with the shift that the authors recommend.
 
-    Args:
-        pipeline: name of diffusers' pipeline.
-        experts: True for a model with two transformers.
+    `experts`: True for a model with two transformers.
     """
     shift = 12.0 if experts else 8.0 if _is_skyreels(pipeline) else 5.0
     shift = 5.0 if "ImageToVideo" in pipeline else shift

@@ -25,8 +25,6 @@ from verax.models import CausalLM, causal_lm, encoder, hidden_states
 from verax.nn import Sentences
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["WEIGHTS", "embed_case", "text_case", "transformers"]
-
 TOKENS = 40
 """Tokens of each row. It differs from every number of heads, so that no axes are mistaken for each other."""
 
@@ -36,46 +34,23 @@ VECTORS = 4
 LAM_TOKENS = 192
 """Tokens of each row: three chunks of the published layer."""
 
-RANDOM_TEXT = {
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 512,
-}
-RANDOM_MOE = {
-    **RANDOM_TEXT,
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "moe_intermediate_size": 40,
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [1],
-}
-RANDOM_BERT = {
-    "model_type": "bert",
-    "architectures": ["BertModel"],
-    "vocab_size": 320,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "type_vocab_size": 2,
-    "hidden_act": "gelu",
-    "layer_norm_eps": 1e-12,
-}
+RANDOM_TEXT = (
+    {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 320, "hidden_size": 64}
+    | {"intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    | {"head_dim": 16, "rms_norm_eps": 1e-6, "rope_theta": 10000.0}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "tie_word_embeddings": True}
+    | {"max_position_embeddings": 512}
+)
+RANDOM_MOE = (
+    {**RANDOM_TEXT, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    | {"moe_intermediate_size": 40, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}
+    | {"decoder_sparse_step": 1, "mlp_only_layers": [1]}
+)
+RANDOM_BERT = (
+    {"model_type": "bert", "architectures": ["BertModel"], "vocab_size": 320, "hidden_size": 48}
+    | {"intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 128}
+    | {"type_vocab_size": 2, "hidden_act": "gelu", "layer_norm_eps": 1e-12}
+)
 RANDOM = {"tiny": RANDOM_TEXT, "moe": RANDOM_MOE}
 """Configurations of random language models, by size: dense, and one of experts."""
 VARIANTS = {"hierarchical": "B", "local": "C"}
@@ -91,12 +66,7 @@ WEIGHTS = (r"(attn|attention|attention\.self|SelfAttention)\[1\]$",)
 
 
 def text_case(
-    model: str | Path | None,
-    scratch: Path,
-    *,
-    inputs: Inputs = NOTHING,
-    tokens: int | None = None,
-    size: str = "tiny",
+    model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTHING, tokens: int | None = None, size: str = "tiny"
 ) -> Case:
     """A language model in transformers and in verax: logits of every position.
 
@@ -104,16 +74,10 @@ def text_case(
 
     Args:
         model: a folder, hub id or GGUF file; `"random"` for a small one of random weights; None for the built-in model.
-        scratch: a folder for random weights.
         inputs: texts, or `input_ids` `[B, T]` with an `attention_mask` `[B, T]` of what is padded on the right; random
             tokens if there are neither.
         tokens: number of random tokens in each of two rows.
         size: a random model's: `tiny`, or `moe` with experts.
-
-    Raises:
-        CheckpointError: if the model cannot be read.
-        InvalidParameterError: for inputs that it does not take, or an unknown size.
-        MissingDependencyError: without torch or transformers; for a GGUF file, without accelerate.
     """
     lib = transformers()
     if size not in RANDOM:
@@ -137,9 +101,8 @@ def text_case(
         code = sys.modules[type(loaded).__module__]
         names = ("rotary_q", "rotary_k")
         rotary = Watch(code, "apply_rotary_pos_emb", outputs=names, axes=(0, 2, 1, 3))
-        return Side(
-            loaded.eval(), given, call=_logits, watch=(rotary,), inputs=(r"self_attn\.o_proj$",), without=WEIGHTS
-        )
+        call = lambda model, tokens: model(input_ids=tokens, use_cache=False)
+        return Side(loaded.eval(), given, call=call, watch=(rotary,), inputs=(r"self_attn\.o_proj$",), without=WEIGHTS)
 
     def ours(dtype: str) -> Side:
         rotary = Watch(ops, "apply_rotary", outputs=("rotary_q", "rotary_k"))
@@ -157,25 +120,14 @@ def text_case(
     return Case(f"{architecture.__name__} and transformers", reference, ours, judge=judge, about=about)
 
 
-def _logits(model: Any, tokens: Any) -> Any:
-    return model(input_ids=tokens, use_cache=False)
-
-
 def embed_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTHING, tokens: int | None = None) -> Case:
     """A text encoder, in transformers or LAM in its PyTorch form, and in verax: hidden states.
 
     LAM's rule `gated`, which is verax's own and the built-in model's, has no PyTorch form: its weights are
     compared under the published rule `hierarchical`.
 
-    Args:
-        model: a folder or hub id; `"random"` for a small BERT of random weights; None for the built-in LAM.
-        scratch, inputs: as in `text_case`.
-        tokens: number of random tokens in each of four rows.
-
-    Raises:
-        CheckpointError: if the model cannot be read.
-        InvalidParameterError: for inputs that it does not take.
-        MissingDependencyError: without torch or transformers.
+    `model`: a folder or hub id; `"random"` for a small BERT of random weights; None for the built-in LAM. `tokens`:
+    number of random tokens in each of four rows.
     """
     if model == "random":
         model = _random_folder(RANDOM_BERT, scratch, encoder)
@@ -341,11 +293,7 @@ _HIDDEN = -1e9
 class EncoderReference:
     """An encoder of transformers: BERT and RoBERTa, ModernBERT, or a language model without its head.
 
-    Args:
-        package: transformers.
-        folder: folder of the checkpoint.
-        config: our configuration.
-        kind: `model_type` of the configuration.
+    `kind`: `model_type` of the configuration.
     """
 
     def __init__(self, package: Any, folder: Path, config: Any, kind: str):
@@ -369,12 +317,7 @@ class EncoderReference:
         return loaded.eval()
 
     def arguments(self, ids: np.ndarray, real: np.ndarray) -> tuple[Any, ...]:
-        """Arguments of `call` after the model.
-
-        Args:
-            ids: tokens `[B, T]`.
-            real: mask `[B, T]`, False for padding.
-        """
+        """Arguments of `call` after the model. `ids`: tokens `[B, T]`. `real`: mask `[B, T]`, False for padding."""
         if self._kind == "causal":  # nothing sees padding to its right
             return (ids,)
         T = ids.shape[1]

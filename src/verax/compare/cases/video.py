@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -42,8 +41,6 @@ from verax.models.wan import layers as wan_layers
 from verax.models.wan.model import WanConfig, WanModel
 from verax.models.wan.vae import WanVae, WanVaeConfig
 
-__all__ = ["RANDOM", "VIDEO_PARTS", "build_part", "diffusers", "has_part", "video_case"]
-
 FRAMES, HEIGHT, WIDTH = 3, 8, 10
 """Size of the latents. No two sizes of a layer's result are equal, so that no axes are mistaken for each other."""
 
@@ -66,8 +63,6 @@ class PartSides(NamedTuple):
     """The two sides of one part.
 
     Attributes:
-        build: function from a configuration to our model.
-        config: function that reads the configuration.
         torch: function from the configuration as a dict to the reference's model.
         names: function from the configuration to tables between the modules' names.
         inputs: function from our configuration to the shapes of the reference's arguments, which are random by default.
@@ -219,10 +214,6 @@ def _vae(settings: dict[str, Any]) -> Any:
     return diffusers().AutoencoderKLWan(**{name: value for name, value in settings.items() if name != "_class_name"})
 
 
-def _vae_inputs(config: WanVaeConfig) -> dict[str, Shape]:
-    return {"sample": (1, 3, None, None, None)}
-
-
 def _run_vae(model: Any, config: WanVaeConfig, given: Arrays) -> tuple[Side, Side]:
     pixels = config.pixels_per_latent
     frames = np.clip(_normal(1, CLIP_FRAMES, pixels * CLIP_HEIGHT, pixels * CLIP_WIDTH, 3), -1, 1)
@@ -244,10 +235,6 @@ def _run_vae(model: Any, config: WanVaeConfig, given: Arrays) -> tuple[Side, Sid
     return Side(model, (frames.transpose(0, 4, 1, 2, 3),), call=theirs), Side(model, (frames,), call=ours)
 
 
-def _text_inputs(config: UMT5Config) -> dict[str, Shape]:
-    return {"input_ids": (None, None)}
-
-
 def _run_text(model: Any, config: UMT5Config, given: Arrays) -> tuple[Side, Side]:
     tokens = np.random.default_rng(0).integers(1, config.vocab_size, (2, PROMPT_TOKENS))
     tokens = given.get("input_ids", tokens)
@@ -259,10 +246,6 @@ def _run_text(model: Any, config: UMT5Config, given: Arrays) -> tuple[Side, Side
         Side(model, (tokens,), call=theirs, inputs=(r"SelfAttention\.o$",), without=WEIGHTS),
         Side(model, (tokens, lengths), inputs=(r"attn\.o$",)),
     )
-
-
-def _image_inputs(config: CLIPVisionConfig) -> dict[str, Shape]:
-    return {"pixel_values": (None, 3, config.image_size, config.image_size)}
 
 
 def _run_image(model: Any, config: CLIPVisionConfig, given: Arrays) -> tuple[Side, Side]:
@@ -295,38 +278,36 @@ _TRANSFORMER = PartSides(
     _run_transformer,
 )
 
-PART_SIDES: Mapping[str, PartSides] = MappingProxyType(
-    {
-        "transformer": _TRANSFORMER,
-        "transformer_2": _TRANSFORMER,
-        "vae": PartSides(
-            WanVae,
-            WanVaeConfig.from_hf,
-            _vae,
-            lambda settings: (wan_vae_names(settings), _Parents(wan_vae_names(settings))),
-            _vae_inputs,
-            _run_vae,
+PART_SIDES: Mapping[str, PartSides] = {
+    "transformer": _TRANSFORMER,
+    "transformer_2": _TRANSFORMER,
+    "vae": PartSides(
+        WanVae,
+        WanVaeConfig.from_hf,
+        _vae,
+        lambda settings: (wan_vae_names(settings), _Parents(wan_vae_names(settings))),
+        lambda config: {"sample": (1, 3, None, None, None)},
+        _run_vae,
+    ),
+    "text_encoder": PartSides(
+        UMT5EncoderModel,
+        UMT5Config.from_hf,
+        partial(_eager, "UMT5EncoderModel", "UMT5Config"),
+        lambda settings: (UMT5, _UMT5_MODULES),
+        lambda config: {"input_ids": (None, None)},
+        _run_text,
+    ),
+    "image_encoder": PartSides(
+        CLIPVisionModel,
+        CLIPVisionConfig.from_hf,
+        partial(_eager, "CLIPVisionModel", "CLIPVisionConfig"),
+        lambda settings: tuple(
+            impl(table) for table in (CLIP, _CLIP_MODULES) for impl in (lambda table: table, _Unprefixed)
         ),
-        "text_encoder": PartSides(
-            UMT5EncoderModel,
-            UMT5Config.from_hf,
-            partial(_eager, "UMT5EncoderModel", "UMT5Config"),
-            lambda settings: (UMT5, _UMT5_MODULES),
-            _text_inputs,
-            _run_text,
-        ),
-        "image_encoder": PartSides(
-            CLIPVisionModel,
-            CLIPVisionConfig.from_hf,
-            partial(_eager, "CLIPVisionModel", "CLIPVisionConfig"),
-            lambda settings: tuple(
-                impl(table) for table in (CLIP, _CLIP_MODULES) for impl in (lambda table: table, _Unprefixed)
-            ),
-            _image_inputs,
-            _run_image,
-        ),
-    }
-)
+        lambda config: {"pixel_values": (None, 3, config.image_size, config.image_size)},
+        _run_image,
+    ),
+}
 
 
 VIDEO_PARTS = tuple(PARTS)
@@ -344,30 +325,28 @@ def _wan(kind: str, heads: int, channels: tuple[int, int], ffn_dim: int, layers:
 
 _TINY = dict(attention_head_dim=12, text_dim=16, freq_dim=64, rope_max_seq_len=32)
 
-RANDOM: Mapping[str, Mapping[str, dict[str, Any]]] = MappingProxyType(
-    {
-        "tiny": {
-            "transformer": _wan("SkyReelsV2", 2, (36, 16), 32, 2, image_dim=20, added_kv_proj_dim=24, **_TINY),
-            "vae": dict(base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1)
-            | dict(temperal_downsample=[False, True, True]),
-            "text_encoder": _TEXT,
-            "image_encoder": dict(hidden_size=20, intermediate_size=52, num_hidden_layers=3, num_attention_heads=4)
-            | dict(image_size=35, patch_size=7, hidden_act="gelu"),
-        },
-        "tiny-5b": {
-            "transformer": _wan("Wan", 2, (24, 24), 32, 2, **_TINY),
-            "vae": dict(VAE_2_2, base_dim=6, decoder_base_dim=6, z_dim=24, num_res_blocks=1, dim_mult=[1, 2, 2, 2])
-            | dict(latents_mean=[0.1] * 24, latents_std=[0.9, 1.2] * 12),
-            "text_encoder": _TEXT,
-        },
-        "5b": {"transformer": _wan("Wan", 24, (48, 48), 14336, 30), "vae": dict(VAE_2_2)},
-        "1.3b": {
-            "transformer": _wan("SkyReelsV2", 12, (36, 16), 8960, 30, image_dim=1280, added_kv_proj_dim=1536),
-            "vae": dict(base_dim=96, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=2)
-            | dict(temperal_downsample=[False, True, True]),
-        },
-    }
-)
+RANDOM: Mapping[str, Mapping[str, dict[str, Any]]] = {
+    "tiny": {
+        "transformer": _wan("SkyReelsV2", 2, (36, 16), 32, 2, image_dim=20, added_kv_proj_dim=24, **_TINY),
+        "vae": dict(base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1)
+        | dict(temperal_downsample=[False, True, True]),
+        "text_encoder": _TEXT,
+        "image_encoder": dict(hidden_size=20, intermediate_size=52, num_hidden_layers=3, num_attention_heads=4)
+        | dict(image_size=35, patch_size=7, hidden_act="gelu"),
+    },
+    "tiny-5b": {
+        "transformer": _wan("Wan", 2, (24, 24), 32, 2, **_TINY),
+        "vae": dict(VAE_2_2, base_dim=6, decoder_base_dim=6, z_dim=24, num_res_blocks=1, dim_mult=[1, 2, 2, 2])
+        | dict(latents_mean=[0.1] * 24, latents_std=[0.9, 1.2] * 12),
+        "text_encoder": _TEXT,
+    },
+    "5b": {"transformer": _wan("Wan", 24, (48, 48), 14336, 30), "vae": dict(VAE_2_2)},
+    "1.3b": {
+        "transformer": _wan("SkyReelsV2", 12, (36, 16), 8960, 30, image_dim=1280, added_kv_proj_dim=1536),
+        "vae": dict(base_dim=96, z_dim=16, dim_mult=[1, 2, 4, 4], num_res_blocks=2)
+        | dict(temperal_downsample=[False, True, True]),
+    },
+}
 """Settings of the parts of random models, by size: small ones, which fit each other, the sizes of
 SkyReels-V2-I2V-1.3B, and small and published sizes like Wan2.2-TI2V-5B's."""
 
@@ -377,16 +356,8 @@ RANDOM_INPUTS = Inputs()
 def video_case(model: str | Path | None, part: str, *, inputs: Inputs = RANDOM_INPUTS, size: str = "tiny") -> Case:
     """Case that compares one part of a video model.
 
-    Args:
-        model: a folder of either published layout; None for random weights.
-        part: one of `VIDEO_PARTS`.
-        inputs: arrays by the names of the reference's arguments, in its layout; the others are random.
-        size: size of the model with random weights, one of `RANDOM`.
-
-    Raises:
-        CheckpointError: if the folder or the part cannot be read.
-        InvalidParameterError: for another part or size, or inputs that the part does not take.
-        MissingDependencyError: without torch, diffusers or transformers.
+    `model`: a folder of either published layout; None for random weights. `inputs`: arrays by the names of the
+    reference's arguments, in its layout; the others are random.
     """
     if part not in VIDEO_PARTS:
         raise InvalidParameterError(f"part: expected one of {', '.join(VIDEO_PARTS)}, got {part!r}")
@@ -440,11 +411,7 @@ def build_part(part: str, settings: Mapping[str, Any]) -> nnx.Module:
 
 
 def has_part(model: str | Path | None, part: str, *, size: str = "tiny") -> bool:
-    """True if a folder, or a random model of a size, has a part.
-
-    Raises:
-        CheckpointError: if it is not a video model's folder.
-    """
+    """True if a folder, or a random model of a size, has a part."""
     return part in (_random(size) if model is None else VideoFolder(model))
 
 
@@ -455,11 +422,7 @@ def _random(size: str) -> Mapping[str, Any]:
 
 
 def _fill(model: Any, part: str, settings: Mapping[str, Any], weight: Callable[[str], np.ndarray]) -> None:
-    """Copy weights into the reference's model, one after the other; `weight` takes the original's name.
-
-    Raises:
-        CheckpointError: if a shape does not fit, or a parameter is left without a weight.
-    """
+    """Copy weights into the reference's model, one after the other; `weight` takes the original's name."""
     names, state, filled = PARTS[part].names(settings), model.state_dict(), set()
     for key, tensor in state.items():
         if (source := names.backward(key)) is None:

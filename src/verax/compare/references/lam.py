@@ -19,8 +19,6 @@ try:
 except ImportError as error:
     raise MissingDependencyError("the PyTorch side of LAM needs torch: pip install 'verax[parity]'") from error
 
-__all__ = ["VARIANTS", "EnhancedHierarchicalDeltaNet", "LamSentenceEncoder", "hierarchical_delta_rule", "local_rule"]
-
 VARIANTS = {"B": 64, "C": 128}
 """Chunk size by default. B carries two states from chunk to chunk; C, the production form, carries none."""
 
@@ -167,13 +165,8 @@ def local_rule(
 class EnhancedHierarchicalDeltaNet(nn.Module):
     """The published layer under its published parameter names: 780,622 parameters at width 384 and 12 heads.
 
-    Args:
-        d_model: width D.
-        num_heads: H, which divides it.
-        variant: `"B"` or `"C"` (inference only).
-        chunk_size: tokens of a chunk where they divide the length; the variant's own if None.
-        fast_decay, slow_decay: initial decays.
-        allow_neg_eigval: beta up to 2.
+    `variant`: `"B"` or `"C"` (inference only). `chunk_size`: tokens of a chunk where they divide the length; the
+    variant's own if None.
     """
 
     g_proj: nn.Linear

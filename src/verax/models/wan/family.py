@@ -52,14 +52,12 @@ def encode_first_frame(
     return jnp.concatenate([mask, latents], axis=-1)
 
 
-KINDS: Mapping[str, Conditioning] = MappingProxyType(
-    {
-        "t2v": Conditioning(),
-        "i2v": Conditioning(encode=encode_first_frame),
-        "ti2v": Conditioning(given_frames=True),
-        "df": Conditioning(given_frames=True, forcing=True),
-    }
-)
+KINDS: Mapping[str, Conditioning] = {
+    "t2v": Conditioning(),
+    "i2v": Conditioning(encode=encode_first_frame),
+    "ti2v": Conditioning(given_frames=True),
+    "df": Conditioning(given_frames=True, forcing=True),
+}
 """Text to video, image to video, either of the two (Wan2.2's 5B, as in diffusers' `WanImageToVideoPipeline` with
 `expand_timesteps`), diffusion forcing."""
 
@@ -87,19 +85,16 @@ SKYREELS = ReferenceRules(
     name="skyreels",
     # `FlowUniPCMultistepScheduler` keeps its largest sigma in float32.
     sigmas=partial(flow_sigmas, begin=float(np.float32(0.999)), end=0.0),
-    resize=MappingProxyType(
-        {"i2v": _LANCZOS, "ti2v": _LANCZOS, "df": partial(_crop_and_resize, method="bicubic")},
-    ),
+    resize={"i2v": _LANCZOS, "ti2v": _LANCZOS, "df": partial(_crop_and_resize, method="bicubic")},
     clip_pixels=lambda image, frame, size: images.clip_pixels_skyreels(images.to_signed(frame), size),
-    negative_prompts=MappingProxyType({"t2v": ENGLISH, "i2v": ENGLISH, "ti2v": CHINESE, "df": CHINESE}),
+    negative_prompts={"t2v": ENGLISH, "i2v": ENGLISH, "ti2v": CHINESE, "df": CHINESE},
 )
-"""Rules of SkyReels-V2's own code."""
 
 DIFFUSERS = ReferenceRules(
     name="diffusers",
     # `UniPCMultistepScheduler` with `use_flow_sigmas`, from diffusers 0.37.
     sigmas=partial(flow_sigmas, begin=1.0, end=0.001),
-    resize=MappingProxyType({"i2v": images.resize, "ti2v": images.resize, "df": images.resize}),
+    resize={"i2v": images.resize, "ti2v": images.resize, "df": images.resize},
     clip_pixels=lambda image, frame, size: images.clip_pixels_diffusers(image, size),
     decode_whole_clip=True,
     # No released model was trained for block-causal attention.
@@ -107,7 +102,6 @@ DIFFUSERS = ReferenceRules(
     keep_partial_blocks=False,
     overwrite_first_sample=True,
 )
-"""Rules of diffusers' pipelines."""
 
 _PIPELINES = {"DiffusionForcing": "df", "ImageToVideo": "i2v"}
 """Kinds by a part of the name of diffusers' pipeline; the first that fits is used."""
@@ -134,10 +128,6 @@ def read_settings(folder: Any, shift: float, *, kind: str | None, negative_promp
         shift: shift of its scheduler. 1 counts as not given, as the published converter leaves it at that.
         kind: one of `KINDS`; None to go by the name of the checkpoint's pipeline.
         negative_prompts: negative prompt of each kind; "" for kinds that are not listed.
-
-    Raises:
-        CheckpointError: if `verax.json` has something else in it.
-        InvalidParameterError: for an unknown kind.
     """
     if kind is not None and kind not in KINDS:
         raise InvalidParameterError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
@@ -252,7 +242,6 @@ def teacache_for(*, width: int, image_to_video: bool, pixels: int, projected: bo
     """Coefficients that the authors of TeaCache fitted to a model and a size of frame.
 
     Args:
-        width: width of the transformer, in channels.
         image_to_video: True if the model takes an image through channels of its own.
         pixels: pixels of a frame; up to 544 x 960 counts as 540P, more as 720P.
         projected: by `e0` with 5 first steps kept (`use_ret_steps`); otherwise by `e` with the first and last kept.

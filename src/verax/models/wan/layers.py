@@ -286,7 +286,6 @@ class Block(nnx.Module):
 
         Args:
             x: the residual stream.
-            e0: the time's projection, of each frame or of all.
             keys: of text and image.
             rotary: cos and sin of each token.
             attend: attention to keys of the context.

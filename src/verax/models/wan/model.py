@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -70,12 +69,7 @@ class WanConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> WanConfig:
-        """Read the config.json of an original checkpoint (`WanModel`) or of one in diffusers' layout.
-
-        Raises:
-            UnsupportedModelError: naming what is missing or not supported.
-            CheckpointError: for a value of a wrong type, or a size that no model has.
-        """
+        """Read the config.json of an original checkpoint (`WanModel`) or of one in diffusers' layout."""
         kind = read_value(config, "_class_name", str, "WanModel")
         if kind not in _KEYS:
             known = ", ".join(_KEYS)
@@ -162,19 +156,17 @@ IMAGE_DIM = 1280
 _SMALL = WanConfig(dim=1536, ffn_dim=8960, num_heads=12, num_layers=30)
 _LARGE = WanConfig(dim=5120, ffn_dim=13824, num_heads=40, num_layers=40)
 
-WAN_CONFIGS: Mapping[str, WanConfig] = MappingProxyType(
-    {
-        "t2v-1.3b": _SMALL,
-        "i2v-1.3b": replace(_SMALL, in_dim=36, image_dim=IMAGE_DIM),
-        "df-1.3b": replace(_SMALL, inject_sample_info=True),
-        "t2v-14b": _LARGE,
-        "i2v-14b": replace(_LARGE, in_dim=36, image_dim=IMAGE_DIM),
-        "df-14b": _LARGE,
-        "t2v-a14b": _LARGE,
-        "i2v-a14b": replace(_LARGE, in_dim=36),
-        "ti2v-5b": WanConfig(dim=3072, ffn_dim=14336, num_heads=24, num_layers=30, in_dim=48, out_dim=48),
-    }
-)
+WAN_CONFIGS: Mapping[str, WanConfig] = {
+    "t2v-1.3b": _SMALL,
+    "i2v-1.3b": replace(_SMALL, in_dim=36, image_dim=IMAGE_DIM),
+    "df-1.3b": replace(_SMALL, inject_sample_info=True),
+    "t2v-14b": _LARGE,
+    "i2v-14b": replace(_LARGE, in_dim=36, image_dim=IMAGE_DIM),
+    "df-14b": _LARGE,
+    "t2v-a14b": _LARGE,
+    "i2v-a14b": replace(_LARGE, in_dim=36),
+    "ti2v-5b": WanConfig(dim=3072, ffn_dim=14336, num_heads=24, num_layers=30, in_dim=48, out_dim=48),
+}
 """The published sizes: Wan2.1's text to video, SkyReels-V2's image to video and diffusion forcing, and both's 14B. Then
 the sizes of Wan2.2: each of the two experts of A14B, and 5B."""
 
@@ -232,12 +224,8 @@ class WanModel(nnx.Module):
     def encode_context(self, text: Float[Array, "B S E"], image: Float[Array, "B P I"] | None = None) -> WanContext:
         """Each layer's keys and values of a prompt, which no step changes.
 
-        Args:
-            text: the text encoder's states; zeros at pads, all of which are attended to. Published models have S 512.
-            image: the image encoder's states, for a model with an `image_dim`.
-
-        Raises:
-            InvalidParameterError: for a missing image, or one that the model has no use for.
+        `text`: the text encoder's states; zeros at pads, all of which are attended to. Published models have S 512.
+        `image`: the image encoder's states, for a model with an `image_dim`.
         """
         if (image is None) != (self.img_emb is None):
             what = "has no use for one" if self.img_emb is None else "needs an image's states in addition to the text's"
@@ -255,12 +243,8 @@ class WanModel(nnx.Module):
     ) -> tuple[Float[Array, "B G D"], Float[Array, "B G 6 D"]]:
         """The time's embedding `e` and its projection `e0`; G is 1, or F where each frame has its own time.
 
-        Args:
-            timesteps: 0 (clean) to 1000 (noise).
-            fps: frames per second, for a model with `inject_sample_info`, which distinguishes 16 from all others.
-
-        Raises:
-            InvalidParameterError: for a missing `fps`, or one that the model has no use for.
+        `timesteps`: 0 (clean) to 1000 (noise). `fps`: frames per second, for a model with `inject_sample_info`, which
+        distinguishes 16 from all others.
         """
         if (fps is None) != (self.fps_embedding is None):
             what = "has no use for it" if self.fps_embedding is None else "needs the frames per second"
@@ -272,11 +256,7 @@ class WanModel(nnx.Module):
         return e, e0.reshape(*e.shape[:2], 6, -1)
 
     def embed_latents(self, latents: Float[Array, "B F hp wp C"]) -> Float[Array, "B F h w D"]:
-        """One token for each patch: the residual stream before the blocks.
-
-        Raises:
-            InvalidParameterError: for another number of channels, or a size that does not divide into patches.
-        """
+        """One token for each patch: the residual stream before the blocks."""
         config = self.config
         *_, height, width, channels = latents.shape
         if channels != config.in_dim:
@@ -297,11 +277,7 @@ class WanModel(nnx.Module):
         attention: str = "auto",
         sequence: SequenceParallel | None = None,
     ) -> Float[Array, "B F h w D"]:
-        """Residual stream after all blocks, see `VideoTransformer`. Step caches keep `run_blocks(x, ...) - x`.
-
-        Raises:
-            InvalidParameterError: for too large a video, an unknown implementation of attention, or an empty block.
-        """
+        """Residual stream after all blocks, see `VideoTransformer`. Step caches keep `run_blocks(x, ...) - x`."""
         config = self.config
         _, F, h, w, _ = x.shape
         if sequence is not None:
@@ -345,15 +321,8 @@ class WanModel(nnx.Module):
     ) -> Float[Array, "B F hp wp O"]:
         """Velocity of each latent, in float32.
 
-        Args:
-            latents: normalised latents, followed by the condition's channels where the model has any.
-            timesteps: `[B]`, or `[B, F]` for a time of each latent frame (diffusion forcing); 0 to 1000.
-            context: of `encode_context`.
-            fps: see `embed_time`.
-            causal_block_size, attention: see `run_blocks`.
-
-        Raises:
-            InvalidParameterError: naming the argument that does not fit.
+        `latents`: normalised latents, followed by the condition's channels where the model has any. `timesteps`: `[B]`,
+        or `[B, F]` for a time of each latent frame (diffusion forcing); 0 to 1000.
         """
         if timesteps.shape not in (latents.shape[:1], latents.shape[:2]):
             raise InvalidParameterError(

@@ -55,7 +55,6 @@ class WanVaeConfig:
 
     Attributes:
         base_dim: channels of the encoder at full resolution; `decoder_base_dim` of the decoder, the same if None.
-        z_dim: channels of a latent.
         dim_mult: channels at each resolution, in multiples; between two, height and width halve.
         num_res_blocks: residual blocks at each resolution of the encoder. The decoder has one more.
         temperal_downsample: where also frames halve (diffusers' spelling).
@@ -124,12 +123,7 @@ class WanVaeConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> WanVaeConfig:
-        """Read the config.json of diffusers' `AutoencoderKLWan`; an empty one is the published model's.
-
-        Raises:
-            UnsupportedModelError: for attention elsewhere than in the middle, or sizes that contradict each other.
-            CheckpointError: for a value of a wrong type, or a size that no model has.
-        """
+        """Read the config.json of diffusers' `AutoencoderKLWan`; an empty one is the published model's."""
         if config.get("attn_scales"):
             raise UnsupportedModelError(
                 f"a video VAE with attn_scales {config['attn_scales']!r} is not supported; the VAEs of Wan and "
@@ -229,24 +223,16 @@ class WanVae(nnx.Module):
     def encode(self, frames: Float[Array, "B T H W C"], *, chunk: int | None = None) -> Float[Array, "B F h w Z"]:
         """The most likely latents of a clip, normalised. Float32.
 
-        Args:
-            frames: colours between -1 and 1; `T = 1 + n * frames_per_latent`, and height and width are divisible by
-                `pixels_per_latent`: 4n + 1 and 8 for the published model.
-            chunk: latents at a time, which bounds memory and changes nothing else; None is all.
-
-        Raises:
-            InvalidParameterError: for a clip of other sizes.
+        `frames`: colours between -1 and 1; `T = 1 + n * frames_per_latent`, and height and width are divisible by
+        `pixels_per_latent`: 4n + 1 and 8 for the published model. `chunk`: latents at a time, which bounds memory and
+        changes nothing else; None is all.
         """
         return self.normalize(self.encode_distribution(frames, chunk=chunk)[0])
 
     def encode_distribution(
         self, frames: Float[Array, "B T H W C"], *, chunk: int | None = None
     ) -> tuple[Float[Array, "B F h w Z"], Float[Array, "B F h w Z"]]:
-        """Mean and logarithm of the variance of a clip's latents, not normalised. Float32; arguments as for `encode`.
-
-        Raises:
-            InvalidParameterError: for a clip of other sizes.
-        """
+        """Mean and log variance of a clip's latents, not normalised. Float32; arguments as for `encode`."""
         _, T, H, W, _ = frames.shape
         ratio, pixels = self.config.frames_per_latent, self.config.pixels_per_latent
         if T % ratio != 1 % ratio or T == 0:
@@ -276,15 +262,9 @@ class WanVae(nnx.Module):
     ) -> Float[Array, "B T H W C"]:
         """The clip of normalised latents: `1 + (F - 1) * frames_per_latent` frames, colours from -1 to 1. Float32.
 
-        Args:
-            latents: as `encode` gives them.
-            chunk, axes: see `VideoAutoencoder.decode`.
-            tile: height and width in latents that are decoded at a time. Each tile is computed with its neighbourhood
-                (`config.halo` latents at each side, which cost as much as those that are kept), so that the result is
-                the same and needs no blending.
-
-        Raises:
-            InvalidParameterError: for other channels, no latents, or an empty tile.
+        `tile`: height and width in latents that are decoded at a time. Each tile is computed with its neighbourhood
+        (`config.halo` latents at each side, which cost as much as those that are kept), so that the result is the same
+        and needs no blending.
         """
         if latents.shape[-1] != self.config.z_dim or 0 in latents.shape:
             raise InvalidParameterError(

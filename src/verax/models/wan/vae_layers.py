@@ -49,9 +49,7 @@ class Tails:
 
     Layers ask in the order in which they run, which is the same for every chunk.
 
-    Attributes:
-        first: True if the chunk begins the clip.
-        kept: frames for the next chunk, once all layers have run.
+    `first`: True if the chunk begins the clip. `kept`: frames for the next chunk, once all layers have run.
     """
 
     def __init__(self, earlier: Sequence[Array] | None = None):

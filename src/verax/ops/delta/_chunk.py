@@ -33,8 +33,6 @@ from verax.ops.delta._inputs import DeltaInputs, RecurrenceOptions
 from verax.ops.delta._recurrence import delta_recurrence, is_step
 from verax.ops.delta._scan import Chunk, advance, delta_chunk_scan, delta_chunk_scan_backward, matmul
 
-__all__ = ["SMALLEST_CHUNK", "Layout", "align", "chunk_backward", "chunk_forward", "chunk_layout", "unit_lower_inverse"]
-
 CHUNK_SIZES = {"cpu": 16}
 """Best chunk size by platform, measured (docs/delta.md); `CHUNK_SIZE` elsewhere."""
 

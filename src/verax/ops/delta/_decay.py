@@ -15,8 +15,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-__all__ = ["LogDecay", "decayed_products"]
-
 LOWEST = -1e4
 """Log decays below this are taken as this: the exponential of either is zero, in float32 and in float64."""
 
@@ -67,12 +65,7 @@ class LogDecay(NamedTuple):
 
 
 def decayed_products(
-    x: Float[Array, "*B H C K"],
-    write: Float[Array, "*B H C K"],
-    seen: LogDecay,
-    written: LogDecay,
-    *,
-    diagonal: bool,
+    x: Float[Array, "*B H C K"], write: Float[Array, "*B H C K"], seen: LogDecay, written: LogDecay, *, diagonal: bool
 ) -> Float[Array, "*B H R C C"]:
     """`sum_k x[i, k] write[j, k] exp(seen[i, k] - written[j, k])` for j < i (j <= i with `diagonal`), else 0.
 

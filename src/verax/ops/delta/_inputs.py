@@ -15,8 +15,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from verax.errors import InvalidParameterError
 
-__all__ = ["DeltaInputs", "RecurrenceOptions", "StateSlots", "check_axes", "check_shapes", "interleave", "l2_normalize"]
-
 L2_EPSILON = 1e-6
 """Under the root of a key's squared norm, as in flash-linear-attention and transformers."""
 

@@ -16,8 +16,6 @@ from jaxtyping import Array, Float, Int
 from verax.ops._dispatch import Example, boolean, differentiated_as, float32, int32, operation
 from verax.ops.delta._inputs import DeltaInputs, RecurrenceOptions, StateSlots
 
-__all__ = ["delta_recurrence", "delta_slot_recurrence", "is_step", "step_by", "takes_step"]
-
 
 @operation(slow_on={"gpu": "it launches several kernels a token", "tpu": "it runs token by token"})
 def delta_recurrence(
@@ -37,7 +35,6 @@ def delta_recurrence(
         initial_state: one state for each sequence, in the dtype of the result: N is B, or the number of packed
             sequences.
         cu_seqlens: `[N + 1]` offsets of packed sequences (B == 1); tokens past the last offset come out zero.
-        scale: factor on the outputs.
         use_qk_l2norm: normalise `read`, `erase` and `write` first, see `l2_normalize`.
         erase_before_decay: the erase key reads the state as it was before this token's decay.
         chunk_size: tokens handled at a time by the implementations that chunk; the result does not depend on it.
@@ -105,11 +102,8 @@ def delta_slot_recurrence(
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "S HV K V"]]:
     """Outputs of `delta_recurrence`, and the states of all slots, with new states in the slots of the sequences.
 
-    Args:
-        x: as in `delta_recurrence`, as are the options.
-        states: states of all slots. Where a program may overwrite them, only the states of the sequences are written.
-        slots: slots of the sequences.
-        cu_seqlens: see there.
+    `x`: as in `delta_recurrence`, as are the options. `states`: states of all slots. Where a program may overwrite
+    them, only the states of the sequences are written.
     """
     out, new = delta_recurrence(x, slots.load(states), cu_seqlens, **options)
     return out, slots.store(states, new)
@@ -138,8 +132,7 @@ def takes_step(x: DeltaInputs, states: Any, cu_seqlens: Any, scale: Any = 1.0, *
 def step_by(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Implementation of `delta_slot_recurrence` for one decode step by a kernel without a derivative.
 
-    Args:
-        kernel: function of `x`, `states` and `slots`, and of all options but `chunk_size`: a step has no chunks.
+    `kernel`: function of `x`, `states` and `slots`, and of all options but `chunk_size`: a step has no chunks.
     """
 
     def delta_step(

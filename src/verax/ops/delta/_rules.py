@@ -17,17 +17,6 @@ from verax.ops.delta._chunk import SMALLEST_CHUNK
 from verax.ops.delta._inputs import DeltaInputs, StateSlots, check_axes, check_shapes, interleave, l2_normalize
 from verax.ops.delta._recurrence import delta_recurrence, delta_slot_recurrence
 
-__all__ = [
-    "DeltaOptions",
-    "comba",
-    "delta_rule",
-    "dplr_delta_rule",
-    "gated_delta_product",
-    "gated_delta_rule",
-    "kda",
-    "sequence_parallel",
-]
-
 IMPLEMENTATIONS = {"recurrent": "reference", "chunk": "chunk", "step": "step"}
 
 

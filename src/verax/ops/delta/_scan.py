@@ -15,19 +15,6 @@ from jaxtyping import Array, Float, Int
 
 from verax.ops._dispatch import Example, differentiated_as, float32, int32, operation
 
-__all__ = [
-    "Chunk",
-    "advance",
-    "delta_chunk_scan",
-    "delta_chunk_scan_backward",
-    "matmul",
-    "matmul_tn",
-    "register_scans",
-    "scan_backward_by",
-    "scan_by",
-    "takes_scan",
-]
-
 
 class Chunk(NamedTuple):
     """Inputs of the scan over chunks that do not depend on the state. Leading axes n m R."""
@@ -53,7 +40,6 @@ def delta_chunk_scan(
 
     Args:
         chunks: what the inputs alone determine, in the dtype of the states.
-        states: initial state of each sequence.
         owner: sequence of each chunk, ascending; N or more for an unused chunk, whose inputs are zeros.
         keep_states: return the states before the chunks, which a backward pass needs.
     """
@@ -78,11 +64,7 @@ def delta_chunk_scan_backward(
 
         Y = inner^T d_out + write dS;  dS <- keep dS + read^T d_out - erase^T Y
 
-    Args:
-        chunks: see `delta_chunk_scan`.
-        d_final: cotangent of each sequence's final state.
-        owner: see `delta_chunk_scan`.
-        d_out: cotangents of the outputs, zeros for an unused chunk.
+    `d_out`: cotangents of the outputs, zeros for an unused chunk.
     """
     # The part that does not pass through the next state, all chunks at once.
     direct = matmul_tn(chunks.read, d_out) - matmul_tn(chunks.erase, matmul_tn(chunks.inner, d_out))

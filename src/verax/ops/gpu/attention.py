@@ -41,8 +41,6 @@ from verax.ops.paged import (
     split_queries,
 )
 
-__all__ = ["BLOCK", "TILE", "decode_attention", "num_parts", "ragged_attention"]
-
 MAX_HEAD_DIM = 128
 """Largest head size on every GPU that cuDNN's kernel runs on; Hopper and later take 256."""
 
@@ -110,13 +108,7 @@ def _accepts_pages(q: Any, k_cache: Any, v_cache: Any, *_: Any, **options: Any) 
 
 
 def num_parts(rows: int, heads: int, context: int) -> int:
-    """Parts of a context, so that there are `PROGRAMS` in all.
-
-    Args:
-        rows: sequences.
-        heads: key/value heads.
-        context: tokens that the page table has room for.
-    """
+    """Parts of a context, so that there are `PROGRAMS` in all."""
     return max(1, min(pl.cdiv(PROGRAMS, rows * heads), context // MIN_PART))
 
 
@@ -241,12 +233,8 @@ def _attend(
     Args:
         queries: `[M, H]`, of the sequence `b` and the key/value head `h`.
         caches: pages of keys and of values, each with its scales if it has any.
-        table: pages of the sequences.
-        b, h: the sequence and the head.
         keys: positions that may be seen, the first and the last but one.
         last: last position that each query sees, `[M]`; -1 for none.
-        window: keys that a query sees.
-        soft_cap: bound of the scores.
     """
     k_pages, *k_scales = caches[: len(caches) // 2]
     v_pages, *v_scales = caches[len(caches) // 2 :]

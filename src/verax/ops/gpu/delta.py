@@ -36,8 +36,6 @@ from verax.ops.delta._recurrence import step_by, takes_step
 from verax.ops.delta._scan import Chunk, register_scans, takes_scan
 from verax.ops.gpu import KERNEL, pl, plgpu
 
-__all__ = ["columns_of_program", "delta_step", "walk"]
-
 EXACT = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 """float32 products on tensor cores, of two TF32 numbers for each float32: errors of 1e-6. No CPU has them."""
 
@@ -76,12 +74,8 @@ def walk(
 
     Args:
         name: the kernel's name, here and in the compiled program.
-        chunks: inputs of the chunks.
         states: a sequence's input, as large as its result.
-        owner: sequence of each chunk.
-        sizes: sizes of each result of a chunk, by head.
         columns: columns of a state in a program; they divide its columns.
-        interpret: as `pallas_call` takes it.
     """
     (n, m, R, _, V), (N, *_, K, _) = chunks.value.shape, states.shape
     shapes = [(N, m * R, K, V), *((n, m * R, *size) for size in sizes)]

@@ -26,8 +26,6 @@ from verax.ops.gpu import KERNEL, pl, plgpu
 from verax.ops.linear import linear
 from verax.ops.quantized import INT4_ROWS, QuantizedWeight
 
-__all__ = ["product", "tiles_of_part"]
-
 MIN_ROWS = 16
 """Rows of a product on tensor cores."""
 
@@ -47,12 +45,7 @@ PARAMETERS = {"num_warps": 4, "num_stages": 4}
 
 
 def tiles_of_part(size_out: int, tiles: int) -> int:
-    """Tiles of inputs in a part, so that there are `PROGRAMS`.
-
-    Args:
-        size_out: rows of the weight.
-        tiles: tiles of all inputs.
-    """
+    """Tiles of inputs in a part, so that there are `PROGRAMS`."""
     return pl.cdiv(tiles, min(tiles, pl.cdiv(PROGRAMS, pl.cdiv(size_out, OUTPUTS))))
 
 

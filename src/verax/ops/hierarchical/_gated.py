@@ -17,8 +17,6 @@ from verax.ops.delta._inputs import check_axes, check_shapes, l2_normalize
 from verax.ops.delta._rules import gated_delta_rule
 from verax.ops.hierarchical._inputs import Pair, ResonanceFlux, chunk_flux, token_flux
 
-__all__ = ["HierarchicalState", "hierarchical_gated_delta_rule"]
-
 
 class HierarchicalState(NamedTuple):
     """State after a sequence. A sequence continued from it gives the result of one piece."""

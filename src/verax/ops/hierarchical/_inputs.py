@@ -13,20 +13,6 @@ from jaxtyping import Array, Float
 
 from verax.ops.delta._inputs import check_axes, check_shapes
 
-__all__ = [
-    "Chunks",
-    "HierarchicalInputs",
-    "Pair",
-    "Perceptron",
-    "ResonanceFlux",
-    "chunk_flux",
-    "chunk_length",
-    "joined",
-    "normalized",
-    "token_flux",
-    "unit",
-]
-
 LOWEST, HIGHEST = 0.01, 0.99
 
 
@@ -56,10 +42,7 @@ def token_flux(k: Float[Array, "*B K"], v: Float[Array, "*B V"], weights: Percep
 
 
 def chunk_flux(
-    key: Float[Array, "*B H K"],
-    value: Float[Array, "*B H V"],
-    product: Float[Array, "*B H K V"],
-    flux: ResonanceFlux,
+    key: Float[Array, "*B H K"], value: Float[Array, "*B H V"], product: Float[Array, "*B H K V"], flux: ResonanceFlux
 ) -> Float[Array, "*B H"]:
     """psi of a chunk, from the means over its tokens of the keys, the values, and the outer products `k v^T`.
 

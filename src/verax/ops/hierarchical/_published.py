@@ -26,16 +26,6 @@ from verax.ops.hierarchical._inputs import (
     unit,
 )
 
-__all__ = [
-    "hierarchical_delta_rule",
-    "hierarchical_factored",
-    "hierarchical_rule",
-    "local_delta_rule",
-    "local_outputs",
-    "local_rule",
-    "orthogonality_loss",
-]
-
 FORGET = (0.1, 0.05)
 """Factors by which a chunk's flux shortens the memory of the fast and of the slow state."""
 

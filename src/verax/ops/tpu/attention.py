@@ -44,8 +44,6 @@ from verax.ops.paged import (
 )
 from verax.ops.tpu import KERNEL, pl, pltpu, product
 
-__all__ = ["FACTOR", "TILE", "decode_attention", "pages_of_chunk", "ragged_attention", "sixteenths", "splash_attention"]
-
 LANES, SUBLANES = 128, 8
 """Size of a register of 32-bit numbers; one of 16-bit numbers has twice as many sublanes. Splash attention's blocks are
 multiples of the lanes."""
@@ -139,10 +137,8 @@ TILE = 64
 class _Tiles(NamedTuple):
     """Tiles of queries.
 
-    Attributes:
-        sequences: sequence of each.
-        positions: position of each tile's first query in its sequence.
-        counts: queries of each; 0 for a tile that is not used.
+    `positions`: position of each tile's first query in its sequence. `counts`: queries of each; 0 for a tile that is
+    not used.
     """
 
     sequences: Int[Array, "n"]
@@ -153,10 +149,7 @@ class _Tiles(NamedTuple):
 class _Work(NamedTuple):
     """Chunks that the kernel walks through.
 
-    Attributes:
-        owners: tile of each.
-        chunks: number of each within its sequence.
-        ends: number of chunks of the tiles up to each, the first tile included.
+    `ends`: number of chunks of the tiles up to each, the first tile included.
     """
 
     owners: Int[Array, "m"]
@@ -244,14 +237,7 @@ def _attend(
 ) -> Float[Array, "n K R H"]:
     """Attention of tiles of queries.
 
-    Args:
-        queries: rows of each tile and key/value head, scaled, in the dtype of the products.
-        k_cache, v_cache, page_table: see `ops.paged_attention`.
-        tiles: place of each tile.
-        group: rows of one position.
-        window, soft_cap: see `ops.paged_attention`.
-        pages: pages of a chunk.
-        interpret: see `pallas_call`.
+    `queries`: rows of each tile and key/value head, scaled, in the dtype of the products.
     """
     (n, K, R, H), p, W = queries.shape, k_cache.shape[2], page_table.shape[1]
     pages = pages or min(pages_of_chunk(k_cache), pl.cdiv(W * p, LANES) * max(1, LANES // p))
@@ -298,14 +284,7 @@ def _seen(tiles: Any, i: Any, window: int | None) -> tuple[Any, Any]:
 
 
 def _list_work(tiles: _Tiles, width: int, chunk: int, window: int | None) -> _Work:
-    """Chunks with a key that a query of a tile sees.
-
-    Args:
-        tiles: the tiles.
-        width: chunks of the page table.
-        chunk: tokens of a chunk.
-        window: keys that a query sees.
-    """
+    """Chunks with a key that a query of a tile sees."""
     n = tiles.counts.size
     begin, end = _seen(tiles, jnp.arange(n), window)
     first = begin // chunk

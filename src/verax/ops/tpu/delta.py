@@ -40,8 +40,6 @@ from verax.ops.delta._recurrence import step_by, takes_step
 from verax.ops.delta._scan import Chunk, register_scans, takes_scan
 from verax.ops.tpu import KERNEL, pl, pltpu, product
 
-__all__ = ["delta_step", "heads_of_step", "walk"]
-
 MAX_HEADS = 8
 """Heads that are multiplied together."""
 
@@ -66,13 +64,7 @@ def walk(
 ) -> tuple[Float[Array, "N m R K V"], list[Float[Array, "n m R _ V"]]]:
     """Results of a kernel that walks over the chunks: one for each sequence, and those for each chunk.
 
-    Args:
-        name: the kernel's name, here and in the compiled program.
-        chunks: inputs of the chunks.
-        states: a sequence's input, as large as its result.
-        owner: sequence of each chunk.
-        sizes: sizes of each result of a chunk, by head.
-        interpret: as `pallas_call` takes it.
+    `name`: the kernel's name, here and in the compiled program. `states`: a sequence's input, as large as its result.
     """
     kernel, backward = (_kernel, False) if name == "delta_chunk_scan" else (_backward_kernel, True)
     (n, m, R, C, V), (N, *_, K, _) = chunks.value.shape, states.shape

@@ -29,21 +29,6 @@ from verax.errors import (
 )
 from verax.serve.http.telemetry import record_of
 
-__all__ = [
-    "EXCEPTION_HANDLERS",
-    "RETRY_AFTER",
-    "ApiError",
-    "JsonResponse",
-    "api_error",
-    "context_error",
-    "error_body",
-    "error_response",
-    "field_error",
-    "is_anthropic",
-    "model_error",
-    "renamed",
-]
-
 
 class JsonResponse(Response):
     """Answer with a JSON body. Numbers that are not finite, which JSON lacks, become null."""
@@ -91,10 +76,6 @@ class ApiError(Exception):
         status: HTTP status, 400 to 599.
         message: text for people. It begins with the name of the field that was wrong, if one was.
         type: OpenAI's name of the kind of error; the status's usual one if None.
-        param: name of the field that was wrong.
-        code: OpenAI's name of the very error.
-        headers: further headers of the answer.
-        extra: further keys of the error object.
     """
 
     def __init__(
@@ -162,12 +143,7 @@ def api_error(error: BaseException) -> ApiError:
 
 
 def context_error(error: ContextLengthError, param: str) -> ApiError:
-    """The HTTP error of a prompt that is too long.
-
-    Args:
-        error: the engine's.
-        param: field that the prompt was made of.
-    """
+    """The HTTP error of a prompt that is too long. `param`: field that the prompt was made of."""
     return ApiError(
         400,
         f"{param}: {str(error).removeprefix('prompt: ')}",
@@ -202,8 +178,7 @@ def error_response(error: BaseException, scope: Scope) -> JsonResponse:
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
     """Context whose errors name the client's own fields.
 
-    Args:
-        names: the client's name of a field, or of the beginning of its path, by the name in an error.
+    `names`: the client's name of a field, or of the beginning of its path, by the name in an error.
 
     Raises:
         ApiError: for every error of verax.

@@ -11,8 +11,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from verax.serve.http.server import TextEngine
 from verax.text.engine.outputs import RequestMetrics, RequestOutput, StepStats
 
-__all__ = ["TextMetrics"]
-
 LABELS = ("model_name", "engine")
 """The name of the model, and the number of the replica."""
 

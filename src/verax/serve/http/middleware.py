@@ -24,8 +24,6 @@ from verax.serve.http.telemetry import ACCESS, RECORD, RequestRecord
 if TYPE_CHECKING:
     from verax.serve.http.server import Server
 
-__all__ = ["MAX_HEADER_BYTES", "BodyLimit", "RequestLog", "Security"]
-
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 _VIDEO_PATHS = ("/v1/videos", "/videos")

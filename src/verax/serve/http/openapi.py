@@ -17,8 +17,6 @@ from verax.serve.http.errors import JsonResponse, is_anthropic
 from verax.serve.http.sse import unless_disconnected
 from verax.serve.http.telemetry import RequestRecord, record_of
 
-__all__ = ["EVENTS", "JSON", "ApiRoute", "Parameter", "api_routes", "describe", "json_routes"]
-
 JSON, EVENTS, FORM = "application/json", "text/event-stream", "multipart/form-data"
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -40,15 +38,8 @@ class ApiRoute(Route):
     """Route with what the description of the API says about it.
 
     Args:
-        path: begins with a slash.
-        endpoint: function of a request.
-        methods: HTTP methods.
-        summary: line for people.
-        body: Struct of its JSON body.
         parts: Structs that the body's schema refers to by name, and that no field has as its type.
         files: fields of the body that are files if it comes as a form; none if it is always JSON.
-        parameters: parameters of the query and the headers.
-        media: content types of its answer.
         queued: True if a full queue refuses it with 429.
         ranges: True if it can answer with a part of a file.
     """

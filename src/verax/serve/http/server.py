@@ -28,18 +28,13 @@ if TYPE_CHECKING:
     from verax.text.tokens.tokenizer import Tokenizer
     from verax.video.pipeline import VideoPipeline
 
-__all__ = ["LazyModel", "Server", "TextEngine"]
-
 T = TypeVar("T")
 
 
 class LazyModel(Generic[T]):
     """A model that is loaded in a thread when it is first needed.
 
-    Args:
-        name: its name in requests.
-        load: function that loads it.
-        root: the checkpoint, as `/v1/models` shows it; the name if None.
+    `root`: the checkpoint, as `/v1/models` shows it; the name if None.
     """
 
     def __init__(self, name: str, load: Callable[[], T], *, root: str | None = None):
@@ -112,11 +107,7 @@ class TextEngine(Protocol):
     ) -> AsyncGenerator[RequestOutput, None]: ...
 
     async def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **template_options: Any,
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **template_options: Any
     ) -> str: ...
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
@@ -129,18 +120,9 @@ class Server:
     """Engines, names and settings: everything that a handler of a request needs.
 
     Attributes:
-        llm: the text engine, or None.
         served_names: names of the text model in requests; answers have the first.
-        adapters: adapters of the text model by their names in requests.
-        encoder: the encoder, or None.
-        reranker: the reranker, or None.
-        videos: the video pipeline, or None.
-        settings: address, keys and limits.
         root: the text checkpoint, as `/v1/models` shows it; the first name if None.
         draining: True once the server is to end: new requests get 503.
-        num_requests: number of requests that are being served.
-        streams: answers that continue while their page is reloaded.
-        tracer: tracer of the requests, or None.
     """
 
     llm: TextEngine | None = None
@@ -167,11 +149,7 @@ class Server:
             raise InvalidParameterError(f"lora_modules: {', '.join(taken)} is the model's own name")
 
     def text_model(self, name: str | None) -> str:
-        """Name of the text model for an answer, if a request's model is that one or an adapter of it.
-
-        Raises:
-            ApiError: 404 for another name.
-        """
+        """Name of the text model for an answer, if a request's model is that one or an adapter of it."""
         if self.llm is None:
             raise model_error("no text model is served here")
         return self.check_model(name, self.text_names)
@@ -182,11 +160,7 @@ class Server:
         return (*self.served_names, *self.adapters)
 
     def check_model(self, name: str | None, served: tuple[str, ...]) -> str:
-        """Name of a model in an answer: the request's own, or the first of the served ones if it has none.
-
-        Raises:
-            ApiError: 404 for a name that is not among `served`.
-        """
+        """Name of a model in an answer: the request's own, or the first of the served ones if it has none."""
         if not name:
             return served[0]
         if name in served or self.settings.any_model_name:

@@ -9,8 +9,6 @@ from pathlib import Path
 from verax.errors import InvalidParameterError
 from verax.options import check_options, documented, option
 
-__all__ = ["SIZE", "ServerSettings"]
-
 SIZE = r"[1-9][0-9]{0,4}x[1-9][0-9]{0,4}"
 """Regular expression of the size of a clip: `WIDTHxHEIGHT` in pixels."""
 
@@ -21,11 +19,7 @@ _LIMITS = "Limits"
 @documented
 @dataclass(frozen=True)
 class ServerSettings:
-    """Settings of the server, checked at construction.
-
-    Raises:
-        InvalidParameterError: for a value out of range, with its name.
-    """
+    """Settings of the server, checked at construction."""
 
     host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0 for all.")
     port: int = option(8000, "Port to listen at; 0 for a free one.", low=0, high=65535)

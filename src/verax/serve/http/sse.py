@@ -18,17 +18,6 @@ from starlette.types import Receive, Scope, Send
 from verax.errors import InvalidParameterError
 from verax.serve.http.errors import api_error, error_body, is_anthropic
 
-__all__ = [
-    "DONE",
-    "ID_PATTERN",
-    "ClientDisconnectedError",
-    "EventStream",
-    "RunningStreams",
-    "data_event",
-    "named_event",
-    "unless_disconnected",
-]
-
 DONE = b"data: [DONE]\n\n"
 """Last event of OpenAI's streams."""
 
@@ -69,11 +58,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        *,
-        ping_interval: float = 15.0,
-        slow_client_timeout: float = 30.0,
+        self, events: AsyncGenerator[bytes, None], *, ping_interval: float = 15.0, slow_client_timeout: float = 30.0
     ):
         self._events = events
         self._ping_interval = ping_interval
@@ -230,12 +215,8 @@ class RunningStreams:
 
         Without an id, or if `max_streams` are kept already, these are the frames themselves.
 
-        Args:
-            conv_id: value of the header X-Conversation-Id.
-            frames: the answer as it goes over the wire. It is closed if nobody reads it for `abandoned_after`.
-
-        Raises:
-            InvalidParameterError: if the id is not 16 to 128 letters, digits, `_` or `-`.
+        `conv_id`: value of the header X-Conversation-Id. `frames`: the answer as it goes over the wire. It is closed if
+        nobody reads it for `abandoned_after`.
         """
         if conv_id is None:
             return frames

@@ -23,17 +23,6 @@ from verax.errors import InvalidParameterError
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-__all__ = [
-    "ACCESS",
-    "RECORD",
-    "JsonFormatter",
-    "RequestRecord",
-    "RequestTracer",
-    "TextFormatter",
-    "configure_logs",
-    "record_of",
-]
-
 RECORD = "verax.record"
 """Key of a scope."""
 
@@ -97,11 +86,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logs(format: str) -> None:
-    """Send the logs of the server and its engines to standard error.
-
-    Args:
-        format: `"text"` or `"json"`.
-    """
+    """Send the logs of the server and its engines to standard error. `format`: `"text"` or `"json"`."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
     for name, level in {"verax": logging.INFO, "uvicorn": logging.WARNING}.items():
@@ -122,8 +107,7 @@ class RequestTracer:
     The attributes have the names of OpenTelemetry's conventions for HTTP and generative models. Prompts and answers are
     not part of a span.
 
-    Args:
-        exporter: receiver of the spans. They are sent in batches, from a thread of their own.
+    `exporter`: receiver of the spans. They are sent in batches, from a thread of their own.
     """
 
     def __init__(self, exporter: SpanExporter):
@@ -142,12 +126,7 @@ class RequestTracer:
     def to_collector(cls, endpoint: str) -> RequestTracer:
         """Tracer that sends to a collector by OTLP over HTTP.
 
-        Args:
-            endpoint: URL such as `http://127.0.0.1:4318/v1/traces`.
-
-        Raises:
-            InvalidParameterError: for another kind of URL.
-            MissingDependencyError: without the packages of the extra `otel`.
+        `endpoint`: URL such as `http://127.0.0.1:4318/v1/traces`.
         """
         if not endpoint.startswith(("http://", "https://")):
             raise InvalidParameterError(
@@ -157,13 +136,7 @@ class RequestTracer:
         return cls(exporters.OTLPSpanExporter(endpoint=endpoint))
 
     def record(self, scope: Scope, record: RequestRecord, status: int) -> None:
-        """Make the span of a request that has just ended.
-
-        Args:
-            scope: of the request.
-            record: its times and tokens.
-            status: HTTP status of the answer.
-        """
+        """Make the span of a request that has just ended."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         end, seconds = time.time_ns(), time.perf_counter() - record.begin

@@ -29,8 +29,6 @@ from verax.serve.http.errors import ApiError, JsonResponse
 if TYPE_CHECKING:
     from verax.serve.http.server import Server
 
-__all__ = ["CONTENT_SECURITY_POLICY", "Reports", "render_markdown", "routes"]
-
 MAX_CHARACTERS = 128 * 1024
 """Length of the longest text that is rendered, about 30,000 tokens. The page shows longer ones as plain text."""
 
@@ -59,16 +57,10 @@ _TAGS = frozenset((
 _SCHEMES = frozenset({"http", "https", "mailto"})
 
 _ALIGNMENTS = frozenset({"align-left", "align-center", "align-right"})
-"""Classes of table cells."""
 
 
 def render_markdown(text: str) -> str:
-    """HTML of a Markdown text: CommonMark with tables and strikethrough.
-
-    Raises:
-        InvalidParameterError: if the text is longer than `MAX_CHARACTERS`.
-        MissingDependencyError: without nh3.
-    """
+    """HTML of a Markdown text: CommonMark with tables and strikethrough."""
     if len(text) > MAX_CHARACTERS:
         raise InvalidParameterError(f"text: {len(text)} characters, at most {MAX_CHARACTERS} are rendered")
     return _clean(_parser().render(text))
@@ -158,11 +150,7 @@ class Report:
 
 
 class Reports:
-    """Listing of a folder of reports.
-
-    Args:
-        folder: where the reports are. It may be missing, and files may come and go.
-    """
+    """Listing of a folder of reports. `folder`: where the reports are. It may be missing, and files may come and go."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -218,7 +206,6 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-"""Headers of every file of the page."""
 
 TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 

@@ -27,17 +27,6 @@ from verax.serve.text.sampling import GenerationRequest, Positive, sampling_para
 from verax.text.features.chat_format import parser_for, tool_grammar
 from verax.text.features.tool_calls import ToolCallDelta
 
-__all__ = [
-    "ChatMessage",
-    "ChatRequest",
-    "ToolDefinition",
-    "Translation",
-    "count_tokens",
-    "render_chat",
-    "routes",
-    "run_chat",
-]
-
 MAX_TEMPLATE_OPTIONS = 64
 
 _FREE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
@@ -134,12 +123,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
 
 class Translation:
-    """Chat that is made of another API's request.
-
-    Args:
-        names: gets that API's names of the chat's fields, for errors.
-        fields: names of fields that are the same in every chat.
-    """
+    """Chat that is made of another API's request. `names`: gets that API's names of the chat's fields, for errors."""
 
     def __init__(self, names: dict[str, str], fields: Mapping[str, str]):
         self.names = names
@@ -176,30 +160,18 @@ class Translation:
         tools.append({"type": "function", "function": msgspec.to_builtins(function)})
 
     def chat(self) -> ChatRequest:
-        """The chat.
-
-        Raises:
-            ApiError: 400, naming the field of the other API.
-        """
+        """The chat."""
         with renamed(self.names):
             return decode(ChatRequest, self.values)
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as chat templates read them: text as one string, developer as system.
-
-    Raises:
-        ApiError: 400, naming the message.
-    """
+    """Messages as chat templates read them: text as one string, developer as system."""
     return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def template_options(request: ChatRequest) -> dict[str, Any]:
-    """Variables of the chat template, and how it ends.
-
-    Raises:
-        ApiError: 400 for a name that has another meaning, and for a contradiction.
-    """
+    """Variables of the chat template, and how it ends."""
     continued = bool(request.continue_final_message)
     if continued and request.add_generation_prompt:
         raise field_error("continue_final_message", "it contradicts add_generation_prompt: one of them ends the prompt")
@@ -261,11 +233,8 @@ async def run_chat(
 ) -> Run:
     """Check a chat and queue it.
 
-    Args:
-        server: with a text engine.
-        request: the chat.
-        record: of the HTTP request, for its log line.
-        names: the client's names of a chat's fields in errors, as `renamed` takes them.
+    `record`: of the HTTP request, for its log line. `names`: the client's names of a chat's fields in errors, as
+    `renamed` takes them.
 
     Raises:
         ApiError: 400, 404 for another model, 429 if the queue is full, and for what the engine or the template refuses.
@@ -306,12 +275,7 @@ async def run_chat(
 
 
 async def render_chat(server: Server, request: ChatRequest) -> str:
-    """Prompt of a chat, by the checkpoint's template.
-
-    Raises:
-        ApiError: 400, naming the field.
-        VeraxError: for what the template refuses.
-    """
+    """Prompt of a chat, by the checkpoint's template."""
     messages = template_messages(request.messages)
     return await server.engine.render(messages, tools=_tools(request), **template_options(request))
 

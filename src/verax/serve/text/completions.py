@@ -19,8 +19,6 @@ from verax.serve.text.sampling import Count, GenerationRequest, Refused, samplin
 from verax.text.engine.outputs import Logprob, RequestOutput
 from verax.text.tokens.tokenizer import IncrementalDetokenizer, Tokenizer
 
-__all__ = ["CompletionLogprobs", "routes"]
-
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for completions."""
 
@@ -46,11 +44,7 @@ def routes(server: Server) -> list[Route]:
 
 
 def prompts_of(given: str | Sequence[Any], limit: int) -> list[str | list[int]]:
-    """Prompts of a request: a text, token ids, or a list of either.
-
-    Raises:
-        ApiError: 400 for an empty list, a mixed one, or more prompts than `limit`.
-    """
+    """Prompts of a request: a text, token ids, or a list of either."""
     if isinstance(given, str):
         return [given]
     kinds = {type(item) for item in given}
@@ -96,10 +90,8 @@ class CompletionLogprobs:
 
     A token that is a part of a character begins where the character does, and one without text where the next begins.
 
-    Args:
-        num_top: number of the likeliest tokens at each place; the token of the text comes in addition.
-        tokenizer: of the model.
-        skip_special_tokens: special tokens are not in the text.
+    `num_top`: number of the likeliest tokens at each place; the token of the text comes in addition.
+    `skip_special_tokens`: special tokens are not in the text.
     """
 
     def __init__(self, num_top: int, tokenizer: Tokenizer, *, skip_special_tokens: bool = True):

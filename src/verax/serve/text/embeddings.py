@@ -30,8 +30,6 @@ from verax.serve.http.openapi import json_routes
 from verax.serve.http.server import LazyModel, Server
 from verax.serve.http.telemetry import RequestRecord
 
-__all__ = ["BatchQueue", "EmbeddingRequest", "routes"]
-
 CHARACTERS = 64
 """Characters of a text that are read for each token of the model: tokenising megabytes takes many seconds."""
 
@@ -69,7 +67,6 @@ class RerankRequest(msgspec.Struct):
     top_n: int | None = None
     """Documents of the answer, the best ones; all of them if absent or 0."""
     return_documents: bool = True
-    """Put the documents' texts into the answer."""
     truncate_prompt_tokens: int | None = None
     """Tokens that are kept of the query and a document, special ones included; -1 for as many as the model reads."""
     user: str | None = None
@@ -180,11 +177,7 @@ def _limit(kept: int | None, longest: int) -> int:
 def _token_ids(inputs: list[str] | list[list[int]], encoder: Encoder, limit: int, whole: bool) -> list[list[int]]:
     """Token ids of each text: unchanged if they are given, or with the special tokens of the tokenizer.
 
-    Args:
-        inputs: texts, or token ids of each.
-        encoder: the model.
-        limit: tokens that are kept of each.
-        whole: refuse longer texts.
+    `limit`: tokens that are kept of each. `whole`: refuse longer texts.
     """
     if isinstance(inputs[0], str):
         texts = cast("list[str]", inputs)
@@ -273,11 +266,7 @@ class BatchQueue(Generic[T]):
 
     It is used on one event loop. Only its thread, which begins with the first input, calls the model's programs.
 
-    Args:
-        compute: function from inputs to a result for each, `[n, ...]`.
-        name: of the thread.
-        batch_size: inputs that are computed together.
-        max_inputs: inputs that may wait and run at once.
+    `compute`: function from inputs to a result for each, `[n, ...]`.
     """
 
     def __init__(self, compute: Callable[[Sequence[T]], np.ndarray], *, name: str, batch_size: int, max_inputs: int):
@@ -300,11 +289,7 @@ class BatchQueue(Generic[T]):
 
     @contextmanager
     def slots(self, count: int) -> Iterator[None]:
-        """Context that holds places for `count` inputs, to be taken before they are tokenised.
-
-        Raises:
-            QueueFullError: if there are fewer places.
-        """
+        """Context that holds places for `count` inputs, to be taken before they are tokenised."""
         if self._inputs + count > self._max_inputs:
             raise QueueFullError(f"{self._inputs} inputs wait or run, and {self._max_inputs} may; try again later")
         self._inputs += count
@@ -316,9 +301,8 @@ class BatchQueue(Generic[T]):
     async def run(self, inputs: Sequence[T], lengths: Sequence[int]) -> Float32[np.ndarray, "n ..."]:
         """Results of inputs, in their order. Cancelling the task leaves out the inputs that still wait.
 
-        Args:
-            inputs: arguments of the model, one or more.
-            lengths: tokens of each: inputs of like length are computed together, which pads little.
+        `inputs`: arguments of the model, one or more. `lengths`: tokens of each: inputs of like length are computed
+        together, which pads little.
 
         Raises:
             EngineDeadError: if the queue is closed.

@@ -19,8 +19,6 @@ from verax.serve.text.chat import ChatRequest, Translation, count_tokens, run_ch
 from verax.serve.text.run import Part, PartStep, PartTracker, Run, RunEvent, text_routes
 from verax.serve.text.sampling import MAX_INT, Positive, Refused, Text
 
-__all__ = ["MessagesRequest", "chat_of", "routes"]
-
 
 class Block(msgspec.Struct, kw_only=True, tag_field="type"):
     """Block of a message. The prefix cache needs no marks."""
@@ -144,19 +142,10 @@ _NAMES = {
     "reasoning_effort": "output_config.effort",
     "tool_choice.function": "tool_choice",
 }
-"""Anthropic's names of a chat's fields."""
 
 
 def chat_of(request: CountTokensRequest, names: dict[str, str] | None = None) -> ChatRequest:
-    """The chat of a request.
-
-    Args:
-        request: the request.
-        names: gets this API's names of the chat's fields, as `renamed` takes them.
-
-    Raises:
-        ApiError: 400, naming the field.
-    """
+    """The chat of a request. `names`: gets this API's names of the chat's fields, as `renamed` takes them."""
     for name in ("mcp_servers", "container"):
         if getattr(request, name, None):
             raise field_error(name, "it is not supported here")

@@ -23,8 +23,6 @@ from verax.serve.text.chat import ChatRequest, Translation, count_tokens, run_ch
 from verax.serve.text.run import Part, PartStep, PartTracker, Run, RunEvent, text_routes
 from verax.serve.text.sampling import Positive, Refused
 
-__all__ = ["ResponsesRequest", "chat_of", "routes"]
-
 S = TypeVar("S", bound=msgspec.Struct)
 
 LOGPROBS = "message.output_text.logprobs"
@@ -109,7 +107,6 @@ _ITEMS: dict[str, type[msgspec.Struct]] = {
     "function_call_output": InputCallOutput,
     "reasoning": InputReasoning,
 }
-"""Kinds of input items."""
 
 INPUT_ITEMS = tuple(_ITEMS.values())
 
@@ -212,19 +209,10 @@ _NAMES = {
     "reasoning_effort": "reasoning.effort",
     "tool_choice.function": "tool_choice",
 }
-"""Names of a chat's fields in responses."""
 
 
 def chat_of(request: ResponsesRequest, names: dict[str, str] | None = None) -> ChatRequest:
-    """The chat of a request.
-
-    Args:
-        request: the request.
-        names: gets this API's names of the chat's fields, as `renamed` takes them.
-
-    Raises:
-        ApiError: 400, naming the field.
-    """
+    """The chat of a request. `names`: gets this API's names of the chat's fields, as `renamed` takes them."""
     _check(request)
     translation = Translation({} if names is None else names, _NAMES)
     translation.copy(request, "model", "temperature", "top_p", "stream", "parallel_tool_calls")

@@ -35,19 +35,6 @@ from verax.text.features.chat_format import AnswerParser
 from verax.text.features.tool_calls import Delta, WholeAnswer, join
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = [
-    "Part",
-    "PartStep",
-    "PartTracker",
-    "Run",
-    "RunAnswer",
-    "RunEvent",
-    "Usage",
-    "prompt_logprobs",
-    "text_routes",
-    "token_logprobs",
-]
-
 SYSTEM_FINGERPRINT = f"verax-{version('verax')}"
 
 T = TypeVar("T")
@@ -56,16 +43,7 @@ B = TypeVar("B", bound=msgspec.Struct)
 
 @dataclass
 class Usage:
-    """Token counts and times of a request so far; of several prompts, their sums.
-
-    Attributes:
-        prompt_tokens: number of prompt tokens.
-        completion_tokens: number of generated tokens of all answers.
-        cached_tokens: number of prompt tokens that were in the prefix cache.
-        reasoning_tokens: number of generated tokens of the reasoning.
-        num_samples: number of answers that have begun.
-        metrics: times of the request.
-    """
+    """Token counts and times of a request so far; of several prompts, their sums."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -130,12 +108,9 @@ class RunEvent:
 
     Attributes:
         index: number of the answer: sample k of prompt p is `p * n + k`.
-        delta: new text, reasoning and tool calls.
         finish_reason: `"stop"`, `"length"` or `"tool_calls"` in an answer's last event.
-        stop_reason: stop string or stop token that ended the answer.
         logprobs: a new token each, if the request wants them.
         ranked: the engine's log-probabilities by token id at the place of each new token.
-        token_ids: the new tokens.
     """
 
     index: int
@@ -175,28 +150,15 @@ class Run:
     """Prompts of one request, which the engine has queued.
 
     Args:
-        server: with a text engine.
-        request: the request, whose fields errors name.
-        record: of the HTTP request, for its log line.
         model: name of the model for the answer, which may be an adapter's.
-        prompts: rendered texts or token ids.
-        params: sampling parameters of all prompts.
-        add_special_tokens: add what the model expects around a text.
-        field: field of the request that the prompts were made of.
         new_parser: makes the parser of one answer; None if all text is content.
         names: the client's names of fields in errors, as `renamed` takes them.
         drop: leave the generated tokens out: only the prompt counts.
 
     Attributes:
         id: id of the answer, without the API's prefix.
-        created: seconds since 1970.
-        n: answers to each prompt.
         usages: token counts and times of each prompt so far; complete after the last event.
-        params: sampling parameters of all prompts.
         outputs: the engine's latest output of each prompt: its tokens and their log-probabilities.
-
-    Raises:
-        VeraxError: if the engine refuses a prompt, or the queue is full.
     """
 
     def __init__(
@@ -232,10 +194,7 @@ class Run:
         # Each prompt joins the queue here. If one finds it full, dropping the others takes them out again.
         self._streams = [
             server.engine.generate(
-                prompt,
-                params,
-                add_special_tokens=add_special_tokens,
-                lora_request=server.adapters.get(model),
+                prompt, params, add_special_tokens=add_special_tokens, lora_request=server.adapters.get(model)
             )
             for prompt in prompts
         ]
@@ -252,9 +211,7 @@ class Run:
     def head(self, prefix: str, kind: str) -> dict[str, Any]:
         """Fields of OpenAI's answers and chunks that are the same in all of a run's.
 
-        Args:
-            prefix: beginning of the id.
-            kind: value of `object`.
+        `prefix`: beginning of the id. `kind`: value of `object`.
         """
         return {
             "id": f"{prefix}-{self.id}",
@@ -304,11 +261,7 @@ class Run:
                 raise form_error(error, self._request) from error
 
     async def answers(self) -> list[RunAnswer]:
-        """The whole answers, in their order.
-
-        Raises:
-            ApiError: as `events`.
-        """
+        """The whole answers, in their order."""
         lists: list[list[RunEvent]] = [[] for _ in self._samples]
         async for event in self.events():
             lists[event.index].append(event)
@@ -487,14 +440,8 @@ PartKind = Literal["reasoning", "text", "tool_call"]
 class Part:
     """Part of an answer.
 
-    Attributes:
-        kind: reasoning, text or a tool call.
-        index: its number in the answer.
-        call_id: id of a tool call.
-        name: name of the function of a tool call.
-        text: text so far; arguments as JSON text of a tool call.
-        logprobs: tokens so far, if the request wants their log-probabilities.
-        ended: True once the part is complete.
+    `text`: text so far; arguments as JSON text of a tool call. `logprobs`: tokens so far, if the request wants their
+    log-probabilities.
     """
 
     kind: PartKind
@@ -601,13 +548,9 @@ def text_routes(
     """Routes of an API for text.
 
     Args:
-        server: with a text engine, or without one.
-        path: begins with a slash, and is served with and without `/v1`.
         body: Struct of the body; its field `stream` asks for events.
         start: checks a request and puts its prompts into the engine.
-        answer: makes the answer of a run.
         resumable: keep a stream for a page that is reloaded, if the request has an `X-Conversation-Id`.
-        described: further arguments of `ApiRoute`.
     """
 
     async def respond(http: Request) -> Response:

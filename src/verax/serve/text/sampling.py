@@ -14,15 +14,6 @@ from verax.serve.http.errors import ApiError, api_error, field_error
 from verax.serve.http.server import Server
 from verax.text.engine.sampling_params import SamplingParams
 
-__all__ = [
-    "GenerationRequest",
-    "Refused",
-    "ResponseFormat",
-    "StreamOptions",
-    "form_error",
-    "sampling_params",
-]
-
 MAX_INT = 2**31 - 1
 
 Count = Annotated[int, Meta(ge=0, le=MAX_INT)]
@@ -168,16 +159,11 @@ def sampling_params(
     """Sampling parameters of a request.
 
     Args:
-        server: for its limits and the checkpoint's defaults.
-        request: the fields.
         max_tokens: largest number of tokens of an answer; None for all that the context holds.
         logprobs: number of the best tokens to report; None for no log-probabilities.
         structured_outputs: form that tools demand, whole.
         after: text that the answer has before the form that the request itself gives.
         overrides: further parameters, which replace the request's.
-
-    Raises:
-        ApiError: 400, naming the field.
     """
     _check(server, request)
     values = {

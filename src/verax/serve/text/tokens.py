@@ -19,8 +19,6 @@ from verax.serve.text.chat import ChatMessage, ChatRequest, ToolDefinition, rend
 from verax.serve.text.sampling import Count
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["routes"]
-
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """Body of `/tokenize`: a text, or the messages of a chat."""

@@ -30,8 +30,6 @@ from verax._optional import require_optional
 from verax.errors import InvalidParameterError, QueueFullError, VeraxError
 from verax.video.images import frame_pixels, read_image
 
-__all__ = ["MediaDecoder", "MediaLimits", "decode", "read_data_uri"]
-
 _HEADER = re.compile(r"data:[\w.+-]{1,40}/[\w.+-]{1,60}(;[\w.+-]{1,40}=[\w.+-]{1,60})*;base64", re.ASCII)
 
 _LONGEST_HEADER = 200
@@ -42,13 +40,6 @@ def read_data_uri(uri: str, *, name: str) -> bytes:
     """Contents of a base64 data URI such as `data:image/png;base64,iVBO...`.
 
     The media type is not read further: the first bytes of the contents decide how they are decoded.
-
-    Args:
-        uri: text of the client.
-        name: name of the field in errors.
-
-    Raises:
-        InvalidParameterError: for anything else, a URL among it: the server fetches nothing.
     """
     header = uri[:_LONGEST_HEADER].partition(",")[0]
     if not uri.startswith(f"{header},") or not _HEADER.fullmatch(header):
@@ -86,10 +77,6 @@ def decode(data: bytes, limits: MediaLimits) -> UInt8[np.ndarray, "T H W 3"]:
     """Frames of an image (one) or of a clip, RGB.
 
     The file's first bytes choose the decoder, among few: FFmpeg's playlists, for example, open further addresses.
-
-    Raises:
-        InvalidParameterError: if the file is none of these, damaged, or beyond the limits.
-        MissingDependencyError: if Pillow or PyAV is needed and not installed.
     """
     if len(data) > limits.bytes:
         raise InvalidParameterError(f"the file has more than {limits.bytes} bytes")
@@ -219,16 +206,11 @@ class MediaDecoder:
     def __init__(self, limits: MediaLimits | None = None):
         self.limits = limits or MediaLimits()
         self.pids: set[int] = set()
-        """Processes that run now."""
         self._files = 0
         self._free = asyncio.Semaphore(AT_ONCE)
 
     async def decode(self, data: bytes, *, name: str) -> UInt8[np.ndarray, "T H W 3"]:
         """Frames of a file: one of an image. The process is killed when its time is over, or the task is cancelled.
-
-        Args:
-            data: contents of the file.
-            name: name of the field in errors.
 
         Raises:
             InvalidParameterError: if the file is not an image or clip, is damaged or beyond the limits, or the process

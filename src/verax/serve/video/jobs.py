@@ -30,8 +30,6 @@ from verax.video.outputs import VideoProgress
 from verax.video.pipeline import VideoPipeline
 from verax.video.request import ResolvedRequest
 
-__all__ = ["VARIANTS", "ClipStore", "LatentPreview", "StorageFullError", "VideoJob", "VideoJobs"]
-
 VARIANTS = {
     "video": ("clip.mp4", "video/mp4"),
     "gif": ("clip.gif", "image/gif"),
@@ -59,11 +57,7 @@ class StorageFullError(QueueFullError):
 
 
 class ClipStore:
-    """Clips on disk, at most `max_bytes` of them together.
-
-    Raises:
-        MissingDependencyError: if PyAV or Pillow is not installed.
-    """
+    """Clips on disk, at most `max_bytes` of them together."""
 
     def __init__(self, max_bytes: int):
         require_optional("av")
@@ -176,9 +170,8 @@ class LatentPreview:
     A latent stands for a square of pixels, and its channels give the square's mean colour almost linearly. ComfyUI has
     such factors for some models; here they are fitted, once, to an image of known colours.
 
-    Args:
-        encode: VAE's encoder: uint8 `[1, 1, H, W, 3]` to latents `[1, 1, h, w, C]`.
-        pixels_per_latent: height and width of a latent in pixels.
+    `encode`: VAE's encoder: uint8 `[1, 1, H, W, 3]` to latents `[1, 1, h, w, C]`. `pixels_per_latent`: height and width
+    of a latent in pixels.
     """
 
     def __init__(self, encode: Callable[[np.ndarray], object], pixels_per_latent: int):
@@ -257,9 +250,7 @@ class VideoJobs:
     """Queue of clips in front of a pipeline, which runs in one thread at a time. All else is on one event loop.
 
     Args:
-        pipeline: the model.
         store: files of the clips. It is closed with the queue.
-        max_queued: clips that may wait.
         max_jobs: clips that are remembered, made or not.
         ttl: seconds for which a clip can be downloaded.
         clock: seconds since 1970.

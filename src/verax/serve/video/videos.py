@@ -35,9 +35,6 @@ from verax.serve.video.jobs import VARIANTS, ClipStore, VideoJob, VideoJobs
 from verax.video.pipeline import VideoPipeline
 from verax.video.request import ResolvedRequest, VideoRequest
 
-__all__ = ["VideoCreate", "resolve", "routes"]
-
-
 MAX_PROMPT = 32_768
 """Characters of a prompt."""
 
@@ -113,12 +110,8 @@ class Upload:
 async def read_create(request: Request, *, max_bytes: int) -> tuple[VideoCreate, Upload | None]:
     """Read a JSON body or a form, and the file in it.
 
-    Args:
-        request: with `application/json` or `multipart/form-data`.
-        max_bytes: limit of the file, and of a data URI in a form.
-
-    Raises:
-        ApiError: 400 or 415, naming the field.
+    `request`: with `application/json` or `multipart/form-data`. `max_bytes`: limit of the file, and of a data URI in a
+    form.
     """
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         body = await read_body(request, VideoCreate)
@@ -170,15 +163,11 @@ def _reference(body: VideoCreate) -> Upload | None:
 
 
 def resolve(
-    body: VideoCreate,
-    frames: UInt8[np.ndarray, "T H W 3"] | None,
-    pipeline: VideoPipeline,
-    sizes: Sequence[str] = (),
+    body: VideoCreate, frames: UInt8[np.ndarray, "T H W 3"] | None, pipeline: VideoPipeline, sizes: Sequence[str] = ()
 ) -> ResolvedRequest:
     """Checked request of the pipeline.
 
     Args:
-        body: request of the client.
         frames: decoded image (one frame) or clip, or None.
         pipeline: the model, whose limits count.
         sizes: sizes that are allowed next to the usual one; within its limits, any if empty.
@@ -388,11 +377,7 @@ class VideoService:
 
     @contextmanager
     def _uploading(self) -> Iterator[None]:
-        """Count a body that is being read.
-
-        Raises:
-            QueueFullError: if as many are as may be.
-        """
+        """Count a body that is being read."""
         if self._num_uploads >= MAX_UPLOADS:
             raise QueueFullError(f"{MAX_UPLOADS} clips are being uploaded, as many as may; try again later")
         self._num_uploads += 1

@@ -28,8 +28,6 @@ from verax.text.features.grammar import MAX_COMPILING
 from verax.text.features.lora import LoRARequest
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["AsyncLLM"]
-
 TOKENIZER_THREADS = 2
 """Threads that render templates and tokenise. The tokenizer is quick, and shares the CPU with the model."""
 
@@ -63,7 +61,6 @@ class AsyncLLM:
                 request count as `n`.
             max_queued_tokens: most prompt tokens of samples that wait; None for no bound. One request may wait whatever
                 its length.
-            config: options of the engine.
             options: arguments of `LLM`, such as `dtype`, and fields of `EngineConfig` by name.
 
         Raises:
@@ -93,7 +90,6 @@ class AsyncLLM:
     def _start(self, llm: LLM, max_queued_requests: int, max_queued_tokens: int | None) -> None:
         self.llm = llm
         self.model_config: CausalLMConfig = llm.model_config
-        """Configuration of the model."""
         self.max_model_len, self.max_num_seqs = llm.max_model_len, llm.max_num_seqs
         """Longest sequence that is served, in tokens, and most sequences in one step, of all replicas together."""
         self._names = itertools.count()

@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import bisect
 from collections import OrderedDict, abc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
 
 from verax.text.engine.request import Sequence
-
-__all__ = ["BlockManager", "BlockPool", "CacheGroup", "CachePlan", "Prefix", "PrefixTree", "first_block", "most_blocks"]
 
 WINDOW_FRACTION = 0.5
 """Part of the memory beyond one whole sequence that windows take before full attention does. Short sequences fill both
@@ -59,11 +57,9 @@ class CachePlan:
     """Division of memory among cache groups."""
 
     windows: tuple[int | None, ...]
-    """Sliding window of each group."""
     block_bytes: tuple[int, ...]
     """Bytes of a block of each group, over its layers."""
     block_size: int
-    """Tokens in a block."""
     chunk: int
     """Most tokens of a step."""
 
@@ -75,10 +71,8 @@ class CachePlan:
     def longest(self, memory: int, limit: int, slots: Callable[[int], int] = lambda _: 0) -> int:
         """Blocks of the longest sequence, of at most `limit` tokens, that fits; -1 if not even padding's do.
 
-        Args:
-            memory: bytes for its blocks, and for what `slots` says that its length takes too.
-            limit: most tokens.
-            slots: further bytes for a number of tokens, which grow with it.
+        `memory`: bytes for its blocks, and for what `slots` says that its length takes too. `slots`: further bytes for
+        a number of tokens, which grow with it.
         """
 
         def needed(blocks: int) -> int:
@@ -112,7 +106,6 @@ class Prefix:
     before: Prefix | None
     """The prefix without the last block; None for the empty one."""
     tokens: tuple[int, ...]
-    """Tokens of the last block."""
     length: int
     """Number of blocks."""
     blocks: list[int]
@@ -174,11 +167,8 @@ class PrefixTree:
 class BlockPool:
     """Blocks by number. Block 0 is never handed out: it takes the writes of padding.
 
-    Args:
-        prefixes: prefixes of the texts that the blocks of all groups hold.
-        group: index of the group, in `Prefix.blocks`.
-        num_blocks: number of blocks, block 0 included.
-        window: sliding window of the group's layers, in tokens; None for full attention.
+    `prefixes`: prefixes of the texts that the blocks of all groups hold. `window`: sliding window of the group's
+    layers, in tokens; None for full attention.
     """
 
     def __init__(self, prefixes: PrefixTree, group: int, num_blocks: int, window: int | None):
@@ -232,25 +222,6 @@ class BlockPool:
         for block in range(len(self._prefixes)):
             self._forget(block)
 
-    def check(self, tables: Iterable[list[int]]) -> None:
-        """Assert the invariants, given all tables of the group's blocks.
-
-        Raises:
-            AssertionError: naming the first block that breaks one.
-        """
-        uses = [0] * len(self.references)
-        for table in tables:
-            owned = [block for block in table if block]
-            assert len(set(owned)) == len(owned), f"{table} lists a block twice"
-            for block in owned:
-                uses[block] += 1
-        for block, references in enumerate(self.references):
-            assert references == uses[block], f"block {block}: {references} references, {uses[block]} uses"
-            free = block in self._free
-            assert free == (block != 0 and references == 0), f"block {block} is free and used, or neither"
-            prefix = self._prefixes[block]
-            assert prefix is None or prefix.blocks[self.group] == block, f"block {block} is cached as another one"
-
     def _forget(self, block: int) -> None:
         prefix = self._prefixes[block]
         if prefix is not None:
@@ -263,15 +234,12 @@ class BlockPool:
 class BlockManager:
     """Allocation with reference counts, a prefix cache over full blocks, and least recently used eviction.
 
-    Invariants (`check` asserts them): a block is free exactly if no table lists it; its reference count is the number
+    Invariants: a block is free exactly if no table lists it; its reference count is the number
     of tables that list it; only full blocks are cached, so a block that is still written to has one owner; a table
     lists every block that tokens to come attend to.
 
-    Args:
-        num_blocks: blocks of each cache group, block 0 included.
-        block_size: tokens in a block.
-        windows: sliding window of each group; None for full attention.
-        enable_prefix_caching: keep full blocks findable after their sequence.
+    `num_blocks`: blocks of each cache group, block 0 included. `windows`: sliding window of each group; None for full
+    attention.
     """
 
     def __init__(
@@ -309,11 +277,7 @@ class BlockManager:
     ) -> list[Prefix] | None:
         """The cached prefixes of a waiting sequence, if the rest of its `num_tokens` would fit too; None if not.
 
-        Args:
-            sequence: a sequence that owns no blocks.
-            num_tokens: length that is to fit.
-            chunk: most tokens of a step; with a window, no more must fit at once. None for all of them.
-            use_cache: look for cached blocks.
+        `chunk`: most tokens of a step; with a window, no more must fit at once. None for all of them.
         """
         prefixes = self.match_prefix(sequence) if use_cache else []
         computed = len(prefixes) * self.block_size
@@ -350,10 +314,7 @@ class BlockManager:
     ) -> tuple[tuple[int, ...], ...] | None:
         """Append blocks until the sequence's tables hold `num_tokens`, after giving back blocks before the windows.
 
-        Args:
-            sequence: a sequence that owns blocks.
-            num_tokens: length that its tables are to hold.
-            first: first token that the step computes of it; `num_computed` if None.
+        `first`: first token that the step computes of it; `num_computed` if None.
 
         Returns:
             By new place in the tables, the block of each group. None if there are too few: nothing was appended.
@@ -401,24 +362,6 @@ class BlockManager:
         """Forget every cached prefix; running sequences keep their blocks."""
         for pool in self._pools:
             pool.reset()
-
-    def check(self, sequences: Iterable[Sequence]) -> None:
-        """Assert the invariants, given all sequences that own blocks.
-
-        Raises:
-            AssertionError: naming the first block that breaks one.
-        """
-        sequences = list(sequences)
-        for pool in self._pools:
-            pool.check(sequence.tables[pool.group] for sequence in sequences)
-            for sequence in sequences:
-                table = sequence.tables[pool.group]
-                first = first_block(sequence.num_computed, pool.window, self.block_size)
-                assert len(table) * self.block_size >= sequence.num_computed, f"{sequence} has too few blocks"
-                assert all(table[first:]), f"{sequence} gave back a block that it attends to"
-                assert len(table) == len(sequence.tables[0]), f"{sequence} has tables of different lengths"
-                for block in table[sequence.num_computed // self.block_size :]:
-                    assert pool.references[block] == 1, f"block {block} is shared and writable"
 
     def match_prefix(self, sequence: Sequence) -> list[Prefix]:
         """Prefixes of 1, 2, ... n blocks of a sequence: the most after which all that is attended to is cached.

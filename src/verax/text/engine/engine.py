@@ -16,12 +16,7 @@ from typing import Any
 import numpy as np
 
 from verax import ops
-from verax.errors import (
-    ContextLengthError,
-    InvalidParameterError,
-    RequestRefusedError,
-    VeraxError,
-)
+from verax.errors import ContextLengthError, InvalidParameterError, RequestRefusedError, VeraxError
 from verax.text.engine.outputs import (
     CompletionOutput,
     EngineStats,
@@ -42,8 +37,6 @@ from verax.text.step.slots import MAX_BANNED
 from verax.text.step.step import Logprobs
 from verax.text.tokens.tokenizer import IncrementalDetokenizer, Tokenizer
 
-__all__ = ["NO_TOKENIZER", "Engine"]
-
 NO_TOKENIZER = "this engine has no tokenizer (skip_tokenizer_init, or a module without one)"
 
 
@@ -62,12 +55,8 @@ class Engine:
     ):
         """Make an engine without requests.
 
-        Args:
-            runner, scheduler: its parts.
-            tokenizer: of prompts and texts; None to serve token ids.
-            seed: seeds requests that bring no seed; engines that share a generator give each of them another seed.
-            speculator: of drafts; None for none.
-            adapters: loader of adapters, which engines of equal models can share; None to take none.
+        `seed`: seeds requests that bring no seed; engines that share a generator give each of them another seed.
+        `adapters`: loader of adapters, which engines of equal models can share; None to take none.
         """
         self.runner = runner
         self.scheduler = scheduler
@@ -101,9 +90,7 @@ class Engine:
     def prepare(self, inputs: RequestInput, request_id: str | None = None) -> Request:
         """Make the request of what a caller gave: rendered, tokenised, checked. Any thread may call it.
 
-        Args:
-            inputs: what the caller gave.
-            request_id: its id; if None, the id of `inputs`, or a new one.
+        `request_id`: its id; if None, the id of `inputs`, or a new one.
 
         Raises:
             RequestRefusedError: if it could never be served: an empty or too long prompt, a token outside of the
@@ -134,11 +121,7 @@ class Engine:
         )
 
     def add(self, request: Request) -> None:
-        """Queue a prepared request. If it is refused, what is queued already is not affected.
-
-        Raises:
-            InvalidParameterError: if the id is in use, or an answer so far continues after its end.
-        """
+        """Queue a prepared request. If it is refused, what is queued already is not affected."""
         if request.request_id in self._requests:
             raise InvalidParameterError(f"request_id: {request.request_id!r} is in use by an unfinished request")
         params, tokens = request.params, request.prompt_token_ids
@@ -277,11 +260,7 @@ class Engine:
             self.runner.repeat(dispatch)
 
     def compile_grammar(self, params: SamplingParams) -> Grammar | None:
-        """The grammar of a request with structured output; None for others. Any thread may call it.
-
-        Raises:
-            InvalidParameterError: if the grammar is not valid, takes too long to compile, or the engine takes none.
-        """
+        """The grammar of a request with structured output; None for others. Any thread may call it."""
         if params.form is None:
             return None
         if self._compiler is None:
@@ -293,13 +272,7 @@ class Engine:
         return self._compiler.compile(params.form)
 
     def load_adapter(self, lora_request: LoRARequest | None) -> LoadedAdapter | None:
-        """The adapter of a request, read from its folder if it is not loaded; None for None. Any thread may call it.
-
-        Raises:
-            CheckpointError: if it cannot be read or does not fit the model.
-            UnsupportedModelError: if it is not plain LoRA.
-            InvalidParameterError: if the engine takes no adapters, or none of its rank.
-        """
+        """The adapter of a request, read from its folder if it is not loaded; None for None. Any thread may call it."""
         if lora_request is None:
             return None
         if self._adapters is None:
@@ -307,10 +280,6 @@ class Engine:
                 "lora_request: this engine was started without adapters; pass LLM(..., enable_lora=True)"
             )
         return self._adapters.load(lora_request)
-
-    def check(self) -> None:
-        """Assert the invariants of scheduler and blocks."""
-        self.scheduler.check()
 
     def _replay(self, sequence: Sequence, answer: tuple[int, ...]) -> None:
         """Append an answer so far as if it had been sampled and shown."""

@@ -12,8 +12,6 @@ from urllib.parse import urlsplit
 from verax.errors import InvalidParameterError
 from verax.options import check_options, documented, option, options_of
 
-__all__ = ["EngineConfig", "SpeculativeConfig"]
-
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float32", "int8", "fp8")
 
 METHODS = ("ngram", "draft_model")
@@ -33,11 +31,7 @@ _HOSTS = "Several hosts"
 @documented
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Options of speculative decoding, by vLLM's names.
-
-    Raises:
-        InvalidParameterError: for an unknown method or a number out of range, with the field's name.
-    """
+    """Options of speculative decoding, by vLLM's names."""
 
     num_speculative_tokens: int = option(None, "Most drafts of a sequence in a step.", low=1, high=MOST_DRAFTS)
     method: str | None = option(
@@ -84,11 +78,7 @@ class SpeculativeConfig:
 
     @classmethod
     def from_value(cls, value: SpeculativeConfig | Mapping[str, Any] | str) -> SpeculativeConfig:
-        """The record itself, a dictionary of its fields, or JSON text of one.
-
-        Raises:
-            InvalidParameterError: for anything else, or a field that is unknown, missing or wrong.
-        """
+        """The record itself, a dictionary of its fields, or JSON text of one."""
         if isinstance(value, cls):
             return value
         try:

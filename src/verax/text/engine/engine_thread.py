@@ -23,8 +23,6 @@ from verax.text.engine.outputs import CompletionOutput, EngineStats, RequestMetr
 from verax.text.engine.request import Request, RequestInput, Sequence
 from verax.text.engine.scheduler import work
 
-__all__ = ["ENDED", "EngineThread", "LiveRequest", "Observer", "Outbox", "RequestStream", "dead"]
-
 ENDED = -1
 """Entry of `LiveRequest.shown` for a sample whose end was handed over."""
 
@@ -67,7 +65,7 @@ class LiveRequest:
         fresh = self._fresh
         for part in parts:
             before = fresh.get(part.index)
-            fresh[part.index] = part if before is None else _joined(before, part)
+            fresh[part.index] = part if before is None else before.joined(part)
         self.finished = finished
         self.wake()
 
@@ -162,19 +160,6 @@ class RequestStream(AsyncGenerator[RequestOutput, None]):
         if not self._live.closed:
             self._live.closed = True
             self._abort(self._live)
-
-
-def _joined(before: CompletionOutput, after: CompletionOutput) -> CompletionOutput:
-    """Two parts of a sample that follow each other, as one."""
-    return CompletionOutput(
-        after.index,
-        before.text + after.text,
-        before.token_ids + after.token_ids,
-        after.cumulative_logprob,
-        None if before.logprobs is None or after.logprobs is None else before.logprobs + after.logprobs,
-        after.finish_reason,
-        after.stop_reason,
-    )
 
 
 Observer = Callable[[int, StepStats | RequestOutput], None]
@@ -278,8 +263,6 @@ class EngineThread:
 
     Args:
         engine: the engine, which nobody else uses until the thread has ended.
-        outbox: what answers go to.
-        number: of the replica.
         check_room: function that raises if the given number of prompt tokens may not wait as well.
         on_failure: function that is called with the error that the engine has failed with.
     """
@@ -305,7 +288,6 @@ class EngineThread:
         self._outbox = outbox
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._served: dict[str, LiveRequest] = {}
-        """Requests in the engine, by id."""
         self._thread = threading.Thread(target=self._run, name=f"verax-engine-{number}", daemon=True)
         # A daemon thread must not run compiled programs while the interpreter is taken down.
         atexit.register(self.stop)

@@ -25,7 +25,7 @@ from verax._compat import enable_compilation_cache, make_mesh
 from verax._optional import require_optional
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.loading import divide_model, load_causal_lm
-from verax.models import DTYPES, CausalLM, causal_lm, check_dtype
+from verax.models import CausalLM, causal_lm, check_dtype
 from verax.models.causal_lm import check_causal_lm
 from verax.nn import pack_linear_weights, packed_copy
 from verax.ops.division import TENSOR_AXIS
@@ -44,8 +44,6 @@ from verax.text.step.program import AbstractModel, CompiledPrograms, check_suppo
 from verax.text.step.runner import DeviceAdapters, ModelRunner
 from verax.text.step.sizes import cache_memory, plan_sizes, state_bytes
 from verax.text.tokens.tokenizer import Tokenizer, eos_token_ids
-
-__all__ = ["DTYPES", "LLM", "tensor_meshes"]
 
 _log = logging.getLogger("verax.text")
 
@@ -91,7 +89,6 @@ class LLM:
             revision: branch, tag or commit of a hub id.
             skip_tokenizer_init: serve token ids without a tokenizer. Prompts are token ids then, and texts are empty.
             use_tqdm: progress bars while loading and compiling, if stderr is a terminal.
-            config: options of the engine.
             options: fields of `EngineConfig` by name, such as `max_model_len`; they replace the fields of `config`.
 
         Raises:
@@ -141,9 +138,7 @@ class LLM:
 
         Args:
             model: a module that satisfies `verax.models.CausalLM`.
-            tokenizer: the tokenizer of prompts and texts.
             use_tqdm: a progress bar while compiling, if stderr is a terminal.
-            config: options of the engine.
             options: fields of `EngineConfig` by name; they replace the fields of `config`.
 
         Raises:
@@ -264,7 +259,6 @@ class LLM:
         """Complete prompts: a text, token ids, a dictionary of either, or a list; one set of parameters, or one each.
 
         Args:
-            prompts: what to complete.
             sampling_params: the checkpoint's recommended ones if None.
             use_tqdm: a progress bar, if stderr is a terminal.
             lora_request: adapter of all prompts, or one for each, among which None stands for the base model.
@@ -484,13 +478,8 @@ def tensor_meshes(size: int, replicas: int = 1, hosts: int = 1) -> list[Mesh | N
 
     One of several devices is a mesh too: programs over it run the implementations for a single device.
 
-    Args:
-        size: devices of a group.
-        replicas: number of groups; 1 if there are several hosts.
-        hosts: number of hosts, each of which has as many of the devices.
-
-    Raises:
-        InvalidParameterError: if there are fewer devices.
+    `replicas`: number of groups; 1 if there are several hosts. `hosts`: number of hosts, each of which has as many of
+    the devices.
     """
     devices, per_host = jax.local_devices(), size // hosts
     needed = per_host * replicas
@@ -529,12 +518,7 @@ def _new_engines(
     eos_token_ids: frozenset[int],
     use_tqdm: bool,
 ) -> list[Engine]:
-    """Engines of equal models, one on each mesh, with caches. Nothing is compiled yet.
-
-    Raises:
-        InvalidParameterError: for options that this model cannot have, or a size that makes no sense.
-        UnsupportedModelError: for speculative decoding with a model that cannot go back.
-    """
+    """Engines of equal models, one on each mesh, with caches. Nothing is compiled yet."""
     enable_compilation_cache()
     model = models[0]
     recurrent = state_bytes(model.config) > 0
@@ -583,13 +567,7 @@ def _new_engines(
     engines = []
     for model, mesh, draft, slots in zip(models, meshes, drafts, adapters, strict=True):
         runner = ModelRunner(
-            model,
-            sizes,
-            eos_token_ids=sorted(eos_token_ids),
-            adapters=slots,
-            mesh=mesh,
-            compiled=compiled,
-            group=hosts,
+            model, sizes, eos_token_ids=sorted(eos_token_ids), adapters=slots, mesh=mesh, compiled=compiled, group=hosts
         )
         blocks = BlockManager(
             [group.num_blocks for group in sizes.groups],

@@ -9,17 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-__all__ = [
-    "CompletionOutput",
-    "EngineStats",
-    "FinishReason",
-    "Logprob",
-    "RequestMetrics",
-    "RequestOutput",
-    "SpeculationTotals",
-    "StepStats",
-]
-
 
 @dataclass
 class SpeculationTotals:
@@ -124,6 +113,15 @@ class CompletionOutput:
     def finished(self) -> bool:
         """True if the continuation is complete."""
         return self.finish_reason is not None
+
+    def joined(self, after: CompletionOutput) -> CompletionOutput:
+        """This part of a sample and the one after it as one."""
+        return dataclasses.replace(
+            after,
+            text=self.text + after.text,
+            token_ids=self.token_ids + after.token_ids,
+            logprobs=None if self.logprobs is None or after.logprobs is None else self.logprobs + after.logprobs,
+        )
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,6 @@ from verax.text.engine.engine_thread import EngineThread, LiveRequest, Outbox
 from verax.text.engine.outputs import EngineStats
 from verax.text.engine.request import Request
 
-__all__ = ["ReplicaRouter", "Replicas"]
-
 MOST_PREFIXES = 1 << 16
 """Blocks of prompts that a router remembers: a million tokens of text in blocks of 16, some 15 MB."""
 
@@ -35,9 +33,7 @@ class ReplicaRouter(Generic[R]):
     until their replica has more work than the others by what they would have to read again. What a replica's cache has
     forgotten since is not known here.
 
-    Args:
-        replicas: the replicas.
-        block_size: tokens of a block; a cache shares whole blocks. None to choose by work alone.
+    `block_size`: tokens of a block; a cache shares whole blocks. None to choose by work alone.
     """
 
     def __init__(self, replicas: abc.Iterable[R], *, block_size: int | None):
@@ -51,9 +47,7 @@ class ReplicaRouter(Generic[R]):
     def choose(self, prompt: abc.Sequence[int], adapter: int | None = None) -> R:
         """The replica of a prompt, which counts as read there from now on.
 
-        Args:
-            prompt: its token ids.
-            adapter: number of its adapter; prompts of different adapters share nothing.
+        `adapter`: number of its adapter; prompts of different adapters share nothing.
         """
         with self._lock:
             if len(self._bits) == 1:
@@ -101,10 +95,8 @@ class ReplicaRouter(Generic[R]):
 class Replicas:
     """Engines, each on a thread of its own. If one of them fails, all end: what serves is whole, or is replaced whole.
 
-    Args:
-        engines: engines of equal models.
-        max_queued_requests: most samples that wait beyond those that find a free slot at once.
-        max_queued_tokens: most prompt tokens of samples that wait; None for no bound.
+    `max_queued_requests`: most samples that wait beyond those that find a free slot at once. `max_queued_tokens`: most
+    prompt tokens of samples that wait; None for no bound.
     """
 
     def __init__(self, engines: abc.Sequence[Engine], *, max_queued_requests: int, max_queued_tokens: int | None):
@@ -146,12 +138,7 @@ class Replicas:
         return [replace(first, num_requests_waiting=first.num_requests_waiting + self._num_preparing), *others]
 
     def join(self, live: LiveRequest) -> None:
-        """Give a request a place in the queue. It runs on the event loop; `send` or `drop` must follow.
-
-        Raises:
-            InvalidParameterError: if its id is in use.
-            QueueFullError: if the queue is full.
-        """
+        """Give a request a place in the queue. It runs on the event loop; `send` or `drop` must follow."""
         if (other := self.outbox.live.get(live.request_id)) is not None and not other.closed:
             raise InvalidParameterError(f"request_id: {live.request_id!r} is in use by an unfinished request")
         schedulers = [thread.engine.scheduler for thread in self.threads]
@@ -172,11 +159,7 @@ class Replicas:
         self.outbox.live[live.request_id] = live
 
     def check_room(self, num_tokens: int) -> None:
-        """Refuse more prompt tokens than may wait. Any thread may.
-
-        Raises:
-            QueueFullError: if these and the tokens that wait already are too many.
-        """
+        """Refuse more prompt tokens than may wait. Any thread may."""
         limit, waiting = self.max_queued_tokens, self.num_waiting_tokens
         if limit is not None and waiting and waiting + num_tokens > limit:
             raise QueueFullError(

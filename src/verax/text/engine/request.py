@@ -22,18 +22,6 @@ from verax.text.features.grammar import Grammar, GrammarMatcher
 from verax.text.features.lora import LoadedAdapter, LoRARequest
 from verax.text.tokens.tokenizer import IncrementalDetokenizer
 
-__all__ = [
-    "Message",
-    "Prompt",
-    "Request",
-    "RequestInput",
-    "Sequence",
-    "SequenceState",
-    "batch_of",
-    "content",
-    "token_ids",
-]
-
 Prompt = str | abc.Sequence[int] | Mapping[str, Any]
 """A text, token ids, or vLLM's dictionaries: `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
 
@@ -42,11 +30,7 @@ Message = Mapping[str, Any]
 
 
 def batch_of(prompts: Prompt | abc.Sequence[Prompt]) -> list[str | abc.Sequence[int]]:
-    """Texts and token ids of a batch. One text, one dictionary or one list of token ids is a batch of one.
-
-    Raises:
-        InvalidParameterError: for anything else.
-    """
+    """Texts and token ids of a batch. One text, one dictionary or one list of token ids is a batch of one."""
     if isinstance(prompts, (str, Mapping)):
         return [content(prompts)]
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray):
@@ -58,11 +42,7 @@ def batch_of(prompts: Prompt | abc.Sequence[Prompt]) -> list[str | abc.Sequence[
 
 
 def content(prompt: Any) -> str | abc.Sequence[int]:
-    """Text or token ids of one prompt; `prompt_token_ids` of a dictionary before its `prompt`.
-
-    Raises:
-        InvalidParameterError: for a dictionary that has neither.
-    """
+    """Text or token ids of one prompt; `prompt_token_ids` of a dictionary before its `prompt`."""
     if not isinstance(prompt, Mapping):
         return prompt
     for key in ("prompt_token_ids", "prompt"):
@@ -72,11 +52,7 @@ def content(prompt: Any) -> str | abc.Sequence[int]:
 
 
 def token_ids(name: str, tokens: Any) -> tuple[int, ...]:
-    """Token ids as plain whole numbers, of whatever library they are.
-
-    Raises:
-        InvalidParameterError: for anything else, with the name of the argument.
-    """
+    """Token ids as plain whole numbers, of whatever library they are."""
     try:
         ids = tuple(map(operator.index, tokens))
     except TypeError:
@@ -88,11 +64,7 @@ def token_ids(name: str, tokens: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class RequestInput:
-    """A request in the words of its caller: plain data, which threads and machines pass on as one value.
-
-    Raises:
-        InvalidParameterError: for a prompt or parameters of another type, or answers that are not one for each sample.
-    """
+    """A request in the words of its caller: plain data, which threads and machines pass on as one value."""
 
     prompt: Prompt | abc.Sequence[Message]
     """Text, token ids, or the messages of a conversation; a dictionary of text or ids becomes what it holds."""
@@ -229,7 +201,6 @@ class Request:
     max_tokens: int
     """Tokens that each sequence may get: the parameter, cut to what the context holds."""
     metrics: RequestMetrics
-    """Its times and drafts so far."""
     stream: bool = False
     """True if the text is decoded token by token, to be shown as it grows."""
     grammar: Grammar | None = None
@@ -240,7 +211,6 @@ class Request:
     num_cached_tokens: int | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: VeraxError | None = None
-    """Failure that ended the request, if one did."""
 
     @property
     def adapter_id(self) -> int | None:

@@ -13,10 +13,8 @@ from typing import Any
 from verax.errors import CheckpointError, InvalidParameterError
 from verax.fields import read_value
 from verax.options import documented, option, options_of
-from verax.sampling_fields import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingFields
+from verax.sampling_fields import SamplingFields
 from verax.text.features.structured_outputs import StructuredOutputs
-
-__all__ = ["MAX_LOGIT_BIAS", "MAX_LOGPROBS", "MAX_STOP_TOKEN_IDS", "SamplingParams"]
 
 CHAT_SAMPLING = {"temperature": 0.7, "top_p": 0.95}
 """Sampling of a conversation with a model that recommends none: at temperature 1 small models answer with noise."""

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter, abc, deque
+from collections import abc, deque
 from dataclasses import dataclass, field, replace
 
 from verax._buckets import cheapest_part
 from verax.text.engine.blocks import BlockManager, Prefix
 from verax.text.engine.request import Sequence, SequenceState
 from verax.text.features.lora import AdapterSlots
-
-__all__ = ["SEQUENCE_TOKENS", "Chunk", "Schedule", "Scheduler", "work"]
 
 STEP_OVERHEAD = 32
 """Tokens that take as long as the fixed part of a step, most of which reads the weights. Measured with Qwen3-0.6B in
@@ -80,25 +78,15 @@ class Schedule:
 
 
 def work(num_waiting_tokens: int, num_seqs: int) -> int:
-    """Work of an engine in tokens.
-
-    Args:
-        num_waiting_tokens: prompt tokens of sequences that wait.
-        num_seqs: sequences that wait or run.
-    """
+    """Work of an engine in tokens."""
     return num_waiting_tokens + SEQUENCE_TOKENS * num_seqs
 
 
 class Scheduler:
-    """Queues of waiting and running sequences. `check` asserts their invariants.
+    """Queues of waiting and running sequences.
 
-    Args:
-        blocks: blocks of the cache.
-        max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: token budget of a step.
-        max_loras: adapters in use at once.
-        prompt_sizes: numbers of tokens that steps with prompts are padded to, where padding takes time. A step is then
-            made to fill one of them.
+    `prompt_sizes`: numbers of tokens that steps with prompts are padded to, where padding takes time. A step is then
+    made to fill one of them.
     """
 
     def __init__(
@@ -118,7 +106,6 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_waiting_tokens = 0
-        """Prompt tokens of the waiting sequences."""
         self.num_preemptions = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
@@ -160,12 +147,9 @@ class Scheduler:
         `num_computed` stays what it is without drafts: the number that holds is known after the step. Nobody is
         preempted for a guess.
 
-        Args:
-            plan: a plan that only decodes.
-            num_drafts: most drafts of each sequence.
+        `num_drafts`: most drafts of each sequence.
 
-        Returns:
-            The sequences with blocks for all of theirs.
+        Result: the sequences with blocks for all of theirs.
         """
         reserved = []
         for i, chunk in enumerate(plan.chunks):
@@ -187,21 +171,6 @@ class Scheduler:
             self.waiting.remove(sequence)
             self.num_waiting_tokens -= sequence.num_prompt
         sequence.state = SequenceState.FINISHED
-
-    def check(self) -> None:
-        """Assert the scheduler's and the block manager's invariants."""
-        self.blocks.check(self.running)
-        self.adapters.check(Counter(s.adapter_id for s in self.running if s.adapter_id is not None))
-        slots = [sequence.slot for sequence in self.running if sequence.slot is not None]
-        assert len(slots) == len(self.running), "a running sequence has no slot"
-        assert len(set(slots)) == len(slots), "two running sequences share a slot"
-        assert sorted([*self._free_slots, *slots]) == list(range(self.max_num_seqs)), "a slot was lost"
-        assert self.num_waiting_tokens == sum(s.num_prompt for s in self.waiting), "a prompt was miscounted"
-        for sequence in self.waiting:
-            assert not sequence.tables, f"{sequence} waits with blocks"
-            assert sequence.slot is None, f"{sequence} waits with a slot"
-        for sequence in self.running:
-            assert 0 <= sequence.num_computed <= sequence.num_tokens, f"{sequence} computed tokens that do not exist"
 
     def _prompt_budget(self, num_decodes: int, budget: int) -> int:
         """Tokens of prompts that the step computes, at most: as many as take the least time in all."""

@@ -6,14 +6,13 @@ content and tool calls as it streams, each part as soon as it is certain.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from verax.errors import InvalidParameterError
-from verax.text.features.json_schema import schema_rule
+from verax.text.features.json_schema import literal, schema_rule
 from verax.text.features.tool_calls import (
     CallSink,
     Delta,
@@ -25,17 +24,6 @@ from verax.text.features.tool_calls import (
     read_functions,
 )
 from verax.text.tokens.tokenizer import Tokenizer
-
-__all__ = [
-    "AnswerParser",
-    "ChatFormat",
-    "ReasoningState",
-    "ToolChoice",
-    "ToolSyntax",
-    "chat_format",
-    "parser_for",
-    "tool_grammar",
-]
 
 OPEN_REASONING, CLOSE_REASONING = "<think>", "</think>"
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
@@ -257,15 +245,7 @@ def parser_for(
 ) -> AnswerParser:
     """Parser of one answer to a prompt.
 
-    Args:
-        template: format of the checkpoint's answers.
-        tools: functions that the request offers, in OpenAI's form; only calls of these are parsed.
-        prompt: rendered by the chat template.
-        parse_tool_calls: False leaves calls in the content.
-        parse_reasoning: False leaves the reasoning and its tags in the content.
-
-    Raises:
-        InvalidParameterError: if `tools` are not functions.
+    `tools`: functions that the request offers, in OpenAI's form; only calls of these are parsed.
     """
     reasoning = template.reasoning_state(prompt) if parse_reasoning else "none"
     functions = read_functions(tools) if parse_tool_calls else {}
@@ -312,15 +292,7 @@ def tool_grammar(
     With "auto" only strict functions need a grammar, and `parallel` being False. A grammar leaves the model its
     reasoning.
 
-    Args:
-        template: format of the checkpoint's answers.
-        tools: functions that the request offers, in OpenAI's form.
-        tool_choice: "none", "auto", "required" or a function.
-        parallel: False for one call at most.
-        prompt: rendered by the chat template.
-
-    Raises:
-        InvalidParameterError: naming `tools` or `tool_choice`.
+    `tool_choice`: "none", "auto", "required" or a function. `parallel`: False for one call at most.
     """
     functions = read_functions(tools)
     chosen = _chosen(tool_choice, functions)
@@ -382,8 +354,8 @@ class _Lark:
         """A function's call as JSON."""
         schema = {"type": "object"} if any_arguments else {"type": "object", **function.schema}
         self._rules[f"arguments_{number}"] = self._schema(function, schema)
-        opening = f'{{"name": {json.dumps(function.name, ensure_ascii=False)}, "{key}": '
-        return f'{_literal(opening)} arguments_{number} "}}"'
+        opening = f'{{"name": {literal(function.name)}, "{key}": '
+        return f'{literal(opening)} arguments_{number} "}}"'
 
     def _xml(self, number: int, function: Function, key: str, *, any_arguments: bool) -> str:
         """A function's call as XML, with its parameters in the schema's order."""
@@ -391,10 +363,10 @@ class _Lark:
         parts: list[str] = []
         for i, name in enumerate(function.parameters):
             rule = f"parameter_{number}_{i}"
-            opening = _literal(f"<parameter={name}>\n")
+            opening = literal(f"<parameter={name}>\n")
             self._rules[rule] = f"{opening} {self._value(function, name)}"
             parts.append(rule if name in required else f"{rule}?")
-        return " ".join([_literal(function_tag(function.name) + "\n"), *parts, _literal("</function>")])
+        return " ".join([literal(function_tag(function.name) + "\n"), *parts, literal("</function>")])
 
     def _schema(self, function: Function, schema: Mapping[str, Any]) -> str:
         """Body of a rule for JSON of a schema."""
@@ -409,18 +381,18 @@ class _Lark:
         types = function.types(name)
         values = schema.get("enum")
         if types == {"string"} and values:
-            return f"({' | '.join(_literal(value) for value in values)}) {_literal(_END_VALUE)}"
+            return f"({' | '.join(literal(value) for value in values)}) {literal(_END_VALUE)}"
         if "string" in types:
             self._rules["value[lazy]"] = r"/(.|\n)*\n<\/parameter>\n/"
             return "value"
         definitions = {key: function.schema[key] for key in ("$defs", "definitions") if key in function.schema}
         rule = f"json_{len(self._rules)}"
         self._rules[rule] = self._schema(function, {**definitions, **schema})
-        return f"{rule} {_literal(_END_VALUE)}"
+        return f"{rule} {literal(_END_VALUE)}"
 
     def _tag(self, tag: str) -> str:
         """A tag: a special token by its name, or text."""
-        return tag if tag in self._special else _literal(tag)
+        return tag if tag in self._special else literal(tag)
 
     def _up_to(self, tag: str) -> str:
         """Text up to the first such tag, and the tag."""
@@ -428,10 +400,6 @@ class _Lark:
             return f"{_ANY_TEXT} {tag}"
         self._rules["up_to_tag[lazy]"] = _ANY_TEXT[:-1] + tag.replace("/", r"\/") + "/"
         return "up_to_tag"
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _chosen(tool_choice: ToolChoice, functions: Mapping[str, Function]) -> Mapping[str, Function]:

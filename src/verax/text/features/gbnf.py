@@ -17,13 +17,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-__all__ = ["is_gbnf", "lark_of_gbnf"]
-
 MAX_DEPTH = 64
 """Deepest nesting of parentheses: the converter recurses."""
 
 MAX_REPEATS = 10**6
-"""Largest number of a repetition."""
 
 MAX_RANGES = 100
 """Ranges of a set that is written in place of the rules that are such a set: without a limit they multiply."""

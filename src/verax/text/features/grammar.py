@@ -23,8 +23,6 @@ from verax.text.features.json_schema import schema_rule
 from verax.text.features.structured_outputs import StructuredOutputs
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["Grammar", "GrammarCompiler", "GrammarMatcher", "mask_width"]
-
 COMPILE_SECONDS = 2.0
 """Longest compilation: nearly every form takes milliseconds."""
 
@@ -87,12 +85,8 @@ class GrammarMatcher:
     def fill(self, masks: Int[np.ndarray, "B w"], drafts: Sequence[int] = ()) -> None:
         """Set the bits of the tokens that may come next, and clear the others.
 
-        Args:
-            masks: a mask for the token after the answer so far, then one for the token after each draft.
-            drafts: guesses of the next tokens, which the grammar allows. The matcher stays where it is.
-
-        Raises:
-            StructuredOutputError: if that takes more work than a step may.
+        `masks`: a mask for the token after the answer so far, then one for the token after each draft. `drafts`:
+        guesses of the next tokens, which the grammar allows. The matcher stays where it is.
         """
         text, after, consumed = self._text, self._after, 0
         for mask, draft in zip(masks, (*drafts, None), strict=True):
@@ -141,20 +135,10 @@ class Grammar:
     lock: threading.Lock
     after: str | None
 
-    def matcher(self, tokens: Iterable[int] = ()) -> GrammarMatcher:
-        """A matcher after `tokens`, with which the answer begins.
-
-        Raises:
-            InvalidParameterError: if the grammar does not allow them.
-        """
+    def matcher(self) -> GrammarMatcher:
+        """A matcher at the beginning of an answer."""
         with self.lock:
-            copy = self.prototype.deep_copy()
-        matcher = GrammarMatcher(copy, self.vocabulary, self.after)
-        try:
-            matcher.append(tokens)
-        except StructuredOutputError as error:
-            raise InvalidParameterError(f"structured_outputs: the answer so far does not match: {error}") from error
-        return matcher
+            return GrammarMatcher(self.prototype.deep_copy(), self.vocabulary, self.after)
 
 
 class GrammarCompiler:
@@ -170,12 +154,7 @@ class GrammarCompiler:
         self._compiling = threading.BoundedSemaphore(MAX_COMPILING)
 
     def compile(self, wanted: StructuredOutputs) -> Grammar:
-        """The grammar of a form, compiled now or before.
-
-        Raises:
-            InvalidParameterError: if the grammar is not valid, or compiling it takes too much work.
-            MissingDependencyError: without llguidance.
-        """
+        """The grammar of a form, compiled now or before."""
         key = replace(wanted, after=None)
         with self._lock:
             if self._vocabulary is None:

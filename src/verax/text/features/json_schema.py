@@ -17,13 +17,10 @@ from typing import Any
 
 from verax.errors import InvalidParameterError
 
-__all__ = ["schema_rule"]
-
 EXACT = 2**53
 """Largest whole number up to which 64-bit floats hold all."""
 
 MAX_DIGITS = 100
-"""Longest whole number."""
 
 _FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 """Formats that the library enforces."""
@@ -64,13 +61,8 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 def schema_rule(schema: Mapping[str, Any], options: Mapping[str, Any], rules: dict[str, str]) -> str:
     """Body of a rule that is JSON of a schema.
 
-    Args:
-        schema: whole schema, to which its references refer.
-        options: llguidance's options for JSON.
-        rules: bodies of rules by name, to which those that the schema needs are added.
-
-    Raises:
-        InvalidParameterError: naming the key that cannot be combined with a whole number beyond 2**53.
+    `options`: llguidance's options for JSON. `rules`: bodies of rules by name, to which those that the schema needs are
+    added.
     """
     root = _standard(schema)
     try:
@@ -108,14 +100,14 @@ class _Writer:
         self._options = options
         self._rules = rules
         self._references: dict[str, str] = {}
-        self._comma = _text(options.get("item_separator", ","))
+        self._comma = literal(options.get("item_separator", ","))
         self._colon = options.get("key_separator", ":")
         self._targets: dict[str, Any] = {}
         users: dict[str, list[str]] = {}
         waiting = _references(root)
         while waiting:
             if (target := waiting.pop()) not in self._targets:
-                self._targets[target] = schema = _at(root, target)
+                self._targets[target] = schema = referenced(target, root)
                 waiting += (inner := _references(schema))
                 for name in inner:
                     users.setdefault(name, []).append(target)
@@ -189,7 +181,7 @@ class _Writer:
             raise InvalidParameterError("no value has the schema's type")
         separators = (self._options.get("item_separator", ","), self._colon)
         texts = (json.dumps(value, ensure_ascii=False, separators=separators) for value in values)
-        return f"({' | '.join(map(_text, texts))})"
+        return f"({' | '.join(map(literal, texts))})"
 
     def _any(self, schema: Mapping[str, Any]) -> str:
         members = schema["anyOf"] if "anyOf" in schema else schema["oneOf"]
@@ -220,7 +212,7 @@ class _Writer:
         after = self._new(f"({self._comma} {rest})*" if rest else "")
         begins = [f"({rest} {after})?" if rest else ""]
         for name, member in reversed(properties.items()):
-            written = f"{_text(json.dumps(name, ensure_ascii=False) + self._colon)} {self._new(self.body(member))}"
+            written = f"{literal(json.dumps(name, ensure_ascii=False) + self._colon)} {self._new(self.body(member))}"
             begins = [f"{written} {after}", *(begins if name not in required else [])]
             after = self._new(f"({self._comma} {written}){'' if name in required else '?'} {after}")
         return f'"{{" ({" | ".join(begins)}) "}}"'
@@ -230,7 +222,7 @@ class _Writer:
         key, known = f"KEY_{len(self._rules)}", "|".join(map(_regex, names))
         string = r'/"([^"\\\x00-\x1F]|\\(["\\\/bfnrt]|u[0-9a-fA-F]{4}))*"/'
         self._rules[key] = f'{string} & ~/"({known})"/' if names else string
-        return f"{key} {_text(self._colon)} {self._new(self.body(schema))}"
+        return f"{key} {literal(self._colon)} {self._new(self.body(schema))}"
 
 
 def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
@@ -263,7 +255,7 @@ def _is_exact(limit: Any) -> bool:
     return _is_number(limit) and abs(limit) < 2**63 and float(limit) == limit
 
 
-def _at(root: Mapping[str, Any], reference: str) -> Any:
+def referenced(reference: str, root: Mapping[str, Any]) -> Any:
     """Part of a schema that a reference such as `#/$defs/Point` names; None if there is none."""
     part: Any = root
     for key in reference.removeprefix("#").strip("/").split("/") if reference != "#" else ():
@@ -331,7 +323,8 @@ def _same_length(low: str, high: str) -> str:
     return f"({'|'.join(parts)})"
 
 
-def _text(text: str) -> str:
+def literal(text: str) -> str:
+    """A text as the grammar has it."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -32,16 +32,6 @@ from verax.nn import Linear, LowRank
 from verax.nn.parallel import divisions
 from verax.ops.division import Division, repeated
 
-__all__ = [
-    "AdaptedLayers",
-    "AdapterLoader",
-    "AdapterSlots",
-    "LoRARequest",
-    "LoadedAdapter",
-    "Matrices",
-    "write_adapter",
-]
-
 
 @dataclass(frozen=True)
 class LoRARequest:
@@ -70,11 +60,7 @@ class LoRARequest:
 
 
 class AdapterSlots:
-    """Slots by number. One that no sequence uses keeps its adapter until another needs it, least recently used first.
-
-    Args:
-        num_slots: adapters that a step can use.
-    """
+    """Slots by number. One without a sequence keeps its adapter until another needs it: least recently used first."""
 
     def __init__(self, num_slots: int):
         self._slots: dict[int, int] = {}
@@ -108,17 +94,6 @@ class AdapterSlots:
         if not self._references[adapter]:
             del self._references[adapter]
             self._idle[adapter] = None
-
-    def check(self, running: dict[int, int]) -> None:
-        """Assert the invariants, given the number of running sequences of each adapter.
-
-        Raises:
-            AssertionError: if they do not hold.
-        """
-        assert self._references == running, f"adapters are used by {running}, and {self._references} are counted"
-        assert sorted(self._slots) == sorted([*self._references, *self._idle]), "an adapter has a slot and no state"
-        taken = [*self._slots.values(), *self._free]
-        assert len(set(taken)) == len(taken), "two adapters share a slot"
 
 
 Matrices = tuple[Array, ...]
@@ -159,11 +134,7 @@ class AdaptedLayers:
         repeats: int = 1,
         devices: int = 1,
     ) -> AdaptedLayers:
-        """The layers of a model that is made of flat weights; its forward pass is traced once.
-
-        Raises:
-            UnsupportedModelError: if no `nn.Linear` is called with all tokens.
-        """
+        """The layers of a model that is made of flat weights; its forward pass is traced once."""
         shapes: dict[str, tuple[int, int]] = {}
         found: dict[str, Any] = {}
 
@@ -222,10 +193,7 @@ class AdaptedLayers:
     def attach(self, model: CausalLM, arrays: Matrices, slots: Int[Array, "T"]) -> None:
         """Add each token's adapter to the layers of a model, which is being traced.
 
-        Args:
-            model: the model.
-            arrays: matrices of all slots.
-            slots: slot of each token's adapter; -1 for none.
+        `slots`: slot of each token's adapter; -1 for none.
         """
         owner = jnp.arange(self.max_loras * self.max_rank, dtype=jnp.int32) // self.max_rank
         chosen = owner[None] == slots[:, None]
@@ -290,9 +258,7 @@ class LoadedAdapter:
 class AdapterLoader:
     """Loaded adapters by number, the least recently used of which are forgotten. Any thread may load.
 
-    Args:
-        layers: layers that adapters can change.
-        max_cpu_loras: adapters that are kept. Requests hold theirs for themselves.
+    `max_cpu_loras`: adapters that are kept. Requests hold theirs for themselves.
     """
 
     def __init__(self, layers: AdaptedLayers, max_cpu_loras: int):
@@ -305,13 +271,7 @@ class AdapterLoader:
         self._lock = threading.Lock()
 
     def load(self, request: LoRARequest) -> LoadedAdapter:
-        """The adapter of a request, from its folder if it is not loaded.
-
-        Raises:
-            CheckpointError: if the adapter cannot be read or does not fit the model.
-            UnsupportedModelError: if it is not plain LoRA.
-            InvalidParameterError: if its rank is too large, or its number was another folder's.
-        """
+        """The adapter of a request, from its folder if it is not loaded."""
         if not isinstance(request, LoRARequest):
             raise InvalidParameterError(f"lora_request: expected a LoRARequest, got {request!r}")
         number, path = request.lora_int_id, Path(request.lora_path).expanduser().resolve()

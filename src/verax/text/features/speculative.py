@@ -48,19 +48,6 @@ from verax.text.step.slots import Slots
 from verax.text.step.step import SAMPLED, StepShape, with_new_blocks
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = [
-    "Acceptance",
-    "DraftModel",
-    "Drafter",
-    "NgramDrafter",
-    "NgramIndex",
-    "Policy",
-    "Speculator",
-    "StepCost",
-    "load_draft_model",
-    "new_speculator",
-]
-
 MOST_TRIED = 64
 """Earlier places that are compared, the latest first: in monotonous text nearly every token is one."""
 
@@ -81,9 +68,7 @@ class NgramIndex:
 
         A continuation that reaches the end of the text repeats itself, so a period is continued.
 
-        Args:
-            tokens: the text, which begins with the text of the call before.
-            length: number of tokens to return.
+        `tokens`: the text, which begins with the text of the call before.
         """
         self._extend(tokens)
         end, size, start = len(tokens), 0, -1
@@ -119,10 +104,7 @@ class NgramIndex:
 class NgramDrafter:
     """Drafter that copies from the sequence's own text, prompt and answer.
 
-    Args:
-        smallest: fewest tokens that must occur again.
-        largest: most tokens that are compared.
-        num_drafts: most drafts of a sequence.
+    `smallest`: fewest tokens that must occur again. `largest`: most tokens that are compared.
     """
 
     step_cost = 0.0
@@ -179,10 +161,7 @@ class _Progress:
 class DraftModel:
     """Drafter that samples from a model of its own, one token of each sequence in a step.
 
-    Args:
-        model: the draft model.
-        runner: the runner of the model that verifies.
-        num_drafts: most drafts of a sequence.
+    `num_drafts`: most drafts of a sequence.
     """
 
     def __init__(self, model: CausalLM, runner: ModelRunner, num_drafts: int):
@@ -202,7 +181,6 @@ class DraftModel:
         newest = [StepShape(rows, NEWEST * rows, False) for rows in self._rows]
         prompts = [StepShape(1, tokens, False) for tokens in self._config.mixed_tokens]
         self.shapes = (*decode, *newest, *prompts)
-        """Shapes of its steps."""
         programs = [step_program(self._abstract, self._config, shape, runner.mesh) for shape in self.shapes]
         _, on_slots, on_cache, _ = programs[0].shardings or (None,) * 4
         self._cache = placed(lambda: new_cache(model.config, self._config), on_cache)
@@ -383,11 +361,7 @@ class Acceptance:
 class Policy:
     """Choice of the number of drafts of each sequence.
 
-    Args:
-        cost: cost of a step.
-        sizes: ascending numbers of tokens of steps that verify.
-        num_drafts: most drafts of a sequence.
-        draft_cost: cost of drafting one token for all sequences.
+    `sizes`: ascending numbers of tokens of steps that verify. `num_drafts`: most drafts of a sequence.
     """
 
     def __init__(self, cost: StepCost, sizes: abc.Sequence[int], num_drafts: int, draft_cost: float):
@@ -396,7 +370,6 @@ class Policy:
         self._num_drafts = num_drafts
         self._draft_cost = draft_cost
         self.largest = sizes[-1]
-        """Most tokens of a step that verifies."""
 
     def choose(self, num_rows: int, rates: abc.Sequence[float], limits: abc.Sequence[int]) -> list[int]:
         """Number of drafts of each sequence that can have some, for the most tokens in a given time.
@@ -404,10 +377,7 @@ class Policy:
         A step gives a token for each row, and `rate ** i` more for the i-th draft, which counts only if those before it
         hold. All zeros if a step without drafts gives more.
 
-        Args:
-            num_rows: sequences of the step, those without drafts included.
-            rates: share of drafts that held, of sequences that can have drafts.
-            limits: most drafts of each of them.
+        `rates`: share of drafts that held, of sequences that can have drafts.
         """
         gains = sorted(
             (-(rate**i), i, row)
@@ -446,10 +416,7 @@ class Policy:
 class Speculator:
     """Choice and verification of drafts. `Engine` calls it.
 
-    Args:
-        drafter: guesses of next tokens.
-        policy: number of drafts.
-        num_drafts: most drafts of a sequence in a step.
+    `drafter`: guesses of next tokens. `num_drafts`: most drafts of a sequence in a step.
     """
 
     def __init__(self, drafter: Drafter, policy: Policy, num_drafts: int):
@@ -548,12 +515,6 @@ def load_draft_model(
     """The draft model of a configuration, in the dtype of the model that verifies, and over the same devices.
 
     Without a tokenizer, vocabularies are compared by size only.
-
-    Raises:
-        CheckpointError: if the checkpoint is missing, damaged, or does not fit its config.json.
-        UnsupportedModelError: if verax has no such architecture, or it has recurrent layers; or if all layers of the
-            model that verifies have sliding windows.
-        InvalidParameterError: if the vocabularies differ, or if it does not divide over the devices.
     """
     assert config.model is not None
     if all(window is not None for window in sliding_windows(model.config)):

@@ -12,8 +12,6 @@ import msgspec
 
 from verax.errors import InvalidParameterError
 
-__all__ = ["StructuredOutputs"]
-
 MAX_BYTES = 64 << 10
 """Longest schema, expression, grammar or list of choices. Compiling takes time and memory that grow with it."""
 

@@ -18,22 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verax.errors import InvalidParameterError
+from verax.text.features.json_schema import referenced
 from verax.text.tokens.lenient_json import JsonScanner, as_json
-
-__all__ = [
-    "CallSink",
-    "Delta",
-    "Function",
-    "GrowingText",
-    "JsonCallReader",
-    "ToolCall",
-    "ToolCallDelta",
-    "WholeAnswer",
-    "XmlCallReader",
-    "function_tag",
-    "join",
-    "read_functions",
-]
 
 
 @dataclass(frozen=True)
@@ -128,11 +114,7 @@ class Function:
 def read_functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Function]:
     """Functions by name.
 
-    Args:
-        tools: `{"type": "function", "function": {"name", "parameters", "strict"}}`, or what `function` holds by itself.
-
-    Raises:
-        InvalidParameterError: naming the tool that is not a function, lacks a name, or has the name of another.
+    `tools`: `{"type": "function", "function": {"name", "parameters", "strict"}}`, or what `function` holds by itself.
     """
     functions: dict[str, Function] = {}
     for i, tool in enumerate(tools or ()):
@@ -161,20 +143,12 @@ def _types(schema: Any, root: Mapping[str, Any], references: int) -> frozenset[s
     if isinstance(values, (list, tuple)):
         return frozenset().union(*(_types_of(json.dumps(value)) or {"string"} for value in values))
     reference = schema.get("$ref")
-    types = _types(_referenced(reference, root), root, references - 1) if isinstance(reference, str) else _ANY_TYPE
+    types = _types(referenced(reference, root), root, references - 1) if isinstance(reference, str) else _ANY_TYPE
     for key, combined in (("anyOf", frozenset.union), ("oneOf", frozenset.union), ("allOf", frozenset.intersection)):
         members = schema.get(key)
         if isinstance(members, (list, tuple)) and members:
             types &= combined(*(_types(member, root, references - 1) for member in members))
     return types
-
-
-def _referenced(reference: str, root: Mapping[str, Any]) -> Any:
-    """Part of a schema that a reference such as `#/$defs/Point` names; None if there is none."""
-    part: Any = root
-    for key in reference.removeprefix("#").strip("/").split("/"):
-        part = part.get(key) if isinstance(part, Mapping) else None
-    return part
 
 
 class CallSink:
@@ -183,7 +157,6 @@ class CallSink:
     def __init__(self) -> None:
         self._new: dict[int, list[ToolCallDelta]] = {}
         self.count = 0
-        """Number of calls so far."""
 
     def start(self, name: str) -> None:
         """Begin the next call."""
@@ -216,7 +189,6 @@ class GrowingText:
         self.mark: int | None = None
         """Beginning of what is given back if it is not a call; None while nothing is."""
         self.final = False
-        """True if no more text comes."""
 
     def append(self, piece: str) -> None:
         """Add what has come."""
@@ -249,13 +221,10 @@ class GrowingText:
     ) -> Generator[None, None, str | None]:
         """Hand text on as it arrives, up to the first tag, which is read. All tags begin with `<`.
 
-        Args:
-            tags: what the text ends with.
-            put: takes the text, without what `strip` removes before the tag. The mark is set there.
-            strip: as `str.rstrip`.
+        `tags`: what the text ends with. `put`: takes the text, without what `strip` removes before the tag. The mark is
+        set there.
 
-        Returns:
-            The tag; None if the text ended without one.
+        Result: the tag; None if the text ended without one.
         """
         while True:
             at, tag = _find_tag(self.text, self.at, tags, final=self.final)

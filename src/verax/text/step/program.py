@@ -51,29 +51,6 @@ from verax.text.step.sizes import RunnerConfig, layer_states
 from verax.text.step.slots import admit, new_slots
 from verax.text.step.step import Cache, StepShape, make_step, sample_deferred
 
-__all__ = [
-    "AbstractModel",
-    "CompiledPrograms",
-    "JittedCall",
-    "Programs",
-    "StepProgram",
-    "admission_name",
-    "cache_partitions",
-    "check_supported",
-    "compile_all",
-    "compile_program",
-    "jitted_programs",
-    "named",
-    "new_cache",
-    "new_programs",
-    "placed",
-    "sampling_name",
-    "sampling_program",
-    "step_name",
-    "step_program",
-    "write_programs",
-]
-
 T = TypeVar("T")
 
 CACHE_PARTITION = PartitionSpec(None, TENSOR_AXIS)
@@ -95,7 +72,6 @@ class StepProgram:
     """One step, or the sampling of one, ready to be compiled or lowered.
 
     Attributes:
-        name: such as `"decode_8x8"`.
         function: `(weights, slots, cache, packed) -> (slots, cache, output)`, or `sample_deferred`.
         arguments: its arguments as `jax.ShapeDtypeStruct`s.
         partitions: a `PartitionSpec` for each array of `arguments`.
@@ -131,10 +107,7 @@ class StepProgram:
             function.__name__ = self.name
             placed = {"in_shardings": self.shardings, "out_shardings": named(self.mesh, self.results)}
         return jax.jit(
-            function,
-            donate_argnums=self.donated,
-            compiler_options=compiler_options(ops.target().platform),
-            **placed,
+            function, donate_argnums=self.donated, compiler_options=compiler_options(ops.target().platform), **placed
         )
 
     def lower(self) -> jax.stages.Lowered:
@@ -148,8 +121,6 @@ class AbstractModel:
     """A language model without its weights.
 
     Attributes:
-        config: its configuration.
-        graph: its structure.
         tree: structure of its state, to make one of flat weights.
         weights: shapes and dtypes of its weights, flat.
         partitions: partition of each weight over a mesh, as the layers declare it.
@@ -216,12 +187,8 @@ def step_program(
 ) -> StepProgram:
     """The program of one step, as `ModelRunner` compiles it.
 
-    Args:
-        model: the model without its weights.
-        sizes: sizes of cache and slots.
-        shape: shape of the step, one of `sizes.shapes`.
-        mesh: devices of an axis `tensor` that weights (as the layers declare it) and cache (by heads) are divided over,
-            abstract ones for shapes alone.
+    `shape`: shape of the step, one of `sizes.shapes`. `mesh`: devices of an axis `tensor` that weights (as the layers
+    declare it) and cache (by heads) are divided over, abstract ones for shapes alone.
 
     Examples:
         >>> module = nnx.eval_shape(lambda: architecture(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
@@ -285,9 +252,7 @@ def new_cache(model: CausalLMConfig, sizes: RunnerConfig) -> Cache:
 def placed(make: Callable[[], T], shardings: Any) -> T:
     """The arrays that a function makes, each device making its part of them; on JAX's default device without shardings.
 
-    Args:
-        make: the function.
-        shardings: sharding of each array, or None.
+    `shardings`: sharding of each array, or None.
     """
     return make() if shardings is None else jax.jit(make, out_shardings=shardings)()
 
@@ -364,9 +329,7 @@ def compile_program(jitted: Any, arguments: tuple[Any, ...]) -> jax.stages.Compi
 def compile_all(programs: abc.Sequence[JittedCall], progress: Callable[[int, int], None]) -> None:
     """Compile programs, so that calls with such arguments compile nothing.
 
-    Args:
-        programs: the programs.
-        progress: called with the number of compiled programs and of all, at first with 0.
+    `progress`: called with the number of compiled programs and of all, at first with 0.
     """
     progress(0, len(programs))
     # XLA compiles outside of Python's lock, and one step uses one core to compile: two at a time fill two. Each is
@@ -389,13 +352,7 @@ SOURCES = ("models", "nn", "ops", "text")
 
 @dataclass(frozen=True)
 class CompiledPrograms:
-    """Folder of compiled programs.
-
-    Attributes:
-        folder: the folder.
-        made_for: what the programs depend on in addition to the sizes.
-        sizes: sizes that they were compiled for.
-    """
+    """Folder of compiled programs. `made_for`: what the programs depend on in addition to the sizes."""
 
     folder: Path
     made_for: Mapping[str, Any]
@@ -403,11 +360,7 @@ class CompiledPrograms:
 
     @classmethod
     def open(cls, folder: str | Path) -> CompiledPrograms:
-        """Read what a folder was made for. No program is loaded.
-
-        Raises:
-            InvalidParameterError: if `write_programs` did not make the folder.
-        """
+        """Read what a folder was made for. No program is loaded."""
         path = Path(folder) / MANIFEST
         try:
             manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -418,11 +371,7 @@ class CompiledPrograms:
             ) from error
 
     def sizes_for(self, planned: RunnerConfig, config: EngineConfig) -> RunnerConfig:
-        """Sizes of the folder for an engine that would have chosen `planned` by its options.
-
-        Raises:
-            InvalidParameterError: for an option that names another size.
-        """
+        """Sizes of the folder for an engine that would have chosen `planned` by its options."""
         check_supported(config)
         if config.kv_cache_memory is not None and planned.groups != self.sizes.groups:
             raise InvalidParameterError(f"kv_cache_memory: the cache of {self.folder} has another size; leave it out")
@@ -479,11 +428,7 @@ class CompiledPrograms:
 
 
 def check_supported(config: EngineConfig) -> None:
-    """Check that a folder can hold all programs of an engine.
-
-    Raises:
-        InvalidParameterError: for adapters, drafts or several devices.
-    """
+    """Check that a folder can hold all programs of an engine."""
     for name, used in (
         ("enable_lora", config.enable_lora),
         ("speculative_config", config.speculation is not None),
@@ -499,14 +444,7 @@ def check_supported(config: EngineConfig) -> None:
 def write_programs(
     programs: Iterable[tuple[str, jax.stages.Compiled]], folder: Path, model: AbstractModel, sizes: RunnerConfig
 ) -> list[Path]:
-    """Write programs into a folder, which is replaced if it is there; their files.
-
-    Args:
-        programs: programs by name.
-        folder: the folder.
-        model: model that they were compiled for.
-        sizes: sizes that they were compiled for.
-    """
+    """Write programs into a folder, which is replaced if it is there; their files."""
     with atomic_path(folder) as partial:
         partial.mkdir(parents=True)
         names = []

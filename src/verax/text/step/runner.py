@@ -44,16 +44,12 @@ from verax.text.step.sizes import RunnerConfig
 from verax.text.step.slots import Slots, admission_size, new_slots, pack_admission
 from verax.text.step.step import DEFERRED, SAMPLED, Logprobs, StepOutput, StepShape
 
-__all__ = ["DeviceAdapters", "ModelRunner", "PendingStep", "weight_bytes"]
-
 
 class DeviceAdapters:
     """Matrices of the adapters in use, and the program that replaces the matrices of one slot.
 
-    Args:
-        layers: the layers.
-        mesh: devices that the model is divided over; None for JAX's default device.
-        group: hosts that share the model; None for one host. Rank 0 sends what it writes.
+    `mesh`: devices that the model is divided over; None for JAX's default device. `group`: hosts that share the model;
+    None for one host. Rank 0 sends what it writes.
     """
 
     def __init__(self, layers: AdaptedLayers, mesh: Mesh | None = None, group: Group | None = None):
@@ -63,7 +59,6 @@ class DeviceAdapters:
         self.arrays = placed(layers.new_arrays, shardings)
         """Matrices of all slots, which a step takes after the model's weights."""
         self._numbers: list[int | None] = [None] * layers.max_loras
-        """Number of the adapter in each slot."""
         options = compiler_options(ops.target().platform)
         self._write: Any = jax.jit(write_adapter, donate_argnums=0, compiler_options=options, out_shardings=shardings)
 
@@ -143,17 +138,8 @@ class ModelRunner:
     ):
         """Put weights, cache and slots on the device.
 
-        Args:
-            model: the model.
-            config: sizes of cache, slots and steps.
-            eos_token_ids: tokens that end a text.
-            adapters: adapters on the device; None without them.
-            mesh: devices that weights and cache are divided over; None for JAX's default device.
-            compiled: programs to load, of this model and these sizes; None to compile them.
-            group: hosts that share the model; None for one host.
-
-        Raises:
-            InvalidParameterError: if `compiled` is of something else.
+        `mesh`: devices that weights and cache are divided over; None for JAX's default device. `compiled`: programs to
+        load, of this model and these sizes; None to compile them.
         """
         self.config = config
         self.group = group
@@ -165,7 +151,6 @@ class ModelRunner:
         self._weights = tuple(jax.tree.leaves(nnx.state(model)))
         self._adapters = adapters
         self.abstract_model = replace(AbstractModel.from_module(model), adapted=adapters and adapters.layers)
-        """The model without its weights."""
         self.weight_bytes = weight_bytes(model)
         """Bytes of weights that a decode step reads: all but embedding tables that are not the output head."""
         shardings = self.program(config.shapes[0]).shardings
@@ -248,9 +233,6 @@ class ModelRunner:
         """Dispatch a step. Returns at once; reading the result's arrays waits for it.
 
         If a sequence with a grammar is sampled, the sampling is left to `sample`, which must be called next.
-
-        Raises:
-            InvalidParameterError: on another host than rank 0.
         """
         if self.group is not None and not self.group.leads:
             raise InvalidParameterError(

@@ -23,8 +23,6 @@ from verax.text.engine.engine_config import EngineConfig
 from verax.text.step.slots import admission_size
 from verax.text.step.step import PROMPT_LOGPROB_CHUNK, StepShape
 
-__all__ = ["CACHE_DTYPES", "RunnerConfig", "block_bytes", "cache_memory", "layer_states", "plan_sizes", "state_bytes"]
-
 CACHE_DTYPES: dict[str, DTypeLike] = {**DTYPES, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 """Dtypes of a cache by vLLM's names; `"int8"` and `"fp8"` have a scale for each token and head."""
 
@@ -64,15 +62,12 @@ class RunnerConfig:
     groups: tuple[CacheGroup, ...]
     """Layers and blocks of the cache: one group, or more if some layers attend to a sliding window."""
     block_size: int
-    """Tokens in a block."""
     max_model_len: int
     """Longest sequence, tokens."""
     max_num_seqs: int
     """Slots for running sequences."""
     max_num_batched_tokens: int
-    """Token budget of a step."""
     cache_dtype: DTypeLike
-    """Dtype of keys and values in the cache."""
     structured_outputs: bool = False
     """Steps give the scores, and sampling has programs of its own, for sequences with a grammar."""
     verify_tokens: tuple[int, ...] = ()
@@ -153,14 +148,9 @@ def plan_sizes(
     with recurrent layers, a state for each of `max_num_seqs` sequences.
 
     Args:
-        model: the model's configuration.
-        dtype: dtype of the weights.
         config: the engine's options. Its devices divide the heads of keys and values.
         draft: configuration of a draft model, whose keys and values lie in blocks of the group without a window.
         free: bytes for cache and slots on each device if no option says how many for the cache; what is free if None.
-
-    Raises:
-        InvalidParameterError: for a context longer than the model's, or a cache too small for it.
     """
     longest, block_size = model.max_position_embeddings, config.block_size
     if config.max_model_len is not None and config.max_model_len > longest:
@@ -284,11 +274,7 @@ def cache_memory(devices: int = 1) -> int:
 
     Caches are of one size, so the device with the least free memory decides.
 
-    Args:
-        devices: devices of all replicas. The devices of a CPU share its memory too.
-
-    Raises:
-        InvalidParameterError: if the memory of the target is unknown.
+    `devices`: devices of all replicas. The devices of a CPU share its memory too.
     """
     memory = ops.target().least_memory(devices)
     if memory is None:

@@ -20,8 +20,6 @@ from verax.ops.sampling import SamplingArrays
 from verax.sampling_fields import FLOATS, INTS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, OFF
 from verax.text.engine.request import Sequence
 
-__all__ = ["MAX_BANNED", "SlotParams", "Slots", "admission_size", "admit", "new_slots", "pack_admission"]
-
 MAX_BANNED = MAX_STOP_TOKEN_IDS + 16
 """Tokens that `min_tokens` can hold back: the request's stop tokens and the model's own (Llama 3 has three)."""
 

@@ -25,18 +25,6 @@ from verax.sampling_fields import MAX_LOGPROBS
 from verax.text.engine.blocks import CacheGroup
 from verax.text.step.slots import Slots
 
-__all__ = [
-    "DEFERRED",
-    "SAMPLED",
-    "Cache",
-    "Logprobs",
-    "StepOutput",
-    "StepShape",
-    "make_step",
-    "sample_deferred",
-    "with_new_blocks",
-]
-
 Cache = tuple[tuple[ops.Pages, ops.Pages] | Any, ...]
 """Key and value pages of each layer, or the recurrent state of each slot, as `CausalLMConfig.new_state` makes it."""
 
@@ -72,14 +60,10 @@ def sample(
 ) -> tuple[Int[Array, "S L"], Int[Array, "B"], Logprobs]:
     """Sample the rows that are to be sampled.
 
-    Args:
-        slots: the slots of the rows.
-        logits: scores of the next token.
-        rows: (slot, start, count, `SAMPLED` or not) of each row.
-        mask: a bit for each token that a grammar allows; all ones in rows without one.
+    `rows`: (slot, start, count, `SAMPLED` or not) of each row. `mask`: a bit for each token that a grammar allows; all
+    ones in rows without one.
 
-    Returns:
-        The slots' tokens with the new ones, the new ones, and their log-probabilities under the model itself.
+    Result: the slots' tokens with the new ones, the new ones, and their log-probabilities under the model itself.
     """
     wanted, padding_slot = rows[:, 3] == SAMPLED, slots.tokens.shape[0] - 1
     # Rows that are not sampled take the parameters of greedy decoding, which skip every other part.
@@ -134,10 +118,9 @@ class StepShape(NamedTuple):
     def split(self, packed: Any, num_tables: int) -> tuple[Any, Any, Any]:
         """Parts of a packed input, views of it on the host.
 
-        Returns:
-            Rows of (slot, start, count, sample), `[B, 4]`; (slot, index, block) of each new block by cache group,
-            `[G, n, 3]`; and for each token of a step that verifies a draft, or -1 for a token that its slot has, `[T]`:
-            None for other steps.
+        Result: rows of (slot, start, count, sample), `[B, 4]`; (slot, index, block) of each new block by cache
+        group, `[G, n, 3]`; and for each token of a step that verifies a draft, or -1 for a token that its slot
+        has, `[T]`: None for other steps.
         """
         rows, rest, drafts = packed[: 4 * self.rows].reshape(self.rows, 4), packed[4 * self.rows :], None
         if self.verify:
@@ -296,11 +279,7 @@ def _visible_pages(
 
 
 def _prompt_logprobs(
-    model: CausalLM,
-    hidden: Float[Array, "T D"],
-    slots: Slots,
-    slot: Int[Array, "T"],
-    position: Int[Array, "T"],
+    model: CausalLM, hidden: Float[Array, "T D"], slots: Slots, slot: Int[Array, "T"], position: Int[Array, "T"]
 ) -> Logprobs:
     T = hidden.shape[0]
     following = slots.tokens[slot, jnp.minimum(position + 1, slots.tokens.shape[1] - 1)]
@@ -308,12 +287,9 @@ def _prompt_logprobs(
     size = min(PROMPT_LOGPROB_CHUNK, T)
     chunks = T // size  # token buckets are multiples of the chunk
 
-    def score_chunk(chunk: tuple[Float[Array, "t D"], Int[Array, "t"], Bool[Array, "t"]]) -> Logprobs:
-        return score(model.logits(chunk[0]), *chunk[1:])
-
     def scored() -> Logprobs:
         chunked = [x.reshape(chunks, size, *x.shape[1:]) for x in (hidden, following, wanted)]
-        parts = lax.map(score_chunk, tuple(chunked))
+        parts = lax.map(lambda chunk: score(model.logits(chunk[0]), *chunk[1:]), tuple(chunked))
         return Logprobs(*(part.reshape(T, *part.shape[2:]) for part in parts))
 
     return lax.cond(jnp.any(wanted), scored, lambda: no_logprobs(T, model.config.vocab_size))

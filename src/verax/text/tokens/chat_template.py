@@ -27,8 +27,6 @@ from jinja2.utils import Namespace
 from verax.errors import InvalidParameterError, TemplateError
 from verax.text.tokens.lenient_json import object_so_far
 
-__all__ = ["check_messages", "render"]
-
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names that a message's reasoning goes by; templates read the first, a few the second."""
 
@@ -43,7 +41,6 @@ MAX_PIECES = 1 << 18
 """Pieces that a template may write: a conversation of 1,000 messages has about 20,000."""
 
 MAX_BITS = 1024
-"""Bits of a whole number."""
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -180,11 +177,7 @@ def _compile(template: str) -> jinja2.Template:
 
 
 def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse what no template could render.
-
-    Raises:
-        InvalidParameterError: naming the message that has no role or no content.
-    """
+    """Refuse what no template could render."""
     if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence) or not messages:
         raise InvalidParameterError(
             f'messages: expected a list such as [{{"role": "user", "content": "Hello"}}], got {messages!r}'
@@ -256,7 +249,6 @@ class _Arguments(dict[str, Any]):
     def __init__(self, arguments: Mapping[str, Any] | str | None):
         super().__init__(object_so_far(arguments) if isinstance(arguments, str) else arguments or {})
         self._given = isinstance(arguments, str)
-        """True if they were given as text."""
         self._text = arguments if arguments and isinstance(arguments, str) else _to_json(self)
 
     def __str__(self) -> str:

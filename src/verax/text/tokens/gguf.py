@@ -23,8 +23,6 @@ from verax.errors import CheckpointError, UnsupportedModelError
 from verax.fields import read_value
 from verax.files import JsonObject
 
-__all__ = ["TokenizerParts", "read_gguf_tokenizer"]
-
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
 
@@ -112,7 +110,6 @@ RULES = {
     "tekken": Rules((_TEKKEN,), whole_words=True, begin=True),
     **dict.fromkeys(("gpt-4o", "llama4"), Rules((_GPT4O,))),
 }
-"""Rules by the name that a file has for them."""
 
 USUAL = {"qwen2": "qwen2", "qwen3": "qwen2", "llama": "llama-bpe"}
 """Name by architecture, for files of early converters, which have no `tokenizer.ggml.pre`."""
@@ -171,7 +168,6 @@ def _sentencepiece_bpe(
     """The tokenizer of a vocabulary.
 
     Args:
-        vocabulary: tokens and types.
         scores: of each token, the best ones first to be merged.
         unknown: id of the token for what has none, in vocabularies without bytes.
         space_prefix: whether a text, and what follows a special token, begins with a space of its own.
@@ -332,17 +328,10 @@ class TokenizerParts(NamedTuple):
     """Texts by the names that chat templates have for them, such as `eos_token`."""
     eos_token_ids: frozenset[int]
     chat_templates: dict[str, str]
-    """Templates by name."""
 
 
 def read_gguf_tokenizer(metadata: Mapping[str, Any], where: object) -> TokenizerParts:
-    """Read the tokenizer, special tokens and chat templates of a file's metadata.
-
-    Raises:
-        CheckpointError: if the file has no vocabulary, or a damaged one.
-        UnsupportedModelError: for a kind of tokenizer other than byte-level BPE and SentencePiece's BPE, or for rules
-            of pre-tokenization that are not known.
-    """
+    """Read the tokenizer, special tokens and chat templates of a file's metadata."""
     file = JsonObject(metadata, where)
 
     def get(name: str, form: Any, default: Any = None) -> Any:

@@ -11,8 +11,6 @@ import json
 import re
 from typing import Any
 
-__all__ = ["JsonScanner", "as_json", "object_so_far"]
-
 _SPACE = re.compile(r"[ \t\n\r]+")
 _PLAIN = re.compile(r"""[^"'\\\x00-\x1f]+""")
 """Characters of a string that stand for themselves (RFC 8259), quotes apart."""
@@ -36,7 +34,6 @@ class JsonScanner:
         self.state = state
         """Expected next: start, key, colon, value, item (of an array), next (comma or end), complete (nothing)."""
         self.written = ""
-        """JSON of the last token."""
         self._closers: list[str] = []
         self._quote = ""
         """Quote that ends the string that is being read."""
@@ -63,8 +60,7 @@ class JsonScanner:
     def read(self, text: str, at: int, *, final: bool = False) -> int | None:
         """Read a token, or a part of a string.
 
-        Returns:
-            Position after it; `at` if more text is needed; None if no JSON value continues so.
+        Result: position after it; `at` if more text is needed; None if no JSON value continues so.
         """
         if at == len(text):
             return at

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -21,8 +20,6 @@ from verax.fields import Count, read_value
 from verax.files import read_json
 from verax.text.tokens import chat_template
 from verax.text.tokens.gguf import read_gguf_tokenizer
-
-__all__ = ["IncrementalDetokenizer", "Tokenizer", "eos_token_ids"]
 
 _TokenIds = Annotated[Count | tuple[Count, ...], msgspec.Meta(description="a token id, or a list of them")]
 
@@ -60,12 +57,7 @@ class Tokenizer:
 
     @classmethod
     def from_checkpoint(cls, opened: Checkpoint) -> Tokenizer:
-        """The tokenizer of a folder, or of a GGUF file's metadata.
-
-        Raises:
-            CheckpointError: naming the file that is missing or damaged.
-            UnsupportedModelError: for a GGUF file with a kind of tokenizer that is not supported.
-        """
+        """The tokenizer of a folder, or of a GGUF file's metadata."""
         if not opened.metadata:
             return cls.from_folder(opened.folder)
         parts = read_gguf_tokenizer(opened.metadata, opened.folder)
@@ -81,11 +73,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Read tokenizer.json, and what tokenizer_config.json, generation_config.json and chat_template.jinja add.
-
-        Raises:
-            CheckpointError: naming the file that is missing or damaged.
-        """
+        """Read tokenizer.json, and what tokenizer_config.json, generation_config.json and chat_template.jinja add."""
         folder = Path(folder)
         backend = read_tokenizer(folder)
         config = read_json(folder / "tokenizer_config.json", optional=True)
@@ -147,12 +135,7 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], *, max_length: int | None = None) -> list[tuple[list[int], int]]:
         """Token ids of each text, special ones included, and the number of tokens that were cut from its end.
 
-        Args:
-            texts: any number.
-            max_length: tokens that are kept of a text, special ones included; None for all.
-
-        Raises:
-            InvalidParameterError: if `max_length` leaves no token for a text.
+        `max_length`: tokens that are kept of a text, special ones included; None for all.
         """
         encodings = self._backend.encode_batch_fast(list(texts))
         return [(ids, left_out) for ids, _, left_out in self._cut(encodings, max_length, 1)]
@@ -164,13 +147,6 @@ class Tokenizer:
 
         The longer text of a pair loses its end first (transformers' `longest_first`), or its beginning where
         `truncation_side` of tokenizer_config.json says so. Types are 0 where `model_input_names` lacks them.
-
-        Args:
-            pairs: any number.
-            max_length: tokens that are kept of a pair.
-
-        Raises:
-            InvalidParameterError: if `max_length` leaves no token for each text.
         """
         return self._cut(self._backend.encode_batch(list(pairs)), max_length, 2)
 
@@ -200,7 +176,7 @@ class Tokenizer:
     @property
     def chat_templates(self) -> Mapping[str, str]:
         """Jinja text of each chat template by its name, such as "default" and "tool_use"."""
-        return MappingProxyType(self._chat_templates)
+        return self._chat_templates
 
     def whole_text(self, token_id: int) -> str | None:
         """Text that a token adds after whole characters, whatever its neighbours are; None if they matter."""
@@ -228,10 +204,6 @@ class Tokenizer:
         """The prompt for a conversation of `{"role": ..., "content": ...}` messages, to be encoded without specials.
 
         With `continue_final_message` the prompt ends inside of the last message, and nothing announces an answer.
-
-        Raises:
-            TemplateError: if the checkpoint has no template, or it refuses the messages.
-            InvalidParameterError: if `messages` is not a conversation.
         """
         if not self._chat_templates:
             raise TemplateError(
@@ -256,14 +228,7 @@ class Tokenizer:
 
 
 def eos_token_ids(*configs: Mapping[str, Any]) -> frozenset[int]:
-    """Tokens that end a text.
-
-    Args:
-        configs: contents of configuration files: config.json, generation_config.json.
-
-    Raises:
-        CheckpointError: if an `eos_token_id` is neither a token id nor a list of them.
-    """
+    """Tokens that end a text. `configs`: contents of configuration files: config.json, generation_config.json."""
     listed = (read_value(config, "eos_token_id", _TokenIds, ()) for config in configs)
     return frozenset(token for ids in listed for token in ((ids,) if isinstance(ids, int) else ids))
 

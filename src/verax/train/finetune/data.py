@@ -21,8 +21,6 @@ from verax._buckets import at_least, powers
 from verax.errors import InvalidParameterError, TemplateError
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["Batch", "Example", "Examples", "read_examples", "shuffled_batches", "validation_batches"]
-
 FORMS = 'an object with "messages", with "prompt" and "completion", or with "text"'
 
 
@@ -60,13 +58,8 @@ class _Piece(NamedTuple):
 def read_examples(path: Path, tokenizer: Tokenizer, *, max_length: int) -> Examples:
     """Examples of a file, in its order. A conversation may become several.
 
-    Args:
-        path: a file of UTF-8 text with one JSON object on each line. Blank lines are skipped.
-        tokenizer: with the chat template, if lines have messages.
-        max_length: tokens that are kept of an example.
-
-    Raises:
-        InvalidParameterError: naming the file and the number of the line that is wrong, or if no example is left.
+    `path`: a file of UTF-8 text with one JSON object on each line. Blank lines are skipped. `tokenizer`: with the chat
+    template, if lines have messages.
     """
     items, cut, left_out = list[Example](), 0, 0
     try:
@@ -191,13 +184,8 @@ def shuffled_batches(
 ) -> Iterator[Batch]:
     """Endless batches from step `start` on: all examples in a random order, then all in another one, and so on.
 
-    Args:
-        examples: the examples.
-        seed: seed of the orders.
-        rows: examples that are computed at once, B.
-        parts: number of such groups of rows that make a step; entries have them as a first axis if there are several.
-        max_length: tokens of the longest example.
-        start: the step.
+    `rows`: examples that are computed at once, B. `parts`: number of such groups of rows that make a step; entries have
+    them as a first axis if there are several.
     """
     order = _order(len(examples), seed, start * rows * parts)
     while True:

@@ -22,8 +22,6 @@ from verax.text.features.lora import AdaptedLayers
 from verax.text.step.program import AbstractModel
 from verax.train.settings import ALL_LINEAR, LoraSettings
 
-__all__ = ["TrainedAdapter"]
-
 Matrices = Mapping[str, Mapping[str, Array]]
 """`lora_A [r, in]` and `lora_B [out, r]`, float32, by the layer's path."""
 
@@ -38,12 +36,7 @@ class TrainedAdapter:
 
     @classmethod
     def of(cls, abstract: AbstractModel, settings: LoraSettings) -> TrainedAdapter:
-        """The adapter of a model.
-
-        Raises:
-            InvalidParameterError: for a target that no layer has.
-            UnsupportedModelError: if the model has no linear layer that adapters can change.
-        """
+        """The adapter of a model."""
         layers = AdaptedLayers.of(abstract.build, abstract.weights, max_loras=1, max_rank=settings.rank)
         chosen = _targeted(layers.shapes, settings.target_modules)
         return cls(abstract, replace(layers, shapes={path: layers.shapes[path] for path in chosen}), settings)

@@ -29,9 +29,6 @@ from verax.train.loop import Loss, Schedule, batch_sharding, fully_sharded, read
 from verax.train.loss import rounded_gradient_linear, weighted_next_token_loss
 from verax.train.settings import FinetuneSettings, LoraSettings
 
-__all__ = ["Job", "batch_loss", "recompute_layers", "train_full", "train_lora"]
-
-
 DEFAULT_MAX_LENGTH = 1024
 """Tokens of the longest example, for models that read at least as many."""
 
@@ -173,16 +170,8 @@ def train_lora(
 
     `output` also receives the training state, the log and the loss plot, see `loop.train`.
 
-    Args:
-        model: folder, hub id or GGUF file of the base; the built-in model if None. Its weights are not changed.
-        data: JSONL file of examples, see `data.read_examples`.
-        output: folder, created if missing.
-        settings: data, optimiser and devices.
-        lora: size and place of the adapter.
-        validation_data: another such file, on which the loss is measured.
-        resume: continue from the state in `output`.
-        stop_at: last step of this run, if it is to end before the schedule does. No adapter is written then.
-        show_progress: show progress bars on a terminal.
+    `model`: folder, hub id or GGUF file of the base; the built-in model if None. Its weights are not changed.
+    `stop_at`: last step of this run, if it is to end before the schedule does. No adapter is written then.
 
     Returns:
         `folder`, `steps`, `examples`, `cut`, `left_out`, `parameters` (trained numbers), `loss` of the last batch, and
@@ -280,11 +269,7 @@ class _Recomputed(nnx.Module):
 
 
 def recompute_layers(model: CausalLM) -> CausalLM:
-    """Let the layers of a model, which is being traced, be computed again; return the model.
-
-    Raises:
-        UnsupportedModelError: if the model has no list of its layers.
-    """
+    """Let the layers of a model, which is being traced, be computed again; return the model."""
     depth = model.config.num_hidden_layers
     module: Any = model
     stacks = [
