@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from verax.bench import results
+from verax.bench.harness import Samples
 from verax.bench.results import render
-from verax.bench.timing import Samples
 from verax.errors import InvalidParameterError
 
 MACHINE = {"cpu": "AMD EPYC 7-1", "cores": 2, "platform": "cpu", "devices": ["cpu:0"], "jax": "0.10"}
+ROOT = Path(__file__).parents[2]
 
 
 def result(name="short", seconds=(1.0, 2.0), **changes):
@@ -34,30 +35,20 @@ def test_a_file_has_the_latest_result_of_each_name(tmp_path):
     assert '"seconds": [ 3.0, 4.0 ]' in first.read_text()  # a line, and not a line a number
 
 
-def test_an_accelerator_names_the_file(tmp_path):
-    gpu = {**MACHINE, "platform": "gpu", "devices": ["NVIDIA H200 (cuda:0)"]}
-    assert results.write(result(machine=gpu), tmp_path).name == "text-nvidia-h200-cuda-0-2c.json"
-
-
 def test_a_result_that_was_printed_is_read_like_a_file_of_one(tmp_path):
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps(result()))
-    assert results.read_results(path) == {"short": result()}
+    (tmp_path / "a.json").write_text(json.dumps(result()))
+    assert results.read_results(tmp_path / "a.json") == {"short": result()}
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"sides": {"a": {"seconds": [1]}}}'])
 def test_a_file_that_is_not_a_result_is_refused(tmp_path, text):
-    path = tmp_path / "result.json"
-    path.write_text(text)
+    (tmp_path / "result.json").write_text(text)
     with pytest.raises(InvalidParameterError, match=r"result\.json"):
-        results.read_results(path)
+        results.read_results(tmp_path / "result.json")
 
 
 def test_a_slug_is_words_with_hyphens():
     assert results.slug("Small-Q4_K_M", "", "int8, int8 cache") == "small-q4-k-m-int8-int8-cache"
-
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_is_what_the_command_makes_of_the_results(bench, monkeypatch, tmp_path):
@@ -68,30 +59,26 @@ def test_the_page_is_what_the_command_makes_of_the_results(bench, monkeypatch, t
 
 
 @pytest.fixture
-def folder(tmp_path):
-    """A folder with two results of embeddings."""
+def page(tmp_path):
+    """Function from a template to its page, of a folder with two results of embeddings."""
     rows = [["transformers", "1.0"], ["verax", "2.0"]]
     one = {"subject": "embed", "name": "float32", "rate": 222.0, "tables": [{"columns": ["side", "s"], "rows": rows}]}
     content = {"subject": "embed", "results": {"float32": one, "int8": {**one, "name": "int8"}}}
     (tmp_path / "embed-amd-epyc-2c.json").write_text(json.dumps(content))
-    return tmp_path
+
+    def write(text):
+        (tmp_path / "template.md").write_text(text)
+        return render(tmp_path / "template.md", tmp_path)
+
+    return write
 
 
-def page(folder, text):
-    template = folder / "template.md"
-    template.write_text(text)
-    return render(template, folder)
-
-
-def test_a_result_is_found_by_its_file_and_name(folder):
-    assert page(folder, "{{ names('embed-amd') | join(' ') }}") == "embed-amd-epyc-2c/float32 embed-amd-epyc-2c/int8"
-    assert page(folder, "{{ result('embed-amd-epyc-2c/float32').rate }}") == "222.0"
-
-
-def test_a_table_is_a_whole_one_of_the_result_or_some_of_its_rows(folder):
-    whole = page(folder, "{{ table('embed-amd-epyc-2c/int8') }}").split("\n")
+def test_a_page_shows_results_by_file_and_name_and_tables_or_some_of_their_rows(page):
+    assert page("{{ names('embed-amd') | join(' ') }}") == "embed-amd-epyc-2c/float32 embed-amd-epyc-2c/int8"
+    assert page("{{ result('embed-amd-epyc-2c/float32').rate }}") == "222.0"
+    whole = page("{{ table('embed-amd-epyc-2c/int8') }}").split("\n")
     assert whole == ["| side | s |", "|---|---|", "| transformers | 1.0 |", "| verax | 2.0 |"]
-    assert page(folder, "{{ table('embed-amd-epyc-2c/int8', only=['verax']) }}").split("\n") == [*whole[:2], whole[3]]
+    assert page("{{ table('embed-amd-epyc-2c/int8', only=['verax']) }}").split("\n") == [*whole[:2], whole[3]]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +90,6 @@ def test_a_table_is_a_whole_one_of_the_result_or_some_of_its_rows(folder):
         ("{{ nothing }}", "nothing"),
     ],
 )
-def test_a_page_that_asks_for_what_is_not_there_is_refused(folder, text, match):
+def test_a_page_that_asks_for_what_is_not_there_is_refused(page, text, match):
     with pytest.raises(InvalidParameterError, match=match):
-        page(folder, text)
+        page(text)

@@ -9,8 +9,7 @@ from verax import LLM
 from verax.bench.embed.cases import bench_embed
 from verax.bench.results import markdown
 from verax.bench.settings import EmbedSettings, TextSettings, VideoSettings
-from verax.bench.text.cases import bench_text
-from verax.bench.text.workload import Workload
+from verax.bench.text.cases import Workload, bench_text
 from verax.bench.video.cases import bench_video
 from verax.checkpoint import Checkpoint
 
@@ -24,8 +23,8 @@ from verax.bench.text.cases import transformers_sides
 def test_transformers_generates_what_the_engine_generates(tmp_path):
     tiny_checkpoint(tmp_path)
     workload = Workload("short-prompts", ((5, 6, 7), (9, 8, 7, 6, 5)), (8, 8), 0.0)
-    sides = transformers_sides(Checkpoint.open(tmp_path), "float32", workload)
-    assert [side.call() for side in sides.values()] == [16, 16]
+    sides, _ = transformers_sides(Checkpoint.open(tmp_path), "float32", workload)
+    assert [side() for side in sides.values()] == [16, 16]
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ours = LLM(tmp_path, dtype="float32", max_num_seqs=2, max_model_len=32, use_tqdm=False)
     outputs = ours.generate([list(p) for p in workload.prompts], workload.params(), use_tqdm=False)

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from verax.bench.results import read_results, table, table_lines
+from verax.bench.results import table, table_lines
 from verax.errors import InvalidParameterError
 
-__all__ = ["compare_results", "read_timed", "render"]
+__all__ = ["compare_results", "render"]
 
 RESAMPLES, CONFIDENCE = 10_000, 0.95
 """Draws of the bootstrap, and the confidence of the interval."""
@@ -26,18 +25,6 @@ BASELINES = ("torch", "transformers", "llama.cpp", "cython", "fla", "diffusers",
 
 SAME = ("cpu", "cores", "platform", "devices", "python", "jax", "jaxlib", "torch", "transformers", "llama_server")
 """Facts of the machine that have to agree, or the difference may be theirs."""
-
-
-def read_timed(path: Path) -> dict[str, dict[str, Any]]:
-    """Results in a file, by name.
-
-    Raises:
-        InvalidParameterError: if there is no timed one among them.
-    """
-    results = read_results(path)
-    if not _series(results):
-        raise InvalidParameterError(f"{path}: no timed result of verax bench; expected the JSON that --output wrote")
-    return results
 
 
 def compare_results(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold: float = 0.05) -> dict[str, Any]:
@@ -52,51 +39,46 @@ def compare_results(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold
         threshold: relative change of time that matters.
 
     Raises:
-        InvalidParameterError: if the results are of different subjects, or have no side in common.
+        InvalidParameterError: if the results are not timed, are of different subjects, or have no side in common.
     """
     if not 0 <= threshold < 1:
         raise InvalidParameterError(f"threshold: expected a share from 0 to less than 1, got {threshold}")
+    before, after = _series("old", old), _series("new", new)
     subject, other = (next(iter(results.values()))["subject"] for results in (old, new))
     if subject != other:
         raise InvalidParameterError(f"new: expected a result of bench {subject}, got one of bench {other}")
-    before, after = _series(old), _series(new)
     common = [name for name in before if name in after]
     if not common:
-        raise InvalidParameterError(f"new: none of its sides is in old, which has {', '.join(map(' / '.join, before))}")
-    rows = [
-        {
-            "name": " / ".join(name),
-            "ours": not name[-1].startswith(BASELINES),
-            "old_s": float(np.median(before[name])),
-            "new_s": float(np.median(after[name])),
-            "runs": [len(before[name]), len(after[name])],
-            **_judged(before[name], after[name], threshold),
-        }
-        for name in common
-    ]
+        raise InvalidParameterError(f"new: none of its sides is in old, which has {', '.join(before)}")
+    rows = [{"name": name, **_judged(before[name], after[name], threshold)} for name in common]
+    for row in rows:
+        row["ours"] = not row["name"].rpartition(" / ")[2].startswith(BASELINES)
     return {
         "subject": subject,
         "threshold": threshold,
         "rows": rows,
         "regressions": [row["name"] for row in rows if row["ours"] and row["verdict"] == "slower"],
-        "only_in_old": [" / ".join(name) for name in before if name not in after],
-        "only_in_new": [" / ".join(name) for name in after if name not in before],
+        "only_in_old": [name for name in before if name not in after],
+        "only_in_new": [name for name in after if name not in before],
         "differing": _differing(old, new),
     }
 
 
-def _series(results: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, ...], list[float]]:
+def _series(which: str, results: Mapping[str, Mapping[str, Any]]) -> dict[str, list[float]]:
     """Seconds of the runs of every timed side, by the names of result, group, case and side."""
-    return {
-        (name, *(case[key] for key in ("group", "case") if case.get(key)), side): times["seconds"]
+    series = {
+        " / ".join([name, *(case[key] for key in ("group", "case") if case.get(key)), side]): times["seconds"]
         for name, result in results.items()
         for case in result.get("cases", ())
         for side, times in case["sides"].items()
     }
+    if not series:
+        raise InvalidParameterError(f"{which}: no timed result of verax bench; expected the JSON that --output wrote")
+    return series
 
 
 def _judged(old: Sequence[float], new: Sequence[float], threshold: float) -> dict[str, Any]:
-    """Ratio of the medians, new over old, the ends of its interval, and the verdict."""
+    """Medians, their ratio, new over old, the ends of its interval, and the verdict."""
     rng = np.random.default_rng(0)  # the same files give the same verdict
     medians = [np.median(rng.choice(np.asarray(runs), (RESAMPLES, len(runs))), axis=1) for runs in (new, old)]
     low, high = np.quantile(medians[0] / medians[1], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
@@ -108,25 +90,23 @@ def _judged(old: Sequence[float], new: Sequence[float], threshold: float) -> dic
             verdict = "faster"
         elif 1 - threshold <= low and high <= 1 + threshold:
             verdict = "same"
-    return {
-        "ratio": float(np.median(new) / np.median(old)),
-        "low": float(low),
-        "high": float(high),
-        "verdict": verdict,
-    }
+    old_s, new_s = float(np.median(old)), float(np.median(new))
+    interval = {"ratio": new_s / old_s, "low": float(low), "high": float(high)}
+    return {"old_s": old_s, "new_s": new_s, "runs": [len(old), len(new)], **interval, "verdict": verdict}
 
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Facts of the machine, and settings, that are not the same in the results of one name."""
     differing: dict[str, list[Any]] = {}
     for name in [name for name in old if name in new]:
-        for part, keys in (("machine", SAME), ("settings", None)):
-            before, after = old[name][part], new[name][part]
-            for key in keys or sorted({*before, *after} - {"runs", "warmup"}):
-                if before.get(key) != after.get(key):
-                    differing[key] = [before.get(key), after.get(key)]
-        for part, result in (("old", old[name]), ("new", new[name])):
-            if result.get("noise", {}).get("busy"):
+        settings = sorted({*old[name]["settings"], *new[name]["settings"]} - {"runs", "warmup"})
+        for part, keys in (("machine", SAME), ("settings", settings)):
+            for key in keys:
+                values = [result[name][part].get(key) for result in (old, new)]
+                if values[0] != values[1]:
+                    differing[key] = values
+        for part, results in (("old", old), ("new", new)):
+            if results[name].get("noise", {}).get("busy"):
                 differing[f"noise of {part}"] = ["quiet", "busy"]
     return differing
 
@@ -145,9 +125,9 @@ def render(comparison: Mapping[str, Any]) -> str:
     }
     title = f"bench {comparison['subject']}: " + (f"{len(bad)} slower" if bad else "nothing proven slower")
     lines = table_lines(table(comparison["rows"], columns, title=title))[:-1]
-    for label, names in (("Only in old", comparison["only_in_old"]), ("Only in new", comparison["only_in_new"])):
-        lines += ["", f"{label}: {'; '.join(names)}."] if names else []
-    if comparison["differing"]:
-        words = "; ".join(f"{name}: {old} and {new}" for name, (old, new) in comparison["differing"].items())
-        lines += ["", f"Not the same in both, so the difference may be theirs: {words}."]
+    differing = [f"{name}: {old} and {new}" for name, (old, new) in comparison["differing"].items()]
+    notes = {"Only in old": comparison["only_in_old"], "Only in new": comparison["only_in_new"]}
+    notes["Not the same in both, so the difference may be theirs"] = differing
+    for label, parts in notes.items():
+        lines += ["", f"{label}: {'; '.join(parts)}."] if parts else []
     return "\n".join([*lines, ""])

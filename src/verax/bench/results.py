@@ -24,31 +24,31 @@ from typing import Any, TypeVar
 
 import jinja2
 
-from verax.bench.timing import ENOUGH_RUNS
 from verax.errors import InvalidParameterError
 from verax.files import write_text
 
 __all__ = [
+    "faster_by",
     "markdown",
     "noise_line",
-    "not_run",
     "number",
     "outliers",
     "read_results",
     "render",
     "rounds",
+    "side_rows",
     "side_table",
     "slug",
     "spread",
     "table",
     "table_lines",
-    "to_json",
     "write",
 ]
 
 Item = TypeVar("Item")
 
-PEAKS = {"host": "host_peak_gb", "device": "device_peak_gb"}
+ENOUGH_RUNS = 10
+"""Counted rounds of a result to be relied upon; where one round is long there are fewer, and pages say so."""
 
 MACHINE_FACTS = (
     *("cpu", "cores", "memory_gib", "platform", "devices", "python", "jax", "jaxlib", "torch", "diffusers"),
@@ -72,9 +72,15 @@ def table(
     return {"title": title, "note": note, "columns": list(columns), "rows": cells}
 
 
-def not_run(title: str, why: str) -> dict[str, Any]:
-    """Table without rows, with the reason that it could not be measured here."""
-    return {"title": title, "why_not": why if why.endswith(".") else f"{why}."}
+def side_rows(cases: Iterable[Mapping[str, Any]]) -> list[tuple[Any, str, Any]]:
+    """Rows of a table: each case with the name and the numbers of each of its sides."""
+    return [(case, name, side) for case in cases for name, side in case["sides"].items()]
+
+
+def faster_by(row: tuple[Any, str, Any]) -> str:
+    """Factor by which the chosen side of a row's case is faster than the row's side; empty for the chosen side."""
+    case, name, _ = row
+    return f"{case['ratios'][name]:.2f}x" if name in case["ratios"] else ""
 
 
 def side_table(case: Mapping[str, Any], rate: str, *, digits: int, rate_digits: int) -> dict[str, Any]:
@@ -82,20 +88,17 @@ def side_table(case: Mapping[str, Any], rate: str, *, digits: int, rate_digits: 
 
     Args:
         case: one of a result's `cases`.
-        rate: heading of the last column, such as `tokens/s`.
+        rate: heading of the column of rates, such as `tokens/s`.
         digits: decimals of seconds.
         rate_digits: decimals of the rate.
     """
-    ratios = case["ratios"]
-    columns: dict[str, Callable[[tuple[str, Any]], object]] = {
-        "side": lambda row: row[0],
-        "median s": lambda row: f"{row[1]['median_s']:.{digits}f}",
-        "P10-P90 s": lambda row: f"{row[1]['p10_s']:.{digits}f}-{row[1]['p90_s']:.{digits}f}",
-        rate: lambda row: f"{row[1]['rate']:.{rate_digits}f}",
+    columns: dict[str, Callable[[Any], object]] = {
+        "side": lambda row: row[1],
+        "median s": lambda row: f"{row[2]['median_s']:.{digits}f}",
+        "P10-P90 s": lambda row: f"{row[2]['p10_s']:.{digits}f}-{row[2]['p90_s']:.{digits}f}",
+        rate: lambda row: f"{row[2]['rate']:.{rate_digits}f}",
     }
-    if ratios:
-        columns["verax is faster by"] = lambda row: f"{ratios[row[0]]:.2f}x" if row[0] in ratios else ""
-    return table(case["sides"].items(), columns)
+    return table(side_rows([case]), columns | ({"verax is faster by": faster_by} if case["ratios"] else {}))
 
 
 def number(value: float) -> str:
@@ -159,7 +162,7 @@ def _about(result: Mapping[str, Any]) -> str:
     machine, memory = result["machine"], result.get("memory", {})
     limits = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in result.get("measured", {}).items())
     facts = ", ".join(f"{name} {machine[name]}" for name in MACHINE_FACTS if name in machine)
-    peaks = [f"{where} {memory[key]:.2f} GB" for where, key in PEAKS.items() if memory.get(key) is not None]
+    peaks = [f"{name} {memory[key]:.2f} GB" for name in ("host", "device") if memory.get(key := f"{name}_peak_gb")]
     parts = (
         f"Machine: {facts}.",
         f"Measured: {limits}." if limits else "",
@@ -187,14 +190,10 @@ def write(result: Mapping[str, Any], folder: Path, *, now: datetime | None = Non
     results = read_results(path) if path.exists() else {}
     results[result["name"]] = {**result, "date": f"{now or datetime.now(UTC):%Y-%m-%d %H:%M UTC}"}
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(path, to_json({"subject": subject, "results": results}))
+    text = json.dumps({"subject": subject, "results": results}, indent=1)
+    # A list of numbers or cells, of which a result is full, takes one line.
+    write_text(path, re.sub(r"\[[^][{}]*\]", lambda numbers: re.sub(r"\n\s*", " ", numbers[0]), text) + "\n")
     return path
-
-
-def to_json(value: Mapping[str, Any]) -> str:
-    """Text of a file of results. A list of numbers or cells, which are most of a result, takes one line."""
-    text = json.dumps(value, indent=1)
-    return re.sub(r"\[[^][{}]*\]", lambda found: re.sub(r"\n\s*", " ", found[0]), text) + "\n"
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:

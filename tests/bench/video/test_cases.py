@@ -73,18 +73,6 @@ def test_the_cost_of_teacache_is_measured_by_threshold(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(model="folder"), "prompts: expected some"),
-        (dict(thresholds=[]), "thresholds: expected one or more"),
-    ],
-)
-def test_a_measurement_of_teacache_without_prompts_or_thresholds_is_refused(changes, message):
-    with pytest.raises(InvalidParameterError, match=message):
-        TeaCacheSettings(**changes)
-
-
-@pytest.mark.parametrize(
     ("compile_s", "ours", "first", "theirs", "calls"),
     [(3, 1, 2, 2, 4), (0.5, 1, 2, 2, 1), (3, 1, 4, 2, 2), (3, 2, 2, 2, None), (0, 1, 9, 2, 1)],
 )
@@ -110,3 +98,12 @@ def test_calls_until_compiling_has_paid(compile_s, ours, first, theirs, calls):
 def test_wrong_settings_are_refused(changes, message):
     with pytest.raises(InvalidParameterError, match=message):
         measure(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [(dict(model="folder"), "prompts: expected some"), (dict(thresholds=[]), "thresholds: expected one or more")],
+)
+def test_a_measurement_of_teacache_without_prompts_or_thresholds_is_refused(changes, message):
+    with pytest.raises(InvalidParameterError, match=message):
+        TeaCacheSettings(**changes)

@@ -23,7 +23,8 @@ import numpy as np
 from jaxtyping import Float32, Int64
 
 from verax._optional import require_optional
-from verax.bench.harness import Side, import_torch, time_sides, torch_versions
+from verax.bench.harness import import_torch, time_sides, torch_versions
+from verax.bench.settings import EmbedSettings
 from verax.embed.settings import EncoderSettings
 from verax.machine import num_cores
 from verax.text.tokens.tokenizer import Tokenizer
@@ -31,14 +32,12 @@ from verax.text.tokens.tokenizer import Tokenizer
 __all__ = [
     "Batches",
     "Encode",
-    "Exported",
     "compile_openvino",
     "cosine_distance",
     "fastest_way",
+    "find_ways",
     "import_openvino",
     "one_by_one",
-    "onnxruntime_side",
-    "openvino_side",
     "transformers_encode",
 ]
 
@@ -54,15 +53,16 @@ OpenVINO 2026.4 in int8 returns vectors of another meaning for some texts that a
 Encode = Callable[[list[str]], Float32[np.ndarray, "n D"]]
 """Function from texts to their vectors, in order."""
 
+Ways = dict[str, Encode]
+"""Ways to run a model that a library took over, by name: batches of a size under a setting of the library."""
+
 
 class Batch(NamedTuple):
-    """Texts of similar length, padded on the right to the longest of them."""
+    """Places of texts of similar length among all, their ids padded on the right, and 1 where there is a token."""
 
     rows: list[int]
-    """Places of the texts among all."""
     ids: Int64[np.ndarray, "B T"]
     mask: Int64[np.ndarray, "B T"]
-    """1 for a token, 0 for padding."""
 
 
 Run = Callable[[Iterable[Batch]], Iterable[tuple[list[int], Float32[np.ndarray, "B D"]]]]
@@ -83,11 +83,6 @@ class Batches:
     max_length: int
     padding: int
 
-    @classmethod
-    def of(cls, folder: Path, settings: EncoderSettings, padding: int) -> Batches:
-        """Batches of a folder's tokenizer, which cuts texts to the length in the settings."""
-        return cls(Tokenizer.from_folder(folder), settings.max_length, padding)
-
     def __call__(self, texts: list[str], batch_size: int) -> Iterator[Batch]:
         """Batches of at most the given number of texts, the longest first."""
         tokens = [ids for ids, _ in self.tokenizer.encode_batch(texts, max_length=self.max_length)]
@@ -101,7 +96,7 @@ class Batches:
                 mask[i, : len(tokens[row])] = 1
             yield Batch(rows, ids, mask)
 
-    def ways(self, setting: str, run: Run, *sizes: int) -> dict[str, Encode]:
+    def ways(self, setting: str, run: Run, *sizes: int) -> Ways:
         """Functions that encode texts in batches of each size, by their names."""
 
         def encode(texts: list[str], size: int) -> Float32[np.ndarray, "n D"]:
@@ -115,35 +110,25 @@ class Batches:
         return {f"{setting}, {words(size)}": partial(encode, size=size) for size in sizes}
 
 
-@dataclass(frozen=True)
-class Exported:
-    """Model that a library took over, and the ways to run it: batches of a size under a setting of the library."""
-
-    name: str
-    ways: Mapping[str, Encode]
-    versions: dict[str, Any]
-
-
-def fastest_way(exported: Exported, texts: list[str], *, latency: bool) -> tuple[Encode, dict[str, Any]]:
+def fastest_way(ways: Mapping[str, Encode], texts: list[str], *, latency: bool) -> tuple[Encode, dict[str, Any]]:
     """Time all ways in turn, and take the one of the smallest median, of those whose vectors are the first one's.
 
     Args:
-        exported: the model.
+        ways: of one model.
         texts: what the benchmark encodes, of which the first are tried.
         latency: each text in a call of its own.
 
     Returns:
         The function, and the name of its way, sentences/s of each way in the trial, and the wrong ways' distances.
     """
-    sample, ways = texts[:TRIAL_TEXTS], exported.ways
+    sample = texts[:TRIAL_TEXTS]
     call = partial(one_by_one, texts=sample) if latency else lambda encode: encode(sample)
     chosen, rates, wrong = next(iter(ways)), {}, {}
     if len(ways) > 1:
         first = ways[chosen](sample)
         apart = {name: cosine_distance(call(encode), first) for name, encode in ways.items()}
         wrong = {name: distance for name, distance in apart.items() if distance > MOST_APART}
-        sides = {name: Side(partial(call, encode)) for name, encode in ways.items()}
-        trials = time_sides(sides, runs=TRIAL_RUNS, warmup=1)
+        trials = time_sides({name: partial(call, encode) for name, encode in ways.items()}, runs=TRIAL_RUNS)
         rates = {name: len(sample) / side.median for name, side in trials.items()}
         chosen = max((name for name in ways if name not in wrong), key=lambda name: rates[name])
     return ways[chosen], {"way": chosen, "trials": rates, "wrong": wrong}
@@ -160,32 +145,21 @@ def cosine_distance(vectors: Float32[np.ndarray, "n D"], reference: Float32[np.n
     return float(1 - ((a * b).sum(1) / (np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1))).min())
 
 
-def pooled_model(folder: Path, pooling: str, *, dtype: str = "float32", attention: str = "sdpa") -> Any:
+def _pooled_model(folder: Path, pooling: str, *, dtype: str = "float32", attention: str = "sdpa") -> Any:
     """`torch.nn.Module` from token ids and mask, int64 `[B, T]` with padding on the right, to unit vectors `[B, D]`.
 
-    It is what is run as a baseline, or exported for others. Its `padding` is the token id after the end of a text.
-
-    Args:
-        folder: the checkpoint's.
-        pooling: `"mean"`, `"cls"` or `"lasttoken"`.
-        dtype: of weights and vectors.
-        attention: `attn_implementation` of transformers.
-
-    Raises:
-        MissingDependencyError: without torch or transformers.
+    It is what is run as a baseline, or exported for others, with `attention` as transformers' `attn_implementation`.
+    Its `padding` is the token id after the end of a text.
     """
     torch, transformers = import_torch("transformers")
 
     class PooledModel(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            model: Any = transformers.AutoModel.from_pretrained(
-                folder, dtype=getattr(torch, dtype), attn_implementation=attention
-            )
-            # Keys and values that nothing reads later.
-            model.config.use_cache = False
-            self.model = model
-            self.padding: int = model.config.pad_token_id or 0
+            options = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
+            self.model: Any = transformers.AutoModel.from_pretrained(folder, **options)
+            self.model.config.use_cache = False  # keys and values that nothing reads later
+            self.padding: int = self.model.config.pad_token_id or 0
 
         def forward(self, input_ids: Any, attention_mask: Any) -> Any:
             hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
@@ -203,31 +177,52 @@ def pooled_model(folder: Path, pooling: str, *, dtype: str = "float32", attentio
     return PooledModel().eval()
 
 
-def transformers_encode(folder: Path, dtype: str, settings: EncoderSettings, batch_size: int) -> tuple[Any, dict]:
-    """`SentenceTransformer.encode` without that library: sorted, tokenised, padded, run, pooled, normalised.
+def transformers_encode(folder: Path, dtype: str, settings: EncoderSettings, batch_size: int) -> tuple[Encode, dict]:
+    """`SentenceTransformer.encode` without that library: sorted, tokenised, padded, run, pooled, normalised; versions.
 
-    Returns:
-        Function from texts to their vectors, in order, and the versions.
+    Raises:
+        MissingDependencyError: without torch or transformers.
     """
     torch, transformers = import_torch("transformers")
     versions = torch_versions(torch, transformers)
+    device = versions["torch_device"]
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, padding_side="right")
-    model: Any = pooled_model(folder, settings.pooling, dtype=dtype).to(versions["torch_device"])
+    model = _pooled_model(folder, settings.pooling, dtype=dtype).to(device)
+    tokenize = partial(tokenizer, padding=True, truncation=True, max_length=settings.max_length, return_tensors="pt")
 
     def encode(texts: list[str]) -> Float32[np.ndarray, "n D"]:
         order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
         vectors = []
         with torch.inference_mode():
             for begin in range(0, len(order), batch_size):
-                batch = [texts[i] for i in order[begin : begin + batch_size]]
-                inputs = tokenizer(
-                    batch, padding=True, truncation=True, max_length=settings.max_length, return_tensors="pt"
-                )
-                ids, mask = (inputs[name].to(versions["torch_device"]) for name in ("input_ids", "attention_mask"))
-                vectors.append(model(ids, mask).float().cpu())
+                inputs = tokenize([texts[i] for i in order[begin : begin + batch_size]])
+                vectors.append(model(*(inputs[name].to(device) for name in INPUTS)).float().cpu())
         return torch.cat(vectors).numpy()[np.argsort(order)]
 
     return encode, versions
+
+
+def find_ways(
+    library: str, folder: Path, precision: str, encoder: EncoderSettings, texts: list[str], settings: EmbedSettings
+) -> tuple[str, Ways, dict[str, Any]]:
+    """Name of a side that exports the model, the ways to run it, and its versions.
+
+    Args:
+        library: `openvino` or `onnxruntime`.
+        folder: of the checkpoint.
+        precision: `float32`, `bfloat16` or `int8`.
+        encoder: pooling and length of the checkpoint's texts.
+        texts: that int8 is calibrated with.
+        settings: of the benchmark.
+
+    Raises:
+        MissingDependencyError: without torch or a module of the library.
+    """
+    export = _openvino_ways if library == "openvino" else _onnxruntime_ways
+    tokenizer = Tokenizer.from_folder(folder)
+    batches = lambda source: Batches(tokenizer, encoder.max_length, source.padding)
+    sizes = [1] if settings.latency else sorted({settings.batch_size, 1}, reverse=True)
+    return export(partial(_pooled_model, folder, encoder.pooling), precision, batches, texts, sizes, settings.latency)
 
 
 INPUTS, OUTPUT = ("input_ids", "attention_mask"), "vectors"
@@ -236,39 +231,40 @@ OPSET = 17
 """Version of ONNX's operators: the first with LayerNormalization. onnxruntime's fusions know what it exports to."""
 
 
-def onnxruntime_side(
-    folder: Path, precision: str, settings: EncoderSettings, texts: list[str], batch_size: int, *, latency: bool
-) -> Exported:
+def _onnxruntime_ways(
+    load: Callable[..., Any],
+    precision: str,
+    batches_of: Callable[[Any], Batches],
+    texts: list[str],
+    sizes: list[int],
+    latency: bool,
+) -> tuple[str, Ways, dict[str, Any]]:
     """Model of transformers, exported by torch, fused by onnxruntime's optimizer of transformers.
 
     On a CPU without bfloat16 kernels, which onnxruntime has for ARM only, bfloat16 is run as float32. int8 is
     onnxruntime's dynamic quantisation: weights by column, activations by tensor as they come; `texts` are not needed.
-
-    Raises:
-        MissingDependencyError: without onnxruntime, onnx or torch.
     """
-    runtime = require_optional("onnxruntime")
+    runtime, cores = require_optional("onnxruntime"), num_cores()
     require_optional("onnx")
     precision = "int8" if precision == "int8" else "float32"
     # Written out, the products and the softmax are the pattern that the optimizer fuses.
-    source = pooled_model(folder, settings.pooling, attention="eager")
+    source = load(attention="eager")
     with tempfile.TemporaryDirectory(prefix="verax-bench-") as name:
         path = _exported(source, Path(name), quantized=precision == "int8")
 
-        def session(threads: int) -> Any:
+        def run(threads: int, at_once: int) -> Run:
             options = runtime.SessionOptions()
             options.intra_op_num_threads = threads
             options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_ALL
-            return runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+            session = runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+            return partial(_calls, session, at_once)
 
-        batches, cores = Batches.of(folder, settings, source.padding), num_cores()
-        together = partial(_calls, session(cores), 1)
-        ways = batches.ways(f"intra_op_num_threads={cores}", together, 1 if latency else batch_size)
+        batches = batches_of(source)
+        ways = batches.ways(f"intra_op_num_threads={cores}", run(cores, 1), sizes[0])
         if not latency:
-            single, setting = partial(_calls, session(1), cores), f"intra_op_num_threads=1, {cores} calls at once"
-            ways |= batches.ways(setting, single, *sorted({batch_size, 1}, reverse=True))
-    versions = {"onnxruntime": runtime.__version__, "onnxruntime_threads": num_cores()}
-    return Exported(f"onnxruntime {precision}", ways, versions)
+            ways |= batches.ways(f"intra_op_num_threads=1, {cores} calls at once", run(1, cores), *sizes)
+    versions = {"onnxruntime": runtime.__version__, "onnxruntime_threads": cores}
+    return f"onnxruntime {precision}", ways, versions
 
 
 def _exported(source: Any, folder: Path, *, quantized: bool) -> Path:
@@ -331,38 +327,37 @@ HINTS = {"float32": "f32", "bfloat16": "bf16", "int8": "bf16"}
 """INFERENCE_PRECISION_HINT by precision: of an int8 model, of the operations that stay in floating point."""
 
 
-def openvino_side(
-    folder: Path, precision: str, settings: EncoderSettings, texts: list[str], batch_size: int, *, latency: bool
-) -> Exported:
+def _openvino_ways(
+    load: Callable[..., Any],
+    precision: str,
+    batches_of: Callable[[Any], Batches],
+    texts: list[str],
+    sizes: list[int],
+    latency: bool,
+) -> tuple[str, Ways, dict[str, Any]]:
     """Model of transformers, converted by `openvino.convert_model`.
 
     int8 is NNCF's post-training quantisation of weights and activations (W8A8, SmoothQuant), calibrated with `texts`.
-
-    Raises:
-        MissingDependencyError: without openvino, torch, or, for int8, nncf.
     """
     openvino = import_openvino()
     (torch,) = import_torch()
-    nncf = require_optional("nncf") if precision == "int8" else None
-    source = pooled_model(folder, settings.pooling)
-    batches = Batches.of(folder, settings, source.padding)
-    ids = torch.ones((2, 3), dtype=torch.long)
+    source = load()
+    batches, ids = batches_of(source), torch.ones((2, 3), dtype=torch.long)
+    versions = {"openvino": openvino.__version__.partition("-")[0], "openvino_threads": num_cores()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's tracer
-        model = openvino.convert_model(source, example_input={"input_ids": ids, "attention_mask": ids})
-    if nncf is not None:
+        model = openvino.convert_model(source, example_input=dict.fromkeys(INPUTS, ids))
+    if precision == "int8":
+        nncf = require_optional("nncf")
+        versions["nncf"] = nncf.__version__
         model = _quantized_by_nncf(nncf, model, batches(texts[:CALIBRATION_TEXTS], 1))
     first = partial(_one_at_a_time, compile_openvino(openvino, model, "LATENCY", precision).create_infer_request())
-    ways = batches.ways("PERFORMANCE_HINT=LATENCY", first, 1 if latency else batch_size)
+    ways = batches.ways("PERFORMANCE_HINT=LATENCY", first, sizes[0])
     if not latency:
         streams = compile_openvino(openvino, model, "THROUGHPUT", precision)
         setting = f"PERFORMANCE_HINT=THROUGHPUT ({streams.get_property('NUM_STREAMS')} streams)"
-        run = partial(_in_streams, openvino.AsyncInferQueue(streams))
-        ways |= batches.ways(setting, run, *sorted({batch_size, 1}, reverse=True))
-    versions = {"openvino": openvino.__version__.partition("-")[0], "openvino_threads": num_cores()}
-    if nncf is not None:
-        versions["nncf"] = nncf.__version__
-    return Exported(f"openvino {precision}", ways, versions)
+        ways |= batches.ways(setting, partial(_in_streams, openvino.AsyncInferQueue(streams)), *sizes)
+    return f"openvino {precision}", ways, versions
 
 
 def compile_openvino(openvino: Any, model: Any, hint: str, precision: str) -> Any:

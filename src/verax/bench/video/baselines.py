@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,14 +16,17 @@ from verax.machine import num_cores
 __all__ = ["Baseline", "make_baseline"]
 
 
-@dataclass(frozen=True)
-class Baseline:
-    """A stage in another library."""
+class Baseline(NamedTuple):
+    """A stage in another library.
+
+    Attributes:
+        run: compute; the result is finished, in the library's own type and layout.
+        to_numpy: result of `run` in our layout, float32.
+        versions: of the libraries.
+    """
 
     run: Callable[[], Any]
-    """Compute; the result is finished, in the library's own type and layout."""
     to_numpy: Callable[[Any], np.ndarray]
-    """Result of `run` in our layout, float32."""
     versions: dict[str, Any]
 
 

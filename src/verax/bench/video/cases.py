@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,17 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from verax._compat import empty_compilation_cache
-from verax.bench.harness import Benchmark, Side, case_result, count_products, time_sides
-from verax.bench.results import slug, table
+from verax.bench.harness import Benchmark, case_result, count_products, time_sides
+from verax.bench.results import faster_by, side_rows, slug, table
 from verax.bench.settings import VideoSettings, check_names
 from verax.bench.video.baselines import make_baseline
-from verax.bench.video.work import TITLES, Work, work
+from verax.bench.video.work import Work, work
 from verax.errors import InvalidParameterError
 from verax.models.video_model import ATTENTION
 from verax.ops.cpu import library
 from verax.video.programs import Program
 
 __all__ = ["bench_video", "break_even"]
+
+TITLES = {"transformer": "transformer, a forward pass", "vae": "VAE, decoding", "text": "text encoder, 512 tokens"}
 
 OPENVINO_STAGES = ("transformer", "text")
 """Stages that OpenVINO can run: it has no operation for the nearest-exact upsampling of the VAE."""
@@ -38,13 +40,13 @@ def bench_video(settings: VideoSettings) -> dict[str, Any]:
     """
     for name, given in (("memory", settings.memory), ("attention", [settings.attention])):
         check_names(name, given, ATTENTION)
-    frames, stages = settings.frames, settings.stage
+    frames, stages, dtype = settings.frames, settings.stage, settings.dtype
     works = [(stage, count) for stage in stages for count in frames if stage != "text" or count == frames[0]]
     benchmark = Benchmark("video")
     cases, versions = [], {}
     for stage, count in works if settings.runs else ():
         case, others = _case(work(stage, count, settings), count, settings)
-        rate = benchmark.limits[f"matmul_{settings.dtype}_gflop_per_s"]
+        rate = benchmark.limits[f"matmul_{dtype}_gflop_per_s"]
         case["fraction_of_limit"] = case["flops"] / case["sides"]["verax"]["median_s"] / 1e9 / rate
         cases.append(case)
         versions |= others
@@ -54,9 +56,24 @@ def bench_video(settings: VideoSettings) -> dict[str, Any]:
         for name in settings.memory
     ]
     level = library.level() if jax.default_backend() == "cpu" else None
-    asked = asdict(settings) | {"cpu_level": level}
-    measured = {"cases": cases, "attention_memory": planned}
-    return benchmark.result(settings=asked, versions=versions, **_page(asked, measured), **measured)
+    layers = f", {settings.layers} layers" if settings.layers else ""
+    what = "text and image to video" if settings.size == "5b" else "image to video"
+    clip = f"{'-'.join(map(str, frames))}x{settings.height}x{settings.width}"
+    return benchmark.result(
+        slug(settings.size, layers, *(stages if cases else ["memory"]), dtype, clip),
+        title=f"Video: {settings.size} {what}{layers}, {settings.height} x {settings.width}, {dtype}",
+        intro=f"Random weights, the same on all sides. {settings.runs} rounds after {settings.warmup} of "
+        f"warm-up; the sides take turns in a round. Attention: {settings.attention}. CPU kernels: {level or 'none'}. "
+        "A step with guidance is two forward passes. Compiling includes tracing. "
+        "The limit is the measured rate of matmuls. In the rows of other sides: the factor by which verax is faster, "
+        "their first call, the calls after which ours, compiling included, took less time, and the root mean square of "
+        "the difference over the root mean square of their result.",
+        settings=asdict(settings) | {"cpu_level": level},
+        versions=versions,
+        tables=([_times(cases)] if cases else []) + ([_memory_table(planned)] if planned else []),
+        cases=cases,
+        attention_memory=planned,
+    )
 
 
 def break_even(compile_s: float, ours_s: float, theirs_first_s: float, theirs_s: float) -> int | None:
@@ -87,25 +104,25 @@ def _case(todo: Work, frames: int, settings: VideoSettings) -> tuple[dict[str, A
             _, compile_s = _compiled(todo, weights, inputs, options)
             program, cached_s = _compiled(todo, weights, inputs, options)
         ours = np.asarray(program(weights, *inputs, **options))
-        sides = {"verax": Side(lambda: jax.block_until_ready(program(weights, *inputs, **options)))}
+        sides = {"verax": lambda: jax.block_until_ready(program(weights, *inputs, **options))}
         for name in settings.against:
             if name == "openvino" and todo.stage not in OPENVINO_STAGES:
                 continue
-            other = make_baseline(name, todo, settings.dtype)
-            versions |= other.versions
+            baseline = make_baseline(name, todo, settings.dtype)
+            versions |= baseline.versions
             begin = time.perf_counter()
-            theirs = other.to_numpy(other.run())
+            theirs = baseline.to_numpy(baseline.run())
             first = time.perf_counter() - begin
             apart = float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
             others[name] = {"first_s": first, "difference": apart}
-            sides[name] = Side(other.run)
+            sides[name] = baseline.run
         samples = time_sides(sides, runs=settings.runs, warmup=settings.warmup, title=f"measuring: {todo.stage}")
-    for name, found in others.items():
-        found["break_even"] = break_even(compile_s, samples["verax"].median, found["first_s"], samples[name].median)
+    for name, other in others.items():
+        other["break_even"] = break_even(compile_s, samples["verax"].median, other["first_s"], samples[name].median)
     more = {"flops": float(products), "bytes_moved": moved, "compile_s": compile_s, "compile_cached_s": cached_s}
     case = case_result(f"{TITLES[todo.stage]}, {frames} frames", "verax", samples, float(products), **more)
-    for name, found in others.items():
-        case["sides"][name] |= found
+    for name, other in others.items():
+        case["sides"][name] |= other
     return {"stage": todo.stage, "frames": frames, **case}, versions
 
 
@@ -128,44 +145,20 @@ def _memory(todo: Work, attention: str) -> dict[str, Any]:
     return {f"{name}_gb": size / 1e9 for name, size in sizes.items()}
 
 
-def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
-    """Name, title, intro and tables of a result."""
-    layers = f", {settings['layers']} layers" if settings["layers"] else ""
-    what = "text and image to video" if settings["size"] == "5b" else "image to video"
-    cases, planned = measured["cases"], measured["attention_memory"]
-    stages = settings["stage"] if cases else ["memory"]
-    clip = f"{'-'.join(map(str, settings['frames']))}x{settings['height']}x{settings['width']}"
-    tables = [_times(cases)] if cases else []
-    if planned:
-        cell = lambda key: lambda row: "" if "left_out" in row else f"{row[key]:.1f}"
-        columns = {
-            "frames": lambda row: row["frames"],
-            "attention": lambda row: row["attention"],
-            "GB": lambda row: f"left out: {row['left_out']}" if "left_out" in row else f"{row['peak_gb']:.1f}",
-            "weights": cell("weights_gb"),
-            "temporary": cell("temporary_gb"),
-        }
-        note = "Memory of a forward pass by `memory_analysis()` of the compiled program, weights included."
-        tables.append(table(planned, columns, note=note))
-    return {
-        "name": slug(settings["size"], layers, *stages, settings["dtype"], clip),
-        "title": f"Video: {settings['size']} {what}{layers}, {settings['height']} x {settings['width']}, "
-        f"{settings['dtype']}",
-        "intro": f"Random weights, the same on all sides. {settings['runs']} rounds after {settings['warmup']} of "
-        f"warm-up; the sides take turns in a round. Attention: {settings['attention']}. CPU kernels: "
-        f"{settings['cpu_level'] or 'none'}. A step with guidance is two forward passes. Compiling includes tracing. "
-        "The limit is the measured rate of matmuls. In the rows of other sides: the factor by which verax is faster, "
-        "their first call, the calls after which ours, compiling included, took less time, and the root mean square of "
-        "the difference over the root mean square of their result.",
-        "tables": tables,
+def _memory_table(planned: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    cell = lambda key: lambda row: "" if "left_out" in row else f"{row[key]:.1f}"
+    columns = {
+        "frames": lambda row: row["frames"],
+        "attention": lambda row: row["attention"],
+        "GB": lambda row: f"left out: {row['left_out']}" if "left_out" in row else f"{row['peak_gb']:.1f}",
+        "weights": cell("weights_gb"),
+        "temporary": cell("temporary_gb"),
     }
+    note = "Memory of a forward pass by `memory_analysis()` of the compiled program, weights included."
+    return table(planned, columns, note=note)
 
 
 def _times(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    rows: Iterator[tuple[Any, str, Any]] = (
-        (case, name, side) for case in cases for name, side in case["sides"].items()
-    )
-
     def ours(text: Callable[[Any], str]) -> Callable[[Any], str]:
         return lambda row: text(row[0]) if row[1] == "verax" else ""
 
@@ -173,7 +166,7 @@ def _times(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return lambda row: text(row[2]) if "first_s" in row[2] else ""
 
     return table(
-        rows,
+        side_rows(cases),
         {
             "stage": lambda row: TITLES[row[0]["stage"]],
             "frames": lambda row: row[0]["frames"],
@@ -184,7 +177,7 @@ def _times(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "of the limit": ours(lambda case: f"{100 * case['fraction_of_limit']:.0f}%"),
             "compile s": ours(lambda case: f"{case['compile_s']:.1f}"),
             "from cache s": ours(lambda case: f"{case['compile_cached_s']:.1f}"),
-            "verax is": lambda row: f"{row[0]['ratios'][row[1]]:.2f}x" if row[1] != "verax" else "",
+            "verax is": faster_by,
             "first call s": theirs(lambda side: f"{side['first_s']:.1f}"),
             "pays": theirs(lambda side: "never" if side["break_even"] is None else f"after {side['break_even']}"),
             "apart": theirs(lambda side: f"{side['difference']:.1e}"),

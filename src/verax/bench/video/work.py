@@ -22,9 +22,8 @@ from verax.video.load import divided_component
 from verax.video.networks import latents_at_once
 from verax.video.programs import Component
 
-__all__ = ["SIZES", "TITLES", "Work", "work"]
+__all__ = ["SIZES", "Work", "work"]
 
-TITLES = {"transformer": "transformer, a forward pass", "vae": "VAE, decoding", "text": "text encoder, 512 tokens"}
 WORDS, PATCHES = 512, 257
 """Tokens of a prompt and of an image that condition the transformer, as in the published pipelines."""
 
@@ -53,23 +52,26 @@ SIZES: Mapping[str, Size] = {
 
 @dataclass(frozen=True)
 class Work:
-    """One stage that all sides compute."""
+    """One stage that all sides compute.
+
+    Attributes:
+        component: our model, with the weights when it is used.
+        weights: weights by our names.
+        table: our names to the other library's.
+        inputs: inputs in our layout.
+        function: traced function of the module, the inputs, and `attention` for the transformer.
+        prepare: function of the module and the inputs that our side runs once for many calls; its result replaces them.
+        config: configuration of our model, from which the other side makes its own.
+    """
 
     stage: str
     component: Component[Any]
-    """Our model, with the weights below when it is used."""
     weights: Mapping[str, np.ndarray]
-    """Weights by our names."""
     table: Renaming
-    """Our names to the other library's."""
     inputs: tuple[np.ndarray, ...]
-    """Inputs in our layout."""
     function: Callable[..., Any]
-    """Traced function of the module, then of the inputs, then of `attention` for the transformer."""
     prepare: Callable[..., Any] | None
-    """Function of the module and the inputs that our side runs once for many calls; its result replaces them."""
     config: Any
-    """Configuration of our model, from which the other side makes its own."""
 
     def run(self, weights: Any, *inputs: Any, **options: Any) -> Any:
         """Call `function` with weights in their place."""
