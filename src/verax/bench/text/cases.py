@@ -173,7 +173,7 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
         compiled = runner.num_compiled()
         samples = time_sides(sides, runs=settings.runs, warmup=settings.warmup)
         timed = samples.get("verax without drafts", samples["verax"])  # with drafts there are fewer steps
-        steps, products = workload.steps(runner.config.max_num_seqs), _count_products(opened, module, workload)
+        steps, products = workload.steps(runner.config.max_num_seqs), _count_products(opened, workload)
         moved = steps * (runner.weight_bytes - _unread_bytes(module, runner.config.max_num_seqs))
         work = benchmark.against_limit(timed.median, bytes_moved=moved, flops=products, dtype=dtype)
         measured: dict[str, Any] = {
@@ -225,9 +225,9 @@ def _generate_without_drafts(llm: LLM, workload: Workload) -> object:
         llm.engine.speculator = speculator
 
 
-def _count_products(opened: checkpoint.Checkpoint, module: Any, workload: Workload) -> float:
+def _count_products(opened: checkpoint.Checkpoint, workload: Workload) -> float:
     """Operations of all products with weights in a run; a token passes some of a mixture's experts only."""
-    config = module.config
+    config = causal_lm(opened.config)[1]
     # The output head has a product only for a token that another is drawn after; a last token is not read.
     head = config.vocab_size * config.hidden_size
     layers = product_weights(opened, tables=None if config.tie_word_embeddings else "embed_tokens") - head
