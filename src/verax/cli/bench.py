@@ -129,11 +129,10 @@ def compare(
 
         verax bench compare before.json after.json --threshold 10 >> "$GITHUB_STEP_SUMMARY"
     """
-    from verax.bench.compare import compare_results, render
-    from verax.bench.results import read_results
+    from verax.bench.results import compare_results, read_results, render_comparison
 
     comparison = compare_results(read_results(old), read_results(new), threshold=threshold / 100)
-    sys.stdout.write(json.dumps(comparison, indent=2) + "\n" if as_json else render(comparison))
+    sys.stdout.write(json.dumps(comparison, indent=2) + "\n" if as_json else render_comparison(comparison))
     if comparison["regressions"]:
         raise typer.Exit(1)
 

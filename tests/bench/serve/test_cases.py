@@ -11,8 +11,7 @@ from tests.bench.serve.conftest import answer, in_a_thread
 from tests.support.fake_server import FakeServer
 from tests.support.tiny import tiny_checkpoint
 from verax import builtin
-from verax.bench.compare import compare_results
-from verax.bench.results import markdown, read_results, write
+from verax.bench.results import compare_results, markdown, read_results, write
 from verax.bench.serve import cases
 from verax.bench.serve.cases import bench_serve
 from verax.bench.serve.load import Answer, Load, Request, draw_requests, run_load

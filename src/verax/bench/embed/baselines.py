@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -218,11 +219,21 @@ def find_ways(
     Raises:
         MissingDependencyError: without torch or a module of the library.
     """
-    export = _openvino_ways if library == "openvino" else _onnxruntime_ways
-    tokenizer = Tokenizer.from_folder(folder)
-    batches = lambda source: Batches(tokenizer, encoder.max_length, source.padding)
-    sizes = [1] if settings.latency else sorted({settings.batch_size, 1}, reverse=True)
-    return export(partial(_pooled_model, folder, encoder.pooling), precision, batches, texts, sizes, settings.latency)
+    is_openvino = library == "openvino"
+    module = import_openvino() if is_openvino else require_optional(library)
+    # Written out, the products and the softmax are the pattern that onnxruntime's optimizer fuses.
+    source = _pooled_model(folder, encoder.pooling, attention="sdpa" if is_openvino else "eager")
+    batches = Batches(Tokenizer.from_folder(folder), encoder.max_length, source.padding)
+    if not is_openvino and precision == "bfloat16":  # onnxruntime's kernels of a CPU have it on ARM only
+        precision = "float32"
+    export = _openvino_runs if is_openvino else _onnxruntime_runs
+    runs, versions = export(module, source, precision, batches(texts[:CALIBRATION_TEXTS], 1))
+    first, *sizes = [1] if settings.latency else sorted({settings.batch_size, 1}, reverse=True)
+    ways: Ways = {}
+    for setting, run in islice(runs, 1 if settings.latency else None):
+        ways |= batches.ways(setting, run, first, *(sizes if ways else ()))
+    versions |= {library: module.__version__.partition("-")[0], f"{library}_threads": num_cores()}
+    return f"{library} {precision}", ways, versions
 
 
 INPUTS, OUTPUT = ("input_ids", "attention_mask"), "vectors"
@@ -230,41 +241,28 @@ INPUTS, OUTPUT = ("input_ids", "attention_mask"), "vectors"
 OPSET = 17
 """Version of ONNX's operators: the first with LayerNormalization. onnxruntime's fusions know what it exports to."""
 
+Runs = tuple[Iterator[tuple[str, Run]], dict[str, Any]]
+"""Functions that run a model by the setting of its library, the best of one call at a time first; and versions."""
 
-def _onnxruntime_ways(
-    load: Callable[..., Any],
-    precision: str,
-    batches_of: Callable[[Any], Batches],
-    texts: list[str],
-    sizes: list[int],
-    latency: bool,
-) -> tuple[str, Ways, dict[str, Any]]:
-    """Model of transformers, exported by torch, fused by onnxruntime's optimizer of transformers.
 
-    On a CPU without bfloat16 kernels, which onnxruntime has for ARM only, bfloat16 is run as float32. int8 is
-    onnxruntime's dynamic quantisation: weights by column, activations by tensor as they come; `texts` are not needed.
+def _onnxruntime_runs(runtime: Any, source: Any, precision: str, calibration: Iterable[Batch]) -> Runs:
+    """Model exported by torch, fused by onnxruntime's optimizer of transformers.
+
+    int8 is onnxruntime's dynamic quantisation: weights by column, activations by tensor as they come.
     """
-    runtime, cores = require_optional("onnxruntime"), num_cores()
     require_optional("onnx")
-    precision = "int8" if precision == "int8" else "float32"
-    # Written out, the products and the softmax are the pattern that the optimizer fuses.
-    source = load(attention="eager")
+    cores = num_cores()
     with tempfile.TemporaryDirectory(prefix="verax-bench-") as name:
         path = _exported(source, Path(name), quantized=precision == "int8")
-
-        def run(threads: int, at_once: int) -> Run:
+        sessions = []
+        for threads in (cores, 1):
             options = runtime.SessionOptions()
             options.intra_op_num_threads = threads
             options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_ALL
-            session = runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-            return partial(_calls, session, at_once)
-
-        batches = batches_of(source)
-        ways = batches.ways(f"intra_op_num_threads={cores}", run(cores, 1), sizes[0])
-        if not latency:
-            ways |= batches.ways(f"intra_op_num_threads=1, {cores} calls at once", run(1, cores), *sizes)
-    versions = {"onnxruntime": runtime.__version__, "onnxruntime_threads": cores}
-    return f"onnxruntime {precision}", ways, versions
+            sessions.append(runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"]))
+    settings = f"intra_op_num_threads={cores}", f"intra_op_num_threads=1, {cores} calls at once"
+    runs = [partial(_calls, session, at_once) for session, at_once in zip(sessions, (1, cores), strict=True)]
+    return zip(settings, runs, strict=True), {}
 
 
 def _exported(source: Any, folder: Path, *, quantized: bool) -> Path:
@@ -327,37 +325,28 @@ HINTS = {"float32": "f32", "bfloat16": "bf16", "int8": "bf16"}
 """INFERENCE_PRECISION_HINT by precision: of an int8 model, of the operations that stay in floating point."""
 
 
-def _openvino_ways(
-    load: Callable[..., Any],
-    precision: str,
-    batches_of: Callable[[Any], Batches],
-    texts: list[str],
-    sizes: list[int],
-    latency: bool,
-) -> tuple[str, Ways, dict[str, Any]]:
-    """Model of transformers, converted by `openvino.convert_model`.
+def _openvino_runs(openvino: Any, source: Any, precision: str, calibration: Iterable[Batch]) -> Runs:
+    """Model converted by `openvino.convert_model`.
 
-    int8 is NNCF's post-training quantisation of weights and activations (W8A8, SmoothQuant), calibrated with `texts`.
+    int8 is NNCF's post-training quantisation of weights and activations (W8A8, SmoothQuant).
     """
-    openvino = import_openvino()
     (torch,) = import_torch()
-    source = load()
-    batches, ids = batches_of(source), torch.ones((2, 3), dtype=torch.long)
-    versions = {"openvino": openvino.__version__.partition("-")[0], "openvino_threads": num_cores()}
+    nncf = require_optional("nncf") if precision == "int8" else None
+    ids = torch.ones((2, 3), dtype=torch.long)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's tracer
         model = openvino.convert_model(source, example_input=dict.fromkeys(INPUTS, ids))
-    if precision == "int8":
-        nncf = require_optional("nncf")
-        versions["nncf"] = nncf.__version__
-        model = _quantized_by_nncf(nncf, model, batches(texts[:CALIBRATION_TEXTS], 1))
-    first = partial(_one_at_a_time, compile_openvino(openvino, model, "LATENCY", precision).create_infer_request())
-    ways = batches.ways("PERFORMANCE_HINT=LATENCY", first, sizes[0])
-    if not latency:
+    if nncf is not None:
+        model = _quantized_by_nncf(nncf, model, calibration)
+
+    def runs() -> Iterator[tuple[str, Run]]:
+        request = compile_openvino(openvino, model, "LATENCY", precision).create_infer_request()
+        yield "PERFORMANCE_HINT=LATENCY", partial(_one_at_a_time, request)
         streams = compile_openvino(openvino, model, "THROUGHPUT", precision)
         setting = f"PERFORMANCE_HINT=THROUGHPUT ({streams.get_property('NUM_STREAMS')} streams)"
-        ways |= batches.ways(setting, partial(_in_streams, openvino.AsyncInferQueue(streams)), *sizes)
-    return f"openvino {precision}", ways, versions
+        yield setting, partial(_in_streams, openvino.AsyncInferQueue(streams))
+
+    return runs(), {} if nncf is None else {"nncf": nncf.__version__}
 
 
 def compile_openvino(openvino: Any, model: Any, hint: str, precision: str) -> Any:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from verax.bench.embed.baselines import compile_openvino, import_openvino
 from verax.bench.harness import import_torch, torch_versions
-from verax.bench.video.work import Work
 from verax.machine import num_cores
+
+if TYPE_CHECKING:
+    from verax.bench.video.cases import Work
 
 __all__ = ["Baseline", "make_baseline"]
 
