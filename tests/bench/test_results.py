@@ -157,7 +157,7 @@ def test_another_machine_or_a_busy_one_is_named():
 
 
 @pytest.mark.parametrize(
-    ("new", "how", "match"),
+    ("new", "options", "match"),
     [
         (timed(subject="ops"), {}, "expected a result of bench text, got one of bench ops"),
         (timed(sides=("other",)), {}, "none of its sides is in old"),
@@ -165,9 +165,9 @@ def test_another_machine_or_a_busy_one_is_named():
         (timed(), {"threshold": 1.5}, "threshold"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(new, how, match):
+def test_what_cannot_be_compared_is_refused(new, options, match):
     with pytest.raises(InvalidParameterError, match=match):
-        compare_results(timed(), new, **how)
+        compare_results(timed(), new, **options)
 
 
 @pytest.mark.parametrize(("scale", "status"), [(1.2, 1), (1.0, 0)])

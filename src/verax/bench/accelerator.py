@@ -52,13 +52,13 @@ class Part(NamedTuple):
     """One command of a run.
 
     Attributes:
-        about: what it measures.
+        summary: what it measures.
         command: words after the Python interpreter, as a shell has them.
         tiny: options that a rehearsal adds; they replace the same options before them.
         target: number that the project wants to reach on one H200.
     """
 
-    about: str
+    summary: str
     command: str
     tiny: str = ""
     target: str = ""
@@ -68,7 +68,7 @@ class Report(NamedTuple):
     """One page: its title, a sentence on the earlier port, and the options of each section, with those of `--quick`."""
 
     title: str
-    about: str
+    summary: str
     sections: Mapping[str, tuple[str, str]]
 
 
@@ -91,20 +91,20 @@ TEXT_TARGETS = {
 
 def _text(size: str, quantization: str | None) -> dict[str, Part]:
     shapes, precision = {"0.6b": "qwen3", "8b": "qwen3-8b"}[size], quantization or "bfloat16"
-    about, tiny_model = f"Qwen3-{size.upper()} shapes, {precision}", shlex.quote(str(builtin.text_model()))
+    summary, tiny_model = f"Qwen3-{size.upper()} shapes, {precision}", shlex.quote(str(builtin.text_model()))
     parts = {}
     for workload, (options, tiny) in WORKLOADS.items():
         options += f" --quantization {quantization}" if quantization else ""
         command = BENCH.format(f"text --shapes {shapes} --runs 3 {options}")
         name = f"text-{size}-{precision}-{workload}"
-        parts[name] = Part(about, command, f"--model {tiny_model} {tiny} {ONCE}", TEXT_TARGETS.get(name, ""))
+        parts[name] = Part(summary, command, f"--model {tiny_model} {tiny} {ONCE}", TEXT_TARGETS.get(name, ""))
     return parts
 
 
-def _video(about: str, stage: str, frames: str, target: str = "") -> Part:
+def _video(summary: str, stage: str, frames: str, target: str = "") -> Part:
     command = BENCH.format(f"video --stage {stage} --frames {frames} --height 544 --width 960")
     tiny = f"--size tiny --frames 5 --height 16 --width 32 {ONCE}"
-    return Part(f"Wan 1.3B, 544 x 960: {about}", command, tiny, target)
+    return Part(f"Wan 1.3B, 544 x 960: {summary}", command, tiny, target)
 
 
 PARTS: Mapping[str, Part] = {
@@ -209,7 +209,7 @@ def bench_accelerator(
         elif left < min(SHORTEST, seconds):
             record = {"error": f"not begun: the budget of {seconds:g} s is spent", "note": "", "result": None}
         else:
-            report(f"{name}: {part.about}")
+            report(f"{name}: {part.summary}")
             words = shlex.split(f"{part.command} {part.tiny if rehearse else ''}")
             record = run_command(words, path.with_suffix(".log"), min(left, part_seconds)) | run
             write_json(path, record)
@@ -356,7 +356,7 @@ def bench_reports(
             tables += [heading | {key: value for key, value in one.items() if value} for one in result["tables"]]
             facts |= {key: result[key] for key in ("machine", "measured", "noise")}
         made_by = f"verax bench reports{' --quick' if quick else ''} --only {name}"
-        facts |= {"title": page.title, "intro": f"{page.about} Made by `{made_by}`.", "tables": tables, "notes": []}
+        facts |= {"title": page.title, "intro": f"{page.summary} Made by `{made_by}`.", "tables": tables, "notes": []}
         paths.append(folder / f"{name}.md")
         write_text(paths[-1], markdown({**facts, "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")}))
         report(f"written: {paths[-1]}")

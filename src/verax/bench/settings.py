@@ -101,8 +101,6 @@ class _Engine(_Timed, _OfModel):
     quantization: str | None = option(
         None, "int8, int4 or dequantize.", flags=("--quantization", "-q"), shown="the checkpoint's"
     )
-    kv_cache_dtype: str = option("auto", "dtype of keys and values: auto, bfloat16, float32, fp8 or int8.")
-    max_num_seqs: int | None = option(None, "Most sequences in one step.", low=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +213,6 @@ class VideoSettings(_Timed):
     frames: Any = listed("9", "Frames of the clip, 4n + 1; a case each.", kind=int)
     height: int = option(272, "Pixels, divisible by 16.")
     width: int = option(480, "Pixels, divisible by 16.")
-    attention: str = option("auto", "Implementation that the transformer is timed with.")
     memory: Any = listed(
         None, "Implementations whose memory is planned, which runs nothing: auto,chunked,standard,flash."
     )
@@ -245,14 +242,7 @@ class TeaCacheSettings(_OfModel):
     prompts: Path | None = option(
         None, "A file with a prompt on each line; the built-in model has some of its own.", path="file"
     )
-    image: str | None = option(None, "A picture: the first frame of all clips.")
     thresholds: Any = listed("0.05,0.1,0.2,0.3", "Of --cache-threshold.", kind=float)
-    num_frames: int | None = option(None, "4n + 1.", shown="checkpoint's")
-    height: int | None = option(None, "Of a frame, in pixels.", shown="checkpoint's")
-    width: int | None = option(None, "Of a frame, in pixels.", shown="checkpoint's")
-    num_inference_steps: int | None = option(
-        None, "Steps of the solver.", flags=("--inference-steps",), shown="checkpoint's"
-    )
     dtype: str = option("bfloat16", "bfloat16 or float32.")
 
     def __post_init__(self) -> None:

@@ -104,7 +104,7 @@ def accelerator(
 
     if list_parts:
         width = max(map(len, PARTS))
-        typer.echo("\n".join(f"{name:{width}}  {part.about}" for name, part in PARTS.items()))
+        typer.echo("\n".join(f"{name:{width}}  {part.summary}" for name, part in PARTS.items()))
         return
     limits = {"part_seconds": part_seconds, "seconds": seconds}
     result = bench_accelerator(output, only=_names(only), rehearse=rehearse, **limits, report=_log)

@@ -28,12 +28,12 @@ class Recorder:
     """Answers after some turns of the event loop, and keeps the numbers of requests in flight."""
 
     def __init__(self):
-        self.in_flight, self.most, self.order = 0, 0, []
+        self.in_flight, self.largest, self.order = 0, 0, []
 
     async def ask(self, request):
         self.order.append(request.number)
         self.in_flight += 1
-        self.most = max(self.most, self.in_flight)
+        self.largest = max(self.largest, self.in_flight)
         for _ in range(1 + request.number % 3):
             await asyncio.sleep(0)
         self.in_flight -= 1
@@ -51,7 +51,7 @@ def test_a_closed_loop_keeps_that_number_in_flight(concurrency, count):
     done = run(Load("a", concurrency=concurrency, num_requests=count), recorder)
     assert [answer.request.number for answer in done.answers] == list(range(count))
     assert recorder.order == list(range(count))
-    assert recorder.most == min(concurrency, count)
+    assert recorder.largest == min(concurrency, count)
 
 
 def test_an_open_loop_sends_at_the_times_of_its_run_however_slow_the_answers():
@@ -65,7 +65,7 @@ def test_an_open_loop_sends_at_the_times_of_its_run_however_slow_the_answers():
     done = run(Load("a", arrivals=arrivals, num_requests=12), recorder, number=3)
     assert asked == [3]
     assert len(done.answers) == 12
-    assert recorder.most > 1
+    assert recorder.largest > 1
 
 
 def test_a_duration_ends_a_loop_and_answers_in_flight_are_waited_for():

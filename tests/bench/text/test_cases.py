@@ -22,31 +22,31 @@ def measure(folder, custom=None, /, **options):
     return bench_text(TextSettings(model=folder, **{"runs": 1, "warmup": 0, "dtype": "float32", **options}), custom)
 
 
-def made(vocab_size, **options):
+def drawn(vocab_size, **options):
     return make_workload(TextSettings(**options), vocab_size)
 
 
 def test_nano_vllms_case_has_its_lengths_and_scales():
-    workload = made(151936, workload="nano-vllm")
+    workload = drawn(151936, workload="nano-vllm")
     lengths = [len(prompt) for prompt in workload.prompts]
     assert len(lengths) == 256
     assert 100 <= min(lengths) < 150
     assert 970 < max(lengths) <= 1024
     assert all(100 <= count <= 1024 for count in workload.max_tokens)
-    small = made(100, workload="nano-vllm", requests=8, scale=0.1)
+    small = drawn(100, workload="nano-vllm", requests=8, scale=0.1)
     assert max(len(prompt) for prompt in small.prompts) <= 102
     assert all(token < 100 for prompt in small.prompts for token in prompt)
 
 
 def test_a_repeating_prompt_is_the_same_tokens_over_and_over():
-    (text,) = made(1000, workload="repeat", model="trained").prompts
+    (text,) = drawn(1000, workload="repeat", model="trained").prompts
     assert text == text[:48] * 4
-    assert not made(1000, workload="repeat", model="trained").params()[0].logit_bias
-    assert dict(made(1000, workload="repeat").params()[0].logit_bias) == {text[0]: 100.0}
+    assert not drawn(1000, workload="repeat", model="trained").params()[0].logit_bias
+    assert dict(drawn(1000, workload="repeat").params()[0].logit_bias) == {text[0]: 100.0}
 
 
 def test_reading_a_prompt_is_a_case_whose_rate_counts_the_prompt(folder, bench):
-    assert made(1000, workload="prompt").prompt_tokens == 512
+    assert drawn(1000, workload="prompt").prompt_tokens == 512
     work = ("--workload", "prompt", "--prompt-tokens", 24, "--dtype", "float32", "--runs", 2, "--warmup", 0)
     status, out, _ = bench("text", "--model", folder, *work, "--json")
     result = json.loads(out)
@@ -58,7 +58,7 @@ def test_reading_a_prompt_is_a_case_whose_rate_counts_the_prompt(folder, bench):
 
 def test_an_engine_with_drafts_is_compared_with_itself_without_them(folder):
     config = '{"method": "ngram", "num_speculative_tokens": 3}'
-    result = measure(folder, made(320, workload="repeat", max_tokens=40), speculative_config=config)
+    result = measure(folder, drawn(320, workload="repeat", max_tokens=40), speculative_config=config)
     assert set(result["cases"][0]["ratios"]) == {"verax without drafts"}
     assert result["settings"]["speculative_config"] == json.loads(config)
     drafts = result["spec_decode"]

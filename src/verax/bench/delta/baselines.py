@@ -132,7 +132,7 @@ def naive_fla(family: str) -> ModuleType:
         MissingDependencyError: without flash-linear-attention or einops.
     """
     spec = importlib.util.find_spec("fla")
-    missing = [name for name, found in ((FLA, spec), ("einops", importlib.util.find_spec("einops"))) if found is None]
+    missing = [name for name, module in ((FLA, spec), ("einops", importlib.util.find_spec("einops"))) if module is None]
     if spec is None or missing:
         raise MissingDependencyError(f"{' and '.join(missing)} not installed: pip install {FLA}")
     path = Path((spec.submodule_search_locations or [""])[0], "ops", *family.split("."), "naive.py")

@@ -62,9 +62,9 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
         opened = checkpoint.Checkpoint.open(path)
         traffic = TrafficSettings(**{field.name: getattr(settings, field.name) for field in fields(TrafficSettings)})
         traffic = replace(traffic, vocab_size=settings.vocab_size or causal_lm(opened.config)[1].vocab_size)
-        most = settings.max_num_seqs or min(max(load.concurrency or 64 for load in loads), 256)
-        engine = {name: getattr(settings, name) for name in ("dtype", "quantization", "kv_cache_dtype")}
-        engine |= {"max_num_seqs": most, "max_model_len": traffic.longest}
+        max_num_seqs = min(max(load.concurrency or 64 for load in loads), 256)
+        engine: dict[str, Any] = {"dtype": settings.dtype, "quantization": settings.quantization}
+        engine |= {"max_num_seqs": max_num_seqs, "max_model_len": traffic.longest}
 
         async def connect(client: Client) -> Client:
             stack.push_async_callback(client.close)
@@ -86,7 +86,7 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
                 precision = settings.quantization or settings.dtype
                 gguf, file = gguf_file(opened, precision, stack, vocabulary=path / "tokenizer.json")
                 argument, engine["quantization"] = str(file), None  # all sides read the same file
-                slots = max(load.concurrency or most for load in loads)
+                slots = max(load.concurrency or max_num_seqs for load in loads)
                 client = runner.run(start(partial(llama_server_command, program, file, slots, traffic.longest)))
                 sides["llama.cpp server"] = partial(run_load, client.complete)
             if "offline" in against:
@@ -108,14 +108,14 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
     asked = {
         "model": model if url is None else client.model,
         "gguf": gguf,
-        "max_num_seqs": most,
+        "max_num_seqs": max_num_seqs,
         "traffic": asdict(traffic),
         "loads": [load.name for load in loads],
         "num_requests": [load.num_requests for load in loads],
         "duration": [load.duration for load in loads],
         "goodput_ms": goodput,
     }
-    same = ("url", "shapes", "against", "dtype", "quantization", "kv_cache_dtype", "runs", "warmup")
+    same = ("url", "shapes", "against", "dtype", "quantization", "runs", "warmup")
     asked |= {name: getattr(settings, name) for name in same}
     versions = {"llama_server": llama_server_version(program)} if program else {}
     precision = settings.quantization or settings.dtype
@@ -124,8 +124,8 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
     return benchmark.result(
         slug(name.rstrip("/").rpartition("/")[2].removeprefix("the "), *words, *asked["loads"]),
         title=f"Serve: {name}",
-        intro=f"{f'a GGUF file of {gguf}, which all sides read' if gguf else precision}, at most {most} sequences in a "
-        f"step; {_requests(traffic)}; {rounds(asked)}. The client runs on the same machine. "
+        intro=f"{f'a GGUF file of {gguf}, which all sides read' if gguf else precision}, at most {max_num_seqs} "
+        f"sequences in a step; {_requests(traffic)}; {rounds(asked)}. The client runs on the same machine. "
         "Latencies are mean, p50 / p90 / p99 of complete answers, without slow readers.",
         settings=asked,
         versions=versions,

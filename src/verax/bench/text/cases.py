@@ -147,11 +147,7 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
         with peak_growth() as loading:
             module = load_causal_lm(opened, dtype=dtype, quantization=quantization)
         load_seconds = time.perf_counter() - begin
-        sized = {
-            "max_num_seqs": settings.max_num_seqs or min(len(workload.prompts), 256),
-            "max_model_len": workload.longest,
-            "kv_cache_dtype": settings.kv_cache_dtype,
-        }
+        sized: dict[str, Any] = {"max_num_seqs": min(len(workload.prompts), 256), "max_model_len": workload.longest}
         llm = LLM.from_module(module, speculative_config=drafts, **sized)
         runner = llm.engine.runner
         sides: dict[str, Callable[[], object]] = {}
@@ -366,8 +362,7 @@ def _generate_in_torch(torch: Any, model: Any, temperature: float, prompts: list
 
 def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
     """Name, title, intro, tables and notes of a result."""
-    weights, cache = settings["quantization"] or settings["dtype"], settings["kv_cache_dtype"]
-    precision = weights if cache == "auto" else f"{weights}, {cache} cache"
+    precision = settings["quantization"] or settings["dtype"]
     count, workload = settings["requests"], settings["workload"]
     start, work = measured["start_up"], measured["work"]
     drafts, case = settings["speculative_config"], measured["cases"][0]

@@ -184,17 +184,17 @@ def _load(opened: checkpoint.Checkpoint, name: str) -> CausalLM:
     return load_causal_lm(opened, dtype=variant.dtype, quantization=variant.quantization or DEQUANTIZE, requantize=True)
 
 
-def _windows(tokenizer: Tokenizer, texts: Iterable[str], window: int, most: int) -> Iterator[list[int]]:
-    """Token ids of texts, cut into windows, each after the beginning token if there is one; `most` tokens in all."""
+def _windows(tokenizer: Tokenizer, texts: Iterable[str], window: int, num_tokens: int) -> Iterator[list[int]]:
+    """Token ids of texts, cut into windows, each after the beginning token if there is one; `num_tokens` in all."""
     begin = [token for token in tokenizer.encode("") if token not in tokenizer.eos_token_ids]
     size = window - len(begin)
     for text in texts:
         ids = tokenizer.encode(text, add_special_tokens=False)
         for at in range(0, len(ids), size):
-            if most <= 0:
+            if num_tokens <= 0:
                 return
-            yield [*begin, *ids[at : at + size]][:most]
-            most -= len(begin) + len(ids[at : at + size])
+            yield [*begin, *ids[at : at + size]][:num_tokens]
+            num_tokens -= len(begin) + len(ids[at : at + size])
 
 
 @partial(jax.jit, static_argnums=(0, 4))

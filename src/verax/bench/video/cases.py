@@ -109,8 +109,7 @@ def bench_video(settings: VideoSettings) -> dict[str, Any]:
         InvalidParameterError: naming what is wrong.
         MissingDependencyError: if a baseline is not installed.
     """
-    for name, given in (("memory", settings.memory), ("attention", [settings.attention])):
-        check_names(name, given, ATTENTION)
+    check_names("memory", settings.memory, ATTENTION)
     frames, stages, dtype = settings.frames, settings.stage, settings.dtype
     works = [(stage, count) for stage in stages for count in frames if stage != "text" or count == frames[0]]
     benchmark = Benchmark("video")
@@ -134,11 +133,10 @@ def bench_video(settings: VideoSettings) -> dict[str, Any]:
         slug(settings.size, layers, *(stages if cases else ["memory"]), dtype, clip),
         title=f"Video: {settings.size} {what}{layers}, {settings.height} x {settings.width}, {dtype}",
         intro=f"Random weights, the same on all sides. {settings.runs} rounds after {settings.warmup} of "
-        f"warm-up; the sides take turns in a round. Attention: {settings.attention}. CPU kernels: {level or 'none'}. "
-        "A step with guidance is two forward passes. Compiling includes tracing. "
-        "The limit is the measured rate of matmuls. In the rows of other sides: the factor by which verax is faster, "
-        "their first call, the calls after which ours, compiling included, took less time, and the root mean square of "
-        "the difference over the root mean square of their result.",
+        f"warm-up; the sides take turns in a round. CPU kernels: {level or 'none'}. A step with guidance is two "
+        "forward passes. Compiling includes tracing. The limit is the measured rate of matmuls. In the rows of other "
+        "sides: the factor by which verax is faster, their first call, the calls after which ours, compiling included, "
+        "took less time, and the root mean square of the difference over the root mean square of their result.",
         settings=asdict(settings) | {"cpu_level": level},
         versions=versions,
         tables=([_times(cases)] if cases else []) + ([_memory_table(planned)] if planned else []),
@@ -162,7 +160,6 @@ def break_even(compile_s: float, ours_s: float, theirs_first_s: float, theirs_s:
 
 def _case(todo: Work, frames: int, settings: VideoSettings) -> tuple[dict[str, Any], dict[str, Any]]:
     """A stage timed on all sides, and the versions of the others."""
-    options = {"attention": settings.attention} if todo.stage == "transformer" else {}
     component = todo.component
     products, moved = count_products(todo.run, component.shapes, *todo.shapes)
     versions: dict[str, Any] = {}
@@ -172,10 +169,10 @@ def _case(todo: Work, frames: int, settings: VideoSettings) -> tuple[dict[str, A
         if todo.prepare is not None:
             inputs = Program(todo.prepared)(weights, *inputs)
         with empty_compilation_cache():
-            _, compile_s = _compiled(todo, weights, inputs, options)
-            program, cached_s = _compiled(todo, weights, inputs, options)
-        ours = np.asarray(program(weights, *inputs, **options))
-        sides = {"verax": lambda: jax.block_until_ready(program(weights, *inputs, **options))}
+            _, compile_s = _compiled(todo, weights, inputs)
+            program, cached_s = _compiled(todo, weights, inputs)
+        ours = np.asarray(program(weights, *inputs))
+        sides = {"verax": lambda: jax.block_until_ready(program(weights, *inputs))}
         for name in settings.against:
             if name == "openvino" and todo.stage not in OPENVINO_STAGES:
                 continue
@@ -197,12 +194,12 @@ def _case(todo: Work, frames: int, settings: VideoSettings) -> tuple[dict[str, A
     return {"stage": todo.stage, "frames": frames, **case}, versions
 
 
-def _compiled(todo: Work, weights: Any, inputs: Any, options: dict[str, Any]) -> tuple[Program, float]:
+def _compiled(todo: Work, weights: Any, inputs: Any) -> tuple[Program, float]:
     """A program that is ready for a call, and the seconds that tracing and compiling took."""
     jax.clear_caches()  # what is traced already would not be traced again
     program = Program(todo.run)
     begin = time.perf_counter()
-    program.memory(weights, *inputs, **options)
+    program.memory(weights, *inputs)
     return program, time.perf_counter() - begin
 
 
