@@ -259,11 +259,6 @@ def _table(records: Mapping[str, Any]) -> dict[str, Any]:
 def run_command(words: Sequence[str], log: Path, seconds: float) -> dict[str, Any]:
     """Run Python with these words in a process of its own, and stop all of its processes at the end of the time.
 
-    Args:
-        words: after the interpreter.
-        log: file that gets what it prints to standard error.
-        seconds: time limit.
-
     Returns:
         `result`, the JSON on standard output or None; `note`, else its last line; `error`, empty if the status was 0;
         `seconds`.
@@ -328,15 +323,6 @@ def bench_reports(
     """Write the page `NAME.md` of each report into a folder; their paths.
 
     A section that cannot run here (a library or a device that is missing, too little memory) states the reason.
-
-    Args:
-        folder: of the pages.
-        quick: smaller and fewer cases: minutes on two cores.
-        only: names out of `REPORTS`; all if empty.
-        report: called with a line when a section begins and when a page is written.
-
-    Raises:
-        InvalidParameterError: for an unknown report.
     """
     check_names("only", only, REPORTS)
     folder.mkdir(parents=True, exist_ok=True)

@@ -74,11 +74,7 @@ SHARES = (".beta", ".keep", ".decays[0]", ".decays[1]", ".gates[0]", ".gates[1]"
 
 
 def compare_operations(rehearse: bool) -> Iterator[dict[str, Any]]:
-    """Compare each implementation that takes a call here; a row for each call, as `compare` returns it.
-
-    Args:
-        rehearse: without the largest examples and cases.
-    """
+    """Compare each implementation that takes a call here; a row for each call, as `compare` returns it."""
     rng = np.random.default_rng(0)
     for name, operation in ops.operations().items():
         for example in operation.examples:

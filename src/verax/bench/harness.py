@@ -253,14 +253,7 @@ class Benchmark:
     def result(
         self, name: str, *, settings: Mapping[str, Any], versions: Mapping[str, Any] | None = None, **rest: Any
     ) -> dict[str, Any]:
-        """Result in the format of `verax.bench.results`.
-
-        Args:
-            name: separates it from the subject's other results.
-            settings: what was asked for.
-            versions: of the baselines, in addition to the fingerprint.
-            rest: `title`, `intro`, `tables` and perhaps `notes` of its page, and what was measured.
-        """
+        """Result in the format of `verax.bench.results`; `rest` has its page and what was measured."""
         peaks = {"host_peak_gb": machine.peak_memory(), "device_peak_gb": machine.peak_device_memory()}
         return {
             "subject": self._subject,

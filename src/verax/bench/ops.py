@@ -86,10 +86,6 @@ def bench_ops(settings: OpsSettings) -> dict[str, Any]:
     """Time operations in each of their implementations, interleaved.
 
     torch runs its operation in the same dtype; quantised weights are compared with bfloat16.
-
-    Raises:
-        InvalidParameterError: for an unknown weight.
-        MissingDependencyError: if torch is asked for and not installed.
     """
     size_in, size_out, weights = settings.size_in, settings.size_out, settings.weights or tuple(WEIGHTS)
     check_names("weights", weights, WEIGHTS)
@@ -179,17 +175,7 @@ def _case_of(
     dtype: str = "bfloat16",
     **kwargs: Any,
 ) -> Case:
-    """Case of a call of an operation, with every implementation that takes it here.
-
-    Args:
-        operation: the operation, called with `args` and `kwargs`.
-        name: name of the case.
-        moved: bytes that have to be read and written.
-        flops: operations of its products.
-        others: sides of other libraries.
-        reference: False to leave the reference out, whose arrays do not fit.
-        dtype: dtype of the products.
-    """
+    """Case of a call of an operation: all implementations that take it here, but for a reference that does not fit."""
     calls = {
         impl.name: partial(_jit(partial(impl.function, **kwargs)), *args)
         for impl in operation.implementations.values()
@@ -227,17 +213,7 @@ def _in_turn(run: Callable[[Any], object], arguments: Sequence[Any]) -> Callable
 def linear_cases(
     size_in: int, size_out: int, rows: Sequence[int], weights: Sequence[str], torch: Any = None
 ) -> Iterator[Case]:
-    """Cases one by one: each kind of weight with each number of rows; with torch's side if it is given.
-
-    Args:
-        size_in, size_out: of the weight `[size_out, size_in]`.
-        rows: of the input; one case each.
-        weights: names out of `WEIGHTS`.
-        torch: the module, or None.
-
-    Raises:
-        InvalidParameterError: if blocks of one of them do not divide `size_in`.
-    """
+    """Cases one by one: each kind of weight with each number of rows; with torch's side if it is given."""
     rng = np.random.default_rng(0)
     dense = jnp.asarray(rng.standard_normal((size_out, size_in), np.float32)).astype(jnp.bfloat16)
     for kind in weights:

@@ -53,9 +53,7 @@ def test_an_answer_is_whole_however_it_is_cut(cut_at):
 )
 def test_a_failure_has_its_kind_and_the_next_request_is_not_affected(fault, error):
     failed, whole = ask_fake(FakeServer(faults={0: fault}), Request(0, PROMPT, 5), Request(1, PROMPT, 5))
-    assert failed.error == error
-    assert not failed.completed
-    assert whole.completed
+    assert (failed.error, failed.completed, whole.completed) == (error, False, True)
 
 
 def test_a_server_that_is_not_there_or_speaks_something_else_is_a_failure_too():
@@ -80,12 +78,8 @@ def test_a_server_that_is_not_there_or_speaks_something_else_is_a_failure_too():
 
 @pytest.mark.parametrize("leave_after", [0, 1, 3])
 def test_a_client_that_leaves_has_read_that_number_of_events(leave_after):
-    server = FakeServer(pause=0.005)
-    (answer,) = ask_fake(server, Request(0, PROMPT, 200, leave_after=leave_after))
-    assert answer.left
-    assert answer.error is None
-    assert not answer.completed
-    assert len(answer.events) == leave_after
+    (answer,) = ask_fake(FakeServer(pause=0.005), Request(0, PROMPT, 200, leave_after=leave_after))
+    assert (answer.left, answer.error, answer.completed, len(answer.events)) == (True, None, False, leave_after)
 
 
 @pytest.mark.parametrize("wrong", ["ftp://example.org", "localhost:8000", "http://"])

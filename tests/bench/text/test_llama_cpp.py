@@ -132,9 +132,14 @@ def test_all_sequences_take_one_token_a_step_and_leave_when_they_are_done(monkey
         llama_cpp_sides(Checkpoint.open(tiny(tmp_path / "folder")), "float32", many, stack)
 
 
+@pytest.fixture
+def _installed():
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is compiled for minutes: pip install 'verax[llama-cpp]'")
+
+
+@pytest.mark.usefixtures("_installed")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_llama_cpp_generates_our_tokens(family, tmp_path):
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is compiled for minutes: pip install 'verax[llama-cpp]'")
     folder = tiny(tmp_path, family)
     with contextlib.ExitStack() as stack:
         sides, _ = llama_cpp_sides(Checkpoint.open(folder), "float32", WORKLOAD, stack)
@@ -145,15 +150,8 @@ def test_llama_cpp_generates_our_tokens(family, tmp_path):
     assert theirs == [[list(output.outputs[0].token_ids) for output in ours]] * 2
 
 
-def test_a_file_that_llama_cpp_refuses_is_an_error_with_its_words(tmp_path):
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is compiled for minutes: pip install 'verax[llama-cpp]'")
-    (tmp_path / "a.gguf").write_bytes(b"PK" + bytes(100))
-    with pytest.raises(VeraxError, match=r"llama\.cpp: cannot load .*a\.gguf: .*magic"):
-        LlamaCpp(tmp_path / "a.gguf", context=64, batch=64)
-
-
-def test_it_is_in_one_interleaved_result_with_us(tmp_path):
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is compiled for minutes: pip install 'verax[llama-cpp]'")
+@pytest.mark.usefixtures("_installed")
+def test_it_is_in_one_interleaved_result_with_us_or_its_words_are_an_error(tmp_path):
     workload = Workload("test", ((5, 6, 7),), (3,), 0.7)
     result = bench(tiny(tmp_path), workload, "llama.cpp", quantization="int8")
     assert set(result["cases"][0]["sides"]) == {"llama.cpp Q8_0", "verax"}
@@ -162,3 +160,6 @@ def test_it_is_in_one_interleaved_result_with_us(tmp_path):
     ours = bench(path, workload, "llama.cpp")
     assert set(ours["cases"][0]["sides"]) == {"llama.cpp as stored", "verax"}
     assert result["machine"]["llama_cpp_threads"] >= 1
+    (tmp_path / "a.gguf").write_bytes(b"PK" + bytes(100))
+    with pytest.raises(VeraxError, match=r"llama\.cpp: cannot load .*a\.gguf: .*magic"):
+        LlamaCpp(tmp_path / "a.gguf", context=64, batch=64)

@@ -57,10 +57,6 @@ def find_baselines(settings: DeltaSettings, folder: Path) -> Baselines:
     Args:
         settings: what to compare with.
         folder: gets the files of Cython; it has to last as long as the baselines do.
-
-    Raises:
-        InvalidParameterError: if JAX and torch have no platform in common.
-        MissingDependencyError: without torch, or without something that `against` names.
     """
     quick = ("torch.compile",) if settings.quick else ()
     names = settings.against or tuple(name for name in DELTA_BASELINES if name not in quick)
@@ -126,11 +122,7 @@ FLA = "flash-linear-attention"
 
 
 def naive_fla(family: str) -> ModuleType:
-    """`fla/ops/FAMILY/naive.py` from its file: the package itself needs Triton to import.
-
-    Raises:
-        MissingDependencyError: without flash-linear-attention or einops.
-    """
+    """`fla/ops/FAMILY/naive.py` from its file: the package itself needs Triton to import."""
     spec = importlib.util.find_spec("fla")
     missing = [name for name, module in ((FLA, spec), ("einops", importlib.util.find_spec("einops"))) if module is None]
     if spec is None or missing:

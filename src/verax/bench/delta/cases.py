@@ -30,11 +30,6 @@ def bench_delta(settings: DeltaSettings) -> dict[str, Any]:
     """Time the delta rules and PyTorch's, interleaved, on JAX's default device.
 
     Every side is checked first: its outputs' shapes, dtypes and device, and their error against float64.
-
-    Raises:
-        InvalidParameterError: if JAX runs where torch does not.
-        MissingDependencyError: without torch, or without something that `against` names.
-        VeraxError: if two sides do not compute the same thing where they claim to.
     """
     sections, configurations = settings.only, {name: CONFIGURATIONS[name] for name in settings.configs}
     with tempfile.TemporaryDirectory(prefix="verax-bench-") as folder:

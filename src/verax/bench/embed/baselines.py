@@ -179,11 +179,7 @@ def _pooled_model(folder: Path, pooling: str, *, dtype: str = "float32", attenti
 
 
 def transformers_encode(folder: Path, dtype: str, settings: EncoderSettings, batch_size: int) -> tuple[Encode, dict]:
-    """`SentenceTransformer.encode` without that library: sorted, tokenised, padded, run, pooled, normalised; versions.
-
-    Raises:
-        MissingDependencyError: without torch or transformers.
-    """
+    """`SentenceTransformer.encode` without its library, which sorts, pads, runs, pools and normalises; versions."""
     torch, transformers = import_torch("transformers")
     versions = torch_versions(torch, transformers)
     device = versions["torch_device"]
@@ -215,9 +211,6 @@ def find_ways(
         encoder: pooling and length of the checkpoint's texts.
         texts: that int8 is calibrated with.
         settings: of the benchmark.
-
-    Raises:
-        MissingDependencyError: without torch or a module of the library.
     """
     is_openvino = library == "openvino"
     module = import_openvino() if is_openvino else require_optional(library)
@@ -360,11 +353,7 @@ def compile_openvino(openvino: Any, model: Any, hint: str, precision: str) -> An
 
 
 def import_openvino() -> Any:
-    """Import OpenVINO, which sends nothing.
-
-    Raises:
-        MissingDependencyError: if it is not installed.
-    """
+    """Import OpenVINO, which sends nothing."""
     # It would send usage statistics, from forks of this process. OpenVINO and NNCF do without it.
     sys.modules.setdefault("openvino_telemetry", None)  # pyright: ignore[reportArgumentType]
     return require_optional("openvino")

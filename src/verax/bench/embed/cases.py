@@ -46,11 +46,7 @@ PHRASES = (
 
 
 def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
-    """Encode texts with our encoder and, interleaved, with others.
-
-    Raises:
-        MissingDependencyError: if a baseline is not installed.
-    """
+    """Encode texts with our encoder and, interleaved, with others."""
     texts, benchmark = _texts(settings.sentences), Benchmark("embed")
     dtype, quantization = settings.dtype, settings.quantization
     latency, batch_size = settings.latency, settings.batch_size

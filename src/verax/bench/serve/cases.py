@@ -46,12 +46,7 @@ RUNS_OF_A_CASE = 1000
 
 
 def bench_serve(settings: ServeSettings) -> dict[str, Any]:
-    """Load a server and, interleaved, other sides with the same requests. With llama.cpp, all run the same GGUF file.
-
-    Raises:
-        MissingDependencyError: without llama.cpp's server, if it is to run.
-        VeraxError: if a server does not start or does not answer.
-    """
+    """Load a server and, interleaved, other sides with the same requests. With llama.cpp, all read one GGUF file."""
     url, against, loads = settings.url, settings.against, load_test.make_loads(settings)
     goodput = load_test.goodput_limits(settings.goodput)
     program = find_llama_server(settings.llama_server) if "llama.cpp" in against else ""
@@ -184,11 +179,7 @@ def serve_command(model: str | None, options: Mapping[str, Any], port: int) -> l
 
 
 async def run_offline(llm: LLM, load: Load, requests: Iterator[Request], *, number: int = 0) -> Run:
-    """Generate all answers of a closed loop by `LLM.generate`, as many at once as the load has in flight.
-
-    Raises:
-        InvalidParameterError: for a load without a concurrency or a number of requests.
-    """
+    """Generate all answers of a closed loop by `LLM.generate`, as many at once as the load has in flight."""
     if load.concurrency is None or load.num_requests is None:
         raise InvalidParameterError("against: offline has no arrivals and no clock; give concurrency and num_requests")
     begin, answers = time.perf_counter(), []
@@ -262,15 +253,10 @@ def _rate(run: Run) -> float:
 
 
 async def check_answers(ask: Ask, answers: Sequence[Answer], *, number: int) -> dict[str, int]:
-    """Ask some requests again, one by one, and count the answers that are the loaded server's.
+    """Ask `number` of the requests again, one by one, and count the answers that are the loaded server's.
 
     Decoding is greedy, so both answers are the same text, unless the numbers of another batch round differently where
     two tokens were almost equally likely.
-
-    Args:
-        ask: sends a request to the server, which has no other load now.
-        answers: of the load.
-        number: requests to ask again, evenly spread over the load.
     """
     whole = [answer for answer in answers if answer.completed]
     chosen = [whole[i * len(whole) // number] for i in range(number)] if len(whole) > number else whole
@@ -343,11 +329,7 @@ BUILT = Path("build/llama.cpp/bin") / PROGRAM
 
 
 def find_llama_server(given: str | None = None) -> str:
-    """Path of the given program, the one that `VARIABLE` names, the one on PATH, or the one that make built.
-
-    Raises:
-        MissingDependencyError: if there is no such program.
-    """
+    """Path of the given program, the one that `VARIABLE` names, the one on PATH, or the one that make built."""
     named = given or os.environ.get(VARIABLE)
     program = shutil.which(named) if named else shutil.which(PROGRAM) or shutil.which(str(BUILT.absolute()))
     if program is None:

@@ -143,14 +143,7 @@ class Run:
 
 
 async def run_load(ask: Ask, load: Load, requests: Iterator[Request], *, number: int = 0) -> Run:
-    """Send requests until their number or the time is reached, and wait for all answers.
-
-    Args:
-        ask: sends a request.
-        load: the loop.
-        requests: taken one by one.
-        number: of the run, which decides on the times of arrival.
-    """
+    """Send requests until their number or the time is reached, and wait for all answers."""
     answers: list[Answer] = []
     begin = time.perf_counter()
     deadline = float("inf") if load.duration is None else begin + load.duration
@@ -180,11 +173,7 @@ async def run_load(ask: Ask, load: Load, requests: Iterator[Request], *, number:
 
 
 def goodput_limits(text: str | None) -> dict[str, float]:
-    """Milliseconds that a good request takes at most, by latency, of a text such as `ttft:200,tpot:50,e2el:5000`.
-
-    Raises:
-        InvalidParameterError: for an unknown latency or a limit that is not a positive number.
-    """
+    """Milliseconds that a good request takes at most, by latency, of a text such as `ttft:200,tpot:50,e2el:5000`."""
     limits = {}
     for pair in [] if text is None else text.split(","):
         name, _, limit = pair.strip().partition(":")

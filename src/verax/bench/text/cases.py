@@ -127,15 +127,7 @@ def make_workload(settings: TextSettings, vocab_size: int) -> Workload:
 
 
 def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict[str, Any]:
-    """Run a workload, by default the settings' own, on our engine and, interleaved, on others.
-
-    Returns:
-        A result of the format of `verax.bench.results`.
-
-    Raises:
-        InvalidParameterError: for sides that do not fit the model.
-        MissingDependencyError: if a baseline is not installed.
-    """
+    """Run a workload, by default the settings' own, on our engine and, interleaved, on others."""
     dtype, quantization, drafts = settings.dtype, settings.quantization, settings.speculative_config
     if "verax" in settings.against and quantization is None:
         raise InvalidParameterError("against: verax is our side unquantised; give quantization as well")
@@ -320,12 +312,7 @@ def _prepare(llm: LLM, rows: int, length: int) -> tuple[float, np.ndarray, StepS
 
 
 def transformers_sides(opened: checkpoint.Checkpoint, dtype: str, workload: Workload) -> tuple[dict[str, Any], Any]:
-    """Sides that run the checkpoint in PyTorch on the CPU or its GPU, prompt by prompt and in one batch; versions.
-
-    Raises:
-        InvalidParameterError: for a GGUF file.
-        MissingDependencyError: without torch or transformers.
-    """
+    """Sides that run the checkpoint in PyTorch on the CPU or its GPU, prompt by prompt and in one batch; versions."""
     if opened.metadata:
         raise InvalidParameterError(
             f"against: {opened.folder} is a GGUF file; transformers is compared on a checkpoint folder"

@@ -153,16 +153,7 @@ def llama_cpp_sides(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Side that runs all prompts of a workload in one batch, with one `llama_decode` a step; versions.
 
-    Args:
-        opened: a GGUF file, or a checkpoint whose weights are written into one.
-        precision: name out of `GGUF_TYPES`, for a file that is written.
-        workload: prompts and numbers of tokens.
-        stack: closes the model, and removes the file, at its end.
-
-    Raises:
-        MissingDependencyError: if llama-cpp-python is not installed.
-        InvalidParameterError: if the workload has more sequences than llama.cpp takes.
-        VeraxError: if llama.cpp cannot load the file.
+    The model is closed with the stack, and so is a file of `precision`, a name out of `GGUF_TYPES`, that is written.
     """
     require_optional("llama_cpp", "llama-cpp")  # before a file is written for it
     count = len(workload.prompts)
@@ -178,13 +169,9 @@ def llama_cpp_sides(
 def gguf_file(
     opened: Checkpoint, precision: str, stack: contextlib.ExitStack | contextlib.AsyncExitStack, **options: Any
 ) -> tuple[str, Path]:
-    """Type of a GGUF file's matrices, and its path: the opened file, or one of a folder's weights.
+    """Type of a GGUF file's matrices, and its path: the opened file, or one of a folder's weights until the stack ends.
 
-    Args:
-        opened: folder or GGUF file.
-        precision: quantisation or dtype of our engine, a name out of `GGUF_TYPES`.
-        stack: removes the file at its end.
-        options: of `write_gguf`.
+    `precision` is the quantisation or dtype of our engine, a name out of `GGUF_TYPES`; options are `write_gguf`'s.
     """
     kind = GGUF_TYPES[precision]
     if opened.metadata:

@@ -81,9 +81,6 @@ def bench_quality(settings: QualitySettings, *, window: int = 512) -> dict[str, 
     A quantised checkpoint in float32 has its dequantised weights; the weights as stored are one more variant. Without a
     text, documents that the built-in model was not trained on are measured, each by itself. A variant whose groups do
     not divide the model's layers is left out.
-
-    Raises:
-        InvalidParameterError: for an unknown variant, or a text of fewer than two tokens.
     """
     model, variants, texts = settings.model, settings.variants, held_out_texts()
     if settings.text is not None:

@@ -33,11 +33,7 @@ class Baseline(NamedTuple):
 
 
 def make_baseline(name: str, work: Work, dtype: str) -> Baseline:
-    """Stage with our weights in `diffusers` (transformers' UMT5 for the text), `torch.compile` or `openvino`.
-
-    Raises:
-        MissingDependencyError: without a library that it needs.
-    """
+    """Stage with our weights in `diffusers` (transformers' UMT5 for the text), `torch.compile` or `openvino`."""
     torch, diffusers, transformers = import_torch("diffusers", "transformers")
     versions: dict[str, Any] = torch_versions(torch, diffusers, transformers)
     model = _torch_model(work, dtype, torch, diffusers, transformers).to(versions["torch_device"])

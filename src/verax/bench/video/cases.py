@@ -103,12 +103,7 @@ class Work:
 
 
 def bench_video(settings: VideoSettings) -> dict[str, Any]:
-    """Time stages with random weights in real sizes.
-
-    Raises:
-        InvalidParameterError: naming what is wrong.
-        MissingDependencyError: if a baseline is not installed.
-    """
+    """Time stages with random weights in real sizes."""
     check_names("memory", settings.memory, ATTENTION)
     frames, stages, dtype = settings.frames, settings.stage, settings.dtype
     works = [(stage, count) for stage in stages for count in frames if stage != "text" or count == frames[0]]
@@ -260,9 +255,6 @@ def work(stage: str, frames: int, settings: VideoSettings) -> Work:
         stage: `transformer`, `vae` or `text`.
         frames: of the clip, 4n + 1.
         settings: the sizes, with sides that divide into tokens.
-
-    Raises:
-        InvalidParameterError: for a clip that does not divide.
     """
     height, width, dtype, layers = settings.height, settings.width, settings.dtype, settings.layers
     sizes = SIZES[settings.size]

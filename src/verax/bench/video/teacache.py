@@ -34,11 +34,7 @@ PROMPTS = (
 
 
 def bench_teacache(settings: TeaCacheSettings) -> dict[str, Any]:
-    """Make each prompt's clip without TeaCache and with each threshold, from the same noise.
-
-    Raises:
-        InvalidParameterError: for an option that does not fit.
-    """
+    """Make each prompt's clip without TeaCache and with each threshold, from the same noise."""
     from verax.video.pipeline import VideoPipeline
 
     model, thresholds = settings.model, settings.thresholds
