@@ -17,6 +17,7 @@ _PACKAGES = {
     "httptools": ("httptools", "server"),
     "jax_plugins": ("jax-cuda13-plugin", "plan-cuda"),
     "libtpu": ("libtpu", "plan-tpu"),
+    "llama_cpp": ("llama-cpp-python", "llama-cpp"),
     "llguidance": ("llguidance", "server"),
     "matplotlib": ("matplotlib", "compare"),
     "markdown_it": ("markdown-it-py", "server"),

@@ -1,43 +1,32 @@
-"""The run on an accelerator: parts are finished once, a failure is a line, and the budget ends the run."""
+"""The run on an accelerator: parts are finished once, a failure is a line, and the budget ends the run; reports."""
 
 import json
+import shlex
 
 import pytest
 import typer
 
 from verax import cli
 from verax.bench import accelerator
-from verax.bench.accelerator import PARTS, REPORTS, bench_accelerator, run_command
+from verax.bench.accelerator import BENCH, PARTS, REPORTS, bench_accelerator, run_command
 from verax.bench.results import markdown, write
 from verax.errors import InvalidParameterError
 
-H200 = {
-    "platform": "gpu",
-    "device_kind": "NVIDIA H200",
-    "cpu": "a CPU",
-    "cores": 2,
-    "devices": ["NVIDIA H200 (cuda:0)"],
-}
-CASE = {
-    "case": "57 frames",
-    "chosen": "verax",
-    "sides": {"verax": {"median_s": 1.5, "rate": 4.0}},
-    "ratios": {"x": 2.5},
-}
+GPU = {"platform": "gpu", "device_kind": "NVIDIA H200", "devices": ["NVIDIA H200 (cuda:0)"]}
+SIDES = {"verax": {"median_s": 1.5, "rate": 4.0}}
+CASE = {"case": "57 frames", "chosen": "verax", "sides": SIDES, "ratios": {"x": 2.5}, "fraction_of_limit": 0.5}
 
 
 @pytest.fixture
 def machine(monkeypatch):
     """Parts that only say that they ran, on a device of which there is none here; what they report can be changed."""
-    ran, errors, device = [], {}, dict(H200)
+    ran, errors, device = [], {}, {**GPU, "cpu": "a CPU", "cores": 2}
 
     def run(words, log, seconds):
-        name = log.stem
-        ran.append(name)
-        error = errors.get(name, "")
+        ran.append(log.stem)
+        error = errors.get(log.stem, "")
         log.parent.mkdir(parents=True, exist_ok=True)
-        result = None if error else {"cases": [{**CASE, "fraction_of_limit": 0.5}]}
-        return {"result": result, "note": "", "error": error, "seconds": 1.0}
+        return {"result": None if error else {"cases": [CASE]}, "note": "", "error": error, "seconds": 1.0}
 
     monkeypatch.setattr(accelerator, "run_command", run)
     monkeypatch.setattr(accelerator, "find_device", lambda folder: device)
@@ -47,15 +36,12 @@ def machine(monkeypatch):
 def test_finished_parts_are_skipped_and_failed_ones_run_again(machine, tmp_path):
     ran, errors, _ = machine
     errors["delta"] = "RuntimeError: out of memory"
-    first = bench_accelerator(tmp_path)
+    assert not bench_accelerator(tmp_path)["complete"]
     assert ran == list(PARTS)
-    assert not first["complete"]
     ran.clear()
     errors.clear()
     second = bench_accelerator(tmp_path)
-    assert ran == ["delta"]
-    assert second["complete"]
-    assert list(second["parts"]) == list(PARTS)
+    assert (ran, second["complete"], list(second["parts"])) == (["delta"], True, list(PARTS))
 
 
 @pytest.mark.parametrize("change", [{"device_kind": "NVIDIA H100 80GB HBM3"}, {"rehearse": True}])
@@ -78,8 +64,7 @@ def test_the_table_has_a_row_for_each_case_and_failure(machine, tmp_path):
 
 
 def test_a_cpu_is_refused_unless_it_is_a_rehearsal(machine, tmp_path):
-    _, _, device = machine
-    device["platform"] = "cpu"
+    machine[2]["platform"] = "cpu"
     with pytest.raises(InvalidParameterError, match="no GPU or TPU here; --rehearse"):
         bench_accelerator(tmp_path)
     assert bench_accelerator(tmp_path, rehearse=True)["complete"]
@@ -109,73 +94,43 @@ def test_the_command_lists_runs_and_says_by_its_status_whether_all_is_done(machi
 
 def test_the_commands_have_options_that_exist():
     commands_of = typer.main.get_command(cli.app).commands["bench"].commands
-    commands = [[*part.command, *part.tiny] for part in PARTS.values() if "bench" in part.command]
-    commands += [
-        ["-m", "verax", "bench", *words.split(), *quick.split()]
-        for report in REPORTS.values()
-        for words, quick in report.sections.values()
-    ]
-    for _, _, _, name, *options in commands:
+    commands = [f"{part.command} {part.tiny}" for part in PARTS.values() if "bench " in part.command]
+    sections = [words for report in REPORTS.values() for words in report.sections.values()]
+    for command in commands + [BENCH.format(" ".join(words)) for words in sections]:
+        _, _, _, name, *options = shlex.split(command)
         commands_of[name].make_context(name, options)
 
 
-def test_a_process_gives_its_json_or_the_last_line_of_its_error(tmp_path):
+def test_a_process_gives_its_json_or_the_last_line_of_its_error_and_is_stopped_in_time(tmp_path):
     log = tmp_path / "parts" / "a.log"
     assert run_command(["-c", "print('[1]')"], log, 60)["result"] == [1]
-    record = run_command(["-c", "raise KeyError('no such part')"], log, 60)
-    assert record["error"] == "KeyError: 'no such part'"
+    assert run_command(["-c", "raise KeyError('no such part')"], log, 60)["error"] == "KeyError: 'no such part'"
     assert "Traceback" in log.read_text()
-
-
-def test_a_process_is_stopped_at_the_end_of_its_time(tmp_path):
     record = run_command(["-c", "import time; time.sleep(60)"], tmp_path / "a.log", 0.2)
     assert record["error"] == "stopped after 0 s"
     assert record["seconds"] == pytest.approx(0.2, abs=10)
 
 
-RESULT = {
-    "intro": "Work.",
-    "machine": {"torch": "9"},
-    "measured": {},
-    "noise": {"spread": 0.02, "others": 0.0, "busy": False},
-    "tables": [{"title": "", "columns": ["side", "s"], "rows": [["verax", "1"]]}],
-}
-
-
-@pytest.fixture
-def asked(monkeypatch):
-    """Two reports, of which one section works and one fails."""
-    commands = []
+def test_a_report_is_a_page_whose_sections_may_fail(monkeypatch, bench, tmp_path):
+    asked = []
+    table = {"title": "", "columns": ["side", "s"], "rows": [["verax", "1"]]}
+    noise = {"spread": 0.02, "others": 0.0, "busy": False}
+    result = {"intro": "Work.", "machine": {"torch": "9"}, "measured": {}, "noise": noise, "tables": [table]}
 
     def run(words, log, seconds):
-        commands.append(" ".join(words))
-        if "ops" in words:
-            return {"result": None, "error": "needs torch: pip install it", "note": "", "seconds": 1.0}
-        return {"result": RESULT, "error": "", "note": "", "seconds": 1.0}
+        asked.append(" ".join(words))
+        failed = "ops" in words
+        error = "needs torch: pip install it" if failed else ""
+        return {"result": None if failed else result, "error": error, "note": "", "seconds": 1.0}
 
-    chosen = {
-        "one": accelerator.Report("One", "About one.", {"speed": ("text --runs 5", "--runs 1"), "parity": ("ops", "")}),
-        "two": accelerator.Report("Two", "About two.", {"memory": ("ops --only paged", "")}),
-    }
-    monkeypatch.setattr(accelerator, "REPORTS", chosen)
+    sections = {"speed": ("text --runs 5", "--runs 1"), "parity": ("ops", "")}
+    monkeypatch.setattr(accelerator, "REPORTS", {"one": accelerator.Report("One", "About one.", sections)})
     monkeypatch.setattr(accelerator, "run_command", run)
-    return commands
-
-
-def test_a_section_that_cannot_run_is_a_table_with_the_reason(asked):
-    (one,) = accelerator.bench_reports(only=["one"], quick=True)
-    assert asked == ["-m verax bench text --runs 5 --runs 1 --json", "-m verax bench ops --json"]
-    page = markdown(one)
-    assert "## Speed\n\nWork.\n\n| side | s |" in page
-    assert "**Not run**: needs torch: pip install it." in page
-
-
-def test_an_unknown_report_is_refused(asked):
-    with pytest.raises(InvalidParameterError, match="only: expected one, two, got 'three'"):
-        accelerator.bench_reports(only=["three"])
-
-
-def test_the_command_writes_pages(asked, bench, tmp_path):
     status, _, error = bench("reports", "--quick", "--only", "one", "-o", tmp_path)
     assert (status, "measuring one: speed" in error) == (0, True)
-    assert "| verax | 1 |" in (tmp_path / "one.md").read_text()
+    assert asked == ["-m verax bench text --runs 5 --runs 1 --json", "-m verax bench ops --json"]
+    page = (tmp_path / "one.md").read_text()
+    assert "## Speed\n\nWork.\n\n| side | s |" in page
+    assert "**Not run**: needs torch: pip install it." in page
+    with pytest.raises(InvalidParameterError, match="only: expected one, got 'three'"):
+        accelerator.bench_reports(tmp_path, only=["three"])

@@ -1,7 +1,5 @@
 """The correctness parts: every example has arguments, and an implementation that is wrong or dies is an error."""
 
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +24,7 @@ def test_every_example_has_arguments_that_its_implementations_take():
 def test_implementations_are_compared_with_the_reference(monkeypatch):
     chosen = {name: ops.operations()[name] for name in ("rms_norm", "linear")}
     monkeypatch.setattr(ops, "operations", lambda: chosen)
-    monkeypatch.setattr(correctness, "paged_decode_case", lambda *sizes: SimpleNamespace(sides={}))
+    monkeypatch.setattr(correctness, "rehearsal_cases", lambda: ())
     with ops.use_implementations():
         rows = list(correctness.compare_operations(True))
     assert all(row["error"] == "" and max(row["errors"].values()) < 1e-5 for row in rows)
@@ -41,14 +39,13 @@ def test_an_implementation_that_is_wrong_or_dies_is_an_error_of_its_row():
     calls = {"reference": lambda: exact, "fast": lambda: exact * 1.1, "other": dies, "odd": lambda: exact[:2]}
     row = correctness.compare("linear", calls, False)
     assert row["errors"]["fast"] == pytest.approx(0.1)
-    assert "fast is off by 0.1" in row["error"]
-    assert "other: RuntimeError: no kernel image" in row["error"]
-    assert "odd: ValueError: its output has shape (2, 2)" in row["error"]
+    for failure in (
+        "fast is off by 0.1",
+        "other: RuntimeError: no kernel image",
+        "odd: ValueError: its output has shape",
+    ):
+        assert failure in row["error"]
     assert not correctness.compare("linear", {"reference": lambda: exact, "fast": lambda: exact * 1.01}, True)["error"]
-    assert (
-        correctness.compare("linear", {"reference": dies}, False)["error"] == "reference: RuntimeError: no kernel image"
-    )
-
-
-def test_integers_have_to_be_equal():
-    assert correctness.compare_outputs(jnp.asarray([1, 2, 3, 4]), jnp.asarray([1, 2, 3, 5])) == 0.25
+    assert correctness.compare("linear", {"reference": dies}, False)["error"].startswith("reference: RuntimeError")
+    integers = {"reference": lambda: jnp.asarray([1, 2, 3, 4]), "fast": lambda: jnp.asarray([1, 2, 3, 5])}
+    assert correctness.compare("sample", integers, True)["errors"]["fast"] == 0.25

@@ -1,4 +1,4 @@
-"""The harness: noise is measured, the limit is the longer of two, products are counted, results name their machine."""
+"""The harness: sides take turns, warm-up does not count, noise and limits are measured, products are counted."""
 
 import logging
 
@@ -10,49 +10,91 @@ import pytest
 from tests.bench.conftest import LIMITS
 from verax import ops
 from verax.bench import harness
+from verax.bench.harness import Samples, time_sides
 from verax.checkpoint import Checkpoint
 from verax.shapes import QWEN3_0_6B
 
 
-def test_the_limit_is_the_longer_of_memory_and_products():
-    assert harness.limit_seconds(LIMITS, bytes_moved=100e9, flops=1, dtype="float32") == 2.0
-    assert harness.limit_seconds(LIMITS, bytes_moved=1, flops=1200e9, dtype="float32") == 3.0
-    assert harness.limit_seconds(LIMITS, bytes_moved=1, flops=1200e9, dtype="bfloat16") == pytest.approx(4 / 3)
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that sides move; they take the seconds that they are given, one call after the other."""
+    now = [0.0]
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: now[0])
+
+    def side(*seconds):
+        left = list(seconds)
+
+        def run():
+            now[0] += left.pop(0) if len(left) > 1 else left[0]
+
+        return run
+
+    return side
 
 
-def test_what_others_use_of_the_processor_does_not_count_our_own(monkeypatch):
-    monkeypatch.setattr(harness.time, "sleep", lambda _: None)
-    monkeypatch.setattr(harness.machine, "num_cores", lambda: 2)
-    seconds = iter([(100.0, 7.0), (100.0 + 0.75 * 2 * harness.LISTEN, 7.0 + 0.25 * 2 * harness.LISTEN)])
-    monkeypatch.setattr(harness, "_cpu_seconds", lambda: next(seconds))
-    noise = harness.measure_noise()
-    assert noise["others"] == pytest.approx(0.5)
-    assert noise["busy"]
-    assert noise["spread"] > 0
+def test_sides_take_turns_and_warm_up_is_not_counted(clock):
+    order = []
+    samples = time_sides({name: lambda name=name: order.append(name) for name in "ab"}, runs=3, warmup=2)
+    assert order == ["a", "b"] * 5
+    assert {name: len(side.seconds) for name, side in samples.items()} == {"a": 3, "b": 3}
+
+
+def test_warm_up_continues_until_no_side_gets_faster(clock):
+    samples = time_sides({"steady": clock(1.0), "compiles": clock(9.0, 5.0, 1.0)}, runs=2, warmup=1)
+    assert samples["compiles"] == Samples((1.0, 1.0), (9.0, 5.0, 1.0))
+    assert samples["steady"] == Samples((1.0, 1.0), (1.0, 1.0, 1.0))
+    never = time_sides({"a": clock(*(0.5**i for i in range(20)))}, runs=1, warmup=1)["a"]
+    assert len(never.warmup) == harness.MOST_WARMUP
+
+
+def test_short_calls_are_timed_in_a_loop_whose_first_call_does_not_count(clock, monkeypatch):
+    monkeypatch.setattr(harness, "SHORTEST", 8.0)  # after one call of 4 s: two in a turn
+    cold = time_sides({"cold": clock(4.0, 5.0, 1.0, 2.0, 5.0, 3.0, 4.0)}, runs=2, warmup=0, short=True)["cold"]
+    assert cold.seconds == (1.5, 3.5)
+
+
+def test_a_drifting_machine_does_not_change_the_ratio():
+    # Twice as slow in the second half, for both: the ratio within each round stays 3.
+    ours, theirs = Samples((1.0, 1.0, 2.0, 2.0)), Samples((3.0, 3.0, 6.0, 6.0))
+    assert ours.ratio_to(theirs) == 3.0
+
+
+def test_reported_numbers_follow_from_the_samples():
+    numbers = Samples((1.0, 2.0, 3.0, 4.0, 10.0), (20.0,)).to_dict(work=30)
+    assert (numbers["median_s"], numbers["rate"], numbers["p10_s"]) == (3.0, 10.0, 1.4)
+    assert numbers["seconds"] == [1.0, 2.0, 3.0, 4.0, 10.0]
+    assert numbers["outliers"] == [10.0]  # the quartiles are 2 and 4: beyond 7
+    assert numbers["warmup_seconds"] == [20.0]
+
+
+@pytest.mark.parametrize(
+    ("moved", "flops", "dtype", "limit"), [(100e9, 1, 32, 2), (1, 1200e9, 32, 3), (1, 1800e9, 16, 2)]
+)
+def test_the_limit_is_the_longer_of_memory_and_products(monkeypatch, moved, flops, dtype, limit):
+    monkeypatch.setattr(harness, "measure_noise", lambda: {"busy": False})
+    dtype = {32: "float32", 16: "bfloat16"}[dtype]
+    work = harness.Benchmark("ops").against_limit(4.0, bytes_moved=moved, flops=flops, dtype=dtype)
+    assert (work["limit_s"], work["fraction_of_limit"]) == (limit, limit / 4)
+    assert (work["gb_per_s"], work["gflop_per_s"]) == (moved / 4e9, flops / 4e9)
 
 
 @pytest.mark.parametrize("busy", [True, False])
 def test_a_busy_machine_is_warned_of_and_remembered(monkeypatch, caplog, busy):
-    monkeypatch.setattr(harness, "measure_noise", lambda: {"spread": 0.5, "others": 0.25, "busy": busy})
+    monkeypatch.setattr(harness.psutil, "cpu_percent", lambda seconds: 30.0 * busy)  # of all cores, those of others too
+    monkeypatch.setattr(harness.psutil, "cpu_count", lambda: 4)
+    monkeypatch.setattr(harness.machine, "num_cores", lambda: 2)
+    monkeypatch.setattr(harness, "BUSY_SPREAD", 1e9)
     with caplog.at_level(logging.WARNING, "verax.bench"):
         benchmark = harness.Benchmark("text")
     assert ("busy before the start" in caplog.text) == busy
-    assert benchmark.limits == LIMITS
     page = {"title": "A", "intro": "B", "tables": []}
     result = benchmark.result("a", settings={"runs": 3}, versions={"torch": "2"}, **page)
-    assert result["noise"]["busy"] == busy
-    assert result["measured"] == LIMITS
-    assert result["machine"]["torch"] == "2"
+    assert (result["noise"]["busy"], result["noise"]["others"]) == (busy, 0.6 * busy)
+    assert result["noise"]["spread"] > 0
+    assert (result["measured"], result["machine"]["torch"]) == (LIMITS, "2")
     assert result["memory"]["host_peak_gb"] > 0.01
     assert result["memory"]["device_peak_gb"] is None  # a CPU's memory is the host's
     assert (result["subject"], result["name"], result["settings"]) == ("text", "a", {"runs": 3})
-
-
-def test_a_run_is_set_against_the_limit(monkeypatch):
-    monkeypatch.setattr(harness, "measure_noise", lambda: {"busy": False})
-    work = harness.Benchmark("ops").against_limit(4.0, bytes_moved=100e9, flops=400e9, dtype="float32")
-    assert (work["gb_per_s"], work["gflop_per_s"]) == (25.0, 100.0)
-    assert (work["limit_s"], work["fraction_of_limit"]) == (2.0, 0.5)
 
 
 def test_products_are_counted_turn_by_turn_in_any_implementation():
@@ -71,8 +113,7 @@ def test_products_are_counted_turn_by_turn_in_any_implementation():
 def test_without_a_model_the_weights_are_random_in_the_real_shapes():
     config = {**QWEN3_0_6B, "num_hidden_layers": 1, "vocab_size": 512}
     with harness.checkpoint_folder(None, config) as folder:
-        opened = Checkpoint.open(folder)
-        assert opened.info("model.layers.0.mlp.down_proj.weight").shape == (1024, 3072)
-        spread = np.std(np.asarray(opened.read("model.layers.0.mlp.down_proj.weight"), np.float32))
-        assert spread == pytest.approx(3072**-0.5, rel=0.02)
+        weight = Checkpoint.open(folder).read("model.layers.0.mlp.down_proj.weight")
+        assert weight.shape == (1024, 3072)
+        assert np.std(np.asarray(weight, np.float32)) == pytest.approx(3072**-0.5, rel=0.02)
     assert not folder.exists()

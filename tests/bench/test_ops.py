@@ -1,11 +1,13 @@
 """The operations' benchmark: every implementation is there, numbers fit together, wrong names are refused."""
 
+from functools import partial
+
 import jax.numpy as jnp
 import pytest
 
 from verax import ops
+from verax.bench import harness
 from verax.bench import ops as bench
-from verax.bench import timing
 from verax.bench.results import markdown
 from verax.bench.settings import OpsSettings
 from verax.errors import InvalidParameterError
@@ -18,7 +20,7 @@ def run(**changes):
 
 @pytest.fixture(autouse=True)
 def _little_work(monkeypatch):
-    monkeypatch.setattr(timing, "SHORTEST", 0.0)
+    monkeypatch.setattr(harness, "SHORTEST", 0.0)
     monkeypatch.setattr(bench, "COLD", 1 << 16)
 
 
@@ -30,12 +32,14 @@ def test_each_case_names_the_implementation_that_runs_and_times_the_others():
         assert {case["chosen"], "reference"} <= set(case["sides"]) <= {*ops.linear.implementations, bench.PACKED}
         assert set(case["ratios"]) == set(case["sides"]) - {case["chosen"]}
         assert case["fraction_of_limit"] > 0 < case["bandwidth_gb_per_s"]
-    assert cases["bfloat16, 1 rows"]["bytes_moved"] == 256 * 48 * 2
+    assert (cases["bfloat16, 1 rows"]["bytes_moved"], cases["bfloat16, 1 rows"]["flops"]) == (
+        256 * 48 * 2,
+        2 * 256 * 48,
+    )
     assert cases["int4-32, 1 rows"]["bytes_moved"] == 256 * 48 // 2 + 8 * 48 * 2
     assert cases["int4-32, 2000 rows"]["chosen"] == "dequantized"
     assert result["name"] == "linear-256"
     assert markdown(result).count("| int4-32, ") == 2
-    assert cases["bfloat16, 1 rows"]["flops"] == 2 * 256 * 48
 
 
 def test_a_weight_that_models_pack_is_timed_as_it_is_packed():
@@ -46,19 +50,35 @@ def test_a_weight_that_models_pack_is_timed_as_it_is_packed():
     assert bench.PACKED not in cases["int8, 64 rows"]["sides"]  # its inputs would have to be rounded too
 
 
-def test_attention_and_cache_writes_are_cases_too(monkeypatch):
-    small = [
-        bench.whole_sequence_case(20, heads=2, size=16),
-        bench.paged_decode_case(2, 20, None, heads=4, kv_heads=2, size=16),
-        bench.ragged_case([5, 8], [1, 5], heads=4, kv_heads=2, size=16),
-        bench.write_case(4, kv_heads=2, size=16),
-    ]
-    monkeypatch.setattr(bench, "attention_cases", lambda torch: small)
-    result = run(only=["attention"])
-    kinds = [case["group"] for case in result["cases"]]
-    assert kinds == ["attention", "paged_decode_attention", "paged_attention", "write_pages"]
-    assert result["cases"][0]["flops"] == 4 * 2 * 20 * 20 * 16
-    assert all(case["chosen"] in case["sides"] for case in result["cases"])
+SMALL = {
+    "attention": [
+        partial(bench.whole_sequence, 20, heads=2, size=16),
+        partial(bench.paged_decode, 2, 20, heads=4, kv_heads=2, size=16),
+        partial(bench.ragged, [5, 8], [1, 5], heads=4, kv_heads=2, size=16),
+        partial(bench.cache_write, 4, kv_heads=2, size=16),
+    ],
+    "conv": [
+        partial(bench.conv, (3, 4, 6), 2, 5),
+        partial(bench.conv, (3, 4, 6), 2, 5, cached=False, dtype="float32"),
+        partial(bench.conv, (4, 6), 2, 5, kernel=(3, 3), stride=2),
+    ],
+}
+KINDS = ["attention", "paged_decode_attention", "paged_attention", "write_pages", "conv3d", "conv3d", "conv2d"]
+
+
+def test_attention_cache_writes_and_convolutions_are_cases_too(monkeypatch):
+    monkeypatch.setattr(bench, "CASES", SMALL)
+    result = run(only=["attention", "conv"])
+    cases = result["cases"]
+    assert [case["group"] for case in cases] == KINDS
+    assert all(case["chosen"] in case["sides"] for case in cases)
+    assert cases[0]["flops"] == 4 * 2 * 20 * 20 * 16
+    whole, first, image = cases[4:]
+    assert whole["flops"] == 2 * (3 * 4 * 6 * 5) * (2 * 27)
+    assert first["flops"] == 2 * (4 * 6 * 5) * (2 * 9) * (1 + 2 + 3)
+    assert whole["bytes_moved"] == 2 * (5 * 4 * 6 * 2 + 5 * 2 * 27 + 3 * 4 * 6 * 5)
+    assert image["flops"] == 2 * (2 * 3 * 5) * (2 * 9)
+    assert all("reference" in case["sides"] for case in (whole, first, image))
     assert "| write_pages | bfloat16, 4 tokens" in markdown(result)
 
 
@@ -66,29 +86,12 @@ def test_experts_are_cases_too(monkeypatch):
     monkeypatch.setattr(bench, "EXPERT_SIZES", {"experts": 6, "chosen": 2, "size_in": 64, "size_out": 48})
     monkeypatch.setattr(bench, "TOKENS", (1, 40))
     cases = run(only=["grouped"])["cases"]
-    assert [case["case"] for case in cases] == [
-        f"{kind}, {count} tokens" for kind in ("bfloat16", "int4-32") for count in (1, 40)
-    ]
+    names = [f"{kind}, {count} tokens" for kind in ("bfloat16", "int4-32") for count in (1, 40)]
+    assert [case["case"] for case in cases] == names
     # One token reads two of the experts, forty read all of them.
     assert [case["bytes_moved"] for case in cases[:2]] == [2 * 48 * 64 * 2, 6 * 48 * 64 * 2]
     assert [case["flops"] for case in cases[:2]] == [2 * count * 2 * 48 * 64 for count in (1, 40)]
     assert all(case["chosen"] in case["sides"] for case in cases)
-
-
-def test_convolutions_are_cases_too(monkeypatch):
-    small = [
-        bench.conv_case((3, 4, 6), 2, 5),
-        bench.conv_case((3, 4, 6), 2, 5, cached=False, dtype="float32"),
-        bench.conv_case((4, 6), 2, 5, kernel=(3, 3), stride=2),
-    ]
-    monkeypatch.setattr(bench, "conv_cases", lambda torch: small)
-    whole, first, image = run(only=["conv"])["cases"]
-    assert [whole["group"], image["group"]] == ["conv3d", "conv2d"]
-    assert whole["flops"] == 2 * (3 * 4 * 6 * 5) * (2 * 27)
-    assert first["flops"] == 2 * (4 * 6 * 5) * (2 * 9) * (1 + 2 + 3)
-    assert whole["bytes_moved"] == 2 * (5 * 4 * 6 * 2 + 5 * 2 * 27 + 3 * 4 * 6 * 5)
-    assert image["flops"] == 2 * (2 * 3 * 5) * (2 * 9)
-    assert all({case["chosen"], "reference"} <= set(case["sides"]) for case in (whole, first, image))
 
 
 @pytest.mark.parametrize("wrong", [{"weights": ["int3"]}, {"against": ["tensorflow"]}, {"only": ["pool"]}])

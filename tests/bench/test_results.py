@@ -1,17 +1,19 @@
-"""Results: one file for a subject and processor, with the latest of each name, and one page for all."""
+"""Results: one file for a subject and processor, one page for all, and what is proven slower between two files."""
 
 import json
 from datetime import datetime
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from verax.bench import results
-from verax.bench.results import render
-from verax.bench.timing import Samples
+from verax.bench.harness import Samples
+from verax.bench.results import compare_results, render, render_comparison
 from verax.errors import InvalidParameterError
 
 MACHINE = {"cpu": "AMD EPYC 7-1", "cores": 2, "platform": "cpu", "devices": ["cpu:0"], "jax": "0.10"}
+ROOT = Path(__file__).parents[2]
 
 
 def result(name="short", seconds=(1.0, 2.0), **changes):
@@ -34,30 +36,20 @@ def test_a_file_has_the_latest_result_of_each_name(tmp_path):
     assert '"seconds": [ 3.0, 4.0 ]' in first.read_text()  # a line, and not a line a number
 
 
-def test_an_accelerator_names_the_file(tmp_path):
-    gpu = {**MACHINE, "platform": "gpu", "devices": ["NVIDIA H200 (cuda:0)"]}
-    assert results.write(result(machine=gpu), tmp_path).name == "text-nvidia-h200-cuda-0-2c.json"
-
-
 def test_a_result_that_was_printed_is_read_like_a_file_of_one(tmp_path):
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps(result()))
-    assert results.read_results(path) == {"short": result()}
+    (tmp_path / "a.json").write_text(json.dumps(result()))
+    assert results.read_results(tmp_path / "a.json") == {"short": result()}
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"sides": {"a": {"seconds": [1]}}}'])
 def test_a_file_that_is_not_a_result_is_refused(tmp_path, text):
-    path = tmp_path / "result.json"
-    path.write_text(text)
+    (tmp_path / "result.json").write_text(text)
     with pytest.raises(InvalidParameterError, match=r"result\.json"):
-        results.read_results(path)
+        results.read_results(tmp_path / "result.json")
 
 
 def test_a_slug_is_words_with_hyphens():
     assert results.slug("Small-Q4_K_M", "", "int8, int8 cache") == "small-q4-k-m-int8-int8-cache"
-
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_the_page_is_what_the_command_makes_of_the_results(bench, monkeypatch, tmp_path):
@@ -68,30 +60,26 @@ def test_the_page_is_what_the_command_makes_of_the_results(bench, monkeypatch, t
 
 
 @pytest.fixture
-def folder(tmp_path):
-    """A folder with two results of embeddings."""
+def page(tmp_path):
+    """Function from a template to its page, of a folder with two results of embeddings."""
     rows = [["transformers", "1.0"], ["verax", "2.0"]]
     one = {"subject": "embed", "name": "float32", "rate": 222.0, "tables": [{"columns": ["side", "s"], "rows": rows}]}
     content = {"subject": "embed", "results": {"float32": one, "int8": {**one, "name": "int8"}}}
     (tmp_path / "embed-amd-epyc-2c.json").write_text(json.dumps(content))
-    return tmp_path
+
+    def write(text):
+        (tmp_path / "template.md").write_text(text)
+        return render(tmp_path / "template.md", tmp_path)
+
+    return write
 
 
-def page(folder, text):
-    template = folder / "template.md"
-    template.write_text(text)
-    return render(template, folder)
-
-
-def test_a_result_is_found_by_its_file_and_name(folder):
-    assert page(folder, "{{ names('embed-amd') | join(' ') }}") == "embed-amd-epyc-2c/float32 embed-amd-epyc-2c/int8"
-    assert page(folder, "{{ result('embed-amd-epyc-2c/float32').rate }}") == "222.0"
-
-
-def test_a_table_is_a_whole_one_of_the_result_or_some_of_its_rows(folder):
-    whole = page(folder, "{{ table('embed-amd-epyc-2c/int8') }}").split("\n")
+def test_a_page_shows_results_by_file_and_name_and_tables_or_some_of_their_rows(page):
+    assert page("{{ names('embed-amd') | join(' ') }}") == "embed-amd-epyc-2c/float32 embed-amd-epyc-2c/int8"
+    assert page("{{ result('embed-amd-epyc-2c/float32').rate }}") == "222.0"
+    whole = page("{{ table('embed-amd-epyc-2c/int8') }}").split("\n")
     assert whole == ["| side | s |", "|---|---|", "| transformers | 1.0 |", "| verax | 2.0 |"]
-    assert page(folder, "{{ table('embed-amd-epyc-2c/int8', only=['verax']) }}").split("\n") == [*whole[:2], whole[3]]
+    assert page("{{ table('embed-amd-epyc-2c/int8', only=['verax']) }}").split("\n") == [*whole[:2], whole[3]]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +91,84 @@ def test_a_table_is_a_whole_one_of_the_result_or_some_of_its_rows(folder):
         ("{{ nothing }}", "nothing"),
     ],
 )
-def test_a_page_that_asks_for_what_is_not_there_is_refused(folder, text, match):
+def test_a_page_that_asks_for_what_is_not_there_is_refused(page, text, match):
     with pytest.raises(InvalidParameterError, match=match):
-        page(folder, text)
+        page(text)
+
+
+def timed(scale=1.0, runs=10, subject="text", noise=0.02, sides=("verax", "transformers batched"), **changes):
+    """Results with runs of about one second, of our side and of a baseline; `scale` is our side's."""
+    seconds = list(scale * (1 + noise * np.random.default_rng(runs).standard_normal(runs)))
+    machine = {"cpu": "A", "jax": "0.10"}
+    case = {"case": "", "sides": {name: {"seconds": seconds} for name in sides}}
+    one = {"subject": subject, "name": "short", "machine": machine, "settings": {"runs": runs}, "cases": [case]}
+    return {"short": {**one, **changes}}
+
+
+def verdict_of(old, new):
+    return next(row["verdict"] for row in compare_results(old, new)["rows"] if row["name"] == "short / verax")
+
+
+@pytest.mark.parametrize(("scale", "verdict"), [(1.2, "slower"), (0.8, "faster"), (1.0, "same"), (1.05, "undecided")])
+def test_a_change_beyond_the_threshold_is_distinguished_from_none(scale, verdict):
+    assert verdict_of(timed(), timed(scale)) == verdict
+
+
+def test_the_interval_belongs_to_the_ratio_of_medians():
+    old, new = timed(runs=31, noise=0.1), timed(1.5, runs=30, noise=0.1)
+    row = compare_results(old, new)["rows"][0]
+    medians = [np.median(r["short"]["cases"][0]["sides"]["verax"]["seconds"]) for r in (old, new)]
+    assert row["ratio"] == pytest.approx(medians[1] / medians[0])
+    assert row["low"] < row["ratio"] < row["high"]
+    # The median of n normal numbers deviates by 1.2533 s / sqrt(n); the interval is 3.92 deviations of the ratio long.
+    deviation = row["ratio"] * 0.1 * 1.2533 * (1 / 31 + 1 / 30) ** 0.5
+    assert row["high"] - row["low"] == pytest.approx(3.92 * deviation, rel=0.35)
+
+
+@pytest.mark.parametrize(("runs", "verdict"), [(1, "undecided"), (3, "undecided"), (4, "slower")])
+def test_few_runs_prove_nothing(runs, verdict):
+    # 3 runs that are all slower than 3 others: by chance once in ten times.
+    assert verdict_of(timed(runs=runs), timed(2.0, runs=runs)) == verdict
+
+
+def test_every_case_of_a_list_is_compared_by_its_name():
+    def ops(*names):
+        cases = [{"group": "linear", "case": n, "sides": {"native": {"seconds": [1.0] * 5}}} for n in names]
+        return {"a": {"subject": "ops", "machine": {}, "settings": {}, "cases": cases}}
+
+    comparison = compare_results(ops("1 rows", "2 rows"), ops("2 rows", "4 rows"))
+    assert [row["name"] for row in comparison["rows"]] == ["a / linear / 2 rows / native"]
+    assert comparison["only_in_old"] == ["a / linear / 1 rows / native"]
+    assert "Only in new: a / linear / 4 rows / native." in render_comparison(comparison)
+
+
+def test_another_machine_or_a_busy_one_is_named():
+    new = timed()
+    new["short"] |= {"machine": {"cpu": "B", "jax": "0.10"}, "noise": {"busy": True}}
+    comparison = compare_results(timed(), new)
+    assert comparison["differing"] == {"cpu": ["A", "B"], "noise of new": ["quiet", "busy"]}
+    assert "cpu: A and B" in render_comparison(comparison)
+
+
+@pytest.mark.parametrize(
+    ("new", "options", "match"),
+    [
+        (timed(subject="ops"), {}, "expected a result of bench text, got one of bench ops"),
+        (timed(sides=("other",)), {}, "none of its sides is in old"),
+        (timed(cases=[]), {}, "new: no timed result"),
+        (timed(), {"threshold": 1.5}, "threshold"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(new, options, match):
+    with pytest.raises(InvalidParameterError, match=match):
+        compare_results(timed(), new, **options)
+
+
+@pytest.mark.parametrize(("scale", "status"), [(1.2, 1), (1.0, 0)])
+def test_the_command_fails_if_a_side_of_ours_is_slower(bench, tmp_path, scale, status):
+    paths = [tmp_path / "old.json", tmp_path / "new.json"]
+    for path, content in zip(paths, (timed(), timed(scale)), strict=True):
+        path.write_text(json.dumps({"subject": "text", "results": content}))
+    ended, out, _ = bench("compare", *paths, "--json")
+    assert (ended, json.loads(out)["regressions"]) == (status, ["short / verax"] * status)  # and not the baseline's
+    assert ("**slower**" in bench("compare", *paths)[1]) == bool(status)

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from tests.support.markdown import blocks
 from tests.support.markdown_run import commands
 from verax import cli
-from verax.bench.serve.cases import EngineOptions
+from verax.bench.serve.cases import serve_command
 from verax.bench.serve.client import Client, started
 
 pytest.importorskip("uvicorn")
@@ -36,7 +37,7 @@ def target():
         stop = asyncio.Event()
         over.extend([asyncio.get_running_loop(), stop])
         try:
-            async with started(EngineOptions(max_num_seqs=4, max_model_len=256).command) as server:
+            async with started(partial(serve_command, None, {"max_num_seqs": 4, "max_model_len": 256})) as server:
                 urls.append(server.url)
                 ready.set()
                 await stop.wait()

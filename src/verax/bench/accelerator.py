@@ -1,8 +1,8 @@
 """`verax bench accelerator` and `verax bench reports`: commands of the other benchmarks, each within a time limit.
 
-Each part runs in a process of its own: a part that dies, hangs or fills the memory takes nothing else with it, and what
-it held on the device is free afterwards. Its record is written when it ends, and a part that has finished is not
-repeated.
+Each command runs in a process of its own: one that dies, hangs or fills the memory takes nothing else with it, and what
+it held on the device is free afterwards. The record of an accelerator's part is written when it ends, and a part that
+has finished is not repeated.
 """
 
 from __future__ import annotations
@@ -10,40 +10,30 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
 import verax
 from verax import builtin
-from verax.bench.results import markdown, not_run, number, table, write
+from verax.bench.results import markdown, number, table, write
 from verax.bench.settings import check_names
 from verax.errors import InvalidParameterError, VeraxError
 from verax.files import write_json, write_text
 
-__all__ = [
-    "PARTS",
-    "REPORTS",
-    "Part",
-    "Report",
-    "bench_accelerator",
-    "bench_reports",
-    "find_device",
-    "run_command",
-    "write_reports",
-]
+__all__ = ["PARTS", "REPORTS", "Part", "Report", "bench_accelerator", "bench_reports", "find_device", "run_command"]
 
-SHORTEST, DEVICE_SECONDS = 20.0, 120.0
-"""Seconds that have to be left for a part to be begun, and seconds to find the devices."""
+SHORTEST, DEVICE_SECONDS, REPORT_SECONDS = 20.0, 120.0, 7200.0
+"""Seconds that have to be left for a part to be begun, to find the devices, and of a report's command at most."""
 
 LONGEST_NOTE = 160
 """Characters of an error in the table. The log of the part has all of it."""
@@ -58,32 +48,38 @@ print(json.dumps({**fingerprint(), "device_kind": jax.devices()[0].device_kind})
 """
 
 
-@dataclass(frozen=True)
-class Part:
-    """One command of a run."""
+class Part(NamedTuple):
+    """One command of a run.
 
-    name: str
-    about: str
-    command: Sequence[str]
-    """Words after the Python interpreter."""
-    tiny: Sequence[str] = ()
-    """Options that a rehearsal adds; they replace the same options before them."""
+    Attributes:
+        summary: what it measures.
+        command: words after the Python interpreter, as a shell has them.
+        tiny: options that a rehearsal adds; they replace the same options before them.
+        target: number that the project wants to reach on one H200.
+    """
+
+    summary: str
+    command: str
+    tiny: str = ""
     target: str = ""
-    """Number that the project wants to reach on one H200."""
 
 
-def bench_command(*words: str) -> tuple[str, ...]:
-    """Words after the Python interpreter that run `verax bench` with JSON on standard output."""
-    return ("-m", "verax", "bench", *words, "--json")
+class Report(NamedTuple):
+    """One page: its title, a sentence on the earlier port, and the options of each section, with those of `--quick`."""
+
+    title: str
+    summary: str
+    sections: Mapping[str, tuple[str, str]]
 
 
-ONCE = ("--runs", "1", "--warmup", "0")
+BENCH = "-m verax bench {} --json"
+ONCE = "--runs 1 --warmup 0"
 
-WORKLOADS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
-    "nano-vllm": (("--workload", "nano-vllm"), ("--requests", "4", "--scale", "0.01")),
-    "short-prompts": (("--workload", "short-prompts"), ("--requests", "2", "--max-tokens", "3")),
-    "prompt-512": (("--workload", "prompt", "--prompt-tokens", "512"), ("--prompt-tokens", "16")),
-    "prompt-4096": (("--workload", "prompt", "--prompt-tokens", "4096"), ("--prompt-tokens", "32")),
+WORKLOADS = {
+    "nano-vllm": ("--workload nano-vllm", "--requests 4 --scale 0.01"),
+    "short-prompts": ("--workload short-prompts", "--requests 2 --max-tokens 3"),
+    "prompt-512": ("--workload prompt --prompt-tokens 512", "--prompt-tokens 16"),
+    "prompt-4096": ("--workload prompt --prompt-tokens 4096", "--prompt-tokens 32"),
 }
 """Options of text workloads, and of their rehearsals."""
 
@@ -93,236 +89,54 @@ TEXT_TARGETS = {
 }
 
 
-def _text(size: str, quantization: str | None) -> list[Part]:
+def _text(size: str, quantization: str | None) -> dict[str, Part]:
     shapes, precision = {"0.6b": "qwen3", "8b": "qwen3-8b"}[size], quantization or "bfloat16"
-    parts = []
+    summary, tiny_model = f"Qwen3-{size.upper()} shapes, {precision}", shlex.quote(str(builtin.text_model()))
+    parts = {}
     for workload, (options, tiny) in WORKLOADS.items():
+        options += f" --quantization {quantization}" if quantization else ""
+        command = BENCH.format(f"text --shapes {shapes} --runs 3 {options}")
         name = f"text-{size}-{precision}-{workload}"
-        command = bench_command("text", "--shapes", shapes, "--runs", "3", *options)
-        command += ("--quantization", quantization) if quantization else ()
-        tiny = ("--model", str(builtin.text_model()), *tiny, *ONCE)
-        parts.append(Part(name, f"Qwen3-{size.upper()} shapes, {precision}", command, tiny, TEXT_TARGETS.get(name, "")))
+        parts[name] = Part(summary, command, f"--model {tiny_model} {tiny} {ONCE}", TEXT_TARGETS.get(name, ""))
     return parts
 
 
-def _video(name: str, about: str, stage: str, frames: str, target: str = "") -> Part:
-    command = bench_command("video", "--stage", stage, "--frames", frames, "--height", "544", "--width", "960")
-    tiny = ("--size", "tiny", "--frames", "5", "--height", "16", "--width", "32", *ONCE)
-    return Part(f"video-{name}", f"Wan 1.3B, 544 x 960: {about}", command, tiny, target)
+def _video(summary: str, stage: str, frames: str, target: str = "") -> Part:
+    command = BENCH.format(f"video --stage {stage} --frames {frames} --height 544 --width 960")
+    tiny = f"--size tiny --frames 5 --height 16 --width 32 {ONCE}"
+    return Part(f"Wan 1.3B, 544 x 960: {summary}", command, tiny, target)
 
 
-_ALL = (
-    Part("tests", "tests/gpu, in a checkout", ("-m", "pytest", "tests/gpu", "-p", "no:cacheprovider")),
-    Part(
-        "operations",
+PARTS: Mapping[str, Part] = {
+    "tests": Part("tests/gpu, in a checkout", "-m pytest tests/gpu -p no:cacheprovider"),
+    "operations": Part(
         "every implementation of every operation compared with its reference",
-        ("-m", "verax.bench.correctness"),
-        ("--rehearse",),
+        "-m verax.bench.correctness",
+        "--rehearse",
     ),
     # Those that a target is set for come before the rest, in case the time does not suffice.
-    *_text("0.6b", None),
-    _video("57-97", "a forward pass at 57 and 97 frames", "transformer", "57,97", "0.43 and 1.04 s"),
-    Part(
-        "delta",
+    **_text("0.6b", None),
+    "video-57-97": _video("a forward pass at 57 and 97 frames", "transformer", "57,97", "0.43 and 1.04 s"),
+    "delta": Part(
         "the gated delta rule, forward and backward, compared with flash-linear-attention where it is installed",
-        bench_command("delta", "--only", "gated,gradient", "--configs", "Small"),
+        BENCH.format("delta --only gated,gradient --configs Small"),
         ONCE,
         "at most 1.5 times fla's time",
     ),
-    Part(
-        "kernels",
+    "kernels": Part(
         "experimental implementations compared with the others",
-        bench_command("ops", "--only", "kernels", "--runs", "20"),
-        ("--only", "attention", *ONCE),
+        BENCH.format("ops --only kernels --runs 20"),
+        f"--only attention {ONCE}",
     ),
-    *_text("0.6b", "int8"),
-    *_text("0.6b", "int4"),
-    *_text("8b", None),
-    *_text("8b", "int8"),
-    *_text("8b", "int4"),
-    _video("9-17", "a forward pass at 9 and 17 frames", "transformer", "9,17"),
-    _video("vae", "decoding 9, 57 and 97 frames", "vae", "9,57,97"),
-)
-
-PARTS: Mapping[str, Part] = {part.name: part for part in _ALL}
+    **_text("0.6b", "int8"),
+    **_text("0.6b", "int4"),
+    **_text("8b", None),
+    **_text("8b", "int8"),
+    **_text("8b", "int4"),
+    "video-9-17": _video("a forward pass at 9 and 17 frames", "transformer", "9,17"),
+    "video-vae": _video("decoding 9, 57 and 97 frames", "vae", "9,57,97"),
+}
 """Parts by name, correctness first."""
-
-
-def bench_accelerator(
-    folder: Path,
-    *,
-    only: Sequence[str] = tuple(PARTS),
-    rehearse: bool = False,
-    part_seconds: float = 300.0,
-    seconds: float = 600.0,
-    report: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
-    """Run the parts in order. The arguments are the options of `verax bench accelerator`.
-
-    The folder gets `parts/NAME.json` and `.log` of each part, and the results of the benchmarks in them. A part begins
-    only if some of the total time is left, and is stopped at the end of that time.
-
-    Raises:
-        InvalidParameterError: for an unknown part, a budget that is not positive, or a CPU without `rehearse`.
-        VeraxError: if JAX does not start.
-    """
-    check_names("only", only, PARTS)
-    for what, value in (("part_seconds", part_seconds), ("seconds", seconds)):
-        if not value > 0:
-            raise InvalidParameterError(f"{what}: expected more than 0, got {value:g}")
-    begin = time.monotonic()
-    machine = find_device(folder)
-    if machine["platform"] == "cpu" and not rehearse:
-        raise InvalidParameterError("rehearse: JAX has no GPU or TPU here; --rehearse runs the parts at tiny sizes")
-    run = {"device": machine["device_kind"], "rehearse": rehearse}
-    records: dict[str, Any] = {}
-    for name in [name for name in PARTS if name in only]:
-        part, left = PARTS[name], seconds - (time.monotonic() - begin)
-        path = folder / "parts" / f"{name}.json"
-        before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        if {key: before.get(key) for key in run} == run and not before["error"]:
-            records[name] = before
-            report(f"{name}: finished before")
-        elif left < min(SHORTEST, seconds):
-            records[name] = {"error": f"not begun: the budget of {seconds:g} s is spent", "note": "", "result": None}
-        else:
-            report(f"{name}: {part.about}")
-            words = [*part.command, *(part.tiny if rehearse else ())]
-            record = run_command(words, path.with_suffix(".log"), min(left, part_seconds)) | run
-            write_json(path, record)
-            if record["result"] is not None and "machine" in record["result"]:
-                write(record["result"], folder)
-            records[name] = record
-            report(f"{name}: {record['error'] or 'finished'} ({record['seconds']:.0f} s)")
-    title = f"Accelerator: {machine['device_kind']}"
-    return {
-        "subject": "accelerator",
-        "name": "rehearsal" if rehearse else "parts",
-        "title": title + (" (a rehearsal at tiny sizes: its numbers have no meaning)" if rehearse else ""),
-        "intro": "Targets are for one H200. 'verax is' the factor by which it is faster than a baseline in the same "
-        "run; the limit is the one that was measured on this device.",
-        "settings": {"parts": list(records), "rehearse": rehearse, "part_seconds": part_seconds, "seconds": seconds},
-        "machine": machine,
-        "parts": records,
-        "complete": not any(record["error"] for record in records.values()),
-        "tables": [_table(records)],
-        "notes": [],
-    }
-
-
-def _table(records: Mapping[str, Any]) -> dict[str, Any]:
-    """Table with a row for each case of each part, or one row for a part without cases."""
-
-    def cell(row: Any, key: str, form: str) -> str:
-        value = {**row[1], **row[1].get("sides", {}).get(row[1].get("chosen"), {})}.get(key)
-        return "" if value is None else format(value, form)
-
-    def notes(row: Any) -> str:
-        return textwrap.shorten(row[2]["error"] or row[2]["note"], LONGEST_NOTE, placeholder="...").replace("|", "\\|")
-
-    def milliseconds(row: Any) -> str:
-        return number(1e3 * row[1]["sides"][row[1]["chosen"]]["median_s"]) if row[1] else ""
-
-    rows = [
-        (name, case, record)
-        for name, record in records.items()
-        for case in (record["result"] or {}).get("cases") or [{}]
-    ]
-    columns = {
-        "part": lambda row: row[0],
-        "case": lambda row: " ".join(filter(None, (row[1].get("group"), row[1].get("case")))),
-        "ms": lambda row: "**failed**" if row[2]["error"] else milliseconds(row),
-        "a second": lambda row: cell(row, "rate", ",.4g"),
-        "target": lambda row: PARTS[row[0]].target,
-        "of the limit": lambda row: cell(row, "fraction_of_limit", ".0%"),
-        "verax is": lambda row: ", ".join(f"{ratio:.2f}x {name}" for name, ratio in row[1].get("ratios", {}).items()),
-        "notes": notes,
-    }
-    return table(rows, columns)
-
-
-def run_command(words: Sequence[str], log: Path, seconds: float) -> dict[str, Any]:
-    """Run Python with these words in a process of its own, and stop all of its processes at the end of the time.
-
-    Args:
-        words: after the interpreter.
-        log: file that gets what it prints to standard error.
-        seconds: time limit.
-
-    Returns:
-        `result`, the JSON on standard output or None; `note`, else its last line; `error`, empty if the status was 0;
-        `seconds`.
-    """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    begin, printed = time.monotonic(), log.with_suffix(".out")
-    with log.open("wb") as errors, printed.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, *words],
-            cwd=_checkout(),
-            stdout=output,
-            stderr=errors,
-            stdin=subprocess.DEVNULL,
-            env=ENVIRONMENT | os.environ,
-        )
-        try:
-            status = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            if process.poll() is None:
-                for one in (*psutil.Process(process.pid).children(recursive=True), process):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        one.kill()
-                process.wait()
-    text, result, note = printed.read_text(encoding="utf-8", errors="replace").strip(), None, ""
-    try:
-        result = json.loads(text)
-    except json.JSONDecodeError:
-        note = text.rpartition("\n")[2].strip("= ")
-    error = ""
-    if status is None:
-        error = f"stopped after {seconds:.0f} s"
-    elif status:
-        last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
-        error = (result or {}).get("error") or note or last or f"ended with status {status}"
-    return {"result": result, "note": note, "error": error, "seconds": time.monotonic() - begin}
-
-
-def _checkout() -> Path | None:
-    """Root of the checkout that this package is in, or None."""
-    root = Path(verax.__file__).parents[2]
-    return root if (root / "tests" / "gpu").is_dir() else None
-
-
-def find_device(folder: Path) -> dict[str, Any]:
-    """Fingerprint of the machine, with JAX's name of the device as `device_kind`.
-
-    Another process finds it: this one must not hold a part of the device's memory.
-
-    Raises:
-        VeraxError: if JAX does not start.
-    """
-    record = run_command(["-c", FINGERPRINT], folder / "device.log", DEVICE_SECONDS)
-    if record["error"] or record["result"] is None:
-        raise VeraxError(f"JAX does not start: {record['error'] or record['note']}")
-    return record["result"]
-
-
-LONGEST_SECONDS = 7200.0
-"""Time limit of a report's command."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """One page: its title, a sentence on the earlier port, and the commands that measure it, by section.
-
-    A section's second words are the options that `--quick` adds.
-    """
-
-    title: str
-    about: str
-    sections: Mapping[str, tuple[str, str]]
-
 
 REPORTS: Mapping[str, Report] = {
     "video": Report(
@@ -358,52 +172,178 @@ REPORTS: Mapping[str, Report] = {
 """Reports by the name of their page."""
 
 
-def bench_reports(
+def bench_accelerator(
+    folder: Path,
     *,
-    quick: bool = False,
-    only: Sequence[str] = tuple(REPORTS),
-    report: Callable[[str], None] = lambda note: None,
-) -> list[dict[str, Any]]:
-    """Make the tables of the reports, one section after the other; a result for each report.
+    only: Sequence[str] = (),
+    rehearse: bool = False,
+    part_seconds: float = 300.0,
+    seconds: float = 600.0,
+    report: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Run the parts in order, all if `only` is empty. The arguments are the options of `verax bench accelerator`.
 
-    A section that cannot run here (a library or a device that is missing, too little memory) is a table that states the
-    reason.
-
-    Args:
-        quick: smaller and fewer cases: minutes on two cores.
-        only: names out of `REPORTS`.
-        report: called with the name of each section when it begins.
+    The folder gets `parts/NAME.json` and `.log` of each part, and the results of the benchmarks in them. A part begins
+    only if some of the total time is left, and is stopped at the end of that time.
 
     Raises:
-        InvalidParameterError: for an unknown report.
+        InvalidParameterError: for an unknown part, a budget that is not positive, or a CPU without `rehearse`.
+        VeraxError: if JAX does not start.
+    """
+    check_names("only", only, PARTS)
+    for what, value in (("part_seconds", part_seconds), ("seconds", seconds)):
+        if not value > 0:
+            raise InvalidParameterError(f"{what}: expected more than 0, got {value:g}")
+    begin = time.monotonic()
+    machine = find_device(folder)
+    if machine["platform"] == "cpu" and not rehearse:
+        raise InvalidParameterError("rehearse: JAX has no GPU or TPU here; --rehearse runs the parts at tiny sizes")
+    run = {"device": machine["device_kind"], "rehearse": rehearse}
+    records: dict[str, Any] = {}
+    for name in [name for name in PARTS if name in (only or PARTS)]:
+        part, left = PARTS[name], seconds - (time.monotonic() - begin)
+        path = folder / "parts" / f"{name}.json"
+        record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if {key: record.get(key) for key in run} == run and not record["error"]:
+            report(f"{name}: finished before")
+        elif left < min(SHORTEST, seconds):
+            record = {"error": f"not begun: the budget of {seconds:g} s is spent", "note": "", "result": None}
+        else:
+            report(f"{name}: {part.summary}")
+            words = shlex.split(f"{part.command} {part.tiny if rehearse else ''}")
+            record = run_command(words, path.with_suffix(".log"), min(left, part_seconds)) | run
+            write_json(path, record)
+            if record["result"] is not None and "machine" in record["result"]:
+                write(record["result"], folder)
+            report(f"{name}: {record['error'] or 'finished'} ({record['seconds']:.0f} s)")
+        records[name] = record
+    title = f"Accelerator: {machine['device_kind']}"
+    return {
+        "subject": "accelerator",
+        "name": "rehearsal" if rehearse else "parts",
+        "title": title + (" (a rehearsal at tiny sizes: its numbers have no meaning)" if rehearse else ""),
+        "intro": "Targets are for one H200. 'verax is' the factor by which it is faster than a baseline in the same "
+        "run; the limit is the one that was measured on this device.",
+        "settings": {"parts": list(records), "rehearse": rehearse, "part_seconds": part_seconds, "seconds": seconds},
+        "machine": machine,
+        "parts": records,
+        "complete": not any(record["error"] for record in records.values()),
+        "tables": [_table(records)],
+        "notes": [],
+    }
+
+
+def _table(records: Mapping[str, Any]) -> dict[str, Any]:
+    """Table with a row for each case of each part, or one row for a part without cases."""
+    rows = []
+    for name, record in records.items():
+        note = textwrap.shorten(record["error"] or record["note"], LONGEST_NOTE, placeholder="...").replace("|", "\\|")
+        for case in (record["result"] or {}).get("cases") or [{}]:
+            numbers = {**case, **case.get("sides", {}).get(case.get("chosen"), {})}
+            cell = lambda key, form, numbers=numbers: "" if numbers.get(key) is None else format(numbers[key], form)
+            rows.append(
+                {
+                    "part": name,
+                    "case": " ".join(filter(None, (case.get("group"), case.get("case")))),
+                    "ms": "**failed**" if record["error"] else number(1e3 * numbers["median_s"]) if case else "",
+                    "a second": cell("rate", ",.4g"),
+                    "target": PARTS[name].target,
+                    "of the limit": cell("fraction_of_limit", ".0%"),
+                    "verax is": ", ".join(f"{ratio:.2f}x {side}" for side, ratio in case.get("ratios", {}).items()),
+                    "notes": note,
+                }
+            )
+    return table(rows, {key: lambda row, key=key: row[key] for key in rows[0]})
+
+
+def run_command(words: Sequence[str], log: Path, seconds: float) -> dict[str, Any]:
+    """Run Python with these words in a process of its own, and stop all of its processes at the end of the time.
+
+    Returns:
+        `result`, the JSON on standard output or None; `note`, else its last line; `error`, empty if the status was 0;
+        `seconds`.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    begin, printed = time.monotonic(), log.with_suffix(".out")
+    checkout = Path(verax.__file__).parents[2]
+    with log.open("wb") as errors, printed.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=checkout if (checkout / "tests" / "gpu").is_dir() else None,
+            stdout=output,
+            stderr=errors,
+            stdin=subprocess.DEVNULL,
+            env=ENVIRONMENT | os.environ,
+        )
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            if process.poll() is None:
+                for one in (*psutil.Process(process.pid).children(recursive=True), process):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        one.kill()
+                process.wait()
+    text, result, note = printed.read_text(encoding="utf-8", errors="replace").strip(), None, ""
+    try:
+        result = json.loads(text)
+    except json.JSONDecodeError:
+        note = text.rpartition("\n")[2].strip("= ")
+    error = ""
+    if status is None:
+        error = f"stopped after {seconds:.0f} s"
+    elif status:
+        last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+        error = (result or {}).get("error") or note or last or f"ended with status {status}"
+    return {"result": result, "note": note, "error": error, "seconds": time.monotonic() - begin}
+
+
+def find_device(folder: Path) -> dict[str, Any]:
+    """Fingerprint of the machine, with JAX's name of the device as `device_kind`.
+
+    Another process finds it: this one must not hold a part of the device's memory.
+
+    Raises:
+        VeraxError: if JAX does not start.
+    """
+    record = run_command(["-c", FINGERPRINT], folder / "device.log", DEVICE_SECONDS)
+    if record["error"] or record["result"] is None:
+        raise VeraxError(f"JAX does not start: {record['error'] or record['note']}")
+    return record["result"]
+
+
+def bench_reports(
+    folder: Path,
+    *,
+    quick: bool = False,
+    only: Sequence[str] = (),
+    report: Callable[[str], None] = lambda line: None,
+) -> list[Path]:
+    """Write the page `NAME.md` of each report into a folder; their paths.
+
+    A section that cannot run here (a library or a device that is missing, too little memory) states the reason.
     """
     check_names("only", only, REPORTS)
-    results = []
-    for name in only:
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name in only or REPORTS:
         page, tables, facts = REPORTS[name], [], {}
         for section, (words, fewer) in page.sections.items():
-            report(f"{name}: {section}")
-            command = bench_command(*words.split(), *(fewer.split() if quick else ()))
-            with tempfile.TemporaryDirectory(prefix="verax-bench-") as folder:
-                record = run_command(command, Path(folder) / "log", LONGEST_SECONDS)
+            report(f"measuring {name}: {section}")
+            command = shlex.split(BENCH.format(f"{words} {fewer if quick else ''}"))
+            with tempfile.TemporaryDirectory(prefix="verax-bench-") as scratch:
+                record = run_command(command, Path(scratch) / "log", REPORT_SECONDS)
             result, title = record["result"], section.capitalize()
             if record["error"] or result is None:
-                tables.append(not_run(title, record["error"] or record["note"]))
+                tables.append({"title": title, "why_not": f"{(record['error'] or record['note']).rstrip('.')}."})
                 continue
             heading = {"title": title, "note": result["intro"]}
             tables += [heading | {key: value for key, value in one.items() if value} for one in result["tables"]]
             facts |= {key: result[key] for key in ("machine", "measured", "noise")}
-        asked = f"verax bench reports{' --quick' if quick else ''} --only {name}"
-        intro = f"{page.about} Made by `{asked}`."
-        results.append({"name": name, "title": page.title, "intro": intro, **facts, "tables": tables, "notes": []})
-    return results
-
-
-def write_reports(results: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
-    """Write `NAME.md` for each report into a folder, and return the paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths, now = [], datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    for result in results:
-        paths.append(folder / f"{result['name']}.md")
-        write_text(paths[-1], markdown({**result, "date": now}))
+        made_by = f"verax bench reports{' --quick' if quick else ''} --only {name}"
+        facts |= {"title": page.title, "intro": f"{page.summary} Made by `{made_by}`.", "tables": tables, "notes": []}
+        paths.append(folder / f"{name}.md")
+        write_text(paths[-1], markdown({**facts, "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")}))
+        report(f"written: {paths[-1]}")
     return paths

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from verax import ops
-from verax.bench.harness import error_ratio
-from verax.bench.ops import attention_cases, conv_cases, grouped_cases, linear_cases, paged_decode_case
+from verax.bench.harness import Case, error_ratio
+from verax.bench.ops import CASES, grouped_cases, linear_cases, paged_decode
 from verax.ops.sampling import INTS
 
-__all__ = ["arguments_of", "compare", "compare_operations", "compare_outputs"]
+__all__ = ["arguments_of", "compare", "compare_operations"]
 
 REFERENCE = "reference"
 
@@ -37,15 +37,9 @@ LARGEST = 1 << 24
 KINDS = ("bfloat16", "int8", "int4-32", "float8-128", "Q4_K")
 """Kinds of weight whose products are compared."""
 
-Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
-
 INT_LIMITS = {
-    "top_k": 50,
-    "num_prompt": 512,
-    "seed_high": 1 << 31,
-    "seed_low": 1 << 31,
-    "min_length": 512,
-    "num_bias": 300,
+    **{"top_k": 50, "num_prompt": 512, "min_length": 512, "num_bias": 300},
+    **{"seed_high": 1 << 31, "seed_low": 1 << 31},
 }
 """Exclusive upper bounds of the integer sampling parameters."""
 
@@ -54,34 +48,25 @@ def _permuted(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     return rng.permutation(int(np.prod(shape))).reshape(shape)
 
 
-def _below(high: Any, low: int = 0) -> Draw:
-    return lambda rng, shape: rng.integers(low, high, shape)
+PAGES = ("paged_attention[3]", "paged_decode_attention[3]", "write_pages[2]")
+SLOTS = ("delta_slot_recurrence[2].slot", "sample[2]")
+TOKENS = ("sample[1]", "sample[4].bias_ids", "sample[4].banned", "token_logprobs[1]")
 
-
-INTEGERS: Mapping[str, Draw] = {
-    "delta_chunk_scan[2]": _below(1),
-    "delta_chunk_scan_backward[2]": _below(1),
-    "delta_slot_recurrence[2].slot": _permuted,
-    "delta_slot_recurrence[2].fresh": _below(2),
-    "paged_attention[3]": _permuted,
-    "paged_attention[4]": _below(128, 40),
+INTEGERS: Mapping[str, tuple[int, Any] | Callable[..., np.ndarray]] = {
+    **dict.fromkeys((*PAGES, *SLOTS), _permuted),
+    **dict.fromkeys(TOKENS, (0, 151936)),
+    **dict.fromkeys(("delta_chunk_scan[2]", "delta_chunk_scan_backward[2]"), (0, 1)),
+    **dict.fromkeys(("delta_slot_recurrence[2].fresh", "token_logprobs[2]"), (0, 2)),
+    "paged_attention[4]": (40, 128),
     "paged_attention[5]": lambda rng, shape: 8 * np.arange(*shape),
-    "paged_decode_attention[3]": _permuted,
-    "paged_decode_attention[4]": _below(128, 1),
-    "write_pages[2]": _permuted,
-    "write_pages[3]": _below(16),
+    "paged_decode_attention[4]": (1, 128),
+    "write_pages[3]": (0, 16),
     "grouped_linear[2]": lambda rng, shape: rng.permuted(np.tile(np.arange(128), (shape[0], 1)), axis=1)[:, : shape[1]],
-    "sample[1]": _below(151936),
-    "sample[2]": _permuted,
-    "sample[3]": _below(512, 1),
-    "sample[4].ints": _below([INT_LIMITS[name] for name in INTS]),
-    "sample[4].bias_ids": _below(151936),
-    "sample[4].banned": _below(151936),
-    "token_logprobs[1]": _below(151936),
-    "token_logprobs[2]": _below(2),
+    "sample[3]": (1, 512),
+    "sample[4].ints": (0, [INT_LIMITS[name] for name in INTS]),
 }
-"""Integers and flags of the examples, by operation and place: pages and slots that are not shared, lengths that fit,
-different experts, tokens of the vocabulary."""
+"""Integers and flags of the examples, by operation and place, between two bounds or drawn by a function: pages and
+slots that are not shared, lengths that fit, different experts, tokens of the vocabulary."""
 
 UNIT = (".q", ".k", ".read", ".erase", ".write", ".found")
 SHARES = (".beta", ".keep", ".decays[0]", ".decays[1]", ".gates[0]", ".gates[1]", ".floats")
@@ -89,11 +74,7 @@ SHARES = (".beta", ".keep", ".decays[0]", ".decays[1]", ".gates[0]", ".gates[1]"
 
 
 def compare_operations(rehearse: bool) -> Iterator[dict[str, Any]]:
-    """Compare each implementation that takes a call here; a row for each call, as `compare` returns it.
-
-    Args:
-        rehearse: without the largest examples and cases.
-    """
+    """Compare each implementation that takes a call here; a row for each call, as `compare` returns it."""
     rng = np.random.default_rng(0)
     for name, operation in ops.operations().items():
         for example in operation.examples:
@@ -109,17 +90,21 @@ def compare_operations(rehearse: bool) -> Iterator[dict[str, Any]]:
             if len(calls) > 1 and name not in OWN_LAYOUT:
                 rounded = any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(args) if hasattr(x, "dtype"))
                 yield compare(f"{name}, {example.label}" if example.label else name, calls, rounded)
-    for case in [paged_decode_case(2, 40)] if rehearse else _cases():
+    for case in rehearsal_cases() if rehearse else _cases():
         if REFERENCE in case.sides and len(case.sides) > 1:
             calls = {name: side.call for name, side in case.sides.items()}
             yield compare(f"{case.group}, {case.name}", calls, case.sides[REFERENCE].dtypes[0] == "bfloat16")
 
 
-def _cases() -> Iterator[Any]:
+def rehearsal_cases() -> Iterable[Case]:
+    """Cases of a rehearsal."""
+    return [paged_decode(2, 40)]
+
+
+def _cases() -> Iterator[Case]:
     yield from linear_cases(1024, 3072, (1, 4, 128), KINDS)
     yield from grouped_cases(("bfloat16",))
-    yield from attention_cases()
-    yield from conv_cases()
+    yield from (make() for group in ("attention", "conv") for make in CASES[group])
 
 
 def compare(case: str, calls: Mapping[str, Callable[[], Any]], rounded: bool) -> dict[str, Any]:
@@ -140,7 +125,7 @@ def compare(case: str, calls: Mapping[str, Callable[[], Any]], rounded: bool) ->
             if name == REFERENCE:
                 expected = outputs
             else:
-                errors[name] = compare_outputs(outputs, expected)
+                errors[name] = _largest_error(outputs, expected)
         except (RuntimeError, ValueError, TypeError) as error:  # the next implementation may run
             failures.append(f"{name}: {type(error).__name__}: {error}")
     tolerance = ROUNDED_TOLERANCE if rounded else TOLERANCE
@@ -148,14 +133,10 @@ def compare(case: str, calls: Mapping[str, Callable[[], Any]], rounded: bool) ->
     return {"case": case, "errors": errors, "error": "; ".join(failures)}
 
 
-def compare_outputs(found: Any, expected: Any) -> float:
-    """Largest error of several outputs, over the RMS of what is expected; of integers, the share that differ.
-
-    Raises:
-        ValueError: if an output has another shape.
-    """
+def _largest_error(outputs: Any, expected: Any) -> float:
+    """Largest error of several outputs, over the RMS of what is expected; of integers, the share that differ."""
     errors = []
-    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for mine, theirs in zip(jax.tree.leaves(outputs), jax.tree.leaves(expected), strict=True):
         if mine.shape != theirs.shape:
             raise ValueError(f"its output has shape {mine.shape}, the reference's {theirs.shape}")
         if jnp.issubdtype(theirs.dtype, jnp.integer):
@@ -166,20 +147,15 @@ def compare_outputs(found: Any, expected: Any) -> float:
 
 
 def arguments_of(name: str, example: ops.Example, rng: np.random.Generator) -> Sequence[Any]:
-    """Arguments of an operation's example with random numbers in the place of shapes.
-
-    Args:
-        name: name of the operation.
-        example: one of its examples.
-        rng: source of the numbers.
-    """
+    """Arguments of an example of the operation `name`, with random numbers in the place of shapes."""
 
     def value(path: Any, leaf: Any) -> Any:
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         place = name + jax.tree_util.keystr(path)
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return jnp.asarray(INTEGERS[place](rng, leaf.shape), leaf.dtype)
+            rule = INTEGERS[place]
+            return jnp.asarray(rule(rng, leaf.shape) if callable(rule) else rng.integers(*rule, leaf.shape), leaf.dtype)
         numbers = rng.standard_normal(leaf.shape, np.float32)
         if place.endswith(UNIT):
             numbers /= np.linalg.norm(numbers, axis=-1, keepdims=True)
@@ -192,12 +168,8 @@ def arguments_of(name: str, example: ops.Example, rng: np.random.Generator) -> S
     return jax.tree_util.tree_map_with_path(value, example.args)
 
 
-def _main(rehearse: bool) -> None:
-    rows = list(compare_operations(rehearse))
+if __name__ == "__main__":
+    rows = list(compare_operations("--rehearse" in sys.argv))
     wrong = [f"{row['case']}: {row['error']}" for row in rows if row["error"]]
     sys.stdout.write(json.dumps({"rows": rows, "error": "; ".join(wrong)}) + "\n")
     sys.exit(bool(wrong))
-
-
-if __name__ == "__main__":
-    _main("--rehearse" in sys.argv)

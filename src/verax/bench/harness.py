@@ -1,4 +1,7 @@
-"""The one harness of every benchmark: sides, cases, the check for noise, the machine's limits, peak memory."""
+"""The one harness of every benchmark: sides that take turns, the machine's noise and limits, and work that is counted.
+
+Every side runs once in turn, again and again, so that a drifting machine drifts for all of them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,6 @@ from flax import nnx
 
 from verax import checkpoint, machine, ops, progress
 from verax.bench.results import noise_line
-from verax.bench.timing import UNTIMED, Samples, calls_in_turn, interleave
 from verax.checkpoint.load import random_weights
 from verax.errors import MissingDependencyError
 from verax.models import causal_lm
@@ -34,23 +36,37 @@ if TYPE_CHECKING:
 __all__ = [
     "Benchmark",
     "Case",
+    "Samples",
     "Side",
     "case_result",
     "checkpoint_folder",
     "count_products",
     "error_ratio",
     "import_torch",
-    "limit_seconds",
     "product_weights",
     "time_sides",
     "torch_versions",
 ]
 
-BUSY_SPREAD = 0.25
-"""P10-P90 over the median of a short loop, above which the machine is called busy: a quiet one has a few percent."""
+MOST_WARMUP = 5
+"""Rounds after which counting begins, steady or not."""
 
-BUSY_SHARE = 0.15
-"""Share of the processor that others use, above which the machine is called busy."""
+STEADY = 0.9
+"""A side is still warming up while a round takes less than this share of the round before."""
+
+SHORTEST, MOST_CALLS = 0.02, 50
+"""Least seconds, and most calls, of a turn of a side with short calls."""
+
+UNTIMED = 1
+"""Calls at the beginning of a turn that do not count, where calls are short: the first one after another side may take
+twice as long, while threads of that side still spin and the system finds memory for the results again."""
+
+FENCE = 1.5
+"""Quartile distances beyond the quartiles where an outlier begins (Tukey, Exploratory Data Analysis, 1977)."""
+
+BUSY_SPREAD, BUSY_SHARE = 0.25, 0.15
+"""P10-P90 over the median of a short loop, and share of the processor that others use, above which the machine is
+called busy: a quiet one has a few percent."""
 
 PIECES, PIECE = 100, 1 << 17
 """Pieces of the loop, and sines in each: they stay in a cache, and take a millisecond or two on one core."""
@@ -71,7 +87,6 @@ class Side:
         dtypes: dtypes of the outputs: the last one is the dtype of all further outputs, the first one of the products.
         compile_s: seconds of compiling; None where nothing is compiled.
         planned_bytes: bytes that XLA plans for results and temporaries.
-        versions: versions, threads and device of the library.
     """
 
     call: Callable[[], Any]
@@ -79,7 +94,6 @@ class Side:
     dtypes: Sequence[str] = ("float32",)
     compile_s: float | None = None
     planned_bytes: int | None = None
-    versions: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -106,22 +120,83 @@ class Case:
     skipped: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Samples:
+    """Seconds of each counted run of one side, in the order of the rounds, and of its warm-up runs."""
+
+    seconds: tuple[float, ...]
+    warmup: tuple[float, ...] = ()
+
+    @property
+    def median(self) -> float:
+        """Median, in seconds."""
+        return float(np.median(self.seconds))
+
+    def ratio_to(self, other: Samples) -> float:
+        """Factor by which this side is faster than `other`: the median over rounds of the ratio within a round."""
+        return float(np.median(np.asarray(other.seconds) / np.asarray(self.seconds)))
+
+    def to_dict(self, work: float) -> dict[str, object]:
+        """Numbers for a result, with a rate in units of `work` per second. Outliers count like every other run."""
+        p10, low, high, p90 = (float(one) for one in np.percentile(self.seconds, (10, 25, 75, 90)))
+        reach = FENCE * (high - low)
+        return {
+            "median_s": self.median,
+            "p10_s": p10,
+            "p90_s": p90,
+            "rate": work / self.median,
+            "seconds": list(self.seconds),
+            "outliers": [s for s in self.seconds if not low - reach <= s <= high + reach],
+            "warmup_seconds": list(self.warmup),
+        }
+
+
 def time_sides(
-    sides: Mapping[str, Side], *, runs: int, warmup: int, title: str = "measuring", short: bool = False
+    sides: Mapping[str, Callable[[], object]],
+    *,
+    runs: int,
+    warmup: int = 1,
+    title: str = "measuring",
+    short: bool = False,
 ) -> dict[str, Samples]:
-    """Time all sides in turn, with a progress bar.
+    """Time each side in turn, with a progress bar, until each has `runs` counted rounds.
+
+    A round in which some side is 10% faster than in the round before is warm-up too, up to `MOST_WARMUP` rounds;
+    without any `warmup`, counting begins at once.
 
     Args:
-        sides: by name.
+        sides: calls by name. A side returns finished host data, not arrays that are still being computed.
         runs: counted rounds.
         warmup: least number of rounds before them.
         title: of the bar.
-        short: calls are short, and have been made before so that nothing compiles: a turn is a loop of them.
+        short: calls are short, and have been made before so that nothing compiles: a turn is a loop of calls, its time
+            is a call's mean, and `UNTIMED` calls before it do not count.
     """
-    calls = {name: side.call for name, side in sides.items()}
-    loops = {name: calls_in_turn(call) for name, call in calls.items()} if short else None
+    loops = {name: _calls_in_turn(call) if short else 1 for name, call in sides.items()}
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    first, last = warmup, 0  # the round that counts, the round that is next
     with progress.bar(title) as report:
-        return interleave(calls, runs=runs, warmup=warmup, loops=loops, untimed=UNTIMED * short, report=report)
+        while last < first + runs:
+            for done, (name, run) in enumerate(sides.items(), start=1):
+                for _ in range(UNTIMED * short):
+                    run()
+                begin = time.perf_counter()
+                for _ in range(loops[name]):
+                    run()
+                times[name].append((time.perf_counter() - begin) / loops[name])
+                report(last * len(sides) + done, (first + runs) * len(sides), f"{name} {times[name][-1]:.2f} s")
+            last += 1
+            faster = last > 1 and any(taken[-1] < STEADY * taken[-2] for taken in times.values())
+            if 0 < first == last - 1 and last <= MOST_WARMUP and faster:
+                first = last
+    return {name: Samples(tuple(taken[first:]), tuple(taken[:first])) for name, taken in times.items()}
+
+
+def _calls_in_turn(run: Callable[[], object]) -> int:
+    """Number of calls of a side in a turn, by the time of one call now, which should not be its first."""
+    begin = time.perf_counter()
+    run()
+    return max(1, min(MOST_CALLS, math.ceil(SHORTEST / (time.perf_counter() - begin))))
 
 
 def case_result(name: str, chosen: str, samples: Mapping[str, Samples], work: float, **rest: Any) -> dict[str, Any]:
@@ -152,20 +227,20 @@ class Benchmark:
         """Limits of the machine, measured on first use."""
         return machine.measure_machine()
 
-    @cached_property
-    def read(self) -> Callable[[], object]:
-        """Call that reads `machine.READ_BYTES` once: a side next to others whose limit is the memory."""
-        return machine.streaming_read()
-
     def against_limit(
         self, seconds: float, *, bytes_moved: float, flops: float, dtype: str, bandwidth: float | None = None
     ) -> dict[str, float]:
-        """Work of a run, and its shortest time at the machine's limits (`limit_seconds`).
+        """Work of a run, and its shortest time at the machine's limits: its bytes, or its products if they take longer.
 
-        `bandwidth`, in bytes per second, replaces the machine's where it was measured in turn with the run.
+        Args:
+            seconds: of the run.
+            bytes_moved: what has to be read and written, each once.
+            flops: operations of the products.
+            dtype: of the products, `float32` or `bfloat16`.
+            bandwidth: in bytes per second, in place of the machine's where it was measured in turn with the run.
         """
-        limits = self.limits if bandwidth is None else self.limits | {"memory_bandwidth_gb_per_s": bandwidth / 1e9}
-        limit = limit_seconds(limits, bytes_moved=bytes_moved, flops=flops, dtype=dtype)
+        bandwidth = bandwidth or 1e9 * self.limits["memory_bandwidth_gb_per_s"]
+        limit = max(bytes_moved / bandwidth, flops / (1e9 * self.limits[f"matmul_{dtype}_gflop_per_s"]))
         return {
             "bytes_moved": bytes_moved,
             "flops": flops,
@@ -178,14 +253,8 @@ class Benchmark:
     def result(
         self, name: str, *, settings: Mapping[str, Any], versions: Mapping[str, Any] | None = None, **rest: Any
     ) -> dict[str, Any]:
-        """Result in the format of `verax.bench.results`.
-
-        Args:
-            name: separates it from the subject's other results.
-            settings: what was asked for.
-            versions: of the baselines, in addition to the fingerprint.
-            rest: `title`, `intro`, `tables` and perhaps `notes` of its page, and what was measured.
-        """
+        """Result in the format of `verax.bench.results`; `rest` has its page and what was measured."""
+        peaks = {"host_peak_gb": machine.peak_memory(), "device_peak_gb": machine.peak_device_memory()}
         return {
             "subject": self._subject,
             "name": name,
@@ -193,18 +262,40 @@ class Benchmark:
             "machine": {**machine.fingerprint(), **(versions or {})},
             "measured": self.limits,
             "noise": self._noise,
-            "memory": {
-                "host_peak_gb": _gigabytes(machine.peak_memory()),
-                "device_peak_gb": _gigabytes(machine.peak_device_memory()),
-            },
+            "memory": {key: None if peak is None else peak / 1e9 for key, peak in peaks.items()},
             "notes": [],
             **rest,
         }
 
 
-def error_ratio(found: np.ndarray, expected: np.ndarray) -> float:
+def measure_noise() -> dict[str, Any]:
+    """Noise of the machine: the spread of a short loop on all cores, and the processor's use by others.
+
+    `spread` is P90 - P10 of the loop's pieces over their median; `others` the share of this process's cores that was
+    busy in a moment without work of ours.
+    """
+    cores = machine.num_cores()
+    others = min(1.0, psutil.cpu_percent(LISTEN) / 100 * (psutil.cpu_count() or cores) / cores)
+
+    def loop(_: int) -> list[float]:
+        x, out, taken = np.linspace(0, 1, PIECE), np.empty(PIECE), []
+        for _ in range(PIECES):
+            begin = time.perf_counter()
+            np.sin(x, out)
+            taken.append(time.perf_counter() - begin)
+        return taken
+
+    with ThreadPoolExecutor(cores) as pool:
+        taken = np.concatenate(list(pool.map(loop, range(cores))))
+    low, middle, high = np.percentile(taken, (10, 50, 90))
+    spread = float((high - low) / middle)
+    busy = bool(spread > BUSY_SPREAD or others > BUSY_SHARE)
+    return {"spread": round(spread, 3), "others": round(others, 3), "busy": busy}
+
+
+def error_ratio(outputs: np.ndarray, expected: np.ndarray) -> float:
     """Root mean square of the difference over the root mean square of what is expected."""
-    return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
+    return float(np.sqrt(np.mean((outputs - expected) ** 2) / np.mean(expected**2)))
 
 
 def import_torch(*others: str) -> tuple[Any, ...]:
@@ -236,66 +327,29 @@ def torch_versions(*modules: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def checkpoint_folder(model: str | None, config: dict[str, Any]) -> Iterator[Path]:
+def checkpoint_folder(
+    model: str | None,
+    config: dict[str, Any],
+    build: Callable[[dict[str, Any]], Any] = causal_lm,
+    dtype: Any = jnp.bfloat16,
+    **options: Any,
+) -> Iterator[Path]:
     """Folder of a checkpoint; of random weights of a realistic spread, gone afterwards, if there is no model.
 
     Args:
         model: a checkpoint, or None.
-        config: config.json of the random weights of a language model.
+        config: config.json of the random weights.
+        build: function from it to the architecture and its sizes.
+        dtype: of the random weights.
+        options: of `checkpoint.save`.
     """
     if model is not None:
         yield checkpoint.resolve(model)
         return
     with tempfile.TemporaryDirectory(prefix="verax-bench-") as name:
-        architecture, sizes = causal_lm(config)
-        weights = random_weights(nnx.eval_shape(lambda: architecture(sizes, rngs=nnx.Rngs(0))), jnp.bfloat16)
-        yield checkpoint.save(weights, name, config=config)
-
-
-def measure_noise() -> dict[str, Any]:
-    """Noise of the machine: the spread of a short loop on all cores, and the processor's use by others.
-
-    `spread` is P90 - P10 of the loop's pieces over their median; `others` the share of all cores that was busy in a
-    moment without work of ours.
-    """
-    before = _cpu_seconds()
-    time.sleep(LISTEN)
-    spent, ours = (after - earlier for after, earlier in zip(_cpu_seconds(), before, strict=True))
-    cores = machine.num_cores()
-    others = min(1.0, max(0.0, spent - ours) / (LISTEN * cores))
-
-    def loop(_: int) -> list[float]:
-        x, out, taken = np.linspace(0, 1, PIECE), np.empty(PIECE), []
-        for _ in range(PIECES):
-            begin = time.perf_counter()
-            np.sin(x, out)
-            taken.append(time.perf_counter() - begin)
-        return taken
-
-    with ThreadPoolExecutor(cores) as pool:
-        taken = np.concatenate(list(pool.map(loop, range(cores))))
-    low, middle, high = np.percentile(taken, (10, 50, 90))
-    spread = float((high - low) / middle)
-    return {
-        "spread": round(spread, 3),
-        "others": round(others, 3),
-        "busy": bool(spread > BUSY_SPREAD or others > BUSY_SHARE),
-    }
-
-
-def limit_seconds(limits: Mapping[str, float], *, bytes_moved: float, flops: float, dtype: str) -> float:
-    """Seconds that the work takes at the measured limits: its bytes at the bandwidth, or its products if longer.
-
-    Args:
-        limits: of `machine.measure_machine`.
-        bytes_moved: what has to be read and written, each once.
-        flops: floating-point operations of the products.
-        dtype: of the products, `float32` or `bfloat16`.
-    """
-    return max(
-        bytes_moved / (1e9 * limits["memory_bandwidth_gb_per_s"]),
-        flops / (1e9 * limits[f"matmul_{dtype}_gflop_per_s"]),
-    )
+        architecture, sizes = build(config)
+        weights = random_weights(nnx.eval_shape(lambda: architecture(sizes, rngs=nnx.Rngs(0))), dtype)
+        yield checkpoint.save(weights, name, config=config, **options)
 
 
 def count_products(function: Callable[..., Any], *arguments: Any, **implementations: str) -> tuple[int, int]:
@@ -345,13 +399,3 @@ def product_weights(opened: Checkpoint, *, tables: str | None = None) -> int:
     """
     shapes = (opened.shape(name) for name in opened.names() if tables is None or tables not in name)
     return sum(math.prod(shape) for shape in shapes if len(shape) > 1)
-
-
-def _cpu_seconds() -> tuple[float, float]:
-    """Processor seconds spent by all processes since the start of the system, and by this one."""
-    everyone, ours = psutil.cpu_times(), psutil.Process().cpu_times()
-    return sum(everyone) - everyone.idle - getattr(everyone, "iowait", 0.0), ours.user + ours.system
-
-
-def _gigabytes(count: int | None) -> float | None:
-    return None if count is None else count / 1e9

@@ -33,17 +33,7 @@ from verax.ops.cpu import library
 from verax.ops.paged import QuantizedPages, page_bytes, quantize_tokens
 from verax.ops.sampling import FLOATS, INTS, SamplingArrays, sample
 
-__all__ = [
-    "WEIGHTS",
-    "attention_cases",
-    "bench_ops",
-    "conv_cases",
-    "grouped_cases",
-    "linear_cases",
-    "paged_decode_case",
-    "sampling_case",
-    "whole_sequence_case",
-]
+__all__ = ["CASES", "WEIGHTS", "bench_ops", "grouped_cases", "linear_cases"]
 
 READ = "streaming read"
 """Side of each case that shows the memory's bandwidth while the others run."""
@@ -69,8 +59,9 @@ PACKED = "packed"
 FEW_ROWS = 16
 """Rows below which a product is a decode step's; models pack a weight only if decode steps get no slower."""
 
-COLD = 256 << 20
-"""Bytes of weights that the calls of `linear` take in turn: no cache holds what the next one reads."""
+COLD, MOST_COPIES = 256 << 20, 1024
+"""Bytes of weights that the calls of `linear` take in turn, so that no cache holds what the next one reads, and copies
+of a small weight at most: the system limits how many pieces of memory a process maps."""
 
 EXPERT_SIZES = {"experts": 128, "chosen": 8, "size_in": 2048, "size_out": 1536}
 """Qwen3-30B-A3B's experts of a layer, and of a token, and the gate and up projection of each."""
@@ -95,10 +86,6 @@ def bench_ops(settings: OpsSettings) -> dict[str, Any]:
     """Time operations in each of their implementations, interleaved.
 
     torch runs its operation in the same dtype; quantised weights are compared with bfloat16.
-
-    Raises:
-        InvalidParameterError: for an unknown weight.
-        MissingDependencyError: if torch is asked for and not installed.
     """
     size_in, size_out, weights = settings.size_in, settings.size_out, settings.weights or tuple(WEIGHTS)
     check_names("weights", weights, WEIGHTS)
@@ -106,14 +93,14 @@ def bench_ops(settings: OpsSettings) -> dict[str, Any]:
     groups = {
         "linear": lambda: linear_cases(size_in, size_out, settings.rows, weights, torch),
         "grouped": lambda: grouped_cases(weights, torch),
-        "attention": lambda: attention_cases(torch),
-        "conv": lambda: conv_cases(torch),
-        "paged": lambda: (paged_decode_case(2**power, 512) for power in range(7)),
-        "kernels": kernel_cases,
+        "kernels": lambda: linear_cases(4096, 12288, (1, 16, 64), ("int8", "int4-128", "float8-128")),
     }
-    benchmark, cases = Benchmark("ops"), []
-    for operation in settings.only:
-        cases += [_measure(case, benchmark, settings) for case in groups[operation]()]
+    benchmark, read, cases = Benchmark("ops"), machine.streaming_read(), []
+    for group in settings.only:
+        # One by one, so that a case's arrays are freed before the next one's are made.
+        with_weights = groups[group]() if group in groups else ()
+        without = (make(torch=torch) for make in CASES.get(group, ()))
+        cases += [_measure(case, benchmark, settings, read) for case in itertools.chain(without, with_weights)]
     asked = asdict(settings) | {"operations": list(settings.only), "cpu_level": library.level()}
     names = {f"{case['group']}, {case['case']}, {case['chosen']}": case["sides"][case["chosen"]] for case in cases}
     return benchmark.result(
@@ -153,14 +140,14 @@ def _table(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     )
 
 
-def _measure(case: Case, benchmark: Benchmark, settings: OpsSettings) -> dict[str, Any]:
-    """Time the implementations of one operation, interleaved; one of a result's cases."""
-    for side in case.sides.values():
-        side.call()  # compiles
-    title, sides = f"{case.group}, {case.name}", {**case.sides, READ: Side(benchmark.read)}
-    samples = time_sides(sides, runs=settings.runs, warmup=settings.warmup, title=title, short=True)
-    bandwidth = machine.READ_BYTES / samples.pop(READ).median
-    chosen = case.sides[case.chosen]
+def _measure(case: Case, benchmark: Benchmark, settings: OpsSettings, read: Callable[[], object]) -> dict[str, Any]:
+    """Time the implementations of one operation, interleaved with a read of memory; one of a result's cases."""
+    calls = {name: side.call for name, side in case.sides.items()}
+    for call in calls.values():
+        call()  # compiles
+    title, rounds_of = f"{case.group}, {case.name}", {"runs": settings.runs, "warmup": settings.warmup}
+    samples = time_sides({**calls, READ: read}, **rounds_of, title=title, short=True)
+    bandwidth, chosen = machine.READ_BYTES / samples.pop(READ).median, case.sides[case.chosen]
     work = benchmark.against_limit(
         samples[case.chosen].median,
         bytes_moved=case.bytes_moved,
@@ -188,17 +175,7 @@ def _case_of(
     dtype: str = "bfloat16",
     **kwargs: Any,
 ) -> Case:
-    """Case of a call of an operation, with every implementation that takes it here.
-
-    Args:
-        operation: the operation, called with `args` and `kwargs`.
-        name: name of the case.
-        moved: bytes that have to be read and written.
-        flops: operations of its products.
-        others: sides of other libraries.
-        reference: False to leave the reference out, whose arrays do not fit.
-        dtype: dtype of the products.
-    """
+    """Case of a call of an operation: all implementations that take it here, but for a reference that does not fit."""
     calls = {
         impl.name: partial(_jit(partial(impl.function, **kwargs)), *args)
         for impl in operation.implementations.values()
@@ -236,26 +213,16 @@ def _in_turn(run: Callable[[Any], object], arguments: Sequence[Any]) -> Callable
 def linear_cases(
     size_in: int, size_out: int, rows: Sequence[int], weights: Sequence[str], torch: Any = None
 ) -> Iterator[Case]:
-    """Cases one by one: each kind of weight with each number of rows; with torch's side if it is given.
-
-    Args:
-        size_in, size_out: of the weight `[size_out, size_in]`.
-        rows: of the input; one case each.
-        weights: names out of `WEIGHTS`.
-        torch: the module, or None.
-
-    Raises:
-        InvalidParameterError: if blocks of one of them do not divide `size_in`.
-    """
+    """Cases one by one: each kind of weight with each number of rows; with torch's side if it is given."""
     rng = np.random.default_rng(0)
     dense = jnp.asarray(rng.standard_normal((size_out, size_in), np.float32)).astype(jnp.bfloat16)
     for kind in weights:
         weight = _quantized_as(dense, kind)
-        copies = [_as_loaded(weight) for _ in range(math.ceil(COLD / weight.nbytes))]
+        copies = [_as_loaded(weight) for _ in range(min(MOST_COPIES, math.ceil(COLD / weight.nbytes)))]
         packed = {few: _packed(copies, few) for few in {count < FEW_ROWS for count in rows}}
         dtype = "float32" if kind == "float32" else "bfloat16"
         theirs = [] if torch is None else [_tensor(torch, dense, dtype)]
-        theirs += [tensor.clone() for tensor in theirs for _ in range(1, math.ceil(COLD / tensor.nbytes))]
+        theirs += [tensor.clone() for tensor in theirs for _ in range(1, min(MOST_COPIES, COLD // tensor.nbytes))]
         for count in rows:
             x = jnp.asarray(rng.standard_normal((count, size_in), np.float32))
             sides: Calls = {}
@@ -346,50 +313,15 @@ def _loop(torch: Any, x: Any, weights: Any, choice: Any) -> Any:
 # Attention, the cache and sampling
 
 
-def attention_cases(torch: Any = None) -> Iterator[Case]:
-    """Cases one by one, so that a case's arrays are freed before the next one's are made; with torch's side if given.
-
-    Heads are Wan 1.3B's for whole sequences (12 of 128), Qwen3-0.6B's for the cache (16 over 8, of 128).
-    """
-    for dtype, length in (("bfloat16", 2048), ("float32", 2048), ("bfloat16", 8192)):
-        yield whole_sequence_case(length, torch, dtype=dtype)
-    for rows, length in ((4, 150), (4, 2048), (1, 8192), (16, 1024)):
-        yield paged_decode_case(rows, length, torch)
-    for rows, length in ((4, 2048), (1, 8192)):
-        yield paged_decode_case(rows, length, cache_dtype="int8")
-    for cached, tokens in ((0, 512), (3584, 512)):
-        yield ragged_case([cached + tokens], [tokens])
-    for tokens in (4, 512):
-        yield write_case(tokens)
-
-
-def kernel_cases() -> Iterator[Case]:
-    """Sizes of an accelerator: decode steps of Qwen3-0.6B and 8B, prompts, a feed-forward layer of 8B, draws.
-
-    Whole sequences are a layer of Wan 1.3B at 81 frames of 480 x 832, and one of Gemma 3 270M with a sliding window.
-    """
-    for rows, length in ((1, 8192), (16, 1024), (64, 2048), (256, 512)):
-        yield paged_decode_case(rows, length)
-    yield paged_decode_case(64, 2048, cache_dtype="int8")
-    yield paged_decode_case(64, 2048, heads=32)
-    yield ragged_case([4096], [512])
-    yield ragged_case([1024] * 33, [1] * 32 + [480])
-    yield whole_sequence_case(32760)
-    yield whole_sequence_case(8192, heads=4, kv_heads=1, size=256, window=512)
-    yield from linear_cases(4096, 12288, (1, 16, 64), ("int8", "int4-128", "float8-128"))
-    for rows, top_k, top_p in ((1, 50, 1.0), (16, 50, 1.0), (16, 0, 0.95), (64, 50, 0.95)):
-        yield sampling_case(rows, top_k=top_k, top_p=top_p)
-
-
-def whole_sequence_case(
+def whole_sequence(
     length: int,
-    torch: Any = None,
     *,
     dtype: str = "bfloat16",
     heads: int = 12,
     kv_heads: int | None = None,
     size: int = 128,
     window: int | None = None,
+    torch: Any = None,
 ) -> Case:
     """Attention over a whole sequence: of all keys, or of a window before each query, which torch does not have."""
     kv_heads = heads if kv_heads is None else kv_heads
@@ -414,23 +346,23 @@ def whole_sequence_case(
     )
 
 
-def paged_decode_case(
+def paged_decode(
     rows: int,
     length: int,
-    torch: Any = None,
     *,
     cache_dtype: str = "bfloat16",
     heads: int = 16,
     kv_heads: int = 8,
     size: int = 128,
+    torch: Any = None,
 ) -> Case:
-    """The paged decode step of `rows` sequences with `length` cached tokens each; with torch's side if it is given."""
+    """The paged decode step of `rows` sequences with `length` cached tokens each."""
     caches, pages = _cache(rows, length, kv_heads, size)
     if cache_dtype == "int8":
         caches = QuantizedPages(*quantize_tokens(caches[0])), QuantizedPages(*quantize_tokens(caches[1]))
     q = _random((rows, heads, size), "float32", 2)
     others: Calls = {}
-    if torch is not None:  # over keys that lie together: it has no pages
+    if torch is not None and cache_dtype == "bfloat16":  # over keys that lie together: it has no pages
         dense = (_random((rows, kv_heads, length, size), "bfloat16", seed) for seed in (3, 4))
         others["torch"] = _torch_attention(torch, q[:, :, None].astype(jnp.bfloat16), *dense, enable_gqa=True)
     return _case_of(
@@ -444,16 +376,24 @@ def paged_decode_case(
     )
 
 
-def ragged_case(
-    lengths: Sequence[int], counts: Sequence[int], *, heads: int = 16, kv_heads: int = 8, size: int = 128
+def ragged(
+    lengths: Sequence[int],
+    counts: Sequence[int],
+    *,
+    heads: int = 16,
+    kv_heads: int = 8,
+    size: int = 128,
+    torch: Any = None,
 ) -> Case:
-    """A mixed step: each sequence's cached tokens, the step's included (`lengths`), and its tokens in the step."""
+    """A mixed step: each sequence's cached tokens, the step's included (`lengths`), and its tokens in the step.
+
+    torch does not have it.
+    """
     caches, pages = _cache(len(lengths), max(lengths), kv_heads, size)
     q = _random((sum(counts), heads, size), "float32", 2)
     starts = np.concatenate([[0], np.cumsum(counts)])
-    products = sum(
-        count * (length - count) + count * (count + 1) // 2 for length, count in zip(lengths, counts, strict=True)
-    )
+    pairs = zip(lengths, counts, strict=True)
+    products = sum(count * (length - count) + count * (count + 1) // 2 for length, count in pairs)
     decodes = f" next to {len(lengths) - 1} of {lengths[0]} cached" if len(lengths) > 1 else ""
     prompt = f"{counts[-1]} tokens after {lengths[-1] - counts[-1]}"
     return _case_of(
@@ -466,28 +406,24 @@ def ragged_case(
     )
 
 
-def write_case(tokens: int, *, kv_heads: int = 8, size: int = 128) -> Case:
-    """Writes to a cache that is donated and comes back, as in the engine's step."""
+def cache_write(tokens: int, *, kv_heads: int = 8, size: int = 128, torch: Any = None) -> Case:
+    """Writes to a cache that is donated and comes back, as in the engine's step; torch does not have them."""
     (cache, _), _ = _cache(1, 32768, kv_heads, size)
     x = _random((tokens, kv_heads, size), "float32", 2)
     places = jnp.asarray(np.random.default_rng(5).permutation(32768)[:tokens], jnp.int32)
     arguments = x, places // PAGE, places % PAGE
+
+    def donating(run: Callable[..., Any]) -> Callable[[], None]:
+        kept = [jnp.copy(cache)]
+        return lambda: kept.append(run(kept.pop(), *arguments))
+
     sides: Calls = {
-        impl.name: _donating(_jit(impl.function, donate_argnums=0), cache, arguments)
+        impl.name: donating(_jit(impl.function, donate_argnums=0))
         for impl in ops.write_pages.supporting(cache, *arguments)
     }
     name = f"bfloat16, {tokens} tokens, {kv_heads} heads of {size}"
     chosen = ops.write_pages.select(cache, *arguments).name
     return _case("write_pages", name, "bfloat16", 6 * x.size, 0, chosen, sides)
-
-
-def _donating(run: Callable[..., Any], cache: jax.Array, arguments: Sequence[Any]) -> Callable[[], None]:
-    kept = [jnp.copy(cache)]
-
-    def write() -> None:
-        kept[0] = run(kept[0], *arguments)
-
-    return write
 
 
 def _cache(rows: int, length: int, kv_heads: int, size: int) -> tuple[tuple[Any, Any], jax.Array]:
@@ -504,7 +440,7 @@ def _torch_attention(torch: Any, *arrays: jax.Array, **options: Any) -> Callable
     return lambda: torch.nn.functional.scaled_dot_product_attention(*tensors, **options)
 
 
-def sampling_case(rows: int, *, vocab: int = 151936, top_k: int = 0, top_p: float = 1.0) -> Case:
+def sampling(rows: int, *, vocab: int = 151936, top_k: int = 0, top_p: float = 1.0, torch: Any = None) -> Case:
     """A draw for each of `rows` sequences, with top-k and top-p unless they are off; the vocabulary is Qwen3's."""
     given = {"temperature": 1.0, "repetition": 1.0, "top_p": top_p, "top_k": top_k}  # the others are off at 0
     floats, ints = (np.tile([given.get(name, 0) for name in names], (rows, 1)) for names in (FLOATS, INTS))
@@ -520,41 +456,27 @@ def sampling_case(rows: int, *, vocab: int = 151936, top_k: int = 0, top_p: floa
 # Convolutions
 
 
-def conv_cases(torch: Any = None) -> Iterator[Case]:
-    """Shapes of Wan's video VAE one by one; with torch's sides, in its two memory layouts, if it is given.
-
-    The decoder's at its highest and its lowest resolution, a shortcut, an upsampler, and a downsampler.
-    """
-    yield conv_case((4, 128, 128), 96, 96, torch)
-    yield conv_case((4, 128, 128), 96, 96, torch, cached=False)
-    yield conv_case((4, 128, 128), 96, 96, torch, dtype="float32")
-    yield conv_case((4, 16, 16), 384, 384, torch)
-    yield conv_case((4, 64, 64), 192, 384, torch, kernel=(1, 1, 1))
-    yield conv_case((128, 128), 192, 96, torch, kernel=(3, 3))
-    yield conv_case((128, 128), 96, 96, torch, kernel=(3, 3), stride=2)
-
-
-def conv_case(
+def conv(
     size: Sequence[int],
     channels: int,
     out: int,
-    torch: Any = None,
     *,
     kernel: Sequence[int] = (3, 3, 3),
     dtype: str = "bfloat16",
     cached: bool = True,
     stride: int = 1,
+    torch: Any = None,
 ) -> Case:
     """Frames in the middle of a video, after a cache of earlier ones, or the first, after zeros; or an image.
 
     Args:
         size: frames, height and width, or height and width.
         channels, out: of the input and the output.
-        torch: the module, or None.
         kernel: sizes of the kernel, as many as `size` has.
         dtype: of all arrays.
         cached: of frames, if they follow earlier ones.
         stride: of an image, 1 or 2.
+        torch: the module, which runs it in its two memory layouts, or None.
     """
     x, weight = _random((1, *size, channels), dtype, 0), _random((out, channels, *kernel), dtype, 1)
     bias = _random((out,), dtype, 2)
@@ -585,13 +507,45 @@ def conv_case(
         last, offset = [array.to(memory_format=layout) for array in first], _tensor(torch, bias, dtype)
         others["torch"] = lambda: function(*first, offset, **theirs)
         others["torch channels_last"] = lambda: function(*last, offset, **theirs)
-    return _case_of(
-        operation,
-        words,
-        moved + weight.nbytes + x.itemsize * pixels * out,
-        2 * positions * channels * out * taps,
-        *(x, weight, bias),
-        others=others,
-        dtype=dtype,
-        **options,
-    )
+    moved, flops = moved + weight.nbytes + x.itemsize * pixels * out, 2 * positions * channels * out * taps
+    return _case_of(operation, words, moved, flops, x, weight, bias, others=others, dtype=dtype, **options)
+
+
+CASES: Mapping[str, Sequence[Callable[..., Case]]] = {
+    # Heads are Wan 1.3B's for whole sequences (12 of 128), Qwen3-0.6B's for the cache (16 over 8, of 128).
+    "attention": (
+        partial(whole_sequence, 2048),
+        partial(whole_sequence, 2048, dtype="float32"),
+        partial(whole_sequence, 8192),
+        *(partial(paged_decode, *sizes) for sizes in ((4, 150), (4, 2048), (1, 8192), (16, 1024))),
+        *(partial(paged_decode, *sizes, cache_dtype="int8") for sizes in ((4, 2048), (1, 8192))),
+        *(partial(ragged, [cached + 512], [512]) for cached in (0, 3584)),
+        *(partial(cache_write, tokens) for tokens in (4, 512)),
+    ),
+    # Wan's video VAE: the decoder at its highest and its lowest resolution, a shortcut, an upsampler, a downsampler.
+    "conv": (
+        partial(conv, (4, 128, 128), 96, 96),
+        partial(conv, (4, 128, 128), 96, 96, cached=False),
+        partial(conv, (4, 128, 128), 96, 96, dtype="float32"),
+        partial(conv, (4, 16, 16), 384, 384),
+        partial(conv, (4, 64, 64), 192, 384, kernel=(1, 1, 1)),
+        partial(conv, (128, 128), 192, 96, kernel=(3, 3)),
+        partial(conv, (128, 128), 96, 96, kernel=(3, 3), stride=2),
+    ),
+    "paged": tuple(partial(paged_decode, 2**power, 512) for power in range(7)),
+    # Decode steps of Qwen3-0.6B and 8B, prompts, whole sequences of Wan 1.3B at 81 frames of 480 x 832 and of Gemma 3
+    # 270M with a sliding window, draws. `kernels` has a feed-forward layer of 8B too.
+    "kernels": (
+        *(partial(paged_decode, *sizes) for sizes in ((1, 8192), (16, 1024), (64, 2048), (256, 512))),
+        partial(paged_decode, 64, 2048, cache_dtype="int8"),
+        partial(paged_decode, 64, 2048, heads=32),
+        partial(ragged, [4096], [512]),
+        partial(ragged, [1024] * 33, [1] * 32 + [480]),
+        partial(whole_sequence, 32760),
+        partial(whole_sequence, 8192, heads=4, kv_heads=1, size=256, window=512),
+        *(partial(sampling, rows, top_k=50) for rows in (1, 16)),
+        partial(sampling, 16, top_p=0.95),
+        partial(sampling, 64, top_k=50, top_p=0.95),
+    ),
+}
+"""Cases by group: calls that make one each, with the module torch or None as `torch`."""

@@ -1,4 +1,4 @@
-"""The one format of results, and its one page: JSON that can be compared later, Markdown that is read now.
+"""The one format of results: JSON that can be compared later, Markdown that is read now, and comparisons of two files.
 
 A result is a dictionary that JSON holds. Its keys:
 
@@ -11,11 +11,16 @@ A result is a dictionary that JSON holds. Its keys:
 - further numbers of the subject.
 
 A file holds the latest result of each name, of one subject on one processor.
+
+Of two files, a side's change is the ratio of the medians, new over old. Its interval is the percentile bootstrap (Efron
+and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13): the stored runs of each result are drawn again,
+with replacement.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -23,32 +28,35 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jinja2
+import numpy as np
 
-from verax.bench.timing import ENOUGH_RUNS
 from verax.errors import InvalidParameterError
 from verax.files import write_text
 
 __all__ = [
+    "compare_results",
+    "faster_by",
     "markdown",
     "noise_line",
-    "not_run",
     "number",
     "outliers",
     "read_results",
     "render",
+    "render_comparison",
     "rounds",
+    "side_rows",
     "side_table",
     "slug",
     "spread",
     "table",
     "table_lines",
-    "to_json",
     "write",
 ]
 
 Item = TypeVar("Item")
 
-PEAKS = {"host": "host_peak_gb", "device": "device_peak_gb"}
+ENOUGH_RUNS = 10
+"""Counted rounds of a result to be relied upon; where one round is long there are fewer, and pages say so."""
 
 MACHINE_FACTS = (
     *("cpu", "cores", "memory_gib", "platform", "devices", "python", "jax", "jaxlib", "torch", "diffusers"),
@@ -72,9 +80,15 @@ def table(
     return {"title": title, "note": note, "columns": list(columns), "rows": cells}
 
 
-def not_run(title: str, why: str) -> dict[str, Any]:
-    """Table without rows, with the reason that it could not be measured here."""
-    return {"title": title, "why_not": why if why.endswith(".") else f"{why}."}
+def side_rows(cases: Iterable[Mapping[str, Any]]) -> list[tuple[Any, str, Any]]:
+    """Rows of a table: each case with the name and the numbers of each of its sides."""
+    return [(case, name, side) for case in cases for name, side in case["sides"].items()]
+
+
+def faster_by(row: tuple[Any, str, Any]) -> str:
+    """Factor by which the chosen side of a row's case is faster than the row's side; empty for the chosen side."""
+    case, name, _ = row
+    return f"{case['ratios'][name]:.2f}x" if name in case["ratios"] else ""
 
 
 def side_table(case: Mapping[str, Any], rate: str, *, digits: int, rate_digits: int) -> dict[str, Any]:
@@ -82,20 +96,17 @@ def side_table(case: Mapping[str, Any], rate: str, *, digits: int, rate_digits: 
 
     Args:
         case: one of a result's `cases`.
-        rate: heading of the last column, such as `tokens/s`.
+        rate: heading of the column of rates, such as `tokens/s`.
         digits: decimals of seconds.
         rate_digits: decimals of the rate.
     """
-    ratios = case["ratios"]
-    columns: dict[str, Callable[[tuple[str, Any]], object]] = {
-        "side": lambda row: row[0],
-        "median s": lambda row: f"{row[1]['median_s']:.{digits}f}",
-        "P10-P90 s": lambda row: f"{row[1]['p10_s']:.{digits}f}-{row[1]['p90_s']:.{digits}f}",
-        rate: lambda row: f"{row[1]['rate']:.{rate_digits}f}",
+    columns: dict[str, Callable[[Any], object]] = {
+        "side": lambda row: row[1],
+        "median s": lambda row: f"{row[2]['median_s']:.{digits}f}",
+        "P10-P90 s": lambda row: f"{row[2]['p10_s']:.{digits}f}-{row[2]['p90_s']:.{digits}f}",
+        rate: lambda row: f"{row[2]['rate']:.{rate_digits}f}",
     }
-    if ratios:
-        columns["verax is faster by"] = lambda row: f"{ratios[row[0]]:.2f}x" if row[0] in ratios else ""
-    return table(case["sides"].items(), columns)
+    return table(side_rows([case]), columns | ({"verax is faster by": faster_by} if case["ratios"] else {}))
 
 
 def number(value: float) -> str:
@@ -159,7 +170,7 @@ def _about(result: Mapping[str, Any]) -> str:
     machine, memory = result["machine"], result.get("memory", {})
     limits = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in result.get("measured", {}).items())
     facts = ", ".join(f"{name} {machine[name]}" for name in MACHINE_FACTS if name in machine)
-    peaks = [f"{where} {memory[key]:.2f} GB" for where, key in PEAKS.items() if memory.get(key) is not None]
+    peaks = [f"{name} {memory[key]:.2f} GB" for name in ("host", "device") if memory.get(key := f"{name}_peak_gb")]
     parts = (
         f"Machine: {facts}.",
         f"Measured: {limits}." if limits else "",
@@ -187,14 +198,10 @@ def write(result: Mapping[str, Any], folder: Path, *, now: datetime | None = Non
     results = read_results(path) if path.exists() else {}
     results[result["name"]] = {**result, "date": f"{now or datetime.now(UTC):%Y-%m-%d %H:%M UTC}"}
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(path, to_json({"subject": subject, "results": results}))
+    text = json.dumps({"subject": subject, "results": results}, indent=1)
+    # A list of numbers or cells, of which a result is full, takes one line.
+    write_text(path, re.sub(r"\[[^][{}]*\]", lambda numbers: re.sub(r"\n\s*", " ", numbers[0]), text) + "\n")
     return path
-
-
-def to_json(value: Mapping[str, Any]) -> str:
-    """Text of a file of results. A list of numbers or cells, which are most of a result, takes one line."""
-    text = json.dumps(value, indent=1)
-    return re.sub(r"\[[^][{}]*\]", lambda found: re.sub(r"\n\s*", " ", found[0]), text) + "\n"
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
@@ -249,3 +256,119 @@ def render(template: Path, folder: Path) -> str:
     except jinja2.TemplateError as error:
         raise InvalidParameterError(f"{template}: {error}") from error
     return re.sub(r"\n{3,}", "\n\n", text)  # what macros leave
+
+
+RESAMPLES, CONFIDENCE = 10_000, 0.95
+"""Draws of the bootstrap, and the confidence of the interval."""
+
+BASELINES = ("torch", "transformers", "llama.cpp", "cython", "fla", "diffusers", "openvino", "onnxruntime")
+"""First words of the names of baselines: if one changes, the machine did, or its version."""
+
+SAME = ("cpu", "cores", "platform", "devices", "python", "jax", "jaxlib", "torch", "transformers", "llama_server")
+"""Facts of the machine that have to agree, or the difference may be theirs."""
+
+
+def compare_results(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold: float = 0.05) -> dict[str, Any]:
+    """Compare each side of the old results with the same side of the new ones.
+
+    A side is `slower` (`faster`) if the whole interval of the ratio is more than `threshold` above (below) 1, `same` if
+    it is within the threshold on both sides, and else `undecided`. It is also undecided where the runs are too few for
+    the confidence: even the greatest difference would arise by chance too often (a permutation test's smallest p).
+
+    Args:
+        old, new: results of the same subject, by name.
+        threshold: relative change of time that matters.
+
+    Raises:
+        InvalidParameterError: if the results are not timed, are of different subjects, or have no side in common.
+    """
+    if not 0 <= threshold < 1:
+        raise InvalidParameterError(f"threshold: expected a share from 0 to less than 1, got {threshold}")
+    before, after = _series("old", old), _series("new", new)
+    subject, other = (next(iter(results.values()))["subject"] for results in (old, new))
+    if subject != other:
+        raise InvalidParameterError(f"new: expected a result of bench {subject}, got one of bench {other}")
+    common = [name for name in before if name in after]
+    if not common:
+        raise InvalidParameterError(f"new: none of its sides is in old, which has {', '.join(before)}")
+    rows = [{"name": name, **_judged(before[name], after[name], threshold)} for name in common]
+    for row in rows:
+        row["ours"] = not row["name"].rpartition(" / ")[2].startswith(BASELINES)
+    return {
+        "subject": subject,
+        "threshold": threshold,
+        "rows": rows,
+        "regressions": [row["name"] for row in rows if row["ours"] and row["verdict"] == "slower"],
+        "only_in_old": [name for name in before if name not in after],
+        "only_in_new": [name for name in after if name not in before],
+        "differing": _differing(old, new),
+    }
+
+
+def _series(which: str, results: Mapping[str, Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Seconds of the runs of every timed side, by the names of result, group, case and side."""
+    series = {
+        " / ".join([name, *(case[key] for key in ("group", "case") if case.get(key)), side]): times["seconds"]
+        for name, result in results.items()
+        for case in result.get("cases", ())
+        for side, times in case["sides"].items()
+    }
+    if not series:
+        raise InvalidParameterError(f"{which}: no timed result of verax bench; expected the JSON that --output wrote")
+    return series
+
+
+def _judged(old: Sequence[float], new: Sequence[float], threshold: float) -> dict[str, Any]:
+    """Medians, their ratio, new over old, the ends of its interval, and the verdict."""
+    rng = np.random.default_rng(0)  # the same files give the same verdict
+    medians = [np.median(rng.choice(np.asarray(runs), (RESAMPLES, len(runs))), axis=1) for runs in (new, old)]
+    low, high = np.quantile(medians[0] / medians[1], [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    verdict = "undecided"
+    if 2 / math.comb(len(old) + len(new), len(old)) <= 1 - CONFIDENCE:
+        if low > 1 + threshold:
+            verdict = "slower"
+        elif high < 1 - threshold:
+            verdict = "faster"
+        elif 1 - threshold <= low and high <= 1 + threshold:
+            verdict = "same"
+    old_s, new_s = float(np.median(old)), float(np.median(new))
+    interval = {"ratio": new_s / old_s, "low": float(low), "high": float(high)}
+    return {"old_s": old_s, "new_s": new_s, "runs": [len(old), len(new)], **interval, "verdict": verdict}
+
+
+def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Facts of the machine, and settings, that are not the same in the results of one name."""
+    differing: dict[str, list[Any]] = {}
+    for name in [name for name in old if name in new]:
+        settings = sorted({*old[name]["settings"], *new[name]["settings"]} - {"runs", "warmup"})
+        for part, keys in (("machine", SAME), ("settings", settings)):
+            for key in keys:
+                values = [result[name][part].get(key) for result in (old, new)]
+                if values[0] != values[1]:
+                    differing[key] = values
+        for part, results in (("old", old), ("new", new)):
+            if results[name].get("noise", {}).get("busy"):
+                differing[f"noise of {part}"] = ["quiet", "busy"]
+    return differing
+
+
+def render_comparison(comparison: Mapping[str, Any]) -> str:
+    """Markdown of a comparison, for a terminal or a pull request."""
+    bad = comparison["regressions"]
+    columns = {
+        "side": lambda row: row["name"] if row["ours"] else f"{row['name']} (not ours)",
+        "old ms": lambda row: f"{1e3 * row['old_s']:.4g}",
+        "new ms": lambda row: f"{1e3 * row['new_s']:.4g}",
+        "new / old": lambda row: f"{row['ratio']:.3f}",
+        f"{100 * CONFIDENCE:g}% interval": lambda row: f"{row['low']:.3f}-{row['high']:.3f}",
+        "runs": lambda row: ", ".join(map(str, row["runs"])),
+        "verdict": lambda row: f"**{row['verdict']}**" if row["name"] in bad else row["verdict"],
+    }
+    title = f"bench {comparison['subject']}: " + (f"{len(bad)} slower" if bad else "nothing proven slower")
+    lines = table_lines(table(comparison["rows"], columns, title=title))[:-1]
+    differing = [f"{name}: {old} and {new}" for name, (old, new) in comparison["differing"].items()]
+    notes = {"Only in old": comparison["only_in_old"], "Only in new": comparison["only_in_new"]}
+    notes["Not the same in both, so the difference may be theirs"] = differing
+    for label, parts in notes.items():
+        lines += ["", f"{label}: {'; '.join(parts)}."] if parts else []
+    return "\n".join([*lines, ""])

@@ -1,13 +1,12 @@
 """Settings of the benchmarks: each a table of options, from which `verax bench` derives a command and its flags."""
 
-# ruff: noqa: RUF009 -- `names` and `numbers` declare a field, as `option` does
+# ruff: noqa: RUF009 -- `listed` and `against` declare a field, as `option` does
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,33 +40,33 @@ def check_names(what: str, given: Iterable[str], known: Iterable[str]) -> None:
             raise InvalidParameterError(f"{what}: expected {words}, got {name!r}")
 
 
-def _split(what: str, value: Any, *, known: Sequence[str] = (), separator: str = ",") -> tuple[str, ...]:
-    names = [name.strip() for name in value.split(separator)] if isinstance(value, str) else value or ()
-    check_names(what, names if known else (), known)
-    return tuple(names)
+def listed(
+    default: str | None,
+    doc: str,
+    known: Iterable[str] = (),
+    *,
+    kind: type = str,
+    separator: str = ",",
+    **declaration: Any,
+) -> Any:
+    """Field of several values, given as a text with commas or as a sequence; `known` are the names that it takes."""
+
+    def parse(what: str, value: Any) -> tuple[Any, ...]:
+        parts = value.split(separator) if isinstance(value, str) else value or ()
+        try:
+            values = tuple(part.strip() if kind is str else kind(part) for part in parts)
+        except ValueError as error:
+            example = "whole numbers such as 1,8" if kind is int else "numbers such as 0.5,2"
+            raise InvalidParameterError(f"{what}: expected {example}, got {value!r}") from error
+        check_names(what, values if known else (), known)
+        return values
+
+    return dataclasses.field(default=default, metadata={"option": Option(doc=doc, **declaration), "parse": parse})
 
 
-def _split_numbers(what: str, value: Any, *, kind: Callable[[str], Any]) -> tuple[Any, ...]:
-    try:
-        return tuple(map(kind, value.split(",") if isinstance(value, str) else value or ()))
-    except ValueError as error:
-        example = "whole numbers such as 1,8" if kind is int else "numbers such as 0.5,2"
-        raise InvalidParameterError(f"{what}: expected {example}, got {value!r}") from error
-
-
-def _listed(parse: Callable[[str, Any], tuple[Any, ...]], default: str | None, doc: str, **declaration: Any) -> Any:
-    metadata = {"option": Option(doc=doc, **declaration), "parse": parse}
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def names(default: str | None, doc: str, known: Sequence[str] = (), *, separator: str = ",", **declaration: Any) -> Any:
-    """Field of names, given as a text with commas or as a sequence; `known` are the names that it takes."""
-    return _listed(partial(_split, known=known, separator=separator), default, doc, **declaration)
-
-
-def numbers(kind: type, default: str | None, doc: str, **declaration: Any) -> Any:
-    """Field of numbers, given as a text with commas or as a sequence."""
-    return _listed(partial(_split_numbers, kind=kind), default, doc, **declaration)
+def against(*known: str) -> Any:
+    """Field of baselines by name."""
+    return listed(None, f"Sides to run too, interleaved, with commas: {', '.join(known)}.", known)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,16 +91,16 @@ class _Timed(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Engine(_Timed):
-    model: str | None = option(
-        None, "A checkpoint folder, GGUF file or hub id; the built-in model if left out.", flags=("--model", "-m")
-    )
+class _OfModel(Settings):
+    model: str | None = option(None, "A checkpoint folder, GGUF file or hub id.", flags=("--model", "-m"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Engine(_Timed, _OfModel):
     dtype: str = option("bfloat16", "bfloat16 or float32.", choices=("bfloat16", "float32"))
     quantization: str | None = option(
         None, "int8, int4 or dequantize.", flags=("--quantization", "-q"), shown="the checkpoint's"
     )
-    kv_cache_dtype: str = option("auto", "dtype of keys and values: auto, bfloat16, float32, fp8 or int8.")
-    max_num_seqs: int | None = option(None, "Most sequences in one step.", low=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +120,6 @@ class TextSettings(_Engine):
         verax bench text --shapes moe --against transformers --prompts 1
     """
 
-    model: str | None = option(None, "A checkpoint folder, GGUF file or hub id.", flags=("--model", "-m"))
     shapes: str = option(
         "qwen3",
         "Random weights: qwen3 (0.6B), qwen3-8b, hybrid (4 layers of Qwen3.5-0.8B), moe (4 of 30B-A3B).",
@@ -139,18 +137,16 @@ class TextSettings(_Engine):
     prompt_tokens: int = option(512, "prompt: tokens of each.", low=1)
     scale: float = option(1.0, "nano-vllm: factor on its lengths, to fit a small machine.", low=0.0, above=True)
     temperature: float | None = option(None, "0.7, 0.6 for nano-vllm, 0 for prompt and repeat.", shown="the workload's")
-    against: Any = names(
-        None,
-        "transformers, llama.cpp, verax (our side unquantised), with commas: run them too, interleaved.",
-        ("transformers", "llama.cpp", "verax"),
-    )
+    against: Any = against("transformers", "llama.cpp", "verax")
     speculative_config: str | None = option(None, "Speculative decoding, as JSON.")
     decode_breakdown: bool = option(False, "Measure the parts of a decode step too.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class QualitySettings(Settings):
+class QualitySettings(_OfModel):
     """Cost of quantised weights and an int8 cache: perplexity, and the logits' distance from float32.
+
+    Without --model it is measured on the built-in one.
 
     Examples:
 
@@ -161,16 +157,13 @@ class QualitySettings(Settings):
         verax bench quality --model gemma-3-270m-q4_k_m.gguf --text book.txt
     """
 
-    model: str | None = option(
-        None, "A checkpoint folder, GGUF file or hub id; the built-in model if left out.", flags=("--model", "-m")
-    )
     text: Path | None = option(None, "A UTF-8 text to measure on, instead of the built-in model's own kind.")
-    variants: Any = names(None, "Precisions by name, separated by semicolons; all if left out.", separator=";")
+    variants: Any = listed(None, "Precisions by name, separated by semicolons; all if left out.", separator=";")
     tokens: int = option(16384, "Tokens of text, at most.", low=2)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbedSettings(_Timed):
+class EmbedSettings(_Timed, _OfModel):
     """Sentences per second of an encoder; all-MiniLM-L6-v2's shapes with random weights if there is no --model.
 
     Examples:
@@ -182,18 +175,13 @@ class EmbedSettings(_Timed):
         verax bench embed --against openvino-int8,onnxruntime-int8 --quantization int8
     """
 
-    model: str | None = option(None, "A checkpoint folder or hub id.", flags=("--model", "-m"))
     shapes: str = option(
         "minilm", "Random weights: minilm, modernbert or qwen3.", choices=("minilm", "modernbert", "qwen3")
     )
     sentences: int = option(512, "Number of texts.", low=1)
     batch_size: int = option(32, "Most sentences in one call.", low=1)
     latency: bool = option(False, "Each sentence in a call of its own.")
-    against: Any = names(
-        None,
-        "transformers, openvino, openvino-int8, onnxruntime, onnxruntime-int8, with commas: run them too, interleaved.",
-        ("transformers", "openvino", "openvino-int8", "onnxruntime", "onnxruntime-int8"),
-    )
+    against: Any = against("transformers", "openvino", "openvino-int8", "onnxruntime", "onnxruntime-int8")
     dtype: str = option("float32", "float32 or bfloat16.", choices=("float32", "bfloat16"))
     quantization: str | None = option(
         None, "int8: matrix products of 8-bit integers.", flags=("--quantization", "-q"), shown="none"
@@ -221,20 +209,15 @@ class VideoSettings(_Timed):
     size: str = option(
         "1.3b", "1.3b or 14b: image to video. 5b: text and image. tiny.", choices=("1.3b", "14b", "5b", "tiny")
     )
-    stage: Any = names("transformer,vae", "transformer, vae, text, with commas, or all.", (*STAGES, "all"))
-    frames: Any = numbers(int, "9", "Frames of the clip, 4n + 1; a case each.")
+    stage: Any = listed("transformer,vae", "transformer, vae, text, with commas, or all.", (*STAGES, "all"))
+    frames: Any = listed("9", "Frames of the clip, 4n + 1; a case each.", kind=int)
     height: int = option(272, "Pixels, divisible by 16.")
     width: int = option(480, "Pixels, divisible by 16.")
-    attention: str = option("auto", "Implementation that the transformer is timed with.")
-    memory: Any = names(
+    memory: Any = listed(
         None, "Implementations whose memory is planned, which runs nothing: auto,chunked,standard,flash."
     )
     layers: int | None = option(None, "Layers of transformer and text encoder.", low=1, shown="all")
-    against: Any = names(
-        None,
-        "diffusers, torch.compile, openvino, with commas: run them too, interleaved.",
-        ("diffusers", "torch.compile", "openvino"),
-    )
+    against: Any = against("diffusers", "torch.compile", "openvino")
     dtype: str = option("bfloat16", "bfloat16 or float32.", choices=("bfloat16", "float32"))
 
     def __post_init__(self) -> None:
@@ -246,7 +229,7 @@ class VideoSettings(_Timed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeaCacheSettings(Settings):
+class TeaCacheSettings(_OfModel):
     """Cost of TeaCache in quality, and the time that it saves: clips with it and the same clips without.
 
     Examples:
@@ -256,18 +239,10 @@ class TeaCacheSettings(Settings):
         verax bench teacache --model SkyReels-V2-DF-1.3B-540P --prompts prompts.txt --thresholds 0.1,0.2
     """
 
-    model: str | None = option(None, "A folder of SkyReels-V2 or Wan2.1, or its hub id.", flags=("--model", "-m"))
     prompts: Path | None = option(
         None, "A file with a prompt on each line; the built-in model has some of its own.", path="file"
     )
-    image: str | None = option(None, "A picture: the first frame of all clips.")
-    thresholds: Any = numbers(float, "0.05,0.1,0.2,0.3", "Of --cache-threshold.")
-    num_frames: int | None = option(None, "4n + 1.", shown="checkpoint's")
-    height: int | None = option(None, "Of a frame, in pixels.", shown="checkpoint's")
-    width: int | None = option(None, "Of a frame, in pixels.", shown="checkpoint's")
-    num_inference_steps: int | None = option(
-        None, "Steps of the solver.", flags=("--inference-steps",), shown="checkpoint's"
-    )
+    thresholds: Any = listed("0.05,0.1,0.2,0.3", "Of --cache-threshold.", kind=float)
     dtype: str = option("bfloat16", "bfloat16 or float32.")
 
     def __post_init__(self) -> None:
@@ -296,18 +271,18 @@ class OpsSettings(_Timed):
     """
 
     warmup: int = option(2, "Rounds before them.", low=0)
-    only: Any = names(
+    only: Any = listed(
         ",".join(OPERATIONS), "linear, grouped, attention, conv; paged, kernels.", (*OPERATIONS, "paged", "kernels")
     )
     size_in: int = option(4096, "Inputs of the linear operation.", low=1)
     size_out: int = option(11008, "Outputs of the linear operation.", low=1)
-    rows: Any = numbers(int, "1,2,4,8,16,32,128", "Rows of the input, one case each.")
-    weights: Any = names(
+    rows: Any = listed("1,2,4,8,16,32,128", "Rows of the input, one case each.", kind=int)
+    weights: Any = listed(
         None,
         "float32, bfloat16, int8, int8-32, int8-128, int4-32, int4-128, int4-128-zeros, float8-128, a GGUF type Q4_K.",
         shown="all",
     )
-    against: Any = names(None, "torch: time its operations too, interleaved.", ("torch",))
+    against: Any = against("torch")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -315,7 +290,8 @@ class OpsSettings(_Timed):
             raise InvalidParameterError(f"rows: expected numbers from 1, got {min(self.rows)}")
 
 
-CONFIGURATIONS = ("Small", "Medium", "Large")
+CONFIGURATIONS = {"Small": (1, 4, 64), "Medium": (2, 8, 128), "Large": (4, 16, 256)}
+"""Configurations of the earlier port: batch, chunks, tokens of a chunk; 12 heads."""
 
 SECTIONS = {
     "rule": "LAM's published rule by itself",
@@ -346,15 +322,15 @@ class DeltaSettings(_Timed):
     """
 
     runs: int = option(0, "Counted rounds.", low=0, shown="10, or 3 if quick")
-    only: Any = names(",".join(SECTIONS), "Sections, with commas.", tuple(SECTIONS))
-    configs: Any = names(None, "Small, Medium, Large, with commas.", CONFIGURATIONS, shown="all")
-    against: Any = names(None, "Baselines, with commas.", DELTA_BASELINES, shown="the installed ones")
+    only: Any = listed(",".join(SECTIONS), "Sections, with commas.", SECTIONS)
+    configs: Any = listed(None, "Small, Medium, Large, with commas.", CONFIGURATIONS, shown="all")
+    against: Any = listed(None, "Baselines, with commas.", DELTA_BASELINES, shown="the installed ones")
     quick: bool = option(False, "The smallest configuration, without torch.compile.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "runs", self.runs or (3 if self.quick else 10))
-        object.__setattr__(self, "configs", self.configs or CONFIGURATIONS[: 1 if self.quick else None])
+        object.__setattr__(self, "configs", self.configs or tuple(CONFIGURATIONS)[: 1 if self.quick else None])
 
 
 _LOAD, _REQUESTS = "Load", "Requests"
@@ -364,12 +340,20 @@ _LOAD, _REQUESTS = "Load", "Requests"
 class TrafficSettings(Settings):
     """Distribution of the requests of a load test."""
 
+    vocab_size: int | None = option(
+        None, "With --url: prompts are tokens below this.", low=4, shown="--model's", panel=_REQUESTS
+    )
     input_tokens: int = option(32, "Tokens of a prompt, after its shared prefix.", low=1, panel=_REQUESTS)
     output_tokens: int = option(64, "Tokens of an answer.", low=1, panel=_REQUESTS)
     prefix_tokens: int = option(0, "Tokens of a prefix that prompts share.", low=0, panel=_REQUESTS)
     num_prefixes: int = option(1, "Different prefixes; each prompt has one at random.", low=1, panel=_REQUESTS)
     slow_readers: float = option(0.0, "Share of clients that read slowly.", low=0.0, high=1.0, panel=_REQUESTS)
     disconnect: float = option(0.0, "Share of clients that leave in mid-answer.", low=0.0, high=1.0, panel=_REQUESTS)
+
+    @property
+    def longest(self) -> int:
+        """Length of a prompt with its answer, in tokens."""
+        return self.prefix_tokens + self.input_tokens + self.output_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,15 +372,14 @@ class ServeSettings(TrafficSettings, _Engine):
     runs: int = option(3, "Counted rounds.", low=1)
     url: str | None = option(None, "A running server, such as http://127.0.0.1:8000/v1.", shown="starts verax serve")
     api_key: str | None = option(None, "With --url: key of that server.", envvar="OPENAI_API_KEY")
-    vocab_size: int | None = option(
-        None, "With --url: prompts are tokens below this.", low=4, shown="--model's", panel=_REQUESTS
-    )
     shapes: str | None = option(
         None, "Random weights instead of a model: qwen3 (0.6B), qwen3-8b, hybrid or moe.", choices=tuple(SHAPES)
     )
-    concurrency: Any = numbers(int, None, "Closed loop: streams at once, a case each.", shown="1,8,32,64", panel=_LOAD)
-    request_rate: Any = numbers(
-        float, None, "Open loop: requests per second that arrive at random, a case each.", panel=_LOAD
+    concurrency: Any = listed(
+        None, "Closed loop: streams at once, a case each.", kind=int, shown="1,8,32,64", panel=_LOAD
+    )
+    request_rate: Any = listed(
+        None, "Open loop: requests per second that arrive at random, a case each.", kind=float, panel=_LOAD
     )
     num_requests: int | None = option(
         None, "Requests of a run.", low=1, shown="2 a stream, 16 at least; 100", panel=_LOAD
@@ -407,11 +390,7 @@ class ServeSettings(TrafficSettings, _Engine):
     goodput: str | None = option(
         None, "Milliseconds of a good request at most, such as ttft:200,tpot:50,e2el:5000.", panel=_LOAD
     )
-    against: Any = names(
-        None,
-        "offline (LLM.generate), async (AsyncLLM), llama.cpp, with commas: run them too, interleaved.",
-        ("offline", "async", "llama.cpp"),
-    )
+    against: Any = against("offline", "async", "llama.cpp")
     checks: int = option(8, "Answers to ask for again without load, and compare.", low=0)
     llama_server: str | None = option(
         None,
@@ -424,9 +403,8 @@ class ServeSettings(TrafficSettings, _Engine):
         super().__post_init__()
         if self.concurrency and self.request_rate:
             raise InvalidParameterError("concurrency: a closed loop; request_rate is an open one, give one of them")
-        for name in ("concurrency", "request_rate"):
+        for name, least in (("concurrency", "at least 1"), ("request_rate", "more than 0")):
             if min(getattr(self, name), default=1) <= 0:
-                least = "at least 1" if name == "concurrency" else "more than 0"
                 raise InvalidParameterError(f"{name}: expected {least}, got {min(getattr(self, name))}")
         if self.url is not None and self.model is None and (self.against or self.vocab_size is None):
             raise InvalidParameterError(

@@ -66,6 +66,10 @@ def _show(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
         typer.echo(f"written: {write(result, output)}", err=True)
 
 
+def _log(line: str) -> None:
+    typer.echo(line, err=True)
+
+
 def _names(text: str | None) -> list[str]:
     return [name.strip() for name in text.split(",")] if text else []
 
@@ -100,16 +104,10 @@ def accelerator(
 
     if list_parts:
         width = max(map(len, PARTS))
-        typer.echo("\n".join(f"{part.name:{width}}  {part.about}" for part in PARTS.values()))
+        typer.echo("\n".join(f"{name:{width}}  {part.summary}" for name, part in PARTS.items()))
         return
-    result = bench_accelerator(
-        output,
-        only=_names(only) or tuple(PARTS),
-        rehearse=rehearse,
-        part_seconds=part_seconds,
-        seconds=seconds,
-        report=lambda line: typer.echo(line, err=True),
-    )
+    limits = {"part_seconds": part_seconds, "seconds": seconds}
+    result = bench_accelerator(output, only=_names(only), rehearse=rehearse, **limits, report=_log)
     _show(result, output, as_json)
     if not result["complete"]:
         raise typer.Exit(1)
@@ -129,29 +127,21 @@ def compare(
 
     Examples:
 
-        verax bench compare before.json after.json
-
         verax bench compare before.json after.json --threshold 10 >> "$GITHUB_STEP_SUMMARY"
     """
-    from verax.bench.compare import compare_results, read_timed, render
+    from verax.bench.results import compare_results, read_results, render_comparison
 
-    comparison = compare_results(read_timed(old), read_timed(new), threshold=threshold / 100)
-    sys.stdout.write(json.dumps(comparison, indent=2) + "\n" if as_json else render(comparison))
+    comparison = compare_results(read_results(old), read_results(new), threshold=threshold / 100)
+    sys.stdout.write(json.dumps(comparison, indent=2) + "\n" if as_json else render_comparison(comparison))
     if comparison["regressions"]:
         raise typer.Exit(1)
 
 
 @app.command()
 def docs(
-    results: Annotated[Path, typer.Option(help="Folder of results, as --output writes them.")] = Path(
-        "benchmarks/results"
-    ),
-    template: Annotated[Path, typer.Option(help="The page without its numbers.")] = Path(
-        "benchmarks/performance.template.md"
-    ),
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path("docs/performance.md"),
 ) -> None:
-    """Write docs/performance.md from the results in the repository.
+    """Write docs/performance.md from its template and the results in benchmarks/, in the repository's root.
 
     Examples:
 
@@ -160,17 +150,17 @@ def docs(
     from verax.bench.results import render
     from verax.files import write_text
 
-    write_text(output, render(template, results))
-    typer.echo(f"written: {output}", err=True)
+    write_text(output, render(Path("benchmarks/performance.template.md"), Path("benchmarks/results")))
+    _log(f"written: {output}")
 
 
 @app.command()
 def reports(
     quick: Annotated[bool, typer.Option("--quick", help="Smaller and fewer cases: minutes on two cores.")] = False,
     only: Annotated[str | None, typer.Option(help="Names of reports, with commas; all of them if left out.")] = None,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Write a page and a JSON for each into this folder.")
-    ] = Path("docs/reports"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Write a page for each into this folder.")] = Path(
+        "docs/reports"
+    ),
 ) -> None:
     """Tables of speed and memory of the earlier ports, measured again on this machine.
 
@@ -178,13 +168,8 @@ def reports(
 
     Examples:
 
-        verax bench reports --quick
-
-        verax bench reports --only text,delta-rule --output reports
+        verax bench reports --only text,delta-rule --quick --output reports
     """
-    from verax.bench.accelerator import REPORTS, bench_reports, write_reports
+    from verax.bench.accelerator import bench_reports
 
-    shown = lambda note: typer.echo(f"measuring {note}", err=True)
-    results = bench_reports(quick=quick, only=_names(only) or tuple(REPORTS), report=shown)
-    for path in write_reports(results, output):
-        typer.echo(f"written: {path}", err=True)
+    bench_reports(output, only=_names(only), quick=quick, report=_log)

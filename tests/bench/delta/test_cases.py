@@ -6,13 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from verax.bench import timing
+from verax.bench import harness
 from verax.bench.delta import baselines, cases, gated, lam
 from verax.bench.delta.baselines import torch_side
-from verax.bench.delta.cases import CONFIGURATIONS, check
+from verax.bench.delta.cases import check
 from verax.bench.harness import Case
-from verax.bench.results import markdown
-from verax.bench.settings import SECTIONS, DeltaSettings
+from verax.bench.settings import CONFIGURATIONS, SECTIONS, DeltaSettings
 from verax.errors import InvalidParameterError, MissingDependencyError, VeraxError
 
 torch = pytest.importorskip("torch")
@@ -34,11 +33,11 @@ def small():
         sizes = dict(vocab_size=40, hidden_size=48, intermediate_size=64, num_hidden_layers=1, num_attention_heads=3)
         patch.setattr(lam, "LAM", dataclasses.replace(lam.LAM, **sizes))
         patch.setattr(lam, "SENTENCES", {"Short": (2, 64)})
-        patch.setitem(CONFIGURATIONS, "Small", (2, 2, 32))
+        patch.setitem(CONFIGURATIONS, "Small", (1, 2, 32))
         patch.setattr(gated, "HEADS", 2)
         patch.setattr(gated, "SIZE", 16)
         patch.setattr(gated, "DECODE", (3, 2, 16))
-        patch.setattr(timing, "SHORTEST", 0.0)
+        patch.setattr(harness, "SHORTEST", 0.0)
         yield
 
 
@@ -49,10 +48,8 @@ def result(small):
 
 def test_all_sides_do_the_same_work_and_are_in_one_result(result):
     by_name = {(case["group"], case["case"]): case for case in result["cases"]}
-    names = ["Short, variant B", "Short, variant C"]
-    assert list(by_name) == [(name, "Small") for name in list(SECTIONS)[:4]] + [("decode", "Step")] + [
-        ("encoder", name) for name in names
-    ]
+    names = [("encoder", f"Short, variant {variant}") for variant in "BC"]
+    assert list(by_name) == [(name, "Small") for name in list(SECTIONS)[:4]] + [("decode", "Step"), *names]
     transformers = {"transformers chunk", "transformers recurrent"}
     assert {"verax reference", "torch"} <= set(by_name["rule", "Small"]["sides"])
     assert {"verax reference", "verax chunk"} | transformers <= set(by_name["gated", "Small"]["sides"])
@@ -67,47 +64,32 @@ def test_all_sides_do_the_same_work_and_are_in_one_result(result):
         assert set(case["ratios"]) == set(case["sides"]) - {case["chosen"]}
         for name, side in case["sides"].items():
             assert 0 < side["error"] < case["tolerance"]
-            assert side["platform"] == "cpu"
-            assert len(side["seconds"]) == 2
+            assert (side["platform"], len(side["seconds"])) == ("cpu", 2)
             assert side["fraction_of_limit"] > 0
             assert (side["compile_s"] is not None) == name.startswith("verax")
+    assert by_name["decode", "Step"]["bytes_moved"] == 3 * 2 * 4 * (4 * 16 + 2) + 2 * 3 * 2 * 16 * 16 * 4
     assert result["machine"]["torch"] == torch.__version__
-
-
-def test_a_state_is_read_and_written_once_in_a_step(result):
-    step = next(case for case in result["cases"] if case["group"] == "decode")
-    assert step["bytes_moved"] == 3 * 2 * 4 * (4 * 16 + 2) + 2 * 3 * 2 * 16 * 16 * 4
-
-
-def test_what_was_left_out_is_named(small, monkeypatch):
-    monkeypatch.setattr(baselines, "compiler", lambda: None)
-    result = cases.bench_delta(DeltaSettings(only="decode", quick=True, runs=1, warmup=0))
-    assert "C++ compiler" in result["skipped"]["cython"]
-    assert "Left out: cython" in markdown(result)
-
-
-def case(sides, shape=(3,)):
-    return Case("rule", "Small", 1, "verax", sides, expected=[np.ones(shape)], tolerance=1e-4)
 
 
 def torch_ones(dtype, scale=1.0):
     return torch_side(torch, lambda: (scale * torch.ones(3, dtype=dtype),), flops=1)
 
 
-def test_a_side_that_computes_something_else_is_refused():
-    with pytest.raises(VeraxError, match=r"Small, torch: computes something else: .* 0\.1 of the result"):
-        check(case({"torch": torch_ones(torch.float32, 1.1)}), "torch", "cpu")
-    with pytest.raises(VeraxError, match="computes something else"):
-        check(case({"torch": torch_ones(torch.float32, float("nan"))}), "torch", "cpu")
-
-
-def test_a_side_in_another_dtype_or_elsewhere_than_it_claims_is_refused():
-    with pytest.raises(VeraxError, match=r"'float64', 'cpu'\); it claims to be \(\(3,\), 'float32', 'cpu'\)"):
-        check(case({"torch": torch_ones(torch.float64)}), "torch", "cpu")
-    with pytest.raises(VeraxError, match=r"'cpu'\); it claims to be \(\(3,\), 'float32', 'gpu'\)"):
-        check(case({"torch": torch_ones(torch.float32)}), "torch", "gpu")
-    with pytest.raises(VeraxError, match=r"is \(\(3,\)"):
-        check(case({"torch": torch_ones(torch.float32)}, (1, 3)), "torch", "cpu")
+@pytest.mark.parametrize(
+    ("dtype", "scale", "shape", "platform", "match"),
+    [
+        ("float32", 1.1, (3,), "cpu", r"Small, torch: computes something else: .* 0\.1 of the result"),
+        ("float32", float("nan"), (3,), "cpu", "computes something else"),
+        ("float64", 1.0, (3,), "cpu", r"'float64', 'cpu'\); it claims to be \(\(3,\), 'float32', 'cpu'\)"),
+        ("float32", 1.0, (3,), "gpu", r"'cpu'\); it claims to be \(\(3,\), 'float32', 'gpu'\)"),
+        ("float32", 1.0, (1, 3), "cpu", r"is \(\(3,\)"),
+    ],
+)
+def test_a_side_that_computes_something_else_or_elsewhere_is_refused(dtype, scale, shape, platform, match):
+    sides = {"torch": torch_ones(getattr(torch, dtype), scale)}
+    case = Case("rule", "Small", 1, "verax", sides, expected=[np.ones(shape)], tolerance=1e-4)
+    with pytest.raises(VeraxError, match=match):
+        check(case, "torch", platform)
 
 
 def test_cython_runs_the_same_code(tmp_path):
@@ -126,13 +108,14 @@ def test_cython_runs_the_same_code(tmp_path):
     assert torch.equal(layers[0](x)[0], layers[1](x)[0])
 
 
-def test_without_a_compiler_cython_is_named_and_the_rest_remains(monkeypatch, tmp_path):
+def test_without_a_compiler_cython_is_named_and_the_rest_remains(bench, small, monkeypatch, tmp_path):
     monkeypatch.setattr(baselines, "compiler", lambda: None)
-    found = baselines.find_baselines(DeltaSettings(quick=True), tmp_path)
-    assert found.cython is None
-    assert "C++ compiler" in found.skipped["cython"]
     with pytest.raises(MissingDependencyError, match=r"C\+\+ compiler"):
         baselines.find_baselines(DeltaSettings(against="cython"), tmp_path)
+    status, out, _ = bench("delta", "--quick", "--only", "decode", "--runs", 1, "--warmup", 0, "--output", tmp_path)
+    assert (status, "| Step | **verax " in out) == (0, True)
+    assert "Left out: cython (Cython needs a C++ compiler" in out
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
 
 
 def test_platforms_without_a_common_device_are_refused(monkeypatch, tmp_path):
@@ -145,10 +128,3 @@ def test_platforms_without_a_common_device_are_refused(monkeypatch, tmp_path):
 def test_unknown_names_are_refused(wrong):
     with pytest.raises(InvalidParameterError, match=next(iter(wrong))):
         DeltaSettings(**wrong)
-
-
-def test_the_command_writes_everything(bench, tmp_path, small):
-    arguments = ("--quick", "--only", "decode", "--against", "transformers", "--runs", 1, "--output", tmp_path)
-    status, out, _ = bench("delta", *arguments)
-    assert (status, "| Step | **verax " in out) == (0, True)
-    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]

@@ -4,42 +4,32 @@ import time
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
 
 from tests.support.tiny_encoder import random_sentences, tiny_encoder
-from verax.bench.embed.baselines import Batches, Exported, fastest_way, one_by_one
-from verax.embed.settings import EncoderSettings
+from verax.bench.embed.baselines import Batches, fastest_way, one_by_one
+from verax.text.tokens.tokenizer import Tokenizer
 
 LONGEST = 20
 """Tokens that are read of a text: some of the random sentences are longer."""
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_encoder(tmp_path_factory.mktemp("encoder"))
+def batches(tmp_path_factory):
+    return Batches(Tokenizer.from_folder(tiny_encoder(tmp_path_factory.mktemp("encoder"))), LONGEST, 7)
 
 
-@pytest.fixture(scope="module")
-def batches(folder):
-    return Batches.of(folder, EncoderSettings("mean", LONGEST), 7)
+def tokens_of(batches, text):
+    return list(batches.tokenizer.encode_batch([text], max_length=LONGEST)[0][0])
 
 
-def cutting_tokenizer(folder):
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.enable_truncation(LONGEST)
-    return tokenizer
-
-
-def test_batches_hold_every_text_once_the_longest_first(folder, batches):
-    texts = random_sentences(23)
-    tokenizer = cutting_tokenizer(folder)
-    seen, widths = [], []
+def test_batches_hold_every_text_once_the_longest_first(batches):
+    texts, seen, widths = random_sentences(23), [], []
     for rows, ids, mask in batches(texts, 5):
         seen += rows
         widths.append(ids.shape[1])
         assert len(rows) <= 5
         for row, padded, ones in zip(rows, ids, mask, strict=True):
-            tokens = tokenizer.encode(texts[row]).ids
+            tokens = tokens_of(batches, texts[row])
             assert padded.tolist() == tokens + [7] * (len(padded) - len(tokens))
             assert ones.tolist() == [1] * len(tokens) + [0] * (len(padded) - len(tokens))
         assert mask.sum(1).max() == ids.shape[1]  # no wider than its longest text
@@ -61,26 +51,22 @@ def sums(pause):
     return run
 
 
-def test_a_side_chooses_its_fastest_way_and_keeps_the_order_of_the_texts(folder, batches):
+def test_a_side_chooses_its_fastest_way_and_keeps_the_order_of_the_texts(batches):
     texts = random_sentences(9)
     ways = batches.ways("slow", sums(0.05), 4, 1) | batches.ways("quick", sums(0), 4)
-    exported = Exported("library float32", ways, {"library": "1.0"})
     before = ways["slow, batches of 4"](texts)
-    encode, chosen = fastest_way(exported, texts, latency=False)
+    encode, chosen = fastest_way(ways, texts, latency=False)
     assert chosen["way"] == "quick, batches of 4"
     assert set(chosen["trials"]) == {"slow, batches of 4", "quick, batches of 4", "slow, one text a call"}
     assert chosen["trials"]["slow, one text a call"] < 20 < chosen["trials"]["quick, batches of 4"]
     np.testing.assert_array_equal(encode(texts), before)
     np.testing.assert_array_equal(one_by_one(encode, texts), before)
-    tokenizer = cutting_tokenizer(folder)
-    assert before[:, 1].tolist() == [len(tokenizer.encode(text).ids) for text in texts]
+    assert before[:, 1].tolist() == [len(tokens_of(batches, text)) for text in texts]
 
 
 def test_a_fast_way_with_other_vectors_is_left_out(batches):
-    def wrong(found):
-        return [(rows, -vectors) for rows, vectors in sums(0)(found)]
-
-    ways = batches.ways("right", sums(0.02), 4) | batches.ways("wrong", wrong, 4)
-    _, chosen = fastest_way(Exported("library int8", ways, {}), random_sentences(9), latency=False)
+    negative = lambda given: [(rows, -vectors) for rows, vectors in sums(0)(given)]
+    ways = batches.ways("right", sums(0.02), 4) | batches.ways("wrong", negative, 4)
+    _, chosen = fastest_way(ways, random_sentences(9), latency=False)
     assert chosen["way"] == "right, batches of 4"
     assert list(chosen["wrong"]) == ["wrong, batches of 4"]

@@ -12,7 +12,7 @@ from verax.bench.serve.client import Client, started
 from verax.bench.serve.load import Request
 from verax.errors import InvalidParameterError, VeraxError
 
-PROMPT = (5, 6, 7)
+PROMPT, PYTHON = (5, 6, 7), (sys.executable, "-m")
 
 
 def ask_fake(server, *requests):
@@ -25,29 +25,17 @@ def ask_fake(server, *requests):
 
 @pytest.mark.parametrize("cut_at", [0, 1, 7, 64])
 def test_an_answer_is_whole_however_it_is_cut(cut_at):
-    (answer,) = ask_fake(FakeServer(cut_at=cut_at), Request(0, PROMPT, 5))
+    server = FakeServer(cut_at=cut_at)
+    (answer,) = ask_fake(server, Request(0, PROMPT, 5))
     assert answer.completed
     assert answer.text == "".join(answer_of(list(PROMPT), 5))
     assert (answer.id, answer.prompt_tokens, answer.completion_tokens, len(answer.events)) == ("cmpl-0", 3, 5, 5)
     assert answer.sent <= answer.events[0] <= answer.events[-1] <= answer.ended
     assert answer.events == sorted(answer.events)
-
-
-def test_the_request_is_a_greedy_stream_of_a_fixed_length():
-    server = FakeServer()
-    ask_fake(server, Request(0, PROMPT, 5))
-    assert server.bodies == [
-        {
-            "prompt": [5, 6, 7],
-            "max_tokens": 5,
-            "temperature": 0,
-            "ignore_eos": True,
-            "skip_special_tokens": False,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "model": "fake",
-        }
-    ]
+    # A greedy stream of a fixed length.
+    options = {"temperature": 0, "ignore_eos": True, "skip_special_tokens": False, "stream": True}
+    usage = {"stream_options": {"include_usage": True}}
+    assert server.bodies == [{"prompt": [5, 6, 7], "max_tokens": 5, "model": "fake", **options, **usage}]
     assert server.heads[0].startswith("POST /v1/completions HTTP/1.1\r\n")
     assert "authorization" not in server.heads[0].lower()
 
@@ -60,14 +48,12 @@ def test_the_request_is_a_greedy_stream_of_a_fixed_length():
         ("short", "lost: 4 tokens instead of 5"),
         ("error", "in the stream: server_error"),
         ("other id", "mixed: an event has another id"),
-        ("garbage", "protocol: DecodeError"),
+        ("garbage", "protocol: JSONDecodeError"),
     ],
 )
 def test_a_failure_has_its_kind_and_the_next_request_is_not_affected(fault, error):
     failed, whole = ask_fake(FakeServer(faults={0: fault}), Request(0, PROMPT, 5), Request(1, PROMPT, 5))
-    assert failed.error == error
-    assert not failed.completed
-    assert whole.completed
+    assert (failed.error, failed.completed, whole.completed) == (error, False, True)
 
 
 def test_a_server_that_is_not_there_or_speaks_something_else_is_a_failure_too():
@@ -92,12 +78,8 @@ def test_a_server_that_is_not_there_or_speaks_something_else_is_a_failure_too():
 
 @pytest.mark.parametrize("leave_after", [0, 1, 3])
 def test_a_client_that_leaves_has_read_that_number_of_events(leave_after):
-    server = FakeServer(pause=0.005)
-    (answer,) = ask_fake(server, Request(0, PROMPT, 200, leave_after=leave_after))
-    assert answer.left
-    assert answer.error is None
-    assert not answer.completed
-    assert len(answer.events) == leave_after
+    (answer,) = ask_fake(FakeServer(pause=0.005), Request(0, PROMPT, 200, leave_after=leave_after))
+    assert (answer.left, answer.error, answer.completed, len(answer.events)) == (True, None, False, leave_after)
 
 
 @pytest.mark.parametrize("wrong", ["ftp://example.org", "localhost:8000", "http://"])
@@ -106,35 +88,24 @@ def test_a_url_without_http_or_a_host_is_refused(wrong):
         Client(wrong)
 
 
-def test_the_key_is_sent():
-    server = FakeServer()
+def test_a_page_is_fetched_with_the_key_or_its_status_is_an_error():
+    server = FakeServer(cut_at=3)
 
     async def main():
         async with server.serving() as target:
             client = Client(target.url, api_key="secret")
             await client.find_model()
-            await client.close()
-            return client.model
-
-    assert asyncio.run(main()) == "fake"
-    assert "authorization: bearer secret\r\n" in server.heads[0].lower()
-
-
-def test_a_page_is_fetched_or_its_status_is_an_error():
-    async def main():
-        async with FakeServer(cut_at=3).serving() as client:
             page = await client.fetch("/metrics")
             with pytest.raises(VeraxError, match=r"/nothing: status 404"):
                 await client.fetch("/nothing")
         with pytest.raises(VeraxError, match=r"/metrics: "):
-            await Client(client.url).fetch("/metrics")
-        return page
+            await client.fetch("/metrics")
+        await client.close()
+        return client.model, page
 
-    assert "vllm:num_requests_running{" in asyncio.run(main())
-
-
-def page(port):
-    return [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
+    model, page = asyncio.run(main())
+    assert (model, "vllm:num_requests_running{" in page) == ("fake", True)
+    assert "authorization: bearer secret\r\n" in server.heads[0].lower()
 
 
 def test_a_server_is_ready_in_the_block_and_gone_after_it(tmp_path, monkeypatch):
@@ -142,7 +113,7 @@ def test_a_server_is_ready_in_the_block_and_gone_after_it(tmp_path, monkeypatch)
     (tmp_path / "health").write_text("ready")
 
     async def main():
-        async with started(page) as server:
+        async with started(lambda port: [*PYTHON, "http.server", str(port), "--bind", "127.0.0.1"]) as server:
             client = Client(server.url)
             text, running = await client.fetch("/health"), server.process.is_running()
             await client.close()
@@ -153,26 +124,24 @@ def test_a_server_is_ready_in_the_block_and_gone_after_it(tmp_path, monkeypatch)
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-def start(command):
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import sys; print('no such model'); sys.exit(3)", "ended with status 3: no such model"),
+        (DEAF, "not ready after 0 s: deaf"),  # it is stopped even if it ignores the signal
+    ],
+)
+def test_a_server_that_ends_or_is_never_ready_is_an_error_with_its_last_words(monkeypatch, code, message):
+    monkeypatch.setattr(module, "START", 0.5 if code is DEAF else 60.0)
+    monkeypatch.setattr(module, "STOP", 0.2)
+
     async def main():
-        async with started(command):
+        async with started(lambda port: [sys.executable, "-c", code]):
             pytest.fail("it cannot be ready")
 
-    asyncio.run(main())
-
-
-def test_a_server_that_ends_is_an_error_with_its_last_words():
-    command = [sys.executable, "-c", "import sys; print('no such model'); sys.exit(3)"]
-    with pytest.raises(VeraxError, match="ended with status 3: no such model"):
-        start(lambda port: command)
-
-
-def test_a_server_that_is_never_ready_is_stopped_even_if_it_ignores_the_signal(monkeypatch):
-    monkeypatch.setattr(module, "START", 0.5)
-    monkeypatch.setattr(module, "STOP", 0.2)
-    code = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
-    )
-    with pytest.raises(VeraxError, match="not ready after 0 s: deaf"):
-        start(lambda port: [sys.executable, "-c", code])
+    with pytest.raises(VeraxError, match=message):
+        asyncio.run(main())
     assert not [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]

@@ -12,15 +12,15 @@ from verax.bench.serve.load import (
     Answer,
     Load,
     Run,
-    Traffic,
     arrival_times,
+    draw_requests,
     goodput_limits,
     latencies,
     make_loads,
     run_load,
     summarise,
 )
-from verax.bench.settings import ServeSettings
+from verax.bench.settings import ServeSettings, TrafficSettings
 from verax.errors import InvalidParameterError
 
 
@@ -28,12 +28,12 @@ class Recorder:
     """Answers after some turns of the event loop, and keeps the numbers of requests in flight."""
 
     def __init__(self):
-        self.in_flight, self.most, self.order = 0, 0, []
+        self.in_flight, self.largest, self.order = 0, 0, []
 
     async def ask(self, request):
         self.order.append(request.number)
         self.in_flight += 1
-        self.most = max(self.most, self.in_flight)
+        self.largest = max(self.largest, self.in_flight)
         for _ in range(1 + request.number % 3):
             await asyncio.sleep(0)
         self.in_flight -= 1
@@ -41,78 +41,62 @@ class Recorder:
 
 
 def run(load, recorder=None, number=0):
-    return asyncio.run(
-        run_load((recorder or Recorder()).ask, load, Traffic(vocab_size=100).requests(number), number=number)
-    )
+    requests = draw_requests(TrafficSettings(vocab_size=100), number)
+    return asyncio.run(run_load((recorder or Recorder()).ask, load, requests, number=number))
 
 
 @pytest.mark.parametrize(("concurrency", "count"), [(1, 5), (4, 20), (8, 3)])
 def test_a_closed_loop_keeps_that_number_in_flight(concurrency, count):
     recorder = Recorder()
     done = run(Load("a", concurrency=concurrency, num_requests=count), recorder)
-    assert [answer.request.number for answer in done.answers] == list(range(count))
-    assert recorder.order == list(range(count))
-    assert recorder.most == min(concurrency, count)
+    assert [answer.request.number for answer in done.answers] == recorder.order == list(range(count))
+    assert recorder.largest == min(concurrency, count)
 
 
 def test_an_open_loop_sends_at_the_times_of_its_run_however_slow_the_answers():
-    asked = []
-
-    def arrivals(number):
-        asked.append(number)
-        return itertools.repeat(0.0)
-
     recorder = Recorder()
-    done = run(Load("a", arrivals=arrivals, num_requests=12), recorder, number=3)
-    assert asked == [3]
-    assert len(done.answers) == 12
-    assert recorder.most > 1
+    arrivals = {3: itertools.repeat(0.0)}.__getitem__
+    assert len(run(Load("a", arrivals=arrivals, num_requests=12), recorder, number=3).answers) == 12
+    assert recorder.largest > 1
 
 
 def test_a_duration_ends_a_loop_and_answers_in_flight_are_waited_for():
-    closed = run(Load("a", concurrency=3, duration=1e-9))
-    assert len(closed.answers) == 3
-    opened = run(Load("a", arrivals=lambda number: iter([0.0, 0.001, 5.0]), duration=0.01))
-    assert len(opened.answers) == 2
+    assert len(run(Load("a", concurrency=3, duration=1e-9)).answers) == 3
+    assert len(run(Load("a", arrivals=lambda number: iter([0.0, 0.001, 5.0]), duration=0.01)).answers) == 2
 
 
-def test_settings_become_a_load_for_each_number_of_streams_or_rate():
-    streams = make_loads(ServeSettings(concurrency="1,64"))
-    assert [(load.name, load.concurrency, load.num_requests) for load in streams] == [
-        ("1 stream", 1, 16),
-        ("64 streams", 64, 128),
-    ]
-    (rate,) = make_loads(ServeSettings(request_rate="2.5", duration=3.0))
-    assert (rate.name, rate.concurrency, rate.num_requests, rate.duration) == ("2.5 requests per second", None, None, 3)
+@pytest.mark.parametrize(
+    ("settings", "loads"),
+    [
+        (dict(concurrency="1,64"), [("1 stream", 1, 16, None), ("64 streams", 64, 128, None)]),
+        (dict(request_rate="2.5", duration=3.0), [("2.5 requests per second", None, None, 3)]),
+    ],
+)
+def test_settings_become_a_load_for_each_number_of_streams_or_rate(settings, loads):
+    given = make_loads(ServeSettings(**settings))
+    assert [(load.name, load.concurrency, load.num_requests, load.duration) for load in given] == loads
 
 
-def first(traffic, count, run=0):
-    return list(islice(traffic.requests(run), count))
+def first(count, run=0, **traffic):
+    return list(islice(draw_requests(TrafficSettings(**{"vocab_size": 1000, **traffic}), run), count))
 
 
 def test_a_run_decides_on_all_requests():
-    traffic = Traffic(vocab_size=1000, disconnect=0.3, slow_readers=0.3)
-    assert first(traffic, 20) == first(traffic, 20)
-    assert first(traffic, 20) != first(traffic, 20, run=1)
+    clients = dict(disconnect=0.3, slow_readers=0.3)
+    assert first(20, **clients) == first(20, **clients) != first(20, run=1, **clients)
 
 
-def test_prompts_are_distinct_tokens_of_the_vocabulary():
-    prompts = [request.prompt for request in first(Traffic(vocab_size=300, input_tokens=16), 200)]
-    assert len(set(prompts)) == 200
-    assert {len(prompt) for prompt in prompts} == {16}
-    assert min(map(min, prompts)) >= 3
-    assert max(map(max, prompts)) < 300
-
-
-def test_prompts_share_their_prefixes_in_all_runs():
-    traffic = Traffic(vocab_size=1000, input_tokens=4, prefix_tokens=8, num_prefixes=3)
-    prefixes = {request.prompt[:8] for run in (0, 1) for request in first(traffic, 60, run)}
-    assert len(prefixes) == 3
-    assert traffic.longest == 8 + 4 + 64
+def test_prompts_are_distinct_tokens_of_the_vocabulary_after_the_same_prefixes_in_all_runs():
+    prompts = [request.prompt for request in first(200, vocab_size=300, input_tokens=16)]
+    assert (len(set(prompts)), {len(prompt) for prompt in prompts}) == (200, {16})
+    assert 3 <= min(map(min, prompts)) < max(map(max, prompts)) < 300
+    traffic = dict(input_tokens=4, prefix_tokens=8, num_prefixes=3)
+    assert len({request.prompt[:8] for run in (0, 1) for request in first(60, run, **traffic)}) == 3
+    assert TrafficSettings(**traffic).longest == 8 + 4 + 64
 
 
 def test_shares_are_as_asked_for_and_nobody_leaves_after_the_end():
-    requests = first(Traffic(vocab_size=1000, slow_readers=0.1, disconnect=0.2, output_tokens=32), 2000)
+    requests = first(2000, slow_readers=0.1, disconnect=0.2, output_tokens=32)
     assert np.mean([request.slow for request in requests]) == pytest.approx(0.1, abs=0.03)
     leave = [request.leave_after for request in requests if request.leave_after is not None]
     assert len(leave) / 2000 == pytest.approx(0.2, abs=0.04)
@@ -131,12 +115,8 @@ def test_arrivals_are_a_poisson_process_of_the_rate():
 def test_latencies_are_counted_from_the_request_in_milliseconds():
     times = latencies(answer(0, 0.25, 0.125, 3))
     assert times == {"ttft": 250.0, "tpot": 125.0, "itl": [125.0, 125.0], "e2el": 1000.0}
-
-
-def test_time_per_token_counts_tokens_where_an_event_has_several():
-    times = latencies(answer(0, 0.25, 0.5, 3, completion_tokens=6))
-    assert times["itl"] == pytest.approx([500, 500])
-    assert times["tpot"] == pytest.approx(1000 / 5)
+    times = latencies(answer(0, 0.25, 0.5, 3, completion_tokens=6))  # an event has several tokens
+    assert (times["itl"], times["tpot"]) == (pytest.approx([500, 500]), pytest.approx(1000 / 5))
     assert "tpot" not in latencies(answer(0, 0.25, 0.5, 1))
 
 
@@ -144,7 +124,7 @@ def test_percentiles_rates_and_kinds_of_failure():
     answers = [answer(number, number / 1000, 0.01, 5) for number in range(101)]
     answers += [answer(200, 9, 9, 5, error="http 429"), answer(201, 9, 9, 5, error="http 429")]
     answers += [answer(202, 9, 9, 5, error="timeout"), answer(203, 9, 9, 5, left=True)]
-    report = summarise([Run(tuple(answers[:50]), 2.0), Run(tuple(answers[50:]), 3.0)])
+    report = summarise([Run(tuple(answers[:50]), 2.0), Run(tuple(answers[50:]), 3.0)], {})
     assert (report["requests"], report["completed"], report["disconnected"]) == (105, 101, 1)
     assert report["errors"] == {"http 429": 2, "timeout": 1}
     assert report["requests_per_s"] == pytest.approx(101 / 5)
@@ -155,13 +135,9 @@ def test_percentiles_rates_and_kinds_of_failure():
     assert "goodput_requests_per_s" not in report
 
 
-def test_slow_readers_count_in_rates_and_not_in_latencies():
-    report = summarise([Run((answer(0, 0.1, 0.1, 2), answer(1, 5.0, 5.0, 2, slow=True)), 1.0)])
-    assert report["completed"] == 2
-    assert report["latency_ms"]["ttft"]["p99"] == pytest.approx(100)
-
-
-def test_nothing_completed_is_a_report_too():
+def test_slow_readers_count_in_rates_and_not_in_latencies_and_nothing_completed_is_a_report_too():
+    report = summarise([Run((answer(0, 0.1, 0.1, 2), answer(1, 5.0, 5.0, 2, slow=True)), 1.0)], {})
+    assert (report["completed"], report["latency_ms"]["ttft"]["p99"]) == (2, pytest.approx(100))
     report = summarise([Run((answer(0, 1, 1, 2, error="timeout"),), 1.0)], {"ttft": 1.0})
     assert report["latency_ms"] == dict.fromkeys(("ttft", "tpot", "itl", "e2el"))
     assert report["goodput_requests_per_s"] == 0

@@ -8,8 +8,7 @@ import pytest
 from tests.support.tiny import tiny_checkpoint
 from verax.bench.results import markdown
 from verax.bench.settings import TextSettings
-from verax.bench.text.cases import bench_text
-from verax.bench.text.workload import Workload, make_workload
+from verax.bench.text.cases import Workload, bench_text, make_workload
 from verax.checkpoint import Checkpoint
 from verax.errors import InvalidParameterError
 
@@ -23,40 +22,43 @@ def measure(folder, custom=None, /, **options):
     return bench_text(TextSettings(model=folder, **{"runs": 1, "warmup": 0, "dtype": "float32", **options}), custom)
 
 
-@pytest.fixture(scope="module")
-def result(folder):
-    workload = Workload("short-prompts", ((5, 6, 7), (9, 8, 7, 6, 5)), (4, 6), 0.7)
-    return measure(folder, workload, runs=2, warmup=1, decode_breakdown=True)
-
-
-def made(vocab_size, **options):
+def drawn(vocab_size, **options):
     return make_workload(TextSettings(**options), vocab_size)
 
 
 def test_nano_vllms_case_has_its_lengths_and_scales():
-    workload = made(151936, workload="nano-vllm")
+    workload = drawn(151936, workload="nano-vllm")
     lengths = [len(prompt) for prompt in workload.prompts]
     assert len(lengths) == 256
     assert 100 <= min(lengths) < 150
     assert 970 < max(lengths) <= 1024
     assert all(100 <= count <= 1024 for count in workload.max_tokens)
-    small = made(100, workload="nano-vllm", requests=8, scale=0.1)
+    small = drawn(100, workload="nano-vllm", requests=8, scale=0.1)
     assert max(len(prompt) for prompt in small.prompts) <= 102
     assert all(token < 100 for prompt in small.prompts for token in prompt)
 
 
-def test_reading_a_prompt_is_a_case_whose_rate_counts_the_prompt(folder):
-    assert made(1000, workload="prompt").prompt_tokens == 512
-    result = measure(folder, workload="prompt", prompt_tokens=24, runs=2)
+def test_a_repeating_prompt_is_the_same_tokens_over_and_over():
+    (text,) = drawn(1000, workload="repeat", model="trained").prompts
+    assert text == text[:48] * 4
+    assert not drawn(1000, workload="repeat", model="trained").params()[0].logit_bias
+    assert dict(drawn(1000, workload="repeat").params()[0].logit_bias) == {text[0]: 100.0}
+
+
+def test_reading_a_prompt_is_a_case_whose_rate_counts_the_prompt(folder, bench):
+    assert drawn(1000, workload="prompt").prompt_tokens == 512
+    work = ("--workload", "prompt", "--prompt-tokens", 24, "--dtype", "float32", "--runs", 2, "--warmup", 0)
+    status, out, _ = bench("text", "--model", folder, *work, "--json")
+    result = json.loads(out)
     side = result["cases"][0]["sides"]["verax"]
-    assert (result["settings"]["prompt_tokens"], result["settings"]["new_tokens"]) == (24, 1)
+    assert (status, result["settings"]["prompt_tokens"], result["settings"]["new_tokens"]) == (0, 24, 1)
     assert side["rate"] == 24 / side["median_s"]
     assert result["name"].endswith("-prompt-float32-24-tokens")
 
 
 def test_an_engine_with_drafts_is_compared_with_itself_without_them(folder):
     config = '{"method": "ngram", "num_speculative_tokens": 3}'
-    result = measure(folder, made(320, workload="repeat", max_tokens=40), runs=2, speculative_config=config)
+    result = measure(folder, drawn(320, workload="repeat", max_tokens=40), speculative_config=config)
     assert set(result["cases"][0]["ratios"]) == {"verax without drafts"}
     assert result["settings"]["speculative_config"] == json.loads(config)
     drafts = result["spec_decode"]
@@ -64,38 +66,27 @@ def test_an_engine_with_drafts_is_compared_with_itself_without_them(folder):
     assert result["name"].endswith("-repeat-float32-drafts")
 
 
-def test_a_repeating_prompt_is_the_same_tokens_over_and_over():
-    (text,) = made(1000, workload="repeat", model="trained").prompts
-    assert text == text[:48] * 4
-    assert not made(1000, workload="repeat", model="trained").params()[0].logit_bias
-    assert dict(made(1000, workload="repeat").params()[0].logit_bias) == {text[0]: 100.0}
+@pytest.fixture(scope="module")
+def result(folder):
+    """Quantised weights next to our own unquantised ones."""
+    workload = Workload("short-prompts", ((5, 6, 7), (9, 8, 7, 6, 5)), (4, 6), 0.7)
+    options = dict(quantization="int8", against="verax", decode_breakdown=True)
+    return measure(folder, workload, runs=2, warmup=1, **options)
 
 
-def test_quantised_weights_are_compared_with_our_own_unquantised_ones(folder):
-    workload = Workload("short-prompts", ((5, 6, 7),), (4,), 0.0)
-    result = measure(folder, workload, quantization="int8", against="verax")
-    assert set(result["cases"][0]["sides"]) == {"verax float32", "verax"}
+def test_the_result_counts_what_was_done_against_the_limit(result, folder):
     assert set(result["cases"][0]["ratios"]) == {"verax float32"}
-
-
-def test_the_result_counts_what_was_done(result):
     assert (result["settings"]["prompt_tokens"], result["settings"]["new_tokens"]) == (8, 10)
     assert result["start_up"]["compiled_during_runs"] == 0
-    side = result["cases"][0]["sides"]["verax"]
-    assert len(side["seconds"]) == 2
-    assert side["rate"] == 10 / side["median_s"]
-
-
-def test_what_our_side_did_is_counted_against_the_limit(result, folder):
-    work = result["work"]
-    shapes = [Checkpoint.open(folder).shape(name) for name in Checkpoint.open(folder).names()]
-    matrices = sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
-    head = math.prod(Checkpoint.open(folder).shape("model.embed_tokens.weight"))
+    side, work = result["cases"][0]["sides"]["verax"], result["work"]
+    assert (len(side["seconds"]), side["rate"]) == (2, 10 / side["median_s"])
+    opened = Checkpoint.open(folder)
+    matrices = sum(math.prod(opened.shape(name)) for name in opened.names() if len(opened.shape(name)) == 2)
+    head = math.prod(opened.shape("model.embed_tokens.weight"))
     assert work["flops"] == 2 * ((matrices - head) * (7 + 5 + 3 + 1) + head * 10)  # the head where a token is drawn
     assert work["steps"] == 6
     assert work["bytes_moved"] == pytest.approx(6e9 * result["start_up"]["weights_gb"])
-    share = work["limit_s"] / result["cases"][0]["sides"]["verax"]["median_s"]
-    assert 0 < work["fraction_of_limit"] == pytest.approx(share)
+    assert 0 < work["fraction_of_limit"] == pytest.approx(work["limit_s"] / side["median_s"])
 
 
 def test_the_decode_breakdown_adds_up_to_the_step(result):
@@ -136,9 +127,3 @@ def test_wrong_settings_are_refused_before_any_work(options, message):
 def test_the_command_refuses_nonsense_in_one_line(bench, arguments):
     status, _, error = bench("text", *arguments)
     assert (status, error.count("\n")) == (2, 1)
-
-
-def test_the_command_prints_json_for_scripts(bench, folder):
-    sizes = ("--model", folder, "--prompts", 2, "--max-tokens", 3, "--dtype", "float32")
-    status, out, _ = bench("text", *sizes, "--runs", 1, "--warmup", 0, "--json")
-    assert (status, json.loads(out)["settings"]["new_tokens"]) == (0, 6)

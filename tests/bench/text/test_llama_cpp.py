@@ -11,9 +11,8 @@ import pytest
 from tests.support.tiny import tiny_checkpoint
 from verax.bench.settings import TextSettings
 from verax.bench.text import llama_cpp
-from verax.bench.text.cases import bench_text
+from verax.bench.text.cases import Workload, bench_text
 from verax.bench.text.llama_cpp import LlamaCpp, llama_cpp_sides, write_gguf
-from verax.bench.text.workload import Workload
 from verax.checkpoint import Checkpoint
 from verax.errors import (
     CheckpointError,
@@ -25,14 +24,8 @@ from verax.errors import (
 from verax.models import causal_lm
 from verax.text.engine.llm import LLM
 
-ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "original_max_position_embeddings": 64}
+ROPE |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 FAMILIES = {
     "qwen3": {},
     "qwen2": {"tie_word_embeddings": False},
@@ -73,19 +66,18 @@ def test_quantised_files_have_ggmls_own_rounding(kind, tmp_path):
         np.testing.assert_array_equal(written.read(name).dequantize(), expected)
 
 
-def test_rows_that_blocks_do_not_divide_and_quantised_checkpoints_are_refused(tmp_path):
+def test_what_cannot_be_written_is_refused_by_name(tmp_path):
     opened = Checkpoint.open(tiny(tmp_path / "a", intermediate_size=40))
     with pytest.raises(CheckpointError, match=r"mlp\.down_proj\.weight of shape \[64, 40\] cannot be Q8_0"):
         write_gguf(opened, tmp_path / "a.gguf", "Q8_0")
-    write_gguf(Checkpoint.open(tiny(tmp_path / "b")), tmp_path / "b.gguf", "Q8_0")
+    written = write_gguf(Checkpoint.open(tiny(tmp_path / "b")), tmp_path / "b.gguf", "Q8_0")
     with pytest.raises(CheckpointError, match="it is quantised; to become a GGUF file it must not be"):
-        write_gguf(Checkpoint.open(tmp_path / "b.gguf"), tmp_path / "c.gguf", "Q8_0")
-
-
-def test_a_family_that_cannot_be_written_is_refused_by_name(tmp_path):
-    opened = Checkpoint.open(tiny_checkpoint(tmp_path, family="gemma2"))
+        write_gguf(Checkpoint.open(written), tmp_path / "c.gguf", "Q8_0")
+    with pytest.raises(InvalidParameterError, match=r"against: .*b\.gguf is a GGUF file"):
+        bench(written, WORKLOAD, "transformers")
+    gemma = Checkpoint.open(tiny_checkpoint(tmp_path / "d", family="gemma2"))
     with pytest.raises(UnsupportedModelError, match="a gemma2 cannot be written to a GGUF file; qwen3, qwen2, llama"):
-        write_gguf(opened, tmp_path / "a.gguf", "Q8_0")
+        write_gguf(gemma, tmp_path / "d.gguf", "Q8_0")
 
 
 def test_without_llama_cpp_the_error_names_what_to_install_before_any_work(monkeypatch, tmp_path):
@@ -93,12 +85,6 @@ def test_without_llama_cpp_the_error_names_what_to_install_before_any_work(monke
     monkeypatch.setattr(llama_cpp, "write_gguf", lambda *arguments: pytest.fail("a file was written"))
     with pytest.raises(MissingDependencyError, match=r"pip install 'verax\[llama-cpp\]'"):
         bench(tiny(tmp_path), WORKLOAD, "llama.cpp")
-
-
-def test_transformers_is_not_compared_on_a_gguf_file(tmp_path):
-    path = write_gguf(Checkpoint.open(tiny(tmp_path / "folder")), tmp_path / "a.gguf", "F32")
-    with pytest.raises(InvalidParameterError, match=r"against: .*a\.gguf is a GGUF file"):
-        bench(path, WORKLOAD, "transformers")
 
 
 class Recorder:
@@ -146,27 +132,26 @@ def test_all_sequences_take_one_token_a_step_and_leave_when_they_are_done(monkey
         llama_cpp_sides(Checkpoint.open(tiny(tmp_path / "folder")), "float32", many, stack)
 
 
+@pytest.fixture
+def _installed():
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is compiled for minutes: pip install 'verax[llama-cpp]'")
+
+
+@pytest.mark.usefixtures("_installed")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_llama_cpp_generates_our_tokens(family, tmp_path):
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is compiled for minutes: pip install 'verax[llama-cpp]'")
     folder = tiny(tmp_path, family)
     with contextlib.ExitStack() as stack:
-        (side,) = llama_cpp_sides(Checkpoint.open(folder), "float32", WORKLOAD, stack).values()
-        theirs = [side.call() for _ in range(2)]
+        sides, _ = llama_cpp_sides(Checkpoint.open(folder), "float32", WORKLOAD, stack)
+        (side,) = sides.values()
+        theirs = [side() for _ in range(2)]
     llm = LLM(folder, dtype="float32", max_num_seqs=3, max_model_len=64, use_tqdm=False)
     ours = llm.generate([list(prompt) for prompt in WORKLOAD.prompts], WORKLOAD.params(), use_tqdm=False)
     assert theirs == [[list(output.outputs[0].token_ids) for output in ours]] * 2
 
 
-def test_a_file_that_llama_cpp_refuses_is_an_error_with_its_words(tmp_path):
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is compiled for minutes: pip install 'verax[llama-cpp]'")
-    (tmp_path / "a.gguf").write_bytes(b"PK" + bytes(100))
-    with pytest.raises(VeraxError, match=r"llama\.cpp: cannot load .*a\.gguf: .*magic"):
-        LlamaCpp(tmp_path / "a.gguf", context=64, batch=64)
-
-
-def test_it_is_in_one_interleaved_result_with_us(tmp_path):
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is compiled for minutes: pip install 'verax[llama-cpp]'")
+@pytest.mark.usefixtures("_installed")
+def test_it_is_in_one_interleaved_result_with_us_or_its_words_are_an_error(tmp_path):
     workload = Workload("test", ((5, 6, 7),), (3,), 0.7)
     result = bench(tiny(tmp_path), workload, "llama.cpp", quantization="int8")
     assert set(result["cases"][0]["sides"]) == {"llama.cpp Q8_0", "verax"}
@@ -175,3 +160,6 @@ def test_it_is_in_one_interleaved_result_with_us(tmp_path):
     ours = bench(path, workload, "llama.cpp")
     assert set(ours["cases"][0]["sides"]) == {"llama.cpp as stored", "verax"}
     assert result["machine"]["llama_cpp_threads"] >= 1
+    (tmp_path / "a.gguf").write_bytes(b"PK" + bytes(100))
+    with pytest.raises(VeraxError, match=r"llama\.cpp: cannot load .*a\.gguf: .*magic"):
+        LlamaCpp(tmp_path / "a.gguf", context=64, batch=64)

@@ -57,15 +57,17 @@ def find_baselines(settings: DeltaSettings, folder: Path) -> Baselines:
     Args:
         settings: what to compare with.
         folder: gets the files of Cython; it has to last as long as the baselines do.
-
-    Raises:
-        InvalidParameterError: if JAX and torch have no platform in common.
-        MissingDependencyError: without torch, or without something that `against` names.
     """
     quick = ("torch.compile",) if settings.quick else ()
     names = settings.against or tuple(name for name in DELTA_BASELINES if name not in quick)
     reference = importlib.import_module("verax.compare.references.lam")
-    torch, device = reference.torch, _device(reference.torch)
+    torch, platform = reference.torch, jax.default_backend()
+    if platform not in ("cpu", "gpu") or (platform == "gpu" and not torch.cuda.is_available()):
+        raise InvalidParameterError(
+            f"JAX runs on {platform}, where this torch ({torch.__version__}) does not: set JAX_PLATFORMS=cpu to "
+            "compare on the CPU"
+        )
+    device = "cuda" if platform == "gpu" else "cpu"
     torch.set_num_threads(num_cores())
     cython: tuple[Any, Any] = (None, None)
     gated: dict[str, Any] = {}
@@ -75,10 +77,10 @@ def find_baselines(settings: DeltaSettings, folder: Path) -> Baselines:
         try:
             if name == "cython":
                 cython = _cythonized(Path(str(reference.__file__)), folder)
-                versions["cython"] = importlib.import_module("Cython").__version__
+                versions["cython"] = importlib.metadata.version("cython")
             elif name == "transformers":
                 gated |= _transformers_rules()
-                versions["transformers"] = importlib.import_module("transformers").__version__
+                versions["transformers"] = importlib.metadata.version("transformers")
             elif name == "fla":
                 gated |= _fla_rules(device)
                 versions[FLA] = importlib.metadata.version(FLA)
@@ -87,18 +89,6 @@ def find_baselines(settings: DeltaSettings, folder: Path) -> Baselines:
                 raise
             skipped[name] = str(error)
     return Baselines(torch, device, reference, names, *cython, gated, skipped, versions)
-
-
-def _device(torch: Any) -> str:
-    platform = jax.default_backend()
-    if platform == "cpu":
-        return "cpu"
-    if platform == "gpu" and torch.cuda.is_available():
-        return "cuda"
-    raise InvalidParameterError(
-        f"JAX runs on {platform}, where this torch ({torch.__version__}) does not: set JAX_PLATFORMS=cpu to compare on "
-        "the CPU"
-    )
 
 
 def _transformers_rules() -> dict[str, Callable[..., Any]]:
@@ -132,13 +122,9 @@ FLA = "flash-linear-attention"
 
 
 def naive_fla(family: str) -> ModuleType:
-    """`fla/ops/FAMILY/naive.py` from its file: the package itself needs Triton to import.
-
-    Raises:
-        MissingDependencyError: without flash-linear-attention or einops.
-    """
+    """`fla/ops/FAMILY/naive.py` from its file: the package itself needs Triton to import."""
     spec = importlib.util.find_spec("fla")
-    missing = [name for name, found in ((FLA, spec), ("einops", importlib.util.find_spec("einops"))) if found is None]
+    missing = [name for name, module in ((FLA, spec), ("einops", importlib.util.find_spec("einops"))) if module is None]
     if spec is None or missing:
         raise MissingDependencyError(f"{' and '.join(missing)} not installed: pip install {FLA}")
     path = Path((spec.submodule_search_locations or [""])[0], "ops", *family.split("."), "naive.py")

@@ -14,55 +14,36 @@ from typing import Any
 import jax
 import numpy as np
 
+from verax.bench.delta import gated, lam
 from verax.bench.delta.baselines import find_baselines
-from verax.bench.harness import (
-    Benchmark,
-    Case,
-    Side,
-    case_result,
-    error_ratio,
-    limit_seconds,
-    time_sides,
-)
-from verax.bench.results import number, outliers, rounds, slug, spread, table
-from verax.bench.settings import SECTIONS, DeltaSettings
-from verax.bench.timing import UNTIMED
+from verax.bench.harness import UNTIMED, Benchmark, Case, Side, case_result, error_ratio, time_sides
+from verax.bench.results import faster_by, number, outliers, rounds, side_rows, slug, spread, table
+from verax.bench.settings import CONFIGURATIONS, SECTIONS, DeltaSettings
 from verax.errors import VeraxError
 from verax.machine import peak_growth
 from verax.ops.cpu import library
 
-__all__ = ["CONFIGURATIONS", "bench_delta", "check", "measure"]
-
-CONFIGURATIONS = {"Small": (1, 4, 64), "Medium": (2, 8, 128), "Large": (4, 16, 256)}
-"""Configurations of the earlier port: batch, chunks, tokens of a chunk; 12 heads."""
+__all__ = ["bench_delta", "check"]
 
 
 def bench_delta(settings: DeltaSettings) -> dict[str, Any]:
     """Time the delta rules and PyTorch's, interleaved, on JAX's default device.
 
     Every side is checked first: its outputs' shapes, dtypes and device, and their error against float64.
-
-    Raises:
-        InvalidParameterError: if JAX runs where torch does not.
-        MissingDependencyError: without torch, or without something that `against` names.
-        VeraxError: if two sides do not compute the same thing where they claim to.
     """
-    from verax.bench.delta.gated import batch_cases, decode_cases
-    from verax.bench.delta.lam import encoder_cases, layer_case, rule_case
-
     sections, configurations = settings.only, {name: CONFIGURATIONS[name] for name in settings.configs}
     with tempfile.TemporaryDirectory(prefix="verax-bench-") as folder:
         baselines = find_baselines(settings, Path(folder))
         benchmark = Benchmark("delta")
         makers: dict[str, Callable[[], Iterable[Case]]] = {
-            "rule": lambda: (rule_case(*one, baselines) for one in configurations.items()),
-            "layer": lambda: (layer_case(*one, baselines) for one in configurations.items()),
-            "gated": lambda: batch_cases("gated", configurations, baselines),
-            "gradient": lambda: batch_cases("gradient", configurations, baselines),
-            "decode": lambda: decode_cases(baselines),
-            "encoder": lambda: encoder_cases(baselines),
+            "rule": lambda: (lam.rule_case(*one, baselines) for one in configurations.items()),
+            "layer": lambda: (lam.layer_case(*one, baselines) for one in configurations.items()),
+            "gated": lambda: gated.sequence_cases("gated", configurations, baselines),
+            "gradient": lambda: gated.sequence_cases("gradient", configurations, baselines),
+            "decode": lambda: [gated.decode_case(baselines)],
+            "encoder": lambda: lam.encoder_cases(baselines),
         }
-        cases = [measure(case, benchmark.limits, settings) for section in sections for case in makers[section]()]
+        cases = [_measure(case, benchmark, settings) for section in sections for case in makers[section]()]
     level = library.level()
     asked = asdict(settings) | {"against": list(baselines.names), "untimed": UNTIMED, "cpu_level": level}
     notes = [f"- Left out: {name} ({why})." for name, why in baselines.skipped.items()]
@@ -98,7 +79,7 @@ def _table(section: str, cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "side": lambda row: f"**{row[1]}**" if row[1] == row[0]["chosen"] else row[1],
         "median ms": lambda row: number(1e3 * row[2]["median_s"]),
         "P10-P90 ms": lambda row: spread(row[2]),
-        "verax is": lambda row: f"{row[0]['ratios'][row[1]]:.2f}x" if row[1] in row[0]["ratios"] else "",
+        "verax is": faster_by,
         "compile s": optional("compile_s", ".1f"),
         "peak MB": optional("peak_bytes", ".0f", 1e-6),
         "GFLOP": lambda row: number(row[2]["flops"] / 1e9),
@@ -107,36 +88,26 @@ def _table(section: str, cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "of the limit": lambda row: f"{100 * row[2]['fraction_of_limit']:.0f}%",
         "error": lambda row: f"{row[2]['error']:.0e}",
     }
-    rows = ((case, name, side) for case in cases for name, side in case["sides"].items())
-    return table(rows, columns, title=SECTIONS[section], note="; ".join(sizes) + "." if cases else "")
+    return table(side_rows(cases), columns, title=SECTIONS[section], note="; ".join(sizes) + "." if cases else "")
 
 
-def measure(case: Case, limits: Mapping[str, float], settings: DeltaSettings) -> dict[str, Any]:
-    """Check every side, then time them in turn; one of a result's cases.
-
-    Raises:
-        VeraxError: if a side computes something else, or elsewhere, than it claims.
-    """
-    platform = jax.default_backend()
+def _measure(case: Case, benchmark: Benchmark, settings: DeltaSettings) -> dict[str, Any]:
+    """Check every side, then time them in turn; one of a result's cases."""
+    platform, title = jax.default_backend(), f"{case.group}, {case.name}"
     errors = {name: check(case, name, platform) for name in case.sides}
     peaks = {name: _peak_bytes(side, platform) for name, side in case.sides.items()}
-    title = f"{case.group}, {case.name}"
-    samples = time_sides(case.sides, runs=settings.runs, warmup=settings.warmup, title=title, short=True)
+    calls = {name: side.call for name, side in case.sides.items()}
+    samples = time_sides(calls, runs=settings.runs, warmup=settings.warmup, title=title, short=True)
     more = {"sizes": dict(case.sizes), "bytes_moved": case.bytes_moved, "tolerance": case.tolerance}
-    measured = {
-        "group": case.group,
-        **case_result(case.name, case.chosen, samples, 1.0, **more, skipped=dict(case.skipped)),
-    }
+    more["skipped"] = dict(case.skipped)
+    measured = {"group": case.group, **case_result(case.name, case.chosen, samples, 1.0, **more)}
     for name, side in case.sides.items():
-        median = samples[name].median
-        limit = limit_seconds(limits, bytes_moved=case.bytes_moved, flops=side.flops, dtype=side.dtypes[0])
+        median, dtype = samples[name].median, side.dtypes[0]
+        work = benchmark.against_limit(median, bytes_moved=case.bytes_moved, flops=side.flops, dtype=dtype)
         measured["sides"][name] |= {
+            **{key: work[key] for key in ("flops", "gb_per_s", "limit_s", "fraction_of_limit")},
             "rate": side.flops / median,
-            "flops": side.flops,
-            "gb_per_s": case.bytes_moved / median / 1e9,
-            "limit_s": limit,
-            "fraction_of_limit": limit / median,
-            "dtype": side.dtypes[0],
+            "dtype": dtype,
             "compile_s": side.compile_s,
             "peak_bytes": peaks[name],
             "error": errors[name],

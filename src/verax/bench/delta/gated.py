@@ -23,7 +23,7 @@ from verax.bench.harness import Case, Side
 from verax.ops.delta import DeltaInputs, delta_recurrence
 from verax.ops.delta._chunk import CHUNK_SIZE, CHUNK_SIZES
 
-__all__ = ["GPU_SHAPE", "batch_cases", "decode_cases", "gated_case", "gated_rule_flops", "gradient_case"]
+__all__ = ["decode_case", "gated_rule_bytes", "gated_rule_flops", "sequence_cases"]
 
 HEADS, SIZE = 12, 64
 """The report's heads, in the size that earlier measurements of the exact rule took."""
@@ -34,11 +34,8 @@ GPU_SHAPE = (4, 4096, 16, 128)
 DECODE = (32, 32, 128)
 """Sequences, heads and their size: Qwen3-Next's, a state of 64 MiB."""
 
-NATIVE_CHUNK = 16
-"""Tokens that our CPU kernel takes at a time."""
-
-BASELINE_CHUNK = 64
-"""Tokens of the chunks of transformers and flash-linear-attention."""
+NATIVE_CHUNK, BASELINE_CHUNK = 16, 64
+"""Tokens that our CPU kernel takes at a time, and of the chunks of transformers and flash-linear-attention."""
 
 TOLERANCE = {("cpu", "float32"): 1e-5, ("gpu", "float32"): 5e-3, ("tpu", "float32"): 5e-3}
 """Error against float64, by platform and dtype: by default float32 products are TF32 in Triton, bfloat16 on a TPU."""
@@ -60,11 +57,6 @@ BACKWARD = 3
 
 Arrays = Mapping[str, Any]
 
-Shape = tuple[int, int, int, int]
-"""Batch, tokens, heads and their size."""
-Shape3 = tuple[int, int, int]
-"""Batch, chunks, and tokens of a chunk."""
-
 
 def gated_rule_flops(L: int, H: int, K: int, V: int, C: int | None = None, *, solved: bool = False) -> int:
     """The gated delta rule token by token (C None), or with chunks of C.
@@ -85,64 +77,46 @@ def gated_rule_bytes(L: int, N: int, H: int, K: int, V: int, *, size: int = 4) -
     return L * H * size * (2 * K + 2 * V + 2) + 2 * 4 * N * H * K * V
 
 
-def batch_cases(section: str, configurations: Mapping[str, Shape3], baselines: Baselines) -> Iterator[Case]:
-    """The report's configurations of a section, `gated` or `gradient`; with a GPU, a long sequence in bfloat16 too."""
-    make = {"gated": gated_case, "gradient": gradient_case}[section]
-    for name, (B, n, C) in configurations.items():
-        yield make(name, (B, n * C, HEADS, SIZE), "float32", baselines)
-    if baselines.device == "cuda":
-        yield make("Long", GPU_SHAPE, "bfloat16", baselines)
+def sequence_cases(
+    section: str, configurations: Mapping[str, tuple[int, int, int]], baselines: Baselines
+) -> Iterator[Case]:
+    """The report's configurations, forward (`gated`) or forward and backward (`gradient`).
 
-
-def gated_case(name: str, shape: Shape, dtype: str, baselines: Baselines | None) -> Case:
-    """One batch of sequences.
-
-    Args:
-        name: name of the case.
-        shape: batch, tokens, heads and their size.
-        dtype: dtype of the inputs and of the outputs.
-        baselines: sides of others; None for ours alone.
+    With a GPU there is a long sequence in bfloat16 too.
     """
-    arrays, state = _gated_inputs(*shape, dtype), np.zeros((shape[0], *shape[2:], shape[3]), np.float32)
-    expected = _exact_gated_rule(arrays, state)
-    tolerance = TOLERANCE.get((jax.default_backend(), dtype), ROUNDED_TOLERANCE)
-    make = lambda flops: jax_side(_rule, state, arrays, flops=flops)
-    return _case("gated", name, arrays, state, baselines, make, _torch_rule, expected, tolerance)
+    shapes = {name: (B, n * C, HEADS, SIZE) for name, (B, n, C) in configurations.items()}
+    for name, shape in shapes.items():
+        yield _sequence_case(section, name, shape, "float32", baselines)
+    if baselines.device == "cuda":
+        yield _sequence_case(section, "Long", GPU_SHAPE, "bfloat16", baselines)
 
 
-def gradient_case(name: str, shape: Shape, dtype: str, baselines: Baselines | None) -> Case:
-    """One batch of sequences, forward and backward, by the implementations that go by chunks: see `gated_case`."""
-    arrays, state = _gated_inputs(*shape, dtype), np.zeros((shape[0], *shape[2:], shape[3]), np.float32)
+def _sequence_case(section: str, name: str, shape: tuple[int, int, int, int], dtype: str, baselines: Baselines) -> Case:
+    """Case of `shape`: batch, tokens, heads and their size; all implementations, or for gradients the chunked ones."""
+    B, _, H, D = shape
+    arrays, state = _inputs(*shape, dtype), np.zeros((B, H, D, D), np.float32)
+    if section == "gated":
+        tolerance = TOLERANCE.get((jax.default_backend(), dtype), ROUNDED_TOLERANCE)
+        ours = lambda flops: jax_side(_rule, state, arrays, flops=flops)
+        return _case("gated", name, arrays, state, baselines, ours, _exact(arrays, state), tolerance)
     # Gradients of the outputs.
     given = np.random.default_rng(1).standard_normal(shape, np.float32).astype(jnp.dtype(dtype))
-    make = lambda flops: replace(jax_side(_gradients, state, arrays, given, flops=BACKWARD * flops), dtypes=(dtype,))
-
-    def theirs(torch: Any, impl: Any, tensors: Sequence[Any], flops: int) -> Side:
-        out = torch.from_numpy(np.asarray(given, np.float32)).to(tensors[0])
-
-        def run(*arguments: Any) -> Any:
-            *inputs, initial = arguments
-            leaves = [x.detach().requires_grad_() for x in inputs]
-            return torch.autograd.grad(impl(*leaves, initial)[0], leaves, out)
-
-        return torch_side(torch, run, *tensors, flops=BACKWARD * flops, dtypes=(dtype,), gradients=True)
-
-    expected, tolerance = _expected(state, arrays, given), GRADIENT_TOLERANCE[dtype]
-    case = _case("gradient", name, arrays, state, baselines, make, theirs, expected, tolerance, ("chunk", "native"))
-    return replace(case, bytes_moved=BACKWARD * case.bytes_moved)
+    ours = lambda flops: replace(jax_side(_gradients, state, arrays, given, flops=flops), dtypes=(dtype,))
+    expected, tolerance = _expected_gradients(state, arrays, given), GRADIENT_TOLERANCE[dtype]
+    return _case("gradient", name, arrays, state, baselines, ours, expected, tolerance, given)
 
 
-def decode_cases(baselines: Baselines) -> Iterator[Case]:
+def decode_case(baselines: Baselines) -> Case:
     """One token of many sequences: reading and writing their states should be all of the time.
 
     Our state is donated, as an engine's is: each call takes what the call before it left. The others make a new one.
     """
     B, H, D = DECODE
-    arrays = _gated_inputs(B, 1, H, D, "float32")
+    arrays = _inputs(B, 1, H, D, "float32")
     state = np.random.default_rng(1).standard_normal((B, H, D, D), np.float32)
-    make = lambda flops: jax_side(_rule, arrays, flops=flops, donated=state)
-    tolerance, expected = TOLERANCE[jax.default_backend(), "float32"], _exact_gated_rule(arrays, state)
-    yield _case("decode", "Step", arrays, state, baselines, make, _torch_rule, expected, tolerance)
+    ours = lambda flops: jax_side(_rule, arrays, flops=flops, donated=state)
+    tolerance = TOLERANCE[jax.default_backend(), "float32"]
+    return _case("decode", "Step", arrays, state, baselines, ours, _exact(arrays, state), tolerance)
 
 
 def _case(
@@ -150,99 +124,91 @@ def _case(
     name: str,
     arrays: Arrays,
     state: np.ndarray,
-    baselines: Baselines | None,
+    baselines: Baselines,
     ours: Callable[[int], Side],
-    theirs: Callable[[Any, Any, Sequence[Any], int], Side],
     expected: Sequence[np.ndarray],
     tolerance: float,
-    only: Sequence[str] = (),
+    given: np.ndarray | None = None,
 ) -> Case:
-    """Case of all implementations, ours and others', that take the arrays; their operations are the forward rule's.
+    """Case of all implementations, ours and others', that take the arrays.
 
-    Args:
-        ours: makes our side of its operations, where the chosen implementation is set.
-        theirs: makes a side of torch, an implementation, the tensors and its operations.
-        only: of ours these implementations, and of others the chunked ones; all if empty.
+    `ours` makes our side of its operations, where the chosen implementation is set. With `given`, gradients of the
+    outputs, sides are the chunked implementations, forward and backward.
     """
     B, T, H, D = arrays["q"].shape
-    count = lambda C=None, **options: gated_rule_flops(B * T, H, D, D, C, **options)
+    times = 1 if given is None else BACKWARD
+    count = lambda C=None, **options: times * gated_rule_flops(B * T, H, D, D, C, **options)
     q, k, v, g, beta = (jnp.asarray(arrays[key], jnp.float32) for key in INPUTS)
     inputs = DeltaInputs(q, k, k, v, beta, g), jnp.asarray(state)
     chunk = CHUNK_SIZES.get(jax.default_backend(), CHUNK_SIZE)
     flops = {"native": count(NATIVE_CHUNK, solved=True), "chunk": count(chunk)}
     sides = {}
     for impl in reversed(delta_recurrence.supporting(*inputs)):
-        if not only or impl.name in only:
+        if given is None or impl.name in flops:
             with ops.use_implementations(delta_recurrence=impl.name):
                 sides[f"verax {impl.name}"] = ours(count() if T == 1 else flops.get(impl.name, count()))
     chosen = f"verax {delta_recurrence.select(*inputs).name}"
     chosen = chosen if chosen in sides else list(sides)[-1]
-    if baselines is not None:
-        torch = baselines.torch
-        tensor = lambda x, dtype: torch.from_numpy(np.asarray(x, np.float32)).to(baselines.device, dtype)
-        tensors = [tensor(x, getattr(torch, str(arrays["q"].dtype))) for x in arrays.values()]
-        tensors.append(tensor(state, torch.float32))
-        for key, impl in baselines.gated.items():
-            chunked = key.endswith("chunk")
-            if (T > 1 or not chunked) and (not only or chunked):
-                run = lambda q, k, v, g, beta, initial, impl=impl: impl(
-                    q, k, v, g=g, beta=beta, initial_state=initial, output_final_state=True
-                )
-                sides[key] = theirs(torch, run, tensors, count(BASELINE_CHUNK if chunked else None))
-    return Case(
-        section,
-        name,
-        bytes_moved=gated_rule_bytes(B * T, B, H, D, D, size=arrays["q"].itemsize),
-        chosen=chosen,
-        sides=sides,
-        sizes={"batch": B, "tokens": T, "heads": H, "size": D},
-        expected=expected,
-        tolerance=tolerance,
-    )
+    torch, dtype = baselines.torch, str(arrays["q"].dtype)
+    tensor = lambda x, dtype: torch.from_numpy(np.asarray(x, np.float32)).to(baselines.device, dtype)
+    tensors = [tensor(x, getattr(torch, dtype)) for x in arrays.values()]
+    tensors.append(tensor(state, torch.float32))
+    for key, impl in baselines.gated.items():
+        chunked = key.endswith("chunk")
+        if chunked if given is not None else T > 1 or not chunked:
+            run = lambda q, k, v, g, beta, initial, impl=impl: impl(
+                q, k, v, g=g, beta=beta, initial_state=initial, output_final_state=True
+            )
+            options: dict[str, Any] = {"dtypes": (dtype, "float32")}
+            if given is not None:
+                options = {"dtypes": (dtype,), "gradients": True}
+                run = _gradients_in_torch(torch, run, tensor(given, tensors[0].dtype))
+            sides[key] = torch_side(torch, run, *tensors, flops=count(BASELINE_CHUNK if chunked else None), **options)
+    moved = times * gated_rule_bytes(B * T, B, H, D, D, size=arrays["q"].itemsize)
+    sizes = {"batch": B, "tokens": T, "heads": H, "size": D}
+    return Case(section, name, moved, chosen, sides, sizes, expected, tolerance)
 
 
-def _torch_rule(torch: Any, impl: Any, tensors: Sequence[Any], flops: int) -> Side:
-    dtype = str(tensors[0].dtype).removeprefix("torch.")
-    return torch_side(torch, impl, *tensors, flops=flops, dtypes=(dtype, "float32"))
+def _gradients_in_torch(torch: Any, rule: Callable[..., Any], given: Any) -> Callable[..., Any]:
+    def run(*arguments: Any) -> Any:
+        *inputs, initial = arguments
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        return torch.autograd.grad(rule(*leaves, initial)[0], leaves, given)
+
+    return run
 
 
 def _gradients(state: jax.Array, arrays: Arrays, given: jax.Array) -> tuple[jax.Array, ...]:
-    def outputs(arrays: Arrays) -> jax.Array:
-        return ops.gated_delta_rule(**arrays, initial_state=state)[0]
-
-    forward, pull = jax.vjp(outputs, arrays)
+    forward, pull = jax.vjp(lambda arrays: ops.gated_delta_rule(**arrays, initial_state=state)[0], arrays)
     (gradients,) = pull(given.astype(forward.dtype))
     return tuple(gradients[name] for name in INPUTS)
 
 
-def _expected(state: np.ndarray, arrays: Arrays, given: np.ndarray) -> list[np.ndarray]:
+def _expected_gradients(state: np.ndarray, arrays: Arrays, given: np.ndarray) -> list[np.ndarray]:
     """Gradients of the recurrence token by token, in float32."""
     exact = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
     B, T, H, D = given.shape
     size = math.gcd(T, SEGMENT)
 
-    def segmented(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x.reshape(B, T // size, size, *x.shape[2:]), 1, 0)
-
     @jax.checkpoint
     def segment(state: jax.Array, arrays: Arrays) -> tuple[jax.Array | None, jax.Array]:
-        outputs, state_after = ops.gated_delta_rule(**arrays, initial_state=state, output_final_state=True)
+        outputs, state_after = _rule(state, arrays)
         return state_after, outputs
 
     def outputs(arrays: Arrays) -> jax.Array:
-        _, segments = jax.lax.scan(segment, jnp.asarray(state), jax.tree.map(segmented, arrays))
+        segmented = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(B, T // size, size, *x.shape[2:]), 1, 0), arrays)
+        _, segments = jax.lax.scan(segment, jnp.asarray(state), segmented)
         return jnp.moveaxis(segments, 0, 1).reshape(B, T, H, D)
 
     with ops.use_implementations(delta_recurrence="reference"), jax.default_matmul_precision("highest"):
-        gradients = jax.jit(lambda arrays, given: jax.vjp(outputs, arrays)[1](given)[0])(
-            exact, given.astype(np.float32)
-        )
+        pull = jax.jit(lambda arrays, given: jax.vjp(outputs, arrays)[1](given)[0])
+        gradients = pull(exact, given.astype(np.float32))
     return [np.asarray(gradients[name], np.float64) for name in INPUTS]
 
 
-def _exact_gated_rule(arrays: Arrays, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _exact(arrays: Arrays, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Outputs `S^T q K^-1/2` and final states in float64, by token: `S <- e^g (I - beta k k^T) S + beta k v^T`."""
-    q, k, v, g, beta = (np.asarray(arrays[name], np.float64) for name in ("q", "k", "v", "g", "beta"))
+    q, k, v, g, beta = (np.asarray(arrays[name], np.float64) for name in INPUTS)
     S, out = state.astype(np.float64), np.empty(v.shape)
     for t in range(q.shape[1]):
         S = S * np.exp(g[:, t])[..., None, None]
@@ -256,7 +222,7 @@ def _rule(state: jax.Array, arrays: Arrays) -> tuple[jax.Array, jax.Array | None
     return ops.gated_delta_rule(**arrays, initial_state=state, output_final_state=True)
 
 
-def _gated_inputs(B: int, T: int, H: int, D: int, dtype: str) -> dict[str, np.ndarray]:
+def _inputs(B: int, T: int, H: int, D: int, dtype: str) -> dict[str, np.ndarray]:
     """Keys and queries of length one, gates as in trained models: no side has to normalise or to squash anything."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((B, T, H, D), np.float32) for _ in range(3))

@@ -42,13 +42,6 @@ Theirs = Callable[[ModuleType], Sequence[Any]]
 """Function of LAM's PyTorch module, plain or through Cython; it returns a function and its arguments."""
 
 
-def encoder_cases(baselines: Baselines) -> Iterator[Case]:
-    """The sentence encoder, from token numbers to vectors of length one, in both variants."""
-    for variant in VARIANTS:
-        for name, shape in SENTENCES.items():
-            yield _encoder_case(f"{name}, variant {variant}", variant, *shape, baselines)
-
-
 def rule_case(name: str, shape: Shape, baselines: Baselines) -> Case:
     """From queries, keys, values, decays and gates to outputs and states; each side in the layout of its own layer."""
     B, n, C = shape
@@ -62,16 +55,15 @@ def rule_case(name: str, shape: Shape, baselines: Baselines) -> Case:
 
         return run, *inputs, _layer(baselines, library, C).resonance_flux
 
-    q, k, v, beta, decays, gates = jax.tree.map(lambda x: jnp.asarray(x.transpose(1, 2).cpu().numpy()), inputs)
+    q, k, v, beta, decays, gates = jax.tree.map(lambda x: _array(x.transpose(1, 2)), inputs)
     arrays = q, k, v, beta[..., 0], decays, tuple(gate[..., 0] for gate in gates)
     H, K = q.shape[2:]
     rule = HierarchicalInputs(*arrays, _flux(_layer(baselines, baselines.reference, C).resonance_flux))
     operation, ours = ops.operations()["hierarchical_rule"], {}
     run = lambda *inputs: ops.hierarchical_delta_rule(*inputs, chunk_size=C)
     for impl in (impl.name for impl in reversed(operation.supporting(rule, chunk_size=C))):
-        flops = _flops(impl, run, *rule)
         with ops.use_implementations(hierarchical_rule=impl):
-            ours[impl] = jax_side(run, *rule, flops=flops)
+            ours[impl] = _side(impl, run, *rule)
     moved = _nbytes(arrays) + q.nbytes + 2 * 4 * B * H * K * K
     chosen = operation.select(rule, chunk_size=C).name
     return _case("rule", name, _sizes(shape), moved, chosen, ours, theirs, baselines)
@@ -86,19 +78,23 @@ def layer_case(name: str, shape: Shape, baselines: Baselines) -> Case:
         return lambda layer, x: layer(x)[::3], _layer(baselines, library, C), x
 
     config = replace(LAM, rule=VARIANTS["B"], chunk_size=C)
-    layer = _loaded(
-        lambda: EnhancedHierarchicalDeltaNet(config, rngs=nnx.Rngs(0)), _layer(baselines, baselines.reference, C)
-    )
-    graph, weights = nnx.split(layer)
+    make = lambda: EnhancedHierarchicalDeltaNet(config, rngs=nnx.Rngs(0))
+    graph, weights = nnx.split(_loaded(make, _layer(baselines, baselines.reference, C)))
 
     def run(weights: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         y, states = nnx.merge(graph, weights)(x)
         return y, orthogonality_loss(states)
 
-    impl, array = _chosen_implementation("B"), jnp.asarray(x.cpu().numpy())
-    ours = {impl: jax_side(run, weights, array, flops=_flops(impl, run, weights, array))}
-    moved = _nbytes(weights) + 2 * x.nbytes
-    return _case("layer", name, _sizes(shape), moved, impl, ours, theirs, baselines)
+    impl = _chosen_implementation("B")
+    ours = {impl: _side(impl, run, weights, _array(x))}
+    return _case("layer", name, _sizes(shape), _nbytes(weights) + 2 * x.nbytes, impl, ours, theirs, baselines)
+
+
+def encoder_cases(baselines: Baselines) -> Iterator[Case]:
+    """The sentence encoder, from token numbers to vectors of length one, in both variants."""
+    for variant in VARIANTS:
+        for name, shape in SENTENCES.items():
+            yield _encoder_case(f"{name}, variant {variant}", variant, *shape, baselines)
 
 
 def _encoder_case(name: str, variant: str, B: int, T: int, baselines: Baselines) -> Case:
@@ -121,20 +117,21 @@ def _encoder_case(name: str, variant: str, B: int, T: int, baselines: Baselines)
         total = jnp.sum(x * mask[..., None], axis=1)
         return total / jnp.linalg.norm(total, axis=-1, keepdims=True)
 
-    impl, arrays = _chosen_implementation(variant), (jnp.asarray(tokens), jnp.asarray(mask))
-    ours = {impl: jax_side(run, weights, *arrays, flops=_flops(impl, run, weights, *arrays))}
+    impl = _chosen_implementation(variant)
+    ours = {impl: _side(impl, run, weights, jnp.asarray(tokens), jnp.asarray(mask))}
     # Only these tokens' rows of the embeddings.
     moved = _nbytes(weights) - 4 * LAM.hidden_size * (LAM.vocab_size - tokens.size)
     return _case("encoder", name, {"sentences": B, "tokens": T}, moved, impl, ours, theirs, baselines)
 
 
-def _flops(impl: str, function: Callable[..., Any], *arguments: Any) -> int:
-    """Operations of the products of a call, with an implementation of the published rule.
+def _side(impl: str, function: Callable[..., Any], *arguments: Any) -> Side:
+    """Our side with an implementation of the published rule, whose operations are counted.
 
     Every implementation but the reference factors the products of whole chunks (docs/lam.md).
     """
     shown = impl if impl == "reference" else "factored"
-    return count_products(function, *arguments, hierarchical_rule=shown, local_rule=shown)[0]
+    flops, _ = count_products(function, *arguments, hierarchical_rule=shown, local_rule=shown)
+    return jax_side(function, *arguments, flops=flops)
 
 
 def _chosen_implementation(variant: str) -> str:
@@ -191,14 +188,9 @@ def _layer(baselines: Baselines, library: ModuleType, chunk_size: int) -> Any:
 
 def _encoder(baselines: Baselines, library: ModuleType, variant: str) -> Any:
     baselines.torch.manual_seed(0)
-    encoder = library.LamSentenceEncoder(
-        vocab_size=LAM.vocab_size,
-        d_model=LAM.hidden_size,
-        num_heads=LAM.num_attention_heads,
-        num_layers=LAM.num_hidden_layers,
-        intermediate_size=LAM.intermediate_size,
-        variant=variant,
-    )
+    sizes = {"d_model": LAM.hidden_size, "num_heads": LAM.num_attention_heads, "num_layers": LAM.num_hidden_layers}
+    sizes |= {"vocab_size": LAM.vocab_size, "intermediate_size": LAM.intermediate_size}
+    encoder = library.LamSentenceEncoder(**sizes, variant=variant)
     return encoder.eval().to(baselines.device)
 
 
@@ -211,12 +203,13 @@ def _loaded(abstract: Callable[[], Any], module: Any) -> Any:
 
 
 def _flux(module: Any) -> ResonanceFlux:
-    chunk, token = (
-        Perceptron(*(jnp.asarray(x.detach().cpu().numpy()) for x in network.parameters()))
-        for network in (module.flux_net, module.token_flux_proj)
-    )
-    bilinear, temperature = (jnp.asarray(x.detach().cpu().numpy()) for x in (module.W_bilinear, module.temp))
-    return ResonanceFlux(bilinear, temperature, chunk, token)
+    networks = module.flux_net, module.token_flux_proj
+    chunk, token = (Perceptron(*map(_array, network.parameters())) for network in networks)
+    return ResonanceFlux(_array(module.W_bilinear), _array(module.temp), chunk, token)
+
+
+def _array(tensor: Any) -> jax.Array:
+    return jnp.asarray(tensor.detach().cpu().numpy())
 
 
 def _hidden(baselines: Baselines, batch: int, length: int) -> Any:

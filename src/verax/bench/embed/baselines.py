@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,8 @@ import numpy as np
 from jaxtyping import Float32, Int64
 
 from verax._optional import require_optional
-from verax.bench.harness import Side, import_torch, time_sides, torch_versions
+from verax.bench.harness import import_torch, time_sides, torch_versions
+from verax.bench.settings import EmbedSettings
 from verax.embed.settings import EncoderSettings
 from verax.machine import num_cores
 from verax.text.tokens.tokenizer import Tokenizer
@@ -31,14 +33,12 @@ from verax.text.tokens.tokenizer import Tokenizer
 __all__ = [
     "Batches",
     "Encode",
-    "Exported",
     "compile_openvino",
     "cosine_distance",
     "fastest_way",
+    "find_ways",
     "import_openvino",
     "one_by_one",
-    "onnxruntime_side",
-    "openvino_side",
     "transformers_encode",
 ]
 
@@ -54,15 +54,16 @@ OpenVINO 2026.4 in int8 returns vectors of another meaning for some texts that a
 Encode = Callable[[list[str]], Float32[np.ndarray, "n D"]]
 """Function from texts to their vectors, in order."""
 
+Ways = dict[str, Encode]
+"""Ways to run a model that a library took over, by name: batches of a size under a setting of the library."""
+
 
 class Batch(NamedTuple):
-    """Texts of similar length, padded on the right to the longest of them."""
+    """Places of texts of similar length among all, their ids padded on the right, and 1 where there is a token."""
 
     rows: list[int]
-    """Places of the texts among all."""
     ids: Int64[np.ndarray, "B T"]
     mask: Int64[np.ndarray, "B T"]
-    """1 for a token, 0 for padding."""
 
 
 Run = Callable[[Iterable[Batch]], Iterable[tuple[list[int], Float32[np.ndarray, "B D"]]]]
@@ -83,11 +84,6 @@ class Batches:
     max_length: int
     padding: int
 
-    @classmethod
-    def of(cls, folder: Path, settings: EncoderSettings, padding: int) -> Batches:
-        """Batches of a folder's tokenizer, which cuts texts to the length in the settings."""
-        return cls(Tokenizer.from_folder(folder), settings.max_length, padding)
-
     def __call__(self, texts: list[str], batch_size: int) -> Iterator[Batch]:
         """Batches of at most the given number of texts, the longest first."""
         tokens = [ids for ids, _ in self.tokenizer.encode_batch(texts, max_length=self.max_length)]
@@ -101,7 +97,7 @@ class Batches:
                 mask[i, : len(tokens[row])] = 1
             yield Batch(rows, ids, mask)
 
-    def ways(self, setting: str, run: Run, *sizes: int) -> dict[str, Encode]:
+    def ways(self, setting: str, run: Run, *sizes: int) -> Ways:
         """Functions that encode texts in batches of each size, by their names."""
 
         def encode(texts: list[str], size: int) -> Float32[np.ndarray, "n D"]:
@@ -115,35 +111,25 @@ class Batches:
         return {f"{setting}, {words(size)}": partial(encode, size=size) for size in sizes}
 
 
-@dataclass(frozen=True)
-class Exported:
-    """Model that a library took over, and the ways to run it: batches of a size under a setting of the library."""
-
-    name: str
-    ways: Mapping[str, Encode]
-    versions: dict[str, Any]
-
-
-def fastest_way(exported: Exported, texts: list[str], *, latency: bool) -> tuple[Encode, dict[str, Any]]:
+def fastest_way(ways: Mapping[str, Encode], texts: list[str], *, latency: bool) -> tuple[Encode, dict[str, Any]]:
     """Time all ways in turn, and take the one of the smallest median, of those whose vectors are the first one's.
 
     Args:
-        exported: the model.
+        ways: of one model.
         texts: what the benchmark encodes, of which the first are tried.
         latency: each text in a call of its own.
 
     Returns:
         The function, and the name of its way, sentences/s of each way in the trial, and the wrong ways' distances.
     """
-    sample, ways = texts[:TRIAL_TEXTS], exported.ways
+    sample = texts[:TRIAL_TEXTS]
     call = partial(one_by_one, texts=sample) if latency else lambda encode: encode(sample)
     chosen, rates, wrong = next(iter(ways)), {}, {}
     if len(ways) > 1:
         first = ways[chosen](sample)
         apart = {name: cosine_distance(call(encode), first) for name, encode in ways.items()}
         wrong = {name: distance for name, distance in apart.items() if distance > MOST_APART}
-        sides = {name: Side(partial(call, encode)) for name, encode in ways.items()}
-        trials = time_sides(sides, runs=TRIAL_RUNS, warmup=1)
+        trials = time_sides({name: partial(call, encode) for name, encode in ways.items()}, runs=TRIAL_RUNS)
         rates = {name: len(sample) / side.median for name, side in trials.items()}
         chosen = max((name for name in ways if name not in wrong), key=lambda name: rates[name])
     return ways[chosen], {"way": chosen, "trials": rates, "wrong": wrong}
@@ -160,32 +146,21 @@ def cosine_distance(vectors: Float32[np.ndarray, "n D"], reference: Float32[np.n
     return float(1 - ((a * b).sum(1) / (np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1))).min())
 
 
-def pooled_model(folder: Path, pooling: str, *, dtype: str = "float32", attention: str = "sdpa") -> Any:
+def _pooled_model(folder: Path, pooling: str, *, dtype: str = "float32", attention: str = "sdpa") -> Any:
     """`torch.nn.Module` from token ids and mask, int64 `[B, T]` with padding on the right, to unit vectors `[B, D]`.
 
-    It is what is run as a baseline, or exported for others. Its `padding` is the token id after the end of a text.
-
-    Args:
-        folder: the checkpoint's.
-        pooling: `"mean"`, `"cls"` or `"lasttoken"`.
-        dtype: of weights and vectors.
-        attention: `attn_implementation` of transformers.
-
-    Raises:
-        MissingDependencyError: without torch or transformers.
+    It is what is run as a baseline, or exported for others, with `attention` as transformers' `attn_implementation`.
+    Its `padding` is the token id after the end of a text.
     """
     torch, transformers = import_torch("transformers")
 
     class PooledModel(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            model: Any = transformers.AutoModel.from_pretrained(
-                folder, dtype=getattr(torch, dtype), attn_implementation=attention
-            )
-            # Keys and values that nothing reads later.
-            model.config.use_cache = False
-            self.model = model
-            self.padding: int = model.config.pad_token_id or 0
+            options = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
+            self.model: Any = transformers.AutoModel.from_pretrained(folder, **options)
+            self.model.config.use_cache = False  # keys and values that nothing reads later
+            self.padding: int = self.model.config.pad_token_id or 0
 
         def forward(self, input_ids: Any, attention_mask: Any) -> Any:
             hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
@@ -203,31 +178,55 @@ def pooled_model(folder: Path, pooling: str, *, dtype: str = "float32", attentio
     return PooledModel().eval()
 
 
-def transformers_encode(folder: Path, dtype: str, settings: EncoderSettings, batch_size: int) -> tuple[Any, dict]:
-    """`SentenceTransformer.encode` without that library: sorted, tokenised, padded, run, pooled, normalised.
-
-    Returns:
-        Function from texts to their vectors, in order, and the versions.
-    """
+def transformers_encode(folder: Path, dtype: str, settings: EncoderSettings, batch_size: int) -> tuple[Encode, dict]:
+    """`SentenceTransformer.encode` without its library, which sorts, pads, runs, pools and normalises; versions."""
     torch, transformers = import_torch("transformers")
     versions = torch_versions(torch, transformers)
+    device = versions["torch_device"]
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, padding_side="right")
-    model: Any = pooled_model(folder, settings.pooling, dtype=dtype).to(versions["torch_device"])
+    model = _pooled_model(folder, settings.pooling, dtype=dtype).to(device)
+    tokenize = partial(tokenizer, padding=True, truncation=True, max_length=settings.max_length, return_tensors="pt")
 
     def encode(texts: list[str]) -> Float32[np.ndarray, "n D"]:
         order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
         vectors = []
         with torch.inference_mode():
             for begin in range(0, len(order), batch_size):
-                batch = [texts[i] for i in order[begin : begin + batch_size]]
-                inputs = tokenizer(
-                    batch, padding=True, truncation=True, max_length=settings.max_length, return_tensors="pt"
-                )
-                ids, mask = (inputs[name].to(versions["torch_device"]) for name in ("input_ids", "attention_mask"))
-                vectors.append(model(ids, mask).float().cpu())
+                inputs = tokenize([texts[i] for i in order[begin : begin + batch_size]])
+                vectors.append(model(*(inputs[name].to(device) for name in INPUTS)).float().cpu())
         return torch.cat(vectors).numpy()[np.argsort(order)]
 
     return encode, versions
+
+
+def find_ways(
+    library: str, folder: Path, precision: str, encoder: EncoderSettings, texts: list[str], settings: EmbedSettings
+) -> tuple[str, Ways, dict[str, Any]]:
+    """Name of a side that exports the model, the ways to run it, and its versions.
+
+    Args:
+        library: `openvino` or `onnxruntime`.
+        folder: of the checkpoint.
+        precision: `float32`, `bfloat16` or `int8`.
+        encoder: pooling and length of the checkpoint's texts.
+        texts: that int8 is calibrated with.
+        settings: of the benchmark.
+    """
+    is_openvino = library == "openvino"
+    module = import_openvino() if is_openvino else require_optional(library)
+    # Written out, the products and the softmax are the pattern that onnxruntime's optimizer fuses.
+    source = _pooled_model(folder, encoder.pooling, attention="sdpa" if is_openvino else "eager")
+    batches = Batches(Tokenizer.from_folder(folder), encoder.max_length, source.padding)
+    if not is_openvino and precision == "bfloat16":  # onnxruntime's kernels of a CPU have it on ARM only
+        precision = "float32"
+    export = _openvino_runs if is_openvino else _onnxruntime_runs
+    runs, versions = export(module, source, precision, batches(texts[:CALIBRATION_TEXTS], 1))
+    first, *sizes = [1] if settings.latency else sorted({settings.batch_size, 1}, reverse=True)
+    ways: Ways = {}
+    for setting, run in islice(runs, 1 if settings.latency else None):
+        ways |= batches.ways(setting, run, first, *(sizes if ways else ()))
+    versions |= {library: module.__version__.partition("-")[0], f"{library}_threads": num_cores()}
+    return f"{library} {precision}", ways, versions
 
 
 INPUTS, OUTPUT = ("input_ids", "attention_mask"), "vectors"
@@ -235,40 +234,28 @@ INPUTS, OUTPUT = ("input_ids", "attention_mask"), "vectors"
 OPSET = 17
 """Version of ONNX's operators: the first with LayerNormalization. onnxruntime's fusions know what it exports to."""
 
+Runs = tuple[Iterator[tuple[str, Run]], dict[str, Any]]
+"""Functions that run a model by the setting of its library, the best of one call at a time first; and versions."""
 
-def onnxruntime_side(
-    folder: Path, precision: str, settings: EncoderSettings, texts: list[str], batch_size: int, *, latency: bool
-) -> Exported:
-    """Model of transformers, exported by torch, fused by onnxruntime's optimizer of transformers.
 
-    On a CPU without bfloat16 kernels, which onnxruntime has for ARM only, bfloat16 is run as float32. int8 is
-    onnxruntime's dynamic quantisation: weights by column, activations by tensor as they come; `texts` are not needed.
+def _onnxruntime_runs(runtime: Any, source: Any, precision: str, calibration: Iterable[Batch]) -> Runs:
+    """Model exported by torch, fused by onnxruntime's optimizer of transformers.
 
-    Raises:
-        MissingDependencyError: without onnxruntime, onnx or torch.
+    int8 is onnxruntime's dynamic quantisation: weights by column, activations by tensor as they come.
     """
-    runtime = require_optional("onnxruntime")
     require_optional("onnx")
-    precision = "int8" if precision == "int8" else "float32"
-    # Written out, the products and the softmax are the pattern that the optimizer fuses.
-    source = pooled_model(folder, settings.pooling, attention="eager")
+    cores = num_cores()
     with tempfile.TemporaryDirectory(prefix="verax-bench-") as name:
         path = _exported(source, Path(name), quantized=precision == "int8")
-
-        def session(threads: int) -> Any:
+        sessions = []
+        for threads in (cores, 1):
             options = runtime.SessionOptions()
             options.intra_op_num_threads = threads
             options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_ALL
-            return runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-
-        batches, cores = Batches.of(folder, settings, source.padding), num_cores()
-        together = partial(_calls, session(cores), 1)
-        ways = batches.ways(f"intra_op_num_threads={cores}", together, 1 if latency else batch_size)
-        if not latency:
-            single, setting = partial(_calls, session(1), cores), f"intra_op_num_threads=1, {cores} calls at once"
-            ways |= batches.ways(setting, single, *sorted({batch_size, 1}, reverse=True))
-    versions = {"onnxruntime": runtime.__version__, "onnxruntime_threads": num_cores()}
-    return Exported(f"onnxruntime {precision}", ways, versions)
+            sessions.append(runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"]))
+    settings = f"intra_op_num_threads={cores}", f"intra_op_num_threads=1, {cores} calls at once"
+    runs = [partial(_calls, session, at_once) for session, at_once in zip(sessions, (1, cores), strict=True)]
+    return zip(settings, runs, strict=True), {}
 
 
 def _exported(source: Any, folder: Path, *, quantized: bool) -> Path:
@@ -331,38 +318,28 @@ HINTS = {"float32": "f32", "bfloat16": "bf16", "int8": "bf16"}
 """INFERENCE_PRECISION_HINT by precision: of an int8 model, of the operations that stay in floating point."""
 
 
-def openvino_side(
-    folder: Path, precision: str, settings: EncoderSettings, texts: list[str], batch_size: int, *, latency: bool
-) -> Exported:
-    """Model of transformers, converted by `openvino.convert_model`.
+def _openvino_runs(openvino: Any, source: Any, precision: str, calibration: Iterable[Batch]) -> Runs:
+    """Model converted by `openvino.convert_model`.
 
-    int8 is NNCF's post-training quantisation of weights and activations (W8A8, SmoothQuant), calibrated with `texts`.
-
-    Raises:
-        MissingDependencyError: without openvino, torch, or, for int8, nncf.
+    int8 is NNCF's post-training quantisation of weights and activations (W8A8, SmoothQuant).
     """
-    openvino = import_openvino()
     (torch,) = import_torch()
     nncf = require_optional("nncf") if precision == "int8" else None
-    source = pooled_model(folder, settings.pooling)
-    batches = Batches.of(folder, settings, source.padding)
     ids = torch.ones((2, 3), dtype=torch.long)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's tracer
-        model = openvino.convert_model(source, example_input={"input_ids": ids, "attention_mask": ids})
+        model = openvino.convert_model(source, example_input=dict.fromkeys(INPUTS, ids))
     if nncf is not None:
-        model = _quantized_by_nncf(nncf, model, batches(texts[:CALIBRATION_TEXTS], 1))
-    first = partial(_one_at_a_time, compile_openvino(openvino, model, "LATENCY", precision).create_infer_request())
-    ways = batches.ways("PERFORMANCE_HINT=LATENCY", first, 1 if latency else batch_size)
-    if not latency:
+        model = _quantized_by_nncf(nncf, model, calibration)
+
+    def runs() -> Iterator[tuple[str, Run]]:
+        request = compile_openvino(openvino, model, "LATENCY", precision).create_infer_request()
+        yield "PERFORMANCE_HINT=LATENCY", partial(_one_at_a_time, request)
         streams = compile_openvino(openvino, model, "THROUGHPUT", precision)
         setting = f"PERFORMANCE_HINT=THROUGHPUT ({streams.get_property('NUM_STREAMS')} streams)"
-        run = partial(_in_streams, openvino.AsyncInferQueue(streams))
-        ways |= batches.ways(setting, run, *sorted({batch_size, 1}, reverse=True))
-    versions = {"openvino": openvino.__version__.partition("-")[0], "openvino_threads": num_cores()}
-    if nncf is not None:
-        versions["nncf"] = nncf.__version__
-    return Exported(f"openvino {precision}", ways, versions)
+        yield setting, partial(_in_streams, openvino.AsyncInferQueue(streams))
+
+    return runs(), {} if nncf is None else {"nncf": nncf.__version__}
 
 
 def compile_openvino(openvino: Any, model: Any, hint: str, precision: str) -> Any:
@@ -376,11 +353,7 @@ def compile_openvino(openvino: Any, model: Any, hint: str, precision: str) -> An
 
 
 def import_openvino() -> Any:
-    """Import OpenVINO, which sends nothing.
-
-    Raises:
-        MissingDependencyError: if it is not installed.
-    """
+    """Import OpenVINO, which sends nothing."""
     # It would send usage statistics, from forks of this process. OpenVINO and NNCF do without it.
     sys.modules.setdefault("openvino_telemetry", None)  # pyright: ignore[reportArgumentType]
     return require_optional("openvino")

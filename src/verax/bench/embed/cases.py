@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -13,28 +12,18 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from flax import nnx
 
 from verax import builtin, checkpoint, models
-from verax.bench.embed.baselines import (
-    Encode,
-    cosine_distance,
-    fastest_way,
-    one_by_one,
-    onnxruntime_side,
-    openvino_side,
-    transformers_encode,
-)
-from verax.bench.harness import Benchmark, Side, case_result, product_weights, time_sides
+from verax.bench.embed.baselines import Encode, cosine_distance, fastest_way, find_ways, one_by_one, transformers_encode
+from verax.bench.harness import Benchmark, case_result, checkpoint_folder, product_weights, time_sides
 from verax.bench.results import outliers, rounds, side_table, slug, table
 from verax.bench.settings import EmbedSettings
-from verax.checkpoint.load import random_weights
 from verax.compare.outputs import compare_vectors
 from verax.embed.encoder import Encoder
 from verax.files import model_name, write_json
 from verax.shapes import MINILM_L6, MODERNBERT_BASE, QWEN3_0_6B
 
-__all__ = ["SHAPES", "bench_embed"]
+__all__ = ["bench_embed"]
 
 SHAPES: dict[str, tuple[str, dict[str, Any], str]] = {
     "minilm": ("all-MiniLM-L6-v2", MINILM_L6, "mean"),
@@ -57,11 +46,7 @@ PHRASES = (
 
 
 def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
-    """Encode texts with our encoder and, interleaved, with others.
-
-    Raises:
-        MissingDependencyError: if a baseline is not installed.
-    """
+    """Encode texts with our encoder and, interleaved, with others."""
     texts, benchmark = _texts(settings.sentences), Benchmark("embed")
     dtype, quantization = settings.dtype, settings.quantization
     latency, batch_size = settings.latency, settings.batch_size
@@ -75,13 +60,11 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
         for name in settings.against:
             library, _, precision = name.partition("-")
             if library == "transformers":
-                encoders[name], library_versions = transformers_encode(folder, dtype, encoder.settings, batch_size)
-                versions |= library_versions
-                continue
-            export = openvino_side if library == "openvino" else onnxruntime_side
-            exported = export(folder, precision or dtype, encoder.settings, texts, batch_size, latency=latency)
-            encoders[exported.name], chosen[exported.name] = fastest_way(exported, texts, latency=latency)
-            versions |= exported.versions
+                encoders[name], theirs = transformers_encode(folder, dtype, encoder.settings, batch_size)
+            else:
+                side, ways, theirs = find_ways(library, folder, precision or dtype, encoder.settings, texts, settings)
+                encoders[side], chosen[side] = fastest_way(ways, texts, latency=latency)
+            versions |= theirs
         encoders["verax"] = partial(encoder.encode, batch_size=batch_size, show_progress=False)
         calls = {name: partial(one_by_one, e, texts) if latency else partial(e, texts) for name, e in encoders.items()}
         begin = time.perf_counter()
@@ -91,38 +74,53 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
         exact = dtype == "float32" and quantization is None
         if settings.against or not exact:
             reference = ours if exact else Encoder(folder).encode(texts, show_progress=False)
-            for name, call in calls.items():
-                vectors = call()
-                alike = compare_vectors(reference, vectors)
-                accuracy[name] = {
-                    "largest_difference": float(np.abs(vectors - reference).max()),
-                    "cosine_distance": cosine_distance(vectors, reference),
-                    "same_nearest": alike.same_nearest,
-                    "rank_correlation": alike.rank_correlation,
-                }
+            accuracy = {name: _accuracy(reference, call()) for name, call in calls.items()}
         compiled = encoder.num_compiled()
-        sides = {name: Side(call) for name, call in calls.items()}
-        samples = time_sides(sides, runs=settings.runs, warmup=settings.warmup)
+        samples = time_sides(calls, runs=settings.runs, warmup=settings.warmup)
+        compiled = encoder.num_compiled() - compiled
     size = 1 if quantization else 2 if dtype == "bfloat16" else 4
     num_calls = len(texts) if latency else -(-len(texts) // batch_size)
     moved, flops = num_calls * size * weights, 2 * weights * sum(lengths)
-    measured = {
-        "first_s": first_s,
-        "compiled_during_runs": encoder.num_compiled() - compiled,
-        "cases": [case_result("", "verax", samples, len(texts))],
-        "work": benchmark.against_limit(samples["verax"].median, bytes_moved=moved, flops=flops, dtype=dtype),
-        "chosen": chosen,
-        "accuracy": accuracy,
-    }
-    model, words = settings.model, f"random weights, {SHAPES[settings.shapes][0]} shapes"
-    asked = asdict(settings) | {
-        "model": model_name(model) if model else words,
-        "shapes": None if model else settings.shapes,
-        "tokens": sum(lengths),
-        "shortest": min(lengths),
-        "longest": max(lengths),
-    }
-    return benchmark.result(settings=asked, versions=versions, **_page(asked, measured), **measured)
+    work = benchmark.against_limit(samples["verax"].median, bytes_moved=moved, flops=flops, dtype=dtype)
+    case, shapes = case_result("", "verax", samples, len(texts)), None if settings.model else settings.shapes
+    model = model_name(settings.model) if settings.model else f"random weights, {SHAPES[settings.shapes][0]} shapes"
+    sizes = {"tokens": sum(lengths), "shortest": min(lengths), "longest": max(lengths)}
+    asked, precision = asdict(settings) | {"model": model, "shapes": shapes} | sizes, str(quantization or dtype)
+    tables = [side_table(case, "sentences/s", digits=3, rate_digits=0)]
+    if accuracy:
+        tables.append(_accuracy_table(accuracy))
+    notes = [
+        *outliers(case["sides"]),
+        f"verax read {moved / 1e9:.1f} GB of weights and did {flops / 1e12:.3g} TFLOP of "
+        f"products with them (attention left out): {work['gflop_per_s']:.0f} GFLOP/s, "
+        f"{100 * work['fraction_of_limit']:.0f}% of the measured limit.",
+    ]
+    if latency:
+        means = (f"{name} {1e3 / side['rate']:.2f} ms" for name, side in case["sides"].items())
+        notes.append(f"A sentence: {', '.join(means)}.")
+    for name, side in chosen.items():
+        rates = (f"{rate:.0f} with {way}" for way, rate in side["trials"].items())
+        tried = f"; sentences/s in a trial: {', '.join(rates)}" if side["trials"] else ""
+        wrong = "".join(f"; left out as wrong by {distance:.2g}: {way}" for way, distance in side["wrong"].items())
+        notes.append(f"- {name}, the fastest way that was tried: {side['way']}{tried}{wrong}")
+    return benchmark.result(
+        slug(shapes if shapes not in (None, "minilm") else "", precision, "latency" if latency else ""),
+        title=f"Embeddings: {model}, {precision}",
+        intro=f"{len(texts)} sentences of {min(lengths)} to {max(lengths)} tokens ({sum(lengths)} in all), "
+        f"{'each in a call of its own' if latency else f'{batch_size} at once'}; "
+        f"{rounds(asked)}, tokenizer included. The first run, which compiled, took {first_s:.1f} s; "
+        f"{compiled} programs compiled afterwards.",
+        settings=asked,
+        versions=versions,
+        tables=tables,
+        notes=notes,
+        cases=[case],
+        first_s=first_s,
+        compiled_during_runs=compiled,
+        work=work,
+        chosen=chosen,
+        accuracy=accuracy,
+    )
 
 
 def _texts(count: int) -> list[str]:
@@ -134,63 +132,36 @@ def _texts(count: int) -> list[str]:
 @contextlib.contextmanager
 def _folder(model: str | None, shapes: str) -> Iterator[Path]:
     """Folder of a checkpoint; of random weights with the built-in tokenizer, gone afterwards, if there is none."""
-    if model is not None:
-        yield checkpoint.resolve(model)
-        return
-    _, sizes, pooling = SHAPES[shapes]
-    with tempfile.TemporaryDirectory(prefix="verax-bench-") as name:
-        architecture, config = models.encoder(sizes)
-        weights = random_weights(nnx.eval_shape(lambda: architecture(config, rngs=nnx.Rngs(0))))
-        folder = checkpoint.save(weights, name, config=sizes, tokenizer_from=builtin.encoder())
-        (folder / "1_Pooling").mkdir()
-        write_json(folder / "1_Pooling" / "config.json", {"pooling_mode": pooling})
+    _, config, pooling = SHAPES[shapes]
+    options = {"dtype": np.float32, "tokenizer_from": builtin.encoder()}
+    with checkpoint_folder(model, config, models.encoder, **options) as folder:
+        if model is None:
+            (folder / "1_Pooling").mkdir()
+            write_json(folder / "1_Pooling" / "config.json", {"pooling_mode": pooling})
         yield folder
 
 
-def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
-    """Name, title, intro, tables and notes of a result."""
-    precision, latency = settings["quantization"] or settings["dtype"], settings["latency"]
-    case, shapes, work = measured["cases"][0], settings["shapes"], measured["work"]
-    tables = [side_table(case, "sentences/s", digits=3, rate_digits=0)]
-    if measured["accuracy"]:
-
-        def cell(key: str, form: str) -> Any:
-            return lambda row: "-" if row[1][key] is None else format(row[1][key], form)
-
-        columns = {
-            "side": lambda row: row[0],
-            "difference of a number": cell("largest_difference", ".1e"),
-            "1 - cosine": cell("cosine_distance", ".1e"),
-            "same nearest": cell("same_nearest", ".1%"),
-            "rank correlation": cell("rank_correlation", ".5f"),
-        }
-        note = (
-            "Vectors compared with verax's in float32: the largest distance of any sentence; the share of "
-            "sentences whose nearest other one is the same, and Spearman's correlation of all pairs' cosines."
-        )
-        tables.append(table(measured["accuracy"].items(), columns, note=note))
-    notes = [
-        *outliers(case["sides"]),
-        f"verax read {work['bytes_moved'] / 1e9:.1f} GB of weights and did {work['flops'] / 1e12:.3g} TFLOP of "
-        f"products with them (attention left out): {work['gflop_per_s']:.0f} GFLOP/s, "
-        f"{100 * work['fraction_of_limit']:.0f}% of the measured limit.",
-    ]
-    if latency:
-        means = (f"{name} {1e3 / side['rate']:.2f} ms" for name, side in case["sides"].items())
-        notes.append(f"A sentence: {', '.join(means)}.")
-    for name, side in measured["chosen"].items():
-        rates = (f"{rate:.0f} with {way}" for way, rate in side["trials"].items())
-        tried = f"; sentences/s in a trial: {', '.join(rates)}" if side["trials"] else ""
-        wrong = "".join(f"; left out as wrong by {distance:.2g}: {way}" for way, distance in side["wrong"].items())
-        notes.append(f"- {name}, the fastest way that was tried: {side['way']}{tried}{wrong}")
+def _accuracy(reference: np.ndarray, vectors: np.ndarray) -> dict[str, float | None]:
+    alike = compare_vectors(reference, vectors)
     return {
-        "name": slug(shapes if shapes not in (None, "minilm") else "", str(precision), "latency" if latency else ""),
-        "title": f"Embeddings: {settings['model']}, {precision}",
-        "intro": f"{settings['sentences']} sentences of {settings['shortest']} to {settings['longest']} tokens "
-        f"({settings['tokens']} in all), "
-        f"{'each in a call of its own' if latency else str(settings['batch_size']) + ' at once'}; "
-        f"{rounds(settings)}, tokenizer included. The first run, which compiled, took {measured['first_s']:.1f} s; "
-        f"{measured['compiled_during_runs']} programs compiled afterwards.",
-        "tables": tables,
-        "notes": notes,
+        "largest_difference": float(np.abs(vectors - reference).max()),
+        "cosine_distance": cosine_distance(vectors, reference),
+        "same_nearest": alike.same_nearest,
+        "rank_correlation": alike.rank_correlation,
     }
+
+
+def _accuracy_table(accuracy: dict[str, Any]) -> dict[str, Any]:
+    cell = lambda key, form: lambda row: "-" if row[1][key] is None else format(row[1][key], form)
+    columns = {
+        "side": lambda row: row[0],
+        "difference of a number": cell("largest_difference", ".1e"),
+        "1 - cosine": cell("cosine_distance", ".1e"),
+        "same nearest": cell("same_nearest", ".1%"),
+        "rank correlation": cell("rank_correlation", ".5f"),
+    }
+    note = (
+        "Vectors compared with verax's in float32: the largest distance of any sentence; the share of "
+        "sentences whose nearest other one is the same, and Spearman's correlation of all pairs' cosines."
+    )
+    return table(accuracy.items(), columns, note=note)

@@ -10,10 +10,9 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,24 +21,13 @@ import numpy as np
 import tokenizers
 
 from verax import builtin, checkpoint
-from verax.bench import harness
 from verax.bench.harness import Benchmark, case_result, checkpoint_folder, time_sides
 from verax.bench.results import rounds, slug, table
-from verax.bench.serve.client import Client, raise_open_files, started
-from verax.bench.serve.load import (
-    LATENCIES,
-    Answer,
-    Ask,
-    Load,
-    Request,
-    Run,
-    Traffic,
-    goodput_limits,
-    make_loads,
-    run_load,
-    summarise,
-)
+from verax.bench.serve import load as load_test
+from verax.bench.serve.client import Client, started
+from verax.bench.serve.load import Answer, Ask, Load, Request, Run, draw_requests, run_load
 from verax.bench.settings import ServeSettings, TrafficSettings
+from verax.bench.text.llama_cpp import gguf_file
 from verax.errors import InvalidParameterError, MissingDependencyError
 from verax.machine import num_cores
 from verax.models import causal_lm
@@ -48,89 +36,64 @@ from verax.text.engine.async_llm import AsyncLLM
 from verax.text.engine.llm import LLM
 from verax.text.engine.sampling_params import SamplingParams
 
-__all__ = ["EngineOptions", "bench_serve", "check_answers", "served_model"]
+__all__ = ["bench_serve", "check_answers", "serve_command", "served_model"]
 
 Side = Callable[..., Coroutine[Any, Any, Run]]
 """Side of a load test, called with a load, its requests and the number of the run."""
-
-OURS = "verax serve"
 
 RUNS_OF_A_CASE = 1000
 """Difference of the run numbers of two cases. No two runs have the same prompts, which a server may have kept."""
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """Options that our engine has on every side: of `verax serve`, and of `LLM` and `AsyncLLM`."""
-
-    model: str | None = None
-    dtype: str = "bfloat16"
-    quantization: str | None = None
-    kv_cache_dtype: str = "auto"
-    max_num_seqs: int = 64
-    max_model_len: int | None = None
-
-    def command(self, port: int) -> list[str]:
-        """Command line of `verax serve`."""
-        words = [sys.executable, "-m", "verax", "serve", *([self.model] if self.model else [])]
-        for name, value in self.keywords().items():
-            words += [f"--{name.replace('_', '-')}", str(value)]
-        return [*words, "--host", "127.0.0.1", "--port", str(port)]
-
-    def keywords(self) -> dict[str, Any]:
-        """Keyword arguments of `LLM`, but for the model."""
-        return {name: value for name, value in asdict(self).items() if name != "model" and value is not None}
-
-
 def bench_serve(settings: ServeSettings) -> dict[str, Any]:
-    """Load a server and, interleaved, other sides with the same requests. With llama.cpp, all run the same GGUF file.
-
-    Raises:
-        MissingDependencyError: without llama.cpp's server, if it is to run.
-        VeraxError: if a server does not start or does not answer.
-    """
-    url, against, loads = settings.url, settings.against, make_loads(settings)
-    goodput = goodput_limits(settings.goodput) if settings.goodput else {}
-    gguf, versions, program = None, {}, ""
-    if "llama.cpp" in against:
-        program = find_llama_server(settings.llama_server)
-        versions["llama_server"] = llama_server_version(program)
-    raise_open_files()
-    benchmark = Benchmark("serve")
-    stack = contextlib.AsyncExitStack()
+    """Load a server and, interleaved, other sides with the same requests. With llama.cpp, all read one GGUF file."""
+    url, against, loads = settings.url, settings.against, load_test.make_loads(settings)
+    goodput = load_test.goodput_limits(settings.goodput)
+    program = find_llama_server(settings.llama_server) if "llama.cpp" in against else ""
+    _raise_open_files()
+    benchmark, gguf, cases = Benchmark("serve"), None, []
+    stack, chosen = contextlib.AsyncExitStack(), "verax serve" if url is None else "server"
     with served_model(settings.model, settings.shapes) as (model, argument, path), asyncio.Runner() as runner:
-        size = settings.vocab_size or causal_lm(checkpoint.Checkpoint.open(path).config)[1].vocab_size
-        names = (field.name for field in fields(TrafficSettings))
-        traffic = Traffic(vocab_size=size, **{name: getattr(settings, name) for name in names})
-        engine = EngineOptions(
-            argument,
-            settings.dtype,
-            settings.quantization,
-            settings.kv_cache_dtype,
-            settings.max_num_seqs or min(max(load.concurrency or 64 for load in loads), 256),
-            traffic.longest,
-        )
-        connect = lambda client: runner.run(_connect(stack, client))
-        start = lambda command: connect(Client(f"{runner.run(stack.enter_async_context(started(command))).url}/v1"))
+        opened = checkpoint.Checkpoint.open(path)
+        traffic = TrafficSettings(**{field.name: getattr(settings, field.name) for field in fields(TrafficSettings)})
+        traffic = replace(traffic, vocab_size=settings.vocab_size or causal_lm(opened.config)[1].vocab_size)
+        max_num_seqs = min(max(load.concurrency or 64 for load in loads), 256)
+        engine: dict[str, Any] = {"dtype": settings.dtype, "quantization": settings.quantization}
+        engine |= {"max_num_seqs": max_num_seqs, "max_model_len": traffic.longest}
+
+        async def connect(client: Client) -> Client:
+            stack.push_async_callback(client.close)
+            await client.find_model()
+            return client
+
+        async def start(command: Callable[[int], Sequence[str]]) -> Client:
+            server = await stack.enter_async_context(started(command))
+            return await connect(Client(f"{server.url}/v1"))
+
+        async def start_engine() -> AsyncLLM:
+            llm = AsyncLLM(argument, **engine)
+            stack.push_async_callback(llm.shutdown)
+            return llm
+
         try:
             sides: dict[str, Side] = {}
             if program:
                 precision = settings.quantization or settings.dtype
-                gguf, file = gguf_file(path, precision, stack)
-                engine = replace(engine, model=str(file), quantization=None)  # all sides read the same file
-                slots = max(load.concurrency or engine.max_num_seqs for load in loads)
-                client = start(partial(llama_server_command, program, file, slots, traffic.longest))
+                gguf, file = gguf_file(opened, precision, stack, vocabulary=path / "tokenizer.json")
+                argument, engine["quantization"] = str(file), None  # all sides read the same file
+                slots = max(load.concurrency or max_num_seqs for load in loads)
+                client = runner.run(start(partial(llama_server_command, program, file, slots, traffic.longest)))
                 sides["llama.cpp server"] = partial(run_load, client.complete)
             if "offline" in against:
-                sides["offline"] = partial(run_offline, LLM(engine.model, **engine.keywords()))
+                sides["offline"] = partial(run_offline, LLM(argument, **engine))
             if "async" in against:
-                llm = runner.run(_start_engine(stack, engine))
-                sides["AsyncLLM"] = partial(run_load, partial(ask_engine, llm))
-            client = start(engine.command) if url is None else connect(Client(url, api_key=settings.api_key))
-            chosen = OURS if url is None else "server"
+                sides["AsyncLLM"] = partial(run_load, partial(ask_engine, runner.run(start_engine())))
+            ours = start(partial(serve_command, argument, engine))
+            client = runner.run(ours if url is None else connect(Client(url, api_key=settings.api_key)))
             sides[chosen] = partial(run_load, client.complete)
-            run = lambda side, load, number: runner.run(sides[side](load, traffic.requests(number), number=number))
-            cases = []
+            run = lambda side, load, number: runner.run(
+                sides[side](load, draw_requests(traffic, number), number=number)
+            )
             for number, load in enumerate(loads):
                 case, answers = _run_case(run, load, list(sides), chosen, number, settings, goodput)
                 case["check"] = runner.run(check_answers(client.complete, answers, number=settings.checks))
@@ -140,17 +103,40 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
     asked = {
         "model": model if url is None else client.model,
         "gguf": gguf,
-        "max_num_seqs": engine.max_num_seqs,
+        "max_num_seqs": max_num_seqs,
         "traffic": asdict(traffic),
         "loads": [load.name for load in loads],
         "num_requests": [load.num_requests for load in loads],
         "duration": [load.duration for load in loads],
         "goodput_ms": goodput,
     }
-    same = ("url", "shapes", "against", "dtype", "quantization", "kv_cache_dtype", "runs", "warmup")
+    same = ("url", "shapes", "against", "dtype", "quantization", "runs", "warmup")
     asked |= {name: getattr(settings, name) for name in same}
-    _ = benchmark.limits  # what the page and `verax bench docs` show of the machine
-    return benchmark.result(settings=asked, versions=versions, **_page(asked, cases), cases=cases)
+    versions = {"llama_server": llama_server_version(program)} if program else {}
+    precision = settings.quantization or settings.dtype
+    name = str(asked["model"])
+    words = (gguf, "llama.cpp") if gguf else (precision,)
+    return benchmark.result(
+        slug(name.rstrip("/").rpartition("/")[2].removeprefix("the "), *words, *asked["loads"]),
+        title=f"Serve: {name}",
+        intro=f"{f'a GGUF file of {gguf}, which all sides read' if gguf else precision}, at most {max_num_seqs} "
+        f"sequences in a step; {_requests(traffic)}; {rounds(asked)}. The client runs on the same machine. "
+        "Latencies are mean, p50 / p90 / p99 of complete answers, without slow readers.",
+        settings=asked,
+        versions=versions,
+        tables=[_table(case, goodput) for case in cases],
+        notes=[note for case in cases for note in _case_notes(case)],
+        cases=cases,
+    )
+
+
+def _raise_open_files() -> None:
+    """Raise this process's limit of open files, which its children inherit, as far as the system lets it."""
+    with contextlib.suppress(ImportError):  # Windows
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 @contextlib.contextmanager
@@ -184,24 +170,16 @@ def _write_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-async def _connect(stack: contextlib.AsyncExitStack, client: Client) -> Client:
-    stack.push_async_callback(client.close)
-    await client.find_model()
-    return client
-
-
-async def _start_engine(stack: contextlib.AsyncExitStack, engine: EngineOptions) -> AsyncLLM:
-    llm = AsyncLLM(engine.model, **engine.keywords())
-    stack.push_async_callback(llm.shutdown)
-    return llm
+def serve_command(model: str | None, options: Mapping[str, Any], port: int) -> list[str]:
+    """Command line of `verax serve`, with options of `LLM`."""
+    words = [sys.executable, "-m", "verax", "serve", *([model] if model else [])]
+    for name, value in options.items():
+        words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+    return [*words, "--host", "127.0.0.1", "--port", str(port)]
 
 
 async def run_offline(llm: LLM, load: Load, requests: Iterator[Request], *, number: int = 0) -> Run:
-    """Generate all answers of a closed loop by `LLM.generate`, as many at once as the load has in flight.
-
-    Raises:
-        InvalidParameterError: for a load without a concurrency or a number of requests.
-    """
+    """Generate all answers of a closed loop by `LLM.generate`, as many at once as the load has in flight."""
     if load.concurrency is None or load.num_requests is None:
         raise InvalidParameterError("against: offline has no arrivals and no clock; give concurrency and num_requests")
     begin, answers = time.perf_counter(), []
@@ -255,12 +233,12 @@ def _run_case(
     def call(name: str) -> None:
         taken[name].append(run(name, load, number * RUNS_OF_A_CASE + len(taken[name])))
 
-    calls = {name: harness.Side(partial(call, name)) for name in sides}
+    calls = {name: partial(call, name) for name in sides}
     samples = time_sides(calls, runs=settings.runs, warmup=settings.warmup, title=load.name)
     case, rates = case_result(load.name, chosen, samples, 1.0), {}
     for name, runs in taken.items():
         counted, side = runs[-len(samples[name].seconds) :], case["sides"][name]
-        side |= summarise(counted, goodput)
+        side |= load_test.summarise(counted, goodput)
         side["rate"] = side["output_tokens_per_s"]
         rates[name] = np.array([_rate(run) for run in counted])
     # Ratios of output tokens per second: a round of a duration takes every side the same time.
@@ -275,15 +253,10 @@ def _rate(run: Run) -> float:
 
 
 async def check_answers(ask: Ask, answers: Sequence[Answer], *, number: int) -> dict[str, int]:
-    """Ask some requests again, one by one, and count the answers that are the loaded server's.
+    """Ask `number` of the requests again, one by one, and count the answers that are the loaded server's.
 
     Decoding is greedy, so both answers are the same text, unless the numbers of another batch round differently where
     two tokens were almost equally likely.
-
-    Args:
-        ask: sends a request to the server, which has no other load now.
-        answers: of the load.
-        number: requests to ask again, evenly spread over the load.
     """
     whole = [answer for answer in answers if answer.completed]
     chosen = [whole[i * len(whole) // number] for i in range(number)] if len(whole) > number else whole
@@ -296,34 +269,14 @@ async def check_answers(ask: Ask, answers: Sequence[Answer], *, number: int) -> 
     }
 
 
-def _page(settings: Mapping[str, Any], cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Name, title, intro, tables and notes of a result."""
-    precision = settings["quantization"] or settings["dtype"]
-    model = str(settings["model"])
-    words = [model.rstrip("/").rpartition("/")[2].removeprefix("the "), settings["gguf"] or precision]
-    words += ["llama.cpp"] if settings["gguf"] else []
-    if settings["gguf"]:
-        precision = f"a GGUF file of {settings['gguf']}, which all sides read"
-    return {
-        "name": slug(*words, *settings["loads"]),
-        "title": f"Serve: {model}",
-        "intro": f"{precision}, at most {settings['max_num_seqs']} sequences in a step; "
-        f"{_requests(settings['traffic'])}; {rounds(settings)}. The client runs on the same machine. "
-        "Latencies are mean, p50 / p90 / p99 of complete answers, without slow readers.",
-        "tables": [_table(case, settings["goodput_ms"]) for case in cases],
-        "notes": [note for case in cases for note in _case_notes(case)],
-    }
-
-
-def _requests(traffic: Mapping[str, Any]) -> str:
+def _requests(traffic: TrafficSettings) -> str:
     """Lengths of the requests in words, and the clients that behave badly."""
-    words = f"prompts of {traffic['input_tokens']} tokens"
-    if traffic["prefix_tokens"]:
-        words += f" after one of {traffic['num_prefixes']} prefixes of {traffic['prefix_tokens']}"
-    words += f", answers of {traffic['output_tokens']}"
-    for share, what in (("slow_readers", "read slowly"), ("disconnect", "disconnect")):
-        if traffic[share]:
-            words += f"; {100 * traffic[share]:.0f}% of the clients {what}"
+    words = f"prompts of {traffic.input_tokens} tokens"
+    if traffic.prefix_tokens:
+        words += f" after one of {traffic.num_prefixes} prefixes of {traffic.prefix_tokens}"
+    words += f", answers of {traffic.output_tokens}"
+    for share, what in ((traffic.slow_readers, "read slowly"), (traffic.disconnect, "disconnect")):
+        words += f"; {100 * share:.0f}% of the clients {what}" if share else ""
     return words
 
 
@@ -340,7 +293,7 @@ def _table(case: Mapping[str, Any], limits: Mapping[str, float]) -> dict[str, An
         "requests": lambda row: row[1]["completed"],
         "req/s": lambda row: f"{row[1]['requests_per_s']:.2f}",
         "output tokens/s": lambda row: f"{row[1]['output_tokens_per_s']:.1f}",
-        **{f"{'E2E' if key == 'e2el' else key.upper()} ms": latency(key) for key in LATENCIES},
+        **{f"{'E2E' if key == 'e2el' else key.upper()} ms": latency(key) for key in load_test.LATENCIES},
     }
     if limits:
         words = ", ".join(f"{name} {limit:g} ms" for name, limit in limits.items())
@@ -376,11 +329,7 @@ BUILT = Path("build/llama.cpp/bin") / PROGRAM
 
 
 def find_llama_server(given: str | None = None) -> str:
-    """Path of the given program, the one that `VARIABLE` names, the one on PATH, or the one that make built.
-
-    Raises:
-        MissingDependencyError: if there is no such program.
-    """
+    """Path of the given program, the one that `VARIABLE` names, the one on PATH, or the one that make built."""
     named = given or os.environ.get(VARIABLE)
     program = shutil.which(named) if named else shutil.which(PROGRAM) or shutil.which(str(BUILT.absolute()))
     if program is None:
@@ -396,23 +345,6 @@ def llama_server_version(program: str) -> str:
     printed = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
     version = re.search(r"version: (.+)", printed.stdout + printed.stderr)
     return version[1] if version else "unknown"
-
-
-def gguf_file(path: Path, precision: str, stack: contextlib.AsyncExitStack) -> tuple[str, Path]:
-    """Type of a GGUF file's matrices, and its path: the given file, or one of a checkpoint's weights and vocabulary.
-
-    Args:
-        path: folder or GGUF file.
-        precision: quantisation or dtype of our engine.
-        stack: removes the file at its end.
-    """
-    from verax.bench.text.llama_cpp import GGUF_TYPES, write_gguf
-
-    kind, opened = GGUF_TYPES[precision], checkpoint.Checkpoint.open(path)
-    if opened.metadata:
-        return kind, path
-    scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verax-bench-")))
-    return kind, write_gguf(opened, scratch / f"{kind}.gguf", kind, vocabulary=path / "tokenizer.json")
 
 
 def llama_server_command(program: str, file: Path, slots: int, length: int, port: int) -> list[str]:

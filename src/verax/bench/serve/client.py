@@ -4,65 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-import msgspec
 import psutil
 
 from verax._optional import require_optional
 from verax.bench.serve.load import Answer, Request
 from verax.errors import InvalidParameterError, VeraxError
 
-__all__ = ["Client", "StartedServer", "raise_open_files", "started"]
+__all__ = ["Client", "StartedServer", "started"]
 
 httpx: Any = require_optional("httpx")
 
-SLOW_PAUSE = 0.1
-"""Seconds that a slow reader waits after each read."""
+SLOW_PAUSE, SLOW_BUFFER = 0.1, 4096
+"""Seconds that a slow reader waits after each read, and its receive buffer in bytes: small, so that the server's side
+fills."""
 
-SLOW_BUFFER = 4096
-"""Receive buffer of a slow reader, in bytes: small, so that the server's side fills."""
-
-TIMEOUT = 600.0
-"""Seconds after which a request is given up: openai-python's default."""
-
-START = 900.0
-"""Seconds until a server has to be healthy: the first start of a large model compiles for minutes."""
-
-STOP = 30.0
-"""Seconds that a server has to end after SIGTERM."""
+TIMEOUT, START, STOP = 600.0, 900.0, 30.0
+"""Seconds after which a request is given up (openai-python's default), until a server has to be healthy (the first
+start of a large model compiles for minutes), and that it has to end after SIGTERM."""
 
 LOG_LINES = 12
 """Last lines of a failed server's output that its error repeats."""
-
-
-class _Choice(msgspec.Struct):
-    text: str = ""
-    finish_reason: str | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-
-class _Event(msgspec.Struct):
-    id: str | None = None
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: Any = None
-
-
-_decode = msgspec.json.Decoder(_Event).decode
 
 
 class Client:
@@ -81,13 +53,13 @@ class Client:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         small = [(socket.SOL_SOCKET, socket.SO_RCVBUF, SLOW_BUFFER)]
-        self._clients = {
-            slow: httpx.AsyncClient(
-                headers=headers,
-                timeout=TIMEOUT,
-                transport=httpx.AsyncHTTPTransport(limits=limits, socket_options=small if slow else None),
-            )
+        transports = {
+            slow: httpx.AsyncHTTPTransport(limits=limits, socket_options=small if slow else None)
             for slow in (False, True)
+        }
+        self._clients = {
+            slow: httpx.AsyncClient(headers=headers, timeout=TIMEOUT, transport=transport)
+            for slow, transport in transports.items()
         }
 
     async def close(self) -> None:
@@ -116,10 +88,9 @@ class Client:
         Raises:
             VeraxError: if it does not answer, or lists none.
         """
-        path = f"{urlsplit(self.url).path}/models"
         try:
-            self.model = msgspec.json.decode(await self.fetch(path))["data"][0]["id"]
-        except (msgspec.DecodeError, LookupError, TypeError) as error:
+            self.model = json.loads(await self.fetch(f"{urlsplit(self.url).path}/models"))["data"][0]["id"]
+        except (ValueError, LookupError, TypeError) as error:
             raise VeraxError(f"url: {self.url}/models lists no model") from error
 
     async def complete(self, request: Request) -> Answer:
@@ -135,11 +106,9 @@ class Client:
             "stream_options": {"include_usage": True},
             **({"model": self.model} if self.model else {}),
         }
+        post = self._clients[request.slow].stream("POST", f"{self.url}/completions", json=body)
         try:
-            async with (
-                asyncio.timeout(TIMEOUT),
-                self._clients[request.slow].stream("POST", f"{self.url}/completions", json=body) as response,
-            ):
+            async with asyncio.timeout(TIMEOUT), post as response:
                 if response.status_code != 200:
                     answer.error = f"http {response.status_code}"
                 else:
@@ -150,7 +119,7 @@ class Client:
             answer.error = answer.error or "lost: no end of the stream"
         except httpx.TransportError as error:
             answer.error = f"connection: {type(error).__name__}"
-        except (ValueError, msgspec.MsgspecError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:  # not the events of OpenAI's API
             answer.error = f"protocol: {type(error).__name__}"
         answer.ended = time.perf_counter()
         return answer
@@ -175,22 +144,20 @@ async def _read(response: Any, answer: Answer) -> None:
                 elif answer.completion_tokens != request.max_tokens:
                     answer.error = f"lost: {answer.completion_tokens} tokens instead of {request.max_tokens}"
                 return
-            event = _decode(line[5:])
-            if event.error is not None:
-                kind = event.error.get("type") if isinstance(event.error, dict) else event.error
-                answer.error = f"in the stream: {kind}"
+            event = json.loads(line[5:])
+            if (failure := event.get("error")) is not None:
+                answer.error = f"in the stream: {failure.get('type') if isinstance(failure, dict) else failure}"
                 return
-            answer.id = answer.id or event.id
-            if event.id != answer.id:
+            answer.id = answer.id or event.get("id")
+            if event.get("id") != answer.id:
                 answer.error = "mixed: an event has another id"
                 return
-            if event.usage is not None:
-                answer.prompt_tokens = event.usage.prompt_tokens
-                answer.completion_tokens = event.usage.completion_tokens
-            for choice in event.choices:
+            if usage := event.get("usage"):
+                answer.prompt_tokens, answer.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+            for choice in event.get("choices", ()):
                 answer.events.append(now)
-                pieces.append(choice.text)
-                finish_reason = choice.finish_reason or finish_reason
+                pieces.append(choice.get("text", ""))
+                finish_reason = choice.get("finish_reason") or finish_reason
             if request.leave_after is not None and len(answer.events) >= request.leave_after:
                 answer.left = True
                 return
@@ -199,22 +166,19 @@ async def _read(response: Any, answer: Answer) -> None:
     answer.error = "lost: no end of the stream"
 
 
-@dataclass(frozen=True)
-class StartedServer:
-    """A server of the benchmark's own."""
+class StartedServer(NamedTuple):
+    """A server of the benchmark's own: the root of its routes, and its process."""
 
     url: str
-    """Root of its routes."""
     process: psutil.Process
 
 
 @contextlib.asynccontextmanager
-async def started(command: Callable[[int], Sequence[str]], *, health: str = "/health") -> AsyncIterator[StartedServer]:
+async def started(command: Callable[[int], Sequence[str]]) -> AsyncIterator[StartedServer]:
     """A server on a free port of this machine that runs while the block does.
 
     Args:
-        command: its command line, given a port.
-        health: path that answers 200 once the server is ready.
+        command: its command line, given a port. `/health` answers 200 once it is ready.
 
     Raises:
         VeraxError: if it ends by itself or is not ready in time; the message has the end of its output.
@@ -223,14 +187,13 @@ async def started(command: Callable[[int], Sequence[str]], *, health: str = "/he
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    words = list(command(port))
+    words, url = list(command(port)), f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory(prefix="verax-bench-") as folder:
         log = Path(folder) / "log"
         with log.open("wb") as output:
             process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         try:
-            url = f"http://127.0.0.1:{port}"
-            await _ready(url, health, process, words[0], log)
+            await _ready(url, process, words[0], log)
             yield StartedServer(url, psutil.Process(process.pid))
         finally:
             if process.poll() is None:
@@ -242,12 +205,13 @@ async def started(command: Callable[[int], Sequence[str]], *, health: str = "/he
                     process.wait()
 
 
-async def _ready(url: str, health: str, process: subprocess.Popen[bytes], name: str, log: Path) -> None:
+async def _ready(url: str, process: subprocess.Popen[bytes], name: str, log: Path) -> None:
+    """Wait until a server is healthy."""
     begin, client = time.monotonic(), Client(url)
     try:
         while True:
             with contextlib.suppress(VeraxError):
-                await client.fetch(health)
+                await client.fetch("/health")
                 return
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
             printed = " | ".join(lines) or "it printed nothing"
@@ -258,14 +222,3 @@ async def _ready(url: str, health: str, process: subprocess.Popen[bytes], name: 
             await asyncio.sleep(0.2)
     finally:
         await client.close()
-
-
-def raise_open_files() -> None:
-    """Raise this process's limit of open files, which its children inherit, as far as the system lets it."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -15,23 +15,8 @@ import numpy as np
 
 from verax.bench.settings import ServeSettings, TrafficSettings
 from verax.errors import InvalidParameterError
-from verax.options import option
 
-__all__ = [
-    "LATENCIES",
-    "Answer",
-    "Ask",
-    "Load",
-    "Request",
-    "Run",
-    "Traffic",
-    "arrival_times",
-    "goodput_limits",
-    "latencies",
-    "make_loads",
-    "run_load",
-    "summarise",
-]
+__all__ = ["Answer", "Ask", "Load", "Request", "Run", "draw_requests", "make_loads", "run_load", "summarise"]
 
 FIRST_TOKEN = 3
 """Smallest id in a prompt: the ids below are end, padding and the like in most vocabularies."""
@@ -45,35 +30,41 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt of token ids, and the behaviour of its client."""
+    """A prompt of token ids, and the behaviour of its client.
+
+    Attributes:
+        slow: True for a client that reads its answer slowly.
+        leave_after: events of the answer after which the client disconnects; None for one that stays.
+    """
 
     number: int
     prompt: tuple[int, ...]
     max_tokens: int
     slow: bool = False
-    """True for a client that reads its answer slowly."""
     leave_after: int | None = None
-    """Events of the answer after which the client disconnects; None for one that stays."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """Record of one request: times in seconds of `time.perf_counter`, tokens as the server counted them."""
+    """Record of one request: times in seconds of `time.perf_counter`, tokens as the server counted them.
+
+    Attributes:
+        events: time of each event with a piece of the answer.
+        id: of the completion.
+        left: True if the client disconnected on purpose.
+        error: kind of failure, such as `http 429`; None if there was none.
+    """
 
     request: Request
     sent: float
     ended: float = 0.0
     events: list[float] = field(default_factory=list)
-    """Time of each event with a piece of the answer."""
     text: str = ""
     id: str | None = None
-    """Id of the completion."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     left: bool = False
-    """True if the client disconnected on purpose."""
     error: str | None = None
-    """Kind of failure, such as `http 429`; None if there was none."""
 
     @property
     def completed(self) -> bool:
@@ -81,34 +72,26 @@ class Answer:
         return self.error is None and not self.left
 
 
-@dataclass(frozen=True, kw_only=True)
-class Traffic(TrafficSettings):
-    """Distribution of the requests of a load test, of a vocabulary."""
+Ask = Callable[[Request], Awaitable[Answer]]
+"""Function that sends one request and returns its answer."""
 
-    vocab_size: int = option(1 << 30, "Tokens of the vocabulary.", low=FIRST_TOKEN + 1)
 
-    @property
-    def longest(self) -> int:
-        """Length of a prompt with its answer, in tokens."""
-        return self.prefix_tokens + self.input_tokens + self.output_tokens
+def draw_requests(traffic: TrafficSettings, run: int = 0) -> Iterator[Request]:
+    """Endless requests of one run: another run has other prompts after the same prefixes.
 
-    def requests(self, run: int = 0) -> Iterator[Request]:
-        """Endless requests of one run: another run has other prompts after the same prefixes.
-
-        Answers that a server kept of one run are then of no use in the next one.
-        """
-        prefixes = np.random.default_rng([0, 0]).integers(
-            FIRST_TOKEN, self.vocab_size, (self.num_prefixes, self.prefix_tokens)
-        )
-        rng = np.random.default_rng([0, 1, run])
-        for number in itertools.count():
-            own = rng.integers(FIRST_TOKEN, self.vocab_size, self.input_tokens)
-            prefix = prefixes[rng.integers(self.num_prefixes)]
-            slow, leaves = rng.random() < self.slow_readers, rng.random() < self.disconnect
-            # An event can carry several tokens: who waited for a late event might read the whole answer.
-            leave_after = int(rng.integers(max(1, self.output_tokens // 4)))
-            prompt = (*prefix.tolist(), *own.tolist())
-            yield Request(number, prompt, self.output_tokens, slow, leave_after if leaves else None)
+    Answers that a server kept of one run are then of no use in the next one.
+    """
+    sizes, vocab_size = (traffic.num_prefixes, traffic.prefix_tokens), traffic.vocab_size
+    prefixes = np.random.default_rng([0, 0]).integers(FIRST_TOKEN, vocab_size, sizes)
+    rng = np.random.default_rng([0, 1, run])
+    for number in itertools.count():
+        own = rng.integers(FIRST_TOKEN, vocab_size, traffic.input_tokens)
+        prefix = prefixes[rng.integers(traffic.num_prefixes)]
+        slow, leaves = rng.random() < traffic.slow_readers, rng.random() < traffic.disconnect
+        # An event can carry several tokens: who waited for a late event might read the whole answer.
+        leave_after = int(rng.integers(max(1, traffic.output_tokens // 4)))
+        prompt = (*prefix.tolist(), *own.tolist())
+        yield Request(number, prompt, traffic.output_tokens, slow, leave_after if leaves else None)
 
 
 def arrival_times(rate: float, seed: int = 0) -> Iterator[float]:
@@ -117,22 +100,22 @@ def arrival_times(rate: float, seed: int = 0) -> Iterator[float]:
     return itertools.accumulate(float(rng.exponential(1 / rate)) for _ in itertools.count())
 
 
-Ask = Callable[[Request], Awaitable[Answer]]
-"""Function that sends one request and returns its answer."""
-
-
 @dataclass(frozen=True)
 class Load:
-    """Requests in flight at once, or their times of arrival; and their number, or the duration."""
+    """Requests in flight at once, or their times of arrival; and their number, or the duration.
+
+    Attributes:
+        concurrency: requests in flight at once: a closed loop. None for an open one.
+        arrivals: times of arrival of a run by its number, in seconds from its start: an open loop.
+        num_requests: requests of a run.
+        duration: seconds after which no more requests are sent; those in flight are waited for.
+    """
 
     name: str
     concurrency: int | None = None
-    """Requests in flight at once: a closed loop. None for an open one."""
     arrivals: Callable[[int], Iterator[float]] | None = None
-    """Times of arrival of a run by its number, in seconds from its start: an open loop."""
     num_requests: int | None = None
     duration: float | None = None
-    """Seconds after which no more requests are sent; those in flight are waited for."""
 
 
 FEWEST_REQUESTS, OPEN_LOOP_REQUESTS = 16, 100
@@ -160,14 +143,7 @@ class Run:
 
 
 async def run_load(ask: Ask, load: Load, requests: Iterator[Request], *, number: int = 0) -> Run:
-    """Send requests until their number or the time is reached, and wait for all answers.
-
-    Args:
-        ask: sends a request.
-        load: the loop.
-        requests: taken one by one.
-        number: of the run, which decides on the times of arrival.
-    """
+    """Send requests until their number or the time is reached, and wait for all answers."""
     answers: list[Answer] = []
     begin = time.perf_counter()
     deadline = float("inf") if load.duration is None else begin + load.duration
@@ -196,14 +172,10 @@ async def run_load(ask: Ask, load: Load, requests: Iterator[Request], *, number:
     return Run(tuple(answers), time.perf_counter() - begin)
 
 
-def goodput_limits(text: str) -> dict[str, float]:
-    """Milliseconds that a good request takes at most, by latency, of a text such as `ttft:200,tpot:50,e2el:5000`.
-
-    Raises:
-        InvalidParameterError: for an unknown latency or a limit that is not a positive number.
-    """
+def goodput_limits(text: str | None) -> dict[str, float]:
+    """Milliseconds that a good request takes at most, by latency, of a text such as `ttft:200,tpot:50,e2el:5000`."""
     limits = {}
-    for pair in text.split(","):
+    for pair in [] if text is None else text.split(","):
         name, _, limit = pair.strip().partition(":")
         name = "e2el" if name == "e2e" else name
         if name not in LATENCIES or name == "itl":
@@ -231,29 +203,26 @@ def latencies(answer: Answer) -> dict[str, Any]:
     return times
 
 
-def summarise(runs: Sequence[Run], goodput: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """Numbers of the runs of one side.
+def summarise(runs: Sequence[Run], goodput: Mapping[str, float]) -> dict[str, Any]:
+    """Numbers of the runs of one side with the same load; a request is good if it keeps all limits of `goodput`.
 
     Latencies count complete answers whose clients read at once: a slow reader measures itself. Rates count the
     complete answers of all runs.
-
-    Args:
-        runs: with the same load.
-        goodput: `goodput_limits`; a request is good if it keeps all of them.
     """
     answers = [answer for run in runs for answer in run.answers]
     seconds = sum(run.seconds for run in runs)
     completed = [answer for answer in answers if answer.completed]
     measured = [latencies(answer) for answer in completed if not answer.request.slow]
+    tokens = sum(answer.completion_tokens for answer in completed)
     numbers: dict[str, Any] = {
         "requests": len(answers),
         "completed": len(completed),
         "disconnected": sum(answer.left for answer in answers),
         "errors": dict(Counter(answer.error for answer in answers if answer.error is not None)),
-        "output_tokens": sum(answer.completion_tokens for answer in completed),
+        "output_tokens": tokens,
         "requests_per_s": len(completed) / seconds,
-        "output_tokens_per_s": sum(answer.completion_tokens for answer in completed) / seconds,
-        "latency_ms": {name: percentiles([times[name] for times in measured if name in times]) for name in LATENCIES},
+        "output_tokens_per_s": tokens / seconds,
+        "latency_ms": {name: _percentiles([times[name] for times in measured if name in times]) for name in LATENCIES},
     }
     if goodput:
         good = sum(all(times.get(name, 0.0) <= limit for name, limit in goodput.items()) for times in measured)
@@ -261,7 +230,7 @@ def summarise(runs: Sequence[Run], goodput: Mapping[str, float] | None = None) -
     return numbers
 
 
-def percentiles(values: list[Any]) -> dict[str, float] | None:
+def _percentiles(values: list[Any]) -> dict[str, float] | None:
     """Mean and percentiles, or None of nothing; lists among the values count with each of their numbers."""
     numbers = np.concatenate([np.atleast_1d(value) for value in values]) if values else np.empty(0)
     if not len(numbers):

@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import json
 import math
+import random
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +22,6 @@ from jaxtyping import Array, Float, Int
 from verax import checkpoint, ops
 from verax.bench.harness import (
     Benchmark,
-    Side,
     case_result,
     checkpoint_folder,
     import_torch,
@@ -30,7 +31,6 @@ from verax.bench.harness import (
 )
 from verax.bench.results import outliers, rounds, side_table, slug, table
 from verax.bench.settings import TextSettings
-from verax.bench.text.workload import USUAL_PROMPTS, Workload, make_workload
 from verax.errors import InvalidParameterError
 from verax.files import model_name
 from verax.loading import load_causal_lm
@@ -43,63 +43,127 @@ from verax.text.engine.request import RequestInput
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.step.step import StepShape
 
-__all__ = ["bench_text", "transformers_sides"]
+__all__ = ["Workload", "bench_text", "make_workload", "transformers_sides"]
+
+USUAL_PROMPTS = {"short-prompts": 4, "nano-vllm": 256, "prompt": 1, "repeat": 1}
+"""Prompts of a workload if no other number is given."""
+
+TEMPERATURES = {"short-prompts": 0.7, "nano-vllm": 0.6, "prompt": 0.0, "repeat": 0.0}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts as token ids, and the number of tokens that each is to get."""
+
+    name: str
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: tuple[int, ...]
+    temperature: float
+    favoured: int | None = None
+    """Token that is made so likely that answers consist of nothing else."""
+
+    @property
+    def new_tokens(self) -> int:
+        """Number of tokens that a run generates."""
+        return sum(self.max_tokens)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens that a run reads."""
+        return sum(map(len, self.prompts))
+
+    @property
+    def counted_tokens(self) -> int:
+        """Number of tokens that rates count: the new ones, or the prompts' where the workload is to read them."""
+        return self.prompt_tokens if self.name == "prompt" else self.new_tokens
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest text."""
+        return max(len(p) + m for p, m in zip(self.prompts, self.max_tokens, strict=True))
+
+    def steps(self, max_num_seqs: int) -> int:
+        """Least number of steps of an engine with at most `max_num_seqs` sequences in each."""
+        return max(*self.max_tokens, math.ceil(self.new_tokens / max_num_seqs), 1)
+
+    def params(self) -> list[SamplingParams]:
+        """Sampling of each prompt: temperature only, no end of text."""
+        bias = None if self.favoured is None else {self.favoured: 100.0}
+        return [
+            SamplingParams(temperature=self.temperature, max_tokens=m, ignore_eos=True, logit_bias=bias)
+            for m in self.max_tokens
+        ]
+
+
+def make_workload(settings: TextSettings, vocab_size: int) -> Workload:
+    """Workload that the settings name, the same tokens every time.
+
+    - `short-prompts`: 12 to 24 random tokens each, temperature 0.7: the case of the earlier ports.
+    - `nano-vllm`: nano-vllm's bench.py, prompts and answers of 100 to 1024 tokens; `scale` shrinks both lengths.
+    - `prompt`: prompts to be read, one new token each.
+    - `repeat`: 48 tokens four times over, which a trained model continues. Random weights do not copy: without a model,
+      prompts have their tokens once and one token is favoured instead. Every draft of it holds: the most that drafts
+      can gain.
+    """
+    name, rng, favoured = settings.workload, np.random.default_rng(0), None
+    count = settings.requests or USUAL_PROMPTS[name]
+    tokens = lambda size: tuple(rng.integers(3, vocab_size, size).tolist())
+    max_tokens = (settings.max_tokens,) * count
+    if name == "nano-vllm":
+        dice, highest = random.Random(0), min(10000, vocab_size - 1)
+        length = lambda: max(1, round(dice.randint(100, 1024) * settings.scale))
+        prompts = tuple(tuple(dice.randint(0, highest) for _ in range(length())) for _ in range(count))
+        max_tokens = tuple(length() for _ in range(count))
+    elif name == "prompt":
+        prompts, max_tokens = tuple(tokens(settings.prompt_tokens) for _ in range(count)), (1,) * count
+    elif name == "repeat":
+        times = 1 if settings.model is None else 4
+        prompts = tuple(tokens(48) * times for _ in range(count))
+        favoured = prompts[0][0] if settings.model is None else None
+    else:
+        prompts = tuple(tokens(12 + 4 * (i % 4)) for i in range(count))
+    temperature = TEMPERATURES[name] if settings.temperature is None else settings.temperature
+    return Workload(name, prompts, max_tokens, temperature, favoured)
 
 
 def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict[str, Any]:
-    """Run a workload, by default the settings' own, on our engine and, interleaved, on others.
-
-    Returns:
-        A result of the format of `verax.bench.results`.
-
-    Raises:
-        InvalidParameterError: for sides that do not fit the model.
-        MissingDependencyError: if a baseline is not installed.
-    """
+    """Run a workload, by default the settings' own, on our engine and, interleaved, on others."""
     dtype, quantization, drafts = settings.dtype, settings.quantization, settings.speculative_config
     if "verax" in settings.against and quantization is None:
         raise InvalidParameterError("against: verax is our side unquantised; give quantization as well")
     benchmark, (words, shapes) = Benchmark("text"), SHAPES[settings.shapes]
     with checkpoint_folder(settings.model, shapes) as folder, contextlib.ExitStack() as stack:
         opened = checkpoint.Checkpoint.open(folder)
-        sizes = causal_lm(opened.config)[1]
-        workload = workload or make_workload(settings, sizes.vocab_size)
+        workload = workload or make_workload(settings, causal_lm(opened.config)[1].vocab_size)
         begin = time.perf_counter()
         with peak_growth() as loading:
             module = load_causal_lm(opened, dtype=dtype, quantization=quantization)
         load_seconds = time.perf_counter() - begin
-        sized = {
-            "max_num_seqs": settings.max_num_seqs or min(len(workload.prompts), 256),
-            "max_model_len": workload.longest,
-            "kv_cache_dtype": settings.kv_cache_dtype,
-        }
+        sized: dict[str, Any] = {"max_num_seqs": min(len(workload.prompts), 256), "max_model_len": workload.longest}
         llm = LLM.from_module(module, speculative_config=drafts, **sized)
         runner = llm.engine.runner
-        sides: dict[str, Side] = {}
+        sides: dict[str, Callable[[], object]] = {}
+        versions: dict[str, Any] = {}
         for name in settings.against:
             if name == "transformers":
-                sides |= transformers_sides(opened, dtype, workload)
+                others, theirs = transformers_sides(opened, dtype, workload)
             elif name == "llama.cpp":
                 from verax.bench.text.llama_cpp import llama_cpp_sides
 
-                sides |= llama_cpp_sides(opened, quantization or dtype, workload, stack)
+                others, theirs = llama_cpp_sides(opened, quantization or dtype, workload, stack)
             else:
                 unquantised = LLM.from_module(load_causal_lm(opened, dtype=dtype), **sized)
-                sides[f"verax {dtype}"] = Side(partial(_generate, unquantised, workload))
+                others, theirs = {f"verax {dtype}": partial(_generate, unquantised, workload)}, {}
+            sides, versions = sides | others, versions | theirs
         if drafts is not None:
-            sides["verax without drafts"] = Side(partial(_generate_without_drafts, llm, workload))
-        sides["verax"] = Side(partial(_generate, llm, workload))
+            sides["verax without drafts"] = partial(_generate_without_drafts, llm, workload)
+        sides["verax"] = partial(_generate, llm, workload)
         compiled = runner.num_compiled()
         samples = time_sides(sides, runs=settings.runs, warmup=settings.warmup)
         timed = samples.get("verax without drafts", samples["verax"])  # with drafts there are fewer steps
-        steps = workload.steps(runner.config.max_num_seqs)
-        # The output head has a product only for a token that another is drawn after; a last token is not read.
-        head = sizes.vocab_size * sizes.hidden_size
-        layers = product_weights(opened, tables=None if module.config.tie_word_embeddings else "embed_tokens") - head
-        positions = workload.prompt_tokens + workload.new_tokens - len(workload.prompts)
-        products = (layers - _unused_weights(opened, sizes)) * positions + head * workload.new_tokens
-        moved = runner.weight_bytes - _unread_bytes(module, runner.config.max_num_seqs)
-        work = benchmark.against_limit(timed.median, bytes_moved=steps * moved, flops=2 * products, dtype=dtype)
+        steps, products = workload.steps(runner.config.max_num_seqs), _count_products(opened, workload)
+        moved = steps * (runner.weight_bytes - _unread_bytes(module, runner.config.max_num_seqs))
+        work = benchmark.against_limit(timed.median, bytes_moved=moved, flops=products, dtype=dtype)
         measured: dict[str, Any] = {
             "cases": [case_result("", "verax", samples, workload.counted_tokens)],
             "work": {"steps": steps, **work},
@@ -130,7 +194,6 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
             "temperature": workload.temperature,
             "max_num_seqs": runner.config.max_num_seqs,
         }
-        versions = {key: value for side in sides.values() for key, value in side.versions.items()}
         return benchmark.result(settings=asked, versions=versions, **_page(asked, measured), **measured)
 
 
@@ -150,6 +213,19 @@ def _generate_without_drafts(llm: LLM, workload: Workload) -> object:
         llm.engine.speculator = speculator
 
 
+def _count_products(opened: checkpoint.Checkpoint, workload: Workload) -> float:
+    """Operations of all products with weights in a run; a token passes some of a mixture's experts only."""
+    config = causal_lm(opened.config)[1]
+    # The output head has a product only for a token that another is drawn after; a last token is not read.
+    head = config.vocab_size * config.hidden_size
+    layers = product_weights(opened, tables=None if config.tie_word_embeddings else "embed_tokens") - head
+    if (experts := getattr(config, "experts", None)) is not None:
+        stored = sum(math.prod(opened.shape(name)) for name in opened.names() if ".experts." in name)
+        layers -= stored * (1 - experts.num_experts_per_tok / experts.num_experts)
+    positions = workload.prompt_tokens + workload.new_tokens - len(workload.prompts)
+    return 2 * (layers * positions + head * workload.new_tokens)
+
+
 def _unread_bytes(module: Any, rows: int) -> float:
     """Bytes of experts that a step of `rows` tokens does not read; 0 for a dense model.
 
@@ -160,14 +236,6 @@ def _unread_bytes(module: Any, rows: int) -> float:
     leaves = nnx.to_flat_state(nnx.state(module))
     stored = sum(leaf.get_value().nbytes for path, leaf in leaves if "experts" in path)
     return stored * (1 - experts.num_experts_per_tok / experts.num_experts) ** rows
-
-
-def _unused_weights(opened: checkpoint.Checkpoint, config: Any) -> float:
-    """Number of weights of experts that a token does not pass; 0 for a dense model."""
-    if (experts := getattr(config, "experts", None)) is None:
-        return 0.0
-    stored = sum(math.prod(opened.shape(name)) for name in opened.names() if ".experts." in name)
-    return stored * (1 - experts.num_experts_per_tok / experts.num_experts)
 
 
 def _no_write(
@@ -206,9 +274,8 @@ def _break_down_decode_step(llm: LLM, *, rows: int, length: int) -> dict[str, An
     for part, choice in LADDER:
         skipped.update(choice)
         variants[f"without {part}"] = runner.compile_with_implementations(shape, **skipped)
-    sides = {name: Side(lambda step=step: jax.block_until_ready(step(packed))) for name, step in variants.items()}
-    samples = time_sides(sides, runs=15, warmup=2)
-    times = [1e3 * side.median for side in samples.values()]
+    calls = {name: lambda step=step: jax.block_until_ready(step(packed)) for name, step in variants.items()}
+    times = [1e3 * side.median for side in time_sides(calls, runs=15, warmup=2).values()]
     parts = {part: before - after for (part, _), before, after in zip(LADDER, times, times[1:], strict=False)}
     bandwidth = measure_bandwidth()
     reached = runner.weight_bytes / (times[0] / 1e3)
@@ -244,13 +311,8 @@ def _prepare(llm: LLM, rows: int, length: int) -> tuple[float, np.ndarray, StepS
     return host_ms, packed, shape
 
 
-def transformers_sides(opened: checkpoint.Checkpoint, dtype: str, workload: Workload) -> dict[str, Side]:
-    """Sides that run the checkpoint in PyTorch on the CPU or its GPU: prompt by prompt, and in one batch.
-
-    Raises:
-        InvalidParameterError: for a GGUF file.
-        MissingDependencyError: without torch or transformers.
-    """
+def transformers_sides(opened: checkpoint.Checkpoint, dtype: str, workload: Workload) -> tuple[dict[str, Any], Any]:
+    """Sides that run the checkpoint in PyTorch on the CPU or its GPU, prompt by prompt and in one batch; versions."""
     if opened.metadata:
         raise InvalidParameterError(
             f"against: {opened.folder} is a GGUF file; transformers is compared on a checkpoint folder"
@@ -260,21 +322,17 @@ def transformers_sides(opened: checkpoint.Checkpoint, dtype: str, workload: Work
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(opened.folder, dtype=getattr(torch, dtype))
     generate = partial(_generate_in_torch, torch, loaded.to(versions["torch_device"]).eval(), workload.temperature)
     pairs = list(zip(workload.prompts, workload.max_tokens, strict=True))
-    naive = lambda: sum(generate([prompt], count) for prompt, count in pairs)
-    # The batch runs until the longest answer is done.
-    batched = lambda: generate(list(workload.prompts), max(workload.max_tokens))
-    sides = {"transformers naive": Side(naive, versions=versions)}
-    return sides | ({"transformers batched": Side(batched, versions=versions)} if len(pairs) > 1 else {})
+    sides = {"transformers naive": lambda: sum(generate([prompt], count) for prompt, count in pairs)}
+    if len(pairs) > 1:  # the batch runs until the longest answer is done
+        sides["transformers batched"] = lambda: generate(list(workload.prompts), max(workload.max_tokens))
+    return sides, versions
 
 
 def _generate_in_torch(torch: Any, model: Any, temperature: float, prompts: list[tuple[int, ...]], count: int) -> int:
     """Generate `count` tokens for each prompt, padded on the left; the number of all new tokens."""
     width = max(map(len, prompts))
-    tokens = torch.zeros((len(prompts), width), dtype=torch.long)
-    mask = torch.zeros_like(tokens)
-    for row, prompt in enumerate(prompts):
-        tokens[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) :] = 1
+    tokens = torch.tensor([(0,) * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     # top_k and top_p off: generate's own default would keep 50 tokens, which is other work than ours.
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     with torch.inference_mode():
@@ -291,8 +349,7 @@ def _generate_in_torch(torch: Any, model: Any, temperature: float, prompts: list
 
 def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
     """Name, title, intro, tables and notes of a result."""
-    weights, cache = settings["quantization"] or settings["dtype"], settings["kv_cache_dtype"]
-    precision = weights if cache == "auto" else f"{weights}, {cache} cache"
+    precision = settings["quantization"] or settings["dtype"]
     count, workload = settings["requests"], settings["workload"]
     start, work = measured["start_up"], measured["work"]
     drafts, case = settings["speculative_config"], measured["cases"][0]

@@ -12,22 +12,16 @@ from typing import Any, NamedTuple
 import gguf
 import numpy as np
 
-from verax.bench.harness import Side
-from verax.bench.text.workload import Workload
+from verax._optional import require_optional
+from verax.bench.text.cases import Workload
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.formats.gguf import ROPE_DIVISORS, interleaved, rotated, tensor_name
-from verax.errors import (
-    CheckpointError,
-    InvalidParameterError,
-    MissingDependencyError,
-    UnsupportedModelError,
-    VeraxError,
-)
+from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError, VeraxError
 from verax.files import read_json
 from verax.machine import num_cores
 from verax.models import causal_lm
 
-__all__ = ["GGUF_TYPES", "LlamaCpp", "llama_cpp_sides", "write_gguf"]
+__all__ = ["LlamaCpp", "gguf_file", "llama_cpp_sides", "write_gguf"]
 
 GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 """Type of llama.cpp's weights, by our `quantization` or else our `dtype`."""
@@ -35,42 +29,34 @@ GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_
 FAMILIES = ("qwen3", "qwen2", "llama")
 """Values of config.json's `model_type` that can be written."""
 
+KEYS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "head_count": "num_attention_heads",
+    "head_count_kv": "num_key_value_heads",
+    **dict.fromkeys(("key_length", "value_length", "rope_dimension_count"), "head_dim"),
+    "layer_norm_rms_eps": "rms_norm_eps",
+    "vocab_size": "vocab_size",
+}
+"""Keys of a GGUF file that are sizes of the model, with their names in our configurations."""
+
 PRE_TOKENIZER = "qwen2"
 """Cuts of texts before merges apply. Prompts of benchmarks are ids, which are not cut."""
 
-_BATCH_TOKENS = 512
-"""Most tokens in one call while prompts are read: llama.cpp's own physical batch."""
-
-_MOST_SEQUENCES = 256
-"""llama.cpp's own limit on sequences in a context (LLAMA_MAX_SEQ)."""
-
-_LOG_ERROR = 4
-
-
-def _import_llama_cpp() -> Any:
-    """Module of llama.cpp's C interface.
-
-    Raises:
-        MissingDependencyError: if llama-cpp-python is not installed.
-    """
-    try:
-        import llama_cpp  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise MissingDependencyError(
-            "comparing with llama.cpp needs llama-cpp-python, which is compiled for minutes while it is installed: "
-            "pip install 'verax[llama-cpp]'"
-        ) from error
-    return llama_cpp
+_BATCH_TOKENS, _MOST_SEQUENCES, _LOG_ERROR = 512, 256, 4
+"""llama.cpp's own physical batch, which a call takes while prompts are read, its limit on sequences in a context
+(LLAMA_MAX_SEQ), and its level of errors."""
 
 
 class Row(NamedTuple):
-    """A token to run through the model."""
+    """A token to run through the model; `last` is True if a token is to be drawn after it."""
 
     sequence: int
     token: int
     position: int
     last: bool
-    """True if a token is to be drawn after it."""
 
 
 class LlamaCpp:
@@ -83,8 +69,7 @@ class LlamaCpp:
             MissingDependencyError: if llama-cpp-python is not installed.
             VeraxError: if llama.cpp cannot load the file; the message ends with its log.
         """
-        llama_cpp = _import_llama_cpp()
-        self._c = llama_cpp
+        self._c = llama_cpp = require_optional("llama_cpp", "llama-cpp")
         self._errors: list[str] = []
         # ctypes keeps no reference to a callback: this one does.
         self._log = llama_cpp.llama_log_callback(self._hear)
@@ -118,19 +103,15 @@ class LlamaCpp:
         rows = [Row(i, token, at, at + 1 == len(p)) for i, p in enumerate(prompts) for at, token in enumerate(p)]
         batches = [rows[begin : begin + self._batch_size] for begin in range(0, len(rows), self._batch_size)]
         sampler = self._sampler(workload.temperature)
-        while rows := (
-            batches.pop(0)
-            if batches
-            else [
-                Row(i, answer[-1], len(prompts[i]) + len(answer) - 1, True)
-                for i, answer in enumerate(answers)
-                if len(answer) < workload.max_tokens[i]
-            ]
-        ):
+        while batches:
+            rows = batches.pop(0)
             self._decode(rows)
             for n, row in enumerate(rows):
                 if row.last:
                     answers[row.sequence].append(c.llama_sampler_sample(sampler, self._context, n))
+            going = [i for i, answer in enumerate(answers) if len(answer) < workload.max_tokens[i]]
+            if not batches and going:
+                batches = [[Row(i, answers[i][-1], len(prompts[i]) + len(answers[i]) - 1, True) for i in going]]
         c.llama_sampler_free(sampler)
         return answers
 
@@ -154,13 +135,10 @@ class LlamaCpp:
 
     def versions(self) -> dict[str, Any]:
         """Version, features and threads of the library."""
-        build = self._c.llama_print_system_info().decode()
-        features = [part.split("=")[0].strip() for part in build.split(":", 1)[-1].split("|") if part.strip()]
-        return {
-            "llama_cpp_python": self._c.__version__,
-            "llama_cpp_build": " ".join(features),
-            "llama_cpp_threads": num_cores(),
-        }
+        build = self._c.llama_print_system_info().decode().split(":", 1)[-1]
+        features = " ".join(part.split("=")[0].strip() for part in build.split("|") if part.strip())
+        numbers = {"llama_cpp_python": self._c.__version__, "llama_cpp_threads": num_cores()}
+        return numbers | {"llama_cpp_build": features}
 
     def _hear(self, level: int, text: bytes, user_data: object) -> None:
         if level == _LOG_ERROR:
@@ -172,32 +150,34 @@ class LlamaCpp:
 
 def llama_cpp_sides(
     opened: Checkpoint, precision: str, workload: Workload, stack: contextlib.ExitStack
-) -> dict[str, Side]:
-    """Side that runs all prompts of a workload in one batch, with one `llama_decode` a step.
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Side that runs all prompts of a workload in one batch, with one `llama_decode` a step; versions.
 
-    Args:
-        opened: a GGUF file, or a checkpoint whose weights are written into one.
-        precision: name out of `GGUF_TYPES`, for a file that is written.
-        workload: prompts and numbers of tokens.
-        stack: closes the model, and removes the file, at its end.
-
-    Raises:
-        MissingDependencyError: if llama-cpp-python is not installed.
-        InvalidParameterError: if the workload has more sequences than llama.cpp takes.
-        VeraxError: if llama.cpp cannot load the file.
+    The model is closed with the stack, and so is a file of `precision`, a name out of `GGUF_TYPES`, that is written.
     """
-    _import_llama_cpp()  # before a file is written for it
+    require_optional("llama_cpp", "llama-cpp")  # before a file is written for it
     count = len(workload.prompts)
     if count > _MOST_SEQUENCES:
         raise InvalidParameterError(f"requests: llama.cpp takes at most {_MOST_SEQUENCES} sequences at once")
-    kind, path = "as stored", opened.folder
-    if not opened.metadata:
-        kind = GGUF_TYPES[precision]
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="verax-bench-"))
-        path = write_gguf(opened, Path(folder) / f"{kind}.gguf", kind)
+    kind, path = gguf_file(opened, precision, stack)
     model = LlamaCpp(path, context=count * workload.longest, batch=max(_BATCH_TOKENS, count), sequences=count)
     stack.callback(model.close)
-    return {f"llama.cpp {kind}": Side(partial(model.generate, workload), versions=model.versions())}
+    name = f"llama.cpp {'as stored' if opened.metadata else kind}"
+    return {name: partial(model.generate, workload)}, model.versions()
+
+
+def gguf_file(
+    opened: Checkpoint, precision: str, stack: contextlib.ExitStack | contextlib.AsyncExitStack, **options: Any
+) -> tuple[str, Path]:
+    """Type of a GGUF file's matrices, and its path: the opened file, or one of a folder's weights until the stack ends.
+
+    `precision` is the quantisation or dtype of our engine, a name out of `GGUF_TYPES`; options are `write_gguf`'s.
+    """
+    kind = GGUF_TYPES[precision]
+    if opened.metadata:
+        return kind, opened.folder
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verax-bench-")))
+    return kind, write_gguf(opened, folder / f"{kind}.gguf", kind, **options)
 
 
 def write_gguf(opened: Checkpoint, path: Path, kind: str, *, vocabulary: Path | None = None) -> Path:
@@ -222,25 +202,16 @@ def write_gguf(opened: Checkpoint, path: Path, kind: str, *, vocabulary: Path | 
     if family not in FAMILIES:
         raise UnsupportedModelError(f"a {family} cannot be written to a GGUF file; {', '.join(FAMILIES)} can")
     writer = gguf.GGUFWriter(path, family)
-    writer.add_block_count(sizes.num_hidden_layers)
-    writer.add_context_length(sizes.max_position_embeddings)
-    writer.add_embedding_length(sizes.hidden_size)
-    writer.add_feed_forward_length(sizes.intermediate_size)
-    writer.add_head_count(sizes.num_attention_heads)
-    writer.add_head_count_kv(sizes.num_key_value_heads)
-    writer.add_key_length(sizes.head_dim)
-    writer.add_value_length(sizes.head_dim)
-    writer.add_rope_dimension_count(sizes.head_dim)
-    writer.add_layer_norm_rms_eps(sizes.rms_norm_eps)
+    for key, name in KEYS.items():
+        getattr(writer, f"add_{key}")(getattr(sizes, name))
     writer.add_rope_freq_base(sizes.rotary.theta)
-    writer.add_vocab_size(sizes.vocab_size)
     if vocabulary is None:
         writer.add_tokenizer_model("no_vocab")
     else:
         _vocabulary(writer, vocabulary, config, sizes.vocab_size)
 
-    heads = {"model_type": family, "num_attention_heads": sizes.num_attention_heads}
-    heads["num_key_value_heads"] = sizes.num_key_value_heads
+    heads = {"model_type": family}
+    heads |= {name: getattr(sizes, name) for name in ("num_attention_heads", "num_key_value_heads")}
     unused = "lm_head.weight" if sizes.tie_word_embeddings else None
     names = [name for name in opened.names() if name != unused and not name.endswith("rotary_emb.inv_freq")]
     extra = _scaling(writer, sizes)

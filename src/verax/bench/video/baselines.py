@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from verax.bench.embed.baselines import compile_openvino, import_openvino
 from verax.bench.harness import import_torch, torch_versions
-from verax.bench.video.work import Work
 from verax.machine import num_cores
+
+if TYPE_CHECKING:
+    from verax.bench.video.cases import Work
 
 __all__ = ["Baseline", "make_baseline"]
 
 
-@dataclass(frozen=True)
-class Baseline:
-    """A stage in another library."""
+class Baseline(NamedTuple):
+    """A stage in another library.
+
+    Attributes:
+        run: compute; the result is finished, in the library's own type and layout.
+        to_numpy: result of `run` in our layout, float32.
+        versions: of the libraries.
+    """
 
     run: Callable[[], Any]
-    """Compute; the result is finished, in the library's own type and layout."""
     to_numpy: Callable[[Any], np.ndarray]
-    """Result of `run` in our layout, float32."""
     versions: dict[str, Any]
 
 
 def make_baseline(name: str, work: Work, dtype: str) -> Baseline:
-    """Stage with our weights in `diffusers` (transformers' UMT5 for the text), `torch.compile` or `openvino`.
-
-    Raises:
-        MissingDependencyError: without a library that it needs.
-    """
+    """Stage with our weights in `diffusers` (transformers' UMT5 for the text), `torch.compile` or `openvino`."""
     torch, diffusers, transformers = import_torch("diffusers", "transformers")
     versions: dict[str, Any] = torch_versions(torch, diffusers, transformers)
     model = _torch_model(work, dtype, torch, diffusers, transformers).to(versions["torch_device"])

@@ -4,47 +4,114 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from verax._compat import empty_compilation_cache
-from verax.bench.harness import Benchmark, Side, case_result, count_products, time_sides
-from verax.bench.results import slug, table
+from verax.bench.harness import Benchmark, case_result, count_products, time_sides
+from verax.bench.results import faster_by, side_rows, slug, table
 from verax.bench.settings import VideoSettings, check_names
 from verax.bench.video.baselines import make_baseline
-from verax.bench.video.work import TITLES, Work, work
+from verax.checkpoint.load import random_weights
+from verax.checkpoint.video.parts import UMT5, VAE_2_2, WAN, Renaming, wan_vae_names
 from verax.errors import InvalidParameterError
+from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.video_model import ATTENTION
+from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
+from verax.models.wan.vae import WanVae, WanVaeConfig
 from verax.ops.cpu import library
-from verax.video.programs import Program
+from verax.video.load import divided_component
+from verax.video.networks import latents_at_once
+from verax.video.programs import Component, Program
 
-__all__ = ["bench_video", "break_even"]
+__all__ = ["SIZES", "Work", "bench_video", "break_even", "work"]
+
+TITLES = {"transformer": "transformer, a forward pass", "vae": "VAE, decoding", "text": "text encoder, 512 tokens"}
 
 OPENVINO_STAGES = ("transformer", "text")
 """Stages that OpenVINO can run: it has no operation for the nearest-exact upsampling of the VAE."""
 
 
-def bench_video(settings: VideoSettings) -> dict[str, Any]:
-    """Time stages with random weights in real sizes.
+WORDS, PATCHES = 512, 257
+"""Tokens of a prompt and of an image that condition the transformer, as in the published pipelines."""
 
-    Raises:
-        InvalidParameterError: naming what is wrong.
-        MissingDependencyError: if a baseline is not installed.
+
+@dataclass(frozen=True)
+class Size:
+    """Configurations of the models of one pipeline."""
+
+    transformer: WanConfig
+    vae: WanVaeConfig = field(default_factory=WanVaeConfig)
+    text: UMT5Config = field(default_factory=UMT5Config)
+
+
+SIZES: Mapping[str, Size] = {
+    "1.3b": Size(WAN_CONFIGS["i2v-1.3b"]),
+    "14b": Size(WAN_CONFIGS["i2v-14b"]),
+    "5b": Size(WAN_CONFIGS["ti2v-5b"], WanVaeConfig.from_hf(VAE_2_2)),
+    "tiny": Size(
+        WanConfig(dim=32, ffn_dim=64, num_heads=2, num_layers=2, in_dim=36, text_dim=32, image_dim=32),
+        WanVaeConfig(base_dim=8, dim_mult=(1, 2, 2, 2), num_res_blocks=1),
+        UMT5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2),
+    ),
+}
+"""SkyReels-V2's two published sizes of image to video, Wan2.2's 5B of text and image, and one for tests."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One stage that all sides compute.
+
+    Attributes:
+        component: our model, with the weights when it is used.
+        weights: weights by our names.
+        table: our names to the other library's.
+        inputs: inputs in our layout.
+        function: traced function of the module, the inputs, and `attention` for the transformer.
+        prepare: function of the module and the inputs that our side runs once for many calls; its result replaces them.
+        config: configuration of our model, from which the other side makes its own.
     """
-    for name, given in (("memory", settings.memory), ("attention", [settings.attention])):
-        check_names(name, given, ATTENTION)
-    frames, stages = settings.frames, settings.stage
+
+    stage: str
+    component: Component[Any]
+    weights: Mapping[str, np.ndarray]
+    table: Renaming
+    inputs: tuple[np.ndarray, ...]
+    function: Callable[..., Any]
+    prepare: Callable[..., Any] | None
+    config: Any
+
+    def run(self, weights: Any, *inputs: Any, **options: Any) -> Any:
+        """Call `function` with weights in their place."""
+        return self.function(self.component.module(weights), *inputs, **options)
+
+    def prepared(self, weights: Any, *inputs: Any) -> Any:
+        """Call `prepare`, if there is one, with weights in their place."""
+        return inputs if self.prepare is None else self.prepare(self.component.module(weights), *inputs)
+
+    @property
+    def shapes(self) -> Any:
+        """Shapes and dtypes of the inputs of `function`."""
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.inputs]
+        return jax.eval_shape(self.prepared, self.component.shapes, *shapes)
+
+
+def bench_video(settings: VideoSettings) -> dict[str, Any]:
+    """Time stages with random weights in real sizes."""
+    check_names("memory", settings.memory, ATTENTION)
+    frames, stages, dtype = settings.frames, settings.stage, settings.dtype
     works = [(stage, count) for stage in stages for count in frames if stage != "text" or count == frames[0]]
     benchmark = Benchmark("video")
     cases, versions = [], {}
     for stage, count in works if settings.runs else ():
         case, others = _case(work(stage, count, settings), count, settings)
-        rate = benchmark.limits[f"matmul_{settings.dtype}_gflop_per_s"]
+        rate = benchmark.limits[f"matmul_{dtype}_gflop_per_s"]
         case["fraction_of_limit"] = case["flops"] / case["sides"]["verax"]["median_s"] / 1e9 / rate
         cases.append(case)
         versions |= others
@@ -54,9 +121,23 @@ def bench_video(settings: VideoSettings) -> dict[str, Any]:
         for name in settings.memory
     ]
     level = library.level() if jax.default_backend() == "cpu" else None
-    asked = asdict(settings) | {"cpu_level": level}
-    measured = {"cases": cases, "attention_memory": planned}
-    return benchmark.result(settings=asked, versions=versions, **_page(asked, measured), **measured)
+    layers = f", {settings.layers} layers" if settings.layers else ""
+    what = "text and image to video" if settings.size == "5b" else "image to video"
+    clip = f"{'-'.join(map(str, frames))}x{settings.height}x{settings.width}"
+    return benchmark.result(
+        slug(settings.size, layers, *(stages if cases else ["memory"]), dtype, clip),
+        title=f"Video: {settings.size} {what}{layers}, {settings.height} x {settings.width}, {dtype}",
+        intro=f"Random weights, the same on all sides. {settings.runs} rounds after {settings.warmup} of "
+        f"warm-up; the sides take turns in a round. CPU kernels: {level or 'none'}. A step with guidance is two "
+        "forward passes. Compiling includes tracing. The limit is the measured rate of matmuls. In the rows of other "
+        "sides: the factor by which verax is faster, their first call, the calls after which ours, compiling included, "
+        "took less time, and the root mean square of the difference over the root mean square of their result.",
+        settings=asdict(settings) | {"cpu_level": level},
+        versions=versions,
+        tables=([_times(cases)] if cases else []) + ([_memory_table(planned)] if planned else []),
+        cases=cases,
+        attention_memory=planned,
+    )
 
 
 def break_even(compile_s: float, ours_s: float, theirs_first_s: float, theirs_s: float) -> int | None:
@@ -74,7 +155,6 @@ def break_even(compile_s: float, ours_s: float, theirs_first_s: float, theirs_s:
 
 def _case(todo: Work, frames: int, settings: VideoSettings) -> tuple[dict[str, Any], dict[str, Any]]:
     """A stage timed on all sides, and the versions of the others."""
-    options = {"attention": settings.attention} if todo.stage == "transformer" else {}
     component = todo.component
     products, moved = count_products(todo.run, component.shapes, *todo.shapes)
     versions: dict[str, Any] = {}
@@ -84,37 +164,37 @@ def _case(todo: Work, frames: int, settings: VideoSettings) -> tuple[dict[str, A
         if todo.prepare is not None:
             inputs = Program(todo.prepared)(weights, *inputs)
         with empty_compilation_cache():
-            _, compile_s = _compiled(todo, weights, inputs, options)
-            program, cached_s = _compiled(todo, weights, inputs, options)
-        ours = np.asarray(program(weights, *inputs, **options))
-        sides = {"verax": Side(lambda: jax.block_until_ready(program(weights, *inputs, **options)))}
+            _, compile_s = _compiled(todo, weights, inputs)
+            program, cached_s = _compiled(todo, weights, inputs)
+        ours = np.asarray(program(weights, *inputs))
+        sides = {"verax": lambda: jax.block_until_ready(program(weights, *inputs))}
         for name in settings.against:
             if name == "openvino" and todo.stage not in OPENVINO_STAGES:
                 continue
-            other = make_baseline(name, todo, settings.dtype)
-            versions |= other.versions
+            baseline = make_baseline(name, todo, settings.dtype)
+            versions |= baseline.versions
             begin = time.perf_counter()
-            theirs = other.to_numpy(other.run())
+            theirs = baseline.to_numpy(baseline.run())
             first = time.perf_counter() - begin
             apart = float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
             others[name] = {"first_s": first, "difference": apart}
-            sides[name] = Side(other.run)
+            sides[name] = baseline.run
         samples = time_sides(sides, runs=settings.runs, warmup=settings.warmup, title=f"measuring: {todo.stage}")
-    for name, found in others.items():
-        found["break_even"] = break_even(compile_s, samples["verax"].median, found["first_s"], samples[name].median)
+    for name, other in others.items():
+        other["break_even"] = break_even(compile_s, samples["verax"].median, other["first_s"], samples[name].median)
     more = {"flops": float(products), "bytes_moved": moved, "compile_s": compile_s, "compile_cached_s": cached_s}
     case = case_result(f"{TITLES[todo.stage]}, {frames} frames", "verax", samples, float(products), **more)
-    for name, found in others.items():
-        case["sides"][name] |= found
+    for name, other in others.items():
+        case["sides"][name] |= other
     return {"stage": todo.stage, "frames": frames, **case}, versions
 
 
-def _compiled(todo: Work, weights: Any, inputs: Any, options: dict[str, Any]) -> tuple[Program, float]:
+def _compiled(todo: Work, weights: Any, inputs: Any) -> tuple[Program, float]:
     """A program that is ready for a call, and the seconds that tracing and compiling took."""
     jax.clear_caches()  # what is traced already would not be traced again
     program = Program(todo.run)
     begin = time.perf_counter()
-    program.memory(weights, *inputs, **options)
+    program.memory(weights, *inputs)
     return program, time.perf_counter() - begin
 
 
@@ -128,44 +208,20 @@ def _memory(todo: Work, attention: str) -> dict[str, Any]:
     return {f"{name}_gb": size / 1e9 for name, size in sizes.items()}
 
 
-def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
-    """Name, title, intro and tables of a result."""
-    layers = f", {settings['layers']} layers" if settings["layers"] else ""
-    what = "text and image to video" if settings["size"] == "5b" else "image to video"
-    cases, planned = measured["cases"], measured["attention_memory"]
-    stages = settings["stage"] if cases else ["memory"]
-    clip = f"{'-'.join(map(str, settings['frames']))}x{settings['height']}x{settings['width']}"
-    tables = [_times(cases)] if cases else []
-    if planned:
-        cell = lambda key: lambda row: "" if "left_out" in row else f"{row[key]:.1f}"
-        columns = {
-            "frames": lambda row: row["frames"],
-            "attention": lambda row: row["attention"],
-            "GB": lambda row: f"left out: {row['left_out']}" if "left_out" in row else f"{row['peak_gb']:.1f}",
-            "weights": cell("weights_gb"),
-            "temporary": cell("temporary_gb"),
-        }
-        note = "Memory of a forward pass by `memory_analysis()` of the compiled program, weights included."
-        tables.append(table(planned, columns, note=note))
-    return {
-        "name": slug(settings["size"], layers, *stages, settings["dtype"], clip),
-        "title": f"Video: {settings['size']} {what}{layers}, {settings['height']} x {settings['width']}, "
-        f"{settings['dtype']}",
-        "intro": f"Random weights, the same on all sides. {settings['runs']} rounds after {settings['warmup']} of "
-        f"warm-up; the sides take turns in a round. Attention: {settings['attention']}. CPU kernels: "
-        f"{settings['cpu_level'] or 'none'}. A step with guidance is two forward passes. Compiling includes tracing. "
-        "The limit is the measured rate of matmuls. In the rows of other sides: the factor by which verax is faster, "
-        "their first call, the calls after which ours, compiling included, took less time, and the root mean square of "
-        "the difference over the root mean square of their result.",
-        "tables": tables,
+def _memory_table(planned: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    cell = lambda key: lambda row: "" if "left_out" in row else f"{row[key]:.1f}"
+    columns = {
+        "frames": lambda row: row["frames"],
+        "attention": lambda row: row["attention"],
+        "GB": lambda row: f"left out: {row['left_out']}" if "left_out" in row else f"{row['peak_gb']:.1f}",
+        "weights": cell("weights_gb"),
+        "temporary": cell("temporary_gb"),
     }
+    note = "Memory of a forward pass by `memory_analysis()` of the compiled program, weights included."
+    return table(planned, columns, note=note)
 
 
 def _times(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    rows: Iterator[tuple[Any, str, Any]] = (
-        (case, name, side) for case in cases for name, side in case["sides"].items()
-    )
-
     def ours(text: Callable[[Any], str]) -> Callable[[Any], str]:
         return lambda row: text(row[0]) if row[1] == "verax" else ""
 
@@ -173,7 +229,7 @@ def _times(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return lambda row: text(row[2]) if "first_s" in row[2] else ""
 
     return table(
-        rows,
+        side_rows(cases),
         {
             "stage": lambda row: TITLES[row[0]["stage"]],
             "frames": lambda row: row[0]["frames"],
@@ -184,9 +240,76 @@ def _times(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "of the limit": ours(lambda case: f"{100 * case['fraction_of_limit']:.0f}%"),
             "compile s": ours(lambda case: f"{case['compile_s']:.1f}"),
             "from cache s": ours(lambda case: f"{case['compile_cached_s']:.1f}"),
-            "verax is": lambda row: f"{row[0]['ratios'][row[1]]:.2f}x" if row[1] != "verax" else "",
+            "verax is": faster_by,
             "first call s": theirs(lambda side: f"{side['first_s']:.1f}"),
             "pays": theirs(lambda side: "never" if side["break_even"] is None else f"after {side['break_even']}"),
             "apart": theirs(lambda side: f"{side['difference']:.1e}"),
         },
     )
+
+
+def work(stage: str, frames: int, settings: VideoSettings) -> Work:
+    """Work of a stage for a clip: one forward pass of the transformer, decoding latents, or encoding 512 tokens.
+
+    Args:
+        stage: `transformer`, `vae` or `text`.
+        frames: of the clip, 4n + 1.
+        settings: the sizes, with sides that divide into tokens.
+    """
+    height, width, dtype, layers = settings.height, settings.width, settings.dtype, settings.layers
+    sizes = SIZES[settings.size]
+    pixels = sizes.vae.pixels_per_latent
+    token = pixels * sizes.transformer.patch
+    if frames % 4 != 1 or height % token or width % token or min(frames, height, width) < 1:
+        raise InvalidParameterError(
+            f"frames, height, width: expected 4n + 1 frames and sides divisible by {token}, got {frames}, {height} x "
+            f"{width}"
+        )
+    rng = np.random.default_rng(1)
+    latents = 1, (frames + 3) // 4, height // pixels, width // pixels
+    normal = lambda *shape: rng.standard_normal(shape, np.float32)
+    some = {} if layers is None else {"num_layers": layers}
+    if stage == "transformer":
+        config = replace(sizes.transformer, **some)
+        image = () if config.image_dim is None else (normal(1, PATCHES, config.image_dim),)
+        inputs = normal(*latents, config.in_dim), np.asarray([500], np.int32), normal(1, WORDS, config.text_dim), *image
+        return _work(stage, WanModel, config, dtype, WAN, inputs, _forward, _encode_context)
+    if stage == "vae":
+        chunk = latents_at_once(sizes.vae, height, width)
+        decode = lambda model, latents: model.decode(latents, chunk=chunk)
+        names = wan_vae_names(asdict(sizes.vae))
+        return _work(stage, WanVae, sizes.vae, dtype, names, (normal(*latents, sizes.vae.z_dim),), decode, None)
+    config = replace(sizes.text, **some)
+    inputs = rng.integers(1, config.vocab_size, (1, WORDS), np.int32), np.asarray([WORDS], np.int32)
+    encode = lambda model, tokens, lengths: model(tokens, lengths)
+    return _work(stage, UMT5EncoderModel, config, dtype, UMT5, inputs, encode, None)
+
+
+def _encode_context(model: WanModel, latents: Any, timesteps: Any, text: Any, image: Any = None) -> tuple[Any, ...]:
+    return latents, timesteps, model.encode_context(text, image)
+
+
+def _forward(model: WanModel, latents: Any, timesteps: Any, context: Any, *, attention: str = "auto") -> Any:
+    return model(latents, timesteps, context, attention=attention)
+
+
+def _work(
+    stage: str,
+    kind: Callable[..., nnx.Module],
+    config: Any,
+    dtype: str,
+    names: Renaming,
+    inputs: tuple[np.ndarray, ...],
+    function: Callable[..., Any],
+    prepare: Callable[..., Any] | None,
+) -> Work:
+    weights = random_weights(nnx.eval_shape(lambda: kind(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))), dtype)
+
+    def load(abstract: nnx.Module) -> nnx.Module:
+        graph, state = nnx.split(abstract)
+        flat = nnx.to_flat_state(state)
+        filled = [(path, leaf.replace(jnp.asarray(weights[".".join(map(str, path))]))) for path, leaf in flat]
+        return nnx.merge(graph, nnx.from_flat_state(filled))
+
+    component = divided_component(stage, cast(Any, kind), config, jnp.dtype(dtype), load, keep=None)
+    return Work(stage, component, weights, names, inputs, function, prepare, config)

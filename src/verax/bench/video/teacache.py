@@ -33,16 +33,8 @@ PROMPTS = (
 """Prompts of the built-in model: words in combinations that its training never saw."""
 
 
-CLIP = ("image", "num_frames", "height", "width", "num_inference_steps")
-"""Options of the pipeline that have the checkpoint's defaults."""
-
-
 def bench_teacache(settings: TeaCacheSettings) -> dict[str, Any]:
-    """Make each prompt's clip without TeaCache and with each threshold, from the same noise.
-
-    Raises:
-        InvalidParameterError: for an option that does not fit.
-    """
+    """Make each prompt's clip without TeaCache and with each threshold, from the same noise."""
     from verax.video.pipeline import VideoPipeline
 
     model, thresholds = settings.model, settings.thresholds
@@ -50,22 +42,20 @@ def bench_teacache(settings: TeaCacheSettings) -> dict[str, Any]:
     if settings.prompts is not None:
         lines = settings.prompts.read_text(encoding="utf-8").splitlines()
         prompts = [line for line in lines if line.strip()]
-    given = {name: getattr(settings, name) for name in CLIP}
-    options = {name: value for name, value in given.items() if value is not None}
     pipe = VideoPipeline.from_pretrained(model, dtype=settings.dtype, show_progress=False)
     choices: dict[float | None, dict[str, Any]] = {None: {"cache": None}}
     choices |= {value: {"cache": "teacache", "cache_threshold": value} for value in thresholds}
     # Compilation and the reading of weights come first.
     for threshold in (None, thresholds[0]):
-        pipe(prompts[0], **options, **choices[threshold])
+        pipe(prompts[0], **choices[threshold])
     clips: dict[float | None, list[VideoOutput]] = {threshold: [] for threshold in choices}
     with progress.bar("making clips") as report:
         for i, prompt in enumerate(prompts):
             for threshold, choice in choices.items():
-                clips[threshold].append(pipe(prompt, seed=i, **options, **choice))
+                clips[threshold].append(pipe(prompt, seed=i, **choice))
             report(i + 1, len(prompts), "")
     whole = clips[None]
-    seconds = {key: float(np.median([clip.seconds["denoise"] for clip in made])) for key, made in clips.items()}
+    seconds = {key: float(np.median([clip.seconds["denoise"] for clip in row])) for key, row in clips.items()}
     rows = [
         {
             "threshold": threshold,
