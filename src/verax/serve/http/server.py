@@ -174,20 +174,25 @@ class Server:
         """
         if self.llm is None:
             raise model_error("no text model is served here")
-        return self.check_model(name, self.text_names)
+        return self.check_model(name, self.text_names, self.root)
 
     @property
     def text_names(self) -> tuple[str, ...]:
         """Names of the text model, and of its adapters."""
         return (*self.served_names, *self.adapters)
 
-    def check_model(self, name: str | None, served: tuple[str, ...]) -> str:
+    def check_model(self, name: str | None, served: tuple[str, ...], root: str | None) -> str:
         """Name of a model in an answer: the request's own, or the first of the served ones if it has none.
+
+        Args:
+            name: name in the request.
+            served: names of the model.
+            root: path or hub id of its checkpoint, which requests may have too; answers have the first name.
 
         Raises:
             ApiError: 404 for a name that is not among `served`.
         """
-        if not name:
+        if not name or (name == root and name not in served):
             return served[0]
         if name in served or self.settings.any_model_name:
             return name
