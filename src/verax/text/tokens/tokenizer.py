@@ -390,7 +390,7 @@ def _add_missing_tokens(
         backend.add_tokens([*tokens, *(token for token in specials if token.content not in known)])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"{folder / 'tokenizer_config.json'}: its list of special tokens, or added_tokens.json, is damaged: {error!r}"
+            f"{folder / 'tokenizer_config.json'}: its list of tokens, or added_tokens.json, is damaged: {error!r}"
         ) from error
 
 
