@@ -7,11 +7,12 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from tests.support.tiny import tiny_tokenizer
 from tests.support.tiny_encoder import tiny_tokenizer as bert_tokenizer
 from verax.text.tokens import tokenizer as ours
+from verax.text.tokens.gguf import RULES
 
 TEXTS = ["The CAT sat", "a ćat 猫 on THE mat", "fox " * 9 + "river", "<s>[SEP]<|endoftext|> 12 <new>  it's"]
 
@@ -37,6 +38,18 @@ def old_llama(folder):
     llama(folder, normalizer={"type": "Sequence", "normalizers": parts}, pre_tokenizer=None)
 
 
+def qwen(folder):
+    """Save a byte-level BPE that cuts words first, as Qwen2's class does."""
+    tiny_tokenizer(folder)
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.normalizer = normalizers.NFC()
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(RULES["qwen2"].patterns[0]), "isolated"), last]
+    )
+    backend.save(str(folder / "tokenizer.json"))
+
+
 BYTE_LEVEL = ("GPT2Tokenizer", "PreTrainedTokenizerFast", None)
 LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast", None)
 BERT = ("BertTokenizer", "DistilBertTokenizer", "PreTrainedTokenizerFast", None)
@@ -45,7 +58,10 @@ KINDS = [
     *((tiny_tokenizer, kind) for kind in BYTE_LEVEL),
     *((bert_tokenizer, kind) for kind in BERT),
 ]
-MODEL_TYPES = {bert_tokenizer: "bert", llama: "llama", old_llama: "llama", tiny_tokenizer: "llama"}
+QWEN = [(qwen, kind) for kind in ("Qwen2Tokenizer", "Qwen2TokenizerFast", "PreTrainedTokenizerFast")]
+"""Classes that make all special tokens again, without their flags."""
+
+MODEL_TYPES = {bert_tokenizer: "bert", llama: "llama", old_llama: "llama", tiny_tokenizer: "llama", qwen: "qwen3"}
 TOKEN = {"content": "<new>", "lstrip": True, "rstrip": False, "normalized": False, "single_word": False}
 OTHER_FILES = [
     {"added_tokens.json": {"<new>": 5000, "猫": 4000}},
@@ -55,7 +71,7 @@ OTHER_FILES = [
 ]
 
 
-@pytest.fixture(params=KINDS, ids=lambda kind: f"{kind[0].__name__}-{kind[1]}")
+@pytest.fixture(params=[*KINDS, *QWEN], ids=lambda kind: f"{kind[0].__name__}-{kind[1]}")
 def folder(request, tmp_path):
     """A folder with a tokenizer and the class that its tokenizer_config.json names."""
     make, kind = request.param
@@ -100,6 +116,7 @@ def test_each_setting_is_read_as_in_transformers(name, value, folder):
     assert_same(folder)
 
 
+@pytest.mark.parametrize("folder", KINDS, indirect=True, ids=lambda kind: f"{kind[0].__name__}-{kind[1]}")
 @pytest.mark.parametrize("files", OTHER_FILES, ids=lambda files: "-".join(files))
 def test_tokens_of_other_files_are_added_as_in_transformers(files, folder):
     for name, values in files.items():

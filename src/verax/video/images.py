@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from verax._optional import require_optional
-from verax.errors import InvalidParameterError
+from verax.errors import InvalidParameterError, VeraxError
 
 __all__ = ["Image", "animation_order", "even_order", "frame_pixels", "read_clip", "read_image"]
 
@@ -68,7 +68,7 @@ def read_image(image: Image, *, name: str = "image") -> UInt8[np.ndarray, "H W 3
         raise InvalidParameterError(f"{name}: there is no file {image}") from error
     except InvalidParameterError:
         raise
-    except Exception as error:  # decoders of a dozen formats raise a dozen kinds
+    except Exception as error:
         raise InvalidParameterError(f"{name}: {image} cannot be read as an image: {error}") from error
 
 
@@ -115,7 +115,12 @@ def read_clip(clip: Any, *, name: str = "video") -> tuple[UInt8[np.ndarray, "T H
             raise InvalidParameterError(f"{name}: there is no file {path}")
         if not path.is_dir():
             read = _read_animation if path.suffix.lower() in (*_ANIMATIONS, *_FRAMES) else _read_video
-            frames, fps = read(path, name)
+            try:
+                frames, fps = read(path, name)
+            except VeraxError:
+                raise
+            except Exception as error:  # decoders of a dozen formats raise a dozen kinds
+                raise InvalidParameterError(f"{name}: {path} cannot be read as a clip: {error}") from error
             return _stack(frames, name), fps
         files = [file for file in path.iterdir() if file.suffix.lower() in _FRAMES and not file.name.startswith(".")]
         if not files:
@@ -152,16 +157,12 @@ def frame_pixels(frame: Any, stream: Any) -> UInt8[np.ndarray, "H W 3"]:
 
 
 def _read_video(path: Path, name: str) -> tuple[list[np.ndarray], float | None]:
-    av = require_optional("av")
-    try:
-        with av.open(str(path)) as container:
-            stream = container.streams.best("video")  # not a cover picture, which may be the first
-            if stream is None:
-                raise InvalidParameterError(f"{name}: {path} has no images in it")
-            shown = [(frame_pixels(frame, stream), frame.time) for frame in container.decode(stream)]
-            rate = float(stream.average_rate) if stream.average_rate else None
-    except av.FFmpegError as error:
-        raise InvalidParameterError(f"{name}: {path} cannot be read as a video: {error}") from error
+    with require_optional("av").open(str(path)) as container:
+        stream = container.streams.best("video")  # not a cover picture, which may be the first
+        if stream is None:
+            raise InvalidParameterError(f"{name}: {path} has no images in it")
+        shown = [(frame_pixels(frame, stream), frame.time) for frame in container.decode(stream)]
+        rate = float(stream.average_rate) if stream.average_rate else None
     order, fps = even_order([time for _, time in shown], rate)
     return [shown[i][0] for i in order], fps
 
@@ -186,14 +187,11 @@ def even_order(times: Sequence[float | None], rate: float | None) -> tuple[list[
 def _read_animation(path: Path, name: str) -> tuple[list[np.ndarray], float | None]:
     pil, sequence = require_optional("PIL.Image"), require_optional("PIL.ImageSequence")
     frames, durations = [], []
-    try:
-        with pil.open(path) as opened:
-            for frame in sequence.Iterator(opened):
-                frames.append(_rgb(frame, name))
-                durations.append(frame.info.get("duration", 0))
-            info = opened.info
-    except (OSError, ValueError) as error:
-        raise InvalidParameterError(f"{name}: {path} cannot be read as a clip: {error}") from error
+    with pil.open(path) as opened:
+        for frame in sequence.Iterator(opened):
+            frames.append(_rgb(frame, name))
+            durations.append(frame.info.get("duration", 0))
+        info = opened.info
     order, fps = animation_order(durations, info, name=f"{name}: {path}")
     return [frames[i] for i in order], fps
 

@@ -309,7 +309,8 @@ def _configure(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder:
         )
     prefix = read_value(config, "add_prefix_space", bool, None)
     legacy = read_value(config, "legacy", bool, False)
-    parts = _parts(backend.pre_tokenizer)
+    before: Any = backend.pre_tokenizer
+    parts = list(before) if isinstance(before, pre_tokenizers.Sequence) else [before]
     byte_level = [part for part in parts if isinstance(part, pre_tokenizers.ByteLevel)]
     if kind in _GPT and prefix is not None:
         for part in byte_level:
@@ -328,13 +329,6 @@ def _configure(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder:
         )
     backend.encode_special_tokens = read_value(config, "split_special_tokens", bool, False)
     return read_value(config, "model_input_names", tuple[str, ...], names)
-
-
-def _parts(pre_tokenizer: Any) -> list[Any]:
-    """Steps of a pre-tokenizer."""
-    if isinstance(pre_tokenizer, pre_tokenizers.Sequence):
-        return [pre_tokenizer[i] for i in range(len(pre_tokenizer))]
-    return [pre_tokenizer]
 
 
 def _cut(
