@@ -213,7 +213,7 @@ def test_a_clip_is_a_list_of_images_or_an_array_too():
 @pytest.mark.parametrize("name", ["test_images.py", "nothing.mp4", "nothing.gif"])
 def test_what_is_not_a_clip_is_refused(name, tmp_path):
     path = __file__ if name.endswith(".py") else tmp_path / name
-    with pytest.raises(InvalidParameterError, match=r"cannot be read as a video|there is no file"):
+    with pytest.raises(InvalidParameterError, match=r"cannot be read as a clip|there is no file"):
         read_clip(path)
 
 
