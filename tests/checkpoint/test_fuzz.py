@@ -8,16 +8,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from safetensors.numpy import save_file
 
 from tests.checkpoint.formats.test_pth import archive, dictionary, tensor
 from tests.support import gguf as gguf_files
+from tests.support.adapters import adapter_weights, save_adapter
 from tests.support.packing import awq, float8, gptq, mxfp4
 from tests.support.tiny import tiny_checkpoint
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.formats.gguf import GGUFWeights
 from verax.checkpoint.formats.pth import PthFile
 from verax.checkpoint.formats.safetensors import SafetensorsFile
+from verax.checkpoint.lora import Adapter
 from verax.checkpoint.video.folder import VideoFolder
 from verax.embed.modules import load_modules
 from verax.embed.settings import EncoderSettings
@@ -31,6 +34,8 @@ from verax.models.wan.vae import WanVaeConfig
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.tokens.gguf import read_gguf_tokenizer
 from verax.text.tokens.tokenizer import Tokenizer
+from verax.video.files import write_clip
+from verax.video.images import read_clip
 
 # fmt: off
 EXTREMES = [
@@ -119,6 +124,7 @@ EXTRA = {
         "do_sample": True,
     },
     "special_tokens_map.json": {"eos_token": {"content": "<|im_end|>", "lstrip": False}},
+    "added_tokens.json": {"<new>": 5000, "<other>": 5001},
     "modules.json": [
         {"idx": 0, "type": "sentence_transformers.models.Transformer", "path": ""},
         {"idx": 1, "type": "sentence_transformers.models.Pooling", "path": "1_Pooling"},
@@ -234,7 +240,7 @@ def copy_builtin(name, target):
 )
 def test_damaged_json_files_are_refused_or_read(name, describe, tmp_path):
     folder = copy_builtin(name, tmp_path / name)
-    extra = {"text": [*EXTRA][:2], "encoder": [*EXTRA][2:], "video": []}[name]
+    extra = {"text": [*EXTRA][:3], "encoder": [*EXTRA][3:], "video": []}[name]
     for file in extra:
         (folder / file).parent.mkdir(exist_ok=True)
         (folder / file).write_text(json.dumps(EXTRA[file]))
@@ -291,3 +297,28 @@ def test_damaged_files_of_weights_are_refused_or_read(write, describe, fewest, t
     head = write(path)
     assert not refused(describe, path)
     assert fewest < fuzz_file(describe, path, range(300), head) <= 300
+
+
+def test_damaged_adapters_are_refused_or_read(tmp_path):
+    sizes = {"model.layers.0.mlp.up_proj": (24, 16), "model.layers.1.mlp.up_proj": (24, 16)}
+    patterns = dict(rank_pattern={"layers.1.mlp.up_proj": 4}, alpha_pattern={r"layers\.0.*": 3.0})
+    save_adapter(tmp_path, adapter_weights(sizes, rank=4, spread=0.1), rank=4, lora_alpha=8, **patterns)
+    describe = lambda folder, changed=None: [Adapter.open(folder).read(module) for module in sizes]
+    assert not refused(describe, tmp_path)
+    assert 30 < fuzz_folder(describe, tmp_path, range(150)) < 150
+    path = tmp_path / "adapter_model.safetensors"
+    head = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    assert 50 < fuzz_file(lambda path: describe(path.parent), path, range(150), head) <= 150
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "gif", "webp", "avif", "tif", "bmp", "mp4"])
+def test_damaged_pictures_and_clips_are_refused_or_read(suffix, tmp_path):
+    path = tmp_path / f"a.{suffix}"
+    frames = np.random.default_rng(0).integers(0, 255, (3, 16, 24, 3), np.uint8)
+    if suffix == "mp4":
+        write_clip(frames, path, fps=8)
+    else:
+        first, *rest = (Image.fromarray(frame) for frame in frames)
+        first.save(path, **({} if suffix in ("jpg", "bmp") else {"save_all": True, "append_images": rest}))
+    assert not refused(read_clip, path)
+    assert fuzz_file(read_clip, path, range(200), path.stat().st_size) <= 200

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,6 @@ from tests.support.tiny_encoder import random_sentences
 from verax import Encoder, Reranker
 from verax.embed import modules, reranker, settings
 from verax.errors import CheckpointError, UnsupportedModelError
-from verax.text.tokens.tokenizer import Tokenizer
 
 SENTENCES = random_sentences(12, seed=4, most=20)
 PROMPT = "the house : "
@@ -231,35 +229,3 @@ def test_every_key_that_the_library_reads_is_read_or_refused_or_without_effect()
     for name, known in keys.items():
         listed = WITHOUT_EFFECT.get(name, ())
         assert {key for key in known if f'"{key}"' not in text and key not in listed} == set(), name
-
-
-TEXTS = ["The CAT sat", "a ćat 猫 on THE mat", "fox " * 9 + "river"]
-
-
-@pytest.mark.parametrize("kind", ["BertTokenizer", "PreTrainedTokenizerFast", None])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"do_lower_case": False},
-        {"tokenize_chinese_chars": False, "strip_accents": False},
-        {"truncation_side": "left"},
-        {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]},
-        {"model_input_names": ["input_ids", "attention_mask"], "padding_side": "left"},
-    ],
-    ids=str,
-)
-def test_tokenizer_config_goes_before_the_tokenizer_file_as_in_transformers(kind, changes, base, tmp_path):
-    for path in base.iterdir():
-        shutil.copy(path, tmp_path)
-    config = {**json.loads((base / "tokenizer_config.json").read_text()), "tokenizer_class": kind, **changes}
-    config = {name: value for name, value in config.items() if value is not None}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    theirs, tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path), Tokenizer.from_folder(tmp_path)
-    pairs = tokenizer.encode_pairs([("the CAT", text) for text in TEXTS], max_length=9)
-    for text, (ids, types, _) in zip(TEXTS, pairs, strict=True):
-        expected = theirs("the CAT", text, truncation="longest_first", max_length=9)
-        assert ids == expected["input_ids"]
-        assert types == expected.get("token_type_ids", [0] * len(ids))
-    expected = theirs(TEXTS, truncation=True, max_length=8)["input_ids"]
-    assert [ids for ids, _ in tokenizer.encode_batch(TEXTS, max_length=8)] == expected

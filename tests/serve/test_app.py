@@ -149,6 +149,16 @@ def test_models_are_listed_under_each_name_and_found_by_it(api):
     assert api.get("/v1/models/no/such").json()["error"]["code"] == "model_not_found"
 
 
+def test_a_path_names_the_model_too_and_answers_have_its_own_name(engine):
+    path = "/models/tiny.gguf"
+    api = Api(create_app(Server(llm=engine, served_names=("tiny", "alias"), root=path)))
+    body = {"prompt": "a", "max_tokens": 1}
+    assert api.ok("/v1/completions", {**body, "model": path})["model"] == "tiny"
+    assert api.ok("/v1/completions", {**body, "model": "alias"})["model"] == "alias"
+    assert api.get(f"/v1/models/{path}").json()["id"] == "tiny"
+    assert api.refused("/v1/completions", {**body, "model": "/models"}, 404)["code"] == "model_not_found"
+
+
 def test_models_of_other_kinds_are_listed_before_they_are_loaded():
     def fail():
         raise AssertionError

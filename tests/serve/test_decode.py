@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tests.support.pictures import PICTURE, bomb, saved
+from tests.support.pictures import PICTURE, bomb, saved, write_video
 from verax.errors import InvalidParameterError, QueueFullError
 from verax.serve.video import decode as process
 from verax.serve.video.decode import MediaDecoder, MediaLimits, decode, read_data_uri
@@ -37,10 +38,29 @@ def test_an_image_is_one_frame(format, error):
 
 @pytest.mark.parametrize("suffix", [".mp4", ".gif", ".webp"])
 def test_a_clip_is_its_frames(tmp_path, suffix):
-    frames = decode(clip_file(tmp_path, suffix), LIMITS)
-    # Animations may merge frames that are equal.
-    assert frames.shape[1:] == PICTURE.shape
-    assert len(frames) == 5 or suffix != ".mp4"
+    assert decode(clip_file(tmp_path, suffix), LIMITS).shape == (5, *PICTURE.shape)
+
+
+@pytest.mark.parametrize("name", ["GIF", "WEBP", "PNG", "AVIF"])
+def test_frames_of_an_animation_last_as_long_as_they_are_shown(name):
+    images = [PIL.fromarray(np.full((8, 8, 3), shade, np.uint8)) for shade in (10, 90, 170)]
+    data = saved(name, images[0], save_all=True, append_images=images[1:], duration=[100, 300, 100])
+    frames = decode(data, LIMITS)
+    assert [round(frame.mean(), -1) for frame in frames] == [10] + [90] * 3 + [170]
+    with pytest.raises(InvalidParameterError, match="which are 5 frames of the shortest; expected at most 4"):
+        decode(data, replace(LIMITS, frames=4))
+
+
+def test_a_video_is_its_main_stream_at_even_times(tmp_path):
+    write_video(tmp_path / "a.mkv", [0, 100, 150, 160, 400, 500], cover=True)
+    assert [round(frame.mean() / 40) for frame in decode((tmp_path / "a.mkv").read_bytes(), LIMITS)] == [
+        0,
+        1,
+        3,
+        3,
+        4,
+        5,
+    ]
 
 
 def test_an_image_is_turned_upright():
@@ -57,6 +77,7 @@ def test_an_image_is_turned_upright():
         (b"%!PS-Adobe-3.0 EPSF-3.0", "expected a PNG, JPEG"),
         (b"ffconcat version 1.0\nfile /etc/passwd\n", "expected a PNG, JPEG"),
         (b"", "expected a PNG, JPEG"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "expected a PNG, JPEG"),  # FFmpeg gives one of its tiles
         (saved("PNG")[:300], "cannot be decoded"),
         (saved("JPEG")[:80], "cannot be decoded"),
         (b"\0\0\0\x18ftypisom" + b"0" * 100, "cannot be decoded"),

@@ -22,6 +22,19 @@ def llama_cpp_source(path):
     pytest.skip("llama.cpp's sources are missing in build/llama.cpp: `make real-tokenizers` fetches them")
 
 
+def tekken(file):
+    """A published vocabulary of Mistral, from build/mistral-common or the environment, by Mistral's own tokenizer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BUILD / "mistral-common")
+        module = pytest.importorskip(
+            "mistral_common.tokens.tokenizers.tekken",
+            reason="`pip install --target build/mistral-common mistral-common` fetches it",
+        )
+        import mistral_common
+
+        return module.Tekkenizer.from_file(Path(mistral_common.__file__).parent / "data" / file)
+
+
 def published_tokenizer(name):
     """A tokenizer of build/tokenizers."""
     folder = BUILD / "tokenizers" / name

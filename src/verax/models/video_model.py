@@ -119,7 +119,7 @@ class VideoSettings:
                 raise CheckpointError(
                     f"{file_of(own)}: {name} is {value!r}; expected an object with some of {', '.join(known)}"
                 )
-        if (kind := own.get("kind", self.kind)) not in kinds:
+        if (kind := own.get("kind", self.kind)) not in tuple(kinds):
             raise CheckpointError(f"{file_of(own)}: kind: expected one of {', '.join(kinds)}, got {kind!r}")
         return replace(self, **read_fields(own, VideoSettings)) if own else self
 

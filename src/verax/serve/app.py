@@ -48,9 +48,10 @@ def _own_routes(server: Server) -> list[Route]:
 
     async def get_model(request: Request) -> Response:
         name = request.path_params["name"]
-        for model in _models(server, created):
-            if model["id"] == name:
-                return JsonResponse(model)
+        for key in ("id", "root"):
+            for model in _models(server, created):
+                if model[key] == name:
+                    return JsonResponse(model)
         raise model_error(f"{name[:200]!r} is not served here")
 
     return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,13 @@ import numpy as np
 from jaxtyping import UInt8
 
 from verax._optional import require_optional
-from verax.errors import InvalidParameterError
+from verax.errors import InvalidParameterError, VeraxError
 
 Image = Any
 """A path, a PIL.Image, or an array `[H, W, 3]`: uint8, or floats in 0..1."""
 
-_ANIMATIONS = (".gif", ".webp")
-"""Clips that Pillow reads; FFmpeg does not read animated WebP."""
+_ANIMATIONS = (".gif", ".webp", ".apng", ".avif")
+"""Clips that Pillow reads; FFmpeg reads no animated WebP, and one frame of an animated AVIF."""
 
 BITS_PER_SAMPLE, PHOTOMETRIC = 258, 262
 """Tags of TIFF files."""
@@ -25,7 +25,8 @@ BITS_PER_SAMPLE, PHOTOMETRIC = 258, 262
 WHITE_IS_ZERO = 0
 """Value of the tag `PHOTOMETRIC`, which Pillow applies to images of 8 bits only."""
 
-_FRAMES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+_FRAMES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".tif", ".tiff")
+"""Files of a folder that are frames of a clip. One of them is a clip too: .png may be animated, .tif have pages."""
 
 _MOST_FRAMES = 10_000
 """Frames that an animation may have once each is repeated for as long as it is shown."""
@@ -59,7 +60,7 @@ def read_image(image: Image, *, name: str = "image") -> UInt8[np.ndarray, "H W 3
         raise InvalidParameterError(f"{name}: there is no file {image}") from error
     except InvalidParameterError:
         raise
-    except Exception as error:  # decoders of a dozen formats raise a dozen kinds
+    except Exception as error:
         raise InvalidParameterError(f"{name}: {image} cannot be read as an image: {error}") from error
 
 
@@ -90,15 +91,28 @@ def read_clip(clip: Any, *, name: str = "video") -> tuple[UInt8[np.ndarray, "T H
 
     Frames of a video are turned as its file says. Frames of an animation are repeated for as long as they are shown.
 
-    `clip`: a path to a video, an animated .gif or .webp, or a folder of images, in the order of their names and of the
-    numbers in them; or a list of images, or an array `[T, H, W, 3]`, uint8 or floats in 0..1.
+    Args:
+        clip: a path to a video, an image that may be animated (.gif, .webp, .png, .avif), or a folder of images, in
+            the order of their names and of the numbers in them; or a list of images, or an array `[T, H, W, 3]`, uint8
+            or floats in 0..1.
+        name: name of the argument in errors.
+
+    Raises:
+        InvalidParameterError: if the file does not exist or is not a clip, if it has no frames, or they differ in size.
+        MissingDependencyError: if PyAV or Pillow is needed and not installed.
     """
     if isinstance(clip, str | Path):
         path = Path(clip)
         if not path.exists():
             raise InvalidParameterError(f"{name}: there is no file {path}")
         if not path.is_dir():
-            frames, fps = _read_animation(path, name) if path.suffix.lower() in _ANIMATIONS else _read_video(path, name)
+            read = _read_animation if path.suffix.lower() in (*_ANIMATIONS, *_FRAMES) else _read_video
+            try:
+                frames, fps = read(path, name)
+            except VeraxError:
+                raise
+            except Exception as error:  # decoders of a dozen formats raise a dozen kinds
+                raise InvalidParameterError(f"{name}: {path} cannot be read as a clip: {error}") from error
             return _stack(frames, name), fps
         files = [file for file in path.iterdir() if file.suffix.lower() in _FRAMES and not file.name.startswith(".")]
         if not files:
@@ -135,53 +149,76 @@ def frame_pixels(frame: Any, stream: Any) -> UInt8[np.ndarray, "H W 3"]:
 
 
 def _read_video(path: Path, name: str) -> tuple[list[np.ndarray], float | None]:
-    av = require_optional("av")
-    try:
-        with av.open(str(path)) as container:
-            if not container.streams.video:
-                raise InvalidParameterError(f"{name}: {path} has no images in it")
-            stream = container.streams.video[0]
-            shown = [(frame_pixels(frame, stream), frame.time) for frame in container.decode(stream)]
-            rate = float(stream.average_rate) if stream.average_rate else None
-    except av.FFmpegError as error:
-        raise InvalidParameterError(f"{name}: {path} cannot be read as a video: {error}") from error
-    frames, times = [frame for frame, _ in shown], [time for _, time in shown]
-    if len(frames) < 2 or None in times or times[-1] <= times[0]:
-        return frames, rate
+    with require_optional("av").open(str(path)) as container:
+        stream = container.streams.best("video")  # not a cover picture, which may be the first
+        if stream is None:
+            raise InvalidParameterError(f"{name}: {path} has no images in it")
+        shown = [(frame_pixels(frame, stream), frame.time) for frame in container.decode(stream)]
+        rate = float(stream.average_rate) if stream.average_rate else None
+    order, fps = even_order([time for _, time in shown], rate)
+    return [shown[i][0] for i in order], fps
+
+
+def even_order(times: Sequence[float | None], rate: float | None) -> tuple[list[int], float | None]:
+    """Numbers of a video's frames at even times, and frames per second.
+
+    Args:
+        times: time of each frame, seconds.
+        rate: frames per second that the file says.
+    """
+    known = [time for time in times if time is not None]
+    if len(known) < max(2, len(times)) or known[-1] <= known[0]:
+        return list(range(len(times))), rate
     # Phones write frames at uneven times. Each is shown from its time on: at even times, that is the newest one.
-    fps = (len(frames) - 1) / (times[-1] - times[0])
-    ticks = times[0] + (np.arange(len(frames)) + 0.25) / fps
-    newest = np.searchsorted(times, ticks, side="right") - 1
-    return [frames[i] for i in newest], rate if rate and abs(rate - fps) < 0.02 * fps else fps
+    fps = (len(known) - 1) / (known[-1] - known[0])
+    ticks = known[0] + (np.arange(len(known)) + 0.25) / fps
+    newest = np.searchsorted(known, ticks, side="right") - 1
+    return newest.tolist(), rate if rate and abs(rate - fps) < 0.02 * fps else fps
 
 
 def _read_animation(path: Path, name: str) -> tuple[list[np.ndarray], float | None]:
     pil, sequence = require_optional("PIL.Image"), require_optional("PIL.ImageSequence")
     frames, durations = [], []
-    try:
-        with pil.open(path) as opened:
-            for frame in sequence.Iterator(opened):
-                frames.append(_rgb(frame, name))
-                durations.append(frame.info.get("duration", 0))
-            comments = (opened.info.get(key, b"") for key in ("comment", "xmp"))
-            written = next(filter(None, map(_RATE.fullmatch, comments)), None)
-    except (OSError, ValueError) as error:
-        raise InvalidParameterError(f"{name}: {path} cannot be read as a clip: {error}") from error
+    with pil.open(path) as opened:
+        for frame in sequence.Iterator(opened):
+            frames.append(_rgb(frame, name))
+            durations.append(frame.info.get("duration", 0))
+        info = opened.info
+    order, fps = animation_order(durations, info, name=f"{name}: {path}")
+    return [frames[i] for i in order], fps
+
+
+def animation_order(
+    durations: Sequence[float], info: Mapping[str, Any], *, name: str, limit: int = _MOST_FRAMES
+) -> tuple[list[int], float | None]:
+    """Numbers of an animation's frames at even times, and frames per second (None if unknown).
+
+    Equal frames are one in these files, shown for longer. A frame of the clip lasts as long as the shortest of them.
+
+    Args:
+        durations: time for which each frame is shown, milliseconds.
+        info: Pillow's description of the file, with the comment of `files.write_clip`.
+        name: name of the file in errors.
+        limit: number of frames that the clip may have.
+
+    Raises:
+        InvalidParameterError: if it has more.
+    """
+    written = next(filter(None, (_RATE.fullmatch(info.get(key, b"")) for key in ("comment", "xmp"))), None)
     shown = [duration for duration in durations if duration > 0]
     if not shown and written is None:
-        return frames, None
-    # Equal frames are one in these files, shown for longer. A frame of the clip lasts as long as the shortest of them.
+        return list(range(len(durations))), None
     fps = 1000 / min(shown) if written is None else float(written[2])
     counts = [max(1, round(duration * fps / 1000)) for duration in durations]
     if written is not None:
         counts[-1] = max(1, int(written[1]) - sum(counts[:-1]))
-    if sum(counts) > _MOST_FRAMES:
+    if sum(counts) > limit:
         raise InvalidParameterError(
-            f"{name}: {path} has frames that are shown for different times, which are {sum(counts)} frames of the "
-            f"shortest; expected at most {_MOST_FRAMES}"
+            f"{name} has frames that are shown for different times, which are {sum(counts)} frames of the "
+            f"shortest; expected at most {limit}"
         )
-    repeated = [frame for frame, count in zip(frames, counts, strict=True) for _ in range(count)]
-    return repeated, 1000 * sum(counts) / sum(durations) if written is None else fps
+    order = [i for i, count in enumerate(counts) for _ in range(count)]
+    return order, 1000 * sum(counts) / sum(durations) if written is None else fps
 
 
 def _stack(frames: list[np.ndarray], name: str) -> UInt8[np.ndarray, "T H W 3"]:

@@ -152,16 +152,19 @@ class Server:
         """Name of the text model for an answer, if a request's model is that one or an adapter of it."""
         if self.llm is None:
             raise model_error("no text model is served here")
-        return self.check_model(name, self.text_names)
+        return self.check_model(name, self.text_names, self.root)
 
     @property
     def text_names(self) -> tuple[str, ...]:
         """Names of the text model, and of its adapters."""
         return (*self.served_names, *self.adapters)
 
-    def check_model(self, name: str | None, served: tuple[str, ...]) -> str:
-        """Name of a model in an answer: the request's own, or the first of the served ones if it has none."""
-        if not name:
+    def check_model(self, name: str | None, served: tuple[str, ...], root: str | None) -> str:
+        """Name of a model in an answer: the request's own, or the first of the served ones if it has none.
+
+        A request may also name `root`, the path or hub id of the checkpoint.
+        """
+        if not name or (name == root and name not in served):
             return served[0]
         if name in served or self.settings.any_model_name:
             return name

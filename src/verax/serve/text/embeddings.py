@@ -92,7 +92,7 @@ def routes(server: Server) -> list[Route]:
     async def embeddings(body: EmbeddingRequest, record: RequestRecord) -> dict[str, Any]:
         if server.encoder is None:
             raise model_error("no embedding model is served here")
-        record.model = name = server.check_model(body.model, (server.encoder.name,))
+        record.model = name = server.check_model(body.model, (server.encoder.name,), server.encoder.root)
         inputs = _inputs(body, settings.max_embedding_inputs)
         encoder = await server.encoder.get()
         try:
@@ -112,7 +112,7 @@ def routes(server: Server) -> list[Route]:
     async def rerank(body: RerankRequest, record: RequestRecord) -> dict[str, Any]:
         if server.reranker is None:
             raise model_error("no reranker is served here; verax serve --reranker-model serves one")
-        record.model = name = server.check_model(body.model, (server.reranker.name,))
+        record.model = name = server.check_model(body.model, (server.reranker.name,), server.reranker.root)
         documents = _documents(body, settings.max_embedding_inputs)
         reranker = await server.reranker.get()
         limit, whole = _limit(body.truncate_prompt_tokens, reranker.max_length), body.truncate_prompt_tokens is None

@@ -320,11 +320,14 @@ class Run:
 
     def _joined(self, events: Sequence[RunEvent]) -> RunAnswer:
         last = events[-1]
+        parser = self._samples[last.index].parser
+        message = join((event.delta for event in events), "" if parser is None else parser.text)
         assert last.finish_reason is not None
+        no_calls = last.finish_reason == "tool_calls" and not message.tool_calls
         return RunAnswer(
             index=last.index,
-            message=join(event.delta for event in events),
-            finish_reason=last.finish_reason,
+            message=message,
+            finish_reason="stop" if no_calls else last.finish_reason,
             stop_reason=last.stop_reason,
             logprobs=None
             if self.params.logprobs is None

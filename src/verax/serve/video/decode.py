@@ -28,7 +28,7 @@ from jaxtyping import UInt8
 
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError, QueueFullError, VeraxError
-from verax.video.images import frame_pixels, read_image
+from verax.video.images import animation_order, even_order, frame_pixels, read_image
 
 _HEADER = re.compile(r"data:[\w.+-]{1,40}/[\w.+-]{1,60}(;[\w.+-]{1,40}=[\w.+-]{1,60})*;base64", re.ASCII)
 
@@ -82,9 +82,10 @@ def decode(data: bytes, limits: MediaLimits) -> UInt8[np.ndarray, "T H W 3"]:
         raise InvalidParameterError(f"the file has more than {limits.bytes} bytes")
     picture, container = _format(data)
     frames: list[np.ndarray] = []
+    order: list[int] = []  # of the frames at even times, once all are read
     pixels = 0
     try:
-        for frame in _pictures(data, picture, limits) if picture else _video(data, container, limits):
+        for frame in _pictures(data, picture, limits, order) if picture else _video(data, container, limits, order):
             pixels += frame.shape[0] * frame.shape[1]
             if len(frames) == limits.frames:
                 raise InvalidParameterError(f"the clip has more than {limits.frames} frames")
@@ -92,13 +93,15 @@ def decode(data: bytes, limits: MediaLimits) -> UInt8[np.ndarray, "T H W 3"]:
             if frames and frame.shape != frames[0].shape:
                 raise InvalidParameterError("the frames of the clip differ in size")
             frames.append(frame)
+        if frames:
+            _check_pixels(len(order) * frames[0].shape[0] * frames[0].shape[1], limits)
     except (VeraxError, MemoryError):
         raise
     except Exception as error:  # decoders of a dozen formats raise a dozen kinds
         raise InvalidParameterError(f"the file cannot be decoded: {error}") from error
     if not frames:
         raise InvalidParameterError("the file has no frames")
-    return np.stack(frames)
+    return np.stack([frames[i] for i in order])
 
 
 def _format(data: bytes) -> tuple[str, str]:
@@ -108,33 +111,46 @@ def _format(data: bytes) -> tuple[str, str]:
     for magic, name in ((b"\x89PNG\r\n\x1a\n", "PNG"), (b"\xff\xd8\xff", "JPEG"), (b"GIF8", "GIF")):
         if data.startswith(magic):
             return name, ""
-    if data[4:8] == b"ftyp":
+    if data[4:8] == b"ftyp" and re.search(b"avi[fs]", data[8:40]):
+        return "AVIF", ""
+    if data[4:8] == b"ftyp" and data[8:12] not in _HEIF:
         return "", "mov"
     if data.startswith(b"\x1a\x45\xdf\xa3"):
         return "", "matroska"
-    raise InvalidParameterError("expected a PNG, JPEG, GIF or WebP image, or an MP4 or WebM clip")
+    raise InvalidParameterError("expected a PNG, JPEG, GIF, WebP or AVIF image, or an MP4 or WebM clip")
 
 
-def _pictures(data: bytes, name: str, limits: MediaLimits) -> Iterator[np.ndarray]:
-    """Frames of an image file, which may be animated."""
+_HEIF = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1")
+"""Pictures in the container of MP4, which are tiles that FFmpeg does not put together."""
+
+
+def _pictures(data: bytes, name: str, limits: MediaLimits, order: list[int]) -> Iterator[np.ndarray]:
+    """Frames of an image file, which may be animated; `order` gets the numbers of the clip's frames."""
     pil, sequence = require_optional("PIL.Image"), require_optional("PIL.ImageSequence")
     with pil.open(io.BytesIO(data), formats=[name]) as opened:
         _check_size(opened.width, opened.height, limits)
+        durations = []
         for frame in sequence.Iterator(opened):
-            yield read_image(frame)
+            pixels = read_image(frame)
+            durations.append(frame.info.get("duration", 0))  # known once the frame is decoded
+            yield pixels
+        order += animation_order(durations, opened.info, name="the file", limit=limits.frames)[0]
 
 
-def _video(data: bytes, container: str, limits: MediaLimits) -> Iterator[np.ndarray]:
-    """Frames of a clip's first stream of images."""
+def _video(data: bytes, container: str, limits: MediaLimits, order: list[int]) -> Iterator[np.ndarray]:
+    """Frames of a clip's main stream of images; `order` gets the numbers of those at even times."""
     av = require_optional("av")
     with av.open(io.BytesIO(data), format=container, options={"protocol_whitelist": "none"}) as opened:
-        if not opened.streams.video:
+        stream = opened.streams.best("video")
+        if stream is None:
             raise InvalidParameterError("the clip has no images in it")
-        stream = opened.streams.video[0]
         _check_size(stream.width, stream.height, limits)
+        times = []
         for frame in opened.decode(stream):
             _check_size(frame.width, frame.height, limits)
+            times.append(frame.time)
             yield frame_pixels(frame, stream)
+        order += even_order(times, None)[0]
 
 
 def _check_size(width: int, height: int, limits: MediaLimits) -> None:

@@ -302,7 +302,8 @@ class VideoService:
             await self._jobs.check_room()
         with self._uploading():
             body, upload = await read_create(request, max_bytes=self._decoder.limits.bytes)
-        model = self._server.check_model(body.model, (self._server.videos.name,))
+        videos = self._server.videos
+        model = self._server.check_model(body.model, (videos.name,), videos.root)
         record_of(request.scope).model = model
         jobs = await self._queue()
         await jobs.check_room()

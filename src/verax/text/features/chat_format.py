@@ -14,6 +14,8 @@ from typing import Any, Literal
 from verax.errors import InvalidParameterError
 from verax.text.features.json_schema import literal, schema_rule
 from verax.text.features.tool_calls import (
+    CLOSE_REASONING,
+    OPEN_REASONING,
     CallSink,
     Delta,
     Function,
@@ -25,7 +27,6 @@ from verax.text.features.tool_calls import (
 )
 from verax.text.tokens.tokenizer import Tokenizer
 
-OPEN_REASONING, CLOSE_REASONING = "<think>", "</think>"
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 
@@ -141,6 +142,7 @@ class AnswerParser:
         self._new_reader = reader
         self._call_tags = tuple(call_tags)
         self._source = GrowingText()
+        self._pieces: list[str] = []
         self._calls = CallSink()
         self._in_reasoning = False
         self._content: list[str] = []
@@ -151,9 +153,15 @@ class AnswerParser:
         self._after_tag = False
         self._steps = self._parse(reasoning)
 
+    @property
+    def text(self) -> str:
+        """The answer so far, as the model wrote it."""
+        return "".join(self._pieces)
+
     def feed(self, text: str) -> Delta:
         """Take a further piece of the answer; the delta of what is certain now."""
         self._source.append(text)
+        self._pieces.append(text)
         next(self._steps, None)
         delta = Delta("".join(self._content), "".join(self._reasoning), self._calls.take())
         self._content, self._reasoning = [], []

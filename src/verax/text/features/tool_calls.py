@@ -19,7 +19,7 @@ from typing import Any
 
 from verax.errors import InvalidParameterError
 from verax.text.features.json_schema import referenced
-from verax.text.tokens.lenient_json import JsonScanner, as_json
+from verax.text.tokens.lenient_json import JsonScanner, as_json, may_become_json
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,9 @@ class ToolCallDelta:
     """Next piece of the JSON text of the arguments."""
 
 
+OPEN_REASONING, CLOSE_REASONING = "<think>", "</think>"
+
+
 @dataclass(frozen=True)
 class Delta:
     """New parts of an answer."""
@@ -66,19 +69,29 @@ class WholeAnswer:
     tool_calls: tuple[ToolCall, ...] = ()
 
 
-def join(deltas: Iterable[Delta]) -> WholeAnswer:
-    """The whole answer that deltas make together."""
+def join(deltas: Iterable[Delta], text: str = "") -> WholeAnswer:
+    """The whole answer that deltas make together.
+
+    If the arguments of a call are not JSON, nor its beginning as in an answer that was cut short, there are no calls,
+    and the content is what the model wrote.
+
+    Args:
+        deltas: deltas of the answer.
+        text: the answer as the model wrote it.
+    """
     deltas = list(deltas)
     calls: dict[int, list[ToolCallDelta]] = {}
     for delta in deltas:
         for part in delta.tool_calls:
             calls.setdefault(part.index, []).append(part)
-    joined = (
+    joined = tuple(
         ToolCall(parts[0].id or "", parts[0].name or "", "".join(part.arguments for part in parts))
         for parts in calls.values()
     )
     content, reasoning = ("".join(getattr(delta, name) for delta in deltas) for name in ("content", "reasoning"))
-    return WholeAnswer(content, reasoning, tuple(joined))
+    if not all(may_become_json(call.arguments) for call in joined):
+        return WholeAnswer((reasoning and text.partition(CLOSE_REASONING)[2].lstrip()) or text, reasoning)
+    return WholeAnswer(content, reasoning, joined)
 
 
 _MAX_REFERENCES = 16
@@ -272,7 +285,7 @@ class JsonCallReader:
 
     - once the name of a known function and the `{` of its arguments were read, in this order. From then on the
       arguments stream. If they turn out not to be JSON, they stream unchanged up to the closing tag, since what was
-      streamed cannot be taken back;
+      streamed cannot be taken back; `join` makes the answer text;
     - or, in any other order of keys, once the object is complete. Arguments may then be JSON in a string, or missing.
     """
 
@@ -283,7 +296,7 @@ class JsonCallReader:
 
     def read(self, source: GrowingText, calls: CallSink) -> Generator[None, None, bool]:
         """Read the object and the tag after it into the sink. True if it is a call; if not, the sink is unchanged."""
-        scanner = JsonScanner()
+        scanner = JsonScanner(repairs_from=2)  # in arguments
         before: list[str] = []
         is_call = in_arguments = False
         while not scanner.complete:

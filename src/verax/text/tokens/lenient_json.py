@@ -2,7 +2,7 @@
 
 Models write some things otherwise, whose meaning is plain: control characters in strings, strings in single quotes,
 escapes that JSON lacks, literals of Python, numbers such as `.5`, and a comma after the last member. What is not a
-finite number is null.
+finite number is null. A quote within a string value that nothing follows as after a value is part of the text.
 """
 
 from __future__ import annotations
@@ -19,6 +19,16 @@ _ESCAPE = re.compile(r'\\(["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _BEGUN_ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{0,3})?")
 _WORD = re.compile(r"""[^\s{}\[\]:,"']{1,1000}""")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_AFTER_VALUE = {
+    "}": re.compile(r"""\s{64}|\s{0,63}([}\]:]|,(\s{64}|\s{0,63}(["'}]|\w{1,64}\s{0,64}:)))"""),
+    "]": re.compile(r"\s{64}|\s{0,63}[}\]:,]"),
+}
+"""What follows a string value within an object and an array; also much white space, and an unquoted key, which is an
+error of its own."""
+
+_MAY_FOLLOW = re.compile(r"\s{0,64}(,\s{0,64}(\w{1,64}\s{0,64})?)?")
+"""Beginning of it, which is bounded so that reading takes linear time."""
+
 _WORDS = {
     **{"true": "true", "false": "false", "null": "null", "none": "null"},
     **dict.fromkeys(("nan", "inf", "-inf", "infinity", "-infinity"), "null"),
@@ -29,12 +39,17 @@ _WORDS = {
 class JsonScanner:
     """Reader of one JSON value, token by token, which writes what it reads by RFC 8259."""
 
-    def __init__(self, state: str = "start") -> None:
-        """Begin before an object ("start") or before any value ("value")."""
+    def __init__(self, state: str = "start", repairs_from: int = 1) -> None:
+        """Begin before an object ("start") or before any value ("value").
+
+        Quotes within strings are told from their ends, for which a token after them is awaited, from the depth
+        `repairs_from` on.
+        """
         self.state = state
         """Expected next: start, key, colon, value, item (of an array), next (comma or end), complete (nothing)."""
         self.written = ""
         self._closers: list[str] = []
+        self._repairs_from = repairs_from
         self._quote = ""
         """Quote that ends the string that is being read."""
         self._comma = ""
@@ -66,7 +81,7 @@ class JsonScanner:
             return at
         self.written = ""
         if self._quote:
-            return self._string(text, at)
+            return self._string(text, at, final)
         space = _SPACE.match(text, at)
         if space is not None:
             self._comma, self.written = (self._comma + space[0], "") if self._comma else ("", space[0])
@@ -116,13 +131,21 @@ class JsonScanner:
         self.written, self._comma = self._comma + written, ""
         return end
 
-    def _string(self, text: str, at: int) -> int:
+    def _string(self, text: str, at: int, final: bool) -> int:
         """Read a part of a string: plain characters, an escape, or its end."""
         plain, char = _PLAIN.match(text, at), text[at]
         if plain is not None:
             self.written = plain[0]
             return plain.end()
         if char == self._quote:
+            repairs = self.state != "key" and self.depth >= max(self._repairs_from, 1)
+            if repairs and not _AFTER_VALUE[self._closers[-1]].match(text, at + 1):
+                follows = _MAY_FOLLOW.match(text, at + 1)
+                if follows is None or follows.end() < len(text):
+                    self.written = json.dumps(char)[1:-1]
+                    return at + 1
+                if not final:
+                    return at
             self._quote, self.written = "", '"'
             if self.state == "key":
                 self.state = "colon"
@@ -158,6 +181,19 @@ def as_json(text: str, state: str = "value") -> str | None:
         at = end
         written.append(scanner.written)
     return None if text[at:].strip() else "".join(written).strip()
+
+
+def may_become_json(text: str) -> bool:
+    """True for an object as JSON has it, and for its beginning, such as of an answer that was cut short."""
+    scanner, at = JsonScanner(), 0
+    while not scanner.complete and at < len(text):
+        end = scanner.read(text, at)
+        if end is None:
+            return False
+        if end == at:
+            return True
+        at = end
+    return not text[at:].strip()
 
 
 def object_so_far(text: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import tokenizers
+from tokenizers import decoders, normalizers, pre_tokenizers
 
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.resolve import read_tokenizer
@@ -51,7 +52,7 @@ class Tokenizer:
         """Tokens that `decode` leaves out unless told otherwise."""
         self.byte_tokens = _byte_tokens(backend)
         """The byte of each token that stands for one, such as `<0x0A>`; empty without a byte-fallback decoder."""
-        self.is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
+        self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         """True if a text is the bytes of its tokens one after the other, as in GPT-2."""
         self._whole_texts: dict[int, str | None] = {}
 
@@ -252,23 +253,46 @@ def _special_tokens(named: Mapping[str, Any]) -> dict[str, str]:
     return {key: text for key, text in contents.items() if key.endswith("_token") and isinstance(text, str)}
 
 
-_BERT = ("BertTokenizer", "BertTokenizerFast", "ElectraTokenizer", "ElectraTokenizerFast")
+_BERT = ("BertTokenizer", "ElectraTokenizer", "MobileBertTokenizer", "ConvBertTokenizer", "LayoutLMTokenizer")
 """Classes whose settings in tokenizer_config.json replace tokenizer.json's, and whose inputs have types."""
+
+_GPT = ("GPT2Tokenizer", "Qwen2Tokenizer", "RobertaTokenizer")
+"""Classes of byte-level BPE that put a space before a text if `add_prefix_space` says so."""
 
 
 def _configure(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
     """Apply what tokenizer_config.json changes in tokenizer.json, as transformers does; names of the model's inputs."""
-    kind = read_value(config, "tokenizer_class", str, None)
-    if kind is None and read_json(folder / "config.json", optional=True).get("model_type") == "bert":
-        kind = _BERT[0]
+    model = read_json(folder / "config.json", optional=True).get("model_type")
+    kind = read_value(config, "tokenizer_class", str, _BERT[0] if model == "bert" else "").removesuffix("Fast")
     names = ("input_ids", "attention_mask", *(("token_type_ids",) if kind in _BERT else ()))
-    if kind in _BERT and isinstance(backend.normalizer, tokenizers.normalizers.BertNormalizer):
-        backend.normalizer = tokenizers.normalizers.BertNormalizer(
+    if kind in (*_BERT, "DistilBertTokenizer") and isinstance(backend.normalizer, normalizers.BertNormalizer):
+        backend.normalizer = normalizers.BertNormalizer(
             clean_text=True,
             handle_chinese_chars=read_value(config, "tokenize_chinese_chars", bool, True),
             strip_accents=read_value(config, "strip_accents", bool, None),
             lowercase=read_value(config, "do_lower_case", bool, True),
         )
+    prefix = read_value(config, "add_prefix_space", bool, None)
+    legacy = read_value(config, "legacy", bool, False)
+    before: Any = backend.pre_tokenizer
+    parts = list(before) if isinstance(before, pre_tokenizers.Sequence) else [before]
+    byte_level = [part for part in parts if isinstance(part, pre_tokenizers.ByteLevel)]
+    if kind in _GPT and prefix is not None:
+        for part in byte_level:
+            part.add_prefix_space = prefix
+    elif kind == "XLMRobertaTokenizer" and prefix is not None:
+        for part in parts:
+            if isinstance(part, pre_tokenizers.Metaspace):
+                part.prepend_scheme = "always" if prefix else "never"
+    elif kind == "LlamaTokenizer" and model != "mistral" and not byte_level:
+        scheme = "never" if prefix is False else "always" if legacy else "first"
+        backend.normalizer = None  # of older files, which put a space after each special token
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+        strip = [] if prefix is False else [decoders.Strip(" ", 1, 0)]
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        )
+    backend.encode_special_tokens = read_value(config, "split_special_tokens", bool, False)
     return read_value(config, "model_input_names", tuple[str, ...], names)
 
 
@@ -299,22 +323,33 @@ def _cut(
 def _add_missing_tokens(
     backend: tokenizers.Tokenizer, named: Mapping[str, Any], special: Mapping[str, str], folder: Path
 ) -> None:
-    """Tokens that only tokenizer_config.json knows, or knows to be special; as transformers adds them."""
+    """Tokens that only tokenizer_config.json or added_tokens.json knows, or knows to be special; as in transformers."""
+
+    def added(token: Any, **flags: bool) -> tokenizers.AddedToken:
+        token = token if isinstance(token, dict) else {"content": token}
+        return tokenizers.AddedToken(
+            token["content"], **{key: token[key] for key in _TOKEN_FIELDS if key in token} | flags
+        )
+
     try:
-        listed = sorted((named.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
-        added = [
-            tokenizers.AddedToken(token["content"], **{key: token[key] for key in _TOKEN_FIELDS if key in token})
-            for _, token in listed
-        ]
         extra = named.get("extra_special_tokens") or named.get("additional_special_tokens") or []
         extra = list(extra.values()) if isinstance(extra, dict) else extra
-        names = [*special.values(), *(token["content"] if isinstance(token, dict) else token for token in extra)]
-        known = {token.content for token in [*backend.get_added_tokens_decoder().values(), *added]}
-        missing = [tokenizers.AddedToken(name, special=True) for name in dict.fromkeys(names) if name not in known]
-        backend.add_tokens([*added, *missing])
+        specials = [added(token, special=True) for token in [*(named.get(*item) for item in special.items()), *extra]]
+        if "added_tokens_decoder" in named:
+            listed = sorted((named["added_tokens_decoder"] or {}).items(), key=lambda item: int(item[0]))
+            tokens = [added(token) for _, token in listed]
+        else:
+            names = {token.content for token in specials}
+            numbers = read_json(folder / "added_tokens.json", optional=True)
+            tokens = [
+                added(token, special=token in names, normalized=token not in names)
+                for token in sorted(numbers, key=numbers.__getitem__)
+            ]
+        known = {token.content for token in [*backend.get_added_tokens_decoder().values(), *tokens]}
+        backend.add_tokens([*tokens, *(token for token in specials if token.content not in known)])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"{folder / 'tokenizer_config.json'}: its list of special tokens is damaged: {error!r}"
+            f"{folder / 'tokenizer_config.json'}: its list of tokens, or added_tokens.json, is damaged: {error!r}"
         ) from error
 
 

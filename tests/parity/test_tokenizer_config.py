@@ -1,0 +1,153 @@
+"""Settings of tokenizer_config.json and its relatives, with transformers as the oracle: ids of texts and of pairs."""
+
+import inspect
+import json
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from tests.support.tiny import tiny_tokenizer
+from tests.support.tiny_encoder import tiny_tokenizer as bert_tokenizer
+from verax.text.tokens import tokenizer as ours
+from verax.text.tokens.gguf import RULES
+
+TEXTS = ["The CAT sat", "a ćat 猫 on THE mat", "fox " * 9 + "river", "<s>[SEP]<|endoftext|> 12 <new>  it's"]
+
+
+def llama(folder, **parts):
+    """Save a BPE of characters with bytes for others, as a Llama's."""
+    backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    backend.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=330, special_tokens=tokens, show_progress=False))
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    content = {**json.loads(backend.to_str()), **parts}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+
+
+def old_llama(folder):
+    """Save the same with a space after each special token, as files of 2023 have it."""
+    prefix = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    parts = [json.loads(part.__getstate__()) for part in prefix]
+    llama(folder, normalizer={"type": "Sequence", "normalizers": parts}, pre_tokenizer=None)
+
+
+def qwen(folder):
+    """Save a byte-level BPE that cuts words first, as Qwen2's class does."""
+    tiny_tokenizer(folder)
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.normalizer = normalizers.NFC()
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(RULES["qwen2"].patterns[0]), "isolated"), last]
+    )
+    backend.save(str(folder / "tokenizer.json"))
+
+
+BYTE_LEVEL = ("GPT2Tokenizer", "PreTrainedTokenizerFast", None)
+LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast", None)
+BERT = ("BertTokenizer", "DistilBertTokenizer", "PreTrainedTokenizerFast", None)
+KINDS = [
+    *((make, kind) for make in (llama, old_llama) for kind in LLAMA),
+    *((tiny_tokenizer, kind) for kind in BYTE_LEVEL),
+    *((bert_tokenizer, kind) for kind in BERT),
+]
+QWEN = [(qwen, kind) for kind in ("Qwen2Tokenizer", "Qwen2TokenizerFast", "PreTrainedTokenizerFast")]
+"""Classes that make all special tokens again, without their flags."""
+
+MODEL_TYPES = {bert_tokenizer: "bert", llama: "llama", old_llama: "llama", tiny_tokenizer: "llama", qwen: "qwen3"}
+TOKEN = {"content": "<new>", "lstrip": True, "rstrip": False, "normalized": False, "single_word": False}
+OTHER_FILES = [
+    {"added_tokens.json": {"<new>": 5000, "猫": 4000}},
+    {"added_tokens.json": {"<new>": 5000}, "special_tokens_map.json": {"mask_token": "<new>"}},
+    {"tokenizer_config.json": {"added_tokens_decoder": {"9": TOKEN}}, "added_tokens.json": {"12": 5000}},
+    {"special_tokens_map.json": {"mask_token": TOKEN}},
+]
+
+
+@pytest.fixture(params=[*KINDS, *QWEN], ids=lambda kind: f"{kind[0].__name__}-{kind[1]}")
+def folder(request, tmp_path):
+    """A folder with a tokenizer and the class that its tokenizer_config.json names."""
+    make, kind = request.param
+    make(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": MODEL_TYPES[make]}))
+    change(tmp_path, "tokenizer_config.json", {"tokenizer_class": kind} if kind else {})
+    if kind is None:
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        config.pop("tokenizer_class", None)
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def change(folder, name, values):
+    """Change values of a JSON file that may be missing."""
+    path = folder / name
+    present = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**present, **values}))
+
+
+def assert_same(folder):
+    """Ids of texts with and without special tokens are transformers'."""
+    theirs, tokenizer = transformers.AutoTokenizer.from_pretrained(folder), ours.Tokenizer.from_folder(folder)
+    for text in TEXTS:
+        assert tokenizer.encode(text) == theirs(text)["input_ids"]
+        assert tokenizer.encode(text, add_special_tokens=False) == theirs(text, add_special_tokens=False)["input_ids"]
+
+
+def settings():
+    """True and false of each setting that a class of transformers reads."""
+    names = {"split_special_tokens", "clean_up_tokenization_spaces", "add_bos_token", "add_eos_token"}
+    for name in ("LlamaTokenizer", "GPT2Tokenizer", "BertTokenizer", "RobertaTokenizer", "XLMRobertaTokenizer"):
+        parameters = inspect.signature(getattr(transformers, name).__init__).parameters.values()
+        names |= {p.name for p in parameters if isinstance(p.default, bool) or p.name == "add_prefix_space"}
+    return sorted(names)
+
+
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("name", settings())
+def test_each_setting_is_read_as_in_transformers(name, value, folder):
+    change(folder, "tokenizer_config.json", {name: value})
+    assert_same(folder)
+
+
+@pytest.mark.parametrize("folder", KINDS, indirect=True, ids=lambda kind: f"{kind[0].__name__}-{kind[1]}")
+@pytest.mark.parametrize("files", OTHER_FILES, ids=lambda files: "-".join(files))
+def test_tokens_of_other_files_are_added_as_in_transformers(files, folder):
+    for name, values in files.items():
+        change(folder, name, values)
+    assert_same(folder)
+
+
+@pytest.mark.parametrize("kind", ["BertTokenizer", "PreTrainedTokenizerFast", None])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"do_lower_case": False},
+        {"tokenize_chinese_chars": False, "strip_accents": False},
+        {"truncation_side": "left"},
+        {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]},
+        {"model_input_names": ["input_ids", "attention_mask"], "padding_side": "left"},
+    ],
+    ids=str,
+)
+def test_pairs_are_cut_and_typed_as_in_transformers(kind, changes, tmp_path):
+    bert_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    config = {**json.loads((tmp_path / "tokenizer_config.json").read_text()), "tokenizer_class": kind, **changes}
+    config = {name: value for name, value in config.items() if value is not None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    theirs, tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path), ours.Tokenizer.from_folder(tmp_path)
+    pairs = tokenizer.encode_pairs([("the CAT", text) for text in TEXTS], max_length=9)
+    for text, (ids, types, _) in zip(TEXTS, pairs, strict=True):
+        expected = theirs("the CAT", text, truncation="longest_first", max_length=9)
+        assert ids == expected["input_ids"]
+        assert types == expected.get("token_type_ids", [0] * len(ids))
+    expected = theirs(TEXTS, truncation=True, max_length=8)["input_ids"]
+    assert [ids for ids, _ in tokenizer.encode_batch(TEXTS, max_length=8)] == expected
