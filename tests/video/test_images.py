@@ -85,10 +85,7 @@ def test_grey_of_tiff_files_is_of_their_bits_from_black_to_white(bits, black, tm
     ("image", "message"),
     [
         (Image.fromarray(np.full((2, 2), 70000, np.int32)), "start: expected grey of 0 to 65535 .* mode I, got 70000"),
-        (
-            Image.fromarray(np.full((2, 2), 200, np.int32)),
-            "got 200 to 200; convert an image of 8 bits to mode L",
-        ),
+        (Image.fromarray(np.full((2, 2), 200, np.int32)), "got 200 to 200; convert an image of 8 bits to mode L"),
         (Image.fromarray(np.full((2, 2), -0.5, np.float32)), "start: expected grey of 0 to 1 in an image of mode F"),
         ("nothing.png", "start: there is no file nothing.png"),
         (__file__, r"start: .*test_images.py cannot be read as an image"),
@@ -170,7 +167,7 @@ def test_equal_frames_of_an_animation_are_written_and_read(suffix, shades, tmp_p
 
 
 @pytest.mark.parametrize("suffix", ["gif", "webp"])
-def test_frames_of_an_animation_last_as_long_as_they_are_shown(suffix, tmp_path):
+def test_frames_of_an_animation_last_for_the_time_that_they_are_shown(suffix, tmp_path):
     first, *rest = (Image.fromarray(np.full((8, 8, 3), shade, np.uint8)) for shade in (10, 90, 170, 250))
     first.save(tmp_path / f"a.{suffix}", save_all=True, append_images=rest, duration=[100, 300, 100, 50], lossless=True)
     read, fps = read_clip(tmp_path / f"a.{suffix}")

@@ -1,6 +1,6 @@
 """Runs: plan and run take the same stages, a run continues from finished segments, two transformers share one.
 
-Latents of two transformers are compared with diffusers' in tests/parity/test_wan22.py.
+Latents of two transformers are compared with diffusers' in tests/parity/test_video_pipeline.py.
 """
 
 from pathlib import Path
@@ -27,9 +27,7 @@ def programs(pipe):
 @pytest.mark.parametrize(
     ("kind", "reference", "options"),
     [
-        ("t2v", "skyreels", SIZE),
         ("t2v", "diffusers", dict(SIZE, guidance_scale=1.0)),
-        ("i2v", "skyreels", dict(SIZE, image=IMAGE)),
         ("i2v", "diffusers", dict(SIZE, image=IMAGE, output_type="latent")),
         ("df", "skyreels", dict(SIZE, image=IMAGE, last_image=IMAGE, addnoise_condition=20)),
         ("df", "skyreels", dict(SIZE, num_frames=13, base_num_frames=13, video=CLIP, overlap_history=5, ar_step=1)),
