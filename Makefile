@@ -104,8 +104,8 @@ test-targets: $(VENV)/.installed-dev build/compilers/.installed  ## Compile prog
 	PYTHONPATH=build/compilers $(BIN)/python -m pytest tests/targets
 	PYTHONPATH=build/compilers $(BIN)/python -m tests.targets.table
 
-build/compilers/.installed: pyproject.toml tests/targets/requirements.py | $(VENV)/.installed-dev
-	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(@D) $$($(BIN)/python -m tests.targets.requirements)
+build/compilers/.installed: pyproject.toml tests/targets/topology.py | $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(@D) $$($(BIN)/python -m tests.targets.topology)
 	@touch $@
 
 fuzz-server: $(VENV)/.installed-dev  ## Send thousands of random requests to the server.

@@ -234,7 +234,7 @@ STACK = "model.layers.1.mlp.experts.gate_up_proj"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """The same arrays_of with a key for each matrix, and with a key for each stack."""
+    """Checkpoints of the same arrays with a key for each matrix, and with a key for each stack."""
     stacked = tiny_checkpoint(tmp_path_factory.mktemp("moe") / "stacked", family="qwen3_moe", **MOE)
     single = tmp_path_factory.mktemp("moe") / "single"
     opened = Checkpoint.open(stacked)
@@ -306,7 +306,7 @@ def test_packed_matrices_whose_rows_fill_no_whole_block_are_put_together(tmp_pat
 
 
 def packed_experts(folder, target, pack, scheme):
-    """A copy of a checkpoint with its experts packed, and their float arrays_of by key."""
+    """A copy of a checkpoint with its experts packed, and their float arrays by key."""
     opened, rng = Checkpoint.open(folder), np.random.default_rng(0)
     arrays, floats = {}, {}
     for name in opened.names():

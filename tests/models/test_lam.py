@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.support.lam import abstract, lam_config, load_lam, random_weights, relative, run, shapes
+from tests.support.lam import lam_config, load_lam, random_weights, relative, run, shapes
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.models import encoder
 from verax.models.lam import EnhancedHierarchicalDeltaNet, HierarchicalGatedDeltaNet, LamConfig
@@ -89,43 +89,10 @@ def test_published_files_may_hold_the_teachers_attention_and_weights_twice(tmp_p
         load_lam(tmp_path / "c", config, weights=weights | {"deltanet_layers.9.x": np.zeros(3, np.float32)})
 
 
-@pytest.mark.parametrize("rule", ["hierarchical", "local", "gated"])
-def test_bfloat16_weights_are_close_to_float32(rule, tmp_path):
-    exact = run(load_lam(tmp_path, lam_config(rule=rule)), TOKENS)
-    rounded = run(load_lam(tmp_path, lam_config(rule=rule), jnp.bfloat16), TOKENS)
+def test_bfloat16_weights_are_close_to_float32(tmp_path):
+    exact = run(load_lam(tmp_path, lam_config(rule="gated")), TOKENS)
+    rounded = run(load_lam(tmp_path, lam_config(rule="gated"), jnp.bfloat16), TOKENS)
     assert relative(rounded, exact) < 0.1
-
-
-def test_published_layer_sees_the_next_token():
-    f, x = layer("local")
-    y = np.array(x)
-    y[:, 41] += 1
-    assert np.abs(f(y)[0] - f(x)[0])[:, 40].max() > 1e-3
-    assert np.abs(f(y)[0] - f(x)[0])[:, :40].max() < 1e-5
-
-
-@pytest.mark.parametrize("rule", ["hierarchical", "local"])
-def test_published_embeddings_depend_on_padding_and_the_gated_ones_do_not(rule, tmp_path):
-    padded = TOKENS[:1].copy()
-    padded[:, 50:] = 0
-    lengths = jnp.array([50])
-    published = load_lam(tmp_path / rule, lam_config(rule=rule))
-    assert relative(run(published, padded, lengths)[:, :50], run(published, TOKENS[:1, :50])) > 1e-3
-    gated = load_lam(tmp_path / "gated", lam_config(rule="gated"))
-    assert relative(run(gated, padded, lengths)[:, :50], run(gated, TOKENS[:1, :50])) < 1e-5
-
-
-def test_rows_do_not_depend_on_each_other_in_a_gated_model(tmp_path):
-    tokens = np.random.default_rng(0).integers(0, 211, (2, 192))  # three chunks
-    gated = load_lam(tmp_path / "gated", lam_config(rule="gated"))
-    assert relative(run(gated, tokens)[:1], run(gated, tokens[:1])) < 1e-5
-
-
-def test_gated_layer_sees_nothing_later():
-    f, x = layer("gated")
-    y = np.array(x)
-    y[:, 41:] += 1
-    np.testing.assert_array_equal(f(y)[0][:, :41], f(x)[0][:, :41])
 
 
 @pytest.mark.parametrize("at", [1, 64, 100])
@@ -169,10 +136,7 @@ def test_more_tokens_than_positions_are_stretched_over_them_by_the_length_of_eac
         ({"lam_config": {"rule": "softmax"}}, "rule 'softmax' is not supported; there are hierarchical, local, gated"),
         ({"lam_config": {"chunks": 3}}, "lam_config has unknown chunks; known are rule,"),
         ({"lam_config": {"use_enhanced_flux": False}}, "lam_config.use_enhanced_flux"),
-        (
-            {"lam_config": {"coupling_interval": 0}},
-            "lam_config: coupling_interval: expected a whole number of 1 to",
-        ),
+        ({"lam_config": {"coupling_interval": 0}}, "lam_config: coupling_interval: expected a whole number of 1 to"),
         ({"lam_config": {"fast_decay_init": 2}}, "fast_decay_init: expected a number between 0 and 1"),
     ],
 )
@@ -185,8 +149,3 @@ def test_configurations_that_are_not_supported_are_named(changes, message):
 def test_a_missing_size_is_named():
     with pytest.raises(UnsupportedModelError, match="lacks intermediate_size"):
         encoder({k: v for k, v in PUBLISHED.items() if k != "intermediate_size"})
-
-
-def test_published_files_run_the_published_production_rule():
-    assert abstract(PUBLISHED).config.rule == "local"
-    assert abstract(PUBLISHED).config.num_positions == 512

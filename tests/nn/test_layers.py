@@ -116,7 +116,7 @@ def test_linear_layers_and_a_table_that_is_the_head_are_packed(folder, dtype):
 
 @needs_library
 @pytest.mark.parametrize("config", [None, SimpleNamespace(vocab_size=96)], ids=["no config", "no field"])
-def test_a_table_is_no_head_unless_a_config_ties_it(config):
+def test_a_table_is_a_head_only_if_a_config_ties_it(config):
     class Model(nnx.Module):
         def __init__(self):
             self.table = Embedding(96, 64, dtype=jnp.float32, rngs=nnx.Rngs(0))
@@ -138,7 +138,7 @@ def test_the_table_of_an_encoder_stays_an_array(folder):
 
 
 @needs_library
-def test_quantised_weights_stay_as_they_are(folder):
+def test_quantised_weights_stay_unchanged(folder):
     model = load(folder, quantization="int8")
     before = jax.tree.leaves(nnx.state(model))
     pack_linear_weights(model, few_rows=True)
@@ -148,7 +148,7 @@ def test_quantised_weights_stay_as_they_are(folder):
 
 
 @needs_library
-def test_an_engine_packs_weights_and_leaves_those_of_a_module_as_they_are(folder):
+def test_an_engine_packs_weights_and_leaves_a_modules_own_unchanged(folder):
     model = load(folder)
     before = jax.tree.leaves(nnx.state(model))
     llm = LLM.from_module(model, max_num_seqs=2, max_model_len=64, use_tqdm=False)

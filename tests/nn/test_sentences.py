@@ -32,7 +32,7 @@ def test_each_token_has_its_sentence_and_its_position_in_it(layout):
     np.testing.assert_array_equal(sentences.positions, positions)
 
 
-def test_states_are_pooled_by_sentence_whatever_is_beside_it(layout):
+def test_states_are_pooled_by_sentence_whatever_is_next_to_it(layout):
     sentences, shape, places = layout
     hidden = np.random.default_rng(0).standard_normal((*shape, 7)).astype(np.float32)
     expected = [hidden[place].copy() for place in places]

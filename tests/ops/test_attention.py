@@ -78,7 +78,7 @@ def test_scores_beyond_the_limit_are_never_written_out_at_once():
 
 @pytest.mark.parametrize(("N", "K", "m"), [(4, 4, 2), (12, 4, 4), (6, 2, 2)])
 @pytest.mark.parametrize("implementation", ["tiled", "pallas"])
-def test_results_are_those_of_the_heads_apart(N, K, m, implementation):
+def test_joined_heads_give_the_results_of_separate_heads(N, K, m, implementation):
     lengths, counts, H, options = [5, 70, 17, 40], [1, 1, 1, 40], 8, {"window": 37, "scale": 0.3}
     (q, k, v), table, lengths, starts = paged_problem(0, lengths, counts, N=N, K=K, H=H, p=16)
     exact = exact_paged_attention((q, k, v), table, lengths, starts, **options)
@@ -154,7 +154,7 @@ def test_packed_sequences_see_their_own_keys_in_splash_attention(monkeypatch):
     np.testing.assert_allclose(got, ops.attention.reference(*rows, **options), atol=0.02)
 
 
-def test_gradients_of_splash_attention_are_those_of_the_reference(monkeypatch):
+def test_gradients_of_splash_attention_equal_the_references(monkeypatch):
     monkeypatch.setattr(tpu, "splash_attention", lambda q, *_, **__: q * 0.0)
     rows = splash_arrays(40, 40)
     options = {"segments": jnp.asarray(np.repeat([[0, 1]], 20, axis=1)), "scale": 0.2, "window": 7, "soft_cap": 2.0}

@@ -1,7 +1,7 @@
-"""Convolutions by every implementation: against the definition in float64, in chunks of frames, and what is refused."""
+"""Convolutions by every implementation: against the definition in float64, causal, and what is refused; short ones."""
 
-import contextlib
 from functools import cache
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from tests.support.conv import conv_arrays, exact_conv3d
+from tests.support.cpu import NATIVE, at_level
 from verax import ops
 from verax.errors import InvalidParameterError
 from verax.ops.conv import ConvShape
-from verax.ops.cpu import library
 
-NATIVE = [f"native {level}" for level in library.levels()]
 ONES = ((1, 1), (1, 1))
 CASES = {
     "one pixel": dict(x=(1, 1, 1, 1, 1), kernel=(1, 1, 1), out=1),
@@ -40,9 +39,8 @@ def program(operation, implementation):
 
 
 def run(by, *arrays, operation="conv3d", **options):
-    """A convolution by an implementation, at a level if it is the C++ kernel: one program serves all levels."""
-    implementation, _, level = by.partition(" ")
-    with library.use_level(level) if level else contextlib.nullcontext():
+    implementation, level = at_level(by)
+    with level:
         return program(operation, implementation)(*arrays, **options)
 
 
@@ -79,8 +77,9 @@ def test_it_is_the_sum_over_the_kernel(by, dtype):
 
 
 @pytest.mark.parametrize("by", ["reference", "bfloat16", "native"])
-@pytest.mark.parametrize("stride", [1, 2, (2, 1)])
-@pytest.mark.parametrize("padding", [0, 1, ((0, 1), (0, 1)), ((2, 0), (1, 3))])
+@pytest.mark.parametrize(
+    ("stride", "padding"), [(1, 0), (2, 1), (2, ((0, 1), (0, 1))), ((2, 1), ((2, 0), (1, 3))), (1, ((2, 0), (1, 3)))]
+)
 def test_images_are_videos_of_one_frame(stride, padding, by):
     x, weight, bias = conv_arrays((2, 6, 7, 5), (3, 3), 4)
     strides = (stride, stride) if isinstance(stride, int) else stride
@@ -97,34 +96,6 @@ def test_an_output_frame_sees_no_later_frame(by, dtype, frames):
     y, changed = (run(by, clip, weight, bias, padding=1) for clip in (x, x.at[:, 3:].set(jnp.nan)))
     np.testing.assert_array_equal(changed[:, :3].astype(jnp.float32), y[:, :3].astype(jnp.float32))
     assert np.isnan(changed[:, 3:]).all()
-
-
-@each_dtype
-@pytest.mark.parametrize("chunk", [1, 2, 3, 6])
-def test_a_scan_over_chunks_with_a_cache_equals_the_whole(chunk, dtype):
-    x, weight, bias = conv_arrays((2, 6, 5, 4, 4), (3, 3, 3), 3, dtype=dtype)
-
-    def step(cache, frames):
-        y = ops.conv3d(frames, weight, bias, padding=1, cache=cache)
-        return jnp.concatenate([cache, frames], axis=1)[:, -2:], y
-
-    chunks = jnp.moveaxis(x.reshape(2, 6 // chunk, chunk, 5, 4, 4), 1, 0)
-    _, y = jax.lax.scan(step, jnp.zeros((2, 2, 5, 4, 4), dtype), chunks)
-    whole = ops.conv3d(x, weight, bias, padding=1)
-    np.testing.assert_allclose(
-        jnp.moveaxis(y, 0, 1).reshape(whole.shape).astype(jnp.float32), whole.astype(jnp.float32), atol=1e-6, rtol=1e-2
-    )
-
-
-def test_chunks_with_a_stride_in_time_keep_one_frame():
-    # Wan's temporal downsampling: no padding, chunks of 4 frames after the first.
-    x, weight, bias = conv_arrays((1, 9, 2, 3, 4), (3, 1, 1), 3)
-    options = dict(stride=(2, 1, 1))
-    whole = ops.conv3d(x, weight, bias, cache=x[:, :0], **options)
-    assert whole.shape[1] == 4
-    first = ops.conv3d(x[:, 1:5], weight, bias, cache=x[:, :1], **options)
-    second = ops.conv3d(x[:, 5:9], weight, bias, cache=x[:, 4:5], **options)
-    np.testing.assert_allclose(jnp.concatenate([first, second], 1), whole, atol=1e-6)
 
 
 @pytest.mark.parametrize("by", ["reference", *NATIVE])
@@ -169,10 +140,50 @@ def test_what_does_not_fit_is_refused(changes, message):
         ConvShape(**{"x": (1, 2, 4, 4, 3), "weight": (2, 3, 3, 3, 3), "stride": 1, "padding": 1, **changes})
 
 
-@pytest.mark.parametrize("by", ["reference", "bfloat16", "native"])
-def test_every_implementation_refuses_it(by):
-    x, weight, _ = conv_arrays((1, 2, 4, 4, 3), (3, 3, 3), 2)
-    with pytest.raises(InvalidParameterError, match="stride"):
-        run(by, x, weight, stride=0)
-    with pytest.raises(InvalidParameterError, match="padding"):
-        run(by, x[0], weight[:, :, 0], operation="conv2d", padding=-1)
+RNG = np.random.default_rng(0)
+T, C = 23, 5
+
+
+def short_arguments(width, sequences=1):
+    shapes = (1, T, C), (C, 1, width), (sequences, width - 1, C)
+    return [jnp.asarray(RNG.standard_normal(shape), jnp.float32) for shape in shapes]
+
+
+def exact_short(x, weight, state):
+    """The definition, in float64: outputs, and the last inputs."""
+    whole, taps = np.concatenate([state, x]).astype(np.float64), np.asarray(weight[:, 0].T, np.float64)
+    out = [(whole[t : t + len(taps)] * taps).sum(0) for t in range(len(x))]
+    return np.asarray(out).reshape(x.shape), whole[len(x) :]
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_the_short_convolution_is_its_definition(width):
+    x, weight, state = short_arguments(width)
+    out, last = ops.short_convolution(x, weight, initial_state=state)
+    for got, expected in zip((out[0], last[0]), exact_short(x[0], weight, state[0]), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-6)
+    fresh, _ = ops.short_convolution(x, weight)
+    np.testing.assert_allclose(fresh[0], exact_short(x[0], weight, 0 * state[0])[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("packing", [[0, 1, 3, 3, 10, 23], [0, 0, 2, 17, 18, 20], [0, 4, 4, 4, 4, 4]])
+@pytest.mark.parametrize("width", [1, 3, 4])
+def test_packed_short_convolutions_equal_separate_ones(packing, width):
+    # Empty sequences, sequences shorter than the filter, and tokens after the last of them.
+    x, weight, states = short_arguments(width, sequences=5)
+    packed = jax.jit(lambda cu_seqlens: ops.short_convolution(x, weight, initial_state=states, cu_seqlens=cu_seqlens))
+    out, last = packed(jnp.asarray(packing))
+    for n, (start, stop) in enumerate(pairwise(packing)):
+        expected, left = exact_short(x[0, start:stop], weight, states[n])
+        np.testing.assert_allclose(out[0, start:stop], expected, atol=1e-6)
+        np.testing.assert_array_equal(last[n], left.astype(np.float32))
+
+
+@pytest.mark.parametrize("cut", [1, 2, 9, 22])
+def test_a_short_convolution_continues_from_where_it_stopped(cut):
+    x, weight, state = short_arguments(4)
+    whole, last = ops.short_convolution(x, weight, initial_state=state)
+    first, middle = ops.short_convolution(x[:, :cut], weight, initial_state=state)
+    second, end = ops.short_convolution(x[:, cut:], weight, initial_state=middle)
+    np.testing.assert_allclose(np.concatenate([first, second], axis=1), whole, atol=1e-6)
+    np.testing.assert_array_equal(end, last)

@@ -3,7 +3,6 @@
 The C++ kernel runs at every level. A program of it serves all levels: the level is looked up when it runs.
 """
 
-import contextlib
 from functools import cache, partial
 from itertools import pairwise
 
@@ -12,12 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.cpu import NATIVE, at_level
 from tests.support.delta import HARD_SHAPES, RULES, error, float32, hard_errors, inputs, options, oracle, rounded_inputs
 from verax import ops
 from verax.errors import InvalidParameterError
-from verax.ops.cpu import library
-
-NATIVE = [f"native {level}" for level in library.levels()]
 
 
 @cache
@@ -34,10 +31,10 @@ def program(rule, implementation, settings):
 
 def run(rule, x, by="auto", initial_state=None, cu_seqlens=None, **settings):
     """`rule` on float32 arrays, compiled; outputs and final states."""
-    implementation, _, level = by.partition(" ")
     arrays = {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
     arrays = {name: jnp.asarray(a) for name, a in arrays.items() if a is not None}
-    with library.use_level(level) if level else contextlib.nullcontext():
+    implementation, level = at_level(by)
+    with level:
         return program(rule, implementation, tuple(sorted(settings.items())))(x, arrays)
 
 
@@ -84,13 +81,6 @@ def test_decoding_token_by_token_continues_a_prompt(rule):
 def test_keys_that_break_inverses_and_gates_that_break_exponentials(rule, T, K, V, by):
     settings, repeated = ({"chunk_size": 64}, 2e-4) if by == "chunk" else ({}, 1e-4)
     assert not hard_errors(lambda x: run(rule, float32(x), by, **settings), rule, T, K, V, repeated=repeated)
-
-
-@pytest.mark.parametrize("rule", ["gated_delta_rule", "kda"])
-def test_the_chunk_size_changes_nothing(rule):
-    x = float32(inputs(rule, T=150))
-    small, large = (run(rule, x, mode="chunk", chunk_size=chunk_size) for chunk_size in (16, 128))
-    check(large, [np.asarray(one, np.float64) for one in small], 3e-6)
 
 
 @pytest.mark.parametrize("by", ["auto", *NATIVE])
@@ -192,28 +182,6 @@ def test_the_recurrence_packs_too():
         )
         for a, b in zip(recurrent, chunk, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("by", ["reference", "chunk"])
-def test_nothing_leaks_from_one_sequence_to_another(by):
-    x, other = (packed_arguments("gated_delta_rule", seed)[0] for seed in (0, 5))
-    changed = {name: jnp.concatenate([other[name][:, :37], a[:, 37:]], 1) for name, a in x.items()}
-    (out, final), (out2, final2) = (
-        run("gated_delta_rule", inputs, by, cu_seqlens=np.asarray([0, 37, 90])) for inputs in (x, changed)
-    )
-    np.testing.assert_array_equal(out[:, 37:], out2[:, 37:])
-    np.testing.assert_array_equal(final[1], final2[1])
-    assert not np.array_equal(final[0], final2[0])
-
-
-@pytest.mark.parametrize(("rule", "split"), [("gated_delta_rule", 41), ("kda", 16), ("comba", 89)])
-def test_a_sequence_may_be_cut_anywhere(rule, split):
-    x, states = packed_arguments(rule)
-    out, final = run(rule, x, initial_state=states[:1])
-    first, state = run(rule, part(x, 0, split), initial_state=states[:1])
-    second, state = run(rule, part(x, split, TOKENS), initial_state=state)
-    np.testing.assert_allclose(jnp.concatenate([first, second], 1), out, rtol=1e-5, atol=2e-6)
-    np.testing.assert_allclose(state, final, rtol=1e-5, atol=2e-6)
 
 
 def zeros(**changes):

@@ -54,21 +54,21 @@ def check(arrays, expected):
 
 
 @each_case
-def test_the_scan_is_that_in_float64(device, name):
+def test_the_scan_equals_float64(device, name):
     owner, sizes = CASES[device][name]
     arguments = scan_problem(len(name), owner, **sizes)
     check(SCANS[device](*arguments, keep_states=True), exact_scan(*arguments))
 
 
 @each_case
-def test_the_gradient_is_that_in_float64(device, name):
+def test_the_gradient_equals_float64(device, name):
     owner, sizes = CASES[device][name]
     chunks, states, owner = scan_problem(len(name), owner, **sizes)
     d_final, d_out = cotangents(1, chunks, states, owner)
     check(GRADIENTS[device](chunks, d_final, owner, d_out), exact_scan_backward(chunks, d_final, owner, d_out))
 
 
-def test_the_references_are_those_in_float64():
+def test_the_references_equal_float64():
     chunks, states, owner = scan_problem(0, [0, 0, 1, 2], N=2, R=2)
     check(delta_chunk_scan.reference(chunks, states, owner, keep_states=True), exact_scan(chunks, states, owner))
     d_final, d_out = cotangents(1, chunks, states, owner)
@@ -105,13 +105,7 @@ def test_nan_stays_in_its_head_and_sequence(device):
         assert np.isfinite(np.asarray(finite)).all()
 
 
-def test_a_tpu_multiplies_heads_together_as_far_as_there_is_memory():
-    assert tpu.heads_of_step(16, 64, 128, 128) == tpu.MAX_HEADS
-    assert tpu.heads_of_step(3, 64, 128, 128) == 3
-    assert tpu.heads_of_step(16, 64, 256, 256) == 4
-
-
-def test_derivatives_are_those_of_the_reference(monkeypatch):
+def test_derivatives_equal_the_references(monkeypatch):
     chunks, states, owner = scan_problem(3, [0, 0])
     monkeypatch.setattr("verax.ops.delta._scan.scan_by", lambda walk, *arrays, **_: delta_chunk_scan.reference(*arrays))
 

@@ -14,7 +14,6 @@ from verax.errors import InvalidParameterError
 from verax.ops.delta import delta_slot_recurrence
 from verax.ops.delta._recurrence import step_by
 from verax.ops.gpu import delta as gpu_kernel
-from verax.ops.gpu.delta import columns_of_program
 from verax.ops.tpu import delta as tpu_kernel
 
 CHOICES = {
@@ -144,7 +143,7 @@ def test_nan_stays_in_its_column_and_changes_no_bit_of_the_others(choice):
         assert set(changed[:, -1]) == {33}
 
 
-def test_packed_prompts_go_on_from_their_slots():
+def test_packed_prompts_continue_from_their_slots():
     given, exact = problem("gated_delta_rule", B=1)
     x = inputs("gated_delta_rule", B=1, T=5)
     slots, cu_seqlens = in_slots([4, 5, 0], [False, False, True]), jnp.asarray([0, 2, 2, 5])
@@ -159,13 +158,8 @@ def test_packed_prompts_go_on_from_their_slots():
     np.testing.assert_allclose(states, wanted, atol=1e-5)
 
 
-def test_a_state_is_divided_where_there_are_few():
-    assert [columns_of_program(heads, 128) for heads in (16, 64, 128, 4096)] == [8, 8, 16, 32]
-    assert columns_of_program(64, 20) == 8
-
-
 @pytest.mark.parametrize("kernel", ["triton", "pallas"])
-def test_gradients_are_those_of_the_reference(kernel):
+def test_gradients_equal_the_references(kernel):
     given, _ = problem("gated_delta_rule")
     slots = in_slots([3, 1], [False, True])
 

@@ -47,7 +47,7 @@ def part_of(weight, division, index, count):
 
 @every_weight
 @pytest.mark.parametrize("division", [ROWS, INPUTS], ids=["rows", "inputs"])
-def test_the_parts_are_those_of_the_whole(kind, division):
+def test_parts_put_together_are_the_whole(kind, division):
     weight = WEIGHTS[kind]
     check_division("w", weight, division, 2)
     parts = [plain(part_of(weight, division, i, 2)) for i in range(2)]
@@ -131,6 +131,6 @@ def test_inputs_in_an_order_of_their_own_are_not_divided():
         check_division("w", weight, INPUTS, 2)
 
 
-def test_padding_of_a_whole_weight_is_no_part_of_it():
+def test_padding_is_not_a_part_of_a_whole_weight():
     weight = ops.quantize(WEIGHT[:37], 4, 32)
     assert resized(weight).shape == (37, 512)

@@ -105,7 +105,7 @@ def test_leading_axes_are_broadcast(x):
 
 
 @pytest.mark.parametrize("implementation", [None, "ragged_dot"])
-def test_gradients_are_those_of_the_reference(implementation):
+def test_gradients_equal_the_references(implementation):
     (x, weights, groups), _ = case([[0, 3], [3, 3], [1, 0]])
     wanted = jnp.asarray(np.random.default_rng(2).standard_normal((3, 2, 37)), jnp.float32)
 

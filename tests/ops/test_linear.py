@@ -33,7 +33,7 @@ def test_many_rows_and_none(shape, dtype):
 
 @pytest.mark.parametrize("implementation", ["reference", "integers", None])
 @pytest.mark.parametrize("shape", [(67,), (2, 5, 67), (0, 67)])
-def test_inputs_become_integers_beside_a_weight_that_rounds_them(implementation, shape):
+def test_inputs_become_integers_with_a_weight_that_rounds_them(implementation, shape):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal(shape) * 10.0 ** rng.integers(-3, 3, (*shape[:-1], 1)), jnp.float32)
     weight = replace(ops.quantize(jnp.asarray(rng.standard_normal((35, 67)), jnp.float32), 8), rounds_inputs=True)

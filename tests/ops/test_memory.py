@@ -1,4 +1,4 @@
-"""`ops.update_rows` and `ops.materialize`: less memory, with the values and gradients of the plain program."""
+"""Rows in place, materialised arrays and swapped pairs: less memory or time, with the plain program's values."""
 
 from functools import partial
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.jaxprs import primitives
+from tests.support.devices import primitives
 from verax import ops
 
 WIDTH = 8
@@ -36,13 +36,7 @@ def test_blocks_give_the_results_of_the_whole(function, B, T):
     jax.tree.map(np.testing.assert_array_equal, jax.jit(lambda *a: blocks(function, *a))(*given), function(*given))
 
 
-def test_no_block_reads_rows_of_another():
-    x = arrays(1, 4099)[0]
-    result = ops.update_rows(lambda x: x + 1, x)
-    np.testing.assert_array_equal(result, x + 1)  # a row that two blocks update would have 2 more
-
-
-def test_gradients_are_those_of_the_whole():
+def test_gradients_equal_the_wholes():
     x, table, scale = arrays(2, 1500)
     assert ops.update_rows.select(in_place, x, table, scale).name == "blocks"
     weight = jnp.linspace(-1.0, 2.0, WIDTH)
@@ -68,7 +62,7 @@ def test_only_many_rows_on_one_cpu_are_divided():
         assert ops.update_rows.select(jnp.sin, x).is_reference
 
 
-def test_memory_between_layers_is_that_of_a_block_in_any_number_of_layers():
+def test_memory_between_layers_is_one_blocks_in_any_number_of_layers():
     F = 64 * WIDTH
     up, down = jnp.ones((F, WIDTH)), jnp.ones((WIDTH, F))
     x = jax.ShapeDtypeStruct((1, 16384, WIDTH), jnp.float32)
@@ -101,10 +95,36 @@ def test_only_programs_for_tpu_have_a_barrier(platform, expected):
 
 
 @pytest.mark.parametrize("name", ops.materialize.implementations)
-def test_values_and_gradients_are_those_of_the_array(name):
+def test_values_and_gradients_equal_the_arrays(name):
     def loss(x):
         return (jnp.sin(ops.materialize(x)) ** 2).sum()
 
     with ops.use_implementations(materialize=name):
         assert (jax.jit(lambda x: ops.materialize(x))(X) == X).all()
         assert jnp.allclose(jax.grad(loss)(X), jnp.sin(2 * X), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ops.swap_pairs.implementations)
+@pytest.mark.parametrize("shape", [(2,), (3, 6), (2, 5, 3, 128)])
+def test_neighbours_change_places_with_all_of_their_bits(name, shape):
+    rng = np.random.default_rng(len(shape))
+    x = (rng.standard_normal(shape) * 10.0 ** rng.integers(-30, 30, shape)).astype(np.float32)
+    expected = np.stack([x[..., 1::2], x[..., ::2]], axis=-1).reshape(shape)
+    with ops.use_implementations(swap_pairs=name):
+        np.testing.assert_array_equal(ops.swap_pairs(jnp.asarray(x)), expected)
+
+
+@pytest.mark.parametrize("name", ops.swap_pairs.implementations)
+def test_gradients_change_places_back(name):
+    weights = jnp.arange(12.0).reshape(2, 6)
+    with ops.use_implementations(swap_pairs=name):
+        computed = jax.grad(lambda x: (ops.swap_pairs(x) * weights).sum())(jnp.ones((2, 6)))
+    np.testing.assert_array_equal(computed, [[1, 0, 3, 2, 5, 4], [7, 6, 9, 8, 11, 10]])
+
+
+@pytest.mark.parametrize(("platform", "multiplies"), [("cpu", False), ("gpu", False), ("tpu", True)])
+def test_only_programs_for_tpu_multiply_and_in_the_highest_precision(platform, multiplies):
+    with ops.use_target(platform):
+        program = jax.make_jaxpr(lambda x: ops.swap_pairs(x))(jnp.ones((2, 6)))
+    assert ("dot_general" in primitives(program)) == multiplies
+    assert ("HIGHEST" in str(program)) == multiplies

@@ -1,7 +1,11 @@
-"""Paged attention: every implementation against dense attention in float64."""
+"""Paged attention by every implementation, against dense attention in float64; what pages hold.
+
+The C++ kernels run at every level; what they promise about bits is tested in tests/ops/cpu/test_paged.py.
+"""
 
 import sys
-from functools import partial
+from functools import cache, lru_cache, partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +19,163 @@ from tests.support.attention import (
     paged_problem,
     quantized_problem,
     quantized_tokens,
+    with_nan_in_page_0,
     without_pages_before_the_window,
 )
+from tests.support.cpu import NATIVE, at_level
 from verax import ops
 from verax.ops.paged import QuantizedPages, page_bytes
 
-STATIC = ("window", "scale", "soft_cap")
-attention = jax.jit(ops.paged_attention, static_argnames=STATIC)
-decode = jax.jit(ops.paged_decode_attention, static_argnames=STATIC)
+
+@cache
+def program(operation, implementation):
+    @partial(jax.jit, static_argnames=("window", "scale", "soft_cap"))
+    def run(*arrays, **options):
+        with ops.use_implementations(**{operation: implementation}):
+            return getattr(ops, operation)(*arrays, **options)
+
+    return run
+
+
+def attend(by, *arrays, **options):
+    """Attention of a ragged step by an implementation, or of a decode step, whose arguments lack `starts`."""
+    implementation, level = at_level(by)
+    with level:
+        operation = "paged_attention" if len(arrays) == 6 else "paged_decode_attention"
+        return np.asarray(program(operation, implementation)(*arrays, **options))
+
+
+def problem(seed, lengths, counts, dtype, heads, **sizes):
+    """Queries and pages, the arrays that they stand for, and the rest of a call."""
+    sizes = dict(zip("NKH", heads, strict=True)) | sizes
+    if dtype in ("int8", "float8_e4m3fn"):
+        return quantized_problem(seed, lengths, counts, cache_dtype=dtype, **sizes)
+    arrays, *rest = paged_problem(seed, lengths, counts, dtype=jnp.dtype(dtype), **sizes)
+    return arrays, arrays, *rest
+
+
+def assert_close(by, out, expected, dtype):
+    """Assert that a result is exact but for rounding: queries and weights become bfloat16 with pages of fewer bits."""
+    if dtype == "float32" or (by == "reference" and dtype != "bfloat16"):
+        # The C++ kernels' heads are larger: scores reach 30, so that weights are good to 1e-5; values reach 10.
+        np.testing.assert_allclose(out, expected, atol=1e-4 if by in NATIVE else 2e-5)
+    else:
+        assert np.linalg.norm(out - expected) <= 1e-2 * np.linalg.norm(expected)
+
+
+def pairwise(rows, columns, values):
+    """Each row with each column, and values in turn."""
+    places = product(enumerate(rows), enumerate(columns))
+    return [(row, column, values[(i + j) % len(values)]) for (i, row), (j, column) in places]
+
+
+def by_each(plain, plain_cases, native_cases):
+    """Parameters of a test: an implementation, and its cases; implementations of a case come in turn."""
+    native = [(by, *case) for case in native_cases for by in NATIVE]
+    return [*((by, *case) for case in plain_cases for by in plain), *native]
+
+
+RAGGED = {
+    "one token": ([1], [1]),
+    "decodes and a chunk": ([5, 300, 17, 40], [1, 1, 1, 40]),
+    "chunk in the middle of a prompt": ([130, 9], [37, 9]),
+    "page boundaries": ([16, 32, 33, 129], [16, 1, 33, 2]),
+    "padding rows": ([7, 0, 0], [3, 0, 0]),
+    "chunks longer than a tile": ([400, 250], [300, 250]),
+    "several spans": ([1100, 513, 700], [1, 1, 200]),
+}
+SIZES = dict(p=16, num_pages=150, num_tokens=552, table_width=69)
+"""Sizes that all of `RAGGED` have room in, so that they share their programs."""
+
+DTYPES = ("float32", "bfloat16", "int8")
+SMALL = ((4, 2, 8), (3, 3, 8), (4, 1, 8))
+LARGE = ((4, 2, 16), (5, 1, 20), (3, 3, 80))
+DECODE = ((2, 2, 64), (4, 2, 128), (5, 1, 80), (16, 2, 128), (16, 1, 40), (8, 1, 256))
+
+
+@lru_cache(maxsize=1)
+def ragged_problem(name, dtype, heads):
+    """Arguments and the exact result: one test of each implementation after the other."""
+    lengths, counts = (numbers + [0] * (4 - len(numbers)) for numbers in RAGGED[name])
+    arrays, floats, *rest = problem(0, lengths, counts, dtype, heads, **SIZES)
+    return (*arrays, *rest), exact_paged_attention(floats, *rest)
+
+
+@pytest.mark.parametrize(
+    ("by", "name", "dtype", "heads"),
+    by_each(
+        ("reference", "tiled"),
+        pairwise(RAGGED, (*DTYPES, "float8_e4m3fn"), SMALL),
+        pairwise(RAGGED, DTYPES, LARGE),
+    ),
+)
+def test_ragged_attention_equals_dense_attention_in_float64(by, name, dtype, heads):
+    arguments, expected = ragged_problem(name, dtype, heads)
+    assert_close(by, attend(by, *arguments), expected, dtype)
+
+
+@lru_cache(maxsize=1)
+def decode_problem(heads, p, dtype, lengths=None, window=None):
+    """Arguments of rows of many lengths, none among them, and the exact result of each row."""
+    lengths = lengths or (0, 1, p - 1, p, p + 1, 64, 65, 511, 512, 513, 1500)
+    counts = [int(length > 0) for length in lengths]
+    (q, *pages), floats, table, kv, starts = problem(1, lengths, counts, dtype, heads, p=p)
+    newest = np.maximum(np.asarray(starts[1:]) - 1, 0)
+    expected = exact_paged_attention(floats, table, kv, starts, window=window)[newest]
+    expected[np.asarray(lengths) == 0] = 0
+    freed = table if window is None else without_pages_before_the_window(window, table, kv, starts, p)
+    return (np.asarray(q)[newest], *pages, freed, kv), expected
+
+
+@pytest.mark.parametrize(
+    ("by", "heads", "p", "dtype"),
+    by_each(
+        ("reference", "chunked"),
+        pairwise(SMALL, (8, 16, 48), ("float32", "int8", "float8_e4m3fn", "float32")),
+        pairwise(DECODE, (8, 16, 48), DTYPES),
+    ),
+)
+def test_decode_attention_equals_dense_attention_in_float64(by, heads, p, dtype):
+    arguments, expected = decode_problem(heads, p, dtype)
+    assert_close(by, attend(by, *arguments), expected, dtype)
+
+
+WINDOWS = [((1, 16, 70, 600), "float32"), ((16, 512), "bfloat16"), ((1, 512), "int8")]
+
+
+def unread(by, pages):
+    """Pages whose first one, in the place of freed ones, turns what reads it into NaN, or into large numbers."""
+    return with_nan_in_page_0(pages) if by in NATIVE else pages
+
+
+@pytest.mark.parametrize(("by", "windows", "dtype"), by_each(("reference", "tiled"), WINDOWS[:1], WINDOWS))
+def test_no_key_outside_of_a_window_is_read(by, windows, dtype):
+    lengths, counts = [1100, 9, 513, 700, 0, 400], [1, 1, 2, 200, 0, 400]
+    for window in windows:
+        heads = (4, 1, 20) if by in NATIVE else (4, 2, 8)
+        (q, *pages), floats, table, *rest = problem(3, lengths, counts, dtype, heads, p=16)
+        expected = exact_paged_attention(floats, table, *rest, window=window)
+        freed = without_pages_before_the_window(window, table, *rest, 16)
+        assert_close(by, attend(by, q, *unread(by, pages), freed, *rest, window=window), expected, dtype)
+
+
+@pytest.mark.parametrize(("by", "windows", "dtype"), by_each(("reference", "chunked"), WINDOWS[:1], WINDOWS))
+def test_a_decode_step_sees_its_window_only(by, windows, dtype):
+    for window in windows:
+        heads = (6, 2, 64) if by in NATIVE else (4, 2, 8)
+        (q, *rest), expected = decode_problem(heads, 16, dtype, (1, 15, 0, 64, 65, 511, 512, 513, 1500), window)
+        out = attend(by, q, *unread(by, rest[:2]), *rest[2:], window=window)
+        assert_close(by, out, expected, dtype)
+
+
+@pytest.mark.parametrize(
+    ("by", "dtype"), by_each(("reference", "tiled"), [("float32",)], [(dtype,) for dtype in DTYPES])
+)
+def test_scores_are_scaled_then_capped(by, dtype):
+    changes, heads = {"scale": 0.3, "soft_cap": 4.0}, (4, 2, 20) if by in NATIVE else (4, 2, 8)
+    (q, *pages), floats, *rest = problem(5, [600, 40, 5], [1, 40, 1], dtype, heads, p=16)
+    assert_close(by, attend(by, q, *pages, *rest, **changes), exact_paged_attention(floats, *rest, **changes), dtype)
+    assert np.isfinite(attend(by, 1e9 * q, *pages, *rest, **changes)).all()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is given back under Linux")
@@ -33,93 +186,6 @@ def test_new_pages_take_memory_when_they_are_written():
     written = jax.jit(lambda pages: pages.at[1000].set(1.0), donate_argnums=0)(pages).block_until_ready()
     assert process.memory_info().rss - before < 100e6
     assert float(written.sum()) == 4 * 128 * 128
-
-
-RAGGED = {
-    "one token": ([1], [1]),
-    "decodes and a chunk": ([5, 300, 17, 40], [1, 1, 1, 40]),
-    "chunk in the middle of a prompt": ([130, 9], [37, 9]),
-    "page boundaries": ([16, 32, 33, 129], [16, 1, 33, 2]),
-    "padding rows": ([7, 0, 0], [3, 0, 0]),
-    "chunks longer than a tile": ([100, 65], [70, 65]),
-}
-
-
-def ragged(problem, seed, name, *, N, K):
-    """A problem with the lengths and counts of `RAGGED`, of the same sizes for each: they share their programs."""
-    lengths, counts = (numbers + [0] * (4 - len(numbers)) for numbers in RAGGED[name])
-    return problem(seed, lengths, counts, N=N, K=K, H=8, p=16, num_pages=28, num_tokens=137, table_width=19)
-
-
-@pytest.mark.parametrize("name", RAGGED)
-@pytest.mark.parametrize(("N", "K"), [(4, 2), (3, 3), (4, 1)])
-@pytest.mark.parametrize("implementation", ["reference", "tiled"])
-def test_ragged_attention_equals_dense_attention_in_float64(name, N, K, implementation):
-    arrays, *rest = ragged(paged_problem, 0, name, N=N, K=K)
-    with ops.use_implementations(paged_attention=implementation):
-        out = attention(*arrays, *rest)
-    np.testing.assert_allclose(out, exact_paged_attention(arrays, *rest), atol=2e-5)
-
-
-@pytest.mark.parametrize(("N", "K"), [(4, 2), (3, 3), (8, 1)])
-@pytest.mark.parametrize("p", [16, 8, 48])
-@pytest.mark.parametrize("implementation", ["reference", "chunked"])
-def test_decode_attention_equals_dense_attention_in_float64(N, K, p, implementation):
-    lengths = [1, 130, 16, 0, 257]
-    counts = [1, 1, 1, 1, 1]
-    (q, k, v), table, kv, starts = paged_problem(1, lengths, counts, N=N, K=K, H=8, p=p)
-    with ops.use_implementations(paged_decode_attention=implementation):
-        out = decode(q[:5], k, v, table, kv)
-    expected = exact_paged_attention((q[:5], k, v), table, [1, 130, 16, 1, 257], starts)
-    expected[3] = 0  # the padding row
-    np.testing.assert_allclose(out, expected, atol=2e-5)
-
-
-@pytest.mark.parametrize("name", RAGGED)
-@pytest.mark.parametrize("window", [1, 16, 37, 1000])
-@pytest.mark.parametrize("implementation", ["reference", "tiled"])
-def test_a_query_sees_its_window_only_and_pages_before_it_may_be_anyones(name, window, implementation):
-    arrays, table, *rest = ragged(paged_problem, 6, name, N=4, K=2)
-    freed = without_pages_before_the_window(window, table, *rest, 16)
-    with ops.use_implementations(paged_attention=implementation):
-        out = attention(*arrays, freed, *rest, window=window)
-    np.testing.assert_allclose(out, exact_paged_attention(arrays, table, *rest, window=window), atol=2e-5)
-
-
-@pytest.mark.parametrize("window", [1, 20, 130])
-@pytest.mark.parametrize("implementation", ["reference", "chunked"])
-def test_a_decode_step_sees_its_window_only(window, implementation):
-    (q, k, v), table, kv, starts = paged_problem(7, [1, 400, 16, 0, 257], [1] * 5, N=4, K=2, H=8, p=16)
-    freed = without_pages_before_the_window(window, table, kv, starts, 16)
-    with ops.use_implementations(paged_decode_attention=implementation):
-        out = decode(q[:5], k, v, freed, kv, window=window)
-    expected = exact_paged_attention((q[:5], k, v), table, [1, 400, 16, 1, 257], starts, window=window)
-    expected[3] = 0  # the padding row
-    np.testing.assert_allclose(out, expected, atol=2e-5)
-
-
-@pytest.mark.parametrize("implementation", ["reference", "tiled"])
-def test_scores_are_scaled_then_capped(implementation):
-    arrays, *rest = paged_problem(8, [130, 9], [37, 9], N=4, K=2, H=8, p=16)
-    options = {"scale": 0.2, "soft_cap": 2.0}
-    with ops.use_implementations(paged_attention=implementation):
-        out = attention(*arrays, *rest, **options)
-    np.testing.assert_allclose(out, exact_paged_attention(arrays, *rest, **options), atol=2e-5)
-
-
-def test_table_wider_than_the_sequence_needs_is_not_read_into_the_result():
-    arrays, table, lengths, starts = paged_problem(2, [20], [20], N=2, K=1, H=4, p=16, table_width=37)
-    out = ops.paged_attention(*arrays, table, lengths, starts)
-    assert np.abs(out - exact_paged_attention(arrays, table, lengths, starts)).max() < 2e-5
-
-
-def test_bfloat16_cache_loses_no_more_than_rounding_its_inputs():
-    arrays, *rest = paged_problem(3, [90, 33], [5, 33], N=4, K=2, H=16, p=16, dtype=jnp.bfloat16)
-    exact = exact_paged_attention(arrays, *rest)
-    for implementation in ("reference", "tiled"):
-        with ops.use_implementations(paged_attention=implementation):
-            out = ops.paged_attention(*arrays, *rest)
-        assert np.linalg.norm(out - exact) / np.linalg.norm(exact) < 1e-2
 
 
 def test_huge_scores_give_neither_nan_nor_infinity():
@@ -141,7 +207,7 @@ def test_written_pages_hold_what_was_written_and_nothing_else_changes():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
-def test_pages_written_by_head_are_those_of_the_reference(dtype):
+def test_pages_written_by_head_equal_the_references(dtype):
     rng = np.random.default_rng(6)
     x = jnp.asarray(rng.standard_normal((5, 3, 24)), jnp.float32)
     pages, offsets = jnp.asarray([2, 1, 2, 0, 3]), jnp.asarray([7, 0, 3, 1, 7])
@@ -150,30 +216,6 @@ def test_pages_written_by_head_are_those_of_the_reference(dtype):
     expected, out = (ops.write_pages.implementations[name].function(cache, x, pages, offsets) for name in names)
     assert all(map(np.array_equal, jax.tree.leaves(out), jax.tree.leaves(expected)))
     assert not all(map(np.array_equal, jax.tree.leaves(out), jax.tree.leaves(cache)))
-
-
-@pytest.mark.parametrize("name", RAGGED)
-@pytest.mark.parametrize(("N", "K", "dtype"), [(4, 2, "int8"), (3, 3, "int8"), (4, 2, "float8_e4m3fn")])
-def test_quantised_pages_give_the_attention_of_the_numbers_that_they_stand_for(name, N, K, dtype):
-    pages, arrays, *rest = ragged(partial(quantized_problem, cache_dtype=dtype), 0, name, N=N, K=K)
-    exact = exact_paged_attention(arrays, *rest)
-    with ops.use_implementations(paged_attention="reference"):
-        np.testing.assert_allclose(attention(*pages, *rest), exact, atol=2e-5)
-    with ops.use_implementations(paged_attention="tiled"):
-        out = attention(*pages, *rest)
-    assert np.linalg.norm(out - exact) / np.linalg.norm(exact) < 1e-2  # queries and weights are rounded to bfloat16
-
-
-@pytest.mark.parametrize(("p", "dtype"), [(16, "int8"), (48, "int8"), (48, "float8_e4m3fn")])
-def test_quantised_decode_attention_is_that_of_the_numbers(p, dtype):
-    sizes = {"N": 6, "K": 2, "H": 8, "p": p, "cache_dtype": dtype}
-    (q, k, v), (_, *floats), table, kv, starts = quantized_problem(1, [1, 130, 16, 0, 257], [1] * 5, **sizes)
-    expected = exact_paged_attention((q[:5], *floats), table, [1, 130, 16, 1, 257], starts)
-    expected[3] = 0  # the padding row
-    for implementation in ("reference", "chunked"):
-        with ops.use_implementations(paged_decode_attention=implementation):
-            out = decode(q[:5], k, v, table, kv)
-        assert np.linalg.norm(out - expected) / np.linalg.norm(expected) < 1e-2
 
 
 def test_int8_pages_round_each_token_and_head_to_a_127th_of_its_largest():
@@ -225,8 +267,3 @@ def test_float8_pages_hold_any_size_of_numbers_and_no_nan():
     error = np.abs(values[kept] * scales[kept, None] - x[kept])
     assert np.all(error <= np.maximum(np.abs(x[kept]) / 15.9, largest / 448 / 500))
     np.testing.assert_array_equal(np.abs(values[kept]).max(-1), np.where(largest[:, 0] > 0, 448, 0))
-
-
-def test_quantised_pages_take_nearly_half_of_the_memory():
-    assert page_bytes((8, 16, 128), "float8_e4m3fn") == page_bytes((8, 16, 128), "int8")
-    assert page_bytes((8, 16, 128), "int8") / page_bytes((8, 16, 128), "bfloat16") == pytest.approx(0.516, abs=1e-3)

@@ -52,8 +52,7 @@ def unseen_is_nan(arrays, table, lengths, starts, window=None):
 
 
 @pytest.mark.parametrize(
-    ("N", "K", "options"),
-    [(6, 2, {}), (3, 3, {"window": 1}), (9, 1, {"window": 37, "scale": 0.3, "soft_cap": 3.0})],
+    ("N", "K", "options"), [(6, 2, {}), (3, 3, {"window": 1}), (9, 1, {"window": 37, "scale": 0.3, "soft_cap": 3.0})]
 )
 @each_device
 def test_a_decode_step_is_attention_in_float64_and_reads_nothing_that_a_query_does_not_see(device, N, K, options):
@@ -103,11 +102,6 @@ def test_pages_of_fewer_bits_lose_no_more_than_rounding_their_inputs(device, ste
     assert np.linalg.norm(out - expected) / np.linalg.norm(expected) < 1e-2
 
 
-def test_contexts_are_split_where_there_are_too_few_sequences_and_keys_enough():
-    assert [gpu.num_parts(rows, 8, 4096) for rows in (1, 4, 32, 64, 256)] == [16, 16, 2, 1, 1]
-    assert gpu.num_parts(1, 8, 100) == 1
-
-
 def test_every_float8_number_is_widened_exactly():
     bits = np.arange(256, dtype=np.uint8).reshape(8, 32)
     numbers = bits.view(jnp.float8_e4m3fn)
@@ -133,12 +127,6 @@ def test_copies_may_arrive_at_once_or_when_they_are_waited_for(mode):
 def test_a_batch_of_padding_gives_zeros():
     problem = paged_problem(1, [0, 0], [1, 1], N=2, K=1, H=8, p=16)
     np.testing.assert_array_equal(attend("tpu", "decode", *problem, pages=1), 0)
-
-
-def test_a_chunk_is_whole_registers_of_scores_and_at_most_a_mebibyte_of_keys():
-    chunks = {p: tpu.pages_of_chunk(jnp.zeros((1, 8, p, 128), jnp.bfloat16)) * p for p in (8, 16, 128, 256)}
-    assert chunks == {8: 512, 16: 512, 128: 512, 256: 512}
-    assert tpu.pages_of_chunk(jnp.zeros((1, 64, 16, 256), jnp.bfloat16)) == 8  # no less than one register
 
 
 def chosen(operation, H=128, p=16, dtype="bfloat16", width=8, N=16):

@@ -1,6 +1,5 @@
 """The norms and GELU by the reference and by the C++ kernels at every level, against their definitions in float64."""
 
-import contextlib
 import math
 from functools import cache
 
@@ -9,11 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.cpu import needs_library
+from tests.support.cpu import NATIVE, at_level, needs_library
 from verax import ops
-from verax.ops.cpu import library
 
-NATIVE = [f"native {level}" for level in library.levels()]
 NORMS = {"rms_norm": 0, "layer_norm": 1, "layer_norm of a sum": 2}
 """Norms, and the arrays that they have in addition to x and the weight: a bias, and a residual."""
 
@@ -38,8 +35,8 @@ def call(operation, x, *rest):
 
 
 def run(by, operation, *arrays):
-    implementation, _, level = by.partition(" ")
-    with library.use_level(level) if level else contextlib.nullcontext():
+    implementation, level = at_level(by)
+    with level:
         return np.asarray(program(operation.partition(" ")[0], implementation)(*arrays))
 
 
@@ -54,17 +51,17 @@ def arrays(norm, shape, dtype=jnp.float32):
 
 
 @each_form
-@pytest.mark.parametrize("shape", [(3, 1), (1, 7), (5, 64), (2, 3, 129), (0, 8), (70, 1024)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @each_norm
-def test_every_shape_of_a_norm_is_exact_to_rounding(by, norm, shape, dtype):
-    x, weight, *rest = arrays(norm, shape, dtype)
-    wide = np.asarray(x + rest[1] if len(rest) == 2 else x, np.float64)
-    centred = wide - (wide.mean(-1, keepdims=True) if rest else 0)
-    exact = centred / np.sqrt(np.mean(centred * centred, -1, keepdims=True) + 1e-6) * np.asarray(weight, np.float64)
-    exact += np.asarray(rest[0], np.float64) if rest else 0
-    bounds = {"rtol": 1e-5, "atol": 5e-6} if rest else {"rtol": 2e-6, "atol": 1e-7}
-    np.testing.assert_allclose(run(by, norm, x, weight, *rest), exact, **bounds)
+def test_every_shape_of_a_norm_is_exact_to_rounding(by, norm, dtype):
+    for shape in ((3, 1), (1, 7), (5, 64), (2, 3, 129), (0, 8), (70, 1024)):
+        x, weight, *rest = arrays(norm, shape, dtype)
+        wide = np.asarray(x + rest[1] if len(rest) == 2 else x, np.float64)
+        centred = wide - (wide.mean(-1, keepdims=True) if rest else 0)
+        exact = centred / np.sqrt(np.mean(centred * centred, -1, keepdims=True) + 1e-6) * np.asarray(weight, np.float64)
+        exact += np.asarray(rest[0], np.float64) if rest else 0
+        bounds = {"rtol": 1e-5, "atol": 5e-6} if rest else {"rtol": 2e-6, "atol": 1e-7}
+        np.testing.assert_allclose(run(by, norm, x, weight, *rest), exact, **bounds)
 
 
 @pytest.mark.parametrize("by", NATIVE)

@@ -3,7 +3,6 @@
 The C++ sampler runs at every level, by one program: the level is looked up when it runs.
 """
 
-import contextlib
 from functools import cache
 
 import jax
@@ -11,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.cpu import NATIVE, at_level
 from tests.support.sampling import assert_same_draws, sampling_arguments
 from verax import ops
 from verax.ops import sampling
-from verax.ops.cpu import library
 
-NATIVE = [f"native {level}" for level in library.levels()]
 each_form = pytest.mark.parametrize("by", ["bisect", *NATIVE])
 """Forms without a sort, which draw what the sorting reference draws."""
 
@@ -29,12 +27,6 @@ def program(implementation):
             return sampling.sample(*args)
 
     return run
-
-
-def at_level(by):
-    """Implementation's name, within the level that its own follows."""
-    implementation, _, level = by.partition(" ")
-    return implementation, library.use_level(level) if level else contextlib.nullcontext()
 
 
 def draw(by, *arguments):
@@ -191,7 +183,7 @@ def test_min_tokens_gives_way_where_a_grammar_allows_nothing_else(by):
 
 
 @each_form
-def test_the_random_number_is_that_of_jax(by):
+def test_the_random_number_is_jaxs(by):
     rows, V = 500, 4096
     positions = jnp.arange(rows) * 7
     arguments = sampling_arguments(np.zeros((rows, V)), [{}] * rows, seed=5, lengths=positions)

@@ -1,17 +1,10 @@
 """Programs traced on this machine for devices that are not attached to it."""
 
-import dataclasses
-
 import jax
-import jax.numpy as jnp
 import pytest
-from flax import nnx
 
 from verax import ops
 from verax.errors import InvalidParameterError
-from verax.models.video_model import ATTENTION
-from verax.models.wan.layers import Block, CrossKeys
-from verax.nn import Linear
 from verax.ops import _target
 from verax.ops._target import DeviceMemory
 
@@ -48,11 +41,6 @@ def test_the_device_with_the_least_free_memory_counts(monkeypatch):
     assert local.memory == memory[0]
 
 
-def test_a_target_is_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        ops.target().platform = "gpu"  # pyright: ignore[reportAttributeAccessIssue]
-
-
 @pytest.mark.parametrize(
     ("kind", "capability"),
     [
@@ -85,36 +73,3 @@ def test_kernels_of_a_single_cpu_are_chosen_for_no_other_target(target):
             for example in op.examples:
                 chosen = op.select(*example.args, **example.kwargs)
                 assert not chosen.name.startswith("native"), op.name
-
-
-@pytest.mark.parametrize(("target", "expected"), [(H100, "cudnn"), (TPU, "reference")])
-def test_attention_in_bfloat16_is_cudnns_on_a_gpu_only(target, expected):
-    q = jax.ShapeDtypeStruct((1, 64, 4, 128), jnp.bfloat16)
-    with ops.use_target(*target):
-        assert ops.attention.select(q, q, q).name == expected
-
-
-@pytest.mark.parametrize("target", [H100, TPU])
-def test_a_linear_layer_and_a_block_are_traced_for_another_target(target):
-    D, heads, F = 64, 4, 96
-    with ops.use_target(*target):
-        layer = nnx.eval_shape(lambda: Linear(D, F, bias=True, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-        assert "ffi_call" not in str(trace(layer, jax.ShapeDtypeStruct((2, D), jnp.float32)))
-        block = nnx.eval_shape(lambda: Block(D, F, heads, image=False, eps=1e-6, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-        x = jax.ShapeDtypeStruct((1, 2, 3, 4, D), jnp.float32)
-        rotary = (jax.ShapeDtypeStruct((24, D // heads), jnp.float32),) * 2
-        keys = jax.ShapeDtypeStruct((1, 5, heads, D // heads), jnp.bfloat16)
-        e0 = jax.ShapeDtypeStruct((1, 1, 6, D), jnp.float32)
-
-        def call(block, x, e0, k, v, rotary):
-            attend = ATTENTION["auto"]
-            return block(x, e0, CrossKeys(k, v, None, None), rotary, attend, attend)
-
-        jaxpr = trace(block, x, e0, keys, keys, rotary, call=call)
-    assert [(a.shape, a.dtype) for a in jaxpr.out_avals] == [(x.shape, jnp.float32)]
-    assert "ffi_call" not in str(jaxpr)
-
-
-def trace(module, *inputs, call=lambda module, *inputs: module(*inputs)):
-    graph, state = nnx.split(module)
-    return jax.make_jaxpr(lambda state, *inputs: call(nnx.merge(graph, state), *inputs))(state, *inputs)

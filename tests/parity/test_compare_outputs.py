@@ -51,16 +51,8 @@ DIFFERENT = {
     "integers off by one": (lambda x: (x, x.argmax(-1)), lambda x: (x, x.argmax(-1).at[2].add(1)), "1 of 4 differ"),
     "large integers": (lambda x: (x.shape[0] + 2**24, x), lambda x: (x.shape[0] + 2**24 + 1, x), "1 of 1 diff"),
     "booleans": (lambda x: (x, x > 0), lambda x: (x, x >= -9), r"\(output\)\[1\] \(bool\): \d+ of 32 differ"),
-    "integers for floats": (
-        lambda x: (x, x.round()),
-        lambda x: (x, x.round().astype(int)),
-        "dtype is int32",
-    ),
-    "floats for booleans": (
-        lambda x: (x, x > 0),
-        lambda x: (x, (x > 0) * 1.0),
-        "the reference's bool",
-    ),
+    "integers for floats": (lambda x: (x, x.round()), lambda x: (x, x.round().astype(int)), "dtype is int32"),
+    "floats for booleans": (lambda x: (x, x > 0), lambda x: (x, (x > 0) * 1.0), "the reference's bool"),
     "complex numbers": (lambda x: x * (1 + 1j), lambda x: x * (1 + 2j), "layers have a relative L2 error"),
     "real for complex numbers": (lambda x: x * (1 + 0j), lambda x: x, "float32, the reference's complex64"),
     "texts": (lambda x: (x, "yes"), lambda x: (x, "no"), "1 of 1 differ, the first at .*: no, the reference yes"),
@@ -232,13 +224,7 @@ def test_at_a_lower_precision_every_output_is_judged():
             return x.to(self.dtype), (x.to(self.dtype) * 1.5) ** 2, x.argmax(-1)
 
     def low(wrong=0, ids=0):
-        return lambda dtype: (
-            lambda x: (
-                x.astype(dtype),
-                ((x.astype(dtype) * 1.5) ** 2) + wrong,
-                x.argmax(-1) + ids,
-            )
-        )
+        return lambda dtype: lambda x: (x.astype(dtype), ((x.astype(dtype) * 1.5) ** 2) + wrong, x.argmax(-1) + ids)
 
     for ours, passes in ((low(), True), (low(wrong=1), False), (low(ids=1), False)):
         result = compare_case(Case("low", side(Low), side(ours)), dtype="bfloat16")

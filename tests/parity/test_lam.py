@@ -42,8 +42,9 @@ def hidden(theirs, tokens):
 
 
 # One token; few; one chunk; padded to one chunk of 96; two chunks of 64; more tokens than positions.
-@pytest.mark.parametrize("T", [1, 20, 64, 70, 128, 200])
-@pytest.mark.parametrize("rule", VARIANTS)
+@pytest.mark.parametrize(
+    ("rule", "T"), [*(("hierarchical", T) for T in (20, 70, 128, 200)), *(("local", T) for T in (1, 64, 70, 200))]
+)
 def test_hidden_states_match_the_reference(rule, T, tmp_path):
     ours, theirs = pair(rule, tmp_path)
     tokens = np.random.default_rng(T).integers(0, 211, (2, T))

@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 
 from tests.parity import test_causal_lm as causal_lm
 from tests.support.adapters import adapter_weights, linear_sizes, save_adapter
-from tests.support.causal_lm import GREEDY, continuations, engine, logits, logprob_errors, relative
+from tests.support.causal_lm import GREEDY, continuations, engine, logprob_errors, relative
 from verax import LoRARequest
 from verax.checkpoint import Checkpoint
-from verax.checkpoint.lora import Adapter, merge
+from verax.checkpoint.lora import Adapter
 from verax.loading import load_causal_lm
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.features.lora import AdaptedLayers, AdapterLoader
@@ -124,16 +124,3 @@ def test_the_engine_gives_the_tokens_and_log_probabilities_of_the_reference(tmp_
     for request, model in zip(requests, theirs, strict=True):
         errors = logprob_errors(llm, model, PROMPTS[0], lora_request=request)
         np.testing.assert_allclose(errors, 0, atol=2e-4)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_a_merged_checkpoint_matches_the_reference(family, tmp_path):
-    base = reference(family, tmp_path / "base")
-    for i, folder in enumerate(write_adapters(family, base, tmp_path)):
-        merged = merge(Checkpoint.open(tmp_path / "base"), Adapter.open(folder), tmp_path / f"merged{i}")
-        model = with_adapter(base, folder)
-        if peft is not None:
-            model = model.merge_and_unload()
-        with torch.no_grad():
-            expected = model(torch.tensor(TOKENS)).logits.numpy()
-        assert relative(logits(merged, TOKENS), expected) < 2e-5

@@ -7,9 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
-from diffusers.pipelines.skyreels_v2.pipeline_skyreels_v2_diffusion_forcing import (
-    SkyReelsV2DiffusionForcingPipeline,
-)
+from diffusers.pipelines.skyreels_v2.pipeline_skyreels_v2_diffusion_forcing import SkyReelsV2DiffusionForcingPipeline
 from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 
 from verax.models.wan.family import DIFFUSERS, WanVideoModel
@@ -17,8 +15,8 @@ from verax.video import unipc
 from verax.video.schedule import forcing_schedule, noise_levels
 
 SHAPE = (1, 3, 2, 5, 4)  # B F h w C
-STEPS = [1, 2, 3, 8, 30, 50]
-SHIFTS = [1.0, 3.0, 5.0, 8.0]
+SCHEDULES = [(1, 5.0), (2, 8.0), (3, 1.0), (8, 3.0), (50, 8.0)]
+"""Numbers of steps, and shifts."""
 
 
 def scheduler(spacing, steps, shift):
@@ -39,8 +37,7 @@ def velocity(sample, timestep):
     return np.tanh(1.3 * sample + timestep / 700) - 0.4 * sample[..., ::-1]
 
 
-@pytest.mark.parametrize("shift", SHIFTS)
-@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize(("steps", "shift"), SCHEDULES)
 @pytest.mark.parametrize("spacing", ["skyreels", "diffusers"])
 def test_noise_levels_and_timesteps_are_the_references(spacing, steps, shift):
     theirs = scheduler(spacing, steps, shift)
@@ -49,8 +46,7 @@ def test_noise_levels_and_timesteps_are_the_references(spacing, steps, shift):
     np.testing.assert_array_equal(ours.timesteps, theirs.timesteps.numpy())
 
 
-@pytest.mark.parametrize("shift", SHIFTS)
-@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize(("steps", "shift"), SCHEDULES)
 @pytest.mark.parametrize("spacing", ["skyreels", "diffusers"])
 def test_every_step_matches_diffusers(spacing, steps, shift):
     theirs = scheduler(spacing, steps, shift)
@@ -76,19 +72,16 @@ def diffusers_matrix(frames, timesteps, ar_step, prefix, block):
     return matrix.numpy(), index.numpy(), mask.numpy()
 
 
-@pytest.mark.parametrize("steps", [1, 3, 30])
 @pytest.mark.parametrize(
-    ("frames", "ar_step", "prefix", "block"),
+    ("frames", "ar_step", "prefix", "block", "steps"),
     [
-        (25, 0, 0, 1),
-        (7, 0, 1, 1),
-        (25, 5, 0, 5),
-        (25, 5, 5, 5),
-        (12, 2, 3, 3),
-        (12, 2, 4, 3),
-        (6, 1, 0, 1),
-        (6, 40, 0, 2),
-        (1, 0, 0, 1),
+        (25, 0, 0, 1, 30),
+        (7, 0, 1, 1, 3),
+        (25, 5, 5, 5, 30),
+        (12, 2, 3, 3, 3),
+        (12, 2, 4, 3, 30),
+        (6, 40, 0, 2, 1),
+        (1, 0, 0, 1, 1),
     ],
 )
 def test_forcing_schedules_match_diffusers(frames, ar_step, prefix, block, steps):

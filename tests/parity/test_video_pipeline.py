@@ -1,5 +1,10 @@
-"""Whole pipelines against diffusers': from prompt, picture and noise to frames, in float32."""
+"""Whole pipelines against diffusers': from prompt, picture and noise to frames, in float32.
 
+Wan 2.2's have two transformers in turn, or text and image by one model.
+"""
+
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -9,8 +14,10 @@ torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 PIL = pytest.importorskip("PIL.Image")
 
-from tests.support.tiny_video import diffusers_pipeline
+from tests.support.tiny_video import BOUNDARY, diffusers_pipeline
+from verax.models.wan.family import DIFFUSERS
 from verax.video.pipeline import VideoPipeline
+from verax.video.schedule import noise_levels
 
 SIZE: dict[str, Any] = dict(height=32, width=48)
 PROMPTS: dict[str, Any] = dict(
@@ -21,22 +28,30 @@ PROMPTS: dict[str, Any] = dict(
 LATENTS = (4, 6)  # of a frame of SIZE
 
 
-@pytest.fixture(scope="module", params=["t2v", "i2v", "df"])
-def pair(request, tmp_path_factory):
-    return made(request.param, tmp_path_factory)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Function from a kind to a pipeline of diffusers and ours on its checkpoint."""
+
+    @cache
+    def get(kind):
+        folder = tmp_path_factory.mktemp(kind)
+        theirs = diffusers_pipeline(kind, folder)
+        return theirs, VideoPipeline(folder, dtype="float32", reference="diffusers", show_progress=False)
+
+    return get
+
+
+@pytest.fixture(params=["t2v", "i2v", "df"])
+def pair(request, made):
+    return request.param, *made(request.param)
 
 
 @pytest.fixture(scope="module")
-def forcing(tmp_path_factory):
-    _, theirs, ours = made("df", tmp_path_factory)
+def forcing(made):
+    theirs, ours = made("df")
     with_image = diffusers.SkyReelsV2DiffusionForcingImageToVideoPipeline(**theirs.components)
     with_image.set_progress_bar_config(disable=True)
     return theirs, with_image, ours
-
-
-def made(kind, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(kind)
-    return kind, diffusers_pipeline(kind, folder), VideoPipeline(folder, dtype="float32", reference="diffusers")
 
 
 def picture(seed=0):
@@ -63,11 +78,11 @@ def theirs_frames(theirs, noises, monkeypatch, *, image=None, last_image=None, *
 @pytest.mark.parametrize("guidance", ["batch", "sequential"])
 def test_frames_match_diffusers(pair, guidance, monkeypatch):
     kind, theirs, ours = pair
-    options: dict[str, Any] = dict(num_frames=17, num_inference_steps=5, guidance_scale=4.0)
+    options: dict[str, Any] = dict(num_frames=9, num_inference_steps=3, guidance_scale=4.0)
     images: dict[str, Any] = {"image": picture()} if kind == "i2v" else {}
-    want = theirs_frames(theirs, [noise(17)], monkeypatch, **images, **options)
-    got = ours(latents=noise(17), output_type="np", guidance=guidance, **images, **SIZE, **PROMPTS, **options)
-    assert got.frames.shape == (17, 32, 48, 3)
+    want = theirs_frames(theirs, [noise(9)], monkeypatch, **images, **options)
+    got = ours(latents=noise(9), output_type="np", guidance=guidance, **images, **SIZE, **PROMPTS, **options)
+    assert got.frames.shape == (9, 32, 48, 3)
     np.testing.assert_allclose(got.frames, want, atol=1e-4)
 
 
@@ -87,7 +102,7 @@ def test_diffusion_forcing_matches_diffusers(forcing, options, monkeypatch):
     alone, with_image, ours = forcing
     theirs = with_image if "image" in options else alone
     theirs.transformer._set_ar_attention(options.get("causal_block_size", 1))
-    rest: dict[str, Any] = dict(num_frames=21, num_inference_steps=4, guidance_scale=3.0)
+    rest: dict[str, Any] = dict(num_frames=21, num_inference_steps=3, guidance_scale=3.0)
     want = theirs_frames(theirs, [noise(21)], monkeypatch, **rest, **options)
     got = ours(latents=noise(21), output_type="np", **SIZE, **PROMPTS, **rest, **options)
     np.testing.assert_allclose(got.frames, want, atol=1e-4)
@@ -100,7 +115,7 @@ def test_long_clips_match_diffusers(forcing, image, frames, monkeypatch):
     theirs = alone if image is None else with_image
     theirs.transformer._set_ar_attention(1)
     rest: dict[str, Any] = dict(
-        num_frames=frames, base_num_frames=17, overlap_history=5, num_inference_steps=3, guidance_scale=3.0
+        num_frames=frames, base_num_frames=17, overlap_history=5, num_inference_steps=2, guidance_scale=3.0
     )
     # Latents: 5, 3 new, and 2 or 3 new, each after the 2 that it shares.
     sizes = 5, (frames - 1) // 4 + 1 - 6
@@ -122,7 +137,7 @@ def test_long_clips_match_diffusers(forcing, image, frames, monkeypatch):
     stopped = ours(callback=stop_in_the_third, **rest)
     assert not stopped.complete
     np.testing.assert_allclose(stopped.frames, want[:29], atol=1e-4)
-    latents = [now.latents.transpose(0, 2, 3, 4, 1) for now in seen if now.done == now.total == 3]
+    latents = [now.latents.transpose(0, 2, 3, 4, 1) for now in seen if now.done == now.total == 2]
     alone = [ours.stages.decode_call(one)(one) for one in latents]
     previews = [now.frames for now in seen if now.stage == "decode"]
     for preview, decoded, skip in zip(previews, alone, (0, 5), strict=True):
@@ -140,3 +155,78 @@ def test_latents_and_embeddings_have_the_layout_of_diffusers(pair):
     by_prompt = ours(**PROMPTS, latents=noise(5), output_type="latent", **SIZE, **options)
     assert by_embeds.frames.shape == (1, 16, 2, *LATENTS)
     np.testing.assert_allclose(by_embeds.frames, by_prompt.frames, atol=1e-4)
+
+
+SIZE_2_2: dict[str, Any] = dict(height=32, width=64, num_frames=9, num_inference_steps=5)
+
+
+@pytest.fixture
+def exact_times(monkeypatch):
+    """Times embedded in float64: diffusers' float32 angles of a thousand are off by 3e-5."""
+    module = import_module("diffusers.models.transformers.transformer_wan")
+    embed = module.Timesteps.forward
+
+    def forward(self, timesteps):
+        half = self.num_channels // 2
+        angles = timesteps.double()[:, None] * 10000.0 ** -(torch.arange(half).double() / half)
+        exact = torch.cat([angles.cos(), angles.sin()], dim=-1).float()
+        torch.testing.assert_close(exact, embed(self, timesteps), atol=1e-3, rtol=0)
+        return exact
+
+    monkeypatch.setattr(module.Timesteps, "forward", forward)
+
+
+def noise_of(ours):
+    channels, scale = ours.geometry.channels, ours.geometry.pixels_per_latent
+    shape = (1, channels, 3, SIZE_2_2["height"] // scale, SIZE_2_2["width"] // scale)
+    return np.random.default_rng(1).normal(size=shape).astype(np.float32)
+
+
+def final_latents(theirs, ours, *, image=None, **options):
+    """Latents after all steps of both."""
+    pictures = {} if image is None else {"image": PIL.fromarray(image)}
+    want = theirs(
+        latents=torch.from_numpy(noise_of(ours)), output_type="latent", **pictures, **SIZE_2_2, **PROMPTS, **options
+    )
+    pictures = {} if image is None else {"image": image}
+    got = ours(latents=noise_of(ours), output_type="latent", **pictures, **SIZE_2_2, **PROMPTS, **options)
+    return got.frames, want.frames.numpy()
+
+
+@pytest.mark.usefixtures("exact_times")
+@pytest.mark.parametrize(
+    ("kind", "scales"),
+    [("t2v-a14b", {"guidance_scale": 4.0, "guidance_scale_2": 2.0}), ("i2v-a14b", {"guidance_scale": 4.0})],
+)
+def test_latents_of_two_transformers_match_diffusers(made, kind, scales):
+    theirs, ours = made(kind)
+    first = noise_levels(5, ours.settings.shift, DIFFUSERS.sigmas).timesteps >= 1000 * BOUNDARY
+    assert 0 < first.sum() < 5
+    got, want = final_latents(theirs, ours, image=picture() if kind == "i2v-a14b" else None, **scales)
+    assert np.abs(got - want).max() < 1e-4 * np.abs(want).mean()
+
+
+@pytest.mark.usefixtures("exact_times")
+@pytest.mark.parametrize("image", [None, picture()], ids=["text", "image"])
+def test_latents_of_text_and_image_match_diffusers(made, image):
+    theirs, ours = made("ti2v")
+    if image is not None:
+        parts = {name: part for name, part in theirs.components.items() if name != "transformer_2"}
+        theirs = diffusers.WanImageToVideoPipeline(**parts, expand_timesteps=True)
+        theirs.set_progress_bar_config(disable=True)
+    got, want = final_latents(theirs, ours, image=image, guidance_scale=4.0)
+    assert np.abs(got - want).max() < 1e-4 * np.abs(want).mean()
+    if image is not None:
+        frame = ours.parts.model.rules.resize["ti2v"](image, SIZE_2_2["height"], SIZE_2_2["width"])
+        held = np.asarray(ours.stages.encode(frame[None, None]))
+        np.testing.assert_array_equal(got[:, :, 0], held[:, 0].transpose(0, 3, 1, 2))
+
+
+@pytest.mark.usefixtures("exact_times")
+def test_frames_of_text_match_diffusers(made):
+    theirs, ours = made("ti2v")
+    want = theirs(latents=torch.from_numpy(noise_of(ours)), output_type="np", **SIZE_2_2, **PROMPTS, guidance_scale=4.0)
+    got = ours(latents=noise_of(ours), output_type="np", **SIZE_2_2, **PROMPTS, guidance_scale=4.0)
+    assert got.frames.shape == (9, 32, 64, 3)
+    assert got.frames.std() > 0.05
+    np.testing.assert_allclose(got.frames, want.frames[0], atol=1e-4)

@@ -1,4 +1,4 @@
-"""Processes with several virtual devices of the CPU, and the collectives of a program."""
+"""Processes with several virtual devices of the CPU, the collectives of a program, its equations."""
 
 import json
 import os
@@ -32,3 +32,13 @@ def collectives(program):
     return Counter(
         re.findall(r" (all-to-all|all-gather|all-reduce|collective-permute|reduce-scatter)\(", compiled.as_text())
     )
+
+
+def primitives(jaxpr):
+    """Names of a traced program's equations in order, with a called program's in the place of its call."""
+    for equation in jaxpr.eqns:
+        called = [value for value in equation.params.values() if hasattr(value, "eqns")]
+        if not called:
+            yield equation.primitive.name
+        for program in called:
+            yield from primitives(program)

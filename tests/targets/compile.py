@@ -13,7 +13,8 @@ import json
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -35,10 +36,11 @@ from verax.plan.model import Described, describe
 from verax.plan.text import text_plan
 from verax.plan.video import components, read_clip
 from verax.text.step.program import AbstractModel, StepProgram, step_program
+from verax.video.denoise import Conditions, predict_velocity
 from verax.video.networks import Denoiser
 from verax.video.programs import floats
 
-__all__ = ["Compiled", "compile_lowered", "compile_model", "programs_of"]
+__all__ = ["CASES", "Case", "Compiled", "compile_lowered", "compile_model", "compiled", "programs_of"]
 
 READER = 2
 """Version of what is read out of a compiled program: results of other versions are not taken from the cache."""
@@ -48,7 +50,7 @@ _NEEDED = re.compile(r"(?:temporaries \(|Used )([\d.]+)([KMGT]?)")
 
 
 class Compiled(NamedTuple):
-    """A compiled program, or the compiler's refusal of it. Bytes are those of one device.
+    """A compiled program, or the compiler's refusal of it. Bytes are one device's.
 
     Attributes:
         name: what the program does.
@@ -189,8 +191,10 @@ def _denoising_step(
     fps = jax.ShapeDtypeStruct((1,), jnp.int32) if config.inject_sample_info else None
 
     def velocity(weights: Any, latents: Any, timesteps: Any, context: Any, fps: Any) -> Any:
-        rows, _ = denoiser.velocity(transformer.module(weights), latents, timesteps, context, fps)
-        return denoiser.combine(rows, latents.shape, settings.guidance_scale)
+        scale, none = jnp.float32(settings.guidance_scale), jnp.int32(0)
+        conditions = Conditions(context, None, fps, scale, None, none, jax.random.key(0))
+        module = transformer.module(weights)
+        return predict_velocity(module, latents, timesteps, conditions, mesh=None, guidance="batch")[0]
 
     latents = floats(*clip.latents[:-1], config.in_dim)
     arguments = transformer.shapes, latents, jax.ShapeDtypeStruct((), jnp.int32), context, fps
@@ -230,6 +234,51 @@ def compile_model(
         return [compile_lowered(one.name, one.lower(), compiler, f"{devices} x {name}") for one in programs]
 
 
+@dataclass(frozen=True)
+class Case:
+    """A model on devices that are not attached, with a few layers: more of them take minutes, and show no more.
+
+    Attributes:
+        model: name of its shapes.
+        device: name of the device.
+        devices: number of devices.
+        depth: layers.
+        options: options of its plan.
+    """
+
+    model: str
+    device: str
+    devices: int
+    depth: int
+    options: dict[str, Any] = field(hash=False)
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.device}x{self.devices}"
+
+
+_TEXT = {"max_num_seqs": 16, "max_model_len": 2048}
+_CLIP = {"num_frames": 81, "height": 480, "width": 832}
+
+CASES = [
+    Case(model, device, devices, depth, options)
+    for device in ("v5e", "h100")
+    for model, depth, options, counts in (
+        ("qwen3", 2, _TEXT, (1, 4)),
+        ("hybrid", 4, _TEXT, (1,)),
+        ("t2v-1.3b", 8, _CLIP, (1,)),
+        ("minilm", 2, {"batch_size": 32}, (1,)),
+    )
+    for devices in counts
+]
+"""Qwen3-0.6B; three delta layers and one of attention as wide as Qwen3.5-0.8B's; Wan 1.3B; all-MiniLM-L6-v2."""
+
+
+@cache
+def compiled(case: Case) -> list[Compiled]:
+    """The programs of a case, compiled."""
+    return compile_model(case.model, case.device, devices=case.devices, depth=case.depth, **case.options)
+
+
 def main() -> None:
     """Compile the programs of a model, and print what was compiled as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -245,5 +294,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")  # the plugins are compilers here; JAX must not look for their devices
     main()

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["COLLECTIVES", "Findings", "read_module"]
+__all__ = ["COLLECTIVES", "Findings", "Instruction", "parse_module", "read_module"]
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -56,7 +56,9 @@ class Findings(NamedTuple):
     loops_with_products: int
 
 
-class _Instruction(NamedTuple):
+class Instruction(NamedTuple):
+    """An instruction: its label, operation and type, and what follows its opening parenthesis."""
+
     label: str
     name: str
     type: str
@@ -65,7 +67,7 @@ class _Instruction(NamedTuple):
 
 def read_module(text: str) -> Findings:
     """Findings in the text of an optimised HLO module, as `jax.stages.Compiled.as_text()` gives it."""
-    computations, entry = _computations(text)
+    computations, entry = parse_module(text)
     everything = [one for instructions in computations.values() for one in instructions]
     kinds = Counter(one.name.removesuffix("-start") for one in everything)
     numbers = _donated_numbers(text)
@@ -80,9 +82,9 @@ def read_module(text: str) -> Findings:
     )
 
 
-def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
+def parse_module(text: str) -> tuple[dict[str, list[Instruction]], str]:
     """Instructions by computation, and the name of the entry."""
-    computations: dict[str, list[_Instruction]] = {}
+    computations: dict[str, list[Instruction]] = {}
     name = entry = ""
     for line in text.splitlines():
         if begin := _COMPUTATION.match(line):
@@ -90,7 +92,7 @@ def _computations(text: str) -> tuple[dict[str, list[_Instruction]], str]:
             computations[name] = []
             entry = name if begin["entry"] else entry
         elif name and (one := _INSTRUCTION.match(line)):
-            computations[name].append(_Instruction(one["label"], one["name"], one["type"], one["rest"]))
+            computations[name].append(Instruction(one["label"], one["name"], one["type"], one["rest"]))
     return computations, entry
 
 
@@ -101,18 +103,18 @@ def _donated_numbers(text: str) -> set[str]:
     return set(_DONATED.findall(aliases))
 
 
-def _parameters(entry: list[_Instruction]) -> Iterator[tuple[str, _Instruction]]:
+def _parameters(entry: list[Instruction]) -> Iterator[tuple[str, Instruction]]:
     """Each parameter with its number."""
     return ((one.rest.partition(")")[0], one) for one in entry if one.name == "parameter")
 
 
-def _donated(numbers: set[str], entry: list[_Instruction]) -> set[tuple[str, str]]:
+def _donated(numbers: set[str], entry: list[Instruction]) -> set[tuple[str, str]]:
     """Element types and shapes of the large donated buffers."""
     arrays = [array for number, one in _parameters(entry) if number in numbers for array in _arrays(one.type)]
     return {(element, shape) for element, shape, _ in arrays if _nbytes(element, shape) >= LARGE}
 
 
-def _copies(one: _Instruction, donated: set[tuple[str, str]]) -> bool:
+def _copies(one: Instruction, donated: set[tuple[str, str]]) -> bool:
     """True for a copy of a donated buffer within the memory of the device."""
     if one.name not in ("copy", "copy-start"):
         return False
@@ -122,7 +124,7 @@ def _copies(one: _Instruction, donated: set[tuple[str, str]]) -> bool:
 
 
 def _argument_copies(
-    donated: set[str], entry: list[_Instruction], computations: dict[str, list[_Instruction]]
+    donated: set[str], entry: list[Instruction], computations: dict[str, list[Instruction]]
 ) -> Iterator[bool]:
     """True for each instruction of the entry that only moves large arguments that are not donated."""
     arguments = {
@@ -140,7 +142,7 @@ def _argument_copies(
             yield _nbytes(*first[:2]) >= LARGE and _in_device_memory([first])
 
 
-def _moves(one: _Instruction, computations: dict[str, list[_Instruction]]) -> bool:
+def _moves(one: Instruction, computations: dict[str, list[Instruction]]) -> bool:
     """True if an instruction, or each of those that it fuses, only moves elements."""
     if one.name != "fusion":
         return one.name in _MOVES
@@ -151,7 +153,7 @@ def _in_device_memory(arrays: list[tuple[str, str, str]]) -> bool:
     return not any(_ON_CHIP in layout or _ON_HOST in layout for *_, layout in arrays)
 
 
-def _is_host_transfer(one: _Instruction) -> bool:
+def _is_host_transfer(one: Instruction) -> bool:
     if one.name in ("infeed", "outfeed"):
         return True
     if one.name in ("send", "recv"):
@@ -161,7 +163,7 @@ def _is_host_transfer(one: _Instruction) -> bool:
     return one.name in ("copy", "copy-start") and _ON_HOST in one.type
 
 
-def _multiplies(name: str, computations: dict[str, list[_Instruction]]) -> bool:
+def _multiplies(name: str, computations: dict[str, list[Instruction]]) -> bool:
     """True if a computation, or one that it calls, multiplies matrices."""
     for one in computations.get(name, []):
         if one.name in ("dot", "convolution") or _PRODUCT.search(one.rest):
@@ -172,7 +174,7 @@ def _multiplies(name: str, computations: dict[str, list[_Instruction]]) -> bool:
     return False
 
 
-def _called(one: _Instruction) -> list[str]:
+def _called(one: Instruction) -> list[str]:
     """Names of the computations that an instruction calls, and further words of its attributes."""
     return [name.strip("% ") for names in _CALLED.findall(one.rest) for name in names.split(",")]
 

@@ -30,8 +30,6 @@ from verax.ops.delta._scan import Chunk
 from verax.ops.paged import QuantizedPages, is_quantized, page_bytes
 from verax.plan.devices import find_device
 
-jax.config.update("jax_platforms", "cpu")  # the plugins are compilers here; JAX must not look for their devices
-
 __all__ = ["KERNELS", "Kernel", "compiled_kernel"]
 
 HEADS, KV_HEADS, SIZE, PAGE = 16, 8, 128, 16
@@ -127,13 +125,7 @@ def _chunk(
 
 
 def _linear(
-    device: str,
-    rows: int,
-    dtype: str,
-    group: int | None,
-    predicted: float,
-    size_in: int = 4096,
-    size_out: int = 12288,
+    device: str, rows: int, dtype: str, group: int | None, predicted: float, size_in: int = 4096, size_out: int = 12288
 ) -> Kernel:
     dense = jax.ShapeDtypeStruct((size_out, size_in), jnp.float32)
     weight = jax.eval_shape(lambda weight: ops.quantize(weight, 4 if dtype == "int4" else 8, group), dense)

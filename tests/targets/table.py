@@ -1,4 +1,4 @@
-"""The tables of `docs/accelerators.md`, of the compilations of `cases.py` and `kernels.py`.
+"""The tables of `docs/accelerators.md`, of the compilations of `compile.py` and `kernels.py`.
 
 `python -m tests.targets.table` writes both, `python -m tests.targets.table kernels` one of them.
 """
@@ -9,24 +9,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tests.targets.cases import CASES, Case, compiled
-from tests.targets.compile import Compiled
+from tests.targets.compile import CASES, Case, Compiled, compiled
 from tests.targets.kernels import KERNELS, Kernel, Resources, compiled_kernel
 from verax.files import write_text
 
 __all__ = ["marks", "render", "render_kernels", "replaced"]
 
 PAGE = Path(__file__).parents[2] / "docs" / "accelerators.md"
-COLUMNS = (
-    "model, layers",
-    "program",
-    "device",
-    "arguments",
-    "temporaries",
-    "code",
-    "collectives",
-    "compiled in",
-)
+COLUMNS = ("model, layers", "program", "device", "arguments", "temporaries", "code", "collectives", "compiled in")
 
 KERNEL_COLUMNS = (
     "operation",

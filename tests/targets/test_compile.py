@@ -26,7 +26,7 @@ def lowered(size=64):
     return jax.jit(lambda x, y: (x @ y, y + 1), donate_argnums=1).trace(x, x).lower()
 
 
-def test_bytes_are_those_of_arguments_and_results_and_donated_buffers_count_once():
+def test_bytes_are_of_arguments_and_results_and_donated_buffers_count_once():
     result = compile_lowered("a product", lowered(), LOCAL, "here")
     size = 64 * 64 * 4
     assert (result.name, result.refused, result.arguments, result.aliased) == ("a product", None, 2 * size, size)
@@ -39,11 +39,7 @@ def test_bytes_are_those_of_arguments_and_results_and_donated_buffers_count_once
     [
         ("text-builtin", {"max_num_seqs": 2, "max_model_len": 32}, ["decode step", "mixed step"]),
         ("encoder-builtin", {"batch_size": 2, "max_length": 16}, ["2 sentences of 16 tokens"]),
-        (
-            "video-builtin",
-            {"num_frames": 5, "height": 32, "width": 32},
-            ["denoising step, prompt and negative prompt"],
-        ),
+        ("video-builtin", {"num_frames": 5, "height": 32, "width": 32}, ["denoising step, prompt and negative prompt"]),
     ],
 )
 def test_each_kind_of_model_has_its_programs(model, options, names, monkeypatch):

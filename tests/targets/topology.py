@@ -5,15 +5,22 @@ JAX's other work stays on the CPU: only the compilers of the plugins are used, a
 Limits of GPUs belong to the compute capability (CUDA C++ Programming Guide, table of technical specifications). Numbers
 of multiprocessors and sizes of the cache are from the whitepaper of the architecture. B200's are from XLA's own
 description, RTX 5090's from a review (Linux Format, May 2025).
+
+`python -m tests.targets.topology` prints the compilers in the versions that match the installed JAX, one requirement a
+line. `make test-targets` installs them outside of the environment, where JAX would look for their devices in each
+process.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
+from importlib.metadata import requires, version
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
@@ -23,6 +30,8 @@ from verax._optional import require_optional
 from verax.plan.devices import Device
 
 __all__ = ["GPU_SPECS", "KIB", "TPUS", "Compiler", "compiler_of", "topology_mesh"]
+
+jax.config.update("jax_platforms", "cpu")  # the plugins are compilers here; JAX must not look for their devices
 
 KIB = 1 << 10
 
@@ -166,3 +175,14 @@ def topology_mesh(device: Device, count: int) -> Mesh:
         options = {"topology": f"1x1x{count}", "target_config": config}
         topology = topologies.get_topology_desc(platform="cuda", topology_name="", **options)
     return Mesh(np.array(topology.devices[:count]), ("tensor",), axis_types=(AxisType.Auto,))
+
+
+def requirements() -> list[str]:
+    """Requirements of the extras `plan-tpu` and `plan-cuda`, without their own requirements."""
+    of_tpu = (re.match(r'(libtpu[^;\s]*).*extra == "tpu"', line) for line in requires("jax") or [])
+    cuda = (f"{name}=={version('jax')}" for name in ("jax-cuda13-plugin", "jax-cuda13-pjrt"))
+    return [*(match[1] for match in of_tpu if match), *cuda, "nvidia-cuda-nvcc>=13"]
+
+
+if __name__ == "__main__":
+    print("\n".join(requirements()))

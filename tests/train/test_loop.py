@@ -1,4 +1,4 @@
-"""The training loop on a small regression: it learns, resumes exactly, and never loses a state."""
+"""The training loop on a small regression: it learns, resumes exactly, and never loses a state; and the losses."""
 
 import json
 import shutil
@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from jax.tree_util import Partial
 
+from verax import ops
 from verax.errors import CheckpointError
 from verax.train.loop import Schedule, train
+from verax.train.loss import rounded_gradient_linear, weighted_next_token_loss
 
 SCHEDULE = Schedule(steps=40, peak_learning_rate=0.2, warmup_steps=5)
 
@@ -156,3 +158,43 @@ def test_muon_trains_inner_matrices_and_adamw_the_rest(tmp_path):
     one = -float(moved["bias"][0])
     for name in ("head", "embedding"):  # AdamW's first step is as long for every element
         np.testing.assert_allclose(moved[name], -one * np.sign(gradient), rtol=1e-3)
+
+
+def test_rounded_gradients_match_the_plain_form_up_to_rounding():
+    rng = np.random.default_rng(1)
+    x, bias = (
+        jnp.asarray(rng.standard_normal((3, 4, 33)), jnp.float32),
+        jnp.asarray(rng.standard_normal(17), jnp.float32),
+    )
+    weight = jnp.asarray(rng.standard_normal((17, 33)), jnp.float32)
+
+    def gradients(implementation, dtype):
+        def loss(x, weight, bias):
+            with ops.use_implementations(linear=implementation):
+                return jnp.sum(jnp.sin(ops.linear(x, weight.astype(dtype), bias)))
+
+        return jax.grad(loss, (0, 1, 2))(x, weight, bias)
+
+    for dtype, bound in ((jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)):
+        for got, exact in zip(gradients(rounded_gradient_linear, dtype), gradients("reference", dtype), strict=True):
+            assert np.linalg.norm(got - exact) < bound * np.linalg.norm(exact)
+
+
+def test_weighted_loss_is_the_mean_over_what_is_trained_in_parts_or_at_once(monkeypatch):
+    rng = np.random.default_rng(0)
+    hidden, head = rng.standard_normal((2, 12, 6)), rng.standard_normal((9, 6))
+    targets, weights = rng.integers(0, 9, (2, 12)), rng.random((2, 12)) * (rng.random((2, 12)) < 0.5)
+
+    def compute(head):
+        arrays = [jnp.asarray(x, jnp.float32) for x in (hidden, weights)]
+        return weighted_next_token_loss(lambda h: h @ head.T, arrays[0], jnp.asarray(targets), arrays[1])
+
+    scores = hidden @ head.T
+    logprobs = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+    expected = -(np.take_along_axis(logprobs, targets[..., None], -1)[..., 0] * weights).sum()
+    once, gradient = jax.value_and_grad(compute)(jnp.asarray(head, jnp.float32))
+    np.testing.assert_allclose(once, expected, rtol=1e-5)
+    monkeypatch.setattr("verax.train.loss.MAX_SCORES", 2 * 9 * 4)  # four tokens of each row
+    parts, parted = jax.value_and_grad(compute)(jnp.asarray(head, jnp.float32))
+    np.testing.assert_allclose(parts, expected, rtol=1e-5)
+    np.testing.assert_allclose(parted, gradient, rtol=1e-4, atol=1e-6)

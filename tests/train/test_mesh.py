@@ -61,11 +61,7 @@ print("equal")
 
 
 def test_several_devices_train_as_one_does(tmp_path):
-    environment = {
-        **os.environ,
-        "JAX_NUM_CPU_DEVICES": "8",
-        "JAX_PLATFORMS": "cpu",
-    }
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
     root = Path(__file__).parents[2]
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path)], cwd=root, env=environment, capture_output=True, text=True

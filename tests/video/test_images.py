@@ -11,7 +11,7 @@ from PIL import Image
 from tests.support.pictures import write_video
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError, MissingDependencyError
-from verax.models.images import crop_to_aspect, resize, to_signed
+from verax.models.images import resize
 from verax.video.files import check_path, write_clip, write_contact_sheet
 from verax.video.images import read_clip, read_image
 
@@ -85,10 +85,7 @@ def test_grey_of_tiff_files_is_of_their_bits_from_black_to_white(bits, black, tm
     ("image", "message"),
     [
         (Image.fromarray(np.full((2, 2), 70000, np.int32)), "start: expected grey of 0 to 65535 .* mode I, got 70000"),
-        (
-            Image.fromarray(np.full((2, 2), 200, np.int32)),
-            "got 200 to 200; convert an image of 8 bits to mode L",
-        ),
+        (Image.fromarray(np.full((2, 2), 200, np.int32)), "got 200 to 200; convert an image of 8 bits to mode L"),
         (Image.fromarray(np.full((2, 2), -0.5, np.float32)), "start: expected grey of 0 to 1 in an image of mode F"),
         ("nothing.png", "start: there is no file nothing.png"),
         (__file__, r"start: .*test_images.py cannot be read as an image"),
@@ -295,27 +292,11 @@ def test_a_contact_sheet_wants_as_many_captions_as_pictures(tmp_path):
         write_contact_sheet([picture()] * 2, tmp_path / "a.png", captions=["one"])
 
 
-@pytest.mark.parametrize(("shape", "kept"), [((101, 90), (51, 90)), ((61, 301), (61, 107)), ((17, 30), (17, 30))])
-def test_a_crop_is_the_middle_and_has_the_aspect(shape, kept):
-    image = picture(*shape)
-    cropped = crop_to_aspect(image, 17, 30)
-    assert cropped.shape == (*kept, 3)
-    top, left = (round((whole - part) / 2) for whole, part in zip(shape, kept, strict=True))
-    np.testing.assert_array_equal(cropped, image[top : top + kept[0], left : left + kept[1]])
-
-
 def test_clips_are_resized_frame_by_frame():
     frames = clip(3)
     resized = resize(frames, 30, 26)
     np.testing.assert_array_equal(resized[1], resize(frames[1], 30, 26))
     assert np.abs(resized.astype(float) - resize(frames, 30, 26, method="bicubic")).max() > 0
-
-
-def test_pixels_become_signed():
-    assert to_signed(np.array([0, 255], np.uint8)[:, None, None] * np.ones((2, 1, 3), np.uint8)).tolist() == [
-        [[[-1.0] * 3]][0],
-        [[[1.0] * 3]][0],
-    ]
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):

@@ -32,8 +32,7 @@ def test_prompts_have_one_length_and_keep_their_end(folder):
     assert tokens.dtype == lengths.dtype == np.int32
     np.testing.assert_array_equal(lengths, [4, 1, 4, 8])
     np.testing.assert_array_equal(
-        tokens,
-        [[3, 4, 5, 1, 0, 0, 0, 0], [1] + [0] * 7, [7, 6, 8, 1, 0, 0, 0, 0], [4] * 7 + [1]],
+        tokens, [[3, 4, 5, 1, 0, 0, 0, 0], [1] + [0] * 7, [7, 6, 8, 1, 0, 0, 0, 0], [4] * 7 + [1]]
     )
 
 

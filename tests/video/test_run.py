@@ -1,20 +1,17 @@
-"""Runs: plan and run take the same stages, a run continues from finished segments, two transformers share one."""
+"""Runs: plan and run take the same stages, a run continues from finished segments, two transformers share one.
 
-from dataclasses import replace
+Latents of two transformers are compared with diffusers' in tests/parity/test_video_pipeline.py.
+"""
+
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.denoising import denoised
 from verax import VideoPipeline, VideoRequest
 from verax.errors import InvalidParameterError
-from verax.models.wan.family import SKYREELS
-from verax.video.networks import Denoiser
-from verax.video.programs import Component
 from verax.video.run import stages_of
-from verax.video.schedule import noise_levels
 
 IMAGE = np.random.default_rng(0).integers(0, 256, (20, 40, 3), np.uint8)
 CLIP = np.random.default_rng(0).integers(0, 256, (11, 16, 32, 3), np.uint8)
@@ -30,9 +27,7 @@ def programs(pipe):
 @pytest.mark.parametrize(
     ("kind", "reference", "options"),
     [
-        ("t2v", "skyreels", SIZE),
         ("t2v", "diffusers", dict(SIZE, guidance_scale=1.0)),
-        ("i2v", "skyreels", dict(SIZE, image=IMAGE)),
         ("i2v", "diffusers", dict(SIZE, image=IMAGE, output_type="latent")),
         ("df", "skyreels", dict(SIZE, image=IMAGE, last_image=IMAGE, addnoise_condition=20)),
         ("df", "skyreels", dict(SIZE, num_frames=13, base_num_frames=13, video=CLIP, overlap_history=5, ar_step=1)),
@@ -144,57 +139,14 @@ def test_a_file_of_something_else_is_refused(pipes, tmp_path):
         pipes("df")(PROMPTS, resume=tmp_path, **LONG)
 
 
-ITERATIONS = 5
-UNGUIDED: dict[str, Any] = dict(height=16, width=32, num_frames=9, num_inference_steps=ITERATIONS, guidance_scale=1.0)
-NOISE = np.random.default_rng(0).normal(size=(1, 16, 3, 2, 4)).astype(np.float32)
-BOUNDARY = 0.9
-
-
-@pytest.fixture(scope="module")
-def two(folders):
-    """A pipeline of two transformers, of which the second has smaller weights."""
-    made = VideoPipeline(folders("t2v"), dtype="float32", show_progress=False)
-    first = made.denoiser.transformer
-    with first.weights() as weights:
-        scaled = tuple(0.7 * weight for weight in weights)
-    second = Component("second transformer", lambda: first.module(scaled), lambda _: first.module(scaled), keep=True)
-    model: Any = made.parts.model
-    model = replace(model, settings=replace(model.settings, boundary_ratio=BOUNDARY))
-    made.parts = replace(made.parts, model=model, denoisers=(made.denoiser, Denoiser(second)))
-    return made
-
-
-def by_hand(pipe, chosen):
-    """Latents of a loop over steps, of which each has its transformer."""
-    states = pipe.parts.prompt_states("a red circle")
-
-    def velocity(i, sample, timestep):
-        component = pipe.parts.denoisers[chosen[i]].transformer
-        with component.weights() as weights:
-            model = component.module(weights)
-            return model(sample, timestep, model.encode_context(states))
-
-    return denoised(NOISE, ITERATIONS, pipe.settings.shift, SKYREELS.sigmas, velocity)
-
-
-@pytest.mark.parametrize("callback", [None, lambda now: True], ids=["one call a span", "one call a step"])
-def test_high_noise_goes_to_the_first_transformer_and_low_noise_to_the_second(two, callback):
-    chosen = (noise_levels(ITERATIONS, two.settings.shift, SKYREELS.sigmas).timesteps < 1000 * BOUNDARY).astype(int)
-    assert 0 < chosen.sum() < ITERATIONS
-    made = two("a red circle", latents=NOISE, output_type="latent", callback=callback, **UNGUIDED)
-    assert (made.steps, made.computed) == (ITERATIONS, ITERATIONS)
-    np.testing.assert_allclose(made.frames, by_hand(two, chosen), atol=1e-4)
-    assert np.abs(made.frames - by_hand(two, np.zeros(ITERATIONS, int))).max() > 1e-2
-
-
-def test_the_plan_has_a_row_for_each_transformer(two):
-    plan = two.plan(VideoRequest("a red circle", **UNGUIDED))
+def test_the_plan_has_a_row_for_each_transformer(pipes):
+    plan = pipes("t2v-a14b").plan(VideoRequest("a red circle", **SIZE))
     assert [row.stage for row in plan] == ["text", "denoise", "denoise", "decode"]
     first, second = (row for row in plan if row.stage == "denoise")
     assert second.others == first.others + first.weights
 
 
-def test_teacache_begins_again_with_each_transformer(two):
-    options: dict[str, Any] = {**UNGUIDED, "num_inference_steps": 16}
-    made = two("a red circle", cache="teacache", cache_threshold=1e9, **options)
-    assert (made.steps, made.computed) == (16, 2 * 5)  # the first five of each are computed
+def test_teacache_begins_again_with_each_transformer(pipes):
+    options: dict[str, Any] = dict(SIZE, num_inference_steps=16, guidance_scale=1.0, guidance_scale_2=1.0)
+    clip = pipes("t2v-a14b")("a red circle", cache="teacache", cache_threshold=1e9, **options)
+    assert (clip.steps, clip.computed) == (16, 2 * 5)  # the first five of each are computed

@@ -24,13 +24,6 @@ def test_every_frame_takes_each_step_once_in_order_and_given_frames_none(ar_step
             np.testing.assert_array_equal(schedule.timesteps[taken, f], TIMESTEPS)
 
 
-def test_blocks_follow_each_other_by_ar_step():
-    schedule = forcing_schedule(4, TIMESTEPS, ar_step=2, causal_block_size=2)
-    begins = schedule.update.argmax(axis=0)
-    np.testing.assert_array_equal(begins, [0, 0, 2, 2])
-    assert len(schedule.timesteps) == 8
-
-
 def test_the_iteration_at_the_boundary_is_the_first_transformers():
     assert transformer_spans(np.array([999, 876, 875, 874, 0], np.int32), 0.875) == [(0, 0, 3), (1, 3, 5)]
     assert transformer_spans(np.array([[0, 999], [0, 874]], np.int32), 0.875) == [(0, 0, 1), (1, 1, 2)]

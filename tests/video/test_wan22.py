@@ -69,9 +69,9 @@ def test_each_transformer_has_its_scale_of_guidance(pipes):
 
 
 def test_teacache_works_with_an_image_whose_frame_has_its_own_time(pipes):
-    options: dict[str, Any] = {**OPTIONS, "num_inference_steps": 20, "image": picture(), "guidance": "sequential"}
+    options: dict[str, Any] = {**OPTIONS, "num_inference_steps": STEPS, "image": picture(), "guidance": "sequential"}
     cached = pipes("ti2v")("a red circle", cache="teacache", cache_threshold=1e9, **options)
-    assert (cached.steps, cached.computed) == (20, 5)
+    assert (cached.steps, cached.computed) == (STEPS, 5)
 
 
 def test_finished_latents_are_not_of_another_scale(pipes, tmp_path):

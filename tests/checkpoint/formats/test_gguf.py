@@ -83,15 +83,6 @@ def test_tensors_of_several_types_are_in_one_file(wide, tmp_path):
     np.testing.assert_array_equal(embeddings(jnp.asarray([[5, 319]])), reference(path, EMBEDDINGS)[[[5, 319]]])
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", "Q2_K"])
-def test_quantised_weights_can_be_loaded_as_floats(kind, wide, tmp_path):
-    path = tmp_path / "a.gguf"
-    files.write(wide, path, kind)
-    model = load_causal_lm(Checkpoint.open(path), dtype="float32", quantization="dequantize")
-    np.testing.assert_array_equal(model.model.layers[1].mlp.up_proj.weight[...], reference(path, UP))
-    np.testing.assert_array_equal(model.model.embed_tokens.weight[...], reference(path, EMBEDDINGS))
-
-
 def test_blocks_are_not_saved_as_a_folder(folder, tmp_path):
     files.write(folder, tmp_path / "a.gguf", "Q8_0")
     opened = Checkpoint.open(tmp_path / "a.gguf")
@@ -102,38 +93,29 @@ def test_blocks_are_not_saved_as_a_folder(folder, tmp_path):
     np.testing.assert_array_equal(Checkpoint.open(tmp_path / "saved").read(UP), reference(tmp_path / "a.gguf", UP))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+FAMILIES = {
+    "qwen3": {},
+    "qwen2": {},
+    "llama": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    "gemma3_text": {"num_hidden_layers": 7, "sliding_window": 24, "query_pre_attn_scalar": 16},
+    "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 4.0}
+    | {"final_logit_softcapping": 3.0},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_float_weights_and_sizes_match_the_folder(family, tmp_path):
-    options = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False} if family == "llama" else {}
-    folder = tiny_checkpoint(tmp_path / "folder", family=family, **options)
+    """A Gemma's norms are 1 + weight in the file, which lacks the kinds of its layers."""
+    folder = tiny_checkpoint(tmp_path / "folder", family=family, **FAMILIES[family])
     files.write(folder, tmp_path / "a.gguf")
-    opened = Checkpoint.open(tmp_path / "a.gguf")
-    for key, weight in load_file(folder / "model.safetensors").items():
-        np.testing.assert_array_equal(opened.read(key), weight, err_msg=key)
-    assert sorted(opened.names()) == sorted(load_file(folder / "model.safetensors"))
-    ours, theirs = (causal_lm(Checkpoint.open(path).config)[1] for path in (tmp_path / "a.gguf", folder))
-    assert ours.rotary.theta == theirs.rotary.theta
-    assert ours.rms_norm_eps == pytest.approx(theirs.rms_norm_eps)
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
-    names += ("num_key_value_heads", "max_position_embeddings", "qk_norm", "qkv_bias", "output_bias", "mlp_bias")
-    assert {name: getattr(ours, name) for name in names} == {name: getattr(theirs, name) for name in names}
-    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
-
-
-@pytest.mark.parametrize("family", ["gemma3_text", "gemma2"])
-def test_a_gemmas_weights_and_sizes_match_the_folder(family, tmp_path):
-    """Its norms are 1 + weight in the file, which lacks the kinds of its layers."""
-    caps = {"attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0} if family == "gemma2" else {}
-    sizes = {"num_hidden_layers": 7, "sliding_window": 24, "query_pre_attn_scalar": 16, **caps}
-    folder = tiny_checkpoint(tmp_path / "folder", family=family, **sizes)
-    files.write(folder, tmp_path / "a.gguf")
-    opened = Checkpoint.open(tmp_path / "a.gguf")
-    weights = load_file(folder / "model.safetensors")
+    opened, weights = Checkpoint.open(tmp_path / "a.gguf"), load_file(folder / "model.safetensors")
     assert sorted(opened.names()) == sorted(weights)
     for key, weight in weights.items():
-        rounded = weight + np.float32(1) - np.float32(1) if key.endswith("norm.weight") else weight
-        np.testing.assert_array_equal(opened.read(key), rounded, err_msg=key)
+        rounded = "gemma" in family and key.endswith("norm.weight")
+        expected = weight + np.float32(1) - np.float32(1) if rounded else weight
+        np.testing.assert_array_equal(opened.read(key), expected, err_msg=key)
     ours, theirs = (causal_lm(Checkpoint.open(path).config)[1] for path in (tmp_path / "a.gguf", folder))
+    assert ours.rms_norm_eps == pytest.approx(theirs.rms_norm_eps)
     assert replace(ours, rms_norm_eps=theirs.rms_norm_eps) == theirs
 
 
@@ -175,29 +157,24 @@ def test_metadata_of_a_gemmas_layers_are_read():
         gemma(attention__sliding_window_pattern="often")
 
 
-def test_scaled_rotary_frequencies_match_the_folder(tmp_path):
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 5e5,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-    folder = tiny_checkpoint(tmp_path / "folder", family="llama", rope_parameters=rope)
-    files.write(folder, tmp_path / "a.gguf")
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+YARN_METADATA = [
+    ("qwen3.rope.scaling.type", "add_string", "yarn"),
+    ("qwen3.rope.scaling.factor", "add_float32", 4.0),
+    ("qwen3.rope.scaling.original_context_length", "add_uint32", 64),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "rope", "metadata"),
+    [("llama", "rope_parameters", LLAMA3, ()), ("qwen3", "rope_scaling", YARN, YARN_METADATA)],
+)
+def test_scaled_rotary_frequencies_match_the_folder(family, settings, rope, metadata, tmp_path):
+    rope = {**rope, "original_max_position_embeddings": 64}
+    folder = tiny_checkpoint(tmp_path / "folder", family=family, **{settings: rope})
+    files.write(folder, tmp_path / "a.gguf", metadata=metadata)
     ours, theirs = (causal_lm(Checkpoint.open(path).config)[1].rotary for path in (tmp_path / "a.gguf", folder))
-    np.testing.assert_allclose(ours.frequencies(16)[0], theirs.frequencies(16)[0], rtol=1e-6)
-    yarn = [
-        ("qwen3.rope.scaling.type", "add_string", "yarn"),
-        ("qwen3.rope.scaling.factor", "add_float32", 4.0),
-        ("qwen3.rope.scaling.original_context_length", "add_uint32", 64),
-    ]
-    yarn_folder = tiny_checkpoint(
-        tmp_path / "yarn", rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    )
-    files.write(yarn_folder, tmp_path / "b.gguf", metadata=yarn)
-    ours, theirs = (causal_lm(Checkpoint.open(path).config)[1].rotary for path in (tmp_path / "b.gguf", yarn_folder))
     np.testing.assert_allclose(ours.frequencies(16)[0], theirs.frequencies(16)[0], rtol=1e-6)
     assert ours.frequencies(16)[1] == theirs.frequencies(16)[1]
 

@@ -89,11 +89,7 @@ def test_eight_bits_without_packing_are_read_too(tmp_path):
 
 def test_scales_that_float16_cannot_hold_stay_float32(tmp_path):
     scales = np.asarray([[1e-6, 1.0]], np.float32)
-    tensors = {
-        "weight_packed": np.zeros((1, 8), np.int32),
-        "weight_scale": scales,
-        "weight_shape": np.asarray([1, 64]),
-    }
+    tensors = {"weight_packed": np.zeros((1, 8), np.int32), "weight_scale": scales, "weight_shape": np.asarray([1, 64])}
     np.testing.assert_array_equal(open_packed(tmp_path, tensors, COMPRESSED).read("up.weight").row_scales(), scales)
 
 

@@ -174,8 +174,7 @@ def test_the_pipeline_is_known_from_settings_and_folder(changes, folder, name, t
 
 
 @pytest.mark.parametrize(
-    ("part", "file"),
-    [("transformer", "model"), ("vae", VAE), ("text_encoder", T5), ("image_encoder", CLIP)],
+    ("part", "file"), [("transformer", "model"), ("vae", VAE), ("text_encoder", T5), ("image_encoder", CLIP)]
 )
 def test_a_missing_part_names_the_file_expected(part, file, original, diffusers):
     (original / f"{file}.safetensors").unlink()

@@ -34,7 +34,7 @@ CAPABILITIES = {
 
 
 @for_each_level
-def test_capabilities_are_those_of_the_level_in_force(level):
+def test_capabilities_are_the_levels_in_force(level):
     with library.use_level(level):
         assert {name for name in CAPABILITIES["amx"] if library.has(name)} == CAPABILITIES.get(level, set())
         assert not any(library.has(name) for name in ("", " ", "bf16", "dot", "bf16_dot bf16_tiles"))

@@ -3,6 +3,8 @@
 Its values are tested with other implementations' in tests/ops/test_conv.py.
 """
 
+from functools import lru_cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,22 +34,31 @@ MINIMAL_FILTERING = {
 }
 
 
+@lru_cache(maxsize=1)
+def minimal_filtering(dtype):
+    """Arguments, options and exact results of each case, with and without a cache: one test of each level in turn."""
+    problems = []
+    for case in MINIMAL_FILTERING.values():
+        arrays, options = arguments(case, dtype)
+        for cache in (None, arrays[0][:, :1] - 0.5 * arrays[0][:, -1:]):
+            given = options | {"cache": cache}
+            problems.append((arrays, given, exact_conv3d(*arrays, **given)))
+    return problems
+
+
 @for_each_level
 @each_dtype
 def test_kernels_of_3x3_are_as_exact_with_fewer_products(level, dtype):
     # The result is float32, so that its error comes from the sums: XLA's is 3e-7, and direct sums' one by one 9e-7.
     bound = {jnp.float32: 6e-7, jnp.bfloat16: 2e-6}[dtype]
     with library.use_level(level):
-        for case in MINIMAL_FILTERING.values():
-            (x, weight, bias), options = arguments(case, dtype)
-            for cache in (None, x[:, :1] - 0.5 * x[:, -1:]):
-                y = native(x.astype(jnp.float32), weight, bias, cache=cache, **options)
-                exact = exact_conv3d(x, weight, bias, cache=cache, **options)
-                assert np.sqrt(np.mean((y - exact) ** 2) / np.mean(exact**2)) < bound
-                rounded = native(x.astype(jnp.bfloat16), weight, bias, cache=cache, **options)
-                assert rounded.dtype == jnp.bfloat16
-                if dtype == jnp.bfloat16:
-                    np.testing.assert_array_equal(rounded, y.astype(jnp.bfloat16))
+        for (x, weight, bias), options, exact in minimal_filtering(dtype):
+            y = native(x.astype(jnp.float32), weight, bias, **options)
+            assert np.sqrt(np.mean((y - exact) ** 2) / np.mean(exact**2)) < bound
+            rounded = native(x.astype(jnp.bfloat16), weight, bias, **options)
+            assert rounded.dtype == jnp.bfloat16
+            if dtype == jnp.bfloat16:
+                np.testing.assert_array_equal(rounded, y.astype(jnp.bfloat16))
 
 
 @for_each_level
@@ -129,7 +140,7 @@ def test_it_is_chosen_for_the_dtypes_that_it_reads():
     assert ops.conv2d.select(x[:, 0], weight[:, :, 0]).name == "native"
 
 
-def test_memory_is_that_of_the_result():
+def test_a_convolution_takes_the_memory_of_its_result():
     # A matrix of patches would take 27 times the input's 3 MB.
     x, weight = (
         jax.ShapeDtypeStruct((1, 4, 64, 64, 96), jnp.bfloat16),

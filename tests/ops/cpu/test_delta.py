@@ -17,7 +17,7 @@ from verax import ops
 pytestmark = needs_library
 
 
-def test_packed_sequences_are_those_apart_bit_for_bit():
+def test_packed_sequences_equal_separate_ones_bit_for_bit():
     x, states = packed_arguments("gated_delta_rule")
     for packing in PACKINGS:
         out, final = run("gated_delta_rule", x, "native", states, np.asarray(packing))
@@ -36,7 +36,7 @@ def test_later_tokens_do_not_reach_earlier_ones():
     assert np.isnan(after[:, 21:]).any()
 
 
-def test_decoding_goes_on_from_a_prompt_in_place():
+def test_decoding_continues_a_prompt_in_place():
     x = inputs("gated_delta_rule", T=24, K=16, V=32)
     exact_out, exact_final = oracle("gated_delta_rule", x)
     x = float32(x)

@@ -1,7 +1,7 @@
 """The C++ products of few rows at every level and with every kind of weight, against float64."""
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -109,8 +109,6 @@ def native(x, w, bias=None):
 
 
 SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33)
-
-
 ROWS = (1, 3, 7, 64, 129)
 
 
@@ -154,21 +152,26 @@ def products(kind):
     return problems
 
 
-@jax.jit
-def native_grid(xs, weights):
-    """Products of each input with each weight, in one program."""
+def half(i):
+    """Every other size, so that weights in turn meet all of them."""
+    return SIZES[i % 2 :: 2]
+
+
+@partial(jax.jit, static_argnums=2)
+def native_grid(x, weights, number):
+    """Products of the first rows of an input with each weight, in one program."""
     with ops.use_implementations(linear="native"):
-        return [[ops.linear(x, w) for x in xs] for w in weights]
+        return [[ops.linear(x[:m], w) for m in half(i + number)] for i, w in enumerate(weights)]
 
 
 @for_each_level
 @each_kind
 def test_every_shape_is_exact_to_rounding(level, kind):
-    for x, weights, results in products(kind):
+    for number, (x, weights, results) in enumerate(products(kind)):
         with library.use_level(level):
-            grid = native_grid([x[:m] for m in SIZES], weights)
-        for outputs, (exact, bound) in zip(grid, results, strict=True):
-            for m, y in zip(SIZES, outputs, strict=True):
+            grid = native_grid(x, weights, number)
+        for i, (outputs, (exact, bound)) in enumerate(zip(grid, results, strict=True)):
+            for m, y in zip(half(i + number), outputs, strict=True):
                 assert np.all(np.abs(y - exact[:m]) <= bound[:m]), (x.shape, exact.shape, m)
 
 
@@ -177,7 +180,7 @@ def test_every_shape_is_exact_to_rounding(level, kind):
 def test_a_row_does_not_depend_on_its_batch(level, kind):
     k = 257 if kind in FLOATS else 768
     x, w = inputs(17, k), weight_of(kind, 129, k)
-    cuts = [slice(m) for m in range(1, 17)] + [slice(m, None) for m in range(17)]
+    cuts = [slice(m) for m in (1, 2, 3, 4, 5, 8, 9, 16)] + [slice(m, None) for m in (1, 4, 9, 14, 16)]
     with library.use_level(level):
         whole = native(x, w)
         for cut, y in zip(cuts, native_each([x[cut] for cut in cuts], w), strict=True):
@@ -186,23 +189,22 @@ def test_a_row_does_not_depend_on_its_batch(level, kind):
 
 @for_each_level
 @pytest.mark.parametrize("kind", FLOATS)
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_nan_and_infinity_come_through_as_in_the_reference(level, kind, value):
-    x, w = jnp.asarray(inputs(3, 70)), weight_of(kind, 9, 70)
-    x = x.at[1, 69].set(value)
-    w = w.at[4, 3].set(value).at[5].set(0)
-    with library.use_level(level):
-        y = native(x, w)
-    reference = np.asarray(ops.linear.reference(x, w))
-    np.testing.assert_array_equal(np.isnan(y), np.isnan(reference))
-    np.testing.assert_array_equal(np.where(np.isinf(reference), reference, 0), np.where(np.isinf(y), y, 0))
+def test_nan_and_infinity_come_through_as_in_the_reference(level, kind):
+    for value in (np.nan, np.inf, -np.inf):
+        x, w = jnp.asarray(inputs(3, 70)), weight_of(kind, 9, 70)
+        x = x.at[1, 69].set(value)
+        w = w.at[4, 3].set(value).at[5].set(0)
+        with library.use_level(level):
+            y = native(x, w)
+        reference = np.asarray(ops.linear.reference(x, w))
+        np.testing.assert_array_equal(np.isnan(y), np.isnan(reference))
+        np.testing.assert_array_equal(np.where(np.isinf(reference), reference, 0), np.where(np.isinf(y), y, 0))
 
 
 @for_each_level
 @pytest.mark.parametrize("kind", [*SCHEMES, *BLOCK_KINDS])
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_row_with_a_nan_or_infinity_is_not_finite_and_leaves_the_others_alone(level, kind, value):
-    for m, n in ((3, 9), (11, 16)):
+def test_a_row_with_a_nan_or_infinity_is_not_finite_and_leaves_the_others_alone(level, kind):
+    for m, n, value in ((3, 9, np.nan), (11, 16, np.nan), (3, 9, np.inf)):
         x, w = inputs(m, 768), weight_of(kind, n, 768)
         spoilt = x.copy()
         spoilt[1, 767] = value
@@ -214,20 +216,21 @@ def test_a_row_with_a_nan_or_infinity_is_not_finite_and_leaves_the_others_alone(
 
 @for_each_level
 @pytest.mark.parametrize("kind", QUANTIZED)
-@pytest.mark.parametrize("size", [0, 1e-42, 1e-36, 1e-20, 1e30])
-def test_inputs_of_any_size_meet_quantised_weights(level, kind, size):
-    x, w = size * inputs(3, 768), weight_of(kind, 33, 768)
-    x[0], x[1, 7] = 0, 300 * x[1, 7]  # a row of nothing, a row with an outlier
-    with library.use_level(level):
-        y = native(x, w)
-    exact = x.astype(np.float64) @ plain(w).T
-    np.testing.assert_array_equal(y[0], 0)
-    largest = np.maximum(np.abs(exact).max(axis=1, keepdims=True), 1e-30)
-    assert np.max(np.abs(y - exact) / largest) < (1e-2 if kind.startswith("int8") else 0.1)
+def test_inputs_of_any_size_meet_quantised_weights(level, kind):
+    w = weight_of(kind, 33, 768)
+    for size in (0, 1e-42, 1e-36, 1e-20, 1e30):
+        x = size * inputs(3, 768)
+        x[0], x[1, 7] = 0, 300 * x[1, 7]  # a row of nothing, a row with an outlier
+        with library.use_level(level):
+            y = native(x, w)
+        exact = x.astype(np.float64) @ plain(w).T
+        np.testing.assert_array_equal(y[0], 0)
+        largest = np.maximum(np.abs(exact).max(axis=1, keepdims=True), 1e-30)
+        assert np.max(np.abs(y - exact) / largest) < (1e-2 if kind.startswith("int8") else 0.1), size
 
 
 @pytest.mark.parametrize("kind", BLOCK_KINDS)
-def test_the_error_is_that_of_inputs_in_eight_bits(kind):
+def test_the_error_is_the_rounding_of_inputs_to_eight_bits(kind):
     # An input is off by half a step of its group's peak over 127 at most, which is as good as independent.
     x, w = inputs(8, 2048), weight_of(kind, 64, 2048)
     step = np.abs(x.reshape(8, -1, 32)).max(axis=2).repeat(32, axis=1) / 127

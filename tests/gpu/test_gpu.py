@@ -1,10 +1,12 @@
-"""The engine on an NVIDIA GPU: the tokens of the CPU, and no compilation after the start."""
+"""On an NVIDIA GPU: cuDNN's attention against the reference; the engine's tokens, all compiled at the start."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.support.tiny import tiny_checkpoint
+from verax import ops
 from verax.text.engine.llm import LLM
 from verax.text.engine.sampling_params import SamplingParams
 
@@ -12,6 +14,18 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("T", "S", "H", "causal"), [(300, 300, 128, False), (300, 300, 128, True), (130, 77, 64, False)]
+)
+def test_cudnns_attention_equals_the_reference_but_for_rounding(T, S, H, causal):
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, n, 4, H)), jnp.bfloat16) for n in (T, S, S))
+    assert ops.attention.select(q, k, v, causal=causal).name == "cudnn"
+    plain = ops.attention.reference(*(x.astype(jnp.float32) for x in (q, k, v)), causal=causal)
+    np.testing.assert_allclose(ops.attention(q, k, v, causal=causal), plain, atol=0.03)
+
 
 PROMPTS = [np.random.default_rng(i).integers(3, 200, 5 + 9 * i).tolist() for i in range(6)]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
