@@ -3,6 +3,7 @@
 import contextlib
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.support.markdown_run import check_command, commands, run_block
 from verax import cli
 from verax.ops import operations
 from verax.text.engine.llm import LLM
+from verax.video.pipeline import VideoPipeline
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -43,7 +45,7 @@ def verax(words: list[str]) -> tuple[int, str]:
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder to run a page in, and engines of few programs: a full one compiles for minutes."""
+    """A folder to run a page in, engines of few programs, and clips of few steps: all of them take minutes."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for name, text in FILES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -54,6 +56,10 @@ def place(tmp_path, monkeypatch):
         start(self, model, **{**options, "max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 128})
 
     monkeypatch.setattr(LLM, "__init__", start_small)
+    resolve = VideoPipeline.resolve
+    monkeypatch.setattr(
+        VideoPipeline, "resolve", lambda pipe, request: replace(resolve(pipe, request), num_inference_steps=2)
+    )
     registered = {operation: dict(operation.implementations) for operation in operations().values()}
     yield tmp_path
     for operation, implementations in registered.items():  # a page may register one of its own

@@ -53,13 +53,6 @@ def test_order_is_kept_and_no_vector_depends_on_its_batch(encoder, vectors):
     np.testing.assert_allclose(again, vectors[shuffled], atol=2e-6)
 
 
-def test_unnormalised_vectors_point_the_same_way(encoder, vectors):
-    raw = encoder.encode(SENTENCES, normalize=False)
-    lengths = np.linalg.norm(raw, axis=1, keepdims=True)
-    assert lengths.std() > 0.01
-    np.testing.assert_allclose(raw / lengths, vectors, atol=2e-6)
-
-
 def test_long_sentences_are_cut_keep_their_end_token_and_are_counted(folder):
     encoder = Encoder(folder, max_length=6)
     got = encoder.encode(["the cat sat on the mat", "the cat", "the cat sat on a mat in a house"])

@@ -216,16 +216,6 @@ def test_drafts_fill_the_rows_that_cost_nothing_where_they_pay(options, num_rows
     assert sum(policy(**options).choose(num_rows, rates, [most] * len(rates))) == total
 
 
-def test_the_likeliest_drafts_come_first():
-    chosen = policy().choose(4, [0.3, 0.95, 0.95, 0.3], [7] * 4)
-    assert chosen[1] == chosen[2] > chosen[0] == chosen[3]
-
-
-def test_costly_drafts_are_fewer():
-    cheap, dear = policy(draft_cost=0.01).choose(1, [0.7], [7]), policy(draft_cost=0.25).choose(1, [0.7], [7])
-    assert cheap[0] > dear[0] > 0
-
-
 def test_a_sequence_rests_longer_each_time_that_drafts_fail():
     chosen, acceptance, length, rests = policy(), Acceptance(), 0, []
     for _ in range(40):
@@ -235,14 +225,6 @@ def test_a_sequence_rests_longer_each_time_that_drafts_fail():
             length = acceptance.resumes_at
     assert rests[:4] == [16, 32, 64, 128]
     assert rests[-1] == LONGEST_REST
-
-
-@pytest.mark.parametrize("accepted", [4, 3])
-def test_drafts_that_hold_end_the_rests(accepted):
-    chosen, acceptance = policy(), Acceptance(rest=128, trying=True)
-    for _ in range(5):
-        chosen.record(acceptance, 4, accepted, 200)
-    assert acceptance.rest == acceptance.resumes_at == 0
 
 
 @pytest.mark.parametrize(("platform", "quantized", "free"), [("cpu", False, 8), ("cpu", True, 4), ("gpu", False, 128)])
