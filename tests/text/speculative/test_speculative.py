@@ -93,7 +93,7 @@ def test_stop_strings_end_an_answer_within_its_drafts(ngram):
         assert_unchanged(ngram, REPEATED, SamplingParams(**LOOPING, stop=stop))
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6, 7, 19, None])
+@pytest.mark.parametrize("max_tokens", [1, 2, 4, 5, 6, 19, None])
 def test_an_answer_ends_at_max_tokens_or_fills_the_context(ngram, max_tokens):
     params = SamplingParams(**{**LOOPING, "max_tokens": max_tokens})
     made = samples(ngram, REPEATED, params)
@@ -155,7 +155,7 @@ async def test_streams_are_the_answers_and_the_engine_thread_counts_drafts(ngram
     assert 0 < stats.num_accepted_tokens <= stats.num_draft_tokens
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_schedules_change_no_answer(ngram, seed):
     random_of = random.Random(seed)
     kinds = [SamplingParams(**LOOPING), GREEDY, SamplingParams(temperature=1.0, seed=9, max_tokens=17, ignore_eos=True)]
