@@ -12,7 +12,6 @@ from verax.errors import CheckpointError, InvalidParameterError, UnsupportedMode
 
 QUERY = "who sat on the mat ?"
 DOCUMENTS = random_sentences(20, seed=2)
-IDENTITY = "torch.nn.modules.linear.Identity"
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +56,8 @@ def test_long_pairs_are_cut_and_counted(folder, reranker):
     assert cut.left_out > 0
 
 
-@pytest.mark.parametrize(
-    "config",
-    [{"sentence_transformers": {"activation_fn": IDENTITY}}, {"sbert_ce_default_activation_function": IDENTITY}],
-)
-def test_the_files_name_the_activation_function(folder, scores, tmp_path, config):
+def test_old_files_name_the_activation_function(folder, scores, tmp_path):
+    config = {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}
     given = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**given, **config}))
     for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):

@@ -35,20 +35,6 @@ def test_an_image_is_one_frame(format, error):
     assert np.abs(frames[0].astype(int) - PICTURE).mean() <= error
 
 
-@pytest.mark.parametrize("suffix", [".mp4", ".gif", ".webp"])
-def test_a_clip_is_its_frames(tmp_path, suffix):
-    frames = decode(clip_file(tmp_path, suffix), LIMITS)
-    # Animations may merge frames that are equal.
-    assert frames.shape[1:] == PICTURE.shape
-    assert len(frames) == 5 or suffix != ".mp4"
-
-
-def test_an_image_is_turned_upright():
-    exif = PIL.Exif()
-    exif[0x0112] = 6
-    assert decode(saved("JPEG", exif=exif), LIMITS).shape == (1, 40, 24, 3)
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [

@@ -52,15 +52,6 @@ def test_missing_and_damaged_files_are_named(tmp_path):
         Tokenizer.from_folder(tmp_path)
 
 
-def test_named_templates_are_chosen_by_use(tmp_path):
-    tiny_tokenizer(tmp_path)
-    named = [{"name": "default", "template": "reference"}, {"name": "tool_use", "template": "{{ tools[0].name }}"}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    tokenizer = Tokenizer.from_folder(tmp_path)
-    assert tokenizer.apply_chat_template(HELLO) == "reference"
-    assert tokenizer.apply_chat_template(HELLO, tools=[{"name": "f"}]) == "f"
-
-
 def test_no_template_is_an_error_that_says_what_to_do(tmp_path):
     tokenizer = Tokenizer.from_folder(tiny_tokenizer(tmp_path, chat_template=None))
     assert not tokenizer.has_chat_template
