@@ -53,7 +53,7 @@ def pytest_collection_finish(session):
 
 SLOW = (
     # They need what the extra `test` does not install: PyTorch, a browser, clients and checkers of the server, Parquet.
-    "batch/test_lines.py::test_a_row_of_parquet",
+    "batch/test_results.py::test_a_row_of_parquet",
     "batch/test_requests.py::test_rows_are_the_requests_of_lines",
     "batch/test_requests.py::test_a_body_that_is_not_json_is_an_error_of_its_row",
     "batch/test_requests.py::test_a_file_that_is_not_parquet_is_refused",
@@ -63,12 +63,10 @@ SLOW = (
     "deploy",
     "serve/page",
     "serve/test_docs_examples",
-    "serve/test_embeddings.py::test_openai_python",
     "serve/test_messages.py::test_anthropics_client",
     "serve/test_openapi.py::test_the_description_is_valid",
     "serve/test_openapi_cases",
     "serve/test_responses.py::test_openais_client",
-    "serve/test_faults.py::test_openais_client",
     "serve/test_videos.py::test_openai_python",
     "test_wheel",
     "text/test_program.py::test_steps_are_exported",
@@ -94,7 +92,7 @@ SLOW = (
     "ops/test_linear_gpu",
     "ops/test_paged_kernels",
     "plan",
-    "text/lora/test_speculation",
+    "text/lora/test_generate.py::test_adapters_answer_as_without_drafts",
     "text/speculative/test_drafters",
     "text/test_kv_cache",
     "video/test_pipeline",

@@ -3,15 +3,17 @@
 import contextlib
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.support.markdown import Block, MarkdownError, blocks, inline_commands, is_generated
+from tests.support.markdown import MarkdownError, blocks, inline_commands, is_generated
 from tests.support.markdown_run import check_command, commands, run_block
 from verax import cli
 from verax.ops import operations
 from verax.text.engine.llm import LLM
+from verax.video.pipeline import VideoPipeline
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -43,7 +45,7 @@ def verax(words: list[str]) -> tuple[int, str]:
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder to run a page in, and engines of few programs: a full one compiles for minutes."""
+    """A folder to run a page in, engines of few programs, and clips of few steps: all of them take minutes."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for name, text in FILES.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -54,6 +56,10 @@ def place(tmp_path, monkeypatch):
         start(self, model, **{**options, "max_num_seqs": 2, "max_num_batched_tokens": 32, "max_model_len": 128})
 
     monkeypatch.setattr(LLM, "__init__", start_small)
+    resolve = VideoPipeline.resolve
+    monkeypatch.setattr(
+        VideoPipeline, "resolve", lambda pipe, request: replace(resolve(pipe, request), num_inference_steps=2)
+    )
     registered = {operation: dict(operation.implementations) for operation in operations().values()}
     yield tmp_path
     for operation, implementations in registered.items():  # a page may register one of its own
@@ -82,90 +88,10 @@ def test_every_command_of_a_page_exists(page):
         check_command(line, whole=False)
 
 
-def write(folder, text):
-    page = folder / "page.md"
-    page.write_text(text, encoding="utf-8")
-    return page
-
-
-def only(folder, text) -> Block:
-    (block,) = blocks(write(folder, text))
-    return block
-
-
-def test_a_block_is_found_with_its_line_and_its_reason(tmp_path):
-    block = only(tmp_path, "text\n\n<!-- not run: needs a GPU -->\n\n```sh\nnvidia-smi\n```\n")
-    assert (block.line, block.language, block.text, block.not_run) == (6, "sh", "nvidia-smi", "needs a GPU")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("<!-- not run -->\n```sh\nls\n```\n", "unknown marker"),
-        ("<!-- not run:   -->\n```sh\nls\n```\n", "unknown marker"),
-        ("<!-- skipped: slow -->\n```sh\nls\n```\n", "unknown marker"),
-        ("<!-- not run: an output -->\n```text\nls\n```\n", "needs no marker"),
-        ("```\nls\n```\n", "a block of ''"),
-        ("```bash\nls\n```\n", "a block of 'bash'"),
-        ("```sh\nls\n", "has no end"),
-    ],
-)
-def test_a_block_that_is_neither_run_nor_excused_is_an_error(tmp_path, text, message):
-    with pytest.raises(MarkdownError, match=message):
-        blocks(write(tmp_path, text))
-
-
-def test_a_wrong_python_block_fails_with_the_line_of_the_page(tmp_path):
-    block = only(tmp_path, "# Page\n```python\nx = 1\nassert x == 2\n```\n")
-    with pytest.raises(AssertionError) as error:
-        run_block(block, {}, verax)
-    assert error.traceback[-1].lineno + 1 == 4
-
-
-def test_python_blocks_see_the_names_of_earlier_ones(tmp_path):
-    namespace = {}
-    for block in blocks(write(tmp_path, "```python\nx = 1\n```\n```python\ny = x + 1\n```\n")):
-        run_block(block, namespace, verax)
-    assert namespace["y"] == 2
-
-
-@pytest.mark.parametrize("command", ["false", "verax embed --no-such-option", "verax --version | grep nothing"])
-def test_a_wrong_shell_block_fails(tmp_path, command):
+def test_a_block_that_fails_and_a_command_that_does_not_exist_are_errors(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```sh\nfalse\n```\n", encoding="utf-8")
     with pytest.raises(MarkdownError, match="ended with status"):
-        run_block(only(tmp_path, f"```sh\n{command}\n```\n"), {}, verax)
-
-
-def test_a_shell_block_joins_continued_lines_and_skips_comments(tmp_path):
-    block = only(tmp_path, "```sh\n# first\nverax generate \\\n    --json\n\nls  # second\n```\n")
-    assert commands(block.text) == ["verax generate --json", "ls  # second"]
-
-
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("verax generate --no-such-option", "No such option"),
-        ("verax no-such-command", "No such command"),
-        ("JAX_PLATFORMS=cpu verax bench delta --nothing", "No such option"),
-        ("verax bench text --runs many", "valid integer"),
-        ("verax video --prompt a --no-such-option | cat", "No such option"),
-        ("make nothing", "no make verb"),
-        ("pip install -e '.[video,nothing]'", "no extra"),
-        ("python examples/nothing.py", "no script"),
-    ],
-)
-def test_a_command_that_does_not_exist_is_an_error(command, message):
-    with pytest.raises(MarkdownError, match=message):
-        check_command(command)
-
-
-def test_a_command_in_prose_may_leave_arguments_out_but_its_options_exist():
-    check_command("verax quantize", whole=False)
-    with pytest.raises(MarkdownError, match="Missing"):
-        check_command("verax quantize")
+        run_block(*blocks(page), {}, verax)
     with pytest.raises(MarkdownError, match="No such option"):
-        check_command("verax quantize --nothing", whole=False)
-
-
-def test_code_spans_of_the_prose_are_found_outside_of_blocks(tmp_path):
-    page = write(tmp_path, "A `verax bench\ntext` and `LLM`.\n```sh\nverax info\n```\nThen `verax info`.\n")
-    assert inline_commands(page) == ["verax bench text", "verax info"]
+        check_command("verax generate --no-such-option")

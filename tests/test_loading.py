@@ -7,7 +7,7 @@ from flax import nnx
 
 from verax import checkpoint
 from verax.checkpoint import Checkpoint
-from verax.errors import CheckpointError, InvalidParameterError
+from verax.errors import CheckpointError
 from verax.loading import load_model
 from verax.nn import Embedding, Linear
 from verax.ops import QuantizedWeight
@@ -65,8 +65,3 @@ def test_quantisation_is_of_linear_layers_only(tmp_path):
     model = load(tmp_path, weights(), quantization="int4")
     assert isinstance(model.inner.up.weight.get_value(), QuantizedWeight)
     assert model.embed.weight[...].dtype == jnp.float32
-
-
-def test_an_unknown_quantisation_is_refused_with_those_there_are(tmp_path):
-    with pytest.raises(InvalidParameterError, match="int8, int4"):
-        load(tmp_path, weights(), quantization="int2")

@@ -80,8 +80,3 @@ def test_a_command_chooses_options_defaults_and_spellings():
     result, *_ = invoke(flags, "--my-size", "10")
     assert result.exit_code == 2
     assert "--my-size" in result.output
-
-
-def test_an_option_that_a_table_lacks_is_an_error_at_once():
-    with pytest.raises(ValueError, match="Table has no options sise"):
-        Flags(Table, only=("sise",))

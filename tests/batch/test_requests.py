@@ -62,19 +62,6 @@ def test_a_wrong_line_is_named_with_its_number_and_its_field(text, code, param, 
     assert message in answer.error.message
 
 
-@pytest.mark.parametrize("field", GOOD)
-def test_a_missing_field_is_named_next_to_the_id_of_the_line(field):
-    answer = read_request(json.dumps({name: value for name, value in GOOD.items() if name != field}).encode(), 1)
-    assert isinstance(answer, AnswerLine)
-    assert answer.error is not None
-    assert answer.error.message == f"line 1: {field}: it is missing"
-    assert answer.custom_id == (None if field == "custom_id" else "a")
-
-
-def test_a_stream_that_is_switched_off_is_none():
-    assert isinstance(read_request(json.dumps({**GOOD, "body": {"stream": False}}).encode(), 1), RequestLine)
-
-
 @pytest.mark.parametrize(
     ("status", "body", "failed"),
     [
@@ -103,26 +90,6 @@ def test_a_body_is_sent_and_an_answer_comes_back():
     assert (answer.status, answer.headers["x-request-id"]) == (201, "r1")
     expected = b'{"method":"POST","host":"localhost","type":"application/json","body":"{\\"a\\": 1}"}'
     assert answer.body == expected
-
-
-def test_cancelling_ends_the_request():
-    ended = []
-
-    async def forever(request):
-        try:
-            await asyncio.sleep(3600)
-        finally:
-            ended.append(True)
-
-    async def main():
-        task = asyncio.create_task(call(app_of(forever), "POST", "/path"))
-        await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(main())
-    assert ended == [True]
 
 
 BODY = {"prompt": "abc", "max_tokens": 2}

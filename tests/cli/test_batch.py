@@ -1,7 +1,6 @@
 """`verax batch` as a command: files and pipes, its end by signals, what it prints, and wrong usage."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -43,7 +42,7 @@ def process(*arguments, **options):
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)
 
 
-def test_a_file_is_answered_goes_on_and_runs_its_errors_again(run, model, tmp_path):
+def test_a_file_is_answered_continued_and_its_errors_run_again(run, model, tmp_path):
     (tmp_path / "in.jsonl").write_text(lines_of([request("a"), request("b", temperature=-1), request("c")]))
     command = ["batch", "-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", model, *OPTIONS]
     done = run(*command)
@@ -59,20 +58,6 @@ def test_a_file_is_answered_goes_on_and_runs_its_errors_again(run, model, tmp_pa
     assert done.status == 0
     assert "1 done, 0 failed, 3 skipped in " in done.err
     assert sorted(names_in((tmp_path / "out.jsonl").read_text())) == list("abcd")
-
-
-def test_standard_input_goes_to_standard_output(run, model, tmp_path):
-    (tmp_path / "in.jsonl").write_text(lines_of([request(name) for name in "ab"]))
-    kept = os.dup(0)
-    with (tmp_path / "in.jsonl").open("rb") as file:
-        os.dup2(file.fileno(), 0)
-    try:
-        done = run("batch", "-i", "-", "-o", "-", model, *OPTIONS)
-    finally:
-        os.dup2(kept, 0)
-        os.close(kept)
-    assert done.status == 0
-    assert sorted(names_in(done.out)) == ["a", "b"]
 
 
 def test_embeddings_can_be_of_8_bit_integers(run, model, tmp_path):

@@ -46,14 +46,6 @@ def test_a_model_that_recommends_no_sampling_begins_with_some_and_says_so(run, t
     assert [(params.temperature, params.top_p) for params in chosen] == [(0.7, 0.95), (1.0, 1.0), (1.0, 1.0)]
 
 
-def test_a_checkpoint_without_a_template_says_so_in_one_line(run, tmp_path):
-    tiny_checkpoint(tmp_path, chat_template=None)
-    done = run("chat", "-m", tmp_path, "--message", "abc", *QUICK)
-    assert done.status == 1
-    assert "no chat template" in done.err
-    assert done.err.count("\n") == 1
-
-
 def test_a_template_of_a_file_goes_before_the_checkpoint_s(run, folder, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[-1].content }} =>")

@@ -7,25 +7,10 @@ def test_a_command_starts_with_the_programs_of_another(run, folder, tmp_path):
     done = run("compile", folder, "-o", programs, "--device", "cpu", *sizes)
     assert (done.status, done.err) == (0, "")
     assert done.out.startswith(f"{programs}: 4 programs, ")
-    generate = [
-        "generate",
-        "abc",
-        "--model",
-        folder,
-        "--max-tokens",
-        4,
-        "-t",
-        0,
-        "--ignore-eos",
-        "--programs",
-        programs,
-    ]
-    done = run(*generate)
+    options = ["--model", folder, "--max-tokens", 4, "-t", 0, "--ignore-eos", "--programs", programs]
+    done = run("generate", "abc", *options)
     assert done.status == 0
     assert done.out.startswith("abc")
-    done = run(*generate, "--dtype", "float32")
-    assert done.status == 1
-    assert "cache_dtype: the programs of" in done.err
 
 
 def test_another_device_than_the_attached_one_is_refused(run, tmp_path):

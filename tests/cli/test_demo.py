@@ -1,15 +1,23 @@
 """`verax demo`: its files, and its output on the terminal."""
 
 import json
+from dataclasses import replace
 
 from verax import published
 from verax.cli.demo import PARAPHRASES
+from verax.video.pipeline import VideoPipeline
 
 
 def test_the_demo_writes_what_it_shows(run, tmp_path, monkeypatch):
     # tests/real has the published models.
     monkeypatch.setattr(published, "gemma", lambda: None)
     monkeypatch.setattr(published, "minilm", lambda: None)
+    # Fewer programs and steps than a person waits for.
+    monkeypatch.setattr("verax.text.step.sizes.MIN_BATCHED_TOKENS", {"cpu": 64})
+    resolve = VideoPipeline.resolve
+    monkeypatch.setattr(
+        VideoPipeline, "resolve", lambda pipe, request: replace(resolve(pipe, request), num_inference_steps=2)
+    )
     done = run("demo", "--output", tmp_path / "demo")
     assert done.status == 0
     record = json.loads((tmp_path / "demo" / "text.json").read_text())

@@ -2,12 +2,10 @@
 
 import json
 
-import numpy as np
 import pytest
 
-from tests.support.adapters import adapter_weights, changed, linear_sizes, save_adapter
+from tests.support.adapters import adapter_weights, linear_sizes, save_adapter
 from tests.support.tiny import random_weights, tiny_config
-from verax.checkpoint import Checkpoint
 
 QUICK = ("--dtype", "float32", "--max-tokens", "6", "--temperature", "0")
 SMALL = ("--max-num-seqs", "1", "--ignore-eos")
@@ -40,17 +38,6 @@ def test_generate_and_chat_go_through_the_adapter_as_if_it_were_merged(run, fold
     assert shown[0] == shown[1] != shown[2]
     answers = [run("chat", "--message", "abc", *model, *QUICK).out for model in both]
     assert answers[0] == answers[1]
-
-
-def test_convert_merges_in_the_dtype_that_is_asked_for(run, folder, adapter, weights, tmp_path):
-    assert run("convert", folder, tmp_path / "half", "--lora", adapter, "--dtype", "bfloat16").status == 0
-    made = adapter_weights(linear_sizes(weights), rank=20, spread=0.5)
-    opened = Checkpoint.open(tmp_path / "half")
-    assert opened.config["torch_dtype"] == "bfloat16"
-    for name, weight in changed(weights, made, scale=1.5).items():
-        got = opened.read(name)
-        assert got.dtype.name == "bfloat16"
-        np.testing.assert_allclose(got.astype(np.float32), weight, rtol=2**-7)
 
 
 def test_info_says_what_an_adapter_is(run, adapter):

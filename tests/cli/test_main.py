@@ -10,7 +10,6 @@ import verax
 from tests.support import gguf as files
 from tests.support.tiny import tiny_checkpoint
 from verax import ops
-from verax.ops._dispatch import _REGISTRY
 
 
 def test_without_arguments_it_helps(run):
@@ -42,18 +41,6 @@ def test_info_names_versions_devices_and_every_operation(run):
             assert implementation.split(" (")[0] in ops.operations()[name].implementations
 
 
-def test_info_lists_an_operation_that_has_no_example(run):
-    def without_example(x):
-        return x
-
-    ops.operation(without_example)
-    try:
-        row = json.loads(run("info", "--json", "--no-measure").out)["operations"]["without_example"]
-    finally:
-        del _REGISTRY["without_example"]
-    assert row == {"runs": "-", "others": ["reference"]}
-
-
 def test_info_describes_a_checkpoint(run, tmp_path):
     folder = tiny_checkpoint(tmp_path / "folder")
     files.write(folder, tmp_path / "a.gguf", "Q8_0")
@@ -64,14 +51,6 @@ def test_info_describes_a_checkpoint(run, tmp_path):
     assert [kind.split()[0] for kind in facts[tmp_path / "a.gguf"]["weights"]] == ["Q8_0", "F32"]
     assert [kind.split()[0] for kind in facts[folder]["weights"]] == ["float32"]
     assert "Q8_0" in run("info", str(tmp_path / "a.gguf")).out
-
-
-def test_info_as_a_table(run, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    done = run("info", "--no-measure")
-    assert "paged_attention" in done.out
-    assert "OMP_NUM_THREADS=1" in done.out
-    assert verax.__version__ in done.out
 
 
 def test_an_interrupt_ends_with_130_and_no_traceback(run, monkeypatch):

@@ -12,12 +12,6 @@ def test_a_model_that_fits_ends_with_0_and_one_that_does_not_with_1(run):
     assert (small.status, json.loads(small.out)["fits"]) == (1, False)
 
 
-def test_the_dtype_of_the_cache_decides_its_bytes(run):
-    command = ("plan", "text-builtin", "--device", "h100", "--json", "--kv-cache-dtype")
-    sizes = {name: json.loads(run(*command, name).out)["memory"]["cache"] for name in ("bfloat16", "int8", "fp8")}
-    assert sizes["fp8"] == sizes["int8"] < 0.6 * sizes["bfloat16"]
-
-
 def test_the_tables_and_the_verdict(run):
     done = run("plan", "text-builtin", "--device", "v6e")
     assert done.status == 0

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.adapters import adapter_weights, linear_sizes, save_adapter
 from tests.support.tiny import random_weights, tiny_config
-from tests.support.tiny_encoder import tiny_encoder, tiny_reranker
+from tests.support.tiny_encoder import tiny_encoder
 
 NOWHERE = ("-m", "no/such/model")
 GENERATE = ("generate", "-m", "MODEL", "--max-num-seqs", "1")
@@ -21,23 +21,17 @@ WRONG = [
     ((*GENERATE, "abc", "--regex", "(a"), 1, "structured_outputs: regex:"),
     ((*GENERATE, "abc", "--grammar", "bad.gbnf"), 1, "structured_outputs: grammar:"),
     ((*GENERATE, "abc", "--json-schema", '{"type": '), 1, "structured_outputs: json:"),
-    ((*GENERATE, "abc", "--json-schema", '{"not": {"type": "string"}}'), 1, "structured_outputs: json:"),
-    ((*GENERATE, "abc", "--choice", ""), 1, "structured_outputs: choice:"),
     ((*GENERATE, "abc", "--regex", "a", "--choice", "b"), 1, "exactly one of json, regex, choice, grammar"),
     ((*GENERATE, "abc", "--regex", "a", "--ignore-eos"), 1, "ignore_eos"),
     ((*GENERATE, "abc", "--lora", "nothing"), 1, "adapter_config.json: no such file"),
     (("generate", "abc", "--json-schema", "missing"), 2, "--json-schema: cannot read missing: "),
     (("generate", "abc", "--grammar", "bytes"), 2, "--grammar: cannot read bytes: "),
     (("generate", "abc", "--top-p", "2"), 2, "--top-p"),
-    (("generate", "abc", "--temperature", "-1"), 2, "--temperature"),
-    (("generate", "abc", "--max-model-len", "0"), 2, "--max-model-len"),
     (("generate", "abc", "--max-tokens", "many"), 2, "--max-tokens"),
-    (("generate", "abc", "-n", "0"), 2, "greater than or equal to 1"),
     (("generate", "abc", "--nonsense"), 2, "--nonsense"),
     (("generate", "abc", "--logprobs", "2"), 2, "--json"),
     (("generate", "abc", "--file", "x"), 2, "not both"),
     (("generate", ""), 2, "prompt 1: it is empty"),
-    (("generate", "--file", "no.txt"), 2, "no.txt: no such file"),
     (("generate", "--file", "bytes"), 2, "not UTF-8 text"),
     (("generate",), 2, "standard input: it is empty"),
     (("embed", *NOWHERE, "--output", "vectors.txt", "a"), 2, "expected a name that ends in .npy or .jsonl"),
@@ -46,9 +40,7 @@ WRONG = [
     (("embed", *NOWHERE, "--file", "lines.jsonl", "--field", "title"), 2, "line 2: expected an object with a text"),
     (("embed", *NOWHERE, "--file", "lines.jsonl", "--field", "id"), 2, "line 3: not valid JSON"),
     (("embed", *NOWHERE), 2, "expected a sentence on each line"),
-    (("embed", *NOWHERE, "--batch-size", "0", "a"), 2, "batch-size"),
     (("embed", *NOWHERE, "--batch", "in.txt"), 2, "--output: none: expected a name that ends in .jsonl or .parquet"),
-    (("embed", *NOWHERE, "--batch", "in.txt", "-o", "out.npy"), 2, "--output: out.npy: expected a name"),
     (("embed", *NOWHERE, "--batch", "nowhere.txt", "-o", "out.jsonl"), 2, "--batch: nowhere.txt: no such file"),
     (("embed", *NOWHERE, "--batch", "lines.jsonl", "-o", "lines.jsonl"), 2, "--output: it is the input"),
     (("embed", *NOWHERE, "--batch", "in.txt", "-o", "out.jsonl", "a"), 2, "--batch: give it, or sentences, or --file"),
@@ -57,18 +49,14 @@ WRONG = [
     (("rerank", "", *NOWHERE, "-d", "bad.gbnf"), 2, "query 1: it is empty"),
     (("rerank", "a cat", *NOWHERE), 2, "standard input: it is empty; expected a document on each line"),
     (("rerank", "a cat", *NOWHERE, "-d", "bad.gbnf"), 1, "no/such/model: no such folder"),
-    (("rerank", "a cat", *NOWHERE, "-d", "no.txt"), 2, "no.txt: no such file"),
     ((*BATCH, "-i", "nothing.jsonl", "-o", "out.jsonl"), 2, "--input: nothing.jsonl: no such file"),
     ((*BATCH, "-i", "in.txt", "-o", "in.txt"), 2, "--output: it is the input"),
     ((*BATCH, "-i", "in.txt", "-o", "nowhere/out.jsonl"), 2, "--output: nowhere/out.jsonl: there is no folder nowhere"),
-    ((*BATCH, "-i", "in.txt", "-o", "."), 2, "--output: .: it is a folder"),
     ((*BATCH, "-i", "in.txt", "-o", "-", "--retry-errors"), 2, "--retry-errors: it needs a file of answers"),
-    ((*BATCH, "-i", "in.txt"), 2, "Missing option '--output'"),
     ((*BATCH, "-i", "in.txt", "-o", "lines.jsonl"), 1, "lines.jsonl: line 1 is no"),
     (("quantize", "MODEL", "--model", "MODEL"), 2, "the checkpoint itself"),
     (("quantize", "x", "--model", "MODEL", "--bits", "3"), 1, "3"),
     (("quantize", "x", "--model", "MODEL", "--bits", "4", "--group-size", "48"), 1, "48"),
-    (("quantize", "x", "--model", "MODEL", "--dtype", "int8"), 1, "dtype: expected"),
     (("convert", "MODEL", "out", "--lora", "ADAPTER", "--to", "diffusers"), 1, "leave --to out"),
     (("convert", "MODEL", "MODEL", "--lora", "ADAPTER"), 2, "that is the checkpoint itself"),
     (("convert", "MODEL", "ADAPTER", "--lora", "ADAPTER"), 1, "exists already"),
@@ -80,12 +68,10 @@ WRONG = [
     ((*SERVE, "--lora-modules", "a=nothing"), 1, "adapter_config.json: no such file"),
     ((*SERVE, "--embedding-quantization", "int8"), 2, "needs --embedding-model or --reranker-model"),
     ((*SERVE, "--embedding-model", "ENCODER", "--embedding-quantization", "int4"), 1, "quantization: expected 'int8'"),
-    ((*SERVE, "--reranker-model", "RERANKER", "--embedding-quantization", "int4"), 1, "quantization: expected 'int8'"),
     ((*RAY, "--embedding-model", "some/encoder"), 2, "--ray: replicas are of the text model; --embedding-model needs"),
     ((*RAY, "--video-devices", "2"), 2, "--ray: replicas are of the text model; --video-devices needs"),
     ((*RAY, "--nnodes", "2"), 2, "--ray: a replica is one process"),
     ((*RAY, "--replicas", "many"), 2, "--replicas: expected a number, or two as 1:8, got 'many'"),
-    ((*RAY, "--replicas", "1:"), 2, "--replicas: expected a number, or two as 1:8, got '1:'"),
     (("video",), 2, "give --prompt, or a file of prompts with --batch"),
     (("generat",), 2, "generat"),
 ]
@@ -99,7 +85,6 @@ def places(folder, tmp_path_factory):
         "MODEL": folder,
         "ADAPTER": str(save_adapter(made / "fox", adapter_weights(sizes, rank=20), rank=20)),
         "ENCODER": str(tiny_encoder(made / "encoder")),
-        "RERANKER": str(tiny_reranker(made / "reranker")),
     }
 
 

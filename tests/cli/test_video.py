@@ -82,7 +82,7 @@ def test_a_plan_needs_no_weights_and_writes_nothing(run, folders, picture, tmp_p
     ("module", "option", "name"),
     [("av", ("-o", "out.mp4"), "PyAV"), ("PIL.Image", ("--contact-sheet", "sheet.png"), "Pillow")],
 )
-def test_what_cannot_be_written_for_lack_of_a_package_is_told_before_any_work(
+def test_what_cannot_be_written_for_lack_of_a_package_is_named_before_any_work(
     run, tmp_path, monkeypatch, module, option, name
 ):
     monkeypatch.chdir(tmp_path)
@@ -90,24 +90,6 @@ def test_what_cannot_be_written_for_lack_of_a_package_is_told_before_any_work(
     done = run("video", "-m", "no/such/folder", "--prompt", "a red circle", *option)
     assert done.status == 1
     assert f"{name} is not installed: pip install 'verax[video]'" in done.err
-
-
-def test_an_interrupt_leaves_what_was_there(run, folders, picture, tmp_path, monkeypatch):
-    out = tmp_path / "out.gif"
-    out.write_bytes(b"before")
-
-    def interrupted(frames, path, fps):
-        path.write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(files, "_write_animation", interrupted)
-    done = run(
-        *("video", "-m", folders["i2v"], "--image", picture, "--prompt", "a red circle", "--inference-steps", "2"),
-        *("-o", out, "--dtype", "float32"),
-    )
-    assert done.status == 130
-    assert list(tmp_path.iterdir()) == [out]
-    assert out.read_bytes() == b"before"
 
 
 @pytest.mark.parametrize(
@@ -148,7 +130,7 @@ def batch(folders, picture, tmp_path):
     return ["video", "-m", folders["i2v"], "--batch", tmp_path / "in.jsonl", "-o", tmp_path / "clips", *options]
 
 
-def test_a_batch_makes_a_clip_for_each_line_and_goes_on_where_it_stopped(run, batch, tmp_path, monkeypatch):
+def test_a_batch_makes_a_clip_for_each_line_and_continues_where_it_stopped(run, batch, tmp_path, monkeypatch):
     pytest.importorskip("av")
     write = files._write_mp4
 

@@ -1,14 +1,12 @@
 """`Encoder.encode`: the habits of sentence-transformers, buckets that compile once, neighbours that change nothing."""
 
-import json
-
 import numpy as np
 import pytest
 
 from tests.support.tiny_encoder import random_sentences, sentence_files, tiny_encoder
 from verax import Encoder
 from verax.embed.buckets import PackedBuckets, PaddedBuckets, Tokens
-from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from verax.errors import InvalidParameterError
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +49,6 @@ def test_order_is_kept_and_no_vector_depends_on_its_batch(encoder, vectors):
     shuffled = np.random.default_rng(0).permutation(70)
     again = encoder.encode([SENTENCES[i] for i in shuffled], batch_size=20)
     np.testing.assert_allclose(again, vectors[shuffled], atol=2e-6)
-
-
-def test_unnormalised_vectors_point_the_same_way(encoder, vectors):
-    raw = encoder.encode(SENTENCES, normalize=False)
-    lengths = np.linalg.norm(raw, axis=1, keepdims=True)
-    assert lengths.std() > 0.01
-    np.testing.assert_allclose(raw / lengths, vectors, atol=2e-6)
 
 
 def test_long_sentences_are_cut_keep_their_end_token_and_are_counted(folder):
@@ -179,34 +170,6 @@ def test_the_files_of_sentence_transformers_decide_by_default(tmp_path):
     assert (chosen.settings.pooling, chosen.max_length) == ("mean", 12)
 
 
-def test_what_is_not_supported_is_named(tmp_path):
-    tiny_encoder(tmp_path)
-    sentence_files(tmp_path, mode="none", pooling_mode_first_token=True)
-    with pytest.raises(UnsupportedModelError, match=r"pooling by \['pooling_mode_first_token'\] is not supported; cls"):
-        Encoder(tmp_path)
-    modules = tmp_path / "modules.json"
-    modules.write_text("{}")
-    with pytest.raises(CheckpointError, match=r"modules\.json: expected a JSON list"):
-        Encoder(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (dict(model_type="electra"), "model_type 'electra'; text encoders supported are bert"),
-        (dict(position_embedding_type="relative_key"), "position_embedding_type 'relative_key'"),
-        (dict(hidden_act="mish"), "hidden_act 'mish' is not supported"),
-        (dict(num_attention_heads=5), "hidden_size 48 is not a multiple of num_attention_heads 5"),
-    ],
-)
-def test_other_architectures_are_refused(folder, tmp_path, changes, message):
-    config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
-    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
-    with pytest.raises(UnsupportedModelError, match=message):
-        Encoder(tmp_path)
-
-
 PROMPTS = {"query": "the house : ", "passage": "a river : ", "topic": "fox : "}
 
 
@@ -234,18 +197,6 @@ def test_queries_and_documents_have_their_own_prompts(prompted, encoder):
         prompted.encode_query(texts, prompt_name="topic"), prompted.encode(texts, prompt="fox : ")
     )
     np.testing.assert_array_equal(encoder.encode_query(texts), encoder.encode(texts))  # a model without prompts
-
-
-def test_the_default_prompt_of_the_files_is_used_unless_another_is_named(tmp_path):
-    tiny_encoder(tmp_path)
-    file = tmp_path / "config_sentence_transformers.json"
-    file.write_text(json.dumps({"prompts": PROMPTS, "default_prompt_name": "topic"}))
-    encoder = Encoder(tmp_path)
-    np.testing.assert_array_equal(encoder.encode("the cat"), encoder.encode("the cat", prompt_name="topic"))
-    np.testing.assert_array_equal(encoder.encode("fox : the cat", prompt=""), encoder.encode("the cat"))
-    file.write_text(json.dumps({"prompts": PROMPTS, "default_prompt_name": "other"}))
-    with pytest.raises(CheckpointError, match="default_prompt_name: there is no prompt 'other'"):
-        Encoder(tmp_path)
 
 
 def test_an_unknown_prompt_is_named_with_those_that_there_are(prompted, encoder):

@@ -1,20 +1,21 @@
-"""A language model's plan against the arrays of a real engine, formulas by hand, and the engine's own limits."""
+"""Plans of language models and encoders against arrays of real engines, formulas by hand and limits; devices."""
 
 import jax
 import pytest
 
 from tests.support import gguf
 from tests.support.tiny import HYBRID, WINDOWED, tiny_checkpoint, tiny_config
-from verax import LLM, ops
+from tests.support.tiny_encoder import SIZES, tiny_encoder
+from verax import LLM, Encoder, ops
 from verax.checkpoint import Checkpoint
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.files import write_json
 from verax.loading import load_causal_lm
 from verax.nn import pack_linear_weights
 from verax.plan.devices import find_device
-from verax.plan.model import describe
+from verax.plan.model import Described, describe
 from verax.plan.run import plan
-from verax.plan.text import plan_text, text_plan
+from verax.plan.text import plan_embed, plan_text, text_plan
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.step.runner import ModelRunner
 from verax.text.step.sizes import plan_sizes
@@ -71,8 +72,7 @@ def test_bytes_are_those_of_the_arrays_that_an_engine_holds(tmp_path, family, ch
     assert sum(row["nbytes"] for row in result["weights"]) == result["memory"]["weights"]
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "tied"), [("float32", True), ("bfloat16", False)])
 def test_weights_of_a_cpu_are_those_of_a_loaded_engine_with_the_rows_that_fill_panels(tmp_path, dtype, tied):
     folder = tiny_checkpoint(tmp_path / "model", tie_word_embeddings=tied)  # no matrix but one has panels that are full
     sizes = {"max_num_seqs": 2, "max_model_len": 32, "max_num_batched_tokens": 32}
@@ -129,21 +129,6 @@ def test_a_long_prompt_reads_the_weights_once_for_each_step(config_only):
     assert three["bytes_per_device"] > 3 * weights > one["bytes_per_device"] > weights
 
 
-def test_a_quantised_head_is_a_second_copy_of_tied_embeddings(config_only):
-    folder = config_only()
-    parts = {row["part"]: row for row in plan(folder, DEVICE, quantization="int8")["weights"]}
-    assert (parts["head"]["precision"], parts["embedding"]["precision"]) == ("int8", "bfloat16")
-    assert "embedding and head" in {row["part"] for row in plan(folder, DEVICE)["weights"]}
-
-
-def test_times_are_the_larger_of_products_and_bytes(config_only):
-    decode = plan(config_only(), DEVICE, max_num_seqs=2)["programs"][0]
-    assert decode["parts_s"]["memory"] == decode["bytes_per_device"] / 1e11
-    assert decode["parts_s"]["compute"] == pytest.approx(decode["flops"] / 1e13)
-    assert decode["at_least_s"] == max(decode["parts_s"].values())
-    assert decode["limit"] == "memory"
-
-
 def test_the_largest_batch_and_context_fit_and_one_more_does_not(config_only):
     folder = config_only(max_position_embeddings=1 << 16)
     small = find_device("test", memory=5e6, bandwidth=1e11, flops=1e13)
@@ -160,13 +145,6 @@ def test_the_largest_batch_and_context_fit_and_one_more_does_not(config_only):
     )
 
 
-def test_what_is_too_large_says_so(config_only):
-    tiny = find_device("test", memory=1e5, bandwidth=1e11, flops=1e13)
-    result = plan(config_only(), tiny)
-    assert not result["fits"]
-    assert (result["largest_batch"], result["largest_context"], result["cache_room"]) == (0, 0, 0)
-
-
 def test_over_devices_weights_and_heads_are_divided(config_only):
     folder = config_only(num_hidden_layers=1)
     whole, half = (plan(folder, DEVICE, tensor_parallel_size=n) for n in (1, 2))
@@ -177,22 +155,6 @@ def test_over_devices_weights_and_heads_are_divided(config_only):
     assert half["programs"][0]["parts_s"]["compute"] == whole["programs"][0]["parts_s"]["compute"] / 2
     # Two of four devices share a head of keys and values: each has all of its cache.
     assert plan(folder, DEVICE, tensor_parallel_size=4)["memory"]["cache"] == half["memory"]["cache"]
-
-
-def test_devices_divide_delta_layers_and_states_if_they_divide_the_key_heads(config_only):
-    folder = config_only(family="qwen3_5_text", **HYBRID)
-    result = {n: plan(folder, DEVICE, tensor_parallel_size=n, max_num_seqs=3, max_model_len=200) for n in (1, 2, 4)}
-    layers = {
-        n: sum(row["per_device"] for row in of["weights"] if row["part"] == "recurrent layers")
-        for n, of in result.items()
-    }
-    whole_rows = 2 * 2 * 4 * 64 * 2  # of b and a: two layers, four value heads, bfloat16
-    assert 2 * (layers[2] - whole_rows) == layers[1] - whole_rows
-    assert layers[4] == layers[1]
-    states = 3 * 4 * 2 * (4 * 12 * 20 + 3 * (2 * 2 * 12 + 4 * 20))  # sequences, float32, layers: memory and inputs
-    assert 2 * result[2]["memory"]["cache"] == result[1]["memory"]["cache"]
-    # Pairs of devices share a head of keys and values.
-    assert result[4]["memory"]["cache"] == result[2]["memory"]["cache"] + states // 2
 
 
 def test_the_fewest_devices_are_the_first_that_divide_the_model_and_hold_it(config_only):
@@ -229,3 +191,65 @@ def test_models_that_are_not_there_or_not_decided_by_their_configuration(config_
     with pytest.raises(UnsupportedModelError, match=r"its weights are quantised.*--quantization dequantize"):
         describe(folder)
     assert plan_text(describe(folder, quantization="dequantize"), DEVICE)["fits"]
+
+
+ENCODER = Described("tiny", "embedding", {"model_type": "bert", **SIZES})
+
+
+def test_products_of_an_encoder_are_those_of_a_formula_by_hand():
+    B, T, D, F, L = 3, 20, SIZES["hidden_size"], SIZES["intermediate_size"], SIZES["num_hidden_layers"]
+    result = plan_embed(ENCODER, DEVICE, batch_size=B, max_length=T)
+    (program,) = result["programs"]
+    assert program["flops"] == B * L * (2 * T * (4 * D * D + 2 * D * F) + 4 * T * T * D)
+    assert program["parts_s"]["compute"] == program["flops"] / DEVICE.rate("float32")
+    assert result["fits"]
+    assert {row["part"] for row in result["weights"]} == {"embedding", "attention", "feed-forward", "norms"}
+
+
+def test_weights_on_a_cpu_are_those_of_a_loaded_encoder_with_the_rows_that_fill_panels(tmp_path):
+    folder = tiny_encoder(tmp_path / "model", hidden_size=64)
+    encoder = Encoder(folder, show_progress=False)
+    result = plan(str(folder), CPU, batch_size=3, max_length=20)
+    assert result["memory"]["weights"] == sum(array.nbytes for array in jax.tree.leaves(encoder._weights))
+
+
+def test_wrong_options_of_an_encoder_are_named():
+    with pytest.raises(InvalidParameterError, match="max_length: expected 1 to 64 tokens, got 65"):
+        plan_embed(ENCODER, DEVICE, max_length=65)
+    with pytest.raises(
+        InvalidParameterError, match="devices: the plan of a model of kind embedding has no such option"
+    ):
+        plan("encoder-builtin", DEVICE, devices=2)
+
+
+def test_numbers_on_the_command_line_replace_those_of_the_table():
+    device = find_device("h100", memory=94e9, flops=500e12)
+    assert (device.memory, device.bandwidth) == (94_000_000_000, 3.35e12)
+    assert device.flops["int8"] == pytest.approx(1000e12, rel=1e-3)
+    assert "changed" in device.source
+
+
+def test_an_unknown_device_is_described_by_its_numbers():
+    device = find_device("mychip", memory=48e9, bandwidth=1e12, flops=200e12)
+    assert (device.rate("bfloat16"), device.rate("float32")) == (200e12, 200e12)
+    with pytest.raises(InvalidParameterError, match=r"'mychip' is not in the table, .*v5e.*--bandwidth, --flops"):
+        find_device("mychip", memory=48e9)
+    with pytest.raises(InvalidParameterError, match="bandwidth: expected more than 0"):
+        find_device("h100", bandwidth=-1.0)
+
+
+def test_this_machine_is_not_measured_where_its_numbers_are_given(monkeypatch):
+    monkeypatch.setattr("verax.machine.measure_machine", lambda: pytest.fail("measured"))
+    device = find_device("cpu", bandwidth=40e9, flops=1e12)
+    assert (device.platform, device.bandwidth, device.rate("float32")) == ("cpu", 40e9, 1e12)
+    monkeypatch.setattr(
+        "verax.machine.measure_machine",
+        lambda: {
+            "memory_bandwidth_gb_per_s": 20.0,
+            "matmul_float32_gflop_per_s": 100,
+            "matmul_bfloat16_gflop_per_s": 300,
+        },
+    )
+    device = find_device("cpu", memory=8e9)
+    assert (device.memory, device.bandwidth) == (8e9, 20e9)
+    assert dict(device.flops) == {"bfloat16": 300e9, "float32": 100e9}

@@ -37,15 +37,6 @@ def test_a_step_multiplies_what_a_formula_by_hand_says(tmp_path):
     assert result["at_least"] == {"seconds a step": step["at_least_s"], "seconds a clip": clip}
 
 
-def test_devices_share_the_products_of_a_step(tmp_path):
-    folder = str(video_folder("t2v", tmp_path / "t2v", heads=4, text_tokens=24))
-    clip = dict(num_frames=9, height=32, width=64)
-    one = plan(folder, DEVICE, **clip)["programs"][0]
-    many = plan(folder, DEVICE, **clip, guidance_parallel=True, sequence_parallel=4)["programs"][0]
-    assert many["flops"] == one["flops"]
-    assert many["parts_s"]["compute"] == one["parts_s"]["compute"] / 8
-
-
 def test_devices_hold_parts_of_what_they_divide(tmp_path):
     folder = str(video_folder("i2v", tmp_path / "i2v", heads=4))
     clip = dict(num_frames=9, height=32, width=64, devices=8)

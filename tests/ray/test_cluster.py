@@ -124,12 +124,6 @@ def test_a_start_that_fails_leaves_the_next_one_to_compile(monkeypatch, tmp_path
         pass
 
 
-def test_without_a_cache_nobody_waits(monkeypatch):
-    monkeypatch.setenv("VERAX_CACHE_DIR", "")
-    with cluster.one_compiles("model"):
-        pass
-
-
 def test_the_deployment_passes_its_options_to_the_engine_and_its_bounds_to_ray_serve():
     pytest.importorskip("ray", reason="needs the extra `ray`")
     pytest.importorskip("ray.serve", reason="needs the extra `ray`: make test-ray installs it")

@@ -9,7 +9,8 @@ from tests.support.published import gemma_file, minilm_folder
 
 __all__ = ["run"]
 
-PROMPT = "def fibonacci(n):\n    "
+SMALL = ("--max-num-seqs", 1, "--max-model-len", 128, "--max-num-batched-tokens", 32, "--temperature", 0)
+"""Options of an engine of few programs."""
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +19,7 @@ def path():
 
 
 def test_generate_completes_a_prompt(run, path):
-    done = run("generate", "--model", path, "--temperature", 0, "--max-tokens", 8, "--max-model-len", 128, PROMPT)
+    done = run("generate", "--model", path, *SMALL, "--max-tokens", 8, "def fibonacci(n):\n    ")
     assert done.status == 0
     assert "if n == 0" in done.out
 
@@ -26,10 +27,9 @@ def test_generate_completes_a_prompt(run, path):
 def test_chat_answers_by_a_template_since_a_base_model_has_none(run, path, tmp_path):
     template = tmp_path / "questions.jinja"
     template.write_text("{% for message in messages %}Q: {{ message.content }}\nA: {% endfor %}")
-    arguments = ("chat", "--model", path, "--max-model-len", 128, "--max-tokens", 8, "--temperature", 0)
-    message = ("--message", "What is the capital of France?")
-    assert "--chat-template" in run(*arguments, *message).err
-    done = run(*arguments, *message, "--chat-template", template)
+    arguments = ("chat", "--model", path, *SMALL[2:], "--max-tokens", 8, "--message", "What is the capital of France?")
+    assert "--chat-template" in run(*arguments).err
+    done = run(*arguments, "--chat-template", template)
     assert done.status == 0
     assert done.out.strip()
 

@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-BEHIND_A_PAGE = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, prompt_logprobs=0)
+AFTER_A_PAGE = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, prompt_logprobs=0)
 
 
 class Tolerance(NamedTuple):
@@ -51,17 +51,17 @@ class Answers(NamedTuple):
     continuations: list[tuple[int, ...]]
     texts: list[str]
     page: tuple[int, ...]
-    behind_page: tuple[int, ...]
+    after_page: tuple[int, ...]
     logprobs: np.ndarray
 
 
 def ask(precision):
     """Answers of an engine that is gone afterwards."""
-    options = dict(max_num_seqs=4, max_model_len=1024, max_num_batched_tokens=256, use_tqdm=False)
-    how = {} if precision == "stored" else {"dtype": "float32", "quantization": "dequantize"}
-    llm = LLM(gemma_file(), **how, **options)
+    options = dict(max_num_seqs=4, max_model_len=1024, max_num_batched_tokens=64, use_tqdm=False)
+    precise = {} if precision == "stored" else {"dtype": "float32", "quantization": "dequantize"}
+    llm = LLM(gemma_file(), **precise, **options)
     short = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    (page,) = llm.generate([PAGE], BEHIND_A_PAGE, use_tqdm=False)
+    (page,) = llm.generate([PAGE], AFTER_A_PAGE, use_tqdm=False)
     ids = page.prompt_token_ids
     logprobs = [page.prompt_logprobs[at][ids[at]].logprob for at in range(1, len(ids))]
     made = Answers(
@@ -128,7 +128,7 @@ def test_greedy_continuations_match_transformers(answers, reference, precision):
 def test_a_continuation_after_more_than_a_window_matches_transformers(answers, reference, precision):
     window = reference.config.sliding_window
     assert len(answers.page) > window + 100
-    check_gaps(reference, answers.page, answers.behind_page, TOLERANCES[precision])
+    check_gaps(reference, answers.page, answers.after_page, TOLERANCES[precision])
 
 
 def test_the_logprobs_of_a_page_add_up_to_transformers(answers, reference, precision):

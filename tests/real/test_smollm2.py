@@ -26,6 +26,12 @@ def path():
 
 
 @pytest.fixture(scope="module")
+def llm(path):
+    sizes = dict(max_num_seqs=1, max_model_len=256, max_num_batched_tokens=64)
+    return LLM(path, dtype="float32", quantization="dequantize", use_tqdm=False, **sizes)
+
+
+@pytest.fixture(scope="module")
 def theirs(path):
     names = dict(gguf_file=path.name)
     model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **names).eval()
@@ -38,9 +44,8 @@ def logits(model, ids):
 
 
 @pytest.mark.parametrize("messages", [TURNS[:1], TURNS, [{"role": "system", "content": "Be brief."}, *TURNS[:1]]])
-def test_a_conversation_in_float32_is_the_one_of_transformers(path, theirs, messages):
+def test_a_conversation_in_float32_is_the_one_of_transformers(llm, theirs, messages):
     tokenizer, model = theirs
-    llm = LLM(path, dtype="float32", quantization="dequantize", max_num_seqs=1, max_model_len=256, use_tqdm=False)
     params = SamplingParams(temperature=0, max_tokens=24, logprobs=1)
     output = llm.chat(messages, params, use_tqdm=False)[0]
     assert output.prompt == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -56,7 +61,19 @@ def test_a_conversation_in_float32_is_the_one_of_transformers(path, theirs, mess
 
 
 def test_chat_begins_with_a_temperature_and_ends_its_answer_by_itself(run, path):
-    done = run("chat", "--model", path, "--message", TURNS[0]["content"], "--max-model-len", 256, "--seed", 0)
+    done = run(
+        "chat",
+        "--model",
+        path,
+        "--message",
+        TURNS[0]["content"],
+        "--max-model-len",
+        256,
+        "--max-num-batched-tokens",
+        64,
+        "--seed",
+        0,
+    )
     assert done.status == 0
     assert "recommends no sampling: temperature 0.7, top_p 0.95" in done.err
     assert done.out.strip()

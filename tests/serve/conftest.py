@@ -130,6 +130,20 @@ def named(field, *values):
     return [({field: value}, field) for value in values]
 
 
+def prompt_of(api, messages, **fields):
+    """Prompt that a conversation becomes, read back from its tokens."""
+    tokens = api.ok("/tokenize", {"messages": messages, **fields})["tokens"]
+    return api.ok("/detokenize", {"tokens": tokens})["prompt"]
+
+
+def text_of(body, index=0):
+    """Text of an answer of any API."""
+    if "choices" in body:
+        choice = body["choices"][index]
+        return choice["text"] if "text" in choice else choice["message"]["content"]
+    return [part["text"] for item in body.get("output") or [body] for part in item["content"]]
+
+
 class Api:
     """Client of an application in this process. Each call runs an event loop of its own."""
 

@@ -54,12 +54,7 @@ def test_a_wrong_field_is_named(body, param):
 @pytest.mark.parametrize(
     "body",
     [
-        b"",
-        b"{",
-        b"null",
-        b"[]",
-        b'"text"',
-        b'"' + b"[" * 1000 + b'"',
+        *(b"", b"{", b"null", b"[]", b'"text"', b'"' + b"[" * 1000 + b'"'),
         b'{"messages": [], "temperature": NaN}',
         b'{"messages": [{"role": "\xff"}]}',
         b'{"messages": [{"role": "\xed\xa0\x80"}]}',

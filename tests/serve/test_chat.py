@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.serve.conftest import named
+from tests.serve.conftest import named, text_of
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "once upon a time"}]
@@ -118,13 +118,6 @@ def test_a_top_p_of_0_is_greedy(api, path, body):
     assert text_of(answers[0]) == text_of(answers[1])
 
 
-def text_of(body):
-    """Text of an answer of any API."""
-    if "choices" in body:
-        return body["choices"][0].get("text") or body["choices"][0]["message"]["content"]
-    return [part["text"] for item in body.get("output") or [body] for part in item["content"]]
-
-
 def test_logit_bias_has_texts_as_keys(api):
     body = api.ok(PATH, {**BODY, "logit_bias": {"40": 100}, "return_token_ids": True, "temperature": 0})
     assert set(body["choices"][0]["token_ids"]) == {40}
@@ -165,19 +158,11 @@ def test_prompt_logprobs_are_for_whole_answers(api):
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
-        *named("n", 0, 9, 10**12, -1),
+        *named("n", 0, 9),
         *named("stop", ["x"] * 17),
         ({"stop": [""]}, "stop[0]"),
-        *named("max_tokens", 0, -1, 2**40),
         *named("max_completion_tokens", 0),
-        *named("temperature", -0.1),
-        *named("top_p", -0.1, 1.5),
-        *named("top_k", -2),
-        *named("min_p", 2),
-        *named("presence_penalty", 3),
-        *named("frequency_penalty", -3),
-        *named("repetition_penalty", 0),
-        *named("seed", 2**63),
+        *named("top_p", 1.5),
         *named("min_tokens", 13),
         *named("logit_bias", {"x": 1}, {"-1": 1}, {"999999": 1}),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
@@ -211,10 +196,6 @@ def test_fields_without_a_meaning_here_are_accepted(api):
     )
 
 
-def test_a_free_template_variable_reaches_the_template_only(api):
-    api.ok(PATH, {**BODY, "chat_template_kwargs": {"enable_thinking": False, "my_flag": [1]}})
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_long_prompt_says_how_long_it_is(api, stream):
     messages = [{"role": "user", "content": "fox " * 300}]
@@ -229,11 +210,3 @@ def test_models_are_checked_by_name(api, make_api):
     error = api.refused(PATH, {**BODY, "model": "gpt-9"}, 404)
     assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert make_api(any_model_name=True).ok(PATH, {**BODY, "model": "gpt-9"})["model"] == "gpt-9"
-
-
-def test_input_tokens_are_counted(api):
-    counted = api.ok(PATH + "/input_tokens", {"messages": USER})
-    assert counted == {
-        "object": "response.input_tokens",
-        "input_tokens": api.ok(PATH, BODY)["usage"]["prompt_tokens"],
-    }

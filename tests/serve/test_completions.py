@@ -150,12 +150,6 @@ def test_a_text_goes_to_tokens_and_back(api):
         assert api.ok(f"{prefix}/detokenize", {"tokens": result["tokens"]}) == {"prompt": "the café 🦊"}
 
 
-def test_a_chat_is_rendered_by_the_template(api):
-    result = api.ok("/tokenize", {"messages": [{"role": "user", "content": "abc"}]})
-    text = api.ok("/detokenize", {"tokens": result["tokens"]})["prompt"]
-    assert text == "<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n"
-
-
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

@@ -36,11 +36,6 @@ def test_an_image_is_one_frame(format, error):
     assert np.abs(frames[0].astype(int) - PICTURE).mean() <= error
 
 
-@pytest.mark.parametrize("suffix", [".mp4", ".gif", ".webp"])
-def test_a_clip_is_its_frames(tmp_path, suffix):
-    assert decode(clip_file(tmp_path, suffix), LIMITS).shape == (5, *PICTURE.shape)
-
-
 @pytest.mark.parametrize("name", ["GIF", "WEBP", "PNG", "AVIF"])
 def test_frames_of_an_animation_last_as_long_as_they_are_shown(name):
     images = [PIL.fromarray(np.full((8, 8, 3), shade, np.uint8)) for shade in (10, 90, 170)]
@@ -61,12 +56,6 @@ def test_a_video_is_its_main_stream_at_even_times(tmp_path):
         4,
         5,
     ]
-
-
-def test_an_image_is_turned_upright():
-    exif = PIL.Exif()
-    exif[0x0112] = 6
-    assert decode(saved("JPEG", exif=exif), LIMITS).shape == (1, 40, 24, 3)
 
 
 @pytest.mark.parametrize(

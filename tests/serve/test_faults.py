@@ -440,10 +440,6 @@ def run_client(served_llm):
     return serving
 
 
-def events_of(response):
-    return [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
-
-
 def idle(llm):
     """True once the engine has nothing to do; waits for it."""
     for _ in range(500):
@@ -452,30 +448,6 @@ def idle(llm):
             return True
         time.sleep(0.02)
     return False
-
-
-def test_openais_client_is_served(run_client):
-    openai = pytest.importorskip("openai")
-
-    def client(url, llm):
-        strict = {"max_retries": 0, "_strict_response_validation": True}
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="any", **strict) as api:
-            options = {"messages": LONG["messages"], "max_tokens": 10, "seed": 1, "temperature": 1.0}
-            whole = api.chat.completions.create(model="tiny", **options)
-            chunks = list(api.chat.completions.create(model="tiny", stream=True, **options))
-            content = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-            assert content == whole.choices[0].message.content
-            assert api.completions.create(model="tiny", prompt="abc", max_tokens=3).choices[0].finish_reason
-            assert [model.id for model in api.models.list()] == ["tiny"]
-            with pytest.raises(openai.NotFoundError) as missing:
-                api.chat.completions.create(model="gpt-9", messages=LONG["messages"])
-            assert missing.value.code == "model_not_found"
-            with pytest.raises(openai.BadRequestError) as wrong:
-                api.chat.completions.create(model="tiny", messages=LONG["messages"], n=1000)
-            assert wrong.value.param == "n"
-        return True
-
-    assert run_client(client) == (0, True)
 
 
 def test_a_client_that_goes_away_ends_its_request(run_client, slow, served_llm):

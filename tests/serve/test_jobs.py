@@ -1,7 +1,6 @@
 """Jobs of clips: the queue with a pipeline that waits for permission, the files of clips, and previews."""
 
 import asyncio
-import errno
 import os
 import threading
 from types import SimpleNamespace
@@ -10,8 +9,7 @@ import numpy as np
 import pytest
 
 from verax.errors import QueueFullError, RequestRefusedError
-from verax.serve.video import jobs as store_module
-from verax.serve.video.jobs import VARIANTS, ClipStore, LatentPreview, StorageFullError, VideoJobs
+from verax.serve.video.jobs import ClipStore, LatentPreview, StorageFullError, VideoJobs
 from verax.video.images import read_clip
 from verax.video.outputs import VideoProgress
 from verax.video.request import ResolvedRequest
@@ -85,20 +83,6 @@ async def until(jobs, job, done):
     return seen
 
 
-async def test_progress_rises_to_99_and_then_to_100(jobs, pipeline):
-    job = await jobs.submit(request(), "clips")
-    assert (job.status, job.progress) == ("queued", 0)
-    pipeline.may_go.release(2)
-    await until(jobs, job, lambda job: job.progress == 47)
-    assert job.preview is not None
-    pipeline.may_go.release(2)
-    seen = await until(jobs, job, lambda job: job.ended)
-    assert [state for state in seen if state[1] > 99] == [("completed", 100)]
-    assert [progress for _, progress in seen] == sorted(progress for _, progress in seen)
-    assert (job.completed_at, job.expires_at) == (1000, 1060)
-    assert jobs.store.path(job.id, "video").is_file()
-
-
 async def test_the_queue_is_bounded_and_clips_are_made_in_their_order(jobs, pipeline):
     first = await jobs.submit(request("a"), "clips")
     await until(jobs, first, lambda job: job.status == "in_progress")
@@ -157,17 +141,6 @@ async def test_an_error_fails_its_clip_and_the_queue_continues(jobs, pipeline, p
     assert fine.status == "completed"
 
 
-async def test_a_clip_that_cannot_be_ended_does_not_end_the_queue(jobs, pipeline, monkeypatch):
-    remove = jobs.store.remove
-    monkeypatch.setattr(jobs.store, "remove", lambda name: 1 / 0)
-    pipeline.may_go.release(100)
-    failed = await jobs.submit(request("break"), "clips")
-    fine = await jobs.submit(request(), "clips")
-    await until(jobs, fine, lambda job: job.ended)
-    assert (failed.status, fine.status) == ("failed", "completed")
-    monkeypatch.setattr(jobs.store, "remove", remove)
-
-
 async def test_asking_for_clips_neither_waits_for_files_nor_touches_them(jobs, pipeline, now, monkeypatch):
     pipeline.may_go.release(100)
     job = await jobs.submit(request(), "clips")
@@ -188,18 +161,6 @@ def store():
     yield store
     store.close()
     assert not store.folder.exists()
-
-
-def test_a_clip_has_all_its_forms_and_they_go_with_it(store):
-    store.write("video_a", NOISE, 8)
-    assert read_clip(store.path("video_a", "video"))[0].shape == NOISE.shape
-    assert read_clip(store.path("video_a", "gif"))[0].shape == NOISE.shape
-    sizes = {name: PIL.open(store.path("video_a", name)).size for name in ("thumbnail", "spritesheet")}
-    assert sizes == {"thumbnail": (64, 32), "spritesheet": (4 * 64, 3 * 32)}
-    assert store.used() == sum(store.path("video_a", name).stat().st_size for name in VARIANTS)
-    store.remove("video_a")
-    assert store.used() == 0
-    assert list(store.folder.iterdir()) == []
 
 
 def test_large_frames_are_made_small_but_for_the_clip(store):
@@ -237,18 +198,6 @@ def test_clips_beyond_the_limit_are_refused_and_leave_nothing(store):
     store.max_bytes = 0
     with pytest.raises(StorageFullError, match="delete some or wait"):
         store.check_room()
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_reported_and_leaves_nothing(store, monkeypatch, code):
-    def full(frames, path, fps):
-        path.write_bytes(b"half")
-        raise OSError(code, "no space")
-
-    monkeypatch.setattr(store_module, "write_clip", full)
-    with pytest.raises(StorageFullError, match="the disk is full"):
-        store.write("video_a", NOISE, 8)
-    assert store.used() == 0
 
 
 def test_the_colours_of_latents_are_found():

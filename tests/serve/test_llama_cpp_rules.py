@@ -1,12 +1,12 @@
 """Rules of llama.cpp's server (`tools/server/tests/unit`) that no other test of this folder holds."""
 
 import math
-import re
 
 import pytest
 from starlette.testclient import TestClient
 from tokenizers.processors import TemplateProcessing
 
+from tests.serve.conftest import prompt_of, text_of
 from tests.support.tiny import CHAT_TEMPLATE, END
 from verax.serve.app import create_app
 from verax.serve.http.server import Server
@@ -23,17 +23,6 @@ BLOCK = 4
 """Tokens of a block of the prefix cache."""
 
 paths = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-
-
-def text_of(body, index=0):
-    choice = body["choices"][index]
-    return choice["text"] if "text" in choice else choice["message"]["content"]
-
-
-def prompt_of(api, messages, **fields):
-    """Prompt that a conversation becomes, read back from its tokens."""
-    tokens = api.ok("/tokenize", {"messages": messages, **fields})["tokens"]
-    return api.ok("/detokenize", {"tokens": tokens})["prompt"]
 
 
 def with_template(llm, monkeypatch, ending):
@@ -118,19 +107,6 @@ def test_the_rate_leaves_out_first_tokens_which_the_prompts_step_makes(samples, 
     assert (times["predicted_per_second"], times["predicted_per_token_ms"]) == (rate, each)
 
 
-def test_metrics_count_the_tokens_of_prompts_and_those_from_the_cache(api):
-    def read(name):
-        return float(re.search(rf"^vllm:{name}_total{{.*}} (.*)$", api.get("/metrics").text, re.MULTILINE)[1])
-
-    names = ("prompt_tokens", "prefix_cache_hits", "generation_tokens")
-    before = [read(name) for name in names]
-    usages = [api.ok(COMPLETIONS, {"prompt": "metrics 1 2 3 4 5 6", **GREEDY})["usage"] for _ in range(2)]
-    grown = [read(name) - count for name, count in zip(names, before, strict=True)]
-    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
-    assert grown == [2 * usages[0]["prompt_tokens"], sum(cached), 16]
-    assert cached[1] > cached[0]
-
-
 # Forms of answers.
 
 FOX = {"const": "fox"}
@@ -168,21 +144,6 @@ def test_a_wrong_form_is_a_400_that_names_the_clients_field(api, path, form):
 
 
 # Conversations.
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [
-        *("text", [123], [{}], [{"role": 123}], [{"role": "system", "content": 123}], [{"content": "hello"}]),
-        [{"role": "system", "content": "test"}, {}],
-        *([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}] for url in (
-            "file://picture.jpeg", "file:///etc/passwd", "http://127.0.0.1:1/a.png", "data:image/png;base64,AAAA",
-        )),
-        [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "AAAA"}}]}],
-    ],
-)  # fmt: skip
-def test_what_is_not_a_conversation_in_text_is_refused_with_its_place(api, messages):
-    assert api.refused(CHAT, {"messages": messages})["param"].startswith("messages")
 
 
 def test_a_prompt_can_announce_the_answer_or_not_or_continue_it(api):

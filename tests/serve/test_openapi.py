@@ -1,7 +1,5 @@
 """`/openapi.json` describes every route of the API, and answers are what it says."""
 
-import json
-
 import pytest
 
 from verax.serve.http.openapi import ApiRoute
@@ -74,9 +72,3 @@ def test_parameters_and_streams_are_described(description):
     assert "video/mp4" in content["responses"]["200"]["content"]
     for path in ("chat/completions", "completions", "responses", "messages"):
         assert "text/event-stream" in description["paths"][f"/v1/{path}"]["post"]["responses"]["200"]["content"]
-
-
-def test_every_reference_leads_somewhere(description):
-    text = json.dumps(description)
-    for reference in {part.split('"')[0] for part in text.split('"$ref": "')[1:]}:
-        assert reference.removeprefix("#/components/schemas/") in description["components"]["schemas"]

@@ -50,22 +50,6 @@ def test_the_page_has_no_inline_code_and_no_address_of_another_machine():
     assert "innerHTML" not in "".join(text.decode() for name, text in files.items() if name != "markdown.js")
 
 
-def test_modules_import_only_files_that_are_there():
-    _, files = static_files()
-    for name, content in files.items():
-        for imported in re.findall(r'(?:from|import) "([^"]+)"', content.decode()):
-            assert imported.removeprefix("./") in files, f"{name} imports {imported}"
-
-
-@pytest.mark.parametrize(
-    "path", ["/static/0123456789abcdef/app.js", "/static/{version}/none.js", "/static/{version}/index.html"]
-)
-def test_other_files_are_not_found(client, path):
-    answer = client.get(path.format(version=static_files()[0]))
-    assert answer.status_code == 404
-    assert answer.json()["error"]["message"]
-
-
 def test_markdown_needs_a_key_and_names_a_wrong_field(client):
     assert client.post("/page/markdown", json={"text": "*a*"}).status_code == 401
     assert client.post("/page/markdown", json={"text": "*a*"}, headers=KEY).json() == {"html": "<p><em>a</em></p>\n"}
@@ -223,22 +207,9 @@ def test_deep_folders_are_left_out(folder):
     assert [name for name in Reports(folder).listing() if "near" in name or "far" in name] == ["a/b/c/near.json"]
 
 
-def test_a_missing_folder_is_empty(tmp_path):
-    assert Reports(tmp_path / "none").listing() == {}
-
-
 @pytest.mark.parametrize(
     "name", ["../secret.json", "run/../bench.json", "/etc/passwd", "", ".", "bench.json/", "run", "model.safetensors"]
 )
 def test_a_name_that_the_listing_has_not_is_not_found(folder, name):
     reports = Reports(folder)
     assert reports.find(reports.token, name) is None
-
-
-def test_a_report_is_found_with_the_token_only(folder):
-    reports = Reports(folder)
-    report = reports.find(reports.token, "run/compare.md")
-    assert report is not None
-    assert report.path.read_text() == "# equal"
-    assert reports.find("é", "run/compare.md") is None
-    assert Reports(folder).find(reports.token, "run/compare.md") is None

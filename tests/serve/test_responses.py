@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.serve.conftest import named
-from tests.support.chat_run import ScriptedRun, call, running
+from tests.support.chat_run import ScriptedRun, call, running, scripted
 from verax.serve.http.body import decode
 from verax.serve.http.errors import ApiError
 from verax.serve.text import responses
@@ -19,13 +19,6 @@ TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", 
 
 def chat(**fields):
     return chat_of(decode(ResponsesRequest, {**BODY, **fields}))
-
-
-def scripted(monkeypatch, run):
-    async def run_chat(*arguments):
-        return run
-
-    monkeypatch.setattr(responses, "run_chat", run_chat)
 
 
 def streamed(api, body):
@@ -75,7 +68,7 @@ DELTAS = [Delta(reasoning="Hm"), Delta(reasoning="."), Delta(content="I loo"), D
 
 
 def test_events_come_in_openais_order(api, monkeypatch):
-    scripted(monkeypatch, ScriptedRun(DELTAS, "tool_calls"))
+    scripted(monkeypatch, responses, ScriptedRun(DELTAS, "tool_calls"))
     events = streamed(api, BODY)
     assert [event["type"].removeprefix("response.") for event in events] == [
         "created", "in_progress",
@@ -102,7 +95,7 @@ def test_events_come_in_openais_order(api, monkeypatch):
 
 
 def test_an_answer_that_was_cut_short_is_incomplete(api, monkeypatch):
-    scripted(monkeypatch, ScriptedRun(DELTAS, "length"))
+    scripted(monkeypatch, responses, ScriptedRun(DELTAS, "length"))
     body = api.ok(PATH, BODY)
     assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert [item["status"] for item in body["output"]] == ["completed", "completed", "incomplete"]
@@ -110,7 +103,7 @@ def test_an_answer_that_was_cut_short_is_incomplete(api, monkeypatch):
 
 
 def test_an_error_in_mid_stream_fails_the_response(api, monkeypatch):
-    scripted(monkeypatch, ScriptedRun([Delta(content="Hi"), ApiError(503, "it broke", code="aborted")]))
+    scripted(monkeypatch, responses, ScriptedRun([Delta(content="Hi"), ApiError(503, "it broke", code="aborted")]))
     last = streamed(api, BODY)[-1]
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
     assert last["response"]["error"] == {"code": "aborted", "message": "it broke"}
@@ -249,7 +242,7 @@ def test_openais_client(make_api, monkeypatch):
         assert counted.input_tokens == answer.usage.input_tokens
         with pytest.raises(openai.BadRequestError, match="previous_response_id"):
             client.responses.create(model="tiny", previous_response_id="resp_1", **BODY)
-        scripted(monkeypatch, ScriptedRun(DELTAS, "tool_calls"))
+        scripted(monkeypatch, responses, ScriptedRun(DELTAS, "tool_calls"))
         assert client.responses.create(model="tiny", **BODY).output_text == "I look."
         with client.responses.stream(model="tiny", **BODY) as stream:
             text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")

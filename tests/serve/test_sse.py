@@ -200,16 +200,6 @@ async def test_a_stream_that_is_over_is_forgotten():
         store.follow(ID)
 
 
-async def test_an_error_reaches_every_reader():
-    store, source = streams(), Frames()
-    reader = store.start(ID, source.frames())
-    source.put(b"a", ValueError("broken"))
-    for one in (reader, store.follow(ID)):
-        with pytest.raises(ValueError, match="broken"):
-            await joined(one)
-    await store.close()
-
-
 async def test_only_the_last_bytes_are_kept():
     store, source = streams(max_bytes=4), Frames()
     reader = store.start(ID, source.frames())
@@ -220,19 +210,6 @@ async def test_only_the_last_bytes_are_kept():
         store.follow(ID, 1)
     with pytest.raises(InvalidParameterError, match=r"^stream: read too slowly"):
         await joined(reader)
-    await store.close()
-
-
-async def test_a_second_stream_of_an_id_replaces_the_first():
-    store, old, new = streams(), Frames(), Frames()
-    reader = asyncio.create_task(joined(store.start(ID, old.frames())))
-    old.put(b"old")
-    await settle()
-    new.put(b"new", None)
-    assert await joined(store.start(ID, new.frames())) == b"new"
-    assert await reader == b"old"
-    assert old.closed
-    assert await joined(store.follow(ID)) == b"new"
     await store.close()
 
 

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from tests.serve.conftest import Api
+from tests.serve.conftest import Api, prompt_of
 from tests.support.tiny import tiny_checkpoint
 from verax.serve.app import create_app
 from verax.serve.http.server import Server
@@ -131,12 +131,6 @@ def test_a_demanded_call_is_made_and_nothing_else(api):
     assert arguments["days"] in (1, 2)
 
 
-def test_a_named_function_is_called(api):
-    _, calls, reason = answer(api, tool_choice=NAMED)
-    assert {name for name, _ in calls} == {"wind"}
-    assert reason in ("tool_calls", "length")
-
-
 def test_several_calls_stand_in_one_answer(api):
     content, calls, reason = answer(api, **says(api, ("rain", 2), ("wind", 1)))
     assert (content, reason) == (None, "tool_calls")
@@ -159,30 +153,12 @@ def test_what_is_written_like_a_call_is_text_without_tools_and_with_none(api):
     assert shown[0] == shown[1]
 
 
-def test_a_call_of_another_function_is_text(api):
-    text = written(api.syntax, "snow", 1)
-    assert answer(api, structured_outputs={"choice": [text]}) == (text, [], "stop")
-
-
-def test_strict_functions_have_a_grammar_of_their_own(api):
-    strict = [function("rain", strict=True)]
-    error = api.refused(PATH, {**BODY, "tools": strict, "structured_outputs": {"choice": ["no"]}})
-    assert error["param"] == "structured_outputs"
-    answer(api, tools=strict, max_tokens=20)
-
-
 def test_a_call_that_was_cut_short_says_so(api):
     (choice,) = api.ok(PATH, {**BODY, **says(api, ("rain", 2)), "max_tokens": 30})["choices"]
     calls = choice["message"].get("tool_calls", [])
     assert choice["finish_reason"] == "length"
     for call in calls:
         assert call["function"]["name"] == "rain"
-
-
-def prompt_of(api, messages, **fields):
-    """Prompt that a conversation becomes, read back from its tokens."""
-    tokens = api.ok("/tokenize", {"messages": messages, **fields})["tokens"]
-    return api.ok("/detokenize", {"tokens": tokens})["prompt"]
 
 
 def test_a_call_and_its_result_go_back_into_the_conversation(api):

@@ -239,14 +239,6 @@ def test_the_operator_sets_the_sizes(served_pipeline):
             assert error["message"].startswith("size: expected one of 64x64, 32x64, 512x512, got")
 
 
-def test_messages_say_what_fits(client):
-    assert (
-        "at most 2.125 (17 frames at 8 frames per second)"
-        in client.post("/v1/videos", json={"prompt": PROMPT, "seconds": "4"}).text
-    )
-    assert "64x64 is usual" in client.post("/v1/videos", json={"prompt": PROMPT, "size": "1280x720"}).text
-
-
 def test_wrong_forms_are_refused(client):
     fields = {"prompt": PROMPT}
     assert error_of(client.post("/v1/videos", data=fields, files={"other": b"x"}))["param"] == "other"

@@ -34,6 +34,15 @@ class ScriptedRun:
         yield self._last
 
 
+def scripted(monkeypatch, module, run):
+    """Let a dialect answer with this run."""
+
+    async def run_chat(*arguments):
+        return run
+
+    monkeypatch.setattr(module, "run_chat", run_chat)
+
+
 @contextmanager
 def running(app, lifespan="off"):
     """Address of a server of the application, on a free port of this machine."""

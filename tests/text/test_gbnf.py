@@ -8,25 +8,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.support.grammar import accepts
+from tests.support.grammar import matcher_of as matcher_of_lark
 from tests.support.published import llama_cpp_source
 from verax.text.features import gbnf
 from verax.text.features.gbnf import is_gbnf, lark_of_gbnf
 
-llguidance = pytest.importorskip("llguidance")
-BYTES = llguidance.LLTokenizer("byte")
-
 
 def matcher_of(grammar):
-    lark = llguidance.LLMatcher.grammar_from_lark(lark_of_gbnf(grammar))
-    matcher = llguidance.LLMatcher(BYTES, lark, log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    return matcher
-
-
-def accepts(matcher, text):
-    matcher = matcher.deep_copy()
-    tokens = BYTES.tokenize_bytes(text.encode())
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+    return matcher_of_lark(lark_of_gbnf(grammar))
 
 
 LONGEST = 5
@@ -172,7 +162,7 @@ def test_what_is_wrong_is_named(grammar, says):
         lark_of_gbnf(grammar)
 
 
-def test_gbnf_is_told_from_lark_by_its_rules():
+def test_gbnf_differs_from_lark_by_its_rules():
     assert is_gbnf('# x\nroot ::= "a"')
     assert not is_gbnf('start: "a ::= b"\nx: "c"')
 

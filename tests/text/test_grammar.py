@@ -6,13 +6,13 @@ import sys
 import threading
 import time
 
-import jax
 import numpy as np
 import pytest
 
 from tests.support import gguf as gguf_files
+from tests.support.engine import nothing_compiles
 from tests.support.invariants import check_engine
-from tests.support.tiny import HYBRID, tiny_checkpoint, tiny_config
+from tests.support.tiny import tiny_config
 from tests.text.conftest import make_llm
 from verax.checkpoint import Checkpoint
 from verax.errors import InvalidParameterError, MissingDependencyError, StructuredOutputError
@@ -185,11 +185,6 @@ def close(ours, theirs):
         )
 
 
-def test_without_a_form_an_engine_with_structured_output_gives_the_same_tokens(llm, formed):
-    args = (PROMPTS[:4], FREE, False)
-    same(formed.generate(*args), llm.generate(*args))
-
-
 def test_free_answers_next_to_formed_ones_do_not_change(llm, formed):
     expected = llm.generate(PROMPTS[:4], FREE, use_tqdm=False)
     form = SamplingParams(seed=1, max_tokens=40, structured_outputs={"regex": "[a-z]{12,}"})
@@ -223,22 +218,15 @@ def test_preemption_changes_no_formed_answer(formed):
     check_engine(formed.engine)
 
 
-def test_recurrent_layers_and_an_int8_cache_take_forms_too(tmp_path):
-    hybrid = tiny_checkpoint(tmp_path, family="qwen3_5_text", **HYBRID)
-    formed_batch(make_llm(hybrid, kv_cache_dtype="int8", max_num_seqs=1, structured_outputs=True))
+def test_recurrent_layers_and_an_int8_cache_take_forms_too(hybrid_folder):
+    formed_batch(make_llm(hybrid_folder, kv_cache_dtype="int8", max_num_seqs=1, structured_outputs=True))
 
 
 def test_nothing_compiles_after_the_start(formed):
-    runner = formed.engine.runner
-    before, compiled = runner.num_compiled(), []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
-    )
-    for batch in (PROMPTS, PROMPTS[:1], PROMPTS[3:6]):
-        params = SamplingParams(n=2, seed=1, logprobs=2, max_tokens=9, structured_outputs={"regex": "[a-z]+"})
-        formed.generate(batch, params, use_tqdm=False)
-    assert runner.num_compiled() == before
-    assert compiled == []
+    params = SamplingParams(n=2, seed=1, logprobs=2, max_tokens=9, structured_outputs={"regex": "[a-z]+"})
+    with nothing_compiles(formed):
+        for batch in (PROMPTS, PROMPTS[:1], PROMPTS[3:6]):
+            formed.generate(batch, params, use_tqdm=False)
 
 
 def test_logprobs_come_from_the_free_model(formed):
@@ -251,26 +239,18 @@ def test_logprobs_come_from_the_free_model(formed):
     assert held.logprobs[0][held.token_ids[0]].rank > 1
 
 
-def test_an_aborted_form_leaves_the_others_alone(formed):
-    params = SamplingParams(seed=1, max_tokens=30, structured_outputs={"regex": "[a-z]{20}"})
-    expected = formed.generate([PROMPTS[2]], params, use_tqdm=False)[0].outputs[0].token_ids
-    ids = [formed.add_request(prompt, params) for prompt in PROMPTS[1:3]]
-    done = {}
-    for step in range(100):
-        if step == 4:
-            formed.abort(ids[0])
-        done |= {output.request_id: output for output in formed.step() if output.finished}
-        if not formed.has_unfinished_requests:
-            break
-    assert done[ids[1]].outputs[0].token_ids == expected
-
-
 class Panic(BaseException):
     """As PyO3's PanicException, which is not an Exception."""
 
 
-@pytest.mark.parametrize("error", [StructuredOutputError("structured_outputs: too complex"), Panic("out of bounds")])
-@pytest.mark.parametrize("where", ["fill", "append", "detokenizer"])
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("fill", StructuredOutputError("structured_outputs: too complex")),
+        ("append", Panic("out of bounds")),
+        ("detokenizer", Panic("out of bounds")),
+    ],
+)
 def test_an_error_in_the_host_work_of_a_request_ends_it_alone(formed, monkeypatch, where, error):
     def fail(*_, **__):
         raise error

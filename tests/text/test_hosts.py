@@ -70,11 +70,6 @@ def both(first, second):
         return list(pool.map(run, (first, second)))
 
 
-def test_every_rank_gets_the_values_of_all(groups):
-    leader, follower = groups
-    assert both(lambda: leader.exchange(3), lambda: follower.exchange([1, "a"])) == [[3, [1, "a"]]] * 2
-
-
 def test_ranks_that_differ_are_refused_on_both_sides_by_what_differs(groups, lost, monkeypatch):
     leader, follower = groups
     equal, ours, theirs = {"seed": 1}, {"jax": "0.10.2"}, {"jax": "0.11.0"}
@@ -86,18 +81,6 @@ def test_ranks_that_differ_are_refused_on_both_sides_by_what_differs(groups, los
         "nnodes: the hosts must be equal, but jax is 0.10.2 on rank 0 and 0.11.0 on rank 1"
     }
     assert lost == []  # a slow rank 0 does not take the one that differs for lost
-
-
-def test_a_follower_gets_dispatches_until_rank_0_ends(groups):
-    leader, follower = groups
-    sent = [Dispatch("admit", (((1,), b"\0\0\0\0"),)), Dispatch("step", (((0,), b""),))]
-
-    def lead():
-        for dispatch in sent:
-            leader.send(dispatch)
-        leader.end()
-
-    assert both(lead, lambda: list(follower.dispatches())) == [None, sent]
 
 
 def test_what_several_hosts_cannot_do_is_refused_before_anything_is_loaded():
@@ -123,14 +106,6 @@ def test_hosts_with_other_weights_are_refused_before_the_weights_are_read(groups
     assert ours == theirs
     assert ours.startswith(f"nnodes: the hosts must be equal, but the digest of {which} is ")
     assert ours.count("digest") == 1
-
-
-def test_processes_with_unequal_options_end_and_both_name_the_option():
-    port = free_port()
-    processes = [join(rank, port, dtype=dtype) for rank, dtype in enumerate(("float32", "bfloat16"))]
-    for status, errors in map(ended, processes):
-        assert status == 1
-        assert "nnodes: the hosts must be equal, but dtype is float32 on rank 0 and bfloat16 on rank 1" in errors
 
 
 def test_a_follower_ends_when_rank_0_does_and_with_a_message_when_it_is_killed():

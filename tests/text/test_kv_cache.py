@@ -9,7 +9,6 @@ from tests.support.invariants import check_engine
 from tests.support.tiny import tiny_config
 from tests.text.conftest import make_llm
 from verax import ops
-from verax.errors import InvalidParameterError
 from verax.models import causal_lm
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.engine.sampling_params import SamplingParams
@@ -55,11 +54,6 @@ def test_nearly_four_times_the_tokens_of_float32_fit_and_the_cache_says_so(llm, 
     assert quantized_llm.kv_cache.startswith(f"{DTYPES[name]}, 124 tokens in ")
     assert quantized_llm.engine.runner.cache_bytes == 32 * block_bytes(llm.model_config, 4, "int8")
     assert llm.kv_cache.startswith("float32, ")
-
-
-def test_another_dtype_is_refused_before_anything_is_loaded(tmp_path):
-    with pytest.raises(InvalidParameterError, match=r"kv_cache_dtype: expected one of auto, .*int8, fp8, got 'fp4'"):
-        make_llm(tmp_path, kv_cache_dtype="fp4")
 
 
 def joined(platform="tpu", H=64, K=4, **options):

@@ -16,17 +16,15 @@ from tests.support.engine import PROMPTS, alone, generate, nothing_compiles, tok
 from tests.support.tiny import HYBRID, tiny_checkpoint, tiny_config
 from tests.text.conftest import make_llm
 from verax import LLM, SamplingParams, ops
-from verax._compat import _JAXLIB_VERSION, make_mesh
+from verax._compat import _JAXLIB_VERSION
 from verax.errors import InvalidParameterError
 from verax.models import causal_lm
-from verax.models.causal_lm import config_on_devices
-from verax.models.qwen3 import Qwen3Config
 from verax.nn import pack_linear_weights
 from verax.ops._target import DeviceMemory, Target
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.step import runner
 from verax.text.step import sizes as step_sizes
-from verax.text.step.program import AbstractModel, cache_partitions, check_supported, new_cache, step_program
+from verax.text.step.program import AbstractModel, check_supported, new_cache, step_program
 from verax.text.step.sizes import block_bytes, plan_sizes
 from verax.text.step.slots import new_slots
 
@@ -132,29 +130,6 @@ def test_a_model_without_weights_has_the_program_of_the_one_with_them(llm):
         assert (planned.name, planned.donated) == (run.name, run.donated)
 
 
-def test_over_a_mesh_heads_and_recurrent_states_are_divided():
-    model, config = without_weights(tiny_config("qwen3_5_text", **HYBRID), jnp.float32)
-    sizes = plan_sizes(config, jnp.float32, EngineConfig(max_num_seqs=2, max_model_len=64))
-    program = step_program(model, sizes, sizes.shapes[0], make_mesh((1,), ("tensor",)))
-    weights, slots, cache, packed = program.shardings
-    assert {sharding.spec for sharding in jax.tree.leaves((slots, packed))} == {jax.P()}
-    assert cache[0] == cache[2]
-    assert [sharding.spec for sharding in cache[0]] == [jax.P(None, None, "tensor"), jax.P(None, "tensor")]
-    assert {sharding.spec for sharding in jax.tree.leaves(cache[1])} == {jax.P(None, "tensor")}
-    assert {jax.P("tensor"), jax.P(None, "tensor"), jax.P()} == {sharding.spec for sharding in weights}
-    assert jax.tree.leaves(program.results) == [jax.P(), *jax.tree.leaves(program.partitions[2]), jax.P()]
-    assert program.lower().as_text()
-
-
-def test_states_are_whole_where_devices_do_not_divide_the_key_heads():
-    _, config = without_weights(tiny_config("qwen3_5_text", **HYBRID), jnp.float32)
-    sizes = plan_sizes(config, jnp.float32, EngineConfig(max_num_seqs=2, max_model_len=64))
-    for devices, whole in ((2, False), (4, True)):  # two key heads
-        on_devices = config_on_devices(config, devices)
-        delta, *_ = cache_partitions(on_devices, jax.eval_shape(lambda made=on_devices: new_cache(made, sizes)))
-        assert (set(delta) == {jax.P()}) == whole
-
-
 def counted_norm():
     """An implementation of `ops.rms_norm` that counts how often it is traced."""
     traced = []
@@ -183,13 +158,6 @@ def test_an_engine_of_an_equal_model_compiles_nothing(tmp_path):
     assert alone(first, "abc") == tokens
     assert alone(make_llm(folder, max_num_seqs=1), "abc") == tokens
     assert len(traced) == traces, "outside of the choice, its implementation must not run"
-
-
-def test_a_configuration_need_not_be_hashable(tmp_path, monkeypatch):
-    folder = tiny_checkpoint(tmp_path / "qwen3")
-    tokens = alone(make_llm(folder), "abc")
-    monkeypatch.setattr(Qwen3Config, "__hash__", None)
-    assert alone(make_llm(folder), "abc") == tokens
 
 
 @pytest.mark.parametrize(("platform", "lowering"), [("tpu", "tpu"), ("gpu", "cuda")])

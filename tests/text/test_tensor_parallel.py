@@ -13,7 +13,6 @@ from verax.models import causal_lm
 from verax.models.causal_lm import config_on_devices
 from verax.nn.parallel import check_divisions, fitting_sizes
 from verax.plan.parts import parts_of
-from verax.text.engine.llm import tensor_meshes
 
 SUMS = {"qwen3": 5, "llama": 3, "gemma3": 5, "qwen3-moe": 3, "qwen3.5": 5, "qwen3-next": 5, "two-key-heads": 4}
 """Sums over devices of a decode step: two for each layer, and one of the embedding.
@@ -29,7 +28,7 @@ WHOLE_DELTA_LAYERS = "two-key-heads"
 SIZES = dict.fromkeys(FAMILIES, (1, 8)) | {
     "qwen3": (1, 2, 8),
     "qwen3-moe": (1, 2),
-    **dict.fromkeys(HYBRIDS, (1, 2, 4, 8)),
+    "qwen3.5": (1, 2, 8),
     WHOLE_DELTA_LAYERS: (1, 4),
 }
 """Numbers of devices. Eight share heads of keys and values, except in Llama, and have an expert each; two have four."""
@@ -125,7 +124,7 @@ def test_every_feature_gives_one_devices_answers(features, feature):
     one, two = features[feature].values()
     assert two["tokens"] == one["tokens"]
     assert two["compiled"][0] == two["compiled"][1]
-    assert bool(one["prompt_logprobs"][0]) == (feature == "logprobs")
+    assert bool(one["prompt_logprobs"][0]) == (feature == "lora")
     for name in ("logprobs", "prompt_logprobs"):
         assert len(two[name]) == len(one[name])
         for ours, theirs in zip(two[name], one[name], strict=True):
@@ -195,7 +194,3 @@ def test_each_replica_has_devices_of_its_own_and_compiles_nothing_after_the_star
 def test_more_devices_than_there_are_are_refused_with_the_way_to_virtual_ones(tiny_folder, options, message):
     with pytest.raises(InvalidParameterError, match=f"^{message}"):
         LLM(tiny_folder, **options)
-
-
-def test_one_device_alone_is_not_a_mesh():
-    assert tensor_meshes(1) == [None]

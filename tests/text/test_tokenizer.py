@@ -52,15 +52,6 @@ def test_missing_and_damaged_files_are_named(tmp_path):
         Tokenizer.from_folder(tmp_path)
 
 
-def test_named_templates_are_chosen_by_use(tmp_path):
-    tiny_tokenizer(tmp_path)
-    named = [{"name": "default", "template": "reference"}, {"name": "tool_use", "template": "{{ tools[0].name }}"}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    tokenizer = Tokenizer.from_folder(tmp_path)
-    assert tokenizer.apply_chat_template(HELLO) == "reference"
-    assert tokenizer.apply_chat_template(HELLO, tools=[{"name": "f"}]) == "f"
-
-
 def test_no_template_is_an_error_that_says_what_to_do(tmp_path):
     tokenizer = Tokenizer.from_folder(tiny_tokenizer(tmp_path, chat_template=None))
     assert not tokenizer.has_chat_template
@@ -71,12 +62,6 @@ def test_no_template_is_an_error_that_says_what_to_do(tmp_path):
 def test_special_tokens_are_variables_of_the_template(tmp_path):
     tiny_tokenizer(tmp_path, chat_template="{{ eos_token }}{{ bos_token is defined }}{{ documents is none }}")
     assert Tokenizer.from_folder(tmp_path).apply_chat_template(HELLO) == f"{TURN_END}FalseTrue"
-
-
-def test_a_continued_message_is_not_followed_by_a_turn(tmp_path):
-    tokenizer = Tokenizer.from_folder(tiny_tokenizer(tmp_path))
-    prompt = tokenizer.apply_chat_template(HELLO, continue_final_message=True)
-    assert prompt == f"{TURN_START}user\nHello"
 
 
 def test_templates_in_a_folder_are_found_by_name_before_the_configured_one(tmp_path):
@@ -181,12 +166,6 @@ def test_a_stop_string_ends_the_text_at_its_first_occurrence(byte_level, text, s
         assert not any(stop in shown for stop in stops)
 
 
-def test_stop_strings_wait_for_min_tokens(byte_level):
-    ids = byte_level.encode("abxabx")
-    _, running = stream(byte_level, ids, stop=("x",), min_tokens=len(byte_level.encode("abx")))
-    assert running.text == "abxab"
-
-
 def metaspace_tokenizer():
     """As T5 has it: spaces as a mark that the first token loses, no bytes."""
     tokenizer = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
@@ -264,19 +243,6 @@ def test_the_work_for_a_token_does_not_grow(byte_level, monkeypatch):
         assert max(lengths, default=0) < 20
 
 
-def test_broken_bytes_are_shown_one_character_late(byte_level):
-    [broken] = [i for i in range(3, 260) if byte_level.token(i) == "ÿ"]
-    pieces, _ = stream(byte_level, [broken] * 40)
-    assert pieces == ["", *["\ufffd"] * 40]
-
-
-def test_text_before_an_unfinished_character_is_searched_and_shown(byte_level):
-    ids = byte_level.encode("a🐍")
-    pieces, _ = stream(byte_level, ids)
-    assert pieces[0] == "a"
-    assert stream(byte_level, ids, stop=("a",))[1].text == ""
-
-
 def bytes_as_tokens(tokenizer, data):
     numbers = {byte: token for token, byte in tokenizer.byte_tokens.items()}
     return [numbers[byte] for byte in data]
@@ -301,21 +267,6 @@ def test_a_stop_string_spelt_before_min_tokens_does_not_count_later():
     assert running.text == tokenizer.decode(ids)
 
 
-def test_a_stop_string_that_ends_after_min_tokens_counts(byte_level):
-    ids = [*byte_level.encode("x"), *byte_level.encode("y")]
-    running = IncrementalDetokenizer(byte_level, stop=("xy",), min_tokens=1)
-    assert [running.append(token) for token in ids] == [None, "xy"]
-
-
-def test_a_stop_string_may_end_within_a_token(byte_level):
-    ids = byte_level.encode("a river")
-    assert any("iv" in byte_level.decode([token]) for token in ids)
-    for include, text in ((False, "a r"), (True, "a riv")):
-        running = IncrementalDetokenizer(byte_level, stop=("iv",), include_stop_str_in_output=include)
-        results = [running.append(token) for token in ids[:2]]
-        assert (results[-1], running.text, running.delta()) == ("iv", text, text)
-
-
 @settings(max_examples=200, deadline=None)
 @given(stops=st.lists(st.text("ab ", min_size=1, max_size=6), min_size=1, max_size=3), data=st.data())
 def test_just_what_may_become_a_stop_string_is_held_back(byte_level, stops, data):
@@ -327,11 +278,3 @@ def test_just_what_may_become_a_stop_string_is_held_back(byte_level, stops, data
         shown += running.delta()
         ends = [i for i in range(len(running.text) + 1) if any(stop.startswith(running.text[i:]) for stop in stops)]
         assert shown == running.text[: ends[0]]
-
-
-def test_a_stopped_text_takes_no_more_tokens(byte_level):
-    running = IncrementalDetokenizer(byte_level, stop=("x",))
-    assert running.append(byte_level.encode("x")[0]) == "x"
-    with pytest.raises(ValueError, match="takes no more tokens"):
-        running.append(5)
-    assert running.finish() == running.text == ""

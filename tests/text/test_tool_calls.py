@@ -139,7 +139,7 @@ def test_several_calls_after_text_are_found_in_each_syntax(syntax, text):
         ("hermes", '<tool_call>\n{"name": "weather", "arguments": [}\n</tool_call>'),
         ("hermes", '<tool_call>\n{"city": "Bergen"}\n</tool_call>'),
         ("hermes", '<tool_call>\n{"name": "weather"'),
-        ("hermes", "Write `<tool_call>` around it, and </tool_call> behind."),
+        ("hermes", "Write `<tool_call>` around it, and </tool_call> after it."),
         ("hermes", CODER),
         ("qwen3_coder", CODER.replace("weather", "storm")),
         ("qwen3_coder", HERMES),

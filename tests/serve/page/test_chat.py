@@ -34,7 +34,8 @@ def wait_until(page, true, seconds=10.0):
     pytest.fail(f"not true within {seconds} s")
 
 
-def test_an_answer_is_rendered_with_its_speed(page, fake):
+def test_an_answer_is_rendered_with_its_speed_and_its_code_is_copied(page, fake):
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     ask(page, "rich please")
     answer = finished(page)
     answer.get_by_role("heading", name="Two sums").wait_for()
@@ -44,12 +45,7 @@ def test_an_answer_is_rendered_with_its_speed(page, fake):
     assert "first token" in stats
     assert "tokens/s" in stats
     assert fake.requests[-1]["messages"] == [{"role": "user", "content": "rich please"}]
-
-
-def test_code_is_copied(page):
-    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    ask(page, "rich please")
-    finished(page).get_by_label("Copy the code").click()
+    answer.get_by_label("Copy the code").click()
     page.get_by_text("Copied").wait_for()
     assert page.evaluate("navigator.clipboard.readText()").startswith("def add(a: int")
 
@@ -145,14 +141,6 @@ def test_the_end_of_an_answer_stays_in_sight_unless_the_reader_scrolls_up(page):
     finished(page, 3)
 
 
-def test_thinking_is_folded(page):
-    ask(page, "think first")
-    answer = finished(page)
-    expect(answer.get_by_text("Six by seven")).to_be_hidden()
-    answer.get_by_text("Thought").click()
-    expect(answer.get_by_text("Six by seven")).to_be_visible()
-
-
 def test_a_tool_call_is_shown_and_its_result_continues_the_chat(page, fake):
     ask(page, "tools please")
     answer = finished(page)
@@ -168,9 +156,12 @@ def test_a_tool_call_is_shown_and_its_result_continues_the_chat(page, fake):
     expect(page.get_by_label("Result of weather")).to_have_count(0)  # it is answered
 
 
-def test_token_probabilities_appear_at_the_pointer(page):
-    ask(page, "anything")
+def test_thinking_is_folded_and_token_probabilities_appear_at_the_pointer(page):
+    ask(page, "think first")
     answer = finished(page)
+    expect(answer.get_by_text("Six by seven")).to_be_hidden()
+    answer.get_by_text("Thought").click()
+    expect(answer.get_by_text("Six by seven")).to_be_visible()
     answer.get_by_role("button", name="Token probabilities").click()
     answer.locator(".token").first.hover()
     answer.get_by_text("81.9%").wait_for()

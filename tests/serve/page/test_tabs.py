@@ -105,30 +105,25 @@ def test_light_and_dark_are_switched_and_remembered(page):
     assert page.evaluate(background) == dark
 
 
-@pytest.mark.parametrize("tab", TABS)
-def test_no_tab_is_wider_than_a_narrow_screen(page, fake, tab):
+def test_on_a_narrow_screen_no_tab_is_wider_and_what_is_opened_is_in_sight_and_readable(page):
     page.set_viewport_size({"width": 360, "height": 640})
-    open_tab(page, tab.title())
-    if tab == "sentences":
-        page.get_by_role("button", name="Compare").click()
-        page.locator(".matrix").wait_for()
-    assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    assert (
-        page.evaluate(
-            "[...document.querySelectorAll('main *')].filter(e => e.checkVisibility() && !e.closest('.scroll') "
-            "&& e.getBoundingClientRect().right > 361).map(e => e.outerHTML.slice(0, 80))"
-        )
-        == []
-    )
-
-
-def test_what_is_opened_on_a_narrow_screen_is_in_sight_and_readable(page):
-    page.set_viewport_size({"width": 360, "height": 640})
-    open_tab(page, "Server")
-    page.get_by_role("img", name="Requests: running 3").wait_for()
-    texts = page.locator("line-chart text")
-    assert min(texts.evaluate_all("all => all.map(text => text.getBoundingClientRect().height)")) >= 9
-    open_tab(page, "Reports")
+    for tab in TABS:
+        open_tab(page, tab.title())
+        if tab == "sentences":
+            page.get_by_role("button", name="Compare").click()
+            page.locator(".matrix").wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360, tab
+        assert (
+            page.evaluate(
+                "[...document.querySelectorAll('main *')].filter(e => e.checkVisibility() && !e.closest('.scroll') "
+                "&& e.getBoundingClientRect().right > 361).map(e => e.outerHTML.slice(0, 80))"
+            )
+            == []
+        ), tab
+        if tab == "server":
+            page.get_by_role("img", name="Requests: running 3").wait_for()
+            texts = page.locator("line-chart text")
+            assert min(texts.evaluate_all("all => all.map(text => text.getBoundingClientRect().height)")) >= 9
     page.get_by_role("button", name="run/compare.md").click()
     expect(page.get_by_role("heading", name="qwen3, bfloat16")).to_be_in_viewport()
 
@@ -158,15 +153,15 @@ def fill_tab(page, tab):
         page.get_by_role("heading", name="qwen3").wait_for()
 
 
-@pytest.mark.parametrize("tab", TABS)
-def test_axe_finds_nothing_serious_in_light_and_dark(page, tab):
-    fill_tab(page, tab)
-    for scheme in ("light", "dark"):
-        page.emulate_media(color_scheme=scheme)
-        page.wait_for_timeout(50)
-        violations = axe.Axe().run(page).response["violations"]
-        serious = [one for one in violations if one["impact"] in ("serious", "critical")]
-        assert [(scheme, one["id"], one["nodes"][0]["html"][:120]) for one in serious] == []
+def test_axe_finds_nothing_serious_in_light_and_dark(page):
+    for tab in TABS:
+        fill_tab(page, tab)
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            page.wait_for_timeout(50)
+            violations = axe.Axe().run(page).response["violations"]
+            serious = [one for one in violations if one["impact"] in ("serious", "critical")]
+            assert [(tab, scheme, one["id"], one["nodes"][0]["html"][:120]) for one in serious] == []
 
 
 def test_the_page_asks_for_the_key_that_the_server_wants_and_keeps_it_for_the_tab(browser):

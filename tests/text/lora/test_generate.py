@@ -1,6 +1,7 @@
 """Requests with adapters: each gets the tokens of the model that has its adapter merged, whatever else runs."""
 
 import asyncio
+from contextlib import contextmanager
 from dataclasses import replace
 
 import jax
@@ -9,15 +10,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.support.adapters import adapter_weights, linear_sizes, save_adapter
+from tests.support.adapters import adapter_weights, changed, linear_sizes, save_adapter
 from tests.support.engine import finish, generate, nothing_compiles, tokens
 from tests.support.invariants import check_engine
 from tests.support.tiny import HYBRID, random_weights, tiny_checkpoint, tiny_config
+from tests.text.conftest import make_llm
+from tests.text.speculative.conftest import LOOPING, NGRAM, REPEATED, UNIQUE, assert_unchanged
 from verax import AsyncLLM, LoRARequest
-from verax.checkpoint import Checkpoint
+from verax.checkpoint import Checkpoint, save
 from verax.errors import CheckpointError, InvalidParameterError
 from verax.loading import load_causal_lm
 from verax.models import causal_lm
+from verax.nn import pack_linear_weights
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.features.lora import AdaptedLayers, AdapterLoader
 from verax.text.step.program import AbstractModel
@@ -29,6 +33,55 @@ PROMPTS = [RNG.integers(3, 200, n).tolist() for n in (1, 5, 16, 33, 40, 12)]
 ALL = (0, 1, 2, 3)
 MIXED = (0, 1, 2, 1, 3, 2)
 """Adapter of each prompt, 0 for none: three adapters for two slots."""
+
+
+RANKS = (4, 3, 1)
+"""Ranks of the adapters: the rank of the slots, and smaller ones."""
+
+
+@pytest.fixture(scope="session")
+def adapters(tmp_path_factory):
+    """Adapters 1, 2 of all linear layers and 3 of the attention alone, each with its weights."""
+    root, made = tmp_path_factory.mktemp("adapters"), []
+    sizes = linear_sizes(random_weights(tiny_config()))
+    for number, rank in enumerate(RANKS, start=1):
+        some = sizes if number < 3 else {module: size for module, size in sizes.items() if "self_attn" in module}
+        weights = adapter_weights(some, seed=number, rank=rank, spread=0.5)
+        folder = save_adapter(root / f"a{number}", weights, rank=rank, lora_alpha=2 * rank)
+        made.append((LoRARequest(f"a{number}", number, str(folder)), weights))
+    return made
+
+
+@pytest.fixture(scope="session")
+def lora_llm(tiny_folder):
+    return make_llm(tiny_folder, max_num_seqs=4, enable_lora=True, max_loras=2, max_lora_rank=4)
+
+
+@pytest.fixture(scope="session")
+def merged(adapters, tmp_path_factory):
+    """`with merged(llm, number)`: an engine whose weights have that adapter's changes added; its own weights for 0."""
+    folders = []
+    for _, weights in adapters:
+        config = tiny_config()
+        folders.append(tmp_path_factory.mktemp("merged"))
+        save(changed(random_weights(config), weights, scale=2.0), folders[-1], config=config)
+
+    @contextmanager
+    def put(llm, number):
+        runner = llm.engine.runner
+        own = runner._weights
+        llm.engine.scheduler.blocks.reset_prefix_cache()
+        if number:
+            model = load_causal_lm(Checkpoint.open(folders[number - 1]), dtype=jnp.float32)
+            pack_linear_weights(model, few_rows=True)
+            runner._weights = type(runner)(model, runner.config)._weights
+        try:
+            yield
+        finally:
+            runner._weights = own
+            llm.engine.scheduler.blocks.reset_prefix_cache()
+
+    return put
 
 
 @pytest.fixture(scope="module")
@@ -159,3 +212,20 @@ def _with_changes(abstract, weights, adapter):
             change = adapter[f"{name}.lora_B.weight"] @ adapter[f"{name}.lora_A.weight"]
             module.weight.set_value(module.weight.get_value() + change)
     return tuple(jax.tree.leaves(nnx.state(model)))
+
+
+DRAFTED = [REPEATED[0], UNIQUE[1], REPEATED[1], UNIQUE[3], REPEATED[2]]
+DRAFTED_FOR = (0, 1, 2, 0, 1)
+"""Adapter of each prompt, 0 for none."""
+
+
+def test_adapters_answer_as_without_drafts(tiny_folder, adapters):
+    lora = dict(enable_lora=True, max_loras=2, max_lora_rank=4)
+    llm = make_llm(tiny_folder, max_num_seqs=3, speculative_config=NGRAM, **lora)
+    compiled = llm.engine.runner.num_compiled()
+    requests = [None, *(request for request, _ in adapters)]
+    chosen = [requests[number] for number in DRAFTED_FOR]
+    for params in (SamplingParams(**LOOPING), SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)):
+        assert_unchanged(llm, DRAFTED, params, lora_request=chosen)
+    assert llm.spec_decode.num_accepted_tokens > 0
+    assert llm.engine.runner.num_compiled() == compiled

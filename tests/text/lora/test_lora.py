@@ -11,8 +11,8 @@ from flax import nnx
 from tests.support.adapters import adapter_weights, save_adapter
 from tests.support.invariants import check_adapters, check_scheduler
 from tests.support.sequences import make_sequence
-from tests.support.tiny import HYBRID, tiny_config
-from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from tests.support.tiny import tiny_config
+from verax.errors import CheckpointError, InvalidParameterError
 from verax.models import causal_lm
 from verax.text.engine.blocks import BlockManager
 from verax.text.engine.scheduler import Scheduler
@@ -22,22 +22,10 @@ from verax.text.features.lora import (
     AdapterSlots,
     LoadedAdapter,
     LoRARequest,
-    write_adapter,
 )
 from verax.text.hosts import Dispatch, Group
 from verax.text.step.program import AbstractModel
 from verax.text.step.runner import DeviceAdapters
-
-
-def test_sequences_of_one_adapter_share_its_slot_and_others_wait_while_all_are_in_use():
-    slots = AdapterSlots(1)
-    assert slots.acquire(7) == slots.acquire(7)
-    check_adapters(slots, {7: 2})
-    slots.release(7)
-    assert slots.has_room(7)
-    assert not slots.has_room(8)
-    slots.release(7)
-    assert slots.has_room(8)
 
 
 def test_an_unused_adapter_stays_until_its_slot_is_needed_the_oldest_first():
@@ -112,43 +100,11 @@ def test_layers_are_what_every_token_passes_without_the_head(family, changes, ex
     assert layers.shapes["model.layers.0.self_attn.k_proj"] == (32, 64)
 
 
-def test_recurrent_layers_have_some_too():
-    names = {path.split(".", 3)[3] for path in layers_of("qwen3_5_text", **HYBRID).shapes}
-    assert {"linear_attn.in_proj_qkv", "linear_attn.out_proj", "self_attn.q_proj", "mlp.up_proj"} <= names
-
-
 def test_layers_go_by_their_names_in_every_published_layout():
     layers = layers_of("gemma3_text", hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=16)
     path = "model.layers.1.mlp.up_proj"
     for name in (path, "model.language_model.layers.1.mlp.up_proj", "language_model.model.layers.1.mlp.up_proj"):
         assert layers.names[name] == path
-
-
-def test_a_model_without_linear_layers_is_refused():
-    class Bare(nnx.Module):
-        key_aliases = ()
-        dtype = jnp.float32
-
-        def __init__(self):
-            self.weight = nnx.Param(jnp.zeros((9, 4)))
-
-        def __call__(self, tokens):
-            return self.weight.get_value()[tokens]
-
-    graph, state = nnx.split(Bare())
-    with pytest.raises(UnsupportedModelError, match=r"Bare has no verax\.nn\.Linear"):
-        AdaptedLayers.of(lambda weights: nnx.merge(graph, state), (), max_loras=1, max_rank=1)
-
-
-def test_writing_a_slot_changes_no_other():
-    layers = layers_of("qwen3")
-    rng = np.random.default_rng(0)
-    shapes = list(DeviceAdapters(layers)._row_shapes())
-    first, second = ([jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes] for _ in range(2))
-    arrays = write_adapter(layers.new_arrays(), tuple(first), jnp.int32(0))
-    arrays = write_adapter(arrays, tuple(second), jnp.int32(1))
-    for i, (array, a, b) in enumerate(zip(arrays, first, second, strict=True)):
-        np.testing.assert_array_equal(array, np.concatenate([a, b], axis=i % 2))
 
 
 PATH = "model.layers.0.self_attn.q_proj"
@@ -167,13 +123,6 @@ def make(tmp_path):
         return LoRARequest(f"a{number}", number, save_adapter(tmp_path / f"a{number}", weights, **settings))
 
     return save
-
-
-def test_an_adapter_is_read_once_and_kept_by_its_number(loader, make):
-    request = make()
-    loaded = loader.load(request)
-    assert loader.load(LoRARequest("other name", 1, str(request.lora_path))) is loaded
-    assert [matrix.shape for matrix in loaded.matrices[PATH]] == [(4, 8), (6, 4)]
 
 
 def test_the_least_recently_used_is_forgotten_and_read_again(loader, make):
@@ -209,10 +158,6 @@ def test_an_adapter_that_cannot_be_read_can_be_tried_again(loader, make, tmp_pat
     with pytest.raises(CheckpointError):
         loader.load(LoRARequest("a", 1, tmp_path / "missing"))
     assert loader.load(make(1)).id == 1
-
-
-def test_modules_go_by_their_names_in_another_layout(loader, make):
-    assert PATH in loader.load(make(sizes={"layers.0.self_attn.q_proj": (6, 8)})).matrices
 
 
 def test_a_number_stands_for_one_folder(loader, make):
