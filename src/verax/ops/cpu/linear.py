@@ -370,7 +370,7 @@ def _of_pair(
     x: Float[Array, "*B D"],
     weights: tuple[PackedWeight, PackedWeight],
     biases: tuple[Array | None, Array | None],
-    **attributes: bool,
+    **attributes: Any,
 ) -> Float[Array, "*B F"]:
     """Result of a handler that takes two weights, `[*B, F]` with the second's F.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 import tokenizers
@@ -275,7 +275,7 @@ def _configure(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder:
     prefix = read_value(config, "add_prefix_space", bool, None)
     legacy = read_value(config, "legacy", bool, False)
     before: Any = backend.pre_tokenizer
-    parts = list(before) if isinstance(before, pre_tokenizers.Sequence) else [before]
+    parts: list[Any] = [before] if not isinstance(before, pre_tokenizers.Sequence) else [*cast(Any, before)]
     byte_level = [part for part in parts if isinstance(part, pre_tokenizers.ByteLevel)]
     if kind in _GPT and prefix is not None:
         for part in byte_level:
