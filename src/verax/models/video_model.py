@@ -280,10 +280,8 @@ class VideoAutoencoder(Protocol):
     ) -> Float[Array, "B T H W C"]:
         """Frames from -1 to 1 of normalised latents.
 
-        Args:
-            chunk: latents at a time.
-            tile: height and width in latents that are decoded at a time; None for all.
-            axes: axes of the mesh whose devices divide the tiles, inside `jax.shard_map` over them.
+        `chunk`: latents at a time. `tile`: height and width in latents that are decoded at a time; None for all.
+        `axes`: axes of the mesh whose devices divide the tiles, inside `jax.shard_map` over them.
         """
         ...
 
