@@ -158,7 +158,7 @@ class Layers(nnx.Module):
         _by_index(self, layers)
 
     def __call__(self, x: Float[Array, "B T H W C"], tails: Tails) -> Float[Array, "B T H W O"]:
-        """Residual sum of a chunk of frames; `tails` are the frames before it."""
+        """Each pair in turn on a chunk of frames, which `tails` continues."""
         for norm, conv in self.pairs:
             layer = getattr(self, str(conv))
             x = jax.nn.silu(getattr(self, str(norm))(x)).astype(layer.weight.dtype)
