@@ -7,39 +7,27 @@ from typing import Any
 
 from verax.errors import MissingDependencyError
 
-_PACKAGES = {
-    "accelerate": ("accelerate", "parity"),
-    "av": ("PyAV", "video"),
-    "PIL": ("Pillow", "video"),
-    "diffusers": ("diffusers", "parity"),
-    "ftfy": ("ftfy", "video"),
-    "httpx": ("httpx", "bench"),
-    "httptools": ("httptools", "server"),
-    "jax_plugins": ("jax-cuda13-plugin", "plan-cuda"),
-    "libtpu": ("libtpu", "plan-tpu"),
-    "llguidance": ("llguidance", "server"),
-    "matplotlib": ("matplotlib", "compare"),
-    "markdown_it": ("markdown-it-py", "server"),
-    "opentelemetry": ("opentelemetry-exporter-otlp-proto-http", "otel"),
-    "nh3": ("nh3", "server"),
-    "nncf": ("nncf", "openvino"),
-    "onnx": ("onnx", "onnxruntime"),
-    "onnxruntime": ("onnxruntime", "onnxruntime"),
-    "openvino": ("openvino", "openvino"),
-    "optax": ("optax", "train"),
-    "orbax": ("orbax-checkpoint", "train"),
-    "prometheus_client": ("prometheus-client", "server"),
-    "pyarrow": ("pyarrow", "ray"),
-    "pygments": ("Pygments", "server"),
-    "ray": ("Ray", "ray"),
-    "skimage": ("scikit-image", "compare"),
-    "starlette": ("Starlette", "server"),
-    "torch": ("torch", "parity"),
-    "transformers": ("transformers", "parity"),
-    "uvicorn": ("uvicorn", "server"),
-    "zmq": ("pyzmq", "hosts"),
+_EXTRAS = {
+    **dict.fromkeys(("accelerate", "diffusers", "torch", "transformers"), "parity"),
+    **dict.fromkeys(("av", "PIL", "ftfy"), "video"),
+    **dict.fromkeys(("httptools", "llguidance", "markdown_it", "nh3"), "server"),
+    **dict.fromkeys(("prometheus_client", "pygments", "starlette", "uvicorn"), "server"),
+    **dict.fromkeys(("matplotlib", "skimage"), "compare"),
+    **dict.fromkeys(("onnx", "onnxruntime"), "onnxruntime"),
+    **dict.fromkeys(("nncf", "openvino"), "openvino"),
+    **dict.fromkeys(("optax", "orbax"), "train"),
+    **dict.fromkeys(("pyarrow", "ray"), "ray"),
+    **{"httpx": "bench", "jax_plugins": "plan-cuda", "libtpu": "plan-tpu", "opentelemetry": "otel", "zmq": "hosts"},
 }
-"""Package and extra by module."""
+"""Extra that installs a module."""
+
+_PACKAGES = (
+    {"av": "PyAV", "PIL": "Pillow", "jax_plugins": "jax-cuda13-plugin", "markdown_it": "markdown-it-py"}
+    | {"opentelemetry": "opentelemetry-exporter-otlp-proto-http", "orbax": "orbax-checkpoint", "pygments": "Pygments"}
+    | {"prometheus_client": "prometheus-client", "ray": "Ray", "skimage": "scikit-image", "starlette": "Starlette"}
+    | {"zmq": "pyzmq"}
+)
+"""Package of a module with another name."""
 
 
 def require_optional(module: str, extra: str | None = None) -> Any:
@@ -51,8 +39,10 @@ def require_optional(module: str, extra: str | None = None) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package, usual = _PACKAGES[module.partition(".")[0]]
-        raise MissingDependencyError(f"{package} is not installed: pip install 'verax[{extra or usual}]'") from error
+        name = module.partition(".")[0]
+        raise MissingDependencyError(
+            f"{_PACKAGES.get(name, name)} is not installed: pip install 'verax[{extra or _EXTRAS[name]}]'"
+        ) from error
 
 
 def load_pyplot(extra: str = "train") -> Any:
