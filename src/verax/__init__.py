@@ -54,22 +54,17 @@ __all__ = [
 _HOMES = {
     "LLM": "verax.text.engine.llm",
     "AsyncLLM": "verax.text.engine.async_llm",
-    "CompletionOutput": "verax.text.engine.outputs",
+    **dict.fromkeys(("CompletionOutput", "Logprob", "RequestOutput"), "verax.text.engine.outputs"),
     "Encoder": "verax.embed.encoder",
     "EngineConfig": "verax.text.engine.engine_config",
     "LoRARequest": "verax.text.features.lora",
-    "Logprob": "verax.text.engine.outputs",
-    "RankedDocument": "verax.embed.reranker",
-    "RequestOutput": "verax.text.engine.outputs",
-    "Reranker": "verax.embed.reranker",
+    **dict.fromkeys(("RankedDocument", "Reranker"), "verax.embed.reranker"),
     "SamplingParams": "verax.text.engine.sampling_params",
     "StructuredOutputs": "verax.text.features.structured_outputs",
-    "VideoOutput": "verax.video.outputs",
+    **dict.fromkeys(("VideoOutput", "VideoProgress"), "verax.video.outputs"),
     "VideoPipeline": "verax.video.pipeline",
-    "VideoProgress": "verax.video.outputs",
     "VideoRequest": "verax.video.request",
-    "register_causal_lm": "verax.models",
-    "register_video_model": "verax.models",
+    **dict.fromkeys(("register_causal_lm", "register_video_model"), "verax.models"),
 }
 _MODULES = ("checkpoint", "compare", "models", "ops", "ray")
 

@@ -38,10 +38,8 @@ def cheapest_part(sizes: Sequence[int], wanted: int, overhead: int) -> int:
     A part costs its size and the overhead. Taking all at once pads up to the next size; taking the size below leaves a
     rest, for which the same choice is made again. The cheaper of the two wins, and results are kept by their arguments.
 
-    Args:
-        sizes: ascending sizes, the last of them at least `wanted`.
-        wanted: items in all, 1 or more.
-        overhead: cost of a part in addition to its size.
+    `sizes`: ascending sizes, the last of them at least `wanted`. `wanted`: items in all, 1 or more. `overhead`: cost of
+    a part in addition to its size.
     """
     return _cheapest(tuple(sizes), wanted, overhead)[1]
 

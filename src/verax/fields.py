@@ -83,10 +83,8 @@ def read_fields(
 ) -> dict[str, Any]:
     """Read the values of a dataclass's fields, each checked against its annotation.
 
-    Args:
-        config: object of the file, with the fields' names as keys.
-        keys: keys of fields that have another name in the file.
-        where: name of the file for messages; the file's own path, or `config.json`, if None.
+    `config`: object of the file, with the fields' names as keys. `keys`: keys of fields that have another name in the
+    file. `where`: name of the file for messages; the file's own path, or `config.json`, if None.
 
     Returns:
         The values by field. Fields that the file leaves out, or gives as null, are left out if they have a default.

@@ -19,7 +19,7 @@ TOOL = {"name": "weather", "description": "Forecast.", "input_schema": {"type": 
 
 
 def chat(**fields):
-    return chat_of(decode(MessagesRequest, {**BODY, **fields}))
+    return chat_of(decode(MessagesRequest, {**BODY, **fields}))[0]
 
 
 def events(text):

@@ -18,7 +18,7 @@ TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", 
 
 
 def chat(**fields):
-    return chat_of(decode(ResponsesRequest, {**BODY, **fields}))
+    return chat_of(decode(ResponsesRequest, {**BODY, **fields}))[0]
 
 
 def streamed(api, body):

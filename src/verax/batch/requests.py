@@ -168,10 +168,8 @@ class Answer:
 async def call(app: ASGIApp, method: str, path: str, body: bytes = b"") -> Answer:
     """Answer of an ASGI application in this process. Cancelling the task ends the request, as a disconnect does.
 
-    Args:
-        app: the application, whose lifespan is entered.
-        path: path without a query.
-        body: JSON text in UTF-8, if the method has one.
+    `app`: the application, whose lifespan is entered. `path`: path without a query. `body`: JSON text in UTF-8, if the
+    method has one.
     """
     headers = {"host": "localhost", "content-type": "application/json", "content-length": str(len(body))}
     scope: Scope = {

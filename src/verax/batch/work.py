@@ -100,10 +100,8 @@ def write_vectors(lines: Path, path: Path, dimension: int) -> None:
 class ClipLine(ResultLine, msgspec.Struct, frozen=True):
     """Clip that was made, or the reason why it was not.
 
-    Attributes:
-        custom_id: name of the line; None for a line that could not be read.
-        file: name of the clip's file, next to the file of results.
-        settings: the request, with the defaults that it left open.
+    `custom_id`: name of the line; None for a line that could not be read. `file`: name of the clip's file, next to the
+    file of results. `settings`: the request, with the defaults that it left open.
     """
 
     custom_id: str | None

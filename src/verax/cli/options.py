@@ -28,10 +28,8 @@ if TYPE_CHECKING:
 class Flags:
     """Options of a table that a command takes.
 
-    Attributes:
-        only: names of the options; all if None.
-        shown: defaults as the help text shows them, where they differ from the table's.
-        underscores: True if flags are also spelled with underscores.
+    `only`: names of the options; all if None. `shown`: defaults as the help text shows them, where they differ from the
+    table's. `underscores`: True if flags are also spelled with underscores.
     """
 
     table: type

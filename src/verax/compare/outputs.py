@@ -168,9 +168,8 @@ def first_difference(
 ) -> Difference | None:
     """First difference of two generated texts, with the candidates of both sides; None if the texts are the same.
 
-    Args:
-        first_candidates: likeliest tokens of each position and their log-probabilities, from `candidates` or
-            `CompletionOutput.logprobs`.
+    `first_candidates`: likeliest tokens of each position and their log-probabilities, from `candidates` or
+    `CompletionOutput.logprobs`.
     """
     shorter, longer = sorted((len(first), len(second)))
     parted = (t for t in range(shorter) if first[t] != second[t])

@@ -19,28 +19,6 @@ from verax.errors import InvalidParameterError
 from verax.fields import file_of, read_value
 from verax.files import JsonObject
 
-__all__ = [
-    "AttentionFn",
-    "CausalLM",
-    "CausalLMConfig",
-    "DividedStateConfig",
-    "RecurrentConfig",
-    "RecurrentLayer",
-    "RunRecurrent",
-    "SlidingWindowConfig",
-    "causal_attention",
-    "check_causal_lm",
-    "check_causal_lm_class",
-    "config_on_devices",
-    "final_hidden_states",
-    "has_recurrent_layers",
-    "head_repeats",
-    "run_from_zeros",
-    "sliding_windows",
-    "state_axes",
-    "text_config",
-]
-
 
 @runtime_checkable
 class AttentionFn(Protocol):

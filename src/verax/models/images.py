@@ -12,17 +12,6 @@ from jaxtyping import Float, UInt8
 
 from verax._optional import require_optional
 
-__all__ = [
-    "CLIP_MEAN",
-    "CLIP_STD",
-    "Filter",
-    "clip_pixels_diffusers",
-    "clip_pixels_skyreels",
-    "crop_to_aspect",
-    "resize",
-    "to_signed",
-]
-
 Filter = Literal["lanczos", "bicubic"]
 """Filter of Pillow by which an image is resized."""
 

@@ -23,22 +23,6 @@ from verax.errors import CheckpointError
 from verax.fields import Epsilon, Finite, Positive, Size, file_of, read_fields
 from verax.ops.attention import chunked_attention
 
-__all__ = [
-    "ATTENTION",
-    "AttentionFn",
-    "Conditioning",
-    "LatentGeometry",
-    "Network",
-    "ReferenceRules",
-    "SequenceParallel",
-    "TeaCache",
-    "VideoAutoencoder",
-    "VideoModel",
-    "VideoSettings",
-    "VideoTransformer",
-    "flow_sigmas",
-]
-
 AttentionFn = Callable[[Array, Array, Array], Array]
 """Queries `[B, T, N, H]`, keys and values `[B, S, N, H]` to float32 `[B, T, N, H]`, without a mask."""
 
@@ -280,10 +264,8 @@ class VideoAutoencoder(Protocol):
     ) -> Float[Array, "B T H W C"]:
         """Frames from -1 to 1 of normalised latents.
 
-        Args:
-            chunk: latents at a time.
-            tile: height and width in latents that are decoded at a time; None for all.
-            axes: axes of the mesh whose devices divide the tiles, inside `jax.shard_map` over them.
+        `chunk`: latents at a time. `tile`: height and width in latents that are decoded at a time; None for all.
+        `axes`: axes of the mesh whose devices divide the tiles, inside `jax.shard_map` over them.
         """
         ...
 

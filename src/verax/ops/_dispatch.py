@@ -401,10 +401,8 @@ def use_unfused() -> AbstractContextManager[None]:
 def differentiated_as(reference: Callable[..., Any], kernel: Callable[..., Any], *args: Any) -> Any:
     """`kernel(*args)`, differentiated as `reference(*args)`.
 
-    Args:
-        reference: function with the kernel's results, which JAX differentiates.
-        kernel: function that it does not.
-        args: arguments of both.
+    `reference`: function with the kernel's results, which JAX differentiates. `kernel`: function that it does not.
+    `args`: arguments of both.
     """
     return kernel(*args)
 

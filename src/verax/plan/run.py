@@ -39,10 +39,8 @@ MEANING = (
 def plan(model: str, device: Device, **options: Any) -> dict[str, Any]:
     """Plan of a model on a device, as JSON holds it.
 
-    Args:
-        model: see `plan.model.describe`.
-        options: options of the model's engine, see `text_plan`, `plan_embed` and `read_clip`. None counts as not
-            given.
+    `model`: see `plan.model.describe`. `options`: options of the model's engine, see `text_plan`, `plan_embed` and
+    `read_clip`. None counts as not given.
 
     Raises:
         CheckpointError, UnsupportedModelError: for a model that is not there, or that verax does not have.

@@ -97,10 +97,8 @@ def bind_replicas(
 ) -> Any:
     """An application of Ray Serve without HTTP: replicas of a server's models, called through a handle.
 
-    Args:
-        new_server: loads the models. It is pickled.
-        bounds: number of replicas, or the least and the most.
-        max_queued_requests: most requests that wait at one handle for a replica.
+    `new_server`: loads the models. It is pickled. `bounds`: number of replicas, or the least and the most.
+    `max_queued_requests`: most requests that wait at one handle for a replica.
     """
     from verax.ray.replica import Replica
 

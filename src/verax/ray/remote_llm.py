@@ -39,6 +39,7 @@ from verax.text.engine.outputs import (
     EngineStats,
     RequestMetrics,
     RequestOutput,
+    joined,
 )
 from verax.text.engine.request import Message, Prompt, RequestInput
 from verax.text.engine.sampling_params import SamplingParams
@@ -110,7 +111,7 @@ class AnswerSoFar:
     def _add(self, new: CompletionOutput) -> CompletionOutput:
         if new.cumulative_logprob is not None:
             new = replace(new, cumulative_logprob=self._before[new.index] + new.cumulative_logprob)
-        self._outputs[new.index] = self._outputs[new.index].joined(new)
+        self._outputs[new.index] = joined(self._outputs[new.index], new)
         return new
 
     def _output(self, outputs: list[CompletionOutput], finished: bool) -> RequestOutput:

@@ -140,9 +140,8 @@ def run(server: Server, listener: socket.socket, on_start: Callable[[str], None]
 
     SIGTERM and SIGINT let running requests finish for `settings.shutdown_timeout` seconds; a second one ends at once.
 
-    Args:
-        listener: what `bind` gave; closed at the end.
-        on_start: function that is called with the base URL once connections are accepted.
+    `listener`: what `bind` gave; closed at the end. `on_start`: function that is called with the base URL once
+    connections are accepted.
 
     Exit status: 0, or 1 if the engine has failed.
     """

@@ -38,10 +38,8 @@ class NoiseLevels(NamedTuple):
 def noise_levels(steps: int, shift: float, sigmas: Sigmas) -> NoiseLevels:
     """Noise levels of a run of `steps` steps.
 
-    Args:
-        steps: number of steps, at least 1.
-        shift: shift towards noise, above 0.
-        sigmas: schedule of the family's reference (`ReferenceRules.sigmas`).
+    `steps`: number of steps, at least 1. `shift`: shift towards noise, above 0. `sigmas`: schedule of the family's
+    reference (`ReferenceRules.sigmas`).
     """
     levels = sigmas(steps, shift)
     if abs(levels[0] - 1) < _BELOW_ONE:
@@ -53,10 +51,8 @@ def noise_levels(steps: int, shift: float, sigmas: Sigmas) -> NoiseLevels:
 class Tables(NamedTuple):
     """Values of each iteration of a segment; rows after the last iteration are padding.
 
-    Attributes:
-        timesteps: timestep of all frames, or of each frame.
-        row: row of `solver` of all frames, or of each frame.
-        update: frames that take a step; None if all do.
+    `timesteps`: timestep of all frames, or of each frame. `row`: row of `solver` of all frames, or of each frame.
+    `update`: frames that take a step; None if all do.
     """
 
     solver: unipc.UniPCTable

@@ -308,24 +308,12 @@ WITHOUT_EFFECT = frozenset(
 poolings and labels are of encoders, `rope.scaling.alpha` is of Hunyuan's models, and there are no experts."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "attention.causal": (True,),
-    "attention.clamp_kqv": (0,),
-    "attention.max_alibi_bias": (0,),
-    "attention.scale": (0,),
-    "attention.sliding_window": (0,),
-    "attn_logit_softcapping": (0,),
-    "embedding_length_out": (0,),
-    "embedding_scale": (0, 1),
-    "expert_count": (0, 1),
-    "final_logit_softcapping": (0,),
-    "logit_scale": (0, 1),
-    "nextn_predict_layers": (0,),
-    "residual_scale": (0, 1),
-    "rope.scaling.attn_factor": (1,),
-    "rope.scaling.yarn_attn_factor": (1,),
-    "rope.scaling.yarn_ext_factor": (1,),
-    "rope.scaling.yarn_log_multiplier": (0,),
-    "use_parallel_residual": (False,),
+    **dict.fromkeys(("attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale"), (0,)),
+    **dict.fromkeys(("attention.sliding_window", "attn_logit_softcapping", "embedding_length_out"), (0,)),
+    **dict.fromkeys(("final_logit_softcapping", "nextn_predict_layers", "rope.scaling.yarn_log_multiplier"), (0,)),
+    **dict.fromkeys(("embedding_scale", "expert_count", "logit_scale", "residual_scale"), (0, 1)),
+    **dict.fromkeys(("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"), (1,)),
+    **{"attention.causal": (True,), "rope.scaling.yarn_ext_factor": (1,), "use_parallel_residual": (False,)},
 }
 """Settings that are not implemented, and the values with which they change nothing."""
 

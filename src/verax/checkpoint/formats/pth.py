@@ -27,20 +27,11 @@ _DTYPES = (
 )
 """Dtypes of tensors. torch and NumPy have the same names for them."""
 
-_STORAGES = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "UntypedStorage": "uint8",
-    "storage.UntypedStorage": "uint8",
-}
+_STORAGES = (
+    {"DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16"}
+    | {"LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8"}
+    | {"ByteStorage": "uint8", "BoolStorage": "bool", "UntypedStorage": "uint8", "storage.UntypedStorage": "uint8"}
+)
 """Dtype of a storage's elements, by the name of its class in the module torch."""
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "ema")

@@ -33,8 +33,6 @@ from verax.models.video_model import (
 from verax.models.wan.model import WanConfig, WanModel
 from verax.models.wan.vae import WanVae, WanVaeConfig
 
-__all__ = ["DIFFUSERS", "KINDS", "SKYREELS", "WanVideoModel", "latent_geometry", "read_settings", "teacache_for"]
-
 MASK_CHANNELS = 4
 """Mask channels of an image-to-video condition: one for each frame of a latent."""
 

@@ -18,21 +18,6 @@ from verax import ops
 from verax.models.video_model import AttentionFn
 from verax.nn import LayerNorm, Linear, RMSNorm, fused_gelu_mlp, fused_linear
 
-__all__ = [
-    "Block",
-    "CrossKeys",
-    "Float32Linear",
-    "Head",
-    "ImageEmbedding",
-    "PatchEmbedding",
-    "Sequential",
-    "block_causal",
-    "gelu_tanh",
-    "normalize",
-    "rotary_tables",
-    "sinusoid",
-]
-
 Rotary = tuple[Array, Array]
 
 
@@ -214,6 +199,7 @@ class SelfAttention(Projections):
     """Attention among all tokens, with queries and keys turned by their positions."""
 
     def __call__(self, x: Float[Array, "B T D"], rotary: Rotary, attend: AttentionFn) -> Float[Array, "B T D"]:
+        """Attention of each token to all."""
         q, k, v = ops.update_rows(self._project, self.split(x), *(table[None] for table in rotary))
         return ops.update_rows(self.o, attend(q, k, v).reshape(x.shape))
 
@@ -247,6 +233,8 @@ class CrossAttention(Projections):
         return CrossKeys(k.astype(self.dtype), v.astype(self.dtype), k_img, v_img)
 
     def __call__(self, x: Float[Array, "B T D"], keys: CrossKeys, attend: AttentionFn) -> Float[Array, "B T D"]:
+        """Attention of each token to the context of `keys`."""
+
         def attend_rows(x: Array) -> Array:
             q = self.split(self.norm_q(self.q(x)))
             out = attend(q, keys.k, keys.v)

@@ -37,8 +37,6 @@ from verax.models.wan.layers import (
 from verax.nn import Embedding, Linear
 from verax.nn.parallel import STACKED_BLOCKS, scan_blocks
 
-__all__ = ["WAN_CONFIGS", "WanConfig", "WanContext", "WanModel"]
-
 WanContext = tuple[CrossKeys, ...] | CrossKeys
 """Each layer's cross-attention keys and values, of one prompt per row; a pytree. Blocks in one stack (`ShardedBlocks`)
 have one `CrossKeys`, with the layer in the second axis: `[B, L, S, N, H]`."""

@@ -25,24 +25,6 @@ from verax import ops
 from verax.errors import UnsupportedModelError
 from verax.nn import CausalConv3d, Conv2d
 
-__all__ = [
-    "AttentionBlock",
-    "DownBlock",
-    "Downsample",
-    "Head",
-    "ResidualBlock",
-    "Tails",
-    "UpBlock",
-    "Upsample",
-    "average_down",
-    "duplicate_up",
-    "in_chunks",
-    "in_tiles",
-    "patchify",
-    "residual_blocks",
-    "unpatchify",
-]
-
 
 class Tails:
     """Last input frames of each causal layer, passed from one chunk of a clip to the next.
@@ -156,6 +138,7 @@ class ChannelNorm(nnx.Module):
         self.gamma = nnx.Param(jnp.ones((size, *(1,) * axes), dtype))
 
     def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
+        """Normalise the last axis."""
         gamma = self.gamma[...].reshape(-1)
         # The reference divides by the larger of the channels' L2 norm and 1e-12, then multiplies by sqrt(C).
         return ops.rms_norm(x, gamma, 1e-24 / gamma.size)
@@ -175,6 +158,7 @@ class Layers(nnx.Module):
         _by_index(self, layers)
 
     def __call__(self, x: Float[Array, "B T H W C"], tails: Tails) -> Float[Array, "B T H W O"]:
+        """Each pair in turn on a chunk of frames, which `tails` continues."""
         for norm, conv in self.pairs:
             layer = getattr(self, str(conv))
             x = jax.nn.silu(getattr(self, str(norm))(x)).astype(layer.weight.dtype)
@@ -244,6 +228,7 @@ class Spatial(nnx.Module):
         _by_index(self, {1: conv})
 
     def __call__(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B T Hout Wout O"]:
+        """Resample each frame."""
         conv = getattr(self, "1")
         y = conv(x.reshape(-1, *x.shape[2:]))
         return y.reshape(*x.shape[:2], *y.shape[1:])

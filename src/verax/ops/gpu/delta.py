@@ -72,10 +72,8 @@ def walk(
 ) -> tuple[Float[Array, "N m R K V"], list[Float[Array, "n m R _ V"]]]:
     """Results of a kernel that walks over the chunks: one for each sequence, and those for each chunk.
 
-    Args:
-        name: the kernel's name, here and in the compiled program.
-        states: a sequence's input, as large as its result.
-        columns: columns of a state in a program; they divide its columns.
+    `name`: the kernel's name, here and in the compiled program. `states`: a sequence's input, as large as its result.
+    `columns`: columns of a state in a program; they divide its columns.
     """
     (n, m, R, _, V), (N, *_, K, _) = chunks.value.shape, states.shape
     shapes = [(N, m * R, K, V), *((n, m * R, *size) for size in sizes)]

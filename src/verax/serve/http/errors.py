@@ -72,10 +72,8 @@ _log = logging.getLogger("verax.serve")
 class ApiError(Exception):
     """Error with an HTTP status.
 
-    Args:
-        status: HTTP status, 400 to 599.
-        message: text for people. It begins with the name of the field that was wrong, if one was.
-        type: OpenAI's name of the kind of error; the status's usual one if None.
+    `status`: HTTP status, 400 to 599. `message`: text for people. It begins with the name of the field that was wrong,
+    if one was. `type`: OpenAI's name of the kind of error; the status's usual one if None.
     """
 
     def __init__(

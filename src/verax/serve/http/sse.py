@@ -49,10 +49,8 @@ class EventStream(Response):
     The generator is closed when the client goes away, or leaves what was sent unread for too long. An error before the
     first event is raised, so that it becomes an answer with its status. A later one becomes an event.
 
-    Args:
-        events: encoded events, the last one included.
-        ping_interval: seconds of silence after which a comment is sent.
-        slow_client_timeout: seconds for which the client may leave a full buffer unread.
+    `events`: encoded events, the last one included. `ping_interval`: seconds of silence after which a comment is sent.
+    `slow_client_timeout`: seconds for which the client may leave a full buffer unread.
     """
 
     media_type = "text/event-stream"

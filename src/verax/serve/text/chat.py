@@ -123,11 +123,11 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
 
 class Translation:
-    """Chat that is made of another API's request. `names`: gets that API's names of the chat's fields, for errors."""
+    """Chat that is made of another API's request."""
 
-    def __init__(self, names: dict[str, str], fields: Mapping[str, str]):
-        self.names = names
-        self.names |= fields
+    def __init__(self, names: Mapping[str, str]):
+        self.names = dict(names)
+        """That API's names of the chat's fields, for errors."""
         self.values: dict[str, Any] = {"messages": []}
         """Fields of the chat so far."""
 
@@ -229,7 +229,7 @@ def _template_call(call: ToolCallInput) -> dict[str, Any]:
 
 
 async def run_chat(
-    server: Server, request: ChatRequest, record: RequestRecord, names: Mapping[str, str] | None = None
+    server: Server, record: RequestRecord, request: ChatRequest, names: Mapping[str, str] | None = None
 ) -> Run:
     """Check a chat and queue it.
 
@@ -312,7 +312,7 @@ def routes(server: Server) -> list[Route]:
     """Routes of the chat."""
 
     async def start(request: ChatRequest, record: RequestRecord) -> Run:
-        return await run_chat(server, request, record)
+        return await run_chat(server, record, request)
 
     async def count(request: ChatRequest, record: RequestRecord) -> dict[str, Any]:
         return {"object": "response.input_tokens", "input_tokens": await count_tokens(server, request)}

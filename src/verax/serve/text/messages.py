@@ -144,12 +144,12 @@ _NAMES = {
 }
 
 
-def chat_of(request: CountTokensRequest, names: dict[str, str] | None = None) -> ChatRequest:
-    """The chat of a request. `names`: gets this API's names of the chat's fields, as `renamed` takes them."""
+def chat_of(request: CountTokensRequest) -> tuple[ChatRequest, dict[str, str]]:
+    """The chat of a request, and this API's names of its fields, as `renamed` takes them."""
     for name in ("mcp_servers", "container"):
         if getattr(request, name, None):
             raise field_error(name, "it is not supported here")
-    translation = Translation({} if names is None else names, _NAMES)
+    translation = Translation(_NAMES)
     translation.copy(request, "model", "max_tokens", "temperature", "top_p", "top_k", "stream")
     _add_messages(translation, request)
     values = translation.values
@@ -172,7 +172,7 @@ def chat_of(request: CountTokensRequest, names: dict[str, str] | None = None) ->
     if output is not None and output.format is not None:
         schema = {"name": "answer", "schema": output.format.schema}
         values["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return translation.chat()
+    return translation.chat(), translation.names
 
 
 def _reasoning_options(request: CountTokensRequest) -> dict[str, Any]:
@@ -240,12 +240,10 @@ def routes(server: Server) -> list[Route]:
     """Routes of messages."""
 
     async def start(request: MessagesRequest, record: RequestRecord) -> Run:
-        names: dict[str, str] = {}
-        return await run_chat(server, chat_of(request, names), record, names)
+        return await run_chat(server, record, *chat_of(request))
 
     async def count(request: CountTokensRequest, record: RequestRecord) -> dict[str, int]:
-        names: dict[str, str] = {}
-        return {"input_tokens": await count_tokens(server, chat_of(request, names), names)}
+        return {"input_tokens": await count_tokens(server, *chat_of(request))}
 
     path, answers = "/messages", "Answer, as Anthropic's API does."
     return [

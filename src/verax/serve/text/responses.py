@@ -211,10 +211,10 @@ _NAMES = {
 }
 
 
-def chat_of(request: ResponsesRequest, names: dict[str, str] | None = None) -> ChatRequest:
-    """The chat of a request. `names`: gets this API's names of the chat's fields, as `renamed` takes them."""
+def chat_of(request: ResponsesRequest) -> tuple[ChatRequest, dict[str, str]]:
+    """The chat of a request, and this API's names of its fields, as `renamed` takes them."""
     _check(request)
-    translation = Translation({} if names is None else names, _NAMES)
+    translation = Translation(_NAMES)
     translation.copy(request, "model", "temperature", "top_p", "stream", "parallel_tool_calls")
     values = translation.values
     if request.instructions:
@@ -253,7 +253,7 @@ def chat_of(request: ResponsesRequest, names: dict[str, str] | None = None) -> C
             raise field_error("text.format.schema", "it is missing")
         schema = {"name": form.name or "answer", "schema": form.schema}
         values["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return translation.chat()
+    return translation.chat(), translation.names
 
 
 def _check(request: ResponsesRequest) -> None:
@@ -375,12 +375,10 @@ def routes(server: Server) -> list[Route]:
     """Routes of responses."""
 
     async def start(request: ResponsesRequest, record: RequestRecord) -> Run:
-        names: dict[str, str] = {}
-        return await run_chat(server, chat_of(request, names), record, names)
+        return await run_chat(server, record, *chat_of(request))
 
     async def count(request: ResponsesRequest, record: RequestRecord) -> dict[str, Any]:
-        names: dict[str, str] = {}
-        tokens = await count_tokens(server, chat_of(request, names), names)
+        tokens = await count_tokens(server, *chat_of(request))
         return {"object": "response.input_tokens", "input_tokens": tokens}
 
     path = "/responses"

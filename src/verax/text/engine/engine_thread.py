@@ -19,7 +19,7 @@ from typing import Any
 
 from verax.errors import EngineDeadError, VeraxError
 from verax.text.engine.engine import Engine
-from verax.text.engine.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput, StepStats
+from verax.text.engine.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput, StepStats, joined
 from verax.text.engine.request import Request, RequestInput, Sequence
 from verax.text.engine.scheduler import work
 
@@ -65,7 +65,7 @@ class LiveRequest:
         fresh = self._fresh
         for part in parts:
             before = fresh.get(part.index)
-            fresh[part.index] = part if before is None else before.joined(part)
+            fresh[part.index] = part if before is None else joined(before, part)
         self.finished = finished
         self.wake()
 

@@ -114,14 +114,15 @@ class CompletionOutput:
         """True if the continuation is complete."""
         return self.finish_reason is not None
 
-    def joined(self, after: CompletionOutput) -> CompletionOutput:
-        """This part of a sample and the one after it as one."""
-        return dataclasses.replace(
-            after,
-            text=self.text + after.text,
-            token_ids=self.token_ids + after.token_ids,
-            logprobs=None if self.logprobs is None or after.logprobs is None else self.logprobs + after.logprobs,
-        )
+
+def joined(before: CompletionOutput, after: CompletionOutput) -> CompletionOutput:
+    """Two parts of a sample that follow each other, as one."""
+    return dataclasses.replace(
+        after,
+        text=before.text + after.text,
+        token_ids=before.token_ids + after.token_ids,
+        logprobs=None if before.logprobs is None or after.logprobs is None else before.logprobs + after.logprobs,
+    )
 
 
 @dataclass(frozen=True)

@@ -276,10 +276,8 @@ def _typed(
 ) -> tuple[Vocabulary, frozenset[int]]:
     """The vocabulary, with types by llama.cpp's rules, and the ids of the tokens that end a text.
 
-    Args:
-        vocabulary: tokens, and types as the file has them.
-        named: ids that the file names as ends.
-        fills: ids that the file names by the roles of `FILLS`.
+    `vocabulary`: tokens, and types as the file has them. `named`: ids that the file names as ends. `fills`: ids that
+    the file names by the roles of `FILLS`.
     """
     ids, types = vocabulary.numbers(), list(vocabulary.types)
     ends = {ids[token] for token in ENDS if token in ids}

@@ -118,15 +118,18 @@ void run_mlp(Pool& pool, GemmTask up, GemmTask down) {
   const int64_t of_hidden = (cells_bytes(up.kind, grain, down.K) + 63) / 64 * 64;
   const auto multiply = VERAX_KERNEL(gemm_panels);
   parallel_for(pool, M, grain, [&](int64_t begin, int64_t end) {
-    const auto block_of = [&](const GemmTask& task) { return GemmBlock{0, end - begin, 0, task.N}; };
-    const int64_t of_sums = std::max(gemm_panels_scratch_bytes(up, block_of(up)), gemm_panels_scratch_bytes(down, block_of(down)));
+    const int64_t rows = end - begin;
+    const auto sums_of = [&](const GemmTask& t) { return gemm_panels_scratch_bytes(t, {0, rows, 0, GEMM_COLUMNS}); };
+    const int64_t of_sums = std::max(sums_of(up), sums_of(down));
     auto* memory = static_cast<char*>(thread_scratch(of_x + of_hidden + grain * up.N * 4 + of_sums));
     auto* hidden = reinterpret_cast<float*>(memory + of_x + of_hidden);
     CallingThread alone;
     const auto run = [&](GemmTask task, const float* x, float* y, char* cells) {
-      task.M = end - begin, task.x = x, task.y = y;
+      task.M = rows, task.x = x, task.y = y;
       make_cells(alone, task, cells);
-      multiply(task, block_of(task), hidden + grain * up.N);
+      for (int64_t n = 0; n < task.N; n += GEMM_COLUMNS) {
+        multiply(task, {0, rows, n, std::min(GEMM_COLUMNS, task.N - n)}, hidden + grain * up.N);
+      }
     };
     run(up, static_cast<const float*>(up.x) + begin * up.K, hidden, memory);
     run(down, hidden, down.y + begin * down.N, memory + of_x);
