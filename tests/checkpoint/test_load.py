@@ -166,51 +166,35 @@ def test_each_device_of_a_mesh_gets_its_slice_and_a_misfit_is_refused(tmp_path):
     assert out == "refused\n"
 
 
+# One copy of 300 MB of weights; of 31 MB, 9 in four bits and pieces of some 150, which all at once would be 500.
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_loading_holds_one_copy_of_the_weights(tmp_path):
-    code = """
-        import re, jax, jax.numpy as jnp, numpy as np
+@pytest.mark.parametrize(
+    ("layers", "shape", "bits", "most"), [(36, (2048, 2048), None, 360e6), (1, (30000, 512), 4, 250e6)]
+)
+def test_loading_holds_one_copy_of_the_weights_and_quantising_little_more_than_it_makes(
+    layers, shape, bits, most, tmp_path
+):
+    code = f"""
+        import re, jax, jax.numpy as jnp
         from flax import nnx
         from verax import checkpoint
         from verax.nn import Linear
         class Stack(nnx.Module):
             def __init__(self):
-                rngs = nnx.Rngs(0)
-                self.layers = nnx.List([Linear(2048, 2048, dtype=jnp.bfloat16, rngs=rngs) for _ in range(36)])
+                make = lambda: Linear({shape[1]}, {shape[0]}, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+                self.layers = nnx.List([make() for _ in range({layers})])
         def peak():
             return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
-        opened = checkpoint.Checkpoint.open(FOLDER)
-        abstract = nnx.eval_shape(Stack)
-        jnp.ones(3).block_until_ready()
-        before = peak()
-        model = checkpoint.load_module(abstract, opened, dtype=jnp.bfloat16)
-        print((peak() - before) / opened.nbytes)
-    """
-    arrays = {f"layers.{i}.weight": np.full((2048, 2048), i, jnp.bfloat16) for i in range(36)}
-    checkpoint.save(arrays, tmp_path, config={})
-    assert float(run(code, tmp_path)) < 1.2
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_quantising_while_loading_needs_little_more_than_what_it_makes(tmp_path):
-    code = """
-        import re, jax, jax.numpy as jnp, numpy as np
-        from flax import nnx
-        from verax import checkpoint
-        from verax.nn import Linear
-        def peak():
-            return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
-        opened = checkpoint.Checkpoint.open(FOLDER)
-        abstract = nnx.eval_shape(lambda: Linear(512, 30000, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+        opened, abstract = checkpoint.Checkpoint.open(FOLDER), nnx.eval_shape(Stack)
         jax.jit(lambda x: jnp.round(x / 3).astype(jnp.int8))(jnp.ones(3)).block_until_ready()
-        before = peak()
-        model = checkpoint.load_module(abstract, opened, dtype=jnp.bfloat16, quantize=lambda name: (4, 32))
-        print((peak() - before) / 1e6)
+        precision, before = {bits and (bits, 32)}, peak()
+        model = checkpoint.load_module(abstract, opened, dtype=jnp.bfloat16, quantize=lambda name: precision)
+        print(peak() - before)
     """
     rng = np.random.default_rng(0)
-    checkpoint.save({"weight": rng.standard_normal((30000, 512), np.float32).astype(jnp.bfloat16)}, tmp_path, config={})
-    # The weight takes 9 MB in four bits and its pieces some 150; all at once, 500.
-    assert float(run(code, tmp_path)) < 250
+    weight = rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)
+    checkpoint.save({f"layers.{i}.weight": weight for i in range(layers)}, tmp_path, config={})
+    assert float(run(code, tmp_path)) < most
 
 
 def test_a_weight_quantised_in_pieces_equals_one_piece(tmp_path, monkeypatch):
