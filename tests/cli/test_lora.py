@@ -11,11 +11,7 @@ QUICK = ("--dtype", "float32", "--max-tokens", "6", "--temperature", "0")
 SMALL = ("--max-num-seqs", "1", "--ignore-eos")
 CONFIG = dict(max_position_embeddings=128)
 
-
-@pytest.fixture(autouse=True)
-def few_programs(monkeypatch):
-    """Prompts are short here: steps of 32 tokens are enough, and the engines start in half the time."""
-    monkeypatch.setattr("verax.text.step.sizes.MIN_BATCHED_TOKENS", {"cpu": 32})
+pytestmark = pytest.mark.usefixtures("few_programs")
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,12 @@ import json
 
 import pytest
 
-from tests.cli.conftest import run
+from tests.cli.conftest import few_programs, run
 from tests.support.published import gemma_file, minilm_folder
 
-__all__ = ["run"]
+__all__ = ["few_programs", "run"]
 
-SMALL = ("--max-num-seqs", 1, "--max-model-len", 128, "--max-num-batched-tokens", 32, "--temperature", 0)
-"""Options of an engine of few programs."""
+SMALL = ("--max-model-len", 128, "--max-tokens", 8, "--temperature", 0)
 
 
 @pytest.fixture(scope="module")
@@ -18,16 +17,16 @@ def path():
     return gemma_file()
 
 
-def test_generate_completes_a_prompt(run, path):
-    done = run("generate", "--model", path, *SMALL, "--max-tokens", 8, "def fibonacci(n):\n    ")
+def test_generate_completes_a_prompt(run, few_programs, path):
+    done = run("generate", "--model", path, *SMALL, "--max-num-seqs", 1, "def fibonacci(n):\n    ")
     assert done.status == 0
     assert "if n == 0" in done.out
 
 
-def test_chat_answers_by_a_template_since_a_base_model_has_none(run, path, tmp_path):
+def test_chat_answers_by_a_template_since_a_base_model_has_none(run, few_programs, path, tmp_path):
     template = tmp_path / "questions.jinja"
     template.write_text("{% for message in messages %}Q: {{ message.content }}\nA: {% endfor %}")
-    arguments = ("chat", "--model", path, *SMALL[2:], "--max-tokens", 8, "--message", "What is the capital of France?")
+    arguments = ("chat", "--model", path, *SMALL, "--message", "What is the capital of France?")
     assert "--chat-template" in run(*arguments).err
     done = run(*arguments, "--chat-template", template)
     assert done.status == 0

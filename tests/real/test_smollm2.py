@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from tests.cli.conftest import run
+from tests.cli.conftest import few_programs, run
 from tests.support.published import smollm2_file
 from verax import LLM, SamplingParams
 
-__all__ = ["run"]
+__all__ = ["few_programs", "run"]
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -60,20 +60,8 @@ def test_a_conversation_in_float32_is_the_one_of_transformers(llm, theirs, messa
     np.testing.assert_allclose(ours, normalised[rows, answer], atol=1e-3)
 
 
-def test_chat_begins_with_a_temperature_and_ends_its_answer_by_itself(run, path):
-    done = run(
-        "chat",
-        "--model",
-        path,
-        "--message",
-        TURNS[0]["content"],
-        "--max-model-len",
-        256,
-        "--max-num-batched-tokens",
-        64,
-        "--seed",
-        0,
-    )
+def test_chat_begins_with_a_temperature_and_ends_its_answer_by_itself(run, few_programs, path):
+    done = run("chat", "--model", path, "--message", TURNS[0]["content"], "--max-model-len", 256, "--seed", 0)
     assert done.status == 0
     assert "recommends no sampling: temperature 0.7, top_p 0.95" in done.err
     assert done.out.strip()

@@ -24,7 +24,7 @@ __all__ = ["check_command", "commands", "run_block"]
 
 ROOT = Path(__file__).parents[2]
 
-COMMAND_LIMIT = 60
+COMMAND_LIMIT = 180
 """Seconds for a command of a block that is not verax's."""
 
 _UsageError: Any = cli.UsageError

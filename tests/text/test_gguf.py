@@ -125,9 +125,9 @@ def test_files_of_early_converters_go_by_their_architecture(tmp_path):
 def test_a_file_generates_like_its_folder(tmp_path):
     folder = published(tiny_checkpoint(tmp_path / "folder", vocab_size=323), "qwen2")
     files.write(folder, tmp_path / "a.gguf", pre="qwen2")
-    options = dict(dtype="float32", max_num_seqs=2, max_model_len=128, use_tqdm=False)
+    sizes = dict(max_num_seqs=2, max_model_len=128, max_num_batched_tokens=32)
     greedy = SamplingParams(temperature=0, max_tokens=20)
-    theirs, ours = LLM(folder, **options), LLM(tmp_path / "a.gguf", **options)
+    theirs, ours = (LLM(path, dtype="float32", use_tqdm=False, **sizes) for path in (folder, tmp_path / "a.gguf"))
     prompts = ["once upon a", "12 + 30"]
     expected = theirs.generate(prompts, greedy, use_tqdm=False)
     got = ours.generate(prompts, greedy, use_tqdm=False)
