@@ -90,7 +90,7 @@ def bench_quality(settings: QualitySettings, *, window: int = 512) -> dict[str, 
     model, variants, text = settings.model, settings.variants, None
     if settings.text is not None:
         try:
-            text = settings.text.read_text(encoding="utf-8")
+            text = settings.text.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidParameterError(f"text: {settings.text} cannot be read: {error}") from error
     check_names("variants", variants, VARIANTS)

@@ -48,7 +48,7 @@ def bench_teacache(settings: TeaCacheSettings) -> dict[str, Any]:
     model, thresholds = settings.model, settings.thresholds
     prompts, benchmark = list(PROMPTS), Benchmark("video")
     if settings.prompts is not None:
-        lines = settings.prompts.read_text(encoding="utf-8").splitlines()
+        lines = settings.prompts.read_text(encoding="utf-8-sig").splitlines()
         prompts = [line for line in lines if line.strip()]
     given = {name: getattr(settings, name) for name in CLIP}
     options = {name: value for name, value in given.items() if value is not None}
