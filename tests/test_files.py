@@ -54,6 +54,8 @@ def test_json_is_written_and_read_with_its_name(tmp_path):
     read = read_json(path)
     assert read == {"ä": [1, None]}
     assert read.where == str(path)
+    path.write_text('{"ä": 1}', encoding="utf-8-sig")  # as Windows' editors write it
+    assert read_json(path) == {"ä": 1}
     assert read_json(tmp_path / "none.json", optional=True) == {}
 
 

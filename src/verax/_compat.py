@@ -146,3 +146,15 @@ def _set_cache(folder: str | None) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax_cache.reset_cache()  # JAX keeps the folder of its first compilation otherwise
+
+
+def drop_jax_traces() -> None:
+    """Drop what JAX has traced of its own functions, such as `jnp.where`, for each shape, without a bound.
+
+    Compiled programs stay, which `jax.clear_caches` drops too.
+    """
+    from jax._src.interpreters import partial_eval  # no public name reaches it
+
+    traces = getattr(partial_eval, "trace_to_jaxpr", None)
+    if hasattr(traces, "cache_clear"):
+        traces.cache_clear()

@@ -76,7 +76,7 @@ def read_json(path: Path, kind: type = dict, *, optional: bool = False) -> Any:
     The result is a `JsonObject` or a list.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         value = json.loads(text)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is not text

@@ -2,7 +2,7 @@
 
 import inspect
 import json
-from pathlib import Path
+import shutil
 
 import numpy as np
 import pytest
@@ -19,8 +19,8 @@ from tests.parity.test_rerankers import bert as cross_bert
 from tests.parity.test_sentence_models import bert, filled, qwen3
 from tests.support.tiny_encoder import random_sentences
 from verax import Encoder, Reranker
-from verax.embed import modules, reranker, settings
-from verax.errors import CheckpointError, UnsupportedModelError
+from verax.embed import modules, settings
+from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 
 SENTENCES = random_sentences(12, seed=4, most=20)
 PROMPT = "the house : "
@@ -205,27 +205,110 @@ def test_a_cross_encoder_has_its_activation_and_prompt(activation, tmp_path):
 
 
 WITHOUT_EFFECT = {
-    "CrossEncoder": ("model_type", "__version__"),
+    "config_sentence_transformers.json": ("model_type", "__version__", "similarity_fn_name", "keep_in_fp32_modules"),
     "Dropout": ("dropout",),
     "Pooling": ("embedding_dimension", "word_embedding_dimension"),
-    "SentenceTransformer": ("model_type", "__version__", "similarity_fn_name"),
-    "Transformer": ("unpad_inputs", "module_output_name", "tokenizer_name_or_path"),
+    "Transformer": ("unpad_inputs", "module_output_name", "tokenizer_name_or_path", "backend", "model_name_or_path"),
 }
 """Keys of the files of sentence-transformers' classes that change no vector and no score, or follow from others."""
 
+OTHER_VALUES = {
+    "activation_fn": ["torch.nn.modules.activation.Tanh"],
+    "activation_function": ["torch.nn.modules.activation.ReLU"],
+    "default_prompt_name": ["query"],
+    "module_input_name": ["token_embeddings"],
+    "module_output_name": ["token_embeddings", "sentence_embedding"],
+    "pooling_mode": ["cls", ["mean", "max"]],
+    "prompts": [{"query": "x"}],
+    "transformer_task": ["fill-mask"],
+    "max_seq_length": [7],
+    "truncate_dim": [7],
+}
+"""Values of keys that have a meaning; of others, each kind of JSON value is tried."""
 
-def test_every_key_that_the_library_reads_is_read_or_refused_or_without_effect():
-    text = "".join(Path(module.__file__).read_text() for module in (modules, reranker, settings))
-    keys = {
-        module.__name__: {*module.config_keys, *getattr(module, "config_key_renames", {})}
-        for module in (Transformer, Pooling, Dense, Normalize, LayerNorm, Dropout)
-    }
-    arguments = {*inspect.signature(Transformer.__init__).parameters}
-    keys["Transformer"] |= arguments - {"self", "model_name_or_path", "backend"}
-    model = SentenceTransformer(modules=[Normalize()])
-    model.truncate_dim = 3
-    keys["SentenceTransformer"] = set(model._get_model_config())
-    keys["CrossEncoder"] = {*keys["SentenceTransformer"], "activation_fn"} - {"similarity_fn_name", "truncate_dim"}
-    for name, known in keys.items():
-        listed = WITHOUT_EFFECT.get(name, ())
-        assert {key for key in known if f'"{key}"' not in text and key not in listed} == set(), name
+
+def known_keys(module):
+    """Keys of the file of a module that the library reads or writes."""
+    arguments = inspect.signature(module.__init__).parameters
+    renamed = {**getattr(module, "config_key_renames", {}), **getattr(module, "_LEGACY_KEYS", {})}
+    flags = [flag for flag in modules._FLAGS if module is Pooling]
+    return {*module.config_keys, *arguments, *renamed, *flags} - {"self", "args", "kwargs", "init_weight", "init_bias"}
+
+
+def read(folder, cross=False):
+    """All that is read of a folder's files; None if they are refused."""
+
+    def plain(value):
+        return value if isinstance(value, (str, int, float, tuple, type(None))) or callable(value) else repr(value)
+
+    try:
+        if cross:
+            scorer = Reranker(folder, show_progress=False)
+            return [
+                vars(scorer._scorer)[name] for name in ("_activation", "max_length", "_lower_case")
+            ], scorer._prompts
+        program = modules.load_modules(folder, D, dtype=np.float32)
+        steps = [
+            {name: plain(value) for name, value in vars(step).items() if not name.startswith("_")}
+            for step in program.steps
+        ]
+        transformer = settings.EncoderSettings.from_folder(folder, positions=64, pooling=program.pooling)
+    except (CheckpointError, InvalidParameterError, UnsupportedModelError):
+        return None
+    return [*zip(map(type, program.steps), program.names, steps, strict=True)], transformer
+
+
+@pytest.fixture(scope="module")
+def whole(base, tmp_path_factory):
+    """A folder with each of the modules that are supported."""
+    folder = tmp_path_factory.mktemp("whole")
+    saved(
+        base, folder, MEAN, TANH, lambda: LayerNorm(32), Dropout, lambda: Dense(32, 32), Normalize, lambda: Dense(32, 8)
+    )
+    return folder
+
+
+FILES = [
+    ("sentence_bert_config.json", Transformer),
+    ("1_Pooling/config.json", Pooling),
+    ("2_Dense/config.json", Dense),
+    ("3_LayerNorm/config.json", LayerNorm),
+    ("4_Dropout/config.json", Dropout),
+    ("6_Normalize/config.json", Normalize),
+]
+
+
+def silent(folder, file, keys, listed, **options):
+    """Keys of a file whose change neither changes what is read nor is refused."""
+    path, found = folder / file, set()
+    text = path.read_text()
+    config, expected = json.loads(text), read(folder, **options)
+    assert expected is not None
+    for key in {*config, *keys} - {*listed}:
+        others = OTHER_VALUES.get(key, [True, False, 3, "x", ["x"], {"x": 1}])
+        for other in others:
+            path.write_text(json.dumps({**config, key: other}))
+            if read(folder, **options) != expected:
+                break
+        else:
+            found.add(key)
+    path.write_text(text)
+    return found
+
+
+@pytest.mark.parametrize(("file", "module"), FILES, ids=lambda value: getattr(value, "__name__", None))
+def test_a_change_of_any_key_of_a_module_changes_the_vectors_or_is_refused(file, module, whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "a")
+    keys, listed = known_keys(module), WITHOUT_EFFECT.get(module.__name__, ())
+    assert silent(tmp_path / "a", file, keys, listed) == set()
+
+
+def test_a_change_of_any_key_of_a_model_changes_its_results_or_is_refused(whole, tmp_path):
+    file = "config_sentence_transformers.json"
+    model = SentenceTransformer(modules=[Normalize()], truncate_dim=3)
+    shutil.copytree(whole, tmp_path / "a")
+    assert silent(tmp_path / "a", file, model._get_model_config(), WITHOUT_EFFECT[file]) == set()
+    filled(cross_bert(tmp_path / "base")).save_pretrained(tmp_path / "base")
+    CrossEncoder(str(tmp_path / "base")).save_pretrained(str(tmp_path / "b"))
+    keys = json.loads((tmp_path / "b" / file).read_text())
+    assert silent(tmp_path / "b", file, keys, WITHOUT_EFFECT[file], cross=True) == set()

@@ -72,7 +72,7 @@ def test_templates_in_a_folder_are_found_by_name_before_the_configured_one(tmp_p
     assert tokenizer.apply_chat_template(HELLO, tools=[{"name": "f"}]) == "tools"
     with pytest.raises(TemplateError, match="no default chat template"):
         tokenizer.apply_chat_template(HELLO)
-    (tmp_path / "chat_template.jinja").write_text("new {{ variable }}")
+    (tmp_path / "chat_template.jinja").write_text("new {{ variable }}", encoding="utf-8-sig")
     assert Tokenizer.from_folder(tmp_path).apply_chat_template(HELLO, variable=False) == "new False"
 
 

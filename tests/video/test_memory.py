@@ -1,9 +1,11 @@
 """The memory plan: what the run will use, and what is said when it is too much."""
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -131,6 +133,23 @@ def test_of_a_function_the_last_compiled_programs_are_kept_and_others_leave_the_
         np.testing.assert_array_equal(program(np.full(size, 2, np.float32), power=3), np.full(size, 8))
     assert program.count == KEPT_PROGRAMS
     assert len(client.live_executables()) <= before + KEPT_PROGRAMS
+
+
+def test_sizes_that_come_and_go_leave_no_traces():
+    program = Program(lambda x: jnp.where(x > 0, jax.nn.silu(x), jnp.clip(x, -1, 1)) + jnp.pad(x, 1)[:-2])
+
+    def traces():
+        gc.collect()
+        return sum(type(thing).__name__ in ("Jaxpr", "JaxprEqn", "PjitParams") for thing in gc.get_objects())
+
+    def run(sizes):
+        for size in sizes:
+            program(np.ones(size, np.float32))
+
+    run(range(1, KEPT_PROGRAMS + 3))
+    before = traces()
+    run(range(KEPT_PROGRAMS + 3, KEPT_PROGRAMS + 13))
+    assert traces() <= before
 
 
 def test_offloaded_weights_wait_in_the_hosts_memory():

@@ -220,6 +220,6 @@ def with_chat_template(llm: Any, file: Path | None) -> None:
     if file is None or llm.tokenizer is None:
         return
     try:
-        llm.tokenizer = llm.tokenizer.with_chat_template(file.read_text(encoding="utf-8"))
+        llm.tokenizer = llm.tokenizer.with_chat_template(file.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"--chat-template: {file} is not UTF-8 text") from error

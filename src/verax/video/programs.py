@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from verax import ops
-from verax._compat import compiler_options
+from verax._compat import compiler_options, drop_jax_traces
 from verax.nn import pack_linear_weights, packed_copy
 from verax.nn.parallel import divisions
 from verax.ops._dispatch import drop_traces
@@ -216,7 +216,7 @@ class Program:
         key = (tree, shapes, tuple(sorted(options.items())))
         if key in self._compiled:
             self._compiled.move_to_end(key)
-            return self._compiled[key]
+            return self._compiled[key][0]
 
         # JAX keeps traces and executables as long as the function lives, so each program has a function of its own.
         @functools.wraps(self.function)
@@ -224,9 +224,12 @@ class Program:
             return self.function(*arrays, **options)
 
         placed = arguments if self._layout is None else self._layout.place(arguments)
-        compiled = self._compiled[key] = jax.jit(function, **self._options).lower(*placed).compile()
+        jitted = jax.jit(function, **self._options)
+        compiled = jitted.lower(*placed).compile()
+        self._compiled[key] = compiled, jitted
         if len(self._compiled) > KEPT_PROGRAMS:
-            self._compiled.popitem(last=False)
+            _, (_, oldest) = self._compiled.popitem(last=False)
+            oldest.clear_cache()
             _release_memory()
         return compiled
 
@@ -275,6 +278,7 @@ def _release_memory() -> None:
     glibc keeps what compiling freed: some megabytes for each size of a clip, which add up on a server.
     """
     drop_traces()
+    drop_jax_traces()
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

@@ -85,7 +85,7 @@ def bench_quality(settings: QualitySettings, *, window: int = 512) -> dict[str, 
     model, variants, texts = settings.model, settings.variants, held_out_texts()
     if settings.text is not None:
         try:
-            texts = [settings.text.read_text(encoding="utf-8")]
+            texts = [settings.text.read_text(encoding="utf-8-sig")]
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidParameterError(f"text: {settings.text} cannot be read: {error}") from error
     check_names("variants", variants, VARIANTS)

@@ -40,7 +40,7 @@ def bench_teacache(settings: TeaCacheSettings) -> dict[str, Any]:
     model, thresholds = settings.model, settings.thresholds
     prompts, benchmark = list(PROMPTS), Benchmark("video")
     if settings.prompts is not None:
-        lines = settings.prompts.read_text(encoding="utf-8").splitlines()
+        lines = settings.prompts.read_text(encoding="utf-8-sig").splitlines()
         prompts = [line for line in lines if line.strip()]
     pipe = VideoPipeline.from_pretrained(model, dtype=settings.dtype, show_progress=False)
     choices: dict[float | None, dict[str, Any]] = {None: {"cache": None}}

@@ -357,7 +357,7 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Templates by name: those in files first, else tokenizer_config.json's one, or its list of named ones."""
     more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     files = {"default": folder / "chat_template.jinja", **{path.stem: path for path in more}}
-    templates = {name: path.read_text(encoding="utf-8") for name, path in files.items() if path.is_file()}
+    templates = {name: path.read_text(encoding="utf-8-sig") for name, path in files.items() if path.is_file()}
     if templates:
         return templates
     given = config.get("chat_template")
