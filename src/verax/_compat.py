@@ -155,6 +155,6 @@ def drop_jax_traces() -> None:
     """
     from jax._src.interpreters import partial_eval  # no public name reaches it
 
-    traces = getattr(partial_eval, "trace_to_jaxpr", None)
+    traces: Any = getattr(partial_eval, "trace_to_jaxpr", None)
     if hasattr(traces, "cache_clear"):
         traces.cache_clear()
