@@ -15,14 +15,14 @@ namespace {
 template <class Format>
 struct BlockCodes {
   static constexpr int CHUNKS = Format::UNIT / CHUNK;
-  static_assert(Format::GROUP == CHUNK && CHUNKS % 2 == 0, "a tile for each scale, two under way");
+  static_assert(Format::GROUP == CHUNK, "a tile for each scale and digit");
 
   static int64_t add(const LinearTask& t, F32 (&sums)[SIDE], int64_t m, int64_t rows, int64_t n, int64_t k, int64_t) {
     const int64_t units = (t.K + Format::UNIT - 1) / Format::UNIT;
     const auto* unit =
         static_cast<const uint32_t*>(t.weights) + (n * units + k / Format::UNIT) * Format::WORDS * BLOCK;
     alignas(64) char codes[CHUNKS * CODE_TILE_BYTES];
-    alignas(64) int32_t parts[CHUNKS][SIDE * BLOCK];
+    alignas(64) int32_t high[CHUNKS][SIDE * BLOCK], low[CHUNKS][SIDE * BLOCK];
     const auto factors = Format::factors(unit);
     F32 scales[CHUNKS], minimums[CHUNKS];
     for (int c = 0; c < CHUNKS; ++c) {
@@ -30,17 +30,17 @@ struct BlockCodes {
       scales[c] = Format::scales(unit, factors, c, 0);
       if constexpr (Format::MINIMUMS) minimums[c] = Format::minimums(unit, factors, c);
     }
-    for (int c = 0; c < CHUNKS; c += 2) {
-      const char* tile = codes + c * CODE_TILE_BYTES;
-      multiply_codes<0>(bytes(t, m, k + c * CHUNK), 0, tile, 1, parts[c]);
-      multiply_codes<1>(bytes(t, m, k + (c + 1) * CHUNK), 0, tile + CODE_TILE_BYTES, 1, parts[c + 1]);
+    for (int c = 0; c < CHUNKS; ++c) {
+      const int8_t* x = integers(t, m, k + c * CHUNK);
+      multiply_codes<0>(x, INPUT_BYTES, 0, codes + c * CODE_TILE_BYTES, 1, high[c]);
+      multiply_codes<1>(x + CHUNK, INPUT_BYTES, 0, codes + c * CODE_TILE_BYTES, 1, low[c]);
     }
     for (int64_t r = 0; r < rows; ++r) {
       F32 sum = sums[r];
       VERAX_UNROLL
       for (int c = 0; c < CHUNKS; ++c) {
         const Inputs& with = *inputs(t, m + r, k + c * CHUNK);
-        const Words part = add(load_parts(parts[c], r), offset_parts<Format>(with, 0));
+        const Words part = less_offset<Format>(total({load_parts(high[c], r), load_parts(low[c], r)}), with, 0);
         sum = fma(to_f32(part), mul(scales[c], broadcast(with.scale)), sum);
         if constexpr (Format::MINIMUMS) sum = fma(minimums[c], broadcast(with.sum), sum);
       }
@@ -58,8 +58,6 @@ struct BlockCodes {
     VERAX_UNROLL
     for (int line = 0; line < LINES; ++line) prefetch(unit + (2 * Format::WORDS + c * LINES + line) * BLOCK);
   }
-
-  static Words add(Words a, Words b) { return {_mm512_add_epi32(a.v, b.v)}; }
 };
 
 }  // namespace

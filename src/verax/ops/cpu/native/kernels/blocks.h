@@ -18,7 +18,7 @@ template <int CODE_BITS, int CODE_OFFSET, Scaling SCALING, const uint8_t* TABLE 
 struct Format {
   static constexpr bool MINIMUMS = SCALING == Scaling::halves_and_minimums || SCALING == Scaling::factors_and_minimums;
   static constexpr bool FACTORS = SCALING == Scaling::factors || SCALING == Scaling::factors_and_minimums;
-  static constexpr int BITS = TABLE ? 8 : CODE_BITS, OFFSET = CODE_OFFSET;  // of what codes() returns
+  static constexpr int OFFSET = CODE_OFFSET;  // of what codes() returns
   static constexpr int UNIT = FACTORS ? 256 : 64, GROUP = SCALING == Scaling::factors ? 16 : 32;
   static constexpr int CODES = UNIT / (CODE_BITS == 8 ? 4 : 8), HIGH = CODE_BITS == 8 ? 0 : CODE_BITS - 4;
   static constexpr int FIRST_SCALES = CODES + UNIT / 32 * HIGH;

@@ -1,5 +1,5 @@
-// Products by AMX of x in bytes with codes that have 16 rows of W side by side: these are an instruction's second operand
-// as they lie, 4 inputs of 16 rows in each 64 bytes.
+// Products by AMX of x in bytes, or in digits that are bytes, with codes that have 16 rows of W side by side: these are an
+// instruction's second operand as they lie, 4 inputs of 16 rows in each 64 bytes.
 //
 // for each 16 rows of x:
 //   for each block of 16 rows of W:
@@ -41,9 +41,9 @@ constexpr TileShapes CODE_SHAPES[SIDE] = {
     code_shapes(7), code_shapes(8),  code_shapes(9),  code_shapes(10), code_shapes(11), code_shapes(12),
     code_shapes(13), code_shapes(14), code_shapes(15), code_shapes(16)};
 
-// sums[rows of x, 16] = x . codes of `chunks` times 32 inputs; a chunk's rows of x are 32 bytes apart, chunks `next_x`.
+// sums[rows of x, 16] = x . codes of `chunks` times 32 inputs; a chunk's rows of x are `row` bytes apart, chunks `next_x`.
 template <int T>
-inline void multiply_codes(const int8_t* x, int64_t next_x, const char* codes, int chunks, int32_t* sums) {
+inline void multiply_codes(const int8_t* x, int64_t row, int64_t next_x, const char* codes, int chunks, int32_t* sums) {
   static_assert(T == 0 || T == 1, "two sums under way");
   if constexpr (T == 0) {
     VERAX_TILE(zero)(0);
@@ -52,11 +52,11 @@ inline void multiply_codes(const int8_t* x, int64_t next_x, const char* codes, i
   }
   for (int c = 0; c < chunks; ++c, x += next_x, codes += CODE_TILE_BYTES) {
     if constexpr (T == 0) {
-      VERAX_TILE(loadd)(4, x, CHUNK);
+      VERAX_TILE(loadd)(4, x, row);
       VERAX_TILE(loadd)(6, codes, ROW_BYTES);
       VERAX_TILE(dpbsud)(0, 4, 6);
     } else {
-      VERAX_TILE(loadd)(5, x, CHUNK);
+      VERAX_TILE(loadd)(5, x, row);
       VERAX_TILE(loadd)(7, codes, ROW_BYTES);
       VERAX_TILE(dpbsud)(1, 5, 7);
     }

@@ -9,8 +9,8 @@ namespace verax {
 
 // Kinds of W's rows. The last three are multiplied by scales: one for a whole row, or one for each group of
 // `group` inputs. x is taken as float32 against f32, rounded to bfloat16 against bf16 and float8. Against the others it
-// becomes integers: of 16 bits with a scale for each 1,024 inputs against int8, of 8 bits against int4, with a scale for
-// each group, and against blocks, with one for each 32 inputs.
+// becomes integers: of 16 bits with a scale for each 1,024 inputs against int8, and for each 32 inputs against blocks; of 8
+// bits against int4, with a scale for each group.
 //   float8  [N, K] bytes of type E4M3, none of which is NaN
 //   int8    [N, K] signed bytes
 //   int4    [N/16 rounded up, K/8, 16, 2] words: bits 4j to 4j + 3 of word (n, b, c, h) hold row 16 n + c, input
@@ -78,8 +78,8 @@ static inline int64_t linear_row_bytes(const LinearTask& t) {
 static inline int64_t linear_packed_at(const LinearTask& t, int64_t m, int64_t k) { return (k / 32 * t.M + m) * 32; }
 
 // Enough at every level: float32 where there is no bfloat16 dot product, followed by the sums of groups, or
-// integers followed by their scales.
-static inline int64_t linear_packed_bytes(int64_t M, int64_t K) { return M * ((K + 31) / 32) * (32 + 1) * 4; }
+// integers followed by their scales. Two chunks make up a unit of blocks.
+static inline int64_t linear_packed_bytes(int64_t M, int64_t K) { return M * ((K + 63) / 64 * 2) * (32 + 1) * 4; }
 
 // The kernels take as many rows of W at a time, and int4 and blocks are laid out in as many: pieces of work are
 // multiples of it.

@@ -8,7 +8,7 @@
 //       sums += (the minimums) * (the sum of x)
 //   y[m..m+R, 16 rows] += sums
 //
-// x is taken in bytes, with a scale for each 32 inputs.
+// x is taken in integers of 16 bits, with a scale for each 32 inputs.
 #include "block_inputs.h"
 #include "block_tiles.h"
 #include "blocks.h"
@@ -29,34 +29,46 @@ struct BlockTile {
     return static_cast<const uint32_t*>(t.weights) + (n * units(t.K) + k / Format::UNIT) * UNIT_WORDS;
   }
 
-  // Products of 32 inputs: chunk c of a unit, whose words for these lanes begin at `unit`.
-  template <int R>
-  static void add_chunk(F32 (&sums)[R], const uint32_t* unit, const typename Format::Factors& factors, int c,
-                        const int8_t* x, const Inputs* with) {
+  // Products of 32 inputs, chunk c of a unit, with C blocks of W, whose words lie `block` apart: the words for these lanes
+  // begin at `unit`.
+  template <int R, int C>
+  static void add_chunk(F32 (&sums)[C][R], const uint32_t* unit, int64_t block,
+                        const typename Format::Factors (&factors)[C], int c, const int8_t* x, const Inputs* with) {
     constexpr int GROUPS = CHUNK / Format::GROUP, QUADS = Format::GROUP / 4;
     VERAX_UNROLL
     for (int h = 0; h < GROUPS; ++h) {
-      Words parts[R];
+      CodeSums parts[C][R];
       VERAX_UNROLL
-      for (int r = 0; r < R; ++r) parts[r] = offset_parts<Format>(with[r], h);
+      for (int i = 0; i < C * R; ++i) parts[i / R][i % R] = no_sums();
       VERAX_UNROLL
       for (int q = h * QUADS; q < (h + 1) * QUADS; ++q) {
-        const Words codes = Format::codes(unit, c, q);
+        Codes codes[C];
+        VERAX_UNROLL
+        for (int i = 0; i < C; ++i) codes[i] = split(Format::codes(unit + i * block, c, q));
         VERAX_UNROLL
         for (int r = 0; r < R; ++r) {
-          parts[r] = dot<Format::BITS>(parts[r], codes, word_at(x + r * CHUNK + 4 * q));
+          const InputPair inputs = load_inputs(x + r * INPUT_BYTES, q);
+          VERAX_UNROLL
+          for (int i = 0; i < C; ++i) parts[i][r] = add_products(parts[i][r], codes[i], inputs);
         }
       }
-      const F32 scales = Format::scales(unit, factors, c, h);
       VERAX_UNROLL
-      for (int r = 0; r < R; ++r) {
-        sums[r] = fma(to_f32(parts[r]), mul(scales, broadcast(with[r].scale)), sums[r]);
+      for (int i = 0; i < C; ++i) {
+        const F32 scales = Format::scales(unit + i * block, factors[i], c, h);
+        VERAX_UNROLL
+        for (int r = 0; r < R; ++r) {
+          const Words part = less_offset<Format>(total(parts[i][r]), with[r], h);
+          sums[i][r] = fma(to_f32(part), mul(scales, broadcast(with[r].scale)), sums[i][r]);
+        }
       }
     }
     if constexpr (Format::MINIMUMS) {
-      const F32 minimums = Format::minimums(unit, factors, c);
       VERAX_UNROLL
-      for (int r = 0; r < R; ++r) sums[r] = fma(minimums, broadcast(with[r].sum), sums[r]);
+      for (int i = 0; i < C; ++i) {
+        const F32 minimums = Format::minimums(unit + i * block, factors[i], c);
+        VERAX_UNROLL
+        for (int r = 0; r < R; ++r) sums[i][r] = fma(minimums, broadcast(with[r].sum), sums[i][r]);
+      }
     }
   }
 
@@ -66,27 +78,25 @@ struct BlockTile {
     const int64_t apart = segment.apart, block = units(t.K) * UNIT_WORDS * apart;
     const auto* w = static_cast<const uint32_t*>(at(t, n, segment.begin));
     const auto* next = static_cast<const uint32_t*>(segment.next);
-    F32 sums[C][V][R];
+    F32 sums[V][C][R];
     VERAX_UNROLL
     for (int i = 0; i < C * V * R; ++i) (&sums[0][0][0])[i] = zero();
 
     constexpr int CHUNKS = Format::UNIT / CHUNK, LINES = (Format::WORDS + CHUNKS - 1) / CHUNKS;
     for (int64_t k = segment.begin; k < segment.end; k += Format::UNIT, w += UNIT_WORDS, next += UNIT_WORDS) {
-      typename Format::Factors factors[C][V];
+      typename Format::Factors factors[V][C];
       VERAX_UNROLL
-      for (int i = 0; i < C * V; ++i) (&factors[0][0])[i] = Format::factors(w + i / V * block + i % V * F32::lanes);
+      for (int i = 0; i < C * V; ++i) factors[i / C][i % C] = Format::factors(w + i % C * block + i / C * F32::lanes);
       for (int c = 0; c < CHUNKS; ++c) {
-        const int8_t* x = bytes(t, m, k + c * CHUNK);
+        const int8_t* x = integers(t, m, k + c * CHUNK);
         const Inputs* with = inputs(t, m, k + c * CHUNK);
         VERAX_UNROLL
         for (int i = 0; i < C; ++i) {
           VERAX_UNROLL
           for (int line = 0; line < LINES; ++line) prefetch(next + i * block + (c * LINES + line) * BLOCK);
-          VERAX_UNROLL
-          for (int v = 0; v < V; ++v) {
-            add_chunk<R>(sums[i][v], w + i * block + v * F32::lanes, factors[i][v], c, x, with);
-          }
         }
+        VERAX_UNROLL
+        for (int v = 0; v < V; ++v) add_chunk<R, C>(sums[v], w + v * F32::lanes, block, factors[v], c, x, with);
       }
     }
 
@@ -97,7 +107,7 @@ struct BlockTile {
         const int64_t column = (n + i * apart) * BLOCK;
         F32 registers[V];
         VERAX_UNROLL
-        for (int v = 0; v < V; ++v) registers[v] = sums[i][v][r];
+        for (int v = 0; v < V; ++v) registers[v] = sums[v][i][r];
         add_to(t.y + (m + r) * t.N + column, registers, t.N - column, segment.begin == 0);
       }
   }
@@ -114,7 +124,7 @@ void linear_blocks_pack(const LinearTask& t) {
         if (k < t.K) std::memcpy(rest, x, (t.K - k) * sizeof(float));
         x = rest;
       }
-      pack_chunk(x, bytes(t, m, k), inputs(t, m, k));
+      pack_chunk(x, integers(t, m, k), inputs(t, m, k));
     }
   }
 }

@@ -86,7 +86,8 @@ struct Int4Codes {
     const auto* x = static_cast<const int8_t*>(t.packed) + linear_packed_at(t, m, k);
     for (int64_t g = 0; g < groups; ++g) {
       const auto multiply = g % 2 ? multiply_codes<1> : multiply_codes<0>;
-      multiply(x + g * chunks * next_x, next_x, codes + g * chunks * CODE_TILE_BYTES, static_cast<int>(chunks), parts[g]);
+      const char* tiles = codes + g * chunks * CODE_TILE_BYTES;
+      multiply(x + g * chunks * next_x, CHUNK, next_x, tiles, static_cast<int>(chunks), parts[g]);
     }
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t at = group_at(t, n, k + g * t.group);

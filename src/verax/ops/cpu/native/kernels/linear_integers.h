@@ -1,7 +1,15 @@
-// x in integers with a scale, and integers of 16 bits. Included by the linear kernels.
+// x in integers of 16 bits with a scale. Included by the linear kernels.
 //
+// Against bytes of W, along K:
 //   Int16Chunk: 32 integers in registers. store_int16s(p, a): whole numbers of -32,768 to 32,767.
 //   dot(sums, a, b): a lane's sum + its products, of which a lane takes every F32::lanes-th pair.
+//
+// Against codes (bytes without a sign) that have a row of W in each lane and 4 inputs in its word:
+//   store_inputs(p, x): a chunk of whole numbers of at most LARGEST_INTEGER, in INPUT_BYTES. Where an instruction multiplies
+//     4 bytes of a lane, these are two digits of 8 bits: all high ones, then all low ones. Elsewhere they are integers of
+//     16 bits, the 0th and the 2nd of each 4 next to each other, as codes lie that are taken apart by a mask.
+//   Codes: split(words), an operand of products. InputPair: load_inputs(p, q), the q-th 4 of a chunk's inputs.
+//   CodeSums: no_sums(); add_products(sums, codes, inputs); total(sums): a lane's sum, which is exact.
 #pragma once
 
 #include "vec_math.h"
@@ -34,6 +42,12 @@ inline float integer_scale(const float* x, int64_t count, float largest) {
 
 // What to multiply values by to get their integers: 0 where the inverse of a scale would not be finite.
 inline float integer_factor(float scale) { return scale > 1e-37f ? 1 / scale : 0; }
+
+constexpr int INPUT_BYTES = 2 * CHUNK;
+
+struct InputPair {
+  Words first, second;
+};
 
 #if defined(VERAX_PORTABLE)
 
@@ -121,6 +135,80 @@ inline Words dot(Words sums, const Int16Chunk& a, const Int16Chunk& b) {
     total = vmlal_high_s16(total, a.v[i], b.v[i]);
   }
   return {vreinterpretq_u32_s32(total)};
+}
+
+#endif
+
+#if defined(__AVX512VNNI__) && !defined(VERAX_PORTABLE)
+
+inline void store_inputs(int8_t* p, const Chunk& x) {
+  VERAX_UNROLL
+  for (int i = 0; i < Chunk::parts; ++i) {
+    const __m512i wide = _mm512_cvtps_epi32(x.part[i].v);
+    const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(wide, _mm512_set1_epi32(128)), 8);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p + i * F32::lanes), _mm512_cvtepi32_epi8(upper));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p + CHUNK + i * F32::lanes), _mm512_cvtepi32_epi8(wide));  // the low bits
+  }
+}
+using Codes = Words;
+inline Codes split(Words codes) { return codes; }
+struct CodeSums {
+  Words high, low;
+};
+inline CodeSums no_sums() { return {words(0), words(0)}; }
+inline InputPair load_inputs(const int8_t* x, int q) { return {word_at(x + 4 * q), word_at(x + CHUNK + 4 * q)}; }
+inline CodeSums add_products(CodeSums sums, Codes codes, InputPair x) {
+  return {{_mm512_dpbusd_epi32(sums.high.v, codes.v, x.first.v)},
+          {_mm512_dpbusd_epi32(sums.low.v, codes.v, x.second.v)}};
+}
+inline Words total(CodeSums sums) { return add(shift_left(sums.high, 8), sums.low); }
+
+#else
+
+inline void store_inputs(int8_t* p, const Chunk& x) {
+  int16_t integers[CHUNK], ordered[CHUNK];
+  for (int i = 0; i < Chunk::parts; ++i) store_int16s(integers + i * F32::lanes, x.part[i]);
+  for (int i = 0; i < CHUNK; i += 4) {
+    ordered[i] = integers[i], ordered[i + 1] = integers[i + 2];
+    ordered[i + 2] = integers[i + 1], ordered[i + 3] = integers[i + 3];
+  }
+  std::memcpy(p, ordered, sizeof ordered);
+}
+struct Codes {
+  Words even, odd;  // the 0th and 2nd of a lane's bytes, and the others, in 16 bits each
+};
+inline Codes split(const Words& codes) { return {both(codes, words(0x00FF00FF)), upper_bytes(codes)}; }
+#if defined(__ARM_NEON) && !defined(VERAX_PORTABLE)
+struct CodeSums {
+  int32x4_t first, second;  // of the first two lanes and of the others, by their halves
+};
+inline CodeSums no_sums() { return {vdupq_n_s32(0), vdupq_n_s32(0)}; }
+inline CodeSums add_halves(CodeSums sums, Words codes, Words x) {
+  const int16x8_t a = vreinterpretq_s16_u32(codes.v), b = vreinterpretq_s16_u32(x.v);
+  return {vmlal_s16(sums.first, vget_low_s16(a), vget_low_s16(b)), vmlal_high_s16(sums.second, a, b)};
+}
+inline Words total(CodeSums sums) { return {vreinterpretq_u32_s32(vpaddq_s32(sums.first, sums.second))}; }
+#else
+using CodeSums = Words;
+inline CodeSums no_sums() { return words(0); }
+inline CodeSums add_halves(const CodeSums& sums, const Words& codes, const Words& x) {
+#if defined(VERAX_PORTABLE)
+  return each_word([&](int i) {
+    const auto half = [](uint32_t word, int shift) { return int32_t{static_cast<int16_t>(word >> shift & 0xFFFF)}; };
+    const int32_t products = half(codes.v[i], 0) * half(x.v[i], 0) + half(codes.v[i], 16) * half(x.v[i], 16);
+    return sums.v[i] + static_cast<uint32_t>(products);
+  });
+#elif defined(__AVX512F__)
+  return {_mm512_add_epi32(sums.v, _mm512_madd_epi16(codes.v, x.v))};
+#else
+  return {_mm256_add_epi32(sums.v, _mm256_madd_epi16(codes.v, x.v))};
+#endif
+}
+inline Words total(const CodeSums& sums) { return sums; }
+#endif
+inline InputPair load_inputs(const int8_t* x, int q) { return {word_at(x + 8 * q), word_at(x + 8 * q + 4)}; }
+inline CodeSums add_products(const CodeSums& sums, const Codes& codes, const InputPair& x) {
+  return add_halves(add_halves(sums, codes.even, x.first), codes.odd, x.second);
 }
 
 #endif

@@ -6,9 +6,10 @@
 //   byte(w, i), signed_byte(w, i): a lane's i-th byte, the lowest being the 0-th.
 //   to_f32(w): of signed integers. half_to_f32(w): of float16 in the lower 16 bits.
 //   look_up(table, w): table[byte] for each byte, 0 to 15.
-//   dot<BITS>(sums, codes, x): a lane's sum + its 4 codes (without a sign, of BITS bits) * its 4 bytes of x (signed).
-//   dot_pairs(pairs, codes, x): the same in lanes that are twice as many where the processor adds up two products, of
-//   codes of 4 bits and bytes of at least -127: at most eight times from zero on. add_pairs(sums, pairs): into sums.
+//   upper_bytes(w): a lane's byte 1 in its lower 16 bits, and byte 3 in its upper 16. add(a, b): modulo 2^32.
+//   dot_pairs(pairs, codes, x): a lane's sum + its 4 codes (without a sign, of 4 bits) * its 4 bytes of x (signed, at least
+//   -127), in lanes that are twice as many where the processor adds up two products: at most eight times from zero on.
+//   add_pairs(sums, pairs): into sums.
 //   store_bytes(p, a): whole numbers of -127 to 127 as bytes.
 #pragma once
 
@@ -63,20 +64,22 @@ inline Words look_up(const uint8_t* table, const Words& a) {
     return result;
   });
 }
-template <int BITS>
-inline Words dot(const Words& sums, const Words& codes, const Words& x) {
+inline Words upper_bytes(const Words& a) {
+  return each_word([&](int i) { return a.v[i] >> 8 & 0x00FF00FF; });
+}
+inline Words add(const Words& a, const Words& b) {
+  return each_word([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline Words dot_pairs(const Words& pairs, const Words& codes, const Words& x) {
   return each_word([&](int i) {
-    int32_t sum = static_cast<int32_t>(sums.v[i]);
+    int32_t sum = static_cast<int32_t>(pairs.v[i]);
     for (int b = 0; b < 32; b += 8) {
       sum += static_cast<int32_t>(codes.v[i] >> b & 255) * static_cast<int8_t>(x.v[i] >> b & 255);
     }
     return static_cast<uint32_t>(sum);
   });
 }
-inline Words dot_pairs(const Words& pairs, const Words& codes, const Words& x) { return dot<4>(pairs, codes, x); }
-inline Words add_pairs(const Words& sums, const Words& pairs) {
-  return each_word([&](int i) { return sums.v[i] + pairs.v[i]; });
-}
+inline Words add_pairs(const Words& sums, const Words& pairs) { return add(sums, pairs); }
 inline void store_bytes(int8_t* p, const F32& a) {
   for (int i = 0; i < F32::lanes; ++i) p[i] = static_cast<int8_t>(a.v[i]);
 }
@@ -99,31 +102,18 @@ inline Words look_up(const uint8_t* table, Words a) {
   const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
   return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(values), a.v)};
 }
-template <int BITS>
-inline Words dot(Words sums, Words codes, Words x) {
-#if defined(__AVX512VNNI__)
-  return {_mm512_dpbusd_epi32(sums.v, codes.v, x.v)};
-#else
-  const __m512i ones = _mm512_set1_epi16(1);
-  if constexpr (BITS < 8) {  // no sum of two products is too large for 16 bits
-    return {_mm512_add_epi32(sums.v, _mm512_madd_epi16(_mm512_maddubs_epi16(codes.v, x.v), ones))};
-  } else {
-    const __m512i even = _mm512_srai_epi16(_mm512_slli_epi16(x.v, 8), 8), odd = _mm512_srai_epi16(x.v, 8);
-    const __m512i first = _mm512_madd_epi16(_mm512_and_si512(codes.v, _mm512_set1_epi16(255)), even);
-    return {_mm512_add_epi32(sums.v, _mm512_add_epi32(first, _mm512_madd_epi16(_mm512_srli_epi16(codes.v, 8), odd)))};
-  }
-#endif
-}
+inline Words upper_bytes(Words a) { return {_mm512_srli_epi16(a.v, 8)}; }
+inline Words add(Words a, Words b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline Words dot_pairs(Words pairs, Words codes, Words x) {
 #if defined(__AVX512VNNI__)
-  return dot<4>(pairs, codes, x);
+  return {_mm512_dpbusd_epi32(pairs.v, codes.v, x.v)};
 #else
   return {_mm512_add_epi16(pairs.v, _mm512_maddubs_epi16(codes.v, x.v))};
 #endif
 }
 inline Words add_pairs(Words sums, Words pairs) {
 #if defined(__AVX512VNNI__)
-  return {_mm512_add_epi32(sums.v, pairs.v)};
+  return add(sums, pairs);
 #else
   return {_mm512_add_epi32(sums.v, _mm512_madd_epi16(pairs.v, _mm512_set1_epi16(1)))};
 #endif
@@ -153,17 +143,8 @@ inline Words look_up(const uint8_t* table, Words a) {
   const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
   return {_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), a.v)};
 }
-template <int BITS>
-inline Words dot(Words sums, Words codes, Words x) {
-  if constexpr (BITS < 8) {  // no sum of two products is too large for 16 bits
-    const __m256i pairs = _mm256_maddubs_epi16(codes.v, x.v);
-    return {_mm256_add_epi32(sums.v, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))};
-  } else {
-    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(x.v, 8), 8), odd = _mm256_srai_epi16(x.v, 8);
-    const __m256i first = _mm256_madd_epi16(_mm256_and_si256(codes.v, _mm256_set1_epi16(255)), even);
-    return {_mm256_add_epi32(sums.v, _mm256_add_epi32(first, _mm256_madd_epi16(_mm256_srli_epi16(codes.v, 8), odd)))};
-  }
-}
+inline Words upper_bytes(Words a) { return {_mm256_srli_epi16(a.v, 8)}; }
+inline Words add(Words a, Words b) { return {_mm256_add_epi32(a.v, b.v)}; }
 inline Words dot_pairs(Words pairs, Words codes, Words x) {
   return {_mm256_add_epi16(pairs.v, _mm256_maddubs_epi16(codes.v, x.v))};
 }
@@ -195,25 +176,8 @@ inline F32 half_to_f32(Words a) { return {vcvt_f32_f16(vreinterpret_f16_u16(vmov
 inline Words look_up(const uint8_t* table, Words a) {
   return {vreinterpretq_u32_u8(vqtbl1q_u8(vld1q_u8(table), vreinterpretq_u8_u32(a.v)))};
 }
-template <int BITS>
-inline Words dot(Words sums, Words codes, Words x) {
-  const int8x16_t inputs = vreinterpretq_s8_u32(x.v);
-  const uint8x16_t bytes = vreinterpretq_u8_u32(codes.v);
-  int32x4_t low, high;
-  if constexpr (BITS < 8) {
-    const int8x16_t weights = vreinterpretq_s8_u8(bytes);
-    low = vpaddlq_s16(vmull_s8(vget_low_s8(weights), vget_low_s8(inputs)));
-    high = vpaddlq_s16(vmull_s8(vget_high_s8(weights), vget_high_s8(inputs)));
-  } else {
-    const int16x8_t first = vreinterpretq_s16_u16(vmovl_u8(vget_low_u8(bytes))), x0 = vmovl_s8(vget_low_s8(inputs));
-    const int16x8_t second = vreinterpretq_s16_u16(vmovl_u8(vget_high_u8(bytes))), x1 = vmovl_s8(vget_high_s8(inputs));
-    low = vpaddq_s32(vmull_s16(vget_low_s16(first), vget_low_s16(x0)),
-                     vmull_s16(vget_high_s16(first), vget_high_s16(x0)));
-    high = vpaddq_s32(vmull_s16(vget_low_s16(second), vget_low_s16(x1)),
-                      vmull_s16(vget_high_s16(second), vget_high_s16(x1)));
-  }
-  return {vaddq_u32(sums.v, vreinterpretq_u32_s32(vpaddq_s32(low, high)))};
-}
+inline Words upper_bytes(Words a) { return {vreinterpretq_u32_u16(vshrq_n_u16(vreinterpretq_u16_u32(a.v), 8))}; }
+inline Words add(Words a, Words b) { return {vaddq_u32(a.v, b.v)}; }
 inline Words dot_pairs(Words pairs, Words codes, Words x) {
   const int8x16_t inputs = vreinterpretq_s8_u32(x.v), weights = vreinterpretq_s8_u32(codes.v);
   const int16x8_t low = vmull_s8(vget_low_s8(weights), vget_low_s8(inputs)), high = vmull_high_s8(weights, inputs);
