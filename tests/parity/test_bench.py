@@ -11,7 +11,8 @@ from verax import LLM
 from verax.bench.embed.cases import bench_embed
 from verax.bench.results import markdown
 from verax.bench.settings import EmbedSettings, TextSettings, VideoSettings
-from verax.bench.text.cases import Workload, bench_text, transformers_sides
+from verax.bench.text.cases import bench_text, transformers_sides
+from verax.bench.text.workload import Workload
 from verax.bench.video.cases import bench_video
 from verax.checkpoint import Checkpoint
 

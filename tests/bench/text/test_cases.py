@@ -8,7 +8,8 @@ import pytest
 from tests.support.tiny import tiny_checkpoint
 from verax.bench.results import markdown
 from verax.bench.settings import TextSettings
-from verax.bench.text.cases import Workload, bench_text, make_workload
+from verax.bench.text.cases import bench_text
+from verax.bench.text.workload import Workload, make_workload
 from verax.checkpoint import Checkpoint
 from verax.errors import InvalidParameterError
 

@@ -11,8 +11,9 @@ import pytest
 from tests.support.tiny import tiny_checkpoint
 from verax.bench.settings import TextSettings
 from verax.bench.text import llama_cpp
-from verax.bench.text.cases import Workload, bench_text
+from verax.bench.text.cases import bench_text
 from verax.bench.text.llama_cpp import LlamaCpp, llama_cpp_sides, write_gguf
+from verax.bench.text.workload import Workload
 from verax.checkpoint import Checkpoint
 from verax.errors import (
     CheckpointError,

@@ -6,10 +6,8 @@ import contextlib
 import dataclasses
 import json
 import math
-import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,6 +29,8 @@ from verax.bench.harness import (
 )
 from verax.bench.results import outliers, rounds, side_table, slug, table
 from verax.bench.settings import TextSettings
+from verax.bench.text.llama_cpp import llama_cpp_sides
+from verax.bench.text.workload import USUAL_PROMPTS, Workload, make_workload
 from verax.errors import InvalidParameterError
 from verax.files import model_name
 from verax.loading import load_causal_lm
@@ -43,87 +43,7 @@ from verax.text.engine.request import RequestInput
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.step.step import StepShape
 
-__all__ = ["Workload", "bench_text", "make_workload", "transformers_sides"]
-
-USUAL_PROMPTS = {"short-prompts": 4, "nano-vllm": 256, "prompt": 1, "repeat": 1}
-"""Prompts of a workload if no other number is given."""
-
-TEMPERATURES = {"short-prompts": 0.7, "nano-vllm": 0.6, "prompt": 0.0, "repeat": 0.0}
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Prompts as token ids, and the number of tokens that each is to get."""
-
-    name: str
-    prompts: tuple[tuple[int, ...], ...]
-    max_tokens: tuple[int, ...]
-    temperature: float
-    favoured: int | None = None
-    """Token that is made so likely that answers consist of nothing else."""
-
-    @property
-    def new_tokens(self) -> int:
-        """Number of tokens that a run generates."""
-        return sum(self.max_tokens)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Number of tokens that a run reads."""
-        return sum(map(len, self.prompts))
-
-    @property
-    def counted_tokens(self) -> int:
-        """Number of tokens that rates count: the new ones, or the prompts' where the workload is to read them."""
-        return self.prompt_tokens if self.name == "prompt" else self.new_tokens
-
-    @property
-    def longest(self) -> int:
-        """Length of the longest text."""
-        return max(len(p) + m for p, m in zip(self.prompts, self.max_tokens, strict=True))
-
-    def steps(self, max_num_seqs: int) -> int:
-        """Least number of steps of an engine with at most `max_num_seqs` sequences in each."""
-        return max(*self.max_tokens, math.ceil(self.new_tokens / max_num_seqs), 1)
-
-    def params(self) -> list[SamplingParams]:
-        """Sampling of each prompt: temperature only, no end of text."""
-        bias = None if self.favoured is None else {self.favoured: 100.0}
-        return [
-            SamplingParams(temperature=self.temperature, max_tokens=m, ignore_eos=True, logit_bias=bias)
-            for m in self.max_tokens
-        ]
-
-
-def make_workload(settings: TextSettings, vocab_size: int) -> Workload:
-    """Workload that the settings name, the same tokens every time.
-
-    - `short-prompts`: 12 to 24 random tokens each, temperature 0.7: the case of the earlier ports.
-    - `nano-vllm`: nano-vllm's bench.py, prompts and answers of 100 to 1024 tokens; `scale` shrinks both lengths.
-    - `prompt`: prompts to be read, one new token each.
-    - `repeat`: 48 tokens four times over, which a trained model continues. Random weights do not copy: without a model,
-      prompts have their tokens once and one token is favoured instead. Every draft of it holds: the most that drafts
-      can gain.
-    """
-    name, rng, favoured = settings.workload, np.random.default_rng(0), None
-    count = settings.requests or USUAL_PROMPTS[name]
-    tokens = lambda size: tuple(rng.integers(3, vocab_size, size).tolist())
-    max_tokens = (settings.max_tokens,) * count
-    if name == "nano-vllm":
-        dice, highest = random.Random(0), min(10000, vocab_size - 1)
-        length = lambda: max(1, round(dice.randint(100, 1024) * settings.scale))
-        prompts = tuple(tuple(dice.randint(0, highest) for _ in range(length())) for _ in range(count))
-        max_tokens = tuple(length() for _ in range(count))
-    elif name == "prompt":
-        prompts, max_tokens = tuple(tokens(settings.prompt_tokens) for _ in range(count)), (1,) * count
-    elif name == "repeat":
-        times = 1 if settings.model is None else 4
-        prompts = tuple(tokens(48) * times for _ in range(count))
-        favoured = prompts[0][0] if settings.model is None else None
-    else:
-        prompts = tuple(tokens(12 + 4 * (i % 4)) for i in range(count))
-    temperature = TEMPERATURES[name] if settings.temperature is None else settings.temperature
-    return Workload(name, prompts, max_tokens, temperature, favoured)
+__all__ = ["bench_text", "transformers_sides"]
 
 
 def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict[str, Any]:
@@ -148,8 +68,6 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
             if name == "transformers":
                 others, theirs = transformers_sides(opened, dtype, workload)
             elif name == "llama.cpp":
-                from verax.bench.text.llama_cpp import llama_cpp_sides
-
                 others, theirs = llama_cpp_sides(opened, quantization or dtype, workload, stack)
             else:
                 unquantised = LLM.from_module(load_causal_lm(opened, dtype=dtype), **sized)

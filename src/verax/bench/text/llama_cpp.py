@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 
 from verax._optional import require_optional
-from verax.bench.text.cases import Workload
+from verax.bench.text.workload import Workload
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.formats.gguf import ROPE_DIVISORS, interleaved, rotated, tensor_name
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError, VeraxError

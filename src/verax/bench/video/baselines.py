@@ -4,18 +4,57 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from verax.bench.embed.baselines import compile_openvino, import_openvino
 from verax.bench.harness import import_torch, torch_versions
+from verax.checkpoint.video.parts import Renaming
 from verax.machine import num_cores
+from verax.video.programs import Component
 
-if TYPE_CHECKING:
-    from verax.bench.video.cases import Work
+__all__ = ["Baseline", "Work", "make_baseline"]
 
-__all__ = ["Baseline", "make_baseline"]
+
+@dataclass(frozen=True)
+class Work:
+    """One stage that all sides compute.
+
+    Attributes:
+        component: our model, with the weights when it is used.
+        weights: weights by our names.
+        table: our names to the other library's.
+        inputs: inputs in our layout.
+        function: traced function of the module, the inputs, and `attention` for the transformer.
+        prepare: function of the module and the inputs that our side runs once for many calls; its result replaces them.
+        config: configuration of our model, from which the other side makes its own.
+    """
+
+    stage: str
+    component: Component[Any]
+    weights: Mapping[str, np.ndarray]
+    table: Renaming
+    inputs: tuple[np.ndarray, ...]
+    function: Callable[..., Any]
+    prepare: Callable[..., Any] | None
+    config: Any
+
+    def run(self, weights: Any, *inputs: Any, **options: Any) -> Any:
+        """Call `function` with weights in their place."""
+        return self.function(self.component.module(weights), *inputs, **options)
+
+    def prepared(self, weights: Any, *inputs: Any) -> Any:
+        """Call `prepare`, if there is one, with weights in their place."""
+        return inputs if self.prepare is None else self.prepare(self.component.module(weights), *inputs)
+
+    @property
+    def shapes(self) -> Any:
+        """Shapes and dtypes of the inputs of `function`."""
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.inputs]
+        return jax.eval_shape(self.prepared, self.component.shapes, *shapes)
 
 
 class Baseline(NamedTuple):

@@ -17,7 +17,7 @@ from verax._compat import empty_compilation_cache
 from verax.bench.harness import Benchmark, case_result, count_products, time_sides
 from verax.bench.results import faster_by, side_rows, slug, table
 from verax.bench.settings import VideoSettings, check_names
-from verax.bench.video.baselines import make_baseline
+from verax.bench.video.baselines import Work, make_baseline
 from verax.checkpoint.load import random_weights
 from verax.checkpoint.video.parts import UMT5, VAE_2_2, WAN, Renaming, wan_vae_names
 from verax.errors import InvalidParameterError
@@ -28,9 +28,9 @@ from verax.models.wan.vae import WanVae, WanVaeConfig
 from verax.ops.cpu import library
 from verax.video.load import divided_component
 from verax.video.networks import latents_at_once
-from verax.video.programs import Component, Program
+from verax.video.programs import Program
 
-__all__ = ["SIZES", "Work", "bench_video", "break_even", "work"]
+__all__ = ["SIZES", "bench_video", "break_even", "work"]
 
 TITLES = {"transformer": "transformer, a forward pass", "vae": "VAE, decoding", "text": "text encoder, 512 tokens"}
 
@@ -62,44 +62,6 @@ SIZES: Mapping[str, Size] = {
     ),
 }
 """SkyReels-V2's two published sizes of image to video, Wan2.2's 5B of text and image, and one for tests."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """One stage that all sides compute.
-
-    Attributes:
-        component: our model, with the weights when it is used.
-        weights: weights by our names.
-        table: our names to the other library's.
-        inputs: inputs in our layout.
-        function: traced function of the module, the inputs, and `attention` for the transformer.
-        prepare: function of the module and the inputs that our side runs once for many calls; its result replaces them.
-        config: configuration of our model, from which the other side makes its own.
-    """
-
-    stage: str
-    component: Component[Any]
-    weights: Mapping[str, np.ndarray]
-    table: Renaming
-    inputs: tuple[np.ndarray, ...]
-    function: Callable[..., Any]
-    prepare: Callable[..., Any] | None
-    config: Any
-
-    def run(self, weights: Any, *inputs: Any, **options: Any) -> Any:
-        """Call `function` with weights in their place."""
-        return self.function(self.component.module(weights), *inputs, **options)
-
-    def prepared(self, weights: Any, *inputs: Any) -> Any:
-        """Call `prepare`, if there is one, with weights in their place."""
-        return inputs if self.prepare is None else self.prepare(self.component.module(weights), *inputs)
-
-    @property
-    def shapes(self) -> Any:
-        """Shapes and dtypes of the inputs of `function`."""
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.inputs]
-        return jax.eval_shape(self.prepared, self.component.shapes, *shapes)
 
 
 def bench_video(settings: VideoSettings) -> dict[str, Any]:
