@@ -75,10 +75,8 @@ def test_all_are_accepted_in_a_batch_of_prompts_that_come_and_go(twin):
     assert accepted == drafted > 50
 
 
-def test_sliding_windows_and_float8_pages_change_no_token(folder, windows, monkeypatch):
-    llm = make_llm(windows, kv_cache_dtype="fp8", speculative_config=draft_config(folder))
-    caches = (llm.engine.runner._cache, llm.engine.speculator.drafter._cache)
-    assert {pages.dtype.name for cache in caches for layer in cache for pages in layer} == {"float8_e4m3fn"}
+def test_sliding_windows_change_no_token(folder, windows, monkeypatch):
+    llm = make_llm(windows, speculative_config=draft_config(folder))
     ngram = SpeculativeConfig(4, method="ngram", prompt_lookup_max=3, prompt_lookup_min=1)
     long = [*PROMPTS[::2], np.random.default_rng(5).integers(3, 200, 60).tolist()]
     for speculator in (llm.engine.speculator, new_speculator(ngram, llm.engine.runner, None)):
@@ -87,6 +85,16 @@ def test_sliding_windows_and_float8_pages_change_no_token(folder, windows, monke
         assert_unchanged(llm, long, GREEDY)
         _, accepted = assert_unchanged(llm, long, SamplingParams(**LOOPING))
         assert accepted > 0
+
+
+def test_drafts_over_float8_pages_change_no_token(folder, monkeypatch):
+    llm = make_llm(folder, kv_cache_dtype="fp8", speculative_config=draft_config(folder))
+    monkeypatch.setattr(llm.engine.speculator._policy, "_draft_cost", 0.0)
+    assert_unchanged(llm, PROMPTS, GREEDY)
+    _, accepted = assert_unchanged(llm, PROMPTS, SamplingParams(**LOOPING))
+    assert accepted > 0
+    caches = (llm.engine.runner._cache, llm.engine.speculator.drafter._cache)
+    assert {pages.dtype.name for cache in caches for layer in cache for pages in layer} == {"float8_e4m3fn"}
 
 
 def test_the_cache_of_the_draft_model_is_part_of_the_memory(twin):
