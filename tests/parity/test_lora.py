@@ -4,7 +4,8 @@ Weights are random, adapters change much, and the base and two adapters run in o
 """
 
 import copy
-from dataclasses import replace
+import json
+from dataclasses import fields, replace
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from tests.support.causal_lm import GREEDY, continuations, engine, logprob_error
 from verax import LoRARequest
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.lora import Adapter
+from verax.errors import VeraxError
 from verax.loading import load_causal_lm
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.features.lora import AdaptedLayers, AdapterLoader
@@ -124,3 +126,34 @@ def test_the_engine_gives_the_tokens_and_log_probabilities_of_the_reference(tmp_
     for request, model in zip(requests, theirs, strict=True):
         errors = logprob_errors(llm, model, PROMPTS[0], lora_request=request)
         np.testing.assert_allclose(errors, 0, atol=2e-4)
+
+
+# fmt: off
+WITHOUT_EFFECT = {
+    "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "target_modules", "exclude_modules",
+    "lora_dropout", "init_lora_weights", "layers_to_transform", "layers_pattern", "megatron_config", "megatron_core",
+    "loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config", "qalora_group_size",
+    "runtime_config", "ensure_weight_tying",
+}
+# fmt: on
+"""Keys of adapter_config.json for training, or that say what the file's keys say; names of initialisations that change
+the base are refused."""
+
+
+@pytest.mark.skipif(peft is None, reason="PEFT is not installed")
+def test_a_change_of_any_key_of_a_configuration_changes_the_adapter_or_is_refused(tmp_path):
+    weights = adapter_weights({"model.layers.0.mlp.up_proj": (24, 16)}, rank=4, spread=0.1)
+    path = save_adapter(tmp_path, weights, rank=4, lora_alpha=8) / "adapter_config.json"
+    config = json.loads(path.read_text())
+
+    def read(**changes):
+        path.write_text(json.dumps({**config, **changes}))
+        try:
+            adapter = Adapter.open(tmp_path)
+        except VeraxError:
+            return None
+        return adapter.pairs, adapter.fan_in_fan_out, adapter.base
+
+    others, expected = (True, 3, 0.5, "x", ["x"], {"up_proj": 2}, {"x": 1}), read()
+    names = {field.name for field in fields(peft.LoraConfig)} - WITHOUT_EFFECT
+    assert {name for name in names if all(read(**{name: other}) == expected for other in others)} == set()
