@@ -194,7 +194,8 @@ def write(result: Mapping[str, Any], folder: Path, *, now: datetime | None = Non
     """
     machine, subject = result["machine"], result["subject"]
     device = str(machine["cpu"] if machine["platform"] == "cpu" else machine["devices"][0])
-    path = folder / f"{subject}-{slug(device)}-{machine['cores']}c.json"
+    processor = slug(re.sub(r"\((R|TM)\)|Processor", "", device))
+    path = folder / f"{subject}-{processor}-{machine['cores']}c.json"
     results = read_results(path) if path.exists() else {}
     results[result["name"]] = {**result, "date": f"{now or datetime.now(UTC):%Y-%m-%d %H:%M UTC}"}
     folder.mkdir(parents=True, exist_ok=True)
