@@ -150,6 +150,19 @@ def test_results_are_rounded_to_the_dtypes_that_are_wanted(level, kind, m, d, f)
 
 @for_each_level
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_the_same_whatever_the_number_of_rows(level, kind):
+    x, w, bias = arrays(300, 416, 96, kind)
+    packed = PackedWeight.from_weight(w)
+    with library.use_level(level):
+        if not runs_here(kind):
+            return
+        whole = product(x, packed, bias)
+        for rows in (1, 5, 33, 150):
+            np.testing.assert_array_equal(product(x[:rows], packed, bias), whole[:rows])
+
+
+@for_each_level
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("m", "d", "h", "f"), [(0, 32, 48, 16), (3, 64, 96, 48), (130, 1056, 80 * 32, 80), (777, 32, 96, 64)]
 )
