@@ -66,11 +66,18 @@ class JsonScanner:
         return self.state == "complete"
 
     @property
-    def closing(self) -> str | None:
-        """Text that makes a whole value of the text so far; None where a member is begun."""
-        if self.state not in ("key", "item", "next", "complete") if not self._quote else self.state == "key":
-            return None
-        return ('"' if self._quote else "") + "".join(reversed(self._closers))
+    def can_be_closed(self) -> bool:
+        """True where `closing` makes a whole value of the text so far: no member is begun but its text."""
+        return self.state != "key" if self._quote else self.state in ("key", "item", "next", "complete")
+
+    def closing(self, quoted: bool, depth: int) -> str:
+        """Text that ends a string, if `quoted`, and the outermost `depth` objects and arrays that are open."""
+        return '"' * quoted + "".join(reversed(self._closers[:depth]))
+
+    @property
+    def quoted(self) -> bool:
+        """True within a string."""
+        return bool(self._quote)
 
     def read(self, text: str, at: int, *, final: bool = False) -> int | None:
         """Read a token, or a part of a string.
@@ -199,14 +206,14 @@ def may_become_json(text: str) -> bool:
 def object_so_far(text: str) -> dict[str, Any]:
     """The object of a JSON text; of a text that was cut short or turns out not to be JSON, the members before."""
     scanner, at = JsonScanner(), 0
-    written, whole = [""], (1, "{}")
+    written, count, quoted, depth = list[str](), 0, False, 0
     while (end := scanner.read(text, at, final=True)) is not None and end > at:
         at = end
         written.append(scanner.written)
-        if scanner.closing is not None:
-            whole = (len(written), scanner.closing)
+        if scanner.can_be_closed:  # and so where an object ends: later ones are within those that are open here
+            count, quoted, depth = len(written), scanner.quoted, scanner.depth
     try:
-        value = json.loads("".join(written[: whole[0]]) + whole[1])
+        value = json.loads("".join(written[:count]) + scanner.closing(quoted, depth) or "{}")
     except RecursionError:
         return {}
     # The first half of a character of UTF-16, where the text was cut after it, is not text.
