@@ -28,7 +28,7 @@ def run_on_devices(count, module, *arguments):
 
 def collectives(program):
     """Number of each kind of collective in the first program that a `video.programs.Program` has compiled."""
-    compiled = next(iter(program._compiled.values()))
+    compiled, _ = next(iter(program._compiled.values()))
     return Counter(
         re.findall(r" (all-to-all|all-gather|all-reduce|collective-permute|reduce-scatter)\(", compiled.as_text())
     )
