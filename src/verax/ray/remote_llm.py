@@ -56,7 +56,7 @@ class AnswerSoFar:
     def __init__(self, n: int, given: Sequence[Sequence[int]] | None = None):
         self._given = [tuple(tokens) for tokens in given or [()] * n]
         self._outputs = [CompletionOutput(index, "", (), None, []) for index in range(n)]
-        """What the caller gets of each answer, so far."""
+        """Parts of each answer that the caller has so far."""
         self._before = [0.0] * n
         """Log-probability of the tokens of each that earlier replicas have sent, in nats."""
         self._metrics = RequestMetrics(time.perf_counter())

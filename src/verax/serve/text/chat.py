@@ -127,7 +127,7 @@ class Translation:
 
     def __init__(self, names: Mapping[str, str]):
         self.names = dict(names)
-        """That API's names of the chat's fields, for errors."""
+        """Names of the chat's fields in the client's API, for errors."""
         self.values: dict[str, Any] = {"messages": []}
         """Fields of the chat so far."""
 

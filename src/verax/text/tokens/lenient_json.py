@@ -23,8 +23,8 @@ _AFTER_VALUE = {
     "}": re.compile(r"""\s{64}|\s{0,63}([}\]:]|,(\s{64}|\s{0,63}(["'}]|\w{1,64}\s{0,64}:)))"""),
     "]": re.compile(r"\s{64}|\s{0,63}[}\]:,]"),
 }
-"""What follows a string value within an object and an array; also much white space, and an unquoted key, which is an
-error of its own."""
+"""Text that follows a string value within an object and an array; also much white space, and an unquoted key, which is
+an error of its own."""
 
 _MAY_FOLLOW = re.compile(r"\s{0,64}(,\s{0,64}(\w{1,64}\s{0,64})?)?")
 """Beginning of it, which is bounded so that reading takes linear time."""

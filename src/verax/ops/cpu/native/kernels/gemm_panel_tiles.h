@@ -53,7 +53,7 @@ inline const char* panel_tile(const GemmTask& t, int64_t n, int64_t step) {
   return static_cast<const char*>(t.weight) + (n / GEMM_STRIP * steps + step) * PANEL_STEP + n % GEMM_STRIP * 4;
 }
 
-// Integers of x have a sign, those of W do not.
+// Bytes of x are signed, bytes of W are not.
 #define VERAX_PANEL_DOT(sums, x, w)        \
   do {                                     \
     if constexpr (INTEGERS) {              \
@@ -141,7 +141,7 @@ void multiply_tile_columns(const GemmTask& t, const GemmBlock& block, int64_t n,
   }
 }
 
-// The block of t's product, whose first number goes to y.at. `sums` is of gemm_tile_sums_bytes.
+// The block of t's product, whose first number goes to y.at. `sums`: a part of gemm_panels_scratch_bytes.
 template <bool INTEGERS>
 void multiply_panel_tiles(Matrix y, const GemmTask& t, const GemmBlock& block, char* sums) {
   const Tiles tiles;
