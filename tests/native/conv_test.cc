@@ -129,6 +129,15 @@ int main() {
         blocks.T_zeros = 3;  // the first two frames see zeros only
         check(blocks, true, size);
       }
+      ConvTask rows = shape(1, 3, 5, 35, 32, 66, 3, 3, 3);  // rows of 16 pixels and parts, zero frames, 16 of 32 channels
+      rows.T_zeros = 2, rows.top = rows.left = 1, rows.H_out = 5, rows.W_out = 35;
+      check(rows, true);
+      ConvTask pieces = shape(1, 1, 3, 9, 352, 33, 2, 2, 3);  // rows of the kernel in pieces of unequal steps
+      pieces.T_zeros = 2, pieces.stride_h = pieces.stride_w = 2, pieces.H_out = 2, pieces.W_out = 5;
+      check(pieces, false);
+      ConvTask channels = shape(2, 1, 2, 3, 64, 20, 1, 1, 1);
+      channels.H_out = 2, channels.W_out = 3;
+      check(channels, true);
       ConvTask deep = shape(1, 1, 2, 3, 163, 17, 1, 2, 2);
       deep.H_out = 1, deep.W_out = 2;
       check(deep, true);

@@ -5,7 +5,7 @@ arXiv:1509.09308). Where the weight is bfloat16, tiles of 4 x 4 pixels take a qu
 of 2 x 2 take four ninths. With 3 frames and no stride in time, two output frames together take two thirds of that. A
 value that is not finite reaches all pixels of its tiles, but no earlier frame. In chunks of a clip, a frame has the
 bits of the whole if the chunks after the first have an even number of frames. With others, sums are rounded in another
-order.
+order. With AMX and a bfloat16 weight, tiles of 16 pixels are multiplied directly, which takes less time.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class ConvRun {
 
  private:
   // What a block reads should stay in the second cache level, together with the weights of a few output channels.
-  static constexpr int64_t PATCH_FLOATS = 160 * 1024;
+  static constexpr int64_t PATCH_FLOATS = 160 * 1024, PATCH_FLOATS_OF_TILES = 512 * 1024;
   // Pixels: enough that the weights, which each block reads once, do not come from memory too often; and their shape
   // is to have few neighbours, which are copied more than once.
   static constexpr int64_t PIXELS = 256, WIDTH = 32;
@@ -41,7 +41,8 @@ class ConvRun {
 
   void divide(int64_t threads) {
     const ConvTask& t = task_;
-    const auto fits = [&] { return conv_patch_floats(t, height_, width_) <= PATCH_FLOATS; };
+    const int64_t most = conv_has_tiles(t) ? PATCH_FLOATS_OF_TILES : PATCH_FLOATS;
+    const auto fits = [&] { return conv_patch_floats(t, height_, width_) <= most; };
     width_ = std::min(t.W_out, WIDTH);
     height_ = std::min(t.H_out, std::max<int64_t>(1, PIXELS / width_));
     while (height_ > 1 && !fits()) height_ = (height_ + 1) / 2;

@@ -11,11 +11,15 @@
 //
 // Frames of zeros before the first are skipped. Each sum takes the taps in order, whatever else is computed: those
 // of a piece by themselves, which keeps the error of long sums small.
+//
+// AMX takes 16 rows of such a matrix as a tile, with the distance between them. A piece is as large as the first cache level
+// holds of 32 channels, and its sums stay in order.
 #include "conv.h"
 
 #include <algorithm>
 
 #include "cells.h"
+#include "tiles.h"
 
 namespace verax {
 namespace VERAX_LEVEL {
@@ -192,18 +196,162 @@ void finish(const ConvTask& t, const ConvBlock& block, int64_t channel, int64_t 
   }
 }
 
+// Calls `add` with each piece of rows [begin, end) of the kernel, of `run` cells in whole steps, and whether it is the first.
+// Pieces begin where they do without zero frames, so that sums are the same.
+template <int64_t STEP, class Add>
+void for_each_piece(int64_t begin, int64_t end, int64_t run, int64_t depth, const Add& add) {
+  const int64_t parts = (run + depth - 1) / depth, at_once = run < depth ? depth / run : 1;
+  for (int64_t row = begin / at_once * at_once; row < end; row += at_once) {
+    for (int64_t part = 0; part < parts; ++part) {
+      const auto offset = [&](int64_t part) { return run / STEP * part / parts * STEP; };
+      const Piece piece{std::max(row, begin), std::min(row + at_once, end), offset(part), offset(part + 1) - offset(part)};
+      add(piece, piece.begin == begin && part == 0);
+    }
+  }
+}
+
+#if defined(VERAX_TILES)
+
+// Cells of a channel in a piece, for tiles: of two, 36 KB.
+constexpr int64_t TILES_DEPTH = 288;
+
+// Up to 16 pixels of a row: the input's first cell, and the output.
+struct Pixels {
+  const float* at;
+  int64_t h, w, count;
+};
+
+// R tiles of pixels by C tiles of channels, from a cell of both on.
+struct TileWork {
+  const float *pixels[2], *weights[2];
+  int64_t stride;     // cells between pixels
+  const float* bias;  // null after the first piece
+  char* sums;
+  const float* next[2];  // weights to ask for
+  int64_t ahead;         // rows of them in each step
+};
+
+template <int R, int C>
+void add_piece_tiles(const Piece& piece, const int64_t* rows, const TileWork& t) {
+  constexpr int64_t WEIGHT_ROW = CONV_GROUP * 4;
+  const float *weights[2] = {t.weights[0], t.weights[1]}, *next = t.next[0];
+  const int64_t next_second = t.next[1] - t.next[0], ahead = t.ahead;
+  if (t.bias) {
+    VERAX_TILE(loadd)(0, t.bias, 0);
+    if constexpr (C == 2) VERAX_TILE(loadd)(1, t.bias + SIDE, 0);
+    if constexpr (R == 2) VERAX_TILE(loadd)(2, t.bias, 0);
+    if constexpr (R == 2 && C == 2) VERAX_TILE(loadd)(3, t.bias + SIDE, 0);
+  } else {
+    begin_tiles<R, C>(t.sums, false);
+  }
+  for (int64_t i = piece.begin; i < piece.end; ++i) {
+    const float *first = t.pixels[0] + rows[i] + piece.offset, *second = t.pixels[1] + rows[i] + piece.offset;
+    for (int64_t d = 0; d < piece.depth; d += SIDE) {
+      VERAX_TILE(loadd)(4, first + d, t.stride * 4);
+      VERAX_TILE(loadd)(6, weights[0], WEIGHT_ROW);
+      VERAX_TILE(dpbf16ps)(0, 4, 6);
+      if constexpr (C == 2) {
+        VERAX_TILE(loadd)(7, weights[1], WEIGHT_ROW);
+        VERAX_TILE(dpbf16ps)(1, 4, 7);
+      }
+      if constexpr (R == 2) {
+        VERAX_TILE(loadd)(5, second + d, t.stride * 4);
+        VERAX_TILE(dpbf16ps)(2, 5, 6);
+        if constexpr (C == 2) VERAX_TILE(dpbf16ps)(3, 5, 7);
+      }
+      for (int c = 0; c < C; ++c) weights[c] += SIDE * CONV_GROUP;
+      for (int64_t row = 0; row < ahead; ++row, next += CONV_GROUP) {
+        _mm_prefetch(next, _MM_HINT_T1);
+        if constexpr (C == 2) _mm_prefetch(next + next_second, _MM_HINT_T1);
+      }
+    }
+  }
+  end_tiles<R, C>(t.sums);
+}
+
+// All pixels of a block in tiles, two at a time.
+template <class Visit>
+void for_each_pair(const ConvTask& t, const ConvBlock& block, const Patch& patch, const Visit& visit) {
+  Pixels pair[2];
+  int64_t count = 0, index = 0;
+  for (int64_t h = 0; h < block.height; ++h) {
+    for (int64_t w = 0; w < block.width; w += SIDE) {
+      const float* at = patch.at + h * t.stride_h * patch.row + w * t.stride_w * patch.pixel;
+      pair[count++] = {at, h, w, std::min<int64_t>(SIDE, block.width - w)};
+      if (count == 2) visit(pair, 2, index++), count = 0;
+    }
+  }
+  if (count) visit(pair, 1, index);
+}
+
+// The block's output channels [n, n + 16 C), of which there are `count`.
+template <class Element, int C>
+void convolve_columns(const ConvTask& t, const ConvBlock& block, const Patch& patch, int64_t n, int64_t count, char* sums) {
+  const int64_t run = t.KW * patch.pixel, end = t.KT * t.KH, begin = conv_zero_frames(t, block.t) * t.KH;
+  const auto weights = [&](int64_t n, int64_t cell) {
+    return t.packed + (n / CONV_GROUP * end * run + cell) * CONV_GROUP + n % CONV_GROUP;
+  };
+  const int64_t pairs = (conv_tiles(block.height, block.width) + 1) / 2;
+  float bias[2 * SIDE] = {};
+  if (t.bias) std::memcpy(bias, t.bias + n, count * sizeof(float));
+  const auto add = [&](const Piece& piece, bool first) {
+    const int64_t cell = piece.begin * run + piece.offset, size = (piece.end - piece.begin) * piece.depth;
+    const int64_t ahead = cell + 2 * size <= end * run ? (SIDE + pairs - 1) / pairs : 0;
+    for_each_pair(t, block, patch, [&](const Pixels* pair, int64_t R, int64_t index) {
+      TileWork work{};
+      for (int64_t r = 0; r < 2; ++r) work.pixels[r] = pair[r < R ? r : 0].at;
+      for (int c = 0; c < C; ++c) {
+        work.weights[c] = weights(n + c * SIDE, cell);
+        work.next[c] = weights(n + c * SIDE, cell + size) + index * ahead * size / SIDE * CONV_GROUP;
+      }
+      work.stride = t.stride_w * patch.pixel, work.bias = first ? bias : nullptr;
+      work.sums = sums + index * 4 * TILE_BYTES;
+      work.ahead = index * ahead < SIDE ? ahead : 0;
+      R == 2 ? add_piece_tiles<2, C>(piece, patch.rows, work) : add_piece_tiles<1, C>(piece, patch.rows, work);
+    });
+  };
+  for_each_piece<SIDE>(begin, end, run, TILES_DEPTH, add);
+  if (begin == end) add({0, 0, 0, 0}, true);  // zero frames only: the bias
+  for_each_pair(t, block, patch, [&](const Pixels* pair, int64_t R, int64_t index) {
+    for (int64_t r = 0; r < R; ++r) {
+      const int64_t row = ((block.b * t.T_out + block.t) * t.H_out + block.h + pair[r].h) * t.W_out + block.w + pair[r].w;
+      Element* to = static_cast<Element*>(t.y) + row * t.O + n;
+      for (int c = 0; c < C; ++c, to += SIDE) {
+        const auto* from = reinterpret_cast<const float*>(sums + (4 * index + 2 * r + c) * TILE_BYTES);
+        const int64_t here = std::min<int64_t>(SIDE, count - c * SIDE);
+        for (int64_t pixel = 0; pixel < pair[r].count; ++pixel) round_row(to + pixel * t.O, from + pixel * SIDE, here);
+      }
+    }
+  });
+}
+
+template <class Element>
+void convolve_tiles(const ConvTask& t, const ConvBlock& block, const Patch& patch, char* sums) {
+  const Tiles tiles;
+  const int64_t last = std::min(t.O, (block.group + block.groups) * CONV_GROUP);
+  for (int64_t n = block.group * CONV_GROUP; n < last; n += 2 * SIDE) {
+    const int64_t count = std::min<int64_t>(2 * SIDE, last - n);
+    const auto convolve = count > SIDE ? convolve_columns<Element, 2> : convolve_columns<Element, 1>;
+    convolve(t, block, patch, n, count, sums);
+  }
+}
+
+#endif
+
 template <class Kind, class Element>
 void convolve(const ConvTask& t, const ConvBlock& block, void* scratch) {
   const int64_t CC = cells<Kind>(t.C), height = conv_reach(block.height, t.stride_h, t.KH);
   const int64_t width = conv_reach(block.width, t.stride_w, t.KW), pixels = block.height * block.width;
   float* sums = static_cast<float*>(scratch);
-  auto* rows = reinterpret_cast<int64_t*>(sums + pixels * CONV_GROUP);
-  const Patch patch{reinterpret_cast<float*>(rows + t.KT * t.KH), height, width, CC, width * CC, rows};
+  auto* rows = reinterpret_cast<int64_t*>(sums + conv_sums_floats(block.height, block.width));
+  const Patch patch{reinterpret_cast<float*>(rows + conv_kernel_rows(t)), height, width, CC, width * CC, rows};
   for (int64_t i = 0; i < t.KT * t.KH; ++i) rows[i] = (i / t.KH * height + i % t.KH) * patch.row;
   fill<Kind, Element>(patch, t, block);
+#if defined(VERAX_TILES)
+  if (conv_has_tiles(t)) return convolve_tiles<Element>(t, block, patch, reinterpret_cast<char*>(sums));
+#endif
 
-  const int64_t run = t.KW * CC, parts = (run + DEPTH - 1) / DEPTH, at_once = run < DEPTH ? DEPTH / run : 1;
-  const int64_t begin = conv_zero_frames(t, block.t) * t.KH, end = t.KT * t.KH;
+  const int64_t run = t.KW * CC, begin = conv_zero_frames(t, block.t) * t.KH, end = t.KT * t.KH;
   for (int64_t group = block.group; group < block.group + block.groups; ++group) {
     const int64_t channel = group * CONV_GROUP, count = t.O - channel < CONV_GROUP ? t.O - channel : CONV_GROUP;
     const int64_t vectors = (count + F32::lanes - 1) / F32::lanes;
@@ -213,15 +361,10 @@ void convolve(const ConvTask& t, const ConvBlock& block, void* scratch) {
     if (begin == end) {
       for (int64_t i = 0; i < pixels; ++i) std::memcpy(sums + i * CONV_GROUP, bias, sizeof bias);
     }
-    // Pieces begin where they do without zero frames, so that sums are the same.
-    for (int64_t row = begin / at_once * at_once; row < end; row += at_once) {
-      for (int64_t part = 0; part < parts; ++part) {
-        Piece piece{std::max(row, begin), std::min(row + at_once, end), run * part / parts, 0};
-        piece.depth = run * (part + 1) / parts - piece.offset;
-        add_piece<Kind>(t, block, patch, piece, weights + (piece.begin * run + piece.offset) * CONV_GROUP, vectors, sums,
-                        piece.begin == begin && part == 0 ? bias : nullptr);
-      }
-    }
+    for_each_piece<1>(begin, end, run, DEPTH, [&](const Piece& piece, bool first) {
+      add_piece<Kind>(t, block, patch, piece, weights + (piece.begin * run + piece.offset) * CONV_GROUP, vectors, sums,
+                      first ? bias : nullptr);
+    });
     finish<Element>(t, block, channel, count, sums);
   }
 }

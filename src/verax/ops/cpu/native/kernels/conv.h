@@ -66,9 +66,22 @@ static inline int64_t conv_patch_floats(const ConvTask& t, int64_t height, int64
   return t.KT * conv_reach(height, t.stride_h, t.KH) * conv_reach(width, t.stride_w, t.KW) * (t.C + t.C % 2);
 }
 
-// Memory that a block works in, aligned to a cache line: its input, its sums and where each row of the kernel begins.
+// The level amx multiplies tiles of 16 pixels, where a row of the kernel fills them.
+static inline bool conv_has_tiles(const ConvTask& t) {
+  return t.weight_bf16 && t.C % 2 == 0 && t.KW * t.C % 32 == 0 && level() == Level::amx;
+}
+static inline int64_t conv_tiles(int64_t height, int64_t width) { return height * ((width + 15) / 16); }
+
+// Numbers of sums, of 48 channels or in pairs of tiles by pairs; and of the kernel's rows. Both fill cache lines.
+static inline int64_t conv_sums_floats(int64_t height, int64_t width) {
+  return std::max(height * width * CONV_GROUP, (conv_tiles(height, width) + 1) / 2 * 4 * 256);
+}
+static inline int64_t conv_kernel_rows(const ConvTask& t) { return (t.KT * t.KH + 7) / 8 * 8; }
+
+// Memory that a block works in, aligned to a cache line: its sums, where each row of the kernel begins, and its input.
 static inline int64_t conv_scratch_bytes(const ConvTask& t, int64_t height, int64_t width) {
-  return 4 * (conv_patch_floats(t, height, width) + height * width * CONV_GROUP + 2 * t.KT * t.KH + 4 * 32);
+  const int64_t after = 15 * t.stride_w * t.C + 32;
+  return 4 * (conv_sums_floats(height, width) + 2 * conv_kernel_rows(t) + conv_patch_floats(t, height, width) + after);
 }
 
 // Fill `packed` for groups [begin, end).
