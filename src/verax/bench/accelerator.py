@@ -1,4 +1,4 @@
-"""`verax bench accelerator` and `verax bench reports`: commands of the other benchmarks, each within a time limit.
+"""`verax bench accelerator` and `verax bench reports`: lists of commands of the other benchmarks.
 
 Each command runs in a process of its own: one that dies, hangs or fills the memory takes nothing else with it, and what
 it held on the device is free afterwards. The record of an accelerator's part is written when it ends, and a part that
@@ -16,19 +16,18 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
 import verax
-from verax import builtin
-from verax.bench.results import markdown, number, table, write
-from verax.bench.settings import check_names
+from verax import builtin, progress
+from verax.bench.results import number, table, write
+from verax.bench.settings import AcceleratorSettings, ReportsSettings, check_names
 from verax.errors import InvalidParameterError, VeraxError
-from verax.files import write_json, write_text
+from verax.files import write_json
 
 __all__ = ["PARTS", "REPORTS", "Part", "Report", "bench_accelerator", "bench_reports", "find_device", "run_command"]
 
@@ -73,6 +72,7 @@ class Report(NamedTuple):
 
 
 BENCH = "-m verax bench {} --json"
+PYTEST = "-m pytest tests/gpu/test_{}.py -p no:cacheprovider"
 ONCE = "--runs 1 --warmup 0"
 
 WORKLOADS = {
@@ -108,12 +108,8 @@ def _video(summary: str, stage: str, frames: str, target: str = "") -> Part:
 
 
 PARTS: Mapping[str, Part] = {
-    "tests": Part("tests/gpu, in a checkout", "-m pytest tests/gpu -p no:cacheprovider"),
-    "operations": Part(
-        "every implementation of every operation compared with its reference",
-        "-m verax.bench.correctness",
-        "--rehearse",
-    ),
+    "tests": Part("an engine and cuDNN's attention, in a checkout", PYTEST.format("gpu")),
+    "operations": Part("every implementation compared with its reference, in a checkout", PYTEST.format("operations")),
     # Those that a target is set for come before the rest, in case the time does not suffice.
     **_text("0.6b", None),
     "video-57-97": _video("a forward pass at 57 and 97 frames", "transformer", "57,97", "0.43 and 1.04 s"),
@@ -172,64 +168,56 @@ REPORTS: Mapping[str, Report] = {
 """Reports by the name of their page."""
 
 
-def bench_accelerator(
-    folder: Path,
-    *,
-    only: Sequence[str] = (),
-    rehearse: bool = False,
-    part_seconds: float = 300.0,
-    seconds: float = 600.0,
-    report: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
-    """Run the parts in order, all if `only` is empty. The arguments are the options of `verax bench accelerator`.
+def bench_accelerator(settings: AcceleratorSettings) -> dict[str, Any]:
+    """Run the parts in order, or list them.
 
     The folder gets `parts/NAME.json` and `.log` of each part, and the results of the benchmarks in them. A part begins
     only if some of the total time is left, and is stopped at the end of that time.
 
     Raises:
-        InvalidParameterError: for an unknown part, a budget that is not positive, or a CPU without `rehearse`.
+        InvalidParameterError: for an unknown part, or a CPU without `rehearse`.
         VeraxError: if JAX does not start.
     """
-    check_names("only", only, PARTS)
-    for what, value in (("part_seconds", part_seconds), ("seconds", seconds)):
-        if not value > 0:
-            raise InvalidParameterError(f"{what}: expected more than 0, got {value:g}")
+    folder, rehearse, seconds = settings.folder, settings.rehearse, settings.seconds
+    check_names("only", settings.only, PARTS)
+    names = [name for name in PARTS if name in (settings.only or PARTS)]
+    page: dict[str, Any] = {"subject": "accelerator", "name": "rehearsal" if rehearse else "parts", "notes": []}
+    if settings.list:
+        columns = {"part": lambda name: name, "measures": lambda name: PARTS[name].summary}
+        return {**page, "title": "Accelerator: parts", "intro": "In this order.", "tables": [table(names, columns)]}
     begin = time.monotonic()
     machine = find_device(folder)
     if machine["platform"] == "cpu" and not rehearse:
         raise InvalidParameterError("rehearse: JAX has no GPU or TPU here; --rehearse runs the parts at tiny sizes")
     run = {"device": machine["device_kind"], "rehearse": rehearse}
     records: dict[str, Any] = {}
-    for name in [name for name in PARTS if name in (only or PARTS)]:
-        part, left = PARTS[name], seconds - (time.monotonic() - begin)
-        path = folder / "parts" / f"{name}.json"
-        record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        if {key: record.get(key) for key in run} == run and not record["error"]:
-            report(f"{name}: finished before")
-        elif left < min(SHORTEST, seconds):
-            record = {"error": f"not begun: the budget of {seconds:g} s is spent", "note": "", "result": None}
-        else:
-            report(f"{name}: {part.summary}")
-            words = shlex.split(f"{part.command} {part.tiny if rehearse else ''}")
-            record = run_command(words, path.with_suffix(".log"), min(left, part_seconds)) | run
-            write_json(path, record)
-            if record["result"] is not None and "machine" in record["result"]:
-                write(record["result"], folder)
-            report(f"{name}: {record['error'] or 'finished'} ({record['seconds']:.0f} s)")
-        records[name] = record
+    with progress.bar("running parts") as report:
+        for name in names:
+            report(len(records), len(names), name)
+            part, left = PARTS[name], seconds - (time.monotonic() - begin)
+            path = folder / "parts" / f"{name}.json"
+            record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            if {key: record.get(key) for key in run} != run or record["error"]:
+                if left < min(SHORTEST, seconds):
+                    record = {"error": f"not begun: the budget of {seconds:g} s is spent", "note": "", "result": None}
+                else:
+                    words = shlex.split(f"{part.command} {part.tiny if rehearse else ''}")
+                    record = run_command(words, path.with_suffix(".log"), min(left, settings.part_seconds)) | run
+                    write_json(path, record)
+                    if record["result"] is not None and "machine" in record["result"]:
+                        write(record["result"], folder)
+            records[name] = record
     title = f"Accelerator: {machine['device_kind']}"
     return {
-        "subject": "accelerator",
-        "name": "rehearsal" if rehearse else "parts",
+        **page,
         "title": title + (" (a rehearsal at tiny sizes: its numbers have no meaning)" if rehearse else ""),
         "intro": "Targets are for one H200. 'verax is' the factor by which it is faster than a baseline in the same "
         "run; the limit is the one that was measured on this device.",
-        "settings": {"parts": list(records), "rehearse": rehearse, "part_seconds": part_seconds, "seconds": seconds},
+        "settings": {"parts": names, "rehearse": rehearse, "part_seconds": settings.part_seconds, "seconds": seconds},
         "machine": machine,
         "parts": records,
         "complete": not any(record["error"] for record in records.values()),
         "tables": [_table(records)],
-        "notes": [],
     }
 
 
@@ -313,37 +301,25 @@ def find_device(folder: Path) -> dict[str, Any]:
     return record["result"]
 
 
-def bench_reports(
-    folder: Path,
-    *,
-    quick: bool = False,
-    only: Sequence[str] = (),
-    report: Callable[[str], None] = lambda line: None,
-) -> list[Path]:
-    """Write the page `NAME.md` of each report into a folder; their paths.
+def bench_reports(settings: ReportsSettings) -> dict[str, Any]:
+    """Run the commands of a report, and join their tables into one page.
 
     A section that cannot run here (a library or a device that is missing, too little memory) states the reason.
     """
-    check_names("only", only, REPORTS)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name in only or REPORTS:
-        page, tables, facts = REPORTS[name], [], {}
-        for section, (words, fewer) in page.sections.items():
-            report(f"measuring {name}: {section}")
-            command = shlex.split(BENCH.format(f"{words} {fewer if quick else ''}"))
-            with tempfile.TemporaryDirectory(prefix="verax-bench-") as scratch:
-                record = run_command(command, Path(scratch) / "log", REPORT_SECONDS)
-            result, title = record["result"], section.capitalize()
-            if record["error"] or result is None:
-                tables.append({"title": title, "why_not": f"{(record['error'] or record['note']).rstrip('.')}."})
-                continue
-            heading = {"title": title, "note": result["intro"]}
-            tables += [heading | {key: value for key, value in one.items() if value} for one in result["tables"]]
-            facts |= {key: result[key] for key in ("machine", "measured", "noise")}
-        made_by = f"verax bench reports{' --quick' if quick else ''} --only {name}"
-        facts |= {"title": page.title, "intro": f"{page.summary} Made by `{made_by}`.", "tables": tables, "notes": []}
-        paths.append(folder / f"{name}.md")
-        write_text(paths[-1], markdown({**facts, "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")}))
-        report(f"written: {paths[-1]}")
-    return paths
+    check_names("only", [settings.only], REPORTS)
+    report, tables, facts = REPORTS[settings.only], [], {}
+    for section, (words, fewer) in report.sections.items():
+        command = shlex.split(BENCH.format(f"{words} {fewer if settings.quick else ''}"))
+        with tempfile.TemporaryDirectory(prefix="verax-bench-") as scratch:
+            record = run_command(command, Path(scratch) / "log", REPORT_SECONDS)
+        result, title = record["result"], section.capitalize()
+        if record["error"] or result is None:
+            tables.append({"title": title, "why_not": f"{(record['error'] or record['note']).rstrip('.')}."})
+            continue
+        heading = {"title": title, "note": result["intro"]}
+        tables += [heading | {key: value for key, value in one.items() if value} for one in result["tables"]]
+        facts |= {key: result[key] for key in ("machine", "measured", "noise")}
+    made_by = f"verax bench reports{' --quick' if settings.quick else ''} --only {settings.only}"
+    intro = f"{report.summary} Made by `{made_by}`."
+    page = {"title": report.title, "intro": intro, "tables": tables, "notes": []}
+    return {"subject": "reports", "name": settings.only, "settings": {"quick": settings.quick}, **page, **facts}

@@ -15,10 +15,12 @@ from verax.options import Option, check_options, option
 from verax.shapes import SHAPES
 
 __all__ = [
+    "AcceleratorSettings",
     "DeltaSettings",
     "EmbedSettings",
     "OpsSettings",
     "QualitySettings",
+    "ReportsSettings",
     "ServeSettings",
     "TeaCacheSettings",
     "TextSettings",
@@ -414,3 +416,41 @@ class ServeSettings(TrafficSettings, _Engine):
             )
         if self.shapes is not None and self.model is not None:
             raise InvalidParameterError("shapes: random weights stand for a model; give one of them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceleratorSettings(Settings):
+    """Correctness and speed on one GPU or TPU, in parts, within ten minutes a run.
+
+    A part that fails is a line of the table. Exit status 1 if one failed or is left for the next run.
+
+    Examples:
+
+        verax bench accelerator --list
+
+        verax bench accelerator --folder results
+
+        verax bench accelerator --rehearse --only delta
+    """
+
+    folder: Path = option(Path("accelerator"), "Folder of all files; finished parts in it are not repeated.")
+    only: Any = listed(None, "Parts, with commas.", shown="all")
+    list: bool = option(False, "Print the parts, and run nothing.")
+    rehearse: bool = option(False, "The same parts at tiny sizes, on a machine without an accelerator.")
+    part_seconds: float = option(300.0, "Seconds after which a part is stopped.", low=0.0, above=True)
+    seconds: float = option(600.0, "Seconds of the whole run; run it again for what is left.", low=0.0, above=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportsSettings(Settings):
+    """Tables of speed and memory of one of the earlier ports, measured again on this machine.
+
+    A table that cannot be made here states the reason.
+
+    Examples:
+
+        verax bench reports --only delta-rule --quick
+    """
+
+    only: str = option("text", "The report: video, text or delta-rule.")
+    quick: bool = option(False, "Smaller and fewer cases: minutes on two cores.")
