@@ -61,9 +61,6 @@ UNTIMED = 1
 """Calls at the beginning of a turn that do not count, where calls are short: the first one after another side may take
 twice as long, while threads of that side still spin and the system finds memory for the results again."""
 
-FENCE = 1.5
-"""Quartile distances beyond the quartiles where an outlier begins (Tukey, Exploratory Data Analysis, 1977)."""
-
 BUSY_SPREAD, BUSY_SHARE = 0.25, 0.15
 """P10-P90 over the median of a short loop, and share of the processor that others use, above which the machine is
 called busy: a quiet one has a few percent."""
@@ -137,18 +134,10 @@ class Samples:
         return float(np.median(np.asarray(other.seconds) / np.asarray(self.seconds)))
 
     def to_dict(self, work: float) -> dict[str, object]:
-        """Numbers for a result, with a rate in units of `work` per second. Outliers count like every other run."""
-        p10, low, high, p90 = (float(one) for one in np.percentile(self.seconds, (10, 25, 75, 90)))
-        reach = FENCE * (high - low)
-        return {
-            "median_s": self.median,
-            "p10_s": p10,
-            "p90_s": p90,
-            "rate": work / self.median,
-            "seconds": list(self.seconds),
-            "outliers": [s for s in self.seconds if not low - reach <= s <= high + reach],
-            "warmup_seconds": list(self.warmup),
-        }
+        """Numbers for a result, with a rate in units of `work` per second."""
+        p10, p90 = np.percentile(self.seconds, (10, 90)).tolist()
+        times = {"median_s": self.median, "p10_s": p10, "p90_s": p90, "rate": work / self.median}
+        return {**times, "seconds": list(self.seconds), "warmup_seconds": list(self.warmup)}
 
 
 def time_sides(

@@ -25,7 +25,7 @@ from verax.bench.harness import (
     time_sides,
     torch_versions,
 )
-from verax.bench.results import outliers, rounds, slug, spread, table
+from verax.bench.results import rounds, slug, spread, table
 from verax.bench.settings import OpsSettings, check_names
 from verax.checkpoint.load import HostMemory
 from verax.errors import InvalidParameterError
@@ -102,7 +102,6 @@ def bench_ops(settings: OpsSettings) -> dict[str, Any]:
         without = (make(torch=torch) for make in CASES.get(group, ()))
         cases += [_measure(case, benchmark, settings, read) for case in itertools.chain(without, with_weights)]
     asked = asdict(settings) | {"operations": list(settings.only), "cpu_level": library.level()}
-    names = {f"{case['group']}, {case['case']}, {case['chosen']}": case["sides"][case["chosen"]] for case in cases}
     return benchmark.result(
         slug(*settings.only, str(size_in) if settings.only == ("linear",) and size_in != 4096 else ""),
         title="Operations",
@@ -115,7 +114,6 @@ def bench_ops(settings: OpsSettings) -> dict[str, Any]:
         settings=asked,
         versions={} if torch is None else torch_versions(torch),
         tables=[_table(cases)],
-        notes=outliers(names),
         cases=cases,
     )
 

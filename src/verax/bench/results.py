@@ -25,7 +25,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -39,10 +39,8 @@ __all__ = [
     "markdown",
     "noise_line",
     "number",
-    "outliers",
     "read_results",
     "render",
-    "render_comparison",
     "rounds",
     "side_rows",
     "side_table",
@@ -52,8 +50,6 @@ __all__ = [
     "table_lines",
     "write",
 ]
-
-Item = TypeVar("Item")
 
 ENOUGH_RUNS = 10
 """Counted rounds of a result to be relied upon; where one round is long there are fewer, and pages say so."""
@@ -65,14 +61,16 @@ MACHINE_FACTS = (
 """Facts of the machine that a page repeats."""
 
 
-def table(
-    rows: Iterable[Item], columns: Mapping[str, Callable[[Item], object]], *, title: str = "", note: str = ""
-) -> dict[str, Any]:
+Columns = Mapping[str, Callable[[Any], object]]
+"""Functions that make a cell of a row, by their columns' headings."""
+
+
+def table(rows: Iterable[Any], columns: Columns, *, title: str = "", note: str = "") -> dict[str, Any]:
     """Table of a page, with formatted cells.
 
     Args:
         rows: what the functions of `columns` take.
-        columns: function that makes a cell of a row, by the column's heading.
+        columns: headings and cells.
         title: heading above the table.
         note: sentences between heading and table.
     """
@@ -91,48 +89,31 @@ def faster_by(row: tuple[Any, str, Any]) -> str:
     return f"{case['ratios'][name]:.2f}x" if name in case["ratios"] else ""
 
 
-def side_table(case: Mapping[str, Any], rate: str, *, digits: int, rate_digits: int) -> dict[str, Any]:
-    """Table of a case's sides.
-
-    Args:
-        case: one of a result's `cases`.
-        rate: heading of the column of rates, such as `tokens/s`.
-        digits: decimals of seconds.
-        rate_digits: decimals of the rate.
-    """
+def side_table(case: Mapping[str, Any], rate: str) -> dict[str, Any]:
+    """Table of the sides of a case, with a column of rates under the heading `rate`, such as `tokens/s`."""
     columns: dict[str, Callable[[Any], object]] = {
         "side": lambda row: row[1],
-        "median s": lambda row: f"{row[2]['median_s']:.{digits}f}",
-        "P10-P90 s": lambda row: f"{row[2]['p10_s']:.{digits}f}-{row[2]['p90_s']:.{digits}f}",
-        rate: lambda row: f"{row[2]['rate']:.{rate_digits}f}",
+        "median s": lambda row: number(row[2]["median_s"]),
+        "P10-P90 s": lambda row: spread(row[2], 1.0),
+        rate: lambda row: number(row[2]["rate"]),
     }
     return table(side_rows([case]), columns | ({"verax is faster by": faster_by} if case["ratios"] else {}))
 
 
 def number(value: float) -> str:
-    """A positive number to about three significant digits."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    """A positive number to three significant digits."""
+    return f"{value:.0f}" if value >= 99.95 else f"{value:#.3g}"
 
 
-def spread(side: Mapping[str, Any]) -> str:
-    """P10 and P90 of a side, in milliseconds."""
-    return f"{number(1e3 * side['p10_s'])}-{number(1e3 * side['p90_s'])}"
+def spread(side: Mapping[str, Any], scale: float = 1e3) -> str:
+    """P10 and P90 of a side, in milliseconds or in seconds times `scale`."""
+    return f"{number(scale * side['p10_s'])}-{number(scale * side['p90_s'])}"
 
 
 def rounds(settings: Mapping[str, Any]) -> str:
     """Number of rounds as text, with a warning if they are fewer than `ENOUGH_RUNS`."""
     few = f" (fewer than {ENOUGH_RUNS}: look at the spread)" if settings["runs"] < ENOUGH_RUNS else ""
     return f"{settings['runs']} rounds{few} after at least {settings['warmup']} of warm-up, until no side got faster"
-
-
-def outliers(sides: Mapping[str, Any]) -> list[str]:
-    """A note that shows the runs beyond Tukey's fences, if a side has some."""
-    shown = [
-        f"{name} " + ", ".join(f"{number(1e3 * seconds)} ms" for seconds in side["outliers"])
-        for name, side in sides.items()
-        if side.get("outliers")
-    ]
-    return [f"Outliers, which count like every run: {'; '.join(shown)}."] if shown else []
 
 
 def noise_line(noise: Mapping[str, Any]) -> str:
@@ -270,7 +251,7 @@ SAME = ("cpu", "cores", "platform", "devices", "python", "jax", "jaxlib", "torch
 
 
 def compare_results(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold: float = 0.05) -> dict[str, Any]:
-    """Compare each side of the old results with the same side of the new ones.
+    """Page that compares each side of the old results with the same side of the new ones; `complete` if none is slower.
 
     A side is `slower` (`faster`) if the whole interval of the ratio is more than `threshold` above (below) 1, `same` if
     it is within the threshold on both sides, and else `undecided`. It is also undecided where the runs are too few for
@@ -295,14 +276,33 @@ def compare_results(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold
     rows = [{"name": name, **_judged(before[name], after[name], threshold)} for name in common]
     for row in rows:
         row["ours"] = not row["name"].rpartition(" / ")[2].startswith(BASELINES)
+    slower = [row["name"] for row in rows if row["ours"] and row["verdict"] == "slower"]
+    columns = {
+        "side": lambda row: row["name"] if row["ours"] else f"{row['name']} (not ours)",
+        "old ms": lambda row: f"{1e3 * row['old_s']:.4g}",
+        "new ms": lambda row: f"{1e3 * row['new_s']:.4g}",
+        "new / old": lambda row: f"{row['ratio']:.3f}",
+        f"{100 * CONFIDENCE:g}% interval": lambda row: f"{row['low']:.3f}-{row['high']:.3f}",
+        "runs": lambda row: ", ".join(map(str, row["runs"])),
+        "verdict": lambda row: f"**{row['verdict']}**" if row["name"] in slower else row["verdict"],
+    }
+    differing = _differing(old, new)
+    notes = {
+        "Only in old": [name for name in before if name not in after],
+        "Only in new": [name for name in after if name not in before],
+        "Not the same in both, so the difference may be theirs": [
+            f"{name}: {values[0]} and {values[1]}" for name, values in differing.items()
+        ],
+    }
     return {
-        "subject": subject,
-        "threshold": threshold,
+        "title": f"bench {subject}: " + (f"{len(slower)} slower" if slower else "nothing proven slower"),
+        "intro": f"A change counts beyond {threshold:.0%} of the time.",
+        "tables": [table(rows, columns)],
+        "notes": [f"{label}: {'; '.join(parts)}." for label, parts in notes.items() if parts],
         "rows": rows,
-        "regressions": [row["name"] for row in rows if row["ours"] and row["verdict"] == "slower"],
-        "only_in_old": [name for name in before if name not in after],
-        "only_in_new": [name for name in after if name not in before],
-        "differing": _differing(old, new),
+        "regressions": slower,
+        "complete": not slower,
+        "differing": differing,
     }
 
 
@@ -351,25 +351,3 @@ def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list
             if results[name].get("noise", {}).get("busy"):
                 differing[f"noise of {part}"] = ["quiet", "busy"]
     return differing
-
-
-def render_comparison(comparison: Mapping[str, Any]) -> str:
-    """Markdown of a comparison, for a terminal or a pull request."""
-    bad = comparison["regressions"]
-    columns = {
-        "side": lambda row: row["name"] if row["ours"] else f"{row['name']} (not ours)",
-        "old ms": lambda row: f"{1e3 * row['old_s']:.4g}",
-        "new ms": lambda row: f"{1e3 * row['new_s']:.4g}",
-        "new / old": lambda row: f"{row['ratio']:.3f}",
-        f"{100 * CONFIDENCE:g}% interval": lambda row: f"{row['low']:.3f}-{row['high']:.3f}",
-        "runs": lambda row: ", ".join(map(str, row["runs"])),
-        "verdict": lambda row: f"**{row['verdict']}**" if row["name"] in bad else row["verdict"],
-    }
-    title = f"bench {comparison['subject']}: " + (f"{len(bad)} slower" if bad else "nothing proven slower")
-    lines = table_lines(table(comparison["rows"], columns, title=title))[:-1]
-    differing = [f"{name}: {old} and {new}" for name, (old, new) in comparison["differing"].items()]
-    notes = {"Only in old": comparison["only_in_old"], "Only in new": comparison["only_in_new"]}
-    notes["Not the same in both, so the difference may be theirs"] = differing
-    for label, parts in notes.items():
-        lines += ["", f"{label}: {'; '.join(parts)}."] if parts else []
-    return "\n".join([*lines, ""])

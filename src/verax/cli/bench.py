@@ -60,7 +60,7 @@ for _name, _subject in SUBJECTS.items():
 
 
 def _show(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
-    """Print a result as its page or as JSON, and write it if there is a folder; status 1 if a part of it is missing."""
+    """Print a result as its page or as JSON, and write it if there is a folder; status 1 if it is not `complete`."""
     from verax.bench.results import markdown, write
 
     sys.stdout.write(json.dumps(result, indent=2) + "\n" if as_json else markdown(result))
@@ -86,12 +86,9 @@ def compare(
 
         verax bench compare before.json after.json --threshold 10 >> "$GITHUB_STEP_SUMMARY"
     """
-    from verax.bench.results import compare_results, read_results, render_comparison
+    from verax.bench.results import compare_results, read_results
 
-    comparison = compare_results(read_results(old), read_results(new), threshold=threshold / 100)
-    sys.stdout.write(json.dumps(comparison, indent=2) + "\n" if as_json else render_comparison(comparison))
-    if comparison["regressions"]:
-        raise typer.Exit(1)
+    _show(compare_results(read_results(old), read_results(new), threshold=threshold / 100), None, as_json)
 
 
 @app.command()

@@ -16,7 +16,7 @@ import numpy as np
 from verax import builtin, checkpoint, models
 from verax.bench.embed.baselines import Encode, cosine_distance, fastest_way, find_ways, one_by_one, transformers_encode
 from verax.bench.harness import Benchmark, case_result, checkpoint_folder, product_weights, time_sides
-from verax.bench.results import outliers, rounds, side_table, slug, table
+from verax.bench.results import rounds, side_table, slug, table
 from verax.bench.settings import EmbedSettings
 from verax.compare.outputs import compare_vectors
 from verax.embed.encoder import Encoder
@@ -86,11 +86,10 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
     model = model_name(settings.model) if settings.model else f"random weights, {SHAPES[settings.shapes][0]} shapes"
     sizes = {"tokens": sum(lengths), "shortest": min(lengths), "longest": max(lengths)}
     asked, precision = asdict(settings) | {"model": model, "shapes": shapes} | sizes, str(quantization or dtype)
-    tables = [side_table(case, "sentences/s", digits=3, rate_digits=0)]
+    tables = [side_table(case, "sentences/s")]
     if accuracy:
         tables.append(_accuracy_table(accuracy))
     notes = [
-        *outliers(case["sides"]),
         f"verax read {moved / 1e9:.1f} GB of weights and did {flops / 1e12:.3g} TFLOP of "
         f"products with them (attention left out): {work['gflop_per_s']:.0f} GFLOP/s, "
         f"{100 * work['fraction_of_limit']:.0f}% of the measured limit.",

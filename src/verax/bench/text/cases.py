@@ -27,7 +27,7 @@ from verax.bench.harness import (
     time_sides,
     torch_versions,
 )
-from verax.bench.results import outliers, rounds, side_table, slug, table
+from verax.bench.results import rounds, side_table, slug, table
 from verax.bench.settings import TextSettings
 from verax.bench.text.llama_cpp import llama_cpp_sides
 from verax.bench.text.workload import USUAL_PROMPTS, Workload, make_workload
@@ -272,7 +272,6 @@ def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str,
     start, work = measured["start_up"], measured["work"]
     drafts, case = settings["speculative_config"], measured["cases"][0]
     notes = [
-        *outliers(case["sides"]),
         f"verax read {work['bytes_moved'] / 1e9:.1f} GB of weights and did {work['flops'] / 1e12:.3g} TFLOP of "
         f"products with them (attention left out): {work['gb_per_s']:.1f} GB/s, {work['gflop_per_s']:.0f} GFLOP/s, "
         f"{100 * work['fraction_of_limit']:.0f}% of the measured limit.",
@@ -288,7 +287,7 @@ def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str,
             f"{counts['num_draft_tokens']} held ({counts['acceptance_rate']:.0%}), in {counts['num_drafts']} steps of "
             "a sequence, warm-up included."
         )
-    tables = [side_table(case, "tokens/s", digits=2, rate_digits=1)]
+    tables = [side_table(case, "tokens/s")]
     if "decode_breakdown" in measured:
         step = measured["decode_breakdown"]
         parts = {**step["parts_ms"], "host (while the device computes)": step["host_ms"]}
