@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def result(name="short", seconds=(1.0, 2.0), **changes):
     side = Samples(tuple(seconds)).to_dict(10)
     case = {"case": "", "chosen": "verax", "sides": {"verax": side, "torch": side}, "ratios": {"torch": 1.5}}
-    tables = [results.side_table(case, "tokens/s")]
+    tables = [results.sides_table([case], "tokens/s")]
     page = {"title": "Text: short", "intro": "Two prompts.", "tables": tables, "notes": ["A note.", "- one", "- two"]}
     return {"subject": "text", "name": name, "machine": MACHINE, "settings": {}, "cases": [case], **page, **changes}
 

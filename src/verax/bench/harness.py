@@ -48,6 +48,9 @@ __all__ = [
     "torch_versions",
 ]
 
+READ = "streaming read"
+"""Side that shows the memory's bandwidth while the others run."""
+
 MOST_WARMUP = 5
 """Rounds after which counting begins, steady or not."""
 
@@ -238,6 +241,32 @@ class Benchmark:
             "limit_s": limit,
             "fraction_of_limit": limit / seconds,
         }
+
+    def measure(
+        self, case: Case, *, runs: int, warmup: int, read: Callable[[], object] | None = None
+    ) -> dict[str, Any]:
+        """Time the short calls of all sides in turn; one of a result's cases, with the work of the chosen side.
+
+        Args:
+            case: its sides have been called before, so that nothing compiles.
+            runs, warmup: as in `time_sides`.
+            read: `machine.streaming_read`, which takes its turn with the sides and is the limit of their bytes.
+        """
+        calls = {name: side.call for name, side in case.sides.items()} | ({} if read is None else {READ: read})
+        samples = time_sides(calls, runs=runs, warmup=warmup, title=f"{case.group}, {case.name}", short=True)
+        bandwidth = None if read is None else machine.READ_BYTES / samples.pop(READ).median
+        result = {"group": case.group, **case_result(case.name, case.chosen, samples, case.bytes_moved)}
+        for name, side in case.sides.items():
+            work = self.against_limit(
+                samples[name].median,
+                bytes_moved=case.bytes_moved,
+                flops=side.flops,
+                dtype=side.dtypes[0],
+                bandwidth=bandwidth,
+            )
+            result["sides"][name] |= {**work, "dtype": side.dtypes[0], "compile_s": side.compile_s}
+            result |= work if name == case.chosen else {}
+        return result if bandwidth is None else result | {"bandwidth_gb_per_s": bandwidth / 1e9}
 
     def result(
         self, name: str, *, settings: Mapping[str, Any], versions: Mapping[str, Any] | None = None, **rest: Any

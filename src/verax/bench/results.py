@@ -35,17 +35,14 @@ from verax.files import write_text
 
 __all__ = [
     "compare_results",
-    "faster_by",
     "markdown",
     "noise_line",
     "number",
     "read_results",
     "render",
     "rounds",
-    "side_rows",
-    "side_table",
+    "sides_table",
     "slug",
-    "spread",
     "table",
     "table_lines",
     "write",
@@ -78,36 +75,57 @@ def table(rows: Iterable[Any], columns: Columns, *, title: str = "", note: str =
     return {"title": title, "note": note, "columns": list(columns), "rows": cells}
 
 
-def side_rows(cases: Iterable[Mapping[str, Any]]) -> list[tuple[Any, str, Any]]:
-    """Rows of a table: each case with the name and the numbers of each of its sides."""
-    return [(case, name, side) for case in cases for name, side in case["sides"].items()]
+def _optional(key: str, form: Callable[[Any], str]) -> Callable[[Any], str]:
+    """Cell of a side's number, formatted; empty where the side does not have it."""
+    return lambda row: "" if row[2].get(key) is None else form(row[2][key])
 
 
-def faster_by(row: tuple[Any, str, Any]) -> str:
-    """Factor by which the chosen side of a row's case is faster than the row's side; empty for the chosen side."""
-    case, name, _ = row
-    return f"{case['ratios'][name]:.2f}x" if name in case["ratios"] else ""
+SIDE_COLUMNS: Columns = {
+    "compile s": _optional("compile_s", "{:.1f}".format),
+    "from cache s": _optional("compile_cached_s", "{:.1f}".format),
+    "first call s": _optional("first_s", "{:.1f}".format),
+    "pays after": lambda row: "" if "break_even" not in row[2] else row[2]["break_even"] or "never",
+    "apart": _optional("difference", "{:.1e}".format),
+    "peak MB": _optional("peak_bytes", lambda peak: f"{peak / 1e6:.0f}"),
+    "GFLOP": _optional("flops", lambda flops: number(flops / 1e9)),
+    "GFLOP/s": _optional("gflop_per_s", "{:.0f}".format),
+    "GB/s": _optional("gb_per_s", "{:.1f}".format),
+    "of the limit": _optional("fraction_of_limit", "{:.0%}".format),
+    "error": _optional("error", "{:.0e}".format),
+}
+"""Columns of what a side may have in addition to its times."""
 
 
-def side_table(case: Mapping[str, Any], rate: str) -> dict[str, Any]:
-    """Table of the sides of a case, with a column of rates under the heading `rate`, such as `tokens/s`."""
+def sides_table(
+    cases: Sequence[Mapping[str, Any]], rate: str | None = None, *, title: str = "", note: str = ""
+) -> dict[str, Any]:
+    """Table with a row for each side of each case; times are in seconds if some take one, else in milliseconds.
+
+    Columns without any cell are left out.
+
+    Args:
+        cases: of a result.
+        rate: heading of the column of rates, such as `tokens/s`; None for no such column.
+        title, note: as in `table`.
+    """
+    rows = [(case, name, side) for case in cases for name, side in case["sides"].items()]
+    scale, unit = (1.0, "s") if any(side["median_s"] >= 1 for _, _, side in rows) else (1e3, "ms")
     columns: dict[str, Callable[[Any], object]] = {
-        "side": lambda row: row[1],
-        "median s": lambda row: number(row[2]["median_s"]),
-        "P10-P90 s": lambda row: spread(row[2], 1.0),
-        rate: lambda row: number(row[2]["rate"]),
+        "case": lambda row: row[0]["case"],
+        "side": lambda row: f"**{row[1]}**" if row[1] == row[0]["chosen"] else row[1],
+        f"median {unit}": lambda row: number(scale * row[2]["median_s"]),
+        f"P10-P90 {unit}": lambda row: f"{number(scale * row[2]['p10_s'])}-{number(scale * row[2]['p90_s'])}",
+        **({} if rate is None else {rate: lambda row: number(row[2]["rate"])}),
+        "verax is faster by": lambda row: f"{row[0]['ratios'][row[1]]:.2f}x" if row[1] in row[0]["ratios"] else "",
+        **SIDE_COLUMNS,
     }
-    return table(side_rows([case]), columns | ({"verax is faster by": faster_by} if case["ratios"] else {}))
+    filled = {name: cell for name, cell in columns.items() if any(cell(row) for row in rows)}
+    return table(rows, filled, title=title, note=note)
 
 
 def number(value: float) -> str:
     """A positive number to three significant digits."""
     return f"{value:.0f}" if value >= 99.95 else f"{value:#.3g}"
-
-
-def spread(side: Mapping[str, Any], scale: float = 1e3) -> str:
-    """P10 and P90 of a side, in milliseconds or in seconds times `scale`."""
-    return f"{number(scale * side['p10_s'])}-{number(scale * side['p90_s'])}"
 
 
 def rounds(settings: Mapping[str, Any]) -> str:

@@ -32,7 +32,7 @@ def test_stages_are_timed_and_memory_is_planned_by_implementation():
     assert [row["attention"] for row in result["attention_memory"]] == ["standard", "chunked"]
     assert all(row["peak_gb"] > row["weights_gb"] > 0 for row in result["attention_memory"])
     assert result["name"] == "tiny-1-layers-transformer-text-bfloat16-5x16x32"
-    assert "| text encoder, 512 tokens | 5 | verax |" in markdown(result)
+    assert "| text encoder, 512 tokens, 5 frames | **verax** |" in markdown(result)
 
 
 def test_products_follow_the_formula():

@@ -27,8 +27,8 @@ from flax import nnx
 
 from verax import checkpoint, ops
 from verax.bench.delta.baselines import Baselines, find_baselines, jax_side, torch_side
-from verax.bench.harness import UNTIMED, Benchmark, Case, Side, case_result, count_products, error_ratio, time_sides
-from verax.bench.results import faster_by, number, rounds, side_rows, slug, spread, table
+from verax.bench.harness import UNTIMED, Benchmark, Case, Side, count_products, error_ratio
+from verax.bench.results import rounds, sides_table, slug
 from verax.bench.settings import CONFIGURATIONS, SECTIONS, DeltaSettings
 from verax.errors import VeraxError
 from verax.machine import peak_growth
@@ -74,8 +74,7 @@ def bench_delta(settings: DeltaSettings) -> dict[str, Any]:
         f"count. CPU kernels: {level or 'none'}. Every side's outputs were on that device, in the same "
         "shapes. Error is the root mean square of the difference from float64 over the root mean square of the result. "
         "GFLOP are products of the implementation that runs. The limit is the products at the measured rate, or what "
-        "has to be moved at the measured bandwidth if that is longer. Peak is memory beyond the arguments. 'verax is' "
-        "the factor by which it is faster: the median over the rounds of the ratio within a round.",
+        "has to be moved at the measured bandwidth if that is longer. Peak is memory beyond the arguments.",
         settings=asked,
         versions=baselines.versions,
         tables=[_table(section, [case for case in cases if case["group"] == section]) for section in sections],
@@ -87,47 +86,20 @@ def bench_delta(settings: DeltaSettings) -> dict[str, Any]:
 
 def _table(section: str, cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     sizes = (f"{case['case']}: " + ", ".join(f"{name} {n}" for name, n in case["sizes"].items()) for case in cases)
-    optional = lambda key, form, scale=1.0: lambda row: "" if row[2][key] is None else format(row[2][key] * scale, form)
-    columns = {
-        "case": lambda row: row[0]["case"],
-        "side": lambda row: f"**{row[1]}**" if row[1] == row[0]["chosen"] else row[1],
-        "median ms": lambda row: number(1e3 * row[2]["median_s"]),
-        "P10-P90 ms": lambda row: spread(row[2]),
-        "verax is": faster_by,
-        "compile s": optional("compile_s", ".1f"),
-        "peak MB": optional("peak_bytes", ".0f", 1e-6),
-        "GFLOP": lambda row: number(row[2]["flops"] / 1e9),
-        "GFLOP/s": lambda row: f"{row[2]['rate'] / 1e9:.0f}",
-        "GB/s": lambda row: f"{row[2]['gb_per_s']:.1f}",
-        "of the limit": lambda row: f"{100 * row[2]['fraction_of_limit']:.0f}%",
-        "error": lambda row: f"{row[2]['error']:.0e}",
-    }
-    return table(side_rows(cases), columns, title=SECTIONS[section], note="; ".join(sizes) + "." if cases else "")
+    return sides_table(cases, title=SECTIONS[section], note="; ".join(sizes) + "." if cases else "")
 
 
 def _measure(case: Case, benchmark: Benchmark, settings: DeltaSettings) -> dict[str, Any]:
     """Check every side, then time them in turn; one of a result's cases."""
-    platform, title = jax.default_backend(), f"{case.group}, {case.name}"
-    errors = {name: check(case, name, platform) for name in case.sides}
-    peaks = {name: _peak_bytes(side, platform) for name, side in case.sides.items()}
-    calls = {name: side.call for name, side in case.sides.items()}
-    samples = time_sides(calls, runs=settings.runs, warmup=settings.warmup, title=title, short=True)
-    more = {"sizes": dict(case.sizes), "bytes_moved": case.bytes_moved, "tolerance": case.tolerance}
-    more["skipped"] = dict(case.skipped)
-    measured = {"group": case.group, **case_result(case.name, case.chosen, samples, 1.0, **more)}
-    for name, side in case.sides.items():
-        median, dtype = samples[name].median, side.dtypes[0]
-        work = benchmark.against_limit(median, bytes_moved=case.bytes_moved, flops=side.flops, dtype=dtype)
-        measured["sides"][name] |= {
-            **{key: work[key] for key in ("flops", "gb_per_s", "limit_s", "fraction_of_limit")},
-            "rate": side.flops / median,
-            "dtype": dtype,
-            "compile_s": side.compile_s,
-            "peak_bytes": peaks[name],
-            "error": errors[name],
-            "platform": platform,
-        }
-    return measured
+    platform = jax.default_backend()
+    sides = {
+        name: {"error": check(case, name, platform), "peak_bytes": _peak_bytes(side, platform), "platform": platform}
+        for name, side in case.sides.items()
+    }
+    measured = benchmark.measure(case, runs=settings.runs, warmup=settings.warmup)
+    for name, checked in sides.items():
+        measured["sides"][name] |= checked
+    return measured | {"sizes": dict(case.sizes), "tolerance": case.tolerance, "skipped": dict(case.skipped)}
 
 
 def check(case: Case, name: str, platform: str) -> float:

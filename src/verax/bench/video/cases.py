@@ -15,7 +15,7 @@ from flax import nnx
 
 from verax._compat import empty_compilation_cache
 from verax.bench.harness import Benchmark, case_result, count_products, time_sides
-from verax.bench.results import faster_by, side_rows, slug, table
+from verax.bench.results import sides_table, slug, table
 from verax.bench.settings import VideoSettings, check_names
 from verax.bench.video.baselines import Work, make_baseline
 from verax.checkpoint.load import random_weights
@@ -74,7 +74,10 @@ def bench_video(settings: VideoSettings) -> dict[str, Any]:
     for stage, count in works if settings.runs else ():
         case, others = _case(work(stage, count, settings), count, settings)
         rate = benchmark.limits[f"matmul_{dtype}_gflop_per_s"]
-        case["fraction_of_limit"] = case["flops"] / case["sides"]["verax"]["median_s"] / 1e9 / rate
+        for side in case["sides"].values():
+            side["gflop_per_s"] = side["rate"] / 1e9
+        case["fraction_of_limit"] = case["sides"]["verax"]["gflop_per_s"] / rate
+        case["sides"]["verax"] |= {key: case[key] for key in ("fraction_of_limit", "compile_s", "compile_cached_s")}
         cases.append(case)
         versions |= others
     planned = [
@@ -96,7 +99,7 @@ def bench_video(settings: VideoSettings) -> dict[str, Any]:
         "took less time, and the root mean square of the difference over the root mean square of their result.",
         settings=asdict(settings) | {"cpu_level": level},
         versions=versions,
-        tables=([_times(cases)] if cases else []) + ([_memory_table(planned)] if planned else []),
+        tables=([sides_table(cases)] if cases else []) + ([_memory_table(planned)] if planned else []),
         cases=cases,
         attention_memory=planned,
     )
@@ -181,33 +184,6 @@ def _memory_table(planned: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
     note = "Memory of a forward pass by `memory_analysis()` of the compiled program, weights included."
     return table(planned, columns, note=note)
-
-
-def _times(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    def ours(text: Callable[[Any], str]) -> Callable[[Any], str]:
-        return lambda row: text(row[0]) if row[1] == "verax" else ""
-
-    def theirs(text: Callable[[Any], str]) -> Callable[[Any], str]:
-        return lambda row: text(row[2]) if "first_s" in row[2] else ""
-
-    return table(
-        side_rows(cases),
-        {
-            "stage": lambda row: TITLES[row[0]["stage"]],
-            "frames": lambda row: row[0]["frames"],
-            "side": lambda row: row[1],
-            "median s": lambda row: f"{row[2]['median_s']:.2f}",
-            "P10-P90 s": lambda row: f"{row[2]['p10_s']:.2f}-{row[2]['p90_s']:.2f}",
-            "GFLOP/s": lambda row: f"{row[2]['rate'] / 1e9:.0f}",
-            "of the limit": ours(lambda case: f"{100 * case['fraction_of_limit']:.0f}%"),
-            "compile s": ours(lambda case: f"{case['compile_s']:.1f}"),
-            "from cache s": ours(lambda case: f"{case['compile_cached_s']:.1f}"),
-            "verax is": faster_by,
-            "first call s": theirs(lambda side: f"{side['first_s']:.1f}"),
-            "pays": theirs(lambda side: "never" if side["break_even"] is None else f"after {side['break_even']}"),
-            "apart": theirs(lambda side: f"{side['difference']:.1e}"),
-        },
-    )
 
 
 def work(stage: str, frames: int, settings: VideoSettings) -> Work:
