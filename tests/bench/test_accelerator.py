@@ -8,14 +8,13 @@ import typer
 
 from verax import cli
 from verax.bench import accelerator
-from verax.bench.accelerator import BENCH, PARTS, REPORTS, bench_accelerator, run_command
+from verax.bench.accelerator import BENCH, PARTS, REPORTS, Part, bench_accelerator, run_command
 from verax.bench.results import markdown, write
 from verax.bench.settings import AcceleratorSettings
 from verax.errors import InvalidParameterError
 
 GPU = {"platform": "gpu", "device_kind": "NVIDIA H200", "devices": ["NVIDIA H200 (cuda:0)"]}
-SIDES = {"verax": {"median_s": 1.5, "rate": 4.0}}
-CASE = {"case": "57 frames", "chosen": "verax", "sides": SIDES, "ratios": {"x": 2.5}, "fraction_of_limit": 0.5}
+RESULT = {"intro": "Work.", "tables": [{"title": "", "columns": ["side", "s"], "rows": [["verax", "1"]]}]}
 
 
 def run_parts(folder, **options):
@@ -31,7 +30,7 @@ def machine(monkeypatch):
         ran.append(log.stem)
         error = errors.get(log.stem, "")
         log.parent.mkdir(parents=True, exist_ok=True)
-        return {"result": None if error else {"cases": [CASE]}, "note": "", "error": error, "seconds": 1.0}
+        return {"result": None if error else RESULT, "note": "", "error": error, "seconds": 1.0}
 
     monkeypatch.setattr(accelerator, "run_command", run)
     monkeypatch.setattr(accelerator, "find_device", lambda folder: device)
@@ -58,13 +57,13 @@ def test_parts_of_another_device_or_of_a_rehearsal_do_not_count(machine, tmp_pat
     assert ran == ["delta", "delta"]
 
 
-def test_the_table_has_a_row_for_each_case_and_failure(machine, tmp_path):
+def test_the_page_has_the_tables_of_each_part_or_its_failure(machine, tmp_path):
     _, errors, _ = machine
-    errors["delta"] = "RuntimeError: no room\nfor 9 | bytes"
+    errors["delta"] = "RuntimeError: no room\nfor 9 bytes"
     result = run_parts(tmp_path, only=["video-57-97", "delta"])
     page = markdown(result)
-    assert "| video-57-97 | 57 frames | 1500 | 4 | 0.43 and 1.04 s | 50% | 2.50x x |  |" in page
-    assert "**failed** |  | at most 1.5 times fla's time |  |  | RuntimeError: no room for 9 \\| bytes |" in page
+    assert "target: 0.43 and 1.04 s. Work.\n\n| side | s |" in page
+    assert "## delta\n\n**Not run**: RuntimeError: no room for 9 bytes." in page
     assert write(result, tmp_path).name == "accelerator-nvidia-h200-cuda-0-2c.json"
 
 
@@ -94,7 +93,7 @@ def test_the_command_lists_runs_and_says_by_its_status_whether_all_is_done(machi
     errors["delta"] = "killed"
     arguments = ("accelerator", "--folder", tmp_path, "--only", "delta,kernels")
     status, out, _ = bench(*arguments)
-    assert (status, "**failed**" in out) == (1, True)
+    assert (status, "**Not run**: killed." in out) == (1, True)
     errors.clear()
     status, out, _ = bench(*arguments, "--json")
     assert (status, json.loads(out)["complete"]) == (0, True)
@@ -103,8 +102,8 @@ def test_the_command_lists_runs_and_says_by_its_status_whether_all_is_done(machi
 def test_the_commands_have_options_that_exist():
     commands_of = typer.main.get_command(cli.app).commands["bench"].commands
     commands = [f"{part.command} {part.tiny}" for part in PARTS.values() if "bench " in part.command]
-    sections = [words for report in REPORTS.values() for words in report.sections.values()]
-    for command in commands + [BENCH.format(" ".join(words)) for words in sections]:
+    parts = [part for report in REPORTS.values() for part in report.sections.values()]
+    for command in commands + [f"{part.command} {part.tiny}" for part in parts]:
         _, _, _, name, *options = shlex.split(command)
         commands_of[name].make_context(name, options)
 
@@ -121,9 +120,8 @@ def test_a_process_gives_its_json_or_the_last_line_of_its_error_and_is_stopped_i
 
 def test_a_report_is_a_page_whose_sections_may_fail(monkeypatch, bench):
     asked = []
-    table = {"title": "", "columns": ["side", "s"], "rows": [["verax", "1"]]}
     noise = {"spread": 0.02, "others": 0.0, "busy": False}
-    result = {"intro": "Work.", "machine": {"torch": "9"}, "measured": {}, "noise": noise, "tables": [table]}
+    result = {**RESULT, "machine": {"torch": "9"}, "measured": {}, "noise": noise}
 
     def run(words, log, seconds):
         asked.append(" ".join(words))
@@ -131,12 +129,12 @@ def test_a_report_is_a_page_whose_sections_may_fail(monkeypatch, bench):
         error = "needs torch: pip install it" if failed else ""
         return {"result": None if failed else result, "error": error, "note": "", "seconds": 1.0}
 
-    sections = {"speed": ("text --runs 5", "--runs 1"), "parity": ("ops", "")}
+    sections = {"speed": Part("", BENCH.format("text --runs 5"), "--runs 1"), "parity": Part("", BENCH.format("ops"))}
     monkeypatch.setattr(accelerator, "REPORTS", {"one": accelerator.Report("One", "About one.", sections)})
     monkeypatch.setattr(accelerator, "run_command", run)
     status, page, _ = bench("reports", "--quick", "--only", "one")
     assert status == 0
-    assert asked == ["-m verax bench text --runs 5 --runs 1 --json", "-m verax bench ops --json"]
+    assert asked == ["-m verax bench text --runs 5 --json --runs 1", "-m verax bench ops --json"]
     assert "## Speed\n\nWork.\n\n| side | s |" in page
     assert "**Not run**: needs torch: pip install it." in page
     assert "only: expected one, got 'three'" in bench("reports", "--only", "three")[2]

@@ -24,7 +24,7 @@ import psutil
 
 import verax
 from verax import builtin, progress
-from verax.bench.results import number, table, write
+from verax.bench.results import table, write
 from verax.bench.settings import AcceleratorSettings, ReportsSettings, check_names
 from verax.errors import InvalidParameterError, VeraxError
 from verax.files import write_json
@@ -35,7 +35,7 @@ SHORTEST, DEVICE_SECONDS, REPORT_SECONDS = 20.0, 120.0, 7200.0
 """Seconds that have to be left for a part to be begun, to find the devices, and of a report's command at most."""
 
 LONGEST_NOTE = 160
-"""Characters of an error in the table. The log of the part has all of it."""
+"""Characters of an error on the page. The log of the part has all of it."""
 
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 """Baselines need some of the device's memory too, of which JAX would take three quarters at once."""
@@ -48,27 +48,25 @@ print(json.dumps({**fingerprint(), "device_kind": jax.devices()[0].device_kind})
 
 
 class Part(NamedTuple):
-    """One command of a run.
+    """One command of a list.
 
     Attributes:
-        summary: what it measures.
+        summary: what it measures, or the number that the project wants to reach on one H200.
         command: words after the Python interpreter, as a shell has them.
-        tiny: options that a rehearsal adds; they replace the same options before them.
-        target: number that the project wants to reach on one H200.
+        tiny: options that a rehearsal or a quick report adds; they replace the same options before them.
     """
 
     summary: str
     command: str
     tiny: str = ""
-    target: str = ""
 
 
 class Report(NamedTuple):
-    """One page: its title, a sentence on the earlier port, and the options of each section, with those of `--quick`."""
+    """One page: its title, a sentence on the earlier port, and its sections."""
 
     title: str
     summary: str
-    sections: Mapping[str, tuple[str, str]]
+    sections: Mapping[str, Part]
 
 
 BENCH = "-m verax bench {} --json"
@@ -84,8 +82,8 @@ WORKLOADS = {
 """Options of text workloads, and of their rehearsals."""
 
 TEXT_TARGETS = {
-    "text-0.6b-bfloat16-nano-vllm": "24,000 tokens/s",
-    "text-0.6b-bfloat16-short-prompts": "3,000 tokens/s",
+    "text-0.6b-bfloat16-nano-vllm": "; target: 24,000 tokens/s",
+    "text-0.6b-bfloat16-short-prompts": "; target: 3,000 tokens/s",
 }
 
 
@@ -97,14 +95,14 @@ def _text(size: str, quantization: str | None) -> dict[str, Part]:
         options += f" --quantization {quantization}" if quantization else ""
         command = BENCH.format(f"text --shapes {shapes} --runs 3 {options}")
         name = f"text-{size}-{precision}-{workload}"
-        parts[name] = Part(summary, command, f"--model {tiny_model} {tiny} {ONCE}", TEXT_TARGETS.get(name, ""))
+        parts[name] = Part(summary + TEXT_TARGETS.get(name, ""), command, f"--model {tiny_model} {tiny} {ONCE}")
     return parts
 
 
-def _video(summary: str, stage: str, frames: str, target: str = "") -> Part:
+def _video(summary: str, stage: str, frames: str) -> Part:
     command = BENCH.format(f"video --stage {stage} --frames {frames} --height 544 --width 960")
     tiny = f"--size tiny --frames 5 --height 16 --width 32 {ONCE}"
-    return Part(f"Wan 1.3B, 544 x 960: {summary}", command, tiny, target)
+    return Part(f"Wan 1.3B, 544 x 960: {summary}", command, tiny)
 
 
 PARTS: Mapping[str, Part] = {
@@ -112,12 +110,11 @@ PARTS: Mapping[str, Part] = {
     "operations": Part("every implementation compared with its reference, in a checkout", PYTEST.format("operations")),
     # Those that a target is set for come before the rest, in case the time does not suffice.
     **_text("0.6b", None),
-    "video-57-97": _video("a forward pass at 57 and 97 frames", "transformer", "57,97", "0.43 and 1.04 s"),
+    "video-57-97": _video("a forward pass at 57 and 97 frames; target: 0.43 and 1.04 s", "transformer", "57,97"),
     "delta": Part(
-        "the gated delta rule, forward and backward, compared with flash-linear-attention where it is installed",
+        "the gated delta rule, forward and backward; target: at most 1.5 times flash-linear-attention's time",
         BENCH.format("delta --only gated,gradient --configs Small"),
         ONCE,
-        "at most 1.5 times fla's time",
     ),
     "kernels": Part(
         "experimental implementations compared with the others",
@@ -139,12 +136,14 @@ REPORTS: Mapping[str, Report] = {
         "Video compared with PyTorch: memory and speed",
         "The earlier port made 57 frames of 544 x 960 in 5 steps on a GPU: PyTorch in 20 s, the port in 130 s.",
         {
-            "memory": (
-                "video --runs 0 --memory standard,chunked,auto --frames 9,17,57 --height 544 --width 960",
+            "memory": Part(
+                "of a forward pass, planned",
+                BENCH.format("video --runs 0 --memory standard,chunked,auto --frames 9,17,57 --height 544 --width 960"),
                 "--layers 1",
             ),
-            "speed": (
-                "video --frames 9,17,57 --against diffusers --runs 10",
+            "speed": Part(
+                "of each stage",
+                BENCH.format("video --frames 9,17,57 --against diffusers --runs 10"),
                 "--frames 9,17 --height 64 --width 112 --layers 4 --runs 3",
             ),
         },
@@ -154,15 +153,23 @@ REPORTS: Mapping[str, Report] = {
         "The earlier port ran Qwen3-0.6B on a GPU: 37.5 tokens/s prompt by prompt, 117.0 batched, 76.1 with its JAX "
         "engine.",
         {
-            "generation": ("text --against transformers", "--max-tokens 16 --runs 3"),
-            "paged attention": ("ops --only paged --runs 15", "--runs 5"),
+            "generation": Part(
+                "Qwen3-0.6B's shapes", BENCH.format("text --against transformers"), "--max-tokens 16 --runs 3"
+            ),
+            "paged attention": Part("by batch", BENCH.format("ops --only paged --runs 15"), "--runs 5"),
         },
     ),
     "delta-rule": Report(
         "The hierarchical delta rule compared with PyTorch and Cython",
         "The earlier port reported 758x to 1958x; what remains of that is in "
         "[delta-comparison.md](../delta-comparison.md).",
-        {"delta rule": ("delta --only rule,layer --against torch,cython", "--configs Small,Medium --runs 3")},
+        {
+            "delta rule": Part(
+                "the rule and the layer",
+                BENCH.format("delta --only rule,layer --against torch,cython"),
+                "--configs Small,Medium --runs 3",
+            )
+        },
     ),
 }
 """Reports by the name of their page."""
@@ -211,37 +218,27 @@ def bench_accelerator(settings: AcceleratorSettings) -> dict[str, Any]:
     return {
         **page,
         "title": title + (" (a rehearsal at tiny sizes: its numbers have no meaning)" if rehearse else ""),
-        "intro": "Targets are for one H200. 'verax is' the factor by which it is faster than a baseline in the same "
-        "run; the limit is the one that was measured on this device.",
+        "intro": "Targets are for one H200; the limit is the one that was measured on this device.",
         "settings": {"parts": names, "rehearse": rehearse, "part_seconds": settings.part_seconds, "seconds": seconds},
         "machine": machine,
         "parts": records,
         "complete": not any(record["error"] for record in records.values()),
-        "tables": [_table(records)],
+        "tables": [
+            one for name, record in records.items() for one in _tables(name, f"{PARTS[name].summary}. ", record)
+        ],
     }
 
 
-def _table(records: Mapping[str, Any]) -> dict[str, Any]:
-    """Table with a row for each case of each part, or one row for a part without cases."""
-    rows = []
-    for name, record in records.items():
-        note = textwrap.shorten(record["error"] or record["note"], LONGEST_NOTE, placeholder="...").replace("|", "\\|")
-        for case in (record["result"] or {}).get("cases") or [{}]:
-            numbers = {**case, **case.get("sides", {}).get(case.get("chosen"), {})}
-            cell = lambda key, form, numbers=numbers: "" if numbers.get(key) is None else format(numbers[key], form)
-            rows.append(
-                {
-                    "part": name,
-                    "case": " ".join(filter(None, (case.get("group"), case.get("case")))),
-                    "ms": "**failed**" if record["error"] else number(1e3 * numbers["median_s"]) if case else "",
-                    "a second": cell("rate", ",.4g"),
-                    "target": PARTS[name].target,
-                    "of the limit": cell("fraction_of_limit", ".0%"),
-                    "verax is": ", ".join(f"{ratio:.2f}x {side}" for side, ratio in case.get("ratios", {}).items()),
-                    "notes": note,
-                }
-            )
-    return table(rows, {key: lambda row, key=key: row[key] for key in rows[0]})
+def _tables(title: str, note: str, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Tables of a command's result under a title, or the reason that it has none."""
+    result = record["result"] or {}
+    if record["error"]:
+        error = textwrap.shorten(record["error"], LONGEST_NOTE, placeholder="...").rstrip(".")
+        return [{"title": title, "note": f"**Not run**: {error}."}]
+    if "tables" not in result:
+        return [{"title": title, "note": f"{note}{record['note']}"}]
+    heading = {"title": title, "note": f"{note}{result['intro']}"}
+    return [heading | {key: value for key, value in one.items() if value} for one in result["tables"]]
 
 
 def run_command(words: Sequence[str], log: Path, seconds: float) -> dict[str, Any]:
@@ -308,17 +305,12 @@ def bench_reports(settings: ReportsSettings) -> dict[str, Any]:
     """
     check_names("only", [settings.only], REPORTS)
     report, tables, facts = REPORTS[settings.only], [], {}
-    for section, (words, fewer) in report.sections.items():
-        command = shlex.split(BENCH.format(f"{words} {fewer if settings.quick else ''}"))
+    for section, part in report.sections.items():
+        command = shlex.split(f"{part.command} {part.tiny if settings.quick else ''}")
         with tempfile.TemporaryDirectory(prefix="verax-bench-") as scratch:
             record = run_command(command, Path(scratch) / "log", REPORT_SECONDS)
-        result, title = record["result"], section.capitalize()
-        if record["error"] or result is None:
-            tables.append({"title": title, "why_not": f"{(record['error'] or record['note']).rstrip('.')}."})
-            continue
-        heading = {"title": title, "note": result["intro"]}
-        tables += [heading | {key: value for key, value in one.items() if value} for one in result["tables"]]
-        facts |= {key: result[key] for key in ("machine", "measured", "noise")}
+        tables += _tables(section.capitalize(), "", record)
+        facts |= {key: record["result"][key] for key in ("machine", "measured", "noise") if not record["error"]}
     made_by = f"verax bench reports{' --quick' if settings.quick else ''} --only {settings.only}"
     intro = f"{report.summary} Made by `{made_by}`."
     page = {"title": report.title, "intro": intro, "tables": tables, "notes": []}

@@ -156,9 +156,9 @@ def markdown(result: Mapping[str, Any]) -> str:
 def table_lines(one: Mapping[str, Any]) -> list[str]:
     """Markdown lines of a table, its heading and note included."""
     lines = [f"## {one['title']}", ""] if one.get("title") else []
-    if one.get("why_not"):
-        return [*lines, f"**Not run**: {one['why_not']}", ""]
     lines += [one["note"], ""] if one.get("note") else []
+    if "columns" not in one:
+        return lines
     head, *rows = ("| " + " | ".join(row) + " |" for row in (one["columns"], *one["rows"]))
     return [*lines, head, "|" + "---|" * len(one["columns"]), *rows, ""]
 

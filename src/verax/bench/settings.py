@@ -422,7 +422,7 @@ class ServeSettings(TrafficSettings, _Engine):
 class AcceleratorSettings(Settings):
     """Correctness and speed on one GPU or TPU, in parts, within ten minutes a run.
 
-    A part that fails is a line of the table. Exit status 1 if one failed or is left for the next run.
+    A part that fails is a line of the page. Exit status 1 if one failed or is left for the next run.
 
     Examples:
 

@@ -149,7 +149,7 @@ def test_random_weights_have_a_tokenizer_with_a_text_for_every_id_and_are_gone_a
     assert tokenizer.decode(tokenizer.encode("Grüße")) == "Grüße"
 
 
-def test_the_given_program_goes_before_the_variable_path_and_the_built_one(tmp_path, monkeypatch):
+def test_the_given_program_goes_before_path_and_the_built_one(tmp_path, monkeypatch):
     def program(path):
         path.parent.mkdir(parents=True)
         path.write_text("#!/bin/sh\n")
@@ -158,14 +158,12 @@ def test_the_given_program_goes_before_the_variable_path_and_the_built_one(tmp_p
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.delenv(cases.VARIABLE, raising=False)
     with pytest.raises(MissingDependencyError, match=r"no program .*; build it with make llama-server, or give"):
         cases.find_llama_server()
     for path in (tmp_path / cases.BUILT, tmp_path / "bin" / "llama-server"):
         assert program(path) == cases.find_llama_server()
-    named, given = program(tmp_path / "named" / "server"), program(tmp_path / "given" / "other")
-    monkeypatch.setenv(cases.VARIABLE, named)
-    assert (cases.find_llama_server(), cases.find_llama_server(given)) == (named, given)
+    given = program(tmp_path / "given" / "other")
+    assert cases.find_llama_server(given) == given
 
 
 def test_command_lines_have_the_options_of_the_engine_and_room_for_the_longest_request(tmp_path):

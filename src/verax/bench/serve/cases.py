@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import re
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,8 +54,7 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
     stack, chosen = contextlib.AsyncExitStack(), "verax serve" if url is None else "server"
     with served_model(settings.model, settings.shapes) as (model, argument, path), asyncio.Runner() as runner:
         opened = checkpoint.Checkpoint.open(path)
-        traffic = TrafficSettings(**{field.name: getattr(settings, field.name) for field in fields(TrafficSettings)})
-        traffic = replace(traffic, vocab_size=settings.vocab_size or causal_lm(opened.config)[1].vocab_size)
+        traffic = replace(settings, vocab_size=settings.vocab_size or causal_lm(opened.config)[1].vocab_size)
         max_num_seqs = min(max(load.concurrency or 64 for load in loads), 256)
         engine: dict[str, Any] = {"dtype": settings.dtype, "quantization": settings.quantization}
         engine |= {"max_num_seqs": max_num_seqs, "max_model_len": traffic.longest}
@@ -104,7 +102,7 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
         "model": model if url is None else client.model,
         "gguf": gguf,
         "max_num_seqs": max_num_seqs,
-        "traffic": asdict(traffic),
+        "traffic": {field.name: getattr(traffic, field.name) for field in fields(TrafficSettings)},
         "loads": [load.name for load in loads],
         "num_requests": [load.num_requests for load in loads],
         "duration": [load.duration for load in loads],
@@ -240,16 +238,12 @@ def _run_case(
         counted, side = runs[-len(samples[name].seconds) :], case["sides"][name]
         side |= load_test.summarise(counted, goodput)
         side["rate"] = side["output_tokens_per_s"]
-        rates[name] = np.array([_rate(run) for run in counted])
+        rates[name] = np.array([load_test.summarise([run], {})["output_tokens_per_s"] for run in counted])
     # Ratios of output tokens per second: a round of a duration takes every side the same time.
     ratios = {name: rates[chosen] / rate for name, rate in rates.items() if name != chosen and rate.all()}
     case["ratios"] = {name: float(np.median(ratio)) for name, ratio in ratios.items()}
     case["ratio_p10_p90"] = {name: np.percentile(ratio, (10, 90)).tolist() for name, ratio in ratios.items()}
     return case, taken[chosen][-1].answers
-
-
-def _rate(run: Run) -> float:
-    return sum(answer.completion_tokens for answer in run.answers if answer.completed) / run.seconds
 
 
 async def check_answers(ask: Ask, answers: Sequence[Answer], *, number: int) -> dict[str, int]:
@@ -321,21 +315,18 @@ def _case_notes(case: Mapping[str, Any]) -> list[str]:
     ]
 
 
-PROGRAM, VARIABLE = "llama-server", "VERAX_LLAMA_SERVER"
-"""llama.cpp's own server, and the environment variable with its path."""
-
-BUILT = Path("build/llama.cpp/bin") / PROGRAM
+BUILT = Path("build/llama.cpp/bin/llama-server")
 """Path of the program that `make llama-server` builds, from the repository's root."""
 
 
 def find_llama_server(given: str | None = None) -> str:
-    """Path of the given program, the one that `VARIABLE` names, the one on PATH, or the one that make built."""
-    named = given or os.environ.get(VARIABLE)
-    program = shutil.which(named) if named else shutil.which(PROGRAM) or shutil.which(str(BUILT.absolute()))
+    """Path of the given program, or of llama.cpp's server on PATH, or of the one that make built."""
+    named = [given] if given else [BUILT.name, str(BUILT.absolute())]
+    program = next(filter(None, map(shutil.which, named)), None)
     if program is None:
         raise MissingDependencyError(
-            f"against: llama.cpp needs its server, and there is no program {named or PROGRAM!r}; build it with make "
-            f"llama-server, or give its path with --llama-server or {VARIABLE}"
+            f"against: llama.cpp needs its server, and there is no program {named[0]!r}; build it with make "
+            "llama-server, or give its path with --llama-server or VERAX_LLAMA_SERVER"
         )
     return program
 
