@@ -92,6 +92,10 @@ SIDE_COLUMNS: Columns = {
     "GB/s": _optional("gb_per_s", "{:.1f}".format),
     "of the limit": _optional("fraction_of_limit", "{:.0%}".format),
     "error": _optional("error", "{:.0e}".format),
+    "difference": _optional("largest_difference", "{:.1e}".format),
+    "1 - cosine": _optional("cosine_distance", "{:.1e}".format),
+    "same nearest": _optional("same_nearest", "{:.1%}".format),
+    "rank correlation": _optional("rank_correlation", "{:.5f}".format),
 }
 """Columns of what a side may have in addition to its times."""
 

@@ -22,6 +22,7 @@ __all__ = [
     "QualitySettings",
     "ReportsSettings",
     "ServeSettings",
+    "Settings",
     "TeaCacheSettings",
     "TextSettings",
     "VideoSettings",
@@ -115,11 +116,7 @@ class TextSettings(_Engine):
 
         verax bench text --against llama.cpp,verax --quantization int8 --temperature 0
 
-        verax bench text --workload nano-vllm --requests 8 --scale 0.1
-
         verax bench text --workload repeat --speculative-config '{"method": "ngram", "num_speculative_tokens": 7}'
-
-        verax bench text --shapes moe --against transformers --prompts 1
     """
 
     shapes: str = option(
@@ -152,11 +149,7 @@ class QualitySettings(_OfModel):
 
     Examples:
 
-        verax bench quality
-
         verax bench quality --model Qwen/Qwen3-0.6B --text book.txt --variants "bfloat16; int8; int4-32"
-
-        verax bench quality --model gemma-3-270m-q4_k_m.gguf --text book.txt
     """
 
     text: Path | None = option(None, "A UTF-8 text to measure on, instead of the built-in model's own kind.")
@@ -169,8 +162,6 @@ class EmbedSettings(_Timed, _OfModel):
     """Sentences per second of an encoder; all-MiniLM-L6-v2's shapes with random weights if there is no --model.
 
     Examples:
-
-        verax bench embed --against transformers
 
         verax bench embed --against openvino,onnxruntime --latency --sentences 64
 
@@ -199,8 +190,6 @@ class VideoSettings(_Timed):
     """Stages of SkyReels-V2's pipeline with random weights in its real sizes, compared with diffusers.
 
     Examples:
-
-        verax bench video --against diffusers
 
         verax bench video --stage transformer --against diffusers,torch.compile,openvino
 
@@ -236,8 +225,6 @@ class TeaCacheSettings(_OfModel):
 
     Examples:
 
-        verax bench teacache
-
         verax bench teacache --model SkyReels-V2-DF-1.3B-540P --prompts prompts.txt --thresholds 0.1,0.2
     """
 
@@ -266,8 +253,6 @@ class OpsSettings(_Timed):
     """Each implementation of an operation by itself, compared with torch and the machine's measured limits.
 
     Examples:
-
-        verax bench ops --against torch
 
         verax bench ops --only linear --size-in 1024 --size-out 3072 --rows 1,4 --weights bfloat16,int8
     """
@@ -318,24 +303,15 @@ class DeltaSettings(_Timed):
 
     Examples:
 
-        verax bench delta --quick
-
         verax bench delta --only gated,decode --against transformers --output results
     """
 
-    runs: int = option(0, "Counted rounds.", low=0, shown="10, or 3 if quick")
     only: Any = listed(",".join(SECTIONS), "Sections, with commas.", SECTIONS)
-    configs: Any = listed(None, "Small, Medium, Large, with commas.", CONFIGURATIONS, shown="all")
+    configs: Any = listed(",".join(CONFIGURATIONS), "Sizes of the sequences, with commas.", CONFIGURATIONS)
     against: Any = listed(None, "Baselines, with commas.", DELTA_BASELINES, shown="the installed ones")
-    quick: bool = option(False, "The smallest configuration, without torch.compile.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "runs", self.runs or (3 if self.quick else 10))
-        object.__setattr__(self, "configs", self.configs or tuple(CONFIGURATIONS)[: 1 if self.quick else None])
 
 
-_LOAD, _REQUESTS = "Load", "Requests"
+_LOAD, _REQUESTS = {"panel": "Load"}, {"panel": "Requests"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,14 +319,14 @@ class TrafficSettings(Settings):
     """Distribution of the requests of a load test."""
 
     vocab_size: int | None = option(
-        None, "With --url: prompts are tokens below this.", low=4, shown="--model's", panel=_REQUESTS
+        None, "With --url: prompts are tokens below this.", low=4, shown="--model's", **_REQUESTS
     )
-    input_tokens: int = option(32, "Tokens of a prompt, after its shared prefix.", low=1, panel=_REQUESTS)
-    output_tokens: int = option(64, "Tokens of an answer.", low=1, panel=_REQUESTS)
-    prefix_tokens: int = option(0, "Tokens of a prefix that prompts share.", low=0, panel=_REQUESTS)
-    num_prefixes: int = option(1, "Different prefixes; each prompt has one at random.", low=1, panel=_REQUESTS)
-    slow_readers: float = option(0.0, "Share of clients that read slowly.", low=0.0, high=1.0, panel=_REQUESTS)
-    disconnect: float = option(0.0, "Share of clients that leave in mid-answer.", low=0.0, high=1.0, panel=_REQUESTS)
+    input_tokens: int = option(32, "Tokens of a prompt, after its shared prefix.", low=1, **_REQUESTS)
+    output_tokens: int = option(64, "Tokens of an answer.", low=1, **_REQUESTS)
+    prefix_tokens: int = option(0, "Tokens of a prefix that prompts share.", low=0, **_REQUESTS)
+    num_prefixes: int = option(1, "Different prefixes; each prompt has one at random.", low=1, **_REQUESTS)
+    slow_readers: float = option(0.0, "Share of clients that read slowly.", low=0.0, high=1.0, **_REQUESTS)
+    disconnect: float = option(0.0, "Share of clients that leave in mid-answer.", low=0.0, high=1.0, **_REQUESTS)
 
     @property
     def longest(self) -> int:
@@ -367,8 +343,6 @@ class ServeSettings(TrafficSettings, _Engine):
         verax bench serve --against offline,async --concurrency 64
 
         verax bench serve --url http://127.0.0.1:8000/v1 --vocab-size 32000 --request-rate 2,8 --goodput ttft:200
-
-        verax bench serve --concurrency 1000 --duration 60 --slow-readers 0.1 --disconnect 0.2 --runs 1 --warmup 0
     """
 
     runs: int = option(3, "Counted rounds.", low=1)
@@ -377,20 +351,16 @@ class ServeSettings(TrafficSettings, _Engine):
     shapes: str | None = option(
         None, "Random weights instead of a model: qwen3 (0.6B), qwen3-8b, hybrid or moe.", choices=tuple(SHAPES)
     )
-    concurrency: Any = listed(
-        None, "Closed loop: streams at once, a case each.", kind=int, shown="1,8,32,64", panel=_LOAD
-    )
+    concurrency: Any = listed(None, "Closed loop: streams at once, a case each.", kind=int, shown="1,8,32,64", **_LOAD)
     request_rate: Any = listed(
-        None, "Open loop: requests per second that arrive at random, a case each.", kind=float, panel=_LOAD
+        None, "Open loop: requests per second that arrive at random, a case each.", kind=float, **_LOAD
     )
-    num_requests: int | None = option(
-        None, "Requests of a run.", low=1, shown="2 a stream, 16 at least; 100", panel=_LOAD
-    )
+    num_requests: int | None = option(None, "Requests of a run.", low=1, shown="2 a stream, 16 at least; 100", **_LOAD)
     duration: float | None = option(
-        None, "Seconds of a run, instead of a number of requests.", low=0.0, above=True, panel=_LOAD
+        None, "Seconds of a run, instead of a number of requests.", low=0.0, above=True, **_LOAD
     )
     goodput: str | None = option(
-        None, "Milliseconds of a good request at most, such as ttft:200,tpot:50,e2el:5000.", panel=_LOAD
+        None, "Milliseconds of a good request at most, such as ttft:200,tpot:50,e2el:5000.", **_LOAD
     )
     against: Any = against("offline", "async", "llama.cpp")
     checks: int = option(8, "Answers to ask for again without load, and compare.", low=0)
@@ -429,8 +399,6 @@ class AcceleratorSettings(Settings):
         verax bench accelerator --list
 
         verax bench accelerator --folder results
-
-        verax bench accelerator --rehearse --only delta
     """
 
     folder: Path = option(Path("accelerator"), "Folder of all files; finished parts in it are not repeated.")

@@ -61,8 +61,7 @@ def find_baselines(settings: DeltaSettings, folder: Path) -> Baselines:
         settings: what to compare with.
         folder: gets the files of Cython; it has to last as long as the baselines do.
     """
-    quick = ("torch.compile",) if settings.quick else ()
-    names = settings.against or tuple(name for name in DELTA_BASELINES if name not in quick)
+    names = settings.against or DELTA_BASELINES
     (torch,), platform = import_torch(), jax.default_backend()
     if platform not in ("cpu", "gpu") or (platform == "gpu" and not torch.cuda.is_available()):
         raise InvalidParameterError(

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from verax import builtin, checkpoint, models
-from verax.bench.embed.baselines import Encode, cosine_distance, fastest_way, find_ways, one_by_one, transformers_encode
+from verax.bench.embed.baselines import Encode, fastest_way, find_ways, one_by_one, transformers_encode
 from verax.bench.harness import Benchmark, case_result, checkpoint_folder, product_weights, time_sides
-from verax.bench.results import rounds, sides_table, slug, table
+from verax.bench.results import rounds, sides_table, slug
 from verax.bench.settings import EmbedSettings
 from verax.compare.outputs import compare_vectors
 from verax.embed.encoder import Encoder
@@ -43,6 +43,12 @@ PHRASES = (
     ("near the station", "at the market in Delhi", "without telling anybody", "because it rained", "by mistake"),
 )
 """Parts of the sentences, one of each in a sentence: 7,200 sentences of 6 to 17 words."""
+
+
+ACCURACY = (
+    "Vectors are compared with verax's in float32: the largest difference of a number and distance of a sentence, the "
+    "share of sentences whose nearest other one is the same, and Spearman's correlation of all pairs' cosines."
+)
 
 
 def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
@@ -87,9 +93,8 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
     model = model_name(settings.model) if settings.model else f"random weights, {SHAPES[settings.shapes][0]} shapes"
     sizes = {"tokens": sum(lengths), "shortest": min(lengths), "longest": max(lengths)}
     asked, precision = asdict(settings) | {"model": model, "shapes": shapes} | sizes, str(quantization or dtype)
-    tables = [sides_table([case], "sentences/s")]
-    if accuracy:
-        tables.append(_accuracy_table(accuracy))
+    for name, distances in accuracy.items():
+        case["sides"][name] |= distances
     notes = []
     if latency:
         means = (f"{name} {1e3 / side['rate']:.2f} ms" for name, side in case["sides"].items())
@@ -108,7 +113,7 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
         f"{compiled} programs compiled afterwards. The limit is for the weights and their products.",
         settings=asked,
         versions=versions,
-        tables=tables,
+        tables=[sides_table([case], "sentences/s", note=ACCURACY if accuracy else "")],
         notes=notes,
         cases=[case],
         first_s=first_s,
@@ -140,24 +145,8 @@ def _folder(model: str | None, shapes: str) -> Iterator[Path]:
 def _accuracy(reference: np.ndarray, vectors: np.ndarray) -> dict[str, float | None]:
     alike = compare_vectors(reference, vectors)
     return {
-        "largest_difference": float(np.abs(vectors - reference).max()),
-        "cosine_distance": cosine_distance(vectors, reference),
+        "largest_difference": alike.max_error,
+        "cosine_distance": 1 - alike.min_cosine,
         "same_nearest": alike.same_nearest,
         "rank_correlation": alike.rank_correlation,
     }
-
-
-def _accuracy_table(accuracy: dict[str, Any]) -> dict[str, Any]:
-    cell = lambda key, form: lambda row: "-" if row[1][key] is None else format(row[1][key], form)
-    columns = {
-        "side": lambda row: row[0],
-        "difference of a number": cell("largest_difference", ".1e"),
-        "1 - cosine": cell("cosine_distance", ".1e"),
-        "same nearest": cell("same_nearest", ".1%"),
-        "rank correlation": cell("rank_correlation", ".5f"),
-    }
-    note = (
-        "Vectors compared with verax's in float32: the largest distance of any sentence; the share of "
-        "sentences whose nearest other one is the same, and Spearman's correlation of all pairs' cosines."
-    )
-    return table(accuracy.items(), columns, note=note)

@@ -270,25 +270,22 @@ def _generate_in_torch(torch: Any, model: Any, temperature: float, prompts: list
 def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
     """Name, title, intro, tables and notes of a result."""
     precision = settings["quantization"] or settings["dtype"]
-    count, workload = settings["requests"], settings["workload"]
-    start = measured["start_up"]
-    drafts, case = settings["speculative_config"], measured["cases"][0]
+    count, workload, start = settings["requests"], settings["workload"], measured["start_up"]
+    drafts, shapes = settings["speculative_config"], settings["shapes"]
+    grew = f" (memory grew by {start['load_peak_gb']:.2f} GB at most)" if start["load_peak_gb"] else ""
     notes = [
-        f"Start-up: weights of {start['weights_gb']:.2f} GB in {start['load_s']:.1f} s"
-        + (f" (memory grew by {start['load_peak_gb']:.2f} GB at most)" if start["load_peak_gb"] else "")
-        + f", {start['programs']} programs in {start['compile_s']:.1f} s; {start['compiled_during_runs']} compiled "
-        f"during the runs. Cache: {start['kv_cache']}.",
+        f"Start-up: weights of {start['weights_gb']:.2f} GB in {start['load_s']:.1f} s{grew}, {start['programs']} "
+        f"programs in {start['compile_s']:.1f} s; {start['compiled_during_runs']} compiled during the runs. Cache: "
+        f"{start['kv_cache']}."
     ]
-    if "spec_decode" in measured:
-        counts = measured["spec_decode"]
+    if counts := measured.get("spec_decode"):
         notes.append(
             f"Drafts of at most {drafts['num_speculative_tokens']} tokens: {counts['num_accepted_tokens']} of "
             f"{counts['num_draft_tokens']} held ({counts['acceptance_rate']:.0%}), in {counts['num_drafts']} steps of "
             "a sequence, warm-up included."
         )
-    tables = [sides_table([case], "tokens/s")]
-    if "decode_breakdown" in measured:
-        step = measured["decode_breakdown"]
+    tables = [sides_table(measured["cases"], "tokens/s")]
+    if step := measured.get("decode_breakdown"):
         parts = {**step["parts_ms"], "host (while the device computes)": step["host_ms"]}
         note = (
             f"A step of {step['rows']} sequences of about {step['length']} tokens: {step['whole_ms']:.1f} ms, "
@@ -299,9 +296,9 @@ def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str,
         tables.append(table(parts.items(), columns, title="Parts of a decode step", note=note))
     return {
         "name": slug(
-            settings["model"] if settings["shapes"] is None else "",
+            settings["model"] if shapes is None else "",
             workload,
-            settings["shapes"] if settings["shapes"] not in (None, "qwen3") else "",
+            shapes if shapes not in (None, "qwen3") else "",
             precision,
             "drafts" if drafts else "",
             "" if count == USUAL_PROMPTS.get(workload, count) else f"{count} prompt{'s' if count > 1 else ''}",
