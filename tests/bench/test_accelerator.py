@@ -13,7 +13,7 @@ from verax.bench.results import markdown, write
 from verax.bench.settings import AcceleratorSettings
 from verax.errors import InvalidParameterError
 
-GPU = {"platform": "gpu", "device_kind": "NVIDIA H200", "devices": ["NVIDIA H200 (cuda:0)"]}
+GPU = {"platform": "gpu", "devices": ["NVIDIA H200 (cuda:0)"]}
 RESULT = {"intro": "Work.", "tables": [{"title": "", "columns": ["side", "s"], "rows": [["verax", "1"]]}]}
 
 
@@ -48,7 +48,7 @@ def test_finished_parts_are_skipped_and_failed_ones_run_again(machine, tmp_path)
     assert (ran, second["complete"], list(second["parts"])) == (["delta"], True, list(PARTS))
 
 
-@pytest.mark.parametrize("change", [{"device_kind": "NVIDIA H100 80GB HBM3"}, {"rehearse": True}])
+@pytest.mark.parametrize("change", [{"devices": ["NVIDIA H100 80GB HBM3 (cuda:0)"]}, {"rehearse": True}])
 def test_parts_of_another_device_or_of_a_rehearsal_do_not_count(machine, tmp_path, change):
     ran, _, device = machine
     run_parts(tmp_path, only=["delta"], rehearse=change.pop("rehearse", False))

@@ -40,12 +40,6 @@ LONGEST_NOTE = 160
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 """Baselines need some of the device's memory too, of which JAX would take three quarters at once."""
 
-FINGERPRINT = """
-import json, jax
-from verax.machine import fingerprint
-print(json.dumps({**fingerprint(), "device_kind": jax.devices()[0].device_kind}))
-"""
-
 
 class Part(NamedTuple):
     """One command of a list.
@@ -196,7 +190,7 @@ def bench_accelerator(settings: AcceleratorSettings) -> dict[str, Any]:
     machine = find_device(folder)
     if machine["platform"] == "cpu" and not rehearse:
         raise InvalidParameterError("rehearse: JAX has no GPU or TPU here; --rehearse runs the parts at tiny sizes")
-    run = {"device": machine["device_kind"], "rehearse": rehearse}
+    run = {"device": machine["devices"][0], "rehearse": rehearse}
     records: dict[str, Any] = {}
     with progress.bar("running parts") as report:
         for name in names:
@@ -214,7 +208,7 @@ def bench_accelerator(settings: AcceleratorSettings) -> dict[str, Any]:
                     if record["result"] is not None and "machine" in record["result"]:
                         write(record["result"], folder)
             records[name] = record
-    title = f"Accelerator: {machine['device_kind']}"
+    title = f"Accelerator: {run['device']}"
     return {
         **page,
         "title": title + (" (a rehearsal at tiny sizes: its numbers have no meaning)" if rehearse else ""),
@@ -285,17 +279,15 @@ def run_command(words: Sequence[str], log: Path, seconds: float) -> dict[str, An
 
 
 def find_device(folder: Path) -> dict[str, Any]:
-    """Fingerprint of the machine, with JAX's name of the device as `device_kind`.
-
-    Another process finds it: this one must not hold a part of the device's memory.
+    """Fingerprint of the machine, from another process: this one must not hold a part of the device's memory.
 
     Raises:
         VeraxError: if JAX does not start.
     """
-    record = run_command(["-c", FINGERPRINT], folder / "device.log", DEVICE_SECONDS)
+    record = run_command(["-m", "verax", "info", "--json", "--no-measure"], folder / "device.log", DEVICE_SECONDS)
     if record["error"] or record["result"] is None:
         raise VeraxError(f"JAX does not start: {record['error'] or record['note']}")
-    return record["result"]
+    return record["result"]["machine"]
 
 
 def bench_reports(settings: ReportsSettings) -> dict[str, Any]:
