@@ -370,22 +370,18 @@ def checkpoint_folder(
         yield checkpoint.save(weights, name, config=config, **options)
 
 
-def count_products(function: Callable[..., Any], *arguments: Any, **implementations: str) -> tuple[int, int]:
-    """Floating-point operations of a function's products, loops counted turn by turn, and bytes that it has to move.
+def count_products(function: Callable[..., Any], *arguments: Any, **implementations: str) -> int:
+    """Floating-point operations of a function's products, loops counted turn by turn.
 
     The function is traced with the reference implementations of all operations, whose products can be seen, and nothing
-    runs. Bytes are the arguments that it reads, and its results.
+    runs.
 
     Args:
         function: of `arguments`, trees of arrays or of their shapes and dtypes.
         implementations: other implementations than the reference, by operation.
     """
     with ops.use_implementations(**(dict.fromkeys(ops.operations(), "reference") | implementations)):
-        traced = jax.make_jaxpr(lambda *leaves: function(*leaves))(*arguments).jaxpr
-    read = {id(variable) for equation in traced.eqns for variable in equation.invars}
-    moved = [variable.aval for variable in traced.invars if id(variable) in read]
-    moved += [variable.aval for variable in traced.outvars]
-    return _products(traced), sum(math.prod(array.shape) * array.dtype.itemsize for array in moved)
+        return _products(jax.make_jaxpr(lambda *leaves: function(*leaves))(*arguments).jaxpr)
 
 
 def _products(jaxpr: Any) -> int:

@@ -451,7 +451,7 @@ def _side(impl: str, function: Callable[..., Any], *arguments: Any) -> Side:
     Every implementation but the reference factors the products of whole chunks (docs/lam.md).
     """
     shown = impl if impl == "reference" else "factored"
-    flops, _ = count_products(function, *arguments, hierarchical_rule=shown, local_rule=shown)
+    flops = count_products(function, *arguments, hierarchical_rule=shown, local_rule=shown)
     return jax_side(function, *arguments, flops=flops)
 
 

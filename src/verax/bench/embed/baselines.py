@@ -111,25 +111,23 @@ class Batches:
         return {f"{setting}, {words(size)}": partial(encode, size=size) for size in sizes}
 
 
-def fastest_way(ways: Mapping[str, Encode], texts: list[str], *, latency: bool) -> tuple[Encode, dict[str, Any]]:
+def fastest_way(ways: Mapping[str, Encode], texts: list[str]) -> tuple[Encode, dict[str, Any]]:
     """Time all ways in turn, and take the one of the smallest median, of those whose vectors are the first one's.
 
     Args:
         ways: of one model.
         texts: what the benchmark encodes, of which the first are tried.
-        latency: each text in a call of its own.
 
     Returns:
         The function, and the name of its way, sentences/s of each way in the trial, and the wrong ways' distances.
     """
     sample = texts[:TRIAL_TEXTS]
-    call = partial(one_by_one, texts=sample) if latency else lambda encode: encode(sample)
     chosen, rates, wrong = next(iter(ways)), {}, {}
     if len(ways) > 1:
         first = ways[chosen](sample)
-        apart = {name: 1 - compare_vectors(first, call(encode)).min_cosine for name, encode in ways.items()}
+        apart = {name: 1 - compare_vectors(first, encode(sample)).min_cosine for name, encode in ways.items()}
         wrong = {name: distance for name, distance in apart.items() if distance > MOST_APART}
-        trials = time_sides({name: partial(call, encode) for name, encode in ways.items()}, runs=TRIAL_RUNS)
+        trials = time_sides({name: partial(encode, sample) for name, encode in ways.items()}, runs=TRIAL_RUNS)
         rates = {name: len(sample) / side.median for name, side in trials.items()}
         chosen = max((name for name in ways if name not in wrong), key=lambda name: rates[name])
     return ways[chosen], {"way": chosen, "trials": rates, "wrong": wrong}

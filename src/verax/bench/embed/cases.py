@@ -69,7 +69,7 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
                 encoders[name], theirs = transformers_encode(folder, dtype, encoder.settings, batch_size)
             else:
                 side, ways, theirs = find_ways(library, folder, precision or dtype, encoder.settings, texts, settings)
-                encoders[side], chosen[side] = fastest_way(ways, texts, latency=latency)
+                encoders[side], chosen[side] = fastest_way(ways, texts)
             versions |= theirs
         encoders["verax"] = partial(encoder.encode, batch_size=batch_size, show_progress=False)
         calls = {name: partial(one_by_one, e, texts) if latency else partial(e, texts) for name, e in encoders.items()}

@@ -119,11 +119,16 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
         title=f"Serve: {name}",
         intro=f"{f'a GGUF file of {gguf}, which all sides read' if gguf else precision}, at most {max_num_seqs} "
         f"sequences in a step; {_requests(traffic)}; {rounds(asked)}. The client runs on the same machine. "
-        "Latencies are mean, p50 / p90 / p99 of complete answers, without slow readers.",
+        "Latencies are mean, p50 / p90 / p99 of complete answers, without slow readers. Ratios are of output tokens per "
+        "second, with P10-P90 of the rounds.",
         settings=asked,
         versions=versions,
-        tables=[_table(case, goodput) for case in cases],
-        notes=[note for case in cases for note in _case_notes(case)],
+        tables=[_table(cases, goodput)],
+        notes=[
+            "- {case}: of {checked} answers asked for again without load, {identical} were identical, {failed} failed; "
+            "{lost} streams were lost.".format(**case, **case["check"])
+            for case in cases
+        ],
         cases=cases,
     )
 
@@ -274,45 +279,35 @@ def _requests(traffic: TrafficSettings) -> str:
     return words
 
 
-def _table(case: Mapping[str, Any], limits: Mapping[str, float]) -> dict[str, Any]:
-    def latency(key: str) -> Callable[[Any], str]:
-        def cell(row: Any) -> str:
-            times = row[1]["latency_ms"][key]
-            return "-" if times is None else "{mean:.1f}, {p50:.1f} / {p90:.1f} / {p99:.1f}".format(**times)
+def _table(cases: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) -> dict[str, Any]:
+    """Table with a row for each side of each load."""
 
-        return cell
+    def latency(name: str) -> Callable[[Any], str]:
+        form = "{mean:.1f}, {p50:.1f} / {p90:.1f} / {p99:.1f}"
+        return lambda row: "-" if row[2]["latency_ms"][name] is None else form.format(**row[2]["latency_ms"][name])
 
+    def faster(row: Any) -> str:
+        case, name, _ = row
+        return (
+            f"{case['ratios'][name]:.2f}x ({low_high(*case['ratio_p10_p90'][name])})" if name in case["ratios"] else ""
+        )
+
+    low_high = "{:.2f}-{:.2f}".format
     columns: dict[str, Callable[[Any], object]] = {
-        "side": lambda row: row[0],
-        "requests": lambda row: row[1]["completed"],
-        "req/s": lambda row: f"{row[1]['requests_per_s']:.2f}",
-        "output tokens/s": lambda row: f"{row[1]['output_tokens_per_s']:.1f}",
-        **{f"{'E2E' if key == 'e2el' else key.upper()} ms": latency(key) for key in load_test.LATENCIES},
+        "load": lambda row: row[0]["case"],
+        "side": lambda row: row[1],
+        "requests": lambda row: row[2]["completed"],
+        "req/s": lambda row: f"{row[2]['requests_per_s']:.2f}",
+        "output tokens/s": lambda row: f"{row[2]['output_tokens_per_s']:.1f}",
+        **{f"{'E2E' if name == 'e2el' else name.upper()} ms": latency(name) for name in load_test.LATENCIES},
+        f"{cases[0]['chosen']} is faster by": faster,
+        "disconnected": lambda row: row[2]["disconnected"],
+        "failed": lambda row: ", ".join(f"{count} x {kind}" for kind, count in row[2]["errors"].items()),
     }
     if limits:
         words = ", ".join(f"{name} {limit:g} ms" for name, limit in limits.items())
-        columns[f"goodput ({words}) req/s"] = lambda row: f"{row[1]['goodput_requests_per_s']:.2f}"
-    return table(case["sides"].items(), columns, title=case["case"])
-
-
-def _case_notes(case: Mapping[str, Any]) -> list[str]:
-    begin, notes = f"- {case['case']}:", []
-    for name, ratio in case["ratios"].items():
-        low, high = case["ratio_p10_p90"][name]
-        notes.append(
-            f"{begin} {case['chosen']} / {name}, output tokens per second: {ratio:.2f}x (P10-P90 of rounds "
-            f"{low:.2f}-{high:.2f})."
-        )
-    for name, side in case["sides"].items():
-        left = [f"{side['disconnected']} clients disconnected"] if side["disconnected"] else []
-        failures = [f"{count} x {kind}" for kind, count in side["errors"].items()]
-        notes += [f"{begin} {name}: {'; '.join(left + failures)}."] if left or failures else []
-    check = case["check"]
-    return [
-        *notes,
-        f"{begin} of {check['checked']} answers asked for again without load, {check['identical']} were identical, "
-        f"{check['failed']} failed; {check['lost']} streams were lost.",
-    ]
+        columns[f"goodput ({words}) req/s"] = lambda row: f"{row[2]['goodput_requests_per_s']:.2f}"
+    return table(((case, *side) for case in cases for side in case["sides"].items()), columns)
 
 
 BUILT = Path("build/llama.cpp/bin/llama-server")

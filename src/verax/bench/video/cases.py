@@ -121,7 +121,7 @@ def break_even(compile_s: float, ours_s: float, theirs_first_s: float, theirs_s:
 def _case(todo: Work, frames: int, settings: VideoSettings) -> tuple[dict[str, Any], dict[str, Any]]:
     """A stage timed on all sides, and the versions of the others."""
     component = todo.component
-    products, moved = count_products(todo.run, component.shapes, *todo.shapes)
+    products = count_products(todo.run, component.shapes, *todo.shapes)
     versions: dict[str, Any] = {}
     others: dict[str, dict[str, Any]] = {}
     with component.weights() as weights:
@@ -147,7 +147,7 @@ def _case(todo: Work, frames: int, settings: VideoSettings) -> tuple[dict[str, A
         samples = time_sides(sides, runs=settings.runs, warmup=settings.warmup, title=f"measuring: {todo.stage}")
     for name, other in others.items():
         other["break_even"] = break_even(compile_s, samples["verax"].median, other["first_s"], samples[name].median)
-    more = {"flops": float(products), "bytes_moved": moved, "compile_s": compile_s, "compile_cached_s": cached_s}
+    more = {"flops": float(products), "compile_s": compile_s, "compile_cached_s": cached_s}
     case = case_result(f"{TITLES[todo.stage]}, {frames} frames", "verax", samples, float(products), **more)
     for name, other in others.items():
         case["sides"][name] |= other
