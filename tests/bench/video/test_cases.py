@@ -67,8 +67,8 @@ def test_the_cost_of_teacache_is_measured_by_threshold(monkeypatch, tmp_path):
     assert result["thresholds"][0]["psnr"] == [None, None]
     assert result["thresholds"][1]["psnr"] == pytest.approx([20 * np.log10(255 / off) for off in (1, 2)])
     page = markdown(result)
-    assert "| 0.1 | 5 of 8 | 2 | 2.00 | no difference |" in page
-    assert "| 0.2 | 5 of 8 | 2 | 2.00 | 45.1 | 42.1 |" in page
+    assert "| 0.1 | 5 of 8 | 2.00 | 2.00 | no difference |" in page
+    assert "| 0.2 | 5 of 8 | 2.00 | 2.00 | 45.1 | 42.1 |" in page
     assert (result["subject"], result["name"]) == ("video", "teacache-tiny")
 
 

@@ -119,8 +119,8 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
         title=f"Serve: {name}",
         intro=f"{f'a GGUF file of {gguf}, which all sides read' if gguf else precision}, at most {max_num_seqs} "
         f"sequences in a step; {_requests(traffic)}; {rounds(asked)}. The client runs on the same machine. "
-        "Latencies are mean, p50 / p90 / p99 of complete answers, without slow readers. Ratios are of output tokens per "
-        "second, with P10-P90 of the rounds.",
+        "Latencies are mean, p50 / p90 / p99 of complete answers, without slow readers. Ratios are of output tokens "
+        "per second, with P10-P90 of the rounds.",
         settings=asked,
         versions=versions,
         tables=[_table(cases, goodput)],
@@ -288,11 +288,10 @@ def _table(cases: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) -> d
 
     def faster(row: Any) -> str:
         case, name, _ = row
-        return (
-            f"{case['ratios'][name]:.2f}x ({low_high(*case['ratio_p10_p90'][name])})" if name in case["ratios"] else ""
-        )
+        if name not in case["ratios"]:
+            return ""
+        return "{:.2f}x ({:.2f}-{:.2f})".format(case["ratios"][name], *case["ratio_p10_p90"][name])
 
-    low_high = "{:.2f}-{:.2f}".format
     columns: dict[str, Callable[[Any], object]] = {
         "load": lambda row: row[0]["case"],
         "side": lambda row: row[1],
