@@ -181,10 +181,6 @@ class EmbedSettings(_Timed, _OfModel):
     )
 
 
-STAGES = ("transformer", "vae", "text")
-"""Stages of a video pipeline."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class VideoSettings(_Timed):
     """Stages of SkyReels-V2's pipeline with random weights in its real sizes, compared with diffusers.
@@ -200,14 +196,14 @@ class VideoSettings(_Timed):
     size: str = option(
         "1.3b", "1.3b or 14b: image to video. 5b: text and image. tiny.", choices=("1.3b", "14b", "5b", "tiny")
     )
-    stage: Any = listed("transformer,vae", "transformer, vae, text, with commas, or all.", (*STAGES, "all"))
+    stage: Any = listed("transformer,vae", "transformer, vae, with commas.", ("transformer", "vae"))
     frames: Any = listed("9", "Frames of the clip, 4n + 1; a case each.", kind=int)
     height: int = option(272, "Pixels, divisible by 16.")
     width: int = option(480, "Pixels, divisible by 16.")
     memory: Any = listed(
         None, "Implementations whose memory is planned, which runs nothing: auto,chunked,standard,flash."
     )
-    layers: int | None = option(None, "Layers of transformer and text encoder.", low=1, shown="all")
+    layers: int | None = option(None, "Layers of the transformer.", low=1, shown="all")
     against: Any = against("diffusers", "torch.compile", "openvino")
     dtype: str = option("bfloat16", "bfloat16 or float32.", choices=("bfloat16", "float32"))
 
@@ -215,8 +211,6 @@ class VideoSettings(_Timed):
         super().__post_init__()
         if self.runs == 0 and not self.memory:
             raise InvalidParameterError("runs: 0 measures nothing; with memory it is memory only")
-        if "all" in self.stage:
-            object.__setattr__(self, "stage", STAGES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +278,6 @@ SECTIONS = {
     "rule": "LAM's published rule by itself",
     "layer": "LAM's layer",
     "gated": "The exact gated delta rule",
-    "gradient": "The exact gated delta rule, forward and backward",
     "decode": "A decode step of the gated rule",
     "encoder": "LAM's sentence encoder",
 }

@@ -69,35 +69,6 @@ def test_failures_are_shown_by_kind():
         assert words in page
 
 
-URL = ["--url", "http://127.0.0.1:1/v1"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([*URL, "--against", "offline", "--vocab-size", "9"], "model: with a url"),
-        (URL, "vocab_size: with a url"),
-        (["--shapes", "llama"], "shapes: expected one of qwen3, qwen3-8b, hybrid, moe"),
-        (["--shapes", "qwen3", "--model", "somewhere"], "shapes: random weights stand for a model"),
-        (["--concurrency", "1", "--request-rate", "1"], "give one of them"),
-        (["--concurrency", "0"], "concurrency: expected at least 1"),
-        (["--request-rate", "-1"], "request_rate: expected more than 0"),
-        (["--goodput", "p99:1"], "goodput: expected"),
-        (["--concurrency", "1.5"], "expected whole numbers such as 1,8, got '1.5'"),
-        (["--duration", "0"], "duration: expected a number of more than 0"),
-        (["--disconnect", "20"], "'--disconnect': Input should be less than or equal to 1"),
-        (["--against", "llama.cpp", "--llama-server", "/nowhere/llama-server"], "build it with make llama-server"),
-        (["--against", "vllm"], "against: expected offline, async, llama.cpp, got 'vllm'"),
-        ([*URL, "--vocab-size", "500"], "http://127.0.0.1:1/v1/models: "),
-    ],
-)
-def test_the_command_refuses_nonsense_in_one_line(bench, arguments, message):
-    status, _, error = bench("serve", *arguments)
-    assert status in (1, 2)
-    assert error.count("\n") == 1
-    assert message in error
-
-
 @pytest.mark.parametrize(
     ("load", "names"),
     [

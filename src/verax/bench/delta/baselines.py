@@ -176,9 +176,8 @@ def torch_side(
     flops: int | None = None,
     dtypes: Sequence[str] = ("float32",),
     compiled: bool = False,
-    gradients: bool = False,
 ) -> Side:
-    """A PyTorch call, which may take gradients only with `gradients`.
+    """A PyTorch call.
 
     Args:
         function: of `arguments`.
@@ -188,7 +187,7 @@ def torch_side(
     """
 
     def call() -> list[Any]:
-        with torch.inference_mode(not gradients):
+        with torch.inference_mode():
             outputs = [x for x in jax.tree.leaves(function(*arguments)) if isinstance(x, torch.Tensor)]
         if outputs[0].device.type == "cuda":
             torch.cuda.synchronize()

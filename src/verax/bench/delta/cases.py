@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -54,8 +53,7 @@ def bench_delta(settings: DeltaSettings) -> dict[str, Any]:
         makers: dict[str, Callable[[], Iterable[Case]]] = {
             "rule": lambda: (_rule_case(*one, baselines) for one in configurations.items()),
             "layer": lambda: (_layer_case(*one, baselines) for one in configurations.items()),
-            "gated": lambda: _sequence_cases("gated", configurations, baselines),
-            "gradient": lambda: _sequence_cases("gradient", configurations, baselines),
+            "gated": lambda: _sequence_cases(configurations, baselines),
             "decode": lambda: [_gated_case("decode", "Step", DECODE, "float32", baselines)],
             "encoder": lambda: _encoder_cases(baselines),
         }
@@ -170,16 +168,7 @@ ROUNDED_TOLERANCE = 2e-2
 """Error against float64 in bfloat16."""
 
 INPUTS = ("q", "k", "v", "g", "beta")
-"""Inputs, and the order of their gradients."""
-
-GRADIENT_TOLERANCE = {"float32": 2e-2, "bfloat16": 0.1}
-"""Error against the recurrence in float32. Gradients of the decay are differences of large sums."""
-
-SEGMENT = 64
-"""Tokens whose states are held at a time for the expected gradients; the states of a long sequence do not fit."""
-
-BACKWARD = 3
-"""Products of forward and backward over the products of forward alone: each has two in its gradient."""
+"""Inputs of the rule."""
 
 Arrays = Mapping[str, Any]
 
@@ -203,109 +192,49 @@ def gated_rule_bytes(L: int, N: int, H: int, K: int, V: int, *, size: int = 4) -
     return L * H * size * (2 * K + 2 * V + 2) + 2 * 4 * N * H * K * V
 
 
-def _sequence_cases(
-    section: str, configurations: Mapping[str, tuple[int, int, int]], baselines: Baselines
-) -> Iterator[Case]:
-    """The report's configurations, forward (`gated`) or forward and backward (`gradient`); a long one on a GPU too."""
+def _sequence_cases(configurations: Mapping[str, tuple[int, int, int]], baselines: Baselines) -> Iterator[Case]:
+    """The report's configurations, and a long sequence in bfloat16 on a GPU."""
     for name, (B, n, C) in configurations.items():
-        yield _gated_case(section, name, (B, n * C, HEADS, SIZE), "float32", baselines)
+        yield _gated_case("gated", name, (B, n * C, HEADS, SIZE), "float32", baselines)
     if baselines.device == "cuda":
-        yield _gated_case(section, "Long", GPU_SHAPE, "bfloat16", baselines)
+        yield _gated_case("gated", "Long", GPU_SHAPE, "bfloat16", baselines)
 
 
 def _gated_case(section: str, name: str, shape: tuple[int, int, int, int], dtype: str, baselines: Baselines) -> Case:
     """Case of `shape`: batch, tokens, heads and their size.
 
-    `gradient` has the chunked implementations only, forward and backward. `decode` is one token of many sequences:
-    reading and writing their states should be all of the time. Our state is donated there, as an engine's is: each call
-    takes what the call before it left. The others make a new one.
+    `decode` is one token of many sequences: reading and writing their states should be all of the time. Our state is
+    donated there, as an engine's is: each call takes what the call before it left. The others make a new one.
     """
     B, T, H, D = shape
-    rng, gradient, decode = np.random.default_rng(1), section == "gradient", section == "decode"
-    arrays = _inputs(*shape, dtype)
-    state = rng.standard_normal((B, H, D, D), np.float32) if decode else np.zeros((B, H, D, D), np.float32)
-    given = rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype))  # gradients of the outputs
-    if gradient:
-        expected, tolerance = _expected_gradients(state, arrays, given), GRADIENT_TOLERANCE[dtype]
-    else:
-        tolerance = TOLERANCE.get((jax.default_backend(), dtype), ROUNDED_TOLERANCE)
-        expected = _exact(arrays, state)
-    times = BACKWARD if gradient else 1
-    count = lambda C=None, **options: times * gated_rule_flops(B * T, H, D, D, C, **options)
-    flops = {"native": count(NATIVE_CHUNK, solved=True)}
-    flops["chunk"] = count(CHUNK_SIZES.get(jax.default_backend(), CHUNK_SIZE))
-
-    def ours(implementation: str) -> Side:
-        products = count() if decode else flops.get(implementation, count())
-        if gradient:
-            return replace(jax_side(_gradients, state, arrays, given, flops=products), dtypes=(dtype,))
-        if decode:
-            return jax_side(_rule, arrays, flops=products, donated=state)
-        return jax_side(_rule, state, arrays, flops=products)
-
+    decode, arrays = section == "decode", _inputs(*shape, dtype)
+    state = np.random.default_rng(1).standard_normal((B, H, D, D), np.float32) * np.float32(decode)
+    count = lambda C=None, **options: gated_rule_flops(B * T, H, D, D, C, **options)
+    chunk = CHUNK_SIZES.get(jax.default_backend(), CHUNK_SIZE)
+    flops = {} if decode else {"native": count(NATIVE_CHUNK, solved=True), "chunk": count(chunk)}
+    given = {"donated": state} if decode else {}
+    arguments = (arrays,) if decode else (state, arrays)
     q, k, v, g, beta = (jnp.asarray(arrays[key], jnp.float32) for key in INPUTS)
     inputs, sides = (DeltaInputs(q, k, k, v, beta, g), jnp.asarray(state)), {}
     for impl in reversed(delta_recurrence.supporting(*inputs)):
-        if not gradient or impl.name in flops:
-            with ops.use_implementations(delta_recurrence=impl.name):
-                sides[f"verax {impl.name}"] = ours(impl.name)
-    chosen = f"verax {delta_recurrence.select(*inputs).name}"
-    chosen = chosen if chosen in sides else list(sides)[-1]
+        with ops.use_implementations(delta_recurrence=impl.name):
+            products = flops.get(impl.name, count())
+            sides[f"verax {impl.name}"] = jax_side(_rule, *arguments, flops=products, **given)
     torch = baselines.torch
     tensor = lambda x, dtype: torch.from_numpy(np.asarray(x, np.float32)).to(baselines.device, getattr(torch, dtype))
     tensors = [*(tensor(x, dtype) for x in arrays.values()), tensor(state, "float32")]
     for key, impl in baselines.gated.items():
         chunked = key.endswith("chunk")
-        if (gradient and not chunked) or (decode and chunked):
-            continue
-        run = lambda q, k, v, g, beta, initial, impl=impl: impl(
-            q, k, v, g=g, beta=beta, initial_state=initial, output_final_state=True
-        )
-        options: dict[str, Any] = {"dtypes": (dtype, "float32")}
-        if gradient:
-            options = {"dtypes": (dtype,), "gradients": True}
-            run = _gradients_in_torch(torch, run, tensor(given, dtype))
-        sides[key] = torch_side(torch, run, *tensors, flops=count(BASELINE_CHUNK if chunked else None), **options)
-    moved = times * gated_rule_bytes(B * T, B, H, D, D, size=arrays["q"].itemsize)
-    sizes = {"batch": B, "tokens": T, "heads": H, "size": D}
-    return Case(section, name, moved, chosen, sides, sizes, expected, tolerance)
-
-
-def _gradients_in_torch(torch: Any, rule: Callable[..., Any], given: Any) -> Callable[..., Any]:
-    def run(*arguments: Any) -> Any:
-        *inputs, initial = arguments
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        return torch.autograd.grad(rule(*leaves, initial)[0], leaves, given)
-
-    return run
-
-
-def _gradients(state: jax.Array, arrays: Arrays, given: jax.Array) -> tuple[jax.Array, ...]:
-    forward, pull = jax.vjp(lambda arrays: ops.gated_delta_rule(**arrays, initial_state=state)[0], arrays)
-    (gradients,) = pull(given.astype(forward.dtype))
-    return tuple(gradients[name] for name in INPUTS)
-
-
-def _expected_gradients(state: np.ndarray, arrays: Arrays, given: np.ndarray) -> list[np.ndarray]:
-    """Gradients of the recurrence token by token, in float32."""
-    exact = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
-    B, T, H, D = given.shape
-    size = math.gcd(T, SEGMENT)
-
-    @jax.checkpoint
-    def segment(state: jax.Array, arrays: Arrays) -> tuple[jax.Array | None, jax.Array]:
-        outputs, state_after = _rule(state, arrays)
-        return state_after, outputs
-
-    def outputs(arrays: Arrays) -> jax.Array:
-        segmented = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(B, T // size, size, *x.shape[2:]), 1, 0), arrays)
-        _, segments = jax.lax.scan(segment, jnp.asarray(state), segmented)
-        return jnp.moveaxis(segments, 0, 1).reshape(B, T, H, D)
-
-    with ops.use_implementations(delta_recurrence="reference"), jax.default_matmul_precision("highest"):
-        pull = jax.jit(lambda arrays, given: jax.vjp(outputs, arrays)[1](given)[0])
-        gradients = pull(exact, given.astype(np.float32))
-    return [np.asarray(gradients[name], np.float64) for name in INPUTS]
+        if not (decode and chunked):
+            run = lambda q, k, v, g, beta, initial, impl=impl: impl(
+                q, k, v, g=g, beta=beta, initial_state=initial, output_final_state=True
+            )
+            products = count(BASELINE_CHUNK if chunked else None)
+            sides[key] = torch_side(torch, run, *tensors, flops=products, dtypes=(dtype, "float32"))
+    moved = gated_rule_bytes(B * T, B, H, D, D, size=arrays["q"].itemsize)
+    chosen, sizes = delta_recurrence.select(*inputs).name, {"batch": B, "tokens": T, "heads": H, "size": D}
+    tolerance = TOLERANCE.get((jax.default_backend(), dtype), ROUNDED_TOLERANCE)
+    return Case(section, name, moved, f"verax {chosen}", sides, sizes, _exact(arrays, state), tolerance)
 
 
 def _exact(arrays: Arrays, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -376,12 +305,11 @@ def _rule_case(name: str, shape: tuple[int, int, int], baselines: Baselines) -> 
     rule = HierarchicalInputs(*arrays, ResonanceFlux(_array(flux.W_bilinear), _array(flux.temp), *networks))
     operation, ours = ops.operations()["hierarchical_rule"], {}
     run = lambda *inputs: ops.hierarchical_delta_rule(*inputs, chunk_size=C)
-    for impl in (impl.name for impl in reversed(operation.supporting(rule, chunk_size=C))):
-        with ops.use_implementations(hierarchical_rule=impl):
-            ours[impl] = _side(impl, run, *rule)
+    for impl in reversed(operation.supporting(rule, chunk_size=C)):
+        with ops.use_implementations(hierarchical_rule=impl.name):
+            ours[impl.name] = _side(impl.name, run, *rule)
     moved = _nbytes(arrays) + q.nbytes + 2 * 4 * B * H * K * K
-    chosen = operation.select(rule, chunk_size=C).name
-    return _lam_case("rule", name, _sizes(shape), moved, chosen, ours, theirs, baselines)
+    return _lam_case("rule", name, _sizes(shape), moved, ours, theirs, baselines)
 
 
 def _layer_case(name: str, shape: tuple[int, int, int], baselines: Baselines) -> Case:
@@ -402,7 +330,7 @@ def _layer_case(name: str, shape: tuple[int, int, int], baselines: Baselines) ->
 
     impl = _chosen_implementation("B")
     ours = {impl: _side(impl, run, weights, _array(x))}
-    return _lam_case("layer", name, _sizes(shape), _nbytes(weights) + 2 * x.nbytes, impl, ours, theirs, baselines)
+    return _lam_case("layer", name, _sizes(shape), _nbytes(weights) + 2 * x.nbytes, ours, theirs, baselines)
 
 
 def _encoder_cases(baselines: Baselines) -> Iterator[Case]:
@@ -442,7 +370,7 @@ def _encoder_case(name: str, variant: str, B: int, T: int, baselines: Baselines)
     ours = {impl: _side(impl, run, weights, jnp.asarray(tokens), jnp.asarray(mask))}
     # Only these tokens' rows of the embeddings.
     moved = _nbytes(weights) - 4 * LAM.hidden_size * (LAM.vocab_size - tokens.size)
-    return _lam_case("encoder", name, {"sentences": B, "tokens": T}, moved, impl, ours, theirs, baselines)
+    return _lam_case("encoder", name, {"sentences": B, "tokens": T}, moved, ours, theirs, baselines)
 
 
 def _side(impl: str, function: Callable[..., Any], *arguments: Any) -> Side:
@@ -467,13 +395,12 @@ def _lam_case(
     name: str,
     sizes: Mapping[str, int],
     moved: int,
-    chosen: str,
     ours: Mapping[str, Side],
     theirs: Theirs,
     baselines: Baselines,
 ) -> Case:
-    """Our implementations and every way to run the PyTorch one; the float64 result is the PyTorch one's."""
-    torch, skipped = baselines.torch, {}
+    """Case of our implementations, the chosen one last, and every way to run PyTorch's, whose float64 is expected."""
+    torch, skipped, chosen = baselines.torch, {}, list(ours)[-1]
     sides = {f"verax {impl}": side for impl, side in ours.items()}
     if "torch" in baselines.names:
         sides["torch"] = torch_side(torch, *theirs(baselines.reference))
