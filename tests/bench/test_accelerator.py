@@ -8,7 +8,7 @@ import typer
 
 from verax import cli
 from verax.bench import accelerator
-from verax.bench.accelerator import BENCH, PARTS, REPORTS, Part, bench_accelerator, run_command
+from verax.bench.accelerator import BENCH, PARTS, REPORTS, bench_accelerator, run_command
 from verax.bench.results import markdown, write
 from verax.bench.settings import AcceleratorSettings
 from verax.errors import InvalidParameterError
@@ -90,8 +90,8 @@ def test_the_command_lists_runs_and_says_by_its_status_whether_all_is_done(machi
 def test_the_commands_have_options_that_exist():
     commands_of = typer.main.get_command(cli.app).commands["bench"].commands
     commands = [f"{part.command} {part.tiny}" for part in PARTS.values() if "bench " in part.command]
-    parts = [part for report in REPORTS.values() for part in report.sections.values()]
-    for command in commands + [f"{part.command} {part.tiny}" for part in parts]:
+    sections = [words for report in REPORTS.values() for words in report.sections.values()]
+    for command in commands + [BENCH.format(" ".join(words)) for words in sections]:
         _, _, _, name, *options = shlex.split(command)
         commands_of[name].make_context(name, options)
 
@@ -117,11 +117,11 @@ def test_a_report_is_a_page_whose_sections_may_fail(monkeypatch, bench):
         error = "needs torch: pip install it" if failed else ""
         return {"result": None if failed else result, "error": error, "note": "", "seconds": 1.0}
 
-    sections = {"speed": Part("", BENCH.format("text --runs 5"), "--runs 1"), "parity": Part("", BENCH.format("ops"))}
+    sections = {"speed": ("text --runs 5", "--runs 1"), "parity": ("ops", "")}
     monkeypatch.setattr(accelerator, "REPORTS", {"one": accelerator.Report("One", "About one.", sections)})
     monkeypatch.setattr(accelerator, "run_command", run)
     status, page, _ = bench("reports", "--quick", "--only", "one")
     assert status == 0
-    assert asked == ["-m verax bench text --runs 5 --json --runs 1", "-m verax bench ops --json"]
+    assert asked == ["-m verax bench text --runs 5 --runs 1 --json", "-m verax bench ops --json"]
     assert "## Speed\n\nWork.\n\n| side | s |" in page
     assert "**Not run**: needs torch: pip install it." in page

@@ -39,7 +39,6 @@ REFUSED = [
     ("serve", ("--concurrency", "1", "--request-rate", "1"), "give one of them"),
     ("serve", ("--concurrency", "0"), "concurrency: expected at least 1"),
     ("serve", ("--request-rate", "-1"), "request_rate: expected more than 0"),
-    ("serve", ("--goodput", "p99:1"), "goodput: expected"),
     ("serve", ("--concurrency", "1.5"), "expected whole numbers such as 1,8, got '1.5'"),
     ("serve", ("--duration", "0"), "duration: expected a number of more than 0"),
     ("serve", ("--disconnect", "20"), "'--disconnect': Input should be less than or equal to 1"),

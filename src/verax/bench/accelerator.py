@@ -47,7 +47,7 @@ class Part(NamedTuple):
     Attributes:
         summary: what it measures, or the number that the project wants to reach on one H200.
         command: words after the Python interpreter, as a shell has them.
-        tiny: options that a rehearsal or a quick report adds; they replace the same options before them.
+        tiny: options that a rehearsal adds; they replace the same options before them.
     """
 
     summary: str
@@ -56,11 +56,11 @@ class Part(NamedTuple):
 
 
 class Report(NamedTuple):
-    """One page: its title, a sentence on the earlier port, and its sections."""
+    """One page: its title, a sentence on the earlier port, and the options of each section, with those of `--quick`."""
 
     title: str
     summary: str
-    sections: Mapping[str, Part]
+    sections: Mapping[str, tuple[str, str]]
 
 
 BENCH = "-m verax bench {} --json"
@@ -130,14 +130,12 @@ REPORTS: Mapping[str, Report] = {
         "Video compared with PyTorch: memory and speed",
         "The earlier port made 57 frames of 544 x 960 in 5 steps on a GPU: PyTorch in 20 s, the port in 130 s.",
         {
-            "memory": Part(
-                "of a forward pass, planned",
-                BENCH.format("video --runs 0 --memory standard,chunked,auto --frames 9,17,57 --height 544 --width 960"),
+            "memory": (
+                "video --runs 0 --memory standard,chunked,auto --frames 9,17,57 --height 544 --width 960",
                 "--layers 1",
             ),
-            "speed": Part(
-                "of each stage",
-                BENCH.format("video --frames 9,17,57 --against diffusers --runs 10"),
+            "speed": (
+                "video --frames 9,17,57 --against diffusers --runs 10",
                 "--frames 9,17 --height 64 --width 112 --layers 4 --runs 3",
             ),
         },
@@ -147,23 +145,15 @@ REPORTS: Mapping[str, Report] = {
         "The earlier port ran Qwen3-0.6B on a GPU: 37.5 tokens/s prompt by prompt, 117.0 batched, 76.1 with its JAX "
         "engine.",
         {
-            "generation": Part(
-                "Qwen3-0.6B's shapes", BENCH.format("text --against transformers"), "--max-tokens 16 --runs 3"
-            ),
-            "paged attention": Part("by batch", BENCH.format("ops --only paged --runs 15"), "--runs 5"),
+            "generation": ("text --against transformers", "--max-tokens 16 --runs 3"),
+            "paged attention": ("ops --only paged --runs 15", "--runs 5"),
         },
     ),
     "delta-rule": Report(
         "The hierarchical delta rule compared with PyTorch and Cython",
         "The earlier port reported 758x to 1958x; what remains of that is in "
         "[delta-comparison.md](../delta-comparison.md).",
-        {
-            "delta rule": Part(
-                "the rule and the layer",
-                BENCH.format("delta --only rule,layer --against torch,cython"),
-                "--configs Small,Medium --runs 3",
-            )
-        },
+        {"delta rule": ("delta --only rule,layer --against torch,cython", "--configs Small,Medium --runs 3")},
     ),
 }
 """Reports by the name of their page."""
@@ -297,8 +287,8 @@ def bench_reports(settings: ReportsSettings) -> dict[str, Any]:
     """
     check_names("only", [settings.only], REPORTS)
     report, tables, facts = REPORTS[settings.only], [], {}
-    for section, part in report.sections.items():
-        command = shlex.split(f"{part.command} {part.tiny if settings.quick else ''}")
+    for section, (words, fewer) in report.sections.items():
+        command = shlex.split(BENCH.format(f"{words} {fewer if settings.quick else ''}"))
         with tempfile.TemporaryDirectory(prefix="verax-bench-") as scratch:
             record = run_command(command, Path(scratch) / "log", REPORT_SECONDS)
         tables += _tables(section.capitalize(), "", record)

@@ -329,13 +329,13 @@ class TrafficSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings(TrafficSettings, _Engine):
-    """Load on a server that speaks OpenAI's API: throughput, latencies, goodput, and checks of the answers.
+    """Load on a server that speaks OpenAI's API: throughput, latencies, and checks of the answers.
 
     Examples:
 
         verax bench serve --against offline,async --concurrency 64
 
-        verax bench serve --url http://127.0.0.1:8000/v1 --vocab-size 32000 --request-rate 2,8 --goodput ttft:200
+        verax bench serve --url http://127.0.0.1:8000/v1 --vocab-size 32000 --request-rate 2,8
     """
 
     runs: int = option(3, "Counted rounds.", low=1)
@@ -351,9 +351,6 @@ class ServeSettings(TrafficSettings, _Engine):
     num_requests: int | None = option(None, "Requests of a run.", low=1, shown="2 a stream, 16 at least; 100", **_LOAD)
     duration: float | None = option(
         None, "Seconds of a run, instead of a number of requests.", low=0.0, above=True, **_LOAD
-    )
-    goodput: str | None = option(
-        None, "Milliseconds of a good request at most, such as ttft:200,tpot:50,e2el:5000.", **_LOAD
     )
     against: Any = against("offline", "async", "llama.cpp")
     checks: int = option(8, "Answers to ask for again without load, and compare.", low=0)

@@ -39,12 +39,12 @@ def server():
 
 def test_all_requests_are_accounted_for_and_the_result_is_written_read_and_compared(server, tmp_path):
     clients = dict(disconnect=0.2, slow_readers=0.1, input_tokens=4, output_tokens=6)
-    result = load_server(server, concurrency="4,2", num_requests=20, goodput="e2el:1e6", checks=3, runs=2, **clients)
+    result = load_server(server, concurrency="4,2", num_requests=20, checks=3, runs=2, **clients)
     for case in result["cases"]:
         side = case["sides"]["server"]
         assert side["requests"] == 20 * len(side["seconds"])
         assert side["completed"] + side["disconnected"] + sum(side["errors"].values()) == side["requests"]
-        assert side["disconnected"] > 0 < side["goodput_requests_per_s"]
+        assert side["disconnected"] > 0
         assert (case["check"]["identical"], case["check"]["checked"], case["check"]["lost"]) == (3, 3, 0)
     assert result["settings"]["traffic"]["vocab_size"] == 500
     prompts = [tuple(body["prompt"]) for body in server.bodies]
@@ -54,7 +54,7 @@ def test_all_requests_are_accounted_for_and_the_result_is_written_read_and_compa
     assert {row["name"] for row in comparison["rows"]} == {f"{name} / {n} streams / server" for n in (4, 2)}
     page = markdown(read[name])
     assert page.count("| server |") == 2
-    for words in ("| 4 streams | server |", "goodput (e2el 1e+06 ms) req/s", "| disconnected |"):
+    for words in ("| 4 streams | server |", "| disconnected |"):
         assert words in page
 
 

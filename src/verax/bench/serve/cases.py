@@ -47,7 +47,6 @@ RUNS_OF_A_CASE = 1000
 def bench_serve(settings: ServeSettings) -> dict[str, Any]:
     """Load a server and, interleaved, other sides with the same requests. With llama.cpp, all read one GGUF file."""
     url, against, loads = settings.url, settings.against, load_test.make_loads(settings)
-    goodput = load_test.goodput_limits(settings.goodput)
     program = find_llama_server(settings.llama_server) if "llama.cpp" in against else ""
     _raise_open_files()
     benchmark, gguf, cases = Benchmark("serve"), None, []
@@ -93,7 +92,7 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
                 sides[side](load, draw_requests(traffic, number), number=number)
             )
             for number, load in enumerate(loads):
-                case, answers = _run_case(run, load, list(sides), chosen, number, settings, goodput)
+                case, answers = _run_case(run, load, list(sides), chosen, number, settings)
                 case["check"] = runner.run(check_answers(client.complete, answers, number=settings.checks))
                 cases.append(case)
         finally:
@@ -106,7 +105,6 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
         "loads": [load.name for load in loads],
         "num_requests": [load.num_requests for load in loads],
         "duration": [load.duration for load in loads],
-        "goodput_ms": goodput,
     }
     same = ("url", "shapes", "against", "dtype", "quantization", "runs", "warmup")
     asked |= {name: getattr(settings, name) for name in same}
@@ -123,7 +121,7 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
         "per second, with P10-P90 of the rounds.",
         settings=asked,
         versions=versions,
-        tables=[_table(cases, goodput)],
+        tables=[_table(cases)],
         notes=[
             "- {case}: of {checked} answers asked for again without load, {identical} were identical, {failed} failed; "
             "{lost} streams were lost.".format(**case, **case["check"])
@@ -228,7 +226,6 @@ def _run_case(
     chosen: str,
     number: int,
     settings: ServeSettings,
-    goodput: Mapping[str, float],
 ) -> tuple[dict[str, Any], Sequence[Answer]]:
     """Run a load on all sides in turn; one of the result's cases, and the answers of the last run of `chosen`."""
     taken: dict[str, list[Run]] = {name: [] for name in sides}
@@ -241,9 +238,9 @@ def _run_case(
     case, rates = case_result(load.name, chosen, samples, 1.0), {}
     for name, runs in taken.items():
         counted, side = runs[-len(samples[name].seconds) :], case["sides"][name]
-        side |= load_test.summarise(counted, goodput)
+        side |= load_test.summarise(counted)
         side["rate"] = side["output_tokens_per_s"]
-        rates[name] = np.array([load_test.summarise([run], {})["output_tokens_per_s"] for run in counted])
+        rates[name] = np.array([load_test.summarise([run])["output_tokens_per_s"] for run in counted])
     # Ratios of output tokens per second: a round of a duration takes every side the same time.
     ratios = {name: rates[chosen] / rate for name, rate in rates.items() if name != chosen and rate.all()}
     case["ratios"] = {name: float(np.median(ratio)) for name, ratio in ratios.items()}
@@ -279,7 +276,7 @@ def _requests(traffic: TrafficSettings) -> str:
     return words
 
 
-def _table(cases: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) -> dict[str, Any]:
+def _table(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Table with a row for each side of each load."""
 
     def latency(name: str) -> Callable[[Any], str]:
@@ -303,9 +300,6 @@ def _table(cases: Sequence[Mapping[str, Any]], limits: Mapping[str, float]) -> d
         "disconnected": lambda row: row[2]["disconnected"],
         "failed": lambda row: ", ".join(f"{count} x {kind}" for kind, count in row[2]["errors"].items()),
     }
-    if limits:
-        words = ", ".join(f"{name} {limit:g} ms" for name, limit in limits.items())
-        columns[f"goodput ({words}) req/s"] = lambda row: f"{row[2]['goodput_requests_per_s']:.2f}"
     return table(((case, *side) for case in cases for side in case["sides"].items()), columns)
 
 
