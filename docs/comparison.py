@@ -1,7 +1,7 @@
 """Draws docs/comparison.svg, the picture of the README, out of benchmarks/results: `python docs/comparison.py`.
 
-A bar is the time of the strongest peer divided by the time of verax, from one interleaved run: above 1, verax is
-faster.
+A bar is the factor by which verax is faster than its strongest peer, from one interleaved run: the median over the
+rounds of the ratio within a round.
 """
 
 import json
@@ -20,27 +20,22 @@ PROCESSORS = {
 }
 """Label and colour of each processor, two cores of it, by the name in the files of results."""
 
-WORKLOADS: list[tuple[str, str, str, str, str]] = [
-    ("4 x 100 tokens, Qwen3-0.6B's shapes, bfloat16", "text", "short-prompts-bfloat16", "", ""),
-    ("the same in int4", "text", "short-prompts-int4", "", ""),
-    ("one sequence, bfloat16", "text", "short-prompts-bfloat16-1-prompt", "", ""),
-    ("a prompt of 512 tokens, bfloat16", "text", "prompt-bfloat16-512-tokens", "", ""),
-    ("Gemma 3 270M, published GGUF file, 4 x 100", "text", "gemma-3-270m-q4-k-m-short-prompts-bfloat16", "", ""),
-    ("all-MiniLM-L6-v2, float32", "embed", "float32", "", ""),
-    ("all-MiniLM-L6-v2, bfloat16", "embed", "bfloat16", "", ""),
-    ("Wan 1.3B, forward pass, bfloat16", "video", "1-3b*transformer*9x272x480", "transformer", "9"),
-    ("Wan VAE, decoding, bfloat16", "video", "1-3b*vae*9x272x480", "VAE", "9"),
+WORKLOADS: list[tuple[str, str, str, str, int]] = [
+    ("4 x 100 tokens, Qwen3-0.6B's shapes, bfloat16", "text", "short-prompts-bfloat16", "", 0),
+    ("the same in int4", "text", "short-prompts-int4", "", 0),
+    ("one sequence, bfloat16", "text", "short-prompts-bfloat16-1-prompt", "", 0),
+    ("a prompt of 512 tokens, bfloat16", "text", "prompt-bfloat16-512-tokens", "", 0),
+    ("Gemma 3 270M, published GGUF file, 4 x 100", "text", "gemma-3-270m-q4-k-m-short-prompts-bfloat16", "", 0),
+    ("all-MiniLM-L6-v2, float32", "embed", "float32", "", 0),
+    ("all-MiniLM-L6-v2, bfloat16", "embed", "bfloat16", "", 0),
+    ("Wan 1.3B, forward pass, bfloat16", "video", "1-3b*transformer*9x272x480", "transformer", 9),
+    ("Wan VAE, decoding, bfloat16", "video", "1-3b*vae*9x272x480", "vae", 9),
 ]
-"""Label, subject, name of the result (a pattern), beginning of a row's stage, and its frames."""
+"""Label, subject, name of the result (a pattern), stage of the case, and its frames."""
 
 ROW, GAP, LEFT, WIDTH, TOP = 11, 10, 300, 760, 44
 MOST = 4.0
 """Ratio at the right edge; the scale is logarithmic, from half to this."""
-
-
-def seconds(row: dict[str, str]) -> float:
-    """Median of a row of a table, in seconds."""
-    return float(row["median s"])
 
 
 def equal(side: str, precision: str) -> bool:
@@ -48,27 +43,20 @@ def equal(side: str, precision: str) -> bool:
     return {"int8", "bfloat16", "float32"}.isdisjoint({*side.split()} - {precision})
 
 
-def speed(result: dict[str, Any], stage: str, frames: str, precision: str) -> tuple[float, str] | None:
-    """Time of the strongest peer over the time of verax, and the peer; None if the run had no peer."""
-    for table in result["tables"]:
-        rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
-        if "median s" not in table["columns"]:
-            continue
-        rows = [row for row in rows if row.get("stage", "").startswith(stage) and row.get("frames", frames) == frames]
-        ours = [row for row in rows if row["side"].strip("*") == "verax"]
-        peers = [
-            row for row in rows if not row["side"].startswith(("verax", "**verax")) and equal(row["side"], precision)
-        ]
-        if ours and peers:
-            best = min(peers, key=seconds)
-            printed = best.get("verax is", "").rstrip("x")
-            return float(printed or seconds(best) / seconds(ours[0])), best["side"]
+def speed(result: dict[str, Any], stage: str, frames: int, precision: str) -> tuple[float, str] | None:
+    """Factor by which verax is faster than the strongest peer, and the peer; None if the run had no peer."""
+    for case in result.get("cases", ()):
+        if (case.get("stage", stage), case.get("frames", frames)) == (stage, frames):
+            peers = [side for side in case["ratios"] if not side.startswith("verax") and equal(side, precision)]
+            if peers:
+                best = min(peers, key=lambda side: case["sides"][side]["median_s"])
+                return case["ratios"][best], best
     return None
 
 
 def bars() -> list[tuple[str, list[tuple[str, float, str]]]]:
     """Label of each workload, and processor, ratio and peer of its bars; the newest run of each."""
-    found = []
+    rows = []
     for label, subject, name, stage, frames in WORKLOADS:
         row = []
         for processor in PROCESSORS:
@@ -79,8 +67,8 @@ def bars() -> list[tuple[str, list[tuple[str, float, str]]]]:
                 if (ratio := speed(result, stage, frames, name)) is not None:
                     row.append((processor, *ratio))
                     break
-        found.append((label, row))
-    return [(label, row) for label, row in found if row]
+        rows.append((label, row))
+    return [(label, row) for label, row in rows if row]
 
 
 def x(ratio: float) -> float:

@@ -63,7 +63,6 @@ def test_reported_numbers_follow_from_the_samples():
     numbers = Samples((1.0, 2.0, 3.0, 4.0, 10.0), (20.0,)).to_dict(work=30)
     assert (numbers["median_s"], numbers["rate"], numbers["p10_s"]) == (3.0, 10.0, 1.4)
     assert numbers["seconds"] == [1.0, 2.0, 3.0, 4.0, 10.0]
-    assert numbers["outliers"] == [10.0]  # the quartiles are 2 and 4: beyond 7
     assert numbers["warmup_seconds"] == [20.0]
 
 
@@ -98,16 +97,14 @@ def test_a_busy_machine_is_warned_of_and_remembered(monkeypatch, caplog, busy):
 
 
 def test_products_are_counted_turn_by_turn_in_any_implementation():
-    def call(x, weight, unused):
+    def call(x, weight):
         step = lambda carry, _: (ops.linear(carry, weight), None)
         y = jax.lax.scan(step, x, length=3)[0]
         image = jax.lax.conv(jnp.ones((1, 2, 6, 6)), jnp.ones((4, 2, 3, 3)), (1, 1), "VALID")
         return y, image
 
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((5, 8), (8, 8), (1000,))]
-    products, moved = harness.count_products(call, *shapes)
-    assert products == 3 * 2 * 5 * 8 * 8 + 2 * (4 * 4 * 4) * (2 * 3 * 3)
-    assert moved == 4 * (5 * 8 + 8 * 8 + 5 * 8 + 4 * 4 * 4)  # the argument that nothing reads does not count
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((5, 8), (8, 8))]
+    assert harness.count_products(call, *shapes) == 3 * 2 * 5 * 8 * 8 + 2 * (4 * 4 * 4) * (2 * 3 * 3)
 
 
 def test_without_a_model_the_weights_are_random_in_the_real_shapes():

@@ -10,7 +10,6 @@ from verax.bench import harness
 from verax.bench import ops as bench
 from verax.bench.results import markdown
 from verax.bench.settings import OpsSettings
-from verax.errors import InvalidParameterError
 
 
 def run(**changes):
@@ -39,7 +38,7 @@ def test_each_case_names_the_implementation_that_runs_and_times_the_others():
     assert cases["int4-32, 1 rows"]["bytes_moved"] == 256 * 48 // 2 + 8 * 48 * 2
     assert cases["int4-32, 2000 rows"]["chosen"] == "dequantized"
     assert result["name"] == "linear-256"
-    assert markdown(result).count("| int4-32, ") == 2
+    assert "| int4-32, 1 rows | reference |" in markdown(result)
 
 
 def test_a_weight_that_models_pack_is_timed_as_it_is_packed():
@@ -79,7 +78,7 @@ def test_attention_cache_writes_and_convolutions_are_cases_too(monkeypatch):
     assert whole["bytes_moved"] == 2 * (5 * 4 * 6 * 2 + 5 * 2 * 27 + 3 * 4 * 6 * 5)
     assert image["flops"] == 2 * (2 * 3 * 5) * (2 * 9)
     assert all("reference" in case["sides"] for case in (whole, first, image))
-    assert "| write_pages | bfloat16, 4 tokens" in markdown(result)
+    assert "## write_pages" in markdown(result)
 
 
 def test_experts_are_cases_too(monkeypatch):
@@ -92,9 +91,3 @@ def test_experts_are_cases_too(monkeypatch):
     assert [case["bytes_moved"] for case in cases[:2]] == [2 * 48 * 64 * 2, 6 * 48 * 64 * 2]
     assert [case["flops"] for case in cases[:2]] == [2 * count * 2 * 48 * 64 for count in (1, 40)]
     assert all(case["chosen"] in case["sides"] for case in cases)
-
-
-@pytest.mark.parametrize("wrong", [{"weights": ["int3"]}, {"against": ["tensorflow"]}, {"only": ["pool"]}])
-def test_unknown_names_are_refused(wrong):
-    with pytest.raises(InvalidParameterError, match=next(iter(wrong))):
-        run(**wrong)

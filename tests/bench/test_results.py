@@ -9,7 +9,7 @@ import pytest
 
 from verax.bench import results
 from verax.bench.harness import Samples
-from verax.bench.results import compare_results, render, render_comparison
+from verax.bench.results import compare_results, markdown, render
 from verax.errors import InvalidParameterError
 
 MACHINE = {"cpu": "AMD EPYC 7-1", "cores": 2, "platform": "cpu", "devices": ["cpu:0"], "jax": "0.10"}
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def result(name="short", seconds=(1.0, 2.0), **changes):
     side = Samples(tuple(seconds)).to_dict(10)
     case = {"case": "", "chosen": "verax", "sides": {"verax": side, "torch": side}, "ratios": {"torch": 1.5}}
-    tables = [results.side_table(case, "tokens/s", digits=2, rate_digits=1)]
+    tables = [results.sides_table([case], "tokens/s")]
     page = {"title": "Text: short", "intro": "Two prompts.", "tables": tables, "notes": ["A note.", "- one", "- two"]}
     return {"subject": "text", "name": name, "machine": MACHINE, "settings": {}, "cases": [case], **page, **changes}
 
@@ -138,8 +138,10 @@ def test_every_case_of_a_list_is_compared_by_its_name():
 
     comparison = compare_results(ops("1 rows", "2 rows"), ops("2 rows", "4 rows"))
     assert [row["name"] for row in comparison["rows"]] == ["a / linear / 2 rows / native"]
-    assert comparison["only_in_old"] == ["a / linear / 1 rows / native"]
-    assert "Only in new: a / linear / 4 rows / native." in render_comparison(comparison)
+    assert comparison["notes"] == [
+        "Only in old: a / linear / 1 rows / native.",
+        "Only in new: a / linear / 4 rows / native.",
+    ]
 
 
 def test_another_machine_or_a_busy_one_is_named():
@@ -147,7 +149,7 @@ def test_another_machine_or_a_busy_one_is_named():
     new["short"] |= {"machine": {"cpu": "B", "jax": "0.10"}, "noise": {"busy": True}}
     comparison = compare_results(timed(), new)
     assert comparison["differing"] == {"cpu": ["A", "B"], "noise of new": ["quiet", "busy"]}
-    assert "cpu: A and B" in render_comparison(comparison)
+    assert "cpu: A and B" in markdown(comparison)
 
 
 @pytest.mark.parametrize(

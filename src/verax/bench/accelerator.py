@@ -1,4 +1,4 @@
-"""`verax bench accelerator` and `verax bench reports`: commands of the other benchmarks, each within a time limit.
+"""`verax bench accelerator` and `verax bench reports`: lists of commands of the other benchmarks.
 
 Each command runs in a process of its own: one that dies, hangs or fills the memory takes nothing else with it, and what
 it held on the device is free afterwards. The record of an accelerator's part is written when it ends, and a part that
@@ -16,19 +16,18 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
 import verax
-from verax import builtin
-from verax.bench.results import markdown, number, table, write
-from verax.bench.settings import check_names
+from verax import builtin, progress
+from verax.bench.results import table, write
+from verax.bench.settings import AcceleratorSettings, ReportsSettings, check_names
 from verax.errors import InvalidParameterError, VeraxError
-from verax.files import write_json, write_text
+from verax.files import write_json
 
 __all__ = ["PARTS", "REPORTS", "Part", "Report", "bench_accelerator", "bench_reports", "find_device", "run_command"]
 
@@ -36,32 +35,24 @@ SHORTEST, DEVICE_SECONDS, REPORT_SECONDS = 20.0, 120.0, 7200.0
 """Seconds that have to be left for a part to be begun, to find the devices, and of a report's command at most."""
 
 LONGEST_NOTE = 160
-"""Characters of an error in the table. The log of the part has all of it."""
+"""Characters of an error on the page. The log of the part has all of it."""
 
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 """Baselines need some of the device's memory too, of which JAX would take three quarters at once."""
 
-FINGERPRINT = """
-import json, jax
-from verax.machine import fingerprint
-print(json.dumps({**fingerprint(), "device_kind": jax.devices()[0].device_kind}))
-"""
-
 
 class Part(NamedTuple):
-    """One command of a run.
+    """One command of a list.
 
     Attributes:
-        summary: what it measures.
+        summary: what it measures, or the number that the project wants to reach on one H200.
         command: words after the Python interpreter, as a shell has them.
         tiny: options that a rehearsal adds; they replace the same options before them.
-        target: number that the project wants to reach on one H200.
     """
 
     summary: str
     command: str
     tiny: str = ""
-    target: str = ""
 
 
 class Report(NamedTuple):
@@ -73,6 +64,7 @@ class Report(NamedTuple):
 
 
 BENCH = "-m verax bench {} --json"
+PYTEST = "-m pytest tests/gpu/test_{}.py -p no:cacheprovider"
 ONCE = "--runs 1 --warmup 0"
 
 WORKLOADS = {
@@ -84,8 +76,8 @@ WORKLOADS = {
 """Options of text workloads, and of their rehearsals."""
 
 TEXT_TARGETS = {
-    "text-0.6b-bfloat16-nano-vllm": "24,000 tokens/s",
-    "text-0.6b-bfloat16-short-prompts": "3,000 tokens/s",
+    "text-0.6b-bfloat16-nano-vllm": "; target: 24,000 tokens/s",
+    "text-0.6b-bfloat16-short-prompts": "; target: 3,000 tokens/s",
 }
 
 
@@ -97,31 +89,26 @@ def _text(size: str, quantization: str | None) -> dict[str, Part]:
         options += f" --quantization {quantization}" if quantization else ""
         command = BENCH.format(f"text --shapes {shapes} --runs 3 {options}")
         name = f"text-{size}-{precision}-{workload}"
-        parts[name] = Part(summary, command, f"--model {tiny_model} {tiny} {ONCE}", TEXT_TARGETS.get(name, ""))
+        parts[name] = Part(summary + TEXT_TARGETS.get(name, ""), command, f"--model {tiny_model} {tiny} {ONCE}")
     return parts
 
 
-def _video(summary: str, stage: str, frames: str, target: str = "") -> Part:
+def _video(summary: str, stage: str, frames: str) -> Part:
     command = BENCH.format(f"video --stage {stage} --frames {frames} --height 544 --width 960")
     tiny = f"--size tiny --frames 5 --height 16 --width 32 {ONCE}"
-    return Part(f"Wan 1.3B, 544 x 960: {summary}", command, tiny, target)
+    return Part(f"Wan 1.3B, 544 x 960: {summary}", command, tiny)
 
 
 PARTS: Mapping[str, Part] = {
-    "tests": Part("tests/gpu, in a checkout", "-m pytest tests/gpu -p no:cacheprovider"),
-    "operations": Part(
-        "every implementation of every operation compared with its reference",
-        "-m verax.bench.correctness",
-        "--rehearse",
-    ),
+    "tests": Part("an engine and cuDNN's attention, in a checkout", PYTEST.format("gpu")),
+    "operations": Part("every implementation compared with its reference, in a checkout", PYTEST.format("operations")),
     # Those that a target is set for come before the rest, in case the time does not suffice.
     **_text("0.6b", None),
-    "video-57-97": _video("a forward pass at 57 and 97 frames", "transformer", "57,97", "0.43 and 1.04 s"),
+    "video-57-97": _video("a forward pass at 57 and 97 frames; target: 0.43 and 1.04 s", "transformer", "57,97"),
     "delta": Part(
-        "the gated delta rule, forward and backward, compared with flash-linear-attention where it is installed",
-        BENCH.format("delta --only gated,gradient --configs Small"),
+        "the gated delta rule; target: at most 1.5 times flash-linear-attention's time",
+        BENCH.format("delta --only gated --configs Small"),
         ONCE,
-        "at most 1.5 times fla's time",
     ),
     "kernels": Part(
         "experimental implementations compared with the others",
@@ -172,88 +159,70 @@ REPORTS: Mapping[str, Report] = {
 """Reports by the name of their page."""
 
 
-def bench_accelerator(
-    folder: Path,
-    *,
-    only: Sequence[str] = (),
-    rehearse: bool = False,
-    part_seconds: float = 300.0,
-    seconds: float = 600.0,
-    report: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
-    """Run the parts in order, all if `only` is empty. The arguments are the options of `verax bench accelerator`.
+def bench_accelerator(settings: AcceleratorSettings) -> dict[str, Any]:
+    """Run the parts in order, or list them.
 
     The folder gets `parts/NAME.json` and `.log` of each part, and the results of the benchmarks in them. A part begins
     only if some of the total time is left, and is stopped at the end of that time.
 
     Raises:
-        InvalidParameterError: for an unknown part, a budget that is not positive, or a CPU without `rehearse`.
+        InvalidParameterError: for an unknown part, or a CPU without `rehearse`.
         VeraxError: if JAX does not start.
     """
-    check_names("only", only, PARTS)
-    for what, value in (("part_seconds", part_seconds), ("seconds", seconds)):
-        if not value > 0:
-            raise InvalidParameterError(f"{what}: expected more than 0, got {value:g}")
+    folder, rehearse, seconds = settings.folder, settings.rehearse, settings.seconds
+    check_names("only", settings.only, PARTS)
+    names = [name for name in PARTS if name in (settings.only or PARTS)]
+    page: dict[str, Any] = {"subject": "accelerator", "name": "rehearsal" if rehearse else "parts", "notes": []}
+    if settings.list:
+        columns = {"part": lambda name: name, "measures": lambda name: PARTS[name].summary}
+        return {**page, "title": "Accelerator: parts", "intro": "In this order.", "tables": [table(names, columns)]}
     begin = time.monotonic()
     machine = find_device(folder)
     if machine["platform"] == "cpu" and not rehearse:
         raise InvalidParameterError("rehearse: JAX has no GPU or TPU here; --rehearse runs the parts at tiny sizes")
-    run = {"device": machine["device_kind"], "rehearse": rehearse}
+    run = {"device": machine["devices"][0], "rehearse": rehearse}
     records: dict[str, Any] = {}
-    for name in [name for name in PARTS if name in (only or PARTS)]:
-        part, left = PARTS[name], seconds - (time.monotonic() - begin)
-        path = folder / "parts" / f"{name}.json"
-        record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        if {key: record.get(key) for key in run} == run and not record["error"]:
-            report(f"{name}: finished before")
-        elif left < min(SHORTEST, seconds):
-            record = {"error": f"not begun: the budget of {seconds:g} s is spent", "note": "", "result": None}
-        else:
-            report(f"{name}: {part.summary}")
-            words = shlex.split(f"{part.command} {part.tiny if rehearse else ''}")
-            record = run_command(words, path.with_suffix(".log"), min(left, part_seconds)) | run
-            write_json(path, record)
-            if record["result"] is not None and "machine" in record["result"]:
-                write(record["result"], folder)
-            report(f"{name}: {record['error'] or 'finished'} ({record['seconds']:.0f} s)")
-        records[name] = record
-    title = f"Accelerator: {machine['device_kind']}"
+    with progress.bar("running parts") as report:
+        for name in names:
+            report(len(records), len(names), name)
+            part, left = PARTS[name], seconds - (time.monotonic() - begin)
+            path = folder / "parts" / f"{name}.json"
+            record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            if {key: record.get(key) for key in run} != run or record["error"]:
+                if left < min(SHORTEST, seconds):
+                    record = {"error": f"not begun: the budget of {seconds:g} s is spent", "note": "", "result": None}
+                else:
+                    words = shlex.split(f"{part.command} {part.tiny if rehearse else ''}")
+                    record = run_command(words, path.with_suffix(".log"), min(left, settings.part_seconds)) | run
+                    write_json(path, record)
+                    if record["result"] is not None and "machine" in record["result"]:
+                        write(record["result"], folder)
+            records[name] = record
+    title = f"Accelerator: {run['device']}"
     return {
-        "subject": "accelerator",
-        "name": "rehearsal" if rehearse else "parts",
+        **page,
         "title": title + (" (a rehearsal at tiny sizes: its numbers have no meaning)" if rehearse else ""),
-        "intro": "Targets are for one H200. 'verax is' the factor by which it is faster than a baseline in the same "
-        "run; the limit is the one that was measured on this device.",
-        "settings": {"parts": list(records), "rehearse": rehearse, "part_seconds": part_seconds, "seconds": seconds},
+        "intro": "Targets are for one H200; the limit is the one that was measured on this device.",
+        "settings": {"parts": names, "rehearse": rehearse, "part_seconds": settings.part_seconds, "seconds": seconds},
         "machine": machine,
         "parts": records,
         "complete": not any(record["error"] for record in records.values()),
-        "tables": [_table(records)],
-        "notes": [],
+        "tables": [
+            one for name, record in records.items() for one in _tables(name, f"{PARTS[name].summary}. ", record)
+        ],
     }
 
 
-def _table(records: Mapping[str, Any]) -> dict[str, Any]:
-    """Table with a row for each case of each part, or one row for a part without cases."""
-    rows = []
-    for name, record in records.items():
-        note = textwrap.shorten(record["error"] or record["note"], LONGEST_NOTE, placeholder="...").replace("|", "\\|")
-        for case in (record["result"] or {}).get("cases") or [{}]:
-            numbers = {**case, **case.get("sides", {}).get(case.get("chosen"), {})}
-            cell = lambda key, form, numbers=numbers: "" if numbers.get(key) is None else format(numbers[key], form)
-            rows.append(
-                {
-                    "part": name,
-                    "case": " ".join(filter(None, (case.get("group"), case.get("case")))),
-                    "ms": "**failed**" if record["error"] else number(1e3 * numbers["median_s"]) if case else "",
-                    "a second": cell("rate", ",.4g"),
-                    "target": PARTS[name].target,
-                    "of the limit": cell("fraction_of_limit", ".0%"),
-                    "verax is": ", ".join(f"{ratio:.2f}x {side}" for side, ratio in case.get("ratios", {}).items()),
-                    "notes": note,
-                }
-            )
-    return table(rows, {key: lambda row, key=key: row[key] for key in rows[0]})
+def _tables(title: str, note: str, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Tables of a command's result under a title, or the reason that it has none."""
+    result = record["result"] or {}
+    if record["error"]:
+        error = textwrap.shorten(record["error"], LONGEST_NOTE, placeholder="...").rstrip(".")
+        return [{"title": title, "note": f"**Not run**: {error}."}]
+    if "tables" not in result:
+        return [{"title": title, "note": f"{note}{record['note']}"}]
+    heading = {"title": title, "note": f"{note}{result['intro']}"}
+    return [heading | {key: value for key, value in one.items() if value} for one in result["tables"]]
 
 
 def run_command(words: Sequence[str], log: Path, seconds: float) -> dict[str, Any]:
@@ -300,50 +269,31 @@ def run_command(words: Sequence[str], log: Path, seconds: float) -> dict[str, An
 
 
 def find_device(folder: Path) -> dict[str, Any]:
-    """Fingerprint of the machine, with JAX's name of the device as `device_kind`.
-
-    Another process finds it: this one must not hold a part of the device's memory.
+    """Fingerprint of the machine, from another process: this one must not hold a part of the device's memory.
 
     Raises:
         VeraxError: if JAX does not start.
     """
-    record = run_command(["-c", FINGERPRINT], folder / "device.log", DEVICE_SECONDS)
+    record = run_command(["-m", "verax", "info", "--json", "--no-measure"], folder / "device.log", DEVICE_SECONDS)
     if record["error"] or record["result"] is None:
         raise VeraxError(f"JAX does not start: {record['error'] or record['note']}")
-    return record["result"]
+    return record["result"]["machine"]
 
 
-def bench_reports(
-    folder: Path,
-    *,
-    quick: bool = False,
-    only: Sequence[str] = (),
-    report: Callable[[str], None] = lambda line: None,
-) -> list[Path]:
-    """Write the page `NAME.md` of each report into a folder; their paths.
+def bench_reports(settings: ReportsSettings) -> dict[str, Any]:
+    """Run the commands of a report, and join their tables into one page.
 
     A section that cannot run here (a library or a device that is missing, too little memory) states the reason.
     """
-    check_names("only", only, REPORTS)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name in only or REPORTS:
-        page, tables, facts = REPORTS[name], [], {}
-        for section, (words, fewer) in page.sections.items():
-            report(f"measuring {name}: {section}")
-            command = shlex.split(BENCH.format(f"{words} {fewer if quick else ''}"))
-            with tempfile.TemporaryDirectory(prefix="verax-bench-") as scratch:
-                record = run_command(command, Path(scratch) / "log", REPORT_SECONDS)
-            result, title = record["result"], section.capitalize()
-            if record["error"] or result is None:
-                tables.append({"title": title, "why_not": f"{(record['error'] or record['note']).rstrip('.')}."})
-                continue
-            heading = {"title": title, "note": result["intro"]}
-            tables += [heading | {key: value for key, value in one.items() if value} for one in result["tables"]]
-            facts |= {key: result[key] for key in ("machine", "measured", "noise")}
-        made_by = f"verax bench reports{' --quick' if quick else ''} --only {name}"
-        facts |= {"title": page.title, "intro": f"{page.summary} Made by `{made_by}`.", "tables": tables, "notes": []}
-        paths.append(folder / f"{name}.md")
-        write_text(paths[-1], markdown({**facts, "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")}))
-        report(f"written: {paths[-1]}")
-    return paths
+    check_names("only", [settings.only], REPORTS)
+    report, tables, facts = REPORTS[settings.only], [], {}
+    for section, (words, fewer) in report.sections.items():
+        command = shlex.split(BENCH.format(f"{words} {fewer if settings.quick else ''}"))
+        with tempfile.TemporaryDirectory(prefix="verax-bench-") as scratch:
+            record = run_command(command, Path(scratch) / "log", REPORT_SECONDS)
+        tables += _tables(section.capitalize(), "", record)
+        facts |= {key: record["result"][key] for key in ("machine", "measured", "noise") if not record["error"]}
+    made_by = f"verax bench reports{' --quick' if settings.quick else ''} --only {settings.only}"
+    intro = f"{report.summary} Made by `{made_by}`."
+    page = {"title": report.title, "intro": intro, "tables": tables, "notes": []}
+    return {"subject": "reports", "name": settings.only, "settings": {"quick": settings.quick}, **page, **facts}

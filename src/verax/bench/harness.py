@@ -48,6 +48,9 @@ __all__ = [
     "torch_versions",
 ]
 
+READ = "streaming read"
+"""Side that shows the memory's bandwidth while the others run."""
+
 MOST_WARMUP = 5
 """Rounds after which counting begins, steady or not."""
 
@@ -60,9 +63,6 @@ SHORTEST, MOST_CALLS = 0.02, 50
 UNTIMED = 1
 """Calls at the beginning of a turn that do not count, where calls are short: the first one after another side may take
 twice as long, while threads of that side still spin and the system finds memory for the results again."""
-
-FENCE = 1.5
-"""Quartile distances beyond the quartiles where an outlier begins (Tukey, Exploratory Data Analysis, 1977)."""
 
 BUSY_SPREAD, BUSY_SHARE = 0.25, 0.15
 """P10-P90 over the median of a short loop, and share of the processor that others use, above which the machine is
@@ -137,18 +137,10 @@ class Samples:
         return float(np.median(np.asarray(other.seconds) / np.asarray(self.seconds)))
 
     def to_dict(self, work: float) -> dict[str, object]:
-        """Numbers for a result, with a rate in units of `work` per second. Outliers count like every other run."""
-        p10, low, high, p90 = (float(one) for one in np.percentile(self.seconds, (10, 25, 75, 90)))
-        reach = FENCE * (high - low)
-        return {
-            "median_s": self.median,
-            "p10_s": p10,
-            "p90_s": p90,
-            "rate": work / self.median,
-            "seconds": list(self.seconds),
-            "outliers": [s for s in self.seconds if not low - reach <= s <= high + reach],
-            "warmup_seconds": list(self.warmup),
-        }
+        """Numbers for a result, with a rate in units of `work` per second."""
+        p10, p90 = np.percentile(self.seconds, (10, 90)).tolist()
+        times = {"median_s": self.median, "p10_s": p10, "p90_s": p90, "rate": work / self.median}
+        return {**times, "seconds": list(self.seconds), "warmup_seconds": list(self.warmup)}
 
 
 def time_sides(
@@ -249,6 +241,32 @@ class Benchmark:
             "limit_s": limit,
             "fraction_of_limit": limit / seconds,
         }
+
+    def measure(
+        self, case: Case, *, runs: int, warmup: int, read: Callable[[], object] | None = None
+    ) -> dict[str, Any]:
+        """Time the short calls of all sides in turn; one of a result's cases, with the work of the chosen side.
+
+        Args:
+            case: its sides have been called before, so that nothing compiles.
+            runs, warmup: as in `time_sides`.
+            read: `machine.streaming_read`, which takes its turn with the sides and is the limit of their bytes.
+        """
+        calls = {name: side.call for name, side in case.sides.items()} | ({} if read is None else {READ: read})
+        samples = time_sides(calls, runs=runs, warmup=warmup, title=f"{case.group}, {case.name}", short=True)
+        bandwidth = None if read is None else machine.READ_BYTES / samples.pop(READ).median
+        result = {"group": case.group, **case_result(case.name, case.chosen, samples, case.bytes_moved)}
+        for name, side in case.sides.items():
+            work = self.against_limit(
+                samples[name].median,
+                bytes_moved=case.bytes_moved,
+                flops=side.flops,
+                dtype=side.dtypes[0],
+                bandwidth=bandwidth,
+            )
+            result["sides"][name] |= {**work, "dtype": side.dtypes[0], "compile_s": side.compile_s}
+            result |= work if name == case.chosen else {}
+        return result if bandwidth is None else result | {"bandwidth_gb_per_s": bandwidth / 1e9}
 
     def result(
         self, name: str, *, settings: Mapping[str, Any], versions: Mapping[str, Any] | None = None, **rest: Any
@@ -352,22 +370,18 @@ def checkpoint_folder(
         yield checkpoint.save(weights, name, config=config, **options)
 
 
-def count_products(function: Callable[..., Any], *arguments: Any, **implementations: str) -> tuple[int, int]:
-    """Floating-point operations of a function's products, loops counted turn by turn, and bytes that it has to move.
+def count_products(function: Callable[..., Any], *arguments: Any, **implementations: str) -> int:
+    """Floating-point operations of a function's products, loops counted turn by turn.
 
     The function is traced with the reference implementations of all operations, whose products can be seen, and nothing
-    runs. Bytes are the arguments that it reads, and its results.
+    runs.
 
     Args:
         function: of `arguments`, trees of arrays or of their shapes and dtypes.
         implementations: other implementations than the reference, by operation.
     """
     with ops.use_implementations(**(dict.fromkeys(ops.operations(), "reference") | implementations)):
-        traced = jax.make_jaxpr(lambda *leaves: function(*leaves))(*arguments).jaxpr
-    read = {id(variable) for equation in traced.eqns for variable in equation.invars}
-    moved = [variable.aval for variable in traced.invars if id(variable) in read]
-    moved += [variable.aval for variable in traced.outvars]
-    return _products(traced), sum(math.prod(array.shape) * array.dtype.itemsize for array in moved)
+        return _products(jax.make_jaxpr(lambda *leaves: function(*leaves))(*arguments).jaxpr)
 
 
 def _products(jaxpr: Any) -> int:

@@ -20,12 +20,10 @@ from verax.bench.harness import (
     Benchmark,
     Case,
     Side,
-    case_result,
     import_torch,
-    time_sides,
     torch_versions,
 )
-from verax.bench.results import outliers, rounds, slug, spread, table
+from verax.bench.results import rounds, sides_table, slug
 from verax.bench.settings import OpsSettings, check_names
 from verax.checkpoint.load import HostMemory
 from verax.errors import InvalidParameterError
@@ -34,9 +32,6 @@ from verax.ops.paged import QuantizedPages, page_bytes, quantize_tokens
 from verax.ops.sampling import FLOATS, INTS, SamplingArrays, sample
 
 __all__ = ["CASES", "WEIGHTS", "bench_ops", "grouped_cases", "linear_cases"]
-
-READ = "streaming read"
-"""Side of each case that shows the memory's bandwidth while the others run."""
 
 WEIGHTS: dict[str, tuple[int, int | None] | str | None] = {
     "float32": None,
@@ -100,63 +95,25 @@ def bench_ops(settings: OpsSettings) -> dict[str, Any]:
         # One by one, so that a case's arrays are freed before the next one's are made.
         with_weights = groups[group]() if group in groups else ()
         without = (make(torch=torch) for make in CASES.get(group, ()))
-        cases += [_measure(case, benchmark, settings, read) for case in itertools.chain(without, with_weights)]
+        for case in itertools.chain(without, with_weights):
+            for side in case.sides.values():
+                side.call()  # compiles
+            cases.append(benchmark.measure(case, runs=settings.runs, warmup=settings.warmup, read=read))
+    operations = dict.fromkeys(case["group"] for case in cases)
     asked = asdict(settings) | {"operations": list(settings.only), "cpu_level": library.level()}
-    names = {f"{case['group']}, {case['case']}, {case['chosen']}": case["sides"][case["chosen"]] for case in cases}
     return benchmark.result(
         slug(*settings.only, str(size_in) if settings.only == ("linear",) and size_in != 4096 else ""),
         title="Operations",
         intro=f"The weight of linear is {size_out} x {size_in}. CPU kernels: {asked['cpu_level'] or 'none'}. "
         f"{rounds(asked)}; the implementations take turns in a round, each called repeatedly for 20 ms, the first "
         "call not counted, weights of linear never from a cache. GB/s counts what has to be moved once, as it is "
-        "stored; memory GB/s is a read of 512 MiB that takes its turn with the implementations. The limit is that, or "
-        "the products at the measured rate. The last columns: the factor by which it is faster than that "
-        "implementation.",
+        "stored. The limit is a read of 512 MiB that takes its turn with the implementations, or the products at the "
+        "measured rate.",
         settings=asked,
         versions={} if torch is None else torch_versions(torch),
-        tables=[_table(cases)],
-        notes=outliers(names),
+        tables=[sides_table([case for case in cases if case["group"] == group], title=group) for group in operations],
         cases=cases,
     )
-
-
-def _table(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    others = sorted({name for case in cases for name in case["ratios"]})
-    ratio = lambda name: lambda case: f"{case['ratios'][name]:.2f}x" if name in case["ratios"] else ""
-    return table(
-        cases,
-        {
-            "operation": lambda case: case["group"],
-            "case": lambda case: case["case"],
-            "runs": lambda case: case["chosen"],
-            "median ms": lambda case: f"{1e3 * case['sides'][case['chosen']]['median_s']:.2f}",
-            "P10-P90 ms": lambda case: spread(case["sides"][case["chosen"]]),
-            "GB/s": lambda case: f"{case['gb_per_s']:.1f}",
-            "memory GB/s": lambda case: f"{case['bandwidth_gb_per_s']:.1f}",
-            "GFLOP/s": lambda case: f"{case['gflop_per_s']:.0f}",
-            "of the limit": lambda case: f"{100 * case['fraction_of_limit']:.0f}%",
-            **{name: ratio(name) for name in others},
-        },
-    )
-
-
-def _measure(case: Case, benchmark: Benchmark, settings: OpsSettings, read: Callable[[], object]) -> dict[str, Any]:
-    """Time the implementations of one operation, interleaved with a read of memory; one of a result's cases."""
-    calls = {name: side.call for name, side in case.sides.items()}
-    for call in calls.values():
-        call()  # compiles
-    title, rounds_of = f"{case.group}, {case.name}", {"runs": settings.runs, "warmup": settings.warmup}
-    samples = time_sides({**calls, READ: read}, **rounds_of, title=title, short=True)
-    bandwidth, chosen = machine.READ_BYTES / samples.pop(READ).median, case.sides[case.chosen]
-    work = benchmark.against_limit(
-        samples[case.chosen].median,
-        bytes_moved=case.bytes_moved,
-        flops=chosen.flops,
-        dtype=chosen.dtypes[0],
-        bandwidth=bandwidth,
-    )
-    work["bandwidth_gb_per_s"] = bandwidth / 1e9
-    return {"group": case.group, **case_result(case.name, case.chosen, samples, case.bytes_moved, **work)}
 
 
 def _case(group: str, name: str, dtype: str, moved: int, flops: int, chosen: str, calls: Calls) -> Case:

@@ -25,7 +25,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jinja2
 import numpy as np
@@ -35,25 +35,18 @@ from verax.files import write_text
 
 __all__ = [
     "compare_results",
-    "faster_by",
     "markdown",
     "noise_line",
     "number",
-    "outliers",
     "read_results",
     "render",
-    "render_comparison",
     "rounds",
-    "side_rows",
-    "side_table",
+    "sides_table",
     "slug",
-    "spread",
     "table",
     "table_lines",
     "write",
 ]
-
-Item = TypeVar("Item")
 
 ENOUGH_RUNS = 10
 """Counted rounds of a result to be relied upon; where one round is long there are fewer, and pages say so."""
@@ -65,14 +58,16 @@ MACHINE_FACTS = (
 """Facts of the machine that a page repeats."""
 
 
-def table(
-    rows: Iterable[Item], columns: Mapping[str, Callable[[Item], object]], *, title: str = "", note: str = ""
-) -> dict[str, Any]:
+Columns = Mapping[str, Callable[[Any], object]]
+"""Functions that make a cell of a row, by their columns' headings."""
+
+
+def table(rows: Iterable[Any], columns: Columns, *, title: str = "", note: str = "") -> dict[str, Any]:
     """Table of a page, with formatted cells.
 
     Args:
         rows: what the functions of `columns` take.
-        columns: function that makes a cell of a row, by the column's heading.
+        columns: headings and cells.
         title: heading above the table.
         note: sentences between heading and table.
     """
@@ -80,59 +75,67 @@ def table(
     return {"title": title, "note": note, "columns": list(columns), "rows": cells}
 
 
-def side_rows(cases: Iterable[Mapping[str, Any]]) -> list[tuple[Any, str, Any]]:
-    """Rows of a table: each case with the name and the numbers of each of its sides."""
-    return [(case, name, side) for case in cases for name, side in case["sides"].items()]
+def _optional(key: str, form: Callable[[Any], str]) -> Callable[[Any], str]:
+    """Cell of a side's number, formatted; empty where the side does not have it."""
+    return lambda row: "" if row[2].get(key) is None else form(row[2][key])
 
 
-def faster_by(row: tuple[Any, str, Any]) -> str:
-    """Factor by which the chosen side of a row's case is faster than the row's side; empty for the chosen side."""
-    case, name, _ = row
-    return f"{case['ratios'][name]:.2f}x" if name in case["ratios"] else ""
+SIDE_COLUMNS: Columns = {
+    "compile s": _optional("compile_s", "{:.1f}".format),
+    "from cache s": _optional("compile_cached_s", "{:.1f}".format),
+    "first call s": _optional("first_s", "{:.1f}".format),
+    "pays after": lambda row: "" if "break_even" not in row[2] else row[2]["break_even"] or "never",
+    "apart": _optional("difference", "{:.1e}".format),
+    "peak MB": _optional("peak_bytes", lambda peak: f"{peak / 1e6:.0f}"),
+    "GFLOP": _optional("flops", lambda flops: number(flops / 1e9)),
+    "GFLOP/s": _optional("gflop_per_s", "{:.0f}".format),
+    "GB/s": _optional("gb_per_s", "{:.1f}".format),
+    "of the limit": _optional("fraction_of_limit", "{:.0%}".format),
+    "error": _optional("error", "{:.0e}".format),
+    "difference": _optional("largest_difference", "{:.1e}".format),
+    "1 - cosine": _optional("cosine_distance", "{:.1e}".format),
+    "same nearest": _optional("same_nearest", "{:.1%}".format),
+    "rank correlation": _optional("rank_correlation", "{:.5f}".format),
+}
+"""Columns of what a side may have in addition to its times."""
 
 
-def side_table(case: Mapping[str, Any], rate: str, *, digits: int, rate_digits: int) -> dict[str, Any]:
-    """Table of a case's sides.
+def sides_table(
+    cases: Sequence[Mapping[str, Any]], rate: str | None = None, *, title: str = "", note: str = ""
+) -> dict[str, Any]:
+    """Table with a row for each side of each case; times are in seconds if some take one, else in milliseconds.
+
+    Columns without any cell are left out.
 
     Args:
-        case: one of a result's `cases`.
-        rate: heading of the column of rates, such as `tokens/s`.
-        digits: decimals of seconds.
-        rate_digits: decimals of the rate.
+        cases: of a result.
+        rate: heading of the column of rates, such as `tokens/s`; None for no such column.
+        title, note: as in `table`.
     """
+    rows = [(case, name, side) for case in cases for name, side in case["sides"].items()]
+    scale, unit = (1.0, "s") if any(side["median_s"] >= 1 for _, _, side in rows) else (1e3, "ms")
     columns: dict[str, Callable[[Any], object]] = {
-        "side": lambda row: row[1],
-        "median s": lambda row: f"{row[2]['median_s']:.{digits}f}",
-        "P10-P90 s": lambda row: f"{row[2]['p10_s']:.{digits}f}-{row[2]['p90_s']:.{digits}f}",
-        rate: lambda row: f"{row[2]['rate']:.{rate_digits}f}",
+        "case": lambda row: row[0]["case"],
+        "side": lambda row: f"**{row[1]}**" if row[1] == row[0]["chosen"] else row[1],
+        f"median {unit}": lambda row: number(scale * row[2]["median_s"]),
+        f"P10-P90 {unit}": lambda row: f"{number(scale * row[2]['p10_s'])}-{number(scale * row[2]['p90_s'])}",
+        **({} if rate is None else {rate: lambda row: number(row[2]["rate"])}),
+        "verax is faster by": lambda row: f"{row[0]['ratios'][row[1]]:.2f}x" if row[1] in row[0]["ratios"] else "",
+        **SIDE_COLUMNS,
     }
-    return table(side_rows([case]), columns | ({"verax is faster by": faster_by} if case["ratios"] else {}))
+    filled = {name: cell for name, cell in columns.items() if any(cell(row) for row in rows)}
+    return table(rows, filled, title=title, note=note)
 
 
 def number(value: float) -> str:
-    """A positive number to about three significant digits."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def spread(side: Mapping[str, Any]) -> str:
-    """P10 and P90 of a side, in milliseconds."""
-    return f"{number(1e3 * side['p10_s'])}-{number(1e3 * side['p90_s'])}"
+    """A positive number to three significant digits."""
+    return f"{value:.0f}" if value >= 99.95 else f"{value:#.3g}"
 
 
 def rounds(settings: Mapping[str, Any]) -> str:
     """Number of rounds as text, with a warning if they are fewer than `ENOUGH_RUNS`."""
     few = f" (fewer than {ENOUGH_RUNS}: look at the spread)" if settings["runs"] < ENOUGH_RUNS else ""
     return f"{settings['runs']} rounds{few} after at least {settings['warmup']} of warm-up, until no side got faster"
-
-
-def outliers(sides: Mapping[str, Any]) -> list[str]:
-    """A note that shows the runs beyond Tukey's fences, if a side has some."""
-    shown = [
-        f"{name} " + ", ".join(f"{number(1e3 * seconds)} ms" for seconds in side["outliers"])
-        for name, side in sides.items()
-        if side.get("outliers")
-    ]
-    return [f"Outliers, which count like every run: {'; '.join(shown)}."] if shown else []
 
 
 def noise_line(noise: Mapping[str, Any]) -> str:
@@ -157,9 +160,9 @@ def markdown(result: Mapping[str, Any]) -> str:
 def table_lines(one: Mapping[str, Any]) -> list[str]:
     """Markdown lines of a table, its heading and note included."""
     lines = [f"## {one['title']}", ""] if one.get("title") else []
-    if one.get("why_not"):
-        return [*lines, f"**Not run**: {one['why_not']}", ""]
     lines += [one["note"], ""] if one.get("note") else []
+    if "columns" not in one:
+        return lines
     head, *rows = ("| " + " | ".join(row) + " |" for row in (one["columns"], *one["rows"]))
     return [*lines, head, "|" + "---|" * len(one["columns"]), *rows, ""]
 
@@ -270,7 +273,7 @@ SAME = ("cpu", "cores", "platform", "devices", "python", "jax", "jaxlib", "torch
 
 
 def compare_results(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold: float = 0.05) -> dict[str, Any]:
-    """Compare each side of the old results with the same side of the new ones.
+    """Page that compares each side of the old results with the same side of the new ones; `complete` if none is slower.
 
     A side is `slower` (`faster`) if the whole interval of the ratio is more than `threshold` above (below) 1, `same` if
     it is within the threshold on both sides, and else `undecided`. It is also undecided where the runs are too few for
@@ -295,14 +298,33 @@ def compare_results(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold
     rows = [{"name": name, **_judged(before[name], after[name], threshold)} for name in common]
     for row in rows:
         row["ours"] = not row["name"].rpartition(" / ")[2].startswith(BASELINES)
+    slower = [row["name"] for row in rows if row["ours"] and row["verdict"] == "slower"]
+    columns = {
+        "side": lambda row: row["name"] if row["ours"] else f"{row['name']} (not ours)",
+        "old ms": lambda row: f"{1e3 * row['old_s']:.4g}",
+        "new ms": lambda row: f"{1e3 * row['new_s']:.4g}",
+        "new / old": lambda row: f"{row['ratio']:.3f}",
+        f"{100 * CONFIDENCE:g}% interval": lambda row: f"{row['low']:.3f}-{row['high']:.3f}",
+        "runs": lambda row: ", ".join(map(str, row["runs"])),
+        "verdict": lambda row: f"**{row['verdict']}**" if row["name"] in slower else row["verdict"],
+    }
+    differing = _differing(old, new)
+    notes = {
+        "Only in old": [name for name in before if name not in after],
+        "Only in new": [name for name in after if name not in before],
+        "Not the same in both, so the difference may be theirs": [
+            f"{name}: {values[0]} and {values[1]}" for name, values in differing.items()
+        ],
+    }
     return {
-        "subject": subject,
-        "threshold": threshold,
+        "title": f"bench {subject}: " + (f"{len(slower)} slower" if slower else "nothing proven slower"),
+        "intro": f"A change counts beyond {threshold:.0%} of the time.",
+        "tables": [table(rows, columns)],
+        "notes": [f"{label}: {'; '.join(parts)}." for label, parts in notes.items() if parts],
         "rows": rows,
-        "regressions": [row["name"] for row in rows if row["ours"] and row["verdict"] == "slower"],
-        "only_in_old": [name for name in before if name not in after],
-        "only_in_new": [name for name in after if name not in before],
-        "differing": _differing(old, new),
+        "regressions": slower,
+        "complete": not slower,
+        "differing": differing,
     }
 
 
@@ -351,25 +373,3 @@ def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list
             if results[name].get("noise", {}).get("busy"):
                 differing[f"noise of {part}"] = ["quiet", "busy"]
     return differing
-
-
-def render_comparison(comparison: Mapping[str, Any]) -> str:
-    """Markdown of a comparison, for a terminal or a pull request."""
-    bad = comparison["regressions"]
-    columns = {
-        "side": lambda row: row["name"] if row["ours"] else f"{row['name']} (not ours)",
-        "old ms": lambda row: f"{1e3 * row['old_s']:.4g}",
-        "new ms": lambda row: f"{1e3 * row['new_s']:.4g}",
-        "new / old": lambda row: f"{row['ratio']:.3f}",
-        f"{100 * CONFIDENCE:g}% interval": lambda row: f"{row['low']:.3f}-{row['high']:.3f}",
-        "runs": lambda row: ", ".join(map(str, row["runs"])),
-        "verdict": lambda row: f"**{row['verdict']}**" if row["name"] in bad else row["verdict"],
-    }
-    title = f"bench {comparison['subject']}: " + (f"{len(bad)} slower" if bad else "nothing proven slower")
-    lines = table_lines(table(comparison["rows"], columns, title=title))[:-1]
-    differing = [f"{name}: {old} and {new}" for name, (old, new) in comparison["differing"].items()]
-    notes = {"Only in old": comparison["only_in_old"], "Only in new": comparison["only_in_new"]}
-    notes["Not the same in both, so the difference may be theirs"] = differing
-    for label, parts in notes.items():
-        lines += ["", f"{label}: {'; '.join(parts)}."] if parts else []
-    return "\n".join([*lines, ""])

@@ -15,11 +15,14 @@ from verax.options import Option, check_options, option
 from verax.shapes import SHAPES
 
 __all__ = [
+    "AcceleratorSettings",
     "DeltaSettings",
     "EmbedSettings",
     "OpsSettings",
     "QualitySettings",
+    "ReportsSettings",
     "ServeSettings",
+    "Settings",
     "TeaCacheSettings",
     "TextSettings",
     "VideoSettings",
@@ -113,11 +116,7 @@ class TextSettings(_Engine):
 
         verax bench text --against llama.cpp,verax --quantization int8 --temperature 0
 
-        verax bench text --workload nano-vllm --requests 8 --scale 0.1
-
         verax bench text --workload repeat --speculative-config '{"method": "ngram", "num_speculative_tokens": 7}'
-
-        verax bench text --shapes moe --against transformers --prompts 1
     """
 
     shapes: str = option(
@@ -150,11 +149,7 @@ class QualitySettings(_OfModel):
 
     Examples:
 
-        verax bench quality
-
         verax bench quality --model Qwen/Qwen3-0.6B --text book.txt --variants "bfloat16; int8; int4-32"
-
-        verax bench quality --model gemma-3-270m-q4_k_m.gguf --text book.txt
     """
 
     text: Path | None = option(None, "A UTF-8 text to measure on, instead of the built-in model's own kind.")
@@ -167,8 +162,6 @@ class EmbedSettings(_Timed, _OfModel):
     """Sentences per second of an encoder; all-MiniLM-L6-v2's shapes with random weights if there is no --model.
 
     Examples:
-
-        verax bench embed --against transformers
 
         verax bench embed --against openvino,onnxruntime --latency --sentences 64
 
@@ -188,17 +181,11 @@ class EmbedSettings(_Timed, _OfModel):
     )
 
 
-STAGES = ("transformer", "vae", "text")
-"""Stages of a video pipeline."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class VideoSettings(_Timed):
     """Stages of SkyReels-V2's pipeline with random weights in its real sizes, compared with diffusers.
 
     Examples:
-
-        verax bench video --against diffusers
 
         verax bench video --stage transformer --against diffusers,torch.compile,openvino
 
@@ -209,14 +196,14 @@ class VideoSettings(_Timed):
     size: str = option(
         "1.3b", "1.3b or 14b: image to video. 5b: text and image. tiny.", choices=("1.3b", "14b", "5b", "tiny")
     )
-    stage: Any = listed("transformer,vae", "transformer, vae, text, with commas, or all.", (*STAGES, "all"))
+    stage: Any = listed("transformer,vae", "transformer, vae, with commas.", ("transformer", "vae"))
     frames: Any = listed("9", "Frames of the clip, 4n + 1; a case each.", kind=int)
     height: int = option(272, "Pixels, divisible by 16.")
     width: int = option(480, "Pixels, divisible by 16.")
     memory: Any = listed(
         None, "Implementations whose memory is planned, which runs nothing: auto,chunked,standard,flash."
     )
-    layers: int | None = option(None, "Layers of transformer and text encoder.", low=1, shown="all")
+    layers: int | None = option(None, "Layers of the transformer.", low=1, shown="all")
     against: Any = against("diffusers", "torch.compile", "openvino")
     dtype: str = option("bfloat16", "bfloat16 or float32.", choices=("bfloat16", "float32"))
 
@@ -224,8 +211,6 @@ class VideoSettings(_Timed):
         super().__post_init__()
         if self.runs == 0 and not self.memory:
             raise InvalidParameterError("runs: 0 measures nothing; with memory it is memory only")
-        if "all" in self.stage:
-            object.__setattr__(self, "stage", STAGES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,8 +218,6 @@ class TeaCacheSettings(_OfModel):
     """Cost of TeaCache in quality, and the time that it saves: clips with it and the same clips without.
 
     Examples:
-
-        verax bench teacache
 
         verax bench teacache --model SkyReels-V2-DF-1.3B-540P --prompts prompts.txt --thresholds 0.1,0.2
     """
@@ -264,8 +247,6 @@ class OpsSettings(_Timed):
     """Each implementation of an operation by itself, compared with torch and the machine's measured limits.
 
     Examples:
-
-        verax bench ops --against torch
 
         verax bench ops --only linear --size-in 1024 --size-out 3072 --rows 1,4 --weights bfloat16,int8
     """
@@ -297,7 +278,6 @@ SECTIONS = {
     "rule": "LAM's published rule by itself",
     "layer": "LAM's layer",
     "gated": "The exact gated delta rule",
-    "gradient": "The exact gated delta rule, forward and backward",
     "decode": "A decode step of the gated rule",
     "encoder": "LAM's sentence encoder",
 }
@@ -316,24 +296,15 @@ class DeltaSettings(_Timed):
 
     Examples:
 
-        verax bench delta --quick
-
         verax bench delta --only gated,decode --against transformers --output results
     """
 
-    runs: int = option(0, "Counted rounds.", low=0, shown="10, or 3 if quick")
     only: Any = listed(",".join(SECTIONS), "Sections, with commas.", SECTIONS)
-    configs: Any = listed(None, "Small, Medium, Large, with commas.", CONFIGURATIONS, shown="all")
+    configs: Any = listed(",".join(CONFIGURATIONS), "Sizes of the sequences, with commas.", CONFIGURATIONS)
     against: Any = listed(None, "Baselines, with commas.", DELTA_BASELINES, shown="the installed ones")
-    quick: bool = option(False, "The smallest configuration, without torch.compile.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "runs", self.runs or (3 if self.quick else 10))
-        object.__setattr__(self, "configs", self.configs or tuple(CONFIGURATIONS)[: 1 if self.quick else None])
 
 
-_LOAD, _REQUESTS = "Load", "Requests"
+_LOAD, _REQUESTS = {"panel": "Load"}, {"panel": "Requests"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,14 +312,14 @@ class TrafficSettings(Settings):
     """Distribution of the requests of a load test."""
 
     vocab_size: int | None = option(
-        None, "With --url: prompts are tokens below this.", low=4, shown="--model's", panel=_REQUESTS
+        None, "With --url: prompts are tokens below this.", low=4, shown="--model's", **_REQUESTS
     )
-    input_tokens: int = option(32, "Tokens of a prompt, after its shared prefix.", low=1, panel=_REQUESTS)
-    output_tokens: int = option(64, "Tokens of an answer.", low=1, panel=_REQUESTS)
-    prefix_tokens: int = option(0, "Tokens of a prefix that prompts share.", low=0, panel=_REQUESTS)
-    num_prefixes: int = option(1, "Different prefixes; each prompt has one at random.", low=1, panel=_REQUESTS)
-    slow_readers: float = option(0.0, "Share of clients that read slowly.", low=0.0, high=1.0, panel=_REQUESTS)
-    disconnect: float = option(0.0, "Share of clients that leave in mid-answer.", low=0.0, high=1.0, panel=_REQUESTS)
+    input_tokens: int = option(32, "Tokens of a prompt, after its shared prefix.", low=1, **_REQUESTS)
+    output_tokens: int = option(64, "Tokens of an answer.", low=1, **_REQUESTS)
+    prefix_tokens: int = option(0, "Tokens of a prefix that prompts share.", low=0, **_REQUESTS)
+    num_prefixes: int = option(1, "Different prefixes; each prompt has one at random.", low=1, **_REQUESTS)
+    slow_readers: float = option(0.0, "Share of clients that read slowly.", low=0.0, high=1.0, **_REQUESTS)
+    disconnect: float = option(0.0, "Share of clients that leave in mid-answer.", low=0.0, high=1.0, **_REQUESTS)
 
     @property
     def longest(self) -> int:
@@ -358,15 +329,13 @@ class TrafficSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings(TrafficSettings, _Engine):
-    """Load on a server that speaks OpenAI's API: throughput, latencies, goodput, and checks of the answers.
+    """Load on a server that speaks OpenAI's API: throughput, latencies, and checks of the answers.
 
     Examples:
 
         verax bench serve --against offline,async --concurrency 64
 
-        verax bench serve --url http://127.0.0.1:8000/v1 --vocab-size 32000 --request-rate 2,8 --goodput ttft:200
-
-        verax bench serve --concurrency 1000 --duration 60 --slow-readers 0.1 --disconnect 0.2 --runs 1 --warmup 0
+        verax bench serve --url http://127.0.0.1:8000/v1 --vocab-size 32000 --request-rate 2,8
     """
 
     runs: int = option(3, "Counted rounds.", low=1)
@@ -375,20 +344,13 @@ class ServeSettings(TrafficSettings, _Engine):
     shapes: str | None = option(
         None, "Random weights instead of a model: qwen3 (0.6B), qwen3-8b, hybrid or moe.", choices=tuple(SHAPES)
     )
-    concurrency: Any = listed(
-        None, "Closed loop: streams at once, a case each.", kind=int, shown="1,8,32,64", panel=_LOAD
-    )
+    concurrency: Any = listed(None, "Closed loop: streams at once, a case each.", kind=int, shown="1,8,32,64", **_LOAD)
     request_rate: Any = listed(
-        None, "Open loop: requests per second that arrive at random, a case each.", kind=float, panel=_LOAD
+        None, "Open loop: requests per second that arrive at random, a case each.", kind=float, **_LOAD
     )
-    num_requests: int | None = option(
-        None, "Requests of a run.", low=1, shown="2 a stream, 16 at least; 100", panel=_LOAD
-    )
+    num_requests: int | None = option(None, "Requests of a run.", low=1, shown="2 a stream, 16 at least; 100", **_LOAD)
     duration: float | None = option(
-        None, "Seconds of a run, instead of a number of requests.", low=0.0, above=True, panel=_LOAD
-    )
-    goodput: str | None = option(
-        None, "Milliseconds of a good request at most, such as ttft:200,tpot:50,e2el:5000.", panel=_LOAD
+        None, "Seconds of a run, instead of a number of requests.", low=0.0, above=True, **_LOAD
     )
     against: Any = against("offline", "async", "llama.cpp")
     checks: int = option(8, "Answers to ask for again without load, and compare.", low=0)
@@ -414,3 +376,39 @@ class ServeSettings(TrafficSettings, _Engine):
             )
         if self.shapes is not None and self.model is not None:
             raise InvalidParameterError("shapes: random weights stand for a model; give one of them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceleratorSettings(Settings):
+    """Correctness and speed on one GPU or TPU, in parts, within ten minutes a run.
+
+    A part that fails is a line of the page. Exit status 1 if one failed or is left for the next run.
+
+    Examples:
+
+        verax bench accelerator --list
+
+        verax bench accelerator --folder results
+    """
+
+    folder: Path = option(Path("accelerator"), "Folder of all files; finished parts in it are not repeated.")
+    only: Any = listed(None, "Parts, with commas.", shown="all")
+    list: bool = option(False, "Print the parts, and run nothing.")
+    rehearse: bool = option(False, "The same parts at tiny sizes, on a machine without an accelerator.")
+    part_seconds: float = option(300.0, "Seconds after which a part is stopped.", low=0.0, above=True)
+    seconds: float = option(600.0, "Seconds of the whole run; run it again for what is left.", low=0.0, above=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportsSettings(Settings):
+    """Tables of speed and memory of one of the earlier ports, measured again on this machine.
+
+    A table that cannot be made here states the reason.
+
+    Examples:
+
+        verax bench reports --only delta-rule --quick
+    """
+
+    only: str = option("text", "The report: video, text or delta-rule.")
+    quick: bool = option(False, "Smaller and fewer cases: minutes on two cores.")

@@ -34,6 +34,8 @@ SUBJECTS: Mapping[str, tuple[type[settings.Settings], str]] = {
     "ops": (settings.OpsSettings, "ops"),
     "delta": (settings.DeltaSettings, "delta.cases"),
     "serve": (settings.ServeSettings, "serve.cases"),
+    "accelerator": (settings.AcceleratorSettings, "accelerator"),
+    "reports": (settings.ReportsSettings, "accelerator"),
 }
 """Settings of each command, whose options are its flags, and the module of `verax.bench` with its `bench_NAME`."""
 
@@ -58,58 +60,13 @@ for _name, _subject in SUBJECTS.items():
 
 
 def _show(result: dict[str, Any], output: Path | None, as_json: bool) -> None:
-    """Print a result as its page or as JSON, and write it if there is a folder."""
+    """Print a result as its page or as JSON, and write it if there is a folder; status 1 if it is not `complete`."""
     from verax.bench.results import markdown, write
 
     sys.stdout.write(json.dumps(result, indent=2) + "\n" if as_json else markdown(result))
     if output is not None:
         typer.echo(f"written: {write(result, output)}", err=True)
-
-
-def _log(line: str) -> None:
-    typer.echo(line, err=True)
-
-
-def _names(text: str | None) -> list[str]:
-    return [name.strip() for name in text.split(",")] if text else []
-
-
-@app.command()
-def accelerator(
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder of all files; finished parts in it are not repeated.")
-    ] = Path("accelerator"),
-    only: Annotated[str | None, typer.Option(help="Parts, separated by commas; all if left out.")] = None,
-    list_parts: Annotated[bool, typer.Option("--list", help="Print the parts, and run nothing.")] = False,
-    rehearse: Annotated[
-        bool, typer.Option("--rehearse", help="The same parts at tiny sizes, on a machine without an accelerator.")
-    ] = False,
-    part_seconds: Annotated[float, typer.Option(help="Seconds after which a part is stopped.")] = 300.0,
-    seconds: Annotated[float, typer.Option(help="Seconds of the whole run; run it again for what is left.")] = 600.0,
-    as_json: options.Json = False,
-) -> None:
-    """Correctness and speed on one GPU or TPU, in parts, within ten minutes a run.
-
-    A part that fails is a line of the table. Exit status 1 if one failed or is left for the next run.
-
-    Examples:
-
-        verax bench accelerator --list
-
-        verax bench accelerator --output results
-
-        verax bench accelerator --rehearse --only operations
-    """
-    from verax.bench.accelerator import PARTS, bench_accelerator
-
-    if list_parts:
-        width = max(map(len, PARTS))
-        typer.echo("\n".join(f"{name:{width}}  {part.summary}" for name, part in PARTS.items()))
-        return
-    limits = {"part_seconds": part_seconds, "seconds": seconds}
-    result = bench_accelerator(output, only=_names(only), rehearse=rehearse, **limits, report=_log)
-    _show(result, output, as_json)
-    if not result["complete"]:
+    if not result.get("complete", True):
         raise typer.Exit(1)
 
 
@@ -129,12 +86,9 @@ def compare(
 
         verax bench compare before.json after.json --threshold 10 >> "$GITHUB_STEP_SUMMARY"
     """
-    from verax.bench.results import compare_results, read_results, render_comparison
+    from verax.bench.results import compare_results, read_results
 
-    comparison = compare_results(read_results(old), read_results(new), threshold=threshold / 100)
-    sys.stdout.write(json.dumps(comparison, indent=2) + "\n" if as_json else render_comparison(comparison))
-    if comparison["regressions"]:
-        raise typer.Exit(1)
+    _show(compare_results(read_results(old), read_results(new), threshold=threshold / 100), None, as_json)
 
 
 @app.command()
@@ -151,25 +105,4 @@ def docs(
     from verax.files import write_text
 
     write_text(output, render(Path("benchmarks/performance.template.md"), Path("benchmarks/results")))
-    _log(f"written: {output}")
-
-
-@app.command()
-def reports(
-    quick: Annotated[bool, typer.Option("--quick", help="Smaller and fewer cases: minutes on two cores.")] = False,
-    only: Annotated[str | None, typer.Option(help="Names of reports, with commas; all of them if left out.")] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Write a page for each into this folder.")] = Path(
-        "docs/reports"
-    ),
-) -> None:
-    """Tables of speed and memory of the earlier ports, measured again on this machine.
-
-    A table that cannot be made here states the reason.
-
-    Examples:
-
-        verax bench reports --only text,delta-rule --quick --output reports
-    """
-    from verax.bench.accelerator import bench_reports
-
-    bench_reports(output, only=_names(only), quick=quick, report=_log)
+    typer.echo(f"written: {output}", err=True)

@@ -55,7 +55,7 @@ def test_a_side_chooses_its_fastest_way_and_keeps_the_order_of_the_texts(batches
     texts = random_sentences(9)
     ways = batches.ways("slow", sums(0.05), 4, 1) | batches.ways("quick", sums(0), 4)
     before = ways["slow, batches of 4"](texts)
-    encode, chosen = fastest_way(ways, texts, latency=False)
+    encode, chosen = fastest_way(ways, texts)
     assert chosen["way"] == "quick, batches of 4"
     assert set(chosen["trials"]) == {"slow, batches of 4", "quick, batches of 4", "slow, one text a call"}
     assert chosen["trials"]["slow, one text a call"] < 20 < chosen["trials"]["quick, batches of 4"]
@@ -67,6 +67,6 @@ def test_a_side_chooses_its_fastest_way_and_keeps_the_order_of_the_texts(batches
 def test_a_fast_way_with_other_vectors_is_left_out(batches):
     negative = lambda given: [(rows, -vectors) for rows, vectors in sums(0)(given)]
     ways = batches.ways("right", sums(0.02), 4) | batches.ways("wrong", negative, 4)
-    _, chosen = fastest_way(ways, random_sentences(9), latency=False)
+    _, chosen = fastest_way(ways, random_sentences(9))
     assert chosen["way"] == "right, batches of 4"
     assert list(chosen["wrong"]) == ["wrong, batches of 4"]

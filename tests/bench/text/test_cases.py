@@ -11,7 +11,6 @@ from verax.bench.settings import TextSettings
 from verax.bench.text.cases import bench_text
 from verax.bench.text.workload import Workload, make_workload
 from verax.checkpoint import Checkpoint
-from verax.errors import InvalidParameterError
 
 
 @pytest.fixture(scope="module")
@@ -106,25 +105,3 @@ def test_experts_that_are_not_chosen_are_not_counted(tmp_path):
     layers, head = 2 * (2 * experts + attention + router), 320 * 64
     assert work["flops"] == 2 * (layers * 6 + head * 4)
     assert work["bytes_moved"] == pytest.approx(4 * 4 * (layers + head), rel=0.01)  # four steps, and norms
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"against": ("vllm",)}, "against: expected transformers, llama.cpp, verax, got 'vllm'"),
-        ({"dtype": "int8"}, "dtype: expected one of bfloat16, float32, got 'int8'"),
-        ({"shapes": "llama"}, "shapes: expected one of qwen3, qwen3-8b, hybrid, moe, got 'llama'"),
-        ({"against": ("verax",)}, "against: verax is our side unquantised; give quantization"),
-    ],
-)
-def test_wrong_settings_are_refused_before_any_work(options, message):
-    with pytest.raises(InvalidParameterError, match=message):
-        measure(None, **options)
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--workload", "mlperf"], ["--runs", "0"], ["--requests", "0"], ["--scale", "0"]]
-)
-def test_the_command_refuses_nonsense_in_one_line(bench, arguments):
-    status, _, error = bench("text", *arguments)
-    assert (status, error.count("\n")) == (2, 1)

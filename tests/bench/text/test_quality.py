@@ -45,21 +45,3 @@ def test_a_quantised_file_is_measured_dequantised_and_as_it_is_stored(tmp_path):
     rows = result["variants"]
     assert rows["float32"]["kl_divergence"] == 0 < rows["as stored"]["kl_divergence"] < 0.05
     assert rows["as stored"]["weights_mb"] < rows["float32"]["weights_mb"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--variants", "int3"], "variants: expected float32; "),
-        (["--variants", "as stored"], "'as stored' is for a quantised checkpoint"),
-        (["--text", "nowhere.txt"], "text: nowhere.txt cannot be read"),
-        (["--text", "one"], "text: it has fewer than two tokens"),
-    ],
-)
-def test_nonsense_is_refused_in_one_line(bench, monkeypatch, tmp_path, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "one").write_text("")
-    status, _, error = bench("quality", *arguments)
-    assert status
-    assert message in error
-    assert error.count("\n") == 1

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import inspect
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +18,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from verax.bench.harness import Side
+from verax.bench.harness import Side, import_torch
 from verax.bench.settings import DELTA_BASELINES, DeltaSettings
 from verax.errors import InvalidParameterError, MissingDependencyError
-from verax.machine import num_cores
-from verax.ops.cpu.build import compiler
 
-__all__ = ["Baselines", "find_baselines", "jax_side", "naive_fla", "torch_side"]
+__all__ = ["Baselines", "cythonized", "find_baselines", "jax_side", "naive_fla", "torch_side"]
+
+FLA = "flash-linear-attention"
+
+KINDS = ("chunk", "recurrent")
+"""Kinds of implementations of the gated rule."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,10 @@ class Baselines:
         device: torch's name of the platform.
         reference: LAM in PyTorch (`compare.references.lam`): a baseline, and in float64 the expected result.
         names: names of the baselines.
-        cython: LAM in PyTorch through Cython, and `cython_s`, the seconds that building it took.
-        gated: implementations of the gated rule by library and kind, chunk or recurrent.
+        cython: LAM in PyTorch through Cython, or None.
+        gated: implementations of the gated rule by library and kind.
         skipped: reason for each baseline that is not available.
+        versions: of the libraries, and `cython_s`, the seconds that Cython and the C compiler took.
     """
 
     torch: Any
@@ -45,7 +49,6 @@ class Baselines:
     reference: ModuleType
     names: tuple[str, ...]
     cython: ModuleType | None = None
-    cython_s: float | None = None
     gated: dict[str, Callable[..., Any]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=dict)
@@ -58,67 +61,51 @@ def find_baselines(settings: DeltaSettings, folder: Path) -> Baselines:
         settings: what to compare with.
         folder: gets the files of Cython; it has to last as long as the baselines do.
     """
-    quick = ("torch.compile",) if settings.quick else ()
-    names = settings.against or tuple(name for name in DELTA_BASELINES if name not in quick)
-    reference = importlib.import_module("verax.compare.references.lam")
-    torch, platform = reference.torch, jax.default_backend()
+    names = settings.against or DELTA_BASELINES
+    (torch,), platform = import_torch(), jax.default_backend()
     if platform not in ("cpu", "gpu") or (platform == "gpu" and not torch.cuda.is_available()):
         raise InvalidParameterError(
             f"JAX runs on {platform}, where this torch ({torch.__version__}) does not: set JAX_PLATFORMS=cpu to "
             "compare on the CPU"
         )
-    device = "cuda" if platform == "gpu" else "cpu"
-    torch.set_num_threads(num_cores())
-    cython: tuple[Any, Any] = (None, None)
-    gated: dict[str, Any] = {}
-    versions = {"torch": torch.__version__, "torch_threads": torch.get_num_threads()}
-    skipped = {}
+    device, reference = "cuda" if platform == "gpu" else "cpu", importlib.import_module("verax.compare.references.lam")
+    cython, gated, skipped = None, {}, {}
+    versions: dict[str, Any] = {"torch": torch.__version__, "torch_threads": torch.get_num_threads()}
     for name in names:
         try:
             if name == "cython":
-                cython = _cythonized(Path(str(reference.__file__)), folder)
-                versions["cython"] = importlib.metadata.version("cython")
-            elif name == "transformers":
-                gated |= _transformers_rules()
-                versions["transformers"] = importlib.metadata.version("transformers")
-            elif name == "fla":
-                gated |= _fla_rules(device)
-                versions[FLA] = importlib.metadata.version(FLA)
+                begin = time.perf_counter()
+                cython = cythonized(Path(str(reference.__file__)), folder)
+                versions["cython_s"] = time.perf_counter() - begin
+            elif name in ("transformers", "fla"):
+                gated |= _transformers_rules() if name == "transformers" else _fla_rules(device)
+            if package := {"fla": FLA, "cython": name, "transformers": name}.get(name):
+                versions[package] = importlib.metadata.version(package)
         except MissingDependencyError as error:
             if settings.against:
                 raise
             skipped[name] = str(error)
-    return Baselines(torch, device, reference, names, *cython, gated, skipped, versions)
+    return Baselines(torch, device, reference, names, cython, gated, skipped, versions)
 
 
 def _transformers_rules() -> dict[str, Callable[..., Any]]:
-    try:
-        import transformers
-
-        transformers.utils.logging.set_verbosity_error()  # that it has no faster implementation here
-        modeling = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
-    except ImportError as error:
-        raise MissingDependencyError("transformers is not installed: pip install 'verax[parity]'") from error
+    import_torch("transformers")
+    modeling = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
     # Unwrapped: where flash-linear-attention is installed, these names would run its kernels.
     rule = lambda kind: inspect.unwrap(getattr(modeling, f"torch_{kind}_gated_delta_rule"))
-    return {f"transformers {kind}": rule(kind) for kind in ("chunk", "recurrent")}
+    return {f"transformers {kind}": rule(kind) for kind in KINDS}
 
 
 def _fla_rules(device: str) -> dict[str, Callable[..., Any]]:
-    """Its Triton kernels on a GPU; elsewhere they do not run."""
+    """flash-linear-attention's Triton kernels on a GPU; elsewhere, where they do not run, its naive PyTorch code."""
     if device != "cuda":
         naive = naive_fla("gated_delta_rule")
-        return {
-            f"fla naive {kind}": getattr(naive, f"naive_{kind}_gated_delta_rule") for kind in ("chunk", "recurrent")
-        }
+        return {f"fla naive {kind}": getattr(naive, f"naive_{kind}_gated_delta_rule") for kind in KINDS}
     try:
         rule = importlib.import_module("fla.ops.gated_delta_rule")
     except ImportError as error:
         raise MissingDependencyError(f"fla cannot be imported ({error}): pip install {FLA}") from error
     return {"fla chunk": rule.chunk_gated_delta_rule, "fla recurrent": rule.fused_recurrent_gated_delta_rule}
-
-
-FLA = "flash-linear-attention"
 
 
 def naive_fla(family: str) -> ModuleType:
@@ -131,39 +118,25 @@ def naive_fla(family: str) -> ModuleType:
     return _load(f"fla_naive_{family.replace('.', '_')}", path)
 
 
-def _cythonized(source: Path, folder: Path, *, flags: Sequence[str] = ("-O2",)) -> tuple[ModuleType, float]:
-    """A Python file translated by Cython and compiled, and the seconds that this took."""
-    if importlib.util.find_spec("Cython") is None:
-        raise MissingDependencyError("Cython is not installed: pip install 'verax[bench]'")
-    command = compiler()
-    if command is None:
-        raise MissingDependencyError("Cython needs a C++ compiler: install one, or name it in CXX")
-    name = f"{source.stem}_cython"
-    copy = folder / f"{name}.py"
-    copy.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
-    extension = folder / (name + sysconfig.get_config_var("EXT_SUFFIX"))
+def cythonized(source: Path, folder: Path) -> ModuleType:
+    """Module of a Python file that Cython translates to C and the C compiler compiles."""
+    copy = folder / f"{source.stem}_cython.py"
+    copy.write_bytes(source.read_bytes())
     # Annotations are documentation here, as in Python: Cython would make C numbers of some.
-    translate = ("-m", "cython", "-3", "--cplus", "-X", "annotation_typing=False", str(copy), "-o", f"{copy}.cc")
-    link = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
-    include = sysconfig.get_paths()["include"]
-    begin = time.perf_counter()
-    _run([sys.executable, *translate])
-    _run([*command, *flags, "-w", "-shared", "-fPIC", *link, f"-I{include}", f"{copy}.cc", "-o", str(extension)])
-    seconds = time.perf_counter() - begin
-    copy.unlink()  # what is imported is the extension
-    return _load(name, extension), seconds
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    translate = ("Cython.Build.Cythonize", "--inplace", "-3", "-X", "annotation_typing=False", str(copy))
+    done = subprocess.run([sys.executable, "-m", *translate], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise MissingDependencyError(f"{command[0]} failed: {done.stderr.strip()[-500:]}")
+        reason = done.stderr.strip().rpartition("\n")[2][-500:]
+        raise MissingDependencyError(
+            f"the baseline needs Cython, setuptools and a C compiler ({reason}): pip install 'verax[bench]'"
+        )
+    return _load(copy.stem, next(folder.glob(f"{copy.stem}*{importlib.machinery.EXTENSION_SUFFIXES[0]}")))
 
 
 def _load(name: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise MissingDependencyError(f"{path}: no Python module")
+        raise MissingDependencyError(f"{path}: not a Python module")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -203,9 +176,8 @@ def torch_side(
     flops: int | None = None,
     dtypes: Sequence[str] = ("float32",),
     compiled: bool = False,
-    gradients: bool = False,
 ) -> Side:
-    """A PyTorch call, which may take gradients only with `gradients`.
+    """A PyTorch call.
 
     Args:
         function: of `arguments`.
@@ -215,7 +187,7 @@ def torch_side(
     """
 
     def call() -> list[Any]:
-        with torch.inference_mode(not gradients):
+        with torch.inference_mode():
             outputs = [x for x in jax.tree.leaves(function(*arguments)) if isinstance(x, torch.Tensor)]
         if outputs[0].device.type == "cuda":
             torch.cuda.synchronize()

@@ -1,4 +1,11 @@
-"""Delta rules compared with PyTorch, with equal work on all sides, which are checked before they are timed."""
+"""Delta rules compared with PyTorch, with equal work on all sides, which are checked before they are timed.
+
+Work of the exact gated rule is counted by formula. An addition and a multiplication are two operations; products are
+counted (matrices, and the decay of a state), norms, sigmoids and other sums are not. A masked product counts whole, as
+every library computes it. What an implementation does beyond the formula, to build an inverse or to pad, is its own
+loss. Letters: L tokens of all sequences together, H heads, K and V sizes of keys and values, C tokens of a chunk. Work
+of LAM's published rule is counted by tracing our implementation, and by torch's own counter.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +13,32 @@ import ctypes
 import gc
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from verax.bench.delta import gated, lam
-from verax.bench.delta.baselines import find_baselines
-from verax.bench.harness import UNTIMED, Benchmark, Case, Side, case_result, error_ratio, time_sides
-from verax.bench.results import faster_by, number, outliers, rounds, side_rows, slug, spread, table
+from verax import checkpoint, ops
+from verax.bench.delta.baselines import Baselines, find_baselines, jax_side, torch_side
+from verax.bench.harness import UNTIMED, Benchmark, Case, Side, count_products, error_ratio
+from verax.bench.results import rounds, sides_table, slug
 from verax.bench.settings import CONFIGURATIONS, SECTIONS, DeltaSettings
 from verax.errors import VeraxError
 from verax.machine import peak_growth
+from verax.models.lam import EnhancedHierarchicalDeltaNet, LamConfig, LamModel
+from verax.nn import pack_linear_weights
 from verax.ops.cpu import library
+from verax.ops.delta import DeltaInputs, delta_recurrence
+from verax.ops.delta._chunk import CHUNK_SIZE, CHUNK_SIZES
+from verax.ops.hierarchical import HierarchicalInputs, Perceptron, ResonanceFlux, orthogonality_loss
 
-__all__ = ["bench_delta", "check"]
+__all__ = ["bench_delta", "check", "gated_rule_bytes", "gated_rule_flops"]
 
 
 def bench_delta(settings: DeltaSettings) -> dict[str, Any]:
@@ -36,21 +51,19 @@ def bench_delta(settings: DeltaSettings) -> dict[str, Any]:
         baselines = find_baselines(settings, Path(folder))
         benchmark = Benchmark("delta")
         makers: dict[str, Callable[[], Iterable[Case]]] = {
-            "rule": lambda: (lam.rule_case(*one, baselines) for one in configurations.items()),
-            "layer": lambda: (lam.layer_case(*one, baselines) for one in configurations.items()),
-            "gated": lambda: gated.sequence_cases("gated", configurations, baselines),
-            "gradient": lambda: gated.sequence_cases("gradient", configurations, baselines),
-            "decode": lambda: [gated.decode_case(baselines)],
-            "encoder": lambda: lam.encoder_cases(baselines),
+            "rule": lambda: (_rule_case(*one, baselines) for one in configurations.items()),
+            "layer": lambda: (_layer_case(*one, baselines) for one in configurations.items()),
+            "gated": lambda: _sequence_cases(configurations, baselines),
+            "decode": lambda: [_gated_case("decode", "Step", DECODE, "float32", baselines)],
+            "encoder": lambda: _encoder_cases(baselines),
         }
         cases = [_measure(case, benchmark, settings) for section in sections for case in makers[section]()]
     level = library.level()
     asked = asdict(settings) | {"against": list(baselines.names), "untimed": UNTIMED, "cpu_level": level}
     notes = [f"- Left out: {name} ({why})." for name, why in baselines.skipped.items()]
-    if baselines.cython_s:
-        notes.append(f"- Cython and the C++ compiler took {baselines.cython_s:.1f} s, once for all.")
+    if baselines.cython is not None:
+        notes.append(f"- Cython and the C compiler took {baselines.versions['cython_s']:.1f} s, once for all.")
     some = [name.lower() for name in configurations if len(configurations) < len(CONFIGURATIONS)]
-    timed = {f"{case['case']}, {name}": side for case in cases for name, side in case["sides"].items()}
     reasons = {f"- Left out: {name}: {why}" for case in cases for name, why in case["skipped"].items()}
     return benchmark.result(
         slug(*sections, *some),
@@ -59,61 +72,32 @@ def bench_delta(settings: DeltaSettings) -> dict[str, Any]:
         f"count. CPU kernels: {level or 'none'}. Every side's outputs were on that device, in the same "
         "shapes. Error is the root mean square of the difference from float64 over the root mean square of the result. "
         "GFLOP are products of the implementation that runs. The limit is the products at the measured rate, or what "
-        "has to be moved at the measured bandwidth if that is longer. Peak is memory beyond the arguments. 'verax is' "
-        "the factor by which it is faster: the median over the rounds of the ratio within a round.",
+        "has to be moved at the measured bandwidth if that is longer. Peak is memory beyond the arguments.",
         settings=asked,
         versions=baselines.versions,
         tables=[_table(section, [case for case in cases if case["group"] == section]) for section in sections],
-        notes=[*outliers(timed), *sorted(reasons), *notes],
+        notes=[*sorted(reasons), *notes],
         cases=cases,
         skipped=baselines.skipped,
-        cython_s=baselines.cython_s,
     )
 
 
 def _table(section: str, cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     sizes = (f"{case['case']}: " + ", ".join(f"{name} {n}" for name, n in case["sizes"].items()) for case in cases)
-    optional = lambda key, form, scale=1.0: lambda row: "" if row[2][key] is None else format(row[2][key] * scale, form)
-    columns = {
-        "case": lambda row: row[0]["case"],
-        "side": lambda row: f"**{row[1]}**" if row[1] == row[0]["chosen"] else row[1],
-        "median ms": lambda row: number(1e3 * row[2]["median_s"]),
-        "P10-P90 ms": lambda row: spread(row[2]),
-        "verax is": faster_by,
-        "compile s": optional("compile_s", ".1f"),
-        "peak MB": optional("peak_bytes", ".0f", 1e-6),
-        "GFLOP": lambda row: number(row[2]["flops"] / 1e9),
-        "GFLOP/s": lambda row: f"{row[2]['rate'] / 1e9:.0f}",
-        "GB/s": lambda row: f"{row[2]['gb_per_s']:.1f}",
-        "of the limit": lambda row: f"{100 * row[2]['fraction_of_limit']:.0f}%",
-        "error": lambda row: f"{row[2]['error']:.0e}",
-    }
-    return table(side_rows(cases), columns, title=SECTIONS[section], note="; ".join(sizes) + "." if cases else "")
+    return sides_table(cases, title=SECTIONS[section], note="; ".join(sizes) + "." if cases else "")
 
 
 def _measure(case: Case, benchmark: Benchmark, settings: DeltaSettings) -> dict[str, Any]:
     """Check every side, then time them in turn; one of a result's cases."""
-    platform, title = jax.default_backend(), f"{case.group}, {case.name}"
-    errors = {name: check(case, name, platform) for name in case.sides}
-    peaks = {name: _peak_bytes(side, platform) for name, side in case.sides.items()}
-    calls = {name: side.call for name, side in case.sides.items()}
-    samples = time_sides(calls, runs=settings.runs, warmup=settings.warmup, title=title, short=True)
-    more = {"sizes": dict(case.sizes), "bytes_moved": case.bytes_moved, "tolerance": case.tolerance}
-    more["skipped"] = dict(case.skipped)
-    measured = {"group": case.group, **case_result(case.name, case.chosen, samples, 1.0, **more)}
-    for name, side in case.sides.items():
-        median, dtype = samples[name].median, side.dtypes[0]
-        work = benchmark.against_limit(median, bytes_moved=case.bytes_moved, flops=side.flops, dtype=dtype)
-        measured["sides"][name] |= {
-            **{key: work[key] for key in ("flops", "gb_per_s", "limit_s", "fraction_of_limit")},
-            "rate": side.flops / median,
-            "dtype": dtype,
-            "compile_s": side.compile_s,
-            "peak_bytes": peaks[name],
-            "error": errors[name],
-            "platform": platform,
-        }
-    return measured
+    platform = jax.default_backend()
+    sides = {
+        name: {"error": check(case, name, platform), "peak_bytes": _peak_bytes(side, platform), "platform": platform}
+        for name, side in case.sides.items()
+    }
+    measured = benchmark.measure(case, runs=settings.runs, warmup=settings.warmup)
+    for name, checked in sides.items():
+        measured["sides"][name] |= checked
+    return measured | {"sizes": dict(case.sizes), "tolerance": case.tolerance, "skipped": dict(case.skipped)}
 
 
 def check(case: Case, name: str, platform: str) -> float:
@@ -161,3 +145,310 @@ def _peak_bytes(side: Side, platform: str) -> int | None:
     before = cuda.memory_allocated()
     side.call()
     return cuda.max_memory_allocated() - before
+
+
+# The exact gated rule
+
+HEADS, SIZE = 12, 64
+"""The report's heads, in the size that earlier measurements of the exact rule took."""
+
+GPU_SHAPE = (4, 4096, 16, 128)
+"""Batch, tokens, heads and their size of one case more on a GPU, in bfloat16."""
+
+DECODE = (32, 1, 32, 128)
+"""Sequences, tokens, heads and their size: Qwen3-Next's, a state of 64 MiB."""
+
+NATIVE_CHUNK, BASELINE_CHUNK = 16, 64
+"""Tokens that our CPU kernel takes at a time, and of the chunks of transformers and flash-linear-attention."""
+
+TOLERANCE = {("cpu", "float32"): 1e-5, ("gpu", "float32"): 5e-3, ("tpu", "float32"): 5e-3}
+"""Error against float64, by platform and dtype: by default float32 products are TF32 in Triton, bfloat16 on a TPU."""
+
+ROUNDED_TOLERANCE = 2e-2
+"""Error against float64 in bfloat16."""
+
+INPUTS = ("q", "k", "v", "g", "beta")
+"""Inputs of the rule."""
+
+Arrays = Mapping[str, Any]
+
+
+def gated_rule_flops(L: int, H: int, K: int, V: int, C: int | None = None, *, solved: bool = False) -> int:
+    """Operations of the gated delta rule token by token (C None), or with chunks of C.
+
+    Token by token, the state decays (KV), is read twice (2KV each) and written (2KV). By chunks, a token has its rows
+    of `k k^T`, `q k^T` and `T k` (2CK each), of `T v` and of the product with what is written (2CV each), its share of
+    the inverse T (C^2/3), and three products with a state (2KV each). Where what is written is `solved` for by
+    substitution, there is no T: CV in place of the share of T and of both products with it.
+    """
+    if C is None:
+        return L * H * 7 * K * V
+    inner = 4 * C * K + 3 * C * V if solved else 6 * C * K + 4 * C * V + C * C // 3
+    return L * H * (inner + 6 * K * V)
+
+
+def gated_rule_bytes(L: int, N: int, H: int, K: int, V: int, *, size: int = 4) -> int:
+    """q, k, v, beta and g read, outputs written, the float32 states of N sequences read and written, each once."""
+    return L * H * size * (2 * K + 2 * V + 2) + 2 * 4 * N * H * K * V
+
+
+def _sequence_cases(configurations: Mapping[str, tuple[int, int, int]], baselines: Baselines) -> Iterator[Case]:
+    """The report's configurations, and a long sequence in bfloat16 on a GPU."""
+    for name, (B, n, C) in configurations.items():
+        yield _gated_case("gated", name, (B, n * C, HEADS, SIZE), "float32", baselines)
+    if baselines.device == "cuda":
+        yield _gated_case("gated", "Long", GPU_SHAPE, "bfloat16", baselines)
+
+
+def _gated_case(section: str, name: str, shape: tuple[int, int, int, int], dtype: str, baselines: Baselines) -> Case:
+    """Case of `shape`: batch, tokens, heads and their size.
+
+    `decode` is one token of many sequences: reading and writing their states should be all of the time. Our state is
+    donated there, as an engine's is: each call takes what the call before it left. The others make a new one.
+    """
+    B, T, H, D = shape
+    decode, arrays = section == "decode", _inputs(*shape, dtype)
+    state = np.random.default_rng(1).standard_normal((B, H, D, D), np.float32) * np.float32(decode)
+    count = lambda C=None, **options: gated_rule_flops(B * T, H, D, D, C, **options)
+    chunk = CHUNK_SIZES.get(jax.default_backend(), CHUNK_SIZE)
+    flops = {} if decode else {"native": count(NATIVE_CHUNK, solved=True), "chunk": count(chunk)}
+    given = {"donated": state} if decode else {}
+    arguments = (arrays,) if decode else (state, arrays)
+    q, k, v, g, beta = (jnp.asarray(arrays[key], jnp.float32) for key in INPUTS)
+    inputs, sides = (DeltaInputs(q, k, k, v, beta, g), jnp.asarray(state)), {}
+    for impl in reversed(delta_recurrence.supporting(*inputs)):
+        with ops.use_implementations(delta_recurrence=impl.name):
+            products = flops.get(impl.name, count())
+            sides[f"verax {impl.name}"] = jax_side(_rule, *arguments, flops=products, **given)
+    torch = baselines.torch
+    tensor = lambda x, dtype: torch.from_numpy(np.asarray(x, np.float32)).to(baselines.device, getattr(torch, dtype))
+    tensors = [*(tensor(x, dtype) for x in arrays.values()), tensor(state, "float32")]
+    for key, impl in baselines.gated.items():
+        chunked = key.endswith("chunk")
+        if not (decode and chunked):
+            run = lambda q, k, v, g, beta, initial, impl=impl: impl(
+                q, k, v, g=g, beta=beta, initial_state=initial, output_final_state=True
+            )
+            products = count(BASELINE_CHUNK if chunked else None)
+            sides[key] = torch_side(torch, run, *tensors, flops=products, dtypes=(dtype, "float32"))
+    moved = gated_rule_bytes(B * T, B, H, D, D, size=arrays["q"].itemsize)
+    chosen, sizes = delta_recurrence.select(*inputs).name, {"batch": B, "tokens": T, "heads": H, "size": D}
+    tolerance = TOLERANCE.get((jax.default_backend(), dtype), ROUNDED_TOLERANCE)
+    return Case(section, name, moved, f"verax {chosen}", sides, sizes, _exact(arrays, state), tolerance)
+
+
+def _exact(arrays: Arrays, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs `S^T q K^-1/2` and final states in float64, by token: `S <- e^g (I - beta k k^T) S + beta k v^T`."""
+    q, k, v, g, beta = (np.asarray(arrays[name], np.float64) for name in INPUTS)
+    S, out = state.astype(np.float64), np.empty(v.shape)
+    for t in range(q.shape[1]):
+        S = S * np.exp(g[:, t])[..., None, None]
+        read = (k[:, t, :, None] @ S)[..., 0, :]
+        S = S + k[:, t, :, :, None] * (beta[:, t, :, None] * (v[:, t] - read))[..., None, :]
+        out[:, t] = (q[:, t, :, None] @ S)[..., 0, :] * q.shape[-1] ** -0.5
+    return out, S
+
+
+def _rule(state: jax.Array, arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
+    return ops.gated_delta_rule(**arrays, initial_state=state, output_final_state=True)
+
+
+def _inputs(B: int, T: int, H: int, D: int, dtype: str) -> dict[str, np.ndarray]:
+    """Keys and queries of length one, gates as in trained models: no side has to normalise or to squash anything."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((B, T, H, D), np.float32) for _ in range(3))
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    beta, g = rng.uniform(0, 1, (B, T, H)), -np.exp(rng.uniform(np.log(1e-3), np.log(1), (B, T, H)))
+    return {name: x.astype(jnp.dtype(dtype)) for name, x in dict(q=q, k=k, v=v, g=g, beta=beta).items()}
+
+
+# LAM
+
+LAM = LamConfig(vocab_size=30522, hidden_size=384, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=12)
+"""The published sizes: the report's 12 heads are 32 wide each."""
+
+SENTENCES = {"Short": (32, 32), "Long": (8, 256)}
+"""Sentences and tokens of each, in a batch."""
+
+VARIANTS: dict[str, Literal["hierarchical", "local"]] = {"B": "hierarchical", "C": "local"}
+"""The published variants, two states from chunk to chunk and what the published package computes at inference, by their
+names in `LamConfig.rule`."""
+
+LAM_TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}
+"""Largest relative error of float32 against float64, by device."""
+
+Theirs = Callable[[ModuleType], Sequence[Any]]
+"""Function of LAM's PyTorch module, plain or through Cython; it returns a function and its arguments."""
+
+
+def _rule_case(name: str, shape: tuple[int, int, int], baselines: Baselines) -> Case:
+    """From queries, keys, values, decays and gates to outputs and states; each side in the layout of its own layer.
+
+    `shape` is batch, chunks and tokens of a chunk.
+    """
+    B, n, C = shape
+    with baselines.torch.inference_mode():
+        inputs = _layer(baselines, baselines.reference, C).rule_inputs(_hidden(baselines, B, n * C))[:-1]
+
+    def theirs(library: ModuleType) -> Sequence[Any]:
+        def run(*inputs: Any) -> Any:
+            out, states = library.hierarchical_delta_rule(*inputs, chunk_size=C)
+            return out.transpose(1, 2), states
+
+        return run, *inputs, _layer(baselines, library, C).resonance_flux
+
+    q, k, v, beta, decays, gates = jax.tree.map(lambda x: _array(x.transpose(1, 2)), inputs)
+    arrays = q, k, v, beta[..., 0], decays, tuple(gate[..., 0] for gate in gates)
+    H, K = q.shape[2:]
+    flux = _layer(baselines, baselines.reference, C).resonance_flux
+    networks = (Perceptron(*map(_array, network.parameters())) for network in (flux.flux_net, flux.token_flux_proj))
+    rule = HierarchicalInputs(*arrays, ResonanceFlux(_array(flux.W_bilinear), _array(flux.temp), *networks))
+    operation, ours = ops.operations()["hierarchical_rule"], {}
+    run = lambda *inputs: ops.hierarchical_delta_rule(*inputs, chunk_size=C)
+    for impl in reversed(operation.supporting(rule, chunk_size=C)):
+        with ops.use_implementations(hierarchical_rule=impl.name):
+            ours[impl.name] = _side(impl.name, run, *rule)
+    moved = _nbytes(arrays) + q.nbytes + 2 * 4 * B * H * K * K
+    return _lam_case("rule", name, _sizes(shape), moved, ours, theirs, baselines)
+
+
+def _layer_case(name: str, shape: tuple[int, int, int], baselines: Baselines) -> Case:
+    """The layer, with its projections, convolutions, gates and norm: what the report's other side ran."""
+    B, n, C = shape
+    x = _hidden(baselines, B, n * C)
+
+    def theirs(library: ModuleType) -> Sequence[Any]:
+        return lambda layer, x: layer(x)[::3], _layer(baselines, library, C), x
+
+    config = replace(LAM, rule=VARIANTS["B"], chunk_size=C)
+    make = lambda: EnhancedHierarchicalDeltaNet(config, rngs=nnx.Rngs(0))
+    graph, weights = nnx.split(_loaded(make, _layer(baselines, baselines.reference, C)))
+
+    def run(weights: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y, states = nnx.merge(graph, weights)(x)
+        return y, orthogonality_loss(states)
+
+    impl = _chosen_implementation("B")
+    ours = {impl: _side(impl, run, weights, _array(x))}
+    return _lam_case("layer", name, _sizes(shape), _nbytes(weights) + 2 * x.nbytes, ours, theirs, baselines)
+
+
+def _encoder_cases(baselines: Baselines) -> Iterator[Case]:
+    """The sentence encoder, from token numbers to vectors of length one, in both variants."""
+    for variant in VARIANTS:
+        for name, shape in SENTENCES.items():
+            yield _encoder_case(f"{name}, variant {variant}", variant, *shape, baselines)
+
+
+def _encoder_case(name: str, variant: str, B: int, T: int, baselines: Baselines) -> Case:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, LAM.vocab_size, (B, T))
+    lengths = rng.integers(T // 2, T, (B,), endpoint=True)
+    mask = (np.arange(T) < lengths[:, None]).astype(np.int64)
+    sizes = {"d_model": LAM.hidden_size, "num_heads": LAM.num_attention_heads, "num_layers": LAM.num_hidden_layers}
+    sizes |= {"vocab_size": LAM.vocab_size, "intermediate_size": LAM.intermediate_size}
+
+    def encoder(library: ModuleType) -> Any:
+        baselines.torch.manual_seed(0)
+        return library.LamSentenceEncoder(**sizes, variant=variant).eval().to(baselines.device)
+
+    def theirs(library: ModuleType) -> Sequence[Any]:
+        inputs = (baselines.torch.from_numpy(x).to(baselines.device) for x in (tokens, mask))
+        return lambda encoder, *inputs: (encoder(*inputs),), encoder(library), *inputs
+
+    config = replace(LAM, rule=VARIANTS[variant])
+    model = _loaded(lambda: LamModel(config, rngs=nnx.Rngs(0)), encoder(baselines.reference))
+    pack_linear_weights(model)  # as `verax.Encoder` does
+    graph, weights = nnx.split(model)
+
+    def run(weights: Any, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+        x = nnx.merge(graph, weights)(tokens, jnp.sum(mask, axis=1))
+        total = jnp.sum(x * mask[..., None], axis=1)
+        return total / jnp.linalg.norm(total, axis=-1, keepdims=True)
+
+    impl = _chosen_implementation(variant)
+    ours = {impl: _side(impl, run, weights, jnp.asarray(tokens), jnp.asarray(mask))}
+    # Only these tokens' rows of the embeddings.
+    moved = _nbytes(weights) - 4 * LAM.hidden_size * (LAM.vocab_size - tokens.size)
+    return _lam_case("encoder", name, {"sentences": B, "tokens": T}, moved, ours, theirs, baselines)
+
+
+def _side(impl: str, function: Callable[..., Any], *arguments: Any) -> Side:
+    """Our side with an implementation of the published rule, whose operations are counted.
+
+    Every implementation but the reference factors the products of whole chunks (docs/lam.md).
+    """
+    shown = impl if impl == "reference" else "factored"
+    flops = count_products(function, *arguments, hierarchical_rule=shown, local_rule=shown)
+    return jax_side(function, *arguments, flops=flops)
+
+
+def _chosen_implementation(variant: str) -> str:
+    """The implementation of our rule that runs inside the layer."""
+    operation = ops.operations()[f"{VARIANTS[variant]}_rule"]
+    (example,) = operation.examples  # it has LAM's heads and dtype
+    return operation.select(*example.args, **example.kwargs).name
+
+
+def _lam_case(
+    section: str,
+    name: str,
+    sizes: Mapping[str, int],
+    moved: int,
+    ours: Mapping[str, Side],
+    theirs: Theirs,
+    baselines: Baselines,
+) -> Case:
+    """Case of our implementations, the chosen one last, and every way to run PyTorch's, whose float64 is expected."""
+    torch, skipped, chosen = baselines.torch, {}, list(ours)[-1]
+    sides = {f"verax {impl}": side for impl, side in ours.items()}
+    if "torch" in baselines.names:
+        sides["torch"] = torch_side(torch, *theirs(baselines.reference))
+    if baselines.cython is not None:
+        sides["torch, Cython"] = torch_side(torch, *theirs(baselines.cython))
+    function, *inputs = theirs(baselines.reference)
+    if "torch.compile" in baselines.names:
+        flops = sides["torch"].flops if "torch" in sides else 0
+        try:
+            compiled = torch.compile(function, dynamic=False)
+            sides["torch.compile"] = torch_side(torch, compiled, *inputs, flops=flops, compiled=True)
+        except Exception as error:  # whatever goes wrong inside its compiler
+            skipped["torch.compile"] = str(error).strip().partition("\n")[0]
+    # Modules and floating-point tensors in float64.
+    doubled = lambda x: x.double() if not hasattr(x, "dtype") or x.dtype.is_floating_point else x
+    exact = torch_side(torch, function, *jax.tree.map(doubled, theirs(baselines.reference)[1:]), flops=0)
+    expected, tolerance = [x.cpu().numpy() for x in exact.call()], LAM_TOLERANCE[baselines.device]
+    return Case(section, name, moved, f"verax {chosen}", sides, sizes, expected, tolerance, skipped)
+
+
+def _layer(baselines: Baselines, library: ModuleType, chunk_size: int) -> Any:
+    """A layer of the published sizes, always with the same weights."""
+    baselines.torch.manual_seed(0)
+    layer = library.EnhancedHierarchicalDeltaNet(LAM.hidden_size, LAM.num_attention_heads, chunk_size=chunk_size)
+    return layer.eval().to(baselines.device)
+
+
+def _loaded(abstract: Callable[[], Any], module: Any) -> Any:
+    """Our module with the weights of a PyTorch one, through a checkpoint."""
+    weights = {name: x.cpu().numpy() for name, x in module.state_dict().items()}
+    with tempfile.TemporaryDirectory(prefix="verax-bench-") as folder:
+        saved = checkpoint.Checkpoint.open(checkpoint.save(weights, folder, config={}))
+        return checkpoint.load_module(nnx.eval_shape(abstract), saved, dtype=None)
+
+
+def _array(tensor: Any) -> jax.Array:
+    return jnp.asarray(tensor.detach().cpu().numpy())
+
+
+def _hidden(baselines: Baselines, batch: int, length: int) -> Any:
+    noise = np.random.default_rng(0).standard_normal((batch, length, LAM.hidden_size), np.float32)
+    return baselines.torch.from_numpy(noise).to(baselines.device)
+
+
+def _nbytes(tree: Any) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+def _sizes(shape: tuple[int, int, int]) -> dict[str, int]:
+    batch, chunks, chunk = shape
+    return {"batch": batch, "heads": LAM.num_attention_heads, "chunks": chunks, "chunk": chunk}

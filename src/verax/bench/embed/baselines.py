@@ -26,6 +26,7 @@ from jaxtyping import Float32, Int64
 from verax._optional import require_optional
 from verax.bench.harness import import_torch, time_sides, torch_versions
 from verax.bench.settings import EmbedSettings
+from verax.compare.outputs import compare_vectors
 from verax.embed.settings import EncoderSettings
 from verax.machine import num_cores
 from verax.text.tokens.tokenizer import Tokenizer
@@ -34,7 +35,6 @@ __all__ = [
     "Batches",
     "Encode",
     "compile_openvino",
-    "cosine_distance",
     "fastest_way",
     "find_ways",
     "import_openvino",
@@ -111,25 +111,23 @@ class Batches:
         return {f"{setting}, {words(size)}": partial(encode, size=size) for size in sizes}
 
 
-def fastest_way(ways: Mapping[str, Encode], texts: list[str], *, latency: bool) -> tuple[Encode, dict[str, Any]]:
+def fastest_way(ways: Mapping[str, Encode], texts: list[str]) -> tuple[Encode, dict[str, Any]]:
     """Time all ways in turn, and take the one of the smallest median, of those whose vectors are the first one's.
 
     Args:
         ways: of one model.
         texts: what the benchmark encodes, of which the first are tried.
-        latency: each text in a call of its own.
 
     Returns:
         The function, and the name of its way, sentences/s of each way in the trial, and the wrong ways' distances.
     """
     sample = texts[:TRIAL_TEXTS]
-    call = partial(one_by_one, texts=sample) if latency else lambda encode: encode(sample)
     chosen, rates, wrong = next(iter(ways)), {}, {}
     if len(ways) > 1:
         first = ways[chosen](sample)
-        apart = {name: cosine_distance(call(encode), first) for name, encode in ways.items()}
+        apart = {name: 1 - compare_vectors(first, encode(sample)).min_cosine for name, encode in ways.items()}
         wrong = {name: distance for name, distance in apart.items() if distance > MOST_APART}
-        trials = time_sides({name: partial(call, encode) for name, encode in ways.items()}, runs=TRIAL_RUNS)
+        trials = time_sides({name: partial(encode, sample) for name, encode in ways.items()}, runs=TRIAL_RUNS)
         rates = {name: len(sample) / side.median for name, side in trials.items()}
         chosen = max((name for name in ways if name not in wrong), key=lambda name: rates[name])
     return ways[chosen], {"way": chosen, "trials": rates, "wrong": wrong}
@@ -138,12 +136,6 @@ def fastest_way(ways: Mapping[str, Encode], texts: list[str], *, latency: bool) 
 def one_by_one(encode: Encode, texts: list[str]) -> Float32[np.ndarray, "n D"]:
     """Vectors of texts, each encoded by a call of its own."""
     return np.concatenate([encode([text]) for text in texts])
-
-
-def cosine_distance(vectors: Float32[np.ndarray, "n D"], reference: Float32[np.ndarray, "n D"]) -> float:
-    """Largest 1 - cosine between a vector and its reference."""
-    a, b = vectors.astype(np.float64), reference.astype(np.float64)
-    return float(1 - ((a * b).sum(1) / (np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1))).min())
 
 
 def _pooled_model(folder: Path, pooling: str, *, dtype: str = "float32", attention: str = "sdpa") -> Any:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from verax import builtin, checkpoint, models
-from verax.bench.embed.baselines import Encode, cosine_distance, fastest_way, find_ways, one_by_one, transformers_encode
+from verax.bench.embed.baselines import Encode, fastest_way, find_ways, one_by_one, transformers_encode
 from verax.bench.harness import Benchmark, case_result, checkpoint_folder, product_weights, time_sides
-from verax.bench.results import outliers, rounds, side_table, slug, table
+from verax.bench.results import rounds, sides_table, slug
 from verax.bench.settings import EmbedSettings
 from verax.compare.outputs import compare_vectors
 from verax.embed.encoder import Encoder
@@ -45,6 +45,12 @@ PHRASES = (
 """Parts of the sentences, one of each in a sentence: 7,200 sentences of 6 to 17 words."""
 
 
+ACCURACY = (
+    "Vectors are compared with verax's in float32: the largest difference of a number and distance of a sentence, the "
+    "share of sentences whose nearest other one is the same, and Spearman's correlation of all pairs' cosines."
+)
+
+
 def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
     """Encode texts with our encoder and, interleaved, with others."""
     texts, benchmark = _texts(settings.sentences), Benchmark("embed")
@@ -63,7 +69,7 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
                 encoders[name], theirs = transformers_encode(folder, dtype, encoder.settings, batch_size)
             else:
                 side, ways, theirs = find_ways(library, folder, precision or dtype, encoder.settings, texts, settings)
-                encoders[side], chosen[side] = fastest_way(ways, texts, latency=latency)
+                encoders[side], chosen[side] = fastest_way(ways, texts)
             versions |= theirs
         encoders["verax"] = partial(encoder.encode, batch_size=batch_size, show_progress=False)
         calls = {name: partial(one_by_one, e, texts) if latency else partial(e, texts) for name, e in encoders.items()}
@@ -83,18 +89,13 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
     moved, flops = num_calls * size * weights, 2 * weights * sum(lengths)
     work = benchmark.against_limit(samples["verax"].median, bytes_moved=moved, flops=flops, dtype=dtype)
     case, shapes = case_result("", "verax", samples, len(texts)), None if settings.model else settings.shapes
+    case["sides"]["verax"] |= work
     model = model_name(settings.model) if settings.model else f"random weights, {SHAPES[settings.shapes][0]} shapes"
     sizes = {"tokens": sum(lengths), "shortest": min(lengths), "longest": max(lengths)}
     asked, precision = asdict(settings) | {"model": model, "shapes": shapes} | sizes, str(quantization or dtype)
-    tables = [side_table(case, "sentences/s", digits=3, rate_digits=0)]
-    if accuracy:
-        tables.append(_accuracy_table(accuracy))
-    notes = [
-        *outliers(case["sides"]),
-        f"verax read {moved / 1e9:.1f} GB of weights and did {flops / 1e12:.3g} TFLOP of "
-        f"products with them (attention left out): {work['gflop_per_s']:.0f} GFLOP/s, "
-        f"{100 * work['fraction_of_limit']:.0f}% of the measured limit.",
-    ]
+    for name, distances in accuracy.items():
+        case["sides"][name] |= distances
+    notes = []
     if latency:
         means = (f"{name} {1e3 / side['rate']:.2f} ms" for name, side in case["sides"].items())
         notes.append(f"A sentence: {', '.join(means)}.")
@@ -109,10 +110,10 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
         intro=f"{len(texts)} sentences of {min(lengths)} to {max(lengths)} tokens ({sum(lengths)} in all), "
         f"{'each in a call of its own' if latency else f'{batch_size} at once'}; "
         f"{rounds(asked)}, tokenizer included. The first run, which compiled, took {first_s:.1f} s; "
-        f"{compiled} programs compiled afterwards.",
+        f"{compiled} programs compiled afterwards. The limit is for the weights and their products.",
         settings=asked,
         versions=versions,
-        tables=tables,
+        tables=[sides_table([case], "sentences/s", note=ACCURACY if accuracy else "")],
         notes=notes,
         cases=[case],
         first_s=first_s,
@@ -144,24 +145,8 @@ def _folder(model: str | None, shapes: str) -> Iterator[Path]:
 def _accuracy(reference: np.ndarray, vectors: np.ndarray) -> dict[str, float | None]:
     alike = compare_vectors(reference, vectors)
     return {
-        "largest_difference": float(np.abs(vectors - reference).max()),
-        "cosine_distance": cosine_distance(vectors, reference),
+        "largest_difference": alike.max_error,
+        "cosine_distance": 1 - alike.min_cosine,
         "same_nearest": alike.same_nearest,
         "rank_correlation": alike.rank_correlation,
     }
-
-
-def _accuracy_table(accuracy: dict[str, Any]) -> dict[str, Any]:
-    cell = lambda key, form: lambda row: "-" if row[1][key] is None else format(row[1][key], form)
-    columns = {
-        "side": lambda row: row[0],
-        "difference of a number": cell("largest_difference", ".1e"),
-        "1 - cosine": cell("cosine_distance", ".1e"),
-        "same nearest": cell("same_nearest", ".1%"),
-        "rank correlation": cell("rank_correlation", ".5f"),
-    }
-    note = (
-        "Vectors compared with verax's in float32: the largest distance of any sentence; the share of "
-        "sentences whose nearest other one is the same, and Spearman's correlation of all pairs' cosines."
-    )
-    return table(accuracy.items(), columns, note=note)

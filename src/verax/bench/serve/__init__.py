@@ -1,1 +1,1 @@
-"""Load on a server that speaks OpenAI's API: throughput, latencies, goodput, and answers that are checked."""
+"""Load on a server that speaks OpenAI's API: throughput, latencies, and answers that are checked."""

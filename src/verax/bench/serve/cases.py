@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import re
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,15 +47,13 @@ RUNS_OF_A_CASE = 1000
 def bench_serve(settings: ServeSettings) -> dict[str, Any]:
     """Load a server and, interleaved, other sides with the same requests. With llama.cpp, all read one GGUF file."""
     url, against, loads = settings.url, settings.against, load_test.make_loads(settings)
-    goodput = load_test.goodput_limits(settings.goodput)
     program = find_llama_server(settings.llama_server) if "llama.cpp" in against else ""
     _raise_open_files()
     benchmark, gguf, cases = Benchmark("serve"), None, []
     stack, chosen = contextlib.AsyncExitStack(), "verax serve" if url is None else "server"
     with served_model(settings.model, settings.shapes) as (model, argument, path), asyncio.Runner() as runner:
         opened = checkpoint.Checkpoint.open(path)
-        traffic = TrafficSettings(**{field.name: getattr(settings, field.name) for field in fields(TrafficSettings)})
-        traffic = replace(traffic, vocab_size=settings.vocab_size or causal_lm(opened.config)[1].vocab_size)
+        traffic = replace(settings, vocab_size=settings.vocab_size or causal_lm(opened.config)[1].vocab_size)
         max_num_seqs = min(max(load.concurrency or 64 for load in loads), 256)
         engine: dict[str, Any] = {"dtype": settings.dtype, "quantization": settings.quantization}
         engine |= {"max_num_seqs": max_num_seqs, "max_model_len": traffic.longest}
@@ -95,7 +92,7 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
                 sides[side](load, draw_requests(traffic, number), number=number)
             )
             for number, load in enumerate(loads):
-                case, answers = _run_case(run, load, list(sides), chosen, number, settings, goodput)
+                case, answers = _run_case(run, load, list(sides), chosen, number, settings)
                 case["check"] = runner.run(check_answers(client.complete, answers, number=settings.checks))
                 cases.append(case)
         finally:
@@ -104,11 +101,10 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
         "model": model if url is None else client.model,
         "gguf": gguf,
         "max_num_seqs": max_num_seqs,
-        "traffic": asdict(traffic),
+        "traffic": {field.name: getattr(traffic, field.name) for field in fields(TrafficSettings)},
         "loads": [load.name for load in loads],
         "num_requests": [load.num_requests for load in loads],
         "duration": [load.duration for load in loads],
-        "goodput_ms": goodput,
     }
     same = ("url", "shapes", "against", "dtype", "quantization", "runs", "warmup")
     asked |= {name: getattr(settings, name) for name in same}
@@ -121,11 +117,16 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
         title=f"Serve: {name}",
         intro=f"{f'a GGUF file of {gguf}, which all sides read' if gguf else precision}, at most {max_num_seqs} "
         f"sequences in a step; {_requests(traffic)}; {rounds(asked)}. The client runs on the same machine. "
-        "Latencies are mean, p50 / p90 / p99 of complete answers, without slow readers.",
+        "Latencies are mean, p50 / p90 / p99 of complete answers, without slow readers. Ratios are of output tokens "
+        "per second, with P10-P90 of the rounds.",
         settings=asked,
         versions=versions,
-        tables=[_table(case, goodput) for case in cases],
-        notes=[note for case in cases for note in _case_notes(case)],
+        tables=[_table(cases)],
+        notes=[
+            "- {case}: of {checked} answers asked for again without load, {identical} were identical, {failed} failed; "
+            "{lost} streams were lost.".format(**case, **case["check"])
+            for case in cases
+        ],
         cases=cases,
     )
 
@@ -225,7 +226,6 @@ def _run_case(
     chosen: str,
     number: int,
     settings: ServeSettings,
-    goodput: Mapping[str, float],
 ) -> tuple[dict[str, Any], Sequence[Answer]]:
     """Run a load on all sides in turn; one of the result's cases, and the answers of the last run of `chosen`."""
     taken: dict[str, list[Run]] = {name: [] for name in sides}
@@ -238,18 +238,14 @@ def _run_case(
     case, rates = case_result(load.name, chosen, samples, 1.0), {}
     for name, runs in taken.items():
         counted, side = runs[-len(samples[name].seconds) :], case["sides"][name]
-        side |= load_test.summarise(counted, goodput)
+        side |= load_test.summarise(counted)
         side["rate"] = side["output_tokens_per_s"]
-        rates[name] = np.array([_rate(run) for run in counted])
+        rates[name] = np.array([load_test.summarise([run])["output_tokens_per_s"] for run in counted])
     # Ratios of output tokens per second: a round of a duration takes every side the same time.
     ratios = {name: rates[chosen] / rate for name, rate in rates.items() if name != chosen and rate.all()}
     case["ratios"] = {name: float(np.median(ratio)) for name, ratio in ratios.items()}
     case["ratio_p10_p90"] = {name: np.percentile(ratio, (10, 90)).tolist() for name, ratio in ratios.items()}
     return case, taken[chosen][-1].answers
-
-
-def _rate(run: Run) -> float:
-    return sum(answer.completion_tokens for answer in run.answers if answer.completed) / run.seconds
 
 
 async def check_answers(ask: Ask, answers: Sequence[Answer], *, number: int) -> dict[str, int]:
@@ -280,62 +276,45 @@ def _requests(traffic: TrafficSettings) -> str:
     return words
 
 
-def _table(case: Mapping[str, Any], limits: Mapping[str, float]) -> dict[str, Any]:
-    def latency(key: str) -> Callable[[Any], str]:
-        def cell(row: Any) -> str:
-            times = row[1]["latency_ms"][key]
-            return "-" if times is None else "{mean:.1f}, {p50:.1f} / {p90:.1f} / {p99:.1f}".format(**times)
+def _table(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Table with a row for each side of each load."""
 
-        return cell
+    def latency(name: str) -> Callable[[Any], str]:
+        form = "{mean:.1f}, {p50:.1f} / {p90:.1f} / {p99:.1f}"
+        return lambda row: "-" if row[2]["latency_ms"][name] is None else form.format(**row[2]["latency_ms"][name])
+
+    def faster(row: Any) -> str:
+        case, name, _ = row
+        if name not in case["ratios"]:
+            return ""
+        return "{:.2f}x ({:.2f}-{:.2f})".format(case["ratios"][name], *case["ratio_p10_p90"][name])
 
     columns: dict[str, Callable[[Any], object]] = {
-        "side": lambda row: row[0],
-        "requests": lambda row: row[1]["completed"],
-        "req/s": lambda row: f"{row[1]['requests_per_s']:.2f}",
-        "output tokens/s": lambda row: f"{row[1]['output_tokens_per_s']:.1f}",
-        **{f"{'E2E' if key == 'e2el' else key.upper()} ms": latency(key) for key in load_test.LATENCIES},
+        "load": lambda row: row[0]["case"],
+        "side": lambda row: row[1],
+        "requests": lambda row: row[2]["completed"],
+        "req/s": lambda row: f"{row[2]['requests_per_s']:.2f}",
+        "output tokens/s": lambda row: f"{row[2]['output_tokens_per_s']:.1f}",
+        **{f"{'E2E' if name == 'e2el' else name.upper()} ms": latency(name) for name in load_test.LATENCIES},
+        f"{cases[0]['chosen']} is faster by": faster,
+        "disconnected": lambda row: row[2]["disconnected"],
+        "failed": lambda row: ", ".join(f"{count} x {kind}" for kind, count in row[2]["errors"].items()),
     }
-    if limits:
-        words = ", ".join(f"{name} {limit:g} ms" for name, limit in limits.items())
-        columns[f"goodput ({words}) req/s"] = lambda row: f"{row[1]['goodput_requests_per_s']:.2f}"
-    return table(case["sides"].items(), columns, title=case["case"])
+    return table(((case, *side) for case in cases for side in case["sides"].items()), columns)
 
 
-def _case_notes(case: Mapping[str, Any]) -> list[str]:
-    begin, notes = f"- {case['case']}:", []
-    for name, ratio in case["ratios"].items():
-        low, high = case["ratio_p10_p90"][name]
-        notes.append(
-            f"{begin} {case['chosen']} / {name}, output tokens per second: {ratio:.2f}x (P10-P90 of rounds "
-            f"{low:.2f}-{high:.2f})."
-        )
-    for name, side in case["sides"].items():
-        left = [f"{side['disconnected']} clients disconnected"] if side["disconnected"] else []
-        failures = [f"{count} x {kind}" for kind, count in side["errors"].items()]
-        notes += [f"{begin} {name}: {'; '.join(left + failures)}."] if left or failures else []
-    check = case["check"]
-    return [
-        *notes,
-        f"{begin} of {check['checked']} answers asked for again without load, {check['identical']} were identical, "
-        f"{check['failed']} failed; {check['lost']} streams were lost.",
-    ]
-
-
-PROGRAM, VARIABLE = "llama-server", "VERAX_LLAMA_SERVER"
-"""llama.cpp's own server, and the environment variable with its path."""
-
-BUILT = Path("build/llama.cpp/bin") / PROGRAM
+BUILT = Path("build/llama.cpp/bin/llama-server")
 """Path of the program that `make llama-server` builds, from the repository's root."""
 
 
 def find_llama_server(given: str | None = None) -> str:
-    """Path of the given program, the one that `VARIABLE` names, the one on PATH, or the one that make built."""
-    named = given or os.environ.get(VARIABLE)
-    program = shutil.which(named) if named else shutil.which(PROGRAM) or shutil.which(str(BUILT.absolute()))
+    """Path of the given program, or of llama.cpp's server on PATH, or of the one that make built."""
+    named = [given] if given else [BUILT.name, str(BUILT.absolute())]
+    program = next(filter(None, map(shutil.which, named)), None)
     if program is None:
         raise MissingDependencyError(
-            f"against: llama.cpp needs its server, and there is no program {named or PROGRAM!r}; build it with make "
-            f"llama-server, or give its path with --llama-server or {VARIABLE}"
+            f"against: llama.cpp needs its server, and there is no program {named[0]!r}; build it with make "
+            "llama-server, or give its path with --llama-server or VERAX_LLAMA_SERVER"
         )
     return program
 

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from verax.bench.settings import ServeSettings, TrafficSettings
-from verax.errors import InvalidParameterError
 
 __all__ = ["Answer", "Ask", "Load", "Request", "Run", "draw_requests", "make_loads", "run_load", "summarise"]
 
@@ -172,23 +171,6 @@ async def run_load(ask: Ask, load: Load, requests: Iterator[Request], *, number:
     return Run(tuple(answers), time.perf_counter() - begin)
 
 
-def goodput_limits(text: str | None) -> dict[str, float]:
-    """Milliseconds that a good request takes at most, by latency, of a text such as `ttft:200,tpot:50,e2el:5000`."""
-    limits = {}
-    for pair in [] if text is None else text.split(","):
-        name, _, limit = pair.strip().partition(":")
-        name = "e2el" if name == "e2e" else name
-        if name not in LATENCIES or name == "itl":
-            raise InvalidParameterError(f"goodput: expected ttft, tpot or e2el with milliseconds, got {pair!r}")
-        try:
-            limits[name] = float(limit)
-        except ValueError:
-            limits[name] = 0.0
-        if not 0 < limits[name] < float("inf"):
-            raise InvalidParameterError(f"goodput: expected milliseconds such as {name}:200, got {pair!r}")
-    return limits
-
-
 def latencies(answer: Answer) -> dict[str, Any]:
     """Latencies of an answer in milliseconds; `itl` is a list. Latencies that an answer does not have are missing.
 
@@ -203,8 +185,8 @@ def latencies(answer: Answer) -> dict[str, Any]:
     return times
 
 
-def summarise(runs: Sequence[Run], goodput: Mapping[str, float]) -> dict[str, Any]:
-    """Numbers of the runs of one side with the same load; a request is good if it keeps all limits of `goodput`.
+def summarise(runs: Sequence[Run]) -> dict[str, Any]:
+    """Numbers of the runs of one side with the same load.
 
     Latencies count complete answers whose clients read at once: a slow reader measures itself. Rates count the
     complete answers of all runs.
@@ -214,7 +196,7 @@ def summarise(runs: Sequence[Run], goodput: Mapping[str, float]) -> dict[str, An
     completed = [answer for answer in answers if answer.completed]
     measured = [latencies(answer) for answer in completed if not answer.request.slow]
     tokens = sum(answer.completion_tokens for answer in completed)
-    numbers: dict[str, Any] = {
+    return {
         "requests": len(answers),
         "completed": len(completed),
         "disconnected": sum(answer.left for answer in answers),
@@ -224,10 +206,6 @@ def summarise(runs: Sequence[Run], goodput: Mapping[str, float]) -> dict[str, An
         "output_tokens_per_s": tokens / seconds,
         "latency_ms": {name: _percentiles([times[name] for times in measured if name in times]) for name in LATENCIES},
     }
-    if goodput:
-        good = sum(all(times.get(name, 0.0) <= limit for name, limit in goodput.items()) for times in measured)
-        numbers["goodput_requests_per_s"] = good / seconds
-    return numbers
 
 
 def _percentiles(values: list[Any]) -> dict[str, float] | None:

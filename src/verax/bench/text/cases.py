@@ -27,7 +27,7 @@ from verax.bench.harness import (
     time_sides,
     torch_versions,
 )
-from verax.bench.results import outliers, rounds, side_table, slug, table
+from verax.bench.results import rounds, sides_table, slug, table
 from verax.bench.settings import TextSettings
 from verax.bench.text.llama_cpp import llama_cpp_sides
 from verax.bench.text.workload import USUAL_PROMPTS, Workload, make_workload
@@ -82,8 +82,10 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
         steps, products = workload.steps(runner.config.max_num_seqs), _count_products(opened, workload)
         moved = steps * (runner.weight_bytes - _unread_bytes(module, runner.config.max_num_seqs))
         work = benchmark.against_limit(timed.median, bytes_moved=moved, flops=products, dtype=dtype)
+        case = case_result("", "verax", samples, workload.counted_tokens)
+        case["sides"]["verax"] |= work
         measured: dict[str, Any] = {
-            "cases": [case_result("", "verax", samples, workload.counted_tokens)],
+            "cases": [case],
             "work": {"steps": steps, **work},
             "start_up": {
                 "load_s": load_seconds,
@@ -268,29 +270,22 @@ def _generate_in_torch(torch: Any, model: Any, temperature: float, prompts: list
 def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
     """Name, title, intro, tables and notes of a result."""
     precision = settings["quantization"] or settings["dtype"]
-    count, workload = settings["requests"], settings["workload"]
-    start, work = measured["start_up"], measured["work"]
-    drafts, case = settings["speculative_config"], measured["cases"][0]
+    count, workload, start = settings["requests"], settings["workload"], measured["start_up"]
+    drafts, shapes = settings["speculative_config"], settings["shapes"]
+    grew = f" (memory grew by {start['load_peak_gb']:.2f} GB at most)" if start["load_peak_gb"] else ""
     notes = [
-        *outliers(case["sides"]),
-        f"verax read {work['bytes_moved'] / 1e9:.1f} GB of weights and did {work['flops'] / 1e12:.3g} TFLOP of "
-        f"products with them (attention left out): {work['gb_per_s']:.1f} GB/s, {work['gflop_per_s']:.0f} GFLOP/s, "
-        f"{100 * work['fraction_of_limit']:.0f}% of the measured limit.",
-        f"Start-up: weights of {start['weights_gb']:.2f} GB in {start['load_s']:.1f} s"
-        + (f" (memory grew by {start['load_peak_gb']:.2f} GB at most)" if start["load_peak_gb"] else "")
-        + f", {start['programs']} programs in {start['compile_s']:.1f} s; {start['compiled_during_runs']} compiled "
-        f"during the runs. Cache: {start['kv_cache']}.",
+        f"Start-up: weights of {start['weights_gb']:.2f} GB in {start['load_s']:.1f} s{grew}, {start['programs']} "
+        f"programs in {start['compile_s']:.1f} s; {start['compiled_during_runs']} compiled during the runs. Cache: "
+        f"{start['kv_cache']}."
     ]
-    if "spec_decode" in measured:
-        counts = measured["spec_decode"]
+    if counts := measured.get("spec_decode"):
         notes.append(
             f"Drafts of at most {drafts['num_speculative_tokens']} tokens: {counts['num_accepted_tokens']} of "
             f"{counts['num_draft_tokens']} held ({counts['acceptance_rate']:.0%}), in {counts['num_drafts']} steps of "
             "a sequence, warm-up included."
         )
-    tables = [side_table(case, "tokens/s", digits=2, rate_digits=1)]
-    if "decode_breakdown" in measured:
-        step = measured["decode_breakdown"]
+    tables = [sides_table(measured["cases"], "tokens/s")]
+    if step := measured.get("decode_breakdown"):
         parts = {**step["parts_ms"], "host (while the device computes)": step["host_ms"]}
         note = (
             f"A step of {step['rows']} sequences of about {step['length']} tokens: {step['whole_ms']:.1f} ms, "
@@ -301,9 +296,9 @@ def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str,
         tables.append(table(parts.items(), columns, title="Parts of a decode step", note=note))
     return {
         "name": slug(
-            settings["model"] if settings["shapes"] is None else "",
+            settings["model"] if shapes is None else "",
             workload,
-            settings["shapes"] if settings["shapes"] not in (None, "qwen3") else "",
+            shapes if shapes not in (None, "qwen3") else "",
             precision,
             "drafts" if drafts else "",
             "" if count == USUAL_PROMPTS.get(workload, count) else f"{count} prompt{'s' if count > 1 else ''}",
@@ -312,7 +307,8 @@ def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str,
         "title": f"Text: {workload}, {settings['model']}, {precision}",
         "intro": f"{count} prompts ({settings['prompt_tokens']} tokens), {settings['new_tokens']} new tokens, "
         f"temperature {settings['temperature']}; {rounds(settings)}."
-        + (" Tokens are the prompts'." if workload == "prompt" else ""),
+        + (" Tokens are the prompts'." if workload == "prompt" else "")
+        + " The limit is for the weights and their products, attention left out.",
         "tables": tables,
         "notes": notes,
     }

@@ -201,7 +201,7 @@ def write_gguf(opened: Checkpoint, path: Path, kind: str, *, vocabulary: Path | 
     family = config["model_type"]
     if family not in FAMILIES:
         raise UnsupportedModelError(f"a {family} cannot be written to a GGUF file; {', '.join(FAMILIES)} can")
-    writer = gguf.GGUFWriter(path, family)
+    writer = gguf.GGUFWriter(path, family, use_temp_file=True)
     for key, name in KEYS.items():
         getattr(writer, f"add_{key}")(getattr(sizes, name))
     writer.add_rope_freq_base(sizes.rotary.theta)
@@ -210,34 +210,29 @@ def write_gguf(opened: Checkpoint, path: Path, kind: str, *, vocabulary: Path | 
     else:
         _vocabulary(writer, vocabulary, config, sizes.vocab_size)
 
+    for name, divisors in _scaling(writer, sizes).items():
+        writer.add_tensor(name, divisors)
     heads = {"model_type": family}
     heads |= {name: getattr(sizes, name) for name in ("num_attention_heads", "num_key_value_heads")}
     unused = "lm_head.weight" if sizes.tie_word_embeddings else None
-    names = [name for name in opened.names() if name != unused and not name.endswith("rotary_emb.inv_freq")]
-    extra = _scaling(writer, sizes)
-    types = {name: gguf.GGMLQuantizationType[kind if len(opened.shape(name)) == 2 else "F32"] for name in names}
-    for name, divisors in extra.items():
-        writer.add_tensor_info(name, divisors.shape, divisors.dtype, divisors.nbytes)
-    for name in names:
-        shape, quantized = opened.shape(name), types[name]
-        try:
-            stored = gguf.quant_shape_to_byte_shape(shape, quantized)
-        except ValueError as error:
-            raise CheckpointError(
-                f"{opened.folder}: {name} of shape {list(shape)} cannot be {kind}: {error}"
-            ) from error
-        writer.add_tensor_info(tensor_name(name), stored, np.dtype(np.uint8), int(np.prod(stored)), quantized)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for divisors in extra.values():
-        writer.write_tensor_data(divisors)
-    for name in names:
+    for name in opened.names():
+        if name == unused or name.endswith("rotary_emb.inv_freq"):
+            continue
         weight = np.asarray(opened.read(name), np.float32)
         count = rotated(name, heads)
-        weight = weight if count is None else interleaved(weight, count)
-        writer.write_tensor_data(gguf.quantize(np.ascontiguousarray(weight), types[name]).view(np.uint8))
+        weight = np.ascontiguousarray(weight if count is None else interleaved(weight, count))
+        quantized = gguf.GGMLQuantizationType[kind if weight.ndim == 2 else "F32"]
+        try:
+            stored = gguf.quantize(weight, quantized).view(np.uint8)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{opened.folder}: {name} of shape {list(weight.shape)} cannot be {kind}: {error}"
+            ) from error
+        writer.add_tensor(tensor_name(name), stored, raw_dtype=quantized)
         opened.release(name)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
     writer.close()
     return path
 
@@ -250,20 +245,18 @@ def _vocabulary(writer: gguf.GGUFWriter, path: Path, config: Mapping[str, Any], 
         raise UnsupportedModelError(f"{path}: a tokenizer of type {model['type']} cannot be written to a GGUF file")
     texts = {number: text for text, number in model["vocab"].items()} | {one["id"]: one["content"] for one in added}
     control = {one["id"] for one in added if one["special"]}
-    ids = range(vocab_size)
+    ids, end = range(vocab_size), config.get("eos_token_id")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(PRE_TOKENIZER)
     writer.add_token_list([texts.get(number, f"<unused {number}>") for number in ids])
     writer.add_token_types([gguf.TokenType.CONTROL if number in control else gguf.TokenType.NORMAL for number in ids])
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]])
-    ends = config.get("eos_token_id")
-    end = ends[0] if isinstance(ends, list) else ends
-    writer.add_eos_token_id(end or 0)
+    writer.add_eos_token_id((end[0] if isinstance(end, list) else end) or 0)
     writer.add_add_bos_token(False)
 
 
 def _scaling(writer: gguf.GGUFWriter, sizes: Any) -> dict[str, np.ndarray]:
-    """Say how rotary frequencies are scaled; the tensors that this takes."""
+    """Write how rotary frequencies are scaled; the tensors that this takes, by name."""
     kind, numbers = sizes.rotary.kind, dict(sizes.rotary.scaling)
     if kind in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(kind))

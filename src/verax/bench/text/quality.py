@@ -7,7 +7,7 @@ pages of its own. So the error of a quantised cache is measured with everything 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -28,7 +28,6 @@ from verax.files import model_name
 from verax.loading import DEQUANTIZE, load_causal_lm
 from verax.models import CausalLM
 from verax.ops.paged import page_bytes
-from verax.text.step.sizes import CACHE_DTYPES
 from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["VARIANTS", "bench_quality", "held_out_texts"]
@@ -48,28 +47,20 @@ class Variant(NamedTuple):
 
     dtype: str
     quantization: tuple[int, int | None] | None = None
-    kv_cache_dtype: str = "auto"
-
-    @property
-    def cache_dtype(self) -> str:
-        """Name of the cache's dtype."""
-        name = self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
-        return jnp.dtype(CACHE_DTYPES[name]).name
+    cache_dtype: str = "bfloat16"
 
 
 REFERENCE, STORED = "float32", "as stored"
 
 VARIANTS: dict[str, Variant] = {
-    REFERENCE: Variant("float32"),
+    REFERENCE: Variant("float32", None, "float32"),
     STORED: Variant("bfloat16"),
     "bfloat16": Variant("bfloat16"),
     "bfloat16, int8 cache": Variant("bfloat16", None, "int8"),
-    "bfloat16, fp8 cache": Variant("bfloat16", None, "fp8"),
+    "bfloat16, fp8 cache": Variant("bfloat16", None, "float8_e4m3fn"),
     "int8": Variant("bfloat16", (8, None)),
     "int8, int8 cache": Variant("bfloat16", (8, None), "int8"),
-    "int4-32": Variant("bfloat16", (4, 32)),
-    "int4-64": Variant("bfloat16", (4, 64)),
-    "int4-128": Variant("bfloat16", (4, 128)),
+    **{f"int4-{size}": Variant("bfloat16", (4, size)) for size in (32, 64, 128)},
     "int4-32, int8 cache": Variant("bfloat16", (4, 32), "int8"),
 }
 """Variants by name; the number after int4 is the number of inputs that share a scale."""
@@ -111,7 +102,7 @@ def bench_quality(settings: QualitySettings, *, window: int = 512) -> dict[str, 
             try:
                 module = reference if name == REFERENCE else _load(opened, name)
             except InvalidParameterError as error:
-                rows[name] = {"left_out": str(error)}
+                rows[name] = {"left_out": f"left out: {error}"}
                 continue
             scores = np.zeros(3)
             for (tokens, length), theirs in zip(padded, hidden, strict=True):
@@ -132,6 +123,15 @@ def bench_quality(settings: QualitySettings, *, window: int = 512) -> dict[str, 
                 "seconds": time.perf_counter() - begin,
             }
             del module
+    cell = lambda key, form: lambda row: "" if row[1].get(key) is None else form.format(row[1][key])
+    columns = {
+        "precision": lambda row: row[0],
+        "perplexity": lambda row: "{perplexity:.4f}".format(**row[1]) if "perplexity" in row[1] else row[1]["left_out"],
+        "KL, nats": cell("kl_divergence", "{:.2g}"),
+        "same best token": cell("top1_agreement", "{:.2%}"),
+        "weights, MB": cell("weights_mb", "{:.1f}"),
+        "cache, bytes a token": cell("cache_bytes_per_token", "{}"),
+    }
     asked = {
         "model": model_name(model) if model else "built-in",
         "text": "documents that the built-in model was not trained on" if settings.text is None else "given",
@@ -146,25 +146,9 @@ def bench_quality(settings: QualitySettings, *, window: int = 512) -> dict[str, 
         "KL divergence and the share of equal best tokens are against float32. The number after int4: "
         "inputs that share a scale; int8 weights have one a row, an int8 or fp8 cache one a token and head.",
         settings=asked,
-        tables=[_table(rows)],
+        tables=[table(rows.items(), columns)],
         variants=rows,
     )
-
-
-def _table(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    def cell(key: str, form: str, scale: float = 1, unit: str = "") -> Any:
-        return lambda row: "" if row[1].get(key) is None else f"{scale * row[1][key]:{form}}{unit}"
-
-    left_out = lambda row: f"left out: {row[1]['left_out']}" if "left_out" in row[1] else ""
-    columns = {
-        "precision": lambda row: row[0],
-        "perplexity": lambda row: left_out(row) or f"{row[1]['perplexity']:.4f}",
-        "KL, nats": cell("kl_divergence", ".2g"),
-        "same best token": cell("top1_agreement", ".2f", 100, "%"),
-        "weights, MB": cell("weights_mb", ".1f"),
-        "cache, bytes a token": cell("cache_bytes_per_token", "d"),
-    }
-    return table(rows.items(), columns)
 
 
 def held_out_texts() -> list[str]:

@@ -72,12 +72,12 @@ class Baseline(NamedTuple):
 
 
 def make_baseline(name: str, work: Work, dtype: str) -> Baseline:
-    """Stage with our weights in `diffusers` (transformers' UMT5 for the text), `torch.compile` or `openvino`."""
-    torch, diffusers, transformers = import_torch("diffusers", "transformers")
-    versions: dict[str, Any] = torch_versions(torch, diffusers, transformers)
-    model = _torch_model(work, dtype, torch, diffusers, transformers).to(versions["torch_device"])
+    """Stage with our weights in `diffusers`, `torch.compile` or `openvino`."""
+    torch, diffusers = import_torch("diffusers")
+    versions: dict[str, Any] = torch_versions(torch, diffusers)
+    model = _torch_model(work, dtype, torch, diffusers).to(versions["torch_device"])
     arguments = _arguments(work, torch, versions["torch_device"], getattr(torch, dtype))
-    in_our_layout = lambda x: x if work.stage == "text" else x.transpose(0, 2, 3, 4, 1)  # diffusers: channels first
+    in_our_layout = lambda x: x.transpose(0, 2, 3, 4, 1)  # diffusers has channels first
     if name == "openvino":
         run, release = _openvino_call(torch, model, arguments, dtype)
         versions |= {"openvino": release, "openvino_threads": num_cores()}
@@ -97,18 +97,14 @@ def make_baseline(name: str, work: Work, dtype: str) -> Baseline:
     return Baseline(run, lambda tensor: in_our_layout(tensor.float().cpu().numpy()), versions)
 
 
-def _torch_model(work: Work, dtype: str, torch: Any, diffusers: Any, transformers: Any) -> Any:
+def _torch_model(work: Work, dtype: str, torch: Any, diffusers: Any) -> Any:
     """Model of a stage on the CPU, whose weights share the memory of `work`."""
     torch.set_default_dtype(getattr(torch, dtype))  # as from_pretrained has it while it makes a model
     try:
-        model = _model(work, diffusers, transformers)
+        model = _model(work, diffusers)
     finally:
         torch.set_default_dtype(torch.float32)
-    missing, unexpected = model.load_state_dict(_translated(torch, work), strict=False, assign=True)
-    assert not unexpected, unexpected
-    assert set(missing) <= {"encoder.embed_tokens.weight"}, missing
-    if work.stage == "text":
-        model.tie_weights()
+    model.load_state_dict(_translated(torch, work), assign=True)
     kept = getattr(model, "_keep_in_fp32_modules", None) or ()
     for name, parameter in model.named_parameters():
         if set(name.split(".")) & set(kept):  # what from_pretrained leaves in float32
@@ -124,9 +120,6 @@ def _arguments(work: Work, torch: Any, device: str, dtype: Any) -> dict[str, Any
         return array.to(device, dtype if array.is_floating_point() else torch.long)
 
     inputs = work.inputs
-    if work.stage == "text":
-        tokens = tensor(inputs[0])
-        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "return_dict": False}
     if work.stage == "vae":
         mean, std = (np.asarray(x, np.float32) for x in (work.config.latents_mean, work.config.latents_std))
         return {"z": tensor(inputs[0] * std + mean, 0, 4, 1, 2, 3), "return_dict": False}
@@ -182,7 +175,7 @@ def _translated(torch: Any, work: Work) -> Mapping[str, Any]:
     return tensors
 
 
-def _model(work: Work, diffusers: Any, transformers: Any) -> Any:
+def _model(work: Work, diffusers: Any) -> Any:
     config = work.config
     if work.stage == "transformer":
         return diffusers.SkyReelsV2Transformer3DModel(
@@ -194,16 +187,13 @@ def _model(work: Work, diffusers: Any, transformers: Any) -> Any:
             added_kv_proj_dim=None if config.image_dim is None else config.dim,
             **_same(config, "text_dim", "freq_dim", "ffn_dim", "num_layers", "image_dim", "inject_sample_info"),
         )
-    if work.stage == "vae":
-        lists = ("dim_mult", "temperal_downsample", "latents_mean", "latents_std")
-        return diffusers.AutoencoderKLWan(
-            scale_factor_spatial=config.pixels_per_latent,
-            **{name: list(getattr(config, name)) for name in lists},
-            **_same(config, "base_dim", "decoder_base_dim", "in_channels", "out_channels", "is_residual"),
-            **_same(config, "patch_size", "z_dim", "num_res_blocks"),
-        )
-    sizes = _same(config, "vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_heads")
-    return transformers.UMT5EncoderModel(transformers.UMT5Config(feed_forward_proj="gated-gelu", **sizes))
+    lists = ("dim_mult", "temperal_downsample", "latents_mean", "latents_std")
+    return diffusers.AutoencoderKLWan(
+        scale_factor_spatial=config.pixels_per_latent,
+        **{name: list(getattr(config, name)) for name in lists},
+        **_same(config, "base_dim", "decoder_base_dim", "in_channels", "out_channels", "is_residual"),
+        **_same(config, "patch_size", "z_dim", "num_res_blocks"),
+    )
 
 
 def _same(config: Any, *names: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +16,12 @@ from flax import nnx
 
 from verax._compat import empty_compilation_cache
 from verax.bench.harness import Benchmark, case_result, count_products, time_sides
-from verax.bench.results import faster_by, side_rows, slug, table
+from verax.bench.results import sides_table, slug, table
 from verax.bench.settings import VideoSettings, check_names
 from verax.bench.video.baselines import Work, make_baseline
 from verax.checkpoint.load import random_weights
-from verax.checkpoint.video.parts import UMT5, VAE_2_2, WAN, Renaming, wan_vae_names
+from verax.checkpoint.video.parts import VAE_2_2, WAN, Renaming, wan_vae_names
 from verax.errors import InvalidParameterError
-from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.video_model import ATTENTION
 from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
 from verax.models.wan.vae import WanVae, WanVaeConfig
@@ -32,11 +32,7 @@ from verax.video.programs import Program
 
 __all__ = ["SIZES", "bench_video", "break_even", "work"]
 
-TITLES = {"transformer": "transformer, a forward pass", "vae": "VAE, decoding", "text": "text encoder, 512 tokens"}
-
-OPENVINO_STAGES = ("transformer", "text")
-"""Stages that OpenVINO can run: it has no operation for the nearest-exact upsampling of the VAE."""
-
+TITLES = {"transformer": "transformer, a forward pass", "vae": "VAE, decoding"}
 
 WORDS, PATCHES = 512, 257
 """Tokens of a prompt and of an image that condition the transformer, as in the published pipelines."""
@@ -48,7 +44,6 @@ class Size:
 
     transformer: WanConfig
     vae: WanVaeConfig = field(default_factory=WanVaeConfig)
-    text: UMT5Config = field(default_factory=UMT5Config)
 
 
 SIZES: Mapping[str, Size] = {
@@ -58,7 +53,6 @@ SIZES: Mapping[str, Size] = {
     "tiny": Size(
         WanConfig(dim=32, ffn_dim=64, num_heads=2, num_layers=2, in_dim=36, text_dim=32, image_dim=32),
         WanVaeConfig(base_dim=8, dim_mult=(1, 2, 2, 2), num_res_blocks=1),
-        UMT5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2),
     ),
 }
 """SkyReels-V2's two published sizes of image to video, Wan2.2's 5B of text and image, and one for tests."""
@@ -68,13 +62,15 @@ def bench_video(settings: VideoSettings) -> dict[str, Any]:
     """Time stages with random weights in real sizes."""
     check_names("memory", settings.memory, ATTENTION)
     frames, stages, dtype = settings.frames, settings.stage, settings.dtype
-    works = [(stage, count) for stage in stages for count in frames if stage != "text" or count == frames[0]]
     benchmark = Benchmark("video")
     cases, versions = [], {}
-    for stage, count in works if settings.runs else ():
+    for stage, count in itertools.product(stages, frames) if settings.runs else ():
         case, others = _case(work(stage, count, settings), count, settings)
         rate = benchmark.limits[f"matmul_{dtype}_gflop_per_s"]
-        case["fraction_of_limit"] = case["flops"] / case["sides"]["verax"]["median_s"] / 1e9 / rate
+        for side in case["sides"].values():
+            side["gflop_per_s"] = side["rate"] / 1e9
+        case["fraction_of_limit"] = case["sides"]["verax"]["gflop_per_s"] / rate
+        case["sides"]["verax"] |= {key: case[key] for key in ("fraction_of_limit", "compile_s", "compile_cached_s")}
         cases.append(case)
         versions |= others
     planned = [
@@ -96,7 +92,7 @@ def bench_video(settings: VideoSettings) -> dict[str, Any]:
         "took less time, and the root mean square of the difference over the root mean square of their result.",
         settings=asdict(settings) | {"cpu_level": level},
         versions=versions,
-        tables=([_times(cases)] if cases else []) + ([_memory_table(planned)] if planned else []),
+        tables=([sides_table(cases)] if cases else []) + ([_memory_table(planned)] if planned else []),
         cases=cases,
         attention_memory=planned,
     )
@@ -118,7 +114,7 @@ def break_even(compile_s: float, ours_s: float, theirs_first_s: float, theirs_s:
 def _case(todo: Work, frames: int, settings: VideoSettings) -> tuple[dict[str, Any], dict[str, Any]]:
     """A stage timed on all sides, and the versions of the others."""
     component = todo.component
-    products, moved = count_products(todo.run, component.shapes, *todo.shapes)
+    products = count_products(todo.run, component.shapes, *todo.shapes)
     versions: dict[str, Any] = {}
     others: dict[str, dict[str, Any]] = {}
     with component.weights() as weights:
@@ -131,8 +127,8 @@ def _case(todo: Work, frames: int, settings: VideoSettings) -> tuple[dict[str, A
         ours = np.asarray(program(weights, *inputs))
         sides = {"verax": lambda: jax.block_until_ready(program(weights, *inputs))}
         for name in settings.against:
-            if name == "openvino" and todo.stage not in OPENVINO_STAGES:
-                continue
+            if name == "openvino" and todo.stage == "vae":
+                continue  # it has no operation for the nearest-exact upsampling
             baseline = make_baseline(name, todo, settings.dtype)
             versions |= baseline.versions
             begin = time.perf_counter()
@@ -144,7 +140,7 @@ def _case(todo: Work, frames: int, settings: VideoSettings) -> tuple[dict[str, A
         samples = time_sides(sides, runs=settings.runs, warmup=settings.warmup, title=f"measuring: {todo.stage}")
     for name, other in others.items():
         other["break_even"] = break_even(compile_s, samples["verax"].median, other["first_s"], samples[name].median)
-    more = {"flops": float(products), "bytes_moved": moved, "compile_s": compile_s, "compile_cached_s": cached_s}
+    more = {"flops": float(products), "compile_s": compile_s, "compile_cached_s": cached_s}
     case = case_result(f"{TITLES[todo.stage]}, {frames} frames", "verax", samples, float(products), **more)
     for name, other in others.items():
         case["sides"][name] |= other
@@ -183,38 +179,11 @@ def _memory_table(planned: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return table(planned, columns, note=note)
 
 
-def _times(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    def ours(text: Callable[[Any], str]) -> Callable[[Any], str]:
-        return lambda row: text(row[0]) if row[1] == "verax" else ""
-
-    def theirs(text: Callable[[Any], str]) -> Callable[[Any], str]:
-        return lambda row: text(row[2]) if "first_s" in row[2] else ""
-
-    return table(
-        side_rows(cases),
-        {
-            "stage": lambda row: TITLES[row[0]["stage"]],
-            "frames": lambda row: row[0]["frames"],
-            "side": lambda row: row[1],
-            "median s": lambda row: f"{row[2]['median_s']:.2f}",
-            "P10-P90 s": lambda row: f"{row[2]['p10_s']:.2f}-{row[2]['p90_s']:.2f}",
-            "GFLOP/s": lambda row: f"{row[2]['rate'] / 1e9:.0f}",
-            "of the limit": ours(lambda case: f"{100 * case['fraction_of_limit']:.0f}%"),
-            "compile s": ours(lambda case: f"{case['compile_s']:.1f}"),
-            "from cache s": ours(lambda case: f"{case['compile_cached_s']:.1f}"),
-            "verax is": faster_by,
-            "first call s": theirs(lambda side: f"{side['first_s']:.1f}"),
-            "pays": theirs(lambda side: "never" if side["break_even"] is None else f"after {side['break_even']}"),
-            "apart": theirs(lambda side: f"{side['difference']:.1e}"),
-        },
-    )
-
-
 def work(stage: str, frames: int, settings: VideoSettings) -> Work:
-    """Work of a stage for a clip: one forward pass of the transformer, decoding latents, or encoding 512 tokens.
+    """Work of a stage for a clip: one forward pass of the transformer, or decoding latents.
 
     Args:
-        stage: `transformer`, `vae` or `text`.
+        stage: `transformer` or `vae`.
         frames: of the clip, 4n + 1.
         settings: the sizes, with sides that divide into tokens.
     """
@@ -230,21 +199,15 @@ def work(stage: str, frames: int, settings: VideoSettings) -> Work:
     rng = np.random.default_rng(1)
     latents = 1, (frames + 3) // 4, height // pixels, width // pixels
     normal = lambda *shape: rng.standard_normal(shape, np.float32)
-    some = {} if layers is None else {"num_layers": layers}
     if stage == "transformer":
-        config = replace(sizes.transformer, **some)
+        config = sizes.transformer if layers is None else replace(sizes.transformer, num_layers=layers)
         image = () if config.image_dim is None else (normal(1, PATCHES, config.image_dim),)
         inputs = normal(*latents, config.in_dim), np.asarray([500], np.int32), normal(1, WORDS, config.text_dim), *image
         return _work(stage, WanModel, config, dtype, WAN, inputs, _forward, _encode_context)
-    if stage == "vae":
-        chunk = latents_at_once(sizes.vae, height, width)
-        decode = lambda model, latents: model.decode(latents, chunk=chunk)
-        names = wan_vae_names(asdict(sizes.vae))
-        return _work(stage, WanVae, sizes.vae, dtype, names, (normal(*latents, sizes.vae.z_dim),), decode, None)
-    config = replace(sizes.text, **some)
-    inputs = rng.integers(1, config.vocab_size, (1, WORDS), np.int32), np.asarray([WORDS], np.int32)
-    encode = lambda model, tokens, lengths: model(tokens, lengths)
-    return _work(stage, UMT5EncoderModel, config, dtype, UMT5, inputs, encode, None)
+    chunk = latents_at_once(sizes.vae, height, width)
+    decode = lambda model, latents: model.decode(latents, chunk=chunk)
+    names = wan_vae_names(asdict(sizes.vae))
+    return _work(stage, WanVae, sizes.vae, dtype, names, (normal(*latents, sizes.vae.z_dim),), decode, None)
 
 
 def _encode_context(model: WanModel, latents: Any, timesteps: Any, text: Any, image: Any = None) -> tuple[Any, ...]:

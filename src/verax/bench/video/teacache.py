@@ -11,7 +11,7 @@ import numpy as np
 
 from verax import progress
 from verax.bench.harness import Benchmark
-from verax.bench.results import slug, table
+from verax.bench.results import number, slug, table
 from verax.bench.settings import TeaCacheSettings
 from verax.compare.videos import decibels
 
@@ -54,40 +54,39 @@ def bench_teacache(settings: TeaCacheSettings) -> dict[str, Any]:
             for threshold, choice in choices.items():
                 clips[threshold].append(pipe(prompt, seed=i, **choice))
             report(i + 1, len(prompts), "")
-    whole = clips[None]
+    plain = clips[None]
     seconds = {key: float(np.median([clip.seconds["denoise"] for clip in row])) for key, row in clips.items()}
     rows = [
         {
             "threshold": threshold,
-            "computed": clips[threshold][0].computed,
+            "computed": row[0].computed,
             "seconds": seconds[threshold],
-            "psnr": [_psnr(*pair) for pair in zip(whole, clips[threshold], strict=True)],
+            "psnr": [_psnr(*pair) for pair in zip(plain, row, strict=True)] if threshold is not None else [],
         }
-        for threshold in thresholds
+        for threshold, row in clips.items()
     ]
     name = "the built-in model" if model is None else str(model)
-    (count, height, width), steps = whole[0].frames.shape[:3], whole[0].steps
+    (count, height, width), steps = plain[0].frames.shape[:3], plain[0].steps
     differing = lambda row: [value for value in row["psnr"] if value is not None]
     columns = {
         "threshold": lambda row: f"{row['threshold']:g}" if row["threshold"] else "none",
         "steps computed": lambda row: f"{row['computed']} of {steps}",
-        "s": lambda row: f"{row['seconds']:.3g}",
+        "s": lambda row: number(row["seconds"]),
         "times as fast": lambda row: f"{seconds[None] / row['seconds']:.2f}",
         "PSNR, mean": lambda row: f"{fmean(differing(row)):.1f}" if differing(row) else "no difference",
         "PSNR, worst clip": lambda row: f"{min(differing(row)):.1f}" if differing(row) else "",
     }
-    none = {"threshold": None, "computed": steps, "seconds": seconds[None], "psnr": []}
+    asked = {"model": name, "prompts": prompts, "frames": [count, height, width], "steps": steps}
     return benchmark.result(
         slug("teacache", Path(name).name),
         title=f"TeaCache: {Path(name).name}, {settings.dtype}",
-        intro=f"{len(prompts)} clips of {count} frames of {height} x {width}, each made without TeaCache and then with "
+        intro=f"{len(prompts)} clips of {count} frames of {height} x {width}, first without TeaCache and then with "
         "each threshold from the same noise; PSNR in dB of the second compared with the first. Seconds: median of the "
         f"loop over {steps} steps.",
-        settings=asdict(settings)
-        | {"model": name, "prompts": prompts, "frames": [count, height, width], "steps": steps},
-        tables=[table([none, *rows], columns)],
+        settings=asdict(settings) | asked,
+        tables=[table(rows, columns)],
         seconds=seconds[None],
-        thresholds=rows,
+        thresholds=rows[1:],
     )
 
 
