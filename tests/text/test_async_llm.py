@@ -339,22 +339,6 @@ def test_an_llm_with_unfinished_requests_is_refused(llm):
     llm.abort(name)
 
 
-async def test_a_form_of_the_answer_holds_and_a_wrong_one_is_refused(tiny_folder):
-    llm = make_llm(tiny_folder, structured_outputs=True, max_num_seqs=2)
-    params = SamplingParams(
-        n=2, temperature=1.0, seed=3, max_tokens=30, structured_outputs={"regex": "[a-c]{3}(d|e){4}"}
-    )
-    (expected,) = generate(llm, [PROMPTS[1]], params)
-    async with AsyncLLM.from_llm(llm) as served:
-        assert join(await drain(served.generate(PROMPTS[1], params))) == join([expected])
-        given = [sample.token_ids[:2] for sample in expected.outputs]
-        rest = join(await drain(served.generate(PROMPTS[1], params, continue_from=given)))
-        assert [(*given[i], *rest[i]["token_ids"]) for i in range(2)] == [s.token_ids for s in expected.outputs]
-        with pytest.raises(InvalidParameterError):
-            await served.collect(PROMPTS[1], SamplingParams(structured_outputs={"regex": "(("}))
-        await until_idle(served)
-
-
 def test_a_program_that_leaves_streams_unfinished_ends_cleanly(tiny_folder):
     program = f"""
 import asyncio

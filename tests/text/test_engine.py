@@ -268,15 +268,6 @@ def test_an_impossible_answer_so_far_is_refused_and_leaves_nothing(llm, answers,
     check_engine(llm.engine)
 
 
-def test_a_stop_token_that_is_kept_is_streamed_too(llm):
-    params = SamplingParams(
-        temperature=1.4, seed=8, max_tokens=60, stop_token_ids=list(range(60, 110)), include_stop_str_in_output=True
-    )
-    (expected,) = llm.generate(["once upon"], params)
-    assert expected.outputs[0].finish_reason == "stop"
-    assert "".join(llm.stream("once upon", params)) == expected.outputs[0].text != ""
-
-
 @pytest.mark.parametrize("num_pieces", [0, 1])
 def test_a_stream_that_is_dropped_leaves_the_other_requests_and_nothing_else(llm, num_pieces):
     expected = llm.generate(PROMPTS[2], GREEDY)[0].outputs

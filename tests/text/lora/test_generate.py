@@ -221,7 +221,7 @@ DRAFTED_FOR = (0, 1, 2, 0, 1)
 
 def test_adapters_answer_as_without_drafts(tiny_folder, adapters):
     lora = dict(enable_lora=True, max_loras=2, max_lora_rank=4)
-    llm = make_llm(tiny_folder, max_num_seqs=3, speculative_config=NGRAM, **lora)
+    llm = make_llm(tiny_folder, max_num_seqs=2, speculative_config=NGRAM, **lora)
     compiled = llm.engine.runner.num_compiled()
     requests = [None, *(request for request, _ in adapters)]
     chosen = [requests[number] for number in DRAFTED_FOR]
