@@ -14,7 +14,7 @@ from verax.text.step.runner import ModelRunner
 expect = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'verax[test-all]'").expect
 
 
-ENDLESS = 500
+ENDLESS = 900
 """Tokens of an answer that lasts for some seconds."""
 
 STEP_SECONDS = 0.006
