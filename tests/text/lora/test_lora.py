@@ -73,15 +73,6 @@ def make(tmp_path):
     return save
 
 
-def test_the_least_recently_used_is_forgotten_and_read_again(loader, make):
-    requests = [make(number) for number in (1, 2, 3)]
-    first, second = loader.load(requests[0]), loader.load(requests[1])
-    loader.load(requests[0])
-    loader.load(requests[2])
-    assert loader.load(requests[0]) is first
-    assert loader.load(requests[1]) is not second
-
-
 def test_a_slow_disk_holds_up_no_other_adapter_and_each_is_read_once(loader, make, monkeypatch):
     slow, quick, begun, goes = make(1), make(2), threading.Event(), threading.Event()
     loaded, read, reads = loader.load(quick), loader._read, []
