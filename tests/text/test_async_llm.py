@@ -5,6 +5,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from contextlib import aclosing
 
@@ -236,6 +237,8 @@ async def test_observers_see_each_step_and_each_request_that_ended(served, monke
     await served.collect(prompt, GREEDY)
     again = await served.collect(prompt, SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, n=2))
     assert again.num_cached_tokens == 32
+    advance = served.llm.engine.advance  # slowly: the answer does not end before it is aborted
+    monkeypatch.setattr(served.llm.engine, "advance", lambda: time.sleep(0.01) or advance())
     stream = served.generate(PROMPTS[1], LONG)
     await anext(stream)
     await stream.aclose()

@@ -1,9 +1,7 @@
 """Sampling parameters: bad values are refused by name, good ones normalised. Outputs as JSON."""
 
-import copy
 import json
 import math
-import pickle
 
 import numpy as np
 import pytest
@@ -51,12 +49,6 @@ def test_spellings_of_the_same_become_the_same():
     assert a == b
     assert a.stop_texts == ("x",)
     assert type(a.stop_tokens[0]) is int
-
-
-def test_they_can_be_copied_and_sent_to_other_processes():
-    params = SamplingParams(logit_bias={1: 2.0}, stop="x")
-    assert copy.deepcopy(params) == params
-    assert pickle.loads(pickle.dumps(params)) == params
 
 
 def test_a_generation_config_gives_defaults():

@@ -1,7 +1,6 @@
 """Speculative decoding: its options, the number of drafts, and answers that equal those without drafts."""
 
 import dataclasses
-import json
 import random
 
 import numpy as np
@@ -213,14 +212,6 @@ def test_a_sequence_rests_longer_each_time_that_drafts_fail():
             length = acceptance.resumes_at
     assert rests[:4] == [16, 32, 64, 128]
     assert rests[-1] == LONGEST_REST
-
-
-def test_json_text_and_dictionaries_give_the_same_record():
-    expected = SpeculativeConfig(4, method="ngram", prompt_lookup_max=3, prompt_lookup_min=2)
-    fields = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
-    for value in (fields, json.dumps(fields), expected):
-        assert EngineConfig(speculative_config=value).speculation == expected
-    assert EngineConfig().speculation is None
 
 
 @pytest.mark.parametrize(
