@@ -1,13 +1,9 @@
 """Requests of OpenAI's batch files: lines, rows of Parquet, and answers of an application in this process."""
 
-import asyncio
 import json
 
 import msgspec
 import pytest
-from starlette.applications import Starlette
-from starlette.responses import JSONResponse
-from starlette.routing import Route
 
 from verax.batch.lines import bad_line
 from verax.batch.requests import (
@@ -15,7 +11,6 @@ from verax.batch.requests import (
     AnswerLine,
     LineResponse,
     RequestLine,
-    call,
     read_request,
     request_lines,
     write_answers,
@@ -73,23 +68,6 @@ def test_a_wrong_line_is_named_with_its_number_and_its_field(text, code, param, 
 )
 def test_an_answer_failed_if_its_status_or_its_body_is_an_error(status, body, failed):
     assert AnswerLine.of("a", LineResponse(status, "id", msgspec.Raw(body))).failed is failed
-
-
-async def echo(request):
-    body = await request.body()
-    facts = {"method": request.method, "host": request.url.hostname, "type": request.headers.get("content-type")}
-    return JSONResponse({**facts, "body": body.decode()}, 201, {"x-request-id": "r1"})
-
-
-def app_of(endpoint):
-    return Starlette(routes=[Route("/path", endpoint, methods=["GET", "POST"])])
-
-
-def test_a_body_is_sent_and_an_answer_comes_back():
-    answer = asyncio.run(call(app_of(echo), "POST", "/path", b'{"a": 1}'))
-    assert (answer.status, answer.headers["x-request-id"]) == (201, "r1")
-    expected = b'{"method":"POST","host":"localhost","type":"application/json","body":"{\\"a\\": 1}"}'
-    assert answer.body == expected
 
 
 BODY = {"prompt": "abc", "max_tokens": 2}

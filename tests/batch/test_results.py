@@ -124,18 +124,6 @@ def test_results_are_in_the_order_of_the_lines_with_an_error_for_each_wrong_one(
     assert errors == [None, *expected, None]
 
 
-def test_a_second_run_does_nothing_again_but_errors_if_asked(run_lines, tmp_path):
-    lines = [LINES[0], "{no\n", LINES[1], LINES[0], LINES[2]]
-    run_lines(lines, fails="b")
-    before = (tmp_path / "out.jsonl").read_bytes()
-    run, calls = run_lines(lines)
-    assert (*counts(run), calls) == (0, 0, 5, [])
-    assert (tmp_path / "out.jsonl").read_bytes() == before
-    run, calls = run_lines([*lines, LINES[3]], retry_errors=True)
-    assert (*counts(run), calls) == (2, 2, 2, [["b"], ["d"]])
-    assert names_in(tmp_path) == ["a", "c", None, "b", "a", "d"]
-
-
 def test_after_an_end_in_the_middle_of_a_call_no_line_is_lost_or_doubled(run_lines, tmp_path):
     run_lines(LINES, least=2, most=2, dies_at="f")
     with (tmp_path / "out.jsonl").open("ab") as file:

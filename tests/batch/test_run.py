@@ -1,6 +1,5 @@
 """A batch over an engine in this process: answers, errors, resumption, full queues, signals, a dead engine."""
 
-import asyncio
 import codecs
 import io
 import json
@@ -11,10 +10,10 @@ import pytest
 
 from verax.batch.requests import AnswerLine, LocalServer
 from verax.batch.results import ResultFile
-from verax.batch.run import AHEAD, BatchRun, read_lines
+from verax.batch.run import BatchRun, read_lines
 from verax.errors import EngineDeadError
 
-CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 
 
@@ -239,50 +238,6 @@ def test_a_clip_is_written_next_to_the_output(run_batch, tmp_path):
     assert [path.name for path in (tmp_path / "out.clips").iterdir()] == [f"{bodies['clip']['id']}.mp4"]
     assert (tmp_path / "out.clips" / f"{bodies['clip']['id']}.mp4").read_bytes()[4:8] == b"ftyp"
     assert "prompt" in bodies["wrong"]["error"]["message"]
-
-
-def collect(file, counts=None):
-    async def main():
-        lines_read = []
-        async for line in read_lines(file):
-            lines_read.append(line)
-            if len(lines_read) == counts:
-                break
-        return lines_read
-
-    return asyncio.run(main())
-
-
-class Endless(io.RawIOBase):
-    """A file without an end, which counts what was read."""
-
-    def __init__(self):
-        self.num_read = 0
-
-    def __next__(self):
-        self.num_read += 1
-        return b"line\n"
-
-
-def test_few_lines_are_read_ahead():
-    file = Endless()
-    assert len(collect(file, counts=3)) == 3
-    assert file.num_read <= 3 + AHEAD + 2
-
-
-def test_a_pipe_that_waits_does_not_hold_up_the_others():
-    reading, writing = os.pipe()
-
-    async def main():
-        lines = read_lines(os.fdopen(reading, "rb"))
-        waiting = asyncio.create_task(anext(lines))
-        await asyncio.sleep(0)  # the event loop continues
-        assert not waiting.done()
-        os.write(writing, b"now\n")
-        assert await waiting == b"now\n"
-
-    asyncio.run(main())  # it ends, though the pipe is open
-    os.close(writing)
 
 
 @pytest.mark.anyio

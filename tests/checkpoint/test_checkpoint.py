@@ -98,14 +98,6 @@ def test_a_key_that_the_index_promises_and_the_shard_lacks_is_named(tmp_path):
         Checkpoint.open(tmp_path)
 
 
-@pytest.mark.parametrize("index", [{}, {"weight_map": []}, {"weight_map": {"a": 1}}])
-def test_an_index_without_a_map_is_named(index, tmp_path):
-    write(tmp_path, weights(), shards=2)
-    (tmp_path / INDEX).write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=rf"{INDEX}: expected a weight_map"):
-        Checkpoint.open(tmp_path)
-
-
 def test_a_key_in_two_files_without_an_index_is_named_with_both(tmp_path):
     write(tmp_path, weights(), shards=2)
     (tmp_path / INDEX).unlink()

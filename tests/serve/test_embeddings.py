@@ -21,9 +21,14 @@ SENTENCES = random_sentences(5, seed=3, most=12)
 
 
 @pytest.fixture(scope="module")
-def client(served_encoder):
-    settings = ServerSettings(max_embedding_inputs=8)
-    server = Server(encoder=LazyModel("tiny", lambda: served_encoder), settings=settings)
+def reranker(tmp_path_factory):
+    return Reranker(tiny_reranker(tmp_path_factory.mktemp("reranker")), max_length=24)
+
+
+@pytest.fixture(scope="module")
+def client(served_encoder, reranker):
+    models = {"encoder": LazyModel("tiny", lambda: served_encoder), "reranker": LazyModel("pairs", lambda: reranker)}
+    server = Server(**models, settings=ServerSettings(max_embedding_inputs=8))
     with TestClient(create_app(server), base_url="http://127.0.0.1") as client:
         yield client
 
@@ -42,6 +47,12 @@ def vectors_of(response):
     assert [one["index"] for one in body["data"]] == list(range(len(body["data"])))
     assert {one["object"] for one in body["data"]} == {"embedding"}
     return np.asarray([one["embedding"] for one in body["data"]], np.float32)
+
+
+def check_named(response, param):
+    error = error_of(response)
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert error["message"].startswith(f"{param}: ")
 
 
 def ok(response):
@@ -108,46 +119,24 @@ def test_long_texts_are_refused_or_cut_on_request(embed, served_encoder):
     ],
 )
 def test_wrong_fields_are_named(embed, body, param):
-    error = error_of(embed(**body))
-    assert error["param"] == param
-    assert error["message"].startswith(f"{param}: ")
-    assert error["type"] == "invalid_request_error"
-
-
-def test_another_model_is_not_found(client, embed):
-    assert error_of(embed(input="a cat", model="other"), 404)["code"] == "model_not_found"
-    without = TestClient(create_app(Server()), base_url="http://127.0.0.1")
-    assert error_of(without.post("/v1/embeddings", json={"input": "a cat"}), 404)["code"] == "model_not_found"
+    check_named(embed(**body), param)
 
 
 QUERY = "who sat on the mat ?"
 DOCUMENTS = random_sentences(6, seed=3, most=8)
 
 
-@pytest.fixture(scope="module")
-def reranker(tmp_path_factory):
-    return Reranker(tiny_reranker(tmp_path_factory.mktemp("reranker")), max_length=24)
-
-
-@pytest.fixture(scope="module")
-def ranker(reranker):
-    settings = ServerSettings(max_embedding_inputs=8)
-    server = Server(reranker=LazyModel("tiny", lambda: reranker), settings=settings)
-    with TestClient(create_app(server), base_url="http://127.0.0.1") as ranker:
-        yield ranker
-
-
 @pytest.fixture
-def rerank(ranker):
+def rerank(client):
     def call(path="/v1/rerank", **body):
-        return ranker.post(path, json={"query": QUERY, "documents": DOCUMENTS, **body})
+        return client.post(path, json={"query": QUERY, "documents": DOCUMENTS, **body})
 
     return call
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank"])
 def test_documents_come_sorted_with_their_scores_and_tokens_are_counted(rerank, reranker, path):
-    answer = ok(rerank(path, model="tiny"))
+    answer = ok(rerank(path, model="pairs"))
     expected = reranker.rank(QUERY, DOCUMENTS)
     assert [one["index"] for one in answer["results"]] == [one.index for one in expected]
     assert [one["document"]["text"] for one in answer["results"]] == [one.text for one in expected]
@@ -156,7 +145,7 @@ def test_documents_come_sorted_with_their_scores_and_tokens_are_counted(rerank, 
     )
     tokens = sum(len(pair.ids) for pair in reranker.tokenize(QUERY, DOCUMENTS))
     assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
-    assert answer["model"] == "tiny"
+    assert answer["model"] == "pairs"
     assert answer["id"].startswith("rerank-")
 
 
@@ -199,20 +188,12 @@ def test_long_pairs_are_refused_or_cut_on_request(rerank, reranker):
     ],
 )
 def test_wrong_fields_of_a_ranking_are_named(rerank, body, param):
-    error = error_of(rerank(**body))
-    assert error["param"] == param
-    assert error["message"].startswith(f"{param}: ")
-    assert error["type"] == "invalid_request_error"
+    check_named(rerank(**body), param)
 
 
-def test_another_reranker_is_not_found(ranker, rerank):
-    assert error_of(rerank(model="other"), 404)["code"] == "model_not_found"
-    assert [model["id"] for model in ranker.get("/v1/models").json()["data"]] == ["tiny"]
-    without = TestClient(create_app(Server()), base_url="http://127.0.0.1")
-    body = {"query": QUERY, "documents": DOCUMENTS}
-    error = error_of(without.post("/v1/rerank", json=body), 404)
-    assert error["code"] == "model_not_found"
-    assert "--reranker-model" in error["message"]
+def test_another_model_is_not_found(embed, rerank):
+    for answer in (embed(input="a cat", model="other"), rerank(model="other")):
+        assert error_of(answer, 404)["code"] == "model_not_found"
 
 
 class SlowEncoder:

@@ -61,23 +61,6 @@ def test_the_prompts_beginning_is_taken_from_the_cache(api, path):
     assert 0 < cached(text[:-5] + "9 9 9")[0] < again
 
 
-@paths
-def test_the_end_of_a_text_can_be_ignored(api, path):
-    body = {**BODIES[path], **GREEDY, "logit_bias": {"1": 100}}
-    ended = api.ok(path, {**body, "ignore_eos": False})
-    assert (ended["choices"][0]["finish_reason"], text_of(ended)) == ("stop", "")
-    ignored = api.ok(path, body)
-    assert (ignored["choices"][0]["finish_reason"], ignored["usage"]["completion_tokens"]) == ("length", 8)
-
-
-def test_token_ids_of_a_prompt_give_what_its_text_gives(api):
-    tokens = api.ok("/tokenize", {"prompt": "the river"})["tokens"]
-    expected = text_of(api.ok(COMPLETIONS, {**BODIES[COMPLETIONS], **GREEDY}))
-    assert text_of(api.ok(COMPLETIONS, {"prompt": tokens, **GREEDY})) == expected
-    body = api.ok(COMPLETIONS, {"prompt": [tokens, tokens], **GREEDY})
-    assert [text_of(body, 0), text_of(body, 1)] == [expected, expected]
-
-
 # Times.
 
 

@@ -62,13 +62,3 @@ def test_bodies_have_the_fields_that_are_taken(description):
     assert set(form) == set(fields("/v1/videos"))
     assert form["input_reference"]["anyOf"][0] == {"type": "string", "format": "binary"}
     assert form["fps"] == {"type": "integer", "minimum": 1, "maximum": 120}
-
-
-def test_parameters_and_streams_are_described(description):
-    listing = description["paths"]["/v1/videos"]["get"]["parameters"]
-    assert {parameter["name"] for parameter in listing} == {"limit", "after", "order"}
-    content = description["paths"]["/v1/videos/{name}/content"]["get"]
-    assert [parameter["in"] for parameter in content["parameters"]] == ["path", "query", "header"]
-    assert "video/mp4" in content["responses"]["200"]["content"]
-    for path in ("chat/completions", "completions", "responses", "messages"):
-        assert "text/event-stream" in description["paths"][f"/v1/{path}"]["post"]["responses"]["200"]["content"]

@@ -251,12 +251,6 @@ def test_wrong_forms_are_refused(client):
     error_of(client.post("/v1/videos", data=fields, files={"input_reference": bytes(2 << 20)}), 413)
 
 
-def test_a_server_without_a_video_model_says_so():
-    client = TestClient(create_app(Server()), base_url="http://127.0.0.1")
-    assert error_of(client.post("/v1/videos", json=QUICK), 404)["code"] == "model_not_found"
-    assert client.get("/v1/videos").json()["data"] == []
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_openai_python(client):
     openai = pytest.importorskip("openai")

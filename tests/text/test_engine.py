@@ -21,7 +21,7 @@ from tests.support.engine import (
     tokens,
 )
 from tests.support.invariants import check_engine
-from tests.support.tiny import WINDOWED, tiny_checkpoint
+from tests.support.tiny import WINDOWED
 from tests.text.conftest import make_llm
 from verax.errors import InvalidParameterError, RequestRefusedError
 from verax.text.engine.blocks import most_blocks
@@ -128,12 +128,6 @@ def test_seeds_have_64_bits_and_top_p_of_0_is_greedy(llm):
 
     assert len({drawn(temperature=1.5, seed=5 + offset) for offset in (0, 2**31, 2**32, 2**62)}) == 4
     assert drawn(temperature=1.5, top_p=0, seed=5) == drawn(temperature=0)
-
-
-def test_each_position_draws_its_own_number(llm):
-    for temperature in (1000.0, 1e300):  # nearly uniform
-        params = SamplingParams(temperature=temperature, seed=3, max_tokens=40, ignore_eos=True)
-        assert len(set(alone(llm, PROMPTS[0], params))) > 25
 
 
 def test_unseeded_requests_repeat_with_the_engine_seed_and_not_within_it(tiny_folder):
@@ -266,15 +260,6 @@ def test_an_impossible_answer_so_far_is_refused_and_leaves_nothing(llm, answers,
         llm.add_request(PROMPTS[2], GREEDY, output_token_ids=answers)
     assert not llm.has_unfinished_requests
     check_engine(llm.engine)
-
-
-def test_a_stop_token_that_is_kept_is_streamed_too(llm):
-    params = SamplingParams(
-        temperature=1.4, seed=8, max_tokens=60, stop_token_ids=list(range(60, 110)), include_stop_str_in_output=True
-    )
-    (expected,) = llm.generate(["once upon"], params)
-    assert expected.outputs[0].finish_reason == "stop"
-    assert "".join(llm.stream("once upon", params)) == expected.outputs[0].text != ""
 
 
 @pytest.mark.parametrize("num_pieces", [0, 1])
@@ -453,23 +438,6 @@ def test_a_prefix_is_used_only_where_its_last_window_is_cached(windowed_llm, win
         assert [output[0].num_cached_tokens for output in outputs] == [64, 32, 0]
         assert [tokens(output) for output in outputs] == alone
         assert tokens(generate(windowed_llm, [TEXT])) == windowed_answers[:1]
-
-
-def test_prefixes_are_shared_while_their_first_owner_runs(windowed_llm, windowed_answers):
-    params = SamplingParams(n=3, temperature=0, max_tokens=20, ignore_eos=True)
-    (output,) = generate(windowed_llm, [TEXT], params)
-    assert [sample.token_ids for sample in output.outputs] == [windowed_answers[0]] * 3
-
-
-def test_a_request_continues_after_a_long_answer_so_far(windowed_llm, windowed_answers):
-    windowed_llm.add_request(TEXT, GREEDY, output_token_ids=[windowed_answers[0][:13]])
-    assert tokens(finish(windowed_llm)) == windowed_answers[:1]
-
-
-def test_a_window_of_the_whole_context_is_full_attention(tmp_path):
-    folder = tiny_checkpoint(tmp_path / "wide", **{**WINDOWED, "sliding_window": 20})
-    wide = make_llm(folder, max_model_len=20, max_num_seqs=1, max_num_batched_tokens=8)
-    assert [(group.layers, group.window) for group in wide.engine.runner.config.groups] == [((0, 1, 2), None)]
 
 
 def test_a_model_that_attends_to_another_window_than_it_declares_is_refused(windowed_llm, monkeypatch):

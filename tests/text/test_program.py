@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from jax import export
 
-from tests.support.engine import PROMPTS, alone, generate, nothing_compiles, tokens
+from tests.support.engine import alone, generate, tokens
 from tests.support.tiny import HYBRID, tiny_checkpoint, tiny_config
 from tests.text.conftest import make_llm
 from verax import LLM, SamplingParams, ops
@@ -23,7 +23,6 @@ from verax.nn import pack_linear_weights
 from verax.ops._target import DeviceMemory, Target
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.step import runner
-from verax.text.step import sizes as step_sizes
 from verax.text.step.program import AbstractModel, check_supported, new_cache, step_program
 from verax.text.step.sizes import block_bytes, plan_sizes
 from verax.text.step.slots import new_slots
@@ -91,29 +90,6 @@ def test_cache_and_slots_fit_into_what_is_free_together(context):
     slots, cache = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(part)) for part in (slots, cache))
     assert slots > 64 * 4 * sizes.max_model_len
     assert 0.99 * (1 << 24) < cache + slots <= 1 << 24  # a quarter
-
-
-def test_an_admission_sends_as_much_as_its_prompt_needs_and_changes_no_token(llm, tiny_folder, monkeypatch):
-    expected = [alone(llm, prompt) for prompt in PROMPTS]
-    monkeypatch.setattr(step_sizes, "LEAST_ADMITTED", 8)
-    short = make_llm(tiny_folder, max_num_seqs=7)
-    run, sent = short.engine.runner, []
-    fill_slot = run._fill_slot
-    monkeypatch.setattr(run, "_fill_slot", lambda packed: sent.append(len(packed)) or fill_slot(packed))
-    with nothing_compiles(short):
-        for prompt, answer in zip(PROMPTS, expected, strict=True):
-            sent.clear()
-            assert alone(short, prompt) == answer
-            assert sent == [run._admission_size(next(n for n in (8, 64, 96) if n >= len(prompt)))]
-        assert tokens(generate(short, PROMPTS)) == expected
-
-
-@pytest.mark.parametrize("options", [{}, {"max_num_seqs": 1, "quantization": "int8"}], ids=["floats", "int8"])
-def test_the_runner_passes_what_its_program_takes(tiny_folder, options):
-    runner = make_llm(tiny_folder, **options).engine.runner
-    for shape in runner.config.shapes:
-        compiled = runner._steps[shape].lower(*runner._arguments(shape))
-        assert described(compiled.args_info) == described(runner.program(shape).arguments)
 
 
 def test_a_model_without_weights_has_the_program_of_the_one_with_them(llm):

@@ -149,17 +149,6 @@ def test_the_least_work_is_chosen(router, replicas):
     assert router.choose([4, 5, 6]) is replicas[2]
 
 
-def test_a_prompt_goes_where_its_beginning_was_read(router, replicas):
-    replicas[0].load = replicas[1].load = 1
-    home = router.choose([*PREFIX, 1, 2])
-    assert home is replicas[2]
-    replicas[0].load = replicas[1].load = 0
-    assert router.choose([*PREFIX, 3, 4, 5]) is home
-    assert router.choose(PREFIX[:16]) is home
-    assert router.choose(PREFIX[:15]) is replicas[0]  # less than a block is not shared
-    assert router.choose([1, *PREFIX]) is replicas[0]
-
-
 def test_a_prompt_leaves_a_replica_that_has_more_work_than_it_would_save(router, replicas):
     assert router.choose(PREFIX) is replicas[0]
     replicas[0].load = 63

@@ -1,7 +1,6 @@
 """The scheduler under a pretended device: planned scenes, and a state machine that does everything in any order."""
 
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -225,35 +224,6 @@ def test_prompts_that_wait_for_blocks_are_not_compared_with_the_cache_in_every_s
     assert len(device.scheduler.waiting) == 6
     assert len(walks) <= 4  # one prompt, when a block of the running sequence has been filled
     device.run()
-
-
-# The five bug classes of nano-vllm's tracker, as regressions (its issue or pull request in the name).
-
-
-def test_bug_144_every_block_of_a_prompt_cached_still_computes_a_token():
-    device = PretendedDevice([50], 4, 4, 16)
-    serve(device, make_sequence(range(1, 9)))
-    again = make_sequence(range(1, 9))
-    device.scheduler.add(again)
-    plan = device.scheduler.schedule()
-    assert plan.chunks[0].count == 4
-    assert plan.chunks[0].start == 4
-
-
-@pytest.mark.parametrize(
-    ("device", "prompts", "max_tokens"),
-    [
-        # 144 too: a preempted sequence is computed as a prompt again.
-        (dict(num_blocks=[6], block_size=4, max_num_seqs=2, budget=16, caching=False), [[1] * 7, [2] * 7], 9),
-        # 207 and 211: a prefix hit after preemption finds its blocks.
-        (dict(num_blocks=[8], block_size=2, max_num_seqs=3, budget=8), [[1, 2, 3, 4, 5, i] for i in (1, 2, 3)], 7),
-        # 213: a later chunk sees the whole prompt before it; here chunks start and end inside of blocks.
-        (dict(num_blocks=[50], block_size=4, max_num_seqs=4, budget=5), [range(1, 24), range(3, 16)], 100),
-    ],
-    ids=["144", "207 and 211", "213"],
-)
-def test_bugs(device, prompts, max_tokens):
-    serve(PretendedDevice(**device), *(make_sequence(prompt, max_tokens=max_tokens) for prompt in prompts))
 
 
 class Machine(RuleBasedStateMachine):

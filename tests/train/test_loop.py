@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.tree_util import Partial
 
 from verax import ops
 from verax.errors import CheckpointError
@@ -32,24 +31,6 @@ def batches(start):
 
 def fresh():
     return {"weight": jnp.zeros(4), "bias": jnp.zeros(())}
-
-
-def test_the_loss_falls_and_is_logged_and_drawn(tmp_path):
-    train(loss, fresh(), batches, SCHEDULE, tmp_path, show_progress=False)
-    entries = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [entry["step"] for entry in entries] == [10, 20, 30, 40]
-    assert entries[-1]["loss"] < 0.5 * entries[0]["loss"]
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(tmp_path):
-    whole = train(loss, fresh(), batches, SCHEDULE, tmp_path / "whole", show_progress=False)
-    train(loss, fresh(), batches, SCHEDULE, tmp_path / "cut", stop_at=17, show_progress=False)
-    resumed = train(loss, fresh(), batches, SCHEDULE, tmp_path / "cut", resume=True, show_progress=False)
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(resumed), strict=True):
-        np.testing.assert_array_equal(a, b)
-    steps = [json.loads(line)["step"] for line in (tmp_path / "cut" / "log.jsonl").read_text().splitlines()]
-    assert steps == [10, 17, 20, 30, 40]
 
 
 def test_the_running_mean_is_of_late_parameters_and_resumes_exactly(tmp_path):
@@ -92,14 +73,6 @@ def test_a_state_that_was_not_written_to_its_end_does_not_count(tmp_path):
     np.testing.assert_array_equal(resumed["weight"], whole["weight"])
 
 
-def test_a_run_is_not_overwritten(tmp_path):
-    train(loss, fresh(), batches, SCHEDULE, tmp_path, stop_at=10, show_progress=False)
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(CheckpointError, match="state: a run has its state here; resume it"):
-        train(loss, fresh(), batches, SCHEDULE, tmp_path, show_progress=False)
-    assert sorted(tmp_path.rglob("*")) == before
-
-
 def test_steps_that_were_lost_with_an_interruption_are_logged_once(tmp_path):
     train(loss, fresh(), batches, SCHEDULE, tmp_path, stop_at=10, show_progress=False)
     with (tmp_path / "log.jsonl").open("a") as log:  # as a run that died between two states leaves it
@@ -107,37 +80,6 @@ def test_steps_that_were_lost_with_an_interruption_are_logged_once(tmp_path):
     train(loss, fresh(), batches, SCHEDULE, tmp_path, resume=True, show_progress=False)
     steps = [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert steps == [10, 20, 30, 40]
-
-
-def test_parts_of_a_batch_are_added_and_validation_is_logged_at_states(tmp_path):
-    def parted(start):
-        for batch in batches(start):
-            yield {name: array.reshape(4, 4, *array.shape[1:]) for name, array in batch.items()}
-
-    def part_loss(params, batch):
-        return loss(params, batch) / 4
-
-    def validate(params):
-        return float(params["bias"])
-
-    options = dict(save_every=20, validate=validate, log_every=40, show_progress=False)
-    parts = train(part_loss, fresh(), parted, SCHEDULE, tmp_path / "parts", accumulation=4, **options)
-    whole = train(loss, fresh(), batches, SCHEDULE, tmp_path / "whole", show_progress=False)
-    np.testing.assert_allclose(parts["weight"], whole["weight"], rtol=1e-3)
-    entries = [json.loads(line) for line in (tmp_path / "parts" / "log.jsonl").read_text().splitlines()]
-    assert [(entry["step"], "loss" in entry) for entry in entries] == [(0, False), (20, False), (40, True)]
-    assert entries[-1]["validation_loss"] == float(parts["bias"])
-
-
-def test_arrays_of_a_partial_are_read_and_not_trained(tmp_path):
-    def shifted(offset, params, batch):
-        return loss({**params, "bias": params["bias"] + offset}, batch)
-
-    offset = jnp.asarray(2.0)
-    found = train(Partial(shifted, offset), fresh(), batches, SCHEDULE, tmp_path, show_progress=False)
-    plain = train(loss, fresh(), batches, SCHEDULE, tmp_path / "plain", show_progress=False)
-    assert abs(float(found["bias"]) - (float(plain["bias"]) - 2)) < 0.5
-    assert float(offset) == 2
 
 
 def test_muon_trains_inner_matrices_and_adamw_the_rest(tmp_path):

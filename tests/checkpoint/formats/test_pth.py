@@ -98,15 +98,9 @@ def test_what_is_refused_is_named(program, named, tmp_path):
 @pytest.mark.parametrize(
     "program",
     [
-        b"",
         b"garbage",
         b"\x80\x02}",
-        b"\x80\x02.",
         b"\x80\x02R.",
-        b"\x80\x02u.",
-        b"\x80\x02K\x01)R.",
-        b"\x80\x02h\x07.",
-        b"\x80\x02K\x01K\x02K\x03s.",
         dictionary(x=reference(kind="module")),
         dictionary(x=tensor(shape=(-2, 3))),
         dictionary(x=tensor(strides=(3, -1))),

@@ -75,32 +75,13 @@ def test_release_gives_pages_back_and_leaves_views_unchanged(rows, tmp_path):
         np.testing.assert_array_equal(views[name], value)
 
 
-FAULTS = {
-    "too short": (b"1234567", "7 bytes, too few"),
-    "empty": (b"", "0 bytes, too few"),
-    "not safetensors": (b"PK\x03\x04aaaaaaaaaaaaaaaa", "not a safetensors file"),
-    "header longer than the file": ((1000).to_bytes(8, "little") + b"{}", "header of 1000 bytes does not fit"),
-}
-
-
-@pytest.mark.parametrize(("data", "problem"), FAULTS.values(), ids=FAULTS)
-def test_a_file_without_a_header_is_named(data, problem, tmp_path):
-    path = tmp_path / "model-00003.safetensors"
-    path.write_bytes(data)
-    with pytest.raises(CheckpointError, match=rf"model-00003\.safetensors: .*{problem}"):
-        SafetensorsFile(path)
-
-
 BAD_HEADERS = {
     "no JSON": (b"{'a': 1}", "not valid JSON"),
-    "no text": (b"\xff\xfe\xfd", "not valid JSON"),
     "no object": (b"[1, 2]", "not valid JSON"),
     "nested beyond reason": (b"[" * 100_000, "not valid JSON"),
     "entry is not an object": ({"a.w": [1]}, "entry of a.w is malformed"),
     "no offsets": ({"a.w": {"dtype": "F32", "shape": [1]}}, "entry of a.w is malformed"),
-    "three offsets": ({"a.w": entry() | {"data_offsets": [0, 4, 8]}}, "entry of a.w is malformed"),
     "dtype is a list": ({"a.w": entry() | {"dtype": ["F32"]}}, "entry of a.w is malformed"),
-    "shape is text": ({"a.w": entry() | {"shape": "1"}}, "entry of a.w is malformed"),
     "fractional shape": ({"a.w": entry(shape=(1.0,))}, "entry of a.w is malformed"),
     "negative shape": ({"a.w": entry(shape=(-1, -1))}, "entry of a.w is malformed"),
     "negative offset": ({"a.w": entry(begin=-4, end=0)}, "entry of a.w is malformed"),

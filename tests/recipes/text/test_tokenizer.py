@@ -1,19 +1,16 @@
 """The built-in model's tokenizer, its chat template, and the packing of documents into rows."""
 
-import json
 from functools import cache
 from itertools import islice
 
-import jinja2
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
 from recipes.text.batches import batch, batches, pack
-from recipes.text.data import CHAT_TEMPLATE, END_OF_TEXT, documents, render_chat
-from recipes.text.tokenizer import save_tokenizer, train_tokenizer
+from recipes.text.data import documents
+from recipes.text.tokenizer import train_tokenizer
 
 
 @cache
@@ -29,34 +26,6 @@ def _ids(text):
 @given(st.text())
 def test_any_text_comes_back_exactly(text):
     assert _tokenizer().decode(_ids(text), skip_special_tokens=False) == text
-
-
-def test_every_digit_is_a_token_of_its_own():
-    assert [_tokenizer().id_to_token(i) for i in _ids("47")] == ["4", "7"]
-    digits = [token for token in _tokenizer().get_vocab() if any(c in "0123456789" for c in token)]
-    assert sorted(digits) == list("0123456789")
-
-
-_MESSAGES = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": st.text()}), max_size=4
-)
-_TEMPLATE = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(CHAT_TEMPLATE)
-
-
-@settings(deadline=None)
-@given(_MESSAGES, st.booleans())
-def test_render_chat_is_what_the_template_renders(messages, prompt):
-    rendered = _TEMPLATE.render(messages=messages, add_generation_prompt=prompt)
-    assert render_chat(messages, add_generation_prompt=prompt) == rendered
-
-
-def test_a_saved_tokenizer_loads_again_with_its_template_and_both_end_tokens(tmp_path):
-    save_tokenizer(_tokenizer(), tmp_path)
-    assert Tokenizer.from_file(str(tmp_path / "tokenizer.json")).to_str() == _tokenizer().to_str()
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert (config["eos_token"], config["pad_token"]) == ("<|im_end|>", END_OF_TEXT)
-    assert config["chat_template"] == CHAT_TEMPLATE
-    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
 
 
 @pytest.mark.parametrize("length", [1, 7, 64, 513])

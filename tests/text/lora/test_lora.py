@@ -9,70 +9,18 @@ import pytest
 from flax import nnx
 
 from tests.support.adapters import adapter_weights, save_adapter
-from tests.support.invariants import check_adapters, check_scheduler
-from tests.support.sequences import make_sequence
 from tests.support.tiny import tiny_config
 from verax.errors import CheckpointError, InvalidParameterError
 from verax.models import causal_lm
-from verax.text.engine.blocks import BlockManager
-from verax.text.engine.scheduler import Scheduler
 from verax.text.features.lora import (
     AdaptedLayers,
     AdapterLoader,
-    AdapterSlots,
     LoadedAdapter,
     LoRARequest,
 )
 from verax.text.hosts import Dispatch, Group
 from verax.text.step.program import AbstractModel
 from verax.text.step.runner import DeviceAdapters
-
-
-def test_an_unused_adapter_stays_until_its_slot_is_needed_the_oldest_first():
-    slots = AdapterSlots(2)
-    places = {number: slots.acquire(number) for number in (7, 8)}
-    assert places[7] != places[8]
-    for number in (8, 7):
-        slots.release(number)
-    assert slots.acquire(9) == places[8]
-    assert slots.acquire(7) == places[7]
-    check_adapters(slots, {9: 1, 7: 1})
-
-
-@pytest.fixture
-def scheduler():
-    return Scheduler(BlockManager([40], 4), max_num_seqs=8, max_num_batched_tokens=32, max_loras=1)
-
-
-def add(scheduler, name, adapter=None):
-    sequence = make_sequence(range(5), name=name)
-    if adapter is not None:
-        sequence.request.adapter = LoadedAdapter(LoRARequest(name, adapter, name), {})
-    scheduler.add(sequence)
-    return sequence
-
-
-def test_a_sequence_waits_while_running_ones_use_all_slots_and_so_do_the_ones_after_it(scheduler):
-    first, second, third = add(scheduler, "a", 1), add(scheduler, "b", 2), add(scheduler, "c")
-    plan = scheduler.schedule()
-    assert plan.admitted == [first]
-    assert plan.adapted
-    scheduler.finish(first)
-    assert scheduler.schedule().admitted == [second, third]
-    assert (second.adapter_slot, third.adapter_slot) == (0, None)
-    scheduler.finish(second)
-    assert not scheduler.schedule().adapted
-    check_scheduler(scheduler)
-
-
-def test_a_preempted_sequence_gives_its_slot_back(scheduler):
-    sequence = add(scheduler, "a", 1)
-    scheduler.schedule()
-    scheduler._preempt(sequence)
-    assert sequence.adapter_slot is None
-    assert scheduler.adapters.has_room(2)
-    check_scheduler(scheduler)
-
 
 ATTENTION = {f"self_attn.{name}_proj" for name in "qkvo"}
 DENSE = ATTENTION | {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
@@ -123,15 +71,6 @@ def make(tmp_path):
         return LoRARequest(f"a{number}", number, save_adapter(tmp_path / f"a{number}", weights, **settings))
 
     return save
-
-
-def test_the_least_recently_used_is_forgotten_and_read_again(loader, make):
-    requests = [make(number) for number in (1, 2, 3)]
-    first, second = loader.load(requests[0]), loader.load(requests[1])
-    loader.load(requests[0])
-    loader.load(requests[2])
-    assert loader.load(requests[0]) is first
-    assert loader.load(requests[1]) is not second
 
 
 def test_a_slow_disk_holds_up_no_other_adapter_and_each_is_read_once(loader, make, monkeypatch):

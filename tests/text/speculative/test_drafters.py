@@ -39,7 +39,7 @@ def twin(folder):
 @pytest.fixture(scope="module")
 def other(folder, windows):
     """Drafts by another model, which is hardly ever right but for biased requests."""
-    return make_llm(folder, structured_outputs=True, speculative_config=draft_config(windows))
+    return make_llm(folder, speculative_config=draft_config(windows))
 
 
 @pytest.fixture(autouse=True)
@@ -85,16 +85,6 @@ def test_sliding_windows_change_no_token(folder, windows, monkeypatch):
         assert_unchanged(llm, long, GREEDY)
         _, accepted = assert_unchanged(llm, long, SamplingParams(**LOOPING))
         assert accepted > 0
-
-
-def test_drafts_over_float8_pages_change_no_token(folder, monkeypatch):
-    llm = make_llm(folder, kv_cache_dtype="fp8", speculative_config=draft_config(folder))
-    monkeypatch.setattr(llm.engine.speculator._policy, "_draft_cost", 0.0)
-    assert_unchanged(llm, PROMPTS, GREEDY)
-    _, accepted = assert_unchanged(llm, PROMPTS, SamplingParams(**LOOPING))
-    assert accepted > 0
-    caches = (llm.engine.runner._cache, llm.engine.speculator.drafter._cache)
-    assert {pages.dtype.name for cache in caches for layer in cache for pages in layer} == {"float8_e4m3fn"}
 
 
 def test_the_cache_of_the_draft_model_is_part_of_the_memory(twin):

@@ -1,7 +1,6 @@
 """Speculative decoding: its options, the number of drafts, and answers that equal those without drafts."""
 
 import dataclasses
-import json
 import random
 
 import numpy as np
@@ -55,19 +54,6 @@ def test_most_of_a_repeating_answer_is_drafted_and_few_steps_are_run(ngram):
     with without_drafts(ngram):
         assert steps(ngram) > 30
     assert steps(ngram) < 20
-
-
-def test_counts_are_of_the_steps(ngram):
-    before, computed = totals(ngram), ngram.engine.num_computed_tokens
-    (output,) = outputs(ngram, [REPEATED[0]], SamplingParams(**LOOPING))
-    now, metrics = ngram.engine.speculator.totals, output.metrics
-    assert metrics.num_draft_tokens == now.num_draft_tokens - before[0] >= metrics.num_accepted_tokens
-    assert metrics.num_accepted_tokens == now.num_accepted_tokens - before[1] > 0
-    assert sum(now.num_accepted_tokens_per_pos) == now.num_accepted_tokens
-    # Every token is computed once, but for drafts that did not hold; the last one is not.
-    known = len(output.prompt_token_ids) - output.num_cached_tokens + len(output.outputs[0].token_ids) - 1
-    refused = metrics.num_draft_tokens - metrics.num_accepted_tokens
-    assert ngram.engine.num_computed_tokens - computed == known + refused
 
 
 def test_logprobs_equal_an_engine_without_drafts(ngram):
@@ -226,21 +212,6 @@ def test_a_sequence_rests_longer_each_time_that_drafts_fail():
             length = acceptance.resumes_at
     assert rests[:4] == [16, 32, 64, 128]
     assert rests[-1] == LONGEST_REST
-
-
-@pytest.mark.parametrize(("platform", "quantized", "free"), [("cpu", False, 8), ("cpu", True, 4), ("gpu", False, 128)])
-def test_a_step_costs_more_from_some_number_of_tokens_on(platform, quantized, free):
-    cost = StepCost.on(platform, quantized=quantized)
-    assert cost(1) == cost(free) == 1
-    assert cost(free + 1) > 1
-
-
-def test_json_text_and_dictionaries_give_the_same_record():
-    expected = SpeculativeConfig(4, method="ngram", prompt_lookup_max=3, prompt_lookup_min=2)
-    fields = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
-    for value in (fields, json.dumps(fields), expected):
-        assert EngineConfig(speculative_config=value).speculation == expected
-    assert EngineConfig().speculation is None
 
 
 @pytest.mark.parametrize(

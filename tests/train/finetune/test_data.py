@@ -70,14 +70,10 @@ def test_answers_that_the_template_renders_otherwise_later_become_examples_of_th
     assert parts(tokenizer, second)[0].count("(thought)") == 1
 
 
-def test_of_a_prompt_and_its_completion_the_completion_is_trained_and_its_end(read, tokenizer):
-    (example,) = read({"prompt": "once upon ", "completion": "a time"}).items
-    assert parts(tokenizer, example) == ("once upon a time<|im_end|>", "a time<|im_end|>")
-
-
-def test_all_of_a_text_is_trained_and_blank_lines_are_skipped(read, tokenizer):
-    (example,) = read("", {"text": "once upon"}, "   ").items
-    assert parts(tokenizer, example) == ("once upon<|im_end|>",) * 2
+def test_a_completion_or_all_of_a_text_is_trained_with_its_end_and_blank_lines_are_skipped(read, tokenizer):
+    pair, text = read("", {"prompt": "once upon ", "completion": "a time"}, "   ", {"text": "once upon"}).items
+    assert parts(tokenizer, pair) == ("once upon a time<|im_end|>", "a time<|im_end|>")
+    assert parts(tokenizer, text) == ("once upon<|im_end|>",) * 2
 
 
 def test_long_examples_are_cut_and_those_with_nothing_to_learn_left_out(read):
