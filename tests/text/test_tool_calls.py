@@ -71,11 +71,11 @@ BERGEN = ("weather", {"city": "Bergen", "days": 3})
 
 FRAGMENTS = [
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "<function=weather>", "<function=other>",
-    "<function=", "</function>", "<parameter=city>", "<parameter=days>", "<parameter=", "<parameter=x\n", "</parameter>", "<", "</", ">",
+    "<function=", "</function>", "<parameter=city>", "<parameter=days>", "<parameter=", "</parameter>", "<", "</", ">",
     '{"name": "weather", "arguments": {', '{"name": "clock", "parameters": {', '{"name": "other", "arguments": {',
     '{"arguments": {}, "name": "clock"}', '{"name": ', '"city": ', '"Ber\\"gen"', '"\\ud83d', "{", "}", "[", "]", '"',
     "\\", ",", ":", ";", "\n", " ", "3", "-1.5e3", "tru", "true", "null", "text", "💥é", "```xml\n", "a < b",
-    "None", "NaN", "'", "\\x", "\\u00", "\t", HERMES, CODER, LLAMA,
+    "<parameter=x\n", "None", "NaN", "'", "\\x", "\\u00", "\t", HERMES, CODER, LLAMA,
 ]  # fmt: skip
 
 
