@@ -212,6 +212,8 @@ def test_prompt_logprobs_are_for_whole_answers(api):
         *named("bad_words", ["x"]),
         *named("allowed_token_ids", [1]),
         *named("thinking_token_budget", 1),
+        *named("return_tokens_as_token_ids", True),
+        *named("mirostat", 2),
         *named("priority", 1),
         *named("reasoning_effort", "huge"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
@@ -223,9 +225,8 @@ def test_a_wrong_field_is_a_400_that_names_it(api, change, param, stream):
 
 
 def test_fields_without_a_meaning_here_are_accepted(api):
-    api.ok(
-        PATH, {**BODY, "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "bad_words": [], "priority": 0}
-    )
+    absent = {"bad_words": [], "priority": 0, "mirostat": 0}
+    api.ok(PATH, {**BODY, **absent, "store": True, "metadata": {"a": "b"}, "service_tier": "auto"})
 
 
 @pytest.mark.parametrize("stream", [False, True])
