@@ -160,7 +160,7 @@ def test_json_calls_may_have_another_order_no_arguments_or_arguments_in_a_string
         '{"arguments": {"city": "Bergen", "days": 3}, "name": "weather"}',
         '{"name": "weather", "arguments": "{\\"city\\": \\"Bergen\\", \\"days\\": 3}"}',
         '{"type": "function", "name": "weather", "parameters": {"city": "Bergen", "days": 3}}',
-        '{"name": "weather", "arguments": {"city": "Bergen", "days": 3}}}',
+        '{"name": "weather", "arguments": {"city": "Bergen", "days": 3}}},',
         '{"name": "weather", "arguments": {"city": "Bergen", "days": 3}',
     ):
         answer = parse([f"<tool_call>{call}</tool_call>"], "hermes")
@@ -326,6 +326,7 @@ def test_an_unknown_name_is_given_back_as_soon_as_it_is_known():
 
 
 def test_a_call_that_was_cut_short_keeps_the_arguments_so_far():
+    assert shown(parse([HERMES[:-3]], "hermes"))[0] == shown(parse([CODER[:-3]], "qwen3_coder"))[0] == ""
     assert shown(parse([HERMES[:60]], "hermes")) == ("", "", [("weather", '{"city": "Berge')])
     assert shown(parse([CODER[: CODER.index("n\n</par")]], "qwen3_coder")) == ("", "", [("weather", '{"city": "Berge')])
 

@@ -229,6 +229,11 @@ class GrowingText:
                 return ""
             yield
 
+    def end(self, tags: Sequence[str], space: str = r"\s*") -> Generator[None, None, None]:
+        """Read white space and the tag after it, or its beginning where the text ends within it."""
+        if (yield from self.expect(tags, space)) == "":
+            self.at = len(self.text)
+
     def up_to(
         self, tags: Sequence[str], put: Callable[[str], None], strip: Callable[[str], str] = str.rstrip
     ) -> Generator[None, None, str | None]:
@@ -274,8 +279,8 @@ _OPENING = re.compile(
 _KEYS = ('"name"', '"arguments"', '"parameters"', '"type"', '"id"')
 """Keys of a call. An object with another key is not a call."""
 
-_BEFORE_CLOSE = r"[\s}]*"
-"""Text between a call's object and its closing tag. Models like to write a brace too many."""
+_BEFORE_CLOSE = r"[\s},]*"
+"""Text between a call's object and its closing tag. Models like to write a brace or a comma too many."""
 
 
 class JsonCallReader:
@@ -322,7 +327,7 @@ class JsonCallReader:
         if in_arguments:
             yield from source.up_to(self._tags, calls.add)
         elif self._tags:
-            yield from source.expect(self._tags, _BEFORE_CLOSE)
+            yield from source.end(self._tags, _BEFORE_CLOSE)
         return True
 
     def _refutes(self, scanner: JsonScanner, before: Sequence[str]) -> bool:
@@ -410,7 +415,7 @@ class XmlCallReader:
             yield from self._value(source, calls, function, key)
         calls.add("}")
         if tag != _END_CALL:
-            yield from source.expect((_END_CALL,))
+            yield from source.end((_END_CALL,))
         return True
 
     def _key(self, source: GrowingText) -> Generator[None, None, str | None]:
