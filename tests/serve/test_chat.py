@@ -153,10 +153,6 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": None}}
             {"role": "assistant", "content": None, "tool_calls": [CALL]},
         ),
         ({"role": "function", "name": "f", "content": "1"}, {"role": "tool", "name": "f", "content": "1"}),
-        (
-            {"role": "tool", "content": None, "tool_call_id": "1"},
-            {"role": "tool", "content": None, "tool_call_id": "1"},
-        ),
         ({"role": "user", "content": [{"type": "input_text", "text": "a"}]}, {"role": "user", "content": "a"}),
     ],
 )

@@ -209,7 +209,7 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
     reasonings = (message.reasoning_content, message.reasoning, message.thinking)
     reasoning = next((text for text in reasonings if text is not None), None)
     given = message.refusal if message.content is None else message.content
-    if given is None and role not in ("assistant", "tool"):
+    if given is None and role != "assistant":
         raise field_error(f"{where}.content", "it is missing")
     if message.prefix:
         raise field_error(f"{where}.prefix", "it is not supported here; set the request's continue_final_message")

@@ -388,6 +388,7 @@ class _Lark:
     def _value(self, function: Function, name: str) -> str:
         """A parameter's value, and the tag after it."""
         schema = function.parameters[name]
+        schema = schema if isinstance(schema, Mapping) else {} if schema else {"not": {}}
         types = function.types(name)
         values = schema.get("enum")
         if types == {"string"} and values:
