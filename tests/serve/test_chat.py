@@ -3,6 +3,8 @@
 import pytest
 
 from tests.serve.conftest import named, text_of
+from verax.serve.http.body import decode
+from verax.serve.text.chat import ChatRequest, template_messages
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "once upon a time"}]
@@ -133,6 +135,31 @@ def test_messages_may_have_parts_and_developers(api):
     assert ids[0] == ids[1]
 
 
+CALL = {"type": "function", "function": {"name": "f", "arguments": None}}
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        # An answer that was all reasoning, from a client that keeps OpenAI's fields only.
+        ({"role": "assistant", "content": None}, {"role": "assistant", "content": None}),
+        ({"role": "assistant", "content": None, "refusal": "No."}, {"role": "assistant", "content": "No."}),
+        (
+            {"role": "assistant", "content": "a", "thinking": "b"},
+            {"role": "assistant", "content": "a", "reasoning_content": "b"},
+        ),
+        (
+            {"role": "assistant", "function_call": CALL["function"]},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        ),
+        ({"role": "function", "name": "f", "content": "1"}, {"role": "tool", "name": "f", "content": "1"}),
+        ({"role": "user", "content": [{"type": "input_text", "text": "a"}]}, {"role": "user", "content": "a"}),
+    ],
+)
+def test_messages_have_the_forms_that_clients_keep(given, read):
+    assert template_messages(decode(ChatRequest, {"messages": [given]}).messages) == [read]
+
+
 def test_the_last_message_can_be_continued_and_echoed(api):
     messages = [*USER, {"role": "assistant", "content": "there was"}]
     body = {**BODY, "messages": messages, "continue_final_message": True}
@@ -156,6 +183,7 @@ def test_prompt_logprobs_are_for_whole_answers(api):
         *named("messages", [], None, "hi"),
         ({"messages": [{"role": "nobody", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [*USER, {"role": "assistant", "content": "a", "prefix": True}]}, "messages[1].prefix"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         *named("n", 0, 9),
@@ -180,6 +208,8 @@ def test_prompt_logprobs_are_for_whole_answers(api):
         *named("bad_words", ["x"]),
         *named("allowed_token_ids", [1]),
         *named("thinking_token_budget", 1),
+        *named("return_tokens_as_token_ids", True),
+        *named("mirostat", 2),
         *named("priority", 1),
         *named("reasoning_effort", "huge"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
@@ -191,9 +221,8 @@ def test_a_wrong_field_is_a_400_that_names_it(api, change, param, stream):
 
 
 def test_fields_without_a_meaning_here_are_accepted(api):
-    api.ok(
-        PATH, {**BODY, "store": True, "metadata": {"a": "b"}, "service_tier": "auto", "bad_words": [], "priority": 0}
-    )
+    absent = {"bad_words": [], "priority": 0, "mirostat": 0}
+    api.ok(PATH, {**BODY, **absent, "store": True, "metadata": {"a": "b"}, "service_tier": "auto"})
 
 
 @pytest.mark.parametrize("stream", [False, True])

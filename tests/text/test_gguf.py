@@ -104,9 +104,10 @@ def test_the_beginning_token_can_be_switched(tmp_path):
     assert ours.encode("fox") == ours.encode("fox", add_special_tokens=False)
 
 
-def test_conversations_are_rendered_by_the_files_template(tmp_path):
+@pytest.mark.parametrize("listed", [["tool_use"], ["rag"]])  # llama.cpp finds named templates by their keys alone
+def test_conversations_are_rendered_by_the_files_template(tmp_path, listed):
     named = [
-        ("tokenizer.chat_templates", "add_array", ["tool_use"]),
+        ("tokenizer.chat_templates", "add_array", listed),
         ("tokenizer.chat_template.tool_use", "add_string", "tools: {{ messages[0].content }}"),
     ]
     theirs, ours = both(tmp_path, "qwen2", metadata=named)

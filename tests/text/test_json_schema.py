@@ -67,6 +67,15 @@ def accepts(schema, text, options=COMPACT):
          [{"value": 2**64, "next": None}, {"value": 1}]),
         ({"oneOf": [{"const": ID}, {"type": "boolean"}]}, [ID, True], [ID + 1, None]),
         ({"allOf": [{"const": ID}], "description": "one"}, [ID], [ID + 1]),
+        ({"type": "integer", "minimum": 0, "exclusiveMinimum": False, "maximum": 2**64, "exclusiveMaximum": True},
+         [0, 2**64 - 1], [-1, 2**64]),
+        # A zod record: QuackbackIO/quackback#507, xgrammar#826.
+        ({"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"const": 1}}, [{"a": 1}],
+         [{"a": 2}]),
+        ({"items": {"const": 1}, "type": "array", "uniqueItems": False, "unevaluatedItems": True}, [[1, 1]], [[2]]),
+        ({"type": "object", "dependentRequired": {}, "dependencies": {}}, [{"a": 1}], [1]),
+        ({"$defs": {"A[b c]": {"const": 1}}, "$ref": "#/$defs/A[b c]"}, [1], [2]),
+        ({"$defs": {"A[b c]": {"const": ID}}, "anyOf": [{"$ref": "#/$defs/A%5Bb%20c]"}]}, [ID], [ID + 1]),
         ({"$schema": "http://json-schema.org/draft-07/schema#", "type": "array",
           "items": [{"type": "integer"}, {"type": "string"}], "additionalItems": False},
          [[1, "a"]], [[1, 1], [1, "a", 2]]),
@@ -90,7 +99,7 @@ def test_annotations_are_ignored(key):
                                  "dependentSchemas", "unevaluatedItems", "unevaluatedProperties"])  # fmt: skip
 def test_what_is_not_implemented_is_refused_by_name(key):
     with pytest.raises(ValueError, match=rf'Unimplemented keys: \["{key}"\]'):
-        accepts({"type": "object", key: {}}, "{}")
+        accepts({"type": "object", key: {"a": ["b"]}}, "{}")
 
 
 NUMBERS = st.one_of(st.integers(-(10**20), 10**20), st.integers(-200, 200))

@@ -75,7 +75,7 @@ FRAGMENTS = [
     '{"name": "weather", "arguments": {', '{"name": "clock", "parameters": {', '{"name": "other", "arguments": {',
     '{"arguments": {}, "name": "clock"}', '{"name": ', '"city": ', '"Ber\\"gen"', '"\\ud83d', "{", "}", "[", "]", '"',
     "\\", ",", ":", ";", "\n", " ", "3", "-1.5e3", "tru", "true", "null", "text", "💥é", "```xml\n", "a < b",
-    "None", "NaN", "'", "\\x", "\\u00", "\t", HERMES, CODER, LLAMA,
+    "<parameter=x\n", "None", "NaN", "'", "\\x", "\\u00", "\t", HERMES, CODER, LLAMA,
 ]  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def test_json_calls_may_have_another_order_no_arguments_or_arguments_in_a_string
         '{"arguments": {"city": "Bergen", "days": 3}, "name": "weather"}',
         '{"name": "weather", "arguments": "{\\"city\\": \\"Bergen\\", \\"days\\": 3}"}',
         '{"type": "function", "name": "weather", "parameters": {"city": "Bergen", "days": 3}}',
-        '{"name": "weather", "arguments": {"city": "Bergen", "days": 3}}}',
+        '{"name": "weather", "arguments": {"city": "Bergen", "days": 3}}},',
         '{"name": "weather", "arguments": {"city": "Bergen", "days": 3}',
     ):
         answer = parse([f"<tool_call>{call}</tool_call>"], "hermes")
@@ -251,6 +251,18 @@ def test_values_of_xml_parameters_are_cast_by_the_schema(parameter, text, value)
     assert calls(parse([text], "qwen3_coder")) == [("weather", {parameter: value})]
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_forgotten_tag_of_a_parameter_costs_no_more_than_that(more):
+    middle, end = "</parameter>\n<parameter=days>", "</parameter>\n</function>"
+    broken = CODER.replace("=days>\n3\n</parameter>", "=days")  # vLLM#39771
+    for text, rest in ((CODER.replace(middle, middle[13:]), ""), (CODER.replace(end, end[13:]), ""), (broken, "=days")):
+        first = ("weather", {"city": "Bergen"}) if rest else BERGEN
+        for pieces in ([text + more * CODER], list(text + more * CODER)):
+            answer = parse(pieces, "qwen3_coder")
+            assert calls(answer) == [first, *more * [BERGEN]]
+            assert answer.content == (rest and "<parameter=days\n</function>\n</tool_call>")
+
+
 @pytest.mark.parametrize("reasoning", ["open", "inside"])
 def test_reasoning_is_split_from_content_and_calls(reasoning):
     opening = "<think>\n" if reasoning == "open" else ""
@@ -262,6 +274,11 @@ def test_reasoning_is_split_from_content_and_calls(reasoning):
 def test_a_call_ends_the_reasoning_but_what_only_looks_like_one_does_not():
     answer = parse([f"I write <tool_call> now.\n{HERMES}\nDone."], "hermes", "inside")
     assert (answer.reasoning, answer.content, calls(answer)) == ("I write <tool_call> now.", "Done.", [BERGEN])
+
+
+def test_the_end_of_a_reasoning_in_which_a_call_was_is_not_content():
+    text = f"<think>Hm. {HERMES} So.</think>\nDone."  # lmstudio-bug-tracker#1592
+    assert shown(parse(list(text), "hermes", "open"))[:2] == ("So.\nDone.", "Hm.")
 
 
 def test_without_a_tag_an_answer_is_content_if_the_prompt_opened_no_reasoning():
@@ -309,6 +326,7 @@ def test_an_unknown_name_is_given_back_as_soon_as_it_is_known():
 
 
 def test_a_call_that_was_cut_short_keeps_the_arguments_so_far():
+    assert shown(parse([HERMES[:-3]], "hermes"))[0] == shown(parse([CODER[:-3]], "qwen3_coder"))[0] == ""
     assert shown(parse([HERMES[:60]], "hermes")) == ("", "", [("weather", '{"city": "Berge')])
     assert shown(parse([CODER[: CODER.index("n\n</par")]], "qwen3_coder")) == ("", "", [("weather", '{"city": "Berge')])
 

@@ -346,6 +346,7 @@ BROKEN = {
     "long string": (HEADER + struct.pack("<QQ", 0, 1) + struct.pack("<Q", 1 << 62), "its header is malformed"),
     "no text": (HEADER + struct.pack("<QQ", 0, 1) + struct.pack("<Q", 1) + b"\xff" + bytes(12), "malformed"),
     "unknown value": (HEADER + struct.pack("<QQ", 0, 1) + string("a") + struct.pack("<I", 13), "a value of type 13"),
+    "key twice": (HEADER + struct.pack("<QQ", 0, 2) + 2 * (string("a") + struct.pack("<IB", 0, 1)), "a is there twice"),
     "long array": (HEADER + struct.pack("<QQ", 0, 1) + string("a") + struct.pack("<IIQ", 9, 4, 1 << 61), "malformed"),
     "part": (HEADER + struct.pack("<QQ", 0, 1) + string("split.count") + struct.pack("<IH", 2, 3), "one of 3 parts"),
     "tensor beyond the end": (HEADER + struct.pack("<QQ", 1, 0) + TENSOR, "x ends at byte 320, but the file has"),

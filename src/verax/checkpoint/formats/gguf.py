@@ -72,6 +72,8 @@ class GGUFFile(MappedFile):
         self.metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             key = self._string()
+            if key in self.metadata:
+                raise self.fault(f"{key} is there twice")
             self.metadata[key] = self._value(self._kind())
         headers = [self._tensor_header() for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", _ALIGNMENT)

@@ -29,6 +29,9 @@ from verax.text.features.tool_calls import ToolCallDelta
 
 MAX_TEMPLATE_OPTIONS = 64
 
+_TEXT_PARTS = ("text", "refusal", "input_text", "output_text")
+"""Types of the parts of a message that are read: OpenAI's, then the names of its responses."""
+
 _FREE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 _RESERVED = frozenset(
@@ -45,7 +48,7 @@ class FunctionCall(msgspec.Struct, kw_only=True):
     """Call of a function: its name, and its arguments as JSON text."""
 
     name: str
-    arguments: str | dict[str, Any] = "{}"
+    arguments: str | dict[str, Any] | None = "{}"
 
 
 class ToolCallInput(msgspec.Struct, kw_only=True):
@@ -59,7 +62,7 @@ class ToolCallInput(msgspec.Struct, kw_only=True):
 class ContentPart(msgspec.Struct, kw_only=True):
     """Part of a message. Text is read."""
 
-    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "refusal"]})]
+    type: Annotated[str, Meta(extra_json_schema={"enum": [*_TEXT_PARTS]})]
     text: str | None = None
     refusal: str | None = None
 
@@ -74,6 +77,12 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    thinking: str | None = None
+    refusal: str | None = None
+    function_call: FunctionCall | None = None
+    """The one call of an answer, as OpenAI's API had it before tools."""
+    prefix: bool | None = None
+    """Whether the message is to be continued, at DeepSeek and Mistral: refused, as `continue_final_message` says it."""
 
 
 class FunctionDefinition(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -166,7 +175,7 @@ class Translation:
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as chat templates read them: text as one string, developer as system."""
+    """Messages as chat templates read them: text as one string, developer as system, function as tool."""
     return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
@@ -192,17 +201,25 @@ def template_options(request: ChatRequest) -> dict[str, Any]:
     return {**options, **given}
 
 
+_ROLES = {"developer": "system", "function": "tool"}
+
+
 def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
-    role = "system" if message.role == "developer" else message.role
-    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
-    if message.content is None and not (role == "assistant" and (message.tool_calls or reasoning)):
+    role = _ROLES.get(message.role, message.role)
+    reasonings = (message.reasoning_content, message.reasoning, message.thinking)
+    reasoning = next((text for text in reasonings if text is not None), None)
+    given = message.refusal if message.content is None else message.content
+    if given is None and role != "assistant":
         raise field_error(f"{where}.content", "it is missing")
-    content = None if message.content is None else _text(message.content, f"{where}.content")
+    if message.prefix:
+        raise field_error(f"{where}.prefix", "it is not supported here; set the request's continue_final_message")
+    content = None if given is None else _text(given, f"{where}.content")
     fields: dict[str, Any] = {"role": role, "content": content}
     others = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
     fields |= {name: value for name, value in others.items() if value is not None}
-    if message.tool_calls:
-        fields["tool_calls"] = [_template_call(call) for call in message.tool_calls]
+    calls = message.tool_calls or ([ToolCallInput(function=message.function_call)] if message.function_call else ())
+    if calls:
+        fields["tool_calls"] = [_template_call(call) for call in calls]
     return fields
 
 
@@ -212,7 +229,7 @@ def _text(content: str | list[ContentPart], where: str) -> str:
     pieces = []
     for i, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text
-        if part.type not in ("text", "refusal"):
+        if part.type not in _TEXT_PARTS:
             problem = f"expected text, which is what this model reads, got {part.type[:50]!r}"
             raise field_error(f"{where}[{i}].type", problem)
         if text is None:

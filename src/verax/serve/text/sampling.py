@@ -51,8 +51,12 @@ FORM_ALIASES = {
 }
 """Other names of the forms of structured output: vLLM's old ones, and llama.cpp's."""
 
-REFUSED = ("bad_words", "allowed_token_ids", "thinking_token_budget", "chat_template", "functions", "function_call")
-"""Fields that would change the answer and that this server does not have."""
+REFUSED = (
+    *("bad_words", "allowed_token_ids", "thinking_token_budget", "chat_template", "functions", "function_call"),
+    *("documents", "prompt_embeds", "return_tokens_as_token_ids", "truncate_prompt_tokens", "use_beam_search"),
+    *("dry_multiplier", "dynatemp_range", "mirostat", "xtc_probability"),
+)
+"""Fields of OpenAI, vLLM and llama.cpp that would change the answer and that this server does not have."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -102,13 +106,16 @@ def _field_type(declared: Option) -> Any:
 if TYPE_CHECKING:
 
     class SamplingStruct(msgspec.Struct, kw_only=True):
-        """Struct with the sampling parameters that the API has under the names and ranges of `SamplingFields`."""
+        """Struct of `REFUSED` and of the sampling parameters that the API has by `SamplingFields`' names and ranges."""
 
         def __getattr__(self, name: str) -> Any: ...
 else:
     SamplingStruct = msgspec.defstruct(
         "SamplingStruct",
-        [(name, _field_type(declared), None) for name, declared in SAMPLING_OPTIONS.items()],
+        [
+            *((name, _field_type(declared), None) for name, declared in SAMPLING_OPTIONS.items()),
+            *((name, Refused, None) for name in REFUSED),
+        ],
         kw_only=True,
         module=__name__,
     )
@@ -138,12 +145,6 @@ class GenerationRequest(SamplingStruct, kw_only=True):
     guided_grammar: str | None = None
     json_schema: str | dict[str, Any] | None = None
     grammar: str | None = None
-    bad_words: Refused = None
-    allowed_token_ids: Refused = None
-    thinking_token_budget: Refused = None
-    chat_template: Refused = None
-    functions: Refused = None
-    function_call: Refused = None
 
 
 def sampling_params(
@@ -190,7 +191,7 @@ def sampling_params(
 def _check(server: Server, request: GenerationRequest) -> None:
     """Check a request against the server's limits, and its fields against each other."""
     for name in REFUSED:
-        if getattr(request, name) not in (None, [], ""):
+        if getattr(request, name):
             raise field_error(name, "it is not supported here")
     if request.priority:
         raise field_error("priority", "all requests have the same priority, 0")

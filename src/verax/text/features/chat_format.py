@@ -119,7 +119,8 @@ def _tool_syntax(template: str) -> ToolSyntax:
 class AnswerParser:
     """Parser of one answer. The deltas joined do not depend on how the text was cut into pieces.
 
-    - Reasoning is one block at the beginning. `</think>` ends it, and so does a tool call.
+    - Reasoning is one block at the beginning. `</think>` ends it, and so does a tool call; a `</think>` after that call
+      is not content.
     - A tool call names a known function. What only looks like one is text, as it was written.
     - White space around a tag belongs to the tag.
     - Held back are white space, what may become a tag, and a call until it is certain to be one.
@@ -180,15 +181,16 @@ class AnswerParser:
             if opened or reasoning == "inside":
                 self._in_reasoning = self._after_tag = True
         untagged = self._new_reader is not None and not self._call_tags
+        closing = (CLOSE_REASONING,) if self._in_reasoning else ()
         while True:
             if untagged and not self._in_reasoning:
                 yield from self._untagged_calls()
                 untagged = False
-            tags = (*((CLOSE_REASONING,) if self._in_reasoning else ()), *self._call_tags)
-            tag = yield from self._source.up_to(tags, self._emit)
+            tag = yield from self._source.up_to((*closing, *self._call_tags), self._emit)
             if tag is None:
                 return
             if tag == CLOSE_REASONING:
+                closing = ()
                 self._pass_tag()
             else:
                 yield from self._call(tag)
@@ -386,6 +388,7 @@ class _Lark:
     def _value(self, function: Function, name: str) -> str:
         """A parameter's value, and the tag after it."""
         schema = function.parameters[name]
+        schema = schema if isinstance(schema, Mapping) else {} if schema else {"not": {}}
         types = function.types(name)
         values = schema.get("enum")
         if types == {"string"} and values:

@@ -39,6 +39,7 @@ _LIMITS = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 50_000,
     "step_max_items": 20_000,
+    "max_items_in_row": 20_000,
     "max_lexer_states": 50_000,
     "verbose_errors": False,
 }

@@ -4,8 +4,9 @@ llguidance reads numbers as 64-bit floats, which cannot hold every whole number 
 in `const`, `enum` or a limit, and the schemas around them, become rules of a grammar: objects, arrays, alternatives,
 and regular expressions of whole numbers. All other schemas are left to the library.
 
-By the standard `format` is an annotation: names that the library does not know are dropped. A list of `items`, of older
-drafts, becomes `prefixItems`.
+By the standard `format` is an annotation: names that the library does not know are dropped, and so are keys that the
+library refuses where their value has no effect. Lists of `items` and boolean limits, of older drafts, become what the
+newest one has for them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from urllib.parse import quote, unquote
 
 from verax.errors import InvalidParameterError
 
@@ -31,6 +33,14 @@ _VALUES = frozenset({"const", "enum", "default", "examples", "example"})
 _DEFINITIONS = ("$defs", "definitions")
 _NAMED = frozenset({"properties", "patternProperties", "dependentSchemas", *_DEFINITIONS})
 """Keys whose value has schemas by name."""
+
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),
+    **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties"), (True, {})),
+    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), ({},)),
+}
+"""Values of keys that allow everything: the library refuses some of these keys, whatever their value."""
 
 _LIMITS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _ANNOTATIONS = frozenset({"title", "description", "default", "examples", "format", "$schema", "$id", *_DEFINITIONS})
@@ -72,7 +82,7 @@ def schema_rule(schema: Mapping[str, Any], options: Mapping[str, Any], rules: di
 
 
 def _standard(schema: Any) -> Any:
-    """A schema by the newest draft, without formats that are annotations only."""
+    """A schema by the newest draft, without formats that are annotations only, and keys without effect."""
     if isinstance(schema, list):
         return [_standard(member) for member in schema]
     if not isinstance(schema, Mapping):
@@ -83,12 +93,20 @@ def _standard(schema: Any) -> Any:
             standard[key] = value
         elif key in _NAMED and isinstance(value, Mapping):
             standard[key] = {name: _standard(member) for name, member in value.items()}
-        elif key != "$schema" and (key != "format" or not isinstance(value, str) or value in _FORMATS):
+        elif key == "$ref" and isinstance(value, str):
+            standard[key] = quote(value, safe="!#$%&'()*+,/:;=?@~")
+        elif key == "$schema" or value in _WITHOUT_EFFECT.get(key, ()):
+            continue
+        elif key != "format" or not isinstance(value, str) or value in _FORMATS:
             standard[key] = _standard(value)
     if isinstance(standard.get("items"), list):
         standard["prefixItems"] = standard.pop("items")
         if "additionalItems" in standard:
             standard["items"] = standard.pop("additionalItems")
+    for limit, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        # Draft 4 says with a boolean whether the other limit is itself excluded.
+        if isinstance(standard.get(exclusive), bool) and standard.pop(exclusive) and limit in standard:
+            standard[exclusive] = standard.pop(limit)
     return standard
 
 
@@ -257,9 +275,14 @@ def _is_exact(limit: Any) -> bool:
 
 def referenced(reference: str, root: Mapping[str, Any]) -> Any:
     """Part of a schema that a reference such as `#/$defs/Point` names; None if there is none."""
-    part: Any = root
-    for key in reference.removeprefix("#").strip("/").split("/") if reference != "#" else ():
-        part = part.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(part, Mapping) else None
+    head, *keys = unquote(reference).split("/")
+    part: Any = root if head == "#" else None
+    for key in keys:
+        key = key.replace("~1", "/").replace("~0", "~")
+        if isinstance(part, list) and key.isdecimal():
+            part = part[int(key)] if int(key) < len(part) else None
+        else:
+            part = part.get(key) if isinstance(part, Mapping) else None
     return part
 
 

@@ -229,6 +229,11 @@ class GrowingText:
                 return ""
             yield
 
+    def end(self, tags: Sequence[str], space: str = r"\s*") -> Generator[None, None, None]:
+        """Read white space and the tag after it, or its beginning where the text ends within it."""
+        if (yield from self.expect(tags, space)) == "":
+            self.at = len(self.text)
+
     def up_to(
         self, tags: Sequence[str], put: Callable[[str], None], strip: Callable[[str], str] = str.rstrip
     ) -> Generator[None, None, str | None]:
@@ -274,8 +279,8 @@ _OPENING = re.compile(
 _KEYS = ('"name"', '"arguments"', '"parameters"', '"type"', '"id"')
 """Keys of a call. An object with another key is not a call."""
 
-_BEFORE_CLOSE = r"[\s}]*"
-"""Text between a call's object and its closing tag. Models like to write a brace too many."""
+_BEFORE_CLOSE = r"[\s},]*"
+"""Text between a call's object and its closing tag. Models like to write a brace or a comma too many."""
 
 
 class JsonCallReader:
@@ -322,7 +327,7 @@ class JsonCallReader:
         if in_arguments:
             yield from source.up_to(self._tags, calls.add)
         elif self._tags:
-            yield from source.expect(self._tags, _BEFORE_CLOSE)
+            yield from source.end(self._tags, _BEFORE_CLOSE)
         return True
 
     def _refutes(self, scanner: JsonScanner, before: Sequence[str]) -> bool:
@@ -361,7 +366,8 @@ class JsonCallReader:
 
 
 _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
-_END_FUNCTION, _END_CALL = "</function>", "</tool_call>"
+_END_FUNCTION, _OPEN_CALL, _END_CALL = "</function>", "<tool_call>", "</tool_call>"
+_END_FUNCTION_AND_CALL = f"{_END_FUNCTION}\n{_END_CALL}"
 _KEY_END = re.compile(r"[>\n]")
 
 
@@ -406,39 +412,50 @@ class XmlCallReader:
                 break
             calls.add(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
             separator = ", "
-            yield from self._value(source, calls, function.types(key))
+            yield from self._value(source, calls, function, key)
         calls.add("}")
         if tag != _END_CALL:
-            yield from source.expect((_END_CALL,))
+            yield from source.end((_END_CALL,))
         return True
 
     def _key(self, source: GrowingText) -> Generator[None, None, str | None]:
         """Read the name of a parameter. None, with nothing read, if the tag is not one; "" if the text ended."""
+        source.mark = source.at - len(_PARAMETER)
         while (end := _KEY_END.search(source.text, source.at)) is None:
             if source.final:
                 return ""
             yield
         key = source.text[source.at : end.start()]
-        source.at = end.end() if key and end[0] == ">" else source.at - len(_PARAMETER)
-        return key if key and end[0] == ">" else None
+        is_key = key and end[0] == ">"
+        source.at, source.mark = end.end() if is_key else source.mark, None
+        return key if is_key else None
 
-    def _value(self, source: GrowingText, calls: CallSink, types: frozenset[str]) -> Generator[None, None, None]:
-        """Read a value and the tag after it, without the line breaks next to the tags."""
+    def _value(self, source: GrowingText, calls: CallSink, function: Function, key: str) -> Generator[None, None, None]:
+        """Read a value and the tag after it, without the line breaks next to the tags.
+
+        Models forget the tag now and then. Then the next parameter ends the value, or the end of the call, if nothing
+        or another call follows: a value may be about these tags.
+        """
         while source.at == len(source.text):
             if source.final:
                 return
             yield
         source.at += source.text[source.at] == "\n"
-        if types == {"string"}:
-            calls.add('"')
-            tag = yield from source.up_to(
-                (_END_PARAMETER,), lambda text: calls.add(json.dumps(text, ensure_ascii=False)[1:-1]), _without_newline
-            )
-            calls.add("" if tag is None else '"')
-            return
+        others = (f"{_PARAMETER}{name}>\n" for name in function.parameters if name != key)
+        tags = (_END_PARAMETER, _END_FUNCTION_AND_CALL, *others)
         value: list[str] = []
-        tag = yield from source.up_to((_END_PARAMETER,), value.append, _without_newline)
-        calls.add("" if tag is None else _cast("".join(value), types))
+        is_text = (types := function.types(key)) == {"string"}
+        put = (lambda text: calls.add(json.dumps(text, ensure_ascii=False)[1:-1])) if is_text else value.append
+        calls.add('"' if is_text else "")
+        while (tag := (yield from source.up_to(tags, put, _without_newline))) == _END_FUNCTION_AND_CALL:
+            if (yield from source.expect((_OPEN_CALL,))) is not None:
+                break
+            put(source.text[source.mark : source.at])
+        if tag is None:
+            return
+        calls.add('"' if is_text else _cast("".join(value), types))
+        if tag != _END_PARAMETER and source.mark is not None:
+            source.at = source.mark
 
 
 def _without_newline(text: str) -> str:

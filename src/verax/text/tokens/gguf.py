@@ -422,8 +422,10 @@ def _surround(backend: tokenizers.Tokenizer, vocabulary: Vocabulary, begin: int 
 
 
 def _chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The default template and named ones."""
+    """The default template and named ones, whether `tokenizer.chat_templates` lists them or not."""
     prefix = "tokenizer.chat_template"
-    names = read_value(metadata, "tokenizer.chat_templates", list[str], [])
-    named = {name: read_value(metadata, f"{prefix}.{name}", str, None) for name in names}
-    return {name: text for name, text in {"default": read_value(metadata, prefix, str, None), **named}.items() if text}
+    keys = {
+        "default": prefix,
+        **{key.removeprefix(f"{prefix}."): key for key in metadata if key.startswith(f"{prefix}.")},
+    }
+    return {name: text for name, key in keys.items() if (text := read_value(metadata, key, str, None))}
