@@ -278,6 +278,33 @@ def test_a_slow_body_has_a_limited_time(serve, monkeypatch):
         assert is_alive(api)
 
 
+HEAD = b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 14\r\n\r\n"
+BODY = b'{"prompt":"a"}'
+
+
+@pytest.mark.parametrize("cut", [0, 20, len(HEAD) + 5], ids=["unused connection", "head", "body"])
+def test_a_server_that_stood_still_reads_what_came_in_meanwhile_before_it_gives_a_client_up(serve, monkeypatch, cut):
+    def stand_still(self):
+        time.sleep(0.8)
+        return True
+
+    monkeypatch.setattr("verax.serve.run.KEEP_ALIVE", 0.3)
+    with serve(slow_client_timeout=0.3) as url, concurrent.futures.ThreadPoolExecutor() as pool:
+        address = urlsplit(url)
+        with closing(socket.create_connection((address.hostname, address.port))) as connection:
+            connection.settimeout(60)
+            connection.sendall(HEAD + BODY)
+            assert b" 200 " in connection.recv(65536)
+            connection.sendall((HEAD + BODY)[:cut])
+            monkeypatch.setattr(AsyncLLM, "is_running", property(stand_still))
+            standing = pool.submit(httpx.get, f"{url}/health")
+            time.sleep(0.15)
+            connection.sendall((HEAD + BODY)[cut:])
+            assert b" 200 " in connection.recv(65536)
+        standing.result()
+        monkeypatch.undo()
+
+
 # Requests that ask for more work than a request may: each is one error, and nobody else waits for it.
 
 

@@ -1,6 +1,7 @@
 """Server-sent events, clients that go away, and streams that outlive their connection."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -26,6 +27,7 @@ class Client:
         self.messages = []
         self.reads = reads
         self.gone = asyncio.Event()
+        self.resumed = asyncio.Event()
 
     async def receive(self):
         await self.gone.wait()
@@ -34,7 +36,7 @@ class Client:
     async def send(self, message):
         self.messages.append(message)
         if not self.reads:
-            await asyncio.Event().wait()
+            await self.resumed.wait()
 
     @property
     def body(self):
@@ -107,6 +109,18 @@ async def test_a_client_that_goes_away_closes_the_generator():
     early.gone.set()
     with pytest.raises(ClientDisconnectedError):
         await stream(unstarted, early)
+
+
+async def test_a_client_whose_reading_was_not_seen_while_the_machine_stood_still_is_not_given_up():
+    client, source = Client(reads=False), Source(DONE, DONE)
+    running = asyncio.create_task(stream(source, client, slow_client_timeout=0.05))
+    while not client.messages:
+        await asyncio.sleep(0)
+    time.sleep(0.2)
+    client.reads = True
+    asyncio.get_running_loop().call_later(0.02, client.resumed.set)
+    await running
+    assert client.body.count(DONE) == 2
 
 
 async def test_a_client_that_does_not_read_is_given_up():

@@ -178,6 +178,14 @@ def test_frames_of_an_animation_last_as_long_as_they_are_shown(suffix, tmp_path)
         read_clip(tmp_path / f"b.{suffix}")
 
 
+def test_an_animation_that_says_it_is_huge_is_refused_before_it_is_decoded(tmp_path):
+    write_clip(np.random.default_rng(0).integers(0, 255, (3, 16, 24, 3), np.uint8), tmp_path / "a.gif", fps=8)
+    content = (tmp_path / "a.gif").read_bytes()
+    (tmp_path / "a.gif").write_bytes(content[:6] + struct.pack("<HH", 9000, 9000) + content[10:])
+    with pytest.raises(InvalidParameterError, match="3 frames of 9000 x 9000 pixels; expected at most 67108864"):
+        read_clip(tmp_path / "a.gif")
+
+
 def test_a_folder_has_frames_of_several_formats_in_the_order_of_their_numbers(tmp_path):
     names = ["frame_1.bmp", "frame_2.webp", "frame_10.PNG", "frame_11.jpeg"]
     for shade, name in enumerate(names):

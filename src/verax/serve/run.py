@@ -23,6 +23,7 @@ from verax.serve.http.errors import ApiError
 from verax.serve.http.middleware import MAX_HEADER_BYTES
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
+from verax.serve.http.sse import READ_FIRST
 
 try:
     import uvloop
@@ -30,10 +31,17 @@ except ImportError:  # it does not exist for Windows
     uvloop = None
 
 
+KEEP_ALIVE = 75
+"""Seconds for which an unused connection stays open: longer than clients and proxies keep theirs (httpx 5, aiohttp 15,
+nginx and load balancers 60), so that none sends a request into a connection that is being closed."""
+
+
 class HttpProtocol(HttpToolsProtocol):
     """One connection. Bytes that are not HTTP, or a head that does not end, are answered here, before a request exists.
 
-    `header_timeout`: seconds from the connection, or the answer before, to the end of a request's headers. `options`:
+    A timer closes its connection `READ_FIRST` later, since closing one with a request unread breaks that request.
+
+    `header_timeout`: seconds from the connection, or a request's first byte, to the end of its headers. `options`:
     arguments of `HttpToolsProtocol`.
     """
 
@@ -56,7 +64,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._header_timer.cancel()
 
     def on_response_complete(self) -> None:
-        """Go on to the next request."""
+        """Wait for the next request."""
         super().on_response_complete()
         self._watch_headers()
 
@@ -84,14 +92,23 @@ class HttpProtocol(HttpToolsProtocol):
         """Refuse bytes that are not HTTP."""
         self._refuse(ApiError(400, msg))
 
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an unused connection."""
+        self.timeout_keep_alive_task = self.loop.call_later(READ_FIRST, super().timeout_keep_alive_handler)
+
     def _watch_headers(self) -> None:
-        """Run the timer while no answer is due."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            if self._header_timer is not None:
-                self._header_timer.cancel()
-                self._header_timer = None
-        elif self._header_timer is None:
-            self._header_timer = self.loop.call_later(self._header_timeout, self._give_up)
+        """Run the timer while a head is due and no answer is."""
+        due = self.cycle is None or self.cycle.response_complete
+        if self.timeout_keep_alive_task is not None:
+            due &= self._head_bytes >= 0
+        if due and self._header_timer is None:
+            self._header_timer = self.loop.call_later(self._header_timeout, self._read_first)
+        elif not due and self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _read_first(self) -> None:
+        self._header_timer = self.loop.call_later(READ_FIRST, self._give_up)
 
     def _give_up(self) -> None:
         """Close a connection without a request."""
@@ -178,6 +195,7 @@ class _Process(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
+                timeout_keep_alive=KEEP_ALIVE,
                 timeout_graceful_shutdown=round(LAST_ANSWERS),
             )
         )

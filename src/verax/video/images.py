@@ -31,6 +31,9 @@ _FRAMES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".tif", ".tiff")
 _MOST_FRAMES = 10_000
 """Frames that an animation may have once each is repeated for as long as it is shown."""
 
+_MOST_PIXELS = 1 << 30
+"""Pixels of an animation, of which each frame may have a sixteenth. A damaged head of a small file says any number."""
+
 RATE = "verax: {frames} frames, {fps:g} a second"
 """Comment that `files.write_clip` writes into an animation: files have durations only, and one frame for equal ones."""
 
@@ -180,6 +183,12 @@ def _read_animation(path: Path, name: str) -> tuple[list[np.ndarray], float | No
     pil, sequence = require_optional("PIL.Image"), require_optional("PIL.ImageSequence")
     frames, durations = [], []
     with pil.open(path) as opened:
+        count, (width, height) = getattr(opened, "n_frames", 1), opened.size
+        if count > 1 and max(count, 16) * width * height > _MOST_PIXELS:
+            raise InvalidParameterError(
+                f"{name}: {path} has {count} frames of {width} x {height} pixels; expected at most "
+                f"{_MOST_PIXELS // 16} pixels in each, and {_MOST_PIXELS} in all"
+            )
         for frame in sequence.Iterator(opened):
             frames.append(_rgb(frame, name))
             durations.append(frame.info.get("duration", 0))

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verax.serve.http.errors import ApiError, error_response, is_anthropic
-from verax.serve.http.sse import ClientDisconnectedError
+from verax.serve.http.sse import READ_FIRST, ClientDisconnectedError
 from verax.serve.http.telemetry import ACCESS, RECORD, RequestRecord
 
 if TYPE_CHECKING:
@@ -137,8 +137,7 @@ class BodyLimit(Layer):
             if complete:  # the client may wait for its answer as long as it likes
                 return await receive()
             try:
-                async with asyncio.timeout_at(begin + patience + read / MIN_BODY_RATE):
-                    message = await receive()
+                message = await _receive_until(begin + patience + read / MIN_BODY_RATE, receive)
             except TimeoutError:
                 problem = f"body: {read} bytes came in {patience:g} s or more, which is too slow"
                 raise ApiError(408, problem, param="body", headers={"Connection": "close"}) from None
@@ -150,6 +149,19 @@ class BodyLimit(Layer):
             return message
 
         await self._app(scope, receive_bounded, send)
+
+
+async def _receive_until(deadline: float, receive: Receive) -> Message:
+    loop = asyncio.get_running_loop()
+    due = max(deadline, loop.time())
+    try:
+        async with asyncio.timeout_at(deadline):
+            return await receive()
+    except TimeoutError:
+        if loop.time() - due < READ_FIRST:
+            raise
+        async with asyncio.timeout(READ_FIRST):  # the event loop stood still, and the client may have been in time
+            return await receive()
 
 
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")

@@ -26,6 +26,10 @@ PING = b": ping\n\n"
 HEADERS_AFTER = 2.0
 """Seconds after which a stream begins without an event. An error until then is an answer with its real status."""
 
+READ_FIRST = 0.1
+"""Seconds from the end of a client's time until the client is given up. An event loop that stood still, with the
+machine, runs its timers before it reads what has come in meanwhile: the client may have been in time."""
+
 T = TypeVar("T")
 
 
@@ -99,16 +103,20 @@ class EventStream(Response):
 
     async def _watch(self, send: Send) -> None:
         """Send pings while events are missing; return if the client does not read."""
+        unread = 0.0
         while True:
             silent = time.monotonic() - self._last
             limit = self._slow_client_timeout if self._sending else self._ping_interval
             limit = limit if self._started else HEADERS_AFTER
             if silent < limit:
                 await asyncio.sleep(min(limit - silent, self._slow_client_timeout))
-            elif self._sending:
-                return
-            else:
+            elif not self._sending:
                 await self._send(send, PING)
+            elif unread != self._last:
+                unread = self._last
+                await asyncio.sleep(READ_FIRST)
+            else:
+                return
 
     async def _send(self, send: Send, event: bytes, *, more: bool = True) -> None:
         self._last, self._sending = time.monotonic(), True
