@@ -13,46 +13,39 @@ MODULES = ("verax", "verax.checkpoint", "verax.compare", "verax.errors", "verax.
 PLAIN = (str, int, float, bool, bytes, type(None))
 
 
+class Text(str):
+    """A text that stands in a signature without quotes."""
+
+    __repr__ = str.__str__
+
+
 def annotation_text(annotation):
-    """Text of an annotation, the same in every version of Python: source code is left unchanged."""
+    """An annotation in the same words in every version of Python: source code is left unchanged."""
     text = getattr(annotation, "__forward_arg__", annotation)
-    return text if isinstance(text, str) else inspect.formatannotation(text)
+    return Text(text if isinstance(text, str) else inspect.formatannotation(text))
 
 
 def default_text(value):
     """Text of a default; `...` for an object, whose own text may differ from run to run."""
     if isinstance(value, tuple):
-        return f"({', '.join(map(default_text, value))}{',' * (len(value) == 1)})"
-    return repr(value) if isinstance(value, PLAIN) else "..."
+        return Text(f"({', '.join(map(default_text, value))}{',' * (len(value) == 1)})")
+    return Text(repr(value) if isinstance(value, PLAIN) else "...")
 
 
-def parameters(function, *, bound=False):
-    """Parameters in parentheses, without the first one of a method."""
-    names = list(inspect.signature(function).parameters.values())[bound:]
-    parts, keywords, positional = [], False, False
-    for parameter in names:
-        if positional and parameter.kind is not parameter.POSITIONAL_ONLY:
-            parts.append("/")
-        positional = parameter.kind is parameter.POSITIONAL_ONLY
-        if parameter.kind is parameter.KEYWORD_ONLY and not keywords:
-            parts.append("*")
-        keywords |= parameter.kind in (parameter.VAR_POSITIONAL, parameter.KEYWORD_ONLY)
-        text = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "") + parameter.name
-        if parameter.annotation is not parameter.empty:
-            text += f": {annotation_text(parameter.annotation)}"
-        if parameter.default is not parameter.empty:
-            text += f" = {default_text(parameter.default)}"
-        parts.append(text)
-    return f"({', '.join([*parts, '/'] if positional else parts)})"
-
-
-def returned(function):
-    annotation = inspect.signature(function).return_annotation
-    return "" if annotation is inspect.Signature.empty else f" -> {annotation_text(annotation)}"
+def signature_text(function, *, bound=False, returns=True):
+    """Parameters in parentheses, without the first one of a method, and the type of the result."""
+    signature, empty = inspect.signature(function), inspect.Signature.empty
+    text = lambda value, write: value if value is empty else write(value)
+    parameters = [
+        one.replace(annotation=text(one.annotation, annotation_text), default=text(one.default, default_text))
+        for one in list(signature.parameters.values())[bound:]
+    ]
+    result = text(signature.return_annotation, annotation_text) if returns else empty
+    return str(signature.replace(parameters=parameters, return_annotation=result))
 
 
 def class_lines(name, kind):
-    yield f"class {name}{parameters(kind)}" if not issubclass(kind, BaseException) else f"class {name}"
+    yield f"class {name}" + ("" if issubclass(kind, BaseException) else signature_text(kind, returns=False))
     for base in reversed(kind.__mro__):
         if not base.__module__.startswith("verax"):
             continue
@@ -60,13 +53,11 @@ def class_lines(name, kind):
             if member.startswith("_") and member != "__call__":
                 continue
             if isinstance(value, property):
-                yield f"{name}.{member}{returned(value.fget)}"
-            elif isinstance(value, staticmethod):
-                yield f"{name}.{member}{parameters(value.__func__)}{returned(value.__func__)}"
-            elif isinstance(value, classmethod):
-                yield f"{name}.{member}{parameters(value.__func__, bound=True)}{returned(value.__func__)}"
+                yield f"{name}.{member}{signature_text(value.fget, bound=True).removeprefix('()')}"
+            elif isinstance(value, (staticmethod, classmethod)):
+                yield f"{name}.{member}{signature_text(value.__func__, bound=isinstance(value, classmethod))}"
             elif isinstance(value, types.FunctionType):
-                yield f"{name}.{member}{parameters(value, bound=True)}{returned(value)}"
+                yield f"{name}.{member}{signature_text(value, bound=True)}"
 
 
 def signatures():
@@ -78,7 +69,7 @@ def signatures():
             if inspect.isclass(value):
                 lines.update(class_lines(name, value))
             elif isinstance(value, types.FunctionType) or type(value).__module__.startswith("verax"):
-                lines.add(f"{name}{parameters(value)}{returned(value)}")
+                lines.add(f"{name}{signature_text(value)}")
             elif not inspect.ismodule(value):
                 lines.add(name)
     return sorted(lines)

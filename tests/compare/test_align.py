@@ -111,28 +111,6 @@ def test_what_is_left_is_matched_by_shape_in_order_and_marked():
     assert align(ours, reference).guessed == []
 
 
-@pytest.mark.parametrize(
-    ("own", "theirs", "pairs", "extra", "missing"),
-    [
-        ("[0] [1]", "[0] [1]", "[0]=[0] [1]=[1]", "", ""),
-        ("[0] [1]", "[a] [b] [c]", "[0]=[a] [1]=[b]", "", "[c]"),
-        ("-", "[0] [1]", "-=[0]", "", "[1]"),
-        ("[x] [y]", "[y] [z]", "[y]=[y]", "[x]", "[z]"),
-        ("[0][0] [0][1]", "[0] [1]", "", "[0][0] [0][1]", "[0] [1]"),
-    ],
-)
-def test_leaves_of_two_outputs_belong_together_by_path(own, theirs, pairs, extra, missing):
-    traces = Trace(), Trace()
-    names = lambda text: [f"(output){leaf.strip('-')}" for leaf in text.split()]
-    for one, text in zip(traces, (own, theirs), strict=True):
-        for name in names(text):
-            one.add(name, np.zeros(3, np.float32))
-    result = align(*traces, guess=True)
-    found = [f"{pair.ours[0]}={pair.reference[0]}" for pair in result.pairs]
-    assert found == [f"(output){pair.strip('-').replace('=', '=(output)')}" for pair in pairs.split()]
-    assert (result.extra, result.missing) == (names(extra), names(missing))
-
-
 def test_only_axes_before_the_last_are_repeated_and_never_in_an_output():
     assert find_layout((1, 1, 4), (2, 3, 4)).broadcast
     assert find_layout((1,), (3,)) is None

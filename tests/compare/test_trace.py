@@ -1,8 +1,5 @@
 """Traces of JAX modules and functions: what is recorded, under which name, and where it is kept."""
 
-import collections
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -11,10 +8,8 @@ import pytest
 from flax import nnx
 
 from verax.compare import Side, Trace, Watch, run_compiled, tap, trace_jax
-from verax.compare.trace import OUTPUT, leaves
+from verax.compare.trace import OUTPUT
 from verax.errors import InvalidParameterError
-
-Point = collections.namedtuple("Point", "x y")
 
 
 class Scale(nnx.Module):
@@ -120,22 +115,6 @@ def test_a_trace_in_a_folder_is_the_one_in_memory(tmp_path):
     assert traces[0].first_difference(traces[1]) is None
     traces[1].add("b", X)
     assert traces[0].first_difference(traces[1]) == "b"
-
-
-def test_every_leaf_of_a_structure_has_its_path():
-    @dataclasses.dataclass
-    class Output:
-        logits: np.ndarray
-        rest: tuple
-
-    given = Output(X, (None, {"a": [1, Point(2, "x")], 3: True}))
-    assert [path for path, _ in leaves(given)] == [
-        "[logits]",
-        "[rest][1][a][0]",
-        "[rest][1][a][1][x]",
-        "[rest][1][a][1][y]",
-        "[rest][1][3]",
-    ]
 
 
 def test_a_folder_in_use_and_a_compiled_replacement_are_refused(tmp_path):

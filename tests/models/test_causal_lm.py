@@ -94,8 +94,3 @@ def test_windows_are_optional_and_one_for_each_layer():
     assert sliding_windows(windowed(8, 2, 1, 4, 16)) == (4, None)
     with pytest.raises(InvalidParameterError, match="model: Windowed has 2 sliding_windows for 3 layers"):
         sliding_windows(windowed(8, 3, 1, 4, 16))
-
-
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
-def test_the_built_in_models_satisfy_the_protocol(name):
-    models.register_causal_lm(f"another {name}", *models._CAUSAL_LM[name])

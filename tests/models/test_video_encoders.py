@@ -37,7 +37,7 @@ def test_published_encoders_have_their_published_sizes():
 
 
 def test_padding_is_zeros_and_changes_nothing():
-    model = UMT5EncoderModel(UMT5Config(**WORDS), rngs=nnx.Rngs(0))
+    model = nnx.jit(UMT5EncoderModel(UMT5Config(**WORDS), rngs=nnx.Rngs(0)))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 50, (2, 9)), jnp.int32)
     lengths = jnp.asarray([4, 7])
     states = model(tokens, lengths)
@@ -62,9 +62,9 @@ def test_no_weight_is_copied_while_it_runs():
 
 
 def test_an_image_of_another_size_is_refused():
-    model = CLIPVisionModel(CLIPVisionConfig(**IMAGES), rngs=nnx.Rngs(0))
+    model = nnx.eval_shape(lambda: CLIPVisionModel(CLIPVisionConfig(**IMAGES), rngs=nnx.Rngs(0)))
     with pytest.raises(InvalidParameterError, match=r"expected images of 28 x 28, got \(42, 28\)"):
-        model(jnp.zeros((1, 42, 28, 3)))
+        nnx.eval_shape(lambda model: model(jnp.zeros((1, 42, 28, 3))), model)
 
 
 def test_the_image_encoder_of_a_whole_clip_is_read():
@@ -76,18 +76,13 @@ def test_the_image_encoder_of_a_whole_clip_is_read():
     ("config", "settings", "message"),
     [
         (UMT5Config, {**WORDS, "model_type": "t5"}, "model_type 't5'"),
-        (UMT5Config, {**WORDS, "feed_forward_proj": "relu"}, "feed_forward_proj 'relu'"),
         (UMT5Config, {**WORDS, "relative_attention_num_buckets": 30}, "relative_attention_num_buckets 30"),
         (UMT5Config, {**WORDS, "relative_attention_max_distance": 8}, "relative_attention_max_distance 8"),
         (UMT5Config, {key: WORDS[key] for key in ("vocab_size", "d_model", "d_ff", "num_layers")}, "d_kv, num_heads"),
         (CLIPVisionConfig, {**IMAGES, "model_type": "siglip_vision_model"}, "model_type 'siglip_vision_model'"),
         (CLIPVisionConfig, {"model_type": "clip"}, "model_type 'clip'"),
-        (CLIPVisionConfig, {**IMAGES, "hidden_act": "relu"}, "hidden_act 'relu'"),
-        (CLIPVisionConfig, {**IMAGES, "num_channels": 4}, "num_channels 4"),
         (CLIPVisionConfig, {**IMAGES, "num_attention_heads": 5}, "12 is not a multiple of num_attention_heads 5"),
         (CLIPVisionConfig, {**IMAGES, "image_size": 30}, "image_size 30 is not a multiple of patch_size 14"),
-        (CLIPVisionConfig, {**IMAGES, "image_size": [28, 28]}, "image_size"),
-        (CLIPVisionConfig, {key: IMAGES[key] for key in list(IMAGES)[:5]}, "lacks patch_size, hidden_act"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(config, settings, message):

@@ -124,16 +124,14 @@ void check_case(const char* level, const Case& c) {
         }
         for (int64_t h = 0; h < c.H; ++h) {
           const double expected = total > 0 ? exact[h] / total : 0, got = out[(row * c.N + n) * c.H + h];
-          check::that(std::fabs(got - expected) <= tolerance,
-                      "%s N %d K %d H %d p %d keys %d: out[%d, %d, %d] = %g, expected %g", level, int(c.N), int(c.K),
-                      int(c.H), int(c.p), int(c.keys), int(row), int(n), int(h), got, expected);
+          check::near(got, expected, tolerance, "%s N %d K %d H %d p %d keys %d: out[%d, %d, %d]", level, int(c.N),
+                      int(c.K), int(c.H), int(c.p), int(c.keys), int(row), int(n), int(h));
         }
       }
     }
   }
-  const std::vector<float> shared = run(c, q, k, v, 3);
-  check::that(out.empty() || std::memcmp(out.data(), shared.data(), out.size() * sizeof(float)) == 0,
-              "%s N %d H %d: three threads give another result than one", level, int(c.N), int(c.H));
+  check::that(check::same(out, run(c, q, k, v, 3)), "%s N %d H %d: three threads give another result than one", level,
+              int(c.N), int(c.H));
 }
 
 void check_write_pages(const char* level, Keys keys) {
@@ -175,7 +173,7 @@ void check_write_pages(const char* level, Keys keys) {
 
 int main() {
   const std::vector<Sequence> ragged = {{1, 1}, {0, 1}, {37, 37}, {16, 1}, {130, 70}, {0, 0}, {600, 1}, {530, 3}};
-  check::each_level([&](const char* level) {
+  return check::main_of("attention", [&](const char* level) {
     for (const Keys keys : {Keys::f32, Keys::bf16, Keys::int8}) {
       const bool bf16 = keys == Keys::bf16;
       check_case(level, {2, 1, 16, 16, !bf16, keys, true, ragged});
@@ -191,8 +189,5 @@ int main() {
       }
       check_write_pages(level, keys);
     }
-    std::printf("%s: checked\n", level);
   });
-  std::printf("attention: %d failures\n", check::failures);
-  return check::failures != 0;
 }

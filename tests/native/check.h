@@ -6,6 +6,8 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <memory>
+#include <new>
 #include <random>
 #include <thread>
 #include <vector>
@@ -50,6 +52,38 @@ void each_level(Body body) {
     verax_set_level(name);
     body(name);
   }
+}
+
+// Runs `body` at every level; the exit status of a program.
+template <typename Body>
+int main_of(const char* name, Body body) {
+  each_level([&](const char* level) {
+    body(level);
+    std::printf("%s: checked\n", level);
+  });
+  std::printf("%s: %d failures\n", name, failures);
+  return failures != 0;
+}
+
+// True if two arrays have the same bits.
+template <typename Value>
+bool same(const std::vector<Value>& a, const std::vector<Value>& b) {
+  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(Value)) == 0);
+}
+
+// Checks that |got - expected| <= allowed at `at` of what the format and its values name.
+template <typename... Values>
+void near(double got, double expected, double allowed, const char* format, Values... values) {
+  if (std::fabs(got - expected) <= allowed) return;
+  that(false, format, values...);
+  if (failures <= 10) std::printf("  %g, expected %g\n", got, expected);
+}
+
+struct Freed {
+  void operator()(void* p) const { ::operator delete(p, std::align_val_t{64}); }
+};
+inline std::unique_ptr<void, Freed> aligned(int64_t bytes) {
+  return std::unique_ptr<void, Freed>(::operator new(bytes, std::align_val_t{64}));
 }
 
 // On the heap and not a byte longer than asked: the address sanitiser then sees every read past the end.

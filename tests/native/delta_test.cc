@@ -98,9 +98,9 @@ std::vector<double> key(const std::vector<float>& from, const Case& c, int64_t t
 }
 
 void compare(const char* level, const char* what, const Case& c, int64_t at, double expected, double got) {
-  check::that(std::fabs(got - expected) <= 2e-5 * (1 + std::fabs(expected)),
-              "%s T %d K %d V %d bf16 %d by channel %d before %d: %s[%d] = %g, expected %g", level, int(c.T), int(c.K),
-              int(c.V), int(c.bf16), int(c.by_channel), int(c.erase_before_decay), what, int(at), got, expected);
+  check::near(got, expected, 2e-5 * (1 + std::fabs(expected)),
+              "%s T %d K %d V %d bf16 %d by channel %d before %d: %s[%d]", level, int(c.T), int(c.K), int(c.V),
+              int(c.bf16), int(c.by_channel), int(c.erase_before_decay), what, int(at));
 }
 
 void check_case(const char* level, const Case& c) {
@@ -137,17 +137,15 @@ void check_case(const char* level, const Case& c) {
     }
   }
   const Result parts = run(c, x, 1, 32, false);
-  const auto same = [](const std::vector<float>& a, const std::vector<float>& b) {
-    return a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
-  };
-  check::that(same(whole.out, parts.out) && same(whole.state, parts.state) && same(whole.kept, parts.kept),
+  check::that(check::same(whole.out, parts.out) && check::same(whole.state, parts.state) &&
+                  check::same(whole.kept, parts.kept),
               "%s T %d K %d V %d: other items give another result", level, int(c.T), int(c.K), int(c.V));
 }
 
 }  // namespace
 
 int main() {
-  check::each_level([](const char* level) {
+  return check::main_of("delta", [](const char* level) {
     for (const bool by_channel : {false, true}) {
       for (const bool before : {false, true}) {
         for (const int64_t T : {0, 1, 3, 5, 16, 37, 65}) {
@@ -158,8 +156,5 @@ int main() {
         check_case(level, {18, 1, 1, 128, 100, false, by_channel, before, true, true});
       }
     }
-    std::printf("%s: checked\n", level);
   });
-  std::printf("delta: %d failures\n", check::failures);
-  return check::failures != 0;
 }

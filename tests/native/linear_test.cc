@@ -3,8 +3,6 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
-#include <memory>
-#include <new>
 
 #include "check.h"
 #include "kernels/linear.h"
@@ -15,10 +13,6 @@ using verax::LinearTask;
 using verax::Weights;
 
 namespace {
-
-struct Aligned {
-  void operator()(void* p) const { ::operator delete(p, std::align_val_t{64}); }
-};
 
 // Random weights of one kind, and what they stand for.
 struct Case {
@@ -89,7 +83,7 @@ struct Case {
 
   std::vector<float> run(const std::vector<float>& x, int64_t M, int threads) const {
     std::vector<float> y(M * N, NAN);
-    const std::unique_ptr<void, Aligned> packed(::operator new(verax::linear_packed_bytes(M, K) + 1, std::align_val_t{64}));
+    const auto packed = check::aligned(verax::linear_packed_bytes(M, K) + 1);
     const LinearTask task{M,     N,   K,     x.data(),     kind, bytes.data(), scales.empty() ? nullptr : scales.data(),
                           half_scales, group, packed.get(), y.data(), {}, zeros.empty() ? nullptr : zeros.data()};
     VERAX_KERNEL(linear_pack)(task);
@@ -133,14 +127,12 @@ void check_case(const char* level, const Case& c) {
           const double term = c.exact[n * c.K + k] * inputs[m * c.K + k];
           exact += term, size += std::fabs(term);
         }
-        check::that(std::fabs(y[m * c.N + n] - exact) <= 2e-6 * size + 1e-6,
-                    "%s kind %d M %d N %d K %d group %d: y[%d, %d] = %g, expected %g", level, int(c.kind), int(M),
-                    int(c.N), int(c.K), int(c.group), int(m), int(n), double(y[m * c.N + n]), exact);
+        check::near(y[m * c.N + n], exact, 2e-6 * size + 1e-6, "%s kind %d M %d N %d K %d group %d: y[%d, %d]", level,
+                    int(c.kind), int(M), int(c.N), int(c.K), int(c.group), int(m), int(n));
       }
     }
-    const std::vector<float> shared = c.run(x, M, 3);
-    check::that(y.empty() || std::memcmp(y.data(), shared.data(), y.size() * 4) == 0,
-                "%s kind %d M %d: three threads give another result than one", level, int(c.kind), int(M));
+    check::that(check::same(y, c.run(x, M, 3)), "%s kind %d M %d: three threads give another result than one", level,
+                int(c.kind), int(M));
   }
 }
 
@@ -161,7 +153,7 @@ void check_parallel_for() {
 
 int main() {
   check_parallel_for();
-  check::each_level([](const char* level) {
+  return check::main_of("linear", [](const char* level) {
     for (const int64_t N : {1, 3, 7, 64, 129}) {
       for (const int64_t K : {0, 1, 2, 31, 32, 33, 100, 257}) {
         check_case(level, Case(Weights::f32, N, K, 0, false));
@@ -183,8 +175,5 @@ int main() {
       check_case(level, Case(kind, 37, 2208, kind == Weights::int4 ? 32 : 0, true, kind == Weights::int4));
     }
     for (const int64_t N : {48, 37}) check_case(level, Case(Weights::int8, N, 1088, 0, true));  // in tiles, where there are some
-    std::printf("%s: checked\n", level);
   });
-  std::printf("linear: %d failures\n", check::failures);
-  return check::failures != 0;
 }

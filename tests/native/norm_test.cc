@@ -23,8 +23,7 @@ void check_rms_norm(const char* level) {
         for (int64_t d = 0; d < D; ++d) {
           const double exact = x[m * D + d] / std::sqrt(squares / D + 1e-6) *
                                (bf16 ? check::from_bf16(rounded[d]) : weight[d]);
-          check::that(std::fabs(y[m * D + d] - exact) <= 1e-5 * std::fabs(exact) + 1e-6, "%s norm D %d: %g, expected %g",
-                      level, int(D), double(y[m * D + d]), exact);
+          check::near(y[m * D + d], exact, 1e-5 * std::fabs(exact) + 1e-6, "%s norm D %d", level, int(D));
         }
       }
     }
@@ -47,8 +46,7 @@ void check_layer_norm(const char* level) {
         for (int64_t d = 0; d < D; ++d) squares += (value(d) - mean) * (value(d) - mean);
         for (int64_t d = 0; d < D; ++d) {
           const double exact = (value(d) - mean) / std::sqrt(squares / D + 1e-6) * weight[d] + bias[d];
-          check::that(std::fabs(y[m * D + d] - exact) <= 1e-5 * std::fabs(exact) + 1e-5,
-                      "%s layer norm D %d: %g, expected %g", level, int(D), double(y[m * D + d]), exact);
+          check::near(y[m * D + d], exact, 1e-5 * std::fabs(exact) + 1e-5, "%s layer norm D %d", level, int(D));
         }
       }
     }
@@ -62,8 +60,7 @@ void check_gelu(const char* level) {
     VERAX_KERNEL(gelu)({x.data(), y.data()}, 0, size);
     for (int64_t i = 0; i < size; ++i) {
       const double exact = x[i] / 2 * std::erfc(-x[i] / std::sqrt(2.0));
-      check::that(std::fabs(y[i] - exact) <= 5e-7, "%s gelu of %g: %g, expected %g", level, double(x[i]), double(y[i]),
-                  exact);
+      check::near(y[i], exact, 5e-7, "%s gelu of %g", level, double(x[i]));
     }
   }
 }
@@ -71,12 +68,9 @@ void check_gelu(const char* level) {
 }  // namespace
 
 int main() {
-  check::each_level([](const char* level) {
+  return check::main_of("norm", [](const char* level) {
     check_rms_norm(level);
     check_layer_norm(level);
     check_gelu(level);
-    std::printf("%s: checked\n", level);
   });
-  std::printf("norm: %d failures\n", check::failures);
-  return check::failures != 0;
 }

@@ -1,7 +1,5 @@
 // The sampler without JAX, for the sanitisers: every level, sizes that end anywhere.
 #include <algorithm>
-#include <memory>
-#include <new>
 
 #include "check.h"
 #include "kernels/sample.h"
@@ -10,14 +8,9 @@
 
 namespace {
 
-struct Aligned {
-  void operator()(void* p) const { ::operator delete(p, std::align_val_t{64}); }
-};
-
 int32_t draw(const std::vector<float>& logits, float temperature, int32_t top_k, float top_p, float min_p, float u) {
   const int64_t V = static_cast<int64_t>(logits.size());
-  const std::unique_ptr<void, Aligned> buffer(
-      ::operator new(verax::sample_buffer_size(V) * sizeof(float), std::align_val_t{64}));
+  const auto buffer = check::aligned(verax::sample_buffer_size(V) * sizeof(float));
   int32_t token = -1;
   const verax::SampleRow row{V, logits.data(), temperature, top_p, min_p, u, top_k};
   VERAX_KERNEL(sample_row)(row, static_cast<float*>(buffer.get()), &token);
@@ -101,12 +94,9 @@ void check_logprobs(const char* level) {
 }  // namespace
 
 int main() {
-  check::each_level([](const char* level) {
+  return check::main_of("sample", [](const char* level) {
     check_sample(level);
     check_run(level);
     check_logprobs(level);
-    std::printf("%s: checked\n", level);
   });
-  std::printf("sample: %d failures\n", check::failures);
-  return check::failures != 0;
 }

@@ -192,33 +192,25 @@ def zeros(**changes):
 Q, K, V, G, BETA = zeros().values()
 
 
+gated = partial(ops.gated_delta_rule, Q, K, V, G, BETA)
+
+
 # Annotations are not checked here: users have no checker either.
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("call", "begins"),
     [
-        *(
-            (partial(ops.gated_delta_rule, **zeros(**changes)), begins)
-            for changes, begins in (
-                ({"q": (5, 2, 4)}, "q: expected shape"),
-                ({"k": (2, 5, 2, 6)}, r"k: expected shape \[2, 5, 2, 4\]"),
-                ({"v": (2, 5, 3, 3), "g": (2, 5, 3)}, "v: expected a multiple of the 2 heads"),
-                ({"v": (2, 6, 4, 3), "g": (2, 6, 4)}, "v: expected shape"),
-                ({"g": (2, 5, 4, 4)}, r"g: expected shape \[2, 5, 4\]"),
-                ({"beta": (2, 5, 2)}, r"beta: expected shape \[2, 5, 4\]"),
-                ({"initial_state": (2, 4, 3, 4)}, r"initial_state: expected shape \[2, 4, 4, 3\]"),
-            )
-        ),
-        *(
-            (partial(ops.gated_delta_rule, Q, K, V, G, BETA, **settings), begins)
-            for settings, begins in (
-                ({"mode": "fast"}, "mode: expected auto, recurrent, chunk, step, got 'fast'"),
-                ({"mode": "step"}, "mode: step takes one token"),
-                ({"chunk_size": 48}, "chunk_size: expected a power of two"),
-                ({"chunk_size": 8}, "chunk_size: expected a power of two"),
-                ({"cu_seqlens": jnp.asarray([0, 5])}, "cu_seqlens: .* batch of 2"),
-            )
-        ),
+        (partial(ops.gated_delta_rule, **zeros(q=(5, 2, 4))), "q: expected shape"),
+        (partial(ops.gated_delta_rule, **zeros(k=(2, 5, 2, 6))), r"k: expected shape \[2, 5, 2, 4\]"),
+        (partial(ops.gated_delta_rule, **zeros(v=(2, 5, 3, 3), g=(2, 5, 3))), "v: expected a multiple of the 2 heads"),
+        (partial(ops.gated_delta_rule, **zeros(v=(2, 6, 4, 3), g=(2, 6, 4))), "v: expected shape"),
+        (partial(ops.gated_delta_rule, **zeros(beta=(2, 5, 2))), r"beta: expected shape \[2, 5, 4\]"),
+        (partial(gated, initial_state=jnp.zeros((2, 4, 3, 4))), r"initial_state: expected shape \[2, 4, 4, 3\]"),
+        (partial(gated, mode="fast"), "mode: expected auto, recurrent, chunk, step, got 'fast'"),
+        (partial(gated, mode="step"), "mode: step takes one token"),
+        (partial(gated, chunk_size=48), "chunk_size: expected a power of two"),
+        (partial(gated, chunk_size=8), "chunk_size: expected a power of two"),
+        (partial(gated, cu_seqlens=jnp.asarray([0, 5])), "cu_seqlens: .* batch of 2"),
         (partial(ops.kda, Q, K, V, G, BETA), r"g: expected shape \[2, 5, 4, 4\]"),
         (partial(ops.comba, Q, K, V, K[:, :1]), "p: expected shape"),
         (partial(ops.gated_delta_product, Q, K, V, G, BETA, 0), "num_householder: expected at least 1"),

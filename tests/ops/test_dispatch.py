@@ -28,11 +28,6 @@ def doubled():
     del _REGISTRY["double_it"]
 
 
-def test_the_newest_implementation_that_takes_the_call_is_chosen(doubled):
-    assert doubled.select(3).name == "reference"
-    assert doubled.select(30).name == "shifted"
-
-
 def test_a_slow_choice_says_so_once(doubled, caplog):
     with caplog.at_level(logging.WARNING, logger="verax.ops"):
         doubled(30)
@@ -58,7 +53,8 @@ def test_a_program_is_traced_again_for_another_choice(doubled):
     assert jitted() == 6
 
 
-def test_an_experimental_implementation_runs_where_it_is_named_and_takes_the_call(doubled):
+def test_the_newest_implementation_that_takes_the_call_runs_and_an_experimental_one_where_it_is_named(doubled):
+    assert [doubled.select(x).name for x in (3, 30)] == ["reference", "shifted"]
     doubled.implementation("new", accepts=lambda x: x > 5, experimental=True)(lambda x: -3)
     assert doubled.select(30).name == "shifted"
     assert [one.name for one in doubled.supporting(30)] == ["new", "shifted", "reference"]
@@ -142,11 +138,6 @@ def test_an_operation_without_an_example_is_listed_all_the_same(doubled):
     doubled.examples = [ops.Example((3,), label="small"), ops.Example((30,), label="large")]
     row = ops.chosen_implementations()["double_it"]
     assert row == {"runs": "reference (small), shifted (large)", "others": ["elsewhere"]}
-
-
-def test_the_environment_chooses(doubled, monkeypatch):
-    monkeypatch.setenv("VERAX_IMPLEMENTATIONS", "double_it=elsewhere")
-    assert doubled(3) == -1
 
 
 @pytest.mark.parametrize(

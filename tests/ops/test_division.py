@@ -13,7 +13,7 @@ from verax import ops
 from verax.errors import InvalidParameterError
 from verax.ops.division import Division, check_division, partition, repeated, resized
 
-ROWS, INPUTS = Division(), Division(axis=1)
+ROWS, INPUTS, PARTS = Division(), Division(axis=1), Division(unit=(8, 24))
 WEIGHT = jnp.asarray(np.random.default_rng(0).standard_normal((64, 512)), jnp.float32)
 
 WEIGHTS = {
@@ -94,25 +94,10 @@ def test_a_unit_across_blocks_of_rows_cannot_be_repeated():
         ("int8 by 64", INPUTS, 16, "w: 512 inputs, 64 of which stay together, do not divide over 16 devices"),
         ("Q4_K", INPUTS, 4, "w: 512 inputs, 256 of which stay together, do not divide over 4 devices"),
         ("float32", Division(unit=32), 4, "w: 64 rows, 32 of which stay together, do not divide over 4 devices"),
-        (
-            "float32",
-            Division(unit=(8, 24)),
-            4,
-            "w: 16 of its 64 rows, 8 of which stay together, do not divide over 4 dev",
-        ),
-        (
-            "int4",
-            Division(unit=(8, 24)),
-            2,
-            "w: 16 of its 64 rows, 16 of which stay together, do not divide over 2 dev",
-        ),
-        ("int8", Division(unit=(8, 24)), 2, None),
-        (
-            "int8",
-            Division(unit=(8, 16)),
-            2,
-            "w: 21 of its 64 rows, 8 of which stay together, do not divide over 2 devices",
-        ),
+        ("float32", PARTS, 4, "w: 16 of its 64 rows, 8 of which stay together, do not divide over 4 dev"),
+        ("int4", PARTS, 2, "w: 16 of its 64 rows, 16 of which stay together, do not divide over 2 dev"),
+        ("int8", PARTS, 2, None),
+        ("int8", Division(unit=(8, 16)), 2, "w: 21 of its 64 rows, 8 of which stay together, do not divide over 2 dev"),
         ("float32", Division(unit=32, repeats=True), 4, None),
         ("float32", Division(unit=32, repeats=True), 3, "do not divide over 3 devices"),
     ],

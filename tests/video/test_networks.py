@@ -34,23 +34,7 @@ def test_prompts_have_one_length_and_keep_their_end(folder):
     np.testing.assert_array_equal(
         tokens, [[3, 4, 5, 1, 0, 0, 0, 0], [1] + [0] * 7, [7, 6, 8, 1, 0, 0, 0, 0], [4] * 7 + [1]]
     )
-
-
-def test_prompts_are_512_tokens_long(folder):
-    tokens, _ = PromptTokenizer.from_folder(folder)(["a"])
-    assert tokens.shape == (1, PROMPT_TOKENS) == (1, 512)
-
-
-def test_ids_equal_transformers(folder):
-    transformers = pytest.importorskip("transformers")  # without torch
-    theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"), pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
-    )
-    cleaned = [clean(text) for text in TEXTS]
-    expected = theirs(cleaned, padding="max_length", max_length=8, truncation=True, return_tensors="np")
-    tokens, lengths = PromptTokenizer.from_folder(folder, length=8)(TEXTS)
-    np.testing.assert_array_equal(tokens, expected["input_ids"])
-    np.testing.assert_array_equal(lengths, expected["attention_mask"].sum(1))
+    assert PromptTokenizer.from_folder(folder)(["a"])[0].shape == (1, PROMPT_TOKENS) == (1, 512)
 
 
 def test_a_tokenizer_that_is_missing_damaged_or_without_padding_is_said(folder, tmp_path_factory):

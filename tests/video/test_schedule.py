@@ -1,5 +1,7 @@
 """Schedule: steps of diffusion forcing, spans of two transformers, and TeaCache against its authors' loop of calls."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -9,9 +11,7 @@ from verax.video.schedule import forcing_schedule, noise_levels, steps_running_b
 TIMESTEPS = noise_levels(6, 8.0, SKYREELS.sigmas).timesteps
 
 
-@pytest.mark.parametrize("ar_step", [0, 1, 2, 9])
-@pytest.mark.parametrize("block", [1, 3])
-@pytest.mark.parametrize("prefix", [0, 1, 3, 4])
+@pytest.mark.parametrize(("ar_step", "block", "prefix"), product([0, 1, 2, 9], [1, 3], [0, 1, 3, 4]))
 def test_every_frame_takes_each_step_once_in_order_and_given_frames_none(ar_step, block, prefix):
     schedule = forcing_schedule(9, TIMESTEPS, ar_step=ar_step, causal_block_size=block, prefix=prefix)
     for f in range(9):
