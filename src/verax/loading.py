@@ -172,12 +172,16 @@ def _abstract(
     return nnx.eval_shape(lambda: model_class(config, dtype=jnp.dtype(dtype), rngs=_OneKey())), tied
 
 
-def load_causal_lm(opened: Checkpoint, **options: Any) -> CausalLM:
+def load_causal_lm(opened: Checkpoint, *, max_model_len: int | None = None, **options: Any) -> CausalLM:
     """Load the language model that a checkpoint's config.json describes.
 
-    `options`: `dtype`, and other keywords of `load_model`.
+    `max_model_len`: longest sequence that it serves, if less than the config's. `options`: `dtype`, and other keywords
+    of `load_model`.
     """
-    return load_model(opened, *causal_lm(opened.config), **options)
+    model_class, config = causal_lm(opened.config)
+    if max_model_len is not None and hasattr(config, "for_context"):
+        config = config.for_context(max_model_len)
+    return load_model(opened, model_class, config, **options)
 
 
 def divide_model(model: CausalLM, mesh: Mesh) -> CausalLM:

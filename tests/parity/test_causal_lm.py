@@ -43,6 +43,7 @@ SIZES = dict(
     rms_norm_eps=1e-6,
     bos_token_id=None,
     eos_token_id=1,
+    pad_token_id=None,
 )
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -53,9 +54,13 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
+GROWING_ROPE = {**YARN_ROPE, "llama_4_scaling_beta": 0.5}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e6}
 SLIDING, GLOBAL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 LONG_ROPE = {GLOBAL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}, SLIDING: {"rope_type": "default"}}
+LONG_OLMO = {**LONG_ROPE, GLOBAL: {**YARN_ROPE, "rope_theta": 5e5}}
+FACTORS = dict(short_factor=[1.0, 1.1, 1.3, 1.5, 1.6, 1.9], long_factor=[1.2, 2.0, 5.0, 9.0, 20.0, 40.0])
+LONG_FACTORS = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, **FACTORS}
 GEMMA_LAYERS = [SLIDING, GLOBAL, SLIDING, SLIDING]
 
 TIED, UNTIED, HEADS = dict(tie_word_embeddings=True), dict(tie_word_embeddings=False), dict(head_dim=24)
@@ -63,6 +68,10 @@ DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_d
 DELTA |= dict(head_dim=40, num_hidden_layers=4)
 EXPERTS = dict(moe_intermediate_size=40, num_experts=8, num_experts_per_tok=3, **HEADS)
 SHARED = dict(shared_expert_intermediate_size=56)
+FOUR_LAYERS = dict(num_hidden_layers=4)
+MULTIPLIERS = dict(embedding_multiplier=2.5, attention_multiplier=0.3, residual_multiplier=0.4, logits_scaling=3)
+GRANITE4 = dict(layer_types=["attention"] * 2, num_local_experts=0, shared_intermediate_size=120, mamba_n_heads=6)
+GRANITE4 |= MULTIPLIERS
 GEMMA = dict(query_pre_attn_scalar=30, sliding_window=20, num_hidden_layers=4, **HEADS)
 
 
@@ -114,6 +123,27 @@ FAMILIES = {
         {**EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": False, "num_experts": 7}
         | {"num_hidden_layers": 4},
     ),
+    "qwen2_moe": Family("Qwen2Moe", {**EXPERTS, **SHARED, "use_sliding_window": True, "sliding_window": 19}),
+    "qwen2_moe-in-part": Family(
+        "Qwen2Moe", {**EXPERTS, **SHARED, "decoder_sparse_step": 2, "mlp_only_layers": [3], "num_hidden_layers": 4}
+    ),
+    "phi3": Family("Phi3", {"sliding_window": 16}),
+    "phi3-long": Family("Phi3", {"rope_parameters": LONG_FACTORS, "original_max_position_embeddings": 64}),
+    "smollm3": Family("SmolLM3", FOUR_LAYERS),
+    "smollm3-windows": Family(
+        "SmolLM3",
+        {**UNTIED, "no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 20, "attention_bias": True},
+    ),
+    "olmo2": Family("Olmo2", UNTIED),
+    "olmo3": Family("Olmo3", {**FOUR_LAYERS, "sliding_window": 20}),
+    "olmo3-long": Family("Olmo3", {"layer_types": [GLOBAL, SLIDING], "rope_parameters": LONG_OLMO}),
+    "granite": Family("Granite", MULTIPLIERS),
+    "granite-biased": Family("Granite", {**MULTIPLIERS, **TIED, "attention_bias": True, "mlp_bias": True}),
+    "granite4": Family("GraniteMoeHybrid", {**GRANITE4, "position_embedding_type": "rope"}),
+    "granite4-no-positions": Family("GraniteMoeHybrid", {**GRANITE4, **TIED}),
+    "ministral": Family("Ministral", {**HEADS, "sliding_window": 16, "layer_types": [SLIDING, GLOBAL]}),
+    "ministral3": Family("Ministral3", {**HEADS, **TIED, "rope_parameters": GROWING_ROPE}),
+    "ministral3-windows": Family("Ministral3", {"head_dim": 40, "sliding_window": 16}),
     "gemma3": Family("Gemma3Text", {**GEMMA, "layer_types": GEMMA_LAYERS}, "Gemma3"),
     "gemma3-long": Family(
         "Gemma3Text", {**GEMMA, "layer_types": GEMMA_LAYERS[::-1], "rope_parameters": LONG_ROPE}, "Gemma3"
@@ -126,6 +156,9 @@ FAMILIES = {
     "gemma2": Family("Gemma2", {**GEMMA, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0}),
     "gemma2-published-caps": Family("Gemma2", {**GEMMA, "head_dim": 40}),
 }
+DENSE = ("phi3", "smollm3", "olmo2", "olmo3", "granite", "granite4", "ministral3", "qwen2_moe")
+"""Families that are compared in all of the ways below; the others differ from one of them in a flag."""
+
 TOKENS = np.random.default_rng(0).integers(2, SIZES["vocab_size"], (2, 131))
 
 
@@ -172,7 +205,10 @@ def test_float32_logits_match_transformers(family, tmp_path):
 
 
 # Attention, windows, recurrent layers, these with experts. tests/text compares the engine with each model by itself.
-@pytest.mark.parametrize(("family", "count"), [("qwen3", 64), ("mistral", 64), ("qwen3_5", 64), ("qwen3_5_moe", 32)])
+@pytest.mark.parametrize(
+    ("family", "count"),
+    [("qwen3", 64), ("mistral", 64), ("qwen3_5", 64), ("qwen3_5_moe", 32), *((family, 128) for family in DENSE)],
+)
 def test_greedy_tokens_match_transformers(family, count, tmp_path):
     theirs = reference(family, tmp_path)
     prompts = [TOKENS[0, :37].tolist(), TOKENS[1, :5].tolist()]
@@ -195,7 +231,8 @@ def test_greedy_tokens_of_a_batch_match_transformers(family, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", "qwen2", "llama", "qwen3_5", "qwen3_next", "qwen3_moe", "qwen3_5_moe", "gemma3", "gemma2"]
+    "family",
+    ["qwen3", "qwen2", "llama", "qwen3_5", "qwen3_next", "qwen3_moe", "qwen3_5_moe", "gemma3", "gemma2", *DENSE],
 )
 def test_bfloat16_is_no_further_from_float32_than_transformers_bfloat16(family, tmp_path):
     # Every expert is chosen: rounding turns choices among some of them over, on either side, and such a position then
@@ -204,6 +241,16 @@ def test_bfloat16_is_no_further_from_float32_than_transformers_bfloat16(family, 
     reference(family, tmp_path, torch.bfloat16, **chosen)
     ours, theirs = bfloat16_errors(tmp_path, TOKENS)
     assert ours <= 1.1 * theirs
+
+
+def test_longrope_follows_the_longest_context_of_the_engine(tmp_path):
+    """The factors of short contexts are transformers' where no sequence can be longer."""
+    theirs = reference("phi3-long", tmp_path)
+    close = [
+        np.abs(logprob_errors(engine(tmp_path, max_model_len=context), theirs, TOKENS[0, :40].tolist())).max() < 2e-4
+        for context in (64, 128)
+    ]
+    assert close == [True, False]
 
 
 def root_mean_square(errors):
@@ -217,6 +264,9 @@ def root_mean_square(errors):
         ("gemma3", 131, {}, root_mean_square, 2e-4),
         ("gemma3", 131, {"kv_cache_dtype": "int8"}, root_mean_square, 0.15),
         ("qwen3_next", 70, {"quantization": "int8"}, root_mean_square, 0.1),
+        ("phi3", 70, {"quantization": "int8"}, root_mean_square, 0.1),
+        ("phi3-long", 70, {"max_model_len": 128}, root_mean_square, 2e-4),
+        ("olmo3", 70, {"quantization": "int8"}, root_mean_square, 0.1),
         ("qwen3_moe", 70, {"quantization": "int8"}, lambda errors: np.median(np.abs(errors)), 0.1),
     ],
 )
@@ -279,6 +329,18 @@ def test_a_gemma_with_a_vision_tower_answers_texts(layout, tmp_path):
     assert relative(logits(tmp_path, TOKENS), expected_logits(theirs)) < 5e-6
 
 
+@pytest.mark.parametrize(("kind", "tied"), [("mistral", False), ("ministral3", True)])
+def test_a_mistral_with_a_vision_tower_answers_texts(kind, tied, tmp_path):
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+    text = {**SIZES, **HEADS, "model_type": kind, "rope_parameters": GROWING_ROPE, "tie_word_embeddings": tied}
+    config = transformers.Mistral3Config(
+        text_config=text, vision_config={**vision, "patch_size": 14, "model_type": "pixtral"}, tie_word_embeddings=tied
+    )
+    theirs = spread(transformers.Mistral3ForConditionalGeneration(config))
+    theirs.save_pretrained(tmp_path)
+    assert relative(logits(tmp_path, TOKENS), expected_logits(theirs)) < 2e-5
+
+
 def test_config_files_of_transformers_4_are_read_as_it_reads_them(tmp_path):
     """Rotary bases and windows by their old names, and sizes left out that are the defaults of its classes."""
     reference("gemma3", tmp_path)
@@ -293,13 +355,22 @@ def test_config_files_of_transformers_4_are_read_as_it_reads_them(tmp_path):
     assert relative(logits(tmp_path, TOKENS), expected_logits(theirs)) < 5e-6
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gemma2"])
-def test_every_module_of_a_gemma_is_compared_by_name(family, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "module"),
+    [
+        ("gemma3", "post_feedforward_layernorm"),
+        ("gemma2", "post_feedforward_layernorm"),
+        ("phi3", "self_attn.qkv_proj"),
+        ("olmo3", "self_attn.q_norm"),
+        ("granite4", "shared_mlp.input_linear"),
+    ],
+)
+def test_every_module_is_compared_by_name(family, module, tmp_path):
     reference(family, tmp_path)
     result = compare_case(text_case(tmp_path, tmp_path, tokens=40), dtype="float32")
     assert result.passed
     rows = {row.name for row in result.rows}
-    assert {"model.embed_tokens", "model.layers.1.post_feedforward_layernorm", "model.norm"} <= rows
+    assert {"model.embed_tokens", f"model.layers.1.{module}", "model.norm"} <= rows
 
 
 def test_transformers_answers_as_the_built_in_model_does():

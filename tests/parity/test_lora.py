@@ -40,6 +40,8 @@ FAMILIES = {
     "qwen3": {},
     "llama": {"attention_bias": True},
     "gemma3": {"layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": {},
+    "olmo2": {},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2},
 }
 TOKENS = np.random.default_rng(0).integers(2, causal_lm.SIZES["vocab_size"], (3, 60))

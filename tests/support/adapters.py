@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
-LINEAR = (*ATTENTION, *DELTA, "gate_proj", "up_proj", "down_proj")
+LINEAR = (*ATTENTION, *DELTA, "gate_proj", "up_proj", "down_proj", "gate_up_proj")
 
 
 def linear_sizes(weights, targets=LINEAR):

@@ -22,6 +22,11 @@ DELTA = dict(
 )
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
 
+UNTIED = dict(tie_word_embeddings=False)
+FUSED = dict(num_key_value_heads=4)
+FACTORS = {"type": "longrope", "short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0] * 8}
+GROWING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
+
 FAMILIES = {
     "qwen3": ("qwen3", {}),
     "llama": (
@@ -38,6 +43,15 @@ FAMILIES = {
         ),
     ),
     "qwen3-moe": ("qwen3_moe", {**EXPERTS, "num_hidden_layers": 1}),
+    "phi3": ("phi3", {**FUSED, "rope_scaling": FACTORS, "original_max_position_embeddings": 64}),
+    "olmo3": ("olmo3", dict(layer_types=["sliding_attention", "full_attention"], sliding_window=10, **UNTIED)),
+    "smollm3": ("smollm3", dict(no_rope_layers=[0, 1])),
+    "granite": (
+        "granite",
+        dict(embedding_multiplier=2.5, attention_multiplier=0.3, residual_multiplier=0.4, logits_scaling=3, **UNTIED),
+    ),
+    "ministral3": ("ministral3", dict(rope_parameters=GROWING, **UNTIED)),
+    "qwen2-moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 64, "num_hidden_layers": 1}),
     "qwen3.5": ("qwen3_5_text", DELTA),
     "qwen3-next": ("qwen3_next", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 64}),
     "two-key-heads": ("qwen3_5_text", {**DELTA, "linear_num_key_heads": 2}),
@@ -61,6 +75,8 @@ FEATURES = {
     "draft-model": {},
     "delta-int8": dict(quantization="int8"),
     "delta-int4": dict(quantization="int4"),
+    "fused-int4": dict(quantization="int4"),
+    "fused-lora": dict(enable_lora=True, max_loras=2, max_lora_rank=4),
     "delta-lora": dict(enable_lora=True, max_loras=2, max_lora_rank=4),
 }
 """Options of the engine by case. With `lora` tokens have log-probabilities, with `ngram` half of the answers a form."""
@@ -70,6 +86,8 @@ FAMILY_OF_FEATURE = {
     "delta-int8": "qwen3.5",
     "delta-int4": "qwen3-next",
     "delta-lora": "qwen3.5",
+    "fused-int4": "phi3",
+    "fused-lora": "phi3",
 }
 """Families of the features that Qwen3 does not have."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -14,7 +15,20 @@ from jaxtyping import Array, Float, Int
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.fields import Size, file_of, read_value
 from verax.files import JsonObject
-from verax.models import bert, gemma3, lam, modernbert, qwen3, qwen3_5, qwen3_moe
+from verax.models import (
+    bert,
+    gemma3,
+    granite,
+    lam,
+    ministral3,
+    modernbert,
+    olmo2,
+    phi3,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+    smollm3,
+)
 from verax.models.causal_lm import (
     AttentionFn,
     CausalLM,
@@ -59,13 +73,19 @@ DTYPES: dict[str, DTypeLike] = {"bfloat16": jnp.bfloat16, "float32": jnp.float32
 """Dtypes of weights and of matmul inputs that engines run models in. The rest is float32 in both."""
 
 _CAUSAL_LM: dict[str, tuple[type[Any], type[Any]]] = {
-    **dict.fromkeys(("qwen3", "qwen2", "llama", "mistral"), (qwen3.Qwen3ForCausalLM, qwen3.Qwen3Config)),
-    "qwen3_moe": (qwen3_moe.Qwen3MoeForCausalLM, qwen3_moe.Qwen3MoeConfig),
+    **dict.fromkeys(("qwen3", "qwen2", "llama", "mistral", "ministral"), (qwen3.Qwen3ForCausalLM, qwen3.Qwen3Config)),
+    **dict.fromkeys(("qwen3_moe", "qwen2_moe"), (qwen3_moe.Qwen3MoeForCausalLM, qwen3_moe.Qwen3MoeConfig)),
     **dict.fromkeys(
         ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),
         (qwen3_5.Qwen35ForCausalLM, qwen3_5.Qwen35Config),
     ),
     **dict.fromkeys(("gemma3", "gemma3_text", "gemma2"), (gemma3.Gemma3ForCausalLM, gemma3.Gemma3Config)),
+    "phi3": (phi3.Phi3ForCausalLM, phi3.Phi3Config),
+    "smollm3": (smollm3.SmolLM3ForCausalLM, smollm3.SmolLM3Config),
+    **dict.fromkeys(("olmo2", "olmo3"), (olmo2.Olmo2ForCausalLM, olmo2.Olmo2Config)),
+    "granite": (granite.GraniteForCausalLM, granite.GraniteConfig),
+    "granitemoehybrid": (granite.GraniteMoeHybridForCausalLM, granite.GraniteConfig),
+    **dict.fromkeys(("ministral3", "mistral3"), (ministral3.Ministral3ForCausalLM, ministral3.Ministral3Config)),
 }
 
 _ENCODERS: dict[str, tuple[type[Any], type[Any]]] = {
@@ -239,5 +259,9 @@ def video_model(config: Mapping[str, Any]) -> type[Any]:
 def _kind(config: Mapping[str, Any], key: str, known: Collection[str], what: str, hint: str = "") -> str:
     """Kind of a model in a config.json, which has to be one of those known."""
     if (kind := read_value(config, key, str, None)) not in known:
-        raise UnsupportedModelError(f"config.json has {key} {kind!r}; {what} supported are {', '.join(known)}{hint}")
+        nearest = difflib.get_close_matches(str(kind), known, n=3, cutoff=0)
+        raise UnsupportedModelError(
+            f"config.json has {key} {kind!r}; {what} supported are {', '.join(known)}, of which "
+            f"{', '.join(nearest)} have the nearest names{hint}"
+        )
     return kind

@@ -241,6 +241,8 @@ def config_on_devices(config: C, devices: int) -> C:
         return config
     heads = cast(CausalLMConfig, config).num_key_value_heads
     try:
+        if not getattr(config, "shares_key_value_heads", True):
+            raise TypeError("its heads of keys and values are in one matrix with its queries")
         return cast(Any, replace)(config, num_key_value_heads=heads * times)
     except TypeError as error:
         raise InvalidParameterError(

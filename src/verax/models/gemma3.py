@@ -46,8 +46,6 @@ class Gemma3Config(Qwen3Config):
 
     query_pre_attn_scalar: Positive
     """Scores are q . k divided by its square root."""
-    local_rotary: ops.RotaryConfig
-    """Rotation in layers that see a window."""
     attn_logit_softcapping: Positive | None = None
     final_logit_softcapping: Positive | None = None
 
@@ -64,12 +62,12 @@ class Gemma3Config(Qwen3Config):
         check_activation(text, "hidden_activation", ("gelu_pytorch_tanh", None))
         if read_value(text, "use_bidirectional_attention", bool, False):
             raise UnsupportedModelError("use_bidirectional_attention is not supported in a causal model")
-        rotary = ops.RotaryConfig.from_hf(text) if gemma2 else _rotary(text, FULL, "rope_theta")
+        rotary = ops.RotaryConfig.from_hf(text) if gemma2 else rotary_of_kind(text, FULL, "rope_theta")
         fields = decoder_fields(text, rotary)
         return cls(
             **fields,
             windows=_windows(text, fields["num_hidden_layers"]),
-            local_rotary=rotary if gemma2 else _rotary(text, SLIDING, "rope_local_base_freq"),
+            local_rotary=None if gemma2 else rotary_of_kind(text, SLIDING, "rope_local_base_freq"),
             **read_fields(text, cls, ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")),
         )
 
@@ -117,8 +115,11 @@ def _windows(config: JsonObject, depth: int) -> tuple[int | None, ...]:
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
-def _rotary(config: JsonObject, kind: str, base: str) -> ops.RotaryConfig:
-    """Rotation in layers of one kind: by kind in `rope_parameters` (transformers 5), or by names of their own."""
+def rotary_of_kind(config: JsonObject, kind: str, base: str) -> ops.RotaryConfig:
+    """Rotation in layers of one kind: by kind in `rope_parameters` (transformers 5), or by names of their own.
+
+    `base`: key of the kind's base frequency. `rope_scaling` is of layers that see everything.
+    """
     by_kind = read_value(config, "rope_parameters", dict, {})
     given = read_value(by_kind, kind, dict, {}) if by_kind else {}
     if not by_kind and kind == FULL:
@@ -172,15 +173,6 @@ class Decoder(qwen3.Decoder):
 
     layer_class = DecoderLayer
     embedding_class = ScaledEmbedding
-
-    def rotary_tables(self, positions: Int[Array, "*B T"]) -> list[Rotary]:
-        """Tables of cos and sin for each layer, of two kinds."""
-        config = self.config
-        tables = {
-            FULL: ops.rotary_tables(positions, config.rotary, config.head_dim),
-            SLIDING: ops.rotary_tables(positions, config.local_rotary, config.head_dim),
-        }
-        return [tables[kind] for kind in config.layer_types]
 
 
 class Gemma3ForCausalLM(Qwen3ForCausalLM):

@@ -1,5 +1,8 @@
 """Qwen3, Qwen2/Qwen2.5, Llama 3.x and Mistral: decoder-only transformers that differ by a few flags.
 
+The other families of language models are made of the parts of this file: a family's own file reads its config.json and
+replaces what differs.
+
 Follows transformers' `Qwen3ForCausalLM`, `Qwen2ForCausalLM`, `LlamaForCausalLM` and `MistralForCausalLM`; module paths
 are the keys of their checkpoints. Reports: Qwen3 (arXiv:2505.09388), Qwen2 (arXiv:2407.10671), Llama 3
 (arXiv:2407.21783), Mistral 7B (arXiv:2310.06825).
@@ -7,8 +10,8 @@ are the keys of their checkpoints. Reports: Qwen3 (arXiv:2505.09388), Qwen2 (arX
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -20,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from verax import ops
-from verax.errors import UnsupportedModelError
+from verax.errors import CheckpointError, UnsupportedModelError
 from verax.fields import Count, Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_layer_types, read_value
 from verax.models.causal_lm import AttentionFn, RunRecurrent, causal_attention
 from verax.nn import Embedding, Linear, RMSNorm, fused_linear, fused_swiglu
@@ -29,7 +32,8 @@ __all__ = ["Qwen3Config", "Qwen3ForCausalLM"]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-Rotary = tuple[Float[Array, "*B T h"], Float[Array, "*B T h"]]
+Rotary = tuple[Float[Array, "*B T h"], Float[Array, "*B T h"]] | None
+"""cos and sin of the angles of each position; None in a layer without positions."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class Qwen3Config:
     mlp_bias: bool = False
     windows: tuple[Size | None, ...] = ()
     """Sliding window of each layer, None for full attention; empty if no layer has one."""
+    local_rotary: ops.RotaryConfig | None = None
+    """Rotation in layers that see a window; None for the rotation of the others."""
 
     zero_centered_norms: ClassVar[bool] = False
     """True where the weights of norms are added to 1."""
@@ -67,6 +73,17 @@ class Qwen3Config:
     def sliding_windows(self) -> tuple[int | None, ...]:
         """Window of each layer in tokens; None for a layer that sees everything."""
         return self.windows or (None,) * self.num_hidden_layers
+
+    @property
+    def rotaries(self) -> tuple[ops.RotaryConfig | None, ...]:
+        """Rotation in each layer, in a context as long as `max_position_embeddings`; None for a layer without one."""
+        rotaries = (self.rotary if window is None else self.local_rotary or self.rotary for window in self.windows)
+        given = tuple(rotaries) or (self.rotary,) * self.num_hidden_layers
+        return tuple(rotary.for_context(self.max_position_embeddings) for rotary in given)
+
+    def for_context(self, tokens: int) -> Any:
+        """Configuration of the model in a context of `tokens` tokens, of which some rotations (LongRoPE) depend."""
+        return replace(self, max_position_embeddings=min(tokens, self.max_position_embeddings))
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Qwen3Config:
@@ -94,7 +111,7 @@ def decoder_fields(config: Mapping[str, Any], rotary: ops.RotaryConfig) -> dict[
 
     `rotary`: rotation of heads, of layers that see everything.
     """
-    family = config.get("model_type")
+    family = read_value(config, "model_type", str, "")
     sizes = read_fields(config, Qwen3Config, _REQUIRED)
     width, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     kv_heads = read_value(config, "num_key_value_heads", Size, heads)
@@ -109,6 +126,11 @@ def decoder_fields(config: Mapping[str, Any], rotary: ops.RotaryConfig) -> dict[
             f"{file_of(config)}: {rotated_size} numbers of a head are rotated, with head_dim {head_dim} and "
             f"partial_rotary_factor {rotary.fraction}; expected an even number"
         )
+    for divisors in filter(None, (rotary.divisors, rotary.long_divisors)):
+        if len(divisors) != rotated_size // 2:
+            raise CheckpointError(
+                f"{file_of(config)}: {len(divisors)} rotary factors do not fit {rotated_size} rotated numbers of a head"
+            )
     attention_bias = read_value(config, "attention_bias", bool, False)
     return dict(
         **sizes,
@@ -118,7 +140,7 @@ def decoder_fields(config: Mapping[str, Any], rotary: ops.RotaryConfig) -> dict[
         rotary=rotary,
         tie_word_embeddings=read_value(config, "tie_word_embeddings", bool, False),
         max_position_embeddings=read_value(config, "max_position_embeddings", Size, 32768),
-        qk_norm=family not in ("qwen2", "llama", "mistral", "gemma2"),
+        qk_norm=family.startswith(("qwen3", "gemma3", "olmo")),
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=family != "qwen2" and attention_bias,
         mlp_bias=read_value(config, "mlp_bias", bool, False),
@@ -128,20 +150,40 @@ def decoder_fields(config: Mapping[str, Any], rotary: ops.RotaryConfig) -> dict[
 def _windows(config: Mapping[str, Any], depth: int) -> tuple[int | None, ...]:
     """Sliding window of each layer, as transformers reads them; empty if no layer has one."""
     family = config.get("model_type")
-    if family == "mistral":
+    if family in ("mistral", "ministral"):
         windowed = config.get("sliding_window", 0) is not None
     else:
         windowed = read_value(config, "use_sliding_window", bool, False)
     window = read_value(config, "sliding_window", Size) if windowed else None
-    # Layers before `max_window_layers` see everything. Qwen3-MoE's files have that key too, which nothing reads.
-    first = read_value(config, "max_window_layers", Count, 28) if family in ("qwen2", "qwen3") else 0
-    kinds = tuple(FULL if window is None or i < first else SLIDING for i in range(depth))
-    kinds = read_layer_types(config, depth, kinds, {FULL} if family == "llama" else {FULL, SLIDING})
+    # Qwen3-MoE's files have that key too, which nothing reads.
+    border = read_value(config, "max_window_layers", Count, 28) if family in ("qwen2", "qwen3", "qwen2_moe") else 0
+    if family == "qwen2_moe":
+        sliding = [i % 2 == 0 and i < border for i in range(depth)]
+    else:
+        sliding = [i >= border for i in range(depth)]
+    kinds = [SLIDING if window is not None and slides else FULL for slides in sliding]
+    return layer_windows(config, window, kinds, {FULL} if family == "llama" else {FULL, SLIDING})
+
+
+def layer_windows(
+    config: Mapping[str, Any], window: int | None, kinds: Sequence[str], known: Collection[str] = (FULL, SLIDING)
+) -> tuple[int | None, ...]:
+    """Sliding window of each layer by `layer_types` of a config.json, or by `kinds` without it; empty for no window.
+
+    `window`: tokens that a sliding layer sees; None if such layers are not in use. `known`: kinds that the family has.
+    """
+    kinds = read_layer_types(config, len(kinds), kinds, known)
     if SLIDING not in kinds:
         return ()
     if window is None:
         raise UnsupportedModelError(f"{file_of(config)} has {SLIDING} layers, but no sliding window is in use")
     return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+Projected = tuple[
+    Float[Array, "*B T N H"], Float[Array, "*B T K H"], Float[Array, "*B T K H"], Float[Array, "*B T N H"] | None
+]
+"""Queries, keys and values by head, and the gate of the outputs where there is one."""
 
 
 def norm(config: Any, dtype: DTypeLike, size: int | None = None) -> RMSNorm:
@@ -173,6 +215,14 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: AttentionFn
     ) -> Float[Array, "*B T D"]:
+        q, k, v, gate = self.project(x)
+        q, k = self.rotate(q, k, rotary)
+        out = attend(layer, q, k, v, window=self.config.sliding_windows[layer], **self.config.score_options)
+        out = out if gate is None else out * jax.nn.sigmoid(gate)
+        return self.o_proj(out.reshape(*out.shape[:-2], -1))
+
+    def project(self, x: Float[Array, "*B T D"]) -> Projected:
+        """Queries, keys and values by head, normalised; and the gate of the outputs, or None."""
         H, gate = self.config.head_dim, None
         queries, keys, values = fused_linear(x, self.q_proj, self.k_proj, self.v_proj)
         if self.config.gated_attention:
@@ -182,10 +232,13 @@ class Attention(nnx.Module):
         k, v = split_heads(keys, H), split_heads(values, H)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = ops.apply_rotary(q, *rotary), ops.apply_rotary(k, *rotary)
-        out = attend(layer, q, k, v, window=self.config.sliding_windows[layer], **self.config.score_options)
-        out = out if gate is None else out * jax.nn.sigmoid(gate)
-        return self.o_proj(out.reshape(*out.shape[:-2], -1))
+        return q, k, v, gate
+
+    def rotate(
+        self, q: Float[Array, "*B T N H"], k: Float[Array, "*B T K H"], rotary: Rotary
+    ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T K H"]]:
+        """Queries and keys at their positions."""
+        return (q, k) if rotary is None else (ops.apply_rotary(q, *rotary), ops.apply_rotary(k, *rotary))
 
 
 class MLP(nnx.Module):
@@ -204,8 +257,10 @@ class MLP(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Attention, then feed-forward, each on a normalised copy of the residual stream."""
 
+    attention_class: ClassVar[type[Attention]] = Attention
+
     def __init__(self, config: Any, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.self_attn = Attention(config, dtype=dtype, rngs=rngs)
+        self.self_attn = self.attention_class(config, dtype=dtype, rngs=rngs)
         self.mlp = self.feed_forward(config, layer, dtype=dtype, rngs=rngs)
         self.input_layernorm = norm(config, dtype)
         self.post_attention_layernorm = norm(config, dtype)
@@ -239,15 +294,20 @@ class Decoder(nnx.Module):
         self, tokens: Int[Array, "*B T"], positions: Int[Array, "*B T"], *mixers: AttentionFn | RunRecurrent
     ) -> Float[Array, "*B T D"]:
         """Hidden states; `mixers` are the functions by which the layers let tokens see each other."""
-        x = self.embed_tokens(tokens)
+        x = self.embed(tokens)
         for i, (layer, rotary) in enumerate(zip(self.layers, self.rotary_tables(positions), strict=True)):
             x = layer(x, rotary, i, *mixers)
         return self.norm(x)
 
+    def embed(self, tokens: Int[Array, "*B T"]) -> Float[Array, "*B T D"]:
+        """Residual stream before the first layer."""
+        return self.embed_tokens(tokens)
+
     def rotary_tables(self, positions: Int[Array, "*B T"]) -> list[Rotary]:
-        """Tables of cos and sin for each layer."""
-        tables = ops.rotary_tables(positions, self.config.rotary, self.config.head_dim)
-        return [tables] * self.config.num_hidden_layers
+        """Tables of cos and sin for each layer; layers of the same rotation share theirs."""
+        rotaries, H = self.config.rotaries, self.config.head_dim
+        tables = {rotary: ops.rotary_tables(positions, rotary, H) for rotary in dict.fromkeys(rotaries) if rotary}
+        return [tables.get(rotary) for rotary in rotaries]
 
 
 class Qwen3ForCausalLM(nnx.Module):

@@ -1,9 +1,9 @@
-"""Qwen3-MoE: Qwen3 with a mixture of experts in the place of the feed-forward part, in all layers or in some.
+"""Qwen3-MoE and Qwen2-MoE: Qwen3 and Qwen2 with a mixture of experts for the feed-forward part of all or some layers.
 
-Follows transformers' `Qwen3MoeForCausalLM`. A layer's experts are two stacks, as in transformers' modules and in
-checkpoints of Qwen3.5-MoE; Qwen3-MoE's have a key for each matrix, which `stacked_weights` says. Reports: Qwen3
-(arXiv:2505.09388), mixture of experts (Shazeer et al., 2017, arXiv:1701.06538), the shared expert (Dai et al., 2024,
-arXiv:2401.06066).
+Follows transformers' `Qwen3MoeForCausalLM` and `Qwen2MoeForCausalLM`. A layer's experts are two stacks, as in
+transformers' modules and in checkpoints of Qwen3.5-MoE; other checkpoints have a key for each matrix, which
+`stacked_weights` says. Reports: Qwen3 (arXiv:2505.09388), mixture of experts (Shazeer et al., 2017, arXiv:1701.06538),
+the shared expert (Dai et al., 2024, arXiv:2401.06066).
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class ExpertsConfig:
                 f"{file_of(config)}: num_experts_per_tok {sizes['num_experts_per_tok']} is more than num_experts "
                 f"{sizes['num_experts']}"
             )
-        # As transformers has it: Qwen3.5 has no such key, and the default of the two others differs.
-        normalised = read_value(config, "norm_topk_prob", bool, family != "qwen3_moe")
+        # As transformers has it: Qwen3.5 has no such key, and the default of the others differs.
+        normalised = read_value(config, "norm_topk_prob", bool, family not in ("qwen2_moe", "qwen3_moe"))
         return cls(**sizes, norm_topk_prob=normalised or family.startswith("qwen3_5"), layers=layers)
 
 
@@ -85,8 +85,10 @@ class Qwen3MoeConfig(Qwen3Config):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Qwen3MoeConfig:
-        """Read a config.json of `model_type` qwen3_moe."""
+        """Read a config.json of `model_type` qwen3_moe or qwen2_moe."""
         dense = Qwen3Config.from_hf(config)
+        if config.get("model_type") == "qwen2_moe":
+            dense = replace(dense, qkv_bias=read_value(config, "qkv_bias", bool, True), output_bias=False)
         return cls(**vars(dense), experts=ExpertsConfig.from_hf(config, dense.num_hidden_layers))
 
 
@@ -146,7 +148,7 @@ class Experts(nnx.Module):
 
 
 class SparseMoeBlock(nnx.Module):
-    """Router and experts of a layer and, in Qwen3-Next and Qwen3.5, a gated expert that all tokens pass."""
+    """Router and experts of a layer and, in Qwen2-MoE, Qwen3-Next and Qwen3.5, a gated expert that all tokens pass."""
 
     def __init__(self, config: Qwen3Config, experts: ExpertsConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.gate = Router(config, experts, rngs=rngs)

@@ -3,6 +3,7 @@
 from verax.nn.layers import (
     CausalConv3d,
     Conv2d,
+    DividedRMSNorm,
     Embedding,
     LayerNorm,
     Linear,
@@ -20,6 +21,7 @@ from verax.nn.sentences import Sentences
 __all__ = [
     "CausalConv3d",
     "Conv2d",
+    "DividedRMSNorm",
     "Embedding",
     "LayerNorm",
     "Linear",

@@ -273,6 +273,31 @@ class RMSNorm(nnx.Module):
         return ops.rms_norm(x, 1.0 + weight.astype(jnp.float32) if self.zero_centered else weight, self.eps)
 
 
+class DividedRMSNorm(RMSNorm):
+    """Root-mean-square normalisation over the heads of all devices, each of which has some.
+
+    `unit` and `repeats` are as in `Linear`. A head that several devices share counts for each: the mean is the same.
+    """
+
+    def __init__(self, size: int, *, eps: float, unit: int, repeats: bool = False, dtype: DTypeLike):
+        super().__init__(size, eps=eps, dtype=dtype)
+        self.unit = unit
+        self.repeats = repeats
+
+    @property
+    def divisions(self) -> Mapping[str, Division]:
+        """Division of the weight."""
+        return {"weight": Division(unit=self.unit, repeats=self.repeats)}
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """Normalise the last axis, of which this is the device's part."""
+        if num_parts() == 1:
+            return super().__call__(x)
+        total = sum_parts(jnp.sum(jnp.square(x), axis=-1, keepdims=True))
+        scale = jax.lax.rsqrt(total / (x.shape[-1] * num_parts()) + self.eps)
+        return x * scale * self.weight[...].astype(jnp.float32)
+
+
 class LayerNorm(nnx.Module):
     """Normalisation by mean and variance over the last axis, with a weight and mostly a bias, in float32."""
 

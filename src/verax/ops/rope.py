@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import jax
@@ -26,7 +26,8 @@ class RotaryConfig:
     """Frequencies of the rotation.
 
     `kind` is Hugging Face's `rope_type`: `default`, `linear` (position interpolation), `llama3` (Llama 3.1's smooth
-    interpolation by wavelength) or `yarn` (Peng et al., 2023, arXiv:2309.00071). `scaling` holds that kind's numbers.
+    interpolation by wavelength), `yarn` (Peng et al., 2023, arXiv:2309.00071) or `longrope` (Ding et al., 2024,
+    arXiv:2402.13753). `scaling` holds that kind's numbers.
     Only the first `fraction` of each head is rotated (Hugging Face's `partial_rotary_factor`).
     """
 
@@ -34,9 +35,11 @@ class RotaryConfig:
     kind: str = "default"
     scaling: tuple[tuple[str, float], ...] = ()
     divisors: tuple[float, ...] = ()
-    """Divisors of the frequencies for the kind `divided`, as GGUF files store Llama 3.1's scaling."""
+    """Divisors of the frequencies for the kind `divided`, as GGUF files store Llama 3.1's scaling, and `longrope`."""
 
     fraction: float = 1.0
+    long_divisors: tuple[float, ...] = ()
+    """Divisors of `longrope` in contexts longer than the one of pretraining."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], *, fraction: float = 1.0) -> RotaryConfig:
@@ -58,15 +61,28 @@ class RotaryConfig:
         fraction = read_value(config, "partial_rotary_factor", _Fraction, fraction)
         fraction = read_value(rope, "partial_rotary_factor", _Fraction, fraction)
         theta = read_value(rope, "rope_theta", _Base, read_value(config, "rope_theta", _Base, 10000.0))
-        # transformers takes the context that yarn stretches from the config's own length where the table names none.
-        rope.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
+        # As transformers: the outer key goes before the table's, and the config's own length stands in for both.
+        original, longest = "original_max_position_embeddings", config.get("max_position_embeddings")
+        rope[original] = config.get(original) or rope.get(original) or longest
         scaling = {name: read_value(rope, name, form, None) for name, form in _SCALING.items()}
         numbers = {name: float(value) for name, value in scaling.items() if value is not None}
+        if kind == "longrope" and "factor" not in numbers and original in numbers and longest:
+            numbers["factor"] = longest / numbers[original]
+        divisors = read_value(rope, "divisors", tuple[Positive, ...], ())
+        divisors = read_value(rope, "short_factor", tuple[Positive, ...], divisors)
+        long_divisors = read_value(rope, "long_factor", tuple[Positive, ...], ())
+        if kind == "longrope" and not (divisors and long_divisors):
+            raise UnsupportedModelError(f"rope_type {kind!r} needs short_factor and long_factor in rope_scaling")
         missing = [name for name in _REQUIRED[kind] if name not in numbers]
         if missing:
             raise UnsupportedModelError(f"rope_type {kind!r} needs {', '.join(missing)} in rope_scaling")
-        divisors = read_value(rope, "divisors", tuple[Positive, ...], ())
-        return cls(theta, kind, tuple(sorted(numbers.items())), divisors, fraction)
+        return cls(theta, kind, tuple(sorted(numbers.items())), divisors, fraction, long_divisors)
+
+    def for_context(self, tokens: int) -> RotaryConfig:
+        """Rotation in a context of `tokens` tokens: LongRoPE's depends on it."""
+        if not self.long_divisors or tokens <= dict(self.scaling)["original_max_position_embeddings"]:
+            return self
+        return replace(self, divisors=self.long_divisors)
 
     def frequencies(self, head_dim: int) -> tuple[np.ndarray, float]:
         """Angular frequencies, float32 `[h]` in radians per token, and the factor on cos and sin.
@@ -129,7 +145,17 @@ def _divided(base: np.ndarray, config: RotaryConfig, scaling: Mapping[str, float
     return base / np.asarray(config.divisors, np.float32), 1.0
 
 
-_FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "divided": _divided}
+def _longrope(base: np.ndarray, config: RotaryConfig, scaling: Mapping[str, float]) -> tuple[np.ndarray, float]:
+    """Frequencies of LongRoPE: each divided by a number of its own, and a factor for the longer context."""
+    factor, attention = scaling["factor"], scaling.get("attention_factor")
+    if attention is None:
+        original = scaling["original_max_position_embeddings"]
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return _divided(base, config, scaling)[0], attention
+
+
+_FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+_FREQUENCIES["divided"] = _divided
 _Base = Annotated[float, msgspec.Meta(gt=1, le=MAX_NUMBER, description="a number above 1")]
 _Fraction = Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0 and at most 1")]
 _SCALING: dict[str, Any] = {
@@ -146,6 +172,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("factor", "original_max_position_embeddings"),
 }
 
 

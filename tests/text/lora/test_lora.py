@@ -39,6 +39,7 @@ def layers_of(family, **changes):
         ("qwen3", {"tie_word_embeddings": False}, DENSE),
         ("llama", {}, DENSE),
         ("gemma3_text", {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16}, DENSE),
+        ("phi3", {}, {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"}),
         ("qwen3_moe", EXPERTS, ATTENTION),
     ],
 )

@@ -112,7 +112,12 @@ class LLM:
         for mesh in map(_placement_mesh, meshes):
             with progress.bar("loading weights", enabled=use_tqdm, count=False) as report:
                 model_of_mesh = load_causal_lm(
-                    opened, dtype=dtype, quantization=quantization, mesh=mesh, progress=report
+                    opened,
+                    max_model_len=config.max_model_len,
+                    dtype=dtype,
+                    quantization=quantization,
+                    mesh=mesh,
+                    progress=report,
                 )
             if mesh is None:
                 pack_linear_weights(model_of_mesh, few_rows=True)

@@ -1,0 +1,112 @@
+"""Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: Llamas with one matrix for queries, keys and values, and one for gate and up.
+
+Follows transformers' `Phi3ForCausalLM`; module paths are the keys of its checkpoints. Reports: Phi-3
+(arXiv:2404.14219), Phi-4 (arXiv:2412.08905), Phi-4-mini (arXiv:2503.01743).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from verax import ops
+from verax.errors import UnsupportedModelError
+from verax.fields import Size, read_value
+from verax.files import JsonObject
+from verax.models import qwen3
+from verax.models.causal_lm import text_config
+from verax.models.qwen3 import Projected, Qwen3Config, Qwen3ForCausalLM, check_activation, decoder_fields, split_heads
+from verax.nn import Linear
+
+__all__ = ["Phi3Config", "Phi3ForCausalLM"]
+
+LONGROPE = {"su": "longrope", "yarn": "longrope"}
+"""Names that older files have for LongRoPE."""
+
+
+@dataclass(frozen=True)
+class Phi3Config(Qwen3Config):
+    """Sizes and flags, by the names of config.json where these are clear."""
+
+    shares_key_value_heads: ClassVar[bool] = False
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Phi3Config:
+        """Read a config.json of `model_type` phi3."""
+        text = text_config(config, rms_norm_eps=1e-5, max_position_embeddings=4096)
+        check_activation(text, "hidden_act", ("silu",))
+        fields = decoder_fields(text, _rotary(text))
+        window = read_value(text, "sliding_window", Size, None)
+        return cls(**fields, windows=() if window is None else (window,) * fields["num_hidden_layers"])
+
+
+def _rotary(config: JsonObject) -> ops.RotaryConfig:
+    """Rotation of heads: plain or LongRoPE, of which older files have other names."""
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rope = dict(read_value(config, key, dict, {}))
+    kind = rope.get("rope_type", rope.pop("type", "default"))
+    rope["rope_type"] = LONGROPE.get(kind, kind)
+    if rope["rope_type"] not in ("default", "longrope"):
+        raise UnsupportedModelError(f"{config.where}: rope_type {kind!r} is not supported; phi3 uses 'longrope'")
+    original = {"original_max_position_embeddings": config.get("original_max_position_embeddings", 4096)}
+    return ops.RotaryConfig.from_hf(JsonObject({**config, **original, key: rope}, config.where))
+
+
+class Attention(qwen3.Attention):
+    """Grouped-query attention whose queries, keys and values come of one matrix, one below the other."""
+
+    def __init__(self, config: Phi3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.config = config
+        units = N // K * H, H, H  # of a device: heads of keys and values, with the queries that read them
+        self.qkv_proj = Linear(D, (N + 2 * K) * H, divided="out", unit=units, dtype=dtype, rngs=rngs)
+        self.o_proj = Linear(N * H, D, divided="in", unit=N // K * H, dtype=dtype, rngs=rngs)
+
+    def project(self, x: Float[Array, "*B T D"]) -> Projected:
+        """Queries, keys and values by head."""
+        heads = split_heads(self.qkv_proj(x), self.config.head_dim)
+        keys = heads.shape[-2] // (self.config.num_attention_heads // self.config.num_key_value_heads + 2)
+        q, k, v = jnp.split(heads, (heads.shape[-2] - 2 * keys, heads.shape[-2] - keys), axis=-2)
+        return q, k, v, None
+
+
+class MLP(nnx.Module):
+    """Gated feed-forward (SwiGLU) whose gate and input come of one matrix, one below the other."""
+
+    def __init__(self, config: Phi3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        D, F = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = Linear(D, 2 * F, divided="out", unit=(1, 1), dtype=dtype, rngs=rngs)
+        self.down_proj = Linear(F, D, divided="in", dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+        return self.down_proj(jax.nn.silu(gate) * up)
+
+
+class DecoderLayer(qwen3.DecoderLayer):
+    """Attention, then feed-forward, each on a normalised copy of the residual stream."""
+
+    attention_class = Attention
+
+    def feed_forward(self, config: Any, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> MLP:
+        """Feed-forward part of a layer."""
+        return MLP(config, dtype=dtype, rngs=rngs)
+
+
+class Decoder(qwen3.Decoder):
+    """Token embedding, the layers, and the final norm."""
+
+    layer_class = DecoderLayer
+
+
+class Phi3ForCausalLM(Qwen3ForCausalLM):
+    """The language model: `Qwen3ForCausalLM` with fused projections."""
+
+    decoder_class = Decoder
