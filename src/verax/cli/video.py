@@ -16,6 +16,7 @@ from verax.cli.files import check_input, checked, open_results, run_lines
 from verax.cli.options import Flags
 from verax.options import option
 from verax.video.options import VideoRequest
+from verax.video.recipes import describe_recipe, with_recipe
 
 if TYPE_CHECKING:
     from verax.video.memory import StageMemory
@@ -119,7 +120,10 @@ def video(
     prompt, resume = request.pop("prompt"), request.pop("resume")
     if teacache:
         request["cache"] = "teacache"
-    pipeline |= {"model": model, "lora_2": pipeline["lora_2"] or None, "devices_for": VideoRequest(**request)}
+    clip_options = with_recipe(VideoRequest(**request))
+    if clip_options.recipe is not None:
+        sys.stderr.write(f"{describe_recipe(clip_options.recipe)}\n")
+    pipeline |= {"model": model, "lora_2": pipeline["lora_2"] or None, "devices_for": clip_options}
     if batch is not None:
         one = {"prompt": prompt, "contact-sheet": contact_sheet, "resume": resume, "preview": preview, "plan": plan}
         if given := [f"--{name}" for name, value in one.items() if value]:

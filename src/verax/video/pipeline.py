@@ -21,6 +21,7 @@ from verax.video.memory import StageMemory, format_bytes, free_memory, largest, 
 from verax.video.mesh import GUIDANCE, SEQUENCE, axis_size, check_request, clip_mesh
 from verax.video.networks import Denoiser, PromptStates, PromptTokenizer, Stages
 from verax.video.outputs import RunReporter, VideoOutput
+from verax.video.recipes import with_recipe
 from verax.video.request import ResolvedRequest, VideoRequest, make_request, resolve_request
 from verax.video.run import PipelineParts, run_request, stages_of
 
@@ -110,7 +111,7 @@ class VideoPipeline:
             guidance_parallel=guidance_parallel,
             sequence_parallel=sequence_parallel,
             devices=devices,
-            request=devices_for or VideoRequest(),
+            request=with_recipe(devices_for or VideoRequest()),
             settings=settings,
             geometry=geometry,
             mesh=mesh,

@@ -10,7 +10,7 @@ The module imports the standard library only, because the options of the command
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from verax.errors import InvalidParameterError
@@ -81,11 +81,15 @@ def with_recipe(request: R) -> R:
     settings = RECIPES[given.recipe].settings
     for name, value in {**settings, "guidance_scale_2": 1.0}.items():
         own = getattr(given, name)
-        if own is not None and (name == "sigmas" or own != value):
+        own = tuple(own) if isinstance(own, Iterable) and not isinstance(own, str) else own
+        if own not in (None, value):
             raise InvalidParameterError(
-                f"recipe: {given.recipe} sets {name} to {_shown(value)}, and {name} is {_shown(own)}; leave one of them out"
+                f"recipe: {given.recipe} sets {name} to {_shown(value)}, and {name} is {_shown(own)}; leave one out"
             )
-    return dataclasses.replace(given, **settings)
+    # A request that is resolved already keeps its values, which are of other types.
+    return dataclasses.replace(
+        given, **{name: value for name, value in settings.items() if getattr(given, name) is None}
+    )
 
 
 def describe_recipe(name: str) -> str:
@@ -95,4 +99,5 @@ def describe_recipe(name: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    return " ".join(f"{sigma:g}" for sigma in value) if isinstance(value, tuple) else f"{value}"
+    """Value as a flag takes it."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
