@@ -269,7 +269,19 @@ FORMATS = {
     "down_up": ("model.{}.lora_down.weight", "model.{}.lora_up.weight", "model.{}.alpha", False),
     "bare": ("{}.lora_down.weight", "{}.lora_up.weight", "{}.alpha", False),
     "kohya": ("lora_unet_{}.lora_down.weight", "lora_unet_{}.lora_up.weight", "lora_unet_{}.alpha", False),
+    "kohya_dots": ("lora_unet.{}.lora_down.weight", "lora_unet.{}.lora_up.weight", "lora_unet.{}.alpha", False),
+    "fun": ("lora_unet__{}.lora_down.weight", "lora_unet__{}.lora_up.weight", "lora_unet__{}.alpha", False),
+    "kohya_diffusers": ("lora_unet_{}.lora_down.weight", "lora_unet_{}.lora_up.weight", "lora_unet_{}.alpha", True),
+    "diffsynth": ("pipe.dit.{}.lora_A.default.weight", "pipe.dit.{}.lora_B.default.weight", None, False),
+    "old_diffusers": ("unet.{}.lora.down.weight", "unet.{}.lora.up.weight", "unet.{}.alpha", True),
+    "processors": ("{}_lora.down.weight", "{}_lora.up.weight", "{}.alpha", True),
+    "bare_matrices": ("transformer.{}.lora_A", "transformer.{}.lora_B", None, True),
+    "lycoris": ("lycoris_{}.lora_down.weight", "lycoris_{}.lora_up.weight", "lycoris_{}.alpha", False),
+    "compiled": ("_orig_mod.module.{}.lora_A.weight", "_orig_mod.module.{}.lora_B.weight", None, False),
+    "within": ("diffusion_model._orig_mod.{}.lora_A.weight", "diffusion_model._orig_mod.{}.lora_B.weight", None, False),
+    "several": ("base_model.model.dit.{}.lora_A.weight", "base_model.model.dit.{}.lora_B.weight", None, False),
 }  # fmt: skip
+UNDERSCORES = ("kohya", "fun", "kohya_diffusers", "lycoris")
 MODULES = {
     "blocks.0.self_attn.q": "blocks.0.attn1.to_q",
     "blocks.0.cross_attn.k_img": "blocks.0.attn2.add_k_proj",
@@ -285,7 +297,7 @@ def test_every_implementationat_is_pefts_arithmetic(style, module, base, tmp_pat
     F, D = SHAPES[f"{module}.weight"]
     A, B = draw(RANK, D, seed=50), draw(F, RANK, seed=51)
     name = MODULES[module] if diffusers else module
-    name = name.replace(".", "_") if style == "kohya" else name
+    name = name.replace(".", "_") if style in UNDERSCORES else name
     tensors = {down.format(name): A, up.format(name): B}
     if alpha:
         tensors[alpha.format(name)] = np.asarray(1.5, np.float32)
@@ -302,9 +314,111 @@ def test_a_convolution_is_changed_over_all_its_inputs(base, tmp_path):
     assert_sum(got, base, "patch_embedding.weight", np.einsum("or,rcthw->octhw", B[:, :, 0, 0, 0], A))
 
 
+def product(a, b):
+    return a.astype(np.float64) @ b.astype(np.float64)
+
+
+def tucker(core, a, b):
+    """LyCORIS' rebuild_tucker: `i j ..., i p, j r -> p r ...`."""
+    return np.einsum("ij...,ip,jr->pr...", *(array.astype(np.float64) for array in (core, a, b)))
+
+
+def lycoris_cases():
+    """Tensors, alpha's divisor (None where alpha does not count), and the product in float64, by LyCORIS' functions."""
+    w1, w2 = draw(5, 3, seed=20), draw(2, 2, seed=21)
+    a1, b1, a2, b2 = draw(5, 2, seed=22), draw(2, 3, seed=23), draw(2, 4, seed=24), draw(4, 2, seed=25)
+    loha = {name: draw(*((10, 3) if name.endswith("a") else (3, 6)), seed=i) for i, name in enumerate(
+        ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"))}  # fmt: skip
+    yield (
+        "loha",
+        FFN,
+        loha,
+        3,
+        product(loha["hada_w1_a"], loha["hada_w1_b"]) * product(loha["hada_w2_a"], loha["hada_w2_b"]),
+    )
+    yield "lokr", FFN, {"lokr_w1": w1, "lokr_w2": w2}, None, np.kron(w1.astype(np.float64), w2)
+    yield "lokr_b", FFN, {"lokr_w1": w1, "lokr_w2_a": a2, "lokr_w2_b": b2}, 4, np.kron(w1, product(a2, b2))
+    yield "lokr_a", FFN, {"lokr_w1_a": a1, "lokr_w1_b": b1, "lokr_w2": w2}, 2, np.kron(product(a1, b1), w2)
+    both = {"lokr_w1_a": a1, "lokr_w1_b": b1, "lokr_w2_a": a2, "lokr_w2_b": b2}
+    yield "lokr_ab", FFN, both, 4, np.kron(product(a1, b1), product(a2, b2))
+    # A convolution [6, 4, 1, 2, 2], whose kernel is in Tucker's core or in the second matrix.
+    c1, core, ta, tb = draw(3, 2, seed=30), draw(2, 2, 1, 2, 2, seed=31), draw(2, 2, seed=32), draw(2, 2, seed=33)
+    kernel = tucker(core, ta, tb)
+    yield (
+        "lokr_t2",
+        "patch_embedding.weight",
+        {"lokr_w1": c1, "lokr_w2_a": ta, "lokr_w2_b": tb, "lokr_t2": core},
+        2,
+        (np.kron(c1[..., None, None, None], kernel)),
+    )
+    flat = draw(2, 2 * 4, seed=34)
+    whole = (ta.astype(np.float64) @ flat).reshape(2, 2, 1, 2, 2)
+    yield (
+        "lokr_conv",
+        "patch_embedding.weight",
+        {"lokr_w1": c1, "lokr_w2_a": ta, "lokr_w2_b": flat},
+        2,
+        (np.kron(c1[..., None, None, None], whole)),
+    )
+    t1, t2 = draw(2, 2, 1, 2, 2, seed=35), draw(2, 2, 1, 2, 2, seed=36)
+    sides = [draw(2, n, seed=40 + i) for i, n in enumerate((6, 4, 6, 4))]
+    names = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
+    yield (
+        "loha_t",
+        "patch_embedding.weight",
+        dict(zip(names, sides, strict=True)) | {"hada_t1": t1, "hada_t2": t2},
+        2,
+        (tucker(t1, *sides[:2]) * tucker(t2, *sides[2:])),
+    )
+    up, down = draw(6, 2, 1, 1, 1, seed=50), draw(2, 4, 1, 1, 1, seed=51)
+    tensors = {"lora_up.weight": up, "lora_down.weight": down, "lora_mid.weight": core}
+    yield "locon", "patch_embedding.weight", tensors, 2, tucker(core, up[:, :, 0, 0, 0].T, down[:, :, 0, 0, 0])
+
+
+@pytest.mark.parametrize("prefix", ["lycoris_", "lora_unet_", "diffusion_model."])
+@pytest.mark.parametrize("case", lycoris_cases(), ids=lambda case: case[0])
+def test_lycoris_products_are_its_functions(case, prefix, base, tmp_path):
+    _, name, tensors, rank, expected = case
+    module = name.removesuffix(".weight")
+    module = prefix + (module if prefix.endswith(".") else module.replace(".", "_"))
+    file = {f"{module}.{key}": array for key, array in tensors.items()}
+    file[f"{module}.alpha"] = np.asarray(1.5, np.float32)
+    got = with_file(base, file, tmp_path / "lora.safetensors", scale=-0.5)
+    assert_sum(got, base, name, -0.5 * (1.0 if rank is None else 1.5 / rank) * expected)
+
+
+def test_the_bias_of_b_has_the_factor_of_the_matrices_and_a_difference_has_not(base, tmp_path):
+    A, B, bias = draw(RANK, 6, seed=1), draw(6, RANK, seed=2), draw(6, seed=3)
+    module = "blocks.0.self_attn.q"
+    pair = {f"{module}.lora_A.weight": A, f"{module}.lora_B.weight": B, f"{module}.alpha": np.float32(1.5)}
+    for key, factor in ((f"{module}.lora_B.bias", 1.5 / RANK), (f"{module}.diff_b", 1.0)):
+        tensors = {name: np.asarray(array) for name, array in {**pair, key: bias}.items()}
+        got = with_file(base, tensors, tmp_path / "lora.safetensors", scale=0.7)
+        before = base.read(f"{module}.bias").astype(np.float64)
+        np.testing.assert_allclose(got.read(f"{module}.bias"), before + 0.7 * factor * bias, atol=1e-6)
+        before = base.read(f"{module}.weight").astype(np.float64)
+        np.testing.assert_allclose(got.read(f"{module}.weight"), before + 0.7 * 0.5 * product(B, A), atol=1e-5)
+
+
+def test_matrices_and_a_difference_of_one_weight_add_up(base, tmp_path):
+    A, B, more = draw(RANK, 6, seed=1), draw(10, RANK, seed=2), draw(10, 6, seed=3)
+    module = "blocks.0.ffn.0"
+    tensors = {f"{module}.lora_A.weight": A, f"{module}.lora_B.weight": B, f"{module}.diff": more}
+    assert_sum(with_file(base, tensors, tmp_path / "lora.safetensors"), base, FFN, B @ A + more)
+
+
+def test_numbers_of_a_file_that_are_not_finite_are_refused_with_their_keys(base, tmp_path):
+    got = with_file(base, {"blocks.0.ffn.0.diff": np.full((10, 6), np.nan, np.float32)}, tmp_path / "lora.safetensors")
+    with pytest.raises(CheckpointError, match=r"blocks\.0\.ffn\.0\.diff .* not finite"):
+        got.read(FFN)
+
+
 @pytest.mark.parametrize(
     ("key", "name"),
     [
+        ("blocks.0.self_attn.q.w_norm", Q_WEIGHT),
+        ("blocks.0.self_attn.q.b_norm", "blocks.0.self_attn.q.bias"),
+        ("blocks.0.diff_m", "blocks.0.modulation"),
         ("blocks.0.self_attn.q.diff", Q_WEIGHT),
         ("blocks.0.self_attn.q.diff_b", "blocks.0.self_attn.q.bias"),
         ("blocks.0.modulation.diff", "blocks.0.modulation"),
@@ -364,13 +478,19 @@ def test_files_add_up_and_are_rounded_once_when_loaded(base, tmp_path):
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"x.ffn.0.lora_A.weight": (3, 6), "x.ffn.0.lora_B.weight": (10, 3)}, "x.ffn.0.lora_A.weight, x.ffn"),
+        ({"x.ffn.0.lora_A.weight": (3, 6), "x.ffn.0.lora_B.weight": (10, 3)}, "x.ffn.0.lora_A.weight .nearest"),
         ({"lora_te_text_model.lora_down.weight": (3, 6)}, "lora_te_text_model.lora_down.weight"),
-        ({"blocks.0.ffn.0.lora_magnitude_vector": (10,)}, "blocks.0.ffn.0.lora_magnitude_vector"),
         ({"blocks.0.ffn.0.lora_A.weight": (3, 6)}, "blocks.0.ffn.0.lora_A.weight lacks its other matrix"),
         ({"blocks.0.ffn.0.lora_A.weight": (3, 6), "blocks.0.ffn.0.lora_B.weight": (10, 4)}, "shape \\[10, 6\\]"),
         ({"blocks.0.ffn.0.lora_A.weight": (3, 6), "blocks.0.ffn.0.lora_B.weight": (6, 3)}, "shape \\[10, 6\\]"),
-        ({"blocks.0.ffn.0.alpha": ()}, "blocks.0.ffn.0.weight lacks"),
+        ({"blocks.0.ffn.0.alpha": ()}, "blocks.0.ffn.0.alpha lacks"),
+        ({"blocks.0.ffn.0.lora_A.bias": (3,)}, "blocks.0.ffn.0.lora_A.bias .nearest"),
+        ({"blocks.0.ffn.0.lokr_w1": (2, 2)}, "blocks.0.ffn.0.lokr_w1 lacks its other matrix, w2_a"),
+        ({"blocks.0.ffn.0.hada_w1_a": (10, 3), "blocks.0.ffn.0.hada_w1_b": (3, 6)}, "lacks its other matrix, w2_a"),
+        ({"blocks.0.self_atn.q.diff": (6, 6)}, r"\(nearest: blocks.0.self_attn.q, .*, .*\)"),
+        ({"blocks.0.ffn.0.diff": (10, 6), "blocks_0_ffn_0.diff": (10, 6)}, "are both for blocks.0.ffn.0.weight"),
+        # A weight of another size is said before blocks that only the larger model has.
+        ({"blocks.9.ffn.0.diff": (8, 4), "blocks.0.ffn.0.diff": (8, 4)}, "\\[8, 4\\].* \\[10, 6\\]; .* another size"),
         ({"blocks.0.ffn.0.diff": (6, 6)}, "shape \\[10, 6\\]"),
     ],
 )  # fmt: skip
@@ -379,3 +499,11 @@ def test_what_does_not_fit_is_an_error_that_names_it(tensors, message, base, tmp
         with_file(
             base, {key: np.ones(shape, np.float32) for key, shape in tensors.items()}, tmp_path / "lora.safetensors"
         )
+
+
+@pytest.mark.parametrize(
+    "key", ["lora_magnitude_vector", "dora_scale", "oft_blocks", "oft_diag", "a1.weight", "on_input", "set_weight"]
+)
+def test_other_methods_are_refused_by_their_keys(key, base, tmp_path):
+    with pytest.raises(UnsupportedModelError, match=rf"blocks\.0\.ffn\.0\.{key} .* not supported"):
+        with_file(base, {f"blocks.0.ffn.0.{key}": np.ones((10, 6), np.float32)}, tmp_path / "lora.safetensors")

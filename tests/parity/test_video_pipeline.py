@@ -7,6 +7,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -17,6 +18,8 @@ PIL = pytest.importorskip("PIL.Image")
 from tests.support.tiny_video import BOUNDARY, diffusers_pipeline
 from verax.models.wan.family import DIFFUSERS
 from verax.video.pipeline import VideoPipeline
+from verax.video.programs import random_key
+from verax.video.recipes import RECIPES
 from verax.video.schedule import noise_levels
 
 SIZE: dict[str, Any] = dict(height=32, width=48)
@@ -204,6 +207,42 @@ def test_latents_of_two_transformers_match_diffusers(made, kind, scales):
     assert 0 < first.sum() < 5
     got, want = final_latents(theirs, ours, image=picture() if kind == "i2v-a14b" else None, **scales)
     assert np.abs(got - want).max() < 1e-4 * np.abs(want).mean()
+
+
+@pytest.mark.usefixtures("exact_times")
+@pytest.mark.parametrize(
+    ("kind", "recipe"), [("t2v-a14b", "lightx2v"), ("t2v-a14b", "self-forcing"), ("ti2v", "fastwan")]
+)
+def test_latents_of_recipes_match_diffusers_with_their_schedulers(made, kind, recipe, monkeypatch):
+    """Diffusers' pipeline with the scheduler at the recipe's noise levels; LCM's noise is handed to it."""
+    theirs, ours = made(kind)
+    settings = RECIPES[recipe]
+    parent = diffusers.FlowMatchLCMScheduler if settings.solver == "lcm" else diffusers.FlowMatchEulerDiscreteScheduler
+
+    class Scheduler(parent):
+        def set_timesteps(self, *_, device=None, **__):
+            super().set_timesteps(sigmas=list(settings.sigmas), device=device)
+            if settings.whole_timesteps:
+                self.timesteps = self.timesteps.round()
+
+    queue = []
+    key = jax.random.fold_in(random_key(42 + 1), 0)
+    for i in range(len(settings.sigmas)):
+        fresh = jax.random.normal(
+            jax.random.fold_in(jax.random.fold_in(key, i), 1), np.moveaxis(noise_of(ours), 1, -1).shape, np.float32
+        )
+        queue.append(torch.from_numpy(np.array(np.moveaxis(np.asarray(fresh), -1, 1))))
+    if settings.solver == "lcm":
+        monkeypatch.setattr(f"{parent.__module__}.randn_tensor", lambda *_, **__: queue.pop(0))
+    parts = {**theirs.components, "scheduler": Scheduler(shift=settings.shift)}
+    more = {} if kind == "t2v-a14b" else {"expand_timesteps": True}
+    pipe = type(theirs)(**parts, **more, **({"boundary_ratio": BOUNDARY} if kind == "t2v-a14b" else {}))
+    pipe.set_progress_bar_config(disable=True)
+    size = {name: value for name, value in SIZE_2_2.items() if name != "num_inference_steps"}
+    latents = noise_of(ours)
+    want = pipe(latents=torch.from_numpy(latents), output_type="latent", guidance_scale=1.0, **size, **PROMPTS).frames
+    got = ours(latents=latents, output_type="latent", recipe=recipe, **size, **PROMPTS).frames
+    assert np.abs(got - want.numpy()).max() < 1e-4 * np.abs(want.numpy()).mean()
 
 
 @pytest.mark.usefixtures("exact_times")

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.support.tiny_video import BOUNDARY
 from verax import VideoPipeline, VideoRequest
@@ -68,6 +69,49 @@ def test_each_transformer_has_its_scale_of_guidance(pipes):
     assert pipe.resolve(VideoRequest("a red circle", **OPTIONS)).guidance_scales == (4.0, 3.0)
 
 
+def query_weights(pipe):
+    """Weight of the first block's queries in each transformer."""
+    for denoiser in pipe.parts.denoisers:
+        with denoiser.transformer.weights() as weights:
+            yield np.asarray(denoiser.transformer.module(weights).blocks[0].self_attn.q.weight[...])
+
+
+def test_each_transformer_has_files_and_factors_of_its_own_or_both_have_the_same(folders, pipes, tmp_path):
+    rng = np.random.default_rng(0)
+    changes, files = [], []
+    for number in range(2):
+        up, down = (rng.normal(size=shape).astype(np.float32) for shape in ((24, 2), (2, 24)))
+        files.append(tmp_path / f"{number}.safetensors")
+        save_file({"lora_unet_blocks_0_self_attn_q.lora_up.weight": up}
+                  | {"lora_unet_blocks_0_self_attn_q.lora_down.weight": down}, files[-1])  # fmt: skip
+        changes.append(up.astype(np.float64) @ down)
+    before = list(query_weights(pipes("t2v-a14b")))
+    first, second = changes
+    for arguments, expected in (
+        ({"lora": f"{files[0]}:0.5"}, (0.5 * first, 0.5 * first)),
+        ({"lora": {files[0]: 0.5}, "lora_2": [f"{files[0]}:-1", files[1]]}, (0.5 * first, second - first)),
+        ({"lora_2": files[1]}, (0 * first, second)),
+        ({"lora": [f"{files[0]}:2", f"{files[1]}:3"], "lora_2": ()}, (2 * first + 3 * second, 0 * first)),
+    ):
+        pipe = VideoPipeline(folders("t2v-a14b"), dtype="float32", show_progress=False, **arguments)
+        for after, plain, change in zip(query_weights(pipe), before, expected, strict=True):
+            np.testing.assert_allclose(after - plain, change, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        ("ti2v", {"lora_2": "a.safetensors"}, "lora_2: this model has one transformer"),
+        ("t2v-a14b", {"lora": ["a.safetensors:1", "a.safetensors:2"]}, "lora: expected each file once"),
+        ("t2v-a14b", {"lora_2": {"a.safetensors": "much"}}, "lora_2: expected a number as the factor of a.safetensors"),
+        ("t2v-a14b", {"lora_2": "a.safetensors:nan"}, "lora_2: expected a number as the factor of a.safetensors"),
+    ],
+)
+def test_lora_arguments_that_make_no_sense_are_refused(kind, arguments, message, folders):
+    with pytest.raises(InvalidParameterError, match=message):
+        VideoPipeline(folders(kind), **arguments)
+
+
 def test_teacache_works_with_an_image_whose_frame_has_its_own_time(pipes):
     options: dict[str, Any] = {**OPTIONS, "num_inference_steps": STEPS, "image": picture(), "guidance": "sequential"}
     cached = pipes("ti2v")("a red circle", cache="teacache", cache_threshold=1e9, **options)
@@ -121,8 +165,6 @@ def test_what_cannot_be_done_is_refused_by_name(pipes, kind, options, message):
 
 def test_folders_that_lack_a_part_are_refused(folders, tmp_path):
     folder = shutil.copytree(folders("t2v-a14b"), tmp_path / "model")
-    with pytest.raises(UnsupportedModelError, match="lora: files for a model of two transformers"):
-        VideoPipeline(folder, lora="a.safetensors")
     index = folder / "model_index.json"
     fields = json.loads(index.read_text())
     index.write_text(json.dumps({**fields, "boundary_ratio": None}))

@@ -6,22 +6,26 @@ adapted ones.
 
 - Adapters in PEFT's format (`PeftModel.save_pretrained`) are read, merged into a base, and written:
   https://huggingface.co/docs/peft/developer_guides/checkpoint.
-- Files for video models are added to the weights while these are loaded. Their formats differ in names only: diffusers
-  and PEFT name the matrices `lora_A` and `lora_B`, kohya `lora_down` and `lora_up`. Either may have an `alpha`; without
-  one, alpha is r. A file may also have whole differences: `diff` of a weight, `diff_b` of a bias.
+- Files for video models are added to the weights while these are loaded. Most differ in names only: diffusers and PEFT
+  name the matrices `lora_A` and `lora_B`, kohya `lora_down` and `lora_up`. Either may have an `alpha`; without one,
+  alpha is r. B may have a bias. LyCORIS' LoHa and LoKr combine more matrices (arXiv:2309.14859). A file may also have
+  whole differences: `diff` of a weight, `diff_b` of a bias, `diff_m` of a modulation.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
@@ -32,7 +36,7 @@ from verax.checkpoint.checkpoint import Checkpoint, DerivedFile
 from verax.checkpoint.formats.pth import PthFile
 from verax.checkpoint.formats.safetensors import NewTensor, SafetensorsFile, write_shards
 from verax.checkpoint.save import save
-from verax.checkpoint.video.parts import PARTS
+from verax.checkpoint.video.parts import PARTS, WRAPPERS
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.fields import Finite, read_value
 from verax.files import JsonObject, atomic_path, read_json, write_json
@@ -354,12 +358,55 @@ def _targets(adapted: Iterable[str], modules: Iterable[str]) -> list[str]:
     return sorted({last if (last := module.split(".")[-1]) not in others else module for module in adapted})
 
 
-_PAIR = re.compile(r"(?P<module>.+)\.(?P<role>lora_A|lora_B|lora_down|lora_up)(\.\w+)?\.weight")
-_OTHER = re.compile(r"(?P<module>.+)\.(?P<role>alpha|diff|diff_b)")
-_ROLES = {"lora_A": "down", "lora_B": "up", "lora_down": "down", "lora_up": "up"}
-_PREFIXES = re.compile(r"^(base_model\.model\.|model\.|diffusion_model\.|transformer\.)+")
-_KOHYA = "lora_unet_"
-"""Kohya's prefix; the rest of the name has underscores for dots."""
+_KEY_IN_FILE = re.compile(
+    r"(?P<module>.+?)[._]"
+    r"(?:lora[._](?:linear_layer\.)?(?P<lora>A|B|down|up|mid)|hada_(?P<hada>w[12]_[ab]|t[12])|"
+    r"lokr_(?P<lokr>w[12](?:_[ab])?|t2)|(?P<diff>diff(?:_[bm])?|[wb]_norm)|(?P<alpha>alpha))"
+    r"(?:\.(?!weight$|bias$)\w+)?(?:\.(?P<ending>weight|bias))?"
+)
+"""Key of a file. Between role and ending some files have the adapter's name."""
+
+_PARAMETERS = {"diff_b": "bias", "b_norm": "bias", "diff_m": "modulation"}
+"""Parameter of a module that a difference is added to, where it is not the weight."""
+
+_UNSUPPORTED = re.compile(
+    r"dora_scale|magnitude_vector|oft_|boft_|\.[ab][12]\.weight$|on_input$|set_weight|reshape_weight"
+)
+"""Keys of methods that are not implemented: DoRA, OFT, BOFT, GLoRA, IA3, and ComfyUI's replacements of weights."""
+
+_PREFIXES = re.compile(
+    r"^((base_model|model|diffusion_model|transformer|pipe|dit|unet|lora_unet|lora_transformer|lycoris)[._]+)+"
+)
+"""Prefixes of names by PEFT, ComfyUI, diffusers, DiffSynth, kohya and LyCORIS."""
+
+
+class _Key(NamedTuple):
+    """Key of a file: the module that it names, and its part in a change of one of the module's parameters.
+
+    `method`: `lora`, `hada` (LyCORIS' LoHa), `lokr` (its LoKr), `diff` (a difference), `bias` (B's bias), or `alpha`.
+    """
+
+    module: str
+    parameter: str
+    method: str
+    role: str
+
+
+def _parse(key: str) -> _Key | None:
+    match = _KEY_IN_FILE.fullmatch(key)
+    if match is None or (match["ending"] == "bias" and match["lora"] not in ("B", "up")):
+        return None
+    method = next(name for name in ("lora", "hada", "lokr", "diff", "alpha") if match[name])
+    role, parameter = match[method], _PARAMETERS.get(match[method], match["ending"] or "weight")
+    if method == "lora":
+        method, role = ("bias", "diff") if parameter == "bias" else (method, {"A": "down", "B": "up"}.get(role, role))
+    module = _PREFIXES.sub("", WRAPPERS.sub("", match["module"]))
+    return _Key(module, parameter, method, "diff" if method == "diff" else role)
+
+
+def _plain(name: str) -> str:
+    """Name of a parameter that all files share: without prefixes and wrappers, and with underscores for dots."""
+    return re.sub(r"[._]+", "_", _PREFIXES.sub("", WRAPPERS.sub("", name)))
 
 
 @dataclass
@@ -367,43 +414,87 @@ class _Change:
     """Change of one weight by one file.
 
     Attributes:
-        keys: keys of the file by their roles: `down` and `up`, or `diff`.
+        method: method of its keys, see `_Key`.
+        keys: keys of the file by their roles.
         alpha: numerator of the factor on the product; the rank if None.
         root: True if alpha is divided by the square root of the rank, as in rank-stabilised LoRA (arXiv:2312.03732).
+        pair: the matrices whose factor counts, for the bias of B; None for the change's own.
     """
 
     file: SafetensorsFile
     scale: float
+    method: str
+    root: bool = False
     keys: dict[str, str] = field(default_factory=dict)
     alpha: float | None = None
-    root: bool = False
+    pair: _Change | None = None
+
+    @property
+    def factor(self) -> float:
+        """Factor on the product: alpha / rank. The rank of LoKr is its second factor's, else its first's, else none."""
+        if self.pair is not None:
+            return self.pair.factor
+        inner = next((self.keys[role] for role in ("down", "w2_b", "w1_b") if role in self.keys), None)
+        if self.alpha is None or inner is None:
+            return 1.0
+        rank = self.file.tensors[inner].shape[0]
+        return self.alpha / (math.sqrt(rank) if self.root else rank)
 
     def read(self, shape: tuple[int, ...]) -> np.ndarray:
         """Difference that is added to the weight, float32 of `shape`."""
         arrays = {role: self.file.read(key).astype(np.float32) for role, key in self.keys.items()}
-        if "diff" in arrays:
-            return np.float32(self.scale) * arrays["diff"].reshape(shape)
-        rank = len(arrays["down"])
-        factor = 1.0 if self.alpha is None else self.alpha / (math.sqrt(rank) if self.root else rank)
-        product = arrays["up"].reshape(-1, rank) @ arrays["down"].reshape(rank, -1)
-        return np.float32(self.scale * factor) * product.reshape(shape)
+        difference = np.float32(self.scale * self.factor) * _difference(np, self.method, arrays).reshape(shape)
+        if not np.isfinite(difference).all():
+            raise CheckpointError(f"{self.file.path}: {', '.join(self.keys.values())} have numbers that are not finite")
+        return difference
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Check that the tensors give a difference of the weight's shape."""
         shapes = {role: self.file.tensors[key].shape for role, key in self.keys.items()}
-        if "diff" in shapes:
-            fits = math.prod(shapes["diff"]) == math.prod(shape)
-        elif "up" in shapes and "down" in shapes:
-            (F, *up), (rank, *down) = shapes["up"] or (0,), shapes["down"] or (0,)
-            fits = math.prod(up) == rank and (F, F * math.prod(down)) == (shape[0], math.prod(shape))
-        else:
+        arrays = ", ".join(f"{self.keys[role]} {list(size)}" for role, size in shapes.items()) or name
+        zeros = {role: jax.ShapeDtypeStruct(size, np.float32) for role, size in shapes.items()}
+        try:
+            got = jax.eval_shape(partial(_difference, jnp, self.method), zeros).shape
+        except KeyError as error:
+            keys = ", ".join(self.keys.values())
+            raise CheckpointError(f"{self.file.path}: {keys} lacks its other matrix, {error.args[0]}") from error
+        except (TypeError, ValueError, IndexError) as error:
             raise CheckpointError(
-                f"{self.file.path}: {', '.join(self.keys.values()) or name} lacks its other matrix: expected lora_A "
-                "and lora_B, or lora_down and lora_up"
+                f"{self.file.path}: {arrays} do not fit each other, as a change of {name} of shape {list(shape)}"
+            ) from error
+        same = got == shape if len(got) == len(shape) else got[:1] == shape[:1] or self.method == "diff"
+        if not same or math.prod(got) != math.prod(shape):
+            raise CheckpointError(
+                f"{self.file.path}: {arrays} cannot change {name}: they are for a weight of shape {list(got)}, "
+                f"and this transformer's has shape {list(shape)}; the file was made for a model of another size"
             )
-        if not fits:
-            arrays = ", ".join(f"{key} {list(self.file.tensors[key].shape)}" for key in self.keys.values())
-            raise CheckpointError(f"{self.file.path}: {arrays} cannot change {name} of shape {list(shape)}")
+
+
+def _difference(xp: Any, method: str, arrays: Mapping[str, Any]) -> Any:
+    """Difference of a weight by its factors, without the scale, `[out, in k]`; `xp` is `numpy` or `jax.numpy`.
+
+    LoHa (FedPara, arXiv:2108.06098) multiplies two products by elements, LoKr (arXiv:2212.10650) is the Kronecker
+    product of two matrices, each of which may be a product itself.
+    """
+
+    def product(left: Any, right: Any, core: Any) -> Any:
+        """`left @ right`; with Tucker's core `[r, r, *k]` the sum over both ranks, for a convolution."""
+        left, right = left.reshape(left.shape[0], -1), right.reshape(right.shape[0], -1)
+        if core is None:
+            return left @ right
+        return xp.einsum("pi,ij...,jr->pr...", left, core, right).reshape(left.shape[0], -1)
+
+    def factor(i: int) -> Any:
+        if f"w{i}" in arrays:
+            return arrays[f"w{i}"].reshape(arrays[f"w{i}"].shape[0], -1)
+        left, core = arrays[f"w{i}_a"], arrays.get(f"t{i}")
+        return product(left if core is None else left.T, arrays[f"w{i}_b"], core)
+
+    if method == "lora":
+        return product(arrays["up"], arrays["down"], arrays.get("mid"))
+    if method == "hada":
+        return factor(1) * factor(2)
+    return xp.kron(factor(1), factor(2)) if method == "lokr" else arrays["diff"]
 
 
 def _changed(name: str, checkpoint: Checkpoint, changes: Sequence[_Change]) -> DerivedFile:
@@ -430,60 +521,79 @@ def with_lora(checkpoint: Checkpoint, files: Mapping[Path, float]) -> Checkpoint
 
     `checkpoint`: checkpoint of a transformer by the original's names, from `VideoFolder.checkpoint`. `files`: LoRA
     files (safetensors), each with a factor on its changes; the changes of all files are added.
+
+    Raises:
+        CheckpointError: if a key of a file has no weight, with the nearest names, or another shape.
+        UnsupportedModelError: for a method that is not implemented, such as DoRA.
     """
-    targets = _weight_names(checkpoint)
+    names = PARTS["transformer"].names(checkpoint.config)
+    aliases = {alias: name for name in checkpoint.names() for alias in (name, *(names.forward(name) or ()))}
+    targets = {_plain(alias): name for alias, name in aliases.items()}
     changes: dict[str, list[_Change]] = {}
     for path, scale in files.items():
-        for name, change in _read_changes(Path(path), scale, targets).items():
+        by_weight, unmatched = _read_changes(Path(path), scale, targets)
+        for (name, _), change in by_weight.items():
             change.check(name, checkpoint.shape(name))
             changes.setdefault(name, []).append(change)
+        if unmatched:
+            raise _unmatched_error(Path(path), unmatched, aliases)
     return checkpoint.with_files({name: _changed(name, checkpoint, some) for name, some in changes.items()})
 
 
-def _weight_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """Names of the checkpoint's weights, by every name that a LoRA file may use for them."""
-    names = PARTS["transformer"].names(checkpoint.config)
-    targets: dict[str, str] = {}
-    for name in checkpoint.names():
-        for alias in (name, *(names.forward(name) or ())):
-            targets[alias] = name
-            targets[_KOHYA + alias.removesuffix(".weight").replace(".", "_") + ".weight"] = name
-            if alias.endswith(".bias"):
-                targets[_KOHYA + alias.removesuffix(".bias").replace(".", "_") + ".bias"] = name
-    return targets
-
-
-def _read_changes(path: Path, scale: float, targets: Mapping[str, str]) -> dict[str, _Change]:
-    """Changes of a LoRA file, by the original's names of the weights."""
+def _read_changes(
+    path: Path, scale: float, targets: Mapping[str, str]
+) -> tuple[dict[tuple[str, str], _Change], list[str]]:
+    """Changes of a LoRA file, by the original's name of the weight and by method, and keys that have no weight."""
     file = SafetensorsFile(path)
     settings = _settings(path)
-    alphas = read_value(settings, "alpha_pattern", dict[str, Finite], {})
-    changes: dict[str, _Change] = {}
+    patterns = read_value(settings, "alpha_pattern", dict[str, Finite], {})
+    alpha, root = read_value(settings, "lora_alpha", Finite, None), read_value(settings, "use_rslora", bool, False)
+    changes: dict[tuple[str, str], _Change] = {}
+    alphas: dict[str, tuple[str, float]] = {}
     unmatched: list[str] = []
-    for key in file.tensors:
-        match = _PAIR.fullmatch(key) or _OTHER.fullmatch(key)
-        module = _PREFIXES.sub("", match["module"]) if match else ""
-        role = _ROLES.get(match["role"], match["role"]) if match else ""
-        ending = ".bias" if role == "diff_b" else ".weight"
-        # A parameter that is not the weight of a module, such as a block's modulation, has no `.weight` in its name.
-        target = targets.get(module + ending) or (targets.get(module) if role == "diff" else None)
-        if target is None:
-            unmatched.append(key)
+    for name in file.tensors:
+        if _UNSUPPORTED.search(name):
+            raise UnsupportedModelError(f"{path}: {name} is of a method that is not supported; LoRA, LoHa and LoKr are")
+        key = _parse(name)
+        target = key and targets.get(_plain(f"{key.module}.{key.parameter}"))
+        if target is None and key is not None and key.role == "diff":
+            target = targets.get(_plain(key.module))  # a parameter that is not the weight of a module
+        if key is None or target is None:
+            unmatched.append(name)
             continue
-        change = changes.setdefault(target, _Change(file, scale, root=read_value(settings, "use_rslora", bool, False)))
-        if role == "alpha":
-            change.alpha = float(file.read(key).astype(np.float32).reshape(-1)[0])
-        else:
-            change.keys["diff" if role == "diff_b" else role] = key
-            if change.alpha is None and role == "down":
-                change.alpha = _of_pattern(alphas, module, read_value(settings, "lora_alpha", Finite, None))
-    if unmatched:
-        more = f" and {len(unmatched) - 10} more" if len(unmatched) > 10 else ""
-        raise CheckpointError(
-            f"{path}: no weight of the transformer for {', '.join(unmatched[:10])}{more}; expected a LoRA for this "
-            "model, by diffusers', PEFT's or kohya's names"
-        )
-    return changes
+        if key.method == "alpha":
+            alphas[target] = name, float(file.read(name).astype(np.float32).reshape(-1)[0])
+            continue
+        change = changes.setdefault((target, key.method), _Change(file, scale, key.method, root))
+        if key.role in change.keys:
+            raise CheckpointError(f"{path}: {change.keys[key.role]} and {name} are both for {target}")
+        change.keys[key.role] = name
+        if key.role == "down":
+            change.alpha = _of_pattern(patterns, key.module, alpha)
+    for (target, method), change in changes.items():
+        if method == "bias":
+            change.pair = changes.get((f"{target.removesuffix('bias')}weight", "lora"))
+        elif target in alphas and method != "diff":
+            change.alpha = alphas[target][1]
+    scaled = {target for target, method in changes if method not in ("bias", "diff")}
+    if unused := [name for target, (name, _) in alphas.items() if target not in scaled]:
+        raise CheckpointError(f"{path}: {', '.join(unused[:10])} lacks the matrices that it scales")
+    return changes, unmatched
+
+
+def _unmatched_error(path: Path, keys: Sequence[str], names: Iterable[str]) -> CheckpointError:
+    """Error of keys that have no weight, with the modules of the transformer whose names are nearest."""
+    modules = sorted({re.sub(r"\.(weight|bias)$", "", name) for name in names})
+    stated = []
+    for name in keys[:3]:
+        key = _parse(name)
+        near = difflib.get_close_matches(key.module if key else name, modules, n=3, cutoff=0.0)
+        stated.append(f"{name} (nearest: {', '.join(near)})")
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    return CheckpointError(
+        f"{path}: no weight of the transformer for {', '.join(stated)}{more}; expected a LoRA for this model, by the "
+        "names of diffusers, PEFT, kohya, DiffSynth, ComfyUI or LyCORIS"
+    )
 
 
 def _settings(path: Path) -> JsonObject:

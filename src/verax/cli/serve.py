@@ -81,9 +81,9 @@ ModelsFlags = Annotated[
     Flags(options.EncoderOptions, without=("max_length",), prefix="embedding_", panel="Encoder, reranker"),
     Flags(
         PipelineOptions,
-        only=("devices", "guidance_parallel", "sequence_parallel"),
+        only=("lora", "lora_2", "devices", "guidance_parallel", "sequence_parallel"),
         prefix="video_",
-        panel="Videos on several devices",
+        panel="Videos: LoRA, several devices",
     ),
     Flags(options.ModelOptions),
     options.engine_flags(structured_outputs=True),

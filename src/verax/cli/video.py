@@ -16,6 +16,7 @@ from verax.cli.files import check_input, checked, open_results, run_lines
 from verax.cli.options import Flags
 from verax.options import option
 from verax.video.options import VideoRequest
+from verax.video.recipes import describe_recipe, with_recipe
 
 if TYPE_CHECKING:
     from verax.video.memory import StageMemory
@@ -34,6 +35,10 @@ class PipelineOptions:
         None, "skyreels or diffusers: rules where the two PyTorch pipelines differ.", shown="skyreels"
     )
     kind: str | None = option(None, "t2v, i2v, ti2v or df.", shown="the folder's")
+    lora: tuple[str, ...] = option((), "LoRA: FILE or FILE:FACTOR; can be repeated.", shown="")
+    lora_2: tuple[str, ...] = option(
+        (), "LoRA of the second of two transformers (Wan2.2's A14B); that of --lora if left out.", shown=""
+    )
     offload: bool = option(False, "Keep weights in the host's memory while they are not used.", panel=_SPEED)
     devices: int | None = option(
         None,
@@ -86,7 +91,6 @@ def video(
     ] = None,
     *,
     request: Annotated[dict[str, Any], Flags(VideoRequest, without=PYTHON_ONLY, underscores=True)],
-    lora: Annotated[list[str] | None, typer.Option(help="FILE or FILE:FACTOR; can be repeated.")] = None,
     contact_sheet: Annotated[
         Path | None, typer.Option("--contact-sheet", "--contact_sheet", help="Also some frames in one .png.")
     ] = None,
@@ -116,7 +120,10 @@ def video(
     prompt, resume = request.pop("prompt"), request.pop("resume")
     if teacache:
         request["cache"] = "teacache"
-    pipeline |= {"model": model, "lora": _factors(lora or []), "devices_for": VideoRequest(**request)}
+    clip_options = with_recipe(VideoRequest(**request))
+    if clip_options.recipe is not None:
+        sys.stderr.write(f"{describe_recipe(clip_options.recipe)}\n")
+    pipeline |= {"model": model, "lora_2": pipeline["lora_2"] or None, "devices_for": clip_options}
     if batch is not None:
         one = {"prompt": prompt, "contact-sheet": contact_sheet, "resume": resume, "preview": preview, "plan": plan}
         if given := [f"--{name}" for name, value in one.items() if value]:
@@ -176,18 +183,6 @@ def _devices(pipe: VideoPipeline) -> str:
     assert pipe.mesh is not None
     groups, size = pipe.mesh.shape.values()
     return f"{groups} x {size} devices (guidance x sequence)"
-
-
-def _factors(lora: list[str]) -> dict[str, float]:
-    """Factor of each FILE or FILE:FACTOR."""
-    factors: dict[str, float] = {}
-    for argument in lora:
-        file, colon, factor = argument.rpartition(":")
-        try:
-            factors.update({file: float(factor)} if colon else {argument: 1.0})
-        except ValueError:
-            factors[argument] = 1.0  # a colon of the file's name
-    return factors
 
 
 def _previews(output: Path) -> Any:

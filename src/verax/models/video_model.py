@@ -153,8 +153,12 @@ def flow_sigmas(steps: int, shift: float, *, begin: float, end: float) -> Float[
     `shift`: 1 for even spacing; more spends more steps at high noise: sigma becomes `shift s / (1 + (shift - 1) s)`.
     `begin`, `end`: first and last sigma before shifting.
     """
-    even = np.linspace(begin, end, steps + 1)[:-1]
-    return shift * even / (1 + (shift - 1) * even)
+    return shift_sigmas(np.linspace(begin, end, steps + 1)[:-1], shift)
+
+
+def shift_sigmas(sigmas: Float[np.ndarray, "N"], shift: float) -> Float[np.ndarray, "N"]:
+    """Noise levels shifted towards noise by `shift`: `shift s / (1 + (shift - 1) s)`."""
+    return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32, Num
 
 from verax.models.video_model import SequenceParallel, VideoTransformer
 from verax.video import unipc
@@ -88,7 +88,11 @@ def denoise(
 
         # 3. The solver's step.
         update = None if tables.update is None else jnp.asarray(tables.update)[i]
-        solver = unipc.step(tables.solver, jnp.asarray(tables.row)[i], state.solver, prediction, update)
+        noise = None
+        if tables.solver.noise is not None:
+            key = jax.random.fold_in(jax.random.fold_in(conditions.key, i), 1)  # not the prefix's, which has no 1
+            noise = jax.random.normal(key, state.solver.sample.shape, jnp.float32)
+        solver = unipc.step(tables.solver, jnp.asarray(tables.row)[i], state.solver, prediction, update, noise)
         return DenoisingState(solver, residual)
 
     return jax.lax.fori_loop(begin, end, iteration, state)
@@ -97,7 +101,7 @@ def denoise(
 def predict_velocity(
     model: VideoTransformer,
     x: Float32[Array, "1 F h w C"],
-    timesteps: Int32[Array, "*F"],
+    timesteps: Num[Array, "*F"],
     conditions: Conditions,
     residual: Any = None,
     run_blocks: Any = None,
@@ -160,8 +164,8 @@ def _sequence(model: Any, latents: tuple[int, ...], mesh: AnyMesh | None) -> Seq
 
 
 def _with_noise(
-    timesteps: Int32[Array, "F"], sample: Float32[Array, "1 F h w C"], conditions: Conditions, i: Array
-) -> tuple[Int32[Array, "F"], Float32[Array, "1 F h w C"]]:
+    timesteps: Num[Array, "F"], sample: Float32[Array, "1 F h w C"], conditions: Conditions, i: Array
+) -> tuple[Num[Array, "F"], Float32[Array, "1 F h w C"]]:
     """Timesteps and sample as the model sees them, with noise on the given frames, which hides a seam."""
     mask = jnp.asarray(conditions.prefix_mask)
     amount = jnp.float32(0.001) * conditions.added_noise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -15,7 +15,7 @@ from verax import models, progress
 from verax.checkpoint.checkpoint import Checkpoint
 from verax.checkpoint.lora import with_lora
 from verax.checkpoint.video.folder import VideoFolder
-from verax.errors import InvalidParameterError, UnsupportedModelError
+from verax.errors import InvalidParameterError
 from verax.loading import load_weights
 from verax.models.video_model import Network, VideoAutoencoder, VideoModel, VideoTransformer
 from verax.nn.parallel import shard_blocks
@@ -84,7 +84,7 @@ def load_components(
     *,
     keep_encoders: bool | None = None,
     offload: bool = False,
-    lora: Mapping[Path, float] | None = None,
+    lora: Sequence[Mapping[Path, float]] = (),
     show_progress: bool = False,
     mesh: Mesh | None = None,
     shard_weights: bool = False,
@@ -95,7 +95,7 @@ def load_components(
         dtype: dtype of the transformer's and the encoders' weights. The VAE's are float32.
         keep_encoders: whether text and image encoder stay on the device; by their size if None.
         offload: whether all weights wait in the host's memory while they are not used.
-        lora: files that change the transformer's weights, each with a factor.
+        lora: files that change the weights of each transformer, each with a factor.
         mesh: devices each of which gets the weights of transformers and VAE, and a part of the encoders' weights; None
             for the default device.
         shard_weights: True to divide the weights of the transformers' blocks over the mesh instead.
@@ -112,16 +112,16 @@ def load_components(
         described = divided_component(network.name, network.module, network.config, precision, load, **options)
         return described
 
+    changes = dict(zip((network.folder for network in model.transformers), lora, strict=False))
+
     def open_part(name: str) -> Checkpoint:
         opened = folder.checkpoint(name)
-        return with_lora(opened, lora) if name == model.transformers[0].folder and lora else opened
+        return with_lora(opened, changes[name]) if changes.get(name) else opened
 
     # Two large transformers are on the device in turn.
     several = len(model.transformers) > 1
-    if lora:
-        if several:
-            raise UnsupportedModelError("lora: files for a model of two transformers are not supported")
-        open_part(model.transformers[0].folder)  # now rather than after minutes of reading the prompt
+    for name in filter(changes.get, changes):
+        open_part(name)  # now rather than after minutes of reading the prompt
     image = model.image_encoder
     return Components(
         component(model.text_encoder, dtype, keep_encoders),

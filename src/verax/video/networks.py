@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import tokenizers
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Float32, Int, Int32, UInt8
+from jaxtyping import Array, Float, Float32, Int, Real, UInt8
 
 from verax._optional import require_optional
 from verax.checkpoint.resolve import read_tokenizer
@@ -246,7 +246,7 @@ class Denoiser:
         arguments = (state, tables, shapes_of(conditions), np.int32(0), np.int32(0))
         return ProgramCall(self.program, self.transformer, arguments, request.program_options)
 
-    def embed_time(self, timesteps: Int32[np.ndarray, "R *F"], fps: Any) -> tuple[np.ndarray, np.ndarray]:
+    def embed_time(self, timesteps: Real[np.ndarray, "R *F"], fps: Any) -> tuple[np.ndarray, np.ndarray]:
         """Embedding of time of each row of timesteps, and its projection, which modulates the blocks."""
         with self.transformer.weights() as weights:
             return jax.tree.map(np.asarray, self.time_program(weights, timesteps, fps))

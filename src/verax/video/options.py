@@ -1,7 +1,7 @@
 """`VideoRequest`: the options of a clip, each declared once, for Python, HTTP and the command line.
 
-The module imports the standard library only, so that `verax video --help` is quick; `verax.video.request` resolves and
-checks a request.
+The module imports the standard library and the recipes only, so that `verax video --help` is quick;
+`verax.video.request` resolves and checks a request.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verax.options import documented, option
+from verax.video.recipes import RECIPES
 
 if TYPE_CHECKING:
     from verax.video.outputs import Callback
@@ -73,7 +74,11 @@ class VideoRequest:
         None, "Number of frames, 4n + 1. More than `base_num_frames` are made in segments.", shown=_CHECKPOINT
     )
     num_inference_steps: int | None = option(
-        None, "Steps of the solver.", low=1, flags=("--inference-steps", "--num-inference-steps"), shown=_CHECKPOINT
+        None,
+        "Steps of the solver.",
+        low=1,
+        flags=("--inference-steps", "--num-inference-steps", "--steps"),
+        shown=_CHECKPOINT,
     )
     guidance_scale: float | None = option(
         None, "Scale of classifier-free guidance; 1 or less for none.", low=0, shown=_CHECKPOINT
@@ -90,6 +95,25 @@ class VideoRequest:
         low=0,
         above=True,
         shown=_CHECKPOINT,
+    )
+    recipe: str | None = option(
+        None,
+        "lightx2v, self-forcing, causvid or fastwan: few steps of a distilled checkpoint or LoRA, without guidance. It "
+        "sets `num_inference_steps`, `guidance_scale`, `shift`, `solver` and `sigmas`, see `verax.video.recipes`.",
+        choices=tuple(RECIPES),
+        shown="",
+    )
+    solver: str | None = option(
+        None,
+        "unipc, euler or lcm. `lcm` predicts the clean clip in each step and adds fresh noise to it.",
+        choices=("unipc", "euler", "lcm"),
+        shown="unipc",
+    )
+    sigmas: str | Sequence[float] | None = option(
+        None,
+        "Noise level of each step before the shift, falling, as `1,0.75,0.5,0.25`. In place of the reference's "
+        "spacing; numbers of more than 0 and at most 1.",
+        shown="",
     )
     fps: int | None = option(
         None,

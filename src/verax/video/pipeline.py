@@ -13,20 +13,22 @@ from jax.sharding import Mesh
 from verax import builtin, models, ops, progress
 from verax._compat import enable_compilation_cache
 from verax.checkpoint.video.folder import VideoFolder
-from verax.errors import RequestRefusedError
+from verax.errors import InvalidParameterError, RequestRefusedError
+from verax.options import is_real
 from verax.video.images import Image
 from verax.video.load import load_components, open_model
 from verax.video.memory import StageMemory, format_bytes, free_memory, largest, out_of_memory_message, plan_memory
 from verax.video.mesh import GUIDANCE, SEQUENCE, axis_size, check_request, clip_mesh
 from verax.video.networks import Denoiser, PromptStates, PromptTokenizer, Stages
 from verax.video.outputs import RunReporter, VideoOutput
+from verax.video.recipes import with_recipe
 from verax.video.request import ResolvedRequest, VideoRequest, make_request, resolve_request
 from verax.video.run import PipelineParts, run_request, stages_of
 
 _log = logging.getLogger("verax.video")
 
 Lora = str | Path | Sequence[str | Path] | Mapping[Any, float] | None
-"""A LoRA file, several, or files with a factor for each."""
+"""A LoRA file, several, or files with a factor for each. A name may end with its factor, `style.safetensors:0.5`."""
 
 
 class VideoPipeline:
@@ -52,6 +54,7 @@ class VideoPipeline:
         reference: str | None = None,
         kind: str | None = None,
         lora: Lora = None,
+        lora_2: Lora = None,
         keep_encoders: bool | None = None,
         offload: bool = False,
         guidance_parallel: bool = False,
@@ -71,8 +74,9 @@ class VideoPipeline:
                 original's, less its slips; the default) or `"diffusers"`.
             kind: `"t2v"`, `"i2v"`, `"ti2v"` (either) or `"df"` (diffusion forcing), where the folder does not determine
                 it: the original's 14B models for text and for forcing differ in nothing but their folders' names.
-            lora: a LoRA file (safetensors; diffusers', PEFT's or kohya's names), several, or files with a factor for
-                each. They change the transformer's weights as these are read.
+            lora: a LoRA file (safetensors, by the names of any of the usual programs), several, or files with a factor
+                for each. They change the transformer's weights as these are read.
+            lora_2: files for the second of two transformers, where noise is low; those of `lora` if None.
             keep_encoders: True if text and image encoder stay on the device between calls; if None, when they are
                 small. The 11 GB of UMT5-XXL are freed after the prompt is encoded.
             offload: True if weights are in the host's memory while they are not used. On a CPU only a warning.
@@ -107,7 +111,7 @@ class VideoPipeline:
             guidance_parallel=guidance_parallel,
             sequence_parallel=sequence_parallel,
             devices=devices,
-            request=devices_for or VideoRequest(),
+            request=with_recipe(devices_for or VideoRequest()),
             settings=settings,
             geometry=geometry,
             mesh=mesh,
@@ -115,7 +119,10 @@ class VideoPipeline:
         )
 
         # 3. The networks and their programs. Nothing is read or compiled yet.
-        factors = _factors(lora)
+        if lora_2 is not None and len(family.transformers) == 1:
+            raise InvalidParameterError("lora_2: this model has one transformer; give lora alone")
+        factors = _factors("lora", lora)
+        factors_2 = factors if lora_2 is None else _factors("lora_2", lora_2)
         if offload and ops.target().platform == "cpu":
             _log.warning("offload: a CPU has one memory; nothing is moved")
             offload = False
@@ -125,7 +132,7 @@ class VideoPipeline:
             models.DTYPES[dtype],
             keep_encoders=keep_encoders,
             offload=offload,
-            lora=factors,
+            lora=(factors, factors_2),
             show_progress=show_progress,
             mesh=clip_devices,
             shard_weights=shard_weights,
@@ -150,7 +157,10 @@ class VideoPipeline:
         self._show_progress = show_progress
         self._origin = {
             **{"model": folder.name, "kind": settings.kind, "reference": family.rules.name, "dtype": dtype},
-            "lora": ", ".join(f"{path.name}:{factor:g}" for path, factor in factors.items()),
+            **{
+                name: ", ".join(f"{path.name}:{factor:g}" for path, factor in files.items())
+                for name, files in (("lora", factors), ("lora_2", factors_2))
+            },
         }
 
     @classmethod
@@ -264,9 +274,26 @@ class VideoPipeline:
         return sequential
 
 
-def _factors(lora: Lora) -> dict[Path, float]:
-    """Factor of each file."""
+def _factors(name: str, lora: Lora) -> dict[Path, float]:
+    """Factor of each file of an argument."""
     if isinstance(lora, Mapping):
-        return {Path(path): float(factor) for path, factor in lora.items()}
-    files = [] if lora is None else [lora] if isinstance(lora, str | Path) else lora
-    return {Path(path): 1.0 for path in files}
+        files = [(Path(path), factor) for path, factor in lora.items()]
+    else:
+        several = () if lora is None else (lora,) if isinstance(lora, str | Path) else lora
+        files = [_with_factor(file) for file in several]
+    for path, factor in files:
+        if not is_real(factor):
+            raise InvalidParameterError(f"{name}: expected a number as the factor of {path}, got {factor!r}")
+    factors = {path: float(factor) for path, factor in files}
+    if len(factors) < len(files):
+        raise InvalidParameterError(f"{name}: expected each file once, got {', '.join(str(path) for path, _ in files)}")
+    return factors
+
+
+def _with_factor(file: str | Path) -> tuple[Path, float]:
+    """Path and factor of FILE or FILE:FACTOR."""
+    path, colon, factor = str(file).rpartition(":")
+    try:
+        return (Path(path), float(factor)) if colon else (Path(file), 1.0)
+    except ValueError:
+        return Path(file), 1.0  # a colon of the file's name

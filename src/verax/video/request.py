@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Float64, UInt8
 
 from verax.errors import InvalidParameterError
 from verax.models.video_model import LatentGeometry, VideoModel, VideoSettings
@@ -22,6 +22,7 @@ from verax.options import options_of
 from verax.video import images
 from verax.video.files import check_parent
 from verax.video.options import VideoRequest
+from verax.video.recipes import with_recipe
 
 _log = logging.getLogger("verax.video")
 
@@ -90,6 +91,8 @@ class ResolvedRequest(VideoRequest):
     guidance_scale: float = VideoSettings.guidance_scale
     guidance_scale_2: float | None = None
     shift: float = VideoSettings.shift
+    solver: str = "unipc"
+    sigmas: Float64[np.ndarray, "N"] | None = None
     fps: int = VideoSettings.fps
     causal_block_size: int = 1
     causal_attention: bool = False
@@ -138,6 +141,7 @@ def resolve_request(request: VideoRequest, model: VideoModel) -> ResolvedRequest
     `model`: checkpoint whose defaults are filled in, and which the request has to fit.
     """
     settings, geometry = model.settings, model.geometry
+    request = with_recipe(request)
     values = {name: declared.check(getattr(request, name)) for name, declared in options_of(VideoRequest).items()}
     for name in ("image", "last_image"):
         if values[name] is not None:
@@ -151,6 +155,9 @@ def resolve_request(request: VideoRequest, model: VideoModel) -> ResolvedRequest
     height, width = default_size(request, settings)
     if request.height is None and request.width is None:
         height, width = _oriented(first_frame, height, width)
+    values["sigmas"] = _read_sigmas(request.sigmas, values["num_inference_steps"])
+    if values["sigmas"] is not None:
+        values["num_inference_steps"] = len(values["sigmas"])
     blocks = request.causal_block_size
     if settings.boundary_ratio is not None and request.guidance_scale_2 is None:
         second = settings.guidance_scale_2 if request.guidance_scale is None else request.guidance_scale
@@ -165,6 +172,7 @@ def resolve_request(request: VideoRequest, model: VideoModel) -> ResolvedRequest
         "causal_block_size": 1,
         "causal_attention": model.rules.causal_attention and blocks is not None and blocks > 1,
         "overlap_history": OVERLAP,
+        "solver": "unipc",
     }
     values.update({name: value for name, value in defaults.items() if values[name] is None}, resolution=None)
     resolved = ResolvedRequest(**values)
@@ -175,6 +183,21 @@ def resolve_request(request: VideoRequest, model: VideoModel) -> ResolvedRequest
     _check_texts(resolved, model)
     _check_segments(resolved, model)
     return resolved
+
+
+def _read_sigmas(sigmas: Any, steps: int | None) -> Float64[np.ndarray, "N"] | None:
+    """Noise levels of a request, of which there are as many as steps."""
+    if sigmas is None:
+        return None
+    try:
+        levels = np.array(sigmas.split(",") if isinstance(sigmas, str) else sigmas, np.float64)
+    except (TypeError, ValueError):
+        levels = np.zeros(0)
+    if levels.ndim != 1 or not levels.size or not (np.diff(levels, prepend=1 + 1e-9, append=0.0) < 0).all():
+        raise InvalidParameterError(f"sigmas: expected falling numbers of more than 0 and at most 1, got {sigmas!r}")
+    if steps not in (None, len(levels)):
+        raise InvalidParameterError(f"num_inference_steps: {steps}, but there are {len(levels)} sigmas; leave one out")
+    return levels
 
 
 def _own_rate(rate: float | None, fps: int | None) -> int | None:

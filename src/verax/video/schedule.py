@@ -1,8 +1,8 @@
 """Schedule of a segment: noise levels, steps of each frame under diffusion forcing, and steps that TeaCache skips.
 
 Flow matching mixes a clip x and noise n as `(1 - sigma) x + sigma n`. A schedule begins near 1 and ends at 0. The
-timestep, which is an input of the model, is 1000 sigma, cut to a whole number. How sigma is spaced before it is shifted
-towards noise is a rule of the family's reference.
+timestep, which is an input of the model, is 1000 sigma, and with UniPC cut to a whole number. How sigma is spaced
+before it is shifted towards noise is a rule of the family's reference, or is given by the request.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float, Float32, Int32
+from jaxtyping import Bool, Float, Float32, Int32, Real
 
-from verax.models.video_model import Sigmas, TeaCache, VideoModel
+from verax.models.video_model import Sigmas, TeaCache, VideoModel, shift_sigmas
 from verax.video import unipc
+from verax.video.recipes import RECIPES
 from verax.video.request import ResolvedRequest
 
 TRAIN_TIMESTEPS = 1000
@@ -32,19 +33,30 @@ class NoiseLevels(NamedTuple):
     """Noise levels of `N` steps, from sigma[0] to sigma[N] = 0, and the timestep of each."""
 
     sigmas: Float32[np.ndarray, "N_and_1"]
-    timesteps: Int32[np.ndarray, "N"]
+    timesteps: Real[np.ndarray, "N"]
 
 
-def noise_levels(steps: int, shift: float, sigmas: Sigmas) -> NoiseLevels:
+def noise_levels(
+    steps: int, shift: float, sigmas: Sigmas, *, solver: str = "unipc", whole_timesteps: bool = False
+) -> NoiseLevels:
     """Noise levels of a run of `steps` steps.
 
-    `steps`: number of steps, at least 1. `shift`: shift towards noise, above 0. `sigmas`: schedule of the family's
-    reference (`ReferenceRules.sigmas`).
+    Args:
+        steps: number of steps, at least 1.
+        shift: shift towards noise, above 0.
+        sigmas: schedule of the family's reference (`ReferenceRules.sigmas`), or of the request.
+        solver: one of `unipc.SOLVERS`. As in their references, UniPC's timesteps are cut to whole numbers, and its
+            first sigma is kept below 1, where its logarithms are finite.
+        whole_timesteps: True to round the timesteps of other solvers, see `Recipe`.
     """
     levels = sigmas(steps, shift)
-    if abs(levels[0] - 1) < _BELOW_ONE:
+    if solver == "unipc" and abs(levels[0] - 1) < _BELOW_ONE:
         levels[0] -= _BELOW_ONE
-    timesteps = (levels * TRAIN_TIMESTEPS).astype(np.int32)
+    timesteps = levels * TRAIN_TIMESTEPS
+    if solver == "unipc":
+        timesteps = timesteps.astype(np.int32)
+    else:
+        timesteps = (np.rint(timesteps) if whole_timesteps else timesteps).astype(np.float32)
     return NoiseLevels(np.append(levels, 0).astype(np.float32), timesteps)
 
 
@@ -56,7 +68,7 @@ class Tables(NamedTuple):
     """
 
     solver: unipc.UniPCTable
-    timesteps: Int32[np.ndarray, "R *F"]
+    timesteps: Real[np.ndarray, "R *F"]
     row: Int32[np.ndarray, "R *F"]
     update: Bool[np.ndarray, "R F"] | None
     run_blocks: Bool[np.ndarray, "R"]
@@ -70,7 +82,7 @@ class Schedule(NamedTuple):
     """
 
     tables: Tables
-    timesteps: Int32[np.ndarray, "R *F"]
+    timesteps: Real[np.ndarray, "R *F"]
 
 
 def segment_schedule(request: ResolvedRequest, model: VideoModel, *, latents: int, given: int, last: int) -> Schedule:
@@ -80,9 +92,16 @@ def segment_schedule(request: ResolvedRequest, model: VideoModel, *, latents: in
     denoised either.
     """
     rules = model.rules
-    levels = noise_levels(request.num_inference_steps, request.shift, rules.sigmas)
+    own = request.sigmas
+    levels = noise_levels(
+        request.num_inference_steps,
+        request.shift,
+        rules.sigmas if own is None else lambda steps, shift: shift_sigmas(own, shift),
+        solver=request.solver,
+        whole_timesteps=request.recipe is not None and RECIPES[request.recipe].whole_timesteps,
+    )
     if not (model.conditioning.forcing or given):
-        return Schedule(make_tables(levels), levels.timesteps)
+        return Schedule(make_tables(levels, solver=request.solver), levels.timesteps)
     frames = latents + last
     forcing = forcing_schedule(
         frames,
@@ -95,21 +114,24 @@ def segment_schedule(request: ResolvedRequest, model: VideoModel, *, latents: in
     forcing.timesteps[:, latents:], forcing.update[:, latents:] = 0, False
     timesteps = forcing.timesteps
     if request.addnoise_condition:
-        timesteps = np.where(np.arange(frames) < given, np.int32(request.addnoise_condition), timesteps)
+        added = np.asarray(request.addnoise_condition, timesteps.dtype)
+        timesteps = np.where(np.arange(frames) < given, added, timesteps)
     overwritten = model.conditioning.forcing and rules.overwrite_first_sample
-    return Schedule(make_tables(levels, forcing, overwritten=overwritten), timesteps)
+    return Schedule(make_tables(levels, forcing, solver=request.solver, overwritten=overwritten), timesteps)
 
 
-def make_tables(levels: NoiseLevels, forcing: ForcingSchedule | None = None, *, overwritten: bool = False) -> Tables:
+def make_tables(
+    levels: NoiseLevels, forcing: ForcingSchedule | None = None, *, solver: str = "unipc", overwritten: bool = False
+) -> Tables:
     """Tables of a segment.
 
-    `forcing`: step of each latent frame in each iteration; None for all frames together. `overwritten`: see
-    `unipc.tabulate`.
+    `forcing`: step of each latent frame in each iteration; None for all frames together. `solver`: one of
+    `unipc.SOLVERS`. `overwritten`: see `unipc.tabulate`; for UniPC only.
     """
-    solver = unipc.tabulate(levels.sigmas, overwritten=overwritten)
+    table = unipc.SOLVERS[solver](levels.sigmas, **({"overwritten": overwritten} if solver == "unipc" else {}))
     together = levels.timesteps, np.arange(len(levels.timesteps), dtype=np.int32), None
     timesteps, row, update = together if forcing is None else forcing
-    return jax.tree.map(padded_rows, Tables(solver, timesteps, row, update, np.ones(len(timesteps), bool)))
+    return jax.tree.map(padded_rows, Tables(table, timesteps, row, update, np.ones(len(timesteps), bool)))
 
 
 def padded_rows(rows: np.ndarray) -> np.ndarray:
@@ -117,7 +139,7 @@ def padded_rows(rows: np.ndarray) -> np.ndarray:
     return np.concatenate([rows, np.zeros((-len(rows) % ROWS, *rows.shape[1:]), rows.dtype)])
 
 
-def transformer_spans(timesteps: Int32[np.ndarray, "R *F"], boundary_ratio: float | None) -> list[tuple[int, int, int]]:
+def transformer_spans(timesteps: Real[np.ndarray, "R *F"], boundary_ratio: float | None) -> list[tuple[int, int, int]]:
     """Runs of iterations with one transformer: its index, the first iteration, and the one after the last.
 
     `timesteps`: timesteps of all frames, or of each frame. `boundary_ratio`: share of all noise, where 1 is noise
@@ -144,14 +166,14 @@ class ForcingSchedule(NamedTuple):
     `row`: row of the solver's table, where `update` is set. `update`: True for frames that take a step.
     """
 
-    timesteps: Int32[np.ndarray, "R F"]
+    timesteps: Real[np.ndarray, "R F"]
     row: Int32[np.ndarray, "R F"]
     update: Bool[np.ndarray, "R F"]
 
 
 def forcing_schedule(
     frames: int,
-    timesteps: Int32[np.ndarray, "N"],
+    timesteps: Real[np.ndarray, "N"],
     *,
     ar_step: int = 0,
     causal_block_size: int = 1,
@@ -174,7 +196,7 @@ def forcing_schedule(
     N = len(timesteps)
     blocks, done = frames // causal_block_size, prefix // causal_block_size
     # A block's count is the number of its last step, 0 before the first; N + 1 says that it was done before.
-    timestep_of = np.concatenate([[_NOT_STARTED], timesteps, [0]]).astype(np.int32)
+    timestep_of = np.concatenate([[_NOT_STARTED], timesteps, [0]]).astype(timesteps.dtype)
     counts = np.zeros(blocks, np.int32)
     counts[:done] = N + 1
     iterations, updates = [], []
@@ -194,7 +216,7 @@ def forcing_schedule(
 
 
 def steps_running_blocks(
-    timesteps: Int32[np.ndarray, "R ..."],
+    timesteps: Real[np.ndarray, "R ..."],
     embedded: tuple[Float[np.ndarray, "R ..."], Float[np.ndarray, "R ..."]],
     threshold: float,
     cache: TeaCache,

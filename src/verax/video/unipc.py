@@ -1,4 +1,6 @@
-"""UniPC for flow matching: a predictor-corrector whose every coefficient is known before the run.
+"""Solvers for flow matching, UniPC among them, whose every coefficient is known before the run.
+
+UniPC is a predictor-corrector:
 
 Zhao et al., "UniPC: A Unified Predictor-Corrector Framework for Fast Sampling of Diffusion Models" (2023), with what
 the video models use: order 2, B(h) = expm1(-h), prediction of the clean clip, first order in the first and last step. A
@@ -9,10 +11,15 @@ step takes the velocity v that the model sees in the sample x, and is linear in 
     x'         = e corrected + f clean + g newest                      (the predictor)
 
 where `last` is the corrected sample one step ago, and `newest` and `older` are the clean clips one and two steps ago.
+
+Euler's method and LCM (Luo et al., "Latent Consistency Models", 2023) are rows of the same table: the sample is kept,
+Euler's `x' = x + (sigma' - sigma) v` is `e = sigma' / sigma`, `f = 1 - e`, and LCM, which adds fresh noise to the clean
+clip in each step, has `f = 1 - sigma'` and a term `sigma' noise`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -22,7 +29,7 @@ from jaxtyping import Array, Bool, Float32, Int
 
 
 class UniPCTable(NamedTuple):
-    """Coefficients of each of `N` steps, by the letters above."""
+    """Coefficients of each of `N` steps, by the letters above. `noise`: of fresh noise; None for solvers without."""
 
     sigma: Float32[np.ndarray, "N"]
     keep: Float32[np.ndarray, "N"]
@@ -33,6 +40,7 @@ class UniPCTable(NamedTuple):
     e: Float32[np.ndarray, "N"]
     f: Float32[np.ndarray, "N"]
     g: Float32[np.ndarray, "N"]
+    noise: Float32[np.ndarray, "N"] | None = None
 
 
 class UniPCState(NamedTuple):
@@ -55,7 +63,7 @@ def tabulate(sigmas: Float32[np.ndarray, "N_and_1"], *, overwritten: bool = Fals
     N = len(sigma) - 1
     with np.errstate(divide="ignore"):  # half the log signal-to-noise ratio; infinite at the end
         ratio = np.log(1 - sigma) - np.log(sigma)
-    rows = np.zeros((len(UniPCTable._fields), N))
+    rows = np.zeros((9, N))
     for i in range(N):
         order = 1 if i in (0, N - 1) else 2
         keep, a, b, c, d = 1.0, 0.0, 0.0, 0.0, 0.0
@@ -66,6 +74,25 @@ def tabulate(sigmas: Float32[np.ndarray, "N_and_1"], *, overwritten: bool = Fals
             keep, a = a, 0.0
         rows[:, i] = (sigma[i], keep, a, b, c, d, *_predict(sigma, ratio, i, order))
     return UniPCTable(*rows.astype(np.float32))
+
+
+def tabulate_euler(sigmas: Float32[np.ndarray, "N_and_1"]) -> UniPCTable:
+    """Coefficients of Euler's method, for a schedule as `tabulate` takes it."""
+    sigma = sigmas.astype(np.float64)
+    ratio = sigma[1:] / sigma[:-1]
+    zero = np.zeros_like(ratio)
+    rows = (sigma[:-1], np.ones_like(ratio), *(zero,) * 4, ratio, 1 - ratio, zero)
+    return UniPCTable(*(row.astype(np.float32) for row in rows))
+
+
+def tabulate_lcm(sigmas: Float32[np.ndarray, "N_and_1"]) -> UniPCTable:
+    """Coefficients of LCM, for a schedule as `tabulate` takes it."""
+    table, sigma = tabulate_euler(sigmas), sigmas.astype(np.float64)[1:]
+    return table._replace(e=np.zeros_like(table.e), f=(1 - sigma).astype(np.float32), noise=sigma.astype(np.float32))
+
+
+SOLVERS: Mapping[str, Callable[..., UniPCTable]] = {"unipc": tabulate, "euler": tabulate_euler, "lcm": tabulate_lcm}
+"""Functions from a schedule to its coefficients, by the solver's name."""
 
 
 def _predict(sigma: np.ndarray, ratio: np.ndarray, i: int, order: int) -> tuple[float, float, float]:
@@ -105,6 +132,7 @@ def step(
     state: UniPCState,
     velocity: Float32[Array, "B F h w C"],
     update: Bool[Array, "F"] | None = None,
+    noise: Float32[Array, "B F h w C"] | None = None,
 ) -> UniPCState:
     """State after a step.
 
@@ -113,11 +141,17 @@ def step(
         state: state of `start` or of the step before.
         velocity: velocity of `state.sample` by the model.
         update: frames that take this step; the state of the others does not change. All frames if None.
+        noise: fresh noise, for a table that has a coefficient for it.
     """
-    sigma, keep, a, b, c, d, e, f, g = (jnp.asarray(column)[index].reshape(-1, 1, 1, 1) for column in table)
+    sigma, keep, a, b, c, d, e, f, g, *fresh = (
+        jnp.asarray(column)[index].reshape(-1, 1, 1, 1) for column in table if column is not None
+    )
     clean = state.sample - sigma * velocity
     corrected = keep * state.sample + a * state.last + b * state.newest + c * state.older + d * clean
-    after = UniPCState(e * corrected + f * clean + g * state.newest, corrected, clean, state.newest)
+    predicted = e * corrected + f * clean + g * state.newest
+    if noise is not None:
+        predicted += fresh[0] * noise
+    after = UniPCState(predicted, corrected, clean, state.newest)
     if update is None:
         return after
     chosen = update.reshape(-1, 1, 1, 1)

@@ -5,12 +5,14 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from tests.support.video_folder import CLIP, CONFIG, SHAPES, T5, VAE, tensors, write_original
 from verax.checkpoint.video.convert import convert
 from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import CheckpointError
+
+_TRANSFORMER = "transformer/*.safetensors"
 
 
 @pytest.fixture
@@ -79,6 +81,25 @@ def test_comfyuis_prefix_and_file_names_are_accepted(original):
     (original / f"{CLIP}.safetensors").rename(original / "clip_vision_h.safetensors")
     for part in SHAPES:
         assert_holds(VideoFolder(original), part)
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    ["_orig_mod.", "module.", "diffusion_model.", "model.", "pipe.dit.", "module._orig_mod.model.diffusion_model."],
+)
+@pytest.mark.parametrize("layout", ["original", "diffusers"])
+def test_prefixes_and_wrappers_of_a_transformers_names_are_left_out(prefix, layout, original, diffusers):
+    stored = load_file(original / "model.safetensors" if layout == "original" else next(diffusers.glob(_TRANSFORMER)))
+    save_file({f"{prefix}{name}": array for name, array in stored.items()}, original / "model.safetensors")
+    assert_holds(VideoFolder(original), "transformer")
+    # A compiled block has the wrapper within its names.
+    within = {name.replace("blocks.0.", "blocks.0._orig_mod."): array for name, array in stored.items()}
+    save_file(within, original / "model.safetensors")
+    assert_holds(VideoFolder(original), "transformer")
+    name, array = next(iter(stored.items()))
+    save_file(stored | {f"{prefix}{name}": array}, original / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{name} .*are both {name}"):
+        VideoFolder(original).checkpoint("transformer")
 
 
 def test_diffusers_names_in_a_folder_of_the_original_layout_are_known(original, diffusers):

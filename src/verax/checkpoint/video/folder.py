@@ -6,7 +6,8 @@
   transformers of Wan 2.2 are in `high_noise_model/` and `low_noise_model/`.
 - Diffusers': `model_index.json` and a folder for each part.
 
-Weights may have the names of either layout in both, and ComfyUI's prefix `model.diffusion_model.`.
+Weights may have the names of either layout in both, after the prefixes of ComfyUI and DiffSynth and the names of
+PyTorch's wrappers, such as `model.diffusion_model.`, `pipe.dit.`, `_orig_mod.` and `module.`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from verax.checkpoint.video.parts import (
     EXPERTS,
     PARTS,
     PUBLISHED,
+    WRAPPERS,
     Form,
     Part,
     boundary_of,
@@ -43,6 +45,7 @@ TOKENIZER = "google/umt5-xxl"
 SETTINGS = "verax.json"
 """Name of verax's own settings file: defaults of a model that is not of the published sizes."""
 _COMFY = "model.diffusion_model."
+_PREFIXES = re.compile(r"^((model|diffusion_model|pipe|dit)\.)+")
 _SCALE = re.compile(r"(^|\.)(scale_weight|weight_scale)$")
 _LEFT_OUT = re.compile(r"(^|\.)(scaled_fp8|comfy_quant|scale_input|input_scale)$")
 _NUMBER = re.compile(r"-\d{5}-of-\d{5}$")
@@ -304,11 +307,17 @@ def _with_scales(files: Mapping[str, TensorFile]) -> dict[str, TensorFile]:
 
 def _by_original_names(part: Part, config: Mapping[str, Any], files: Mapping[str, TensorFile]) -> dict[str, TensorFile]:
     files = _with_scales(files)
-    keys = {key.removeprefix(_COMFY): key for key in files}
+    names, keys = part.names(config), dict[str, str]()
+    for key, file in files.items():
+        name = _PREFIXES.sub("", WRAPPERS.sub("", key))
+        if not any((part.dropped.search(name), names.forward(name), names.backward(name))):
+            name = key.removeprefix(_COMFY)  # another family's, whose names may begin so themselves
+        if name in keys:
+            raise CheckpointError(f"{file.path}: {keys[name]} and {key} are both {name}")
+        keys[name] = key
     keys = {name: key for name, key in keys.items() if not part.dropped.search(name)}
     if "shared.weight" in keys:
         keys.pop("encoder.embed_tokens.weight", None)  # a second copy
-    names = part.names(config)
     theirs = {name: original for name in keys if (original := names.backward(name)) is not None}
     ours = [name for name in keys if names.forward(name) is not None]
     if len(ours) >= len(theirs):

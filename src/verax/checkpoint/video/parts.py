@@ -309,6 +309,9 @@ class Part:
         return self.forms.get(name, _SAME)
 
 
+WRAPPERS = re.compile(r"(?:(?<=^)|(?<=[._]))(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module)[._]")
+"""Names that PyTorch's wrappers (compiled, data-parallel, sharded) put before, and into, the names of parameters."""
+
 _SECOND = re.compile(r"(?i)wan[_-]?2[._]2")
 """Sign of Wan 2.2 in the names of files."""
 

@@ -92,6 +92,8 @@ class VideoCreate(msgspec.Struct):
     guidance_scale_2: Annotated[float, Meta(ge=0, le=MAX_SCALE)] | None = None
     """Scale with the second of two transformers (Wan2.2's A14B)."""
     flow_shift: Annotated[float, Meta(ge=MIN_SHIFT, le=MAX_SCALE)] | None = None
+    recipe: Annotated[str, Meta(max_length=40)] | None = None
+    """Few steps of a distilled checkpoint: one of `video.recipes.RECIPES`."""
     negative_prompt: Annotated[str, Meta(max_length=MAX_PROMPT)] | None = None
     seed: int | None = None
     input_reference: str | ImageReference | None = None
@@ -191,6 +193,7 @@ def resolve(
         guidance_scale=body.guidance_scale,
         guidance_scale_2=body.guidance_scale_2,
         shift=body.flow_shift,
+        recipe=body.recipe,
         fps=fps,
         seed=secrets.randbelow(_DRAWN_SEEDS) if body.seed is None else body.seed % _SEEDS,
     )
@@ -439,7 +442,7 @@ def _answer(job: VideoJob) -> Response:
 def _video(job: VideoJob) -> dict[str, Any]:
     """State of a clip: OpenAI's fields, then the settings by which it can be made again."""
     request = job.request
-    settings = ("num_frames", "fps", "num_inference_steps", "guidance_scale", "negative_prompt", "seed")
+    settings = ("num_frames", "fps", "num_inference_steps", "guidance_scale", "recipe", "negative_prompt", "seed")
     return {
         "id": job.id,
         "object": "video",

@@ -1,0 +1,149 @@
+"""Recipes of few steps: what they set, what contradicts them, and half the work without guidance."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from verax import VideoPipeline, VideoRequest
+from verax.errors import InvalidParameterError
+from verax.models.video_model import shift_sigmas
+from verax.models.wan.model import WanModel
+from verax.options import options_of
+from verax.video import unipc
+from verax.video.networks import PromptStates
+from verax.video.recipes import RECIPES, describe_recipe, with_recipe
+from verax.video.schedule import segment_schedule, transformer_spans
+
+SIZE: dict[str, Any] = dict(height=16, width=32, num_frames=9, output_type="latent")
+QUARTERS = np.array([1, 0.75, 0.5, 0.25])
+
+
+def schedule(pipe, **options):
+    request = pipe.resolve(VideoRequest("a red circle", **{**SIZE, **options}))
+    return request, segment_schedule(request, pipe.parts.model, latents=3, given=0, last=0)
+
+
+# Timesteps as the published code computes them: LightX2V's and Self-Forcing's `timesteps[1000 - step]` of 1000 shifted
+# noise levels, and DMD's own, whose sigma is that of the nearest of 1000 shifted levels.
+@pytest.mark.parametrize(
+    ("recipe", "shift", "steps"),
+    [
+        ("lightx2v", 5.0, [1000, 750, 500, 250]),
+        ("self-forcing", 5.0, [1000, 750, 500, 250]),
+        ("causvid", 8.0, [1000, 757, 522]),
+        ("fastwan", 8.0, [1000, 757, 522]),
+    ],
+)
+def test_noise_levels_and_timesteps_are_the_published_codes(pipes, recipe, shift, steps):
+    even = np.linspace(1, 0, 1001)[:-1]
+    grid = shift * even / (1 + (shift - 1) * even)
+    if shift == 5.0:
+        sigmas = grid[1000 - np.array(steps)]
+        timesteps = 1000 * sigmas
+    else:
+        sigmas = grid[[np.abs(1000 * grid - step).argmin() for step in steps]]
+        timesteps = np.array(steps)
+    request, made = schedule(pipes("t2v"), recipe=recipe)
+    np.testing.assert_allclose(made.timesteps, timesteps, rtol=1e-7)
+    np.testing.assert_allclose(made.tables.solver.sigma[: len(steps)], sigmas, rtol=1e-6)
+    assert (request.num_inference_steps, request.shift, request.guided, request.rows) == (len(steps), shift, False, 1)
+
+
+def test_both_transformers_take_the_steps_that_lightx2v_gives_them(pipes):
+    """Its `boundary_step_index` is 2."""
+    _, made = schedule(pipes("t2v-a14b"), recipe="lightx2v")
+    assert transformer_spans(made.timesteps, 0.875) == transformer_spans(made.timesteps, 0.9) == [(0, 0, 2), (1, 2, 4)]
+
+
+def test_a_recipe_says_what_it_sets():
+    assert tuple(RECIPES) == options_of(VideoRequest)["recipe"].choices
+    assert tuple(unipc.SOLVERS) == options_of(VideoRequest)["solver"].choices
+    assert describe_recipe("lightx2v") == (
+        "recipe lightx2v: solver euler, sigmas 1.0,0.75,0.5,0.25, num_inference_steps 4, shift 5.0, guidance_scale 1.0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_inference_steps": 8}, "lightx2v sets num_inference_steps to 4, and num_inference_steps is 8"),
+        ({"guidance_scale": 5.0}, "sets guidance_scale to 1.0, and guidance_scale is 5.0"),
+        ({"guidance_scale_2": 3.0}, "sets guidance_scale_2 to 1.0, and guidance_scale_2 is 3.0"),
+        ({"shift": 8.0}, "sets shift to 5.0, and shift is 8.0; leave one out"),
+        ({"solver": "lcm"}, "sets solver to euler, and solver is lcm"),
+        ({"sigmas": "1,0.5"}, "sets sigmas to 1.0,0.75,0.5,0.25, and sigmas is 1,0.5"),
+        ({"recipe": "lightning"}, "recipe: expected one of lightx2v, self-forcing, causvid, fastwan, got 'lightning'"),
+    ],
+)
+def test_options_that_contradict_a_recipe_are_refused_by_name(pipes, options, message):
+    with pytest.raises(InvalidParameterError, match=f"recipe: .*{message}" if "recipe" not in options else message):
+        pipes("t2v").resolve(VideoRequest("a red circle", **{"recipe": "lightx2v", **options}))
+    same = VideoRequest("a", recipe="lightx2v", sigmas=[1, 0.75, 0.5, 0.25], num_inference_steps=4, guidance_scale=1)
+    resolved = pipes("t2v").resolve(same)
+    assert with_recipe(resolved).sigmas is resolved.sigmas
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sigmas": "1,x"}, "sigmas: expected falling numbers"),
+        ({"sigmas": [0.5, 0.75]}, "sigmas: expected falling numbers"),
+        ({"sigmas": [1.5, 0.75]}, "sigmas: expected falling numbers"),
+        ({"sigmas": [1, 0.5, 0]}, "sigmas: expected falling numbers"),
+        ({"sigmas": []}, "sigmas: expected falling numbers"),
+        ({"sigmas": [1, float("nan")]}, "sigmas: expected falling numbers"),
+        ({"sigmas": 3}, "sigmas: expected falling numbers"),
+        ({"sigmas": [1, 0.5], "num_inference_steps": 3}, "num_inference_steps: 3, but there are 2 sigmas"),
+        ({"solver": "heun"}, "solver: expected one of unipc, euler, lcm"),
+    ],
+)
+def test_noise_levels_that_make_no_sense_are_refused(pipes, options, message):
+    with pytest.raises(InvalidParameterError, match=message):
+        pipes("t2v").resolve(VideoRequest("a red circle", **options))
+
+
+@pytest.mark.parametrize("solver", unipc.SOLVERS)
+def test_given_noise_levels_replace_the_references_spacing(pipes, solver):
+    request, made = schedule(pipes("t2v"), sigmas="1,0.75,0.5,0.25", shift=3.0, solver=solver)
+    expected = shift_sigmas(QUARTERS, 3.0)
+    assert request.num_inference_steps == 4
+    np.testing.assert_allclose(made.tables.solver.sigma[:4], expected, atol=2e-6)
+    cut = np.floor(1000 * (expected - [1e-6, 0, 0, 0])) if solver == "unipc" else 1000 * expected
+    np.testing.assert_allclose(made.timesteps, cut, rtol=1e-6)
+
+
+def test_a_scale_of_one_runs_the_prompt_alone(folders, monkeypatch):
+    """Half the rows go through the blocks, and the negative prompt is not encoded."""
+    pipe = VideoPipeline(folders("t2v"), dtype="float32", show_progress=False)
+    rows, texts = [], []
+    run, encode = WanModel.run_blocks, PromptStates.__call__
+
+    def counted_run(self, x, *arguments, **options):
+        rows.append(len(x))
+        return run(self, x, *arguments, **options)
+
+    def counted_encode(self, prompt):
+        texts.append(prompt)
+        return encode(self, prompt)
+
+    monkeypatch.setattr(WanModel, "run_blocks", counted_run)
+    monkeypatch.setattr(PromptStates, "__call__", counted_encode)
+    measured = {}
+    for scale in (1.0, 5.0):
+        rows.clear()
+        texts.clear()
+        pipe("a red circle", num_inference_steps=2, guidance_scale=scale, guidance="batch", **SIZE)
+        measured[scale] = max(rows), len(texts)
+    assert measured == {1.0: (1, 1), 5.0: (2, 2)}
+
+
+@pytest.mark.parametrize(("kind", "recipe"), [("t2v", "self-forcing"), ("t2v-a14b", "lightx2v"), ("ti2v", "fastwan")])
+def test_each_kind_of_model_runs_a_recipe_and_the_same_seed_is_the_same_clip(pipes, kind, recipe):
+    size = SIZE if kind != "ti2v" else {**SIZE, "height": 32, "width": 64}
+    image = {"image": np.zeros((32, 64, 3), np.uint8)} if kind == "ti2v" else {}
+    first, again, other = (
+        pipes(kind)("a red circle", recipe=recipe, seed=seed, **size, **image).frames for seed in (1, 1, 2)
+    )
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - other).max() > 1e-2
