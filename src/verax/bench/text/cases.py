@@ -28,8 +28,9 @@ from verax.bench.harness import (
     torch_versions,
 )
 from verax.bench.results import outliers, rounds, side_table, slug, table
-from verax.bench.settings import TextSettings
+from verax.bench.settings import TEXT_PEERS, TextSettings
 from verax.bench.text.llama_cpp import llama_cpp_sides
+from verax.bench.text.peers import peer_sides, peer_table
 from verax.bench.text.workload import USUAL_PROMPTS, Workload, make_workload
 from verax.errors import InvalidParameterError
 from verax.files import model_name
@@ -55,6 +56,7 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
     with checkpoint_folder(settings.model, shapes) as folder, contextlib.ExitStack() as stack:
         opened = checkpoint.Checkpoint.open(folder)
         workload = workload or make_workload(settings, causal_lm(opened.config)[1].vocab_size)
+        sides, versions, starts = peer_sides(settings, opened, workload, stack)
         begin = time.perf_counter()
         with peak_growth() as loading:
             module = load_causal_lm(opened, dtype=dtype, quantization=quantization)
@@ -62,14 +64,12 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
         sized: dict[str, Any] = {"max_num_seqs": min(len(workload.prompts), 256), "max_model_len": workload.longest}
         llm = LLM.from_module(module, speculative_config=drafts, **sized)
         runner = llm.engine.runner
-        sides: dict[str, Callable[[], object]] = {}
-        versions: dict[str, Any] = {}
         for name in settings.against:
             if name == "transformers":
                 others, theirs = transformers_sides(opened, dtype, workload)
             elif name == "llama.cpp":
                 others, theirs = llama_cpp_sides(opened, quantization or dtype, workload, stack)
-            else:
+            elif name not in TEXT_PEERS:
                 unquantised = LLM.from_module(load_causal_lm(opened, dtype=dtype), **sized)
                 others, theirs = {f"verax {dtype}": partial(_generate, unquantised, workload)}, {}
             sides, versions = sides | others, versions | theirs
@@ -85,6 +85,7 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
         measured: dict[str, Any] = {
             "cases": [case_result("", "verax", samples, workload.counted_tokens)],
             "work": {"steps": steps, **work},
+            "peer_starts": starts,
             "start_up": {
                 "load_s": load_seconds,
                 "weights_gb": runner.weight_bytes / 1e9,
@@ -289,6 +290,8 @@ def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str,
             "a sequence, warm-up included."
         )
     tables = [side_table(case, "tokens/s", digits=2, rate_digits=1)]
+    if measured["peer_starts"]:
+        tables.append(peer_table(measured["peer_starts"], settings))
     if "decode_breakdown" in measured:
         step = measured["decode_breakdown"]
         parts = {**step["parts_ms"], "host (while the device computes)": step["host_ms"]}
