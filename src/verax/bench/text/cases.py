@@ -64,12 +64,12 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
         sized: dict[str, Any] = {"max_num_seqs": min(len(workload.prompts), 256), "max_model_len": workload.longest}
         llm = LLM.from_module(module, speculative_config=drafts, **sized)
         runner = llm.engine.runner
-        for name in settings.against:
+        for name in (one for one in settings.against if one not in TEXT_PEERS):
             if name == "transformers":
                 others, theirs = transformers_sides(opened, dtype, workload)
             elif name == "llama.cpp":
                 others, theirs = llama_cpp_sides(opened, quantization or dtype, workload, stack)
-            elif name not in TEXT_PEERS:
+            else:
                 unquantised = LLM.from_module(load_causal_lm(opened, dtype=dtype), **sized)
                 others, theirs = {f"verax {dtype}": partial(_generate, unquantised, workload)}, {}
             sides, versions = sides | others, versions | theirs

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Run = Callable[[list[list[int]], list[int], float], list[list[int]]]
-"""Function from prompts, the number of new tokens of each, and the temperature to the new tokens."""
+Run = Callable[..., list[list[int]]]
+"""Function from `prompts`, `max_tokens` of each, and `temperature` to the new tokens."""
 
 
 def llm_class(package: Any, folder: str, precision: str, sequences: int, length: int) -> Run:

