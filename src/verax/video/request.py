@@ -92,7 +92,7 @@ class ResolvedRequest(VideoRequest):
     guidance_scale_2: float | None = None
     shift: float = VideoSettings.shift
     solver: str = "unipc"
-    sigmas: Float64[np.ndarray, "N"] | None = None
+    sigmas: tuple[float, ...] | None = None
     fps: int = VideoSettings.fps
     causal_block_size: int = 1
     causal_attention: bool = False
@@ -185,7 +185,7 @@ def resolve_request(request: VideoRequest, model: VideoModel) -> ResolvedRequest
     return resolved
 
 
-def _read_sigmas(sigmas: Any, steps: int | None) -> Float64[np.ndarray, "N"] | None:
+def _read_sigmas(sigmas: Any, steps: int | None) -> tuple[float, ...] | None:
     """Noise levels of a request, of which there are as many as steps."""
     if sigmas is None:
         return None
@@ -197,7 +197,7 @@ def _read_sigmas(sigmas: Any, steps: int | None) -> Float64[np.ndarray, "N"] | N
         raise InvalidParameterError(f"sigmas: expected falling numbers of more than 0 and at most 1, got {sigmas!r}")
     if steps not in (None, len(levels)):
         raise InvalidParameterError(f"num_inference_steps: {steps}, but there are {len(levels)} sigmas; leave one out")
-    return levels
+    return tuple(levels.tolist())
 
 
 def _own_rate(rate: float | None, fps: int | None) -> int | None:

@@ -96,7 +96,7 @@ def segment_schedule(request: ResolvedRequest, model: VideoModel, *, latents: in
     levels = noise_levels(
         request.num_inference_steps,
         request.shift,
-        rules.sigmas if own is None else lambda steps, shift: shift_sigmas(own, shift),
+        rules.sigmas if own is None else lambda steps, shift: shift_sigmas(np.array(own), shift),
         solver=request.solver,
         whole_timesteps=request.recipe is not None and RECIPES[request.recipe].whole_timesteps,
     )
