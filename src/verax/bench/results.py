@@ -103,9 +103,9 @@ SIDE_COLUMNS: Columns = {
 def sides_table(
     cases: Sequence[Mapping[str, Any]], rate: str | None = None, *, title: str = "", note: str = ""
 ) -> dict[str, Any]:
-    """Table with a row for each side of each case; times are in seconds if some take one, else in milliseconds.
+    """Table with a row for each side of each case; times are in seconds if all take one, else in milliseconds.
 
-    Columns without any cell are left out.
+    Without a title, the cases' groups have a column. Columns without any cell are left out.
 
     Args:
         cases: of a result.
@@ -113,8 +113,9 @@ def sides_table(
         title, note: as in `table`.
     """
     rows = [(case, name, side) for case in cases for name, side in case["sides"].items()]
-    scale, unit = (1.0, "s") if any(side["median_s"] >= 1 for _, _, side in rows) else (1e3, "ms")
+    scale, unit = (1.0, "s") if all(side["median_s"] >= 1 for _, _, side in rows) else (1e3, "ms")
     columns: dict[str, Callable[[Any], object]] = {
+        "operation": lambda row: "" if title else row[0].get("group", ""),
         "case": lambda row: row[0]["case"],
         "side": lambda row: f"**{row[1]}**" if row[1] == row[0]["chosen"] else row[1],
         f"median {unit}": lambda row: number(scale * row[2]["median_s"]),
