@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -55,7 +56,7 @@ def bench_delta(settings: DeltaSettings) -> dict[str, Any]:
             "layer": lambda: (_layer_case(*one, baselines) for one in configurations.items()),
             "gated": lambda: _sequence_cases(configurations, baselines),
             "decode": lambda: [_gated_case("decode", "Step", DECODE, "float32", baselines)],
-            "encoder": lambda: _encoder_cases(baselines),
+            "encoder": lambda: (_encoder_case(*one, baselines) for one in itertools.product(VARIANTS, SENTENCES)),
         }
         cases = [_measure(case, benchmark, settings) for section in sections for case in makers[section]()]
     level = library.level()
@@ -108,7 +109,9 @@ def check(case: Case, name: str, platform: str) -> float:
     """
     side, errors = case.sides[name], []
     for i, (output, expected) in enumerate(zip(side.call(), case.expected, strict=True)):
-        actual = tuple(output.shape), str(output.dtype).removeprefix("torch."), _platform(output)
+        on = {x.platform for x in output.devices()} if isinstance(output, jax.Array) else {output.device.type}
+        on = " and ".join(sorted(on)).replace("cuda", "gpu")
+        actual = tuple(output.shape), str(output.dtype).removeprefix("torch."), on
         claimed = expected.shape, side.dtypes[min(i, len(side.dtypes) - 1)], platform
         if actual != claimed:
             raise VeraxError(f"{case.name}, {name}: output {i} is {actual}; it claims to be {claimed}")
@@ -120,12 +123,6 @@ def check(case: Case, name: str, platform: str) -> float:
             f"result, more than {case.tolerance:.2g}"
         )
     return max(errors)
-
-
-def _platform(array: Any) -> str:
-    if isinstance(array, jax.Array):
-        return " and ".join(sorted({device.platform for device in array.devices()}))
-    return "gpu" if array.device.type == "cuda" else array.device.type
 
 
 def _peak_bytes(side: Side, platform: str) -> int | None:
@@ -333,15 +330,9 @@ def _layer_case(name: str, shape: tuple[int, int, int], baselines: Baselines) ->
     return _lam_case("layer", name, _sizes(shape), _nbytes(weights) + 2 * x.nbytes, ours, theirs, baselines)
 
 
-def _encoder_cases(baselines: Baselines) -> Iterator[Case]:
-    """The sentence encoder, from token numbers to vectors of length one, in both variants."""
-    for variant in VARIANTS:
-        for name, shape in SENTENCES.items():
-            yield _encoder_case(f"{name}, variant {variant}", variant, *shape, baselines)
-
-
-def _encoder_case(name: str, variant: str, B: int, T: int, baselines: Baselines) -> Case:
-    rng = np.random.default_rng(0)
+def _encoder_case(variant: str, name: str, baselines: Baselines) -> Case:
+    """The sentence encoder, from token numbers to vectors of length one."""
+    rng, (B, T) = np.random.default_rng(0), SENTENCES[name]
     tokens = rng.integers(0, LAM.vocab_size, (B, T))
     lengths = rng.integers(T // 2, T, (B,), endpoint=True)
     mask = (np.arange(T) < lengths[:, None]).astype(np.int64)
@@ -370,7 +361,9 @@ def _encoder_case(name: str, variant: str, B: int, T: int, baselines: Baselines)
     ours = {impl: _side(impl, run, weights, jnp.asarray(tokens), jnp.asarray(mask))}
     # Only these tokens' rows of the embeddings.
     moved = _nbytes(weights) - 4 * LAM.hidden_size * (LAM.vocab_size - tokens.size)
-    return _lam_case("encoder", name, {"sentences": B, "tokens": T}, moved, ours, theirs, baselines)
+    return _lam_case(
+        "encoder", f"{name}, variant {variant}", {"sentences": B, "tokens": T}, moved, ours, theirs, baselines
+    )
 
 
 def _side(impl: str, function: Callable[..., Any], *arguments: Any) -> Side:
@@ -400,8 +393,9 @@ def _lam_case(
     baselines: Baselines,
 ) -> Case:
     """Case of our implementations, the chosen one last, and every way to run PyTorch's, whose float64 is expected."""
-    torch, skipped, chosen = baselines.torch, {}, list(ours)[-1]
+    torch, skipped = baselines.torch, {}
     sides = {f"verax {impl}": side for impl, side in ours.items()}
+    chosen = list(sides)[-1]
     if "torch" in baselines.names:
         sides["torch"] = torch_side(torch, *theirs(baselines.reference))
     if baselines.cython is not None:
@@ -418,7 +412,7 @@ def _lam_case(
     doubled = lambda x: x.double() if not hasattr(x, "dtype") or x.dtype.is_floating_point else x
     exact = torch_side(torch, function, *jax.tree.map(doubled, theirs(baselines.reference)[1:]), flops=0)
     expected, tolerance = [x.cpu().numpy() for x in exact.call()], LAM_TOLERANCE[baselines.device]
-    return Case(section, name, moved, f"verax {chosen}", sides, sizes, expected, tolerance, skipped)
+    return Case(section, name, moved, chosen, sides, sizes, expected, tolerance, skipped)
 
 
 def _layer(baselines: Baselines, library: ModuleType, chunk_size: int) -> Any:
