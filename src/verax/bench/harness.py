@@ -25,7 +25,7 @@ import psutil
 from flax import nnx
 
 from verax import checkpoint, machine, ops, progress
-from verax.bench.results import noise_line
+from verax.bench.results import date, noise_line
 from verax.checkpoint.load import random_weights
 from verax.errors import MissingDependencyError
 from verax.models import causal_lm
@@ -276,6 +276,7 @@ class Benchmark:
         return {
             "subject": self._subject,
             "name": name,
+            "date": date(),
             "settings": dict(settings),
             "machine": {**machine.fingerprint(), **(versions or {})},
             "measured": self.limits,
