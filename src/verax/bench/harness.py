@@ -86,14 +86,12 @@ class Side:
         flops: operations of its products, by formula; masked products do not count.
         dtypes: dtypes of the outputs: the last one is the dtype of all further outputs, the first one of the products.
         compile_s: seconds of compiling; None where nothing is compiled.
-        planned_bytes: bytes that XLA plans for results and temporaries.
     """
 
     call: Callable[[], Any]
     flops: int = 0
     dtypes: Sequence[str] = ("float32",)
     compile_s: float | None = None
-    planned_bytes: int | None = None
 
 
 @dataclass(frozen=True)
