@@ -109,7 +109,7 @@ def test_a_process_gives_its_json_or_the_last_line_of_its_error_and_is_stopped_i
 def test_a_report_is_a_page_whose_sections_may_fail(monkeypatch, bench):
     asked = []
     noise = {"spread": 0.02, "others": 0.0, "busy": False}
-    result = {**RESULT, "machine": {"torch": "9"}, "measured": {}, "noise": noise}
+    result = {**RESULT, "machine": {"torch": "9"}, "measured": {}, "noise": noise, "date": "today"}
 
     def run(words, log, seconds):
         asked.append(" ".join(words))

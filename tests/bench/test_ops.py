@@ -38,7 +38,7 @@ def test_each_case_names_the_implementation_that_runs_and_times_the_others():
     assert cases["int4-32, 1 rows"]["bytes_moved"] == 256 * 48 // 2 + 8 * 48 * 2
     assert cases["int4-32, 2000 rows"]["chosen"] == "dequantized"
     assert result["name"] == "linear-256"
-    assert "| int4-32, 1 rows | reference |" in markdown(result)
+    assert "| linear | int4-32, 1 rows | reference |" in markdown(result)
 
 
 def test_a_weight_that_models_pack_is_timed_as_it_is_packed():
@@ -78,7 +78,7 @@ def test_attention_cache_writes_and_convolutions_are_cases_too(monkeypatch):
     assert whole["bytes_moved"] == 2 * (5 * 4 * 6 * 2 + 5 * 2 * 27 + 3 * 4 * 6 * 5)
     assert image["flops"] == 2 * (2 * 3 * 5) * (2 * 9)
     assert all("reference" in case["sides"] for case in (whole, first, image))
-    assert "## write_pages" in markdown(result)
+    assert "| write_pages | bfloat16, 4 tokens" in markdown(result)
 
 
 def test_experts_are_cases_too(monkeypatch):

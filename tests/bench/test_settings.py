@@ -27,7 +27,7 @@ REFUSED = [
     ("video", ("--against", "onnx"), "against: expected diffusers, torch.compile, openvino"),
     ("video", ("--runs", "0"), "runs: 0 measures nothing"),
     ("teacache", ("--model", "folder"), "prompts: expected some"),
-    ("teacache", ("--thresholds", ""), "thresholds: expected one or more"),
+    ("teacache", ("--thresholds", ""), "thresholds: expected numbers such as 0.5,2, got ''"),
     ("ops", ("--weights", "int3"), "weights: expected float32"),
     ("ops", ("--against", "tensorflow"), "against: expected torch"),
     ("ops", ("--rows", "0"), "rows: expected numbers from 1"),

@@ -31,7 +31,7 @@ async def _run(folder: Path) -> int:
     def command(port: int) -> list[str]:
         return [sys.executable, "-m", "verax", "serve", "--host", "127.0.0.1", "--port", str(port), *OPTIONS]
 
-    async with started(command) as server:
+    async with started(command) as url:
         done = subprocess.run(
             [
                 *(folder / "venv/bin/python", "-m", "pytest", "-p", "openai_plugin", "-p", "no:cacheprovider"),
@@ -42,7 +42,7 @@ async def _run(folder: Path) -> int:
             env={
                 **os.environ,
                 "PYTHONPATH": str(Path(__file__).parent),
-                "TEST_API_BASE_URL": f"{server.url}/v1",
+                "TEST_API_BASE_URL": f"{url}/v1",
             },
             check=False,
         )

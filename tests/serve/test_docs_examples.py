@@ -37,8 +37,8 @@ def target():
         stop = asyncio.Event()
         over.extend([asyncio.get_running_loop(), stop])
         try:
-            async with started(partial(serve_command, None, {"max_num_seqs": 4, "max_model_len": 256})) as server:
-                urls.append(server.url)
+            async with started(partial(serve_command, None, {"max_num_seqs": 4, "max_model_len": 256})) as url:
+                urls.append(url)
                 ready.set()
                 await stop.wait()
         finally:

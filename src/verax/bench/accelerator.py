@@ -292,7 +292,7 @@ def bench_reports(settings: ReportsSettings) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="verax-bench-") as scratch:
             record = run_command(command, Path(scratch) / "log", REPORT_SECONDS)
         tables += _tables(section.capitalize(), "", record)
-        facts |= {key: record["result"][key] for key in ("machine", "measured", "noise") if not record["error"]}
+        facts |= {key: record["result"][key] for key in ("machine", "measured", "noise", "date") if not record["error"]}
     made_by = f"verax bench reports{' --quick' if settings.quick else ''} --only {settings.only}"
     intro = f"{report.summary} Made by `{made_by}`."
     page = {"title": report.title, "intro": intro, "tables": tables, "notes": []}

@@ -25,7 +25,7 @@ import psutil
 from flax import nnx
 
 from verax import checkpoint, machine, ops, progress
-from verax.bench.results import noise_line
+from verax.bench.results import date, noise_line
 from verax.checkpoint.load import random_weights
 from verax.errors import MissingDependencyError
 from verax.models import causal_lm
@@ -86,14 +86,12 @@ class Side:
         flops: operations of its products, by formula; masked products do not count.
         dtypes: dtypes of the outputs: the last one is the dtype of all further outputs, the first one of the products.
         compile_s: seconds of compiling; None where nothing is compiled.
-        planned_bytes: bytes that XLA plans for results and temporaries.
     """
 
     call: Callable[[], Any]
     flops: int = 0
     dtypes: Sequence[str] = ("float32",)
     compile_s: float | None = None
-    planned_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -276,6 +274,7 @@ class Benchmark:
         return {
             "subject": self._subject,
             "name": name,
+            "date": date(),
             "settings": dict(settings),
             "machine": {**machine.fingerprint(), **(versions or {})},
             "measured": self.limits,

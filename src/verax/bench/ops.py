@@ -99,7 +99,6 @@ def bench_ops(settings: OpsSettings) -> dict[str, Any]:
             for side in case.sides.values():
                 side.call()  # compiles
             cases.append(benchmark.measure(case, runs=settings.runs, warmup=settings.warmup, read=read))
-    operations = dict.fromkeys(case["group"] for case in cases)
     asked = asdict(settings) | {"operations": list(settings.only), "cpu_level": library.level()}
     return benchmark.result(
         slug(*settings.only, str(size_in) if settings.only == ("linear",) and size_in != 4096 else ""),
@@ -111,7 +110,7 @@ def bench_ops(settings: OpsSettings) -> dict[str, Any]:
         "measured rate.",
         settings=asked,
         versions={} if torch is None else torch_versions(torch),
-        tables=[sides_table([case for case in cases if case["group"] == group], title=group) for group in operations],
+        tables=[sides_table(cases)],
         cases=cases,
     )
 

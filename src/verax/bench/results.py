@@ -5,7 +5,7 @@ A result is a dictionary that JSON holds. Its keys:
 - `subject` (`"text"`, `"serve"`, ...) and `name`, which separates the subject's results: `"short-prompts-int8"`;
 - `title` and `intro` of its page, `tables` (see `table`) and `notes` below them;
 - `settings`, `machine` (the fingerprint with the versions of all baselines), `measured` (the machine's limits),
-  `noise`, `memory` (peaks), and `date` once it is written;
+  `noise`, `memory` (peaks), and `date`;
 - `cases`: a list of `case`, `sides` (each with `median_s`, `p10_s`, `p90_s`, `rate`, `seconds`, ...), `chosen` (our
   side) and `ratios` (how many times faster it is than each other side);
 - further numbers of the subject.
@@ -35,6 +35,7 @@ from verax.files import write_text
 
 __all__ = [
     "compare_results",
+    "date",
     "markdown",
     "noise_line",
     "number",
@@ -103,9 +104,9 @@ SIDE_COLUMNS: Columns = {
 def sides_table(
     cases: Sequence[Mapping[str, Any]], rate: str | None = None, *, title: str = "", note: str = ""
 ) -> dict[str, Any]:
-    """Table with a row for each side of each case; times are in seconds if some take one, else in milliseconds.
+    """Table with a row for each side of each case; times are in seconds if all take one, else in milliseconds.
 
-    Columns without any cell are left out.
+    Without a title, the cases' groups have a column. Columns without any cell are left out.
 
     Args:
         cases: of a result.
@@ -113,8 +114,9 @@ def sides_table(
         title, note: as in `table`.
     """
     rows = [(case, name, side) for case in cases for name, side in case["sides"].items()]
-    scale, unit = (1.0, "s") if any(side["median_s"] >= 1 for _, _, side in rows) else (1e3, "ms")
+    scale, unit = (1.0, "s") if all(side["median_s"] >= 1 for _, _, side in rows) else (1e3, "ms")
     columns: dict[str, Callable[[Any], object]] = {
+        "operation": lambda row: "" if title else row[0].get("group", ""),
         "case": lambda row: row[0]["case"],
         "side": lambda row: f"**{row[1]}**" if row[1] == row[0]["chosen"] else row[1],
         f"median {unit}": lambda row: number(scale * row[2]["median_s"]),
@@ -189,6 +191,11 @@ def slug(*parts: str) -> str:
     return "-".join(word for part in parts if (word := re.sub("[^a-z0-9]+", "-", part.lower()).strip("-")))
 
 
+def date(now: datetime | None = None) -> str:
+    """Text of a time, by default of this moment, in UTC."""
+    return f"{now or datetime.now(UTC):%Y-%m-%d %H:%M UTC}"
+
+
 def write(result: Mapping[str, Any], folder: Path, *, now: datetime | None = None) -> Path:
     """Write a result into its subject's and processor's file in a folder, in place of an earlier one of its name.
 
@@ -200,7 +207,7 @@ def write(result: Mapping[str, Any], folder: Path, *, now: datetime | None = Non
     processor = slug(re.sub(r"\((R|TM)\)|Processor", "", device))
     path = folder / f"{subject}-{processor}-{machine['cores']}c.json"
     results = read_results(path) if path.exists() else {}
-    results[result["name"]] = {**result, "date": f"{now or datetime.now(UTC):%Y-%m-%d %H:%M UTC}"}
+    results[result["name"]] = {"date": date(now), **result}
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"subject": subject, "results": results}, indent=1)
     # A list of numbers or cells, of which a result is full, takes one line.

@@ -164,9 +164,7 @@ def jax_side(function: Callable[..., Any], *arguments: Any, flops: int, donated:
         given = outputs[len(outputs) - len(given) :]
         return outputs
 
-    plan = run.memory_analysis()
-    planned = None if plan is None else plan.output_size_in_bytes + plan.temp_size_in_bytes
-    return Side(call, flops, compile_s=seconds, planned_bytes=planned)
+    return Side(call, flops, compile_s=seconds)
 
 
 def torch_side(

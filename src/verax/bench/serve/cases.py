@@ -64,8 +64,7 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
             return client
 
         async def start(command: Callable[[int], Sequence[str]]) -> Client:
-            server = await stack.enter_async_context(started(command))
-            return await connect(Client(f"{server.url}/v1"))
+            return await connect(Client(f"{await stack.enter_async_context(started(command))}/v1"))
 
         async def start_engine() -> AsyncLLM:
             llm = AsyncLLM(argument, **engine)

@@ -12,16 +12,14 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
-
-import psutil
 
 from verax._optional import require_optional
 from verax.bench.serve.load import Answer, Request
 from verax.errors import InvalidParameterError, VeraxError
 
-__all__ = ["Client", "StartedServer", "started"]
+__all__ = ["Client", "started"]
 
 httpx: Any = require_optional("httpx")
 
@@ -158,16 +156,9 @@ async def _read(response: Any, answer: Answer) -> None:
     answer.left, answer.error = leave, None if leave else "lost: no end of the stream"
 
 
-class StartedServer(NamedTuple):
-    """A server of the benchmark's own: the root of its routes, and its process."""
-
-    url: str
-    process: psutil.Process
-
-
 @contextlib.asynccontextmanager
-async def started(command: Callable[[int], Sequence[str]]) -> AsyncIterator[StartedServer]:
-    """A server on a free port of this machine that runs while the block does.
+async def started(command: Callable[[int], Sequence[str]]) -> AsyncIterator[str]:
+    """Root URL of a server on a free port of this machine that runs while the block does.
 
     Args:
         command: its command line, given a port. `/health` answers 200 once it is ready.
@@ -179,15 +170,23 @@ async def started(command: Callable[[int], Sequence[str]]) -> AsyncIterator[Star
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    words, url = list(command(port)), f"http://127.0.0.1:{port}"
+    words, client, begin = list(command(port)), Client(f"http://127.0.0.1:{port}"), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="verax-bench-") as folder:
         log = Path(folder) / "log"
         with log.open("wb") as output:
             process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         try:
-            await _ready(url, process, words[0], log)
-            yield StartedServer(url, psutil.Process(process.pid))
+            while not await _is_healthy(client):
+                lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
+                printed = " | ".join(lines) or "it printed nothing"
+                if process.poll() is not None:
+                    raise VeraxError(f"{words[0]}: ended with status {process.returncode}: {printed}")
+                if time.monotonic() - begin > START:
+                    raise VeraxError(f"{words[0]}: not ready after {START:.0f} s: {printed}")
+                await asyncio.sleep(0.2)
+            yield client.url
         finally:
+            await client.close()
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
                 try:
@@ -197,20 +196,9 @@ async def started(command: Callable[[int], Sequence[str]]) -> AsyncIterator[Star
                     process.wait()
 
 
-async def _ready(url: str, process: subprocess.Popen[bytes], name: str, log: Path) -> None:
-    """Wait until a server is healthy."""
-    begin, client = time.monotonic(), Client(url)
+async def _is_healthy(client: Client) -> bool:
     try:
-        while True:
-            with contextlib.suppress(VeraxError):
-                await client.fetch("/health")
-                return
-            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
-            printed = " | ".join(lines) or "it printed nothing"
-            if process.poll() is not None:
-                raise VeraxError(f"{name}: ended with status {process.returncode}: {printed}")
-            if time.monotonic() - begin > START:
-                raise VeraxError(f"{name}: not ready after {START:.0f} s: {printed}")
-            await asyncio.sleep(0.2)
-    finally:
-        await client.close()
+        await client.fetch("/health")
+    except VeraxError:
+        return False
+    return True

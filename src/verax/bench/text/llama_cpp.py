@@ -224,7 +224,7 @@ def write_gguf(opened: Checkpoint, path: Path, kind: str, *, vocabulary: Path | 
         quantized = gguf.GGMLQuantizationType[kind if weight.ndim == 2 else "F32"]
         try:
             stored = gguf.quantize(weight, quantized).view(np.uint8)
-        except ValueError as error:
+        except gguf.quants.QuantError as error:
             raise CheckpointError(
                 f"{opened.folder}: {name} of shape {list(weight.shape)} cannot be {kind}: {error}"
             ) from error
