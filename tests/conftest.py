@@ -69,7 +69,6 @@ SLOW = (
     "serve/test_responses.py::test_openais_client",
     "serve/test_videos.py::test_openai_python",
     "test_wheel",
-    "text/test_program.py::test_steps_are_exported",
     # They take long: each CPU kernel in every variant, kernels for GPUs and TPUs interpreted, gradients, whole clips.
     "cli/test_convert",
     "cli/test_plan",

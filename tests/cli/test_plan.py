@@ -1,4 +1,4 @@
-"""`verax plan`: exit statuses, JSON, the tables, options of other commands, and errors that name an option."""
+"""`verax plan`: exit statuses, JSON, the tables, options of other commands."""
 
 import json
 
@@ -41,21 +41,3 @@ def test_the_tables_and_the_verdict(run):
 def test_options_have_the_names_of_the_commands_that_run_the_model(run, model, options, settings):
     done = run("plan", model, "--device", "h100", "--json", *options.split())
     assert settings.items() <= json.loads(done.out)["settings"].items()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["text-builtin"], "Missing option '--device'"),
-        (["text-builtin", "--device", "abacus"], "--device: 'abacus' is not in the table"),
-        (["nowhere", "--device", "h100"], "nowhere: no such folder"),
-        (["text-builtin", "--device", "h100", "--max-model-len", "99999"], "--max-model-len: expected 2 to"),
-        (["text-builtin", "--device", "h100", "--height", "64"], "--height: the plan of a model of kind text has no"),
-        (["text-builtin", "--device", "h100", "--kv-cache-dtype", "int4"], "--kv-cache-dtype: expected one of"),
-    ],
-)
-def test_wrong_usage_ends_with_2_and_one_line(run, arguments, message):
-    done = run("plan", *arguments)
-    assert done.status == 2
-    assert message in done.err
-    assert done.err.count("\n") == 1

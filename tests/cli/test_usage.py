@@ -6,11 +6,15 @@ from tests.support.adapters import adapter_weights, linear_sizes, save_adapter
 from tests.support.tiny import random_weights, tiny_config
 from tests.support.tiny_encoder import tiny_encoder
 
+pytestmark = pytest.mark.usefixtures("few_programs")
+
 NOWHERE = ("-m", "no/such/model")
 GENERATE = ("generate", "-m", "MODEL", "--max-num-seqs", "1")
 SERVE = ("serve", "MODEL", "--port", "0", "--max-model-len", "64", "--max-num-seqs", "2")
 RAY = ("serve", "no/such/model", "--port", "0", "--ray")
 BATCH = ("batch", "no/such/model")
+CLIPS = ("video", *NOWHERE, "--batch", "in.txt")
+PLAN = ("plan", "text-builtin", "--device", "h100")
 
 WRONG = [
     ((*GENERATE, "abc", "--dtype", "int3"), 1, "dtype: expected one of bfloat16, float32"),
@@ -73,6 +77,29 @@ WRONG = [
     ((*RAY, "--nnodes", "2"), 2, "--ray: a replica is one process"),
     ((*RAY, "--replicas", "many"), 2, "--replicas: expected a number, or two as 1:8, got 'many'"),
     (("video",), 2, "give --prompt, or a file of prompts with --batch"),
+    ((*CLIPS, "-o", "clips", "--prompt", "a"), 2, "--batch: --prompt is for one clip; leave it out"),
+    ((*CLIPS, "-o", "clips", "--plan"), 2, "--batch: --plan is for one clip; leave it out"),
+    ((*CLIPS, "-o", "out.mp4"), 2, "--output: out.mp4: expected a folder for clips with --batch"),
+    (("video", *NOWHERE, "--batch", "nowhere.jsonl", "-o", "clips"), 2, "--batch: nowhere.jsonl: no such file"),
+    (("compare", "text", "--against", "diffusers"), 2, "the reference of text is transformers"),
+    (("compare", "--dtype", "float16", "text"), 2, "bfloat16, float32"),
+    (("compare", "text", "--part", "vae"), 2, "only video models have it"),
+    (("compare", "embed", "--num-frames", "9"), 2, "--num-frames: only video models"),
+    (("compare", "video", "--random", "--part", "vae", "--prompt", "a dog"), 2, "--part vae takes arrays"),
+    (("compare", "video", "--size", "1.3b"), 2, "it goes with --random"),
+    (("compare", "video", "--random", "--size", "1.3b", "--part", "text_encoder"), 2, "made for transformer, vae"),
+    (("compare", "text", "--inputs", "no/such.txt"), 2, "--inputs: no/such.txt cannot be read"),
+    (("compare", "text", "--inputs", "a.txt", "--prompt", "b"), 2, "give one of the two"),
+    (("compare", "own", "no/such.py"), 2, "no such file"),
+    (("compare", "video", "--random", "--tokens", "7"), 2, "--tokens"),
+    (("compare", "no/such/folder"), 2, "no/such/folder"),
+    (("compare", "MODEL", "--random"), 2, "has weights"),
+    (("plan", "text-builtin"), 2, "Missing option '--device'"),
+    (("plan", "text-builtin", "--device", "abacus"), 2, "--device: 'abacus' is not in the table"),
+    (("plan", "nowhere", "--device", "h100"), 2, "nowhere: no such folder"),
+    ((*PLAN, "--max-model-len", "99999"), 2, "--max-model-len: expected 2 to"),
+    ((*PLAN, "--height", "64"), 2, "--height: the plan of a model of kind text has no"),
+    ((*PLAN, "--kv-cache-dtype", "int4"), 2, "--kv-cache-dtype: expected one of"),
     (("generat",), 2, "generat"),
 ]
 

@@ -19,8 +19,7 @@ from tests.support.hosts import SIZES, ended, free_port, join, spawn
 from tests.support.tiny import random_weights, tiny_checkpoint, tiny_config
 from verax import LLM, AsyncLLM, SamplingParams, checkpoint
 from verax.errors import HostsError, InvalidParameterError
-from verax.text.hosts import Address, Dispatch, Group, Link
-from verax.text.step.step import StepShape
+from verax.text.hosts import Address, Group, Link
 
 pytest.importorskip("zmq")
 
@@ -198,23 +197,6 @@ def test_a_server_on_two_hosts_drafts_gives_one_devices_tokens_and_names_the_hos
     assert accepted == drafted > 10
 
 
-@pytest.mark.parametrize("size", [5, 40_000])
-@pytest.mark.parametrize("shape", [None, StepShape(2, 32, decode=False, adapters=True)])
-def test_a_message_gives_the_dispatch_again(size, shape):
-    rows, masks = np.arange(8, dtype=np.int32).reshape(2, 4), np.full((2, size), -1, np.int32)
-    dispatch = Dispatch.decode(Dispatch.of("sample", rows, masks, shape=shape).encode())
-    assert (dispatch.program, dispatch.shape) == ("sample", shape)
-    for array, sent in zip(dispatch.unpack(), (rows, masks), strict=True):
-        assert array.dtype == np.int32
-        np.testing.assert_array_equal(array, sent)
-
-
-def test_the_padding_of_an_admission_is_not_sent():
-    row = np.zeros(40_960, np.int32)
-    row[:20] = np.arange(20)
-    assert len(Dispatch.of("admit", row).encode()) < 1_000
-
-
 zmq = pytest.importorskip("zmq")
 
 
@@ -229,15 +211,6 @@ def linked():
     for link in (listening, follower):
         if not link._socket.closed:
             link.close(0)
-
-
-def test_messages_arrive_once_and_in_order(linked):
-    leader, follower, _, _ = linked
-    for i in range(2_000):
-        leader.send(b"%d" % i)
-    assert [follower.receive() for _ in range(2_000)] == [b"%d" % i for i in range(2_000)]
-    follower.send(b"done")
-    assert leader.receive() == b"done"
 
 
 def test_a_connection_without_the_key_is_not_a_peer_and_its_end_is_not_a_loss(linked):

@@ -10,13 +10,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax import export
 
 from tests.support.engine import alone, generate, tokens
-from tests.support.tiny import HYBRID, tiny_checkpoint, tiny_config
+from tests.support.tiny import tiny_checkpoint, tiny_config
 from tests.text.conftest import make_llm
 from verax import LLM, SamplingParams, ops
-from verax._compat import _JAXLIB_VERSION
 from verax.errors import InvalidParameterError
 from verax.models import causal_lm
 from verax.nn import pack_linear_weights
@@ -135,36 +133,6 @@ def test_an_engine_of_an_equal_model_compiles_nothing(tmp_path):
     assert alone(first, "abc") == tokens
     assert alone(make_llm(folder, max_num_seqs=1), "abc") == tokens
     assert len(traced) == traces, "outside of the choice, its implementation must not run"
-
-
-@pytest.mark.parametrize(("platform", "lowering"), [("tpu", "tpu"), ("gpu", "cuda")])
-def test_steps_are_exported_for_other_devices_as_operations_that_need_no_library(platform, lowering):
-    """`jax.export` of a hybrid's decode and mixed step: StableHLO, written and read, that calls no kernel of ours."""
-    model, config = without_weights(tiny_config("qwen3_5_text", **HYBRID), jnp.bfloat16)
-    with ops.use_target(platform, memory=8 << 30):
-        sizes = plan_sizes(config, jnp.bfloat16, EngineConfig(max_num_seqs=4, max_model_len=64))
-        for shape in (sizes.shapes[0], sizes.shapes[-1]):
-            program = step_program(model, sizes, shape)
-            leaves, tree = jax.tree.flatten(program.arguments)
-
-            def flat(*arrays, program=program, tree=tree):  # lists of arrays are written without their NamedTuples
-                return jax.tree.leaves(program.function(*jax.tree.unflatten(tree, arrays)))
-
-            exported = export.export(jax.jit(flat), platforms=(lowering,))(*leaves)
-            read = export.deserialize(exported.serialize())
-            assert read.platforms == (lowering,)
-            assert described(read.in_avals) == described(leaves)
-            assert described(read.out_avals) == described(program.lower().out_info)
-            assert "custom_call" not in read.mlir_module()
-
-
-@pytest.mark.skipif(jax.default_backend() != "cpu" or _JAXLIB_VERSION >= (0, 11, 0), reason="XLA:CPU before 0.11 only")
-def test_the_layers_share_sines_of_rotary_embeddings():
-    model, config = without_weights(tiny_config(num_hidden_layers=3), jnp.float32)
-    sizes = plan_sizes(config, jnp.float32, EngineConfig(max_num_seqs=2, max_model_len=64))
-    for shape in sizes.shapes:
-        text = step_program(model, sizes, shape).lower().compile().as_text()
-        assert text.count(" sine(") == text.count(" cosine(") == 1
 
 
 SIZES = dict(max_num_seqs=2, max_model_len=64, max_num_batched_tokens=32)
