@@ -1,7 +1,9 @@
 """Faults, bounds and the process, over real connections: each fault costs one request one error and leaves nothing."""
 
+import codecs
 import concurrent.futures
 import contextlib
+import gzip
 import json
 import os
 import signal
@@ -32,6 +34,8 @@ SHORT = {**ASKED, "max_tokens": 2}
 LONG = {**ASKED, "max_tokens": 100}
 CLIP = {"prompt": "a circle", "num_frames": 5, "num_inference_steps": 1}
 JSON = {"content-type": "application/json"}
+HEAD = b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 14\r\n\r\n"
+BODY = b'{"prompt":"a"}'
 
 
 @pytest.fixture
@@ -219,6 +223,16 @@ def test_too_many_or_too_long_headers_are_cut_off(shared, headers):
 
 
 @pytest.mark.parametrize(
+    "rest", [b"5;", b"3\r\n{} \r\n0\r\nX", b"3\r\n{} \r\n0\r\nX: "], ids=["extension", "name", "trailer"]
+)
+def test_what_a_body_has_around_it_is_bounded(shared, rest):
+    head = b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+    answer = sent(str(shared.base_url).rstrip("/"), head, rest, *[b"a" * 100_000] * 20)
+    assert not answer or b" 431 " in answer.splitlines()[0]
+    assert is_alive(shared)
+
+
+@pytest.mark.parametrize(
     "line",
     [
         *(b"GET /\xff HTTP/1.1", b"GET * HTTP/1.1", b"OPTIONS * HTTP/1.1", b"CONNECT a:80 HTTP/1.1"),
@@ -233,6 +247,34 @@ def test_an_odd_request_line_is_one_error(shared, line):
     assert head.splitlines()[0].split()[1] in (b"400", b"404", b"405")
     assert json.loads(body)["error"]["type"] in ("invalid_request_error", "not_found_error")
     assert is_alive(shared)
+
+
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk"
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status", "param"),
+    [
+        (UPGRADE, BODY, 200, None),  # Java's client asks so with every first request of a connection
+        (UPGRADE + b"\r\nTransfer-Encoding: chunked", b"e\r\n" + BODY + b"\r\n0\r\n\r\n", 200, None),
+        (UPGRADE + b"\r\nTransfer-Encoding: chunked", b"x", 400, None),
+        (b"Connection: close", codecs.BOM_UTF8 + BODY, 200, None),
+        (b"Connection: close\r\nContent-Encoding: gzip", gzip.compress(BODY), 415, "content-encoding"),
+        (b"Connection: close\r\nTransfer-Encoding: gzip, chunked", b"0\r\n\r\n", 415, "transfer-encoding"),
+        (b"Connection: close\r\nOrigin: http://[", BODY, 403, "origin"),
+        (b"Connection: close", b'{"prompt": NaN}', 400, None),
+    ],
+)
+@pytest.mark.parametrize("together", [True, False])
+def test_an_odd_request_is_answered_once(shared, headers, body, status, param, together):
+    length = b"" if b"chunked" in headers else b"Content-Length: %d\r\n" % len(body)
+    head = b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\n" + length + headers + b"\r\n\r\n"
+    answer = sent(str(shared.base_url).rstrip("/"), *([head + body] if together else [head, body]))
+    assert answer.count(b"HTTP/1.1") == 1
+    assert b" %d " % status in answer.splitlines()[0]
+    result = json.loads(answer.partition(b"\r\n\r\n")[2])
+    assert result["count"] if status == 200 else result["error"]["param"] == param
+    assert "NaN" not in str(body) or "at 'NaN}'" in result["error"]["message"]
 
 
 def test_headers_that_never_end_have_a_limited_time(serve):
@@ -276,10 +318,6 @@ def test_a_slow_body_has_a_limited_time(serve, monkeypatch):
         pieces = (piece for seconds, piece in ((0, body[:-1]), (1.5, body[-1:])) if time.sleep(seconds) is None)
         assert api.post("/v1/chat/completions", content=pieces, headers=JSON).status_code == 200
         assert is_alive(api)
-
-
-HEAD = b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 14\r\n\r\n"
-BODY = b'{"prompt":"a"}'
 
 
 @pytest.mark.parametrize("cut", [0, 20, len(HEAD) + 5], ids=["unused connection", "head", "body"])

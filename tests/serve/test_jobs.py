@@ -140,6 +140,26 @@ async def test_an_error_fails_its_clip_and_the_queue_continues(jobs, pipeline, p
     assert fine.status == "completed"
 
 
+async def test_files_that_cannot_be_removed_end_no_queue_and_are_removed_in_a_thread(jobs, pipeline, monkeypatch):
+    threads = []
+
+    def fail(name):
+        threads.append(threading.get_ident())
+        raise OSError("busy")
+
+    pipeline.may_go.release(100)
+    with monkeypatch.context() as patch:
+        patch.setattr(jobs.store, "remove", fail)
+        await jobs.submit(request("break"), "clips")
+        fine = await jobs.submit(request(), "clips")
+        await until(jobs, fine, lambda job: job.ended)
+        with pytest.raises(OSError, match="busy"):
+            await jobs.delete(fine.id)
+    assert fine.status == "completed"
+    assert len(threads) == 2
+    assert threading.get_ident() not in threads
+
+
 async def test_asking_for_clips_neither_waits_for_files_nor_touches_them(jobs, pipeline, now, monkeypatch):
     pipeline.may_go.release(100)
     job = await jobs.submit(request(), "clips")

@@ -6,13 +6,15 @@ import asyncio
 import gc
 import http
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Callable
 from functools import partial
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
+import httptools
 import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -51,6 +53,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._header_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
         """Bytes of a head that is not complete; -1 once it is complete."""
+        self._read = b""
+        """Newest bytes of the client."""
+        self._overhead = 0
+        """Bytes after the head that are not of a body: chunk extensions and trailers."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Begin a connection."""
@@ -75,17 +81,25 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Hand a request over."""
-        self._head_bytes = -1
+        self._head_bytes, self._overhead = -1, 0
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Take bytes of a body."""
+        self._overhead = 0
+        super().on_body(body)
 
     def data_received(self, data: bytes) -> None:
         """Take bytes of the client."""
+        self._overhead += len(data)
+        self._read = data
         super().data_received(data)
-        # The parser holds an unfinished head, however long. The middleware bounds a finished one.
-        if self._head_bytes >= 0 and not self.transport.is_closing():
+        if self._head_bytes >= 0:
             self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEADER_BYTES:
-                self._refuse(ApiError(431, f"headers: longer than {MAX_HEADER_BYTES} bytes"))
+        # The parser holds an unfinished head or trailer, however long. The middleware bounds a finished head.
+        unfinished = self._overhead if self._head_bytes < 0 else self._head_bytes
+        if unfinished > MAX_HEADER_BYTES and not self.transport.is_closing():
+            self._refuse(ApiError(431, f"headers: longer than {MAX_HEADER_BYTES} bytes"))
         self._watch_headers()
 
     def send_400_response(self, msg: str) -> None:
@@ -95,6 +109,24 @@ class HttpProtocol(HttpToolsProtocol):
     def timeout_keep_alive_handler(self) -> None:
         """Close an unused connection."""
         self.timeout_keep_alive_task = self.loop.call_later(READ_FIRST, super().timeout_keep_alive_handler)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Read on as if no other protocol had been asked for, as Java's client asks for HTTP/2.
+
+        The parser ends such a message with its head, and would take the body for the next one. Another parser reads the
+        body, and the connection ends with the answer.
+        """
+        end = cast(httptools.HttpParserUpgrade, sys.exception()).args[0]
+        lines = [b": ".join(field) for field in self.headers if field[0] in (b"content-length", b"transfer-encoding")]
+        self.cycle.keep_alive, self.cycle.more_body = False, True
+        self.cycle.message_event.clear()
+        body = SimpleNamespace(on_body=self.on_body, on_message_complete=self.on_message_complete)
+        self.parser = httptools.HttpRequestParser(body)
+        self.parser.feed_data(b"\r\n".join([b"POST / HTTP/1.1", *lines, b"", b""]))
+        try:
+            self.parser.feed_data(self._read[end:])
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
 
     def _watch_headers(self) -> None:
         """Run the timer while a head is due and no answer is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import logging
 import re
 from collections.abc import Mapping
@@ -72,6 +73,7 @@ def parse_json(body: bytes) -> Any:
 
 
 def _parse(body: bytes, kind: type[msgspec.Struct] | None) -> Any:
+    body = body.removeprefix(codecs.BOM_UTF8)
     if not body:
         raise ApiError(400, "body: it is empty; expected a JSON object")
     _check_depth(body)
@@ -83,7 +85,9 @@ def _parse(body: bytes, kind: type[msgspec.Struct] | None) -> Any:
     except msgspec.ValidationError as error:
         raise _out_of_range(body, kind, error) from error
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise ApiError(400, f"body: it is not valid JSON: {error}") from error
+        place = re.search(r"\(byte (\d+)\)$", str(error))
+        text = body[int(place[1]) :][:20].decode(errors="replace") if place else ""
+        raise ApiError(400, f"body: it is not valid JSON: {error}{text and f', at {text!r}'}") from error
 
 
 def _check_depth(body: bytes) -> None:

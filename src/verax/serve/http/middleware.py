@@ -124,6 +124,12 @@ class BodyLimit(Layer):
         settings = self._server.settings
         video = any(scope["path"] == path or scope["path"].startswith(path + "/") for path in _VIDEO_PATHS)
         limit = settings.max_video_body_bytes if video else settings.max_body_bytes
+        for name in ("content-encoding", "transfer-encoding"):
+            if (coding := Headers(scope=scope).get(name, "").strip().lower()) not in ("", "identity", "chunked"):
+                problem = f"{name}: {coding[:100]!r} is not read; send the body without it"
+                error = ApiError(415, problem, param=name, headers={"Connection": "close"})
+                await error_response(error, scope)(scope, receive, send)
+                return
         too_long = ApiError(413, f"body: longer than {limit} bytes", param="body", headers={"Connection": "close"})
         length = Headers(scope=scope).get("content-length", "")
         if length.isdigit() and int(length) > limit:
@@ -205,7 +211,7 @@ class Security(Layer):
         origin = headers.get("origin")
         if origin is None or origin.lower() in self._origins:
             return
-        if urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
+        if origin.lower().partition("://")[2] != headers.get("host", "").lower():
             problem = f"origin: {origin[:100]!r} may not call this server; --allowed-origins adds origins"
             raise ApiError(403, problem, param="origin", code="origin")
 
