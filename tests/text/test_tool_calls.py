@@ -370,6 +370,9 @@ def test_types_of_parameters_follow_references_but_not_in_circles():
     function = read_functions([{"name": "f", "parameters": {**schema, "$defs": {"a": {"$ref": "#/$defs/a"}}}}])["f"]
     assert "object" in function.types("a")
     assert function.types("b") == {"null", "integer", "number"}
+    many = {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 50}}  # each reference is followed once
+    function = read_functions([{"name": "f", "parameters": {**many["a"], "properties": many, "$defs": many}}])["f"]
+    assert "object" in function.types("a")
     assert function.types("unknown") == {"string"}
     others = {"type": "object", "additionalProperties": {"type": "boolean"}}
     assert read_functions([{"name": "f", "parameters": others}])["f"].types("unknown") == {"boolean"}

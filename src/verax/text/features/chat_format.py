@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verax.errors import InvalidParameterError
-from verax.text.features.json_schema import literal, schema_rule
+from verax.text.features.json_schema import literal, referenced, schema_rule
 from verax.text.features.tool_calls import (
     CLOSE_REASONING,
     OPEN_REASONING,
@@ -371,11 +371,19 @@ class _Lark:
         """A function's call as XML, with its parameters in the schema's order."""
         required = () if any_arguments else function.schema.get("required", ())
         parts: list[str] = []
-        for i, name in enumerate(function.parameters):
+        for i, (name, schema) in enumerate(function.parameters.items()):
+            if schema is False:
+                continue
             rule = f"parameter_{number}_{i}"
             opening = literal(f"<parameter={name}>\n")
-            self._rules[rule] = f"{opening} {self._value(function, name)}"
+            self._rules[rule] = f"{opening} {self._value(function, schema, function.types(name))}"
             parts.append(rule if name in required else f"{rule}?")
+        unnamed = len({*required} - function.parameters.keys())
+        others = function.schema.get("additionalProperties", unnamed > 0)
+        if others is True or isinstance(others, Mapping):
+            value = self._value(function, others, function.types(""))
+            self._rules[f"others_{number}"] = f'"<parameter=" /[^>\\n]+/ ">\\n" {value}'
+            parts.append(f"others_{number}{{{unnamed},}}")
         return " ".join([literal(function_tag(function.name) + "\n"), *parts, literal("</function>")])
 
     def _schema(self, function: Function, schema: Mapping[str, Any]) -> str:
@@ -385,12 +393,11 @@ class _Lark:
         except InvalidParameterError as error:
             raise InvalidParameterError(f"tools: function {function.name!r}: {error}") from error
 
-    def _value(self, function: Function, name: str) -> str:
-        """A parameter's value, and the tag after it."""
-        schema = function.parameters[name]
-        schema = schema if isinstance(schema, Mapping) else {} if schema else {"not": {}}
-        types = function.types(name)
-        values = schema.get("enum")
+    def _value(self, function: Function, schema: Any, types: frozenset[str]) -> str:
+        """The value of a parameter with a schema, and the tag after it."""
+        schema = schema if isinstance(schema, Mapping) else {}
+        target = referenced(str(schema.get("$ref")), function.schema) or schema
+        values = target.get("enum", [target["const"]] if "const" in target else None)
         if types == {"string"} and values:
             return f"({' | '.join(literal(value) for value in values)}) {literal(_END_VALUE)}"
         if "string" in types:
