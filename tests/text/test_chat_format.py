@@ -147,6 +147,32 @@ def test_required_takes_calls_of_the_functions_and_nothing_else(syntax):
     assert not accepts(grammar, written(syntax, "weather", city="Oslo", days="many"))
 
 
+COLOR = {"$defs": {"color": {"enum": ["red"]}}}
+PART = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"properties": {"a": True, "b": False}}, {"a": "x"}, {"b": "x"}),  # of Rust's schemars
+        ({"properties": {"a": {"$ref": "#/$defs/color"}}, "required": ["a"], **COLOR}, {"a": "red"}, {"a": "blue"}),
+        ({"$ref": "#/$defs/part", "$defs": {"part": PART}}, {"a": 1}, {}),
+        ({"anyOf": [PART, {"type": "object", "required": ["b"]}]}, {"a": 1}, {"a": 0.5}),
+        ({"additionalProperties": {"type": "integer"}}, {"x y": 3}, {"x": "y"}),
+        ({"properties": {"a": {"type": "integer"}}, "required": ["b"]}, {"b": "x"}, {"a": 1}),
+    ],
+)
+@pytest.mark.parametrize("syntax", SYNTAXES)
+def test_a_demanded_call_has_arguments_by_schemas_of_all_forms(syntax, schema, right, wrong):
+    given = [{"name": "f", "parameters": {"type": "object", **schema}}]
+    grammar = tool_grammar(ChatFormat(syntax), given, "required")
+    assert accepts(grammar, written(syntax, "f", **right))
+    assert not accepts(grammar, written(syntax, "f", **wrong))
+    parser = parser_for(ChatFormat(syntax), tools=given, prompt="", parse_tool_calls=True, parse_reasoning=True)
+    (call,) = join([parser.feed(written(syntax, "f", **right)), parser.finish()]).tool_calls
+    assert json.loads(call.arguments) == right
+
+
 @pytest.mark.parametrize("syntax", SYNTAXES)
 def test_a_named_function_is_the_only_one(syntax):
     grammar = tool_grammar(ChatFormat(syntax), tools(), NAMED, parallel=False)

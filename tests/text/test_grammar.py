@@ -121,6 +121,12 @@ def test_any_json_object_is_whole_or_cut_by_max_tokens(formed):
             assert answer.finish_reason == "length"
 
 
+def test_a_grammar_may_have_thousands_of_words_that_begin_alike(formed, monkeypatch):
+    monkeypatch.setattr(grammar, "COMPILE_SECONDS", 60.0)
+    words = " | ".join(f'"a{chr(0x4E00 + i)}"' for i in range(2100))
+    assert re.fullmatch("a[\u4e00-\u9fff]", ask(formed, seed=0, grammar=f"root ::= {words}").text)
+
+
 def test_the_end_comes_where_the_grammar_accepts_and_nowhere_else(formed):
     eager = dict.fromkeys(formed.tokenizer.eos_token_ids, 100.0)
     params = dict(seed=1, max_tokens=20, logit_bias=eager)

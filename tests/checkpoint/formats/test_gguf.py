@@ -312,6 +312,7 @@ def test_recommended_sampling_is_read(folder, tmp_path):
         (("qwen3.expert_count", "add_uint32", 8), r"qwen3\.expert_count 8 is not supported"),
         (("qwen3.rope.dimension_count", "add_uint32", 8), r"rope\.dimension_count 8 is not supported; 16 is"),
         (("qwen3.rope.scaling.type", "add_string", "longrope"), "rope_type 'longrope'"),
+        (("qwen3.attention.head_count", "add_uint32", 0), r"attention\.head_count: expected one number .* got 0"),
         (("qwen3.attention.sliding_window", "add_uint32", 128), r"attention\.sliding_window 128 is not"),
     ],
 )
@@ -346,6 +347,10 @@ BROKEN = {
     "long string": (HEADER + struct.pack("<QQ", 0, 1) + struct.pack("<Q", 1 << 62), "its header is malformed"),
     "no text": (HEADER + struct.pack("<QQ", 0, 1) + struct.pack("<Q", 1) + b"\xff" + bytes(12), "malformed"),
     "unknown value": (HEADER + struct.pack("<QQ", 0, 1) + string("a") + struct.pack("<I", 13), "a value of type 13"),
+    "alignment": (
+        HEADER + struct.pack("<QQ", 0, 1) + string("general.alignment") + struct.pack("<II", 4, 0),
+        "general.alignment 0, which is not a power of two",
+    ),
     "key twice": (HEADER + struct.pack("<QQ", 0, 2) + 2 * (string("a") + struct.pack("<IB", 0, 1)), "a is there twice"),
     "long array": (HEADER + struct.pack("<QQ", 0, 1) + string("a") + struct.pack("<IIQ", 9, 4, 1 << 61), "malformed"),
     "part": (HEADER + struct.pack("<QQ", 0, 1) + string("split.count") + struct.pack("<IH", 2, 3), "one of 3 parts"),

@@ -77,6 +77,8 @@ class GGUFFile(MappedFile):
             self.metadata[key] = self._value(self._kind())
         headers = [self._tensor_header() for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", _ALIGNMENT)
+        if not isinstance(alignment, int) or alignment.bit_count() != 1:
+            raise ValueError(f"general.alignment {alignment!r}, which is not a power of two")
         begin = -(-self._at // alignment) * alignment
         self.tensors = {}
         for name, kind, shape, offset in headers:
@@ -248,8 +250,8 @@ def read_config(
 
     def needed(name: str) -> int:
         value = metadata[f"{kind}.{name}"]
-        if not isinstance(value, int):
-            raise UnsupportedModelError(f"{kind}.{name}: expected one number for all layers, got {value!r}")
+        if not isinstance(value, int) or value < 1:
+            raise UnsupportedModelError(f"{kind}.{name}: expected one number for all layers, 1 or more, got {value!r}")
         return value
 
     _check_settings(given, kind)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verax.errors import InvalidParameterError
-from verax.text.features.json_schema import literal, schema_rule
+from verax.text.features.json_schema import literal, referenced, schema_rule
 from verax.text.features.tool_calls import (
     CLOSE_REASONING,
     OPEN_REASONING,
@@ -33,7 +33,7 @@ PYTHON_TAG = "<|python_tag|>"
 ToolSyntax = Literal["hermes", "qwen3_coder", "llama3_json", "none"]
 """Syntax of tool calls, by vLLM's names of its parsers:
 
-- hermes: JSON in `<tool_call>` (Hermes, Qwen2.5, Qwen3);
+- hermes: JSON in `<tool_call>` (Hermes, Qwen2.5, Qwen3), or an answer that is JSON (Qwen2.5-Coder);
 - qwen3_coder: XML in `<tool_call>` (Qwen3-Coder, Qwen3.5);
 - llama3_json: an answer that is JSON (Llama 3.1 and later);
 - none: the template has no tool calls. An answer can still be one, as with llama3_json: a grammar can demand it.
@@ -137,11 +137,12 @@ class AnswerParser:
 
         Args:
             reader: makes the reader of a call from the tag that begins it; None if calls are not parsed.
-            call_tags: tags that begin a call. Without any, only an answer that begins with JSON is a call.
+            call_tags: tags that begin a call. Without any, or with "" too, an answer that begins with JSON is one.
             reasoning: state of the reasoning at the end of the prompt; "none" if it is not parsed.
         """
         self._new_reader = reader
-        self._call_tags = tuple(call_tags)
+        self._call_tags = tuple(filter(None, call_tags))
+        self._untagged = reader is not None and (not call_tags or "" in call_tags)
         self._source = GrowingText()
         self._pieces: list[str] = []
         self._calls = CallSink()
@@ -180,12 +181,11 @@ class AnswerParser:
             opened = yield from self._source.expect((OPEN_REASONING,))
             if opened or reasoning == "inside":
                 self._in_reasoning = self._after_tag = True
-        untagged = self._new_reader is not None and not self._call_tags
         closing = (CLOSE_REASONING,) if self._in_reasoning else ()
         while True:
-            if untagged and not self._in_reasoning:
+            if self._untagged and not self._in_reasoning:
                 yield from self._untagged_calls()
-                untagged = False
+                self._untagged = False
             tag = yield from self._source.up_to((*closing, *self._call_tags), self._emit)
             if tag is None:
                 return
@@ -271,7 +271,7 @@ def _calls_of(
     """Factory of readers of the format's calls, and the tags that begin a call."""
     match template.tools:
         case "hermes":
-            return lambda tag: JsonCallReader(functions, CLOSE_CALL), (OPEN_CALL,)
+            return lambda tag: JsonCallReader(functions, CLOSE_CALL if tag else None), (OPEN_CALL, "")
         case "qwen3_coder":
             # Models forget the outer tag now and then.
             return lambda tag: XmlCallReader(functions, tag), (OPEN_CALL, *map(function_tag, functions))
@@ -371,11 +371,19 @@ class _Lark:
         """A function's call as XML, with its parameters in the schema's order."""
         required = () if any_arguments else function.schema.get("required", ())
         parts: list[str] = []
-        for i, name in enumerate(function.parameters):
+        for i, (name, schema) in enumerate(function.parameters.items()):
+            if schema is False:
+                continue
             rule = f"parameter_{number}_{i}"
             opening = literal(f"<parameter={name}>\n")
-            self._rules[rule] = f"{opening} {self._value(function, name)}"
+            self._rules[rule] = f"{opening} {self._value(function, schema, function.types(name))}"
             parts.append(rule if name in required else f"{rule}?")
+        unnamed = len({*required} - function.parameters.keys())
+        others = function.schema.get("additionalProperties", unnamed > 0)
+        if others is True or isinstance(others, Mapping):
+            value = self._value(function, others, function.types(""))
+            self._rules[f"others_{number}"] = f'"<parameter=" /[^>\\n]+/ ">\\n" {value}'
+            parts.append(f"others_{number}{{{unnamed},}}")
         return " ".join([literal(function_tag(function.name) + "\n"), *parts, literal("</function>")])
 
     def _schema(self, function: Function, schema: Mapping[str, Any]) -> str:
@@ -385,12 +393,11 @@ class _Lark:
         except InvalidParameterError as error:
             raise InvalidParameterError(f"tools: function {function.name!r}: {error}") from error
 
-    def _value(self, function: Function, name: str) -> str:
-        """A parameter's value, and the tag after it."""
-        schema = function.parameters[name]
-        schema = schema if isinstance(schema, Mapping) else {} if schema else {"not": {}}
-        types = function.types(name)
-        values = schema.get("enum")
+    def _value(self, function: Function, schema: Any, types: frozenset[str]) -> str:
+        """The value of a parameter with a schema, and the tag after it."""
+        schema = schema if isinstance(schema, Mapping) else {}
+        target = referenced(str(schema.get("$ref")), function.schema) or schema
+        values = target.get("enum", [target["const"]] if "const" in target else None)
         if types == {"string"} and values:
             return f"({' | '.join(literal(value) for value in values)}) {literal(_END_VALUE)}"
         if "string" in types:

@@ -112,16 +112,15 @@ class Function:
 
     @property
     def parameters(self) -> Mapping[str, Any]:
-        """Schema of each parameter by its name."""
-        properties = self.schema.get("properties")
-        return properties if isinstance(properties, Mapping) else {}
+        """Schema of each parameter by its name, of the schemas that the function's combines too."""
+        return _properties(self.schema, self.schema, _MAX_REFERENCES, {})
 
     def types(self, parameter: str) -> frozenset[str]:
         """JSON Schema's names of the types that a parameter can have; a text if the schema does not know it."""
         schema = self.parameters.get(parameter, self.schema.get("additionalProperties"))
         if parameter not in self.parameters and not isinstance(schema, Mapping):
             return frozenset({"string"})
-        return _types(schema, self.schema, _MAX_REFERENCES)
+        return _types(schema, self.schema, _MAX_REFERENCES, {})
 
 
 def read_functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Function]:
@@ -140,12 +139,39 @@ def read_functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Funct
         schema = function.get("parameters") or {"type": "object", "properties": {}}
         if not isinstance(schema, Mapping):
             raise InvalidParameterError(f"tools[{i}].function.parameters: expected a JSON schema, got {schema!r}")
+        if isinstance(target := referenced(str(schema.get("$ref")), schema), Mapping):
+            schema = {**schema, **target}
         functions[name] = Function(name, schema, strict=function.get("strict") is True)
     return functions
 
 
-def _types(schema: Any, root: Mapping[str, Any], references: int) -> frozenset[str]:
-    """Types that a schema allows; all where it does not say."""
+def _properties(
+    schema: Any, root: Mapping[str, Any], references: int, known: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """Schema of each property of an object, whichever of the schemas that are combined has it.
+
+    `references`: number of schemas that may be within each other. `known`: results by reference, each found once.
+    """
+    if not isinstance(schema, Mapping) or references == 0:
+        return {}
+    given, reference = schema.get("properties"), schema.get("$ref")
+    properties = dict(given) if isinstance(given, Mapping) else {}
+    if isinstance(reference, str):
+        if reference not in known:
+            known[reference] = {}
+            known[reference] = _properties(referenced(reference, root), root, references - 1, known)
+        properties |= known[reference]
+    for key in ("allOf", "anyOf", "oneOf"):
+        members = schema.get(key)
+        for member in members if isinstance(members, (list, tuple)) else ():
+            for name, value in _properties(member, root, references - 1, known).items():
+                other = properties.get(name, value)
+                properties[name] = value if other == value else {key: [other, value]}
+    return properties
+
+
+def _types(schema: Any, root: Mapping[str, Any], references: int, known: dict[str, frozenset[str]]) -> frozenset[str]:
+    """Types that a schema allows; all where it does not say. Arguments as of `_properties`."""
     if not isinstance(schema, Mapping) or references == 0:
         return _ANY_TYPE
     given = schema.get("type")
@@ -155,12 +181,16 @@ def _types(schema: Any, root: Mapping[str, Any], references: int) -> frozenset[s
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, (list, tuple)):
         return frozenset().union(*(_types_of(json.dumps(value)) or {"string"} for value in values))
-    reference = schema.get("$ref")
-    types = _types(referenced(reference, root), root, references - 1) if isinstance(reference, str) else _ANY_TYPE
+    types, reference = _ANY_TYPE, schema.get("$ref")
+    if isinstance(reference, str):
+        if reference not in known:
+            known[reference] = _ANY_TYPE
+            known[reference] = _types(referenced(reference, root), root, references - 1, known)
+        types = known[reference]
     for key, combined in (("anyOf", frozenset.union), ("oneOf", frozenset.union), ("allOf", frozenset.intersection)):
         members = schema.get(key)
         if isinstance(members, (list, tuple)) and members:
-            types &= combined(*(_types(member, root, references - 1) for member in members))
+            types &= combined(*(_types(member, root, references - 1, known) for member in members))
     return types
 
 
