@@ -22,6 +22,10 @@ FAMILIES = {
     "qwen2": ("Qwen2", dict(tie_word_embeddings=True)),
     "llama": ("Llama", LLAMA),
     "gemma3": ("Gemma3", dict(num_hidden_layers=7, head_dim=32, query_pre_attn_scalar=32, sliding_window=24)),
+    "smollm3": ("SmolLM3", dict(num_hidden_layers=4)),
+    "granite": ("Granite", dict(embedding_multiplier=2.5, attention_multiplier=0.3, logits_scaling=3.0)),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", dict(num_hidden_layers=4, sliding_window=24)),
     "gemma2": ("Gemma2", dict(head_dim=32, query_pre_attn_scalar=32, sliding_window=24)),
 }
 WIDE = dict(hidden_size=256, intermediate_size=256, num_attention_heads=4, head_dim=64, tie_word_embeddings=True)

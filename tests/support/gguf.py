@@ -12,6 +12,10 @@ ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "granite": gguf.MODEL_ARCH.GRANITE,
+    "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "olmo3": gguf.MODEL_ARCH.OLMO2,
 }
 SCALE_OFFSETS = {
     "Q2_K": (80, 82),
@@ -76,6 +80,14 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, d
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)  # a Gemma's is by kind of layer
     writer.add_rope_freq_base(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+    if family == "olmo3":
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if family == "granite":
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
     if is_gemma := "gemma" in family:
         writer.add_sliding_window(config["sliding_window"])
         if config.get("attn_logit_softcapping"):
@@ -99,7 +111,7 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, d
         weight = weight.astype(np.float32)
         if is_gemma and key.endswith("norm.weight"):
             weight = weight + 1
-        if family == "llama" and (part := key.split(".")[-2]) in heads:
+        if family in ("llama", "smollm3", "granite") and (part := key.split(".")[-2]) in heads:
             weight = permuted(weight, heads[part])
         chosen = (kinds or {}).get(key, kind) if weight.ndim == 2 else "F32"
         if chosen in ("F32", "F16"):

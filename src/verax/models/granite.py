@@ -1,7 +1,7 @@
 """Granite 3, and the dense models of Granite 4: Llamas whose embeddings, scores, layers and logits are multiplied.
 
 Follows transformers' `GraniteForCausalLM` and, where no layer has experts or recurrence, its
-`GraniteMoeHybridForCausalLM`; module paths are the keys of their checkpoints. The multipliers are those of maximal
+`GraniteMoeHybridForCausalLM`; module paths are the keys of their checkpoints. The multipliers come from maximal
 update parametrisation (Yang et al., 2022, arXiv:2203.03466).
 """
 
@@ -72,17 +72,17 @@ class GraniteConfig(Qwen3Config):
 
 
 class DecoderLayer(qwen3.DecoderLayer):
-    """Attention, then feed-forward, each on a normalised copy of the residual stream, which gets a part of either."""
+    """Attention, then feed-forward, each on a normalised copy of the residual stream and then multiplied."""
 
     def __init__(self, config: GraniteConfig, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         super().__init__(config, layer, dtype=dtype, rngs=rngs)
-        self.part = config.residual_multiplier
+        self.residual_multiplier = config.residual_multiplier
 
     def __call__(
         self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: AttentionFn
     ) -> Float[Array, "*B T D"]:
-        x = x + self.part * self.self_attn(self.input_layernorm(x), rotary, layer, attend)
-        return x + self.part * self.mlp(self.post_attention_layernorm(x))
+        x = x + self.residual_multiplier * self.self_attn(self.input_layernorm(x), rotary, layer, attend)
+        return x + self.residual_multiplier * self.mlp(self.post_attention_layernorm(x))
 
 
 class Decoder(qwen3.Decoder):
@@ -106,7 +106,7 @@ class GraniteForCausalLM(Qwen3ForCausalLM):
 
 
 class SharedMLP(nnx.Module):
-    """Gated feed-forward (SwiGLU) whose gate and input come of one matrix, one below the other."""
+    """Gated feed-forward (SwiGLU) whose gate and input come from one matrix, one below the other."""
 
     def __init__(self, config: GraniteConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D, F = config.hidden_size, config.intermediate_size
@@ -129,7 +129,7 @@ class HybridDecoderLayer(DecoderLayer):
         self.shared_mlp = SharedMLP(config, dtype=dtype, rngs=rngs)
         self.input_layernorm = qwen3.norm(config, dtype)
         self.post_attention_layernorm = qwen3.norm(config, dtype)
-        self.part = config.residual_multiplier
+        self.residual_multiplier = config.residual_multiplier
 
 
 class HybridDecoder(Decoder):

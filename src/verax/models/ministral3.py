@@ -38,7 +38,7 @@ class Ministral3Config(Qwen3Config):
     """Sizes and flags, by the names of config.json where these are clear."""
 
     scaling_beta: Finite = 0.0
-    """Growth of queries: by this, times the logarithm of how often the context of pretraining is passed."""
+    """Factor of the growth of queries, which is logarithmic in the contexts of pretraining before a position."""
     scaling_context: Positive = 1.0
     """Tokens of the context of pretraining."""
 

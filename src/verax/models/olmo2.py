@@ -1,4 +1,4 @@
-"""OLMo 2 and OLMo 3: decoders that normalise what a layer's parts give, and queries and keys as a whole.
+"""OLMo 2 and OLMo 3: decoders that normalise the outputs of a layer's parts, and queries and keys over all heads.
 
 Follows transformers' `Olmo2ForCausalLM` and `Olmo3ForCausalLM`; module paths are the keys of their checkpoints. OLMo 3
 has sliding windows in three layers out of four. Reports: OLMo 2 (arXiv:2501.00656), OLMo 3 (arXiv:2512.13961).
@@ -75,7 +75,7 @@ class Attention(qwen3.Attention):
 
 
 class DecoderLayer(qwen3.DecoderLayer):
-    """Attention, then feed-forward; what each gives is normalised before it joins the residual stream."""
+    """Attention, then feed-forward; the output of each is normalised before it is added to the residual stream."""
 
     attention_class = Attention
 

@@ -60,12 +60,12 @@ def _rotary(config: JsonObject) -> ops.RotaryConfig:
 
 
 class Attention(qwen3.Attention):
-    """Grouped-query attention whose queries, keys and values come of one matrix, one below the other."""
+    """Grouped-query attention whose queries, keys and values come from one matrix, one below the other."""
 
     def __init__(self, config: Phi3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D, N, K, H = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.config = config
-        units = N // K * H, H, H  # of a device: heads of keys and values, with the queries that read them
+        units = N // K * H, H, H  # a head of keys and one of values, with the queries that read them
         self.qkv_proj = Linear(D, (N + 2 * K) * H, divided="out", unit=units, dtype=dtype, rngs=rngs)
         self.o_proj = Linear(N * H, D, divided="in", unit=N // K * H, dtype=dtype, rngs=rngs)
 
@@ -78,7 +78,7 @@ class Attention(qwen3.Attention):
 
 
 class MLP(nnx.Module):
-    """Gated feed-forward (SwiGLU) whose gate and input come of one matrix, one below the other."""
+    """Gated feed-forward (SwiGLU) whose gate and input come from one matrix, one below the other."""
 
     def __init__(self, config: Phi3Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D, F = config.hidden_size, config.intermediate_size

@@ -82,7 +82,7 @@ class Qwen3Config:
         return tuple(rotary.for_context(self.max_position_embeddings) for rotary in given)
 
     def for_context(self, tokens: int) -> Any:
-        """Configuration of the model in a context of `tokens` tokens, of which some rotations (LongRoPE) depend."""
+        """Configuration for sequences of at most `tokens` tokens; LongRoPE's rotation depends on the longest."""
         return replace(self, max_position_embeddings=min(tokens, self.max_position_embeddings))
 
     @classmethod

@@ -16,7 +16,7 @@ from tests.support.published import llama_cpp_source
 from tests.support.tiny import tiny_checkpoint
 from verax import checkpoint, ops
 from verax.checkpoint import Checkpoint
-from verax.checkpoint.formats.gguf import GEMMA_READ, LOCAL_SIZES, NEUTRAL, READ, WITHOUT_EFFECT, read_config
+from verax.checkpoint.formats.gguf import LOCAL_SIZES, NEUTRAL, OWN_KEYS, READ, WITHOUT_EFFECT, read_config
 from verax.errors import CheckpointError, UnsupportedModelError, VeraxError
 from verax.loading import load_causal_lm
 from verax.models import causal_lm
@@ -100,6 +100,16 @@ FAMILIES = {
     "gemma3_text": {"num_hidden_layers": 7, "sliding_window": 24, "query_pre_attn_scalar": 16},
     "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 4.0}
     | {"final_logit_softcapping": 3.0},
+    "smollm3": {"num_hidden_layers": 4},
+    "granite": {"embedding_multiplier": 2.5, "attention_multiplier": 0.25, "residual_multiplier": 0.5}
+    | {"logits_scaling": 3.0},
+    "olmo2": {},
+    "olmo3": {
+        "num_hidden_layers": 4,
+        "sliding_window": 24,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+    }
+    | {"rope_theta": 5e5},
 }
 
 
@@ -234,7 +244,7 @@ def test_settings_that_are_not_implemented_are_refused_by_name_unless_they_chang
         read_config(LLAMA | {f"llama.{name}": other}, {EMBEDDINGS: (300, 5376)})
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama", "gemma3", "gemma2"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama", "gemma3", "gemma2", "smollm3", "granite", "olmo2"])
 def test_each_key_that_llama_cpp_reads_is_read_or_without_effect_or_refused(architecture):
     arch, model, own = (
         llama_cpp_source(f"src/{name}.cpp").read_text(encoding="utf-8")
@@ -247,7 +257,7 @@ def test_each_key_that_llama_cpp_reads_is_read_or_without_effect_or_refused(arch
     code = before + after.partition("\n    }\n")[2] + own
     read_by_llama_cpp = {names[key] for key in re.findall(r"LLM_KV_\w+", code) if key in names}
     known = READ | WITHOUT_EFFECT | NEUTRAL.keys() | set(LOCAL_SIZES)
-    known |= GEMMA_READ if architecture.startswith("gemma") else set()
+    known |= OWN_KEYS.get(architecture, set())
     assert len(read_by_llama_cpp) > 20
     assert read_by_llama_cpp <= known
     assert known <= set(names.values())

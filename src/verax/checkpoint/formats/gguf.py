@@ -150,7 +150,10 @@ class GGUFFile(MappedFile):
         return form.unpack_from(self.map, at)[0]
 
 
-_MODEL_TYPES = {"qwen3": "qwen3", "qwen2": "qwen2", "llama": "llama", "gemma3": "gemma3_text", "gemma2": "gemma2"}
+_MODEL_TYPES = {
+    **{"qwen3": "qwen3", "qwen2": "qwen2", "llama": "llama", "gemma3": "gemma3_text", "gemma2": "gemma2"},
+    **{"smollm3": "smollm3", "granite": "granite", "olmo2": "olmo2"},
+}
 """config.json's `model_type` by `general.architecture`, for those that are supported."""
 
 _GEMMA = ("gemma3", "gemma2")
@@ -190,7 +193,7 @@ def tensor_key(name: str, architecture: str | None) -> str:
     stem, _, kind = name.rpartition(".")
     if stem in _NAMES:
         return f"{_NAMES[stem]}.{kind}"
-    names = _GEMMA_LAYER_NAMES if architecture in _GEMMA else _LAYER_NAMES
+    names = _GEMMA_LAYER_NAMES if architecture in (*_GEMMA, "olmo2") else _LAYER_NAMES
     block, _, rest = stem.partition(".")
     layer, _, part = rest.partition(".")
     return f"model.layers.{layer}.{names[part]}.{kind}" if block == "blk" and part in names else name
@@ -208,10 +211,10 @@ def tensor_name(key: str) -> str:
 def rotated(key: str, config: Mapping[str, Any]) -> int | None:
     """The heads of a weight or bias whose rows are interleaved in the file; None if its rows are in our order.
 
-    llama.cpp rotates neighbours in a Llama's heads, where transformers rotates halves, so that its converter moves the
-    rows of the query and key projections. In the Qwen models it rotates halves.
+    llama.cpp rotates neighbours in the heads of Llama, SmolLM3 and Granite, where transformers rotates halves, so that
+    its converter moves the rows of the query and key projections. In the other models it rotates halves.
     """
-    if config["model_type"] != "llama":
+    if config["model_type"] not in ("llama", "smollm3", "granite"):
         return None
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     part = key.split(".")[-2]
@@ -277,6 +280,8 @@ def read_config(
         "rope_theta": given("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(given, kind, divisors),
         **(_gemma(given, kind, heads, size, head_dim) if kind in _GEMMA else {}),
+        **(_granite(given, kind, head_dim) if kind == "granite" else {}),
+        **(_olmo3(given, kind, divisors) if kind == "olmo2" and given("attention.sliding_window") else {}),
     }
 
 
@@ -298,6 +303,23 @@ GEMMA_READ = frozenset(
     }
 )
 
+OLMO_READ = frozenset({"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"})
+
+GRANITE_READ: Mapping[str, str] = {
+    "embedding_scale": "embedding_multiplier",
+    "attention.scale": "attention_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+"""Keys of config.json by the file's; 0 stands for none."""
+
+OWN_KEYS: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(_GEMMA, GEMMA_READ),
+    "olmo2": OLMO_READ,
+    "granite": frozenset(GRANITE_READ),
+}
+"""Keys of single architectures that make the configuration."""
+
 LOCAL_SIZES = ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa")
 """Sizes of heads in layers with a window, which equal the sizes in the other layers."""
 
@@ -317,6 +339,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("final_logit_softcapping", "nextn_predict_layers", "rope.scaling.yarn_log_multiplier"), (0,)),
     **dict.fromkeys(("embedding_scale", "expert_count", "logit_scale", "residual_scale"), (0, 1)),
     **dict.fromkeys(("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"), (1,)),
+    **{"deepstack_mapping": ([],), "expert_shared_feed_forward_length": (0,)},
     **{"attention.causal": (True,), "rope.scaling.yarn_ext_factor": (1,), "use_parallel_residual": (False,)},
 }
 """Settings that are not implemented, and the values with which they change nothing."""
@@ -324,7 +347,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 def _check_settings(given: Callable[..., Any], kind: str) -> None:
     """Refuse the first setting that changes the result and is not implemented."""
-    read = GEMMA_READ if kind in _GEMMA else frozenset[str]()
+    read = OWN_KEYS.get(kind, frozenset[str]())
+    if kind == "granite" and given("rope.scaling.finetuned", True) is not True:
+        raise UnsupportedModelError(
+            f"{kind}.rope.scaling.finetuned false is not supported: a Granite without positions"
+        )
     for name, values in NEUTRAL.items():
         if name not in read and given(name, values[0]) not in values:
             raise UnsupportedModelError(f"{kind}.{name} {given(name)} is not supported; {values[0]} is")
@@ -352,6 +379,29 @@ def _gemma(given: Callable[..., Any], kind: str, heads: int, size: int, head_dim
         "rope_local_base_freq": given("rope.freq_base_swa", 10000.0),
         "query_pre_attn_scalar": size // heads if (kind, depth) in _WIDE_QUERIES else head_dim,
         **{name: cap for name, cap in caps.items() if cap is not None},
+    }
+
+
+def _granite(given: Callable[..., Any], kind: str, head_dim: int) -> dict[str, Any]:
+    """Multipliers of a Granite's config.json."""
+    neutral = {"attention.scale": head_dim**-0.5}
+    return {ours: given(theirs) or neutral.get(theirs, 1.0) for theirs, ours in GRANITE_READ.items()}
+
+
+def _olmo3(given: Callable[..., Any], kind: str, divisors: Any) -> dict[str, Any]:
+    """Fields of an OLMo 3's config.json: windows, and positions that are not scaled in layers with one."""
+    depth, pattern = given("block_count"), given("attention.sliding_window_pattern", 4)
+    if isinstance(pattern, int):
+        pattern = [pattern == 0 or (i + 1) % pattern != 0 for i in range(depth)]
+    base = given("rope.freq_base", 10000.0)
+    return {
+        "model_type": "olmo3",
+        "layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in pattern],
+        "sliding_window": given("attention.sliding_window"),
+        "rope_parameters": {
+            "full_attention": {"rope_theta": base, **(_rope_scaling(given, kind, divisors) or {})},
+            "sliding_attention": {"rope_theta": given("rope.freq_base_swa", base)},
+        },
     }
 
 
