@@ -39,6 +39,7 @@ def test_the_reports_flags_make_a_file_and_say_what_it_took(run, folders, pictur
         *("--num_frames", "9", "--height", "16", "--width", "32", "-o", out, "--dtype", "float32"),
     )
     assert (done.status, done.out.strip()) == (0, str(out))
+    assert "recipe" not in done.err
     with PIL.open(out) as written:
         assert (written.size, getattr(written, "n_frames", 1)) == ((32, 16), 9)
     assert "memory: " in done.err
@@ -64,6 +65,18 @@ def test_a_long_clip_is_previewed_in_segments_and_says_which_steps_were_computed
         with PIL.open(path) as written:
             counts[path.name] = getattr(written, "n_frames", 1)
     assert counts == {"out.webp": 13, "out-segment-1.webp": 9, "out-segment-2.webp": 4}
+
+
+def test_a_recipe_says_what_it_sets(run, folders, tmp_path):
+    out = tmp_path / "out.gif"
+    size = ("--num-frames", "9", "--height", "16", "--width", "32", "--dtype", "float32")
+    done = run("video", "-m", folders["df"], "--prompt", "a red circle", "--recipe", "fastwan", *size, "-o", out)
+    assert (done.status, done.out.strip()) == (0, str(out))
+    assert (
+        "recipe fastwan: solver lcm, sigmas 1.0,0.28,0.12, num_inference_steps 3, shift 8.0, guidance_scale 1.0"
+        in done.err
+    )
+    assert "3 of 3 steps computed" in done.err
 
 
 def test_a_plan_needs_no_weights_and_writes_nothing(run, folders, picture, tmp_path, tmp_path_factory):
@@ -99,6 +112,10 @@ def test_what_cannot_be_written_for_lack_of_a_package_is_named_before_any_work(
         (("-o", "out.avi"), "--output: "),
         (("-o", "no/such/out.gif"), "--output: there is no folder no/such"),
         (("--lora", "missing.safetensors:0.5"), "missing.safetensors: no such file"),
+        (("--lora-2", "style.safetensors:0.5"), "lora_2: this model has one transformer"),
+        (("--recipe", "lightx2v", "--steps", "8"), "recipe: lightx2v sets num_inference_steps to 4, and"),
+        (("--recipe", "lightning"), "recipe: expected one of lightx2v, "),
+        (("--sigmas", "0.5,1"), "sigmas: expected falling numbers"),
         (("-m", "no/such/folder"), "no/such/folder: no such folder"),
         (("--prompt", ""), "prompt 2: it is empty"),
         (("--devices", "64"), "devices: expected 64 devices, got 1; JAX_NUM_CPU_DEVICES=64"),

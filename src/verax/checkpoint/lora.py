@@ -607,6 +607,7 @@ def _settings(path: Path) -> JsonObject:
         content = {name.removeprefix("transformer."): value for name, value in json.loads(text).items()}
     except (ValueError, AttributeError) as error:
         raise CheckpointError(f"{path}: its lora_adapter_metadata is not a JSON object") from error
+    content.pop("lora_bias", None)  # unlike `Adapter`, the biases of B are read
     settings = JsonObject(content, path)
     _check_settings(settings, path)
     return settings
