@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float64, UInt8
+from jaxtyping import UInt8
 
 from verax.errors import InvalidParameterError
 from verax.models.video_model import LatentGeometry, VideoModel, VideoSettings
