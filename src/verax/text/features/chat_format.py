@@ -271,7 +271,7 @@ def _calls_of(
     """Factory of readers of the format's calls, and the tags that begin a call."""
     match template.tools:
         case "hermes":
-            return lambda tag: JsonCallReader(functions, CLOSE_CALL if tag else None), (OPEN_CALL, "")
+            return lambda tag: JsonCallReader(functions, CLOSE_CALL), (OPEN_CALL, "")
         case "qwen3_coder":
             # Models forget the outer tag now and then.
             return lambda tag: XmlCallReader(functions, tag), (OPEN_CALL, *map(function_tag, functions))

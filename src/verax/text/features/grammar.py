@@ -199,7 +199,7 @@ class GrammarCompiler:
         with self._lock:
             usual = threading.stack_size(COMPILE_STACK)
             try:
-                threading.Thread(target=run, name="compile-grammar", daemon=True).start()
+                threading.Thread(target=run, name="compile-grammar").start()
             except RuntimeError as error:  # the system has no room for another thread
                 self._compiling.release()
                 raise _refused(wanted, f"{error}; try again later") from error
