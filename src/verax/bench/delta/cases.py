@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from verax.bench.harness import UNTIMED, Benchmark, Case, Side, case_result, err
 from verax.bench.results import faster_by, number, outliers, rounds, side_rows, slug, spread, table
 from verax.bench.settings import CONFIGURATIONS, SECTIONS, DeltaSettings
 from verax.errors import VeraxError
-from verax.machine import peak_growth
+from verax.machine import peak_growth, return_freed_memory
 from verax.ops.cpu import library
 
 __all__ = ["bench_delta", "check"]
@@ -148,9 +147,7 @@ def _peak_bytes(side: Side, platform: str) -> int | None:
     """Memory of one call beyond its arguments: measured on a CPU and for torch, XLA's plan on other devices."""
     if platform == "cpu":
         gc.collect()
-        if sys.platform == "linux":
-            # Freed memory that the C library keeps would be used again, and not counted.
-            getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
+        return_freed_memory()  # which would be used again, and not counted
         with peak_growth() as growth:
             side.call()
         return growth()
