@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 
 from verax import machine
@@ -46,3 +48,14 @@ print(growth() / 1e6)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
     assert float(done.stdout) == pytest.approx(40, abs=2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc alone keeps freed memory between what is in use")
+def test_freed_memory_goes_back_to_the_system():
+    held = psutil.Process().memory_info
+    arrays = [np.ones(10_000, np.uint8) for _ in range(10_000)]
+    kept, arrays = arrays[::100], None
+    before = held().rss
+    machine.return_freed_memory()
+    assert before - held().rss > 50e6
+    assert len(kept) == 100

@@ -7,7 +7,6 @@ from which its memory follows before the run, and the run calls it with arrays.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import gc
 import math
@@ -24,6 +23,7 @@ from jaxtyping import Array
 
 from verax import ops
 from verax._compat import compiler_options, drop_jax_traces
+from verax.machine import return_freed_memory
 from verax.nn import pack_linear_weights, packed_copy
 from verax.nn.parallel import divisions
 from verax.ops._dispatch import drop_traces
@@ -275,13 +275,12 @@ class ProgramCall:
 def _release_memory() -> None:
     """Free a program that was dropped, which refers to itself, with its traces, and give its memory to the system.
 
-    glibc keeps what compiling freed: some megabytes for each size of a clip, which add up on a server.
+    Some megabytes for each size of a clip add up on a server.
     """
     drop_traces()
     drop_jax_traces()
     gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
+    return_freed_memory()
 
 
 def floats(*shape: int) -> jax.ShapeDtypeStruct:

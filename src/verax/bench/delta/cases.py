@@ -9,10 +9,8 @@ of LAM's published rule is counted by tracing our implementation, and by torch's
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import itertools
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -31,7 +29,7 @@ from verax.bench.harness import UNTIMED, Benchmark, Case, Side, count_products, 
 from verax.bench.results import rounds, sides_table, slug
 from verax.bench.settings import CONFIGURATIONS, SECTIONS, DeltaSettings
 from verax.errors import VeraxError
-from verax.machine import peak_growth
+from verax.machine import peak_growth, return_freed_memory
 from verax.models.lam import EnhancedHierarchicalDeltaNet, LamConfig, LamModel
 from verax.nn import pack_linear_weights
 from verax.ops.cpu import library
@@ -130,9 +128,7 @@ def _peak_bytes(side: Side, platform: str) -> int | None:
     if platform != "cpu":
         return None
     gc.collect()
-    if sys.platform == "linux":
-        # Freed memory that the C library keeps would be used again, and not counted.
-        getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
+    return_freed_memory()  # which would be used again, and not counted
     with peak_growth() as growth:
         side.call()
     return growth()

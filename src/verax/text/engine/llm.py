@@ -25,6 +25,7 @@ from verax._compat import enable_compilation_cache, make_mesh
 from verax._optional import require_optional
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.loading import divide_model, load_causal_lm
+from verax.machine import return_freed_memory
 from verax.models import CausalLM, causal_lm, check_dtype
 from verax.models.causal_lm import check_causal_lm
 from verax.nn import pack_linear_weights, packed_copy
@@ -177,6 +178,7 @@ class LLM:
         self._hosts = hosts
         self._use(engines)
         self.compile_seconds = _compile_all(engines, use_tqdm)
+        return_freed_memory()
 
     def _use(self, engines: abc.Sequence[Engine]) -> None:
         self.engines = tuple(engines)
