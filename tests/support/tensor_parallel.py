@@ -52,25 +52,18 @@ BATCHED = ("qwen3", "qwen3.5")
 
 FEATURES = {
     "int8": dict(quantization="int8", kv_cache_dtype="int8"),
-    "fp8-cache": dict(kv_cache_dtype="fp8"),
     "int4": dict(quantization="int4"),
     "moe-int4": dict(quantization="int4"),
     "gguf": {},
     "lora": dict(enable_lora=True, max_loras=2, max_lora_rank=4),
     "ngram": dict(structured_outputs=True, speculative_config={"method": "ngram", "num_speculative_tokens": 3}),
     "draft-model": {},
-    "delta-int8": dict(quantization="int8"),
     "delta-int4": dict(quantization="int4"),
     "delta-lora": dict(enable_lora=True, max_loras=2, max_lora_rank=4),
 }
 """Options of the engine by case. With `lora` tokens have log-probabilities, with `ngram` half of the answers a form."""
 
-FAMILY_OF_FEATURE = {
-    "moe-int4": "qwen3-moe",
-    "delta-int8": "qwen3.5",
-    "delta-int4": "qwen3-next",
-    "delta-lora": "qwen3.5",
-}
+FAMILY_OF_FEATURE = {"moe-int4": "qwen3-moe", "delta-int4": "qwen3-next", "delta-lora": "qwen3.5"}
 """Families of the features that Qwen3 does not have."""
 
 PROMPTS = [[5, 9, 200, 31], [7, 8, 9] * 15, [100, 101, 102], [40, 41]]
