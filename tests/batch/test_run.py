@@ -10,7 +10,7 @@ import pytest
 
 from verax.batch.requests import AnswerLine, LocalServer
 from verax.batch.results import ResultFile
-from verax.batch.run import BatchRun, read_lines
+from verax.batch.run import AHEAD, BatchRun, read_lines
 from verax.errors import EngineDeadError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -238,6 +238,27 @@ def test_a_clip_is_written_next_to_the_output(run_batch, tmp_path):
     assert [path.name for path in (tmp_path / "out.clips").iterdir()] == [f"{bodies['clip']['id']}.mp4"]
     assert (tmp_path / "out.clips" / f"{bodies['clip']['id']}.mp4").read_bytes()[4:8] == b"ftyp"
     assert "prompt" in bodies["wrong"]["error"]["message"]
+
+
+class Endless(io.RawIOBase):
+    """A file without an end, which counts what was read."""
+
+    def __init__(self):
+        self.num_read = 0
+
+    def __next__(self):
+        self.num_read += 1
+        return b"line\n"
+
+
+@pytest.mark.anyio
+async def test_few_lines_are_read_ahead():
+    file = Endless()
+    lines = read_lines(file)
+    for _ in range(3):
+        assert await anext(lines) == b"line\n"
+    await lines.aclose()
+    assert file.num_read <= 3 + AHEAD + 2
 
 
 @pytest.mark.anyio

@@ -12,6 +12,8 @@ from verax.cli.chat import Conversation
 from verax.text.engine.llm import LLM
 from verax.text.engine.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("few_programs")
+
 QUICK = ("--dtype", "float32", "--max-tokens", "5", "--temperature", "0")
 
 

@@ -7,6 +7,8 @@ import pytest
 
 from tests.support.tiny import tiny_checkpoint
 
+pytestmark = pytest.mark.usefixtures("few_programs")
+
 QUICK = ("--dtype", "float32", "--max-tokens", "6", "--max-num-seqs", "2", "--ignore-eos")
 
 

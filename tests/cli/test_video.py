@@ -172,19 +172,3 @@ def test_a_batch_makes_a_clip_for_each_line_and_continues_where_it_stopped(run, 
     assert results[1]["error"]["message"] == "num_frames: expected 4n + 1, got 8; nearest 5 or 9"
     assert (results[2]["settings"]["seed"], results[2]["settings"]["image"]) == (1, str(batch[8]))
     assert set(results[2]["seconds"]) >= {"text", "denoise", "decode"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--prompt", "a"], "--batch: --prompt is for one clip; leave it out"),
-        (["--plan"], "--batch: --plan is for one clip; leave it out"),
-        (["-o", "out.mp4"], "--output: out.mp4: expected a folder for clips with --batch"),
-        (["--batch", "nowhere.jsonl"], "--batch: nowhere.jsonl: no such file"),
-    ],
-)
-def test_wrong_usage_of_a_batch_is_explained_before_the_model_is_opened(run, batch, tmp_path, arguments, message):
-    done = run(*batch, *arguments, "-m", "no/such/folder")
-    assert done.status == 2
-    assert message in done.err
-    assert not (tmp_path / "clips").exists()

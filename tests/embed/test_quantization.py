@@ -8,7 +8,6 @@ import pytest
 from tests.support.tiny import tiny_checkpoint
 from tests.support.tiny_encoder import qwen_tokenizer, random_sentences, tiny_encoder, tiny_reranker
 from verax import Encoder, Reranker, ops
-from verax.errors import InvalidParameterError
 
 SENTENCES = random_sentences(20, seed=1)
 
@@ -34,11 +33,6 @@ def test_vectors_match_the_reference_of_the_same_arithmetic(folder, vectors):
     # An input that lies between two integers may be rounded to the other one, after sums in another order.
     np.testing.assert_allclose(vectors, expected, atol=2e-3)
     assert np.median(np.abs(vectors - expected)) < 1e-5
-
-
-def test_what_cannot_be_is_named(folder):
-    with pytest.raises(InvalidParameterError, match="quantization: expected 'int8' or None, got 'int4'"):
-        Encoder(folder, quantization="int4")
 
 
 @pytest.mark.parametrize("rule", ["hierarchical", "local", "gated"])

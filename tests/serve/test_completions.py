@@ -7,8 +7,7 @@ import pytest
 
 from tests.serve.conftest import named
 from verax.serve.text.completions import CompletionLogprobs
-from verax.serve.text.run import Usage
-from verax.text.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from verax.text.engine.outputs import Logprob
 
 PATH = "/v1/completions"
 BODY = {"prompt": "once upon", "max_tokens": 8, "seed": 3, "ignore_eos": True}
@@ -68,6 +67,7 @@ def test_choices_of_several_prompts_are_in_their_order(api):
     body = api.ok(PATH, {**BODY, "prompt": ["once", "abc"], "n": 2})
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
     assert [body["choices"][i]["text"] for i in (0, 2)] == one_by_one
+    assert body["usage"]["completion_tokens"] == 4 * BODY["max_tokens"]
 
 
 def test_an_echo_of_nothing_more_is_the_prompt_with_its_logprobs(api):
@@ -164,22 +164,3 @@ def test_a_text_goes_to_tokens_and_back(api):
 )
 def test_a_wrong_field_of_the_tokenizer_is_named(api, path, body, param):
     assert api.refused(path, body)["param"] == param
-
-
-def output(*parts, prompt=4, cached=1):
-    samples = [CompletionOutput(index, "", tuple(tokens), None, None) for index, tokens in parts]
-    return RequestOutput("r", None, tuple(range(prompt)), None, samples, False, cached)
-
-
-def test_all_tokens_of_all_samples_are_counted_once():
-    usage = Usage()
-    for parts in ([(0, [1, 2, 3]), (1, [4])], [(1, [5, 6])], [(0, [])]):
-        usage.add(output(*parts))
-    assert usage.body() == {
-        "prompt_tokens": 4,
-        "completion_tokens": 6,
-        "total_tokens": 10,
-        "prompt_tokens_details": {"cached_tokens": 1},
-        "completion_tokens_details": {"reasoning_tokens": 0},
-    }
-    assert usage.timings() is None

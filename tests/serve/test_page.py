@@ -166,6 +166,16 @@ def test_texts_that_repeat_a_mark_are_rendered(piece):
     assert render(piece * (20_000 // len(piece)))
 
 
+def test_what_the_parser_would_let_through_is_cleaned_once_more():
+    html = markdown._clean(
+        '<script>a()</script><img src=x onerror="b()"><a href="javascript:c()">d</a><a href="data:text/html,e">f</a>'
+        '<p style="g" onclick="h()" class="i">j</p><iframe src="k"></iframe><a href="/l">m</a>'
+    )
+    for name in ("script", "img", "onerror", "data:", "style", "onclick", "iframe", "/l", "class="):
+        assert name not in html
+    assert all(text in html for text in ("d", "f", "j", "m"))
+
+
 @pytest.fixture
 def folder(tmp_path):
     reports = tmp_path / "reports"

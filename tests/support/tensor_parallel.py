@@ -66,14 +66,12 @@ BATCHED = ("qwen3", "qwen3.5")
 
 FEATURES = {
     "int8": dict(quantization="int8", kv_cache_dtype="int8"),
-    "fp8-cache": dict(kv_cache_dtype="fp8"),
     "int4": dict(quantization="int4"),
     "moe-int4": dict(quantization="int4"),
     "gguf": {},
     "lora": dict(enable_lora=True, max_loras=2, max_lora_rank=4),
     "ngram": dict(structured_outputs=True, speculative_config={"method": "ngram", "num_speculative_tokens": 3}),
     "draft-model": {},
-    "delta-int8": dict(quantization="int8"),
     "delta-int4": dict(quantization="int4"),
     "fused-int4": dict(quantization="int4"),
     "fused-lora": dict(enable_lora=True, max_loras=2, max_lora_rank=4),
@@ -83,7 +81,6 @@ FEATURES = {
 
 FAMILY_OF_FEATURE = {
     "moe-int4": "qwen3-moe",
-    "delta-int8": "qwen3.5",
     "delta-int4": "qwen3-next",
     "delta-lora": "qwen3.5",
     "fused-int4": "phi3",

@@ -76,6 +76,15 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning():
     assert again.num_computed == 8
 
 
+def test_idle_cached_blocks_are_not_counted_twice_as_room():
+    blocks = BlockManager([4], 4)  # three usable
+    first = make_sequence(range(12))
+    serve(blocks, first)
+    blocks.release(first)
+    # 8 of its tokens are cached in idle blocks; with them it needs 4 blocks in all, and there are 3.
+    assert not admit(blocks, make_sequence([*range(8), 1, 2, 3, 4, 5]), 13)
+
+
 @pytest.mark.parametrize("caching", [True, False])
 def test_caching_can_be_off_and_a_reset_forgets_prefixes_and_keeps_running_sequences(caching):
     blocks = BlockManager([20], 4, enable_prefix_caching=caching)

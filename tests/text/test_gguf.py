@@ -99,11 +99,6 @@ def test_a_text_ends_at_the_families_end_tokens_and_at_those_that_the_file_names
     assert ours.eos_token_ids == {0, 1, 7}
 
 
-def test_the_beginning_token_can_be_switched(tmp_path):
-    _, ours = both(tmp_path, "llama-bpe", metadata=[("tokenizer.ggml.add_bos_token", "add_bool", False)])
-    assert ours.encode("fox") == ours.encode("fox", add_special_tokens=False)
-
-
 @pytest.mark.parametrize("listed", [["tool_use"], ["rag"]])  # llama.cpp finds named templates by their keys alone
 def test_conversations_are_rendered_by_the_files_template(tmp_path, listed):
     named = [

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from tests.support import gguf as gguf_files
-from tests.support.engine import nothing_compiles
 from tests.support.invariants import check_engine
 from tests.support.tiny import tiny_config
 from tests.text.conftest import make_llm
@@ -144,13 +143,6 @@ def test_min_tokens_holds_the_end_back_as_long_as_the_grammar_can_continue(forme
     assert (answer.text, answer.finish_reason) == ("a", "stop")
 
 
-def test_samples_of_one_request_are_independent(formed):
-    params = SamplingParams(n=4, seed=3, max_tokens=20, structured_outputs={"regex": "[a-z]{2,5}"})
-    texts = [sample.text for sample in formed.generate("abc", params, use_tqdm=False)[0].outputs]
-    assert all(re.fullmatch("[a-z]{2,5}", text) for text in texts)
-    assert len(set(texts)) > 1
-
-
 def test_the_form_begins_after_a_text(formed):
     for seed in range(4):
         answer = ask(formed, seed=seed, after="e", regex="42!", max_tokens=90)
@@ -222,17 +214,6 @@ def test_preemption_changes_no_formed_answer(formed):
     assert formed_batch(formed) == alone
     assert formed.engine.scheduler.num_preemptions > before
     check_engine(formed.engine)
-
-
-def test_recurrent_layers_and_an_int8_cache_take_forms_too(hybrid_folder):
-    formed_batch(make_llm(hybrid_folder, kv_cache_dtype="int8", max_num_seqs=1, structured_outputs=True))
-
-
-def test_nothing_compiles_after_the_start(formed):
-    params = SamplingParams(n=2, seed=1, logprobs=2, max_tokens=9, structured_outputs={"regex": "[a-z]+"})
-    with nothing_compiles(formed):
-        for batch in (PROMPTS, PROMPTS[:1], PROMPTS[3:6]):
-            formed.generate(batch, params, use_tqdm=False)
 
 
 def test_logprobs_come_from_the_free_model(formed):

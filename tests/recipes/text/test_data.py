@@ -1,6 +1,5 @@
 """The training text: deterministic, true, consistent, and without what it holds out."""
 
-import json
 import re
 from itertools import islice
 from random import Random
@@ -63,19 +62,6 @@ def test_every_arithmetic_statement_is_true(split, train, held_out):
         for a, word, b in re.findall(r"(\d+) is (larger|smaller) than (\d+)", text):
             assert (int(a) > int(b)) == (word == "larger"), text
     assert checked > _COUNT / 4
-
-
-def test_every_json_record_parses(train):
-    parsed = 0
-    for document in train:
-        body = document.text.removesuffix(END_OF_TEXT)
-        if document.kind == "json":
-            json.loads(body[re.search(r"^[\[{]", body, re.MULTILINE).start() :])
-            parsed += 1
-        for answer in re.findall(r"assistant\n([\[{].*?)<\|im_end\|>", body, re.DOTALL):
-            json.loads(answer)
-            parsed += 1
-    assert parsed > _COUNT / 20
 
 
 @pytest.mark.parametrize("split", ["train", "held_out"])

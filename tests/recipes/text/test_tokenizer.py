@@ -15,7 +15,7 @@ from recipes.text.tokenizer import train_tokenizer
 
 @cache
 def _tokenizer():
-    return train_tokenizer(count=8000)
+    return train_tokenizer(count=1000)
 
 
 def _ids(text):

@@ -39,8 +39,8 @@ def test_held_out_combinations_are_never_trained_on():
 
 
 def test_the_classifier_reads_noisy_and_blurred_clips():
-    drawn = scenes(2, 0, 150)
-    noise = np.random.default_rng(0).normal(0, 10, (150, 17, 64, 64, 3))
+    drawn = scenes(2, 0, 60)
+    noise = np.random.default_rng(0).normal(0, 10, (60, 17, 64, 64, 3))
     right = []
     for one, clip, grain in zip(drawn, draw(drawn), noise, strict=True):
         blurred = clip.astype(np.float32)

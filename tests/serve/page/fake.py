@@ -6,8 +6,6 @@ It serves the real page with its real routes. What a question says chooses the a
 from __future__ import annotations
 
 import asyncio
-import itertools
-import struct
 import time
 import zlib
 from collections.abc import AsyncGenerator
@@ -18,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from tests.support.pictures import saved
 from verax.serve.http.errors import EXCEPTION_HANDLERS
 from verax.serve.http.middleware import Security
 from verax.serve.http.server import Server
@@ -160,7 +159,7 @@ class Fake:
     async def video_content(self, request: Request) -> Response:
         if request.query_params["variant"] == "video":
             return Response(b"a clip", media_type="video/mp4")
-        return Response(png(32, 20), media_type="image/png")
+        return Response(saved("PNG"), media_type="image/png")
 
     async def metrics(self, request: Request) -> Response:
         labels = '{engine="0",model_name="verax-text"}'
@@ -184,17 +183,3 @@ class Fake:
 def _logprobs(piece: str) -> dict:
     top = [{"token": piece, "logprob": -0.2}, {"token": " other", "logprob": -1.9}]
     return {"content": [{"token": piece, "logprob": -0.2, "top_logprobs": top}]}
-
-
-def png(width: int, height: int) -> bytes:
-    """A picture: a gradient."""
-    rows = b"".join(
-        b"\0" + bytes(itertools.chain.from_iterable((40, 6 * x % 256, 8 * y % 256) for x in range(width)))
-        for y in range(height)
-    )
-
-    def part(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + part(b"IHDR", header) + part(b"IDAT", zlib.compress(rows)) + part(b"IEND", b"")

@@ -5,8 +5,9 @@ import re
 import pytest
 
 from tests.serve.page.conftest import NoEngine
-from tests.serve.page.fake import Fake, png
+from tests.serve.page.fake import Fake
 from tests.support.chat_run import running
+from tests.support.pictures import saved
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
 
@@ -25,7 +26,7 @@ def test_a_clip_from_prompt_to_download(page, fake, tmp_path):
     page.get_by_label("Prompt").fill("A red ball rolls")
     page.get_by_label("Seed").fill("7")
     picture = tmp_path / "first.png"
-    picture.write_bytes(png(4, 4))
+    picture.write_bytes(saved("PNG"))
     page.get_by_label("First picture").set_input_files(picture)
     page.get_by_role("button", name="Create the clip").click()
     card = page.get_by_role("article", name="A red ball rolls")
