@@ -79,4 +79,3 @@ def test_it_is_chosen_for_what_it_takes():
         wide = {name: a.astype(jnp.float64) for name, a in x.items()}
         assert "verax_delta" not in jax.jit(lambda x: ops.gated_delta_rule(**x)).lower(wide).as_text()
     assert "verax_delta" not in jax.jit(lambda x: ops.gated_delta_rule(**x, mode="chunk")).lower(x).as_text()
-
