@@ -1,20 +1,15 @@
 """Rerankers against transformers' models: cross-encoders of each family, and Qwen3-Reranker's model card."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.parity.test_sentence_models import MODERN, QWEN, filled
-from tests.support.tiny_encoder import (
-    ROBERTA_PAIR,
-    ROBERTA_SPECIAL,
-    SIZES,
-    qwen_tokenizer,
-    random_sentences,
-    tiny_tokenizer,
-)
+from tests.parity.test_sentence_models import QWEN, bert, filled, modernbert, roberta
+from tests.support.tiny_encoder import qwen_tokenizer, random_sentences
 from verax import Reranker
 from verax.embed.reranker import PREFIX, SUFFIX
 
@@ -23,28 +18,12 @@ QUERIES = ["who sat on the mat ?", " ".join(random_sentences(3, seed=6, most=30)
 LONGEST = 32
 
 
-def bert(folder):
-    tiny_tokenizer(folder)
-    return transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES, num_labels=1))
-
-
-def roberta(folder):
-    tiny_tokenizer(folder, ROBERTA_SPECIAL, ROBERTA_PAIR)
-    sizes = {**SIZES, "type_vocab_size": 1, "max_position_embeddings": 66, "layer_norm_eps": 1e-5}
-    return transformers.XLMRobertaForSequenceClassification(transformers.XLMRobertaConfig(**sizes, num_labels=1))
-
-
-def modernbert(folder, pooling="cls"):
-    tiny_tokenizer(folder)
-    options = dict(num_labels=1, classifier_pooling=pooling, classifier_bias=pooling == "mean")
-    return transformers.ModernBertForSequenceClassification(transformers.ModernBertConfig(**MODERN, **options))
-
-
+CLASSIFIER = dict(kind="ForSequenceClassification", num_labels=1)
 FAMILIES = {
-    "bert": bert,
-    "xlm-roberta": roberta,
-    "modernbert": modernbert,
-    "modernbert-mean": lambda folder: modernbert(folder, "mean"),
+    "bert": partial(bert, **CLASSIFIER),
+    "xlm-roberta": partial(roberta, **CLASSIFIER),
+    "modernbert": partial(modernbert, **CLASSIFIER, classifier_pooling="cls", classifier_bias=False),
+    "modernbert-mean": partial(modernbert, **CLASSIFIER, classifier_pooling="mean", classifier_bias=True),
 }
 
 
@@ -62,7 +41,7 @@ def logits(model, folder, query, max_length=LONGEST):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_are_the_sigmoid_of_transformers_logits(family, tmp_path):
-    theirs = filled(FAMILIES[family](tmp_path))
+    theirs = FAMILIES[family](tmp_path)
     theirs.save_pretrained(tmp_path)
     reranker = Reranker(tmp_path, max_length=LONGEST)
     for query in QUERIES:  # a short one, and one that loses its end
@@ -75,7 +54,7 @@ def test_scores_are_the_sigmoid_of_transformers_logits(family, tmp_path):
 
 @pytest.mark.parametrize("family", ["bert", "modernbert-mean"])
 def test_bfloat16_is_no_further_from_float32_than_transformers_bfloat16(family, tmp_path):
-    rounded = filled(FAMILIES[family](tmp_path)).to(torch.bfloat16)
+    rounded = FAMILIES[family](tmp_path).to(torch.bfloat16)
     rounded.config.sentence_transformers = {"activation_fn": "torch.nn.modules.linear.Identity"}
     rounded.save_pretrained(tmp_path)
     truth, theirs = (

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -27,46 +28,42 @@ def reset(module, seed):
     return module.eval()
 
 
-def models(kind):
-    torch.manual_seed(0)
-    if kind in PIPELINES_2_2:
-        more = dict(in_channels=36, out_channels=16) if kind == "experts" else dict(in_channels=16)
-        experts = {name: WanTransformer3DModel(**SIZES, **more, rope_max_seq_len=32) for name in EXPERTS}
-        found = experts if kind == "experts" else {"transformer": experts["transformer"]}
-        levels = dict(is_residual=True, patch_size=2, in_channels=12, out_channels=12) if kind == "5b" else {}
-        found["vae"] = AutoencoderKLWan(base_dim=8, z_dim=16, num_res_blocks=1, **levels)
-        found["text_encoder"] = UMT5EncoderModel(
-            UMT5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4)
-        ).bfloat16()
-        return {name: reset(model, seed) for seed, (name, model) in enumerate(found.items())}
-    if kind == "wan":
-        transformer = WanTransformer3DModel(**SIZES, **IMAGE, rope_max_seq_len=32)
-        vision = CLIPVisionModel
-    else:
-        more = IMAGE if kind == "i2v" else dict(in_channels=16, out_channels=16, inject_sample_info=True)
-        transformer = SkyReelsV2Transformer3DModel(**SIZES, **more, rope_max_seq_len=32)
-        vision = CLIPVisionModelWithProjection
-    levels = dict(dim_mult=[1, 1, 2], temperal_downsample=[False, True]) if kind == "df" else {}
-    found = {
-        "transformer": transformer,
-        "vae": AutoencoderKLWan(base_dim=8, z_dim=16, num_res_blocks=1, **levels),
-        "text_encoder": UMT5EncoderModel(
-            UMT5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4)
-        ).bfloat16(),
-    }
-    if kind != "df":
-        found["image_encoder"] = vision(CLIPVisionConfig(**CLIP, patch_size=14, projection_dim=8, hidden_act="gelu"))
-    return {name: reset(model, seed) for seed, (name, model) in enumerate(found.items())}
+class Kind(NamedTuple):
+    """Class of the pipeline, settings of its transformers and VAE, class of its image encoder, model_index.json."""
+
+    pipeline: str
+    transformer: dict
+    vae: dict = {}
+    vision: type | None = None
+    index: dict = {}
 
 
-PIPELINES = {
-    "i2v": "SkyReelsV2ImageToVideoPipeline",
-    "df": "SkyReelsV2DiffusionForcingPipeline",
-    "wan": "WanImageToVideoPipeline",
+LARGE_VAE = dict(is_residual=True, patch_size=2, in_channels=12, out_channels=12)
+KINDS = {
+    "i2v": Kind("SkyReelsV2ImageToVideoPipeline", IMAGE, vision=CLIPVisionModelWithProjection),
+    "df": Kind(
+        "SkyReelsV2DiffusionForcingPipeline",
+        dict(in_channels=16, out_channels=16, inject_sample_info=True),
+        dict(dim_mult=[1, 1, 2], temperal_downsample=[False, True]),
+    ),
+    "wan": Kind("WanImageToVideoPipeline", IMAGE, vision=CLIPVisionModel),
+    "experts": Kind("WanImageToVideoPipeline", dict(in_channels=36, out_channels=16), index={"boundary_ratio": 0.8}),
+    "5b": Kind("WanPipeline", dict(in_channels=16), LARGE_VAE, index={"expand_timesteps": True}),
 }
-PIPELINES_2_2 = {"experts": "WanImageToVideoPipeline", "5b": "WanPipeline"}
-MORE = {"experts": {"boundary_ratio": 0.8}, "5b": {"expand_timesteps": True}}
-"""Settings of model_index.json in addition to the parts."""
+
+
+def models(kind):
+    """Random models of a pipeline by name."""
+    pipeline, transformer, vae, vision, index = KINDS[kind]
+    architecture = WanTransformer3DModel if pipeline.startswith("Wan") else SkyReelsV2Transformer3DModel
+    names = EXPERTS if "boundary_ratio" in index else ["transformer"]
+    parts = {name: architecture(**SIZES, **transformer, rope_max_seq_len=32) for name in names}
+    parts["vae"] = AutoencoderKLWan(base_dim=8, z_dim=16, num_res_blocks=1, **vae)
+    text = UMT5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4)
+    parts["text_encoder"] = UMT5EncoderModel(text).bfloat16()
+    if vision is not None:
+        parts["image_encoder"] = vision(CLIPVisionConfig(**CLIP, patch_size=14, projection_dim=8, hidden_act="gelu"))
+    return {name: reset(model, seed) for seed, (name, model) in enumerate(parts.items())}
 
 
 def save_folder(folder, kind):
@@ -82,11 +79,11 @@ def save_folder(folder, kind):
     if "image_encoder" in parts:
         (folder / "image_processor").mkdir()
         (folder / "image_processor" / "preprocessor_config.json").write_text('{"crop_size": 28}')
-    index = {"_class_name": (PIPELINES | PIPELINES_2_2)[kind], **MORE.get(kind, {})}
+    index = {"_class_name": KINDS[kind].pipeline, **KINDS[kind].index}
     (folder / "model_index.json").write_text(json.dumps(index))
 
 
-@pytest.fixture(scope="module", params=[*PIPELINES, *PIPELINES_2_2])
+@pytest.fixture(scope="module", params=KINDS)
 def folder(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param) / "diffusers"
     save_folder(path, request.param)

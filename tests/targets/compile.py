@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -23,11 +22,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from tests.targets.hlo import Findings, read_module
+from tests.targets.hlo import read_module
 from tests.targets.topology import GPU_SPECS, TPUS, Compiler, compiler_of, topology_mesh
 from verax import models, ops
 from verax._compat import no_compilation_cache
-from verax.errors import VeraxError
 from verax.files import cache_folder, write_json
 from verax.loading import model_shapes
 from verax.nn import Sentences
@@ -42,43 +40,44 @@ from verax.video.programs import floats
 
 __all__ = ["CASES", "Case", "Compiled", "compile_lowered", "compile_model", "compiled", "programs_of"]
 
-READER = 2
+READER = 3
 """Version of what is read out of a compiled program: results of other versions are not taken from the cache."""
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_NEEDED = re.compile(r"(?:temporaries \(|Used )([\d.]+)([KMGT]?)")
+_SIZES = ("argument", "output", "alias", "temp", "generated_code")
 
 
 class Compiled(NamedTuple):
-    """A compiled program, or the compiler's refusal of it. Bytes are one device's.
+    """A compiled program. Bytes are one device's; the last five fields are `hlo.read_module`'s.
 
     Attributes:
-        name: what the program does.
-        seconds: time that the compilation took, when it was done.
-        arguments: bytes of the arguments; 0 if the program was refused, as in the following.
-        results: bytes of the results, those that take the memory of arguments included.
         aliased: bytes of results that take the memory of arguments.
         temporaries: bytes of the buffers in between.
         code: bytes of the program itself.
-        needed: bytes that have to fit; of a refused program as the compiler says it, 0 if it does not.
-        refused: the compiler's message that the program does not fit; None if it does.
-        findings: what the program's text says; None if it was refused.
+        collectives: number of collectives by kind; those that do not occur are left out.
+        host_transfers: number of transfers to or from the host within the program.
+        donated_copies: number of copies of donated buffers of a megabyte and more in the memory of the device.
+        argument_copies: number of results of a megabyte and more in the memory of the device that only hold other
+            arguments again.
+        loops_with_products: number of loops that multiply matrices in each turn.
     """
 
     name: str
     seconds: float
-    arguments: int = 0
-    results: int = 0
-    aliased: int = 0
-    temporaries: int = 0
-    code: int = 0
-    needed: int = 0
-    refused: str | None = None
-    findings: Findings | None = None
+    arguments: int
+    results: int
+    aliased: int
+    temporaries: int
+    code: int
+    collectives: dict[str, int]
+    host_transfers: int
+    donated_copies: int
+    argument_copies: int
+    loops_with_products: int
 
-    def as_dict(self) -> dict[str, Any]:
-        """The record for JSON."""
-        return {**self._asdict(), "findings": None if self.findings is None else self.findings._asdict()}
+    @property
+    def needed(self) -> int:
+        """Bytes that have to fit. Donated buffers count once."""
+        return self.arguments + self.results - self.aliased + self.temporaries + self.code
 
 
 def compile_lowered(name: str, lowered: jax.stages.Lowered, compiler: Compiler, device: str) -> Compiled:
@@ -91,7 +90,7 @@ def compile_lowered(name: str, lowered: jax.stages.Lowered, compiler: Compiler, 
         device: name of the device, and how many there are.
 
     Raises:
-        VeraxError: if the compiler fails, with the first line of its message.
+        JaxRuntimeError: if the compiler refuses the program, because it does not fit or for another reason.
     """
     # The text has the rest: shapes, shardings, donated arguments, the number of devices.
     by = (compiler.package, version("jaxlib"), compiler.options, compiler.description)
@@ -99,34 +98,17 @@ def compile_lowered(name: str, lowered: jax.stages.Lowered, compiler: Compiler, 
     folder = cache_folder()
     stored = None if folder is None else folder / "compiled" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
     if stored is not None and stored.exists():
-        fields = json.loads(stored.read_text(encoding="utf-8"))
-        findings = fields.pop("findings")
-        return Compiled(**{**fields, "name": name}, findings=None if findings is None else Findings(**findings))
-    result = _compile(name, lowered, compiler)
+        return Compiled(**{**json.loads(stored.read_text(encoding="utf-8")), "name": name})
+    begin = time.perf_counter()
+    with no_compilation_cache():
+        program = lowered.compile(compiler_options=dict(compiler.options))
+    seconds, memory = time.perf_counter() - begin, program.memory_analysis()
+    sizes = (getattr(memory, f"{size}_size_in_bytes") for size in _SIZES)
+    result = Compiled(name, seconds, *sizes, **read_module(program.as_text() or ""))
     if stored is not None:
         stored.parent.mkdir(parents=True, exist_ok=True)
-        write_json(stored, result.as_dict())
+        write_json(stored, result._asdict())
     return result
-
-
-def _compile(name: str, lowered: jax.stages.Lowered, compiler: Compiler) -> Compiled:
-    begin = time.perf_counter()
-    try:
-        with no_compilation_cache():
-            compiled = lowered.compile(compiler_options=dict(compiler.options))
-    except jax.errors.JaxRuntimeError as error:
-        message = str(error).partition("\n")[0]
-        if not message.startswith("RESOURCE_EXHAUSTED"):
-            raise VeraxError(f"{name}: {compiler.package} fails to compile it: {message}") from error
-        said = _NEEDED.search(message)
-        needed = round(float(said[1]) * _UNITS[said[2]]) if said else 0
-        return Compiled(name, time.perf_counter() - begin, needed=needed, refused=message)
-    seconds = time.perf_counter() - begin
-    memory: Any = compiled.memory_analysis()
-    names = ("argument", "output", "alias", "temp", "generated_code")
-    arguments, results, aliased, temporaries, code = (getattr(memory, f"{name}_size_in_bytes") for name in names)
-    needed, findings = arguments + results - aliased + temporaries + code, read_module(compiled.as_text() or "")
-    return Compiled(name, seconds, arguments, results, aliased, temporaries, code, needed, None, findings)
 
 
 def programs_of(
@@ -134,15 +116,15 @@ def programs_of(
 ) -> list[StepProgram]:
     """The programs that take most of a model's time, the largest of each kind that its engine has.
 
-    Of a language model, the decode step and the mixed step; of an encoder, one batch of sentences; of a video model,
-    one denoising step.
+    A language model has the decode step and the mixed step, an encoder one batch of sentences, a video model one
+    denoising step.
 
     Args:
         model: see `plan.model.describe`.
         device: kind of device.
         mesh: the devices, with an axis `tensor`.
         depth: layers of the model, or blocks of the transformer; all if None.
-        options: options of `text_plan`, of `plan_embed` or of `read_clip`.
+        options: options of `text_plan`, of `_encoder_pass` or of `read_clip`.
     """
     described = describe(model)
     if described.kind == "text":
@@ -216,13 +198,9 @@ def _with_depth(model: Described, depth: int | None) -> Described:
 def compile_model(
     model: str, name: str, *, devices: int = 1, depth: int | None = None, **options: Any
 ) -> list[Compiled]:
-    """Compile a model's programs, which takes minutes. Weights need not be there.
+    """Compile a model's programs for a device by its name, which takes minutes. Weights need not be there.
 
-    Args:
-        model: see `plan.model.describe`.
-        name: name of the device.
-        devices: number of devices.
-        depth, options: see `programs_of`.
+    `depth` and `options` are `programs_of`'s.
 
     Raises:
         MissingDependencyError: if the compiler of the device is not installed.
@@ -236,15 +214,7 @@ def compile_model(
 
 @dataclass(frozen=True)
 class Case:
-    """A model on devices that are not attached, with a few layers: more of them take minutes, and show no more.
-
-    Attributes:
-        model: name of its shapes.
-        device: name of the device.
-        devices: number of devices.
-        depth: layers.
-        options: options of its plan.
-    """
+    """A model on devices that are not attached, with a few layers: more of them take minutes, and show no more."""
 
     model: str
     device: str
@@ -284,13 +254,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="as verax plan takes it")
     parser.add_argument("device", help=", ".join((*TPUS, *GPU_SPECS)))
-    numbers = ("depth", "max-num-seqs", "max-model-len", "batch-size", "num-frames", "height", "width")
-    for number in ("devices", *numbers):
+    for number in ("devices", "depth", "max-num-seqs", "max-model-len", "batch-size", "num-frames", "height", "width"):
         parser.add_argument(f"--{number}", type=int)
     given = {key: value for key, value in vars(parser.parse_args()).items() if value is not None}
-    print(
-        json.dumps([one.as_dict() for one in compile_model(given.pop("model"), given.pop("device"), **given)], indent=2)
-    )
+    programs = compile_model(given.pop("model"), given.pop("device"), **given)
+    print(json.dumps([one._asdict() for one in programs], indent=2))
 
 
 if __name__ == "__main__":

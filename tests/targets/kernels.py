@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib.util import find_spec
@@ -41,17 +41,12 @@ class Kernel:
     """A call of an operation by one implementation on one device.
 
     Attributes:
-        operation: name of the operation.
-        implementation: name of the implementation.
         name: name of the kernel in the compiled program.
-        device: name of the device.
         case: the call in words.
-        args: arrays of the call, as shapes.
+        args: arrays of the call, as shapes; `donated` has the places of those that it may overwrite.
         flops: floating-point operations of the products, masked ones not counted.
         bytes_moved: bytes that have to be read and written, each once.
         predicted: share of the limit.
-        options: options of the call.
-        donated: places of the arguments that it may overwrite.
     """
 
     operation: str
@@ -76,61 +71,44 @@ class Kernel:
         return max(self.flops / device.rate("bfloat16"), self.bytes_moved / device.bandwidth)
 
 
-def _cache(rows: int, length: int, dtype: str) -> Any:
-    shape = (1 + rows * length // PAGE, KV_HEADS, PAGE, SIZE)
-    if is_quantized(dtype):
-        return QuantizedPages(jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[:3], jnp.float32))
+def _array(*shape: int, dtype: Any = jnp.float32) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _integers(*shapes: tuple[int, ...]) -> list[Any]:
-    return [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+def _cache(rows: int, length: int, dtype: str) -> Any:
+    shape = (1 + rows * length // PAGE, KV_HEADS, PAGE, SIZE)
+    values = _array(*shape, dtype=dtype)
+    return QuantizedPages(values, _array(*shape[:3])) if is_quantized(dtype) else values
 
 
-def _decode(
-    implementation: str, device: str, dtype: str, predicted: float, rows: int = 64, length: int = 2048
-) -> Kernel:
-    pages = _cache(rows, length, dtype)
-    q = jax.ShapeDtypeStruct((rows, HEADS, SIZE), jnp.float32)
+def _attention(implementation: str, device: str, dtype: str, predicted: float, *, decode: bool) -> Kernel:
+    """A decode step of 64 sequences of 2,048 tokens, or a chunk of 512 tokens after 3,584."""
+    rows, length, tokens = (64, 2048, 64) if decode else (1, 4096, 512)
+    visible = rows * length if decode else tokens * (length - tokens) + tokens * (tokens + 1) // 2
+    operation = "paged_decode_attention" if decode else "paged_attention"
+    pages, q = _cache(rows, length, dtype), _array(tokens, HEADS, SIZE)
+    call = f"{rows} sequences of {length} tokens" if decode else f"{tokens} tokens after {length - tokens}"
+    numbers = [(rows, length // PAGE), (rows,), *([] if decode else [(rows + 1,)])]
     return Kernel(
-        "paged_decode_attention",
+        operation,
         implementation,
-        "paged_attention" if implementation == "pallas" else "paged_decode_attention",
+        "paged_attention" if implementation == "pallas" else operation,
         device,
-        f"{rows} sequences of {length} tokens, {dtype}",
-        (q, pages, pages, *_integers((rows, length // PAGE), (rows,))),
-        4 * HEADS * SIZE * rows * length,
+        f"{call}, {dtype}",
+        (q, pages, pages, *(_array(*shape, dtype=jnp.int32) for shape in numbers)),
+        4 * HEADS * SIZE * visible,
         2 * rows * length * page_bytes((KV_HEADS, 1, SIZE), dtype) + 8 * q.size,
         predicted,
     )
 
 
-def _chunk(
-    implementation: str, device: str, dtype: str, predicted: float, cached: int = 3584, tokens: int = 512
-) -> Kernel:
-    length = cached + tokens
-    pages = _cache(1, length, dtype)
-    q = jax.ShapeDtypeStruct((tokens, HEADS, SIZE), jnp.float32)
-    return Kernel(
-        "paged_attention",
-        implementation,
-        "paged_attention",
-        device,
-        f"{tokens} tokens after {cached}, {dtype}",
-        (q, pages, pages, *_integers((1, length // PAGE), (1,), (2,))),
-        4 * HEADS * SIZE * (tokens * cached + tokens * (tokens + 1) // 2),
-        2 * length * page_bytes((KV_HEADS, 1, SIZE), dtype) + 8 * q.size,
-        predicted,
+def _linear(device: str, rows: int, dtype: str, group: int | None, predicted: float) -> Kernel:
+    size_in, size_out = 4096, 12288
+    weight = jax.eval_shape(
+        lambda weight: ops.quantize(weight, 4 if dtype == "int4" else 8, group), _array(size_out, size_in)
     )
-
-
-def _linear(
-    device: str, rows: int, dtype: str, group: int | None, predicted: float, size_in: int = 4096, size_out: int = 12288
-) -> Kernel:
-    dense = jax.ShapeDtypeStruct((size_out, size_in), jnp.float32)
-    weight = jax.eval_shape(lambda weight: ops.quantize(weight, 4 if dtype == "int4" else 8, group), dense)
     if is_float := dtype.startswith("float8"):
-        weight = replace(weight, values=jax.ShapeDtypeStruct(weight.values.shape, dtype))
+        weight = replace(weight, values=_array(*weight.values.shape, dtype=dtype))
     kind = dtype if group is None else f"{dtype} in groups of {group}"
     return Kernel(
         "linear",
@@ -138,67 +116,51 @@ def _linear(
         "linear_float8" if is_float else f"linear_{dtype}",
         device,
         f"{'1 row' if rows == 1 else f'{rows} rows'}, {kind}, {size_in} to {size_out}",
-        (jax.ShapeDtypeStruct((rows, size_in), jnp.float32), weight),
+        (_array(rows, size_in), weight),
         2 * rows * size_in * size_out,
         sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weight)) + 4 * rows * (size_in + size_out),
         predicted,
     )
 
 
-def _delta(implementation: str, device: str, predicted: float, tokens: int = 4096) -> Kernel:
-    heads, C, K, V = 16, 64, 128, 128
-    lead = (tokens // C, heads, 1)
+DELTA_HEADS, K, V = 16, 128, 128
+"""Heads of the delta rule, and sizes of their keys and values."""
 
-    def array(*shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-    key, value, state = array(*lead, C, K), array(*lead, C, V), array(1, heads, 1, K, V)
-    chunks = Chunk(value, key, key, array(*lead, 1), key, array(*lead, C, C))
+def _delta(implementation: str, device: str, predicted: float, *, backward: bool = False) -> Kernel:
+    """The scan over chunks, or its gradient: as many products, states after chunks written in the place of outputs."""
+    C, tokens = 64, 4096
+    lead = (tokens // C, DELTA_HEADS, 1)
+    key, value, state = _array(*lead, C, K), _array(*lead, C, V), _array(1, DELTA_HEADS, 1, K, V)
+    chunks, owner = Chunk(value, key, key, _array(*lead, 1), key, _array(*lead, C, C)), _array(lead[0], dtype=jnp.int32)
+    operation = "delta_chunk_scan_backward" if backward else "delta_chunk_scan"
+    written = owner.size * state.size if backward else value.size
     return Kernel(
-        "delta_chunk_scan",
+        operation,
         implementation,
-        "delta_chunk_scan",
+        operation,
         device,
-        f"{tokens} tokens in chunks of {C}, {heads} heads of {K}, float32",
-        (chunks, state, *_integers(lead[:1])),
-        2 * tokens * heads * V * (3 * K + C),
-        4 * (sum(x.size for x in chunks) + value.size + 2 * state.size),
+        f"{tokens} tokens in chunks of {C}, {DELTA_HEADS} heads of {K}, float32",
+        (chunks, state, owner, *([value] if backward else [])),
+        2 * tokens * DELTA_HEADS * V * (3 * K + C),
+        4 * (sum(x.size for x in chunks) + written + 2 * state.size),
         predicted,
     )
 
 
-def _delta_backward(implementation: str, device: str, predicted: float) -> Kernel:
-    """The gradient of `_delta`: as many products, states after chunks written in the place of outputs."""
-    forward = _delta(implementation, device, predicted)
-    chunks, state, owner = forward.args
-    value, states_of_chunks = chunks.value, owner.size * state.size
-    return replace(
-        forward,
-        operation="delta_chunk_scan_backward",
-        name="delta_chunk_scan_backward",
-        args=(chunks, state, owner, value),
-        bytes_moved=4 * (sum(x.size for x in chunks) + states_of_chunks + 2 * state.size),
-    )
-
-
-def _delta_step(device: str, predicted: float, rows: int = 64, slots: int = 80) -> Kernel:
-    heads, K, V = 16, 128, 128
-
-    def array(*shape: int) -> Any:
-        return jax.ShapeDtypeStruct((rows, *shape), jnp.float32)
-
-    key, value, gate = array(1, heads, K), array(1, heads, V), array(1, heads)
-    states = jax.ShapeDtypeStruct((slots, heads, K, V), jnp.float32)
+def _delta_step(device: str, predicted: float) -> Kernel:
+    rows, slots = 64, 80
+    key, value, gate = (_array(rows, 1, DELTA_HEADS, *more) for more in ((K,), (V,), ()))
     inputs = DeltaInputs(key, key, key, value, gate, gate)
-    size = rows * heads * K * V
-    where = ops.StateSlots(jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.bool_))
+    size = rows * DELTA_HEADS * K * V
+    where = ops.StateSlots(_array(rows, dtype=jnp.int32), _array(rows, dtype=jnp.bool_))
     return Kernel(
         "delta_slot_recurrence",
         "pallas" if find_device(device).platform == "tpu" else "triton",
         "delta_step",
         device,
-        f"1 token of {rows} sequences, {heads} heads of {K}, float32",
-        (inputs, states, where),
+        f"1 token of {rows} sequences, {DELTA_HEADS} heads of {K}, float32",
+        (inputs, _array(slots, DELTA_HEADS, K, V), where),
         7 * size,
         4 * (sum(x.size for x in inputs) - key.size + value.size + 2 * size),
         predicted,
@@ -208,40 +170,44 @@ def _delta_step(device: str, predicted: float, rows: int = 64, slots: int = 80) 
 
 
 def _kernels() -> Iterator[Kernel]:
-    yield _decode("pallas", "v5e", "bfloat16", 0.8)
-    yield _decode("pallas", "v5e", "int8", 0.55)
-    yield _decode("pallas", "v5e", "float8_e4m3fn", 0.45)
-    yield _decode("pallas", "v6e", "float8_e4m3fn", 0.25)
-    yield _chunk("pallas", "v5e", "bfloat16", 0.2)
-    yield _chunk("pallas", "v5e", "float8_e4m3fn", 0.17)
+    for device, dtype, predicted in (
+        ("v5e", "bfloat16", 0.8),
+        ("v5e", "int8", 0.55),
+        ("v5e", "float8_e4m3fn", 0.45),
+        ("v6e", "float8_e4m3fn", 0.25),
+    ):
+        yield _attention("pallas", device, dtype, predicted, decode=True)
+    for dtype, predicted in (("bfloat16", 0.2), ("float8_e4m3fn", 0.17)):
+        yield _attention("pallas", "v5e", dtype, predicted, decode=False)
     yield _delta("pallas", "v5e", 0.5)
-    yield _delta_backward("pallas", "v5e", 0.5)
+    yield _delta("pallas", "v5e", 0.5, backward=True)
     for device in ("v5e", "v6e"):
         yield _delta_step(device, 0.7)
-    for device, predicted in (("h100", 0.6), ("b200", 0.4), ("rtx5090", 0.75)):
-        yield _decode("triton", device, "bfloat16", predicted)
-    yield _decode("triton", "h100", "int8", 0.4)
-    yield _decode("triton", "h100", "float8_e4m3fn", 0.4)
-    yield _chunk("triton", "h100", "bfloat16", 0.2)
-    yield _linear("h100", 1, "int8", None, 0.55)
-    yield _linear("h100", 64, "int8", None, 0.45)
-    yield _linear("b200", 1, "int8", None, 0.35)
-    yield _linear("b200", 64, "int8", None, 0.3)
-    yield _linear("h100", 1, "int4", 128, 0.35)
-    yield _linear("h100", 64, "int4", 128, 0.3)
-    for rows, group, predicted in ((1, None, 0.55), (64, None, 0.45), (1, 128, 0.5), (64, 128, 0.35)):
-        yield _linear("h100", rows, "float8_e4m3fn", group, predicted)
+    for device, dtype, predicted in (
+        ("h100", "bfloat16", 0.6),
+        ("b200", "bfloat16", 0.4),
+        ("rtx5090", "bfloat16", 0.75),
+        ("h100", "int8", 0.4),
+        ("h100", "float8_e4m3fn", 0.4),
+    ):
+        yield _attention("triton", device, dtype, predicted, decode=True)
+    yield _attention("triton", "h100", "bfloat16", 0.2, decode=False)
+    for device, dtype, group, one_row, many_rows in (
+        ("h100", "int8", None, 0.55, 0.45),
+        ("b200", "int8", None, 0.35, 0.3),
+        ("h100", "int4", 128, 0.35, 0.3),
+        ("h100", "float8_e4m3fn", None, 0.55, 0.45),
+        ("h100", "float8_e4m3fn", 128, 0.5, 0.35),
+    ):
+        yield _linear(device, 1, dtype, group, one_row)
+        yield _linear(device, 64, dtype, group, many_rows)
     yield _delta("triton", "h100", 0.15)
-    yield _delta_backward("triton", "h100", 0.15)
+    yield _delta("triton", "h100", 0.15, backward=True)
     for device in ("h100", "a100", "l4", "rtx4090"):
         yield _delta_step(device, 0.7)
 
 
 KERNELS = list(_kernels())
-
-
-Compile = Callable[[Mapping[str, str]], Any]
-"""Compilation of a program that calls one kernel, with further XLA options."""
 
 LIBTPU = "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
 """Options of libtpu, which it reads when it is loaded: its instructions after each pass go into a folder."""
@@ -261,49 +227,37 @@ class Resources(NamedTuple):
     spills: int
 
 
-def of_gpu(name: str, compile_with: Compile) -> Resources:
-    """Resources of the kernel `name`, which Triton compiles to PTX and ptxas to instructions.
-
-    Args:
-        name: name of the kernel in the compiled program.
-        compile_with: compilation of the program.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        compile_with({"xla_dump_to": folder})
-        (program,) = (path for path in Path(folder).glob("*.ptx") if f".entry {name}(" in path.read_text())
-        (thunks,) = Path(folder).glob("*.thunk_sequence.txt")
-        memory = _number(rf" {name} grid: .*shared_memory: (\d+) bytes", thunks.read_text())
-        # PTX for one architecture alone (sm_90a, sm_100a) cannot be compiled for those like it (sm_90, sm_100).
-        (arch,) = re.findall(r"^\.target (\w+)", program.read_text(), re.MULTILINE)
-        command = [str(_ptxas()), "-v", f"-arch={arch}", str(program), "-o", f"{folder}/out"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, spills = (_number(words, said) for words in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))
-    return Resources(registers, memory, spills)
-
-
-def _ptxas() -> Path:
-    """The assembler of the package nvidia-cuda-nvcc."""
+def _of_gpu(kernel: Kernel) -> Resources:
+    """Resources of a kernel, which Triton compiles to PTX and the assembler of nvidia-cuda-nvcc to instructions."""
     package = find_spec("nvidia")
     places = [] if package is None else list(package.submodule_search_locations or ())
-    return next(path for place in places for path in Path(place).glob("*/bin/ptxas"))
+    assembler = next(path for place in places for path in Path(place).glob("*/bin/ptxas"))
+    with tempfile.TemporaryDirectory() as folder:
+        _compile(kernel, {"xla_dump_to": folder})
+        (program,) = (path for path in Path(folder).glob("*.ptx") if f".entry {kernel.name}(" in path.read_text())
+        (thunks,) = Path(folder).glob("*.thunk_sequence.txt")
+        memory = _number(rf" {kernel.name} grid: .*shared_memory: (\d+) bytes", thunks.read_text())
+        # PTX for one architecture alone (sm_90a, sm_100a) cannot be compiled for those like it (sm_90, sm_100).
+        (arch,) = re.findall(r"^\.target (\w+)", program.read_text(), re.MULTILINE)
+        command = [str(assembler), "-v", f"-arch={arch}", str(program), "-o", f"{folder}/out"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return Resources(_number(r"Used (\d+) registers", said), memory, _number(r"(\d+) bytes spill stores", said))
 
 
-def of_tpu(name: str, command: Sequence[str]) -> Resources:
-    """Resources of the kernel `name`: the vector memory that XLA sets aside for it, and libtpu's schedule of it.
+def _of_tpu(kernel: Kernel) -> Resources:
+    """Resources of a kernel: the vector memory that XLA sets aside for it, and libtpu's schedule of it.
 
-    Args:
-        name: name of the kernel in the compiled program.
-        command: command that compiles the program and prints it.
+    It is compiled in a process of its own, whose libtpu writes down what it does.
     """
+    command = [sys.executable, "-m", "tests.targets.kernels", str(KERNELS.index(kernel))]
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "LIBTPU_INIT_ARGS": LIBTPU.format(folder=folder)}
         text = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
-        (schedule,) = Path(folder).glob(f"*-{name}.*-final_bundles.txt")
+        (schedule,) = Path(folder).glob(f"*-{kernel.name}.*-final_bundles.txt")
         bundles = schedule.read_text().splitlines()
     (call,) = (line for line in text.splitlines() if "tpu_custom_call" in line)
     memory = _number(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"', call)
-    spills = sum("_spill]" in line and " vst " in line for line in bundles)
-    return Resources(None, memory, spills)
+    return Resources(None, memory, sum("_spill]" in line and " vst " in line for line in bundles))
 
 
 def _number(pattern: str, text: str) -> int:
@@ -315,10 +269,7 @@ def _number(pattern: str, text: str) -> int:
 @cache
 def compiled_kernel(kernel: Kernel) -> Resources:
     """Registers and memory of a kernel, compiled for its device."""
-    if find_device(kernel.device).platform == "tpu":  # in a process of its own, whose libtpu writes down what it does
-        command = [sys.executable, "-m", "tests.targets.kernels", str(KERNELS.index(kernel))]
-        return of_tpu(kernel.name, command)
-    return of_gpu(kernel.name, partial(_compile, kernel))
+    return _of_tpu(kernel) if find_device(kernel.device).platform == "tpu" else _of_gpu(kernel)
 
 
 def _compile(kernel: Kernel, options: Mapping[str, str]) -> jax.stages.Compiled:

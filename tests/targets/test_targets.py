@@ -10,7 +10,6 @@ import re
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +17,17 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.support.sampling import sampling_shapes
-from tests.targets.compile import CASES, compile_lowered, compile_model, compiled, programs_of
-from tests.targets.hlo import parse_module
+from tests.targets.compile import CASES, compile_model, compiled, programs_of
+from tests.targets.hlo import labels, parse_module
 from tests.targets.kernels import KERNELS, compiled_kernel
 from tests.targets.topology import GPU_SPECS, KIB, compiler_of, topology_mesh
 from verax import ops
 from verax._compat import no_compilation_cache
 from verax.errors import MissingDependencyError
 from verax.plan.devices import find_device
-from verax.text.step.program import StepProgram
 
 ATTENTION_LAYERS = {"qwen3": 2, "hybrid": 1}
 """Layers with a cache of pages in each language model of the cases."""
-
-TEXT_CASES = [case for case in CASES if case.model in ATTENTION_LAYERS]
 
 ENGINE = {"max_num_seqs": 16, "max_model_len": 2048}
 
@@ -69,74 +65,37 @@ def lowered_decode_step(device, model, depth, **implementations):
         return decode.lower()
 
 
-@pytest.fixture(params=CASES, ids=str)
-def case(request):
-    skip_without_compiler(request.param.device)
-    return request.param
+def programs(case):
+    """Programs of a case by the first word of their names."""
+    skip_without_compiler(case.device)
+    return {row.name.partition(" ")[0]: row for row in compiled(case)}
 
 
-@pytest.fixture(params=TEXT_CASES, ids=str)
-def text_case(request):
-    skip_without_compiler(request.param.device)
-    return request.param
-
-
-def programs(case, name=""):
-    """Programs of a case by the beginning of their names."""
-    rows = [row for row in compiled(case) if row.name.startswith(name)]
-    assert rows
-    return rows
-
-
-def test_programs_fit(case):
-    for row in programs(case):
-        assert row.refused is None, row.name
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_programs_fit_and_move_nothing_to_or_from_the_host_or_other_devices(case):
+    for row in programs(case).values():
         assert 0 < row.needed <= find_device(case.device).memory, row.name
+        assert row.host_transfers == 0, row.name
+        assert bool(row.collectives) == (case.devices > 1), row.name
 
 
-def test_programs_move_nothing_to_or_from_the_host(case):
-    assert [row.findings.host_transfers for row in programs(case)] == [0] * len(programs(case))
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.devices == 1], ids=str)
-def test_programs_of_one_device_have_no_collectives(case):
-    skip_without_compiler(case.device)
-    assert [row.findings.collectives for row in programs(case)] == [{}] * len(programs(case))
-
-
-def test_the_cache_is_updated_in_place(text_case):
-    """All of it is aliased, and no page is copied."""
-    for row in programs(text_case):
+@pytest.mark.parametrize("case", [case for case in CASES if case.model in ATTENTION_LAYERS], ids=str)
+def test_a_step_updates_the_cache_in_place_copies_no_weight_and_loops_for_attention_only(case):
+    """No page is copied. No weight is copied next to another or to another layout: it is read only once."""
+    rows = programs(case)
+    for row in rows.values():
         assert row.aliased > 0.99 * row.results, row.name
-        assert row.findings.donated_copies == 0, row.name
-
-
-def test_no_step_copies_a_weight(text_case):
-    """None is copied next to another for one product of both, or moved to another layout: it is read only once."""
-    for row in programs(text_case):
-        assert row.findings.argument_copies == 0, row.name
-
-
-def test_a_decode_step_multiplies_in_loops_for_attention_only(text_case):
-    """Weights are multiplied outside of loops; attention reads its pages in one loop a layer."""
-    (decode,) = programs(text_case, "decode step")
-    assert decode.findings.loops_with_products <= ATTENTION_LAYERS[text_case.model]
-
-
-@pytest.mark.parametrize("case", [case for case in TEXT_CASES if case.devices > 1], ids=str)
-def test_a_decode_step_adds_up_over_devices_twice_a_layer(case):
-    """After attention and after the feed-forward; once more for the embedding. The scores are gathered."""
-    skip_without_compiler(case.device)
-    (decode,) = programs(case, "decode step")
-    assert decode.findings.collectives == {"all-reduce": 2 * case.depth + 1, "all-gather": 1}
+        assert (row.donated_copies, row.argument_copies) == (0, 0), row.name
+    assert rows["decode"].loops_with_products <= ATTENTION_LAYERS[case.model]
+    if case.devices > 1:
+        # After attention and after the feed-forward; once more for the embedding. The scores are gathered.
+        assert rows["decode"].collectives == {"all-reduce": 2 * case.depth + 1, "all-gather": 1}
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.model == "t2v-1.3b"], ids=str)
 def test_the_blocks_of_a_video_model_keep_one_residual_stream(case):
     """Temporaries are a block's own, some twelve times the stream, and no sums of earlier blocks: two more for each."""
-    skip_without_compiler(case.device)
-    (step,) = programs(case, "denoising step")
-    assert step.temporaries < 16 * WAN_STREAM
+    assert programs(case)["denoising"].temporaries < 16 * WAN_STREAM
 
 
 def test_a_video_model_with_splash_attention_writes_out_no_tables_of_cos_and_sin_for_all_heads():
@@ -144,48 +103,31 @@ def test_a_video_model_with_splash_attention_writes_out_no_tables_of_cos_and_sin
     skip_without_compiler("v5e")
     case = next(case for case in CASES if case.model == "t2v-1.3b")
     with ops.use_implementations(attention="splash"):
-        result = compile_model(case.model, "v5e", depth=2, **case.options)
-    (step,) = result
-    assert step.refused is None
+        (step,) = compile_model(case.model, "v5e", depth=2, **case.options)
     assert step.temporaries < 9 * WAN_STREAM  # heads come first in three of them
 
 
 @pytest.mark.parametrize("name", GPU_SPECS)
 def test_one_layer_of_an_encoder_compiles_for_each_gpu(name):
     skip_without_compiler(name)
-    (program,) = compile_model("minilm", name, depth=1, batch_size=32)
-    assert program.refused is None
+    assert len(compile_model("minilm", name, depth=1, batch_size=32)) == 1
 
 
 @pytest.mark.parametrize("name", ["v5e", "h100"])
 def test_one_delta_layer_compiles_and_its_temporaries_are_a_few_inputs(name):
-    skip_without_compiler(name)
-    device = find_device(name)
-    mesh = topology_mesh(device, 1)
-    q, k, v = (jax.ShapeDtypeStruct((1, 4096, 16, 128), jnp.float32) for _ in range(3))
-    gate, beta = (jax.ShapeDtypeStruct((1, 4096, 16), jnp.float32) for _ in range(2))
-    arguments = (q, k, v, gate, beta)
-    whole = PartitionSpec()
-    partitions = jax.tree.map(lambda _: whole, arguments)
-    with ops.use_target(device.platform, device.kind, device.memory):
-        program = StepProgram("delta layer", ops.gated_delta_rule, arguments, partitions, whole, mesh, donated=())
-        row = compile_lowered(program.name, program.lower(), compiler_of(device), f"1 x {name}")
-    assert row.refused is None
-    assert row.temporaries < 20 * q.size * q.dtype.itemsize
-    assert (row.findings.host_transfers, row.findings.collectives) == (0, {})
+    device = skip_without_compiler(name)
+    q, gate = (jax.ShapeDtypeStruct((1, 4096, 16, *more), jnp.float32) for more in ((128,), ()))
+    program = compile_for(device, lowered_call(device, ops.gated_delta_rule, q, q, q, gate, gate))
+    assert program.memory_analysis().temp_size_in_bytes < 20 * q.size * q.dtype.itemsize
 
 
 VECTOR_MEMORY = 16 << 20
 """Bytes of vector memory that XLA gives to a kernel of a v5e."""
 
 
-@pytest.fixture(params=KERNELS, ids=str)
-def kernel(request):
-    skip_without_compiler(request.param.device)
-    return request.param
-
-
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
 def test_a_kernel_compiles_and_fits_on_the_chip(kernel):
+    skip_without_compiler(kernel.device)
     result = compiled_kernel(kernel)
     spec = GPU_SPECS.get(kernel.device)
     assert 0 < result.memory <= (VECTOR_MEMORY if spec is None else spec.shared - KIB)
@@ -199,12 +141,9 @@ def test_the_steps_of_an_engine_run_the_kernels_and_update_the_cache_in_place(de
     skip_without_compiler(device)
     named = {"paged_attention": name, "paged_decode_attention": name}
     with ops.use_implementations(**named):
-        result = compile_model("qwen3", device, depth=2, **ENGINE)
-    for row in result:
-        assert row.refused is None, row.name
-        assert row.findings.donated_copies == 0, row.name
-    decode, _ = result
-    assert decode.findings.loops_with_products == 0  # attention's are in the kernel
+        decode, mixed = compile_model("qwen3", device, depth=2, **ENGINE)
+    assert (decode.donated_copies, mixed.donated_copies) == (0, 0)
+    assert decode.loops_with_products == 0  # attention's are in the kernel
 
 
 SMALL_HEADS = {
@@ -229,11 +168,8 @@ def test_pages_of_small_heads_are_read_where_they_lie(named, tmp_path):
     skip_without_compiler("v5e")
     (tmp_path / "config.json").write_text(json.dumps(SMALL_HEADS))
     with ops.use_implementations(**named):
-        result = compile_model(str(tmp_path), "v5e", **ENGINE)
-    decode, mixed = result
-    for row in (decode, mixed):
-        assert row.refused is None, row.name
-        assert row.findings.donated_copies == 0, row.name
+        decode, mixed = compile_model(str(tmp_path), "v5e", **ENGINE)
+    assert (decode.donated_copies, mixed.donated_copies) == (0, 0)
     assert decode.temporaries < 32 << 20
 
 
@@ -271,11 +207,6 @@ STATES = 16 * 16 * 128 * 128
 DELTA_LAYERS = 3
 
 
-def labels(one):
-    """Labels of an instruction's operands."""
-    return re.findall(r"%([\w.\-]+)", one.rest.partition(")")[0])
-
-
 # XLA gathers the states, reads them twice, and scatters them into the states of all slots, which it also takes.
 @pytest.mark.parametrize(
     ("device", "implementation", "reads", "writes"),
@@ -302,15 +233,6 @@ ROWS, VOCAB = 16, 151936
 """Sequences and tokens of Qwen3-0.6B's decode step in the cases."""
 
 
-@pytest.fixture(scope="module")
-def sampler():
-    """Instructions of each computation of `ops.sampling.sample`, compiled for an H100; `""` is the entry."""
-    device = skip_without_compiler("h100")
-    lowered = lowered_call(device, ops.sampling.sample.__call__, *sampling_shapes(ROWS, VOCAB, 2048))
-    parsed, entry = parse_module(compile_for(device, lowered).as_text())
-    return {**parsed, "": parsed[entry]}
-
-
 def branches(instructions):
     """Names of the two computations of the only choice: where its condition holds, and where not."""
     (choice,) = (one.rest for one in instructions if one.name == "conditional")
@@ -324,10 +246,13 @@ def passes_over_scores(instructions):
     return sum(not held.isdisjoint(labels(one)) for one in kernels), sum(one.label in held for one in kernels)
 
 
-def test_a_greedy_step_reads_the_scores_once_and_a_plain_draw_writes_them_once(sampler):
-    _, plain = branches(sampler[""])
+def test_a_greedy_step_reads_the_scores_once_and_a_plain_draw_writes_them_once():
+    device = skip_without_compiler("h100")
+    lowered = lowered_call(device, ops.sampling.sample.__call__, *sampling_shapes(ROWS, VOCAB, 2048))
+    sampler, entry = parse_module(compile_for(device, lowered).as_text())
+    _, plain = branches(sampler[entry])
     drawn, greedy = branches(sampler[plain])
-    assert [passes_over_scores(sampler[name]) for name in ("", plain, greedy)] == [(0, 0), (1, 0), (0, 0)]
+    assert [passes_over_scores(sampler[name]) for name in (entry, plain, greedy)] == [(0, 0), (1, 0), (0, 0)]
     assert passes_over_scores(sampler[drawn]) == (2, 1)  # the maximum reads them, and the differences from it
     _, all_kept = branches(sampler[drawn])
     assert passes_over_scores(sampler[all_kept]) == (2, 0)  # sums of weights, and those around the token
@@ -337,53 +262,45 @@ KERNEL, PRODUCT = "kCustomKernel", "kCublasLtMatmul"
 """Kinds of a kernel that XLA wrote, and of a product by cuBLAS."""
 
 # `021: kWhile         [prev=000 (1) | ...] name grid: ...`; what a thunk holds is indented and follows.
-_THUNK = re.compile(r"(?P<indent> *)\d+: (?P<kind>k\w+) +\[[^\]]*\] *(?P<name>\w*)")
-
-
-class Thunk(NamedTuple):
-    """A launch by the host, or what holds further ones at any depth: a command buffer, a loop, a choice."""
-
-    kind: str
-    name: str
-    inner: list
+_THUNK = re.compile(r"( *)\d+: (k\w+) +\[[^\]]*\] *(\w*)")
 
 
 @pytest.fixture(scope="module")
-def step():
-    """Thunks of the decode step of two layers of Qwen3-0.6B on an H100, in the order of their launch."""
+def thunks():
+    """Launches of the decode step of two layers of Qwen3-0.6B on an H100: kinds, and what each holds.
+
+    A command buffer, a loop and a choice hold others, at any depth.
+    """
     device = skip_without_compiler("h100")
     with tempfile.TemporaryDirectory() as folder:
         compile_for(device, lowered_decode_step(device, "qwen3", ATTENTION_LAYERS["qwen3"]), xla_dump_to=folder)
         (path,) = Path(folder).glob("*.thunk_sequence_after_thunk_passes.txt")
         lines = path.read_text().splitlines()
     result = []
-    for line in filter(None, map(_THUNK.match, lines)):
-        place = result[-1].inner if line["indent"] else result
-        place.append(Thunk(line["kind"], line["name"], []))
+    for indent, kind, name in (line.groups() for line in map(_THUNK.match, lines) if line):
+        if indent:
+            result[-1][1].append((kind, name))
+        else:
+            result.append((kind, []))
     return result
 
 
-def test_the_host_launches_command_buffers_and_the_loops_of_attention_between_them(step):
-    kinds = Counter(thunk.kind for thunk in step)
-    assert kinds["kWhile"] == ATTENTION_LAYERS["qwen3"]
-    assert kinds["kCommandBuffer"] == ATTENTION_LAYERS["qwen3"] + 1
+def test_the_host_launches_command_buffers_and_the_loops_of_attention_between_them(thunks):
+    kinds = Counter(kind for kind, _ in thunks)
+    assert (kinds["kWhile"], kinds["kCommandBuffer"]) == (ATTENTION_LAYERS["qwen3"], ATTENTION_LAYERS["qwen3"] + 1)
     assert kinds[KERNEL] <= 1
     assert kinds[PRODUCT] == 0
+    turns = [Counter(kind for kind, _ in inner) for kind, inner in thunks if kind == "kWhile"]
+    assert all(turn["kCommandBuffer"] == 1 for turn in turns)
 
 
-def test_a_turn_of_attentions_loop_is_one_command_buffer(step):
-    for loop in (thunk for thunk in step if thunk.kind == "kWhile"):
-        assert [thunk.kind for thunk in loop.inner].count("kCommandBuffer") == 1
-
-
-def test_a_layer_is_seven_products_and_one_kernel_for_a_norm_with_its_residual(step):
+def test_a_layer_is_seven_products_and_one_kernel_for_a_norm_with_its_residual(thunks):
     """Two norms of the hidden state, two of heads; rotary positions, two writes of pages, a gate, an average."""
-    _, between, _ = (thunk for thunk in step if thunk.kind == "kCommandBuffer")
-    kinds = Counter(thunk.kind for thunk in between.inner)
-    assert kinds == {PRODUCT: 7, KERNEL: 9}
+    _, between, _ = (inner for kind, inner in thunks if kind == "kCommandBuffer")
+    assert Counter(kind for kind, _ in between) == {PRODUCT: 7, KERNEL: 9}
 
 
-def test_a_token_is_sampled_without_sorting_the_vocabulary(step):
-    sampling, logprobs = (thunk for thunk in step if thunk.kind == "kConditional")
-    assert not any(thunk.name.startswith("sort") for thunk in sampling.inner)
-    assert any(thunk.name.startswith("sort") for thunk in logprobs.inner)  # names that XLA gives
+def test_a_token_is_sampled_without_sorting_the_vocabulary(thunks):
+    choices = [inner for kind, inner in thunks if kind == "kConditional"]
+    sorts = [any(name.startswith("sort") for _, name in inner) for inner in choices]  # names that XLA gives
+    assert sorts == [False, True]  # sampling, log-probabilities

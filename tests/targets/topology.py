@@ -25,6 +25,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
+from verax import ops
 from verax._compat import compiler_options
 from verax._optional import require_optional
 from verax.plan.devices import Device
@@ -40,15 +41,12 @@ class GpuSpec(NamedTuple):
     """One GPU.
 
     Attributes:
-        capability: compute capability, major and minor.
-        multiprocessors: number of streaming multiprocessors.
         threads: resident threads of a multiprocessor at most.
         shared: bytes of shared memory of a multiprocessor; a block can have all but one KiB.
         cache: bytes of the L2 cache.
         clock: highest clock, GHz.
     """
 
-    capability: tuple[int, int]
     multiprocessors: int
     threads: int
     shared: int
@@ -61,13 +59,13 @@ CUDA = "13.0.0"
 
 GPU_SPECS: Mapping[str, GpuSpec] = MappingProxyType(
     {
-        "a100": GpuSpec((8, 0), 108, 2048, 164 * KIB, 40 * KIB**2, 1.41),
-        "h100": GpuSpec((9, 0), 132, 2048, 228 * KIB, 50 * KIB**2, 1.98),
-        "h200": GpuSpec((9, 0), 132, 2048, 228 * KIB, 50 * KIB**2, 1.98),
-        "b200": GpuSpec((10, 0), 148, 2048, 228 * KIB, 132644864, 1.965),
-        "l4": GpuSpec((8, 9), 58, 1536, 100 * KIB, 48 * KIB**2, 2.04),
-        "rtx4090": GpuSpec((8, 9), 128, 1536, 100 * KIB, 72 * KIB**2, 2.52),
-        "rtx5090": GpuSpec((12, 0), 170, 1536, 100 * KIB, 96 * KIB**2, 2.407),
+        "a100": GpuSpec(108, 2048, 164 * KIB, 40 * KIB**2, 1.41),
+        "h100": GpuSpec(132, 2048, 228 * KIB, 50 * KIB**2, 1.98),
+        "h200": GpuSpec(132, 2048, 228 * KIB, 50 * KIB**2, 1.98),
+        "b200": GpuSpec(148, 2048, 228 * KIB, 132644864, 1.965),
+        "l4": GpuSpec(58, 1536, 100 * KIB, 48 * KIB**2, 2.04),
+        "rtx4090": GpuSpec(128, 1536, 100 * KIB, 72 * KIB**2, 2.52),
+        "rtx5090": GpuSpec(170, 1536, 100 * KIB, 96 * KIB**2, 2.407),
     }
 )
 """GPUs by their names in `plan.devices`."""
@@ -76,7 +74,8 @@ GPU_SPECS: Mapping[str, GpuSpec] = MappingProxyType(
 def target_config(device: Device) -> str:
     """The GpuTargetConfig of a GPU of `GPU_SPECS`, as text."""
     spec = GPU_SPECS[device.name]
-    major, minor = spec.capability
+    with ops.use_target(device.platform, device.kind):
+        major, minor = ops.target().compute_capability.split(".")
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -86,7 +85,7 @@ gpu_device_info {{
   shared_memory_per_block_optin: {spec.shared - KIB}
   threads_per_core_limit: {spec.threads}
   core_count: {spec.multiprocessors}
-  fpus_per_core: {64 if spec.capability == (8, 0) else 128}
+  fpus_per_core: {64 if (major, minor) == ("8", "0") else 128}
   block_dim_limit_x: {2**31 - 1}
   block_dim_limit_y: {2**16 - 1}
   block_dim_limit_z: {2**16 - 1}
@@ -121,11 +120,10 @@ _LIBTPU_ENVIRONMENT = {
 
 
 class Compiler(NamedTuple):
-    """Compiler of a platform.
+    """Compiler of a platform, in a plugin.
 
     Attributes:
-        module: module of the plugin that holds it.
-        package: distribution of the plugin.
+        module: module of the plugin that holds it; `package` is its distribution.
         options: XLA options of each compilation.
         description: the device in the compiler's words, where it is not the compiler's own.
     """

@@ -1,7 +1,5 @@
 """`VideoPipeline` beyond parity: what it refuses, compiles, forgets, repeats, and reports while it runs."""
 
-import inspect
-from dataclasses import fields
 from typing import Any
 
 import huggingface_hub
@@ -16,13 +14,11 @@ from verax import VideoPipeline, VideoRequest, ops
 from verax.checkpoint.video.convert import convert
 from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
-from verax.models.video_model import ATTENTION
 from verax.models.wan.family import SKYREELS
-from verax.options import options_of
 from verax.video.files import write_clip
 from verax.video.images import read_image
 from verax.video.outputs import VideoOutput
-from verax.video.request import ResolvedRequest, make_request
+from verax.video.request import make_request
 
 SIZE: dict[str, Any] = dict(height=16, width=32, num_frames=9, num_inference_steps=3)
 
@@ -235,26 +231,15 @@ def test_a_picture_in_a_block_stays_as_it_was_given(pipes):
     assert (latents[:, :, 1:] != alone[:, :, 1:]).any()
 
 
-def test_bfloat16_is_near_float32(folders, pipes):
-    low = VideoPipeline.from_pretrained(folders("i2v"))
-    options: dict[str, Any] = dict(SIZE, image=picture(), output_type="np")
-    error = np.abs(low("a red circle", **options).frames - pipes("i2v")("a red circle", **options).frames)
-    assert 0 < error.mean() < 0.02
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
         ("t2v", {"num_frames": 10}, r"num_frames: expected 4n \+ 1, got 10; nearest 9 or 13"),
         ("t2v", {"height": 100}, r"height: expected a multiple of 16, got 100; nearest 96 or 112"),
         ("t2v", {"width": 0}, r"width: expected a multiple of 16, got 0; nearest 16"),
-        ("t2v", {"num_inference_steps": 0}, "num_inference_steps: expected a whole number of at least 1, or"),
-        ("t2v", {"shift": -1.0}, r"shift: expected a number of more than 0, or None, got -1\.0"),
         ("t2v", {"resolution": "480P"}, "resolution: expected one of 540P, 720P, got '480P'"),
         ("t2v", {"resolution": "540P", "height": 64}, "resolution: give it, or height and width, not both"),
-        ("t2v", {"output_type": "pil"}, "output_type: expected one of video, np, latent, got 'pil'"),
         ("t2v", {"cache": "magcache"}, "cache: expected one of teacache, got 'magcache'"),
-        ("t2v", {"attention": "quick"}, "attention: expected one of auto, .*got 'quick'"),
         ("t2v", {"image": picture()}, "image: this model is for text alone"),
         ("t2v", {"ar_step": 5}, "ar_step: needs a model for diffusion forcing"),
         ("t2v", {"num_frames": 17}, "num_frames: longer than base_num_frames, 9, needs a model for diffusion forcing"),
@@ -262,7 +247,6 @@ def test_bfloat16_is_near_float32(folders, pipes):
         ("t2v", {"prompt_embeds": np.zeros((1, 512, 16))}, "prompt: give it or prompt_embeds, one of the two"),
         ("i2v", {}, "image: this model is for image to video, and needs the first frame"),
         ("i2v", {"image": "no such.png"}, "image: there is no file no such.png"),
-        ("i2v", {"image": __file__}, "image: .*test_pipeline.py cannot be read as an image"),
         ("df", {"causal_block_size": 2}, "causal_block_size: 3 latent frames in a segment cannot be cut"),
         ("df", {"overlap_history": 4}, r"overlap_history: expected 4n \+ 1, got 4; nearest 1 or 5"),
         (
@@ -278,11 +262,7 @@ def test_bfloat16_is_near_float32(folders, pipes):
         ),
         ("df", {"image": picture(), "num_frames": 1}, "num_frames: expected more than the one frame that the image"),
         ("i2v", {"image": picture(1, 1000)}, "image: 1 x 1000 pixels .* no part of the shape of a frame of 16 x 32"),
-        ("i2v", {"image": picture(1000, 1)}, "image: 1000 x 1 pixels"),
         ("df", {"last_image": picture(1000, 1)}, "last_image: 1000 x 1 pixels"),
-        ("df", {"addnoise_condition": 2000}, "addnoise_condition: expected a whole number of 0 to 1000, got 2000"),
-        ("df", {"ar_step": -1}, "ar_step: expected a whole number of at least 0, got -1"),
-        ("t2v", {"cache": "teacache", "cache_threshold": 0}, "cache_threshold: expected a number of more than 0"),
         ("t2v", {"prompt": None}, "prompt: give it or prompt_embeds"),
     ],
 )
@@ -340,13 +320,6 @@ def test_a_lora_file_for_another_model_is_refused_at_once(folders, tmp_path):
     save_file({"blocks.7.ffn.0.lora_A.weight": np.zeros((2, 24), np.float32)}, tmp_path / "other.safetensors")
     with pytest.raises(CheckpointError, match="no weight of the transformer for blocks"):
         VideoPipeline.from_pretrained(folders("t2v"), lora=tmp_path / "other.safetensors")
-
-
-def test_options_of_a_request_are_documented_fields():
-    names = [field.name for field in fields(VideoRequest)]
-    assert [field.name for field in fields(ResolvedRequest)] == names
-    assert all(name in (inspect.getdoc(VideoRequest) or "") for name in names)
-    assert options_of(VideoRequest)["attention"].choices == tuple(ATTENTION)
 
 
 def test_a_call_by_keyword_is_the_clip_of_the_request(pipes):

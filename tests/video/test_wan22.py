@@ -57,16 +57,14 @@ def test_large_transformers_are_in_memory_in_turn_and_make_the_same_clip(folders
 
 
 def test_each_transformer_has_its_scale_of_guidance(pipes):
-    pipe = pipes("t2v-a14b")
-    one, same, other = (
-        pipe("a red circle", guidance_scale=3.0, **more, **OPTIONS).frames
-        for more in ({}, {"guidance_scale_2": 3.0}, {"guidance_scale_2": 1.5})
-    )
-    np.testing.assert_array_equal(one, same)
-    assert np.abs(other - one).max() > 1e-2
-    settings = pipe.settings
+    pipe, settings = pipes("t2v-a14b"), pipes("t2v-a14b").settings
     assert (settings.guidance_scale, settings.guidance_scale_2, settings.boundary_ratio) == (4.0, 3.0, BOUNDARY)
-    assert pipe.resolve(VideoRequest("a red circle", **OPTIONS)).guidance_scales == (4.0, 3.0)
+    for more, scales in (
+        ({}, (4.0, 3.0)),
+        ({"guidance_scale": 3.0}, (3.0, 3.0)),
+        ({"guidance_scale": 3.0, "guidance_scale_2": 1.5}, (3.0, 1.5)),
+    ):
+        assert pipe.resolve(VideoRequest("a red circle", **more, **OPTIONS)).guidance_scales == scales
 
 
 def query_weights(pipe):
@@ -140,21 +138,13 @@ def test_the_server_takes_a_request_and_shows_its_latents(kind, frames, pipes):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("t2v-a14b", {"image": picture()}, "image: this model is for text alone"),
-        ("i2v-a14b", {}, "image: this model is for image to video, and needs the first frame"),
         ("ti2v", {"guidance_scale_2": 2.0}, "guidance_scale_2: this model has one transformer"),
-        (
-            "t2v-a14b",
-            {"guidance_scale_2": "much"},
-            "guidance_scale_2: expected a number of at least 0, or None, got 'much'",
-        ),
         (
             "t2v-a14b",
             {"guidance_scale": 1, "guidance_scale_2": 2},
             "guidance_scale_2: expected at most 1 where guidance",
         ),
         ("ti2v", {"height": 48}, "height: expected a multiple of 32, got 48; nearest 32 or 64"),
-        ("ti2v", {"image": picture(), "num_frames": 1}, "num_frames: expected more than the one frame that the image"),
         ("ti2v", {"last_image": picture()}, "last_image: needs a model for diffusion forcing"),
     ],
 )

@@ -60,9 +60,8 @@ def test_a_library_of_an_unknown_level_is_refused_with_the_known_ones(tmp_path):
 @needs_library
 def test_an_editable_installation_has_the_levels_that_this_machine_runs(tmp_path):
     every = [name for name, (where, _) in build.level_flags().items() if where in (build.architecture(), "any")]
-    assert [level for level in build._levels_here(build.compiler(), every, tmp_path) if level in library.levels()] == (
-        library.levels()
-    )
+    here = build._levels_here(build.compiler(), every, tmp_path)
+    assert [level for level in here if level in library.levels()] == library.levels()
 
 
 @pytest.mark.skipif(build.architecture() != "x86_64", reason="AMX is of x86-64")

@@ -79,11 +79,3 @@ def test_it_is_chosen_for_what_it_takes():
         wide = {name: a.astype(jnp.float64) for name, a in x.items()}
         assert "verax_delta" not in jax.jit(lambda x: ops.gated_delta_rule(**x)).lower(wide).as_text()
     assert "verax_delta" not in jax.jit(lambda x: ops.gated_delta_rule(**x, mode="chunk")).lower(x).as_text()
-
-
-def test_it_can_be_mapped():
-    x = float32(inputs("gated_delta_rule", B=3, T=20))
-    with ops.use_implementations(delta_recurrence="native"):
-        together, _ = ops.gated_delta_rule(**x)
-        mapped = jax.vmap(lambda x: ops.gated_delta_rule(**{name: a[None] for name, a in x.items()})[0][0])(x)
-    np.testing.assert_array_equal(mapped, together)

@@ -110,7 +110,9 @@ def native(x, w, bias=None):
     return np.asarray(_native(x, w, bias))
 
 
-SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33)
+SIZES = (0, 1, 4, 7, 17, 33)
+"""Rows of x; of further numbers, `test_a_row_does_not_depend_on_its_batch` compares each row with the whole's."""
+
 ROWS = (1, 3, 7, 64, 129)
 
 
