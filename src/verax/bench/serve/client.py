@@ -24,7 +24,7 @@ __all__ = ["Client", "started"]
 httpx: Any = require_optional("httpx")
 
 SLOW_PAUSE, SLOW_BUFFER = 0.1, 4096
-"""Seconds that a slow reader waits after each event, and its receive buffer in bytes: small, so that the server's side
+"""Seconds that a slow reader waits after each read, and its receive buffer in bytes: small, so that the server's side
 fills."""
 
 TIMEOUT, START, STOP = 600.0, 900.0, 30.0
@@ -125,35 +125,44 @@ class Client:
 
 async def _read(response: Any, answer: Answer) -> None:
     """Fill an answer from the server-sent events of a response, until its end or until the client leaves."""
-    request, finish_reason = answer.request, None
-    leave_after = float("inf") if request.leave_after is None else request.leave_after
-    lines = response.aiter_lines()
-    while not (leave := len(answer.events) >= leave_after) and (line := await anext(lines, None)) is not None:
-        if not line.startswith("data:"):
-            continue
-        if line[5:].strip() == "[DONE]":
-            if finish_reason is None:
-                answer.error = "lost: no finish_reason"
-            elif answer.completion_tokens != request.max_tokens:
-                answer.error = f"lost: {answer.completion_tokens} tokens instead of {request.max_tokens}"
-            return
-        event = json.loads(line[5:])
-        if (failure := event.get("error")) is not None:
-            answer.error = f"in the stream: {failure.get('type') if isinstance(failure, dict) else failure}"
-            return
-        answer.id = answer.id or event.get("id")
-        if event.get("id") != answer.id:
-            answer.error = "mixed: an event has another id"
-            return
-        if usage := event.get("usage"):
-            answer.prompt_tokens, answer.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
-        for choice in event.get("choices", ()):
-            answer.events.append(time.perf_counter())
-            answer.text += choice.get("text", "")
-            finish_reason = choice.get("finish_reason") or finish_reason
+    # By bytes: httpx's lines end at U+2028 and the like too, which tokens may have.
+    request, pieces, rest, finish_reason = answer.request, [], b"", None
+    if request.leave_after == 0:
+        answer.left = True
+        return
+    async for data in response.aiter_bytes():
+        now = time.perf_counter()
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            if line[5:].strip() == b"[DONE]":
+                answer.text = "".join(pieces)
+                if finish_reason is None:
+                    answer.error = "lost: no finish_reason"
+                elif answer.completion_tokens != request.max_tokens:
+                    answer.error = f"lost: {answer.completion_tokens} tokens instead of {request.max_tokens}"
+                return
+            event = json.loads(line[5:])
+            if (failure := event.get("error")) is not None:
+                answer.error = f"in the stream: {failure.get('type') if isinstance(failure, dict) else failure}"
+                return
+            answer.id = answer.id or event.get("id")
+            if event.get("id") != answer.id:
+                answer.error = "mixed: an event has another id"
+                return
+            if usage := event.get("usage"):
+                answer.prompt_tokens, answer.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+            for choice in event.get("choices", ()):
+                answer.events.append(now)
+                pieces.append(choice.get("text", ""))
+                finish_reason = choice.get("finish_reason") or finish_reason
+            if request.leave_after is not None and len(answer.events) >= request.leave_after:
+                answer.left = True
+                return
         if request.slow:
             await asyncio.sleep(SLOW_PAUSE)
-    answer.left, answer.error = leave, None if leave else "lost: no end of the stream"
+    answer.error = "lost: no end of the stream"
 
 
 @contextlib.asynccontextmanager
