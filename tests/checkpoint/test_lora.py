@@ -487,6 +487,11 @@ def test_files_add_up_and_are_rounded_once_when_loaded(base, tmp_path):
         ({"blocks.0.ffn.0.lora_A.bias": (3,)}, "blocks.0.ffn.0.lora_A.bias .nearest"),
         ({"blocks.0.ffn.0.lokr_w1": (2, 2)}, "blocks.0.ffn.0.lokr_w1 lacks its other matrix, w2_a"),
         ({"blocks.0.ffn.0.hada_w1_a": (10, 3), "blocks.0.ffn.0.hada_w1_b": (3, 6)}, "lacks its other matrix, w2_a"),
+        (
+            {f"blocks.0.ffn.0.hada_w{i}_{side}": shape for i in (1, 2)
+             for side, shape in (("a", (10 if i == 1 else 1, 3)), ("b", (3, 6)))},
+            "do not fit each other, as a change of blocks.0.ffn.0.weight",
+        ),
         ({"blocks.0.self_atn.q.diff": (6, 6)}, r"\(nearest: blocks.0.self_attn.q, .*, .*\)"),
         ({"blocks.0.ffn.0.diff": (10, 6), "blocks_0_ffn_0.diff": (10, 6)}, "are both for blocks.0.ffn.0.weight"),
         # A weight of another size is said before blocks that only the larger model has.

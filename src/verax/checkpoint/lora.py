@@ -493,7 +493,10 @@ def _difference(xp: Any, method: str, arrays: Mapping[str, Any]) -> Any:
     if method == "lora":
         return product(arrays["up"], arrays["down"], arrays.get("mid"))
     if method == "hada":
-        return factor(1) * factor(2)
+        one, two = factor(1), factor(2)
+        if one.shape != two.shape:
+            raise ValueError(f"products of shapes {one.shape} and {two.shape}")
+        return one * two
     return xp.kron(factor(1), factor(2)) if method == "lokr" else arrays["diff"]
 
 
