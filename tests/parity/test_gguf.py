@@ -15,6 +15,8 @@ from verax.compare import compare_case
 from verax.compare.cases.text import text_case
 from verax.loading import load_causal_lm
 
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+LONG_ROPE |= {"short_factor": [1 + 0.1 * i for i in range(12)], "long_factor": [1.5**i for i in range(12)]}
 LLAMA = dict(tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE, attention_bias=True, mlp_bias=True)
 FAMILIES = {
     "qwen3": ("Qwen3", dict(head_dim=32, tie_word_embeddings=True)),
@@ -24,6 +26,7 @@ FAMILIES = {
     "gemma3": ("Gemma3", dict(num_hidden_layers=7, head_dim=32, query_pre_attn_scalar=32, sliding_window=24)),
     "smollm3": ("SmolLM3", dict(num_hidden_layers=4)),
     "granite": ("Granite", dict(embedding_multiplier=2.5, attention_multiplier=0.3, logits_scaling=3.0)),
+    "phi3": ("Phi3", dict(rope_parameters=LONG_ROPE, original_max_position_embeddings=64)),
     "olmo2": ("Olmo2", {}),
     "olmo3": ("Olmo3", dict(num_hidden_layers=4, sliding_window=24)),
     "gemma2": ("Gemma2", dict(head_dim=32, query_pre_attn_scalar=32, sliding_window=24)),

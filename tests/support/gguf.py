@@ -14,6 +14,7 @@ ARCHITECTURES = {
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "granite": gguf.MODEL_ARCH.GRANITE,
+    "phi3": gguf.MODEL_ARCH.PHI3,
     "olmo2": gguf.MODEL_ARCH.OLMO2,
     "olmo3": gguf.MODEL_ARCH.OLMO2,
 }
@@ -80,6 +81,19 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, d
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)  # a Gemma's is by kind of layer
     writer.add_rope_freq_base(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+    if family == "phi3":
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        scaling = {**rope, **(config.get("rope_scaling") or {})}
+        fraction = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+        writer.add_rope_dimension_count(int(head_dim * fraction))
+        writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+        writer.add_sliding_window(config.get("sliding_window") or 0)
+        if "long_factor" in scaling:
+            ratio = config["max_position_embeddings"] / config["original_max_position_embeddings"]
+            attention = 1 + np.log(ratio) / np.log(config["original_max_position_embeddings"])
+            writer.add_rope_scaling_attn_factors(attention**0.5)
+            for name in ("short", "long"):
+                writer.add_tensor(f"rope_factors_{name}.weight", np.asarray(scaling[f"{name}_factor"], np.float32))
     if family == "olmo3":
         writer.add_sliding_window(config["sliding_window"])
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])

@@ -75,7 +75,7 @@ class Attention(qwen3.Attention):
         """Queries and keys at their positions."""
         *tables, factor = rotary
         q, k = super().rotate(q, k, tuple(tables))
-        return q * factor[..., None, None], k
+        return q * factor[..., None], k
 
 
 class DecoderLayer(qwen3.DecoderLayer):
@@ -92,7 +92,7 @@ class Decoder(qwen3.Decoder):
     def rotary_tables(self, positions: Int[Array, "*B T"]) -> list[Any]:
         """Tables of cos and sin, and the factor of queries, for each layer."""
         passed = jnp.floor(positions / self.config.scaling_context)
-        factor = 1 + self.config.scaling_beta * jnp.log1p(passed)
+        factor = 1 + self.config.scaling_beta * jnp.log1p(passed)[..., None]
         return [tables and (*tables, factor) for tables in super().rotary_tables(positions)]
 
 

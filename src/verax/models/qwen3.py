@@ -32,8 +32,8 @@ __all__ = ["Qwen3Config", "Qwen3ForCausalLM"]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-Rotary = tuple[Float[Array, "*B T h"], Float[Array, "*B T h"]] | None
-"""cos and sin of the angles of each position; None in a layer without positions."""
+Rotary = tuple[Float[Array, "*B T _"], ...] | None
+"""cos and sin of the angles of each position, and what a family adds to them; None in a layer without positions."""
 
 
 @dataclass(frozen=True)

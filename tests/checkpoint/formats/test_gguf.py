@@ -101,6 +101,7 @@ FAMILIES = {
     "gemma2": {"sliding_window": 24, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 4.0}
     | {"final_logit_softcapping": 3.0},
     "smollm3": {"num_hidden_layers": 4},
+    "phi3": {"sliding_window": 24, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 512},
     "granite": {"embedding_multiplier": 2.5, "attention_multiplier": 0.25, "residual_multiplier": 0.5}
     | {"logits_scaling": 3.0},
     "olmo2": {},
@@ -244,7 +245,9 @@ def test_settings_that_are_not_implemented_are_refused_by_name_unless_they_chang
         read_config(LLAMA | {f"llama.{name}": other}, {EMBEDDINGS: (300, 5376)})
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama", "gemma3", "gemma2", "smollm3", "granite", "olmo2"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen3", "qwen2", "llama", "gemma3", "gemma2", "smollm3", "granite", "olmo2", "phi3"]
+)
 def test_each_key_that_llama_cpp_reads_is_read_or_without_effect_or_refused(architecture):
     arch, model, own = (
         llama_cpp_source(f"src/{name}.cpp").read_text(encoding="utf-8")

@@ -17,6 +17,7 @@ import struct
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import gguf
@@ -152,7 +153,7 @@ class GGUFFile(MappedFile):
 
 _MODEL_TYPES = {
     **{"qwen3": "qwen3", "qwen2": "qwen2", "llama": "llama", "gemma3": "gemma3_text", "gemma2": "gemma2"},
-    **{"smollm3": "smollm3", "granite": "granite", "olmo2": "olmo2"},
+    **{"smollm3": "smollm3", "granite": "granite", "olmo2": "olmo2", "phi3": "phi3"},
 }
 """config.json's `model_type` by `general.architecture`, for those that are supported."""
 
@@ -160,6 +161,9 @@ _GEMMA = ("gemma3", "gemma2")
 
 ROPE_DIVISORS = "rope_freqs.weight"
 """Divisors of the rotary frequencies, `[H/2]`: the file's form of Llama 3.1's scaling."""
+
+LONGROPE_FACTORS = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
+"""Keys of config.json's `rope_scaling` by the names of the tensors that hold LongRoPE's divisors."""
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
@@ -181,6 +185,10 @@ _GEMMA_LAYER_NAMES = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_OWN_LAYER_NAMES = {
+    **dict.fromkeys((*_GEMMA, "olmo2"), _GEMMA_LAYER_NAMES),
+    "phi3": {**_LAYER_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+}
 _KEYS = {key: name for name, key in _NAMES.items()}
 _LAYER_KEYS = {key: name for name, key in _LAYER_NAMES.items()}
 
@@ -193,7 +201,7 @@ def tensor_key(name: str, architecture: str | None) -> str:
     stem, _, kind = name.rpartition(".")
     if stem in _NAMES:
         return f"{_NAMES[stem]}.{kind}"
-    names = _GEMMA_LAYER_NAMES if architecture in (*_GEMMA, "olmo2") else _LAYER_NAMES
+    names = _OWN_LAYER_NAMES.get(architecture or "", _LAYER_NAMES)
     block, _, rest = stem.partition(".")
     layer, _, part = rest.partition(".")
     return f"model.layers.{layer}.{names[part]}.{kind}" if block == "blk" and part in names else name
@@ -232,12 +240,15 @@ def restored(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def read_config(
-    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], divisors: Any = None
+    metadata: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    divisors: Any = None,
+    longrope: Mapping[str, list[float]] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Contents of the equivalent config.json.
 
     `shapes`: shapes of the tensors, by their keys in a checkpoint. `divisors`: the file's `ROPE_DIVISORS`, if it has
-    some.
+    some. `longrope`: its `LONGROPE_FACTORS`, by config.json's keys.
 
     Raises:
         UnsupportedModelError: for an architecture or a feature that verax does not have; naming it.
@@ -260,7 +271,8 @@ def read_config(
     _check_settings(given, kind)
     heads, size = needed("attention.head_count"), needed("embedding_length")
     head_dim = given("attention.key_length", size // heads)
-    for name in ("attention.value_length", "rope.dimension_count", *LOCAL_SIZES):
+    partly = kind == "phi3"
+    for name in ("attention.value_length", *(() if partly else ("rope.dimension_count",)), *LOCAL_SIZES):
         if given(name, head_dim) != head_dim:
             raise UnsupportedModelError(f"{kind}.{name} {given(name)} is not supported; {head_dim} is")
     return {
@@ -281,6 +293,7 @@ def read_config(
         "rope_scaling": _rope_scaling(given, kind, divisors),
         **(_gemma(given, kind, heads, size, head_dim) if kind in _GEMMA else {}),
         **(_granite(given, kind, head_dim) if kind == "granite" else {}),
+        **(_phi3(given, head_dim, longrope) if kind == "phi3" else {}),
         **(_olmo3(given, kind, divisors) if kind == "olmo2" and given("attention.sliding_window") else {}),
     }
 
@@ -317,6 +330,7 @@ OWN_KEYS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(_GEMMA, GEMMA_READ),
     "olmo2": OLMO_READ,
     "granite": frozenset(GRANITE_READ),
+    "phi3": frozenset({"attention.sliding_window", "rope.scaling.attn_factor"}),
 }
 """Keys of single architectures that make the configuration."""
 
@@ -386,6 +400,17 @@ def _granite(given: Callable[..., Any], kind: str, head_dim: int) -> dict[str, A
     """Multipliers of a Granite's config.json."""
     neutral = {"attention.scale": head_dim**-0.5}
     return {ours: given(theirs) or neutral.get(theirs, 1.0) for theirs, ours in GRANITE_READ.items()}
+
+
+def _phi3(given: Callable[..., Any], head_dim: int, longrope: Mapping[str, list[float]]) -> dict[str, Any]:
+    """Fields of a Phi-3's config.json alone. It has the window that transformers computes, and llama.cpp does not."""
+    scaling = {"rope_type": "longrope", **longrope, "attention_factor": given("rope.scaling.attn_factor", 1.0)}
+    return {
+        "partial_rotary_factor": given("rope.dimension_count", head_dim) / head_dim,
+        "sliding_window": given("attention.sliding_window") or None,
+        "original_max_position_embeddings": given("rope.scaling.original_context_length", given("context_length")),
+        "rope_scaling": {"factor": 1.0, **scaling} if longrope else None,
+    }
 
 
 def _olmo3(given: Callable[..., Any], kind: str, divisors: Any) -> dict[str, Any]:
@@ -477,12 +502,15 @@ class GGUFWeights(GGUFFile):
                     raise part.fault(f"{name} is there twice")
                 self._places[key] = part, tensor
         divisors = self._places.pop(ROPE_DIVISORS, None)
+        factors = {key: self._places.pop(name, None) for name, key in LONGROPE_FACTORS.items()}
+        numbers: Callable[..., Any] = lambda place: place[0].view(*place[1][2:]).view(np.float32)
         stored = {key: tensor for key, (_, tensor) in self._places.items()}
         try:
             self.config = read_config(
                 self.metadata,
                 {key: tensor.shape for key, tensor in stored.items()},
-                None if divisors is None else divisors[0].view(*divisors[1][2:]).view(np.float32),
+                None if divisors is None else numbers(divisors),
+                {key: numbers(place).tolist() for key, place in factors.items() if place is not None},
             )
         except KeyError as error:
             raise CheckpointError(f"{path}: {error.args[0]} is missing: this is not a language model") from error
