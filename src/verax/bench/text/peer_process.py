@@ -71,6 +71,7 @@ def main() -> None:
     run: Run | None = None
     for line in sys.stdin:
         request = json.loads(line)
+        answer: dict[str, Any]
         try:
             if run is None:
                 name = request.pop("engine")
