@@ -38,16 +38,16 @@ MOST = 4.0
 """Ratio at the right edge; the scale is logarithmic, from half to this."""
 
 
-def equal(side: str, precision: str) -> bool:
-    """True unless the name of a side says that it computes in another precision."""
-    return {"int8", "bfloat16", "float32"}.isdisjoint({*side.split()} - {precision})
+def equal(side: str, name: str) -> bool:
+    """True unless the name of a side says that it computes in another precision than the result's name does."""
+    return {"int8", "bfloat16", "float32"}.isdisjoint({*side.split()} - {*name.split("-")})
 
 
-def speed(result: dict[str, Any], stage: str, frames: int, precision: str) -> tuple[float, str] | None:
+def speed(result: dict[str, Any], stage: str, frames: int, name: str) -> tuple[float, str] | None:
     """Factor by which verax is faster than the strongest peer, and the peer; None if the run had no peer."""
     for case in result.get("cases", ()):
         if (case.get("stage", stage), case.get("frames", frames)) == (stage, frames):
-            peers = [side for side in case["ratios"] if not side.startswith("verax") and equal(side, precision)]
+            peers = [side for side in case["ratios"] if not side.startswith("verax") and equal(side, name)]
             if peers:
                 best = min(peers, key=lambda side: case["sides"][side]["median_s"])
                 return case["ratios"][best], best
