@@ -83,6 +83,8 @@ class Qwen3Config:
 
     def for_context(self, tokens: int) -> Any:
         """Configuration for sequences of at most `tokens` tokens; LongRoPE's rotation depends on the longest."""
+        if not self.rotary.long_divisors:
+            return self
         return replace(self, max_position_embeddings=min(tokens, self.max_position_embeddings))
 
     @classmethod
