@@ -23,7 +23,7 @@ DELTA = dict(
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
 
 UNTIED = dict(tie_word_embeddings=False)
-FUSED = dict(num_key_value_heads=4)
+FUSED = dict(num_key_value_heads=4, head_dim=16)
 FACTORS = {"type": "longrope", "short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0] * 8}
 GROWING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
 
