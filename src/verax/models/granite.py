@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -23,7 +21,7 @@ from verax.fields import Count, Positive, Size, read_fields, read_layer_types, r
 from verax.models import qwen3
 from verax.models.causal_lm import AttentionFn, text_config
 from verax.models.qwen3 import Qwen3Config, Qwen3ForCausalLM, Rotary, check_activation, decoder_fields
-from verax.nn import Linear
+from verax.nn import Linear, split_swiglu
 
 __all__ = ["GraniteConfig", "GraniteForCausalLM", "GraniteMoeHybridForCausalLM"]
 
@@ -114,8 +112,7 @@ class SharedMLP(nnx.Module):
         self.output_linear = Linear(F, D, divided="in", dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        gate, up = jnp.split(self.input_linear(x), 2, axis=-1)
-        return self.output_linear(jax.nn.silu(gate) * up)
+        return self.output_linear(split_swiglu(x, self.input_linear))
 
 
 class HybridDecoderLayer(DecoderLayer):

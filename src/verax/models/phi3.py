@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -23,7 +22,7 @@ from verax.files import JsonObject
 from verax.models import qwen3
 from verax.models.causal_lm import text_config
 from verax.models.qwen3 import Projected, Qwen3Config, Qwen3ForCausalLM, check_activation, decoder_fields, split_heads
-from verax.nn import Linear
+from verax.nn import Linear, split_swiglu
 
 __all__ = ["Phi3Config", "Phi3ForCausalLM"]
 
@@ -86,8 +85,7 @@ class MLP(nnx.Module):
         self.down_proj = Linear(F, D, divided="in", dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        return self.down_proj(jax.nn.silu(gate) * up)
+        return self.down_proj(split_swiglu(x, self.gate_up_proj))
 
 
 class DecoderLayer(qwen3.DecoderLayer):

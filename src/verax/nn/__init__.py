@@ -15,6 +15,7 @@ from verax.nn.layers import (
     is_tied_head,
     pack_linear_weights,
     packed_copy,
+    split_swiglu,
 )
 from verax.nn.sentences import Sentences
 
@@ -34,4 +35,5 @@ __all__ = [
     "is_tied_head",
     "pack_linear_weights",
     "packed_copy",
+    "split_swiglu",
 ]

@@ -167,6 +167,12 @@ def fused_swiglu(x: Float[Array, "*B D"], gate: Linear, up: Linear) -> Float[Arr
     return ops.swiglu(x, *weights, *biases)
 
 
+def split_swiglu(x: Float[Array, "*B D"], gate_up: Linear) -> Float[Array, "*B F"]:
+    """Result `silu(gate(x)) * up(x)` of a layer that has the rows of `gate` above the rows of `up`."""
+    gate, up = jnp.split(gate_up(x), 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
 class Embedding(nnx.Module):
     """Rows of `weight [V, D]` by token, in float32; `attend` multiplies by its transpose (a tied output head).
 
