@@ -6,6 +6,7 @@ A class need not inherit from these protocols. `verax.register_causal_lm` checks
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -240,15 +241,13 @@ def config_on_devices(config: C, devices: int) -> C:
     if (times := head_repeats(cast(CausalLMConfig, config), devices)) == 1:
         return config
     heads = cast(CausalLMConfig, config).num_key_value_heads
-    try:
-        if not getattr(config, "shares_key_value_heads", True):
-            raise TypeError("its heads of keys and values are in one matrix with its queries")
-        return cast(Any, replace)(config, num_key_value_heads=heads * times)
-    except TypeError as error:
-        raise InvalidParameterError(
-            f"tensor_parallel_size: {type(config).__name__} cannot repeat its {heads} heads of keys and values; use a "
-            "number of devices that divides them"
-        ) from error
+    if getattr(config, "shares_key_value_heads", True):
+        with contextlib.suppress(TypeError):  # a configuration without that field
+            return cast(Any, replace)(config, num_key_value_heads=heads * times)
+    raise InvalidParameterError(
+        f"tensor_parallel_size: {type(config).__name__} cannot repeat its {heads} heads of keys and values; use a "
+        "number of devices that divides them"
+    )
 
 
 def text_config(config: Mapping[str, Any], **defaults: Any) -> JsonObject:
