@@ -37,7 +37,7 @@ class PipelineOptions:
     kind: str | None = option(None, "t2v, i2v, ti2v or df.", shown="the folder's")
     lora: tuple[str, ...] = option((), "LoRA: FILE or FILE:FACTOR; can be repeated.", shown="")
     lora_2: tuple[str, ...] = option(
-        (), "LoRA of the second of two transformers (Wan2.2's A14B); that of --lora if left out.", shown=""
+        (), "LoRA of the second of two transformers (Wan2.2's A14B); the files of --lora if left out.", shown=""
     )
     offload: bool = option(False, "Keep weights in the host's memory while they are not used.", panel=_SPEED)
     devices: int | None = option(

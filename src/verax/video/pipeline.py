@@ -76,7 +76,7 @@ class VideoPipeline:
                 it: the original's 14B models for text and for forcing differ in nothing but their folders' names.
             lora: a LoRA file (safetensors, by the names of any of the usual programs), several, or files with a factor
                 for each. They change the transformer's weights as these are read.
-            lora_2: files for the second of two transformers, where noise is low; those of `lora` if None.
+            lora_2: files for the second of two transformers, where noise is low; the files of `lora` if None.
             keep_encoders: True if text and image encoder stay on the device between calls; if None, when they are
                 small. The 11 GB of UMT5-XXL are freed after the prompt is encoded.
             offload: True if weights are in the host's memory while they are not used. On a CPU only a warning.
