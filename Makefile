@@ -189,8 +189,8 @@ $(BIN)/python:
 	  "$(PYTHON) cannot make environments: install its venv module (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
 
-# The kernels of this machine's best level and the portable ones are enough to run and to test the package; all levels that it
-# runs are compiled for test-all. Objects are kept in ~/.cache/verax, so that none is compiled twice: kernels are compiled there
+# The kernels of this machine's best level are enough to run and to test the package; all levels that it runs are compiled
+# for test-all. Objects are kept in ~/.cache/verax, so that none is compiled twice: kernels are compiled there
 # while pip downloads, and its own build takes them from there.
 INSTALL_BEST = export VERAX_BUILD_LEVELS=best; $(PYTHON) src/verax/ops/cpu/build.py --cache-only --levels best >/dev/null 2>&1 & \
   $(BIN)/python -m pip install --quiet --no-compile --editable

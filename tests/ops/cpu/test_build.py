@@ -1,7 +1,10 @@
 """Builds of the native library: instruction-set levels, one list in native/levels.h, and the cache of objects."""
 
+import ctypes
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 
@@ -15,7 +18,6 @@ def test_the_library_has_the_levels_of_the_header_in_its_order():
     listed = [name for name, (where, _) in build.level_flags().items() if where in (build.architecture(), "any")]
     here = library.levels()
     assert here == [name for name in listed if name in here]
-    assert here[-1] == "portable"
 
 
 def test_flags_of_a_level_are_read_whole():
@@ -179,7 +181,19 @@ def test_a_cache_that_cannot_be_written_and_none_at_all_change_no_result(compile
     assert sorted(compiled) == ["one.cc", "one.cc", "two.cc", "two.cc"]
 
 
-def test_the_best_level_is_built_with_the_portable_one(compiled, tmp_path):
+def test_the_best_level_is_built_alone_and_can_be_loaded(compiled, tmp_path):
     every = build.build(tmp_path / "library.so", levels=[build.HERE])
-    best = build.build(tmp_path / "library.so", levels=[build.BEST])
-    assert best == [every[0], "portable"] or best == every == ["portable"]
+    assert build.build(tmp_path / "best.so", levels=[build.BEST]) == every[:1]
+    library = ctypes.CDLL(str(tmp_path / "best.so"))
+    library.verax_level.restype = ctypes.c_char_p
+    assert library.verax_level().decode() == every[0]
+
+
+def test_a_library_of_another_processor_is_refused_by_name(compiled, tmp_path):
+    levels = build.SOURCES / "levels.h"
+    levels.write_text(levels.read_text().replace("-DVERAX_PORTABLE -O2\", true,", "-DVERAX_PORTABLE -O2\", false,"))
+    build.build(tmp_path / "library.so", levels=["portable"])
+    environment = os.environ | {"VERAX_CPU_LIBRARY": str(tmp_path / "library.so")}
+    command = "from verax.ops.cpu import library; print(library.problem())"
+    printed = subprocess.run([sys.executable, "-c", command], env=environment, capture_output=True, text=True, check=True)
+    assert "compiled for another processor" in printed.stdout

@@ -46,7 +46,10 @@ HERE = "here"
 """Name for all levels that this machine runs."""
 
 BEST = "best"
-"""Name for the best level that this machine runs: all that one who runs models here needs."""
+"""Name for the best level that this machine runs, alone: all that one who runs models here needs."""
+
+LONG = "linear_blocks", "linear", "gemm", "gemm_panels"
+"""Kernels that take longest to compile. They begin first, so that no core waits for one of them at the end."""
 
 COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wextra", "-Werror=vla")
 
@@ -140,8 +143,8 @@ def build(
             which needs no headers of XLA and so can run while jaxlib is still being downloaded.
         flags: more of them for every compiler call, such as `-fsanitize=address`.
         programs: C++ files with a `main` that call kernels: makes an executable of each, without FFI handlers.
-        levels: names of the levels to compile in addition to the portable one, `BEST`, or `HERE`; every level of the
-            architecture if empty.
+        levels: names of the levels to compile in addition to the portable one, `HERE`, or `BEST`, which goes without the
+            portable one; every level of the architecture if empty.
         emulate_amx: compile the level amx with emulated tiles, which any machine with AVX512-BF16 runs. Programs whose
             `levels` name amx get them on a machine without AMX, too.
 
@@ -162,9 +165,11 @@ def build(
         emulation = [EMULATE_AMX] if EMULATE_AMX in taken.get("amx", ()) else []
         ffi = target is not None and not programs
         more = [*flags, *(f"-DVERAX_HAS_{level}={int(level in taken)}" for level in level_flags())]
-        sources = [source for source in sorted(SOURCES.glob("*.cc")) if ffi or not source.stem.endswith("_ffi")]
-        units = {f"{source.stem}.o": (source, emulation if source.stem == "levels" else []) for source in sources}
-        for source in sorted((SOURCES / "kernels").glob("*.cc")):
+        handlers = folder / "handlers.cc"  # as one unit: XLA's templates take longer than ours
+        handlers.write_text("".join(f'#include "{source.name}"\n' for source in sorted(SOURCES.glob("*_ffi.cc"))))
+        units: dict[str, tuple[Path, list[str]]] = {"handlers.o": (handlers, [])} if ffi else {}
+        units["levels.o"] = SOURCES / "levels.cc", emulation
+        for source in sorted((SOURCES / "kernels").glob("*.cc"), key=lambda source: (source.stem not in LONG, source)):
             for level, options in taken.items():
                 units[f"{source.stem}-{level}.o"] = source, [f"-DVERAX_LEVEL={level}", *options]
         mains = {f"{program.stem}.o": (program, list[str]()) for program in programs}
@@ -206,7 +211,8 @@ def _levels(
     if levels:
         runnable = _levels_here(cxx, taken, folder) if {HERE, BEST} & {*levels} else []
         wanted = {*levels, *(runnable if HERE in levels else runnable[:1])}
-        taken = {level: taken[level] for level in taken if level in wanted or every[level][0] == "any"}
+        portable = BEST not in levels
+        taken = {level: taken[level] for level in taken if level in wanted or (portable and every[level][0] == "any")}
     return taken
 
 
@@ -358,7 +364,7 @@ def main() -> int:
         "--levels",
         nargs="+",
         default=[],
-        help=f"compile these levels and the portable one only; {HERE}: all that this machine runs; {BEST}: its best",
+        help=f"compile these levels and the portable one; {HERE}: all that this machine runs; {BEST}: its best alone",
     )
     parser.add_argument("--emulate-amx", action="store_true", help="emulate the tiles of the level amx")
     parser.add_argument("--programs", type=Path, nargs="+", default=[], help="make executables of these C++ files")

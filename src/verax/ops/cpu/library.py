@@ -170,6 +170,8 @@ def _load() -> _Loaded:
         library = ctypes.CDLL(os.fspath(path))
         library.verax_level_name.restype = library.verax_level.restype = ctypes.c_char_p
         library.verax_level_has.argtypes = (ctypes.c_char_p,)
+        if not _levels_of(library):
+            raise RuntimeError("it was compiled for another processor")
         for handler in HANDLERS:
             jax.ffi.register_ffi_target(handler, jax.ffi.pycapsule(getattr(library, handler)), platform="cpu")
     except (OSError, AttributeError, RuntimeError, ValueError) as error:

@@ -1,6 +1,5 @@
 // The FFI handler of kernels/delta.cc: sequences and heads shared over the threads, columns too where those are few.
 #include <algorithm>
-#include <initializer_list>
 #include <vector>
 
 #include "export.h"
@@ -8,6 +7,7 @@
 #include "pages.h"
 #include "parallel.h"
 #include "scratch.h"
+#include "shapes.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace verax {
@@ -34,10 +34,6 @@ Division divide(int64_t N, int64_t HV, int64_t K, int64_t V, int64_t threads) {
   const int64_t heads = std::clamp<int64_t>(N * HV / (ITEMS_PER_THREAD * threads), 1, std::max<int64_t>(1, fit));
   const int64_t parts = std::clamp<int64_t>((2 * threads + N * HV - 1) / (N * HV), 1, std::max<int64_t>(1, V / COLUMNS));
   return {heads, parts == 1 ? V : ((V + parts - 1) / parts + COLUMNS - 1) / COLUMNS * COLUMNS};
-}
-
-bool is_shape(ffi::Span<const int64_t> shape, std::initializer_list<int64_t> expected) {
-  return std::equal(shape.begin(), shape.end(), expected.begin(), expected.end());
 }
 
 // Where the tokens of each sequence begin and end, in the arrays and in the chunks whose states are kept.

@@ -1,9 +1,8 @@
 // The FFI handlers of grouped_run.h: products of rows with the matrices of their groups.
-#include <algorithm>
-#include <initializer_list>
 
 #include "export.h"
 #include "grouped_run.h"
+#include "shapes.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace verax {
@@ -13,10 +12,6 @@ namespace ffi = ::xla::ffi;
 
 using Rows = ffi::AnyBuffer;
 using Groups = ffi::Buffer<ffi::S32>;
-
-bool is(ffi::Span<const int64_t> dimensions, std::initializer_list<int64_t> expected) {
-  return std::equal(dimensions.begin(), dimensions.end(), expected.begin(), expected.end());
-}
 
 // A task with all but its weights, of which there are G.
 ffi::ErrorOr<GroupedTask> begin_task(const Rows& x, const Groups& groups, int64_t G, ffi::Buffer<ffi::F32>& y) {
@@ -38,7 +33,7 @@ ffi::Error grouped(ffi::ThreadPool pool, Rows x, Groups groups, ffi::AnyBuffer w
   const auto shape = weights.dimensions();
   auto task = begin_task(x, groups, shape.size() ? shape[0] : 0, *y);
   if (!task) return task.error();
-  if (!is(shape, {task->G, task->N, task->K})) {
+  if (!is_shape(shape, {task->G, task->N, task->K})) {
     return ffi::Error::InvalidArgument("grouped_linear: expected weights [G, N, K]");
   }
   switch (weights.element_type()) {
@@ -72,11 +67,11 @@ ffi::Error grouped_quantized(ffi::ThreadPool pool, Rows x, Groups groups, ffi::A
   fits &= scales.element_type() == ffi::F16 || scales.element_type() == ffi::F32;
   if (values.element_type() == ffi::S8 || values.element_type() == ffi::F8E4M3FN) {
     task->kind = values.element_type() == ffi::S8 ? Weights::int8 : Weights::float8;
-    fits &= is(shape, {task->G, task->N, task->K}) && is(by, {task->G, task->N, each});
+    fits &= is_shape(shape, {task->G, task->N, task->K}) && is_shape(by, {task->G, task->N, each});
   } else {
     task->kind = Weights::int4;
-    fits &= values.element_type() == ffi::U16 && by_group && is(shape, {task->G, blocks, task->K / 8, 32}) &&
-            is(by, {task->G, blocks, each, 16});
+    fits &= values.element_type() == ffi::U16 && by_group && is_shape(shape, {task->G, blocks, task->K / 8, 32}) &&
+            is_shape(by, {task->G, blocks, each, 16});
   }
   if (!fits) return ffi::Error::InvalidArgument("grouped_linear: the values or scales do not fit x and y");
   task->weights = values.untyped_data(), task->scales = scales.untyped_data();

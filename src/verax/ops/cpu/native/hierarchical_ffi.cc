@@ -1,6 +1,4 @@
 // The FFI handlers of kernels/hierarchical.cc and kernels/hierarchical_walk.cc: chunks shared over the threads.
-#include <algorithm>
-#include <initializer_list>
 #include <utility>
 #include <vector>
 
@@ -9,6 +7,7 @@
 #include "pages.h"
 #include "parallel.h"
 #include "scratch.h"
+#include "shapes.h"
 #include "staged.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -21,10 +20,6 @@ using FloatsOut = ffi::ResultBuffer<ffi::F32>;
 
 // What threads leave for each other stays in the third cache level: 8 MiB of it.
 constexpr int64_t CACHED_FLOATS = 1 << 21;
-
-bool is_shape(ffi::Span<const int64_t> shape, std::initializer_list<int64_t> expected) {
-  return std::equal(shape.begin(), shape.end(), expected.begin(), expected.end());
-}
 
 // Inputs of both rules; the gates of the fast and of the slow state.
 struct Inputs {

@@ -55,8 +55,8 @@
 #define VERAX_DECLARE_AT(L, architecture, flags, runs_here, capabilities, name, parameters) \
   VERAX_WHEN(L)(namespace L { void name parameters; })
 
-// The function of that name at the level in force.
-#define VERAX_KERNEL(name) (VERAX_LEVELS(VERAX_KERNEL_AT, name)::verax::portable::name)
+// The function of that name at the level in force, which is one of those that are compiled.
+#define VERAX_KERNEL(name) (VERAX_LEVELS(VERAX_KERNEL_AT, name) nullptr)
 #define VERAX_KERNEL_AT(L, architecture, flags, runs_here, capabilities, name) \
   VERAX_WHEN(L)(::verax::level() == ::verax::Level::L ? ::verax::L::name :)
 

@@ -1,6 +1,5 @@
 // The FFI handlers of kernels/linear.cc: check shapes, pack x.
 #include <algorithm>
-#include <initializer_list>
 #include <vector>
 
 #include "export.h"
@@ -8,6 +7,7 @@
 #include "levels.h"
 #include "linear_run.h"
 #include "scratch.h"
+#include "shapes.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace verax {
@@ -23,10 +23,6 @@ void run(ffi::ThreadPool& pool, std::vector<LinearTask>& tasks) {
   for (LinearTask& task : tasks) task.packed = packed.data();
   VERAX_KERNEL(linear_pack)(first);
   run_linear(pool, tasks);
-}
-
-bool is(ffi::Span<const int64_t> dimensions, std::initializer_list<int64_t> expected) {
-  return std::equal(dimensions.begin(), dimensions.end(), expected.begin(), expected.end());
 }
 
 // A task with what concerns x and y; N from y.
@@ -50,7 +46,7 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingA
     const auto weight = weights.get<ffi::AnyBuffer>(i);
     auto task = begin_task(x, results, i);
     if (!weight || !task) return weight ? task.error() : weight.error();
-    if (!is(weight->dimensions(), {task->N, task->K})) {
+    if (!is_shape(weight->dimensions(), {task->N, task->K})) {
       return ffi::Error::InvalidArgument("linear: expected a weight [N, K] for each y [M, N]");
     }
     task->weights = weight->untyped_data();
@@ -96,11 +92,11 @@ ffi::Error linear_quantized(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::
     bool fits = false;
     if (values->element_type() == ffi::S8 || values->element_type() == ffi::F8E4M3FN) {
       task.kind = values->element_type() == ffi::S8 ? Weights::int8 : Weights::float8;
-      fits = is(shape, {task.N, task.K}) && is(by, {task.N, groups}) && zeros->element_count() == 0;
+      fits = is_shape(shape, {task.N, task.K}) && is_shape(by, {task.N, groups}) && zeros->element_count() == 0;
     } else if (values->element_type() == ffi::U16) {
       task.kind = Weights::int4;
-      fits = grouped && is(shape, {blocks, task.K / 8, 32}) && is(by, {blocks, groups, 16});
-      fits = fits && (zeros->element_count() == 0 || is(zeros->dimensions(), {blocks, groups, 16}));
+      fits = grouped && is_shape(shape, {blocks, task.K / 8, 32}) && is_shape(by, {blocks, groups, 16});
+      fits = fits && (zeros->element_count() == 0 || is_shape(zeros->dimensions(), {blocks, groups, 16}));
       task.zeros = zeros->element_count() ? zeros->typed_data() : nullptr;
     }
     if (!fits) return ffi::Error::InvalidArgument("linear_quantized: values, scales or zero points do not fit x and y");
@@ -132,7 +128,7 @@ ffi::Error linear_blocks(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Rem
     const BlockShape shape = block_shape(task->block);
     if (shape.unit == 0) return ffi::Error::InvalidArgument("linear_blocks: unknown kind");
     const int64_t units = (task->K + shape.unit - 1) / shape.unit;
-    if (!is(words->dimensions(), {(task->N + 15) / 16, units, shape.words, 16})) {
+    if (!is_shape(words->dimensions(), {(task->N + 15) / 16, units, shape.words, 16})) {
       return ffi::Error::InvalidArgument("linear_blocks: the words do not fit x and y");
     }
     tasks.push_back(*task);
