@@ -175,7 +175,7 @@ class ReferenceRules:
         causal_attention: True if attention is block-causal by default as soon as there are blocks.
         keep_partial_blocks: True if all given latents stay unchanged. False if only those that fill whole blocks do,
             and the others are taken for noise.
-        overwrite_first_sample: True if diffusion forcing's solver loses its first sample, see `unipc.tabulate`.
+        overwrite_first_sample: True if diffusion forcing's solver loses its first sample, see `solvers.tabulate`.
     """
 
     name: str

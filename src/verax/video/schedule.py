@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Float32, Int32, Real
 
 from verax.models.video_model import Sigmas, TeaCache, VideoModel, shift_sigmas
-from verax.video import unipc
+from verax.video import solvers
 from verax.video.recipes import RECIPES
 from verax.video.request import ResolvedRequest
 
@@ -45,7 +45,7 @@ def noise_levels(
         steps: number of steps, at least 1.
         shift: shift towards noise, above 0.
         sigmas: schedule of the family's reference (`ReferenceRules.sigmas`), or of the request.
-        solver: one of `unipc.SOLVERS`. As in their references, UniPC's timesteps are cut to whole numbers, and its
+        solver: one of `solvers.SOLVERS`. As in their references, UniPC's timesteps are cut to whole numbers, and its
             first sigma is kept below 1, where its logarithms are finite.
         whole_timesteps: True to round the timesteps of other solvers, see `Recipe`.
     """
@@ -67,7 +67,7 @@ class Tables(NamedTuple):
     `update`: frames that take a step; None if all do.
     """
 
-    solver: unipc.UniPCTable
+    solver: solvers.SolverTable
     timesteps: Real[np.ndarray, "R *F"]
     row: Int32[np.ndarray, "R *F"]
     update: Bool[np.ndarray, "R F"] | None
@@ -126,9 +126,9 @@ def make_tables(
     """Tables of a segment.
 
     `forcing`: step of each latent frame in each iteration; None for all frames together. `solver`: one of
-    `unipc.SOLVERS`. `overwritten`: see `unipc.tabulate`; for UniPC only.
+    `solvers.SOLVERS`. `overwritten`: see `solvers.tabulate`; for UniPC only.
     """
-    table = unipc.SOLVERS[solver](levels.sigmas, **({"overwritten": overwritten} if solver == "unipc" else {}))
+    table = solvers.SOLVERS[solver](levels.sigmas, **({"overwritten": overwritten} if solver == "unipc" else {}))
     together = levels.timesteps, np.arange(len(levels.timesteps), dtype=np.int32), None
     timesteps, row, update = together if forcing is None else forcing
     return jax.tree.map(padded_rows, Tables(table, timesteps, row, update, np.ones(len(timesteps), bool)))
