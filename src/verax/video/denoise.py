@@ -129,8 +129,10 @@ def predict_velocity(
 
         if residual is None:
             return model.unembed(with_blocks(), e), None
-        after = jax.lax.cond(run_blocks, with_blocks, lambda: before + residual)
-        return model.unembed(after, e), after - before
+        after, added = jax.lax.cond(
+            run_blocks, lambda: (after := with_blocks(), after - before), lambda: (before + residual, residual)
+        )
+        return model.unembed(after, e), added
 
     if guidance == "sequential":
         # One row after the other through one copy of the model in the program.
