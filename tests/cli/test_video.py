@@ -172,3 +172,15 @@ def test_a_batch_makes_a_clip_for_each_line_and_continues_where_it_stopped(run, 
     assert results[1]["error"]["message"] == "num_frames: expected 4n + 1, got 8; nearest 5 or 9"
     assert (results[2]["settings"]["seed"], results[2]["settings"]["image"]) == (1, str(batch[8]))
     assert set(results[2]["seconds"]) >= {"text", "denoise", "decode"}
+
+
+def test_a_curve_is_measured_and_used(run, folders, tmp_path):
+    clip = ("video", "-m", folders["df"], "--prompt", "a red circle", "--steps", "6", "--num-frames", "9")
+    clip = (*clip, "--height", "16", "--width", "32", "--dtype", "float32")
+    done = run(*clip, "--calibrate", tmp_path / "curve.json", "-o", tmp_path / "none.gif")
+    assert (done.status, done.out.strip()) == (0, str(tmp_path / "curve.json"))
+    assert not (tmp_path / "none.gif").exists()
+    cache = ("--cache", "magcache", "--cache-curve", tmp_path / "curve.json", "--cache-threshold", "1e9")
+    done = run(*clip, *cache, "-o", tmp_path / "out.gif")
+    assert done.status == 0
+    assert "2 of 6 steps computed" in done.err  # the first, and one after three that are skipped

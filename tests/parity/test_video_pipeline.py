@@ -3,6 +3,7 @@
 Wan 2.2's have two transformers in turn, or text and image by one model.
 """
 
+import json
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -16,7 +17,9 @@ diffusers = pytest.importorskip("diffusers")
 PIL = pytest.importorskip("PIL.Image")
 
 from tests.support.tiny_video import BOUNDARY, diffusers_pipeline
+from verax import VideoRequest
 from verax.models.wan.family import DIFFUSERS
+from verax.video.caches import MagCurve
 from verax.video.pipeline import VideoPipeline
 from verax.video.programs import random_key
 from verax.video.recipes import RECIPES
@@ -269,3 +272,67 @@ def test_frames_of_text_match_diffusers(made):
     assert got.frames.shape == (9, 32, 64, 3)
     assert got.frames.std() > 0.05
     np.testing.assert_allclose(got.frames, want.frames[0], atol=1e-4)
+
+
+@pytest.fixture
+def mag_cache(monkeypatch):
+    """Diffusers' MagCache, which knows Wan's blocks, for SkyReels-V2's too."""
+    mag = import_module("diffusers.hooks.mag_cache")
+    registry, of_models = mag.TransformerBlockRegistry, "diffusers.models.transformers.transformer_"
+    wan, skyreels = import_module(f"{of_models}wan"), import_module(f"{of_models}skyreels_v2")
+    monkeypatch.setitem(registry._registry, skyreels.SkyReelsV2TransformerBlock, registry.get(wan.WanTransformerBlock))
+
+    def enable(transformer, **settings):
+        transformer.enable_cache(mag.MagCacheConfig(**settings))
+
+    return enable
+
+
+def curve_of(ours, ratios, path):
+    """File of a curve that has the same ratios for both prompts."""
+    return MagCurve.of(ours.parts.model, np.repeat(np.array(ratios)[:, None], 2, axis=1)).save(path)
+
+
+@pytest.mark.usefixtures("exact_times")
+@pytest.mark.parametrize("kind", ["t2v", "i2v", "t2v-a14b"])
+def test_latents_with_magcache_match_diffusers(made, kind, mag_cache, monkeypatch, tmp_path):
+    theirs, ours = made(kind)
+    steps, threshold = 10, 0.1
+    ratios = [1, 1.02, 0.99, 0.97, 0.985, 0.96, 0.99, 0.98, 0.97, 0.9]
+    settings: dict[str, Any] = dict(threshold=threshold, max_skip_steps=2, retention_ratio=0.2)
+    first = int(sum(noise_levels(steps, ours.settings.shift, DIFFUSERS.sigmas).timesteps >= 1000 * BOUNDARY))
+    parts = {"transformer": ratios}
+    if kind == "t2v-a14b":
+        parts = {"transformer": ratios[:first], "transformer_2": ratios[first:]}
+    for name, own in parts.items():
+        mag_cache(getattr(theirs, name), mag_ratios=own, num_inference_steps=len(own), **settings)
+    options: dict[str, Any] = dict(guidance_scale=4.0, num_inference_steps=steps, num_frames=9, **SIZE, **PROMPTS)
+    images = {"image": PIL.fromarray(picture())} if kind == "i2v" else {}
+    latents = noise(9)
+    try:
+        if kind == "i2v":
+            monkeypatch.setattr(f"{type(theirs).__module__}.randn_tensor", lambda *_, **__: torch.from_numpy(latents))
+        want = theirs(latents=torch.from_numpy(latents), output_type="latent", **images, **options).frames.numpy()
+    finally:
+        for name in parts:
+            getattr(theirs, name).disable_cache()
+    cache: dict[str, Any] = {f"cache_{name}": value for name, value in settings.items()}
+    cache |= {"cache": "magcache", "cache_curve": curve_of(ours, ratios, tmp_path / "curve.json")}
+    images = {"image": picture()} if kind == "i2v" else {}
+    got = ours(latents=latents, output_type="latent", **images, **options, **cache)
+    assert 4 <= got.computed <= 7
+    assert np.abs(got.frames - want).max() < 1e-4 * np.abs(want).mean()
+
+
+@pytest.mark.usefixtures("exact_times")
+def test_measured_curves_match_diffusers(made, mag_cache, capsys):
+    theirs, ours = made("t2v")
+    mag_cache(theirs.transformer, calibrate=True, num_inference_steps=5)
+    options: dict[str, Any] = dict(guidance_scale=4.0, num_inference_steps=5, num_frames=9, **SIZE, **PROMPTS)
+    try:
+        theirs(latents=torch.from_numpy(noise(9)), output_type="latent", **options)
+    finally:
+        theirs.transformer.disable_cache()
+    want = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("[1.0")]
+    got = ours.calibrate(VideoRequest(latents=noise(9), **options)).ratios
+    np.testing.assert_allclose(got, np.transpose(want), rtol=1e-5)

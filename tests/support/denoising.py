@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from verax.video import unipc
+from verax.video import solvers
 from verax.video.schedule import noise_levels
 
 
@@ -13,9 +13,9 @@ def denoised(noise, steps, shift, sigmas, velocity):
     `velocity(i, sample, timestep)` is the velocity at step i, of a sample `[1, F, h, w, C]` and a timestep `[1]`.
     """
     levels = noise_levels(steps, shift, sigmas)
-    table, state = unipc.tabulate(levels.sigmas), unipc.start(jnp.asarray(noise.transpose(0, 2, 3, 4, 1)))
+    table, state = solvers.tabulate(levels.sigmas), solvers.start(jnp.asarray(noise.transpose(0, 2, 3, 4, 1)))
     for i, timestep in enumerate(levels.timesteps):
-        state = unipc.step(table, jnp.int32(i), state, velocity(i, state.sample, jnp.array([timestep])))
+        state = solvers.step(table, jnp.int32(i), state, velocity(i, state.sample, jnp.array([timestep])))
     return np.asarray(state.sample).transpose(0, 4, 1, 2, 3)
 
 

@@ -239,7 +239,7 @@ def test_a_picture_in_a_block_stays_as_it_was_given(pipes):
         ("t2v", {"width": 0}, r"width: expected a multiple of 16, got 0; nearest 16"),
         ("t2v", {"resolution": "480P"}, "resolution: expected one of 540P, 720P, got '480P'"),
         ("t2v", {"resolution": "540P", "height": 64}, "resolution: give it, or height and width, not both"),
-        ("t2v", {"cache": "magcache"}, "cache: expected one of teacache, got 'magcache'"),
+        ("t2v", {"cache": "fbcache"}, "cache: expected one of teacache, magcache, got 'fbcache'"),
         ("t2v", {"image": picture()}, "image: this model is for text alone"),
         ("t2v", {"ar_step": 5}, "ar_step: needs a model for diffusion forcing"),
         ("t2v", {"num_frames": 17}, "num_frames: longer than base_num_frames, 9, needs a model for diffusion forcing"),

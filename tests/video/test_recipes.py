@@ -10,7 +10,7 @@ from verax.errors import InvalidParameterError
 from verax.models.video_model import shift_sigmas
 from verax.models.wan.model import WanModel
 from verax.options import options_of
-from verax.video import unipc
+from verax.video import solvers
 from verax.video.networks import PromptStates
 from verax.video.recipes import RECIPES, describe_recipe, with_recipe
 from verax.video.schedule import segment_schedule, transformer_spans
@@ -58,7 +58,7 @@ def test_both_transformers_take_the_steps_that_lightx2v_gives_them(pipes):
 
 def test_a_recipe_says_what_it_sets():
     assert tuple(RECIPES) == options_of(VideoRequest)["recipe"].choices
-    assert tuple(unipc.SOLVERS) == options_of(VideoRequest)["solver"].choices
+    assert tuple(solvers.SOLVERS) == options_of(VideoRequest)["solver"].choices
     assert describe_recipe("lightx2v") == (
         "recipe lightx2v: solver euler, sigmas 1.0,0.75,0.5,0.25, num_inference_steps 4, shift 5.0, guidance_scale 1.0"
     )
@@ -103,7 +103,7 @@ def test_noise_levels_that_make_no_sense_are_refused(pipes, options, message):
         pipes("t2v").resolve(VideoRequest("a red circle", **options))
 
 
-@pytest.mark.parametrize("solver", unipc.SOLVERS)
+@pytest.mark.parametrize("solver", solvers.SOLVERS)
 def test_given_noise_levels_replace_the_references_spacing(pipes, solver):
     request, made = schedule(pipes("t2v"), sigmas="1,0.75,0.5,0.25", shift=3.0, solver=solver)
     expected = shift_sigmas(QUARTERS, 3.0)

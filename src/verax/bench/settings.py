@@ -16,6 +16,7 @@ from verax.shapes import SHAPES
 
 __all__ = [
     "AcceleratorSettings",
+    "CacheSettings",
     "DeltaSettings",
     "EmbedSettings",
     "OpsSettings",
@@ -23,7 +24,6 @@ __all__ = [
     "ReportsSettings",
     "ServeSettings",
     "Settings",
-    "TeaCacheSettings",
     "TextSettings",
     "VideoSettings",
     "check_names",
@@ -221,13 +221,16 @@ class VideoSettings(_Timed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeaCacheSettings(_OfModel):
-    """Cost of TeaCache in quality, and the time that it saves: clips with it and the same clips without.
+class CacheSettings(_OfModel):
+    """Cost of TeaCache or MagCache in quality, and the time that it saves: clips with it and the same clips without.
 
     Examples:
 
-        verax bench teacache --model SkyReels-V2-DF-1.3B-540P --prompts prompts.txt --thresholds 0.1,0.2
+        verax bench cache --cache magcache --model Wan2.1-T2V-1.3B --prompts prompts.txt --thresholds 0.06,0.12
     """
+
+    cache: str = option("teacache", "teacache or magcache.", choices=("teacache", "magcache"))
+    steps: int | None = option(None, "Steps of a clip.", low=1, shown="the checkpoint's")
 
     prompts: Path | None = option(
         None, "A file with a prompt on each line; the built-in model has some of its own.", path="file"

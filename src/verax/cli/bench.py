@@ -30,7 +30,7 @@ SUBJECTS: Mapping[str, tuple[type[settings.Settings], str]] = {
     "quality": (settings.QualitySettings, "text.quality"),
     "embed": (settings.EmbedSettings, "embed.cases"),
     "video": (settings.VideoSettings, "video.cases"),
-    "teacache": (settings.TeaCacheSettings, "video.teacache"),
+    "cache": (settings.CacheSettings, "video.cache"),
     "ops": (settings.OpsSettings, "ops"),
     "delta": (settings.DeltaSettings, "delta.cases"),
     "serve": (settings.ServeSettings, "serve.cases"),

@@ -100,6 +100,14 @@ def video(
     teacache: Annotated[
         bool, typer.Option("--teacache", help="The same as --cache teacache.", rich_help_panel=_SPEED)
     ] = False,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            help="Measure MagCache's curve of the checkpoint for these steps, write it to a JSON file for "
+            "--cache-curve, and stop.",
+            rich_help_panel=_SPEED,
+        ),
+    ] = None,
     pipeline: Annotated[dict[str, Any], Flags(PipelineOptions, underscores=True)],
     plan: Annotated[bool, typer.Option("--plan", help="Print the memory that each stage needs, and stop.")] = False,
 ) -> None:
@@ -126,6 +134,7 @@ def video(
     pipeline |= {"model": model, "lora_2": pipeline["lora_2"] or None, "devices_for": clip_options}
     if batch is not None:
         one = {"prompt": prompt, "contact-sheet": contact_sheet, "resume": resume, "preview": preview, "plan": plan}
+        one["calibrate"] = calibrate
         if given := [f"--{name}" for name, value in one.items() if value]:
             raise typer.BadParameter(f"--batch: {given[0]} is for one clip; leave it out")
         return _make_clips(batch, output, pipeline, request, retry_errors=retry_errors)
@@ -136,10 +145,15 @@ def video(
     output = output or Path("video.mp4")
     checked(list(prompt))
     files.check_path(output, name="--output")
+    if calibrate is not None:
+        files.check_parent(calibrate, "--calibrate")
     if contact_sheet is not None:
         files.check_sheet_path(contact_sheet, name="--contact-sheet")
     pipe = VideoPipeline.from_pretrained(**pipeline)
     clip = VideoRequest(prompt, **request, resume=resume, callback=_previews(output) if preview else None)
+    if calibrate is not None:
+        typer.echo(pipe.calibrate(clip).save(calibrate))
+        return
     begin = time.perf_counter()
     planned = pipe.plan(clip)
     if plan:
@@ -222,7 +236,7 @@ def _summary(result: VideoOutput) -> str:
     steps = f"{result.computed} of {result.steps} steps computed"
     if result.steps:  # 0 if all segments were there already
         if result.computed < result.steps:
-            steps += " (verax bench teacache measures what that costs)"
+            steps += " (verax bench cache measures what that costs)"
         steps += f", {result.seconds['denoise'] / result.steps:.3g} s a step"
     count, height, width, _ = result.frames.shape
     return f"{count} frames of {height} x {width}: {stages}; {steps}\n"

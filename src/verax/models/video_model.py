@@ -12,6 +12,7 @@ import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -175,7 +176,7 @@ class ReferenceRules:
         causal_attention: True if attention is block-causal by default as soon as there are blocks.
         keep_partial_blocks: True if all given latents stay unchanged. False if only those that fill whole blocks do,
             and the others are taken for noise.
-        overwrite_first_sample: True if diffusion forcing's solver loses its first sample, see `unipc.tabulate`.
+        overwrite_first_sample: True if diffusion forcing's solver loses its first sample, see `solvers.tabulate`.
     """
 
     name: str
@@ -190,7 +191,7 @@ class ReferenceRules:
 
 
 class TeaCache(NamedTuple):
-    """Measure of the distance between steps by which TeaCache skips some, see `video.schedule`.
+    """Measure of the distance between steps by which TeaCache skips some, see `video.caches`.
 
     `polynomial`: coefficients, the highest power first. `projected`: True to compare the projection `e0`; False to
     compare the embedding `e`.
@@ -301,6 +302,8 @@ class VideoModel(abc.ABC):
         conditioning: conditioning of its kind.
         text_encoder, image_encoder, transformers, vae: networks. The second of two transformers takes over where noise
             is low (`settings.boundary_ratio`).
+        name: name of the checkpoint's folder or repository.
+        folder: the checkpoint's folder; None for a model that is described only.
     """
 
     references: ClassVar[Mapping[str, ReferenceRules]]
@@ -312,6 +315,8 @@ class VideoModel(abc.ABC):
     image_encoder: Network | None
     transformers: tuple[Network, ...]
     vae: Network
+    name: str = ""
+    folder: Path | None = None
 
     @classmethod
     @abc.abstractmethod
@@ -331,6 +336,14 @@ class VideoModel(abc.ABC):
 
     def teacache(self, pixels: int) -> TeaCache | None:
         """Measure of TeaCache for frames of this many pixels; None for a family without coefficients."""
+        return None
+
+    def magcache(self, pixels: int, *, has_image: bool) -> Float[np.ndarray, "N G"] | None:
+        """Published curve of MagCache for frames of this many pixels; None if there is none.
+
+        `has_image`: True for a clip that begins with an image. Rows are steps; columns are the prompt and the negative
+        prompt.
+        """
         return None
 
 

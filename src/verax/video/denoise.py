@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, Num
 
 from verax.models.video_model import SequenceParallel, VideoTransformer
-from verax.video import unipc
+from verax.video import solvers
 from verax.video.mesh import GUIDANCE, SEQUENCE, AnyMesh, axis_size
 from verax.video.schedule import Tables
 
@@ -48,7 +48,7 @@ class DenoisingState(NamedTuple):
     divided over devices stand in one row, `[G, F, 1, h w, D]`.
     """
 
-    solver: unipc.UniPCState
+    solver: solvers.SolverState
     residual: Float32[Array, "G F h w D"] | None
 
 
@@ -92,7 +92,7 @@ def denoise(
         if tables.solver.noise is not None:
             key = jax.random.fold_in(jax.random.fold_in(conditions.key, i), 1)  # not the prefix's, which has no 1
             noise = jax.random.normal(key, state.solver.sample.shape, jnp.float32)
-        solver = unipc.step(tables.solver, jnp.asarray(tables.row)[i], state.solver, prediction, update, noise)
+        solver = solvers.step(tables.solver, jnp.asarray(tables.row)[i], state.solver, prediction, update, noise)
         return DenoisingState(solver, residual)
 
     return jax.lax.fori_loop(begin, end, iteration, state)
@@ -129,8 +129,10 @@ def predict_velocity(
 
         if residual is None:
             return model.unembed(with_blocks(), e), None
-        after = jax.lax.cond(run_blocks, with_blocks, lambda: before + residual)
-        return model.unembed(after, e), after - before
+        after, added = jax.lax.cond(
+            run_blocks, lambda: (after := with_blocks(), after - before), lambda: (before + residual, residual)
+        )
+        return model.unembed(after, e), added
 
     if guidance == "sequential":
         # One row after the other through one copy of the model in the program.

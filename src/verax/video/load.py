@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -43,7 +44,8 @@ def open_model(folder: VideoFolder, *, kind: str | None = None, reference: str |
     family = models.video_model(folder.config("transformer"))
     if reference is not None and reference not in family.references:
         raise InvalidParameterError(f"reference: expected one of {', '.join(family.references)}, got {reference!r}")
-    return family.from_folder(folder, kind=kind, rules=None if reference is None else family.references[reference])
+    model = family.from_folder(folder, kind=kind, rules=None if reference is None else family.references[reference])
+    return replace(model, name=folder.name, folder=folder.path)
 
 
 def divided_component(

@@ -25,7 +25,7 @@ from verax._optional import require_optional
 from verax.checkpoint.resolve import read_tokenizer
 from verax.errors import CheckpointError
 from verax.models.video_model import ConditionEncoder
-from verax.video import unipc
+from verax.video import solvers
 from verax.video.denoise import Conditions, DenoisingState, denoise
 from verax.video.mesh import BY_ROW, GUIDANCE, REPLICATED, SEQUENCE, AnyMesh, axis_size, layout
 from verax.video.programs import Component, Program, ProgramCall, Weights, floats, random_key, shapes_of
@@ -260,7 +260,7 @@ class Denoiser:
         if axis_size(self.mesh, SEQUENCE) > 1:
             h, w = 1, h * w
         size = (1 + guided, F, h, w, config.dim)
-        return DenoisingState(unipc.start(noise), jnp.zeros(size, jnp.float32, device=sharding) if cached else None)
+        return DenoisingState(solvers.start(noise), jnp.zeros(size, jnp.float32, device=sharding) if cached else None)
 
 
 def clean(prompt: str) -> str:

@@ -139,17 +139,32 @@ class VideoRequest:
     )
     cache: str | None = option(
         None,
-        "teacache: skip the transformer's blocks in steps that change little.",
-        choices=("teacache",),
+        "teacache or magcache: skip the transformer's blocks in steps that change little. See `verax.video.caches`.",
+        choices=("teacache", "magcache"),
         panel=_SPEED,
     )
-    cache_threshold: float = option(
-        0.2,
-        "A higher threshold skips more; 0.1 to 0.3 is usual. The sum of changes at which the blocks run again.",
+    cache_threshold: float | None = option(
+        None,
+        "A higher threshold skips more; 0.1 to 0.3 is usual with teacache, 0.04 to 0.24 with magcache. The sum of "
+        "estimated changes up to which steps are skipped.",
         low=0,
         above=True,
         flags=("--cache-threshold", "--teacache-thresh"),
         panel=_SPEED,
+        shown="0.2 for teacache, 0.12 for magcache",
+    )
+    cache_max_skip_steps: int | None = option(
+        None, "MagCache's most skipped steps in a row.", low=0, panel=_SPEED, shown="3"
+    )
+    cache_retention_ratio: float | None = option(
+        None, "Share of the steps, the first ones, that MagCache never skips.", low=0, high=1, panel=_SPEED, shown="0.2"
+    )
+    cache_curve: str | Path | None = option(
+        None,
+        "File with MagCache's curve of this checkpoint and number of steps, as `--calibrate` writes it. In place of "
+        "the published curve.",
+        panel=_SPEED,
+        shown="",
     )
     guidance: str = option(
         "auto",

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 
 from verax import builtin, models, ops, progress
@@ -15,6 +16,7 @@ from verax._compat import enable_compilation_cache
 from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import InvalidParameterError, RequestRefusedError
 from verax.options import is_real
+from verax.video.caches import MagCurve
 from verax.video.images import Image
 from verax.video.load import load_components, open_model
 from verax.video.memory import StageMemory, format_bytes, free_memory, largest, out_of_memory_message, plan_memory
@@ -222,6 +224,27 @@ class VideoPipeline:
         segments = len(resolved.segments(self.geometry))
         reporter = RunReporter(resolved.callback, resolved.fps, segments, self._show_progress)
         return run_request(resolved, self.parts, reporter, self._origin)
+
+    def calibrate(self, request: VideoRequest) -> MagCurve:
+        """Measure MagCache's curve of the checkpoint: run a request's steps, and compare each step's residual with the
+        residual before. The curve is for requests of its number of steps (`MagCurve.save`, `cache_curve`).
+
+        Raises:
+            InvalidParameterError: naming the option that does not fit, such as more than one segment.
+            RequestRefusedError: if the free memory is too small.
+        """
+        # The curve needs the residual that a cache keeps, and no decoded frames.
+        request = replace(request, cache=None, cache_max_skip_steps=None, cache_retention_ratio=None, cache_curve=None)
+        plain = self._with_guidance(self.resolve(replace(request, output_type="latent")))
+        if plain.ar_step or len(plain.segments(self.geometry)) > 1:
+            name = "ar_step" if plain.ar_step else "num_frames"
+            raise InvalidParameterError(f"{name}: a curve is of one segment, all of whose frames are at one step")
+        magnitudes: list[np.ndarray] = []
+        reporter = RunReporter(None, plain.fps, 1, self._show_progress)
+        run_request(replace(plain, cache="magcache", resume=None), self.parts, reporter, self._origin, magnitudes)
+        ratios = np.stack(magnitudes).astype(np.float64)
+        ratios[0] = 1  # there is no step before
+        return MagCurve.of(self.parts.model, ratios)
 
     def resolve(self, request: VideoRequest) -> ResolvedRequest:
         """Check a request, read its images, and fill in what it leaves open. No device work.

@@ -23,7 +23,7 @@ class Recipe:
     """Solver and noise levels of a distillation.
 
     Attributes:
-        solver: one of `unipc.SOLVERS`.
+        solver: one of `solvers.SOLVERS`.
         sigmas: noise level of each step before the shift, from 1 down.
         shift: shift of the noise levels towards noise.
         whole_timesteps: True if the model sees timesteps rounded to whole numbers; False for `1000 sigma` itself.

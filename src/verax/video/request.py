@@ -20,6 +20,7 @@ from verax.errors import InvalidParameterError
 from verax.models.video_model import LatentGeometry, VideoModel, VideoSettings
 from verax.options import options_of
 from verax.video import images
+from verax.video.caches import check_cache
 from verax.video.files import check_parent
 from verax.video.options import VideoRequest
 from verax.video.recipes import with_recipe
@@ -28,6 +29,14 @@ _log = logging.getLogger("verax.video")
 
 OVERLAP = 17
 """Default of frames that segments share: the smaller of the two that SkyReels-V2 recommends."""
+
+_CACHES: Mapping[str | None, Mapping[str, float]] = {
+    None: {"cache_threshold": 0.2},
+    "teacache": {"cache_threshold": 0.2},
+    # The threshold of the authors' command for Wan 2.1, and the others of diffusers' `MagCacheConfig`.
+    "magcache": {"cache_threshold": 0.12, "cache_max_skip_steps": 3, "cache_retention_ratio": 0.2},
+}
+"""Defaults of the options of each cache."""
 
 MOST_ASPECT = 100
 """Times that one side of a picture may be as long as the other."""
@@ -93,6 +102,7 @@ class ResolvedRequest(VideoRequest):
     shift: float = VideoSettings.shift
     solver: str = "unipc"
     sigmas: tuple[float, ...] | None = None
+    cache_threshold: float = _CACHES[None]["cache_threshold"]
     fps: int = VideoSettings.fps
     causal_block_size: int = 1
     causal_attention: bool = False
@@ -158,6 +168,8 @@ def resolve_request(request: VideoRequest, model: VideoModel) -> ResolvedRequest
     values["sigmas"] = _read_sigmas(request.sigmas, values["num_inference_steps"])
     if values["sigmas"] is not None:
         values["num_inference_steps"] = len(values["sigmas"])
+    if request.cache_curve is not None:
+        values["cache_curve"] = str(request.cache_curve)
     blocks = request.causal_block_size
     if settings.boundary_ratio is not None and request.guidance_scale_2 is None:
         second = settings.guidance_scale_2 if request.guidance_scale is None else request.guidance_scale
@@ -173,6 +185,7 @@ def resolve_request(request: VideoRequest, model: VideoModel) -> ResolvedRequest
         "causal_attention": model.rules.causal_attention and blocks is not None and blocks > 1,
         "overlap_history": OVERLAP,
         "solver": "unipc",
+        **_CACHES[request.cache],
     }
     values.update({name: value for name, value in defaults.items() if values[name] is None}, resolution=None)
     resolved = ResolvedRequest(**values)
@@ -182,6 +195,7 @@ def resolve_request(request: VideoRequest, model: VideoModel) -> ResolvedRequest
     _check_images(resolved)
     _check_texts(resolved, model)
     _check_segments(resolved, model)
+    check_cache(resolved, model)
     return resolved
 
 
@@ -250,8 +264,6 @@ def _check_steps(name: str, value: int, step: int, offset: int) -> None:
 def _check_conditioning(request: ResolvedRequest, model: VideoModel) -> None:
     """Refuse options that the kind of model does not have, and the lack of those that it needs."""
     conditioning, settings = model.conditioning, model.settings
-    if request.cache is not None and model.teacache(request.height * request.width) is None:
-        raise InvalidParameterError("cache: TeaCache has no coefficients for this family of models; leave it out")
     if not conditioning.forcing:
         _check_no_forcing(request, settings)
     if request.image is None:

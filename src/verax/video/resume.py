@@ -24,7 +24,8 @@ _COMMON = (
     *("negative_prompt", "height", "width", "num_inference_steps", "guidance_scale", "guidance_scale_2", "shift"),
     *("recipe", "solver", "sigmas"),
     *("fps", "seed"),
-    *("cache", "cache_threshold", "ar_step", "causal_block_size", "causal_attention", "overlap_history"),
+    *("cache", "cache_threshold", "cache_max_skip_steps", "cache_retention_ratio", "cache_curve", "ar_step"),
+    *("causal_block_size", "causal_attention", "overlap_history"),
     *("addnoise_condition", "image", "video", "latents", "prompt_embeds", "negative_prompt_embeds"),
 )
 """Options of a request on which all segments depend."""

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float32
 
 from verax.models.video_model import VideoModel
+from verax.video.caches import cached_steps, magnitude_ratio
 from verax.video.denoise import Conditions, DenoisingState
 from verax.video.networks import Denoiser, PromptStates, Stages
 from verax.video.outputs import RunReporter, Step, StopRunError, VideoOutput, channels_first
@@ -28,7 +29,6 @@ from verax.video.schedule import (
     Tables,
     padded_rows,
     segment_schedule,
-    steps_running_blocks,
     transformer_spans,
 )
 
@@ -78,6 +78,7 @@ class RunState:
         colors: frames of the last segment that was decoded, float32 `[1, T, H, W, 3]` from -1 to 1.
         frames: frames of the clip so far, in the request's output type.
         computed: iterations that ran the transformer's blocks.
+        magnitudes: ratio of each row of guidance in each iteration, if MagCache's curve is measured; else None.
     """
 
     finished: FinishedSegments
@@ -93,6 +94,7 @@ class RunState:
     frames: list[np.ndarray] = field(default_factory=list)
     iterations: int = 0
     computed: int = 0
+    magnitudes: list[np.ndarray] | None = None
 
 
 class Stage(NamedTuple):
@@ -163,17 +165,24 @@ def _given_latents(request: ResolvedRequest, model: VideoModel, segment: int) ->
 
 
 def run_request(
-    request: ResolvedRequest, parts: PipelineParts, reporter: RunReporter, origin: Mapping[str, str]
+    request: ResolvedRequest,
+    parts: PipelineParts,
+    reporter: RunReporter,
+    origin: Mapping[str, str],
+    magnitudes: list[np.ndarray] | None = None,
 ) -> VideoOutput:
     """Run the stages of a request.
 
-    `request`: checked request, whose guidance is decided. `origin`: model and precision, on which finished segments
-    depend too.
+    Args:
+        request: checked request, whose guidance is decided.
+        origin: model and precision, on which finished segments depend too.
+        magnitudes: list that gets the ratios of MagCache's curve, of all steps; None to measure nothing.
 
     Result: the clip, or the part of it that is there when the callback stops the run.
     """
     # 1. The segments that an earlier run finished.
-    state = RunState(FinishedSegments(request, request.segments(parts.model.geometry), origin))
+    finished = FinishedSegments(request, request.segments(parts.model.geometry), origin)
+    state = RunState(finished, magnitudes=magnitudes)
 
     # 2. The stages, until the callback stops them.
     complete, segment = True, 0
@@ -359,7 +368,10 @@ class _Denoising:
 
         # 2. Iterations that skip the transformer's blocks.
         total = len(schedule.timesteps)
-        tables = self._with_teacache(schedule, spans) if request.cache else schedule.tables
+        tables = schedule.tables
+        if request.cache is not None and state.magnitudes is None:
+            run_blocks = cached_steps(request, self.parts.model, spans, schedule.timesteps, self._fps)
+            tables = tables._replace(run_blocks=padded_rows(run_blocks))
         computed = int(tables.run_blocks[:total].sum())
 
         # 3. The loop, span by span, with the weights of one transformer at a time. Time begins when the first are read.
@@ -381,13 +393,16 @@ class _Denoising:
         text = state.texts[min(self.segment, len(state.texts) - 1)]
         image = _or_zeros(state.image_states, _image_states(self.request, self.parts))
         image_condition = _or_zeros(state.image_condition, _condition(self.request, self.parts))
-        count = 1 if every_step else span.end - span.begin
+        count = 1 if every_step or state.magnitudes is not None else span.end - span.begin
         with span.denoiser.transformer.weights():
             conditions = self._conditions(span.context(text, image), image_condition, span.guidance_scale)
             with span.loop.opened() as loop:
                 for begin in range(span.begin, span.end, count):
+                    before = None if state.magnitudes is None else jnp.copy(loop_state.residual)  # which the loop takes
                     # Numbers as arrays: arguments of the program.
                     loop_state = loop(loop_state, tables, conditions, np.int32(begin), np.int32(begin + count))
+                    if state.magnitudes is not None:
+                        state.magnitudes.append(np.asarray(magnitude_ratio(loop_state.residual, before)))
                     step(begin + count, latents=jax.block_until_ready(loop_state.solver.sample))
         return loop_state
 
@@ -414,18 +429,6 @@ class _Denoising:
         if request.latents is not None and self.segment == 0:
             return jnp.asarray(request.latents, jnp.float32).transpose(0, 2, 3, 4, 1)
         return self.parts.stages.noise(request.seed, self.segment, self.parts.shape(self.latents, request))
-
-    def _with_teacache(self, schedule: Schedule, spans: list[_Span]) -> Tables:
-        """Tables with the iterations that TeaCache computes; each transformer begins with computed ones."""
-        request = self.request
-        cache = self.parts.model.teacache(request.height * request.width)
-        assert cache is not None
-        chosen = []
-        for span in spans:
-            timesteps = schedule.timesteps[span.begin : span.end]
-            embedded = span.denoiser.embed_time(timesteps, self._fps)
-            chosen.append(steps_running_blocks(timesteps, embedded, request.cache_threshold, cache))
-        return schedule.tables._replace(run_blocks=padded_rows(np.concatenate(chosen)))
 
 
 def _decode(

@@ -1,4 +1,4 @@
-"""Schedule of a segment: noise levels, steps of each frame under diffusion forcing, and steps that TeaCache skips.
+"""Schedule of a segment: noise levels, and steps of each frame under diffusion forcing.
 
 Flow matching mixes a clip x and noise n as `(1 - sigma) x + sigma n`. A schedule begins near 1 and ends at 0. The
 timestep, which is an input of the model, is 1000 sigma, and with UniPC cut to a whole number. How sigma is spaced
@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float, Float32, Int32, Real
+from jaxtyping import Bool, Float32, Int32, Real
 
-from verax.models.video_model import Sigmas, TeaCache, VideoModel, shift_sigmas
-from verax.video import unipc
+from verax.models.video_model import Sigmas, VideoModel, shift_sigmas
+from verax.video import solvers
 from verax.video.recipes import RECIPES
 from verax.video.request import ResolvedRequest
 
@@ -45,7 +45,7 @@ def noise_levels(
         steps: number of steps, at least 1.
         shift: shift towards noise, above 0.
         sigmas: schedule of the family's reference (`ReferenceRules.sigmas`), or of the request.
-        solver: one of `unipc.SOLVERS`. As in their references, UniPC's timesteps are cut to whole numbers, and its
+        solver: one of `solvers.SOLVERS`. As in their references, UniPC's timesteps are cut to whole numbers, and its
             first sigma is kept below 1, where its logarithms are finite.
         whole_timesteps: True to round the timesteps of other solvers, see `Recipe`.
     """
@@ -67,7 +67,7 @@ class Tables(NamedTuple):
     `update`: frames that take a step; None if all do.
     """
 
-    solver: unipc.UniPCTable
+    solver: solvers.SolverTable
     timesteps: Real[np.ndarray, "R *F"]
     row: Int32[np.ndarray, "R *F"]
     update: Bool[np.ndarray, "R F"] | None
@@ -126,9 +126,9 @@ def make_tables(
     """Tables of a segment.
 
     `forcing`: step of each latent frame in each iteration; None for all frames together. `solver`: one of
-    `unipc.SOLVERS`. `overwritten`: see `unipc.tabulate`; for UniPC only.
+    `solvers.SOLVERS`. `overwritten`: see `solvers.tabulate`; for UniPC only.
     """
-    table = unipc.SOLVERS[solver](levels.sigmas, **({"overwritten": overwritten} if solver == "unipc" else {}))
+    table = solvers.SOLVERS[solver](levels.sigmas, **({"overwritten": overwritten} if solver == "unipc" else {}))
     together = levels.timesteps, np.arange(len(levels.timesteps), dtype=np.int32), None
     timesteps, row, update = together if forcing is None else forcing
     return jax.tree.map(padded_rows, Tables(table, timesteps, row, update, np.ones(len(timesteps), bool)))
@@ -213,37 +213,3 @@ def forcing_schedule(
     if keep_partial_blocks:
         matrix[:, :prefix], update[:, :prefix] = N + 1, False
     return ForcingSchedule(timestep_of[matrix], np.clip(matrix - 1, 0, N - 1), update)
-
-
-def steps_running_blocks(
-    timesteps: Real[np.ndarray, "R ..."],
-    embedded: tuple[Float[np.ndarray, "R ..."], Float[np.ndarray, "R ..."]],
-    threshold: float,
-    cache: TeaCache,
-) -> Bool[np.ndarray, "R"]:
-    """True for the steps that run the blocks with TeaCache; the others reuse the last residual.
-
-    Liu et al., "Timestep Embedding Tells: It's Time to Cache for Video Diffusion Model" (2024). The distance between
-    the embeddings of time of two steps is mapped by a polynomial to an estimate of the distance between the blocks'
-    outputs. The latents are not used, so that the choice follows from the timesteps alone. A step that skips the
-    blocks adds the residual that they added when they last ran.
-
-    SkyReels-V2's own code counts calls, two a step, against a number of steps, and so starts over half way through.
-    Here, as in the authors' code, the first and last steps are the first and last of the run.
-
-    Args:
-        timesteps: timestep of each step, of all frames or (diffusion forcing) of each frame.
-        embedded: `(e, e0)` of each step: the model's embedding of time, and its projection that modulates the blocks.
-        threshold: sum of estimated changes at which the blocks run again; 0.1 to 0.3 is usual.
-        cache: measure of the family's `teacache`.
-    """
-    R = len(timesteps)
-    run_blocks = np.ones(R, bool)
-    change = 0.0
-    rows = embedded[cache.projected]
-    for i in range(cache.first, R - cache.last):
-        change += np.polyval(cache.polynomial, np.abs(rows[i] - rows[i - 1]).mean() / np.abs(rows[i - 1]).mean())
-        run_blocks[i] = change >= threshold
-        if run_blocks[i]:
-            change = 0.0
-    return run_blocks

@@ -6,10 +6,10 @@ import pytest
 from verax import VideoPipeline
 from verax.bench.harness import count_products
 from verax.bench.results import markdown
-from verax.bench.settings import TeaCacheSettings, VideoSettings
+from verax.bench.settings import CacheSettings, VideoSettings
 from verax.bench.video import cases as video
+from verax.bench.video.cache import bench_cache
 from verax.bench.video.cases import SIZES, work
-from verax.bench.video.teacache import bench_teacache
 from verax.video.outputs import VideoOutput
 
 CLIP = dict(height=16, width=32)
@@ -44,11 +44,11 @@ def test_products_follow_the_formula():
     assert products == pytest.approx(matmuls + attention, rel=0.15)  # and embeddings, head
 
 
-def test_the_cost_of_teacache_is_measured_by_threshold(monkeypatch, tmp_path):
+def test_the_cost_of_a_cache_is_measured_by_threshold(monkeypatch, tmp_path):
     calls = []
 
-    def pipe(prompt, *, seed=0, cache, cache_threshold=None, **options):
-        assert not options
+    def pipe(prompt, *, seed=0, cache, cache_threshold=None, num_inference_steps):
+        assert num_inference_steps is None
         whole = np.random.default_rng(seed).integers(0, 250, (9, 16, 32, 3), np.uint8)
         calls.append((prompt, seed, cache, cache_threshold))
         if cache is None:
@@ -59,15 +59,15 @@ def test_the_cost_of_teacache_is_measured_by_threshold(monkeypatch, tmp_path):
     monkeypatch.setattr(VideoPipeline, "from_pretrained", lambda *_, **__: pipe)
     (tmp_path / "prompts").write_text("a circle\na square\n")
     settings = dict(model="some/tiny", prompts=tmp_path / "prompts", thresholds=[0.1, 0.2])
-    result = bench_teacache(TeaCacheSettings(**settings))
+    result = bench_cache(CacheSettings(**settings))
     choices = [(None, None), ("teacache", 0.1), ("teacache", 0.2)]
     clips = [("a circle", 0), ("a square", 1)]
     assert calls[2:] == [(*clip, *choice) for clip in clips for choice in choices]  # after those that warm up
     assert result["thresholds"][0]["psnr"] == [None, None]
     assert result["thresholds"][1]["psnr"] == pytest.approx([20 * np.log10(255 / off) for off in (1, 2)])
     page = markdown(result)
-    assert "| 0.1 | 5 of 8 | 2.00 | 2.00 | no difference |" in page
-    assert "| 0.2 | 5 of 8 | 2.00 | 2.00 | 45.1 | 42.1 |" in page
+    assert "| 0.1 | 5 of 8 | 2.00 | 2.00 | no difference |  | 1.000 |" in page
+    assert "| 0.2 | 5 of 8 | 2.00 | 2.00 | 45.1 | 42.1 | 1.000 |" in page
     assert (result["subject"], result["name"]) == ("video", "teacache-tiny")
 
 

@@ -63,7 +63,10 @@ _NUMBER = re.compile(r"-?\d{1,30}(\.\d{1,30})?(e[+-]?\d{1,3})?", re.ASCII | re.I
 
 _NESTED = re.compile(r"(input_reference|image_reference)\[(image_url|file_id)\]")
 
-_NUMBERS = ("num_frames", "fps", "num_inference_steps", "guidance_scale", "guidance_scale_2", "flow_shift", "seed")
+_NUMBERS = (
+    *("num_frames", "fps", "num_inference_steps", "guidance_scale", "guidance_scale_2", "flow_shift", "seed"),
+    *("cache_threshold", "cache_max_skip_steps", "cache_retention_ratio"),
+)
 
 _PARTS = 32
 """Fields of a form."""
@@ -94,6 +97,11 @@ class VideoCreate(msgspec.Struct):
     flow_shift: Annotated[float, Meta(ge=MIN_SHIFT, le=MAX_SCALE)] | None = None
     recipe: Annotated[str, Meta(max_length=40)] | None = None
     """Few steps of a distilled checkpoint: one of `video.recipes.RECIPES`."""
+    cache: Annotated[str, Meta(max_length=40)] | None = None
+    """Steps that change little are skipped: `teacache` or `magcache`."""
+    cache_threshold: Annotated[float, Meta(gt=0, le=MAX_SCALE)] | None = None
+    cache_max_skip_steps: Annotated[int, Meta(ge=0, le=MAX_STEPS)] | None = None
+    cache_retention_ratio: Annotated[float, Meta(ge=0, le=1)] | None = None
     negative_prompt: Annotated[str, Meta(max_length=MAX_PROMPT)] | None = None
     seed: int | None = None
     input_reference: str | ImageReference | None = None
@@ -194,6 +202,10 @@ def resolve(
         guidance_scale_2=body.guidance_scale_2,
         shift=body.flow_shift,
         recipe=body.recipe,
+        cache=body.cache,
+        cache_threshold=body.cache_threshold,
+        cache_max_skip_steps=body.cache_max_skip_steps,
+        cache_retention_ratio=body.cache_retention_ratio,
         fps=fps,
         seed=secrets.randbelow(_DRAWN_SEEDS) if body.seed is None else body.seed % _SEEDS,
     )
@@ -443,6 +455,8 @@ def _video(job: VideoJob) -> dict[str, Any]:
     """State of a clip: OpenAI's fields, then the settings by which it can be made again."""
     request = job.request
     settings = ("num_frames", "fps", "num_inference_steps", "guidance_scale", "recipe", "negative_prompt", "seed")
+    caches = ("cache", "cache_threshold", "cache_max_skip_steps", "cache_retention_ratio")
+    settings += caches if request.cache is not None else caches[:1]
     return {
         "id": job.id,
         "object": "video",

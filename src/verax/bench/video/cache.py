@@ -1,4 +1,4 @@
-"""Cost of TeaCache: clips made with it compared with the same clips made without it, by threshold."""
+"""Cost of a step cache: clips made with it compared with the same clips made without it, by threshold."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 from verax import progress
 from verax.bench.harness import Benchmark
 from verax.bench.results import number, slug, table
-from verax.bench.settings import TeaCacheSettings
-from verax.compare.videos import decibels
+from verax.bench.settings import CacheSettings
+from verax.compare.videos import compare_clips
 
 if TYPE_CHECKING:
     from verax.video.outputs import VideoOutput
 
-__all__ = ["bench_teacache"]
+__all__ = ["bench_cache"]
 
 PROMPTS = (
     "a blue square floats down and left over a yellow to cyan gradient",
@@ -33,8 +33,8 @@ PROMPTS = (
 """Prompts of the built-in model: words in combinations that its training never saw."""
 
 
-def bench_teacache(settings: TeaCacheSettings) -> dict[str, Any]:
-    """Make each prompt's clip without TeaCache and with each threshold, from the same noise."""
+def bench_cache(settings: CacheSettings) -> dict[str, Any]:
+    """Make each prompt's clip without the cache and with each threshold, from the same noise."""
     from verax.video.pipeline import VideoPipeline
 
     model, thresholds = settings.model, settings.thresholds
@@ -44,7 +44,8 @@ def bench_teacache(settings: TeaCacheSettings) -> dict[str, Any]:
         prompts = [line for line in lines if line.strip()]
     pipe = VideoPipeline.from_pretrained(model, dtype=settings.dtype, show_progress=False)
     choices: dict[float | None, dict[str, Any]] = {None: {"cache": None}}
-    choices |= {value: {"cache": "teacache", "cache_threshold": value} for value in thresholds}
+    choices |= {value: {"cache": settings.cache, "cache_threshold": value} for value in thresholds}
+    choices = {key: {**choice, "num_inference_steps": settings.steps} for key, choice in choices.items()}
     # Compilation and the reading of weights come first.
     for threshold in (None, thresholds[0]):
         pipe(prompts[0], **choices[threshold])
@@ -56,12 +57,18 @@ def bench_teacache(settings: TeaCacheSettings) -> dict[str, Any]:
             report(i + 1, len(prompts), "")
     plain = clips[None]
     seconds = {key: float(np.median([clip.seconds["denoise"] for clip in row])) for key, row in clips.items()}
+    compared = {
+        key: [compare_clips(one.frames, other.frames) for one, other in zip(plain, row, strict=True)]
+        for key, row in clips.items()
+    }
+    compared[None] = []
     rows = [
         {
             "threshold": threshold,
             "computed": row[0].computed,
             "seconds": seconds[threshold],
-            "psnr": [_psnr(*pair) for pair in zip(plain, row, strict=True)] if threshold is not None else [],
+            "psnr": [one.clip_psnr if one.max_difference else None for one in compared[threshold]],
+            "ssim": [one.clip_ssim for one in compared[threshold]],
         }
         for threshold, row in clips.items()
     ]
@@ -75,12 +82,13 @@ def bench_teacache(settings: TeaCacheSettings) -> dict[str, Any]:
         "times as fast": lambda row: f"{seconds[None] / row['seconds']:.2f}",
         "PSNR, mean": lambda row: f"{fmean(differing(row)):.1f}" if differing(row) else "no difference",
         "PSNR, worst clip": lambda row: f"{min(differing(row)):.1f}" if differing(row) else "",
+        "SSIM, worst clip": lambda row: f"{min(row['ssim']):.3f}" if row["ssim"] else "",
     }
     asked = {"model": name, "prompts": prompts, "frames": [count, height, width], "steps": steps}
     return benchmark.result(
-        slug("teacache", Path(name).name),
-        title=f"TeaCache: {Path(name).name}, {settings.dtype}",
-        intro=f"{len(prompts)} clips of {count} frames of {height} x {width}, first without TeaCache and then with "
+        slug(settings.cache, Path(name).name),
+        title=f"{'TeaCache' if settings.cache == 'teacache' else 'MagCache'}: {Path(name).name}, {settings.dtype}",
+        intro=f"{len(prompts)} clips of {count} frames of {height} x {width}, first without a cache and then with "
         "each threshold from the same noise; PSNR in dB of the second compared with the first. Seconds: median of the "
         f"loop over {steps} steps.",
         settings=asdict(settings) | asked,
@@ -88,9 +96,3 @@ def bench_teacache(settings: TeaCacheSettings) -> dict[str, Any]:
         seconds=seconds[None],
         thresholds=rows[1:],
     )
-
-
-def _psnr(one: VideoOutput, other: VideoOutput) -> float | None:
-    """PSNR of the clip in dB; None if no pixel differs."""
-    mse = float(np.mean((one.frames / 255.0 - other.frames / 255.0) ** 2))
-    return decibels(mse) if mse else None

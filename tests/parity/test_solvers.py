@@ -12,7 +12,7 @@ from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepSchedu
 
 from verax.models.video_model import shift_sigmas
 from verax.models.wan.family import DIFFUSERS, WanVideoModel
-from verax.video import unipc
+from verax.video import solvers
 from verax.video.schedule import forcing_schedule, noise_levels
 
 SHAPE = (1, 3, 2, 5, 4)  # B F h w C
@@ -52,10 +52,10 @@ def test_noise_levels_and_timesteps_are_the_references(spacing, steps, shift):
 def test_every_step_matches_diffusers(spacing, steps, shift):
     theirs = scheduler(spacing, steps, shift)
     levels = noise_levels(steps, shift, WanVideoModel.references[spacing].sigmas)
-    table = unipc.tabulate(levels.sigmas)
-    advance = jax.jit(unipc.step)
+    table = solvers.tabulate(levels.sigmas)
+    advance = jax.jit(solvers.step)
     noise = np.random.default_rng(steps).normal(size=SHAPE).astype(np.float32)
-    state, expected = unipc.start(jax.numpy.asarray(noise)), torch.from_numpy(noise)
+    state, expected = solvers.start(jax.numpy.asarray(noise)), torch.from_numpy(noise)
     for i, timestep in enumerate(theirs.timesteps):
         # Both are given what the model says of the reference's sample, so that each step is compared by itself.
         seen = velocity(expected.numpy(), float(timestep)).astype(np.float32)
@@ -100,13 +100,13 @@ def test_forcing_schedules_match_diffusers(frames, ar_step, prefix, block, steps
 def test_frames_at_different_steps_go_as_one_scheduler_each(overwritten):
     frames, block, ar_step, prefix = 6, 2, 2, 2
     levels = noise_levels(7, 5.0, DIFFUSERS.sigmas)
-    table = unipc.tabulate(levels.sigmas, overwritten=overwritten)
+    table = solvers.tabulate(levels.sigmas, overwritten=overwritten)
     schedule = forcing_schedule(frames, levels.timesteps, ar_step=ar_step, causal_block_size=block, prefix=prefix)
     theirs = [scheduler("diffusers", 7, 5.0) for _ in range(frames)]
     rng = np.random.default_rng(0)
     noise = rng.normal(size=(2, frames, 3, 2, 4)).astype(np.float32)
-    state, expected = unipc.start(jax.numpy.asarray(noise)), torch.from_numpy(noise.copy())
-    advance = jax.jit(unipc.step)
+    state, expected = solvers.start(jax.numpy.asarray(noise)), torch.from_numpy(noise.copy())
+    advance = jax.jit(solvers.step)
     for timesteps, index, update in zip(*schedule, strict=True):
         seen = velocity(expected.numpy(), timesteps[None, :, None, None, None]).astype(np.float32)
         state = advance(table, index, state, seen, update)
@@ -129,7 +129,7 @@ def test_steps_of_euler_and_lcm_match_diffusers(solver, sigmas, shift, monkeypat
     levels = noise_levels(len(sigmas), shift, lambda _, shift: shift_sigmas(np.array(sigmas), shift), solver=solver)
     np.testing.assert_allclose(levels.sigmas, theirs.sigmas.numpy(), atol=1e-7)
     np.testing.assert_allclose(levels.timesteps, theirs.timesteps.numpy(), rtol=1e-6)
-    table = unipc.SOLVERS[solver](levels.sigmas)
+    table = solvers.SOLVERS[solver](levels.sigmas)
     rng = np.random.default_rng(1)
     draw = lambda: rng.normal(size=SHAPE).astype(np.float32)
     for i, timestep in enumerate(theirs.timesteps):
@@ -137,6 +137,6 @@ def test_steps_of_euler_and_lcm_match_diffusers(solver, sigmas, shift, monkeypat
         drawn = torch.from_numpy(fresh)
         monkeypatch.setattr(f"{kind.__module__}.randn_tensor", lambda *_, drawn=drawn, **__: drawn, raising=False)
         expected = theirs.step(torch.from_numpy(velocity), timestep, torch.from_numpy(sample)).prev_sample.numpy()
-        state, noise = unipc.start(jax.numpy.asarray(sample)), fresh if solver == "lcm" else None
-        got = unipc.step(table, jax.numpy.int32(i), state, jax.numpy.asarray(velocity), noise=noise).sample
+        state, noise = solvers.start(jax.numpy.asarray(sample)), fresh if solver == "lcm" else None
+        got = solvers.step(table, jax.numpy.int32(i), state, jax.numpy.asarray(velocity), noise=noise).sample
         np.testing.assert_allclose(got, expected, atol=1e-6)

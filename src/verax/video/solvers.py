@@ -1,4 +1,4 @@
-"""Solvers for flow matching, UniPC among them, whose every coefficient is known before the run.
+"""UniPC and other solvers for flow matching, whose every coefficient is known before the run.
 
 UniPC is a predictor-corrector:
 
@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int
 
 
-class UniPCTable(NamedTuple):
+class SolverTable(NamedTuple):
     """Coefficients of each of `N` steps, by the letters above. `noise`: of fresh noise; None for solvers without."""
 
     sigma: Float32[np.ndarray, "N"]
@@ -43,7 +43,7 @@ class UniPCTable(NamedTuple):
     noise: Float32[np.ndarray, "N"] | None = None
 
 
-class UniPCState(NamedTuple):
+class SolverState(NamedTuple):
     """State between steps. Different frames may be at different steps."""
 
     sample: Float32[Array, "B F h w C"]
@@ -52,7 +52,7 @@ class UniPCState(NamedTuple):
     older: Float32[Array, "B F h w C"]
 
 
-def tabulate(sigmas: Float32[np.ndarray, "N_and_1"], *, overwritten: bool = False) -> UniPCTable:
+def tabulate(sigmas: Float32[np.ndarray, "N_and_1"], *, overwritten: bool = False) -> SolverTable:
     """Coefficients for a schedule of falling noise levels that ends at 0, worked out in float64.
 
     `overwritten`: True to follow both published diffusion-forcing pipelines: their solver remembers the first sample by
@@ -73,25 +73,25 @@ def tabulate(sigmas: Float32[np.ndarray, "N_and_1"], *, overwritten: bool = Fals
         if i == 1 and overwritten:
             keep, a = a, 0.0
         rows[:, i] = (sigma[i], keep, a, b, c, d, *_predict(sigma, ratio, i, order))
-    return UniPCTable(*rows.astype(np.float32))
+    return SolverTable(*rows.astype(np.float32))
 
 
-def tabulate_euler(sigmas: Float32[np.ndarray, "N_and_1"]) -> UniPCTable:
+def tabulate_euler(sigmas: Float32[np.ndarray, "N_and_1"]) -> SolverTable:
     """Coefficients of Euler's method, for a schedule as `tabulate` takes it."""
     sigma = sigmas.astype(np.float64)
     ratio = sigma[1:] / sigma[:-1]
     zero = np.zeros_like(ratio)
     rows = (sigma[:-1], np.ones_like(ratio), *(zero,) * 4, ratio, 1 - ratio, zero)
-    return UniPCTable(*(row.astype(np.float32) for row in rows))
+    return SolverTable(*(row.astype(np.float32) for row in rows))
 
 
-def tabulate_lcm(sigmas: Float32[np.ndarray, "N_and_1"]) -> UniPCTable:
+def tabulate_lcm(sigmas: Float32[np.ndarray, "N_and_1"]) -> SolverTable:
     """Coefficients of LCM, for a schedule as `tabulate` takes it."""
     table, sigma = tabulate_euler(sigmas), sigmas.astype(np.float64)[1:]
     return table._replace(e=np.zeros_like(table.e), f=(1 - sigma).astype(np.float32), noise=sigma.astype(np.float32))
 
 
-SOLVERS: Mapping[str, Callable[..., UniPCTable]] = {"unipc": tabulate, "euler": tabulate_euler, "lcm": tabulate_lcm}
+SOLVERS: Mapping[str, Callable[..., SolverTable]] = {"unipc": tabulate, "euler": tabulate_euler, "lcm": tabulate_lcm}
 """Functions from a schedule to its coefficients, by the solver's name."""
 
 
@@ -120,20 +120,20 @@ def _correct(sigma: np.ndarray, ratio: np.ndarray, i: int, order: int) -> tuple[
     return sigma[i] / sigma[i - 1], -weight * (1 - older - new), -weight * older, -weight * new
 
 
-def start(noise: Float32[Array, "B F h w C"]) -> UniPCState:
+def start(noise: Float32[Array, "B F h w C"]) -> SolverState:
     """State before the first step."""
     # Separate arrays: a program that donates its state cannot take one buffer twice.
-    return UniPCState(noise, *(jnp.zeros_like(noise) for _ in range(3)))
+    return SolverState(noise, *(jnp.zeros_like(noise) for _ in range(3)))
 
 
 def step(
-    table: UniPCTable,
+    table: SolverTable,
     index: Int[Array, ""] | Int[Array, "F"],
-    state: UniPCState,
+    state: SolverState,
     velocity: Float32[Array, "B F h w C"],
     update: Bool[Array, "F"] | None = None,
     noise: Float32[Array, "B F h w C"] | None = None,
-) -> UniPCState:
+) -> SolverState:
     """State after a step.
 
     Args:
@@ -151,7 +151,7 @@ def step(
     predicted = e * corrected + f * clean + g * state.newest
     if noise is not None:
         predicted += fresh[0] * noise
-    after = UniPCState(predicted, corrected, clean, state.newest)
+    after = SolverState(predicted, corrected, clean, state.newest)
     if update is None:
         return after
     chosen = update.reshape(-1, 1, 1, 1)
