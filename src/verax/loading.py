@@ -6,6 +6,8 @@ A module's path is its key in the checkpoint. Where published layouts differ fro
 - `key_aliases: tuple[tuple[str, str], ...]`: (pattern, replacement) pairs, which turn a key of the model into another
   layout's key;
 - `tied_weights: Mapping[str, str]`: keys whose weights are another key's where `config.tie_word_embeddings` is set;
+- `quantized_weights: str`: pattern of the keys of linear layers and embeddings that may be quantised; all others are
+  floats then, whatever the checkpoint has. Without it, all linear layers may be;
 - `stacked_weights`: (pattern, replacements) pairs of stacks that a checkpoint may have as single matrices, see
   `verax.checkpoint.load`;
 
@@ -19,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,23 +30,22 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from verax.checkpoint import Checkpoint, load_module
+from verax.checkpoint.formats.quantized import QuantizedEntry
 from verax.checkpoint.load import Placement, StackedKeys, stacked_keys
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.models import CausalLM, causal_lm
 from verax.models.causal_lm import config_on_devices, head_repeats
-from verax.nn import Linear
+from verax.nn import Embedding, Linear
 from verax.nn.parallel import check_divisions, divisions
-from verax.ops import BLOCK_KINDS, BlockQuantizedWeight, quantize
+from verax.ops import quantize
+from verax.ops.quantized import Precision
 
 M = TypeVar("M")
-
-Precision = tuple[int, int | None]
-"""Bits, and inputs that share a scale (None: a whole row)."""
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) after each weight."""
 
-QUANTIZATIONS: dict[str, Precision] = {"int8": (8, None), "int4": (4, 32)}
+QUANTIZATIONS: dict[str, Precision] = {"int8": Precision(8), "int4": Precision(4, 32)}
 """Precisions by the names that users give."""
 
 DEQUANTIZE = "dequantize"
@@ -57,7 +58,7 @@ def load_model(
     config: Any,
     *,
     dtype: DTypeLike,
-    quantization: str | Precision | None = None,
+    quantization: str | tuple[int, int | None] | None = None,
     requantize: bool = False,
     mesh: Mesh | None = None,
     progress: Progress | None = None,
@@ -102,7 +103,7 @@ def model_shapes(
     config: Any,
     *,
     dtype: DTypeLike,
-    quantization: str | Precision | None = None,
+    quantization: str | tuple[int, int | None] | None = None,
     opened: Checkpoint | None = None,
 ) -> M:
     """The model that `load_model` would make, with shapes in the place of weights. No weight is read.
@@ -113,25 +114,37 @@ def model_shapes(
     """
     precision, dequantize = _precision(quantization, opened)
     model, tied = _abstract(model_class, config, dtype, precision)
-    graph, state = nnx.split(model)
-    flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
-    packed = {}
+    packed: Mapping[str, QuantizedEntry] = {}
     if opened is not None and not dequantize:
         aliases, _ = _sources(model, opened, tied)
-        kinds = {name: kind for name in opened.packed if (kind := opened.kind(name)) in BLOCK_KINDS}
-        packed = {name: kinds[key] for name in flat if (key := aliases.get(name, name)) in kinds}
+        names = (".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(cast(Any, model))))
+        packed = {name: opened.packed[key] for name in names if (key := aliases.get(name, name)) in opened.packed}
+    return quantized_shapes(model, packed, precision)
+
+
+def quantized_shapes(
+    model: M, packed: Mapping[str, QuantizedEntry] = MappingProxyType({}), precision: Precision | None = None
+) -> M:
+    """The model that `load_weights` would make of a model of shapes: the shapes of its weights, quantised.
+
+    `packed`: weights that the checkpoint has quantised, by key. Those whose header does not determine what they are
+    held as stay as floats here. `precision`: precision to quantise to, in place of the checkpoint's.
+    """
+    graph, state = nnx.split(cast(Any, model))
+    flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
     linear = set() if precision is None else _quantizable(model)
+    kept = _kept(model, packed)
 
     @cache
     def quantized(shape: tuple[int, ...], dtype: Any) -> Any:
         assert precision is not None
-        of_matrix = partial(quantize, bits=precision[0], group_size=precision[1])
+        of_matrix = partial(quantize, **precision._asdict())
         return jax.eval_shape(jax.vmap(of_matrix) if len(shape) == 3 else of_matrix, jax.ShapeDtypeStruct(shape, dtype))
 
     def shapes(name: str, leaf: Any) -> Any:
-        if name in packed:
-            return BlockQuantizedWeight.shapes(packed[name], *leaf.shape)
-        return quantized(leaf.shape, leaf.dtype) if name in linear else leaf.get_value()
+        if name in linear:
+            return quantized(leaf.shape, leaf.dtype)
+        return packed[name].held if name in kept and packed[name].held is not None else leaf.get_value()
 
     filled = [(path, leaf.replace(shapes(name, leaf))) for name, (path, leaf) in flat.items()]
     return nnx.merge(graph, nnx.from_flat_state(filled))
@@ -147,9 +160,14 @@ class _OneKey(nnx.Rngs):
         return jax.random.key(0)
 
 
-def _precision(quantization: str | Precision | None, opened: Checkpoint | None) -> tuple[Precision | None, bool]:
+def _precision(
+    quantization: str | tuple[int, int | None] | None, opened: Checkpoint | None
+) -> tuple[Precision | None, bool]:
     """Bits and group size of a quantisation, or None; and whether quantised weights become floats."""
-    precision = QUANTIZATIONS.get(quantization) if isinstance(quantization, str) else quantization
+    if isinstance(quantization, str) or quantization is None:
+        precision = None if quantization is None else QUANTIZATIONS.get(quantization)
+    else:
+        precision = Precision(*quantization)
     dequantize = quantization == DEQUANTIZE
     if quantization is not None and precision is None and not dequantize:
         names = ", ".join((*QUANTIZATIONS, DEQUANTIZE))
@@ -229,6 +247,7 @@ def load_weights(
     model: Any = abstract
     linear = set() if precision is None else _quantizable(model)
     aliases, stacks = _sources(model, opened, tied_weights)
+    kept = None if getattr(model, "quantized_weights", None) is None else _kept(model, opened.packed)
     return load_module(
         model,
         opened,
@@ -240,16 +259,26 @@ def load_weights(
         aliases=aliases,
         stacks=stacks,
         quantize=lambda name: precision if name in linear else None,
-        dequantize=dequantize,
+        dequantize=lambda name: dequantize or name in linear or (kept is not None and name not in kept),
         progress=progress,
     )
 
 
+def _kept(model: Any, packed: Mapping[str, Any]) -> set[str]:
+    """Names of the weights that stay quantised as the checkpoint has them: all, or those that the model declares."""
+    declared = getattr(model, "quantized_weights", None)
+    return set(packed) if declared is None else set(packed) & _quantizable(model)
+
+
 def _quantizable(model: Any) -> set[str]:
-    """Names of the weights of linear layers and of stacks."""
+    """Names of the weights of linear layers and of stacks, or of the layers and embeddings that the model declares."""
+    declared = getattr(model, "quantized_weights", None)
+    kinds = Linear if declared is None else (Linear, Embedding)
     names = {
-        ".".join(map(str, (*path, "weight"))) for path, module in nnx.iter_modules(model) if isinstance(module, Linear)
+        ".".join(map(str, (*path, "weight"))) for path, module in nnx.iter_modules(model) if isinstance(module, kinds)
     }
+    if declared is not None:
+        return {name for name in names if re.search(declared, name)}
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         name = ".".join(map(str, path))
         if stacked_keys(name, leaf.shape, getattr(model, "stacked_weights", ())) is not None:

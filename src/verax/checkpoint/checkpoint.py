@@ -84,7 +84,7 @@ class Checkpoint:
         """Metadata of a GGUF file, with its tokenizer; empty for a folder."""
         self._files = files
         self.packed = packed
-        self._parts: set[str] = set()
+        self._parts = {key for entry in packed.values() for key in entry.keys}
         scheme = read_value(config, "quantization_config", dict, None)
         if scheme is not None:
             tensors = {name: file.tensors[name] for name, file in files.items()}
@@ -115,10 +115,12 @@ class Checkpoint:
         return cls(folder, read_json(folder / "config.json"), generation_config, _open_files(folder))
 
     def with_files(self, files: Mapping[str, TensorFile]) -> Checkpoint:
-        """This checkpoint with the weights of some keys from other files."""
-        every = {**self._files, **files}
+        """This checkpoint with the weights of some keys from other files, which are not quantised."""
+        replaced = {key for name in files if name in self.packed for key in self.packed[name].keys}
+        every = {**{key: file for key, file in self._files.items() if key not in replaced}, **files}
+        packed = {name: entry for name, entry in self.packed.items() if name not in files}
         return Checkpoint(
-            self.folder, self.config, self.generation_config, every, packed=self.packed, metadata=self.metadata
+            self.folder, self.config, self.generation_config, every, packed=packed, metadata=self.metadata
         )
 
     def names(self) -> list[str]:

@@ -14,7 +14,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -28,10 +28,10 @@ from jax.typing import DTypeLike
 from verax.checkpoint.checkpoint import Checkpoint
 from verax.errors import CheckpointError, InvalidParameterError
 from verax.ops.division import Division, check_division, partition, repeated
-from verax.ops.quantized import INT4_ROWS, QuantizedWeight
+from verax.ops.quantized import INT4_ROWS, Precision, QuantizedWeight
 from verax.ops.quantized import quantize as quantize_weight
 
-_quantize = jax.jit(quantize_weight, static_argnums=(1, 2))
+_quantize = jax.jit(quantize_weight, static_argnums=(1, 2, 3, 4))
 _dequantize = jax.jit(lambda weight: weight.dequantize())
 
 Patterns = Iterable[tuple[str, tuple[str, ...]]]
@@ -58,8 +58,8 @@ def load_module(
     ignore: Iterable[str] = (),
     aliases: Mapping[str, str] = MappingProxyType({}),
     stacks: Mapping[str, StackedKeys] = MappingProxyType({}),
-    quantize: Callable[[str], tuple[int, int | None] | None] = lambda name: None,
-    dequantize: bool = False,
+    quantize: Callable[[str], Precision | None] = lambda name: None,
+    dequantize: Callable[[str], bool] = lambda name: False,
     progress: Callable[[int, int], None] | None = None,
 ) -> M:
     """Fill a module that has shapes only (`nnx.eval_shape`) with a checkpoint's weights; return the filled module.
@@ -80,9 +80,10 @@ def load_module(
         aliases: keys of the checkpoint by keys of the module, where they differ.
         stacks: keys of the checkpoint's matrices by keys of the module's stacks `[E, F, D]`. Each is read into its
             place.
-        quantize: function from a key to the bits and the group size with which its weight is quantised while loading,
-            or to None for a weight that is not quantised.
-        dequantize: True to load weights that are quantised in the checkpoint as floats.
+        quantize: function from a key to the precision to which its weight is quantised while loading, or to None for
+            a weight that is not quantised.
+        dequantize: function from a key to True if its weight becomes floats where the checkpoint has it quantised. A
+            weight that is quantised afterwards must become floats first.
         progress: called with (bytes done, bytes in all) after each weight.
 
     Raises:
@@ -109,15 +110,15 @@ def load_module(
         source, shape, precision = keys[name][0], flat[name][1].shape, precisions[name]
         if name in stacks or (precision is not None and len(shape) == 3):
             stack = Stack(checkpoint, shape, stacks.get(name) or source)
-            loaded[name] = _place_stack(name, stack, dtypes[name], precision, places[name], dequantize, memory)
+            loaded[name] = _place_stack(name, stack, dtypes[name], precision, places[name], dequantize(name), memory)
         else:
             weight = checkpoint.read(source)
-            if dequantize and not isinstance(weight, np.ndarray):
+            if dequantize(name) and not isinstance(weight, np.ndarray):
                 weight = np.asarray(_dequantize(weight))
             if not isinstance(weight, np.ndarray):
                 loaded[name] = places[name].place(name, jax.tree.map(lambda x: memory.copy(x, x.dtype), weight))
             elif precision is not None:
-                loaded[name] = places[name].place(name, _quantized(name, weight, dtypes[name], *precision, memory))
+                loaded[name] = places[name].place(name, _quantized(name, weight, dtypes[name], precision, memory))
             else:
                 loaded[name] = places[name].place_view(name, weight, dtypes[name], memory)
             checkpoint.release(source)
@@ -135,7 +136,7 @@ def _placement(mesh: Mesh | None, division: Division | None, repeats: int) -> Pl
 
 
 def _quantized(
-    name: str, view: np.ndarray, dtype: np.dtype[Any], bits: int, group_size: int | None, memory: HostMemory
+    name: str, view: np.ndarray, dtype: np.dtype[Any], precision: Precision, memory: HostMemory
 ) -> QuantizedWeight:
     """A mapped weight `[F, D]`, rounded to `dtype` and quantised; its arrays are NumPy's.
 
@@ -143,25 +144,26 @@ def _quantized(
     """
     F, D = view.shape
     rows = max(INT4_ROWS, QUANTIZED_AT_ONCE // D // INT4_ROWS * INT4_ROWS)
-    unit = INT4_ROWS if bits == 4 else 1  # rows that lie in one place of the first axis
-    whole: dict[str, np.ndarray] = {}
+    unit = INT4_ROWS if precision[0] == 4 else 1  # rows that lie in one place of the first axis
+    piece, whole = None, dict[str, np.ndarray]()
     for row in range(0, F, rows):
         try:
-            piece = _quantize(view[row : row + rows].astype(dtype), bits, group_size)
+            piece = _quantize(view[row : row + rows].astype(dtype), *precision)
         except InvalidParameterError as error:
             raise InvalidParameterError(f"{name}: {error}") from error
         for field, part in (("values", np.asarray(piece.values)), ("scales", np.asarray(piece.scales))):
             if row == 0:
                 whole[field] = memory.empty((-(-F // unit), *part.shape[1:]), part.dtype)
             whole[field][row // unit :][: len(part)] = part
-    return QuantizedWeight(whole["values"], whole["scales"], F, D, group_size, bits)
+    assert piece is not None
+    return replace(piece, **whole, size_out=F)
 
 
 def _place_stack(
     name: str,
     stack: Stack,
     dtype: np.dtype[Any],
-    precision: tuple[int, int | None] | None,
+    precision: Precision | None,
     placement: Placement,
     dequantize: bool,
     memory: HostMemory,
@@ -176,7 +178,7 @@ def _place_stack(
         if dequantize and not isinstance(matrix, np.ndarray):
             matrix = np.asarray(_dequantize(matrix))
         if precision is not None:
-            matrix = _quantized(name, matrix, dtype, *precision, HostMemory())
+            matrix = _quantized(name, matrix, dtype, precision, HostMemory())
         arrays, kind = jax.tree.flatten(matrix)
         if structure is None:
             floats = isinstance(matrix, np.ndarray)

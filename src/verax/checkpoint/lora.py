@@ -504,7 +504,8 @@ def _changed(name: str, checkpoint: Checkpoint, changes: Sequence[_Change]) -> D
     """A weight with changes added, in float32: rounding is left to the loading, so that it happens once."""
 
     def read() -> np.ndarray:
-        total = checkpoint.read_raw(name).astype(np.float32)
+        stored: Any = checkpoint.read(name)
+        total = (stored if isinstance(stored, np.ndarray) else np.asarray(stored.dequantize())).astype(np.float32)
         for change in changes:
             total += change.read(total.shape)
         return total
@@ -515,7 +516,7 @@ def _changed(name: str, checkpoint: Checkpoint, changes: Sequence[_Change]) -> D
             for key in change.keys.values():
                 change.file.release(key)
 
-    info = checkpoint.info(name)._replace(dtype=np.dtype(np.float32))
+    info = checkpoint.info(name)._replace(dtype=np.dtype(np.float32), shape=checkpoint.shape(name))
     return DerivedFile(checkpoint.place(name)[0], name, info, read, release)
 
 

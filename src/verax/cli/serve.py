@@ -81,7 +81,7 @@ ModelsFlags = Annotated[
     Flags(options.EncoderOptions, without=("max_length",), prefix="embedding_", panel="Encoder, reranker"),
     Flags(
         PipelineOptions,
-        only=("lora", "lora_2", "devices", "guidance_parallel", "sequence_parallel"),
+        only=("quantization", "lora", "lora_2", "devices", "guidance_parallel", "sequence_parallel"),
         prefix="video_",
         panel="Videos: LoRA, several devices",
     ),

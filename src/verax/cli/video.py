@@ -31,6 +31,12 @@ class PipelineOptions:
     """Options of the load of a video model: arguments of `VideoPipeline.from_pretrained`."""
 
     dtype: str = option("bfloat16", "bfloat16 or float32.")
+    quantization: str | None = option(
+        None,
+        "int8 or fp8: 8-bit weights of transformer and UMT5, made while loading. dequantize: floats of quantised ones.",
+        flags=("--quantization", "-q"),
+        shown="the files'",
+    )
     reference: str | None = option(
         None, "skyreels or diffusers: rules where the two PyTorch pipelines differ.", shown="skyreels"
     )

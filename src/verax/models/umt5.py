@@ -107,7 +107,7 @@ class T5Attention(nnx.Module):
     def __init__(self, config: UMT5Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D, H = config.d_model, config.d_kv
         inner = config.num_heads * H
-        self.head_dim = H
+        self.head_dim, self.dtype = H, jnp.dtype(dtype)
         self.q = Linear(D, inner, divided="out", unit=H, dtype=dtype, rngs=rngs)
         self.k = Linear(D, inner, divided="out", unit=H, dtype=dtype, rngs=rngs)
         self.v = Linear(D, inner, divided="out", unit=H, dtype=dtype, rngs=rngs)
@@ -116,7 +116,7 @@ class T5Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], bias: Float[Array, "N T T"], real: Bool[Array, "B T"]
     ) -> Float[Array, "B T D"]:
-        dtype = self.q.weight.get_value().dtype
+        dtype = self.dtype
         q, k, v = (m(x).astype(dtype).reshape(*x.shape[:2], -1, self.head_dim) for m in (self.q, self.k, self.v))
         # Not `ops.attention`, which adds nothing to scores. Prompts are short: B N T T floats are tens of megabytes.
         product = partial(jnp.einsum, preferred_element_type=jnp.float32, precision=exact_products(k))
@@ -164,6 +164,8 @@ class UMT5EncoderModel(nnx.Module):
 
     ignored_weights = ()
     """Patterns of keys that are not loaded, in either layout: none."""
+
+    quantized_weights = r"^token_embedding\.|\.(attn|ffn)\."
 
     def __init__(self, config: UMT5Config, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config

@@ -176,9 +176,9 @@ def split_swiglu(x: Float[Array, "*B D"], gate_up: Linear) -> Float[Array, "*B F
 class Embedding(nnx.Module):
     """Rows of `weight [V, D]` by token, in float32; `attend` multiplies by its transpose (a tied output head).
 
-    The weight is an array, an `ops.BlockQuantizedWeight`, of which single rows are dequantised, or an
-    `ops.PackedWeight`. With `divided="vocabulary"` each of several devices holds the rows of a part of the tokens
-    (`nn.parallel`).
+    The weight is an array, an `ops.QuantizedWeight` or `ops.BlockQuantizedWeight`, of which single rows are
+    dequantised, or an `ops.PackedWeight`. With `divided="vocabulary"` each of several devices holds the rows of a part
+    of the tokens (`nn.parallel`).
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Embedding(nnx.Module):
 
     def _rows(self, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
         weight = self.weight.get_value()
-        if isinstance(weight, ops.BlockQuantizedWeight | ops.PackedWeight):
+        if isinstance(weight, ops.QuantizedWeight | ops.BlockQuantizedWeight | ops.PackedWeight):
             return weight.rows(tokens)
         return weight[tokens].astype(jnp.float32)
 

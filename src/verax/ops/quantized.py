@@ -8,9 +8,9 @@ that are not neighbours. How they are laid out is said at `QuantizedWeight`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from jaxtyping import Array, BFloat16, Float, Int, Int8
 from verax.errors import InvalidParameterError
 
 BITS = (8, 4)
+FLOAT8 = jnp.float8_e4m3fn
+LARGEST_FLOAT8 = float(jnp.finfo(FLOAT8).max)
 GROUP_SIZES = (32, 64, 128)
 
 SMALLEST_SCALE = 1e-37
@@ -27,6 +29,19 @@ SMALLEST_SCALE = 1e-37
 
 INT4_ROWS = 16
 """Rows whose 4-bit values lie side by side, one in each lane of a register."""
+
+
+class Precision(NamedTuple):
+    """Precision to quantise weights to.
+
+    `group_size`: inputs that share a scale, 32, 64 or 128; None for a whole row (8 bits only). `is_float`: True for
+    8-bit floats (float8_e4m3fn) in place of integers. `rounds_inputs`: as in `QuantizedWeight`.
+    """
+
+    bits: int
+    group_size: int | None = None
+    is_float: bool = False
+    rounds_inputs: bool = False
 
 
 @partial(
@@ -159,25 +174,48 @@ class QuantizedWeight:
         weight = (grouped * scales[:, :, None]).reshape(self.size_out, self.size_in).astype(dtype)
         return weight if self.order is None else weight[:, jnp.argsort(self.order)]
 
+    def rows(self, indices: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+        """Single rows in float32, of a table of embeddings of 8 bits without zero points or an order of columns."""
+        if self.bits != 8 or self.zeros is not None or self.order is not None:
+            raise TypeError("rows: of 8-bit weights without zero points, whose columns are in the order of the inputs")
+        scales = jnp.asarray(self.scales)[indices].astype(jnp.float32)[..., None]
+        values = jnp.asarray(self.values)[indices].astype(jnp.float32)
+        return (values.reshape(*scales.shape[:-1], -1) * scales).reshape(values.shape)
+
     def _of_rows(self, array: Array) -> Array:
         if self.bits == 8:
             return array
         return array.swapaxes(1, 2).reshape(-1, array.shape[1])[: self.size_out]
 
 
-def quantize(weight: Float[Array, "F D"], bits: int, group_size: int | None = None) -> QuantizedWeight:
+def quantize(
+    weight: Float[Array, "F D"],
+    bits: int,
+    group_size: int | None = None,
+    is_float: bool = False,
+    rounds_inputs: bool = False,
+) -> QuantizedWeight:
     """Round a weight to `bits` with the scale that loses least among a few. Runs under `jit`.
 
     Args:
         weight: of any float dtype.
         bits: 8 or 4.
         group_size: 32, 64 or 128 inputs with a float16 scale each; None for one float32 scale a row (8 bits only).
+        is_float: True for 8-bit floats, with a scale for each row.
+        rounds_inputs: as in `QuantizedWeight`.
 
     Raises:
         InvalidParameterError: for other numbers, or if the groups do not divide D.
     """
     F, D = weight.shape
     _check(D, bits, group_size)
+    if (is_float or rounds_inputs) and (bits != 8 or group_size is not None or (is_float and rounds_inputs)):
+        raise InvalidParameterError("bits: 8-bit floats and rounded inputs need 8 bits and a scale for each row")
+    if is_float:
+        exact = weight.astype(jnp.float32)
+        largest = jnp.max(jnp.abs(exact), axis=-1, keepdims=True)
+        scales = jnp.where(largest == 0, 1, largest / LARGEST_FLOAT8)
+        return QuantizedWeight((exact / scales).astype(FLOAT8), scales, F, D, None, 8)
     grouped = weight.astype(jnp.float32).reshape(F, -1, group_size or D)
     largest = jnp.max(jnp.abs(grouped), axis=-1, keepdims=True)
     if bits == 8:
@@ -201,7 +239,8 @@ def quantize(weight: Float[Array, "F D"], bits: int, group_size: int | None = No
             best = tuple(jnp.where(better, new, old) for new, old in zip((loss, rounded, scale), best, strict=True))
     assert best is not None
     _, rounded, scale = best
-    return QuantizedWeight.from_integers(rounded.reshape(F, D).astype(jnp.int8), scale[..., 0], bits, group_size)
+    laid_out = QuantizedWeight.from_integers(rounded.reshape(F, D).astype(jnp.int8), scale[..., 0], bits, group_size)
+    return replace(laid_out, rounds_inputs=rounds_inputs)
 
 
 def round_inputs(x: Float[Array, "*B D"]) -> tuple[Int8[Array, "*B D"], Float[Array, "*B 1"]]:

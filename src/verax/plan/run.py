@@ -24,7 +24,7 @@ _OPTIONS = {
     ),
     "embedding": ("dtype", "batch_size", "max_length"),
     "video": (
-        *("dtype", "resolution", "height", "width", "num_frames", "num_inference_steps"),
+        *("dtype", "quantization", "resolution", "height", "width", "num_frames", "num_inference_steps"),
         *("devices", "guidance_parallel", "sequence_parallel", "shard_weights"),
     ),
 }

@@ -28,7 +28,7 @@ from verax.models.wan.vae_layers import AttentionBlock, Upsample
 from verax.plan.devices import Device, program_row
 from verax.plan.model import Described
 from verax.plan.parts import Part, nbytes_of
-from verax.video.load import Components, divided_component
+from verax.video.load import Components, divided_component, network_precision
 from verax.video.memory import add_residents, largest
 from verax.video.mesh import GUIDANCE, SEQUENCE, axis_size, check_request, clip_mesh
 from verax.video.programs import Component
@@ -62,6 +62,7 @@ class Clip(NamedTuple):
     latents: tuple[int, ...]
     mesh: AbstractMesh | None
     shard_weights: bool
+    quantization: str | None
 
     @property
     def tokens(self) -> int:
@@ -83,6 +84,7 @@ def read_clip(
     config: str | Path,
     *,
     dtype: str = "bfloat16",
+    quantization: str | None = None,
     devices: int | None = None,
     guidance_parallel: bool = False,
     sequence_parallel: int = 1,
@@ -94,6 +96,7 @@ def read_clip(
     Args:
         config: folder of the model, or one of `WAN_CONFIGS`.
         dtype: `"bfloat16"` or `"float32"`, of transformer and encoders.
+        quantization: as in `VideoPipeline`. Without it, weights count as floats: the files need not be there.
         size: `resolution`, `height`, `width`, `num_frames` and `num_inference_steps`, as `VideoRequest` takes them.
     """
     check_dtype(dtype)
@@ -143,15 +146,17 @@ def read_clip(
     check_request(mesh, request, geometry)
     latents = geometry.shape(geometry.latents(frames), height, width)
     text = UMT5Config.from_hf(part("text_encoder", UMT5_XXL))
-    return Clip(transformer, vae, text, image, settings, DTYPES[dtype], request, latents, mesh, shard_weights)
+    shared = (DTYPES[dtype], request, latents, mesh, shard_weights, quantization)
+    return Clip(transformer, vae, text, image, settings, *shared)
 
 
 def components(clip: Clip) -> Components:
     """The models, as the devices of the clip hold them."""
 
     def part(what: str, kind: Any, config: Any, dtype: DTypeLike, *, keep: bool | None = None) -> Component[Any]:
-        mesh, sharded = clip.mesh, clip.shard_weights
-        return divided_component(what, kind, config, dtype, lambda it: it, keep=keep, mesh=mesh, shard_weights=sharded)
+        options: Any = {"keep": keep, "mesh": clip.mesh, "shard_weights": clip.shard_weights}
+        options["precision"] = network_precision(kind, clip.quantization)
+        return divided_component(what, kind, config, dtype, lambda it: it, **options)
 
     experts = clip.settings.boundary_ratio is not None
     names = ("high-noise transformer", "low-noise transformer") if experts else ("transformer",)
@@ -181,6 +186,7 @@ def plan_video(model: Described, device: Device, **options: Any) -> dict[str, An
     return {
         "settings": {
             "dtype": jnp.dtype(clip.dtype).name,
+            "quantization": clip.quantization,
             **{name: getattr(clip.request, name) for name in ("num_frames", "height", "width", "num_inference_steps")},
             "guidance_parallel": groups > 1,
             "sequence_parallel": size,

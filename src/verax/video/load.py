@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -14,12 +15,14 @@ from jax.typing import DTypeLike
 
 from verax import models, progress
 from verax.checkpoint.checkpoint import Checkpoint
+from verax.checkpoint.formats.quantized import QuantizedEntry
 from verax.checkpoint.lora import with_lora
 from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import InvalidParameterError
-from verax.loading import load_weights
+from verax.loading import DEQUANTIZE, load_weights, quantized_shapes
 from verax.models.video_model import Network, VideoAutoencoder, VideoModel, VideoTransformer
 from verax.nn.parallel import shard_blocks
+from verax.ops.quantized import Precision
 from verax.video.mesh import AnyMesh, tensor_mesh
 from verax.video.programs import Component
 
@@ -59,11 +62,20 @@ def divided_component(
     offload: bool = False,
     mesh: AnyMesh | None = None,
     shard_weights: bool = False,
+    precision: Precision | None = None,
+    packed: Callable[[], Mapping[str, QuantizedEntry]] = dict,
 ) -> Component[M]:
     """A network as the devices of a clip hold it.
 
-    `shard_weights`: True to divide the weights of a transformer's blocks over the mesh.
+    `shard_weights`: True to divide the weights of a transformer's blocks over the mesh. `precision`: precision to
+    quantise to. `packed`: weights that stay as the checkpoint has quantised them.
     """
+    stored = packed()
+    if shard_weights and is_quantizable(kind) and (precision is not None or stored):
+        raise InvalidParameterError(
+            "shard_weights: quantised weights are not divided over devices; leave it out, or give "
+            f"quantization={DEQUANTIZE!r}"
+        )
     is_transformer = issubclass(kind, VideoTransformer)
 
     def make() -> M:
@@ -76,7 +88,32 @@ def divided_component(
     # A clip calls a transformer many times, and an encoder once or twice: packing pays if the encoder stays for others.
     # float32 stays unpacked: without AVX-512, packed weights are slower with this number of rows.
     pack = mesh is None and dtype == jnp.bfloat16 and (is_transformer or bool(keep))
-    return Component(what, make, load, keep=keep, offload=offload, pack=pack, mesh=place)
+    held = partial(quantized_shapes, packed=stored, precision=precision) if stored or precision is not None else None
+    return Component(what, make, load, keep=keep, offload=offload, held=held, pack=pack, mesh=place)
+
+
+QUANTIZATIONS: Mapping[str, Precision] = {"int8": Precision(8), "fp8": Precision(8, is_float=True)}
+"""Precisions by the names that users give: 8-bit integers or floats, with a scale for each row."""
+
+
+def is_quantizable(kind: type[nnx.Module]) -> bool:
+    """True for a network of which weights may be quantised: transformers and UMT5."""
+    return hasattr(kind, "quantized_weights")
+
+
+def network_precision(kind: type[nnx.Module], quantization: str | None) -> Precision | None:
+    """Precision that a network's weights are quantised to; None for those of the checkpoint.
+
+    Transformers multiply 8-bit integers by inputs that are rounded to integers as well. A text encoder, which has the
+    larger outliers and runs once, does not round its inputs.
+    """
+    if quantization is not None and quantization not in (*QUANTIZATIONS, DEQUANTIZE):
+        names = ", ".join((*QUANTIZATIONS, DEQUANTIZE))
+        raise InvalidParameterError(f"quantization: expected one of {names}, got {quantization!r}")
+    precision = QUANTIZATIONS.get(quantization or "")
+    if precision is None or not is_quantizable(kind):
+        return None
+    return precision._replace(rounds_inputs=issubclass(kind, VideoTransformer) and not precision.is_float)
 
 
 def load_components(
@@ -90,6 +127,7 @@ def load_components(
     show_progress: bool = False,
     mesh: Mesh | None = None,
     shard_weights: bool = False,
+    quantization: str | None = None,
 ) -> Components:
     """Describe a folder's networks.
 
@@ -101,17 +139,31 @@ def load_components(
         mesh: devices each of which gets the weights of transformers and VAE, and a part of the encoders' weights; None
             for the default device.
         shard_weights: True to divide the weights of the transformers' blocks over the mesh instead.
+        quantization: "int8" or "fp8" to quantise transformers and text encoder while loading, after the changes of
+            `lora` and whatever the files have; "dequantize" for floats; None for what the files have.
     """
 
-    def component(network: Network, precision: DTypeLike, keep: bool | None) -> Component[Any]:
+    def component(network: Network, dtype: DTypeLike, keep: bool | None) -> Component[Any]:
+        precision = network_precision(network.module, quantization)
+        may_stay = quantization is None and is_quantizable(network.module) and folder.has_weights(network.folder)
+
         def load(abstract: Any) -> Any:
             with progress.bar(f"loading {network.name}", enabled=show_progress, count=False) as report:
                 return load_weights(
-                    abstract, open_part(network.folder), mesh=cast(Mesh | None, described.mesh), progress=report
+                    abstract,
+                    open_part(network.folder),
+                    precision=precision,
+                    dequantize=not may_stay,
+                    mesh=cast(Mesh | None, described.mesh),
+                    progress=report,
                 )
 
+        def packed() -> Mapping[str, QuantizedEntry]:
+            return open_part(network.folder).packed if may_stay else {}
+
         options: Any = {"keep": keep, "offload": offload, "mesh": mesh, "shard_weights": shard_weights}
-        described = divided_component(network.name, network.module, network.config, precision, load, **options)
+        options |= {"precision": precision, "packed": packed}
+        described = divided_component(network.name, network.module, network.config, dtype, load, **options)
         return described
 
     changes = dict(zip((network.folder for network in model.transformers), lora, strict=False))

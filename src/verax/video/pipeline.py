@@ -53,6 +53,7 @@ class VideoPipeline:
         model: str | Path | None = None,
         *,
         dtype: str = "bfloat16",
+        quantization: str | None = None,
         reference: str | None = None,
         kind: str | None = None,
         lora: Lora = None,
@@ -72,6 +73,9 @@ class VideoPipeline:
         Args:
             model: a folder in the original's or diffusers' layout, or the hub id of one; None is the built-in model.
             dtype: `"bfloat16"` or `"float32"`: dtype of weights and of the inputs of matmuls; the rest is float32.
+            quantization: `"int8"` or `"fp8"`: 8-bit weights of the transformer and of UMT5, quantised while they are
+                read, after LoRA and whatever the files have; `"dequantize"`: `dtype`, also where the files have
+                quantised weights. None: what the files have.
             reference: rules where the two PyTorch pipelines differ: of Wan and SkyReels-V2 `"skyreels"` (the
                 original's, less its slips; the default) or `"diffusers"`.
             kind: `"t2v"`, `"i2v"`, `"ti2v"` (either) or `"df"` (diffusion forcing), where the folder does not determine
@@ -138,6 +142,7 @@ class VideoPipeline:
             show_progress=show_progress,
             mesh=clip_devices,
             shard_weights=shard_weights,
+            quantization=quantization,
         )
         stages = Stages(
             text_encoder=networks.text_encoder,

@@ -18,7 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from verax import ops
@@ -27,7 +27,7 @@ from verax.machine import return_freed_memory
 from verax.nn import pack_linear_weights, packed_copy
 from verax.nn.parallel import divisions
 from verax.ops._dispatch import drop_traces
-from verax.ops.division import partition
+from verax.ops.division import Division, partition
 from verax.video.mesh import AnyMesh, Layout
 
 M = TypeVar("M", bound=nnx.Module)
@@ -57,6 +57,7 @@ class Component(Generic[M]):
         *,
         keep: bool | None = None,
         offload: bool = False,
+        held: Callable[[M], M] | None = None,
         pack: bool = False,
         mesh: AnyMesh | None = None,
     ):
@@ -64,6 +65,8 @@ class Component(Generic[M]):
 
         Args:
             make: function that returns the module, with any weights; traced for its shapes.
+            held: function from the module of shapes to the one that `load` makes of it, of which weights are quantised;
+                None if it makes none that differ.
             keep: True if weights stay on the device between uses; by their size (`KEEP_LIMIT`) if None.
             pack: True to pack the weights of linear layers on their way to the device (`nn.pack_linear_weights`), which
                 takes as long as some five calls save.
@@ -76,10 +79,12 @@ class Component(Generic[M]):
         self.mesh = mesh
         self._set_shapes(self._abstract)
         self.parameters = sum(math.prod(leaf.shape) for leaf in self.shapes)
+        loaded = self._abstract if held is None else held(self._abstract)
+        self._set_shapes(loaded)
         self.keep = not offload and (self.size <= KEEP_LIMIT if keep is None else keep)
         self._packs = pack
         if pack:
-            self._set_shapes(nnx.eval_shape(packed_copy, self._abstract))
+            self._set_shapes(nnx.eval_shape(packed_copy, loaded))
         self._offload = offload
         self._weights: Weights | None = None
         self._waiting: Weights | None = None
@@ -91,8 +96,12 @@ class Component(Generic[M]):
         leaves, self._treedef = jax.tree.flatten(state)
         self.shapes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
         declared = {} if self.mesh is None else divisions(held)
-        names = (".".join(map(str, path)) for path, _ in nnx.to_flat_state(state))
-        self.partition = tuple(partition(leaf, declared.get(name)) for name, leaf in zip(names, leaves, strict=True))
+        # A quantised or packed weight is several arrays.
+        self.partition = tuple(
+            spec
+            for path, leaf in nnx.to_flat_state(state)
+            for spec in _specs(leaf.get_value(), declared.get(".".join(map(str, path))))
+        )
 
     @property
     def size(self) -> int:
@@ -140,6 +149,12 @@ class Component(Generic[M]):
     def module(self, weights: Weights) -> M:
         """Module with these weights, for use inside a program."""
         return nnx.merge(self._graph, jax.tree.unflatten(self._treedef, weights))
+
+
+def _specs(weight: Any, division: Division | None) -> list[PartitionSpec]:
+    """Partition of each array of a weight."""
+    specs = partition(weight, division)
+    return [specs] * len(jax.tree.leaves(weight)) if isinstance(specs, PartitionSpec) else jax.tree.leaves(specs)
 
 
 def in_memory(weights: Weights, kind: str) -> Weights:

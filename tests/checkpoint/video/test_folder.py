@@ -159,13 +159,13 @@ def test_8_bit_floats_are_multiplied_by_their_scales(name, rows, original):
     values, folder = scaled(original, **{f"Q__{name}": scale}, **markers)
     checkpoint = folder.checkpoint("transformer")
     assert set(checkpoint.names()) == set(tensors("transformer"))
-    np.testing.assert_array_equal(checkpoint.read(f"{Q}.weight"), values * scale[:, None])
+    np.testing.assert_array_equal(checkpoint.read(f"{Q}.weight").dequantize(), values * scale[:, None])
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"Q__scale_weight": np.ones(3, np.float32)}, "of 3 numbers cannot scale .* one scale or one for each row"),
+        ({"Q__scale_weight": np.ones(3, np.float32)}, "of 3 numbers cannot scale .* one scale, one for each row"),
         ({"head__scale_weight": np.ones(1, np.float32)}, r"head\.scale_weight has no head\.weight with it"),
         (
             {"blocks__1__self_attn__q__weight_scale": np.ones(1, np.float32)},

@@ -467,7 +467,7 @@ def part_names(name: str) -> list[str]:
     return [f"{match['stem']}-{i:05}-of-{match['count']}.gguf" for i in range(1, int(match["count"]) + 1)]
 
 
-def _other_parts(first: GGUFFile) -> list[GGUFFile]:
+def other_parts(first: GGUFFile) -> list[GGUFFile]:
     """The other parts of a split file, of which this is the first; none of a whole one."""
     path, count = first.path, first.metadata.get("split.count", 1)
     if count in (0, 1):
@@ -495,7 +495,7 @@ class GGUFWeights(GGUFFile):
         super().__init__(path)
         architecture = self._architecture = str(self.metadata.get("general.architecture"))
         self._places: dict[str, tuple[GGUFFile, GGUFTensor]] = {}
-        for part in (self, *_other_parts(self)):
+        for part in (self, *other_parts(self)):
             for name, tensor in part.tensors.items():
                 key = name if name == ROPE_DIVISORS else tensor_key(name, architecture)
                 if key in self._places:
@@ -519,7 +519,7 @@ class GGUFWeights(GGUFFile):
             key: TensorInfo(DTYPES.get(tensor.kind, floats), *tensor[1:]) for key, tensor in stored.items()
         }
         self.packed = {
-            key: QuantizedEntry(path, (key,), (shape[0], shape[1]), kind, partial(_from_blocks, kind))
+            key: block_entry(path, key, kind, (shape[0], shape[1]))
             for key, (kind, shape, *_) in stored.items()
             if kind in BLOCK_KINDS and len(shape) == 2
         }
@@ -556,6 +556,12 @@ class GGUFWeights(GGUFFile):
         names["penalty_repeat"] = "repetition_penalty"
         given = {ours: self.metadata.get(f"general.sampling.{theirs}") for theirs, ours in names.items()}
         return {name: value for name, value in given.items() if value is not None}
+
+
+def block_entry(path: Path, key: str, kind: str, shape: tuple[int, int]) -> QuantizedEntry:
+    """Description of a matrix of a type out of `BLOCK_KINDS`, which is read as its rows of blocks."""
+    held = BlockQuantizedWeight.shapes(kind, *shape)
+    return QuantizedEntry(path, (key,), shape, kind, partial(_from_blocks, kind), held)
 
 
 def _from_blocks(kind: str, **rows: np.ndarray) -> BlockQuantizedWeight:

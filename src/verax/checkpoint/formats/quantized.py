@@ -34,6 +34,7 @@ Sources: AutoGPTQ, `nn_modules/qlinear/qlinear_cuda_old.py`; ModelCloud/GPTQMode
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,6 +43,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.typing import DTypeLike
 
 from verax.checkpoint.formats.safetensors import TensorInfo
 from verax.errors import CheckpointError
@@ -66,6 +68,8 @@ class QuantizedEntry(NamedTuple):
     """Name of the quantisation, and what shares a scale."""
     convert: Callable[..., QuantizedWeight | BlockQuantizedWeight]
     """Function of the arrays, by the last part of their keys, to an exact copy of the weight."""
+    held: Any = None
+    """The weight with shapes in the place of arrays; None if the header does not determine them."""
 
     def read(self, read_raw: Callable[[str], np.ndarray]) -> QuantizedWeight | BlockQuantizedWeight:
         """Copy it out of its file, with the arrays that `read_raw` gives, without rounding."""
@@ -282,17 +286,18 @@ _SCALES = ("weight_scale_inv", "weight_scale")
 
 
 def _from_float8(
-    shape: tuple[int, int], block: tuple[int, int], *, weight: np.ndarray, **scale: Any
+    shape: tuple[int, int], block: tuple[int, int], halve: bool, *, weight: np.ndarray, **scale: Any
 ) -> QuantizedWeight:
     if (weight.view(np.uint8) & _NAN == _NAN).any():
         raise ValueError("it has values that are not numbers")
     (F, D), (rows, columns) = shape, block
-    (scales,) = scale.values()
+    scales = next(iter(scale.values()), np.ones(1, np.float32))
     if scales.dtype == np.uint8:
         scales = _powers_of_two(scales)
     scales = np.asarray(scales, np.float32).reshape(-(-F // rows), -(-D // columns))
     group = _fitting_group(columns, D, 8)
-    scales = _fitting_scales(_spread(scales[np.arange(F) // rows], columns, D, group), group)
+    scales = _spread(scales[np.arange(F) // rows], columns, D, group)
+    scales = _fitting_scales(scales, group) if halve else np.asarray(scales, np.float32)
     return QuantizedWeight(jnp.array(weight), jnp.array(scales), F, D, group, 8)
 
 
@@ -302,10 +307,18 @@ def _powers_of_two(exponents: np.ndarray) -> np.ndarray:
 
 
 def _describe_float8(
-    tensors: Mapping[str, TensorInfo], keys: tuple[str, str], block: tuple[int, int] | None, where: object
+    tensors: Mapping[str, TensorInfo],
+    keys: tuple[str, ...],
+    block: tuple[int, int] | None,
+    where: object,
+    halve: bool = True,
 ) -> QuantizedEntry:
-    """The weight with these keys, of values and of scales."""
-    values, scales = (tensors[key] for key in keys)
+    """The weight with these keys, of values and perhaps of scales.
+
+    `halve`: True to hold scales of groups as float16 where that changes none, which their values decide.
+    """
+    values = tensors[keys[0]]
+    scales = tensors[keys[1]] if len(keys) > 1 else TensorInfo(np.dtype(np.float32), (1,), 0, 0)
     if values.dtype == _FLOAT8 and len(values.shape) == 2:
         F, D = values.shape
         grid = scales.shape if len(scales.shape) == 2 else (*scales.shape, 1, 1)[:2]
@@ -317,8 +330,10 @@ def _describe_float8(
                 shared = "rows" if rows == 1 else "tensors"
                 if columns < D:
                     shared = f"{f'{rows}x' if rows > 1 else ''}{columns}"
-                convert = partial(_from_float8, (F, D), (rows, columns))
-                return QuantizedEntry(where, keys, (F, D), f"{_FLOAT8} by {shared}", convert)
+                convert = partial(_from_float8, (F, D), (rows, columns), halve)
+                group = _fitting_group(columns, D, 8)
+                held = None if halve and group is not None else _shapes((F, D), group, _FLOAT8)
+                return QuantizedEntry(where, keys, (F, D), f"{_FLOAT8} by {shared}", convert, held)
     raise _unfitting(tensors, keys, f"8-bit floats (float8_e4m3fn) with {_GROUPS}, shared by rows or not", where)
 
 
@@ -337,6 +352,34 @@ def _find_float8(
                 raise CheckpointError(f"{where}: {key} has no {' or '.join(scales)} with it")
             weights[key] = _describe_float8(tensors, (key, present[0]), block, where)
     return weights
+
+
+def _shapes(shape: tuple[int, int], group: int | None, dtype: DTypeLike) -> QuantizedWeight:
+    """A weight of 8 bits with float32 scales, with shapes in the place of arrays."""
+    values = jax.ShapeDtypeStruct(shape, dtype)
+    scales = jax.ShapeDtypeStruct((shape[0], 1 if group is None else shape[1] // group), jnp.float32)
+    return QuantizedWeight(values, scales, *shape, group, 8)
+
+
+def _from_int8(*, weight: np.ndarray, weight_scale: np.ndarray) -> QuantizedWeight:
+    F, D = weight.shape
+    scales = np.broadcast_to(weight_scale.astype(np.float32).reshape(-1, 1), (F, 1))
+    return QuantizedWeight(jnp.array(weight), jnp.array(scales), F, D, None, 8)
+
+
+def describe_scaled(
+    tensors: Mapping[str, TensorInfo], keys: tuple[str, ...], block: tuple[int, int], where: object
+) -> QuantizedEntry:
+    """The matrix of 8-bit floats or integers with these keys, of values and perhaps of scales, without a configuration.
+
+    Its scales are held as float32, so that the header determines what is held.
+    """
+    F, D = tensors[keys[0]].shape
+    if tensors[keys[0]].dtype == np.int8:
+        if math.prod(tensors[keys[1]].shape) not in (1, F):
+            raise _unfitting(tensors, keys, "8-bit integers with a scale for a row or for all", where)
+        return QuantizedEntry(where, keys, (F, D), "int8 by rows", _from_int8, _shapes((F, D), None, jnp.int8))
+    return _describe_float8(tensors, keys, block, where, halve=False)
 
 
 _MXFP4_GROUP = 32

@@ -13,15 +13,16 @@ PyTorch's wrappers, such as `model.diffusion_model.`, `pipe.dit.`, `_orig_mod.` 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from verax.checkpoint.checkpoint import Checkpoint, DerivedFile, TensorFile, open_stem, open_together
+from verax.checkpoint.formats.gguf import part_names
 from verax.checkpoint.formats.pth import PthFile
+from verax.checkpoint.formats.quantized import QuantizedEntry
 from verax.checkpoint.formats.safetensors import TensorInfo
 from verax.checkpoint.resolve import resolve_video
 from verax.checkpoint.video.parts import (
@@ -36,6 +37,7 @@ from verax.checkpoint.video.parts import (
     pipeline_name,
     scheduler_settings,
 )
+from verax.checkpoint.video.quantized import GGUFPart, open_quantized, umt5_config, wan_config
 from verax.errors import CheckpointError
 from verax.fields import Epsilon, Positive, file_of, read_value
 from verax.files import read_json
@@ -46,8 +48,6 @@ SETTINGS = "verax.json"
 """Name of verax's own settings file: defaults of a model that is not of the published sizes."""
 _COMFY = "model.diffusion_model."
 _PREFIXES = re.compile(r"^((model|diffusion_model|pipe|dit)\.)+")
-_SCALE = re.compile(r"(^|\.)(scale_weight|weight_scale)$")
-_LEFT_OUT = re.compile(r"(^|\.)(scaled_fp8|comfy_quant|scale_input|input_scale)$")
 _NUMBER = re.compile(r"-\d{5}-of-\d{5}$")
 
 
@@ -57,7 +57,9 @@ def is_video_folder(folder: Path) -> bool:
     if (folder / "model_index.json").is_file() or (folder / "transformer").is_dir() or experts.is_dir():
         return True
     own = folder / "config.json"
-    return own.is_file() and "_class_name" in read_json(own)
+    if own.is_file():
+        return "_class_name" in read_json(own)
+    return any(PARTS["vae"].pattern.fullmatch(path.name) for path in folder.glob("*")) and any(folder.glob("*.gguf"))
 
 
 class VideoFolder:
@@ -69,10 +71,12 @@ class VideoFolder:
         named = self.path if Path(path).expanduser().is_dir() else Path(path)
         self.name = named.resolve().name
         """Name of the folder or repository. In the original layout it may be the only sign of the kind of model."""
+        self._described: dict[str, dict[str, Any]] = {}
         self.layout: Literal["original", "diffusers"] = "diffusers"
         if not (self.path / "model_index.json").is_file() and not (self.path / "transformer").is_dir():
             self.layout = "original"
-            if not (self.path / "config.json").is_file() and not self._has_experts:
+            described = (self.path / "config.json").is_file() or _of_transformer(self.path, "gguf")
+            if not described and not self._has_experts:
                 raise CheckpointError(
                     f"{self.path}: no video model here: expected model_index.json and a folder for each part "
                     "(diffusers' layout), or config.json and the transformer's safetensors (the original's; Wan 2.2's "
@@ -112,7 +116,8 @@ class VideoFolder:
     @property
     def _has_experts(self) -> bool:
         """True for two transformers in the original layout."""
-        return (self.path / EXPERTS["transformer"] / "config.json").is_file()
+        folder = self.path / EXPERTS["transformer"]
+        return (folder / "config.json").is_file() or any(folder.glob("*.gguf"))
 
     @property
     def scheduler(self) -> dict[str, Any]:
@@ -161,13 +166,28 @@ class VideoFolder:
             self._check_folder(name)
             return read_json(self.path / name / "config.json")
         if name in EXPERTS:
-            config = read_json(self._transformer_folder(name) / "config.json")
+            config = self._transformer_config(name)
             if self._has_experts:
                 config.setdefault("image_dim", None)  # no published pair attends to an image encoder's states
             return config
         stem = self._stem(PARTS[name])
-        own = self.path / f"{stem}.json"
-        return read_json(own) if own.is_file() else PARTS[name].published(stem)
+        own, gguf = self.path / f"{stem}.json", self.path / f"{stem}.gguf"
+        if own.is_file():
+            return read_json(own)
+        described = umt5_config(GGUFPart(gguf, name)) if gguf.is_file() else {}
+        return PARTS[name].published(stem) | described
+
+    def _transformer_config(self, name: str) -> dict[str, Any]:
+        """Config.json of a transformer in the original layout, or the configuration that a GGUF file's shapes say."""
+        folder = self._transformer_folder(name)
+        if (folder / "config.json").is_file() or not (paths := _of_transformer(folder, "gguf")):
+            return read_json(folder / "config.json")
+        if name not in self._described:
+            entries, packed = _by_original_names(PARTS[name], {}, _gguf_files(paths, name))
+            shapes = {key: file.tensors[key].shape for key, file in entries.items()}
+            shapes |= {key: entry.shape for key, entry in packed.items()}
+            self._described[name] = wan_config(shapes, paths[0])
+        return dict(self._described[name])
 
     def checkpoint(self, name: str) -> Checkpoint:
         """A part's configuration and weights, these by the original's names.
@@ -176,11 +196,18 @@ class VideoFolder:
         """
         part, config = self._part(name), self.config(name)
         files = self._diffusers_files(name) if self.layout == "diffusers" else self._original_files(name)
-        entries = _by_original_names(part, config, files)
+        entries, packed = _by_original_names(part, config, files)
         if not entries:
             raise CheckpointError(f"{self.path}: the {part.what} has no weights")
         where = self.path / name if self.layout == "diffusers" else self._transformer_folder(name)
-        return Checkpoint(where, config, {}, entries)
+        return Checkpoint(where, config, {}, entries, packed=packed)
+
+    def has_weights(self, name: str) -> bool:
+        """True if there are files of a part's weights; a plan needs none."""
+        if self.layout == "original" and name not in EXPERTS:
+            return name in self
+        folder = self.path / name if self.layout == "diffusers" else self._transformer_folder(name)
+        return any(folder.glob("*.safetensors")) or any(folder.glob("*.gguf"))
 
     def _check_folder(self, name: str) -> None:
         if not (self.path / name).is_dir():
@@ -198,21 +225,23 @@ class VideoFolder:
 
     def _diffusers_files(self, name: str) -> Mapping[str, TensorFile]:
         part = self._part(name)
-        files = open_stem(self.path / name, part.stem)
+        files = open_stem(self.path / name, part.stem) or _gguf_files(sorted((self.path / name).glob("*.gguf")), name)
         if not files:
             raise CheckpointError(
                 f"{self.path / name}: no weights of the {part.what}: expected {part.stem}.safetensors, "
-                "or numbered files of that name"
+                "numbered files of that name, or a GGUF file"
             )
         return files
 
     def _original_files(self, name: str) -> Mapping[str, TensorFile]:
         if name in EXPERTS:
-            return self._original_transformer(self._transformer_folder(name))
+            return self._original_transformer(self._transformer_folder(name), name)
         part = PARTS[name]
         stem = self._stem(part)
         if files := open_stem(self.path, stem):
             return files
+        if (gguf := self.path / f"{stem}.gguf").is_file():
+            return _gguf_files([gguf], name)
         file = PthFile(self.path / f"{stem}.pth")
         return dict.fromkeys(file.tensors, file)
 
@@ -221,22 +250,18 @@ class VideoFolder:
         return self.path / EXPERTS[name] if self._has_experts and name in EXPERTS else self.path
 
     @staticmethod
-    def _original_transformer(folder: Path) -> Mapping[str, TensorFile]:
+    def _original_transformer(folder: Path, name: str) -> Mapping[str, TensorFile]:
         for stem in ("model", "diffusion_pytorch_model"):
             if files := open_stem(folder, stem):
                 return files
-        others = [part.pattern for name, part in PARTS.items() if name not in EXPERTS]
-        rest = [
-            path
-            for path in sorted(folder.glob("*.safetensors"))
-            if not any(pattern.fullmatch(path.name) for pattern in others)
-        ]
-        if not rest:
-            raise CheckpointError(
-                f"{folder}: no weights of the transformer: expected model.safetensors or "
-                "diffusion_pytorch_model.safetensors, or numbered files of either name"
-            )
-        return open_together(rest)
+        if rest := _of_transformer(folder, "safetensors"):
+            return open_together(rest)
+        if files := _gguf_files(_of_transformer(folder, "gguf"), name):
+            return files
+        raise CheckpointError(
+            f"{folder}: no weights of the transformer: expected model.safetensors or "
+            "diffusion_pytorch_model.safetensors, numbered files of either name, or a GGUF file"
+        )
 
     def _stem(self, part: Part) -> str:
         """Name of a part's files in the original layout, without number and ending."""
@@ -255,6 +280,25 @@ class VideoFolder:
         if len(stems) > 1:
             raise CheckpointError(f"{self.path}: several files for the {part.what}: {', '.join(files)}; leave one")
         return stems[0] if stems else None
+
+
+def _of_transformer(folder: Path, suffix: str) -> list[Path]:
+    """Files of a folder of the original layout that are not of another part."""
+    others = [part.pattern for name, part in PARTS.items() if name not in EXPERTS]
+    paths = sorted(folder.glob(f"*.{suffix}"))
+    return [path for path in paths if not any(pattern.fullmatch(path.name) for pattern in others)]
+
+
+def _gguf_files(paths: Sequence[Path], name: str) -> dict[str, TensorFile]:
+    """File of each tensor of a part, by key, in one GGUF file or the parts of a split one; nothing without a path."""
+    if not paths:
+        return {}
+    if [path.name for path in paths] not in (part_names(paths[0].name), [paths[0].name]):
+        raise CheckpointError(
+            f"{paths[0].parent}: several GGUF files for one part: {', '.join(path.name for path in paths)}; leave one"
+        )
+    file = GGUFPart(paths[0], name)
+    return dict.fromkeys(file.tensors, file)
 
 
 def _entry(name: str, sources: list[tuple[TensorFile, str]], form: Form) -> DerivedFile:
@@ -279,34 +323,11 @@ def _entry(name: str, sources: list[tuple[TensorFile, str]], form: Form) -> Deri
     return DerivedFile(path, name, TensorInfo(first.dtype, shape, first.start, end), read, release)
 
 
-def _with_scales(files: Mapping[str, TensorFile]) -> dict[str, TensorFile]:
-    """Files by key, in which 8-bit floats are multiplied by their scales, of a row each or of the whole weight.
-
-    ComfyUI names the scales `scale_weight`, diffusers' quantisers `weight_scale`. Scales of inputs are left out: these
-    are not quantised here.
-    """
-    folded = {key: file for key, file in files.items() if not _LEFT_OUT.search(key)}
-    for key in [key for key in folded if _SCALE.search(key)]:
-        name, scale_file = _SCALE.sub(r"\1weight", key), folded.pop(key)
-        if name not in folded:
-            raise CheckpointError(f"{scale_file.path}: {key} has no {name} with it")
-        file, shape = folded[name], folded[name].tensors[name].shape
-        scales = scale_file.read(key).astype(np.float32).reshape(-1)
-        if file.tensors[name].dtype.itemsize != 1 or not shape or scales.size not in (1, shape[0]):
-            raise CheckpointError(
-                f"{scale_file.path}: {key} of {scales.size} numbers cannot scale {name} of dtype "
-                f"{file.tensors[name].dtype} and shape {list(shape)}: expected 8-bit floats, and one scale or one for "
-                "each row"
-            )
-        scales = scales.reshape(-1, *(1 for _ in shape[1:]))
-        read = partial(lambda file, name, scales: file.read(name).astype(np.float32) * scales, file, name, scales)
-        info = file.tensors[name]._replace(dtype=np.dtype(np.float32))
-        folded[name] = DerivedFile(file.path, name, info, read, partial(file.release, name))
-    return folded
-
-
-def _by_original_names(part: Part, config: Mapping[str, Any], files: Mapping[str, TensorFile]) -> dict[str, TensorFile]:
-    files = _with_scales(files)
+def _by_original_names(
+    part: Part, config: Mapping[str, Any], files: Mapping[str, TensorFile]
+) -> tuple[dict[str, TensorFile], dict[str, QuantizedEntry]]:
+    """Files of the weights, and the quantised ones among these, by the original's names."""
+    files, quantized = open_quantized(files)
     names, keys = part.names(config), dict[str, str]()
     for key, file in files.items():
         name = _PREFIXES.sub("", WRAPPERS.sub("", key))
@@ -321,19 +342,24 @@ def _by_original_names(part: Part, config: Mapping[str, Any], files: Mapping[str
     theirs = {name: original for name in keys if (original := names.backward(name)) is not None}
     ours = [name for name in keys if names.forward(name) is not None]
     if len(ours) >= len(theirs):
-        return {name: _entry(name, [(files[key], key)], lambda array: array) for name, key in keys.items()}
+        theirs = {}
     pieces: dict[str, dict[int, str]] = {}
     for name in keys:
         original, piece = theirs.get(name, (name, 0))
         pieces.setdefault(original, {})[piece] = name
     entries: dict[str, TensorFile] = {}
+    packed: dict[str, QuantizedEntry] = {}
     for original, parts in pieces.items():
         wanted = names.forward(original)
-        if wanted is not None and len(parts) != len(wanted):
+        if theirs and wanted is not None and len(parts) != len(wanted):
             absent = ", ".join(name for i, name in enumerate(wanted) if i not in parts)
             path = files[keys[next(iter(parts.values()))]].path
             raise CheckpointError(f"{path}: {absent} missing, and only {', '.join(parts.values())} present")
+        if len(parts) == 1 and original not in part.forms and (describe := quantized.get(keys[parts[0]])) is not None:
+            packed[original], arrays = describe(original)
+            entries |= arrays
+            continue
         sources = [(files[keys[parts[i]]], keys[parts[i]]) for i in sorted(parts)]
         form = part.form(original).to_original if parts[0] in theirs else lambda array: array
         entries[original] = _entry(original, sources, form)
-    return entries
+    return entries, packed

@@ -89,6 +89,12 @@ Transformers has `cls_embedding [1, 1, D]` and `pos_embedding [1, 1 + P, D]` wit
 
 _UMT5_LAYER = "encoder.block.{i}.layer"
 
+_UMT5_GGUF = {
+    **{"norm1": "attn_norm", "pos_embedding.embedding": "attn_rel_b", "norm2": "ffn_norm"},
+    **{f"attn.{name}": f"attn_{name}" for name in "qkvo"},
+    **{"ffn.gate.0": "ffn_gate", "ffn.fc1": "ffn_up", "ffn.fc2": "ffn_down"},
+}
+
 UMT5 = Renaming(
     [
         ("token_embedding", "shared"),
@@ -101,9 +107,12 @@ UMT5 = Renaming(
         ("blocks.{i}.ffn.fc1", f"{_UMT5_LAYER}.1.DenseReluDense.wi_1"),
         ("blocks.{i}.ffn.fc2", f"{_UMT5_LAYER}.1.DenseReluDense.wo"),
         ("norm", "encoder.final_layer_norm"),
+        ("token_embedding", "token_embd"),
+        ("norm", "enc.output_norm"),
+        *((f"blocks.{{i}}.{ours}", f"enc.blk.{{i}}.{theirs}") for ours, theirs in _UMT5_GGUF.items()),
     ]
 )
-"""UMT5's encoder: names of Wan's `models_t5_umt5-xxl-enc-bf16.pth` and of transformers."""
+"""UMT5's encoder: names of Wan's `models_t5_umt5-xxl-enc-bf16.pth` and of transformers; then of llama.cpp."""
 
 _CONDITION = "condition_embedder"
 _BLOCK = "blocks.{i}"
@@ -343,7 +352,7 @@ PARTS: Mapping[str, Part] = {
         what="text encoder",
         stem="model",
         original="models_t5_umt5-xxl-enc-bf16",
-        pattern=re.compile(r"(?i).*(_t5_|umt5).*\.(pth|safetensors)"),
+        pattern=re.compile(r"(?i).*(_t5_|umt5).*\.(pth|safetensors|gguf)"),
         config=UMT5_XXL,
         names=lambda config: UMT5,
         dropped=re.compile(r"^(decoder\.|lm_head\.|spiece_model$)"),

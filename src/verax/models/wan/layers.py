@@ -187,8 +187,8 @@ class Projections(nnx.Module):
 
     @property
     def dtype(self) -> DTypeLike:
-        """Dtype of the weights, and of keys and values."""
-        return self.k.weight.get_value().dtype
+        """Dtype of keys and values, and of weights that are not quantised."""
+        return self.norm_k.weight.get_value().dtype
 
     def split(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
         """Divide the last axis among the heads."""

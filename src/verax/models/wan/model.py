@@ -196,6 +196,9 @@ class WanModel(nnx.Module):
     ignored_weights = (r"\.cross_attn\.norm_q_img\.weight$",)
     """A norm that some files carry and no model uses."""
 
+    quantized_weights = r"^blocks\."
+    """All but a hundredth of the weights. Errors of the embeddings and of the head would reach every token whole."""
+
     stacked_weights = STACKED_BLOCKS
 
     def __init__(self, config: WanConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):

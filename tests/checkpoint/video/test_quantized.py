@@ -1,0 +1,216 @@
+"""Quantised files of video models: 8-bit floats and integers with scales, and GGUF files in their published layouts."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from tests.support.gguf import encode
+from verax.checkpoint.video.folder import VideoFolder, is_video_folder
+from verax.checkpoint.video.parts import WAN as WAN_NAMES
+from verax.errors import CheckpointError, UnsupportedModelError
+from verax.loading import load_weights, quantized_shapes
+from verax.models.umt5 import UMT5Config, UMT5EncoderModel
+from verax.models.wan.model import WanConfig, WanModel
+from verax.ops import BlockQuantizedWeight, QuantizedWeight
+
+WAN = WanConfig(dim=256, ffn_dim=512, num_heads=2, num_layers=2, text_dim=256, freq_dim=256)
+UMT5 = UMT5Config(vocab_size=96, d_model=256, d_kv=64, d_ff=256, num_layers=2, num_heads=4)
+BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+EXPANDED = ("Q2_K", "Q3_K", "F16", "BF16", "F32")
+
+
+def weights_of(kind, config):
+    shapes = nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: kind(config, dtype=np.float32, rngs=nnx.Rngs(0)))))
+    draw = np.random.default_rng(0)
+    named = {".".join(map(str, path)): leaf.shape for path, leaf in shapes}
+    return {name: (0.1 * draw.standard_normal(shape)).astype(np.float32) for name, shape in named.items()}
+
+
+def write_gguf(path, weights, kind, *, architecture, matrices, rename=lambda name: name, metadata=()):
+    """Write a GGUF file, and return the floats that it stands for by name."""
+    writer = gguf.GGUFWriter(path, architecture or "none")
+    if architecture is None:  # as stable-diffusion.cpp writes
+        writer.kv_data[0].pop("general.architecture")
+    for method, *arguments in metadata:
+        getattr(writer, method)(*arguments)
+    stored = {}
+    for name, weight in weights.items():
+        type_of = gguf.GGMLQuantizationType[kind if matrices(name, weight) else "F32"]
+        if type_of.name in ("F32", "F16", "BF16"):
+            rows = gguf.quantize(weight, type_of)
+        else:
+            rows = encode(weight, kind) if kind not in ("Q2_K", "Q3_K") else encode(weight, kind, seed=len(stored))
+        writer.add_tensor(rename(name), rows, raw_dtype=type_of)
+        stored[name] = gguf.dequantize(rows.reshape(-1, rows.shape[-1]), type_of).reshape(weight.shape)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return stored
+
+
+def of_blocks(name, weight):
+    return name.startswith("blocks.") and weight.ndim == 2
+
+
+def original(folder: Path, config=None) -> VideoFolder:
+    folder.mkdir(exist_ok=True)
+    (folder / "Wan2.1_VAE.safetensors").write_bytes(b"")
+    return VideoFolder(folder)
+
+
+def loaded(folder, name, kind, config):
+    """Weights of a part as a pipeline holds them, by name, checked against the shapes that the headers give."""
+    abstract = nnx.eval_shape(lambda: kind(config, dtype=np.float32, rngs=nnx.Rngs(0)))
+    opened = folder.checkpoint(name)
+    expected = nnx.to_flat_state(nnx.state(quantized_shapes(abstract, opened.packed)))
+    leaves = nnx.to_flat_state(nnx.state(load_weights(abstract, opened)))
+    assert nnx.to_flat_state(nnx.state(abstract)).paths == leaves.paths
+    for (_, shapes), (_, leaf) in zip(expected, leaves, strict=True):
+        assert type(shapes.get_value()) is type(leaf.get_value()) or not hasattr(leaf.get_value(), "dequantize")
+        assert shapes.get_value().shape == leaf.get_value().shape
+    return {".".join(map(str, path)): leaf.get_value() for path, leaf in leaves}
+
+
+def assert_equal(held, stored, quantized):
+    assert held.keys() == stored.keys()
+    kinds = {name: type(weight) for name, weight in held.items() if hasattr(weight, "dequantize")}
+    assert set(kinds) == quantized
+    for name, weight in held.items():
+        floats = np.asarray(weight.dequantize() if name in kinds else weight)
+        np.testing.assert_array_equal(floats, stored[name], err_msg=name)
+
+
+@pytest.mark.parametrize("kind", [*BLOCKS, *EXPANDED])
+def test_blocks_of_a_transformer_stay_as_a_gguf_file_has_them(kind, tmp_path):
+    weights = weights_of(WanModel, WAN)
+    stored = write_gguf(tmp_path / f"wan-{kind}.gguf", weights, kind, architecture="wan", matrices=of_blocks)
+    quantized = {name for name, weight in weights.items() if of_blocks(name, weight)} if kind in BLOCKS else set()
+    held = loaded(original(tmp_path), "transformer", WanModel, WAN)
+    assert_equal(held, stored, quantized)
+    assert all(isinstance(held[name], BlockQuantizedWeight) for name in quantized)
+
+
+@pytest.mark.parametrize("written", ["sd.cpp", "orig_shape", "diffusers", "embeddings"])
+def test_the_layouts_of_both_programs_are_read(written, tmp_path):
+    weights = weights_of(WanModel, WAN)
+    kernel, options = "patch_embedding.weight", {"architecture": "wan", "matrices": of_blocks}
+    flat = dict(weights)
+    if written == "sd.cpp":
+        flat[kernel] = weights[kernel].reshape(-1, *weights[kernel].shape[2:])
+        options |= {"architecture": None, "rename": lambda name: f"model.diffusion_model.{name}"}
+    elif written == "orig_shape":
+        flat[kernel] = weights[kernel].reshape(-1, 256)
+        options["metadata"] = [("add_array", f"comfy.gguf.orig_shape.{kernel}", list(weights[kernel].shape))]
+    elif written == "diffusers":
+        options["rename"] = lambda name: WAN_NAMES.forward(name)[0]
+    elif written == "embeddings":
+        options["matrices"] = lambda name, weight: weight.ndim == 2
+    stored = write_gguf(tmp_path / "wan.gguf", flat, "Q8_0", **options)
+    stored[kernel] = weights[kernel]
+    held = loaded(original(tmp_path), "transformer", WanModel, WAN)
+    assert_equal(held, stored, {name for name, weight in weights.items() if of_blocks(name, weight)})
+
+
+def test_a_transformer_without_config_json_is_described_by_its_shapes(tmp_path):
+    write_gguf(tmp_path / "wan.gguf", weights_of(WanModel, WAN), "Q8_0", architecture="wan", matrices=of_blocks)
+    folder = original(tmp_path)
+    assert WanConfig.from_hf(folder.config("transformer")) == WAN
+    assert folder.pipeline == "WanPipeline"
+    assert is_video_folder(tmp_path)
+
+
+LLAMA_CPP = {
+    "token_embedding": "token_embd",
+    "norm": "enc.output_norm",
+    "norm1": "attn_norm",
+    "norm2": "ffn_norm",
+    "pos_embedding.embedding": "attn_rel_b",
+    "ffn.gate.0": "ffn_gate",
+    "ffn.fc1": "ffn_up",
+    "ffn.fc2": "ffn_down",
+    **{f"attn.{name}": f"attn_{name}" for name in "qkvo"},
+}
+
+
+def llama_cpps(name):
+    stem = name.removesuffix(".weight")
+    if not stem.startswith("blocks."):
+        return f"{LLAMA_CPP[stem]}.weight"
+    _, layer, rest = stem.split(".", 2)
+    return f"enc.blk.{layer}.{LLAMA_CPP[rest]}.weight"
+
+
+@pytest.mark.parametrize("architecture", ["t5encoder", None])
+def test_umt5_is_read_by_llama_cpps_names_or_its_own(architecture, tmp_path):
+    weights = weights_of(UMT5EncoderModel, UMT5)
+    quantized = {name for name, weight in weights.items() if weight.ndim == 2 and "pos_embedding" not in name}
+    settings = [("add_embedding_length", 256), ("add_block_count", 2), ("add_feed_forward_length", 256)]
+    settings += [("add_head_count", 4), ("add_key_length", 64), ("add_layer_norm_rms_eps", 1e-6)]
+    stored = write_gguf(
+        tmp_path / "umt5-xxl-encoder-Q8_0.gguf",
+        weights,
+        "Q8_0",
+        architecture=architecture,
+        matrices=lambda name, _: name in quantized,
+        rename=llama_cpps if architecture else lambda name: name,
+        metadata=settings if architecture else (),
+    )
+    (tmp_path / "config.json").write_text('{"_class_name": "WanModel"}')
+    folder = original(tmp_path)
+    if architecture:
+        described = UMT5Config.from_hf(folder.config("text_encoder"))
+        assert described.layer_norm_epsilon == np.float32(UMT5.layer_norm_epsilon)
+        assert replace(described, layer_norm_epsilon=UMT5.layer_norm_epsilon) == UMT5
+    assert_equal(loaded(folder, "text_encoder", UMT5EncoderModel, UMT5), stored, quantized)
+
+
+def test_a_gguf_file_of_another_model_is_refused_before_weights_are_read(tmp_path):
+    weights = {"w": np.ones((2, 32), np.float32)}
+    write_gguf(tmp_path / "flux.gguf", weights, "F32", architecture="flux", matrices=of_blocks)
+    folder = original(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"architecture 'flux' is not a transformer .* expected 'wan'"):
+        folder.config("transformer")
+    (tmp_path / "flux.gguf").unlink()
+    write_gguf(tmp_path / "a.gguf", weights, "F32", architecture="wan", matrices=of_blocks)
+    with pytest.raises(CheckpointError, match=r"a\.gguf: not a Wan transformer, .* 'patch_embedding\.weight' missing"):
+        folder.config("transformer")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        *(("float8_e4m3fn", shape) for shape in ("tensor", "row", "block", "none")),
+        *(("int8", shape) for shape in ("tensor", "row")),
+        *(("float8_e5m2", shape) for shape in ("row", "block", "none")),
+    ],
+)
+def test_8_bit_weights_stay_so_with_scales_of_a_tensor_a_row_or_a_block(dtype, shape, tmp_path):
+    weights = weights_of(WanModel, WAN)
+    files, stored, draw = {}, {}, np.random.default_rng(1)
+    for name, weight in weights.items():
+        files[name] = stored[name] = weight
+        if of_blocks(name, weight):
+            integers = draw.integers(-99, 99, weight.shape)
+            files[name] = integers.astype(dtype if dtype == "int8" else getattr(ml_dtypes, dtype))
+            F, D = weight.shape
+            sizes = {"tensor": (), "row": (F, 1), "block": (-(-F // 128), -(-D // 128)), "none": ()}
+            scale = np.asarray(draw.uniform(1, 2, sizes[shape]), np.float32)
+            if shape == "none":
+                scale = np.float32(1)
+            else:
+                files[f"{name.removesuffix('weight')}weight_scale"] = scale
+            grid = np.repeat(np.repeat(scale, 128, 0), 128, 1)[:F, :D] if shape == "block" else scale
+            stored[name] = files[name].astype(np.float32) * grid
+    save_file(files, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"_class_name": "WanModel"}')
+    kept = {name for name, weight in weights.items() if of_blocks(name, weight)} if dtype != "float8_e5m2" else set()
+    held = loaded(original(tmp_path), "transformer", WanModel, WAN)
+    assert_equal(held, stored, kept)
+    assert all(isinstance(held[name], QuantizedWeight) for name in kept)
