@@ -67,6 +67,8 @@ TIED, UNTIED, HEADS = dict(tie_word_embeddings=True), dict(tie_word_embeddings=F
 DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=20, linear_value_head_dim=28)
 DELTA |= dict(head_dim=40, num_hidden_layers=4)
 EXPERTS = dict(moe_intermediate_size=40, num_experts=8, num_experts_per_tok=3, **HEADS)
+OSS = dict(num_local_experts=8, num_experts_per_tok=3, sliding_window=20, hidden_size=96, intermediate_size=64, **HEADS)
+OSS |= {"rope_parameters": {**YARN_ROPE, "truncate": False}}
 SHARED = dict(shared_expert_intermediate_size=56)
 FOUR_LAYERS = dict(num_hidden_layers=4)
 MULTIPLIERS = dict(embedding_multiplier=2.5, attention_multiplier=0.3, residual_multiplier=0.4, logits_scaling=3)
@@ -153,11 +155,19 @@ FAMILIES = {
         {**GEMMA, **UNTIED, "num_hidden_layers": 7, "num_key_value_heads": 1, "attention_bias": True},
         "Gemma3",
     ),
+    "gpt_oss": Family("GptOss", {**OSS, **FOUR_LAYERS}),
+    "gpt_oss-plain": Family(
+        "GptOss",
+        {**OSS, "layer_types": [GLOBAL, SLIDING], "attention_bias": False, "rope_parameters": PLAIN_ROPE}
+        | {"tie_word_embeddings": True, "swiglu_limit": 0.5, "swiglu_alpha": 1.1, "num_experts_per_tok": 1},
+    ),
     "gemma2": Family("Gemma2", {**GEMMA, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0}),
     "gemma2-published-caps": Family("Gemma2", {**GEMMA, "head_dim": 40}),
 }
-DENSE = ("phi3", "smollm3", "olmo2", "olmo3", "granite", "granite4", "ministral3", "qwen2_moe")
+DENSE = ("phi3", "smollm3", "olmo2", "olmo3", "granite", "granite4", "ministral3", "qwen2_moe", "gpt_oss")
 """Families that are compared in all of the ways below; the others differ from one of them in a flag."""
+
+ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
 
 TOKENS = np.random.default_rng(0).integers(2, SIZES["vocab_size"], (2, 131))
 
@@ -174,7 +184,7 @@ def spread(model):
         if key.endswith("A_log"):
             weight.data.normal_(mean=-3.0, std=2.0)
         elif weight.ndim > 1:
-            weight.data.normal_(std=(4 if key.endswith("mlp.gate.weight") else 1.5) * weight.shape[-1] ** -0.5)
+            weight.data.normal_(std=(4 if key.endswith(ROUTERS) else 1.5) * weight.shape[-1] ** -0.5)
         else:
             plain = key.endswith("linear_attn.norm.weight") if around_zero else not key.endswith("bias")
             weight.data.normal_(mean=float(plain), std=0.3)

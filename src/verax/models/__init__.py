@@ -18,6 +18,7 @@ from verax.files import JsonObject
 from verax.models import (
     bert,
     gemma3,
+    gpt_oss,
     granite,
     lam,
     ministral3,
@@ -80,6 +81,7 @@ _CAUSAL_LM: dict[str, tuple[type[Any], type[Any]]] = {
         (qwen3_5.Qwen35ForCausalLM, qwen3_5.Qwen35Config),
     ),
     **dict.fromkeys(("gemma3", "gemma3_text", "gemma2"), (gemma3.Gemma3ForCausalLM, gemma3.Gemma3Config)),
+    "gpt_oss": (gpt_oss.GptOssForCausalLM, gpt_oss.GptOssConfig),
     "phi3": (phi3.Phi3ForCausalLM, phi3.Phi3Config),
     "smollm3": (smollm3.SmolLM3ForCausalLM, smollm3.SmolLM3Config),
     **dict.fromkeys(("olmo2", "olmo3"), (olmo2.Olmo2ForCausalLM, olmo2.Olmo2Config)),

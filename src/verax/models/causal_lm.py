@@ -36,6 +36,7 @@ class AttentionFn(Protocol):
         scale: float | None = None,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: Float[Array, "N"] | None = None,
     ) -> Float[Array, "*B T N H"]:
         """Attention of layer `layer`; the keywords are as in `ops.attention`."""
         ...

@@ -116,11 +116,15 @@ class Router(Gate):
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: Float[Array, "*B D"]
     ) -> tuple[Float[Array, "*B E"], Float[Array, "*B k"], Int[Array, "*B k"]]:
-        scores = super().__call__(x)
+        scores = self.scores(x)
         weights, experts = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), self.k)
         if self.normalised:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         return scores, weights, experts
+
+    def scores(self, x: Float[Array, "*B D"]) -> Float[Array, "*B E"]:
+        """Score of each expert."""
+        return super().__call__(x)
 
 
 class Experts(nnx.Module):
