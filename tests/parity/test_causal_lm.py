@@ -24,7 +24,7 @@ from tests.support.causal_lm import (
     relative,
     save_reference,
 )
-from verax import LLM, builtin, checkpoint
+from verax import LLM, builtin, checkpoint, ops
 from verax._compat import make_mesh
 from verax.checkpoint import Checkpoint
 from verax.compare.cases.text import text_case
@@ -155,7 +155,7 @@ FAMILIES = {
         {**GEMMA, **UNTIED, "num_hidden_layers": 7, "num_key_value_heads": 1, "attention_bias": True},
         "Gemma3",
     ),
-    "gpt_oss": Family("GptOss", {**OSS, **FOUR_LAYERS}),
+    "gpt_oss": Family("GptOss", OSS),
     "gpt_oss-plain": Family(
         "GptOss",
         {**OSS, "layer_types": [GLOBAL, SLIDING], "attention_bias": False, "rope_parameters": PLAIN_ROPE}
@@ -277,6 +277,7 @@ def root_mean_square(errors):
         ("phi3", 70, {"quantization": "int8"}, root_mean_square, 0.1),
         ("phi3-long", 70, {"max_model_len": 128}, root_mean_square, 2e-4),
         ("olmo3", 70, {"quantization": "int8"}, root_mean_square, 0.1),
+        ("gpt_oss", 70, {"quantization": "int4"}, root_mean_square, 0.5),
         ("qwen3_moe", 70, {"quantization": "int8"}, lambda errors: np.median(np.abs(errors)), 0.1),
     ],
 )
@@ -292,6 +293,33 @@ def test_bug_203_biases_are_counted_once_on_a_mesh(tmp_path):
     mesh = make_mesh((len(jax.devices()),), ("tensor",))
     model = load_causal_lm(Checkpoint.open(tmp_path), dtype="float32", mesh=mesh)
     assert relative(model_logits(model, TOKENS), expected_logits(theirs)) < 2e-5
+
+
+def test_the_mxfp4_experts_of_a_published_gpt_oss_are_held_exactly(tmp_path):
+    """Held as integers of 8 bits, and as floats where these are asked for."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    theirs = reference("gpt_oss", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    rng = np.random.default_rng(0)
+    for key, weight in theirs.named_parameters():
+        if key.endswith(("gate_up_proj", "down_proj")):
+            E, D, F = weight.shape
+            blocks = rng.integers(0, 256, (E, F, D // 32, 16), dtype=np.uint8)
+            scales = rng.integers(121, 126, (E, F, D // 32), dtype=np.uint8)
+            parts = torch.from_numpy(blocks), torch.from_numpy(scales)
+            weight.data = convert_moe_packed_tensors(*parts, dtype=torch.float32)
+            del stored[key]
+            stored |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+    save_file(stored, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert Checkpoint.open(tmp_path).kind("model.layers.0.mlp.experts.down_proj") == "MXFP4"
+    expected = expected_logits(theirs)
+    assert relative(logits(tmp_path, TOKENS, quantization="dequantize"), expected) < 2e-5
+    with ops.use_implementations(grouped_linear="reference"):  # others may round inputs to integers
+        assert relative(logits(tmp_path, TOKENS), expected) < 5e-3
 
 
 VISION = dict(
@@ -373,6 +401,7 @@ def test_config_files_of_transformers_4_are_read_as_it_reads_them(tmp_path):
         ("phi3", "self_attn.qkv_proj"),
         ("olmo3", "self_attn.q_norm"),
         ("granite4", "shared_mlp.input_linear"),
+        ("gpt_oss", "mlp.router"),
     ],
 )
 def test_every_module_is_compared_by_name(family, module, tmp_path):

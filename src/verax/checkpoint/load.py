@@ -491,7 +491,10 @@ def random_weight(name: str, shape: Sequence[int], dtype: Any = np.float32, seed
 
 
 def random_weights(abstract: nnx.Module, dtype: Any = np.float32, seed: int = 0) -> dict[str, np.ndarray]:
-    """Weights by name for a module of shapes; see `random_weight`."""
-    leaves = nnx.to_flat_state(nnx.state(abstract))
-    named = ((".".join(map(str, path)), leaf.shape) for path, leaf in leaves)
-    return {name: random_weight(name, shape, dtype, seed) for name, shape in named}
+    """Random weights by key of a checkpoint, for a module of shapes; see `random_weight`."""
+    weights: dict[str, np.ndarray] = {}
+    for path, leaf in nnx.to_flat_state(nnx.state(abstract)):
+        name = ".".join(map(str, path))
+        weight = random_weight(name, leaf.shape, dtype, seed)
+        weights[name] = np.ascontiguousarray(weight.swapaxes(1, 2)) if is_transposed(abstract, name) else weight
+    return weights

@@ -324,7 +324,8 @@ def tool_grammar(
         return None
     lark = _Lark(template, chosen, strict_only=tool_choice == "auto")
     if template.tools == "harmony":
-        return {"grammar": lark.text(harmony.start_rule("function", lark.tag, free=tool_choice == "auto"))}
+        thought = lark.up_to(harmony.END)
+        return {"grammar": lark.text(harmony.start_rule("function", lark.tag, thought, free=tool_choice == "auto"))}
     calls = lark.calls(parallel)
     start = lark.text_or_calls(parallel) if tool_choice == "auto" else calls
     if tool_choice != "auto" and template.reasoning_state(prompt) == "open":
@@ -366,13 +367,13 @@ class _Lark:
             self._rules["text"] = r"/([^{\s](.|\n)*)?/"
             return f"{self.calls(parallel)} | text"
         self._rules["text"] = _ANY_TEXT
-        before = self._up_to(OPEN_CALL)
+        before = self.up_to(OPEN_CALL)
         return f"({before} inner)* text" if parallel else f"{before} inner | text"
 
     def reasoning_before(self, body: str) -> str:
         """Body that begins with the model's reasoning, if the model likes."""
         self._rules["body"] = body
-        thought = self._up_to(CLOSE_REASONING)
+        thought = self.up_to(CLOSE_REASONING)
         return f"({self.tag(OPEN_REASONING)} {thought} /\\s*/)? body"
 
     def _json(self, number: int, function: Function, key: str, *, any_arguments: bool) -> str:
@@ -435,11 +436,11 @@ class _Lark:
         """A tag: a special token by its name, or text."""
         return tag if tag in self._special else literal(tag)
 
-    def _up_to(self, tag: str) -> str:
+    def up_to(self, tag: str) -> str:
         """Text up to the first such tag, and the tag."""
         if tag in self._special:
             return f"{_ANY_TEXT} {tag}"
-        self._rules["up_to_tag[lazy]"] = _ANY_TEXT[:-1] + tag.replace("/", r"\/") + "/"
+        self._rules["up_to_tag[lazy]"] = _ANY_TEXT[:-1] + re.escape(tag).replace("/", r"\/") + "/"
         return "up_to_tag"
 
 

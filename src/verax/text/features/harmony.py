@@ -132,9 +132,11 @@ def call_rule(name: str, arguments: str, tag: Callable[[str], str]) -> str:
     return f'({opening}) ({tag(CONSTRAIN)})? "json" {tag(MESSAGE)} {arguments}'
 
 
-def start_rule(calls: str, tag: Callable[[str], str], *, free: bool) -> str:
-    """Body of a Lark rule: an answer that thinks, then makes one of the calls or, if it is `free`, answers the user."""
-    text = r"/[^<]*(<[^|][^<]*)*/"
-    thought = f'{tag(CHANNEL)} ("analysis" | "commentary") {tag(MESSAGE)} {text} {tag(END)} {tag(START)} "assistant"'
-    message = f' | {tag(CHANNEL)} "final" {tag(MESSAGE)} {text}' if free else ""
-    return f"({thought})* ({calls}{message})"
+def start_rule(calls: str, tag: Callable[[str], str], thought: str, *, free: bool) -> str:
+    """Body of a Lark rule: an answer that thinks, then makes one of the calls or, if it is `free`, answers the user.
+
+    `thought`: text up to the end of a message, and that end.
+    """
+    before = f'{tag(CHANNEL)} ("analysis" | "commentary") {tag(MESSAGE)} {thought} {tag(START)} "assistant"'
+    message = rf' | {tag(CHANNEL)} "final" {tag(MESSAGE)} /(.|\n)*/' if free else ""
+    return f"({before})* ({calls}{message})"
