@@ -10,6 +10,8 @@ A module's path is its key in the checkpoint. Where published layouts differ fro
   floats then, whatever the checkpoint has. Without it, all linear layers may be;
 - `stacked_weights`: (pattern, replacements) pairs of stacks that a checkpoint may have as single matrices, see
   `verax.checkpoint.load`;
+- `transposed_weights: tuple[str, ...]`: patterns of stacks `[E, out, in]` that a checkpoint of floats has as one array
+  `[E, in, out]`;
 
 All of them are optional. How weights are divided over a mesh is declared by the layers (`verax.nn.parallel`).
 """
@@ -31,7 +33,7 @@ from jax.typing import DTypeLike
 
 from verax.checkpoint import Checkpoint, load_module
 from verax.checkpoint.formats.quantized import QuantizedEntry
-from verax.checkpoint.load import Placement, StackedKeys, stacked_keys
+from verax.checkpoint.load import Placement, StackedKeys, is_transposed, stacked_keys
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.models import CausalLM, causal_lm
 from verax.models.causal_lm import config_on_devices, head_repeats
@@ -116,7 +118,7 @@ def model_shapes(
     model, tied = _abstract(model_class, config, dtype, precision)
     packed: Mapping[str, QuantizedEntry] = {}
     if opened is not None and not dequantize:
-        aliases, _ = _sources(model, opened, tied)
+        aliases, *_ = _sources(model, opened, tied)
         names = (".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(cast(Any, model))))
         packed = {name: opened.packed[key] for name in names if (key := aliases.get(name, name)) in opened.packed}
     return quantized_shapes(model, packed, precision)
@@ -246,7 +248,7 @@ def load_weights(
     """
     model: Any = abstract
     linear = set() if precision is None else _quantizable(model)
-    aliases, stacks = _sources(model, opened, tied_weights)
+    aliases, stacks, transposed = _sources(model, opened, tied_weights)
     kept = None if getattr(model, "quantized_weights", None) is None else _kept(model, opened.packed)
     return load_module(
         model,
@@ -258,6 +260,7 @@ def load_weights(
         ignore=(*getattr(model, "ignored_weights", ()), *(rf"^{re.escape(key)}$" for key in tied_weights)),
         aliases=aliases,
         stacks=stacks,
+        transposed=transposed,
         quantize=lambda name: precision if name in linear else None,
         dequantize=lambda name: dequantize or name in linear or (kept is not None and name not in kept),
         progress=progress,
@@ -290,12 +293,14 @@ def _quantizable(model: Any) -> set[str]:
 
 def _sources(
     model: Any, opened: Checkpoint, tied_weights: Mapping[str, str]
-) -> tuple[dict[str, str], dict[str, StackedKeys]]:
+) -> tuple[dict[str, str], dict[str, StackedKeys], set[str]]:
     """The checkpoint's keys by the model's own, where the two differ.
 
-    Result: keys of weights, and keys of the matrices of those stacks that the checkpoint has so.
+    Result: keys of weights; keys of the matrices of those stacks that the checkpoint has so; and the stacks that it has
+    transposed.
     """
     present, aliases, stacks = set(opened.names()), dict[str, str](), dict[str, StackedKeys]()
+    transposed = set[str]()
 
     def find(key: str) -> str:
         others = (re.sub(pattern, replacement, key) for pattern, replacement in getattr(model, "key_aliases", ()))
@@ -309,4 +314,6 @@ def _sources(
             stacks[name] = [tuple(map(find, keys)) for keys in matrices]
         elif source != name:
             aliases[name] = source
-    return aliases, stacks
+        if name not in stacks and source not in opened.packed and is_transposed(model, name):
+            transposed.add(name)
+    return aliases, stacks, transposed

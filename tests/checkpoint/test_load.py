@@ -269,6 +269,22 @@ def test_experts_are_quantised_alike_from_both_and_stay_so_on_disk(folders, quan
     assert_equal(loaded, arrays_of(load_causal_lm(written, dtype="bfloat16")))
 
 
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_a_stack_with_inputs_before_outputs_is_turned_and_written_back(quantization, tmp_path):
+    sizes = dict(num_experts=4, num_experts_per_tok=2, intermediate_size=32, tie_word_embeddings=False)
+    opened = Checkpoint.open(tiny_checkpoint(tmp_path / "a", family="gpt_oss", **sizes))
+    model = load_causal_lm(opened, dtype="float32", quantization=quantization)
+    loaded = arrays_of(model)
+    assert opened.shape(STACK) == (4, 64, 64)
+    checkpoint.save(model, tmp_path / "b", config=opened.config)
+    assert_equal(loaded, arrays_of(load_causal_lm(Checkpoint.open(tmp_path / "b"), dtype="float32")))
+    if quantization is None:
+        np.testing.assert_array_equal(loaded[STACK], np.swapaxes(opened.read(STACK), 1, 2))
+        np.testing.assert_array_equal(Checkpoint.open(tmp_path / "b").read(STACK), opened.read(STACK))
+    else:
+        assert isinstance(loaded[STACK], QuantizedWeight)
+
+
 def test_packed_matrices_whose_rows_fill_no_whole_block_are_put_together(tmp_path):
     config = tiny_config("qwen3_moe", **{**MOE, "moe_intermediate_size": 24})
     checkpoint.save(random_weights(config), tmp_path / "plain", config=config)

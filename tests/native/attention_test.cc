@@ -58,6 +58,7 @@ struct Case {
   std::vector<Sequence> sequences;
   int64_t window = 0;
   float soft_cap = 0;
+  std::vector<float> sinks = {};
 
   int64_t pages() const {
     int64_t count = 0;
@@ -76,7 +77,8 @@ std::vector<float> run(const Case& c, const Numbers& q, const Numbers& k, const 
   const AttentionTask task{c.N,       c.K,      c.H,     q.data(),        c.q_bf16,        k.data(),
                            v.data(),  c.keys,   k.scales.data(),  v.scales.data(), c.pages(), c.p,
                            c.K * c.p * c.H,     c.p * c.H,        c.H,             c.causal,
-                           c.window,  1 / std::sqrt(static_cast<float>(c.H)),  c.soft_cap,      out.data()};
+                           c.window,  1 / std::sqrt(static_cast<float>(c.H)),  c.soft_cap,      out.data(),
+                           c.sinks.empty() ? nullptr : c.sinks.data()};
   std::vector<std::vector<int32_t>> tables;
   verax::AttentionRun work(task);
   int64_t first = 0, page = c.pages();
@@ -122,6 +124,7 @@ void check_case(const char* level, const Case& c) {
           total += weight;
           for (int64_t h = 0; h < c.H; ++h) exact[h] += weight * v.exact[at + h];
         }
+        if (total > 0 && !c.sinks.empty()) total += std::exp(double{c.sinks[n]});
         for (int64_t h = 0; h < c.H; ++h) {
           const double expected = total > 0 ? exact[h] / total : 0, got = out[(row * c.N + n) * c.H + h];
           check::near(got, expected, tolerance, "%s N %d K %d H %d p %d keys %d: out[%d, %d, %d]", level, int(c.N),
@@ -186,6 +189,7 @@ int main() {
       for (const int64_t window : {1, 37, 64, 512, 520}) {
         check_case(level, {4, 1, 20, 16, bf16, keys, true, ragged, window});
         check_case(level, {2, 2, 64, 7, false, keys, true, {{1500, 1}, {1200, 300}}, window, 2.5f});
+        check_case(level, {4, 2, 20, 7, bf16, keys, true, {{1500, 1}, {600, 3}}, window, 0, {-3, 0, 2, 9}});
       }
       check_write_pages(level, keys);
     }

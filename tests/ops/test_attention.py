@@ -31,14 +31,16 @@ def test_chunks_give_the_references_result(T, S, causal):
 
 @pytest.mark.parametrize("implementation", ["reference", "chunked"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_query_sees_its_window_only_and_scores_are_capped(implementation, causal):
+def test_a_query_sees_its_window_and_its_sink_only_and_scores_are_capped(implementation, causal):
     T, S, window, soft_cap = CHUNK + 44, CHUNK + 60, 21, 1.5
     q, k, v = arrays(T, S)
+    sinks = jnp.linspace(-4.0, 4.0, q.shape[2])
+    options = {"soft_cap": soft_cap, "sinks": sinks}
     with ops.use_implementations(attention=implementation):
-        got = ops.attention(q, k, v, causal=causal, window=window, soft_cap=soft_cap)
+        got = ops.attention(q, k, v, causal=causal, window=window, **options)
     distance = (np.arange(T) + S - T)[:, None] - np.arange(S)
     visible = (distance < window) & (distance >= 0 if causal else distance > -window)
-    expected = [exact_attention(*rows, visible, soft_cap=soft_cap) for rows in zip(q, k, v, strict=True)]
+    expected = [exact_attention(*rows, visible, **options) for rows in zip(q, k, v, strict=True)]
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
 

@@ -178,6 +178,32 @@ def test_scores_are_scaled_then_capped(by, dtype):
     assert np.isfinite(attend(by, 1e9 * q, *pages, *rest, **changes)).all()
 
 
+@pytest.mark.parametrize(
+    ("by", "window", "dtype"),
+    by_each(("reference", "tiled"), [(None, "float32")], [(None, "float32"), (40, "bfloat16"), (None, "int8")]),
+)
+def test_each_head_sees_its_sink_too(by, window, dtype):
+    """Sinks from one that no query notices to one that takes all weight; a lone query sees several spans of keys."""
+    sinks = np.asarray([-40, 0, 3, 60, 1, -2], np.float32)
+    heads = (6, 2, 20) if by in NATIVE else (6, 2, 8)
+    lengths, counts = [1100, 40, 0, 5], [1, 40, 0, 1]
+    (q, *pages), floats, *rest = problem(7, lengths, counts, dtype, heads, p=16)
+    expected = exact_paged_attention(floats, *rest, window=window, sinks=sinks)
+    assert_close(by, attend(by, q, *pages, *rest, window=window, sinks=sinks), expected, dtype)
+
+
+@pytest.mark.parametrize("by", ["reference", "chunked", *NATIVE])
+@pytest.mark.parametrize("heads", [(4, 2, 8), (3, 3, 8)])
+def test_a_decode_step_sees_its_sinks(by, heads):
+    sinks = np.linspace(-5, 30, heads[0], dtype=np.float32)
+    lengths = [1, 0, 17, 600]
+    (q, *pages), floats, table, kv, starts = problem(8, lengths, [1, 0, 1, 1], "float32", heads, p=16)
+    expected = exact_paged_attention(floats, table, kv, starts, sinks=sinks)[[0, 0, 1, 2]]
+    expected[1] = 0
+    out = attend(by, np.asarray(q)[[0, 0, 1, 2]], *pages, table, kv, sinks=sinks)
+    assert_close(by, out, expected, "float32")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is given back under Linux")
 def test_new_pages_take_memory_when_they_are_written():
     process = psutil.Process()

@@ -24,7 +24,7 @@ from tests.support.causal_lm import (
     relative,
     save_reference,
 )
-from verax import LLM, builtin, checkpoint
+from verax import LLM, builtin, checkpoint, ops
 from verax._compat import make_mesh
 from verax.checkpoint import Checkpoint
 from verax.compare.cases.text import text_case
@@ -67,6 +67,15 @@ TIED, UNTIED, HEADS = dict(tie_word_embeddings=True), dict(tie_word_embeddings=F
 DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=20, linear_value_head_dim=28)
 DELTA |= dict(head_dim=40, num_hidden_layers=4)
 EXPERTS = dict(moe_intermediate_size=40, num_experts=8, num_experts_per_tok=3, **HEADS)
+OSS = dict(num_local_experts=8, num_experts_per_tok=3, sliding_window=20, hidden_size=96, intermediate_size=64, **HEADS)
+OSS |= {"rope_parameters": {**YARN_ROPE, "truncate": False}}
+GEMMA4 = dict(num_hidden_layers=4, layer_types=[SLIDING, GLOBAL, SLIDING, GLOBAL], sliding_window=20, head_dim=24)
+GEMMA4 |= dict(global_head_dim=48, hidden_size_per_layer_input=20, vocab_size_per_layer_input=301)
+GEMMA4 |= dict(final_logit_softcapping=3.0)
+SHARED_KEYS = dict(num_hidden_layers=7, num_kv_shared_layers=3, use_double_wide_mlp=True)
+SHARED_KEYS |= dict(layer_types=[SLIDING, SLIDING, GLOBAL, SLIDING, SLIDING, SLIDING, GLOBAL])
+GEMMA4_EXPERTS = dict(enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=40)
+GEMMA4_EXPERTS |= dict(attention_k_eq_v=True, num_global_key_value_heads=1, hidden_size_per_layer_input=0)
 SHARED = dict(shared_expert_intermediate_size=56)
 FOUR_LAYERS = dict(num_hidden_layers=4)
 MULTIPLIERS = dict(embedding_multiplier=2.5, attention_multiplier=0.3, residual_multiplier=0.4, logits_scaling=3)
@@ -153,11 +162,22 @@ FAMILIES = {
         {**GEMMA, **UNTIED, "num_hidden_layers": 7, "num_key_value_heads": 1, "attention_bias": True},
         "Gemma3",
     ),
+    "gpt_oss": Family("GptOss", OSS),
+    "gpt_oss-plain": Family(
+        "GptOss",
+        {**OSS, "layer_types": [GLOBAL, SLIDING], "attention_bias": False, "rope_parameters": PLAIN_ROPE}
+        | {"tie_word_embeddings": True, "swiglu_limit": 0.5, "swiglu_alpha": 1.1, "num_experts_per_tok": 1},
+    ),
+    "gemma4": Family("Gemma4Text", GEMMA4, "Gemma4"),
+    "gemma4-shared": Family("Gemma4Text", {**GEMMA4, **SHARED_KEYS, "num_key_value_heads": 1}, "Gemma4"),
+    "gemma4-experts": Family("Gemma4Text", {**GEMMA4, **GEMMA4_EXPERTS}, "Gemma4"),
     "gemma2": Family("Gemma2", {**GEMMA, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0}),
     "gemma2-published-caps": Family("Gemma2", {**GEMMA, "head_dim": 40}),
 }
-DENSE = ("phi3", "smollm3", "olmo2", "olmo3", "granite", "granite4", "ministral3", "qwen2_moe")
+DENSE = ("phi3", "smollm3", "olmo2", "olmo3", "granite", "granite4", "ministral3", "qwen2_moe", "gpt_oss", "gemma4")
 """Families that are compared in all of the ways below; the others differ from one of them in a flag."""
+
+ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "router.proj.weight")
 
 TOKENS = np.random.default_rng(0).integers(2, SIZES["vocab_size"], (2, 131))
 
@@ -169,12 +189,13 @@ def spread(model):
     that states matter over a whole text.
     """
     torch.manual_seed(0)
-    around_zero = model.config.model_type.startswith(("gemma", "qwen3_5", "qwen3_next"))  # norms multiply by 1 + weight
+    # Norms multiply by 1 + weight.
+    around_zero = model.config.model_type.startswith(("gemma2", "gemma3", "qwen3_5", "qwen3_next"))
     for key, weight in model.named_parameters():
         if key.endswith("A_log"):
             weight.data.normal_(mean=-3.0, std=2.0)
         elif weight.ndim > 1:
-            weight.data.normal_(std=(4 if key.endswith("mlp.gate.weight") else 1.5) * weight.shape[-1] ** -0.5)
+            weight.data.normal_(std=(4 if key.endswith(ROUTERS) else 1.5) * weight.shape[-1] ** -0.5)
         else:
             plain = key.endswith("linear_attn.norm.weight") if around_zero else not key.endswith("bias")
             weight.data.normal_(mean=float(plain), std=0.3)
@@ -267,6 +288,7 @@ def root_mean_square(errors):
         ("phi3", 70, {"quantization": "int8"}, root_mean_square, 0.1),
         ("phi3-long", 70, {"max_model_len": 128}, root_mean_square, 2e-4),
         ("olmo3", 70, {"quantization": "int8"}, root_mean_square, 0.1),
+        ("gpt_oss", 70, {"quantization": "int8"}, lambda errors: np.median(np.abs(errors)), 0.1),
         ("qwen3_moe", 70, {"quantization": "int8"}, lambda errors: np.median(np.abs(errors)), 0.1),
     ],
 )
@@ -282,6 +304,33 @@ def test_bug_203_biases_are_counted_once_on_a_mesh(tmp_path):
     mesh = make_mesh((len(jax.devices()),), ("tensor",))
     model = load_causal_lm(Checkpoint.open(tmp_path), dtype="float32", mesh=mesh)
     assert relative(model_logits(model, TOKENS), expected_logits(theirs)) < 2e-5
+
+
+def test_the_mxfp4_experts_of_a_published_gpt_oss_are_held_exactly(tmp_path):
+    """Held as integers of 8 bits, and as floats where these are asked for."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    theirs = reference("gpt_oss", tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    rng = np.random.default_rng(0)
+    for key, weight in theirs.named_parameters():
+        if key.endswith(("gate_up_proj", "down_proj")):
+            E, D, F = weight.shape
+            blocks = rng.integers(0, 256, (E, F, D // 32, 16), dtype=np.uint8)
+            scales = rng.integers(121, 126, (E, F, D // 32), dtype=np.uint8)
+            parts = torch.from_numpy(blocks), torch.from_numpy(scales)
+            weight.data = convert_moe_packed_tensors(*parts, dtype=torch.float32)
+            del stored[key]
+            stored |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+    save_file(stored, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert Checkpoint.open(tmp_path).kind("model.layers.0.mlp.experts.down_proj") == "MXFP4"
+    expected = expected_logits(theirs)
+    assert relative(logits(tmp_path, TOKENS, quantization="dequantize"), expected) < 2e-5
+    with ops.use_implementations(grouped_linear="reference"):  # rounds inputs to bfloat16 only
+        assert relative(logits(tmp_path, TOKENS), expected) < 1e-2
 
 
 VISION = dict(
@@ -363,6 +412,7 @@ def test_config_files_of_transformers_4_are_read_as_it_reads_them(tmp_path):
         ("phi3", "self_attn.qkv_proj"),
         ("olmo3", "self_attn.q_norm"),
         ("granite4", "shared_mlp.input_linear"),
+        ("gemma4", "per_layer_input_gate"),
     ],
 )
 def test_every_module_is_compared_by_name(family, module, tmp_path):

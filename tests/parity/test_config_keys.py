@@ -11,7 +11,7 @@ from verax.models.umt5 import UMT5Config
 
 DECODERS = ("Qwen2", "Qwen3", "Llama", "Mistral", "Qwen3Moe", "Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next")
 DECODERS += ("Gemma2", "Gemma3Text", "Qwen2Moe", "Phi3", "SmolLM3", "Olmo2", "Olmo3", "Granite", "GraniteMoeHybrid")
-DECODERS += ("Ministral", "Ministral3")
+DECODERS += ("Ministral", "Ministral3", "GptOss")
 ENCODERS = ("Bert", "Roberta", "XLMRoberta", "ModernBert")
 
 # Loading, training, generation and other heads than the ones that are computed here.

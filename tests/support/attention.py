@@ -13,13 +13,17 @@ def float64(x):
     return np.asarray(x).astype(np.float64)
 
 
-def exact_attention(q, k, v, visible, scale=None, soft_cap=None):
+def exact_attention(q, k, v, visible, scale=None, soft_cap=None, sinks=None):
     """`q [T, N, H]` over `k`, `v` `[S, K, H]`, where `visible [T, S]`; 0 where a query sees nothing."""
     q, k, v = map(float64, (q, k, v))
     G = q.shape[1] // k.shape[1]
     scores = np.einsum("tnh,snh->nts", q, np.repeat(k, G, 1)) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores if soft_cap is None else soft_cap * np.tanh(scores / soft_cap)
     scores = np.where(visible, scores, -np.inf)
+    if sinks is not None:
+        sinks = np.broadcast_to(float64(sinks)[:, None, None], (*scores.shape[:2], 1))
+        scores = np.concatenate([scores, sinks], axis=-1)
+        v = np.concatenate([v, np.zeros_like(v[:1])])
     weights = np.exp(scores - scores.max(-1, initial=-1e300, keepdims=True))
     total = weights.sum(-1, keepdims=True)
     return np.einsum("nts,snh->tnh", weights / np.where(total > 0, total, 1), np.repeat(v, G, 1))
@@ -94,7 +98,7 @@ def dequantized(pages):
     return np.asarray(pages.values).astype(np.float32) * np.asarray(pages.scales)[..., None]
 
 
-def exact_paged_attention(arrays, table, lengths, starts, *, scale=None, window=None, soft_cap=None):
+def exact_paged_attention(arrays, table, lengths, starts, *, scale=None, window=None, soft_cap=None, sinks=None):
     """Expected result of `ops.paged_attention`, in float64."""
     q, *caches = (float64(x) for x in arrays)
     table, lengths, starts = (np.asarray(x) for x in (table, lengths, starts))
@@ -106,5 +110,5 @@ def exact_paged_attention(arrays, table, lengths, starts, *, scale=None, window=
         positions = length - starts[b + 1] + np.arange(starts[b], starts[b + 1])
         distance = positions[:, None] - np.arange(length)
         visible = (distance >= 0) & (distance < (window or np.inf))
-        out[rows] = exact_attention(q[rows], k, v, visible, scale, soft_cap)
+        out[rows] = exact_attention(q[rows], k, v, visible, scale, soft_cap, sinks)
     return out

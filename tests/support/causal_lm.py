@@ -30,9 +30,9 @@ def model_logits(model, tokens) -> np.ndarray:
     return np.asarray(jax.jit(lambda t: model.logits(model(t)))(jnp.asarray(tokens)), np.float64)
 
 
-def logits(folder: Path, tokens, dtype: str = "float32") -> np.ndarray:
+def logits(folder: Path, tokens, dtype: str = "float32", **options) -> np.ndarray:
     """Scores `[B, T, V]` of a checkpoint in verax, float64."""
-    return model_logits(load_causal_lm(Checkpoint.open(folder), dtype=dtype), tokens)
+    return model_logits(load_causal_lm(Checkpoint.open(folder), dtype=dtype, **options), tokens)
 
 
 def relative(a: np.ndarray, b: np.ndarray) -> float:

@@ -52,6 +52,10 @@ FAMILIES = {
     ),
     "ministral3": ("ministral3", dict(rope_parameters=GROWING, **UNTIED)),
     "qwen2-moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 64, "num_hidden_layers": 1}),
+    "gpt-oss": (
+        "gpt_oss",
+        {**EXPERTS, "num_local_experts": 8, "intermediate_size": 64, "num_hidden_layers": 2, "sliding_window": 10},
+    ),
     "qwen3.5": ("qwen3_5_text", DELTA),
     "qwen3-next": ("qwen3_next", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 64}),
     "two-key-heads": ("qwen3_5_text", {**DELTA, "linear_num_key_heads": 2}),

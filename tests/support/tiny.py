@@ -8,6 +8,7 @@ from flax import nnx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from verax import checkpoint
+from verax.checkpoint.load import is_transposed
 from verax.models import causal_lm
 
 END, TURN_END, TURN_START = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
@@ -78,6 +79,8 @@ def random_weights(config, seed=0):
             weights[key] = 2 * noise - 4
         elif len(leaf.shape) > 1:
             weights[key] = 1.5 * noise * leaf.shape[-1] ** -0.5
+            if is_transposed(architecture, key):
+                weights[key] = weights[key].swapaxes(1, 2).copy()
         else:
             weights[key] = 0.3 * noise + (not key.endswith("bias"))
     return weights

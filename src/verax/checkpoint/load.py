@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -58,6 +59,7 @@ def load_module(
     ignore: Iterable[str] = (),
     aliases: Mapping[str, str] = MappingProxyType({}),
     stacks: Mapping[str, StackedKeys] = MappingProxyType({}),
+    transposed: Collection[str] = (),
     quantize: Callable[[str], Precision | None] = lambda name: None,
     dequantize: Callable[[str], bool] = lambda name: False,
     progress: Callable[[int, int], None] | None = None,
@@ -80,6 +82,7 @@ def load_module(
         aliases: keys of the checkpoint by keys of the module, where they differ.
         stacks: keys of the checkpoint's matrices by keys of the module's stacks `[E, F, D]`. Each is read into its
             place.
+        transposed: keys of the module's stacks that the checkpoint has as `[E, D, F]`.
         quantize: function from a key to the precision to which its weight is quantised while loading, or to None for
             a weight that is not quantised.
         dequantize: function from a key to True if its weight becomes floats where the checkpoint has it quantised. A
@@ -98,6 +101,8 @@ def load_module(
     places = {name: _placement(mesh, divisions.get(name), repeats) for name in flat}
     for name, (_, leaf) in flat.items():
         stored = leaf.shape[0] // places[name].times, *leaf.shape[1:]
+        if name in transposed:
+            stored = stored[0], stored[2], stored[1]
         _check_shape(stored, stacks.get(name) or keys[name][0], checkpoint)
     dtypes = {name: _fitting_dtype(keys[name], leaf, checkpoint, dtype) for name, (_, leaf) in flat.items()}
     precisions = {name: quantize(name) for name in flat}
@@ -108,8 +113,9 @@ def load_module(
     # In the order of the files: sequential reading is the fastest for disks and the kernel's read-ahead.
     for name in sorted(keys, key=lambda name: checkpoint.place(keys[name][0])):
         source, shape, precision = keys[name][0], flat[name][1].shape, precisions[name]
-        if name in stacks or (precision is not None and len(shape) == 3):
-            stack = Stack(checkpoint, shape, stacks.get(name) or source)
+        converted = (precision is not None or dequantize(name)) and len(shape) == 3
+        if name in stacks or name in transposed or converted:
+            stack = Stack(checkpoint, shape, stacks.get(name) or source, transposed=name in transposed)
             loaded[name] = _place_stack(name, stack, dtypes[name], precision, places[name], dequantize(name), memory)
         else:
             weight = checkpoint.read(source)
@@ -334,21 +340,36 @@ def stacked_keys(name: str, shape: tuple[int, ...], patterns: Patterns) -> Stack
     return None
 
 
+def is_transposed(model: Any, name: str) -> bool:
+    """True for a stack that checkpoints of floats have as `[E, in, out]`: its name has one of the model's patterns."""
+    return any(re.search(pattern, name) for pattern in getattr(model, "transposed_weights", ()))
+
+
 class Stack:
     """A stack in a checkpoint: one array, or single matrices.
 
-    `shape`: `(E, F, D)`; `(E, ...)` of blocks, whose weights need not be matrices.
+    `shape`: `(E, F, D)`; `(E, ...)` of blocks, whose weights need not be matrices. `transposed`: True if the one array
+    has each matrix as `[D, F]`.
     """
 
-    def __init__(self, checkpoint: Checkpoint, shape: tuple[int, ...], keys: str | StackedKeys):
+    def __init__(
+        self, checkpoint: Checkpoint, shape: tuple[int, ...], keys: str | StackedKeys, *, transposed: bool = False
+    ):
         self.shape = shape
         self._checkpoint = checkpoint
         self._keys = keys
+        self._transposed = transposed
+
+    @cached_property
+    def _whole(self) -> Any:
+        assert isinstance(self._keys, str)
+        return self._checkpoint.read(self._keys)
 
     def read(self, i: int) -> np.ndarray | QuantizedWeight:
         """Matrix `[F, D]` of expert i: a view of the file if it lies there in one piece, else a copy."""
         if isinstance(self._keys, str):
-            return jax.tree.map(lambda array: array[i], self._checkpoint.read(self._keys))
+            matrix = jax.tree.map(lambda array: array[i], self._whole)
+            return matrix.T if self._transposed else matrix
         parts = [self._checkpoint.read(key) for key in self._keys[i]]
         floats = [part for part in parts if isinstance(part, np.ndarray)]
         quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
@@ -472,7 +493,10 @@ def random_weight(name: str, shape: Sequence[int], dtype: Any = np.float32, seed
 
 
 def random_weights(abstract: nnx.Module, dtype: Any = np.float32, seed: int = 0) -> dict[str, np.ndarray]:
-    """Weights by name for a module of shapes; see `random_weight`."""
-    leaves = nnx.to_flat_state(nnx.state(abstract))
-    named = ((".".join(map(str, path)), leaf.shape) for path, leaf in leaves)
-    return {name: random_weight(name, shape, dtype, seed) for name, shape in named}
+    """Random weights by key of a checkpoint, for a module of shapes; see `random_weight`."""
+    weights: dict[str, np.ndarray] = {}
+    for path, leaf in nnx.to_flat_state(nnx.state(abstract)):
+        name = ".".join(map(str, path))
+        weight = random_weight(name, leaf.shape, dtype, seed)
+        weights[name] = np.ascontiguousarray(weight.swapaxes(1, 2)) if is_transposed(abstract, name) else weight
+    return weights

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from verax.checkpoint.checkpoint import INDEX
 from verax.checkpoint.formats.quantized import entries, quantization_config
 from verax.checkpoint.formats.safetensors import SHARD_BYTES, NewTensor, write_shards
-from verax.checkpoint.load import Patterns, split_quantized, stacked_keys
+from verax.checkpoint.load import is_transposed, split_quantized, stacked_keys
 from verax.checkpoint.resolve import TOKENIZER_FILES
 from verax.errors import CheckpointError
 from verax.files import write_json
@@ -116,7 +116,7 @@ def _named(model: nnx.Module | Mapping[str, Any]) -> tuple[Mapping[str, Any], di
             )
         if isinstance(value, QuantizedWeight) and not value.is_plain:
             raise CheckpointError(f"{key}: only symmetric integers can be saved, in the order of the inputs")
-    values = _unstacked(values, getattr(model, "stacked_weights", ()))
+    values = _unstacked(values, model)
     quantized = {key: value for key, value in values.items() if isinstance(value, QuantizedWeight)}
     if not quantized:
         return values, None
@@ -128,13 +128,15 @@ def _named(model: nnx.Module | Mapping[str, Any]) -> tuple[Mapping[str, Any], di
     return arrays, quantization_config(quantized.values(), ignored)
 
 
-def _unstacked(values: Mapping[str, Any], patterns: Patterns) -> dict[str, Any]:
-    """Values in which each stack is single matrices, as checkpoints have them."""
+def _unstacked(values: Mapping[str, Any], model: nnx.Module) -> dict[str, Any]:
+    """Values in which each stack is as checkpoints of the model have it: single matrices, or one transposed array."""
     result: dict[str, Any] = {}
     for name, value in values.items():
-        keys = stacked_keys(name, value.shape, patterns)
+        keys = stacked_keys(name, value.shape, getattr(model, "stacked_weights", ()))
         if keys is None:
             result[name] = value
+        elif is_transposed(model, name) and not isinstance(value, QuantizedWeight):
+            result[name] = np.ascontiguousarray(np.swapaxes(np.asarray(value), 1, 2))
         elif isinstance(value, QuantizedWeight):
             for expert_keys, matrices in zip(keys, split_quantized(value, len(keys[0])), strict=True):
                 result.update(zip(expert_keys, matrices, strict=True))

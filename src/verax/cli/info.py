@@ -111,7 +111,7 @@ def _describe(model: str) -> dict[str, Any]:
     return {
         "path": str(opened.folder),
         "architecture": opened.config["model_type"],
-        "layers": config.num_hidden_layers,
+        "layers": config.num_hidden_layers + len(getattr(config, "shared_layers", ())),
         "hidden_size": config.hidden_size,
         "heads": f"{config.num_attention_heads}, {config.num_key_value_heads} of them for keys and values, "
         f"of size {config.head_dim}",

@@ -6,7 +6,7 @@ import difflib
 import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -18,6 +18,8 @@ from verax.files import JsonObject
 from verax.models import (
     bert,
     gemma3,
+    gemma4,
+    gpt_oss,
     granite,
     lam,
     ministral3,
@@ -80,6 +82,8 @@ _CAUSAL_LM: dict[str, tuple[type[Any], type[Any]]] = {
         (qwen3_5.Qwen35ForCausalLM, qwen3_5.Qwen35Config),
     ),
     **dict.fromkeys(("gemma3", "gemma3_text", "gemma2"), (gemma3.Gemma3ForCausalLM, gemma3.Gemma3Config)),
+    **dict.fromkeys(("gemma4", "gemma4_text"), (gemma4.Gemma4ForCausalLM, gemma4.Gemma4Config)),
+    "gpt_oss": (gpt_oss.GptOssForCausalLM, gpt_oss.GptOssConfig),
     "phi3": (phi3.Phi3ForCausalLM, phi3.Phi3Config),
     "smollm3": (smollm3.SmolLM3ForCausalLM, smollm3.SmolLM3Config),
     **dict.fromkeys(("olmo2", "olmo3"), (olmo2.Olmo2ForCausalLM, olmo2.Olmo2Config)),
@@ -158,8 +162,8 @@ def causal_lm(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
 def is_causal(config: Mapping[str, Any]) -> bool:
     """False for a language model whose tokens see those after them: an encoder, by its config.json."""
     text = JsonObject(read_value(config, "text_config", dict, None) or config, file_of(config))
-    both = read_value(text, "use_bidirectional_attention", bool, False)
-    return read_value(text, "is_causal", bool, True) and not both
+    both = read_value(text, "use_bidirectional_attention", bool | Literal["all", "vision"], False)
+    return read_value(text, "is_causal", bool, True) and both in (False, "vision")  # which is of images' tokens
 
 
 def _causal(config: Mapping[str, Any]) -> JsonObject:

@@ -36,8 +36,12 @@ class AttentionFn(Protocol):
         scale: float | None = None,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: Float[Array, "N"] | None = None,
     ) -> Float[Array, "*B T N H"]:
-        """Attention of layer `layer`; the keywords are as in `ops.attention`."""
+        """Attention of layer `layer`; the keywords are as in `ops.attention`.
+
+        A model whose layers share keys and values calls it again with the layer that they are of, and with the same.
+        """
         ...
 
 
@@ -104,7 +108,7 @@ class CausalLMConfig(Protocol):
 
     Attributes:
         vocab_size: tokens of the vocabulary, V.
-        num_hidden_layers: layers, L: those that call `attend` or `run_recurrent`.
+        num_hidden_layers: layers, L: those that call `attend` or `run_recurrent` with keys or a state of their own.
         num_key_value_heads: heads of keys and values, K.
         head_dim: size of a head, H.
         max_position_embeddings: positions, the longest sequence in tokens.
@@ -164,6 +168,15 @@ class SlidingWindowConfig(Protocol):
 
 
 @runtime_checkable
+class LayerHeadsConfig(Protocol):
+    """A configuration whose layers have keys and values of several shapes."""
+
+    def layer_heads(self, layer: int) -> tuple[int, int]:
+        """Heads of keys and values of a layer, and their size."""
+        ...
+
+
+@runtime_checkable
 class CausalLM(Protocol):
     """A language model: an `nnx.Module` whose paths are the keys of the published checkpoint.
 
@@ -217,6 +230,13 @@ def sliding_windows(config: CausalLMConfig) -> tuple[int | None, ...]:
             f"{config.num_hidden_layers} layers"
         )
     return config.sliding_windows
+
+
+def layer_heads(config: CausalLMConfig, layer: int) -> tuple[int, int]:
+    """Heads of keys and values of a layer that attends, and their size."""
+    if isinstance(config, LayerHeadsConfig):
+        return config.layer_heads(layer)
+    return config.num_key_value_heads, config.head_dim
 
 
 def head_repeats(config: CausalLMConfig, devices: int) -> int:

@@ -159,10 +159,20 @@ class DecoderLayer(qwen3.DecoderLayer):
 class ScaledEmbedding(Embedding):
     """Embedding whose rows are multiplied by the square root of their size."""
 
-    def __init__(self, vocab_size: int, size: int, *, divided: Literal["vocabulary"], dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        vocab_size: int,
+        size: int,
+        *,
+        scaled_as: int | None = None,
+        divided: Literal["vocabulary"],
+        dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        """Fresh embeddings; `scaled_as` is the size of several that a row holds side by side."""
         super().__init__(vocab_size, size, divided=divided, dtype=dtype, rngs=rngs)
         # Rounded to the model's dtype: in bfloat16 these models were trained with 25.25 where sqrt(640) is 25.298.
-        self.scale = float(np.asarray(size**0.5, jnp.dtype(dtype)))
+        self.scale = float(np.asarray((scaled_as or size) ** 0.5, jnp.dtype(dtype)))
 
     def __call__(self, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
         return super().__call__(tokens) * self.scale

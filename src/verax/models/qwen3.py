@@ -219,9 +219,13 @@ class Attention(nnx.Module):
     ) -> Float[Array, "*B T D"]:
         q, k, v, gate = self.project(x)
         q, k = self.rotate(q, k, rotary)
-        out = attend(layer, q, k, v, window=self.config.sliding_windows[layer], **self.config.score_options)
+        out = attend(layer, q, k, v, window=self.config.sliding_windows[layer], **self.score_options())
         out = out if gate is None else out * jax.nn.sigmoid(gate)
         return self.o_proj(out.reshape(*out.shape[:-2], -1))
+
+    def score_options(self) -> Mapping[str, Any]:
+        """Keywords of `AttentionFn` in addition to the window."""
+        return self.config.score_options
 
     def project(self, x: Float[Array, "*B T D"]) -> Projected:
         """Queries, keys and values by head, normalised; and the gate of the outputs, or None."""

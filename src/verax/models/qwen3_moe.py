@@ -116,11 +116,15 @@ class Router(Gate):
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: Float[Array, "*B D"]
     ) -> tuple[Float[Array, "*B E"], Float[Array, "*B k"], Int[Array, "*B k"]]:
-        scores = super().__call__(x)
+        scores = self.scores(x)
         weights, experts = jax.lax.top_k(jax.nn.softmax(scores, axis=-1), self.k)
         if self.normalised:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         return scores, weights, experts
+
+    def scores(self, x: Float[Array, "*B D"]) -> Float[Array, "*B E"]:
+        """Score of each expert."""
+        return super().__call__(x)
 
 
 class Experts(nnx.Module):
@@ -142,9 +146,14 @@ class Experts(nnx.Module):
     ) -> Float[Array, "*B D"]:
         gate_up, down = self.gate_up_proj.get_value(), self.down_proj.get_value()
         experts = experts - part_index() * gate_up.shape[0]  # experts of other devices are out of range, and give zeros
-        gate, up = jnp.split(ops.grouped_linear(x[..., None, :], gate_up, experts), 2, axis=-1)
-        y = ops.grouped_linear(jax.nn.silu(gate) * up, down, experts)
+        y = self.gated(ops.grouped_linear(x[..., None, :], gate_up, experts))
+        y = ops.grouped_linear(y, down, experts)
         return sum_parts(jnp.sum(y * weights[..., None], axis=-2))
+
+    def gated(self, y: Float[Array, "*B E"]) -> Float[Array, "*B F"]:
+        """Gate times input, out of both."""
+        gate, up = jnp.split(y, 2, axis=-1)
+        return jax.nn.silu(gate) * up
 
 
 class SparseMoeBlock(nnx.Module):

@@ -26,6 +26,7 @@ def attention(
     scale: float | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attention of T queries over S keys; query head n reads key/value head `n // (N / K)`. Float32 out.
 
@@ -39,12 +40,14 @@ def attention(
         window: keys that a query sees, its own position's the last of them: position i sees i - window < j <= i.
             Without `causal` it sees as many after it: |i - j| < window.
         soft_cap: bound of the scores, which become `soft_cap * tanh(scores / soft_cap)` (Gemma 2, arXiv:2408.00118).
+        sinks: score of one more key, for each query head, whose value is zero (gpt-oss, arXiv:2508.10925); neither
+            `scale` nor `soft_cap` changes it.
     """
     T, S = q.shape[1], k.shape[1]
     visible = _visible(jnp.arange(T) + (S - T), S, causal, window)
     if segments is not None:
         visible &= segments[:, :, None] == segments[:, None, :]
-    return _attend(q, k, v, visible, scale, soft_cap)
+    return _attend(q, k, v, visible, scale, soft_cap, sinks)
 
 
 CHUNK = 256
@@ -60,11 +63,12 @@ def _is_too_large_at_once(q: Any, k: Any, v: Any, **options: Any) -> bool:
 
 
 class ScoreOptions(TypedDict, total=False):
-    """Keyword arguments of every attention over keys: `scale`, `window` and `soft_cap`, see `attention`."""
+    """Keyword arguments of every attention over keys: `scale`, `window`, `soft_cap`, `sinks`, see `attention`."""
 
     scale: float | None
     window: int | None
     soft_cap: float | None
+    sinks: Float[Array, "N"] | None
 
 
 class AttentionOptions(ScoreOptions, total=False):
@@ -96,7 +100,7 @@ def chunked_attention(
         if segments is not None and owners is not None:
             visible &= lax.dynamic_slice_in_dim(owners, begin, CHUNK, 1)[:, :, None] == segments[:, None, :]
         queries = lax.dynamic_slice_in_dim(rows, begin, CHUNK, 1)
-        chunk = _attend(queries, k, v, visible, options.get("scale"), options.get("soft_cap"))
+        chunk = _attend(queries, k, v, visible, options.get("scale"), options.get("soft_cap"), options.get("sinks"))
         return lax.dynamic_update_slice_in_dim(rows, chunk, begin, 1)
 
     # Results take their queries' place. A loop that fills an array of zeros begins with a copy of them, and XLA makes
@@ -123,13 +127,14 @@ def _attend(
     visible: Bool[Array, "#B T S"],
     scale: float | None,
     soft_cap: float | None,
+    sinks: Float[Array, "N"] | None,
 ) -> Float[Array, "B T N H"]:
     B, T, N, H = q.shape
     K = k.shape[2]
     grouped = (q * (H**-0.5 if scale is None else scale)).astype(k.dtype).reshape(B, T, K, N // K, H)
     scores = float32_product("btkgh,bskh->bkgts", grouped, k)
     scores = jnp.where(visible[:, None, None], soft_capped(scores, soft_cap), MASKED)
-    weights = jax.nn.softmax(scores, axis=-1)
+    weights = softmax_with_sinks(scores, None if sinks is None else sinks.reshape(K, -1, 1))
     return float32_product("bkgts,bskh->btkgh", weights.astype(v.dtype), v).reshape(B, T, N, H)
 
 
@@ -139,6 +144,14 @@ attention.examples = [Example((float32(1, 64, 16, 128), float32(1, 64, 8, 128), 
 def soft_capped(scores: Float[Array, "*B"], soft_cap: float | None) -> Float[Array, "*B"]:
     """Scores bent into (-soft_cap, soft_cap) by `soft_cap * tanh(scores / soft_cap)`; unchanged if it is None."""
     return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+
+
+def softmax_with_sinks(scores: Float[Array, "*B s"], sinks: Float[Array, "*#B"] | None) -> Float[Array, "*B s"]:
+    """Weights of keys; `sinks` are the scores of one more key, whose weight is left out."""
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    sinks = jnp.broadcast_to(sinks.astype(jnp.float32), scores.shape[:-1])[..., None]
+    return jax.nn.softmax(jnp.concatenate([scores, sinks], axis=-1), axis=-1)[..., :-1]
 
 
 def exact_products(x: Array) -> jax.lax.Precision | None:

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float8e4m3fn, Float32, Int, Int8
 
 from verax.ops._dispatch import Example, bfloat16, float32, int32, operation
-from verax.ops.attention import MASKED, ScoreOptions, float32_product, soft_capped
+from verax.ops.attention import MASKED, ScoreOptions, float32_product, soft_capped, softmax_with_sinks
 
 # vLLM's float8 cache has a scale of 1.0. Here float8 has scales as int8 has. Relative error of attention over 2,000
 # random tokens, heads of 128: 0.063 with scales, 0.077 without; 0.070 and 0.31 for values of 0.002, which float8 can
@@ -177,6 +177,7 @@ def paged_attention(
     scale: float | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, "N"] | None = None,
 ) -> Float[Array, "T N H"]:
     """Causal attention of a ragged batch: sequence b's queries are rows `query_starts[b] : query_starts[b + 1]`.
 
@@ -194,6 +195,7 @@ def paged_attention(
         window: keys that a query sees, its own the last of them: position i sees i - window < j <= i. Pages whose keys
             all lie before it are not read; their entries in the table may be any pages.
         soft_cap: bound of the scores, see `ops.attention`.
+        sinks: score of one more key for each query head, see `ops.attention`.
 
     Returns:
         Float32. The reference holds `O(T W p)` keys; use it for small shapes.
@@ -210,7 +212,7 @@ def paged_attention(
     grouped = group_queries(q, k.shape[1], scale).astype(k.dtype)
     scores = float32_product("tkgh,tksh->tkgs", grouped, k)
     scores = jnp.where(visible[:, None, None], soft_capped(scores, soft_cap), MASKED)
-    weights = jax.nn.softmax(scores, axis=-1)
+    weights = softmax_with_sinks(scores, None if sinks is None else sinks.reshape(k.shape[1], -1))
     out = float32_product("tkgs,tksh->tkgh", weights.astype(v.dtype), v)
     return jnp.where((rows < query_starts[-1])[:, None, None], out.reshape(T, N, H), 0.0)
 
@@ -302,12 +304,13 @@ def _attend_chunks(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Float[Array, "N"] | None = None,
     **_: object,
 ) -> Float[Array, "B K G H"]:
     """Online softmax over chunks of the cache; query (b, g) sees keys up to `last_visible[b, g]`, -1 for none.
 
     Only as many chunks are read as the longest sequence needs, whatever the width of the table, and none before the
-    first window.
+    first window. A sink is a key before all others: the softmax begins with its score and no value.
     """
     k_cache, v_cache = caches
     B, K, G, H = grouped.shape
@@ -336,7 +339,11 @@ def _attend_chunks(
         update = float32_product("bkgs,bksh->bkgh", scaled.astype(v.dtype), v)
         return new_highest, total * shrink + weights.sum(-1), out * shrink[..., None] + update
 
-    start = (jnp.full((B, K, G), MASKED), jnp.zeros((B, K, G)), jnp.zeros((B, K, G, H)))
+    highest = jnp.full((B, K, G), MASKED)
+    if sinks is not None:  # rows are head by head, several of each
+        sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(K, -1), K * G // sinks.size, axis=1)
+        highest = jnp.broadcast_to(sinks, highest.shape)
+    start = (highest, jnp.full((B, K, G), float(sinks is not None)), jnp.zeros((B, K, G, H)))
     first = 0
     if window is not None:
         begin = jnp.where(last_visible >= 0, last_visible - (window - 1), num_keys)

@@ -26,8 +26,8 @@ class RotaryConfig:
     """Frequencies of the rotation.
 
     `kind` is Hugging Face's `rope_type`: `default`, `linear` (position interpolation), `llama3` (Llama 3.1's smooth
-    interpolation by wavelength), `yarn` (Peng et al., 2023, arXiv:2309.00071) or `longrope` (Ding et al., 2024,
-    arXiv:2402.13753). `scaling` holds that kind's numbers.
+    interpolation by wavelength), `yarn` (Peng et al., 2023, arXiv:2309.00071), `longrope` (Ding et al., 2024,
+    arXiv:2402.13753) or `proportional` (Gemma 4: the lower frequencies are zero). `scaling` holds that kind's numbers.
     Only the first `fraction` of each head is rotated (Hugging Face's `partial_rotary_factor`).
     """
 
@@ -66,6 +66,8 @@ class RotaryConfig:
         rope[original] = config.get(original) or rope.get(original) or longest
         scaling = {name: read_value(rope, name, form, None) for name, form in _SCALING.items()}
         numbers = {name: float(value) for name, value in scaling.items() if value is not None}
+        if kind == "proportional":
+            numbers["proportion"], fraction = fraction, 1.0
         if kind == "longrope" and "factor" not in numbers and original in numbers and longest:
             numbers["factor"] = longest / numbers[original]
         divisors = read_value(rope, "divisors", tuple[Positive, ...], ())
@@ -154,8 +156,14 @@ def _longrope(base: np.ndarray, config: RotaryConfig, scaling: Mapping[str, floa
     return _divided(base, config, scaling)[0], attention
 
 
+def _proportional(base: np.ndarray, config: RotaryConfig, scaling: Mapping[str, float]) -> tuple[np.ndarray, float]:
+    """Frequencies of Gemma 4: a part of them, and zeros, which rotate nothing."""
+    rotated = int(scaling["proportion"] * 2 * len(base) // 2)
+    return np.where(np.arange(len(base)) < rotated, base, 0) / np.float32(scaling.get("factor", 1.0)), 1.0
+
+
 _FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
-_FREQUENCIES["divided"] = _divided
+_FREQUENCIES |= {"divided": _divided, "proportional": _proportional}
 _Base = Annotated[float, msgspec.Meta(gt=1, le=MAX_NUMBER, description="a number above 1")]
 _Fraction = Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0 and at most 1")]
 _SCALING: dict[str, Any] = {
@@ -168,6 +176,7 @@ _SCALING: dict[str, Any] = {
 
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
+    "proportional": (),
     "divided": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),

@@ -17,7 +17,7 @@ from verax import ops
 from verax.errors import InvalidParameterError
 from verax.loading import model_shapes
 from verax.models import DTYPES, causal_lm, check_dtype, encoder
-from verax.models.causal_lm import config_on_devices, sliding_windows
+from verax.models.causal_lm import config_on_devices, layer_heads, sliding_windows
 from verax.nn.parallel import fitting_sizes
 from verax.ops._target import DeviceMemory
 from verax.ops.paged import page_bytes
@@ -122,9 +122,10 @@ class TextPlan:
         """
         config, devices = self.model.config, self.options.tensor_parallel_size
         every, experts, chosen, head = multiplied(self.model)
-        heads, size = getattr(config, "num_attention_heads", config.num_key_value_heads), config.head_dim
-        token = 2 * page_bytes((config.num_key_value_heads // devices, 1, size), self.sizes().cache_dtype)
+        heads = getattr(config, "num_attention_heads", config.num_key_value_heads)
         layers = [*zip(sliding_windows(config), layer_states(config, 1), strict=True)]
+        attending = [layer for layer, (_, state) in enumerate(layers) if state is None]
+        attending += getattr(config, "shared_layers", ())
         numbers = sum(leaf.size for _, state in layers for leaf in jax.tree.leaves(state) if leaf.ndim == 4)
         weights = Counter[str]()
         for part in parts_of(self.model, devices):  # without the rows that fill a CPU's panels
@@ -138,7 +139,9 @@ class TextPlan:
             idle = (1 - chosen / experts) ** rows if experts else 0
             nbytes += weights.total() - weights["embedding"] - idle * weights["experts"]
             nbytes += 2 * seqs * state_bytes(config, devices)
-            for window in (window for window, state in layers if state is None):
+            for layer in attending:
+                window, (kv_heads, size) = layers[layer][0], layer_heads(config, layer)
+                token = 2 * page_bytes((kv_heads // devices, 1, size), self.sizes().cache_dtype)
                 keys = [min(at, window or at) for at in range(before + 1, before + count + 1)]
                 cached = before if window is None else min(before, window - 1)
                 flops += 4 * heads * size * seqs * sum(keys)

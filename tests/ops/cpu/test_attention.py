@@ -104,8 +104,8 @@ def test_a_query_sees_its_own_segment_only(level, owners, lengths, causal, dtype
 
 @for_each_level
 @pytest.mark.parametrize(("window", "dtype"), [(1, jnp.bfloat16), (40, jnp.float32), (100, jnp.bfloat16)])
-def test_a_query_sees_its_window_only_and_scores_are_capped(level, dtype, window):
-    options = {"scale": 0.4, "soft_cap": 3.0}
+def test_a_query_sees_its_window_and_its_sink_only_and_scores_are_capped(level, dtype, window):
+    options = {"scale": 0.4, "soft_cap": 3.0, "sinks": np.asarray([-9, 0, 2, 5], np.float32)}
     q, k, v = arrays(1, 150, 230, 4, 2, 32, dtype)
     seen = visible(150, 230, True) & ~np.tril(np.ones((150, 230), bool), 80 - window)
     with library.use_level(level):

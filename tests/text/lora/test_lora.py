@@ -41,6 +41,7 @@ def layers_of(family, **changes):
         ("gemma3_text", {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 16}, DENSE),
         ("phi3", {}, {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"}),
         ("qwen3_moe", EXPERTS, ATTENTION),
+        ("gpt_oss", EXPERTS, ATTENTION),
     ],
 )
 def test_layers_are_what_every_token_passes_without_the_head(family, changes, expected):

@@ -184,15 +184,16 @@ def _hidden_states(
 ) -> Float[Array, "T D"]:
     """Final hidden states of a window of `length` tokens, with padding after them."""
     model = nnx.merge(graph, state)
-    config, position = model.config, jnp.arange(tokens.shape[0])
-    shape = (1 + len(position) // PAGE, config.num_key_value_heads, PAGE, config.head_dim)
+    position = jnp.arange(tokens.shape[0])
+    blocks = 1 + len(position) // PAGE
     page = jnp.where(position < length, 1 + position // PAGE, 0)  # page 0 is padding's
-    table_of_pages = 1 + jnp.arange(shape[0] - 1)[None]
+    table_of_pages = 1 + jnp.arange(blocks - 1)[None]
     starts = jnp.stack([jnp.zeros_like(length), length])
 
     def attend(
         layer: int, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], **options: Any
     ) -> Float[Array, "T N H"]:
+        shape = (blocks, k.shape[1], PAGE, k.shape[2])
         pages = (ops.write_pages(ops.new_pages(shape, cache_dtype), x, page, position % PAGE) for x in (k, v))
         return ops.paged_attention(q, *pages, table_of_pages, length[None], starts, **options)
 

@@ -23,7 +23,9 @@ A weight `X.weight` of shape `[F, D]` with a scale for a row or for a group of i
 - **mxfp4-pack-quantized** (OCP Microscaling Formats, version 1.0), floats E2M1, 32 of which share a power of two:
   `X.weight_packed` uint8 `[F, D / 2]`, with input 2i of a row in the low bits of byte i, and `X.weight_scale` uint8
   `[F, D / 32]`, exponents with an offset of 127. Twice an E2M1 is an integer of -12..12, so that the weight is held
-  exactly as integers of 8 bits, in twice the memory of the file.
+  exactly as integers of 8 bits, in twice the memory of the file;
+- **mxfp4** of gpt-oss: the same, of the experts of a layer: `X_blocks` uint8 `[E, F, D / 32, 16]` and `X_scales` uint8
+  `[E, F, D / 32]`.
 
 Sources: AutoGPTQ, `nn_modules/qlinear/qlinear_cuda_old.py`; ModelCloud/GPTQModel, `utils/model.py`,
 `convert_gptq_v1_to_v2_format_module`; casper-hansen/AutoAWQ, `awq/modules/linear/gemm.py` and
@@ -35,6 +37,7 @@ Sources: AutoGPTQ, `nn_modules/qlinear/qlinear_cuda_old.py`; ModelCloud/GPTQMode
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -54,6 +57,9 @@ from verax.ops.quantized import BITS, GROUP_SIZES, QuantizedWeight
 _GROUPS = f"a scale for {', '.join(map(str, GROUP_SIZES))} inputs or a multiple of them, or one for a row"
 """Words for the groups that a weight may have."""
 
+_PART_OF_STACK = re.compile(r"^(?:gate_up_proj|down_proj)_(blocks|scales)$")
+"""Last part of a key of a stack's arrays, which begins with the stack's name."""
+
 _from_integers = jax.jit(QuantizedWeight.from_integers, static_argnames=("bits", "group_size"))
 
 
@@ -62,8 +68,8 @@ class QuantizedEntry(NamedTuple):
 
     where: object
     keys: tuple[str, ...]
-    shape: tuple[int, int]
-    """Shape of the array of floats that it represents."""
+    shape: tuple[int, ...]
+    """Shape of the array of floats that it represents; `(E, F, D)` of a stack."""
     kind: str
     """Name of the quantisation, and what shares a scale."""
     convert: Callable[..., QuantizedWeight | BlockQuantizedWeight]
@@ -74,7 +80,8 @@ class QuantizedEntry(NamedTuple):
     def read(self, read_raw: Callable[[str], np.ndarray]) -> QuantizedWeight | BlockQuantizedWeight:
         """Copy it out of its file, with the arrays that `read_raw` gives, without rounding."""
         try:
-            return self.convert(**{key.rpartition(".")[2]: read_raw(key) for key in self.keys})
+            names = {key: key.rpartition(".")[2] for key in self.keys}
+            return self.convert(**{_PART_OF_STACK.sub(r"\1", name): read_raw(key) for key, name in names.items()})
         except ValueError as error:
             raise CheckpointError(f"{self.where}: {self.keys[0]}: {error}") from error
 
@@ -406,6 +413,38 @@ def _describe_mxfp4(tensors: Mapping[str, TensorInfo], keys: tuple[str, str], wh
     raise _unfitting(tensors, keys, f"MXFP4 with an exponent (uint8) for {_MXFP4_GROUP} inputs", where)
 
 
+def _from_mxfp4_stack(*, blocks: np.ndarray, scales: np.ndarray) -> QuantizedWeight:
+    """Matrices in a stack `[E, F, D]`; one at a time, since parts of the codes take several times their bytes."""
+    if (scales == _NAN_EXPONENT).any():
+        raise ValueError("its scales have values that are not numbers")
+    E, F, groups, half = blocks.shape
+    values = np.empty((E, F, groups * half * 2), np.int8)
+    for i, matrix in enumerate(blocks.reshape(E, F, -1)):
+        values[i] = _DOUBLED[_nibbles(matrix)]
+    factors = _fitting_scales(_powers_of_two(scales) / 2, _MXFP4_GROUP)
+    return QuantizedWeight(values, factors, F, values.shape[2], _MXFP4_GROUP, 8)
+
+
+def _find_mxfp4(
+    tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], read: object, where: object
+) -> dict[str, QuantizedEntry]:
+    """The stacks of experts among a checkpoint's tensors, by their plain key."""
+    weights: dict[str, QuantizedEntry] = {}
+    for key, info in tensors.items():
+        stem = key.removesuffix("_blocks")
+        if stem == key:
+            continue
+        if (scales := f"{stem}_scales") not in tensors:
+            raise CheckpointError(f"{where}: {key} has no {scales} with it")
+        (*outer, half), of_scales, half_group = info.shape, tensors[scales], _MXFP4_GROUP // 2
+        bytes_only = info.dtype == of_scales.dtype == np.uint8
+        if not bytes_only or len(outer) != 3 or half != half_group or of_scales.shape != tuple(outer):
+            raise _unfitting(tensors, (key, scales), f"blocks [E, F, D / 32, {half_group}] and scales of uint8", where)
+        E, F, groups = outer
+        weights[stem] = QuantizedEntry(where, (key, scales), (E, F, groups * _MXFP4_GROUP), "MXFP4", _from_mxfp4_stack)
+    return weights
+
+
 METHOD = "compressed-tensors"
 
 _VALUES = ("weight_packed", "weight")
@@ -549,6 +588,7 @@ _METHODS: dict[str, Callable[..., dict[str, QuantizedEntry]]] = {
     "awq": _find_awq,
     "fp8": _find_float8,
     "fbgemm_fp8": _find_float8,
+    "mxfp4": _find_mxfp4,
 }
 """Functions that find quantised weights, by `quant_method` of config.json's `quantization_config`."""
 

@@ -42,11 +42,19 @@ def _accepts(q: Any, k: Any, v: Any, *, causal: bool = True, window: int | None 
 
 
 def score_attributes(
-    q: Any, *, scale: float | None = None, window: int | None = None, soft_cap: float | None = None
+    q: Any, *, scale: float | None = None, window: int | None = None, soft_cap: float | None = None, sinks: Any = None
 ) -> dict[str, np.generic]:
-    """Scale, window and cap of scores as attributes of the kernels: 0 stands for no window and no cap."""
+    """Scale, window and cap of scores as attributes of the kernels: 0 stands for no window and no cap.
+
+    `sinks` are an array, which `listed_sinks` gives.
+    """
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     return {"scale": np.float32(factor), "window": np.int64(window or 0), "soft_cap": np.float32(soft_cap or 0)}
+
+
+def listed_sinks(sinks: Float[Array, "N"] | None) -> Float[Array, "n"]:
+    """Sinks as the kernels take them: an empty array for none."""
+    return jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
 
 
 @attention.implementation("native", **library.REQUIREMENTS, accepts=_accepts, traits={"flash"})
@@ -57,21 +65,23 @@ def _attention_native(
     *,
     causal: bool = True,
     segments: Int[Array, "B T"] | None = None,
+    sinks: Float[Array, "N"] | None = None,
     **options: Unpack[ScoreOptions],
 ) -> Float[Array, "B T N H"]:
-    def kernel(q: Array, k: Array, v: Array, segments: Array | None) -> Array:
+    def kernel(q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None) -> Array:
         listed = jnp.zeros((0, 0), jnp.int32) if segments is None else segments.astype(jnp.int32)
         # The kernel reads a tile's queries before it writes the tile's results, which may therefore take their place.
         in_place = int(q.dtype == jnp.float32 and q.size >= IN_PLACE)
         attributes = {"causal": causal, **score_attributes(q, **options)}
         result = jax.ShapeDtypeStruct(q.shape, jnp.float32)
-        return library.call_many("verax_attention", [result], q, k, v, listed, changed=in_place, **attributes)[0]
+        arrays = q, k, v, listed, listed_sinks(sinks)
+        return library.call_many("verax_attention", [result], *arrays, changed=in_place, **attributes)[0]
 
-    def reference(q: Array, k: Array, v: Array, segments: Array | None) -> Array:
-        return attention.reference(q, k, v, causal=causal, segments=segments, **options)
+    def reference(q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None) -> Array:
+        return attention.reference(q, k, v, causal=causal, segments=segments, sinks=sinks, **options)
 
     # Where a derivative is taken, the reference computes the value too: its softmax is what the derivative needs.
-    return replaced_by(reference, kernel, q, k, v, segments)
+    return replaced_by(reference, kernel, q, k, v, segments, sinks)
 
 
 def _accepts_pages(q: Any, k_cache: Any, v_cache: Any, *_: Any, **options: Any) -> bool:
@@ -88,10 +98,11 @@ def _paged_attention_native(
 ) -> Float[Array, "T N H"]:
     k_cache, v_cache, page_table, kv_lengths, query_starts = PagedBatch(*paged)
     integers = (x.astype(jnp.int32) for x in (page_table, kv_lengths, query_starts))
+    sinks = listed_sinks(options.get("sinks"))
     handler, pages = "verax_paged_attention", jax.tree.leaves((k_cache, v_cache))
     if isinstance(k_cache, QuantizedPages):
         handler = "verax_paged_attention_quantized"
-    return library.call(handler, q.shape, q, *pages, *integers, **score_attributes(q, **options))
+    return library.call(handler, q.shape, q, *pages, *integers, sinks, **score_attributes(q, **options))
 
 
 @paged_decode_attention.implementation("native", **library.REQUIREMENTS, accepts=_accepts_pages)

@@ -143,8 +143,8 @@ def build(
             which needs no headers of XLA and so can run while jaxlib is still being downloaded.
         flags: more of them for every compiler call, such as `-fsanitize=address`.
         programs: C++ files with a `main` that call kernels: makes an executable of each, without FFI handlers.
-        levels: names of the levels to compile in addition to the portable one, `HERE`, or `BEST`, which goes without the
-            portable one; every level of the architecture if empty.
+        levels: names of the levels to compile in addition to the portable one, or `HERE`; `BEST` leaves the portable
+            one out; every level of the architecture if empty.
         emulate_amx: compile the level amx with emulated tiles, which any machine with AVX512-BF16 runs. Programs whose
             `levels` name amx get them on a machine without AMX, too.
 

@@ -2,7 +2,7 @@
 pages by Pallas, lowered to Triton (FlashAttention-2, FlashDecoding).
 
 JAX calls cuDNN only by name. No mask is passed, because cuDNN would read it as a bias for each score: calls with
-windows, segments or soft caps are left to XLA. Over pages:
+windows, segments, soft caps or sinks are left to XLA. Over pages:
 
     decode:  for each sequence, key/value head and part of the context, all at once:
                  the head's G queries over the part's keys
@@ -104,7 +104,8 @@ def _accepts_pages(q: Any, k_cache: Any, v_cache: Any, *_: Any, **options: Any) 
     _, K, _, H = k_cache.shape
     sizes = H in HEAD_SIZES and q.shape[1] // K <= MOST_QUERIES and q.size > 0
     known = has_compute_capability(*ADA) if k_cache.dtype == jnp.float8_e4m3fn else has_compute_capability(AMPERE)
-    return are_alike(k_cache, v_cache) and k_cache.dtype in DTYPES and sizes and known
+    plain = are_alike(k_cache, v_cache) and options.get("sinks") is None
+    return plain and k_cache.dtype in DTYPES and sizes and known
 
 
 def num_parts(rows: int, heads: int, context: int) -> int:

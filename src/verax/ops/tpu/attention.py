@@ -54,11 +54,12 @@ QUERIES, KEYS, KEYS_AT_ONCE = 512, 1024, 512
 HEAD_SIZES = (64, 128, 256)
 
 
-def _accepts(q: Any, k: Any, v: Any, *, causal: bool = True, window: int | None = None, **_: Any) -> bool:
+def _accepts(q: Any, k: Any, v: Any, *, causal: bool = True, window: int | None = None, **options: Any) -> bool:
     sizes = q.shape[-1] in HEAD_SIZES and min(q.size, k.size) > 0 and q.shape[2] % k.shape[2] == 0
     # Otherwise some queries see nothing, for which the reference has its own answer.
     visible = k.shape[1] >= q.shape[1] or not (causal or window is not None)
-    return sizes and k.dtype == v.dtype == jnp.bfloat16 and visible  # it rounds products of float32
+    # It rounds products of float32.
+    return sizes and k.dtype == v.dtype == jnp.bfloat16 and visible and options.get("sinks") is None
 
 
 @attention.implementation(
@@ -179,7 +180,7 @@ def _accepts_pages(q: Any, k_cache: Any, v_cache: Any, page_table: Any, *_: Any,
     tiled = str(k_cache.dtype) in PAGE_MULTIPLES and H % LANES == 0 and p % PAGE_MULTIPLES[str(k_cache.dtype)] == 0
     tiled = tiled and (LANES % p == 0 or p % LANES == 0)  # scores of some pages are whole registers
     fits = K * H <= MAX_HEADS * LANES and q.shape[1] // K <= MAX_GROUP and math.prod(page_table.shape) <= MAX_TABLE
-    return tiled and are_alike(k_cache, v_cache) and fits and q.size > 0
+    return tiled and are_alike(k_cache, v_cache) and fits and q.size > 0 and options.get("sinks") is None
 
 
 @paged_decode_attention.implementation("pallas", **KERNEL, accepts=_accepts_pages)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verax.errors import InvalidParameterError
+from verax.text.features import harmony
+from verax.text.features.harmony import HarmonyParser
 from verax.text.features.json_schema import literal, referenced, schema_rule
 from verax.text.features.tool_calls import (
     CLOSE_REASONING,
@@ -30,12 +32,13 @@ from verax.text.tokens.tokenizer import Tokenizer
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 
-ToolSyntax = Literal["hermes", "qwen3_coder", "llama3_json", "none"]
+ToolSyntax = Literal["hermes", "qwen3_coder", "llama3_json", "harmony", "none"]
 """Syntax of tool calls, by vLLM's names of its parsers:
 
 - hermes: JSON in `<tool_call>` (Hermes, Qwen2.5, Qwen3), or an answer that is JSON (Qwen2.5-Coder);
 - qwen3_coder: XML in `<tool_call>` (Qwen3-Coder, Qwen3.5);
 - llama3_json: an answer that is JSON (Llama 3.1 and later);
+- harmony: messages to a function in a format with channels (gpt-oss), see `verax.text.features.harmony`;
 - none: the template has no tool calls. An answer can still be one, as with llama3_json: a grammar can demand it.
 """
 
@@ -75,7 +78,7 @@ class ChatFormat:
 
     def reasoning_state(self, prompt: str) -> ReasoningState:
         """State of the reasoning at the end of a rendered prompt."""
-        if not self.reasoning:
+        if not self.reasoning or self.tools == "harmony":  # whose channels are not a state of the beginning
             return "none"
         begin = max((prompt.rfind(token) + len(token) for token in self.turn_tokens if token in prompt), default=0)
         tail = prompt[begin:] if begin else prompt.rstrip()[-len(CLOSE_REASONING) :]
@@ -86,6 +89,8 @@ class ChatFormat:
 
     def structured_after(self, prompt: str) -> str | None:
         """Text after which a grammar begins, for `StructuredOutputs(after=...)`: the end of the reasoning, or None."""
+        if self.tools == "harmony":
+            return None if harmony.FINAL in prompt.rpartition(harmony.START)[2] else harmony.FINAL
         return CLOSE_REASONING if self.reasoning_state(prompt) == "inside" else None
 
 
@@ -95,16 +100,19 @@ def chat_format(tokenizer: Tokenizer) -> ChatFormat:
     template = templates.get("tool_use", templates.get("default", ""))
     special = {token for number in tokenizer.special_token_ids if (token := tokenizer.token(number))}
     in_vocabulary = all(tokenizer.token_id(tag) is not None for tag in (OPEN_REASONING, CLOSE_REASONING))
-    tags = {OPEN_REASONING, CLOSE_REASONING, OPEN_CALL, CLOSE_CALL, PYTHON_TAG}
+    tags = {OPEN_REASONING, CLOSE_REASONING, OPEN_CALL, CLOSE_CALL, PYTHON_TAG, *harmony.TAGS}
+    tools = _tool_syntax(template)
     return ChatFormat(
-        tools=_tool_syntax(template),
-        reasoning=bool(template) and (CLOSE_REASONING in template or in_vocabulary),
+        tools=tools,
+        reasoning=tools == "harmony" or (bool(template) and (CLOSE_REASONING in template or in_vocabulary)),
         special_tokens=frozenset(tags & special),
         turn_tokens=tuple(sorted(token for token in special - tags if token in template)),
     )
 
 
 def _tool_syntax(template: str) -> ToolSyntax:
+    if harmony.CHANNEL in template and harmony.MESSAGE in template:
+        return "harmony"
     plain = template.replace('\\"', '"')
     if OPEN_CALL in plain and "<function=" in plain and "<parameter=" in plain:
         return "qwen3_coder"
@@ -245,6 +253,9 @@ class AnswerParser:
             self._has_content = True
 
 
+AnyParser = AnswerParser | HarmonyParser
+
+
 def parser_for(
     template: ChatFormat,
     *,
@@ -252,13 +263,15 @@ def parser_for(
     prompt: str,
     parse_tool_calls: bool,
     parse_reasoning: bool,
-) -> AnswerParser:
+) -> AnyParser:
     """Parser of one answer to a prompt.
 
     `tools`: functions that the request offers, in OpenAI's form; only calls of these are parsed.
     """
     reasoning = template.reasoning_state(prompt) if parse_reasoning else "none"
     functions = read_functions(tools) if parse_tool_calls else {}
+    if template.tools == "harmony":
+        return HarmonyParser(functions, prompt=prompt, reasoning=parse_reasoning)
     if not functions:
         return AnswerParser(reasoning=reasoning)
     reader, tags = _calls_of(template, functions)
@@ -310,6 +323,9 @@ def tool_grammar(
     if not chosen or free:
         return None
     lark = _Lark(template, chosen, strict_only=tool_choice == "auto")
+    if template.tools == "harmony":
+        thought = lark.up_to(harmony.END)
+        return {"grammar": lark.text(harmony.start_rule("function", lark.tag, thought, free=tool_choice == "auto"))}
     calls = lark.calls(parallel)
     start = lark.text_or_calls(parallel) if tool_choice == "auto" else calls
     if tool_choice != "auto" and template.reasoning_state(prompt) == "open":
@@ -327,7 +343,7 @@ class _Lark:
         self._special = template.special_tokens
         self._tagged = template.tools in ("hermes", "qwen3_coder")
         self._rules: dict[str, str] = {}
-        write = self._xml if template.tools == "qwen3_coder" else self._json
+        write = {"qwen3_coder": self._xml, "harmony": self._harmony}.get(template.tools, self._json)
         key = "arguments" if template.tools == "hermes" else "parameters"
         for i, function in enumerate(functions.values()):
             self._rules[f"function_{i}"] = write(i, function, key, any_arguments=strict_only and not function.strict)
@@ -341,8 +357,8 @@ class _Lark:
         """Body that is one call, or one and more."""
         if not self._tagged:
             return 'function ("; " function)*' if parallel else "function"
-        self._rules["inner"] = f'"\\n" function "\\n" {self._tag(CLOSE_CALL)}'
-        call = f"{self._tag(OPEN_CALL)} inner"
+        self._rules["inner"] = f'"\\n" function "\\n" {self.tag(CLOSE_CALL)}'
+        call = f"{self.tag(OPEN_CALL)} inner"
         return f'{call} ("\\n" {call})*' if parallel else call
 
     def text_or_calls(self, parallel: bool) -> str:
@@ -351,21 +367,29 @@ class _Lark:
             self._rules["text"] = r"/([^{\s](.|\n)*)?/"
             return f"{self.calls(parallel)} | text"
         self._rules["text"] = _ANY_TEXT
-        before = self._up_to(OPEN_CALL)
+        before = self.up_to(OPEN_CALL)
         return f"({before} inner)* text" if parallel else f"{before} inner | text"
 
     def reasoning_before(self, body: str) -> str:
         """Body that begins with the model's reasoning, if the model likes."""
         self._rules["body"] = body
-        thought = self._up_to(CLOSE_REASONING)
-        return f"({self._tag(OPEN_REASONING)} {thought} /\\s*/)? body"
+        thought = self.up_to(CLOSE_REASONING)
+        return f"({self.tag(OPEN_REASONING)} {thought} /\\s*/)? body"
 
     def _json(self, number: int, function: Function, key: str, *, any_arguments: bool) -> str:
         """A function's call as JSON."""
-        schema = {"type": "object"} if any_arguments else {"type": "object", **function.schema}
-        self._rules[f"arguments_{number}"] = self._schema(function, schema)
         opening = f'{{"name": {literal(function.name)}, "{key}": '
-        return f'{literal(opening)} arguments_{number} "}}"'
+        return f'{literal(opening)} {self._arguments(number, function, any_arguments)} "}}"'
+
+    def _harmony(self, number: int, function: Function, key: str, *, any_arguments: bool) -> str:
+        """A function's call as a message to it."""
+        return harmony.call_rule(function.name, self._arguments(number, function, any_arguments), self.tag)
+
+    def _arguments(self, number: int, function: Function, any_arguments: bool) -> str:
+        """Name of the rule of a call's arguments as JSON."""
+        schema = {"type": "object"} if any_arguments else {"type": "object", **function.schema}
+        self._rules[name := f"arguments_{number}"] = self._schema(function, schema)
+        return name
 
     def _xml(self, number: int, function: Function, key: str, *, any_arguments: bool) -> str:
         """A function's call as XML, with its parameters in the schema's order."""
@@ -408,15 +432,15 @@ class _Lark:
         self._rules[rule] = self._schema(function, {**definitions, **schema})
         return f"{rule} {literal(_END_VALUE)}"
 
-    def _tag(self, tag: str) -> str:
+    def tag(self, tag: str) -> str:
         """A tag: a special token by its name, or text."""
         return tag if tag in self._special else literal(tag)
 
-    def _up_to(self, tag: str) -> str:
+    def up_to(self, tag: str) -> str:
         """Text up to the first such tag, and the tag."""
         if tag in self._special:
             return f"{_ANY_TEXT} {tag}"
-        self._rules["up_to_tag[lazy]"] = _ANY_TEXT[:-1] + tag.replace("/", r"\/") + "/"
+        self._rules["up_to_tag[lazy]"] = _ANY_TEXT[:-1] + re.escape(tag).replace("/", r"\/") + "/"
         return "up_to_tag"
 
 

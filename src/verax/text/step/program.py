@@ -39,7 +39,7 @@ from verax.errors import InvalidParameterError
 from verax.files import atomic_path, write_json
 from verax.machine import cpu_name
 from verax.models import CausalLM, CausalLMConfig
-from verax.models.causal_lm import state_axes
+from verax.models.causal_lm import layer_heads, state_axes
 from verax.nn.parallel import divisions
 from verax.ops.cpu import library
 from verax.ops.division import TENSOR_AXIS, is_weight, partition, resized
@@ -238,7 +238,8 @@ def new_cache(model: CausalLMConfig, sizes: RunnerConfig) -> Cache:
 
     def new_pages(layer: int) -> ops.Pages:
         joined = sizes.joined_heads
-        shape = (num_blocks[layer], model.num_key_value_heads // joined, sizes.block_size, joined * model.head_dim)
+        heads, size = layer_heads(model, layer)
+        shape = (num_blocks[layer], heads // joined, sizes.block_size, joined * size)
         return ops.new_pages(shape, sizes.cache_dtype)
 
     return tuple(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from verax import ops
 from verax._buckets import powers
 from verax.errors import InvalidParameterError
 from verax.models import DTYPES, CausalLMConfig
-from verax.models.causal_lm import has_recurrent_layers, sliding_windows, state_axes
+from verax.models.causal_lm import has_recurrent_layers, layer_heads, sliding_windows, state_axes
 from verax.ops.attention import heads_to_join
 from verax.ops.paged import is_quantized, page_bytes
 from verax.text.engine.blocks import CacheGroup, CachePlan
@@ -176,7 +176,7 @@ def plan_sizes(
     states = max_num_seqs * per_state
     layers = _layers_by_window(model, config.max_model_len or longest)
     sizes = tuple(
-        block_bytes(model, block_size, cache_dtype, len(group)) // devices
+        block_bytes(model, block_size, cache_dtype, group) // devices
         + (0 if draft is None or window is not None else block_bytes(draft, block_size, cache_dtype) // devices)
         for window, group in layers.items()
     )
@@ -221,17 +221,18 @@ def _joined_heads(model: CausalLMConfig, cache_dtype: DTypeLike, devices: int) -
     XLA:TPU would put the number of the page last in the layout of smaller heads, and a page in as many places as it has
     numbers. Quantised heads stay apart, because each has scales of its own.
     """
-    joined = heads_to_join(model.head_dim)
-    fills = model.num_key_value_heads % (devices * joined) == 0
+    shapes = {layer_heads(model, layer) for layer, state in enumerate(layer_states(model, 1)) if state is None}
+    joined = min((heads_to_join(size) for _, size in shapes), default=1)
+    fills = all(heads % (devices * joined) == 0 for heads, _ in shapes)
     return joined if fills and ops.target().platform == "tpu" and not is_quantized(cache_dtype) else 1
 
 
-def block_bytes(model: CausalLMConfig, block_size: int, dtype: DTypeLike, num_layers: int | None = None) -> int:
-    """Bytes of the keys and values of one block over `num_layers` layers; over all that attend if None."""
-    if num_layers is None:
-        num_layers = sum(state is None for state in layer_states(model, 1))
-    page = (model.num_key_value_heads, block_size, model.head_dim)
-    return 2 * num_layers * page_bytes(page, dtype)
+def block_bytes(model: CausalLMConfig, block_size: int, dtype: DTypeLike, layers: Iterable[int] | None = None) -> int:
+    """Bytes of the keys and values of one block over some layers; over all that attend if None."""
+    if layers is None:
+        layers = (layer for layer, state in enumerate(layer_states(model, 1)) if state is None)
+    pages = ((heads, block_size, size) for heads, size in (layer_heads(model, layer) for layer in layers))
+    return 2 * sum(page_bytes(page, dtype) for page in pages)
 
 
 def state_bytes(model: CausalLMConfig, devices: int = 1) -> int:

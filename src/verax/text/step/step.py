@@ -199,7 +199,7 @@ def make_step(
         offset = position % block_size
         # A sequence's first tokens start from zeros. Rows of padding have a slot past the end.
         state_slots = ops.StateSlots(slot, fresh=start == 0)
-        layer_cache = list(cache)
+        layer_cache, written = list(cache), set[int]()
 
         def attend(
             layer: int, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], **options: Any
@@ -207,9 +207,11 @@ def make_step(
             k_pages, v_pages = layer_cache[layer]
             group = group_of[layer]
             (K, H), joined = k.shape[1:], k_pages.shape[-1] // k.shape[-1]
-            k_pages = ops.write_pages(k_pages, join_heads(k, joined), page[group], offset)
-            v_pages = ops.write_pages(v_pages, join_heads(v, joined), page[group], offset)
-            layer_cache[layer] = (k_pages, v_pages)
+            if layer not in written:
+                k_pages = ops.write_pages(k_pages, join_heads(k, joined), page[group], offset)
+                v_pages = ops.write_pages(v_pages, join_heads(v, joined), page[group], offset)
+                layer_cache[layer] = (k_pages, v_pages)
+                written.add(layer)
             kept, attended = groups[group].window, options.get("window")
             if kept is not None and attended != kept:
                 raise InvalidParameterError(

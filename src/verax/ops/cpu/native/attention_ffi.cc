@@ -16,11 +16,17 @@ bool same(ffi::Span<const int64_t> a, ffi::Span<const int64_t> b) {
   return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin());
 }
 
-// Attributes that all handlers have: scale, window and cap of the scores.
+// What all handlers have: scale, window and cap of the scores, and the heads' sinks, empty for none.
 struct Scores {
   int64_t window;
   float scale, soft_cap;
+  ffi::Buffer<ffi::F32> sinks;
 };
+
+// True for a sink of each query head, or for none.
+bool fits(const ffi::Buffer<ffi::F32>& sinks, int64_t heads) {
+  return sinks.element_count() == 0 || static_cast<int64_t>(sinks.element_count()) == heads;
+}
 
 // The fields that both handlers set alike; keys of [.., K, ..] heads are not yet said where.
 AttentionTask task_of(const ffi::AnyBuffer& q, const ffi::AnyBuffer& k, const ffi::AnyBuffer& v, int64_t K,
@@ -38,12 +44,13 @@ AttentionTask task_of(const ffi::AnyBuffer& q, const ffi::AnyBuffer& k, const ff
   task.window = std::max<int64_t>(0, scores.window);
   task.scale = scores.scale;
   task.soft_cap = scores.soft_cap;
+  task.sinks = scores.sinks.element_count() ? scores.sinks.typed_data() : nullptr;
   task.out = out->typed_data();
   return task;
 }
 
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                     ffi::Buffer<ffi::S32> segments, bool causal, int64_t window, float scale, float soft_cap,
+                     ffi::Buffer<ffi::S32> segments, ffi::Buffer<ffi::F32> sinks, bool causal, int64_t window, float scale, float soft_cap,
                      ffi::ResultBuffer<ffi::F32> out) {
   const auto queries = q.dimensions(), keys = k.dimensions();
   if (queries.size() != 4 || keys.size() != 4 || !same(keys, v.dimensions()) || !same(queries, out->dimensions()) ||
@@ -58,9 +65,10 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   if (segmented && (T != S || static_cast<int64_t>(segments.element_count()) != B * T)) {
     return ffi::Error::InvalidArgument("attention: expected segments [B, T], and as many keys as queries");
   }
+  if (!fits(sinks, queries[2])) return ffi::Error::InvalidArgument("attention: expected sinks [N]");
   if (window && !causal) return ffi::Error::InvalidArgument("attention: expected no window unless causal");
   if (out->element_count() == 0) return ffi::Error::Success();
-  AttentionTask task = task_of(q, k, v, K, {window, scale, soft_cap}, out);
+  AttentionTask task = task_of(q, k, v, K, {window, scale, soft_cap, sinks}, out);
   task.causal = causal;
   task.num_pages = B;
   task.page_size = std::max<int64_t>(1, S);
@@ -103,6 +111,7 @@ ffi::Error attend_pages(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k
     return ffi::Error::InvalidArgument(
         "paged attention: expected a page table [B, W], B lengths and B + 1 query starts");
   }
+  if (!fits(scores.sinks, queries[1])) return ffi::Error::InvalidArgument("paged attention: expected sinks [N]");
   if (out->element_count() == 0) return ffi::Error::Success();
   const int64_t T = queries[0], B = table[0], W = table[1];
   AttentionTask task = task_of(q, k, v, cache[1], scores, out);
@@ -136,23 +145,23 @@ ffi::Error attend_pages(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k
 
 ffi::Error paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                            ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> kv_lengths,
-                           ffi::Buffer<ffi::S32> query_starts, int64_t window, float scale, float soft_cap,
+                           ffi::Buffer<ffi::S32> query_starts, ffi::Buffer<ffi::F32> sinks, int64_t window, float scale, float soft_cap,
                            ffi::ResultBuffer<ffi::F32> out) {
-  return attend_pages(pool, q, k, v, nullptr, nullptr, page_table, kv_lengths, query_starts, {window, scale, soft_cap},
-                      out);
+  return attend_pages(pool, q, k, v, nullptr, nullptr, page_table, kv_lengths, query_starts,
+                      {window, scale, soft_cap, sinks}, out);
 }
 
 ffi::Error paged_attention_quantized(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k,
                                      ffi::Buffer<ffi::F32> k_scales, ffi::AnyBuffer v, ffi::Buffer<ffi::F32> v_scales,
                                      ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> kv_lengths,
-                                     ffi::Buffer<ffi::S32> query_starts, int64_t window, float scale,
+                                     ffi::Buffer<ffi::S32> query_starts, ffi::Buffer<ffi::F32> sinks, int64_t window, float scale,
                                      float soft_cap, ffi::ResultBuffer<ffi::F32> out) {
   const auto cache = k.dimensions(), scales = k_scales.dimensions();
   if (cache.size() != 4 || !same(scales, cache.first(3)) || !same(scales, v_scales.dimensions())) {
     return ffi::Error::InvalidArgument("paged attention: expected scales [P, K, p] of pages [P, K, p, H]");
   }
   return attend_pages(pool, q, k, v, k_scales.typed_data(), v_scales.typed_data(), page_table, kv_lengths, query_starts,
-                      {window, scale, soft_cap}, out);
+                      {window, scale, soft_cap, sinks}, out);
 }
 
 }  // namespace
@@ -165,6 +174,7 @@ VERAX_HANDLER(verax_attention, verax::attention,
                   .Arg<xla::ffi::AnyBuffer>()
                   .Arg<xla::ffi::AnyBuffer>()
                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                   .Attr<bool>("causal")
                   .Attr<int64_t>("window")
                   .Attr<float>("scale")
@@ -180,6 +190,7 @@ VERAX_HANDLER(verax_paged_attention, verax::paged_attention,
                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                   .Attr<int64_t>("window")
                   .Attr<float>("scale")
                   .Attr<float>("soft_cap")
@@ -196,6 +207,7 @@ VERAX_HANDLER(verax_paged_attention_quantized, verax::paged_attention_quantized,
                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                   .Attr<int64_t>("window")
                   .Attr<float>("scale")
                   .Attr<float>("soft_cap")

@@ -7,7 +7,7 @@
 //       m, l, weights = online softmax of the scores (Milakov and Gimelshein, 2018, arXiv:1805.02867)
 //       sums[row, h] = alpha x sums + weights . v, with alpha = 2^(old m - new m)
 //   merge the span's (sums, m, l) into the sums of the spans before it
-// out = sums / l
+// out = sums / l, with the weight of the head's sink added to l, where heads have sinks
 //
 // With int8 keys and values, a key's scale multiplies its scores, a value's scale its weights; sums have neither.
 //
@@ -110,7 +110,12 @@ void finish(const AttentionTask& t, const AttentionTile& tile, const State& stat
   for (int64_t r = 0; r < rows; ++r) {
     float* to = t.out + row_offset(t, tile, r);
     const float *from = state.sums.row(r), l = state.l[r];
-    const float factor = l == 0 ? 0 : 1 / l;  // 0: a row that sees nothing
+    float factor = l == 0 ? 0 : 1 / l;  // 0: a row that sees nothing
+    if (t.sinks && l != 0) {
+      const float sink = t.sinks[tile.head * (t.N / t.K) + r % (t.N / t.K)] * LOG2_E;
+      const float m = sink > state.m[r] ? sink : state.m[r], alpha = power_of_two(state.m[r] - m);
+      factor = alpha / (l * alpha + power_of_two(sink - m));
+    }
     for (int64_t h = 0; h < t.H; ++h) to[h] = from[h] * factor;
   }
 }

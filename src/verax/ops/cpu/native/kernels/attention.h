@@ -24,6 +24,7 @@ struct AttentionTask {
   float scale;            // on the scores
   float soft_cap;         // bound of the scores, soft_cap tanh(score / soft_cap); 0: none
   float* out;             // [queries, N, H]
+  const float* sinks;     // [N]: score of one more key for each head, whose value is zero; null: none
 };
 
 // Queries of one sequence with the N / K heads that read one key/value head. Rows: query by query, head by head.

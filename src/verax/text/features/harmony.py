@@ -1,0 +1,142 @@
+"""OpenAI's harmony format: messages with a channel each, as gpt-oss writes them.
+
+An answer continues `<|start|>assistant`. It is messages, each with a header, a body and an end:
+
+    <|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>final<|message|>Answer.<|return|>
+
+The channel `analysis` is reasoning, `final` is content, and so is `commentary`, unless the header names a recipient:
+`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>` is a tool call. The recipient may
+also stand before the channel. Format: https://cookbook.openai.com/articles/openai-harmony.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Generator
+
+from verax.text.features.json_schema import literal
+from verax.text.features.tool_calls import CallSink, Delta, GrowingText
+
+START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
+TAGS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, RETURN, CALL)
+STOP_TOKENS = (RETURN, CALL)
+"""Tokens that end an answer."""
+
+FINAL = f"{CHANNEL}final{MESSAGE}"
+"""Text after which a message to the user begins."""
+
+FUNCTIONS = "functions."
+"""Beginning of a recipient that is a function."""
+
+_ENDS = (END, RETURN, CALL, START, CHANNEL)
+"""Tags that end a body. Models forget the end of a message now and then."""
+
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w*)")
+
+
+class HarmonyParser:
+    """Parser of one answer. The deltas joined do not depend on how the text was cut into pieces.
+
+    A call of a function that is not known is content, as it was written. So is an answer without any tag. A header that
+    the answer ends in is dropped.
+    """
+
+    def __init__(self, functions: Collection[str] = (), *, prompt: str = "", reasoning: bool = True):
+        """Begin an answer.
+
+        Args:
+            functions: names of the functions whose calls are parsed.
+            prompt: text before the answer, whose last message may be open.
+            reasoning: False to make content of the channel `analysis`.
+        """
+        self._functions = functions
+        self._reasons = reasoning
+        self._source = GrowingText()
+        self._pieces: list[str] = []
+        self._calls = CallSink()
+        self._new: dict[bool, list[str]] = {True: [], False: []}
+        """New pieces of reasoning, and of content."""
+        self._begun: set[bool] = set()
+        self._steps = self._parse(prompt[prompt.rfind(START) :] if START in prompt else "")
+
+    @property
+    def text(self) -> str:
+        """The answer so far, as the model wrote it."""
+        return "".join(self._pieces)
+
+    def feed(self, text: str) -> Delta:
+        """Take a further piece of the answer; the delta of what is certain now."""
+        self._source.append(text)
+        self._pieces.append(text)
+        next(self._steps, None)
+        delta = Delta("".join(self._new[False]), "".join(self._new[True]), self._calls.take())
+        self._new = {True: [], False: []}
+        return delta
+
+    def finish(self) -> Delta:
+        """End the answer; the delta of the rest."""
+        self._source.final = True
+        return self.feed("")
+
+    def _parse(self, opened: str) -> Generator[None, None, None]:
+        """Read the whole answer; yields where more of it is needed. `opened`: the prompt's last message."""
+        header, in_body, rest = opened.partition(MESSAGE)
+        tag: str | None = END if any(end in rest for end in (END, RETURN, CALL)) else None
+        while True:
+            if tag in (END, RETURN, CALL):
+                tag = yield from self._source.up_to((START,), lambda text: None)
+                if tag is None:
+                    return
+            if tag is not None or not in_body:
+                pieces = [tag or header]
+                if (yield from self._source.up_to((MESSAGE,), pieces.append, str)) is None:
+                    text = "".join(pieces[1:])
+                    if tag is None and not any(known in text for known in TAGS):
+                        self._put(text, reasoning=False)
+                    return
+                header = "".join(pieces)
+            in_body = ""
+            tag = yield from self._body(header)
+            if tag is None:
+                return
+
+    def _body(self, header: str) -> Generator[None, None, str | None]:
+        """Read a message after its header, and the tag that ends it."""
+        recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
+        name = recipient[1].removeprefix(FUNCTIONS) if recipient else ""
+        if recipient is not None and recipient[1] == FUNCTIONS + name and name in self._functions:
+            self._calls.start(name)
+            return (yield from self._source.up_to(_ENDS, self._calls.add, str))
+        reasoning = self._reasons and recipient is None and channel is not None and channel[1] == "analysis"
+        if reasoning in self._begun:
+            self._put("\n", reasoning=reasoning)
+        if recipient is not None:
+            self._put(header.removeprefix(f"{START}assistant") + MESSAGE, reasoning=False)
+        return (yield from self._source.up_to(_ENDS, lambda text: self._put(text, reasoning=reasoning), str))
+
+    def _put(self, text: str, *, reasoning: bool) -> None:
+        if text:
+            self._begun.add(reasoning)
+            self._new[reasoning].append(text)
+
+
+def call_rule(name: str, arguments: str, tag: Callable[[str], str]) -> str:
+    """Body of a Lark rule: a call of a function, whose arguments are the rule `arguments`. A call ends the answer.
+
+    `tag`: a tag as the grammar has it.
+    """
+    recipient = f" to={FUNCTIONS}{name}"
+    opening = f'{tag(CHANNEL)} {literal(f"commentary{recipient} ")} | {literal(recipient)} {tag(CHANNEL)} "commentary "'
+    return f'({opening}) ({tag(CONSTRAIN)})? "json" {tag(MESSAGE)} {arguments}'
+
+
+def start_rule(calls: str, tag: Callable[[str], str], thought: str, *, free: bool) -> str:
+    """Body of a Lark rule: an answer that thinks, then makes one of the calls or, if it is `free`, answers the user.
+
+    `thought`: text up to the end of a message, and that end.
+    """
+    before = f'{tag(CHANNEL)} ("analysis" | "commentary") {tag(MESSAGE)} {thought} {tag(START)} "assistant"'
+    message = rf' | {tag(CHANNEL)} "final" {tag(MESSAGE)} /(.|\n)*/' if free else ""
+    return f"({before})* ({calls}{message})"

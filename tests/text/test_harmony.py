@@ -1,0 +1,134 @@
+"""Harmony, gpt-oss's format of answers: what its channels become, and the grammars of its tool calls."""
+
+import json
+import random
+
+import pytest
+import tokenizers
+
+from tests.support.grammar import accepts
+from tests.support.published import llama_cpp_source
+from verax.text.features.chat_format import ChatFormat, chat_format, parser_for, tool_grammar
+from verax.text.features.harmony import TAGS
+from verax.text.features.tool_calls import join
+from verax.text.tokens.tokenizer import Tokenizer
+
+TURN = "<|start|>assistant"
+THOUGHT = "<|channel|>analysis<|message|>Which <city>?\nOslo.<|end|>"
+FINAL = "<|channel|>final<|message|>It rains: a < b."
+CALL = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Oslo"}'
+TOOLS = [
+    {"name": "weather", "parameters": {"type": "object", "properties": {"city": {}}, "required": ["city"]}},
+    {"name": "clock", "parameters": {"type": "object", "properties": {}}},
+]
+FORM = ChatFormat("harmony", True, special_tokens=frozenset(TAGS))
+
+
+def parse(answer, *, prompt=TURN, parse_tool_calls=True, parse_reasoning=True, seed=None):
+    """Content, reasoning and calls of an answer, cut at random places."""
+    how = dict(parse_tool_calls=parse_tool_calls, parse_reasoning=parse_reasoning)
+    parser = parser_for(FORM, tools=TOOLS, prompt=prompt, **how)
+    draw, pieces = random.Random(seed), []
+    while answer:
+        size = len(answer) if seed is None else draw.randint(1, 5)
+        pieces.append(parser.feed(answer[:size]))
+        answer = answer[size:]
+    whole = join([*pieces, parser.finish()], parser.text)
+    return whole.content, whole.reasoning, [(call.name, call.arguments) for call in whole.tool_calls]
+
+
+CITY = '{"city": "Oslo"}'
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (THOUGHT + TURN + FINAL, ("It rains: a < b.", "Which <city>?\nOslo.", [])),
+        (FINAL + "<|return|>", ("It rains: a < b.", "", [])),
+        (THOUGHT + TURN + CALL, ("", "Which <city>?\nOslo.", [("weather", CITY)])),
+        (THOUGHT + TURN + CALL + "<|call|>", ("", "Which <city>?\nOslo.", [("weather", CITY)])),
+        (f" to=functions.weather<|channel|>commentary json<|message|>{CITY}", ("", "", [("weather", CITY)])),
+        ("<|channel|>commentary<|message|>I look.<|end|>" + TURN + CALL, ("I look.", "", [("weather", CITY)])),
+        (
+            THOUGHT + TURN + THOUGHT + TURN + FINAL,
+            ("It rains: a < b.", "Which <city>?\nOslo.\nWhich <city>?\nOslo.", []),
+        ),
+        ("<|channel|>analysis<|message|>Well.<|channel|>final<|message|>Yes.", ("Yes.", "Well.", [])),
+        ("<|channel|>commentary to=python<|message|>1", ("<|channel|>commentary to=python<|message|>1", "", [])),
+        ("<|channel|>analysis<|message|>Cut sho", ("", "Cut sho", [])),
+        (THOUGHT + TURN + "<|channel|>fin", ("", "Which <city>?\nOslo.", [])),
+        ("Hello < there", ("Hello < there", "", [])),
+    ],
+)
+def test_channels_become_reasoning_content_and_calls_however_the_text_arrives(answer, expected, seed):
+    assert parse(answer, seed=seed) == expected
+
+
+def test_what_is_not_parsed_is_content():
+    assert parse(THOUGHT + TURN + FINAL, parse_reasoning=False)[:2] == ("Which <city>?\nOslo.\nIt rains: a < b.", "")
+    content, _, calls = parse(CALL, parse_tool_calls=False)
+    assert (content, calls) == (CALL, [])
+
+
+@pytest.mark.parametrize(
+    ("opened", "expected"),
+    [
+        ("<|channel|>final<|message|>It", ("s cold.", "", [])),
+        ("<|channel|>analysis<|message|>", ("", "s cold.", [])),
+    ],
+)
+def test_an_answer_continues_the_prompts_last_message(opened, expected):
+    assert parse("s cold.", prompt=f"<|start|>user<|message|>Hi<|end|>{TURN}{opened}") == expected
+
+
+def test_a_form_begins_with_the_message_to_the_user():
+    assert FORM.structured_after(f"<|start|>user<|message|>Hi<|end|>{TURN}") == "<|channel|>final<|message|>"
+    assert FORM.structured_after(f"{TURN}<|channel|>final<|message|>") is None
+
+
+def plain_grammar(*args, **options):
+    """A grammar in which tags are texts, as the test's vocabulary of bytes needs."""
+    return tool_grammar(ChatFormat("harmony", True), *args, **options)["grammar"]
+
+
+def test_required_lets_the_model_think_and_demands_a_call():
+    grammar = plain_grammar(TOOLS, "required")
+    for text in (CALL, THOUGHT + TURN + CALL, " to=functions.clock<|channel|>commentary json<|message|>{}"):
+        assert accepts(grammar, text)
+    for text in (FINAL, THOUGHT, CALL.replace("city", "town"), CALL.replace("weather", "storm"), "", CALL + FINAL):
+        assert not accepts(grammar, text)
+    named = plain_grammar(TOOLS, {"type": "function", "function": {"name": "clock"}})
+    assert not accepts(named, CALL)
+
+
+def test_auto_checks_strict_functions_and_leaves_answers_free():
+    strict = [{**tool, "strict": True} for tool in TOOLS]
+    grammar = plain_grammar(strict)
+    for text in (CALL, THOUGHT + TURN + FINAL, FINAL):
+        assert accepts(grammar, text)
+    assert not accepts(grammar, CALL.replace("city", "town"))
+    assert "<|channel|> " in tool_grammar(FORM, strict)["grammar"]
+
+
+def test_the_published_template_makes_what_the_parser_reads():
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.add_special_tokens([*TAGS, "<|endoftext|>"])
+    template = llama_cpp_source("models/templates/openai-gpt-oss-120b.jinja").read_text()
+    tokenizer = Tokenizer(backend, chat_templates={"default": template})
+    form = chat_format(tokenizer)
+    assert (form.tools, form.reasoning, form.sampling_overrides) == ("harmony", True, {"skip_special_tokens": False})
+    tools = [{"type": "function", "function": {"description": "", **tool}} for tool in TOOLS]
+    question = [{"role": "user", "content": "What is the weather?"}]
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    for answer, expected in (
+        ({"tool_calls": [call], "reasoning_content": "Where?"}, ("", "Where?", [("weather", {"city": "Oslo"})])),
+        ({"content": "It rains.", "reasoning_content": "Where?"}, ("It rains.", "Where?", [])),
+    ):
+        prompt = tokenizer.apply_chat_template(question, tools=tools)
+        messages = [*question, {"role": "assistant", **answer}]
+        whole = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=False)
+        assert prompt.endswith(TURN)
+        assert whole.startswith(prompt)
+        content, reasoning, calls = parse(whole[len(prompt) :], prompt=prompt)
+        assert (content, reasoning, [(name, json.loads(given)) for name, given in calls]) == expected
