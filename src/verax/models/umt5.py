@@ -69,19 +69,21 @@ class UMT5Config:
         return read
 
 
-def position_rows(config: UMT5Config, length: int) -> np.ndarray:
+def position_rows(buckets: int, max_distance: int, length: int) -> np.ndarray:
     """Row of the table of positions for query t and key s, int32 `[length, length]`, indexed `[t, s]`.
 
     Each side has half of the rows. Near keys have a row for each distance. Farther keys share the other rows, whose
     widths grow by a constant factor up to the largest distance.
+
+    `buckets`: rows of the table. `max_distance`: distance in tokens from which on all keys of a side share a row.
     """
-    side = config.relative_attention_num_buckets // 2
+    side = buckets // 2
     exact = side // 2
     offset = np.arange(length)[None, :] - np.arange(length)[:, None]
     distance = np.abs(offset)
     # In float32, as the reference: another rounding gives another row at the borders between rows.
     ratio = np.log(np.maximum(distance, 1).astype(np.float32) / np.float32(exact))
-    ratio = ratio / np.float32(math.log(config.relative_attention_max_distance / exact))
+    ratio = ratio / np.float32(math.log(max_distance / exact))
     far = np.minimum(exact + (ratio * np.float32(side - exact)).astype(np.int32), side - 1)
     return (np.where(distance < exact, distance, far) + side * (offset > 0)).astype(np.int32)
 
@@ -184,7 +186,9 @@ class UMT5EncoderModel(nnx.Module):
         """
         T = tokens.shape[1]
         real = jnp.arange(T) < lengths[:, None]
-        rows = jnp.asarray(position_rows(self.config, T))
+        config = self.config
+        buckets, farthest = config.relative_attention_num_buckets, config.relative_attention_max_distance
+        rows = jnp.asarray(position_rows(buckets, farthest, T))
         x = self.token_embedding(tokens)
         for block in self.blocks:
             x = block(x, rows, real)

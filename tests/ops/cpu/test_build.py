@@ -194,6 +194,6 @@ def test_a_library_of_another_processor_is_refused_by_name(compiled, tmp_path):
     levels.write_text(levels.read_text().replace("-DVERAX_PORTABLE -O2\", true,", "-DVERAX_PORTABLE -O2\", false,"))
     build.build(tmp_path / "library.so", levels=["portable"])
     environment = os.environ | {"VERAX_CPU_LIBRARY": str(tmp_path / "library.so")}
-    command = "from verax.ops.cpu import library; print(library.problem())"
-    printed = subprocess.run([sys.executable, "-c", command], env=environment, capture_output=True, text=True, check=True)
-    assert "compiled for another processor" in printed.stdout
+    command = [sys.executable, "-c", "from verax.ops.cpu import library; print(library.problem())"]
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert "compiled for another processor" in printed

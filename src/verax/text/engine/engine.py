@@ -87,6 +87,11 @@ class Engine:
         """True if `step` has anything to do."""
         return bool(self._requests)
 
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Number of requests that are waiting or running."""
+        return len(self._requests)
+
     def prepare(self, inputs: RequestInput, request_id: str | None = None) -> Request:
         """Make the request of what a caller gave: rendered, tokenised, checked. Any thread may call it.
 
@@ -95,10 +100,11 @@ class Engine:
         Raises:
             RequestRefusedError: if it could never be served: an empty or too long prompt, a token outside of the
                 vocabulary.
-            InvalidParameterError: for a text, a stop string or a stream without a tokenizer, or a form of the answer
-                that cannot be compiled.
+            InvalidParameterError: for a text, a stop string or a stream without a tokenizer, a form of the answer that
+                cannot be compiled, or an engine that sleeps.
             CheckpointError: if the adapter cannot be read or does not fit the model.
         """
+        self.runner.check_awake()
         params, prompt, special = inputs.params, inputs.prompt, inputs.add_special_tokens
         adapter, grammar = self.load_adapter(inputs.lora_request), self.compile_grammar(params)
         if inputs.is_chat:

@@ -24,12 +24,13 @@ from verax import builtin, checkpoint, ops, progress
 from verax._compat import enable_compilation_cache, make_mesh
 from verax._optional import require_optional
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
-from verax.loading import divide_model, load_causal_lm
+from verax.loading import load_causal_lm, model_shapes
 from verax.machine import return_freed_memory
-from verax.models import CausalLM, causal_lm, check_dtype
+from verax.models import DTYPES, CausalLM, causal_lm, check_dtype
 from verax.models.causal_lm import check_causal_lm
-from verax.nn import pack_linear_weights, packed_copy
+from verax.nn import pack_linear_weights
 from verax.ops.division import TENSOR_AXIS
+from verax.text.engine import weight_update
 from verax.text.engine.blocks import BlockManager
 from verax.text.engine.engine import Engine
 from verax.text.engine.engine_config import EngineConfig
@@ -128,6 +129,9 @@ class LLM:
         ends = tokenizer.eos_token_ids if tokenizer else eos_token_ids(opened.config, opened.generation_config)
         heads = causal_lm(opened.config)[1].num_key_value_heads
         engines = _new_engines(models, config, meshes, heads, hosts, tokenizer, ends, use_tqdm)
+        quantized = quantization is not None or bool(opened.packed)
+        shapes = partial(model_shapes, *causal_lm(opened.config), dtype=DTYPES[dtype])
+        self._template = None if quantized else lambda: AbstractModel.from_module(shapes())
         self._start(engines, models[0], config, hosts, use_tqdm)
 
     @classmethod
@@ -161,11 +165,9 @@ class LLM:
                 "nnodes: a model in memory runs on one host; several load one from a checkpoint"
             )
         meshes = tensor_meshes(config.tensor_parallel_size, config.data_parallel_size)
-        models = [
-            packed_copy(model, few_rows=True) if mesh is None else divide_model(model, mesh)
-            for mesh in map(_placement_mesh, meshes)
-        ]
-        heads = model.config.num_key_value_heads
+        models = [weight_update.placed_model(model, mesh) for mesh in map(_placement_mesh, meshes)]
+        heads, template = model.config.num_key_value_heads, AbstractModel.from_module(model)
+        llm._template = lambda: template
         engines = _new_engines(models, config, meshes, heads, None, tokenizer, ends, use_tqdm)
         llm._start(engines, models[0], config, None, use_tqdm)
         return llm
@@ -209,6 +211,41 @@ class LLM:
         check_supported(self.config)
         runner = self.engine.runner
         return write_programs(runner.compiled_programs(), Path(folder), runner.abstract_model, runner.config)
+
+    def update_weights(self, tree: Any) -> None:
+        """Replace the weights by others of the same shapes and dtypes, as a trainer has them. Nothing is compiled.
+
+        The arrays are copied where the engine would share them. Cached prefixes are dropped, adapters stay.
+
+        Args:
+            tree: a module like the model, its `nnx.State`, or arrays by their names in the checkpoint.
+
+        Raises:
+            InvalidParameterError: if a weight is missing, unknown, or of another shape or dtype, with its name; for an
+                engine that was loaded quantised, has unfinished requests, or runs on several hosts.
+        """
+        weight_update.check_idle("update_weights", self.engines, self.config.nnodes)
+        if self._template is None:
+            raise InvalidParameterError(
+                "update_weights: the engine's weights are quantised; load it without quantization to update them"
+            )
+        weight_update.update_weights(self.engines, self._template(), tree, _placement_mesh)
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of weights and cache on the devices until `wake_up`, as vLLM does.
+
+        Args:
+            level: 1 keeps the weights in the host's memory. 2 drops them, and `update_weights` has to bring others.
+
+        Raises:
+            InvalidParameterError: for another level, unfinished requests, or an engine on several hosts.
+        """
+        weight_update.check_idle("sleep", self.engines, self.config.nnodes)
+        weight_update.sleep(self.engines, level)
+
+    def wake_up(self) -> None:
+        """Allocate the cache again, empty, and put the weights back on the devices unless `sleep` has dropped them."""
+        weight_update.wake_up(self.engines)
 
     def follow(self) -> None:
         """Repeat the dispatches of rank 0 until it ends, on a host of another rank.

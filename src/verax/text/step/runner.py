@@ -149,13 +149,17 @@ class ModelRunner:
         self.eos_token_ids = tuple(eos_token_ids)
         # Flattened once: a step passes a flat tuple of arrays, and the module exists only while tracing.
         self._weights = tuple(jax.tree.leaves(nnx.state(model)))
+        self._places = tuple((weight.sharding, weight.committed) for weight in self._weights)
+        self._weights_on_host: tuple[np.ndarray, ...] | None = None
         self._adapters = adapters
         self.abstract_model = replace(AbstractModel.from_module(model), adapted=adapters and adapters.layers)
         self.weight_bytes = weight_bytes(model)
         """Bytes of weights that a decode step reads: all but embedding tables that are not the output head."""
         shardings = self.program(config.shapes[0]).shardings
         _, on_slots, on_cache, _ = shardings or (None,) * 4
-        self._cache = placed(lambda: new_cache(model.config, config), on_cache)
+        model_config = model.config
+        self._new_cache = lambda: placed(lambda: new_cache(model_config, config), on_cache)
+        self._cache: Any = self._new_cache()
         self.cache_bytes = sum(array.nbytes for array in jax.tree.leaves(self._cache))
         """Bytes of the key/value cache and the recurrent states, on all devices."""
         self._slots = placed(lambda: new_slots(*config.slot_sizes), on_slots)
@@ -167,6 +171,37 @@ class ModelRunner:
         self._steps, self._samplers = programs.steps, programs.samplers
         self._logits: jax.Array | None = None
         """Scores of the last step that a follower has repeated, until they are sampled from."""
+
+    def check_awake(self) -> None:
+        """Check that weights and cache are on the device."""
+        if self._cache is None:
+            raise InvalidParameterError("the engine sleeps: call wake_up() before requests")
+        if not self._weights:
+            raise InvalidParameterError("sleep(level=2) has dropped the weights: call update_weights() before requests")
+
+    def replace_weights(self, weights: abc.Sequence[jax.Array]) -> None:
+        """Take other weights, of the shapes, dtypes and places of those before: no program compiles again."""
+        expected = [(weight.shape, weight.dtype) for weight in self.abstract_model.weights]
+        assert [(weight.shape, weight.dtype) for weight in weights] == expected
+        self._weights_on_host = None
+        self._weights = tuple(map(_at, weights, self._places))
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Drop the cache and the weights, of which the host may keep a copy. A sleeping runner changes nothing."""
+        if self._cache is None:
+            return
+        # References are dropped, nothing is deleted: the arrays may be those of a module of the caller.
+        self._weights_on_host = tuple(map(np.asarray, self._weights)) if keep_weights and self._weights else None
+        self._weights, self._cache = (), None
+
+    def wake_up(self) -> None:
+        """Allocate the cache again, zeroed, and put weights of the host back on the device."""
+        if self._cache is not None:
+            return
+        self._cache = self._new_cache()
+        if self._weights_on_host is not None:
+            self._weights = tuple(map(_at, self._weights_on_host, self._places))
+            self._weights_on_host = None
 
     def program(self, shape: StepShape) -> StepProgram:
         """The program of one step on this runner's state."""
@@ -400,6 +435,14 @@ class ModelRunner:
         # One that was compiled and has not run is not in the cache of its calls yet.
         own = len(programs) if self._is_compiled else sum(max(1, program._cache_size()) for program in programs)
         return own + adapters
+
+
+def _at(array: Any, place: tuple[jax.sharding.Sharding, bool]) -> jax.Array:
+    """Array at a place: a sharding, and whether it is committed to it, on which the choice of a program depends."""
+    sharding, committed = place
+    if committed:
+        return jax.device_put(array, sharding)
+    return array if isinstance(array, jax.Array) and not array.committed else jax.device_put(np.asarray(array))
 
 
 def weight_bytes(model: CausalLM) -> int:

@@ -1,9 +1,9 @@
-"""all-MiniLM-L6-v2 as published: vectors against transformers', and texts that the model is known to find alike."""
+"""Published sentence encoders: vectors against transformers', and texts that the models are known to find alike."""
 
 import numpy as np
 import pytest
 
-from tests.support.published import minilm_folder
+from tests.support.published import minilm_folder, mpnet_folder
 from verax import Encoder
 from verax.compare.outputs import compare_vectors
 
@@ -61,20 +61,24 @@ def folder():
     return minilm_folder()
 
 
-@pytest.fixture(scope="module")
-def expected(folder):
-    """Vectors as the model's card computes them with transformers: the masked mean, normalised."""
+def published_vectors(folder, max_length):
+    """Vectors as the models' cards compute them with transformers: the masked mean, normalised."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModel.from_pretrained(folder).eval()
     vectors = []
     for sentence in SENTENCES:
-        inputs = tokenizer(sentence, truncation=True, max_length=256, return_tensors="pt")
+        inputs = tokenizer(sentence, truncation=True, max_length=max_length, return_tensors="pt")
         with torch.no_grad():
             hidden = model(**inputs).last_hidden_state[0]
         vectors.append(torch.nn.functional.normalize(hidden.mean(0), dim=0).numpy())
     return np.stack(vectors)
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    return published_vectors(folder, 256)
 
 
 def test_float32_vectors_match_transformers(folder, expected):
@@ -83,6 +87,17 @@ def test_float32_vectors_match_transformers(folder, expected):
     ours = encoder.encode(SENTENCES, batch_size=8, show_progress=False)
     assert encoder.truncated == 2
     assert np.abs(ours - expected).max() < 1e-6  # measured: 4e-7, of numbers up to 0.2
+
+
+def test_vectors_of_mpnet_match_transformers():
+    folder = mpnet_folder()
+    encoder = Encoder(folder)
+    assert (encoder.dimension, encoder.max_length) == (768, 384)
+    ours = encoder.encode(SENTENCES, batch_size=8, show_progress=False)
+    expected = published_vectors(folder, 384)
+    assert np.abs(ours - expected).max() < 1e-6
+    rounded = Encoder(folder, dtype="bfloat16").encode(SENTENCES, show_progress=False)
+    assert (rounded * expected).sum(axis=1).min() > 0.9995
 
 
 def test_bfloat16_vectors_point_the_same_way(folder, expected):

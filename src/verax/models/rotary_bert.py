@@ -1,0 +1,312 @@
+"""Nomic, GTE and Jina v3 encoders: BERT with rotary positions (arXiv:2104.09864), and mostly a gated feed-forward.
+
+Nomic Embed v1.5 (arXiv:2402.01613), GTE's and Snowflake's multilingual models (arXiv:2407.19669) and
+jina-embeddings-v3 (arXiv:2409.10173) differ in biases, in their feed-forward and in the names of their weights.
+Follows transformers' `NomicBertModel`, `GteModel` and `JinaEmbeddingsV3Model`; module paths are GTE's keys. No code of
+a checkpoint is run: its config.json is read by the names of the published code too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from verax import ops
+from verax.errors import UnsupportedModelError
+from verax.fields import Count, Depth, Epsilon, Positive, Size, check_multiple, file_of, read_fields, read_value
+from verax.files import JsonObject
+from verax.models.bert import ACTIVATIONS, BertPooler, check_activation
+from verax.nn import Embedding, LayerNorm, Linear, Sentences, fused_gelu_mlp, fused_swiglu
+
+__all__ = [
+    "GteConfig",
+    "GteForSequenceClassification",
+    "GteModel",
+    "JinaV3Config",
+    "JinaV3Model",
+    "NomicBertConfig",
+    "NomicBertModel",
+]
+
+Rotary = tuple[Float[Array, "B T h"], Float[Array, "B T h"]]
+
+_SWITCHES: dict[str, Any] = {
+    "causal": False,
+    "layer_norm_type": "layer_norm",
+    "logn_attention_scale": False,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+    "num_experts": 0,
+    "pack_qkv": True,
+    "parallel_block": False,
+    "position_embedding_type": "rope",
+    "prenorm": False,
+    "qkv_proj_bias": False,
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_interleaved": False,
+    "rotary_emb_scale_base": None,
+    "rotary_scaling_factor": None,
+    "use_rms_norm": False,
+}
+"""Keys of the published code, and the value that is computed here."""
+
+_NOMIC_KEYS = {
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "layer_norm_eps": "layer_norm_epsilon",
+    "hidden_act": "activation_function",
+    "rope_theta": "rotary_emb_base",
+}
+"""Names of transformers' keys in files of Nomic's own code."""
+
+
+@dataclass(frozen=True)
+class GteConfig:
+    """Sizes of a model, under transformers' names in config.json."""
+
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Depth
+    num_attention_heads: Size
+    rotary: ops.RotaryConfig
+    hidden_act: str = "gelu"
+    layer_norm_eps: Epsilon = 1e-12
+    max_position_embeddings: Size = 8192
+    type_vocab_size: Count = 1
+
+    attention_bias: ClassVar[bool] = True
+    gate: ClassVar[str | None] = "fused"
+    """`"fused"`: one matrix of the input above the gate; `"split"`: two matrices; None: no gate."""
+    mlp_bias: ClassVar[bool] = True
+    """True if the second layer of the feed-forward has a bias; the first has one too if there is no gate."""
+    rope_theta: ClassVar[float] = 160_000.0
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Any:
+        """Read a config.json of `model_type` gte, new, nomic_bert or jina_embeddings_v3."""
+        for key, expected in _SWITCHES.items():
+            if (given := config.get(key, expected)) is not None and given != expected:
+                raise UnsupportedModelError(f"{file_of(config)}: {key} {given!r} is not supported; {expected!r} is")
+        values = read_fields(config, cls, [field.name for field in fields(cls) if field.name != "rotary"])
+        hidden_size, heads = values["hidden_size"], values["num_attention_heads"]
+        check_multiple(config, hidden_size=hidden_size, num_attention_heads=heads)
+        read = cls(**values, rotary=_rotary(config, cls.rope_theta, hidden_size // heads))
+        check_activation(read.hidden_act)
+        return read
+
+
+@dataclass(frozen=True)
+class NomicBertConfig(GteConfig):
+    """Sizes of Nomic Embed v1 and v1.5."""
+
+    hidden_act: str = "silu"
+    max_position_embeddings: Size = 2048
+    type_vocab_size: Count = 2
+
+    attention_bias: ClassVar[bool] = False
+    gate: ClassVar[str | None] = "split"
+    mlp_bias: ClassVar[bool] = False
+    rope_theta: ClassVar[float] = 1000.0
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Any:
+        """Read a config.json of `model_type` nomic_bert, transformers' or that of Nomic's own code."""
+        named = {key: config[old] for key, old in _NOMIC_KEYS.items() if old in config and key not in config}
+        if named.get("hidden_act") == "swiglu":
+            named["hidden_act"] = "silu"
+        config = JsonObject({**config, **named}, file_of(config))
+        heads = read_value(config, "num_attention_heads", Size)
+        head_dim = read_value(config, "head_dim", Size, None)
+        if head_dim is not None and head_dim * heads != config.get("hidden_size"):
+            raise UnsupportedModelError(
+                f"{config.where}: head_dim {head_dim} times num_attention_heads {heads} is not hidden_size"
+            )
+        return super().from_hf(config)
+
+
+@dataclass(frozen=True)
+class JinaV3Config(GteConfig):
+    """Sizes of jina-embeddings-v3, without the adapters of its tasks."""
+
+    layer_norm_eps: Epsilon = 1e-5
+    max_position_embeddings: Size = 8194
+
+    gate: ClassVar[str | None] = None
+    rope_theta: ClassVar[float] = 20_000.0
+
+
+def _rotary(config: Mapping[str, Any], theta: float, head_dim: int) -> ops.RotaryConfig:
+    """Rotation of heads, among them the fixed NTK scaling of the published code (https://kexue.fm/archives/9706)."""
+    config = JsonObject({"rope_theta": theta, **config}, file_of(config))
+    scaling = read_value(config, "rope_scaling", dict, {})
+    if config.get("rope_parameters") or scaling.get("type", scaling.get("rope_type")) != "ntk":
+        return ops.RotaryConfig.from_hf(config)
+    where = f"{config.where}: rope_scaling"
+    if scaling.get("mixed_b") is not None:
+        raise UnsupportedModelError(f"{where}: mixed_b is not supported")
+    factor = read_value(scaling, "factor", Positive, where=where)
+    divisors = (factor ** (2 / head_dim),) * (head_dim // 2)
+    return ops.RotaryConfig(read_value(config, "rope_theta", Positive) * factor, "divided", divisors=divisors)
+
+
+class RotaryAttention(nnx.Module):
+    """Attention of every token to all tokens of its sentence, by rotary positions."""
+
+    def __init__(self, config: GteConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        D, bias = config.hidden_size, config.attention_bias
+        self.heads = config.num_attention_heads
+        self.dtype = jnp.dtype(dtype)
+        self.qkv_proj = Linear(D, 3 * D, bias=bias, dtype=dtype, rngs=rngs)
+        self.o_proj = Linear(D, D, bias=bias, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"], rotary: Rotary, segments: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        qkv = self.qkv_proj(x).reshape(*x.shape[:2], 3, self.heads, -1)
+        q, k, v = (qkv[:, :, i] for i in range(3))
+        q, k = ops.apply_rotary(q, *rotary), ops.apply_rotary(k, *rotary)
+        out = ops.attention(q, k.astype(self.dtype), v.astype(self.dtype), causal=False, segments=segments)
+        return self.o_proj(out.reshape(x.shape))
+
+
+class RotaryMLP(nnx.Module):
+    """Feed-forward: `down(up(x) * act(gate(x)))`, or `down(act(up(x)))` without a gate."""
+
+    def __init__(self, config: GteConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        D, F, kind = config.hidden_size, config.intermediate_size, config.gate
+        self.activation = ACTIVATIONS[config.hidden_act]
+        self.up_proj = None if kind == "fused" else Linear(D, F, bias=kind is None, dtype=dtype, rngs=rngs)
+        self.gate_proj = Linear(D, F, dtype=dtype, rngs=rngs) if kind == "split" else None
+        self.up_gate_proj = Linear(D, 2 * F, dtype=dtype, rngs=rngs) if kind == "fused" else None
+        self.down_proj = Linear(F, D, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        if self.up_gate_proj is not None:
+            up, gate = jnp.split(self.up_gate_proj(x), 2, axis=-1)
+            return self.down_proj(up * self.activation(gate))
+        assert self.up_proj is not None
+        if self.gate_proj is not None:
+            if self.activation is ACTIVATIONS["silu"]:
+                return self.down_proj(fused_swiglu(x, self.gate_proj, self.up_proj))
+            return self.down_proj(self.up_proj(x) * self.activation(self.gate_proj(x)))
+        y = fused_gelu_mlp(x, self.up_proj, self.down_proj) if self.activation is ops.gelu else None
+        return self.down_proj(self.activation(self.up_proj(x))) if y is None else y
+
+
+class RotaryLayer(nnx.Module):
+    """Attention, then feed-forward, each normalised after the residual sum."""
+
+    def __init__(self, config: GteConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.attention = RotaryAttention(config, dtype=dtype, rngs=rngs)
+        self.attn_ln = LayerNorm(config.hidden_size, eps=config.layer_norm_eps, dtype=dtype)
+        self.mlp = RotaryMLP(config, dtype=dtype, rngs=rngs)
+        self.mlp_ln = LayerNorm(config.hidden_size, eps=config.layer_norm_eps, dtype=dtype)
+
+    def __call__(self, x: Float[Array, "B T D"], rotary: Rotary, segments: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        x = self.attn_ln(self.attention(x, rotary, segments), x)
+        return self.mlp_ln(self.mlp(x), x)
+
+
+class RotaryEmbeddings(nnx.Module):
+    """Word and token-type embeddings, summed and normalised."""
+
+    def __init__(self, config: GteConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        D, types = config.hidden_size, config.type_vocab_size
+        self.word_embeddings = Embedding(config.vocab_size, D, dtype=dtype, rngs=rngs)
+        self.token_type_embeddings = Embedding(types, D, dtype=dtype, rngs=rngs) if types else None
+        self.LayerNorm = LayerNorm(D, eps=config.layer_norm_eps, dtype=dtype)
+
+    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        x = self.word_embeddings(tokens)
+        if self.token_type_embeddings is not None:
+            x = x + self.token_type_embeddings(jnp.zeros((1, 1), jnp.int32))
+        return self.LayerNorm(x)
+
+
+class GteModel(nnx.Module):
+    """The encoder, from tokens to hidden states. All tokens have type 0, as the published models are used.
+
+    Matmuls take inputs that are rounded to the weights' dtype. Everything between them is float32.
+    """
+
+    ignored_weights: tuple[str, ...] = (
+        r"^((new|gte|nomic_bert|roberta)\.)?pooler\.",
+        r"^(cls|lm_head)\.",
+        r"inv_freq$",
+    )
+    """Patterns of keys that are not loaded: the pooler, heads of pre-training, a constant of old checkpoints."""
+
+    key_aliases: tuple[tuple[str, str], ...] = ((r"^", "new."), (r"^", "gte."))
+    """Keys of the same weights in checkpoints with a head."""
+
+    def __init__(self, config: GteConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs, has_pooler: bool = False):
+        self.config = config
+        self.embeddings = RotaryEmbeddings(config, dtype=dtype, rngs=rngs)
+        layers = [RotaryLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)]
+        self.encoder = nnx.Dict(layer=nnx.List(layers))
+        self.pooler = BertPooler(config, dtype=dtype, rngs=rngs) if has_pooler else None
+
+    def __call__(self, tokens: Int[Array, "B T"], sentences: Sentences) -> Float[Array, "B T D"]:
+        """Final hidden states, float32. The states of a sentence depend on its own tokens only.
+
+        `sentences`: where the sentences lie; of at most `max_position_embeddings` tokens each.
+        """
+        config = self.config
+        head_dim = config.hidden_size // config.num_attention_heads
+        rotary = ops.rotary_tables(sentences.positions, config.rotary, head_dim)
+        x = self.embeddings(tokens)
+        for layer in self.encoder.layer:
+            x = layer(x, rotary, sentences.segments)
+        return x
+
+
+def _renamed(prefixes: tuple[str, ...], attention: str, **mlp: str) -> tuple[tuple[str, str], ...]:
+    """Aliases of GTE's keys in the layout that Nomic and Jina share, by names of theirs."""
+    layer, other = r"^encoder\.layer\.(\d+)\.", r"encoder.layers.\1."
+    names = {"attention.qkv_proj": f"{attention}.Wqkv", "attention.o_proj": f"{attention}.out_proj"}
+    names |= {"attn_ln": "norm1", "mlp_ln": "norm2", **{f"mlp.{name}": f"mlp.{to}" for name, to in mlp.items()}}
+    pairs = [(rf"{layer}{name.replace('.', chr(92) + '.')}\.", f"{other}{to}.") for name, to in names.items()]
+    pairs += [(r"^embeddings\.LayerNorm\.", "emb_ln."), (r"^embeddings\.(word|token_type)", r"embeddings.\1")]
+    return tuple((pattern, prefix + to) for prefix in prefixes for pattern, to in pairs)
+
+
+class NomicBertModel(GteModel):
+    """Nomic's encoder, from tokens to hidden states."""
+
+    key_aliases = _renamed(("", "nomic_bert.", "bert."), "attn", up_proj="fc11", gate_proj="fc12", down_proj="fc2")
+    """Nomic's names of the weights."""
+
+
+class JinaV3Model(GteModel):
+    """jina-embeddings-v3's encoder, from tokens to hidden states."""
+
+    key_aliases = _renamed(("", "roberta."), "mixer", up_proj="fc1", down_proj="fc2")
+    """Jina's names of the weights."""
+
+
+class GteForSequenceClassification(nnx.Module):
+    """A cross-encoder of GTE: one logit for a pair of texts, from the pooled first token."""
+
+    ignored_weights = (r"inv_freq$",)
+    """Patterns of keys that are not loaded: a constant of old checkpoints."""
+
+    key_aliases = ((r"^new\.", "gte."),)
+    """transformers' name of the encoder."""
+
+    def __init__(self, config: GteConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        self.config = config
+        self.new = GteModel(config, dtype=dtype, rngs=rngs, has_pooler=True)
+        self.classifier = Linear(config.hidden_size, 1, bias=True, dtype=dtype, rngs=rngs)
+
+    def __call__(self, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"]) -> Float[Array, "S"]:
+        """Logit of each pair, float32. The arguments are as in `BertModel`, but GTE's tokens all have type 0."""
+        assert self.new.pooler is not None
+        return self.classifier(self.new.pooler(sentences.first(self.new(tokens, sentences))))[:, 0]
