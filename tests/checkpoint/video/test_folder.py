@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 from tests.support.video_folder import CLIP, CONFIG, SHAPES, T5, VAE, tensors, write_original
 from verax.checkpoint.video.convert import convert
 from verax.checkpoint.video.folder import VideoFolder
+from verax.checkpoint.video.parts import wan_vae_names
 from verax.errors import CheckpointError
 
 _TRANSFORMER = "transformer/*.safetensors"
@@ -192,6 +193,12 @@ def test_scales_that_fit_no_weight_are_named(changes, says, original):
 def test_the_pipeline_is_known_from_settings_and_folder(changes, folder, name, tmp_path):
     config = {key: value for key, value in (CONFIG | changes).items() if value is not None}
     assert VideoFolder(write_original(tmp_path / folder, config=config)).pipeline == name
+
+
+def test_null_is_the_published_value_of_a_vaes_settings_and_other_types_are_refused():
+    assert wan_vae_names({"num_res_blocks": None, "dim_mult": None})._rules == wan_vae_names({})._rules
+    with pytest.raises(CheckpointError, match="num_res_blocks: expected"):
+        wan_vae_names({"num_res_blocks": 10**9})
 
 
 @pytest.mark.parametrize(

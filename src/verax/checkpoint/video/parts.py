@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from verax.fields import Depth, Size, read_value
+
 Rule = tuple[str, str | tuple[str, ...]]
 
 
@@ -176,7 +178,8 @@ def wan_vae_names(settings: Mapping[str, Any]) -> Renaming:
     The original of Wan 2.1 counts the decoder's layers through, diffusers within each resolution. Where the levels are
     residual, as in Wan 2.2, both count within each, and the original counts the resampling layer too.
     """
-    sizes = settings.get("num_res_blocks", 2), len(settings.get("dim_mult") or (1, 2, 4, 4))
+    multiples = read_value(settings, "dim_mult", tuple[Size, ...], (1, 2, 4, 4))
+    sizes = read_value(settings, "num_res_blocks", Depth, 2), len(multiples)
     blocks = _residual(*sizes) if settings.get("is_residual") else _plain(*sizes)
     rules = [("conv1", "quant_conv"), ("conv2", "post_quant_conv")]
     for part in ("encoder", "decoder"):
