@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from tests.support.video_folder import CLIP, CONFIG, SHAPES, T5, VAE, tensors, write_original
 from verax.checkpoint.video.convert import convert
 from verax.checkpoint.video.folder import VideoFolder
-from verax.checkpoint.video.parts import wan_vae_names
+from verax.checkpoint.video.parts import original_transformer, wan_vae_names
 from verax.errors import CheckpointError
 
 _TRANSFORMER = "transformer/*.safetensors"
@@ -215,6 +215,13 @@ def test_a_missing_part_names_the_file_expected(part, file, original, diffusers)
     (diffusers / part).rmdir()
     with pytest.raises(CheckpointError, match=f"expected {part}/config.json"):
         VideoFolder(diffusers).checkpoint(part)
+
+
+@pytest.mark.parametrize(("key", "value"), [("in_channels", "16"), ("num_attention_heads", None)])
+def test_a_transformers_size_of_another_type_is_refused_by_name(key, value, diffusers):
+    config = VideoFolder(diffusers).config("transformer") | {key: value}
+    with pytest.raises(CheckpointError, match=f"{key}: expected a whole number"):
+        original_transformer(config, "SkyReelsV2ImageToVideoPipeline")
 
 
 def test_other_faults_are_reported_with_what_would_be_right(original, diffusers, tmp_path):

@@ -425,7 +425,8 @@ def original_transformer(
     """
     if config.get("_class_name", _ORIGINAL) == _ORIGINAL:
         return {**config, "pipeline": pipeline}
-    image = config.get("in_channels", 16) > config.get("out_channels", config.get("in_channels", 16))
+    in_channels = read_value(config, "in_channels", Size, 16)
+    image = in_channels > read_value(config, "out_channels", Size, in_channels)
     skyreels = {"inject_sample_info": config.get("inject_sample_info", False)} if _is_skyreels(pipeline) else {}
     more = {name: config[name] for name, value in _UNSAID.items() if name in config and not _equal(config[name], value)}
     if image:
@@ -437,7 +438,7 @@ def original_transformer(
     return {
         "_class_name": _ORIGINAL,
         "model_type": "i2v" if image else "ti2v" if expand_timesteps else "t2v",
-        "dim": config["num_attention_heads"] * config["attention_head_dim"],
+        "dim": read_value(config, "num_attention_heads", Size) * read_value(config, "attention_head_dim", Size),
         **{ours: config[theirs] for ours, theirs in _SIZES.items() if theirs in config},
         "text_len": 512,
         **skyreels,
@@ -459,14 +460,15 @@ def diffusers_transformer(config: Mapping[str, Any], pipeline: str) -> dict[str,
         del unsaid["num_frame_per_block"]
     more = {name: config.get(name, value) for name, value in unsaid.items()}
     more["qk_norm"] = _UNSAID["qk_norm"] if more["qk_norm"] is True else more["qk_norm"]
+    dim = read_value(config, "dim", Size)
     return {
         "_class_name": _SKYREELS if _is_skyreels(pipeline) else _WAN,
-        "attention_head_dim": config["dim"] // config["num_heads"],
+        "attention_head_dim": dim // read_value(config, "num_heads", Size),
         **{theirs: config[ours] for ours, theirs in _SIZES.items() if ours in config},
         **({"inject_sample_info": config["inject_sample_info"]} if "inject_sample_info" in config else {}),
         **more,
         "image_dim": more["image_dim"] if image else None,
-        "added_kv_proj_dim": config["dim"] if image else None,
+        "added_kv_proj_dim": dim if image else None,
     }
 
 
