@@ -128,7 +128,7 @@ class MemoryBlock(nnx.Module):
 
 
 class MoreFrames(nnx.Module):
-    """A convolution of one pixel whose output channels are those of `factor` frames."""
+    """A convolution of one pixel, whose output has the channels of `factor` frames."""
 
     def __init__(self, size: int, factor: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.conv = _Conv(size, size * factor, 1, bias=False, dtype=dtype, rngs=rngs)
