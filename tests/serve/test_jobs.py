@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from verax.errors import QueueFullError, RequestRefusedError
-from verax.serve.video.jobs import ClipStore, LatentPreview, StorageFullError, VideoJobs
+from verax.serve.video.jobs import ClipStore, StorageFullError, VideoJobs
 from verax.video.images import read_clip
 from verax.video.outputs import VideoProgress
+from verax.video.preview import LatentPreview
 from verax.video.request import ResolvedRequest
 
 pytest.importorskip("av")
@@ -24,9 +25,6 @@ FRAMES = np.zeros((5, 16, 16, 3), np.uint8)
 class SteppedPipeline:
     """Stands in for a pipeline: each denoising step waits for a permission of the test."""
 
-    geometry = SimpleNamespace(pixels_per_latent=8)
-    stages = SimpleNamespace(encode=lambda frames: np.zeros((1, 1, 16, 16, 16), np.float32))
-
     def __init__(self):
         self.may_go = threading.Semaphore(0)
         self.prompts = []
@@ -36,12 +34,15 @@ class SteppedPipeline:
             raise RequestRefusedError("too large")
         if request.prompt == "break":
             raise RuntimeError("a secret")
+        if request.prompt == "exhaust":
+            raise RuntimeError("RESOURCE_EXHAUSTED: 12 GB on /secret")
         for stage, total in (("text", 1), ("denoise", 4), ("decode", 1)):
             for done in range(1, total + 1):
                 if stage == "denoise":
                     assert self.may_go.acquire(timeout=10)
                 latents = np.zeros((1, 16, 2, 2, 2), np.float32) if stage == "denoise" else None
-                if not request.callback(VideoProgress(stage, done, total, 0, 1, 0.0, 8, latents)):
+                preview = None if latents is None else lambda: np.full((300, 600, 3), 99, np.uint8)
+                if not request.callback(VideoProgress(stage, done, total, 0, 1, done / 2, 8, latents, preview=preview)):
                     return SimpleNamespace(frames=FRAMES[:0], fps=8)
         self.prompts.append(request.prompt)
         return SimpleNamespace(frames=FRAMES, fps=8)
@@ -112,6 +113,19 @@ async def test_deleting_cancels_what_waits_and_what_runs(jobs, pipeline):
     assert jobs.newest_last() == [last]
 
 
+async def test_the_seconds_left_follow_from_the_steps_so_far(jobs, pipeline):
+    job = await jobs.submit(request(), "clips")
+    await until(jobs, job, lambda job: job.status == "in_progress")
+    assert job.seconds_left is None
+    pipeline.may_go.release(2)
+    # Two of four steps took 1 second. Denoising is 82 hundredths of a clip, and 53 are left.
+    await until(jobs, job, lambda job: job.progress == 47)
+    assert (job.seconds_left, job.preview is not None) == (round(1 / 0.41 * 0.53), True)
+    pipeline.may_go.release(100)
+    await until(jobs, job, lambda job: job.ended)
+    assert job.seconds_left is None
+
+
 async def test_clips_expire(jobs, pipeline, now):
     pipeline.may_go.release(100)
     job = await jobs.submit(request(), "clips")
@@ -129,7 +143,11 @@ async def test_clips_expire(jobs, pipeline, now):
     ("prompt", "error"),
     [
         ("refuse", ("invalid_request", "too large")),
-        ("break", ("server_error", "making the clip failed; the server's log has more")),
+        ("break", ("server_error", "making the clip failed (RuntimeError); the server's log has more")),
+        (
+            "exhaust",
+            ("out_of_memory", "making the clip took more memory than there is; ask for fewer frames or a smaller size"),
+        ),
     ],
 )
 async def test_an_error_fails_its_clip_and_the_queue_continues(jobs, pipeline, prompt, error):
@@ -224,4 +242,3 @@ def test_the_colours_of_latents_are_found():
     assert image.shape == (85, 256, 3)
     for column, color in colors.items():
         np.testing.assert_allclose(image[40, column].astype(int), color, atol=8)
-    assert preview.jpeg(encode(clip).transpose(0, 4, 1, 2, 3)).startswith(b"\xff\xd8\xff")

@@ -79,7 +79,9 @@ def test_a_server_without_reports_says_so():
         assert client.get("/static/reports/x/y.html").status_code == 404
         info = client.get("/page/info").json()
         ranges = info.pop("ranges")
-        assert info == {"models": [], "sampling": {}, "embeddings": None, "videos": None, "reports": False}
+        assert info.pop("video_choices")["cache"] == ["teacache", "magcache"]
+        nothing = {"models": [], "sampling": {}, "embeddings": None, "videos": None, "reports": False}
+        assert info == {**nothing, "video_loras": []}
         assert ranges["min_p"] == {"min": 0, "max": 1}
 
 

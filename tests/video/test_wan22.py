@@ -14,10 +14,10 @@ from verax.checkpoint.video.convert import convert
 from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.models.wan.family import read_settings
-from verax.serve.video.jobs import LatentPreview
 from verax.serve.video.videos import VideoCreate, resolve
 from verax.video import programs
 from verax.video.load import describe_folder
+from verax.video.preview import Previewer
 
 STEPS = 8
 OPTIONS: dict[str, Any] = dict(height=32, width=64, num_frames=5, num_inference_steps=STEPS, output_type="latent")
@@ -130,9 +130,8 @@ def test_the_server_takes_a_request_and_shows_its_latents(kind, frames, pipes):
     body = VideoCreate("a red circle", size="64x32", num_frames=5, **more)
     request = resolve(body, None if frames is None else frames[None], pipe)
     assert (request.height, request.width, request.guidance_scale_2) == (32, 64, more.get("guidance_scale_2"))
-    preview = LatentPreview(pipe.stages.encode, pipe.geometry.pixels_per_latent)
-    shape = pipe.geometry.shape(2, 32, 64)
-    assert preview.image(np.zeros((1, shape[-1], *shape[1:4]), np.float32)).shape == (128, 256, 3)
+    picture_of = Previewer(pipe.stages, pipe.geometry.pixels_per_latent)
+    assert picture_of(np.zeros(pipe.geometry.shape(1, 32, 64), np.float32)).shape == (128, 256, 3)
 
 
 @pytest.mark.parametrize(

@@ -311,6 +311,7 @@ def _load(
         encoder=lazy(embedding_model or BUILT_IN_EMBEDDING, encoder),
         reranker=None if reranker_model is None else lazy(reranker_model, reranker),
         videos=lazy(video_model or BUILT_IN_VIDEO, pipeline),
+        video_loras=tuple(Path(file).name for name in ("lora", "lora_2") for file in videos.get(name) or ()),
         settings=settings,
         tracer=tracer,
     )

@@ -45,6 +45,12 @@ class PipelineOptions:
     lora_2: tuple[str, ...] = option(
         (), "LoRA of the second of two transformers (Wan2.2's A14B); the files of --lora if left out.", shown=""
     )
+    vae: str | None = option(
+        None,
+        "tiny=FILE, or tiny: decode by TAEHV's tiny decoder, faster and less sharp.",
+        panel=_SPEED,
+        shown="the checkpoint's",
+    )
     offload: bool = option(False, "Keep weights in the host's memory while they are not used.", panel=_SPEED)
     devices: int | None = option(
         None,

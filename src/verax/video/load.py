@@ -15,12 +15,15 @@ from jax.typing import DTypeLike
 
 from verax import models, progress
 from verax.checkpoint.checkpoint import Checkpoint
+from verax.checkpoint.formats.pth import PthFile
 from verax.checkpoint.formats.quantized import QuantizedEntry
+from verax.checkpoint.formats.safetensors import SafetensorsFile
 from verax.checkpoint.lora import with_lora
 from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import InvalidParameterError
 from verax.loading import DEQUANTIZE, load_weights, quantized_shapes
-from verax.models.video_model import Network, VideoAutoencoder, VideoModel, VideoTransformer
+from verax.models.video_model import LatentGeometry, Network, VideoAutoencoder, VideoModel, VideoTransformer
+from verax.models.wan.tiny_vae import TinyDecoder, TinyDecoderConfig
 from verax.nn.parallel import shard_blocks
 from verax.ops.quantized import Precision
 from verax.video.mesh import AnyMesh, tensor_mesh
@@ -183,6 +186,44 @@ def load_components(
         tuple(component(network, dtype, None if several else True) for network in model.transformers),
         component(model.vae, jnp.float32, True),
     )
+
+
+def load_tiny_decoder(
+    choice: str, folder: VideoFolder, geometry: LatentGeometry, *, offload: bool = False, mesh: Mesh | None = None
+) -> Component[Any]:
+    """Describe TAEHV's tiny decoder, which takes the place of a VAE's.
+
+    `choice`: `tiny=FILE`, or `tiny` for a file of the published name in the checkpoint's folder.
+
+    Raises:
+        InvalidParameterError: for another choice, a file that is missing, or a decoder of other latents.
+        CheckpointError, UnsupportedModelError: if the file is not a tiny decoder that verax has.
+    """
+    name, _, given = choice.partition("=")
+    if name != "tiny" or choice == "tiny=":
+        raise InvalidParameterError(f"vae: expected tiny, or tiny=FILE, got {choice!r}")
+    stem = "taew2_2" if geometry.pixels_per_latent == 16 else "taew2_1"
+    places = [folder.path / f"{stem}{suffix}" for suffix in (".safetensors", ".pth")]
+    path = next((place for place in ([Path(given)] if given else places) if place.is_file()), None)
+    if path is None:
+        raise InvalidParameterError(f"vae: there is no file {given or f'{places[0]} or {places[1].name}'}")
+    file = SafetensorsFile(path) if path.suffix == ".safetensors" else PthFile(path)
+    opened = Checkpoint(path, {}, {}, dict.fromkeys(file.tensors, file))
+    config = TinyDecoderConfig.from_shapes({key: info.shape for key, info in file.tensors.items()}, path)
+    sizes = (config.z_dim, config.frames_per_latent, config.pixels_per_latent)
+    if sizes != (expected := (geometry.channels, geometry.frames_per_latent, geometry.pixels_per_latent)):
+        raise InvalidParameterError(
+            f"vae: {path} is for latents of {sizes[0]} channels, {sizes[1]} frames and {sizes[2]} pixels; this model's "
+            f"have {expected[0]}, {expected[1]} and {expected[2]}: {stem} fits"
+        )
+
+    def load(abstract: Any) -> Any:
+        return load_weights(abstract, opened, mesh=mesh)
+
+    def make() -> TinyDecoder:
+        return TinyDecoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+
+    return Component("tiny decoder", make, load, keep=True, offload=offload, mesh=mesh)
 
 
 def describe_folder(path: str | Path) -> dict[str, Any]:

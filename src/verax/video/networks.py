@@ -60,6 +60,7 @@ class Stages:
         text_encoder: Component[Any],
         image_encoder: Component[Any] | None,
         vae: Component[Any],
+        decoder: Component[Any] | None = None,
         decode_dtype: Any,
         encode_image: ConditionEncoder | None = None,
         mesh: AnyMesh | None = None,
@@ -69,13 +70,15 @@ class Stages:
         Args:
             text_encoder, image_encoder, vae: models; `vae` with float32 weights. The encoders may be divided over
                 meshes of their own.
-            decode_dtype: dtype of the VAE's weights when it decodes. It always encodes in float32: errors of the
+            decoder: decoder of the latents in place of the VAE's, with float32 weights; the VAE's if None.
+            decode_dtype: dtype of the decoder's weights. It always encodes in float32: errors of the
                 condition spread through the whole clip, errors of decoding do not.
             encode_image: function of the image condition; None for models without one.
             mesh: devices of the VAE's programs, which have its weights and divide the frames to decode; None for the
                 default device.
         """
         self.text_encoder, self.image_encoder, self.vae = text_encoder, image_encoder, vae
+        self.decoder = decoder = vae if decoder is None else decoder
         self._devices = 1 if mesh is None else mesh.size
         axes = () if mesh is None else tuple(mesh.axis_names)
 
@@ -88,7 +91,7 @@ class Stages:
 
         def decode(weights: Weights, latents: Array, *, chunk: int, tile: tuple[int, int] | None = None) -> Array:
             weights = tuple(weight.astype(decode_dtype) for weight in weights)
-            return vae.module(weights).decode(latents, chunk=chunk, tile=tile, axes=axes)
+            return decoder.module(weights).decode(latents, chunk=chunk, tile=tile, axes=axes)
 
         def finish(frames: Array) -> Array:
             return jnp.round((frames[0] + 1) * 127.5).astype(jnp.uint8)
@@ -146,11 +149,11 @@ class Stages:
 
     def decode_call(self, latents: Any) -> ProgramCall:
         """Call that decodes latents float32 `[1, F, h, w, C]`, which may be a shape."""
-        pixels = self.vae.config.pixels_per_latent
-        height, width = latents.shape[2] * pixels, latents.shape[3] * pixels
-        tile = tile_at_once(self.vae.config, height, width, self._devices)
-        options = {"chunk": self._chunk(height, width), "tile": tile}
-        return ProgramCall(self.decode_program, self.vae, (shapes_of(latents),), options)
+        config = self.decoder.config
+        height, width = latents.shape[2] * config.pixels_per_latent, latents.shape[3] * config.pixels_per_latent
+        tile = tile_at_once(config, height, width, self._devices)
+        options = {"chunk": latents_at_once(config, height, width), "tile": tile}
+        return ProgramCall(self.decode_program, self.decoder, (shapes_of(latents),), options)
 
     def finish(self, frames: Float32[Array, "1 T H W 3"]) -> UInt8[Array, "T H W 3"]:
         """Frames from -1 to 1 as bytes."""

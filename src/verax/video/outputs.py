@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,9 @@ class VideoProgress:
         seconds: seconds since the stage began.
         fps: frames per second of the clip.
         latents: latents of the segment, float32 `[1, 16, F, h, w]` as diffusers has them; while denoising.
+        preview: function that makes a picture uint8 `[H, W, 3]` of the middle frame of the clean clip that the step
+            predicts, at the clip's size or with a longer side of 256 pixels; while denoising. It decodes by the tiny
+            decoder if the pipeline has one, and else finds colours by a linear map that is fitted at the first call.
         frames: frames of the segment without those that it shares with the segment before, uint8
             `[T, height, width, 3]`; once it is decoded. With `reference="diffusers"` they are a preview: the segments
             of the clip are decoded together after the last, and the first frames of a segment that is decoded by itself
@@ -46,6 +50,7 @@ class VideoProgress:
     fps: int
     latents: np.ndarray | None = None
     frames: np.ndarray | None = None
+    preview: Callable[[], UInt8[np.ndarray, "H W 3"]] | None = None
 
 
 Callback = Callable[[VideoProgress], bool | None]
@@ -115,7 +120,8 @@ LABELS = {
 }
 
 Step = Callable[..., None]
-"""`step(done, latents=None, frames=None)`: how much of a stage is done, with latents or frames for the callback."""
+"""`step(done, latents=None, frames=None, clean=None)`: how much of a stage is done, with latents or frames for the
+callback, and the prediction of the clean latents for its preview."""
 
 
 class StopRunError(Exception):
@@ -126,13 +132,15 @@ class StopRunError(Exception):
 class RunReporter:
     """Reporter that shows bars, adds up seconds and calls the user's callback.
 
-    `seconds`: seconds of each stage so far, all segments together.
+    `picture`: function that makes a picture of one latent frame `[1, 1, h, w, C]`. `seconds`: seconds of each stage so
+    far, all segments together.
     """
 
     callback: Callback | None
     fps: int
     segments: int
     show_progress: bool
+    picture: Callable[[np.ndarray], np.ndarray]
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -153,13 +161,21 @@ class RunReporter:
         reached = 0
         with progress.bar(LABELS[name] + which + note, enabled=self.show_progress) as report:
 
-            def step(done: int, latents: Array | None = None, frames: np.ndarray | None = None) -> None:
+            def step(
+                done: int,
+                latents: Array | None = None,
+                frames: np.ndarray | None = None,
+                clean: Array | None = None,
+            ) -> None:
                 nonlocal reached
                 reached = done
                 seconds = time.perf_counter() - begin
                 report(done, total, f"{seconds / done:.3g} s a step" if name == "denoise" else "")
                 if self.callback is None:
                     return
+                preview = None
+                if clean is not None:  # its middle frame now: the next step takes the array
+                    preview = partial(self.picture, np.asarray(clean[:, clean.shape[1] // 2][:, None]))
                 now = VideoProgress(
                     stage=name,
                     done=done,
@@ -170,6 +186,7 @@ class RunReporter:
                     fps=self.fps,
                     latents=None if latents is None else channels_first(np.asarray(latents)),
                     frames=frames,
+                    preview=preview,
                 )
                 if self.callback(now) is False:
                     raise StopRunError

@@ -18,11 +18,12 @@ from verax.errors import InvalidParameterError, RequestRefusedError
 from verax.options import is_real
 from verax.video.caches import MagCurve
 from verax.video.images import Image
-from verax.video.load import load_components, open_model
+from verax.video.load import load_components, load_tiny_decoder, open_model
 from verax.video.memory import StageMemory, format_bytes, free_memory, largest, out_of_memory_message, plan_memory
 from verax.video.mesh import GUIDANCE, SEQUENCE, axis_size, check_request, clip_mesh
 from verax.video.networks import Denoiser, PromptStates, PromptTokenizer, Stages
 from verax.video.outputs import RunReporter, VideoOutput
+from verax.video.preview import Previewer
 from verax.video.recipes import with_recipe
 from verax.video.request import ResolvedRequest, VideoRequest, make_request, resolve_request
 from verax.video.run import PipelineParts, run_request, stages_of
@@ -58,6 +59,7 @@ class VideoPipeline:
         kind: str | None = None,
         lora: Lora = None,
         lora_2: Lora = None,
+        vae: str | None = None,
         keep_encoders: bool | None = None,
         offload: bool = False,
         guidance_parallel: bool = False,
@@ -83,6 +85,9 @@ class VideoPipeline:
             lora: a LoRA file (safetensors, by the names of any of the usual programs), several, or files with a factor
                 for each. They change the transformer's weights as these are read.
             lora_2: files for the second of two transformers, where noise is low; the files of `lora` if None.
+            vae: `"tiny=FILE"` to decode by TAEHV's tiny decoder, a safetensors or .pth file in its published layout;
+                `"tiny"` for `taew2_1` or `taew2_2` in the checkpoint's folder. Clips are less sharp. The checkpoint's
+                VAE still encodes images.
             keep_encoders: True if text and image encoder stay on the device between calls; if None, when they are
                 small. The 11 GB of UMT5-XXL are freed after the prompt is encoded.
             offload: True if weights are in the host's memory while they are not used. On a CPU only a warning.
@@ -144,10 +149,14 @@ class VideoPipeline:
             shard_weights=shard_weights,
             quantization=quantization,
         )
+        decoder = None
+        if vae is not None:
+            decoder = load_tiny_decoder(vae, folder, geometry, offload=offload, mesh=clip_devices)
         stages = Stages(
             text_encoder=networks.text_encoder,
             image_encoder=networks.image_encoder,
             vae=networks.vae,
+            decoder=decoder,
             decode_dtype=models.DTYPES[dtype],
             encode_image=family.conditioning.encode,
             mesh=clip_devices,
@@ -160,6 +169,7 @@ class VideoPipeline:
             prompt_states=PromptStates(tokenizer, stages.text_call(settings.text_tokens)),
         )
         self.settings, self.geometry = settings, geometry
+        self._picture = Previewer(stages, geometry.pixels_per_latent)
         self.mesh: Mesh | None = clip_devices
         self._show_progress = show_progress
         self._origin = {
@@ -227,7 +237,7 @@ class VideoPipeline:
 
         # 3. Run its stages.
         segments = len(resolved.segments(self.geometry))
-        reporter = RunReporter(resolved.callback, resolved.fps, segments, self._show_progress)
+        reporter = RunReporter(resolved.callback, resolved.fps, segments, self._show_progress, self._picture)
         return run_request(resolved, self.parts, reporter, self._origin)
 
     def calibrate(self, request: VideoRequest) -> MagCurve:
@@ -245,7 +255,7 @@ class VideoPipeline:
             name = "ar_step" if plain.ar_step else "num_frames"
             raise InvalidParameterError(f"{name}: a curve is of one segment, all of whose frames are at one step")
         magnitudes: list[np.ndarray] = []
-        reporter = RunReporter(None, plain.fps, 1, self._show_progress)
+        reporter = RunReporter(None, plain.fps, 1, self._show_progress, self._picture)
         run_request(replace(plain, cache="magcache", resume=None), self.parts, reporter, self._origin, magnitudes)
         ratios = np.stack(magnitudes).astype(np.float64)
         ratios[0] = 1  # there is no step before

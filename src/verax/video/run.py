@@ -48,9 +48,11 @@ class PipelineParts:
     @property
     def components(self) -> list[Component[Any]]:
         """All networks."""
-        encoders = (self.stages.text_encoder, self.stages.image_encoder, self.stages.vae)
+        stages = self.stages
+        decoder = None if stages.decoder is stages.vae else stages.decoder
         transformers = [denoiser.transformer for denoiser in self.denoisers]
-        return [network for network in (*encoders, *transformers) if network is not None]
+        every = (stages.text_encoder, stages.image_encoder, stages.vae, decoder, *transformers)
+        return [network for network in every if network is not None]
 
     def frame(self, image: np.ndarray, request: ResolvedRequest) -> np.ndarray:
         """User's image as a frame, uint8 `[height, width, 3]`."""
@@ -403,7 +405,8 @@ class _Denoising:
                     loop_state = loop(loop_state, tables, conditions, np.int32(begin), np.int32(begin + count))
                     if state.magnitudes is not None:
                         state.magnitudes.append(np.asarray(magnitude_ratio(loop_state.residual, before)))
-                    step(begin + count, latents=jax.block_until_ready(loop_state.solver.sample))
+                    solver = jax.block_until_ready(loop_state.solver)
+                    step(begin + count, latents=solver.sample, clean=solver.newest)
         return loop_state
 
     def _conditions(self, context: Any, image_condition: Any, guidance_scale: float) -> Conditions:

@@ -143,12 +143,19 @@ class Fake:
             body = await request.json()
             body.pop("image_reference", None)
             job = {"id": f"video_{len(self.videos)}", "object": "video", "status": "queued", "progress": 0, **body}
-            self.videos[job["id"]] = job | {"created_at": int(time.time()), "completed_at": None}
+            job |= {"created_at": int(time.time()), "completed_at": None, "seconds_left": None, "error": None}
+            self.videos[job["id"]] = job
             return JSONResponse(self.videos[job["id"]])
         for job in self.videos.values():
-            if job["status"] != "completed":
+            if job["status"] not in ("completed", "failed"):
                 job["progress"] = min(100, job["progress"] + 40)
                 job["status"] = "completed" if job["progress"] == 100 else "in_progress"
+                job["seconds_left"] = 90 if job["status"] == "in_progress" else None
+                if job["prompt"].startswith("fail") and job["progress"] > 40:
+                    job |= {
+                        "status": "failed",
+                        "error": {"code": "out_of_memory", "message": "more memory than there is"},
+                    }
                 job["completed_at"] = job["created_at"] + 3
         return JSONResponse({"object": "list", "data": [*reversed(self.videos.values())], "has_more": False})
 

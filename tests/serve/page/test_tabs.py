@@ -44,6 +44,30 @@ def test_a_clip_from_prompt_to_download(page, fake, tmp_path):
     card.wait_for(state="detached")
 
 
+def test_a_clip_has_recipe_cache_and_loras_and_says_how_long_it_takes_and_why_it_failed(page, fake):
+    fake.server.video_loras = ("style.safetensors:0.8",)
+    page.reload()
+    open_tab(page, "Clips")
+    expect(page.get_by_text("LoRA: style.safetensors:0.8")).to_be_visible()
+    page.get_by_text("More", exact=True).click()
+    page.get_by_label("Step cache").select_option("magcache")
+    page.get_by_label("Recipe").select_option("lightx2v")
+    page.get_by_label("Prompt").fill("fail, please")
+    page.get_by_role("button", name="Create the clip").click()
+    card = page.get_by_role("article", name="fail, please")
+    expect(card.get_by_text("90 s left")).to_be_visible()
+    expect(card.locator("img")).to_be_visible()
+    expect(card.get_by_text("more memory than there is")).to_be_visible()
+    (video,) = [video for video in fake.videos.values() if video["prompt"] == "fail, please"]
+    assert (video["cache"], video["recipe"]) == ("magcache", "lightx2v")
+    page.get_by_label("Step cache").select_option("")
+    card.get_by_label("Use these settings").click()
+    assert page.get_by_label("Step cache").input_value() == "magcache"
+    card.get_by_label("Delete").click()
+    card.wait_for(state="detached")
+    fake.server.video_loras = ()
+
+
 def test_the_newest_clip_is_the_first_one_of_the_gallery_also_after_a_reload(page):
     open_tab(page, "Clips")
     for prompt in ("An old clip", "A new clip"):

@@ -27,6 +27,7 @@ from verax.models.wan.vae_layers import (
     Tails,
     UpBlock,
     Upsample,
+    chunk_sizes,
     in_chunks,
     in_tiles,
     patchify,
@@ -242,7 +243,7 @@ class WanVae(nnx.Module):
             )
         if H % pixels or W % pixels or 0 in (H, W):
             raise InvalidParameterError(f"frames: expected height and width divisible by {pixels}, got {H} x {W}")
-        first, size = _chunks((T - 1) // ratio + 1, chunk)
+        first, size = chunk_sizes((T - 1) // ratio + 1, chunk)
         z = in_chunks(
             lambda x, tails: self.conv1(self.encoder(x, tails)).astype(jnp.float32),
             frames.astype(jnp.float32),
@@ -272,7 +273,7 @@ class WanVae(nnx.Module):
             )
         if tile is not None and min(tile) < 1:
             raise InvalidParameterError(f"tile: expected a height and a width from 1, got {tile}")
-        first, size = _chunks(latents.shape[1], chunk)
+        first, size = chunk_sizes(latents.shape[1], chunk)
         z = self.denormalize(latents)
 
         def begin(z: Array, tails: Tails) -> Array:
@@ -297,11 +298,3 @@ class WanVae(nnx.Module):
 
     def _statistic(self, name: str) -> Float[Array, "Z"]:
         return jnp.asarray(getattr(self.config, name), jnp.float32)
-
-
-def _chunks(latents: int, chunk: int | None) -> tuple[int, int]:
-    """Latents of the first chunk, and of each other."""
-    if chunk is not None and chunk < 1:
-        raise InvalidParameterError(f"chunk: expected at least 1 latent, or None for all, got {chunk}")
-    size = chunk or latents
-    return 1 + (latents - 1) % size, size

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from verax import ops
-from verax.errors import UnsupportedModelError
+from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.nn import CausalConv3d, Conv2d
 
 
@@ -56,6 +56,14 @@ class Tails:
 
 
 Network = Callable[[Float[Array, "B T H W C"], Tails], Float[Array, "B Tout Hout Wout O"]]
+
+
+def chunk_sizes(latents: int, chunk: int | None) -> tuple[int, int]:
+    """Latents of the first chunk, and of each other."""
+    if chunk is not None and chunk < 1:
+        raise InvalidParameterError(f"chunk: expected at least 1 latent, or None for all, got {chunk}")
+    size = chunk or latents
+    return 1 + (latents - 1) % size, size
 
 
 def in_chunks(

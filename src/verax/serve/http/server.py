@@ -121,6 +121,7 @@ class Server:
 
     Attributes:
         served_names: names of the text model in requests; answers have the first.
+        video_loras: names of the LoRA files of the video model, with their factors.
         root: the text checkpoint, as `/v1/models` shows it; the first name if None.
         draining: True once the server is to end: new requests get 503.
     """
@@ -131,6 +132,7 @@ class Server:
     encoder: LazyModel[Encoder] | None = None
     reranker: LazyModel[Reranker] | None = None
     videos: LazyModel[VideoPipeline] | None = None
+    video_loras: tuple[str, ...] = ()
     settings: ServerSettings = field(default_factory=ServerSettings)
     root: str | None = None
     draining: bool = False

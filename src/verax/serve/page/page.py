@@ -25,6 +25,7 @@ from verax.options import options_of
 from verax.sampling_fields import SamplingFields
 from verax.serve.http.body import read_body
 from verax.serve.http.errors import ApiError, JsonResponse
+from verax.video.options import VideoRequest
 
 if TYPE_CHECKING:
     from verax.serve.http.server import Server
@@ -261,6 +262,8 @@ def routes(server: Server) -> list[Route]:
             "sampling": {} if server.llm is None else server.llm.chat_sampling,
             "embeddings": server.encoder and server.encoder.name,
             "videos": server.videos and server.videos.name,
+            "video_loras": list(server.video_loras),
+            "video_choices": {name: list(options_of(VideoRequest)[name].choices) for name in ("recipe", "cache")},
             "reports": reports is not None,
             "ranges": _sampling_ranges(),
         }

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float, UInt8
+from jaxtyping import UInt8
 
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError, QueueFullError, RequestRefusedError
@@ -157,48 +157,6 @@ def _sprites(frames: UInt8[np.ndarray, "T H W 3"]) -> UInt8[np.ndarray, "H W 3"]
     return np.ascontiguousarray(grid.transpose(0, 2, 1, 3, 4).reshape(rows * height, 4 * width, 3))
 
 
-_PATCHES = 16
-"""Rows and columns of latents in the image of random colours to which the map is fitted."""
-
-_SIDE = 256
-"""Longer side of a preview in pixels."""
-
-
-class LatentPreview:
-    """Small images of latents, at the cost of a matrix product of three columns.
-
-    A latent stands for a square of pixels, and its channels give the square's mean colour almost linearly. ComfyUI has
-    such factors for some models; here they are fitted, once, to an image of known colours.
-
-    `encode`: VAE's encoder: uint8 `[1, 1, H, W, 3]` to latents `[1, 1, h, w, C]`. `pixels_per_latent`: height and width
-    of a latent in pixels.
-    """
-
-    def __init__(self, encode: Callable[[np.ndarray], object], pixels_per_latent: int):
-        colors = np.random.default_rng(0).integers(0, 256, (_PATCHES // 4, _PATCHES // 4, 3), np.uint8)
-        image = colors.repeat(4 * pixels_per_latent, axis=0).repeat(4 * pixels_per_latent, axis=1)
-        latents = np.asarray(encode(image[None, None]), np.float32)[0, 0]
-        known = colors.repeat(4, axis=0).repeat(4, axis=1).reshape(-1, 3)
-        self._factors = np.linalg.lstsq(_with_ones(latents).reshape(len(known), -1), known, rcond=1e-3)[0]
-
-    def image(self, latents: Float[np.ndarray, "1 C F h w"]) -> UInt8[np.ndarray, "H W 3"]:
-        """Middle frame of latents in diffusers' layout."""
-        frame = latents[0, :, latents.shape[2] // 2].transpose(1, 2, 0)
-        colors = np.clip(_with_ones(frame) @ self._factors, 0, 255).astype(np.uint8)
-        height, width, _ = colors.shape
-        scale = _SIDE / max(height, width)
-        return resize(colors, max(1, round(height * scale)), max(1, round(width * scale)), method="bicubic")
-
-    def jpeg(self, latents: Float[np.ndarray, "1 C F h w"]) -> bytes:
-        """Middle frame of latents as a JPEG file."""
-        return jpeg(self.image(latents))
-
-
-def _with_ones(latents: np.ndarray) -> np.ndarray:
-    """Latents with a constant as the last channel."""
-    return np.concatenate([latents, np.ones((*latents.shape[:-1], 1), latents.dtype)], axis=-1)
-
-
 _SHARES = {
     "text": (0.0, 0.03),
     "image": (0.03, 0.04),
@@ -207,6 +165,12 @@ _SHARES = {
     "decode": (0.88, 1),
 }
 """Parts of a segment's progress at which each stage begins and ends, roughly as long as they take."""
+
+_PREVIEWS = 0.04
+"""Share of a clip's time that previews may take."""
+
+_PREVIEW_SIDE = 256
+"""Longer side of a preview in pixels, at most."""
 
 _LONGEST_STEP = 30.0
 """Seconds that the end of the server waits for the step of the clip that is being made."""
@@ -231,6 +195,14 @@ class VideoJob:
     """Code and message, of a job that failed."""
     preview: bytes | None = None
     """Latest preview, a JPEG file."""
+    preview_seconds: float = 0.0
+    """Seconds that previews took, without the first."""
+    started: float = 0.0
+    """Time at which the making began, of `time.perf_counter`."""
+    rate: float | None = None
+    """Seconds that a segment takes, by its denoising so far."""
+    seconds_left: int | None = None
+    """Seconds that the making takes from now on, once denoising has begun."""
     deleted: bool = False
     watchers: set[asyncio.Event] = field(default_factory=set)
     """Events that are set after every change."""
@@ -239,6 +211,11 @@ class VideoJob:
         """Say that something has changed."""
         for changed in self.watchers:
             changed.set()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the making began."""
+        return time.perf_counter() - self.started
 
     @property
     def ended(self) -> bool:
@@ -271,7 +248,6 @@ class VideoJobs:
         self._max_queued, self._max_jobs, self._ttl, self._clock = max_queued, max_jobs, ttl, clock
         self._jobs: dict[str, VideoJob] = {}
         self._waiting: deque[VideoJob] = deque()
-        self._preview: LatentPreview | None = None
         self._worker: asyncio.Task[None] | None = None
 
     async def check_room(self) -> None:
@@ -351,6 +327,7 @@ class VideoJobs:
         while self._waiting:
             job = self._waiting.popleft()
             job.status = "in_progress"
+            job.started = time.perf_counter()
             job.notify()
             result: asyncio.Future[tuple[str, str] | None] = loop.create_future()
             # A daemon: a step that takes minutes does not hold up the end of the process.
@@ -358,6 +335,7 @@ class VideoJobs:
             job.error = await result
             job.completed_at = self._clock()
             job.expires_at = job.completed_at + self._ttl
+            job.seconds_left = None
             job.progress = 100 if job.error is None else job.progress
             job.status = "completed" if job.error is None else "failed"
             job.notify()
@@ -372,8 +350,6 @@ class VideoJobs:
         """Make a clip and write its files; the result is code and message of the error, if it fails."""
         error = None
         try:
-            if self._preview is None:
-                self._preview = LatentPreview(self.pipeline.stages.encode, self.pipeline.geometry.pixels_per_latent)
             clip = self.pipeline.generate(replace(job.request, callback=partial(self._report, job, loop)))
             if not job.deleted:
                 self.store.write(job.id, clip.frames, clip.fps)
@@ -381,9 +357,13 @@ class VideoJobs:
             error = "storage_full", str(failure)
         except (InvalidParameterError, RequestRefusedError) as failure:
             error = "invalid_request", str(failure)
-        except Exception:
+        except Exception as failure:
             _log.exception("the clip %s failed", job.id)
-            error = "server_error", "making the clip failed; the server's log has more"
+            # Other messages may hold what is not for clients, such as paths.
+            error = "server_error", f"making the clip failed ({type(failure).__name__}); the server's log has more"
+            if isinstance(failure, MemoryError) or "RESOURCE_EXHAUSTED" in str(failure):
+                problem = "making the clip took more memory than there is; ask for fewer frames or a smaller size"
+                error = "out_of_memory", problem
         with suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(result.set_result, error)
 
@@ -392,8 +372,15 @@ class VideoJobs:
         begin, end = _SHARES[now.stage]
         done = (now.segment + begin + (end - begin) * now.done / now.total) / now.segments
         job.progress = max(job.progress, min(99, int(100 * done)))
-        if now.latents is not None and self._preview is not None:
-            job.preview = self._preview.jpeg(now.latents)
+        if now.stage == "denoise":
+            job.rate = now.seconds * now.total / (now.done * (end - begin))
+        if job.rate is not None:
+            job.seconds_left = round(job.rate * now.segments * max(0.0, 1 - done))
+        # The first preview compiles and fits; later ones take a small share of the clip's time.
+        if now.preview is not None and (job.preview is None or job.preview_seconds < _PREVIEWS * job.elapsed):
+            is_first, started = job.preview is None, time.perf_counter()
+            job.preview = jpeg(_within(now.preview(), _PREVIEW_SIDE))
+            job.preview_seconds += 0 if is_first else time.perf_counter() - started
         loop.call_soon_threadsafe(job.notify)
         return not job.deleted
 

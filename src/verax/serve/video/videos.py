@@ -471,6 +471,7 @@ def _video(job: VideoJob) -> dict[str, Any]:
         "expires_at": None if job.expires_at is None else int(job.expires_at),
         "error": job.error and dict(zip(("code", "message"), job.error, strict=True)),
         "remixed_from_video_id": None,
+        "seconds_left": job.seconds_left,
         "flow_shift": request.shift,
         **{name: getattr(request, name) for name in settings},
     }
@@ -487,7 +488,7 @@ async def _events(jobs: VideoJobs, job: VideoJob) -> AsyncGenerator[bytes, None]
                 assert preview is not None
                 image = f"data:image/jpeg;base64,{base64.b64encode(preview).decode()}"
                 yield named_event("video.preview", {"type": "video.preview", "id": job.id, "image": image})
-            ended, state = job.ended, (job.status, job.progress)
+            ended, state = job.ended, (job.status, job.progress, job.seconds_left)
             if state != shown or ended:
                 shown = state
                 kind = "video.deleted" if job.deleted else f"video.{job.status}"

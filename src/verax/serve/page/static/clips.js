@@ -18,6 +18,9 @@ const NUMBERS = [
   ["flow_shift", "Flow shift", { min: 0, step: 0.1 }],
 ];
 
+// Fields whose values the server lists.
+const CHOICES = { recipe: "Recipe of few steps", cache: "Step cache" };
+
 class ClipsTab extends HTMLElement {
   connectedCallback() {
     if (!this.form) this.build();
@@ -43,12 +46,22 @@ class ClipsTab extends HTMLElement {
       h("div", { class: "pairs" }, field("Size", h("input", { name: "size", placeholder: "default",
         pattern: "[0-9]+x[0-9]+", title: "Width x height, such as 832x480" })), NUMBERS.slice(0, 3).map(number)),
       h("details", {}, h("summary", {}, "More"), h("div", { class: "pairs" }, NUMBERS.slice(3).map(number)),
-        field("Not wanted", h("textarea", { name: "negative_prompt", rows: 2 }))),
+        this.choices = h("div", { class: "pairs" }), field("Not wanted", h("textarea", { name: "negative_prompt", rows: 2 }))),
+      this.loras = h("p", { class: "stats", hidden: true }),
       h("button", { class: "primary" }, "Create the clip"), this.problem);
     this.queue = h("div", { class: "queue", "aria-live": "polite" });
     this.gallery = h("div", { class: "gallery" });
     this.append(h("div", { class: "page wide" }, h("h2", {}, "Clips"), h("div", { class: "split" }, this.form,
       h("div", {}, h("h3", {}, "Queue"), this.queue, h("h3", {}, "Gallery"), this.gallery))));
+  }
+
+  /** Fields and lines that depend on what the server has. */
+  showServer({ video_choices: choices = {}, video_loras: loras = [] }) {
+    this.shown = true;
+    this.choices.replaceChildren(...Object.entries(choices).map(([name, values]) => field(CHOICES[name], h("select",
+      { name }, h("option", { value: "" }, "none"), values.map((value) => h("option", { value }, value))))));
+    this.loras.hidden = !loras.length;
+    this.loras.textContent = `LoRA: ${loras.join(", ")}`;
   }
 
   showPicture() {
@@ -81,7 +94,9 @@ class ClipsTab extends HTMLElement {
     clearTimeout(this.timer);
     let wait = IDLE_EVERY;
     try {
-      if (!(await info()).videos) throw new Error("This server has no video model. Start it with --video-model.");
+      const server = await info();
+      if (!server.videos) throw new Error("This server has no video model. Start it with --video-model.");
+      if (!this.shown) this.showServer(server);
       const { data } = await json("v1/videos?limit=100&order=desc");
       if (data.some(active)) wait = BUSY_EVERY;
       this.show(data);
@@ -98,8 +113,9 @@ class ClipsTab extends HTMLElement {
       const card = this.cards.get(job.id) ?? this.addCard(job);
       const place = active(job) ? this.queue : this.gallery;
       if (card.parentElement !== place) place[active(job) ? "append" : "prepend"](card);
-      if (card.state !== `${job.status} ${job.progress}`) this.fill(card, job);
-      card.state = `${job.status} ${job.progress}`;
+      const state = `${job.status} ${job.progress} ${job.seconds_left}`;
+      if (card.state !== state) this.fill(card, job);
+      card.state = state;
     }
     const places = [[this.queue, "Nothing is being made."], [this.gallery, "Finished clips appear here."]];
     for (const [part, words] of places) {
@@ -129,13 +145,15 @@ class ClipsTab extends HTMLElement {
     about.open = card.querySelector("details")?.open ?? false;
     const parts = [picture, h("p", { class: "prompt" }, job.prompt)];
     if (active(job)) {
-      const label = job.status === "queued" ? "Waiting" : `${job.progress}%`;
+      const left = job.seconds_left == null ? "" : `, ${duration(job.seconds_left)} left`;
+      const label = job.status === "queued" ? "Waiting" : `${job.progress}%${left}`;
       parts.push(h("div", { class: "progress" },
         h("progress", { max: 100, value: job.progress, "aria-label": "Progress" }),
         h("span", {}, label), iconButton("close", "Cancel", () => this.remove(job))));
       if (job.progress > 0) this.showVariant(card, job, "preview");
     } else if (job.status === "failed") {
       parts.push(h("p", { class: "error" }, job.error?.message ?? "This clip failed."), h("div", { class: "buttons" },
+        iconButton("retry", "Use these settings", () => this.reuse(job)),
         iconButton("trash", "Delete", () => this.remove(job))));
     } else {
       const seconds = job.completed_at - job.created_at;
@@ -203,7 +221,8 @@ const active = (job) => ["queued", "in_progress"].includes(job.status);
 
 /** Settings that the server names itself. */
 function known(job) {
-  const names = ["model", "size", "seconds", "negative_prompt", ...NUMBERS.map(([name]) => name)];
+  const names = ["model", "size", "seconds", "negative_prompt", ...Object.keys(CHOICES),
+    ...NUMBERS.map(([name]) => name)];
   const given = names.filter((name) => job[name] != null && job[name] !== "");
   return Object.fromEntries(given.map((name) => [name, job[name]]));
 }

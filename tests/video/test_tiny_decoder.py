@@ -1,0 +1,79 @@
+"""Clips by TAEHV's tiny decoder, and the errors of files that are none; pictures of clips that are being made."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+from verax import VideoPipeline, VideoRequest
+from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from verax.models.wan.tiny_vae import TinyDecoder, TinyDecoderConfig
+
+CLIP: dict[str, Any] = dict(height=16, width=32, num_frames=9, num_inference_steps=2)
+
+
+def decoder_file(path, config=None, **more):
+    """File of a random decoder, with the encoder's weights that published files have too."""
+    module = TinyDecoder(config or TinyDecoderConfig(16, (12, 8, 6, 6)), rngs=nnx.Rngs(0))
+    weights = {".".join(map(str, place)): np.asarray(leaf[...]) for place, leaf in nnx.to_flat_state(nnx.state(module))}
+    weights = {name: 1.7 * weight for name, weight in weights.items()}
+    weights["decoder.22.bias"] += 0.5
+    save_file({**weights, "encoder.0.weight": np.zeros((4, 3, 3, 3), np.float32), **more}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pipe(folders, tmp_path_factory):
+    path = decoder_file(tmp_path_factory.mktemp("tiny") / "taew2_1.safetensors")
+    return VideoPipeline(folders("t2v"), dtype="float32", vae=f"tiny={path}", show_progress=False)
+
+
+def test_the_tiny_decoder_decodes_the_clips_latents(pipe, pipes):
+    latents = pipes("t2v")("a red circle", output_type="latent", **CLIP).frames
+    with pipe.stages.decoder.weights() as weights:
+        expected = pipe.stages.decoder.module(weights).decode(jnp.asarray(latents.transpose(0, 2, 3, 4, 1)))
+    clip = pipe("a red circle", output_type="np", **CLIP)
+    assert clip.frames.shape == (9, 16, 32, 3)
+    assert clip.frames.std() > 0.01
+    np.testing.assert_allclose(clip.frames, np.asarray(expected)[0] / 2 + 0.5, atol=1e-5)
+    stages = pipe.plan(VideoRequest("a red circle", **CLIP))
+    assert {stage.stage: stage.weights for stage in stages}["decode"] == pipe.stages.decoder.size
+
+
+@pytest.mark.parametrize(
+    ("choice", "error", "message"),
+    [
+        ("tiny", InvalidParameterError, "vae: there is no file .*taew2_1.safetensors or taew2_1.pth"),
+        ("tiny=no such", InvalidParameterError, "vae: there is no file no such"),
+        ("small", InvalidParameterError, "vae: expected tiny, or tiny=FILE, got 'small'"),
+        ("tiny={super}", UnsupportedModelError, "super decoder is not implemented"),
+        ("tiny={other}", CheckpointError, "not a decoder of TAEHV: it has no decoder.1.weight"),
+        ("tiny={large}", InvalidParameterError, "is for latents of 48 channels, 4 frames and 16 pixels.*taew2_1 fits"),
+    ],
+)
+def test_a_choice_that_does_not_fit_is_one_error(folders, tmp_path, choice, error, message):
+    files = {name: tmp_path / f"{name}.safetensors" for name in ("super", "other", "large")}
+    decoder_file(files["super"], **{"decoder.1.conv.0.weight": np.zeros((2, 1, 7, 7), np.float32)})
+    save_file({"a": np.zeros(1, np.float32)}, files["other"])
+    decoder_file(files["large"], TinyDecoderConfig(48, (12, 8, 6, 6), patch=2))
+    with pytest.raises(error, match=message):
+        VideoPipeline(folders("t2v"), vae=choice.format(**files), show_progress=False)
+
+
+@pytest.mark.parametrize("tiny", [True, False], ids=["tiny decoder", "linear map"])
+def test_a_callback_gets_pictures_of_the_predicted_clip(pipe, pipes, tiny):
+    one, pictures = pipe if tiny else pipes("t2v"), []
+
+    def show(now):
+        assert (now.preview is None) == (now.stage != "denoise")
+        pictures.extend([] if now.preview is None else [now.preview()])
+
+    clip = one("a red circle", callback=show, **CLIP)
+    assert [(picture.dtype, picture.shape) for picture in pictures] == 2 * [
+        (np.uint8, (16, 32, 3) if tiny else (128, 256, 3))
+    ]
+    assert (pictures[0] != pictures[1]).any()
+    np.testing.assert_array_equal(clip.frames, one("a red circle", **CLIP).frames)
