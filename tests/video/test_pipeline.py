@@ -276,7 +276,7 @@ def test_what_cannot_be_done_is_refused_by_name(pipes, kind, options, message):
     [
         ({"dtype": "int8"}, "dtype: expected one of bfloat16, float32, got 'int8'"),
         ({"reference": "comfy"}, "reference: expected one of skyreels, diffusers, got 'comfy'"),
-        ({"kind": "v2v"}, "kind: expected one of t2v, i2v, ti2v, df, got 'v2v'"),
+        ({"kind": "v2v"}, "kind: expected one of t2v, i2v, flf2v, ti2v, df, vace, got"),
         ({"kind": "i2v"}, "kind: i2v does not fit this transformer"),
     ],
 )

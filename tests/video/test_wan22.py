@@ -145,7 +145,7 @@ def test_the_server_takes_a_request_and_shows_its_latents(kind, frames, pipes):
             "guidance_scale_2: expected at most 1 where guidance",
         ),
         ("ti2v", {"height": 48}, "height: expected a multiple of 32, got 48; nearest 32 or 64"),
-        ("ti2v", {"last_image": picture()}, "last_image: needs a model for diffusion forcing"),
+        ("ti2v", {"last_image": picture()}, "last_image: needs a model for first and last frame"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(pipes, kind, options, message):
