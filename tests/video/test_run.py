@@ -33,6 +33,8 @@ def programs(pipe):
         ("df", "skyreels", dict(SIZE, num_frames=13, base_num_frames=13, video=CLIP, overlap_history=5, ar_step=1)),
         ("df", "skyreels", LONG),
         ("df", "diffusers", LONG),
+        ("flf2v", "skyreels", dict(SIZE, image=IMAGE, last_image=IMAGE)),
+        ("vace", "skyreels", dict(SIZE, video=CLIP, mask=CLIP[:1], reference_images=[IMAGE, IMAGE[:9]])),
     ],
 )
 def test_a_plan_compiles_each_program_of_the_run_once(folders, kind, reference, options):

@@ -29,7 +29,7 @@ RESULTS = "results.jsonl"
 NOT_OF_A_LINE = ("latents", "prompt_embeds", "negative_prompt_embeds", "output_type", "callback", "resume")
 """Options of a request that JSON cannot express, or that mean nothing where clips become files."""
 
-_FILES = ("image", "last_image", "video")
+_FILES = ("image", "last_image", "video", "mask", "reference_images")
 """Options that are names of files, which a checked request has read."""
 
 

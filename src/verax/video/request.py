@@ -220,13 +220,13 @@ def _read_control(request: VideoRequest, model: VideoModel, video: np.ndarray | 
     if mask is not None and video is None:
         raise InvalidParameterError("mask: needs the video whose parts it shows")
     if mask is not None and video is not None:
-        mask = np.broadcast_to(mask, (len(video), *mask.shape[1:])) if len(mask) == 1 else mask
-        if mask.shape != video.shape:
+        if mask.shape[1:] != video.shape[1:] or len(mask) not in (1, len(video)):
             (t, h, w), (T, H, W) = mask.shape[:3], video.shape[:3]
             raise InvalidParameterError(
                 f"mask: has {t} frames of {h} x {w}, and video {T} of {H} x {W}; give masks of the same size, one for "
                 "each frame, or one for all"
             )
+        mask = np.broadcast_to(mask, video.shape)
     return {
         "mask": mask,
         "reference_images": tuple(images.read_image(picture, name="reference_images") for picture in pictures),
