@@ -61,7 +61,7 @@ _DRAWN_SEEDS = 1 << 32
 
 _NUMBER = re.compile(r"-?\d{1,30}(\.\d{1,30})?(e[+-]?\d{1,3})?", re.ASCII | re.IGNORECASE)
 
-_NESTED = re.compile(r"(input_reference|image_reference)\[(image_url|file_id)\]")
+_NESTED = re.compile(r"(input_reference|image_reference|last_image)\[(image_url|file_id)\]")
 
 _NUMBERS = ("num_frames", "fps", "num_inference_steps", "guidance_scale", "guidance_scale_2", "flow_shift", "seed")
 
