@@ -83,10 +83,10 @@ def masks(frames=9):
             {"video": clip(2), "mask": masks(), "reference_images": [picture(7, 64, 31), picture(8), picture(9)]},
         ),
     ],
-    ids=["nothing", "mask", "references", "clip and reference", "all"],
+    ids=["nothing", "mask", "references", "two transformers", "all"],
 )
 def test_a_controlled_clip_matches_diffusers(pair, given, output, guidance_scale):
-    theirs, ours = pair("vace")
+    theirs, ours = pair("vace-a14b" if "mask" not in given and "video" in given else "vace")
     options: dict[str, Any] = dict(**SIZE, num_frames=9, num_inference_steps=3, guidance_scale=guidance_scale)
     references = len(given.get("reference_images", ()))
     images = {

@@ -39,7 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "ti2v": dict(in_channels=24, out_channels=24),
     "flf2v": dict(**IMAGE, pos_embed_seq_len=10),
     "flf2v-skyreels": dict(**IMAGE, pos_embed_seq_len=10),
-    "vace": dict(**PLAIN, vace_layers=[0, 2], vace_in_channels=96, num_layers=3),
+    **{kind: dict(**PLAIN, vace_layers=[0, 2], vace_in_channels=96, num_layers=3) for kind in ("vace", "vace-a14b")},
 }
 """Transformers of each kind. Those of `-a14b` and ti2v are Wan 2.2's."""
 BOUNDARY = 0.9
@@ -47,7 +47,7 @@ BOUNDARY = 0.9
 WORDS = ("a", "red", "blue", "green", "circle", "square", "floats", "left", "right", "over", "gradient", "static")
 PIPELINES = {kind: f"SkyReelsV2{name}Pipeline" for kind, name in (("t2v", ""), ("i2v", "ImageToVideo"))}
 PIPELINES |= {"df": "SkyReelsV2DiffusionForcingPipeline", "t2v-a14b": "WanPipeline", "ti2v": "WanPipeline"}
-PIPELINES |= {"flf2v-skyreels": PIPELINES["i2v"], "vace": "WanVACEPipeline"}
+PIPELINES |= {"flf2v-skyreels": PIPELINES["i2v"], "vace": "WanVACEPipeline", "vace-a14b": "WanVACEPipeline"}
 PIPELINES |= dict.fromkeys(("i2v-a14b", "flf2v"), "WanImageToVideoPipeline")
 VAE = dict(base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1, temperal_downsample=[False, True, True])
 LARGE_VAE = dict(VAE, base_dim=4, decoder_base_dim=6, z_dim=24, is_residual=True, patch_size=2) | dict(
@@ -133,7 +133,7 @@ def video_folder(
 
 def transformer_class(kind: str) -> str:
     """Name of diffusers' class."""
-    return VACE if kind == "vace" else SKYREELS if kind in ("t2v", "i2v", "df", "flf2v-skyreels") else WAN
+    return VACE if kind.startswith("vace") else SKYREELS if kind in ("t2v", "i2v", "df", "flf2v-skyreels") else WAN
 
 
 def extras(kind: str) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def diffusers_pipeline(kind: str, folder: Path) -> Any:
         parts["image_encoder"] = transformers.CLIPVisionModelWithProjection(vision)
         parts["image_processor"] = transformers.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=28)
     if kind.endswith("-a14b"):
-        parts["transformer_2"] = diffusers.WanTransformer3DModel(**SIZES, **KINDS[kind])
+        parts["transformer_2"] = getattr(diffusers, transformer_class(kind))(**{**SIZES, **KINDS[kind]})
     for part in parts.values():
         if isinstance(part, torch.nn.Module):
             _spread(part)

@@ -85,7 +85,7 @@ class ResolvedRequest(VideoRequest):
     video: UInt8[np.ndarray, "T H W 3"] | None = None
     mask: UInt8[np.ndarray, "T H W 3"] | None = None
     reference_images: tuple[np.ndarray, ...] = ()
-    conditioning_scale: tuple[float, ...] = ()
+    conditioning_scale: tuple[float, ...] | None = None
     controls: bool = False
     """True if `video` is a control clip, False if it is continued."""
     negative_prompt: str = VideoSettings.negative_prompt
@@ -211,9 +211,10 @@ def _read_control(request: VideoRequest, model: VideoModel, video: np.ndarray | 
     layers, pictures = model.conditioning.control_layers, request.reference_images
     if not layers:
         for name in ("mask", "reference_images", "conditioning_scale"):
-            if (value := getattr(request, name)) is not None and not (isinstance(value, tuple) and not value):
+            value = getattr(request, name)
+            if value is not None and not (isinstance(value, tuple | list) and not value):
                 raise InvalidParameterError(f"{name}: needs a VACE model (such as Wan2.1-VACE); {_this_is(model)}")
-        return {"reference_images": (), "conditioning_scale": ()}
+        return {"reference_images": ()}
     if pictures is None or isinstance(pictures, str) or not isinstance(pictures, Sequence):
         pictures = () if pictures is None else (pictures,)
     mask = None if request.mask is None else images.read_clip(request.mask, name="mask")[0]
@@ -315,7 +316,7 @@ def _check_conditioning(request: ResolvedRequest, model: VideoModel) -> None:
     if not conditioning.forcing:
         _check_no_forcing(request, model)
     if request.image is None:
-        if conditioning.encode is not None and settings.needs_image:
+        if conditioning.encode is not None and settings.needs_image and not conditioning.control_layers:
             raise InvalidParameterError("image: this model is for image to video, and needs the first frame")
     elif conditioning.control_layers:
         raise InvalidParameterError(

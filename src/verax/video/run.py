@@ -262,7 +262,7 @@ def _encode_condition(request: ResolvedRequest, parts: PipelineParts) -> Stage:
     shapes = Pictures(
         image=None if request.image is None else shape(),
         last_image=None if request.last_image is None else shape(),
-        # Gray, half way between black and white, in the place of a control clip; it is no byte.
+        # Gray, half way between black and white, in the place of a control clip, which no byte is.
         video=shape(request.num_frames, dtype=jnp.float32 if request.video is None else jnp.uint8)
         if request.controls
         else None,

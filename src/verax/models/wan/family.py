@@ -164,7 +164,7 @@ def read_settings(folder: Any, shift: float, *, kind: str | None, negative_promp
     elif kind == "flf2v":
         settings = replace(settings, **_WAN_2_1, height=720, width=1280, guidance_scale=5.5)
     elif kind == "vace":
-        settings = replace(settings, **_WAN_2_1, height=480, width=832, guidance_scale=5.0, needs_image=False)
+        settings = replace(settings, **_WAN_2_1, height=480, width=832, guidance_scale=5.0)
     return settings.updated(folder.own_settings, KINDS)
 
 
