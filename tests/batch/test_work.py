@@ -50,6 +50,8 @@ def test_a_line_has_its_own_options_and_else_those_of_the_command(make, tmp_path
     assert (tmp_path / "scene-1.mp4").read_bytes()[4:8] == b"ftyp"
     settings = dict(prompt="a red circle", seed=7, height=16, width=32, num_frames=5, fps=24)
     assert settings.items() <= result.settings.items()
+    again, _ = make("scene-2", **json.loads(json.dumps(result.settings)))
+    assert again.settings == result.settings
 
 
 def test_a_name_that_is_a_path_stays_in_the_folder(make, tmp_path):

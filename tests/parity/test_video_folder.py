@@ -6,7 +6,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from diffusers import AutoencoderKLWan, SkyReelsV2Transformer3DModel, UniPCMultistepScheduler, WanTransformer3DModel
+from diffusers import (
+    AutoencoderKLWan,
+    SkyReelsV2Transformer3DModel,
+    UniPCMultistepScheduler,
+    WanTransformer3DModel,
+    WanVACETransformer3DModel,
+)
 from safetensors.torch import load_file
 from transformers import CLIPVisionConfig, CLIPVisionModel, CLIPVisionModelWithProjection, UMT5Config, UMT5EncoderModel
 
@@ -48,14 +54,23 @@ KINDS = {
     ),
     "wan": Kind("WanImageToVideoPipeline", IMAGE, vision=CLIPVisionModel),
     "experts": Kind("WanImageToVideoPipeline", dict(in_channels=36, out_channels=16), index={"boundary_ratio": 0.8}),
+    "flf2v": Kind("WanImageToVideoPipeline", dict(IMAGE, pos_embed_seq_len=10), vision=CLIPVisionModel),
+    "vace": Kind("WanVACEPipeline", dict(in_channels=16, out_channels=16, vace_layers=[0, 1], vace_in_channels=96)),
     "5b": Kind("WanPipeline", dict(in_channels=16), LARGE_VAE, index={"expand_timesteps": True}),
 }
+
+
+def architecture_of(pipeline):
+    """Class of a pipeline's transformers."""
+    if "VACE" in pipeline:
+        return WanVACETransformer3DModel
+    return WanTransformer3DModel if pipeline.startswith("Wan") else SkyReelsV2Transformer3DModel
 
 
 def models(kind):
     """Random models of a pipeline by name."""
     pipeline, transformer, vae, vision, index = KINDS[kind]
-    architecture = WanTransformer3DModel if pipeline.startswith("Wan") else SkyReelsV2Transformer3DModel
+    architecture = architecture_of(pipeline)
     names = EXPERTS if "boundary_ratio" in index else ["transformer"]
     parts = {name: architecture(**SIZES, **transformer, rope_max_seq_len=32) for name in names}
     parts["vae"] = AutoencoderKLWan(base_dim=8, z_dim=16, num_res_blocks=1, **vae)
@@ -139,7 +154,7 @@ def test_there_and_back_all_else_is_the_same(folder, back):
 
 def test_diffusers_loads_what_is_converted_back(folder, back):
     wan = VideoFolder(folder).pipeline.startswith("Wan")
-    transformer = WanTransformer3DModel if wan else SkyReelsV2Transformer3DModel
+    transformer = architecture_of(VideoFolder(folder).pipeline)
     kinds = {name: transformer for name in EXPERTS if name in VideoFolder(folder)}
     for name, kind in {**kinds, "vae": AutoencoderKLWan}.items():
         model = kind.from_config(kind.load_config(back / name))

@@ -14,13 +14,13 @@ DEVICE = find_device("h100")
 CLIP = dict(num_frames=9, height=32, width=48)
 
 
-@pytest.mark.parametrize("kind", ["i2v", "t2v-a14b"])
+@pytest.mark.parametrize("kind", ["i2v", "t2v-a14b", "flf2v", "vace"])
 def test_weights_are_those_of_the_pipelines_models(tmp_path, kind):
     folder = video_folder(kind, tmp_path / kind)
     result = plan(str(folder), DEVICE, **CLIP)
     components = VideoPipeline.from_pretrained(folder).parts.components
     assert {row["part"]: row["nbytes"] for row in result["weights"]} == {one.name: one.size for one in components}
-    assert ("image encoder" in {row["part"] for row in result["weights"]}) == (kind == "i2v")
+    assert ("image encoder" in {row["part"] for row in result["weights"]}) == (kind in ("i2v", "flf2v"))
 
 
 def test_a_step_multiplies_what_a_formula_by_hand_says(tmp_path):
@@ -35,6 +35,23 @@ def test_a_step_multiplies_what_a_formula_by_hand_says(tmp_path):
     assert step["flops"] == 2 * (SIZES["num_layers"] * layer + patches)
     clip = 7 * step["at_least_s"] + decode["at_least_s"]
     assert result["at_least"] == {"seconds a step": step["at_least_s"], "seconds a clip": clip}
+
+
+def test_control_blocks_have_memory_and_products_of_their_own(tmp_path):
+    result = plan(str(video_folder("vace", tmp_path / "vace", text_tokens=24)), DEVICE, **CLIP)
+    D, F, T, S = 24, 32, 3 * 2 * 3, 24
+    layer = 2 * T * (6 * D * D + 2 * D * F) + 4 * T * (T + S) * D
+    # Three blocks and two control blocks, with three projections.
+    assert result["programs"][0]["flops"] == 2 * (5 * layer + 2 * T * ((16 + 16 + 96) * 4 * D + 3 * D * D))
+    (work,) = (row["work"] for row in result["stages"] if row["stage"] == "denoise")
+    keys, latents, streams, operands = (
+        2 * 2 * 5 * S * D * 2,
+        4 * 3 * 4 * 6 * (4 * 16 + 96),
+        3 * 4 * T * D,
+        T * 3 * D * 2,
+    )
+    assert work == keys + latents + streams + operands
+    assert "encode" in {row["stage"] for row in result["stages"]}
 
 
 def test_devices_hold_parts_of_what_they_divide(tmp_path):
@@ -73,9 +90,10 @@ def test_the_transformers_configuration_is_enough(tmp_path):
         ),
         ({"devices": 3, "sequence_parallel": 2}, "devices: expected 2, of guidance_parallel=False and"),
         ({"shard_weights": True}, "shard_weights: expected several devices to divide the weights over, got one"),
+        ({"model": "vace-1.3b", "devices": 2, "shard_weights": True}, "shard_weights: not implemented for VACE"),
         ({"max_model_len": 5}, "max_model_len: the plan of a model of kind video has no such option"),
     ],
 )
 def test_wrong_options_are_named(options, message):
     with pytest.raises(InvalidParameterError, match=message):
-        plan("t2v-1.3b", DEVICE, **options)
+        plan(**{"model": "t2v-1.3b", "device": DEVICE, **options})

@@ -218,6 +218,10 @@ PNG = data_uri(saved("PNG"))
         *named("image_reference", {"file_id": "file_1"}),
         (dict(image_reference={}), "image_reference.image_url"),
         (dict(image_reference={"image_url": PNG}, input_reference=PNG), "image_reference"),
+        *named("last_image", PNG, "a.png", {"file_id": "file_1"}),  # the first for a model that takes none
+        *named("mask", PNG),
+        *named("reference_images", [PNG]),
+        *named("conditioning_scale", 0.5),
         *named("input_reference", data_uri(b"GIF8"), data_uri(bomb(30_000, 30_000)), data_uri(saved("PNG")[:500])),
     ],
 )
@@ -246,6 +250,9 @@ def test_wrong_forms_are_refused(client):
     fields = {"prompt": PROMPT}
     assert error_of(client.post("/v1/videos", data=fields, files={"other": b"x"}))["param"] == "other"
     assert error_of(client.post("/v1/videos", data={**fields, "fps": "1e400"}, files={"input_reference": b"x"}))
+    files = {"input_reference": ("a.png", saved("PNG")), "last_image": ("b.png", saved("PNG"))}
+    refused = error_of(client.post("/v1/videos", data={**fields, "num_frames": "5"}, files=files))
+    assert refused["message"].startswith("last_image: needs a model for first and last frame")
     url = {"input_reference[image_url]": (None, "https://example.com/a.png")}
     assert error_of(client.post("/v1/videos", data=fields, files=url))["param"] == "input_reference.image_url"
     headers = {"content-type": "multipart/form-data; boundary=x"}

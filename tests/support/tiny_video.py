@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = dict(
 )
 IMAGE = dict(in_channels=36, out_channels=16, image_dim=20, added_kv_proj_dim=24)
 PLAIN = dict(in_channels=16, out_channels=16)
-SKYREELS, WAN = "SkyReelsV2Transformer3DModel", "WanTransformer3DModel"
+SKYREELS, WAN, VACE = "SkyReelsV2Transformer3DModel", "WanTransformer3DModel", "WanVACETransformer3DModel"
 KINDS: dict[str, dict[str, Any]] = {
     "t2v": PLAIN,
     "i2v": IMAGE,
@@ -37,14 +37,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "t2v-a14b": PLAIN,
     "i2v-a14b": dict(in_channels=36, out_channels=16),
     "ti2v": dict(in_channels=24, out_channels=24),
+    "flf2v": dict(**IMAGE, pos_embed_seq_len=10),
+    "flf2v-skyreels": dict(**IMAGE, pos_embed_seq_len=10),
+    **{kind: dict(**PLAIN, vace_layers=[0, 2], vace_in_channels=96, num_layers=3) for kind in ("vace", "vace-a14b")},
 }
-"""Transformers of each kind. The last three are Wan 2.2's."""
+"""Transformers of each kind. Those of `-a14b` and ti2v are Wan 2.2's."""
 BOUNDARY = 0.9
 """Where the second transformer of `-a14b` begins."""
 WORDS = ("a", "red", "blue", "green", "circle", "square", "floats", "left", "right", "over", "gradient", "static")
 PIPELINES = {kind: f"SkyReelsV2{name}Pipeline" for kind, name in (("t2v", ""), ("i2v", "ImageToVideo"))}
 PIPELINES |= {"df": "SkyReelsV2DiffusionForcingPipeline", "t2v-a14b": "WanPipeline", "ti2v": "WanPipeline"}
-PIPELINES |= {"i2v-a14b": "WanImageToVideoPipeline"}
+PIPELINES |= {"flf2v-skyreels": PIPELINES["i2v"], "vace": "WanVACEPipeline", "vace-a14b": "WanVACEPipeline"}
+PIPELINES |= dict.fromkeys(("i2v-a14b", "flf2v"), "WanImageToVideoPipeline")
 VAE = dict(base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1, temperal_downsample=[False, True, True])
 LARGE_VAE = dict(VAE, base_dim=4, decoder_base_dim=6, z_dim=24, is_residual=True, patch_size=2) | dict(
     in_channels=12, out_channels=12, scale_factor_spatial=16, latents_mean=[0.1] * 24, latents_std=[0.9, 1.2] * 12
@@ -96,7 +100,7 @@ def video_folder(
         "vae": (WanVae, WanVaeConfig, {"_class_name": "AutoencoderKLWan", **(LARGE_VAE if kind == "ti2v" else VAE)}),
         "text_encoder": (UMT5EncoderModel, UMT5Config, {"model_type": "umt5", **TEXT, "num_heads": text_heads}),
     }
-    if kind == "i2v":
+    if "image_dim" in KINDS[kind]:
         parts["image_encoder"] = (
             CLIPVisionModel,
             CLIPVisionConfig,
@@ -129,7 +133,7 @@ def video_folder(
 
 def transformer_class(kind: str) -> str:
     """Name of diffusers' class."""
-    return SKYREELS if kind in ("t2v", "i2v", "df") else WAN
+    return VACE if kind.startswith("vace") else SKYREELS if kind in ("t2v", "i2v", "df", "flf2v-skyreels") else WAN
 
 
 def extras(kind: str) -> dict[str, Any]:
@@ -154,18 +158,18 @@ def diffusers_pipeline(kind: str, folder: Path) -> Any:
             tokenizer_object=word_tokenizer(), pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
         ),
         "text_encoder": transformers.UMT5EncoderModel(transformers.UMT5Config(**TEXT)),
-        "transformer": getattr(diffusers, transformer_class(kind))(**SIZES, **KINDS[kind]),
+        "transformer": getattr(diffusers, transformer_class(kind))(**{**SIZES, **KINDS[kind]}),
         "vae": diffusers.AutoencoderKLWan(**(LARGE_VAE if kind == "ti2v" else VAE)),
         "scheduler": diffusers.UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0
         ),
     }
-    if kind == "i2v":
+    if "image_dim" in KINDS[kind]:
         vision = transformers.CLIPVisionConfig(**VISION, projection_dim=8)
         parts["image_encoder"] = transformers.CLIPVisionModelWithProjection(vision)
         parts["image_processor"] = transformers.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=28)
     if kind.endswith("-a14b"):
-        parts["transformer_2"] = diffusers.WanTransformer3DModel(**SIZES, **KINDS[kind])
+        parts["transformer_2"] = getattr(diffusers, transformer_class(kind))(**{**SIZES, **KINDS[kind]})
     for part in parts.values():
         if isinstance(part, torch.nn.Module):
             _spread(part)

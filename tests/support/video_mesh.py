@@ -214,6 +214,7 @@ def clips():
         "df": next(compare("df", [(True, 2)], ar_step=1, addnoise_condition=20, **FORCING)),
         "cache": next(compare("t2v", [(True, 2)], **CACHED)),
         "experts": next(compare("t2v-a14b", [(True, 2, SHARDED)], num_inference_steps=5)),
+        "vace": next(compare("vace", [(True, 2)], video=np.repeat(PICTURE[None], 5, axis=0), reference_images=PICTURE)),
         "decode": [decoded((12, 4)), decoded((23, 3))],  # 12 and 7 tiles
         "work": [work(True, 1), work(True, 4)],
         "plans": [plan_of_wide_model(False), plan_of_wide_model(SHARDED)],

@@ -44,7 +44,10 @@ def test_frames_equal_one_devices_and_a_step_has_the_collectives_that_are_meant(
 
 
 # Weights of i2v and of the two experts are divided.
-@pytest.mark.parametrize(("name", "steps"), [("i2v", [2, 2]), ("df", [5, 5]), ("cache", [8, 5]), ("experts", [5, 5])])
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("i2v", [2, 2]), ("df", [5, 5]), ("cache", [8, 5]), ("experts", [5, 5]), ("vace", [2, 2])],
+)
 def test_every_kind_of_model_makes_the_latents_of_one_device(clips, name, steps):
     case = clips[name]
     assert case["steps"] == steps

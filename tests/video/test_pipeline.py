@@ -27,6 +27,10 @@ def picture(height=40, width=60, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
 
 
+def controls(frames=10):
+    return np.random.default_rng(2).integers(0, 256, (frames, 20, 40, 3), np.uint8)
+
+
 def test_defaults_come_from_the_checkpoint_and_frames_are_bytes(pipes):
     clip = pipes("t2v")("a red circle", num_inference_steps=2)
     assert clip.frames.shape == (9, 16, 32, 3)
@@ -264,6 +268,29 @@ def test_a_picture_in_a_block_stays_as_it_was_given(pipes):
         ("i2v", {"image": picture(1, 1000)}, "image: 1 x 1000 pixels .* no part of the shape of a frame of 16 x 32"),
         ("df", {"last_image": picture(1000, 1)}, "last_image: 1000 x 1 pixels"),
         ("t2v", {"prompt": None}, "prompt: give it or prompt_embeds"),
+        ("i2v", {"image": picture(), "last_image": picture()}, "last_image: needs a model for first and last frame"),
+        ("flf2v", {"image": picture()}, "last_image: this model needs the last frame in addition to the first"),
+        ("flf2v", {"last_image": picture()}, "image: this model is for image to video, and needs the first frame"),
+        ("flf2v", {"image": picture(), "last_image": picture(), "num_frames": 1}, "num_frames: expected more than one"),
+        *(
+            ("t2v", {name: value}, f"{name}: needs a VACE model .*; this one is t2v")
+            for name, value in (("mask", "m.png"), ("reference_images", [picture()]), ("conditioning_scale", 0.5))
+        ),
+        ("vace", {"image": picture()}, "image: a VACE model takes pictures as reference_images, or as frames of video"),
+        ("vace", {"last_image": picture()}, "last_image: needs a model for first and last frame"),
+        ("vace", {"mask": controls()}, "mask: needs the video whose parts it shows"),
+        ("vace", {"video": controls(), "mask": controls(4)}, "mask: has 4 frames of 20 x 40, and video 10 of 20 x 40"),
+        ("vace", {"video": controls(), "mask": controls(1)[:, :9]}, "mask: has 1 frames of 9 x 40, and video 10 of"),
+        ("vace", {"video": controls(5), "num_frames": 9}, "video: has 5 frames, fewer than num_frames, 9"),
+        ("vace", {"reference_images": [picture()] * 4}, "reference_images: expected at most 3, the latent frames of 9"),
+        ("vace", {"reference_images": ["no such.png"]}, "reference_images: there is no file no such.png"),
+        ("vace", {"conditioning_scale": "1,2,3"}, "conditioning_scale: expected a number, or one for each of the 2"),
+        ("vace", {"conditioning_scale": "strong"}, "conditioning_scale: expected a number, .* got 'strong'"),
+        (
+            "vace",
+            {"reference_images": picture(), "latents": np.zeros((1, 16, 3, 2, 4))},
+            r"latents: .*\[1, 16, 4, 2, 4\], got \(1, 16, 3, 2, 4\)",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(pipes, kind, options, message):
@@ -271,13 +298,28 @@ def test_what_cannot_be_done_is_refused_by_name(pipes, kind, options, message):
         pipes(kind)(**{"prompt": "a red circle", **options})
 
 
+def test_a_control_clip_gives_its_first_frames_and_one_mask_is_for_all_of_them(pipes):
+    pipe, clip = pipes("vace"), controls(7)
+    mask = np.where(np.arange(40)[:, None] < 15, np.uint8(255), np.uint8(0)) * np.ones((1, 20, 1, 3), np.uint8)
+    options: dict[str, Any] = dict(num_inference_steps=2, output_type="latent")
+    made = pipe("a red circle", video=clip, mask=mask, **options)
+    assert made.frames.shape == (1, 16, 2, 2, 4)  # of 5 frames
+    same = pipe("a red circle", video=clip[:5], mask=np.repeat(mask, 5, axis=0), conditioning_scale="1", **options)
+    np.testing.assert_array_equal(made.frames, same.frames)
+    without = pipe("a red circle", conditioning_scale=0, num_frames=5, **options)
+    nothing = pipe("a red circle", video=clip, mask=mask, conditioning_scale=[0, 0], **options)
+    np.testing.assert_array_equal(without.frames, nothing.frames)
+    assert np.abs(made.frames - nothing.frames).max() > 0.01
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"dtype": "int8"}, "dtype: expected one of bfloat16, float32, got 'int8'"),
         ({"reference": "comfy"}, "reference: expected one of skyreels, diffusers, got 'comfy'"),
-        ({"kind": "v2v"}, "kind: expected one of t2v, i2v, ti2v, df, got 'v2v'"),
+        ({"kind": "v2v"}, "kind: expected one of t2v, i2v, flf2v, ti2v, df, vace, got"),
         ({"kind": "i2v"}, "kind: i2v does not fit this transformer"),
+        ({"kind": "vace"}, "kind: vace does not fit this transformer"),
     ],
 )
 def test_wrong_ways_to_open_a_checkpoint_are_refused(folders, options, message):

@@ -33,6 +33,8 @@ def programs(pipe):
         ("df", "skyreels", dict(SIZE, num_frames=13, base_num_frames=13, video=CLIP, overlap_history=5, ar_step=1)),
         ("df", "skyreels", LONG),
         ("df", "diffusers", LONG),
+        ("flf2v", "skyreels", dict(SIZE, image=IMAGE, last_image=IMAGE)),
+        ("vace", "skyreels", dict(SIZE, video=CLIP, mask=CLIP[:1], reference_images=[IMAGE, IMAGE[:9]])),
     ],
 )
 def test_a_plan_compiles_each_program_of_the_run_once(folders, kind, reference, options):
@@ -69,6 +71,17 @@ def test_latents_need_no_decoding_of_the_last_segment(folders):
 
 
 PROMPTS = ["a red circle", "a blue square", "a green circle"]
+
+
+def test_a_controlled_clip_continues_with_the_same_pictures_alone(folders, tmp_path):
+    pipe = VideoPipeline.from_pretrained(folders("vace"), dtype="float32", show_progress=False)
+    options = dict(SIZE, resume=tmp_path / "clip", reference_images=[IMAGE], sigmas="1,0.5", output_type="latent")
+    made = pipe("a red circle", **options)
+    again = pipe("a red circle", **options)
+    assert (made.steps, again.steps) == (2, 0)
+    np.testing.assert_array_equal(again.frames, made.frames)
+    with pytest.raises(InvalidParameterError, match=r"resume: .* is of another clip: reference_images was \['uint8"):
+        pipe("a red circle", **{**options, "reference_images": [IMAGE[1:]]})
 
 
 class StoppedError(Exception):

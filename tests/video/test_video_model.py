@@ -109,9 +109,9 @@ class Average(nnx.Module):
         return jnp.clip(jnp.concatenate([pixels[:, :1], jnp.repeat(pixels[:, 1:], 2, axis=1)], axis=1), -1, 1)
 
 
-def mean_colour(vae, image, *, frames, chunk):
+def mean_colour(vae, pictures, *, frames, chunk):
     """The image's mean colour, in every latent of a clip."""
-    latents = vae.encode(image[:, None], chunk=chunk)
+    latents = vae.encode(pictures.image[:, None], chunk=chunk)
     shape = (1, (frames - 1) // 2 + 1, *latents.shape[2:4], 3)
     return jnp.broadcast_to(latents.mean((1, 2, 3), keepdims=True), shape)
 
@@ -212,7 +212,7 @@ def test_its_frames_have_its_geometry_and_its_defaults(pipe, folder):
         ({"num_frames": 4}, r"num_frames: expected 2n \+ 1, got 4"),
         ({"height": 10}, "height: expected a multiple of 4, got 10"),
         ({"cache": "teacache"}, "cache: TeaCache has no coefficients for this family"),
-        ({"last_image": IMAGE}, "last_image: needs a model for diffusion forcing"),
+        ({"last_image": IMAGE}, "last_image: needs a model for first and last frame"),
     ],
 )
 def test_what_it_cannot_do_is_refused_by_name(pipe, options, message):

@@ -128,7 +128,9 @@ def test_the_server_takes_a_request_and_shows_its_latents(kind, frames, pipes):
     pipe = pipes(kind)
     more: dict[str, Any] = {} if kind == "ti2v" else {"guidance_scale_2": 2.0}
     body = VideoCreate("a red circle", size="64x32", num_frames=5, **more)
-    request = resolve(body, None if frames is None else frames[None], pipe)
+    last = frames if kind == "i2v-a14b" else None
+    request = resolve(body, None if frames is None else frames[None], pipe, last=None if last is None else last[None])
+    assert (request.last_image is None) == (last is None)
     assert (request.height, request.width, request.guidance_scale_2) == (32, 64, more.get("guidance_scale_2"))
     picture_of = Previewer(pipe.stages, pipe.geometry.pixels_per_latent)
     assert picture_of(np.zeros(pipe.geometry.shape(1, 32, 64), np.float32)).shape == (128, 256, 3)
@@ -144,7 +146,7 @@ def test_the_server_takes_a_request_and_shows_its_latents(kind, frames, pipes):
             "guidance_scale_2: expected at most 1 where guidance",
         ),
         ("ti2v", {"height": 48}, "height: expected a multiple of 32, got 48; nearest 32 or 64"),
-        ("ti2v", {"last_image": picture()}, "last_image: needs a model for diffusion forcing"),
+        ("ti2v", {"last_image": picture()}, "last_image: needs a model for first and last frame"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(pipes, kind, options, message):

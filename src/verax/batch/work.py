@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from verax.batch.lines import InputLine, LineError, write_rows
 from verax.batch.results import ResultLine
 from verax.embed.encoder import Encoder
 from verax.errors import InvalidParameterError
+from verax.options import options_of
 from verax.video.files import clip_path
 from verax.video.pipeline import VideoPipeline
 from verax.video.request import ResolvedRequest, VideoRequest, make_request
@@ -29,7 +29,7 @@ RESULTS = "results.jsonl"
 NOT_OF_A_LINE = ("latents", "prompt_embeds", "negative_prompt_embeds", "output_type", "callback", "resume")
 """Options of a request that JSON cannot express, or that mean nothing where clips become files."""
 
-_FILES = ("image", "last_image", "video")
+_FILES = ("image", "last_image", "video", "mask", "reference_images")
 """Options that are names of files, which a checked request has read."""
 
 
@@ -156,6 +156,6 @@ def _request(given: Mapping[str, Any]) -> VideoRequest:
 
 def _settings(request: ResolvedRequest, given: Mapping[str, Any]) -> dict[str, Any]:
     """Options that make the clip again: those with defaults too, and images and clips by their names."""
-    names = [field.name for field in fields(request) if field.name not in NOT_OF_A_LINE]
+    names = [name for name in options_of(VideoRequest) if name not in NOT_OF_A_LINE]
     values = {name: given.get(name) if name in _FILES else getattr(request, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}

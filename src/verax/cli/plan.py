@@ -60,7 +60,7 @@ def plan(
         str,
         typer.Argument(
             help="A folder (config.json is enough), GGUF file, hub id, text-builtin, encoder-builtin, video-builtin, "
-            "or shapes by name: qwen3, qwen3-8b, hybrid, moe, minilm, modernbert, t2v-1.3b, i2v-14b and others.",
+            "or shapes by name: qwen3, qwen3-8b, hybrid, moe, minilm, modernbert, t2v-1.3b, vace-14b and others.",
             show_default=False,
         ),
     ],

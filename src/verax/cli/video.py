@@ -40,7 +40,7 @@ class PipelineOptions:
     reference: str | None = option(
         None, "skyreels or diffusers: rules where the two PyTorch pipelines differ.", shown="skyreels"
     )
-    kind: str | None = option(None, "t2v, i2v, ti2v or df.", shown="the folder's")
+    kind: str | None = option(None, "t2v, i2v, flf2v, ti2v, df or vace.", shown="the folder's")
     lora: tuple[str, ...] = option((), "LoRA: FILE or FILE:FACTOR; can be repeated.", shown="")
     lora_2: tuple[str, ...] = option(
         (), "LoRA of the second of two transformers (Wan2.2's A14B); the files of --lora if left out.", shown=""

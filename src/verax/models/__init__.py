@@ -116,8 +116,10 @@ _CROSS_ENCODERS: dict[str, tuple[type[Any], type[Any]]] = {
 
 _VIDEO_MODELS: dict[str, type[Any]] = {
     "WanModel": WanVideoModel,
+    "VaceWanModel": WanVideoModel,
     "SkyReelsV2Transformer3DModel": WanVideoModel,
     "WanTransformer3DModel": WanVideoModel,
+    "WanVACETransformer3DModel": WanVideoModel,
 }
 """Families of video models by the `_class_name` of a transformer's config.json."""
 

@@ -5,6 +5,7 @@ Images are uint8 `[H, W, 3]`, RGB. The pipelines are SkyReels-V2's own (SkyworkA
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -51,6 +52,29 @@ def resize(
     return np.stack(resized).reshape(*frames.shape[:-3], height, width, 3)
 
 
+def fit_on_white(
+    pictures: Sequence[np.ndarray], height: int, width: int, *, multiple: int = 1
+) -> Float[np.ndarray, "R height width 3"]:
+    """Reference pictures as VACE sees them: whole, in the middle of a white frame, in -1..1.
+
+    By torch's bilinear `interpolate`, which does not average when it shrinks.
+
+    `pictures`: uint8 `[H, W, 3]`, each of its own size. `multiple`: sides of the pictures are first cut to multiples of
+    this by `resize`, as in diffusers.
+    """
+    frames = np.ones((len(pictures), height, width, 3), np.float32)
+    for frame, picture in zip(frames, pictures, strict=True):
+        h, w = (max(side // multiple, 1) * multiple for side in picture.shape[:2])
+        picture = to_signed(resize(picture, h, w)).astype(np.float64)
+        scale = min(height / h, width / w)
+        h, w = int(h * scale), int(w * scale)
+        rows, columns = (_bilinear(extent, size) for extent, size in zip(picture.shape, (h, w), strict=False))
+        top, left = (height - h) // 2, (width - w) // 2
+        fitted = np.einsum("hH,wW,HWc->hwc", rows, columns, picture, optimize=True)
+        frame[top : top + h, left : left + w] = fitted
+    return frames
+
+
 def to_signed(frames: UInt8[np.ndarray, "*B H W 3"]) -> Float[np.ndarray, "*B H W 3"]:
     """Pixels 0..255 as float32 in -1..1, the range of the video VAE."""
     return frames.astype(np.float32) / 255 * 2 - 1
@@ -77,6 +101,12 @@ def clip_pixels_diffusers(image: UInt8[np.ndarray, "H W 3"], size: int = 224) ->
     top, left = (shape[0] - size) // 2, (shape[1] - size) // 2
     middle = resized[top : top + size, left : left + size].astype(np.float32) / 255
     return (middle - CLIP_MEAN) / CLIP_STD
+
+
+def _bilinear(extent: int, size: int) -> Float[np.ndarray, "size extent"]:
+    """The matrix of linear interpolation along one axis, with repeated edges."""
+    at = np.clip((np.arange(size) + 0.5) * extent / size - 0.5, 0, extent - 1)
+    return np.maximum(0, 1 - np.abs(at[:, None] - np.arange(extent)))
 
 
 def _bicubic(extent: int, size: int) -> Float[np.ndarray, "size extent"]:

@@ -9,7 +9,7 @@ conditioning, schedule, transformer, VAE.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -109,9 +109,23 @@ class VideoSettings:
         return replace(self, **read_fields(own, VideoSettings)) if own else self
 
 
+class Pictures(NamedTuple):
+    """Pictures of a request in the size of its frames, from -1 to 1, or as bytes; None for those that it does not have.
+
+    `image`, `last_image`: first and last frame. `video`: control clip. `mask`: where it is to be replaced, black for
+    its pixels and white for new ones. `references`: pictures of things and people that the clip shows.
+    """
+
+    image: Num[Array, "1 H W 3"] | None = None
+    last_image: Num[Array, "1 H W 3"] | None = None
+    video: Num[Array, "1 T H W 3"] | None = None
+    mask: Num[Array, "1 T H W 3"] | None = None
+    references: Num[Array, "1 R H W 3"] | None = None
+
+
 ConditionEncoder = Callable[..., Float[Array, "1 F h w E"]]
-"""`encode(vae, image, frames=, chunk=)`: channels after the latents of a clip of `frames` frames, from its first frame
-`[1, H, W, 3]` from -1 to 1, by a VAE that takes `chunk` latents at a time. Traced in a program."""
+"""`encode(vae, pictures, frames=, chunk=)`: condition of a clip of `frames` frames from its `Pictures`, from -1 to 1,
+by a VAE that takes `chunk` latents at a time. References are latent frames before the clip's. Traced in a program."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +133,13 @@ class Conditioning:
     """Conditioning of a kind of model: how the pictures and clips of a request enter it. Text always does.
 
     Attributes:
-        channels: channels after the latents in the transformer's input; zeros for a request without an image.
-        encode: function that makes them from an image; None if there are no channels.
+        channels: channels of the condition that `encode` makes; they follow the latents in the transformer's input,
+            and are zeros for a request without an image.
+        encode: function that makes them from pictures; None if there are no channels.
+        control_layers: layers that the condition is added to, each with a scale, where it does not follow the latents
+            but enters the transformer's context (VACE). A request may then have a control clip, a mask and references.
+        takes_last_image: True if a request may have a last frame.
+        needs_last_image: True if every request must have one. The image encoder then sees both.
         given_frames: True if an image becomes the first latent frame, which is not denoised.
         forcing: True for diffusion forcing: each latent frame has a noise level of its own. A clip may then continue
             another one, end with a given image, and be longer than a segment.
@@ -128,13 +147,16 @@ class Conditioning:
 
     channels: int = 0
     encode: ConditionEncoder | None = None
+    control_layers: int = 0
+    takes_last_image: bool = False
+    needs_last_image: bool = False
     given_frames: bool = False
     forcing: bool = False
 
     @property
     def takes_image(self) -> bool:
         """True if a request may have an image."""
-        return self.encode is not None or self.given_frames
+        return (self.encode is not None and not self.control_layers) or self.given_frames
 
 
 Resize = Callable[[np.ndarray, int, int], np.ndarray]
@@ -143,6 +165,9 @@ Resize = Callable[[np.ndarray, int, int], np.ndarray]
 ClipPixels = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 """`clip_pixels(image, frame, size)`: the image encoder's input float32 `[size, size, 3]`, of the user's image and the
 frame that `Resize` made of it."""
+
+References = Callable[[Sequence[np.ndarray], int, int], np.ndarray]
+"""`references(images, height, width)`: images uint8 `[H, W, 3]` as float32 `[R, height, width, 3]` from -1 to 1."""
 
 Sigmas = Callable[[int, float], np.ndarray]
 """`sigmas(steps, shift)`: noise level of each step, float64 `[N]`, falling from about 1; the clean clip has 0."""
@@ -169,6 +194,7 @@ class ReferenceRules:
     Attributes:
         name: name of the reference, as `VideoPipeline(reference=...)` takes it.
         clip_pixels: input of the image encoder; None for families without one.
+        references: reference pictures as frames, in the order of their latent frames; None for families without them.
         negative_prompts: negative prompt of a request without one; "" for kinds that are not listed.
         decode_whole_clip: True if the segments of a long clip share latents, and are decoded together at the end.
             False if they share frames: each segment is decoded, and its last frames are encoded again as the first
@@ -183,6 +209,7 @@ class ReferenceRules:
     sigmas: Sigmas
     resize: Mapping[str, Resize]
     clip_pixels: ClipPixels | None = None
+    references: References | None = None
     negative_prompts: Mapping[str, str] = field(default_factory=dict)
     decode_whole_clip: bool = False
     causal_attention: bool = False
@@ -203,6 +230,16 @@ class TeaCache(NamedTuple):
     last: int
 
 
+class Control(NamedTuple):
+    """Condition that is added to layers of a transformer.
+
+    `latents`: the result of `Conditioning.encode`. `scale`: scale of each of the `control_layers`.
+    """
+
+    latents: Float[Array, "1 F h w E"]
+    scale: Float[Array, "L"]
+
+
 @runtime_checkable
 class VideoTransformer(Protocol):
     """A transformer of latents, called in parts: what no step changes, the embedding of time, and the blocks between.
@@ -213,7 +250,11 @@ class VideoTransformer(Protocol):
     """
 
     def encode_context(self, text: Float[Array, "B S E"], image: Float[Array, "B P I"] | None = None) -> Any:
-        """Tree of arrays `[B, ...]` that all steps share, such as cross-attention keys, of states of text and image."""
+        """Tree of arrays `[B, ...]` that all steps share, such as cross-attention keys, of states of text and image.
+
+        Where the conditioning has `control_layers`, a third argument is the `Control` of the clip, which the tree has
+        for each row.
+        """
         ...
 
     def embed_time(self, timesteps: Num[Array, "B *F"], fps: Int[Array, "B"] | None = None) -> tuple[Array, Array]:

@@ -72,12 +72,14 @@ class Clip(NamedTuple):
     @property
     def words(self) -> int:
         """Tokens of cross-attention: text, and patches of an image."""
-        return self.settings.text_tokens + (0 if self.image is None else self.image.num_patches + 1)
+        states = 0 if self.image is None else self.image.num_patches + 1
+        return self.settings.text_tokens + (self.transformer.image_positions or states)
 
     @property
     def condition_channels(self) -> int:
-        """Channels of an image condition, which follow the channels of the latents."""
-        return max(0, self.transformer.in_dim - self.vae.z_dim)
+        """Channels of the condition, which follow the channels of the latents or are VACE's."""
+        config = self.transformer
+        return config.vace_in_dim if config.vace_layers else max(0, config.in_dim - self.vae.z_dim)
 
 
 def read_clip(
@@ -132,6 +134,8 @@ def read_clip(
         num_inference_steps=wanted.num_inference_steps or settings.num_inference_steps,
         guidance_scale=settings.guidance_scale,
     )
+    if shard_weights and transformer.vace_layers:
+        raise InvalidParameterError("shard_weights: not implemented for VACE, whose blocks do not run in one loop")
     mesh: Any = clip_mesh(
         transformer,
         guidance_parallel=guidance_parallel,
@@ -237,11 +241,12 @@ def _work(clip: Clip, transformer: Component[Any]) -> dict[str, int]:
     """
     config, size, itemsize = clip.transformer, math.prod(clip.latents[:-1]), jnp.dtype(clip.dtype).itemsize
     tokens = clip.tokens // axis_size(clip.mesh, SEQUENCE)
-    keys = 2 * config.num_layers * clip.words * config.dim * itemsize
+    keys = 2 * (config.num_layers + len(config.vace_layers)) * clip.words * config.dim * itemsize
     work = {
         "latents": FLOAT32_BYTES * size * (SOLVER_ARRAYS * clip.latents[-1] + clip.condition_channels),
         "cross-attention keys": GUIDED * keys // axis_size(clip.mesh, GUIDANCE),
-        "residual stream": FLOAT32_BYTES * tokens * config.dim,
+        # With control blocks also their tokens, and what one of them adds.
+        "residual stream": FLOAT32_BYTES * tokens * config.dim * (3 if config.vace_layers else 1),
         # Operands of self-attention, or of the second product of the feed-forward part.
         "largest operands": tokens * max(3 * config.dim, config.ffn_dim) * itemsize,
     }
@@ -280,7 +285,9 @@ def step_flops(config: WanConfig, tokens: int, words: int) -> int:
     D, F = config.dim, config.ffn_dim
     layer = 2 * tokens * (6 * D * D + 2 * D * F) + 4 * tokens * (tokens + words) * D
     patch = config.patch**2 * (config.in_dim + config.out_dim)
-    return config.num_layers * layer + 2 * tokens * D * patch
+    if controls := len(config.vace_layers):
+        patch += config.patch**2 * config.vace_in_dim + (controls + 1) * D  # the last by projections of control blocks
+    return (config.num_layers + controls) * layer + 2 * tokens * D * patch
 
 
 def decode_flops(vae: WanVae, latents: Sequence[int]) -> int:

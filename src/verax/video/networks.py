@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Float32, Int, Real, UInt8
 from verax._optional import require_optional
 from verax.checkpoint.resolve import read_tokenizer
 from verax.errors import CheckpointError
-from verax.models.video_model import ConditionEncoder
+from verax.models.video_model import ConditionEncoder, Control, Pictures
 from verax.video import solvers
 from verax.video.denoise import Conditions, DenoisingState, denoise
 from verax.video.mesh import BY_ROW, GUIDANCE, REPLICATED, SEQUENCE, AnyMesh, axis_size, layout
@@ -62,7 +62,7 @@ class Stages:
         vae: Component[Any],
         decoder: Component[Any] | None = None,
         decode_dtype: Any,
-        encode_image: ConditionEncoder | None = None,
+        encode_condition: ConditionEncoder | None = None,
         mesh: AnyMesh | None = None,
     ):
         """Describe the programs; nothing is compiled.
@@ -73,7 +73,7 @@ class Stages:
             decoder: decoder of the latents in place of the VAE's, with float32 weights; the VAE's if None.
             decode_dtype: dtype of the decoder's weights. It always encodes in float32: errors of the
                 condition spread through the whole clip, errors of decoding do not.
-            encode_image: function of the image condition; None for models without one.
+            encode_condition: function of the condition; None for models without one.
             mesh: devices of the VAE's programs, which have its weights and divide the frames to decode; None for the
                 default device.
         """
@@ -85,9 +85,9 @@ class Stages:
         def encode(weights: Weights, frames: Array, *, chunk: int) -> Array:
             return vae.module(weights).encode(_signed(frames), chunk=chunk)
 
-        def condition(weights: Weights, image: Array, *, frames: int, chunk: int) -> Array:
-            assert encode_image is not None
-            return encode_image(vae.module(weights), _signed(image), frames=frames, chunk=chunk)
+        def condition(weights: Weights, pictures: Pictures, *, frames: int, chunk: int) -> Array:
+            assert encode_condition is not None
+            return encode_condition(vae.module(weights), jax.tree.map(_signed, pictures), frames=frames, chunk=chunk)
 
         def decode(weights: Weights, latents: Array, *, chunk: int, tile: tuple[int, int] | None = None) -> Array:
             weights = tuple(weight.astype(decode_dtype) for weight in weights)
@@ -137,15 +137,13 @@ class Stages:
         """Latents of a clip of bytes, or of floats from -1 to 1."""
         return self.encode_call(frames.shape[1], frames.shape[2], frames.shape[3], frames.dtype)(frames)
 
-    def condition_call(self, frames: int, height: int, width: int) -> ProgramCall:
-        """Call that makes the image condition of a clip of this many frames, height and width in pixels.
+    def condition_call(self, frames: int, height: int, width: int, pictures: Pictures) -> ProgramCall:
+        """Call that makes the condition of a clip of this many frames, height and width in pixels.
 
-        It takes the first frame, uint8 `[1, H, W, 3]`, and returns the channels after the latents, float32
-        `[1, F, h, w, E]`.
+        It takes pictures, given by shape, and returns float32 `[1, F, h, w, E]`.
         """
-        image = jax.ShapeDtypeStruct((1, height, width, 3), jnp.uint8)
         options = {"frames": frames, "chunk": self._chunk(height, width)}
-        return ProgramCall(self.condition_program, self.vae, (image,), options)
+        return ProgramCall(self.condition_program, self.vae, (pictures,), options)
 
     def decode_call(self, latents: Any) -> ProgramCall:
         """Call that decodes latents float32 `[1, F, h, w, C]`, which may be a shape."""
@@ -208,7 +206,8 @@ _CONDITIONS: Any = Conditions._make([BY_ROW] + [REPLICATED] * (len(Conditions._f
 class Denoiser:
     """Programs over one transformer: context, embedding of time, and the loop over iterations.
 
-    `context_program`: function of weights, text states `[G, T, D]` and image states `[G, P, I]` or None.
+    `context_program`: function of weights, text states `[G, T, D]`, image states `[G, P, I]` or None, and a `Control`
+    or None.
     `time_program`: function of weights, timesteps `[R, *F]` and fps or None.
     """
 
@@ -221,8 +220,9 @@ class Denoiser:
         self.transformer = transformer
         self.mesh = mesh
 
-        def context(weights: Weights, text: Array, image: Array | None) -> Any:
-            return transformer.module(weights).encode_context(text, image)
+        def context(weights: Weights, text: Array, image: Array | None, control: Control | None) -> Any:
+            more = () if control is None else (control,)
+            return transformer.module(weights).encode_context(text, image, *more)
 
         def time(weights: Weights, timesteps: Array, fps: Array | None) -> tuple[Array, Array]:
             fps = None if fps is None else jnp.broadcast_to(fps, timesteps.shape[:1])
@@ -232,15 +232,15 @@ class Denoiser:
             return denoise(transformer.module(weights), *arguments, mesh=mesh, **options)
 
         whole, of_model = REPLICATED, transformer.partition
-        self.context_program = Program(context, layout=layout(mesh, of_model, BY_ROW, BY_ROW, results=BY_ROW))
+        self.context_program = Program(context, layout=layout(mesh, of_model, BY_ROW, BY_ROW, whole, results=BY_ROW))
         self.time_program = Program(time, layout=layout(mesh, of_model, whole, whole))
         self.program = Program(
             loop, donate=(1,), layout=layout(mesh, of_model, _STATE, whole, _CONDITIONS, whole, whole, results=_STATE)
         )
 
-    def context_call(self, text: Any, image: Any) -> ProgramCall:
-        """Call that makes the transformer's context from states of text and image, given by shape."""
-        return ProgramCall(self.context_program, self.transformer, (text, image))
+    def context_call(self, text: Any, image: Any, control: Any = None) -> ProgramCall:
+        """Call that makes the transformer's context from states of text and image and a `Control`, given by shape."""
+        return ProgramCall(self.context_program, self.transformer, (text, image, control))
 
     def call(self, latents: Any, tables: Tables, conditions: Conditions, request: ResolvedRequest) -> ProgramCall:
         """Call of the loop over iterations, given by the shapes of the first sample and of the conditions."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from verax.video.outputs import Callback
 
 _FORCING = "Diffusion forcing"
+_VACE = "VACE"
 _SPEED = "Speed and memory"
 _CHECKPOINT = "checkpoint's"
 
@@ -42,16 +43,36 @@ class VideoRequest:
     )
     last_image: Any = option(
         None,
-        "An image: the last frame. Of the types of `image`; diffusion forcing only.",
+        "An image: the last frame, for Wan2.1-FLF2V, Wan2.2-I2V-A14B and diffusion forcing. Of the types of `image`, "
+        "which the first two need too.",
         flags=("--last-image", "--end-image"),
-        panel=_FORCING,
     )
     video: Any = option(
         None,
-        "A clip to continue. A path, a list of images, or an array `[T, H, W, 3]`; diffusion forcing only. The result "
-        "begins with it, and `num_frames` counts from the first of its last `overlap_history` frames.",
+        "A clip to continue (diffusion forcing), or a control clip (VACE). A path, a list of images, or an array "
+        "`[T, H, W, 3]`. The continuation begins with it, and `num_frames` counts from the first of its last "
+        "`overlap_history` frames. A control clip has at least `num_frames` frames, and the first of them are used.",
         flags=("--video", "--video-path"),
-        panel=_FORCING,
+    )
+    mask: Any = option(
+        None,
+        "Masks of the control clip: white is made new, black is kept. Of the types of `video`, with as many frames, or "
+        "one frame for all; without masks, all is made new.",
+        panel=_VACE,
+    )
+    reference_images: Sequence[str] | Any = option(
+        None,
+        "A picture of a thing or person that the clip shows; can be repeated. A list of images of the types of "
+        "`image`, or one image; at most as many as the clip has latent frames.",
+        flags=("--reference-image", "--reference-images"),
+        panel=_VACE,
+        shown="",
+    )
+    conditioning_scale: str | Sequence[float] | None = option(
+        None,
+        "Scale of the control clip and references: a number, or one for each control layer, as `1,0.5`.",
+        panel=_VACE,
+        shown="1",
     )
     negative_prompt: str | None = option(
         None,

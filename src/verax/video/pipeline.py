@@ -80,8 +80,9 @@ class VideoPipeline:
                 quantised weights. None: what the files have.
             reference: rules where the two PyTorch pipelines differ: of Wan and SkyReels-V2 `"skyreels"` (the
                 original's, less its slips; the default) or `"diffusers"`.
-            kind: `"t2v"`, `"i2v"`, `"ti2v"` (either) or `"df"` (diffusion forcing), where the folder does not determine
-                it: the original's 14B models for text and for forcing differ in nothing but their folders' names.
+            kind: `"t2v"`, `"i2v"`, `"flf2v"` (first and last frame), `"ti2v"` (either), `"df"` (diffusion forcing) or
+                `"vace"`, where the folder does not determine it: the original's 14B models for text and for forcing
+                differ in nothing but their folders' names.
             lora: a LoRA file (safetensors, by the names of any of the usual programs), several, or files with a factor
                 for each. They change the transformer's weights as these are read.
             lora_2: files for the second of two transformers, where noise is low; the files of `lora` if None.
@@ -117,6 +118,8 @@ class VideoPipeline:
         settings, geometry = family.settings, family.geometry
 
         # 2. The devices that divide a clip.
+        if shard_weights and family.conditioning.control_layers:
+            raise InvalidParameterError("shard_weights: not implemented for VACE, whose blocks do not run in one loop")
         clip_devices: Any = clip_mesh(
             family.transformers[0].config,
             guidance_parallel=guidance_parallel,
@@ -158,7 +161,7 @@ class VideoPipeline:
             vae=networks.vae,
             decoder=decoder,
             decode_dtype=models.DTYPES[dtype],
-            encode_image=family.conditioning.encode,
+            encode_condition=family.conditioning.encode,
             mesh=clip_devices,
         )
         tokenizer = PromptTokenizer.from_folder(folder.tokenizer, length=settings.text_tokens)
@@ -199,8 +202,9 @@ class VideoPipeline:
         Args:
             prompt: description of the clip; a list has one for each segment of a long clip.
             image: first frame: a path, a PIL.Image, or an array `[H, W, 3]` (uint8, or floats from 0 to 1).
-            last_image: last frame, likewise; diffusion forcing only.
-            video: clip to continue: a path, a list of images, or an array `[T, H, W, 3]`; diffusion forcing only.
+            last_image: last frame, likewise, for models that take one.
+            video: clip to continue (diffusion forcing) or to be controlled by (VACE): a path, a list of images, or an
+                array `[T, H, W, 3]`.
             options: other fields of `VideoRequest`, where they are described.
 
         Raises:

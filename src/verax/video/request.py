@@ -92,6 +92,11 @@ class ResolvedRequest(VideoRequest):
     image: UInt8[np.ndarray, "H W 3"] | None = None
     last_image: UInt8[np.ndarray, "H W 3"] | None = None
     video: UInt8[np.ndarray, "T H W 3"] | None = None
+    mask: UInt8[np.ndarray, "T H W 3"] | None = None
+    reference_images: tuple[np.ndarray, ...] = ()
+    conditioning_scale: tuple[float, ...] | None = None
+    controls: bool = False
+    """True if `video` is a control clip, False if it is continued."""
     negative_prompt: str = VideoSettings.negative_prompt
     height: int = VideoSettings.height
     width: int = VideoSettings.width
@@ -142,7 +147,7 @@ class ResolvedRequest(VideoRequest):
     @property
     def continued_frames(self) -> int:
         """Frames of the user's clip with which the first segment begins."""
-        return 0 if self.video is None else self.overlap_history
+        return 0 if self.video is None or self.controls else self.overlap_history
 
 
 def resolve_request(request: VideoRequest, model: VideoModel) -> ResolvedRequest:
@@ -159,6 +164,7 @@ def resolve_request(request: VideoRequest, model: VideoModel) -> ResolvedRequest
     if request.video is not None:
         values["video"], rate = images.read_clip(request.video)
         values["fps"] = _own_rate(rate, values["fps"])
+    values |= _read_control(request, model, values["video"])
     if request.resume is not None:
         _check_resume(request.resume)
     first_frame = values["image"] if values["video"] is None else values["video"][0]
@@ -178,7 +184,7 @@ def resolve_request(request: VideoRequest, model: VideoModel) -> ResolvedRequest
         "height": height,
         "width": width,
         **{name: getattr(settings, name) for name in ("num_inference_steps", "guidance_scale", "shift", "fps")},
-        "num_frames": settings.num_frames,
+        "num_frames": _default_frames(values["video"], model),
         "base_num_frames": settings.num_frames,
         "negative_prompt": settings.negative_prompt,
         "causal_block_size": 1,
@@ -212,6 +218,61 @@ def _read_sigmas(sigmas: Any, steps: int | None) -> tuple[float, ...] | None:
     if steps not in (None, len(levels)):
         raise InvalidParameterError(f"num_inference_steps: {steps}, but there are {len(levels)} sigmas; leave one out")
     return tuple(levels.tolist())
+
+
+def _read_control(request: VideoRequest, model: VideoModel, video: np.ndarray | None) -> dict[str, Any]:
+    """Fields of a resolved request that only a model with control layers (VACE) has; refuses them for others."""
+    layers, pictures = model.conditioning.control_layers, request.reference_images
+    if not layers:
+        for name in ("mask", "reference_images", "conditioning_scale"):
+            value = getattr(request, name)
+            if value is not None and not (isinstance(value, tuple | list) and not value):
+                raise InvalidParameterError(f"{name}: needs a VACE model (such as Wan2.1-VACE); {_this_is(model)}")
+        return {"reference_images": ()}
+    if pictures is None or isinstance(pictures, str) or not isinstance(pictures, Sequence):
+        pictures = () if pictures is None else (pictures,)
+    mask = None if request.mask is None else images.read_clip(request.mask, name="mask")[0]
+    if mask is not None and video is None:
+        raise InvalidParameterError("mask: needs the video whose parts it shows")
+    if mask is not None and video is not None:
+        if mask.shape[1:] != video.shape[1:] or len(mask) not in (1, len(video)):
+            (t, h, w), (T, H, W) = mask.shape[:3], video.shape[:3]
+            raise InvalidParameterError(
+                f"mask: has {t} frames of {h} x {w}, and video {T} of {H} x {W}; give masks of the same size, one for "
+                "each frame, or one for all"
+            )
+        mask = np.broadcast_to(mask, video.shape)
+    return {
+        "mask": mask,
+        "reference_images": tuple(images.read_image(picture, name="reference_images") for picture in pictures),
+        "conditioning_scale": _read_scales(request.conditioning_scale, layers),
+        "controls": True,
+    }
+
+
+def _read_scales(scale: Any, layers: int) -> tuple[float, ...]:
+    """Scale of each control layer."""
+    try:
+        scales = np.array(scale.split(",") if isinstance(scale, str) else 1.0 if scale is None else scale, np.float64)
+    except (TypeError, ValueError):
+        scales = np.zeros(0)
+    if scales.ndim > 1 or scales.size not in (1, layers) or not np.isfinite(scales).all():
+        raise InvalidParameterError(
+            f"conditioning_scale: expected a number, or one for each of the {layers} control layers, got {scale!r}"
+        )
+    return tuple(np.broadcast_to(scales.reshape(-1), layers).tolist())
+
+
+def _default_frames(video: np.ndarray | None, model: VideoModel) -> int:
+    """Frames of a clip: the checkpoint's number, or fewer if a control clip has no more."""
+    frames, step = model.settings.num_frames, model.geometry.frames_per_latent
+    if video is None or not model.conditioning.control_layers:
+        return frames
+    return min(frames, (len(video) - 1) // step * step + 1)
+
+
+def _this_is(model: VideoModel) -> str:
+    return f"this one is {model.settings.kind}"
 
 
 def _own_rate(rate: float | None, fps: int | None) -> int | None:
@@ -265,21 +326,52 @@ def _check_conditioning(request: ResolvedRequest, model: VideoModel) -> None:
     """Refuse options that the kind of model does not have, and the lack of those that it needs."""
     conditioning, settings = model.conditioning, model.settings
     if not conditioning.forcing:
-        _check_no_forcing(request, settings)
+        _check_no_forcing(request, model)
     if request.image is None:
-        if conditioning.encode is not None and settings.needs_image:
+        if conditioning.encode is not None and settings.needs_image and not conditioning.control_layers:
             raise InvalidParameterError("image: this model is for image to video, and needs the first frame")
+    elif conditioning.control_layers:
+        raise InvalidParameterError(
+            "image: a VACE model takes pictures as reference_images, or as frames of video that mask keeps"
+        )
     elif not conditioning.takes_image:
         raise InvalidParameterError("image: this model is for text alone; use one for image to video or forcing")
     elif conditioning.given_frames and request.num_frames == 1:
         raise InvalidParameterError("num_frames: expected more than the one frame that the image is")
+    _check_last_image(request, model)
+    if not request.controls:
+        return
+    if request.video is not None and len(request.video) < request.num_frames:
+        raise InvalidParameterError(
+            f"video: has {len(request.video)} frames, fewer than num_frames, {request.num_frames}"
+        )
+    count, most = len(request.reference_images), model.geometry.latents(request.num_frames)
+    if count > most:
+        raise InvalidParameterError(
+            f"reference_images: expected at most {most}, the latent frames of {request.num_frames} frames, got {count}"
+        )
 
 
-def _check_no_forcing(request: ResolvedRequest, settings: VideoSettings) -> None:
-    only = f"needs a model for diffusion forcing (such as SkyReels-V2-DF); this one is {settings.kind}"
+def _check_last_image(request: ResolvedRequest, model: VideoModel) -> None:
+    conditioning = model.conditioning
+    if request.last_image is None:
+        if conditioning.needs_last_image and request.image is not None:
+            raise InvalidParameterError("last_image: this model needs the last frame in addition to the first")
+    elif not conditioning.takes_last_image:
+        raise InvalidParameterError(
+            "last_image: needs a model for first and last frame (Wan2.1-FLF2V, Wan2.2-I2V-A14B) or diffusion forcing "
+            f"(SkyReels-V2-DF); {_this_is(model)}"
+        )
+    elif conditioning.encode is not None and request.image is None:
+        raise InvalidParameterError("last_image: needs image too, the first frame, from which the clip goes to it")
+    elif conditioning.encode is not None and request.num_frames == 1:
+        raise InvalidParameterError("num_frames: expected more than one, for a first and a last frame")
+
+
+def _check_no_forcing(request: ResolvedRequest, model: VideoModel) -> None:
+    only = f"needs a model for diffusion forcing (such as SkyReels-V2-DF); {_this_is(model)}"
     used = {
-        "last_image": request.last_image is not None,
-        "video": request.video is not None,
+        "video": request.video is not None and not request.controls,
         "ar_step": request.ar_step > 0,
         "causal_block_size": request.causal_block_size > 1,
         "addnoise_condition": request.addnoise_condition > 0,
@@ -294,7 +386,8 @@ def _check_no_forcing(request: ResolvedRequest, settings: VideoSettings) -> None
 def _check_images(request: ResolvedRequest) -> None:
     H, W = request.height, request.width
     first = None if request.video is None else request.video[0]
-    for name, picture in (("image", request.image), ("last_image", request.last_image), ("video", first)):
+    references = [("reference_images", picture) for picture in request.reference_images]
+    for name, picture in (("image", request.image), ("last_image", request.last_image), ("video", first), *references):
         if picture is None:
             continue
         h, w = picture.shape[:2]
@@ -303,7 +396,7 @@ def _check_images(request: ResolvedRequest) -> None:
                 f"{name}: {h} x {w} pixels (height x width) have no part of the shape of a frame of {H} x {W}; give a "
                 "picture of a shape that is closer to it"
             )
-    if request.video is None:
+    if request.video is None or request.controls:
         return
     if request.image is not None:
         raise InvalidParameterError("image: give it or video, not both: each is how the clip begins")
@@ -356,7 +449,7 @@ def _check_segments(request: ResolvedRequest, model: VideoModel) -> None:
             )
     if request.latents is None:
         return
-    _, F, h, w, C = geometry.shape(sizes[0], request.height, request.width)
+    _, F, h, w, C = geometry.shape(sizes[0] + len(request.reference_images), request.height, request.width)
     if tuple(getattr(request.latents, "shape", ())) != (1, C, F, h, w):
         got = getattr(request.latents, "shape", type(request.latents).__name__)
         raise InvalidParameterError(f"latents: expected an array of shape {[1, C, F, h, w]}, got {got}")

@@ -25,7 +25,7 @@ _COMMON = (
     *("recipe", "solver", "sigmas"),
     *("fps", "seed"),
     *("cache", "cache_threshold", "cache_max_skip_steps", "cache_retention_ratio", "cache_curve", "ar_step"),
-    *("causal_block_size", "causal_attention", "overlap_history"),
+    *("causal_block_size", "causal_attention", "overlap_history", "mask", "reference_images", "conditioning_scale"),
     *("addnoise_condition", "image", "video", "latents", "prompt_embeds", "negative_prompt_embeds"),
 )
 """Options of a request on which all segments depend."""
@@ -99,6 +99,8 @@ class FinishedSegments:
 
 def _plain(value: Any) -> Any:
     """Value as JSON returns it; an array as a digest."""
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
     if not hasattr(value, "__array__"):
         return value
     array = np.ascontiguousarray(value)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from verax.models.video_model import VideoModel
+from verax.models.video_model import Control, Pictures, VideoModel
 from verax.video.caches import cached_steps, magnitude_ratio
 from verax.video.denoise import Conditions, DenoisingState
 from verax.video.networks import Denoiser, PromptStates, Stages
@@ -71,7 +71,7 @@ class RunState:
         finished: finished segments, in the folder of the request if it has one.
         texts: states of each prompt, `[G, T, D]`: the prompt and, with guidance, the negative prompt.
         image_states: states of the image, `[G, P, I]`; None if there is no image.
-        image_condition: channels after the latents `[1, F, h, w, E]`; None if there is no image.
+        condition: result of `Conditioning.encode`, `[1, F, h, w, E]`; None if there is no image.
         prefix_latents: latents with which the next segment begins, `[1, F, h, w, C]`, or None.
         last_latents: latents with which the last segment ends, or None.
         segment_latents: latents of the last segment that was denoised.
@@ -86,7 +86,7 @@ class RunState:
     finished: FinishedSegments
     texts: list[Array] = field(default_factory=list)
     image_states: Array | None = None
-    image_condition: Array | None = None
+    condition: Array | None = None
     prefix_latents: Array | None = None
     last_latents: Array | None = None
     segment_latents: Array | None = None
@@ -126,8 +126,8 @@ def stages_of(request: ResolvedRequest, parts: PipelineParts) -> list[Stage]:
     if parts.stages.image_encoder is not None and request.image is not None:
         stages.append(_encode_image(request, parts))
 
-    # 3. The image condition, or the latents with which the clip begins and ends.
-    if conditioning.encode is not None and request.image is not None:
+    # 3. The condition, or the latents with which the clip begins and ends.
+    if conditioning.encode is not None and (request.image is not None or request.controls):
         stages.append(_encode_condition(request, parts))
     elif any(picture is not None for picture in (request.image, request.video, request.last_image)):
         stages.append(_encode_given(request, parts))
@@ -136,8 +136,9 @@ def stages_of(request: ResolvedRequest, parts: PipelineParts) -> list[Stage]:
         # 4. A segment's latents.
         is_last = segment == len(sizes) - 1
         given = _given_latents(request, parts.model, segment)
-        last = int(is_last and request.last_image is not None)
-        denoising = _Denoising(request, parts, segment, latents, given, last)
+        last = int(is_last and request.last_image is not None and conditioning.forcing)
+        references = len(request.reference_images)
+        denoising = _Denoising(request, parts, segment, references + latents, given, last, references)
         stages.append(Stage("denoise", segment, denoising.calls, denoising.run))
 
         # 5. Its frames, and the latents with which the next segment begins: segments share latents, or frames.
@@ -245,25 +246,57 @@ def _encode_prompts(request: ResolvedRequest, parts: PipelineParts) -> Stage:
 
 
 def _encode_image(request: ResolvedRequest, parts: PipelineParts) -> Stage:
-    """Encode the first frame with the image encoder, for a transformer that attends to its states: `image_states`."""
+    """Encode the first frame with the image encoder, for a transformer that attends to its states: `image_states`.
+
+    With the last frame for a transformer that needs it.
+    """
     call, clip_pixels = parts.stages.image_call(), parts.model.rules.clip_pixels
 
     def run(state: RunState, step: Step) -> None:
-        assert request.image is not None
         assert clip_pixels is not None
-        pixels = clip_pixels(request.image, parts.frame(request.image, request), call.arguments[0].shape[1])
-        state.image_states = jnp.repeat(jax.block_until_ready(call(pixels[None])), request.rows, axis=0)
+        size, both = call.arguments[0].shape[1], parts.model.conditioning.needs_last_image
+        pictures = [picture for picture in (request.image, request.last_image if both else None) if picture is not None]
+        states = [call(clip_pixels(one, parts.frame(one, request), size)[None]) for one in pictures]
+        joined = jax.block_until_ready(jnp.concatenate(states, axis=1))
+        state.image_states = jnp.repeat(joined, request.rows, axis=0)
 
     return _stage("image", 0, run, call)
 
 
 def _encode_condition(request: ResolvedRequest, parts: PipelineParts) -> Stage:
-    """Encode the first frame of an image-to-video clip as channels after the latents: `image_condition`."""
-    call = parts.stages.condition_call(request.num_frames, request.height, request.width)
+    """Encode the pictures of an image-to-video clip, or of a controlled one: `condition`."""
+    size, references = (request.height, request.width), len(request.reference_images)
+
+    def shape(*count: int, dtype: Any = jnp.uint8) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((1, *count, *size, 3), dtype)
+
+    shapes = Pictures(
+        image=None if request.image is None else shape(),
+        last_image=None if request.last_image is None else shape(),
+        # Gray, half way between black and white, in the place of a control clip, which no byte is.
+        video=shape(request.num_frames, dtype=jnp.float32 if request.video is None else jnp.uint8)
+        if request.controls
+        else None,
+        mask=None if request.mask is None else shape(request.num_frames),
+        references=shape(references, dtype=jnp.float32) if references else None,
+    )
+    call = parts.stages.condition_call(request.num_frames, *size, shapes)
 
     def run(state: RunState, step: Step) -> None:
-        assert request.image is not None
-        state.image_condition = jax.block_until_ready(call(parts.frame(request.image, request)[None]))
+        arrays: dict[str, Any] = {
+            name: parts.frame(picture, request)[None]
+            for name in ("image", "last_image")
+            if (picture := getattr(request, name)) is not None
+        }
+        for name in ("video", "mask"):
+            if (clip := getattr(request, name)) is not None:
+                frames = [parts.frame(frame, request) for frame in clip[: request.num_frames]]
+                arrays[name] = np.stack(frames)[None]
+        if shapes.video is not None and request.video is None:
+            arrays["video"] = np.zeros(shapes.video.shape, np.float32)
+        if references and (fit := parts.model.rules.references) is not None:
+            arrays["references"] = fit(request.reference_images, *size)[None]
+        state.condition = jax.block_until_ready(call(Pictures(**arrays)))
 
     return _stage("encode", 0, run, call)
 
@@ -310,7 +343,8 @@ class _Denoising:
     """Denoising of a segment, unless its latents are among the finished segments.
 
     `given`: number of them at the beginning that are given, and are not denoised. `last`: latent frames after them that
-    are given: the last image.
+    are given: the last image. `references`: number of them at the beginning that are reference pictures', which are
+    denoised with the clip and are not part of it.
     """
 
     request: ResolvedRequest
@@ -319,6 +353,7 @@ class _Denoising:
     latents: int
     given: int
     last: int
+    references: int
 
     def schedule(self) -> Schedule:
         """Iterations of the segment."""
@@ -336,8 +371,9 @@ class _Denoising:
         spans = []
         for index, begin, end in transformer_spans(schedule.timesteps, parts.model.settings.boundary_ratio):
             denoiser, scale = parts.denoisers[index], request.guidance_scales[index]
-            context = denoiser.context_call(_text_states(request, parts), _image_states(request, parts))
-            conditions = self._conditions(context.results(), _condition(request, parts), scale)
+            control, image_condition = self._placed(_condition(request, parts))
+            context = denoiser.context_call(_text_states(request, parts), _image_states(request, parts), control)
+            conditions = self._conditions(context.results(), image_condition, scale)
             loop = denoiser.call(sample, schedule.tables, conditions, request)
             spans.append(_Span(denoiser, scale, begin, end, context, loop))
         return spans
@@ -386,7 +422,7 @@ class _Denoising:
                     loop_state = self._run_span(span, loop_state, tables, state, step, every_step=reporter.every_step)
                     held.close()
         state.iterations, state.computed = state.iterations + total, state.computed + computed
-        return loop_state.solver.sample[:, : self.latents] if self.last else loop_state.solver.sample
+        return loop_state.solver.sample[:, self.references : self.latents]
 
     def _run_span(
         self, span: _Span, loop_state: DenoisingState, tables: Tables, state: RunState, step: Step, *, every_step: bool
@@ -394,10 +430,11 @@ class _Denoising:
         """State after the iterations of a span: one program call, or one for each iteration if it is to be reported."""
         text = state.texts[min(self.segment, len(state.texts) - 1)]
         image = _or_zeros(state.image_states, _image_states(self.request, self.parts))
-        image_condition = _or_zeros(state.image_condition, _condition(self.request, self.parts))
+        condition = _or_zeros(state.condition, _condition(self.request, self.parts))
+        control, image_condition = self._placed(condition)
         count = 1 if every_step or state.magnitudes is not None else span.end - span.begin
         with span.denoiser.transformer.weights():
-            conditions = self._conditions(span.context(text, image), image_condition, span.guidance_scale)
+            conditions = self._conditions(span.context(text, image, control), image_condition, span.guidance_scale)
             with span.loop.opened() as loop:
                 for begin in range(span.begin, span.end, count):
                     before = None if state.magnitudes is None else jnp.copy(loop_state.residual)  # which the loop takes
@@ -405,9 +442,15 @@ class _Denoising:
                     loop_state = loop(loop_state, tables, conditions, np.int32(begin), np.int32(begin + count))
                     if state.magnitudes is not None:
                         state.magnitudes.append(np.asarray(magnitude_ratio(loop_state.residual, before)))
-                    solver = jax.block_until_ready(loop_state.solver)
-                    step(begin + count, latents=solver.sample, clean=solver.newest)
+                    solver, first = jax.block_until_ready(loop_state.solver), self.references
+                    step(begin + count, latents=solver.sample[:, first:], clean=solver.newest[:, first:])
         return loop_state
+
+    def _placed(self, condition: Any) -> tuple[Control | None, Any]:
+        """Condition, or its shape, in its place: in the context (`Control`), or after the latents."""
+        if not self.request.controls:
+            return None, condition
+        return Control(condition, np.array(self.request.conditioning_scale, np.float32)), None
 
     def _conditions(self, context: Any, image_condition: Any, guidance_scale: float) -> Conditions:
         """Conditions of arrays, or of the shapes of arrays."""
@@ -507,14 +550,15 @@ def _text_states(request: ResolvedRequest, parts: PipelineParts) -> jax.ShapeDty
 def _image_states(request: ResolvedRequest, parts: PipelineParts) -> jax.ShapeDtypeStruct | None:
     if parts.stages.image_encoder is None:
         return None
-    config = parts.stages.image_encoder.config
-    return floats(request.rows, 1 + config.num_patches, config.hidden_size)
+    config, images = parts.stages.image_encoder.config, 1 + parts.model.conditioning.needs_last_image
+    return floats(request.rows, images * (1 + config.num_patches), config.hidden_size)
 
 
 def _condition(request: ResolvedRequest, parts: PipelineParts) -> jax.ShapeDtypeStruct | None:
-    """Shape of the channels after the latents; None for models without them."""
+    """Shape of the condition; None for models without one."""
     channels = parts.model.conditioning.channels
-    *size, _ = parts.shape(parts.model.geometry.latents(request.num_frames), request)
+    latents = parts.model.geometry.latents(request.num_frames) + len(request.reference_images)
+    *size, _ = parts.shape(latents, request)
     return floats(*size, channels) if channels else None
 
 

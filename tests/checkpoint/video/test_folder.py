@@ -187,6 +187,8 @@ def test_scales_that_fit_no_weight_are_named(changes, says, original):
         ({"model_type": "t2v"}, "SkyReels-V2-DF-14B-540P", "SkyReelsV2DiffusionForcingPipeline"),
         ({"model_type": "t2v", "inject_sample_info": True}, "mine", "SkyReelsV2DiffusionForcingPipeline"),
         ({"inject_sample_info": None}, "Wan2.1-I2V-14B-480P", "WanImageToVideoPipeline"),
+        ({"inject_sample_info": None, "model_type": "flf2v"}, "Wan2.1-FLF2V-14B-720P", "WanImageToVideoPipeline"),
+        ({"inject_sample_info": None, "_class_name": "VaceWanModel"}, "Wan2.1-VACE-1.3B", "WanVACEPipeline"),
         ({"model_type": "t2v", "inject_sample_info": None}, "Wan2.1-T2V-1.3B", "WanPipeline"),
     ],
 )

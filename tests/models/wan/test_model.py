@@ -38,6 +38,7 @@ ORIGINAL = {
     "out_dim": 16,
     "text_len": 512,
 }
+VACE = {**ORIGINAL, "_class_name": "VaceWanModel", "model_type": "vace", "in_dim": 16}
 DIFFUSERS = {
     "_class_name": "SkyReelsV2Transformer3DModel",
     "added_kv_proj_dim": 1536,
@@ -139,15 +140,21 @@ def test_other_sizes_and_diffusion_forcing_are_read_from_the_originals_layout():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (dict(ORIGINAL, model_type="vace"), "model_type 'vace' is not supported; those supported are t2v, i2v and"),
-        (dict(ORIGINAL, _class_name="UNet"), "_class_name 'UNet'; transformers supported are WanModel, SkyReels"),
+        (dict(ORIGINAL, model_type="vace"), "model_type 'vace' is not supported; those supported are t2v, i2v, "),
+        (
+            dict(ORIGINAL, _class_name="UNet"),
+            "_class_name 'UNet'; transformers supported are WanModel, VaceWan",
+        ),
+        (dict(VACE, model_type="i2v"), "model_type 'i2v' is not supported; those supported are t2v, vace"),
         ({"_class_name": "WanModel", "dim": 8}, "lacks ffn_dim, num_heads, num_layers"),
         (dict(ORIGINAL, num_heads=7), "dim 1536 does not divide into 7 heads"),
         (dict(ORIGINAL, patch_size=[2, 2, 2]), r"patch_size \[2, 2, 2\]"),
         (dict(ORIGINAL, window_size=[8, 8]), r"window_size \[8, 8\]"),
         (dict(DIFFUSERS, qk_norm=None), "qk_norm None"),
         (dict(DIFFUSERS, cross_attn_norm=False), "cross_attn_norm False"),
-        (dict(DIFFUSERS, pos_embed_seq_len=514), "pos_embed_seq_len 514"),
+        (dict(DIFFUSERS, image_dim=None, added_kv_proj_dim=None, pos_embed_seq_len=514), "pos_embed_seq_len is for an"),
+        (dict(VACE, vace_layers=[2, 4]), r"vace_layers \[2, 4\]"),
+        (dict(VACE, vace_layers=[0, 30]), r"vace_layers \[0, 30\] with 30 layers"),
         (dict(DIFFUSERS, added_kv_proj_dim=None), "image_dim 1280 with added_kv_proj_dim None"),
         (dict(DIFFUSERS, image_dim=None), "image_dim None with added_kv_proj_dim 1536"),
     ],

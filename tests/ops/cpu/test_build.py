@@ -191,7 +191,7 @@ def test_the_best_level_is_built_alone_and_can_be_loaded(compiled, tmp_path):
 
 def test_a_library_of_another_processor_is_refused_by_name(compiled, tmp_path):
     levels = build.SOURCES / "levels.h"
-    levels.write_text(levels.read_text().replace("-DVERAX_PORTABLE -O2\", true,", "-DVERAX_PORTABLE -O2\", false,"))
+    levels.write_text(levels.read_text().replace('-DVERAX_PORTABLE -O2", true,', '-DVERAX_PORTABLE -O2", false,'))
     build.build(tmp_path / "library.so", levels=["portable"])
     environment = os.environ | {"VERAX_CPU_LIBRARY": str(tmp_path / "library.so")}
     command = [sys.executable, "-c", "from verax.ops.cpu import library; print(library.problem())"]

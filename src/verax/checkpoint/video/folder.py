@@ -125,7 +125,10 @@ class VideoFolder:
         if self.layout == "diffusers":
             return read_json(self.path / "scheduler" / "scheduler_config.json")
         own = self.path / "scheduler_config.json"
-        return read_json(own) if own.is_file() else scheduler_settings(self.pipeline, experts=self._has_experts)
+        if own.is_file():
+            return read_json(own)
+        first_and_last = self.config("transformer").get("model_type") == "flf2v"
+        return scheduler_settings(self.pipeline, experts=self._has_experts, first_and_last=first_and_last)
 
     @property
     def flow_shift(self) -> float:

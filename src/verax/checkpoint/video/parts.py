@@ -117,7 +117,6 @@ UMT5 = Renaming(
 """UMT5's encoder: names of Wan's `models_t5_umt5-xxl-enc-bf16.pth` and of transformers; then of llama.cpp."""
 
 _CONDITION = "condition_embedder"
-_BLOCK = "blocks.{i}"
 _PROJECTIONS = (
     ("q", "to_q"),
     ("k", "to_k"),
@@ -133,6 +132,19 @@ _IMAGE = (
     ("norm_q_img", "norm_added_q"),
 )
 
+
+def _block_rules(block: str) -> list[Rule]:
+    return [
+        (f"{block}.modulation", f"{block}.scale_shift_table"),
+        # The other two norms have no parameters, and diffusers numbers all three in the order of use.
+        (f"{block}.norm3", f"{block}.norm2"),
+        *((f"{block}.self_attn.{ours}", f"{block}.attn1.{theirs}") for ours, theirs in _PROJECTIONS),
+        *((f"{block}.cross_attn.{ours}", f"{block}.attn2.{theirs}") for ours, theirs in _PROJECTIONS + _IMAGE),
+        (f"{block}.ffn.0", f"{block}.ffn.net.0.proj"),
+        (f"{block}.ffn.2", f"{block}.ffn.net.2"),
+    ]
+
+
 WAN = Renaming(
     [
         ("patch_embedding", "patch_embedding"),
@@ -141,6 +153,7 @@ WAN = Renaming(
         ("time_embedding.0", f"{_CONDITION}.time_embedder.linear_1"),
         ("time_embedding.2", f"{_CONDITION}.time_embedder.linear_2"),
         ("time_projection.1", f"{_CONDITION}.time_proj"),
+        ("img_emb.emb_pos", f"{_CONDITION}.image_embedder.pos_embed"),
         ("img_emb.proj.0", f"{_CONDITION}.image_embedder.norm1"),
         ("img_emb.proj.1", f"{_CONDITION}.image_embedder.ff.net.0.proj"),
         ("img_emb.proj.3", f"{_CONDITION}.image_embedder.ff.net.2"),
@@ -148,13 +161,11 @@ WAN = Renaming(
         ("fps_embedding", "fps_embedding"),
         ("fps_projection.0", "fps_projection.net.0.proj"),
         ("fps_projection.2", "fps_projection.net.2"),
-        (f"{_BLOCK}.modulation", f"{_BLOCK}.scale_shift_table"),
-        # The other two norms have no parameters, and diffusers numbers all three in the order of use.
-        (f"{_BLOCK}.norm3", f"{_BLOCK}.norm2"),
-        *((f"{_BLOCK}.self_attn.{ours}", f"{_BLOCK}.attn1.{theirs}") for ours, theirs in _PROJECTIONS),
-        *((f"{_BLOCK}.cross_attn.{ours}", f"{_BLOCK}.attn2.{theirs}") for ours, theirs in _PROJECTIONS + _IMAGE),
-        (f"{_BLOCK}.ffn.0", f"{_BLOCK}.ffn.net.0.proj"),
-        (f"{_BLOCK}.ffn.2", f"{_BLOCK}.ffn.net.2"),
+        *_block_rules("blocks.{i}"),
+        ("vace_patch_embedding", "vace_patch_embedding"),
+        *_block_rules("vace_blocks.{i}"),
+        ("vace_blocks.{i}.before_proj", "vace_blocks.{i}.proj_in"),
+        ("vace_blocks.{i}.after_proj", "vace_blocks.{i}.proj_out"),
         ("head.modulation", "scale_shift_table"),
         ("head.head", "proj_out"),
     ]
@@ -378,7 +389,9 @@ PARTS: Mapping[str, Part] = {
 """Parts by the names of their folders in diffusers' layout."""
 
 _ORIGINAL, _SKYREELS, _WAN = "WanModel", "SkyReelsV2Transformer3DModel", "WanTransformer3DModel"
-PUBLISHED = (_ORIGINAL, _SKYREELS, _WAN)
+_ORIGINAL_VACE, _VACE = "VaceWanModel", "WanVACETransformer3DModel"
+_ORIGINALS = (_ORIGINAL, _ORIGINAL_VACE)
+PUBLISHED = (*_ORIGINALS, _SKYREELS, _WAN, _VACE)
 """Class names of the transformers whose two layouts are known here; others are read by the names in their files."""
 
 
@@ -394,6 +407,9 @@ def part_of(name: str, transformer: str) -> Part:
     what = name.replace("_", " ")
     return Part(what=what, original=name, pattern=Part.dropped, names=lambda config: Renaming([]), stem=stem)
 
+
+_FIRST_AND_LAST = 514
+"""Positions of an image encoder's states of two pictures, of Wan2.1-FLF2V."""
 
 _SIZES = {"ffn_dim": "ffn_dim", "freq_dim": "freq_dim", "in_dim": "in_channels", "out_dim": "out_channels"} | {
     "num_heads": "num_attention_heads",
@@ -423,10 +439,13 @@ def original_transformer(
         boundary_ratio: where the second transformer begins, which is kept too; None for a model with one.
         expand_timesteps: True for a model of text and image, whose frames have a time each.
     """
-    if config.get("_class_name", _ORIGINAL) == _ORIGINAL:
+    if config.get("_class_name", _ORIGINAL) in _ORIGINALS:
         return {**config, "pipeline": pipeline}
+    sizes, is_vace = dict(_SIZES), config["_class_name"] == _VACE
+    sizes |= {"vace_layers": "vace_layers", "vace_in_dim": "vace_in_channels"} if is_vace else {}
     in_channels = read_value(config, "in_channels", Size, 16)
     image = in_channels > read_value(config, "out_channels", Size, in_channels)
+    ends = "flf2v" if config.get("pos_embed_seq_len") is not None else "i2v"
     skyreels = {"inject_sample_info": config.get("inject_sample_info", False)} if _is_skyreels(pipeline) else {}
     more = {name: config[name] for name, value in _UNSAID.items() if name in config and not _equal(config[name], value)}
     if image:
@@ -436,10 +455,10 @@ def original_transformer(
     if boundary_ratio is not None:
         more["boundary_ratio"] = boundary_ratio
     return {
-        "_class_name": _ORIGINAL,
-        "model_type": "i2v" if image else "ti2v" if expand_timesteps else "t2v",
+        "_class_name": _ORIGINAL_VACE if is_vace else _ORIGINAL,
+        "model_type": "vace" if is_vace else ends if image else "ti2v" if expand_timesteps else "t2v",
         "dim": read_value(config, "num_attention_heads", Size) * read_value(config, "attention_head_dim", Size),
-        **{ours: config[theirs] for ours, theirs in _SIZES.items() if theirs in config},
+        **{ours: config[theirs] for ours, theirs in sizes.items() if theirs in config},
         "text_len": 512,
         **skyreels,
         **more,
@@ -452,19 +471,22 @@ def diffusers_transformer(config: Mapping[str, Any], pipeline: str) -> dict[str,
 
     `config`: config.json of either layout.
     """
-    if config.get("_class_name", _ORIGINAL) != _ORIGINAL:
+    if (name := config.get("_class_name", _ORIGINAL)) not in _ORIGINALS:
         return dict(config)
+    sizes = {**_SIZES, "vace_layers": "vace_layers", "vace_in_dim": "vace_in_channels"}
     image = has_image_states(config)
     unsaid = dict(_UNSAID)
     if not _is_skyreels(pipeline):
         del unsaid["num_frame_per_block"]
     more = {name: config.get(name, value) for name, value in unsaid.items()}
+    if config.get("model_type") == "flf2v":
+        more["pos_embed_seq_len"] = more["pos_embed_seq_len"] or _FIRST_AND_LAST
     more["qk_norm"] = _UNSAID["qk_norm"] if more["qk_norm"] is True else more["qk_norm"]
     dim = read_value(config, "dim", Size)
     return {
-        "_class_name": _SKYREELS if _is_skyreels(pipeline) else _WAN,
+        "_class_name": _VACE if name == _ORIGINAL_VACE else _SKYREELS if _is_skyreels(pipeline) else _WAN,
         "attention_head_dim": dim // read_value(config, "num_heads", Size),
-        **{theirs: config[ours] for ours, theirs in _SIZES.items() if ours in config},
+        **{theirs: config[ours] for ours, theirs in sizes.items() if ours in config},
         **({"inject_sample_info": config["inject_sample_info"]} if "inject_sample_info" in config else {}),
         **more,
         "image_dim": more["image_dim"] if image else None,
@@ -474,9 +496,9 @@ def diffusers_transformer(config: Mapping[str, Any], pipeline: str) -> dict[str,
 
 def has_image_states(config: Mapping[str, Any]) -> bool:
     """True if a transformer attends to an image encoder's states, by its config.json of either layout."""
-    if config.get("_class_name", _ORIGINAL) != _ORIGINAL:
+    if config.get("_class_name", _ORIGINAL) not in _ORIGINALS:
         return config.get("image_dim") is not None
-    return config.get("model_type") == "i2v" and config.get("image_dim", _UNSAID["image_dim"]) is not None
+    return config.get("model_type") in ("i2v", "flf2v") and config.get("image_dim", _UNSAID["image_dim"]) is not None
 
 
 def boundary_of(config: Mapping[str, Any]) -> float | None:
@@ -498,16 +520,19 @@ def pipeline_name(config: Mapping[str, Any], folder: str) -> str:
     family = "SkyReelsV2" if "inject_sample_info" in config else "Wan"
     if family == "SkyReelsV2" and (config["inject_sample_info"] or re.search(r"(?i)(^|\W|_)DF(\W|_|$)", folder)):
         return "SkyReelsV2DiffusionForcingPipeline"
-    return family + ("ImageToVideoPipeline" if config.get("model_type") == "i2v" else "Pipeline")
+    if config.get("_class_name") == _ORIGINAL_VACE:
+        return "WanVACEPipeline"
+    return family + ("ImageToVideoPipeline" if config.get("model_type") in ("i2v", "flf2v") else "Pipeline")
 
 
-def scheduler_settings(pipeline: str, *, experts: bool = False) -> dict[str, Any]:
+def scheduler_settings(pipeline: str, *, experts: bool = False, first_and_last: bool = False) -> dict[str, Any]:
     """Default scheduler_config.json for a folder that has none, with the shift that the authors recommend.
 
-    `experts`: True for a model with two transformers.
+    `experts`: True for a model with two transformers. `first_and_last`: True for a model of a first and a last frame.
     """
     shift = 12.0 if experts else 8.0 if _is_skyreels(pipeline) else 5.0
     shift = 5.0 if "ImageToVideo" in pipeline else shift
+    shift = 16.0 if first_and_last or "VACE" in pipeline else shift
     return {
         "_class_name": "UniPCMultistepScheduler",
         "num_train_timesteps": 1000,

@@ -24,6 +24,7 @@ from verax.models.video_model import (
     Conditioning,
     LatentGeometry,
     Network,
+    Pictures,
     ReferenceRules,
     TeaCache,
     VideoModel,
@@ -32,33 +33,39 @@ from verax.models.video_model import (
 )
 from verax.models.wan.caches import magcache_for, teacache_for
 from verax.models.wan.model import WanConfig, WanModel
+from verax.models.wan.vace import encode_control
 from verax.models.wan.vae import WanVae, WanVaeConfig
 
 MASK_CHANNELS = 4
 """Mask channels of an image-to-video condition: one for each frame of a latent."""
 
 
-def encode_first_frame(
-    vae: WanVae, image: Float[Array, "1 H W 3"], *, frames: int, chunk: int
-) -> Float[Array, "1 F h w E"]:
-    """Channels of image to video: a mask, then the latents of a clip of the image followed by gray.
+def encode_given_frames(vae: WanVae, pictures: Pictures, *, frames: int, chunk: int) -> Float[Array, "1 F h w E"]:
+    """Channels of image to video: a mask, then the latents of a clip of the image and gray, and of a last image.
 
-    The 4 mask channels are 1 in the first latent frame and 0 after it. Gray is 0, half way between black and white.
+    Each latent has a mask channel for each of its 4 frames: 1 for a given frame, 0 for gray. The first latent is one
+    frame, and has 4 equal channels. Gray is 0, half way between black and white.
     """
+    image, last = pictures.image, pictures.last_image
+    assert image is not None
     clip = jnp.zeros((1, frames, *image.shape[1:]), jnp.float32).at[:, 0].set(image)
+    clip = clip if last is None else clip.at[:, -1].set(last)
     latents = vae.encode(clip, chunk=chunk)
     mask = jnp.zeros((*latents.shape[:-1], MASK_CHANNELS), jnp.float32).at[:, 0].set(1.0)
+    mask = mask if last is None else mask.at[:, -1, :, :, -1].set(1.0)
     return jnp.concatenate([mask, latents], axis=-1)
 
 
 KINDS: Mapping[str, Conditioning] = {
     "t2v": Conditioning(),
-    "i2v": Conditioning(encode=encode_first_frame),
+    "i2v": Conditioning(encode=encode_given_frames),
+    "flf2v": Conditioning(encode=encode_given_frames, takes_last_image=True, needs_last_image=True),
     "ti2v": Conditioning(given_frames=True),
-    "df": Conditioning(given_frames=True, forcing=True),
+    "df": Conditioning(given_frames=True, forcing=True, takes_last_image=True),
+    "vace": Conditioning(encode=encode_control),
 }
-"""Text to video, image to video, either of the two (Wan2.2's 5B, as in diffusers' `WanImageToVideoPipeline` with
-`expand_timesteps`), diffusion forcing."""
+"""Text to video, image to video, first and last frame to video, text and maybe an image to video (Wan2.2's 5B, as in
+diffusers' `WanImageToVideoPipeline` with `expand_timesteps`), diffusion forcing, and VACE's control condition."""
 
 ENGLISH = (
     "Bright tones, overexposed, static, blurred details, subtitles, style, works, paintings, images, static, overall "
@@ -84,17 +91,20 @@ SKYREELS = ReferenceRules(
     name="skyreels",
     # `FlowUniPCMultistepScheduler` keeps its largest sigma in float32.
     sigmas=partial(flow_sigmas, begin=float(np.float32(0.999)), end=0.0),
-    resize={"i2v": _LANCZOS, "ti2v": _LANCZOS, "df": partial(_crop_and_resize, method="bicubic")},
+    resize={**dict.fromkeys(KINDS, _LANCZOS), "df": partial(_crop_and_resize, method="bicubic")},
     clip_pixels=lambda image, frame, size: images.clip_pixels_skyreels(images.to_signed(frame), size),
-    negative_prompts={"t2v": ENGLISH, "i2v": ENGLISH, "ti2v": CHINESE, "df": CHINESE},
+    references=images.fit_on_white,
+    negative_prompts={"t2v": ENGLISH, "i2v": ENGLISH, **dict.fromkeys(("flf2v", "ti2v", "df", "vace"), CHINESE)},
 )
 
 DIFFUSERS = ReferenceRules(
     name="diffusers",
     # `UniPCMultistepScheduler` with `use_flow_sigmas`, from diffusers 0.37.
     sigmas=partial(flow_sigmas, begin=1.0, end=0.001),
-    resize={"i2v": images.resize, "ti2v": images.resize, "df": images.resize},
+    resize=dict.fromkeys(KINDS, images.resize),
     clip_pixels=lambda image, frame, size: images.clip_pixels_diffusers(image, size),
+    # Each picture goes before those that are there, after a resize to whole latents.
+    references=lambda pictures, height, width: images.fit_on_white(pictures[::-1], height, width, multiple=8),
     decode_whole_clip=True,
     # No released model was trained for block-causal attention.
     causal_attention=True,
@@ -102,7 +112,7 @@ DIFFUSERS = ReferenceRules(
     overwrite_first_sample=True,
 )
 
-_PIPELINES = {"DiffusionForcing": "df", "ImageToVideo": "i2v"}
+_PIPELINES = {"DiffusionForcing": "df", "ImageToVideo": "i2v", "VACE": "vace"}
 """Kinds by a part of the name of diffusers' pipeline; the first that fits is used."""
 
 _SIZES = {"540P": (544, 960, 97), "720P": (720, 1280, 121)}
@@ -116,6 +126,9 @@ _WAN_2_2: Mapping[str, Mapping[str, Any]] = {
     "ti2v": dict(height=704, width=1280, num_frames=121, fps=24, num_inference_steps=50, guidance_scale=5.0),
 }
 """Settings of Wan2.2's own commands (`wan/configs`), by kind of model: two with two transformers, and 5B."""
+
+_WAN_2_1 = {"num_frames": 81, "fps": 16, "num_inference_steps": 50}
+"""Settings of Wan2.1's own command for the kinds that SkyReels-V2 does not have."""
 
 
 def read_settings(folder: Any, shift: float, *, kind: str | None, negative_prompts: Mapping[str, str]) -> VideoSettings:
@@ -133,6 +146,7 @@ def read_settings(folder: Any, shift: float, *, kind: str | None, negative_promp
     if kind is None:
         kind = next((kind for part, kind in _PIPELINES.items() if part in folder.pipeline), "t2v")
         kind = "ti2v" if folder.expand_timesteps else kind
+        kind = "flf2v" if kind == "i2v" and WanConfig.from_hf(folder.config("transformer")).image_positions else kind
     boundary_ratio = folder.boundary_ratio
     is_wan_2_2 = boundary_ratio is not None or kind == "ti2v"
     height, width, frames = _SIZES["720P" if "720P" in folder.name.upper() else "540P"]
@@ -148,6 +162,10 @@ def read_settings(folder: Any, shift: float, *, kind: str | None, negative_promp
     )
     if is_wan_2_2:
         settings = replace(settings, **_WAN_2_2.get(kind, {}))
+    elif kind == "flf2v":
+        settings = replace(settings, **_WAN_2_1, height=720, width=1280, guidance_scale=5.5)
+    elif kind == "vace":
+        settings = replace(settings, **_WAN_2_1, height=480, width=832, guidance_scale=5.0)
     return settings.updated(folder.own_settings, KINDS)
 
 
@@ -179,12 +197,27 @@ class WanVideoModel(VideoModel):
         if transformer.image_dim is not None:
             image = CLIPVisionConfig.from_hf(folder.config("image_encoder"))
             _same("image_dim", transformer.image_dim, "the image encoder's hidden_size", image.hidden_size)
+            if transformer.image_positions is not None:
+                states = 2 * (1 + image.num_patches)
+                _same("positions of images", transformer.image_positions, "the image encoder's of two", states)
         _same("text_dim", transformer.text_dim, "the text encoder's d_model", text.d_model)
         _same("output channels", transformer.out_dim, "the VAE's z_dim", vae.z_dim)
         if image is not None or transformer.in_dim != vae.z_dim:
             channels = 2 * vae.z_dim + vae.frames_per_latent
             _same("input channels", transformer.in_dim, "what a clip's latents and condition have", channels)
         conditioning = replace(KINDS[settings.kind], channels=transformer.in_dim - vae.z_dim)
+        if transformer.vace_layers:
+            channels = 2 * vae.z_dim + vae.pixels_per_latent**2
+            _same("vace_in_dim", transformer.vace_in_dim, "what a control clip's latents and mask have", channels)
+            conditioning = replace(conditioning, channels=channels, control_layers=len(transformer.vace_layers))
+        elif settings.kind == "i2v":  # an image encoder's states have no place for a second picture
+            conditioning = replace(conditioning, takes_last_image=image is None)
+        fits = (settings.kind == "vace") == bool(transformer.vace_layers)
+        if not fits or conditioning.needs_last_image != (transformer.image_positions is not None):
+            raise InvalidParameterError(
+                f"kind: {settings.kind} does not fit this transformer: flf2v has positions of two images' states "
+                "(pos_embed_seq_len), vace has vace_layers, and other kinds have neither"
+            )
         if (conditioning.encode is not None) != (conditioning.channels > 0):
             raise InvalidParameterError(
                 f"kind: {settings.kind} does not fit this transformer, which takes {transformer.in_dim} channels, "
@@ -214,7 +247,8 @@ class WanVideoModel(VideoModel):
     def teacache(self, pixels: int) -> TeaCache:
         """Coefficients for frames of this many pixels."""
         width = self.transformers[0].config.dim
-        return teacache_for(width=width, image_to_video=self.conditioning.channels > 0, pixels=pixels)
+        image_to_video = self.conditioning.takes_image and self.conditioning.channels > 0
+        return teacache_for(width=width, image_to_video=image_to_video, pixels=pixels)
 
     def magcache(self, pixels: int, *, has_image: bool) -> Float[np.ndarray, "N G"] | None:
         """Curve that the authors of MagCache measured for this kind and size of model; None if they did not."""

@@ -123,9 +123,13 @@ class PatchEmbedding(nnx.Module):
 
 
 class ImageEmbedding(nnx.Module):
-    """Map from the image encoder's states to the model's width D."""
+    """Map from the image encoder's states to the model's width D.
 
-    def __init__(self, size_in: int, D: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    `positions`: tokens of a first and a last image, to whose states positions are added; None for one image.
+    """
+
+    def __init__(self, size_in: int, D: int, *, positions: int | None = None, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.emb_pos = None if positions is None else nnx.Param(jnp.zeros((1, positions, size_in), dtype))
         # PyTorch's default eps, unlike the other norms'.
         norm_in, norm_out = (LayerNorm(size, eps=1e-5, dtype=dtype) for size in (size_in, D))
         inner, outer = (Linear(size_in, size, bias=True, dtype=dtype, rngs=rngs) for size in (size_in, D))
@@ -133,7 +137,7 @@ class ImageEmbedding(nnx.Module):
 
     def __call__(self, image: Float[Array, "B P I"]) -> Float[Array, "B P D"]:
         """Tokens of the image for cross-attention, `[B, P, D]`."""
-        return self.proj(image)
+        return self.proj(image if self.emb_pos is None else image + self.emb_pos[...])
 
 
 def sinusoid(timesteps: Num[Array, "B G"], size: int) -> Float[Array, "B G size"]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,8 +20,8 @@ from jaxtyping import Array, Float, Int, Num
 
 from verax import ops
 from verax.errors import InvalidParameterError, UnsupportedModelError
-from verax.fields import Depth, Epsilon, Size, read_fields, read_value, require_fields
-from verax.models.video_model import ATTENTION, SequenceParallel
+from verax.fields import Count, Depth, Epsilon, Size, read_fields, read_value, require_fields
+from verax.models.video_model import ATTENTION, Control, SequenceParallel
 from verax.models.wan.layers import (
     Block,
     CrossKeys,
@@ -34,10 +35,11 @@ from verax.models.wan.layers import (
     rotary_tables,
     sinusoid,
 )
+from verax.models.wan.vace import ControlBlock, ControlContext, control_context, run_controlled
 from verax.nn import Embedding, Linear
 from verax.nn.parallel import STACKED_BLOCKS, scan_blocks
 
-WanContext = tuple[CrossKeys, ...] | CrossKeys
+WanContext = tuple[CrossKeys, ...] | CrossKeys | ControlContext
 """Each layer's cross-attention keys and values, of one prompt per row; a pytree. Blocks in one stack (`ShardedBlocks`)
 have one `CrossKeys`, with the layer in the second axis: `[B, L, S, N, H]`."""
 
@@ -56,6 +58,12 @@ class WanConfig:
     text_dim: Size = 4096
     image_dim: Size | None = None
     """Width of the image encoder's output; None for a model that takes text alone."""
+    image_positions: Size | None = None
+    """Tokens of a first and a last image, with positions added; None for a model that sees one image."""
+    vace_layers: tuple[Count, ...] = ()
+    """Layers that a control condition is added to, the first of them 0; none for a model without."""
+    vace_in_dim: Size = 96
+    """Channels of the control condition: 32 of latents, and a mask of 8 x 8 pixels."""
     freq_dim: Size = 256
     patch: int = 2
     """Height and width of a token's patch of the latents; it is one frame deep."""
@@ -78,7 +86,7 @@ class WanConfig:
         patch = read_value(config, "patch_size", tuple[Size, ...], (1, 2, 2))
         if len(patch) != 3 or patch[0] != 1 or patch[1] != patch[2]:
             raise UnsupportedModelError(f"patch_size {list(patch)} is not supported; only squares one frame deep are")
-        keys, original = _KEYS[kind], kind == "WanModel"
+        keys, original = _KEYS[kind], kind in ORIGINALS
         width = "dim" if original else "attention_head_dim"
         require_fields(config, (width, "ffn_dim", keys.get("num_heads", "num_heads"), "num_layers"), "Wan transformer")
         sizes = read_fields(config, cls, _SAME, keys)
@@ -86,7 +94,11 @@ class WanConfig:
         if not original:
             sizes.setdefault("out_dim", sizes.get("in_dim", 16))
         image_dim = _original_image_dim(config) if original else _diffusers_image_dim(config, dim)
-        return cls(**sizes, dim=dim, image_dim=image_dim, patch=patch[1])
+        first_and_last = FIRST_AND_LAST if config.get("model_type") == "flf2v" else None
+        positions = read_value(config, "pos_embed_seq_len", Size, first_and_last)
+        if kind in _VACE and not sizes.get("vace_layers"):
+            sizes["vace_layers"] = tuple(range(0, sizes["num_layers"], 2 if original else 5))
+        return cls(**sizes, dim=dim, image_dim=image_dim, image_positions=positions, patch=patch[1])
 
     @property
     def takes_fps(self) -> bool:
@@ -101,11 +113,20 @@ class WanConfig:
     def __post_init__(self) -> None:
         if self.dim % self.num_heads or self.head_dim % 2:
             raise UnsupportedModelError(f"dim {self.dim} does not divide into {self.num_heads} heads of an even size")
+        layers = self.vace_layers
+        rising = layers == tuple(sorted({0, *layers})) and layers[-1] < self.num_layers
+        if layers and not (rising and self.image_dim is None):
+            raise UnsupportedModelError(
+                f"vace_layers {list(layers)} with {self.num_layers} layers and image_dim {self.image_dim} are not "
+                "supported; expected rising numbers of layers from 0 on, and no image encoder"
+            )
+        if self.image_positions is not None and self.image_dim is None:
+            raise UnsupportedModelError("pos_embed_seq_len is for an image encoder's states; image_dim is missing")
 
 
 _SAME = (
     *("ffn_dim", "num_heads", "num_layers", "in_dim", "out_dim", "text_dim", "freq_dim", "eps"),
-    *("inject_sample_info", "max_positions"),
+    *("inject_sample_info", "max_positions", "vace_layers", "vace_in_dim"),
 )
 _DIFFUSERS = {
     "num_heads": "num_attention_heads",
@@ -113,10 +134,12 @@ _DIFFUSERS = {
     "out_dim": "out_channels",
     "max_positions": "rope_max_seq_len",
 }
+ORIGINALS, _VACE = ("WanModel", "VaceWanModel"), ("VaceWanModel", "WanVACETransformer3DModel")
 _KEYS = {
-    "WanModel": {"max_positions": "rope_max_seq_len"},
+    **{name: {"max_positions": "rope_max_seq_len"} for name in ORIGINALS},
     "SkyReelsV2Transformer3DModel": _DIFFUSERS,
     "WanTransformer3DModel": _DIFFUSERS,
+    "WanVACETransformer3DModel": {**_DIFFUSERS, "vace_in_dim": "vace_in_channels"},
 }
 """Keys of config.json that are not `WanConfig`'s names, by class name."""
 
@@ -124,9 +147,11 @@ _KEYS = {
 def _original_image_dim(config: Mapping[str, Any]) -> int | None:
     """`image_dim`, which published originals leave out; null is a model without an image encoder, as Wan 2.2's are."""
     kind = config.get("model_type", "t2v")
-    if kind not in ("t2v", "i2v", "ti2v"):
-        raise UnsupportedModelError(f"model_type {kind!r} is not supported; those supported are t2v, i2v and ti2v")
-    return read_value({"image_dim": IMAGE_DIM, **config}, "image_dim", Size, None) if kind == "i2v" else None
+    known = ("t2v", "vace") if config.get("_class_name") in _VACE else ("t2v", "i2v", "flf2v", "ti2v")
+    if kind not in known:
+        raise UnsupportedModelError(f"model_type {kind!r} is not supported; those supported are {', '.join(known)}")
+    seen = kind in ("i2v", "flf2v")
+    return read_value({"image_dim": IMAGE_DIM, **config}, "image_dim", Size, None) if seen else None
 
 
 def _diffusers_image_dim(config: Mapping[str, Any], dim: int) -> int | None:
@@ -143,13 +168,15 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "cross_attn_norm": (True,),
     "qk_norm": ("rms_norm_across_heads", True),
     "window_size": ((-1, -1), [-1, -1]),
-    "pos_embed_seq_len": (None,),
 }
 """Options of either layout, and their values that are supported."""
 
 
 IMAGE_DIM = 1280
 """Width of CLIP ViT-H/14, the image encoder of every published model."""
+
+FIRST_AND_LAST = 2 * 257
+"""Its states of two pictures."""
 
 _SMALL = WanConfig(dim=1536, ffn_dim=8960, num_heads=12, num_layers=30)
 _LARGE = WanConfig(dim=5120, ffn_dim=13824, num_heads=40, num_layers=40)
@@ -161,6 +188,9 @@ WAN_CONFIGS: Mapping[str, WanConfig] = {
     "t2v-14b": _LARGE,
     "i2v-14b": replace(_LARGE, in_dim=36, image_dim=IMAGE_DIM),
     "df-14b": _LARGE,
+    "flf2v-14b": replace(_LARGE, in_dim=36, image_dim=IMAGE_DIM, image_positions=FIRST_AND_LAST),
+    "vace-1.3b": replace(_SMALL, vace_layers=tuple(range(0, 30, 2))),
+    "vace-14b": replace(_LARGE, vace_layers=tuple(range(0, 40, 5))),
     "t2v-a14b": _LARGE,
     "i2v-a14b": replace(_LARGE, in_dim=36),
     "ti2v-5b": WanConfig(dim=3072, ffn_dim=14336, num_heads=24, num_layers=30, in_dim=48, out_dim=48),
@@ -169,20 +199,20 @@ WAN_CONFIGS: Mapping[str, WanConfig] = {
 the sizes of Wan2.2: each of the two experts of A14B, and 5B."""
 
 
-def _blocks(config: WanConfig, dtype: DTypeLike, rngs: nnx.Rngs) -> list[Block]:
-    """Fresh blocks, each from its own key.
+def _blocks(config: WanConfig, count: int, dtype: DTypeLike, rngs: nnx.Rngs, make: Any = Block) -> list[Any]:
+    """Fresh blocks of the class `make`, each from its own key.
 
     One is traced and serves for all: what flax does to draw a weight while it traces (`nnx.eval_shape`) takes time
     with all that was traced before, three quarters of a minute for 30 blocks.
     """
 
-    def one(key: Array) -> Block:
+    def one(key: Array) -> Any:
         D, F, heads, image = config.dim, config.ffn_dim, config.num_heads, config.image_dim is not None
-        return Block(D, F, heads, image=image, eps=config.eps, dtype=dtype, rngs=nnx.Rngs(params=key))
+        return make(D, F, heads, image=image, eps=config.eps, dtype=dtype, rngs=nnx.Rngs(params=key))
 
     graph = nnx.graphdef(nnx.eval_shape(lambda: one(jax.random.key(0))))
     draw = jax.jit(lambda key: nnx.state(one(key)))
-    return [nnx.merge(graph, draw(rngs.params())) for _ in range(config.num_layers)]
+    return [nnx.merge(graph, draw(rngs.params())) for _ in range(count)]
 
 
 class WanModel(nnx.Module):
@@ -210,7 +240,8 @@ class WanModel(nnx.Module):
 
         self.patch_embedding = PatchEmbedding(config.in_dim, D, config.patch, dtype=dtype, rngs=rngs)
         self.text_embedding = Sequential([linear(config.text_dim, D), gelu_tanh, linear(D, D)])
-        self.img_emb = None if config.image_dim is None else ImageEmbedding(config.image_dim, D, dtype=dtype, rngs=rngs)
+        image = {"positions": config.image_positions, "dtype": dtype, "rngs": rngs}
+        self.img_emb = None if config.image_dim is None else ImageEmbedding(config.image_dim, D, **image)
         silu = jax.nn.silu
         self.time_embedding = Sequential([linear(config.freq_dim, D, Float32Linear), silu, linear(D, D, Float32Linear)])
         self.time_projection = Sequential([silu, linear(D, 6 * D, Float32Linear)])
@@ -219,14 +250,26 @@ class WanModel(nnx.Module):
         self.fps_projection = (
             Sequential([linear(D, D, Float32Linear), silu, linear(D, 6 * D, Float32Linear)]) if takes_fps else None
         )
-        self.blocks = nnx.List(_blocks(config, dtype, rngs))
+        self.blocks = nnx.List(_blocks(config, config.num_layers, dtype, rngs))
+        controls, more = bool(config.vace_layers), len(config.vace_layers) - 1
+        first = partial(ControlBlock, first=True)
+        self.vace_patch_embedding = (
+            PatchEmbedding(config.vace_in_dim, D, config.patch, dtype=dtype, rngs=rngs) if controls else None
+        )
+        self.vace_blocks = (
+            nnx.List(_blocks(config, 1, dtype, rngs, first) + _blocks(config, more, dtype, rngs, ControlBlock))
+            if controls
+            else None
+        )
         self.head = Head(D, config.out_dim * config.patch**2, eps=config.eps, dtype=dtype, rngs=rngs)
 
-    def encode_context(self, text: Float[Array, "B S E"], image: Float[Array, "B P I"] | None = None) -> WanContext:
-        """Each layer's keys and values of a prompt, which no step changes.
+    def encode_context(
+        self, text: Float[Array, "B S E"], image: Float[Array, "B P I"] | None = None, control: Control | None = None
+    ) -> WanContext:
+        """Each layer's keys and values of a prompt, which no step changes, and a control condition.
 
         `text`: the text encoder's states; zeros at pads, all of which are attended to. Published models have S 512.
-        `image`: the image encoder's states, for a model with an `image_dim`.
+        `image`: the image encoder's states, for a model with an `image_dim`. `control`: for one with `vace_layers`.
         """
         if (image is None) != (self.img_emb is None):
             what = "has no use for one" if self.img_emb is None else "needs an image's states in addition to the text's"
@@ -237,7 +280,13 @@ class WanModel(nnx.Module):
         def keys(_: None, block: Block, __: None) -> tuple[None, CrossKeys]:
             return None, block.cross_attn.keys(words, pixels)
 
-        return scan_blocks(keys, self.blocks, None)[1]
+        context = scan_blocks(keys, self.blocks, None)[1]
+        if (control is None) != (self.vace_blocks is None):
+            what = "has no use for one" if self.vace_blocks is None else "needs one"
+            raise InvalidParameterError(f"control: this model {what} (vace_layers)")
+        if control is None or self.vace_blocks is None:
+            return context
+        return control_context(context, scan_blocks(keys, self.vace_blocks, None)[1], control, len(text))
 
     def embed_time(
         self, timesteps: Num[Array, "B *F"], fps: Int[Array, "B"] | None = None
@@ -300,7 +349,14 @@ class WanModel(nnx.Module):
         def run(x: Array, block: Block, keys: CrossKeys) -> tuple[Array, None]:
             return ops.materialize(block(x, e0, keys, (cos, sin), attend, attend_self)), None
 
-        return scan_blocks(run, self.blocks, x, context)[0]
+        if not isinstance(context, ControlContext):
+            return scan_blocks(run, self.blocks, x, context)[0]
+        assert self.vace_patch_embedding is not None
+        assert self.vace_blocks is not None
+        latents = context.latents if sequence is None else sequence.divide(context.latents)
+        layers = dict(zip(config.vace_layers, self.vace_blocks, strict=True))
+        tokens = self.vace_patch_embedding(latents)
+        return run_controlled(run, self.blocks, layers, x, tokens, context, (e0, (cos, sin), attend, attend_self))
 
     def unembed(self, x: Float[Array, "B F h w D"], e: Float[Array, "B #F D"]) -> Float[Array, "B F hp wp O"]:
         """The residual stream after the blocks to the velocity of each latent."""

@@ -61,7 +61,7 @@ _DRAWN_SEEDS = 1 << 32
 
 _NUMBER = re.compile(r"-?\d{1,30}(\.\d{1,30})?(e[+-]?\d{1,3})?", re.ASCII | re.IGNORECASE)
 
-_NESTED = re.compile(r"(input_reference|image_reference)\[(image_url|file_id)\]")
+_NESTED = re.compile(r"(input_reference|image_reference|last_image)\[(image_url|file_id)\]")
 
 _NUMBERS = (
     *("num_frames", "fps", "num_inference_steps", "guidance_scale", "guidance_scale_2", "flow_shift", "seed"),
@@ -107,6 +107,19 @@ class VideoCreate(msgspec.Struct):
     input_reference: str | ImageReference | None = None
     """A data URI, or an object with one; in a form also a file."""
     image_reference: ImageReference | None = None
+    last_image: str | ImageReference | None = None
+    """Last frame, of the types of `input_reference`, for models that take one."""
+    mask: Any = None
+    """Refused, as `reference_images` and `conditioning_scale`: only Python and `verax video` have VACE's inputs."""
+    reference_images: Any = None
+    conditioning_scale: Any = None
+
+
+_NOT_SERVED = ("mask", "reference_images", "conditioning_scale")
+"""Options of VACE that are refused by name."""
+
+_FILES = ("input_reference", "last_image")
+"""Fields of a form that may be files."""
 
 
 @dataclass(frozen=True)
@@ -117,50 +130,55 @@ class Upload:
     field: str
 
 
-async def read_create(request: Request, *, max_bytes: int) -> tuple[VideoCreate, Upload | None]:
-    """Read a JSON body or a form, and the file in it.
+async def read_create(request: Request, *, max_bytes: int) -> tuple[VideoCreate, dict[str, Upload]]:
+    """Read a JSON body or a form, and the files in it: what the clip begins with (`image`), and its `last_image`.
 
-    `request`: with `application/json` or `multipart/form-data`. `max_bytes`: limit of the file, and of a data URI in a
+    `request`: with `application/json` or `multipart/form-data`. `max_bytes`: limit of a file, and of a data URI in a
     form.
     """
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         body = await read_body(request, VideoCreate)
-        return body, _reference(body)
-    upload: Upload | None = None
+        return body, _references(body)
+    uploads: dict[str, Upload] = {}
     values: dict[str, Any] = {}
-    async with request.form(max_files=1, max_fields=_PARTS, max_part_size=2 * max_bytes) as form:
+    async with request.form(max_files=len(_FILES), max_fields=_PARTS, max_part_size=2 * max_bytes) as form:
         for name, value in form.multi_items():
             if isinstance(value, UploadFile):  # its name is the client's, and is not read
-                if name != "input_reference":
-                    raise field_error(name[:64], "expected the file in input_reference")
-                upload = Upload(await value.read(), name)
+                if name not in _FILES:
+                    raise field_error(name[:64], "expected the file in input_reference or last_image")
+                option = "image" if name == "input_reference" else name
+                if option in uploads:
+                    raise field_error(name, "give one file")
+                uploads[option] = Upload(await value.read(), name)
             elif nested := _NESTED.fullmatch(name):
                 values.setdefault(nested[1], {})[nested[2]] = value
             else:
                 values[name] = _form_value(name, value)
     body = decode(VideoCreate, values)
-    reference = _reference(body)
-    if upload is not None and reference is not None:
-        raise field_error(reference.field, "give one image")
-    return body, upload or reference
+    references = _references(body)
+    if both := uploads.keys() & references.keys():
+        raise field_error(references[both.pop()].field, "give one image")
+    return body, uploads | references
 
 
 def _form_value(name: str, text: str) -> Any:
     """Value of a form's field, whose type JSON would show."""
     if name in _NUMBERS and _NUMBER.fullmatch(text):
         return int(text) if text.lstrip("-").isdigit() else float(text)
-    if name in ("input_reference", "image_reference") and text.startswith("{"):
+    if name in (*_FILES, "image_reference") and text.startswith("{"):
         return parse_json(text.encode())
     return text
 
 
-def _reference(body: VideoCreate) -> Upload | None:
-    """Image of a body's data URI."""
-    given = {"input_reference": body.input_reference, "image_reference": body.image_reference}
+def _references(body: VideoCreate) -> dict[str, Upload]:
+    """Images of a body's data URIs: `image` and `last_image`."""
+    given = {name: getattr(body, name) for name in (*_FILES, "image_reference")}
     references = {name: reference for name, reference in given.items() if reference is not None}
-    if len(references) > 1:
+    if "input_reference" in references and "image_reference" in references:
         raise field_error("image_reference", "give it or input_reference, not both")
-    for name, reference in references.items():
+    uploads = {}
+    for field, reference in references.items():
+        option, name = "last_image" if field == "last_image" else "image", field
         if isinstance(reference, ImageReference):
             if reference.file_id is not None:
                 problem = f"{name}.file_id: files are not kept here; send a data URI in image_url"
@@ -168,17 +186,23 @@ def _reference(body: VideoCreate) -> Upload | None:
             reference, name = reference.image_url, f"{name}.image_url"
         if reference is None:
             raise field_error(name, "it is missing")
-        return Upload(read_data_uri(reference, name=name), name)
-    return None
+        uploads[option] = Upload(read_data_uri(reference, name=name), name)
+    return uploads
 
 
 def resolve(
-    body: VideoCreate, frames: UInt8[np.ndarray, "T H W 3"] | None, pipeline: VideoPipeline, sizes: Sequence[str] = ()
+    body: VideoCreate,
+    frames: UInt8[np.ndarray, "T H W 3"] | None,
+    pipeline: VideoPipeline,
+    sizes: Sequence[str] = (),
+    *,
+    last: UInt8[np.ndarray, "T H W 3"] | None = None,
 ) -> ResolvedRequest:
     """Checked request of the pipeline.
 
     Args:
         frames: decoded image (one frame) or clip, or None.
+        last: decoded last frame, or None.
         pipeline: the model, whose limits count.
         sizes: sizes that are allowed next to the usual one; within its limits, any if empty.
 
@@ -187,12 +211,18 @@ def resolve(
     """
     if not body.prompt.strip():
         raise InvalidParameterError("prompt: it is empty; expected a description of the clip")
+    for name in _NOT_SERVED:
+        if getattr(body, name) is not None:
+            raise InvalidParameterError(f"{name}: not taken here; verax video and VideoPipeline take it")
+    if last is not None and len(last) > 1:
+        raise InvalidParameterError(f"last_image: expected one image, got {len(last)} frames")
     width, height = _size(body, pipeline, sizes)
     fps = body.fps if body.fps is not None else pipeline.settings.fps
     request = VideoRequest(
         body.prompt,
         image=frames[0] if frames is not None and len(frames) == 1 else None,
         video=frames if frames is not None and len(frames) > 1 else None,
+        last_image=None if last is None else last[0],
         negative_prompt=body.negative_prompt,
         height=height,
         width=width,
@@ -316,16 +346,18 @@ class VideoService:
         if self._jobs is not None:
             await self._jobs.check_room()
         with self._uploading():
-            body, upload = await read_create(request, max_bytes=self._decoder.limits.bytes)
+            body, uploads = await read_create(request, max_bytes=self._decoder.limits.bytes)
         videos = self._server.videos
         model = self._server.check_model(body.model, (videos.name,), videos.root)
         record_of(request.scope).model = model
         jobs = await self._queue()
         await jobs.check_room()
-        frames = None
-        if upload is not None:
-            frames = await unless_disconnected(request, self._decoder.decode(upload.data, name=upload.field))
-        resolved = await asyncio.to_thread(resolve, body, frames, jobs.pipeline, self._server.settings.video_sizes)
+        frames = {
+            option: await unless_disconnected(request, self._decoder.decode(upload.data, name=upload.field))
+            for option, upload in uploads.items()
+        }
+        sizes, last = self._server.settings.video_sizes, frames.get("last_image")
+        resolved = await asyncio.to_thread(resolve, body, frames.get("image"), jobs.pipeline, sizes, last=last)
         return _answer(await jobs.submit(resolved, model))
 
     async def list(self, request: Request) -> Response:
@@ -430,7 +462,7 @@ def routes(server: Server) -> list[Route]:
     server.contexts.append(service.running)
     clip, get = "/videos/{name}", ("GET",)
     kinds = tuple(dict.fromkeys(kind for _, kind in VARIANTS.values()))
-    body = {"body": VideoCreate, "files": ("input_reference",), "queued": True}
+    body = {"body": VideoCreate, "files": _FILES, "queued": True}
     file = {"parameters": CONTENT_PARAMETERS, "media": kinds, "ranges": True}
     return [
         *api_routes("/videos", service.create, summary="Queue a clip.", **body),

@@ -33,16 +33,22 @@ class ClipsTab extends HTMLElement {
 
   build() {
     this.cards = new Map(); // by id
-    this.picture = h("input", { type: "file", accept: "image/png,image/jpeg,image/webp",
-      onchange: () => this.showPicture() });
-    this.shownPicture = h("img", { alt: "First picture", hidden: true });
+    [this.picture, this.lastPicture] = ["First picture", "Last picture"].map((alt) => {
+      const shown = h("img", { alt, hidden: true });
+      const input = h("input", { type: "file", accept: "image/png,image/jpeg,image/webp", onchange: () => {
+        shown.hidden = !input.files.length;
+        if (input.files.length) shown.src = URL.createObjectURL(input.files[0]);
+      } });
+      return { input, shown };
+    });
     const number = ([name, label, limits]) =>
       field(label, h("input", { type: "number", name, placeholder: "default", ...limits }));
     this.problem = h("p", { class: "error", role: "alert" });
     this.form = h("form", { class: "card clip-form", onsubmit: (event) => this.create(event) },
       field("Prompt", h("textarea", { name: "prompt", rows: 4, required: true,
         placeholder: "Such as: a red circle floats left over a blue to green gradient" })),
-      field("First picture (optional)", this.picture), this.shownPicture,
+      field("First picture (optional)", this.picture.input), this.picture.shown,
+      field("Last picture (optional, for models that take one)", this.lastPicture.input), this.lastPicture.shown,
       h("div", { class: "pairs" }, field("Size", h("input", { name: "size", placeholder: "default",
         pattern: "[0-9]+x[0-9]+", title: "Width x height, such as 832x480" })), NUMBERS.slice(0, 3).map(number)),
       h("details", {}, h("summary", {}, "More"), h("div", { class: "pairs" }, NUMBERS.slice(3).map(number)),
@@ -64,12 +70,6 @@ class ClipsTab extends HTMLElement {
     this.loras.textContent = `LoRA: ${loras.join(", ")}`;
   }
 
-  showPicture() {
-    const [file] = this.picture.files;
-    this.shownPicture.hidden = !file;
-    if (file) this.shownPicture.src = URL.createObjectURL(file);
-  }
-
   async create(event) {
     event.preventDefault();
     this.problem.textContent = "";
@@ -78,8 +78,8 @@ class ClipsTab extends HTMLElement {
     for (const [name] of NUMBERS) if (name in body) body[name] = Number(body[name]);
     const settings = { ...body };
     try {
-      const [file] = this.picture.files;
-      if (file) body.image_reference = { image_url: await dataAddress(file) };
+      for (const [name, { input }] of [["image_reference", this.picture], ["last_image", this.lastPicture]])
+        if (input.files.length) body[name] = { image_url: await dataAddress(input.files[0]) };
       const job = await json("v1/videos", { body });
       remember(job.id, settings);
       notice("The clip is in the queue");
