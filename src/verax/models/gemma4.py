@@ -146,12 +146,13 @@ def _global_heads(
     by_layer = read_value(config, "per_layer_config", dict[str, dict[str, Size]], None)
     if by_layer is not None:
         full = [str(i) for i, kind in enumerate(kinds) if kind == FULL]
+        by_layer = {name.lstrip("0") or "0": sizes for name, sizes in by_layer.items()}  # numbers, of equal lengths
         changes = by_layer.get(full[0], {})
         expected = {layer: changes for layer in full if changes}
         if by_layer != expected or not changes.keys() <= {"head_dim", "num_key_value_heads"}:
             raise UnsupportedModelError(
-                f"{config.where}: per_layer_config other than one head_dim and num_key_value_heads of all layers "
-                f"without a window ({', '.join(full)}) is not supported"
+                f"{config.where}: per_layer_config other than one head_dim and num_key_value_heads of the layers to which "
+                f"layer_types gives no window ({', '.join(full)}) is not supported"
             )
     given = changes.get("num_key_value_heads", heads)
     check_multiple(config, num_attention_heads=fields["num_attention_heads"], num_global_key_value_heads=given)
