@@ -28,6 +28,8 @@ FAMILIES = {
     "granite": ("Granite", dict(embedding_multiplier=2.5, attention_multiplier=0.3, logits_scaling=3.0)),
     "phi3": ("Phi3", dict(rope_parameters=LONG_ROPE, original_max_position_embeddings=64)),
     "olmo2": ("Olmo2", {}),
+    "qwen3moe": ("Qwen3Moe", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)),
+    "gpt-oss": ("GptOss", dict(num_local_experts=4, num_experts_per_tok=2, head_dim=32, sliding_window=24)),
     "olmo3": ("Olmo3", dict(num_hidden_layers=4, sliding_window=24)),
     "gemma2": ("Gemma2", dict(head_dim=32, query_pre_attn_scalar=32, sliding_window=24)),
 }

@@ -17,6 +17,8 @@ ARCHITECTURES = {
     "phi3": gguf.MODEL_ARCH.PHI3,
     "olmo2": gguf.MODEL_ARCH.OLMO2,
     "olmo3": gguf.MODEL_ARCH.OLMO2,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }
 SCALE_OFFSETS = {
     "Q2_K": (80, 82),
@@ -28,7 +30,7 @@ SCALE_OFFSETS = {
     "Q5_1": (0, 2),
 }
 """Offsets of a block's float16 numbers; 0 for other types."""
-RANDOM = {"Q2_K": 5e-3, "Q3_K": 2e-3, "Q4_K": 3e-4, "Q5_K": 1.5e-4, "Q6_K": 7e-5, "IQ4_NL": 1.3e-3}
+RANDOM = {"Q2_K": 5e-3, "Q3_K": 2e-3, "Q4_K": 3e-4, "Q5_K": 1.5e-4, "Q6_K": 7e-5, "IQ4_NL": 1.3e-3, "IQ4_XS": 4e-5}
 """Types that the package cannot quantise to, and the spread of float16 numbers that gives weights a spread of 0.1."""
 
 
@@ -75,6 +77,12 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, d
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
+    if (experts := config.get("num_experts") or config.get("num_local_experts")) is not None:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
+    if family == "gpt_oss":
+        writer.add_sliding_window(config["sliding_window"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -97,6 +105,10 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, d
     if family == "olmo3":
         writer.add_sliding_window(config["sliding_window"])
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if family == "granite":
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_attention_scale(config["attention_multiplier"])
@@ -118,7 +130,7 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, d
     stored = {}
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_divisors(rope, config["head_dim"]))
-    for key, weight in load_file(folder / "model.safetensors").items():
+    for key, weight in with_stacks(load_file(folder / "model.safetensors"), family).items():
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
         if name is None or key in drop:
             continue
@@ -127,17 +139,41 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, d
             weight = weight + 1
         if family in ("llama", "smollm3", "granite") and (part := key.split(".")[-2]) in heads:
             weight = permuted(weight, heads[part])
-        chosen = (kinds or {}).get(key, kind) if weight.ndim == 2 else "F32"
+        is_matrix = weight.ndim > 1 and not key.endswith("bias")
+        chosen = (kinds or {}).get(key, kind) if is_matrix else "F32"
         if chosen in ("F32", "F16"):
             writer.add_tensor(name, weight.astype({"F32": np.float32, "F16": np.float16}[chosen]))
         else:
-            stored[key] = encode(weight, chosen)
+            blocks = encode(weight.reshape(-1, weight.shape[-1]), chosen)
+            stored[key] = blocks.reshape(*weight.shape[:-1], -1)
             writer.add_tensor(name, stored[key], raw_dtype=gguf.GGMLQuantizationType[chosen])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return stored
+
+
+def with_stacks(weights, family):
+    """Weights with the gates, the inputs and the outputs of a layer's experts as a stack each, by converters' names."""
+    result, single = {}, {}
+    for key, weight in weights.items():
+        stem, _, last = key.partition(".mlp.experts.")
+        if not last:
+            result[f"{key}.weight" if key.endswith("sinks") else key] = weight
+        elif last[0].isdigit():
+            number, _, name = last.partition(".")
+            single.setdefault(f"{stem}.mlp.experts.{name}", {})[int(number)] = weight
+        else:
+            name, suffix = last.removesuffix("_bias"), "bias" if last.endswith("_bias") else "weight"
+            if family == "gpt_oss":
+                weight = weight if suffix == "bias" else weight.swapaxes(1, 2)
+                halves = weight[:, ::2], weight[:, 1::2]
+            else:
+                halves = np.split(weight, 2, axis=1)
+            parts = zip(("gate_proj", "up_proj"), halves, strict=True) if "gate_up" in name else [(name, weight)]
+            result |= {f"{stem}.mlp.experts.{part}.{suffix}": np.ascontiguousarray(half) for part, half in parts}
+    return result | {key: np.stack([of[i] for i in range(len(of))]) for key, of in single.items()}
 
 
 def add_tokenizer(writer, folder, pre):

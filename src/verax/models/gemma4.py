@@ -151,8 +151,8 @@ def _global_heads(
         expected = {layer: changes for layer in full if changes}
         if by_layer != expected or not changes.keys() <= {"head_dim", "num_key_value_heads"}:
             raise UnsupportedModelError(
-                f"{config.where}: per_layer_config other than one head_dim and num_key_value_heads of the layers to which "
-                f"layer_types gives no window ({', '.join(full)}) is not supported"
+                f"{config.where}: per_layer_config other than one head_dim and num_key_value_heads of the layers that "
+                f"have no window by layer_types ({', '.join(full)}) is not supported"
             )
     given = changes.get("num_key_value_heads", heads)
     check_multiple(config, num_attention_heads=fields["num_attention_heads"], num_global_key_value_heads=given)

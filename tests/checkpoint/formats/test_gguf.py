@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file
 
 from tests.support import gguf as files
@@ -93,6 +94,8 @@ def test_blocks_are_not_saved_as_a_folder(folder, tmp_path):
     np.testing.assert_array_equal(Checkpoint.open(tmp_path / "saved").read(UP), reference(tmp_path / "a.gguf", UP))
 
 
+PRETRAINED = {"original_max_position_embeddings": 128}
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)
 FAMILIES = {
     "qwen3": {},
     "qwen2": {},
@@ -111,6 +114,10 @@ FAMILIES = {
         "layer_types": [*["sliding_attention"] * 3, "full_attention"],
     }
     | {"rope_theta": 5e5},
+    "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 32},
+    "gpt_oss": {**EXPERTS, "intermediate_size": 64, "sliding_window": 24, "attention_bias": True}
+    | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False, **PRETRAINED}}
+    | {"max_position_embeddings": 512},
 }
 
 
@@ -120,8 +127,13 @@ def test_float_weights_and_sizes_match_the_folder(family, tmp_path):
     folder = tiny_checkpoint(tmp_path / "folder", family=family, **FAMILIES[family])
     files.write(folder, tmp_path / "a.gguf")
     opened, weights = Checkpoint.open(tmp_path / "a.gguf"), load_file(folder / "model.safetensors")
-    assert sorted(opened.names()) == sorted(weights)
-    for key, weight in weights.items():
+    shared = {key for key in weights if ".experts." not in key}
+    assert {key for key in opened.names() if ".experts." not in key} == shared
+    models = [load_causal_lm(Checkpoint.open(path), dtype="float32") for path in (tmp_path / "a.gguf", folder)]
+    arrays = [dict(nnx.to_flat_state(nnx.state(model))) for model in models]
+    for path in (path for path in arrays[0] if "experts" in path):
+        np.testing.assert_array_equal(*(leaves[path].get_value() for leaves in arrays), err_msg=str(path))
+    for key, weight in ((key, weights[key]) for key in shared):
         rounded = "gemma" in family and key.endswith("norm.weight")
         expected = weight + np.float32(1) - np.float32(1) if rounded else weight
         np.testing.assert_array_equal(opened.read(key), expected, err_msg=key)
@@ -143,6 +155,28 @@ GEMMA = {
     "gemma3.attention.sliding_window": 8,
     "gemma3.rope.freq_base": 1e6,
 }
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("kind", "stored"), [("Q8_0", (8, 32)), ("Q4_0", (4, 32)), ("MXFP4", (8, 32)), ("Q5_0", None), ("IQ4_XS", None)]
+)
+def test_experts_are_held_exactly_as_integers_or_become_floats(family, kind, stored, tmp_path):
+    sizes = dict(hidden_size=256, head_dim=64, num_hidden_layers=1, moe_intermediate_size=256, intermediate_size=256)
+    folder = tiny_checkpoint(tmp_path / "folder", family=family, **{**FAMILIES[family], **sizes})
+    is_expert = lambda key: "experts" in key
+    kinds = {f"model.layers.0.mlp.experts.{part}_proj.weight": kind for part in ("gate", "up", "down")}
+    blocks = files.write(folder, tmp_path / "a.gguf", kinds=kinds)
+    model = load_causal_lm(Checkpoint.open(tmp_path / "a.gguf"), dtype="float32")
+    stacks = {path[-1]: leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model)) if is_expert(path)}
+    known = gguf.GGMLQuantizationType[kind]
+    gate, up, down = (gguf.dequantize(blocks[key], known) for key in kinds)
+    both = np.stack([gate, up], axis=2).reshape(4, 512, 256) if family == "gpt_oss" else np.concatenate([gate, up], 1)
+    for name, expected in (("gate_up_proj", both), ("down_proj", down)):
+        stack = stacks[name]
+        assert (None if stored is None else (stack.bits, stack.group_size)) == stored
+        each = jax.vmap(lambda matrix: matrix.dequantize())(stack) if stored else stack
+        np.testing.assert_array_equal(each, expected)
 
 
 def gemma(**changes):
@@ -245,13 +279,18 @@ def test_settings_that_are_not_implemented_are_refused_by_name_unless_they_chang
         read_config(LLAMA | {f"llama.{name}": other}, {EMBEDDINGS: (300, 5376)})
 
 
+SOURCES = {"gpt-oss": "openai-moe"}
+"""Names of llama.cpp's files, where they differ from the architecture's."""
+
+
 @pytest.mark.parametrize(
-    "architecture", ["qwen3", "qwen2", "llama", "gemma3", "gemma2", "smollm3", "granite", "olmo2", "phi3"]
+    "architecture",
+    ["qwen3", "qwen2", "llama", "gemma3", "gemma2", "smollm3", "granite", "olmo2", "phi3", "qwen3moe", "gpt-oss"],
 )
 def test_each_key_that_llama_cpp_reads_is_read_or_without_effect_or_refused(architecture):
     arch, model, own = (
         llama_cpp_source(f"src/{name}.cpp").read_text(encoding="utf-8")
-        for name in ("llama-arch", "llama-model", f"models/{architecture}")
+        for name in ("llama-arch", "llama-model", f"models/{SOURCES.get(architecture, architecture)}")
     )
     names = dict(re.findall(r'\{ (LLM_KV_\w+),\s+"%s\.([\w.]+)"', arch))
     shared = model.partition("::load_hparams(")[2].partition("load_arch_hparams(ml);")[0]

@@ -6,7 +6,8 @@ its `dequantize`, the numpy form of llama.cpp's own, are used here.
 
 Names of tensors, order of their rows and config.json as metadata follow llama.cpp's converter
 (`convert_hf_to_gguf.py`). Matrices of the block types that `ops.linear` multiplies, the embeddings among them, keep
-their blocks (`BlockQuantizedWeight`). Other block types are dequantised while they are read.
+their blocks (`BlockQuantizedWeight`). Experts lie in stacks, which are read matrix by matrix: of types Q8_0, Q4_0 and
+MXFP4 as the same integers. Other block types are dequantised while they are read.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ import gguf
 import ml_dtypes
 import numpy as np
 
-from verax.checkpoint.formats.quantized import QuantizedEntry
+from verax.checkpoint.formats.quantized import GGML_KINDS, QuantizedEntry, from_ggml
 from verax.checkpoint.formats.safetensors import MappedFile, TensorInfo
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.ops.block_quantized import BLOCK_KINDS, BlockQuantizedWeight
+from verax.ops.quantized import QuantizedWeight
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
+BLOCKS += ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS", "MXFP4")
 """Types of 32 or 256 values that share scales."""
 
 _VERSIONS = (2, 3)
@@ -154,6 +157,7 @@ class GGUFFile(MappedFile):
 _MODEL_TYPES = {
     **{"qwen3": "qwen3", "qwen2": "qwen2", "llama": "llama", "gemma3": "gemma3_text", "gemma2": "gemma2"},
     **{"smollm3": "smollm3", "granite": "granite", "olmo2": "olmo2", "phi3": "phi3"},
+    **{"qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"},
 }
 """config.json's `model_type` by `general.architecture`, for those that are supported."""
 
@@ -185,7 +189,18 @@ _GEMMA_LAYER_NAMES = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_EXPERT_NAMES = {f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")}
+"""Names of a layer's stacks, whose keys are of single experts."""
+
 _OWN_LAYER_NAMES = {
+    "qwen3moe": {**_LAYER_NAMES, **_EXPERT_NAMES, "ffn_gate_inp": "mlp.gate"},
+    "gpt-oss": {
+        **_LAYER_NAMES,
+        **_EXPERT_NAMES,
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_gate_inp": "mlp.router",
+        "attn_sinks": "self_attn.sinks",
+    },
     **dict.fromkeys((*_GEMMA, "olmo2"), _GEMMA_LAYER_NAMES),
     "phi3": {**_LAYER_NAMES, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
 }
@@ -196,6 +211,8 @@ _LAYER_KEYS = {key: name for name, key in _LAYER_NAMES.items()}
 def tensor_key(name: str, architecture: str | None) -> str:
     """The checkpoint's key of a tensor, such as `blk.3.attn_q.weight`; the name itself if our models lack it.
 
+    The key of a stack of experts has `{}` for the number of the expert.
+
     `architecture` is the file's `general.architecture`.
     """
     stem, _, kind = name.rpartition(".")
@@ -204,7 +221,12 @@ def tensor_key(name: str, architecture: str | None) -> str:
     names = _OWN_LAYER_NAMES.get(architecture or "", _LAYER_NAMES)
     block, _, rest = stem.partition(".")
     layer, _, part = rest.partition(".")
-    return f"model.layers.{layer}.{names[part]}.{kind}" if block == "blk" and part in names else name
+    if block != "blk" or part not in names:
+        return name
+    key = f"model.layers.{layer}.{names[part]}.{kind}"
+    if kind == "bias":  # of a whole stack
+        key = re.sub(r"\.experts\.\{\}\.(\w+)\.bias$", r".experts.\1_bias", key)
+    return key.removesuffix(".weight") if part == "attn_sinks" else key
 
 
 def tensor_name(key: str) -> str:
@@ -294,7 +316,27 @@ def read_config(
         **(_gemma(given, kind, heads, size, head_dim) if kind in _GEMMA else {}),
         **(_granite(given, kind, head_dim) if kind == "granite" else {}),
         **(_phi3(given, head_dim, longrope) if kind == "phi3" else {}),
+        **(_experts(given, needed, kind) if kind in _MIXTURES else {}),
         **(_olmo3(given, kind, divisors) if kind == "olmo2" and given("attention.sliding_window") else {}),
+    }
+
+
+_MIXTURES = ("qwen3moe", "gpt-oss")
+
+
+def _experts(given: Callable[..., Any], needed: Callable[[str], int], kind: str) -> dict[str, Any]:
+    """Fields about experts, and a gpt-oss's windows and rotation, which are half of what its metadata do not say."""
+    width, sizes = needed("expert_feed_forward_length"), {"num_experts_per_tok": needed("expert_used_count")}
+    if kind == "qwen3moe":
+        experts = {"num_experts": needed("expert_count"), "moe_intermediate_size": width, "norm_topk_prob": True}
+        return {**sizes, **experts, "intermediate_size": given("feed_forward_length", width)}
+    scaling = _rope_scaling(given, kind, None)
+    return {
+        **sizes,
+        "num_local_experts": needed("expert_count"),
+        "intermediate_size": width,
+        "sliding_window": given("attention.sliding_window", 128),
+        "rope_scaling": {"truncate": False, **(scaling or {"rope_type": "default"})},
     }
 
 
@@ -318,6 +360,8 @@ GEMMA_READ = frozenset(
 
 OLMO_READ = frozenset({"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"})
 
+EXPERTS_READ = frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"})
+
 GRANITE_READ: Mapping[str, str] = {
     "embedding_scale": "embedding_multiplier",
     "attention.scale": "attention_multiplier",
@@ -330,6 +374,8 @@ OWN_KEYS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(_GEMMA, GEMMA_READ),
     "olmo2": OLMO_READ,
     "granite": frozenset(GRANITE_READ),
+    "qwen3moe": EXPERTS_READ,
+    "gpt-oss": EXPERTS_READ | {"attention.sliding_window"},
     "phi3": frozenset({"attention.sliding_window", "rope.scaling.attn_factor"}),
 }
 """Keys of single architectures that make the configuration."""
@@ -495,12 +541,17 @@ class GGUFWeights(GGUFFile):
         super().__init__(path)
         architecture = self._architecture = str(self.metadata.get("general.architecture"))
         self._places: dict[str, tuple[GGUFFile, GGUFTensor]] = {}
+        self._halves: dict[str, tuple[GGUFFile, GGUFTensor]] = {}
+        """Second half of a weight whose rows alternate between two tensors."""
         for part in (self, *_other_parts(self)):
             for name, tensor in part.tensors.items():
                 key = name if name == ROPE_DIVISORS else tensor_key(name, architecture)
-                if key in self._places:
-                    raise part.fault(f"{name} is there twice")
-                self._places[key] = part, tensor
+                for own, matrix in _single_experts(key, tensor):
+                    if own in self._places:
+                        raise part.fault(f"{name} is there twice")
+                    self._places[own] = part, matrix
+        if architecture == "gpt-oss":
+            self._join_halves()
         divisors = self._places.pop(ROPE_DIVISORS, None)
         factors = {key: self._places.pop(name, None) for name, key in LONGROPE_FACTORS.items()}
         numbers: Callable[..., Any] = lambda place: place[0].view(*place[1][2:]).view(np.float32)
@@ -519,10 +570,22 @@ class GGUFWeights(GGUFFile):
             key: TensorInfo(DTYPES.get(tensor.kind, floats), *tensor[1:]) for key, tensor in stored.items()
         }
         self.packed = {
-            key: QuantizedEntry(path, (key,), (shape[0], shape[1]), kind, partial(_from_blocks, kind))
+            key: QuantizedEntry(path, (key,), (shape[0], shape[1]), kind, partial(convert, kind))
             for key, (kind, shape, *_) in stored.items()
-            if kind in BLOCK_KINDS and len(shape) == 2
+            for kinds, convert in [_EXPERTS_AS_STORED if ".experts." in key else _AS_STORED]
+            if kind in kinds and len(shape) == 2
         }
+
+    def _join_halves(self) -> None:
+        """Make one weight of gate and up of a gpt-oss's experts: their outputs alternate in ours."""
+        for key in [key for key in self._places if ".experts." in key and "gate_proj" in key]:
+            (part, gate), up = self._places.pop(key), self._places.pop(key.replace("gate_proj", "up_proj"), None)
+            if up is None or up[1][:2] != gate[:2]:
+                raise part.fault(f"{key} has no up_proj of its type and shape with it")
+            joined = key.replace("gate_proj", "gate_up_proj")
+            axis = len(gate.shape) - 1 if key.endswith("_bias") else 0
+            shape = tuple(size * 2 if i == axis else size for i, size in enumerate(gate.shape))
+            self._places[joined], self._halves[joined] = (part, gate._replace(shape=shape)), up
 
     def kind(self, name: str) -> str:
         """Type of a tensor."""
@@ -534,7 +597,14 @@ class GGUFWeights(GGUFFile):
         Rows are in transformers' order. Blocks are `uint8 [F, bytes of a row]`.
         """
         part, (kind, shape, start, end) = self._places[name]
-        rows = part.view(start, end).reshape(shape[0], -1)
+        if name in self._halves:
+            other, (_, _, *ends) = self._halves[name]
+            halves = part.view(start, end), other.view(*ends)
+            if name.endswith("_bias"):
+                return np.stack([half.view(DTYPES[kind]) for half in halves], axis=-1).reshape(shape)
+            rows = np.stack([half.reshape(shape[0] // 2, -1) for half in halves], axis=1).reshape(shape[0], -1)
+        else:
+            rows = part.view(start, end).reshape(shape[0], -1)
         if (heads := rotated(name, self.config)) is not None:
             rows = restored(rows, heads)
         if name in self.packed:
@@ -547,8 +617,8 @@ class GGUFWeights(GGUFFile):
 
     def release(self, name: str) -> None:
         """Drop a tensor's pages from memory."""
-        part, tensor = self._places[name]
-        part.release_pages(tensor.start, tensor.end)
+        for part, tensor in filter(None, (self._places[name], self._halves.get(name))):
+            part.release_pages(tensor.start, tensor.end)
 
     def generation_config(self) -> dict[str, float]:
         """The sampling that the file recommends, by generation_config.json's names."""
@@ -560,3 +630,21 @@ class GGUFWeights(GGUFFile):
 
 def _from_blocks(kind: str, **rows: np.ndarray) -> BlockQuantizedWeight:
     return BlockQuantizedWeight.from_blocks(kind, *rows.values())
+
+
+def _integers(kind: str, **rows: np.ndarray) -> QuantizedWeight:
+    return from_ggml(kind, *rows.values())
+
+
+_AS_STORED, _EXPERTS_AS_STORED = (tuple(BLOCK_KINDS), _from_blocks), (GGML_KINDS, _integers)
+"""Types of matrices that are not dequantised, and the function that makes a weight of their rows."""
+
+
+def _single_experts(key: str, tensor: GGUFTensor) -> list[tuple[str, GGUFTensor]]:
+    """A tensor by its key; of a stack of experts, each matrix by its own."""
+    if "{}" not in key:
+        return [(key, tensor)]
+    count, *shape = tensor.shape
+    size = (tensor.end - tensor.start) // count
+    starts = range(tensor.start, tensor.end, size)
+    return [(key.format(i), GGUFTensor(tensor.kind, tuple(shape), at, at + size)) for i, at in enumerate(starts)]
