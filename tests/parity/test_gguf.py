@@ -18,6 +18,7 @@ from verax.loading import load_causal_lm
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
 LONG_ROPE |= {"short_factor": [1 + 0.1 * i for i in range(12)], "long_factor": [1.5**i for i in range(12)]}
 LLAMA = dict(tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE, attention_bias=True, mlp_bias=True)
+PER_LAYER = dict(hidden_size_per_layer_input=32, vocab_size_per_layer_input=SIZES["vocab_size"])
 FAMILIES = {
     "qwen3": ("Qwen3", dict(head_dim=32, tie_word_embeddings=True)),
     "qwen3-untied": ("Qwen3", dict(head_dim=32, tie_word_embeddings=False)),
@@ -29,6 +30,7 @@ FAMILIES = {
     "phi3": ("Phi3", dict(rope_parameters=LONG_ROPE, original_max_position_embeddings=64)),
     "olmo2": ("Olmo2", {}),
     "qwen3moe": ("Qwen3Moe", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)),
+    "gemma4": ("Gemma4", dict(num_hidden_layers=6, head_dim=32, global_head_dim=64, sliding_window=24, **PER_LAYER)),
     "gpt-oss": ("GptOss", dict(num_local_experts=4, num_experts_per_tok=2, head_dim=32, sliding_window=24)),
     "olmo3": ("Olmo3", dict(num_hidden_layers=4, sliding_window=24)),
     "gemma2": ("Gemma2", dict(head_dim=32, query_pre_attn_scalar=32, sliding_window=24)),
@@ -46,7 +48,7 @@ CASES = [
 def test_logits_match_the_dequantised_weights_in_transformers(family, kind, tmp_path):
     name, options = ("Qwen3", WIDE) if family == "wide" else FAMILIES[family]
     # Rows of whole blocks of 32.
-    config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")(
+    config = getattr(transformers, f"{name}TextConfig" if name in ("Gemma3", "Gemma4") else f"{name}Config")(
         **{**SIZES, "intermediate_size": 160, "num_attention_heads": 3, "num_key_value_heads": 1, **options}
     )
     torch.manual_seed(0)

@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "olmo3": gguf.MODEL_ARCH.OLMO2,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+    "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
 }
 SCALE_OFFSETS = {
     "Q2_K": (80, 82),
@@ -76,15 +77,18 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, d
     writer.add_block_count(layers)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    double_wide = config.get("use_double_wide_mlp")
+    if not double_wide:
+        writer.add_feed_forward_length(config["intermediate_size"])
     if (experts := config.get("num_experts") or config.get("num_local_experts")) is not None:
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_used_count(config.get("num_experts_per_tok") or config["top_k_experts"])
         writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
     if family == "gpt_oss":
         writer.add_sliding_window(config["sliding_window"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    if not config.get("num_global_key_value_heads"):
+        writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)  # a Gemma's is by kind of layer
@@ -114,13 +118,15 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, d
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
-    if is_gemma := "gemma" in family:
+    if family == "gemma4_text":
+        add_gemma4(writer, config)
+    if is_gemma := family in ("gemma3_text", "gemma2"):
         writer.add_sliding_window(config["sliding_window"])
         if config.get("attn_logit_softcapping"):
             writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         if config.get("final_logit_softcapping"):
             writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    if config.get("head_dim"):
+    if config.get("head_dim") and family != "gemma4_text":
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
     if pre is not None:
@@ -132,6 +138,9 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, d
         writer.add_tensor("rope_freqs.weight", llama3_divisors(rope, config["head_dim"]))
     for key, weight in with_stacks(load_file(folder / "model.safetensors"), family).items():
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        if family == "gemma4_text" and key.endswith(("router.scale", "router.per_expert_scale")):
+            part = "ffn_gate_inp" if key.endswith("router.scale") else "ffn_down_exps"
+            name = f"blk.{key.split('.')[2]}.{part}.scale"
         if name is None or key in drop:
             continue
         weight = weight.astype(np.float32)
@@ -154,13 +163,40 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, d
     return stored
 
 
+def add_gemma4(writer, config):
+    """Metadata and divisors of a Gemma 4, as in llama.cpp's `Gemma4Model`."""
+    windowed = [kind == "sliding_attention" for kind in config["layer_types"]]
+    depth, shared = config["num_hidden_layers"], config.get("num_kv_shared_layers", 0)
+    by_layer = config.get("per_layer_config") or {"0": {"head_dim": config.get("global_head_dim")}}
+    full = next(iter(by_layer.values()))["head_dim"]
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(windowed)
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    for method, size in (("", full), ("_swa", config["head_dim"])):
+        for name in ("key_length", "value_length", "rope_dimension_count"):
+            getattr(writer, f"add_{name}{method}")(size)
+    if heads := config.get("num_global_key_value_heads"):
+        writer.add_head_count_kv([config["num_key_value_heads"] if window else heads for window in windowed])
+    if config.get("use_double_wide_mlp"):
+        width = config["intermediate_size"]
+        writer.add_feed_forward_length([width * (2 if i >= depth - shared else 1) for i in range(depth)])
+    if config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    turned = int(full * config["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2)
+    writer.add_tensor("rope_freqs.weight", np.asarray([1.0] * turned + [1e30] * (full // 2 - turned), np.float32))
+
+
 def with_stacks(weights, family):
     """Weights with the gates, the inputs and the outputs of a layer's experts as a stack each, by converters' names."""
     result, single = {}, {}
     for key, weight in weights.items():
-        stem, _, last = key.partition(".mlp.experts.")
+        stem, _, last = key.partition(".mlp.experts." if family != "gemma4_text" else ".experts.")
         if not last:
-            result[f"{key}.weight" if key.endswith("sinks") else key] = weight
+            result[f"{key}.weight" if key.endswith(("sinks", "layer_scalar")) else key] = weight
+        elif family == "gemma4_text":
+            result[f"{key}.weight"] = weight
         elif last[0].isdigit():
             number, _, name = last.partition(".")
             single.setdefault(f"{stem}.mlp.experts.{name}", {})[int(number)] = weight

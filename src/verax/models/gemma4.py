@@ -309,6 +309,7 @@ class Gemma4ForCausalLM(Qwen3ForCausalLM):
 
     decoder_class: ClassVar[Any] = Decoder
     key_aliases = gemma3.Gemma3ForCausalLM.key_aliases
+    stacked_weights = qwen3_moe.STACKED_EXPERTS
 
     @property
     def ignored_weights(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]

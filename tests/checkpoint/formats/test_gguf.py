@@ -17,7 +17,7 @@ from tests.support.published import llama_cpp_source
 from tests.support.tiny import tiny_checkpoint
 from verax import checkpoint, ops
 from verax.checkpoint import Checkpoint
-from verax.checkpoint.formats.gguf import LOCAL_SIZES, NEUTRAL, OWN_KEYS, READ, WITHOUT_EFFECT, read_config
+from verax.checkpoint.formats.gguf_config import LOCAL_SIZES, NEUTRAL, OWN_KEYS, READ, WITHOUT_EFFECT, read_config
 from verax.errors import CheckpointError, UnsupportedModelError, VeraxError
 from verax.loading import load_causal_lm
 from verax.models import causal_lm
@@ -96,6 +96,18 @@ def test_blocks_are_not_saved_as_a_folder(folder, tmp_path):
 
 PRETRAINED = {"original_max_position_embeddings": 128}
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)
+GEMMA4 = dict(
+    num_hidden_layers=3,
+    layer_types=["sliding_attention", "full_attention", "full_attention"],
+    sliding_window=24,
+    global_head_dim=32,
+    hidden_size_per_layer_input=12,
+    vocab_size_per_layer_input=320,
+    rope_parameters={
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    },
+)
 FAMILIES = {
     "qwen3": {},
     "qwen2": {},
@@ -114,6 +126,10 @@ FAMILIES = {
         "layer_types": [*["sliding_attention"] * 3, "full_attention"],
     }
     | {"rope_theta": 5e5},
+    "gemma4_text": {**GEMMA4, "num_kv_shared_layers": 1, "use_double_wide_mlp": True, "final_logit_softcapping": 3.0},
+    "gemma4-experts": {**GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+    | {"moe_intermediate_size": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    | {"hidden_size_per_layer_input": 0},
     "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 32},
     "gpt_oss": {**EXPERTS, "intermediate_size": 64, "sliding_window": 24, "attention_bias": True}
     | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False, **PRETRAINED}}
@@ -124,7 +140,8 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float_weights_and_sizes_match_the_folder(family, tmp_path):
     """A Gemma's norms are 1 + weight in the file, which lacks the kinds of its layers."""
-    folder = tiny_checkpoint(tmp_path / "folder", family=family, **FAMILIES[family])
+    changes, family = FAMILIES[family], family.replace("-experts", "_text")
+    folder = tiny_checkpoint(tmp_path / "folder", family=family, **changes)
     files.write(folder, tmp_path / "a.gguf")
     opened, weights = Checkpoint.open(tmp_path / "a.gguf"), load_file(folder / "model.safetensors")
     shared = {key for key in weights if ".experts." not in key}
@@ -134,7 +151,7 @@ def test_float_weights_and_sizes_match_the_folder(family, tmp_path):
     for path in (path for path in arrays[0] if "experts" in path):
         np.testing.assert_array_equal(*(leaves[path].get_value() for leaves in arrays), err_msg=str(path))
     for key, weight in ((key, weights[key]) for key in shared):
-        rounded = "gemma" in family and key.endswith("norm.weight")
+        rounded = family in ("gemma3_text", "gemma2") and key.endswith("norm.weight")
         expected = weight + np.float32(1) - np.float32(1) if rounded else weight
         np.testing.assert_array_equal(opened.read(key), expected, err_msg=key)
     ours, theirs = (causal_lm(Checkpoint.open(path).config)[1] for path in (tmp_path / "a.gguf", folder))
@@ -285,7 +302,10 @@ SOURCES = {"gpt-oss": "openai-moe"}
 
 @pytest.mark.parametrize(
     "architecture",
-    ["qwen3", "qwen2", "llama", "gemma3", "gemma2", "smollm3", "granite", "olmo2", "phi3", "qwen3moe", "gpt-oss"],
+    [
+        *("qwen3", "qwen2", "llama", "gemma3", "gemma2", "smollm3", "granite", "olmo2", "phi3"),
+        *("qwen3moe", "gpt-oss", "gemma4"),
+    ],
 )
 def test_each_key_that_llama_cpp_reads_is_read_or_without_effect_or_refused(architecture):
     arch, model, own = (
