@@ -32,6 +32,7 @@ SCALE_OFFSETS = {
 }
 """Offsets of a block's float16 numbers; 0 for other types."""
 RANDOM = {"Q2_K": 5e-3, "Q3_K": 2e-3, "Q4_K": 3e-4, "Q5_K": 1.5e-4, "Q6_K": 7e-5, "IQ4_NL": 1.3e-3, "IQ4_XS": 4e-5}
+RANDOM |= dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), 1e-3)
 """Types that the package cannot quantise to, and the spread of float16 numbers that gives weights a spread of 0.1."""
 
 
