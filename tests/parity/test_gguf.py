@@ -6,7 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.parity.test_causal_lm import LLAMA3_ROPE, SIZES, TOKENS
+from tests.parity.test_causal_lm import DELTA, LLAMA3_ROPE, SIZES, TOKENS
 from tests.support import gguf as files
 from tests.support.causal_lm import model_logits, relative
 from tests.support.tiny import tiny_checkpoint, tiny_tokenizer
@@ -31,6 +31,7 @@ FAMILIES = {
     "olmo2": ("Olmo2", {}),
     "qwen3moe": ("Qwen3Moe", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)),
     "gemma4": ("Gemma4", dict(num_hidden_layers=6, head_dim=32, global_head_dim=64, sliding_window=24, **PER_LAYER)),
+    "qwen35": ("Qwen3_5", DELTA),
     "gpt-oss": ("GptOss", dict(num_local_experts=4, num_experts_per_tok=2, head_dim=32, sliding_window=24)),
     "olmo3": ("Olmo3", dict(num_hidden_layers=4, sliding_window=24)),
     "gemma2": ("Gemma2", dict(head_dim=32, query_pre_attn_scalar=32, sliding_window=24)),
@@ -48,7 +49,7 @@ CASES = [
 def test_logits_match_the_dequantised_weights_in_transformers(family, kind, tmp_path):
     name, options = ("Qwen3", WIDE) if family == "wide" else FAMILIES[family]
     # Rows of whole blocks of 32.
-    config = getattr(transformers, f"{name}TextConfig" if name in ("Gemma3", "Gemma4") else f"{name}Config")(
+    config = getattr(transformers, f"{name}TextConfig" if name in ("Gemma3", "Gemma4", "Qwen3_5") else f"{name}Config")(
         **{**SIZES, "intermediate_size": 160, "num_attention_heads": 3, "num_key_value_heads": 1, **options}
     )
     torch.manual_seed(0)

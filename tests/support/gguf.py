@@ -20,6 +20,8 @@ ARCHITECTURES = {
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
     "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
+    "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
+    "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
 }
 SCALE_OFFSETS = {
     "Q2_K": (80, 82),
@@ -119,6 +121,8 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, d
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
+    if is_hybrid := family.startswith("qwen3_5"):
+        add_delta(writer, config)
     if family == "gemma4_text":
         add_gemma4(writer, config)
     if is_gemma := family in ("gemma3_text", "gemma2"):
@@ -142,11 +146,16 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, d
         if family == "gemma4_text" and key.endswith(("router.scale", "router.per_expert_scale")):
             part = "ffn_gate_inp" if key.endswith("router.scale") else "ffn_down_exps"
             name = f"blk.{key.split('.')[2]}.{part}.scale"
-        if name is None or key in drop:
+        if (name is None and "linear_attn" not in key) or key in drop:
             continue
         weight = weight.astype(np.float32)
-        if is_gemma and key.endswith("norm.weight"):
+        if (is_gemma or is_hybrid) and key.endswith("norm.weight") and "linear_attn" not in key:
             weight = weight + 1
+        if "linear_attn" in key:
+            weight = dealt_out(key, weight, config)
+            name = name or names.get_name(key.replace(".dt_bias", ".dt_proj.bias"), try_suffixes=(".weight", ".bias"))
+        if key.endswith("shared_expert_gate.weight"):
+            weight = weight[0]
         if family in ("llama", "smollm3", "granite") and (part := key.split(".")[-2]) in heads:
             weight = permuted(weight, heads[part])
         is_matrix = weight.ndim > 1 and not key.endswith("bias")
@@ -162,6 +171,40 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, d
     writer.write_tensors_to_file()
     writer.close()
     return stored
+
+
+def add_delta(writer, config):
+    """Metadata of delta layers, as in llama.cpp's `Qwen3NextModel`."""
+    values = config["linear_num_value_heads"]
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(values)
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * values)
+    architecture = gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config["model_type"]]]
+    recurrent = [kind == "linear_attention" for kind in config["layer_types"]]
+    writer.add_array(f"{architecture}.attention.recurrent_layers", recurrent)
+    writer.add_rope_dimension_count(int(config["head_dim"] * config.get("partial_rotary_factor", 0.25)))
+    if shared := config.get("shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(shared)
+
+
+def dealt_out(key, weight, config):
+    """A weight of a delta layer in GGUF's order of value heads, as in llama.cpp's `_LinearAttentionVReorderBase`."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+
+    def reorder(x, axis=0):
+        heads = x.reshape(*x.shape[:axis], keys, values // keys, -1, *x.shape[axis + 1 :])
+        return np.ascontiguousarray(heads.swapaxes(axis, axis + 1).reshape(x.shape))
+
+    if key.endswith("A_log"):
+        return reorder(-np.exp(weight))
+    if key.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+        weight, before = weight.reshape(len(weight), -1), 2 * keys * config["linear_key_head_dim"]
+        return np.concatenate([weight[:before], reorder(weight[before:])])
+    if key.endswith("linear_attn.norm.weight"):
+        return weight
+    return reorder(weight, int(key.endswith("out_proj.weight")))
 
 
 def add_gemma4(writer, config):

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from tests.support import gguf as files
 from tests.support.published import llama_cpp_source
-from tests.support.tiny import tiny_checkpoint
+from tests.support.tiny import HYBRID, tiny_checkpoint
 from verax import checkpoint, ops
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.formats.gguf_config import LOCAL_SIZES, NEUTRAL, OWN_KEYS, READ, WITHOUT_EFFECT, read_config
@@ -136,6 +136,9 @@ FAMILIES = {
     "gemma4-experts": {**GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
     | {"moe_intermediate_size": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
     | {"hidden_size_per_layer_input": 0},
+    "qwen3_5_text": {**HYBRID, "linear_num_value_heads": 6},
+    "qwen3_5_moe_text": {**HYBRID, **EXPERTS, "moe_intermediate_size": 32, "intermediate_size": 32}
+    | {"shared_expert_intermediate_size": 40},
     "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 32},
     "gpt_oss": {**EXPERTS, "intermediate_size": 64, "sliding_window": 24, "attention_bias": True}
     | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False, **PRETRAINED}}
@@ -157,7 +160,11 @@ def test_float_weights_and_sizes_match_the_folder(family, tmp_path):
     for path in (path for path in arrays[0] if "experts" in path):
         np.testing.assert_array_equal(*(leaves[path].get_value() for leaves in arrays), err_msg=str(path))
     for key, weight in ((key, weights[key]) for key in shared):
-        rounded = family in ("gemma3_text", "gemma2") and key.endswith("norm.weight")
+        if key.endswith("A_log"):
+            np.testing.assert_allclose(opened.read(key), weight, rtol=1e-6)
+            continue
+        zero_centered = ("gemma3_text", "gemma2", "qwen3_5_text", "qwen3_5_moe_text")
+        rounded = family in zero_centered and "linear_attn" not in key and key.endswith("norm.weight")
         expected = weight + np.float32(1) - np.float32(1) if rounded else weight
         np.testing.assert_array_equal(opened.read(key), expected, err_msg=key)
     ours, theirs = (causal_lm(Checkpoint.open(path).config)[1] for path in (tmp_path / "a.gguf", folder))
@@ -200,6 +207,23 @@ def test_experts_are_held_exactly_as_integers_or_become_floats(family, kind, sto
         assert (None if stored is None else (stack.bits, stack.group_size)) == stored
         each = jax.vmap(lambda matrix: matrix.dequantize())(stack) if stored else stack
         np.testing.assert_array_equal(each, expected)
+
+
+@pytest.mark.parametrize(("size", "kind", "packed"), [(32, "Q8_0", True), (48, "Q8_0", False), (32, "F16", False)])
+def test_value_heads_of_a_hybrid_are_put_back_next_to_their_key_head(size, kind, packed, tmp_path):
+    """Whole blocks of inputs change places; where a block has inputs of two heads, the weight becomes floats."""
+    changes = {**HYBRID, "linear_num_value_heads": 6, "linear_value_head_dim": size}
+    folder = tiny_checkpoint(tmp_path / "folder", family="qwen3_5_text", **changes)
+    key = "model.layers.0.linear_attn.out_proj.weight"
+    stored = files.write(folder, tmp_path / "a.gguf", kinds={key: kind}).get(key)
+    weight = load_file(folder / "model.safetensors")[key]
+    dealt = weight.reshape(-1, 2, 3, size).swapaxes(1, 2).reshape(weight.shape).astype(np.float16).astype(np.float32)
+    if stored is not None:
+        dealt = gguf.dequantize(stored, gguf.GGMLQuantizationType[kind])
+    expected = dealt.reshape(-1, 3, 2, size).swapaxes(1, 2).reshape(weight.shape)
+    read = Checkpoint.open(tmp_path / "a.gguf").read(key)
+    assert isinstance(read, ops.BlockQuantizedWeight) == packed
+    np.testing.assert_array_equal(read.dequantize() if packed else read, expected)
 
 
 def gemma(**changes):
@@ -310,7 +334,7 @@ SOURCES = {"gpt-oss": "openai-moe"}
     "architecture",
     [
         *("qwen3", "qwen2", "llama", "gemma3", "gemma2", "smollm3", "granite", "olmo2", "phi3"),
-        *("qwen3moe", "gpt-oss", "gemma4"),
+        *("qwen3moe", "gpt-oss", "gemma4", "qwen35", "qwen35moe"),
     ],
 )
 def test_each_key_that_llama_cpp_reads_is_read_or_without_effect_or_refused(architecture):

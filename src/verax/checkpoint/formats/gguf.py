@@ -26,6 +26,8 @@ import numpy as np
 from verax.checkpoint.formats.gguf_config import (
     LONGROPE_FACTORS,
     ROPE_DIVISORS,
+    delta_rows,
+    grouped_by_key,
     is_zero_centered,
     read_config,
     restored,
@@ -215,6 +217,9 @@ class GGUFWeights(GGUFFile):
         divisors = self._places.pop(ROPE_DIVISORS, None)
         factors = {key: self._places.pop(name, None) for name, key in LONGROPE_FACTORS.items()}
         numbers: Callable[..., Any] = lambda place: place[0].view(*place[1][2:]).view(np.float32)
+        for key, (part, tensor) in self._places.items():
+            if key.endswith("shared_expert_gate.weight"):  # of one output, which the file leaves out
+                self._places[key] = part, tensor._replace(shape=(1, tensor.shape[-1]))
         stored = {key: tensor for key, (_, tensor) in self._places.items()}
         try:
             self.config = read_config(
@@ -227,14 +232,20 @@ class GGUFWeights(GGUFFile):
             raise CheckpointError(f"{path}: {error.args[0]} is missing: this is not a language model") from error
         floats = np.dtype(np.float32)
         self.tensors: dict[str, Any] = {
-            key: TensorInfo(DTYPES.get(tensor.kind, floats), *tensor[1:]) for key, tensor in stored.items()
+            key: TensorInfo(DTYPES.get(tensor.kind, floats), _own_shape(key, tensor.shape), tensor.start, tensor.end)
+            for key, tensor in stored.items()
         }
         self.packed = {
             key: QuantizedEntry(path, (key,), (shape[0], shape[1]), kind, partial(convert, kind))
             for key, (kind, shape, *_) in stored.items()
             for kinds, convert in [_EXPERTS_AS_STORED if ".experts." in key else _AS_STORED]
-            if kind in kinds and len(shape) == 2
+            if kind in kinds and len(shape) == 2 and not self._splits_blocks(key, kind)
         }
+
+    def _splits_blocks(self, key: str, kind: str) -> bool:
+        """True if a block has inputs of two value heads of a hybrid, whose heads change places."""
+        block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+        return key.endswith("linear_attn.out_proj.weight") and self.config["linear_value_head_dim"] % block != 0
 
     def _join_halves(self) -> None:
         """Make one weight of gate and up of a gpt-oss's experts: their outputs alternate in ours."""
@@ -267,6 +278,8 @@ class GGUFWeights(GGUFFile):
             rows = part.view(start, end).reshape(shape[0], -1)
         if (heads := rotated(name, self.config)) is not None:
             rows = restored(rows, heads)
+        if ".linear_attn." in name:
+            return self._delta_weight(name, rows)
         if name in self.packed:
             return rows
         if kind in DTYPES:
@@ -274,6 +287,20 @@ class GGUFWeights(GGUFFile):
             # llama.cpp's converter adds 1 to the norms of a Gemma, which multiply by 1 + weight.
             return weight - 1 if is_zero_centered(self._architecture) and name.endswith("norm.weight") else weight
         return gguf.dequantize(rows, gguf.GGMLQuantizationType[kind]).reshape(shape)
+
+    def _delta_weight(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """`read` of a weight of a hybrid's delta layer, whose value heads are in another order in the file."""
+        (kind, shape, *_), rows = self._places[name][1], delta_rows(name, rows, self.config)
+        is_output = name.endswith("out_proj.weight")
+        if name in self.packed:  # whole blocks of inputs change places
+            return grouped_by_key(rows, self.config, 1) if is_output else rows
+        known = gguf.GGMLQuantizationType[kind]
+        floats = (rows.view(DTYPES[kind]) if kind in DTYPES else gguf.dequantize(rows, known)).reshape(shape)
+        if name.endswith("A_log"):
+            return np.log(-floats)
+        if name.endswith("conv1d.weight"):
+            return floats.reshape(shape[0], 1, -1)
+        return grouped_by_key(floats, self.config, 1) if is_output else floats
 
     def release(self, name: str) -> None:
         """Drop a tensor's pages from memory."""
@@ -298,6 +325,11 @@ def _integers(kind: str, **rows: np.ndarray) -> QuantizedWeight:
 
 _AS_STORED, _EXPERTS_AS_STORED = (tuple(BLOCK_KINDS), _from_blocks), (GGML_KINDS, _integers)
 """Types of matrices that are not dequantised, and the function that makes a weight of their rows."""
+
+
+def _own_shape(key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of a weight as our models have it."""
+    return (shape[0], 1, shape[1]) if key.endswith("linear_attn.conv1d.weight") else shape
 
 
 def _single_experts(key: str, tensor: GGUFTensor) -> list[tuple[str, GGUFTensor]]:

@@ -18,16 +18,17 @@ from verax.errors import UnsupportedModelError
 _MODEL_TYPES = {
     **{"qwen3": "qwen3", "qwen2": "qwen2", "llama": "llama", "gemma3": "gemma3_text", "gemma2": "gemma2"},
     **{"smollm3": "smollm3", "granite": "granite", "olmo2": "olmo2", "phi3": "phi3"},
-    **{"qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "gemma4": "gemma4_text"},
+    **{"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text", "qwen3moe": "qwen3_moe"},
+    **{"gpt-oss": "gpt_oss", "gemma4": "gemma4_text"},
 }
 """config.json's `model_type` by `general.architecture`, for those that are supported."""
 
-_GEMMA = ("gemma3", "gemma2")
+_GEMMA, _HYBRID = ("gemma3", "gemma2"), ("qwen35", "qwen35moe")
 
 
 def is_zero_centered(architecture: str) -> bool:
     """True for a model whose norms multiply by 1 + weight, to which llama.cpp's converter adds the 1."""
-    return architecture in _GEMMA
+    return architecture in (*_GEMMA, *_HYBRID)
 
 
 ROPE_DIVISORS = "rope_freqs.weight"
@@ -83,7 +84,26 @@ _GEMMA4_KEYS = {
 }
 """Keys that a name and the part of a tensor make together."""
 
+_HYBRID_LAYER_NAMES = {
+    **_LAYER_NAMES,
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    **_EXPERT_NAMES,
+    "ffn_gate_up_exps": "mlp.experts.{}.gate_up_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+}
+_HYBRID_VECTORS = {"ssm_a": "A_log", "ssm_dt.bias": "dt_bias"}
+
 _OWN_LAYER_NAMES = {
+    **dict.fromkeys(_HYBRID, _HYBRID_LAYER_NAMES),
     "gemma4": _GEMMA4_LAYER_NAMES,
     "qwen3moe": {**_LAYER_NAMES, **_EXPERT_NAMES, "ffn_gate_inp": "mlp.gate"},
     "gpt-oss": {
@@ -107,6 +127,9 @@ def tensor_key(name: str, architecture: str | None) -> str:
 
     `architecture` is the file's `general.architecture`.
     """
+    if architecture in _HYBRID and name.endswith(tuple(_HYBRID_VECTORS)):
+        _, layer, part = name.split(".", 2)
+        return f"model.layers.{layer}.linear_attn.{_HYBRID_VECTORS[part]}"
     stem, _, kind = name.rpartition(".")
     whole = _GEMMA4_NAMES if architecture == "gemma4" else _NAMES
     if stem in whole:
@@ -191,7 +214,7 @@ def read_config(
         return _gemma4(given, needed, shapes, divisors)
     heads, size = needed("attention.head_count"), needed("embedding_length")
     head_dim = given("attention.key_length", size // heads)
-    partly = kind == "phi3"
+    partly = kind in ("phi3", *_HYBRID)
     for name in ("attention.value_length", *(() if partly else ("rope.dimension_count",)), *LOCAL_SIZES):
         if given(name, head_dim) != head_dim:
             raise UnsupportedModelError(f"{kind}.{name} {given(name)} is not supported; {head_dim} is")
@@ -199,7 +222,7 @@ def read_config(
         "model_type": _MODEL_TYPES[kind],
         "vocab_size": shapes["model.embed_tokens.weight"][0],
         "hidden_size": size,
-        "intermediate_size": needed("feed_forward_length"),
+        "intermediate_size": needed("feed_forward_length" if kind != "qwen35moe" else "expert_feed_forward_length"),
         "num_hidden_layers": needed("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": needed("attention.head_count_kv") if given("attention.head_count_kv") else heads,
@@ -214,6 +237,7 @@ def read_config(
         **(_gemma(given, kind, heads, size, head_dim) if kind in _GEMMA else {}),
         **(_granite(given, kind, head_dim) if kind == "granite" else {}),
         **(_phi3(given, head_dim, longrope) if kind == "phi3" else {}),
+        **(_hybrid(given, needed, kind, head_dim) if kind in _HYBRID else {}),
         **(_experts(given, needed, kind) if kind in _MIXTURES else {}),
         **(_olmo3(given, kind, divisors) if kind == "olmo2" and given("attention.sliding_window") else {}),
     }
@@ -288,6 +312,46 @@ def _gemma4(
     }
 
 
+def _hybrid(given: Callable[..., Any], needed: Callable[[str], int], kind: str, head_dim: int) -> dict[str, Any]:
+    """Fields of a Qwen3.5's config.json alone: delta layers, the rotated part of heads, and experts."""
+    depth, interval = needed("block_count"), given("full_attention_interval", 4)
+    recurrent = given("attention.recurrent_layers", [(i + 1) % interval != 0 for i in range(depth)])
+    value_heads = needed("ssm.time_step_rank")
+    delta = {
+        "layer_types": ["linear_attention" if is_delta else "full_attention" for is_delta in recurrent],
+        "partial_rotary_factor": given("rope.dimension_count", head_dim) / head_dim,
+        "linear_conv_kernel_dim": needed("ssm.conv_kernel"),
+        "linear_key_head_dim": needed("ssm.state_size"),
+        "linear_num_key_heads": needed("ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": needed("ssm.inner_size") // value_heads,
+    }
+    if kind == "qwen35":
+        return delta
+    return delta | {
+        "num_experts": needed("expert_count"),
+        "num_experts_per_tok": needed("expert_used_count"),
+        "moe_intermediate_size": needed("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": needed("expert_shared_feed_forward_length"),
+    }
+
+
+def grouped_by_key(x: np.ndarray, config: Mapping[str, Any], axis: int = 0) -> np.ndarray:
+    """Value heads along an axis by the key head that they read, as ours are; in files they are dealt out in turn."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    dealt = x.reshape(*x.shape[:axis], values // keys, keys, -1, *x.shape[axis + 1 :])
+    return dealt.swapaxes(axis, axis + 1).reshape(x.shape)
+
+
+def delta_rows(key: str, rows: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
+    """Rows of a weight of a hybrid's delta layer in our order; those of other weights unchanged."""
+    part = key.rpartition("linear_attn.")[2].removesuffix(".weight")
+    if part in ("in_proj_qkv", "conv1d"):
+        before = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
+        return np.concatenate([rows[:before], grouped_by_key(rows[before:], config)])
+    return grouped_by_key(rows, config) if part in ("in_proj_z", "in_proj_a", "in_proj_b", "A_log", "dt_bias") else rows
+
+
 _MIXTURES = ("qwen3moe", "gpt-oss")
 
 
@@ -330,6 +394,13 @@ GEMMA_READ = frozenset(
 
 OLMO_READ = frozenset({"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"})
 
+HYBRID_READ = frozenset(
+    {
+        *("full_attention_interval", "attention.recurrent_layers", "ssm.conv_kernel", "ssm.state_size"),
+        *("ssm.group_count", "ssm.time_step_rank", "ssm.inner_size", "expert_shared_feed_forward_length"),
+    }
+)
+
 EXPERTS_READ = frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"})
 
 GRANITE_READ: Mapping[str, str] = {
@@ -345,6 +416,7 @@ OWN_KEYS: Mapping[str, frozenset[str]] = {
     "olmo2": OLMO_READ,
     "granite": frozenset(GRANITE_READ),
     "qwen3moe": EXPERTS_READ,
+    **dict.fromkeys(_HYBRID, HYBRID_READ | EXPERTS_READ),
     "gpt-oss": EXPERTS_READ | {"attention.sliding_window", "rope.freq_base_swa"},
     "gemma4": EXPERTS_READ | GEMMA_READ | {"attention.shared_kv_layers", "embedding_length_per_layer_input"},
     "phi3": frozenset({"attention.sliding_window", "rope.scaling.attn_factor"}),
@@ -358,11 +430,12 @@ WITHOUT_EFFECT = frozenset(
     {
         *("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.alpha"),
         *("pooling_type", "classifier.pooling_type", "classifier.output_labels"),
-        *("expert_used_count", "expert_group_count", "expert_group_used_count"),
+        *("expert_used_count", "expert_group_count", "expert_group_used_count", "rope.dimension_sections"),
     }
 )
 """Keys without effect on a language model of these architectures: the embeddings have the size of the vocabulary,
-poolings and labels are of encoders, `rope.scaling.alpha` is of Hunyuan's models, and there are no experts."""
+poolings and labels are of encoders, `rope.scaling.alpha` is of Hunyuan's models, and sections of the rotation are of
+positions in images."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale"), (0,)),
