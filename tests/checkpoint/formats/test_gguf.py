@@ -458,8 +458,8 @@ BROKEN = {
     "part": (HEADER + struct.pack("<QQ", 0, 1) + string("split.count") + struct.pack("<IH", 2, 3), "one of 3 parts"),
     "tensor beyond the end": (HEADER + struct.pack("<QQ", 1, 0) + TENSOR, "x ends at byte 320, but the file has"),
     "unknown type": (
-        HEADER + struct.pack("<QQ", 1, 0) + string("x") + struct.pack("<IQIQ", 1, 64, 16, 0),
-        "x is of type IQ2_XXS, which is not supported",
+        HEADER + struct.pack("<QQ", 1, 0) + string("x") + struct.pack("<IQIQ", 1, 64, 19, 0),
+        "x is of type IQ1_S, which is not supported",
     ),
     "part of a block": (
         HEADER + struct.pack("<QQ", 1, 0) + string("x") + struct.pack("<IQIQ", 1, 48, 8, 0),
