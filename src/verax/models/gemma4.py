@@ -30,7 +30,6 @@ from verax.models.qwen3 import (
     SLIDING,
     Qwen3Config,
     Qwen3ForCausalLM,
-    Rotary,
     check_activation,
     decoder_fields,
     norm,
@@ -53,7 +52,11 @@ _ROPE = {
 }
 """Values that a file may leave out."""
 
+RotaryTables = tuple[Float[Array, "*B T _"], Float[Array, "*B T _"]]
+"""cos and sin of the angles of each position."""
+
 KeysAndValues = dict[int, tuple[Float[Array, "*B T K H"], Float[Array, "*B T K H"]]]
+"""Keys and values by layer, for the layers that share them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +82,6 @@ class Gemma4Config(Qwen3Config):
     experts: ExpertsConfig | None
     """Experts of every layer, in addition to its feed-forward part."""
     final_logit_softcapping: Positive | None
-
-    score_options: ClassVar[Mapping[str, float | None]] = {"scale": 1.0}
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Gemma4Config:
@@ -183,7 +184,7 @@ class Attention(nnx.Module):
         self.o_proj = Linear(N * H, D, bias=config.output_bias, divided="in", unit=H, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "*B T D"], rotary: Rotary, attend: AttentionFn, kept: KeysAndValues
+        self, x: Float[Array, "*B T D"], rotary: RotaryTables, attend: AttentionFn, kept: KeysAndValues
     ) -> Float[Array, "*B T D"]:
         layers = [layer for layer in (self.q_proj, self.k_proj, self.v_proj) if layer is not None]
         q, *keys = (split_heads(y, self.size) for y in fused_linear(x, *layers))
@@ -191,11 +192,11 @@ class Attention(nnx.Module):
         if self.k_norm is not None:
             v = ops.rms_norm(keys[-1], jnp.ones(self.size, jnp.float32), self.eps)
             kept[self.source] = ops.apply_rotary(self.k_norm(keys[0]), *rotary), v
-        out = attend(self.source, q, *kept[self.source], window=self.window, **Gemma4Config.score_options)
+        out = attend(self.source, q, *kept[self.source], window=self.window, scale=1.0)
         return self.o_proj(out.reshape(*out.shape[:-2], -1))
 
 
-class Router(qwen3_moe.Gate):
+class Router(nnx.Module):
     """Choice of k experts for each token, and their weights, which add up to 1 before each expert's own factor."""
 
     def __init__(self, config: Gemma4Config, experts: ExpertsConfig, *, rngs: nnx.Rngs):
@@ -249,7 +250,7 @@ class DecoderLayer(nnx.Module):
         self,
         x: Float[Array, "*B T D"],
         own: Float[Array, "*B T P"] | None,
-        rotary: Rotary,
+        rotary: RotaryTables,
         attend: AttentionFn,
         kept: KeysAndValues,
     ) -> Float[Array, "*B T D"]:
@@ -290,7 +291,7 @@ class Decoder(nnx.Module):
         x = self.embed_tokens(tokens)
         own = self.embed_for_layers(tokens, x) if config.hidden_size_per_layer_input else None
         whole = ops.rotary_tables(positions, config.rotary, config.global_head_dim)
-        local = ops.rotary_tables(positions, config.local_rotary, config.head_dim)
+        local = ops.rotary_tables(positions, config.local_rotary or config.rotary, config.head_dim)
         for i, layer in enumerate(self.layers):
             rotary = whole if config.windows[config.source(i)] is None else local
             x = layer(x, None if own is None else own[..., i, :], rotary, attend, kept)
