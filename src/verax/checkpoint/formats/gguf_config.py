@@ -344,7 +344,7 @@ def grouped_by_key(x: np.ndarray, config: Mapping[str, Any], axis: int = 0) -> n
 
 
 def delta_rows(key: str, rows: np.ndarray, config: Mapping[str, Any]) -> np.ndarray:
-    """Rows of a weight of a hybrid's delta layer in our order; those of other weights unchanged."""
+    """Rows of a weight of a hybrid's delta layer in our order; rows of other weights unchanged."""
     part = key.rpartition("linear_attn.")[2].removesuffix(".weight")
     if part in ("in_proj_qkv", "conv1d"):
         before = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
