@@ -288,6 +288,7 @@ def root_mean_square(errors):
         ("phi3", 70, {"quantization": "int8"}, root_mean_square, 0.1),
         ("phi3-long", 70, {"max_model_len": 128}, root_mean_square, 2e-4),
         ("olmo3", 70, {"quantization": "int8"}, root_mean_square, 0.1),
+        ("gemma4-shared", 70, {"quantization": "int8"}, root_mean_square, 0.15),
         ("gpt_oss", 70, {"quantization": "int8"}, lambda errors: np.median(np.abs(errors)), 0.1),
         ("qwen3_moe", 70, {"quantization": "int8"}, lambda errors: np.median(np.abs(errors)), 0.1),
     ],

@@ -1,5 +1,7 @@
 """Every key of transformers' config classes is read, or refused, or on the list of those without effect here."""
 
+import json
+
 import pytest
 
 transformers = pytest.importorskip("transformers")
@@ -11,7 +13,7 @@ from verax.models.umt5 import UMT5Config
 
 DECODERS = ("Qwen2", "Qwen3", "Llama", "Mistral", "Qwen3Moe", "Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next")
 DECODERS += ("Gemma2", "Gemma3Text", "Qwen2Moe", "Phi3", "SmolLM3", "Olmo2", "Olmo3", "Granite", "GraniteMoeHybrid")
-DECODERS += ("Ministral", "Ministral3", "GptOss")
+DECODERS += ("Ministral", "Ministral3", "GptOss", "Gemma4Text")
 ENCODERS = ("Bert", "Roberta", "XLMRoberta", "ModernBert", "DebertaV2", "Gte")
 VECTORS_ONLY = ("MPNet", "DistilBert", "NomicBert", "JinaEmbeddingsV3")
 """Encoders without a cross-encoder."""
@@ -47,11 +49,13 @@ WITHOUT_RECURRENCE = {
 
 NAMES = {
     "classifier_activation": "activation",
+    "enable_moe_block": "top_k_experts",
     "hidden_activation": "activation",
     "is_decoder": "decoder",
     "moe_intermediate_size": "intermediate_size",
     "num_hidden_layers": "layers",
     "num_local_experts": "num_experts",
+    "top_k_experts": "num_experts_per_tok",
     "use_sliding_window": "sliding_window",
 }
 """Names in refusals of keys that are refused because of another, or by a shorter name."""
@@ -90,8 +94,12 @@ def read(family):
 @pytest.mark.parametrize("family", [*DECODERS, *ENCODERS, *VECTORS_ONLY, "UMT5", "CLIPVision"])
 def test_a_change_of_any_key_changes_the_model_or_is_refused_by_name(family):
     hybrid = family == "GraniteMoeHybrid"
-    config = getattr(transformers, f"{family}Config")(**DENSE_GRANITE if hybrid else {}).to_dict()
+    described = getattr(transformers, f"{family}Config")(**DENSE_GRANITE if hybrid else {})
+    config = json.loads(json.dumps(described.to_dict()))
     configs = [config]
+    if "enable_moe_block" in config:  # without which nothing reads the experts
+        experts = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}
+        configs.append({**config, **experts})
     if "use_sliding_window" in config:  # which layer_types goes before, and without which nothing reads the window
         windowed = {**config, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
         configs.append({key: value for key, value in windowed.items() if key != "layer_types"})

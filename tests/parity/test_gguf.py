@@ -6,7 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.parity.test_causal_lm import LLAMA3_ROPE, SIZES, TOKENS
+from tests.parity.test_causal_lm import DELTA, LLAMA3_ROPE, SIZES, TOKENS, spread
 from tests.support import gguf as files
 from tests.support.causal_lm import model_logits, relative
 from tests.support.tiny import tiny_checkpoint, tiny_tokenizer
@@ -18,6 +18,7 @@ from verax.loading import load_causal_lm
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
 LONG_ROPE |= {"short_factor": [1 + 0.1 * i for i in range(12)], "long_factor": [1.5**i for i in range(12)]}
 LLAMA = dict(tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE, attention_bias=True, mlp_bias=True)
+PER_LAYER = dict(hidden_size_per_layer_input=32, vocab_size_per_layer_input=SIZES["vocab_size"])
 FAMILIES = {
     "qwen3": ("Qwen3", dict(head_dim=32, tie_word_embeddings=True)),
     "qwen3-untied": ("Qwen3", dict(head_dim=32, tie_word_embeddings=False)),
@@ -28,6 +29,10 @@ FAMILIES = {
     "granite": ("Granite", dict(embedding_multiplier=2.5, attention_multiplier=0.3, logits_scaling=3.0)),
     "phi3": ("Phi3", dict(rope_parameters=LONG_ROPE, original_max_position_embeddings=64)),
     "olmo2": ("Olmo2", {}),
+    "qwen3moe": ("Qwen3Moe", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)),
+    "gemma4": ("Gemma4", dict(num_hidden_layers=6, head_dim=32, global_head_dim=64, sliding_window=24, **PER_LAYER)),
+    "qwen35": ("Qwen3_5", DELTA),
+    "gpt-oss": ("GptOss", dict(num_local_experts=4, num_experts_per_tok=2, head_dim=32, sliding_window=24)),
     "olmo3": ("Olmo3", dict(num_hidden_layers=4, sliding_window=24)),
     "gemma2": ("Gemma2", dict(head_dim=32, query_pre_attn_scalar=32, sliding_window=24)),
 }
@@ -44,7 +49,7 @@ CASES = [
 def test_logits_match_the_dequantised_weights_in_transformers(family, kind, tmp_path):
     name, options = ("Qwen3", WIDE) if family == "wide" else FAMILIES[family]
     # Rows of whole blocks of 32.
-    config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")(
+    config = getattr(transformers, f"{name}TextConfig" if name in ("Gemma3", "Gemma4", "Qwen3_5") else f"{name}Config")(
         **{**SIZES, "intermediate_size": 160, "num_attention_heads": 3, "num_key_value_heads": 1, **options}
     )
     torch.manual_seed(0)
@@ -52,6 +57,8 @@ def test_logits_match_the_dequantised_weights_in_transformers(family, kind, tmp_
     for key, weight in model.named_parameters():
         std = 1.5 * weight.shape[1] ** -0.5 if weight.ndim == 2 else 0.3
         weight.data.normal_(mean=float(weight.ndim == 1 and not key.endswith("bias")), std=std)
+    if name == "Qwen3_5":
+        spread(model)  # whose decays are from a few tokens to thousands
     model.save_pretrained(tmp_path)
     tiny_tokenizer(tmp_path, vocab_size=SIZES["vocab_size"])
     stored = files.write(tmp_path, tmp_path / "a.gguf", kind)

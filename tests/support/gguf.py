@@ -17,6 +17,11 @@ ARCHITECTURES = {
     "phi3": gguf.MODEL_ARCH.PHI3,
     "olmo2": gguf.MODEL_ARCH.OLMO2,
     "olmo3": gguf.MODEL_ARCH.OLMO2,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
+    "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
+    "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
+    "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
 }
 SCALE_OFFSETS = {
     "Q2_K": (80, 82),
@@ -28,7 +33,8 @@ SCALE_OFFSETS = {
     "Q5_1": (0, 2),
 }
 """Offsets of a block's float16 numbers; 0 for other types."""
-RANDOM = {"Q2_K": 5e-3, "Q3_K": 2e-3, "Q4_K": 3e-4, "Q5_K": 1.5e-4, "Q6_K": 7e-5, "IQ4_NL": 1.3e-3}
+RANDOM = {"Q2_K": 5e-3, "Q3_K": 2e-3, "Q4_K": 3e-4, "Q5_K": 1.5e-4, "Q6_K": 7e-5, "IQ4_NL": 1.3e-3, "IQ4_XS": 4e-5}
+RANDOM |= dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), 1e-3)
 """Types that the package cannot quantise to, and the spread of float16 numbers that gives weights a spread of 0.1."""
 
 
@@ -74,9 +80,18 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, d
     writer.add_block_count(layers)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    double_wide = config.get("use_double_wide_mlp")
+    if not double_wide:
+        writer.add_feed_forward_length(config["intermediate_size"])
+    if (experts := config.get("num_experts") or config.get("num_local_experts")) is not None:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.get("num_experts_per_tok") or config["top_k_experts"])
+        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
+    if family == "gpt_oss":
+        writer.add_sliding_window(config["sliding_window"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    if not config.get("num_global_key_value_heads"):
+        writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)  # a Gemma's is by kind of layer
@@ -97,18 +112,26 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, d
     if family == "olmo3":
         writer.add_sliding_window(config["sliding_window"])
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if family == "granite":
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
-    if is_gemma := "gemma" in family:
+    if is_hybrid := family.startswith("qwen3_5"):
+        add_delta(writer, config)
+    if family == "gemma4_text":
+        add_gemma4(writer, config)
+    if is_gemma := family in ("gemma3_text", "gemma2"):
         writer.add_sliding_window(config["sliding_window"])
         if config.get("attn_logit_softcapping"):
             writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         if config.get("final_logit_softcapping"):
             writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    if config.get("head_dim"):
+    if config.get("head_dim") and family != "gemma4_text":
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
     if pre is not None:
@@ -118,26 +141,119 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, d
     stored = {}
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_divisors(rope, config["head_dim"]))
-    for key, weight in load_file(folder / "model.safetensors").items():
+    for key, weight in with_stacks(load_file(folder / "model.safetensors"), family).items():
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
-        if name is None or key in drop:
+        if family == "gemma4_text" and key.endswith(("router.scale", "router.per_expert_scale")):
+            part = "ffn_gate_inp" if key.endswith("router.scale") else "ffn_down_exps"
+            name = f"blk.{key.split('.')[2]}.{part}.scale"
+        if (name is None and "linear_attn" not in key) or key in drop:
             continue
         weight = weight.astype(np.float32)
-        if is_gemma and key.endswith("norm.weight"):
+        if (is_gemma or is_hybrid) and key.endswith("norm.weight") and "linear_attn" not in key:
             weight = weight + 1
+        if "linear_attn" in key:
+            weight = dealt_out(key, weight, config)
+            name = name or names.get_name(key.replace(".dt_bias", ".dt_proj.bias"), try_suffixes=(".weight", ".bias"))
+        if key.endswith("shared_expert_gate.weight"):
+            weight = weight[0]
         if family in ("llama", "smollm3", "granite") and (part := key.split(".")[-2]) in heads:
             weight = permuted(weight, heads[part])
-        chosen = (kinds or {}).get(key, kind) if weight.ndim == 2 else "F32"
+        is_matrix = weight.ndim > 1 and not key.endswith("bias")
+        chosen = (kinds or {}).get(key, kind) if is_matrix else "F32"
         if chosen in ("F32", "F16"):
             writer.add_tensor(name, weight.astype({"F32": np.float32, "F16": np.float16}[chosen]))
         else:
-            stored[key] = encode(weight, chosen)
+            blocks = encode(weight.reshape(-1, weight.shape[-1]), chosen)
+            stored[key] = blocks.reshape(*weight.shape[:-1], -1)
             writer.add_tensor(name, stored[key], raw_dtype=gguf.GGMLQuantizationType[chosen])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return stored
+
+
+def add_delta(writer, config):
+    """Metadata of delta layers, as in llama.cpp's `Qwen3NextModel`."""
+    values = config["linear_num_value_heads"]
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(values)
+    writer.add_ssm_inner_size(config["linear_value_head_dim"] * values)
+    architecture = gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config["model_type"]]]
+    recurrent = [kind == "linear_attention" for kind in config["layer_types"]]
+    writer.add_array(f"{architecture}.attention.recurrent_layers", recurrent)
+    writer.add_rope_dimension_count(int(config["head_dim"] * config.get("partial_rotary_factor", 0.25)))
+    if shared := config.get("shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(shared)
+
+
+def dealt_out(key, weight, config):
+    """A weight of a delta layer in GGUF's order of value heads, as in llama.cpp's `_LinearAttentionVReorderBase`."""
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+
+    def reorder(x, axis=0):
+        heads = x.reshape(*x.shape[:axis], keys, values // keys, -1, *x.shape[axis + 1 :])
+        return np.ascontiguousarray(heads.swapaxes(axis, axis + 1).reshape(x.shape))
+
+    if key.endswith("A_log"):
+        return reorder(-np.exp(weight))
+    if key.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+        weight, before = weight.reshape(len(weight), -1), 2 * keys * config["linear_key_head_dim"]
+        return np.concatenate([weight[:before], reorder(weight[before:])])
+    if key.endswith("linear_attn.norm.weight"):
+        return weight
+    return reorder(weight, int(key.endswith("out_proj.weight")))
+
+
+def add_gemma4(writer, config):
+    """Metadata and divisors of a Gemma 4, as in llama.cpp's `Gemma4Model`."""
+    windowed = [kind == "sliding_attention" for kind in config["layer_types"]]
+    depth, shared = config["num_hidden_layers"], config.get("num_kv_shared_layers", 0)
+    by_layer = config.get("per_layer_config") or {"0": {"head_dim": config.get("global_head_dim")}}
+    full = next(iter(by_layer.values()))["head_dim"]
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(windowed)
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    for method, size in (("", full), ("_swa", config["head_dim"])):
+        for name in ("key_length", "value_length", "rope_dimension_count"):
+            getattr(writer, f"add_{name}{method}")(size)
+    if heads := config.get("num_global_key_value_heads"):
+        writer.add_head_count_kv([config["num_key_value_heads"] if window else heads for window in windowed])
+    if config.get("use_double_wide_mlp"):
+        width = config["intermediate_size"]
+        writer.add_feed_forward_length([width * (2 if i >= depth - shared else 1) for i in range(depth)])
+    if config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    turned = int(full * config["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2)
+    writer.add_tensor("rope_freqs.weight", np.asarray([1.0] * turned + [1e30] * (full // 2 - turned), np.float32))
+
+
+def with_stacks(weights, family):
+    """Weights with the gates, the inputs and the outputs of a layer's experts as a stack each, by converters' names."""
+    result, single = {}, {}
+    for key, weight in weights.items():
+        stem, _, last = key.partition(".mlp.experts." if family != "gemma4_text" else ".experts.")
+        if not last:
+            result[f"{key}.weight" if key.endswith(("sinks", "layer_scalar")) else key] = weight
+        elif family == "gemma4_text":
+            result[f"{key}.weight"] = weight
+        elif last[0].isdigit():
+            number, _, name = last.partition(".")
+            single.setdefault(f"{stem}.mlp.experts.{name}", {})[int(number)] = weight
+        else:
+            name, suffix = last.removesuffix("_bias"), "bias" if last.endswith("_bias") else "weight"
+            if family == "gpt_oss":
+                weight = weight if suffix == "bias" else weight.swapaxes(1, 2)
+                halves = weight[:, ::2], weight[:, 1::2]
+            else:
+                halves = np.split(weight, 2, axis=1)
+            parts = zip(("gate_proj", "up_proj"), halves, strict=True) if "gate_up" in name else [(name, weight)]
+            result |= {f"{stem}.mlp.experts.{part}.{suffix}": np.ascontiguousarray(half) for part, half in parts}
+    return result | {key: np.stack([of[i] for i in range(len(of))]) for key, of in single.items()}
 
 
 def add_tokenizer(writer, folder, pre):

@@ -111,6 +111,15 @@ def test_auto_checks_strict_functions_and_leaves_answers_free():
     assert "<|channel|> " in tool_grammar(FORM, strict)["grammar"]
 
 
+def test_an_answer_ends_at_a_call_too_whatever_the_files_name(tmp_path):
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.add_special_tokens([*TAGS, "<|endoftext|>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|return|>"}')
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert {tokenizer.token(number) for number in tokenizer.eos_token_ids} == {"<|return|>", "<|call|>"}
+
+
 def test_the_published_template_makes_what_the_parser_reads():
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.add_special_tokens([*TAGS, "<|endoftext|>"])

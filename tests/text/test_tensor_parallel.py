@@ -15,11 +15,12 @@ from verax.nn.parallel import check_divisions, fitting_sizes
 from verax.plan.parts import parts_of
 
 SUMS = {"qwen3": 5, "llama": 3, "gemma3": 5, "qwen3-moe": 3, "qwen3.5": 5, "qwen3-next": 5, "two-key-heads": 4}
-SUMS |= {"phi3": 5, "olmo3": 7, "smollm3": 5, "granite": 5, "ministral3": 5, "qwen2-moe": 3, "gpt-oss": 5}
+SUMS |= {"phi3": 5, "olmo3": 7, "smollm3": 5, "granite": 5, "ministral3": 5, "qwen2-moe": 3, "gpt-oss": 5, "gemma4": 7}
 """Sums over devices of a decode step: two for each layer, and one of the embedding.
 
 A delta layer that is whole on every device has none. XLA joins the ones of a shared expert and of the experts. OLMo's
-norms of queries and of keys have one in each layer.
+norms of queries and of keys have one in each layer. Gemma 4 has two embeddings, whose sums XLA joins, and a layer
+that attends to the keys of another.
 """
 
 HYBRIDS = ("qwen3.5", "qwen3-next")
@@ -30,7 +31,7 @@ WHOLE_DELTA_LAYERS = "two-key-heads"
 SIZES = dict.fromkeys(FAMILIES, (1, 8)) | {
     "qwen3-moe": (1, 2),
     WHOLE_DELTA_LAYERS: (1, 4),
-    **dict.fromkeys(("phi3", "olmo3", "smollm3", "granite", "ministral3", "qwen2-moe", "gpt-oss"), (1, 4)),
+    **dict.fromkeys(("phi3", "olmo3", "smollm3", "granite", "ministral3", "qwen2-moe", "gpt-oss", "gemma4"), (1, 4)),
 }
 """Numbers of devices. Eight share heads of keys and values, except in Llama, and have an expert each; two have four.
 

@@ -30,7 +30,6 @@ from verax.models.qwen3 import (
     SLIDING,
     Qwen3Config,
     Qwen3ForCausalLM,
-    Rotary,
     check_activation,
     decoder_fields,
     norm,
@@ -53,7 +52,11 @@ _ROPE = {
 }
 """Values that a file may leave out."""
 
+RotaryTables = tuple[Float[Array, "*B T _"], Float[Array, "*B T _"]]
+"""cos and sin of the angles of each position."""
+
 KeysAndValues = dict[int, tuple[Float[Array, "*B T K H"], Float[Array, "*B T K H"]]]
+"""Keys and values by layer, for the layers that share them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +82,6 @@ class Gemma4Config(Qwen3Config):
     experts: ExpertsConfig | None
     """Experts of every layer, in addition to its feed-forward part."""
     final_logit_softcapping: Positive | None
-
-    score_options: ClassVar[Mapping[str, float | None]] = {"scale": 1.0}
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Gemma4Config:
@@ -146,12 +147,13 @@ def _global_heads(
     by_layer = read_value(config, "per_layer_config", dict[str, dict[str, Size]], None)
     if by_layer is not None:
         full = [str(i) for i, kind in enumerate(kinds) if kind == FULL]
+        by_layer = {name.lstrip("0") or "0": sizes for name, sizes in by_layer.items()}  # numbers, of equal lengths
         changes = by_layer.get(full[0], {})
         expected = {layer: changes for layer in full if changes}
         if by_layer != expected or not changes.keys() <= {"head_dim", "num_key_value_heads"}:
             raise UnsupportedModelError(
-                f"{config.where}: per_layer_config other than one head_dim and num_key_value_heads of all layers "
-                f"without a window ({', '.join(full)}) is not supported"
+                f"{config.where}: per_layer_config other than one head_dim and num_key_value_heads of the layers that "
+                f"have no window by layer_types ({', '.join(full)}) is not supported"
             )
     given = changes.get("num_key_value_heads", heads)
     check_multiple(config, num_attention_heads=fields["num_attention_heads"], num_global_key_value_heads=given)
@@ -182,7 +184,7 @@ class Attention(nnx.Module):
         self.o_proj = Linear(N * H, D, bias=config.output_bias, divided="in", unit=H, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "*B T D"], rotary: Rotary, attend: AttentionFn, kept: KeysAndValues
+        self, x: Float[Array, "*B T D"], rotary: RotaryTables, attend: AttentionFn, kept: KeysAndValues
     ) -> Float[Array, "*B T D"]:
         layers = [layer for layer in (self.q_proj, self.k_proj, self.v_proj) if layer is not None]
         q, *keys = (split_heads(y, self.size) for y in fused_linear(x, *layers))
@@ -190,11 +192,11 @@ class Attention(nnx.Module):
         if self.k_norm is not None:
             v = ops.rms_norm(keys[-1], jnp.ones(self.size, jnp.float32), self.eps)
             kept[self.source] = ops.apply_rotary(self.k_norm(keys[0]), *rotary), v
-        out = attend(self.source, q, *kept[self.source], window=self.window, **Gemma4Config.score_options)
+        out = attend(self.source, q, *kept[self.source], window=self.window, scale=1.0)
         return self.o_proj(out.reshape(*out.shape[:-2], -1))
 
 
-class Router(qwen3_moe.Gate):
+class Router(nnx.Module):
     """Choice of k experts for each token, and their weights, which add up to 1 before each expert's own factor."""
 
     def __init__(self, config: Gemma4Config, experts: ExpertsConfig, *, rngs: nnx.Rngs):
@@ -248,7 +250,7 @@ class DecoderLayer(nnx.Module):
         self,
         x: Float[Array, "*B T D"],
         own: Float[Array, "*B T P"] | None,
-        rotary: Rotary,
+        rotary: RotaryTables,
         attend: AttentionFn,
         kept: KeysAndValues,
     ) -> Float[Array, "*B T D"]:
@@ -289,7 +291,7 @@ class Decoder(nnx.Module):
         x = self.embed_tokens(tokens)
         own = self.embed_for_layers(tokens, x) if config.hidden_size_per_layer_input else None
         whole = ops.rotary_tables(positions, config.rotary, config.global_head_dim)
-        local = ops.rotary_tables(positions, config.local_rotary, config.head_dim)
+        local = ops.rotary_tables(positions, config.local_rotary or config.rotary, config.head_dim)
         for i, layer in enumerate(self.layers):
             rotary = whole if config.windows[config.source(i)] is None else local
             x = layer(x, None if own is None else own[..., i, :], rotary, attend, kept)
@@ -308,6 +310,7 @@ class Gemma4ForCausalLM(Qwen3ForCausalLM):
 
     decoder_class: ClassVar[Any] = Decoder
     key_aliases = gemma3.Gemma3ForCausalLM.key_aliases
+    stacked_weights = qwen3_moe.STACKED_EXPERTS
 
     @property
     def ignored_weights(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]

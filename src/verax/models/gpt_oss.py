@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from verax import ops
+from verax.errors import UnsupportedModelError
 from verax.fields import Finite, Positive, Size, read_value
 from verax.files import JsonObject
 from verax.models import qwen3, qwen3_moe
@@ -69,11 +70,13 @@ class GptOssConfig(Qwen3Config):
         fields = decoder_fields(text, ops.RotaryConfig.from_hf(text))
         depth = fields["num_hidden_layers"]
         kinds = [FULL if i % 2 else SLIDING for i in range(depth)]
-        experts = JsonObject({**text, "moe_intermediate_size": fields["intermediate_size"]}, text.where)
+        sizes = JsonObject({**text, "moe_intermediate_size": fields["intermediate_size"]}, text.where)
+        if (experts := ExpertsConfig.from_hf(sizes, depth)) is None:
+            raise UnsupportedModelError(f"{text.where}: num_local_experts 0 is not supported")
         return cls(
             **fields,
             windows=layer_windows(text, read_value(text, "sliding_window", Size, None), kinds),
-            experts=ExpertsConfig.from_hf(experts, depth),
+            experts=experts,
             swiglu_alpha=read_value(text, "swiglu_alpha", Finite, 1.702),
             swiglu_limit=read_value(text, "swiglu_limit", Positive, 7.0),
         )

@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file
 
 from tests.support import gguf as files
 from tests.support.published import llama_cpp_source
-from tests.support.tiny import tiny_checkpoint
+from tests.support.tiny import HYBRID, tiny_checkpoint
 from verax import checkpoint, ops
 from verax.checkpoint import Checkpoint
-from verax.checkpoint.formats.gguf import LOCAL_SIZES, NEUTRAL, OWN_KEYS, READ, WITHOUT_EFFECT, read_config
+from verax.checkpoint.formats.gguf_config import LOCAL_SIZES, NEUTRAL, OWN_KEYS, READ, WITHOUT_EFFECT, read_config
 from verax.errors import CheckpointError, UnsupportedModelError, VeraxError
 from verax.loading import load_causal_lm
 from verax.models import causal_lm
@@ -56,7 +57,13 @@ def test_blocks_stay_quantised_and_are_exact(kind, wide, tmp_path):
         np.testing.assert_array_equal(weight.dequantize(), reference(path, key))
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q2_K", "Q3_K"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("F32", "F16", "BF16", "Q2_K", "Q3_K", "MXFP4"),
+        *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"),
+    ],
+)
 def test_other_types_become_floats_exactly(kind, wide, tmp_path):
     path = tmp_path / "a.gguf"
     files.write(wide, path, kind)
@@ -93,6 +100,20 @@ def test_blocks_are_not_saved_as_a_folder(folder, tmp_path):
     np.testing.assert_array_equal(Checkpoint.open(tmp_path / "saved").read(UP), reference(tmp_path / "a.gguf", UP))
 
 
+PRETRAINED = {"original_max_position_embeddings": 128}
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)
+GEMMA4 = dict(
+    num_hidden_layers=3,
+    layer_types=["sliding_attention", "full_attention", "full_attention"],
+    sliding_window=24,
+    global_head_dim=32,
+    hidden_size_per_layer_input=12,
+    vocab_size_per_layer_input=320,
+    rope_parameters={
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    },
+)
 FAMILIES = {
     "qwen3": {},
     "qwen2": {},
@@ -111,18 +132,39 @@ FAMILIES = {
         "layer_types": [*["sliding_attention"] * 3, "full_attention"],
     }
     | {"rope_theta": 5e5},
+    "gemma4_text": {**GEMMA4, "num_kv_shared_layers": 1, "use_double_wide_mlp": True, "final_logit_softcapping": 3.0},
+    "gemma4-experts": {**GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+    | {"moe_intermediate_size": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    | {"hidden_size_per_layer_input": 0},
+    "qwen3_5_text": {**HYBRID, "linear_num_value_heads": 6},
+    "qwen3_5_moe_text": {**HYBRID, **EXPERTS, "moe_intermediate_size": 32, "intermediate_size": 32}
+    | {"shared_expert_intermediate_size": 40},
+    "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 32},
+    "gpt_oss": {**EXPERTS, "intermediate_size": 64, "sliding_window": 24, "attention_bias": True}
+    | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False, **PRETRAINED}}
+    | {"max_position_embeddings": 512},
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float_weights_and_sizes_match_the_folder(family, tmp_path):
     """A Gemma's norms are 1 + weight in the file, which lacks the kinds of its layers."""
-    folder = tiny_checkpoint(tmp_path / "folder", family=family, **FAMILIES[family])
+    changes, family = FAMILIES[family], family.replace("-experts", "_text")
+    folder = tiny_checkpoint(tmp_path / "folder", family=family, **changes)
     files.write(folder, tmp_path / "a.gguf")
     opened, weights = Checkpoint.open(tmp_path / "a.gguf"), load_file(folder / "model.safetensors")
-    assert sorted(opened.names()) == sorted(weights)
-    for key, weight in weights.items():
-        rounded = "gemma" in family and key.endswith("norm.weight")
+    shared = {key for key in weights if ".experts." not in key}
+    assert {key for key in opened.names() if ".experts." not in key} == shared
+    models = [load_causal_lm(Checkpoint.open(path), dtype="float32") for path in (tmp_path / "a.gguf", folder)]
+    arrays = [dict(nnx.to_flat_state(nnx.state(model))) for model in models]
+    for path in (path for path in arrays[0] if "experts" in path):
+        np.testing.assert_array_equal(*(leaves[path].get_value() for leaves in arrays), err_msg=str(path))
+    for key, weight in ((key, weights[key]) for key in shared):
+        if key.endswith("A_log"):
+            np.testing.assert_allclose(opened.read(key), weight, rtol=1e-6)
+            continue
+        zero_centered = ("gemma3_text", "gemma2", "qwen3_5_text", "qwen3_5_moe_text")
+        rounded = family in zero_centered and "linear_attn" not in key and key.endswith("norm.weight")
         expected = weight + np.float32(1) - np.float32(1) if rounded else weight
         np.testing.assert_array_equal(opened.read(key), expected, err_msg=key)
     ours, theirs = (causal_lm(Checkpoint.open(path).config)[1] for path in (tmp_path / "a.gguf", folder))
@@ -143,6 +185,45 @@ GEMMA = {
     "gemma3.attention.sliding_window": 8,
     "gemma3.rope.freq_base": 1e6,
 }
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("kind", "stored"), [("Q8_0", (8, 32)), ("Q4_0", (4, 32)), ("MXFP4", (8, 32)), ("Q5_0", None), ("IQ4_XS", None)]
+)
+def test_experts_are_held_exactly_as_integers_or_become_floats(family, kind, stored, tmp_path):
+    sizes = dict(hidden_size=256, head_dim=64, num_hidden_layers=1, moe_intermediate_size=256, intermediate_size=256)
+    folder = tiny_checkpoint(tmp_path / "folder", family=family, **{**FAMILIES[family], **sizes})
+    is_expert = lambda key: "experts" in key
+    kinds = {f"model.layers.0.mlp.experts.{part}_proj.weight": kind for part in ("gate", "up", "down")}
+    blocks = files.write(folder, tmp_path / "a.gguf", kinds=kinds)
+    model = load_causal_lm(Checkpoint.open(tmp_path / "a.gguf"), dtype="float32")
+    stacks = {path[-1]: leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model)) if is_expert(path)}
+    known = gguf.GGMLQuantizationType[kind]
+    gate, up, down = (gguf.dequantize(blocks[key], known) for key in kinds)
+    both = np.stack([gate, up], axis=2).reshape(4, 512, 256) if family == "gpt_oss" else np.concatenate([gate, up], 1)
+    for name, expected in (("gate_up_proj", both), ("down_proj", down)):
+        stack = stacks[name]
+        assert (None if stored is None else (stack.bits, stack.group_size)) == stored
+        each = jax.vmap(lambda matrix: matrix.dequantize())(stack) if stored else stack
+        np.testing.assert_array_equal(each, expected)
+
+
+@pytest.mark.parametrize(("size", "kind", "packed"), [(32, "Q8_0", True), (48, "Q8_0", False), (32, "F16", False)])
+def test_value_heads_of_a_hybrid_are_put_back_next_to_their_key_head(size, kind, packed, tmp_path):
+    """Whole blocks of inputs change places; where a block has inputs of two heads, the weight becomes floats."""
+    changes = {**HYBRID, "linear_num_value_heads": 6, "linear_value_head_dim": size}
+    folder = tiny_checkpoint(tmp_path / "folder", family="qwen3_5_text", **changes)
+    key = "model.layers.0.linear_attn.out_proj.weight"
+    stored = files.write(folder, tmp_path / "a.gguf", kinds={key: kind}).get(key)
+    weight = load_file(folder / "model.safetensors")[key]
+    dealt = weight.reshape(-1, 2, 3, size).swapaxes(1, 2).reshape(weight.shape).astype(np.float16).astype(np.float32)
+    if stored is not None:
+        dealt = gguf.dequantize(stored, gguf.GGMLQuantizationType[kind])
+    expected = dealt.reshape(-1, 3, 2, size).swapaxes(1, 2).reshape(weight.shape)
+    read = Checkpoint.open(tmp_path / "a.gguf").read(key)
+    assert isinstance(read, ops.BlockQuantizedWeight) == packed
+    np.testing.assert_array_equal(read.dequantize() if packed else read, expected)
 
 
 def gemma(**changes):
@@ -245,13 +326,21 @@ def test_settings_that_are_not_implemented_are_refused_by_name_unless_they_chang
         read_config(LLAMA | {f"llama.{name}": other}, {EMBEDDINGS: (300, 5376)})
 
 
+SOURCES = {"gpt-oss": "openai-moe"}
+"""Names of llama.cpp's files, where they differ from the architecture's."""
+
+
 @pytest.mark.parametrize(
-    "architecture", ["qwen3", "qwen2", "llama", "gemma3", "gemma2", "smollm3", "granite", "olmo2", "phi3"]
+    "architecture",
+    [
+        *("qwen3", "qwen2", "llama", "gemma3", "gemma2", "smollm3", "granite", "olmo2", "phi3"),
+        *("qwen3moe", "gpt-oss", "gemma4", "qwen35", "qwen35moe"),
+    ],
 )
 def test_each_key_that_llama_cpp_reads_is_read_or_without_effect_or_refused(architecture):
     arch, model, own = (
         llama_cpp_source(f"src/{name}.cpp").read_text(encoding="utf-8")
-        for name in ("llama-arch", "llama-model", f"models/{architecture}")
+        for name in ("llama-arch", "llama-model", f"models/{SOURCES.get(architecture, architecture)}")
     )
     names = dict(re.findall(r'\{ (LLM_KV_\w+),\s+"%s\.([\w.]+)"', arch))
     shared = model.partition("::load_hparams(")[2].partition("load_arch_hparams(ml);")[0]
@@ -369,8 +458,8 @@ BROKEN = {
     "part": (HEADER + struct.pack("<QQ", 0, 1) + string("split.count") + struct.pack("<IH", 2, 3), "one of 3 parts"),
     "tensor beyond the end": (HEADER + struct.pack("<QQ", 1, 0) + TENSOR, "x ends at byte 320, but the file has"),
     "unknown type": (
-        HEADER + struct.pack("<QQ", 1, 0) + string("x") + struct.pack("<IQIQ", 1, 64, 16, 0),
-        "x is of type IQ2_XXS, which is not supported",
+        HEADER + struct.pack("<QQ", 1, 0) + string("x") + struct.pack("<IQIQ", 1, 64, 19, 0),
+        "x is of type IQ1_S, which is not supported",
     ),
     "part of a block": (
         HEADER + struct.pack("<QQ", 1, 0) + string("x") + struct.pack("<IQIQ", 1, 48, 8, 0),

@@ -306,6 +306,17 @@ def test_what_cannot_be_computed_with_is_refused_by_name(tmp_path, layout, chang
         open_packed(tmp_path, arrays, {**config, **scheme})
 
 
+@pytest.mark.parametrize(
+    ("scales", "says"),
+    [(None, "has no up.down_proj_scales with it"), ((2, 4, 3), r"blocks \[E, F, D / 32, 16\] and scales of uint8")],
+)
+def test_a_stack_in_mxfp4_that_does_not_go_together_is_refused_by_name(scales, says, tmp_path):
+    arrays = {"down_proj_blocks": ONES(2, 4, 2, 16, dtype=np.uint8)}
+    arrays |= {} if scales is None else {"down_proj_scales": ONES(*scales, dtype=np.uint8)}
+    with pytest.raises(CheckpointError, match=says):
+        open_packed(tmp_path, arrays, {"quant_method": "mxfp4"})
+
+
 def test_groups_of_an_odd_size_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="a scale for 32, 64, 128 inputs or a multiple of them, or one for a row"):
         open_packed(tmp_path, gptq(np.random.default_rng(0), 40, 384, group=16)[0], GPTQ)

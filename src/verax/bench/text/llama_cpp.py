@@ -15,7 +15,7 @@ import numpy as np
 from verax._optional import require_optional
 from verax.bench.text.workload import Workload
 from verax.checkpoint import Checkpoint
-from verax.checkpoint.formats.gguf import ROPE_DIVISORS, interleaved, rotated, tensor_name
+from verax.checkpoint.formats.gguf_config import ROPE_DIVISORS, interleaved, rotated, tensor_name
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError, VeraxError
 from verax.files import read_json
 from verax.machine import num_cores

@@ -51,7 +51,7 @@ from jax.typing import DTypeLike
 from verax.checkpoint.formats.safetensors import TensorInfo
 from verax.errors import CheckpointError
 from verax.fields import Size, read_value
-from verax.ops.block_quantized import BlockQuantizedWeight
+from verax.ops.block_quantized import BLOCKS, BlockQuantizedWeight, parse_blocks
 from verax.ops.quantized import BITS, GROUP_SIZES, QuantizedWeight
 
 _GROUPS = f"a scale for {', '.join(map(str, GROUP_SIZES))} inputs or a multiple of them, or one for a row"
@@ -411,6 +411,22 @@ def _describe_mxfp4(tensors: Mapping[str, TensorInfo], keys: tuple[str, str], wh
         if scales.dtype == np.uint8 and scales.shape == (F, D // _MXFP4_GROUP) and _fits(_MXFP4_GROUP, D, 8):
             return QuantizedEntry(where, keys, (F, D), "MXFP4", _from_mxfp4)
     raise _unfitting(tensors, keys, f"MXFP4 with an exponent (uint8) for {_MXFP4_GROUP} inputs", where)
+
+
+GGML_KINDS = ("Q8_0", "Q4_0", "MXFP4")
+"""Types of GGUF files that `from_ggml` holds exactly."""
+
+
+def from_ggml(kind: str, rows: np.ndarray) -> QuantizedWeight:
+    """Weight of rows of blocks of a type out of `GGML_KINDS`, `uint8 [F, bytes]`, as integers with a scale for 32."""
+    if kind != "MXFP4":
+        codes, scales, *_ = parse_blocks(kind, rows.reshape(len(rows), -1, BLOCKS[kind][1]))
+        bits = 8 if kind == "Q8_0" else 4
+        integers = codes.astype(np.int16) - (1 << (bits - 1))
+        return _lay_out(integers.astype(np.int8).reshape(len(rows), -1), scales[..., 0], bits, 32)
+    blocks = rows.reshape(len(rows), -1, 17)  # an exponent, then the lower and the upper halves of 16 bytes
+    codes = np.concatenate([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], axis=-1)
+    return _lay_out(_DOUBLED[codes].reshape(len(rows), -1), _powers_of_two(blocks[..., 0]) / 2, 8, _MXFP4_GROUP)
 
 
 def _from_mxfp4_stack(*, blocks: np.ndarray, scales: np.ndarray) -> QuantizedWeight:

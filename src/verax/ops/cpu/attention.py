@@ -65,7 +65,6 @@ def _attention_native(
     *,
     causal: bool = True,
     segments: Int[Array, "B T"] | None = None,
-    sinks: Float[Array, "N"] | None = None,
     **options: Unpack[ScoreOptions],
 ) -> Float[Array, "B T N H"]:
     def kernel(q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None) -> Array:
@@ -78,10 +77,11 @@ def _attention_native(
         return library.call_many("verax_attention", [result], *arrays, changed=in_place, **attributes)[0]
 
     def reference(q: Array, k: Array, v: Array, segments: Array | None, sinks: Array | None) -> Array:
-        return attention.reference(q, k, v, causal=causal, segments=segments, sinks=sinks, **options)
+        given: ScoreOptions = {**options, "sinks": sinks}
+        return attention.reference(q, k, v, causal=causal, segments=segments, **given)
 
     # Where a derivative is taken, the reference computes the value too: its softmax is what the derivative needs.
-    return replaced_by(reference, kernel, q, k, v, segments, sinks)
+    return replaced_by(reference, kernel, q, k, v, segments, options.get("sinks"))
 
 
 def _accepts_pages(q: Any, k_cache: Any, v_cache: Any, *_: Any, **options: Any) -> bool:

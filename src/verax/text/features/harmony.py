@@ -20,8 +20,6 @@ from verax.text.features.tool_calls import CallSink, Delta, GrowingText
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
 TAGS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, RETURN, CALL)
-STOP_TOKENS = (RETURN, CALL)
-"""Tokens that end an answer."""
 
 FINAL = f"{CHANNEL}final{MESSAGE}"
 """Text after which a message to the user begins."""

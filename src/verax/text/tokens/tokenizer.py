@@ -27,6 +27,10 @@ _TokenIds = Annotated[Count | tuple[Count, ...], msgspec.Meta(description="a tok
 _TOKEN_FIELDS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
+_HARMONY_ENDS = ("<|return|>", "<|call|>")
+"""Tokens that end an answer in a vocabulary that has both, gpt-oss's, whichever of them its files name."""
+
+
 class Tokenizer:
     """A fast tokenizer with the special tokens and the chat template of its checkpoint."""
 
@@ -91,6 +95,8 @@ class Tokenizer:
         ends = {backend.token_to_id(special["eos_token"])} if "eos_token" in special else set()
         for name in ("config.json", "generation_config.json"):
             ends |= eos_token_ids(read_json(folder / name, optional=True))
+        harmony = {backend.token_to_id(token) for token in _HARMONY_ENDS}
+        ends |= set[int | None]() if None in harmony else harmony
         return cls(
             backend,
             special_tokens=special,
