@@ -150,7 +150,7 @@ class VideoPipeline:
             encode_image=family.conditioning.encode,
             mesh=clip_devices,
         )
-        tokenizer = PromptTokenizer.from_folder(folder.tokenizer, length=settings.text_tokens)
+        tokenizer = PromptTokenizer(folder.read_tokenizer(), length=settings.text_tokens)
         self.parts = PipelineParts(
             model=family,
             stages=stages,

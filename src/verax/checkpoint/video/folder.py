@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import tokenizers
 
 from verax.checkpoint.checkpoint import Checkpoint, DerivedFile, TensorFile, open_stem, open_together
-from verax.checkpoint.formats.gguf import part_names
+from verax.checkpoint.formats.gguf import GGUFFile, part_names
 from verax.checkpoint.formats.pth import PthFile
 from verax.checkpoint.formats.quantized import QuantizedEntry
 from verax.checkpoint.formats.safetensors import TensorInfo
-from verax.checkpoint.resolve import resolve_video
+from verax.checkpoint.resolve import read_tokenizer, resolve_video
 from verax.checkpoint.video.parts import (
     EXPERTS,
     PARTS,
@@ -37,7 +38,7 @@ from verax.checkpoint.video.parts import (
     pipeline_name,
     scheduler_settings,
 )
-from verax.checkpoint.video.quantized import GGUFPart, open_quantized, umt5_config, wan_config
+from verax.checkpoint.video.quantized import GGUFPart, open_quantized, umt5_config, umt5_tokenizer, wan_config
 from verax.errors import CheckpointError
 from verax.fields import Epsilon, Positive, file_of, read_value
 from verax.files import read_json
@@ -151,6 +152,16 @@ class VideoFolder:
         if not folder.is_dir() or not any(folder.iterdir()):
             raise CheckpointError(f"{self.path}: no tokenizer: expected {folder.relative_to(self.path)}/tokenizer.json")
         return folder
+
+    def read_tokenizer(self) -> tokenizers.Tokenizer:
+        """The text encoder's tokenizer, of tokenizer.json or else of the metadata of its GGUF file."""
+        folder = self.path / ("tokenizer" if self.layout == "diffusers" else TOKENIZER)
+        path = self.path / "text_encoder" if self.layout == "diffusers" else self.path
+        name = "*" if self.layout == "diffusers" else self._original_file(PARTS["text_encoder"])
+        encoders = [] if name is None or folder.is_dir() else sorted(path.glob(f"{name}.gguf"))
+        return (
+            umt5_tokenizer(GGUFFile(encoders[0]).metadata, encoders[0]) if encoders else read_tokenizer(self.tokenizer)
+        )
 
     def __contains__(self, name: str) -> bool:
         """True if the folder has the part, one of `PARTS`."""
@@ -327,7 +338,7 @@ def _by_original_names(
     part: Part, config: Mapping[str, Any], files: Mapping[str, TensorFile]
 ) -> tuple[dict[str, TensorFile], dict[str, QuantizedEntry]]:
     """Files of the weights, and the quantised ones among these, by the original's names."""
-    files, quantized = open_quantized(files)
+    files, quantized = open_quantized(files, rounds_inputs=part.original == PARTS["transformer"].original)
     names, keys = part.names(config), dict[str, str]()
     for key, file in files.items():
         name = _PREFIXES.sub("", WRAPPERS.sub("", key))
