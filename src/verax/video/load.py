@@ -114,6 +114,11 @@ def network_precision(kind: type[nnx.Module], quantization: str | None) -> Preci
     return precision._replace(rounds_inputs=issubclass(kind, VideoTransformer) and not precision.is_float)
 
 
+def stays_as_stored(folder: VideoFolder, name: str, kind: type[nnx.Module], quantization: str | None) -> bool:
+    """True if quantised weights of a network's files, where these are there, stay so in memory."""
+    return quantization is None and is_quantizable(kind) and folder.has_weights(name)
+
+
 def load_components(
     folder: VideoFolder,
     model: VideoModel,
@@ -143,7 +148,7 @@ def load_components(
 
     def component(network: Network, dtype: DTypeLike, keep: bool | None) -> Component[Any]:
         precision = network_precision(network.module, quantization)
-        may_stay = quantization is None and is_quantizable(network.module) and folder.has_weights(network.folder)
+        may_stay = stays_as_stored(folder, network.folder, network.module, quantization)
 
         def load(abstract: Any) -> Any:
             with progress.bar(f"loading {network.name}", enabled=show_progress, count=False) as report:
