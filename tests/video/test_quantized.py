@@ -10,8 +10,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.support.tiny_video import video_folder
+from tests.support.video_gguf import WAN, of_blocks, weights_of, write_gguf, write_umt5
 from verax import VideoPipeline
 from verax.errors import InvalidParameterError
+from verax.models.wan.model import WanModel
 from verax.ops import quantize
 from verax.plan.devices import find_device
 from verax.plan.run import plan
@@ -100,6 +102,17 @@ def test_files_of_8_bits_stay_so_and_lora_makes_floats_of_what_it_changes(folder
     assert held(**lora)[0] == len(names) - 1
     assert held(**lora, quantization="fp8")[0] == len(names)
     assert held(quantization="dequantize")[0] == held(quantization="int8")[0] == 0
+
+
+def test_gguf_files_and_a_vae_are_a_model(folder, tmp_path):
+    write_gguf(tmp_path / "wan-Q8_0.gguf", weights_of(WanModel, WAN), "Q8_0", architecture="wan", matrices=of_blocks)
+    write_umt5(tmp_path / "umt5-xxl-encoder-Q8_0.gguf")
+    shutil.copy(folder / "vae" / "diffusion_pytorch_model.safetensors", tmp_path / "Wan2.1_VAE.safetensors")
+    shutil.copy(folder / "vae" / "config.json", tmp_path / "Wan2.1_VAE.json")
+    stored, floats = pipeline(tmp_path), pipeline(tmp_path, quantization="dequantize", dtype="float32")
+    frames, expected = (pipe("a red circle", **CLIP).frames for pipe in (stored, floats))
+    assert -10 * np.log10(np.mean((frames - expected) ** 2)) > 35
+    assert stored.denoiser.transformer.size < 0.4 * floats.denoiser.transformer.size
 
 
 @pytest.mark.parametrize(

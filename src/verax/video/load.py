@@ -80,13 +80,14 @@ def divided_component(
         module = cast(Any, kind)(config, dtype=dtype, rngs=nnx.Rngs(0))
         return shard_blocks(module, mesh) if mesh is not None and shard_weights and is_transformer else module
 
+    held = partial(quantized_shapes, packed=stored, precision=precision) if stored or precision is not None else None
     place = mesh
     if mesh is not None and not is_transformer and not issubclass(kind, VideoAutoencoder):
-        place = tensor_mesh(mesh, nnx.eval_shape(make), what)
+        abstract = nnx.eval_shape(make)
+        place = tensor_mesh(mesh, abstract if held is None else held(abstract), what)
     # A clip calls a transformer many times, and an encoder once or twice: packing pays if the encoder stays for others.
     # float32 stays unpacked: without AVX-512, packed weights are slower with this number of rows.
     pack = mesh is None and dtype == jnp.bfloat16 and (is_transformer or bool(keep))
-    held = partial(quantized_shapes, packed=stored, precision=precision) if stored or precision is not None else None
     return Component(what, make, load, keep=keep, offload=offload, held=held, pack=pack, mesh=place)
 
 

@@ -200,14 +200,15 @@ class VideoFolder:
             self._described[name] = wan_config(shapes, paths[0])
         return dict(self._described[name])
 
-    def checkpoint(self, name: str) -> Checkpoint:
+    def checkpoint(self, name: str, *, quantized: bool = True) -> Checkpoint:
         """A part's configuration and weights, these by the original's names.
 
-        Keys that fit neither layout's names are kept, and `load_module` reports them.
+        `quantized`: False for floats of all weights that the files have quantised. Keys that fit neither layout's names
+        are kept, and `load_module` reports them.
         """
         part, config = self._part(name), self.config(name)
         files = self._diffusers_files(name) if self.layout == "diffusers" else self._original_files(name)
-        entries, packed = _by_original_names(part, config, files)
+        entries, packed = _by_original_names(part, config, files, quantized=quantized)
         if not entries:
             raise CheckpointError(f"{self.path}: the {part.what} has no weights")
         where = self.path / name if self.layout == "diffusers" else self._transformer_folder(name)
@@ -335,10 +336,10 @@ def _entry(name: str, sources: list[tuple[TensorFile, str]], form: Form) -> Deri
 
 
 def _by_original_names(
-    part: Part, config: Mapping[str, Any], files: Mapping[str, TensorFile]
+    part: Part, config: Mapping[str, Any], files: Mapping[str, TensorFile], *, quantized: bool = True
 ) -> tuple[dict[str, TensorFile], dict[str, QuantizedEntry]]:
     """Files of the weights, and the quantised ones among these, by the original's names."""
-    files, quantized = open_quantized(files, rounds_inputs=part.original == PARTS["transformer"].original)
+    files, kept = open_quantized(files, rounds_inputs=part.original == PARTS["transformer"].original)
     names, keys = part.names(config), dict[str, str]()
     for key, file in files.items():
         name = _PREFIXES.sub("", WRAPPERS.sub("", key))
@@ -366,7 +367,7 @@ def _by_original_names(
             absent = ", ".join(name for i, name in enumerate(wanted) if i not in parts)
             path = files[keys[next(iter(parts.values()))]].path
             raise CheckpointError(f"{path}: {absent} missing, and only {', '.join(parts.values())} present")
-        if len(parts) == 1 and original not in part.forms and (describe := quantized.get(keys[parts[0]])) is not None:
+        if len(parts) == 1 and original not in part.forms and quantized and (describe := kept.get(keys[parts[0]])):
             packed[original], arrays = describe(original)
             entries |= arrays
             continue

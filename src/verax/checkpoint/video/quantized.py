@@ -90,7 +90,8 @@ def open_quantized(
                     f"{name} of dtype {info.dtype} and shape {list(info.shape)}: expected 8-bit floats or integers, "
                     "and one scale, one for each row, or one for each block of 128 x 128"
                 )
-            if info.dtype in _KEPT and len(info.shape) == 2 and (grid[1] == 1 or info.shape[1] % GROUP_SIZES[0] == 0):
+            groups = info.dtype == _KEPT[0] and info.shape[-1] % GROUP_SIZES[0] == 0
+            if info.dtype in _KEPT and len(info.shape) == 2 and (grid[1] == 1 or groups):
                 kept[name] = partial(_describe_scaled, file, name, scale_file, key, rounds_inputs)
             read = partial(_expanded, file, name, scale_file, key, grid)
             floats = info._replace(dtype=np.dtype(np.float32))
