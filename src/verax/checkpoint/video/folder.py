@@ -6,6 +6,9 @@
   transformers of Wan 2.2 are in `high_noise_model/` and `low_noise_model/`.
 - Diffusers': `model_index.json` and a folder for each part.
 
+In both, a GGUF file may take the place of the weights of a transformer or of the text encoder. In the original's, it
+then needs no config.json.
+
 Weights may have the names of either layout in both, after the prefixes of ComfyUI and DiffSynth and the names of
 PyTorch's wrappers, such as `model.diffusion_model.`, `pipe.dit.`, `_orig_mod.` and `module.`.
 """
@@ -80,8 +83,8 @@ class VideoFolder:
             if not described and not self._has_experts:
                 raise CheckpointError(
                     f"{self.path}: no video model here: expected model_index.json and a folder for each part "
-                    "(diffusers' layout), or config.json and the transformer's safetensors (the original's; Wan 2.2's "
-                    "in high_noise_model and low_noise_model)"
+                    "(diffusers' layout), or config.json and the transformer's safetensors, or its GGUF file (the "
+                    "original's; Wan 2.2's in high_noise_model and low_noise_model)"
                 )
 
     @property
