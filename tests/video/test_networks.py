@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from verax.checkpoint.resolve import read_tokenizer
 from verax.errors import CheckpointError
 from verax.video.networks import PROMPT_TOKENS, PromptTokenizer, clean
 
@@ -28,20 +29,20 @@ def test_text_is_mended_unescaped_and_its_white_space_one_space():
 
 
 def test_prompts_have_one_length_and_keep_their_end(folder):
-    tokens, lengths = PromptTokenizer.from_folder(folder, length=8)(TEXTS)
+    tokens, lengths = PromptTokenizer(read_tokenizer(folder), length=8)(TEXTS)
     assert tokens.dtype == lengths.dtype == np.int32
     np.testing.assert_array_equal(lengths, [4, 1, 4, 8])
     np.testing.assert_array_equal(
         tokens, [[3, 4, 5, 1, 0, 0, 0, 0], [1] + [0] * 7, [7, 6, 8, 1, 0, 0, 0, 0], [4] * 7 + [1]]
     )
-    assert PromptTokenizer.from_folder(folder)(["a"])[0].shape == (1, PROMPT_TOKENS) == (1, 512)
+    assert PromptTokenizer(read_tokenizer(folder))(["a"])[0].shape == (1, PROMPT_TOKENS) == (1, 512)
 
 
 def test_a_tokenizer_that_is_missing_damaged_or_without_padding_is_said(folder, tmp_path_factory):
     with pytest.raises(CheckpointError, match=r"tokenizer.json: no such file"):
-        PromptTokenizer.from_folder(tmp_path_factory.mktemp("empty"))
+        read_tokenizer(tmp_path_factory.mktemp("empty"))
     with pytest.raises(CheckpointError, match="no token '<mask>'"):
         PromptTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")), pad_token="<mask>")
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match="not a valid tokenizer"):
-        PromptTokenizer.from_folder(folder)
+        read_tokenizer(folder)

@@ -1,15 +1,19 @@
 """Clips with weights in 8 bits: error, memory, LoRA files, and settings that are refused."""
 
+import shutil
 from typing import Any
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.support.tiny_video import video_folder
+from tests.support.video_gguf import WAN, of_blocks, weights_of, write_gguf, write_umt5
 from verax import VideoPipeline
 from verax.errors import InvalidParameterError
+from verax.models.wan.model import WanModel
 from verax.ops import quantize
 from verax.plan.devices import find_device
 from verax.plan.run import plan
@@ -62,6 +66,53 @@ def test_lora_is_added_before_weights_are_quantised(folder, tmp_path):
     expected = quantize(jnp.asarray(stored + up @ down), 8, is_float=True)
     np.testing.assert_allclose(held.row_scales(), expected.row_scales(), rtol=1e-5)
     assert np.mean(np.asarray(held.values) == np.asarray(expected.values)) > 0.99  # the products' order differs
+
+
+def test_files_of_8_bits_stay_so_and_lora_makes_floats_of_what_it_changes(folder, exact, tmp_path):
+    shutil.copytree(folder, tmp_path / "fp8")
+    path = tmp_path / "fp8" / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(path)
+    names = [name for name, weight in weights.items() if name.startswith("blocks.") and weight.ndim == 2]
+    for name in names:
+        scale = np.abs(weights[name]).max() / np.float32(448)
+        weights[name] = (weights[name] / scale).astype(ml_dtypes.float8_e4m3fn)
+        weights[f"{name.removesuffix('weight')}scale_weight"] = scale.reshape(1)
+    save_file(weights, path)
+    size = {name: CLIP[name] for name in ("height", "width", "num_frames")}
+    cpu = find_device("cpu", memory=8e9, bandwidth=1e10, flops=1e12)
+
+    def held(**options):
+        """Dtypes of the blocks' matrices that are quantised, and the bytes of the transformer."""
+        component = pipeline(tmp_path / "fp8", **options).denoiser.transformer
+        with component.weights() as arrays:
+            assert [(one.shape, one.dtype) for one in arrays] == [(one.shape, one.dtype) for one in component.shapes]
+            return [one.dtype for one in arrays].count(jnp.float8_e4m3fn), component.size
+
+    count, nbytes = held()
+    assert count == len(names)
+    parts = plan(str(tmp_path / "fp8"), cpu, **size)["weights"]
+    assert nbytes == next(row["nbytes"] for row in parts if row["part"] == "transformer")
+    frames = pipeline(tmp_path / "fp8")("a red circle", **CLIP).frames
+    assert -10 * np.log10(np.mean((frames - exact) ** 2)) > 35
+    shape = weights[names[0]].shape
+    stem = f"diffusion_model.{names[0].removesuffix('.weight')}"
+    changes = {"lora_down": np.ones((1, shape[1]), np.float32), "lora_up": np.ones((shape[0], 1), np.float32)}
+    save_file({f"{stem}.{role}.weight": array for role, array in changes.items()}, tmp_path / "lora.safetensors")
+    lora = {"lora": tmp_path / "lora.safetensors"}
+    assert held(**lora)[0] == len(names) - 1
+    assert held(**lora, quantization="fp8")[0] == len(names)
+    assert held(quantization="dequantize")[0] == held(quantization="int8")[0] == 0
+
+
+def test_gguf_files_and_a_vae_are_a_model(folder, tmp_path):
+    write_gguf(tmp_path / "wan-Q8_0.gguf", weights_of(WanModel, WAN), "Q8_0", architecture="wan", matrices=of_blocks)
+    write_umt5(tmp_path / "umt5-xxl-encoder-Q8_0.gguf")
+    shutil.copy(folder / "vae" / "diffusion_pytorch_model.safetensors", tmp_path / "Wan2.1_VAE.safetensors")
+    shutil.copy(folder / "vae" / "config.json", tmp_path / "Wan2.1_VAE.json")
+    stored, floats = pipeline(tmp_path), pipeline(tmp_path, quantization="dequantize", dtype="float32")
+    frames, expected = (pipe("a red circle", **CLIP).frames for pipe in (stored, floats))
+    assert -10 * np.log10(np.mean((frames - expected) ** 2)) > 35
+    assert stored.denoiser.transformer.size < 0.4 * floats.denoiser.transformer.size
 
 
 @pytest.mark.parametrize(

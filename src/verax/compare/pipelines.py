@@ -100,7 +100,7 @@ def compare_pipelines(
         report(0, 2, "JAX")
         pipe = VideoPipeline(opened.path, dtype=dtype, reference="diffusers", show_progress=False)
         settings, geometry = pipe.settings, pipe.geometry
-        tokenize = PromptTokenizer.from_folder(opened.tokenizer)  # 512 rows, with which diffusers reckons
+        tokenize = PromptTokenizer(opened.read_tokenizer())  # 512 rows, with which diffusers reckons
         options: dict[str, Any] = {
             "height": clip.height or min(settings.height, LARGEST[0]),
             "width": clip.width or min(settings.width, LARGEST[1]),

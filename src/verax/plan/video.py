@@ -28,7 +28,7 @@ from verax.models.wan.vae_layers import AttentionBlock, Upsample
 from verax.plan.devices import Device, program_row
 from verax.plan.model import Described
 from verax.plan.parts import Part, nbytes_of
-from verax.video.load import Components, divided_component, network_precision
+from verax.video.load import Components, divided_component, network_precision, stays_as_stored
 from verax.video.memory import add_residents, largest
 from verax.video.mesh import GUIDANCE, SEQUENCE, axis_size, check_request, clip_mesh
 from verax.video.programs import Component
@@ -63,6 +63,7 @@ class Clip(NamedTuple):
     mesh: AbstractMesh | None
     shard_weights: bool
     quantization: str | None
+    folder: VideoFolder | None
 
     @property
     def tokens(self) -> int:
@@ -98,7 +99,7 @@ def read_clip(
     Args:
         config: folder of the model, or one of `WAN_CONFIGS`.
         dtype: `"bfloat16"` or `"float32"`, of transformer and encoders.
-        quantization: as in `VideoPipeline`. Without it, weights count as floats: the files need not be there.
+        quantization: as in `VideoPipeline`. Without it, weights are as in the files, or floats where there are none.
         size: `resolution`, `height`, `width`, `num_frames` and `num_inference_steps`, as `VideoRequest` takes them.
     """
     check_dtype(dtype)
@@ -150,25 +151,32 @@ def read_clip(
     check_request(mesh, request, geometry)
     latents = geometry.shape(geometry.latents(frames), height, width)
     text = UMT5Config.from_hf(part("text_encoder", UMT5_XXL))
-    shared = (DTYPES[dtype], request, latents, mesh, shard_weights, quantization)
+    shared = (DTYPES[dtype], request, latents, mesh, shard_weights, quantization, folder)
     return Clip(transformer, vae, text, image, settings, *shared)
 
 
 def components(clip: Clip) -> Components:
     """The models, as the devices of the clip hold them."""
 
-    def part(what: str, kind: Any, config: Any, dtype: DTypeLike, *, keep: bool | None = None) -> Component[Any]:
+    def part(
+        name: str, what: str, kind: Any, config: Any, dtype: DTypeLike, *, keep: bool | None = None
+    ) -> Component[Any]:
+        folder = clip.folder
         options: Any = {"keep": keep, "mesh": clip.mesh, "shard_weights": clip.shard_weights}
         options["precision"] = network_precision(kind, clip.quantization)
+        if folder is not None and stays_as_stored(folder, name, kind, clip.quantization):
+            options["packed"] = lambda: folder.checkpoint(name).packed
         return divided_component(what, kind, config, dtype, lambda it: it, **options)
 
     experts = clip.settings.boundary_ratio is not None
-    names = ("high-noise transformer", "low-noise transformer") if experts else ("transformer",)
+    names = {"transformer": "high-noise transformer", "transformer_2": "low-noise transformer"}
+    names = names if experts else {"transformer": "transformer"}
+    keep = None if experts else True
     return Components(
-        part("text encoder", UMT5EncoderModel, clip.text, clip.dtype),
-        None if clip.image is None else part("image encoder", CLIPVisionModel, clip.image, clip.dtype),
-        tuple(part(name, WanModel, clip.transformer, clip.dtype, keep=None if experts else True) for name in names),
-        part("video VAE", WanVae, clip.vae, jnp.float32, keep=True),
+        part("text_encoder", "text encoder", UMT5EncoderModel, clip.text, clip.dtype),
+        None if clip.image is None else part("image_encoder", "image encoder", CLIPVisionModel, clip.image, clip.dtype),
+        tuple(part(name, what, WanModel, clip.transformer, clip.dtype, keep=keep) for name, what in names.items()),
+        part("vae", "video VAE", WanVae, clip.vae, jnp.float32, keep=True),
     )
 
 

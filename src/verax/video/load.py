@@ -85,13 +85,14 @@ def divided_component(
         module = cast(Any, kind)(config, dtype=dtype, rngs=nnx.Rngs(0))
         return shard_blocks(module, mesh) if mesh is not None and shard_weights and is_transformer else module
 
+    held = partial(quantized_shapes, packed=stored, precision=precision) if stored or precision is not None else None
     place = mesh
     if mesh is not None and not is_transformer and not issubclass(kind, VideoAutoencoder):
-        place = tensor_mesh(mesh, nnx.eval_shape(make), what)
+        abstract = nnx.eval_shape(make)
+        place = tensor_mesh(mesh, abstract if held is None else held(abstract), what)
     # A clip calls a transformer many times, and an encoder once or twice: packing pays if the encoder stays for others.
     # float32 stays unpacked: without AVX-512, packed weights are slower with this number of rows.
     pack = mesh is None and dtype == jnp.bfloat16 and (is_transformer or bool(keep))
-    held = partial(quantized_shapes, packed=stored, precision=precision) if stored or precision is not None else None
     return Component(what, make, load, keep=keep, offload=offload, held=held, pack=pack, mesh=place)
 
 
@@ -117,6 +118,11 @@ def network_precision(kind: type[nnx.Module], quantization: str | None) -> Preci
     if precision is None or not is_quantizable(kind):
         return None
     return precision._replace(rounds_inputs=issubclass(kind, VideoTransformer) and not precision.is_float)
+
+
+def stays_as_stored(folder: VideoFolder, name: str, kind: type[nnx.Module], quantization: str | None) -> bool:
+    """True if quantised weights of a network's files, where these are there, stay so in memory."""
+    return quantization is None and is_quantizable(kind) and folder.has_weights(name)
 
 
 def load_components(
@@ -148,7 +154,7 @@ def load_components(
 
     def component(network: Network, dtype: DTypeLike, keep: bool | None) -> Component[Any]:
         precision = network_precision(network.module, quantization)
-        may_stay = quantization is None and is_quantizable(network.module) and folder.has_weights(network.folder)
+        may_stay = stays_as_stored(folder, network.folder, network.module, quantization)
 
         def load(abstract: Any) -> Any:
             with progress.bar(f"loading {network.name}", enabled=show_progress, count=False) as report:

@@ -11,7 +11,6 @@ import html
 import logging
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,7 +21,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Float32, Int, Real, UInt8
 
 from verax._optional import require_optional
-from verax.checkpoint.resolve import read_tokenizer
 from verax.errors import CheckpointError
 from verax.models.video_model import ConditionEncoder, Control, Pictures
 from verax.video import solvers
@@ -282,11 +280,6 @@ class PromptTokenizer:
         backend.enable_truncation(length)
         backend.enable_padding(length=length, pad_id=pad, pad_token=pad_token)
         self._backend = backend
-
-    @classmethod
-    def from_folder(cls, folder: str | Path, *, length: int = PROMPT_TOKENS) -> PromptTokenizer:
-        """Read a folder's tokenizer.json."""
-        return cls(read_tokenizer(folder), length=length)
 
     def __call__(self, prompts: Sequence[str]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
         """Ids of cleaned prompts, int32, padded on the right, and how many of each are not padding.

@@ -164,7 +164,7 @@ class VideoPipeline:
             encode_condition=family.conditioning.encode,
             mesh=clip_devices,
         )
-        tokenizer = PromptTokenizer.from_folder(folder.tokenizer, length=settings.text_tokens)
+        tokenizer = PromptTokenizer(folder.read_tokenizer(), length=settings.text_tokens)
         self.parts = PipelineParts(
             model=family,
             stages=stages,

@@ -27,7 +27,7 @@ from verax.machine import return_freed_memory
 from verax.nn import pack_linear_weights, packed_copy
 from verax.nn.parallel import divisions
 from verax.ops._dispatch import drop_traces
-from verax.ops.division import Division, partition
+from verax.ops.division import Division, is_weight, partition, resized
 from verax.video.mesh import AnyMesh, Layout
 
 M = TypeVar("M", bound=nnx.Module)
@@ -148,7 +148,10 @@ class Component(Generic[M]):
 
     def module(self, weights: Weights) -> M:
         """Module with these weights, for use inside a program."""
-        return nnx.merge(self._graph, jax.tree.unflatten(self._treedef, weights))
+        state = jax.tree.unflatten(self._treedef, weights)
+        if self.mesh is not None:  # a device's part of a quantised weight has other sizes than the whole
+            state = jax.tree.map(lambda leaf: resized(leaf) if is_weight(leaf) else leaf, state, is_leaf=is_weight)
+        return nnx.merge(self._graph, state)
 
 
 def _specs(weight: Any, division: Division | None) -> list[PartitionSpec]:

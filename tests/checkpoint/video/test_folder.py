@@ -161,6 +161,8 @@ def test_8_bit_floats_are_multiplied_by_their_scales(name, rows, original):
     checkpoint = folder.checkpoint("transformer")
     assert set(checkpoint.names()) == set(tensors("transformer"))
     np.testing.assert_array_equal(checkpoint.read(f"{Q}.weight").dequantize(), values * scale[:, None])
+    floats = folder.checkpoint("transformer", quantized=False)
+    np.testing.assert_array_equal(floats.read_raw(f"{Q}.weight"), values * scale[:, None])
 
 
 @pytest.mark.parametrize(

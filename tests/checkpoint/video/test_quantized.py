@@ -3,14 +3,21 @@
 from dataclasses import replace
 from pathlib import Path
 
-import gguf
 import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
-from tests.support.gguf import encode
+from tests.support.video_gguf import (
+    UMT5,
+    WAN,
+    is_umt5_matrix,
+    of_blocks,
+    weights_of,
+    write_gguf,
+    write_umt5,
+)
 from verax.checkpoint.video.folder import VideoFolder, is_video_folder
 from verax.checkpoint.video.parts import WAN as WAN_NAMES
 from verax.errors import CheckpointError, UnsupportedModelError
@@ -19,47 +26,11 @@ from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan.model import WanConfig, WanModel
 from verax.ops import BlockQuantizedWeight, QuantizedWeight
 
-WAN = WanConfig(dim=256, ffn_dim=512, num_heads=2, num_layers=2, text_dim=256, freq_dim=256)
-UMT5 = UMT5Config(vocab_size=96, d_model=256, d_kv=64, d_ff=256, num_layers=2, num_heads=4)
-BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
-EXPANDED = ("Q2_K", "Q3_K", "F16", "BF16", "F32")
+BLOCKS = ("Q8_0", "Q4_0", "Q5_1", "Q4_K", "Q6_K")
+EXPANDED = ("Q3_K", "BF16")
 
 
-def weights_of(kind, config):
-    shapes = nnx.to_flat_state(nnx.state(nnx.eval_shape(lambda: kind(config, dtype=np.float32, rngs=nnx.Rngs(0)))))
-    draw = np.random.default_rng(0)
-    named = {".".join(map(str, path)): leaf.shape for path, leaf in shapes}
-    return {name: (0.1 * draw.standard_normal(shape)).astype(np.float32) for name, shape in named.items()}
-
-
-def write_gguf(path, weights, kind, *, architecture, matrices, rename=lambda name: name, metadata=()):
-    """Write a GGUF file, and return the floats that it stands for by name."""
-    writer = gguf.GGUFWriter(path, architecture or "none")
-    if architecture is None:  # as stable-diffusion.cpp writes
-        writer.kv_data[0].pop("general.architecture")
-    for method, *arguments in metadata:
-        getattr(writer, method)(*arguments)
-    stored = {}
-    for name, weight in weights.items():
-        type_of = gguf.GGMLQuantizationType[kind if matrices(name, weight) else "F32"]
-        if type_of.name in ("F32", "F16", "BF16"):
-            rows = gguf.quantize(weight, type_of)
-        else:
-            rows = encode(weight, kind) if kind not in ("Q2_K", "Q3_K") else encode(weight, kind, seed=len(stored))
-        writer.add_tensor(rename(name), rows, raw_dtype=type_of)
-        stored[name] = gguf.dequantize(rows.reshape(-1, rows.shape[-1]), type_of).reshape(weight.shape)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return stored
-
-
-def of_blocks(name, weight):
-    return name.startswith("blocks.") and weight.ndim == 2
-
-
-def original(folder: Path, config=None) -> VideoFolder:
+def original(folder: Path) -> VideoFolder:
     folder.mkdir(exist_ok=True)
     (folder / "Wan2.1_VAE.safetensors").write_bytes(b"")
     return VideoFolder(folder)
@@ -126,48 +97,20 @@ def test_a_transformer_without_config_json_is_described_by_its_shapes(tmp_path):
     assert is_video_folder(tmp_path)
 
 
-LLAMA_CPP = {
-    "token_embedding": "token_embd",
-    "norm": "enc.output_norm",
-    "norm1": "attn_norm",
-    "norm2": "ffn_norm",
-    "pos_embedding.embedding": "attn_rel_b",
-    "ffn.gate.0": "ffn_gate",
-    "ffn.fc1": "ffn_up",
-    "ffn.fc2": "ffn_down",
-    **{f"attn.{name}": f"attn_{name}" for name in "qkvo"},
-}
-
-
-def llama_cpps(name):
-    stem = name.removesuffix(".weight")
-    if not stem.startswith("blocks."):
-        return f"{LLAMA_CPP[stem]}.weight"
-    _, layer, rest = stem.split(".", 2)
-    return f"enc.blk.{layer}.{LLAMA_CPP[rest]}.weight"
-
-
-@pytest.mark.parametrize("architecture", ["t5encoder", None])
-def test_umt5_is_read_by_llama_cpps_names_or_its_own(architecture, tmp_path):
-    weights = weights_of(UMT5EncoderModel, UMT5)
-    quantized = {name for name, weight in weights.items() if weight.ndim == 2 and "pos_embedding" not in name}
-    settings = [("add_embedding_length", 256), ("add_block_count", 2), ("add_feed_forward_length", 256)]
-    settings += [("add_head_count", 4), ("add_key_length", 64), ("add_layer_norm_rms_eps", 1e-6)]
-    stored = write_gguf(
-        tmp_path / "umt5-xxl-encoder-Q8_0.gguf",
-        weights,
-        "Q8_0",
-        architecture=architecture,
-        matrices=lambda name, _: name in quantized,
-        rename=llama_cpps if architecture else lambda name: name,
-        metadata=settings if architecture else (),
-    )
+@pytest.mark.parametrize("llama_cpp", [True, False])
+def test_umt5_is_read_by_llama_cpps_names_or_its_own(llama_cpp, tmp_path):
+    weights, path = weights_of(UMT5EncoderModel, UMT5), tmp_path / "umt5-xxl-encoder-Q8_0.gguf"
+    if llama_cpp:
+        stored = write_umt5(path)
+    else:
+        stored = write_gguf(path, weights, "Q8_0", architecture=None, matrices=is_umt5_matrix)
     (tmp_path / "config.json").write_text('{"_class_name": "WanModel"}')
     folder = original(tmp_path)
-    if architecture:
+    if llama_cpp:
         described = UMT5Config.from_hf(folder.config("text_encoder"))
         assert described.layer_norm_epsilon == np.float32(UMT5.layer_norm_epsilon)
         assert replace(described, layer_norm_epsilon=UMT5.layer_norm_epsilon) == UMT5
+    quantized = {name for name, weight in weights.items() if is_umt5_matrix(name, weight)}
     assert_equal(loaded(folder, "text_encoder", UMT5EncoderModel, UMT5), stored, quantized)
 
 
@@ -187,7 +130,7 @@ def test_a_gguf_file_of_another_model_is_refused_before_weights_are_read(tmp_pat
     ("dtype", "shape"),
     [
         *(("float8_e4m3fn", shape) for shape in ("tensor", "row", "block", "none")),
-        *(("int8", shape) for shape in ("tensor", "row")),
+        *(("int8", shape) for shape in ("tensor", "row", "block")),
         *(("float8_e5m2", shape) for shape in ("row", "block", "none")),
     ],
 )
@@ -210,7 +153,8 @@ def test_8_bit_weights_stay_so_with_scales_of_a_tensor_a_row_or_a_block(dtype, s
             stored[name] = files[name].astype(np.float32) * grid
     save_file(files, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"_class_name": "WanModel"}')
-    kept = {name for name, weight in weights.items() if of_blocks(name, weight)} if dtype != "float8_e5m2" else set()
+    floats = dtype == "float8_e5m2" or (dtype, shape) == ("int8", "block")
+    kept = set() if floats else {name for name, weight in weights.items() if of_blocks(name, weight)}
     held = loaded(original(tmp_path), "transformer", WanModel, WAN)
     assert_equal(held, stored, kept)
     assert all(isinstance(held[name], QuantizedWeight) for name in kept)

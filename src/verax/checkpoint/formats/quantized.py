@@ -39,6 +39,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -368,24 +369,31 @@ def _shapes(shape: tuple[int, int], group: int | None, dtype: DTypeLike) -> Quan
     return QuantizedWeight(values, scales, *shape, group, 8)
 
 
-def _from_int8(*, weight: np.ndarray, weight_scale: np.ndarray) -> QuantizedWeight:
+def _from_int8(rounds_inputs: bool, *, weight: np.ndarray, weight_scale: np.ndarray) -> QuantizedWeight:
     F, D = weight.shape
     scales = np.broadcast_to(weight_scale.astype(np.float32).reshape(-1, 1), (F, 1))
-    return QuantizedWeight(jnp.array(weight), jnp.array(scales), F, D, None, 8)
+    return QuantizedWeight(jnp.array(weight), jnp.array(scales), F, D, None, 8, rounds_inputs=rounds_inputs)
 
 
 def describe_scaled(
-    tensors: Mapping[str, TensorInfo], keys: tuple[str, ...], block: tuple[int, int], where: object
+    tensors: Mapping[str, TensorInfo],
+    keys: tuple[str, ...],
+    block: tuple[int, int],
+    where: object,
+    *,
+    rounds_inputs: bool = False,
 ) -> QuantizedEntry:
     """The matrix of 8-bit floats or integers with these keys, of values and perhaps of scales, without a configuration.
 
-    Its scales are held as float32, so that the header determines what is held.
+    Its scales are held as float32, so that the header determines what is held. `rounds_inputs`: of integers, as in
+    `QuantizedWeight`.
     """
     F, D = tensors[keys[0]].shape
     if tensors[keys[0]].dtype == np.int8:
         if math.prod(tensors[keys[1]].shape) not in (1, F):
             raise _unfitting(tensors, keys, "8-bit integers with a scale for a row or for all", where)
-        return QuantizedEntry(where, keys, (F, D), "int8 by rows", _from_int8, _shapes((F, D), None, jnp.int8))
+        held = replace(_shapes((F, D), None, jnp.int8), rounds_inputs=rounds_inputs)
+        return QuantizedEntry(where, keys, (F, D), "int8 by rows", partial(_from_int8, rounds_inputs), held)
     return _describe_float8(tensors, keys, block, where, halve=False)
 
 

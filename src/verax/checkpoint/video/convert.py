@@ -98,7 +98,7 @@ def _wanted(source: VideoFolder) -> list[str]:
 
 
 def _plan(source: VideoFolder, name: str, to: Layout, dtype: DTypeLike | None) -> _PartFiles:
-    part, checkpoint = PARTS[name], source.checkpoint(name)
+    part, checkpoint = PARTS[name], source.checkpoint(name, quantized=False)
     names = part.names(checkpoint.config)
     tensors: dict[str, NewTensor] = {}
     for key in checkpoint.names():

@@ -6,6 +6,9 @@
   transformers of Wan 2.2 are in `high_noise_model/` and `low_noise_model/`.
 - Diffusers': `model_index.json` and a folder for each part.
 
+In both, a GGUF file may take the place of the weights of a transformer or of the text encoder. In the original's, it
+then needs no config.json.
+
 Weights may have the names of either layout in both, after the prefixes of ComfyUI and DiffSynth and the names of
 PyTorch's wrappers, such as `model.diffusion_model.`, `pipe.dit.`, `_orig_mod.` and `module.`.
 """
@@ -18,13 +21,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import tokenizers
 
 from verax.checkpoint.checkpoint import Checkpoint, DerivedFile, TensorFile, open_stem, open_together
-from verax.checkpoint.formats.gguf import part_names
+from verax.checkpoint.formats.gguf import GGUFFile, part_names
 from verax.checkpoint.formats.pth import PthFile
 from verax.checkpoint.formats.quantized import QuantizedEntry
 from verax.checkpoint.formats.safetensors import TensorInfo
-from verax.checkpoint.resolve import resolve_video
+from verax.checkpoint.resolve import read_tokenizer, resolve_video
 from verax.checkpoint.video.parts import (
     EXPERTS,
     PARTS,
@@ -37,7 +41,7 @@ from verax.checkpoint.video.parts import (
     pipeline_name,
     scheduler_settings,
 )
-from verax.checkpoint.video.quantized import GGUFPart, open_quantized, umt5_config, wan_config
+from verax.checkpoint.video.quantized import GGUFPart, open_quantized, umt5_config, umt5_tokenizer, wan_config
 from verax.errors import CheckpointError
 from verax.fields import Epsilon, Positive, file_of, read_value
 from verax.files import read_json
@@ -79,8 +83,8 @@ class VideoFolder:
             if not described and not self._has_experts:
                 raise CheckpointError(
                     f"{self.path}: no video model here: expected model_index.json and a folder for each part "
-                    "(diffusers' layout), or config.json and the transformer's safetensors (the original's; Wan 2.2's "
-                    "in high_noise_model and low_noise_model)"
+                    "(diffusers' layout), or config.json and the transformer's safetensors, or its GGUF file (the "
+                    "original's; Wan 2.2's in high_noise_model and low_noise_model)"
                 )
 
     @property
@@ -155,6 +159,16 @@ class VideoFolder:
             raise CheckpointError(f"{self.path}: no tokenizer: expected {folder.relative_to(self.path)}/tokenizer.json")
         return folder
 
+    def read_tokenizer(self) -> tokenizers.Tokenizer:
+        """The text encoder's tokenizer, of tokenizer.json or else of the metadata of its GGUF file."""
+        folder = self.path / ("tokenizer" if self.layout == "diffusers" else TOKENIZER)
+        path = self.path / "text_encoder" if self.layout == "diffusers" else self.path
+        name = "*" if self.layout == "diffusers" else self._original_file(PARTS["text_encoder"])
+        encoders = [] if name is None or folder.is_dir() else sorted(path.glob(f"{name}.gguf"))
+        return (
+            umt5_tokenizer(GGUFFile(encoders[0]).metadata, encoders[0]) if encoders else read_tokenizer(self.tokenizer)
+        )
+
     def __contains__(self, name: str) -> bool:
         """True if the folder has the part, one of `PARTS`."""
         if self.layout == "diffusers":
@@ -192,14 +206,15 @@ class VideoFolder:
             self._described[name] = wan_config(shapes, paths[0])
         return dict(self._described[name])
 
-    def checkpoint(self, name: str) -> Checkpoint:
+    def checkpoint(self, name: str, *, quantized: bool = True) -> Checkpoint:
         """A part's configuration and weights, these by the original's names.
 
-        Keys that fit neither layout's names are kept, and `load_module` reports them.
+        `quantized`: False for floats of all weights that the files have quantised. Keys that fit neither layout's names
+        are kept, and `load_module` reports them.
         """
         part, config = self._part(name), self.config(name)
         files = self._diffusers_files(name) if self.layout == "diffusers" else self._original_files(name)
-        entries, packed = _by_original_names(part, config, files)
+        entries, packed = _by_original_names(part, config, files, quantized=quantized)
         if not entries:
             raise CheckpointError(f"{self.path}: the {part.what} has no weights")
         where = self.path / name if self.layout == "diffusers" else self._transformer_folder(name)
@@ -327,10 +342,10 @@ def _entry(name: str, sources: list[tuple[TensorFile, str]], form: Form) -> Deri
 
 
 def _by_original_names(
-    part: Part, config: Mapping[str, Any], files: Mapping[str, TensorFile]
+    part: Part, config: Mapping[str, Any], files: Mapping[str, TensorFile], *, quantized: bool = True
 ) -> tuple[dict[str, TensorFile], dict[str, QuantizedEntry]]:
     """Files of the weights, and the quantised ones among these, by the original's names."""
-    files, quantized = open_quantized(files)
+    files, kept = open_quantized(files, rounds_inputs=part.original == PARTS["transformer"].original)
     names, keys = part.names(config), dict[str, str]()
     for key, file in files.items():
         name = _PREFIXES.sub("", WRAPPERS.sub("", key))
@@ -358,7 +373,7 @@ def _by_original_names(
             absent = ", ".join(name for i, name in enumerate(wanted) if i not in parts)
             path = files[keys[next(iter(parts.values()))]].path
             raise CheckpointError(f"{path}: {absent} missing, and only {', '.join(parts.values())} present")
-        if len(parts) == 1 and original not in part.forms and (describe := quantized.get(keys[parts[0]])) is not None:
+        if len(parts) == 1 and original not in part.forms and quantized and (describe := kept.get(keys[parts[0]])):
             packed[original], arrays = describe(original)
             entries |= arrays
             continue

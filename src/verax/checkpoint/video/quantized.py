@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 import gguf
 import ml_dtypes
 import numpy as np
+import tokenizers
+from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from verax.checkpoint.checkpoint import DerivedFile, TensorFile
 from verax.checkpoint.formats.gguf import DTYPES, GGUFFile, GGUFTensor, block_entry, other_parts
@@ -60,10 +62,13 @@ Describe = Callable[[str], Stored]
 """Function from a name to the quantised matrix under that name."""
 
 
-def open_quantized(files: Mapping[str, TensorFile]) -> tuple[dict[str, TensorFile], dict[str, Describe]]:
+def open_quantized(
+    files: Mapping[str, TensorFile], *, rounds_inputs: bool = False
+) -> tuple[dict[str, TensorFile], dict[str, Describe]]:
     """Files by key, in which quantised tensors are floats; and descriptions of the matrices that can stay quantised.
 
-    Scales of inputs are left out: these are not quantised here, or by scales of their own.
+    Scales of inputs are left out: these are not quantised here, or by scales of their own. `rounds_inputs`: True if
+    weights of integers round their inputs, as where such files are published.
     """
     plain = {key: file for key, file in files.items() if not _LEFT_OUT.search(key)}
     scales = {_SCALE.sub(r"\1weight", key): (key, plain.pop(key)) for key in [*plain] if _SCALE.search(key)}
@@ -85,13 +90,14 @@ def open_quantized(files: Mapping[str, TensorFile]) -> tuple[dict[str, TensorFil
                     f"{name} of dtype {info.dtype} and shape {list(info.shape)}: expected 8-bit floats or integers, "
                     "and one scale, one for each row, or one for each block of 128 x 128"
                 )
-            if info.dtype in _KEPT and len(info.shape) == 2 and (grid[1] == 1 or info.shape[1] % GROUP_SIZES[0] == 0):
-                kept[name] = partial(_describe_scaled, file, name, scale_file, key)
+            groups = info.dtype == _KEPT[0] and info.shape[-1] % GROUP_SIZES[0] == 0
+            if info.dtype in _KEPT and len(info.shape) == 2 and (grid[1] == 1 or groups):
+                kept[name] = partial(_describe_scaled, file, name, scale_file, key, rounds_inputs)
             read = partial(_expanded, file, name, scale_file, key, grid)
             floats = info._replace(dtype=np.dtype(np.float32))
             plain[name] = DerivedFile(file.path, name, floats, read, partial(file.release, name))
         elif info.dtype == _KEPT[0] and len(info.shape) == 2:
-            kept[name] = partial(_describe_scaled, file, name, None, "")
+            kept[name] = partial(_describe_scaled, file, name, None, "", False)
     return plain, kept
 
 
@@ -118,12 +124,14 @@ def _alias(file: TensorFile, key: str, name: str) -> DerivedFile:
     return DerivedFile(file.path, name, file.tensors[key], partial(file.read, key), partial(file.release, key))
 
 
-def _describe_scaled(file: TensorFile, key: str, scale_file: TensorFile | None, scale: str, name: str) -> Stored:
+def _describe_scaled(
+    file: TensorFile, key: str, scale_file: TensorFile | None, scale: str, rounds_inputs: bool, name: str
+) -> Stored:
     files: dict[str, TensorFile] = {name: _alias(file, key, name)}
     if scale_file is not None:
         files[f"{name}_scale"] = _alias(scale_file, scale, f"{name}_scale")
     tensors = {key: one.tensors[key] for key, one in files.items()}
-    return Stored(describe_scaled(tensors, tuple(files), BLOCK, file.path), files)
+    return Stored(describe_scaled(tensors, tuple(files), BLOCK, file.path, rounds_inputs=rounds_inputs), files)
 
 
 def _describe_blocks(file: GGUFPart, key: str, name: str) -> Stored:
@@ -246,3 +254,37 @@ def umt5_config(file: GGUFPart) -> dict[str, Any]:
     if (table := file.tensors.get("token_embd.weight")) is not None:
         given["vocab_size"] = table.shape[0]
     return {name: value for name, value in given.items() if value is not None}
+
+
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+"""Types of tokens (`llama_token_type`)."""
+
+
+def umt5_tokenizer(metadata: Mapping[str, Any], where: Path) -> tokenizers.Tokenizer:
+    """Tokenizer of a GGUF file's metadata: SentencePiece's unigrams, as transformers' `T5Tokenizer` has them.
+
+    Raises:
+        CheckpointError: for a file without such metadata, as stable-diffusion.cpp writes.
+    """
+    given = [metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "scores", "token_type")]
+    if metadata.get("tokenizer.ggml.model") != "t5" or not all(given) or len(set(map(len, given))) > 1:
+        raise CheckpointError(f"{where}: it has no tokenizer of UMT5 in its metadata, and no tokenizer.json is with it")
+    tokens, scores, kinds = given
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", kinds.index(_UNKNOWN) if _UNKNOWN in kinds else 2)
+    end = tokens[metadata.get("tokenizer.ggml.eos_token_id", 1)]
+    pieces = list(zip(tokens, map(float, scores), strict=True))
+    backend = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=unknown, byte_fallback=_BYTE in kinds))
+    if charsmap := metadata.get("tokenizer.ggml.precompiled_charsmap"):
+        backend.normalizer = normalizers.Precompiled(np.asarray(charsmap).astype(np.uint8).tobytes())
+    spaces = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme="always", split=True)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), spaces])
+    backend.add_tokens(
+        [
+            tokenizers.AddedToken(token, special=kind == _CONTROL, normalized=False)
+            for token, kind in zip(tokens, kinds, strict=True)
+            if kind in (_CONTROL, _USER_DEFINED)
+        ]
+    )
+    ids = [(end, backend.token_to_id(end))]
+    backend.post_processor = processors.TemplateProcessing(single=f"$A {end}", special_tokens=ids)
+    return backend

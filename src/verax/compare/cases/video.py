@@ -371,7 +371,7 @@ def video_case(model: str | Path | None, part: str, *, inputs: Inputs = RANDOM_I
     given = inputs.checked(kind.inputs(config))
     abstract = nnx.eval_shape(lambda: build_part(part, settings))
     shapes = {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(nnx.state(abstract))}
-    opened = None if folder is None else folder.checkpoint(part)
+    opened = None if folder is None else folder.checkpoint(part, quantized=False)
 
     def weight(name: str) -> np.ndarray:
         return random_weight(name, shapes[name]) if opened is None else np.asarray(opened.read(name), np.float32)
