@@ -229,3 +229,13 @@ def test_a_model_that_was_trained_for_some_dimensions_has_no_others(tmp_path):
     assert encoder.encode("the cat", dimensions=48).shape == (48,)
     with pytest.raises(InvalidParameterError, match="dimensions: the model was trained for 8, 16, got 7"):
         encoder.encode("the cat", dimensions=7)
+
+
+def test_vectors_of_fewer_bits_are_refused_where_they_make_no_sense(encoder):
+    with pytest.raises(InvalidParameterError, match="precision: expected one of float32, int8"):
+        encoder.encode(["a cat"], precision="int4")
+    with pytest.raises(InvalidParameterError, match="ranges: int8 of a single vector"):
+        encoder.encode("a cat", precision="int8")
+    with pytest.raises(InvalidParameterError, match=r"ranges: expected the shape \(2, 48\)"):
+        encoder.encode("a cat", precision="int8", ranges=np.zeros((2, 3)))
+    assert encoder.encode("a cat", precision="binary").shape == (6,)

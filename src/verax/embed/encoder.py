@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from verax import builtin, models, progress
 from verax._compat import enable_compilation_cache
@@ -27,7 +27,7 @@ from verax.embed.buckets import (
     run_jobs,
     tokens_per_call,
 )
-from verax.embed.modules import Modules, cut, load_modules, normalized, open_folder
+from verax.embed.modules import Modules, check_precision, cut, load_modules, normalized, open_folder, quantized
 from verax.embed.settings import EncoderSettings
 from verax.errors import InvalidParameterError
 from verax.fields import Size, read_value
@@ -153,7 +153,9 @@ class Encoder:
         prompt_name: str | None = None,
         prompt: str | None = None,
         dimensions: int | None = None,
-    ) -> Float32[np.ndarray, "..."]:
+        precision: str = "float32",
+        ranges: Float[np.ndarray, "2 D"] | None = None,
+    ) -> Shaped[np.ndarray, "..."]:
         """Vectors of sentences, in their order; of one sentence that is given as a string, one vector.
 
         Args:
@@ -164,6 +166,9 @@ class Encoder:
             prompt_name: name of the checkpoint's prompt that goes before each sentence; its default if None.
             prompt: text that goes before each sentence, whatever `prompt_name` is.
             dimensions: number of leading dimensions of each vector that are kept; the constructor's number if None.
+            precision: a name of `embed.modules.PRECISIONS`: `"int8"` and `"uint8"` of 255 steps a dimension, `"binary"`
+                and `"ubinary"` of a bit a dimension, as sentence-transformers' `quantize_embeddings` makes them.
+            ranges: smallest and largest number of each dimension, for int8 and uint8; of these sentences if None.
 
         Raises:
             InvalidParameterError: if a sentence is not a text, a prompt does not exist, or a number makes no sense;
@@ -173,6 +178,7 @@ class Encoder:
         dimensions = self.check_dimensions(dimensions)
         before = self.settings.prompts.text(prompt_name) if prompt is None else check_texts([prompt], "prompt")[0]
         texts = check_texts([sentences] if isinstance(sentences, str) else sentences, "sentences")
+        check_precision(precision, len(texts), ranges)
         skipped = self._prompt_length(before)
         self.truncated = 0
 
@@ -184,9 +190,10 @@ class Encoder:
         jobs = self._buckets(batch_size, self.max_length).tokenized([len(text) for text in texts], tokenize)
         show = show_progress and len(texts) > 1
         vectors = cut(self._run(jobs, len(texts), normalize, skipped, show), dimensions, normalize)
+        vectors = quantized(vectors, precision, ranges)
         return vectors[0] if isinstance(sentences, str) else vectors
 
-    def encode_query(self, sentences: str | Iterable[str], **options: Any) -> Float32[np.ndarray, "..."]:
+    def encode_query(self, sentences: str | Iterable[str], **options: Any) -> Shaped[np.ndarray, "..."]:
         """Vectors of queries: `encode` with the checkpoint's prompt `query`, if it has one.
 
         Args:
@@ -194,7 +201,7 @@ class Encoder:
         """
         return self.encode(sentences, **_with_prompt(options, self.settings.prompts.query))
 
-    def encode_document(self, sentences: str | Iterable[str], **options: Any) -> Float32[np.ndarray, "..."]:
+    def encode_document(self, sentences: str | Iterable[str], **options: Any) -> Shaped[np.ndarray, "..."]:
         """Vectors of the documents that queries look for: `encode` with the checkpoint's prompt for them, if any.
 
         It is the first of `document`, `passage` and `corpus` that there is.

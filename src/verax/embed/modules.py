@@ -83,6 +83,49 @@ def cut(vectors: Float32[np.ndarray, "n D"], dimensions: int, normalize: bool = 
     return kept / np.maximum(np.linalg.norm(kept, axis=1, keepdims=True), np.finfo(np.float32).tiny)
 
 
+PRECISIONS = ("float32", "int8", "uint8", "binary", "ubinary")
+"""Forms of vectors: sentence-transformers' `quantize_embeddings`."""
+
+
+def check_precision(precision: str, count: int | None = None, ranges: object = None) -> None:
+    """Check the form of vectors; of `count` vectors, of which int8 needs two or their `ranges`."""
+    if precision not in PRECISIONS:
+        raise InvalidParameterError(f"precision: expected one of {', '.join(PRECISIONS)}, got {precision!r}")
+    if precision.endswith("int8") and ranges is None and count == 1:
+        raise InvalidParameterError(
+            f"ranges: {precision} of a single vector needs the smallest and the largest number of each dimension, "
+            "[2, D], of representative vectors"
+        )
+
+
+def quantized(
+    vectors: Float32[np.ndarray, "n D"], precision: str, ranges: Float[np.ndarray, "2 D"] | None = None
+) -> np.ndarray:
+    """Vectors in fewer bits, as sentence-transformers' `quantize_embeddings` makes them.
+
+    `int8` and `uint8` divide the range of each dimension into 255 steps. `binary` and `ubinary` have a bit for each
+    dimension, 1 above 0, in bytes from the highest bit on: `[n, ceil(D / 8)]`, int8 less 128, and uint8.
+
+    `ranges`: smallest and largest number of each dimension; of these vectors if None.
+    """
+    check_precision(precision, len(vectors), ranges)
+    if precision == "float32":
+        return vectors
+    if precision.endswith("binary"):
+        bits = np.packbits(vectors > 0, axis=-1)
+        return bits if precision == "ubinary" else (bits.astype(np.int16) - 128).astype(np.int8)
+    if ranges is None:
+        if not len(vectors):
+            return np.zeros(vectors.shape, np.dtype(precision))
+        ranges = np.stack([vectors.min(axis=0), vectors.max(axis=0)])
+    if ranges.shape != (2, vectors.shape[1]):
+        raise InvalidParameterError(f"ranges: expected the shape (2, {vectors.shape[1]}), got {ranges.shape}")
+    low, high = np.asarray(ranges, np.float32)
+    steps = (high - low) / 255
+    values = np.clip(np.floor((vectors - low) / np.where(steps == 0, 1, steps)), 0, 255)
+    return values.astype(np.uint8) if precision == "uint8" else (values - 128).astype(np.int8)
+
+
 _TORCH: dict[str, Callable[[Array], Array]] = {
     "Identity": lambda x: x,
     "Tanh": jnp.tanh,
