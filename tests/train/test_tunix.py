@@ -58,7 +58,7 @@ def log_probabilities(model, prompt, answer):
 
 
 def test_answers_of_a_group_differ_and_bring_their_log_probabilities(rollout, model):
-    output = rollout.generate(["the cat", "the cat", "a"], SimpleNamespace(**CONFIG))
+    output = rollout.generate(np.array(["the cat", "the cat", "a"]), SimpleNamespace(**CONFIG))
     assert output.tokens[0].tolist() != output.tokens[1].tolist()
     assert output.left_padded_prompt_tokens.shape == (3, 12)
     assert rollout.model() == "actor"

@@ -66,7 +66,8 @@ def _rollout_class() -> type[Any]:
         def generate(self, prompts: list[str], rollout_config: Any, **kwargs: Any) -> Any:
             """Answers to prompts; a prompt of more than `max_prompt_length` tokens is an error."""
             params = [_sampling(rollout_config, i) for i in range(len(prompts))]
-            outputs = self._llm.generate(prompts, params, use_tqdm=False)
+            # Tunix passes an array of numpy's texts.
+            outputs = self._llm.generate([*map(str, prompts)], params, use_tqdm=False)
             if failed := [output.error for output in outputs if output.error is not None]:
                 raise RuntimeError(failed[0])
             width = rollout_config.max_prompt_length
