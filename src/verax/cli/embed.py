@@ -233,11 +233,18 @@ def rerank(
     """
     checked([query], "query")
     texts = read_lines(documents, "document")
+    from verax.embed.modules import open_folder
     from verax.embed.reranker import Reranker
+    from verax.embed.token_encoder import TokenEncoder, is_token_model
 
-    reranker = Reranker(model, **loading)
+    if is_token_model(*open_folder(model, loading.get("revision"))):
+        if instruction is not None:
+            raise typer.BadParameter("--instruction: a model of token vectors reads none")
+        reranker, ranking = TokenEncoder(model, **loading), {}
+    else:
+        reranker, ranking = Reranker(model, **loading), {"instruction": instruction}
     begin = time.perf_counter()
-    ranked = reranker.rank(query, texts, top_k, instruction=instruction, batch_size=batch_size)
+    ranked = reranker.rank(query, texts, top_k, batch_size=batch_size, **ranking)
     seconds = time.perf_counter() - begin
     if as_json:
         records = [{"index": one.index, "score": one.score, "text": one.text} for one in ranked]

@@ -47,10 +47,21 @@ class Encoder:
         >>> float(a @ b)
     """
 
+    def __new__(cls, *args: Any, output: str = "sentence", **options: Any) -> Encoder:
+        """An encoder of sentences; of tokens (`TokenEncoder`) for `output="tokens"`."""
+        if output not in ("sentence", "tokens"):
+            raise InvalidParameterError(f"output: expected sentence or tokens, got {output!r}")
+        if output == "tokens" and cls is Encoder:
+            from verax.embed.token_encoder import TokenEncoder
+
+            return object.__new__(TokenEncoder)
+        return object.__new__(cls)
+
     def __init__(
         self,
         model: str | Path | None = None,
         *,
+        output: str = "sentence",
         dtype: str = "float32",
         quantization: str | None = None,
         max_length: int | None = None,
@@ -63,6 +74,7 @@ class Encoder:
 
         Args:
             model: a folder with config.json and safetensors, a hub id, or None for the built-in model.
+            output: `"sentence"`, or `"tokens"` for a vector of each token (ColBERT), see `TokenEncoder`.
             dtype: `"float32"`, or `"bfloat16"` for weights and matmul inputs: faster, and about three digits.
             quantization: `"int8"` for matrix products of 8-bit integers, weights by row and inputs by token: faster on
                 processors that multiply integers faster than floats. `dtype` is the dtype of the rest.

@@ -232,7 +232,8 @@ class Entry:
 
 
 _PACKAGE = "sentence_transformers."
-_KINDS = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout")
+_PYLATE_DENSE = "pylate.models.Dense.Dense"
+_KINDS = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout", "MultiVectorMask")
 
 
 def list_modules(folder: Path) -> list[Entry]:
@@ -248,7 +249,7 @@ def list_modules(folder: Path) -> list[Entry]:
         if "\0" in subfolder or Path(subfolder).is_absolute() or ".." in Path(subfolder).parts:
             raise CheckpointError(f"{path}: {subfolder!r} is not a path within the folder")
         kind = module["type"].rpartition(".")[2]
-        if kind not in _KINDS or not module["type"].startswith(_PACKAGE):
+        if kind not in _KINDS or not (module["type"].startswith(_PACKAGE) or module["type"] == _PYLATE_DENSE):
             raise UnsupportedModelError(
                 f"{path}: {module['type']} is not supported; {', '.join(_KINDS)} of {_PACKAGE.rstrip('.')} are"
             )
@@ -305,7 +306,7 @@ def load_modules(
     """
     if pooling is not None and pooling not in POOLINGS:
         raise InvalidParameterError(f"pooling: expected one of {', '.join(POOLINGS)}, got {pooling!r}")
-    entries = [entry for entry in list_modules(folder)[1:] if entry.kind != "Dropout"]
+    entries = [entry for entry in list_modules(folder)[1:] if entry.kind not in ("Dropout", "MultiVectorMask")]
     if not entries and not (folder / "modules.json").is_file():
         return Modules([(TOKENS, SENTENCE, Pooling([pooling or default]))], width)
     widths = {TOKENS: width}
@@ -335,13 +336,38 @@ def load_modules(
         widths[target] = made
     if SENTENCE not in widths:
         raise UnsupportedModelError(
-            f"{folder / 'modules.json'}: no module makes a {SENTENCE}: a vector for each token (late interaction) is "
-            "not supported"
+            f"{folder / 'modules.json'}: no module makes a {SENTENCE}; output='tokens' gives a vector for each token"
         )
     source, target, last = steps[-1]
     if isinstance(last, Normalize) and source == target == SENTENCE:
         steps.pop()  # whoever asks for vectors says whether they are normalised
     return Modules(steps, widths[SENTENCE])
+
+
+def load_token_modules(folder: Path, width: int, *, dtype: DTypeLike) -> tuple[list[nnx.Module], int]:
+    """Modules of token vectors: the ones after a folder's transformer that read states of tokens; and their width.
+
+    A Dense layer without names of its input and output reads tokens, as in PyLate's folders.
+    """
+    steps: list[nnx.Module] = []
+    for entry in list_modules(folder)[1:]:
+        if entry.kind in ("Dropout", "MultiVectorMask"):
+            continue
+        if entry.kind == "Pooling":
+            break  # a model of sentences: its token vectors are the states before they are pooled
+        config = read_json(entry.folder / "config.json", optional=True)
+        source = read_value(config, "module_input_name", str, TOKENS)
+        if {source, read_value(config, "module_output_name", str, source)} != {TOKENS}:
+            raise UnsupportedModelError(f"{entry.folder}: {entry.kind} of {source} is not supported in token vectors")
+        if entry.kind == "Normalize":
+            steps.append(Normalize())
+            continue
+        module, expected, made = _load(entry, config, dtype)
+        if expected != width:
+            raise CheckpointError(f"{entry.folder}: it takes {expected} numbers, and {source} has {width} of them")
+        steps.append(module)
+        width = made
+    return steps, width
 
 
 def _load(entry: Entry, config: JsonObject, dtype: DTypeLike) -> tuple[nnx.Module, int, int]:
