@@ -237,6 +237,7 @@ def rerank(
     from verax.embed.reranker import Reranker
     from verax.embed.token_encoder import TokenEncoder, is_token_model
 
+    reranker: Any
     if is_token_model(*open_folder(model, loading.get("revision"))):
         if instruction is not None:
             raise typer.BadParameter("--instruction: a model of token vectors reads none")

@@ -362,11 +362,11 @@ def load_token_modules(folder: Path, width: int, *, dtype: DTypeLike) -> tuple[l
         if entry.kind == "Normalize":
             steps.append(Normalize())
             continue
-        module, expected, made = _load(entry, config, dtype)
+        module, expected, size_out = _load(entry, config, dtype)
         if expected != width:
             raise CheckpointError(f"{entry.folder}: it takes {expected} numbers, and {source} has {width} of them")
         steps.append(module)
-        width = made
+        width = size_out
     return steps, width
 
 

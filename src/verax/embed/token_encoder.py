@@ -120,7 +120,7 @@ def read_token_settings(folder: Path, opened: Checkpoint) -> TokenSettings:
     return TokenSettings(prompts, expansion=_expansion(tokens), **_lengths(tokens), **options)
 
 
-def _lengths(config: Mapping[str, Any]) -> dict[str, int | None]:
+def _lengths(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: read_value(config, name, Size, None) for name in ("query_length", "document_length")}
 
 

@@ -121,7 +121,7 @@ class NomicBertConfig(GteConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Any:
-        """Read a config.json of `model_type` nomic_bert, transformers' or that of Nomic's own code."""
+        """Read a config.json of `model_type` nomic_bert, of transformers or of Nomic's own code."""
         named = {key: config[old] for key, old in _NOMIC_KEYS.items() if old in config and key not in config}
         if named.get("hidden_act") == "swiglu":
             named["hidden_act"] = "silu"

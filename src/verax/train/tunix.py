@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from verax.errors import InvalidParameterError, MissingDependencyError
@@ -55,19 +57,26 @@ def _rollout_class() -> type[Any]:
             mesh: Any = None,
             rollout_config: Any = None,
         ):
-            """Take an engine and what Tunix's cluster passes: `mesh` and `rollout_config` have no effect here."""
+            """Take an engine and what Tunix's cluster passes: `mesh` and `rollout_config` have no effect here.
+
+            The engine begins with the weights of `rollout_actor`, if there is one.
+            """
             if llm.tokenizer is None:
                 raise InvalidParameterError("llm: this engine has no tokenizer, and Tunix's prompts are texts")
             self._llm = llm
             self._weights = weights
-            self._actor = rollout_actor
             self._tokenizer = tokenizer
+            # Tunix calls within a mesh and guards against transfers. Both belong to a thread, and would compile the
+            # engine's programs again, or stop it.
+            self._thread = ThreadPoolExecutor(1, "verax-rollout")
+            if rollout_actor is not None:
+                self.update_params(nnx.state(rollout_actor))
 
         def generate(self, prompts: list[str], rollout_config: Any, **kwargs: Any) -> Any:
             """Answers to prompts; a prompt of more than `max_prompt_length` tokens is an error."""
             params = [_sampling(rollout_config, i) for i in range(len(prompts))]
             # Tunix passes an array of numpy's texts.
-            outputs = self._llm.generate([*map(str, prompts)], params, use_tqdm=False)
+            outputs = self._generate([*map(str, prompts)], params)
             if failed := [output.error for output in outputs if output.error is not None]:
                 raise RuntimeError(failed[0])
             width = rollout_config.max_prompt_length
@@ -105,11 +114,8 @@ def _rollout_class() -> type[Any]:
                 ends = np.flatnonzero(answer == end)
                 length = ends[0] + 1 if len(ends) else len(np.trim_zeros((answer != pad).astype(np.int8), "b"))
                 texts.append((prompt[begin:].tolist(), answer[:length].tolist()))
-            outputs = self._llm.generate(
-                [[*prompt, *answer] for prompt, answer in texts],
-                SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0),
-                use_tqdm=False,
-            )
+            params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
+            outputs = self._generate([[*prompt, *answer] for prompt, answer in texts], params)
             result = np.zeros(answers.shape, np.float32)
             for row, (prompt, answer), output in zip(result, texts, outputs, strict=True):
                 entries: Any = output.prompt_logprobs[len(prompt) :]
@@ -120,8 +126,7 @@ def _rollout_class() -> type[Any]:
             """Take the trainer's parameters: all of them, of the engine's shapes and dtypes."""
             if filter_types is not None and any("LoRA" in kind.__name__ for kind in filter_types):
                 raise InvalidParameterError("update_params: adapters alone are not supported; merge them in `weights`")
-            with jax.transfer_guard("allow"):  # Tunix guards against copies by accident; these are meant
-                self._llm.update_weights(self._weights(params))
+            self._thread.submit(lambda: self._llm.update_weights(self._weights(params))).result()
 
         def pad_id(self) -> int:
             """Token that prompts and answers are padded with: the trainer's, else the first end of text."""
@@ -132,8 +137,11 @@ def _rollout_class() -> type[Any]:
             return min(self._llm.engine.eos_token_ids) if self._tokenizer is None else int(self._tokenizer.eos_id())
 
         def model(self) -> Any:
-            """The module that Tunix has passed as `rollout_actor`; the engine holds copies of its weights."""
-            return self._actor
+            """None, by which Tunix knows that the engine does not share its trainer's weights, and updates them."""
+            return None
+
+        def _generate(self, prompts: Any, params: Any) -> Any:
+            return self._thread.submit(self._llm.generate, prompts, params, use_tqdm=False).result()
 
     return VeraxRollout
 
