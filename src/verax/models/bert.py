@@ -275,11 +275,10 @@ class BertModel(nnx.Module):
         self.config = config
         self.embeddings = BertEmbeddings(config, dtype=dtype, rngs=rngs)
         layers = [BertLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)]
-        self.encoder = nnx.Dict(layer=nnx.List(layers))
+        parts: dict[str, Any] = {"layer": nnx.List(layers)}
         if buckets := config.relative_attention_num_buckets:
-            self.encoder.relative_attention_bias = Embedding(
-                buckets, config.num_attention_heads, dtype=dtype, rngs=rngs
-            )
+            parts["relative_attention_bias"] = Embedding(buckets, config.num_attention_heads, dtype=dtype, rngs=rngs)
+        self.encoder = nnx.Dict(**parts)
         self.pooler = BertPooler(config, dtype=dtype, rngs=rngs) if has_pooler else None
 
     def __call__(

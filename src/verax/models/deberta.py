@@ -158,14 +158,16 @@ class DisentangledSelfAttention(nnx.Module):
         scale = (q.shape[-1] * (1 + len(parts))) ** -0.5
         bias = jnp.zeros((1, N, x.shape[1], x.shape[1]), jnp.float32)
 
-        def scores(states: Float[Array, "B T N H"], project: Linear, rows: Int[Array, "R2"]) -> Float[Array, "B N T T"]:
+        def scores(
+            table: Float[Array, "R D"], states: Float[Array, "B T N H"], project: Linear, rows: Int[Array, "R2"]
+        ) -> Float[Array, "B N T T"]:
             positions = project(table).astype(self.dtype).reshape(-1, N, q.shape[-1])[rows]
             return skewed(float32_product("btnh,rnh->bntr", (states * scale).astype(self.dtype), positions))
 
         if table is not None and "c2p" in parts:
-            bias = bias + scores(q, self.pos_key_proj or self.key_proj, rows[::-1])
+            bias = bias + scores(table, q, self.pos_key_proj or self.key_proj, rows[::-1])
         if table is not None and "p2c" in parts:
-            bias = bias + scores(k, self.pos_query_proj or self.query_proj, rows).swapaxes(2, 3)
+            bias = bias + scores(table, k, self.pos_query_proj or self.query_proj, rows).swapaxes(2, 3)
         return biased_attention(q, k, v, bias, segments, scale).reshape(x.shape)
 
 
