@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from verax import builtin, models, progress
 from verax._compat import enable_compilation_cache
+from verax._optional import Deferred
 from verax.embed.buckets import (
     Buckets,
     Job,
@@ -34,6 +35,8 @@ from verax.fields import Size, read_value
 from verax.nn import Sentences
 from verax.text.tokens.tokenizer import Tokenizer
 
+_token_encoder: Any = Deferred("verax.embed.token_encoder")  # which derives its encoder from the one here
+
 
 class Encoder:
     """Sentences to vectors: weights on the device, a program for each bucket of lengths.
@@ -51,11 +54,7 @@ class Encoder:
         """An encoder of sentences; of tokens (`TokenEncoder`) for `output="tokens"`."""
         if output not in ("sentence", "tokens"):
             raise InvalidParameterError(f"output: expected sentence or tokens, got {output!r}")
-        if output == "tokens" and cls is Encoder:
-            from verax.embed.token_encoder import TokenEncoder
-
-            return object.__new__(TokenEncoder)
-        return object.__new__(cls)
+        return object.__new__(_token_encoder.TokenEncoder if output == "tokens" and cls is Encoder else cls)
 
     def __init__(
         self,
