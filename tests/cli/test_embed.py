@@ -124,3 +124,24 @@ def test_ranked_standard_input_becomes_json(run, reranker_folder, ranked):
     found = json.loads(done.out)
     assert [(one["index"], one["text"]) for one in found] == [(one.index, one.text) for one in ranked[:2]]
     assert found[0]["score"] == pytest.approx(ranked[0].score, abs=2e-6)
+
+
+def test_a_model_of_token_vectors_ranks_by_maxsim(run, tmp_path):
+    tiny_encoder(tmp_path)
+    (tmp_path / "config_sentence_transformers.json").write_text('{"model_type": "MultiVectorEncoder"}')
+    expected = Encoder(tmp_path, output="tokens").rank(QUERY, DOCUMENTS, top_k=2)
+    done = run("rerank", QUERY, "-m", tmp_path, "--json", "--top-k", 2, stdin="\n".join(DOCUMENTS))
+    got = json.loads(done.out)
+    assert [one["index"] for one in got] == [one.index for one in expected]
+    assert got[0]["score"] == pytest.approx(expected[0].score, rel=1e-5)
+    done = run("rerank", QUERY, "-m", tmp_path, "--instruction", "x", stdin="a cat")
+    assert done.status == 2
+    assert "--instruction" in done.err
+
+
+def test_vectors_in_bits_are_written(run, tmp_path):
+    done = run("embed", "--precision", "ubinary", "-o", tmp_path / "v.npy", "a cat", "a dog")
+    assert done.status == 0
+    expected = Encoder().encode(["a cat", "a dog"], precision="ubinary")
+    np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), expected)
+    assert run("embed", "--precision", "int4", "a cat").status != 0

@@ -229,3 +229,45 @@ def test_a_model_that_was_trained_for_some_dimensions_has_no_others(tmp_path):
     assert encoder.encode("the cat", dimensions=48).shape == (48,)
     with pytest.raises(InvalidParameterError, match="dimensions: the model was trained for 8, 16, got 7"):
         encoder.encode("the cat", dimensions=7)
+
+
+def test_vectors_of_fewer_bits_are_refused_where_they_make_no_sense(encoder):
+    with pytest.raises(InvalidParameterError, match="precision: expected one of float32, int8"):
+        encoder.encode(["a cat"], precision="int4")
+    with pytest.raises(InvalidParameterError, match="ranges: int8 of a single vector"):
+        encoder.encode("a cat", precision="int8")
+    with pytest.raises(InvalidParameterError, match=r"ranges: expected the shape \(2, 48\)"):
+        encoder.encode("a cat", precision="int8", ranges=np.zeros((2, 3)))
+    assert encoder.encode("a cat", precision="binary").shape == (6,)
+
+
+COMMON = dict(num_hidden_layers=1, num_attention_heads=4, hidden_size=48, intermediate_size=80, vocab_size=60)
+DISTIL = dict(dim=48, hidden_dim=80, n_layers=1, n_heads=4)
+DEBERTA = dict(relative_attention=True, position_buckets=8, pos_att_type="c2p|p2c", position_biased_input=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("mpnet", {}), ("distilbert", DISTIL), ("nomic_bert", {}), ("gte", {}), ("deberta-v2", DEBERTA)],
+)
+def test_neighbours_change_no_vector_of_any_family(family, changes, tmp_path):
+    encoder = Encoder(tiny_encoder(tmp_path, model_type=family, **{**COMMON, **changes}))
+    together = encoder.encode(SENTENCES[:6])
+    alone = np.stack([encoder.encode(sentence) for sentence in SENTENCES[:6]])
+    np.testing.assert_allclose(together, alone, atol=2e-6)
+    assert np.abs(alone[0] - alone[1]).max() > 0.01
+
+
+def test_token_vectors_lie_in_the_order_of_the_texts_and_are_alike_in_any_batch(folder):
+    encoder = Encoder(folder, output="tokens")
+    vectors = encoder.encode(SENTENCES[:8])
+    assert [len(vector) for vector in vectors] == encoder.token_counts(SENTENCES[:8])
+    for one, sentence in zip(vectors, SENTENCES[:8], strict=True):
+        np.testing.assert_allclose(one, encoder.encode(sentence, batch_size=1), atol=2e-6)
+    np.testing.assert_allclose(np.linalg.norm(vectors[0], axis=1), 1, atol=1e-6)
+    best = encoder.rank(SENTENCES[3], SENTENCES[:8], top_k=1)[0]
+    assert best.index == 3
+    with pytest.raises(InvalidParameterError, match="dimensions: token vectors have none"):
+        Encoder(folder, output="tokens", dimensions=4)
+    with pytest.raises(InvalidParameterError, match="task: expected document or query"):
+        encoder.encode("a cat", task="title")

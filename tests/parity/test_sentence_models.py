@@ -71,7 +71,7 @@ def roberta(folder, kind="Model", **changes):
 
 def modernbert(folder, kind="Model", **changes):
     tiny_tokenizer(folder)
-    return filled(getattr(transformers, f"ModernBert{kind}")(transformers.ModernBertConfig(**MODERN, **changes)))
+    return filled(getattr(transformers, f"ModernBert{kind}")(transformers.ModernBertConfig(**{**MODERN, **changes})))
 
 
 def qwen3(folder):

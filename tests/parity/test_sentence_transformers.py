@@ -109,6 +109,20 @@ def test_prompts_and_dimensions_of_the_files_are_the_defaults(base, tmp_path):
     )
 
 
+@pytest.mark.parametrize("precision", modules.PRECISIONS)
+def test_vectors_of_fewer_bits_are_those_of_quantize_embeddings(precision, base):
+    from sentence_transformers.util import quantize_embeddings
+
+    encoder = Encoder(base)
+    plain = encoder.encode(SENTENCES)
+    ranges = np.stack([plain.min(axis=0), plain.max(axis=0)]) * 0.5  # some numbers lie outside
+    for options in ({}, {"ranges": ranges}):
+        expected = quantize_embeddings(plain, precision, **options)
+        got = encoder.encode(SENTENCES, precision=precision, **options)
+        assert got.dtype == expected.dtype
+        np.testing.assert_array_equal(got, expected)
+
+
 def test_a_transformer_in_a_folder_and_pickled_weights_are_read(base, tmp_path):
     model = saved(base, tmp_path, MEAN, TANH)
     folder = tmp_path / "0_Transformer"

@@ -95,9 +95,11 @@ def test_vectors_of_mpnet_match_transformers():
     assert (encoder.dimension, encoder.max_length) == (768, 384)
     ours = encoder.encode(SENTENCES, batch_size=8, show_progress=False)
     expected = published_vectors(folder, 384)
-    assert np.abs(ours - expected).max() < 1e-6
+    assert np.abs(ours - expected).max() < 3e-6  # measured: 2e-6; from float64, 1.5e-6 and transformers 1.3e-6
     rounded = Encoder(folder, dtype="bfloat16").encode(SENTENCES, show_progress=False)
-    assert (rounded * expected).sum(axis=1).min() > 0.9995
+    cosines = (rounded * expected).sum(axis=1)
+    assert cosines.min() > 0.95  # "word " 300 times: 0.962, and transformers' bfloat16 0.950
+    assert np.median(cosines) > 0.999
 
 
 def test_bfloat16_vectors_point_the_same_way(folder, expected):

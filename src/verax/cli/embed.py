@@ -34,8 +34,8 @@ def embed(
         typer.Option(
             "--output",
             "-o",
-            help="A file that ends in .npy (float32 [n, D]) or .jsonl; JSONL to standard output if none. "
-            "With --batch .jsonl or .parquet.",
+            help="A file that ends in .npy ([n, D], float32 or as --precision says) or .jsonl; JSONL to standard "
+            "output if none. With --batch .jsonl or .parquet.",
         ),
     ] = None,
     batch: Annotated[
@@ -55,6 +55,9 @@ def embed(
     dimensions: Annotated[
         int | None, typer.Option(help="First numbers of each vector that are kept (Matryoshka).")
     ] = None,
+    precision: Annotated[
+        str, typer.Option(help="float32; int8 or uint8, in steps of the sentences' own ranges; binary or ubinary.")
+    ] = "float32",
     *,
     loading: Annotated[dict[str, Any], Flags(options.EncoderOptions)],
 ) -> None:
@@ -78,7 +81,12 @@ def embed(
         raise typer.BadParameter("give --prompt or --prompt-name, not both")
     loading |= {"model": model, "dimensions": dimensions}
     encoding: dict[str, Any] = dict(normalize=normalize, batch_size=batch_size, prompt_name=prompt_name, prompt=prompt)
+    from verax.embed.modules import check_precision
+
+    check_precision(precision)
     if batch is not None:
+        if precision != "float32":
+            raise typer.BadParameter("--precision: it is for sentences and --file; --batch writes float32")
         if sentences or file:
             raise typer.BadParameter("--batch: give it, or sentences, or --file, and no two of them")
         return _embed_batch(batch, field or "text", output, loading, encoding, retry_errors=retry_errors)
@@ -91,7 +99,7 @@ def embed(
 
     encoder = Encoder(**loading)
     begin = time.perf_counter()
-    vectors = encoder.encode(texts, **encoding)
+    vectors = encoder.encode(texts, **encoding, precision=precision)
     seconds = time.perf_counter() - begin
     write(records, vectors)
     cut = _cut(encoder.truncated, encoder.max_length)
@@ -225,11 +233,19 @@ def rerank(
     """
     checked([query], "query")
     texts = read_lines(documents, "document")
+    from verax.embed.modules import open_folder
     from verax.embed.reranker import Reranker
+    from verax.embed.token_encoder import TokenEncoder, is_token_model
 
-    reranker = Reranker(model, **loading)
+    reranker: Any
+    if is_token_model(*open_folder(model, loading.get("revision"))):
+        if instruction is not None:
+            raise typer.BadParameter("--instruction: a model of token vectors reads none")
+        reranker, ranking = TokenEncoder(model, **loading), {}
+    else:
+        reranker, ranking = Reranker(model, **loading), {"instruction": instruction}
     begin = time.perf_counter()
-    ranked = reranker.rank(query, texts, top_k, instruction=instruction, batch_size=batch_size)
+    ranked = reranker.rank(query, texts, top_k, batch_size=batch_size, **ranking)
     seconds = time.perf_counter() - begin
     if as_json:
         records = [{"index": one.index, "score": one.score, "text": one.text} for one in ranked]

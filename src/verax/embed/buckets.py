@@ -242,7 +242,7 @@ def compiled(function: Callable[..., Array], modules: Any) -> tuple[Any, tuple[A
 def run_jobs(
     jobs: Iterable[Job],
     dispatch: Callable[[Job], Array],
-    results: Float32[np.ndarray, "n ..."],
+    results: Float32[np.ndarray, "n ..."] | list[Any],
     *,
     label: str,
     unit: str,
@@ -250,8 +250,9 @@ def run_jobs(
 ) -> None:
     """Run calls and write their results. While the device works on the calls that it has, the host makes the next.
 
-    `dispatch`: function that begins one and returns its result, a row for each row of the call. `unit`: plural of what
-    has one result each, for the progress bar.
+    `dispatch`: function that begins one and returns its result, a row for each text. `results`: an array of a row for
+    each text; or a list, which gets the rows of each text's tokens `[T, ...]` of packed calls, whose results have a row
+    for each token. `unit`: plural of what has one result each, for the progress bar.
     """
     done = 0
     pending: deque[tuple[Job, Array]] = deque()
@@ -260,7 +261,12 @@ def run_jobs(
 
         def collect() -> int:
             job, result = pending.popleft()
-            results[job.members] = np.asarray(result)[: len(job.members)]
+            if isinstance(results, list):
+                ends = np.cumsum(job.lengths)
+                for index, end, length in zip(job.members, ends, job.lengths, strict=False):
+                    results[index] = np.array(np.asarray(result)[end - length : end])
+            else:
+                results[job.members] = np.asarray(result)[: len(job.members)]
             rate = (done + len(job.members)) / (time.perf_counter() - begin)
             report(done + len(job.members), len(results), f"{rate:,.0f} {unit}/s")
             return len(job.members)

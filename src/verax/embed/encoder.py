@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from verax import builtin, models, progress
 from verax._compat import enable_compilation_cache
+from verax._optional import Deferred
 from verax.embed.buckets import (
     Buckets,
     Job,
@@ -27,12 +28,14 @@ from verax.embed.buckets import (
     run_jobs,
     tokens_per_call,
 )
-from verax.embed.modules import Modules, cut, load_modules, normalized, open_folder
+from verax.embed.modules import Modules, check_precision, cut, load_modules, normalized, open_folder, quantized
 from verax.embed.settings import EncoderSettings
 from verax.errors import InvalidParameterError
 from verax.fields import Size, read_value
 from verax.nn import Sentences
 from verax.text.tokens.tokenizer import Tokenizer
+
+_token_encoder: Any = Deferred("verax.embed.token_encoder")  # which derives its encoder from the one here
 
 
 class Encoder:
@@ -47,10 +50,17 @@ class Encoder:
         >>> float(a @ b)
     """
 
+    def __new__(cls, *args: Any, output: str = "sentence", **options: Any) -> Encoder:
+        """An encoder of sentences; of tokens (`TokenEncoder`) for `output="tokens"`."""
+        if output not in ("sentence", "tokens"):
+            raise InvalidParameterError(f"output: expected sentence or tokens, got {output!r}")
+        return object.__new__(_token_encoder.TokenEncoder if output == "tokens" and cls is Encoder else cls)
+
     def __init__(
         self,
         model: str | Path | None = None,
         *,
+        output: str = "sentence",
         dtype: str = "float32",
         quantization: str | None = None,
         max_length: int | None = None,
@@ -63,6 +73,7 @@ class Encoder:
 
         Args:
             model: a folder with config.json and safetensors, a hub id, or None for the built-in model.
+            output: `"sentence"`, or `"tokens"` for a vector of each token (ColBERT), see `TokenEncoder`.
             dtype: `"float32"`, or `"bfloat16"` for weights and matmul inputs: faster, and about three digits.
             quantization: `"int8"` for matrix products of 8-bit integers, weights by row and inputs by token: faster on
                 processors that multiply integers faster than floats. `dtype` is the dtype of the rest.
@@ -153,7 +164,9 @@ class Encoder:
         prompt_name: str | None = None,
         prompt: str | None = None,
         dimensions: int | None = None,
-    ) -> Float32[np.ndarray, "..."]:
+        precision: str = "float32",
+        ranges: Float[np.ndarray, "2 D"] | None = None,
+    ) -> Shaped[np.ndarray, "..."]:
         """Vectors of sentences, in their order; of one sentence that is given as a string, one vector.
 
         Args:
@@ -164,6 +177,9 @@ class Encoder:
             prompt_name: name of the checkpoint's prompt that goes before each sentence; its default if None.
             prompt: text that goes before each sentence, whatever `prompt_name` is.
             dimensions: number of leading dimensions of each vector that are kept; the constructor's number if None.
+            precision: a name of `embed.modules.PRECISIONS`: `"int8"` and `"uint8"` of 255 steps a dimension, `"binary"`
+                and `"ubinary"` of a bit a dimension, as sentence-transformers' `quantize_embeddings` makes them.
+            ranges: smallest and largest number of each dimension, for int8 and uint8; of these sentences if None.
 
         Raises:
             InvalidParameterError: if a sentence is not a text, a prompt does not exist, or a number makes no sense;
@@ -173,6 +189,7 @@ class Encoder:
         dimensions = self.check_dimensions(dimensions)
         before = self.settings.prompts.text(prompt_name) if prompt is None else check_texts([prompt], "prompt")[0]
         texts = check_texts([sentences] if isinstance(sentences, str) else sentences, "sentences")
+        check_precision(precision, len(texts), ranges)
         skipped = self._prompt_length(before)
         self.truncated = 0
 
@@ -184,9 +201,10 @@ class Encoder:
         jobs = self._buckets(batch_size, self.max_length).tokenized([len(text) for text in texts], tokenize)
         show = show_progress and len(texts) > 1
         vectors = cut(self._run(jobs, len(texts), normalize, skipped, show), dimensions, normalize)
+        vectors = quantized(vectors, precision, ranges)
         return vectors[0] if isinstance(sentences, str) else vectors
 
-    def encode_query(self, sentences: str | Iterable[str], **options: Any) -> Float32[np.ndarray, "..."]:
+    def encode_query(self, sentences: str | Iterable[str], **options: Any) -> Shaped[np.ndarray, "..."]:
         """Vectors of queries: `encode` with the checkpoint's prompt `query`, if it has one.
 
         Args:
@@ -194,7 +212,7 @@ class Encoder:
         """
         return self.encode(sentences, **_with_prompt(options, self.settings.prompts.query))
 
-    def encode_document(self, sentences: str | Iterable[str], **options: Any) -> Float32[np.ndarray, "..."]:
+    def encode_document(self, sentences: str | Iterable[str], **options: Any) -> Shaped[np.ndarray, "..."]:
         """Vectors of the documents that queries look for: `encode` with the checkpoint's prompt for them, if any.
 
         It is the first of `document`, `passage` and `corpus` that there is.

@@ -83,6 +83,49 @@ def cut(vectors: Float32[np.ndarray, "n D"], dimensions: int, normalize: bool = 
     return kept / np.maximum(np.linalg.norm(kept, axis=1, keepdims=True), np.finfo(np.float32).tiny)
 
 
+PRECISIONS = ("float32", "int8", "uint8", "binary", "ubinary")
+"""Forms of vectors: sentence-transformers' `quantize_embeddings`."""
+
+
+def check_precision(precision: str, count: int | None = None, ranges: object = None) -> None:
+    """Check the form of vectors; of `count` vectors, of which int8 needs two or their `ranges`."""
+    if precision not in PRECISIONS:
+        raise InvalidParameterError(f"precision: expected one of {', '.join(PRECISIONS)}, got {precision!r}")
+    if precision.endswith("int8") and ranges is None and count == 1:
+        raise InvalidParameterError(
+            f"ranges: {precision} of a single vector needs the smallest and the largest number of each dimension, "
+            "[2, D], of representative vectors"
+        )
+
+
+def quantized(
+    vectors: Float32[np.ndarray, "n D"], precision: str, ranges: Float[np.ndarray, "2 D"] | None = None
+) -> np.ndarray:
+    """Vectors in fewer bits, as sentence-transformers' `quantize_embeddings` makes them.
+
+    `int8` and `uint8` divide the range of each dimension into 255 steps. `binary` and `ubinary` have a bit for each
+    dimension, 1 above 0, in bytes from the highest bit on: `[n, ceil(D / 8)]`, int8 less 128, and uint8.
+
+    `ranges`: smallest and largest number of each dimension; of these vectors if None.
+    """
+    check_precision(precision, len(vectors), ranges)
+    if precision == "float32":
+        return vectors
+    if precision.endswith("binary"):
+        bits = np.packbits(vectors > 0, axis=-1)
+        return bits if precision == "ubinary" else (bits.astype(np.int16) - 128).astype(np.int8)
+    if ranges is None:
+        if not len(vectors):
+            return np.zeros(vectors.shape, np.dtype(precision))
+        ranges = np.stack([vectors.min(axis=0), vectors.max(axis=0)])
+    if ranges.shape != (2, vectors.shape[1]):
+        raise InvalidParameterError(f"ranges: expected the shape (2, {vectors.shape[1]}), got {ranges.shape}")
+    low, high = np.asarray(ranges, np.float32)
+    steps = (high - low) / 255
+    values = np.clip(np.floor((vectors - low) / np.where(steps == 0, 1, steps)), 0, 255)
+    return values.astype(np.uint8) if precision == "uint8" else (values - 128).astype(np.int8)
+
+
 _TORCH: dict[str, Callable[[Array], Array]] = {
     "Identity": lambda x: x,
     "Tanh": jnp.tanh,
@@ -189,7 +232,8 @@ class Entry:
 
 
 _PACKAGE = "sentence_transformers."
-_KINDS = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout")
+_PYLATE_DENSE = "pylate.models.Dense.Dense"
+_KINDS = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout", "MultiVectorMask")
 
 
 def list_modules(folder: Path) -> list[Entry]:
@@ -205,7 +249,7 @@ def list_modules(folder: Path) -> list[Entry]:
         if "\0" in subfolder or Path(subfolder).is_absolute() or ".." in Path(subfolder).parts:
             raise CheckpointError(f"{path}: {subfolder!r} is not a path within the folder")
         kind = module["type"].rpartition(".")[2]
-        if kind not in _KINDS or not module["type"].startswith(_PACKAGE):
+        if kind not in _KINDS or not (module["type"].startswith(_PACKAGE) or module["type"] == _PYLATE_DENSE):
             raise UnsupportedModelError(
                 f"{path}: {module['type']} is not supported; {', '.join(_KINDS)} of {_PACKAGE.rstrip('.')} are"
             )
@@ -262,7 +306,7 @@ def load_modules(
     """
     if pooling is not None and pooling not in POOLINGS:
         raise InvalidParameterError(f"pooling: expected one of {', '.join(POOLINGS)}, got {pooling!r}")
-    entries = [entry for entry in list_modules(folder)[1:] if entry.kind != "Dropout"]
+    entries = [entry for entry in list_modules(folder)[1:] if entry.kind not in ("Dropout", "MultiVectorMask")]
     if not entries and not (folder / "modules.json").is_file():
         return Modules([(TOKENS, SENTENCE, Pooling([pooling or default]))], width)
     widths = {TOKENS: width}
@@ -292,13 +336,38 @@ def load_modules(
         widths[target] = made
     if SENTENCE not in widths:
         raise UnsupportedModelError(
-            f"{folder / 'modules.json'}: no module makes a {SENTENCE}: a vector for each token (late interaction) is "
-            "not supported"
+            f"{folder / 'modules.json'}: no module makes a {SENTENCE}; output='tokens' gives a vector for each token"
         )
     source, target, last = steps[-1]
     if isinstance(last, Normalize) and source == target == SENTENCE:
         steps.pop()  # whoever asks for vectors says whether they are normalised
     return Modules(steps, widths[SENTENCE])
+
+
+def load_token_modules(folder: Path, width: int, *, dtype: DTypeLike) -> tuple[list[nnx.Module], int]:
+    """Modules of token vectors: the ones after a folder's transformer that read states of tokens; and their width.
+
+    A Dense layer without names of its input and output reads tokens, as in PyLate's folders.
+    """
+    steps: list[nnx.Module] = []
+    for entry in list_modules(folder)[1:]:
+        if entry.kind in ("Dropout", "MultiVectorMask"):
+            continue
+        if entry.kind == "Pooling":
+            break  # a model of sentences: its token vectors are the states before they are pooled
+        config = read_json(entry.folder / "config.json", optional=True)
+        source = read_value(config, "module_input_name", str, TOKENS)
+        if {source, read_value(config, "module_output_name", str, source)} != {TOKENS}:
+            raise UnsupportedModelError(f"{entry.folder}: {entry.kind} of {source} is not supported in token vectors")
+        if entry.kind == "Normalize":
+            steps.append(Normalize())
+            continue
+        module, expected, size_out = _load(entry, config, dtype)
+        if expected != width:
+            raise CheckpointError(f"{entry.folder}: it takes {expected} numbers, and {source} has {width} of them")
+        steps.append(module)
+        width = size_out
+    return steps, width
 
 
 def _load(entry: Entry, config: JsonObject, dtype: DTypeLike) -> tuple[nnx.Module, int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,6 +172,21 @@ class RankedDocument:
     text: str
 
 
+def ranked(
+    score: Callable[[list[str]], Float32[np.ndarray, "n"]], documents: Iterable[str], top_k: int | None
+) -> list[RankedDocument]:
+    """Documents with their scores, the best first; of equal scores, the earlier document."""
+    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
+        raise InvalidParameterError(f"top_k: expected a whole number of at least 1, got {top_k!r}")
+    texts = check_texts(documents, "documents")
+    # A text that is there twice is scored once: at another place in a call its score would round otherwise.
+    unique = list(dict.fromkeys(texts))
+    score_of = dict(zip(unique, score(unique), strict=True))
+    scores = np.asarray([score_of[text] for text in texts], np.float32)
+    order = np.argsort(-scores, kind="stable")[:top_k].tolist()
+    return [RankedDocument(i, float(scores[i]), texts[i]) for i in order]
+
+
 class Reranker:
     """Pairs of a query and a document to scores: weights on the device, a program for each bucket of lengths.
 
@@ -302,15 +317,7 @@ class Reranker:
         Raises:
             InvalidParameterError: as `score`, or if `top_k` is below 1.
         """
-        if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
-            raise InvalidParameterError(f"top_k: expected a whole number of at least 1, got {top_k!r}")
-        texts = check_texts(documents, "documents")
-        # A text that is there twice is scored once: at another place in a call its score would round otherwise.
-        unique = list(dict.fromkeys(texts))
-        score_of = dict(zip(unique, self.score(query, unique, **options), strict=True))
-        scores = np.asarray([score_of[text] for text in texts], np.float32)
-        order = np.argsort(-scores, kind="stable")[:top_k].tolist()
-        return [RankedDocument(i, float(scores[i]), texts[i]) for i in order]
+        return ranked(lambda texts: self.score(query, texts, **options), documents, top_k)
 
     def tokenize(
         self,

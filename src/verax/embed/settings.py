@@ -24,8 +24,13 @@ _TRANSFORMER_FILES = [
     for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 ]
 
-_REFUSED = ("processing_kwargs", "query_length", "document_length", "query_expansion", "tokenizer_args", "config_args")
-_REFUSED += ("processor_kwargs", "config_kwargs")
+TOKEN_MODELS = ("MultiVectorEncoder", "ColBERT")
+"""Kinds of models of token vectors: sentence-transformers' and PyLate's."""
+
+LATE_INTERACTION = ("query_length", "document_length", "query_expansion")
+"""Keys of the transformer's file that only token vectors have."""
+
+_REFUSED = ("processing_kwargs", "tokenizer_args", "config_args", "processor_kwargs", "config_kwargs")
 """Keys of the transformer's file that change its inputs or what it computes."""
 
 _LOADING = {"attn_implementation", "cache_dir", "device_map", "dtype", "low_cpu_mem_usage", "revision", "torch_dtype"}
@@ -112,19 +117,24 @@ class EncoderSettings:
         )
 
 
-def read_model_file(folder: Path, kind: str) -> JsonObject:
-    """Content of a folder's `config_sentence_transformers.json`, of a model of this kind; empty without the file."""
+def read_model_file(folder: Path, *kinds: str) -> JsonObject:
+    """Content of a folder's `config_sentence_transformers.json`, of a model of these kinds; empty without the file."""
     config = read_json(folder / MODEL_FILE, optional=True)
-    if (given := read_value(config, "model_type", str, kind)) != kind:
-        raise UnsupportedModelError(f"{config.where}: model_type {given!r}: expected {kind}")
+    if (given := read_value(config, "model_type", str, kinds[0])) not in kinds:
+        hint = "; Encoder(..., output='tokens') reads it" if given in TOKEN_MODELS else ""
+        raise UnsupportedModelError(f"{config.where}: model_type {given!r}: expected {' or '.join(kinds)}{hint}")
     return config
 
 
-def read_transformer_file(folder: Path, task: str) -> JsonObject:
-    """Content of the file of a transformer's tokens, under any of its names; empty without one."""
+def read_transformer_file(folder: Path, task: str, *, tokens: bool = False) -> JsonObject:
+    """Content of the file of a transformer's tokens, under any of its names; empty without one.
+
+    `tokens`: True for a model of token vectors, which alone has the keys `LATE_INTERACTION`.
+    """
     present = [name for name in _TRANSFORMER_FILES if (folder / name).is_file()]
     config = read_json(folder / [*present, *_TRANSFORMER_FILES][0], optional=True)
-    refused: dict[str, Any] = {name: config[name] for name in _REFUSED if config.get(name)}
+    names = _REFUSED if tokens else (*_REFUSED, *LATE_INTERACTION)
+    refused: dict[str, Any] = {name: config[name] for name in names if config.get(name)}
     if (given := config.get("transformer_task", task)) != task:
         refused["transformer_task"] = given
     for name in ("model_args", "model_kwargs"):

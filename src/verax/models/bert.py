@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +71,9 @@ class BertConfig:
     relative_attention_num_buckets: Count = 0
     """Rows of MPNet's table of relative positions, whose numbers are added to the scores; 0 without such a table."""
 
+    has_position_table: ClassVar[bool] = True
+    """True if a table has an embedding of each position."""
+
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> BertConfig:
         """Read a config.json of `model_type` bert, roberta, xlm-roberta, mpnet or distilbert."""
@@ -121,29 +124,34 @@ def _roberta(read: BertConfig, first_position: int) -> BertConfig:
 
 
 class BertEmbeddings(nnx.Module):
-    """Word, position and token-type embeddings, summed and normalised."""
+    """Word, position and token-type embeddings, summed and normalised. Families of BERT may lack the last two."""
 
-    def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        D, rows = config.hidden_size, config.first_position + config.max_position_embeddings
-        self.first_position = config.first_position
+    def __init__(self, config: Any, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        D, types = config.hidden_size, config.type_vocab_size
+        self.first_position = getattr(config, "first_position", 0)
+        rows = self.first_position + config.max_position_embeddings if config.has_position_table else 0
         self.word_embeddings = Embedding(config.vocab_size, D, dtype=dtype, rngs=rngs)
-        self.position_embeddings = Embedding(rows, D, dtype=dtype, rngs=rngs)
-        types = config.type_vocab_size
+        self.position_embeddings = Embedding(rows, D, dtype=dtype, rngs=rngs) if rows else None
         self.token_type_embeddings = Embedding(types, D, dtype=dtype, rngs=rngs) if types else None
         self.LayerNorm = LayerNorm(D, eps=config.layer_norm_eps, dtype=dtype)
 
     def __call__(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], types: Int[Array, "#B #T"]
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], types: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B T D"]:
-        x = self.word_embeddings(tokens) + self.position_embeddings(self.first_position + positions)
-        return self.LayerNorm(x if self.token_type_embeddings is None else x + self.token_type_embeddings(types))
+        """Embeddings; `types` are all 0 if None."""
+        x = self.word_embeddings(tokens)
+        if self.position_embeddings is not None:
+            x = x + self.position_embeddings(self.first_position + positions)
+        if self.token_type_embeddings is not None:
+            x = x + self.token_type_embeddings(jnp.zeros((1, 1), jnp.int32) if types is None else types)
+        return self.LayerNorm(x)
 
 
 def biased_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B T N H"],
     v: Float[Array, "B T N H"],
-    bias: Float[Array, "*#B N T T"],
+    bias: Float[Array, "*#B #N #T T"],
     segments: Int[Array, "B T"],
     scale: float,
 ) -> Float[Array, "B T N H"]:
@@ -169,7 +177,7 @@ class BertSelfAttention(nnx.Module):
         self.value = Linear(D, D, bias=True, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "B T D"], segments: Int[Array, "B T"], bias: Float[Array, "N T T"] | None = None
+        self, x: Float[Array, "B T D"], segments: Int[Array, "B T"], bias: Float[Array, "*#B #N #T T"] | None = None
     ) -> Float[Array, "B T D"]:
         qkv = fused_linear(x, self.query, self.key, self.value, dtypes=(jnp.float32, self.dtype, self.dtype))
         q, k, v = (y.reshape(*x.shape[:2], self.heads, -1) for y in qkv)
@@ -192,14 +200,14 @@ class BertOutput(nnx.Module):
 class BertAttention(nnx.Module):
     """Self-attention with its output projection."""
 
-    def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.self = BertSelfAttention(config, dtype=dtype, rngs=rngs)
+    self_class: ClassVar[type[Any]] = BertSelfAttention
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.self = self.self_class(config, dtype=dtype, rngs=rngs)
         self.output = BertOutput(config.hidden_size, config, dtype=dtype, rngs=rngs)
 
-    def __call__(
-        self, x: Float[Array, "B T D"], segments: Int[Array, "B T"], bias: Float[Array, "N T T"] | None = None
-    ) -> Float[Array, "B T D"]:
-        return self.output(self.self(x, segments, bias), x)
+    def __call__(self, x: Float[Array, "B T D"], *places: Any) -> Float[Array, "B T D"]:
+        return self.output(self.self(x, *places), x)
 
 
 class BertIntermediate(nnx.Module):
@@ -216,15 +224,16 @@ class BertIntermediate(nnx.Module):
 class BertLayer(nnx.Module):
     """Attention, then feed-forward, each normalised after the residual sum."""
 
-    def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.attention = BertAttention(config, dtype=dtype, rngs=rngs)
+    attention_class: ClassVar[type[Any]] = BertAttention
+
+    def __init__(self, config: Any, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.attention = self.attention_class(config, dtype=dtype, rngs=rngs)
         self.intermediate = BertIntermediate(config, dtype=dtype, rngs=rngs)
         self.output = BertOutput(config.intermediate_size, config, dtype=dtype, rngs=rngs)
 
-    def __call__(
-        self, x: Float[Array, "B T D"], segments: Int[Array, "B T"], bias: Float[Array, "N T T"] | None = None
-    ) -> Float[Array, "B T D"]:
-        x = self.attention(x, segments, bias)
+    def __call__(self, x: Float[Array, "B T D"], *places: Any) -> Float[Array, "B T D"]:
+        """States after the layer. `places`: what its attention takes, such as the tokens' segments."""
+        x = self.attention(x, *places)
         up, down = self.intermediate, self.output
         y = fused_gelu_mlp(x, up.dense, down.dense) if up.activation is ops.gelu else None
         return down(up(x), x) if y is None else down.LayerNorm(y, x)
@@ -246,6 +255,9 @@ class BertModel(nnx.Module):
     Matmuls take inputs that are rounded to the weights' dtype. Everything between them is float32.
     """
 
+    hides_tokens = True
+    """Some tokens of a sentence may be hidden from the others, see `Sentences.hidden`."""
+
     ignored_weights = (r"^((bert|roberta)\.)?pooler\.", r"^(cls|lm_head)\.", r"position_ids$")
     """Patterns of keys that are not loaded: the pooler, heads of pre-training, a constant of old checkpoints."""
 
@@ -263,11 +275,10 @@ class BertModel(nnx.Module):
         self.config = config
         self.embeddings = BertEmbeddings(config, dtype=dtype, rngs=rngs)
         layers = [BertLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)]
-        self.encoder = nnx.Dict(layer=nnx.List(layers))
+        parts: dict[str, Any] = {"layer": nnx.List(layers)}
         if buckets := config.relative_attention_num_buckets:
-            self.encoder.relative_attention_bias = Embedding(
-                buckets, config.num_attention_heads, dtype=dtype, rngs=rngs
-            )
+            parts["relative_attention_bias"] = Embedding(buckets, config.num_attention_heads, dtype=dtype, rngs=rngs)
+        self.encoder = nnx.Dict(**parts)
         self.pooler = BertPooler(config, dtype=dtype, rngs=rngs) if has_pooler else None
 
     def __call__(
@@ -278,12 +289,13 @@ class BertModel(nnx.Module):
         `sentences`: where the sentences lie; of at most `max_position_embeddings` tokens each. `types`: token types, 0
         and 1 for the texts of a pair; all 0 if None.
         """
-        x = self.embeddings(tokens, sentences.positions, jnp.zeros((1, 1), jnp.int32) if types is None else types)
-        bias = None
+        x = self.embeddings(tokens, sentences.positions, types)
+        bias = sentences.hidden_bias()
         if buckets := self.config.relative_attention_num_buckets:
             # Tokens of a sentence lie next to each other, so that a distance in the row is one in the sentence.
             rows = jnp.asarray(position_rows(buckets, _MPNET_DISTANCE, tokens.shape[1]))
-            bias = self.encoder.relative_attention_bias(rows).transpose(2, 0, 1)
+            relative = self.encoder.relative_attention_bias(rows).transpose(2, 0, 1)
+            bias = relative if bias is None else relative + bias
         for layer in self.encoder.layer:
             x = layer(x, sentences.segments, bias)
         return x

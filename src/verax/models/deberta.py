@@ -18,7 +18,14 @@ from jaxtyping import Array, Float, Int
 
 from verax.errors import UnsupportedModelError
 from verax.fields import Count, Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_value
-from verax.models.bert import ACTIVATIONS, BertIntermediate, BertOutput, biased_attention, check_activation
+from verax.models.bert import (
+    ACTIVATIONS,
+    BertAttention,
+    BertEmbeddings,
+    BertLayer,
+    biased_attention,
+    check_activation,
+)
 from verax.nn import Embedding, LayerNorm, Linear, Sentences
 from verax.ops.attention import float32_product
 
@@ -49,6 +56,11 @@ class DebertaConfig:
     share_att_key: bool = False
     position_biased_input: bool = True
     pooler_hidden_act: str = "gelu"
+
+    @property
+    def has_position_table(self) -> bool:
+        """True if a table has an embedding of each position, in addition to distances."""
+        return self.position_biased_input
 
     @property
     def span(self) -> int:
@@ -94,11 +106,11 @@ _COMPUTED = ("pos_att_type", "max_relative_positions", "normalizes_positions")
 
 
 def distance_rows(config: DebertaConfig, length: int) -> np.ndarray:
-    """Row of the table of distances for query t and key s, int32 `[length, length]`, indexed `[t, s]`.
+    """Row of the table of distances for a query 1 - length, ... length - 1 tokens after a key, int32 `[2 length - 1]`.
 
     Near keys have a row for each distance. Farther keys share rows whose widths grow by a constant factor.
     """
-    offset = np.arange(length)[:, None] - np.arange(length)[None, :]
+    offset = np.arange(1 - length, length)
     bucket = offset
     if config.position_buckets > 0:
         middle = config.position_buckets // 2
@@ -109,6 +121,13 @@ def distance_rows(config: DebertaConfig, length: int) -> np.ndarray:
         far = np.ceil(ratio * np.float32(middle - 1)) + middle
         bucket = np.where(distance <= middle, offset, far * np.sign(offset)).astype(np.int64)
     return np.clip(bucket + config.span, 0, 2 * config.span - 1).astype(np.int32)
+
+
+def skewed(scores: Float[Array, "B N T R"]) -> Float[Array, "B N T T"]:
+    """Scores `[t, s]` of scores by distance, `scores[t, s - t + T - 1]`: a copy, where a gather takes far longer."""
+    T = scores.shape[2]
+    flat = jnp.pad(scores, ((0, 0), (0, 0), (0, 0), (0, 1))).reshape(*scores.shape[:2], -1)
+    return flat[..., T - 1 : T - 1 + T * (2 * T - 1)].reshape(*scores.shape[:3], 2 * T - 1)[..., :T]
 
 
 class DisentangledSelfAttention(nnx.Module):
@@ -130,68 +149,38 @@ class DisentangledSelfAttention(nnx.Module):
         x: Float[Array, "B T D"],
         segments: Int[Array, "B T"],
         table: Float[Array, "R D"] | None,
-        rows: Int[Array, "T T"],
+        rows: Int[Array, "R2"],
     ) -> Float[Array, "B T D"]:
-        """Attend; `table` has the states of distances, and `rows` its row for each query and key."""
+        """Attend; `table` has the states of distances, and `rows` its row for each distance of the row's tokens."""
         N, parts = self.config.num_attention_heads, self.config.pos_att_type
         q = self.query_proj(x).reshape(*x.shape[:2], N, -1)
         k, v = (proj(x).astype(self.dtype).reshape(q.shape) for proj in (self.key_proj, self.value_proj))
         scale = (q.shape[-1] * (1 + len(parts))) ** -0.5
-        bias = jnp.zeros((1, N, *rows.shape), jnp.float32)
+        bias = jnp.zeros((1, N, x.shape[1], x.shape[1]), jnp.float32)
 
-        def scores(states: Float[Array, "B T N H"], project: Linear) -> Float[Array, "B N T R"]:
-            positions = project(table).astype(self.dtype).reshape(-1, N, q.shape[-1])
-            return float32_product("btnh,rnh->bntr", (states * scale).astype(self.dtype), positions)
+        def scores(
+            table: Float[Array, "R D"], states: Float[Array, "B T N H"], project: Linear, rows: Int[Array, "R2"]
+        ) -> Float[Array, "B N T T"]:
+            positions = project(table).astype(self.dtype).reshape(-1, N, q.shape[-1])[rows]
+            return skewed(float32_product("btnh,rnh->bntr", (states * scale).astype(self.dtype), positions))
 
         if table is not None and "c2p" in parts:
-            bias = bias + jnp.take_along_axis(scores(q, self.pos_key_proj or self.key_proj), rows[None, None], -1)
+            bias = bias + scores(table, q, self.pos_key_proj or self.key_proj, rows[::-1])
         if table is not None and "p2c" in parts:
-            by_key = scores(k, self.pos_query_proj or self.query_proj)
-            bias = bias + jnp.take_along_axis(by_key, rows.T[None, None], -1).swapaxes(2, 3)
+            bias = bias + scores(table, k, self.pos_query_proj or self.query_proj, rows).swapaxes(2, 3)
         return biased_attention(q, k, v, bias, segments, scale).reshape(x.shape)
 
 
-class DebertaAttention(nnx.Module):
-    """Self-attention with its output projection."""
+class DebertaAttention(BertAttention):
+    """Disentangled self-attention with its output projection."""
 
-    def __init__(self, config: DebertaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.self = DisentangledSelfAttention(config, dtype=dtype, rngs=rngs)
-        self.output = BertOutput(config.hidden_size, config, dtype=dtype, rngs=rngs)
+    self_class = DisentangledSelfAttention
 
 
-class DebertaLayer(nnx.Module):
+class DebertaLayer(BertLayer):
     """Attention, then feed-forward, each normalised after the residual sum."""
 
-    def __init__(self, config: DebertaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.attention = DebertaAttention(config, dtype=dtype, rngs=rngs)
-        self.intermediate = BertIntermediate(config, dtype=dtype, rngs=rngs)
-        self.output = BertOutput(config.intermediate_size, config, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x: Float[Array, "B T D"], *positions: Any) -> Float[Array, "B T D"]:
-        x = self.attention.output(self.attention.self(x, *positions), x)
-        return self.output(self.intermediate(x), x)
-
-
-class DebertaEmbeddings(nnx.Module):
-    """Word embeddings, with embeddings of positions and types where the model has them, normalised."""
-
-    def __init__(self, config: DebertaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        D, types, positions = config.hidden_size, config.type_vocab_size, config.max_position_embeddings
-        absolute = config.position_biased_input
-        self.word_embeddings = Embedding(config.vocab_size, D, dtype=dtype, rngs=rngs)
-        self.position_embeddings = Embedding(positions, D, dtype=dtype, rngs=rngs) if absolute else None
-        self.token_type_embeddings = Embedding(types, D, dtype=dtype, rngs=rngs) if types else None
-        self.LayerNorm = LayerNorm(D, eps=config.layer_norm_eps, dtype=dtype)
-
-    def __call__(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], types: Int[Array, "#B #T"]
-    ) -> Float[Array, "B T D"]:
-        x = self.word_embeddings(tokens)
-        if self.position_embeddings is not None:
-            x = x + self.position_embeddings(positions)
-        if self.token_type_embeddings is not None:
-            x = x + self.token_type_embeddings(types)
-        return self.LayerNorm(x)
+    attention_class = DebertaAttention
 
 
 class DebertaEncoder(nnx.Module):
@@ -228,14 +217,14 @@ class DebertaModel(nnx.Module):
 
     def __init__(self, config: DebertaConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
-        self.embeddings = DebertaEmbeddings(config, dtype=dtype, rngs=rngs)
+        self.embeddings = BertEmbeddings(config, dtype=dtype, rngs=rngs)
         self.encoder = DebertaEncoder(config, dtype=dtype, rngs=rngs)
 
     def __call__(
         self, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B T D"]:
         """Final hidden states, float32. The arguments are as in `BertModel`."""
-        x = self.embeddings(tokens, sentences.positions, jnp.zeros((1, 1), jnp.int32) if types is None else types)
+        x = self.embeddings(tokens, sentences.positions, types)
         # Tokens of a sentence lie next to each other, so that a distance in the row is one in the sentence.
         rows, table = jnp.asarray(distance_rows(self.config, tokens.shape[1])), self.encoder.table()
         for layer in self.encoder.layer:

@@ -21,8 +21,9 @@ from verax import ops
 from verax.errors import UnsupportedModelError
 from verax.fields import Count, Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_layer_types, read_value
 from verax.files import JsonObject
-from verax.models.bert import ACTIVATIONS
+from verax.models.bert import ACTIVATIONS, biased_attention
 from verax.nn import Embedding, LayerNorm, Linear, Sentences
+from verax.ops.attention import MASKED
 
 __all__ = ["ModernBertConfig", "ModernBertForSequenceClassification", "ModernBertModel"]
 
@@ -123,7 +124,12 @@ class ModernBertAttention(nnx.Module):
         q, k = ops.apply_rotary(q, *rotary), ops.apply_rotary(k, *rotary)
         arrays = q, k.astype(self.dtype), v.astype(self.dtype)
         options = {"causal": False, "segments": sentences.segments}
-        if window is None or window >= x.shape[1]:
+        if (hidden := sentences.hidden_bias()) is not None:  # queries, which are short
+            places = jnp.arange(x.shape[1])
+            near = True if window is None else abs(places[:, None] - places) < window
+            bias = jnp.where(near, hidden, MASKED)
+            out = biased_attention(*arrays, bias, sentences.segments, q.shape[-1] ** -0.5)
+        elif window is None or window >= x.shape[1]:
             out = ops.attention(*arrays, **options)
         else:
             # Sentences that fit into the window take the quicker operation, which has none.
@@ -174,6 +180,9 @@ class ModernBertModel(nnx.Module):
 
     Matmuls take inputs that are rounded to the weights' dtype. Everything between them is float32.
     """
+
+    hides_tokens = True
+    """Some tokens of a sentence may be hidden from the others, see `Sentences.hidden`."""
 
     ignored_weights = (r"^(head|decoder)\.",)
     """Patterns of keys that are not loaded: the head of pre-training."""

@@ -21,8 +21,8 @@ from verax import ops
 from verax.errors import UnsupportedModelError
 from verax.fields import Count, Depth, Epsilon, Positive, Size, check_multiple, file_of, read_fields, read_value
 from verax.files import JsonObject
-from verax.models.bert import ACTIVATIONS, BertPooler, check_activation
-from verax.nn import Embedding, LayerNorm, Linear, Sentences, fused_gelu_mlp, fused_swiglu
+from verax.models.bert import ACTIVATIONS, BertEmbeddings, BertPooler, check_activation
+from verax.nn import LayerNorm, Linear, Sentences, fused_gelu_mlp, fused_swiglu
 
 __all__ = [
     "GteConfig",
@@ -84,6 +84,7 @@ class GteConfig:
     max_position_embeddings: Size = 8192
     type_vocab_size: Count = 1
 
+    has_position_table: ClassVar[bool] = False
     attention_bias: ClassVar[bool] = True
     gate: ClassVar[str | None] = "fused"
     """`"fused"`: one matrix of the input above the gate; `"split"`: two matrices; None: no gate."""
@@ -120,7 +121,7 @@ class NomicBertConfig(GteConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Any:
-        """Read a config.json of `model_type` nomic_bert, transformers' or that of Nomic's own code."""
+        """Read a config.json of `model_type` nomic_bert, of transformers or of Nomic's own code."""
         named = {key: config[old] for key, old in _NOMIC_KEYS.items() if old in config and key not in config}
         if named.get("hidden_act") == "swiglu":
             named["hidden_act"] = "silu"
@@ -215,22 +216,6 @@ class RotaryLayer(nnx.Module):
         return self.mlp_ln(self.mlp(x), x)
 
 
-class RotaryEmbeddings(nnx.Module):
-    """Word and token-type embeddings, summed and normalised."""
-
-    def __init__(self, config: GteConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        D, types = config.hidden_size, config.type_vocab_size
-        self.word_embeddings = Embedding(config.vocab_size, D, dtype=dtype, rngs=rngs)
-        self.token_type_embeddings = Embedding(types, D, dtype=dtype, rngs=rngs) if types else None
-        self.LayerNorm = LayerNorm(D, eps=config.layer_norm_eps, dtype=dtype)
-
-    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        x = self.word_embeddings(tokens)
-        if self.token_type_embeddings is not None:
-            x = x + self.token_type_embeddings(jnp.zeros((1, 1), jnp.int32))
-        return self.LayerNorm(x)
-
-
 class GteModel(nnx.Module):
     """The encoder, from tokens to hidden states. All tokens have type 0, as the published models are used.
 
@@ -249,7 +234,7 @@ class GteModel(nnx.Module):
 
     def __init__(self, config: GteConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs, has_pooler: bool = False):
         self.config = config
-        self.embeddings = RotaryEmbeddings(config, dtype=dtype, rngs=rngs)
+        self.embeddings = BertEmbeddings(config, dtype=dtype, rngs=rngs)
         layers = [RotaryLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)]
         self.encoder = nnx.Dict(layer=nnx.List(layers))
         self.pooler = BertPooler(config, dtype=dtype, rngs=rngs) if has_pooler else None
@@ -262,7 +247,7 @@ class GteModel(nnx.Module):
         config = self.config
         head_dim = config.hidden_size // config.num_attention_heads
         rotary = ops.rotary_tables(sentences.positions, config.rotary, head_dim)
-        x = self.embeddings(tokens)
+        x = self.embeddings(tokens, sentences.positions)
         for layer in self.encoder.layer:
             x = layer(x, rotary, sentences.segments)
         return x

@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+from verax.ops.attention import MASKED
 
 
 class Sentences(NamedTuple):
@@ -23,6 +25,18 @@ class Sentences(NamedTuple):
     """Tokens of each sentence; 0 for one that is not there."""
     cu_seqlens: Int[Array, "S_and_1"] | None = None
     """Starts, and the end of the last sentence, as the recurrent operations take them; None unless packed."""
+    hidden: Bool[Array, "B T"] | None = None
+    """Tokens that no token sees, which see all others of their sentence: ColBERT's expansions of queries. None without
+    them. Models that take them have `hides_tokens = True`."""
+
+    def hiding(self, seen: Int[Array, "S"]) -> Sentences:
+        """The sentences, of which only the first `seen` tokens are seen."""
+        return self._replace(hidden=self.positions >= jnp.append(seen, 0)[self.segments])
+
+    def hidden_bias(self) -> Float[Array, "B 1 1 T"] | None:
+        """Numbers that hide tokens where they are added to scores; None if no token is hidden."""
+        # Far above other sentences' score: a token that sees no other sees those of its own sentence alone.
+        return None if self.hidden is None else jnp.where(self.hidden, 0.1 * MASKED, 0.0)[:, None, None]
 
     @classmethod
     def padded(cls, lengths: Int[Array, "B"], size: int) -> Sentences:

@@ -23,9 +23,6 @@ from verax.text.step.program import AbstractModel
 
 __all__ = ["check_idle", "new_model", "placed_model", "sleep", "update_weights", "wake_up"]
 
-Template = Callable[[], AbstractModel]
-"""Shapes of a model as its weights are given: neither packed for a processor nor divided over devices."""
-
 
 def named_leaves(tree: Any) -> dict[str, Any]:
     """Arrays of a module, its `nnx.State`, or a tree of dictionaries and lists, by their names in a checkpoint."""

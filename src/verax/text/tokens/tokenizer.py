@@ -172,6 +172,16 @@ class Tokenizer:
         """The text of token ids; bytes that are not UTF-8 become U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """Special tokens by their roles, such as `mask_token`."""
+        return self._special_tokens
+
+    def with_special_token(self, token: str) -> Tokenizer:
+        """The tokenizer, which from now on finds a token of its vocabulary in texts as it is spelled."""
+        self._backend.add_special_tokens([tokenizers.AddedToken(token, normalized=False, special=True)])
+        return self
+
     def token(self, token_id: int) -> str | None:
         """A token as the vocabulary spells it; None if there is none."""
         return self._backend.id_to_token(token_id)
@@ -266,12 +276,18 @@ _GPT = ("GPT2Tokenizer", "Qwen2Tokenizer", "RobertaTokenizer")
 """Classes of byte-level BPE that put a space before a text if `add_prefix_space` says so."""
 
 
+_BERT_NORMALIZED = (*_BERT, "DistilBertTokenizer", "MPNetTokenizer")
+"""Classes that normalise as tokenizer_config.json says."""
+
+
 def _configure(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
     """Apply what tokenizer_config.json changes in tokenizer.json, as transformers does; names of the model's inputs."""
     model = read_json(folder / "config.json", optional=True).get("model_type")
     kind = read_value(config, "tokenizer_class", str, _BERT[0] if model == "bert" else "").removesuffix("Fast")
     names = ("input_ids", "attention_mask", *(("token_type_ids",) if kind in _BERT else ()))
-    if kind in (*_BERT, "DistilBertTokenizer") and isinstance(backend.normalizer, normalizers.BertNormalizer):
+    if kind in (*_BERT, "DistilBertTokenizer", "MPNetTokenizer") and isinstance(
+        backend.normalizer, normalizers.BertNormalizer
+    ):
         backend.normalizer = normalizers.BertNormalizer(
             clean_text=True,
             handle_chinese_chars=read_value(config, "tokenize_chinese_chars", bool, True),

@@ -1,0 +1,373 @@
+"""Token vectors and MaxSim (ColBERT, Khattab and Zaharia, 2020, arXiv:2004.12832): late interaction.
+
+A text has a vector for each token; the score of a document is the sum over the query's tokens of the largest product
+with a token of the document. Folders are read as sentence-transformers' `MultiVectorEncoder` reads them: its own,
+PyLate's, and colbert-ir's (architecture `HF_ColBERT`).
+"""
+
+from __future__ import annotations
+
+import string
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from verax import models
+from verax._compat import enable_compilation_cache
+from verax.checkpoint import Checkpoint
+from verax.embed.buckets import Job, Tokens, check_batch_size, check_texts, compiled, load_for_calls, run_jobs
+from verax.embed.encoder import Encoder
+from verax.embed.modules import Normalize, list_modules, load_token_modules, normalized, open_folder
+from verax.embed.reranker import RankedDocument, ranked
+from verax.embed.settings import (
+    TOKEN_MODELS,
+    EncoderSettings,
+    Prompts,
+    read_max_length,
+    read_model_file,
+    read_transformer_file,
+)
+from verax.errors import InvalidParameterError, UnsupportedModelError
+from verax.fields import Size, read_value
+from verax.files import JsonObject, read_json
+from verax.loading import load_model
+from verax.nn import Linear, Sentences
+from verax.text.tokens.tokenizer import Tokenizer
+
+__all__ = ["TokenEncoder", "is_token_model", "maxsim"]
+
+_QUERY_LENGTH = 32
+"""Tokens that ColBERT fills queries up to, where its files do not say."""
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """Tokens that fill short queries up."""
+
+    length: int
+    token: str | None = None
+    """The tokenizer's mask, or else its end of text, if None."""
+    is_seen: bool = False
+    """True if the query's own tokens see them."""
+    cuts: bool = True
+    """True if longer queries are cut to `length`."""
+
+
+@dataclass(frozen=True)
+class TokenSettings:
+    """Settings by which texts become token vectors."""
+
+    prompts: Prompts
+    prefixes: tuple[str, ...] = ()
+    """Beginnings of prompts that are one token each, where the tokenizer has it."""
+    query_length: int | None = None
+    document_length: int | None = None
+    expansion: Expansion | None = None
+    skipped_words: tuple[str, ...] = ()
+    """Tokens whose vectors are left out."""
+    skipped_in: tuple[str, ...] = ("document",)
+    """Texts that they are left out of: `document`, `query`."""
+    projects: bool = False
+    """True if the checkpoint itself has the Dense layer, as `linear.weight`."""
+    normalizes: bool = False
+    """True if vectors have length 1 although no module says so."""
+
+
+def is_token_model(folder: Path, opened: Checkpoint) -> bool:
+    """True if a folder holds a model of token vectors, by its files."""
+    kind = read_json(folder / "config_sentence_transformers.json", optional=True).get("model_type")
+    return kind in TOKEN_MODELS or "HF_ColBERT" in read_value(opened.config, "architectures", tuple[str, ...], ())
+
+
+def read_token_settings(folder: Path, opened: Checkpoint) -> TokenSettings:
+    """Settings of a folder, in any of the three layouts, or of a model of sentences."""
+    model = read_model_file(folder, "SentenceTransformer", *TOKEN_MODELS)
+    prompts = Prompts.from_file(model)
+    if "HF_ColBERT" in read_value(opened.config, "architectures", tuple[str, ...], ()):
+        file = read_json(folder / "artifact.metadata", optional=True)
+        prefixes = {
+            "query": (read_value(file, "query_token_id", str, None) or "[unused0]") + " ",
+            "document": (read_value(file, "doc_token_id", str, None) or "[unused1]") + " ",
+        }
+        length = read_value(file, "query_maxlen", Size, _QUERY_LENGTH)
+        return TokenSettings(
+            Prompts({**prefixes, **prompts.texts}),
+            tuple(prefixes.values()),
+            document_length=read_value(file, "doc_maxlen", Size, None),
+            expansion=Expansion(length, is_seen=bool(file.get("attend_to_mask_tokens"))),
+            skipped_words=tuple(string.punctuation) if read_value(file, "mask_punctuation", bool, True) else (),
+            projects=True,
+            normalizes=True,
+        )
+    tokens = read_transformer_file(opened.folder, "feature-extraction", tokens=True)
+    if model.get("model_type") == "ColBERT":
+        return _pylate(model, prompts, tokens)
+    options: dict[str, Any] = {}
+    for entry in list_modules(folder):
+        if entry.kind == "MultiVectorMask":
+            config = read_json(entry.folder / "config.json", optional=True)
+            if config.get("keep_only_token_ids"):
+                raise UnsupportedModelError(f"{config.where}: keep_only_token_ids is not supported")
+            options["skipped_words"] = read_value(config, "skiplist_words", tuple[str, ...], ())
+            options["skipped_in"] = read_value(config, "skiplist_tasks", tuple[str, ...], ("document",))
+    return TokenSettings(prompts, expansion=_expansion(tokens), **_lengths(tokens), **options)
+
+
+def _lengths(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: read_value(config, name, Size, None) for name in ("query_length", "document_length")}
+
+
+def _expansion(config: JsonObject) -> Expansion | None:
+    """Expansion of queries, in the form of sentence-transformers."""
+    given = read_value(config, "query_expansion", dict, None)
+    if given is None:
+        return None
+    given = JsonObject(given, f"{config.where}: query_expansion")
+    if (strategy := read_value(given, "strategy", str)) not in ("fixed", "min"):
+        raise UnsupportedModelError(f"{given.where}: strategy {strategy!r} is not supported; fixed and min are")
+    return Expansion(
+        read_value(given, "length", Size),
+        read_value(given, "token", str, None),
+        is_seen=read_value(given, "attend", bool, False),
+        cuts=strategy == "fixed",
+    )
+
+
+def _pylate(model: JsonObject, prompts: Prompts, tokens: JsonObject) -> TokenSettings:
+    """Settings of PyLate's config_sentence_transformers.json, whose prefixes go before its prompts."""
+    texts, prefixes = dict(prompts.texts), []
+    for role in ("query", "document"):
+        if prefix := read_value(model, f"{role}_prefix", str, ""):
+            texts[role] = prefix + texts.get(role, "").removeprefix(prefix)
+            prefixes.append(prefix)
+    lengths, expansion = _lengths({**tokens, **model}), _expansion(JsonObject({**tokens, **model}, model.where))
+    if "query_expansion" not in model and read_value(model, "do_query_expansion", bool, True):
+        seen = model.get("attend_to_expansion_tokens", model.get("attend_to_mask_tokens"))
+        expansion = Expansion(lengths.pop("query_length") or _QUERY_LENGTH, is_seen=bool(seen))
+    words = read_value(model, "skiplist_words", tuple[str, ...], tuple(string.punctuation))
+    prompts = Prompts(texts, prompts.default)
+    return TokenSettings(prompts, tuple(prefixes), expansion=expansion, skipped_words=words, normalizes=True, **lengths)
+
+
+def maxsim(query: Float[np.ndarray, "q D"], document: Float[np.ndarray, "d D"]) -> float:
+    """Sum over the query's tokens of the largest product with a token of the document; 0 without tokens."""
+    return float((query @ document.T).max(axis=1).sum()) if len(document) else 0.0
+
+
+class TokenEncoder(Encoder):
+    """Texts to a vector for each token, by the checkpoint's prompts, lengths and expansion of queries.
+
+    Examples:
+        >>> encoder = Encoder("colbert-ir/colbertv2.0", output="tokens")
+        >>> encoder.rank("Who wrote Faust?", ["Goethe wrote Faust.", "Faust is a glove."], top_k=1)
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        output: str = "tokens",
+        dtype: str = "float32",
+        quantization: str | None = None,
+        max_length: int | None = None,
+        pooling: str | None = None,
+        dimensions: int | None = None,
+        revision: str | None = None,
+        show_progress: bool = True,
+    ):
+        """Load a checkpoint; the arguments are as in `Encoder`.
+
+        Raises:
+            InvalidParameterError: for `pooling` or `dimensions`, which token vectors do not have.
+            UnsupportedModelError: for a family whose tokens cannot be hidden, if the checkpoint hides expansions.
+        """
+        models.check_dtype(dtype)
+        for name, value in (("pooling", pooling), ("dimensions", dimensions)):
+            if value is not None:
+                raise InvalidParameterError(f"{name}: token vectors have none; leave it out with output='tokens'")
+        enable_compilation_cache()
+        begin = time.perf_counter()
+        folder, opened = open_folder(model, revision)
+        model_class, config = models.encoder(opened.config)
+        self.model_config, weights = config, models.DTYPES[dtype]
+        self.token_settings = settings = read_token_settings(folder, opened)
+        expansion = settings.expansion
+        if expansion is not None and not expansion.is_seen and not getattr(model_class, "hides_tokens", False):
+            raise UnsupportedModelError(
+                f"{folder}: a query's expansion that its own tokens do not see is not supported in model_type "
+                f"{opened.config.get('model_type')!r}; the BERT families and ModernBERT are"
+            )
+        steps, width = load_token_modules(folder, config.hidden_size, dtype=weights)
+        if settings.projects:
+            width = opened.shape("linear.weight")[0]
+            steps = [_load_projection(opened, config.hidden_size, width, weights)]
+            # The layer lies next to the encoder's weights, where others are a mistake.
+            ignored = {"ignored_weights": (*model_class.ignored_weights, r"^linear\.")}
+            model_class = type(model_class.__name__, (model_class,), ignored)
+        if settings.normalizes:
+            steps.append(Normalize())
+        self._is_token_model = is_token_model(folder, opened)
+        self._full_dimension = self._dimensions = width
+        tokens = read_transformer_file(opened.folder, "feature-extraction", tokens=True)
+        self.settings = EncoderSettings(
+            "",
+            read_max_length(opened.folder, config.max_position_embeddings, max_length, tokens),
+            lower_case=read_value(tokens, "do_lower_case", bool, False),
+            prompts=settings.prompts,
+        )
+        self._tokenizer = _tokenizer(opened.folder, settings.prefixes)
+        words = (self._tokenizer.token_id(word) for word in settings.skipped_words)
+        self._skipped_ids = np.asarray([word for word in words if word is not None], np.int32)
+        loaded = load_for_calls(opened, model_class, config, dtype, quantization, show_progress=show_progress)
+        if not getattr(loaded, "takes_packed_sentences", True):
+            raise UnsupportedModelError(f"{folder}: {model_class.__name__} has no token vectors here")
+        self._packs, causal = True, models.is_causal(opened.config)
+
+        def encode(
+            parts: tuple[Any, nnx.List[Any]],
+            tokens: Int32[Array, "1 T"],
+            lengths: Int32[Array, "S"],
+            normalize: Bool[Array, ""],
+            seen: Int32[Array, "S"] | None = None,
+        ) -> Float[Array, "T D"]:
+            sentences = Sentences.packed(lengths, tokens.shape[1])
+            sentences = sentences if seen is None else sentences.hiding(seen)
+            x = models.hidden_states(parts[0], tokens, sentences, causal=causal)
+            for step in parts[1]:
+                x = step(x, sentences, jnp.int32(0))
+            x = x[0].astype(jnp.float32)
+            return jnp.where(normalize, normalized(x), x)
+
+        self._program, self._weights = compiled(encode, (loaded, nnx.List(steps)))
+        self.truncated = 0
+        self.load_seconds = time.perf_counter() - begin
+
+    def encode(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        sentences: str | Iterable[str],
+        normalize: bool = True,
+        batch_size: int | None = None,
+        show_progress: bool = True,
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        task: str = "document",
+    ) -> Float32[np.ndarray, "T D"] | list[Float32[np.ndarray, "T D"]]:
+        """Vectors of each text's tokens, `[T, D]`, in the order of the texts; of one text, one array.
+
+        Args:
+            normalize: vectors of length 1. False keeps the lengths that the modules give.
+            batch_size, show_progress, prompt_name, prompt: as in `Encoder.encode`.
+            task: `"document"`, or `"query"`, which is filled up where the checkpoint says so.
+        """
+        check_batch_size(batch_size)
+        if task not in ("document", "query"):
+            raise InvalidParameterError(f"task: expected document or query, got {task!r}")
+        before = self.settings.prompts.text(prompt_name) if prompt is None else check_texts([prompt], "prompt")[0]
+        texts = check_texts([sentences] if isinstance(sentences, str) else sentences, "sentences")
+        settings, self.truncated = self.token_settings, 0
+        expansion = settings.expansion if task == "query" else None
+        limit = settings.query_length if task == "query" else settings.document_length
+        if expansion is not None:
+            limit = expansion.length if expansion.cuts else max(limit or self.max_length, expansion.length)
+        seen = np.zeros(len(texts), np.int32)
+        ids_of: list[Sequence[int]] = [()] * len(texts)
+        filler = self._filler(expansion)
+
+        def tokenize(chunk: Sequence[int]) -> list[Tokens]:
+            result = []
+            for i, (ids, left_out) in zip(
+                chunk, self.tokenize([texts[i] for i in chunk], limit, prompt=before), strict=True
+            ):
+                seen[i] = len(ids)
+                ids_of[i] = [*ids, *filler * max(0, 0 if expansion is None else expansion.length - len(ids))]
+                result.append(Tokens(ids_of[i], left_out=left_out))
+                self.truncated += left_out > 0
+            return result
+
+        def dispatch(job: Job) -> Array:
+            visible = np.zeros_like(job.lengths)
+            visible[: len(job.members)] = seen[job.members]
+            hides = expansion is not None and not expansion.is_seen
+            return self._program(self._weights, job.tokens, job.lengths, np.bool_(normalize), *[visible] * hides)
+
+        jobs = self._buckets(batch_size, self.max_length).tokenized([len(text) for text in texts], tokenize)
+        vectors: list[Any] = [None] * len(texts)
+        show = show_progress and len(texts) > 1
+        run_jobs(jobs, dispatch, vectors, label="encoding", unit="texts", show_progress=show)
+        if task in settings.skipped_in and len(self._skipped_ids):
+            vectors = [v[~np.isin(ids, self._skipped_ids)] for v, ids in zip(vectors, ids_of, strict=True)]
+        return vectors[0] if isinstance(sentences, str) else vectors
+
+    def encode_query(self, sentences: str | Iterable[str], **options: Any) -> Any:
+        """Token vectors of queries, with their prompt and expansion."""
+        return super().encode_query(sentences, **options, task="query")
+
+    def encode_tokens(self, token_ids: Any, normalize: bool = True, batch_size: int | None = None) -> Any:
+        """Raise an error: prompts and expansions of token vectors are made of texts."""
+        raise InvalidParameterError("token_ids: token vectors are made of texts; call encode")
+
+    def score(
+        self, query: str, documents: Iterable[str], *, batch_size: int | None = None, show_progress: bool = True
+    ) -> Float32[np.ndarray, "n"]:
+        """MaxSim of a query with each document, in their order; a better answer has a higher score."""
+        # The modules of a model of token vectors say whether these have length 1.
+        options: dict[str, Any] = {"batch_size": batch_size, "show_progress": show_progress}
+        options["normalize"] = not self._is_token_model
+        one = self.encode_query(check_texts([query], "query")[0], **options)
+        vectors = self.encode_document(check_texts(documents, "documents"), **options)
+        return np.asarray([maxsim(one, vector) for vector in vectors], np.float32)
+
+    def rank(
+        self, query: str, documents: Iterable[str], top_k: int | None = None, **options: Any
+    ) -> list[RankedDocument]:
+        """Documents with their scores, the best first, as `Reranker.rank`."""
+        return ranked(lambda texts: self.score(query, texts, **options), documents, top_k)
+
+    def _dispatch(self, job: Job, normalize: bool, skipped: int) -> Array:
+        return self._program(self._weights, job.tokens, job.lengths, np.bool_(normalize))
+
+    def _filler(self, expansion: Expansion | None) -> list[int]:
+        """Token that fills queries up, alone in a list; an empty list without an expansion."""
+        if expansion is None:
+            return []
+        names = self._tokenizer.special_tokens
+        token = expansion.token or names.get("mask_token") or names.get("eos_token")
+        token_id = None if token is None else self._tokenizer.token_id(token)
+        if token_id is None:
+            raise UnsupportedModelError(f"query_expansion: the tokenizer has no token {token or '[MASK]'!r}")
+        return [token_id]
+
+
+def _load_projection(opened: Checkpoint, size_in: int, size_out: int, dtype: Any) -> nnx.Module:
+    """The Dense layer that lies next to a BERT's weights."""
+
+    class Projection(nnx.Module):
+        ignored_weights = (r"^(?!linear\.)",)
+
+        def __init__(self, config: None, *, dtype: Any, rngs: nnx.Rngs):
+            self.linear = Linear(size_in, size_out, dtype=dtype, rngs=rngs)
+
+        def __call__(self, x: Array, *_: Any) -> Array:
+            return self.linear(x)
+
+    return load_model(opened, Projection, None, dtype=dtype)
+
+
+def _tokenizer(folder: Path, prefixes: Iterable[str]) -> Tokenizer:
+    """Tokenizer of a folder that finds prefixes in texts as one token, where it has that token."""
+    tokenizer = Tokenizer.from_folder(folder)
+    for prefix in prefixes:
+        for token in (prefix, *prefix.split()[:1]):
+            if (token_id := tokenizer.token_id(token)) is not None:
+                if tokenizer.encode(token, add_special_tokens=False) != [token_id]:
+                    tokenizer.with_special_token(token)
+                break
+    return tokenizer
