@@ -20,7 +20,7 @@ PIL = pytest.importorskip("PIL.Image")
 def folders(tmp_path_factory):
     return {
         kind: video_folder(kind, tmp_path_factory.mktemp(kind), height=16, width=32, num_frames=9)
-        for kind in ("i2v", "df")
+        for kind in ("i2v", "df", "vace")
     }
 
 
@@ -45,6 +45,21 @@ def test_the_reports_flags_make_a_file_and_say_what_it_took(run, folders, pictur
     assert "memory: " in done.err
     assert "9 frames of 16 x 32" in done.err
     assert "2 of 2 steps computed" in done.err
+
+
+def test_a_clip_is_controlled_by_a_clip_masks_and_references(run, folders, picture, tmp_path):
+    control, out = tmp_path / "control.gif", tmp_path / "out.gif"
+    files.write_clip(np.random.default_rng(1).integers(0, 256, (6, 20, 40, 3), np.uint8), control, fps=10)
+    command = ("video", "-m", folders["vace"], "--prompt", "a red circle", "--inference-steps", "1", "-o", out)
+    done = run(
+        *(*command, "--video", control, "--mask", picture, "--reference-image", picture, "--reference-image", picture),
+        *("--conditioning-scale", "1,0.5"),
+    )
+    assert (done.status, done.out.strip()) == (0, str(out))
+    assert "5 frames of 16 x 32" in done.err
+    refused = run(*command, "--conditioning-scale", "1,0.5,2")
+    assert refused.status != 0
+    assert "conditioning_scale: expected a number, or one for each of the 2 control layers" in refused.err
 
 
 def test_a_long_clip_is_previewed_in_segments_and_says_which_steps_were_computed(run, folders, tmp_path):
