@@ -19,8 +19,8 @@ class NativeLibrary(BuildHookInterface):
     """Adds `libverax-SYSTEM-MACHINE.so` to wheels, and to the source tree of an editable installation.
 
     A wheel has every level of instructions, an editable installation all that this machine runs, which the tests want.
-    The environment variable `VERAX_BUILD_LEVELS` names others: `"avx512 avx2"`, to which the portable level is added, or
-    `best` for the machine's best level alone.
+    The environment variable `VERAX_BUILD_LEVELS` names others: `"avx512 avx2"`, with the portable level too, or `best`
+    for the machine's best level alone.
     """
 
     def dependencies(self) -> list[str]:
