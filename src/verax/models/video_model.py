@@ -237,7 +237,7 @@ class Control(NamedTuple):
     """
 
     latents: Float[Array, "1 F h w E"]
-    scale: Float[Array, "L"]
+    scale: Float[Array | np.ndarray, "L"]
 
 
 @runtime_checkable

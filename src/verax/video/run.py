@@ -267,7 +267,7 @@ def _encode_condition(request: ResolvedRequest, parts: PipelineParts) -> Stage:
     """Encode the pictures of an image-to-video clip, or of a controlled one: `condition`."""
     size, references = (request.height, request.width), len(request.reference_images)
 
-    def shape(*count: int, dtype: Any = jnp.uint8) -> jax.ShapeDtypeStruct:
+    def shape(*count: int, dtype: Any = jnp.uint8) -> Any:
         return jax.ShapeDtypeStruct((1, *count, *size, 3), dtype)
 
     shapes = Pictures(
@@ -437,7 +437,8 @@ class _Denoising:
             conditions = self._conditions(span.context(text, image, control), image_condition, span.guidance_scale)
             with span.loop.opened() as loop:
                 for begin in range(span.begin, span.end, count):
-                    before = None if state.magnitudes is None else jnp.copy(loop_state.residual)  # which the loop takes
+                    residual: Any = loop_state.residual
+                    before = None if state.magnitudes is None else jnp.copy(residual)  # which the loop takes
                     # Numbers as arrays: arguments of the program.
                     loop_state = loop(loop_state, tables, conditions, np.int32(begin), np.int32(begin + count))
                     if state.magnitudes is not None:

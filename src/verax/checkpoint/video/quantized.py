@@ -266,7 +266,7 @@ def umt5_tokenizer(metadata: Mapping[str, Any], where: Path) -> tokenizers.Token
     Raises:
         CheckpointError: for a file without such metadata, as stable-diffusion.cpp writes.
     """
-    given = [metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "scores", "token_type")]
+    given: list[Any] = [metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "scores", "token_type")]
     if metadata.get("tokenizer.ggml.model") != "t5" or not all(given) or len(set(map(len, given))) > 1:
         raise CheckpointError(f"{where}: it has no tokenizer of UMT5 in its metadata, and no tokenizer.json is with it")
     tokens, scores, kinds = given

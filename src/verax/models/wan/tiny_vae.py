@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -178,7 +179,7 @@ class TinyDecoder(nnx.Module):
 
     def _frames(self, latents: Float[Array, "B F h w Z"], tails: Tails) -> Float[Array, "B T H W C"]:
         """Frames of a chunk. The clip's first latent stands for one frame, the last of those that the layers make."""
-        layers = self.decoder
+        layers: Any = self.decoder
         x = 3 * jnp.tanh(latents.astype(layers[1].weight.dtype) / 3)
         x = jax.nn.relu(layers[1](x))
         for level in range(3):
