@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,7 @@ from verax.errors import CheckpointError, InvalidParameterError, UnsupportedMode
 from verax.fields import Positive, read_value
 from verax.files import read_json, write_json
 from verax.models.video_model import TeaCache, VideoModel
-
-if TYPE_CHECKING:
-    from verax.video.request import ResolvedRequest
+from verax.video.request import ResolvedRequest
 
 CURVE_FILE = "magcache.json"
 """Name of the file with a checkpoint's own curve, in its folder."""

@@ -16,7 +16,7 @@ from verax._compat import enable_compilation_cache
 from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import InvalidParameterError, RequestRefusedError
 from verax.options import is_real
-from verax.video.caches import MagCurve
+from verax.video.caches import MagCurve, check_cache
 from verax.video.images import Image
 from verax.video.load import load_components, load_tiny_decoder, open_model
 from verax.video.memory import StageMemory, format_bytes, free_memory, largest, out_of_memory_message, plan_memory
@@ -272,6 +272,7 @@ class VideoPipeline:
             InvalidParameterError: naming the option that does not fit, and values that would.
         """
         resolved = resolve_request(request, self.parts.model)
+        check_cache(resolved, self.parts.model)
         check_request(self.mesh, resolved, self.geometry)
         return resolved
 

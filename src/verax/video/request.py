@@ -20,7 +20,6 @@ from verax.errors import InvalidParameterError
 from verax.models.video_model import LatentGeometry, VideoModel, VideoSettings
 from verax.options import options_of
 from verax.video import images
-from verax.video.caches import check_cache
 from verax.video.files import check_parent
 from verax.video.options import VideoRequest
 from verax.video.recipes import with_recipe
@@ -201,7 +200,6 @@ def resolve_request(request: VideoRequest, model: VideoModel) -> ResolvedRequest
     _check_images(resolved)
     _check_texts(resolved, model)
     _check_segments(resolved, model)
-    check_cache(resolved, model)
     return resolved
 
 
