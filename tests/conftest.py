@@ -70,6 +70,7 @@ SLOW = (
     "serve/test_videos.py::test_openai_python",
     "test_wheel",
     # They take long: each CPU kernel in every variant, kernels for GPUs and TPUs interpreted, gradients, whole clips.
+    "checkpoint/video/test_quantized",
     "cli/test_convert",
     "cli/test_plan",
     "cli/test_video",
@@ -93,7 +94,11 @@ SLOW = (
     "text/lora/test_generate.py::test_adapters_answer_as_without_drafts",
     "text/speculative/test_drafters",
     "text/test_kv_cache",
+    "text/test_weight_update",
+    "video/test_caches",
     "video/test_pipeline",
+    "video/test_quantized",
+    "video/test_tiny_decoder",
     "video/test_wan22",
 )
 """Tests that `make test` leaves out, by the beginnings of their names."""
