@@ -101,7 +101,7 @@ def test_files_of_8_bits_stay_so_and_lora_makes_floats_of_what_it_changes(folder
     lora = {"lora": tmp_path / "lora.safetensors"}
     assert held(**lora)[0] == len(names) - 1
     assert held(**lora, quantization="fp8")[0] == len(names)
-    assert held(quantization="dequantize")[0] == held(quantization="int8")[0] == 0
+    assert held(quantization="dequantize")[0] == held(quantization="int8")[0] == held(dtype="float32")[0] == 0
 
 
 def test_gguf_files_and_a_vae_are_a_model(folder, tmp_path):

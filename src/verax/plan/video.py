@@ -164,7 +164,7 @@ def components(clip: Clip) -> Components:
         folder = clip.folder
         options: Any = {"keep": keep, "mesh": clip.mesh, "shard_weights": clip.shard_weights}
         options["precision"] = network_precision(kind, clip.quantization)
-        if folder is not None and stays_as_stored(folder, name, kind, clip.quantization):
+        if folder is not None and stays_as_stored(folder, name, kind, dtype, clip.quantization):
             options["packed"] = lambda: folder.checkpoint(name).packed
         return divided_component(what, kind, config, dtype, lambda it: it, **options)
 

@@ -120,9 +120,15 @@ def network_precision(kind: type[nnx.Module], quantization: str | None) -> Preci
     return precision._replace(rounds_inputs=issubclass(kind, VideoTransformer) and not precision.is_float)
 
 
-def stays_as_stored(folder: VideoFolder, name: str, kind: type[nnx.Module], quantization: str | None) -> bool:
-    """True if quantised weights of a network's files, where these are there, stay so in memory."""
-    return quantization is None and is_quantizable(kind) and folder.has_weights(name)
+def stays_as_stored(
+    folder: VideoFolder, name: str, kind: type[nnx.Module], dtype: DTypeLike, quantization: str | None
+) -> bool:
+    """True if quantised weights of a network's files, where these are there, stay so in memory.
+
+    Their products round the inputs, to bfloat16 at least, which somebody who asks for float32 does not want.
+    """
+    stays = quantization is None and dtype == jnp.bfloat16
+    return stays and is_quantizable(kind) and folder.has_weights(name)
 
 
 def load_components(
@@ -149,12 +155,13 @@ def load_components(
             for the default device.
         shard_weights: True to divide the weights of the transformers' blocks over the mesh instead.
         quantization: "int8" or "fp8" to quantise transformers and text encoder while loading, after the changes of
-            `lora` and whatever the files have; "dequantize" for floats; None for what the files have.
+            `lora` and whatever the files have; "dequantize" for floats; None for what the files have, or for floats if
+            `dtype` is float32.
     """
 
     def component(network: Network, dtype: DTypeLike, keep: bool | None) -> Component[Any]:
         precision = network_precision(network.module, quantization)
-        may_stay = stays_as_stored(folder, network.folder, network.module, quantization)
+        may_stay = stays_as_stored(folder, network.folder, network.module, dtype, quantization)
 
         def load(abstract: Any) -> Any:
             with progress.bar(f"loading {network.name}", enabled=show_progress, count=False) as report:

@@ -77,7 +77,7 @@ class VideoPipeline:
             dtype: `"bfloat16"` or `"float32"`: dtype of weights and of the inputs of matmuls; the rest is float32.
             quantization: `"int8"` or `"fp8"`: 8-bit weights of the transformer and of UMT5, quantised while they are
                 read, after LoRA and whatever the files have; `"dequantize"`: `dtype`, also where the files have
-                quantised weights. None: what the files have.
+                quantised weights. None: what the files have, or float32 if that is the dtype.
             reference: rules where the two PyTorch pipelines differ: of Wan and SkyReels-V2 `"skyreels"` (the
                 original's, less its slips; the default) or `"diffusers"`.
             kind: `"t2v"`, `"i2v"`, `"flf2v"` (first and last frame), `"ti2v"` (either), `"df"` (diffusion forcing) or
