@@ -246,7 +246,7 @@ def describe_folder(path: str | Path) -> dict[str, Any]:
     """
     folder = VideoFolder(path)
     model = open_model(folder)
-    networks = load_components(folder, model, jnp.bfloat16)
+    networks = load_components(folder, model, jnp.bfloat16, quantization=DEQUANTIZE)
     settings, geometry, transformer = model.settings, model.geometry, model.transformers[0].config
     components = (networks.text_encoder, networks.image_encoder, *networks.transformers, networks.vae)
     pixels = geometry.pixels_per_latent
