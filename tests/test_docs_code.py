@@ -58,7 +58,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setattr(LLM, "__init__", start_small)
     resolve = VideoPipeline.resolve
     monkeypatch.setattr(
-        VideoPipeline, "resolve", lambda pipe, request: replace(resolve(pipe, request), num_inference_steps=2)
+        VideoPipeline, "resolve", lambda pipe, request: resolve(pipe, replace(request, num_inference_steps=2))
     )
     registered = {operation: dict(operation.implementations) for operation in operations().values()}
     yield tmp_path
