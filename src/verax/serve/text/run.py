@@ -31,8 +31,7 @@ from verax.serve.text.sampling import GenerationRequest, form_error
 from verax.text.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from verax.text.engine.request import Prompt
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.features.chat_format import AnyParser
-from verax.text.features.tool_calls import Delta, WholeAnswer, join
+from verax.text.features.tool_calls import AnswerParser, Delta, WholeAnswer, join
 from verax.text.tokens.tokenizer import Tokenizer
 
 SYSTEM_FINGERPRINT = f"verax-{version('verax')}"
@@ -139,7 +138,7 @@ class RunAnswer:
 class _Sample:
     """Answer on its way: its parser, and the tokens whose text is not certain yet."""
 
-    parser: AnyParser | None
+    parser: AnswerParser | None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -172,7 +171,7 @@ class Run:
         params: SamplingParams,
         add_special_tokens: bool,
         field: str,
-        new_parser: Callable[[], AnyParser] | None = None,
+        new_parser: Callable[[], AnswerParser] | None = None,
         names: Mapping[str, str] | None = None,
         drop: bool = False,
     ):

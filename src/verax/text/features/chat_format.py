@@ -18,10 +18,8 @@ from verax.text.features.json_schema import literal, referenced, schema_rule
 from verax.text.features.tool_calls import (
     CLOSE_REASONING,
     OPEN_REASONING,
-    CallSink,
-    Delta,
+    AnswerParser,
     Function,
-    GrowingText,
     JsonCallReader,
     XmlCallReader,
     function_tag,
@@ -124,8 +122,8 @@ def _tool_syntax(template: str) -> ToolSyntax:
     return "none"
 
 
-class AnswerParser:
-    """Parser of one answer. The deltas joined do not depend on how the text was cut into pieces.
+class TaggedParser(AnswerParser):
+    """Parser of one answer with tags around reasoning and calls.
 
     - Reasoning is one block at the beginning. `</think>` ends it, and so does a tool call; a `</think>` after that call
       is not content.
@@ -148,39 +146,16 @@ class AnswerParser:
             call_tags: tags that begin a call. Without any, or with "" too, an answer that begins with JSON is one.
             reasoning: state of the reasoning at the end of the prompt; "none" if it is not parsed.
         """
+        super().__init__()
         self._new_reader = reader
         self._call_tags = tuple(filter(None, call_tags))
         self._untagged = reader is not None and (not call_tags or "" in call_tags)
-        self._source = GrowingText()
-        self._pieces: list[str] = []
-        self._calls = CallSink()
         self._in_reasoning = False
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
         self._has_content = False
         self._space = ""
         """White space after a tag: dropped unless it stands between two pieces of content."""
         self._after_tag = False
         self._steps = self._parse(reasoning)
-
-    @property
-    def text(self) -> str:
-        """The answer so far, as the model wrote it."""
-        return "".join(self._pieces)
-
-    def feed(self, text: str) -> Delta:
-        """Take a further piece of the answer; the delta of what is certain now."""
-        self._source.append(text)
-        self._pieces.append(text)
-        next(self._steps, None)
-        delta = Delta("".join(self._content), "".join(self._reasoning), self._calls.take())
-        self._content, self._reasoning = [], []
-        return delta
-
-    def finish(self) -> Delta:
-        """End the answer; the delta of the rest."""
-        self._source.final = True
-        return self.feed("")
 
     def _parse(self, reasoning: ReasoningState) -> Generator[None, None, None]:
         """Read the whole answer; yields where more of it is needed."""
@@ -253,9 +228,6 @@ class AnswerParser:
             self._has_content = True
 
 
-AnyParser = AnswerParser | HarmonyParser
-
-
 def parser_for(
     template: ChatFormat,
     *,
@@ -263,7 +235,7 @@ def parser_for(
     prompt: str,
     parse_tool_calls: bool,
     parse_reasoning: bool,
-) -> AnyParser:
+) -> AnswerParser:
     """Parser of one answer to a prompt.
 
     `tools`: functions that the request offers, in OpenAI's form; only calls of these are parsed.
@@ -273,9 +245,9 @@ def parser_for(
     if template.tools == "harmony":
         return HarmonyParser(functions, prompt=prompt, reasoning=parse_reasoning)
     if not functions:
-        return AnswerParser(reasoning=reasoning)
+        return TaggedParser(reasoning=reasoning)
     reader, tags = _calls_of(template, functions)
-    return AnswerParser(reader, call_tags=tags, reasoning=reasoning)
+    return TaggedParser(reader, call_tags=tags, reasoning=reasoning)
 
 
 def _calls_of(

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Collection, Generator
 
 from verax.text.features.json_schema import literal
-from verax.text.features.tool_calls import CallSink, Delta, GrowingText
+from verax.text.features.tool_calls import AnswerParser
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
@@ -34,8 +34,8 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w*)")
 
 
-class HarmonyParser:
-    """Parser of one answer. The deltas joined do not depend on how the text was cut into pieces.
+class HarmonyParser(AnswerParser):
+    """Parser of one answer in messages.
 
     A call of a function that is not known is content, as it was written. So is an answer without any tag. A header that
     the answer ends in is dropped.
@@ -49,34 +49,11 @@ class HarmonyParser:
             prompt: text before the answer, whose last message may be open.
             reasoning: False to make content of the channel `analysis`.
         """
+        super().__init__()
         self._functions = functions
         self._reasons = reasoning
-        self._source = GrowingText()
-        self._pieces: list[str] = []
-        self._calls = CallSink()
-        self._new: dict[bool, list[str]] = {True: [], False: []}
-        """New pieces of reasoning, and of content."""
         self._begun: set[bool] = set()
         self._steps = self._parse(prompt[prompt.rfind(START) :] if START in prompt else "")
-
-    @property
-    def text(self) -> str:
-        """The answer so far, as the model wrote it."""
-        return "".join(self._pieces)
-
-    def feed(self, text: str) -> Delta:
-        """Take a further piece of the answer; the delta of what is certain now."""
-        self._source.append(text)
-        self._pieces.append(text)
-        next(self._steps, None)
-        delta = Delta("".join(self._new[False]), "".join(self._new[True]), self._calls.take())
-        self._new = {True: [], False: []}
-        return delta
-
-    def finish(self) -> Delta:
-        """End the answer; the delta of the rest."""
-        self._source.final = True
-        return self.feed("")
 
     def _parse(self, opened: str) -> Generator[None, None, None]:
         """Read the whole answer; yields where more of it is needed. `opened`: the prompt's last message."""
@@ -117,7 +94,7 @@ class HarmonyParser:
     def _put(self, text: str, *, reasoning: bool) -> None:
         if text:
             self._begun.add(reasoning)
-            self._new[reasoning].append(text)
+            (self._reasoning if reasoning else self._content).append(text)
 
 
 def call_rule(name: str, arguments: str, tag: Callable[[str], str]) -> str:

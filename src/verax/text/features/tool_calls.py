@@ -313,6 +313,42 @@ _BEFORE_CLOSE = r"[\s},]*"
 """Text between a call's object and its closing tag. Models like to write a brace or a comma too many."""
 
 
+class AnswerParser:
+    """Base of a parser of one answer. The deltas joined do not depend on how the text was cut into pieces.
+
+    A subclass sets `_steps`, the generator that reads `_source`, fills `_content`, `_reasoning` and `_calls`, and
+    yields where more of the answer is needed.
+    """
+
+    _steps: Generator[None, None, None]
+
+    def __init__(self) -> None:
+        self._source = GrowingText()
+        self._pieces: list[str] = []
+        self._calls = CallSink()
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """The answer so far, as the model wrote it."""
+        return "".join(self._pieces)
+
+    def feed(self, text: str) -> Delta:
+        """Take a further piece of the answer; the delta of what is certain now."""
+        self._source.append(text)
+        self._pieces.append(text)
+        next(self._steps, None)
+        delta = Delta("".join(self._content), "".join(self._reasoning), self._calls.take())
+        self._content, self._reasoning = [], []
+        return delta
+
+    def finish(self) -> Delta:
+        """End the answer; the delta of the rest."""
+        self._source.final = True
+        return self.feed("")
+
+
 class JsonCallReader:
     """Reader of one call as a JSON object.
 
