@@ -113,7 +113,8 @@ def load_module(
     # In the order of the files: sequential reading is the fastest for disks and the kernel's read-ahead.
     for name in sorted(keys, key=lambda name: checkpoint.place(keys[name][0])):
         source, shape, precision = keys[name][0], flat[name][1].shape, precisions[name]
-        converted = (precision is not None or dequantize(name)) and len(shape) == 3
+        expands = dequantize(name) and source in checkpoint.packed
+        converted = (precision is not None or expands) and len(shape) == 3
         if name in stacks or name in transposed or converted:
             stack = Stack(checkpoint, shape, stacks.get(name) or source, transposed=name in transposed)
             loaded[name] = _place_stack(name, stack, dtypes[name], precision, places[name], dequantize(name), memory)
