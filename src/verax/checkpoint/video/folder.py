@@ -76,6 +76,7 @@ class VideoFolder:
         self.name = named.resolve().name
         """Name of the folder or repository. In the original layout it may be the only sign of the kind of model."""
         self._described: dict[str, dict[str, Any]] = {}
+        """What GGUF files say of the configurations of parts, once it is read."""
         self.layout: Literal["original", "diffusers"] = "diffusers"
         if not (self.path / "model_index.json").is_file() and not (self.path / "transformer").is_dir():
             self.layout = "original"
@@ -191,8 +192,9 @@ class VideoFolder:
         own, gguf = self.path / f"{stem}.json", self.path / f"{stem}.gguf"
         if own.is_file():
             return read_json(own)
-        described = umt5_config(GGUFPart(gguf, name)) if gguf.is_file() else {}
-        return PARTS[name].published(stem) | described
+        if name not in self._described:  # the vocabulary in its metadata takes long to read
+            self._described[name] = umt5_config(GGUFPart(gguf, name)) if gguf.is_file() else {}
+        return PARTS[name].published(stem) | self._described[name]
 
     def _transformer_config(self, name: str) -> dict[str, Any]:
         """Config.json of a transformer in the original layout, or the configuration that a GGUF file's shapes say."""
