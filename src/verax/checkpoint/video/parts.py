@@ -412,6 +412,7 @@ _FIRST_AND_LAST = 514
 """Positions of an image encoder's states of two pictures, of Wan2.1-FLF2V."""
 
 _SIZES = {"ffn_dim": "ffn_dim", "freq_dim": "freq_dim", "in_dim": "in_channels", "out_dim": "out_channels"} | {
+    **{"vace_layers": "vace_layers", "vace_in_dim": "vace_in_channels"},
     "num_heads": "num_attention_heads",
     "num_layers": "num_layers",
     "eps": "eps",
@@ -441,8 +442,7 @@ def original_transformer(
     """
     if config.get("_class_name", _ORIGINAL) in _ORIGINALS:
         return {**config, "pipeline": pipeline}
-    sizes, is_vace = dict(_SIZES), config["_class_name"] == _VACE
-    sizes |= {"vace_layers": "vace_layers", "vace_in_dim": "vace_in_channels"} if is_vace else {}
+    is_vace = config["_class_name"] == _VACE
     in_channels = read_value(config, "in_channels", Size, 16)
     image = in_channels > read_value(config, "out_channels", Size, in_channels)
     ends = "flf2v" if config.get("pos_embed_seq_len") is not None else "i2v"
@@ -458,7 +458,7 @@ def original_transformer(
         "_class_name": _ORIGINAL_VACE if is_vace else _ORIGINAL,
         "model_type": "vace" if is_vace else ends if image else "ti2v" if expand_timesteps else "t2v",
         "dim": read_value(config, "num_attention_heads", Size) * read_value(config, "attention_head_dim", Size),
-        **{ours: config[theirs] for ours, theirs in sizes.items() if theirs in config},
+        **{ours: config[theirs] for ours, theirs in _SIZES.items() if theirs in config},
         "text_len": 512,
         **skyreels,
         **more,
@@ -473,7 +473,6 @@ def diffusers_transformer(config: Mapping[str, Any], pipeline: str) -> dict[str,
     """
     if (name := config.get("_class_name", _ORIGINAL)) not in _ORIGINALS:
         return dict(config)
-    sizes = {**_SIZES, "vace_layers": "vace_layers", "vace_in_dim": "vace_in_channels"}
     image = has_image_states(config)
     unsaid = dict(_UNSAID)
     if not _is_skyreels(pipeline):
@@ -486,7 +485,7 @@ def diffusers_transformer(config: Mapping[str, Any], pipeline: str) -> dict[str,
     return {
         "_class_name": _VACE if name == _ORIGINAL_VACE else _SKYREELS if _is_skyreels(pipeline) else _WAN,
         "attention_head_dim": dim // read_value(config, "num_heads", Size),
-        **{theirs: config[ours] for ours, theirs in sizes.items() if ours in config},
+        **{theirs: config[ours] for ours, theirs in _SIZES.items() if ours in config},
         **({"inject_sample_info": config["inject_sample_info"]} if "inject_sample_info" in config else {}),
         **more,
         "image_dim": more["image_dim"] if image else None,
