@@ -237,7 +237,7 @@ def read_config(
         **(_gemma(given, kind, heads, size, head_dim) if kind in _GEMMA else {}),
         **(_granite(given, kind, head_dim) if kind == "granite" else {}),
         **(_phi3(given, head_dim, longrope) if kind == "phi3" else {}),
-        **(_hybrid(given, needed, kind, head_dim) if kind in _HYBRID else {}),
+        **(_hybrid(given, needed, head_dim) if kind in _HYBRID else {}),
         **(_experts(given, needed, kind) if kind in _MIXTURES else {}),
         **(_olmo3(given, kind, divisors) if kind == "olmo2" and given("attention.sliding_window") else {}),
     }
@@ -312,12 +312,12 @@ def _gemma4(
     }
 
 
-def _hybrid(given: Callable[..., Any], needed: Callable[[str], int], kind: str, head_dim: int) -> dict[str, Any]:
-    """Fields of a Qwen3.5's config.json alone: delta layers, the rotated part of heads, and experts."""
+def _hybrid(given: Callable[..., Any], needed: Callable[[str], int], head_dim: int) -> dict[str, Any]:
+    """Fields of a Qwen3.5's config.json alone: delta layers, and the rotated part of heads."""
     depth, interval = needed("block_count"), given("full_attention_interval", 4)
     recurrent = given("attention.recurrent_layers", [(i + 1) % interval != 0 for i in range(depth)])
     value_heads = needed("ssm.time_step_rank")
-    delta = {
+    return {
         "layer_types": ["linear_attention" if is_delta else "full_attention" for is_delta in recurrent],
         "partial_rotary_factor": given("rope.dimension_count", head_dim) / head_dim,
         "linear_conv_kernel_dim": needed("ssm.conv_kernel"),
@@ -325,14 +325,6 @@ def _hybrid(given: Callable[..., Any], needed: Callable[[str], int], kind: str, 
         "linear_num_key_heads": needed("ssm.group_count"),
         "linear_num_value_heads": value_heads,
         "linear_value_head_dim": needed("ssm.inner_size") // value_heads,
-    }
-    if kind == "qwen35":
-        return delta
-    return delta | {
-        "num_experts": needed("expert_count"),
-        "num_experts_per_tok": needed("expert_used_count"),
-        "moe_intermediate_size": needed("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": needed("expert_shared_feed_forward_length"),
     }
 
 
@@ -352,15 +344,18 @@ def delta_rows(key: str, rows: np.ndarray, config: Mapping[str, Any]) -> np.ndar
     return grouped_by_key(rows, config) if part in ("in_proj_z", "in_proj_a", "in_proj_b", "A_log", "dt_bias") else rows
 
 
-_MIXTURES = ("qwen3moe", "gpt-oss")
+_MIXTURES = ("qwen3moe", "qwen35moe", "gpt-oss")
 
 
 def _experts(given: Callable[..., Any], needed: Callable[[str], int], kind: str) -> dict[str, Any]:
     """Fields about experts, and a gpt-oss's windows and rotation, which are half of what its metadata do not say."""
     width, sizes = needed("expert_feed_forward_length"), {"num_experts_per_tok": needed("expert_used_count")}
+    if kind != "gpt-oss":
+        sizes |= {"num_experts": needed("expert_count"), "moe_intermediate_size": width}
+    if kind == "qwen35moe":
+        return sizes | {"shared_expert_intermediate_size": needed("expert_shared_feed_forward_length")}
     if kind == "qwen3moe":
-        experts = {"num_experts": needed("expert_count"), "moe_intermediate_size": width, "norm_topk_prob": True}
-        return {**sizes, **experts, "intermediate_size": given("feed_forward_length", width)}
+        return {**sizes, "norm_topk_prob": True, "intermediate_size": given("feed_forward_length", width)}
     base = given("rope.freq_base", 10000.0)
     if (local := given("rope.freq_base_swa", base)) != base:
         raise UnsupportedModelError(f"{kind}.rope.freq_base_swa {local} is not supported; {base} is")
