@@ -285,9 +285,7 @@ def _configure(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder:
     model = read_json(folder / "config.json", optional=True).get("model_type")
     kind = read_value(config, "tokenizer_class", str, _BERT[0] if model == "bert" else "").removesuffix("Fast")
     names = ("input_ids", "attention_mask", *(("token_type_ids",) if kind in _BERT else ()))
-    if kind in (*_BERT, "DistilBertTokenizer", "MPNetTokenizer") and isinstance(
-        backend.normalizer, normalizers.BertNormalizer
-    ):
+    if kind in _BERT_NORMALIZED and isinstance(backend.normalizer, normalizers.BertNormalizer):
         backend.normalizer = normalizers.BertNormalizer(
             clean_text=True,
             handle_chinese_chars=read_value(config, "tokenize_chinese_chars", bool, True),
