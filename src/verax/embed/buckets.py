@@ -261,12 +261,13 @@ def run_jobs(
 
         def collect() -> int:
             job, result = pending.popleft()
+            rows = np.asarray(result)
             if isinstance(results, list):
                 ends = np.cumsum(job.lengths)
                 for index, end, length in zip(job.members, ends, job.lengths, strict=False):
-                    results[index] = np.array(np.asarray(result)[end - length : end])
+                    results[index] = rows[end - length : end].copy()
             else:
-                results[job.members] = np.asarray(result)[: len(job.members)]
+                results[job.members] = rows[: len(job.members)]
             rate = (done + len(job.members)) / (time.perf_counter() - begin)
             report(done + len(job.members), len(results), f"{rate:,.0f} {unit}/s")
             return len(job.members)

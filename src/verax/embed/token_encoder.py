@@ -27,6 +27,7 @@ from verax.embed.encoder import Encoder
 from verax.embed.modules import Normalize, list_modules, load_token_modules, normalized, open_folder
 from verax.embed.reranker import RankedDocument, ranked
 from verax.embed.settings import (
+    MODEL_FILE,
     TOKEN_MODELS,
     EncoderSettings,
     Prompts,
@@ -82,15 +83,19 @@ class TokenSettings:
 
 def is_token_model(folder: Path, opened: Checkpoint) -> bool:
     """True if a folder holds a model of token vectors, by its files."""
-    kind = read_json(folder / "config_sentence_transformers.json", optional=True).get("model_type")
-    return kind in TOKEN_MODELS or "HF_ColBERT" in read_value(opened.config, "architectures", tuple[str, ...], ())
+    return read_json(folder / MODEL_FILE, optional=True).get("model_type") in TOKEN_MODELS or _is_colbert(opened)
+
+
+def _is_colbert(opened: Checkpoint) -> bool:
+    """True for a checkpoint of colbert-ir, by its config.json."""
+    return "HF_ColBERT" in read_value(opened.config, "architectures", tuple[str, ...], ())
 
 
 def read_token_settings(folder: Path, opened: Checkpoint) -> TokenSettings:
     """Settings of a folder, in any of the three layouts, or of a model of sentences."""
     model = read_model_file(folder, "SentenceTransformer", *TOKEN_MODELS)
     prompts = Prompts.from_file(model)
-    if "HF_ColBERT" in read_value(opened.config, "architectures", tuple[str, ...], ()):
+    if _is_colbert(opened):
         file = read_json(folder / "artifact.metadata", optional=True)
         prefixes = {
             "query": (read_value(file, "query_token_id", str, None) or "[unused0]") + " ",
