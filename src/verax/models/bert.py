@@ -304,21 +304,25 @@ class BertModel(nnx.Module):
 _LAYER = r"^encoder\.layer\.(\d+)\."
 
 
+def _with_prefix(prefix: str, names: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Aliases of a layer's keys and of all others, with and without the prefix that checkpoints with a head have."""
+    pairs = [(_LAYER + pattern, name) for pattern, name in names.items()] + [(r"^", "")]
+    return tuple((pattern, before + name) for before in ("", prefix) for pattern, name in pairs)
+
+
 class MPNetModel(BertModel):
     """MPNet's encoder, from tokens to hidden states."""
 
     ignored_weights = (r"^(mpnet\.)?pooler\.", r"^lm_head\.", r"position_ids$")
     """Patterns of keys that are not loaded: the pooler, the head of pre-training, a constant of old checkpoints."""
 
-    key_aliases = tuple(
-        (pattern, prefix + replacement)
-        for prefix in ("", "mpnet.")
-        for pattern, replacement in (
-            (_LAYER + r"attention\.self\.(q|k|v)[a-z]+", r"encoder.layer.\1.attention.attn.\2"),
-            (_LAYER + r"attention\.output\.dense", r"encoder.layer.\1.attention.attn.o"),
-            (_LAYER + r"attention\.output\.LayerNorm", r"encoder.layer.\1.attention.LayerNorm"),
-            (r"^", ""),
-        )
+    key_aliases = _with_prefix(
+        "mpnet.",
+        {
+            r"attention\.self\.(q|k|v)[a-z]+": r"encoder.layer.\1.attention.attn.\2",
+            r"attention\.output\.dense": r"encoder.layer.\1.attention.attn.o",
+            r"attention\.output\.LayerNorm": r"encoder.layer.\1.attention.LayerNorm",
+        },
     )
     """MPNet's names of the weights, with and without a head."""
 
@@ -329,18 +333,16 @@ class DistilBertModel(BertModel):
     ignored_weights = (r"^vocab_", r"^(pre_)?classifier\.", r"position_ids$")
     """Patterns of keys that are not loaded: heads, a constant of old checkpoints."""
 
-    key_aliases = tuple(
-        (pattern, prefix + replacement)
-        for prefix in ("", "distilbert.")
-        for pattern, replacement in (
-            (_LAYER + r"attention\.self\.(q|k|v)[a-z]+", r"transformer.layer.\1.attention.\2_lin"),
-            (_LAYER + r"attention\.output\.dense", r"transformer.layer.\1.attention.out_lin"),
-            (_LAYER + r"attention\.output\.LayerNorm", r"transformer.layer.\1.sa_layer_norm"),
-            (_LAYER + r"intermediate\.dense", r"transformer.layer.\1.ffn.lin1"),
-            (_LAYER + r"output\.dense", r"transformer.layer.\1.ffn.lin2"),
-            (_LAYER + r"output\.LayerNorm", r"transformer.layer.\1.output_layer_norm"),
-            (r"^", ""),
-        )
+    key_aliases = _with_prefix(
+        "distilbert.",
+        {
+            r"attention\.self\.(q|k|v)[a-z]+": r"transformer.layer.\1.attention.\2_lin",
+            r"attention\.output\.dense": r"transformer.layer.\1.attention.out_lin",
+            r"attention\.output\.LayerNorm": r"transformer.layer.\1.sa_layer_norm",
+            r"intermediate\.dense": r"transformer.layer.\1.ffn.lin1",
+            r"output\.dense": r"transformer.layer.\1.ffn.lin2",
+            r"output\.LayerNorm": r"transformer.layer.\1.output_layer_norm",
+        },
     )
     """DistilBERT's names of the weights, with and without a head."""
 
