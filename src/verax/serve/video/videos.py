@@ -146,10 +146,9 @@ async def read_create(request: Request, *, max_bytes: int) -> tuple[VideoCreate,
             if isinstance(value, UploadFile):  # its name is the client's, and is not read
                 if name not in _FILES:
                     raise field_error(name[:64], "expected the file in input_reference or last_image")
-                option = "image" if name == "input_reference" else name
-                if option in uploads:
+                if _option(name) in uploads:
                     raise field_error(name, "give one file")
-                uploads[option] = Upload(await value.read(), name)
+                uploads[_option(name)] = Upload(await value.read(), name)
             elif nested := _NESTED.fullmatch(name):
                 values.setdefault(nested[1], {})[nested[2]] = value
             else:
@@ -177,8 +176,7 @@ def _references(body: VideoCreate) -> dict[str, Upload]:
     if "input_reference" in references and "image_reference" in references:
         raise field_error("image_reference", "give it or input_reference, not both")
     uploads = {}
-    for field, reference in references.items():
-        option, name = "last_image" if field == "last_image" else "image", field
+    for name, reference in references.items():
         if isinstance(reference, ImageReference):
             if reference.file_id is not None:
                 problem = f"{name}.file_id: files are not kept here; send a data URI in image_url"
@@ -186,8 +184,13 @@ def _references(body: VideoCreate) -> dict[str, Upload]:
             reference, name = reference.image_url, f"{name}.image_url"
         if reference is None:
             raise field_error(name, "it is missing")
-        uploads[option] = Upload(read_data_uri(reference, name=name), name)
+        uploads[_option(name)] = Upload(read_data_uri(reference, name=name), name)
     return uploads
+
+
+def _option(field: str) -> str:
+    """Option of the request that a field's image or clip is for."""
+    return "last_image" if field == "last_image" else "image"
 
 
 def resolve(
