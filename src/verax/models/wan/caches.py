@@ -71,6 +71,6 @@ def magcache_for(
     elif kind == "ti2v":
         name = "ti2v-image" if has_image else "ti2v-text"
     else:
-        # Of VACE's 14B the authors use the curve of the model that it was made of.
+        # The authors use the curve of T2V's 14B for VACE's, which was made of it.
         name = "t2v-14b" if (kind, size) == ("vace", "14b") else f"{kind}-{size}"
     return _curves().get(name)

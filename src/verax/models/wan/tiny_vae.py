@@ -83,9 +83,9 @@ class TinyDecoderConfig:
         patch = round((colors / 3) ** 0.5)
         if colors != 3 * patch**2 or any(out % size for out, size, *_ in grown):
             raise CheckpointError(f"{where}: not a decoder of TAEHV: {names[4]} has {colors} output channels")
-        frames = [out // size for out, size, *_ in grown]
-        widths = [shapes[name][0] for name in names[:4]]
-        return cls(shapes[names[0]][1], tuple(widths), tuple(frames), patch)  # type: ignore[arg-type]
+        first, second, third = (out // size for out, size, *_ in grown)
+        a, b, c, d = (shapes[name][0] for name in names[:4])
+        return cls(shapes[names[0]][1], (a, b, c, d), (first, second, third), patch)
 
 
 class _Conv(Conv2d):

@@ -16,7 +16,7 @@ bool same(ffi::Span<const int64_t> a, ffi::Span<const int64_t> b) {
   return a.size() == b.size() && std::equal(a.begin(), a.end(), b.begin());
 }
 
-// What all handlers have: scale, window and cap of the scores, and the heads' sinks, empty for none.
+// Arguments of all handlers: scale, window and cap of the scores, and the heads' sinks, empty for none.
 struct Scores {
   int64_t window;
   float scale, soft_cap;
@@ -50,8 +50,8 @@ AttentionTask task_of(const ffi::AnyBuffer& q, const ffi::AnyBuffer& k, const ff
 }
 
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                     ffi::Buffer<ffi::S32> segments, ffi::Buffer<ffi::F32> sinks, bool causal, int64_t window, float scale, float soft_cap,
-                     ffi::ResultBuffer<ffi::F32> out) {
+                     ffi::Buffer<ffi::S32> segments, ffi::Buffer<ffi::F32> sinks, bool causal, int64_t window,
+                     float scale, float soft_cap, ffi::ResultBuffer<ffi::F32> out) {
   const auto queries = q.dimensions(), keys = k.dimensions();
   if (queries.size() != 4 || keys.size() != 4 || !same(keys, v.dimensions()) || !same(queries, out->dimensions()) ||
       keys[0] != queries[0] || keys[3] != queries[3] || (keys[2] ? queries[2] % keys[2] : queries[2])) {
@@ -145,8 +145,8 @@ ffi::Error attend_pages(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k
 
 ffi::Error paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                            ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> kv_lengths,
-                           ffi::Buffer<ffi::S32> query_starts, ffi::Buffer<ffi::F32> sinks, int64_t window, float scale, float soft_cap,
-                           ffi::ResultBuffer<ffi::F32> out) {
+                           ffi::Buffer<ffi::S32> query_starts, ffi::Buffer<ffi::F32> sinks, int64_t window,
+                           float scale, float soft_cap, ffi::ResultBuffer<ffi::F32> out) {
   return attend_pages(pool, q, k, v, nullptr, nullptr, page_table, kv_lengths, query_starts,
                       {window, scale, soft_cap, sinks}, out);
 }
@@ -154,8 +154,8 @@ ffi::Error paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffe
 ffi::Error paged_attention_quantized(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k,
                                      ffi::Buffer<ffi::F32> k_scales, ffi::AnyBuffer v, ffi::Buffer<ffi::F32> v_scales,
                                      ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> kv_lengths,
-                                     ffi::Buffer<ffi::S32> query_starts, ffi::Buffer<ffi::F32> sinks, int64_t window, float scale,
-                                     float soft_cap, ffi::ResultBuffer<ffi::F32> out) {
+                                     ffi::Buffer<ffi::S32> query_starts, ffi::Buffer<ffi::F32> sinks, int64_t window,
+                                     float scale, float soft_cap, ffi::ResultBuffer<ffi::F32> out) {
   const auto cache = k.dimensions(), scales = k_scales.dimensions();
   if (cache.size() != 4 || !same(scales, cache.first(3)) || !same(scales, v_scales.dimensions())) {
     return ffi::Error::InvalidArgument("paged attention: expected scales [P, K, p] of pages [P, K, p, H]");
