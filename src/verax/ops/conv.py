@@ -139,7 +139,7 @@ class ConvShape:
         self.sides = _sides(padding)
         if len(axes) == 3:
             if cache is not None and (cache[0], *cache[2:]) != (x[0], *x[2:]):
-                raise InvalidParameterError(f"cache: expected frames like those of x, {tuple(x)}, got {tuple(cache)}")
+                raise InvalidParameterError(f"cache: expected frames of the shape of x, {tuple(x)}, got {tuple(cache)}")
             self.sides = ((weight[2] - 1 if cache is None else 0, 0), *self.sides)
             extents[0] += 0 if cache is None else cache[1]
         padded = [extent + sum(sides) for extent, sides in zip(extents, self.sides, strict=True)]
