@@ -32,7 +32,7 @@ from verax.errors import HostsError
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.step.step import StepShape
 
-ProgramName = Literal["admit", "adapt", "step", "sample", "extend", "draft"]
+ProgramName = Literal["admit", "adapt", "step", "sample", "keep_state", "restore_state", "extend", "draft"]
 
 COMPRESSED_FROM = 4096
 """Bytes from which a message is compressed: the rows of steps and of admitted sequences are padded."""

@@ -138,8 +138,11 @@ class Sequence:
     num_computed: int = 0
     """Tokens whose keys and values are in the cache once every dispatched step has run."""
     num_pending: int = 0
-    matched: tuple[tuple[int, int], list[Any]] | None = None
-    """Cached prefixes of its tokens, with the version of the prefix tree and the number of tokens that they are of."""
+    matched: tuple[tuple[int, int], list[Any], int] | None = None
+    """Cached prefixes of its tokens, with the version of the prefix tree and the number of tokens that they are of, and
+    the blocks of keys and values that are cached, in models with recurrent layers of a longer prefix."""
+    state_borders: list[int] = field(default_factory=list)
+    """Numbers of computed tokens, ascending, after which its recurrent state is to be kept."""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.experimental import serialize_executable
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey
@@ -250,6 +251,30 @@ def new_cache(model: CausalLMConfig, sizes: RunnerConfig) -> Cache:
     )
 
 
+def new_kept_states(model: CausalLMConfig, sizes: RunnerConfig) -> tuple[Any, ...]:
+    """Zeroed rows for recurrent states that prefixes left, of each recurrent layer."""
+    return tuple(
+        jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
+        for state in layer_states(model, sizes.num_kept_states)
+        if state is not None and sizes.num_kept_states
+    )
+
+
+def kept_of(model: CausalLMConfig, cache: Any) -> tuple[Any, ...]:
+    """What a cache, or a tuple like it, has of the recurrent layers."""
+    return tuple(part for part, state in zip(cache, layer_states(model, 1), strict=True) if state is not None)
+
+
+def copy_state(to: Any, source: Any, rows: Int[Array, "2"]) -> Any:
+    """`to` with row `rows[1]` replaced by row `rows[0]` of `source`, in each array of a tree. Donate `to`."""
+
+    def copied(to: Array, source: Array) -> Array:
+        row = lax.dynamic_index_in_dim(source, rows[0])
+        return lax.dynamic_update_index_in_dim(to, row, rows[1], 0)
+
+    return jax.tree.map(copied, to, source)
+
+
 def placed(make: Callable[[], T], shardings: Any) -> T:
     """The arrays that a function makes, each device making its part of them; on JAX's default device without shardings.
 
@@ -284,6 +309,8 @@ class Programs(NamedTuple):
     """Programs that fill a slot, by their number of tokens."""
     steps: dict[StepShape, Any]
     samplers: dict[int, Any]
+    copies: dict[str, Any]
+    """Programs that keep the recurrent state of a slot, and restore it; none in models without."""
 
 
 def jitted_programs(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None) -> Programs:
@@ -319,6 +346,18 @@ def new_programs(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None) -
         },
         steps={shape: step.jit() for shape, step in steps.items()},
         samplers={rows: sampling_program(model, sizes, rows, mesh).jit() for rows in sizes.sampling_rows},
+        copies={name: _copy_program(model, sizes, mesh, options) for name in sizes.copies},
+    )
+
+
+def _copy_program(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None, options: Any) -> Any:
+    partitions = cache_partitions(model.config, jax.eval_shape(lambda: new_cache(model.config, sizes)))
+    states = kept_of(model.config, partitions)
+    return jax.jit(
+        lambda *arguments: copy_state(*arguments),  # a function of its own, as with `admit`
+        donate_argnums=0,
+        compiler_options=options,
+        out_shardings=None if mesh is None else named(mesh, states),
     )
 
 
@@ -344,7 +383,7 @@ def compile_all(programs: abc.Sequence[JittedCall], progress: Callable[[int, int
 
 MANIFEST = "programs.json"
 
-CHOSEN_BY_MEMORY = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
+CHOSEN_BY_MEMORY = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kept_states")
 """Sizes that an engine chooses by itself where no option names them; the folder's are taken then."""
 
 SOURCES = ("models", "nn", "ops", "text")
@@ -377,7 +416,7 @@ class CompiledPrograms:
         if config.kv_cache_memory is not None and planned.groups != self.sizes.groups:
             raise InvalidParameterError(f"kv_cache_memory: the cache of {self.folder} has another size; leave it out")
         for field in fields(RunnerConfig):
-            if field.name == "groups" or (field.name in CHOSEN_BY_MEMORY and getattr(config, field.name) is None):
+            if field.name == "groups" or (field.name in CHOSEN_BY_MEMORY and getattr(config, field.name, None) is None):
                 continue
             compiled, wanted = _plain(getattr(self.sizes, field.name)), _plain(getattr(planned, field.name))
             if field.name == "structured_outputs" and wanted and not compiled:
@@ -403,6 +442,7 @@ class CompiledPrograms:
             admits={num_tokens: self._load(admission_name(num_tokens)) for num_tokens in sizes.admit_tokens},
             steps={shape: self._load(step_name(shape)) for shape in sizes.shapes},
             samplers={rows: self._load(sampling_name(rows)) for rows in sizes.sampling_rows},
+            copies={name: self._load(name) for name in sizes.copies},
         )
 
     def _load(self, name: str) -> Any:

@@ -6,7 +6,7 @@ import math
 from collections import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
@@ -32,7 +32,9 @@ from verax.text.step.program import (
     admission_name,
     compile_program,
     jitted_programs,
+    kept_of,
     new_cache,
+    new_kept_states,
     new_programs,
     placed,
     sampling_name,
@@ -40,7 +42,7 @@ from verax.text.step.program import (
     step_name,
     step_program,
 )
-from verax.text.step.sizes import RunnerConfig
+from verax.text.step.sizes import RunnerConfig, layer_states
 from verax.text.step.slots import Slots, admission_size, new_slots, pack_admission
 from verax.text.step.step import DEFERRED, SAMPLED, Logprobs, StepOutput, StepShape
 
@@ -160,7 +162,12 @@ class ModelRunner:
         model_config = model.config
         self._new_cache = lambda: placed(lambda: new_cache(model_config, config), on_cache)
         self._cache: Any = self._new_cache()
-        self.cache_bytes = sum(array.nbytes for array in jax.tree.leaves(self._cache))
+        on_states = None if on_cache is None else kept_of(model_config, on_cache)
+        self._new_kept = lambda: placed(lambda: new_kept_states(model_config, config), on_states)
+        self._kept: Any = self._new_kept()
+        states = layer_states(model_config, 1)
+        self._recurrent = [layer for layer, state in enumerate(states) if state is not None]
+        self.cache_bytes = sum(array.nbytes for array in jax.tree.leaves((self._cache, self._kept)))
         """Bytes of the key/value cache and the recurrent states, on all devices."""
         self._slots = placed(lambda: new_slots(*config.slot_sizes), on_slots)
         model_and_sizes = self.abstract_model, config
@@ -168,7 +175,7 @@ class ModelRunner:
         self._is_compiled = compiled is not None
         self._admits = {self._admission_size(num_tokens): program for num_tokens, program in programs.admits.items()}
         """Programs that fill a slot, by the length of their input."""
-        self._steps, self._samplers = programs.steps, programs.samplers
+        self._steps, self._samplers, self._copies = programs.steps, programs.samplers, programs.copies
         self._logits: jax.Array | None = None
         """Scores of the last step that a follower has repeated, until they are sampled from."""
 
@@ -192,13 +199,13 @@ class ModelRunner:
             return
         # References are dropped, nothing is deleted: the arrays may belong to the caller's module.
         self._weights_on_host = tuple(map(np.asarray, self._weights)) if keep_weights and self._weights else None
-        self._weights, self._cache = (), None
+        self._weights, self._cache, self._kept = (), None, None
 
     def wake_up(self) -> None:
         """Allocate the cache again, zeroed, and put weights of the host back on the device."""
         if self._cache is not None:
             return
-        self._cache = self._new_cache()
+        self._cache, self._kept = self._new_cache(), self._new_kept()
         if self._weights_on_host is not None:
             self._weights = tuple(map(_at, self._weights_on_host, self._places))
             self._weights_on_host = None
@@ -213,7 +220,7 @@ class ModelRunner:
 
     def uncompiled(self) -> list[JittedCall]:
         """The programs of the steps and of their sampling with arguments, to compile; none if they were loaded."""
-        own = Programs({}, self._steps, self._samplers)
+        own = Programs({}, self._steps, self._samplers, self._copies)
         return [] if self._is_compiled else list(self._with_arguments(own).values())
 
     def warm_up(self) -> None:
@@ -228,16 +235,25 @@ class ModelRunner:
         # No sequence owns slot 0 yet, and the first to get it writes all of it.
         for size in self._admits:
             self._fill_slot(np.zeros(size, np.int32))
+        for name in self._copies:
+            self._copy_state(name, 0, 0)
         if self._adapters is not None:
             self._adapters.warm_up()
 
     def _with_arguments(self, programs: Programs) -> dict[str, JittedCall]:
         """Programs of the steps and of their sampling by name, each with its arguments."""
         steps = {step_name(shape): (step, self._arguments(shape)) for shape, step in programs.steps.items()}
-        return steps | {
-            sampling_name(rows): (sampler, self.sampling_program(rows).arguments)
-            for rows, sampler in programs.samplers.items()
-        }
+        return (
+            steps
+            | {
+                sampling_name(rows): (sampler, self.sampling_program(rows).arguments)
+                for rows, sampler in programs.samplers.items()
+            }
+            | {
+                name: (copy, (*self._copied(name)[::-1], np.zeros(2, np.int32)))
+                for name, copy in programs.copies.items()
+            }
+        )
 
     def compiled_programs(self) -> Iterator[tuple[str, jax.stages.Compiled]]:
         """Every program by name, compiled again for `write_programs`.
@@ -280,8 +296,12 @@ class ModelRunner:
                 self._adapters.place(adapter, slot)
             num_tokens = at_least(self.config.admit_tokens, len(sequence.tokens))
             self._fill_slot(pack_admission(sequence, num_tokens, self.config.block_size, self.eos_token_ids))
+        for row, slot in schedule.restored:
+            self._copy_state("restore_state", row, slot)
         packed, shape, offsets = self.pack(schedule)
         output = self._dispatch(shape, packed)
+        for slot, row in schedule.kept:
+            self._copy_state("keep_state", slot, row)
         pending = PendingStep(schedule, output._replace(logits=None), offsets)
         if schedule.constrained:
             pending.output = output
@@ -329,6 +349,8 @@ class ModelRunner:
         elif dispatch.program == "adapt":
             assert self._adapters is not None  # the ranks have compared their options
             self._adapters.repeat(*arrays)
+        elif dispatch.program in ("keep_state", "restore_state"):
+            self._copy_state(dispatch.program, *arrays[0].tolist())
         else:
             self._fill_slot(*arrays)
 
@@ -410,6 +432,22 @@ class ModelRunner:
         self.send("admit", packed)
         self._slots = self._admits[len(packed)](self._slots, packed)
 
+    def _copied(self, name: str) -> tuple[Any, Any]:
+        """Source and target of a program that copies states."""
+        states = tuple(self._cache[layer] for layer in self._recurrent)
+        return (states, self._kept) if name == "keep_state" else (self._kept, states)
+
+    def _copy_state(self, name: Literal["keep_state", "restore_state"], source: int, to: int) -> None:
+        rows = np.asarray([source, to], np.int32)
+        self.send(name, rows)
+        sources, targets = self._copied(name)
+        targets = self._copies[name](targets, sources, rows)
+        if name == "keep_state":
+            self._kept = targets
+        else:
+            new = dict(zip(self._recurrent, targets, strict=True))
+            self._cache = tuple(new.get(layer, old) for layer, old in enumerate(self._cache))
+
     def send(self, program: ProgramName, *arrays: np.ndarray, shape: StepShape | None = None) -> None:
         """Send a dispatch to the followers, if there are any."""
         if self.group is not None and self.group.leads:
@@ -430,7 +468,7 @@ class ModelRunner:
 
     def num_compiled(self) -> int:
         """Programs compiled so far; constant after `warm_up`. Those that were loaded count as well."""
-        programs = [*self._admits.values(), *self._steps.values(), *self._samplers.values()]
+        programs = [*self._admits.values(), *self._steps.values(), *self._samplers.values(), *self._copies.values()]
         adapters = 0 if self._adapters is None else self._adapters.num_compiled()
         # One that was compiled and has not run is not in the cache of its calls yet.
         own = len(programs) if self._is_compiled else sum(max(1, program._cache_size()) for program in programs)
