@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from verax import builtin, checkpoint, ops, progress
 from verax._compat import enable_compilation_cache, make_mesh
 from verax._optional import require_optional
-from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from verax.errors import CheckpointError, InvalidParameterError
 from verax.loading import load_causal_lm, model_shapes
 from verax.machine import return_freed_memory
 from verax.models import DTYPES, CausalLM, causal_lm, check_dtype
@@ -52,11 +52,6 @@ _log = logging.getLogger("verax.text")
 NO_PREFIX_CACHE = (
     "this model has recurrent layers: to continue a shared prefix they need the state that it left, which blocks "
     "of keys and values do not hold"
-)
-
-NO_ROLLBACK = (
-    "this model has recurrent layers, whose state cannot go back to before a draft that did not hold; leave "
-    "speculative_config out"
 )
 
 
@@ -570,8 +565,6 @@ def _new_engines(
         raise InvalidParameterError(f"enable_prefix_caching: {NO_PREFIX_CACHE}")
     if recurrent:
         _log.info("prefix caching is off: %s", NO_PREFIX_CACHE)
-    if recurrent and config.speculation is not None:
-        raise UnsupportedModelError(f"speculative_config: {NO_ROLLBACK}")
     if config.structured_outputs:
         require_optional("llguidance")  # missing it shows now, not at the first request
     drafts: list[CausalLM | None] = [None] * len(models)
