@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from verax import builtin, checkpoint, ops, progress
 from verax._compat import enable_compilation_cache, make_mesh
 from verax._optional import require_optional
-from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from verax.errors import CheckpointError, InvalidParameterError
 from verax.loading import load_causal_lm, model_shapes
 from verax.machine import return_freed_memory
 from verax.models import DTYPES, CausalLM, causal_lm, check_dtype
@@ -48,11 +48,6 @@ from verax.text.step.sizes import cache_memory, plan_sizes, state_bytes
 from verax.text.tokens.tokenizer import Tokenizer, eos_token_ids
 
 _log = logging.getLogger("verax.text")
-
-NO_ROLLBACK = (
-    "this model has recurrent layers, whose state cannot go back to before a draft that did not hold; leave "
-    "speculative_config out"
-)
 
 
 class LLM:
@@ -561,8 +556,6 @@ def _new_engines(
     enable_compilation_cache()
     model = models[0]
     recurrent = state_bytes(model.config) > 0
-    if recurrent and config.speculation is not None:
-        raise UnsupportedModelError(f"speculative_config: {NO_ROLLBACK}")
     if config.structured_outputs:
         require_optional("llguidance")  # missing it shows now, not at the first request
     drafts: list[CausalLM | None] = [None] * len(models)

@@ -40,7 +40,7 @@ from verax.errors import InvalidParameterError
 from verax.files import atomic_path, write_json
 from verax.machine import cpu_name
 from verax.models import CausalLM, CausalLMConfig
-from verax.models.causal_lm import layer_heads, state_axes
+from verax.models.causal_lm import has_recurrent_layers, layer_heads, state_axes
 from verax.nn.parallel import divisions
 from verax.ops.cpu import library
 from verax.ops.division import TENSOR_AXIS, is_weight, partition, resized
@@ -50,7 +50,7 @@ from verax.text.features.grammar import mask_width
 from verax.text.features.lora import AdaptedLayers
 from verax.text.step.sizes import RunnerConfig, layer_states
 from verax.text.step.slots import admit, new_slots
-from verax.text.step.step import Cache, StepShape, make_step, sample_deferred
+from verax.text.step.step import Cache, StepOutput, StepShape, make_replay, make_step, sample_deferred
 
 T = TypeVar("T")
 
@@ -209,7 +209,27 @@ def step_program(
     )
     cache = cache_partitions(model.config, arguments[2])
     partitions = ((*model.partitions, *matrix_partitions), _whole(arguments[1]), cache, WHOLE)
-    return StepProgram(name, step, arguments, partitions, (WHOLE, cache, WHOLE), mesh)
+    output = StepOutput(WHOLE, WHOLE, WHOLE, WHOLE, _projected_partitions(model.config) if shape.verify else ())
+    return StepProgram(name, step, arguments, partitions, (WHOLE, cache, output), mesh)
+
+
+def replay_program(model: AbstractModel, sizes: RunnerConfig, shape: StepShape, mesh: Mesh | None) -> StepProgram:
+    """The program that continues recurrent states with what holds of a step that verifies, whose shape is given."""
+    replay = make_replay(model.build, shape)
+    replay.__name__ = name = f"replay_{shape.rows}x{shape.tokens}"
+    step = step_program(model, sizes, shape, mesh)
+    _, _, output = jax.eval_shape(step.jit(), *step.arguments)
+    packed = jax.ShapeDtypeStruct((3 * shape.rows,), jnp.int32)
+    partitions = (model.partitions, step.partitions[2], _projected_partitions(model.config), WHOLE)
+    arguments = (model.weights, step.arguments[2], output.projected, packed)
+    return StepProgram(name, replay, arguments, partitions, step.partitions[2], mesh, donated=(1,))
+
+
+def _projected_partitions(config: CausalLMConfig) -> tuple[PartitionSpec, ...]:
+    """Partition of the arrays of each recurrent layer in `StepOutput.projected`."""
+    states = enumerate(layer_states(config, 1))
+    divided = [state_axes(config, layer) is not None for layer, state in states if state is not None]
+    return tuple(PartitionSpec(None, None, TENSOR_AXIS) if axes else WHOLE for axes in divided)
 
 
 def sampling_program(model: AbstractModel, sizes: RunnerConfig, rows: int, mesh: Mesh | None = None) -> StepProgram:
@@ -311,6 +331,8 @@ class Programs(NamedTuple):
     samplers: dict[int, Any]
     copies: dict[str, Any]
     """Programs that keep the recurrent state of a slot, and restore it; none in models without."""
+    replays: dict[StepShape, JittedCall]
+    """Programs that continue recurrent states after a step that verifies, by its shape, with their arguments."""
 
 
 def jitted_programs(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None) -> Programs:
@@ -333,6 +355,10 @@ def new_programs(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None) -
     steps = {shape: step_program(model, sizes, shape, mesh) for shape in sizes.shapes}
     _, on_slots, _, _ = steps[sizes.shapes[0]].shardings or (None,) * 4
     options = compiler_options(ops.target().platform)
+    verify = [shape for shape in sizes.shapes if shape.verify and not shape.adapters]
+    replays = {
+        shape: replay_program(model, sizes, shape, mesh) for shape in verify if has_recurrent_layers(model.config)
+    }
     return Programs(
         # A function of its own: JAX shares what it has compiled among all that `jax.jit` makes of one function.
         admits={
@@ -347,6 +373,7 @@ def new_programs(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None) -
         steps={shape: step.jit() for shape, step in steps.items()},
         samplers={rows: sampling_program(model, sizes, rows, mesh).jit() for rows in sizes.sampling_rows},
         copies={name: _copy_program(model, sizes, mesh, options) for name in sizes.copies},
+        replays={shape: (replay.jit(), replay.arguments) for shape, replay in replays.items()},
     )
 
 
@@ -443,6 +470,7 @@ class CompiledPrograms:
             steps={shape: self._load(step_name(shape)) for shape in sizes.shapes},
             samplers={rows: self._load(sampling_name(rows)) for rows in sizes.sampling_rows},
             copies={name: self._load(name) for name in sizes.copies},
+            replays={},  # drafts are refused with a folder
         )
 
     def _load(self, name: str) -> Any:

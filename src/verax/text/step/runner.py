@@ -175,7 +175,10 @@ class ModelRunner:
         self._is_compiled = compiled is not None
         self._admits = {self._admission_size(num_tokens): program for num_tokens, program in programs.admits.items()}
         """Programs that fill a slot, by the length of their input."""
-        self._steps, self._samplers, self._copies = programs.steps, programs.samplers, programs.copies
+        self._steps, self._samplers = programs.steps, programs.samplers
+        self._copies, self._replays = programs.copies, programs.replays
+        self._projected: tuple[Any, ...] = ()
+        """What the recurrent layers read of the tokens of the last step, if it verified drafts."""
         self._logits: jax.Array | None = None
         """Scores of the last step that a follower has repeated, until they are sampled from."""
 
@@ -220,8 +223,8 @@ class ModelRunner:
 
     def uncompiled(self) -> list[JittedCall]:
         """The programs of the steps and of their sampling with arguments, to compile; none if they were loaded."""
-        own = Programs({}, self._steps, self._samplers, self._copies)
-        return [] if self._is_compiled else list(self._with_arguments(own).values())
+        own = Programs({}, self._steps, self._samplers, self._copies, self._replays)
+        return [] if self._is_compiled else [*self._with_arguments(own).values(), *self._replays.values()]
 
     def warm_up(self) -> None:
         """Run every bucket on padding, once it is compiled. Nothing compiles after this.
@@ -232,6 +235,8 @@ class ModelRunner:
             # The first run of a program takes only a few milliseconds more than the next.
             if not self.config.padding_takes_time or shape.tokens <= self.config.mixed_tokens[0]:
                 jax.block_until_ready(self._run_padding(shape))
+                if shape in self._replays:
+                    self._replay(shape, self._replayed_rows(shape))
         # No sequence owns slot 0 yet, and the first to get it writes all of it.
         for size in self._admits:
             self._fill_slot(np.zeros(size, np.int32))
@@ -310,6 +315,20 @@ class ModelRunner:
             output.tokens.copy_to_host_async()
         return pending
 
+    def replay(self, schedule: Schedule, kept: Sequence[int]) -> None:
+        """Continue recurrent states with the tokens that hold of the last step, which verified drafts.
+
+        Such a step leaves the states unchanged. `kept`: number of tokens that hold of each chunk. Without recurrent
+        layers nothing is done.
+        """
+        shape = self.shape_for(schedule)._replace(adapters=False)
+        if shape in self._replays:
+            packed = self._replayed_rows(shape)
+            for row, chunk, count in zip(packed.reshape(-1, 3), schedule.chunks, kept, strict=False):
+                slot = chunk.sequence.slot  # None if the sequence has finished
+                row[:] = self.config.max_num_seqs if slot is None else slot, chunk.count, count
+            self._replay(shape, packed)
+
     def new_masks(self, pending: PendingStep) -> np.ndarray:
         """Masks that allow every token, for the rows of a step: int32 `[B, w]`, a bit for each token."""
         assert pending.deferred is not None
@@ -346,6 +365,9 @@ class ModelRunner:
             self._logits = self._dispatch(dispatch.shape, *arrays).logits
         elif dispatch.program == "sample":
             self._sample(self._logits, *arrays)
+        elif dispatch.program == "replay":
+            assert dispatch.shape is not None
+            self._replay(dispatch.shape, *arrays)
         elif dispatch.program == "adapt":
             assert self._adapters is not None  # the ranks have compared their options
             self._adapters.repeat(*arrays)
@@ -397,6 +419,10 @@ class ModelRunner:
         """A step's input in which every row and every block update goes nowhere."""
         return shape.padding(self.config.block_size, len(self.config.groups), self.config.max_num_seqs)
 
+    def _replayed_rows(self, shape: StepShape) -> np.ndarray:
+        """Input of `make_replay` in which every row is padding."""
+        return np.tile(np.asarray([self.config.max_num_seqs, 0, 0], np.int32), shape.rows)
+
     def _sampled_rows(self, shape: StepShape, packed: np.ndarray) -> np.ndarray:
         """(slot, start, count, sample) of each row of the step's output. A copy: the device may still read `packed`."""
         rows = shape.split(packed, len(self.config.groups))[0].copy()
@@ -421,7 +447,13 @@ class ModelRunner:
         self.send("step", packed, shape=shape)
         weights = self._weights_of(shape)
         self._slots, self._cache, output = self._steps[shape](weights, self._slots, self._cache, packed)
-        return output
+        self._projected = output.projected
+        return output._replace(projected=())
+
+    def _replay(self, shape: StepShape, packed: np.ndarray) -> None:
+        self.send("replay", packed, shape=shape)
+        replay, _ = self._replays[shape]
+        self._cache, self._projected = replay(self._weights, self._cache, self._projected, packed), ()
 
     def _sample(self, logits: jax.Array | None, rows: np.ndarray, masks: np.ndarray) -> tuple[jax.Array, Logprobs]:
         self.send("sample", rows, masks)
@@ -468,7 +500,14 @@ class ModelRunner:
 
     def num_compiled(self) -> int:
         """Programs compiled so far; constant after `warm_up`. Those that were loaded count as well."""
-        programs = [*self._admits.values(), *self._steps.values(), *self._samplers.values(), *self._copies.values()]
+        replays = [program for program, _ in self._replays.values()]
+        programs = [
+            *self._admits.values(),
+            *self._steps.values(),
+            *self._samplers.values(),
+            *self._copies.values(),
+            *replays,
+        ]
         adapters = 0 if self._adapters is None else self._adapters.num_compiled()
         # One that was compiled and has not run is not in the cache of its calls yet.
         own = len(programs) if self._is_compiled else sum(max(1, program._cache_size()) for program in programs)
