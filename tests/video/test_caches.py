@@ -149,7 +149,7 @@ def test_magcache_keeps_the_clips_of_the_built_in_model():
         plain = pipe(prompt, num_inference_steps=50, seed=seed)
         cached = pipe(prompt, num_inference_steps=50, seed=seed, cache="magcache")
         quality = compare_clips(plain.frames, cached.frames)
-        assert (cached.steps, cached.computed <= 24) == (50, True)
+        assert (cached.steps, cached.steps / cached.computed >= 1.75) == (50, True)
         assert (quality.clip_psnr > 32, quality.clip_ssim > 0.97) == (True, True)
 
 

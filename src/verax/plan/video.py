@@ -141,8 +141,6 @@ def read_clip(
         half_size_steps=wanted.half_size_steps,
     )
     check_half_size(request, geometry)
-    if shard_weights and transformer.vace_layers:
-        raise InvalidParameterError("shard_weights: not implemented for VACE, whose blocks do not run in one loop")
     mesh: Any = clip_mesh(
         transformer,
         guidance_parallel=guidance_parallel,

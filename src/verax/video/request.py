@@ -106,6 +106,8 @@ class ResolvedRequest(VideoRequest):
     shift: float = VideoSettings.shift
     solver: str = "unipc"
     sigmas: tuple[float, ...] | None = None
+    cache_ratios: np.ndarray | None = None
+    """MagCache's curve for the request's steps, `[R, G]`; see `caches.with_cache`."""
     cache_threshold: float = _CACHES[None]["cache_threshold"]
     fps: int = VideoSettings.fps
     causal_block_size: int = 1
