@@ -220,14 +220,11 @@ class ReferenceRules:
 class TeaCache(NamedTuple):
     """Measure of the distance between steps by which TeaCache skips some, see `video.caches`.
 
-    `polynomial`: coefficients, the highest power first. `projected`: True to compare the projection `e0`; False to
-    compare the embedding `e`.
+    `polynomial`: coefficients, the highest power first. `kept`: number of first steps that always run.
     """
 
     polynomial: tuple[float, ...]
-    projected: bool
-    first: int
-    last: int
+    kept: int
 
 
 class Control(NamedTuple):

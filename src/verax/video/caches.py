@@ -30,7 +30,7 @@ CURVE_FILE = "magcache.json"
 
 def teacache_steps(
     timesteps: Real[np.ndarray, "R ..."],
-    embedded: tuple[Float[np.ndarray, "R ..."], Float[np.ndarray, "R ..."]],
+    embedded: Float[np.ndarray, "R ..."],
     threshold: float,
     cache: TeaCache,
 ) -> Bool[np.ndarray, "R"]:
@@ -40,20 +40,20 @@ def teacache_steps(
     between the blocks' outputs.
 
     SkyReels-V2's own code counts calls, two a step, against a number of steps, and so starts over half way through.
-    Here, as in the authors' code, the first and last steps are the first and last of the run.
+    Here, as in the authors' code, the first steps are the first of the run.
 
     Args:
         timesteps: timestep of each step, of all frames or (diffusion forcing) of each frame.
-        embedded: `(e, e0)` of each step: the model's embedding of time, and its projection that modulates the blocks.
+        embedded: projection of time's embedding, which modulates the blocks, of each step.
         threshold: sum of estimated changes at which the blocks run again; 0.1 to 0.3 is usual.
         cache: measure of the family's `teacache`.
     """
     R = len(timesteps)
     run_blocks = np.ones(R, bool)
     change = 0.0
-    rows = embedded[cache.projected]
-    for i in range(cache.first, R - cache.last):
-        change += np.polyval(cache.polynomial, np.abs(rows[i] - rows[i - 1]).mean() / np.abs(rows[i - 1]).mean())
+    for i in range(cache.kept, R):
+        before = embedded[i - 1]
+        change += np.polyval(cache.polynomial, np.abs(embedded[i] - before).mean() / np.abs(before).mean())
         run_blocks[i] = change >= threshold
         if run_blocks[i]:
             change = 0.0
@@ -239,7 +239,7 @@ def cached_steps(
         if ratios is None:
             cache = model.teacache(request.height * request.width)
             assert cache is not None
-            embedded = span.denoiser.embed_time(timesteps[rows], fps)
+            embedded = span.denoiser.project_time(timesteps[rows], fps)
             chosen.append(teacache_steps(timesteps[rows], embedded, request.cache_threshold, cache))
         elif span.transformer < always:
             chosen.append(np.ones(span.end - span.begin, bool))
