@@ -256,7 +256,7 @@ HINTS = {"float32": "f32", "bfloat16": "bf16", "int8": "bf16"}
 
 
 def _openvino_runs(openvino: Any, source: Any, precision: str, latency: bool, calibration: Iterable[Batch]) -> Runs:
-    """Model converted by `openvino.convert_model`: batches on all cores, or in float32 a text on each core at once.
+    """Model converted by `openvino.convert_model`: a batch on all cores in bfloat16, else one on each core.
 
     int8 is NNCF's post-training quantisation of weights and activations (W8A8, SmoothQuant).
     """
@@ -268,7 +268,7 @@ def _openvino_runs(openvino: Any, source: Any, precision: str, latency: bool, ca
         model = openvino.convert_model(source, example_input=dict.fromkeys(INPUTS, ids))
     if nncf is not None:
         model = _quantized_by_nncf(nncf, model, calibration)
-    in_streams = precision == "float32" and not latency
+    in_streams = precision != "bfloat16" and not latency
     hint = "THROUGHPUT" if in_streams else "LATENCY"
     compiled = compile_openvino(openvino, model, hint, precision)
     if in_streams:
@@ -276,7 +276,7 @@ def _openvino_runs(openvino: Any, source: Any, precision: str, latency: bool, ca
     else:
         run = partial(_one_at_a_time, compiled.create_infer_request())
     versions = {} if nncf is None else {"nncf": nncf.__version__}
-    return Runs(run, f"PERFORMANCE_HINT={hint}", in_streams, versions)
+    return Runs(run, f"PERFORMANCE_HINT={hint}", precision == "float32", versions)
 
 
 def compile_openvino(openvino: Any, model: Any, hint: str, precision: str) -> Any:
