@@ -39,20 +39,34 @@ SCHEDULE = Schedule(steps=400, peak_learning_rate=3e-3, warmup_steps=30)
 
 
 def train_head(
-    output: Path, *, model: Path | None = None, steps: int | None = None, seed: int = 0, resume: bool = False
+    output: Path,
+    *,
+    model: Path | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    resume: bool = False,
+    stop_at: int | None = None,
 ) -> Path:
     """Train a head for a model of `recipes.text`, and export both as one folder, `output / "model"`, which is returned.
 
-    `model`: folder of the model; the built-in one if None. `steps`: length of the schedule; the recipe's own if None.
+    The head begins with the weights of the model's last layer, or as the folder's own head if it has one.
+
+    Args:
+        output: as in `train_builtin`, and so are `seed`, `resume` and `stop_at`.
+        model: folder of the model; the built-in one if None.
+        steps: length of the schedule; the recipe's own if None.
     """
     folder = model or builtin.text_model()
     opened = checkpoint.Checkpoint.open(folder)
     config = {**opened.config, "num_nextn_predict_layers": 1}
     architecture, sizes = causal_lm(config, prediction_head=True)
-    trunk: Any = load_causal_lm(opened, dtype="float32")
-    whole = architecture(sizes, rngs=nnx.Rngs(seed))
-    nnx.update(whole.model, nnx.state(trunk.model))
-    nnx.update(whole.mtp.layers[0], nnx.state(whole.model.layers[-1]))
+    if "mtp.fc.weight" in opened.names():
+        whole: Any = load_causal_lm(opened, prediction_head=True, dtype="float32")
+    else:
+        trunk: Any = load_causal_lm(opened, dtype="float32")
+        whole = architecture(sizes, rngs=nnx.Rngs(seed))
+        nnx.update(whole.model, nnx.state(trunk.model))
+        nnx.update(whole.mtp.layers[0], nnx.state(whole.model.layers[-1]))
     graph, head, rest = nnx.split(whole, lambda path, _: path[0] == "mtp", ...)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 
@@ -66,6 +80,7 @@ def train_head(
         SCHEDULE.of(steps),
         output,
         resume=resume,
+        stop_at=stop_at,
     )
     kept = {name: jnp.asarray(opened.read(name)) for name in opened.names() if not name.startswith("mtp.")}
     new = {".".join(map(str, path)): leaf[...].astype(jnp.bfloat16) for path, leaf in nnx.to_flat_state(trained)}

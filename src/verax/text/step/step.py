@@ -206,7 +206,8 @@ def make_step(
         weights: tuple[Array, ...], slots: Slots, cache: Cache, packed: Int[Array, "n"]
     ) -> tuple[Slots, Cache, StepOutput]:
         rows, updates, drafts = shape.split(packed, len(groups))
-        slot, start, count, skipped = rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 4]
+        rows, skipped = rows[:, :4], rows[:, 4]
+        slot, start, count = rows[:, 0], rows[:, 1], rows[:, 2]
         page_tables = with_new_blocks(slots.page_tables, updates)
 
         if shape.decode:
@@ -242,7 +243,7 @@ def make_step(
         adapters = slots.params.int("adapter")[slot][owner] if shape.adapters else None
         model = build(weights, adapters)
         if shape.drafts:
-            slots = _with_drafts(model, slots, layer_cache[-1][slot], rows, shape.drafts, attend_to)
+            slots = _with_drafts(model, slots, layer_cache[-1][slot], rows, skipped, shape.drafts, attend_to)
         text = slots.tokens[slot[owner], position]
         hidden = final_hidden_states(model, text, position, attend, run_recurrent)
         # Decodes and verifications sample after each token; a mixed step may have as many rows as tokens, too.
@@ -340,7 +341,8 @@ def _with_drafts(
     model: CausalLM,
     slots: Slots,
     hidden: Float[Array, "B D"],
-    rows: Int[Array, "B 5"],
+    rows: Int[Array, "B 4"],
+    skipped: Int[Array, "B"],
     num_drafts: int,
     attend_to: Callable[..., AttentionFn],
 ) -> Slots:
@@ -348,7 +350,7 @@ def _with_drafts(
 
     `hidden`: hidden states of the head at the newest tokens.
     """
-    slot, start, count, skipped = rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 4]
+    slot, start, count = rows[:, 0], rows[:, 1], rows[:, 2]
     for i in range(1, num_drafts + 1):
         wanted = i < count
         sampled = jnp.stack([slot, start + i, jnp.ones_like(count), SAMPLED * wanted], axis=1)
