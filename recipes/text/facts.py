@@ -114,10 +114,7 @@ def _capitals() -> Topic:
                 f"The capital of {country} is {capital}.",
             ),
             ((f"Where is {capital}?", f"Which country is {capital} in?"), f"{capital} is in {country}."),
-            (
-                (f"What language do people speak in {country}?",),
-                f"People in {country} speak {language}.",
-            ),
+            ((f"What language do people speak in {country}?",), f"People in {country} speak {language}."),
         ]
     return facts
 
@@ -127,10 +124,7 @@ def _uses() -> Topic:
     for thing, use in USES.items():
         be = "are" if thing == "scissors" else "is"
         facts.append(
-            (
-                (f"What {be} {thing} used for?", f"What do you do with {thing}?"),
-                f"{_sentence(thing)} {be} used {use}.",
-            )
+            ((f"What {be} {thing} used for?", f"What do you do with {thing}?"), f"{_sentence(thing)} {be} used {use}.")
         )
         facts.append(((f"Why do people need {thing}?",), f"People need {thing} {use}."))
     return facts

@@ -8,18 +8,7 @@ from random import Random
 from typing import NamedTuple
 
 from recipes.text.arithmetic import Exchange, Split, held_out_hash
-from recipes.text.story_outlines import (
-    ADJECTIVES,
-    FEARS,
-    HIGH,
-    HOBBIES,
-    MOODS,
-    OPENINGS,
-    PLOTS,
-    SPOTS,
-    TRAITS,
-    WEATHER,
-)
+from recipes.text.story_outlines import ADJECTIVES, FEARS, HIGH, HOBBIES, MOODS, OPENINGS, PLOTS, SPOTS, TRAITS, WEATHER
 from recipes.text.words import COLORS, PLACES, STORY_ANIMALS, TOYS, article, draw_name, is_girl
 
 

@@ -212,13 +212,7 @@ _SHARE = (
         )
     ),
     Beat(("But {N} did not want to share.", '"No! It is mine!" said {N}.', "But {N} hid the {thing} {spot}.")),
-    Beat(
-        (
-            "{F} was sad and went away.",
-            "So {F} walked home alone.",
-            "{F} did not say a word and left.",
-        )
-    ),
+    Beat(("{F} was sad and went away.", "So {F} walked home alone.", "{F} did not say a word and left.")),
     Beat(("Soon {N} felt lonely.", "It was no fun to play alone.", "{N} looked at the {thing} and felt bad."), 0.9),
     Beat(
         (

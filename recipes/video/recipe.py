@@ -26,7 +26,7 @@ from verax.checkpoint.video.convert import convert
 from verax.checkpoint.video.folder import SETTINGS, VideoFolder
 from verax.checkpoint.video.parts import diffusers_transformer, scheduler_settings
 from verax.models.wan.vae import WanVae
-from verax.train.loop import has_state
+from verax.train.loop import STATE
 
 __all__ = ["CLIPS", "export", "train_builtin"]
 
@@ -63,7 +63,7 @@ def train_builtin(
 
     def part(name: str) -> dict[str, Any]:
         folder = output / name
-        again = resume and has_state(folder)
+        again = resume and any((folder / STATE).glob("[0-9]*"))
         same = {"steps": steps, "seed": seed, "mesh": mesh, "show_progress": show_progress}
         return {"output": folder, "resume": again, **same}
 

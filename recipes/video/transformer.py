@@ -8,6 +8,7 @@ for text alone. The loss of the text encoder's pre-training (`reader`) is kept a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,28 +24,58 @@ from recipes.video.latents import Clips, normalized_picture, tokens
 from recipes.video.reader import Reader, matrices_by_width, reader_loss
 from recipes.video.vae import SIZE
 from verax import ops
+from verax._optional import require_optional
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.wan.model import WanConfig, WanModel
-from verax.train.loop import Schedule, train
+from verax.train.loop import Schedule, matrices, train
 from verax.train.loss import rounded_gradient_linear
 
-__all__ = ["IMAGE_ENCODER", "SCHEDULE", "TRANSFORMER", "Trainee", "condition", "train_transformer"]
+__all__ = ["IMAGE_ENCODER", "SCHEDULE", "TRANSFORMER", "MuonSchedule", "Trainee", "condition", "train_transformer"]
 
 TRANSFORMER = WanConfig(
     dim=128, ffn_dim=512, num_heads=2, num_layers=4, in_dim=36, text_dim=96, image_dim=64, freq_dim=128
 )
 IMAGE_ENCODER = CLIPVisionConfig(
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    image_size=SIZE,
-    patch_size=16,
+    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, image_size=SIZE, patch_size=16
 )
 
-SCHEDULE = Schedule(
-    steps=11000, peak_learning_rate=2e-3, warmup_steps=100, weight_decay=0.01, beta2=0.99, muon_learning_rate=4e-3
-)
+
+@dataclass(frozen=True)
+class MuonSchedule(Schedule):
+    """Schedule of Muon (Jordan, 2024, https://kellerjordan.github.io/posts/muon) for inner matrices.
+
+    Its updates are as large as AdamW's (Liu et al., 2025, arXiv:2502.16982), which trains the rest.
+    """
+
+    muon_learning_rate: float = 4e-3
+    """Peak learning rate of the matrices that Muon trains."""
+    outer: tuple[str, ...] = ("embed", "head")
+    """Parts of the names of matrices that AdamW trains all the same: embeddings and heads."""
+
+    def update(self) -> Any:
+        """Muon and AdamW."""
+        return require_optional("optax.contrib").muon(
+            self.rate(self.muon_learning_rate),
+            adam_learning_rate=self.rate(self.peak_learning_rate),
+            adam_b2=self.beta2,
+            weight_decay=self.weight_decay,
+            weight_decay_mask=matrices,
+            muon_weight_dimension_numbers=self._orthogonal,
+            consistent_rms=0.2,
+        )
+
+    def _orthogonal(self, params: Any) -> Any:
+        """Axes of each leaf that are a matrix for Muon; None for a leaf that AdamW trains."""
+
+        def one(path: Any, leaf: Array) -> Any:
+            name = jax.tree_util.keystr(path)
+            inner = leaf.ndim == 2 and not any(part in name for part in self.outer)
+            return require_optional("optax.contrib").MuonDimensionNumbers() if inner else None
+
+        return jax.tree_util.tree_map_with_path(one, params)
+
+
+SCHEDULE = MuonSchedule(steps=11000, peak_learning_rate=2e-3, warmup_steps=100, weight_decay=0.01, beta2=0.99)
 
 BATCH = 32
 SHIFT = 3.0

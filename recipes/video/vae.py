@@ -189,10 +189,7 @@ def batches(seed: int, start: int, steps: int, plan: Cuts | None = None) -> Iter
         drawn = FRAMES if frames > 1 else 1
         pixels = draw(scenes(seed, step * CUTS[0][1][0][0], clips), frames=drawn, height=SIZE, width=SIZE)
         t, y, x = (rng.integers(whole - cut + 1) for whole, cut in ((drawn, frames), (SIZE, size), (SIZE, size)))
-        yield {
-            "pixels": pixels[:, t : t + frames, y : y + size, x : x + size],
-            "seed": np.asarray(step, np.uint32),
-        }
+        yield {"pixels": pixels[:, t : t + frames, y : y + size, x : x + size], "seed": np.asarray(step, np.uint32)}
 
 
 def loss(model: WanVae, batch: dict[str, Array]) -> Float[Array, ""]:

@@ -1,25 +1,3 @@
 """Engines, encoder and pipeline of the server's tests."""
 
-from tests.serve.conftest import (
-    api,
-    engine,
-    make_api,
-    new_llm,
-    new_server,
-    served_encoder,
-    served_llm,
-    served_pipeline,
-    slow,
-)
-
-__all__ = [
-    "api",
-    "engine",
-    "make_api",
-    "new_llm",
-    "new_server",
-    "served_encoder",
-    "served_llm",
-    "served_pipeline",
-    "slow",
-]
+from tests.serve.conftest import *  # noqa: F403

@@ -6,15 +6,7 @@ import msgspec
 import pytest
 
 from verax.batch.lines import bad_line
-from verax.batch.requests import (
-    URLS,
-    AnswerLine,
-    LineResponse,
-    RequestLine,
-    read_request,
-    request_lines,
-    write_answers,
-)
+from verax.batch.requests import URLS, AnswerLine, LineResponse, RequestLine, read_request, request_lines, write_answers
 from verax.batch.results import ResultFile
 from verax.errors import InvalidParameterError
 

@@ -190,21 +190,22 @@ def test_a_signal_lets_what_runs_finish_and_reads_no_more(run_batch, slow, tmp_p
     assert (again.counts.skipped, again.counts.done) == (len(written), 24 - len(written))
 
 
-def test_what_does_not_finish_in_time_is_abandoned_and_runs_again(run_batch, new_server, slow, tmp_path):
-    # The short one is the last: once it has its answer, the others are in flight.
-    lines = [*(line(str(i), max_tokens=40) for i in range(3)), line("short", max_tokens=1)]
-    run = run_batch(lines, server=new_server(shutdown_timeout=0.0), report=stop_after(1, signal.SIGTERM))
+# The shortest one is the last: once it has its answer, the others are in flight.
+@pytest.mark.parametrize(
+    ("timeout", "signals", "tokens", "answered"),
+    [
+        (0.0, [signal.SIGTERM], {"a": 40, "b": 40, "c": 40, "short": 1}, ["short"]),
+        (600.0, [signal.SIGINT, signal.SIGINT], {"long": 120, "second": 5, "first": 1}, ["first", "second"]),
+    ],
+)
+def test_what_does_not_finish_in_time_or_before_a_second_signal_is_abandoned_and_runs_again(
+    run_batch, new_server, slow, tmp_path, timeout, signals, tokens, answered
+):
+    lines = [line(name, max_tokens=number) for name, number in tokens.items()]
+    run = run_batch(lines, server=new_server(shutdown_timeout=timeout), report=stop_after(1, *signals))
     assert not run.complete
-    assert [answer["custom_id"] for answer in answers_in(tmp_path / "out.jsonl")] == ["short"]
-    assert run_batch(lines).counts.done == 3
-
-
-def test_a_second_signal_abandons_at_once(run_batch, new_server, slow, tmp_path):
-    lines = [line("long", max_tokens=120), line("second", max_tokens=5), line("first", max_tokens=1)]
-    server = new_server(shutdown_timeout=600.0)
-    run = run_batch(lines, server=server, report=stop_after(1, signal.SIGINT, signal.SIGINT))
-    assert not run.complete
-    assert sorted(answer["custom_id"] for answer in answers_in(tmp_path / "out.jsonl")) == ["first", "second"]
+    assert sorted(answer["custom_id"] for answer in answers_in(tmp_path / "out.jsonl")) == answered
+    assert run_batch(lines).counts.done == len(lines) - len(answered)
 
 
 def test_an_engine_that_fails_ends_the_batch_without_errors_for_its_lines(run_batch, served_llm, monkeypatch, tmp_path):

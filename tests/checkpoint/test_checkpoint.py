@@ -40,15 +40,10 @@ def test_files_without_an_index_are_joined(tmp_path):
     assert_same(read_all(tmp_path), expected)
 
 
-def test_one_file_goes_before_second_copies_by_other_names(tmp_path):
-    write(tmp_path, weights())
-    save_file(weights(seed=1), tmp_path / "consolidated.safetensors")
-    assert_same(read_all(tmp_path), weights())
-
-
-def test_an_index_goes_before_files_that_it_does_not_name(tmp_path):
-    write(tmp_path, weights(), shards=2)
-    save_file({"adapter": np.ones(3)}, tmp_path / "adapter.safetensors")
+@pytest.mark.parametrize("shards", [1, 2])
+def test_one_file_or_an_index_goes_before_files_by_other_names(shards, tmp_path):
+    write(tmp_path, weights(), shards=shards)
+    save_file({**weights(seed=1), "adapter": np.ones(3)}, tmp_path / "consolidated.safetensors")
     assert_same(read_all(tmp_path), weights())
 
 
@@ -73,38 +68,32 @@ def test_damaged_json_is_named(name, text, problem, tmp_path):
         Checkpoint.open(tmp_path)
 
 
-def test_a_missing_config_is_named(tmp_path):
-    write(tmp_path, weights())
-    (tmp_path / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
-        Checkpoint.open(tmp_path)
-
-
-def test_a_missing_shard_is_named_with_the_index(tmp_path):
-    write(tmp_path, weights(), shards=3)
-    (tmp_path / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=rf"model-00002-of-00003\.safetensors missing.*{INDEX}"):
-        Checkpoint.open(tmp_path)
-
-
-def test_a_key_that_the_index_promises_and_the_shard_lacks_is_named(tmp_path):
-    write(tmp_path, weights(), shards=2)
-    index = json.loads((tmp_path / INDEX).read_text())
+def promise_a_key(folder):
+    index = json.loads((folder / INDEX).read_text())
     index["weight_map"]["layers.7.up.weight"] = "model-00002-of-00002.safetensors"
-    (tmp_path / INDEX).write_text(json.dumps(index))
-    with pytest.raises(
-        CheckpointError, match=rf"model-00002-of-00002\.safetensors: layers\.7\.up\.weight missing.*{INDEX}"
-    ):
-        Checkpoint.open(tmp_path)
+    (folder / INDEX).write_text(json.dumps(index))
 
 
-def test_a_key_in_two_files_without_an_index_is_named_with_both(tmp_path):
-    write(tmp_path, weights(), shards=2)
-    (tmp_path / INDEX).unlink()
-    save_file({"layers.1.gain": np.ones(())}, tmp_path / "zz.safetensors")
-    with pytest.raises(
-        CheckpointError, match=r"zz\.safetensors: layers\.1\.gain is in model-0000\d-of-00002\.safetensors too"
-    ):
+def repeat_a_key(folder):
+    (folder / INDEX).unlink()
+    save_file({"layers.1.gain": np.ones(())}, folder / "zz.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), r"config\.json: no such file"),
+        (
+            lambda folder: (folder / "model-00002-of-00002.safetensors").unlink(),
+            rf"model-00002-of-00002\.safetensors missing.*{INDEX}",
+        ),
+        (promise_a_key, rf"model-00002-of-00002\.safetensors: layers\.7\.up\.weight missing.*{INDEX}"),
+        (repeat_a_key, r"zz\.safetensors: layers\.1\.gain is in model-0000\d-of-00002\.safetensors too"),
+    ],
+)
+def test_what_is_missing_or_there_twice_is_named_with_its_files(damage, says, tmp_path):
+    damage(write(tmp_path, weights(), shards=2))
+    with pytest.raises(CheckpointError, match=says):
         Checkpoint.open(tmp_path)
 
 

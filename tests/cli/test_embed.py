@@ -4,9 +4,11 @@ import json
 
 import numpy as np
 import pytest
+import scipy.sparse
 
-from tests.support.tiny_encoder import tiny_encoder, tiny_reranker
-from verax import Encoder, Reranker
+from tests.support.tiny_encoder import SIZES, random_weights, tiny_encoder, tiny_reranker, tiny_tokenizer
+from verax import Encoder, Reranker, checkpoint
+from verax.models import masked_lm
 
 LINES = ["a cat sat on the mat .", "the fox ran", "", "a cat sat on the mat ."]
 
@@ -145,3 +147,20 @@ def test_vectors_in_bits_are_written(run, tmp_path):
     expected = Encoder().encode(["a cat", "a dog"], precision="ubinary")
     np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), expected)
     assert run("embed", "--precision", "int4", "a cat").status != 0
+
+
+def test_sparse_vectors_are_written_as_pairs_or_as_a_matrix(run, tmp_path):
+    config, folder = {"model_type": "bert", **SIZES}, tmp_path / "model"
+    checkpoint.save(random_weights(config, find=masked_lm), folder, config=config)
+    tiny_tokenizer(folder)
+    expected = Encoder(folder, output="sparse").encode(LINES, max_active=60).toarray()
+    done = run("embed", "-m", folder, "--sparse", "-o", tmp_path / "v.npz", stdin="\n".join(LINES))
+    assert (done.status, done.out) == (0, "")
+    np.testing.assert_array_equal(scipy.sparse.load_npz(tmp_path / "v.npz").toarray(), expected)
+    done = run("embed", "-m", folder, "--sparse", *LINES[:2])
+    for line, row in zip(done.out.splitlines(), expected, strict=False):
+        embedding = json.loads(line)["embedding"]
+        assert embedding["indices"] == np.flatnonzero(row).tolist()
+        np.testing.assert_allclose(embedding["values"], row[embedding["indices"]], atol=2e-6)  # another batch
+    assert run("embed", "--sparse", "a cat").status == 2
+    assert run("embed", "-m", folder, "--sparse", "-o", tmp_path / "v.npy", "a cat").status == 2

@@ -132,7 +132,7 @@ def test_both_dtypes_can_be_trained(implementation):
         (dict(padding=(1, 1, 1)), "padding: expected a number"),
         (dict(padding=0, x=(1, 2, 2, 5, 3)), "kernel of 3 in height does not fit into 2"),
         (dict(x=(1, 0, 4, 4, 3)), "kernel of 3 in time does not fit into 2"),
-        (dict(cache=(1, 2, 4, 5, 3)), "cache: expected frames like those of x"),
+        (dict(cache=(1, 2, 4, 5, 3)), "cache: expected frames of the shape of x"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, message):

@@ -55,10 +55,7 @@ print("equal")
 
 
 def test_a_sequence_split_over_eight_devices():
-    environment = os.environ | {
-        "JAX_NUM_CPU_DEVICES": "8",
-        "JAX_PLATFORMS": "cpu",
-    }
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
     root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], cwd=root, env=environment, capture_output=True, text=True, timeout=300

@@ -104,9 +104,7 @@ def ragged_problem(name, dtype, heads):
 @pytest.mark.parametrize(
     ("by", "name", "dtype", "heads"),
     by_each(
-        ("reference", "tiled"),
-        pairwise(RAGGED, (*DTYPES, "float8_e4m3fn"), SMALL),
-        pairwise(RAGGED, DTYPES, LARGE),
+        ("reference", "tiled"), pairwise(RAGGED, (*DTYPES, "float8_e4m3fn"), SMALL), pairwise(RAGGED, DTYPES, LARGE)
     ),
 )
 def test_ragged_attention_equals_dense_attention_in_float64(by, name, dtype, heads):

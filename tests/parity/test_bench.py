@@ -7,14 +7,13 @@ import pytest
 
 from tests.support.tiny import tiny_checkpoint
 from tests.support.tiny_encoder import sentence_files, tiny_encoder
-from verax import LLM
 from verax.bench.embed.cases import bench_embed
 from verax.bench.results import markdown
 from verax.bench.settings import EmbedSettings, TextSettings, VideoSettings
-from verax.bench.text.cases import bench_text, transformers_sides
+from verax.bench.text import peer_process
+from verax.bench.text.cases import bench_text
 from verax.bench.text.workload import Workload
 from verax.bench.video.cases import bench_video
-from verax.checkpoint import Checkpoint
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -23,17 +22,15 @@ pytest.importorskip("diffusers")
 
 def test_transformers_generates_what_the_engine_generates(tmp_path):
     tiny_checkpoint(tmp_path)
-    workload = Workload("short-prompts", ((5, 6, 7), (9, 8, 7, 6, 5)), (8, 8), 0.0)
-    sides, _ = transformers_sides(Checkpoint.open(tmp_path), "float32", workload)
-    assert [side() for side in sides.values()] == [16, 16]
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    ours = LLM(tmp_path, dtype="float32", max_num_seqs=2, max_model_len=32, use_tqdm=False)
-    outputs = ours.generate([list(p) for p in workload.prompts], workload.params(), use_tqdm=False)
-    for prompt, output in zip(workload.prompts, outputs, strict=True):
-        tokens = model.generate(
-            torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        assert tuple(tokens[0, len(prompt) :].tolist()) == output.outputs[0].token_ids
+    workload = Workload("short-prompts", ((5, 6, 7), (9, 8, 7, 6, 5)), (8, 6), 0.0)
+    settings = TextSettings(model=str(tmp_path), runs=1, warmup=0, dtype="float32", against="transformers")
+    theirs, ours = bench_text(settings, workload)["peer_starts"]
+    assert (theirs["side"], ours["side"]) == ("transformers naive", "verax")
+    assert theirs["same_tokens"] == ours["same_tokens"] == 14
+    model = str(tmp_path)
+    run, _ = peer_process.causal_lm(transformers, model, "float32", None, 2, 16)
+    work = ([list(prompt) for prompt in workload.prompts], list(workload.max_tokens), 0.0)
+    assert run(*work, batched=True) == run(*work)
 
 
 def test_all_sides_are_in_one_interleaved_result(tmp_path):

@@ -18,7 +18,7 @@ from verax.compare.case import Inputs
 from verax.compare.cases.text import embed_case, text_case
 from verax.compare.cases.video import video_case
 from verax.compare.comparison import Comparison, measure_rows
-from verax.compare.pipelines import Clip, compare_pipelines, random_video
+from verax.compare.pipelines import compare_pipelines, random_video
 from verax.compare.run import _injection
 from verax.errors import InvalidParameterError
 
@@ -208,7 +208,7 @@ def test_a_block_of_the_transformer_is_compared_in_all_of_its_parts():
 
 
 def test_in_float32_every_frame_is_within_60_db_of_diffusers(tmp_path):
-    report = compare_pipelines(random_video(tmp_path / "video"), Clip(num_frames=5, num_inference_steps=2))
+    report = compare_pipelines(random_video(tmp_path / "video"), num_frames=5, num_inference_steps=2)
     measured = report.comparison
     assert (measured.frames, measured.height, measured.width) == (5, 32, 48)
     assert min(measured.psnr) > 60

@@ -92,6 +92,46 @@ def test_frames_match_diffusers(pair, guidance, monkeypatch):
     np.testing.assert_allclose(got.frames, want, atol=1e-4)
 
 
+def test_half_size_steps_match_lightx2vs_loop(made):
+    """Of `WanScheduler4ChangingResolution`, with the noise of the next step's level, where it takes the last step's."""
+    theirs, ours = made("t2v")
+    steps, small, whole = 6, 3, noise(9)
+    text = torch.from_numpy(np.array(ours.parts.prompt_states(PROMPTS["prompt"])))
+
+    def scheduler(shift):
+        one = diffusers.UniPCMultistepScheduler.from_config(theirs.scheduler.config, flow_shift=shift)
+        one.set_timesteps(steps)
+        return one
+
+    def velocity(x, t):
+        return theirs.transformer(x, t.expand(1), text, return_dict=False)[0]
+
+    first, second = scheduler(ours.settings.shift), scheduler(ours.settings.shift + 1)
+    x = torch.from_numpy(whole)[..., :4, :4].unfold(3, 2, 2).unfold(4, 2, 2).sum((-1, -2)) / 2
+    for i, t in enumerate(first.timesteps[:small]):
+        v, before = velocity(x, t), x
+        x = first.step(v, t, x, return_dict=False)[0]
+        clean = before - first.sigmas[i] * v
+    enlarged = torch.nn.functional.interpolate(clean, size=whole.shape[2:], mode="trilinear")
+    sigma = second.sigmas[small]
+    x = (1 - sigma) * enlarged + sigma * torch.from_numpy(whole)
+    second.set_begin_index(small)
+    for t in second.timesteps[small:]:
+        x = second.step(velocity(x, t), t, x, return_dict=False)[0]
+
+    got = ours(
+        **PROMPTS,
+        **SIZE,
+        latents=whole,
+        num_frames=9,
+        num_inference_steps=steps,
+        half_size_steps=small,
+        guidance_scale=1.0,
+        output_type="latent",
+    ).frames
+    np.testing.assert_allclose(got, x.numpy(), atol=1e-4)
+
+
 @pytest.mark.parametrize(
     "options",
     [

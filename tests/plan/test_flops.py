@@ -47,11 +47,7 @@ def check(planned, counted, padding=0.0):
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [
-        ("qwen3", {"tie_word_embeddings": False, "head_dim": 32}),
-        ("qwen3_moe", EXPERTS),
-        ("qwen3_5_text", HYBRID),
-    ],
+    [("qwen3", {"tie_word_embeddings": False, "head_dim": 32}), ("qwen3_moe", EXPERTS), ("qwen3_5_text", HYBRID)],
 )
 def test_a_decode_step_of_a_language_model(family, changes):
     config = tiny_config(family, **(WIDE | changes))

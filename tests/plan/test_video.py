@@ -35,6 +35,13 @@ def test_a_step_multiplies_what_a_formula_by_hand_says(tmp_path):
     assert step["flops"] == 2 * (SIZES["num_layers"] * layer + patches)
     clip = 7 * step["at_least_s"] + decode["at_least_s"]
     assert result["at_least"] == {"seconds a step": step["at_least_s"], "seconds a clip": clip}
+    halved = plan(folder, DEVICE, **CLIP, num_inference_steps=7, half_size_steps=3)
+    small, whole, _ = halved["programs"]
+    T = 3 * 1 * 1
+    layer = 2 * T * (4 * D * D + 2 * D * F + 2 * D * D) + 4 * T * T * D + 4 * T * S * D
+    assert (small["times"], whole["times"], whole["flops"]) == (3, 4, step["flops"])
+    assert small["flops"] == 2 * (SIZES["num_layers"] * layer + 2 * T * (16 * 4 * D + D * 16 * 4))
+    assert halved["memory"] == result["memory"]
 
 
 def test_control_blocks_have_memory_and_products_of_their_own(tmp_path):
@@ -88,6 +95,7 @@ def test_the_transformers_configuration_is_enough(tmp_path):
             "sequence_parallel: expected a number that divides the 3 x 5 tokens of a frame of 48 x 80, got 4; "
             "height=64 or width=64 would fit",
         ),
+        ({"num_inference_steps": 5, "half_size_steps": 5}, "half_size_steps: expected fewer than the 5 steps"),
         ({"devices": 3, "sequence_parallel": 2}, "devices: expected 2, of guidance_parallel=False and"),
         ({"shard_weights": True}, "shard_weights: expected several devices to divide the weights over, got one"),
         ({"model": "vace-1.3b", "devices": 2, "shard_weights": True}, "shard_weights: not implemented for VACE"),

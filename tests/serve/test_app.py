@@ -286,9 +286,11 @@ def test_the_model_of_a_request_chooses_the_adapter(adapted, path, body):
     assert texts["tiny"] == texts["alias"] != texts["fox"]
 
 
-def test_an_unknown_name_is_answered_with_those_that_are_served(adapted):
+def test_an_unknown_name_is_answered_with_those_that_are_served_unless_any_may_be_given(adapted, make_api):
     error = adapted.refused("/v1/completions", {"model": "wolf", "prompt": "abc"}, 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert "tiny, alias, fox" in error["message"]
+    assert make_api(any_model_name=True).ok("/v1/completions", {"model": "wolf", **ASKED})["model"] == "wolf"
 
 
 def test_an_adapter_cannot_have_the_models_name(adapter):

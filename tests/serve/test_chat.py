@@ -231,11 +231,3 @@ def test_a_long_prompt_says_how_long_it_is(api, stream):
     error = api.refused(PATH, {"messages": messages, "stream": stream})
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
     assert error["n_prompt_tokens"] > error["n_ctx"] == 128
-
-
-def test_models_are_checked_by_name(api, make_api):
-    assert api.ok(PATH, {**BODY, "model": "alias"})["model"] == "alias"
-    assert api.ok(PATH, BODY)["model"] == "tiny"
-    error = api.refused(PATH, {**BODY, "model": "gpt-9"}, 404)
-    assert (error["code"], error["param"]) == ("model_not_found", "model")
-    assert make_api(any_model_name=True).ok(PATH, {**BODY, "model": "gpt-9"})["model"] == "gpt-9"

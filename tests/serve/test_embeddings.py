@@ -245,20 +245,14 @@ def test_what_waits_when_the_thread_becomes_free_is_one_batch(queue, slow_encode
 
     results = asyncio.run(main())
     assert slow_encoder.batches == [[1], [10, 11, 20, 21], [30, 31]]
-    assert [result.tolist() for result in results] == [
-        [[1, 1]],
-        *([[10 * i, 2], [10 * i + 1, 1]] for i in (1, 2, 3)),
-    ]
+    assert [result.tolist() for result in results] == [[[1, 1]], *([[10 * i, 2], [10 * i + 1, 1]] for i in (1, 2, 3))]
 
 
 def test_a_request_that_was_cancelled_is_left_out(queue, slow_encoder):
     async def main():
         first = asyncio.create_task(queued(queue, [[1]]))
         await started(slow_encoder)
-        gone, rest = (
-            asyncio.create_task(queued(queue, [[2]])),
-            asyncio.create_task(queued(queue, [[3]])),
-        )
+        gone, rest = (asyncio.create_task(queued(queue, [[2]])), asyncio.create_task(queued(queue, [[3]])))
         await asyncio.sleep(0)
         gone.cancel()
         await asyncio.sleep(0)

@@ -12,12 +12,15 @@ from starlette.testclient import TestClient
 
 from tests.serve.conftest import error_of, named
 from tests.support.pictures import bomb, saved
+from tests.support.tiny_video import video_folder
+from verax import VideoPipeline
 from verax.serve import app as app_module
 from verax.serve.app import create_app
 from verax.serve.http.server import LazyModel, Server
 from verax.serve.http.settings import ServerSettings
 from verax.serve.video import jobs as store_module
 from verax.serve.video import videos
+from verax.video.files import write_clip
 
 PIL = pytest.importorskip("PIL.Image")
 av = pytest.importorskip("av")
@@ -28,6 +31,9 @@ QUICK = {"prompt": PROMPT, "num_inference_steps": 2, "num_frames": 5}
 
 def data_uri(data, kind="image/png"):
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+PNG = data_uri(saved("PNG"))
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +187,34 @@ def test_a_form_with_a_picture_whose_name_is_a_path(client):
         client.delete(f"/v1/videos/{created['id']}")
 
 
+def test_a_form_of_a_control_clip_masks_and_reference_pictures(tmp_path):
+    sizes = dict(height=32, width=64, num_frames=5, num_inference_steps=2)
+    pipe = VideoPipeline(video_folder("vace", tmp_path / "vace", **sizes), show_progress=False)
+    control = np.random.default_rng(0).integers(0, 256, (6, 32, 64, 3), np.uint8)
+    clip = write_clip(control, tmp_path / "control.webp", fps=8)
+    mask, pictures = saved("PNG", control[0]), [saved("PNG"), saved("PNG", control[1])]
+    files = [("input_reference", clip.read_bytes()), ("mask", mask)]
+    files += [("reference_images", picture) for picture in pictures]
+    server = Server(videos=LazyModel("vace", lambda: pipe))
+    with TestClient(create_app(server), base_url="http://127.0.0.1") as client:
+        form = {"prompt": "a red circle", "conditioning_scale": "[1, 0.5]", "seed": "7", "half_size_steps": "1"}
+        response = client.post("/v1/videos", data=form, files=files)
+        assert response.status_code == 200, response.text
+        assert finished(client, response.json()["id"])["half_size_steps"] == 1
+        got = client.get(f"/v1/videos/{response.json()['id']}/content", params={"variant": "gif"}).content
+        two = [("mask", mask), ("mask", mask)]
+        assert error_of(client.post("/v1/videos", data=form, files=two))["message"] == "mask: give one file"
+        uri = {"input_reference": data_uri(clip.read_bytes(), "image/webp"), "reference_images": [PNG]}
+        assert client.post("/v1/videos", json={"prompt": "a red circle", **uri}).status_code == 200
+        assert error_of(client.post("/v1/videos", json={"prompt": "a", "mask": PNG}))["param"] == "mask"
+        many = {"prompt": "a", "reference_images": [PNG] * 9}
+        assert error_of(client.post("/v1/videos", json=many))["param"] == "reference_images"
+    frames = [np.asarray(PIL.open(io.BytesIO(data)).convert("RGB")) for data in (mask, *pictures)]
+    options = dict(mask=frames[:1], reference_images=frames[1:], conditioning_scale=(1, 0.5), half_size_steps=1)
+    expected = pipe("a red circle", video=clip, seed=7, fps=pipe.settings.fps, **options)
+    assert got == expected.save(tmp_path / "clip.gif").read_bytes()
+
+
 def test_a_full_disk_fails_the_clip_and_not_the_server(client, monkeypatch):
     def full(frames, path, fps):
         raise OSError(28, "no space left on device")
@@ -191,9 +225,6 @@ def test_a_full_disk_fails_the_clip_and_not_the_server(client, monkeypatch):
     assert (video["status"], video["error"]["code"]) == ("failed", "storage_full")
     assert error_of(client.get(f"/v1/videos/{name}/content"), 404)["code"] == "video_failed"
     client.delete(f"/v1/videos/{name}")
-
-
-PNG = data_uri(saved("PNG"))
 
 
 @pytest.mark.parametrize(

@@ -56,11 +56,7 @@ class FakeServer:
                 length = int(head.lower().partition("content-length: ")[2].partition("\r\n")[0])
                 await self._complete(json.loads(await reader.readexactly(length)), writer)
             else:
-                pages = {
-                    "/metrics": self._metrics(),
-                    "/v1/models": '{"data": [{"id": "fake"}]}',
-                    "/health": "",
-                }
+                pages = {"/metrics": self._metrics(), "/v1/models": '{"data": [{"id": "fake"}]}', "/health": ""}
                 page = pages.get(line.split()[1])
                 status = "404 Not Found" if page is None else "200 OK"
                 body = (page or "").encode()

@@ -27,8 +27,7 @@ def tekken(file):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BUILD / "mistral-common")
         module = pytest.importorskip(
-            "mistral_common.tokens.tokenizers.tekken",
-            reason="`make real-tokenizers` fetches it",
+            "mistral_common.tokens.tokenizers.tekken", reason="`make real-tokenizers` fetches it"
         )
         import mistral_common
 

@@ -92,11 +92,7 @@ def video_folder(
     if "added_kv_proj_dim" in transformer:
         transformer["added_kv_proj_dim"] = heads * SIZES["attention_head_dim"]
     parts: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-        "transformer": (
-            WanModel,
-            WanConfig,
-            {"_class_name": transformer_class(kind), **transformer},
-        ),
+        "transformer": (WanModel, WanConfig, {"_class_name": transformer_class(kind), **transformer}),
         "vae": (WanVae, WanVaeConfig, {"_class_name": "AutoencoderKLWan", **(LARGE_VAE if kind == "ti2v" else VAE)}),
         "text_encoder": (UMT5EncoderModel, UMT5Config, {"model_type": "umt5", **TEXT, "num_heads": text_heads}),
     }

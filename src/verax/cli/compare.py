@@ -407,13 +407,13 @@ def _video(
             if part is not None or has_part(model, name, size=size):
                 given = Inputs() if part is None else inputs
                 yield name if part is None else "", video_case(model, name, inputs=given, size=size)
-    from verax.compare.pipelines import RANDOM_PIPELINES, Clip, compare_pipelines, random_video
+    from verax.compare.pipelines import RANDOM_PIPELINES, compare_pipelines, random_video
 
     if part == OUTPUT or (part is None and (model is not None or size in RANDOM_PIPELINES)):
         if model is None and size not in RANDOM_PIPELINES:
             raise typer.BadParameter(f"--size: {size} has no random weights for a whole pipeline; name a --part")
         model = random_video(scratch / "video", size) if model is None else model
-        yield "", partial(compare_pipelines, model, Clip(**clip), inputs=inputs if part == OUTPUT else Inputs())
+        yield "", partial(compare_pipelines, model, **clip, inputs=inputs if part == OUTPUT else Inputs())
 
 
 def _video_model(what: str) -> str | Path | None:

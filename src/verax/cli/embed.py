@@ -58,12 +58,19 @@ def embed(
     precision: Annotated[
         str, typer.Option(help="float32; int8 or uint8, in steps of the sentences' own ranges; binary or ubinary.")
     ] = "float32",
+    task: Annotated[
+        str | None, typer.Option(help="Task whose adapter is used, such as retrieval.query of jina-embeddings-v3.")
+    ] = None,
+    sparse: Annotated[
+        bool, typer.Option("--sparse", help="Sparse vectors of a masked language model (SPLADE); also to an .npz file.")
+    ] = False,
     *,
     loading: Annotated[dict[str, Any], Flags(options.EncoderOptions)],
 ) -> None:
     """Turn sentences into vectors, one for each line. JSONL has {"text": ..., "embedding": [...]} for each.
 
-    With --field, each line keeps the other fields of its object, and blank lines are left out.
+    With --field, each line keeps the other fields of its object, and blank lines are left out. With --sparse, the
+    embedding is {"indices": [...], "values": [...]}, and an .npz file is SciPy's, [n, V].
 
     Examples:
 
@@ -79,11 +86,18 @@ def embed(
     """
     if prompt is not None and prompt_name is not None:
         raise typer.BadParameter("give --prompt or --prompt-name, not both")
-    loading |= {"model": model, "dimensions": dimensions}
+    loading |= {"model": model, "dimensions": dimensions, "task": task}
     encoding: dict[str, Any] = dict(normalize=normalize, batch_size=batch_size, prompt_name=prompt_name, prompt=prompt)
     from verax.embed.modules import check_precision
 
     check_precision(precision)
+    if sparse:
+        if model is None:
+            raise typer.BadParameter("--sparse: it needs --model, a masked language model trained for it")
+        if batch is not None or precision != "float32" or not normalize:
+            raise typer.BadParameter("--sparse: it is not for --batch, --precision or --no-normalize")
+        loading["output"] = "sparse"
+        del encoding["normalize"]
     if batch is not None:
         if precision != "float32":
             raise typer.BadParameter("--precision: it is for sentences and --file; --batch writes float32")
@@ -92,14 +106,14 @@ def embed(
         return _embed_batch(batch, field or "text", output, loading, encoding, retry_errors=retry_errors)
     if retry_errors:
         raise typer.BadParameter("--retry-errors: it is for --batch")
-    write = _writer(output)
+    write = _writer(output, (".npz" if sparse else ".npy", ".jsonl"))
     records = _records(sentences, file, field)
     texts = [record[field or "text"] for record in records]
     from verax.embed.encoder import Encoder
 
     encoder = Encoder(**loading)
     begin = time.perf_counter()
-    vectors = encoder.encode(texts, **encoding, precision=precision)
+    vectors = encoder.encode(texts, **encoding, **({} if sparse else {"precision": precision}))
     seconds = time.perf_counter() - begin
     write(records, vectors)
     cut = _cut(encoder.truncated, encoder.max_length)
@@ -174,26 +188,31 @@ def _object(line: str, number: int, field: str) -> dict[str, Any]:
     return record
 
 
-def _writer(output: Path | None) -> Any:
+def _writer(output: Path | None, suffixes: tuple[str, str]) -> Any:
     """Function that writes (records, vectors). A path that cannot be written is refused here, before the work."""
     if output is None:
         return lambda records, vectors: _write_lines(sys.stdout, records, vectors)
-    if output.suffix not in (".npy", ".jsonl"):
-        raise typer.BadParameter(f"--output: {output}: expected a name that ends in .npy or .jsonl")
+    if output.suffix not in suffixes:
+        raise typer.BadParameter(f"--output: {output}: expected a name that ends in {' or '.join(suffixes)}")
     check_output(output)
     return lambda records, vectors: _write_file(output, records, vectors)
 
 
-def _write_file(output: Path, records: Sequence[dict[str, Any]], vectors: np.ndarray) -> None:
+def _write_file(output: Path, records: Sequence[dict[str, Any]], vectors: Any) -> None:
     """Write a file atomically: write a temporary file, then rename it."""
     import numpy as np
 
     from verax.files import atomic_path
 
     with atomic_path(output) as partial:
-        if output.suffix == ".npy":
+        if output.suffix in (".npy", ".npz"):
             with partial.open("wb") as file:
-                np.save(file, vectors)
+                if output.suffix == ".npy":
+                    np.save(file, vectors)
+                else:
+                    import scipy.sparse
+
+                    scipy.sparse.save_npz(file, vectors)
         else:
             with partial.open("w", encoding="utf-8") as file:
                 _write_lines(file, records, vectors)
@@ -202,8 +221,13 @@ def _write_file(output: Path, records: Sequence[dict[str, Any]], vectors: np.nda
 def _write_lines(file: Any, records: Sequence[dict[str, Any]], vectors: np.ndarray) -> None:
     from verax.batch.work import numbers
 
-    for record, vector in zip(records, vectors, strict=True):
-        file.write(json.dumps({**record, "embedding": numbers(vector)}, ensure_ascii=False) + "\n")
+    for i, record in enumerate(records):
+        if hasattr(vectors, "indptr"):
+            row = vectors[[i]]
+            embedding: Any = {"indices": row.indices.tolist(), "values": numbers(row.data)}
+        else:
+            embedding = numbers(vectors[i])
+        file.write(json.dumps({**record, "embedding": embedding}, ensure_ascii=False) + "\n")
 
 
 @options.with_flags

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,25 +52,15 @@ RANDOM_PIPELINES: Mapping[str, Mapping[str, Any]] = {
 """Settings of model_index.json of the sizes of `RANDOM` that have all parts of a pipeline."""
 
 
-@dataclass(frozen=True)
-class Clip:
-    """The clip that both pipelines make; settings that are None are small, or the checkpoint's.
-
-    `num_frames`: number of frames, 4n + 1.
-    """
-
-    prompt: str = PROMPT
-    height: int | None = None
-    width: int | None = None
-    num_frames: int | None = None
-    num_inference_steps: int | None = None
-    seed: int = 0
-
-
 def compare_pipelines(
     model: str | Path,
-    clip: Clip | None = None,
     *,
+    prompt: str = PROMPT,
+    height: int | None = None,
+    width: int | None = None,
+    num_frames: int | None = None,
+    num_inference_steps: int | None = None,
+    seed: int = 0,
     dtype: str = "float32",
     inputs: Inputs = NOTHING,
     repeat: bool = True,
@@ -80,17 +69,17 @@ def compare_pipelines(
 
     Both begin with the same noise and the same states of the prompt, which verax's text encoder makes, so that the
     reference needs no memory for one. All else, from the picture and the noise to the frames, each side computes with
-    weights, scheduler, image processor and VAE of its own. One side is in memory at a time.
+    weights, scheduler, image processor and VAE of its own. One side is in memory at a time. Sizes that are None are
+    small, or the checkpoint's.
 
     Args:
         model: a folder of either published layout. diffusers' form is made of its parts.
         inputs: `latents` `[1, channels, F, H, W]` to begin with, and for image to video an `image` `[H, W, 3]`, uint8,
-            instead of noise by `clip.seed` and a gradient.
+            instead of noise by `seed` and a gradient.
         repeat: make each clip a second time, to say whether a side is deterministic.
 
     Result: the report; its `failures` are empty if they count as equal.
     """
-    clip = Clip() if clip is None else clip
     opened = VideoFolder(model)
     kind = getattr(diffusers(), opened.pipeline, None)
     if kind is None:
@@ -102,23 +91,23 @@ def compare_pipelines(
         settings, geometry = pipe.settings, pipe.geometry
         tokenize = PromptTokenizer(opened.read_tokenizer())  # 512 rows, with which diffusers reckons
         options: dict[str, Any] = {
-            "height": clip.height or min(settings.height, LARGEST[0]),
-            "width": clip.width or min(settings.width, LARGEST[1]),
-            "num_frames": clip.num_frames or min(settings.num_frames, FRAMES),
-            "num_inference_steps": clip.num_inference_steps or min(settings.num_inference_steps, STEPS),
+            "height": height or min(settings.height, LARGEST[0]),
+            "width": width or min(settings.width, LARGEST[1]),
+            "num_frames": num_frames or min(settings.num_frames, FRAMES),
+            "num_inference_steps": num_inference_steps or min(settings.num_inference_steps, STEPS),
             "guidance_scale": settings.guidance_scale,
             "output_type": "np",
         }
         if settings.boundary_ratio is not None:
             second = settings.guidance_scale_2
             options["guidance_scale_2"] = settings.guidance_scale if second is None else second
-        for name, text in (("prompt_embeds", clip.prompt), ("negative_prompt_embeds", settings.negative_prompt)):
+        for name, text in (("prompt_embeds", prompt), ("negative_prompt_embeds", settings.negative_prompt)):
             tokens, lengths = tokenize([text])
             options[name] = np.array(pipe.stages.text_call(tokens.shape[1])(tokens, lengths), np.float32)
         latents = (options["num_frames"] - 1) // geometry.frames_per_latent + 1
         size = [options[side] // geometry.pixels_per_latent for side in ("height", "width")]
         shape = (1, geometry.channels, latents, *size)
-        given, noise = inputs.arrays, np.random.default_rng(clip.seed).standard_normal(shape, np.float32)
+        given, noise = inputs.arrays, np.random.default_rng(seed).standard_normal(shape, np.float32)
         options["latents"] = np.asarray(given.get("latents", noise), np.float32)
         picture = given.get("image", _picture(options["height"], options["width"]))
         image: dict[str, Any] = {"image": picture} if settings.kind == "i2v" else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,16 @@ from verax.embed.buckets import (
     tokens_per_call,
 )
 from verax.embed.modules import Modules, check_precision, cut, load_modules, normalized, open_folder, quantized
-from verax.embed.settings import EncoderSettings
+from verax.embed.settings import EncoderSettings, Prompts
+from verax.embed.tasks import with_task
 from verax.errors import InvalidParameterError
 from verax.fields import Size, read_value
 from verax.nn import Sentences
 from verax.text.tokens.tokenizer import Tokenizer
 
-_token_encoder: Any = Deferred("verax.embed.token_encoder")  # which derives its encoder from the one here
+# Which derive their encoders from the one here.
+_token_encoder: Any = Deferred("verax.embed.token_encoder")
+_sparse_encoder: Any = Deferred("verax.embed.sparse_encoder")
 
 
 class Encoder:
@@ -51,10 +55,12 @@ class Encoder:
     """
 
     def __new__(cls, *args: Any, output: str = "sentence", **options: Any) -> Encoder:
-        """An encoder of sentences; of tokens (`TokenEncoder`) for `output="tokens"`."""
-        if output not in ("sentence", "tokens"):
-            raise InvalidParameterError(f"output: expected sentence or tokens, got {output!r}")
-        return object.__new__(_token_encoder.TokenEncoder if output == "tokens" and cls is Encoder else cls)
+        """An encoder of sentences; `TokenEncoder` for `output="tokens"`, `SparseEncoder` for `output="sparse"`."""
+        if output not in ("sentence", "tokens", "sparse"):
+            raise InvalidParameterError(f"output: expected sentence, tokens or sparse, got {output!r}")
+        if cls is not Encoder or output == "sentence":
+            return object.__new__(cls)
+        return object.__new__(_token_encoder.TokenEncoder if output == "tokens" else _sparse_encoder.SparseEncoder)
 
     def __init__(
         self,
@@ -66,6 +72,7 @@ class Encoder:
         max_length: int | None = None,
         pooling: str | None = None,
         dimensions: int | None = None,
+        task: str | None = None,
         revision: str | None = None,
         show_progress: bool = True,
     ):
@@ -73,7 +80,8 @@ class Encoder:
 
         Args:
             model: a folder with config.json and safetensors, a hub id, or None for the built-in model.
-            output: `"sentence"`, or `"tokens"` for a vector of each token (ColBERT), see `TokenEncoder`.
+            output: `"sentence"`, `"tokens"` for a vector of each token (ColBERT), see `TokenEncoder`, or `"sparse"` for
+                weights of the vocabulary (SPLADE), see `SparseEncoder`.
             dtype: `"float32"`, or `"bfloat16"` for weights and matmul inputs: faster, and about three digits.
             quantization: `"int8"` for matrix products of 8-bit integers, weights by row and inputs by token: faster on
                 processors that multiply integers faster than floats. `dtype` is the dtype of the rest.
@@ -82,6 +90,8 @@ class Encoder:
                 token for a causal language model with its head (`...ForCausalLM`), else the mean.
             dimensions: number of leading dimensions of each vector that are kept, for models that were trained for it
                 (Matryoshka); the checkpoint's number if None, all of them if it has none.
+            task: a task whose adapter is used, for jina-embeddings-v3 one of `lora_adaptations` in its config.json. Its
+                instruction goes before each text that has no other prompt. None uses no adapter.
             revision: branch, tag or commit of a hub id.
             show_progress: a bar while loading, if stderr is a terminal.
 
@@ -94,6 +104,7 @@ class Encoder:
         enable_compilation_cache()
         begin = time.perf_counter()
         folder, opened = open_folder(builtin.encoder() if model is None else model, revision)
+        opened, instruction = with_task(opened, task)
         model_class, config = models.encoder(opened.config)
         causal = models.is_causal(opened.config)
         self.model_config = config
@@ -108,6 +119,9 @@ class Encoder:
             pooling=modules.pooling,
             max_length=max_length,
         )
+        if instruction:
+            texts = {**dict.fromkeys(("query", "document", task or ""), instruction), **self.settings.prompts.texts}
+            self.settings = replace(self.settings, prompts=Prompts(texts, task))
         self._include_prompt = modules.include_prompt
         self._full_dimension: int = modules.width
         self._matryoshka = read_value(opened.config, "matryoshka_dimensions", tuple[Size, ...], ())

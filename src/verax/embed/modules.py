@@ -233,7 +233,9 @@ class Entry:
 
 _PACKAGE = "sentence_transformers."
 _PYLATE_DENSE = "pylate.models.Dense.Dense"
-_KINDS = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout", "MultiVectorMask")
+_JINA_TRANSFORMER = "custom_st.Transformer"
+"""jina-embeddings-v3's own code, which chooses the adapter of a task."""
+_KINDS = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout", "MultiVectorMask", "SpladePooling")
 
 
 def list_modules(folder: Path) -> list[Entry]:
@@ -248,8 +250,9 @@ def list_modules(folder: Path) -> list[Entry]:
         subfolder = read_value(JsonObject(module, path), "path", str, "")
         if "\0" in subfolder or Path(subfolder).is_absolute() or ".." in Path(subfolder).parts:
             raise CheckpointError(f"{path}: {subfolder!r} is not a path within the folder")
-        kind = module["type"].rpartition(".")[2]
-        if kind not in _KINDS or not (module["type"].startswith(_PACKAGE) or module["type"] == _PYLATE_DENSE):
+        kind = module["type"].rpartition(".")[2].replace("MLMTransformer", "Transformer")  # of older sparse encoders
+        own = module["type"] in (_PYLATE_DENSE, _JINA_TRANSFORMER)
+        if kind not in _KINDS or not (own or module["type"].startswith(_PACKAGE)):
             raise UnsupportedModelError(
                 f"{path}: {module['type']} is not supported; {', '.join(_KINDS)} of {_PACKAGE.rstrip('.')} are"
             )
@@ -309,6 +312,8 @@ def load_modules(
     entries = [entry for entry in list_modules(folder)[1:] if entry.kind not in ("Dropout", "MultiVectorMask")]
     if not entries and not (folder / "modules.json").is_file():
         return Modules([(TOKENS, SENTENCE, Pooling([pooling or default]))], width)
+    if any(entry.kind == "SpladePooling" for entry in entries):
+        raise UnsupportedModelError(f"{folder / 'modules.json'}: SpladePooling: Encoder(..., output='sparse') reads it")
     widths = {TOKENS: width}
     steps: list[tuple[str, str, nnx.Module]] = []
     for entry in entries:

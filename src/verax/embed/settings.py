@@ -27,6 +27,9 @@ _TRANSFORMER_FILES = [
 TOKEN_MODELS = ("MultiVectorEncoder", "ColBERT")
 """Kinds of models of token vectors: sentence-transformers' and PyLate's."""
 
+SPARSE_MODEL = "SparseEncoder"
+"""Kind of models of sparse vectors: sentence-transformers' name."""
+
 LATE_INTERACTION = ("query_length", "document_length", "query_expansion")
 """Keys of the transformer's file that only token vectors have."""
 
@@ -121,7 +124,8 @@ def read_model_file(folder: Path, *kinds: str) -> JsonObject:
     """Content of a folder's `config_sentence_transformers.json`, of a model of these kinds; empty without the file."""
     config = read_json(folder / MODEL_FILE, optional=True)
     if (given := read_value(config, "model_type", str, kinds[0])) not in kinds:
-        hint = "; Encoder(..., output='tokens') reads it" if given in TOKEN_MODELS else ""
+        output = "tokens" if given in TOKEN_MODELS else "sparse" if given == SPARSE_MODEL else None
+        hint = f"; Encoder(..., output={output!r}) reads it" if output else ""
         raise UnsupportedModelError(f"{config.where}: model_type {given!r}: expected {' or '.join(kinds)}{hint}")
     return config
 

@@ -184,17 +184,18 @@ class TokenEncoder(Encoder):
         max_length: int | None = None,
         pooling: str | None = None,
         dimensions: int | None = None,
+        task: str | None = None,
         revision: str | None = None,
         show_progress: bool = True,
     ):
         """Load a checkpoint; the arguments are as in `Encoder`.
 
         Raises:
-            InvalidParameterError: for `pooling` or `dimensions`, which token vectors do not have.
+            InvalidParameterError: for `pooling`, `dimensions` or `task`, which token vectors do not have.
             UnsupportedModelError: for a family whose tokens cannot be hidden, if the checkpoint hides expansions.
         """
         models.check_dtype(dtype)
-        for name, value in (("pooling", pooling), ("dimensions", dimensions)):
+        for name, value in (("pooling", pooling), ("dimensions", dimensions), ("task", task)):
             if value is not None:
                 raise InvalidParameterError(f"{name}: token vectors have none; leave it out with output='tokens'")
         enable_compilation_cache()

@@ -22,6 +22,7 @@ from verax.models import (
     gemma4,
     gpt_oss,
     granite,
+    jina_bert,
     lam,
     ministral3,
     modernbert,
@@ -69,6 +70,7 @@ __all__ = [
     "cross_encoder",
     "encoder",
     "hidden_states",
+    "masked_lm",
     "register_causal_lm",
     "register_video_model",
     "video_model",
@@ -104,8 +106,12 @@ _ENCODERS: dict[str, tuple[type[Any], type[Any]]] = {
     "nomic_bert": (rotary_bert.NomicBertModel, rotary_bert.NomicBertConfig),
     **dict.fromkeys(("gte", "new"), (rotary_bert.GteModel, rotary_bert.GteConfig)),
     "jina_embeddings_v3": (rotary_bert.JinaV3Model, rotary_bert.JinaV3Config),
+    "jina_bert": (jina_bert.JinaBertModel, jina_bert.JinaBertConfig),
     "lam": (lam.LamModel, lam.LamConfig),
 }
+
+_BY_POSITIONS = {("bert", "alibi"): "jina_bert", ("xlm-roberta", "rotary"): "jina_embeddings_v3"}
+"""Names of Jina's encoders, whose files have another family's `model_type`, by it and `position_embedding_type`."""
 
 _CROSS_ENCODERS: dict[str, tuple[type[Any], type[Any]]] = {
     "bert": (bert.BertForSequenceClassification, bert.BertConfig),
@@ -113,6 +119,12 @@ _CROSS_ENCODERS: dict[str, tuple[type[Any], type[Any]]] = {
     "modernbert": (modernbert.ModernBertForSequenceClassification, modernbert.ModernBertConfig),
     "deberta-v2": (deberta.DebertaForSequenceClassification, deberta.DebertaConfig),
     **dict.fromkeys(("gte", "new"), (rotary_bert.GteForSequenceClassification, rotary_bert.GteConfig)),
+}
+
+_MASKED_LMS: dict[str, tuple[type[Any], type[Any]]] = {
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta"), (bert.BertForMaskedLM, bert.BertConfig)),
+    "mpnet": (bert.MPNetForMaskedLM, bert.BertConfig),
+    "distilbert": (bert.DistilBertForMaskedLM, bert.BertConfig),
 }
 
 _VIDEO_MODELS: dict[str, type[Any]] = {
@@ -219,7 +231,7 @@ def encoder(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
     if kind in _CAUSAL_LM:
         model, sizes = causal_lm(config if is_causal(config) else _causal(config))
         return model, sizes if sizes.tie_word_embeddings else replace(sizes, tie_word_embeddings=True)
-    model, read = _ENCODERS[kind]
+    model, read = _ENCODERS[_BY_POSITIONS.get((kind, config.get("position_embedding_type")), kind)]
     return model, read.from_hf(config)
 
 
@@ -256,6 +268,21 @@ def cross_encoder(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
     if labels != 1:
         raise UnsupportedModelError(f"a classifier of {labels} labels ranks nothing; a reranker has one label")
     model, read = _CROSS_ENCODERS[kind]
+    return model, read.from_hf(config)
+
+
+def masked_lm(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
+    """The model class and its configuration for a config.json that describes an encoder with its masked-LM head.
+
+    Its instances are called as encoders, and give logits of the vocabulary `[B, T, V]` at each token.
+
+    Raises:
+        UnsupportedModelError: for another `model_type`, naming those that verax has, or for a head of its own matrix.
+    """
+    kind = _kind(config, "model_type", _MASKED_LMS, "masked language models")
+    if not read_value(config, "tie_word_embeddings", bool, True):
+        raise UnsupportedModelError(f"{file_of(config)}: tie_word_embeddings False is not supported; True is")
+    model, read = _MASKED_LMS[kind]
     return model, read.from_hf(config)
 
 

@@ -29,9 +29,12 @@ from verax.ops.attention import MASKED, float32_product
 __all__ = [
     "ACTIVATIONS",
     "BertConfig",
+    "BertForMaskedLM",
     "BertForSequenceClassification",
     "BertModel",
+    "DistilBertForMaskedLM",
     "DistilBertModel",
+    "MPNetForMaskedLM",
     "MPNetModel",
     "RobertaForSequenceClassification",
 ]
@@ -168,7 +171,7 @@ def biased_attention(
 class BertSelfAttention(nnx.Module):
     """Attention of every token to all tokens of its sentence."""
 
-    def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: Any, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D = config.hidden_size
         self.heads = config.num_attention_heads
         self.dtype = jnp.dtype(dtype)
@@ -345,6 +348,70 @@ class DistilBertModel(BertModel):
         },
     )
     """DistilBERT's names of the weights, with and without a head."""
+
+
+class MaskedLMHead(nnx.Module):
+    """Logits of the vocabulary at each token, by the word embeddings."""
+
+    def __init__(self, config: BertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.activation = ACTIVATIONS[config.hidden_act]
+        self.dense = Linear(config.hidden_size, config.hidden_size, bias=True, dtype=dtype, rngs=rngs)
+        self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps, dtype=dtype)
+        self.bias = nnx.Param(jnp.zeros(config.vocab_size, dtype))
+
+    def __call__(self, x: Float[Array, "B T D"], embeddings: Embedding) -> Float[Array, "B T V"]:
+        return embeddings.attend(self.norm(self.activation(self.dense(x)))) + self.bias[...].astype(jnp.float32)
+
+
+class BertForMaskedLM(BertModel):
+    """BERT or RoBERTa with its head of pre-training, from tokens to logits of the vocabulary."""
+
+    ignored_weights = (*BertModel.ignored_weights, r"decoder\.(weight|bias)$", r"^cls\.seq_relationship\.")
+    """Patterns of keys that are not loaded, among them the tied copies of the embeddings and the bias."""
+
+    key_aliases = (
+        (r"^head\.(bias)$", r"cls.predictions.\1"),
+        (r"^head\.dense", "cls.predictions.transform.dense"),
+        (r"^head\.norm", "cls.predictions.transform.LayerNorm"),
+        (r"^head\.norm\.weight$", "cls.predictions.transform.LayerNorm.gamma"),
+        (r"^head\.norm\.bias$", "cls.predictions.transform.LayerNorm.beta"),
+        (r"^head\.norm", "lm_head.layer_norm"),
+        (r"^head\.", "lm_head."),
+        *BertModel.key_aliases,
+    )
+    """BERT's and RoBERTa's names of the head's weights, and the encoder's."""
+
+    def __init__(self, config: BertConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
+        super().__init__(config, dtype=dtype, rngs=rngs)
+        self.head = MaskedLMHead(config, dtype=dtype, rngs=rngs)
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], sentences: Sentences, types: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T V"]:
+        """Logits, float32. The arguments are as in `BertModel`."""
+        return self.head(super().__call__(tokens, sentences, types), self.embeddings.word_embeddings)
+
+
+class MPNetForMaskedLM(BertForMaskedLM):
+    """MPNet with its head of pre-training."""
+
+    key_aliases = (*BertForMaskedLM.key_aliases, *MPNetModel.key_aliases)
+    """MPNet's names of the weights; the head's are RoBERTa's."""
+
+
+class DistilBertForMaskedLM(BertForMaskedLM):
+    """DistilBERT with its head of pre-training."""
+
+    ignored_weights = (r"^vocab_projector\.weight$", r"position_ids$")
+    """Patterns of keys that are not loaded: the tied copy of the embeddings, a constant of old checkpoints."""
+
+    key_aliases = (
+        (r"^head\.dense", "vocab_transform"),
+        (r"^head\.norm", "vocab_layer_norm"),
+        (r"^head\.bias", "vocab_projector.bias"),
+        *DistilBertModel.key_aliases,
+    )
+    """DistilBERT's names of the weights."""
 
 
 class BertForSequenceClassification(nnx.Module):

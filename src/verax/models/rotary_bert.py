@@ -1,17 +1,19 @@
 """Nomic, GTE and Jina v3 encoders: BERT with rotary positions (arXiv:2104.09864), and mostly a gated feed-forward.
 
-Nomic Embed v1.5 (arXiv:2402.01613), GTE's and Snowflake's multilingual models (arXiv:2407.19669) and
-jina-embeddings-v3 (arXiv:2409.10173) differ in biases, in their feed-forward and in the names of their weights.
-Follows transformers' `NomicBertModel`, `GteModel` and `JinaEmbeddingsV3Model`; module paths are GTE's keys. No code of
-a checkpoint is run: its config.json is read by the names of the published code too.
+Nomic Embed v1.5 (arXiv:2402.01613) and v2 (arXiv:2502.07972), which has experts in every second layer, GTE's and
+Snowflake's multilingual models (arXiv:2407.19669) and jina-embeddings-v3 (arXiv:2409.10173) differ in biases, in their
+feed-forward and in the names of their weights. Follows transformers' `NomicBertModel`, `GteModel` and
+`JinaEmbeddingsV3Model`, and for v2 the checkpoint's own code; module paths are GTE's keys. No code of a checkpoint is
+run: its config.json is read by the names of the published code too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -22,6 +24,7 @@ from verax.errors import UnsupportedModelError
 from verax.fields import Count, Depth, Epsilon, Positive, Size, check_multiple, file_of, read_fields, read_value
 from verax.files import JsonObject
 from verax.models.bert import ACTIVATIONS, BertEmbeddings, BertPooler, check_activation
+from verax.models.qwen3_moe import Gate
 from verax.nn import LayerNorm, Linear, Sentences, fused_gelu_mlp, fused_swiglu
 
 __all__ = [
@@ -40,14 +43,13 @@ _SWITCHES: dict[str, Any] = {
     "causal": False,
     "layer_norm_type": "layer_norm",
     "logn_attention_scale": False,
-    "mlp_fc1_bias": False,
-    "mlp_fc2_bias": False,
-    "num_experts": 0,
+    "expert_choice_router": False,
+    "moe_normalize_expert_weights": False,
+    "num_shared_experts": 0,
     "pack_qkv": True,
     "parallel_block": False,
     "position_embedding_type": "rope",
     "prenorm": False,
-    "qkv_proj_bias": False,
     "rotary_emb_fraction": 1.0,
     "rotary_emb_interleaved": False,
     "rotary_emb_scale_base": None,
@@ -83,13 +85,15 @@ class GteConfig:
     layer_norm_eps: Epsilon = 1e-12
     max_position_embeddings: Size = 8192
     type_vocab_size: Count = 1
+    attention_bias: bool = True
+    gate: str | None = "fused"
+    """`"fused"`: one matrix of the input above the gate; `"split"`: two matrices; None: no gate."""
+    mlp_bias: bool = True
+    """True if the second layer of the feed-forward has a bias; the first has one too if there is no gate."""
+    experts: NomicExpertsConfig | None = None
+    """Experts of some layers; None if every layer has a feed-forward part."""
 
     has_position_table: ClassVar[bool] = False
-    attention_bias: ClassVar[bool] = True
-    gate: ClassVar[str | None] = "fused"
-    """`"fused"`: one matrix of the input above the gate; `"split"`: two matrices; None: no gate."""
-    mlp_bias: ClassVar[bool] = True
-    """True if the second layer of the feed-forward has a bias; the first has one too if there is no gate."""
     rope_theta: ClassVar[float] = 160_000.0
 
     @classmethod
@@ -98,7 +102,7 @@ class GteConfig:
         for key, expected in _SWITCHES.items():
             if (given := config.get(key, expected)) is not None and given != expected:
                 raise UnsupportedModelError(f"{file_of(config)}: {key} {given!r} is not supported; {expected!r} is")
-        values = read_fields(config, cls, [field.name for field in fields(cls) if field.name != "rotary"])
+        values = read_fields(config, cls, _FIELDS)
         hidden_size, heads = values["hidden_size"], values["num_attention_heads"]
         check_multiple(config, hidden_size=hidden_size, num_attention_heads=heads)
         read = cls(**values, rotary=_rotary(config, cls.rope_theta, hidden_size // heads))
@@ -106,17 +110,32 @@ class GteConfig:
         return read
 
 
+_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act")
+_FIELDS += ("layer_norm_eps", "max_position_embeddings", "type_vocab_size")
+
+
+@dataclass(frozen=True)
+class NomicExpertsConfig:
+    """Sizes of the experts of Nomic Embed v2, under their names in config.json."""
+
+    num_experts: Size
+    moe_top_k: Size = 1
+    moe_every_n_layers: Count = 0
+    """Layers 1, 1 + n, 1 + 2 n, ... have experts; none if 0."""
+
+
 @dataclass(frozen=True)
 class NomicBertConfig(GteConfig):
-    """Sizes of Nomic Embed v1 and v1.5."""
+    """Sizes of Nomic Embed."""
 
     hidden_act: str = "silu"
     max_position_embeddings: Size = 2048
     type_vocab_size: Count = 2
 
-    attention_bias: ClassVar[bool] = False
-    gate: ClassVar[str | None] = "split"
-    mlp_bias: ClassVar[bool] = False
+    attention_bias: bool = False
+    gate: str | None = "split"
+    mlp_bias: bool = False
+
     rope_theta: ClassVar[float] = 1000.0
 
     @classmethod
@@ -132,18 +151,42 @@ class NomicBertConfig(GteConfig):
             raise UnsupportedModelError(
                 f"{config.where}: head_dim {head_dim} times num_attention_heads {heads} is not hidden_size"
             )
-        return super().from_hf(config)
+        read = super().from_hf(config)
+        biases = {key: read_value(config, key, bool, False) for key in ("mlp_fc1_bias", "mlp_fc2_bias")}
+        gate = "split" if config.get("activation_function", "swiglu") == "swiglu" else None
+        if len(set(biases.values())) > 1 or (gate and any(biases.values())):
+            raise UnsupportedModelError(
+                f"{config.where}: mlp_fc1_bias and mlp_fc2_bias {biases}: expected neither, or without a gate both"
+            )
+        experts = read_fields(config, NomicExpertsConfig) if config.get("num_experts") else None
+        return replace(
+            read,
+            attention_bias=read_value(config, "qkv_proj_bias", bool, False),
+            gate=gate,
+            mlp_bias=biases["mlp_fc2_bias"],
+            experts=NomicExpertsConfig(**experts) if experts else None,
+        )
 
 
 @dataclass(frozen=True)
 class JinaV3Config(GteConfig):
-    """Sizes of jina-embeddings-v3, without the adapters of its tasks."""
+    """Sizes of jina-embeddings-v3; `verax.embed.tasks` reads the adapters of its tasks."""
 
     layer_norm_eps: Epsilon = 1e-5
     max_position_embeddings: Size = 8194
 
-    gate: ClassVar[str | None] = None
+    gate: str | None = None
+
     rope_theta: ClassVar[float] = 20_000.0
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Any:
+        """Read a config.json of `model_type` jina_embeddings_v3, or of xlm-roberta with rotary positions."""
+        config = JsonObject(dict(config), file_of(config))
+        if config.get("position_embedding_type") == "rotary":
+            del config["position_embedding_type"]
+            config.setdefault("rope_theta", read_value(config, "rotary_emb_base", Positive, cls.rope_theta))
+        return super().from_hf(config)
 
 
 def _rotary(config: Mapping[str, Any], theta: float, head_dim: int) -> ops.RotaryConfig:
@@ -202,13 +245,40 @@ class RotaryMLP(nnx.Module):
         return self.down_proj(self.activation(self.up_proj(x))) if y is None else y
 
 
+class NomicExperts(nnx.Module):
+    """Feed-forward parts `down(act(up(x)))`, of which each token passes k, and one bias for their weighted sum.
+
+    The weights are the probabilities over all experts, which do not add up to 1 for the k largest.
+    """
+
+    def __init__(self, config: GteConfig, experts: NomicExpertsConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        D, F, E = config.hidden_size, config.intermediate_size, experts.num_experts
+        self.k = experts.moe_top_k
+        self.activation = ACTIVATIONS[config.hidden_act]
+        self.router = Gate(D, E, rngs=rngs)
+        self.w1 = nnx.Param(Linear(D, E * F, dtype=dtype, rngs=rngs).weight[...])
+        self.w2 = nnx.Param(Linear(D, E * F, dtype=dtype, rngs=rngs).weight[...])
+        self.bias = nnx.Param(jnp.zeros(D, dtype))
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        weights, experts = jax.lax.top_k(jax.nn.softmax(self.router(x), axis=-1), self.k)
+        up, down = (w[...].reshape(self.router.weight.shape[0], -1, x.shape[-1]) for w in (self.w1, self.w2))
+        y = self.activation(ops.grouped_linear(x[..., None, :], up, experts))
+        y = ops.grouped_linear(y, down.swapaxes(1, 2), experts)
+        return jnp.sum(y * weights[..., None], axis=-2) + self.bias[...]
+
+
 class RotaryLayer(nnx.Module):
     """Attention, then feed-forward, each normalised after the residual sum."""
 
-    def __init__(self, config: GteConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: GteConfig, index: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.attention = RotaryAttention(config, dtype=dtype, rngs=rngs)
         self.attn_ln = LayerNorm(config.hidden_size, eps=config.layer_norm_eps, dtype=dtype)
-        self.mlp = RotaryMLP(config, dtype=dtype, rngs=rngs)
+        experts = config.experts
+        if experts is not None and experts.moe_every_n_layers and index % experts.moe_every_n_layers == 1:
+            self.mlp: nnx.Module = NomicExperts(config, experts, dtype=dtype, rngs=rngs)
+        else:
+            self.mlp = RotaryMLP(config, dtype=dtype, rngs=rngs)
         self.mlp_ln = LayerNorm(config.hidden_size, eps=config.layer_norm_eps, dtype=dtype)
 
     def __call__(self, x: Float[Array, "B T D"], rotary: Rotary, segments: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -235,7 +305,7 @@ class GteModel(nnx.Module):
     def __init__(self, config: GteConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs, has_pooler: bool = False):
         self.config = config
         self.embeddings = BertEmbeddings(config, dtype=dtype, rngs=rngs)
-        layers = [RotaryLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)]
+        layers = [RotaryLayer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_hidden_layers)]
         self.encoder = nnx.Dict(layer=nnx.List(layers))
         self.pooler = BertPooler(config, dtype=dtype, rngs=rngs) if has_pooler else None
 
@@ -266,12 +336,20 @@ def _renamed(prefixes: tuple[str, ...], attention: str, **mlp: str) -> tuple[tup
 class NomicBertModel(GteModel):
     """Nomic's encoder, from tokens to hidden states."""
 
-    key_aliases = _renamed(("", "nomic_bert.", "bert."), "attn", up_proj="fc11", gate_proj="fc12", down_proj="fc2")
+    key_aliases = (
+        *_renamed(("", "nomic_bert.", "bert."), "attn", up_proj="fc11", gate_proj="fc12", down_proj="fc2"),
+        *_renamed(("",), "attn", up_proj="fc1", router="router.layer"),
+        (r"^encoder\.layer\.(\d+)\.mlp\.(w1|w2)$", r"encoder.layers.\1.mlp.experts.mlp.\2"),
+        (r"^encoder\.layer\.(\d+)\.mlp\.bias$", r"encoder.layers.\1.mlp.experts.bias"),
+    )
     """Nomic's names of the weights."""
 
 
 class JinaV3Model(GteModel):
     """jina-embeddings-v3's encoder, from tokens to hidden states."""
+
+    ignored_weights = (*GteModel.ignored_weights, r"\.parametrizations\.weight\.")
+    """Patterns of keys that are not loaded, among them the adapters of tasks, which are in the weights by then."""
 
     key_aliases = _renamed(("", "roberta."), "mixer", up_proj="fc1", down_proj="fc2")
     """Jina's names of the weights."""

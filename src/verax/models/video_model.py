@@ -31,7 +31,7 @@ ATTENTION: Mapping[str, AttentionFn] = {
     "auto": partial(ops.attention, causal=False),
     "standard": partial(ops.attention.reference, causal=False),
     "chunked": partial(chunked_attention, causal=False),
-    "flash": partial(ops.attention.restricted(require={"flash"}), causal=False),
+    "flash": partial(ops.attention.restricted("flash"), causal=False),
 }
 """Attention by name.
 

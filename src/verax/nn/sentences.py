@@ -35,7 +35,7 @@ class Sentences(NamedTuple):
 
     def hidden_bias(self) -> Float[Array, "B 1 1 T"] | None:
         """Numbers that hide tokens where they are added to scores; None if no token is hidden."""
-        # Far above other sentences' score: a token that sees no other sees those of its own sentence alone.
+        # Far above the score of another sentence: a token that sees no other token still sees its own sentence alone.
         return None if self.hidden is None else jnp.where(self.hidden, 0.1 * MASKED, 0.0)[:, None, None]
 
     @classmethod

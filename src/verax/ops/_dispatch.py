@@ -12,7 +12,7 @@ import copy
 import functools
 import logging
 import os
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -121,10 +121,6 @@ def _always(*args: Any, **kwargs: Any) -> bool:
     return True
 
 
-def _never(*args: Any, **kwargs: Any) -> bool:
-    return False
-
-
 def _has_arrays_of_one_device() -> bool:
     """True inside `jax.shard_map` over all axes of a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -207,7 +203,7 @@ class Operation(Generic[P, R]):
         self.implementations: dict[str, Implementation[P, R]] = {}
         self.examples: Sequence[Example] = ()
         self._warned: set[tuple[str, str]] = set()
-        self._require = self._exclude = frozenset[str]()
+        self._trait: str | None = None
         self._is_restricted = False
         self.implementation(REFERENCE, slow_on=slow_on or {})(reference)
         _REGISTRY[self.name] = self
@@ -215,8 +211,7 @@ class Operation(Generic[P, R]):
     def implementation(self, name: str, **properties: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
         """Register an implementation under `name`; a decorator. The properties are `Implementation`'s.
 
-        Traits in use: `"flash"` (of attention: scores are never written to memory), `"rounded_sums"` (of a
-        convolution: the result is rounded to the weight's dtype).
+        The trait in use is `"flash"`, of attention: scores are never written to memory.
 
         Raises:
             InvalidParameterError: for a platform that JAX does not have.
@@ -248,26 +243,24 @@ class Operation(Generic[P, R]):
         if chosen is not None and (not chosen.experimental or chosen.supports(*args, **kwargs)):
             return chosen
         for impl in reversed(self.implementations.values()):
-            fits = self._require <= impl.traits and not self._exclude & impl.traits and not impl.experimental
-            if fits and impl.supports(*args, **kwargs):
+            fits = self._trait is None or self._trait in impl.traits
+            if fits and not impl.experimental and impl.supports(*args, **kwargs):
                 self._warn_if_slow(impl)
                 return impl
-        wanted = " ".join((*sorted(self._require), *(f"not {trait}" for trait in sorted(self._exclude))))
         arrays: list[Any] = [x for x in args if hasattr(x, "shape") and hasattr(x, "dtype")]
         shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)
         raise InvalidParameterError(
-            f"{self.name} has no implementation ({wanted}) on {target().platform} for {shapes}; "
+            f"{self.name} has no implementation ({self._trait}) on {target().platform} for {shapes}; "
             f"it has {', '.join(self.implementations)}"
         )
 
-    def restricted(self, *, require: Collection[str] = (), exclude: Collection[str] = ()) -> Operation[P, R]:
-        """Operation restricted to the implementations that have all traits of `require` and none of `exclude`.
+    def restricted(self, trait: str | None = None) -> Operation[P, R]:
+        """Operation restricted to the implementations of a trait, or, of None, to those that are not experimental.
 
         Choices by name (`use_implementations`) do not reach it.
         """
         operation = copy.copy(self)
-        operation._require, operation._exclude = frozenset(require), frozenset(exclude)
-        operation._is_restricted = True
+        operation._trait, operation._is_restricted = trait, True
         return operation
 
     def supporting(self, *args: P.args, **kwargs: P.kwargs) -> list[Implementation[P, R]]:

@@ -96,7 +96,7 @@ def _is_bfloat16(x: Any, weight: Any, *_: Any, **__: Any) -> bool:
 
 
 # cuDNN and TPUs accumulate in float32, but give the sum in the dtype of what they multiply.
-@conv3d.implementation("bfloat16", platforms=("gpu", "tpu"), accepts=_is_bfloat16, traits={"rounded_sums"})
+@conv3d.implementation("bfloat16", platforms=("gpu", "tpu"), accepts=_is_bfloat16)
 def _conv3d_bfloat16(
     x: Float[Array, "B T H W C"],
     weight: Float[Array, "O C kt kh kw"],
@@ -108,7 +108,7 @@ def _conv3d_bfloat16(
     return _convolve(x, weight, bias, cache, jnp.bfloat16, **geometry)
 
 
-@conv2d.implementation("bfloat16", platforms=("gpu", "tpu"), accepts=_is_bfloat16, traits={"rounded_sums"})
+@conv2d.implementation("bfloat16", platforms=("gpu", "tpu"), accepts=_is_bfloat16)
 def _conv2d_bfloat16(
     x: Float[Array, "B H W C"],
     weight: Float[Array, "O C kh kw"],
@@ -139,7 +139,7 @@ class ConvShape:
         self.sides = _sides(padding)
         if len(axes) == 3:
             if cache is not None and (cache[0], *cache[2:]) != (x[0], *x[2:]):
-                raise InvalidParameterError(f"cache: expected frames like those of x, {tuple(x)}, got {tuple(cache)}")
+                raise InvalidParameterError(f"cache: expected frames of the shape of x, {tuple(x)}, got {tuple(cache)}")
             self.sides = ((weight[2] - 1 if cache is None else 0, 0), *self.sides)
             extents[0] += 0 if cache is None else cache[1]
         padded = [extent + sum(sides) for extent, sides in zip(extents, self.sides, strict=True)]

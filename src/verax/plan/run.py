@@ -25,7 +25,7 @@ _OPTIONS = {
     "embedding": ("dtype", "batch_size", "max_length"),
     "video": (
         *("dtype", "quantization", "resolution", "height", "width", "num_frames", "num_inference_steps"),
-        *("devices", "guidance_parallel", "sequence_parallel", "shard_weights"),
+        *("half_size_steps", "devices", "guidance_parallel", "sequence_parallel", "shard_weights"),
     ),
 }
 """Options of each kind of model, by the names of `verax serve`, `verax embed` and `verax video`."""

@@ -32,7 +32,7 @@ from verax.video.load import Components, divided_component, network_precision, s
 from verax.video.memory import add_residents, largest
 from verax.video.mesh import GUIDANCE, SEQUENCE, axis_size, check_request, clip_mesh
 from verax.video.programs import Component
-from verax.video.request import ResolvedRequest, VideoRequest, default_size
+from verax.video.request import ResolvedRequest, VideoRequest, check_half_size, default_size
 
 FLOAT32_BYTES = 4
 
@@ -41,6 +41,8 @@ SOLVER_ARRAYS = 4
 
 STEP = "denoising step, prompt and negative prompt"
 
+_SETTINGS = ("num_frames", "height", "width", "num_inference_steps", "half_size_steps")
+
 GUIDED = 2
 """Rows of a step: the prompt and the negative prompt."""
 
@@ -48,8 +50,8 @@ GUIDED = 2
 class Clip(NamedTuple):
     """A clip of a video model on devices.
 
-    `latents`: shape of its latents `[1, F, h, w, C]`. `shard_weights`: True if they divide the weights of the
-    transformer's blocks too.
+    `latents`: shape of its latents `[1, F, h, w, C]`. `half_size_tokens`: tokens of a step at half size.
+    `shard_weights`: True if they divide the weights of the transformer's blocks too.
     """
 
     transformer: WanConfig
@@ -60,6 +62,7 @@ class Clip(NamedTuple):
     dtype: DTypeLike
     request: ResolvedRequest
     latents: tuple[int, ...]
+    half_size_tokens: int
     mesh: AbstractMesh | None
     shard_weights: bool
     quantization: str | None
@@ -100,7 +103,8 @@ def read_clip(
         config: folder of the model, or one of `WAN_CONFIGS`.
         dtype: `"bfloat16"` or `"float32"`, of transformer and encoders.
         quantization: as in `VideoPipeline`. Without it, weights are as in the files, or floats where there are none.
-        size: `resolution`, `height`, `width`, `num_frames` and `num_inference_steps`, as `VideoRequest` takes them.
+        size: `resolution`, `height`, `width`, `num_frames`, `num_inference_steps` and `half_size_steps`, as
+            `VideoRequest` takes them.
     """
     check_dtype(dtype)
     if isinstance(config, str):
@@ -134,7 +138,9 @@ def read_clip(
         num_frames=frames,
         num_inference_steps=wanted.num_inference_steps or settings.num_inference_steps,
         guidance_scale=settings.guidance_scale,
+        half_size_steps=wanted.half_size_steps,
     )
+    check_half_size(request, geometry)
     if shard_weights and transformer.vace_layers:
         raise InvalidParameterError("shard_weights: not implemented for VACE, whose blocks do not run in one loop")
     mesh: Any = clip_mesh(
@@ -151,7 +157,9 @@ def read_clip(
     check_request(mesh, request, geometry)
     latents = geometry.shape(geometry.latents(frames), height, width)
     text = UMT5Config.from_hf(part("text_encoder", UMT5_XXL))
-    shared = (DTYPES[dtype], request, latents, mesh, shard_weights, quantization, folder)
+    small = request.phases(geometry)[0]
+    half_size_tokens = latents[1] * (small.height // token) * (small.width // token)
+    shared = (DTYPES[dtype], request, latents, half_size_tokens, mesh, shard_weights, quantization, folder)
     return Clip(transformer, vae, text, image, settings, *shared)
 
 
@@ -199,7 +207,7 @@ def plan_video(model: Described, device: Device, **options: Any) -> dict[str, An
         "settings": {
             "dtype": jnp.dtype(clip.dtype).name,
             "quantization": clip.quantization,
-            **{name: getattr(clip.request, name) for name in ("num_frames", "height", "width", "num_inference_steps")},
+            **{name: getattr(clip.request, name) for name in _SETTINGS},
             "guidance_parallel": groups > 1,
             "sequence_parallel": size,
             "shard_weights": clip.shard_weights,
@@ -270,14 +278,22 @@ def _programs(clip: Clip, models: Components, device: Device) -> list[dict[str, 
     shapes: Any = models.vae.shapes
     options: Any = {"dtype": jnp.dtype(clip.dtype).name, "devices": 1 if clip.mesh is None else clip.mesh.size}
     work, transformer = _work(clip, models.transformers[0]), models.transformers[0]
-    step = program_row(
-        STEP,
-        device,
-        flops=GUIDED * step_flops(clip.transformer, clip.tokens, clip.words),
-        nbytes=transformer.size + work["latents"] + work["cross-attention keys"],
-        times=clip.request.num_inference_steps,
-        **options,
-    )
+    half = clip.request.half_size_steps
+    steps = [
+        program_row(
+            name,
+            device,
+            flops=GUIDED * step_flops(clip.transformer, tokens, clip.words),
+            nbytes=transformer.size + work["latents"] * tokens // clip.tokens + work["cross-attention keys"],
+            times=times,
+            **options,
+        )
+        for name, tokens, times in (
+            (f"{STEP}, half size", clip.half_size_tokens, half),
+            (STEP, clip.tokens, clip.request.num_inference_steps - half),
+        )
+        if times
+    ]
     decode = program_row(
         "VAE decode",
         device,
@@ -285,7 +301,7 @@ def _programs(clip: Clip, models: Components, device: Device) -> list[dict[str, 
         nbytes=models.vae.size + FLOAT32_BYTES * math.prod(clip.latents) + _frame_bytes(clip),
         **options,
     )
-    return [step, decode]
+    return [*steps, decode]
 
 
 def step_flops(config: WanConfig, tokens: int, words: int) -> int:

@@ -34,13 +34,7 @@ from verax.serve.app import create_app
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
 from verax.text.engine.engine_thread import Observer
-from verax.text.engine.outputs import (
-    CompletionOutput,
-    EngineStats,
-    RequestMetrics,
-    RequestOutput,
-    joined,
-)
+from verax.text.engine.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput, joined
 from verax.text.engine.request import Message, Prompt, RequestInput
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.features.lora import LoRARequest
@@ -135,7 +129,10 @@ LOST = (ray.exceptions.RayError, EngineDeadError)
 
 
 class RemoteLLM:
-    """Text engines of replicas, as the one engine that a server has. It holds the tokenizer, and no weights."""
+    """Text engines of replicas, as the `AsyncLLM` that a server has, with the members that it calls.
+
+    It holds the tokenizer, and no weights.
+    """
 
     def __init__(
         self,
@@ -329,7 +326,7 @@ class Ingress:
     ):
         keep_off_the_network()
         sizes = await handle.sizes.remote()
-        llm = RemoteLLM(handle, sizes, model, revision=revision, max_queued_requests=max_queued_requests)
+        llm: Any = RemoteLLM(handle, sizes, model, revision=revision, max_queued_requests=max_queued_requests)
         settings = replace(
             settings or ServerSettings(disable_page=True), host="0.0.0.0"
         )  # any: it is called by names that it does not know itself

@@ -42,9 +42,7 @@ Loss = Callable[[Any, dict[str, Array]], Float[Array, ""]]
 class Schedule:
     """Optimiser and learning rates: linear warm-up, then a cosine.
 
-    The optimiser is AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101). With a `muon_learning_rate`, Muon (Jordan,
-    2024, https://kellerjordan.github.io/posts/muon) trains the matrices other than embeddings and heads, with updates
-    as large as AdamW's (Liu et al., 2025, arXiv:2502.16982).
+    The optimiser is AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101).
     """
 
     steps: int
@@ -57,10 +55,6 @@ class Schedule:
     beta2: float = 0.98
     clip: float = 1.0
     """Largest global norm of a gradient."""
-    muon_learning_rate: float | None = None
-    """Peak learning rate of the matrices that Muon trains; None for AdamW everywhere."""
-    outer: tuple[str, ...] = ("embed", "head")
-    """Parts of the names of matrices that AdamW trains even with Muon: embeddings and heads."""
 
     def of(self, steps: int | None) -> Schedule:
         """Schedule of another number of steps, with at most a quarter of them for warm-up; the same one for None."""
@@ -70,39 +64,25 @@ class Schedule:
 
     def optimizer(self) -> optax.GradientTransformation:
         """Optax chain of the schedule."""
-        optax, contrib = require_optional("optax"), require_optional("optax.contrib")
         if not 0 <= self.warmup_steps < self.steps:
             raise InvalidParameterError(f"steps: {self.steps} leave none after a warm-up of {self.warmup_steps}")
-        matrices = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
-        rate = self._rate(self.peak_learning_rate)
-        if self.muon_learning_rate is None:
-            update = optax.adamw(rate, b2=self.beta2, weight_decay=self.weight_decay, mask=matrices)
-        else:
-            update = contrib.muon(
-                self._rate(self.muon_learning_rate),
-                adam_learning_rate=rate,
-                adam_b2=self.beta2,
-                weight_decay=self.weight_decay,
-                weight_decay_mask=matrices,
-                muon_weight_dimension_numbers=self._orthogonal,
-                consistent_rms=0.2,
-            )
-        return optax.chain(optax.clip_by_global_norm(self.clip), update)
+        return require_optional("optax").chain(require_optional("optax").clip_by_global_norm(self.clip), self.update())
 
-    def _rate(self, peak: float) -> optax.Schedule:
+    def update(self) -> optax.GradientTransformation:
+        """The optimiser itself, of clipped gradients."""
+        rate = self.rate(self.peak_learning_rate)
+        return require_optional("optax").adamw(rate, b2=self.beta2, weight_decay=self.weight_decay, mask=matrices)
+
+    def rate(self, peak: float) -> optax.Schedule:
+        """Learning rates with this peak."""
         return require_optional("optax").warmup_cosine_decay_schedule(
             0.0, peak, self.warmup_steps, self.steps, self.final_fraction * peak
         )
 
-    def _orthogonal(self, params: Any) -> Any:
-        """Axes of each leaf that are a matrix for Muon; None for a leaf that AdamW trains."""
 
-        def one(path: Any, leaf: Array) -> Any:
-            name = jax.tree_util.keystr(path)
-            inner = leaf.ndim == 2 and not any(part in name for part in self.outer)
-            return require_optional("optax.contrib").MuonDimensionNumbers() if inner else None
-
-        return jax.tree_util.tree_map_with_path(one, params)
+def matrices(params: Any) -> Any:
+    """True for each leaf that has weight decay."""
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
 def train(
@@ -279,11 +259,6 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 
 
 STATE = "state"
-
-
-def has_state(folder: Path) -> bool:
-    """True if a run in this folder can be resumed."""
-    return any(path.name.isdecimal() for path in (folder / STATE).glob("*"))
 
 
 class RunStates:

@@ -221,23 +221,25 @@ def cached_steps(
     spans: Any,
     timesteps: Real[np.ndarray, "R ..."],
     fps: np.ndarray | None,
+    steps_before: int = 0,
 ) -> Bool[np.ndarray, "R"]:
     """True for the iterations of a segment that run the blocks, with the request's cache.
 
-    `spans`: iterations of each transformer (`run.Span`), each of which begins with computed ones.
+    `spans`: iterations of each transformer (`run.Span`), each of which begins with computed ones. `steps_before`:
+    steps before these iterations, at another size.
     """
     chosen = []
-    ratios = magnitude_ratios(request, model) if request.cache == "magcache" else None
+    ratios = magnitude_ratios(request, model)[steps_before:] if request.cache == "magcache" else None
     # As in MagCache's code for Wan2.2's I2V-A14B, which keeps all steps of high noise, where the image takes effect.
     always = int(len(model.transformers) > 1 and model.conditioning.encode is not None)
-    for number, span in enumerate(spans):
+    for span in spans:
         rows = slice(span.begin, span.end)
         if ratios is None:
             cache = model.teacache(request.height * request.width)
             assert cache is not None
             embedded = span.denoiser.embed_time(timesteps[rows], fps)
             chosen.append(teacache_steps(timesteps[rows], embedded, request.cache_threshold, cache))
-        elif number < always:
+        elif span.transformer < always:
             chosen.append(np.ones(span.end - span.begin, bool))
         else:
             assert request.cache_max_skip_steps is not None

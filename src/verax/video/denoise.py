@@ -174,3 +174,19 @@ def _with_noise(
     noise = jax.random.normal(jax.random.fold_in(conditions.key, i), sample.shape, sample.dtype)
     shown = (1 - amount) * sample + amount * noise
     return jnp.where(mask, conditions.added_noise, timesteps), jnp.where(mask[:, None, None, None], shown, sample)
+
+
+def half_size_noise(noise: Float32[Array, "1 F H W C"], h: int, w: int) -> Float32[Array, "1 F h w C"]:
+    """Noise of height `h` and width `w`, at most half of the noise's: the sum of each 2 x 2, halved.
+
+    It is white, as the noise is, and has its large shapes, so that clips of both sizes are composed alike.
+    """
+    B, F, _, _, C = noise.shape
+    return noise[:, :, : 2 * h, : 2 * w].reshape(B, F, h, 2, w, 2, C).sum(axis=(3, 5)) / 2
+
+
+def enlarged(
+    clean: Float32[Array, "1 F h w C"], noise: Float32[Array, "1 F H W C"], sigma: float
+) -> Float32[Array, "1 F H W C"]:
+    """Predicted clean latents at the size of `noise`, by linear interpolation, with noise of level `sigma`."""
+    return (1 - sigma) * jax.image.resize(clean, noise.shape, "linear") + sigma * noise

@@ -201,6 +201,12 @@ def check_request(mesh: AnyMesh | None, request: ResolvedRequest, geometry: Late
             f"sequence_parallel: expected a number that divides the {h} x {w} tokens of a frame of {request.height} x "
             f"{request.width}, got {size}; height={height} or width={width} would fit"
         )
+    small = request.phases(geometry)[0]
+    if (h := small.height // step) * (w := small.width // step) % size:
+        raise InvalidParameterError(
+            f"half_size_steps: expected 0, or tokens of half a frame that sequence_parallel, {size}, divides, got "
+            f"{h} x {w}"
+        )
 
 
 def _nearest(value: int, step: int) -> int:

@@ -187,6 +187,13 @@ class VideoRequest:
         panel=_SPEED,
         shown="",
     )
+    half_size_steps: int = option(
+        0,
+        "First steps at half the height and width, a quarter of the tokens or less. The clean clip that the last of "
+        "them predicts is enlarged and gets noise again. See `denoise.enlarged`.",
+        low=0,
+        panel=_SPEED,
+    )
     guidance: str = option(
         "auto",
         "batch; sequential for less memory; auto: the first that fits. `batch` computes prompt and negative prompt "

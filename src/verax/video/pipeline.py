@@ -255,9 +255,10 @@ class VideoPipeline:
         # The curve needs the residual that a cache keeps, and no decoded frames.
         request = replace(request, cache=None, cache_max_skip_steps=None, cache_retention_ratio=None, cache_curve=None)
         plain = self._with_guidance(self.resolve(replace(request, output_type="latent")))
-        if plain.ar_step or len(plain.segments(self.geometry)) > 1:
-            name = "ar_step" if plain.ar_step else "num_frames"
-            raise InvalidParameterError(f"{name}: a curve is of one segment, all of whose frames are at one step")
+        several = len(plain.segments(self.geometry)) > 1
+        unfit = {"ar_step": plain.ar_step, "half_size_steps": plain.half_size_steps, "num_frames": several}
+        for name in filter(unfit.get, unfit):
+            raise InvalidParameterError(f"{name}: a curve is of one segment, whose frames are at one step and one size")
         magnitudes: list[np.ndarray] = []
         reporter = RunReporter(None, plain.fps, 1, self._show_progress, self._picture)
         run_request(replace(plain, cache="magcache", resume=None), self.parts, reporter, self._origin, magnitudes)

@@ -36,8 +36,9 @@ KEEP_LIMIT = 1 << 30
 """Bytes of weights up to which a model stays on the device between its uses."""
 
 KEPT_PROGRAMS = 8
-"""Compiled programs that are kept of a function. A clip takes at most four sizes of one: whole segments and the last of
-a long clip, with two values of an option. A server whose clients ask for many sizes compiles an older one again."""
+"""Compiled programs that are kept of a function. A clip takes at most eight of one: whole segments and the last of
+a long clip, at two sizes, with two values of an option. A server whose clients ask for many sizes compiles an older one
+again."""
 
 Weights = tuple[Array, ...]
 """Arrays of a module in the order of its tree: an argument of programs, which merge them with the graph."""

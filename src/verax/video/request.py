@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +143,17 @@ class ResolvedRequest(VideoRequest):
         longest, overlap = geometry.latents(self.base_num_frames), geometry.latents(self.overlap_history)
         return segment_sizes(geometry.latents(self.num_frames), longest, overlap)
 
+    def phases(self, geometry: LatentGeometry) -> tuple[ResolvedRequest, ...]:
+        """Requests of the sizes of its steps: itself, after itself at half size if its first steps are.
+
+        Half a side is rounded down to whole tokens.
+        """
+        if not self.half_size_steps:
+            return (self,)
+        token = geometry.pixels_per_token
+        height, width = (side // (2 * token) * token for side in (self.height, self.width))
+        return replace(self, height=height, width=width), self
+
     @property
     def continued_frames(self) -> int:
         """Frames of the user's clip with which the first segment begins."""
@@ -200,6 +211,7 @@ def resolve_request(request: VideoRequest, model: VideoModel) -> ResolvedRequest
     _check_images(resolved)
     _check_texts(resolved, model)
     _check_segments(resolved, model)
+    check_half_size(resolved, geometry)
     return resolved
 
 
@@ -308,6 +320,25 @@ def _check_second_scale(request: ResolvedRequest, settings: VideoSettings) -> No
             f"guidance_scale_2: expected at most 1 where guidance_scale is {request.guidance_scale:g}, which "
             f"means no guidance, got {request.guidance_scale_2:g}"
         )
+
+
+def check_half_size(request: ResolvedRequest, geometry: LatentGeometry) -> None:
+    """Refuse half-size steps that leave none at full size, that frames are too small for, or of unlike frames."""
+    if not (count := request.half_size_steps):
+        return
+    steps, token = request.num_inference_steps, geometry.pixels_per_token
+    if count >= steps:
+        raise InvalidParameterError(
+            f"half_size_steps: expected fewer than the {steps} steps (num_inference_steps), the last of which are at "
+            f"full size, got {count}"
+        )
+    if min(request.height, request.width) < 2 * token:
+        raise InvalidParameterError(
+            f"half_size_steps: expected 0 for frames of {request.height} x {request.width}, whose sides are less than "
+            f"{2 * token} pixels"
+        )
+    if request.ar_step:
+        raise InvalidParameterError("ar_step: expected 0 with half_size_steps, where all frames are at one step")
 
 
 def _check_steps(name: str, value: int, step: int, offset: int) -> None:
@@ -445,6 +476,11 @@ def _check_segments(request: ResolvedRequest, model: VideoModel) -> None:
                 f"cannot be cut into blocks of {block}; choose num_frames, base_num_frames or overlap_history so that "
                 "they can"
             )
+    if request.half_size_steps and rules.decode_whole_clip and len(sizes) > 1:
+        raise InvalidParameterError(
+            f"half_size_steps: expected 0 for a clip of several segments by the rules of {rules.name}, whose segments "
+            "share latents of one size; take reference skyreels, or a larger base_num_frames"
+        )
     if request.latents is None:
         return
     _, F, h, w, C = geometry.shape(sizes[0] + len(request.reference_images), request.height, request.width)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float32
 
 from verax.models.video_model import Control, Pictures, VideoModel
 from verax.video.caches import cached_steps, magnitude_ratio
-from verax.video.denoise import Conditions, DenoisingState
+from verax.video.denoise import Conditions, DenoisingState, enlarged, half_size_noise
 from verax.video.networks import Denoiser, PromptStates, Stages
 from verax.video.outputs import RunReporter, Step, StopRunError, VideoOutput, channels_first
 from verax.video.programs import Component, ProgramCall, floats, random_key
@@ -26,9 +26,8 @@ from verax.video.request import ResolvedRequest
 from verax.video.resume import FinishedSegments
 from verax.video.schedule import (
     Schedule,
-    Tables,
     padded_rows,
-    segment_schedule,
+    segment_schedules,
     transformer_spans,
 )
 
@@ -64,6 +63,21 @@ class PipelineParts:
 
 
 @dataclass
+class GivenInputs:
+    """What a segment is given at one size of its steps.
+
+    Attributes:
+        condition: result of `Conditioning.encode`, `[1, F, h, w, E]`; None if there is no image.
+        prefix_latents: latents with which the next segment begins, `[1, F, h, w, C]`, or None.
+        last_latents: latents with which the last segment ends, or None.
+    """
+
+    condition: Array | None = None
+    prefix_latents: Array | None = None
+    last_latents: Array | None = None
+
+
+@dataclass
 class RunState:
     """Results of the stages so far.
 
@@ -71,9 +85,7 @@ class RunState:
         finished: finished segments, in the folder of the request if it has one.
         texts: states of each prompt, `[G, T, D]`: the prompt and, with guidance, the negative prompt.
         image_states: states of the image, `[G, P, I]`; None if there is no image.
-        condition: result of `Conditioning.encode`, `[1, F, h, w, E]`; None if there is no image.
-        prefix_latents: latents with which the next segment begins, `[1, F, h, w, C]`, or None.
-        last_latents: latents with which the last segment ends, or None.
+        given: inputs of the next segment by height and width, see `given_at`.
         segment_latents: latents of the last segment that was denoised.
         latents: latents of each segment, without those that it shares with the segment before.
         undecoded: latents of the clip so far, if they are to be decoded together.
@@ -86,9 +98,7 @@ class RunState:
     finished: FinishedSegments
     texts: list[Array] = field(default_factory=list)
     image_states: Array | None = None
-    condition: Array | None = None
-    prefix_latents: Array | None = None
-    last_latents: Array | None = None
+    given: dict[tuple[int, int], GivenInputs] = field(default_factory=dict)
     segment_latents: Array | None = None
     latents: list[Array] = field(default_factory=list)
     undecoded: Array | None = None
@@ -97,6 +107,10 @@ class RunState:
     iterations: int = 0
     computed: int = 0
     magnitudes: list[np.ndarray] | None = None
+
+    def given_at(self, request: ResolvedRequest) -> GivenInputs:
+        """Inputs at the size of a request, which `ResolvedRequest.phases` has two of where steps differ in size."""
+        return self.given.setdefault((request.height, request.width), GivenInputs())
 
 
 class Stage(NamedTuple):
@@ -127,10 +141,11 @@ def stages_of(request: ResolvedRequest, parts: PipelineParts) -> list[Stage]:
         stages.append(_encode_image(request, parts))
 
     # 3. The condition, or the latents with which the clip begins and ends.
-    if conditioning.encode is not None and (request.image is not None or request.controls):
-        stages.append(_encode_condition(request, parts))
-    elif any(picture is not None for picture in (request.image, request.video, request.last_image)):
-        stages.append(_encode_given(request, parts))
+    for phase in request.phases(geometry):
+        if conditioning.encode is not None and (request.image is not None or request.controls):
+            stages.append(_encode_condition(phase, parts))
+        elif any(picture is not None for picture in (request.image, request.video, request.last_image)):
+            stages.append(_encode_given(phase, parts, begins_clip=phase is request))
 
     for segment, latents in enumerate(sizes):
         # 4. A segment's latents.
@@ -296,46 +311,63 @@ def _encode_condition(request: ResolvedRequest, parts: PipelineParts) -> Stage:
             arrays["video"] = np.zeros(shapes.video.shape, np.float32)
         if references and (fit := parts.model.rules.references) is not None:
             arrays["references"] = fit(request.reference_images, *size)[None]
-        state.condition = jax.block_until_ready(call(Pictures(**arrays)))
+        state.given_at(request).condition = jax.block_until_ready(call(Pictures(**arrays)))
 
     return _stage("encode", 0, run, call)
 
 
-def _encode_given(request: ResolvedRequest, parts: PipelineParts) -> Stage:
+def _encode_given(request: ResolvedRequest, parts: PipelineParts, *, begins_clip: bool) -> Stage:
     """Encode the image or the end of the clip with which the first segment begins, and the last image.
 
-    They become `prefix_latents` and `last_latents`; the user's clip begins the frames.
+    They become `prefix_latents` and `last_latents`. `begins_clip`: True if the user's clip is to begin the frames.
     """
     counts = (int(request.image is not None) + request.continued_frames, int(request.last_image is not None))
     prefix, last = (parts.stages.encode_call(count, request.height, request.width) for count in counts)
 
     def run(state: RunState, step: Step) -> None:
+        given = state.given_at(request)
         if request.image is not None:
-            state.prefix_latents = prefix(parts.frame(request.image, request)[None, None])
+            given.prefix_latents = prefix(parts.frame(request.image, request)[None, None])
         if request.video is not None:
             clip = np.stack([parts.frame(frame, request) for frame in request.video])
-            state.frames.append(clip)
-            state.prefix_latents = prefix(clip[None, -request.overlap_history :])
+            if begins_clip:
+                state.frames.append(clip / np.float32(255) if request.output_type == "np" else clip)
+            given.prefix_latents = prefix(clip[None, -request.overlap_history :])
         if request.last_image is not None:
-            state.last_latents = last(parts.frame(request.last_image, request)[None, None])
-        jax.block_until_ready((state.prefix_latents, state.last_latents))
+            given.last_latents = last(parts.frame(request.last_image, request)[None, None])
+        jax.block_until_ready((given.prefix_latents, given.last_latents))
 
     calls = [call for call, count in zip((prefix, last), counts, strict=True) if count]
     return _stage("encode", 0, run, *calls)
 
 
 class _Span(NamedTuple):
-    """Iterations of a segment that one transformer computes.
+    """Iterations of a phase that one transformer computes.
 
-    `begin`, `end`: first iteration, and the one after the last.
+    `transformer`: number of the transformer. `begin`, `end`: first iteration, and the one after the last.
     """
 
+    transformer: int
     denoiser: Denoiser
     guidance_scale: float
     begin: int
     end: int
     context: ProgramCall
     loop: ProgramCall
+
+
+class _Phase(NamedTuple):
+    """Iterations of a segment at one size, the size of `request`, after `begin` others."""
+
+    request: ResolvedRequest
+    schedule: Schedule
+    spans: list[_Span]
+    begin: int
+
+    @property
+    def count(self) -> int:
+        """Number of iterations."""
+        return len(self.schedule.timesteps)
 
 
 @dataclass(frozen=True)
@@ -355,18 +387,24 @@ class _Denoising:
     last: int
     references: int
 
-    def schedule(self) -> Schedule:
-        """Iterations of the segment."""
-        sizes = {"latents": self.latents, "given": self.given, "last": self.last}
-        return segment_schedule(self.request, self.parts.model, **sizes)
-
     def calls(self) -> list[ProgramCall]:
         """Calls of each span: context and loop."""
-        return [call for span in self.spans(self.schedule()) for call in (span.context, span.loop)]
+        spans = [span for phase in self.phases() for span in phase.spans]
+        return [call for span in spans for call in (span.context, span.loop)]
 
-    def spans(self, schedule: Schedule) -> list[_Span]:
+    def phases(self) -> list[_Phase]:
+        """Iterations of the segment at half size, if it has some, and at full size."""
+        request, model = self.request, self.parts.model
+        schedules = segment_schedules(request, model, latents=self.latents, given=self.given, last=self.last)
+        phases: list[_Phase] = []
+        for sized, schedule in zip(request.phases(model.geometry), schedules, strict=True):
+            begin = sum(phase.count for phase in phases)
+            phases.append(_Phase(sized, schedule, self._spans(sized, schedule), begin))
+        return phases
+
+    def _spans(self, request: ResolvedRequest, schedule: Schedule) -> list[_Span]:
         """Spans of the transformers. Compiles their context programs, whose results the loop takes."""
-        request, parts = self.request, self.parts
+        parts = self.parts
         sample = floats(*parts.shape(self.latents + self.last, request))
         spans = []
         for index, begin, end in transformer_spans(schedule.timesteps, parts.model.settings.boundary_ratio):
@@ -375,7 +413,7 @@ class _Denoising:
             context = denoiser.context_call(_text_states(request, parts), _image_states(request, parts), control)
             conditions = self._conditions(context.results(), image_condition, scale)
             loop = denoiser.call(sample, schedule.tables, conditions, request)
-            spans.append(_Span(denoiser, scale, begin, end, context, loop))
+            spans.append(_Span(index, denoiser, scale, begin, end, context, loop))
         return spans
 
     def run(self, state: RunState, reporter: RunReporter) -> None:
@@ -392,45 +430,64 @@ class _Denoising:
 
     def _denoise(self, state: RunState, reporter: RunReporter) -> Float32[Array, "1 F h w C"]:
         request = self.request
-        schedule = self.schedule()
-        spans = self.spans(schedule)
+        phases, noise = self.phases(), self._noise()
 
-        # 1. The first sample: noise, and the given latents in their places.
-        sample = self._noise()
-        if self.given:
-            assert state.prefix_latents is not None
-            sample = jnp.concatenate([state.prefix_latents, sample[:, self.given :]], axis=1)
-        if self.last:
-            assert state.last_latents is not None
-            sample = jnp.concatenate([sample, state.last_latents], axis=1)
-
-        # 2. Iterations that skip the transformer's blocks.
-        total = len(schedule.timesteps)
-        tables = schedule.tables
+        # 1. Iterations that skip the transformer's blocks.
         if request.cache is not None and state.magnitudes is None:
-            run_blocks = cached_steps(request, self.parts.model, spans, schedule.timesteps, self._fps)
-            tables = tables._replace(run_blocks=padded_rows(run_blocks))
-        computed = int(tables.run_blocks[:total].sum())
+            phases = [self._with_cache(phase) for phase in phases]
+        total = sum(phase.count for phase in phases)
+        computed = sum(int(phase.schedule.tables.run_blocks[: phase.count].sum()) for phase in phases)
 
-        # 3. The loop, span by span, with the weights of one transformer at a time. Time begins when the first are read.
-        loop_state = spans[0].denoiser.start(sample, guided=request.guided, cached=request.cache is not None)
+        # 2. The loop, span by span, with the weights of one transformer at a time. Time begins when the first are read.
         note = f", {computed} of {total} steps computed" if computed < total else ""
+        loop_state = None
         with contextlib.ExitStack() as held:
-            held.enter_context(spans[0].denoiser.transformer.weights())
+            held.enter_context(phases[0].spans[0].denoiser.transformer.weights())
             with reporter.stage("denoise", total, self.segment, note) as step:
-                for span in spans:
-                    loop_state = self._run_span(span, loop_state, tables, state, step, every_step=reporter.every_step)
-                    held.close()
+                for phase in phases:
+                    clean = None if loop_state is None else loop_state.solver.newest
+                    loop_state = self._start(phase, state.given_at(phase.request), noise, clean)
+                    for span in phase.spans:
+                        loop_state = self._run_span(
+                            phase, span, loop_state, state, step, every_step=reporter.every_step
+                        )
+                        held.close()
+        assert loop_state is not None
         state.iterations, state.computed = state.iterations + total, state.computed + computed
         return loop_state.solver.sample[:, self.references : self.latents]
 
+    def _with_cache(self, phase: _Phase) -> _Phase:
+        """Phase whose table says which iterations skip the blocks; the first of each span does not."""
+        tables, timesteps = phase.schedule
+        run_blocks = cached_steps(
+            self.request, self.parts.model, phase.spans, timesteps, self._fps, steps_before=phase.begin
+        )
+        return phase._replace(schedule=Schedule(tables._replace(run_blocks=padded_rows(run_blocks)), timesteps))
+
+    def _start(self, phase: _Phase, given: GivenInputs, noise: Array, clean: Array | None) -> DenoisingState:
+        """State before a phase: its noise, or the enlarged clean clip of the phase before with noise, and the given
+        latents in their places."""
+        _, _, h, w, _ = self.parts.shape(self.latents, phase.request)
+        if clean is not None:
+            sample = enlarged(clean[:, : self.latents], noise, phase.schedule.tables.solver.sigma[0])
+        else:
+            sample = noise if noise.shape[2:4] == (h, w) else half_size_noise(noise, h, w)
+        if self.given:
+            assert given.prefix_latents is not None
+            sample = jnp.concatenate([given.prefix_latents, sample[:, self.given :]], axis=1)
+        if self.last:
+            assert given.last_latents is not None
+            sample = jnp.concatenate([sample, given.last_latents], axis=1)
+        cached = self.request.cache is not None
+        return phase.spans[0].denoiser.start(sample, guided=self.request.guided, cached=cached)
+
     def _run_span(
-        self, span: _Span, loop_state: DenoisingState, tables: Tables, state: RunState, step: Step, *, every_step: bool
+        self, phase: _Phase, span: _Span, loop_state: DenoisingState, state: RunState, step: Step, *, every_step: bool
     ) -> DenoisingState:
         """State after the iterations of a span: one program call, or one for each iteration if it is to be reported."""
         text = state.texts[min(self.segment, len(state.texts) - 1)]
         image = _or_zeros(state.image_states, _image_states(self.request, self.parts))
-        condition = _or_zeros(state.condition, _condition(self.request, self.parts))
+        condition = _or_zeros(state.given_at(phase.request).condition, _condition(phase.request, self.parts))
         control, image_condition = self._placed(condition)
         count = 1 if every_step or state.magnitudes is not None else span.end - span.begin
         with span.denoiser.transformer.weights():
@@ -439,12 +496,14 @@ class _Denoising:
                 for begin in range(span.begin, span.end, count):
                     residual: Any = loop_state.residual
                     before = None if state.magnitudes is None else jnp.copy(residual)  # which the loop takes
+                    end = begin + count
                     # Numbers as arrays: arguments of the program.
-                    loop_state = loop(loop_state, tables, conditions, np.int32(begin), np.int32(begin + count))
+                    loop_state = loop(loop_state, phase.schedule.tables, conditions, np.int32(begin), np.int32(end))
                     if state.magnitudes is not None:
                         state.magnitudes.append(np.asarray(magnitude_ratio(loop_state.residual, before)))
                     solver, first = jax.block_until_ready(loop_state.solver), self.references
-                    step(begin + count, latents=solver.sample[:, first:], clean=solver.newest[:, first:])
+                    latents, clean = solver.sample[:, first:], solver.newest[:, first:]
+                    step(phase.begin + end, latents=latents, clean=clean)
         return loop_state
 
     def _placed(self, condition: Any) -> tuple[Control | None, Any]:
@@ -503,15 +562,20 @@ def _decode(
 def _encode_again(request: ResolvedRequest, parts: PipelineParts, segment: int) -> Stage:
     """Encode the last frames of a segment as the first of the next, the first of them as a first frame.
 
-    They become `prefix_latents`.
+    They become `prefix_latents`, of each size of the steps.
     """
-    call = parts.stages.encode_call(request.overlap_history, request.height, request.width, jnp.float32)
+    count = request.overlap_history
+    phases = request.phases(parts.model.geometry)
+    calls = [parts.stages.encode_call(count, phase.height, phase.width, jnp.float32) for phase in phases]
 
     def run(state: RunState, _: RunReporter) -> None:
         assert state.colors is not None
-        state.prefix_latents = call(state.colors[:, -request.overlap_history :])
+        frames = state.colors[:, -count:]
+        for phase, call in zip(phases, calls, strict=True):
+            sized = jax.image.resize(frames, (1, count, phase.height, phase.width, 3), "linear")
+            state.given_at(phase).prefix_latents = call(sized)
 
-    return Stage("encode again", segment, lambda: [call], run)
+    return Stage("encode again", segment, lambda: calls, run)
 
 
 def _join(request: ResolvedRequest, parts: PipelineParts, segment: int) -> Stage:
@@ -523,7 +587,7 @@ def _join(request: ResolvedRequest, parts: PipelineParts, segment: int) -> Stage
 
     def run(state: RunState, _: RunReporter) -> None:
         state.undecoded = jnp.concatenate(state.latents, axis=1)
-        state.prefix_latents = state.undecoded[:, -overlap:]
+        state.given_at(request).prefix_latents = state.undecoded[:, -overlap:]
 
     return Stage("join", segment, list, run)
 

@@ -85,21 +85,47 @@ class Schedule(NamedTuple):
     timesteps: Real[np.ndarray, "R *F"]
 
 
-def segment_schedule(request: ResolvedRequest, model: VideoModel, *, latents: int, given: int, last: int) -> Schedule:
-    """Iterations of a segment.
+HALF_SIZE_SHIFT = 1.0
+"""Shift of the noise levels after half-size steps beyond the shift before, as in LightX2V."""
+
+
+def segment_schedules(
+    request: ResolvedRequest, model: VideoModel, *, latents: int, given: int, last: int
+) -> list[Schedule]:
+    """Iterations of a segment at half size, if it has some, and at full size.
+
+    At full size the solver starts again. As in LightX2V (`WanScheduler4ChangingResolution`), the noise levels are
+    shifted further, since an enlarged clip lacks more than its small noise says; but sigmas of the request stay, as
+    distilled models know no others.
 
     `given`: number of them at the beginning that are not denoised. `last`: latent frames after them, which are not
     denoised either.
     """
-    rules = model.rules
+    sizes = {"latents": latents, "given": given, "last": last}
+    levels = _request_levels(request, model, request.shift)
+    if not (N := request.half_size_steps):
+        return [_segment_schedule(request, model, levels, **sizes)]
+    shift = request.shift + (HALF_SIZE_SHIFT if request.sigmas is None else 0)
+    full = _request_levels(request, model, shift)
+    halves = NoiseLevels(levels.sigmas[: N + 1], levels.timesteps[:N]), NoiseLevels(full.sigmas[N:], full.timesteps[N:])
+    return [_segment_schedule(request, model, half, **sizes) for half in halves]
+
+
+def _request_levels(request: ResolvedRequest, model: VideoModel, shift: float) -> NoiseLevels:
     own = request.sigmas
-    levels = noise_levels(
+    return noise_levels(
         request.num_inference_steps,
-        request.shift,
-        rules.sigmas if own is None else lambda steps, shift: shift_sigmas(np.array(own), shift),
+        shift,
+        model.rules.sigmas if own is None else lambda steps, shift: shift_sigmas(np.array(own), shift),
         solver=request.solver,
         whole_timesteps=request.recipe is not None and RECIPES[request.recipe].whole_timesteps,
     )
+
+
+def _segment_schedule(
+    request: ResolvedRequest, model: VideoModel, levels: NoiseLevels, *, latents: int, given: int, last: int
+) -> Schedule:
+    rules = model.rules
     if not (model.conditioning.forcing or given):
         return Schedule(make_tables(levels, solver=request.solver), levels.timesteps)
     frames = latents + last

@@ -16,7 +16,7 @@ from verax.bench.serve import cases
 from verax.bench.serve.cases import bench_serve
 from verax.bench.serve.load import Answer, Load, Request, draw_requests, run_load
 from verax.bench.settings import ServeSettings, TrafficSettings
-from verax.bench.text.llama_cpp import gguf_file
+from verax.bench.text.gguf_export import gguf_file
 from verax.checkpoint import Checkpoint
 from verax.errors import InvalidParameterError, MissingDependencyError, VeraxError
 from verax.shapes import QWEN3_0_6B, SHAPES

@@ -1,6 +1,6 @@
 """llama.cpp as a baseline: our weights in its file, our steps, and our tokens where it is installed."""
 
-import contextlib
+import ctypes
 import sys
 from types import SimpleNamespace
 
@@ -10,9 +10,9 @@ import pytest
 
 from tests.support.tiny import tiny_checkpoint
 from verax.bench.settings import TextSettings
-from verax.bench.text import llama_cpp
+from verax.bench.text import peer_process, peers
 from verax.bench.text.cases import bench_text
-from verax.bench.text.llama_cpp import LlamaCpp, llama_cpp_sides, write_gguf
+from verax.bench.text.gguf_export import write_gguf
 from verax.bench.text.workload import Workload
 from verax.checkpoint import Checkpoint
 from verax.errors import (
@@ -20,10 +20,8 @@ from verax.errors import (
     InvalidParameterError,
     MissingDependencyError,
     UnsupportedModelError,
-    VeraxError,
 )
 from verax.models import causal_lm
-from verax.text.engine.llm import LLM
 
 ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "original_max_position_embeddings": 64}
 ROPE |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -82,23 +80,27 @@ def test_what_cannot_be_written_is_refused_by_name(tmp_path):
 
 
 def test_without_llama_cpp_the_error_names_what_to_install_before_any_work(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    monkeypatch.setattr(llama_cpp, "write_gguf", lambda *arguments: pytest.fail("a file was written"))
-    with pytest.raises(MissingDependencyError, match=r"pip install 'verax\[llama-cpp\]'"):
-        bench(tiny(tmp_path), WORKLOAD, "llama.cpp")
+    monkeypatch.setattr(peers, "gguf_file", lambda *arguments: pytest.fail("a file was written"))
+    blocked = tmp_path / "packages"
+    blocked.mkdir()
+    (blocked / "llama_cpp.py").write_text("raise ModuleNotFoundError(name='llama_cpp')")
+    monkeypatch.setenv("PYTHONPATH", str(blocked), prepend=":")
+    with pytest.raises(MissingDependencyError, match=r"has no llama_cpp; pip install 'verax\[llama-cpp\]'"):
+        bench(tiny(tmp_path / "folder"), WORKLOAD, "llama.cpp")
 
 
 class Recorder:
     """Stands for the C library: keeps calls of llama_decode; after position p of sequence s comes token 100 s + p."""
 
-    def __init__(self):
-        self.calls = []
+    def __init__(self, name):
+        self.__name__, self.__version__, self.calls = name, "0.0", []
+        self.llama_print_system_info = lambda: b"AVX = 1 | AVX512 = 0 | "
 
     def __getattr__(self, name):
         return lambda *arguments: SimpleNamespace()
 
-    def llama_log_callback(self, function):
-        return function
+    def llama_vocab_n_tokens(self, vocab):
+        return 1000
 
     def llama_batch_init(self, size, embedding, sequences):
         self.size = size
@@ -110,27 +112,32 @@ class Recorder:
         self.calls.append([(batch.seq_id[i][0], batch.token[i], batch.pos[i], batch.logits[i]) for i in range(n)])
         return 0
 
-    def llama_sampler_sample(self, sampler, context, row):
+    def llama_get_logits_ith(self, context, row):
         sequence, _, position, wanted = self.calls[-1][row]
         assert wanted
-        return 100 * sequence + position
+        logits = np.zeros(1000, np.float32)
+        logits[100 * sequence + position] = 1000
+        return logits.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
 
 
-def test_all_sequences_take_one_token_a_step_and_leave_when_they_are_done(monkeypatch, tmp_path):
-    library = Recorder()
-    monkeypatch.setitem(sys.modules, "llama_cpp", library)
-    workload = Workload("test", ((5, 6, 7), (9, 8)), (3, 2), 0.7)
-    model = LlamaCpp(tmp_path / "a.gguf", context=10, batch=4, sequences=2)
-    assert model.generate(workload) == [[2, 3, 4], [101, 102]]
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("name", ["llama_cpp", "ik_llama_cpp"])
+def test_all_sequences_take_one_token_a_step_and_leave_when_they_are_done(monkeypatch, name, temperature):
+    library = Recorder(name)
+    library._lib = library
+    monkeypatch.setitem(sys.modules, "ik_llama_cpp._ctypes_api", library)
+    monkeypatch.setattr(peer_process, "BATCH_TOKENS", 4)
+    run, versions = peer_process.llama_decode(library, "a.gguf", "float32", None, 2, 5)
+    assert run([[5, 6, 7], [9, 8]], [3, 2], temperature) == [[2, 3, 4], [101, 102]]
     assert library.calls == [
         [(0, 5, 0, False), (0, 6, 1, False), (0, 7, 2, True), (1, 9, 0, False)],
         [(1, 8, 1, True)],
         [(0, 2, 3, True), (1, 101, 2, True)],
         [(0, 3, 4, True)],
     ]
-    many = Workload("test", ((1,),) * 257, (1,) * 257, 0.0)
-    with pytest.raises(InvalidParameterError, match="at most 256 sequences"), contextlib.ExitStack() as stack:
-        llama_cpp_sides(Checkpoint.open(tiny(tmp_path / "folder")), "float32", many, stack)
+    assert (versions[f"{name}_python"], versions[f"{name}_build"]) == ("0.0", "AVX")
+    with pytest.raises(ValueError, match="at most 2 sequences at once, not 3"):
+        run([[1]] * 3, [1] * 3, 0.0)
 
 
 @pytest.fixture
@@ -141,14 +148,8 @@ def _installed():
 @pytest.mark.usefixtures("_installed")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_llama_cpp_generates_our_tokens(family, tmp_path):
-    folder = tiny(tmp_path, family)
-    with contextlib.ExitStack() as stack:
-        sides, _ = llama_cpp_sides(Checkpoint.open(folder), "float32", WORKLOAD, stack)
-        (side,) = sides.values()
-        theirs = [side() for _ in range(2)]
-    llm = LLM(folder, dtype="float32", max_num_seqs=3, max_model_len=64, use_tqdm=False)
-    ours = llm.generate([list(prompt) for prompt in WORKLOAD.prompts], WORKLOAD.params(), use_tqdm=False)
-    assert theirs == [[list(output.outputs[0].token_ids) for output in ours]] * 2
+    result = bench(tiny(tmp_path, family), WORKLOAD, "llama.cpp", dtype="float32")
+    assert [start["same_tokens"] for start in result["peer_starts"]] == [WORKLOAD.new_tokens] * 2
 
 
 @pytest.mark.usefixtures("_installed")
@@ -161,6 +162,3 @@ def test_it_is_in_one_interleaved_result_with_us_or_its_words_are_an_error(tmp_p
     ours = bench(path, workload, "llama.cpp")
     assert set(ours["cases"][0]["sides"]) == {"llama.cpp as stored", "verax"}
     assert result["machine"]["llama_cpp_threads"] >= 1
-    (tmp_path / "a.gguf").write_bytes(b"PK" + bytes(100))
-    with pytest.raises(VeraxError, match=r"llama\.cpp: cannot load .*a\.gguf: .*magic"):
-        LlamaCpp(tmp_path / "a.gguf", context=64, batch=64)

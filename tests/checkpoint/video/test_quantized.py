@@ -9,15 +9,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import save_file
 
-from tests.support.video_gguf import (
-    UMT5,
-    WAN,
-    is_umt5_matrix,
-    of_blocks,
-    weights_of,
-    write_gguf,
-    write_umt5,
-)
+from tests.support.video_gguf import UMT5, WAN, is_umt5_matrix, of_blocks, weights_of, write_gguf, write_umt5
 from verax.checkpoint.video.folder import VideoFolder, is_video_folder
 from verax.checkpoint.video.parts import WAN as WAN_NAMES
 from verax.errors import CheckpointError, UnsupportedModelError

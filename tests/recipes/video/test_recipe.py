@@ -1,6 +1,7 @@
 """The built-in video model as shipped; its recipe, for a few steps of a smaller one; its convolutions' gradients."""
 
 from dataclasses import replace
+from itertools import repeat
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ from recipes.video.convolution import own_gradient_conv2d, own_gradient_conv3d
 from recipes.video.evaluation import contact_sheet, psnr
 from recipes.video.recipe import train_builtin
 from recipes.video.shapes import draw, scenes
+from recipes.video.transformer import MuonSchedule
 from verax import VideoPipeline, ops
+from verax.train.loop import train
 
 
 def test_the_built_in_model_keeps_the_first_frame_and_its_colours():
@@ -110,3 +113,23 @@ def test_values_and_gradients_match_the_reference(case):
 
     for got, expected in zip(run(own), run("reference"), strict=True):
         np.testing.assert_allclose(got, expected, atol=2e-5 * float(jnp.abs(expected).max()))
+
+
+def test_muon_trains_inner_matrices_and_adamw_the_rest(tmp_path):
+    """After one step from the same gradients, an inner matrix has moved equally in all its directions."""
+    gradient = np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)
+    params = {name: jnp.zeros((6, 4)) for name in ("inner", "head", "embedding")} | {"bias": jnp.zeros(4)}
+    common = dict(warmup_steps=0, weight_decay=0.0, clip=1e6)
+    schedule = MuonSchedule(steps=2, peak_learning_rate=0.1, muon_learning_rate=0.1, **common)
+
+    def linear_loss(params, batch):
+        return sum(jnp.vdot(gradient, params[name]) for name in ("inner", "head", "embedding")) + params["bias"].sum()
+
+    batches = lambda start: repeat({"tokens": np.zeros(1)})
+    moved = train(linear_loss, params, batches, schedule, tmp_path, stop_at=1, show_progress=False)
+    directions = np.linalg.svd(moved["inner"], compute_uv=False)
+    assert directions.min() > 0.5 * directions.max()
+    np.testing.assert_allclose(np.sqrt(np.mean(moved["inner"] ** 2)), 0.1 * 0.2, rtol=0.3)
+    one = -float(moved["bias"][0])
+    for name in ("head", "embedding"):  # AdamW's first step is as long for every element
+        np.testing.assert_allclose(moved[name], -one * np.sign(gradient), rtol=1e-3)

@@ -151,7 +151,7 @@ def test_quantised_weights_are_trained_as_floats_only_on_request(data, tmp_path)
     with pytest.raises(CheckpointError, match=r"quantised, and training needs floats.*--dequantize"):
         train_lora(quantized, data, tmp_path / "run", settings(), show_progress=False)
     given = settings(dequantize=True)
-    job = Job.open(quantized, data, None, given, tmp_path / "run", resume=False, stop_at=None, show_progress=False)
+    job = Job(quantized, data, None, given, tmp_path / "run", resume=False, stop_at=None, show_progress=False)
     floats, exact = job.load("float32"), load_causal_lm(opened, dtype="float32")
     tokens = jnp.arange(2, 30)[None]
     difference = floats(tokens) - exact(tokens)

@@ -26,7 +26,7 @@ from verax.bench.serve import load as load_test
 from verax.bench.serve.client import Client, started
 from verax.bench.serve.load import Answer, Ask, Load, Request, Run, draw_requests, run_load
 from verax.bench.settings import ServeSettings, TrafficSettings
-from verax.bench.text.llama_cpp import gguf_file
+from verax.bench.text.gguf_export import gguf_file
 from verax.errors import InvalidParameterError, MissingDependencyError
 from verax.machine import num_cores
 from verax.models import causal_lm

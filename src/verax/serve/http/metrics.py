@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from verax.serve.http.server import TextEngine
 from verax.text.engine.outputs import RequestMetrics, RequestOutput, StepStats
+
+if TYPE_CHECKING:
+    from verax.text.engine.async_llm import AsyncLLM
 
 LABELS = ("model_name", "engine")
 """The name of the model, and the number of the replica."""
@@ -62,7 +65,7 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 class TextMetrics:
     """Metrics of the text engines: state and totals when they are read, histograms as requests end."""
 
-    def __init__(self, llm: TextEngine, model_name: str, registry: CollectorRegistry):
+    def __init__(self, llm: AsyncLLM, model_name: str, registry: CollectorRegistry):
         self._llm = llm
         self._labels = [(model_name, str(replica)) for replica in range(len(llm.replica_stats()))]
         self._histograms: dict[str, Histogram] = {}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from verax.errors import InvalidParameterError
 from verax.serve.http.errors import model_error
@@ -17,15 +17,10 @@ from verax.serve.http.sse import EventStream, RunningStreams
 if TYPE_CHECKING:
     from verax.embed.encoder import Encoder
     from verax.embed.reranker import Reranker
-    from verax.models import CausalLMConfig
     from verax.serve.http.telemetry import RequestTracer
-    from verax.text.engine.engine_thread import Observer
-    from verax.text.engine.outputs import EngineStats, RequestOutput
-    from verax.text.engine.request import Message, Prompt
-    from verax.text.engine.sampling_params import SamplingParams
+    from verax.text.engine.async_llm import AsyncLLM
     from verax.text.features.chat_format import ChatFormat
     from verax.text.features.lora import LoRARequest
-    from verax.text.tokens.tokenizer import Tokenizer
     from verax.video.pipeline import VideoPipeline
 
 T = TypeVar("T")
@@ -61,60 +56,6 @@ class LazyModel(Generic[T]):
             self._task = None
 
 
-class TextEngine(Protocol):
-    """A text model for many callers on one event loop. Members mean what they mean in `AsyncLLM`."""
-
-    @property
-    def max_queued_requests(self) -> int: ...
-
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
-
-    @property
-    def model_config(self) -> CausalLMConfig: ...
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    @property
-    def chat_sampling(self) -> Mapping[str, float]: ...
-
-    @property
-    def max_num_seqs(self) -> int: ...
-
-    @property
-    def is_running(self) -> bool: ...
-
-    @property
-    def error(self) -> BaseException | None: ...
-
-    def stats(self) -> EngineStats: ...
-
-    def replica_stats(self) -> list[EngineStats]: ...
-
-    def add_observer(self, observer: Observer) -> None: ...
-
-    def default_sampling_params(self, **overrides: Any) -> SamplingParams: ...
-
-    def generate(
-        self,
-        prompt: Prompt | Sequence[Message],
-        sampling_params: SamplingParams | None = None,
-        *,
-        add_special_tokens: bool = True,
-        continue_from: Sequence[Sequence[int]] | None = None,
-        lora_request: LoRARequest | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]: ...
-
-    async def render(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, **template_options: Any
-    ) -> str: ...
-
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    async def shutdown(self, timeout: float = 0) -> None: ...
-
-
 @dataclass
 class Server:
     """Engines, names and settings: everything that a handler of a request needs.
@@ -126,7 +67,7 @@ class Server:
         draining: True once the server is to end: new requests get 503.
     """
 
-    llm: TextEngine | None = None
+    llm: AsyncLLM | None = None
     served_names: tuple[str, ...] = ("verax-text",)
     adapters: Mapping[str, LoRARequest] = field(default_factory=dict)
     encoder: LazyModel[Encoder] | None = None
@@ -174,7 +115,7 @@ class Server:
         raise model_error(problem)
 
     @property
-    def engine(self) -> TextEngine:
+    def engine(self) -> AsyncLLM:
         """The text engine, of a server that has one."""
         assert self.llm is not None
         return self.llm

@@ -267,10 +267,13 @@ class VideoJobs:
             QueueFullError: if the queue or the disk is full.
         """
         name = f"video_{secrets.token_hex(16)}"
-        images = ("image", "last_image", "video")
+        images = ("image", "last_image", "video", "mask")
         given = {part: array for part in images if (array := getattr(request, part)) is not None}
         await self.check_room()
-        kept = {part: await asyncio.to_thread(self.store.keep, name, part, array) for part, array in given.items()}
+        keep = partial(asyncio.to_thread, self.store.keep, name)
+        kept: dict[str, Any] = {part: await keep(part, array) for part, array in given.items()}
+        pictures = enumerate(request.reference_images)
+        kept["reference_images"] = tuple([await keep(f"reference_{i}", picture) for i, picture in pictures])
         try:
             await self.check_room()
         except QueueFullError:

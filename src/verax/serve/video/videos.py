@@ -8,7 +8,7 @@ import math
 import os
 import re
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -61,19 +61,25 @@ _DRAWN_SEEDS = 1 << 32
 
 _NUMBER = re.compile(r"-?\d{1,30}(\.\d{1,30})?(e[+-]?\d{1,3})?", re.ASCII | re.IGNORECASE)
 
-_NESTED = re.compile(r"(input_reference|image_reference|last_image)\[(image_url|file_id)\]")
+_NESTED = re.compile(r"(input_reference|image_reference|last_image|mask)\[(image_url|file_id)\]")
 
 _NUMBERS = (
     *("num_frames", "fps", "num_inference_steps", "guidance_scale", "guidance_scale_2", "flow_shift", "seed"),
-    *("cache_threshold", "cache_max_skip_steps", "cache_retention_ratio"),
+    *("cache_threshold", "cache_max_skip_steps", "cache_retention_ratio", "half_size_steps", "conditioning_scale"),
 )
 
 _PARTS = 32
 """Fields of a form."""
 
 
+MAX_REFERENCES = 8
+"""Pictures in `reference_images`."""
+
+_Scale = Annotated[float, Meta(ge=-MAX_SCALE, le=MAX_SCALE)]
+
+
 class ImageReference(msgspec.Struct):
-    """Image or clip with which the clip begins."""
+    """Image or clip."""
 
     image_url: str | None = None
     """A data URI. URLs are not fetched."""
@@ -102,6 +108,8 @@ class VideoCreate(msgspec.Struct):
     cache_threshold: Annotated[float, Meta(gt=0, le=MAX_SCALE)] | None = None
     cache_max_skip_steps: Annotated[int, Meta(ge=0, le=MAX_STEPS)] | None = None
     cache_retention_ratio: Annotated[float, Meta(ge=0, le=1)] | None = None
+    half_size_steps: Annotated[int, Meta(ge=0, le=MAX_STEPS)] | None = None
+    """Steps, the first ones, at half the height and width."""
     negative_prompt: Annotated[str, Meta(max_length=MAX_PROMPT)] | None = None
     seed: int | None = None
     input_reference: str | ImageReference | None = None
@@ -109,17 +117,22 @@ class VideoCreate(msgspec.Struct):
     image_reference: ImageReference | None = None
     last_image: str | ImageReference | None = None
     """Last frame, of the types of `input_reference`, for models that take one."""
-    mask: Any = None
-    """Refused, as `reference_images` and `conditioning_scale`: only Python and `verax video` have VACE's inputs."""
-    reference_images: Any = None
-    conditioning_scale: Any = None
+    mask: str | ImageReference | None = None
+    """VACE: masks of the control clip in `input_reference`, of the same types; white is made new."""
+    reference_images: Annotated[list[str | ImageReference], Meta(max_length=MAX_REFERENCES)] | None = None
+    """VACE: pictures of things that the clip shows, each of the types of `input_reference`."""
+    conditioning_scale: _Scale | Annotated[list[_Scale], Meta(max_length=64)] | None = None
+    """VACE: scale of the control layers, or of each of them."""
 
 
-_NOT_SERVED = ("mask", "reference_images", "conditioning_scale")
-"""Options of VACE that are refused by name."""
+_OPTIONS = {
+    **dict.fromkeys(("input_reference", "image_reference"), "image"),
+    **{name: name for name in ("last_image", "mask", "reference_images")},
+}
+"""Options of the request that images and clips are for, by their fields; `image` may become `video`."""
 
-_FILES = ("input_reference", "last_image")
-"""Fields of a form that may be files."""
+_FILES = tuple(name for name in _OPTIONS if name != "image_reference")
+"""Fields of a form that may be files; the last one several times."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +143,12 @@ class Upload:
     field: str
 
 
-async def read_create(request: Request, *, max_bytes: int) -> tuple[VideoCreate, dict[str, Upload]]:
-    """Read a JSON body or a form, and the files in it: what the clip begins with (`image`), and its `last_image`.
+Uploads = dict[str, list[Upload]]
+"""Files of a request by option: `image`, with which the clip begins or by which it is controlled, and others."""
+
+
+async def read_create(request: Request, *, max_bytes: int) -> tuple[VideoCreate, Uploads]:
+    """Read a JSON body or a form, and the files in it.
 
     `request`: with `application/json` or `multipart/form-data`. `max_bytes`: limit of a file, and of a data URI in a
     form.
@@ -139,24 +156,29 @@ async def read_create(request: Request, *, max_bytes: int) -> tuple[VideoCreate,
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         body = await read_body(request, VideoCreate)
         return body, _references(body)
-    uploads: dict[str, Upload] = {}
+    uploads: Uploads = {}
     values: dict[str, Any] = {}
-    async with request.form(max_files=len(_FILES), max_fields=_PARTS, max_part_size=2 * max_bytes) as form:
+    files = len(_FILES) - 1 + MAX_REFERENCES
+    async with request.form(max_files=files, max_fields=_PARTS, max_part_size=2 * max_bytes) as form:
         for name, value in form.multi_items():
             if isinstance(value, UploadFile):  # its name is the client's, and is not read
+                name = name.removesuffix("[]")
                 if name not in _FILES:
-                    raise field_error(name[:64], "expected the file in input_reference or last_image")
-                if _option(name) in uploads:
+                    raise field_error(name[:64], f"expected the file in one of {', '.join(_FILES)}")
+                if _OPTIONS[name] in uploads and name != "reference_images":
                     raise field_error(name, "give one file")
-                uploads[_option(name)] = Upload(await value.read(), name)
+                uploads.setdefault(_OPTIONS[name], []).append(Upload(await value.read(), name))
             elif nested := _NESTED.fullmatch(name):
                 values.setdefault(nested[1], {})[nested[2]] = value
+            elif name == "reference_images":
+                picture = _form_value(name, value)
+                values.setdefault(name, []).extend(picture if isinstance(picture, list) else [picture])
             else:
                 values[name] = _form_value(name, value)
     body = decode(VideoCreate, values)
     references = _references(body)
     if both := uploads.keys() & references.keys():
-        raise field_error(references[both.pop()].field, "give one image")
+        raise field_error(references[both.pop()][0].field, "give one image, or all as files")
     return body, uploads | references
 
 
@@ -164,48 +186,41 @@ def _form_value(name: str, text: str) -> Any:
     """Value of a form's field, whose type JSON would show."""
     if name in _NUMBERS and _NUMBER.fullmatch(text):
         return int(text) if text.lstrip("-").isdigit() else float(text)
-    if name in (*_FILES, "image_reference") and text.startswith("{"):
+    if name in (*_OPTIONS, "conditioning_scale") and text.startswith(("{", "[")):
         return parse_json(text.encode())
     return text
 
 
-def _references(body: VideoCreate) -> dict[str, Upload]:
-    """Images of a body's data URIs: `image` and `last_image`."""
-    given = {name: getattr(body, name) for name in (*_FILES, "image_reference")}
-    references = {name: reference for name, reference in given.items() if reference is not None}
-    if "input_reference" in references and "image_reference" in references:
+def _references(body: VideoCreate) -> Uploads:
+    """Images of a body's data URIs."""
+    if body.input_reference is not None and body.image_reference is not None:
         raise field_error("image_reference", "give it or input_reference, not both")
-    uploads = {}
-    for name, reference in references.items():
-        if isinstance(reference, ImageReference):
-            if reference.file_id is not None:
-                problem = f"{name}.file_id: files are not kept here; send a data URI in image_url"
-                raise ApiError(400, problem, param=name)
-            reference, name = reference.image_url, f"{name}.image_url"
-        if reference is None:
-            raise field_error(name, "it is missing")
-        uploads[_option(name)] = Upload(read_data_uri(reference, name=name), name)
+    uploads: Uploads = {}
+    for field, option in _OPTIONS.items():
+        given = getattr(body, field)
+        for reference in given if isinstance(given, list) else [] if given is None else [given]:
+            name = field
+            if isinstance(reference, ImageReference):
+                if reference.file_id is not None:
+                    problem = f"{name}.file_id: files are not kept here; send a data URI in image_url"
+                    raise ApiError(400, problem, param=name)
+                reference, name = reference.image_url, f"{name}.image_url"
+            if reference is None:
+                raise field_error(name, "it is missing")
+            uploads.setdefault(option, []).append(Upload(read_data_uri(reference, name=name), name))
     return uploads
-
-
-def _option(field: str) -> str:
-    """Option of the request that a field's image or clip is for."""
-    return "last_image" if field == "last_image" else "image"
 
 
 def resolve(
     body: VideoCreate,
-    frames: UInt8[np.ndarray, "T H W 3"] | None,
+    media: Mapping[str, Sequence[UInt8[np.ndarray, "T H W 3"]]],
     pipeline: VideoPipeline,
     sizes: Sequence[str] = (),
-    *,
-    last: UInt8[np.ndarray, "T H W 3"] | None = None,
 ) -> ResolvedRequest:
     """Checked request of the pipeline.
 
     Args:
-        frames: decoded image (one frame) or clip, or None.
-        last: decoded last frame, or None.
+        media: decoded images (one frame) and clips of `Uploads`.
         pipeline: the model, whose limits count.
         sizes: sizes that are allowed next to the usual one; within its limits, any if empty.
 
@@ -214,11 +229,11 @@ def resolve(
     """
     if not body.prompt.strip():
         raise InvalidParameterError("prompt: it is empty; expected a description of the clip")
-    for name in _NOT_SERVED:
-        if getattr(body, name) is not None:
-            raise InvalidParameterError(f"{name}: not taken here; verax video and VideoPipeline take it")
-    if last is not None and len(last) > 1:
-        raise InvalidParameterError(f"last_image: expected one image, got {len(last)} frames")
+    for name in ("last_image", "reference_images"):
+        for frames in media.get(name, ()):
+            if len(frames) > 1:
+                raise InvalidParameterError(f"{name}: expected one image, got {len(frames)} frames")
+    frames, last, mask = (next(iter(media.get(name, ())), None) for name in ("image", "last_image", "mask"))
     width, height = _size(body, pipeline, sizes)
     fps = body.fps if body.fps is not None else pipeline.settings.fps
     request = VideoRequest(
@@ -226,6 +241,9 @@ def resolve(
         image=frames[0] if frames is not None and len(frames) == 1 else None,
         video=frames if frames is not None and len(frames) > 1 else None,
         last_image=None if last is None else last[0],
+        mask=mask,
+        reference_images=[picture[0] for picture in media.get("reference_images", ())],
+        conditioning_scale=body.conditioning_scale,
         negative_prompt=body.negative_prompt,
         height=height,
         width=width,
@@ -239,6 +257,7 @@ def resolve(
         cache_threshold=body.cache_threshold,
         cache_max_skip_steps=body.cache_max_skip_steps,
         cache_retention_ratio=body.cache_retention_ratio,
+        half_size_steps=body.half_size_steps or 0,
         fps=fps,
         seed=secrets.randbelow(_DRAWN_SEEDS) if body.seed is None else body.seed % _SEEDS,
     )
@@ -355,12 +374,15 @@ class VideoService:
         record_of(request.scope).model = model
         jobs = await self._queue()
         await jobs.check_room()
-        frames = {
-            option: await unless_disconnected(request, self._decoder.decode(upload.data, name=upload.field))
-            for option, upload in uploads.items()
+        media = {
+            option: [
+                await unless_disconnected(request, self._decoder.decode(upload.data, name=upload.field))
+                for upload in several
+            ]
+            for option, several in uploads.items()
         }
-        sizes, last = self._server.settings.video_sizes, frames.get("last_image")
-        resolved = await asyncio.to_thread(resolve, body, frames.get("image"), jobs.pipeline, sizes, last=last)
+        sizes = self._server.settings.video_sizes
+        resolved = await asyncio.to_thread(resolve, body, media, jobs.pipeline, sizes)
         return _answer(await jobs.submit(resolved, model))
 
     async def list(self, request: Request) -> Response:
@@ -492,6 +514,7 @@ def _video(job: VideoJob) -> dict[str, Any]:
     settings = ("num_frames", "fps", "num_inference_steps", "guidance_scale", "recipe", "negative_prompt", "seed")
     caches = ("cache", "cache_threshold", "cache_max_skip_steps", "cache_retention_ratio")
     settings += caches if request.cache is not None else caches[:1]
+    settings += ("half_size_steps",) if request.half_size_steps else ()
     return {
         "id": job.id,
         "object": "video",

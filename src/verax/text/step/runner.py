@@ -190,7 +190,7 @@ class ModelRunner:
         """Drop the cache and the weights, of which the host may keep a copy. A sleeping runner changes nothing."""
         if self._cache is None:
             return
-        # References are dropped, nothing is deleted: the arrays may be those of a module of the caller.
+        # References are dropped, nothing is deleted: the arrays may belong to the caller's module.
         self._weights_on_host = tuple(map(np.asarray, self._weights)) if keep_weights and self._weights else None
         self._weights, self._cache = (), None
 

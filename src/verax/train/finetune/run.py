@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +33,11 @@ DEFAULT_MAX_LENGTH = 1024
 """Tokens of the longest example, for models that read at least as many."""
 
 
-@dataclass(frozen=True)
 class Job:
     """A run that is ready to begin."""
 
-    opened: Checkpoint
-    examples: Examples
-    validation: Examples | None
-    settings: FinetuneSettings
-    max_length: int
-    output: Path
-    resume: bool
-    stop_at: int | None
-    show_progress: bool
-
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         model: str | Path | None,
         data: Path,
         validation_data: Path | None,
@@ -58,24 +46,25 @@ class Job:
         resume: bool,
         stop_at: int | None,
         show_progress: bool,
-    ) -> Job:
-        """Open the checkpoint and read the examples, before any weight is read."""
-        opened = Checkpoint.open(builtin.text_model() if model is None else model)
+    ):
+        # Before any weight is read.
+        self.opened = opened = Checkpoint.open(builtin.text_model() if model is None else model)
+        self.settings, self.output = settings, output
+        self.resume, self.stop_at, self.show_progress = resume, stop_at, show_progress
         if opened.packed and not settings.dequantize:
             raise CheckpointError(
                 f"{opened.folder}: its weights are quantised, and training needs floats; train the unquantised model, "
                 "or dequantize these (--dequantize)"
             )
         longest = causal_lm(opened.config)[1].max_position_embeddings
-        max_length = settings.max_length or min(longest, DEFAULT_MAX_LENGTH)
+        self.max_length = max_length = settings.max_length or min(longest, DEFAULT_MAX_LENGTH)
         if max_length > longest:
             raise InvalidParameterError(f"max_length: the model reads {longest} tokens at most, got {max_length}")
         tokenizer = Tokenizer.from_checkpoint(opened)
-        examples = read_examples(data, tokenizer, max_length=max_length)
-        validation = None
+        self.examples = read_examples(data, tokenizer, max_length=max_length)
+        self.validation: Examples | None = None
         if validation_data is not None:
-            validation = read_examples(validation_data, tokenizer, max_length=max_length)
-        return cls(opened, examples, validation, settings, max_length, output, resume, stop_at, show_progress)
+            self.validation = read_examples(validation_data, tokenizer, max_length=max_length)
 
     @property
     def schedule(self) -> Schedule:
@@ -182,7 +171,7 @@ def train_lora(
         CheckpointError: for quantised weights without `dequantize`, or as `loop.train`.
         UnsupportedModelError: for a model that verax does not have, or that adapters cannot change.
     """
-    run = Job.open(model, data, validation_data, settings, output, resume, stop_at, show_progress)
+    run = Job(model, data, validation_data, settings, output, resume, stop_at, show_progress)
     base = run.load(settings.dtype)
     abstract = AbstractModel.from_module(base)
     weights = tuple(jax.tree.leaves(nnx.state(base)))
@@ -214,7 +203,7 @@ def train_full(
 
     Arguments, results and errors as in `train_lora`. A GGUF file cannot be written back.
     """
-    run = Job.open(model, data, validation_data, settings, output, resume, stop_at, show_progress)
+    run = Job(model, data, validation_data, settings, output, resume, stop_at, show_progress)
     if run.opened.metadata:
         raise CheckpointError(f"{run.opened.folder}: a GGUF file cannot be written back; train the model's folder")
     module: Any = run.load("float32")

@@ -60,7 +60,7 @@ class AttentionRun {
 
  private:
   // Queries of a tile where keys of other segments are hidden. A tile reads every key that any of its queries sees, so
-  // that of short segments should have few queries.
+  // a tile of short segments should have few queries.
   static constexpr int64_t SEGMENTED_QUERIES = 64;
 
   // Queries of the segments that share a tile: one by one, segments of a few tokens would take longer.
@@ -92,7 +92,7 @@ class AttentionRun {
     }
   }
 
-  // Moves the tile's first and last key to those of its queries' segments.
+  // Moves the tile's first and last key to the first and last of its queries' segments.
   static void narrow(AttentionTile& tile) {
     const auto [low, high] = std::minmax_element(tile.query_segments, tile.query_segments + tile.num_queries);
     const auto hidden = [&](int64_t key) { return tile.key_segments[key] < *low || tile.key_segments[key] > *high; };

@@ -21,7 +21,7 @@ class WinogradRun {
   // The tiles' size for a task; 0 if it is better convolved directly, because a frame's tiles are too few for the
   // transform of the weights to pay. The number of frames is not asked, so that chunks of a clip take the same way.
   //
-  // float32 takes the smaller tiles. Their error equals that of direct sums, where the error of larger ones is three times as
+  // float32 takes the smaller tiles. Their error equals the error of direct sums, and the error of larger ones is three times as
   // large, which bfloat16 does not show. Tiles of AMX multiply faster than minimal filtering saves products.
   static int64_t size_for(const ConvTask& t) {
     if (conv_has_tiles(t) || t.KH != 3 || t.KW != 3 || t.stride_h != 1 || t.stride_w != 1 || t.C < 16 || t.O < 32) return 0;

@@ -16,6 +16,7 @@ const NUMBERS = [
   ["fps", "Frames a second", { min: 1 }],
   ["guidance_scale", "Guidance", { min: 0, step: 0.1 }],
   ["flow_shift", "Flow shift", { min: 0, step: 0.1 }],
+  ["half_size_steps", "First steps at half size", { min: 0 }],
 ];
 
 // Fields whose values the server lists.

@@ -238,7 +238,7 @@ void multiply_frames(const WinogradTask& t, const WinogradBlock& block, float* i
   }
 }
 
-// The sums of one frame's points: of its own products, or of those of its pair.
+// The sums of one frame's points: of its own products, or of the products of its pair.
 template <class Filter, class Element>
 void finish(const WinogradTask& t, const WinogradBlock& block, int64_t channel, int64_t count, const float* sums) {
   constexpr int N = Filter::points, M = Filter::size;

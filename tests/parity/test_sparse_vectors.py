@@ -1,0 +1,79 @@
+"""SPLADE's sparse vectors against sentence-transformers' SparseEncoder and transformers' masked language models."""
+
+import json
+
+import numpy as np
+import pytest
+import scipy.sparse
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+sparse_encoder = pytest.importorskip("sentence_transformers.sparse_encoder")
+
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+from tests.parity.test_encoder_families import SENTENCES, SIZES, relative, save
+from tests.parity.test_sentence_models import filled
+from tests.support.tiny_encoder import ROBERTA_PAIR, ROBERTA_SPECIAL, tiny_tokenizer
+from verax import Encoder
+from verax.errors import InvalidParameterError, UnsupportedModelError
+
+
+def masked_lm(folder, family):
+    if family in ("MPNet", "DistilBert"):
+        return save(folder, family, "ForMaskedLM")
+    tiny_tokenizer(folder, *((ROBERTA_SPECIAL, ROBERTA_PAIR) if family == "XLMRoberta" else ()))
+    config = getattr(transformers, f"{family}Config")(**SIZES, max_position_embeddings=300)
+    model = filled(getattr(transformers, f"{family}ForMaskedLM")(config))
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("family", ["Bert", "DistilBert", "XLMRoberta", "MPNet"])
+def test_weights_are_the_largest_of_the_masked_language_model(family, tmp_path):
+    theirs = masked_lm(tmp_path, family)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    expected = []
+    for text in SENTENCES:
+        inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+        with torch.no_grad():
+            expected.append(torch.log1p(torch.relu(theirs(**inputs).logits[0])).amax(dim=0).numpy())
+    encoder = Encoder(tmp_path, output="sparse")
+    for batch_size in (None, 3):
+        ours = encoder.encode(SENTENCES, batch_size=batch_size)
+        assert isinstance(ours, scipy.sparse.csr_array)
+        assert ours.dtype == np.float32
+        assert relative(ours.toarray(), np.stack(expected)) < 1e-6
+    assert 0 < ours.nnz < ours.shape[0] * ours.shape[1]
+    (best,) = encoder.decode(ours[[0]], top_k=1)
+    token = tokenizer.convert_ids_to_tokens(int(expected[0].argmax())) or ""
+    assert best == [(token, pytest.approx(expected[0].max()))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Transformer", dict(pooling_strategy="sum", activation_function="log1p_relu")),
+        ("MLMTransformer", dict(pooling_strategy="max", activation_function="relu")),
+    ],
+)
+def test_folders_are_those_of_sentence_transformers(kind, options, tmp_path):
+    masked_lm(tmp_path / "base", "Bert")
+    modules = [Transformer(str(tmp_path / "base"), transformer_task="fill-mask"), SpladePooling(**options)]
+    theirs = sparse_encoder.SparseEncoder(modules=modules, prompts={"query": "the cat "}, max_active_dims=7)
+    theirs.save_pretrained(str(tmp_path / "whole"))
+    if kind == "MLMTransformer":  # as older releases wrote it
+        path = tmp_path / "whole" / "modules.json"
+        entries = json.loads(path.read_text())
+        entries[0]["type"] = "sentence_transformers.sparse_encoder.models.MLMTransformer"
+        path.write_text(json.dumps(entries))
+    theirs = sparse_encoder.SparseEncoder(str(tmp_path / "whole"))
+    ours = Encoder(tmp_path / "whole", output="sparse")
+    for name in ("encode_query", "encode_document"):
+        expected = getattr(theirs, name)(SENTENCES, convert_to_sparse_tensor=False).cpu().numpy()
+        assert relative(getattr(ours, name)(SENTENCES).toarray(), expected) < 1e-6
+    with pytest.raises(UnsupportedModelError, match="output='sparse'"):
+        Encoder(tmp_path / "whole")
+    with pytest.raises(InvalidParameterError, match="pooling"):
+        Encoder(tmp_path / "whole", output="sparse", pooling="mean")
