@@ -125,9 +125,6 @@ def test_a_pickled_file_is_read_without_running_it(make, tmp_path):
         Adapter.open(tmp_path)
 
 
-Q = "model.layers.0.self_attn.q_proj"
-
-
 @pytest.fixture(scope="module")
 def weights():
     return random_weights(tiny_config())
@@ -323,56 +320,36 @@ def tucker(core, a, b):
     return np.einsum("ij...,ip,jr->pr...", *(array.astype(np.float64) for array in (core, a, b)))
 
 
+HADA = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
+
+
 def lycoris_cases():
     """Tensors, alpha's divisor (None where alpha does not count), and the product in float64, by LyCORIS' functions."""
     w1, w2 = draw(5, 3, seed=20), draw(2, 2, seed=21)
     a1, b1, a2, b2 = draw(5, 2, seed=22), draw(2, 3, seed=23), draw(2, 4, seed=24), draw(4, 2, seed=25)
-    loha = {name: draw(*((10, 3) if name.endswith("a") else (3, 6)), seed=i) for i, name in enumerate(
-        ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"))}  # fmt: skip
-    yield (
-        "loha",
-        FFN,
-        loha,
-        3,
-        product(loha["hada_w1_a"], loha["hada_w1_b"]) * product(loha["hada_w2_a"], loha["hada_w2_b"]),
-    )
+    sides = [draw(*((10, 3) if name.endswith("a") else (3, 6)), seed=i) for i, name in enumerate(HADA)]
+    yield "loha", FFN, dict(zip(HADA, sides, strict=True)), 3, product(*sides[:2]) * product(*sides[2:])
     yield "lokr", FFN, {"lokr_w1": w1, "lokr_w2": w2}, None, np.kron(w1.astype(np.float64), w2)
     yield "lokr_b", FFN, {"lokr_w1": w1, "lokr_w2_a": a2, "lokr_w2_b": b2}, 4, np.kron(w1, product(a2, b2))
     yield "lokr_a", FFN, {"lokr_w1_a": a1, "lokr_w1_b": b1, "lokr_w2": w2}, 2, np.kron(product(a1, b1), w2)
     both = {"lokr_w1_a": a1, "lokr_w1_b": b1, "lokr_w2_a": a2, "lokr_w2_b": b2}
     yield "lokr_ab", FFN, both, 4, np.kron(product(a1, b1), product(a2, b2))
     # A convolution [6, 4, 1, 2, 2], whose kernel is in Tucker's core or in the second matrix.
+    patch = "patch_embedding.weight"
     c1, core, ta, tb = draw(3, 2, seed=30), draw(2, 2, 1, 2, 2, seed=31), draw(2, 2, seed=32), draw(2, 2, seed=33)
-    kernel = tucker(core, ta, tb)
-    yield (
-        "lokr_t2",
-        "patch_embedding.weight",
-        {"lokr_w1": c1, "lokr_w2_a": ta, "lokr_w2_b": tb, "lokr_t2": core},
-        2,
-        (np.kron(c1[..., None, None, None], kernel)),
-    )
+    tensors = {"lokr_w1": c1, "lokr_w2_a": ta, "lokr_w2_b": tb, "lokr_t2": core}
+    yield "lokr_t2", patch, tensors, 2, np.kron(c1[..., None, None, None], tucker(core, ta, tb))
     flat = draw(2, 2 * 4, seed=34)
     whole = (ta.astype(np.float64) @ flat).reshape(2, 2, 1, 2, 2)
-    yield (
-        "lokr_conv",
-        "patch_embedding.weight",
-        {"lokr_w1": c1, "lokr_w2_a": ta, "lokr_w2_b": flat},
-        2,
-        (np.kron(c1[..., None, None, None], whole)),
-    )
+    tensors = {"lokr_w1": c1, "lokr_w2_a": ta, "lokr_w2_b": flat}
+    yield "lokr_conv", patch, tensors, 2, np.kron(c1[..., None, None, None], whole)
     t1, t2 = draw(2, 2, 1, 2, 2, seed=35), draw(2, 2, 1, 2, 2, seed=36)
     sides = [draw(2, n, seed=40 + i) for i, n in enumerate((6, 4, 6, 4))]
-    names = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
-    yield (
-        "loha_t",
-        "patch_embedding.weight",
-        dict(zip(names, sides, strict=True)) | {"hada_t1": t1, "hada_t2": t2},
-        2,
-        (tucker(t1, *sides[:2]) * tucker(t2, *sides[2:])),
-    )
+    tensors = dict(zip(HADA, sides, strict=True)) | {"hada_t1": t1, "hada_t2": t2}
+    yield "loha_t", patch, tensors, 2, tucker(t1, *sides[:2]) * tucker(t2, *sides[2:])
     up, down = draw(6, 2, 1, 1, 1, seed=50), draw(2, 4, 1, 1, 1, seed=51)
     tensors = {"lora_up.weight": up, "lora_down.weight": down, "lora_mid.weight": core}
-    yield "locon", "patch_embedding.weight", tensors, 2, tucker(core, up[:, :, 0, 0, 0].T, down[:, :, 0, 0, 0])
+    yield "locon", patch, tensors, 2, tucker(core, up[:, :, 0, 0, 0].T, down[:, :, 0, 0, 0])
 
 
 @pytest.mark.parametrize("prefix", ["lycoris_", "lora_unet_", "diffusion_model."])

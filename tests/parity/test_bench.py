@@ -67,8 +67,7 @@ def test_others_give_our_vectors_in_float32_and_near_them_in_int8(tmp_path, libr
     assert result["accuracy"]["transformers"]["largest_difference"] < SAME
     assert result["machine"]["torch"] == torch.__version__
     for name in exported:
-        assert len(result["chosen"][name]["trials"]) == 3
-        assert result["chosen"][name]["way"] in result["chosen"][name]["trials"]
+        assert "one text a call" in result["chosen"][name] or "batches of 4" in result["chosen"][name]
     if library:
         assert result["accuracy"][f"{library} float32"]["largest_difference"] < SAME
         assert SAME < result["accuracy"][f"{library} int8"]["cosine_distance"] < 0.03
@@ -81,7 +80,7 @@ def test_openvino_in_bfloat16_is_as_near_to_float32_as_we_are(tmp_path):
     ours, theirs = (result["accuracy"][name]["cosine_distance"] for name in ("verax", "openvino bfloat16"))
     assert 0 < ours < 1e-3
     assert theirs < 1e-3  # float32 where the processor has no bfloat16
-    assert result["chosen"]["openvino bfloat16"]["way"] == "PERFORMANCE_HINT=LATENCY, one text a call"
+    assert result["chosen"]["openvino bfloat16"] == "PERFORMANCE_HINT=LATENCY, one text a call"
 
 
 @pytest.fixture

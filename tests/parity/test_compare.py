@@ -10,6 +10,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
+from tests.parity import test_causal_lm
 from tests.parity import test_sentence_models as sentence_models
 from tests.support.tiny_encoder import SIZES
 from verax import ops
@@ -136,6 +137,13 @@ def test_padded_prompts_are_judged_by_their_tokens_alone(tmp_path):
     assert result.passed, result.failures
     assert result.about["tokens"] == [3, 11]
     assert result.judged.positions == 11 + 4 + 7
+
+
+def test_gpt_oss_is_equal_in_every_layer(tmp_path):
+    test_causal_lm.reference("gpt_oss", tmp_path)
+    result = compare_case(text_case(tmp_path, tmp_path))
+    assert result.passed, result.failures
+    assert result.first is None
 
 
 @pytest.mark.parametrize("family", sentence_models.FAMILIES)

@@ -87,8 +87,8 @@ def test_the_transformers_configuration_is_enough(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_frames": 8}, "num_frames: expected a multiple of 4 and one more, got 8"),
-        ({"height": 40}, "height: expected a multiple of 16 pixels, got 40"),
+        ({"num_frames": 8}, r"num_frames: expected 4n \+ 1, got 8; nearest 5 or 9"),
+        ({"height": 40}, "height: expected a multiple of 16, got 40; nearest 32 or 48"),
         ({"sequence_parallel": 5}, r"sequence_parallel: expected a number that divides this model's 12 heads \(2, 3"),
         (
             {"sequence_parallel": 4, "height": 48, "width": 80},

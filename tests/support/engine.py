@@ -63,6 +63,7 @@ def few_blocks(llm, *counts, caching=True):
             config.block_size,
             windows=[group.window for group in config.groups],
             enable_prefix_caching=caching and own.blocks.enable_prefix_caching,
+            num_states=config.num_kept_states or None,
         ),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

@@ -1,5 +1,7 @@
 """Engines of tiny random models: the same tokens whatever happens around a request."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -337,12 +339,83 @@ def test_an_aborted_sequence_leaves_nothing_to_the_next_one_in_its_slot(hybrid_l
     assert drive(hybrid_llm, [staying, *coming]) == [hybrid_answers[i] for i in (4, 0, 7, 8, 3, 4, 9, 1)]
 
 
-def test_prefix_caching_is_off_and_says_why(hybrid_folder, hybrid_llm):
-    first, second = (generate(hybrid_llm, [PROMPTS[4]])[0] for _ in range(2))
-    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 0)
-    assert tokens([first]) == tokens([second])
-    with pytest.raises(InvalidParameterError, match="enable_prefix_caching: this model has recurrent layers"):
-        make_llm(hybrid_folder, enable_prefix_caching=True)
+@pytest.fixture(scope="module")
+def keeping_llm(hybrid_folder):
+    """A hybrid model that keeps the states of short prefixes too, of three at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verax.text.step.sizes.MOST_KEPT", 3)
+        yield make_llm(hybrid_folder)
+
+
+@pytest.fixture(autouse=True)
+def _keep_short_prefixes(monkeypatch):
+    monkeypatch.setattr("verax.text.engine.blocks.LEAST_KEPT", 8)
+
+
+SCORED = replace(GREEDY, logprobs=2)
+LONG = np.random.default_rng(7).integers(3, 200, 41).tolist()
+
+
+def answer(llm, prompt, params=SCORED):
+    """Tokens, their log-probabilities and the number of cached tokens, after every slot's state is lost."""
+    poison(llm)
+    output = llm.generate([prompt], params, use_tqdm=False)[0]
+    return output.outputs[0].token_ids, output.outputs[0].logprobs, output.num_cached_tokens
+
+
+@pytest.mark.parametrize("params", [SCORED, replace(SCORED, temperature=1.0, seed=3)], ids=["greedy", "sampled"])
+def test_a_kept_state_gives_the_same_bits(keeping_llm, params):
+    keeping_llm.engine.scheduler.blocks.reset_prefix_cache()
+    first, second = (answer(keeping_llm, LONG, params) for _ in range(2))
+    assert (first[2], second[2]) == (0, 40)
+    assert second[:2] == first[:2]
+    if params.temperature == 0:
+        assert first[0] == greedy_answer(plain_scores(keeping_llm), LONG)
+
+
+def test_states_are_kept_where_texts_part_and_the_least_recently_used_ones_go(keeping_llm):
+    blocks = keeping_llm.engine.scheduler.blocks
+    blocks.reset_prefix_cache()
+    prompts = [[*LONG[:22], 5 + i, *LONG[22:30]] for i in range(4)]
+    scores = plain_scores(keeping_llm)
+    cached = []
+    for prompt in prompts:
+        tokens, _, hits = answer(keeping_llm, prompt)
+        assert tokens == greedy_answer(scores, prompt)
+        cached.append(hits)
+    assert cached == [0, 0, 20, 20]  # the second one leaves the state at which it parts from the first
+    # Three rows: the shared prefix, which was used last but one, and the ends of the last two prompts.
+    assert [answer(keeping_llm, prompts[i])[2] for i in (3, 2, 0)] == [28, 28, 20]
+    assert len(blocks._prefixes) < 40
+    blocks.reset_prefix_cache()
+    assert len(blocks._prefixes) == 0
+    assert answer(keeping_llm, prompts[3])[2] == 0
+
+
+def test_alike_prompts_of_one_step_and_long_ones_that_preempt_each_other_keep_their_answers(keeping_llm):
+    scores = plain_scores(keeping_llm)
+    prompts = [LONG[:12], LONG[:12], LONG[:13], LONG, LONG, [*LONG[:20], 9], LONG[:9], [*LONG, *LONG[:30]], [*LONG, 4]]
+    expected = [greedy_answer(scores, prompt) for prompt in prompts]
+    with few_blocks(keeping_llm, 32) as scheduler:
+        for _ in range(2):
+            poison(keeping_llm)
+            assert tokens(generate(keeping_llm, prompts)) == expected
+        assert scheduler.num_preemptions > 0
+        assert scheduler.blocks.num_hits > 0
+        ids = [keeping_llm.add_request(prompt, GREEDY) for prompt in prompts]
+        for _ in range(3):
+            keeping_llm.step()
+        for request_id in ids[::2]:
+            keeping_llm.abort(request_id)
+        assert drive(keeping_llm, ids[1::2]) == expected[1::2]
+
+
+def test_a_cache_without_room_for_a_kept_state_is_refused_where_it_is_asked_for(hybrid_llm):
+    config = hybrid_llm.engine.runner.abstract_model.config
+    options = EngineConfig(kv_cache_memory=7 * state_bytes(config), max_num_seqs=1, max_model_len=8)
+    assert plan_sizes(config, np.float32, options).num_kept_states == 0
+    with pytest.raises(InvalidParameterError, match=r"enable_prefix_caching: an eighth .* more kv_cache_memory"):
+        plan_sizes(config, np.float32, replace(options, enable_prefix_caching=True))
 
 
 def test_states_are_part_of_the_memory_plan(hybrid_llm):

@@ -23,20 +23,19 @@ KINDS = [
 
 
 def embedding(timesteps):
-    """Something that moves with time about as fast as a trained model's embedding, and a projection of it."""
+    """Something that moves with time about as fast as the projection of a trained model's embedding."""
     e = 1 + 0.4 * np.sin(timesteps[..., None].astype(np.float32) / 250 + np.linspace(0, 6, 32, dtype=np.float32))
-    return e, np.tanh(e @ np.random.default_rng(0).normal(size=(32, 96)).astype(np.float32) * 0.3)
+    return np.tanh(e @ np.random.default_rng(0).normal(size=(32, 96)).astype(np.float32) * 0.3)
 
 
 def teacache_as_published(timesteps, threshold, cache):
     """Two calls a step, counted as TeaCache's authors count them."""
-    first, end = 2 * cache.first, 2 * (len(timesteps) - cache.last)
     previous, sums, decisions = [np.ones(1), np.ones(1)], [0.0, 0.0], []
     rescale = np.poly1d(cache.polynomial)
     for call in range(2 * len(timesteps)):
         side = call % 2
-        now = embedding(timesteps[call // 2])[1 if cache.projected else 0]
-        if call < first or call >= end:
+        now = embedding(timesteps[call // 2])
+        if call < 2 * cache.kept:
             calculate, sums[side] = True, 0.0
         else:
             sums[side] += rescale(np.abs(now - previous[side]).mean() / np.abs(previous[side]).mean())
@@ -50,25 +49,24 @@ def teacache_as_published(timesteps, threshold, cache):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("projected", [True, False])
 @pytest.mark.parametrize("threshold", [0.05, 0.1, 0.3])
-def test_teacache_computes_the_steps_of_a_loop_over_calls(kind, projected, threshold):
+def test_teacache_computes_the_steps_of_a_loop_over_calls(kind, threshold):
     timesteps = noise_levels(30, 8.0, SKYREELS.sigmas).timesteps
-    cache = teacache_for(**kind, projected=projected)
+    cache = teacache_for(**kind)
     computed = teacache_steps(timesteps, embedding(timesteps), threshold, cache)
     assert computed.tolist() == teacache_as_published(timesteps, threshold, cache)
 
 
 def test_each_kind_of_model_has_coefficients_of_its_own():
-    assert len({teacache_for(**kind, projected=p).polynomial for kind in KINDS for p in (True, False)}) == 8
+    assert len({teacache_for(**kind).polynomial for kind in KINDS}) == 4
 
 
-def test_a_higher_threshold_leaves_out_more_but_never_the_first_or_last_step():
+def test_a_higher_threshold_leaves_out_more_but_never_the_first_steps():
     timesteps = noise_levels(30, 8.0, SKYREELS.sigmas).timesteps
-    cache = teacache_for(**KINDS[2], projected=False)
+    cache = teacache_for(**KINDS[2])
     counts = [teacache_steps(timesteps, embedding(timesteps), threshold, cache) for threshold in (0.1, 0.3, 1e9)]
-    assert 30 > counts[0].sum() > counts[1].sum() > counts[2].sum() == 2
-    assert all(computed[0] and computed[-1] for computed in counts)
+    assert 30 > counts[0].sum() > counts[1].sum() > counts[2].sum() == 5
+    assert all(computed[:5].all() for computed in counts)
 
 
 def test_frames_at_different_steps_have_one_decision():
@@ -149,7 +147,7 @@ def test_magcache_keeps_the_clips_of_the_built_in_model():
         plain = pipe(prompt, num_inference_steps=50, seed=seed)
         cached = pipe(prompt, num_inference_steps=50, seed=seed, cache="magcache")
         quality = compare_clips(plain.frames, cached.frames)
-        assert (cached.steps, cached.computed <= 24) == (50, True)
+        assert (cached.steps, cached.steps / cached.computed >= 1.75) == (50, True)
         assert (quality.clip_psnr > 32, quality.clip_ssim > 0.97) == (True, True)
 
 

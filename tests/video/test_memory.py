@@ -1,6 +1,7 @@
 """The memory plan: what the run will use, and what is said when it is too much."""
 
 import gc
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,7 +74,7 @@ GEOMETRY = LatentGeometry(frames_per_latent=4, pixels_per_latent=8, pixels_per_t
 
 
 def request(**options):
-    asked = VideoRequest("a", attention=options.pop("attention", "standard"), guidance="batch", **options)
+    asked = VideoRequest("a", guidance="batch", **options)
     model: Any = SimpleNamespace(
         settings=VideoSettings(kind="df"), geometry=GEOMETRY, rules=SKYREELS, conditioning=KINDS["df"]
     )
@@ -88,42 +89,36 @@ def plan_of(asked, change):
     return [StageMemory("denoise", 1000, 500, work * (30 if asked.attention == "standard" else 1))]
 
 
-def test_a_refusal_names_only_what_would_fit():
-    asked = request(num_frames=97, height=160, width=320)
-    whole = 25 * 160 * 320
-    why = out_of_memory_message(asked, GEOMETRY, plan_of(asked, {}), 3 * whole, lambda change: plan_of(asked, change))
-    assert why is not None
-    assert "memory: denoise needs 76.80 MB" in why
-    assert "attention='flash' (2.56 MB)" in why
-    assert "num_frames=1 " in why
-    assert "height=" in why
-    assert "sequential" not in why
-    assert "offload" not in why
-    assert (
-        out_of_memory_message(asked, GEOMETRY, plan_of(asked, {}), 10**12, lambda change: plan_of(asked, change))
-        is None
-    )
-
-
-@pytest.mark.parametrize(("devices", "size"), [(1, "height=96, width=192"), (8, "height=96, width=128")])
-def test_smaller_frames_divide_over_the_devices_too(devices, size):
-    asked = request(num_frames=97, height=160, width=320, attention="auto")
+@pytest.mark.parametrize(
+    ("options", "share", "devices", "named", "not_named"),
+    [
+        (
+            *({"attention": "standard"}, 0.05, 1),
+            ("memory: denoise needs 76.80 MB", "attention='flash' (2.56 MB)", "num_frames=1 ", "height="),
+            ("sequential", "offload"),
+        ),
+        ({}, 0.45, 1, ("height=96, width=192",), ()),
+        ({}, 0.45, 8, ("height=96, width=128",), ()),
+        (
+            *({"num_frames": 197, "base_num_frames": 97}, 1 - 1e-6, 1),
+            ("guidance='sequential'", "base_num_frames=85 ", "offload=True"),
+            (),
+        ),
+    ],
+    ids=["standard attention", "one device", "eight devices", "segments"],
+)
+def test_a_refusal_names_only_what_would_fit(options, share, devices, named, not_named):
+    asked = request(**{"num_frames": 97, "height": 160, "width": 320, "attention": "auto", **options})
     plan = plan_of(asked, {})
-    why = out_of_memory_message(
-        asked, GEOMETRY, plan, int(0.45 * plan[0].peak), lambda change: plan_of(asked, change), devices=devices
-    )
-    assert why is not None
-    assert size in why
 
+    def message(free):
+        return out_of_memory_message(asked, GEOMETRY, plan, free, partial(plan_of, asked), devices=devices)
 
-def test_segments_become_shorter_and_models_wait_elsewhere():
-    asked = request(num_frames=197, base_num_frames=97, height=160, width=320, attention="auto")
-    plan = plan_of(asked, {})
-    why = out_of_memory_message(asked, GEOMETRY, plan, plan[0].peak - 1, lambda change: plan_of(asked, change))
+    why = message(int(share * plan[0].peak))
     assert why is not None
-    assert "guidance='sequential'" in why
-    assert "base_num_frames=85 " in why
-    assert "offload=True" in why
+    assert [text for text in named if text not in why] == []
+    assert [text for text in not_named if text in why] == []
+    assert message(10**12) is None
 
 
 def test_of_a_function_the_last_compiled_programs_are_kept_and_others_leave_the_memory():

@@ -47,6 +47,7 @@ class Sizes:
     num_heads: int = 1
     patch: int = 1
     takes_fps: bool = False
+    control_layers: int = 0
     frames_per_latent: int = 2
     pixels_per_latent: int = 4
     halo: int = 0

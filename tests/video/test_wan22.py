@@ -116,13 +116,6 @@ def test_teacache_works_with_an_image_whose_frame_has_its_own_time(pipes):
     assert (cached.steps, cached.computed) == (STEPS, 5)
 
 
-def test_finished_latents_are_not_of_another_scale(pipes, tmp_path):
-    options = dict(OPTIONS, resume=tmp_path / "clip")
-    pipes("t2v-a14b")("a red circle", guidance_scale_2=2.0, **options)
-    with pytest.raises(InvalidParameterError, match=r"resume: .*guidance_scale_2 was 2\.0, now 3\.0"):
-        pipes("t2v-a14b")("a red circle", **options)
-
-
 @pytest.mark.parametrize(("kind", "frames"), [("t2v-a14b", None), ("i2v-a14b", picture()), ("ti2v", picture())])
 def test_the_server_takes_a_request_and_shows_its_latents(kind, frames, pipes):
     pipe = pipes(kind)

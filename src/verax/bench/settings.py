@@ -195,6 +195,8 @@ class VideoSettings(_Timed):
 
         verax bench video --stage transformer --against diffusers,torch.compile,openvino
 
+        verax bench video --stage clip --against diffusers --variants int8,magcache --text-layers 2
+
         verax bench video --runs 0 --memory auto,chunked,standard --frames 57 --height 544 --width 960
     """
 
@@ -202,7 +204,11 @@ class VideoSettings(_Timed):
     size: str = option(
         "1.3b", "1.3b or 14b: image to video. 5b: text and image. tiny.", choices=("1.3b", "14b", "5b", "tiny")
     )
-    stage: Any = listed("transformer,vae", "transformer, vae, with commas.", ("transformer", "vae"))
+    stage: Any = listed(
+        "transformer,vae",
+        "transformer, vae, with commas; or clip: whole clips of a text to video model.",
+        ("transformer", "vae", "clip"),
+    )
     frames: Any = listed("9", "Frames of the clip, 4n + 1; a case each.", kind=int)
     height: int = option(272, "Pixels, divisible by 16.")
     width: int = option(480, "Pixels, divisible by 16.")
@@ -210,11 +216,18 @@ class VideoSettings(_Timed):
         None, "Implementations whose memory is planned, which runs nothing: auto,chunked,standard,flash."
     )
     layers: int | None = option(None, "Layers of the transformer.", low=1, shown="all")
-    against: Any = against("diffusers", "torch.compile", "openvino")
+    against: Any = against("diffusers", "torch.compile", "openvino", "stable-diffusion.cpp")
     dtype: str = option("bfloat16", "bfloat16 or float32.", choices=("bfloat16", "float32"))
+    steps: int = option(4, "clip: steps.", low=1)
+    guidance_scale: float = option(1.0, "clip: guidance.", low=0.0)
+    variants: Any = listed(None, "clip: verax with each of these too: int8, magcache, lightx2v.")
+    text_layers: int | None = option(None, "clip: layers of UMT5-XXL.", low=1, shown="all")
+    peer_python: str | None = option(None, "clip: Python in the environment of stable-diffusion.cpp.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if "clip" in self.stage and self.stage != ("clip",):
+            raise InvalidParameterError("stage: clip is measured by itself")
         if self.runs == 0 and not self.memory:
             raise InvalidParameterError("runs: 0 measures nothing; with memory it is memory only")
 

@@ -32,6 +32,18 @@ class DeviceOptions:
 
 
 @dataclass(frozen=True)
+class QuantizationOptions:
+    """Quantisation of any kind of model."""
+
+    quantization: str | None = option(
+        None,
+        "int8, int4 (language models) or fp8 (clips): quantised while loading. dequantize: floats instead.",
+        flags=("--quantization", "-q"),
+        shown="the checkpoint's",
+    )
+
+
+@dataclass(frozen=True)
 class SentenceOptions:
     """Batch of sentences that is planned."""
 
@@ -43,10 +55,11 @@ _SETTINGS = Annotated[
     list[dict[str, Any]],
     Flags(
         options.ModelOptions,
-        without=("revision",),
+        without=("revision", "quantization"),
         defaults={"dtype": None},
         shown={"dtype": "bfloat16; of encoders float32"},
     ),
+    Flags(QuantizationOptions),
     Flags(EngineConfig, only=tuple(_TEXT), defaults=dict.fromkeys(_TEXT), shown=_TEXT, panel="Language models"),
     Flags(SentenceOptions),
     Flags(VideoRequest, only=_CLIP, panel="Clips"),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from verax.compare.align import Alignment, Pair
-from verax.compare.outputs import LogitsComparison, VectorsComparison
+from verax.compare.outputs import LogitsComparison, VectorsComparison, ratio
 from verax.compare.trace import OBJECT, OUTPUT, TEXT, Trace
 from verax.errors import InvalidParameterError
 
@@ -180,7 +180,7 @@ class Comparison:
         for what, names in (("extra", self.alignment.extra), ("missing", self.alignment.missing)):
             if names:
                 side = "ours has, and the reference" if what == "extra" else "the reference has, and ours"
-                reasons.append(f"{what} outputs, which {side} has not: {_some(names)}; {LEAVE_OUT}")
+                reasons.append(f"{what} outputs, which {side} has not: {some(names)}; {LEAVE_OUT}")
         fused = [replace(row, name=f"{row.name} as one compiled program") for row in self.fused]
         # Below float32, rounding may choose other experts in a layer.
         judged = [row for row in self.rows if self.bound is not None or row in self.outputs or not row.errors.unequal]
@@ -287,8 +287,9 @@ def measure_rows(
     return rows
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+def some(names: Sequence[str], most: int = 6) -> str:
+    """The first of some names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _plain(value: Any) -> Any:
@@ -362,8 +363,8 @@ def measure(ours: np.ndarray, reference: np.ndarray) -> Errors:
         return Errors(*[math.nan] * 4, not_finite="; ".join(found))
     return Errors(
         max_abs=largest,
-        max_rel=_ratio(largest, total / ours.size if ours.size else 0.0),
-        l2=_ratio(math.sqrt(difference), math.sqrt(square)),
+        max_rel=ratio(largest, total / ours.size if ours.size else 0.0),
+        l2=ratio(math.sqrt(difference), math.sqrt(square)),
         cosine=product / math.sqrt(square * other) if square and other else float(square == other),
         unequal=unequal,
     )
@@ -394,12 +395,6 @@ def _first_index(mask: np.ndarray) -> tuple[int, ...]:
 def noise(*dtypes: str) -> float:
     """The relative error that rounding alone makes in a layer, at the lowest of these precisions."""
     return max(_NOISE.get(dtype, _NOISE["float32"]) for dtype in dtypes)
-
-
-def _ratio(error: float, size: float) -> float:
-    if size == 0:
-        return 0.0 if error == 0 else math.inf
-    return error / size
 
 
 def _pieces(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -142,8 +142,8 @@ def compare_logits(first: Any, second: Any, tokens: Sequence[int] | None = None,
     return LogitsComparison(
         positions=len(a),
         max_error=float(error.max()),
-        relative_error=_ratio(error.max(), np.abs(a).mean()),
-        relative_l2=_ratio(np.linalg.norm(a - b), np.linalg.norm(a)),
+        relative_error=ratio(error.max(), np.abs(a).mean()),
+        relative_l2=ratio(np.linalg.norm(a - b), np.linalg.norm(a)),
         mean_logprob_distance=float(distance.mean()),
         max_logprob_distance=float(distance.max()),
         mean_kl=float(kl.mean()),
@@ -236,6 +236,6 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def _ratio(part: Any, whole: Any) -> float:
+def ratio(part: Any, whole: Any) -> float:
     """Quotient of two numbers; 0 / 0 is 0, and any other number over 0 is infinite."""
     return float(part / whole) if whole else float(part and np.inf)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from verax._optional import require_optional
-from verax.compare.comparison import MAX_RATIO, Comparison, Row
+from verax.compare.comparison import MAX_RATIO, Comparison, Row, some
 from verax.compare.trace import OUTPUT
 from verax.compare.videos import DEFINITIONS, QUALITY, VideoComparison, differences
 from verax.files import write_json, write_text
@@ -222,8 +222,7 @@ def _findings(result: Comparison) -> list[str]:
     alone = (("in ours only", result.alignment.ours_only), ("in the reference only", result.alignment.reference_only))
     for what, names in (*alone, ("left out by a side", result.left_out)):
         if names:
-            more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-            lines.append(f"{what}: {', '.join(names[:6])}{more}")
+            lines.append(f"{what}: {some(names)}")
     if result.peak_memory is not None:
         lines.append(f"memory: the process held {result.peak_memory / 1e9:.2f} GB at most")
     return lines + list(result.failures)

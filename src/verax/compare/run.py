@@ -17,7 +17,7 @@ from verax import progress
 from verax.checkpoint.video.parts import Renaming
 from verax.compare.align import Alignment, Layout, Names, Pair, align, find_layout, translator
 from verax.compare.case import Case, Side, pair_case
-from verax.compare.comparison import Comparison, Origin, Row, kind_of, measure, measure_rows, not_finite
+from verax.compare.comparison import Comparison, Origin, Row, kind_of, measure, measure_rows, not_finite, some
 from verax.compare.jax_side import gradients_jax, run_compiled, trace_jax
 from verax.compare.origin import origin_jax, origin_torch
 from verax.compare.torch_side import gradients_torch, round_like, trace_torch
@@ -35,13 +35,8 @@ def compare(
     *args: Any,
     names: Names | None = None,
     title: str = "comparison",
-    inject: bool = False,
-    backward: bool = False,
-    fused: bool = False,
-    repeat: bool = True,
     guess: bool = True,
-    max_rel: float | None = None,
-    confirm: Callable[[Alignment], None] = lambda alignment: None,
+    **options: Any,
 ) -> Comparison:
     """Compare a PyTorch model with a JAX one, layer by layer.
 
@@ -50,13 +45,8 @@ def compare(
         ours: a Flax NNX module, a function of arrays with taps, or a `Side`.
         args: NumPy arrays that both are called with, where a model is not a `Side` with its own arguments.
         names: table between our names and the reference's, where they differ: a dict of beginnings, `{i}` for a number.
-        inject: run ours a second time with each layer on the reference's activations, so that errors are located.
-        backward: compare gradients of a weighted sum of the output by each parameter too.
-        fused: run ours also as engines do, as one compiled program with fused operations, and compare its output.
-        repeat: run each side a second time, to say whether it is deterministic.
         guess: match what names do not by shape and order; `result.guessed` are these pairs, to be looked at.
-        max_rel: bound on each layer's relative L2 error; 1e-4 if None.
-        confirm: called with the alignment before anything is measured; it may show `guessed`, and raise.
+        options: of `compare_case`, such as `inject` or `backward`.
 
     Raises:
         InvalidParameterError: if there is nothing to compare, or no modules to take gradients of.
@@ -66,10 +56,8 @@ def compare(
         >>> result = compare(torch_mlp, nnx_mlp, x, names={"layers.{i}": "net.{i}"})
         >>> result.passed, result.first
     """
-
     case = pair_case(reference, ours, *args, names=names, title=title)
-    options: Any = {"inject": inject, "backward": backward, "fused": fused, "repeat": repeat}
-    return compare_case(case, **options, guess=guess, max_rel=max_rel, confirm=confirm)
+    return compare_case(case, dtype="float32", guess=guess, **options)
 
 
 def compare_case(
@@ -89,8 +77,13 @@ def compare_case(
     Args:
         dtype: dtype of the weights and matmul inputs. Below float32 the reference also runs in float32, with weights
             rounded to `dtype`: the truth about both sides.
-        inject, backward, fused, repeat, guess, max_rel: as in `compare`.
-        confirm: called with the alignment before anything is measured; it may raise.
+        inject: run ours a second time with each layer on the reference's activations, so that errors are located.
+        backward: compare gradients of a weighted sum of the output by each parameter too.
+        fused: run ours also as engines do, as one compiled program with fused operations, and compare its output.
+        repeat: run each side a second time, to say whether it is deterministic.
+        guess: as in `compare`.
+        max_rel: bound on each layer's relative L2 error; 1e-4 if None.
+        confirm: called with the alignment before anything is measured; it may show `guessed`, and raise.
 
     Raises:
         InvalidParameterError: as in `compare`.
@@ -141,8 +134,9 @@ def compare_case(
         alignment = align(ours, reference, case.names, guess=guess)
         if not alignment.pairs and not alignment.mismatched:
             raise InvalidParameterError(
-                f"names: nothing on one side has a name of the other's: ours has {_some(ours)}, the reference "
-                f"{_some(reference)}; give a table of names, or match by shape"
+                "names: nothing on one side has a name of the other's: ours has "
+                f"{some([*ours], 3) or 'nothing'}, the reference {some([*reference], 3) or 'nothing'}; "
+                "give a table of names, or match by shape"
             )
         with progress.paused():
             confirm(alignment)
@@ -190,11 +184,6 @@ def _origin(find: Callable[[Side, Trace], Origin | None], side: Side, trace: Tra
     except Exception as error:  # whatever a model cannot do in such a run, the report is worth more
         reason, _, _ = str(error).partition("\n")
         return Origin(layer, f"an operation that could not be traced: {reason}")
-
-
-def _some(trace: Trace) -> str:
-    names = list(trace) or ["nothing"]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _injection(pairs: list[Pair], reference: Trace) -> Callable[[str, tuple[int, ...]], np.ndarray | None]:

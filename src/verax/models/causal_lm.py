@@ -55,6 +55,29 @@ or, packed, `len(cu_seqlens) - 1` sequences lie along T of a batch of one, as in
 entry for each slot instead, in `state` and in the states after.
 """
 
+
+@runtime_checkable
+class ReplayableLayer(Protocol):
+    """A `RecurrentLayer` in two parts, for drafts: `recurrence(x, ...)` is `advance(project(x), ...)`.
+
+    A step that verifies drafts keeps what `project` gives. Once it is known which tokens hold, `advance` takes those
+    again from the states before the step.
+    """
+
+    def project(self, x: Float[Array, "B T D"], /) -> Any:
+        """What the recurrence reads of each token, as a tree of arrays `[B, T, ...]`.
+
+        Where devices divide the states of the layer, they divide the last axes of these arrays.
+        """
+        ...
+
+    def advance(
+        self, inputs: Any, state: Any, cu_seqlens: Int[Array, "M"] | None, slots: ops.StateSlots | None, /
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """Outputs and states after the tokens of these inputs; other arguments as in `RecurrentLayer`."""
+        ...
+
+
 RunRecurrent = Callable[[int, Float[Array, "*B T D"], RecurrentLayer], Float[Array, "*B T D"]]
 """Run of recurrent layer i: `run_recurrent(i, x, recurrence)` loads its sequences' states, and stores those after."""
 

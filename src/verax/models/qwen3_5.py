@@ -59,6 +59,19 @@ class DeltaState(NamedTuple):
     """State of the delta rule: a map from keys to values for each value head."""
 
 
+class Projected(NamedTuple):
+    """What a delta layer reads of each token."""
+
+    qkv: Float[Array, "B T C"]
+    """Queries, keys and values, before the convolution."""
+    z: Float[Array, "B T V"]
+    """Gate."""
+    b: Float[Array, "B T HV"]
+    """Write strength, before the sigmoid."""
+    a: Float[Array, "B T HV"]
+    """Decay, before the softplus."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Qwen35Config(Qwen3Config):
     """Sizes and flags, by the names of config.json where these are clear."""
@@ -163,7 +176,7 @@ class DepthwiseConv(nnx.Module):
 
 
 class GatedDeltaNet(nnx.Module):
-    """The gated delta rule over short convolutions of the input, normalised and gated by head; a `RecurrentLayer`.
+    """The gated delta rule over short convolutions of the input, normalised and gated by head; a `ReplayableLayer`.
 
     Each of several devices has some of the key heads, and the value heads that read them. The projections of b and a
     are whole: they have a row for each value head, too few for quantised weights, which store 16 rows together.
@@ -206,7 +219,17 @@ class GatedDeltaNet(nnx.Module):
         cu_seqlens: Int[Array, "M"] | None = None,
         slots: ops.StateSlots | None = None,
     ) -> tuple[Float[Array, "B T D"], DeltaState]:
-        qkv, z, b, a = self._project(x)
+        return self.advance(self.project(x), state, cu_seqlens, slots)
+
+    def advance(
+        self,
+        projected: Projected,
+        state: DeltaState | None,
+        cu_seqlens: Int[Array, "M"] | None,
+        slots: ops.StateSlots | None,
+    ) -> tuple[Float[Array, "B T D"], DeltaState]:
+        """Outputs and states after tokens, by what `project` makes of them."""
+        qkv, z, b, a = projected
         inputs, memory = state or (None, None)
         where: Any = {"cu_seqlens": cu_seqlens, "slots": slots}
         qkv, inputs = ops.short_convolution(qkv, self.conv1d.weight[...], initial_state=inputs, **where)
@@ -227,15 +250,10 @@ class GatedDeltaNet(nnx.Module):
         )
         out = self.norm(out) * jax.nn.silu(split_heads(z, config.linear_value_head_dim))
         assert memory is not None
-        return self.out_proj(out.reshape(*x.shape[:-1], -1)), DeltaState(inputs, memory)
+        return self.out_proj(out.reshape(*z.shape[:-1], -1)), DeltaState(inputs, memory)
 
-    def _project(
-        self, x: Float[Array, "B T D"]
-    ) -> tuple[Float[Array, "B T C"], Float[Array, "B T V"], Float[Array, "B T HV"], Float[Array, "B T HV"]]:
-        """q, k and v concatenated, the gate z, and what the write strength (b) and the decay (a) are made of.
-
-        Each has the channels of this device's heads.
-        """
+    def project(self, x: Float[Array, "B T D"]) -> Projected:
+        """What the layer reads of each token. Each array has the channels of this device's heads."""
         if not self.config.fused_projections:
             qkv, z, b, a = fused_linear(x, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
         else:
@@ -245,7 +263,7 @@ class GatedDeltaNet(nnx.Module):
             by_key_head = jnp.split(split_heads(self.in_proj_ba(x), 2 * self.config.value_heads_per_key), 2, axis=-1)
             q, k, v, z, b, a = (part.reshape(*x.shape[:-1], -1) for part in (*parts, *by_key_head))
             qkv = jnp.concatenate([q, k, v], axis=-1)
-        return (qkv, z, own_part(b), own_part(a)) if self.config.divided_delta else (qkv, z, b, a)
+        return Projected(qkv, z, own_part(b), own_part(a)) if self.config.divided_delta else Projected(qkv, z, b, a)
 
 
 class DecoderLayer(qwen3_moe.DecoderLayer):

@@ -220,14 +220,11 @@ class ReferenceRules:
 class TeaCache(NamedTuple):
     """Measure of the distance between steps by which TeaCache skips some, see `video.caches`.
 
-    `polynomial`: coefficients, the highest power first. `projected`: True to compare the projection `e0`; False to
-    compare the embedding `e`.
+    `polynomial`: coefficients, the highest power first. `kept`: number of first steps that always run.
     """
 
     polynomial: tuple[float, ...]
-    projected: bool
-    first: int
-    last: int
+    kept: int
 
 
 class Control(NamedTuple):
@@ -245,8 +242,8 @@ class VideoTransformer(Protocol):
     """A transformer of latents, called in parts: what no step changes, the embedding of time, and the blocks between.
 
     Its `config` has `dim` (width of a token), `num_layers` (number of blocks), `num_heads` (heads of attention, which
-    devices divide), `patch` (height and width of a token's patch of the latents) and `takes_fps` (True if the frames
-    per second are an input).
+    devices divide), `patch` (height and width of a token's patch of the latents), `takes_fps` (True if the frames per
+    second are an input) and `control_layers` (layers of its `Control`, 0 without).
     """
 
     def encode_context(self, text: Float[Array, "B S E"], image: Float[Array, "B P I"] | None = None) -> Any:
@@ -331,6 +328,18 @@ class Network(NamedTuple):
     config: Any
 
 
+class TinyDecoderKind(NamedTuple):
+    """Small decoder of a family's latents that was published by itself.
+
+    `stem`: stem of its published file. `module`: class, whose instances' paths are the file's keys. `config`: function
+    from the shapes of a file's weights, and its path for errors, to the configuration, with the sizes of the latents.
+    """
+
+    stem: str
+    module: type[Any]
+    config: Callable[[Mapping[str, tuple[int, ...]], Path], Any]
+
+
 @dataclass(frozen=True)
 class VideoModel(abc.ABC):
     """A checkpoint of a family: its networks, and how they make a clip.
@@ -343,6 +352,7 @@ class VideoModel(abc.ABC):
         conditioning: conditioning of its kind.
         text_encoder, image_encoder, transformers, vae: networks. The second of two transformers takes over where noise
             is low (`settings.boundary_ratio`).
+        tiny_decoder: small decoder of its latents; None if there is none.
         name: name of the checkpoint's folder or repository.
         folder: the checkpoint's folder; None for a model that is described only.
     """
@@ -356,6 +366,7 @@ class VideoModel(abc.ABC):
     image_encoder: Network | None
     transformers: tuple[Network, ...]
     vae: Network
+    tiny_decoder: TinyDecoderKind | None = None
     name: str = ""
     folder: Path | None = None
 

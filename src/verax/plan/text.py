@@ -25,7 +25,7 @@ from verax.plan.devices import Device, program_row
 from verax.plan.model import Described
 from verax.plan.parts import Part, multiplied, nbytes_of, packed_shapes, parts_of, sharded_bytes, tensor_mesh
 from verax.text.engine.engine_config import EngineConfig
-from verax.text.step.program import cache_partitions, named, new_cache
+from verax.text.step.program import cache_partitions, kept_of, named, new_cache, new_kept_states
 from verax.text.step.sizes import RunnerConfig, cache_memory, layer_states, plan_sizes, state_bytes
 from verax.text.step.slots import new_slots
 from verax.text.step.step import PROMPT_LOGPROB_CHUNK
@@ -90,9 +90,12 @@ class TextPlan:
     def cache_bytes(self, **changes: Any) -> int:
         """Bytes of the cache on a device, recurrent states included. It takes the arguments of `sizes`."""
         config = self.model.config
-        cache = jax.eval_shape(lambda: new_cache(config, self.sizes(**changes)))
+        sizes = self.sizes(**changes)
+        cache = jax.eval_shape(lambda: new_cache(config, sizes))
+        kept = jax.eval_shape(lambda: new_kept_states(config, sizes))
         shardings = named(tensor_mesh(self.options.tensor_parallel_size), cache_partitions(config, cache))
-        return sharded_bytes(jax.tree.leaves(cache), jax.tree.leaves(shardings))
+        on_kept = kept_of(config, shardings) if kept else ()
+        return sharded_bytes(jax.tree.leaves((cache, kept)), jax.tree.leaves((shardings, on_kept)))
 
     def slot_bytes(self) -> int:
         """Bytes of the engine's slots, which every device has whole."""

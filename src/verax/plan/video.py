@@ -16,12 +16,11 @@ from jax.typing import DTypeLike
 from verax import ops
 from verax.checkpoint.video.folder import VideoFolder
 from verax.checkpoint.video.parts import UMT5_XXL, VAE, VAE_2_2, VIT_H14
-from verax.errors import InvalidParameterError
 from verax.models import DTYPES, check_dtype
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
-from verax.models.video_model import LatentGeometry, VideoSettings
-from verax.models.wan.family import read_settings
+from verax.models.video_model import VideoSettings
+from verax.models.wan.family import latent_geometry, read_settings
 from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
 from verax.models.wan.vae import WanVae, WanVaeConfig
 from verax.models.wan.vae_layers import AttentionBlock, Upsample
@@ -32,7 +31,7 @@ from verax.video.load import Components, divided_component, network_precision, s
 from verax.video.memory import add_residents, largest
 from verax.video.mesh import GUIDANCE, SEQUENCE, axis_size, check_request, clip_mesh
 from verax.video.programs import Component
-from verax.video.request import ResolvedRequest, VideoRequest, check_half_size, default_size
+from verax.video.request import ResolvedRequest, VideoRequest, check_sizes, default_size
 
 FLOAT32_BYTES = 4
 
@@ -121,28 +120,18 @@ def read_clip(
     is_large_vae = transformer.out_dim == WanVaeConfig.from_hf(VAE_2_2).z_dim
     vae = WanVaeConfig.from_hf(part("vae", VAE_2_2 if is_large_vae else VAE))
     image = CLIPVisionConfig.from_hf(part("image_encoder", VIT_H14)) if transformer.image_dim is not None else None
-    token, group = vae.pixels_per_latent * transformer.patch, vae.frames_per_latent
-    geometry = LatentGeometry(group, vae.pixels_per_latent, token, vae.z_dim, transformer.text_dim)
+    geometry = latent_geometry(transformer, vae)
     wanted = VideoRequest(**size)
     default = default_size(wanted, settings)
-    frames = wanted.num_frames or settings.num_frames
-    height, width = wanted.height or default[0], wanted.width or default[1]
-    if frames < 1 or (frames - 1) % group:
-        raise InvalidParameterError(f"num_frames: expected a multiple of {group} and one more, got {frames}")
-    for name, value in (("height", height), ("width", width)):
-        if value < 1 or value % token:
-            raise InvalidParameterError(f"{name}: expected a multiple of {token} pixels, got {value}")
     request = ResolvedRequest(
-        height=height,
-        width=width,
-        num_frames=frames,
+        height=wanted.height or default[0],
+        width=wanted.width or default[1],
+        num_frames=wanted.num_frames or settings.num_frames,
         num_inference_steps=wanted.num_inference_steps or settings.num_inference_steps,
         guidance_scale=settings.guidance_scale,
         half_size_steps=wanted.half_size_steps,
     )
-    check_half_size(request, geometry)
-    if shard_weights and transformer.vace_layers:
-        raise InvalidParameterError("shard_weights: not implemented for VACE, whose blocks do not run in one loop")
+    check_sizes(request, geometry)
     mesh: Any = clip_mesh(
         transformer,
         guidance_parallel=guidance_parallel,
@@ -155,10 +144,10 @@ def read_clip(
         attached=False,
     )
     check_request(mesh, request, geometry)
-    latents = geometry.shape(geometry.latents(frames), height, width)
+    latents = geometry.shape(geometry.latents(request.num_frames), request.height, request.width)
     text = UMT5Config.from_hf(part("text_encoder", UMT5_XXL))
     small = request.phases(geometry)[0]
-    half_size_tokens = latents[1] * (small.height // token) * (small.width // token)
+    half_size_tokens = latents[1] * small.height * small.width // geometry.pixels_per_token**2
     shared = (DTYPES[dtype], request, latents, half_size_tokens, mesh, shard_weights, quantization, folder)
     return Clip(transformer, vae, text, image, settings, *shared)
 

@@ -32,7 +32,7 @@ from verax.errors import HostsError
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.step.step import StepShape
 
-ProgramName = Literal["admit", "adapt", "step", "sample", "extend", "draft"]
+ProgramName = Literal["admit", "adapt", "step", "sample", "keep_state", "restore_state", "replay", "extend", "draft"]
 
 COMPRESSED_FROM = 4096
 """Bytes from which a message is compressed: the rows of steps and of admitted sequences are padded."""
@@ -43,7 +43,8 @@ class Dispatch(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         program: `"admit"` fills a slot, `"adapt"` writes an adapter, `"step"` runs a step, `"sample"` samples the step
-            before it, `"extend"` puts blocks into tables before drafts, `"draft"` runs a step of the draft model.
+            before it, `"replay"` continues recurrent states after a step that verifies, `"extend"` puts blocks into
+            tables before drafts, `"draft"` runs a step of the draft model.
         arrays: int32 arrays in the order of the program's arguments, as shapes and bytes.
         shape: the bucket of a step, of either model.
     """

@@ -9,7 +9,7 @@ so that it is a column of the loop's table (`Tables.run_blocks`), and the loop i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ CURVE_FILE = "magcache.json"
 
 def teacache_steps(
     timesteps: Real[np.ndarray, "R ..."],
-    embedded: tuple[Float[np.ndarray, "R ..."], Float[np.ndarray, "R ..."]],
+    embedded: Float[np.ndarray, "R ..."],
     threshold: float,
     cache: TeaCache,
 ) -> Bool[np.ndarray, "R"]:
@@ -40,20 +40,20 @@ def teacache_steps(
     between the blocks' outputs.
 
     SkyReels-V2's own code counts calls, two a step, against a number of steps, and so starts over half way through.
-    Here, as in the authors' code, the first and last steps are the first and last of the run.
+    Here, as in the authors' code, the first steps are the first of the run.
 
     Args:
         timesteps: timestep of each step, of all frames or (diffusion forcing) of each frame.
-        embedded: `(e, e0)` of each step: the model's embedding of time, and its projection that modulates the blocks.
+        embedded: projection of time's embedding, which modulates the blocks, of each step.
         threshold: sum of estimated changes at which the blocks run again; 0.1 to 0.3 is usual.
         cache: measure of the family's `teacache`.
     """
     R = len(timesteps)
     run_blocks = np.ones(R, bool)
     change = 0.0
-    rows = embedded[cache.projected]
-    for i in range(cache.first, R - cache.last):
-        change += np.polyval(cache.polynomial, np.abs(rows[i] - rows[i - 1]).mean() / np.abs(rows[i - 1]).mean())
+    for i in range(cache.kept, R):
+        before = embedded[i - 1]
+        change += np.polyval(cache.polynomial, np.abs(embedded[i] - before).mean() / np.abs(before).mean())
         run_blocks[i] = change >= threshold
         if run_blocks[i]:
             change = 0.0
@@ -152,7 +152,7 @@ def _sizes(model: VideoModel) -> str:
     return sizes if len(model.transformers) == 1 else f"{len(model.transformers)} times {sizes}"
 
 
-def magnitude_ratios(request: ResolvedRequest, model: VideoModel) -> Float[np.ndarray, "R G"]:
+def _magnitude_ratios(request: ResolvedRequest, model: VideoModel) -> Float[np.ndarray, "R G"]:
     """MagCache's curve for a request: of its file, else of the checkpoint's folder, else the published one.
 
     A file is for its checkpoint and number of steps. The others are interpolated to the request's steps.
@@ -197,8 +197,10 @@ def _own_curve(request: ResolvedRequest, model: VideoModel) -> Float[np.ndarray,
     return curve.ratios
 
 
-def check_cache(request: ResolvedRequest, model: VideoModel) -> None:
-    """Refuse a cache that the model has no measure for, and options of MagCache without it.
+def with_cache(request: ResolvedRequest, model: VideoModel) -> ResolvedRequest:
+    """Request with MagCache's curve, if it uses that cache.
+
+    Refuses a cache that the model has no measure for, and options of MagCache without it.
 
     Raises:
         InvalidParameterError: naming the option.
@@ -209,10 +211,10 @@ def check_cache(request: ResolvedRequest, model: VideoModel) -> None:
                 raise InvalidParameterError(f"{name}: it is for cache magcache; give that too, or leave this out")
         if request.cache == "teacache" and model.teacache(request.height * request.width) is None:
             raise InvalidParameterError("cache: TeaCache has no coefficients for this family of models; leave it out")
-        return
+        return request
     if request.ar_step:
         raise InvalidParameterError("ar_step: expected 0 with cache magcache, whose curve is of all frames at one step")
-    magnitude_ratios(request, model)
+    return replace(request, cache_ratios=_magnitude_ratios(request, model))
 
 
 def cached_steps(
@@ -229,7 +231,7 @@ def cached_steps(
     steps before these iterations, at another size.
     """
     chosen = []
-    ratios = magnitude_ratios(request, model)[steps_before:] if request.cache == "magcache" else None
+    ratios = None if request.cache_ratios is None else request.cache_ratios[steps_before:]
     # As in MagCache's code for Wan2.2's I2V-A14B, which keeps all steps of high noise, where the image takes effect.
     always = int(len(model.transformers) > 1 and model.conditioning.encode is not None)
     for span in spans:
@@ -237,7 +239,7 @@ def cached_steps(
         if ratios is None:
             cache = model.teacache(request.height * request.width)
             assert cache is not None
-            embedded = span.denoiser.embed_time(timesteps[rows], fps)
+            embedded = span.denoiser.project_time(timesteps[rows], fps)
             chosen.append(teacache_steps(timesteps[rows], embedded, request.cache_threshold, cache))
         elif span.transformer < always:
             chosen.append(np.ones(span.end - span.begin, bool))

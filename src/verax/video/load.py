@@ -22,8 +22,7 @@ from verax.checkpoint.lora import with_lora
 from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import InvalidParameterError
 from verax.loading import DEQUANTIZE, load_weights, quantized_shapes
-from verax.models.video_model import LatentGeometry, Network, VideoAutoencoder, VideoModel, VideoTransformer
-from verax.models.wan.tiny_vae import TinyDecoder, TinyDecoderConfig
+from verax.models.video_model import Network, VideoAutoencoder, VideoModel, VideoTransformer
 from verax.nn.parallel import shard_blocks
 from verax.ops.quantized import Precision
 from verax.video.mesh import AnyMesh, tensor_mesh
@@ -80,6 +79,8 @@ def divided_component(
             f"quantization={DEQUANTIZE!r}"
         )
     is_transformer = issubclass(kind, VideoTransformer)
+    if shard_weights and is_transformer and config.control_layers:
+        raise InvalidParameterError("shard_weights: not implemented for VACE, whose blocks do not run in one loop")
 
     def make() -> M:
         module = cast(Any, kind)(config, dtype=dtype, rngs=nnx.Rngs(0))
@@ -202,27 +203,31 @@ def load_components(
 
 
 def load_tiny_decoder(
-    choice: str, folder: VideoFolder, geometry: LatentGeometry, *, offload: bool = False, mesh: Mesh | None = None
+    choice: str, folder: VideoFolder, model: VideoModel, *, offload: bool = False, mesh: Mesh | None = None
 ) -> Component[Any]:
-    """Describe TAEHV's tiny decoder, which takes the place of a VAE's.
+    """Describe a tiny decoder, which takes the place of a VAE's.
 
     `choice`: `tiny=FILE`, or `tiny` for a file of the published name in the checkpoint's folder.
 
     Raises:
-        InvalidParameterError: for another choice, a file that is missing, or a decoder of other latents.
+        InvalidParameterError: for another choice, a family without one, a file that is missing, or a decoder of other
+            latents.
         CheckpointError, UnsupportedModelError: if the file is not a tiny decoder that verax has.
     """
     name, _, given = choice.partition("=")
     if name != "tiny" or choice == "tiny=":
         raise InvalidParameterError(f"vae: expected tiny, or tiny=FILE, got {choice!r}")
-    stem = "taew2_2" if geometry.pixels_per_latent == 16 else "taew2_1"
+    tiny, geometry = model.tiny_decoder, model.geometry
+    if tiny is None:
+        raise InvalidParameterError("vae: this family of models has no tiny decoder; leave it out")
+    stem = tiny.stem
     places = [folder.path / f"{stem}{suffix}" for suffix in (".safetensors", ".pth")]
     path = next((place for place in ([Path(given)] if given else places) if place.is_file()), None)
     if path is None:
         raise InvalidParameterError(f"vae: there is no file {given or f'{places[0]} or {places[1].name}'}")
     file = SafetensorsFile(path) if path.suffix == ".safetensors" else PthFile(path)
     opened = Checkpoint(path, {}, {}, dict.fromkeys(file.tensors, file))
-    config = TinyDecoderConfig.from_shapes({key: info.shape for key, info in file.tensors.items()}, path)
+    config = tiny.config({key: info.shape for key, info in file.tensors.items()}, path)
     sizes = (config.z_dim, config.frames_per_latent, config.pixels_per_latent)
     if sizes != (expected := (geometry.channels, geometry.frames_per_latent, geometry.pixels_per_latent)):
         raise InvalidParameterError(
@@ -233,8 +238,8 @@ def load_tiny_decoder(
     def load(abstract: Any) -> Any:
         return load_weights(abstract, opened, mesh=mesh)
 
-    def make() -> TinyDecoder:
-        return TinyDecoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    def make() -> Any:
+        return tiny.module(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
 
     return Component("tiny decoder", make, load, keep=True, offload=offload, mesh=mesh)
 

@@ -222,9 +222,9 @@ class Denoiser:
             more = () if control is None else (control,)
             return transformer.module(weights).encode_context(text, image, *more)
 
-        def time(weights: Weights, timesteps: Array, fps: Array | None) -> tuple[Array, Array]:
+        def time(weights: Weights, timesteps: Array, fps: Array | None) -> Array:
             fps = None if fps is None else jnp.broadcast_to(fps, timesteps.shape[:1])
-            return transformer.module(weights).embed_time(timesteps, fps)
+            return transformer.module(weights).embed_time(timesteps, fps)[1]
 
         def loop(weights: Weights, *arguments: Any, **options: Any) -> DenoisingState:
             return denoise(transformer.module(weights), *arguments, mesh=mesh, **options)
@@ -247,10 +247,10 @@ class Denoiser:
         arguments = (state, tables, shapes_of(conditions), np.int32(0), np.int32(0))
         return ProgramCall(self.program, self.transformer, arguments, request.program_options)
 
-    def embed_time(self, timesteps: Real[np.ndarray, "R *F"], fps: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Embedding of time of each row of timesteps, and its projection, which modulates the blocks."""
+    def project_time(self, timesteps: Real[np.ndarray, "R *F"], fps: Any) -> np.ndarray:
+        """Projection of the embedding of time of each row of timesteps, which modulates the blocks."""
         with self.transformer.weights() as weights:
-            return jax.tree.map(np.asarray, self.time_program(weights, timesteps, fps))
+            return np.asarray(self.time_program(weights, timesteps, fps))
 
     def start(self, noise: Float32[Array, "1 F h w C"], *, guided: bool, cached: bool) -> DenoisingState:
         """State before the first iteration."""

@@ -16,7 +16,7 @@ from verax._compat import enable_compilation_cache
 from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import InvalidParameterError, RequestRefusedError
 from verax.options import is_real
-from verax.video.caches import MagCurve, check_cache
+from verax.video.caches import MagCurve, with_cache
 from verax.video.images import Image
 from verax.video.load import load_components, load_tiny_decoder, open_model
 from verax.video.memory import StageMemory, format_bytes, free_memory, largest, out_of_memory_message, plan_memory
@@ -118,8 +118,6 @@ class VideoPipeline:
         settings, geometry = family.settings, family.geometry
 
         # 2. The devices that divide a clip.
-        if shard_weights and family.conditioning.control_layers:
-            raise InvalidParameterError("shard_weights: not implemented for VACE, whose blocks do not run in one loop")
         clip_devices: Any = clip_mesh(
             family.transformers[0].config,
             guidance_parallel=guidance_parallel,
@@ -154,7 +152,7 @@ class VideoPipeline:
         )
         decoder = None
         if vae is not None:
-            decoder = load_tiny_decoder(vae, folder, geometry, offload=offload, mesh=clip_devices)
+            decoder = load_tiny_decoder(vae, folder, family, offload=offload, mesh=clip_devices)
         stages = Stages(
             text_encoder=networks.text_encoder,
             image_encoder=networks.image_encoder,
@@ -273,9 +271,8 @@ class VideoPipeline:
             InvalidParameterError: naming the option that does not fit, and values that would.
         """
         resolved = resolve_request(request, self.parts.model)
-        check_cache(resolved, self.parts.model)
         check_request(self.mesh, resolved, self.geometry)
-        return resolved
+        return with_cache(resolved, self.parts.model)
 
     def plan(self, request: VideoRequest) -> list[StageMemory]:
         """Memory of each stage of a request. Compiles its programs; reads no weights and runs nothing.

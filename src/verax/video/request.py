@@ -106,6 +106,8 @@ class ResolvedRequest(VideoRequest):
     shift: float = VideoSettings.shift
     solver: str = "unipc"
     sigmas: tuple[float, ...] | None = None
+    cache_ratios: np.ndarray | None = None
+    """MagCache's curve for the request's steps, `[R, G]`; see `caches.with_cache`."""
     cache_threshold: float = _CACHES[None]["cache_threshold"]
     fps: int = VideoSettings.fps
     causal_block_size: int = 1
@@ -205,13 +207,12 @@ def resolve_request(request: VideoRequest, model: VideoModel) -> ResolvedRequest
     }
     values.update({name: value for name, value in defaults.items() if values[name] is None}, resolution=None)
     resolved = ResolvedRequest(**values)
-    _check_sizes(resolved, geometry)
+    check_sizes(resolved, geometry)
     _check_second_scale(resolved, settings)
     _check_conditioning(resolved, model)
     _check_images(resolved)
     _check_texts(resolved, model)
     _check_segments(resolved, model)
-    check_half_size(resolved, geometry)
     return resolved
 
 
@@ -303,11 +304,13 @@ def _oriented(image: np.ndarray | None, height: int, width: int) -> tuple[int, i
     return width, height
 
 
-def _check_sizes(request: ResolvedRequest, geometry: LatentGeometry) -> None:
+def check_sizes(request: ResolvedRequest, geometry: LatentGeometry) -> None:
+    """Refuse frames, and numbers of them, that are not whole tokens and latents, at full and at half size."""
     for name in ("height", "width"):
         _check_steps(name, getattr(request, name), geometry.pixels_per_token, 0)
     for name in ("num_frames", "base_num_frames", "overlap_history"):
         _check_steps(name, getattr(request, name), geometry.frames_per_latent, 1)
+    _check_half_size(request, geometry)
 
 
 def _check_second_scale(request: ResolvedRequest, settings: VideoSettings) -> None:
@@ -322,8 +325,7 @@ def _check_second_scale(request: ResolvedRequest, settings: VideoSettings) -> No
         )
 
 
-def check_half_size(request: ResolvedRequest, geometry: LatentGeometry) -> None:
-    """Refuse half-size steps that leave none at full size, that frames are too small for, or of unlike frames."""
+def _check_half_size(request: ResolvedRequest, geometry: LatentGeometry) -> None:
     if not (count := request.half_size_steps):
         return
     steps, token = request.num_inference_steps, geometry.pixels_per_token

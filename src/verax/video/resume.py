@@ -23,7 +23,7 @@ KEY = "verax"
 _COMMON = (
     *("negative_prompt", "height", "width", "num_inference_steps", "guidance_scale", "guidance_scale_2", "shift"),
     *("recipe", "solver", "sigmas", "half_size_steps", "fps", "seed"),
-    *("cache", "cache_threshold", "cache_max_skip_steps", "cache_retention_ratio", "cache_curve", "ar_step"),
+    *("cache", "cache_threshold", "cache_max_skip_steps", "cache_retention_ratio", "cache_ratios", "ar_step"),
     *("causal_block_size", "causal_attention", "overlap_history", "mask", "reference_images", "conditioning_scale"),
     *("addnoise_condition", "image", "video", "latents", "prompt_embeds", "negative_prompt_embeds"),
 )

@@ -152,9 +152,9 @@ def make_tables(
     """Tables of a segment.
 
     `forcing`: step of each latent frame in each iteration; None for all frames together. `solver`: one of
-    `solvers.SOLVERS`. `overwritten`: see `solvers.tabulate`; for UniPC only.
+    `solvers.SOLVERS`. `overwritten`: see `solvers.tabulate`.
     """
-    table = solvers.SOLVERS[solver](levels.sigmas, **({"overwritten": overwritten} if solver == "unipc" else {}))
+    table = solvers.SOLVERS[solver](levels.sigmas, overwritten=overwritten)
     together = levels.timesteps, np.arange(len(levels.timesteps), dtype=np.int32), None
     timesteps, row, update = together if forcing is None else forcing
     return jax.tree.map(padded_rows, Tables(table, timesteps, row, update, np.ones(len(timesteps), bool)))

@@ -76,8 +76,8 @@ def tabulate(sigmas: Float32[np.ndarray, "N_and_1"], *, overwritten: bool = Fals
     return SolverTable(*rows.astype(np.float32))
 
 
-def tabulate_euler(sigmas: Float32[np.ndarray, "N_and_1"]) -> SolverTable:
-    """Coefficients of Euler's method, for a schedule as `tabulate` takes it."""
+def tabulate_euler(sigmas: Float32[np.ndarray, "N_and_1"], *, overwritten: bool = False) -> SolverTable:
+    """Coefficients of Euler's method, for a schedule as `tabulate` takes it; it remembers no sample to overwrite."""
     sigma = sigmas.astype(np.float64)
     ratio = sigma[1:] / sigma[:-1]
     zero = np.zeros_like(ratio)
@@ -85,8 +85,8 @@ def tabulate_euler(sigmas: Float32[np.ndarray, "N_and_1"]) -> SolverTable:
     return SolverTable(*(row.astype(np.float32) for row in rows))
 
 
-def tabulate_lcm(sigmas: Float32[np.ndarray, "N_and_1"]) -> SolverTable:
-    """Coefficients of LCM, for a schedule as `tabulate` takes it."""
+def tabulate_lcm(sigmas: Float32[np.ndarray, "N_and_1"], *, overwritten: bool = False) -> SolverTable:
+    """Coefficients of LCM, for a schedule as `tabulate` takes it; it remembers no sample to overwrite."""
     table, sigma = tabulate_euler(sigmas), sigmas.astype(np.float64)[1:]
     return table._replace(e=np.zeros_like(table.e), f=(1 - sigma).astype(np.float32), noise=sigma.astype(np.float32))
 

@@ -8,23 +8,20 @@ import pytest
 
 from tests.support.engine import finish, nothing_compiles, tokens
 from tests.support.invariants import check_engine
-from tests.support.tiny import HYBRID, tiny_checkpoint
 from tests.text.speculative.conftest import (
     GREEDY,
     LOOPING,
-    NGRAM,
     PROMPTS,
     REPEATED,
     SAMPLING,
     assert_unchanged,
     expected,
-    make_llm,
     outputs,
     samples,
     totals,
     without_drafts,
 )
-from verax.errors import InvalidParameterError, UnsupportedModelError
+from verax.errors import InvalidParameterError
 from verax.text.engine.async_llm import AsyncLLM
 from verax.text.engine.engine_config import EngineConfig, SpeculativeConfig
 from verax.text.engine.sampling_params import SamplingParams
@@ -171,12 +168,6 @@ def test_nothing_compiles_after_the_start(ngram):
         for batch in (PROMPTS, PROMPTS[3:4], REPEATED):
             outputs(ngram, batch, SamplingParams(**LOOPING, logprobs=1))
             outputs(ngram, batch, SamplingParams(max_tokens=9, structured_outputs=FORMS["regex"]))
-
-
-def test_recurrent_layers_are_refused(tmp_path):
-    folder = tiny_checkpoint(tmp_path / "hybrid", family="qwen3_5_text", **HYBRID)
-    with pytest.raises(UnsupportedModelError, match="speculative_config: this model has recurrent layers"):
-        make_llm(folder, speculative_config=NGRAM)
 
 
 FLAT, STEEP = StepCost(8, 18), StepCost(1, 1)

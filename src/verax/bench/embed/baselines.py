@@ -1,7 +1,7 @@
 """transformers, onnxruntime and OpenVINO as sides of `verax bench embed`, on the same weights.
 
-What is exported can be run in several ways: batches or single texts, under settings of the library. The fastest one
-counts.
+Each runs with the settings that were its fastest ones on four processors, of those that its documentation proposes:
+threads for a call or for calls at once, batches or single texts.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ import logging
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,38 +22,25 @@ import numpy as np
 from jaxtyping import Float32, Int64
 
 from verax._optional import require_optional
-from verax.bench.harness import import_torch, time_sides, torch_versions
+from verax.bench.harness import import_torch, torch_versions
 from verax.bench.settings import EmbedSettings
-from verax.compare.outputs import compare_vectors
 from verax.embed.settings import EncoderSettings
 from verax.machine import num_cores
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = [
-    "Batches",
-    "Encode",
-    "compile_openvino",
-    "fastest_way",
-    "find_ways",
-    "import_openvino",
-    "one_by_one",
-    "transformers_encode",
-]
-
-TRIAL_TEXTS, TRIAL_RUNS = 128, 3
-"""Most texts that each way of a side runs in a trial, and its rounds, after one that does not count."""
-
-MOST_APART = 0.03
-"""Cosine distance from the vectors of a side's first way, beyond which another way is wrong: some times int8's error.
-
-OpenVINO 2026.4 in int8 returns vectors of another meaning for some texts that are alone in a call, as far as 0.12.
-"""
+__all__ = ["Baseline", "Encode", "compile_openvino", "encode_in_batches", "import_openvino", "make_baseline"]
 
 Encode = Callable[[list[str]], Float32[np.ndarray, "n D"]]
 """Function from texts to their vectors, in order."""
 
-Ways = dict[str, Encode]
-"""Ways to run a model that a library took over, by name: batches of a size under a setting of the library."""
+
+class Baseline(NamedTuple):
+    """A side: its name, its function, the settings that it runs with, and its versions."""
+
+    name: str
+    encode: Encode
+    setting: str
+    versions: dict[str, Any]
 
 
 class Batch(NamedTuple):
@@ -70,72 +55,44 @@ Run = Callable[[Iterable[Batch]], Iterable[tuple[list[int], Float32[np.ndarray, 
 """Function from batches to their rows and vectors, in any order."""
 
 
-@dataclass(frozen=True)
-class Batches:
-    """Batches of a checkpoint's texts, as exported models take them.
+class Runs(NamedTuple):
+    """A model in a library: its run, the library's settings, whether it takes texts one by one, and versions."""
 
-    Attributes:
-        tokenizer: the checkpoint's.
-        max_length: length in tokens that texts are cut to.
-        padding: token id after the end of a text.
-    """
-
-    tokenizer: Tokenizer
-    max_length: int
-    padding: int
-
-    def __call__(self, texts: list[str], batch_size: int) -> Iterator[Batch]:
-        """Batches of at most the given number of texts, the longest first."""
-        tokens = [ids for ids, _ in self.tokenizer.encode_batch(texts, max_length=self.max_length)]
-        order = sorted(range(len(texts)), key=lambda i: -len(tokens[i]))
-        for begin in range(0, len(order), batch_size):
-            rows = order[begin : begin + batch_size]
-            ids = np.full((len(rows), len(tokens[rows[0]])), self.padding, np.int64)
-            mask = np.zeros_like(ids)
-            for i, row in enumerate(rows):
-                ids[i, : len(tokens[row])] = tokens[row]
-                mask[i, : len(tokens[row])] = 1
-            yield Batch(rows, ids, mask)
-
-    def ways(self, setting: str, run: Run, *sizes: int) -> Ways:
-        """Functions that encode texts in batches of each size, by their names."""
-
-        def encode(texts: list[str], size: int) -> Float32[np.ndarray, "n D"]:
-            parts = list(run(self(texts, size)))
-            vectors = np.empty((len(texts), parts[0][1].shape[1]), np.float32)
-            for rows, part in parts:
-                vectors[rows] = part
-            return vectors
-
-        words = lambda size: f"batches of {size}" if size > 1 else "one text a call"
-        return {f"{setting}, {words(size)}": partial(encode, size=size) for size in sizes}
+    run: Run
+    setting: str
+    one_by_one: bool
+    versions: dict[str, Any]
 
 
-def fastest_way(ways: Mapping[str, Encode], texts: list[str]) -> tuple[Encode, dict[str, Any]]:
-    """Time all ways in turn, and take the one of the smallest median, of those whose vectors are the first one's.
-
-    Args:
-        ways: of one model.
-        texts: what the benchmark encodes, of which the first are tried.
-
-    Returns:
-        The function, and the name of its way, sentences/s of each way in the trial, and the wrong ways' distances.
-    """
-    sample = texts[:TRIAL_TEXTS]
-    chosen, rates, wrong = next(iter(ways)), {}, {}
-    if len(ways) > 1:
-        first = ways[chosen](sample)
-        apart = {name: 1 - compare_vectors(first, encode(sample)).min_cosine for name, encode in ways.items()}
-        wrong = {name: distance for name, distance in apart.items() if distance > MOST_APART}
-        trials = time_sides({name: partial(encode, sample) for name, encode in ways.items()}, runs=TRIAL_RUNS)
-        rates = {name: len(sample) / side.median for name, side in trials.items()}
-        chosen = max((name for name in ways if name not in wrong), key=lambda name: rates[name])
-    return ways[chosen], {"way": chosen, "trials": rates, "wrong": wrong}
+MakeBatches = Callable[[list[str], int], Iterator[Batch]]
+"""Function from texts and the most in a batch to batches."""
 
 
-def one_by_one(encode: Encode, texts: list[str]) -> Float32[np.ndarray, "n D"]:
-    """Vectors of texts, each encoded by a call of its own."""
-    return np.concatenate([encode([text]) for text in texts])
+def _make_batches(
+    tokenizer: Tokenizer, max_length: int, padding: int, texts: list[str], batch_size: int
+) -> Iterator[Batch]:
+    """Batches of at most `batch_size` texts, the longest first, each cut to `max_length` tokens."""
+    tokens = [ids for ids, _ in tokenizer.encode_batch(texts, max_length=max_length)]
+    order = sorted(range(len(texts)), key=lambda i: -len(tokens[i]))
+    for begin in range(0, len(order), batch_size):
+        rows = order[begin : begin + batch_size]
+        ids = np.full((len(rows), len(tokens[rows[0]])), padding, np.int64)
+        mask = np.zeros_like(ids)
+        for i, row in enumerate(rows):
+            ids[i, : len(tokens[row])] = tokens[row]
+            mask[i, : len(tokens[row])] = 1
+        yield Batch(rows, ids, mask)
+
+
+def encode_in_batches(
+    make_batches: MakeBatches, run: Run, batch_size: int, texts: list[str]
+) -> Float32[np.ndarray, "n D"]:
+    """Vectors of texts in their order, whatever the order in which batches of them are run."""
+    parts = list(run(make_batches(texts, batch_size)))
+    vectors = np.empty((len(texts), parts[0][1].shape[1]), np.float32)
+    for rows, part in parts:
+        vectors[rows] = part
+    return vectors
 
 
 def _pooled_model(folder: Path, pooling: str, *, dtype: str = "float32", attention: str = "sdpa") -> Any:
@@ -170,55 +127,35 @@ def _pooled_model(folder: Path, pooling: str, *, dtype: str = "float32", attenti
     return PooledModel().eval()
 
 
-def transformers_encode(folder: Path, dtype: str, settings: EncoderSettings, batch_size: int) -> tuple[Encode, dict]:
-    """`SentenceTransformer.encode` without its library, which sorts, pads, runs, pools and normalises; versions."""
-    torch, transformers = import_torch("transformers")
-    versions = torch_versions(torch, transformers)
-    device = versions["torch_device"]
-    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, padding_side="right")
-    model = _pooled_model(folder, settings.pooling, dtype=dtype).to(device)
-    tokenize = partial(tokenizer, padding=True, truncation=True, max_length=settings.max_length, return_tensors="pt")
-
-    def encode(texts: list[str]) -> Float32[np.ndarray, "n D"]:
-        order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
-        vectors = []
-        with torch.inference_mode():
-            for begin in range(0, len(order), batch_size):
-                inputs = tokenize([texts[i] for i in order[begin : begin + batch_size]])
-                vectors.append(model(*(inputs[name].to(device) for name in INPUTS)).float().cpu())
-        return torch.cat(vectors).numpy()[np.argsort(order)]
-
-    return encode, versions
-
-
-def find_ways(
-    library: str, folder: Path, precision: str, encoder: EncoderSettings, texts: list[str], settings: EmbedSettings
-) -> tuple[str, Ways, dict[str, Any]]:
-    """Name of a side that exports the model, the ways to run it, and its versions.
+def make_baseline(
+    name: str, folder: Path, encoder: EncoderSettings, texts: list[str], settings: EmbedSettings
+) -> Baseline:
+    """Side of a name out of `settings.against`.
 
     Args:
-        library: `openvino` or `onnxruntime`.
+        name: a library, or a library and `-int8`.
         folder: of the checkpoint.
-        precision: `float32`, `bfloat16` or `int8`.
         encoder: pooling and length of the checkpoint's texts.
         texts: that int8 is calibrated with.
         settings: of the benchmark.
     """
-    is_openvino = library == "openvino"
-    module = import_openvino() if is_openvino else require_optional(library)
-    # Written out, the products and the softmax are the pattern that onnxruntime's optimizer fuses.
-    source = _pooled_model(folder, encoder.pooling, attention="sdpa" if is_openvino else "eager")
-    batches = Batches(Tokenizer.from_folder(folder), encoder.max_length, source.padding)
-    if not is_openvino and precision == "bfloat16":  # onnxruntime's kernels of a CPU have it on ARM only
+    library, _, precision = name.partition("-")
+    precision = precision or settings.dtype
+    if library == "onnxruntime" and precision == "bfloat16":  # its kernels of a CPU have it on ARM only
         precision = "float32"
-    export = _openvino_runs if is_openvino else _onnxruntime_runs
-    runs, versions = export(module, source, precision, batches(texts[:CALIBRATION_TEXTS], 1))
-    first, *sizes = [1] if settings.latency else sorted({settings.batch_size, 1}, reverse=True)
-    ways: Ways = {}
-    for setting, run in islice(runs, 1 if settings.latency else None):
-        ways |= batches.ways(setting, run, first, *(sizes if ways else ()))
-    versions |= {library: module.__version__.partition("-")[0], f"{library}_threads": num_cores()}
-    return f"{library} {precision}", ways, versions
+    module = import_openvino() if library == "openvino" else require_optional(library)
+    # Written out, the products and the softmax are the pattern that onnxruntime's optimizer fuses.
+    attention = "eager" if library == "onnxruntime" else "sdpa"
+    own = {"dtype": precision} if library == "transformers" else {}
+    source = _pooled_model(folder, encoder.pooling, attention=attention, **own)
+    make_batches = partial(_make_batches, Tokenizer.from_folder(folder), encoder.max_length, source.padding)
+    start = {"transformers": _torch_runs, "onnxruntime": _onnxruntime_runs, "openvino": _openvino_runs}[library]
+    runs = start(module, source, precision, settings.latency, make_batches(texts[:CALIBRATION_TEXTS], 1))
+    size = 1 if settings.latency or runs.one_by_one else settings.batch_size
+    setting = ", ".join(filter(None, (runs.setting, f"batches of {size}" if size > 1 else "one text a call")))
+    versions = {library: module.__version__.partition("-")[0], f"{library}_threads": num_cores()} | runs.versions
+    side = library if library == "transformers" else f"{library} {precision}"
+    return Baseline(side, partial(encode_in_batches, make_batches, runs.run, size), setting, versions)
 
 
 INPUTS, OUTPUT = ("input_ids", "attention_mask"), "vectors"
@@ -226,28 +163,46 @@ INPUTS, OUTPUT = ("input_ids", "attention_mask"), "vectors"
 OPSET = 17
 """Version of ONNX's operators: the first with LayerNormalization. onnxruntime's fusions know what it exports to."""
 
-Runs = tuple[Iterator[tuple[str, Run]], dict[str, Any]]
-"""Functions that run a model by the setting of its library, the best of one call at a time first; and versions."""
+
+def _torch_runs(transformers: Any, source: Any, precision: str, latency: bool, calibration: Iterable[Batch]) -> Runs:
+    """Model as it is, on the CPU or its GPU: what `SentenceTransformer.encode` does without its library."""
+    (torch,) = import_torch()
+    versions = torch_versions(torch)
+    model, device = source.to(versions["torch_device"]), versions["torch_device"]
+
+    def run(batches: Iterable[Batch]) -> Iterator[tuple[list[int], np.ndarray]]:
+        with torch.inference_mode():
+            for batch in batches:
+                inputs = (torch.from_numpy(x).to(device) for x in (batch.ids, batch.mask))
+                yield batch.rows, model(*inputs).float().cpu().numpy()
+
+    return Runs(run, "", False, versions)
 
 
-def _onnxruntime_runs(runtime: Any, source: Any, precision: str, calibration: Iterable[Batch]) -> Runs:
-    """Model exported by torch, fused by onnxruntime's optimizer of transformers.
+def _onnxruntime_runs(runtime: Any, source: Any, precision: str, latency: bool, calibration: Iterable[Batch]) -> Runs:
+    """Model exported by torch, fused by onnxruntime's optimizer of transformers; a call on each core at once.
 
     int8 is onnxruntime's dynamic quantisation: weights by column, activations by tensor as they come.
     """
     require_optional("onnx")
-    cores = num_cores()
+    cores, options = num_cores(), runtime.SessionOptions()
+    threads, at_once = (cores, 1) if latency else (1, cores)
+    options.intra_op_num_threads = threads
+    options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_ALL
     with tempfile.TemporaryDirectory(prefix="verax-bench-") as name:
         path = _exported(source, Path(name), quantized=precision == "int8")
-        sessions = []
-        for threads in (cores, 1):
-            options = runtime.SessionOptions()
-            options.intra_op_num_threads = threads
-            options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_ALL
-            sessions.append(runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"]))
-    settings = f"intra_op_num_threads={cores}", f"intra_op_num_threads=1, {cores} calls at once"
-    runs = [partial(_calls, session, at_once) for session, at_once in zip(sessions, (1, cores), strict=True)]
-    return zip(settings, runs, strict=True), {}
+        session = runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+    def call(batch: Batch) -> tuple[list[int], np.ndarray]:
+        return batch.rows, session.run([OUTPUT], dict(zip(INPUTS, (batch.ids, batch.mask), strict=True)))[0]
+
+    def run(batches: Iterable[Batch]) -> list[tuple[list[int], np.ndarray]]:
+        if at_once == 1:
+            return [call(batch) for batch in batches]
+        with ThreadPoolExecutor(at_once) as pool:
+            return list(pool.map(call, batches))
+
+    return Runs(run, f"intra_op_num_threads={threads}" + f", {at_once} calls at once" * (at_once > 1), True, {})
 
 
 def _exported(source: Any, folder: Path, *, quantized: bool) -> Path:
@@ -293,16 +248,6 @@ def _exported(source: Any, folder: Path, *, quantized: bool) -> Path:
     return folder / "quantized.onnx"
 
 
-def _calls(session: Any, at_once: int, batches: Iterable[Batch]) -> list[tuple[list[int], np.ndarray]]:
-    def call(batch: Batch) -> tuple[list[int], np.ndarray]:
-        return batch.rows, session.run([OUTPUT], dict(zip(INPUTS, (batch.ids, batch.mask), strict=True)))[0]
-
-    if at_once == 1:
-        return [call(batch) for batch in batches]
-    with ThreadPoolExecutor(at_once) as pool:
-        return list(pool.map(call, batches))
-
-
 CALIBRATION_TEXTS = 128
 """Most texts from which int8 takes the ranges of activations; NNCF's own default is 300."""
 
@@ -310,8 +255,8 @@ HINTS = {"float32": "f32", "bfloat16": "bf16", "int8": "bf16"}
 """INFERENCE_PRECISION_HINT by precision: of an int8 model, of the operations that stay in floating point."""
 
 
-def _openvino_runs(openvino: Any, source: Any, precision: str, calibration: Iterable[Batch]) -> Runs:
-    """Model converted by `openvino.convert_model`.
+def _openvino_runs(openvino: Any, source: Any, precision: str, latency: bool, calibration: Iterable[Batch]) -> Runs:
+    """Model converted by `openvino.convert_model`: a batch on all cores in bfloat16, else one on each core.
 
     int8 is NNCF's post-training quantisation of weights and activations (W8A8, SmoothQuant).
     """
@@ -323,15 +268,15 @@ def _openvino_runs(openvino: Any, source: Any, precision: str, calibration: Iter
         model = openvino.convert_model(source, example_input=dict.fromkeys(INPUTS, ids))
     if nncf is not None:
         model = _quantized_by_nncf(nncf, model, calibration)
-
-    def runs() -> Iterator[tuple[str, Run]]:
-        request = compile_openvino(openvino, model, "LATENCY", precision).create_infer_request()
-        yield "PERFORMANCE_HINT=LATENCY", partial(_one_at_a_time, request)
-        streams = compile_openvino(openvino, model, "THROUGHPUT", precision)
-        setting = f"PERFORMANCE_HINT=THROUGHPUT ({streams.get_property('NUM_STREAMS')} streams)"
-        yield setting, partial(_in_streams, openvino.AsyncInferQueue(streams))
-
-    return runs(), {} if nncf is None else {"nncf": nncf.__version__}
+    in_streams = precision != "bfloat16" and not latency
+    hint = "THROUGHPUT" if in_streams else "LATENCY"
+    compiled = compile_openvino(openvino, model, hint, precision)
+    if in_streams:
+        run: Run = partial(_in_streams, openvino.AsyncInferQueue(compiled))
+    else:
+        run = partial(_one_at_a_time, compiled.create_infer_request())
+    versions = {} if nncf is None else {"nncf": nncf.__version__}
+    return Runs(run, f"PERFORMANCE_HINT={hint}", precision == "float32", versions)
 
 
 def compile_openvino(openvino: Any, model: Any, hint: str, precision: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from verax import builtin, checkpoint, models
-from verax.bench.embed.baselines import Encode, fastest_way, find_ways, one_by_one, transformers_encode
+from verax.bench.embed.baselines import Encode, make_baseline
 from verax.bench.harness import Benchmark, case_result, checkpoint_folder, product_weights, time_sides
 from verax.bench.results import rounds, sides_table, slug
 from verax.bench.settings import EmbedSettings
@@ -62,17 +62,13 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
         lengths = encoder.token_counts(texts)
         encoders: dict[str, Encode] = {}
         versions: dict[str, Any] = {}
-        chosen: dict[str, Any] = {}
+        chosen: dict[str, str] = {}
         for name in settings.against:
-            library, _, precision = name.partition("-")
-            if library == "transformers":
-                encoders[name], theirs = transformers_encode(folder, dtype, encoder.settings, batch_size)
-            else:
-                side, ways, theirs = find_ways(library, folder, precision or dtype, encoder.settings, texts, settings)
-                encoders[side], chosen[side] = fastest_way(ways, texts)
-            versions |= theirs
+            side = make_baseline(name, folder, encoder.settings, texts, settings)
+            encoders[side.name], chosen[side.name] = side.encode, side.setting
+            versions |= side.versions
         encoders["verax"] = partial(encoder.encode, batch_size=batch_size, show_progress=False)
-        calls = {name: partial(one_by_one, e, texts) if latency else partial(e, texts) for name, e in encoders.items()}
+        calls = {name: partial(_one_by_one, e, texts) if latency else partial(e, texts) for name, e in encoders.items()}
         begin = time.perf_counter()
         ours = calls["verax"]()
         first_s = time.perf_counter() - begin
@@ -99,11 +95,7 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
     if latency:
         means = (f"{name} {1e3 / side['rate']:.2f} ms" for name, side in case["sides"].items())
         notes.append(f"A sentence: {', '.join(means)}.")
-    for name, side in chosen.items():
-        rates = (f"{rate:.0f} with {way}" for way, rate in side["trials"].items())
-        tried = f"; sentences/s in a trial: {', '.join(rates)}" if side["trials"] else ""
-        wrong = "".join(f"; left out as wrong by {distance:.2g}: {way}" for way, distance in side["wrong"].items())
-        notes.append(f"- {name}, the fastest way that was tried: {side['way']}{tried}{wrong}")
+    notes += [f"- {name}: {setting}" for name, setting in chosen.items()]
     return benchmark.result(
         slug(shapes if shapes not in (None, "minilm") else "", precision, "latency" if latency else ""),
         title=f"Embeddings: {model}, {precision}",
@@ -122,6 +114,10 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
         chosen=chosen,
         accuracy=accuracy,
     )
+
+
+def _one_by_one(encode: Encode, texts: list[str]) -> np.ndarray:
+    return np.concatenate([encode([text]) for text in texts])
 
 
 def _texts(count: int) -> list[str]:

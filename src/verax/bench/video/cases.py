@@ -19,6 +19,7 @@ from verax.bench.harness import Benchmark, case_result, count_products, time_sid
 from verax.bench.results import sides_table, slug, table
 from verax.bench.settings import VideoSettings, check_names
 from verax.bench.video.baselines import Work, make_baseline
+from verax.bench.video.clips import bench_clip
 from verax.checkpoint.load import random_weights
 from verax.checkpoint.video.parts import VAE_2_2, WAN, Renaming, wan_vae_names
 from verax.errors import InvalidParameterError
@@ -61,6 +62,11 @@ SIZES: Mapping[str, Size] = {
 def bench_video(settings: VideoSettings) -> dict[str, Any]:
     """Time stages with random weights in real sizes."""
     check_names("memory", settings.memory, ATTENTION)
+    if settings.stage == ("clip",):
+        sizes = SIZES[settings.size]
+        layers = settings.layers or sizes.transformer.num_layers
+        text_only = replace(sizes.transformer, in_dim=sizes.transformer.out_dim, image_dim=None, num_layers=layers)
+        return bench_clip(settings, text_only, sizes.vae)
     frames, stages, dtype = settings.frames, settings.stage, settings.dtype
     benchmark = Benchmark("video")
     cases, versions = [], {}

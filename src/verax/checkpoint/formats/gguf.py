@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -195,24 +195,48 @@ def other_parts(first: GGUFFile) -> list[GGUFFile]:
     return others
 
 
-class GGUFWeights(GGUFFile):
+class SplitGGUF(GGUFFile):
+    """Tensors of a GGUF file, or of the parts of a split one, each with the part that has it."""
+
+    def __init__(self, path: Path):
+        """Open the file, or the first file of several, and the others with it."""
+        super().__init__(path)
+        self._places: dict[str, tuple[GGUFFile, GGUFTensor]] = {}
+        for part in (self, *other_parts(self)):
+            for name, tensor in part.tensors.items():
+                for key, own in self._weights_of(name, tensor):
+                    if key in self._places:
+                        raise part.fault(f"{name} is there twice")
+                    self._places[key] = part, own
+
+    def _weights_of(self, name: str, tensor: GGUFTensor) -> Iterable[tuple[str, GGUFTensor]]:
+        """Weights of a tensor of the file, by their keys."""
+        return [(name, tensor)]
+
+    def kind(self, name: str) -> str:
+        """Type of a tensor."""
+        return self._places[name][1].kind
+
+    def read_rows(self, name: str) -> np.ndarray:
+        """The bytes of each row of a tensor, uint8 `[F, bytes]`."""
+        part, tensor = self._places[name]
+        return part.view(tensor.start, tensor.end).reshape(tensor.shape[0], -1)
+
+    def release(self, name: str) -> None:
+        """Drop a tensor's pages from memory."""
+        part, tensor = self._places[name]
+        part.release_pages(tensor.start, tensor.end)
+
+
+class GGUFWeights(SplitGGUF):
     """The language model of a GGUF file, or of the parts of a split one: configuration, and weights by their keys."""
 
     def __init__(self, path: Path):
         """Open the file."""
         super().__init__(path)
-        architecture = self._architecture = str(self.metadata.get("general.architecture"))
-        self._places: dict[str, tuple[GGUFFile, GGUFTensor]] = {}
         self._halves: dict[str, tuple[GGUFFile, GGUFTensor]] = {}
         """Second half of a weight whose rows alternate between two tensors."""
-        for part in (self, *other_parts(self)):
-            for name, tensor in part.tensors.items():
-                key = name if name == ROPE_DIVISORS else tensor_key(name, architecture)
-                for own, matrix in _single_experts(key, tensor):
-                    if own in self._places:
-                        raise part.fault(f"{name} is there twice")
-                    self._places[own] = part, matrix
-        if architecture == "gpt-oss":
+        if self._architecture == "gpt-oss":
             self._join_halves()
         divisors = self._places.pop(ROPE_DIVISORS, None)
         factors = {key: self._places.pop(name, None) for name, key in LONGROPE_FACTORS.items()}
@@ -242,6 +266,13 @@ class GGUFWeights(GGUFFile):
             if kind in kinds and len(shape) == 2 and not self._splits_blocks(key, kind)
         }
 
+    @property
+    def _architecture(self) -> str:
+        return str(self.metadata.get("general.architecture"))
+
+    def _weights_of(self, name: str, tensor: GGUFTensor) -> Iterable[tuple[str, GGUFTensor]]:
+        return _single_experts(name if name == ROPE_DIVISORS else tensor_key(name, self._architecture), tensor)
+
     def _splits_blocks(self, key: str, kind: str) -> bool:
         """True if a block has inputs of two value heads of a hybrid, whose heads change places."""
         block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
@@ -258,10 +289,6 @@ class GGUFWeights(GGUFFile):
             shape = tuple(size * 2 if i == axis else size for i, size in enumerate(gate.shape))
             self._places[joined], self._halves[joined] = (part, gate._replace(shape=shape)), up
 
-    def kind(self, name: str) -> str:
-        """Type of a tensor."""
-        return self._places[name][1].kind
-
     def read(self, name: str) -> np.ndarray:
         """A tensor as floats, a view where the file has the same numbers; of a quantised weight, its blocks.
 
@@ -275,7 +302,7 @@ class GGUFWeights(GGUFFile):
                 return np.stack([half.view(DTYPES[kind]) for half in halves], axis=-1).reshape(shape)
             rows = np.stack([half.reshape(shape[0] // 2, -1) for half in halves], axis=1).reshape(shape[0], -1)
         else:
-            rows = part.view(start, end).reshape(shape[0], -1)
+            rows = self.read_rows(name)
         if (heads := rotated(name, self.config)) is not None:
             rows = restored(rows, heads)
         if ".linear_attn." in name:
@@ -304,7 +331,9 @@ class GGUFWeights(GGUFFile):
 
     def release(self, name: str) -> None:
         """Drop a tensor's pages from memory."""
-        for part, tensor in filter(None, (self._places[name], self._halves.get(name))):
+        super().release(name)
+        if name in self._halves:
+            part, tensor = self._halves[name]
             part.release_pages(tensor.start, tensor.end)
 
     def generation_config(self) -> dict[str, float]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from verax.fields import Depth, Size, read_value
+from verax.models.wan import model
 
 Rule = tuple[str, str | tuple[str, ...]]
 
@@ -388,10 +389,7 @@ PARTS: Mapping[str, Part] = {
 }
 """Parts by the names of their folders in diffusers' layout."""
 
-_ORIGINAL, _SKYREELS, _WAN = "WanModel", "SkyReelsV2Transformer3DModel", "WanTransformer3DModel"
-_ORIGINAL_VACE, _VACE = "VaceWanModel", "WanVACETransformer3DModel"
-_ORIGINALS = (_ORIGINAL, _ORIGINAL_VACE)
-PUBLISHED = (*_ORIGINALS, _SKYREELS, _WAN, _VACE)
+PUBLISHED = (*model.ORIGINALS, model.SKYREELS, model.WAN, model.VACE)
 """Class names of the transformers whose two layouts are known here; others are read by the names in their files."""
 
 
@@ -408,9 +406,6 @@ def part_of(name: str, transformer: str) -> Part:
     return Part(what=what, original=name, pattern=Part.dropped, names=lambda config: Renaming([]), stem=stem)
 
 
-_FIRST_AND_LAST = 514
-"""Positions of an image encoder's states of two pictures, of Wan2.1-FLF2V."""
-
 _SIZES = {"ffn_dim": "ffn_dim", "freq_dim": "freq_dim", "in_dim": "in_channels", "out_dim": "out_channels"} | {
     **{"vace_layers": "vace_layers", "vace_in_dim": "vace_in_channels"},
     "num_heads": "num_attention_heads",
@@ -421,7 +416,7 @@ _SIZES = {"ffn_dim": "ffn_dim", "freq_dim": "freq_dim", "in_dim": "in_channels",
 
 _UNSAID = {"patch_size": [1, 2, 2], "text_dim": 4096, "rope_max_seq_len": 1024, "cross_attn_norm": True} | {
     "qk_norm": "rms_norm_across_heads",
-    "image_dim": 1280,
+    "image_dim": model.IMAGE_DIM,
     "pos_embed_seq_len": None,
     "num_frame_per_block": 1,
 }
@@ -440,9 +435,9 @@ def original_transformer(
         boundary_ratio: where the second transformer begins, which is kept too; None for a model with one.
         expand_timesteps: True for a model of text and image, whose frames have a time each.
     """
-    if config.get("_class_name", _ORIGINAL) in _ORIGINALS:
+    if config.get("_class_name", model.ORIGINAL) in model.ORIGINALS:
         return {**config, "pipeline": pipeline}
-    is_vace = config["_class_name"] == _VACE
+    is_vace = config["_class_name"] == model.VACE
     in_channels = read_value(config, "in_channels", Size, 16)
     image = in_channels > read_value(config, "out_channels", Size, in_channels)
     ends = "flf2v" if config.get("pos_embed_seq_len") is not None else "i2v"
@@ -455,7 +450,7 @@ def original_transformer(
     if boundary_ratio is not None:
         more["boundary_ratio"] = boundary_ratio
     return {
-        "_class_name": _ORIGINAL_VACE if is_vace else _ORIGINAL,
+        "_class_name": model.ORIGINAL_VACE if is_vace else model.ORIGINAL,
         "model_type": "vace" if is_vace else ends if image else "ti2v" if expand_timesteps else "t2v",
         "dim": read_value(config, "num_attention_heads", Size) * read_value(config, "attention_head_dim", Size),
         **{ours: config[theirs] for ours, theirs in _SIZES.items() if theirs in config},
@@ -471,7 +466,7 @@ def diffusers_transformer(config: Mapping[str, Any], pipeline: str) -> dict[str,
 
     `config`: config.json of either layout.
     """
-    if (name := config.get("_class_name", _ORIGINAL)) not in _ORIGINALS:
+    if (name := config.get("_class_name", model.ORIGINAL)) not in model.ORIGINALS:
         return dict(config)
     image = has_image_states(config)
     unsaid = dict(_UNSAID)
@@ -479,11 +474,12 @@ def diffusers_transformer(config: Mapping[str, Any], pipeline: str) -> dict[str,
         del unsaid["num_frame_per_block"]
     more = {name: config.get(name, value) for name, value in unsaid.items()}
     if config.get("model_type") == "flf2v":
-        more["pos_embed_seq_len"] = more["pos_embed_seq_len"] or _FIRST_AND_LAST
+        more["pos_embed_seq_len"] = more["pos_embed_seq_len"] or model.FIRST_AND_LAST
     more["qk_norm"] = _UNSAID["qk_norm"] if more["qk_norm"] is True else more["qk_norm"]
     dim = read_value(config, "dim", Size)
+    plain = model.SKYREELS if _is_skyreels(pipeline) else model.WAN
     return {
-        "_class_name": _VACE if name == _ORIGINAL_VACE else _SKYREELS if _is_skyreels(pipeline) else _WAN,
+        "_class_name": model.VACE if name == model.ORIGINAL_VACE else plain,
         "attention_head_dim": dim // read_value(config, "num_heads", Size),
         **{theirs: config[ours] for ours, theirs in _SIZES.items() if ours in config},
         **({"inject_sample_info": config["inject_sample_info"]} if "inject_sample_info" in config else {}),
@@ -495,7 +491,7 @@ def diffusers_transformer(config: Mapping[str, Any], pipeline: str) -> dict[str,
 
 def has_image_states(config: Mapping[str, Any]) -> bool:
     """True if a transformer attends to an image encoder's states, by its config.json of either layout."""
-    if config.get("_class_name", _ORIGINAL) not in _ORIGINALS:
+    if config.get("_class_name", model.ORIGINAL) not in model.ORIGINALS:
         return config.get("image_dim") is not None
     return config.get("model_type") in ("i2v", "flf2v") and config.get("image_dim", _UNSAID["image_dim"]) is not None
 
@@ -519,7 +515,7 @@ def pipeline_name(config: Mapping[str, Any], folder: str) -> str:
     family = "SkyReelsV2" if "inject_sample_info" in config else "Wan"
     if family == "SkyReelsV2" and (config["inject_sample_info"] or re.search(r"(?i)(^|\W|_)DF(\W|_|$)", folder)):
         return "SkyReelsV2DiffusionForcingPipeline"
-    if config.get("_class_name") == _ORIGINAL_VACE:
+    if config.get("_class_name") == model.ORIGINAL_VACE:
         return "WanVACEPipeline"
     return family + ("ImageToVideoPipeline" if config.get("model_type") in ("i2v", "flf2v") else "Pipeline")
 

@@ -29,7 +29,7 @@ import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from verax.checkpoint.checkpoint import DerivedFile, TensorFile
-from verax.checkpoint.formats.gguf import DTYPES, GGUFFile, GGUFTensor, block_entry, other_parts
+from verax.checkpoint.formats.gguf import DTYPES, SplitGGUF, block_entry
 from verax.checkpoint.formats.quantized import QuantizedEntry, describe_scaled
 from verax.checkpoint.formats.safetensors import TensorInfo
 from verax.errors import CheckpointError, UnsupportedModelError
@@ -140,7 +140,7 @@ def _describe_blocks(file: GGUFPart, key: str, name: str) -> Stored:
     return Stored(block_entry(file.path, name, file.blocks[key], (info.shape[0], info.shape[1])), {name: rows})
 
 
-class GGUFPart(GGUFFile):
+class GGUFPart(SplitGGUF):
     """Tensors of a part of a video model, by their names in the GGUF file."""
 
     def __init__(self, path: Path, name: str):
@@ -156,9 +156,6 @@ class GGUFPart(GGUFFile):
             raise UnsupportedModelError(
                 f"{path}: general.architecture {given!r} is not a {name.replace('_', ' ')} of a video model; {wanted}"
             )
-        self._places: dict[str, tuple[GGUFFile, GGUFTensor]] = {}
-        for part in (self, *other_parts(self)):
-            self._places |= {key: (part, tensor) for key, tensor in part.tensors.items()}
         floats = np.dtype(np.float32)
         self.tensors: dict[str, Any] = {
             key: TensorInfo(DTYPES.get(tensor.kind, floats), self._shape(key), tensor.start, tensor.end)
@@ -185,15 +182,6 @@ class GGUFPart(GGUFFile):
             raise self.fault(f"{key} of shape {list(stored)} cannot be of shape {list(original)}")
         return tuple(original)
 
-    def kind(self, name: str) -> str:
-        """Type of a tensor."""
-        return self._places[name][1].kind
-
-    def read_rows(self, name: str) -> np.ndarray:
-        """The bytes of each row of a tensor, uint8 `[F, bytes]`."""
-        part, tensor = self._places[name]
-        return part.view(tensor.start, tensor.end).reshape(tensor.shape[0], -1)
-
     def read(self, name: str) -> np.ndarray:
         """A tensor as floats, a view where the file has the same numbers."""
         rows, kind, shape = self.read_rows(name), self.kind(name), self.tensors[name].shape
@@ -202,11 +190,6 @@ class GGUFPart(GGUFFile):
         width = self._places[name][1].shape[-1]
         blocks = rows.reshape(math.prod(self._places[name][1].shape) // width, -1)
         return gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind]).reshape(shape)
-
-    def release(self, name: str) -> None:
-        """Drop a tensor's pages from memory."""
-        part, tensor = self._places[name]
-        part.release_pages(tensor.start, tensor.end)
 
 
 def wan_config(shapes: Mapping[str, tuple[int, ...]], where: Path) -> dict[str, Any]:

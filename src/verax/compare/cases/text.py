@@ -61,8 +61,8 @@ NOTHING = Inputs()
 """Inputs that give nothing, so that all is random."""
 
 
-WEIGHTS = (r"(attn|attention|attention\.self|SelfAttention)\[1\]$",)
-"""Outputs of transformers' modules that ours do not have: the weights of eager attention."""
+WEIGHTS = (r"(attn|attention|attention\.self|SelfAttention)\[1\]$", r"\.mlp\[1\]$")
+"""Outputs of transformers' modules that ours do not have: weights of eager attention, and of gpt-oss's experts."""
 
 
 def text_case(

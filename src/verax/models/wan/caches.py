@@ -14,31 +14,27 @@ from verax.models.video_model import TeaCache
 _SMALL = 2048
 """Width up to which a model counts as 1.3B (which is 1,536 wide; 14B is 5,120)."""
 
-_TEACACHE: dict[tuple[str, bool], tuple[float, ...]] = {
-    ("i2v-540", True): (2.57151496e05, -3.54229917e04, 1.40286849e03, -1.35890334e01, 1.32517977e-01),
-    ("i2v-540", False): (-3.02331670e02, 2.23948934e02, -5.25463970e01, 5.87348440e00, -2.01973289e-01),
-    ("i2v-720", True): (8.10705460e03, 2.13393892e03, -3.72934672e02, 1.66203073e01, -4.17769401e-02),
-    ("i2v-720", False): (-114.36346466, 65.26524496, -18.82220707, 4.91518089, -0.23412683),
-    ("1.3b", True): (-5.21862437e04, 9.23041404e03, -5.28275948e02, 1.36987616e01, -4.99875664e-02),
-    ("1.3b", False): (2.39676752e03, -1.31110545e03, 2.01331979e02, -8.29855975e00, 1.37887774e-01),
-    ("14b", True): (-3.03318725e05, 4.90537029e04, -2.65530556e03, 5.87365115e01, -3.15583525e-01),
-    ("14b", False): (-5784.54975374, 5449.50911966, -1811.16591783, 256.27178429, -13.02252404),
+_TEACACHE: dict[str, tuple[float, ...]] = {
+    "i2v-540": (2.57151496e05, -3.54229917e04, 1.40286849e03, -1.35890334e01, 1.32517977e-01),
+    "i2v-720": (8.10705460e03, 2.13393892e03, -3.72934672e02, 1.66203073e01, -4.17769401e-02),
+    "1.3b": (-5.21862437e04, 9.23041404e03, -5.28275948e02, 1.36987616e01, -4.99875664e-02),
+    "14b": (-3.03318725e05, 4.90537029e04, -2.65530556e03, 5.87365115e01, -3.15583525e-01),
 }
+"""Of the authors' `use_ret_steps`, which compares the projection of time's embedding and keeps 5 first steps."""
 
 
-def teacache_for(*, width: int, image_to_video: bool, pixels: int, projected: bool = True) -> TeaCache:
+def teacache_for(*, width: int, image_to_video: bool, pixels: int) -> TeaCache:
     """Coefficients that the authors of TeaCache fitted to a model and a size of frame.
 
     Args:
         image_to_video: True if the model takes an image through channels of its own.
         pixels: pixels of a frame; up to 544 x 960 counts as 540P, more as 720P.
-        projected: by `e0` with 5 first steps kept (`use_ret_steps`); otherwise by `e` with the first and last kept.
     """
     if image_to_video:
         row = "i2v-540" if pixels <= 544 * 960 else "i2v-720"
     else:
         row = "1.3b" if width <= _SMALL else "14b"
-    return TeaCache(_TEACACHE[row, projected], projected, *((5, 0) if projected else (1, 1)))
+    return TeaCache(_TEACACHE[row], kept=5)
 
 
 _CURVES = Path(__file__).with_name("magcache.json")

@@ -27,12 +27,14 @@ from verax.models.video_model import (
     Pictures,
     ReferenceRules,
     TeaCache,
+    TinyDecoderKind,
     VideoModel,
     VideoSettings,
     flow_sigmas,
 )
 from verax.models.wan.caches import magcache_for, teacache_for
 from verax.models.wan.model import WanConfig, WanModel
+from verax.models.wan.tiny_vae import TinyDecoder, TinyDecoderConfig
 from verax.models.wan.vace import encode_control
 from verax.models.wan.vae import WanVae, WanVaeConfig
 
@@ -242,6 +244,9 @@ class WanVideoModel(VideoModel):
             image_encoder=None if image is None else Network("image_encoder", "image encoder", CLIPVisionModel, image),
             transformers=transformers,
             vae=Network("vae", "video VAE", WanVae, vae),
+            tiny_decoder=TinyDecoderKind(
+                "taew2_2" if vae.pixels_per_latent == 16 else "taew2_1", TinyDecoder, TinyDecoderConfig.from_shapes
+            ),
         )
 
     def teacache(self, pixels: int) -> TeaCache:

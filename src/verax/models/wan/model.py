@@ -96,7 +96,7 @@ class WanConfig:
         image_dim = _original_image_dim(config) if original else _diffusers_image_dim(config, dim)
         first_and_last = FIRST_AND_LAST if config.get("model_type") == "flf2v" else None
         positions = read_value(config, "pos_embed_seq_len", Size, first_and_last)
-        if kind in _VACE and not sizes.get("vace_layers"):
+        if kind in (ORIGINAL_VACE, VACE) and not sizes.get("vace_layers"):
             sizes["vace_layers"] = tuple(range(0, sizes["num_layers"], 2 if original else 5))
         return cls(**sizes, dim=dim, image_dim=image_dim, image_positions=positions, patch=patch[1])
 
@@ -104,6 +104,11 @@ class WanConfig:
     def takes_fps(self) -> bool:
         """True if the frames per second are an input of the model."""
         return self.inject_sample_info
+
+    @property
+    def control_layers(self) -> int:
+        """Number of layers that a control condition is added to."""
+        return len(self.vace_layers)
 
     @property
     def head_dim(self) -> int:
@@ -134,12 +139,15 @@ _DIFFUSERS = {
     "out_dim": "out_channels",
     "max_positions": "rope_max_seq_len",
 }
-ORIGINALS, _VACE = ("WanModel", "VaceWanModel"), ("VaceWanModel", "WanVACETransformer3DModel")
+ORIGINAL, ORIGINAL_VACE = ORIGINALS = ("WanModel", "VaceWanModel")
+SKYREELS, WAN, VACE = "SkyReelsV2Transformer3DModel", "WanTransformer3DModel", "WanVACETransformer3DModel"
+"""Class names of transformers: the originals', then diffusers'."""
+
 _KEYS = {
     **{name: {"max_positions": "rope_max_seq_len"} for name in ORIGINALS},
-    "SkyReelsV2Transformer3DModel": _DIFFUSERS,
-    "WanTransformer3DModel": _DIFFUSERS,
-    "WanVACETransformer3DModel": {**_DIFFUSERS, "vace_in_dim": "vace_in_channels"},
+    SKYREELS: _DIFFUSERS,
+    WAN: _DIFFUSERS,
+    VACE: {**_DIFFUSERS, "vace_in_dim": "vace_in_channels"},
 }
 """Keys of config.json that are not `WanConfig`'s names, by class name."""
 
@@ -147,7 +155,7 @@ _KEYS = {
 def _original_image_dim(config: Mapping[str, Any]) -> int | None:
     """`image_dim`, which published originals leave out; null is a model without an image encoder, as Wan 2.2's are."""
     kind = config.get("model_type", "t2v")
-    known = ("t2v", "vace") if config.get("_class_name") in _VACE else ("t2v", "i2v", "flf2v", "ti2v")
+    known = ("t2v", "vace") if config.get("_class_name") == ORIGINAL_VACE else ("t2v", "i2v", "flf2v", "ti2v")
     if kind not in known:
         raise UnsupportedModelError(f"model_type {kind!r} is not supported; those supported are {', '.join(known)}")
     seen = kind in ("i2v", "flf2v")

@@ -131,6 +131,14 @@ _OPTIONS = {
 }
 """Options of the request that images and clips are for, by their fields; `image` may become `video`."""
 
+_CACHES = ("cache", "cache_threshold", "cache_max_skip_steps", "cache_retention_ratio")
+
+_SAME = (
+    *("num_inference_steps", "guidance_scale", "guidance_scale_2", "recipe", "negative_prompt", "conditioning_scale"),
+    *_CACHES,
+)
+"""Options of the request that have the names of their fields, and the checkpoint's value if absent."""
+
 _FILES = tuple(name for name in _OPTIONS if name != "image_reference")
 """Fields of a form that may be files; the last one several times."""
 
@@ -243,23 +251,14 @@ def resolve(
         last_image=None if last is None else last[0],
         mask=mask,
         reference_images=[picture[0] for picture in media.get("reference_images", ())],
-        conditioning_scale=body.conditioning_scale,
-        negative_prompt=body.negative_prompt,
         height=height,
         width=width,
         num_frames=_num_frames(body, pipeline, fps),
-        num_inference_steps=body.num_inference_steps,
-        guidance_scale=body.guidance_scale,
-        guidance_scale_2=body.guidance_scale_2,
         shift=body.flow_shift,
-        recipe=body.recipe,
-        cache=body.cache,
-        cache_threshold=body.cache_threshold,
-        cache_max_skip_steps=body.cache_max_skip_steps,
-        cache_retention_ratio=body.cache_retention_ratio,
         half_size_steps=body.half_size_steps or 0,
         fps=fps,
         seed=secrets.randbelow(_DRAWN_SEEDS) if body.seed is None else body.seed % _SEEDS,
+        **{name: getattr(body, name) for name in _SAME},
     )
     try:
         return pipeline.resolve(request)
@@ -512,8 +511,7 @@ def _video(job: VideoJob) -> dict[str, Any]:
     """State of a clip: OpenAI's fields, then the settings by which it can be made again."""
     request = job.request
     settings = ("num_frames", "fps", "num_inference_steps", "guidance_scale", "recipe", "negative_prompt", "seed")
-    caches = ("cache", "cache_threshold", "cache_max_skip_steps", "cache_retention_ratio")
-    settings += caches if request.cache is not None else caches[:1]
+    settings += _CACHES if request.cache is not None else _CACHES[:1]
     settings += ("half_size_steps",) if request.half_size_steps else ()
     return {
         "id": job.id,

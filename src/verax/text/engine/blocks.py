@@ -9,6 +9,10 @@ same sliding window share a table. Block i of a table holds the same tokens in e
 before the window of every token to come are given back: their places in the table are 0. A query at position i sees the
 keys j with i - window < j <= i, as transformers counts.
 
+In models with recurrent layers a prefix is continued from the state that it left. States are kept where texts are
+likely to part: at the last full block of a prompt, and where a prompt parts from an earlier text. A state is a row of
+an array on the device; the least recently used one is replaced.
+
 The host counts blocks; `verax.ops` calls the same rows of the cache pages. Block i is page i.
 """
 
@@ -25,6 +29,10 @@ from verax.text.engine.request import Sequence
 WINDOW_FRACTION = 0.5
 """Part of the memory beyond one whole sequence that windows take before full attention does. Short sequences fill both
 alike, long ones almost only full attention: either gets at least half of what a division made for it would hold."""
+
+LEAST_KEPT = 128
+"""Tokens of the shortest prefix whose recurrent state is kept: the rest of the prompt takes a step of its own, which
+costs as much as some 32 tokens (`scheduler.STEP_OVERHEAD`)."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +118,10 @@ class Prefix:
     """Number of blocks."""
     blocks: list[int]
     """Block of each cache group that holds `tokens` after the prefix before them; 0 if none does."""
+    state: int | None = None
+    """Row of the recurrent state that the prefix has left; None if it is not kept."""
     uses: int = 0
-    """Number of those blocks, of prefixes that are a block longer, and of sequences that continue it."""
+    """Number of those blocks and the state, of prefixes that are a block longer, and of sequences that continue it."""
 
 
 class PrefixTree:
@@ -231,6 +241,43 @@ class BlockPool:
             self._tree.drop_use(prefix)
 
 
+class StatePool:
+    """Rows of kept recurrent states by number. The least recently used one is replaced."""
+
+    def __init__(self, prefixes: PrefixTree, num_rows: int):
+        self._tree = prefixes
+        self._rows: OrderedDict[int, Prefix | None] = OrderedDict((row, None) for row in range(num_rows))
+
+    def use(self, prefix: Prefix) -> int:
+        """Row of a prefix's kept state, which becomes the most recently used one."""
+        assert prefix.state is not None
+        self._rows.move_to_end(prefix.state)
+        return prefix.state
+
+    def keep(self, prefix: Prefix) -> int:
+        """Row for the state that a prefix has left, which has none yet."""
+        row = next(iter(self._rows))
+        self._forget(row)
+        self._rows[row] = prefix
+        self._rows.move_to_end(row)
+        prefix.state = row
+        prefix.uses += 1
+        self._tree.version += 1
+        return row
+
+    def reset(self) -> None:
+        """Forget every state."""
+        for row in self._rows:
+            self._forget(row)
+
+    def _forget(self, row: int) -> None:
+        prefix, self._rows[row] = self._rows[row], None
+        if prefix is not None:
+            prefix.state = None
+            self._tree.version += 1
+            self._tree.drop_use(prefix)
+
+
 class BlockManager:
     """Allocation with reference counts, a prefix cache over full blocks, and least recently used eviction.
 
@@ -239,7 +286,7 @@ class BlockManager:
     lists every block that tokens to come attend to.
 
     `num_blocks`: blocks of each cache group, block 0 included. `windows`: sliding window of each group; None for full
-    attention.
+    attention. `num_states`: rows for recurrent states that prefixes left; None for a model without.
     """
 
     def __init__(
@@ -249,6 +296,7 @@ class BlockManager:
         *,
         windows: abc.Sequence[int | None] = (None,),
         enable_prefix_caching: bool = True,
+        num_states: int | None = None,
     ):
         if min(num_blocks) < 2 or block_size < 1:
             raise ValueError(f"a cache needs at least 2 blocks of at least 1 token, got {num_blocks} of {block_size}")
@@ -262,6 +310,7 @@ class BlockManager:
         self._held: dict[Sequence, Prefix] = {}
         """Full blocks of each sequence that owns some, as far as they are registered."""
         self._windowed = [pool for pool in self._pools if pool.window is not None]
+        self._states = StatePool(self._prefixes, num_states) if num_states and enable_prefix_caching else None
         self.num_queries = 0
         """Tokens of admitted sequences that were looked up in the prefix cache."""
         self.num_hits = 0
@@ -305,6 +354,11 @@ class BlockManager:
             sequence.tables.append(table)
         self._hold(sequence, prefixes[-1] if prefixes else self._prefixes.root(sequence.adapter_id))
         sequence.num_computed = computed
+        if self._states is not None:
+            parting = sequence.matched[2] if looked_up and sequence.matched is not None else 0
+            ends = sorted({parting, (len(sequence.tokens) - 1) // self.block_size})
+            borders = [length * self.block_size for length in ends]
+            sequence.state_borders = [border for border in borders if border > computed and border >= LEAST_KEPT]
         if looked_up and self.enable_prefix_caching:
             self.num_queries += len(sequence.tokens)
             self.num_hits += computed
@@ -350,6 +404,26 @@ class BlockManager:
         if prefix is not before:
             self._hold(sequence, prefix)
 
+    def state_to_restore(self, prefix: Prefix) -> int | None:
+        """Row of the state that a prefix has left; None in a model without states."""
+        return None if self._states is None else self._states.use(prefix)
+
+    def state_to_keep(self, sequence: Sequence) -> Prefix | None:
+        """The registered prefix of a sequence if its computed tokens end where the state is to be kept, else None."""
+        borders = sequence.state_borders
+        if self._states is None or not borders or sequence.num_computed < borders[0]:
+            return None
+        border, prefix = borders.pop(0), self._held[sequence]
+        return prefix if border == sequence.num_computed == prefix.length * self.block_size else None
+
+    def keep_state(self, prefix: Prefix) -> int | None:
+        """Row into which the state that a prefix has left is to be copied; None if it is kept already."""
+        assert self._states is not None
+        if prefix.state is None:
+            return self._states.keep(prefix)
+        self._states.use(prefix)
+        return None
+
     def release(self, sequence: Sequence) -> None:
         """Give all blocks of a sequence back. Ends of prefixes are evicted before their beginnings."""
         for pool, table in zip(self._pools, sequence.tables, strict=True):
@@ -362,12 +436,15 @@ class BlockManager:
         """Forget every cached prefix; running sequences keep their blocks."""
         for pool in self._pools:
             pool.reset()
+        if self._states is not None:
+            self._states.reset()
 
     def match_prefix(self, sequence: Sequence) -> list[Prefix]:
         """Prefixes of 1, 2, ... n blocks of a sequence: the most after which all that is attended to is cached.
 
-        The same adapter computed them. The last token is left out: it is always computed. The sequence
-        keeps them until the tree changes, so that one that waits is not compared in every step.
+        In models with recurrent layers the state after the last one is kept too. The same adapter computed them. The
+        last token is left out: it is always computed. The sequence keeps them until the tree changes, so that one that
+        waits is not compared in every step.
         """
         if not self.enable_prefix_caching:
             return []
@@ -376,7 +453,7 @@ class BlockManager:
         if sequence.matched is not None and sequence.matched[0] == state:
             return sequence.matched[1]
         prefixes: list[Prefix] = []
-        usable = 0
+        usable = parting = 0
         missing = [0] * len(self._pools)  # by group: length of the last prefix that has no block
         root = self._prefixes.root(sequence.adapter_id)
         for prefix in self._prefixes.along(root, tokens, (len(tokens) - 1) // self.block_size):
@@ -388,8 +465,9 @@ class BlockManager:
                 first = first_block(prefix.length * self.block_size, pool.window, self.block_size)
                 ends = ends and missing[pool.group] <= first
             if ends:
-                usable = prefix.length
-        sequence.matched = state, prefixes[:usable]
+                parting = prefix.length
+                usable = usable if self._states is not None and prefix.state is None else parting
+        sequence.matched = state, prefixes[:usable], parting
         return prefixes[:usable]
 
     def _give_back(self, pool: BlockPool, table: list[int], count: int) -> None:

@@ -303,6 +303,7 @@ class Engine:
         tokens = self.runner.read(pending.output.tokens)
         now = time.perf_counter()
         progressed: dict[Request, None] = {}
+        kept = [1] * len(pending.schedule.chunks)
         for row, chunk in enumerate(pending.schedule.chunks):
             sequence = chunk.sequence
             if chunk.sequence.request.params.prompt_logprobs is not None and not sequence.finished:
@@ -326,9 +327,12 @@ class Engine:
                 if sequence.finished or not holds:
                     break
                 sequence.num_computed += 1
+                kept[row] += 1
             if chunk.drafts and self.speculator is not None:
                 self.speculator.record(sequence, len(chunk.drafts), accepted)
             progressed[request] = None
+        if pending.schedule.verify_tokens:
+            self.runner.replay(pending.schedule, kept)
         return list(progressed)
 
     def _take(self, sequence: Sequence, pending: PendingStep, row: int, token: int) -> None:

@@ -168,9 +168,9 @@ class EngineConfig:
     )
     enable_prefix_caching: bool | None = option(
         None,
-        "Keep full blocks of earlier requests for prompts that begin alike. If None: yes, but not in a model with "
-        "recurrent layers, whose state after a prefix no block holds.",
-        shown="where the model can",
+        "Keep full blocks of earlier requests for prompts that begin alike, and in a model with recurrent layers some "
+        "of the states that prefixes left. If None: yes, unless the memory has no room for such a state.",
+        shown="where there is room",
     )
     seed: int = option(
         0,

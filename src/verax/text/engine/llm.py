@@ -49,16 +49,6 @@ from verax.text.tokens.tokenizer import Tokenizer, eos_token_ids
 
 _log = logging.getLogger("verax.text")
 
-NO_PREFIX_CACHE = (
-    "this model has recurrent layers: to continue a shared prefix they need the state that it left, which blocks "
-    "of keys and values do not hold"
-)
-
-NO_ROLLBACK = (
-    "this model has recurrent layers, whose state cannot go back to before a draft that did not hold; leave "
-    "speculative_config out"
-)
-
 
 class LLM:
     """A language model ready to generate: weights on the device, programs compiled.
@@ -568,12 +558,6 @@ def _new_engines(
     enable_compilation_cache()
     model = models[0]
     recurrent = state_bytes(model.config) > 0
-    if recurrent and config.enable_prefix_caching:
-        raise InvalidParameterError(f"enable_prefix_caching: {NO_PREFIX_CACHE}")
-    if recurrent:
-        _log.info("prefix caching is off: %s", NO_PREFIX_CACHE)
-    if recurrent and config.speculation is not None:
-        raise UnsupportedModelError(f"speculative_config: {NO_ROLLBACK}")
     if config.uses_prediction_head and not prediction_layers(model.config):
         raise UnsupportedModelError(
             'speculative_config: the method "mtp" needs a model with its head of multi-token prediction'
@@ -612,7 +596,7 @@ def _new_engines(
     if hosts is not None:
         target = ops.target().device_kind
         hosts.agree({"model": model.config, "draft model": draft_config, "target": target, **asdict(sizes)})
-    caching = not recurrent if config.enable_prefix_caching is None else config.enable_prefix_caching
+    caching = config.enable_prefix_caching is not False and bool(sizes.num_kept_states or not recurrent)
     seeds = np.random.default_rng(config.seed)
     engines = []
     for model, mesh, draft, slots in zip(models, meshes, drafts, adapters, strict=True):
@@ -624,6 +608,7 @@ def _new_engines(
             sizes.block_size,
             windows=[group.window for group in sizes.groups],
             enable_prefix_caching=caching,
+            num_states=sizes.num_kept_states if recurrent else None,
         )
         scheduler = Scheduler(
             blocks,

@@ -142,8 +142,11 @@ class Sequence:
     """Tokens that the model's prediction head has not read, because only decode steps computed them."""
     is_predicted: bool = False
     """True if the head has read the newest token, so that the next step can draft."""
-    matched: tuple[tuple[int, int], list[Any]] | None = None
-    """Cached prefixes of its tokens, with the version of the prefix tree and the number of tokens that they are of."""
+    matched: tuple[tuple[int, int], list[Any], int] | None = None
+    """Cached prefixes of its tokens, with the version of the prefix tree and the number of tokens that they are of, and
+    the blocks of keys and values that are cached, in models with recurrent layers of a longer prefix."""
+    state_borders: list[int] = field(default_factory=list)
+    """Numbers of computed tokens, ascending, after which its recurrent state is to be kept."""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None

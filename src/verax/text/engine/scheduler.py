@@ -54,6 +54,10 @@ class Schedule:
 
     chunks: list[Chunk] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
+    restored: list[tuple[int, int]] = field(default_factory=list)
+    """Kept recurrent states, by row, that are copied into slots before the step: (row, slot)."""
+    kept: list[tuple[int, int]] = field(default_factory=list)
+    """Recurrent states of slots that are copied into rows after the step: (slot, row)."""
     verify_tokens: int = 0
     """Tokens of a step that verifies drafts, with those that got blocks and were dropped since; 0 for other steps."""
 
@@ -114,6 +118,8 @@ class Scheduler:
         self.num_waiting_tokens = 0
         self.num_preemptions = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._leaving: list[tuple[int, Prefix]] = []
+        """Slots whose recurrent state is to be kept after the step that is being planned, with the prefixes."""
 
     @property
     def has_work(self) -> bool:
@@ -142,9 +148,14 @@ class Scheduler:
         for sequence in list(self.running):
             if budget > 0 and sequence.state is SequenceState.RUNNING and sequence.num_to_compute > 1:
                 # Not yet planned in the loop above: its plan would have left 0 or 1 to compute.
-                budget -= self._plan(plan, sequence, min(sequence.num_to_compute, budget))
+                budget -= self._plan(plan, sequence, budget)
         # A sequence that this plan preempted is the first to wait, and is not admitted: the others took its blocks.
         self._admit(plan, budget)
+        # States are restored before the step, so what this step leaves is found by the next plan at the earliest.
+        for slot, prefix in self._leaving:
+            if (row := self.blocks.keep_state(prefix)) is not None:
+                plan.kept.append((slot, row))
+        self._leaving.clear()
         return plan
 
     def reserve(self, plan: Schedule, num_drafts: abc.Mapping[Sequence, int]) -> list[Sequence]:
@@ -205,11 +216,13 @@ class Scheduler:
             sequence.adapter_slot = None if adapter is None else self.adapters.acquire(adapter)
             self.running.append(sequence)
             plan.admitted.append(sequence)
+            if prefixes and (row := self.blocks.state_to_restore(prefixes[-1])) is not None:
+                plan.restored.append((row, sequence.slot))
             if sequence.request.num_cached_tokens is None:
                 # A request that began with an answer so far may find its tokens too.
                 sequence.request.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt)
                 sequence.request.note(first_scheduled_time=time.perf_counter())
-            budget -= self._plan(plan, sequence, min(sequence.num_to_compute, budget))
+            budget -= self._plan(plan, sequence, budget)
 
     def _find_room(self, sequence: Sequence) -> list[Prefix] | None:
         """The cached prefixes of a waiting sequence that could be admitted now; None if it has to wait."""
@@ -222,12 +235,15 @@ class Scheduler:
         chunk, use_cache = self.max_num_batched_tokens, _uses_cache(sequence)
         return self.blocks.find_room(sequence, room, chunk=chunk, use_cache=use_cache)
 
-    def _plan(self, plan: Schedule, sequence: Sequence, count: int) -> int:
-        """Add a chunk of `count` tokens, preempting later sequences for its blocks if needed.
+    def _plan(self, plan: Schedule, sequence: Sequence, most: int) -> int:
+        """Add a chunk of at most `most` tokens, preempting later sequences for its blocks if needed.
 
-        Return the number of tokens that are planned: `count`, or 0 if the sequence itself was preempted.
+        It ends where a recurrent state is to be kept. Return the number of tokens that are planned, 0 if the sequence
+        itself was preempted.
         """
         start, table_length = sequence.num_computed, len(sequence.tables[0])
+        end = min([sequence.num_tokens, start + most, *sequence.state_borders[:1]])
+        count = end - start
         while (new := self.blocks.grow(sequence, start + count)) is None:
             # A sequence that this step computes already keeps its blocks: its writes are on their way.
             planned = {chunk.sequence for chunk in plan.chunks}
@@ -240,6 +256,9 @@ class Scheduler:
         sequence.num_pending += sample
         plan.chunks.append(Chunk(sequence, start, count, sample, new, table_length))
         self.blocks.register(sequence)
+        if (prefix := self.blocks.state_to_keep(sequence)) is not None:
+            assert sequence.slot is not None
+            self._leaving.append((sequence.slot, prefix))
         return count
 
     def _preempt(self, victim: Sequence) -> None:

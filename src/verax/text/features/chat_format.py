@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verax.errors import InvalidParameterError
-from verax.text.features import harmony
+from verax.text.features import gemma_calls, harmony
+from verax.text.features.gemma_calls import GemmaCallReader
 from verax.text.features.harmony import HarmonyParser
 from verax.text.features.json_schema import literal, referenced, schema_rule
 from verax.text.features.tool_calls import (
     CLOSE_REASONING,
+    CLOSE_THOUGHT,
     OPEN_REASONING,
+    OPEN_THOUGHT,
     AnswerParser,
     Function,
     JsonCallReader,
@@ -28,14 +31,19 @@ from verax.text.features.tool_calls import (
 from verax.text.tokens.tokenizer import Tokenizer
 
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
+_CALL_TAGS = dict.fromkeys(("hermes", "qwen3_coder"), (OPEN_CALL, CLOSE_CALL))
+_CALL_TAGS["gemma4"] = (gemma_calls.OPEN_CALL, gemma_calls.CLOSE_CALL)
+"""Tags around a call, of the syntaxes that have them."""
+
 PYTHON_TAG = "<|python_tag|>"
 
-ToolSyntax = Literal["hermes", "qwen3_coder", "llama3_json", "harmony", "none"]
+ToolSyntax = Literal["hermes", "qwen3_coder", "llama3_json", "gemma4", "harmony", "none"]
 """Syntax of tool calls, by vLLM's names of its parsers:
 
 - hermes: JSON in `<tool_call>` (Hermes, Qwen2.5, Qwen3), or an answer that is JSON (Qwen2.5-Coder);
 - qwen3_coder: XML in `<tool_call>` (Qwen3-Coder, Qwen3.5);
 - llama3_json: an answer that is JSON (Llama 3.1 and later);
+- gemma4: a syntax of its own in `<|tool_call>` (Gemma 4), see `verax.text.features.gemma_calls`;
 - harmony: messages to a function in a format with channels (gpt-oss), see `verax.text.features.harmony`;
 - none: the template has no tool calls. An answer can still be one, as with llama3_json: a grammar can demand it.
 """
@@ -44,12 +52,12 @@ ReasoningState = Literal["none", "open", "inside", "over"]
 """State of the reasoning where the answer begins:
 
 - none: the model does not reason;
-- open: the answer may begin with `<think>`;
+- open: the answer may begin with the tag of reasoning;
 - inside: the prompt ends inside of the reasoning;
 - over: the prompt has closed it.
 """
 
-CallReader = JsonCallReader | XmlCallReader
+CallReader = JsonCallReader | XmlCallReader | GemmaCallReader
 
 _LLAMA = re.compile(r'\{"name":.*"parameters":', re.DOTALL)
 
@@ -60,11 +68,16 @@ class ChatFormat:
 
     tools: ToolSyntax = "none"
     reasoning: bool = False
-    """True if the model can reason in `<think>` before it answers."""
+    """True if the model can reason, between `reasoning_tags`, before it answers."""
     special_tokens: frozenset[str] = frozenset()
     """Tags above that are special tokens, which a tokenizer leaves out of the text unless told otherwise."""
     turn_tokens: tuple[str, ...] = ()
     """Special tokens of the template: the last one in a prompt stands before the answer."""
+
+    @property
+    def reasoning_tags(self) -> tuple[str, str]:
+        """Tags that begin and end the reasoning."""
+        return (OPEN_THOUGHT, CLOSE_THOUGHT) if self.tools == "gemma4" else (OPEN_REASONING, CLOSE_REASONING)
 
     @property
     def sampling_overrides(self) -> dict[str, Any]:
@@ -79,8 +92,9 @@ class ChatFormat:
         if not self.reasoning or self.tools == "harmony":  # whose channels are not a state of the beginning
             return "none"
         begin = max((prompt.rfind(token) + len(token) for token in self.turn_tokens if token in prompt), default=0)
-        tail = prompt[begin:] if begin else prompt.rstrip()[-len(CLOSE_REASONING) :]
-        opened, closed = tail.rfind(OPEN_REASONING), tail.rfind(CLOSE_REASONING)
+        opening, closing = self.reasoning_tags
+        tail = prompt[begin:] if begin else prompt.rstrip()[-len(closing) :]
+        opened, closed = tail.rfind(opening), tail.rfind(closing)
         if opened == closed:
             return "open"
         return "inside" if opened > closed else "over"
@@ -89,7 +103,7 @@ class ChatFormat:
         """Text after which a grammar begins, for `StructuredOutputs(after=...)`: the end of the reasoning, or None."""
         if self.tools == "harmony":
             return None if harmony.FINAL in prompt.rpartition(harmony.START)[2] else harmony.FINAL
-        return CLOSE_REASONING if self.reasoning_state(prompt) == "inside" else None
+        return self.reasoning_tags[1] if self.reasoning_state(prompt) == "inside" else None
 
 
 def chat_format(tokenizer: Tokenizer) -> ChatFormat:
@@ -99,18 +113,28 @@ def chat_format(tokenizer: Tokenizer) -> ChatFormat:
     special = {token for number in tokenizer.special_token_ids if (token := tokenizer.token(number))}
     in_vocabulary = all(tokenizer.token_id(tag) is not None for tag in (OPEN_REASONING, CLOSE_REASONING))
     tags = {OPEN_REASONING, CLOSE_REASONING, OPEN_CALL, CLOSE_CALL, PYTHON_TAG, *harmony.TAGS}
+    tags |= {OPEN_THOUGHT.removesuffix("thought"), CLOSE_THOUGHT, *_CALL_TAGS["gemma4"], gemma_calls.QUOTE}
     tools = _tool_syntax(template)
     return ChatFormat(
         tools=tools,
-        reasoning=tools == "harmony" or (bool(template) and (CLOSE_REASONING in template or in_vocabulary)),
+        reasoning=_reasons(tools, template, in_vocabulary),
         special_tokens=frozenset(tags & special),
         turn_tokens=tuple(sorted(token for token in special - tags if token in template)),
     )
 
 
+def _reasons(tools: ToolSyntax, template: str, in_vocabulary: bool) -> bool:
+    """True if a model reasons. `in_vocabulary`: True if its tokenizer has the tags `<think>` and `</think>`."""
+    if tools in ("harmony", "gemma4"):
+        return tools == "harmony" or CLOSE_THOUGHT in template
+    return bool(template) and (CLOSE_REASONING in template or in_vocabulary)
+
+
 def _tool_syntax(template: str) -> ToolSyntax:
     if harmony.CHANNEL in template and harmony.MESSAGE in template:
         return "harmony"
+    if f"{gemma_calls.OPEN_CALL}call:" in template:
+        return "gemma4"
     plain = template.replace('\\"', '"')
     if OPEN_CALL in plain and "<function=" in plain and "<parameter=" in plain:
         return "qwen3_coder"
@@ -125,8 +149,8 @@ def _tool_syntax(template: str) -> ToolSyntax:
 class TaggedParser(AnswerParser):
     """Parser of one answer with tags around reasoning and calls.
 
-    - Reasoning is one block at the beginning. `</think>` ends it, and so does a tool call; a `</think>` after that call
-      is not content.
+    - Reasoning is one block at the beginning. Its closing tag ends it, and so does a tool call; a closing tag after
+      that call is not content.
     - A tool call names a known function. What only looks like one is text, as it was written.
     - White space around a tag belongs to the tag.
     - Held back are white space, what may become a tag, and a call until it is certain to be one.
@@ -138,6 +162,7 @@ class TaggedParser(AnswerParser):
         *,
         call_tags: Sequence[str] = (),
         reasoning: ReasoningState = "none",
+        reasoning_tags: tuple[str, str] = (OPEN_REASONING, CLOSE_REASONING),
     ):
         """Begin an answer.
 
@@ -145,6 +170,7 @@ class TaggedParser(AnswerParser):
             reader: makes the reader of a call from the tag that begins it; None if calls are not parsed.
             call_tags: tags that begin a call. Without any, or with "" too, an answer that begins with JSON is one.
             reasoning: state of the reasoning at the end of the prompt; "none" if it is not parsed.
+            reasoning_tags: tags that begin and end the reasoning.
         """
         super().__init__()
         self._new_reader = reader
@@ -155,16 +181,17 @@ class TaggedParser(AnswerParser):
         self._space = ""
         """White space after a tag: dropped unless it stands between two pieces of content."""
         self._after_tag = False
+        self._opening, self._closing = reasoning_tags
         self._steps = self._parse(reasoning)
 
     def _parse(self, reasoning: ReasoningState) -> Generator[None, None, None]:
         """Read the whole answer; yields where more of it is needed."""
         if reasoning in ("open", "inside"):
             # A model may write the tag though the prompt has it already.
-            opened = yield from self._source.expect((OPEN_REASONING,))
+            opened = yield from self._source.expect((self._opening,))
             if opened or reasoning == "inside":
                 self._in_reasoning = self._after_tag = True
-        closing = (CLOSE_REASONING,) if self._in_reasoning else ()
+        closing = (self._closing,) if self._in_reasoning else ()
         while True:
             if self._untagged and not self._in_reasoning:
                 yield from self._untagged_calls()
@@ -172,7 +199,7 @@ class TaggedParser(AnswerParser):
             tag = yield from self._source.up_to((*closing, *self._call_tags), self._emit)
             if tag is None:
                 return
-            if tag == CLOSE_REASONING:
+            if tag == self._closing:
                 closing = ()
                 self._pass_tag()
             else:
@@ -244,10 +271,8 @@ def parser_for(
     functions = read_functions(tools) if parse_tool_calls else {}
     if template.tools == "harmony":
         return HarmonyParser(functions, prompt=prompt, reasoning=parse_reasoning)
-    if not functions:
-        return TaggedParser(reasoning=reasoning)
-    reader, tags = _calls_of(template, functions)
-    return TaggedParser(reader, call_tags=tags, reasoning=reasoning)
+    reader, tags = _calls_of(template, functions) if functions else (None, ())
+    return TaggedParser(reader, call_tags=tags, reasoning=reasoning, reasoning_tags=template.reasoning_tags)
 
 
 def _calls_of(
@@ -260,6 +285,8 @@ def _calls_of(
         case "qwen3_coder":
             # Models forget the outer tag now and then.
             return lambda tag: XmlCallReader(functions, tag), (OPEN_CALL, *map(function_tag, functions))
+        case "gemma4":
+            return lambda tag: GemmaCallReader(functions), (gemma_calls.OPEN_CALL,)
         case _:
             return lambda tag: JsonCallReader(functions), ()
 
@@ -313,9 +340,12 @@ class _Lark:
     def __init__(self, template: ChatFormat, functions: Mapping[str, Function], *, strict_only: bool):
         """Write the rules of calls of some functions. With `strict_only` the others take any arguments."""
         self._special = template.special_tokens
-        self._tagged = template.tools in ("hermes", "qwen3_coder")
+        self._call_tags = _CALL_TAGS.get(template.tools)
+        self._break = "" if template.tools == "gemma4" else '"\\n" '
+        self._reasoning_tags = template.reasoning_tags
         self._rules: dict[str, str] = {}
-        write = {"qwen3_coder": self._xml, "harmony": self._harmony}.get(template.tools, self._json)
+        writers = {"qwen3_coder": self._xml, "harmony": self._harmony, "gemma4": self._gemma}
+        write = writers.get(template.tools, self._json)
         key = "arguments" if template.tools == "hermes" else "parameters"
         for i, function in enumerate(functions.values()):
             self._rules[f"function_{i}"] = write(i, function, key, any_arguments=strict_only and not function.strict)
@@ -327,26 +357,29 @@ class _Lark:
 
     def calls(self, parallel: bool) -> str:
         """Body that is one call, or one and more."""
-        if not self._tagged:
+        if self._call_tags is None:
             return 'function ("; " function)*' if parallel else "function"
-        self._rules["inner"] = f'"\\n" function "\\n" {self.tag(CLOSE_CALL)}'
-        call = f"{self.tag(OPEN_CALL)} inner"
-        return f'{call} ("\\n" {call})*' if parallel else call
+        opening, closing = map(self.tag, self._call_tags)
+        self._rules["inner"] = f"{self._break}function {self._break}{closing}"
+        return f"{opening} inner ({self._break}{opening} inner)*" if parallel else f"{opening} inner"
 
     def text_or_calls(self, parallel: bool) -> str:
         """Body that is text with calls in it, or without."""
-        if not self._tagged:
+        if self._call_tags is None:
             self._rules["text"] = r"/([^{\s](.|\n)*)?/"
             return f"{self.calls(parallel)} | text"
         self._rules["text"] = _ANY_TEXT
-        before = self.up_to(OPEN_CALL)
+        before = self.up_to(self._call_tags[0])
         return f"({before} inner)* text" if parallel else f"{before} inner | text"
 
     def reasoning_before(self, body: str) -> str:
         """Body that begins with the model's reasoning, if the model likes."""
         self._rules["body"] = body
-        thought = self.up_to(CLOSE_REASONING)
-        return f"({self.tag(OPEN_REASONING)} {thought} /\\s*/)? body"
+        thought = self.up_to(self._reasoning_tags[1])
+        opening = self.tag(self._reasoning_tags[0])
+        if self._reasoning_tags[0] == OPEN_THOUGHT:
+            opening = f'{self.tag(OPEN_THOUGHT.removesuffix("thought"))} "thought"'
+        return f"({opening} {thought} /\\s*/)? body"
 
     def _json(self, number: int, function: Function, key: str, *, any_arguments: bool) -> str:
         """A function's call as JSON."""
@@ -356,6 +389,16 @@ class _Lark:
     def _harmony(self, number: int, function: Function, key: str, *, any_arguments: bool) -> str:
         """A function's call as a message to it."""
         return harmony.call_rule(function.name, self._arguments(number, function, any_arguments), self.tag)
+
+    def _gemma(self, number: int, function: Function, key: str, *, any_arguments: bool) -> str:
+        """A function's call in Gemma's syntax."""
+        if function.strict and not any_arguments:
+            raise InvalidParameterError(
+                f"tools: function {function.name!r}: strict is not supported with Gemma 4's syntax of calls"
+            )
+        self._rules["gemma_quote"] = self.tag(gemma_calls.QUOTE)
+        quoted = f"gemma_quote {self.up_to(gemma_calls.QUOTE)}"
+        return gemma_calls.call_rule(function, self._rules, quoted, any_arguments=any_arguments)
 
     def _arguments(self, number: int, function: Function, any_arguments: bool) -> str:
         """Name of the rule of a call's arguments as JSON."""
@@ -412,8 +455,9 @@ class _Lark:
         """Text up to the first such tag, and the tag."""
         if tag in self._special:
             return f"{_ANY_TEXT} {tag}"
-        self._rules["up_to_tag[lazy]"] = _ANY_TEXT[:-1] + re.escape(tag).replace("/", r"\/") + "/"
-        return "up_to_tag"
+        name = "up_to_" + "".join(f"{ord(letter):x}" for letter in tag)
+        self._rules[f"{name}[lazy]"] = _ANY_TEXT[:-1] + re.escape(tag).replace("/", r"\/") + "/"
+        return name
 
 
 def _chosen(tool_choice: ToolChoice, functions: Mapping[str, Function]) -> Mapping[str, Function]:

@@ -45,6 +45,8 @@ class ToolCallDelta:
 
 
 OPEN_REASONING, CLOSE_REASONING = "<think>", "</think>"
+OPEN_THOUGHT, CLOSE_THOUGHT = "<|channel>thought", "<channel|>"
+"""Tags around Gemma 4's reasoning."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ def join(deltas: Iterable[Delta], text: str = "") -> WholeAnswer:
     )
     content, reasoning = ("".join(getattr(delta, name) for delta in deltas) for name in ("content", "reasoning"))
     if not all(may_become_json(call.arguments) for call in joined):
-        return WholeAnswer((reasoning and text.partition(CLOSE_REASONING)[2].lstrip()) or text, reasoning)
+        rest = next((text.partition(tag)[2] for tag in (CLOSE_REASONING, CLOSE_THOUGHT) if tag in text), "")
+        return WholeAnswer((reasoning and rest.lstrip()) or text, reasoning)
     return WholeAnswer(content, reasoning, joined)
 
 

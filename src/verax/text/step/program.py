@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.experimental import serialize_executable
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey
@@ -39,7 +40,7 @@ from verax.errors import InvalidParameterError
 from verax.files import atomic_path, write_json
 from verax.machine import cpu_name
 from verax.models import CausalLM, CausalLMConfig
-from verax.models.causal_lm import layer_heads, prediction_layers, state_axes
+from verax.models.causal_lm import has_recurrent_layers, layer_heads, prediction_layers, state_axes
 from verax.nn.parallel import divisions
 from verax.ops.cpu import library
 from verax.ops.division import TENSOR_AXIS, is_weight, partition, resized
@@ -49,7 +50,7 @@ from verax.text.features.grammar import mask_width
 from verax.text.features.lora import AdaptedLayers
 from verax.text.step.sizes import RunnerConfig, layer_states
 from verax.text.step.slots import admit, new_slots
-from verax.text.step.step import Cache, StepShape, make_step, sample_deferred
+from verax.text.step.step import Cache, StepOutput, StepShape, make_replay, make_step, sample_deferred
 
 T = TypeVar("T")
 
@@ -215,7 +216,27 @@ def step_program(
     )
     cache = cache_partitions(model.config, arguments[2])
     partitions = ((*model.partitions, *matrix_partitions), _whole(arguments[1]), cache, WHOLE)
-    return StepProgram(name, step, arguments, partitions, (WHOLE, cache, WHOLE), mesh)
+    output = StepOutput(WHOLE, WHOLE, WHOLE, WHOLE, _projected_partitions(model.config) if shape.verify else ())
+    return StepProgram(name, step, arguments, partitions, (WHOLE, cache, output), mesh)
+
+
+def replay_program(model: AbstractModel, sizes: RunnerConfig, shape: StepShape, mesh: Mesh | None) -> StepProgram:
+    """The program that continues recurrent states with what holds of a step that verifies, whose shape is given."""
+    replay = make_replay(model.build, shape)
+    replay.__name__ = name = f"replay_{shape.rows}x{shape.tokens}"
+    step = step_program(model, sizes, shape, mesh)
+    _, _, output = jax.eval_shape(step.jit(), *step.arguments)
+    packed = jax.ShapeDtypeStruct((3 * shape.rows,), jnp.int32)
+    partitions = (model.partitions, step.partitions[2], _projected_partitions(model.config), WHOLE)
+    arguments = (model.weights, step.arguments[2], output.projected, packed)
+    return StepProgram(name, replay, arguments, partitions, step.partitions[2], mesh, donated=(1,))
+
+
+def _projected_partitions(config: CausalLMConfig) -> tuple[PartitionSpec, ...]:
+    """Partition of the arrays of each recurrent layer in `StepOutput.projected`."""
+    states = enumerate(layer_states(config, 1))
+    divided = [state_axes(config, layer) is not None for layer, state in states if state is not None]
+    return tuple(PartitionSpec(None, None, TENSOR_AXIS) if axes else WHOLE for axes in divided)
 
 
 def sampling_program(model: AbstractModel, sizes: RunnerConfig, rows: int, mesh: Mesh | None = None) -> StepProgram:
@@ -260,6 +281,30 @@ def new_cache(model: CausalLMConfig, sizes: RunnerConfig) -> Cache:
     return *layers, jnp.zeros((sizes.max_num_seqs + 1, cast(Any, model).hidden_size), jnp.float32)
 
 
+def new_kept_states(model: CausalLMConfig, sizes: RunnerConfig) -> tuple[Any, ...]:
+    """Zeroed rows for recurrent states that prefixes left, of each recurrent layer."""
+    return tuple(
+        jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
+        for state in layer_states(model, sizes.num_kept_states)
+        if state is not None and sizes.num_kept_states
+    )
+
+
+def kept_of(model: CausalLMConfig, cache: Any) -> tuple[Any, ...]:
+    """What a cache, or a tuple like it, has of the recurrent layers."""
+    return tuple(part for part, state in zip(cache, layer_states(model, 1), strict=False) if state is not None)
+
+
+def copy_state(to: Any, source: Any, rows: Int[Array, "2"]) -> Any:
+    """`to` with row `rows[1]` replaced by row `rows[0]` of `source`, in each array of a tree. Donate `to`."""
+
+    def copied(to: Array, source: Array) -> Array:
+        row = lax.dynamic_index_in_dim(source, rows[0])
+        return lax.dynamic_update_index_in_dim(to, row, rows[1], 0)
+
+    return jax.tree.map(copied, to, source)
+
+
 def placed(make: Callable[[], T], shardings: Any) -> T:
     """The arrays that a function makes, each device making its part of them; on JAX's default device without shardings.
 
@@ -295,6 +340,10 @@ class Programs(NamedTuple):
     """Programs that fill a slot, by their number of tokens."""
     steps: dict[StepShape, Any]
     samplers: dict[int, Any]
+    copies: dict[str, Any]
+    """Programs that keep the recurrent state of a slot, and restore it; none in models without."""
+    replays: dict[StepShape, JittedCall]
+    """Programs that continue recurrent states after a step that verifies, by its shape, with their arguments."""
 
 
 def jitted_programs(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None) -> Programs:
@@ -317,6 +366,10 @@ def new_programs(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None) -
     steps = {shape: step_program(model, sizes, shape, mesh) for shape in sizes.shapes}
     _, on_slots, _, _ = steps[sizes.shapes[0]].shardings or (None,) * 4
     options = compiler_options(ops.target().platform)
+    verify = [shape for shape in sizes.shapes if shape.verify and not shape.adapters]
+    replays = {
+        shape: replay_program(model, sizes, shape, mesh) for shape in verify if has_recurrent_layers(model.config)
+    }
     return Programs(
         # A function of its own: JAX shares what it has compiled among all that `jax.jit` makes of one function.
         admits={
@@ -330,6 +383,19 @@ def new_programs(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None) -
         },
         steps={shape: step.jit() for shape, step in steps.items()},
         samplers={rows: sampling_program(model, sizes, rows, mesh).jit() for rows in sizes.sampling_rows},
+        copies={name: _copy_program(model, sizes, mesh, options) for name in sizes.copies},
+        replays={shape: (replay.jit(), replay.arguments) for shape, replay in replays.items()},
+    )
+
+
+def _copy_program(model: AbstractModel, sizes: RunnerConfig, mesh: Mesh | None, options: Any) -> Any:
+    partitions = cache_partitions(model.config, jax.eval_shape(lambda: new_cache(model.config, sizes)))
+    states = kept_of(model.config, partitions)
+    return jax.jit(
+        lambda *arguments: copy_state(*arguments),  # a function of its own, as with `admit`
+        donate_argnums=0,
+        compiler_options=options,
+        out_shardings=None if mesh is None else named(mesh, states),
     )
 
 
@@ -355,7 +421,7 @@ def compile_all(programs: abc.Sequence[JittedCall], progress: Callable[[int, int
 
 MANIFEST = "programs.json"
 
-CHOSEN_BY_MEMORY = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
+CHOSEN_BY_MEMORY = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kept_states")
 """Sizes that an engine chooses by itself where no option names them; the folder's are taken then."""
 
 SOURCES = ("models", "nn", "ops", "text")
@@ -388,7 +454,7 @@ class CompiledPrograms:
         if config.kv_cache_memory is not None and planned.groups != self.sizes.groups:
             raise InvalidParameterError(f"kv_cache_memory: the cache of {self.folder} has another size; leave it out")
         for field in fields(RunnerConfig):
-            if field.name == "groups" or (field.name in CHOSEN_BY_MEMORY and getattr(config, field.name) is None):
+            if field.name == "groups" or (field.name in CHOSEN_BY_MEMORY and getattr(config, field.name, None) is None):
                 continue
             compiled, wanted = _plain(getattr(self.sizes, field.name)), _plain(getattr(planned, field.name))
             if field.name == "structured_outputs" and wanted and not compiled:
@@ -414,6 +480,8 @@ class CompiledPrograms:
             admits={num_tokens: self._load(admission_name(num_tokens)) for num_tokens in sizes.admit_tokens},
             steps={shape: self._load(step_name(shape)) for shape in sizes.shapes},
             samplers={rows: self._load(sampling_name(rows)) for rows in sizes.sampling_rows},
+            copies={name: self._load(name) for name in sizes.copies},
+            replays={},  # drafts are refused with a folder
         )
 
     def _load(self, name: str) -> Any:

@@ -6,7 +6,7 @@ import math
 from collections import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
@@ -32,7 +32,9 @@ from verax.text.step.program import (
     admission_name,
     compile_program,
     jitted_programs,
+    kept_of,
     new_cache,
+    new_kept_states,
     new_programs,
     placed,
     sampling_name,
@@ -40,7 +42,7 @@ from verax.text.step.program import (
     step_name,
     step_program,
 )
-from verax.text.step.sizes import RunnerConfig
+from verax.text.step.sizes import RunnerConfig, layer_states
 from verax.text.step.slots import Slots, admission_size, new_slots, pack_admission
 from verax.text.step.step import DEFERRED, SAMPLED, Logprobs, StepOutput, StepShape
 
@@ -160,7 +162,12 @@ class ModelRunner:
         model_config = model.config
         self._new_cache = lambda: placed(lambda: new_cache(model_config, config), on_cache)
         self._cache: Any = self._new_cache()
-        self.cache_bytes = sum(array.nbytes for array in jax.tree.leaves(self._cache))
+        on_states = None if on_cache is None else kept_of(model_config, on_cache)
+        self._new_kept = lambda: placed(lambda: new_kept_states(model_config, config), on_states)
+        self._kept: Any = self._new_kept()
+        states = layer_states(model_config, 1)
+        self._recurrent = [layer for layer, state in enumerate(states) if state is not None]
+        self.cache_bytes = sum(array.nbytes for array in jax.tree.leaves((self._cache, self._kept)))
         """Bytes of the key/value cache and the recurrent states, on all devices."""
         self._slots = placed(lambda: new_slots(*config.slot_sizes), on_slots)
         model_and_sizes = self.abstract_model, config
@@ -169,6 +176,9 @@ class ModelRunner:
         self._admits = {self._admission_size(num_tokens): program for num_tokens, program in programs.admits.items()}
         """Programs that fill a slot, by the length of their input."""
         self._steps, self._samplers = programs.steps, programs.samplers
+        self._copies, self._replays = programs.copies, programs.replays
+        self._projected: tuple[Any, ...] = ()
+        """What the recurrent layers read of the tokens of the last step, if it verified drafts."""
         self._logits: jax.Array | None = None
         """Scores of the last step that a follower has repeated, until they are sampled from."""
 
@@ -192,13 +202,13 @@ class ModelRunner:
             return
         # References are dropped, nothing is deleted: the arrays may belong to the caller's module.
         self._weights_on_host = tuple(map(np.asarray, self._weights)) if keep_weights and self._weights else None
-        self._weights, self._cache = (), None
+        self._weights, self._cache, self._kept = (), None, None
 
     def wake_up(self) -> None:
         """Allocate the cache again, zeroed, and put weights of the host back on the device."""
         if self._cache is not None:
             return
-        self._cache = self._new_cache()
+        self._cache, self._kept = self._new_cache(), self._new_kept()
         if self._weights_on_host is not None:
             self._weights = tuple(map(_at, self._weights_on_host, self._places))
             self._weights_on_host = None
@@ -213,8 +223,8 @@ class ModelRunner:
 
     def uncompiled(self) -> list[JittedCall]:
         """The programs of the steps and of their sampling with arguments, to compile; none if they were loaded."""
-        own = Programs({}, self._steps, self._samplers)
-        return [] if self._is_compiled else list(self._with_arguments(own).values())
+        own = Programs({}, self._steps, self._samplers, self._copies, self._replays)
+        return [] if self._is_compiled else [*self._with_arguments(own).values(), *self._replays.values()]
 
     def warm_up(self) -> None:
         """Run every bucket on padding, once it is compiled. Nothing compiles after this.
@@ -225,19 +235,30 @@ class ModelRunner:
             # The first run of a program takes only a few milliseconds more than the next.
             if not self.config.padding_takes_time or shape.tokens <= self.config.mixed_tokens[0]:
                 jax.block_until_ready(self._run_padding(shape))
+                if shape in self._replays:
+                    self._replay(shape, self._replayed_rows(shape))
         # No sequence owns slot 0 yet, and the first to get it writes all of it.
         for size in self._admits:
             self._fill_slot(np.zeros(size, np.int32))
+        for name in self._copies:
+            self._copy_state(name, 0, 0)
         if self._adapters is not None:
             self._adapters.warm_up()
 
     def _with_arguments(self, programs: Programs) -> dict[str, JittedCall]:
         """Programs of the steps and of their sampling by name, each with its arguments."""
         steps = {step_name(shape): (step, self._arguments(shape)) for shape, step in programs.steps.items()}
-        return steps | {
-            sampling_name(rows): (sampler, self.sampling_program(rows).arguments)
-            for rows, sampler in programs.samplers.items()
-        }
+        return (
+            steps
+            | {
+                sampling_name(rows): (sampler, self.sampling_program(rows).arguments)
+                for rows, sampler in programs.samplers.items()
+            }
+            | {
+                name: (copy, (*self._copied(name)[::-1], np.zeros(2, np.int32)))
+                for name, copy in programs.copies.items()
+            }
+        )
 
     def compiled_programs(self) -> Iterator[tuple[str, jax.stages.Compiled]]:
         """Every program by name, compiled again for `write_programs`.
@@ -280,8 +301,12 @@ class ModelRunner:
                 self._adapters.place(adapter, slot)
             num_tokens = at_least(self.config.admit_tokens, len(sequence.tokens))
             self._fill_slot(pack_admission(sequence, num_tokens, self.config.block_size, self.eos_token_ids))
+        for row, slot in schedule.restored:
+            self._copy_state("restore_state", row, slot)
         packed, shape, offsets = self.pack(schedule)
         output = self._dispatch(shape, packed)
+        for slot, row in schedule.kept:
+            self._copy_state("keep_state", slot, row)
         if self.config.most_predicted:
             for chunk in schedule.chunks:
                 chunk.sequence.num_skipped += shape.decode
@@ -294,6 +319,20 @@ class ModelRunner:
         else:
             output.tokens.copy_to_host_async()
         return pending
+
+    def replay(self, schedule: Schedule, kept: Sequence[int]) -> None:
+        """Continue recurrent states with the tokens that hold of the last step, which verified drafts.
+
+        Such a step leaves the states unchanged. `kept`: number of tokens that hold of each chunk. Without recurrent
+        layers nothing is done.
+        """
+        shape = self.shape_for(schedule)._replace(adapters=False)
+        if shape in self._replays:
+            packed = self._replayed_rows(shape)
+            for row, chunk, count in zip(packed.reshape(-1, 3), schedule.chunks, kept, strict=False):
+                slot = chunk.sequence.slot  # None if the sequence has finished
+                row[:] = self.config.max_num_seqs if slot is None else slot, chunk.count, count
+            self._replay(shape, packed)
 
     def new_masks(self, pending: PendingStep) -> np.ndarray:
         """Masks that allow every token, for the rows of a step: int32 `[B, w]`, a bit for each token."""
@@ -331,9 +370,14 @@ class ModelRunner:
             self._logits = self._dispatch(dispatch.shape, *arrays).logits
         elif dispatch.program == "sample":
             self._sample(self._logits, *arrays)
+        elif dispatch.program == "replay":
+            assert dispatch.shape is not None
+            self._replay(dispatch.shape, *arrays)
         elif dispatch.program == "adapt":
             assert self._adapters is not None  # the ranks have compared their options
             self._adapters.repeat(*arrays)
+        elif dispatch.program in ("keep_state", "restore_state"):
+            self._copy_state(dispatch.program, *arrays[0].tolist())
         else:
             self._fill_slot(*arrays)
 
@@ -384,6 +428,10 @@ class ModelRunner:
         """A step's input in which every row and every block update goes nowhere."""
         return shape.padding(self.config.block_size, len(self.config.groups), self.config.max_num_seqs)
 
+    def _replayed_rows(self, shape: StepShape) -> np.ndarray:
+        """Input of `make_replay` in which every row is padding."""
+        return np.tile(np.asarray([self.config.max_num_seqs, 0, 0], np.int32), shape.rows)
+
     def _sampled_rows(self, shape: StepShape, packed: np.ndarray) -> np.ndarray:
         """(slot, start, count, sample) of each row of the step's output. A copy: the device may still read `packed`."""
         rows = shape.split(packed, len(self.config.groups))[0][:, :4].copy()
@@ -408,7 +456,13 @@ class ModelRunner:
         self.send("step", packed, shape=shape)
         weights = self._weights_of(shape)
         self._slots, self._cache, output = self._steps[shape](weights, self._slots, self._cache, packed)
-        return output
+        self._projected = output.projected
+        return output._replace(projected=())
+
+    def _replay(self, shape: StepShape, packed: np.ndarray) -> None:
+        self.send("replay", packed, shape=shape)
+        replay, _ = self._replays[shape]
+        self._cache, self._projected = replay(self._weights, self._cache, self._projected, packed), ()
 
     def _sample(self, logits: jax.Array | None, rows: np.ndarray, masks: np.ndarray) -> tuple[jax.Array, Logprobs]:
         self.send("sample", rows, masks)
@@ -418,6 +472,22 @@ class ModelRunner:
     def _fill_slot(self, packed: np.ndarray) -> None:
         self.send("admit", packed)
         self._slots = self._admits[len(packed)](self._slots, packed)
+
+    def _copied(self, name: str) -> tuple[Any, Any]:
+        """Source and target of a program that copies states."""
+        states = tuple(self._cache[layer] for layer in self._recurrent)
+        return (states, self._kept) if name == "keep_state" else (self._kept, states)
+
+    def _copy_state(self, name: Literal["keep_state", "restore_state"], source: int, to: int) -> None:
+        rows = np.asarray([source, to], np.int32)
+        self.send(name, rows)
+        sources, targets = self._copied(name)
+        targets = self._copies[name](targets, sources, rows)
+        if name == "keep_state":
+            self._kept = targets
+        else:
+            new = dict(zip(self._recurrent, targets, strict=True))
+            self._cache = tuple(new.get(layer, old) for layer, old in enumerate(self._cache))
 
     def send(self, program: ProgramName, *arrays: np.ndarray, shape: StepShape | None = None) -> None:
         """Send a dispatch to the followers, if there are any."""
@@ -439,7 +509,14 @@ class ModelRunner:
 
     def num_compiled(self) -> int:
         """Programs compiled so far; constant after `warm_up`. Those that were loaded count as well."""
-        programs = [*self._admits.values(), *self._steps.values(), *self._samplers.values()]
+        replays = [program for program, _ in self._replays.values()]
+        programs = [
+            *self._admits.values(),
+            *self._steps.values(),
+            *self._samplers.values(),
+            *self._copies.values(),
+            *replays,
+        ]
         adapters = 0 if self._adapters is None else self._adapters.num_compiled()
         # One that was compiled and has not run is not in the cache of its calls yet.
         own = len(programs) if self._is_compiled else sum(max(1, program._cache_size()) for program in programs)

@@ -57,6 +57,9 @@ LEAST_ADMITTED = 1024
 STATE_FRACTION = 0.5
 """Part of the cache's memory that recurrent states take at most, where `max_num_seqs` is not given."""
 
+KEPT_FRACTION, MOST_KEPT = 0.125, 32
+"""Part of the cache's memory that the states of cached prefixes take at most, and most of these states."""
+
 
 @dataclass(frozen=True)
 class RunnerConfig:
@@ -85,6 +88,13 @@ class RunnerConfig:
     """Steps with prompts are made to fill one of `mixed_tokens`, and large ones are not run at the start."""
     joined_heads: int = 1
     """Heads of keys and values that lie side by side in a page, as one (`ops.attention.join_heads`)."""
+    num_kept_states: int = 0
+    """Rows for recurrent states that cached prefixes left."""
+
+    @property
+    def copies(self) -> Sequence[str]:
+        """Names of the programs that copy recurrent states from a slot to such a row, and back."""
+        return ("keep_state", "restore_state") if self.num_kept_states else ()
 
     @property
     def prompt_sizes(self) -> Sequence[int]:
@@ -161,7 +171,7 @@ def plan_sizes(
     """Sizes that fit into the memory of each device.
 
     A context that is not given is cut to what the cache can hold of one sequence. The cache is blocks and, in models
-    with recurrent layers, a state for each of `max_num_seqs` sequences.
+    with recurrent layers, a state for each of `max_num_seqs` sequences and for some cached prefixes.
 
     Args:
         config: the engine's options. Its devices divide the heads of keys and values.
@@ -189,7 +199,14 @@ def plan_sizes(
             f"max_num_batched_tokens: {batched} is less than max_num_seqs ({max_num_seqs}), and each running sequence "
             "needs a token a step"
         )
-    states = max_num_seqs * per_state
+    kept = min(MOST_KEPT, int(memory * KEPT_FRACTION) // per_state) if per_state else 0
+    kept = 0 if config.enable_prefix_caching is False else kept
+    if config.enable_prefix_caching and per_state and not kept:
+        raise InvalidParameterError(
+            f"enable_prefix_caching: an eighth of the cache's memory ({memory / 2**20:.0f} MiB) holds no recurrent "
+            f"state of {per_state / 2**20:.1f} MiB; give more kv_cache_memory, or leave the prefix cache off"
+        )
+    states = (max_num_seqs + kept) * per_state
     layers = _layers_by_window(model, config.max_model_len or longest)
     sizes = tuple(
         block_bytes(model, block_size, cache_dtype, group) // devices
@@ -207,7 +224,7 @@ def plan_sizes(
     context = config.max_model_len or min(longest, max(affordable, 1) * block_size)
     needed = -(-context // block_size)
     if affordable < max(needed, 1):
-        extra = f" in addition to the states of {max_num_seqs} sequences ({states / 2**20:.0f} MiB)" if states else ""
+        extra = f" in addition to {max_num_seqs + kept} recurrent states ({states / 2**20:.0f} MiB)" if states else ""
         fewer = " or max_num_seqs" if states else ""
         wanted = plan.bytes_for(context) + slots(context)
         raise InvalidParameterError(
@@ -228,6 +245,7 @@ def plan_sizes(
         adapters=config.enable_lora,
         padding_takes_time=ops.target().platform in PADDING_TAKES_TIME,
         joined_heads=_joined_heads(model, cache_dtype, devices),
+        num_kept_states=kept,
     )
 
 

@@ -10,15 +10,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from verax import ops
-from verax.errors import InvalidParameterError
+from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.models import CausalLM, RecurrentLayer
-from verax.models.causal_lm import AttentionFn, final_hidden_states, predicted_hidden_states
+from verax.models.causal_lm import AttentionFn, ReplayableLayer, final_hidden_states, predicted_hidden_states
 from verax.ops import sampling
 from verax.ops.attention import join_heads, own_results, spread_queries
 from verax.ops.paged import num_up_to
@@ -170,6 +171,8 @@ class StepOutput(NamedTuple):
     """Score of the token that follows each token of the step. None in decode steps and steps that verify."""
     logits: Float[Array, "B V"] | None
     """Scores that `sample_deferred` samples from. None without structured output."""
+    projected: tuple[Any, ...] = ()
+    """What each recurrent layer read of the tokens of a step that verifies, for `make_replay`. Empty in others."""
 
 
 StepFunction = Callable[[tuple[Array, ...], Slots, Cache, Int[Array, "n"]], tuple[Slots, Cache, StepOutput]]
@@ -198,8 +201,11 @@ def make_step(
 
     A block of the host is a page of `ops`: the entries of a sequence's block table are the page numbers of its tokens.
 
+    A step that verifies drafts leaves the states of recurrent layers unchanged: `make_replay` continues them.
+
     Raises:
         InvalidParameterError: while tracing, if a layer attends to another window than its configuration has.
+        UnsupportedModelError: while tracing a step that verifies, if a recurrent layer is not a `ReplayableLayer`.
     """
 
     def step(
@@ -214,10 +220,8 @@ def make_step(
             starts = jnp.arange(shape.rows + 1, dtype=jnp.int32)
             owner, position, valid = starts[:-1], start, count > 0
         else:
-            starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(count)])
-            at = jnp.arange(shape.tokens, dtype=jnp.int32)
-            owner = jnp.minimum(num_up_to(starts, at) - 1, shape.rows - 1).astype(jnp.int32)
-            position, valid = start[owner] + at - starts[owner], at < starts[-1]
+            starts, owner, place = _packed_tokens(count, shape.tokens)
+            position, valid = start[owner] + place, jnp.arange(shape.tokens) < starts[-1]
             position = jnp.where(valid, position, 0)
         tables = [table[slot] for table in page_tables]
         layer_cache = list(cache)
@@ -227,11 +231,15 @@ def make_step(
         attend = attend_to(start, count, position, valid, **ragged)
         # A sequence's first tokens start from zeros. Rows of padding have a slot past the end.
         state_slots = ops.StateSlots(slot, fresh=start == 0)
+        projected = list[Any]()
 
         def run_recurrent(layer: int, x: Float[Array, "T D"], recurrence: RecurrentLayer) -> Float[Array, "T D"]:
             state = layer_cache[layer]
             if shape.decode:
                 out, layer_cache[layer] = recurrence(x[:, None], state, None, state_slots)
+            elif shape.verify:
+                projected.append(_replayable(recurrence).project(x[None]))
+                out, _ = _replayable(recurrence).advance(projected[-1], state, starts, state_slots)
             else:
                 out, layer_cache[layer] = recurrence(x[None], state, starts, state_slots)
             return out.reshape(x.shape)
@@ -269,6 +277,7 @@ def make_step(
             logprobs,
             None if shape.decode or shape.verify else _prompt_logprobs(model, hidden, slots, slot[owner], position),
             logits if structured_outputs else None,
+            tuple(projected),
         )
         return Slots(history, page_tables, slots.params), tuple(layer_cache), output
 
@@ -378,6 +387,54 @@ def _num_held(
     differs = valid & (place > 0) & (text != jnp.roll(sampled, 1))
     first = count.at[owner].min(jnp.where(differs, place, count[owner]))
     return jnp.maximum(first - 1, 0)
+
+
+def make_replay(build: Callable[..., CausalLM], shape: StepShape) -> Callable[..., Cache]:
+    """The function that continues recurrent states with the tokens of a step that verifies which hold.
+
+    It takes flat weights, the cache, the step's `StepOutput.projected`, and (slot, count, kept) of each row of the step
+    `[3 B]`: of its `count` tokens the first `kept` hold.
+    """
+
+    def replay(weights: tuple[Array, ...], cache: Cache, projected: tuple[Any, ...], packed: Int[Array, "n"]) -> Cache:
+        slot, count, kept = packed.reshape(shape.rows, 3).T
+        starts, owner, place = _packed_tokens(kept, shape.tokens)
+        step_starts, _, _ = _packed_tokens(count, shape.tokens)
+        source = jnp.minimum(step_starts[owner] + place, shape.tokens - 1)
+        slots = ops.StateSlots(slot, fresh=jnp.zeros(shape.rows, bool))
+        layer_cache, of_layers = list(cache), iter(projected)
+
+        # The model calls its recurrent layers with their weights. Nothing uses other results, so they are not computed.
+        def run_recurrent(layer: int, x: Float[Array, "T D"], recurrence: RecurrentLayer) -> Float[Array, "T D"]:
+            inputs = jax.tree.map(lambda array: array[:, source], next(of_layers))
+            _, layer_cache[layer] = _replayable(recurrence).advance(inputs, cache[layer], starts, slots)
+            return x
+
+        def attend(_: int, q: Float[Array, "T N H"], *__: Any, **___: Any) -> Float[Array, "T N H"]:
+            return q
+
+        tokens = jnp.zeros(shape.tokens, jnp.int32)
+        final_hidden_states(build(weights, None), tokens, tokens, attend, run_recurrent)
+        return tuple(layer_cache)
+
+    return replay
+
+
+def _packed_tokens(count: Int[Array, "B"], num_tokens: int) -> tuple[Int[Array, "M"], Int[Array, "T"], Int[Array, "T"]]:
+    """Offsets of packed rows of `count` tokens each, `[B + 1]`, and the row of each token and its place in it."""
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(count)])
+    at = jnp.arange(num_tokens, dtype=jnp.int32)
+    owner = jnp.minimum(num_up_to(starts, at) - 1, len(count) - 1).astype(jnp.int32)
+    return starts, owner, at - starts[owner]
+
+
+def _replayable(recurrence: RecurrentLayer) -> ReplayableLayer:
+    if not isinstance(recurrence, ReplayableLayer):
+        raise UnsupportedModelError(
+            f"speculative_config: {type(recurrence).__name__} cannot go back to the state before a draft that did not "
+            "hold: it lacks project and advance (verax.models.causal_lm.ReplayableLayer); leave speculative_config out"
+        )
+    return recurrence
 
 
 def with_new_blocks(

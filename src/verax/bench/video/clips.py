@@ -1,0 +1,261 @@
+"""Whole clips, from the prompt to the files, each side in a process of its own: `verax bench video --stage clip`.
+
+The model is text to video with random weights in the original layout, which stable-diffusion.cpp reads too. Its UMT5 is
+a GGUF file, since all of it in bfloat16 would be 11 GB. diffusers needs a folder of its own layout, with UMT5 in
+floats, which verax then reads too, so that both do the same work.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from verax import builtin
+from verax.bench.harness import Benchmark, Samples, case_result
+from verax.bench.results import sides_table, slug
+from verax.bench.settings import VideoSettings, check_names
+from verax.bench.video import clip_process
+from verax.checkpoint.formats.safetensors import NewTensor, write_shards
+from verax.checkpoint.load import random_weight
+from verax.checkpoint.video.convert import convert
+from verax.checkpoint.video.folder import TOKENIZER, VideoFolder
+from verax.checkpoint.video.parts import PARTS, UMT5
+from verax.errors import InvalidParameterError, MissingDependencyError, VeraxError
+from verax.files import write_json
+from verax.machine import num_cores
+from verax.models.umt5 import UMT5Config, UMT5EncoderModel
+from verax.models.wan.model import WanConfig, WanModel
+from verax.models.wan.vae import WanVae, WanVaeConfig
+from verax.ops.cpu import library
+
+__all__ = ["bench_clip"]
+
+PROMPT = "A cat on a surfboard looks back over its shoulder while a wave breaks behind it."
+
+VARIANTS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "int8": ({"quantization": "int8"}, {}),
+    "magcache": ({}, {"cache": "magcache"}),
+    "lightx2v": ({}, {"recipe": "lightx2v"}),
+}
+"""Options of `VideoPipeline`, and of a clip, by the name of what makes clips cheaper."""
+
+REMEDY = (
+    "python3.11 -m venv sdcpp; sdcpp/bin/pip install stable-diffusion-cpp-python; then --peer-python sdcpp/bin/python"
+)
+
+TEXT_BLOCKS = "Q4_0"
+"""Format of UMT5's matrices in its GGUF file."""
+
+LOG = {"text": "get_learned_condition", "denoise": "sampling", "decode": "decode_first_stage"}
+"""Stages in the log of stable-diffusion.cpp."""
+
+
+def bench_clip(settings: VideoSettings, transformer: WanConfig, vae: WanVaeConfig) -> dict[str, Any]:
+    """Make clips on every side, one process after the other.
+
+    Args:
+        settings: what to measure.
+        transformer, vae: configurations of the models.
+    """
+    check_names("variants", settings.variants, VARIANTS)
+    check_names("against with the stage clip", settings.against, ("diffusers", "stable-diffusion.cpp"))
+    if settings.size == "5b" or len(settings.frames) != 1 or not settings.runs:
+        raise InvalidParameterError(
+            "stage: clip is measured with the size 1.3b, 14b or tiny, one number of frames, and runs"
+        )
+    if "stable-diffusion.cpp" in settings.against and settings.peer_python is None:
+        raise InvalidParameterError(f"peer_python: none for stable-diffusion.cpp: {REMEDY}")
+    benchmark = Benchmark("video")
+    size = {"height": settings.height, "width": settings.width}
+    sampling = {"num_inference_steps": settings.steps, "guidance_scale": settings.guidance_scale}
+    latents = (settings.frames[0] + 3) // 4, *(side // vae.pixels_per_latent for side in size.values())
+    with tempfile.TemporaryDirectory(prefix="verax-bench-") as name:
+        scratch = Path(name)
+        original = folder = _write_model(scratch / "original", settings, transformer, vae)
+        if "diffusers" in settings.against:
+            folder = convert(VideoFolder(original), scratch / "diffusers", "diffusers", dtype=jnp.dtype(settings.dtype))
+        noise = np.random.default_rng(0).standard_normal((1, vae.z_dim, *latents), np.float32)
+        np.save(scratch / "noise.npy", noise)
+        clip = {"prompt": PROMPT, "num_frames": settings.frames[0], **size, "latents": str(scratch / "noise.npy")}
+        ours: dict[str, Any] = {"folder": str(folder), "dtype": settings.dtype}
+        sides = {"verax": partial(_run, sys.executable, "verax", ours, clip | sampling)}
+        for variant in settings.variants:
+            load, options = VARIANTS[variant]
+            given = clip | ({} if "recipe" in options else sampling) | options
+            sides[f"verax {variant}"] = partial(_run, sys.executable, "verax", ours | load, given)
+        if "diffusers" in settings.against:
+            sides["diffusers"] = partial(_run, sys.executable, "diffusers", ours, clip | sampling)
+        if "stable-diffusion.cpp" in settings.against:
+            sides |= _stable_diffusion_cpp(settings, original, clip | sampling)
+        answers = {side: run(scratch / "out" / slug(side), settings) for side, run in sides.items()}
+        frames = {side: np.load(scratch / "out" / slug(side) / "frames.npy") for side in sides}
+    samples = {
+        side: Samples(tuple(answer["seconds"][settings.warmup :]), tuple(answer["seconds"][: settings.warmup]))
+        for side, answer in answers.items()
+    }
+    case = case_result(f"a clip of {settings.frames[0]} frames", "verax", samples, settings.frames[0])
+    for side, answer in answers.items():
+        row = case["sides"][side]
+        row |= {"stages": answer["stages"], "peak_bytes": answer["peak_bytes"], "start_s": answer["start_s"]}
+        row |= {f"{stage}_s": answer["stages"].get(stage) for stage in LOG}
+        row["decode_bytes"] = answer["buffers"].get("decode")
+        if side != "verax" and not side.startswith(("stable-diffusion.cpp", "verax lightx2v")):
+            row["psnr"] = _psnr(frames["verax"], frames[side])
+    level = library.level()
+    asked = asdict(settings) | {"cpu_level": level, "text_layers": settings.text_layers or UMT5Config().num_layers}
+    layers = f"{transformer.num_layers} layers" if settings.layers else ""
+    text = "all of UMT5-XXL" if settings.text_layers is None else f"{settings.text_layers} layers of UMT5-XXL"
+    kind = settings.dtype if "diffusers" in settings.against else TEXT_BLOCKS
+    return benchmark.result(
+        slug(settings.size, layers, "clip", f"{settings.steps} steps {settings.guidance_scale:g}", settings.dtype)
+        + f"-{settings.frames[0]}x{settings.height}x{settings.width}"
+        + "".join(f"-{slug(name)}" for name in (*settings.against, level or "") if name),
+        title=f"A clip: {settings.size} text to video{f', {layers}' if layers else ''}, {settings.frames[0]} x "
+        f"{settings.height} x {settings.width}, {settings.steps} steps, guidance {settings.guidance_scale:g}",
+        intro=f"Random weights in {settings.dtype}, {text} in {kind}. Each side has a process of its own, one after "
+        f"the other: {settings.runs} clips after {settings.warmup} that do not count, from the prompt to images in a "
+        f"folder. CPU kernels: {level or 'none'}. Peak memory is the process's, weights included. PSNR is against the "
+        "first side.",
+        settings=asked,
+        versions={name: answer["version"] for name, answer in answers.items() if not name.startswith("verax")},
+        tables=[sides_table([case])],
+        cases=[case],
+    )
+
+
+def _stable_diffusion_cpp(
+    settings: VideoSettings, folder: Path, clip: Mapping[str, Any]
+) -> dict[str, Callable[..., Any]]:
+    """Sides of stable-diffusion.cpp: with the weights of the files, and with Q8_0 where verax has int8."""
+    load = {
+        "diffusion_model_path": str(folder / "model.safetensors"),
+        "t5xxl_path": str(folder / f"{PARTS['text_encoder'].original}.gguf"),
+        "vae_path": str(folder / f"{PARTS['vae'].original}.safetensors"),
+        "n_threads": num_cores(),
+        "diffusion_flash_attn": True,
+        "vae_decode_only": True,
+    }
+    options = {"prompt": clip["prompt"], "video_frames": clip["num_frames"], "cfg_scale": clip["guidance_scale"]}
+    options |= {"height": clip["height"], "width": clip["width"], "sample_steps": clip["num_inference_steps"]}
+    options |= {"sample_method": "euler", "flow_shift": 3.0}
+    run = partial(_run, settings.peer_python, "stable_diffusion_cpp")
+    sides = {"stable-diffusion.cpp": partial(run, load, options)}
+    if "int8" in settings.variants:
+        rules = {"tensor_type_rules": r"model\.diffusion_model\.blocks.*weight=q8_0"}
+        sides["stable-diffusion.cpp Q8_0"] = partial(run, load | rules, options)
+    return sides
+
+
+def _run(
+    python: str,
+    engine: str,
+    load: Mapping[str, Any],
+    clip: Mapping[str, Any],
+    folder: Path,
+    settings: VideoSettings,
+) -> dict[str, Any]:
+    """Answer of a side's process, see `clip_process`."""
+    folder.mkdir(parents=True)
+    request = {"engine": engine, "load": load, "clip": clip, "folder": str(folder)}
+    request["runs"] = settings.warmup + settings.runs
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        try:  # without -P, Python would take the modules of this folder for packages of the same name
+            command = [python, "-P", clip_process.__file__]
+            out = subprocess.run(
+                command, input=json.dumps(request), stdout=subprocess.PIPE, stderr=log, text=True
+            ).stdout
+        except OSError as error:
+            raise InvalidParameterError(f"peer_python: cannot run {python}: {error.strerror}") from error
+        log.seek(0)
+        text = log.read()
+    answer = json.loads(out or '{"error": "its process ended"}')
+    if "missing" in answer:
+        raise MissingDependencyError(f"{engine}: {python} has no {answer['missing']}; {REMEDY}")
+    if "error" in answer:
+        raise VeraxError(f"{engine}: {answer['error']}; its output ends: {text[-1000:]}")
+    if engine == "stable_diffusion_cpp":
+        taken = {stage: re.findall(rf"\b{words} completed, taking ([\d.]+)s", text) for stage, words in LOG.items()}
+        answer["stages"] = {stage: float(seconds[-1]) for stage, seconds in taken.items() if seconds}
+        sizes = dict(re.findall(r"(\w+) compute buffer size: ([\d.]+) MB", text))
+        answer["buffers"] = {"decode": max(int(1e6 * float(size)) for name, size in sizes.items() if "vae" in name)}
+    return answer
+
+
+def _psnr(first: np.ndarray, second: np.ndarray) -> float | None:
+    """PSNR in dB of uint8 frames; None where they are equal."""
+    error = float(np.mean((first.astype(np.float32) - second.astype(np.float32)) ** 2))
+    return 10 * float(np.log10(255**2 / error)) if error else None
+
+
+# The model
+
+
+def _write_model(folder: Path, settings: VideoSettings, transformer: WanConfig, vae: WanVaeConfig) -> Path:
+    """Folder of the original layout with random weights."""
+    shutil.copytree(builtin.video_model() / "tokenizer", folder / TOKENIZER)
+    fields = ("dim", "ffn_dim", "freq_dim", "in_dim", "num_heads", "num_layers", "out_dim", "eps", "text_dim")
+    sizes = {name: getattr(transformer, name) for name in fields}
+    write_json(folder / "config.json", {"_class_name": "WanModel", "model_type": "t2v", "text_len": 512, **sizes})
+    dtype = jnp.dtype(settings.dtype)
+    _write(folder, "model", WanModel, transformer, dtype)
+    stem = PARTS["vae"].original
+    write_json(folder / f"{stem}.json", asdict(vae))
+    _write(folder, stem, WanVae, vae, dtype)
+    config = UMT5Config()
+    if settings.size == "tiny":
+        config = replace(config, d_model=transformer.text_dim, d_kv=8, d_ff=64, num_heads=4)
+    if settings.text_layers is not None:  # and no more rows of the embedding than the built-in tokenizer has
+        config = replace(config, num_layers=settings.text_layers, vocab_size=1024)
+    stem = PARTS["text_encoder"].original
+    write_json(folder / f"{stem}.json", {**PARTS["text_encoder"].config, **asdict(config)})
+    _write_gguf(folder / f"{stem}.gguf", config)
+    return folder
+
+
+def _shapes(kind: Callable[..., nnx.Module], config: Any) -> dict[str, tuple[int, ...]]:
+    state = nnx.state(nnx.eval_shape(lambda: kind(config, dtype=jnp.float32, rngs=nnx.Rngs(0))))
+    return {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(state)}
+
+
+def _write(folder: Path, stem: str, kind: Callable[..., nnx.Module], config: Any, dtype: Any) -> None:
+    """Write a safetensors file of random weights."""
+    tensors = {
+        name: NewTensor(dtype, shape, partial(random_weight, name, shape, dtype))
+        for name, shape in _shapes(kind, config).items()
+    }
+    for _ in write_shards(folder, stem, tensors, max_shard_bytes=1 << 40):
+        pass
+
+
+def _write_gguf(path: Path, config: UMT5Config) -> None:
+    """Write UMT5 with transformers' names. Matrices of one shape are the same, since quantising takes long."""
+    writer, kinds = gguf.GGUFWriter(path, "t5encoder"), gguf.GGMLQuantizationType
+    stored: dict[Any, np.ndarray] = {}
+    tensors = []
+    for name, shape in _shapes(UMT5EncoderModel, config).items():
+        kind = kinds[TEXT_BLOCKS if len(shape) == 2 and "pos_embedding" not in name else "F32"]
+        if (kind, shape) not in stored:
+            stored[kind, shape] = gguf.quantize(random_weight(name, shape), kind)
+        rows, (theirs, *_) = stored[kind, shape], UMT5.forward(name) or (name,)
+        writer.add_tensor_info(theirs, rows.shape, rows.dtype, rows.nbytes, raw_dtype=kind)
+        tensors.append(rows)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for rows in tensors:
+        writer.write_tensor_data(rows)
+    writer.close()

@@ -1,0 +1,114 @@
+"""Drafts in models with recurrent layers, whose states go back to before the first draft that does not hold."""
+
+import random
+
+import pytest
+
+from tests.text.speculative.conftest import (
+    GREEDY,
+    LOOPING,
+    NGRAM,
+    PROMPTS,
+    REPEATED,
+    SAMPLING,
+    assert_unchanged,
+    draft_config,
+    expected,
+    make_llm,
+    samples,
+    totals,
+)
+from verax.errors import UnsupportedModelError
+from verax.models.qwen3_5 import GatedDeltaNet
+from verax.text.engine.sampling_params import SamplingParams
+
+FORM = {"regex": "(ab|ba){1,20}c"}
+
+
+@pytest.fixture(scope="module")
+def hybrid(hybrid_folder):
+    return make_llm(hybrid_folder, structured_outputs=True, speculative_config=NGRAM)
+
+
+@pytest.mark.parametrize("kind", SAMPLING)
+def test_answers_equal_an_engine_without_drafts(hybrid, kind):
+    params = SamplingParams(**{**LOOPING, **SAMPLING[kind]})
+    drafted, _ = assert_unchanged(hybrid, PROMPTS, params)
+    assert_unchanged(hybrid, PROMPTS[3:4], params)
+    assert drafted > 0 or kind in ("truncated", "penalties", "stop token")
+
+
+class Oracle:
+    """Drafter that knows the answers, and is wrong from a given draft on."""
+
+    step_cost = 0.0
+
+    def __init__(self, answers, right):
+        self._answers = answers
+        self._right = right
+
+    def can_draft(self, sequence):
+        return True
+
+    def draft(self, schedule, num_drafts):
+        drafts = {}
+        for sequence, count in num_drafts.items():
+            done = len(sequence.output_tokens)
+            coming = self._answers[tuple(sequence.request.prompt_token_ids)][done : done + count]
+            right = self._right()
+            drafts[sequence] = [token if i < right else (token + 1) % 300 for i, token in enumerate(coming)]
+        return drafts
+
+
+@pytest.mark.parametrize("right", [0, 1, 2, 3, 4, None], ids="{} right".format)
+def test_any_number_of_right_drafts_gives_the_same_tokens(hybrid, monkeypatch, right):
+    answers = {tuple(p): made[0][0] for p, made in zip(PROMPTS, expected(hybrid, PROMPTS, GREEDY), strict=True)}
+    drawn = random.Random(0)
+    oracle = Oracle(answers, lambda: drawn.randrange(5) if right is None else right)
+    speculator = hybrid.engine.speculator
+    monkeypatch.setattr(speculator, "drafter", oracle)
+    monkeypatch.setattr(speculator._policy, "record", lambda *_: None)  # drafts that fail do not rest
+    drafted, accepted = assert_unchanged(hybrid, PROMPTS, GREEDY)
+    assert drafted > 50
+    if right is not None:
+        assert (accepted > 0) == (right > 0)
+    assert_unchanged(hybrid, PROMPTS[:3], GREEDY)
+
+
+def test_preemption_forms_and_log_probabilities_change_no_token(hybrid):
+    params = SamplingParams(**LOOPING, logprobs=2)
+    _, accepted = assert_unchanged(hybrid, PROMPTS, params, blocks=32)
+    assert accepted > 0
+    repeating = hybrid.tokenizer.encode("abababababab ab ab")
+    formed = SamplingParams(temperature=0, max_tokens=30, structured_outputs=FORM)
+    before = totals(hybrid)
+    assert_unchanged(hybrid, [repeating, REPEATED[2]], [formed, SamplingParams(**LOOPING)])
+    assert totals(hybrid) > before
+
+
+def test_a_draft_model_changes_no_token(hybrid_folder, folder):
+    drafted, _ = assert_unchanged(make_llm(hybrid_folder, speculative_config=draft_config(folder)), PROMPTS, GREEDY)
+    assert drafted > 0
+
+
+def test_an_abort_within_drafts_leaves_the_other_sequences(hybrid):
+    params = SamplingParams(**LOOPING)
+    (alone,) = expected(hybrid, [REPEATED[2]], params)
+    for steps in (2, 4, 5):
+        leaving = hybrid.add_request(REPEATED[1], params)
+        hybrid.add_request(REPEATED[2], params)
+        for _ in range(steps):
+            hybrid.step()
+        hybrid.abort(leaving)
+        assert samples(hybrid, [REPEATED[2]], params) == [alone]
+
+
+def test_nothing_compiles_after_the_start(hybrid):
+    with nothing_compiles(hybrid):
+        samples(hybrid, PROMPTS, SamplingParams(**LOOPING))
+
+
+def test_a_layer_that_cannot_go_back_is_refused_by_name(hybrid_folder, monkeypatch):
+    monkeypatch.delattr(GatedDeltaNet, "project")
+    with pytest.raises(UnsupportedModelError, match="speculative_config: GatedDeltaNet cannot go back"):
+        make_llm(hybrid_folder, speculative_config={**NGRAM, "num_speculative_tokens": 2})
