@@ -279,7 +279,8 @@ def head_repeats(config: CausalLMConfig, devices: int) -> int:
 
 def state_axes(config: CausalLMConfig, layer: int) -> Any:
     """Axis of each array of a layer's recurrent state that devices divide; None for a state that each has whole."""
-    return config.state_axes(layer) if isinstance(config, DividedStateConfig) else None
+    attends = layer >= config.num_hidden_layers  # a layer of a prediction head
+    return config.state_axes(layer) if isinstance(config, DividedStateConfig) and not attends else None
 
 
 def config_on_devices(config: C, devices: int) -> C:

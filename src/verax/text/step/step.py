@@ -362,7 +362,7 @@ def _with_drafts(
     slot, start, count = rows[:, 0], rows[:, 1], rows[:, 2]
     for i in range(1, num_drafts + 1):
         wanted = i < count
-        sampled = jnp.stack([slot, start + i, jnp.ones_like(count), SAMPLED * wanted], axis=1)
+        sampled = jnp.stack([slot, start, jnp.full_like(count, i), SAMPLED * wanted], axis=1)
         history, tokens = draw(slots, model.logits(hidden), sampled)
         slots = slots._replace(tokens=history)
         if i < num_drafts:
