@@ -87,7 +87,7 @@ def test_drafts_are_those_of_the_head_applied_to_whole_texts(mtp, head_folder, g
     held, count = held_drafts(model, [*prompt, *answer], len(prompt), gap, bias)
     assert speculator.totals.num_draft_tokens - drafted == count
     assert (np.asarray(speculator.totals.num_accepted_tokens_per_pos) - before).tolist() == held
-    assert held[1] > 0
+    assert held[0] > 0
 
 
 def held_drafts(model, text, num_prompt, skipped, bias):
@@ -192,7 +192,7 @@ def test_hybrids_and_their_experts_answer_as_without_drafts(family, tmp_path):
     folder = tiny_checkpoint(tmp_path / "model", family=family, prediction_head=True, **HYBRIDS[family])
     llm = make_llm(folder, speculative_config=MTP)
     without_costs(llm)
-    for params, least in ((GREEDY, 0), (SamplingParams(**LOOPING), 10)):
+    for params, least in ((GREEDY, 0), (SamplingParams(**LOOPING), 5)):
         for prompts in (PROMPTS[3:4], PROMPTS[2:6]):
             drafted, accepted = assert_unchanged(llm, prompts, params)
             assert drafted > 0
