@@ -25,7 +25,7 @@ from verax.models import CausalLM, causal_lm
 from verax.train.loop import Schedule, train
 from verax.train.loss import rounded_gradient_linear
 
-__all__ = ["CONFIG", "SCHEDULE", "export", "held_out_loss", "train_builtin"]
+__all__ = ["CONFIG", "SCHEDULE", "export", "held_out_loss", "token_batches", "train_builtin"]
 
 CONTEXT = 1024
 
@@ -89,7 +89,7 @@ def train_builtin(
     trained = train(
         lambda params, batch: packed_loss(nnx.merge(graph, params), batch),
         params,
-        lambda start: _batches(tokenizer, seed, start),
+        lambda start: token_batches(tokenizer, seed, start),
         schedule,
         output,
         resume=resume,
@@ -146,7 +146,8 @@ def packed_loss(model: CausalLM, batch: dict[str, Array]) -> Float[Array, ""]:
     return next_token_loss(logits, tokens, segments)
 
 
-def _batches(tokenizer: Tokenizer, seed: int, start: int) -> Iterator[dict[str, np.ndarray]]:
+def token_batches(tokenizer: Tokenizer, seed: int, start: int) -> Iterator[dict[str, np.ndarray]]:
+    """Batches from a step on, of the shapes `ROWS`."""
     step = start
     while True:
         rows, length = ROWS[step % len(ROWS)]

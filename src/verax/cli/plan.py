@@ -17,7 +17,7 @@ from verax.text.engine.engine_config import EngineConfig
 from verax.video.options import VideoRequest
 
 _TEXT = {"max_model_len": "4096", "max_num_seqs": "8", "max_num_batched_tokens": "the engine's"}
-_TEXT |= {"kv_cache_dtype": "auto", "tensor_parallel_size": "1"}
+_TEXT |= {"kv_cache_dtype": "auto", "tensor_parallel_size": "1", "speculative_config": "no drafts"}
 _CLIP = ("resolution", "height", "width", "num_frames", "num_inference_steps", "half_size_steps")
 _MESH = ("devices", "guidance_parallel", "sequence_parallel", "shard_weights")
 

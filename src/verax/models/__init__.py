@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from verax.errors import InvalidParameterError, UnsupportedModelError
-from verax.fields import Size, file_of, read_value
+from verax.fields import Count, Size, file_of, read_value
 from verax.files import JsonObject
 from verax.models import (
     bert,
@@ -47,6 +47,7 @@ from verax.models.causal_lm import (
     check_causal_lm_class,
     final_hidden_states,
     run_from_zeros,
+    text_config,
 )
 from verax.models.video_model import VideoModel
 from verax.models.wan.family import WanVideoModel
@@ -167,11 +168,14 @@ def register_causal_lm(model_type: str, model: Any, config: Any) -> None:
         raise InvalidParameterError(f"model_type: {model_type!r} is the name of {taken[0].__name__} already")
 
 
-def causal_lm(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
+def causal_lm(config: Mapping[str, Any], *, prediction_head: bool = False) -> tuple[type[Any], Any]:
     """The model class (a `CausalLM`) and its configuration (a `CausalLMConfig`) for a language model's config.json.
 
+    `prediction_head`: the model with its head of multi-token prediction.
+
     Raises:
-        UnsupportedModelError: for a `model_type` that is not in the table, naming those that are.
+        UnsupportedModelError: for a `model_type` that is not in the table, naming those that are, or for a model
+            without such a head.
     """
     kind = _kind(config, "model_type", _CAUSAL_LM, "language models", "; verax.register_causal_lm adds others")
     if not is_causal(config):
@@ -180,7 +184,21 @@ def causal_lm(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
             "is an encoder, which generates no text"
         )
     model, read = _CAUSAL_LM[kind]
-    return model, read.from_hf(config)
+    sizes = read.from_hf(config)
+    return model, replace(sizes, num_nextn_predict_layers=_prediction_layers(config)) if prediction_head else sizes
+
+
+def _prediction_layers(config: Mapping[str, Any]) -> int:
+    """Layers of a model's head of multi-token prediction, by its config.json; Qwen3-Next's has no key for them."""
+    text = text_config(config)
+    default = read_value(text, "num_nextn_predict_layers", Count, int(text.get("model_type") == "qwen3_next"))
+    layers = read_value(text, "mtp_num_hidden_layers", Count, default)
+    if layers != 1 or read_value(text, "mtp_use_dedicated_embeddings", bool, False):
+        raise UnsupportedModelError(
+            f"{file_of(config)}: expected a head of multi-token prediction with one layer and the model's embeddings "
+            f"(num_nextn_predict_layers or mtp_num_hidden_layers 1), got {layers or 'none'}"
+        )
+    return layers
 
 
 def is_causal(config: Mapping[str, Any]) -> bool:

@@ -243,16 +243,25 @@ def has_recurrent_layers(config: CausalLMConfig) -> TypeGuard[RecurrentConfig]:
     return isinstance(config, RecurrentConfig)
 
 
+def prediction_layers(config: CausalLMConfig) -> int:
+    """Layers of the model's head of multi-token prediction, numbered after the others; 0 for a model without one."""
+    return getattr(config, "num_nextn_predict_layers", 0)
+
+
 def sliding_windows(config: CausalLMConfig) -> tuple[int | None, ...]:
-    """Sliding window of each layer, in tokens; None for a layer that attends to everything."""
+    """Sliding window of each layer, in tokens; None for a layer that attends to everything.
+
+    Layers of a prediction head are the last ones.
+    """
+    head = (None,) * prediction_layers(config)
     if not isinstance(config, SlidingWindowConfig):
-        return (None,) * config.num_hidden_layers
+        return (None,) * config.num_hidden_layers + head
     if len(config.sliding_windows) != config.num_hidden_layers:
         raise InvalidParameterError(
             f"model: {type(config).__name__} has {len(config.sliding_windows)} sliding_windows for "
             f"{config.num_hidden_layers} layers"
         )
-    return config.sliding_windows
+    return tuple(config.sliding_windows) + head
 
 
 def layer_heads(config: CausalLMConfig, layer: int) -> tuple[int, int]:
@@ -270,7 +279,8 @@ def head_repeats(config: CausalLMConfig, devices: int) -> int:
 
 def state_axes(config: CausalLMConfig, layer: int) -> Any:
     """Axis of each array of a layer's recurrent state that devices divide; None for a state that each has whole."""
-    return config.state_axes(layer) if isinstance(config, DividedStateConfig) else None
+    attends = layer >= config.num_hidden_layers  # a layer of a prediction head
+    return config.state_axes(layer) if isinstance(config, DividedStateConfig) and not attends else None
 
 
 def config_on_devices(config: C, devices: int) -> C:
@@ -319,6 +329,21 @@ def final_hidden_states(
     if has_recurrent_layers(model.config):
         return cast(Callable[..., Any], model)(tokens, positions, attend, run_recurrent)
     return model(tokens, positions, attend)
+
+
+def predicted_hidden_states(
+    model: CausalLM,
+    hidden: Float[Array, "*B T D"],
+    tokens: Int[Array, "*B T"],
+    positions: Int[Array, "*B T"],
+    attend: AttentionFn,
+) -> Float[Array, "*B T D"]:
+    """Hidden states one token later than `hidden`, by the model's prediction head, whose layer attends.
+
+    `hidden`: final hidden states at `positions`, or the head's own. `tokens`: those that follow.
+    """
+    mixers = (attend, run_from_zeros()) if has_recurrent_layers(model.config) else (attend,)
+    return cast(Any, model).predict(hidden, tokens, positions, *mixers)
 
 
 def check_causal_lm_class(model: Any, config: Any) -> None:

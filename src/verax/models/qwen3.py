@@ -28,7 +28,7 @@ from verax.fields import Count, Depth, Epsilon, Size, check_multiple, file_of, r
 from verax.models.causal_lm import AttentionFn, RunRecurrent, causal_attention
 from verax.nn import Embedding, Linear, RMSNorm, fused_linear, fused_swiglu
 
-__all__ = ["Qwen3Config", "Qwen3ForCausalLM"]
+__all__ = ["PredictionHead", "Qwen3Config", "Qwen3ForCausalLM"]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -61,6 +61,8 @@ class Qwen3Config:
     """Sliding window of each layer, None for full attention; empty if no layer has one."""
     local_rotary: ops.RotaryConfig | None = None
     """Rotation in layers that see a window; None for the rotation of the others."""
+    num_nextn_predict_layers: Count = 0
+    """Layers of the head that predicts further tokens, if the model is loaded with it: 1, or 0."""
 
     zero_centered_norms: ClassVar[bool] = False
     """True where the weights of norms are added to 1."""
@@ -80,6 +82,11 @@ class Qwen3Config:
         rotaries = (self.rotary if window is None else self.local_rotary or self.rotary for window in self.windows)
         given = tuple(rotaries) or (self.rotary,) * self.num_hidden_layers
         return tuple(rotary.for_context(self.max_position_embeddings) for rotary in given)
+
+    def of_prediction_head(self) -> Any:
+        """Configuration of the prediction head's layer, which follows the others and sees everything."""
+        windows = (*self.windows, None) if self.windows else ()
+        return replace(self, num_hidden_layers=self.num_hidden_layers + 1, windows=windows)
 
     def for_context(self, tokens: int) -> Any:
         """Configuration for sequences of at most `tokens` tokens; LongRoPE's rotation depends on the longest."""
@@ -316,14 +323,49 @@ class Decoder(nnx.Module):
         return [tables.get(rotary) for rotary in rotaries]
 
 
+class PredictionHead(nnx.Module):
+    """Head of multi-token prediction (MTP): what the model's final hidden states would be one token later.
+
+    Follows vLLM's `Qwen3NextMultiTokenPredictor`; paths are the keys under `mtp.` of Qwen3-Next's and Qwen3.5's
+    checkpoints. From the hidden state at t, after the final norm, and the token at t + 1 it makes a hidden state of
+    which the model's own output head predicts the token at t + 2. Applied to its own hidden state and that token, it
+    predicts the next one. Report: DeepSeek-V3 (arXiv:2412.19437).
+    """
+
+    def __init__(self, config: Any, layer_class: Any, *, dtype: DTypeLike, rngs: nnx.Rngs):
+        D, within, self.layer = config.hidden_size, config.of_prediction_head(), config.num_hidden_layers
+        self.rotary, self.head_dim = within.rotaries[self.layer], config.head_dim
+        self.pre_fc_norm_embedding = norm(config, dtype)
+        self.pre_fc_norm_hidden = norm(config, dtype)
+        self.fc = Linear(2 * D, D, dtype=dtype, rngs=rngs)
+        self.layers = nnx.List([layer_class(within, self.layer, dtype=dtype, rngs=rngs)])
+        self.norm = norm(config, dtype)
+
+    def __call__(
+        self,
+        hidden: Float[Array, "*B T D"],
+        embedded: Float[Array, "*B T D"],
+        positions: Int[Array, "*B T"],
+        *mixers: AttentionFn | RunRecurrent,
+    ) -> Float[Array, "*B T D"]:
+        """Hidden states one token later, float32.
+
+        `hidden`: final hidden states at `positions`. `embedded`: embeddings of the tokens that follow them. `mixers`:
+        as in `Decoder`; the layer's number follows those of the decoder's layers.
+        """
+        x = jnp.concatenate([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)], axis=-1)
+        rotary = self.rotary and ops.rotary_tables(positions, self.rotary, self.head_dim)
+        return self.norm(self.layers[0](self.fc(x), rotary, self.layer, *mixers))
+
+
 class Qwen3ForCausalLM(nnx.Module):
     """The language model: `model(tokens, positions, attend)` gives hidden states, `model.logits` the vocabulary scores.
 
     The residual stream and everything between matmuls is float32; matmul inputs are rounded to the weights' dtype.
     """
 
-    ignored_weights = (r"rotary_emb\.inv_freq$",)
-    """Patterns of keys that old checkpoints hold and no model needs."""
+    ignored_weights = (r"rotary_emb\.inv_freq$", r"^mtp\.")
+    """Patterns of keys that a model does without: of old checkpoints, and of a prediction head that is not in use."""
 
     key_aliases = ((r"^model\.", ""),)
     """Other keys of the same weights: keys of embedding models, which have the decoder alone."""
@@ -338,6 +380,8 @@ class Qwen3ForCausalLM(nnx.Module):
         self.model = self.decoder_class(config, dtype=dtype, rngs=rngs)
         D, V, tied = config.hidden_size, config.vocab_size, config.tie_word_embeddings
         self.lm_head = None if tied else Linear(D, V, divided="vocabulary", dtype=dtype, rngs=rngs)
+        head = partial(PredictionHead, config, self.decoder_class.layer_class, dtype=dtype, rngs=rngs)
+        self.mtp = head() if config.num_nextn_predict_layers else None
 
     @property
     def dtype(self) -> DTypeLike:
@@ -351,6 +395,20 @@ class Qwen3ForCausalLM(nnx.Module):
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[-1]), tokens.shape)
         return self.model(tokens, positions, attend or causal_attention(self.dtype))
+
+    def predict(
+        self,
+        hidden: Float[Array, "*B T D"],
+        tokens: Int[Array, "*B T"],
+        positions: Int[Array, "*B T"],
+        *mixers: AttentionFn | RunRecurrent,
+    ) -> Float[Array, "*B T D"]:
+        """Hidden states one token later than `hidden`, which is at `positions`, by the prediction head.
+
+        `tokens`: those at `positions + 1`. `mixers`: as in `Decoder`.
+        """
+        assert self.mtp is not None
+        return self.mtp(hidden, self.model.embed(tokens), positions, *mixers)
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Scores over the vocabulary, float32."""

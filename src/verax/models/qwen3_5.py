@@ -142,6 +142,13 @@ class Qwen35Config(Qwen3Config):
             memory=jnp.zeros((num_seqs, *size), jnp.float32),
         )
 
+    def of_prediction_head(self) -> Any:
+        """Configuration of the prediction head's layer, which attends and has experts if the others do."""
+        depth, experts = self.num_hidden_layers, self.experts
+        if experts is not None:
+            experts = replace(experts, layers=experts.layers | {depth})
+        return replace(super().of_prediction_head(), layer_types=(*self.layer_types, ATTENTION), experts=experts)
+
     def on_devices(self, devices: int) -> Qwen35Config:
         """Configuration on `devices` devices, which divide delta layers by key heads if they can."""
         return replace(self, divided_delta=self.linear_num_key_heads % devices == 0)
@@ -291,8 +298,8 @@ class Decoder(qwen3.Decoder):
 class Qwen35ForCausalLM(Qwen3ForCausalLM):
     """The language model: `model(tokens, positions, attend, run_recurrent)` gives hidden states, `logits` scores."""
 
-    ignored_weights = (*Qwen3ForCausalLM.ignored_weights, r"^mtp\.", r"^model\.visual\.")
-    """Patterns of keys that are not needed; among them the vision tower, and the layers of multi-token prediction."""
+    ignored_weights = (*Qwen3ForCausalLM.ignored_weights, r"^model\.visual\.")
+    """Patterns of keys that are not needed, among them the vision tower."""
 
     key_aliases = ((r"^model\.", ""), (r"^model\.", "model.language_model."), (r"^model\.", "language_model."))
     """Keys without a head, and with a vision tower, which has the language model one level further down."""

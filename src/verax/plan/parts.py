@@ -20,6 +20,7 @@ from verax.plan.devices import Device
 
 # The first pattern that matches a key decides.
 _PARTS = (
+    ("prediction head", r"^mtp\."),
     ("norms", r"(?i)norm[^.]*\.\w+$"),
     ("experts", r"\.experts\.|\.mlp\.gate\.|shared_expert_gate\."),
     ("recurrent layers", r"\blinear_attn\."),
@@ -94,7 +95,7 @@ def multiplied(model: Any) -> tuple[int, int, float, int]:
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         key, shape = ".".join(map(str, path)), leaf.get_value().shape
         part = _part_of(model, key)
-        if len(shape) < 2 or part == "embedding":
+        if len(shape) < 2 or part in ("embedding", "prediction head"):
             continue
         if part in ("head", "embedding and head"):
             head += math.prod(shape)

@@ -20,7 +20,7 @@ _ENGINES = {"text": plan_text, "embedding": plan_embed, "video": plan_video}
 _OPTIONS = {
     "text": (
         *("dtype", "quantization", "kv_cache_dtype", "max_num_seqs", "max_model_len", "max_num_batched_tokens"),
-        "tensor_parallel_size",
+        *("tensor_parallel_size", "speculative_config"),
     ),
     "embedding": ("dtype", "batch_size", "max_length"),
     "video": (

@@ -118,7 +118,7 @@ class TextPlan:
 
         Weight matrices multiply each token, the head only the last one of a sequence, and each layer multiplies a query
         with the keys that it sees and with their values, or changes a state. In each step weights, states, and keys and
-        values that are seen are read once.
+        values that are seen are read once. Steps are without drafts, so that a prediction head is left out.
 
         `seqs`: sequences of each step, all alike. `steps`: tokens of a sequence in the cache before each step, and
         tokens of the step.
@@ -126,7 +126,7 @@ class TextPlan:
         config, devices = self.model.config, self.options.tensor_parallel_size
         every, experts, chosen, head = multiplied(self.model)
         heads = getattr(config, "num_attention_heads", config.num_key_value_heads)
-        layers = [*zip(sliding_windows(config), layer_states(config, 1), strict=True)]
+        layers = [*zip(sliding_windows(config), layer_states(config, 1), strict=True)][: config.num_hidden_layers]
         attending = [layer for layer, (_, state) in enumerate(layers) if state is None]
         attending += getattr(config, "shared_layers", ())
         numbers = sum(leaf.size for _, state in layers for leaf in jax.tree.leaves(state) if leaf.ndim == 4)
@@ -140,7 +140,7 @@ class TextPlan:
             flops += 2 * (rows * (every + chosen) + seqs * head) + STATE_PRODUCTS * seqs * count * numbers
             # The mean over choices in which each expert is as likely as the others.
             idle = (1 - chosen / experts) ** rows if experts else 0
-            nbytes += weights.total() - weights["embedding"] - idle * weights["experts"]
+            nbytes += weights.total() - weights["embedding"] - weights["prediction head"] - idle * weights["experts"]
             nbytes += 2 * seqs * state_bytes(config, devices)
             for layer in attending:
                 window, (kv_heads, size) = layers[layer][0], layer_heads(config, layer)
@@ -169,10 +169,13 @@ def text_plan(
     Args:
         dtype: `"bfloat16"` or `"float32"`.
         max_model_len: tokens of each sequence; 4096 or the model's positions, if these are fewer, if None.
-        options: `tensor_parallel_size`, `kv_cache_dtype` and `max_num_batched_tokens`.
+        options: `tensor_parallel_size`, `kv_cache_dtype`, `max_num_batched_tokens` and `speculative_config`.
     """
     check_dtype(dtype)
-    architecture, config = causal_lm(model.config)
+    engine = EngineConfig(max_num_seqs=max_num_seqs, **options)
+    if engine.speculation is not None and engine.speculation.method == "draft_model":
+        raise InvalidParameterError("speculative_config: a plan has no draft model; plan it as a model of its own")
+    architecture, config = causal_lm(model.config, prediction_head=engine.uses_prediction_head)
 
     @cache
     def shapes(devices: int) -> Any:
@@ -186,8 +189,7 @@ def text_plan(
         raise InvalidParameterError(
             f"max_model_len: expected 2 to {longest} tokens, the model's positions, got {tokens}"
         )
-    engine = EngineConfig(max_num_seqs=max_num_seqs, max_model_len=tokens, **options)
-    plan = TextPlan(shapes, engine, DTYPES[dtype], device)
+    plan = TextPlan(shapes, replace(engine, max_model_len=tokens), DTYPES[dtype], device)
     _ = plan.parts  # an error names a weight that does not divide
     return plan
 

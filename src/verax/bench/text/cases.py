@@ -36,10 +36,12 @@ from verax.machine import measure_bandwidth, peak_growth
 from verax.models import causal_lm
 from verax.ops.paged import QuantizedPages
 from verax.shapes import SHAPES
+from verax.text.engine.engine_config import EngineConfig
 from verax.text.engine.llm import LLM
 from verax.text.engine.request import RequestInput
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.step.step import StepShape
+from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["bench_text"]
 
@@ -52,11 +54,13 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
     benchmark, (words, shapes) = Benchmark("text"), SHAPES[settings.shapes]
     with checkpoint_folder(settings.model, shapes) as folder, contextlib.ExitStack() as stack:
         opened = checkpoint.Checkpoint.open(folder)
-        workload = workload or make_workload(settings, causal_lm(opened.config)[1].vocab_size)
+        tokenizer = Tokenizer.from_checkpoint(opened) if settings.workload == "chat" and settings.model else None
+        workload = workload or make_workload(settings, causal_lm(opened.config)[1].vocab_size, tokenizer)
         sides, versions, starts = peer_sides(settings, opened, workload, stack)
         begin = time.perf_counter()
         with peak_growth() as loading:
-            module = load_causal_lm(opened, dtype=dtype, quantization=quantization)
+            head = drafts is not None and EngineConfig(speculative_config=drafts).uses_prediction_head
+            module = load_causal_lm(opened, prediction_head=head, dtype=dtype, quantization=quantization)
         load_seconds = time.perf_counter() - begin
         sized: dict[str, Any] = {"max_num_seqs": min(len(workload.prompts), 256), "max_model_len": workload.longest}
         llm = LLM.from_module(module, speculative_config=drafts, **sized)
@@ -64,7 +68,11 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
         if "verax" in settings.against:
             unquantised = LLM.from_module(load_causal_lm(opened, dtype=dtype), **sized)
             sides[f"verax {dtype}"] = partial(_generate, unquantised, workload)
-        if drafts is not None:
+        if head:
+            # Its steps do not run the head.
+            plain = LLM.from_module(load_causal_lm(opened, dtype=dtype, quantization=quantization), **sized)
+            sides["verax without drafts"] = partial(_generate, plain, workload)
+        elif drafts is not None:
             sides["verax without drafts"] = partial(_generate_without_drafts, llm, workload)
         sides["verax"] = partial(_generate, llm, workload)
         compiled = runner.num_compiled()

@@ -9,14 +9,28 @@ from dataclasses import dataclass
 import numpy as np
 
 from verax.bench.settings import TextSettings
+from verax.errors import InvalidParameterError
 from verax.text.engine.sampling_params import SamplingParams
+from verax.text.tokens.tokenizer import Tokenizer
 
 __all__ = ["USUAL_PROMPTS", "Workload", "make_workload"]
 
-USUAL_PROMPTS = {"short-prompts": 4, "nano-vllm": 256, "prompt": 1, "repeat": 1}
+USUAL_PROMPTS = {"short-prompts": 4, "nano-vllm": 256, "prompt": 1, "repeat": 1, "chat": 1}
 """Prompts of a workload if no other number is given."""
 
-TEMPERATURES = {"short-prompts": 0.7, "nano-vllm": 0.6, "prompt": 0.0, "repeat": 0.0}
+TEMPERATURES = {"short-prompts": 0.7, "nano-vllm": 0.6, "prompt": 0.0, "repeat": 0.0, "chat": 0.0}
+
+QUESTIONS = (
+    "Tell me a story about a fox and a boat.",
+    "Tell me a story about a girl who lost her kite.",
+    "What is 47 + 38?",
+    "Write a story about a bear and a rabbit.",
+    "Give me a JSON record about a dog.",
+    "Tell me a story about a boy and a little owl.",
+    "What color is the sky?",
+    "Tell me a story about a mouse in the garden.",
+)
+"""Messages of the `chat` workload, of the kinds that the built-in model knows."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +77,7 @@ class Workload:
         ]
 
 
-def make_workload(settings: TextSettings, vocab_size: int) -> Workload:
+def make_workload(settings: TextSettings, vocab_size: int, tokenizer: Tokenizer | None = None) -> Workload:
     """Workload that the settings name, the same tokens every time.
 
     - `short-prompts`: 12 to 24 random tokens each, temperature 0.7: the case of the earlier ports.
@@ -72,6 +86,7 @@ def make_workload(settings: TextSettings, vocab_size: int) -> Workload:
     - `repeat`: 48 tokens four times over, which a trained model continues. Random weights do not copy: without a model,
       prompts have their tokens once and one token is favoured instead. Every draft of it holds: the most that drafts
       can gain.
+    - `chat`: questions in the checkpoint's chat template, by its `tokenizer`.
     """
     name, rng, favoured = settings.workload, np.random.default_rng(0), None
     count = settings.requests or USUAL_PROMPTS[name]
@@ -84,6 +99,12 @@ def make_workload(settings: TextSettings, vocab_size: int) -> Workload:
         max_tokens = tuple(length() for _ in range(count))
     elif name == "prompt":
         prompts, max_tokens = tuple(tokens(settings.prompt_tokens) for _ in range(count)), (1,) * count
+    elif name == "chat":
+        if tokenizer is None:
+            raise InvalidParameterError("workload: chat asks a trained model; name one by --model")
+        chats = ([{"role": "user", "content": QUESTIONS[i % len(QUESTIONS)]}] for i in range(count))
+        texts = map(tokenizer.apply_chat_template, chats)
+        prompts = tuple(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
     elif name == "repeat":
         times = 1 if settings.model is None else 4
         prompts = tuple(tokens(48) * times for _ in range(count))

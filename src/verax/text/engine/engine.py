@@ -27,7 +27,7 @@ from verax.text.engine.outputs import (
 )
 from verax.text.engine.request import Request, RequestInput, Sequence, token_ids
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.engine.scheduler import Chunk, Scheduler
+from verax.text.engine.scheduler import BY_STEP, Chunk, Scheduler
 from verax.text.features.grammar import Grammar, GrammarCompiler
 from verax.text.features.lora import AdapterLoader, LoadedAdapter, LoRARequest
 from verax.text.features.speculative import Speculator
@@ -322,8 +322,9 @@ class Engine:
             for at, draft in enumerate((*chunk.drafts, None), start=first):
                 token = int(tokens[at])
                 self._take(sequence, pending, at, token)
-                accepted += token == draft
-                if sequence.finished or token != draft:
+                holds = tokens[at + 1] >= 0 if draft == BY_STEP else token == draft
+                accepted += bool(holds)
+                if sequence.finished or not holds:
                     break
                 sequence.num_computed += 1
                 kept[row] += 1

@@ -14,13 +14,19 @@ from verax.options import check_options, documented, option, options_of
 
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float32", "int8", "fp8")
 
-METHODS = ("ngram", "draft_model")
+METHODS = ("ngram", "draft_model", "mtp")
+
+MTP_NAMES = ("qwen3_next_mtp", "qwen3_5_mtp")
+"""vLLM's older names of `"mtp"`."""
 
 LOOKUP = 5
 """Tokens that `"ngram"` looks up if neither bound is given; vLLM's default."""
 
 MOST_DRAFTS = 32
 """Most drafts of a sequence in a step: longer ones hardly ever hold."""
+
+MOST_PREDICTED, USUALLY_PREDICTED = 8, 3
+"""Most drafts of a prediction head, each of which is a part of the compiled step, and the default."""
 
 _FORM = '{"method": "ngram", "num_speculative_tokens": 4} or {"method": "draft_model", "model": ..., ...}'
 
@@ -33,9 +39,14 @@ _HOSTS = "Several hosts"
 class SpeculativeConfig:
     """Options of speculative decoding, by vLLM's names."""
 
-    num_speculative_tokens: int = option(None, "Most drafts of a sequence in a step.", low=1, high=MOST_DRAFTS)
+    num_speculative_tokens: int = option(
+        None, f'Most drafts of a sequence in a step; {USUALLY_PREDICTED} with "mtp".', low=1, high=MOST_DRAFTS
+    )
     method: str | None = option(
-        None, '"ngram" (prompt lookup) or "draft_model"; the latter if None and `model` is given.', choices=METHODS
+        None,
+        '"ngram" (prompt lookup), "draft_model" or "mtp" (the checkpoint\'s head of multi-token prediction); '
+        '"draft_model" if None and `model` is given.',
+        choices=METHODS,
     )
     model: str | None = option(None, "The draft model: a folder, a GGUF file, a hub id.")
     prompt_lookup_max: int | None = option(
@@ -44,8 +55,15 @@ class SpeculativeConfig:
     prompt_lookup_min: int | None = option(
         None, '"ngram": fewest. If one bound is left out it is the other; if both are, they are 5.', low=1
     )
+    disable_by_batch_size: int | None = option(
+        None, '"mtp": most sequences in a step with drafts; 4 on a CPU and 64 elsewhere if None.', low=1
+    )
 
     def __post_init__(self) -> None:
+        if self.method in MTP_NAMES:
+            object.__setattr__(self, "method", "mtp")
+        if self.method == "mtp" and self.num_speculative_tokens is None:
+            object.__setattr__(self, "num_speculative_tokens", USUALLY_PREDICTED)
         try:
             check_options(self)
             self._complete()
@@ -59,16 +77,25 @@ class SpeculativeConfig:
         if method is None:
             raise InvalidParameterError(f"method: expected one of {', '.join(METHODS)}, got none")
         object.__setattr__(self, "method", method)
+        if method != "mtp" and self.disable_by_batch_size is not None:
+            raise InvalidParameterError('disable_by_batch_size belongs to the method "mtp"')
+        if method != "ngram" and (lowest is not None or highest is not None):
+            raise InvalidParameterError('prompt_lookup_min and prompt_lookup_max belong to the method "ngram"')
         if method == "draft_model":
             if not isinstance(self.model, str):
                 raise InvalidParameterError(
                     f'model: the method "draft_model" needs a folder, a GGUF file or a hub id, got {self.model!r}'
                 )
-            if lowest is not None or highest is not None:
-                raise InvalidParameterError('prompt_lookup_min and prompt_lookup_max belong to the method "ngram"')
             return
         if self.model is not None:
-            raise InvalidParameterError('model: the method "ngram" has none')
+            raise InvalidParameterError(f'model: the method "{method}" has none')
+        if method == "mtp":
+            if self.num_speculative_tokens > MOST_PREDICTED:
+                raise InvalidParameterError(
+                    f'num_speculative_tokens: expected at most {MOST_PREDICTED} with the method "mtp", got '
+                    f"{self.num_speculative_tokens}"
+                )
+            return
         low = lowest or highest or LOOKUP
         high = highest or low
         if low > high:
@@ -221,6 +248,9 @@ class EngineConfig:
         if self.speculative_config is not None:
             parsed = SpeculativeConfig.from_value(self.speculative_config)
             object.__setattr__(self, "speculative_config", parsed)
+        if self.uses_prediction_head and (self.enable_lora or self.nnodes > 1):
+            other = "adapters (enable_lora)" if self.enable_lora else "several hosts (nnodes)"
+            raise InvalidParameterError(f'speculative_config: the method "mtp" is not implemented with {other}')
         self._check_hosts()
 
     def _check_hosts(self) -> None:
@@ -258,6 +288,11 @@ class EngineConfig:
         """`speculative_config` as a record."""
         assert self.speculative_config is None or isinstance(self.speculative_config, SpeculativeConfig)
         return self.speculative_config
+
+    @property
+    def uses_prediction_head(self) -> bool:
+        """True if the model's head of multi-token prediction makes drafts."""
+        return self.speculation is not None and self.speculation.method == "mtp"
 
     def with_options(self, options: Mapping[str, Any]) -> EngineConfig:
         """A copy with some fields replaced.

@@ -23,11 +23,11 @@ from jax.sharding import Mesh
 from verax import builtin, checkpoint, ops, progress
 from verax._compat import enable_compilation_cache, make_mesh
 from verax._optional import require_optional
-from verax.errors import CheckpointError, InvalidParameterError
+from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.loading import load_causal_lm, model_shapes
 from verax.machine import return_freed_memory
 from verax.models import DTYPES, CausalLM, causal_lm, check_dtype
-from verax.models.causal_lm import check_causal_lm
+from verax.models.causal_lm import check_causal_lm, prediction_layers
 from verax.nn import pack_linear_weights
 from verax.ops.division import TENSOR_AXIS
 from verax.text.engine import weight_update
@@ -106,6 +106,7 @@ class LLM:
                 model_of_mesh = load_causal_lm(
                     opened,
                     max_model_len=config.max_model_len,
+                    prediction_head=config.uses_prediction_head,
                     dtype=dtype,
                     quantization=quantization,
                     mesh=mesh,
@@ -117,10 +118,11 @@ class LLM:
         self.load_seconds = time.perf_counter() - begin
         self._generation_config = dict(opened.generation_config)
         ends = tokenizer.eos_token_ids if tokenizer else eos_token_ids(opened.config, opened.generation_config)
-        heads = causal_lm(opened.config)[1].num_key_value_heads
+        described = causal_lm(opened.config, prediction_head=config.uses_prediction_head)
+        heads = described[1].num_key_value_heads
         engines = _new_engines(models, config, meshes, heads, hosts, tokenizer, ends, use_tqdm)
         quantized = quantization is not None or bool(opened.packed)
-        shapes = partial(model_shapes, *causal_lm(opened.config), dtype=DTYPES[dtype])
+        shapes = partial(model_shapes, *described, dtype=DTYPES[dtype])
         self._template = None if quantized else lambda: AbstractModel.from_module(shapes())
         self._start(engines, models[0], config, hosts, use_tqdm)
 
@@ -556,6 +558,10 @@ def _new_engines(
     enable_compilation_cache()
     model = models[0]
     recurrent = state_bytes(model.config) > 0
+    if config.uses_prediction_head and not prediction_layers(model.config):
+        raise UnsupportedModelError(
+            'speculative_config: the method "mtp" needs a model with its head of multi-token prediction'
+        )
     if config.structured_outputs:
         require_optional("llguidance")  # missing it shows now, not at the first request
     drafts: list[CausalLM | None] = [None] * len(models)
@@ -617,7 +623,7 @@ def _new_engines(
                 scheduler,
                 tokenizer=tokenizer,
                 seed=seeds,
-                speculator=None if config.speculation is None else new_speculator(config.speculation, runner, draft),
+                speculator=config.speculation and new_speculator(config.speculation, runner, draft, model),
                 adapters=loader,
             )
         )

@@ -138,6 +138,10 @@ class Sequence:
     num_computed: int = 0
     """Tokens whose keys and values are in the cache once every dispatched step has run."""
     num_pending: int = 0
+    num_skipped: int = 0
+    """Tokens that the model's prediction head has not read, because only decode steps computed them."""
+    is_predicted: bool = False
+    """True if the head has read the newest token, so that the next step can draft."""
     matched: tuple[tuple[int, int], list[Any], int] | None = None
     """Cached prefixes of its tokens, with the version of the prefix tree and the number of tokens that they are of, and
     the blocks of keys and values that are cached, in models with recurrent layers of a longer prefix."""

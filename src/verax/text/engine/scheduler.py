@@ -26,6 +26,9 @@ SEQUENCE_TOKENS = 128
 """Prompt tokens that an unfinished sequence counts as: about as many tokens as a usual answer has still to get."""
 
 
+BY_STEP = -1
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Tokens `start : start + count` of a sequence. `sample` is true if a token is sampled after the last of them."""
@@ -39,7 +42,10 @@ class Chunk:
     first_new_block: int
     """Index of the first of `new_blocks` in the tables."""
     drafts: tuple[int, ...] = ()
-    """The chunk's tokens but the first, if they are only guessed: a token is sampled after each of its tokens."""
+    """The chunk's tokens but the first, if they are only guessed: a token is sampled after each of its tokens.
+
+    `BY_STEP` stands for a token that the step guesses itself.
+    """
 
 
 @dataclass
@@ -268,6 +274,7 @@ class Scheduler:
         self.blocks.release(sequence)
         self._free_slots.append(sequence.slot)
         sequence.slot = sequence.adapter_slot = None
+        sequence.num_skipped, sequence.is_predicted = 0, False
         if sequence.adapter_id is not None:
             self.adapters.release(sequence.adapter_id)
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections import abc
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ from verax.text.engine.blocks import CacheGroup
 from verax.text.engine.engine_config import SpeculativeConfig
 from verax.text.engine.outputs import SpeculationTotals
 from verax.text.engine.request import Sequence
-from verax.text.engine.scheduler import Chunk, Schedule, Scheduler
+from verax.text.engine.scheduler import BY_STEP, Chunk, Schedule, Scheduler
 from verax.text.hosts import Dispatch
 from verax.text.step.program import AbstractModel, JittedCall, new_cache, placed, step_program
 from verax.text.step.runner import ModelRunner, weight_bytes
@@ -262,7 +262,7 @@ class DraftModel:
         packed = shape.padding(self._config.block_size, groups, self._config.max_num_seqs)
         table, _, _ = shape.split(packed, groups)
         for i, (chunk, start, count, sample) in enumerate(rows):
-            table[i] = _slot(chunk), start, count, SAMPLED * sample
+            table[i, :4] = _slot(chunk), start, count, SAMPLED * sample
         return self._step(shape, packed)
 
     def _extend(self, updates: np.ndarray) -> None:
@@ -299,14 +299,38 @@ def _sizes(model: CausalLM, config: RunnerConfig) -> RunnerConfig:
     return replace(config, groups=groups, structured_outputs=False, verify_tokens=(), adapters=False, joined_heads=1)
 
 
-Drafter = NgramDrafter | DraftModel
+class HeadDrafter:
+    """Drafter whose drafts the step that verifies them makes itself, by the model's prediction head.
+
+    `model`: the model with its head.
+    """
+
+    def __init__(self, model: CausalLM):
+        head, table = cast(Any, model).mtp, cast(Any, model).model.embed_tokens
+        sizes = [weight.nbytes for weight in jax.tree.leaves(nnx.state(head))]
+        self.fixed_cost = sum(sizes) / (whole := weight_bytes(model) - sum(sizes))
+        """Time for which the head reads the tokens of a step, in steps of the model."""
+        output = cast(Any, model).lm_head or table
+        self.step_cost = self.fixed_cost + sum(w.nbytes for w in jax.tree.leaves(nnx.state(output))) / whole
+
+    def can_draft(self, sequence: Sequence) -> bool:
+        """True without a grammar: it has to allow the drafts before the step."""
+        return sequence.matcher is None
+
+    def draft(self, schedule: Schedule, num_drafts: abc.Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
+        """Places of drafts, the wanted number for each sequence; none where the head has not read the newest token."""
+        return {sequence: [BY_STEP] * count * sequence.is_predicted for sequence, count in num_drafts.items()}
+
+
+Drafter = NgramDrafter | DraftModel | HeadDrafter
 
 WAITING = 0.1
 """Part of a step for which the device waits for the host between steps that verify: the host must read the tokens
 first. 0.3 ms of scheduling and packing compared with steps of 5 to 40 ms on a CPU."""
 
-PRIOR = 0.5
-"""Share of drafts that are expected to hold, of a sequence that had none yet."""
+PRIOR, HEAD_PRIOR = 0.5, 0.8
+"""Share of drafts that are expected to hold, of a sequence that had none yet; and where a prediction head makes them,
+which is trained for the model."""
 
 WEIGHT = 0.2
 """Weight of the newest draft in the share of drafts that held."""
@@ -361,15 +385,31 @@ class Acceptance:
 class Policy:
     """Choice of the number of drafts of each sequence.
 
-    `sizes`: ascending numbers of tokens of steps that verify. `num_drafts`: most drafts of a sequence.
+    `sizes`: ascending numbers of tokens of steps that verify. `num_drafts`: most drafts of a sequence. `draft_cost`:
+    time of the i-th drafts of all sequences, in steps of the model. `fixed_cost`: further time of a step with drafts.
+    `prior`: share of drafts that are expected to hold at first.
     """
 
-    def __init__(self, cost: StepCost, sizes: abc.Sequence[int], num_drafts: int, draft_cost: float):
+    def __init__(
+        self,
+        cost: StepCost,
+        sizes: abc.Sequence[int],
+        num_drafts: int,
+        draft_cost: float,
+        *,
+        fixed_cost: float = 0.0,
+        most_rows: int | None = None,
+        prior: float = PRIOR,
+    ):
         self._cost = cost
         self._sizes = sizes
         self._num_drafts = num_drafts
         self._draft_cost = draft_cost
+        self._fixed_cost = fixed_cost
         self.largest = sizes[-1]
+        self.most_rows = self.largest - 1 if most_rows is None else most_rows
+        """Most sequences of a step with drafts."""
+        self.prior = prior
 
     def choose(self, num_rows: int, rates: abc.Sequence[float], limits: abc.Sequence[int]) -> list[int]:
         """Number of drafts of each sequence that can have some, for the most tokens in a given time.
@@ -389,7 +429,7 @@ class Policy:
         for count, (gain, i, _) in enumerate(gains[: max(0, self.largest - num_rows)], start=1):
             expected, longest = expected - gain, max(longest, i)
             padded = at_least(self._sizes, num_rows + count)
-            value = expected / (self._cost(padded) + WAITING + self._draft_cost * longest)
+            value = expected / (self._cost(padded) + WAITING + self._fixed_cost + self._draft_cost * longest)
             if value > best:
                 best, number = value, count
         chosen = [0] * len(rates)
@@ -408,8 +448,8 @@ class Policy:
         if in_vain or not any(self.choose(1, [acceptance.rate], [self._num_drafts])):
             acceptance.rest = min(2 * acceptance.rest or FIRST_REST, LONGEST_REST)
             acceptance.resumes_at = length + acceptance.rest
-            acceptance.rate, acceptance.trying = PRIOR, True
-        elif acceptance.rate > PRIOR:
+            acceptance.rate, acceptance.trying = self.prior, True
+        elif acceptance.rate > self.prior:
             acceptance.rest = 0
 
 
@@ -441,6 +481,8 @@ class Speculator:
         """
         if not schedule.chunks or schedule.admitted or not schedule.only_decodes:
             return
+        if schedule.constrained and isinstance(self.drafter, HeadDrafter):
+            return  # its steps sample by themselves
         wanted = self._num_drafts_of({chunk.sequence: chunk.start + 1 for chunk in schedule.chunks})
         reserved = scheduler.reserve(schedule, wanted) if wanted else []
         if not reserved:
@@ -471,7 +513,7 @@ class Speculator:
 
     def _num_drafts_of(self, lengths: abc.Mapping[Sequence, int]) -> dict[Sequence, int]:
         """Number of drafts of each sequence that is to have some, by the lengths of the sequences of the step."""
-        if not 0 < len(lengths) < self._policy.largest:
+        if not 0 < len(lengths) <= self._policy.most_rows:
             return {}
         limits = {sequence: limit for sequence, length in lengths.items() if (limit := self._limit(sequence, length))}
         if not limits:
@@ -490,15 +532,24 @@ class Speculator:
     def _of(self, sequence: Sequence) -> Acceptance:
         acceptance = self._acceptance.get(sequence)
         if acceptance is None:
-            acceptance = self._acceptance[sequence] = Acceptance()
+            acceptance = self._acceptance[sequence] = Acceptance(self._policy.prior)
         return acceptance
 
 
-def new_speculator(config: SpeculativeConfig, runner: ModelRunner, draft_model: CausalLM | None) -> Speculator:
-    """The speculator that a configuration describes, for steps of `runner`, with its draft model if it has one."""
-    count = config.num_speculative_tokens
+def new_speculator(
+    config: SpeculativeConfig, runner: ModelRunner, draft_model: CausalLM | None, model: CausalLM | None = None
+) -> Speculator:
+    """The speculator that a configuration describes, for steps of `runner`.
+
+    `draft_model`: its draft model if it has one. `model`: the model, for drafts by its prediction head.
+    """
+    count, sizes, options = config.num_speculative_tokens, runner.config, dict[str, Any]()
     drafter: Drafter
-    if draft_model is not None:
+    if config.method == "mtp":
+        assert model is not None
+        drafter = HeadDrafter(model)
+        options = {"fixed_cost": drafter.fixed_cost, "most_rows": sizes.most_predicting, "prior": HEAD_PRIOR}
+    elif draft_model is not None:
         drafter = DraftModel(draft_model, runner, count)
     else:
         assert config.prompt_lookup_min is not None
@@ -506,7 +557,8 @@ def new_speculator(config: SpeculativeConfig, runner: ModelRunner, draft_model: 
         drafter = NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max, count)
     quantized = any(not jnp.issubdtype(weight.dtype, jnp.floating) for weight in runner.abstract_model.weights)
     cost = StepCost.on(ops.target().platform, quantized=quantized)
-    return Speculator(drafter, Policy(cost, runner.config.verify_tokens, count, drafter.step_cost), count)
+    tokens = sizes.verify_tokens or sorted({shape.tokens for shape in sizes.shapes if shape.verify})
+    return Speculator(drafter, Policy(cost, tokens, count, drafter.step_cost, **options), count)
 
 
 def load_draft_model(

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ from verax.errors import InvalidParameterError
 from verax.files import atomic_path, write_json
 from verax.machine import cpu_name
 from verax.models import CausalLM, CausalLMConfig
-from verax.models.causal_lm import has_recurrent_layers, layer_heads, state_axes
+from verax.models.causal_lm import has_recurrent_layers, layer_heads, prediction_layers, state_axes
 from verax.nn.parallel import divisions
 from verax.ops.cpu import library
 from verax.ops.division import TENSOR_AXIS, is_weight, partition, resized
@@ -170,7 +170,7 @@ class AbstractModel:
 def step_name(shape: StepShape) -> str:
     """Name of the program of a step."""
     kind = "decode" if shape.decode else "verify" if shape.verify else "mixed"
-    return f"{kind}_{shape.rows}x{shape.tokens}{'_adapters' * shape.adapters}"
+    return f"{kind}_{shape.rows}x{shape.tokens}{'_adapters' * shape.adapters}{'_mtp' * (shape.drafts > 0)}"
 
 
 def admission_name(num_tokens: int) -> str:
@@ -197,7 +197,14 @@ def step_program(
         ...     sizes = plan_sizes(config, jnp.bfloat16, EngineConfig(max_num_seqs=8))
         ...     lowered = step_program(AbstractModel.from_module(module), sizes, sizes.shapes[0]).lower()
     """
-    step = make_step(model.build, shape, sizes.block_size, sizes.groups, structured_outputs=sizes.structured_outputs)
+    step = make_step(
+        model.build,
+        shape,
+        sizes.block_size,
+        sizes.groups,
+        structured_outputs=sizes.structured_outputs,
+        prediction_head=sizes.most_predicted > 0,
+    )
     step.__name__ = name = step_name(shape)
     adapted = model.adapted if shape.adapters else None
     matrices, matrix_partitions = ((), ()) if adapted is None else (adapted.arrays, adapted.partitions)
@@ -263,12 +270,15 @@ def new_cache(model: CausalLMConfig, sizes: RunnerConfig) -> Cache:
         shape = (num_blocks[layer], heads // joined, sizes.block_size, joined * size)
         return ops.new_pages(shape, sizes.cache_dtype)
 
-    return tuple(
+    layers = tuple(
         (new_pages(layer), new_pages(layer))
         if state is None
         else jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
         for layer, state in enumerate(layer_states(model, sizes.max_num_seqs))
     )
+    if not prediction_layers(model):
+        return layers
+    return *layers, jnp.zeros((sizes.max_num_seqs + 1, cast(Any, model).hidden_size), jnp.float32)
 
 
 def new_kept_states(model: CausalLMConfig, sizes: RunnerConfig) -> tuple[Any, ...]:
@@ -282,7 +292,7 @@ def new_kept_states(model: CausalLMConfig, sizes: RunnerConfig) -> tuple[Any, ..
 
 def kept_of(model: CausalLMConfig, cache: Any) -> tuple[Any, ...]:
     """What a cache, or a tuple like it, has of the recurrent layers."""
-    return tuple(part for part, state in zip(cache, layer_states(model, 1), strict=True) if state is not None)
+    return tuple(part for part, state in zip(cache, layer_states(model, 1), strict=False) if state is not None)
 
 
 def copy_state(to: Any, source: Any, rows: Int[Array, "2"]) -> Any:
@@ -315,7 +325,8 @@ def cache_partitions(config: CausalLMConfig, cache: Cache) -> Any:
         return jax.tree.map(lambda axis: PartitionSpec(*[None] * axis, TENSOR_AXIS), axes)
 
     states = layer_states(config, 1)
-    return tuple(of_layer(layer, *pair) for layer, pair in enumerate(zip(cache, states, strict=True)))
+    layers = tuple(of_layer(layer, *pair) for layer, pair in enumerate(zip(cache, states, strict=False)))
+    return (*layers, WHOLE) if prediction_layers(config) else layers
 
 
 JittedCall = tuple[Any, tuple[Any, ...]]

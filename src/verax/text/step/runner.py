@@ -307,6 +307,11 @@ class ModelRunner:
         output = self._dispatch(shape, packed)
         for slot, row in schedule.kept:
             self._copy_state("keep_state", slot, row)
+        if self.config.most_predicted:
+            for chunk in schedule.chunks:
+                chunk.sequence.num_skipped += shape.decode
+                # What a second program samples, the head has not read.
+                chunk.sequence.is_predicted = not shape.decode and not schedule.constrained
         pending = PendingStep(schedule, output._replace(logits=None), offsets)
         if schedule.constrained:
             pending.output = output
@@ -389,9 +394,10 @@ class ModelRunner:
         offsets, token, update = [], 0, 0
         sampled = DEFERRED if schedule.constrained else SAMPLED
         for i, chunk in enumerate(schedule.chunks):
-            rows[i] = chunk.sequence.slot, chunk.start, chunk.count, sampled * chunk.sample
+            sequence = chunk.sequence
+            rows[i] = sequence.slot, chunk.start, chunk.count, sampled * chunk.sample, sequence.num_skipped
             offsets.append(token)
-            if chunk.drafts:
+            if chunk.drafts and drafts is not None:
                 drafts[token + 1 : token + chunk.count] = chunk.drafts
             token += chunk.count
             for j, blocks in enumerate(chunk.new_blocks, start=chunk.first_new_block):
@@ -403,6 +409,9 @@ class ModelRunner:
     def shape_for(self, schedule: Schedule) -> StepShape:
         """The smallest bucket that holds the schedule."""
         rows, tokens = len(schedule.chunks), schedule.num_tokens
+        if schedule.verify_tokens and self.config.most_predicted:
+            drafts = max(1, *(len(chunk.drafts) for chunk in schedule.chunks))
+            return next(s for s in self.config.shapes if s.rows >= rows and s.drafts >= drafts)
         if schedule.verify_tokens:
             size = at_least(self.config.verify_tokens, schedule.verify_tokens)
             adapted = schedule.adapted
@@ -425,7 +434,7 @@ class ModelRunner:
 
     def _sampled_rows(self, shape: StepShape, packed: np.ndarray) -> np.ndarray:
         """(slot, start, count, sample) of each row of the step's output. A copy: the device may still read `packed`."""
-        rows = shape.split(packed, len(self.config.groups))[0].copy()
+        rows = shape.split(packed, len(self.config.groups))[0][:, :4].copy()
         if not shape.verify:
             return rows
         padding = np.tile(np.asarray([self.config.max_num_seqs, 0, 0, 0], np.int32), (shape.tokens, 1))

@@ -15,7 +15,7 @@ from verax import ops
 from verax._buckets import powers
 from verax.errors import InvalidParameterError
 from verax.models import DTYPES, CausalLMConfig
-from verax.models.causal_lm import has_recurrent_layers, layer_heads, sliding_windows, state_axes
+from verax.models.causal_lm import has_recurrent_layers, layer_heads, prediction_layers, sliding_windows, state_axes
 from verax.ops.attention import heads_to_join
 from verax.ops.paged import is_quantized, page_bytes
 from verax.text.engine.blocks import CacheGroup, CachePlan
@@ -44,6 +44,9 @@ MOST_VERIFIED = {"cpu": 32}
 row of scores over the vocabulary."""
 
 DEFAULT_MOST_VERIFIED = 256
+
+MOST_PREDICTING, DEFAULT_MOST_PREDICTING = {"cpu": 4}, 64
+"""Most sequences of a step whose drafts the model's prediction head makes, by platform and elsewhere."""
 
 PADDING_TAKES_TIME = ("cpu",)
 """Platforms on which a step takes as much longer as it has more tokens, padding or not."""
@@ -75,6 +78,10 @@ class RunnerConfig:
     """Steps give the scores, and sampling has programs of its own, for sequences with a grammar."""
     verify_tokens: tuple[int, ...] = ()
     """Numbers of tokens that steps which verify drafts are compiled for; none without speculative decoding."""
+    most_predicted: int = 0
+    """Most drafts of a sequence that a step makes itself by the model's prediction head; 0 if it makes none."""
+    most_predicting: int = 0
+    """Most sequences of a step that makes drafts."""
     adapters: bool = False
     """Steps have programs of their own for sequences with an adapter."""
     padding_takes_time: bool = False
@@ -135,13 +142,22 @@ class RunnerConfig:
         mixed = [StepShape(rows, tokens, False) for tokens in self.mixed_tokens for rows in self.mixed_rows]
         mixed = [shape for shape in mixed if shape.rows <= shape.tokens or shape.rows == self.mixed_rows[0]]
         verify = [StepShape(min(size, self.max_num_seqs), size, False, verify=True) for size in self.verify_tokens]
+        if self.most_predicted:
+            verify = [
+                StepShape(rows, rows * (1 + drafts), False, verify=True, drafts=drafts)
+                for drafts in powers(1, self.most_predicted, 2)
+                for rows in powers(1, self.most_predicting, 2)
+            ]
         plain = [*decode, *mixed, *verify]
         return [*plain, *(shape._replace(adapters=True) for shape in plain if self.adapters)]
 
     @cached_property
     def sampling_rows(self) -> list[int]:
         """Numbers of rows of every step, for which structured output compiles sampling by itself."""
-        return sorted({shape.num_sampled for shape in self.shapes}) if self.structured_outputs else []
+        # Steps that make drafts themselves have no sequence with a grammar.
+        return sorted(
+            {shape.num_sampled for shape in self.shapes if not shape.drafts} if self.structured_outputs else ()
+        )
 
 
 def plan_sizes(
@@ -225,7 +241,7 @@ def plan_sizes(
         batched,
         cache_dtype,
         structured_outputs=config.structured_outputs,
-        verify_tokens=_verify_tokens(config, max_num_seqs, batched),
+        **_draft_sizes(config, max_num_seqs, batched),
         adapters=config.enable_lora,
         padding_takes_time=ops.target().platform in PADDING_TAKES_TIME,
         joined_heads=_joined_heads(model, cache_dtype, devices),
@@ -263,11 +279,14 @@ def state_bytes(model: CausalLMConfig, devices: int = 1) -> int:
 
 
 def layer_states(model: CausalLMConfig, num_seqs: int) -> list[Any]:
-    """Shapes of each layer's recurrent state of `num_seqs` sequences; None for a layer that attends."""
-    layers = range(model.num_hidden_layers)
+    """Shapes of each layer's recurrent state of `num_seqs` sequences; None for a layer that attends.
+
+    Layers of a prediction head are the last ones, and attend.
+    """
+    layers, head = range(model.num_hidden_layers), [None] * prediction_layers(model)
     if not has_recurrent_layers(model):
-        return [None for _ in layers]
-    return jax.eval_shape(lambda: [model.new_state(layer, num_seqs) for layer in layers])
+        return [None for _ in layers] + head
+    return jax.eval_shape(lambda: [model.new_state(layer, num_seqs) for layer in layers]) + head
 
 
 def _layers_by_window(model: CausalLMConfig, max_model_len: int) -> dict[int | None, tuple[int, ...]]:
@@ -280,12 +299,18 @@ def _layers_by_window(model: CausalLMConfig, max_model_len: int) -> dict[int | N
     return dict(sorted(layers.items(), key=lambda item: item[0] or 0))
 
 
-def _verify_tokens(config: EngineConfig, max_num_seqs: int, max_num_batched_tokens: int) -> tuple[int, ...]:
-    if config.speculation is None:
-        return ()
-    longest = max_num_seqs * (1 + config.speculation.num_speculative_tokens)
-    largest = MOST_VERIFIED.get(ops.target().platform, DEFAULT_MOST_VERIFIED)
-    return tuple(powers(2, max(2, min(longest, largest, max_num_batched_tokens)), 2))
+def _draft_sizes(config: EngineConfig, max_num_seqs: int, max_num_batched_tokens: int) -> dict[str, Any]:
+    """Fields of `RunnerConfig` about steps that verify drafts."""
+    if (speculation := config.speculation) is None:
+        return {}
+    drafts, platform = speculation.num_speculative_tokens, ops.target().platform
+    if config.uses_prediction_head:
+        wanted = speculation.disable_by_batch_size or MOST_PREDICTING.get(platform, DEFAULT_MOST_PREDICTING)
+        rows = min(wanted, max_num_seqs, max(1, max_num_batched_tokens // (1 + drafts)))
+        return {"most_predicted": drafts, "most_predicting": rows}
+    largest = MOST_VERIFIED.get(platform, DEFAULT_MOST_VERIFIED)
+    longest = min(max_num_seqs * (1 + drafts), largest, max_num_batched_tokens)
+    return {"verify_tokens": tuple(powers(2, max(2, longest), 2))}
 
 
 def cache_memory(devices: int = 1) -> int:

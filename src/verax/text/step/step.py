@@ -7,6 +7,7 @@ within its own program, unless a sequence in it has a grammar: then a second pro
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from verax import ops
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.models import CausalLM, RecurrentLayer
-from verax.models.causal_lm import ReplayableLayer, final_hidden_states
+from verax.models.causal_lm import AttentionFn, ReplayableLayer, final_hidden_states, predicted_hidden_states
 from verax.ops import sampling
 from verax.ops.attention import join_heads, own_results, spread_queries
 from verax.ops.paged import num_up_to
@@ -27,7 +28,10 @@ from verax.text.engine.blocks import CacheGroup
 from verax.text.step.slots import Slots
 
 Cache = tuple[tuple[ops.Pages, ops.Pages] | Any, ...]
-"""Key and value pages of each layer, or the recurrent state of each slot, as `CausalLMConfig.new_state` makes it."""
+"""Key and value pages of each layer, or the recurrent state of each slot, as `CausalLMConfig.new_state` makes it.
+
+In a model with a prediction head, its layers' pages follow, and last its newest hidden state of each slot, `[S, D]`.
+"""
 
 PROMPT_LOGPROB_CHUNK = 32
 """Prompt positions scored at a time: the scores of a whole prompt over a vocabulary would not fit."""
@@ -59,20 +63,29 @@ def sample_deferred(
 def sample(
     slots: Slots, logits: Float[Array, "B V"], rows: Int[Array, "B 4"], mask: Int[Array, "B w"] | None = None
 ) -> tuple[Int[Array, "S L"], Int[Array, "B"], Logprobs]:
-    """Sample the rows that are to be sampled.
+    """Sample the rows that are to be sampled, as `draw` does.
+
+    Result: the slots' tokens with the new ones, the new ones, and their log-probabilities under the model itself.
+    """
+    history, tokens = draw(slots, logits, rows, mask)
+    slot = jnp.where(rows[:, 3] == SAMPLED, rows[:, 0], slots.tokens.shape[0] - 1)
+    # The log-probabilities of the model itself, before penalties and temperature, as vLLM reports them.
+    return history, tokens, score(logits, tokens, slots.params.int("num_logprobs")[slot] >= 0)
+
+
+def draw(
+    slots: Slots, logits: Float[Array, "B V"], rows: Int[Array, "B 4"], mask: Int[Array, "B w"] | None = None
+) -> tuple[Int[Array, "S L"], Int[Array, "B"]]:
+    """Draw a token for each row that is to be sampled; the slots' tokens with the new ones, and the new ones.
 
     `rows`: (slot, start, count, `SAMPLED` or not) of each row. `mask`: a bit for each token that a grammar allows; all
     ones in rows without one.
-
-    Result: the slots' tokens with the new ones, the new ones, and their log-probabilities under the model itself.
     """
     wanted, padding_slot = rows[:, 3] == SAMPLED, slots.tokens.shape[0] - 1
     # Rows that are not sampled take the parameters of greedy decoding, which skip every other part.
     slot, lengths = jnp.where(wanted, rows[:, 0], padding_slot), rows[:, 1] + rows[:, 2]
     tokens = sampling.sample(logits, slots.tokens, slot, lengths, slots.params.sampling, mask)
-    history = slots.tokens.at[slot, lengths].set(tokens, mode="drop")
-    # The log-probabilities of the model itself, before penalties and temperature, as vLLM reports them.
-    return history, tokens, score(logits, tokens, slots.params.int("num_logprobs")[slot] >= 0)
+    return slots.tokens.at[slot, lengths].set(tokens, mode="drop"), tokens
 
 
 def score(logits: Float[Array, "B V"], tokens: Int[Array, "B"], wanted: Bool[Array, "B"]) -> Logprobs:
@@ -99,6 +112,13 @@ class StepShape(NamedTuple):
     verify: bool = False
     adapters: bool = False
     """True if sequences may have adapters."""
+    drafts: int = 0
+    """Most drafts of a row that a step which verifies makes itself, by the model's prediction head."""
+
+    @property
+    def host_drafts(self) -> int:
+        """Numbers of the packed input that are drafts."""
+        return self.tokens if self.verify and not self.drafts else 0
 
     @property
     def num_sampled(self) -> int:
@@ -113,18 +133,18 @@ class StepShape(NamedTuple):
 
     def input_size(self, block_size: int, num_tables: int) -> int:
         """Length of the packed input, int32."""
-        drafts = self.tokens if self.verify else 0
-        return 4 * self.rows + 3 * num_tables * self.num_updates(block_size) + drafts
+        return 5 * self.rows + 3 * num_tables * self.num_updates(block_size) + self.host_drafts
 
     def split(self, packed: Any, num_tables: int) -> tuple[Any, Any, Any]:
         """Parts of a packed input, views of it on the host.
 
-        Result: rows of (slot, start, count, sample), `[B, 4]`; (slot, index, block) of each new block by cache
-        group, `[G, n, 3]`; and for each token of a step that verifies a draft, or -1 for a token that its slot
-        has, `[T]`: None for other steps.
+        Result: rows of (slot, start, count, sample, skipped), `[B, 5]`; (slot, index, block) of each new block by cache
+        group, `[G, n, 3]`; and for each token of a step that verifies the host's drafts a draft, or -1 for a token
+        that its slot has, `[T]`: None for other steps. `skipped` tokens of the row were not read by the prediction
+        head.
         """
-        rows, rest, drafts = packed[: 4 * self.rows].reshape(self.rows, 4), packed[4 * self.rows :], None
-        if self.verify:
+        rows, rest, drafts = packed[: 5 * self.rows].reshape(self.rows, 5), packed[5 * self.rows :], None
+        if self.host_drafts:
             rest, drafts = rest[: -self.tokens], rest[-self.tokens :]
         return rows, rest.reshape(num_tables, -1, 3), drafts
 
@@ -142,7 +162,10 @@ class StepOutput(NamedTuple):
     """Results of a step for the host."""
 
     tokens: Int[Array, "B"]
-    """Sampled token of each row, or of each token in steps that verify drafts."""
+    """Sampled token of each row, or of each token in steps that verify drafts.
+
+    Steps that make the drafts themselves have -1 after the first draft of a row that does not hold.
+    """
     logprobs: Logprobs
     prompt_logprobs: Logprobs | None
     """Score of the token that follows each token of the step. None in decode steps and steps that verify."""
@@ -162,6 +185,7 @@ def make_step(
     groups: tuple[CacheGroup, ...],
     *,
     structured_outputs: bool,
+    prediction_head: bool = False,
 ) -> StepFunction:
     """The step function of one shape.
 
@@ -169,6 +193,11 @@ def make_step(
     tokens' adapters (-1 for none), or None.
 
     With `structured_outputs` its output has the scores too, which rows that are `DEFERRED` are sampled from later.
+
+    With `prediction_head`, every step but a decode step runs the model's head of multi-token prediction over its
+    tokens, each with the token that follows it. So the next step that verifies begins with the head's hidden state of
+    the newest token, and makes its drafts by applying the head repeatedly. The head has entries of its own in the pages
+    of the sequence, without gaps: those of tokens that only decode steps have computed (`skipped`) are left out.
 
     A block of the host is a page of `ops`: the entries of a sequence's block table are the page numbers of its tokens.
 
@@ -178,15 +207,14 @@ def make_step(
         InvalidParameterError: while tracing, if a layer attends to another window than its configuration has.
         UnsupportedModelError: while tracing a step that verifies, if a recurrent layer is not a `ReplayableLayer`.
     """
-    group_of = {layer: group for group, record in enumerate(groups) for layer in record.layers}
 
     def step(
         weights: tuple[Array, ...], slots: Slots, cache: Cache, packed: Int[Array, "n"]
     ) -> tuple[Slots, Cache, StepOutput]:
         rows, updates, drafts = shape.split(packed, len(groups))
+        rows, skipped = rows[:, :4], rows[:, 4]
         slot, start, count = rows[:, 0], rows[:, 1], rows[:, 2]
         page_tables = with_new_blocks(slots.page_tables, updates)
-        lengths = start + count  # tokens in the cache after this step
 
         if shape.decode:
             starts = jnp.arange(shape.rows + 1, dtype=jnp.int32)
@@ -195,42 +223,15 @@ def make_step(
             starts, owner, place = _packed_tokens(count, shape.tokens)
             position, valid = start[owner] + place, jnp.arange(shape.tokens) < starts[-1]
             position = jnp.where(valid, position, 0)
-        pages_by_row = [
-            _visible_pages(table[slot], start, group.window, block_size)
-            for table, group in zip(page_tables, groups, strict=True)
-        ]
-        page = [jnp.where(valid, pages[owner, position // block_size], 0) for pages in pages_by_row]
-        offset = position % block_size
+        tables = [table[slot] for table in page_tables]
+        layer_cache = list(cache)
+
+        attend_to = partial(paged_attention, layer_cache, groups, block_size, tables)
+        ragged = {} if shape.decode else {"owner": owner, "starts": starts}
+        attend = attend_to(start, count, position, valid, **ragged)
         # A sequence's first tokens start from zeros. Rows of padding have a slot past the end.
         state_slots = ops.StateSlots(slot, fresh=start == 0)
-        layer_cache, written, projected = list(cache), set[int](), list[Any]()
-
-        def attend(
-            layer: int, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], **options: Any
-        ) -> Float[Array, "T N H"]:
-            k_pages, v_pages = layer_cache[layer]
-            group = group_of[layer]
-            (K, H), joined = k.shape[1:], k_pages.shape[-1] // k.shape[-1]
-            if layer not in written:
-                k_pages = ops.write_pages(k_pages, join_heads(k, joined), page[group], offset)
-                v_pages = ops.write_pages(v_pages, join_heads(v, joined), page[group], offset)
-                layer_cache[layer] = (k_pages, v_pages)
-                written.add(layer)
-            kept, attended = groups[group].window, options.get("window")
-            if kept is not None and attended != kept:
-                raise InvalidParameterError(
-                    f"model: layer {layer} attends to a window of {attended}, but its configuration's sliding_windows "
-                    f"has {kept}"
-                )
-            if joined > 1:
-                q = spread_queries(q, K, joined)
-                options = {**options, "scale": H**-0.5 if options.get("scale") is None else options["scale"]}
-            arguments = q, k_pages, v_pages, pages_by_row[group], lengths
-            if shape.decode:
-                out = ops.paged_decode_attention(*arguments, **options)
-            else:
-                out = ops.paged_attention(*arguments, starts, **options)
-            return out if joined == 1 else own_results(out, K, joined)
+        projected = list[Any]()
 
         def run_recurrent(layer: int, x: Float[Array, "T D"], recurrence: RecurrentLayer) -> Float[Array, "T D"]:
             state = layer_cache[layer]
@@ -249,6 +250,8 @@ def make_step(
             slots = slots._replace(tokens=slots.tokens.at[slot[owner], at].set(drafts, mode="drop"))
         adapters = slots.params.int("adapter")[slot][owner] if shape.adapters else None
         model = build(weights, adapters)
+        if shape.drafts:
+            slots = _with_drafts(model, slots, layer_cache[-1][slot], rows, skipped, shape.drafts, attend_to)
         text = slots.tokens[slot[owner], position]
         hidden = final_hidden_states(model, text, position, attend, run_recurrent)
         # Decodes and verifications sample after each token; a mixed step may have as many rows as tokens, too.
@@ -258,6 +261,17 @@ def make_step(
             wanted = jnp.where(valid, rows[owner, 3], 0)
             rows = jnp.stack([slot[owner], position, jnp.ones_like(position), wanted], axis=1)
         history, tokens, logprobs = sample(slots, logits, rows)
+        if prediction_head and not shape.decode:
+            last = starts[1:] - 1
+            if shape.drafts:
+                held = _num_held(text, tokens, position - start[owner], valid, owner, count)
+                last = starts[:-1] + held
+                tokens = jnp.where(position - start[owner] <= held[owner], tokens, -1)
+            following = history[slot[owner], jnp.minimum(position + 1, history.shape[1] - 1)]
+            at = jnp.maximum(position - skipped[owner], 0)
+            read = attend_to(start - skipped, count, at, valid, **ragged)
+            predicted = predicted_hidden_states(model, hidden, following, at, read)
+            layer_cache[-1] = layer_cache[-1].at[slot].set(predicted[jnp.maximum(last, 0)], mode="drop")
         output = StepOutput(
             tokens,
             logprobs,
@@ -268,6 +282,111 @@ def make_step(
         return Slots(history, page_tables, slots.params), tuple(layer_cache), output
 
     return step
+
+
+def paged_attention(
+    layer_cache: list[Any],
+    groups: tuple[CacheGroup, ...],
+    block_size: int,
+    tables: list[Int[Array, "B W"]],
+    start: Int[Array, "B"],
+    count: Int[Array, "B"],
+    position: Int[Array, "T"],
+    valid: Bool[Array, "T"],
+    *,
+    owner: Int[Array, "T"] | None = None,
+    starts: Int[Array, "M"] | None = None,
+) -> AttentionFn:
+    """Attention over the pages of `layer_cache`, whose entries it replaces by those with the tokens' keys and values.
+
+    Args:
+        tables: block tables of the rows, for each of the groups.
+        start: tokens of each row that the pages hold before these.
+        count: tokens of each row.
+        position: position of each token in its row's pages.
+        valid: False for padding.
+        owner: row of each token; None if each row has one token.
+        starts: index of each row's first token, and the number of all; None if each row has one token.
+    """
+    group_of = {layer: group for group, record in enumerate(groups) for layer in record.layers}
+    pages_by_row = [
+        _visible_pages(table, start, group.window, block_size) for table, group in zip(tables, groups, strict=True)
+    ]
+    row = jnp.arange(len(start), dtype=jnp.int32) if owner is None else owner
+    page = [jnp.where(valid, pages[row, position // block_size], 0) for pages in pages_by_row]
+    offset, lengths, written = position % block_size, start + count, set[int]()
+
+    def attend(
+        layer: int, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], **options: Any
+    ) -> Float[Array, "T N H"]:
+        k_pages, v_pages = layer_cache[layer]
+        group = group_of[layer]
+        (K, H), joined = k.shape[1:], k_pages.shape[-1] // k.shape[-1]
+        if layer not in written:
+            k_pages = ops.write_pages(k_pages, join_heads(k, joined), page[group], offset)
+            v_pages = ops.write_pages(v_pages, join_heads(v, joined), page[group], offset)
+            layer_cache[layer] = (k_pages, v_pages)
+            written.add(layer)
+        kept, attended = groups[group].window, options.get("window")
+        if kept is not None and attended != kept:
+            raise InvalidParameterError(
+                f"model: layer {layer} attends to a window of {attended}, but its configuration's sliding_windows "
+                f"has {kept}"
+            )
+        if joined > 1:
+            q = spread_queries(q, K, joined)
+            options = {**options, "scale": H**-0.5 if options.get("scale") is None else options["scale"]}
+        arguments = q, k_pages, v_pages, pages_by_row[group], lengths
+        if starts is None:
+            out = ops.paged_decode_attention(*arguments, **options)
+        else:
+            out = ops.paged_attention(*arguments, starts, **options)
+        return out if joined == 1 else own_results(out, K, joined)
+
+    return attend
+
+
+def _with_drafts(
+    model: CausalLM,
+    slots: Slots,
+    hidden: Float[Array, "B D"],
+    rows: Int[Array, "B 4"],
+    skipped: Int[Array, "B"],
+    num_drafts: int,
+    attend_to: Callable[..., AttentionFn],
+) -> Slots:
+    """Slots with drafts after the newest token of each row, sampled as the model samples, from the prediction head.
+
+    `hidden`: hidden states of the head at the newest tokens.
+    """
+    slot, start, count = rows[:, 0], rows[:, 1], rows[:, 2]
+    for i in range(1, num_drafts + 1):
+        wanted = i < count
+        sampled = jnp.stack([slot, start, jnp.full_like(count, i), SAMPLED * wanted], axis=1)
+        history, tokens = draw(slots, model.logits(hidden), sampled)
+        slots = slots._replace(tokens=history)
+        if i < num_drafts:
+            at = jnp.maximum(start - skipped + i - 1, 0)
+            attend = attend_to(at, jnp.ones_like(count), at, i + 1 < count)
+            hidden = predicted_hidden_states(model, hidden, tokens, at, attend)
+    return slots
+
+
+def _num_held(
+    text: Int[Array, "T"],
+    sampled: Int[Array, "T"],
+    place: Int[Array, "T"],
+    valid: Bool[Array, "T"],
+    owner: Int[Array, "T"],
+    count: Int[Array, "B"],
+) -> Int[Array, "B"]:
+    """Number of drafts of each row that equal what was sampled in their place, up to the first that does not.
+
+    `place`: index of each token in its row; the first is the newest token, the others are drafts.
+    """
+    differs = valid & (place > 0) & (text != jnp.roll(sampled, 1))
+    first = count.at[owner].min(jnp.where(differs, place, count[owner]))
+    return jnp.maximum(first - 1, 0)
 
 
 def make_replay(build: Callable[..., CausalLM], shape: StepShape) -> Callable[..., Cache]:
