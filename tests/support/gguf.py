@@ -18,6 +18,8 @@ ARCHITECTURES = {
     "olmo2": gguf.MODEL_ARCH.OLMO2,
     "olmo3": gguf.MODEL_ARCH.OLMO2,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
+    "ministral3": gguf.MODEL_ARCH.MISTRAL3,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
     "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
     "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
@@ -116,7 +118,14 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, d
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if family == "ministral3" and "llama_4_scaling_beta" in rope:
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if family == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if family == "granite":
+        # As the converter writes it for a dense Granite 4.
+        writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
@@ -156,7 +165,7 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, d
             name = name or names.get_name(key.replace(".dt_bias", ".dt_proj.bias"), try_suffixes=(".weight", ".bias"))
         if key.endswith("shared_expert_gate.weight"):
             weight = weight[0]
-        if family in ("llama", "smollm3", "granite") and (part := key.split(".")[-2]) in heads:
+        if family in ("llama", "ministral3", "smollm3", "granite") and (part := key.split(".")[-2]) in heads:
             weight = permuted(weight, heads[part])
         is_matrix = weight.ndim > 1 and not key.endswith("bias")
         chosen = (kinds or {}).get(key, kind) if is_matrix else "F32"

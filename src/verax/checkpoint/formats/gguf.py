@@ -29,6 +29,7 @@ from verax.checkpoint.formats.gguf_config import (
     delta_rows,
     grouped_by_key,
     is_zero_centered,
+    next_token_layers,
     read_config,
     restored,
     rotated,
@@ -205,8 +206,12 @@ class GGUFWeights(GGUFFile):
         self._places: dict[str, tuple[GGUFFile, GGUFTensor]] = {}
         self._halves: dict[str, tuple[GGUFFile, GGUFTensor]] = {}
         """Second half of a weight whose rows alternate between two tensors."""
+        nextn, depth = next_token_layers(self.metadata), self.metadata.get(f"{architecture}.block_count")
+        predicting = tuple(f"blk.{depth - 1 - i}." for i in range(nextn)) if isinstance(depth, int) else ()
         for part in (self, *other_parts(self)):
             for name, tensor in part.tensors.items():
+                if name.startswith(predicting):
+                    continue
                 key = name if name == ROPE_DIVISORS else tensor_key(name, architecture)
                 for own, matrix in _single_experts(key, tensor):
                     if own in self._places:
