@@ -35,6 +35,10 @@ FAMILIES = {
     "mistral3": ("Ministral3", dict(head_dim=32, rope_parameters=GROWING_ROPE)),
     "gemma4": ("Gemma4", dict(num_hidden_layers=6, head_dim=32, global_head_dim=64, sliding_window=24, **PER_LAYER)),
     "qwen35": ("Qwen3_5", DELTA),
+    "qwen3next": (
+        "Qwen3Next",
+        {**DELTA, **SHARED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    ),
     "gpt-oss": ("GptOss", dict(num_local_experts=4, num_experts_per_tok=2, head_dim=32, sliding_window=24)),
     "olmo3": ("Olmo3", dict(num_hidden_layers=4, sliding_window=24)),
     "gemma2": ("Gemma2", dict(head_dim=32, query_pre_attn_scalar=32, sliding_window=24)),
@@ -60,7 +64,7 @@ def test_logits_match_the_dequantised_weights_in_transformers(family, kind, tmp_
     for key, weight in model.named_parameters():
         std = 1.5 * weight.shape[1] ** -0.5 if weight.ndim == 2 else 0.3
         weight.data.normal_(mean=float(weight.ndim == 1 and not key.endswith("bias")), std=std)
-    if name == "Qwen3_5":
+    if name in ("Qwen3_5", "Qwen3Next"):
         spread(model)  # whose decays are from a few tokens to thousands
     model.save_pretrained(tmp_path)
     tiny_tokenizer(tmp_path, vocab_size=SIZES["vocab_size"])

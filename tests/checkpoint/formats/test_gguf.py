@@ -352,7 +352,7 @@ SOURCES = {"gpt-oss": "openai-moe"}
     "architecture",
     [
         *("qwen3", "qwen2", "llama", "gemma3", "gemma2", "smollm3", "granite", "olmo2", "phi3"),
-        *("qwen3moe", "qwen2moe", "gpt-oss", "gemma4", "qwen35", "qwen35moe", "mistral3"),
+        *("qwen3moe", "qwen2moe", "gpt-oss", "gemma4", "qwen35", "qwen35moe", "qwen3next", "mistral3"),
     ],
 )
 def test_each_key_that_llama_cpp_reads_is_read_or_without_effect_or_refused(architecture):

@@ -20,10 +20,11 @@ _MODEL_TYPES = {
     **{"smollm3": "smollm3", "granite": "granite", "olmo2": "olmo2", "phi3": "phi3"},
     **{"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text", "qwen3moe": "qwen3_moe"},
     **{"gpt-oss": "gpt_oss", "gemma4": "gemma4_text", "qwen2moe": "qwen2_moe", "mistral3": "ministral3"},
+    "qwen3next": "qwen3_5_moe_text",  # whose projections are apart in such files, as Qwen3.5's are
 }
 """config.json's `model_type` by `general.architecture`, for those that are supported."""
 
-_GEMMA, _HYBRID = ("gemma3", "gemma2"), ("qwen35", "qwen35moe")
+_GEMMA, _HYBRID = ("gemma3", "gemma2"), ("qwen35", "qwen35moe", "qwen3next")
 
 
 def is_zero_centered(architecture: str) -> bool:
@@ -95,6 +96,7 @@ _HYBRID_LAYER_NAMES = {
     "attn_gate": "linear_attn.in_proj_z",
     "ssm_beta": "linear_attn.in_proj_b",
     "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_ba": "linear_attn.in_proj_ba",
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
@@ -227,7 +229,7 @@ def read_config(
         "model_type": _MODEL_TYPES[kind],
         "vocab_size": shapes["model.embed_tokens.weight"][0],
         "hidden_size": size,
-        "intermediate_size": needed("feed_forward_length" if kind != "qwen35moe" else "expert_feed_forward_length"),
+        "intermediate_size": needed(("expert_" if kind in ("qwen35moe", "qwen3next") else "") + "feed_forward_length"),
         "num_hidden_layers": needed("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": needed("attention.head_count_kv") if given("attention.head_count_kv") else heads,
@@ -350,7 +352,7 @@ def delta_rows(key: str, rows: np.ndarray, config: Mapping[str, Any]) -> np.ndar
     return grouped_by_key(rows, config) if part in ("in_proj_z", "in_proj_a", "in_proj_b", "A_log", "dt_bias") else rows
 
 
-_MIXTURES = ("qwen2moe", "qwen3moe", "qwen35moe", "gpt-oss")
+_MIXTURES = ("qwen2moe", "qwen3moe", "qwen35moe", "qwen3next", "gpt-oss")
 
 
 def _experts(
@@ -360,7 +362,7 @@ def _experts(
     width, sizes = needed("expert_feed_forward_length"), {"num_experts_per_tok": needed("expert_used_count")}
     if kind != "gpt-oss":
         sizes |= {"num_experts": needed("expert_count"), "moe_intermediate_size": width}
-    if kind == "qwen35moe":
+    if kind in ("qwen35moe", "qwen3next"):
         return sizes | {"shared_expert_intermediate_size": needed("expert_shared_feed_forward_length")}
     if kind == "qwen2moe":  # whose older files leave the width of the shared expert out
         shared = shapes["model.layers.0.mlp.shared_expert.gate_proj.weight"][0]
