@@ -365,7 +365,7 @@ class _Phase(NamedTuple):
     begin: int
 
     @property
-    def count(self) -> int:
+    def steps(self) -> int:
         """Number of iterations."""
         return len(self.schedule.timesteps)
 
@@ -398,7 +398,7 @@ class _Denoising:
         schedules = segment_schedules(request, model, latents=self.latents, given=self.given, last=self.last)
         phases: list[_Phase] = []
         for sized, schedule in zip(request.phases(model.geometry), schedules, strict=True):
-            begin = sum(phase.count for phase in phases)
+            begin = sum(phase.steps for phase in phases)
             phases.append(_Phase(sized, schedule, self._spans(sized, schedule), begin))
         return phases
 
@@ -435,8 +435,8 @@ class _Denoising:
         # 1. Iterations that skip the transformer's blocks.
         if request.cache is not None and state.magnitudes is None:
             phases = [self._with_cache(phase) for phase in phases]
-        total = sum(phase.count for phase in phases)
-        computed = sum(int(phase.schedule.tables.run_blocks[: phase.count].sum()) for phase in phases)
+        total = sum(phase.steps for phase in phases)
+        computed = sum(int(phase.schedule.tables.run_blocks[: phase.steps].sum()) for phase in phases)
 
         # 2. The loop, span by span, with the weights of one transformer at a time. Time begins when the first are read.
         note = f", {computed} of {total} steps computed" if computed < total else ""
