@@ -31,7 +31,7 @@ class VideoProgress:
         segments: number of segments.
         seconds: seconds since the stage began.
         fps: frames per second of the clip.
-        latents: latents of the segment, float32 `[1, 16, F, h, w]` as diffusers has them, at the size of the step; while
+        latents: latents of the segment, float32 `[1, 16, F, h, w]` as diffusers has them, at the step's size; while
             denoising.
         preview: function that makes a picture uint8 `[H, W, 3]` of the middle frame of the clean clip that the step
             predicts, at the step's size or with a longer side of 256 pixels; while denoising. It decodes by the tiny
