@@ -114,9 +114,10 @@ def main() -> None:
         answer = {"version": package.__version__, "start_s": time.perf_counter() - begin}
         if "latents" in clip:
             clip["latents"] = np.load(clip["latents"])
-        for _ in range(request["runs"]):
+        for i in range(request["runs"]):
+            options = clip | {"prompt": f"{clip['prompt']} {i + 1}."}  # another one, since states of prompts are kept
             begin = time.perf_counter()
-            frames, stages, buffers = make(dict(clip), folder)
+            frames, stages, buffers = make(options, folder)
             seconds.append(time.perf_counter() - begin)
         np.save(folder / "frames.npy", frames)
         # Not getrusage's: it counts what the process that started this one had held.
