@@ -29,7 +29,7 @@ from verax.errors import InvalidParameterError, RequestRefusedError
 from verax.text.engine.blocks import most_blocks
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.step.program import new_cache
+from verax.text.step.program import new_cache, new_kept_states
 from verax.text.step.runner import ModelRunner
 from verax.text.step.sizes import block_bytes, plan_sizes, state_bytes
 
@@ -423,13 +423,14 @@ def test_states_are_part_of_the_memory_plan(hybrid_llm):
     one = 4 * (4 * 12 * 20 + 3 * (2 * 2 * 12 + 4 * 20)) * 2  # two delta layers, float32: memory and inputs
     assert state_bytes(config) == one
     plan = plan_sizes(config, "float32", EngineConfig(block_size=4, kv_cache_memory=20 * one))
-    assert plan.max_num_seqs == 10  # half of the memory
-    held = sum(array.nbytes for array in jax.tree.leaves(new_cache(config, plan)))
+    assert (plan.max_num_seqs, plan.num_kept_states) == (10, 2)  # half of the memory, and an eighth
+    arrays = new_cache(config, plan), new_kept_states(config, plan)
+    held = sum(array.nbytes for array in jax.tree.leaves(arrays))
     assert 20 * one - block_bytes(config, 4, "float32") < held <= 20 * one
     two = EngineConfig(block_size=4, kv_cache_memory=20 * one, tensor_parallel_size=2)
     assert plan_sizes(config.on_devices(2), "float32", two).max_num_seqs == 20  # each device has half of a state
     assert state_bytes(config.on_devices(3), 3) == one  # two key heads, which three devices cannot divide
-    with pytest.raises(InvalidParameterError, match="in addition to the states of 20 sequences"):
+    with pytest.raises(InvalidParameterError, match="in addition to 22 recurrent states"):
         plan_sizes(config, "float32", EngineConfig(max_num_seqs=20, block_size=4, kv_cache_memory=20 * one))
 
 

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from tests.support.engine import nothing_compiles
 from tests.text.speculative.conftest import (
     GREEDY,
     LOOPING,
