@@ -41,6 +41,14 @@ QUICK_FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_sp
 parts of a program that threads could compile side by side: another worker has the other core."""
 
 
+@pytest.fixture(scope="session", autouse=True)
+def processor(record_testsuite_property):
+    """Name of the processor in the file that `--junitxml` writes, for `docs/models_matrix.py`."""
+    from verax.machine import cpu_name
+
+    record_testsuite_property("processor", cpu_name())
+
+
 def _is_quick(item):
     return QUICK and OPTIMISED.isdisjoint(folder.name for folder in item.path.parents)
 

@@ -20,7 +20,7 @@ REFUSED = [
     ("embed", ("--against", "tvm"), "against: expected transformers, openvino"),
     ("embed", ("--shapes", "gpt"), "shapes: expected one of minilm, modernbert, qwen3, got 'gpt'"),
     ("video", ("--size", "2b"), "size: expected one of 1.3b"),
-    ("video", ("--stage", "unet"), "stage: expected transformer, vae, got 'unet'"),
+    ("video", ("--stage", "unet"), "stage: expected transformer, vae, clip, got 'unet'"),
     ("video", ("--frames", "8"), "expected 4n + 1 frames"),
     ("video", ("--size", "tiny", "--height", "20", "--width", "32"), "divisible by 16, got 9, 20 x 32"),
     ("video", ("--memory", "fast"), "memory: expected auto"),

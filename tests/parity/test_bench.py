@@ -24,9 +24,8 @@ def test_transformers_generates_what_the_engine_generates(tmp_path):
     tiny_checkpoint(tmp_path)
     workload = Workload("short-prompts", ((5, 6, 7), (9, 8, 7, 6, 5)), (8, 6), 0.0)
     settings = TextSettings(model=str(tmp_path), runs=1, warmup=0, dtype="float32", against="transformers")
-    theirs, ours = bench_text(settings, workload)["peer_starts"]
-    assert (theirs["side"], ours["side"]) == ("transformers naive", "verax")
-    assert theirs["same_tokens"] == ours["same_tokens"] == 14
+    sides = bench_text(settings, workload)["cases"][0]["sides"]
+    assert sides["transformers naive"]["same_tokens"] == sides["verax"]["same_tokens"] == 14
     model = str(tmp_path)
     run, _ = peer_process.causal_lm(transformers, model, "float32", None, 2, 16)
     work = ([list(prompt) for prompt in workload.prompts], list(workload.max_tokens), 0.0)

@@ -292,6 +292,7 @@ def root_mean_square(errors):
         ("gpt_oss", 70, {"quantization": "int8"}, lambda errors: np.median(np.abs(errors)), 0.1),
         ("qwen3_moe", 70, {"quantization": "int8"}, lambda errors: np.median(np.abs(errors)), 0.1),
     ],
+    ids=lambda value: " ".join(f"{name}={one}" for name, one in value.items()) if isinstance(value, dict) else None,
 )
 def test_logprobs_of_the_engine_are_close_to_transformers(family, length, options, size, tolerance, tmp_path):
     theirs = reference(family, tmp_path)

@@ -6,7 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.parity.test_causal_lm import DELTA, LLAMA3_ROPE, SIZES, TOKENS, spread
+from tests.parity.test_causal_lm import DELTA, GROWING_ROPE, LLAMA3_ROPE, SIZES, TOKENS, spread
 from tests.support import gguf as files
 from tests.support.causal_lm import model_logits, relative
 from tests.support.tiny import tiny_checkpoint, tiny_tokenizer
@@ -19,6 +19,7 @@ LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor"
 LONG_ROPE |= {"short_factor": [1 + 0.1 * i for i in range(12)], "long_factor": [1.5**i for i in range(12)]}
 LLAMA = dict(tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE, attention_bias=True, mlp_bias=True)
 PER_LAYER = dict(hidden_size_per_layer_input=32, vocab_size_per_layer_input=SIZES["vocab_size"])
+SHARED = dict(shared_expert_intermediate_size=96)
 FAMILIES = {
     "qwen3": ("Qwen3", dict(head_dim=32, tie_word_embeddings=True)),
     "qwen3-untied": ("Qwen3", dict(head_dim=32, tie_word_embeddings=False)),
@@ -30,8 +31,14 @@ FAMILIES = {
     "phi3": ("Phi3", dict(rope_parameters=LONG_ROPE, original_max_position_embeddings=64)),
     "olmo2": ("Olmo2", {}),
     "qwen3moe": ("Qwen3Moe", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)),
+    "qwen2moe": ("Qwen2Moe", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, **SHARED)),
+    "mistral3": ("Ministral3", dict(head_dim=32, rope_parameters=GROWING_ROPE)),
     "gemma4": ("Gemma4", dict(num_hidden_layers=6, head_dim=32, global_head_dim=64, sliding_window=24, **PER_LAYER)),
     "qwen35": ("Qwen3_5", DELTA),
+    "qwen3next": (
+        "Qwen3Next",
+        {**DELTA, **SHARED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    ),
     "gpt-oss": ("GptOss", dict(num_local_experts=4, num_experts_per_tok=2, head_dim=32, sliding_window=24)),
     "olmo3": ("Olmo3", dict(num_hidden_layers=4, sliding_window=24)),
     "gemma2": ("Gemma2", dict(head_dim=32, query_pre_attn_scalar=32, sliding_window=24)),
@@ -57,7 +64,7 @@ def test_logits_match_the_dequantised_weights_in_transformers(family, kind, tmp_
     for key, weight in model.named_parameters():
         std = 1.5 * weight.shape[1] ** -0.5 if weight.ndim == 2 else 0.3
         weight.data.normal_(mean=float(weight.ndim == 1 and not key.endswith("bias")), std=std)
-    if name == "Qwen3_5":
+    if name in ("Qwen3_5", "Qwen3Next"):
         spread(model)  # whose decays are from a few tokens to thousands
     model.save_pretrained(tmp_path)
     tiny_tokenizer(tmp_path, vocab_size=SIZES["vocab_size"])

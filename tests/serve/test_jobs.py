@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from verax.errors import QueueFullError, RequestRefusedError
 from verax.serve.video.jobs import ClipStore, StorageFullError, VideoJobs
 from verax.video.images import read_clip
 from verax.video.outputs import VideoProgress
-from verax.video.preview import LatentPreview
+from verax.video.preview import Previewer
 from verax.video.request import ResolvedRequest
 
 pytest.importorskip("av")
@@ -234,11 +235,10 @@ def test_the_colours_of_latents_are_found():
         _, T, H, W, _ = frames.shape
         return frames.reshape(1, T, H // 8, 8, W // 8, 8, 3).mean((3, 5)) @ mix + 2
 
-    preview = LatentPreview(encode, 8)
+    stages: Any = SimpleNamespace(decoder=None, vae=None, encode=encode)  # without a decoder of its own
     colors = {43: (200, 10, 10), 128: (10, 10, 200), 213: (30, 220, 30)}
-    clip = np.zeros((1, 3, 32, 96, 3), np.uint8)
-    clip[:, 1] = np.asarray(list(colors.values()), np.uint8).repeat(32, axis=0)
-    image = preview.image(encode(clip).transpose(0, 4, 1, 2, 3))
+    frame = np.zeros((1, 1, 32, 96, 3), np.uint8) + np.asarray(list(colors.values()), np.uint8).repeat(32, axis=0)
+    image = Previewer(stages, 8)(encode(frame))
     assert image.shape == (85, 256, 3)
     for column, color in colors.items():
         np.testing.assert_allclose(image[40, column].astype(int), color, atol=8)

@@ -18,10 +18,13 @@ ARCHITECTURES = {
     "olmo2": gguf.MODEL_ARCH.OLMO2,
     "olmo3": gguf.MODEL_ARCH.OLMO2,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
+    "ministral3": gguf.MODEL_ARCH.MISTRAL3,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
     "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
     "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
     "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
+    "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
 }
 SCALE_OFFSETS = {
     "Q2_K": (80, 82),
@@ -116,12 +119,19 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, d
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if family == "ministral3" and "llama_4_scaling_beta" in rope:
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if family == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if family == "granite":
+        # As the converter writes it for a dense Granite 4.
+        writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
-    if is_hybrid := family.startswith("qwen3_5"):
+    if is_hybrid := family.startswith(("qwen3_5", "qwen3_next")):
         add_delta(writer, config)
     if family == "gemma4_text":
         add_gemma4(writer, config)
@@ -141,7 +151,9 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, d
     stored = {}
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_divisors(rope, config["head_dim"]))
-    for key, weight in with_stacks(load_file(folder / "model.safetensors"), family).items():
+    weights = load_file(folder / "model.safetensors")
+    weights = with_stacks(apart(weights, config) if family == "qwen3_next" else weights, family)
+    for key, weight in weights.items():
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
         if family == "gemma4_text" and key.endswith(("router.scale", "router.per_expert_scale")):
             part = "ffn_gate_inp" if key.endswith("router.scale") else "ffn_down_exps"
@@ -152,11 +164,14 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, d
         if (is_gemma or is_hybrid) and key.endswith("norm.weight") and "linear_attn" not in key:
             weight = weight + 1
         if "linear_attn" in key:
-            weight = dealt_out(key, weight, config)
+            if family != "qwen3_next":
+                weight = dealt_out(key, weight, config)
+            elif key.endswith(("A_log", "conv1d.weight")):
+                weight = -np.exp(weight) if key.endswith("A_log") else weight.reshape(len(weight), -1)
             name = name or names.get_name(key.replace(".dt_bias", ".dt_proj.bias"), try_suffixes=(".weight", ".bias"))
         if key.endswith("shared_expert_gate.weight"):
             weight = weight[0]
-        if family in ("llama", "smollm3", "granite") and (part := key.split(".")[-2]) in heads:
+        if family in ("llama", "ministral3", "smollm3", "granite") and (part := key.split(".")[-2]) in heads:
             weight = permuted(weight, heads[part])
         is_matrix = weight.ndim > 1 and not key.endswith("bias")
         chosen = (kinds or {}).get(key, kind) if is_matrix else "F32"
@@ -187,6 +202,21 @@ def add_delta(writer, config):
     writer.add_rope_dimension_count(int(config["head_dim"] * config.get("partial_rotary_factor", 0.25)))
     if shared := config.get("shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(shared)
+
+
+def apart(weights, config):
+    """Weights with the projections of a delta layer apart, as in llama.cpp's `Qwen3NextModel`."""
+    keys, size = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"] // keys * config["linear_value_head_dim"]
+    result = dict(weights)
+    for key in [key for key in weights if key.endswith("in_proj_qkvz.weight")]:
+        fused = result.pop(key).astype(np.float32)
+        rows = fused.reshape(keys, -1, fused.shape[-1])
+        parts = np.split(rows, np.cumsum([size, size, values]), axis=1)
+        *qkv, z = (part.reshape(-1, fused.shape[-1]) for part in parts)
+        result[key.replace("qkvz", "qkv")] = np.concatenate(qkv)
+        result[key.replace("qkvz", "z")] = np.ascontiguousarray(z)
+    return result
 
 
 def dealt_out(key, weight, config):

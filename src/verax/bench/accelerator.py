@@ -225,8 +225,8 @@ def _tables(title: str, note: str, record: Mapping[str, Any]) -> list[dict[str, 
     return [heading | {key: value for key, value in one.items() if value} for one in result["tables"]]
 
 
-def run_command(words: Sequence[str], log: Path, seconds: float) -> dict[str, Any]:
-    """Run Python with these words in a process of its own, and stop all of its processes at the end of the time.
+def run_command(words: Sequence[str], log: Path, seconds: float, python: str = sys.executable) -> dict[str, Any]:
+    """Run a Python with these words in a process of its own, and stop all of its processes at the end of the time.
 
     Returns:
         `result`, the JSON on standard output or None; `note`, else its last line; `error`, empty if the status was 0;
@@ -237,7 +237,7 @@ def run_command(words: Sequence[str], log: Path, seconds: float) -> dict[str, An
     checkout = Path(verax.__file__).parents[2]
     with log.open("wb") as errors, printed.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, *words],
+            [python, *words],
             cwd=checkout if (checkout / "tests" / "gpu").is_dir() else None,
             stdout=output,
             stderr=errors,

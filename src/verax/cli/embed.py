@@ -16,8 +16,6 @@ from verax.cli.files import check_input, check_output, checked, open_results, re
 from verax.cli.options import Flags
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from verax.batch.results import LineCounts
 
 
@@ -113,7 +111,9 @@ def embed(
 
     encoder = Encoder(**loading)
     begin = time.perf_counter()
-    vectors = encoder.encode(texts, **encoding, **({} if sparse else {"precision": precision}))
+    if not sparse:
+        encoding["precision"] = precision
+    vectors = encoder.encode(texts, **encoding)
     seconds = time.perf_counter() - begin
     write(records, vectors)
     cut = _cut(encoder.truncated, encoder.max_length)
@@ -218,7 +218,7 @@ def _write_file(output: Path, records: Sequence[dict[str, Any]], vectors: Any) -
                 _write_lines(file, records, vectors)
 
 
-def _write_lines(file: Any, records: Sequence[dict[str, Any]], vectors: np.ndarray) -> None:
+def _write_lines(file: Any, records: Sequence[dict[str, Any]], vectors: Any) -> None:
     from verax.batch.work import numbers
 
     for i, record in enumerate(records):

@@ -147,7 +147,8 @@ class SparseEncoder(Encoder):
 
     def decode(self, vectors: scipy.sparse.csr_array, top_k: int | None = None) -> list[list[tuple[str, float]]]:
         """Tokens and weights of each vector, the largest weight first; `top_k` of them, or all."""
-        rows = (vectors[[i]] for i in range(vectors.shape[0]))
+        given: Any = vectors
+        rows = (given[[i]] for i in range(given.shape[0]))
         ordered = ((row, np.argsort(-row.data, kind="stable")[:top_k]) for row in rows)
         return [
             [(self._tokenizer.token(int(row.indices[i])) or "", float(row.data[i])) for i in order]

@@ -121,7 +121,7 @@ class NomicExpertsConfig:
     num_experts: Size
     moe_top_k: Size = 1
     moe_every_n_layers: Count = 0
-    """Layers 1, 1 + n, 1 + 2 n, ... have experts; none if 0."""
+    """Layers 1, 1 + n, 1 + 2 n, ... have experts."""
 
 
 @dataclass(frozen=True)
@@ -158,13 +158,18 @@ class NomicBertConfig(GteConfig):
             raise UnsupportedModelError(
                 f"{config.where}: mlp_fc1_bias and mlp_fc2_bias {biases}: expected neither, or without a gate both"
             )
-        experts = read_fields(config, NomicExpertsConfig) if config.get("num_experts") else None
+        experts = NomicExpertsConfig(**read_fields(config, NomicExpertsConfig)) if config.get("num_experts") else None
+        if experts is not None and (gate or experts.moe_every_n_layers < 2 or experts.moe_top_k > experts.num_experts):
+            raise UnsupportedModelError(
+                f"{config.where}: num_experts {experts.num_experts} is supported without a gate (activation_function "
+                "gelu), with moe_every_n_layers from 2 on and moe_top_k up to num_experts"
+            )
         return replace(
             read,
             attention_bias=read_value(config, "qkv_proj_bias", bool, False),
             gate=gate,
             mlp_bias=biases["mlp_fc2_bias"],
-            experts=NomicExpertsConfig(**experts) if experts else None,
+            experts=experts,
         )
 
 
@@ -275,7 +280,7 @@ class RotaryLayer(nnx.Module):
         self.attention = RotaryAttention(config, dtype=dtype, rngs=rngs)
         self.attn_ln = LayerNorm(config.hidden_size, eps=config.layer_norm_eps, dtype=dtype)
         experts = config.experts
-        if experts is not None and experts.moe_every_n_layers and index % experts.moe_every_n_layers == 1:
+        if experts is not None and index % experts.moe_every_n_layers == 1:
             self.mlp: nnx.Module = NomicExperts(config, experts, dtype=dtype, rngs=rngs)
         else:
             self.mlp = RotaryMLP(config, dtype=dtype, rngs=rngs)

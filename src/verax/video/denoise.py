@@ -176,7 +176,7 @@ def _with_noise(
     return jnp.where(mask, conditions.added_noise, timesteps), jnp.where(mask[:, None, None, None], shown, sample)
 
 
-def half_size_noise(noise: Float32[Array, "1 F H W C"], h: int, w: int) -> Float32[Array, "1 F h w C"]:
+def half_size_noise(noise: Float32[Array | np.ndarray, "1 F H W C"], h: int, w: int) -> Float32[Array, "1 F h w C"]:
     """Noise of height `h` and width `w`, at most half of the noise's: the sum of each 2 x 2, halved.
 
     It is white, as the noise is, and has its large shapes, so that clips of both sizes are composed alike.

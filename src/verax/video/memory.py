@@ -106,7 +106,7 @@ def _alternatives(
     token = geometry.pixels_per_token
     sides = ((request.height, token), (request.width, token * devices))
     height, width = (int(side * share**0.5) // step * step for side, step in sides)
-    if min(height, width) > 0:
+    if min(height, width) >= token * (2 if request.half_size_steps else 1):
         changes.append({"height": height, "width": width})
     return changes
 

@@ -31,9 +31,10 @@ class VideoProgress:
         segments: number of segments.
         seconds: seconds since the stage began.
         fps: frames per second of the clip.
-        latents: latents of the segment, float32 `[1, 16, F, h, w]` as diffusers has them; while denoising.
+        latents: latents of the segment, float32 `[1, 16, F, h, w]` as diffusers has them, at the step's size; while
+            denoising.
         preview: function that makes a picture uint8 `[H, W, 3]` of the middle frame of the clean clip that the step
-            predicts, at the clip's size or with a longer side of 256 pixels; while denoising. It decodes by the tiny
+            predicts, at the step's size or with a longer side of 256 pixels; while denoising. It decodes by the tiny
             decoder if the pipeline has one, and else finds colours by a linear map that is fitted at the first call.
         frames: frames of the segment without those that it shares with the segment before, uint8
             `[T, height, width, 3]`; once it is decoded. With `reference="diffusers"` they are a preview: the segments

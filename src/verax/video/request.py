@@ -216,14 +216,19 @@ def resolve_request(request: VideoRequest, model: VideoModel) -> ResolvedRequest
     return resolved
 
 
+def _numbers(values: Any) -> np.ndarray:
+    """Array of a number, of a list of them, or of a text of some with commas; empty if it is something else."""
+    try:
+        return np.array(values.split(",") if isinstance(values, str) else values, np.float64)
+    except (TypeError, ValueError):
+        return np.zeros(0)
+
+
 def _read_sigmas(sigmas: Any, steps: int | None) -> tuple[float, ...] | None:
     """Noise levels of a request, of which there are as many as steps."""
     if sigmas is None:
         return None
-    try:
-        levels = np.array(sigmas.split(",") if isinstance(sigmas, str) else sigmas, np.float64)
-    except (TypeError, ValueError):
-        levels = np.zeros(0)
+    levels = _numbers(sigmas)
     if levels.ndim != 1 or not levels.size or not (np.diff(levels, prepend=1 + 1e-9, append=0.0) < 0).all():
         raise InvalidParameterError(f"sigmas: expected falling numbers of more than 0 and at most 1, got {sigmas!r}")
     if steps not in (None, len(levels)):
@@ -263,10 +268,7 @@ def _read_control(request: VideoRequest, model: VideoModel, video: np.ndarray | 
 
 def _read_scales(scale: Any, layers: int) -> tuple[float, ...]:
     """Scale of each control layer."""
-    try:
-        scales = np.array(scale.split(",") if isinstance(scale, str) else 1.0 if scale is None else scale, np.float64)
-    except (TypeError, ValueError):
-        scales = np.zeros(0)
+    scales = _numbers(1.0 if scale is None else scale)
     if scales.ndim > 1 or scales.size not in (1, layers) or not np.isfinite(scales).all():
         raise InvalidParameterError(
             f"conditioning_scale: expected a number, or one for each of the {layers} control layers, got {scale!r}"

@@ -365,7 +365,7 @@ class _Phase(NamedTuple):
     begin: int
 
     @property
-    def count(self) -> int:
+    def steps(self) -> int:
         """Number of iterations."""
         return len(self.schedule.timesteps)
 
@@ -398,7 +398,7 @@ class _Denoising:
         schedules = segment_schedules(request, model, latents=self.latents, given=self.given, last=self.last)
         phases: list[_Phase] = []
         for sized, schedule in zip(request.phases(model.geometry), schedules, strict=True):
-            begin = sum(phase.count for phase in phases)
+            begin = sum(phase.steps for phase in phases)
             phases.append(_Phase(sized, schedule, self._spans(sized, schedule), begin))
         return phases
 
@@ -435,8 +435,8 @@ class _Denoising:
         # 1. Iterations that skip the transformer's blocks.
         if request.cache is not None and state.magnitudes is None:
             phases = [self._with_cache(phase) for phase in phases]
-        total = sum(phase.count for phase in phases)
-        computed = sum(int(phase.schedule.tables.run_blocks[: phase.count].sum()) for phase in phases)
+        total = sum(phase.steps for phase in phases)
+        computed = sum(int(phase.schedule.tables.run_blocks[: phase.steps].sum()) for phase in phases)
 
         # 2. The loop, span by span, with the weights of one transformer at a time. Time begins when the first are read.
         note = f", {computed} of {total} steps computed" if computed < total else ""
@@ -491,7 +491,8 @@ class _Denoising:
         control, image_condition = self._placed(condition)
         count = 1 if every_step or state.magnitudes is not None else span.end - span.begin
         with span.denoiser.transformer.weights():
-            conditions = self._conditions(span.context(text, image, control), image_condition, span.guidance_scale)
+            context = span.context(text, image, control)
+            conditions = self._conditions(context, image_condition, span.guidance_scale, phase.begin)
             with span.loop.opened() as loop:
                 for begin in range(span.begin, span.end, count):
                     residual: Any = loop_state.residual
@@ -512,9 +513,10 @@ class _Denoising:
             return None, condition
         return Control(condition, np.array(self.request.conditioning_scale, np.float32)), None
 
-    def _conditions(self, context: Any, image_condition: Any, guidance_scale: float) -> Conditions:
-        """Conditions of arrays, or of the shapes of arrays."""
+    def _conditions(self, context: Any, image_condition: Any, guidance_scale: float, begin: int = 0) -> Conditions:
+        """Conditions of arrays, or of the shapes of arrays, of a phase after `begin` iterations."""
         request = self.request
+        key = jax.random.fold_in(random_key(request.seed + 1), self.segment)
         noisy = request.addnoise_condition > 0 and self.given > 0
         return Conditions(
             context=context,
@@ -523,7 +525,7 @@ class _Denoising:
             guidance_scale=np.array(guidance_scale, np.float32),
             prefix_mask=np.arange(self.latents + self.last) < self.given if noisy else None,
             added_noise=np.array(request.addnoise_condition, np.int32),
-            key=jax.random.fold_in(random_key(request.seed + 1), self.segment),
+            key=jax.random.fold_in(key, begin) if begin else key,
         )
 
     @property

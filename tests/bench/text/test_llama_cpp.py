@@ -149,7 +149,7 @@ def _installed():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_llama_cpp_generates_our_tokens(family, tmp_path):
     result = bench(tiny(tmp_path, family), WORKLOAD, "llama.cpp", dtype="float32")
-    assert [start["same_tokens"] for start in result["peer_starts"]] == [WORKLOAD.new_tokens] * 2
+    assert [side["same_tokens"] for side in result["cases"][0]["sides"].values()] == [WORKLOAD.new_tokens] * 2
 
 
 @pytest.mark.usefixtures("_installed")

@@ -1,5 +1,8 @@
 """The video benchmark: its numbers fit together, and wrong settings are refused before any work."""
 
+import os
+import sys
+
 import numpy as np
 import pytest
 
@@ -10,6 +13,7 @@ from verax.bench.settings import CacheSettings, VideoSettings
 from verax.bench.video import cases as video
 from verax.bench.video.cache import bench_cache
 from verax.bench.video.cases import SIZES, work
+from verax.errors import InvalidParameterError
 from verax.video.outputs import VideoOutput
 
 CLIP = dict(height=16, width=32)
@@ -69,6 +73,54 @@ def test_the_cost_of_a_cache_is_measured_by_threshold(monkeypatch, tmp_path):
     assert "| 0.1 | 5 of 8 | 2.00 | 2.00 | no difference |  | 1.000 |" in page
     assert "| 0.2 | 5 of 8 | 2.00 | 2.00 | 45.1 | 42.1 | 1.000 |" in page
     assert (result["subject"], result["name"]) == ("video", "teacache-tiny")
+
+
+CLIPS = dict(stage="clip", layers=1, text_layers=1, steps=1, runs=1, warmup=0)
+
+STABLE_DIFFUSION_CPP = """
+from pathlib import Path
+from PIL import Image
+__version__ = "0.0"
+class StableDiffusion:
+    def __init__(self, *, diffusion_model_path, t5xxl_path, vae_path, n_threads, **_):
+        assert all(Path(path).is_file() for path in (diffusion_model_path, t5xxl_path, vae_path))
+    def generate_video(self, *, video_frames, height, width, sample_steps, cfg_scale, **_):
+        assert (sample_steps, cfg_scale) == (1, 1.0)
+        print("[INFO ] sampling completed, taking 1.25s\\nwan_vae compute buffer size: 12.50 MB(RAM)")
+        return [Image.new("RGB", (width, height))] * video_frames
+"""
+
+
+def test_clips_are_made_in_a_process_of_each_side(tmp_path, monkeypatch):
+    (tmp_path / "stable_diffusion_cpp.py").write_text(STABLE_DIFFUSION_CPP)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    peer = dict(against="stable-diffusion.cpp", peer_python=sys.executable)
+    result = measure(**CLIPS, **peer, variants="int8")
+    (case,) = result["cases"]
+    assert list(case["sides"]) == ["verax", "verax int8", "stable-diffusion.cpp", "stable-diffusion.cpp Q8_0"]
+    ours, int8, theirs = list(case["sides"].values())[:3]
+    assert 20 < int8["psnr"] < 60
+    assert len(ours["seconds"]) == 1
+    assert ours["median_s"] > sum(ours["stages"].values()) > 0
+    assert min(ours["peak_bytes"], ours["decode_bytes"]) > 0
+    assert theirs["stages"] == {"denoise": 1.25}
+    assert (theirs["decode_bytes"], theirs["peak_bytes"] > 0) == (12_500_000, True)
+    assert result["machine"]["stable-diffusion.cpp"] == "0.0"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"against": "stable-diffusion.cpp"}, "peer_python: none"),
+        ({"against": "openvino"}, "against"),
+        ({"variants": "teacache"}, "variants: expected int8"),
+        ({"frames": "5,9"}, "one number of frames"),
+        ({"stage": "clip,vae"}, "clip is measured by itself"),
+    ],
+)
+def test_settings_of_clips_that_cannot_be_measured_are_refused(changes, message):
+    with pytest.raises(InvalidParameterError, match=message):
+        measure(**{**CLIPS, **changes})
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,9 @@ FAMILIES = {
     "qwen3_5_moe_text": {**HYBRID, **EXPERTS, "moe_intermediate_size": 32, "intermediate_size": 32}
     | {"shared_expert_intermediate_size": 40},
     "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 32},
+    "qwen2_moe": {**EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 40, "attention_bias": True}
+    | {"norm_topk_prob": False},
+    "ministral3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "gpt_oss": {**EXPERTS, "intermediate_size": 64, "sliding_window": 24, "attention_bias": True}
     | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False, **PRETRAINED}}
     | {"max_position_embeddings": 512},
@@ -167,6 +170,21 @@ def test_float_weights_and_sizes_match_the_folder(family, tmp_path):
     ours, theirs = (causal_lm(Checkpoint.open(path).config)[1] for path in (tmp_path / "a.gguf", folder))
     assert ours.rms_norm_eps == pytest.approx(theirs.rms_norm_eps)
     assert replace(ours, rms_norm_eps=theirs.rms_norm_eps) == theirs
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_layers_that_predict_further_tokens_are_not_read(family, tmp_path):
+    folder = tiny_checkpoint(tmp_path / "folder", family=family, **FAMILIES[family])
+    files.write(folder, tmp_path / "a.gguf")
+    architecture = gguf.MODEL_ARCH_NAMES[files.ARCHITECTURES[family]]
+    last = Checkpoint.open(folder).config["num_hidden_layers"] - 1
+    counted = [(f"{architecture}.nextn_predict_layers", "add_uint32", 1)]
+    files.write(folder, tmp_path / "b.gguf", metadata=counted)
+    read, whole = Checkpoint.open(tmp_path / "b.gguf"), Checkpoint.open(tmp_path / "a.gguf")
+    assert set(read.names()) == {key for key in whole.names() if not key.startswith(f"model.layers.{last}.")}
+    assert read.config["num_hidden_layers"] == last
+    assert read.config["layer_types"] == whole.config["layer_types"][:last]
+    load_causal_lm(read, dtype="float32")
 
 
 GEMMA = {
@@ -331,7 +349,7 @@ SOURCES = {"gpt-oss": "openai-moe"}
     "architecture",
     [
         *("qwen3", "qwen2", "llama", "gemma3", "gemma2", "smollm3", "granite", "olmo2", "phi3"),
-        *("qwen3moe", "gpt-oss", "gemma4", "qwen35", "qwen35moe"),
+        *("qwen3moe", "qwen2moe", "gpt-oss", "gemma4", "qwen35", "qwen35moe", "qwen3next", "mistral3"),
     ],
 )
 def test_each_key_that_llama_cpp_reads_is_read_or_without_effect_or_refused(architecture):

@@ -80,13 +80,6 @@ def test_every_code_is_where_the_layout_has_it(tmp_path):
     np.testing.assert_array_equal(weight.dequantize()[0], values * np.repeat([0.5, 2.0], 32))
 
 
-def test_eight_bits_without_packing_are_read_too(tmp_path):
-    integers = np.arange(-6, 6, dtype=np.int8).reshape(3, 4)
-    scales = np.asarray([[0.1], [1.0], [3.0]], np.float32)
-    weight = open_packed(tmp_path, {"weight": integers, "weight_scale": scales}, COMPRESSED).read("up.weight")
-    np.testing.assert_array_equal(weight.dequantize(), integers * scales)
-
-
 def test_scales_that_float16_cannot_hold_stay_float32(tmp_path):
     scales = np.asarray([[1e-6, 1.0]], np.float32)
     tensors = {"weight_packed": np.zeros((1, 8), np.int32), "weight_scale": scales, "weight_shape": np.asarray([1, 64])}
@@ -109,12 +102,12 @@ def test_zero_points_and_activation_order_are_read(tmp_path):
     np.testing.assert_array_equal(weight.dequantize(), dequantized(codes, zeros, scales, g_idx))
 
 
-def test_eight_bits_without_packing_may_have_zero_points(tmp_path):
-    integers = np.array([[-128, 127], [3, 4]], np.int8)
-    scales, zeros = np.asarray([[0.5], [2.0]], np.float32), np.array([[-100], [5]], np.int8)
-    arrays = {"weight": integers, "weight_scale": scales, "weight_zero_point": zeros}
-    weight = open_packed(tmp_path, arrays, COMPRESSED).read("up.weight")
-    np.testing.assert_array_equal(weight.dequantize(), (integers.astype(np.int32) - zeros) * scales)
+@pytest.mark.parametrize("zeros", [{}, {"weight_zero_point": np.array([[-100], [5]], np.int8)}])
+def test_eight_bits_without_packing_are_read_too_and_may_have_zero_points(tmp_path, zeros):
+    integers, scales = np.array([[-128, 127], [3, 4]], np.int8), np.asarray([[0.5], [2.0]], np.float32)
+    weight = open_packed(tmp_path, {"weight": integers, "weight_scale": scales, **zeros}, COMPRESSED).read("up.weight")
+    expected = (integers.astype(np.int32) - zeros.get("weight_zero_point", 0)) * scales
+    np.testing.assert_array_equal(weight.dequantize(), expected)
 
 
 def test_a_bias_of_zeros_that_the_model_lacks_is_left_out(tmp_path):

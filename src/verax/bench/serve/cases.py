@@ -312,7 +312,7 @@ def find_llama_server(given: str | None = None) -> str:
     program = next(filter(None, map(shutil.which, named)), None)
     if program is None:
         raise MissingDependencyError(
-            f"against: llama.cpp needs its server, and there is no program {named[0]!r}; build it with make "
+            f"against: llama.cpp needs its server, and no program {named[0]!r} was found; build it with make "
             "llama-server, or give its path with --llama-server or VERAX_LLAMA_SERVER"
         )
     return program

@@ -27,7 +27,7 @@ from verax.bench.harness import (
 )
 from verax.bench.results import rounds, sides_table, slug, table
 from verax.bench.settings import TextSettings
-from verax.bench.text.peers import peer_sides, peer_table
+from verax.bench.text.peers import STARTS, peer_sides
 from verax.bench.text.workload import USUAL_PROMPTS, Workload, make_workload
 from verax.errors import InvalidParameterError
 from verax.files import model_name
@@ -82,11 +82,11 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
         moved = steps * (runner.weight_bytes - _unread_bytes(module, runner.config.max_num_seqs))
         work = benchmark.against_limit(timed.median, bytes_moved=moved, flops=products, dtype=dtype)
         case = case_result("", "verax", samples, workload.counted_tokens)
-        case["sides"]["verax"] |= work
+        for side, numbers in {**starts, "verax": work | starts.get("verax", {})}.items():
+            case["sides"][side] |= numbers
         measured: dict[str, Any] = {
             "cases": [case],
             "work": {"steps": steps, **work},
-            "peer_starts": starts,
             "start_up": {
                 "load_s": load_seconds,
                 "weights_gb": runner.weight_bytes / 1e9,
@@ -248,9 +248,8 @@ def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str,
             f"{counts['num_draft_tokens']} held ({counts['acceptance_rate']:.0%}), in {counts['num_drafts']} steps of "
             "a sequence, warm-up included."
         )
-    tables = [sides_table(measured["cases"], "tokens/s")]
-    if measured["peer_starts"]:
-        tables.append(peer_table(measured["peer_starts"], settings))
+    started = "start_s" in measured["cases"][0]["sides"]["verax"]
+    tables = [sides_table(measured["cases"], "tokens/s", note=STARTS if started else "")]
     if step := measured.get("decode_breakdown"):
         parts = {**step["parts_ms"], "host (while the device computes)": step["host_ms"]}
         note = (

@@ -181,7 +181,7 @@ def main() -> None:
     """Answer requests until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not be taken for an answer
-    package, run = None, None
+    name, package, run = "", None, None
     for line in sys.stdin:
         request = json.loads(line)
         answer: dict[str, Any] = {}

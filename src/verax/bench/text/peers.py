@@ -14,11 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from verax.bench.results import table
 from verax.bench.settings import TextSettings, check_names
 from verax.bench.text import peer_process
 from verax.bench.text.gguf_export import gguf_file
@@ -27,7 +25,14 @@ from verax.checkpoint import Checkpoint
 from verax.errors import InvalidParameterError, MissingDependencyError, VeraxError
 from verax.machine import num_cores
 
-__all__ = ["peer_sides", "peer_table"]
+__all__ = ["STARTS", "peer_sides"]
+
+
+STARTS = (
+    "First starts and peak memory are of processes that do nothing else, verax's too: nothing is compiled before, and "
+    "OpenVINO's export counts in the start only. Greedy tokens count up to an answer's first that is not verax's."
+)
+"""Note of a page that shows them."""
 
 
 class Peer(NamedTuple):
@@ -114,8 +119,8 @@ def _checked(settings: TextSettings, opened: Checkpoint) -> dict[str, str]:
 
 def peer_sides(
     settings: TextSettings, opened: Checkpoint, workload: Workload, stack: contextlib.ExitStack
-) -> tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]:
-    """Sides of the peers among `settings.against`, their versions, and the first start of each, and of verax.
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, dict[str, Any]]]:
+    """Sides of the peers among `settings.against`, their versions, and the first start of each, and of verax, by side.
 
     Raises:
         InvalidParameterError: if a peer has no Python, or cannot run the checkpoint or its precision.
@@ -126,7 +131,7 @@ def peer_sides(
     run = {"prompts": workload.prompts, "max_tokens": workload.max_tokens, "temperature": workload.temperature}
     load = {"model": str(opened.folder), "dtype": settings.dtype, "quantization": quantization}
     load |= {"length": workload.longest, "sequences": min(len(workload.prompts), 256)}
-    sides, versions, starts = {}, {}, []
+    sides, versions, starts, tokens = {}, {}, {}, {}
     for name in [*pythons, "verax"] if pythons else []:
         with contextlib.ExitStack() as own:
             begin = time.perf_counter()
@@ -140,34 +145,18 @@ def peer_sides(
             found = process.ask(**load | {"model": model})["versions"]
             seconds += time.perf_counter() - begin
             side = {"verax": name, "transformers": f"{name} naive"}.get(name, f"{name} {kind}")
-            starts.append({"side": side, "start_s": seconds, **process.ask(**run)})
+            answer = process.ask(**run)
+            tokens[side], starts[side] = answer["tokens"], {"start_s": seconds, "peak_bytes": answer["peak_bytes"]}
             if name in PEERS:
                 stack.enter_context(own.pop_all())
                 sides[side], versions = partial(process.ask, **run), versions | found
                 if name == "transformers" and len(workload.prompts) > 1:
                     sides["transformers batched"] = partial(process.ask, **run, batched=True)
-    ours = starts[-1]["tokens"] if starts else []
-    for start in starts:
-        start["same_tokens"] = sum(map(_same, ours, start.pop("tokens")))
+    for side in tokens if not workload.temperature else ():
+        starts[side]["same_tokens"] = sum(map(_same, tokens["verax"], tokens[side]))
     return sides, versions, starts
 
 
 def _same(ours: list[int], theirs: list[int]) -> int:
     """Number of tokens before the first one that differs."""
     return next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), len(ours))
-
-
-def peer_table(starts: list[Mapping[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Table of the first starts that `peer_sides` returned."""
-    columns = {
-        "process": lambda row: row["side"],
-        "first start s": lambda row: f"{row['start_s']:.1f}",
-        "peak memory GB": lambda row: f"{row['peak_bytes'] / 1e9:.2f}",
-    }
-    if not settings["temperature"]:
-        columns["verax's tokens"] = lambda row: f"{row['same_tokens']} of {settings['new_tokens']}"
-    note = (
-        "Each in a process of its own, with nothing compiled before, until it was ready, OpenVINO's export included; "
-        "its memory after one run, without that export. Tokens count up to an answer's first that is not verax's."
-    )
-    return table(starts, columns, title="First start", note=note)

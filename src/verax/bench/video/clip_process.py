@@ -1,8 +1,8 @@
 """Process of one side of `verax bench video --stage clip`, run by a Python that need not have verax.
 
-It reads a JSON object from standard input: `engine`, a key of `ENGINES`; `load`, the arguments of its function; `clip`,
+Its argument is a JSON file: `engine`, a key of `ENGINES`; `load`, the arguments of its function; `clip`,
 the options of a clip; `runs`, the number of clips; `folder`, for the frames as images and as `frames.npy`. It writes
-one to standard output: the package's `version`, `start_s` until the package is imported and the model is open, the
+JSON to standard output: the package's `version`, `start_s` until the package is imported and the model is open, the
 `seconds` of each clip from its prompt to its files, `stages` and `buffers` of the last clip (seconds, and bytes without
 the weights, by stage) and the process's peak memory in bytes, `peak_bytes`.
 """
@@ -101,10 +101,10 @@ ENGINES: dict[str, Callable[..., Make]] = {
 
 
 def main() -> None:
-    """Make the clips of the request on standard input."""
+    """Make the clips of the request in the file that the argument names."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not be taken for the answer
-    request, begin = json.load(sys.stdin), time.perf_counter()
+    request, begin = json.loads(Path(sys.argv[1]).read_text()), time.perf_counter()
     folder, clip, seconds = Path(request["folder"]), request["clip"], []
     frames, stages, buffers = np.empty(0), {}, {}
     answer: dict[str, Any]
@@ -114,9 +114,10 @@ def main() -> None:
         answer = {"version": package.__version__, "start_s": time.perf_counter() - begin}
         if "latents" in clip:
             clip["latents"] = np.load(clip["latents"])
-        for _ in range(request["runs"]):
+        for i in range(request["runs"]):
+            options = clip | {"prompt": f"{clip['prompt']} {i + 1}."}  # another one, since states of prompts are kept
             begin = time.perf_counter()
-            frames, stages, buffers = make(dict(clip), folder)
+            frames, stages, buffers = make(options, folder)
             seconds.append(time.perf_counter() - begin)
         np.save(folder / "frames.npy", frames)
         # Not getrusage's: it counts what the process that started this one had held.

@@ -7,10 +7,9 @@ floats, which verax then reads too, so that both do the same work.
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ import numpy as np
 from flax import nnx
 
 from verax import builtin
+from verax.bench.accelerator import run_command
 from verax.bench.harness import Benchmark, Samples, case_result
 from verax.bench.results import sides_table, slug
 from verax.bench.settings import VideoSettings, check_names
@@ -59,6 +59,9 @@ REMEDY = (
 
 TEXT_BLOCKS = "Q4_0"
 """Format of UMT5's matrices in its GGUF file."""
+
+MOST_SECONDS = 7200.0
+"""Seconds of a side's process, at most."""
 
 LOG = {"text": "get_learned_condition", "denoise": "sampling", "decode": "decode_first_stage"}
 """Stages in the log of stable-diffusion.cpp."""
@@ -152,7 +155,8 @@ def _stable_diffusion_cpp(
     options = {"prompt": clip["prompt"], "video_frames": clip["num_frames"], "cfg_scale": clip["guidance_scale"]}
     options |= {"height": clip["height"], "width": clip["width"], "sample_steps": clip["num_inference_steps"]}
     options |= {"sample_method": "euler", "flow_shift": 3.0}
-    run = partial(_run, settings.peer_python, "stable_diffusion_cpp")
+    python = os.path.abspath(shutil.which(settings.peer_python or "") or settings.peer_python or "")
+    run = partial(_run, python, "stable_diffusion_cpp")
     sides = {"stable-diffusion.cpp": partial(run, load, options)}
     if "int8" in settings.variants:
         rules = {"tensor_type_rules": r"model\.diffusion_model\.blocks.*weight=q8_0"}
@@ -171,18 +175,14 @@ def _run(
     """Answer of a side's process, see `clip_process`."""
     folder.mkdir(parents=True)
     request = {"engine": engine, "load": load, "clip": clip, "folder": str(folder)}
-    request["runs"] = settings.warmup + settings.runs
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
-        try:  # without -P, Python would take the modules of this folder for packages of the same name
-            command = [python, "-P", clip_process.__file__]
-            out = subprocess.run(
-                command, input=json.dumps(request), stdout=subprocess.PIPE, stderr=log, text=True
-            ).stdout
-        except OSError as error:
-            raise InvalidParameterError(f"peer_python: cannot run {python}: {error.strerror}") from error
-        log.seek(0)
-        text = log.read()
-    answer = json.loads(out or '{"error": "its process ended"}')
+    write_json(folder / "request.json", request | {"runs": settings.warmup + settings.runs})
+    # Without -P, Python would take the modules of its folder for packages of the same name.
+    words, log = ["-P", clip_process.__file__, str(folder / "request.json")], folder / "log"
+    try:
+        record = run_command(words, log, MOST_SECONDS, python)
+    except OSError as error:
+        raise InvalidParameterError(f"peer_python: cannot run {python}: {error.strerror}") from error
+    answer, text = record["result"] or {"error": record["error"]}, log.read_text(encoding="utf-8", errors="replace")
     if "missing" in answer:
         raise MissingDependencyError(f"{engine}: {python} has no {answer['missing']}; {REMEDY}")
     if "error" in answer:

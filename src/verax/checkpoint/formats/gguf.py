@@ -15,7 +15,7 @@ import math
 import re
 import struct
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from verax.checkpoint.formats.gguf_config import (
     delta_rows,
     grouped_by_key,
     is_zero_centered,
+    next_token_layers,
     read_config,
     restored,
     rotated,
@@ -238,6 +239,8 @@ class GGUFWeights(SplitGGUF):
         """Second half of a weight whose rows alternate between two tensors."""
         if self._architecture == "gpt-oss":
             self._join_halves()
+        if architecture == "qwen3next":
+            self._split_fused()
         divisors = self._places.pop(ROPE_DIVISORS, None)
         factors = {key: self._places.pop(name, None) for name, key in LONGROPE_FACTORS.items()}
         numbers: Callable[..., Any] = lambda place: place[0].view(*place[1][2:]).view(np.float32)
@@ -270,13 +273,22 @@ class GGUFWeights(SplitGGUF):
     def _architecture(self) -> str:
         return str(self.metadata.get("general.architecture"))
 
+    @cached_property
+    def _predicting(self) -> tuple[str, ...]:
+        """Beginnings of the names of layers that predict further tokens, which are not read."""
+        count, depth = next_token_layers(self.metadata), self.metadata.get(f"{self._architecture}.block_count")
+        return tuple(f"blk.{depth - 1 - i}." for i in range(count)) if isinstance(depth, int) else ()
+
     def _weights_of(self, name: str, tensor: GGUFTensor) -> Iterable[tuple[str, GGUFTensor]]:
+        if name.startswith(self._predicting):
+            return []
         return _single_experts(name if name == ROPE_DIVISORS else tensor_key(name, self._architecture), tensor)
 
     def _splits_blocks(self, key: str, kind: str) -> bool:
         """True if a block has inputs of two value heads of a hybrid, whose heads change places."""
         block, _ = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-        return key.endswith("linear_attn.out_proj.weight") and self.config["linear_value_head_dim"] % block != 0
+        is_output = key.endswith("linear_attn.out_proj.weight") and self._architecture != "qwen3next"
+        return is_output and self.config["linear_value_head_dim"] % block != 0
 
     def _join_halves(self) -> None:
         """Make one weight of gate and up of a gpt-oss's experts: their outputs alternate in ours."""
@@ -288,6 +300,14 @@ class GGUFWeights(SplitGGUF):
             axis = len(gate.shape) - 1 if key.endswith("_bias") else 0
             shape = tuple(size * 2 if i == axis else size for i, size in enumerate(gate.shape))
             self._places[joined], self._halves[joined] = (part, gate._replace(shape=shape)), up
+
+    def _split_fused(self) -> None:
+        """Make two weights of a Qwen3-Next's projection of b and a, each with half of its rows."""
+        for key in [key for key in self._places if key.endswith("in_proj_ba.weight")]:
+            part, tensor = self._places.pop(key)
+            for name in ("in_proj_b", "in_proj_a"):
+                half = tensor._replace(shape=(tensor.shape[0] // 2, *tensor.shape[1:]))
+                self._places[key.replace("in_proj_ba", name)] = part, half
 
     def read(self, name: str) -> np.ndarray:
         """A tensor as floats, a view where the file has the same numbers; of a quantised weight, its blocks.
@@ -301,6 +321,10 @@ class GGUFWeights(SplitGGUF):
             if name.endswith("_bias"):
                 return np.stack([half.view(DTYPES[kind]) for half in halves], axis=-1).reshape(shape)
             rows = np.stack([half.reshape(shape[0] // 2, -1) for half in halves], axis=1).reshape(shape[0], -1)
+        elif self._architecture == "qwen3next" and name.endswith(_FUSED):
+            keys = self.config["linear_num_key_heads"]  # each with its rows of b, then its rows of a
+            by_key = part.view(start, end).reshape(keys, 2, shape[0] // keys, -1)
+            rows = by_key[:, _FUSED.index(name.rpartition("linear_attn.")[2])].reshape(shape[0], -1)
         else:
             rows = self.read_rows(name)
         if (heads := rotated(name, self.config)) is not None:
@@ -316,9 +340,11 @@ class GGUFWeights(SplitGGUF):
         return gguf.dequantize(rows, gguf.GGMLQuantizationType[kind]).reshape(shape)
 
     def _delta_weight(self, name: str, rows: np.ndarray) -> np.ndarray:
-        """`read` of a weight of a hybrid's delta layer, whose value heads are in another order in the file."""
-        (kind, shape, *_), rows = self._places[name][1], delta_rows(name, rows, self.config)
-        is_output = name.endswith("out_proj.weight")
+        """`read` of a weight of a delta layer. Value heads are in another order in a Qwen3.5's file."""
+        kind, shape, *_ = self._places[name][1]
+        is_dealt = self._architecture != "qwen3next"
+        rows = delta_rows(name, rows, self.config) if is_dealt else rows
+        is_output = is_dealt and name.endswith("out_proj.weight")
         if name in self.packed:  # whole blocks of inputs change places
             return grouped_by_key(rows, self.config, 1) if is_output else rows
         known = gguf.GGMLQuantizationType[kind]
@@ -342,6 +368,10 @@ class GGUFWeights(SplitGGUF):
         names["penalty_repeat"] = "repetition_penalty"
         given = {ours: self.metadata.get(f"general.sampling.{theirs}") for theirs, ours in names.items()}
         return {name: value for name, value in given.items() if value is not None}
+
+
+_FUSED = ("in_proj_b.weight", "in_proj_a.weight")
+"""Weights that are one in a Qwen3-Next's file."""
 
 
 def block_entry(path: Path, key: str, kind: str, shape: tuple[int, int]) -> QuantizedEntry:

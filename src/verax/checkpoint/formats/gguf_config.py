@@ -19,11 +19,12 @@ _MODEL_TYPES = {
     **{"qwen3": "qwen3", "qwen2": "qwen2", "llama": "llama", "gemma3": "gemma3_text", "gemma2": "gemma2"},
     **{"smollm3": "smollm3", "granite": "granite", "olmo2": "olmo2", "phi3": "phi3"},
     **{"qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text", "qwen3moe": "qwen3_moe"},
-    **{"gpt-oss": "gpt_oss", "gemma4": "gemma4_text"},
+    **{"gpt-oss": "gpt_oss", "gemma4": "gemma4_text", "qwen2moe": "qwen2_moe", "mistral3": "ministral3"},
+    "qwen3next": "qwen3_5_moe_text",  # whose projections are apart in such files, as Qwen3.5's are
 }
 """config.json's `model_type` by `general.architecture`, for those that are supported."""
 
-_GEMMA, _HYBRID = ("gemma3", "gemma2"), ("qwen35", "qwen35moe")
+_GEMMA, _HYBRID = ("gemma3", "gemma2"), ("qwen35", "qwen35moe", "qwen3next")
 
 
 def is_zero_centered(architecture: str) -> bool:
@@ -84,6 +85,10 @@ _GEMMA4_KEYS = {
 }
 """Keys that a name and the part of a tensor make together."""
 
+_SHARED_EXPERT_NAMES = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+}
 _HYBRID_LAYER_NAMES = {
     **_LAYER_NAMES,
     "post_attention_norm": "post_attention_layernorm",
@@ -91,14 +96,14 @@ _HYBRID_LAYER_NAMES = {
     "attn_gate": "linear_attn.in_proj_z",
     "ssm_beta": "linear_attn.in_proj_b",
     "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_ba": "linear_attn.in_proj_ba",
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
     **_EXPERT_NAMES,
     "ffn_gate_up_exps": "mlp.experts.{}.gate_up_proj",
     "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+    **_SHARED_EXPERT_NAMES,
 }
 _HYBRID_VECTORS = {"ssm_a": "A_log", "ssm_dt.bias": "dt_bias"}
 
@@ -106,6 +111,7 @@ _OWN_LAYER_NAMES = {
     **dict.fromkeys(_HYBRID, _HYBRID_LAYER_NAMES),
     "gemma4": _GEMMA4_LAYER_NAMES,
     "qwen3moe": {**_LAYER_NAMES, **_EXPERT_NAMES, "ffn_gate_inp": "mlp.gate"},
+    "qwen2moe": {**_LAYER_NAMES, **_EXPERT_NAMES, **_SHARED_EXPERT_NAMES, "ffn_gate_inp": "mlp.gate"},
     "gpt-oss": {
         **_LAYER_NAMES,
         **_EXPERT_NAMES,
@@ -160,10 +166,10 @@ def tensor_name(key: str) -> str:
 def rotated(key: str, config: Mapping[str, Any]) -> int | None:
     """The heads of a weight or bias whose rows are interleaved in the file; None if its rows are in our order.
 
-    llama.cpp rotates neighbours in the heads of Llama, SmolLM3 and Granite, where transformers rotates halves, so that
-    its converter moves the rows of the query and key projections. In the other models it rotates halves.
+    llama.cpp rotates neighbours in the heads of Llama, Ministral 3, SmolLM3 and Granite, where transformers rotates
+    halves, so that its converter moves the rows of the query and key projections. In others it rotates halves.
     """
-    if config["model_type"] not in ("llama", "smollm3", "granite"):
+    if config["model_type"] not in ("llama", "ministral3", "smollm3", "granite"):
         return None
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     part = key.split(".")[-2]
@@ -207,8 +213,9 @@ def read_config(
         value = metadata[f"{kind}.{name}"]
         if not isinstance(value, int) or value < 1:
             raise UnsupportedModelError(f"{kind}.{name}: expected one number for all layers, 1 or more, got {value!r}")
-        return value
+        return value - nextn if name == "block_count" else value
 
+    nextn = next_token_layers(metadata)
     _check_settings(given, kind)
     if kind == "gemma4":
         return _gemma4(given, needed, shapes, divisors)
@@ -222,7 +229,7 @@ def read_config(
         "model_type": _MODEL_TYPES[kind],
         "vocab_size": shapes["model.embed_tokens.weight"][0],
         "hidden_size": size,
-        "intermediate_size": needed("feed_forward_length" if kind != "qwen35moe" else "expert_feed_forward_length"),
+        "intermediate_size": needed(("expert_" if kind in ("qwen35moe", "qwen3next") else "") + "feed_forward_length"),
         "num_hidden_layers": needed("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": needed("attention.head_count_kv") if given("attention.head_count_kv") else heads,
@@ -238,7 +245,8 @@ def read_config(
         **(_granite(given, kind, head_dim) if kind == "granite" else {}),
         **(_phi3(given, head_dim, longrope) if kind == "phi3" else {}),
         **(_hybrid(given, needed, head_dim) if kind in _HYBRID else {}),
-        **(_experts(given, needed, kind) if kind in _MIXTURES else {}),
+        **(_experts(given, needed, kind, shapes) if kind in _MIXTURES else {}),
+        **(_mistral3(given, kind, divisors) if kind == "mistral3" else {}),
         **(_olmo3(given, kind, divisors) if kind == "olmo2" and given("attention.sliding_window") else {}),
     }
 
@@ -315,7 +323,7 @@ def _gemma4(
 def _hybrid(given: Callable[..., Any], needed: Callable[[str], int], head_dim: int) -> dict[str, Any]:
     """Fields of a Qwen3.5's config.json alone: delta layers, and the rotated part of heads."""
     depth, interval = needed("block_count"), given("full_attention_interval", 4)
-    recurrent = given("attention.recurrent_layers", [(i + 1) % interval != 0 for i in range(depth)])
+    recurrent = given("attention.recurrent_layers", [(i + 1) % interval != 0 for i in range(depth)])[:depth]
     value_heads = needed("ssm.time_step_rank")
     return {
         "layer_types": ["linear_attention" if is_delta else "full_attention" for is_delta in recurrent],
@@ -344,16 +352,22 @@ def delta_rows(key: str, rows: np.ndarray, config: Mapping[str, Any]) -> np.ndar
     return grouped_by_key(rows, config) if part in ("in_proj_z", "in_proj_a", "in_proj_b", "A_log", "dt_bias") else rows
 
 
-_MIXTURES = ("qwen3moe", "qwen35moe", "gpt-oss")
+_MIXTURES = ("qwen2moe", "qwen3moe", "qwen35moe", "qwen3next", "gpt-oss")
 
 
-def _experts(given: Callable[..., Any], needed: Callable[[str], int], kind: str) -> dict[str, Any]:
+def _experts(
+    given: Callable[..., Any], needed: Callable[[str], int], kind: str, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Any]:
     """Fields about experts, and a gpt-oss's windows and rotation, which are half of what its metadata do not say."""
     width, sizes = needed("expert_feed_forward_length"), {"num_experts_per_tok": needed("expert_used_count")}
     if kind != "gpt-oss":
         sizes |= {"num_experts": needed("expert_count"), "moe_intermediate_size": width}
-    if kind == "qwen35moe":
+    if kind in ("qwen35moe", "qwen3next"):
         return sizes | {"shared_expert_intermediate_size": needed("expert_shared_feed_forward_length")}
+    if kind == "qwen2moe":  # whose older files leave the width of the shared expert out
+        shared = shapes["model.layers.0.mlp.shared_expert.gate_proj.weight"][0]
+        bias = {"qkv_bias": "model.layers.0.self_attn.q_proj.bias" in shapes}
+        return {**sizes, **bias, "norm_topk_prob": False, "shared_expert_intermediate_size": shared}
     if kind == "qwen3moe":
         return {**sizes, "norm_topk_prob": True, "intermediate_size": given("feed_forward_length", width)}
     base = given("rope.freq_base", 10000.0)
@@ -367,6 +381,24 @@ def _experts(given: Callable[..., Any], needed: Callable[[str], int], kind: str)
         "sliding_window": given("attention.sliding_window", 128),
         "rope_scaling": {"truncate": False, **(scaling or {"rope_type": "default"})},
     }
+
+
+def _mistral3(given: Callable[..., Any], kind: str, divisors: Any) -> dict[str, Any]:
+    """Rotation of a Ministral 3, whose queries grow, or of a Mistral Small 3, whose do not."""
+    rope = _rope_scaling(given, kind, divisors) or {"rope_type": "default"}
+    if every := given("rope.scaling.yarn_log_multiplier", 0):
+        rope |= {"mscale": 1.0, "mscale_all_dim": every}
+    beta = given("attention.temperature_scale", 0.0)
+    if beta and not given("rope.scaling.original_context_length"):
+        raise UnsupportedModelError(f"{kind}.attention.temperature_scale needs rope.scaling.original_context_length")
+    return {"rope_parameters": {**rope, "rope_theta": given("rope.freq_base", 10000.0), "llama_4_scaling_beta": beta}}
+
+
+def next_token_layers(metadata: Mapping[str, Any]) -> int:
+    """Layers at the end of a hybrid's file that predict further tokens, as drafts; they are not read."""
+    kind = metadata.get("general.architecture")
+    count = metadata.get(f"{kind}.nextn_predict_layers", 0) if kind in _HYBRID else 0
+    return count if isinstance(count, int) else 0
 
 
 READ = frozenset(
@@ -393,6 +425,7 @@ HYBRID_READ = frozenset(
     {
         *("full_attention_interval", "attention.recurrent_layers", "ssm.conv_kernel", "ssm.state_size"),
         *("ssm.group_count", "ssm.time_step_rank", "ssm.inner_size", "expert_shared_feed_forward_length"),
+        "nextn_predict_layers",
     }
 )
 
@@ -409,7 +442,10 @@ GRANITE_READ: Mapping[str, str] = {
 OWN_KEYS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(_GEMMA, GEMMA_READ),
     "olmo2": OLMO_READ,
-    "granite": frozenset(GRANITE_READ),
+    # A dense Granite 4's file has the width of its feed-forward part by this name too.
+    "granite": frozenset({*GRANITE_READ, "expert_shared_feed_forward_length"}),
+    "mistral3": frozenset({"attention.temperature_scale", "rope.scaling.yarn_log_multiplier"}),
+    "qwen2moe": EXPERTS_READ | {"expert_shared_feed_forward_length"},
     "qwen3moe": EXPERTS_READ,
     **dict.fromkeys(_HYBRID, HYBRID_READ | EXPERTS_READ),
     "gpt-oss": EXPERTS_READ | {"attention.sliding_window", "rope.freq_base_swa"},
@@ -434,6 +470,7 @@ positions in images."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale"), (0,)),
+    "attention.temperature_scale": (0,),
     **dict.fromkeys(("attention.sliding_window", "attn_logit_softcapping", "embedding_length_out"), (0,)),
     **dict.fromkeys(("final_logit_softcapping", "nextn_predict_layers", "rope.scaling.yarn_log_multiplier"), (0,)),
     **dict.fromkeys(("embedding_scale", "expert_count", "logit_scale", "residual_scale"), (0, 1)),

@@ -270,7 +270,10 @@ class VideoJobs:
         images = ("image", "last_image", "video", "mask")
         given = {part: array for part in images if (array := getattr(request, part)) is not None}
         await self.check_room()
-        keep = partial(asyncio.to_thread, self.store.keep, name)
+
+        async def keep(part: str, array: np.ndarray) -> np.ndarray:
+            return await asyncio.to_thread(self.store.keep, name, part, array)
+
         kept: dict[str, Any] = {part: await keep(part, array) for part, array in given.items()}
         pictures = enumerate(request.reference_images)
         kept["reference_images"] = tuple([await keep(f"reference_{i}", picture) for i, picture in pictures])

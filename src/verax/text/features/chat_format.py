@@ -31,8 +31,10 @@ from verax.text.features.tool_calls import (
 from verax.text.tokens.tokenizer import Tokenizer
 
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
-_CALL_TAGS = dict.fromkeys(("hermes", "qwen3_coder"), (OPEN_CALL, CLOSE_CALL))
-_CALL_TAGS["gemma4"] = (gemma_calls.OPEN_CALL, gemma_calls.CLOSE_CALL)
+_CALL_TAGS: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(("hermes", "qwen3_coder"), (OPEN_CALL, CLOSE_CALL)),
+    "gemma4": (gemma_calls.OPEN_CALL, gemma_calls.CLOSE_CALL),
+}
 """Tags around a call, of the syntaxes that have them."""
 
 PYTHON_TAG = "<|python_tag|>"
