@@ -410,5 +410,6 @@ def product_weights(opened: Checkpoint, *, tables: str | None = None) -> int:
         opened: the checkpoint.
         tables: text that the names of the tables contain and no other name; None if there are none.
     """
-    shapes = (opened.shape(name) for name in opened.names() if tables is None or tables not in name)
+    names = (name for name in opened.names() if not name.startswith("mtp."))  # a head for drafts
+    shapes = (opened.shape(name) for name in names if tables is None or tables not in name)
     return sum(math.prod(shape) for shape in shapes if len(shape) > 1)

@@ -5,9 +5,13 @@ import numpy as np
 import pytest
 
 from recipes.text import evaluation, recipe
+from recipes.text.prediction_head import train_head
 from recipes.text.recipe import next_token_loss, train_builtin
 from verax import builtin
+from verax.checkpoint import Checkpoint
+from verax.models import causal_lm
 from verax.text.engine.llm import LLM
+from verax.text.engine.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +61,17 @@ def test_the_loss_is_the_mean_surprise_of_the_next_token_in_the_same_document():
                 expected.append(np.log(np.exp(scores).sum()) - scores[tokens[b, t + 1]])
     got = next_token_loss(jnp.asarray(logits, jnp.float32), jnp.asarray(tokens), jnp.asarray(segments))
     np.testing.assert_allclose(got, np.mean(expected), rtol=1e-6)
+
+
+def test_its_prediction_head_drafts_what_it_answers():
+    options = {"dtype": "bfloat16", "max_num_seqs": 1, "max_model_len": 128, "use_tqdm": False}
+    llm = LLM(speculative_config={"method": "mtp", "disable_by_batch_size": 1}, **options)
+    llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=80, ignore_eos=True), use_tqdm=False)
+    assert llm.spec_decode.num_draft_tokens > 60
+    assert llm.spec_decode.acceptance_rate > 0.45
+
+
+def test_the_head_is_trained_on_what_the_model_expects(tmp_path):
+    exported = train_head(tmp_path, steps=2)
+    assert causal_lm(Checkpoint.open(exported).config, prediction_head=True)[1].num_nextn_predict_layers == 1
+    assert (exported / "tokenizer.json").is_file()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -106,7 +105,7 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
         asked = dataclasses.asdict(settings) | {
             "model": model_name(settings.model) if settings.model else f"random weights, {words}",
             "shapes": None if settings.model else settings.shapes,
-            "speculative_config": None if drafts is None else json.loads(drafts),
+            "speculative_config": llm.config.speculation and dataclasses.asdict(llm.config.speculation),
             "workload": workload.name,
             "requests": len(workload.prompts),
             "prompt_tokens": workload.prompt_tokens,
