@@ -228,6 +228,8 @@ class VideoSettings(_Timed):
         super().__post_init__()
         if "clip" in self.stage and self.stage != ("clip",):
             raise InvalidParameterError("stage: clip is measured by itself")
+        if "clip" not in self.stage and (self.variants or "stable-diffusion.cpp" in self.against):
+            raise InvalidParameterError("stage: variants and stable-diffusion.cpp are measured with the stage clip")
         if self.runs == 0 and not self.memory:
             raise InvalidParameterError("runs: 0 measures nothing; with memory it is memory only")
 

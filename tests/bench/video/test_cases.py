@@ -115,6 +115,7 @@ def test_clips_are_made_in_a_process_of_each_side(tmp_path, monkeypatch):
         ({"against": "openvino"}, "against"),
         ({"variants": "teacache"}, "variants: expected int8"),
         ({"frames": "5,9"}, "one number of frames"),
+        ({"stage": "vae", "against": "stable-diffusion.cpp"}, "measured with the stage clip"),
         ({"stage": "clip,vae"}, "clip is measured by itself"),
     ],
 )
