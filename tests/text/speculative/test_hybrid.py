@@ -87,8 +87,12 @@ def test_preemption_forms_and_log_probabilities_change_no_token(hybrid):
     assert totals(hybrid) > before
 
 
-def test_a_draft_model_changes_no_token(hybrid_folder, folder):
-    drafted, _ = assert_unchanged(make_llm(hybrid_folder, speculative_config=draft_config(folder)), PROMPTS, GREEDY)
+def test_a_draft_model_changes_no_token(hybrid_folder, folder, monkeypatch):
+    llm = make_llm(hybrid_folder, speculative_config=draft_config(folder))
+    policy = llm.engine.speculator._policy
+    monkeypatch.setattr(policy, "_draft_cost", 0.0)  # this one is as large as the model, so that no draft would pay
+    monkeypatch.setattr(policy, "record", lambda *_: None)
+    drafted, _ = assert_unchanged(llm, PROMPTS, GREEDY)
     assert drafted > 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -429,12 +429,12 @@ def _packed_tokens(count: Int[Array, "B"], num_tokens: int) -> tuple[Int[Array, 
 
 
 def _replayable(recurrence: RecurrentLayer) -> ReplayableLayer:
-    if not isinstance(recurrence, ReplayableLayer):
+    if not (hasattr(recurrence, "project") and hasattr(recurrence, "advance")):
         raise UnsupportedModelError(
             f"speculative_config: {type(recurrence).__name__} cannot go back to the state before a draft that did not "
             "hold: it lacks project and advance (verax.models.causal_lm.ReplayableLayer); leave speculative_config out"
         )
-    return recurrence
+    return cast(ReplayableLayer, recurrence)
 
 
 def with_new_blocks(
