@@ -210,11 +210,13 @@ IMAGE_MESHES = [(True, 1), (True, 4)]
 def clips():
     return {
         "t2v": dict(zip(map(str, MESHES), compare("t2v", MESHES, output_type="np"), strict=True)),
-        "i2v": next(compare("i2v", [(False, 4, SHARDED)], image=PICTURE, guidance="sequential", half_size_steps=1)),
+        "i2v": next(compare("i2v", [(False, 4, SHARDED)], image=PICTURE, guidance="sequential")),
         "df": next(compare("df", [(True, 2)], ar_step=1, addnoise_condition=20, **FORCING)),
         "cache": next(compare("t2v", [(True, 2)], **CACHED)),
         "experts": next(compare("t2v-a14b", [(True, 2, SHARDED)], num_inference_steps=5)),
-        "vace": next(compare("vace", [(True, 2)], video=np.repeat(PICTURE[None], 5, axis=0), reference_images=PICTURE)),
+        "vace": next(
+            compare("vace", [(True, 2)], video=PICTURE[None].repeat(5, 0), reference_images=PICTURE, half_size_steps=1)
+        ),
         "decode": [decoded((12, 4)), decoded((23, 3))],  # 12 and 7 tiles
         "work": [work(True, 1), work(True, 4)],
         "plans": [plan_of_wide_model(False), plan_of_wide_model(SHARDED)],

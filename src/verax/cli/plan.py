@@ -62,7 +62,7 @@ _SETTINGS = Annotated[
     Flags(QuantizationOptions),
     Flags(EngineConfig, only=tuple(_TEXT), defaults=dict.fromkeys(_TEXT), shown=_TEXT, panel="Language models"),
     Flags(SentenceOptions),
-    Flags(VideoRequest, only=_CLIP, panel="Clips"),
+    Flags(VideoRequest, only=_CLIP, defaults={"half_size_steps": None}, panel="Clips"),
     Flags(PipelineOptions, only=_MESH, defaults={"sequence_parallel": None}, shown={"devices": "1"}, panel="Clips"),
 ]
 

@@ -40,7 +40,8 @@ def plan_memory(stages: Sequence[Stage]) -> list[StageMemory]:
 
     `stages`: stages of the run, as `run.stages_of` lists them.
     """
-    # The largest call of each program counts, over all stages of one name; others are shorter segments.
+    # The largest call of each program counts, over all stages of one name; others are shorter segments, or steps at
+    # half size.
     calls: dict[tuple[str, str], dict[int, ProgramCall]] = {}
     for stage in stages:
         for call in stage.calls():

@@ -438,6 +438,9 @@ class _Denoising:
         total = sum(phase.steps for phase in phases)
         computed = sum(int(phase.schedule.tables.run_blocks[: phase.steps].sum()) for phase in phases)
 
+        for span in (span for phase in phases for span in phase.spans):
+            span.loop.results()  # compiles steps at half size and shorter segments, which the plan leaves out
+
         # 2. The loop, span by span, with the weights of one transformer at a time. Time begins when the first are read.
         note = f", {computed} of {total} steps computed" if computed < total else ""
         loop_state = None
