@@ -93,13 +93,23 @@ FEATURES = {
     "fused-int4": dict(quantization="int4"),
     "fused-lora": dict(enable_lora=True, max_loras=2, max_lora_rank=4),
     "delta-lora": dict(enable_lora=True, max_loras=2, max_lora_rank=4),
+    "delta-drafts-lora": dict(
+        enable_lora=True,
+        max_loras=2,
+        max_lora_rank=4,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1},
+    ),
 }
-"""Options of the engine by case. With `lora` tokens have log-probabilities, with `ngram` half of the answers a form."""
+"""Options of the engine by case. With `lora` tokens have log-probabilities, with `ngram` half of the answers a form.
+
+With `delta-drafts-lora` two tokens are likely, so that answers repeat themselves.
+"""
 
 FAMILY_OF_FEATURE = {
     "moe-int4": "qwen3-moe",
     "delta-int4": "qwen3-next",
     "delta-lora": "qwen3.5",
+    "delta-drafts-lora": "qwen3.5",
     "fused-int4": "phi3",
     "fused-lora": "phi3",
 }
@@ -164,6 +174,8 @@ def _answers(case, folder, size):
         form = dict(max_tokens=16, structured_outputs={"regex": "[a-f]{3} (the|fox) [0-9]{4}"})
     if case == "lora":
         plain |= dict(logprobs=2, prompt_logprobs=1, repetition_penalty=1.3, min_tokens=4, logit_bias={17: 2.0})
+    if case == "delta-drafts-lora":
+        plain |= dict(logit_bias={20: 9.0, 21: 9.0})
     params = [
         SamplingParams(temperature=0, **form),
         SamplingParams(temperature=0, **plain),
@@ -171,7 +183,13 @@ def _answers(case, folder, size):
         SamplingParams(temperature=0.8, top_k=40, top_p=0.95, seed=3, **plain),
     ]
     adapter = tiny_adapter(model, Path(folder) / "adapter") if case.endswith("lora") else None
-    outputs = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=[adapter, None, adapter, None])
+    requests = dict(sampling_params=params, use_tqdm=False, lora_request=[adapter, None, adapter, None])
+    outputs = llm.generate(PROMPTS, **requests)
+    if case == "delta-drafts-lora":
+        speculator, llm.engine.speculator = llm.engine.speculator, None
+        undrafted = llm.generate(PROMPTS, **requests)
+        assert [output.outputs for output in undrafted] == [output.outputs for output in outputs]
+        assert speculator.totals.num_draft_tokens > speculator.totals.num_accepted_tokens > 0
     return llm, outputs, [before, llm.engine.runner.num_compiled()]
 
 

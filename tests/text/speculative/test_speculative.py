@@ -11,13 +11,11 @@ from tests.support.invariants import check_engine
 from tests.text.speculative.conftest import (
     GREEDY,
     LOOPING,
-    NGRAM,
     PROMPTS,
     REPEATED,
     SAMPLING,
     assert_unchanged,
     expected,
-    make_llm,
     outputs,
     samples,
     totals,
