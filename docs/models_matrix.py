@@ -64,17 +64,18 @@ def place(name: str) -> tuple[str, str] | None:
 def table(paths: list[Path]) -> str:
     """The matrix of pytest's files, with the processors and the days of the runs."""
     passed, failed = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    runs = set()
+    results, runs = dict[str, tuple[tuple[str, str], bool]](), set[str]()
     for path in paths:
         for suite in ElementTree.parse(path).getroot().iter("testsuite"):
             properties = {one.get("name"): one.get("value") for one in suite.iter("property")}
             runs.add(f"{properties.get('processor', 'an unknown processor')} on {str(suite.get('timestamp'))[:10]}")
             for case in suite.iter("testcase"):
-                cell = place(f"{case.get('classname')}::{case.get('name')}")
-                if cell is None or case.find("skipped") is not None:
-                    continue
-                wrong = case.find("failure") is not None or case.find("error") is not None
-                (failed if wrong else passed)[cell] += 1
+                name = f"{case.get('classname')}::{case.get('name')}"
+                if (cell := place(name)) is not None and case.find("skipped") is None:
+                    wrong = case.find("failure") is not None or case.find("error") is not None
+                    results[name] = cell, wrong  # of a test in several files, the last one's counts
+    for cell, wrong in results.values():
+        (failed if wrong else passed)[cell] += 1
     columns = [column for column in (*COLUMNS, *CONSTANT) if any(cell[1] == column for cell in (*passed, *failed))]
     rows = [label for label in FAMILIES if any(cell[0] == label for cell in (*passed, *failed))]
     lines = [f"| family | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]

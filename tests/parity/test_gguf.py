@@ -19,6 +19,7 @@ LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor"
 LONG_ROPE |= {"short_factor": [1 + 0.1 * i for i in range(12)], "long_factor": [1.5**i for i in range(12)]}
 LLAMA = dict(tie_word_embeddings=False, rope_parameters=LLAMA3_ROPE, attention_bias=True, mlp_bias=True)
 PER_LAYER = dict(hidden_size_per_layer_input=32, vocab_size_per_layer_input=SIZES["vocab_size"])
+MSCALE = {"mscale": 1.0, "mscale_all_dim": 1.0}  # which the converter always writes
 SHARED = dict(shared_expert_intermediate_size=96)
 FAMILIES = {
     "qwen3": ("Qwen3", dict(head_dim=32, tie_word_embeddings=True)),
@@ -32,7 +33,10 @@ FAMILIES = {
     "olmo2": ("Olmo2", {}),
     "qwen3moe": ("Qwen3Moe", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)),
     "qwen2moe": ("Qwen2Moe", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, **SHARED)),
-    "mistral3": ("Ministral3", dict(head_dim=32, rope_parameters=GROWING_ROPE)),
+    "mistral3": (
+        "Ministral3",
+        dict(head_dim=32, rope_parameters={**GROWING_ROPE, **MSCALE}),
+    ),
     "gemma4": ("Gemma4", dict(num_hidden_layers=6, head_dim=32, global_head_dim=64, sliding_window=24, **PER_LAYER)),
     "qwen35": ("Qwen3_5", DELTA),
     "qwen3next": (
