@@ -239,7 +239,7 @@ class GGUFWeights(SplitGGUF):
         """Second half of a weight whose rows alternate between two tensors."""
         if self._architecture == "gpt-oss":
             self._join_halves()
-        if architecture == "qwen3next":
+        if self._architecture == "qwen3next":
             self._split_fused()
         divisors = self._places.pop(ROPE_DIVISORS, None)
         factors = {key: self._places.pop(name, None) for name, key in LONGROPE_FACTORS.items()}
