@@ -142,7 +142,8 @@ def serve(
         if served.on_ray:
             running = stack.enter_context(served.replicas(checked, **{**queue, "max_queued_requests": 1 << 20}))
             limit = queue["max_queued_requests"]
-            llm = running.text_engine(model, revision=served.text["revision"], max_queued_requests=limit)
+            # It has the members of AsyncLLM that the server calls, which may not import it.
+            llm: Any = running.text_engine(model, revision=served.text["revision"], max_queued_requests=limit)
             options.with_chat_template(llm, served.chat_template)
             server = Server(llm, served.names, served.adapters, root=served.root, settings=checked, tracer=tracer)
         else:

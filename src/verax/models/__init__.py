@@ -231,7 +231,7 @@ def encoder(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
     if kind in _CAUSAL_LM:
         model, sizes = causal_lm(config if is_causal(config) else _causal(config))
         return model, sizes if sizes.tie_word_embeddings else replace(sizes, tie_word_embeddings=True)
-    model, read = _ENCODERS[_BY_POSITIONS.get((kind, config.get("position_embedding_type")), kind)]
+    model, read = _ENCODERS[_BY_POSITIONS.get((kind, str(config.get("position_embedding_type"))), kind)]
     return model, read.from_hf(config)
 
 

@@ -48,7 +48,7 @@ from verax.text.engine.blocks import CacheGroup
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.features.grammar import mask_width
 from verax.text.features.lora import AdaptedLayers
-from verax.text.step.sizes import RunnerConfig, layer_states
+from verax.text.step.sizes import CopyName, RunnerConfig, layer_states
 from verax.text.step.slots import admit, new_slots
 from verax.text.step.step import Cache, StepOutput, StepShape, make_replay, make_step, sample_deferred
 
@@ -216,7 +216,8 @@ def step_program(
     )
     cache = cache_partitions(model.config, arguments[2])
     partitions = ((*model.partitions, *matrix_partitions), _whole(arguments[1]), cache, WHOLE)
-    output = StepOutput(WHOLE, WHOLE, WHOLE, WHOLE, _projected_partitions(model.config) if shape.verify else ())
+    projected = _projected_partitions(model.config) if shape.verify else ()
+    output = cast(Any, StepOutput)(WHOLE, WHOLE, WHOLE, WHOLE, projected)
     return StepProgram(name, step, arguments, partitions, (WHOLE, cache, output), mesh)
 
 
@@ -340,7 +341,7 @@ class Programs(NamedTuple):
     """Programs that fill a slot, by their number of tokens."""
     steps: dict[StepShape, Any]
     samplers: dict[int, Any]
-    copies: dict[str, Any]
+    copies: dict[CopyName, Any]
     """Programs that keep the recurrent state of a slot, and restore it; none in models without."""
     replays: dict[StepShape, JittedCall]
     """Programs that continue recurrent states after a step that verifies, by its shape, with their arguments."""

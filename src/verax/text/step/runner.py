@@ -6,7 +6,7 @@ import math
 from collections import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -42,7 +42,7 @@ from verax.text.step.program import (
     step_name,
     step_program,
 )
-from verax.text.step.sizes import RunnerConfig, layer_states
+from verax.text.step.sizes import CopyName, RunnerConfig, layer_states
 from verax.text.step.slots import Slots, admission_size, new_slots, pack_admission
 from verax.text.step.step import DEFERRED, SAMPLED, Logprobs, StepOutput, StepShape
 
@@ -478,7 +478,7 @@ class ModelRunner:
         states = tuple(self._cache[layer] for layer in self._recurrent)
         return (states, self._kept) if name == "keep_state" else (self._kept, states)
 
-    def _copy_state(self, name: Literal["keep_state", "restore_state"], source: int, to: int) -> None:
+    def _copy_state(self, name: CopyName, source: int, to: int) -> None:
         rows = np.asarray([source, to], np.int32)
         self.send(name, rows)
         sources, targets = self._copied(name)

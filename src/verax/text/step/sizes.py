@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,9 @@ STATE_FRACTION = 0.5
 KEPT_FRACTION, MOST_KEPT = 0.125, 32
 """Part of the cache's memory that the states of cached prefixes take at most, and most of these states."""
 
+CopyName = Literal["keep_state", "restore_state"]
+"""Names of the programs that copy a recurrent state from a slot to a row for cached prefixes, and back."""
+
 
 @dataclass(frozen=True)
 class RunnerConfig:
@@ -92,8 +95,8 @@ class RunnerConfig:
     """Rows for recurrent states that cached prefixes left."""
 
     @property
-    def copies(self) -> Sequence[str]:
-        """Names of the programs that copy recurrent states from a slot to such a row, and back."""
+    def copies(self) -> Sequence[CopyName]:
+        """Programs that copy states, if there are rows for them."""
         return ("keep_state", "restore_state") if self.num_kept_states else ()
 
     @property

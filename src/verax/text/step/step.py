@@ -271,7 +271,8 @@ def make_step(
             at = jnp.maximum(position - skipped[owner], 0)
             read = attend_to(start - skipped, count, at, valid, **ragged)
             predicted = predicted_hidden_states(model, hidden, following, at, read)
-            layer_cache[-1] = layer_cache[-1].at[slot].set(predicted[jnp.maximum(last, 0)], mode="drop")
+            states: Any = layer_cache[-1]
+            layer_cache[-1] = states.at[slot].set(predicted[jnp.maximum(last, 0)], mode="drop")
         output = StepOutput(
             tokens,
             logprobs,
