@@ -150,7 +150,6 @@ def _stable_diffusion_cpp(
         "vae_path": str(folder / f"{PARTS['vae'].original}.safetensors"),
         "n_threads": num_cores(),
         "diffusion_flash_attn": True,
-        "vae_decode_only": True,
     }
     options = {"prompt": clip["prompt"], "video_frames": clip["num_frames"], "cfg_scale": clip["guidance_scale"]}
     options |= {"height": clip["height"], "width": clip["width"], "sample_steps": clip["num_inference_steps"]}
