@@ -380,9 +380,8 @@ class Qwen3ForCausalLM(nnx.Module):
         self.model = self.decoder_class(config, dtype=dtype, rngs=rngs)
         D, V, tied = config.hidden_size, config.vocab_size, config.tie_word_embeddings
         self.lm_head = None if tied else Linear(D, V, divided="vocabulary", dtype=dtype, rngs=rngs)
-        self.mtp = None
-        if config.num_nextn_predict_layers:
-            self.mtp = PredictionHead(config, self.decoder_class.layer_class, dtype=dtype, rngs=rngs)
+        head = lambda: PredictionHead(config, self.decoder_class.layer_class, dtype=dtype, rngs=rngs)
+        self.mtp = head() if config.num_nextn_predict_layers else None
 
     @property
     def dtype(self) -> DTypeLike:

@@ -60,7 +60,7 @@ def test_an_engine_with_drafts_is_compared_with_itself_without_them(folder):
     config = '{"method": "ngram", "num_speculative_tokens": 3}'
     result = measure(folder, drawn(320, workload="repeat", max_tokens=40), speculative_config=config)
     assert set(result["cases"][0]["ratios"]) == {"verax without drafts"}
-    assert result["settings"]["speculative_config"] == json.loads(config)
+    assert result["settings"]["speculative_config"].items() >= json.loads(config).items()
     drafts = result["spec_decode"]
     assert drafts["num_draft_tokens"] == drafts["num_accepted_tokens"] > 20
     assert result["name"].endswith("-repeat-float32-drafts")

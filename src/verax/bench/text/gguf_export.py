@@ -92,7 +92,7 @@ def write_gguf(opened: Checkpoint, path: Path, kind: str, *, vocabulary: Path | 
     heads |= {name: getattr(sizes, name) for name in ("num_attention_heads", "num_key_value_heads")}
     unused = "lm_head.weight" if sizes.tie_word_embeddings else None
     for name in opened.names():
-        if name == unused or name.endswith("rotary_emb.inv_freq"):
+        if name == unused or name.endswith("rotary_emb.inv_freq") or name.startswith("mtp."):
             continue
         weight = np.asarray(opened.read(name), np.float32)
         count = rotated(name, heads)
