@@ -57,9 +57,11 @@ def place(tmp_path, monkeypatch):
 
     monkeypatch.setattr(LLM, "__init__", start_small)
     resolve = VideoPipeline.resolve
-    monkeypatch.setattr(
-        VideoPipeline, "resolve", lambda pipe, request: resolve(pipe, replace(request, num_inference_steps=2))
-    )
+
+    def shortened(request):
+        return replace(request, num_inference_steps=2, half_size_steps=min(1, request.half_size_steps))
+
+    monkeypatch.setattr(VideoPipeline, "resolve", lambda pipe, request: resolve(pipe, shortened(request)))
     registered = {operation: dict(operation.implementations) for operation in operations().values()}
     yield tmp_path
     for operation, implementations in registered.items():  # a page may register one of its own
