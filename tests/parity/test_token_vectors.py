@@ -140,7 +140,7 @@ def test_what_token_vectors_cannot_do_is_refused(tmp_path):
     (tmp_path / "base" / "sentence_bert_config.json").write_text(json.dumps(expansion))
     with pytest.raises(UnsupportedModelError, match="expansion that its own tokens do not see is not supported"):
         Encoder(tmp_path / "base", output="tokens")
-    with pytest.raises(InvalidParameterError, match="output: expected sentence or tokens"):
+    with pytest.raises(InvalidParameterError, match="output: expected sentence, tokens or sparse"):
         Encoder(tmp_path / "base", output="words")
     assert maxsim(np.eye(3), np.zeros((0, 3))) == 0
     with pytest.raises(UnsupportedModelError):
