@@ -93,7 +93,7 @@ def test_frames_match_diffusers(pair, guidance, monkeypatch):
 
 
 def test_half_size_steps_match_lightx2vs_loop(made):
-    """Of `WanScheduler4ChangingResolution`, with the noise of the next step's level, where it takes the last step's."""
+    """The loop of `WanScheduler4ChangingResolution`, but with noise of the next step's level, not the last's."""
     theirs, ours = made("t2v")
     steps, small, whole = 6, 3, noise(9)
     text = torch.from_numpy(np.array(ours.parts.prompt_states(PROMPTS["prompt"])))

@@ -35,7 +35,7 @@ Candidate = tuple[str, str, bool]
 """Path of a module, an operation that made something not finite there, and whether a constant was not finite before."""
 
 State = tuple[bool, bool]
-"""Whether an array has NaN, and whether it has infinities."""
+"""True if an array has NaN, and True if it has infinities."""
 
 
 def origin_jax(side: Side, trace: Trace) -> Origin | None:

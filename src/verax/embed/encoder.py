@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 from verax import builtin, models, progress
 from verax._compat import enable_compilation_cache
 from verax._optional import Deferred
+from verax.checkpoint import Checkpoint
 from verax.embed.buckets import (
     Buckets,
     Job,
@@ -42,6 +43,25 @@ _token_encoder: Any = Deferred("verax.embed.token_encoder")
 _sparse_encoder: Any = Deferred("verax.embed.sparse_encoder")
 
 
+@dataclass(frozen=True)
+class LoadOptions:
+    """Arguments of `Encoder` that say how a checkpoint is loaded."""
+
+    dtype: str
+    quantization: str | None
+    max_length: int | None
+    pooling: str | None
+    dimensions: int | None
+    task: str | None
+    show_progress: bool
+
+    def load(self, opened: Checkpoint, model_class: type[Any], config: Any) -> Any:
+        """Load the transformer in this dtype or quantised."""
+        return load_for_calls(
+            opened, model_class, config, self.dtype, self.quantization, show_progress=self.show_progress
+        )
+
+
 class Encoder:
     """Sentences to vectors: weights on the device, a program for each bucket of lengths.
 
@@ -53,6 +73,12 @@ class Encoder:
         >>> a, b = encoder.encode(["A cat is asleep.", "The cat sleeps."])
         >>> float(a @ b)
     """
+
+    _vectors: ClassVar[str] = "sentence vectors"
+    """Name of its vectors in errors."""
+
+    _refused: ClassVar[tuple[str, ...]] = ()
+    """Options that these vectors do not have."""
 
     def __new__(cls, *args: Any, output: str = "sentence", **options: Any) -> Encoder:
         """An encoder of sentences; `TokenEncoder` for `output="tokens"`, `SparseEncoder` for `output="sparse"`."""
@@ -101,37 +127,48 @@ class Encoder:
             InvalidParameterError: if an argument makes no sense, with its name.
         """
         models.check_dtype(dtype)
+        options = LoadOptions(dtype, quantization, max_length, pooling, dimensions, task, show_progress)
+        for name in self._refused:
+            if getattr(options, name) is not None:
+                raise InvalidParameterError(f"{name}: {self._vectors} have none; leave it out")
         enable_compilation_cache()
         begin = time.perf_counter()
-        folder, opened = open_folder(builtin.encoder() if model is None else model, revision)
-        opened, instruction = with_task(opened, task)
+        self.truncated = 0
+        """Sentences of the last `encode` that were longer than `max_length` and lost their end."""
+        self._load(*open_folder(builtin.encoder() if model is None else model, revision), options)
+        self.load_seconds = time.perf_counter() - begin
+
+    def _load(self, folder: Path, opened: Checkpoint, options: LoadOptions) -> None:
+        """Load the checkpoint of a folder, whose transformer is `opened`, and make the program."""
+        opened, instruction = with_task(opened, options.task)
         model_class, config = models.encoder(opened.config)
         causal = models.is_causal(opened.config)
         self.model_config = config
-        weights = models.DTYPES[dtype]
         heads = read_value(opened.config, "architectures", tuple[str, ...], ())
         default = "lasttoken" if causal and heads and heads[0].endswith("ForCausalLM") else "mean"
-        modules = load_modules(folder, config.hidden_size, pooling=pooling, default=default, dtype=weights)
+        weights = models.DTYPES[options.dtype]
+        modules = load_modules(folder, config.hidden_size, pooling=options.pooling, default=default, dtype=weights)
         self.settings = EncoderSettings.from_folder(
             folder,
             opened.folder,
             positions=config.max_position_embeddings,
             pooling=modules.pooling,
-            max_length=max_length,
+            max_length=options.max_length,
         )
         if instruction:
-            texts = {**dict.fromkeys(("query", "document", task or ""), instruction), **self.settings.prompts.texts}
-            self.settings = replace(self.settings, prompts=Prompts(texts, task))
+            names = ("query", "document", options.task or "")
+            texts = {**dict.fromkeys(names, instruction), **self.settings.prompts.texts}
+            self.settings = replace(self.settings, prompts=Prompts(texts, options.task))
         self._include_prompt = modules.include_prompt
         self._full_dimension: int = modules.width
         self._matryoshka = read_value(opened.config, "matryoshka_dimensions", tuple[Size, ...], ())
         self._dimensions = self._full_dimension
-        self._dimensions = self.check_dimensions(dimensions)
-        if dimensions is None and self.settings.dimensions is not None:
+        self._dimensions = self.check_dimensions(options.dimensions)
+        if options.dimensions is None and self.settings.dimensions is not None:
             self._dimensions = min(self.settings.dimensions, self._full_dimension)
         self._tokenizer = Tokenizer.from_folder(opened.folder)
         self._tokenizer.encode_batch((), max_length=self.max_length)  # refuses a limit that leaves no token for a text
-        loaded = load_for_calls(opened, model_class, config, dtype, quantization, show_progress=show_progress)
+        loaded = options.load(opened, model_class, config)
         self._packs = getattr(loaded, "takes_packed_sentences", True)
         place = Sentences.packed if self._packs else Sentences.padded
 
@@ -149,9 +186,6 @@ class Encoder:
 
         self._program, self._weights = compiled(encode, (loaded, modules))
         self._padding = not getattr(loaded, "depends_on_padding", False)
-        self.truncated = 0
-        """Sentences of the last `encode` that were longer than `max_length` and lost their end."""
-        self.load_seconds = time.perf_counter() - begin
 
     @property
     def dimension(self) -> int:

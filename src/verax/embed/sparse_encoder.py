@@ -7,7 +7,6 @@ tokens. Most weights are zero, so that an inverted index holds the vectors. Fold
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,10 @@ import scipy.sparse
 from jaxtyping import Array, Bool, Float, Int32
 
 from verax import models
-from verax._compat import enable_compilation_cache
-from verax.embed.buckets import compiled, load_for_calls
-from verax.embed.encoder import Encoder
-from verax.embed.modules import list_modules, open_folder
+from verax.checkpoint import Checkpoint
+from verax.embed.buckets import compiled
+from verax.embed.encoder import Encoder, LoadOptions
+from verax.embed.modules import list_modules
 from verax.embed.settings import (
     SPARSE_MODEL,
     EncoderSettings,
@@ -43,6 +42,8 @@ __all__ = ["SparseEncoder"]
 class SparseEncoder(Encoder):
     """Texts to sparse vectors `[V]`, a weight for each token of the vocabulary.
 
+    `Encoder`'s arguments load it; `pooling` is `"max"` or `"sum"`, and `dimensions` and `task` are refused.
+
     Examples:
         >>> encoder = Encoder("naver/splade-cocondenser-ensembledistil", output="sparse")
         >>> queries, documents = encoder.encode_query(["Who wrote Faust?"]), encoder.encode(["Goethe wrote Faust."])
@@ -50,41 +51,15 @@ class SparseEncoder(Encoder):
         >>> encoder.decode(documents, top_k=5)
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        output: str = "sparse",
-        dtype: str = "float32",
-        quantization: str | None = None,
-        max_length: int | None = None,
-        pooling: str | None = None,
-        dimensions: int | None = None,
-        task: str | None = None,
-        revision: str | None = None,
-        show_progress: bool = True,
-    ):
-        """Load a checkpoint; the arguments are as in `Encoder`.
+    _vectors = "sparse vectors"
+    _refused = ("dimensions", "task")
 
-        Args:
-            pooling: `"max"` or `"sum"`; the checkpoint's if None.
-
-        Raises:
-            InvalidParameterError: for `dimensions` or `task`, which sparse vectors do not have.
-            UnsupportedModelError: for a family whose masked-LM head verax does not have, or other modules.
-        """
-        models.check_dtype(dtype)
-        for name, value in (("dimensions", dimensions), ("task", task)):
-            if value is not None:
-                raise InvalidParameterError(f"{name}: sparse vectors have none; leave it out with output='sparse'")
-        enable_compilation_cache()
-        begin = time.perf_counter()
-        folder, opened = open_folder(model, revision)
+    def _load(self, folder: Path, opened: Checkpoint, options: LoadOptions) -> None:
         file = read_model_file(folder, SPARSE_MODEL)
         chosen, twice = _read_pooling(folder)
-        if pooling is not None and pooling not in ("max", "sum"):
-            raise InvalidParameterError(f"pooling: expected max or sum with output='sparse', got {pooling!r}")
-        strategy = pooling or chosen
+        strategy = options.pooling or chosen
+        if strategy not in ("max", "sum"):
+            raise InvalidParameterError(f"pooling: expected max or sum with output='sparse', got {strategy!r}")
         model_class, config = models.masked_lm(opened.config)
         self.model_config = config
         self._full_dimension = self._dimensions = config.vocab_size
@@ -92,12 +67,12 @@ class SparseEncoder(Encoder):
         tokens = read_transformer_file(opened.folder, "fill-mask")
         self.settings = EncoderSettings(
             strategy,
-            read_max_length(opened.folder, config.max_position_embeddings, max_length, tokens),
+            read_max_length(opened.folder, config.max_position_embeddings, options.max_length, tokens),
             lower_case=read_value(tokens, "do_lower_case", bool, False),
             prompts=Prompts.from_file(file),
         )
         self._tokenizer = Tokenizer.from_folder(opened.folder)
-        loaded = load_for_calls(opened, model_class, config, dtype, quantization, show_progress=show_progress)
+        loaded = options.load(opened, model_class, config)
         self._packs = self._padding = True
 
         def encode(
@@ -115,8 +90,6 @@ class SparseEncoder(Encoder):
             return jax.ops.segment_sum(weights[0], sentences.segments[0], lengths.shape[0])
 
         self._program, self._weights = compiled(encode, loaded)
-        self.truncated = 0
-        self.load_seconds = time.perf_counter() - begin
 
     def encode(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

@@ -8,7 +8,6 @@ PyLate's, and colbert-ir's (architecture `HF_ColBERT`).
 from __future__ import annotations
 
 import string
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +19,10 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from verax import models
-from verax._compat import enable_compilation_cache
 from verax.checkpoint import Checkpoint
-from verax.embed.buckets import Job, Tokens, check_batch_size, check_texts, compiled, load_for_calls, run_jobs
-from verax.embed.encoder import Encoder
-from verax.embed.modules import Normalize, list_modules, load_token_modules, normalized, open_folder
+from verax.embed.buckets import Job, Tokens, check_batch_size, check_texts, compiled, run_jobs
+from verax.embed.encoder import Encoder, LoadOptions
+from verax.embed.modules import Normalize, list_modules, load_token_modules, normalized
 from verax.embed.reranker import RankedDocument, ranked
 from verax.embed.settings import (
     MODEL_FILE,
@@ -169,40 +167,19 @@ def maxsim(query: Float[np.ndarray, "q D"], document: Float[np.ndarray, "d D"]) 
 class TokenEncoder(Encoder):
     """Texts to a vector for each token, by the checkpoint's prompts, lengths and expansion of queries.
 
+    `Encoder`'s arguments load it; `pooling`, `dimensions` and `task` are refused.
+
     Examples:
         >>> encoder = Encoder("colbert-ir/colbertv2.0", output="tokens")
         >>> encoder.rank("Who wrote Faust?", ["Goethe wrote Faust.", "Faust is a glove."], top_k=1)
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        output: str = "tokens",
-        dtype: str = "float32",
-        quantization: str | None = None,
-        max_length: int | None = None,
-        pooling: str | None = None,
-        dimensions: int | None = None,
-        task: str | None = None,
-        revision: str | None = None,
-        show_progress: bool = True,
-    ):
-        """Load a checkpoint; the arguments are as in `Encoder`.
+    _vectors = "token vectors"
+    _refused = ("pooling", "dimensions", "task")
 
-        Raises:
-            InvalidParameterError: for `pooling`, `dimensions` or `task`, which token vectors do not have.
-            UnsupportedModelError: for a family whose tokens cannot be hidden, if the checkpoint hides expansions.
-        """
-        models.check_dtype(dtype)
-        for name, value in (("pooling", pooling), ("dimensions", dimensions), ("task", task)):
-            if value is not None:
-                raise InvalidParameterError(f"{name}: token vectors have none; leave it out with output='tokens'")
-        enable_compilation_cache()
-        begin = time.perf_counter()
-        folder, opened = open_folder(model, revision)
+    def _load(self, folder: Path, opened: Checkpoint, options: LoadOptions) -> None:
         model_class, config = models.encoder(opened.config)
-        self.model_config, weights = config, models.DTYPES[dtype]
+        self.model_config, weights = config, models.DTYPES[options.dtype]
         self.token_settings = settings = read_token_settings(folder, opened)
         expansion = settings.expansion
         if expansion is not None and not expansion.is_seen and not getattr(model_class, "hides_tokens", False):
@@ -224,14 +201,14 @@ class TokenEncoder(Encoder):
         tokens = read_transformer_file(opened.folder, "feature-extraction", tokens=True)
         self.settings = EncoderSettings(
             "",
-            read_max_length(opened.folder, config.max_position_embeddings, max_length, tokens),
+            read_max_length(opened.folder, config.max_position_embeddings, options.max_length, tokens),
             lower_case=read_value(tokens, "do_lower_case", bool, False),
             prompts=settings.prompts,
         )
         self._tokenizer = _tokenizer(opened.folder, settings.prefixes)
         words = (self._tokenizer.token_id(word) for word in settings.skipped_words)
         self._skipped_ids = np.asarray([word for word in words if word is not None], np.int32)
-        loaded = load_for_calls(opened, model_class, config, dtype, quantization, show_progress=show_progress)
+        loaded = options.load(opened, model_class, config)
         if not getattr(loaded, "takes_packed_sentences", True):
             raise UnsupportedModelError(f"{folder}: {model_class.__name__} has no token vectors here")
         self._packs, causal = True, models.is_causal(opened.config)
@@ -252,8 +229,6 @@ class TokenEncoder(Encoder):
             return jnp.where(normalize, normalized(x), x)
 
         self._program, self._weights = compiled(encode, (loaded, nnx.List(steps)))
-        self.truncated = 0
-        self.load_seconds = time.perf_counter() - begin
 
     def encode(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

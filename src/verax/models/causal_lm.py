@@ -65,7 +65,7 @@ class ReplayableLayer(Protocol):
     """
 
     def project(self, x: Float[Array, "B T D"], /) -> Any:
-        """What the recurrence reads of each token, as a tree of arrays `[B, T, ...]`.
+        """Inputs of the recurrence for each token, as a tree of arrays `[B, T, ...]`.
 
         Where devices divide the states of the layer, they divide the last axes of these arrays.
         """
@@ -340,7 +340,7 @@ def predicted_hidden_states(
 ) -> Float[Array, "*B T D"]:
     """Hidden states one token later than `hidden`, by the model's prediction head, whose layer attends.
 
-    `hidden`: final hidden states at `positions`, or the head's own. `tokens`: those that follow.
+    `hidden`: final hidden states at `positions`, or the head's own. `tokens`: tokens at `positions + 1`.
     """
     mixers = (attend, run_from_zeros()) if has_recurrent_layers(model.config) else (attend,)
     return cast(Any, model).predict(hidden, tokens, positions, *mixers)

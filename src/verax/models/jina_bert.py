@@ -65,7 +65,10 @@ class JinaBertConfig:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Slope of each head's bias: powers of two for a power of two, with those of twice as many heads in between."""
+    """Slopes of ALiBi (Press et al., 2022, arXiv:2108.12409), one a head.
+
+    A geometric sequence for a power of two of heads; further heads take every second slope of the next power.
+    """
     power = 1 << (heads.bit_length() - 1)
     start = 2.0 ** (-8 / power)
     between = [] if power == heads else alibi_slopes(2 * power)[::2][: heads - power]

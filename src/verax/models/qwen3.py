@@ -351,7 +351,7 @@ class PredictionHead(nnx.Module):
         """Hidden states one token later, float32.
 
         `hidden`: final hidden states at `positions`. `embedded`: embeddings of the tokens that follow them. `mixers`:
-        as in `Decoder`; the layer's number follows those of the decoder's layers.
+        as in `Decoder`, whose layers the head's layer follows in number.
         """
         x = jnp.concatenate([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)], axis=-1)
         rotary = self.rotary and ops.rotary_tables(positions, self.rotary, self.head_dim)
@@ -405,7 +405,7 @@ class Qwen3ForCausalLM(nnx.Module):
     ) -> Float[Array, "*B T D"]:
         """Hidden states one token later than `hidden`, which is at `positions`, by the prediction head.
 
-        `tokens`: those at `positions + 1`. `mixers`: as in `Decoder`.
+        `tokens`: tokens at `positions + 1`. `mixers`: as in `Decoder`.
         """
         assert self.mtp is not None
         return self.mtp(hidden, self.model.embed(tokens), positions, *mixers)

@@ -59,8 +59,8 @@ class DeltaState(NamedTuple):
     """State of the delta rule: a map from keys to values for each value head."""
 
 
-class Projected(NamedTuple):
-    """What a delta layer reads of each token."""
+class DeltaInputs(NamedTuple):
+    """Inputs of a delta layer for each token."""
 
     qkv: Float[Array, "B T C"]
     """Queries, keys and values, before the convolution."""
@@ -223,7 +223,7 @@ class GatedDeltaNet(nnx.Module):
 
     def advance(
         self,
-        projected: Projected,
+        projected: DeltaInputs,
         state: DeltaState | None,
         cu_seqlens: Int[Array, "M"] | None,
         slots: ops.StateSlots | None,
@@ -252,8 +252,8 @@ class GatedDeltaNet(nnx.Module):
         assert memory is not None
         return self.out_proj(out.reshape(*z.shape[:-1], -1)), DeltaState(inputs, memory)
 
-    def project(self, x: Float[Array, "B T D"]) -> Projected:
-        """What the layer reads of each token. Each array has the channels of this device's heads."""
+    def project(self, x: Float[Array, "B T D"]) -> DeltaInputs:
+        """Inputs of `advance` for each token. Each array has the channels of this device's heads."""
         if not self.config.fused_projections:
             qkv, z, b, a = fused_linear(x, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
         else:
@@ -263,7 +263,7 @@ class GatedDeltaNet(nnx.Module):
             by_key_head = jnp.split(split_heads(self.in_proj_ba(x), 2 * self.config.value_heads_per_key), 2, axis=-1)
             q, k, v, z, b, a = (part.reshape(*x.shape[:-1], -1) for part in (*parts, *by_key_head))
             qkv = jnp.concatenate([q, k, v], axis=-1)
-        return Projected(qkv, z, own_part(b), own_part(a)) if self.config.divided_delta else Projected(qkv, z, b, a)
+        return DeltaInputs(qkv, z, own_part(b), own_part(a)) if self.config.divided_delta else DeltaInputs(qkv, z, b, a)
 
 
 class DecoderLayer(qwen3_moe.DecoderLayer):

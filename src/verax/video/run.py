@@ -64,7 +64,7 @@ class PipelineParts:
 
 @dataclass
 class GivenInputs:
-    """What a segment is given at one size of its steps.
+    """Inputs of a segment at one size of its steps.
 
     Attributes:
         condition: result of `Conditioning.encode`, `[1, F, h, w, E]`; None if there is no image.

@@ -96,7 +96,7 @@ SOLVERS: Mapping[str, Callable[..., SolverTable]] = {"unipc": tabulate, "euler":
 
 
 def _predict(sigma: np.ndarray, ratio: np.ndarray, i: int, order: int) -> tuple[float, float, float]:
-    """Step `i`'s e, f, g: from the noise of `i` to that of `i + 1`."""
+    """Step `i`'s e, f, g: from noise level `i` to level `i + 1`."""
     h = ratio[i + 1] - ratio[i]
     weight = (1 - sigma[i + 1]) * np.expm1(-h)
     slope = 0.0 if order == 1 else 0.5 * h / (ratio[i - 1] - ratio[i])
@@ -104,7 +104,7 @@ def _predict(sigma: np.ndarray, ratio: np.ndarray, i: int, order: int) -> tuple[
 
 
 def _correct(sigma: np.ndarray, ratio: np.ndarray, i: int, order: int) -> tuple[float, float, float, float]:
-    """Step `i`'s a, b, c, d: from the noise of `i - 1` to that of `i` again, now that the model has looked there."""
+    """Step `i`'s a, b, c, d: from noise level `i - 1` to level `i` again, now that the model has looked there."""
     h = ratio[i] - ratio[i - 1]
     weight = (1 - sigma[i]) * np.expm1(-h)
     if order == 1:

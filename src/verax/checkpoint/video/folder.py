@@ -76,7 +76,7 @@ class VideoFolder:
         self.name = named.resolve().name
         """Name of the folder or repository. In the original layout it may be the only sign of the kind of model."""
         self._described: dict[str, dict[str, Any]] = {}
-        """What GGUF files say of the configurations of parts, once it is read."""
+        """Configurations of parts out of GGUF files that were read."""
         self.layout: Literal["original", "diffusers"] = "diffusers"
         if not (self.path / "model_index.json").is_file() and not (self.path / "transformer").is_dir():
             self.layout = "original"

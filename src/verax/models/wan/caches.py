@@ -20,7 +20,7 @@ _TEACACHE: dict[str, tuple[float, ...]] = {
     "1.3b": (-5.21862437e04, 9.23041404e03, -5.28275948e02, 1.36987616e01, -4.99875664e-02),
     "14b": (-3.03318725e05, 4.90537029e04, -2.65530556e03, 5.87365115e01, -3.15583525e-01),
 }
-"""Of the authors' `use_ret_steps`, which compares the projection of time's embedding and keeps 5 first steps."""
+"""Coefficients of the authors' `use_ret_steps`, which compares time's projected embeddings and keeps 5 first steps."""
 
 
 def teacache_for(*, width: int, image_to_video: bool, pixels: int) -> TeaCache:

@@ -82,7 +82,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     function_call: FunctionCall | None = None
     """The one call of an answer, as OpenAI's API had it before tools."""
     prefix: bool | None = None
-    """Whether the message is to be continued, at DeepSeek and Mistral: refused, as `continue_final_message` says it."""
+    """True to continue the message, as DeepSeek and Mistral name it. Refused: use `continue_final_message`."""
 
 
 class FunctionDefinition(msgspec.Struct, kw_only=True, omit_defaults=True):

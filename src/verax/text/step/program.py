@@ -292,7 +292,7 @@ def new_kept_states(model: CausalLMConfig, sizes: RunnerConfig) -> tuple[Any, ..
 
 
 def kept_of(model: CausalLMConfig, cache: Any) -> tuple[Any, ...]:
-    """What a cache, or a tuple like it, has of the recurrent layers."""
+    """Entries of the recurrent layers in a cache, or in a tuple with an entry for each layer."""
     return tuple(part for part, state in zip(cache, layer_states(model, 1), strict=False) if state is not None)
 
 

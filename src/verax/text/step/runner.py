@@ -178,7 +178,7 @@ class ModelRunner:
         self._steps, self._samplers = programs.steps, programs.samplers
         self._copies, self._replays = programs.copies, programs.replays
         self._projected: tuple[Any, ...] = ()
-        """What the recurrent layers read of the tokens of the last step, if it verified drafts."""
+        """Inputs of the recurrent layers in the last step, if it verified drafts."""
         self._logits: jax.Array | None = None
         """Scores of the last step that a follower has repeated, until they are sampled from."""
 
@@ -310,7 +310,7 @@ class ModelRunner:
         if self.config.most_predicted:
             for chunk in schedule.chunks:
                 chunk.sequence.num_skipped += shape.decode
-                # What a second program samples, the head has not read.
+                # The head has not read tokens that a second program samples.
                 chunk.sequence.is_predicted = not shape.decode and not schedule.constrained
         pending = PendingStep(schedule, output._replace(logits=None), offsets)
         if schedule.constrained:

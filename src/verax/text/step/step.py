@@ -172,7 +172,7 @@ class StepOutput(NamedTuple):
     logits: Float[Array, "B V"] | None
     """Scores that `sample_deferred` samples from. None without structured output."""
     projected: tuple[Any, ...] = ()
-    """What each recurrent layer read of the tokens of a step that verifies, for `make_replay`. Empty in others."""
+    """Inputs of each recurrent layer in a step that verifies drafts, for `make_replay`. Empty in other steps."""
 
 
 StepFunction = Callable[[tuple[Array, ...], Slots, Cache, Int[Array, "n"]], tuple[Slots, Cache, StepOutput]]
@@ -197,7 +197,7 @@ def make_step(
     With `prediction_head`, every step but a decode step runs the model's head of multi-token prediction over its
     tokens, each with the token that follows it. So the next step that verifies begins with the head's hidden state of
     the newest token, and makes its drafts by applying the head repeatedly. The head has entries of its own in the pages
-    of the sequence, without gaps: those of tokens that only decode steps have computed (`skipped`) are left out.
+    of the sequence, without gaps: tokens that only decode steps have computed (`skipped`) have none.
 
     A block of the host is a page of `ops`: the entries of a sequence's block table are the page numbers of its tokens.
 

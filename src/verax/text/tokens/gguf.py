@@ -256,7 +256,7 @@ FILLS: Mapping[str, Sequence[str]] = {
 """Tokens around the parts of files, by role; where the file names none, it is the first of these texts."""
 
 _FILL_ENDS = ("fim_pad", "fim_rep", "fim_sep")
-"""Those that end a text too."""
+"""Roles among them whose tokens end a text too."""
 
 WITHOUT_EFFECT = frozenset(
     {
