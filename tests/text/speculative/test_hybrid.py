@@ -16,6 +16,7 @@ from tests.text.speculative.conftest import (
     draft_config,
     expected,
     make_llm,
+    outputs,
     samples,
     totals,
 )
@@ -106,6 +107,19 @@ def test_an_abort_within_drafts_leaves_the_other_sequences(hybrid):
             hybrid.step()
         hybrid.abort(leaving)
         assert samples(hybrid, [REPEATED[2]], params) == [alone]
+
+
+def test_drafts_continue_a_state_that_was_kept(hybrid, monkeypatch):
+    monkeypatch.setattr("verax.text.engine.blocks.LEAST_KEPT", 8)
+    params = SamplingParams(**LOOPING)
+    alone = expected(hybrid, REPEATED[2:], params)
+    hybrid.engine.scheduler.blocks.reset_prefix_cache()
+    assert samples(hybrid, REPEATED[2:], params) == alone
+    _, before = totals(hybrid)
+    (again,) = outputs(hybrid, REPEATED[2:], params)
+    assert again.num_cached_tokens == 40
+    assert again.outputs[0].token_ids == alone[0][0][0]
+    assert totals(hybrid)[1] > before
 
 
 def test_nothing_compiles_after_the_start(hybrid):
