@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -69,20 +69,31 @@ def parse_blocks(kind: str, blocks: UInt8[np.ndarray, "F B bytes"]) -> Parsed:
     return Parsed(codes, _float16(blocks[..., :2]), minimums)
 
 
+# Bytes are taken four at a time, as words, of which NumPy computes as many in a second.
+_EACH_BYTE = 0x01010101
+_LOW_HALVES = np.uint32(_EACH_BYTE * 15)
+
+
+def _words(stored: UInt8[np.ndarray, "*B n"]) -> UInt32[np.ndarray, "*B m"]:
+    return np.ascontiguousarray(stored).view(np.uint32)
+
+
 def _float16(stored: UInt8[np.ndarray, "*B bytes"]) -> Float16[np.ndarray, "*B n"]:
     return np.ascontiguousarray(stored).view(np.float16)
 
 
 def _halves(stored: UInt8[np.ndarray, "*B n"], together: int) -> UInt8[np.ndarray, "*B m"]:
     """Codes of 4 bits: the lower halves of `together` bytes, then their upper halves, and so on."""
-    pieces = stored.reshape(*stored.shape[:-1], -1, 1, together) >> np.array([[0], [4]], np.uint8)
-    return (pieces & 15).reshape(*stored.shape[:-1], -1)
+    words = _words(stored).reshape(*stored.shape[:-1], -1, together // 4)
+    halves = np.stack([words & _LOW_HALVES, words >> 4 & _LOW_HALVES], axis=-2)
+    return halves.view(np.uint8).reshape(*stored.shape[:-1], -1)
 
 
 def _bits(stored: UInt8[np.ndarray, "*B n"], bits: int) -> UInt8[np.ndarray, "*B m"]:
     """The lowest `bits` of all bytes, then the next, and so on."""
-    pieces = stored[..., None, :] >> np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    return (pieces & (1 << bits) - 1).reshape(*stored.shape[:-1], -1)
+    words, mask = _words(stored), np.uint32(_EACH_BYTE * ((1 << bits) - 1))
+    pieces = np.stack([words >> shift & mask for shift in range(0, 8, bits)], axis=-2)
+    return pieces.view(np.uint8).reshape(*stored.shape[:-1], -1)
 
 
 def _six_bits(stored: UInt8[np.ndarray, "*B 12"]) -> tuple[UInt8[np.ndarray, "*B 8"], UInt8[np.ndarray, "*B 8"]]:
@@ -97,7 +108,7 @@ def _six_bits(stored: UInt8[np.ndarray, "*B 12"]) -> tuple[UInt8[np.ndarray, "*B
 LANES = 16
 """Rows whose words lie side by side, one in each lane of a register."""
 
-LAID_OUT_AT_ONCE = 1 << 22
+LAID_OUT_AT_ONCE = 1 << 20
 """Number of weights that are laid out at a time, which takes some ten bytes for each."""
 
 
@@ -186,6 +197,7 @@ class BlockQuantizedWeight:
         D = row_bytes // size_bytes * size
         words = np.zeros(BlockQuantizedWeight.shapes(kind, F, D).words.shape, np.uint32)
         step = max(LANES, LAID_OUT_AT_ONCE // max(D, 1) // LANES * LANES)
+
         for row in range(0, F, step):
             piece = _row_words(form, kind, rows[row : row + step])
             piece = np.pad(piece, ((0, -len(piece) % LANES), (0, 0), (0, 0))).reshape(-1, LANES, *words.shape[1:3])
@@ -265,15 +277,15 @@ def _row_words(form: BlockKind, kind: str, rows: UInt8[np.ndarray, "F bytes"]) -
         blocks = np.pad(blocks, ((0, 0), (0, blocks.shape[1] % 2), (0, 0)))
     parsed = parse_blocks(kind, blocks)
     units = (len(rows), blocks.shape[1] * parsed.codes.shape[-1] // form.unit)
-    codes = parsed.codes.reshape(*units, form.unit)
+    codes = _words(parsed.codes.reshape(*units, form.unit))
     if form.bits == 8:
-        parts = [codes]
+        parts: list[np.ndarray] = [codes]
     else:
-        quads = codes.reshape(*units, -1, 2, 4)
-        parts = [quads[..., 0, :] & 15 | quads[..., 1, :] << 4]
+        low = codes & _LOW_HALVES
+        parts = [low[..., ::2] | low[..., 1::2] << 4]
         if high := form.bits - 4:
-            bits = codes.reshape(*units, -1, 8 // high, 4) >> 4
-            parts.append(np.bitwise_or.reduce(bits << np.arange(0, 8, high, dtype=np.uint8)[:, None], axis=-2))
+            bits, count = codes >> 4 & np.uint32(_EACH_BYTE * ((1 << high) - 1)), 8 // high
+            parts.append(reduce(np.bitwise_or, (bits[..., i::count] << high * i for i in range(count))))
     parts += [part for part in (parsed.scales, parsed.minimums, parsed.factors) if part is not None]
     joined = np.concatenate([part.reshape(*units, -1).view(np.uint8) for part in parts], axis=-1)
     return np.ascontiguousarray(joined).view(np.uint32)
