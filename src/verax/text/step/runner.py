@@ -177,6 +177,7 @@ class ModelRunner:
         """Programs that fill a slot, by the length of their input."""
         self._steps, self._samplers = programs.steps, programs.samplers
         self._copies, self._replays = programs.copies, programs.replays
+        self._paddings: dict[StepShape, np.ndarray] = {}
         self._projected: tuple[Any, ...] = ()
         """Inputs of the recurrent layers in the last step, if it verified drafts."""
         self._logits: jax.Array | None = None
@@ -326,6 +327,8 @@ class ModelRunner:
         Such a step leaves the states unchanged. `kept`: number of tokens that hold of each chunk. Without recurrent
         layers nothing is done.
         """
+        if not self._replays:
+            return
         shape = self.shape_for(schedule)._replace(adapters=False)
         if shape in self._replays:
             packed = self._replayed_rows(shape)
@@ -426,7 +429,10 @@ class ModelRunner:
 
     def _padding(self, shape: StepShape) -> np.ndarray:
         """A step's input in which every row and every block update goes nowhere."""
-        return shape.padding(self.config.block_size, len(self.config.groups), self.config.max_num_seqs)
+        if shape not in self._paddings:
+            sizes = self.config.block_size, len(self.config.groups), self.config.max_num_seqs
+            self._paddings[shape] = shape.padding(*sizes)
+        return self._paddings[shape].copy()
 
     def _replayed_rows(self, shape: StepShape) -> np.ndarray:
         """Input of `make_replay` in which every row is padding."""
