@@ -8,7 +8,8 @@ import typer
 
 from verax import cli
 from verax.bench import accelerator
-from verax.bench.accelerator import BENCH, PARTS, REPORTS, bench_accelerator, run_command
+from verax.bench.accelerator import BENCH, PARTS, REPORTS, bench_accelerator
+from verax.bench.processes import run_command
 from verax.bench.results import markdown, write
 from verax.bench.settings import AcceleratorSettings
 from verax.errors import InvalidParameterError

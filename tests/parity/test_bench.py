@@ -10,7 +10,7 @@ from tests.support.tiny_encoder import sentence_files, tiny_encoder
 from verax.bench.embed.cases import bench_embed
 from verax.bench.results import markdown
 from verax.bench.settings import EmbedSettings, TextSettings, VideoSettings
-from verax.bench.text import peer_process
+from verax.bench.text import engines
 from verax.bench.text.cases import bench_text
 from verax.bench.text.workload import Workload
 from verax.bench.video.cases import bench_video
@@ -27,7 +27,7 @@ def test_transformers_generates_what_the_engine_generates(tmp_path):
     sides = bench_text(settings, workload)["cases"][0]["sides"]
     assert sides["transformers naive"]["same_tokens"] == sides["verax"]["same_tokens"] == 14
     model = str(tmp_path)
-    run, _ = peer_process.causal_lm(transformers, model, "float32", None, 2, 16)
+    run, _ = engines.causal_lm(transformers, model, "float32", None, 2, 16)
     work = ([list(prompt) for prompt in workload.prompts], list(workload.max_tokens), 0.0)
     assert run(*work, batched=True) == run(*work)
 

@@ -7,38 +7,29 @@ has finished is not repeated.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shlex
-import subprocess
-import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
-import verax
 from verax import builtin, progress
+from verax.bench.processes import run_command
 from verax.bench.results import table, write
 from verax.bench.settings import AcceleratorSettings, ReportsSettings, check_names
 from verax.errors import InvalidParameterError, VeraxError
 from verax.files import write_json
 
-__all__ = ["PARTS", "REPORTS", "Part", "Report", "bench_accelerator", "bench_reports", "find_device", "run_command"]
+__all__ = ["PARTS", "REPORTS", "Part", "Report", "bench_accelerator", "bench_reports", "find_device"]
 
 SHORTEST, DEVICE_SECONDS, REPORT_SECONDS = 20.0, 120.0, 7200.0
 """Seconds that have to be left for a part to be begun, to find the devices, and of a report's command at most."""
 
 LONGEST_NOTE = 160
 """Characters of an error on the page. The log of the part has all of it."""
-
-ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-"""Baselines need some of the device's memory too, of which JAX would take three quarters at once."""
 
 
 class Part(NamedTuple):
@@ -223,49 +214,6 @@ def _tables(title: str, note: str, record: Mapping[str, Any]) -> list[dict[str, 
         return [{"title": title, "note": f"{note}{record['note']}"}]
     heading = {"title": title, "note": f"{note}{result['intro']}"}
     return [heading | {key: value for key, value in one.items() if value} for one in result["tables"]]
-
-
-def run_command(words: Sequence[str], log: Path, seconds: float, python: str = sys.executable) -> dict[str, Any]:
-    """Run a Python with these words in a process of its own, and stop all of its processes at the end of the time.
-
-    Returns:
-        `result`, the JSON on standard output or None; `note`, else its last line; `error`, empty if the status was 0;
-        `seconds`.
-    """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    begin, printed = time.monotonic(), log.with_suffix(".out")
-    checkout = Path(verax.__file__).parents[2]
-    with log.open("wb") as errors, printed.open("wb") as output:
-        process = subprocess.Popen(
-            [python, *words],
-            cwd=checkout if (checkout / "tests" / "gpu").is_dir() else None,
-            stdout=output,
-            stderr=errors,
-            stdin=subprocess.DEVNULL,
-            env=ENVIRONMENT | os.environ,
-        )
-        try:
-            status = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            if process.poll() is None:
-                for one in (*psutil.Process(process.pid).children(recursive=True), process):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        one.kill()
-                process.wait()
-    text, result, note = printed.read_text(encoding="utf-8", errors="replace").strip(), None, ""
-    try:
-        result = json.loads(text)
-    except json.JSONDecodeError:
-        note = text.rpartition("\n")[2].strip("= ")
-    error = ""
-    if status is None:
-        error = f"stopped after {seconds:.0f} s"
-    elif status:
-        last = log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
-        error = (result or {}).get("error") or note or last or f"ended with status {status}"
-    return {"result": result, "note": note, "error": error, "seconds": time.monotonic() - begin}
 
 
 def find_device(folder: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import logging
 import math
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from verax.errors import MissingDependencyError
 from verax.models import causal_lm
 
 if TYPE_CHECKING:
-    from verax.checkpoint import Checkpoint
+    pass
 
 __all__ = [
     "Benchmark",
@@ -43,9 +44,8 @@ __all__ = [
     "count_products",
     "error_ratio",
     "import_torch",
-    "product_weights",
     "time_sides",
-    "torch_versions",
+    "torch_device",
 ]
 
 READ = "streaming read"
@@ -73,6 +73,9 @@ PIECES, PIECE = 100, 1 << 17
 
 LISTEN = 0.3
 """Seconds without work of this process, in which all use of the processor is by others."""
+
+LIBRARIES = ("torch", "transformers", "diffusers", "openvino", "nncf", "onnxruntime")
+"""Modules of baselines that run in the process of the benchmark."""
 
 _log = logging.getLogger("verax.bench")
 
@@ -269,20 +272,32 @@ class Benchmark:
     def result(
         self, name: str, *, settings: Mapping[str, Any], versions: Mapping[str, Any] | None = None, **rest: Any
     ) -> dict[str, Any]:
-        """Result in the format of `verax.bench.results`; `rest` has its page and what was measured."""
+        """Result in the format of `verax.bench.results`; `rest` has its page and what was measured.
+
+        `machine` has the versions of the baselines that this process has imported, and `versions` of those in others.
+        """
         peaks = {"host_peak_gb": machine.peak_memory(), "device_peak_gb": machine.peak_device_memory()}
         return {
             "subject": self._subject,
             "name": name,
             "date": date(),
             "settings": dict(settings),
-            "machine": {**machine.fingerprint(), **(versions or {})},
+            "machine": {**machine.fingerprint(), **_imported_versions(), **(versions or {})},
             "measured": self.limits,
             "noise": self._noise,
             "memory": {key: None if peak is None else peak / 1e9 for key, peak in peaks.items()},
             "notes": [],
             **rest,
         }
+
+
+def _imported_versions() -> dict[str, Any]:
+    """Versions of the baselines that are imported, without the names of builds; torch's threads and device."""
+    modules = {name: module for name in LIBRARIES if (module := sys.modules.get(name)) is not None}
+    versions = {name: module.__version__.partition("-")[0] for name, module in modules.items()}
+    if torch := modules.get("torch"):
+        versions |= {"torch_threads": torch.get_num_threads(), "torch_device": torch_device(torch)}
+    return versions
 
 
 def measure_noise() -> dict[str, Any]:
@@ -334,13 +349,9 @@ def import_torch(*others: str) -> tuple[Any, ...]:
     return tuple(modules)
 
 
-def torch_versions(*modules: Any) -> dict[str, Any]:
-    """Versions of torch and further modules, torch's threads, and the device that sides of it run on."""
-    return {
-        **{module.__name__: module.__version__ for module in modules},
-        "torch_threads": modules[0].get_num_threads(),
-        "torch_device": "cuda" if modules[0].cuda.is_available() else "cpu",
-    }
+def torch_device(torch: Any) -> str:
+    """torch's name of the device that its sides run on."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @contextlib.contextmanager
@@ -401,15 +412,3 @@ def _products(jaxpr: Any) -> int:
             turns = parameters["length"] if kind == "scan" else 1
             total += turns * (max(inner, default=0) if kind == "cond" else sum(inner))
     return total
-
-
-def product_weights(opened: Checkpoint, *, tables: str | None = None) -> int:
-    """Number of weights that multiply a token: a checkpoint's matrices without the tables that are looked up.
-
-    Args:
-        opened: the checkpoint.
-        tables: text that the names of the tables contain and no other name; None if there are none.
-    """
-    names = (name for name in opened.names() if not name.startswith("mtp."))  # a head for drafts
-    shapes = (opened.shape(name) for name in names if tables is None or tables not in name)
-    return sum(math.prod(shape) for shape in shapes if len(shape) > 1)

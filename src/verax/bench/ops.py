@@ -21,7 +21,6 @@ from verax.bench.harness import (
     Case,
     Side,
     import_torch,
-    torch_versions,
 )
 from verax.bench.results import rounds, sides_table, slug
 from verax.bench.settings import OpsSettings, check_names
@@ -109,7 +108,6 @@ def bench_ops(settings: OpsSettings) -> dict[str, Any]:
         "stored. The limit is a read of 512 MiB that takes its turn with the implementations, or the products at the "
         "measured rate.",
         settings=asked,
-        versions={} if torch is None else torch_versions(torch),
         tables=[sides_table(cases)],
         cases=cases,
     )

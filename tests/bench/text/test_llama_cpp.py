@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.tiny import tiny_checkpoint
 from verax.bench.settings import TextSettings
-from verax.bench.text import peer_process, peers
+from verax.bench.text import engines, peers
 from verax.bench.text.cases import bench_text
 from verax.bench.text.gguf_export import write_gguf
 from verax.bench.text.workload import Workload
@@ -126,8 +126,8 @@ def test_all_sequences_take_one_token_a_step_and_leave_when_they_are_done(monkey
     library = Recorder(name)
     library._lib = library
     monkeypatch.setitem(sys.modules, "ik_llama_cpp._ctypes_api", library)
-    monkeypatch.setattr(peer_process, "BATCH_TOKENS", 4)
-    run, versions = peer_process.llama_decode(library, "a.gguf", "float32", None, 2, 5)
+    monkeypatch.setattr(engines, "BATCH_TOKENS", 4)
+    run, versions = engines.llama_decode(library, "a.gguf", "float32", None, 2, 5)
     assert run([[5, 6, 7], [9, 8]], [3, 2], temperature) == [[2, 3, 4], [101, 102]]
     assert library.calls == [
         [(0, 5, 0, False), (0, 6, 1, False), (0, 7, 2, True), (1, 9, 0, False)],

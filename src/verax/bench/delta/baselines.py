@@ -70,7 +70,7 @@ def find_baselines(settings: DeltaSettings, folder: Path) -> Baselines:
         )
     device, reference = "cuda" if platform == "gpu" else "cpu", importlib.import_module("verax.compare.references.lam")
     cython, gated, skipped = None, {}, {}
-    versions: dict[str, Any] = {"torch": torch.__version__, "torch_threads": torch.get_num_threads()}
+    versions: dict[str, Any] = {}
     for name in names:
         try:
             if name == "cython":

@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Float32, Int64
 
 from verax._optional import require_optional
-from verax.bench.harness import import_torch, torch_versions
+from verax.bench.harness import import_torch, torch_device
 from verax.bench.settings import EmbedSettings
 from verax.embed.settings import EncoderSettings
 from verax.machine import num_cores
@@ -35,12 +35,11 @@ Encode = Callable[[list[str]], Float32[np.ndarray, "n D"]]
 
 
 class Baseline(NamedTuple):
-    """A side: its name, its function, the settings that it runs with, and its versions."""
+    """A side: its name, its function, and the settings that it runs with."""
 
     name: str
     encode: Encode
     setting: str
-    versions: dict[str, Any]
 
 
 class Batch(NamedTuple):
@@ -56,12 +55,11 @@ Run = Callable[[Iterable[Batch]], Iterable[tuple[list[int], Float32[np.ndarray, 
 
 
 class Runs(NamedTuple):
-    """A model in a library: its run, the library's settings, whether it takes texts one by one, and versions."""
+    """A model in a library: its run, the library's settings, and whether it takes texts one by one."""
 
     run: Run
     setting: str
     one_by_one: bool
-    versions: dict[str, Any]
 
 
 MakeBatches = Callable[[list[str], int], Iterator[Batch]]
@@ -153,9 +151,8 @@ def make_baseline(
     runs = start(module, source, precision, settings.latency, make_batches(texts[:CALIBRATION_TEXTS], 1))
     size = 1 if settings.latency or runs.one_by_one else settings.batch_size
     setting = ", ".join(filter(None, (runs.setting, f"batches of {size}" if size > 1 else "one text a call")))
-    versions = {library: module.__version__.partition("-")[0], f"{library}_threads": num_cores()} | runs.versions
     side = library if library == "transformers" else f"{library} {precision}"
-    return Baseline(side, partial(encode_in_batches, make_batches, runs.run, size), setting, versions)
+    return Baseline(side, partial(encode_in_batches, make_batches, runs.run, size), setting)
 
 
 INPUTS, OUTPUT = ("input_ids", "attention_mask"), "vectors"
@@ -167,8 +164,8 @@ OPSET = 17
 def _torch_runs(transformers: Any, source: Any, precision: str, latency: bool, calibration: Iterable[Batch]) -> Runs:
     """Model as it is, on the CPU or its GPU: what `SentenceTransformer.encode` does without its library."""
     (torch,) = import_torch()
-    versions = torch_versions(torch)
-    model, device = source.to(versions["torch_device"]), versions["torch_device"]
+    device = torch_device(torch)
+    model = source.to(device)
 
     def run(batches: Iterable[Batch]) -> Iterator[tuple[list[int], np.ndarray]]:
         with torch.inference_mode():
@@ -176,7 +173,7 @@ def _torch_runs(transformers: Any, source: Any, precision: str, latency: bool, c
                 inputs = (torch.from_numpy(x).to(device) for x in (batch.ids, batch.mask))
                 yield batch.rows, model(*inputs).float().cpu().numpy()
 
-    return Runs(run, "", False, versions)
+    return Runs(run, "", False)
 
 
 def _onnxruntime_runs(runtime: Any, source: Any, precision: str, latency: bool, calibration: Iterable[Batch]) -> Runs:
@@ -202,7 +199,7 @@ def _onnxruntime_runs(runtime: Any, source: Any, precision: str, latency: bool, 
         with ThreadPoolExecutor(at_once) as pool:
             return list(pool.map(call, batches))
 
-    return Runs(run, f"intra_op_num_threads={threads}" + f", {at_once} calls at once" * (at_once > 1), True, {})
+    return Runs(run, f"intra_op_num_threads={threads}" + f", {at_once} calls at once" * (at_once > 1), True)
 
 
 def _exported(source: Any, folder: Path, *, quantized: bool) -> Path:
@@ -275,8 +272,7 @@ def _openvino_runs(openvino: Any, source: Any, precision: str, latency: bool, ca
         run: Run = partial(_in_streams, openvino.AsyncInferQueue(compiled))
     else:
         run = partial(_one_at_a_time, compiled.create_infer_request())
-    versions = {} if nncf is None else {"nncf": nncf.__version__}
-    return Runs(run, f"PERFORMANCE_HINT={hint}", precision == "float32", versions)
+    return Runs(run, f"PERFORMANCE_HINT={hint}", precision == "float32")
 
 
 def compile_openvino(openvino: Any, model: Any, hint: str, precision: str) -> Any:

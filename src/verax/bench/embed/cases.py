@@ -15,12 +15,14 @@ import numpy as np
 
 from verax import builtin, checkpoint, models
 from verax.bench.embed.baselines import Encode, make_baseline
-from verax.bench.harness import Benchmark, case_result, checkpoint_folder, product_weights, time_sides
+from verax.bench.harness import Benchmark, case_result, checkpoint_folder, time_sides
 from verax.bench.results import rounds, sides_table, slug
 from verax.bench.settings import EmbedSettings
 from verax.compare.outputs import compare_vectors
 from verax.embed.encoder import Encoder
 from verax.files import model_name, write_json
+from verax.loading import model_shapes
+from verax.plan.parts import multiplied
 from verax.shapes import MINILM_L6, MODERNBERT_BASE, QWEN3_0_6B
 
 __all__ = ["bench_embed"]
@@ -58,15 +60,14 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
     latency, batch_size = settings.latency, settings.batch_size
     with _folder(settings.model, settings.shapes) as folder:
         encoder = Encoder(folder, dtype=dtype, quantization=quantization)
-        weights = product_weights(checkpoint.Checkpoint.open(folder), tables="embed")
+        shapes = model_shapes(*models.encoder(checkpoint.Checkpoint.open(folder).config), dtype=np.float32)
+        weights = multiplied(shapes)[0]
         lengths = encoder.token_counts(texts)
         encoders: dict[str, Encode] = {}
-        versions: dict[str, Any] = {}
         chosen: dict[str, str] = {}
         for name in settings.against:
             side = make_baseline(name, folder, encoder.settings, texts, settings)
             encoders[side.name], chosen[side.name] = side.encode, side.setting
-            versions |= side.versions
         encoders["verax"] = partial(encoder.encode, batch_size=batch_size, show_progress=False)
         calls = {name: partial(_one_by_one, e, texts) if latency else partial(e, texts) for name, e in encoders.items()}
         begin = time.perf_counter()
@@ -104,7 +105,6 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
         f"{rounds(asked)}, tokenizer included. The first run, which compiled, took {first_s:.1f} s; "
         f"{compiled} programs compiled afterwards. The limit is for the weights and their products.",
         settings=asked,
-        versions=versions,
         tables=[sides_table([case], "sentences/s", note=ACCURACY if accuracy else "")],
         notes=notes,
         cases=[case],

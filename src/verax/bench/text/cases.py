@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,13 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from verax import checkpoint, ops
-from verax.bench.harness import (
-    Benchmark,
-    case_result,
-    checkpoint_folder,
-    product_weights,
-    time_sides,
-)
+from verax.bench.harness import Benchmark, case_result, checkpoint_folder, time_sides
 from verax.bench.results import rounds, sides_table, slug, table
 from verax.bench.settings import TextSettings
 from verax.bench.text.peers import STARTS, peer_sides
@@ -34,6 +27,7 @@ from verax.loading import load_causal_lm
 from verax.machine import measure_bandwidth, peak_growth
 from verax.models import causal_lm
 from verax.ops.paged import QuantizedPages
+from verax.plan.parts import multiplied
 from verax.shapes import SHAPES
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.engine.llm import LLM
@@ -61,6 +55,8 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
             head = drafts is not None and EngineConfig(speculative_config=drafts).uses_prediction_head
             module = load_causal_lm(opened, prediction_head=head, dtype=dtype, quantization=quantization)
         load_seconds = time.perf_counter() - begin
+        each, experts, chosen, last = multiplied(module)
+        stored = _expert_bytes(module)
         sized: dict[str, Any] = {"max_num_seqs": min(len(workload.prompts), 256), "max_model_len": workload.longest}
         llm = LLM.from_module(module, speculative_config=drafts, **sized)
         runner = llm.engine.runner
@@ -77,8 +73,13 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
         compiled = runner.num_compiled()
         samples = time_sides(sides, runs=settings.runs, warmup=settings.warmup)
         timed = samples.get("verax without drafts", samples["verax"])  # with drafts there are fewer steps
-        steps, products = workload.steps(runner.config.max_num_seqs), _count_products(opened, workload)
-        moved = steps * (runner.weight_bytes - _unread_bytes(module, runner.config.max_num_seqs))
+        steps, rows = workload.steps(runner.config.max_num_seqs), runner.config.max_num_seqs
+        # A last token is not read. The head has a product only for a token that another is drawn after.
+        positions = workload.prompt_tokens + workload.new_tokens - len(workload.prompts)
+        products = 2 * ((each + chosen) * positions + last * workload.new_tokens)
+        # Experts that no row of a step chooses are not read: the mean over choices, in which all are equally likely.
+        unread = stored * (1 - chosen / experts) ** rows if experts else 0.0
+        moved = steps * (runner.weight_bytes - unread)
         work = benchmark.against_limit(timed.median, bytes_moved=moved, flops=products, dtype=dtype)
         case = case_result("", "verax", samples, workload.counted_tokens)
         for side, numbers in {**starts, "verax": work | starts.get("verax", {})}.items():
@@ -132,29 +133,9 @@ def _generate_without_drafts(llm: LLM, workload: Workload) -> object:
         llm.engine.speculator = speculator
 
 
-def _count_products(opened: checkpoint.Checkpoint, workload: Workload) -> float:
-    """Operations of all products with weights in a run; a token passes some of a mixture's experts only."""
-    config = causal_lm(opened.config)[1]
-    # The output head has a product only for a token that another is drawn after; a last token is not read.
-    head = config.vocab_size * config.hidden_size
-    layers = product_weights(opened, tables=None if config.tie_word_embeddings else "embed_tokens") - head
-    if (experts := getattr(config, "experts", None)) is not None:
-        stored = sum(math.prod(opened.shape(name)) for name in opened.names() if ".experts." in name)
-        layers -= stored * (1 - experts.num_experts_per_tok / experts.num_experts)
-    positions = workload.prompt_tokens + workload.new_tokens - len(workload.prompts)
-    return 2 * (layers * positions + head * workload.new_tokens)
-
-
-def _unread_bytes(module: Any, rows: int) -> float:
-    """Bytes of experts that a step of `rows` tokens does not read; 0 for a dense model.
-
-    The mean over choices in which each expert is as likely as the others.
-    """
-    if (experts := getattr(module.config, "experts", None)) is None:
-        return 0.0
+def _expert_bytes(module: Any) -> int:
     leaves = nnx.to_flat_state(nnx.state(module))
-    stored = sum(leaf.get_value().nbytes for path, leaf in leaves if "experts" in path)
-    return stored * (1 - experts.num_experts_per_tok / experts.num_experts) ** rows
+    return sum(leaf.get_value().nbytes for path, leaf in leaves if "experts" in path)
 
 
 def _no_write(

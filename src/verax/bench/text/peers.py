@@ -1,6 +1,6 @@
 """Other engines as sides of `verax bench text`: transformers, llama.cpp, ik_llama.cpp, vLLM on a CPU, OpenVINO GenAI.
 
-Each runs in a process (`peer_process.py`), of a Python environment of its own where its packages want other versions
+Each runs in a process (`engines.py`), of a Python environment of its own where its packages want other versions
 than verax's. It loads the same checkpoint and runs the workload in its turn. A process of verax follows them, for the
 first start and the peak memory of processes that do nothing else, and for its tokens.
 """
@@ -8,21 +8,20 @@ first start and the peak memory of processes that do nothing else, and for its t
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from functools import partial
 from typing import Any, NamedTuple
 
+from verax.bench.processes import WorkerProcess
 from verax.bench.settings import TextSettings, check_names
-from verax.bench.text import peer_process
+from verax.bench.text import engines
 from verax.bench.text.gguf_export import gguf_file
 from verax.bench.text.workload import Workload
 from verax.checkpoint import Checkpoint
-from verax.errors import InvalidParameterError, MissingDependencyError, VeraxError
+from verax.errors import InvalidParameterError
 from verax.machine import num_cores
 
 __all__ = ["STARTS", "peer_sides"]
@@ -66,37 +65,9 @@ CACHES = ("VERAX_CACHE_DIR", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR")
 """Variables with the folders of compiled programs, which are empty at a first start."""
 
 
-class _Process:
-    def __init__(self, name: str, python: str, stack: contextlib.ExitStack):
-        enter, self._name = stack.enter_context, name
-        self._log = enter(tempfile.TemporaryFile("w+", errors="replace"))  # noqa: SIM115 -- the stack closes it
-        caches = enter(tempfile.TemporaryDirectory(prefix="verax-bench-", ignore_cleanup_errors=True))
-        environment = ENVIRONMENT | os.environ | dict.fromkeys(CACHES, caches)
-        # Without -P, Python would take our modules of this folder for packages of the same name.
-        command, pipe = [python, "-P", peer_process.__file__], subprocess.PIPE
-        try:
-            self._process: Any = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=self._log, env=environment, text=True
-            )
-        except OSError as error:
-            raise InvalidParameterError(f"peer_python: cannot run {python} for {name}: {error.strerror}") from error
-        stack.callback(self._process.wait)
-        stack.callback(self._process.stdin.close)  # which ends it
-
-    def ask(self, **request: Any) -> dict[str, Any]:
-        """Answer to a request, unless it is an error."""
-        with contextlib.suppress(BrokenPipeError):
-            print(json.dumps(request), file=self._process.stdin, flush=True)
-        answer = json.loads(self._process.stdout.readline() or '{"error": "its process ended"}')
-        if "missing" in answer:
-            raise MissingDependencyError(f"{self._name}: its Python has no {answer['missing']}; {_remedy(self._name)}")
-        if "error" in answer:
-            self._log.seek(0)
-            raise VeraxError(f"{self._name}: {answer['error']}; its output ends: {self._log.read()[-1000:]}")
-        return answer
-
-
 def _remedy(name: str) -> str:
+    if name not in PEERS:
+        return ""
     pip = f"pip install {PEERS[name].packages}"
     if not PEERS[name].own:
         return pip
@@ -134,9 +105,12 @@ def peer_sides(
     sides, versions, starts, tokens = {}, {}, {}, {}
     for name in [*pythons, "verax"] if pythons else []:
         with contextlib.ExitStack() as own:
+            caches = own.enter_context(tempfile.TemporaryDirectory(prefix="verax-bench-", ignore_cleanup_errors=True))
+            environment = ENVIRONMENT | os.environ | dict.fromkeys(CACHES, caches)
+            python, engine = pythons.get(name, sys.executable), PEERS[name].module if name in PEERS else name
             begin = time.perf_counter()
-            process = _Process(name, pythons.get(name, sys.executable), own)
-            process.ask(engine=PEERS[name].module if name in PEERS else name)
+            start = WorkerProcess(name, python, engines, engine, remedy=_remedy(name), environment=environment)
+            process = own.enter_context(start)
             seconds, kind, model = time.perf_counter() - begin, quantization or settings.dtype, load["model"]
             if "llama" in name:
                 kind, path = gguf_file(opened, kind, own)
@@ -146,7 +120,7 @@ def peer_sides(
             seconds += time.perf_counter() - begin
             side = {"verax": name, "transformers": f"{name} naive"}.get(name, f"{name} {kind}")
             answer = process.ask(**run)
-            tokens[side], starts[side] = answer["tokens"], {"start_s": seconds, "peak_bytes": answer["peak_bytes"]}
+            tokens[side], starts[side] = answer["result"], {"start_s": seconds, "peak_bytes": answer["peak_bytes"]}
             if name in PEERS:
                 stack.enter_context(own.pop_all())
                 sides[side], versions = partial(process.ask, **run), versions | found

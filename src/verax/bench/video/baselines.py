@@ -11,9 +11,8 @@ import jax
 import numpy as np
 
 from verax.bench.embed.baselines import compile_openvino, import_openvino
-from verax.bench.harness import import_torch, torch_versions
+from verax.bench.harness import import_torch, torch_device
 from verax.checkpoint.video.parts import Renaming
-from verax.machine import num_cores
 from verax.video.programs import Component
 
 __all__ = ["Baseline", "Work", "make_baseline"]
@@ -63,25 +62,22 @@ class Baseline(NamedTuple):
     Attributes:
         run: compute; the result is finished, in the library's own type and layout.
         to_numpy: result of `run` in our layout, float32.
-        versions: of the libraries.
     """
 
     run: Callable[[], Any]
     to_numpy: Callable[[Any], np.ndarray]
-    versions: dict[str, Any]
 
 
 def make_baseline(name: str, work: Work, dtype: str) -> Baseline:
     """Stage with our weights in `diffusers`, `torch.compile` or `openvino`."""
     torch, diffusers = import_torch("diffusers")
-    versions: dict[str, Any] = torch_versions(torch, diffusers)
-    model = _torch_model(work, dtype, torch, diffusers).to(versions["torch_device"])
-    arguments = _arguments(work, torch, versions["torch_device"], getattr(torch, dtype))
+    device = torch_device(torch)
+    model = _torch_model(work, dtype, torch, diffusers).to(device)
+    arguments = _arguments(work, torch, device, getattr(torch, dtype))
     in_our_layout = lambda x: x.transpose(0, 2, 3, 4, 1)  # diffusers has channels first
     if name == "openvino":
-        run, release = _openvino_call(torch, model, arguments, dtype)
-        versions |= {"openvino": release, "openvino_threads": num_cores()}
-        return Baseline(run, lambda tensor: in_our_layout(tensor.data.astype(np.float32)), versions)
+        run = _openvino_call(torch, model, arguments, dtype)
+        return Baseline(run, lambda tensor: in_our_layout(tensor.data.astype(np.float32)))
     if name == "torch.compile" and work.stage == "vae":  # decode() is a loop over latents around it
         model.decoder = torch.compile(model.decoder)
     elif name == "torch.compile":
@@ -90,11 +86,11 @@ def make_baseline(name: str, work: Work, dtype: str) -> Baseline:
     def run() -> Any:
         with torch.inference_mode():
             result = (model.decode if work.stage == "vae" else model)(**arguments)[0]
-            if versions["torch_device"] == "cuda":
+            if device == "cuda":
                 torch.cuda.synchronize()
         return result
 
-    return Baseline(run, lambda tensor: in_our_layout(tensor.float().cpu().numpy()), versions)
+    return Baseline(run, lambda tensor: in_our_layout(tensor.float().cpu().numpy()))
 
 
 def _torch_model(work: Work, dtype: str, torch: Any, diffusers: Any) -> Any:
@@ -133,8 +129,8 @@ def _arguments(work: Work, torch: Any, device: str, dtype: Any) -> dict[str, Any
     }
 
 
-def _openvino_call(torch: Any, model: Any, arguments: dict[str, Any], dtype: str) -> tuple[Callable[[], Any], str]:
-    """The model converted by `openvino.convert_model`, compiled for its sizes on all cores; OpenVINO's version."""
+def _openvino_call(torch: Any, model: Any, arguments: dict[str, Any], dtype: str) -> Callable[[], Any]:
+    """The model converted by `openvino.convert_model`, compiled for its sizes on all cores."""
     openvino = import_openvino()
     # With constants in bfloat16, results of OpenVINO 2026.4 are wrong by half. The hint rounds them again.
     model.float()
@@ -162,7 +158,7 @@ def _openvino_call(torch: Any, model: Any, arguments: dict[str, Any], dtype: str
         request.infer(values, share_inputs=True)
         return request.get_output_tensor()
 
-    return run, openvino.__version__.partition("-")[0]
+    return run
 
 
 def _translated(torch: Any, work: Work) -> Mapping[str, Any]:

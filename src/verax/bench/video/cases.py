@@ -69,16 +69,15 @@ def bench_video(settings: VideoSettings) -> dict[str, Any]:
         return bench_clip(settings, text_only, sizes.vae)
     frames, stages, dtype = settings.frames, settings.stage, settings.dtype
     benchmark = Benchmark("video")
-    cases, versions = [], {}
+    cases = []
     for stage, count in itertools.product(stages, frames) if settings.runs else ():
-        case, others = _case(work(stage, count, settings), count, settings)
+        case = _case(work(stage, count, settings), count, settings)
         rate = benchmark.limits[f"matmul_{dtype}_gflop_per_s"]
         for side in case["sides"].values():
             side["gflop_per_s"] = side["rate"] / 1e9
         case["fraction_of_limit"] = case["sides"]["verax"]["gflop_per_s"] / rate
         case["sides"]["verax"] |= {key: case[key] for key in ("fraction_of_limit", "compile_s", "compile_cached_s")}
         cases.append(case)
-        versions |= others
     planned = [
         {"frames": count, "attention": name, **_memory(work("transformer", count, settings), name)}
         for count in (frames if settings.memory else ())
@@ -97,7 +96,6 @@ def bench_video(settings: VideoSettings) -> dict[str, Any]:
         "sides: the factor by which verax is faster, their first call, the calls after which ours, compiling included, "
         "took less time, and the root mean square of the difference over the root mean square of their result.",
         settings=asdict(settings) | {"cpu_level": level},
-        versions=versions,
         tables=([sides_table(cases)] if cases else []) + ([_memory_table(planned)] if planned else []),
         cases=cases,
         attention_memory=planned,
@@ -117,11 +115,10 @@ def break_even(compile_s: float, ours_s: float, theirs_first_s: float, theirs_s:
     return max(1, math.floor((compile_s - (theirs_first_s - theirs_s)) / (theirs_s - ours_s)) + 1)
 
 
-def _case(todo: Work, frames: int, settings: VideoSettings) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A stage timed on all sides, and the versions of the others."""
+def _case(todo: Work, frames: int, settings: VideoSettings) -> dict[str, Any]:
+    """A stage timed on all sides."""
     component = todo.component
     products = count_products(todo.run, component.shapes, *todo.shapes)
-    versions: dict[str, Any] = {}
     others: dict[str, dict[str, Any]] = {}
     with component.weights() as weights:
         inputs = tuple(map(jnp.asarray, todo.inputs))
@@ -136,7 +133,6 @@ def _case(todo: Work, frames: int, settings: VideoSettings) -> tuple[dict[str, A
             if name == "openvino" and todo.stage == "vae":
                 continue  # it has no operation for the nearest-exact upsampling
             baseline = make_baseline(name, todo, settings.dtype)
-            versions |= baseline.versions
             begin = time.perf_counter()
             theirs = baseline.to_numpy(baseline.run())
             first = time.perf_counter() - begin
@@ -150,7 +146,7 @@ def _case(todo: Work, frames: int, settings: VideoSettings) -> tuple[dict[str, A
     case = case_result(f"{TITLES[todo.stage]}, {frames} frames", "verax", samples, float(products), **more)
     for name, other in others.items():
         case["sides"][name] |= other
-    return {"stage": todo.stage, "frames": frames, **case}, versions
+    return {"stage": todo.stage, "frames": frames, **case}
 
 
 def _compiled(todo: Work, weights: Any, inputs: Any) -> tuple[Program, float]:

@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -24,17 +25,17 @@ import numpy as np
 from flax import nnx
 
 from verax import builtin
-from verax.bench.accelerator import run_command
 from verax.bench.harness import Benchmark, Samples, case_result
+from verax.bench.processes import WorkerProcess
 from verax.bench.results import sides_table, slug
 from verax.bench.settings import VideoSettings, check_names
-from verax.bench.video import clip_process
+from verax.bench.video import engines
 from verax.checkpoint.formats.safetensors import NewTensor, write_shards
 from verax.checkpoint.load import random_weight
 from verax.checkpoint.video.convert import convert
 from verax.checkpoint.video.folder import TOKENIZER, VideoFolder
 from verax.checkpoint.video.parts import PARTS, UMT5
-from verax.errors import InvalidParameterError, MissingDependencyError, VeraxError
+from verax.errors import InvalidParameterError
 from verax.files import write_json
 from verax.machine import num_cores
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
@@ -59,9 +60,6 @@ REMEDY = (
 
 TEXT_BLOCKS = "Q4_0"
 """Format of UMT5's matrices in its GGUF file."""
-
-MOST_SECONDS = 7200.0
-"""Seconds of a side's process, at most."""
 
 LOG = {"text": "get_learned_condition", "denoise": "sampling", "decode": "decode_first_stage"}
 """Stages in the log of stable-diffusion.cpp."""
@@ -106,16 +104,11 @@ def bench_clip(settings: VideoSettings, transformer: WanConfig, vae: WanVaeConfi
             sides |= _stable_diffusion_cpp(settings, original, clip | sampling)
         answers = {side: run(scratch / "out" / slug(side), settings) for side, run in sides.items()}
         frames = {side: np.load(scratch / "out" / slug(side) / "frames.npy") for side in sides}
-    samples = {
-        side: Samples(tuple(answer["seconds"][settings.warmup :]), tuple(answer["seconds"][: settings.warmup]))
-        for side, answer in answers.items()
-    }
+    samples = {side: answer["samples"] for side, answer in answers.items()}
     case = case_result(f"a clip of {settings.frames[0]} frames", "verax", samples, settings.frames[0])
     for side, answer in answers.items():
         row = case["sides"][side]
-        row |= {"stages": answer["stages"], "peak_bytes": answer["peak_bytes"], "start_s": answer["start_s"]}
-        row |= {f"{stage}_s": answer["stages"].get(stage) for stage in LOG}
-        row["decode_bytes"] = answer["buffers"].get("decode")
+        row |= answer["numbers"]
         if side != "verax" and not side.startswith(("stable-diffusion.cpp", "verax lightx2v")):
             row["psnr"] = _psnr(frames["verax"], frames[side])
     level = library.level()
@@ -134,7 +127,7 @@ def bench_clip(settings: VideoSettings, transformer: WanConfig, vae: WanVaeConfi
         f"folder. CPU kernels: {level or 'none'}. Peak memory is the process's, weights included. PSNR is against the "
         "first side.",
         settings=asked,
-        versions={name: answer["version"] for name, answer in answers.items() if not name.startswith("verax")},
+        versions={name: version for answer in answers.values() for name, version in answer["versions"].items()},
         tables=[sides_table([case])],
         cases=[case],
     )
@@ -171,27 +164,32 @@ def _run(
     folder: Path,
     settings: VideoSettings,
 ) -> dict[str, Any]:
-    """Answer of a side's process, see `clip_process`."""
+    """Clips of a side, with the last one's frames in a folder: `samples`, `versions`, and numbers of the last clip."""
     folder.mkdir(parents=True)
-    request = {"engine": engine, "load": load, "clip": clip, "folder": str(folder)}
-    write_json(folder / "request.json", request | {"runs": settings.warmup + settings.runs})
-    # Without -P, Python would take the modules of its folder for packages of the same name.
-    words, log = ["-P", clip_process.__file__, str(folder / "request.json")], folder / "log"
-    try:
-        record = run_command(words, log, MOST_SECONDS, python)
-    except OSError as error:
-        raise InvalidParameterError(f"peer_python: cannot run {python}: {error.strerror}") from error
-    answer, text = record["result"] or {"error": record["error"]}, log.read_text(encoding="utf-8", errors="replace")
-    if "missing" in answer:
-        raise MissingDependencyError(f"{engine}: {python} has no {answer['missing']}; {REMEDY}")
-    if "error" in answer:
-        raise VeraxError(f"{engine}: {answer['error']}; its output ends: {text[-1000:]}")
+    begin = time.perf_counter()
+    with WorkerProcess(engine, python, engines, engine, remedy=REMEDY) as process:
+        versions, start = process.ask(**load)["versions"], time.perf_counter() - begin
+        # Each clip has another prompt, since states of prompts are kept.
+        prompts = [f"{clip['prompt']} {i + 1}." for i in range(settings.warmup + settings.runs)]
+        answers = [process.ask(**clip | {"prompt": prompt, "folder": str(folder)}) for prompt in prompts]
+    stages, text = answers[-1]["result"], process.printed
     if engine == "stable_diffusion_cpp":
         taken = {stage: re.findall(rf"\b{words} completed, taking ([\d.]+)s", text) for stage, words in LOG.items()}
-        answer["stages"] = {stage: float(seconds[-1]) for stage, seconds in taken.items() if seconds}
+        stages["seconds"] = {stage: float(seconds[-1]) for stage, seconds in taken.items() if seconds}
         sizes = dict(re.findall(r"(\w+) compute buffer size: ([\d.]+) MB", text))
-        answer["buffers"] = {"decode": max(int(1e6 * float(size)) for name, size in sizes.items() if "vae" in name)}
-    return answer
+        stages["buffers"] = {"decode": max(int(1e6 * float(size)) for name, size in sizes.items() if "vae" in name)}
+    seconds = tuple(answer["seconds"] for answer in answers)
+    return {
+        "samples": Samples(seconds[settings.warmup :], seconds[: settings.warmup]),
+        "versions": versions,
+        "numbers": {
+            "stages": stages["seconds"],
+            "peak_bytes": answers[-1]["peak_bytes"],
+            "start_s": start,
+            **{f"{stage}_s": stages["seconds"].get(stage) for stage in LOG},
+            "decode_bytes": stages["buffers"].get("decode"),
+        },
+    }
 
 
 def _psnr(first: np.ndarray, second: np.ndarray) -> float | None:

@@ -1,14 +1,9 @@
-"""Process of a side of `verax bench text`, run by a Python that need not have verax.
+"""Engines of `verax bench text` in processes of their own (`bench.worker`), by Pythons that need not have verax.
 
-It reads a JSON object a line from standard input and answers each with one on standard output. The first one names an
-engine out of `ENGINES`, whose package is imported; the second has the arguments of the engine's function, and its
-answer the versions of what runs. Each further one has the arguments of a `Run`; its answer has the new tokens of each
-prompt and the process's peak memory in bytes. An answer with `error` says what failed, one with `missing` which package
-is not installed.
+Each function takes a package, a checkpoint, its precision and the sizes of the engine.
 """
 
 import importlib
-import json
 import os
 import subprocess
 import sys
@@ -174,35 +169,4 @@ ENGINES: dict[str, Callable[..., Engine]] = {
     "llama_cpp": llama_decode,
     "ik_llama_cpp": llama_decode,
 }
-"""Function by module: from the module, a checkpoint, its precision and the sizes of its engine to its runs."""
-
-
-def main() -> None:
-    """Answer requests until standard input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not be taken for an answer
-    name, package, run = "", None, None
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer: dict[str, Any] = {}
-        try:
-            if package is None:
-                name = request["engine"]
-                package = importlib.import_module(name)
-            elif run is None:
-                run, answer["versions"] = ENGINES[name](package, **request)
-            else:
-                answer["tokens"] = run(**request)
-                # Not getrusage's: it counts what the process that started this one had held.
-                status = Path("/proc/self/status")
-                lines = status.read_text().splitlines() if status.exists() else []
-                answer["peak_bytes"] = sum(1024 * int(one.split()[1]) for one in lines if one.startswith("VmHWM"))
-        except ModuleNotFoundError as error:
-            answer = {"missing": error.name}
-        except Exception as error:  # the reader of the answer raises it
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+"""Functions by module."""
