@@ -135,6 +135,7 @@ def test_messages_may_have_parts_and_developers(api):
     assert ids[0] == ids[1]
 
 
+TOOL = {"type": "function", "function": {"name": "rain", "parameters": {"type": "object"}}}
 CALL = {"type": "function", "function": {"name": "f", "arguments": None}}
 
 
@@ -199,7 +200,18 @@ def test_prompt_logprobs_are_for_whole_answers(api):
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         *named("tools", []),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
-        *named("tool_choice", "required"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0]"),
+        ({"tools": [TOOL, TOOL]}, "tools[1]"),
+        ({"tools": [{**TOOL, "function": {"name": "f", "parameters": 1}}]}, "tools[0].function.parameters"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "snow"}}}, "tool_choice"),
+        *named("tool_choice", "required", "always"),
+        (
+            {"messages": [*USER, {"role": "assistant", "tool_calls": [{"id": "a"}]}]},
+            "messages[1].tool_calls[0].function",
+        ),
+        ({"messages": [{"role": "tool", "tool_call_id": "a"}]}, "messages[0].content"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         *named("chat_template", "{{ 1 }}"),

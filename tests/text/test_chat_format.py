@@ -9,11 +9,10 @@ from itertools import pairwise
 import pytest
 import tokenizers
 
+from tests.support.answers import SYNTAXES, read, written
 from tests.support.grammar import accepts as accepts_lark
 from tests.support.published import published_tokenizer
-from verax.errors import InvalidParameterError
-from verax.text.features.chat_format import ChatFormat, chat_format, parser_for, tool_grammar
-from verax.text.features.tool_calls import join
+from verax.text.features.chat_format import ChatFormat, chat_format, tool_grammar
 from verax.text.tokens.tokenizer import Tokenizer
 
 HERMES = """{%- if tools %}For each function call, return a json object within <tool_call></tool_call> XML tags:
@@ -102,7 +101,6 @@ WEATHER = {
     },
 }
 CLOCK = {"name": "clock", "parameters": {"type": "object", "properties": {}}}
-SYNTAXES = ("hermes", "qwen3_coder", "llama3_json", "none")
 NAMED = {"type": "function", "function": {"name": "clock"}}
 INSIDE = "<|im_start|><think>\n"
 
@@ -111,23 +109,8 @@ def tools(*, strict=False):
     return [{"type": "function", "function": {**function, "strict": strict}} for function in (WEATHER, CLOCK)]
 
 
-def written(syntax, name, **arguments):
-    """A call as a model writes it."""
-    if syntax == "qwen3_coder":
-        values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
-        return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
-    key = "arguments" if syntax == "hermes" else "parameters"
-    text = json.dumps({"name": name, key: arguments})
-    return f"<tool_call>\n{text}\n</tool_call>" if syntax == "hermes" else text
-
-
 def accepts(grammar, text):
     return accepts_lark(grammar["grammar"], text)
-
-
-def parsed(template, text):
-    parser = parser_for(template, tools=tools(), prompt="", parse_tool_calls=True, parse_reasoning=True)
-    return join([parser.feed(text), parser.finish()])
 
 
 @pytest.mark.parametrize("syntax", SYNTAXES)
@@ -138,9 +121,12 @@ def test_required_takes_calls_of_the_functions_and_nothing_else(syntax):
     two = call + ("\n" if "<" in call[:1] else "; ") + written(syntax, "clock")
     for text in (call, written(syntax, "weather", city="Oslo"), two):
         assert accepts(grammar, text)
-        assert len(parsed(template, text).tool_calls) == (2 if text == two else 1)
-        assert parsed(template, text).content == ""
-    assert parsed(template, call).tool_calls[0].arguments == '{"city": "\\"Bergen\\" <b>", "unit": "C", "days": 3}'
+        assert len(read([text], template, tools()).tool_calls) == (2 if text == two else 1)
+        assert read([text], template, tools()).content == ""
+    assert (
+        read([call], template, tools()).tool_calls[0].arguments
+        == '{"city": "\\"Bergen\\" <b>", "unit": "C", "days": 3}'
+    )
     for text in ("Hello", "", written(syntax, "storm"), written(syntax, "weather", unit="C"), f"Well: {call}"):
         assert not accepts(grammar, text)
     assert not accepts(grammar, written(syntax, "weather", city="Oslo", unit="K"))
@@ -168,8 +154,7 @@ def test_a_demanded_call_has_arguments_by_schemas_of_all_forms(syntax, schema, r
     grammar = tool_grammar(ChatFormat(syntax), given, "required")
     assert accepts(grammar, written(syntax, "f", **right))
     assert not accepts(grammar, written(syntax, "f", **wrong))
-    parser = parser_for(ChatFormat(syntax), tools=given, prompt="", parse_tool_calls=True, parse_reasoning=True)
-    (call,) = join([parser.feed(written(syntax, "f", **right)), parser.finish()]).tool_calls
+    (call,) = read([written(syntax, "f", **right)], ChatFormat(syntax), given).tool_calls
     assert json.loads(call.arguments) == right
 
 
@@ -223,22 +208,6 @@ def test_the_model_may_reason_before_a_demanded_call(syntax):
 def test_special_tokens_stand_in_the_grammar_by_their_names():
     template = ChatFormat("hermes", special_tokens=frozenset({"<tool_call>", "</tool_call>"}))
     assert ": <tool_call> inner" in tool_grammar(template, tools(), "required")["grammar"]
-
-
-@pytest.mark.parametrize(
-    ("choice", "given", "message"),
-    [
-        ("required", None, "tool_choice: there are no tools"),
-        ("sometimes", tools(), "tool_choice: expected none, auto, required"),
-        ({"type": "function", "function": {"name": "storm"}}, tools(), "tool_choice: tools has no function 'storm'"),
-        ("auto", [{"type": "function"}], r"tools\[0\]: expected a function with a name"),
-        ("auto", tools() + tools(), r"tools\[2\]: there is another function"),
-        ("auto", [{"name": "f", "parameters": "x"}], r"tools\[0\].function.parameters: expected a JSON schema"),
-    ],
-)
-def test_wrong_choices_and_tools_are_named(choice, given, message):
-    with pytest.raises(InvalidParameterError, match=message):
-        tool_grammar(ChatFormat("hermes"), given, choice)
 
 
 REAL_TOOLS = [
@@ -312,11 +281,9 @@ def round_trip(tokenizer, calls, *, reasoning="", content=CONTENT, end):
     skip = form.sampling_overrides.get("skip_special_tokens", True)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(tokens, skip_special_tokens=skip) == text
-    parser = parser_for(form, tools=REAL_TOOLS, prompt=prompt, parse_tool_calls=True, parse_reasoning=True)
     ends = range(1, len(tokens) + 1)
     prefixes = ["", *(tokenizer.decode(tokens[:end], skip_special_tokens=skip).rstrip("\ufffd") for end in ends)]
-    deltas = [parser.feed(now[len(before) :]) for before, now in pairwise(prefixes)]
-    return join([*deltas, parser.finish()])
+    return read([now[len(before) :] for before, now in pairwise(prefixes)], form, REAL_TOOLS, prompt)
 
 
 def shown(answer):
