@@ -9,7 +9,7 @@ import json
 import pytest
 
 from tests.serve.conftest import Api, prompt_of
-from tests.support.answers import written
+from tests.support.answers import TEMPLATES, written
 from tests.support.tiny import tiny_checkpoint
 from verax.serve.app import create_app
 from verax.serve.http.server import Server
@@ -18,26 +18,6 @@ from verax.text.engine.llm import LLM
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "Rain?"}]
-
-_BEFORE = """{%- if tools %}<|im_start|>system
-{% for tool in tools %}{{ tool.function.name }} {% endfor %}<|im_end|>
-{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}{% for call in message.tool_calls or [] %}"""
-_AFTER = """{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-TEMPLATES = {
-    "hermes": """<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>""",
-    "qwen3_coder": """{{- '\n<tool_call>\n<function=' + call.function.name + '>\n' }}
-{%- for key, value in call.function.arguments | items %}{{- '<parameter=' + key + '>\n' }}{{- value | string }}
-{{- '\n</parameter>\n' }}{%- endfor %}{{- '</function>\n</tool_call>' }}""",
-    "llama3_json": """{{- '{"name": "' + call.function.name + '", ' }}
-{{- '"parameters": ' }}{{- call.function.arguments | tojson }}{{- "}" }}""",
-    "none": "",
-}
-"""Text of a call in each syntax."""
 
 DAYS = {"type": "integer", "enum": [1, 2]}
 
@@ -62,9 +42,8 @@ def llm(tmp_path_factory):
 @pytest.fixture(scope="module", params=TEMPLATES)
 def api(request, llm):
     """Server of a model whose template has calls in a syntax."""
-    template = _BEFORE + TEMPLATES[request.param] + _AFTER
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm.tokenizer, "_chat_templates", {"default": template})
+        patch.setattr(llm.tokenizer, "_chat_templates", {"default": TEMPLATES[request.param]})
         engine = AsyncLLM.from_llm(llm)
         api = Api(create_app(Server(llm=engine)))
         api.syntax = request.param

@@ -6,8 +6,30 @@ import random
 from verax.text.features.chat_format import parser_for
 from verax.text.features.tool_calls import join
 
-SYNTAXES = ("hermes", "qwen3_coder", "llama3_json", "none")
-"""Syntaxes of tool calls that `written` knows."""
+_BEFORE = """{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool.function.name }} {% endfor %}<|im_end|>
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls or [] %}"""
+_AFTER = """{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+_CALLS = {
+    "hermes": """<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>""",
+    "qwen3_coder": """{{- '\n<tool_call>\n<function=' + call.function.name + '>\n' }}
+{%- for key, value in call.function.arguments | items %}{{- '<parameter=' + key + '>\n' }}
+{{- value | tojson if value is mapping else value | string }}
+{{- '\n</parameter>\n' }}{%- endfor %}{{- '</function>\n</tool_call>' }}""",
+    "llama3_json": """{{- '{"name": "' + call.function.name + '", ' }}
+{{- '"parameters": ' }}{{- call.function.arguments | tojson }}{{- "}" }}""",
+    "none": "",
+}
+"""Text of a call in each syntax."""
+
+SYNTAXES = tuple(_CALLS)
+TEMPLATES = {syntax: _BEFORE + call + _AFTER for syntax, call in _CALLS.items()}
+"""A chat template of each syntax of tool calls."""
 
 
 def written(syntax, name, **arguments):
