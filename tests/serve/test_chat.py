@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.serve.conftest import named, text_of
+from tests.serve.conftest import named
 from verax.serve.http.body import decode
 from verax.serve.text.chat import ChatRequest, template_messages
 
@@ -102,22 +102,6 @@ def test_a_seed_may_be_negative_and_null_is_absent(api):
     same = [api.ok(PATH, {**BODY, "seed": -5})["choices"][0]["message"]["content"] for _ in range(2)]
     assert same[0] == same[1]
     api.ok(PATH, {**BODY, "stop": None, "n": None, "tools": None, "stream": None, "logit_bias": None, "top_p": None})
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (PATH, BODY),
-        ("/v1/completions", {"prompt": "a", "max_tokens": 12}),
-        ("/v1/responses", {"input": "a", "max_output_tokens": 12}),
-        ("/v1/messages", {"messages": USER, "max_tokens": 12}),
-    ],
-)
-def test_a_top_p_of_0_is_greedy(api, path, body):
-    answers = [
-        api.ok(path, {**body, "temperature": temperature, "top_p": top_p}) for temperature, top_p in ((1.5, 0), (0, 1))
-    ]
-    assert text_of(answers[0]) == text_of(answers[1])
 
 
 def test_logit_bias_has_texts_as_keys(api):

@@ -5,7 +5,6 @@ import io
 import re
 import time
 
-import jax
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
@@ -184,15 +183,6 @@ def test_a_form_with_a_picture_whose_name_is_a_path(client):
         client.delete(f"/v1/videos/{created['id']}")
 
 
-@pytest.fixture
-def few_optimisations():
-    """Programs of a test are compiled in half the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.mark.usefixtures("few_optimisations")
 def test_a_form_of_a_control_clip_masks_and_reference_pictures(tmp_path):
     sizes = dict(height=32, width=64, num_frames=5, num_inference_steps=2)
     pipe = VideoPipeline(video_folder("vace", tmp_path / "vace", **sizes), show_progress=False)
@@ -210,8 +200,10 @@ def test_a_form_of_a_control_clip_masks_and_reference_pictures(tmp_path):
         got = client.get(f"/v1/videos/{response.json()['id']}/content", params={"variant": "gif"}).content
         two = [("mask", mask), ("mask", mask)]
         assert error_of(client.post("/v1/videos", data=form, files=two))["message"] == "mask: give one file"
-        uri = {"input_reference": data_uri(clip.read_bytes(), "image/webp"), "reference_images": [PNG]}
-        assert client.post("/v1/videos", json={"prompt": "a red circle", **uri}).status_code == 200
+        video = data_uri(clip.read_bytes(), "image/webp")
+        uris = {"input_reference": video, "reference_images": [PNG] * 2}
+        body = {**form, "conditioning_scale": [1, 0.5], "seed": 7, "half_size_steps": 1, **uris}
+        assert client.post("/v1/videos", json=body).status_code == 200
         assert error_of(client.post("/v1/videos", json={"prompt": "a", "mask": PNG}))["param"] == "mask"
         many = {"prompt": "a", "reference_images": [PNG] * 9}
         assert error_of(client.post("/v1/videos", json=many))["param"] == "reference_images"
