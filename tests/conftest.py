@@ -63,7 +63,6 @@ SLOW = (
     # They need what the extra `test` does not install: PyTorch, a browser, clients and checkers of the server, Parquet.
     "batch/test_results.py::test_a_row_of_parquet",
     "batch/test_requests.py::test_rows_are_the_requests_of_lines",
-    "batch/test_requests.py::test_a_body_that_is_not_json_is_an_error_of_its_row",
     "batch/test_requests.py::test_a_file_that_is_not_parquet_is_refused",
     "batch/test_requests.py::test_answers_become_rows",
     "bench",
@@ -77,6 +76,17 @@ SLOW = (
     "serve/test_responses.py::test_openais_client",
     "serve/test_videos.py::test_openai_python",
     "test_wheel",
+    # They compare with files that `make real-tokenizers` and `make real-models` fetch, after `make test` where CI runs.
+    "text/test_chat_format.py::test_llama_3",
+    "text/test_chat_format.py::test_qwen3",
+    "text/test_gbnf.py::test_llama_cpp_s",
+    "text/test_gemma_calls.py::test_the_published_template",
+    "text/test_gguf.py::test_each_key_of_a_tokenizer",
+    "text/test_gguf.py::test_gemma_s",
+    "text/test_gguf.py::test_ids_are_those_that_llama_cpp_expects",
+    "text/test_gguf.py::test_long_runs",
+    "text/test_gguf.py::test_the_tokens_that_end_a_text",
+    "text/test_harmony.py::test_the_published_template",
     # They take long: each CPU kernel in every variant, kernels for GPUs and TPUs interpreted, gradients, whole clips.
     "checkpoint/video/test_quantized",
     "cli/test_convert",

@@ -88,13 +88,6 @@ def test_rows_are_the_requests_of_lines(pq, tmp_path, body):
     assert second.error.param == "custom_id"
 
 
-def test_a_body_that_is_not_json_is_an_error_of_its_row(pq, tmp_path):
-    row = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": "{"}
-    with request_lines(table(pq, tmp_path, [row])) as lines:
-        (line,) = lines
-    assert read_request(line, 1).error.code == "invalid_json_line"
-
-
 def test_a_file_that_is_not_parquet_is_refused(pq, tmp_path):
     (tmp_path / "in.parquet").write_text("no")
     with pytest.raises(InvalidParameterError, match=r"^input: .*in\.parquet: it is not a Parquet file"):

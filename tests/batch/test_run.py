@@ -8,9 +8,10 @@ import signal
 
 import pytest
 
+from tests.serve.conftest import InstantPipeline
 from verax.batch.requests import AnswerLine, LocalServer
 from verax.batch.results import ResultFile
-from verax.batch.run import AHEAD, BatchRun, read_lines
+from verax.batch.run import BatchRun, read_lines
 from verax.errors import EngineDeadError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -229,37 +230,17 @@ def test_an_engine_that_fails_ends_the_batch_without_errors_for_its_lines(run_ba
     assert run_batch(lines).counts.done == 12 - len(written)
 
 
-def test_a_clip_is_written_next_to_the_output(run_batch, tmp_path):
+def test_a_clip_is_written_next_to_the_output(run_batch, new_server, served_pipeline, tmp_path):
     pytest.importorskip("av")
     clip = {"prompt": "a red circle floats left", "num_inference_steps": 1}
-    run = run_batch([line("clip", "/v1/videos", **clip), line("wrong", "/v1/videos", prompt=1)])
+    server = new_server(pipeline=InstantPipeline(served_pipeline))
+    run = run_batch([line("clip", "/v1/videos", **clip), line("wrong", "/v1/videos", prompt=1)], server=server)
     assert (run.counts.done, run.counts.failed) == (1, 1)
     bodies = {answer["custom_id"]: answer["response"]["body"] for answer in answers_in(tmp_path / "out.jsonl")}
     assert bodies["clip"]["status"] == "completed"
     assert [path.name for path in (tmp_path / "out.clips").iterdir()] == [f"{bodies['clip']['id']}.mp4"]
     assert (tmp_path / "out.clips" / f"{bodies['clip']['id']}.mp4").read_bytes()[4:8] == b"ftyp"
     assert "prompt" in bodies["wrong"]["error"]["message"]
-
-
-class Endless(io.RawIOBase):
-    """A file without an end, which counts what was read."""
-
-    def __init__(self):
-        self.num_read = 0
-
-    def __next__(self):
-        self.num_read += 1
-        return b"line\n"
-
-
-@pytest.mark.anyio
-async def test_few_lines_are_read_ahead():
-    file = Endless()
-    lines = read_lines(file)
-    for _ in range(3):
-        assert await anext(lines) == b"line\n"
-    await lines.aclose()
-    assert file.num_read <= 3 + AHEAD + 2
 
 
 @pytest.mark.anyio

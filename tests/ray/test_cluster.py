@@ -1,6 +1,5 @@
 """The cluster, the processes of its actors and the deployment, without a Ray that runs."""
 
-import os
 import sys
 import threading
 import types
@@ -55,14 +54,6 @@ def fake_ray(monkeypatch):
     return fake
 
 
-def test_ray_is_started_once_without_a_dashboard_and_without_reports(fake_ray):
-    start_ray(num_cpus=3)
-    start_ray(num_cpus=5)
-    assert fake_ray.started == [{"num_cpus": 3, "include_dashboard": False, "log_to_driver": False}]
-    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
-    assert sys.modules["ray._private.ray_constants"].ENABLE_RAY_CLUSTER is False
-
-
 def test_a_cluster_is_connected_to(fake_ray, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "cluster:6379")
     start_ray(num_cpus=3)
@@ -76,17 +67,6 @@ def test_a_ray_that_does_not_start_is_one_error(fake_ray):
     fake_ray.init = fail
     with pytest.raises(VeraxError, match=r"^ray: it did not start on this machine.*timed out"):
         start_ray()
-
-
-def test_an_actor_has_as_many_threads_as_cpus(monkeypatch):
-    lent = {"CPU": 3.0}
-    context = types.SimpleNamespace(get_assigned_resources=lambda: lent)
-    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(get_runtime_context=lambda: context))
-    monkeypatch.setenv("NPROC", "7")
-    for cpus, threads in ((3.0, "3"), (0.5, "1"), (2.5, "2")):
-        lent["CPU"] = cpus
-        cluster.set_threads()
-        assert os.environ["NPROC"] == threads
 
 
 def test_one_compiles_and_the_others_wait_until_it_has(monkeypatch, tmp_path):

@@ -6,8 +6,10 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import httpx
+import numpy as np
 import pytest
 
 from tests.support.tiny import tiny_checkpoint
@@ -58,6 +60,20 @@ def served_encoder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def served_pipeline():
     return VideoPipeline.from_pretrained(show_progress=False)
+
+
+class InstantPipeline:
+    """A pipeline that checks requests as the real one does, and makes black clips at once."""
+
+    def __init__(self, pipeline):
+        self._pipeline = pipeline
+        self.stages = SimpleNamespace(encode=lambda frames: np.zeros((1, 1, 16, 16, 16), np.float32))
+
+    def __getattr__(self, name):
+        return getattr(self._pipeline, name)
+
+    def generate(self, request):
+        return SimpleNamespace(frames=np.zeros((5, 16, 16, 3), np.uint8), fps=8)
 
 
 @pytest.fixture(scope="session")
@@ -130,6 +146,15 @@ def named(field, *values):
     return [({field: value}, field) for value in values]
 
 
+def events_of(text):
+    """Data of the events of a stream, each of which has its type as its name."""
+    events = []
+    for name, data in (event.split("\n") for event in text.split("\n\n") if event and not event.startswith(":")):
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert events[-1]["type"] == name.removeprefix("event: ")
+    return events
+
+
 def prompt_of(api, messages, **fields):
     """Prompt that a conversation becomes, read back from its tokens."""
     tokens = api.ok("/tokenize", {"messages": messages, **fields})["tokens"]
@@ -176,6 +201,12 @@ class Api:
         if error["param"]:
             assert error["message"].startswith(error["param"])
         return error
+
+    def events(self, path, body):
+        """Data of the events of a stream with names."""
+        response = self.post(path, {**body, "stream": True})
+        assert response.status_code == 200, response.text
+        return events_of(response.text)
 
     def stream(self, path, body):
         """Objects of a stream, which has to end with [DONE]."""

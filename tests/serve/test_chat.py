@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.serve.conftest import named, text_of
+from tests.serve.conftest import named
 from verax.serve.http.body import decode
 from verax.serve.text.chat import ChatRequest, template_messages
 
@@ -104,22 +104,6 @@ def test_a_seed_may_be_negative_and_null_is_absent(api):
     api.ok(PATH, {**BODY, "stop": None, "n": None, "tools": None, "stream": None, "logit_bias": None, "top_p": None})
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (PATH, BODY),
-        ("/v1/completions", {"prompt": "a", "max_tokens": 12}),
-        ("/v1/responses", {"input": "a", "max_output_tokens": 12}),
-        ("/v1/messages", {"messages": USER, "max_tokens": 12}),
-    ],
-)
-def test_a_top_p_of_0_is_greedy(api, path, body):
-    answers = [
-        api.ok(path, {**body, "temperature": temperature, "top_p": top_p}) for temperature, top_p in ((1.5, 0), (0, 1))
-    ]
-    assert text_of(answers[0]) == text_of(answers[1])
-
-
 def test_logit_bias_has_texts_as_keys(api):
     body = api.ok(PATH, {**BODY, "logit_bias": {"40": 100}, "return_token_ids": True, "temperature": 0})
     assert set(body["choices"][0]["token_ids"]) == {40}
@@ -135,6 +119,7 @@ def test_messages_may_have_parts_and_developers(api):
     assert ids[0] == ids[1]
 
 
+TOOL = {"type": "function", "function": {"name": "rain", "parameters": {"type": "object"}}}
 CALL = {"type": "function", "function": {"name": "f", "arguments": None}}
 
 
@@ -199,7 +184,18 @@ def test_prompt_logprobs_are_for_whole_answers(api):
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         *named("tools", []),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
-        *named("tool_choice", "required"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0]"),
+        ({"tools": [TOOL, TOOL]}, "tools[1]"),
+        ({"tools": [{**TOOL, "function": {"name": "f", "parameters": 1}}]}, "tools[0].function.parameters"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "snow"}}}, "tool_choice"),
+        *named("tool_choice", "required", "always"),
+        (
+            {"messages": [*USER, {"role": "assistant", "tool_calls": [{"id": "a"}]}]},
+            "messages[1].tool_calls[0].function",
+        ),
+        ({"messages": [{"role": "tool", "tool_call_id": "a"}]}, "messages[0].content"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         *named("chat_template", "{{ 1 }}"),

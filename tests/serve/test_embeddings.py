@@ -278,14 +278,3 @@ async def test_closing_fails_those_who_wait(slow_encoder):
         await tasks[1]
     with pytest.raises(EngineDeadError):
         await queued(queue, [[3]])
-
-
-def test_a_wrong_number_of_results_fails_its_request_and_not_the_thread():
-    queue = BatchQueue(lambda inputs: np.ones((len(inputs) - (inputs[0] < 0), 1)), name="t", batch_size=4, max_inputs=8)
-
-    async def main():
-        with pytest.raises(RuntimeError, match="1 results for 2 inputs"):
-            await queue.run([-1, -2], [2, 1])
-        return await queue.run([1, 2], [1, 1])
-
-    assert asyncio.run(main()).shape == (2, 1)

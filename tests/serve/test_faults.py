@@ -177,6 +177,13 @@ def shared(http, new_server):
         yield api
 
 
+@pytest.fixture
+def raw(shared):
+    """`sent` to the shared server, which answers others afterwards."""
+    yield lambda *pieces: sent(str(shared.base_url).rstrip("/"), *pieces)
+    assert is_alive(shared)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -185,14 +192,13 @@ def shared(http, new_server):
         "a" * 8000,
     ],
 )
-def test_a_name_is_looked_up_and_is_not_a_path(shared, name):
+def test_a_name_is_looked_up_and_is_not_a_path(shared, raw, name):
     paths = [
         *("/v1/models/{}", "/v1/videos/{}", "/v1/videos/{}/content", "/v1/videos/{}/events", "/static/{}/page.js"),
         *("/static/x/{}", "/static/reports/x/{}", "/{}"),
     ]
     for path in paths:
-        answer = sent(
-            str(shared.base_url).rstrip("/"),
+        answer = raw(
             b"GET " + path.format(name).encode() + b" HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n",
         )
         head, _, body = answer.partition(b"\r\n\r\n")
@@ -207,29 +213,24 @@ def test_a_name_is_looked_up_and_is_not_a_path(shared, name):
     [b"X: " + b"a" * 1_000_000, b"\r\n".join(b"X%d: a" % i for i in range(100_000)), b"X" * 1_000_000 + b": a"],
     ids=["one of 1 MB", "100,000", "a name of 1 MB"],
 )
-def test_too_many_or_too_long_headers_are_cut_off(shared, headers):
-    answer = sent(
-        str(shared.base_url).rstrip("/"), b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n", headers, b"\r\n\r\n"
-    )
+def test_too_many_or_too_long_headers_are_cut_off(raw, headers):
+    answer = raw(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n", headers, b"\r\n\r\n")
     # The server closes while the client still sends: its answer may be lost, or never read.
     assert not answer or b" 400 " in answer.splitlines()[0] or b" 431 " in answer.splitlines()[0]
     many = b"\r\n".join(b"X%d: a" % i for i in range(1000))
-    answer = sent(
-        str(shared.base_url).rstrip("/"),
+    answer = raw(
         b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n" + many + b"\r\n\r\n",
     )
     assert b" 200 " in answer.splitlines()[0]
-    assert is_alive(shared)
 
 
 @pytest.mark.parametrize(
     "rest", [b"5;", b"3\r\n{} \r\n0\r\nX", b"3\r\n{} \r\n0\r\nX: "], ids=["extension", "name", "trailer"]
 )
-def test_what_a_body_has_around_it_is_bounded(shared, rest):
+def test_what_a_body_has_around_it_is_bounded(raw, rest):
     head = b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
-    answer = sent(str(shared.base_url).rstrip("/"), head, rest, *[b"a" * 100_000] * 20)
+    answer = raw(head, rest, *[b"a" * 100_000] * 20)
     assert not answer or b" 431 " in answer.splitlines()[0]
-    assert is_alive(shared)
 
 
 @pytest.mark.parametrize(
@@ -240,13 +241,11 @@ def test_what_a_body_has_around_it_is_bounded(shared, rest):
         *(b"PRI * HTTP/2.0", b"GET / SPAM/1.1", b"G\0T / HTTP/1.1"),
     ],
 )
-def test_an_odd_request_line_is_one_error(shared, line):
-    url = str(shared.base_url).rstrip("/")
-    answer = sent(url, line + b"\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+def test_an_odd_request_line_is_one_error(raw, line):
+    answer = raw(line + b"\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.splitlines()[0].split()[1] in (b"400", b"404", b"405")
     assert json.loads(body)["error"]["type"] in ("invalid_request_error", "not_found_error")
-    assert is_alive(shared)
 
 
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk"
@@ -266,10 +265,10 @@ UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Setting
     ],
 )
 @pytest.mark.parametrize("together", [True, False])
-def test_an_odd_request_is_answered_once(shared, headers, body, status, param, together):
+def test_an_odd_request_is_answered_once(raw, headers, body, status, param, together):
     length = b"" if b"chunked" in headers else b"Content-Length: %d\r\n" % len(body)
     head = b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\n" + length + headers + b"\r\n\r\n"
-    answer = sent(str(shared.base_url).rstrip("/"), *([head + body] if together else [head, body]))
+    answer = raw(*([head + body] if together else [head, body]))
     assert answer.count(b"HTTP/1.1") == 1
     assert b" %d " % status in answer.splitlines()[0]
     result = json.loads(answer.partition(b"\r\n\r\n")[2])
@@ -346,7 +345,7 @@ def test_a_server_that_stood_still_reads_what_came_in_meanwhile_before_it_gives_
 # Requests that ask for more work than a request may: each is one error, and nobody else waits for it.
 
 
-CHAT, COMPLETE, EMBED, VIDEOS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/videos"
+CHAT, COMPLETE, EMBED = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 

@@ -5,14 +5,13 @@ The fields are read from the Structs of the routes, so a new one is covered by i
 
 import json
 import re
-from types import SimpleNamespace
 
 import httpx
 import msgspec
-import numpy as np
 import pytest
 from msgspec import inspect
 
+from tests.serve.conftest import InstantPipeline
 from tests.support.tiny_encoder import tiny_reranker
 from verax.embed.reranker import Reranker
 from verax.serve import app as app_module
@@ -110,20 +109,6 @@ CASES = [
     for path, body in routes().items()
     for field, value in numbers_in(body)
 ]
-
-
-class InstantPipeline:
-    """A pipeline that checks requests as the real one does, and makes black clips at once."""
-
-    def __init__(self, pipeline):
-        self._pipeline = pipeline
-        self.stages = SimpleNamespace(encode=lambda frames: np.zeros((1, 1, 16, 16, 16), np.float32))
-
-    def __getattr__(self, name):
-        return getattr(self._pipeline, name)
-
-    def generate(self, request):
-        return SimpleNamespace(frames=np.zeros((5, 16, 16, 3), np.uint8), fps=8)
 
 
 @pytest.fixture(scope="module")

@@ -179,17 +179,6 @@ async def test_files_that_cannot_be_removed_end_no_queue_and_are_removed_in_a_th
     assert threading.get_ident() not in threads
 
 
-async def test_asking_for_clips_neither_waits_for_files_nor_touches_them(jobs, pipeline, now, monkeypatch):
-    pipeline.may_go.release(100)
-    job = await jobs.submit(request(), "clips")
-    await until(jobs, job, lambda job: job.ended)
-    now[0] += 60
-    with monkeypatch.context() as patch:
-        patch.setattr(jobs.store, "remove", lambda name: 1 / 0)
-        assert jobs.get(job.id) is None
-        assert jobs.newest_last() == []
-
-
 NOISE = np.random.default_rng(0).integers(0, 256, (9, 32, 64, 3), np.uint8)
 
 

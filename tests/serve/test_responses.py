@@ -22,16 +22,9 @@ def chat(**fields):
 
 
 def streamed(api, body):
-    """Data of a stream's events, whose names and numbers are checked."""
-    response = api.post(PATH, {**body, "stream": True})
-    assert response.status_code == 200, response.text
-    blocks = [event.split("\n") for event in response.text.split("\n\n") if event and not event.startswith(":")]
-    events = []
-    for name, data in blocks:
-        event = json.loads(data.removeprefix("data: "))
-        assert event["type"] == name.removeprefix("event: ")
-        assert event["sequence_number"] == len(events)
-        events.append(event)
+    """Data of a stream's events, whose numbers are checked."""
+    events = api.events(PATH, body)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
 
 

@@ -10,7 +10,6 @@ from verax.serve.http.errors import ApiError
 from verax.serve.http.sse import (
     DONE,
     PING,
-    ClientDisconnectedError,
     EventStream,
     RunningStreams,
     data_event,
@@ -97,20 +96,6 @@ async def test_a_silent_stream_begins_and_sends_pings(monkeypatch):
     assert client.body.endswith(DONE)
 
 
-async def test_a_client_that_goes_away_closes_the_generator():
-    client, source = Client(), Source(DONE, 100.0)
-    running = asyncio.create_task(stream(source, client))
-    while not client.messages:
-        await asyncio.sleep(0)
-    client.gone.set()
-    await running
-    assert source.closed
-    early, unstarted = Client(), Source(100.0)
-    early.gone.set()
-    with pytest.raises(ClientDisconnectedError):
-        await stream(unstarted, early)
-
-
 async def test_a_client_whose_reading_was_not_seen_while_the_machine_stood_still_is_not_given_up():
     client, source = Client(reads=False), Source(DONE, DONE)
     running = asyncio.create_task(stream(source, client, slow_client_timeout=0.05))
@@ -182,19 +167,6 @@ async def test_a_stream_continues_without_its_reader_and_is_read_again_from_any_
     await store.close()
 
 
-async def test_stop_closes_the_source_and_ends_the_readers():
-    store, source = streams(), Frames()
-    reader = asyncio.create_task(joined(store.start(ID, source.frames())))
-    source.put(b"a")
-    await settle()
-    assert store.stop(ID)
-    assert await reader == b"a"
-    assert source.closed
-    assert not store.stop(ID)
-    with pytest.raises(KeyError):
-        store.follow(ID)
-
-
 async def test_an_abandoned_stream_is_closed():
     store, source = streams(abandoned_after=0.0), Frames()
     reader = store.start(ID, source.frames())
@@ -203,15 +175,6 @@ async def test_an_abandoned_stream_is_closed():
     await reader.aclose()
     await asyncio.sleep(0.01)
     assert source.closed
-
-
-async def test_a_stream_that_is_over_is_forgotten():
-    store, source = streams(kept_after=0.0), Frames()
-    source.put(b"a", None)
-    assert await joined(store.start(ID, source.frames())) == b"a"
-    await asyncio.sleep(0.01)
-    with pytest.raises(KeyError):
-        store.follow(ID)
 
 
 async def test_only_the_last_bytes_are_kept():

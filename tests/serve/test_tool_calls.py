@@ -9,6 +9,7 @@ import json
 import pytest
 
 from tests.serve.conftest import Api, prompt_of
+from tests.support.answers import TEMPLATES, written
 from tests.support.tiny import tiny_checkpoint
 from verax.serve.app import create_app
 from verax.serve.http.server import Server
@@ -17,26 +18,6 @@ from verax.text.engine.llm import LLM
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "Rain?"}]
-
-_BEFORE = """{%- if tools %}<|im_start|>system
-{% for tool in tools %}{{ tool.function.name }} {% endfor %}<|im_end|>
-{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}{% for call in message.tool_calls or [] %}"""
-_AFTER = """{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-TEMPLATES = {
-    "hermes": """<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>""",
-    "qwen3_coder": """{{- '\n<tool_call>\n<function=' + call.function.name + '>\n' }}
-{%- for key, value in call.function.arguments | items %}{{- '<parameter=' + key + '>\n' }}{{- value | string }}
-{{- '\n</parameter>\n' }}{%- endfor %}{{- '</function>\n</tool_call>' }}""",
-    "llama3_json": """{{- '{"name": "' + call.function.name + '", ' }}
-{{- '"parameters": ' }}{{- call.function.arguments | tojson }}{{- "}" }}""",
-    "none": "",
-}
-"""Text of a call in each syntax."""
 
 DAYS = {"type": "integer", "enum": [1, 2]}
 
@@ -61,23 +42,13 @@ def llm(tmp_path_factory):
 @pytest.fixture(scope="module", params=TEMPLATES)
 def api(request, llm):
     """Server of a model whose template has calls in a syntax."""
-    template = _BEFORE + TEMPLATES[request.param] + _AFTER
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm.tokenizer, "_chat_templates", {"default": template})
+        patch.setattr(llm.tokenizer, "_chat_templates", {"default": TEMPLATES[request.param]})
         engine = AsyncLLM.from_llm(llm)
         api = Api(create_app(Server(llm=engine)))
         api.syntax = request.param
         yield api
         asyncio.run(engine.shutdown())
-
-
-def written(syntax, name, days):
-    """A call as a model writes it."""
-    if syntax == "qwen3_coder":
-        return f"<tool_call>\n<function={name}>\n<parameter=days>\n{days}\n</parameter>\n</function>\n</tool_call>"
-    key = "arguments" if syntax == "hermes" else "parameters"
-    text = json.dumps({"name": name, key: {"days": days}})
-    return f"<tool_call>\n{text}\n</tool_call>" if syntax == "hermes" else text
 
 
 def joined(chunks):
@@ -120,7 +91,11 @@ def _read(function):
 def says(api, *calls, text=""):
     """Fields that make the model say a text and calls."""
     between = "; " if api.syntax in ("llama3_json", "none") else "\n"
-    return {"structured_outputs": {"choice": [text + between.join(written(api.syntax, *call) for call in calls)]}}
+    return {
+        "structured_outputs": {
+            "choice": [text + between.join(written(api.syntax, call[0], days=call[1]) for call in calls)]
+        }
+    }
 
 
 def test_a_demanded_call_is_made_and_nothing_else(api):
@@ -145,7 +120,7 @@ def test_the_model_may_answer_in_words_or_with_a_call_after_them(api):
 
 
 def test_what_is_written_like_a_call_is_text_without_tools_and_with_none(api):
-    text = written(api.syntax, "rain", 1)
+    text = written(api.syntax, "rain", days=1)
     forced = {"structured_outputs": {"choice": [text]}}
     assert answer(api, tool_choice="none", **forced) == (text, [], "stop")
     assert answer(api, tools=None, **forced) == (text, [], "stop")
@@ -161,7 +136,7 @@ def test_a_call_and_its_result_go_back_into_the_conversation(api):
     assert prompt.startswith("<|im_start|>system\nrain wind ")
     assert "<|im_start|>tool\n5 mm<|im_end|>" in prompt
     if api.syntax != "none":
-        assert written(api.syntax, "rain", 2) in prompt
+        assert written(api.syntax, "rain", days=2) in prompt
     content, calls, _ = answer(api, messages=messages, structured_outputs={"choice": ["It rains."]})
     assert (content, calls) == ("It rains.", [])
     again, _ = joined(api.stream(PATH, {**BODY, "messages": messages, **says(api, ("wind", 1))}))
@@ -182,24 +157,3 @@ def test_the_other_apis_give_the_same_calls(api):
     message = {"messages": USER, "max_tokens": 200, "tools": tools, "tool_choice": choice, **shared}
     (block,) = api.ok("/v1/messages", message)["content"]
     assert (block["type"], block["name"], block["input"]) == ("tool_use", "wind", json.loads(item["arguments"]))
-
-
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"tool_choice": "always"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "snow"}}}, "tool_choice"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0]"),
-        ({"tools": [*TOOLS, function("rain")]}, "tools[2]"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 1}}]}, "tools[0].function.parameters"),
-        ({"messages": [*USER, {"role": "assistant", "tool_calls": [{"id": "a"}]}]},
-         "messages[1].tool_calls[0].function"),
-        ({"messages": [*USER, {"role": "tool", "tool_call_id": "a"}]}, "messages[1].content"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("api", ["hermes"], indirect=True)
-def test_a_wrong_field_is_a_400_that_names_it(api, change, param):
-    for stream in (False, True):
-        assert api.refused(PATH, {**BODY, "stream": stream, **change})["param"] == param

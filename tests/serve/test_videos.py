@@ -2,7 +2,6 @@
 
 import base64
 import io
-import json
 import re
 import time
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from tests.serve.conftest import error_of, named
+from tests.serve.conftest import error_of, events_of, named
 from tests.support.pictures import bomb, saved
 from tests.support.tiny_video import video_folder
 from verax import VideoPipeline
@@ -114,13 +113,10 @@ def test_each_variant_is_a_picture(created, client, variant, size):
 
 
 def test_events_show_progress_previews_and_the_end(created):
-    blocks = [block for block in created[1].split("\n\n") if block and not block.startswith(":")]
-    assert blocks.pop() == "data: [DONE]"
-    events = []
-    for block in blocks:
-        kind, _, data = block.partition("\n")
-        events.append(json.loads(data.removeprefix("data: ")))
-        assert kind == f"event: {events[-1]['type']}"
+    text, done, rest = created[1].partition("data: [DONE]\n\n")
+    assert done
+    assert not rest
+    events = events_of(text)
     progress = [event["video"]["progress"] for event in events if "video" in event]
     assert progress == sorted(progress)
     assert events[-1]["type"] == "video.completed"
@@ -204,8 +200,10 @@ def test_a_form_of_a_control_clip_masks_and_reference_pictures(tmp_path):
         got = client.get(f"/v1/videos/{response.json()['id']}/content", params={"variant": "gif"}).content
         two = [("mask", mask), ("mask", mask)]
         assert error_of(client.post("/v1/videos", data=form, files=two))["message"] == "mask: give one file"
-        uri = {"input_reference": data_uri(clip.read_bytes(), "image/webp"), "reference_images": [PNG]}
-        assert client.post("/v1/videos", json={"prompt": "a red circle", **uri}).status_code == 200
+        video = data_uri(clip.read_bytes(), "image/webp")
+        uris = {"input_reference": video, "reference_images": [PNG] * 2}
+        body = {**form, "conditioning_scale": [1, 0.5], "seed": 7, "half_size_steps": 1, **uris}
+        assert client.post("/v1/videos", json=body).status_code == 200
         assert error_of(client.post("/v1/videos", json={"prompt": "a", "mask": PNG}))["param"] == "mask"
         many = {"prompt": "a", "reference_images": [PNG] * 9}
         assert error_of(client.post("/v1/videos", json=many))["param"] == "reference_images"

@@ -346,7 +346,7 @@ def test_a_program_that_leaves_streams_unfinished_ends_cleanly(tiny_folder):
     program = f"""
 import asyncio
 from verax import LLM, AsyncLLM, SamplingParams
-sizes = dict(max_num_seqs=1, max_model_len=64, use_tqdm=False)
+sizes = dict(max_num_seqs=1, max_model_len=64, max_num_batched_tokens=16, use_tqdm=False)
 pieces = LLM({str(tiny_folder)!r}, **sizes).stream("abc")
 next(pieces)
 llm = AsyncLLM({str(tiny_folder)!r}, **sizes)

@@ -9,18 +9,12 @@ from itertools import pairwise
 import pytest
 import tokenizers
 
+from tests.support.answers import SYNTAXES, TEMPLATES, read, written
 from tests.support.grammar import accepts as accepts_lark
 from tests.support.published import published_tokenizer
-from verax.errors import InvalidParameterError
-from verax.text.features.chat_format import ChatFormat, chat_format, parser_for, tool_grammar
-from verax.text.features.tool_calls import join
+from verax.text.features.chat_format import ChatFormat, chat_format, tool_grammar
 from verax.text.tokens.tokenizer import Tokenizer
 
-HERMES = """{%- if tools %}For each function call, return a json object within <tool_call></tool_call> XML tags:
-<tool_call>\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\n</tool_call>{%- endif %}<|im_start|>"""
-CODER = "{{- '<tool_call>\\n<function=' + call.name + '>\\n' }}{{- '<parameter=' + key + '>' }} call.arguments"
-LLAMA = """<|eot_id|>Respond in the format {"name": function name, "parameters": dictionary of arguments}.
-{%- if message.tool_calls %}{{- '{"name": "' + call.name + '", ' }}{{- '"parameters": ' }}{%- endif %}"""
 GLM = "<tool_call>{{ call.name }}<arg_key>{{ key }}</arg_key> arguments"
 PLAIN = "{% for message in messages %}<|im_start|>{{ message.content }}{% endfor %}"
 
@@ -34,14 +28,14 @@ def tokenizer_with(templates, special=(), added=()):
 
 @pytest.mark.parametrize(
     ("template", "expected"),
-    [(HERMES, "hermes"), (CODER, "qwen3_coder"), (LLAMA, "llama3_json"), (GLM, "none"), (PLAIN, "none")],
+    [*((template, syntax) for syntax, template in TEMPLATES.items()), (GLM, "none"), (PLAIN, "none")],
 )
 def test_the_template_shows_the_syntax_of_tool_calls(template, expected):
     assert chat_format(tokenizer_with({"default": template})).tools == expected
 
 
 def test_a_template_for_tools_is_read_before_the_default_one():
-    assert chat_format(tokenizer_with({"default": PLAIN, "tool_use": HERMES})).tools == "hermes"
+    assert chat_format(tokenizer_with({"default": PLAIN, "tool_use": TEMPLATES["hermes"]})).tools == "hermes"
     assert chat_format(tokenizer_with({})) == ChatFormat()
 
 
@@ -52,10 +46,10 @@ def test_reasoning_shows_in_the_template_or_in_the_vocabulary():
 
 
 def test_special_tags_are_kept_in_the_text_and_others_need_nothing():
-    form = chat_format(tokenizer_with({"default": LLAMA}, special=["<|python_tag|>", "<|eot_id|>"]))
+    form = chat_format(tokenizer_with({"default": TEMPLATES["llama3_json"]}, special=["<|python_tag|>", "<|im_end|>"]))
     assert form.sampling_overrides == {"skip_special_tokens": False}
-    assert form.turn_tokens == ("<|eot_id|>",)
-    assert chat_format(tokenizer_with({"default": HERMES}, added=["<tool_call>"])).sampling_overrides == {}
+    assert form.turn_tokens == ("<|im_end|>",)
+    assert chat_format(tokenizer_with({"default": TEMPLATES["hermes"]}, added=["<tool_call>"])).sampling_overrides == {}
 
 
 TURN = "<|im_start|>assistant\n"
@@ -95,6 +89,8 @@ WEATHER = {
             "city": {"type": "string"},
             "unit": {"type": "string", "enum": ["C", "F"]},
             "days": {"$ref": "#/$defs/count"},
+            "exact": {"type": "boolean"},
+            "where": {"type": "object"},
         },
         "required": ["city"],
         "additionalProperties": False,
@@ -102,7 +98,6 @@ WEATHER = {
     },
 }
 CLOCK = {"name": "clock", "parameters": {"type": "object", "properties": {}}}
-SYNTAXES = ("hermes", "qwen3_coder", "llama3_json", "none")
 NAMED = {"type": "function", "function": {"name": "clock"}}
 INSIDE = "<|im_start|><think>\n"
 
@@ -111,23 +106,8 @@ def tools(*, strict=False):
     return [{"type": "function", "function": {**function, "strict": strict}} for function in (WEATHER, CLOCK)]
 
 
-def written(syntax, name, **arguments):
-    """A call as a model writes it."""
-    if syntax == "qwen3_coder":
-        values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
-        return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
-    key = "arguments" if syntax == "hermes" else "parameters"
-    text = json.dumps({"name": name, key: arguments})
-    return f"<tool_call>\n{text}\n</tool_call>" if syntax == "hermes" else text
-
-
 def accepts(grammar, text):
     return accepts_lark(grammar["grammar"], text)
-
-
-def parsed(template, text):
-    parser = parser_for(template, tools=tools(), prompt="", parse_tool_calls=True, parse_reasoning=True)
-    return join([parser.feed(text), parser.finish()])
 
 
 @pytest.mark.parametrize("syntax", SYNTAXES)
@@ -138,9 +118,12 @@ def test_required_takes_calls_of_the_functions_and_nothing_else(syntax):
     two = call + ("\n" if "<" in call[:1] else "; ") + written(syntax, "clock")
     for text in (call, written(syntax, "weather", city="Oslo"), two):
         assert accepts(grammar, text)
-        assert len(parsed(template, text).tool_calls) == (2 if text == two else 1)
-        assert parsed(template, text).content == ""
-    assert parsed(template, call).tool_calls[0].arguments == '{"city": "\\"Bergen\\" <b>", "unit": "C", "days": 3}'
+        assert len(read([text], template, tools()).tool_calls) == (2 if text == two else 1)
+        assert read([text], template, tools()).content == ""
+    assert (
+        read([call], template, tools()).tool_calls[0].arguments
+        == '{"city": "\\"Bergen\\" <b>", "unit": "C", "days": 3}'
+    )
     for text in ("Hello", "", written(syntax, "storm"), written(syntax, "weather", unit="C"), f"Well: {call}"):
         assert not accepts(grammar, text)
     assert not accepts(grammar, written(syntax, "weather", city="Oslo", unit="K"))
@@ -168,8 +151,7 @@ def test_a_demanded_call_has_arguments_by_schemas_of_all_forms(syntax, schema, r
     grammar = tool_grammar(ChatFormat(syntax), given, "required")
     assert accepts(grammar, written(syntax, "f", **right))
     assert not accepts(grammar, written(syntax, "f", **wrong))
-    parser = parser_for(ChatFormat(syntax), tools=given, prompt="", parse_tool_calls=True, parse_reasoning=True)
-    (call,) = join([parser.feed(written(syntax, "f", **right)), parser.finish()]).tool_calls
+    (call,) = read([written(syntax, "f", **right)], ChatFormat(syntax), given).tool_calls
     assert json.loads(call.arguments) == right
 
 
@@ -225,60 +207,11 @@ def test_special_tokens_stand_in_the_grammar_by_their_names():
     assert ": <tool_call> inner" in tool_grammar(template, tools(), "required")["grammar"]
 
 
-@pytest.mark.parametrize(
-    ("choice", "given", "message"),
-    [
-        ("required", None, "tool_choice: there are no tools"),
-        ("sometimes", tools(), "tool_choice: expected none, auto, required"),
-        ({"type": "function", "function": {"name": "storm"}}, tools(), "tool_choice: tools has no function 'storm'"),
-        ("auto", [{"type": "function"}], r"tools\[0\]: expected a function with a name"),
-        ("auto", tools() + tools(), r"tools\[2\]: there is another function"),
-        ("auto", [{"name": "f", "parameters": "x"}], r"tools\[0\].function.parameters: expected a JSON schema"),
-    ],
-)
-def test_wrong_choices_and_tools_are_named(choice, given, message):
-    with pytest.raises(InvalidParameterError, match=message):
-        tool_grammar(ChatFormat("hermes"), given, choice)
-
-
-REAL_TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "city": {"type": "string"},
-                    "days": {"type": "integer"},
-                    "exact": {"type": "boolean"},
-                    "where": {"type": "object"},
-                },
-            },
-        },
-    },
-    {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}},
-]
 CALLS = [
     ("weather", {"city": 'Brønnøysund "50%" <b>\n\\t 💥', "days": 3, "exact": True, "where": {"lat": [65.5, -1e-3]}}),
     ("clock", {}),
 ]
 CONTENT = "I look it up: a < b."
-
-# In the published template's form of a call; the packages have only Llama 3's, which has no tools.
-LLAMA_CALLS = """{{- bos_token }}Respond in the format {"name": function name, "parameters": dictionary of arguments}.
-{%- for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n
-{%- for call in message.tool_calls or [] %}
-{{- '{"name": "' + call.function.name + '", ' }}{{- '"parameters": ' }}{{- call.function.arguments | tojson }}{{- "}" }}
-{%- else %}{{ message.content }}{%- endfor %}<|eot_id|>{%- endfor %}
-{%- if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{%- endif %}"""
-
-CODER_CALLS = """{%- for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}
-{%- for call in message.tool_calls or [] %}{{- '\n<tool_call>\n<function=' + call.function.name + '>\n' }}
-{%- for key, value in call.function.arguments | items %}{{- '<parameter=' + key + '>\n' }}
-{{- value | tojson if value is mapping else value | string }}{{- '\n</parameter>\n' }}{%- endfor %}
-{{- '</function>\n</tool_call>' }}{%- endfor %}{{- '<|im_end|>\n' }}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
 
 
 @pytest.fixture(scope="module")
@@ -291,32 +224,29 @@ def llama():
     return published_tokenizer("llama3_1")
 
 
-def with_template(tokenizer, template):
-    """The tokenizer with another chat template."""
-    special = {"bos_token": "<|begin_of_text|>"}
-    return Tokenizer(tokenizer._backend, special_tokens=special, chat_templates={"default": template})
+def with_template(tokenizer, syntax):
+    """The tokenizer with a chat template of another syntax."""
+    return Tokenizer(tokenizer._backend, chat_templates={"default": TEMPLATES[syntax]})
 
 
-def round_trip(tokenizer, calls, *, reasoning="", content=CONTENT, end):
+def round_trip(tokenizer, calls, *, reasoning="", content=CONTENT):
     """The parsed answer, rendered by the template and decoded token by token as an engine does."""
     question = [{"role": "user", "content": "What is the weather in <tool_call>?"}]
     called = [{"type": "function", "function": {"name": name, "arguments": given}} for name, given in calls]
     answer = {"role": "assistant", "content": content, "tool_calls": called}
     if reasoning:
         answer["reasoning_content"] = reasoning
-    prompt = tokenizer.apply_chat_template(question, tools=REAL_TOOLS)
-    whole = tokenizer.apply_chat_template([*question, answer], tools=REAL_TOOLS, add_generation_prompt=False)
+    prompt = tokenizer.apply_chat_template(question, tools=tools())
+    whole = tokenizer.apply_chat_template([*question, answer], tools=tools(), add_generation_prompt=False)
     assert whole.startswith(prompt)
-    text = whole[len(prompt) :].removesuffix(end)
+    text = whole[len(prompt) :].removesuffix("<|im_end|>\n")
     form = chat_format(tokenizer)
     skip = form.sampling_overrides.get("skip_special_tokens", True)
     tokens = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(tokens, skip_special_tokens=skip) == text
-    parser = parser_for(form, tools=REAL_TOOLS, prompt=prompt, parse_tool_calls=True, parse_reasoning=True)
     ends = range(1, len(tokens) + 1)
     prefixes = ["", *(tokenizer.decode(tokens[:end], skip_special_tokens=skip).rstrip("\ufffd") for end in ends)]
-    deltas = [parser.feed(now[len(before) :]) for before, now in pairwise(prefixes)]
-    return join([*deltas, parser.finish()])
+    return read([now[len(before) :] for before, now in pairwise(prefixes)], form, tools(), prompt)
 
 
 def shown(answer):
@@ -328,7 +258,7 @@ def shown(answer):
 def test_qwen3s_template_makes_what_the_parser_reads(qwen3, calls, reasoning):
     assert chat_format(qwen3).tools == "hermes"
     assert chat_format(qwen3).sampling_overrides == {}
-    answer = round_trip(qwen3, calls, reasoning=reasoning, end="<|im_end|>\n")
+    answer = round_trip(qwen3, calls, reasoning=reasoning)
     assert shown(answer) == (CONTENT, reasoning, calls)
 
 
@@ -343,9 +273,9 @@ def test_qwen3s_prompts_show_where_the_reasoning_stands(qwen3):
 
 
 def test_qwen3_coders_calls_go_through_qwen3s_tokens(qwen3):
-    tokenizer = with_template(qwen3, CODER_CALLS)
+    tokenizer = with_template(qwen3, "qwen3_coder")
     assert chat_format(tokenizer).tools == "qwen3_coder"
-    assert shown(round_trip(tokenizer, CALLS, end="<|im_end|>\n")) == (CONTENT, "", CALLS)
+    assert shown(round_trip(tokenizer, CALLS)) == (CONTENT, "", CALLS)
 
 
 def test_llama_3s_published_template_has_no_calls(llama):
@@ -356,6 +286,6 @@ def test_llama_3s_published_template_has_no_calls(llama):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_llama_3_1s_calls_go_through_its_tokens(llama, call):
-    tokenizer = with_template(llama, LLAMA_CALLS)
+    tokenizer = with_template(llama, "llama3_json")
     assert chat_format(tokenizer).tools == "llama3_json"
-    assert shown(round_trip(tokenizer, [call], content="", end="<|eot_id|>")) == ("", "", [call])
+    assert shown(round_trip(tokenizer, [call], content="")) == ("", "", [call])

@@ -23,14 +23,11 @@ from tests.support.engine import (
     tokens,
 )
 from tests.support.invariants import check_engine
-from tests.support.tiny import WINDOWED
 from tests.text.conftest import make_llm
 from verax.errors import InvalidParameterError, RequestRefusedError
-from verax.text.engine.blocks import most_blocks
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.step.program import new_cache, new_kept_states
-from verax.text.step.runner import ModelRunner
 from verax.text.step.sizes import block_bytes, plan_sizes, state_bytes
 
 PENALTIES = SamplingParams(temperature=0, max_tokens=20, frequency_penalty=2.0, repetition_penalty=1.3, ignore_eos=True)
@@ -137,18 +134,6 @@ def test_unseeded_requests_repeat_with_the_engine_seed_and_not_within_it(tiny_fo
     a, b = (tokens(generate(make_llm(tiny_folder, seed=11), [PROMPTS[1]] * 2, params)) for _ in range(2))
     assert a == b
     assert a[0] != a[1]
-
-
-def test_large_steps_are_compiled_but_not_run_at_the_start_on_a_cpu(tiny_folder, monkeypatch):
-    run = []
-    run_padding = ModelRunner._run_padding
-    monkeypatch.setattr(ModelRunner, "_run_padding", lambda self, shape: run.append(shape) or run_padding(self, shape))
-    llm = make_llm(tiny_folder, max_model_len=128, max_num_seqs=2, max_num_batched_tokens=128)
-    runner = llm.engine.runner
-    assert {shape.tokens: shape in run for shape in runner.config.shapes} == {1: True, 2: True, 32: True, 128: False}
-    with nothing_compiles(llm):
-        generate(llm, [[7] * 100])
-    assert runner.num_compiled() == len(runner.config.shapes) + 1
 
 
 def test_aborted_requests_leave_the_others_alone(llm):
@@ -297,10 +282,6 @@ def poison(hybrid_llm):
     )
 
 
-def states(hybrid_llm):
-    return [np.asarray(x) for layer in hybrid_llm.engine.runner._cache if type(layer) is not tuple for x in layer]
-
-
 @pytest.mark.parametrize("budget", [8, 13])
 def test_every_way_of_cutting_a_prompt_gives_the_same_tokens(hybrid_llm, hybrid_answers, monkeypatch, budget):
     monkeypatch.setattr(hybrid_llm.engine.scheduler, "max_num_batched_tokens", budget)
@@ -314,29 +295,6 @@ def test_a_new_sequence_never_sees_what_its_slot_held(hybrid_llm, hybrid_answers
         assert alone(hybrid_llm, prompt) == answer
     poison(hybrid_llm)
     assert tokens(generate(hybrid_llm, PROMPTS)) == hybrid_answers  # ten requests, eight slots
-
-
-def test_padding_writes_to_no_slot(hybrid_llm, hybrid_answers):
-    poison(hybrid_llm)
-    assert alone(hybrid_llm, PROMPTS[3]) == hybrid_answers[3]  # alone in mixed steps that have room for eight
-    ids = [hybrid_llm.add_request(p, GREEDY) for p in PROMPTS[:3]]  # three in decode steps for four
-    assert drive(hybrid_llm, ids) == hybrid_answers[:3]
-    for state in states(hybrid_llm):
-        used = ~np.isnan(state.reshape(len(state), -1))
-        assert used.all(axis=1).tolist() == used.any(axis=1).tolist()
-        assert used.all(axis=1).sum() == 3
-
-
-@pytest.mark.parametrize("steps", [1, 2, 4, 9])
-def test_an_aborted_sequence_leaves_nothing_to_the_next_one_in_its_slot(hybrid_llm, hybrid_answers, steps):
-    staying = hybrid_llm.add_request(PROMPTS[4], GREEDY)
-    leaving = [hybrid_llm.add_request(PROMPTS[i], GREEDY) for i in (6, 9, 3, 2, 5, 1, 0)]  # with it, all eight slots
-    for _ in range(steps):
-        hybrid_llm.step()
-    for request_id in leaving:
-        hybrid_llm.abort(request_id)
-    coming = [hybrid_llm.add_request(PROMPTS[i], GREEDY) for i in (0, 7, 8, 3, 4, 9, 1)]
-    assert drive(hybrid_llm, [staying, *coming]) == [hybrid_answers[i] for i in (4, 0, 7, 8, 3, 4, 9, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -434,7 +392,6 @@ def test_states_are_part_of_the_memory_plan(hybrid_llm):
         plan_sizes(config, "float32", EngineConfig(max_num_seqs=20, block_size=4, kv_cache_memory=20 * one))
 
 
-WINDOW = WINDOWED["sliding_window"]
 TEXT = np.random.default_rng(1).integers(3, 200, 70).tolist()
 TEXTS = [TEXT, *PROMPTS]
 
@@ -444,59 +401,6 @@ def windowed_answers(windowed_llm):
     """The greedy answers of the model by itself."""
     scores = plain_scores(windowed_llm)
     return [greedy_answer(scores, prompt) for prompt in TEXTS]
-
-
-@pytest.mark.parametrize("counts", [(26, 39), (100, 13)], ids=["full attention is short", "windows are short"])
-@pytest.mark.parametrize("caching", [True, False], ids=["prefix cache", "no prefix cache"])
-def test_preemption_changes_no_token(windowed_llm, windowed_answers, counts, caching):
-    order = sorted(range(len(TEXTS)), key=lambda i: len(TEXTS[i]))  # short ones are admitted, and grow
-    with few_blocks(windowed_llm, *counts, caching=caching) as scheduler:
-        assert tokens(generate(windowed_llm, [TEXTS[i] for i in order])) == [windowed_answers[i] for i in order]
-    assert scheduler.num_preemptions > 0
-
-
-def test_a_long_sequence_owns_no_more_blocks_than_its_window_and_a_chunk_need(windowed_llm):
-    windowed_llm.engine.scheduler.blocks.reset_prefix_cache()
-    windowed_llm.add_request(TEXT, GREEDY)
-    (sequence,) = windowed_llm.engine.scheduler.waiting
-    owned = []
-    while windowed_llm.has_unfinished_requests:
-        windowed_llm.step()
-        owned.append([sum(map(bool, table)) for table in sequence.tables])
-    prompt, answer = owned[1:3], owned[5:-1]
-    assert max(windowed for _, windowed in prompt) <= most_blocks(96, WINDOW, 32, 4) == 11
-    assert max(windowed for _, windowed in answer) <= most_blocks(96, WINDOW, 1, 4) == 4
-    assert answer[-1][0] == 23  # 89 or 90 tokens, whose blocks full attention keeps
-
-
-def test_pages_before_the_window_are_never_read(windowed_llm, windowed_answers):
-    runner = windowed_llm.engine.runner
-    windowed = runner.config.groups[1]
-    run, poisoned, reusing = runner.run, set(), set()
-
-    def poison_and_run(schedule):
-        # Blocks that the plan has given back are another sequence's from this step on.
-        free = set(windowed_llm.engine.scheduler.blocks._pools[1]._free)
-        reused = [page[1] for chunk in schedule.chunks for page in chunk.new_blocks]
-        for layer in windowed.layers:
-            pages = (x.at[np.asarray(reused, int)].set(0.0) for x in runner._cache[layer])
-            pages = tuple(x.at[np.asarray(sorted(free))].set(jnp.nan) for x in pages)
-            runner._cache = (*runner._cache[:layer], pages, *runner._cache[layer + 1 :])
-        poisoned.update(free)
-        reusing.update(poisoned.intersection(reused))
-        return run(schedule)
-
-    runner.run = poison_and_run
-    try:
-        with few_blocks(windowed_llm, 100, 25, caching=False):
-            assert tokens(generate(windowed_llm, TEXTS)) == windowed_answers
-    finally:
-        del runner.run
-        for layer in windowed.layers:
-            pages = tuple(jnp.zeros_like(x) for x in runner._cache[layer])
-            runner._cache = (*runner._cache[:layer], pages, *runner._cache[layer + 1 :])
-    assert len(poisoned) == 24
-    assert len(reusing) > 10
 
 
 def test_a_prefix_is_used_only_where_its_last_window_is_cached(windowed_llm, windowed_answers):

@@ -1,16 +1,15 @@
 """Gemma 4's tool calls and reasoning: what an answer becomes, its grammars, and the published template."""
 
 import json
-import random
 
 import pytest
 import tokenizers
 
+from tests.support.answers import read_cut
 from tests.support.grammar import accepts
 from tests.support.published import llama_cpp_source
 from verax.errors import InvalidParameterError
-from verax.text.features.chat_format import ChatFormat, chat_format, parser_for, tool_grammar
-from verax.text.features.tool_calls import join
+from verax.text.features.chat_format import ChatFormat, chat_format, tool_grammar
 from verax.text.tokens.tokenizer import Tokenizer
 
 TURN = "<|turn>model\n"
@@ -29,18 +28,8 @@ def call(arguments, name="weather"):
     return f"<|tool_call>call:{name}{{{arguments}}}<tool_call|>"
 
 
-def parse(answer, *, prompt=TURN, seed=None, **options):
-    """Content, reasoning and calls of an answer, cut at random places."""
-    parser = parser_for(
-        FORM, tools=TOOLS, prompt=prompt, **{"parse_tool_calls": True, "parse_reasoning": True, **options}
-    )
-    draw, pieces = random.Random(seed), []
-    while answer:
-        size = len(answer) if seed is None else draw.randint(1, 5)
-        pieces.append(parser.feed(answer[:size]))
-        answer = answer[size:]
-    whole = join([*pieces, parser.finish()], parser.text)
-    return whole.content, whole.reasoning, [(one.name, one.arguments) for one in whole.tool_calls]
+def parse(answer, *, prompt=TURN, **options):
+    return read_cut(answer, FORM, TOOLS, prompt, **options)
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1, 2])

@@ -23,7 +23,7 @@ from verax.fields import read_value
 from verax.text.engine.llm import LLM
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.tokens import gguf as tokens_gguf
-from verax.text.tokens.gguf import ENDS, FILLS, RULES, WITHOUT_EFFECT, read_gguf_tokenizer
+from verax.text.tokens.gguf import ENDS, FILLS, WITHOUT_EFFECT, read_gguf_tokenizer
 from verax.text.tokens.tokenizer import IncrementalDetokenizer, Tokenizer
 
 TEXTS = [
@@ -168,43 +168,6 @@ def prefix(request):
 @pytest.fixture(scope="module")
 def ours(prefix):
     return tokenizer(add_space_prefix=prefix)
-
-
-def merged(text):
-    """Ids of a text without special tokens, by llama.cpp's `llm_tokenizer_spm_session`."""
-    given = metadata()
-    score = {
-        token: score
-        for token, score, kind in zip(given["tokens"], given["scores"], given["token_type"], strict=True)
-        if kind == 1
-    }
-    symbols = list(text.replace(" ", "▁"))
-    while True:
-        pairs = [(score[a + b], -i) for i, (a, b) in enumerate(pairwise(symbols)) if a + b in score]
-        if not pairs:
-            break
-        at = -max(pairs)[1]
-        symbols[at : at + 2] = ["".join(symbols[at : at + 2])]
-    number = {token: i for i, token in enumerate(given["tokens"])}
-    return [
-        i
-        for symbol in symbols
-        for i in ([number[symbol]] if symbol in number else [number[BYTES[byte]] for byte in symbol.encode()])
-    ]
-
-
-# Words, letters of no word, a character of no token; no run of spaces, which are tokens of users.
-fragments = st.lists(st.sampled_from([*"tinaoreghb.é日x🦊", " the", " a", "ing", "tion", "aba"]), max_size=30).map(
-    "".join
-)
-
-
-@settings(max_examples=300, deadline=None)
-@given(text=fragments)
-def test_the_best_score_is_merged_first_and_what_has_no_token_is_bytes(ours, prefix, text):
-    text = text.lstrip()  # two spaces would be a token of users
-    expected = merged(" " * prefix + text) if text else []
-    assert ours.encode(text, add_special_tokens=False) == expected
 
 
 def tokens(ours, text):
@@ -378,12 +341,6 @@ def test_a_bert_s_words_are_cut_into_the_longest_tokens_between_its_own():
     assert read(sound, {"normalizer.lowercase": False}).backend.encode("Unable").ids == [2, 1, 3]
 
 
-def test_tekken_cuts_words_where_small_letters_end():
-    splits = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(RULES["tekken"].patterns[0]), "isolated")]
-    pieces = splits[0].pre_tokenize_str("HelloWorld HTTPServer 12 \u65e5\u672c!\n")
-    assert [piece for piece, _ in pieces] == ["Hello", "World", " HTTPServer", " ", "1", "2", " \u65e5\u672c", "!\n"]
-
-
 def test_tokens_that_are_never_to_be_drawn_are_refused_by_name():
     with pytest.raises(UnsupportedModelError, match=r"tokenizer\.ggml\.suppress_tokens is not supported"):
         read(BYTE_LEVEL, {"suppress_tokens": [1]})
@@ -501,7 +458,7 @@ PIECES = [
 ]
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(text=st.one_of(st.lists(st.sampled_from(PIECES), max_size=60).map("".join), st.text(max_size=60)))
 def test_gemma_s_ids_and_texts_equal_its_tokenizer_json(gemma_ours, gemma_theirs, text):
     ids = gemma_theirs.encode(text)

@@ -41,30 +41,13 @@ SCHEMAS = {
         {"type": "object", "properties": {"a": NAME, "b": {"type": "boolean"}}, "additionalProperties": False},
         lambda x: set(x) <= {"a", "b"} and isinstance(x.get("b", True), bool),
     ),
-    "enum": ({"enum": ["red", 2, None, {"x": [1]}]}, lambda x: x in ["red", 2, None, {"x": [1]}]),
-    "const": ({"const": 'a "b" \n é'}, lambda x: x == 'a "b" \n é'),
     "array": (
         {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 99}, "minItems": 2, "maxItems": 3},
         lambda x: 2 <= len(x) <= 3 and all(1 <= item <= 99 for item in x),
     ),
-    "tuple": (
-        {"type": "array", "prefixItems": [{"type": "boolean"}, {"type": "null"}], "items": False, "minItems": 2},
-        lambda x: isinstance(x[0], bool) and x[1:] == [None],
-    ),
-    "any of": ({"anyOf": [{"type": "boolean"}, NAME]}, lambda x: isinstance(x, bool) or len(x) <= 5),
-    "one of": ({"oneOf": [{"const": "a"}, {"const": "b"}]}, lambda x: x in ("a", "b")),
     "reference": (
         {"$defs": {"n": NAME}, "type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1, "maxItems": 2},
         lambda x: 1 <= len(x) <= 2 and all(len(item) <= 5 for item in x),
-    ),
-    "pattern": (
-        {"type": "string", "pattern": "^[a-z]{3}-[0-9]{2}$"},
-        lambda x: re.fullmatch("[a-z]{3}-[0-9]{2}", x) is not None,
-    ),
-    "date": ({"type": "string", "format": "date"}, lambda x: re.fullmatch(r"\d{4}-\d\d-\d\d", x) is not None),
-    "multiple": (
-        {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 999},
-        lambda x: x % 7 == 0 and 0 <= x <= 999,
     ),
 }
 
@@ -273,20 +256,6 @@ def test_an_ambiguous_grammar_ends_by_its_amount_of_work(formed, monkeypatch):
         advance()
 
 
-def test_a_thread_that_does_not_start_refuses_one_form_only(formed, monkeypatch):
-    def fail(self):
-        raise RuntimeError("can't start new thread")
-
-    usual = threading.stack_size()
-    with monkeypatch.context() as patched:
-        patched.setattr(grammar.threading.Thread, "start", fail)
-        for _ in range(grammar.MAX_COMPILING + 1):
-            with pytest.raises(InvalidParameterError, match="try again later"):
-                formed.engine.compile_grammar(SamplingParams(structured_outputs={"regex": "never begun"}))
-    assert threading.stack_size() == usual
-    assert ask(formed, regex="ab").text == "ab"
-
-
 def test_generate_gives_the_error_of_a_grammar_that_fails_in_its_place_and_a_stream_raises_it(formed, monkeypatch):
     def fail(*_):
         raise StructuredOutputError("structured_outputs: too complex")
@@ -361,31 +330,6 @@ def test_compilation_has_a_time_limit(formed, monkeypatch):
             return
         except InvalidParameterError:
             assert time.monotonic() < deadline
-
-
-def test_grammars_are_compiled_once_and_the_oldest_are_dropped(formed, monkeypatch):
-    compiler = formed.engine._compiler
-    compiled = []
-    compile_one = grammar._compile
-    monkeypatch.setattr(grammar, "_compile", lambda *args: (compiled.append(args[0].regex), compile_one(*args))[1])
-    monkeypatch.setattr(grammar, "MAX_COMPILED", 2)
-    for regex in ("x1", "x2", "x1", "x3", "x1", "x2"):
-        compiler.compile(StructuredOutputs(regex=regex, after="</think>" if len(compiled) == 2 else None))
-    assert compiled == ["x1", "x2", "x3", "x2"]
-
-
-def test_a_matcher_continues_after_the_answer_so_far(formed):
-    tokenizer = formed.tokenizer
-    compiled = formed.engine.compile_grammar(SamplingParams(structured_outputs={"regex": "abcd"}))
-    width = grammar.mask_width(formed.model_config.vocab_size)
-    mask = np.zeros(width, np.int32)
-    matcher = compiled.matcher()
-    matcher.append(tokenizer.encode("abc"))
-    matcher.fill(mask[None])
-    allowed = [i for i in range(32 * width) if mask[i // 32] >> (i % 32) & 1]
-    assert [tokenizer.decode([i]) for i in allowed] == ["d"]
-    with pytest.raises(StructuredOutputError, match="structured_outputs: the answer cannot continue"):
-        compiled.matcher().append(tokenizer.encode("x"))
 
 
 def test_an_engine_without_structured_output_says_how_to_get_it(llm, formed, monkeypatch):

@@ -1,16 +1,15 @@
 """Harmony, gpt-oss's format of answers: what its channels become, and the grammars of its tool calls."""
 
 import json
-import random
 
 import pytest
 import tokenizers
 
+from tests.support.answers import read_cut
 from tests.support.grammar import accepts
 from tests.support.published import llama_cpp_source
-from verax.text.features.chat_format import ChatFormat, chat_format, parser_for, tool_grammar
+from verax.text.features.chat_format import ChatFormat, chat_format, tool_grammar
 from verax.text.features.harmony import TAGS
-from verax.text.features.tool_calls import join
 from verax.text.tokens.tokenizer import Tokenizer
 
 TURN = "<|start|>assistant"
@@ -24,17 +23,8 @@ TOOLS = [
 FORM = ChatFormat("harmony", True, special_tokens=frozenset(TAGS))
 
 
-def parse(answer, *, prompt=TURN, parse_tool_calls=True, parse_reasoning=True, seed=None):
-    """Content, reasoning and calls of an answer, cut at random places."""
-    how = dict(parse_tool_calls=parse_tool_calls, parse_reasoning=parse_reasoning)
-    parser = parser_for(FORM, tools=TOOLS, prompt=prompt, **how)
-    draw, pieces = random.Random(seed), []
-    while answer:
-        size = len(answer) if seed is None else draw.randint(1, 5)
-        pieces.append(parser.feed(answer[:size]))
-        answer = answer[size:]
-    whole = join([*pieces, parser.finish()], parser.text)
-    return whole.content, whole.reasoning, [(call.name, call.arguments) for call in whole.tool_calls]
+def parse(answer, *, prompt=TURN, **options):
+    return read_cut(answer, FORM, TOOLS, prompt, **options)
 
 
 CITY = '{"city": "Oslo"}'

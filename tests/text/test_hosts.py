@@ -5,7 +5,6 @@ import json
 import re
 import signal
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,7 +20,7 @@ from verax import LLM, AsyncLLM, SamplingParams, checkpoint
 from verax.errors import HostsError, InvalidParameterError
 from verax.text.hosts import Address, Group, Link
 
-pytest.importorskip("zmq")
+zmq = pytest.importorskip("zmq")
 
 PROMPTS = [[5, 9, 200, 31], [7, 8, 9] * 15, [100, 101, 102], [40, 41]]
 
@@ -197,24 +196,10 @@ def test_a_server_on_two_hosts_drafts_gives_one_devices_tokens_and_names_the_hos
     assert accepted == drafted > 10
 
 
-zmq = pytest.importorskip("zmq")
-
-
-@pytest.fixture
-def linked():
-    """Rank 0's link, the follower's, their address, and an event for each that is set when the other is gone."""
-    gone = threading.Event(), threading.Event()
-    listening, address = Link.listen("127.0.0.1", 1, lambda rank: gone[0].set())
-    follower = Link.connect(address, 0, lambda rank: gone[1].set())
-    listening.accept(address, timeout=20)
-    yield listening, follower, address, gone
-    for link in (listening, follower):
-        if not link._socket.closed:
-            link.close(0)
-
-
-def test_a_connection_without_the_key_is_not_a_peer_and_its_end_is_not_a_loss(linked):
-    leader, follower, address, gone = linked
+def test_a_connection_without_the_key_is_not_a_peer_and_its_end_is_not_a_loss(lost):
+    leader, address = Link.listen("127.0.0.1", 1, lost.append)
+    follower = Link.connect(address, 0, lost.append)
+    leader.accept(address, timeout=20)
     socket.create_connection((address.host, address.port)).close()
     public, _ = zmq.curve_keypair()
     stranger = Link.connect(Address(address.host, address.port, public.decode()), 0, lambda rank: None)
@@ -222,24 +207,10 @@ def test_a_connection_without_the_key_is_not_a_peer_and_its_end_is_not_a_loss(li
     assert follower.receive() == b"for the follower"
     assert not stranger._socket.poll(200)
     stranger.close(0)
-    assert not gone[0].wait(0.2)
-
-
-@pytest.mark.parametrize("ends", [0, 1])
-def test_the_end_of_one_side_is_known_to_the_other_which_cannot_send(linked, ends):
-    *links, _, gone = linked
-    links[ends].close(0)
-    assert gone[1 - ends].wait(20)
-    assert not gone[ends].is_set()
-    with pytest.raises(HostsError, match=rf"^node_rank: rank {ends} is gone"):
-        links[1 - ends].send(b"too late")
-
-
-def test_an_end_that_is_expected_is_not_a_loss(linked):
-    leader, follower, _, gone = linked
-    follower.part()
-    leader.close(0)
-    assert not gone[1].wait(0.3)
+    time.sleep(0.2)
+    assert lost == []
+    for link in (leader, follower):
+        link.close(0)
 
 
 def test_a_rank_that_never_connects_is_named():

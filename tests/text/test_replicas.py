@@ -142,26 +142,6 @@ def router(replicas):
     return ReplicaRouter(replicas, block_size=16)
 
 
-def test_a_prompt_leaves_a_replica_that_has_more_work_than_it_would_save(router, replicas):
-    assert router.choose(PREFIX) is replicas[0]
-    replicas[0].load = 63
-    assert router.choose(PREFIX) is replicas[0]
-    replicas[0].load = 65
-    assert router.choose(PREFIX) is replicas[1]
-    # Now both have read it, and the one with less work is chosen.
-    replicas[1].load, replicas[2].load = 66, 3
-    assert router.choose([*PREFIX, 7]) is replicas[0]
-
-
-def test_adapters_share_no_prefix(router, replicas):
-    replicas[0].load = 1
-    assert router.choose(PREFIX, adapter=3) is replicas[1]
-    replicas[0].load = 0
-    assert router.choose(PREFIX) is replicas[0]
-    assert router.choose(PREFIX, adapter=4) is replicas[0]
-    assert router.choose(PREFIX, adapter=3) is replicas[1]
-
-
 def test_the_memory_of_prompts_is_bounded(router, replicas, monkeypatch):
     monkeypatch.setattr(routing, "MOST_PREFIXES", 8)
     assert router.choose(PREFIX) is replicas[0]

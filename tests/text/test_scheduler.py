@@ -6,10 +6,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.invariants import check_scheduler
-from tests.support.sequences import make_sequence
-from verax.text.engine.blocks import BlockManager, PrefixTree, most_blocks
-from verax.text.engine.request import SequenceState
+from verax.text.engine.blocks import BlockManager, most_blocks
+from verax.text.engine.outputs import RequestMetrics
+from verax.text.engine.request import Request, Sequence, SequenceState
+from verax.text.engine.sampling_params import SamplingParams
 from verax.text.engine.scheduler import Scheduler
+
+
+def make_sequence(tokens, *, max_tokens=100):
+    params = SamplingParams(max_tokens=max_tokens)
+    request = Request("r", None, tuple(tokens), params, max_tokens, RequestMetrics(0.0))
+    request.sequences = [Sequence(request, 0, 0, list(tokens))]
+    return request.sequences[0]
 
 
 class PretendedDevice:
@@ -123,6 +131,16 @@ def serve(device, *sequences):
         assert sequence.output_tokens == expected_output(sequence)
 
 
+def test_equal_hashes_of_different_tokens_do_not_mix():
+    class Colliding(int):
+        def __hash__(self):
+            return 1
+
+    device = PretendedDevice([20], 2, 4, 16)
+    for tokens in ((5, 6, 7), (6, 5, 7)):
+        serve(device, make_sequence([Colliding(token) for token in tokens], max_tokens=3))
+
+
 def test_a_full_step_computes_no_token_twice():
     device = PretendedDevice([100], 4, 4, 16, caching=False)
     prompts = [make_sequence(range(1, n), max_tokens=3) for n in (40, 3, 18, 27)]
@@ -177,53 +195,6 @@ def test_a_prompt_takes_the_steps_of_the_least_time_where_padding_takes_time():
         400: [400],
         600: [512, 88],
     }
-
-
-def test_prompts_fill_steps_together_and_with_decodes():
-    device = PretendedDevice([50], 4, 8, 64, sizes=(8, 16, 64))
-    running = make_sequence([1, 2])
-    device.scheduler.add(running)
-    device.step()
-    first, second = make_sequence(range(1, 13)), make_sequence(range(2, 9))
-    device.scheduler.add(first)
-    device.scheduler.add(second)
-    plan = device.scheduler.schedule()
-    # One decode, 12 and 7 are 20: 16 now, 4 in the next step, whose size is the smallest.
-    assert [(c.sequence, c.count) for c in plan.chunks] == [(running, 1), (first, 12), (second, 3)]
-
-
-def test_tokens_that_the_cache_has_are_not_counted_towards_a_full_step():
-    device = PretendedDevice([50], 4, 4, 128, sizes=(8, 128))
-    serve(device, make_sequence(range(1, 18), max_tokens=1))
-    device.scheduler.add(make_sequence(range(1, 27), max_tokens=1))
-    plan = device.scheduler.schedule()  # 16 of 26 tokens are cached
-    assert [(c.start, c.count) for c in plan.chunks] == [(16, 8)]
-
-
-def test_decodes_that_fill_a_size_do_not_keep_prompts_waiting():
-    device = PretendedDevice([100], 4, 12, 128, sizes=(8, 128))
-    for i in range(9):
-        device.scheduler.add(make_sequence([i + 1], max_tokens=30))
-    device.step()
-    device.scheduler.add(new := make_sequence(range(1, 4)))
-    plan = device.scheduler.schedule()
-    assert [(c.sequence, c.count) for c in plan.chunks][-1] == (new, 3)
-
-
-def test_prompts_that_wait_for_blocks_are_not_compared_with_the_cache_in_every_step(monkeypatch):
-    walks, along = [], PrefixTree.along
-    monkeypatch.setattr(PrefixTree, "along", lambda self, *given: walks.append(given) or along(self, *given))
-    device = PretendedDevice([10], 4, 8, 64, sizes=(8, 64))
-    device.scheduler.add(make_sequence(range(1, 25), max_tokens=12))
-    device.step()
-    for i in range(6):  # they share two blocks with it, and there is no room for their other six
-        device.scheduler.add(make_sequence([*range(1, 9), *[100 + i] * 21], max_tokens=3))
-    walks.clear()
-    for _ in range(8):
-        device.step()
-    assert len(device.scheduler.waiting) == 6
-    assert len(walks) <= 4  # one prompt, when a block of the running sequence has been filled
-    device.run()
 
 
 class Machine(RuleBasedStateMachine):

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verax.text.features.chat_format import ChatFormat, parser_for
-from verax.text.features.tool_calls import WholeAnswer, join, read_functions
+from tests.support.answers import SYNTAXES, new_parser, read
+from verax.text.features.chat_format import ChatFormat
+from verax.text.features.tool_calls import WholeAnswer, read_functions
 from verax.text.tokens.lenient_json import as_json
 
 WEATHER = {
@@ -37,19 +38,16 @@ WEATHER = {
 }
 CLOCK = {"type": "function", "function": {"name": "clock"}}
 TOOLS = [WEATHER, CLOCK]
-SYNTAXES = ("hermes", "qwen3_coder", "llama3_json", "none")
 PROMPTS = {"none": "", "open": "<|im_start|>assistant\n", "inside": "<|im_start|>assistant\n<think>\n"}
 
 
-def new_parser(syntax, reasoning="none", tools=TOOLS):
-    template = ChatFormat(syntax, reasoning != "none", turn_tokens=("<|im_start|>",))
-    return parser_for(template, tools=tools, prompt=PROMPTS[reasoning], parse_tool_calls=True, parse_reasoning=True)
+def of_syntax(syntax, reasoning="none", tools=TOOLS):
+    """Format, tools and prompt of an answer."""
+    return ChatFormat(syntax, reasoning != "none", turn_tokens=("<|im_start|>",)), tools, PROMPTS[reasoning]
 
 
-def parse(pieces, syntax, reasoning="none", tools=TOOLS):
-    parser = new_parser(syntax, reasoning, tools)
-    deltas = [parser.feed(piece) for piece in pieces]
-    return join([*deltas, parser.finish()], parser.text)
+def parse(pieces, *given, **options):
+    return read(pieces, *of_syntax(*given, **options))
 
 
 def shown(answer: WholeAnswer):
@@ -194,7 +192,7 @@ def test_arguments_that_break_after_they_began_to_stream_are_text_of_a_whole_ans
     text = 'So: <tool_call>\n{"name": "weather", "arguments": {"city": Ber"gen}}\n</tool_call>\nDone.'
     assert shown(parse([text], "hermes")) == (text, "", [])
     assert shown(parse([f"<think>Hm.</think>\n\n{text}"], "hermes", "open")) == (text, "Hm.", [])
-    (call,) = [part for delta in fed(new_parser("hermes"), [text]) for part in delta.tool_calls]
+    (call,) = [part for delta in fed(new_parser(*of_syntax("hermes")), [text]) for part in delta.tool_calls]
     assert call.arguments == '{"city": Ber"gen}}'
 
 
@@ -292,7 +290,7 @@ def fed(parser, pieces):
 
 
 def test_content_before_a_tag_streams_at_once():
-    deltas = fed(new_parser("hermes"), ["Hel", "lo <", "b> ", "x", " <tool", "s>"])
+    deltas = fed(new_parser(*of_syntax("hermes")), ["Hel", "lo <", "b> ", "x", " <tool", "s>"])
     assert [delta.content for delta in deltas] == ["Hel", "lo", " <b>", " x", "", " <tools>"]
 
 
@@ -312,7 +310,7 @@ def test_content_before_a_tag_streams_at_once():
     ],
 )  # fmt: skip
 def test_arguments_stream_as_they_arrive(syntax, pieces, expected):
-    deltas = fed(new_parser(syntax), pieces)
+    deltas = fed(new_parser(*of_syntax(syntax)), pieces)
     assert ["".join(part.arguments for part in delta.tool_calls) for delta in deltas] == expected
     parts = [part for delta in deltas for part in delta.tool_calls]
     assert (parts[0].name, parts[0].index) == ("weather", 0)
@@ -320,9 +318,9 @@ def test_arguments_stream_as_they_arrive(syntax, pieces, expected):
 
 
 def test_an_unknown_name_is_given_back_as_soon_as_it_is_known():
-    deltas = fed(new_parser("llama3_json"), ['{"name": "sto', 'rm"', ', "parameters"'])
+    deltas = fed(new_parser(*of_syntax("llama3_json")), ['{"name": "sto', 'rm"', ', "parameters"'])
     assert [delta.content for delta in deltas] == ["", '{"name": "storm"', ', "parameters"']
-    deltas = fed(new_parser("llama3_json"), ['{"ci', 'ty"', ": 1"])
+    deltas = fed(new_parser(*of_syntax("llama3_json")), ['{"ci', 'ty"', ": 1"])
     assert [delta.content for delta in deltas] == ["", '{"city"', ": 1"]
 
 

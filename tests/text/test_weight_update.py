@@ -12,7 +12,7 @@ from flax import nnx
 from tests.support.devices import run_on_devices
 from tests.support.engine import GREEDY, PROMPTS, alone, generate, nothing_compiles, tokens
 from tests.support.tiny import tiny_checkpoint, tiny_config
-from verax import LLM, SamplingParams
+from verax import LLM
 from verax.checkpoint import Checkpoint
 from verax.errors import InvalidParameterError
 from verax.loading import load_causal_lm
@@ -112,18 +112,6 @@ def test_requests_on_their_way_are_not_interrupted(llm):
         with pytest.raises(InvalidParameterError, match="1 requests are unfinished"):
             call()
     llm.abort(request_id)
-
-
-def test_prompt_logprobs_are_the_log_probabilities_of_given_tokens(llm):
-    model = module(0)
-    llm.update_weights(model)
-    (output,) = llm.generate([COMMON], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
-    logits = model.logits(model(jnp.asarray([COMMON])))[0]
-    log_probabilities = jax.nn.log_softmax(logits)
-    for i, token in enumerate(COMMON[1:]):
-        assert output.prompt_logprobs[i + 1][token].logprob == pytest.approx(
-            float(log_probabilities[i, token]), abs=1e-4
-        )
 
 
 def divided():

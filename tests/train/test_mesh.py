@@ -1,11 +1,6 @@
-"""Training on eight devices: the same as on one. A process of its own, for its eight devices."""
+"""Training on eight devices: the same as on one. As a program: the runs, on its eight devices."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-SCRIPT = """
+import json
 import sys
 from pathlib import Path
 
@@ -13,14 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.support.devices import run_on_devices
 from verax._compat import make_mesh
 from verax.train.loop import AXES, Schedule, batch_sharding, train
 
-assert jax.device_count() == 8
-folder = Path(sys.argv[1])
-schedule = Schedule(steps=12, peak_learning_rate=0.1, warmup_steps=2)
-rng = np.random.default_rng(0)
-fresh = lambda: {"inner": jnp.ones((8, 12)), "head": jnp.ones((12, 3)) / 7, "bias": jnp.zeros(3)}
+CLOSE = dict(rtol=2e-4, atol=2e-5)
 
 
 def loss(params, batch):
@@ -36,35 +28,30 @@ def batches(start):
         yield {"tokens": x, "seed": np.asarray(step, np.uint32)}
 
 
-def run(name, mesh, **options):
+def run(folder, mesh=None, **options):
+    params = {"inner": jnp.ones((8, 12)), "head": jnp.ones((12, 3)) / 7, "bias": jnp.zeros(3)}
+    schedule = Schedule(steps=12, peak_learning_rate=0.1, warmup_steps=2)
     mesh = mesh and make_mesh(mesh, AXES, jax.devices()[: mesh[0] * mesh[1]])
-    return train(loss, fresh(), batches, schedule, folder / name, mesh=mesh, average=0.9, show_progress=False,
-                 **options)
+    return train(loss, params, batches, schedule, folder, mesh=mesh, average=0.9, show_progress=False, **options)
 
 
-one = run("one", None)
-for mesh in ((8, 1), (2, 4)):
-    many = run(str(mesh), mesh)
-    for name in one:
-        np.testing.assert_allclose(many[name], one[name], rtol=2e-4, atol=2e-5)
-assert len({str(shard.index) for shard in run("parts", (1, 4), stop_at=1)["inner"].addressable_shards}) == 4
-
-# Interrupted on eight devices, ended on one.
-run("moved", (2, 4), stop_at=7)
-for name, value in run("moved", None, resume=True).items():
-    np.testing.assert_allclose(value, one[name], rtol=2e-4, atol=2e-5)
-
-spec = batch_sharding(make_mesh((2, 4), AXES), next(batches(1)))
-assert spec["tokens"].shard_shape((16, 8)) == (2, 8) and spec["seed"].is_fully_replicated
-print("equal")
-"""
+def main(folder):
+    """Assert that eight devices train as one does, and that a run may change its devices."""
+    one = run(folder / "one")
+    moved = folder / "moved"
+    run(moved, (2, 4), stop_at=7)
+    for other in (run(folder / "data", (8, 1)), run(folder / "both", (2, 4)), run(moved, resume=True)):
+        for name in one:
+            np.testing.assert_allclose(other[name], one[name], **CLOSE)
+    parts = run(folder / "parts", (1, 4), stop_at=1)["inner"].addressable_shards
+    spec = batch_sharding(make_mesh((2, 4), AXES), next(batches(1)))
+    assert spec["seed"].is_fully_replicated
+    print(json.dumps([len({str(part.index) for part in parts}), spec["tokens"].shard_shape((16, 8))]))
 
 
 def test_several_devices_train_as_one_does(tmp_path):
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
-    root = Path(__file__).parents[2]
-    ran = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], cwd=root, env=environment, capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    assert ran.stdout.strip() == "equal"
+    assert run_on_devices(8, __name__, tmp_path) == [4, [2, 8]]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,7 +1,6 @@
-"""Wan's transformer: published sizes, configurations read or refused, attention implementations, memory of a pass."""
+"""Wan's transformer: published sizes, configurations read or refused, arguments that do not fit."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.support.cpu import needs_library
-from tests.support.devices import primitives
-from verax import ops
-from verax._compat import compiler_options
 from verax.errors import InvalidParameterError, UnsupportedModelError
-from verax.models.video_model import ATTENTION
 from verax.models.wan.layers import Float32Linear, rotary_tables
 from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
-from verax.ops.memory import ROWS
 
 TINY = WanConfig(
     dim=24, ffn_dim=40, num_heads=2, num_layers=2, in_dim=4, out_dim=3, text_dim=10, freq_dim=16, max_positions=64
@@ -60,29 +53,11 @@ DIFFUSERS = {
 }
 
 
-def build(config=TINY, seed=0):
-    """Random weights with real spread."""
-    model = nnx.eval_shape(lambda: WanModel(config, rngs=nnx.Rngs(0)))
-    graph, state = nnx.split(model)
-    rng = np.random.default_rng(seed)
-
-    def draw(leaf):
-        width = math.prod(leaf.shape[1:]) if len(leaf.shape) > 1 else 4
-        return jnp.asarray(rng.standard_normal(leaf.shape, np.float32) * width**-0.5)
-
-    return nnx.merge(graph, jax.tree.map(draw, state))
-
-
 def inputs(config=TINY, batch=2, frames=3, height=4, width=6, words=7):
     rng = np.random.default_rng(1)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))
     image = draw(batch, 5, config.image_dim) if config.image_dim else None
     return draw(batch, frames, height, width, config.in_dim), draw(batch, words, config.text_dim), image
-
-
-@nnx.jit(static_argnames=("causal_block_size", "attention"))
-def run(model, latents, timesteps, text, image=None, **options):
-    return model(latents, timesteps, model.encode_context(text, image), **options)
 
 
 @pytest.mark.parametrize(
@@ -164,20 +139,6 @@ def test_what_is_not_supported_is_refused_by_name(config, message):
         WanConfig.from_hf(config)
 
 
-def test_chunks_need_no_more_memory_in_many_layers_than_in_few():
-    shapes = [jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32) for length in (2000, 8, 8)]
-
-    def temporary(layers):
-        def run(q, k, v):
-            for _ in range(layers):
-                q = q + ATTENTION["chunked"](q, k, v)
-            return q
-
-        return jax.jit(run).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
-
-    assert temporary(6) < 1.2 * temporary(2)
-
-
 def test_late_positions_turn_as_in_float64():
     cos, sin = rotary_tables(700, 1, 3, 128)
     angle = 699 * 10000.0 ** -(np.arange(22) / 22)
@@ -213,61 +174,6 @@ def test_arguments_that_do_not_fit_are_refused_by_name(config, options, message)
     static = {key: arguments.pop(key) for key in ("attention", "causal_block_size") if key in arguments}
     with pytest.raises(InvalidParameterError, match=message):
         nnx.eval_shape(lambda model: call(model, **arguments, **static), model)
-
-
-def test_on_tpu_the_residual_stream_is_kept_after_each_block():
-    latents, text, _ = inputs()
-    times = jnp.array([7, 900])
-    graph, state = nnx.split(build())
-
-    def program(platform):
-        def forward(state):
-            model = nnx.merge(graph, state)
-            return model(latents, times, model.encode_context(text))
-
-        with ops.use_target(platform):
-            return list(primitives(jax.make_jaxpr(forward)(state)))
-
-    assert program("tpu").count("optimization_barrier") == TINY.num_layers
-    assert "optimization_barrier" not in program("cpu")
-    assert "optimization_barrier" not in program("gpu")
-
-
-D, F = 128, 1024
-WIDE = WanConfig(dim=D, ffn_dim=F, num_heads=8, num_layers=2, in_dim=4, out_dim=1, text_dim=10, freq_dim=16)
-FRAMES, SIDE = 16, 64
-TOKENS = FRAMES * SIDE**2
-
-
-def temporary(config, timesteps):
-    """Bytes between the layers of a pass in bfloat16."""
-    model = nnx.eval_shape(lambda: WanModel(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-    graph, state = nnx.split(model)
-    shape = jax.ShapeDtypeStruct
-    latents = shape((1, FRAMES, 2 * SIDE, 2 * SIDE, config.in_dim), jnp.float32)
-    text = shape((1, 7, config.text_dim), jnp.float32)
-    context = jax.eval_shape(lambda state, text: nnx.merge(graph, state).encode_context(text), state, text)
-
-    def run(state, latents, timesteps, context):
-        return nnx.merge(graph, state)(latents, timesteps, context)
-
-    lowered = jax.jit(run, compiler_options=compiler_options("cpu")).lower(state, latents, timesteps, context)
-    return lowered.compile().memory_analysis().temp_size_in_bytes
-
-
-@needs_library
-@pytest.mark.parametrize("shape", [(1,), (1, FRAMES)], ids=["one time", "a time of each frame"])
-def test_a_pass_keeps_the_tokens_their_queries_keys_and_values(shape):
-    timesteps = jax.ShapeDtypeStruct(shape, jnp.int32)
-    tokens = 4 * TOKENS * D
-    # Residual stream and queries in float32, keys and values in bfloat16, and the rotary tables. The feed-forward of
-    # all tokens alone would be 12 times the residual stream.
-    kept = 3.3 * tokens
-    block = ROWS * (6 * F + 8 * 4 * D)
-    needed = temporary(WIDE, timesteps)
-    assert needed < kept + block
-    if shape == (1,):
-        assert temporary(dataclasses.replace(WIDE, num_layers=4), timesteps) < 1.02 * needed
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

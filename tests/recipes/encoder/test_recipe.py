@@ -1,4 +1,6 @@
-"""The built-in encoder as shipped: unseen sentences, padding; and its recipe, for a few steps."""
+"""The built-in encoder as shipped, on sentences that it never saw; and its recipe, for a few steps."""
+
+from itertools import islice
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,6 +8,7 @@ import pytest
 
 from recipes.encoder import recipe
 from recipes.encoder.evaluation import confusions, retrieval
+from recipes.encoder.paraphrases import pairs
 from recipes.encoder.recipe import contrastive_loss, train_builtin
 from verax import Encoder
 
@@ -13,6 +16,11 @@ from verax import Encoder
 @pytest.fixture(scope="module")
 def encoder():
     return Encoder()
+
+
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_meanings_are_held_out_by_what_they_say(split):
+    assert {meaning.split for meaning, _ in islice(pairs(0, split=split), 300)} == {split}
 
 
 def test_it_finds_unseen_paraphrases_among_a_thousand(encoder):

@@ -13,10 +13,17 @@ from recipes.video.classifier import classify
 from recipes.video.convolution import own_gradient_conv2d, own_gradient_conv3d
 from recipes.video.evaluation import contact_sheet, psnr
 from recipes.video.recipe import train_builtin
-from recipes.video.shapes import draw, scenes
+from recipes.video.shapes import SHAPES, draw, scenes
 from recipes.video.transformer import MuonSchedule
 from verax import VideoPipeline, ops
 from verax.train.loop import train
+
+
+def test_held_out_combinations_are_never_trained_on():
+    trained = {drawn.combination for drawn in scenes(0, 0, 2000)}
+    held_out = {drawn.combination for drawn in scenes(0, 0, 300, split="held_out")}
+    assert not trained & held_out
+    assert {name.split("/")[0] for name in held_out} == set(SHAPES)
 
 
 def test_the_built_in_model_keeps_the_first_frame_and_its_colours():

@@ -106,21 +106,6 @@ def test_the_conversation_and_the_settings_are_sent(page, fake):
     assert body["model"] == "verax-text"
 
 
-def test_a_model_that_recommends_no_sampling_begins_with_some_unless_a_temperature_is_given(page, fake, monkeypatch):
-    begun = {"temperature": 0.7, "top_p": 0.95}
-    monkeypatch.setattr(fake.server.llm, "chat_sampling", begun)
-    page.reload()
-    page.get_by_role("button", name="Settings", exact=True).click()
-    page.get_by_placeholder("0.7: none is recommended").wait_for()
-    ask(page, "one")
-    finished(page)
-    assert fake.requests[-1].items() >= begun.items()
-    page.get_by_label("Temperature").fill("1")
-    ask(page, "two")
-    finished(page, 2)
-    assert (fake.requests[-1]["temperature"], "top_p" in fake.requests[-1]) == (1, False)
-
-
 BELOW = "log => Math.round(log.scrollHeight - log.scrollTop - log.clientHeight)"
 """Pixels of the log below what is in sight."""
 

@@ -68,21 +68,6 @@ def test_a_clip_has_recipe_cache_and_loras_and_says_how_long_it_takes_and_why_it
     fake.server.video_loras = ()
 
 
-def test_the_newest_clip_is_the_first_one_of_the_gallery_also_after_a_reload(page):
-    open_tab(page, "Clips")
-    for prompt in ("An old clip", "A new clip"):
-        page.get_by_label("Prompt").fill(prompt)
-        page.get_by_role("button", name="Create the clip").click()
-        page.get_by_role("article", name=prompt).get_by_label("Download").wait_for()
-    page.reload()
-    cards = page.locator(".gallery .prompt")
-    expect(cards.first).to_have_text("A new clip")
-    assert cards.all_inner_texts()[:2] == ["A new clip", "An old clip"]
-    for name in ("A new clip", "An old clip"):
-        page.get_by_role("article", name=name).get_by_label("Delete").click()
-        page.get_by_role("article", name=name).wait_for(state="detached")
-
-
 def test_sentences_are_compared(page):
     open_tab(page, "Sentences")
     page.get_by_label("One sentence on each line").fill("the cat sleeps\nthe cat is here\nrain tomorrow")

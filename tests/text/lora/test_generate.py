@@ -2,30 +2,23 @@
 
 import asyncio
 from contextlib import contextmanager
-from dataclasses import replace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from tests.support.adapters import adapter_weights, changed, linear_sizes, save_adapter
-from tests.support.engine import finish, generate, nothing_compiles, tokens
+from tests.support.engine import alone, finish, generate, nothing_compiles, tokens
 from tests.support.invariants import check_engine
-from tests.support.tiny import HYBRID, random_weights, tiny_checkpoint, tiny_config
+from tests.support.tiny import HYBRID, random_weights, tiny_config
 from tests.text.conftest import make_llm
 from tests.text.speculative.conftest import LOOPING, NGRAM, REPEATED, UNIQUE, assert_unchanged
 from verax import AsyncLLM, LoRARequest
 from verax.checkpoint import Checkpoint, save
 from verax.errors import CheckpointError, InvalidParameterError
 from verax.loading import load_causal_lm
-from verax.models import causal_lm
 from verax.nn import pack_linear_weights
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.features.lora import AdaptedLayers, AdapterLoader
-from verax.text.step.program import AbstractModel
-from verax.text.step.runner import DeviceAdapters
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 RNG = np.random.default_rng(0)
@@ -125,16 +118,6 @@ def test_nothing_compiles_after_the_start_whatever_adapters_come(lora_llm, reque
         generate(lora_llm, PROMPTS[:5], GREEDY, lora_request=[*requests, fourth])
 
 
-def test_steps_without_an_adapter_run_the_plain_programs(lora_llm, requests, monkeypatch):
-    runner, ran = lora_llm.engine.runner, []
-    dispatch = runner._dispatch
-    monkeypatch.setattr(runner, "_dispatch", lambda shape, packed: ran.append(shape) or dispatch(shape, packed))
-    generate(lora_llm, PROMPTS[:2], GREEDY)
-    assert {shape.adapters for shape in ran} == {False}
-    generate(lora_llm, PROMPTS[:2], GREEDY, lora_request=[None, requests[1]])
-    assert {shape.adapters for shape in ran[-3:]} == {True}
-
-
 def test_streams_chats_and_queued_requests_take_an_adapter(lora_llm, requests, expected):
     messages = [{"role": "user", "content": "abc"}]
     texts = {number: lora_llm.chat(messages, GREEDY, False, requests[number])[0].outputs[0].text for number in (0, 1)}
@@ -165,44 +148,18 @@ def test_arguments_that_make_no_sense_are_refused_before_anything_runs(llm, lora
         assert not engine.has_unfinished_requests
 
 
-def test_recurrent_layers_take_adapters_too(tmp_path):
-    config = tiny_config("qwen3_5_text", **HYBRID)
-    architecture, sizes = causal_lm(config)
-    abstract = AbstractModel.from_module(nnx.eval_shape(lambda: architecture(sizes, rngs=nnx.Rngs(0))))
-    model = load_causal_lm(
-        Checkpoint.open(tiny_checkpoint(tmp_path / "base", family="qwen3_5_text", **HYBRID)), dtype="float32"
-    )
-    own = tuple(jax.tree.leaves(nnx.state(model)))
-    modules = linear_sizes(random_weights(config), ("in_proj_qkv", "out_proj", "q_proj", "up_proj"))
+def test_recurrent_layers_take_adapters_too(hybrid_folder, tmp_path):
+    base = random_weights(tiny_config("qwen3_5_text", **HYBRID))
+    modules = linear_sizes(base, ("in_proj_qkv", "out_proj", "q_proj", "up_proj"))
     assert any("linear_attn.in_proj_qkv" in module for module in modules)
     weights = adapter_weights(modules, spread=0.5)
-    layers = AdaptedLayers.of(abstract.build, abstract.weights, max_loras=2, max_rank=5)
-    device = DeviceAdapters(layers)
-    request = LoRARequest("a", 1, save_adapter(tmp_path / "adapter", weights))
-    device.place(AdapterLoader(layers, 1).load(request), 1)
-    tokens = jnp.asarray(PROMPTS[2])[None]
-
-    @jax.jit
-    def scores(weights, slots):
-        model = replace(abstract, adapted=layers).build(weights, slots)
-        return model.logits(model(tokens))
-
-    everywhere = scores((*own, *device.arrays), jnp.full(tokens.shape[1], 1))
-    nowhere = scores((*own, *device.arrays), jnp.full(tokens.shape[1], -1))
-    merged = scores((*_with_changes(abstract, own, weights), *device.arrays), jnp.full(tokens.shape[1], -1))
-    np.testing.assert_allclose(everywhere, merged, atol=1e-3)
-    assert np.abs(np.asarray(everywhere - nowhere)).max() > 0.5
-
-
-def _with_changes(abstract, weights, adapter):
-    """Flat weights of a model with an adapter's changes added."""
-    model = abstract.build(weights)
-    for path, module in nnx.iter_modules(model):
-        name = "base_model.model." + ".".join(map(str, path))
-        if f"{name}.lora_A.weight" in adapter:
-            change = adapter[f"{name}.lora_B.weight"] @ adapter[f"{name}.lora_A.weight"]
-            module.weight.set_value(module.weight.get_value() + change)
-    return tuple(jax.tree.leaves(nnx.state(model)))
+    adapter = LoRARequest("a", 1, save_adapter(tmp_path / "adapter", weights))
+    save(changed(base, weights), tmp_path / "merged", config=tiny_config("qwen3_5_text", **HYBRID))
+    llm = make_llm(hybrid_folder, max_num_seqs=1, enable_lora=True)
+    merged = make_llm(tmp_path / "merged", max_num_seqs=1, skip_tokenizer_init=True)
+    outputs = generate(llm, [PROMPTS[2], PROMPTS[2]], GREEDY, lora_request=[adapter, None])
+    assert tokens(outputs) == [*tokens(generate(merged, PROMPTS[2], GREEDY)), alone(llm, PROMPTS[2], GREEDY)]
+    assert outputs[0].outputs != outputs[1].outputs
 
 
 DRAFTED = [REPEATED[0], UNIQUE[1], REPEATED[1], UNIQUE[3], REPEATED[2]]

@@ -7,10 +7,11 @@ import pytest
 
 from tests.support.engine import few_blocks, generate
 from tests.support.invariants import check_engine
-from tests.support.tiny import tiny_checkpoint
+from tests.support.tiny import WINDOWED, tiny_checkpoint
 from tests.text.conftest import make_llm as make_large_llm
 from verax.text.engine.sampling_params import SamplingParams
 
+MTP = {"method": "mtp", "num_speculative_tokens": 3, "disable_by_batch_size": 2}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 RNG = np.random.default_rng(0)
@@ -89,6 +90,13 @@ def assert_unchanged(llm, prompts, params, blocks=None, **options):
     return tuple(now - then for now, then in zip(totals(llm), before, strict=True))
 
 
+def free_drafts(llm, monkeypatch):
+    """Let drafts cost nothing and never be given up: these models are as large as the ones that draft for them."""
+    monkeypatch.setattr("verax.text.features.speculative.WAITING", -0.9)
+    for name in ("_draft_cost", "_fixed_cost"):
+        monkeypatch.setattr(llm.engine.speculator._policy, name, 0.0)
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("speculative") / "qwen3")
@@ -97,3 +105,32 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def ngram(folder):
     return make_llm(folder, structured_outputs=True, speculative_config=NGRAM)
+
+
+@pytest.fixture(scope="session")
+def hybrid(hybrid_folder):
+    return make_llm(hybrid_folder, structured_outputs=True, speculative_config=NGRAM)
+
+
+@pytest.fixture(scope="session")
+def head_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mtp") / "qwen3"
+    return tiny_checkpoint(folder, prediction_head=True, num_nextn_predict_layers=1)
+
+
+@pytest.fixture(scope="session")
+def mtp(head_folder):
+    """Drafts by a random prediction head, which is hardly ever right but for biased requests."""
+    return make_llm(head_folder, structured_outputs=True, speculative_config=MTP)
+
+
+@pytest.fixture(scope="session")
+def windows(tmp_path_factory):
+    """A model with other weights, the same vocabulary, and layers that see ten tokens."""
+    return tiny_checkpoint(tmp_path_factory.mktemp("windowed") / "model", seed=1, **WINDOWED)
+
+
+@pytest.fixture(scope="session")
+def draft_model(folder, windows):
+    """Drafts by another model, which is hardly ever right but for biased requests."""
+    return make_llm(folder, speculative_config=draft_config(windows))

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.support.tiny import HYBRID, WINDOWED, tiny_checkpoint
+from tests.support.tiny import HYBRID, tiny_checkpoint
 from tests.text.speculative.conftest import (
     GREEDY,
     LOOPING,
@@ -14,6 +14,7 @@ from tests.text.speculative.conftest import (
     assert_unchanged,
     draft_config,
     expected,
+    free_drafts,
     make_llm,
     outputs,
 )
@@ -25,39 +26,15 @@ from verax.text.step.sizes import block_bytes, plan_sizes
 
 
 @pytest.fixture(scope="module")
-def windows(tmp_path_factory):
-    """A model with other weights, the same vocabulary, and layers that see ten tokens."""
-    return tiny_checkpoint(tmp_path_factory.mktemp("windowed") / "model", seed=1, **WINDOWED)
-
-
-@pytest.fixture(scope="module")
-def twin(folder):
-    """Drafts by the model itself."""
+def twin_llm(folder):
     return make_llm(folder, speculative_config=draft_config(folder))
 
 
-@pytest.fixture(scope="module")
-def other(folder, windows):
-    """Drafts by another model, which is hardly ever right but for biased requests."""
-    return make_llm(folder, speculative_config=draft_config(windows))
-
-
-@pytest.fixture(autouse=True)
-def free_drafts(twin, other, monkeypatch):
-    """Drafts cost nothing and are never given up: these models are as large as the one that they draft for."""
-    monkeypatch.setattr("verax.text.features.speculative.WAITING", -0.9)
-    for llm in (twin, other):
-        monkeypatch.setattr(llm.engine.speculator._policy, "_draft_cost", 0.0)
-
-
-@pytest.mark.parametrize("kind", [*SAMPLING, "repeating"])
-def test_answers_equal_an_engine_without_drafts(other, kind):
-    params = SamplingParams(
-        **(LOOPING if kind == "repeating" else {"max_tokens": 30, "ignore_eos": True} | SAMPLING[kind])
-    )
-    for prompts in (PROMPTS, PROMPTS[2:3]):
-        drafted, _ = assert_unchanged(other, prompts, params)
-    assert drafted > 0
+@pytest.fixture
+def twin(twin_llm, monkeypatch):
+    """Drafts by the model itself."""
+    free_drafts(twin_llm, monkeypatch)
+    return twin_llm
 
 
 @pytest.mark.parametrize("kind", ["greedy", "seed", "truncated", "penalties"])
@@ -81,7 +58,7 @@ def test_sliding_windows_change_no_token(folder, windows, monkeypatch):
     long = [*PROMPTS[::2], np.random.default_rng(5).integers(3, 200, 60).tolist()]
     for speculator in (llm.engine.speculator, new_speculator(ngram, llm.engine.runner, None)):
         llm.engine.speculator = speculator
-        monkeypatch.setattr(speculator._policy, "_draft_cost", 0.0)
+        free_drafts(llm, monkeypatch)
         assert_unchanged(llm, long, GREEDY)
         _, accepted = assert_unchanged(llm, long, SamplingParams(**LOOPING))
         assert accepted > 0

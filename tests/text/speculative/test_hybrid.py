@@ -4,40 +4,22 @@ import random
 
 import pytest
 
-from tests.support.engine import nothing_compiles
 from tests.text.speculative.conftest import (
     GREEDY,
     LOOPING,
     NGRAM,
     PROMPTS,
     REPEATED,
-    SAMPLING,
     assert_unchanged,
     draft_config,
     expected,
     make_llm,
     outputs,
     samples,
-    totals,
 )
 from verax.errors import UnsupportedModelError
 from verax.models.qwen3_5 import DecoderLayer
 from verax.text.engine.sampling_params import SamplingParams
-
-FORM = {"regex": "(ab|ba){1,20}c"}
-
-
-@pytest.fixture(scope="module")
-def hybrid(hybrid_folder):
-    return make_llm(hybrid_folder, structured_outputs=True, speculative_config=NGRAM)
-
-
-@pytest.mark.parametrize("kind", SAMPLING)
-def test_answers_equal_an_engine_without_drafts(hybrid, kind):
-    params = SamplingParams(**{**LOOPING, **SAMPLING[kind]})
-    drafted, _ = assert_unchanged(hybrid, PROMPTS, params)
-    assert_unchanged(hybrid, PROMPTS[3:4], params)
-    assert drafted > 0 or kind in ("truncated", "penalties", "stop token")
 
 
 class Oracle:
@@ -77,17 +59,6 @@ def test_any_number_of_right_drafts_gives_the_same_tokens(hybrid, monkeypatch, r
     assert_unchanged(hybrid, PROMPTS[:3], GREEDY)
 
 
-def test_preemption_forms_and_log_probabilities_change_no_token(hybrid):
-    params = SamplingParams(**LOOPING, logprobs=2)
-    _, accepted = assert_unchanged(hybrid, PROMPTS, params, blocks=32)
-    assert accepted > 0
-    repeating = hybrid.tokenizer.encode("abababababab ab ab")
-    formed = SamplingParams(temperature=0, max_tokens=30, structured_outputs=FORM)
-    before = totals(hybrid)
-    assert_unchanged(hybrid, [repeating, REPEATED[2]], [formed, SamplingParams(**LOOPING)])
-    assert totals(hybrid) > before
-
-
 def test_a_draft_model_changes_no_token(hybrid_folder, folder, monkeypatch):
     llm = make_llm(hybrid_folder, speculative_config=draft_config(folder))
     policy = llm.engine.speculator._policy
@@ -120,11 +91,6 @@ def test_drafts_continue_a_state_that_was_kept(hybrid, monkeypatch):
     assert again.num_cached_tokens == 40
     assert again.outputs[0].token_ids == alone[0][0][0]
     assert totals(hybrid)[1] > before
-
-
-def test_nothing_compiles_after_the_start(hybrid):
-    with nothing_compiles(hybrid):
-        samples(hybrid, PROMPTS, SamplingParams(**LOOPING))
 
 
 def test_a_layer_that_cannot_go_back_is_refused_by_name(hybrid_folder, monkeypatch):

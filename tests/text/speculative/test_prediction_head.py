@@ -7,19 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.engine import finish, nothing_compiles, tokens
 from tests.support.tiny import HYBRID, tiny_checkpoint
 from tests.text.speculative.conftest import (
     GREEDY,
     LOOPING,
+    MTP,
     PROMPTS,
-    REPEATED,
-    SAMPLING,
     assert_unchanged,
-    expected,
+    free_drafts,
     make_llm,
-    outputs,
-    samples,
 )
 from verax.checkpoint import Checkpoint
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
@@ -29,40 +25,10 @@ from verax.models.causal_lm import predicted_hidden_states
 from verax.text.engine.engine_config import EngineConfig, SpeculativeConfig
 from verax.text.engine.sampling_params import SamplingParams
 
-MTP = {"method": "mtp", "num_speculative_tokens": 3, "disable_by_batch_size": 2}
-
-
-@pytest.fixture(scope="module")
-def head_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mtp") / "qwen3"
-    return tiny_checkpoint(folder, prediction_head=True, num_nextn_predict_layers=1)
-
-
-@pytest.fixture(scope="module")
-def mtp(head_folder):
-    return make_llm(head_folder, structured_outputs=True, speculative_config=MTP)
-
 
 @pytest.fixture(autouse=True)
-def free_drafts(mtp, monkeypatch):
-    """Drafts cost nothing and are never given up: a random head is hardly ever right but for biased requests."""
-    monkeypatch.setattr("verax.text.features.speculative.WAITING", -0.9)
-    without_costs(mtp)
-
-
-def without_costs(llm):
-    policy = llm.engine.speculator._policy
-    policy._draft_cost = policy._fixed_cost = 0.0
-
-
-@pytest.mark.parametrize("kind", [*SAMPLING, "repeating"])
-def test_answers_equal_an_engine_without_drafts(mtp, kind):
-    params = SamplingParams(
-        **(LOOPING if kind == "repeating" else {"max_tokens": 30, "ignore_eos": True} | SAMPLING[kind])
-    )
-    drafted, accepted = map(sum, zip(*(assert_unchanged(mtp, p, params) for p in (PROMPTS[3:4], PROMPTS)), strict=True))
-    assert drafted > 0 or params.n > 2
-    assert accepted > 10 or kind != "repeating"
+def free(mtp, monkeypatch):
+    free_drafts(mtp, monkeypatch)
 
 
 @pytest.mark.parametrize("gap", [0, 6], ids=["from the prompt", "after decode steps"])
@@ -116,37 +82,9 @@ def held_drafts(model, text, num_prompt, skipped, bias):
     return held, count
 
 
-def test_preemption_prefixes_and_answers_so_far_change_no_token(mtp):
-    assert_unchanged(mtp, PROMPTS, GREEDY, blocks=32)
-    params = SamplingParams(**LOOPING)
-    (alone,) = expected(mtp, [REPEATED[2]], params)
-    for _ in range(2):
-        assert samples(mtp, [REPEATED[2]], params) == [alone]
-    mtp.add_request(REPEATED[2], params, output_token_ids=[alone[0][0][:7]])
-    assert tokens(finish(mtp)) == [alone[0][0]]
-
-
-def test_requests_with_a_grammar_and_their_company_are_answered(mtp):
-    form = SamplingParams(temperature=0, max_tokens=12, structured_outputs={"regex": "[ab]{8}"})
-    assert_unchanged(mtp, PROMPTS[:2], [form, SamplingParams(**LOOPING)])
-
-
 def test_more_sequences_than_the_limit_have_no_drafts(mtp):
     drafted, _ = assert_unchanged(mtp, PROMPTS[:3], dataclasses.replace(GREEDY, max_tokens=20))
     assert drafted == 0
-
-
-def test_nothing_compiles_after_the_start(mtp):
-    with nothing_compiles(mtp):
-        for batch in (PROMPTS, PROMPTS[3:4], REPEATED):
-            outputs(mtp, batch, SamplingParams(**LOOPING, logprobs=1))
-
-
-def test_weights_and_cache_of_the_head_are_counted(mtp, folder):
-    without = make_llm(folder)
-    runner, plain = mtp.engine.runner, without.engine.runner
-    assert len(runner.config.groups[0].layers) == len(plain.config.groups[0].layers) + 1
-    assert runner.weight_bytes - plain.weight_bytes > 4 * 2 * 64 * 64
 
 
 def test_what_cannot_be_served_is_refused(folder, tmp_path):
@@ -188,10 +126,10 @@ HYBRIDS = {
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_hybrids_and_their_experts_answer_as_without_drafts(family, tmp_path):
+def test_hybrids_and_their_experts_answer_as_without_drafts(family, tmp_path, monkeypatch):
     folder = tiny_checkpoint(tmp_path / "model", family=family, prediction_head=True, **HYBRIDS[family])
     llm = make_llm(folder, speculative_config=MTP)
-    without_costs(llm)
+    free_drafts(llm, monkeypatch)
     for params, least in ((GREEDY, 0), (SamplingParams(**LOOPING), 5)):
         for prompts in (PROMPTS[3:4], PROMPTS[2:6]):
             drafted, accepted = assert_unchanged(llm, prompts, params)

@@ -1,4 +1,4 @@
-"""Speculative decoding: its options, the number of drafts, and answers that equal those without drafts."""
+"""Speculative decoding: its options, the number of drafts, and answers of every drafter as without drafts."""
 
 import dataclasses
 import random
@@ -16,6 +16,7 @@ from tests.text.speculative.conftest import (
     SAMPLING,
     assert_unchanged,
     expected,
+    free_drafts,
     outputs,
     samples,
     totals,
@@ -25,18 +26,31 @@ from verax.errors import InvalidParameterError
 from verax.text.engine.async_llm import AsyncLLM
 from verax.text.engine.engine_config import EngineConfig, SpeculativeConfig
 from verax.text.engine.sampling_params import SamplingParams
-from verax.text.features.speculative import LONGEST_REST, Acceptance, Policy, StepCost
+from verax.text.features.speculative import Policy, StepCost
+
+SLOW = pytest.mark.slow
+FREE, REPEATING = (
+    ("greedy", "seed", "truncated", "penalties", "several"),
+    ("greedy", "seed", "min tokens", "stop token"),
+)
 
 
-@pytest.mark.parametrize("biased", [False, True], ids=["free", "repeating"])
-@pytest.mark.parametrize("kind", SAMPLING)
-def test_answers_equal_an_engine_without_drafts(ngram, kind, biased):
+@pytest.fixture(params=["ngram", "mtp", *(pytest.param(name, marks=SLOW) for name in ("hybrid", "draft_model"))])
+def drafted(request, monkeypatch):
+    """An engine with drafts of each kind."""
+    llm = request.getfixturevalue(request.param)
+    if request.param in ("mtp", "draft_model"):
+        free_drafts(llm, monkeypatch)
+    return llm
+
+
+@pytest.mark.parametrize(("kind", "biased"), [*((kind, False) for kind in FREE), *((kind, True) for kind in REPEATING)])
+def test_answers_equal_an_engine_without_drafts(drafted, kind, biased):
     common = LOOPING if biased else {"max_tokens": 30, "ignore_eos": True}
     params = SamplingParams(**{**common, **SAMPLING[kind]})
-    _, accepted = assert_unchanged(ngram, PROMPTS, params)
-    assert_unchanged(ngram, PROMPTS[3:4], params)
-    if biased and kind in ("greedy", "seed", "several"):
-        assert accepted > 10
+    counts = [assert_unchanged(drafted, prompts, params) for prompts in (PROMPTS, PROMPTS[3:4])]
+    if biased and kind in ("greedy", "seed"):
+        assert sum(accepted for _, accepted in counts) > 10
 
 
 def test_most_of_a_repeating_answer_is_drafted_and_few_steps_are_run(ngram):
@@ -94,35 +108,43 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("temperature", [0, 1.2])
-def test_forms_hold_within_drafts(ngram, form, temperature):
-    repeating = [ngram.tokenizer.encode("abababababab ab ab [1,1,1,1,1,1"), *REPEATED[:2]]
+@pytest.mark.parametrize(
+    ("drafted", "form", "temperature"),
+    [
+        *(("ngram", form, temperature) for form in FORMS for temperature in (0, 1.2)),
+        ("mtp", "regex", 0),
+        pytest.param("hybrid", "regex", 0, marks=SLOW),
+    ],
+    indirect=["drafted"],
+)
+def test_forms_hold_within_drafts(drafted, form, temperature):
+    repeating = [drafted.tokenizer.encode("abababababab ab ab [1,1,1,1,1,1"), *REPEATED[:2]]
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=30, structured_outputs=FORMS[form])
-    before, free = totals(ngram), SamplingParams(**LOOPING)
-    assert_unchanged(ngram, [*repeating, REPEATED[2]], [params, params, params, free])
-    assert_unchanged(ngram, repeating[:1], params)
-    assert totals(ngram) > before
+    before, free = totals(drafted), SamplingParams(**LOOPING)
+    assert_unchanged(drafted, [*repeating, REPEATED[2]], [params, params, params, free])
+    assert_unchanged(drafted, repeating[:1], params)
+    assert totals(drafted) > before
 
 
-def test_preemption_changes_no_token(ngram):
-    assert_unchanged(ngram, PROMPTS, GREEDY, blocks=32)
-    _, accepted = assert_unchanged(ngram, PROMPTS, SamplingParams(**LOOPING), blocks=32)
+def test_preemption_changes_no_token(drafted):
+    assert_unchanged(drafted, PROMPTS, GREEDY, blocks=32)
+    _, accepted = assert_unchanged(drafted, PROMPTS, SamplingParams(**LOOPING, logprobs=2), blocks=32)
     assert accepted > 0
 
 
-def test_a_prefix_hit_and_an_answer_so_far_change_no_token(ngram):
+@pytest.mark.parametrize("drafted", ["ngram", "mtp"], indirect=True)
+def test_a_prefix_hit_and_an_answer_so_far_change_no_token(drafted):
     params = SamplingParams(**LOOPING)
-    (alone,) = expected(ngram, [REPEATED[2]], params)
+    (alone,) = expected(drafted, [REPEATED[2]], params)
     answer = alone[0][0]
     for _ in range(2):
-        assert samples(ngram, [REPEATED[2]], params) == [alone]
-    (again,) = outputs(ngram, [[*REPEATED[2], *answer[:20]]], dataclasses.replace(params, max_tokens=10))
+        assert samples(drafted, [REPEATED[2]], params) == [alone]
+    (again,) = outputs(drafted, [[*REPEATED[2], *answer[:20]]], dataclasses.replace(params, max_tokens=10))
     assert again.num_cached_tokens > 40
     assert again.outputs[0].token_ids == answer[20:]
     for cut in (1, 7, 29):
-        ngram.add_request(REPEATED[2], params, output_token_ids=[answer[:cut]])
-        assert tokens(finish(ngram)) == [answer]
+        drafted.add_request(REPEATED[2], params, output_token_ids=[answer[:cut]])
+        assert tokens(finish(drafted)) == [answer]
 
 
 async def test_streams_are_the_answers_and_the_engine_thread_counts_drafts(ngram):
@@ -163,11 +185,13 @@ def test_random_schedules_change_no_answer(ngram, seed):
     assert ngram.engine.scheduler.blocks.usage == 0
 
 
-def test_nothing_compiles_after_the_start(ngram):
-    with nothing_compiles(ngram):
+def test_nothing_compiles_after_the_start(drafted):
+    forms = [SamplingParams(max_tokens=9, structured_outputs=FORMS["regex"])]
+    forms = forms if drafted.engine.runner.config.structured_outputs else []
+    with nothing_compiles(drafted):
         for batch in (PROMPTS, PROMPTS[3:4], REPEATED):
-            outputs(ngram, batch, SamplingParams(**LOOPING, logprobs=1))
-            outputs(ngram, batch, SamplingParams(max_tokens=9, structured_outputs=FORMS["regex"]))
+            for params in (SamplingParams(**LOOPING, logprobs=1), *forms):
+                outputs(drafted, batch, params)
 
 
 FLAT, STEEP = StepCost(8, 18), StepCost(1, 1)
@@ -192,17 +216,6 @@ def policy(cost=FLAT, num_drafts=7, draft_cost=0.0):
 )
 def test_drafts_fill_the_rows_that_cost_nothing_where_they_pay(options, num_rows, rates, most, total):
     assert sum(policy(**options).choose(num_rows, rates, [most] * len(rates))) == total
-
-
-def test_a_sequence_rests_longer_each_time_that_drafts_fail():
-    chosen, acceptance, length, rests = policy(), Acceptance(), 0, []
-    for _ in range(40):
-        chosen.record(acceptance, 4, 0, length)
-        if acceptance.resumes_at > length:
-            rests.append(acceptance.resumes_at - length)
-            length = acceptance.resumes_at
-    assert rests[:4] == [16, 32, 64, 128]
-    assert rests[-1] == LONGEST_REST
 
 
 @pytest.mark.parametrize(

@@ -154,19 +154,6 @@ def test_every_example_comes_once_before_any_comes_again():
     assert lengths[:5].tolist() != lengths[5:].tolist()
 
 
-def test_a_run_continues_with_the_batches_that_it_would_have_had():
-    for whole, resumed in zip(take(0, 7)[3:], take(3, 4), strict=True):
-        np.testing.assert_equal(whole, resumed)
-    assert not np.array_equal(take(0, 1)[0]["lengths"], take(0, 1, seed=1)[0]["lengths"])
-
-
-def test_parts_of_a_step_are_the_rows_of_one_large_batch():
-    (whole,), (parts,) = take(0, 1, rows=4), take(0, 1, rows=2, parts=2)
-    assert parts["tokens"].shape == (2, 2, whole["tokens"].shape[1])
-    for name, array in whole.items():
-        np.testing.assert_array_equal(parts[name].reshape(array.shape), array)
-
-
 def test_validation_takes_every_example_once_and_fills_up_with_empty_rows():
     batches = list(validation_batches(EXAMPLES, rows=2, max_length=50))
     assert sorted(np.concatenate([batch["lengths"] for batch in batches])) == [0, 2, 4, 8, 11, 39]
