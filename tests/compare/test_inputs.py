@@ -76,18 +76,6 @@ def test_arrays_that_the_call_does_not_take_are_refused(inputs, message):
         inputs.checked({"x": (None, 3)})
 
 
-def test_tokens_are_padded_on_the_right(tmp_path):
-    arrays = {"input_ids": IDS, "attention_mask": np.array([[1, 1, 0], [1, 1, 1]])}
-    rows = _rows(tmp_path, 10, Inputs(arrays=arrays), 4, count=2)
-    np.testing.assert_array_equal(rows.ids, IDS)
-    assert rows.real.tolist() == [[True, True, False], [True, True, True]]
-    states = np.arange(12.0).reshape(2, 3, 2) + 1
-    other = states.copy()
-    other[0, 2] = 1e9  # of padding: it means nothing
-    assert rows.pooled(states, other).max_error == 0
-    assert rows.pooled(states, states + 1).max_error == pytest.approx(1)
-
-
 def test_texts_are_rows_of_their_tokens():
     rows = _rows(
         Checkpoint.open(builtin.encoder()), 10**6, Inputs(texts=("A dog runs.", "A dog runs over a field.")), 4, count=2

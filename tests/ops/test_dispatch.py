@@ -131,14 +131,6 @@ def test_every_operation_has_an_example_and_the_choice_for_it_exists():
         assert not set(chosen) & set(row["others"])
 
 
-def test_an_operation_without_an_example_is_listed_all_the_same(doubled):
-    row = ops.chosen_implementations()["double_it"]
-    assert row == {"runs": "-", "others": ["reference", "shifted", "elsewhere"]}
-    doubled.examples = [ops.Example((3,), label="small"), ops.Example((30,), label="large")]
-    row = ops.chosen_implementations()["double_it"]
-    assert row == {"runs": "reference (small), shifted (large)", "others": ["elsewhere"]}
-
-
 @pytest.mark.parametrize(
     ("choice", "named"), [({"nothing": "reference"}, "nothing"), ({"linear": "magic"}, "pad_to_two_rows")]
 )
@@ -185,16 +177,6 @@ def test_equal_calls_are_traced_once_and_are_one_function_of_the_program(scaled)
     assert (program.compile()(X) == 8 * X + 2).all()
 
 
-@pytest.mark.parametrize("factor", [3, 2.0, True])
-def test_another_value_or_the_same_of_another_type_is_traced_for_itself(scaled, factor):
-    op, traced = scaled
-    first, second = jax.jit(lambda x: (op(x.astype(int)), op(x.astype(int), factor)))(X)
-    assert traced == [((6,), 2), ((6,), factor)]
-    assert (first == 2 * X).all()
-    assert (second == X * factor).all()
-    assert second.dtype == (X.astype(int) * factor).dtype
-
-
 def test_calls_with_other_arguments_or_without_a_traced_array_are_not_shared(scaled):
     op, traced = scaled
     for _ in range(2):
@@ -234,8 +216,3 @@ def test_a_function_in_an_operations_place_may_see_values_of_the_program_around_
 
     for x in (X, 2 * X):
         assert (jax.jit(around)(x) == x * x.sum()).all()
-
-
-def test_gradients_go_through_the_functions(scaled):
-    op, _ = scaled
-    assert jax.jit(jax.grad(jax.grad(lambda x: op(op(x) ** 2))))(3.0) == 16

@@ -2,9 +2,9 @@
 
 import importlib.util
 
-import jax.numpy as jnp
 import pytest
 
+from tests.bench import conftest
 from tests.support.tiny import tiny_checkpoint
 from tests.support.tiny_encoder import sentence_files, tiny_encoder
 from verax.bench.embed.cases import bench_embed
@@ -19,26 +19,22 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
+known_machine = conftest.known_machine
+
 
 def test_transformers_generates_what_the_engine_generates(tmp_path):
     tiny_checkpoint(tmp_path)
     workload = Workload("short-prompts", ((5, 6, 7), (9, 8, 7, 6, 5)), (8, 6), 0.0)
     settings = TextSettings(model=str(tmp_path), runs=1, warmup=0, dtype="float32", against="transformers")
-    sides = bench_text(settings, workload)["cases"][0]["sides"]
+    result = bench_text(settings, workload)
+    sides = result["cases"][0]["sides"]
+    assert set(sides) == {"transformers naive", "transformers batched", "verax"}
+    assert set(result["cases"][0]["ratios"]) == set(sides) - {"verax"}
     assert sides["transformers naive"]["same_tokens"] == sides["verax"]["same_tokens"] == 14
-    model = str(tmp_path)
-    run, _ = engines.causal_lm(transformers, model, "float32", None, 2, 16)
+    assert result["machine"]["torch"] == torch.__version__
+    run, _ = engines.causal_lm(transformers, str(tmp_path), "float32", None, 2, 16)
     work = ([list(prompt) for prompt in workload.prompts], list(workload.max_tokens), 0.0)
     assert run(*work, batched=True) == run(*work)
-
-
-def test_all_sides_are_in_one_interleaved_result(tmp_path):
-    tiny_checkpoint(tmp_path, dtype=jnp.bfloat16)
-    workload = Workload("short-prompts", ((5, 6, 7), (8, 9)), (3, 2), 0.7)
-    result = bench_text(TextSettings(model=str(tmp_path), runs=1, against="transformers"), workload)
-    assert set(result["cases"][0]["sides"]) == {"transformers naive", "transformers batched", "verax"}
-    assert set(result["cases"][0]["ratios"]) == {"transformers naive", "transformers batched"}
-    assert result["machine"]["torch"] == torch.__version__
 
 
 LIBRARIES = {"openvino": ("openvino", "nncf"), "onnxruntime": ("onnxruntime", "onnx")}
@@ -53,45 +49,40 @@ def bench(folder, against, **options):
     return bench_embed(EmbedSettings(model=str(folder), against=against, **{**sizes, **options}))
 
 
-@pytest.mark.parametrize(("library", "mode"), [("openvino", "mean"), ("onnxruntime", "lasttoken"), (None, "cls")])
+@pytest.mark.parametrize(("library", "mode"), [("openvino", "mean"), ("onnxruntime", "lasttoken")])
 def test_others_give_our_vectors_in_float32_and_near_them_in_int8(tmp_path, library, mode):
-    for module in LIBRARIES.get(library, ()):
+    for module in LIBRARIES[library]:
         pytest.importorskip(module, reason=f"needs {module}: pip install 'verax[{library}]'")
     tiny_encoder(tmp_path)
     sentence_files(tmp_path, mode=mode)
-    exported = {f"{library} float32", f"{library} int8"} if library else set()
-    result = bench(tmp_path, ("transformers", *((library, f"{library}-int8") if library else ())))
+    exported = {f"{library} float32", f"{library} int8"}
+    result = bench(tmp_path, ("transformers", library, f"{library}-int8"))
     assert set(result["cases"][0]["sides"]) == {"transformers", *exported, "verax"}
     assert set(result["cases"][0]["ratios"]) == {"transformers", *exported}
     assert result["accuracy"]["transformers"]["largest_difference"] < SAME
     assert result["machine"]["torch"] == torch.__version__
     for name in exported:
         assert "one text a call" in result["chosen"][name] or "batches of 4" in result["chosen"][name]
-    if library:
-        assert result["accuracy"][f"{library} float32"]["largest_difference"] < SAME
-        assert SAME < result["accuracy"][f"{library} int8"]["cosine_distance"] < 0.03
-        assert library in result["machine"]
+    assert result["accuracy"][f"{library} float32"]["largest_difference"] < SAME
+    assert SAME < result["accuracy"][f"{library} int8"]["cosine_distance"] < 0.03
+    assert library in result["machine"]
 
 
 def test_openvino_in_bfloat16_is_as_near_to_float32_as_we_are(tmp_path):
     pytest.importorskip("openvino", reason="needs openvino: pip install 'verax[openvino]'")
-    result = bench(tiny_encoder(tmp_path), ("openvino",), dtype="bfloat16", latency=True)
+    tiny_encoder(tmp_path)
+    sentence_files(tmp_path, mode="cls")
+    result = bench(tmp_path, ("openvino",), dtype="bfloat16", latency=True)
     ours, theirs = (result["accuracy"][name]["cosine_distance"] for name in ("verax", "openvino bfloat16"))
     assert 0 < ours < 1e-3
     assert theirs < 1e-3  # float32 where the processor has no bfloat16
     assert result["chosen"]["openvino bfloat16"] == "PERFORMANCE_HINT=LATENCY, one text a call"
 
 
-@pytest.fixture
-def bench_clip(monkeypatch):
-    """The video benchmark of a tiny model, without a measurement of the machine."""
-
-    def run(against, stages, dtype="float32"):
-        monkeypatch.setattr("verax.machine.measure_machine", lambda: {f"matmul_{dtype}_gflop_per_s": 400})
-        settings = dict(frames=[5], height=16, width=16, dtype=dtype, layers=1, runs=1, warmup=0)
-        return bench_video(VideoSettings(size="tiny", stage=stages, against=against, **settings))
-
-    return run
+def bench_clip(against, stages, dtype="float32"):
+    """Result of the video benchmark of a tiny model."""
+    settings = dict(frames=[5], height=16, width=16, dtype=dtype, layers=1, runs=1, warmup=0)
+    return bench_video(VideoSettings(size="tiny", stage=stages, against=against, **settings))
 
 
 HAS_OPENVINO = importlib.util.find_spec("openvino") is not None
@@ -104,7 +95,7 @@ HAS_OPENVINO = importlib.util.find_spec("openvino") is not None
         ("vae", ["diffusers", "torch.compile"], ["openvino"]),
     ],
 )
-def test_every_stage_has_the_result_of_the_others(bench_clip, stage, others, left_out):
+def test_every_stage_has_the_result_of_the_others(stage, others, left_out):
     others = others + ["openvino"] * HAS_OPENVINO
     result = bench_clip(others, [stage])
     (case,) = result["cases"]
@@ -116,7 +107,7 @@ def test_every_stage_has_the_result_of_the_others(bench_clip, stage, others, lef
     assert all(f"frames | {name} |" in markdown(result) for name in others)
 
 
-def test_openvino_in_bfloat16_has_our_result_of_the_transformer(bench_clip):
+def test_openvino_in_bfloat16_has_our_result_of_the_transformer():
     pytest.importorskip("openvino", reason="needs openvino: pip install 'verax[openvino]'")
     (case,) = bench_clip(["openvino"], ["transformer"], "bfloat16")["cases"]
     assert case["sides"]["openvino"]["difference"] < 0.2  # it rounds the angles of a timestep to bfloat16

@@ -10,8 +10,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
 
-from tests.parity import test_causal_lm
-from tests.parity import test_sentence_models as sentence_models
+from tests.parity import test_encoders
 from tests.support.tiny_encoder import SIZES
 from verax import ops
 from verax.compare import align, compare_case, trace_jax, trace_torch
@@ -139,16 +138,9 @@ def test_padded_prompts_are_judged_by_their_tokens_alone(tmp_path):
     assert result.judged.positions == 11 + 4 + 7
 
 
-def test_gpt_oss_is_equal_in_every_layer(tmp_path):
-    test_causal_lm.reference("gpt_oss", tmp_path)
-    result = compare_case(text_case(tmp_path, tmp_path))
-    assert result.passed, result.failures
-    assert result.first is None
-
-
-@pytest.mark.parametrize("family", sentence_models.FAMILIES)
+@pytest.mark.parametrize("family", test_encoders.COMPARED)
 def test_every_encoder_is_equal_in_every_layer(family, tmp_path):
-    sentence_models.FAMILIES[family](tmp_path).save_pretrained(tmp_path)
+    test_encoders.save(tmp_path, family)
     padded = {**PADDED, "input_ids": PADDED["input_ids"] % SIZES["vocab_size"]}
     result = compare_case(embed_case(tmp_path, tmp_path, inputs=Inputs(arrays=padded)))
     assert result.passed, result.failures

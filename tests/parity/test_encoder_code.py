@@ -13,15 +13,13 @@ transformers = pytest.importorskip("transformers")
 from torch import nn
 from torch.nn import functional as F
 
-from tests.parity.test_encoder_families import SENTENCES as ALL
-from tests.parity.test_encoder_families import relative, save, states
-from tests.parity.test_sentence_models import filled
+from tests.parity.test_encoders import LONG, filled, relative, save, states
 from tests.support.tiny_encoder import sentence_files, tiny_tokenizer
 from verax import Encoder
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.models import encoder
 
-SENTENCES = ALL[-6:]
+SENTENCES = LONG[-6:]
 D, FF, HEADS, LAYERS, EXPERTS = 48, 80, 6, 3, 5
 
 

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.parity.test_sentence_models import QWEN, bert, filled, modernbert, roberta
+from tests.parity.test_encoders import QWEN, filled, save
 from tests.support.tiny_encoder import qwen_tokenizer, random_sentences
 from verax import Reranker
 from verax.embed.reranker import PREFIX, SUFFIX
@@ -18,12 +18,12 @@ QUERIES = ["who sat on the mat ?", " ".join(random_sentences(3, seed=6, most=30)
 LONGEST = 32
 
 
-CLASSIFIER = dict(kind="ForSequenceClassification", num_labels=1)
+HEAD = dict(kind="ForSequenceClassification", num_labels=1)
 FAMILIES = {
-    "bert": partial(bert, **CLASSIFIER),
-    "xlm-roberta": partial(roberta, **CLASSIFIER),
-    "modernbert": partial(modernbert, **CLASSIFIER, classifier_pooling="cls", classifier_bias=False),
-    "modernbert-mean": partial(modernbert, **CLASSIFIER, classifier_pooling="mean", classifier_bias=True),
+    "bert": partial(save, family="Bert", **HEAD),
+    "xlm-roberta": partial(save, family="XLMRoberta", **HEAD),
+    "modernbert": partial(save, family="ModernBert", **HEAD, classifier_pooling="cls", classifier_bias=False),
+    "modernbert-mean": partial(save, family="ModernBert", **HEAD, classifier_pooling="mean", classifier_bias=True),
 }
 
 
@@ -42,7 +42,6 @@ def logits(model, folder, query, max_length=LONGEST):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_are_the_sigmoid_of_transformers_logits(family, tmp_path):
     theirs = FAMILIES[family](tmp_path)
-    theirs.save_pretrained(tmp_path)
     reranker = Reranker(tmp_path, max_length=LONGEST)
     for query in QUERIES:  # a short one, and one that loses its end
         ours = reranker.score(query, DOCUMENTS)

@@ -15,8 +15,8 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.sentence_transformer.modules import Dropout, LayerNorm, Pooling
 
+from tests.parity.test_encoders import save
 from tests.parity.test_rerankers import FAMILIES
-from tests.parity.test_sentence_models import bert, qwen3
 from tests.support.tiny_encoder import random_sentences
 from verax import Encoder, Reranker
 from verax.embed import modules, settings
@@ -31,7 +31,7 @@ D = 48
 def base(tmp_path_factory):
     """A folder of a random BERT."""
     folder = tmp_path_factory.mktemp("bert")
-    bert(folder).save_pretrained(folder)
+    save(folder, "Bert")
     return folder
 
 
@@ -145,7 +145,7 @@ def test_a_folder_without_modules_is_pooled_as_there(base, tmp_path):
         SentenceTransformer(str(base)).encode(SENTENCES, normalize_embeddings=True),
         atol=1e-5,
     )
-    qwen3(tmp_path).save_pretrained(tmp_path)
+    save(tmp_path, "Qwen3")
     for kind, pooling in (("Qwen3Model", "mean"), ("Qwen3ForCausalLM", "lasttoken")):
         config = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [kind]}))
@@ -180,7 +180,7 @@ ACTIVATIONS = [torch.nn.Identity, torch.nn.Sigmoid, torch.nn.Tanh, torch.nn.Soft
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_a_cross_encoder_has_its_activation_and_prompt(activation, tmp_path):
-    FAMILIES["bert"](tmp_path / "base").save_pretrained(tmp_path / "base")
+    FAMILIES["bert"](tmp_path / "base")
     prompts = {"query": PROMPT} if activation is torch.nn.Tanh else {}
     model = CrossEncoder(str(tmp_path / "base"), activation_fn=activation(), prompts=prompts)
     model.default_prompt_name = "query" if prompts else None
@@ -301,7 +301,7 @@ def test_a_change_of_any_key_of_a_model_changes_its_results_or_is_refused(whole,
     model = SentenceTransformer(modules=[Normalize()], truncate_dim=3)
     shutil.copytree(whole, tmp_path / "a")
     assert silent(tmp_path / "a", file, model._get_model_config(), WITHOUT_EFFECT[file]) == set()
-    FAMILIES["bert"](tmp_path / "base").save_pretrained(tmp_path / "base")
+    FAMILIES["bert"](tmp_path / "base")
     CrossEncoder(str(tmp_path / "base")).save_pretrained(str(tmp_path / "b"))
     keys = json.loads((tmp_path / "b" / file).read_text())
     assert silent(tmp_path / "b", file, keys, WITHOUT_EFFECT[file], cross=True) == set()

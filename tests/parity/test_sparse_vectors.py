@@ -13,26 +13,15 @@ sparse_encoder = pytest.importorskip("sentence_transformers.sparse_encoder")
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 
-from tests.parity.test_encoder_families import SENTENCES, SIZES, relative, save
-from tests.parity.test_sentence_models import filled
-from tests.support.tiny_encoder import ROBERTA_PAIR, ROBERTA_SPECIAL, tiny_tokenizer
+from tests.parity.test_encoders import LONG as SENTENCES
+from tests.parity.test_encoders import relative, save
 from verax import Encoder
 from verax.errors import InvalidParameterError, UnsupportedModelError
 
 
-def masked_lm(folder, family):
-    if family in ("MPNet", "DistilBert"):
-        return save(folder, family, "ForMaskedLM")
-    tiny_tokenizer(folder, *((ROBERTA_SPECIAL, ROBERTA_PAIR) if family == "XLMRoberta" else ()))
-    config = getattr(transformers, f"{family}Config")(**SIZES, max_position_embeddings=300)
-    model = filled(getattr(transformers, f"{family}ForMaskedLM")(config))
-    model.save_pretrained(folder)
-    return model
-
-
 @pytest.mark.parametrize("family", ["Bert", "DistilBert", "XLMRoberta", "MPNet"])
 def test_weights_are_the_largest_of_the_masked_language_model(family, tmp_path):
-    theirs = masked_lm(tmp_path, family)
+    theirs = save(tmp_path, family, "ForMaskedLM", max_position_embeddings=300)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     expected = []
     for text in SENTENCES:
@@ -59,7 +48,7 @@ def test_weights_are_the_largest_of_the_masked_language_model(family, tmp_path):
     ],
 )
 def test_folders_are_those_of_sentence_transformers(kind, options, tmp_path):
-    masked_lm(tmp_path / "base", "Bert")
+    save(tmp_path / "base", "Bert", "ForMaskedLM", max_position_embeddings=300)
     modules = [Transformer(str(tmp_path / "base"), transformer_task="fill-mask"), SpladePooling(**options)]
     theirs = sparse_encoder.SparseEncoder(modules=modules, prompts={"query": "the cat "}, max_active_dims=7)
     theirs.save_pretrained(str(tmp_path / "whole"))

@@ -2,7 +2,6 @@
 
 import json
 import string
-from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ multi_vector = pytest.importorskip("sentence_transformers.multi_vector_encoder")
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 
-from tests.parity.test_sentence_models import bert, modernbert, qwen3
+from tests.parity.test_encoders import save
 from tests.support.tiny_encoder import random_sentences
 from verax import Encoder, Reranker
 from verax.embed.token_encoder import maxsim
@@ -52,7 +51,7 @@ def assert_same(folder):
     return ours
 
 
-wide = partial(modernbert, local_attention=40)
+WIDE = dict(local_attention=40)
 """A window that reaches from each expansion to the query's tokens, as in published models."""
 
 EXPANSIONS = {
@@ -64,12 +63,12 @@ EXPANSIONS = {
 
 
 @pytest.mark.parametrize(
-    ("family", "expansion"),
-    [*((bert, name) for name in EXPANSIONS), (wide, "hidden"), (qwen3, "none")],
+    ("family", "changes", "expansion"),
+    [*(("Bert", {}, name) for name in EXPANSIONS), ("ModernBert", WIDE, "hidden"), ("Qwen3", {}, "none")],
 )
-def test_token_vectors_are_those_of_sentence_transformers(family, expansion, tmp_path):
+def test_token_vectors_are_those_of_sentence_transformers(family, changes, expansion, tmp_path):
     base = tmp_path / "base"
-    family(base).save_pretrained(base)
+    save(base, family, **changes)
     with_markers(base)
     torch.manual_seed(0)
     modules = [
@@ -95,7 +94,7 @@ def dense(folder):
 
 @pytest.mark.parametrize("changes", [{}, {"do_query_expansion": False, "skiplist_words": ["cat"]}])
 def test_folders_of_pylate_are_read(changes, tmp_path):
-    bert(tmp_path).save_pretrained(tmp_path)
+    save(tmp_path, "Bert")
     with_markers(tmp_path)
     dense(tmp_path / "1_Dense")
     config = json.loads((tmp_path / "1_Dense" / "config.json").read_text())
@@ -113,7 +112,7 @@ def test_folders_of_pylate_are_read(changes, tmp_path):
 
 
 def test_folders_of_colbert_ir_are_read(tmp_path):
-    model = bert(tmp_path)
+    model = save(tmp_path, "Bert")
     weights = {f"bert.{key}": value.contiguous() for key, value in model.state_dict().items()}
     weights["linear.weight"] = torch.randn(16, 48, generator=torch.Generator().manual_seed(0)) * 0.2
     model.config.architectures = ["HF_ColBERT"]
@@ -129,7 +128,7 @@ def test_folders_of_colbert_ir_are_read(tmp_path):
 
 
 def test_what_token_vectors_cannot_do_is_refused(tmp_path):
-    qwen3(tmp_path / "base").save_pretrained(tmp_path / "base")
+    save(tmp_path / "base", "Qwen3")
     plain = Encoder(tmp_path / "base", output="tokens")
     assert [v.shape[1] for v in plain.encode(DOCUMENTS[:2], normalize=False)] == [48, 48]
     model = {"model_type": "MultiVectorEncoder"}

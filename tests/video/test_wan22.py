@@ -130,24 +130,6 @@ def test_the_server_takes_a_request_and_shows_its_latents(kind, frames, pipes):
     assert picture_of(np.zeros(pipe.geometry.shape(1, 32, 64), np.float32)).shape == (128, 256, 3)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        ("ti2v", {"guidance_scale_2": 2.0}, "guidance_scale_2: this model has one transformer"),
-        (
-            "t2v-a14b",
-            {"guidance_scale": 1, "guidance_scale_2": 2},
-            "guidance_scale_2: expected at most 1 where guidance",
-        ),
-        ("ti2v", {"height": 48}, "height: expected a multiple of 32, got 48; nearest 32 or 64"),
-        ("ti2v", {"last_image": picture()}, "last_image: needs a model for first and last frame"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_by_name(pipes, kind, options, message):
-    with pytest.raises(InvalidParameterError, match=message):
-        pipes(kind)("a red circle", **{**OPTIONS, **options})
-
-
 def test_folders_that_lack_a_part_are_refused(folders, tmp_path):
     folder = shutil.copytree(folders("t2v-a14b"), tmp_path / "model")
     index = folder / "model_index.json"

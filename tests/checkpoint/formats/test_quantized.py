@@ -6,10 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
 
 from tests.support.packing import awq, dequantized, float8, gptq, mxfp4, open_packed, pack_rows, random_codes
-from tests.support.tiny import tiny_checkpoint
 from verax import checkpoint
 from verax.checkpoint import Checkpoint, load_module
 from verax.errors import CheckpointError, InvalidParameterError
@@ -64,22 +62,6 @@ def test_saving_and_loading_gives_the_same_integers_and_scales(tmp_path, bits, g
     assert opened.config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] == bits
 
 
-def test_every_code_is_where_the_layout_has_it(tmp_path):
-    # Written by hand from the format's description: input i in bits 4 i of the row, plus 8.
-    values = np.arange(64) % 16 - 8
-    words = np.zeros((1, 8), np.uint32)
-    for i, value in enumerate(values):
-        words[0, i // 8] |= np.uint32(int(value) + 8) << np.uint32(4 * (i % 8))
-    tensors = {
-        "weight_packed": words.view(np.int32),
-        "weight_scale": np.asarray([[0.5, 2.0]], np.float32),
-        "weight_shape": np.asarray([1, 64]),
-    }
-    weight = open_packed(tmp_path, tensors, COMPRESSED).read("up.weight")
-    np.testing.assert_array_equal(weight.integers()[0], values)
-    np.testing.assert_array_equal(weight.dequantize()[0], values * np.repeat([0.5, 2.0], 32))
-
-
 def test_scales_that_float16_cannot_hold_stay_float32(tmp_path):
     scales = np.asarray([[1e-6, 1.0]], np.float32)
     tensors = {"weight_packed": np.zeros((1, 8), np.int32), "weight_scale": scales, "weight_shape": np.asarray([1, 64])}
@@ -120,27 +102,6 @@ def test_a_bias_of_zeros_that_the_model_lacks_is_left_out(tmp_path):
     folder = checkpoint.save(model, tmp_path, config={})
     with pytest.raises(CheckpointError, match=r"up\.bias unexpected"):
         load_module(without, Checkpoint.open(folder), dtype=jnp.bfloat16)
-
-
-def test_loading_quantises_the_named_layers_only(tmp_path):
-    folder = checkpoint.save(Model(64, nnx.Rngs(3)), tmp_path, config={})
-    chosen = lambda name: (4, 32) if name == "up.weight" else None
-    quantised = load_module(abstract(64), Checkpoint.open(folder), dtype=jnp.bfloat16, quantize=chosen)
-    kernel = jnp.asarray(load_file(folder / "model.safetensors")["up.weight"])
-    same(quantize(kernel, 4, 32), quantised.up.weight.get_value())
-
-
-def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path):
-    from verax.loading import load_causal_lm
-
-    tiny_checkpoint(tmp_path / "a")
-    quantised = load_causal_lm(Checkpoint.open(tmp_path / "a"), dtype="bfloat16", quantization="int8")
-    config = {**Checkpoint.open(tmp_path / "a").config, "tie_word_embeddings": False}
-    checkpoint.save(quantised, tmp_path / "b", config=config)
-    opened = Checkpoint.open(tmp_path / "b")
-    load_causal_lm(opened, dtype="bfloat16")
-    with pytest.raises(CheckpointError, match="quantised already"):
-        load_causal_lm(opened, dtype="bfloat16", quantization="int4")
 
 
 FLOAT_CASES = [
