@@ -16,6 +16,7 @@ from tests.text.speculative.conftest import (
     make_llm,
     outputs,
     samples,
+    totals,
 )
 from verax.errors import UnsupportedModelError
 from verax.models.qwen3_5 import DecoderLayer
