@@ -16,6 +16,7 @@ from verax import VideoPipeline
 from verax.errors import RequestRefusedError
 from verax.models.video_model import LatentGeometry, VideoSettings
 from verax.models.wan.family import KINDS, SKYREELS
+from verax.ops import use_target
 from verax.video.memory import StageMemory, out_of_memory_message
 from verax.video.programs import KEPT_PROGRAMS, Component, Program
 from verax.video.request import VideoRequest, resolve_request
@@ -51,10 +52,26 @@ def test_the_plan_compiles_what_the_run_uses_and_counts_its_memory(pipes):
 def test_a_request_that_does_not_fit_is_refused_before_anything_runs(pipes, monkeypatch):
     pipe = pipes("i2v")
     monkeypatch.setattr("verax.video.pipeline.free_memory", lambda _: 5000)
+    monkeypatch.setattr(pipe, "_releasable", [])  # other tests count the encoders
     seen = []
     with pytest.raises(RequestRefusedError, match=r"memory: \w+ needs .* MB .*; neither fewer nor smaller"):
         pipe("a red circle", callback=seen.append, **OPTIONS)
     assert seen == []
+
+
+def test_encoders_stay_until_a_clip_does_not_fit_next_to_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("verax.video.programs.KEEP_LIMIT", 0)
+    folder = video_folder("i2v", tmp_path / "i2v")
+    with use_target("cpu", memory=1000):
+        assert not VideoPipeline(folder).stages.text_encoder.keep
+    pipe = VideoPipeline(folder)
+    first = pipe("a red circle", **OPTIONS).frames
+    encoders = pipe.stages.text_encoder, pipe.stages.image_encoder
+    assert all(encoder.loaded for encoder in encoders)
+    needed = max(one.peak for one in pipe.plan(VideoRequest("a red circle", **OPTIONS)))
+    monkeypatch.setattr("verax.video.pipeline.free_memory", lambda _: needed - 1)
+    np.testing.assert_array_equal(pipe("a red circle", **OPTIONS).frames, first)
+    assert not any(encoder.loaded for encoder in encoders)
 
 
 def test_guidance_is_in_turn_where_only_that_fits(pipes, monkeypatch, caplog):

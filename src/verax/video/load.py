@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from verax import models, progress
+from verax import models, ops, progress
 from verax.checkpoint.checkpoint import Checkpoint
 from verax.checkpoint.formats.pth import PthFile
 from verax.checkpoint.formats.quantized import QuantizedEntry
@@ -149,7 +149,8 @@ def load_components(
 
     Args:
         dtype: dtype of the transformer's and the encoders' weights. The VAE's are float32.
-        keep_encoders: whether text and image encoder stay on the device; by their size if None.
+        keep_encoders: whether text and image encoder stay on the device; if None, when they are small or all networks
+            take at most half of its memory.
         offload: whether all weights wait in the host's memory while they are not used.
         lora: files that change the weights of each transformer, each with a factor.
         mesh: devices each of which gets the weights of transformers and VAE, and a part of the encoders' weights; None
@@ -194,12 +195,14 @@ def load_components(
     for name in filter(changes.get, changes):
         open_part(name)  # now rather than after minutes of reading the prompt
     image = model.image_encoder
-    return Components(
-        component(model.text_encoder, dtype, keep_encoders),
-        None if image is None else component(image, dtype, keep_encoders),
-        tuple(component(network, dtype, None if several else True) for network in model.transformers),
-        component(model.vae, jnp.float32, True),
-    )
+    encoders = [component(network, dtype, keep_encoders) for network in (model.text_encoder, image) if network]
+    transformers = tuple(component(network, dtype, None if several else True) for network in model.transformers)
+    vae, memory = component(model.vae, jnp.float32, True), ops.target().memory
+    if keep_encoders is None and not offload and memory is not None:
+        size = sum(one.size for one in (*encoders, *transformers, vae))
+        for encoder in encoders:  # to read one again takes longer than a clip of few steps
+            encoder.keep |= size <= memory.total // 2
+    return Components(encoders[0], encoders[1] if image else None, transformers, vae)
 
 
 def load_tiny_decoder(

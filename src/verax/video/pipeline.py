@@ -90,7 +90,8 @@ class VideoPipeline:
                 `"tiny"` for `taew2_1` or `taew2_2` in the checkpoint's folder. Clips are less sharp. The checkpoint's
                 VAE still encodes images.
             keep_encoders: True if text and image encoder stay on the device between calls; if None, when they are
-                small. The 11 GB of UMT5-XXL are freed after the prompt is encoded.
+                small or all networks take at most half of its memory, until a clip does not fit next to them. Otherwise
+                the 11 GB of UMT5-XXL are freed after the prompt is encoded.
             offload: True if weights are in the host's memory while they are not used. On a CPU only a warning.
             guidance_parallel: True to run prompt and negative prompt on two groups of devices.
             sequence_parallel: devices of a group, which divide the tokens of each frame and the heads of attention.
@@ -150,6 +151,8 @@ class VideoPipeline:
             shard_weights=shard_weights,
             quantization=quantization,
         )
+        encoders = (networks.text_encoder, networks.image_encoder) if keep_encoders is None else ()
+        self._releasable = [encoder for encoder in encoders if encoder is not None]
         decoder = None
         if vae is not None:
             decoder = load_tiny_decoder(vae, folder, family, offload=offload, mesh=clip_devices)
@@ -294,7 +297,12 @@ class VideoPipeline:
 
     def _plan(self, request: ResolvedRequest) -> list[StageMemory]:
         with progress.bar("compiling", enabled=self._show_progress, count=False):
-            return plan_memory(stages_of(request, self.parts))
+            plan, free = plan_memory(stages_of(request, self.parts)), free_memory(self.parts.components)
+            if free is not None and largest(plan).peak > free and any(one.keep for one in self._releasable):
+                for encoder in self._releasable:
+                    encoder.release()
+                plan = plan_memory(stages_of(request, self.parts))
+        return plan
 
     def _with_guidance(self, request: ResolvedRequest) -> ResolvedRequest:
         """Request with `guidance` decided: sequential only if that fits and batch does not."""

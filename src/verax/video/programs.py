@@ -142,6 +142,12 @@ class Component(Generic[M]):
             if not self.keep and not self._uses:
                 self._weights = None
 
+    def release(self) -> None:
+        """Give the weights back, now and after each further use."""
+        self.keep = False
+        if not self._uses:
+            self._weights = None
+
     @property
     def config(self) -> Any:
         """Configuration of the module."""
