@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -70,20 +71,9 @@ def at_terminal(monkeypatch, capsys):
     """Type lines at the prompt, and return both outputs."""
 
     def call(*arguments, lines):
-        typed = iter(lines)
-
-        def read(prompt=""):
-            try:
-                line = next(typed)
-            except StopIteration:
-                raise EOFError from None
-            if isinstance(line, BaseException):
-                raise line
-            return line
-
         monkeypatch.setattr(sys, "argv", ["verax", "chat", *map(str, arguments)])
         monkeypatch.setattr(sys, "stdin", Terminal())
-        monkeypatch.setattr("builtins.input", read)
+        monkeypatch.setattr("builtins.input", Mock(side_effect=[*lines, EOFError]))
         with pytest.raises(SystemExit) as ended:
             cli.main()
         assert not ended.value.code

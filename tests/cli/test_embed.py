@@ -141,12 +141,12 @@ def test_a_model_of_token_vectors_ranks_by_maxsim(run, tmp_path):
     assert "--instruction" in done.err
 
 
-def test_vectors_in_bits_are_written(run, tmp_path):
-    done = run("embed", "--precision", "ubinary", "-o", tmp_path / "v.npy", "a cat", "a dog")
+def test_vectors_in_bits_are_written(run, tmp_path, encoder_folder):
+    done = run("embed", "-m", encoder_folder, "--precision", "ubinary", "-o", tmp_path / "v.npy", *LINES[:2])
     assert done.status == 0
-    expected = Encoder().encode(["a cat", "a dog"], precision="ubinary")
+    expected = Encoder(encoder_folder).encode(LINES[:2], precision="ubinary")
     np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), expected)
-    assert run("embed", "--precision", "int4", "a cat").status != 0
+    assert run("embed", "-m", encoder_folder, "--precision", "int4", "a cat").status != 0
 
 
 def test_sparse_vectors_are_written_as_pairs_or_as_a_matrix(run, tmp_path):

@@ -1,11 +1,12 @@
-"""`verax generate`: arguments and pipes in, texts and JSON out, errors as one line."""
+"""`verax generate`: arguments and pipes in, texts and JSON out, errors as one line; with adapters and with programs."""
 
 import json
 import re
 
 import pytest
 
-from tests.support.tiny import tiny_checkpoint
+from tests.support.adapters import adapter_weights, linear_sizes, save_adapter
+from tests.support.tiny import random_weights, tiny_checkpoint, tiny_config
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 
@@ -101,3 +102,48 @@ def test_an_answer_has_the_form_that_an_option_asks_for(run, folder, tmp_path, m
     done = run("generate", "Q: ", "-m", folder, "--max-tokens", "20", "--max-num-seqs", "1", *arguments)
     assert done.status == 0, done.err
     assert re.fullmatch(pattern, done.out.removeprefix("Q: ").removesuffix("\n"))
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    sizes = linear_sizes(random_weights(tiny_config(max_position_embeddings=128)))
+    weights = adapter_weights(sizes, rank=20, spread=0.5)  # above the engine's default rank
+    return save_adapter(tmp_path_factory.mktemp("adapters") / "fox", weights, rank=20, lora_alpha=30)
+
+
+def test_generate_and_chat_go_through_an_adapter_as_if_it_were_merged(run, folder, adapter, tmp_path):
+    done = run("convert", folder, tmp_path / "merged", "--lora", adapter)
+    assert done.status == 0
+    assert "14 weights changed" in done.out
+    models = [("-m", folder, "--lora", adapter), ("-m", tmp_path / "merged"), ("-m", folder)]
+    shown = [run("generate", "abc def", *model, "--temperature", "0", *QUICK).out for model in models]
+    assert shown[0] == shown[1] != shown[2]
+    chat = ("chat", "--message", "abc", "--dtype", "float32", "--max-tokens", "6", "--temperature", "0")
+    assert run(*chat, *models[0]).out == run(*chat, *models[1]).out
+
+
+def test_info_says_what_an_adapter_is(run, adapter):
+    facts = json.loads(run("info", adapter, "--json").out)
+    expected = {"adapter": "LoRA", "base_model": "somebody/tiny", "rank": ["20"], "scale": ["1.5"]}
+    assert expected.items() <= facts.items()
+    assert facts["modules"] == ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert "somebody/tiny" in run("info", adapter).out
+
+
+def test_a_command_starts_with_the_programs_of_another(run, folder, tmp_path):
+    programs = tmp_path / "programs"
+    sizes = ["--max-num-seqs", 2, "--max-model-len", 64, "--max-num-batched-tokens", 32]
+    done = run("compile", folder, "-o", programs, "--device", "cpu", *sizes)
+    assert (done.status, done.err) == (0, "")
+    assert done.out.startswith(f"{programs}: 4 programs, ")
+    options = ["--model", folder, "--max-tokens", 4, "-t", 0, "--ignore-eos", "--programs", programs]
+    done = run("generate", "abc", *options)
+    assert done.status == 0
+    assert done.out.startswith("abc")
+
+
+def test_another_device_than_the_attached_one_is_refused(run, tmp_path):
+    done = run("compile", "-o", tmp_path / "programs", "--device", "h100")
+    assert done.status == 1
+    assert "h100 is 'NVIDIA H100 80GB HBM3', attached is 'cpu'" in done.err
+    assert not (tmp_path / "programs").exists()

@@ -155,6 +155,27 @@ def events_of(text):
     return events
 
 
+def joined(chunks, index=0):
+    """The choice that the chunks of a stream make together, as clients join them."""
+    whole = {}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index):
+        assert whole.get("finish_reason") is None
+        whole = _added(whole, choice)
+    return whole
+
+
+def _added(first, second):
+    """A value and what follows it: texts and lists are continued, and the calls of a list by their numbers."""
+    if first is None or second is None:
+        return second if first is None else first
+    if isinstance(first, dict):
+        return {name: _added(first.get(name), second.get(name)) for name in first | second}
+    if isinstance(first, list) and second and isinstance(second[0], dict) and "index" in second[0]:
+        parts = {part["index"]: part for part in first}
+        return [*(parts | {part["index"]: _added(parts.get(part["index"]), part) for part in second}).values()]
+    return first if isinstance(first, int) else first + second
+
+
 def prompt_of(api, messages, **fields):
     """Prompt that a conversation becomes, read back from its tokens."""
     tokens = api.ok("/tokenize", {"messages": messages, **fields})["tokens"]

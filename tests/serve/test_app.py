@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 
 from tests.serve.conftest import Api, error_of, text_of
 from tests.support.adapters import adapter_weights, linear_sizes, save_adapter
-from tests.support.replicas import as_replicas
+from tests.support.engine import as_replicas
 from tests.support.tiny import random_weights, tiny_checkpoint, tiny_config
 from tests.text.conftest import make_llm
 from verax import LoRARequest

@@ -5,25 +5,12 @@ import time
 import numpy as np
 import pytest
 
-from tests.serve.conftest import named
+from tests.serve.conftest import joined, named
 from verax.serve.text.completions import CompletionLogprobs
 from verax.text.engine.outputs import Logprob
 
 PATH = "/v1/completions"
 BODY = {"prompt": "once upon", "max_tokens": 8, "seed": 3, "ignore_eos": True}
-
-
-def joined(chunks, index):
-    """Whole choice that the chunks of a stream make together."""
-    whole = {"text": "", "logprobs": None, "token_ids": []}
-    for choice in (choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index):
-        whole["text"] += choice["text"]
-        whole["token_ids"] += choice.get("token_ids", [])
-        whole["finish_reason"] = choice["finish_reason"]
-        for name, values in (choice["logprobs"] or {}).items():
-            whole["logprobs"] = whole["logprobs"] or {}
-            whole["logprobs"][name] = whole["logprobs"].get(name, []) + values
-    return whole
 
 
 def test_an_answer_has_openais_fields_and_16_tokens_by_default(api):

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 from functools import partial
 from pathlib import Path
 
@@ -31,25 +30,10 @@ BLOCKS = [block for page in PAGES for block in blocks(ROOT / page) if block.not_
 @pytest.fixture(scope="module")
 def target():
     """A server of the built-in model, as a person starts it."""
-    ready, over, urls = threading.Event(), [], []
-
-    async def main():
-        stop = asyncio.Event()
-        over.extend([asyncio.get_running_loop(), stop])
-        try:
-            async with started(partial(serve_command, None, {"max_num_seqs": 4, "max_model_len": 256})) as url:
-                urls.append(url)
-                ready.set()
-                await stop.wait()
-        finally:
-            ready.set()
-
-    thread = threading.Thread(target=asyncio.run, args=(main(),))
-    thread.start()
-    ready.wait()
-    yield urls[0]
-    over[0].call_soon_threadsafe(over[1].set)
-    thread.join()
+    server = started(partial(serve_command, None, {"max_num_seqs": 4, "max_model_len": 256}))
+    with asyncio.Runner() as runner:
+        yield runner.run(server.__aenter__())
+        runner.run(server.__aexit__(None, None, None))
 
 
 def here(text: str, target: str) -> str:

@@ -429,7 +429,7 @@ def test_a_prompt_of_megabytes_is_refused_without_being_tokenised(shared, served
     long = "a" * 1_000_000
     for path, body in {CHAT: {"messages": [{"role": "user", "content": long}]}, COMPLETE: {"prompt": long}}.items():
         error = shared.post(path, json=body).json()["error"]
-        assert error["code"] == "context_length_exceeded"
+        assert (error["code"], error["param"]) == ("context_length_exceeded", next(iter(body)))
         assert error["n_prompt_tokens"] > error["n_ctx"] == 128
     assert not tokenised
     assert shared.post("/tokenize", json={"prompt": "a" * 100_000}).json()["count"] > 128

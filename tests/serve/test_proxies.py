@@ -5,7 +5,6 @@ import contextlib
 import os
 import shutil
 import socket
-import ssl
 import subprocess
 import threading
 import time
@@ -115,11 +114,15 @@ def proxy(request, tmp_path_factory):
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         stack.callback(process.wait)
         stack.callback(process.terminate)
-        wait_for(port, process, folder / "log")
-        client = httpx.Client(
-            base_url=f"https://127.0.0.1:{port}", headers={"Host": HOST}, verify=False, timeout=PATIENCE
+        client = stack.enter_context(
+            httpx.Client(base_url=f"https://127.0.0.1:{port}", headers={"Host": HOST}, verify=False, timeout=PATIENCE)
         )
-        yield stack.enter_context(client), upstream
+        until = time.monotonic() + PATIENCE
+        while not listens(client):
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < until, (folder / "log").read_text()
+            time.sleep(0.05)
+        yield client, upstream
 
 
 def certificate(folder):
@@ -128,20 +131,12 @@ def certificate(folder):
     subprocess.run([*command, "-addext", f"subjectAltName=DNS:{HOST}"], check=True, capture_output=True)
 
 
-def wait_for(port, process, log):
-    context = ssl._create_unverified_context()
-    until = time.monotonic() + PATIENCE
-    while True:
-        assert process.poll() is None, log.read_text()
-        try:
-            with socket.create_connection(("127.0.0.1", port)) as raw, context.wrap_socket(raw, server_hostname=HOST):
-                return
-        except OSError:
-            assert time.monotonic() < until, log.read_text()
-            time.sleep(0.05)
-
-
 NAMED = {"sni_hostname": HOST}
+
+
+def listens(client):
+    with contextlib.suppress(httpx.ConnectError):
+        return client.get("/", extensions=NAMED)
 
 
 def events(answer, upstream):

@@ -42,32 +42,23 @@ class Client:
         return b"".join(message.get("body", b"") for message in self.messages)
 
 
-class Source:
-    """Events with what happened to the generator."""
-
-    def __init__(self, *events):
-        self.given = events
-        self.closed = False
-
-    async def events(self):
-        try:
-            for event in self.given:
-                if isinstance(event, Exception):
-                    raise event
-                if isinstance(event, float):
-                    await asyncio.sleep(event)
-                else:
-                    yield event
-        finally:
-            self.closed = True
+async def events(*given):
+    """Events with the errors and the seconds that pass between them."""
+    for event in given:
+        if isinstance(event, Exception):
+            raise event
+        if isinstance(event, float):
+            await asyncio.sleep(event)
+        else:
+            yield event
 
 
 def stream(source, client, **options):
-    return EventStream(source.events(), **options)({"type": "http", "path": "/"}, client.receive, client.send)
+    return EventStream(source, **options)({"type": "http", "path": "/"}, client.receive, client.send)
 
 
 async def test_events_are_sent_as_they_come_and_the_headers_keep_proxies_from_buffering():
-    client, source = Client(), Source(data_event({"a": 1}), named_event("x", {}), DONE)
+    client, source = Client(), events(data_event({"a": 1}), named_event("x", {}), DONE)
     await stream(source, client)
     assert client.body == b'data: {"a":1}\n\nevent: x\ndata: {}\n\ndata: [DONE]\n\n'
     headers = dict(client.messages[0]["headers"])
@@ -76,14 +67,14 @@ async def test_events_are_sent_as_they_come_and_the_headers_keep_proxies_from_bu
     assert headers[b"x-accel-buffering"] == b"no"
     assert b"content-length" not in headers
     assert not client.messages[-1]["more_body"]
-    assert source.closed
+    assert source.ag_frame is None  # it was closed
 
 
 async def test_an_error_before_the_first_event_is_raised_and_a_later_one_is_an_event():
     with pytest.raises(ApiError):
-        await stream(Source(ApiError(400, "n: wrong")), Client())
+        await stream(events(ApiError(400, "n: wrong")), Client())
     client = Client()
-    await stream(Source(DONE, ApiError(500, "broken")), client)
+    await stream(events(DONE, ApiError(500, "broken")), client)
     assert b'data: {"error":{"message":"broken"' in client.body
 
 
@@ -91,13 +82,13 @@ async def test_a_silent_stream_begins_and_sends_pings(monkeypatch):
     monkeypatch.setattr("verax.serve.http.sse.HEADERS_AFTER", 0.01)
 
     client = Client()
-    await stream(Source(0.2, DONE), client, ping_interval=0.02)
+    await stream(events(0.2, DONE), client, ping_interval=0.02)
     assert client.body.startswith(PING + PING)
     assert client.body.endswith(DONE)
 
 
 async def test_a_client_whose_reading_was_not_seen_while_the_machine_stood_still_is_not_given_up():
-    client, source = Client(reads=False), Source(DONE, DONE)
+    client, source = Client(reads=False), events(DONE, DONE)
     running = asyncio.create_task(stream(source, client, slow_client_timeout=0.05))
     while not client.messages:
         await asyncio.sleep(0)
@@ -109,35 +100,14 @@ async def test_a_client_whose_reading_was_not_seen_while_the_machine_stood_still
 
 
 async def test_a_client_that_does_not_read_is_given_up():
-    client, source = Client(reads=False), Source(DONE, DONE)
+    client, source = Client(reads=False), events(DONE, DONE)
     await stream(source, client, slow_client_timeout=0.05)
-    assert source.closed
+    assert source.ag_frame is None  # it was closed
     assert len(client.messages) == 1
 
 
 ID = "conversation-0001"
 HOUR = 3600.0
-
-
-class Frames:
-    """Frames that are made as the test lets them."""
-
-    def __init__(self):
-        self.queue = asyncio.Queue()
-        self.closed = False
-
-    async def frames(self):
-        try:
-            while (item := await self.queue.get()) is not None:
-                if isinstance(item, Exception):
-                    raise item
-                yield item
-        finally:
-            self.closed = True
-
-    def put(self, *items):
-        for item in items:
-            self.queue.put_nowait(item)
 
 
 def streams(**limits):
@@ -154,33 +124,28 @@ async def joined(reader):
 
 
 async def test_a_stream_continues_without_its_reader_and_is_read_again_from_any_byte():
-    store, source = streams(), Frames()
-    reader = store.start(ID, source.frames())
-    source.put(b"one ")
+    store, source = streams(), events(b"one ", 0.01, b"two ", b"three")
+    reader = store.start(ID, source)
     assert await anext(reader) == b"one "
     await reader.aclose()
-    source.put(b"two ", b"three", None)
-    await settle()
     assert await joined(store.follow(ID)) == b"one two three"
     assert await joined(store.follow(ID, 6)) == b"o three"
-    assert source.closed
+    assert source.ag_frame is None
     await store.close()
 
 
 async def test_an_abandoned_stream_is_closed():
-    store, source = streams(abandoned_after=0.0), Frames()
-    reader = store.start(ID, source.frames())
-    source.put(b"a")
+    store, source = streams(abandoned_after=0.0), events(b"a", HOUR)
+    reader = store.start(ID, source)
     assert await anext(reader) == b"a"
     await reader.aclose()
     await asyncio.sleep(0.01)
-    assert source.closed
+    assert source.ag_frame is None
 
 
 async def test_only_the_last_bytes_are_kept():
-    store, source = streams(max_bytes=4), Frames()
-    reader = store.start(ID, source.frames())
-    source.put(b"abc", b"def", None)
+    store = streams(max_bytes=4)
+    reader = store.start(ID, events(b"abc", b"def"))
     await settle()
     assert await joined(store.follow(ID, 2)) == b"cdef"
     with pytest.raises(InvalidParameterError, match=r"^from: 1 is not within 2 to 6"):
@@ -191,10 +156,9 @@ async def test_only_the_last_bytes_are_kept():
 
 
 async def test_without_an_id_and_over_the_limit_the_frames_are_not_kept():
-    store, source = streams(max_streams=1), Frames()
+    store = streams(max_streams=1)
     for conv_id in (None, ID, "conversation-0002"):
-        source.put(b"a", None)
-        assert await joined(store.start(conv_id, source.frames())) == b"a"
+        assert await joined(store.start(conv_id, events(b"a"))) == b"a"
     store.follow(ID)
     with pytest.raises(KeyError):
         store.follow("conversation-0002")
@@ -204,4 +168,4 @@ async def test_without_an_id_and_over_the_limit_the_frames_are_not_kept():
 @pytest.mark.parametrize("conv_id", ["", "short", "a" * 129, "../../etc/passwd-12", "ünïcödé-ünïcödé-ü"])
 async def test_an_id_must_be_hard_to_guess_and_plain(conv_id):
     with pytest.raises(InvalidParameterError, match=r"^X-Conversation-Id: use 16 to 128"):
-        streams().start(conv_id, Frames().frames())
+        streams().start(conv_id, events())

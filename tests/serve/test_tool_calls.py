@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from tests.serve.conftest import Api, prompt_of
+from tests.serve.conftest import Api, joined, prompt_of
 from tests.support.answers import TEMPLATES, written
 from tests.support.tiny import tiny_checkpoint
 from verax.serve.app import create_app
@@ -51,23 +51,6 @@ def api(request, llm):
         asyncio.run(engine.shutdown())
 
 
-def joined(chunks):
-    """Message and finish reason that the chunks of a stream make together, as clients join them."""
-    message, calls, reason = {"role": "assistant", "content": ""}, [], None
-    for chunk in chunks:
-        (choice,) = chunk["choices"]
-        message["content"] += choice["delta"].get("content", "")
-        for part in choice["delta"].get("tool_calls", ()):
-            if "id" in part:
-                assert part["index"] == len(calls)
-                assert part["type"] == "function"
-                calls.append({"id": part["id"], "type": "function", "function": dict(part["function"])})
-            else:
-                calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
-        reason = choice["finish_reason"]
-    return {**message, "tool_calls": calls}, reason
-
-
 def answer(api, **fields):
     """Text, calls and finish reason of an answer, which is the same whole and streamed."""
     body = {**BODY, **fields}
@@ -75,11 +58,14 @@ def answer(api, **fields):
     message = choice["message"]
     calls = message.get("tool_calls", [])
     assert "tool_calls" not in message or calls
-    streamed, reason = joined(api.stream(PATH, body))
-    assert [call["function"] for call in streamed["tool_calls"]] == [call["function"] for call in calls]
-    assert (streamed["content"], reason) == (message["content"] or "", choice["finish_reason"])
+    whole = joined(api.stream(PATH, body))
+    streamed = whole["delta"].get("tool_calls", [])
+    assert [(call["index"], call["type"], call["function"]) for call in streamed] == [
+        (index, "function", call["function"]) for index, call in enumerate(calls)
+    ]
+    assert (whole["delta"]["content"], whole["finish_reason"]) == (message["content"] or "", choice["finish_reason"])
     assert message["content"] is None or message["content"] or not calls
-    ids = [call["id"] for call in (*calls, *streamed["tool_calls"])]
+    ids = [call["id"] for call in (*calls, *streamed)]
     assert len(set(ids)) == len(ids)
     return message["content"], [_read(call["function"]) for call in calls], choice["finish_reason"]
 
@@ -139,7 +125,7 @@ def test_a_call_and_its_result_go_back_into_the_conversation(api):
         assert written(api.syntax, "rain", days=2) in prompt
     content, calls, _ = answer(api, messages=messages, structured_outputs={"choice": ["It rains."]})
     assert (content, calls) == ("It rains.", [])
-    again, _ = joined(api.stream(PATH, {**BODY, "messages": messages, **says(api, ("wind", 1))}))
+    again = joined(api.stream(PATH, {**BODY, "messages": messages, **says(api, ("wind", 1))}))["delta"]
     assert [_read(call["function"]) for call in again["tool_calls"]] == [("wind", {"days": 1})]
 
 

@@ -1,13 +1,15 @@
 """Traces: what a collector gets of a server's requests, by OTLP over HTTP."""
 
 import gzip
-import threading
 import zlib
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
 
+from tests.support.chat_run import running
 from verax.errors import InvalidParameterError
 from verax.serve.http.server import Server
 from verax.serve.http.settings import ServerSettings
@@ -28,24 +30,15 @@ def collector():
     """URL of a collector, and the requests that it has got."""
     got = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = self.rfile.read(int(self.headers["content-length"]))
-            unpack = {"gzip": gzip.decompress, "deflate": zlib.decompress}.get(self.headers["content-encoding"], bytes)
-            got.append(ExportTraceServiceRequest.FromString(unpack(body)))
-            self.send_response(200)
-            self.end_headers()
+    async def export(request):
+        unpack = {"gzip": gzip.decompress, "deflate": zlib.decompress}.get(
+            request.headers.get("content-encoding"), bytes
+        )
+        got.append(ExportTraceServiceRequest.FromString(unpack(await request.body())))
+        return Response()
 
-        def log_message(self, *_):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/v1/traces", got
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with running(Starlette(routes=[Route("/v1/traces", export, methods=["POST"])])) as address:
+        yield f"{address}/v1/traces", got
 
 
 def test_a_collector_gets_a_span_of_each_request(http, served_llm, collector, monkeypatch):

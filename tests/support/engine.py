@@ -1,6 +1,8 @@
 """Requests of an engine, its tokens under pressure, and the tokens of its model without cache, engine and state."""
 
+import asyncio
 import contextlib
+import copy
 import threading
 
 import jax
@@ -39,6 +41,14 @@ def finish(llm):
         ended += [output for output in llm.step() if output.finished]
         check_engine(llm.engine)
     return ended
+
+
+async def until_idle(served):
+    """Wait until an asynchronous engine has nothing to do."""
+    while served.stats().num_requests_running or served.stats().num_requests_waiting:
+        await asyncio.sleep(0.001)
+    for engine in served.llm.engines:
+        check_engine(engine)
 
 
 def add_slowly(llm, prompts, params=GREEDY):
@@ -110,3 +120,10 @@ def greedy_answer(scores, prompt, count=GREEDY.max_tokens):
     for _ in range(count):
         text.append(int(scores(text)[-1].argmax()))
     return tuple(text[len(prompt) :])
+
+
+def as_replicas(*llms):
+    """One LLM whose replicas are the engines of several LLMs of a model, on the one device of this process."""
+    together = copy.copy(llms[0])
+    together._use([llm.engine for llm in llms])
+    return together

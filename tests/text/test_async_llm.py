@@ -11,8 +11,7 @@ from contextlib import aclosing
 
 import pytest
 
-from tests.support.engine import GREEDY, LONG, PROMPTS, RNG, generate
-from tests.support.invariants import check_engine
+from tests.support.engine import GREEDY, LONG, PROMPTS, RNG, generate, until_idle
 from tests.text.conftest import make_llm
 from verax import AsyncLLM
 from verax.errors import (
@@ -62,12 +61,6 @@ def join(outputs: list[RequestOutput]) -> dict[int, dict]:
 
 async def drain(stream) -> list[RequestOutput]:
     return [output async for output in stream]
-
-
-async def until_idle(served):
-    while served.stats().num_requests_running or served.stats().num_requests_waiting:
-        await asyncio.sleep(0.001)
-    check_engine(served.llm.engine)
 
 
 @pytest.mark.parametrize("params", CASES.values(), ids=CASES)

@@ -1,5 +1,6 @@
 """Answers with a form: every one has it, whatever happens around it, and free answers in its batch do not change."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -60,9 +61,13 @@ def formed(tiny_folder):
     return make_llm(tiny_folder, kv_cache_memory=memory, max_num_seqs=4, structured_outputs=True)
 
 
-def ask(llm, prompt="abc", seed=1, max_tokens=60, n=1, **form):
-    """The first answer, in a form."""
-    params = SamplingParams(seed=seed, max_tokens=max_tokens, n=n, structured_outputs=form)
+FORM = {field.name for field in dataclasses.fields(StructuredOutputs)}
+
+
+def ask(llm, prompt="abc", **fields):
+    """The first answer, given fields of its form and sampling parameters."""
+    form = {name: fields.pop(name) for name in FORM & fields.keys()}
+    params = SamplingParams(**{"seed": 1, "max_tokens": 60, **fields}, structured_outputs=form)
     return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
 
 
@@ -111,18 +116,14 @@ def test_a_grammar_may_have_thousands_of_words_that_begin_alike(formed, monkeypa
 
 def test_the_end_comes_where_the_grammar_accepts_and_nowhere_else(formed):
     eager = dict.fromkeys(formed.tokenizer.eos_token_ids, 100.0)
-    params = dict(seed=1, max_tokens=20, logit_bias=eager)
     for regex, length in (("[a-z]{4}", 4), ("[a-z]*", 0)):
-        output = formed.generate("abc", SamplingParams(structured_outputs={"regex": regex}, **params), use_tqdm=False)
-        assert len(output[0].outputs[0].text) == length
-        assert output[0].outputs[0].finish_reason == "stop"
+        answer = ask(formed, regex=regex, logit_bias=eager)
+        assert (len(answer.text), answer.finish_reason) == (length, "stop")
 
 
 def test_min_tokens_holds_the_end_back_as_long_as_the_grammar_can_continue(formed):
-    params = SamplingParams(seed=1, max_tokens=30, min_tokens=12, structured_outputs={"regex": "[a-z]*"})
-    assert len(formed.generate("abc", params, use_tqdm=False)[0].outputs[0].token_ids) >= 12
-    params = SamplingParams(seed=1, max_tokens=30, min_tokens=12, structured_outputs={"regex": "a"})
-    answer = formed.generate("abc", params, use_tqdm=False)[0].outputs[0]
+    assert len(ask(formed, regex="[a-z]*", min_tokens=12).token_ids) >= 12
+    answer = ask(formed, regex="a", min_tokens=12)
     assert (answer.text, answer.finish_reason) == ("a", "stop")
 
 
@@ -137,8 +138,7 @@ def test_the_form_begins_after_a_text(formed):
 
 
 def test_stop_strings_end_a_form_early(formed):
-    params = SamplingParams(seed=1, max_tokens=20, stop="b", structured_outputs={"regex": "aaabbb"})
-    answer = formed.generate("abc", params, use_tqdm=False)[0].outputs[0]
+    answer = ask(formed, regex="aaabbb", stop="b")
     assert (answer.text, answer.stop_reason) == ("aaa", "b")
 
 
@@ -202,8 +202,7 @@ def test_preemption_changes_no_formed_answer(formed):
 def test_logprobs_come_from_the_free_model(formed):
     params = dict(temperature=0, max_tokens=1, logprobs=3)
     free = formed.generate([PROMPTS[1]], SamplingParams(**params), use_tqdm=False)[0].outputs[0]
-    other = SamplingParams(structured_outputs={"regex": "[0-9]"}, **params)
-    held = formed.generate([PROMPTS[1]], other, use_tqdm=False)[0].outputs[0]
+    held = ask(formed, PROMPTS[1], regex="[0-9]", **params)
     assert held.token_ids != free.token_ids
     close([{token: held.logprobs[0][token] for token in free.logprobs[0]}], free.logprobs)
     assert held.logprobs[0][held.token_ids[0]].rank > 1

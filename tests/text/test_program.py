@@ -189,12 +189,6 @@ def changed(compiled, tmp_path):
     return change
 
 
-def test_structured_output_needs_programs_for_it(tiny_folder, changed):
-    folder = changed("sizes", "structured_outputs", False)
-    with pytest.raises(InvalidParameterError, match=r"has no programs for them; compile with --structured-outputs"):
-        start(tiny_folder, programs=folder, structured_outputs=True)
-
-
 def test_another_model_is_named_by_the_first_difference(compiled, tmp_path):
     other = tiny_checkpoint(tmp_path, intermediate_size=64)
     with pytest.raises(InvalidParameterError, match=r"compiled for model.intermediate_size 96, but here it is 64"):
@@ -209,10 +203,21 @@ def test_other_implementations_are_refused(tiny_folder, compiled):
         start(tiny_folder, programs=compiled[0])
 
 
-@pytest.mark.parametrize("key", ["jaxlib", "platform", "device", "processor", "source"])
-def test_another_version_or_machine_is_refused(tiny_folder, changed, key):
-    with pytest.raises(InvalidParameterError, match=rf"was compiled for {key} another, but here it is"):
-        start(tiny_folder, programs=changed("made_for", key, "another"))
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        ("sizes", "structured_outputs", False, r"has no programs for them; compile with --structured-outputs"),
+        *(
+            ("made_for", key, "another", rf"was compiled for {key} another, but here it is")
+            for key in ("jaxlib", "platform", "device", "processor", "source")
+        ),
+    ],
+)
+def test_programs_without_forms_and_of_another_version_or_machine_are_refused(
+    tiny_folder, changed, section, key, value, message
+):
+    with pytest.raises(InvalidParameterError, match=message):
+        start(tiny_folder, programs=changed(section, key, value), structured_outputs=True)
 
 
 def test_a_damaged_folder_is_an_error_that_names_it(tiny_folder, compiled, tmp_path):

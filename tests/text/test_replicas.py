@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from tests.support.engine import LONG, finish, generate
+from tests.support.engine import LONG, as_replicas, finish, generate, until_idle
 from tests.support.invariants import check_engine
-from tests.support.replicas import as_replicas
 from tests.text.conftest import make_llm
 from verax import AsyncLLM, SamplingParams
 from verax.errors import EngineDeadError
@@ -33,11 +32,6 @@ def served(pair):
     for engine in pair.engines:
         check_engine(engine)
         assert engine.scheduler.blocks.usage == 0
-
-
-async def until_idle(served):
-    while served.stats().num_requests_running or served.stats().num_requests_waiting:
-        await asyncio.sleep(0.001)
 
 
 async def test_a_burst_is_spread_and_answered_as_by_one_engine(llm, served, pair):
@@ -132,17 +126,9 @@ class Replica:
     load: int = 0
 
 
-@pytest.fixture
-def replicas():
-    return [Replica(), Replica(), Replica()]
-
-
-@pytest.fixture
-def router(replicas):
-    return ReplicaRouter(replicas, block_size=16)
-
-
-def test_the_memory_of_prompts_is_bounded(router, replicas, monkeypatch):
+def test_the_memory_of_prompts_is_bounded(monkeypatch):
+    replicas = [Replica(), Replica(), Replica()]
+    router = ReplicaRouter(replicas, block_size=16)
     monkeypatch.setattr(routing, "MOST_PREFIXES", 8)
     assert router.choose(PREFIX) is replicas[0]
     router.choose(range(1000, 1064))

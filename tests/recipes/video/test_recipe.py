@@ -54,7 +54,6 @@ def small(monkeypatch):
     monkeypatch.setattr(vae, "CUTS", ((1.0, ((1, 5, 8),)),))
     for module in (vae, latents, recipe):
         monkeypatch.setattr(module, "SIZE", 16)
-    for module in (vae, latents, recipe):
         monkeypatch.setattr(module, "FRAMES", 5)
     monkeypatch.setattr(vae, "STATISTICS_CLIPS", 2)
     monkeypatch.setattr(latents, "CHUNK", 2)

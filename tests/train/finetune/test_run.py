@@ -98,26 +98,6 @@ def test_four_devices_train_as_one_does(tmp_path):
         assert found["learned"] < 0.9
 
 
-def test_the_base_does_not_change_and_the_files_have_pefts_names_and_shapes(base, whole):
-    folder, report = whole
-    adapter = Adapter.open(report["folder"])
-    assert {key: adapter.settings[key] for key in ("r", "lora_alpha", "peft_type", "task_type", "bias")} == {
-        "r": 4,
-        "lora_alpha": 8,
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "bias": "none",
-    }
-    assert adapter.base == str(base)
-    targets = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-    assert adapter.settings["target_modules"] == targets
-    weights = trained(folder)
-    assert weights["base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"].shape == (4, 96)
-    assert weights["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"].shape == (64, 4)
-    assert len(weights) == 2 * 7
-    assert report["parameters"] == sum(weight.size for weight in weights.values())
-
-
 def test_chosen_layers_alone_get_an_adapter(tmp_path):
     opened = Checkpoint.open(tiny_checkpoint(tmp_path / "base"))
     abstract = AbstractModel.from_module(load_causal_lm(opened, dtype="float32"))
