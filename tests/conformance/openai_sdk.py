@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from verax.bench.serve.client import started
+from verax.bench.serve.load import started
 
 RESOURCES = (
     *("chat", "responses", "test_completions.py", "test_embeddings.py", "test_models.py", "test_responses.py"),

@@ -17,7 +17,7 @@ from tests.support.markdown import blocks
 from tests.support.markdown_run import commands
 from verax import cli
 from verax.bench.serve.cases import serve_command
-from verax.bench.serve.client import Client, started
+from verax.bench.serve.load import Client, started
 
 pytest.importorskip("uvicorn")
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from verax.bench.serve.client import Client
+from verax.bench.serve.load import Client
 
 __all__ = ["FakeServer", "answer_of"]
 

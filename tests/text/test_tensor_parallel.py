@@ -12,7 +12,7 @@ from verax.loading import model_shapes
 from verax.models import causal_lm
 from verax.models.causal_lm import config_on_devices
 from verax.nn.parallel import check_divisions, fitting_sizes
-from verax.plan.parts import parts_of
+from verax.plan.model import parts_of
 
 SUMS = {"qwen3": 5, "llama": 3, "gemma3": 5, "qwen3-moe": 3, "qwen3.5": 5, "qwen3-next": 5, "two-key-heads": 4}
 SUMS |= {"phi3": 5, "olmo3": 7, "smollm3": 5, "granite": 5, "ministral3": 5, "qwen2-moe": 3, "gpt-oss": 5, "gemma4": 7}

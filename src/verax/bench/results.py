@@ -82,7 +82,21 @@ def _optional(key: str, form: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 SIDE_COLUMNS: Columns = {
+def _latency(name: str) -> Callable[[Any], str]:
+    """Cell of a kind of latency of a server; empty where there is none."""
+    form = "{mean:.1f}, {p50:.1f} / {p90:.1f} / {p99:.1f}"
+    return lambda row: form.format(**numbers) if (numbers := row[2].get("latency_ms", {}).get(name)) else ""
+
+
     "compile s": _optional("compile_s", "{:.1f}".format),
+    "requests": _optional("completed", str),
+    "req/s": _optional("requests_per_s", "{:.2f}".format),
+    **{
+        f"{name} ms": _latency(key)
+        for name, key in (("TTFT", "ttft"), ("TPOT", "tpot"), ("ITL", "itl"), ("E2E", "e2el"))
+    },
+    "disconnected": _optional("disconnected", str),
+    "failed": _optional("errors", lambda errors: ", ".join(f"{count} x {kind}" for kind, count in errors.items())),
     "from cache s": _optional("compile_cached_s", "{:.1f}".format),
     "first call s": _optional("first_s", "{:.1f}".format),
     "first start s": _optional("start_s", "{:.1f}".format),

@@ -23,30 +23,18 @@ _MESH = ("devices", "guidance_parallel", "sequence_parallel", "shard_weights")
 
 
 @dataclass(frozen=True)
-class DeviceOptions:
-    """Numbers of a device that replace the numbers of its sheet, in their units."""
+class PlanOptions:
+    """Numbers of a device that replace the numbers of its sheet, quantisation of any model, a batch of sentences."""
 
     memory: float | None = option(None, "GB of a device, if it is another.", panel="Device", shown="the table's")
     bandwidth: float | None = option(None, "GB/s of a device's memory.", panel="Device", shown="the table's")
     flops: float | None = option(None, "TFLOP/s of dense bfloat16 products.", panel="Device", shown="the table's")
-
-
-@dataclass(frozen=True)
-class QuantizationOptions:
-    """Quantisation of any kind of model."""
-
     quantization: str | None = option(
         None,
         "int8, int4 (language models) or fp8 (clips): quantised while loading. dequantize: floats instead.",
         flags=("--quantization", "-q"),
         shown="the checkpoint's",
     )
-
-
-@dataclass(frozen=True)
-class SentenceOptions:
-    """Batch of sentences that is planned."""
-
     batch_size: int | None = option(None, "Sentences of a call.", panel="Sentence encoders", shown="8")
     max_length: int | None = option(None, "Tokens of each sentence.", panel="Sentence encoders", shown="128")
 
@@ -59,9 +47,8 @@ _SETTINGS = Annotated[
         defaults={"dtype": None},
         shown={"dtype": "bfloat16; of encoders float32"},
     ),
-    Flags(QuantizationOptions),
+    Flags(PlanOptions),
     Flags(EngineConfig, only=tuple(_TEXT), defaults=dict.fromkeys(_TEXT), shown=_TEXT, panel="Language models"),
-    Flags(SentenceOptions),
     Flags(VideoRequest, only=_CLIP, defaults={"half_size_steps": None}, panel="Clips"),
     Flags(PipelineOptions, only=_MESH, defaults={"sequence_parallel": None}, shown={"devices": "1"}, panel="Clips"),
 ]
@@ -85,7 +72,6 @@ def plan(
         ),
     ],
     *,
-    numbers: Annotated[dict[str, Any], Flags(DeviceOptions)],
     settings: _SETTINGS,
     as_json: options.Json = False,
 ) -> None:
@@ -108,11 +94,11 @@ def plan(
     from verax.plan.run import plan as make_plan
     from verax.plan.run import show
 
-    units = {"memory": 1e9, "bandwidth": 1e9, "flops": 1e12}
-    sheet = {name: value * units[name] for name, value in options.given(**numbers).items()}
     given = {
         name: value for table in settings for name, value in table.items() if value is not None and value is not False
     }
+    units = {"memory": 1e9, "bandwidth": 1e9, "flops": 1e12}
+    sheet = {name: given.pop(name) * unit for name, unit in units.items() if name in given}
     try:
         result = make_plan(model, find_device(device, **sheet), **given)
     except InvalidParameterError as error:

@@ -39,10 +39,6 @@ class Device:
         """Operations per second of products of a dtype; bfloat16's where the sheet has no number of its own."""
         return self.flops.get(dtype, self.flops["bfloat16"])
 
-    def as_dict(self) -> dict[str, Any]:
-        """The device for JSON."""
-        return {**vars(self), "flops": dict(self.flops)}
-
 
 def _device(
     platform: str, name: str, kind: str, memory: float, bandwidth: float, flops: tuple[float, ...], source: str
@@ -63,9 +59,7 @@ _ALL = (
     _device("gpu", "a100", "NVIDIA A100-SXM4-80GB", 80, 2039, (312, 624, 0, 19.5), "NVIDIA A100 data sheet, SXM 80 GB"),
     _device("gpu", "h100", "NVIDIA H100 80GB HBM3", 80, 3350, (989.5, 1979, 1979, 67), "NVIDIA H100 data sheet, SXM"),
     _device("gpu", "h200", "NVIDIA H200", 141, 4800, (989.5, 1979, 1979, 67), "NVIDIA H200 data sheet, SXM"),
-    _device(
-        "gpu", "b200", "NVIDIA B200", 180, 8000, (2250, 4500, 4500, 80), "NVIDIA HGX B200 and DGX B200 data sheets"
-    ),
+    _device("gpu", "b200", "NVIDIA B200", 180, 8000, (2250, 4500, 4500, 80), "NVIDIA HGX and DGX B200 data sheets"),
     _device("gpu", "rtx4090", "NVIDIA GeForce RTX 4090", 24, 1008, (165.2, 660.6, 330.3, 82.6), _ADA),
     _device("gpu", "rtx5090", "NVIDIA GeForce RTX 5090", 32, 1792, (209.5, 838, 419, 104.8), _BLACKWELL),
     _device("tpu", "v4", "TPU v4", 32, 1228, (275, 275), "cloud.google.com/tpu/docs/v4"),
@@ -104,8 +98,7 @@ def find_device(
                 f"device: {name!r} is not in the table, which has {', '.join(DEVICES)} and cpu; describe it with "
                 f"{', '.join(missing)} as well"
             )
-        rates = {"bfloat16": flops}
-        return Device(name, "", "gpu", round(memory), bandwidth, rates, "the command line")
+        return Device(name, "", "gpu", round(memory), bandwidth, {"bfloat16": flops}, "the command line")
     if not any(given.values()):
         return known
     scale = 1.0 if flops is None else flops / known.flops["bfloat16"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,11 +31,6 @@ _OPTIONS = {
 }
 """Options of each kind of model, by the names of `verax serve`, `verax embed` and `verax video`."""
 
-MEANING = (
-    "Times are bounds, not predictions: a program takes at least this long at the full rates of the device's sheet. "
-    "Measured ones are longer."
-)
-
 
 def plan(model: str, device: Device, **options: Any) -> dict[str, Any]:
     """Plan of a model on a device, as JSON holds it.
@@ -54,7 +50,7 @@ def plan(model: str, device: Device, **options: Any) -> dict[str, Any]:
             f"{unknown[0]}: the plan of a model of kind {described.kind} has no such option; it has {', '.join(taken)}"
         )
     parts = _ENGINES[described.kind](described, device, **given)
-    return {"kind": described.kind, "model": described.name, "device": device.as_dict(), **parts}
+    return {"kind": described.kind, "model": described.name, "device": dataclasses.asdict(device), **parts}
 
 
 def show(plan: Mapping[str, Any], console: Console) -> None:
@@ -65,14 +61,9 @@ def show(plan: Mapping[str, Any], console: Console) -> None:
     console.print(f"[bold]{plan['model']} on {f'{count} x ' if count > 1 else ''}{device['name']}[/]", highlight=False)
     facts = f"{format_bytes(device['memory'])}, {device['bandwidth'] / 1e9:,.0f} GB/s, TFLOP/s: {rates}"
     console.print(settings, f"{device['name']}: {facts} ({device['source']})", sep="\n", highlight=False, end="\n\n")
-    weights = [
-        (row["part"], row["precision"], row["weights"], row["nbytes"], row["per_device"]) for row in plan["weights"]
-    ]
-    _print(
-        console,
-        ("weights", "precision", "number", "bytes", "per device"),
-        [(part, name, f"{number:,}", *map(format_bytes, sizes)) for part, name, number, *sizes in weights],
-    )
+    sizes = [(row, *map(format_bytes, (row["nbytes"], row["per_device"]))) for row in plan["weights"]]
+    rows = [(row["part"], row["precision"], f"{row['weights']:,}", *both) for row, *both in sizes]
+    _print(console, ("weights", "precision", "number", "bytes", "per device"), rows)
     memory = {**plan["memory"], "all": sum(plan["memory"].values())}
     rows = [(name, format_bytes(size), f"{size / device['memory']:.1%}") for name, size in memory.items()]
     _print(console, ("memory of a device", "bytes", "share"), rows)
@@ -88,7 +79,10 @@ def show(plan: Mapping[str, Any], console: Console) -> None:
         for row in plan["programs"]
     ]
     _print(console, ("program", "calls", "TFLOP", "GB per device", "at least", "limited by"), rows)
-    for line in (*_sentences(plan), MEANING):
+    bound = (
+        "Times are bounds, not predictions: a program takes at least this long at the full rates of the device's sheet."
+    )
+    for line in (*_sentences(plan), f"{bound} Measured ones are longer."):
         console.print(line, highlight=False, soft_wrap=True)
     console.print("[bold green]fits[/]" if plan["fits"] else "[bold red]does not fit[/]", highlight=False)
 
@@ -112,7 +106,10 @@ def _sentences(plan: Mapping[str, Any]) -> list[str]:
     least = {name.removeprefix("seconds "): value for name, value in plan.get("at_least", {}).items()}
     lines += [f"At least {_seconds(value)} {name}." for name, value in least.items()]
     if plan["kind"] != "text":
-        return [*lines, "Of the buffers between operations only some are counted; verax video --plan counts all."]
+        return [
+            *lines,
+            "Of the buffers between operations only some are counted; verax video --plan counts all.",
+        ]
     batch, context, fewest = (plan[name] for name in ("largest_batch", "largest_context", "fewest_devices"))
     seqs, tokens = (plan["settings"][name] for name in ("max_num_seqs", "max_model_len"))
     room, needed = map(format_bytes, (plan["cache_room"], plan["memory"]["cache"]))

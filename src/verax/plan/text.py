@@ -22,8 +22,7 @@ from verax.nn.parallel import fitting_sizes
 from verax.ops._target import DeviceMemory
 from verax.ops.paged import page_bytes
 from verax.plan.devices import Device, program_row
-from verax.plan.model import Described
-from verax.plan.parts import Part, multiplied, nbytes_of, packed_shapes, parts_of, sharded_bytes, tensor_mesh
+from verax.plan.model import Described, Part, multiplied, nbytes_of, packed_shapes, parts_of, sharded_bytes, tensor_mesh
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.step.program import cache_partitions, kept_of, named, new_cache, new_kept_states
 from verax.text.step.sizes import RunnerConfig, cache_memory, layer_states, plan_sizes, state_bytes
@@ -108,10 +107,9 @@ class TextPlan:
         with self.target(DeviceMemory(max(0, free), self.device.memory)):
             return max(0, cache_memory() - self.slot_bytes())
 
-    @property
-    def fits(self) -> bool:
-        """True if all sequences fit at their full length."""
-        return self.cache_bytes() <= self.cache_room
+    def fits(self, **changes: Any) -> bool:
+        """True if all sequences fit at their full length. It takes the arguments of `sizes`."""
+        return self.cache_bytes(**changes) <= self.cache_room
 
     def row(self, name: str, seqs: int, steps: list[tuple[int, int]]) -> dict[str, Any]:
         """Work and least time of steps in sequence, for JSON.
@@ -197,7 +195,7 @@ def text_plan(
 def plan_text(model: Described, device: Device, **options: Any) -> dict[str, Any]:
     """Plan of a language model, as JSON holds it. See `text_plan` for arguments and errors."""
     plan = text_plan(model, device, **options)
-    sizes, config = plan.sizes(), plan.model.config
+    asked, sizes, config = plan.options, plan.sizes(), plan.model.config
     seqs, tokens, budget = sizes.max_num_seqs, sizes.max_model_len, sizes.max_num_batched_tokens
     programs = [plan.row(f"decode step: {seqs} sequences of {tokens} tokens", seqs, [(tokens - 1, 1)])]
     for prompt in dict.fromkeys((min(PROMPT, tokens - 1), tokens - 1)):
@@ -205,32 +203,24 @@ def plan_text(model: Described, device: Device, **options: Any) -> dict[str, Any
         name = f"prefill: a prompt of {prompt} tokens" + (f" in {len(steps)} steps" if len(steps) > 1 else "")
         programs.append(plan.row(name, 1, steps))
 
-    def fits(**changes: Any) -> bool:
-        return plan.cache_bytes(**changes) <= plan.cache_room
-
-    def fits_on(devices: int) -> bool:
-        return replace(plan, options=replace(plan.options, tensor_parallel_size=devices)).fits
-
+    fits_on = lambda devices: replace(plan, options=replace(asked, tensor_parallel_size=devices)).fits()
     seconds = programs[0]["at_least_s"]
     return {
         "settings": {
             "dtype": jnp.dtype(plan.dtype).name,
             "quantization": options.get("quantization"),
-            "kv_cache_dtype": plan.options.kv_cache_dtype,
-            "max_num_seqs": seqs,
-            "max_model_len": tokens,
-            "max_num_batched_tokens": budget,
-            "tensor_parallel_size": plan.options.tensor_parallel_size,
+            **{name: getattr(sizes, name) for name in ("max_num_seqs", "max_model_len", "max_num_batched_tokens")},
+            **{name: getattr(asked, name) for name in ("kv_cache_dtype", "tensor_parallel_size")},
         },
-        "devices": plan.options.tensor_parallel_size,
+        "devices": asked.tensor_parallel_size,
         "weights": [part._asdict() for part in plan.parts],
         "memory": {"weights": plan.weight_bytes, "cache": plan.cache_bytes(), "slots": plan.slot_bytes()},
         "cache_room": plan.cache_room,
         "programs": programs,
         "at_most": {"tokens/s of all sequences": seqs / seconds, "tokens/s of one": 1 / seconds},
-        "fits": plan.fits,
-        "largest_batch": _largest(lambda n: fits(max_num_seqs=n), 1, plan.options.max_num_batched_tokens or MOST_SEQS),
-        "largest_context": _largest(lambda n: fits(max_model_len=n), 2, config.max_position_embeddings),
+        "fits": plan.fits(),
+        "largest_batch": _largest(lambda n: plan.fits(max_num_seqs=n), 1, asked.max_num_batched_tokens or MOST_SEQS),
+        "largest_context": _largest(lambda n: plan.fits(max_model_len=n), 2, config.max_position_embeddings),
         "fewest_devices": next(filter(fits_on, fitting_sizes(plan.shapes(1))), None),
     }
 

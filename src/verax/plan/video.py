@@ -25,8 +25,7 @@ from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
 from verax.models.wan.vae import WanVae, WanVaeConfig
 from verax.models.wan.vae_layers import AttentionBlock, Upsample
 from verax.plan.devices import Device, program_row
-from verax.plan.model import Described
-from verax.plan.parts import Part, nbytes_of
+from verax.plan.model import Described, Part, nbytes_of
 from verax.video.load import Components, divided_component, network_precision, stays_as_stored
 from verax.video.memory import add_residents, largest
 from verax.video.mesh import GUIDANCE, SEQUENCE, axis_size, check_request, clip_mesh
@@ -71,6 +70,11 @@ class Clip(NamedTuple):
     def tokens(self) -> int:
         """Tokens of the transformer."""
         return math.prod(self.latents[1:-1]) // self.transformer.patch**2
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of the decoded frames."""
+        return 3 * FLOAT32_BYTES * self.request.num_frames * self.request.height * self.request.width
 
     @property
     def words(self) -> int:
@@ -191,7 +195,9 @@ def plan_video(model: Described, device: Device, **options: Any) -> dict[str, An
     stages = _stages(clip, models)
     memory = add_residents((name, component, sum(held.values())) for name, component, held in stages)
     at = memory.index(largest(memory))
-    parts = (models.text_encoder, models.image_encoder, *models.transformers, models.vae)
+    parts = [model for model in (models.text_encoder, models.image_encoder, *models.transformers, models.vae) if model]
+    kinds = [", ".join(sorted({leaf.dtype.name for leaf in model.shapes})) for model in parts]
+    sizes = [(model.parameters, sum(map(nbytes_of, model.shapes)), model.size) for model in parts]
     return {
         "settings": {
             "dtype": jnp.dtype(clip.dtype).name,
@@ -202,7 +208,7 @@ def plan_video(model: Described, device: Device, **options: Any) -> dict[str, An
             "shard_weights": clip.shard_weights,
         },
         "devices": groups * size,
-        "weights": [_part(component) for component in parts if component],
+        "weights": [Part(m.name, kind, *size)._asdict() for m, kind, size in zip(parts, kinds, sizes, strict=True)],
         "stages": [{**stage._asdict(), "together": stage.peak} for stage in memory],
         "memory": {"weights": memory[at].weights, "other models": memory[at].others, **stages[at][2]},
         "programs": rows,
@@ -214,14 +220,8 @@ def plan_video(model: Described, device: Device, **options: Any) -> dict[str, An
     }
 
 
-def _part(component: Component[Any]) -> dict[str, Any]:
-    dtypes = ", ".join(sorted({leaf.dtype.name for leaf in component.shapes}))
-    whole = sum(map(nbytes_of, component.shapes))
-    return Part(component.name, dtypes, component.parameters, whole, component.size)._asdict()
-
-
 _Stage = tuple[str, Component[Any], Mapping[str, int]]
-"""Name of a stage, its model, and bytes of a device besides weights, by name."""
+"""Name of a stage, its model, and bytes on a device in addition to weights, by name."""
 
 
 def _stages(clip: Clip, models: Components) -> list[_Stage]:
@@ -232,15 +232,11 @@ def _stages(clip: Clip, models: Components) -> list[_Stage]:
     if clip.condition_channels:
         stages.append(("encode", models.vae, {}))
     stages += [("denoise", transformer, _work(clip, transformer)) for transformer in models.transformers]
-    return [*stages, ("decode", models.vae, {"frames": _frame_bytes(clip)})]
-
-
-def _frame_bytes(clip: Clip) -> int:
-    return 3 * FLOAT32_BYTES * clip.request.num_frames * clip.request.height * clip.request.width
+    return [*stages, ("decode", models.vae, {"frames": clip.frame_bytes})]
 
 
 def _work(clip: Clip, transformer: Component[Any]) -> dict[str, int]:
-    """Bytes on a device that denoising needs at least besides weights, by name.
+    """Bytes on a device that denoising needs at least in addition to weights, by name.
 
     Guidance may run one row after the other, so that the activations of one row count.
     """
@@ -287,7 +283,7 @@ def _programs(clip: Clip, models: Components, device: Device) -> list[dict[str, 
         "VAE decode",
         device,
         flops=decode_flops(models.vae.module(shapes), clip.latents),
-        nbytes=models.vae.size + FLOAT32_BYTES * math.prod(clip.latents) + _frame_bytes(clip),
+        nbytes=models.vae.size + FLOAT32_BYTES * math.prod(clip.latents) + clip.frame_bytes,
         **options,
     )
     return [*steps, decode]

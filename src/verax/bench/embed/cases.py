@@ -22,7 +22,7 @@ from verax.compare.outputs import compare_vectors
 from verax.embed.encoder import Encoder
 from verax.files import model_name, write_json
 from verax.loading import model_shapes
-from verax.plan.parts import multiplied
+from verax.plan.model import multiplied
 from verax.shapes import MINILM_L6, MODERNBERT_BASE, QWEN3_0_6B
 
 __all__ = ["bench_embed"]

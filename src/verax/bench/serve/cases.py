@@ -21,10 +21,9 @@ import tokenizers
 
 from verax import builtin, checkpoint
 from verax.bench.harness import Benchmark, case_result, checkpoint_folder, time_sides
-from verax.bench.results import rounds, slug, table
+from verax.bench.results import rounds, sides_table, slug
 from verax.bench.serve import load as load_test
-from verax.bench.serve.client import Client, started
-from verax.bench.serve.load import Answer, Ask, Load, Request, Run, draw_requests, run_load
+from verax.bench.serve.load import Answer, Ask, Client, Load, Request, Run, draw_requests, run_load, started
 from verax.bench.settings import ServeSettings, TrafficSettings
 from verax.bench.text.gguf_export import gguf_file
 from verax.errors import InvalidParameterError, MissingDependencyError
@@ -84,8 +83,8 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
                 sides["offline"] = partial(run_offline, LLM(argument, **engine))
             if "async" in against:
                 sides["AsyncLLM"] = partial(run_load, partial(ask_engine, runner.run(start_engine())))
-            ours = start(partial(serve_command, argument, engine))
-            client = runner.run(ours if url is None else connect(Client(url, api_key=settings.api_key)))
+            own = Client(url, api_key=settings.api_key) if url is not None else None
+            client = runner.run(connect(own) if own else start(partial(serve_command, argument, engine)))
             sides[chosen] = partial(run_load, client.complete)
             run = lambda side, load, number: runner.run(
                 sides[side](load, draw_requests(traffic, number), number=number)
@@ -117,10 +116,10 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
         intro=f"{f'a GGUF file of {gguf}, which all sides read' if gguf else precision}, at most {max_num_seqs} "
         f"sequences in a step; {_requests(traffic)}; {rounds(asked)}. The client runs on the same machine. "
         "Latencies are mean, p50 / p90 / p99 of complete answers, without slow readers. Ratios are of output tokens "
-        "per second, with P10-P90 of the rounds.",
+        "per second.",
         settings=asked,
         versions=versions,
-        tables=[_table(cases)],
+        tables=[sides_table(cases, "output tokens/s")],
         notes=[
             "- {case}: of {checked} answers asked for again without load, {identical} were identical, {failed} failed; "
             "{lost} streams were lost.".format(**case, **case["check"])
@@ -273,33 +272,6 @@ def _requests(traffic: TrafficSettings) -> str:
     for share, what in ((traffic.slow_readers, "read slowly"), (traffic.disconnect, "disconnect")):
         words += f"; {100 * share:.0f}% of the clients {what}" if share else ""
     return words
-
-
-def _table(cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Table with a row for each side of each load."""
-
-    def latency(name: str) -> Callable[[Any], str]:
-        form = "{mean:.1f}, {p50:.1f} / {p90:.1f} / {p99:.1f}"
-        return lambda row: "-" if row[2]["latency_ms"][name] is None else form.format(**row[2]["latency_ms"][name])
-
-    def faster(row: Any) -> str:
-        case, name, _ = row
-        if name not in case["ratios"]:
-            return ""
-        return "{:.2f}x ({:.2f}-{:.2f})".format(case["ratios"][name], *case["ratio_p10_p90"][name])
-
-    columns: dict[str, Callable[[Any], object]] = {
-        "load": lambda row: row[0]["case"],
-        "side": lambda row: row[1],
-        "requests": lambda row: row[2]["completed"],
-        "req/s": lambda row: f"{row[2]['requests_per_s']:.2f}",
-        "output tokens/s": lambda row: f"{row[2]['output_tokens_per_s']:.1f}",
-        **{f"{'E2E' if name == 'e2el' else name.upper()} ms": latency(name) for name in load_test.LATENCIES},
-        f"{cases[0]['chosen']} is faster by": faster,
-        "disconnected": lambda row: row[2]["disconnected"],
-        "failed": lambda row: ", ".join(f"{count} x {kind}" for kind, count in row[2]["errors"].items()),
-    }
-    return table(((case, *side) for case in cases for side in case["sides"].items()), columns)
 
 
 BUILT = Path("build/llama.cpp/bin/llama-server")

@@ -27,7 +27,7 @@ from verax.loading import load_causal_lm
 from verax.machine import measure_bandwidth, peak_growth
 from verax.models import causal_lm
 from verax.ops.paged import QuantizedPages
-from verax.plan.parts import multiplied
+from verax.plan.model import multiplied
 from verax.shapes import SHAPES
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.engine.llm import LLM
