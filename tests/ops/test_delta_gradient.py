@@ -1,19 +1,13 @@
 """Gradients of the family: against finite differences in float64, finite on hard inputs, and what is kept for them."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from tests.support.cpu import needs_library
 from tests.support.delta import RULES, extremes, float32, inputs, options, oracle
 from verax import ops
-from verax.ops.delta._scan import scan_backward_by
-from verax.ops.gpu import delta as triton
-from verax.ops.tpu import delta as pallas
 
 
 def loss_weights(rule, x):
@@ -70,25 +64,6 @@ def test_gradients_stay_finite_and_right_on_zero_rows_and_strong_decay(rule):
         assert np.abs((chunk[name] - exact) / np.maximum(scale, 1e-3)).max() < 2e-5, name
 
 
-INTERPRETED = {
-    "triton": partial(triton.walk, interpret=True),
-    "pallas": partial(pallas.walk, interpret=pltpu.InterpretParams(uninitialized_memory="nan")),
-}
-
-
-@pytest.mark.parametrize(("rule", "kernel"), [("gated_delta_rule", "triton"), ("kda", "triton"), ("kda", "pallas")])
-def test_gradients_through_the_kernels_equal_the_recurrences(rule, kernel):
-    x = inputs(rule, B=1, T=39, K=32, V=48)
-    weights = [jnp.asarray(w, jnp.float32) for w in loss_weights(rule, x)]
-    x = float32(x)
-    x["initial_state"] = jnp.asarray(np.random.default_rng(7).standard_normal(weights[1].shape), jnp.float32)
-    plain = gradients(rule, x, weights, mode="recurrent")
-    with ops.use_implementations(delta_chunk_scan_backward=partial(scan_backward_by, INTERPRETED[kernel])):
-        computed = gradients(rule, x, weights, mode="chunk", chunk_size=16)
-    for name, exact in plain.items():
-        np.testing.assert_allclose(computed[name], exact, atol=2e-5 * np.abs(exact).max(), err_msg=name)
-
-
 def test_a_decay_of_minus_infinity_forgets_everything():
     x = inputs("gated_delta_rule")
     x["g"][:, 20] = -np.inf
@@ -103,18 +78,24 @@ def test_a_decay_of_minus_infinity_forgets_everything():
     np.testing.assert_array_equal(out[:, 20:], changed[:, 20:])
 
 
-def test_the_chunked_gradient_keeps_inputs_and_one_state_a_chunk():
+@pytest.mark.parametrize("choice", ["chunk", pytest.param("native", marks=needs_library)])
+def test_the_gradient_keeps_inputs_and_one_state_a_chunk(choice):
     x = float32(inputs("gated_delta_rule", T=256, K=16, V=16))
 
-    def kept(mode):
-        rule = partial(ops.gated_delta_rule, mode=mode, chunk_size=64)
-        pull = jax.eval_shape(lambda x: jax.vjp(lambda x: rule(**x)[0], x)[1], x)
-        return sum(a.size for a in jax.tree.leaves(pull))
+    def kept(**options):
+        def out(x):
+            with ops.use_implementations(delta_recurrence=choice if choice == "native" else "reference"):
+                return ops.gated_delta_rule(**x, chunk_size=64, **options)[0]
+
+        return sum(a.size for a in jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(out, x)[1], x)))
 
     given = sum(a.size for a in x.values())
     states = 4 * 2 * 4 * 16 * 16
-    assert kept("chunk") <= 1.5 * given + states
-    assert kept("recurrent") > 256 * 2 * 4 * 16 * 16
+    if choice == "native":
+        assert kept() <= given + states + x["v"].size
+    else:
+        assert kept(mode="chunk") <= 1.5 * given + states
+        assert kept(mode="recurrent") > 256 * 2 * 4 * 16 * 16
 
 
 def test_gradients_of_gradients():

@@ -1,23 +1,16 @@
 """One sequence on eight devices: the same as on one, gradients too. A process of its own, for its eight devices."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-SCRIPT = """
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 from tests.support.delta import inputs, options
+from tests.support.devices import run_on_devices
 from verax import ops
-
-assert jax.device_count() == 8
-mesh = Mesh(np.array(jax.devices()), ("t",))
+from verax._compat import make_mesh
 
 
 def compare(rule):
@@ -27,12 +20,14 @@ def compare(rule):
     def one(x, state):
         return getattr(ops, rule)(**x, **options(rule), initial_state=state, output_final_state=True)
 
-    @partial(jax.shard_map, mesh=mesh, in_specs=(P(None, "t"), P()), out_specs=(P(None, "t"), P()), check_vma=False)
+    mesh, parts = make_mesh((8,), ("t",)), (P(None, "t"), P())
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=parts, out_specs=parts, check_vma=False)
     def eight(x, state):
-        x = dict(x)
         split = ops.delta.sequence_parallel(getattr(ops, rule), "t")
-        q, k, v = x.pop("q"), x.pop("k"), x.pop("v")
-        return split(q, k, v, **x, **options(rule), initial_state=state, output_final_state=True)
+        first = [x[name] for name in "qkv"]
+        rest = {name: a for name, a in x.items() if name not in "qkv"}
+        return split(*first, **rest, **options(rule), initial_state=state, output_final_state=True)
 
     def results(run):
         if rule != "gated_delta_rule":
@@ -48,16 +43,11 @@ def compare(rule):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
-for rule in ("gated_delta_rule", "gated_delta_product"):
-    compare(rule)
-print("equal")
-"""
-
-
 def test_a_sequence_split_over_eight_devices():
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], cwd=root, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.stdout.strip().endswith("equal"), done.stderr
+    assert run_on_devices(8, "tests.ops.test_delta_parallel") == "equal"
+
+
+if __name__ == "__main__":
+    for rule in ("gated_delta_rule", "gated_delta_product"):
+        compare(rule)
+    print('"equal"')

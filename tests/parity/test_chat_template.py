@@ -157,17 +157,10 @@ def test_ids_match_a_tokenizer_that_transformers_saved(tmp_path, begins):
     assert ours.eos_token_ids == {257}
 
 
-@pytest.mark.parametrize("add_bos_token", [True, False])
-def test_the_file_decides_on_the_beginning_token_and_not_the_configuration(tmp_path, add_bos_token):
-    byte_level_backend().save(str(tmp_path / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "add_bos_token": add_bos_token}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert_same_ids(tmp_path)
-
-
 @pytest.mark.parametrize(
     "more",
     [
+        *({"bos_token": "<s>", "add_bos_token": added} for added in (True, False)),  # on which the file decides
         {"eos_token": "<|im_end|>"},
         {
             "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "special": True},

@@ -32,10 +32,8 @@ DIFFERENT = {
     "the second value of a dict": (lambda x: {"b": x, "a": x}, lambda x: {"b": x, "a": x + 1}, r"\(output\)\[a\]"),
     "a nested value": (lambda x: (x, [x, {"y": x}]), lambda x: (x, [x, {"y": -x}]), r"\(output\)\[1\]\[1\]\[y\]"),
     "a missing output": (lambda x: (x, x + 1), lambda x: (x,), r"missing outputs.*\(output\)\[1\]"),
-    "a missing output of several": (lambda x: (x, x + 1), lambda x: x, r"missing outputs.*\(output\)\[1\]"),
     "an extra output": (lambda x: x, lambda x: (x, x), r"extra outputs.*\(output\)\[1\]"),
     "None in place of an array": (lambda x: (x, x), lambda x: (x, None), r"missing outputs.*\(output\)\[1\]"),
-    "lists of different lengths": (lambda x: [x, x, x], lambda x: [x, x], r"missing outputs.*\(output\)\[2\]"),
     "another key": (lambda x: {"a": x, "b": x}, lambda x: {"a": x, "c": x}, r"extra.*\[c\].*missing.*\[b\]"),
     "no output": (
         lambda x: tap("x", x).ndim > 9 or None,
@@ -46,7 +44,6 @@ DIFFERENT = {
     "NaN of both": (lambda x: x * torch.nan, lambda x: x * jnp.nan, "ours has 32 NaN.*the reference has 32 NaN"),
     "one NaN in padding": (lambda x: x, lambda x: x.at[3, 7].set(jnp.nan), r"ours has 1 NaN.*\(nan\) at \[3, 7\]"),
     "infinities of both": (lambda x: x / 0, lambda x: x / 0, "ours has 32 infinities"),
-    "infinities of two signs": (lambda x: x * 0 + torch.inf, lambda x: x * 0 - jnp.inf, "32 infinities"),
     "an overflow of float16": (lambda x: (x.half() * 6e4) ** 2, lambda x: (x * 6e4) ** 2, "the reference has 32 inf"),
     "integers off by one": (lambda x: (x, x.argmax(-1)), lambda x: (x, x.argmax(-1).at[2].add(1)), "1 of 4 differ"),
     "large integers": (lambda x: (x.shape[0] + 2**24, x), lambda x: (x.shape[0] + 2**24 + 1, x), "1 of 1 diff"),
@@ -58,7 +55,6 @@ DIFFERENT = {
     "texts": (lambda x: (x, "yes"), lambda x: (x, "no"), "1 of 1 differ, the first at .*: no, the reference yes"),
     "objects": (lambda x: (x, object()), lambda x: (x, object()), r"not an array.*without="),
     "a single number for three": (lambda x: x[0, :3], lambda x: x[0, :1], r"\[1\] is not an arrangement of \[3\]"),
-    "a row for all": (lambda x: x * 0 + x[0], lambda x: x[:1], r"\[1, 8\] is not an arrangement of \[4, 8\]"),
     "empty arrays of other shapes": (lambda x: (x, x[:0]), lambda x: (x, x[:, :0]), r"\[4, 0\] is not an arrangement"),
     "a field of a dataclass": (lambda x: Output(x, x > 0), lambda x: Output(x, x < 0), r"\(output\)\[ids\] \(bool\)"),
     "an output of transformers": (

@@ -157,19 +157,14 @@ def own(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_the_command_shows_guessed_layers_and_refuses_them_unasked(own):
-    status, out, err = own()
-    assert status == 2
-    assert not out
-    assert all(f"layers.{i} = net.{i}" in err for i in range(3))
-    assert "--yes" in err
-
-
-@pytest.mark.parametrize(("arguments", "answer", "status"), [(["--yes"], None, 0), ([], True, 0), ([], False, 2)])
-def test_guessed_layers_are_taken_when_a_person_says_so(own, arguments, answer, status):
+@pytest.mark.parametrize(
+    ("arguments", "answer", "status"), [(["--yes"], None, 0), ([], True, 0), ([], False, 2), ([], None, 2)]
+)
+def test_guessed_layers_are_shown_and_taken_when_a_person_says_so(own, arguments, answer, status):
     ended, out, err = own(*arguments, answer=answer)
     assert ended == status
     assert "layers.1 = net.1" in err
+    assert ("--yes" in err) == (arguments == [] and answer is None)
     assert ("matched by shape and order only, to be confirmed: layers.0 = net.0" in out) == (status == 0)
 
 

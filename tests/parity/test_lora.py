@@ -1,7 +1,4 @@
-"""Requests with LoRA adapters against PEFT, or where it is not installed, transformers with the changes added.
-
-Weights are random, adapters change much, and the base and two adapters run in one batch.
-"""
+"""Requests with LoRA adapters against PEFT: weights are random, adapters change much, and all run in one batch."""
 
 import copy
 import json
@@ -15,8 +12,7 @@ from flax import nnx
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-
-from safetensors.torch import load_file
+peft = pytest.importorskip("peft")
 
 from tests.parity import test_causal_lm as causal_lm
 from tests.support.adapters import adapter_weights, linear_sizes, save_adapter
@@ -30,11 +26,6 @@ from verax.text.engine.sampling_params import SamplingParams
 from verax.text.features.lora import AdaptedLayers, AdapterLoader
 from verax.text.step.program import AbstractModel
 from verax.text.step.runner import DeviceAdapters
-
-try:
-    import peft
-except ImportError:
-    peft = None
 
 FAMILIES = {
     "qwen3": {},
@@ -73,15 +64,8 @@ def write_adapters(family, model, root):
 
 
 def with_adapter(model, folder):
-    """A copy of a transformers model that goes through an adapter: PEFT's, or with the changes added here."""
-    model = copy.deepcopy(model)
-    if peft is not None:
-        return peft.PeftModel.from_pretrained(model, folder).eval()
-    pairs = load_file(folder / "adapter_model.safetensors")
-    for module, pair in Adapter.open(folder).pairs.items():
-        weight = model.get_submodule(module).weight
-        weight.data = (weight.double() + pair.scale * pairs[pair.up].double() @ pairs[pair.down].double()).float()
-    return model
+    """A copy of a transformers model that goes through an adapter."""
+    return peft.PeftModel.from_pretrained(copy.deepcopy(model), folder).eval()
 
 
 def adapted_logits(folder, adapters, tokens):
@@ -142,7 +126,6 @@ WITHOUT_EFFECT = {
 the base are refused."""
 
 
-@pytest.mark.skipif(peft is None, reason="PEFT is not installed")
 def test_a_change_of_any_key_of_a_configuration_changes_the_adapter_or_is_refused(tmp_path):
     weights = adapter_weights({"model.layers.0.mlp.up_proj": (24, 16)}, rank=4, spread=0.1)
     path = save_adapter(tmp_path, weights, rank=4, lora_alpha=8) / "adapter_config.json"

@@ -1,14 +1,13 @@
 """A model that the package does not know, registered from outside: GPT-2 of examples/port_gpt2 in the text engine."""
 
 import runpy
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 import verax
 from tests.support.invariants import check_engine
@@ -17,46 +16,45 @@ from verax import models
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "port_gpt2"
-SIZES = dict(vocab_size=301, n_positions=96, n_embd=48, n_layer=3, n_head=4, bos_token_id=0, eos_token_id=0)
+VOCAB, POSITIONS = 301, 96
 RNG = np.random.default_rng(0)
-PROMPTS = [RNG.integers(1, 301, n).tolist() for n in (1, 5, 17, 40, 2, 33)]
+PROMPTS = [RNG.integers(1, VOCAB, n).tolist() for n in (1, 5, 17, 40, 2, 33)]
 NEW_TOKENS = 24
 GREEDY = verax.SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def gpt2():
-    sys.path.insert(0, str(EXAMPLE))
-    import gpt2
+def check():
+    """The example's own proof, on a model with room for the tokens of a tokenizer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLE)
+        import check
 
-    yield gpt2
-    sys.path.remove(str(EXAMPLE))
+        patch.setattr(check, "SIZES", {**check.SIZES, "vocab_size": VOCAB, "n_positions": POSITIONS})
+        yield check
 
 
 @pytest.fixture
-def registered(gpt2, monkeypatch):
+def registered(check, monkeypatch):
     monkeypatch.setattr(models, "_CAUSAL_LM", dict(models._CAUSAL_LM))
-    verax.register_causal_lm("gpt2", gpt2.GPT2LMHeadModel, gpt2.GPT2Config)
+    verax.register_causal_lm("gpt2", check.gpt2.GPT2LMHeadModel, check.gpt2.GPT2Config)
 
 
 @pytest.fixture(scope="module")
-def reference():
-    """transformers' model with weights of real spread: its own are so small that errors would hide in them."""
-    torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES)).eval()
-    for name, weight in model.named_parameters():
-        if weight.ndim == 2:
-            weight.data.normal_(std=0.5 if name.endswith(("wte.weight", "wpe.weight")) else weight.shape[0] ** -0.5)
-        else:
-            weight.data.normal_(mean=1.0 if ".ln_" in name and name.endswith("weight") else 0.0, std=0.3)
-    return model
-
-
-@pytest.fixture(scope="module")
-def folder(reference, tmp_path_factory):
+def saved(check, tmp_path_factory):
+    """The proof's reference, and the folder that it is saved in."""
     folder = tmp_path_factory.mktemp("gpt2")
-    reference.save_pretrained(folder)
-    return folder
+    return check.reference(folder), folder
+
+
+@pytest.fixture(scope="module")
+def reference(saved):
+    return saved[0]
+
+
+@pytest.fixture(scope="module")
+def folder(saved):
+    return saved[1]
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +123,9 @@ def test_quantisation_that_would_change_nothing_is_refused(registered, folder):
         serve(folder, quantization="int8")
 
 
-def test_the_script_completes_prompts(gpt2, monkeypatch, reference, capsys, tmp_path):
+def test_the_script_completes_prompts(monkeypatch, reference, capsys, tmp_path):
     monkeypatch.setattr(models, "_CAUSAL_LM", dict(models._CAUSAL_LM))
     reference.save_pretrained(tmp_path)
-    tiny_tokenizer(tmp_path, vocab_size=SIZES["vocab_size"])
+    tiny_tokenizer(tmp_path, vocab_size=VOCAB)
     runpy.run_path(str(EXAMPLE / "serve.py"))["main"](str(tmp_path), "abc", "once upon")
     assert capsys.readouterr().out.startswith("abc|")

@@ -3,13 +3,12 @@
 import json
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
 from tests.support.packing import awq, float8, gptq, mxfp4, quantized_checkpoint
 from tests.support.tiny import tiny_checkpoint
-from verax import LLM, SamplingParams, checkpoint, ops
+from verax import checkpoint, ops
 from verax.checkpoint import Checkpoint
 from verax.loading import load_causal_lm
 
@@ -24,16 +23,10 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_schem
 COMPRESSED = {"quant_method": "compressed-tensors"}
 
 
-def rows(rng, F, D):
-    return float8(rng, F, D, block=(1, None), scale_dtype=ml_dtypes.bfloat16, name="weight_scale")
-
-
 LAYOUTS = {
     "gptq, asymmetric": (lambda rng, F, D: gptq(rng, F, D, symmetric=False, act_order=True), {**GPTQ, "sym": False}),
-    "gptq, 8 bits": (lambda rng, F, D: gptq(rng, F, D, bits=8, symmetric=False), {**GPTQ, "bits": 8, "sym": False}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
     "fp8, blocks": (float8, FP8),
-    "fp8, rows": (rows, {**COMPRESSED, "format": "float-quantized"}),
     "mxfp4": (mxfp4, {**COMPRESSED, "format": "mxfp4-pack-quantized"}),
 }
 SKIPPED = ("v_proj",)  # modules_to_not_convert, or ignored, by each method's name for it
@@ -64,17 +57,6 @@ def test_logits_match_the_weights_in_float32(tmp_path, name):
     got = np.asarray(ours.logits(ours(jnp.asarray(tokens))))
     assert np.linalg.norm(reference - expected) < ROUNDED * np.linalg.norm(expected)
     assert np.linalg.norm(got - expected) < INTEGERS * np.linalg.norm(expected)
-
-
-def test_the_engine_serves_them(tmp_path):
-    pack, scheme = LAYOUTS["gptq, asymmetric"]
-    quantized_checkpoint(tmp_path, pack, scheme, skip=SKIPPED)
-    llm = LLM(tmp_path, max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32, use_tqdm=False)
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    one, two = llm.generate([[5, 6, 7], [8, 9]], params)
-    assert len(one.outputs[0].token_ids) == len(two.outputs[0].token_ids) == 8
-    # A sequence does not depend on its batch mates.
-    assert llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids == one.outputs[0].token_ids
 
 
 def test_fine_grained_fp8_is_transformers_dequantised():

@@ -88,6 +88,7 @@ def test_frames_are_the_references_in_chunks_and_tiles_too(pair):
     latents = np.random.default_rng(0).normal(size=(5, ours.config.z_dim, 3, 5)).astype(np.float32)
     want = 2 * reference(torch.from_numpy(latents)).permute(0, 2, 3, 1).numpy() - 1
     assert (want.shape[0], want.std() > 0.1, (np.abs(want) < 1).mean() > 0.2) == (17, True, True)
-    for options in ({}, {"chunk": 1}, {"chunk": 2}, {"tile": (2, 3)}, {"chunk": 3, "tile": (3, 2)}):
+    # Two latents at a time leave one, and 2 of 3 and 3 of 5 rows and columns a part of a tile.
+    for options in ({}, {"chunk": 2}, {"chunk": 3, "tile": (2, 3)}):
         got = ours.decode(jnp.asarray(latents.transpose(0, 2, 3, 1))[None], **options)[0]
         np.testing.assert_allclose(got, want, atol=1e-4)

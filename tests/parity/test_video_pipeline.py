@@ -60,8 +60,8 @@ def forcing(made):
     return theirs, with_image, ours
 
 
-def picture(seed=0):
-    return np.random.default_rng(seed).integers(0, 256, (70, 50, 3), np.uint8)
+def picture(seed=0, height=70, width=50):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
 
 
 def noise(frames, seed=1):
@@ -203,6 +203,62 @@ def test_latents_and_embeddings_have_the_layout_of_diffusers(pair):
     np.testing.assert_allclose(by_embeds.frames, by_prompt.frames, atol=1e-4)
 
 
+@pytest.mark.parametrize(("kind", "guidance_scale"), [("flf2v", 4.0), ("flf2v-skyreels", 1.0), ("i2v-a14b", 4.0)])
+def test_frames_between_a_first_and_a_last_frame_match_diffusers(made, kind, guidance_scale):
+    theirs, ours = made(kind)
+    options: dict[str, Any] = dict(**SIZE, num_frames=13, num_inference_steps=3, guidance_scale=guidance_scale)
+    arrays = {"image": picture(0), "last_image": picture(5, 41, 90)}
+    images = {name: PIL.fromarray(array) for name, array in arrays.items()}
+    want = theirs(latents=torch.from_numpy(noise(13)), output_type="np", **images, **PROMPTS, **options).frames[0]
+    got = ours(latents=noise(13), output_type="np", **arrays, **PROMPTS, **options)
+    assert want.std() > 0.05
+    np.testing.assert_allclose(got.frames, want, atol=1e-4)
+
+
+def clip(seed, height=80, width=120, frames=9):
+    """A clip of the aspect of SIZE; diffusers takes no other."""
+    return np.random.default_rng(seed).integers(0, 256, (frames, height, width, 3), np.uint8)
+
+
+def masks(frames=9):
+    """Gray masks, whose middle is new in later frames."""
+    levels = np.random.default_rng(3).integers(0, 256, (frames, 80, 120, 1), np.uint8)
+    levels[2:, 20:60, 30:90] = 255
+    return np.repeat(levels, 3, axis=-1)
+
+
+@pytest.mark.parametrize(
+    ("guidance_scale", "output", "given"),
+    [
+        (1.0, "np", {}),
+        (4.0, "latent", {"video": clip(2), "mask": masks(), "conditioning_scale": [0.7, -1.5]}),
+        (1.0, "np", {"reference_images": [picture(7), picture(8, 33, 95)], "conditioning_scale": 0.5}),
+        (4.0, "np", {"video": clip(2), "reference_images": [picture(7, 64, 31)]}),
+        (
+            4.0,
+            "latent",
+            {"video": clip(2), "mask": masks(), "reference_images": [picture(7, 64, 31), picture(8), picture(9)]},
+        ),
+    ],
+    ids=["nothing", "mask", "references", "two transformers", "all"],
+)
+def test_a_controlled_clip_matches_diffusers(made, given, output, guidance_scale):
+    theirs, ours = made("vace-a14b" if "mask" not in given and "video" in given else "vace")
+    options: dict[str, Any] = dict(**SIZE, num_frames=9, num_inference_steps=3, guidance_scale=guidance_scale)
+    references = len(given.get("reference_images", ()))
+    images = {
+        name: value if name == "conditioning_scale" else [PIL.fromarray(one) for one in value]
+        for name, value in given.items()
+    }
+    start = noise(9 + 4 * references)
+    want = theirs(latents=torch.from_numpy(start), output_type=output, **images, **PROMPTS, **options).frames
+    got = ours(latents=start, output_type=output, **given, **PROMPTS, **options).frames
+    # Their latents begin with the references'.
+    want = want[0] if output == "np" else want.numpy()[:, :, references:]
+    assert want.std() > 0.05
+    np.testing.assert_allclose(got, want, atol=1e-4)
+
+
 SIZE_2_2: dict[str, Any] = dict(height=32, width=64, num_frames=9, num_inference_steps=5)
 
 
@@ -230,12 +286,10 @@ def noise_of(ours):
 
 def final_latents(theirs, ours, *, image=None, **options):
     """Latents after all steps of both."""
-    pictures = {} if image is None else {"image": PIL.fromarray(image)}
-    want = theirs(
-        latents=torch.from_numpy(noise_of(ours)), output_type="latent", **pictures, **SIZE_2_2, **PROMPTS, **options
-    )
-    pictures = {} if image is None else {"image": image}
-    got = ours(latents=noise_of(ours), output_type="latent", **pictures, **SIZE_2_2, **PROMPTS, **options)
+    options |= {"output_type": "latent", **SIZE_2_2, **PROMPTS}
+    given, shown = ({}, {}) if image is None else ({"image": image}, {"image": PIL.fromarray(image)})
+    want = theirs(latents=torch.from_numpy(noise_of(ours)), **shown, **options)
+    got = ours(latents=noise_of(ours), **given, **options)
     return got.frames, want.frames.numpy()
 
 
@@ -289,19 +343,16 @@ def test_latents_of_recipes_match_diffusers_with_their_schedulers(made, kind, re
 
 
 @pytest.mark.usefixtures("exact_times")
-@pytest.mark.parametrize("image", [None, picture()], ids=["text", "image"])
-def test_latents_of_text_and_image_match_diffusers(made, image):
+def test_latents_of_an_image_and_a_text_match_diffusers(made):
     theirs, ours = made("ti2v")
-    if image is not None:
-        parts = {name: part for name, part in theirs.components.items() if name != "transformer_2"}
-        theirs = diffusers.WanImageToVideoPipeline(**parts, expand_timesteps=True)
-        theirs.set_progress_bar_config(disable=True)
-    got, want = final_latents(theirs, ours, image=image, guidance_scale=4.0)
+    parts = {name: part for name, part in theirs.components.items() if name != "transformer_2"}
+    theirs = diffusers.WanImageToVideoPipeline(**parts, expand_timesteps=True)
+    theirs.set_progress_bar_config(disable=True)
+    got, want = final_latents(theirs, ours, image=picture(), guidance_scale=4.0)
     assert np.abs(got - want).max() < 1e-4 * np.abs(want).mean()
-    if image is not None:
-        frame = ours.parts.model.rules.resize["ti2v"](image, SIZE_2_2["height"], SIZE_2_2["width"])
-        held = np.asarray(ours.stages.encode(frame[None, None]))
-        np.testing.assert_array_equal(got[:, :, 0], held[:, 0].transpose(0, 3, 1, 2))
+    frame = ours.parts.model.rules.resize["ti2v"](picture(), SIZE_2_2["height"], SIZE_2_2["width"])
+    held = np.asarray(ours.stages.encode(frame[None, None]))
+    np.testing.assert_array_equal(got[:, :, 0], held[:, 0].transpose(0, 3, 1, 2))
 
 
 @pytest.mark.usefixtures("exact_times")

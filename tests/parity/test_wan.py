@@ -1,5 +1,4 @@
-"""Wan's transformer against diffusers' SkyReelsV2Transformer3DModel and WanTransformer3DModel: random weights, through
-the table of names."""
+"""Wan's transformer against diffusers' classes for SkyReels-V2, Wan and VACE: random weights, by the table of names."""
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ diffusers = pytest.importorskip("diffusers")
 
 from tests.support.torch_weights import from_torch
 from verax.checkpoint.video.parts import WAN
+from verax.models.video_model import Control
 from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
 
 FRAMES, HEIGHT, WIDTH = 5, 6, 10
@@ -42,7 +42,7 @@ def reference(sizes, kind="SkyReelsV2Transformer3DModel"):
     torch.manual_seed(0)
     model = getattr(diffusers, kind)(**sizes).eval()
     for name, weight in model.named_parameters():
-        if weight.ndim > 1 and "scale_shift_table" not in name:
+        if weight.ndim > 1 and "scale_shift_table" not in name and "pos_embed" not in name:
             weight.data.normal_(std=1.5 * weight[0].numel() ** -0.5)
         else:
             weight.data.normal_(mean=1.0 if "norm" in name and name.endswith("weight") else 0.0, std=0.3)
@@ -78,8 +78,8 @@ def theirs(model, latents, timesteps, text, image, **options):
 
 
 @nnx.jit(static_argnames=("causal_block_size", "attention"))
-def ours(model, latents, timesteps, text, image, **options):
-    return model(latents, timesteps, model.encode_context(text, image), **options)
+def ours(model, latents, timesteps, text, image, control=None, **options):
+    return model(latents, timesteps, model.encode_context(text, image, control), **options)
 
 
 def error(a, b):
@@ -104,6 +104,27 @@ def test_float32_matches_diffusers_wan(sizes):
     timesteps = np.array([12, 7])
     expected = theirs(model, latents, timesteps, text, image)
     assert error(ours(load(model), latents, timesteps, text, image), expected) < 1e-5
+
+
+def test_control_blocks_match_diffusers():
+    sizes = dict(SMALL, num_layers=5, vace_layers=[0, 1, 3], vace_in_channels=96)
+    model = reference(sizes, "WanVACETransformer3DModel")
+    latents, text, _ = inputs(sizes)
+    control = np.random.default_rng(2).standard_normal((1, FRAMES, HEIGHT, WIDTH, 96), np.float32)
+    scale, timesteps = np.array([0.8, 1.3, -0.5], np.float32), np.array([12, 7])
+    hidden = torch.tensor(control.transpose(0, 4, 1, 2, 3)).expand(2, -1, -1, -1, -1)
+    options = dict(control_hidden_states=hidden, control_hidden_states_scale=torch.tensor(scale))
+    expected = theirs(model, latents, timesteps, text, None, **options)
+    assert error(ours(load(model), latents, timesteps, text, None, Control(control, scale)), expected) < 1e-5
+
+
+def test_positions_of_two_pictures_match_diffusers():
+    sizes = dict(with_image(SMALL), pos_embed_seq_len=22)
+    model = reference(sizes, "WanTransformer3DModel")
+    (latents, text, _), timesteps = inputs(sizes), np.array([12, 7])
+    states = np.random.default_rng(2).standard_normal((2, 22, 24), np.float32)
+    expected = theirs(model, latents, timesteps, text, states.reshape(4, 11, 24))
+    assert error(ours(load(model), latents, timesteps, text, states), expected) < 1e-5
 
 
 A14B = dict(num_attention_heads=40, in_channels=36, out_channels=16, ffn_dim=13824, num_layers=40)

@@ -60,21 +60,11 @@ def test_decoding_continues_a_prompt_in_place():
     assert error(state, exact_final).max() < 2e-6
 
 
-def test_a_training_step_runs_the_kernel_and_keeps_one_state_a_chunk():
-    x = float32(inputs("gated_delta_rule", T=256, K=16, V=16))
-    with ops.use_implementations(delta_recurrence="native"):
-
-        def out(x):
-            return ops.gated_delta_rule(**x, chunk_size=64)[0]
-
-        assert "verax_delta" in jax.jit(jax.grad(lambda x: out(x).sum())).lower(x).as_text()
-        kept = sum(a.size for a in jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(out, x)[1], x)))
-    assert kept <= sum(a.size for a in x.values()) + 4 * 2 * 4 * 16 * 16 + x["v"].size
-
-
 def test_it_is_chosen_for_what_it_takes():
     x = float32(inputs("gated_delta_rule"))
     assert "verax_delta" in jax.jit(lambda x: ops.gated_delta_rule(**x)).lower(x).as_text()
+    loss = lambda x: ops.gated_delta_rule(**x)[0].sum()
+    assert "verax_delta" in jax.jit(jax.grad(loss)).lower(x).as_text()
     with jax.enable_x64(True):
         wide = {name: a.astype(jnp.float64) for name, a in x.items()}
         assert "verax_delta" not in jax.jit(lambda x: ops.gated_delta_rule(**x)).lower(wide).as_text()

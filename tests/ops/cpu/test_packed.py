@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.cpu import for_each_level, needs_library
+from tests.support.cpu import needs_library
 from verax import ops
 from verax.ops.cpu import library
 from verax.ops.packed import PackedWeight
@@ -29,6 +29,16 @@ def arrays(m, k, n, kind):
 
 def runs_here(kind):
     return kind == "float32" or library.has("bf16_dot")
+
+
+def _pairs():
+    for level in library.levels():
+        with library.use_level(level):
+            yield from ((level, kind) for kind in KINDS if runs_here(kind))
+
+
+each_level_and_kind = pytest.mark.parametrize(("level", "kind"), list(_pairs()))
+"""Levels, with the kinds of packed weights that they multiply."""
 
 
 @jax.jit
@@ -101,45 +111,43 @@ def test_single_rows_are_read_out_of_panels(kind):
     np.testing.assert_array_equal(rows, w[indices].astype(jnp.float32))
 
 
-@for_each_level
-@pytest.mark.parametrize("kind", KINDS)
+@each_level_and_kind
 @pytest.mark.parametrize(("m", "k", "n"), SHAPES)
 def test_a_product_equals_the_product_of_the_weight_that_was_packed(level, kind, m, k, n):
     x, w, bias = arrays(m, k, n, kind)
     packed = PackedWeight.from_weight(w)
     with library.use_level(level):
-        if not runs_here(kind) and m > 0:
-            with pytest.raises(Exception, match="packed for a level"):
-                product(x, packed).block_until_ready()
-            return
         assert ops.linear.select(x, packed).name == "native_packed"
         assert_product(product(x, packed, bias), x, w, bias)
         assert_product(product(x, packed), x, w)
 
 
-@for_each_level
-@pytest.mark.parametrize("kind", KINDS)
+def test_a_level_that_cannot_multiply_a_packed_weight_says_so():
+    x, w, _ = arrays(7, 64, 48, "bfloat16")
+    with library.use_level(library.levels()[-1]):
+        if runs_here("bfloat16"):
+            pytest.skip("each level here multiplies them")
+        with pytest.raises(Exception, match="packed for a level"):
+            product(x, PackedWeight.from_weight(w)).block_until_ready()
+
+
+@each_level_and_kind
 def test_more_rows_than_memory_holds_at_a_time_and_several_weights(level, kind):
     x, w, bias = arrays(3000, 64, 48, kind)
     packed = PackedWeight.from_weight(w)
     with library.use_level(level):
-        if not runs_here(kind):
-            return
         together = jax.jit(ops.multi_linear)(x.reshape(2, 1500, 64), [packed, packed], [bias, None])
         for got, one_bias in zip(together, (bias, None), strict=True):
             assert got.shape == (2, 1500, 48)
             assert_product(got.reshape(3000, 48), x, w, one_bias)
 
 
-@for_each_level
-@pytest.mark.parametrize("kind", KINDS)
+@each_level_and_kind
 @pytest.mark.parametrize(("m", "d", "f"), [(0, 32, 48), (3, 1056, 80), (300, 1600, 400)])
 def test_results_are_rounded_to_the_dtypes_that_are_wanted(level, kind, m, d, f):
     x, w, bias = arrays(m, d, f, kind)
     packed, dtypes = [PackedWeight.from_weight(w)] * 2, (jnp.float32, jnp.bfloat16)
     with library.use_level(level):
-        if not runs_here(kind):
-            return
         assert ops.multi_linear.select(x, packed, [bias, None], dtypes).name == "native_packed"
         exact, rounded = jax.jit(lambda x: ops.multi_linear(x, packed, [bias, None], dtypes))(x)
         assert_product(exact, x, w, bias)
@@ -148,21 +156,17 @@ def test_results_are_rounded_to_the_dtypes_that_are_wanted(level, kind, m, d, f)
         assert_product(half[0], x, w, dtype=jnp.float16)
 
 
-@for_each_level
-@pytest.mark.parametrize("kind", KINDS)
+@each_level_and_kind
 def test_a_row_is_the_same_whatever_the_number_of_rows(level, kind):
     x, w, bias = arrays(300, 416, 96, kind)
     packed = PackedWeight.from_weight(w)
     with library.use_level(level):
-        if not runs_here(kind):
-            return
         whole = product(x, packed, bias)
         for rows in (1, 5, 33, 150):
             np.testing.assert_array_equal(product(x[:rows], packed, bias), whole[:rows])
 
 
-@for_each_level
-@pytest.mark.parametrize("kind", KINDS)
+@each_level_and_kind
 @pytest.mark.parametrize(
     ("m", "d", "h", "f"), [(0, 32, 48, 16), (3, 64, 96, 48), (130, 1056, 80 * 32, 80), (777, 32, 96, 64)]
 )
@@ -171,8 +175,6 @@ def test_an_mlp_is_two_products_with_a_gelu_between(level, kind, m, d, h, f):
     _, down, down_bias = arrays(m, h, f, kind)
     weights = PackedWeight.from_weight(up), PackedWeight.from_weight(down)
     with library.use_level(level):
-        if not runs_here(kind):
-            return
         assert ops.gelu_mlp.select(x, *weights, up_bias, down_bias).name == "native_packed"
         got = jax.jit(ops.gelu_mlp)(x, *weights, up_bias, down_bias)
         hidden = jax.jit(ops.gelu)(product(x, weights[0], up_bias))
@@ -185,16 +187,13 @@ def test_an_mlp_is_two_products_with_a_gelu_between(level, kind, m, d, h, f):
         assert difference <= (1e-6 if kind == "float32" else 1e-3) * np.linalg.norm(approximate)
 
 
-@for_each_level
-@pytest.mark.parametrize("kind", KINDS)
+@each_level_and_kind
 @pytest.mark.parametrize(("m", "d", "f"), [(0, 32, 48), (1, 64, 80), (130, 1056, 400), (3000, 32, 48)])
 def test_swiglu_is_two_products_with_a_silu_of_one(level, kind, m, d, f):
     x, gate, gate_bias = arrays(m, d, f, kind)
     _, up, up_bias = arrays(m + 1, d, f, kind)
     weights = PackedWeight.from_weight(gate), PackedWeight.from_weight(up)
     with library.use_level(level):
-        if not runs_here(kind):
-            return
         assert ops.swiglu.select(x, *weights, gate_bias, up_bias).name == "native_packed"
         got = jax.jit(ops.swiglu)(x, *weights, gate_bias, up_bias)
         gated, y = product(x, weights[0], gate_bias), product(x, weights[1], up_bias)

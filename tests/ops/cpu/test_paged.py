@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.ops.test_paged import assert_close, problem
 from tests.support.attention import (
     dequantized,
     exact_paged_attention,
     paged_problem,
-    quantized_problem,
     quantized_tokens,
 )
 from tests.support.cpu import for_each_level, needs_library
@@ -37,24 +37,8 @@ decode = jax.jit(ops.paged_decode_attention.implementations["native"].function, 
 write = jax.jit(ops.write_pages.implementations["native"].function)
 
 
-def assert_close(out, expected, dtype):
-    if dtype == jnp.float32:
-        # Scores reach 30, so that float32 weights are good to 1e-5; values reach 10.
-        np.testing.assert_allclose(out, expected, atol=1e-4)
-    else:
-        assert np.linalg.norm(out - expected) <= 1e-2 * np.linalg.norm(expected)
-
-
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.int8)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
-
-
-def problem(seed, lengths, counts, dtype, **sizes):
-    """Queries and pages, the arrays that they stand for, and the rest of a call."""
-    if dtype == jnp.int8:
-        return quantized_problem(seed, lengths, counts, **sizes)
-    arrays, *rest = paged_problem(seed, lengths, counts, dtype=dtype, **sizes)
-    return arrays, arrays, *rest
 
 
 @for_each_level
@@ -69,14 +53,14 @@ def test_a_row_does_not_depend_on_its_batch(level, dtype):
 
 
 @for_each_level
-@pytest.mark.parametrize(("window", "dtype"), [(None, jnp.float32), (50, jnp.bfloat16), (520, jnp.float32)])
+@pytest.mark.parametrize(("window", "dtype"), [(None, "float32"), (50, "bfloat16"), (520, "float32")])
 def test_a_token_does_not_depend_on_how_its_prompt_was_cut(level, dtype, window):
-    length = 600
+    length, by = 600, f"native {level}"
     (q, k, v), table, _, _ = paged_problem(3, [length], [length], N=4, K=2, H=32, p=16, dtype=dtype)
     q = np.asarray(q)
 
     def chunk(begin, end):
-        queries = np.zeros((256, 4, 32), dtype)
+        queries = np.zeros((256, 4, 32), q.dtype)
         queries[: end - begin] = q[begin:end]
         sizes = jnp.asarray([end]), jnp.asarray([0, end - begin])
         return np.asarray(ragged(queries, k, v, table, *sizes, window=window))
@@ -90,15 +74,15 @@ def test_a_token_does_not_depend_on_how_its_prompt_was_cut(level, dtype, window)
         for position in (0, 15, 16, 511, 512, 599):
             newest = decode(q[position : position + 1], k, v, table, jnp.asarray([position + 1]), window=window)
             np.testing.assert_array_equal(newest, chunk(position, position + 1)[:1])
-            assert_close(newest, whole[position : position + 1], dtype)
+            assert_close(by, newest, whole[position : position + 1], dtype)
 
 
 @for_each_level
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_what_recycled_pages_hold_does_not_leak(level, value, dtype):
     lengths, counts, p = [37, 600, 9], [20, 1, 9], 16
-    (q, k, v), _, table, kv, starts = problem(4, lengths, counts, dtype, N=4, K=2, H=20, p=p, table_width=60)
+    (q, k, v), _, table, kv, starts = problem(4, lengths, counts, dtype, (4, 2, 20), p=p, table_width=60)
     owned = np.zeros((k.shape[0], 1, p), bool)
     for b, length in enumerate(lengths):
         for s in range(length):
@@ -143,8 +127,9 @@ def test_random_tables_and_lengths(data):
         out = ragged(q, k, v, table, kv, starts)
         k8, v8 = (QuantizedPages(*quantized_tokens(x)) for x in (k, v))
         out8 = ragged(q, k8, v8, table, kv, starts)
-    assert_close(out, exact_paged_attention((q, k, v), table, kv, starts), jnp.float32)
-    assert_close(out8, exact_paged_attention((q, *map(dequantized, (k8, v8))), table, kv, starts), jnp.int8)
+    by = f"native {level}"
+    assert_close(by, out, exact_paged_attention((q, k, v), table, kv, starts), "float32")
+    assert_close(by, out8, exact_paged_attention((q, *map(dequantized, (k8, v8))), table, kv, starts), "int8")
 
 
 def digest():
