@@ -90,9 +90,10 @@ def test_the_command_lists_runs_and_says_by_its_status_whether_all_is_done(machi
 
 def test_the_commands_have_options_that_exist():
     commands_of = typer.main.get_command(cli.app).commands["bench"].commands
-    commands = [f"{part.command} {part.tiny}" for part in PARTS.values() if "bench " in part.command]
-    sections = [words for report in REPORTS.values() for words in report.sections.values()]
-    for command in commands + [BENCH.format(" ".join(words)) for words in sections]:
+    commands = [
+        f"{part.command} {part.tiny}" for part in (*PARTS.values(), *REPORTS.values()) if "bench " in part.command
+    ]
+    for command in commands:
         _, _, _, name, *options = shlex.split(command)
         commands_of[name].make_context(name, options)
 
@@ -107,22 +108,21 @@ def test_a_process_gives_its_json_or_the_last_line_of_its_error_and_is_stopped_i
     assert record["seconds"] == pytest.approx(0.2, abs=10)
 
 
-def test_a_report_is_a_page_whose_sections_may_fail(monkeypatch, bench):
+@pytest.mark.parametrize("error", ["", "needs torch: pip install it"])
+def test_a_report_is_a_page_whose_table_may_be_missing(monkeypatch, bench, error):
     asked = []
     noise = {"spread": 0.02, "others": 0.0, "busy": False}
     result = {**RESULT, "machine": {"torch": "9"}, "measured": {}, "noise": noise, "date": "today"}
 
     def run(words, log, seconds):
         asked.append(" ".join(words))
-        failed = "ops" in words
-        error = "needs torch: pip install it" if failed else ""
-        return {"result": None if failed else result, "error": error, "note": "", "seconds": 1.0}
+        return {"result": None if error else result, "error": error, "note": "", "seconds": 1.0}
 
-    sections = {"speed": ("text --runs 5", "--runs 1"), "parity": ("ops", "")}
-    monkeypatch.setattr(accelerator, "REPORTS", {"one": accelerator.Report("One", "About one.", sections)})
+    part = accelerator.Part("About one", BENCH.format("text --runs 5"), "--runs 1")
+    monkeypatch.setattr(accelerator, "REPORTS", {"one": part})
     monkeypatch.setattr(accelerator, "run_command", run)
     status, page, _ = bench("reports", "--quick", "--only", "one")
     assert status == 0
-    assert asked == ["-m verax bench text --runs 5 --runs 1 --json", "-m verax bench ops --json"]
-    assert "## Speed\n\nWork.\n\n| side | s |" in page
-    assert "**Not run**: needs torch: pip install it." in page
+    assert asked == ["-m verax bench text --runs 5 --json --runs 1"]
+    assert "About one." in page
+    assert ("**Not run**: needs torch: pip install it." if error else "Work.\n\n| side | s |") in page

@@ -51,10 +51,10 @@ def test_a_weight_that_models_pack_is_timed_as_it_is_packed():
 
 SMALL = {
     "attention": [
-        partial(bench.whole_sequence, 20, heads=2, size=16),
-        partial(bench.paged_decode, 2, 20, heads=4, kv_heads=2, size=16),
-        partial(bench.ragged, [5, 8], [1, 5], heads=4, kv_heads=2, size=16),
-        partial(bench.cache_write, 4, kv_heads=2, size=16),
+        partial(bench.whole_sequence, 20, heads=(2, 2, 16)),
+        partial(bench.paged_decode, 2, 20, heads=(4, 2, 16)),
+        partial(bench.ragged, [5, 8], [1, 5], heads=(4, 2, 16)),
+        partial(bench.cache_write, 4, heads=(4, 2, 16)),
     ],
     "conv": [
         partial(bench.conv, (3, 4, 6), 2, 5),

@@ -23,7 +23,7 @@ from verax.bench.settings import AcceleratorSettings, ReportsSettings, check_nam
 from verax.errors import InvalidParameterError, VeraxError
 from verax.files import write_json
 
-__all__ = ["PARTS", "REPORTS", "Part", "Report", "bench_accelerator", "bench_reports", "find_device"]
+__all__ = ["PARTS", "REPORTS", "Part", "bench_accelerator", "bench_reports", "find_device"]
 
 SHORTEST, DEVICE_SECONDS, REPORT_SECONDS = 20.0, 120.0, 7200.0
 """Seconds that have to be left for a part to be begun, to find the devices, and of a report's command at most."""
@@ -44,14 +44,6 @@ class Part(NamedTuple):
     summary: str
     command: str
     tiny: str = ""
-
-
-class Report(NamedTuple):
-    """One page: its title, a sentence on the earlier port, and the options of each section, with those of `--quick`."""
-
-    title: str
-    summary: str
-    sections: Mapping[str, tuple[str, str]]
 
 
 BENCH = "-m verax bench {} --json"
@@ -116,38 +108,24 @@ PARTS: Mapping[str, Part] = {
 }
 """Parts by name, correctness first."""
 
-REPORTS: Mapping[str, Report] = {
-    "video": Report(
-        "Video compared with PyTorch: memory and speed",
-        "The earlier port made 57 frames of 544 x 960 in 5 steps on a GPU: PyTorch in 20 s, the port in 130 s.",
-        {
-            "memory": (
-                "video --runs 0 --memory standard,chunked,auto --frames 9,17,57 --height 544 --width 960",
-                "--layers 1",
-            ),
-            "speed": (
-                "video --frames 9,17,57 --against diffusers --runs 10",
-                "--frames 9,17 --height 64 --width 112 --layers 4 --runs 3",
-            ),
-        },
+REPORTS: Mapping[str, Part] = {
+    "video": Part(
+        "The earlier port made 57 frames of 544 x 960 in 5 steps on a GPU: PyTorch in 20 s, the port in 130 s",
+        BENCH.format("video --frames 9,17,57 --against diffusers --runs 10"),
+        "--frames 9,17 --height 64 --width 112 --layers 4 --runs 3",
     ),
-    "text": Report(
-        "Text generation compared with Hugging Face",
-        "The earlier port ran Qwen3-0.6B on a GPU: 37.5 tokens/s prompt by prompt, 117.0 batched, 76.1 with its JAX "
-        "engine.",
-        {
-            "generation": ("text --against transformers", "--max-tokens 16 --runs 3"),
-            "paged attention": ("ops --only paged --runs 15", "--runs 5"),
-        },
+    "text": Part(
+        "The earlier port ran Qwen3-0.6B on a GPU: 37.5 tokens/s prompt by prompt, 117.0 batched, 76.1 by its engine",
+        BENCH.format("text --against transformers"),
+        "--max-tokens 16 --runs 3",
     ),
-    "delta-rule": Report(
-        "The hierarchical delta rule compared with PyTorch and Cython",
-        "The earlier port reported 758x to 1958x; what remains of that is in "
-        "[delta-comparison.md](../delta-comparison.md).",
-        {"delta rule": ("delta --only rule,layer --against torch,cython", "--configs Small,Medium --runs 3")},
+    "delta-rule": Part(
+        "The earlier port reported 758x to 1958x; [delta-comparison.md](../delta-comparison.md) has what remains of it",
+        BENCH.format("delta --only layer --against torch"),
+        "--configs Small,Medium --runs 3",
     ),
 }
-"""Reports by the name of their page."""
+"""Tables of the earlier ports, by the names of their reports; `tiny` has the options of `--quick`."""
 
 
 def bench_accelerator(settings: AcceleratorSettings) -> dict[str, Any]:
@@ -229,19 +207,16 @@ def find_device(folder: Path) -> dict[str, Any]:
 
 
 def bench_reports(settings: ReportsSettings) -> dict[str, Any]:
-    """Run the commands of a report, and join their tables into one page.
-
-    A section that cannot run here (a library or a device that is missing, too little memory) states the reason.
-    """
+    """Measure the table of an earlier port again. If it cannot be made here, the page states the reason."""
     check_names("only", [settings.only], REPORTS)
-    report, tables, facts = REPORTS[settings.only], [], {}
-    for section, (words, fewer) in report.sections.items():
-        command = shlex.split(BENCH.format(f"{words} {fewer if settings.quick else ''}"))
-        with tempfile.TemporaryDirectory(prefix="verax-bench-") as scratch:
-            record = run_command(command, Path(scratch) / "log", REPORT_SECONDS)
-        tables += _tables(section.capitalize(), "", record)
-        facts |= {key: record["result"][key] for key in ("machine", "measured", "noise", "date") if not record["error"]}
-    made_by = f"verax bench reports{' --quick' if settings.quick else ''} --only {settings.only}"
-    intro = f"{report.summary} Made by `{made_by}`."
-    page = {"title": report.title, "intro": intro, "tables": tables, "notes": []}
-    return {"subject": "reports", "name": settings.only, "settings": {"quick": settings.quick}, **page, **facts}
+    part, made_by = REPORTS[settings.only], f"{'--quick ' if settings.quick else ''}--only {settings.only}"
+    with tempfile.TemporaryDirectory(prefix="verax-bench-") as scratch:
+        words = shlex.split(f"{part.command} {part.tiny if settings.quick else ''}")
+        record = run_command(words, Path(scratch) / "log", REPORT_SECONDS)
+    return {
+        **{key: record["result"][key] for key in ("machine", "measured", "noise", "date") if not record["error"]},
+        **{"subject": "reports", "name": settings.only, "settings": {"quick": settings.quick}, "notes": []},
+        "title": f"An earlier port, measured again: {settings.only}",
+        "intro": f"{part.summary}. Made by `verax bench reports {made_by}`.",
+        "tables": _tables("", "", record),
+    }

@@ -98,11 +98,11 @@ def bench_ops(settings: OpsSettings) -> dict[str, Any]:
             for side in case.sides.values():
                 side.call()  # compiles
             cases.append(benchmark.measure(case, runs=settings.runs, warmup=settings.warmup, read=read))
-    asked = asdict(settings) | {"operations": list(settings.only), "cpu_level": library.level()}
+    asked = asdict(settings) | {"operations": list(settings.only)}
     return benchmark.result(
         slug(*settings.only, str(size_in) if settings.only == ("linear",) and size_in != 4096 else ""),
         title="Operations",
-        intro=f"The weight of linear is {size_out} x {size_in}. CPU kernels: {asked['cpu_level'] or 'none'}. "
+        intro=f"The weight of linear is {size_out} x {size_in}. "
         f"{rounds(asked)}; the implementations take turns in a round, each called repeatedly for 20 ms, the first "
         "call not counted, weights of linear never from a cache. GB/s counts what has to be moved once, as it is "
         "stored. The limit is a read of 512 MiB that takes its turn with the implementations, or the products at the "
@@ -267,33 +267,35 @@ def _loop(torch: Any, x: Any, weights: Any, choice: Any) -> Any:
 # Attention, the cache and sampling
 
 
+Heads = tuple[int, int, int]
+"""Heads of queries, heads of keys and values, and their size."""
+
+WAN_HEADS: Heads = (12, 12, 128)
+"""Wan 1.3B's, of whole sequences."""
+
+QWEN_HEADS: Heads = (16, 8, 128)
+"""Qwen3-0.6B's, of the cache."""
+
+
 def whole_sequence(
-    length: int,
-    *,
-    dtype: str = "bfloat16",
-    heads: int = 12,
-    kv_heads: int | None = None,
-    size: int = 128,
-    window: int | None = None,
-    torch: Any = None,
+    length: int, *, dtype: str = "bfloat16", heads: Heads = WAN_HEADS, window: int | None = None, torch: Any = None
 ) -> Case:
     """Attention over a whole sequence: of all keys, or of a window before each query, which torch does not have."""
-    kv_heads = heads if kv_heads is None else kv_heads
-    q, k, v = (_random((1, length, n, size), dtype, seed) for seed, n in enumerate((heads, kv_heads, kv_heads)))
+    N, K, H = heads
+    q, k, v = (_random((1, length, n, H), dtype, seed) for seed, n in enumerate((N, K, K)))
     others: Calls = {}
     if torch is not None and window is None:
         others["torch"] = _torch_attention(torch, *(jnp.swapaxes(x, 1, 2) for x in (q, k, v)))
-    over = "" if kv_heads == heads else f" over {kv_heads}"
-    shown = "" if window is None else f", window {window}"
+    over, shown = "" if K == N else f" over {K}", "" if window is None else f", window {window}"
     products = length**2 if window is None else int(np.minimum(np.arange(1, length + 1), window).sum())
     return _case_of(
         ops.attention,
-        f"{dtype}, {length} tokens, {heads} heads{over} of {size}{shown}",
+        f"{dtype}, {length} tokens, {N} heads{over} of {H}{shown}",
         q.nbytes + k.nbytes + v.nbytes + 4 * q.size,
-        4 * heads * products * size,
+        4 * N * products * H,
         *(q, k, v),
         others=others,
-        reference=heads * length**2 <= PLAIN_LIMIT,
+        reference=N * length**2 <= PLAIN_LIMIT,
         dtype=dtype,
         causal=window is not None,
         window=window,
@@ -301,69 +303,56 @@ def whole_sequence(
 
 
 def paged_decode(
-    rows: int,
-    length: int,
-    *,
-    cache_dtype: str = "bfloat16",
-    heads: int = 16,
-    kv_heads: int = 8,
-    size: int = 128,
-    torch: Any = None,
+    rows: int, length: int, *, cache_dtype: str = "bfloat16", heads: Heads = QWEN_HEADS, torch: Any = None
 ) -> Case:
     """The paged decode step of `rows` sequences with `length` cached tokens each."""
-    caches, pages = _cache(rows, length, kv_heads, size)
+    N, K, H = heads
+    caches, pages = _cache(rows, length, K, H)
     if cache_dtype == "int8":
         caches = QuantizedPages(*quantize_tokens(caches[0])), QuantizedPages(*quantize_tokens(caches[1]))
-    q = _random((rows, heads, size), "float32", 2)
+    q = _random((rows, N, H), "float32", 2)
     others: Calls = {}
     if torch is not None and cache_dtype == "bfloat16":  # over keys that lie together: it has no pages
-        dense = (_random((rows, kv_heads, length, size), "bfloat16", seed) for seed in (3, 4))
+        dense = (_random((rows, K, length, H), "bfloat16", seed) for seed in (3, 4))
         others["torch"] = _torch_attention(torch, q[:, :, None].astype(jnp.bfloat16), *dense, enable_gqa=True)
     return _case_of(
         ops.paged_decode_attention,
-        f"{cache_dtype}, {rows} rows, {length} cached, {heads} heads over {kv_heads} of {size}",
-        2 * rows * length * page_bytes((kv_heads, 1, size), cache_dtype) + 2 * q.nbytes,
-        4 * heads * rows * length * size,
+        f"{cache_dtype}, {rows} rows, {length} cached, {N} heads over {K} of {H}",
+        2 * rows * length * page_bytes((K, 1, H), cache_dtype) + 2 * q.nbytes,
+        4 * N * rows * length * H,
         *(q, *caches, pages, jnp.full(rows, length, jnp.int32)),
         others=others,
-        reference=rows * heads * length <= PLAIN_LIMIT // 1024,
+        reference=rows * N * length <= PLAIN_LIMIT // 1024,
     )
 
 
-def ragged(
-    lengths: Sequence[int],
-    counts: Sequence[int],
-    *,
-    heads: int = 16,
-    kv_heads: int = 8,
-    size: int = 128,
-    torch: Any = None,
-) -> Case:
+def ragged(lengths: Sequence[int], counts: Sequence[int], *, heads: Heads = QWEN_HEADS, torch: Any = None) -> Case:
     """A mixed step: each sequence's cached tokens, the step's included (`lengths`), and its tokens in the step.
 
     torch does not have it.
     """
-    caches, pages = _cache(len(lengths), max(lengths), kv_heads, size)
-    q = _random((sum(counts), heads, size), "float32", 2)
+    N, K, H = heads
+    caches, pages = _cache(len(lengths), max(lengths), K, H)
+    q = _random((sum(counts), N, H), "float32", 2)
     starts = np.concatenate([[0], np.cumsum(counts)])
     pairs = zip(lengths, counts, strict=True)
     products = sum(count * (length - count) + count * (count + 1) // 2 for length, count in pairs)
     decodes = f" next to {len(lengths) - 1} of {lengths[0]} cached" if len(lengths) > 1 else ""
-    prompt = f"{counts[-1]} tokens after {lengths[-1] - counts[-1]}"
     return _case_of(
         ops.paged_attention,
-        f"bfloat16, {prompt}{decodes}, {heads} heads over {kv_heads} of {size}",
-        2 * 2 * kv_heads * sum(lengths) * size + 2 * q.nbytes,
-        4 * heads * size * products,
+        f"bfloat16, {counts[-1]} tokens after {lengths[-1] - counts[-1]}{decodes}, {N} heads over {K} of {H}",
+        2 * 2 * K * sum(lengths) * H + 2 * q.nbytes,
+        4 * N * H * products,
         *(q, *caches, pages, *(jnp.asarray(x, jnp.int32) for x in (lengths, starts))),
         reference=False,  # it holds the keys once for each token
     )
 
 
-def cache_write(tokens: int, *, kv_heads: int = 8, size: int = 128, torch: Any = None) -> Case:
+def cache_write(tokens: int, *, heads: Heads = QWEN_HEADS, torch: Any = None) -> Case:
     """Writes to a cache that is donated and comes back, as in the engine's step; torch does not have them."""
-    (cache, _), _ = _cache(1, 32768, kv_heads, size)
-    x = _random((tokens, kv_heads, size), "float32", 2)
+    _, K, H = heads
+    (cache, _), _ = _cache(1, 32768, K, H)
+    x = _random((tokens, K, H), "float32", 2)
     places = jnp.asarray(np.random.default_rng(5).permutation(32768)[:tokens], jnp.int32)
     arguments = x, places // PAGE, places % PAGE
 
@@ -375,7 +364,7 @@ def cache_write(tokens: int, *, kv_heads: int = 8, size: int = 128, torch: Any =
         impl.name: donating(_jit(impl.function, donate_argnums=0))
         for impl in ops.write_pages.supporting(cache, *arguments)
     }
-    name = f"bfloat16, {tokens} tokens, {kv_heads} heads of {size}"
+    name = f"bfloat16, {tokens} tokens, {K} heads of {H}"
     chosen = ops.write_pages.select(cache, *arguments).name
     return _case("write_pages", name, "bfloat16", 6 * x.size, 0, chosen, sides)
 
@@ -466,7 +455,6 @@ def conv(
 
 
 CASES: Mapping[str, Sequence[Callable[..., Case]]] = {
-    # Heads are Wan 1.3B's for whole sequences (12 of 128), Qwen3-0.6B's for the cache (16 over 8, of 128).
     "attention": (
         partial(whole_sequence, 2048),
         partial(whole_sequence, 2048, dtype="float32"),
@@ -486,17 +474,16 @@ CASES: Mapping[str, Sequence[Callable[..., Case]]] = {
         partial(conv, (128, 128), 192, 96, kernel=(3, 3)),
         partial(conv, (128, 128), 96, 96, kernel=(3, 3), stride=2),
     ),
-    "paged": tuple(partial(paged_decode, 2**power, 512) for power in range(7)),
     # Decode steps of Qwen3-0.6B and 8B, prompts, whole sequences of Wan 1.3B at 81 frames of 480 x 832 and of Gemma 3
     # 270M with a sliding window, draws. `kernels` has a feed-forward layer of 8B too.
     "kernels": (
         *(partial(paged_decode, *sizes) for sizes in ((1, 8192), (16, 1024), (64, 2048), (256, 512))),
         partial(paged_decode, 64, 2048, cache_dtype="int8"),
-        partial(paged_decode, 64, 2048, heads=32),
+        partial(paged_decode, 64, 2048, heads=(32, 8, 128)),
         partial(ragged, [4096], [512]),
         partial(ragged, [1024] * 33, [1] * 32 + [480]),
         partial(whole_sequence, 32760),
-        partial(whole_sequence, 8192, heads=4, kv_heads=1, size=256, window=512),
+        partial(whole_sequence, 8192, heads=(4, 1, 256), window=512),
         *(partial(sampling, rows, top_k=50) for rows in (1, 16)),
         partial(sampling, 16, top_p=0.95),
         partial(sampling, 64, top_k=50, top_p=0.95),

@@ -196,11 +196,9 @@ class VideoSettings(_Timed):
         verax bench video --stage transformer --against diffusers,torch.compile,openvino
 
         verax bench video --stage clip --against diffusers --variants int8,magcache --text-layers 2
-
-        verax bench video --runs 0 --memory auto,chunked,standard --frames 57 --height 544 --width 960
     """
 
-    runs: int = option(3, "Counted rounds; 0 for memory only.", low=0)
+    runs: int = option(3, "Counted rounds.", low=1)
     size: str = option(
         "1.3b", "1.3b or 14b: image to video. 5b: text and image. tiny.", choices=("1.3b", "14b", "5b", "tiny")
     )
@@ -212,9 +210,6 @@ class VideoSettings(_Timed):
     frames: Any = listed("9", "Frames of the clip, 4n + 1; a case each.", kind=int)
     height: int = option(272, "Pixels, divisible by 16.")
     width: int = option(480, "Pixels, divisible by 16.")
-    memory: Any = listed(
-        None, "Implementations whose memory is planned, which runs nothing: auto,chunked,standard,flash."
-    )
     layers: int | None = option(None, "Layers of the transformer.", low=1, shown="all")
     against: Any = against("diffusers", "torch.compile", "openvino", "stable-diffusion.cpp")
     dtype: str = option("bfloat16", "bfloat16 or float32.", choices=("bfloat16", "float32"))
@@ -230,8 +225,6 @@ class VideoSettings(_Timed):
             raise InvalidParameterError("stage: clip is measured by itself")
         if "clip" not in self.stage and (self.variants or "stable-diffusion.cpp" in self.against):
             raise InvalidParameterError("stage: variants and stable-diffusion.cpp are measured with the stage clip")
-        if self.runs == 0 and not self.memory:
-            raise InvalidParameterError("runs: 0 measures nothing; with memory it is memory only")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,8 +255,7 @@ class CacheSettings(_OfModel):
 
 OPERATIONS = ("linear", "grouped", "attention", "conv")
 """Groups of cases: products with a weight; with a mixture of experts; attention over whole sequences and over pages,
-with the cache's writes; convolutions of a video VAE. `paged` is the decode step by number of sequences, and `kernels`
-the sizes of an accelerator."""
+with the cache's writes; convolutions of a video VAE. `kernels` has the sizes of an accelerator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,9 +268,7 @@ class OpsSettings(_Timed):
     """
 
     warmup: int = option(2, "Rounds before them.", low=0)
-    only: Any = listed(
-        ",".join(OPERATIONS), "linear, grouped, attention, conv; paged, kernels.", (*OPERATIONS, "paged", "kernels")
-    )
+    only: Any = listed(",".join(OPERATIONS), "linear, grouped, attention, conv; kernels.", (*OPERATIONS, "kernels"))
     size_in: int = option(4096, "Inputs of the linear operation.", low=1)
     size_out: int = option(11008, "Outputs of the linear operation.", low=1)
     rows: Any = listed("1,2,4,8,16,32,128", "Rows of the input, one case each.", kind=int)

@@ -23,23 +23,21 @@ def measure(**changes):
     return video.bench_video(VideoSettings(**{**dict(size="tiny", frames=[5], **CLIP), **changes}))
 
 
-def test_stages_are_timed_and_memory_is_planned_by_implementation():
+def test_a_stage_is_timed_and_compared_with_the_limit():
     # The VAE, whose program takes the longest to compile, is in tests/parity/test_bench.py.
-    result = measure(stage="transformer", memory="standard,chunked", layers=1, runs=2, warmup=0)
+    result = measure(stage="transformer", layers=1, runs=2, warmup=0)
     assert [case["stage"] for case in result["cases"]] == ["transformer"]
     for case in result["cases"]:
         side = case["sides"]["verax"]
         assert len(side["seconds"]) == 2
         assert case["fraction_of_limit"] == pytest.approx(case["flops"] / side["median_s"] / 900e9)
         assert min(case["compile_cached_s"], case["compile_s"]) > 0
-    assert [row["attention"] for row in result["attention_memory"]] == ["standard", "chunked"]
-    assert all(row["peak_gb"] > row["weights_gb"] > 0 for row in result["attention_memory"])
     assert result["name"] == "tiny-1-layers-transformer-bfloat16-5x16x32"
     assert "| transformer, a forward pass, 5 frames | **verax** |" in markdown(result)
 
 
 def test_products_follow_the_formula():
-    config = SIZES["tiny"].transformer
+    config = SIZES["tiny"][0]
     todo = work("transformer", 9, VideoSettings(size="tiny", height=32, width=64, dtype="float32", layers=1))
     T, D, F = 3 * 2 * 4, config.dim, config.ffn_dim
     matmuls = 2 * T * (6 * D * D + 2 * D * F)  # keys of the context are computed once, not in a forward pass

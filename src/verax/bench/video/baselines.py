@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from verax.bench.harness import import_torch, torch_device
 from verax.checkpoint.video.parts import Renaming
 from verax.video.programs import Component
 
-__all__ = ["Baseline", "Work", "make_baseline"]
+__all__ = ["Work", "make_baseline"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Work:
         weights: weights by our names.
         table: our names to the other library's.
         inputs: inputs in our layout.
-        function: traced function of the module, the inputs, and `attention` for the transformer.
+        function: traced function of the module and the inputs.
         prepare: function of the module and the inputs that our side runs once for many calls; its result replaces them.
         config: configuration of our model, from which the other side makes its own.
     """
@@ -41,9 +41,9 @@ class Work:
     prepare: Callable[..., Any] | None
     config: Any
 
-    def run(self, weights: Any, *inputs: Any, **options: Any) -> Any:
+    def run(self, weights: Any, *inputs: Any) -> Any:
         """Call `function` with weights in their place."""
-        return self.function(self.component.module(weights), *inputs, **options)
+        return self.function(self.component.module(weights), *inputs)
 
     def prepared(self, weights: Any, *inputs: Any) -> Any:
         """Call `prepare`, if there is one, with weights in their place."""
@@ -56,20 +56,9 @@ class Work:
         return jax.eval_shape(self.prepared, self.component.shapes, *shapes)
 
 
-class Baseline(NamedTuple):
-    """A stage in another library.
-
-    Attributes:
-        run: compute; the result is finished, in the library's own type and layout.
-        to_numpy: result of `run` in our layout, float32.
-    """
-
-    run: Callable[[], Any]
-    to_numpy: Callable[[Any], np.ndarray]
-
-
-def make_baseline(name: str, work: Work, dtype: str) -> Baseline:
-    """Stage with our weights in `diffusers`, `torch.compile` or `openvino`."""
+def make_baseline(name: str, work: Work, dtype: str) -> tuple[Callable[[], Any], Callable[[Any], np.ndarray]]:
+    """Call of a stage with our weights in `diffusers`, `torch.compile` or `openvino`, and a function from its result to
+    float32 in our layout. The result is finished when the call returns."""
     torch, diffusers = import_torch("diffusers")
     device = torch_device(torch)
     model = _torch_model(work, dtype, torch, diffusers).to(device)
@@ -77,7 +66,7 @@ def make_baseline(name: str, work: Work, dtype: str) -> Baseline:
     in_our_layout = lambda x: x.transpose(0, 2, 3, 4, 1)  # diffusers has channels first
     if name == "openvino":
         run = _openvino_call(torch, model, arguments, dtype)
-        return Baseline(run, lambda tensor: in_our_layout(tensor.data.astype(np.float32)))
+        return run, lambda tensor: in_our_layout(tensor.data.astype(np.float32))
     if name == "torch.compile" and work.stage == "vae":  # decode() is a loop over latents around it
         model.decoder = torch.compile(model.decoder)
     elif name == "torch.compile":
@@ -90,7 +79,7 @@ def make_baseline(name: str, work: Work, dtype: str) -> Baseline:
                 torch.cuda.synchronize()
         return result
 
-    return Baseline(run, lambda tensor: in_our_layout(tensor.float().cpu().numpy()))
+    return run, lambda tensor: in_our_layout(tensor.float().cpu().numpy())
 
 
 def _torch_model(work: Work, dtype: str, torch: Any, diffusers: Any) -> Any:

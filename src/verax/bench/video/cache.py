@@ -55,23 +55,19 @@ def bench_cache(settings: CacheSettings) -> dict[str, Any]:
             for threshold, choice in choices.items():
                 clips[threshold].append(pipe(prompt, seed=i, **choice))
             report(i + 1, len(prompts), "")
-    plain = clips[None]
-    seconds = {key: float(np.median([clip.seconds["denoise"] for clip in row])) for key, row in clips.items()}
-    compared = {
-        key: [compare_clips(one.frames, other.frames) for one, other in zip(plain, row, strict=True)]
-        for key, row in clips.items()
-    }
-    compared[None] = []
-    rows = [
-        {
-            "threshold": threshold,
-            "computed": row[0].computed,
-            "seconds": seconds[threshold],
-            "psnr": [one.clip_psnr if one.max_difference else None for one in compared[threshold]],
-            "ssim": [one.clip_ssim for one in compared[threshold]],
-        }
-        for threshold, row in clips.items()
-    ]
+    plain, rows = clips[None], []
+    for threshold, cached in clips.items():
+        pairs = zip(plain, cached, strict=True) if threshold is not None else ()
+        compared = [compare_clips(one.frames, other.frames) for one, other in pairs]
+        rows.append(
+            {
+                "threshold": threshold,
+                "computed": cached[0].computed,
+                "seconds": float(np.median([clip.seconds["denoise"] for clip in cached])),
+                "psnr": [one.clip_psnr if one.max_difference else None for one in compared],
+                "ssim": [one.clip_ssim for one in compared],
+            }
+        )
     name = "the built-in model" if model is None else str(model)
     (count, height, width), steps = plain[0].frames.shape[:3], plain[0].steps
     differing = lambda row: [value for value in row["psnr"] if value is not None]
@@ -79,7 +75,7 @@ def bench_cache(settings: CacheSettings) -> dict[str, Any]:
         "threshold": lambda row: f"{row['threshold']:g}" if row["threshold"] else "none",
         "steps computed": lambda row: f"{row['computed']} of {steps}",
         "s": lambda row: number(row["seconds"]),
-        "times as fast": lambda row: f"{seconds[None] / row['seconds']:.2f}",
+        "times as fast": lambda row: f"{rows[0]['seconds'] / row['seconds']:.2f}",
         "PSNR, mean": lambda row: f"{fmean(differing(row)):.1f}" if differing(row) else "no difference",
         "PSNR, worst clip": lambda row: f"{min(differing(row)):.1f}" if differing(row) else "",
         "SSIM, worst clip": lambda row: f"{min(row['ssim']):.3f}" if row["ssim"] else "",
@@ -93,6 +89,6 @@ def bench_cache(settings: CacheSettings) -> dict[str, Any]:
         f"loop over {steps} steps.",
         settings=asdict(settings) | asked,
         tables=[table(rows, columns)],
-        seconds=seconds[None],
+        seconds=rows[0]["seconds"],
         thresholds=rows[1:],
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from typing import Any, cast
 
 import jax
@@ -16,17 +16,15 @@ from flax import nnx
 
 from verax._compat import empty_compilation_cache
 from verax.bench.harness import Benchmark, case_result, count_products, time_sides
-from verax.bench.results import sides_table, slug, table
-from verax.bench.settings import VideoSettings, check_names
+from verax.bench.results import sides_table, slug
+from verax.bench.settings import VideoSettings
 from verax.bench.video.baselines import Work, make_baseline
 from verax.bench.video.clips import bench_clip
 from verax.checkpoint.load import random_weights
-from verax.checkpoint.video.parts import VAE_2_2, WAN, Renaming, wan_vae_names
+from verax.checkpoint.video.parts import VAE_2_2, WAN, wan_vae_names
 from verax.errors import InvalidParameterError
-from verax.models.video_model import ATTENTION
 from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
 from verax.models.wan.vae import WanVae, WanVaeConfig
-from verax.ops.cpu import library
 from verax.video.load import divided_component
 from verax.video.networks import latents_at_once
 from verax.video.programs import Program
@@ -39,38 +37,28 @@ WORDS, PATCHES = 512, 257
 """Tokens of a prompt and of an image that condition the transformer, as in the published pipelines."""
 
 
-@dataclass(frozen=True)
-class Size:
-    """Configurations of the models of one pipeline."""
-
-    transformer: WanConfig
-    vae: WanVaeConfig = field(default_factory=WanVaeConfig)
-
-
-SIZES: Mapping[str, Size] = {
-    "1.3b": Size(WAN_CONFIGS["i2v-1.3b"]),
-    "14b": Size(WAN_CONFIGS["i2v-14b"]),
-    "5b": Size(WAN_CONFIGS["ti2v-5b"], WanVaeConfig.from_hf(VAE_2_2)),
-    "tiny": Size(
+SIZES: Mapping[str, tuple[WanConfig, WanVaeConfig]] = {
+    "1.3b": (WAN_CONFIGS["i2v-1.3b"], WanVaeConfig()),
+    "14b": (WAN_CONFIGS["i2v-14b"], WanVaeConfig()),
+    "5b": (WAN_CONFIGS["ti2v-5b"], WanVaeConfig.from_hf(VAE_2_2)),
+    "tiny": (
         WanConfig(dim=32, ffn_dim=64, num_heads=2, num_layers=2, in_dim=36, text_dim=32, image_dim=32),
         WanVaeConfig(base_dim=8, dim_mult=(1, 2, 2, 2), num_res_blocks=1),
     ),
 }
-"""SkyReels-V2's two published sizes of image to video, Wan2.2's 5B of text and image, and one for tests."""
+"""Transformer and VAE of SkyReels-V2's two published sizes of image to video, of Wan2.2's 5B, and of one for tests."""
 
 
 def bench_video(settings: VideoSettings) -> dict[str, Any]:
     """Time stages with random weights in real sizes."""
-    check_names("memory", settings.memory, ATTENTION)
     if settings.stage == ("clip",):
-        sizes = SIZES[settings.size]
-        layers = settings.layers or sizes.transformer.num_layers
-        text_only = replace(sizes.transformer, in_dim=sizes.transformer.out_dim, image_dim=None, num_layers=layers)
-        return bench_clip(settings, text_only, sizes.vae)
+        config, vae = SIZES[settings.size]
+        layers = settings.layers or config.num_layers
+        return bench_clip(settings, replace(config, in_dim=config.out_dim, image_dim=None, num_layers=layers), vae)
     frames, stages, dtype = settings.frames, settings.stage, settings.dtype
     benchmark = Benchmark("video")
     cases = []
-    for stage, count in itertools.product(stages, frames) if settings.runs else ():
+    for stage, count in itertools.product(stages, frames):
         case = _case(work(stage, count, settings), count, settings)
         rate = benchmark.limits[f"matmul_{dtype}_gflop_per_s"]
         for side in case["sides"].values():
@@ -78,27 +66,20 @@ def bench_video(settings: VideoSettings) -> dict[str, Any]:
         case["fraction_of_limit"] = case["sides"]["verax"]["gflop_per_s"] / rate
         case["sides"]["verax"] |= {key: case[key] for key in ("fraction_of_limit", "compile_s", "compile_cached_s")}
         cases.append(case)
-    planned = [
-        {"frames": count, "attention": name, **_memory(work("transformer", count, settings), name)}
-        for count in (frames if settings.memory else ())
-        for name in settings.memory
-    ]
-    level = library.level() if jax.default_backend() == "cpu" else None
     layers = f", {settings.layers} layers" if settings.layers else ""
     what = "text and image to video" if settings.size == "5b" else "image to video"
     clip = f"{'-'.join(map(str, frames))}x{settings.height}x{settings.width}"
     return benchmark.result(
-        slug(settings.size, layers, *(stages if cases else ["memory"]), dtype, clip),
+        slug(settings.size, layers, *stages, dtype, clip),
         title=f"Video: {settings.size} {what}{layers}, {settings.height} x {settings.width}, {dtype}",
         intro=f"Random weights, the same on all sides. {settings.runs} rounds after {settings.warmup} of "
-        f"warm-up; the sides take turns in a round. CPU kernels: {level or 'none'}. A step with guidance is two "
+        f"warm-up; the sides take turns in a round. A step with guidance is two "
         "forward passes. Compiling includes tracing. The limit is the measured rate of matmuls. In the rows of other "
         "sides: the factor by which verax is faster, their first call, the calls after which ours, compiling included, "
         "took less time, and the root mean square of the difference over the root mean square of their result.",
-        settings=asdict(settings) | {"cpu_level": level},
-        tables=([sides_table(cases)] if cases else []) + ([_memory_table(planned)] if planned else []),
+        settings=asdict(settings),
+        tables=[sides_table(cases)],
         cases=cases,
-        attention_memory=planned,
     )
 
 
@@ -128,17 +109,16 @@ def _case(todo: Work, frames: int, settings: VideoSettings) -> dict[str, Any]:
             _, compile_s = _compiled(todo, weights, inputs)
             program, cached_s = _compiled(todo, weights, inputs)
         ours = np.asarray(program(weights, *inputs))
-        sides = {"verax": lambda: jax.block_until_ready(program(weights, *inputs))}
+        sides: dict[str, Callable[[], Any]] = {"verax": lambda: jax.block_until_ready(program(weights, *inputs))}
         for name in settings.against:
             if name == "openvino" and todo.stage == "vae":
                 continue  # it has no operation for the nearest-exact upsampling
-            baseline = make_baseline(name, todo, settings.dtype)
+            sides[name], to_numpy = make_baseline(name, todo, settings.dtype)
             begin = time.perf_counter()
-            theirs = baseline.to_numpy(baseline.run())
+            theirs = to_numpy(sides[name]())
             first = time.perf_counter() - begin
             apart = float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
             others[name] = {"first_s": first, "difference": apart}
-            sides[name] = baseline.run
         samples = time_sides(sides, runs=settings.runs, warmup=settings.warmup, title=f"measuring: {todo.stage}")
     for name, other in others.items():
         other["break_even"] = break_even(compile_s, samples["verax"].median, other["first_s"], samples[name].median)
@@ -158,29 +138,6 @@ def _compiled(todo: Work, weights: Any, inputs: Any) -> tuple[Program, float]:
     return program, time.perf_counter() - begin
 
 
-def _memory(todo: Work, attention: str) -> dict[str, Any]:
-    """Memory of a forward pass with an implementation of attention, in GB; or the reason that it does not run."""
-    try:
-        plan = Program(todo.run).memory(todo.component.shapes, *todo.shapes, attention=attention)
-    except InvalidParameterError as error:
-        return {"left_out": str(error)}
-    sizes = {"peak": plan.peak, "weights": todo.component.size, "temporary": plan.temporary}
-    return {f"{name}_gb": size / 1e9 for name, size in sizes.items()}
-
-
-def _memory_table(planned: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    cell = lambda key: lambda row: "" if "left_out" in row else f"{row[key]:.1f}"
-    columns = {
-        "frames": lambda row: row["frames"],
-        "attention": lambda row: row["attention"],
-        "GB": lambda row: f"left out: {row['left_out']}" if "left_out" in row else f"{row['peak_gb']:.1f}",
-        "weights": cell("weights_gb"),
-        "temporary": cell("temporary_gb"),
-    }
-    note = "Memory of a forward pass by `memory_analysis()` of the compiled program, weights included."
-    return table(planned, columns, note=note)
-
-
 def work(stage: str, frames: int, settings: VideoSettings) -> Work:
     """Work of a stage for a clip: one forward pass of the transformer, or decoding latents.
 
@@ -189,10 +146,9 @@ def work(stage: str, frames: int, settings: VideoSettings) -> Work:
         frames: of the clip, 4n + 1.
         settings: the sizes, with sides that divide into tokens.
     """
-    height, width, dtype, layers = settings.height, settings.width, settings.dtype, settings.layers
-    sizes = SIZES[settings.size]
-    pixels = sizes.vae.pixels_per_latent
-    token = pixels * sizes.transformer.patch
+    height, width, (transformer, vae) = settings.height, settings.width, SIZES[settings.size]
+    pixels = vae.pixels_per_latent
+    token = pixels * transformer.patch
     if frames % 4 != 1 or height % token or width % token or min(frames, height, width) < 1:
         raise InvalidParameterError(
             f"frames, height, width: expected 4n + 1 frames and sides divisible by {token}, got {frames}, {height} x "
@@ -202,35 +158,16 @@ def work(stage: str, frames: int, settings: VideoSettings) -> Work:
     latents = 1, (frames + 3) // 4, height // pixels, width // pixels
     normal = lambda *shape: rng.standard_normal(shape, np.float32)
     if stage == "transformer":
-        config = sizes.transformer if layers is None else replace(sizes.transformer, num_layers=layers)
+        config: Any = replace(transformer, num_layers=settings.layers or transformer.num_layers)
+        kind, names, function, prepare = WanModel, WAN, _forward, _encode_context
         image = () if config.image_dim is None else (normal(1, PATCHES, config.image_dim),)
         inputs = normal(*latents, config.in_dim), np.asarray([500], np.int32), normal(1, WORDS, config.text_dim), *image
-        return _work(stage, WanModel, config, dtype, WAN, inputs, _forward, _encode_context)
-    chunk = latents_at_once(sizes.vae, height, width)
-    decode = lambda model, latents: model.decode(latents, chunk=chunk)
-    names = wan_vae_names(asdict(sizes.vae))
-    return _work(stage, WanVae, sizes.vae, dtype, names, (normal(*latents, sizes.vae.z_dim),), decode, None)
-
-
-def _encode_context(model: WanModel, latents: Any, timesteps: Any, text: Any, image: Any = None) -> tuple[Any, ...]:
-    return latents, timesteps, model.encode_context(text, image)
-
-
-def _forward(model: WanModel, latents: Any, timesteps: Any, context: Any, *, attention: str = "auto") -> Any:
-    return model(latents, timesteps, context, attention=attention)
-
-
-def _work(
-    stage: str,
-    kind: Callable[..., nnx.Module],
-    config: Any,
-    dtype: str,
-    names: Renaming,
-    inputs: tuple[np.ndarray, ...],
-    function: Callable[..., Any],
-    prepare: Callable[..., Any] | None,
-) -> Work:
-    weights = random_weights(nnx.eval_shape(lambda: kind(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))), dtype)
+    else:
+        chunk = latents_at_once(vae, height, width)
+        config, kind, names, prepare = vae, WanVae, wan_vae_names(asdict(vae)), None
+        function, inputs = (lambda model, latents: model.decode(latents, chunk=chunk)), (normal(*latents, vae.z_dim),)
+    dtype = jnp.dtype(settings.dtype)
+    weights = random_weights(nnx.eval_shape(lambda: kind(config, dtype=dtype, rngs=nnx.Rngs(0))), dtype)
 
     def load(abstract: nnx.Module) -> nnx.Module:
         graph, state = nnx.split(abstract)
@@ -238,5 +175,13 @@ def _work(
         filled = [(path, leaf.replace(jnp.asarray(weights[".".join(map(str, path))]))) for path, leaf in flat]
         return nnx.merge(graph, nnx.from_flat_state(filled))
 
-    component = divided_component(stage, cast(Any, kind), config, jnp.dtype(dtype), load, keep=None)
+    component = divided_component(stage, cast(Any, kind), config, dtype, load, keep=None)
     return Work(stage, component, weights, names, inputs, function, prepare, config)
+
+
+def _encode_context(model: WanModel, latents: Any, timesteps: Any, text: Any, image: Any = None) -> tuple[Any, ...]:
+    return latents, timesteps, model.encode_context(text, image)
+
+
+def _forward(model: WanModel, latents: Any, timesteps: Any, context: Any) -> Any:
+    return model(latents, timesteps, context, attention="auto")

@@ -35,6 +35,7 @@ from verax.checkpoint.load import random_weight
 from verax.checkpoint.video.convert import convert
 from verax.checkpoint.video.folder import TOKENIZER, VideoFolder
 from verax.checkpoint.video.parts import PARTS, UMT5
+from verax.compare.videos import decibels, differences
 from verax.errors import InvalidParameterError
 from verax.files import write_json
 from verax.machine import num_cores
@@ -74,10 +75,8 @@ def bench_clip(settings: VideoSettings, transformer: WanConfig, vae: WanVaeConfi
     """
     check_names("variants", settings.variants, VARIANTS)
     check_names("against with the stage clip", settings.against, ("diffusers", "stable-diffusion.cpp"))
-    if settings.size == "5b" or len(settings.frames) != 1 or not settings.runs:
-        raise InvalidParameterError(
-            "stage: clip is measured with the size 1.3b, 14b or tiny, one number of frames, and runs"
-        )
+    if settings.size == "5b" or len(settings.frames) != 1:
+        raise InvalidParameterError("stage: clip is measured with the size 1.3b, 14b or tiny, and one number of frames")
     if "stable-diffusion.cpp" in settings.against and settings.peer_python is None:
         raise InvalidParameterError(f"peer_python: none for stable-diffusion.cpp: {REMEDY}")
     benchmark = Benchmark("video")
@@ -93,16 +92,17 @@ def bench_clip(settings: VideoSettings, transformer: WanConfig, vae: WanVaeConfi
         np.save(scratch / "noise.npy", noise)
         clip = {"prompt": PROMPT, "num_frames": settings.frames[0], **size, "latents": str(scratch / "noise.npy")}
         ours: dict[str, Any] = {"folder": str(folder), "dtype": settings.dtype}
-        sides = {"verax": partial(_run, sys.executable, "verax", ours, clip | sampling)}
+        whole = clip | sampling
+        sides: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {"verax": ("verax", ours, whole)}
         for variant in settings.variants:
             load, options = VARIANTS[variant]
-            given = clip | ({} if "recipe" in options else sampling) | options
-            sides[f"verax {variant}"] = partial(_run, sys.executable, "verax", ours | load, given)
+            given = (clip if "recipe" in options else whole) | options
+            sides[f"verax {variant}"] = "verax", ours | load, given
         if "diffusers" in settings.against:
-            sides["diffusers"] = partial(_run, sys.executable, "diffusers", ours, clip | sampling)
+            sides["diffusers"] = "diffusers", ours, whole
         if "stable-diffusion.cpp" in settings.against:
-            sides |= _stable_diffusion_cpp(settings, original, clip | sampling)
-        answers = {side: run(scratch / "out" / slug(side), settings) for side, run in sides.items()}
+            sides |= _stable_diffusion_cpp(settings, original, whole)
+        answers = {side: _run(*work, scratch / "out" / slug(side), settings) for side, work in sides.items()}
         frames = {side: np.load(scratch / "out" / slug(side) / "frames.npy") for side in sides}
     samples = {side: answer["samples"] for side, answer in answers.items()}
     case = case_result(f"a clip of {settings.frames[0]} frames", "verax", samples, settings.frames[0])
@@ -110,9 +110,10 @@ def bench_clip(settings: VideoSettings, transformer: WanConfig, vae: WanVaeConfi
         row = case["sides"][side]
         row |= answer["numbers"]
         if side != "verax" and not side.startswith(("stable-diffusion.cpp", "verax lightx2v")):
-            row["psnr"] = _psnr(frames["verax"], frames[side])
+            mse = float(np.mean((differences(frames["verax"], frames[side]) / 255) ** 2))
+            row["psnr"] = decibels(mse) if mse else None
     level = library.level()
-    asked = asdict(settings) | {"cpu_level": level, "text_layers": settings.text_layers or UMT5Config().num_layers}
+    asked = asdict(settings) | {"text_layers": settings.text_layers or UMT5Config().num_layers}
     layers = f"{transformer.num_layers} layers" if settings.layers else ""
     text = "all of UMT5-XXL" if settings.text_layers is None else f"{settings.text_layers} layers of UMT5-XXL"
     kind = settings.dtype if "diffusers" in settings.against else TEXT_BLOCKS
@@ -124,8 +125,7 @@ def bench_clip(settings: VideoSettings, transformer: WanConfig, vae: WanVaeConfi
         f"{settings.height} x {settings.width}, {settings.steps} steps, guidance {settings.guidance_scale:g}",
         intro=f"Random weights in {settings.dtype}, {text} in {kind}. Each side has a process of its own, one after "
         f"the other: {settings.runs} clips after {settings.warmup} that do not count, from the prompt to images in a "
-        f"folder. CPU kernels: {level or 'none'}. Peak memory is the process's, weights included. PSNR is against the "
-        "first side.",
+        "folder. Peak memory is the process's, weights included. PSNR is against the first side.",
         settings=asked,
         versions={name: version for answer in answers.values() for name, version in answer["versions"].items()},
         tables=[sides_table([case])],
@@ -135,7 +135,7 @@ def bench_clip(settings: VideoSettings, transformer: WanConfig, vae: WanVaeConfi
 
 def _stable_diffusion_cpp(
     settings: VideoSettings, folder: Path, clip: Mapping[str, Any]
-) -> dict[str, Callable[..., Any]]:
+) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
     """Sides of stable-diffusion.cpp: with the weights of the files, and with Q8_0 where verax has int8."""
     load = {
         "diffusion_model_path": str(folder / "model.safetensors"),
@@ -147,26 +147,21 @@ def _stable_diffusion_cpp(
     options = {"prompt": clip["prompt"], "video_frames": clip["num_frames"], "cfg_scale": clip["guidance_scale"]}
     options |= {"height": clip["height"], "width": clip["width"], "sample_steps": clip["num_inference_steps"]}
     options |= {"sample_method": "euler", "flow_shift": 3.0}
-    python = os.path.abspath(shutil.which(settings.peer_python or "") or settings.peer_python or "")
-    run = partial(_run, python, "stable_diffusion_cpp")
-    sides = {"stable-diffusion.cpp": partial(run, load, options)}
+    sides = {"stable-diffusion.cpp": ("stable_diffusion_cpp", load, options)}
     if "int8" in settings.variants:
         rules = {"tensor_type_rules": r"model\.diffusion_model\.blocks.*weight=q8_0"}
-        sides["stable-diffusion.cpp Q8_0"] = partial(run, load | rules, options)
+        sides["stable-diffusion.cpp Q8_0"] = "stable_diffusion_cpp", load | rules, options
     return sides
 
 
 def _run(
-    python: str,
-    engine: str,
-    load: Mapping[str, Any],
-    clip: Mapping[str, Any],
-    folder: Path,
-    settings: VideoSettings,
+    engine: str, load: Mapping[str, Any], clip: Mapping[str, Any], folder: Path, settings: VideoSettings
 ) -> dict[str, Any]:
     """Clips of a side, with the last one's frames in a folder: `samples`, `versions`, and numbers of the last clip."""
     folder.mkdir(parents=True)
-    begin = time.perf_counter()
+    python, begin = sys.executable, time.perf_counter()
+    if engine == "stable_diffusion_cpp":
+        python = os.path.abspath(shutil.which(settings.peer_python or "") or settings.peer_python or "")
     with WorkerProcess(engine, python, engines, engine, remedy=REMEDY) as process:
         versions, start = process.ask(**load)["versions"], time.perf_counter() - begin
         # Each clip has another prompt, since states of prompts are kept.
@@ -190,12 +185,6 @@ def _run(
             "decode_bytes": stages["buffers"].get("decode"),
         },
     }
-
-
-def _psnr(first: np.ndarray, second: np.ndarray) -> float | None:
-    """PSNR in dB of uint8 frames; None where they are equal."""
-    error = float(np.mean((first.astype(np.float32) - second.astype(np.float32)) ** 2))
-    return 10 * float(np.log10(255**2 / error)) if error else None
 
 
 # The model
@@ -242,17 +231,13 @@ def _write_gguf(path: Path, config: UMT5Config) -> None:
     """Write UMT5 with transformers' names. Matrices of one shape are the same, since quantising takes long."""
     writer, kinds = gguf.GGUFWriter(path, "t5encoder"), gguf.GGMLQuantizationType
     stored: dict[Any, np.ndarray] = {}
-    tensors = []
     for name, shape in _shapes(UMT5EncoderModel, config).items():
         kind = kinds[TEXT_BLOCKS if len(shape) == 2 and "pos_embedding" not in name else "F32"]
         if (kind, shape) not in stored:
             stored[kind, shape] = gguf.quantize(random_weight(name, shape), kind)
-        rows, (theirs, *_) = stored[kind, shape], UMT5.forward(name) or (name,)
-        writer.add_tensor_info(theirs, rows.shape, rows.dtype, rows.nbytes, raw_dtype=kind)
-        tensors.append(rows)
+        theirs, *_ = UMT5.forward(name) or (name,)
+        writer.add_tensor(theirs, stored[kind, shape], raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for rows in tensors:
-        writer.write_tensor_data(rows)
+    writer.write_tensors_to_file()
     writer.close()
