@@ -79,7 +79,7 @@ def test_the_limit_is_the_longer_of_memory_and_products(monkeypatch, moved, flop
 
 @pytest.mark.parametrize("busy", [True, False])
 def test_a_busy_machine_is_warned_of_and_remembered(monkeypatch, caplog, busy):
-    monkeypatch.setattr(harness.psutil, "cpu_percent", lambda seconds: 30.0 * busy)  # of all cores, those of others too
+    monkeypatch.setattr(harness.psutil, "cpu_percent", lambda seconds: 30.0 * busy)  # of all cores, ours and others
     monkeypatch.setattr(harness.psutil, "cpu_count", lambda: 4)
     monkeypatch.setattr(harness.machine, "num_cores", lambda: 2)
     monkeypatch.setattr(harness, "BUSY_SPREAD", 1e9)

@@ -6,7 +6,6 @@ Every side runs once in turn, again and again, so that a drifting machine drifts
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import math
 import sys
@@ -26,10 +25,11 @@ import psutil
 from flax import nnx
 
 from verax import checkpoint, machine, ops, progress
+from verax._optional import require_optional
 from verax.bench.results import date, noise_line
 from verax.checkpoint.load import random_weights
-from verax.errors import MissingDependencyError
 from verax.models import causal_lm
+from verax.ops.cpu import library
 
 if TYPE_CHECKING:
     pass
@@ -276,13 +276,14 @@ class Benchmark:
 
         `machine` has the versions of the baselines that this process has imported, and `versions` of those in others.
         """
+        facts = machine.fingerprint() | {"cpu_kernels": library.level() or "none"} | _imported_versions()
         peaks = {"host_peak_gb": machine.peak_memory(), "device_peak_gb": machine.peak_device_memory()}
         return {
             "subject": self._subject,
             "name": name,
             "date": date(),
             "settings": dict(settings),
-            "machine": {**machine.fingerprint(), **_imported_versions(), **(versions or {})},
+            "machine": facts | dict(versions or {}),
             "measured": self.limits,
             "noise": self._noise,
             "memory": {key: None if peak is None else peak / 1e9 for key, peak in peaks.items()},
@@ -336,17 +337,13 @@ def import_torch(*others: str) -> tuple[Any, ...]:
     Raises:
         MissingDependencyError: if one of them is not installed.
     """
-    try:
-        modules = [importlib.import_module(name) for name in ("torch", *others)]
-    except ImportError as error:
-        names = " and ".join(("torch", *others))
-        raise MissingDependencyError(f"the comparison needs {names}: pip install 'verax[parity]'") from error
+    modules = tuple(map(require_optional, ("torch", *others)))
     modules[0].set_num_threads(machine.num_cores())
     for module in modules:
         if module.__name__ == "transformers":
             module.utils.logging.set_verbosity_error()
             module.utils.logging.disable_progress_bar()
-    return tuple(modules)
+    return modules
 
 
 def torch_device(torch: Any) -> str:

@@ -14,8 +14,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
-import psutil
-
 import verax
 from verax.bench import worker
 from verax.errors import InvalidParameterError, MissingDependencyError, VeraxError
@@ -38,7 +36,7 @@ class WorkerProcess:
         engines: module whose file has `ENGINES`.
         engine: the package.
         remedy: what to do where the package is not installed.
-        environment: variables of the process.
+        environment: variables of the process; this process's if None.
 
     Attributes:
         printed: what the process printed, once it has ended.
@@ -62,9 +60,10 @@ class WorkerProcess:
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 -- `__exit__` closes it
         # Without -P, Python would take our modules of this folder for packages of the same name.
         command, pipe = [python, "-P", worker.__file__, str(engines.__file__)], subprocess.PIPE
+        variables = environment or ENVIRONMENT | os.environ
         try:
             self._process: Any = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=self._log, env=environment, text=True
+                command, stdin=pipe, stdout=pipe, stderr=self._log, env=variables, text=True
             )
         except OSError as error:
             raise InvalidParameterError(f"peer_python: cannot run {python} for {name}: {error.strerror}") from error
@@ -101,7 +100,7 @@ class WorkerProcess:
 
 
 def run_command(words: Sequence[str], log: Path, seconds: float) -> dict[str, Any]:
-    """Run a Python with these words in a process of its own, and stop all of its processes at the end of the time.
+    """Run a Python with these words in a process of its own, and stop it at the end of the time.
 
     Returns:
         `result`, the JSON on standard output or None; `note`, else its last line; `error`, empty if the status was 0;
@@ -111,24 +110,19 @@ def run_command(words: Sequence[str], log: Path, seconds: float) -> dict[str, An
     begin, printed = time.monotonic(), log.with_suffix(".out")
     checkout = Path(verax.__file__).parents[2]
     with log.open("wb") as errors, printed.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, *words],
-            cwd=checkout if (checkout / "tests" / "gpu").is_dir() else None,
-            stdout=output,
-            stderr=errors,
-            stdin=subprocess.DEVNULL,
-            env=ENVIRONMENT | os.environ,
-        )
         try:
-            status = process.wait(seconds)
+            status = subprocess.run(
+                [sys.executable, *words],
+                cwd=checkout if (checkout / "tests" / "gpu").is_dir() else None,
+                stdout=output,
+                stderr=errors,
+                stdin=subprocess.DEVNULL,
+                env=ENVIRONMENT | os.environ,
+                timeout=seconds,
+                check=False,
+            ).returncode
         except subprocess.TimeoutExpired:
             status = None
-        finally:
-            if process.poll() is None:
-                for one in (*psutil.Process(process.pid).children(recursive=True), process):
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        one.kill()
-                process.wait()
     text, result, note = printed.read_text(encoding="utf-8", errors="replace").strip(), None, ""
     try:
         result = json.loads(text)

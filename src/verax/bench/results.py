@@ -53,10 +53,11 @@ ENOUGH_RUNS = 10
 """Counted rounds of a result to be relied upon; where one round is long there are fewer, and pages say so."""
 
 MACHINE_FACTS = (
-    *("cpu", "cores", "memory_gib", "platform", "devices", "python", "jax", "jaxlib", "torch", "diffusers"),
-    *("transformers", "openvino", "nncf", "onnxruntime", "llama_cpp_python", "llama_server", "vllm", "openvino_genai"),
+    *("cpu", "cores", "memory_gib", "platform", "devices", "cpu_kernels", "python", "jax", "jaxlib", "torch"),
+    *("diffusers", "transformers", "openvino", "nncf", "onnxruntime", "llama_cpp_python", "llama_server", "vllm"),
+    "openvino_genai",
 )
-"""Facts of the machine that a page repeats."""
+"""Facts of the machine that a page repeats. If they differ between two results, the change may be theirs."""
 
 
 Columns = Mapping[str, Callable[[Any], object]]
@@ -81,14 +82,13 @@ def _optional(key: str, form: Callable[[Any], str]) -> Callable[[Any], str]:
     return lambda row: "" if row[2].get(key) is None else form(row[2][key])
 
 
-SIDE_COLUMNS: Columns = {
 def _latency(name: str) -> Callable[[Any], str]:
     """Cell of a kind of latency of a server; empty where there is none."""
     form = "{mean:.1f}, {p50:.1f} / {p90:.1f} / {p99:.1f}"
     return lambda row: form.format(**numbers) if (numbers := row[2].get("latency_ms", {}).get(name)) else ""
 
 
-    "compile s": _optional("compile_s", "{:.1f}".format),
+SIDE_COLUMNS: Columns = {
     "requests": _optional("completed", str),
     "req/s": _optional("requests_per_s", "{:.2f}".format),
     **{
@@ -97,6 +97,7 @@ def _latency(name: str) -> Callable[[Any], str]:
     },
     "disconnected": _optional("disconnected", str),
     "failed": _optional("errors", lambda errors: ", ".join(f"{count} x {kind}" for kind, count in errors.items())),
+    "compile s": _optional("compile_s", "{:.1f}".format),
     "from cache s": _optional("compile_cached_s", "{:.1f}".format),
     "first call s": _optional("first_s", "{:.1f}".format),
     "first start s": _optional("start_s", "{:.1f}".format),
@@ -293,11 +294,11 @@ def render(template: Path, folder: Path) -> str:
 RESAMPLES, CONFIDENCE = 10_000, 0.95
 """Draws of the bootstrap, and the confidence of the interval."""
 
-BASELINES = ("torch", "transformers", "llama.cpp", "cython", "fla", "diffusers", "openvino", "onnxruntime", "vllm")
+BASELINES = (
+    *("torch", "transformers", "llama.cpp", "ik_llama.cpp", "fla", "diffusers", "stable-diffusion.cpp", "openvino"),
+    *("onnxruntime", "vllm"),
+)
 """First words of the names of baselines: if one changes, the machine did, or its version."""
-
-SAME = ("cpu", "cores", "platform", "devices", "python", "jax", "jaxlib", "torch", "transformers", "llama_server")
-"""Facts of the machine that have to agree, or the difference may be theirs."""
 
 
 def compare_results(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold: float = 0.05) -> dict[str, Any]:
@@ -392,7 +393,7 @@ def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list
     differing: dict[str, list[Any]] = {}
     for name in [name for name in old if name in new]:
         settings = sorted({*old[name]["settings"], *new[name]["settings"]} - {"runs", "warmup"})
-        for part, keys in (("machine", SAME), ("settings", settings)):
+        for part, keys in (("machine", MACHINE_FACTS), ("settings", settings)):
             for key in keys:
                 values = [result[name][part].get(key) for result in (old, new)]
                 if values[0] != values[1]:

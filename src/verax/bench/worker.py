@@ -9,7 +9,11 @@ a JSON object a line from standard input and answers each with one on standard o
 3. again and again, the arguments of the run. The answer has its `result`, its `seconds`, and the process's peak memory,
    `peak_bytes`.
 
-An answer with `error` says what failed, one with `missing` which package is not installed.
+An answer with `error` says what failed, one with `missing` which package is not installed. For example:
+
+    {"engine": "vllm"}                                                      {}
+    {"model": "Qwen3-0.6B", "dtype": "bfloat16", ...}                       {"versions": {"vllm": "0.32.0"}}
+    {"prompts": [[5, 6]], "max_tokens": [2], "temperature": 0.0}            {"result": [[7, 8]], "seconds": 0.1, ...}
 """
 
 import importlib

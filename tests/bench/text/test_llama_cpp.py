@@ -23,19 +23,17 @@ from verax.errors import (
 )
 from verax.models import causal_lm
 
-ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "original_max_position_embeddings": 64}
-ROPE |= {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 FAMILIES = {
     "qwen3": {},
     "qwen2": {"tie_word_embeddings": False},
-    "llama": {"rope_parameters": ROPE, "attention_bias": True},
-    "qwen3-yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+    "llama": {"attention_bias": True},
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 WORKLOAD = Workload("test", ((5, 6, 7), (9, 8, 7, 6, 5), tuple(range(3, 40))), (16, 1, 12), 0.0)
 
 
 def tiny(folder, family="qwen3", **changes):
-    return tiny_checkpoint(folder, family=family.split("-")[0], **{**FAMILIES[family], **changes})
+    return tiny_checkpoint(folder, family=family, **{**FAMILIES[family], **changes})
 
 
 def bench(model, workload, against, **options):
@@ -74,6 +72,8 @@ def test_what_cannot_be_written_is_refused_by_name(tmp_path):
         write_gguf(Checkpoint.open(written), tmp_path / "c.gguf", "Q8_0")
     with pytest.raises(InvalidParameterError, match=r"against: .*b\.gguf is a GGUF file"):
         bench(written, WORKLOAD, "transformers")
+    with pytest.raises(UnsupportedModelError, match="rope_type 'yarn' cannot be written"):
+        write_gguf(Checkpoint.open(tiny(tmp_path / "e", rope_scaling=YARN)), tmp_path / "e.gguf", "Q8_0")
     gemma = Checkpoint.open(tiny_checkpoint(tmp_path / "d", family="gemma2"))
     with pytest.raises(UnsupportedModelError, match="a gemma2 cannot be written to a GGUF file; qwen3, qwen2, llama"):
         write_gguf(gemma, tmp_path / "d.gguf", "Q8_0")

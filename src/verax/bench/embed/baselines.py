@@ -28,18 +28,10 @@ from verax.embed.settings import EncoderSettings
 from verax.machine import num_cores
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["Baseline", "Encode", "compile_openvino", "encode_in_batches", "import_openvino", "make_baseline"]
+__all__ = ["Encode", "compile_openvino", "encode_in_batches", "import_openvino", "make_baseline"]
 
 Encode = Callable[[list[str]], Float32[np.ndarray, "n D"]]
 """Function from texts to their vectors, in order."""
-
-
-class Baseline(NamedTuple):
-    """A side: its name, its function, and the settings that it runs with."""
-
-    name: str
-    encode: Encode
-    setting: str
 
 
 class Batch(NamedTuple):
@@ -54,16 +46,8 @@ Run = Callable[[Iterable[Batch]], Iterable[tuple[list[int], Float32[np.ndarray, 
 """Function from batches to their rows and vectors, in any order."""
 
 
-class Runs(NamedTuple):
-    """A model in a library: its run, the library's settings, and whether it takes texts one by one."""
-
-    run: Run
-    setting: str
-    one_by_one: bool
-
-
-MakeBatches = Callable[[list[str], int], Iterator[Batch]]
-"""Function from texts and the most in a batch to batches."""
+Model = tuple[Run, str, bool]
+"""Run of a model in a library, the library's settings, and whether it takes texts one by one."""
 
 
 def _make_batches(
@@ -83,7 +67,7 @@ def _make_batches(
 
 
 def encode_in_batches(
-    make_batches: MakeBatches, run: Run, batch_size: int, texts: list[str]
+    make_batches: Callable[[list[str], int], Iterator[Batch]], run: Run, batch_size: int, texts: list[str]
 ) -> Float32[np.ndarray, "n D"]:
     """Vectors of texts in their order, whatever the order in which batches of them are run."""
     parts = list(run(make_batches(texts, batch_size)))
@@ -127,8 +111,8 @@ def _pooled_model(folder: Path, pooling: str, *, dtype: str = "float32", attenti
 
 def make_baseline(
     name: str, folder: Path, encoder: EncoderSettings, texts: list[str], settings: EmbedSettings
-) -> Baseline:
-    """Side of a name out of `settings.against`.
+) -> tuple[str, Encode, str]:
+    """Name, function and library's settings of a side out of `settings.against`.
 
     Args:
         name: a library, or a library and `-int8`.
@@ -148,11 +132,12 @@ def make_baseline(
     source = _pooled_model(folder, encoder.pooling, attention=attention, **own)
     make_batches = partial(_make_batches, Tokenizer.from_folder(folder), encoder.max_length, source.padding)
     start = {"transformers": _torch_runs, "onnxruntime": _onnxruntime_runs, "openvino": _openvino_runs}[library]
-    runs = start(module, source, precision, settings.latency, make_batches(texts[:CALIBRATION_TEXTS], 1))
-    size = 1 if settings.latency or runs.one_by_one else settings.batch_size
-    setting = ", ".join(filter(None, (runs.setting, f"batches of {size}" if size > 1 else "one text a call")))
+    calibration = make_batches(texts[:CALIBRATION_TEXTS], 1)
+    run, setting, one_by_one = start(module, source, precision, settings.latency, calibration)
+    size = 1 if settings.latency or one_by_one else settings.batch_size
+    setting = ", ".join(filter(None, (setting, f"batches of {size}" if size > 1 else "one text a call")))
     side = library if library == "transformers" else f"{library} {precision}"
-    return Baseline(side, partial(encode_in_batches, make_batches, runs.run, size), setting)
+    return side, partial(encode_in_batches, make_batches, run, size), setting
 
 
 INPUTS, OUTPUT = ("input_ids", "attention_mask"), "vectors"
@@ -161,7 +146,7 @@ OPSET = 17
 """Version of ONNX's operators: the first with LayerNormalization. onnxruntime's fusions know what it exports to."""
 
 
-def _torch_runs(transformers: Any, source: Any, precision: str, latency: bool, calibration: Iterable[Batch]) -> Runs:
+def _torch_runs(transformers: Any, source: Any, precision: str, latency: bool, calibration: Iterable[Batch]) -> Model:
     """Model as it is, on the CPU or its GPU: what `SentenceTransformer.encode` does without its library."""
     (torch,) = import_torch()
     device = torch_device(torch)
@@ -173,10 +158,10 @@ def _torch_runs(transformers: Any, source: Any, precision: str, latency: bool, c
                 inputs = (torch.from_numpy(x).to(device) for x in (batch.ids, batch.mask))
                 yield batch.rows, model(*inputs).float().cpu().numpy()
 
-    return Runs(run, "", False)
+    return run, "", False
 
 
-def _onnxruntime_runs(runtime: Any, source: Any, precision: str, latency: bool, calibration: Iterable[Batch]) -> Runs:
+def _onnxruntime_runs(runtime: Any, source: Any, precision: str, latency: bool, calibration: Iterable[Batch]) -> Model:
     """Model exported by torch, fused by onnxruntime's optimizer of transformers; a call on each core at once.
 
     int8 is onnxruntime's dynamic quantisation: weights by column, activations by tensor as they come.
@@ -199,7 +184,7 @@ def _onnxruntime_runs(runtime: Any, source: Any, precision: str, latency: bool, 
         with ThreadPoolExecutor(at_once) as pool:
             return list(pool.map(call, batches))
 
-    return Runs(run, f"intra_op_num_threads={threads}" + f", {at_once} calls at once" * (at_once > 1), True)
+    return run, f"intra_op_num_threads={threads}" + f", {at_once} calls at once" * (at_once > 1), True
 
 
 def _exported(source: Any, folder: Path, *, quantized: bool) -> Path:
@@ -252,7 +237,7 @@ HINTS = {"float32": "f32", "bfloat16": "bf16", "int8": "bf16"}
 """INFERENCE_PRECISION_HINT by precision: of an int8 model, of the operations that stay in floating point."""
 
 
-def _openvino_runs(openvino: Any, source: Any, precision: str, latency: bool, calibration: Iterable[Batch]) -> Runs:
+def _openvino_runs(openvino: Any, source: Any, precision: str, latency: bool, calibration: Iterable[Batch]) -> Model:
     """Model converted by `openvino.convert_model`: a batch on all cores in bfloat16, else one on each core.
 
     int8 is NNCF's post-training quantisation of weights and activations (W8A8, SmoothQuant).
@@ -272,7 +257,7 @@ def _openvino_runs(openvino: Any, source: Any, precision: str, latency: bool, ca
         run: Run = partial(_in_streams, openvino.AsyncInferQueue(compiled))
     else:
         run = partial(_one_at_a_time, compiled.create_infer_request())
-    return Runs(run, f"PERFORMANCE_HINT={hint}", precision == "float32")
+    return run, f"PERFORMANCE_HINT={hint}", precision == "float32"
 
 
 def compile_openvino(openvino: Any, model: Any, hint: str, precision: str) -> Any:

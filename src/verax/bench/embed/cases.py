@@ -66,8 +66,8 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
         encoders: dict[str, Encode] = {}
         chosen: dict[str, str] = {}
         for name in settings.against:
-            side = make_baseline(name, folder, encoder.settings, texts, settings)
-            encoders[side.name], chosen[side.name] = side.encode, side.setting
+            side, encode, setting = make_baseline(name, folder, encoder.settings, texts, settings)
+            encoders[side], chosen[side] = encode, setting
         encoders["verax"] = partial(encoder.encode, batch_size=batch_size, show_progress=False)
         calls = {name: partial(_one_by_one, e, texts) if latency else partial(e, texts) for name, e in encoders.items()}
         begin = time.perf_counter()

@@ -55,20 +55,18 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
             head = drafts is not None and EngineConfig(speculative_config=drafts).uses_prediction_head
             module = load_causal_lm(opened, prediction_head=head, dtype=dtype, quantization=quantization)
         load_seconds = time.perf_counter() - begin
-        each, experts, chosen, last = multiplied(module)
-        stored = _expert_bytes(module)
+        dense, experts, chosen, output = multiplied(module)
+        leaves = nnx.to_flat_state(nnx.state(module))
+        stored = sum(leaf.get_value().nbytes for path, leaf in leaves if "experts" in path)
         sized: dict[str, Any] = {"max_num_seqs": min(len(workload.prompts), 256), "max_model_len": workload.longest}
         llm = LLM.from_module(module, speculative_config=drafts, **sized)
         runner = llm.engine.runner
         if "verax" in settings.against:
             unquantised = LLM.from_module(load_causal_lm(opened, dtype=dtype), **sized)
             sides[f"verax {dtype}"] = partial(_generate, unquantised, workload)
-        if head:
-            # Its steps do not run the head.
+        if drafts is not None:
             plain = LLM.from_module(load_causal_lm(opened, dtype=dtype, quantization=quantization), **sized)
             sides["verax without drafts"] = partial(_generate, plain, workload)
-        elif drafts is not None:
-            sides["verax without drafts"] = partial(_generate_without_drafts, llm, workload)
         sides["verax"] = partial(_generate, llm, workload)
         compiled = runner.num_compiled()
         samples = time_sides(sides, runs=settings.runs, warmup=settings.warmup)
@@ -76,7 +74,7 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
         steps, rows = workload.steps(runner.config.max_num_seqs), runner.config.max_num_seqs
         # A last token is not read. The head has a product only for a token that another is drawn after.
         positions = workload.prompt_tokens + workload.new_tokens - len(workload.prompts)
-        products = 2 * ((each + chosen) * positions + last * workload.new_tokens)
+        products = 2 * ((dense + chosen) * positions + output * workload.new_tokens)
         # Experts that no row of a step chooses are not read: the mean over choices, in which all are equally likely.
         unread = stored * (1 - chosen / experts) ** rows if experts else 0.0
         moved = steps * (runner.weight_bytes - unread)
@@ -123,19 +121,6 @@ def _generate(llm: LLM, workload: Workload) -> object:
     outputs = llm.generate([list(prompt) for prompt in workload.prompts], workload.params(), use_tqdm=False)
     assert sum(len(output.outputs[0].token_ids) for output in outputs) == workload.new_tokens
     return outputs
-
-
-def _generate_without_drafts(llm: LLM, workload: Workload) -> object:
-    speculator, llm.engine.speculator = llm.engine.speculator, None
-    try:
-        return _generate(llm, workload)
-    finally:
-        llm.engine.speculator = speculator
-
-
-def _expert_bytes(module: Any) -> int:
-    leaves = nnx.to_flat_state(nnx.state(module))
-    return sum(leaf.get_value().nbytes for path, leaf in leaves if "experts" in path)
 
 
 def _no_write(

@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 
 from verax.checkpoint import Checkpoint
-from verax.checkpoint.formats.gguf_config import ROPE_DIVISORS, interleaved, rotated, tensor_name
+from verax.checkpoint.formats.gguf_config import interleaved, rotated, tensor_name
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.files import read_json
 from verax.models import causal_lm
@@ -69,7 +69,7 @@ def write_gguf(opened: Checkpoint, path: Path, kind: str, *, vocabulary: Path | 
 
     Raises:
         CheckpointError: if the checkpoint is quantised already, or has rows that blocks of 32 do not divide.
-        UnsupportedModelError: for another family.
+        UnsupportedModelError: for another family, or rotary frequencies that are scaled.
     """
     if opened.packed:
         raise CheckpointError(f"{opened.folder}: it is quantised; to become a GGUF file it must not be")
@@ -77,6 +77,8 @@ def write_gguf(opened: Checkpoint, path: Path, kind: str, *, vocabulary: Path | 
     family = config["model_type"]
     if family not in FAMILIES:
         raise UnsupportedModelError(f"a {family} cannot be written to a GGUF file; {', '.join(FAMILIES)} can")
+    if sizes.rotary.kind != "default":
+        raise UnsupportedModelError(f"rope_type {sizes.rotary.kind!r} cannot be written to a GGUF file")
     writer = gguf.GGUFWriter(path, family, use_temp_file=True)
     for key, name in KEYS.items():
         getattr(writer, f"add_{key}")(getattr(sizes, name))
@@ -85,9 +87,6 @@ def write_gguf(opened: Checkpoint, path: Path, kind: str, *, vocabulary: Path | 
         writer.add_tokenizer_model("no_vocab")
     else:
         _vocabulary(writer, vocabulary, config, sizes.vocab_size)
-
-    for name, divisors in _scaling(writer, sizes).items():
-        writer.add_tensor(name, divisors)
     heads = {"model_type": family}
     heads |= {name: getattr(sizes, name) for name in ("num_attention_heads", "num_key_value_heads")}
     unused = "lm_head.weight" if sizes.tie_word_embeddings else None
@@ -129,20 +128,3 @@ def _vocabulary(writer: gguf.GGUFWriter, path: Path, config: Mapping[str, Any], 
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]])
     writer.add_eos_token_id((end[0] if isinstance(end, list) else end) or 0)
     writer.add_add_bos_token(False)
-
-
-def _scaling(writer: gguf.GGUFWriter, sizes: Any) -> dict[str, np.ndarray]:
-    """Write how rotary frequencies are scaled; the tensors that this takes, by name."""
-    kind, numbers = sizes.rotary.kind, dict(sizes.rotary.scaling)
-    if kind in ("linear", "yarn"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
-        writer.add_rope_scaling_factor(numbers["factor"])
-        if kind == "yarn":
-            writer.add_rope_scaling_orig_ctx_len(int(numbers["original_max_position_embeddings"]))
-    elif kind == "llama3":
-        plain = type(sizes.rotary)(sizes.rotary.theta)
-        divisors = plain.frequencies(sizes.head_dim)[0] / sizes.rotary.frequencies(sizes.head_dim)[0]
-        return {ROPE_DIVISORS: divisors}
-    elif kind != "default":
-        raise UnsupportedModelError(f"rope_type {kind!r} cannot be written to a GGUF file")
-    return {}

@@ -116,14 +116,14 @@ def peer_sides(
                 kind, path = gguf_file(opened, kind, own)
                 kind, model = "as stored" if opened.metadata else kind, str(path)
             begin = time.perf_counter()
-            found = process.ask(**load | {"model": model})["versions"]
+            of_peer = process.ask(**load | {"model": model})["versions"]
             seconds += time.perf_counter() - begin
             side = {"verax": name, "transformers": f"{name} naive"}.get(name, f"{name} {kind}")
             answer = process.ask(**run)
             tokens[side], starts[side] = answer["result"], {"start_s": seconds, "peak_bytes": answer["peak_bytes"]}
             if name in PEERS:
                 stack.enter_context(own.pop_all())
-                sides[side], versions = partial(process.ask, **run), versions | found
+                sides[side], versions = partial(process.ask, **run), versions | of_peer
                 if name == "transformers" and len(workload.prompts) > 1:
                     sides["transformers batched"] = partial(process.ask, **run, batched=True)
     for side in tokens if not workload.temperature else ():
