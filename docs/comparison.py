@@ -30,6 +30,8 @@ WORKLOADS: list[tuple[str, str, str, str, int]] = [
     ("all-MiniLM-L6-v2, bfloat16", "embed", "bfloat16", "", 0),
     ("Wan 1.3B, forward pass, bfloat16", "video", "1-3b*transformer*9x272x480", "transformer", 9),
     ("Wan VAE, decoding, bfloat16", "video", "1-3b*vae*9x272x480", "vae", 9),
+    ("a clip of 4 steps, 10 layers of Wan 1.3B", "video", "1-3b-10-layers-clip*", "", 9),
+    ("a clip of 4 steps, Wan 1.3B, UMT5 in Q4_0", "video", "1-3b-clip*", "", 5),
 ]
 """Label, subject, name of the result (a pattern), stage of the case, and its frames."""
 
