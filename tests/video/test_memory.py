@@ -64,13 +64,13 @@ def test_encoders_stay_until_a_clip_does_not_fit_next_to_them(tmp_path, monkeypa
     folder = video_folder("i2v", tmp_path / "i2v")
     with use_target("cpu", memory=1000):
         assert not VideoPipeline(folder).stages.text_encoder.keep
-    pipe = VideoPipeline(folder)
-    first = pipe("a red circle", **OPTIONS).frames
+    pipe, large = VideoPipeline(folder), {**OPTIONS, "height": 96, "width": 96}  # so that decoding takes most
+    first = pipe("a red circle", **large).frames
     encoders = pipe.stages.text_encoder, pipe.stages.image_encoder
     assert all(encoder.loaded for encoder in encoders)
-    needed = max(one.peak for one in pipe.plan(VideoRequest("a red circle", **OPTIONS)))
+    needed = max(one.peak for one in pipe.plan(VideoRequest("a red circle", **large)))
     monkeypatch.setattr("verax.video.pipeline.free_memory", lambda _: needed - 1)
-    np.testing.assert_array_equal(pipe("a red circle", **OPTIONS).frames, first)
+    np.testing.assert_array_equal(pipe("a red circle", **large).frames, first)
     assert not any(encoder.loaded for encoder in encoders)
 
 
