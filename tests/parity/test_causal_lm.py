@@ -228,7 +228,7 @@ def test_float32_logits_match_transformers(family, tmp_path):
 # Attention, windows, recurrent layers, these with experts. tests/text compares the engine with each model by itself.
 @pytest.mark.parametrize(
     ("family", "count"),
-    [("qwen3", 64), ("mistral", 64), ("qwen3_5", 64), ("qwen3_5_moe", 32), *((family, 128) for family in DENSE)],
+    [("qwen3", 64), ("mistral", 64), ("qwen3_5", 64), ("qwen3_5_moe", 32), *((family, 64) for family in DENSE)],
 )
 def test_greedy_tokens_match_transformers(family, count, tmp_path):
     theirs = reference(family, tmp_path)
@@ -253,7 +253,7 @@ def test_greedy_tokens_of_a_batch_match_transformers(family, tmp_path):
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3", "qwen2", "llama", "qwen3_5", "qwen3_next", "qwen3_moe", "qwen3_5_moe", "gemma3", "gemma2", *DENSE],
+    ["qwen3", "llama", "qwen3_5", "qwen3_next", "qwen3_moe", "gemma3", "gemma2", *DENSE],
 )
 def test_bfloat16_is_no_further_from_float32_than_transformers_bfloat16(family, tmp_path):
     # Every expert is chosen: rounding turns choices among some of them over, on either side, and such a position then
@@ -287,8 +287,6 @@ def root_mean_square(errors):
         ("qwen3_next", 70, {"quantization": "int8"}, root_mean_square, 0.1),
         ("phi3", 70, {"quantization": "int8"}, root_mean_square, 0.1),
         ("phi3-long", 70, {"max_model_len": 128}, root_mean_square, 2e-4),
-        ("olmo3", 70, {"quantization": "int8"}, root_mean_square, 0.1),
-        ("gemma4-shared", 70, {"quantization": "int8"}, root_mean_square, 0.15),
         ("gpt_oss", 70, {"quantization": "int8"}, lambda errors: np.median(np.abs(errors)), 0.1),
         ("qwen3_moe", 70, {"quantization": "int8"}, lambda errors: np.median(np.abs(errors)), 0.1),
     ],
@@ -335,6 +333,18 @@ def test_the_mxfp4_experts_of_a_published_gpt_oss_are_held_exactly(tmp_path):
         assert relative(logits(tmp_path, TOKENS), expected) < 1e-2
 
 
+TOWER = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+TOWER |= dict(image_size=28, patch_size=14)
+
+
+def with_tower(kind, folder, text, **options):
+    """A model of transformers with a tower for images, saved to `folder`."""
+    config = getattr(transformers, f"{kind}Config")(text_config={**SIZES, **text}, **options)
+    theirs = spread(getattr(transformers, f"{kind}ForConditionalGeneration")(config))
+    theirs.save_pretrained(folder)
+    return theirs
+
+
 VISION = dict(
     depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=96, num_position_embeddings=16
 )
@@ -344,11 +354,8 @@ VISION = dict(
 def test_a_checkpoint_with_a_vision_tower_answers_texts(kind, tmp_path):
     """Stacks of experts are read from single matrices and from one array."""
     experts = {**EXPERTS, **SHARED, **HEADS} if kind == "Qwen3_5Moe" else {}
-    config = getattr(transformers, f"{kind}Config")(
-        text_config={**SIZES, **DELTA, **experts}, vision_config=VISION, tie_word_embeddings=True
-    )
-    theirs = spread(getattr(transformers, f"{kind}ForConditionalGeneration")(config))
-    theirs.save_pretrained(tmp_path / "single")
+    options = dict(vision_config=VISION, tie_word_embeddings=True)
+    theirs = with_tower(kind, tmp_path / "single", {**DELTA, **experts}, **options)
     arrays = {name: weight.numpy() for name, weight in theirs.state_dict().items()}
     checkpoint.save(arrays, tmp_path / "stacked", config=json.loads(theirs.config.to_json_string()))
     layer = "model.language_model.layers.0.mlp"
@@ -364,13 +371,8 @@ def test_a_checkpoint_with_a_vision_tower_answers_texts(kind, tmp_path):
 @pytest.mark.parametrize("layout", ["language_model.model.", "model.language_model."])
 def test_a_gemma_with_a_vision_tower_answers_texts(layout, tmp_path):
     """Published keys, and the keys that transformers 5 writes."""
-    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28)
-    text = {**SIZES, **GEMMA, "layer_types": GEMMA_LAYERS}
-    config = transformers.Gemma3Config(
-        text_config=text, vision_config={**vision, "patch_size": 14}, mm_tokens_per_image=4
-    )
-    theirs = spread(transformers.Gemma3ForConditionalGeneration(config))
-    theirs.save_pretrained(tmp_path)
+    text = {**GEMMA, "layer_types": GEMMA_LAYERS}
+    theirs = with_tower("Gemma3", tmp_path, text, vision_config=TOWER, mm_tokens_per_image=4)
     weights = {}
     for key, weight in load_file(tmp_path / "model.safetensors").items():
         name = key.replace("model.language_model.", "").replace("language_model.model.", "")
@@ -382,13 +384,9 @@ def test_a_gemma_with_a_vision_tower_answers_texts(layout, tmp_path):
 
 @pytest.mark.parametrize(("kind", "tied"), [("mistral", False), ("ministral3", True)])
 def test_a_mistral_with_a_vision_tower_answers_texts(kind, tied, tmp_path):
-    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28)
-    text = {**SIZES, **HEADS, "model_type": kind, "rope_parameters": GROWING_ROPE, "tie_word_embeddings": tied}
-    config = transformers.Mistral3Config(
-        text_config=text, vision_config={**vision, "patch_size": 14, "model_type": "pixtral"}, tie_word_embeddings=tied
-    )
-    theirs = spread(transformers.Mistral3ForConditionalGeneration(config))
-    theirs.save_pretrained(tmp_path)
+    tie, tower = dict(tie_word_embeddings=tied), {**TOWER, "model_type": "pixtral"}
+    text = {**HEADS, **tie, "model_type": kind, "rope_parameters": GROWING_ROPE}
+    theirs = with_tower("Mistral3", tmp_path, text, vision_config=tower, **tie)
     assert relative(logits(tmp_path, TOKENS), expected_logits(theirs)) < 2e-5
 
 
@@ -415,12 +413,13 @@ def test_config_files_of_transformers_4_are_read_as_it_reads_them(tmp_path):
         ("olmo3", "self_attn.q_norm"),
         ("granite4", "shared_mlp.input_linear"),
         ("gemma4", "per_layer_input_gate"),
+        ("gpt_oss", "self_attn.o_proj"),
     ],
 )
 def test_every_module_is_compared_by_name(family, module, tmp_path):
     reference(family, tmp_path)
     result = compare_case(text_case(tmp_path, tmp_path, tokens=40), dtype="float32")
-    assert result.passed
+    assert (result.passed, result.first) == (True, None), result.failures
     rows = {row.name for row in result.rows}
     assert {"model.embed_tokens", f"model.layers.1.{module}", "model.norm"} <= rows
 
