@@ -1,10 +1,12 @@
 """The encoders of video models by themselves, UMT5 and CLIP: sizes, names, padding, and what is refused."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from verax._compat import compiler_options
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
@@ -73,3 +75,16 @@ def test_the_image_encoder_of_a_whole_clip_is_read():
 def test_what_is_not_supported_is_refused_by_name(config, settings, message):
     with pytest.raises(UnsupportedModelError, match=message):
         config.from_hf(settings)
+
+
+def test_no_weight_is_copied_while_it_runs():
+    config = UMT5Config(vocab_size=20_000, d_model=256, d_kv=64, d_ff=512, num_layers=2, num_heads=4)
+    graph, state = nnx.split(nnx.eval_shape(lambda: UMT5EncoderModel(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))))
+
+    def run(state, tokens, lengths):
+        return nnx.merge(graph, state)(tokens, lengths)
+
+    arguments = state, jax.ShapeDtypeStruct((1, 64), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    memory = jax.jit(run).lower(*arguments).compile(compiler_options=compiler_options("cpu")).memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 4e6  # the table of words alone has 10e6

@@ -1,4 +1,4 @@
-"""Wan's transformer: published sizes, configurations read or refused, arguments that do not fit."""
+"""Wan's transformer: published sizes, configurations read or refused, arguments that do not fit, memory of a pass."""
 
 import dataclasses
 
@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.support.cpu import needs_library
+from verax._compat import compiler_options
 from verax.errors import InvalidParameterError, UnsupportedModelError
+from verax.models.video_model import ATTENTION
 from verax.models.wan.layers import Float32Linear, rotary_tables
 from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
+from verax.ops.memory import ROWS
 
 TINY = WanConfig(
     dim=24, ffn_dim=40, num_heads=2, num_layers=2, in_dim=4, out_dim=3, text_dim=10, freq_dim=16, max_positions=64
@@ -186,3 +190,54 @@ def test_a_float32_layer_is_exact_and_makes_no_copy_of_its_weight(dtype):
     weight, bias = (np.asarray(one[...], np.float64) for one in (layer.weight, layer.bias))
     np.testing.assert_allclose(program(state, x), np.float64(x) @ weight.T + bias, atol=1e-6, rtol=1e-6)
     assert program.memory_analysis().temp_size_in_bytes < 4 * weight.size / 8
+
+
+def test_chunks_need_no_more_memory_in_many_layers_than_in_few():
+    shapes = [jax.ShapeDtypeStruct((1, length, 2, 16), jnp.float32) for length in (2000, 8, 8)]
+
+    def temporary(layers):
+        def run(q, k, v):
+            for _ in range(layers):
+                q = q + ATTENTION["chunked"](q, k, v)
+            return q
+
+        return jax.jit(run).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(6) < 1.2 * temporary(2)
+
+
+D, F = 128, 1024
+WIDE = WanConfig(dim=D, ffn_dim=F, num_heads=8, num_layers=2, in_dim=4, out_dim=1, text_dim=10, freq_dim=16)
+FRAMES, SIDE = 16, 64
+TOKENS = FRAMES * SIDE**2
+
+
+def temporary(config, timesteps):
+    """Bytes between the layers of a pass in bfloat16."""
+    model = nnx.eval_shape(lambda: WanModel(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(model)
+    shape = jax.ShapeDtypeStruct
+    latents = shape((1, FRAMES, 2 * SIDE, 2 * SIDE, config.in_dim), jnp.float32)
+    text = shape((1, 7, config.text_dim), jnp.float32)
+    context = jax.eval_shape(lambda state, text: nnx.merge(graph, state).encode_context(text), state, text)
+
+    def run(state, latents, timesteps, context):
+        return nnx.merge(graph, state)(latents, timesteps, context)
+
+    lowered = jax.jit(run, compiler_options=compiler_options("cpu")).lower(state, latents, timesteps, context)
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+@needs_library
+@pytest.mark.parametrize("shape", [(1,), (1, FRAMES)], ids=["one time", "a time of each frame"])
+def test_a_pass_keeps_the_tokens_their_queries_keys_and_values(shape):
+    timesteps = jax.ShapeDtypeStruct(shape, jnp.int32)
+    tokens = 4 * TOKENS * D
+    # Residual stream and queries in float32, keys and values in bfloat16, and the rotary tables. The feed-forward of
+    # all tokens alone would be 12 times the residual stream.
+    kept = 3.3 * tokens
+    block = ROWS * (6 * F + 8 * 4 * D)
+    needed = temporary(WIDE, timesteps)
+    assert needed < kept + block
+    if shape == (1,):
+        assert temporary(dataclasses.replace(WIDE, num_layers=4), timesteps) < 1.02 * needed
