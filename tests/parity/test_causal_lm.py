@@ -228,7 +228,7 @@ def test_float32_logits_match_transformers(family, tmp_path):
 # Attention, windows, recurrent layers, these with experts. tests/text compares the engine with each model by itself.
 @pytest.mark.parametrize(
     ("family", "count"),
-    [("qwen3", 64), ("mistral", 64), ("qwen3_5", 64), ("qwen3_5_moe", 32), *((family, 64) for family in DENSE)],
+    [("qwen3", 64), ("mistral", 64), ("qwen3_5", 64), ("qwen3_5_moe", 32), *((family, 128) for family in DENSE)],
 )
 def test_greedy_tokens_match_transformers(family, count, tmp_path):
     theirs = reference(family, tmp_path)
@@ -253,7 +253,7 @@ def test_greedy_tokens_of_a_batch_match_transformers(family, tmp_path):
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3", "llama", "qwen3_5", "qwen3_next", "qwen3_moe", "gemma3", "gemma2", *DENSE],
+    ["qwen3", "qwen2", "llama", "qwen3_5", "qwen3_next", "qwen3_moe", "qwen3_5_moe", "gemma3", "gemma2", *DENSE],
 )
 def test_bfloat16_is_no_further_from_float32_than_transformers_bfloat16(family, tmp_path):
     # Every expert is chosen: rounding turns choices among some of them over, on either side, and such a position then
@@ -287,6 +287,8 @@ def root_mean_square(errors):
         ("qwen3_next", 70, {"quantization": "int8"}, root_mean_square, 0.1),
         ("phi3", 70, {"quantization": "int8"}, root_mean_square, 0.1),
         ("phi3-long", 70, {"max_model_len": 128}, root_mean_square, 2e-4),
+        ("olmo3", 70, {"quantization": "int8"}, root_mean_square, 0.1),
+        ("gemma4-shared", 70, {"quantization": "int8"}, root_mean_square, 0.15),
         ("gpt_oss", 70, {"quantization": "int8"}, lambda errors: np.median(np.abs(errors)), 0.1),
         ("qwen3_moe", 70, {"quantization": "int8"}, lambda errors: np.median(np.abs(errors)), 0.1),
     ],

@@ -166,7 +166,7 @@ def _run(
         versions, start = process.ask(**load)["versions"], time.perf_counter() - begin
         # Each clip has another prompt, since states of prompts are kept.
         prompts = [f"{clip['prompt']} {i + 1}." for i in range(settings.warmup + settings.runs)]
-        answers = [process.ask(**clip | {"prompt": prompt, "folder": str(folder)}) for prompt in prompts]
+        answers = [process.ask(**{**clip, "prompt": prompt, "folder": str(folder)}) for prompt in prompts]
     stages, text = answers[-1]["result"], process.printed
     if engine == "stable_diffusion_cpp":
         taken = {stage: re.findall(rf"\b{words} completed, taking ([\d.]+)s", text) for stage, words in LOG.items()}
