@@ -14,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
 
+import psutil
+
 import verax
 from verax.bench import worker
 from verax.errors import InvalidParameterError, MissingDependencyError, VeraxError
@@ -100,7 +102,7 @@ class WorkerProcess:
 
 
 def run_command(words: Sequence[str], log: Path, seconds: float) -> dict[str, Any]:
-    """Run a Python with these words in a process of its own, and stop it at the end of the time.
+    """Run a Python with these words in a process of its own, and stop all of its processes at the end of the time.
 
     Returns:
         `result`, the JSON on standard output or None; `note`, else its last line; `error`, empty if the status was 0;
@@ -110,19 +112,24 @@ def run_command(words: Sequence[str], log: Path, seconds: float) -> dict[str, An
     begin, printed = time.monotonic(), log.with_suffix(".out")
     checkout = Path(verax.__file__).parents[2]
     with log.open("wb") as errors, printed.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=checkout if (checkout / "tests" / "gpu").is_dir() else None,
+            stdout=output,
+            stderr=errors,
+            stdin=subprocess.DEVNULL,
+            env=ENVIRONMENT | os.environ,
+        )
         try:
-            status = subprocess.run(
-                [sys.executable, *words],
-                cwd=checkout if (checkout / "tests" / "gpu").is_dir() else None,
-                stdout=output,
-                stderr=errors,
-                stdin=subprocess.DEVNULL,
-                env=ENVIRONMENT | os.environ,
-                timeout=seconds,
-                check=False,
-            ).returncode
+            status = process.wait(seconds)
         except subprocess.TimeoutExpired:
             status = None
+        finally:
+            if process.poll() is None:  # a server that it started would hold the device
+                for one in (*psutil.Process(process.pid).children(recursive=True), process):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        one.kill()
+                process.wait()
     text, result, note = printed.read_text(encoding="utf-8", errors="replace").strip(), None, ""
     try:
         result = json.loads(text)
