@@ -353,7 +353,7 @@ def lycoris_cases():
 
 
 @pytest.mark.parametrize("prefix", ["lycoris_", "lora_unet_", "diffusion_model."])
-@pytest.mark.parametrize("case", lycoris_cases(), ids=lambda case: case[0])
+@pytest.mark.parametrize("case", [*lycoris_cases()], ids=lambda case: case[0])
 def test_lycoris_products_are_its_functions(case, prefix, base, tmp_path):
     _, name, tensors, rank, expected = case
     module = name.removesuffix(".weight")
