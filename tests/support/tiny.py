@@ -63,32 +63,27 @@ WINDOWED = dict(
 """Changes of `tiny_config`: layers that see 10 tokens before and after one that sees everything."""
 
 
-def random_arrays(architecture, sizes, seed=0):
-    """Random weights of a module by key: matrices that preserve the scale of their inputs, norms that differ from 1.
+def random_weights(config, seed=0, prediction_head=False):
+    """Random weights: matrices that preserve the scale of their inputs, norms that differ from 1.
 
-    Decays of a recurrent layer are between a few tokens and thousands.
+    Decays of a recurrent layer are between a few tokens and thousands. `prediction_head`: with a head of multi-token
+    prediction.
     """
+    architecture, sizes = causal_lm(config, prediction_head=prediction_head)
     abstract = nnx.eval_shape(lambda: architecture(sizes, rngs=nnx.Rngs(0)))
     rng = np.random.default_rng(seed)
     weights = {}
     for path, leaf in nnx.to_flat_state(nnx.state(abstract)):
-        key, noise = ".".join(map(str, path)), rng.standard_normal(leaf.shape).astype(np.float32)
+        noise = rng.standard_normal(leaf.shape).astype(np.float32)
+        key = ".".join(map(str, path))
         if key.endswith("A_log"):
             weights[key] = 2 * noise - 4
         elif len(leaf.shape) > 1:
             weights[key] = 1.5 * noise * leaf.shape[-1] ** -0.5
+            if is_transposed(architecture, key):
+                weights[key] = weights[key].swapaxes(1, 2).copy()
         else:
             weights[key] = 0.3 * noise + (not key.endswith("bias"))
-    return weights
-
-
-def random_weights(config, seed=0, prediction_head=False):
-    """Random weights of a language model by key, with a head of multi-token prediction if `prediction_head`."""
-    architecture, sizes = causal_lm(config, prediction_head=prediction_head)
-    weights = random_arrays(architecture, sizes, seed)
-    for key, weight in weights.items():
-        if len(weight.shape) > 1 and is_transposed(architecture, key):
-            weights[key] = weight.swapaxes(1, 2).copy()
     return weights
 
 

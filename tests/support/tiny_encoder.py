@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+from flax import nnx
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from recipes.text.words import words
@@ -95,8 +96,16 @@ def sentence_files(
 
 
 def random_weights(config, seed=0, find=encoder):
-    """Random weights by key of what `find` makes of a config.json."""
-    return tiny.random_arrays(*find(config), seed)
+    """Random weights: matrices that preserve the scale of their inputs, biases and norms that differ from 0 and 1."""
+    architecture, sizes = find(config)
+    abstract = nnx.eval_shape(lambda: architecture(sizes, rngs=nnx.Rngs(0)))
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for path, leaf in nnx.to_flat_state(nnx.state(abstract)):
+        key, noise = ".".join(map(str, path)), rng.standard_normal(leaf.shape).astype(np.float32)
+        scale = 1.5 * leaf.shape[-1] ** -0.5 if len(leaf.shape) > 1 else 0.3
+        weights[key] = scale * noise + key.endswith("LayerNorm.weight")
+    return weights
 
 
 def tiny_encoder(folder, *, rename=lambda key: key, seed=0, **changes):
