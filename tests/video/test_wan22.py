@@ -41,7 +41,7 @@ def test_models_in_the_originals_layout_are_the_same(folders, pipes, tmp_path):
 
 def test_large_transformers_are_in_memory_in_turn_and_make_the_same_clip(folders, pipes, monkeypatch):
     monkeypatch.setattr(programs, "KEEP_LIMIT", 0)
-    pipe = VideoPipeline.from_pretrained(folders("t2v-a14b"), dtype="float32", show_progress=False)
+    pipe = VideoPipeline(folders("t2v-a14b"), dtype="float32", keep_encoders=False, show_progress=False)
     first, second = (denoiser.transformer for denoiser in pipe.parts.denoisers)
     seen = []
     made = pipe("a red circle", callback=lambda now: seen.append((first.loaded, second.loaded)), **OPTIONS)
