@@ -121,7 +121,7 @@ REPORTS: Mapping[str, Part] = {
     ),
     "delta-rule": Part(
         "The earlier port reported 758x to 1958x; [delta-comparison.md](../delta-comparison.md) has what remains of it",
-        BENCH.format("delta --only layer --against torch"),
+        BENCH.format("delta --only rule,layer --against torch,cython"),
         "--configs Small,Medium --runs 3",
     ),
 }
