@@ -32,7 +32,6 @@ from verax.errors import VeraxError
 from verax.machine import peak_growth, return_freed_memory
 from verax.models.lam import EnhancedHierarchicalDeltaNet, LamConfig, LamModel
 from verax.nn import pack_linear_weights
-from verax.ops.cpu import library
 from verax.ops.delta import DeltaInputs, delta_recurrence
 from verax.ops.delta._chunk import CHUNK_SIZE, CHUNK_SIZES
 from verax.ops.hierarchical import HierarchicalInputs, Perceptron, ResonanceFlux, orthogonality_loss
@@ -57,8 +56,7 @@ def bench_delta(settings: DeltaSettings) -> dict[str, Any]:
             "encoder": lambda: (_encoder_case(*one, baselines) for one in itertools.product(VARIANTS, SENTENCES)),
         }
         cases = [_measure(case, benchmark, settings) for section in sections for case in makers[section]()]
-    level = library.level()
-    asked = asdict(settings) | {"against": list(baselines.names), "untimed": UNTIMED, "cpu_level": level}
+    asked = asdict(settings) | {"against": list(baselines.names), "untimed": UNTIMED}
     notes = [f"- Left out: {name} ({why})." for name, why in baselines.skipped.items()]
     if baselines.cython is not None:
         notes.append(f"- Cython and the C compiler took {baselines.versions['cython_s']:.1f} s, once for all.")
@@ -68,7 +66,7 @@ def bench_delta(settings: DeltaSettings) -> dict[str, Any]:
         slug(*sections, *some),
         title=f"Delta rules compared with PyTorch, on {jax.default_backend()}",
         intro=f"{rounds(asked)}; the sides take turns in a round, and begin each turn with a call that does not "
-        f"count. CPU kernels: {level or 'none'}. Every side's outputs were on that device, in the same "
+        "count. Every side's outputs were on that device, in the same "
         "shapes. Error is the root mean square of the difference from float64 over the root mean square of the result. "
         "GFLOP are products of the implementation that runs. The limit is the products at the measured rate, or what "
         "has to be moved at the measured bandwidth if that is longer. Peak is memory beyond the arguments, on a CPU.",
