@@ -7,7 +7,6 @@ floats, which verax then reads too, so that both do the same work.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import sys
@@ -161,7 +160,8 @@ def _run(
     folder.mkdir(parents=True)
     python, begin = sys.executable, time.perf_counter()
     if engine == "stable_diffusion_cpp":
-        python = os.path.abspath(shutil.which(settings.peer_python or "") or settings.peer_python or "")
+        assert settings.peer_python is not None
+        python = settings.peer_python
     with WorkerProcess(engine, python, engines, engine, remedy=REMEDY) as process:
         versions, start = process.ask(**load)["versions"], time.perf_counter() - begin
         # Each clip has another prompt, since states of prompts are kept.
