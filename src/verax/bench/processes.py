@@ -44,7 +44,7 @@ class WorkerProcess:
         printed: what the process printed, once it has ended.
 
     Raises:
-        InvalidParameterError: if there is no such Python.
+        InvalidParameterError: if that Python cannot be run.
         MissingDependencyError: if it does not have the package.
     """
 

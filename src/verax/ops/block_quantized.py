@@ -197,7 +197,6 @@ class BlockQuantizedWeight:
         D = row_bytes // size_bytes * size
         words = np.zeros(BlockQuantizedWeight.shapes(kind, F, D).words.shape, np.uint32)
         step = max(LANES, LAID_OUT_AT_ONCE // max(D, 1) // LANES * LANES)
-
         for row in range(0, F, step):
             piece = _row_words(form, kind, rows[row : row + step])
             piece = np.pad(piece, ((0, -len(piece) % LANES), (0, 0), (0, 0))).reshape(-1, LANES, *words.shape[1:3])
