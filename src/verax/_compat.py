@@ -34,6 +34,9 @@ SHUTDOWN_TIMEOUT = 10
 
 _CACHE = "jax_compilation_cache_dir"
 
+_COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+"""What XLA:GPU puts into command buffers: its own choice, and loops."""
+
 
 def compiler_options(platform: str) -> dict[str, bool | str]:
     """XLA options of a program, for a platform (`"cpu"`, `"gpu"`, `"tpu"`).
@@ -44,12 +47,14 @@ def compiler_options(platform: str) -> dict[str, bool | str]:
     the sines of rotary embeddings, again in each layer.
 
     XLA:GPU merges products of the same inputs, such as queries, keys and values, into one. For that it copies their
-    weights side by side in every run, and a decode step reads and writes them two times more than it has to.
+    weights side by side in every run, and a decode step reads and writes them two times more than it has to. It leaves
+    loops whose turns the device decides on, and the choices that they are in, out of its command buffers (CUDA's
+    graphs). Then the host waits in each step until the device has come to the sampler, and prepares nothing meanwhile.
     """
     if platform == "cpu" and _JAXLIB_VERSION < (0, 11, 0):
         return {"xla_disable_hlo_passes": "float-normalization-bf16,cse_barrier_expander"}
     if platform == "gpu":
-        return {"xla_gpu_dot_merger_threshold_mb": "0"}
+        return {"xla_gpu_dot_merger_threshold_mb": "0", "xla_gpu_enable_command_buffer": _COMMANDS}
     return {}
 
 

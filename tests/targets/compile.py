@@ -169,7 +169,7 @@ def _denoising_step(
     patches = 0 if clip.image is None else clip.image.num_patches + 1
     image = None if config.image_dim is None else floats(2, patches, config.image_dim)
     text = floats(2, settings.text_tokens, config.text_dim)
-    context = jax.eval_shape(denoiser.context_program.function, transformer.shapes, text, image)
+    context = jax.eval_shape(denoiser.context_program.function, transformer.shapes, text, image, None)
     fps = jax.ShapeDtypeStruct((1,), jnp.int32) if config.inject_sample_info else None
 
     def velocity(weights: Any, latents: Any, timesteps: Any, context: Any, fps: Any) -> Any:
