@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,11 @@ from verax._compat import JAXLIB, compilation_cache
 READ_BYTES = 1 << 29
 """Read once a repetition: far more than any cache holds."""
 
-MATMUL_SIZE = 2048
+ROW = 8192
+"""Numbers that an accelerator adds up at a time while it reads."""
+
+MATMUL_SIZE, DEVICE_MATMUL_SIZE = 2048, 8192
+"""Rows and columns of the products whose rate is measured: on a CPU, and on a device, which needs more to be filled."""
 
 THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "XLA_FLAGS", "VERAX_CPU_LIBRARY")
 """Environment variables that decide on threads and code, recorded where they are set."""
@@ -110,8 +115,9 @@ def streaming_read() -> Callable[[], object]:
     compiled sum.
     """
     if jax.default_backend() != "cpu":
-        data = jnp.ones(READ_BYTES // 4, jnp.float32)
-        total = jax.jit(jnp.sum)
+        # By rows: for a single sum, XLA:GPU reads at a third of the bandwidth.
+        data = jnp.ones((READ_BYTES // 4 // ROW, ROW), jnp.float32)
+        total = jax.jit(partial(jnp.sum, axis=1))
         return lambda: total(data).block_until_ready()
     parts = np.array_split(np.ones(READ_BYTES // 4, np.float32), num_cores())
     pool = ThreadPoolExecutor(num_cores())
@@ -121,9 +127,11 @@ def streaming_read() -> Callable[[], object]:
 
 def _matmul_rate(dtype: Any) -> float:
     """Operations per second of a square product with float32 accumulation."""
-    a = jnp.ones((MATMUL_SIZE, MATMUL_SIZE), dtype)
+    size = MATMUL_SIZE if jax.default_backend() == "cpu" else DEVICE_MATMUL_SIZE
+    # Random: a GPU multiplies ones or zeros at a higher clock.
+    a = jax.random.normal(jax.random.key(0), (size, size), jnp.float32).astype(dtype)
     product = jax.jit(lambda x, y: jnp.einsum("ij,kj->ik", x, y, preferred_element_type=jnp.float32))
-    return 2 * MATMUL_SIZE**3 / _best(lambda: product(a, a).block_until_ready(), 5)
+    return 2 * size**3 / _best(lambda: product(a, a).block_until_ready(), 5)
 
 
 def _best(run: Any, repetitions: int) -> float:
