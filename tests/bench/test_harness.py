@@ -1,5 +1,6 @@
 """The harness: sides take turns, warm-up does not count, noise and limits are measured, products are counted."""
 
+import fcntl
 import logging
 
 import jax
@@ -51,6 +52,23 @@ def test_short_calls_are_timed_in_a_loop_whose_first_call_does_not_count(clock, 
     monkeypatch.setattr(harness, "SHORTEST", 8.0)  # after one call of 4 s: two in a turn
     cold = time_sides({"cold": clock(4.0, 5.0, 1.0, 2.0, 5.0, 3.0, 4.0)}, runs=2, warmup=0, short=True)["cold"]
     assert cold.seconds == (1.5, 3.5)
+
+
+def test_one_process_at_a_time_measures_where_a_turn_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setenv(harness.TURN, str(tmp_path / "turn"))
+    free = []
+
+    def run():
+        with (tmp_path / "turn").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                free.append(False)
+
+    time_sides({"a": run}, runs=2, warmup=0)
+    assert free == [False, False]
+    run()
+    assert len(free) == 2
 
 
 def test_a_drifting_machine_does_not_change_the_ratio():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import sys
 import tempfile
 import time
@@ -16,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +32,7 @@ from verax.checkpoint.load import random_weights
 from verax.models import causal_lm
 from verax.ops.cpu import library
 
-if TYPE_CHECKING:
-    pass
+T = TypeVar("T")
 
 __all__ = [
     "Benchmark",
@@ -44,6 +44,7 @@ __all__ = [
     "count_products",
     "error_ratio",
     "import_torch",
+    "launched",
     "time_sides",
     "torch_device",
 ]
@@ -77,6 +78,10 @@ LISTEN = 0.3
 LIBRARIES = ("torch", "transformers", "diffusers", "openvino", "nncf", "onnxruntime")
 """Modules of baselines that run in the process of the benchmark."""
 
+TURN = "VERAX_BENCH_TURN"
+"""Variable with a file whose lock a process holds while it measures. So several benchmarks can compile side by side on
+one device, and none measures while another does."""
+
 _log = logging.getLogger("verax.bench")
 
 
@@ -85,7 +90,7 @@ class Side:
     """One implementation of a piece of work: verax, or a baseline.
 
     Attributes:
-        call: runs it once; its outputs are finished when it returns.
+        call: runs it once; its outputs are `launched` when it returns.
         flops: operations of its products, by formula; masked products do not count.
         dtypes: dtypes of the outputs: the last one is the dtype of all further outputs, the first one of the products.
         compile_s: seconds of compiling; None where nothing is compiled.
@@ -158,24 +163,42 @@ def time_sides(
     without any `warmup`, counting begins at once.
 
     Args:
-        sides: calls by name. A side returns finished host data, not arrays that are still being computed.
+        sides: calls by name. A side returns finished host data, or what it has `launched`.
         runs: counted rounds.
         warmup: least number of rounds before them.
         title: of the bar.
         short: calls are short, and have been made before so that nothing compiles: a turn is a loop of calls, its time
             is a call's mean, and `UNTIMED` calls before it do not count.
     """
+    with _turn():
+        return _time_sides(sides, runs, warmup, title, short)
+
+
+@contextlib.contextmanager
+def _turn() -> Iterator[None]:
+    """Hold the lock of `TURN`, if there is one."""
+    if TURN not in os.environ:
+        yield
+        return
+    import fcntl  # not on Windows
+
+    with Path(os.environ[TURN]).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _time_sides(
+    sides: Mapping[str, Callable[[], object]], runs: int, warmup: int, title: str, short: bool
+) -> dict[str, Samples]:
     loops = {name: _calls_in_turn(call) if short else 1 for name, call in sides.items()}
     times: dict[str, list[float]] = {name: [] for name in sides}
     first, last = warmup, 0  # the round that counts, the round that is next
     with progress.bar(title) as report:
         while last < first + runs:
             for done, (name, run) in enumerate(sides.items(), start=1):
-                for _ in range(UNTIMED * short):
-                    run()
+                _repeat(run, UNTIMED * short)
                 begin = time.perf_counter()
-                for _ in range(loops[name]):
-                    run()
+                _repeat(run, loops[name])
                 times[name].append((time.perf_counter() - begin) / loops[name])
                 report(last * len(sides) + done, (first + runs) * len(sides), f"{name} {times[name][-1]:.2f} s")
             last += 1
@@ -188,8 +211,28 @@ def time_sides(
 def _calls_in_turn(run: Callable[[], object]) -> int:
     """Number of calls of a side in a turn, by the time of one call now, which should not be its first."""
     begin = time.perf_counter()
-    run()
+    _repeat(run, 1)
     return max(1, min(MOST_CALLS, math.ceil(SHORTEST / (time.perf_counter() - begin))))
+
+
+def _repeat(run: Callable[[], object], times: int) -> None:
+    """Call a side, and wait until the last call has finished, and with it all before."""
+    outputs = None
+    for _ in range(times):
+        outputs = run()
+    jax.block_until_ready(outputs)
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def launched(outputs: T) -> T:
+    """Outputs of a side's compiled call: finished on a CPU, still to be computed on a device.
+
+    A device finishes calls in their order, and a turn of short calls waits for its last one. So its calls overlap with
+    their launches, which take longer than many kernels, as kernels do within a program.
+    """
+    return jax.block_until_ready(outputs) if jax.default_backend() == "cpu" else outputs
 
 
 def case_result(name: str, chosen: str, samples: Mapping[str, Samples], work: float, **rest: Any) -> dict[str, Any]:
@@ -218,7 +261,8 @@ class Benchmark:
     @cached_property
     def limits(self) -> dict[str, float]:
         """Limits of the machine, measured on first use."""
-        return machine.measure_machine()
+        with _turn():
+            return machine.measure_machine()
 
     def against_limit(
         self, seconds: float, *, bytes_moved: float, flops: float, dtype: str, bandwidth: float | None = None

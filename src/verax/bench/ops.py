@@ -21,6 +21,8 @@ from verax.bench.harness import (
     Case,
     Side,
     import_torch,
+    launched,
+    torch_device,
 )
 from verax.bench.results import rounds, sides_table, slug
 from verax.bench.settings import OpsSettings, check_names
@@ -73,7 +75,7 @@ SPREAD = 3.0
 """Standard deviation of the logits: a share of 0.95 of the weight is then on some thousands of 151,936 tokens."""
 
 Calls = dict[str, Callable[[], object]]
-"""Sides by name, as calls whose outputs are finished when they return."""
+"""Sides by name, as calls whose outputs are `launched` when they return."""
 
 
 def bench_ops(settings: OpsSettings) -> dict[str, Any]:
@@ -145,14 +147,15 @@ def _random(shape: Sequence[int], dtype: str, seed: int) -> jax.Array:
 
 
 def _jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """The function compiled, with outputs that are finished when it returns."""
+    """The function compiled, as a side calls it."""
     run = jax.jit(function, compiler_options=compiler_options(ops.target().platform), **options)
-    return lambda *arguments: jax.block_until_ready(run(*arguments))
+    return lambda *arguments: launched(run(*arguments))
 
 
 def _tensor(torch: Any, array: jax.Array, dtype: str) -> Any:
     """Tensor with the array's numbers in a dtype of torch, by its name."""
-    return torch.from_numpy(np.array(array.astype(jnp.float32))).to(getattr(torch, dtype))
+    tensor = torch.from_numpy(np.array(array.astype(jnp.float32)))
+    return tensor.to(torch_device(torch), getattr(torch, dtype))
 
 
 def _in_turn(run: Callable[[Any], object], arguments: Sequence[Any]) -> Callable[[], object]:
@@ -249,7 +252,7 @@ def grouped_cases(kinds: Sequence[str], torch: Any = None) -> Iterator[Case]:
                 sides[impl.name] = _in_turn(partial(_jit(impl.function), x, weights), groups)
             if torch is not None:
                 run = partial(_loop, torch, _tensor(torch, x[:, 0], dtype), theirs)
-                sides["torch"] = _in_turn(run, [torch.from_numpy(choice) for choice in choices])
+                sides["torch"] = _in_turn(run, [torch.from_numpy(choice).to(torch_device(torch)) for choice in choices])
             moved = int(weights.nbytes / E * np.mean([len(np.unique(choice)) for choice in choices]))
             chosen, products = supporting[0].name, 2 * count * k * D * F
             yield _case("grouped_linear", f"{kind}, {count} tokens", dtype, moved, products, chosen, sides)
@@ -262,6 +265,24 @@ def _loop(torch: Any, x: Any, weights: Any, choice: Any) -> Any:
         token, place = torch.where(choice == expert)
         y[token, place] = torch.nn.functional.linear(x[token], weights[expert])
     return y
+
+
+def several_weights(rows: int, *, gated: bool = False, torch: Any = None) -> Case:
+    """Qwen3-0.6B's products for queries, keys and values; if `gated`, its SwiGLU. Calls take other weights in turn."""
+    operation, sizes = (ops.swiglu, (3072, 3072)) if gated else (ops.multi_linear, (2048, 1024, 1024))
+    D, moved = 1024, 2 * 1024 * sum(sizes)
+    noise = _random((sum(sizes), D), "bfloat16", 0)
+    ends = np.cumsum(sizes)[:-1].tolist()
+    copies = [tuple(jnp.split(noise + i, ends)) for i in range(math.ceil(COLD / moved))]
+    copies = copies if gated else [(one,) for one in copies]
+    x = _random((rows, D), "float32", 1)
+    sides: Calls = {}
+    for impl in operation.supporting(x, *copies[0]):
+        run = _jit(impl.function)
+        sides[impl.name] = _in_turn(lambda weights, run=run: run(x, *weights), copies)
+    name = f"bfloat16, {rows} rows, {D} to {', '.join(map(str, sizes))}"
+    chosen = operation.select(x, *copies[0]).name
+    return _case(operation.name, name, "bfloat16", moved, 2 * rows * D * sum(sizes), chosen, sides)
 
 
 # Attention, the cache and sampling
@@ -482,6 +503,7 @@ CASES: Mapping[str, Sequence[Callable[..., Case]]] = {
         partial(paged_decode, 64, 2048, heads=(32, 8, 128)),
         partial(ragged, [4096], [512]),
         partial(ragged, [1024] * 33, [1] * 32 + [480]),
+        *(partial(several_weights, rows, gated=gated) for gated in (False, True) for rows in (1, 16)),
         partial(whole_sequence, 32760),
         partial(whole_sequence, 8192, heads=(4, 1, 256), window=512),
         *(partial(sampling, rows, top_k=50) for rows in (1, 16)),

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from verax.bench.harness import Side, import_torch
+from verax.bench.harness import Side, import_torch, launched
 from verax.bench.settings import DELTA_BASELINES, DeltaSettings
 from verax.errors import InvalidParameterError, MissingDependencyError
 
@@ -160,7 +160,7 @@ def jax_side(function: Callable[..., Any], *arguments: Any, flops: int, donated:
 
     def call() -> list[jax.Array]:
         nonlocal given
-        outputs = jax.tree.leaves(jax.block_until_ready(run(*given, *kept)))
+        outputs = jax.tree.leaves(launched(run(*given, *kept)))
         given = outputs[len(outputs) - len(given) :]
         return outputs
 
@@ -186,10 +186,7 @@ def torch_side(
 
     def call() -> list[Any]:
         with torch.inference_mode():
-            outputs = [x for x in jax.tree.leaves(function(*arguments)) if isinstance(x, torch.Tensor)]
-        if outputs[0].device.type == "cuda":
-            torch.cuda.synchronize()
-        return outputs
+            return [x for x in jax.tree.leaves(function(*arguments)) if isinstance(x, torch.Tensor)]
 
     seconds = None
     if compiled:

@@ -14,6 +14,7 @@ import itertools
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -224,14 +225,18 @@ def _gated_case(section: str, name: str, shape: tuple[int, int, int, int], dtype
 
 def _exact(arrays: Arrays, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Outputs `S^T q K^-1/2` and final states in float64, by token: `S <- e^g (I - beta k k^T) S + beta k v^T`."""
-    q, k, v, g, beta = (np.asarray(arrays[name], np.float64) for name in INPUTS)
-    S, out = state.astype(np.float64), np.empty(v.shape)
-    for t in range(q.shape[1]):
-        S = S * np.exp(g[:, t])[..., None, None]
-        read = (k[:, t, :, None] @ S)[..., 0, :]
-        S = S + k[:, t, :, :, None] * (beta[:, t, :, None] * (v[:, t] - read))[..., None, :]
-        out[:, t] = (q[:, t, :, None] @ S)[..., 0, :] * q.shape[-1] ** -0.5
-    return out, S
+
+    def step(S: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        q, k, v, g, beta = inputs
+        S = S * jnp.exp(g)[..., None, None]
+        read = jnp.sum(k[..., None] * S, axis=-2)
+        S = S + k[..., None] * (beta[..., None] * (v - read))[..., None, :]
+        return S, jnp.sum(q[..., None] * S, axis=-2) * q.shape[-1] ** -0.5
+
+    with jax.enable_x64(True):
+        by_token = [jnp.moveaxis(jnp.asarray(arrays[name], jnp.float64), 1, 0) for name in INPUTS]
+        final, out = jax.jit(partial(jax.lax.scan, step))(jnp.asarray(state, jnp.float64), tuple(by_token))
+    return np.moveaxis(np.asarray(out), 0, 1), np.asarray(final)
 
 
 def _rule(state: jax.Array, arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
