@@ -1,110 +1,69 @@
-"""The GPU's kernels of products with weights in 8 or 4 bits, interpreted."""
-
-from dataclasses import replace
+"""The GPU's kernels of few rows with several weights, interpreted."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 from verax import ops
-from verax.ops.gpu.linear import product
-
-WEIGHTS = {
-    "int8": (8, None),
-    "int8-32": (8, 32),
-    "int8-64": (8, 64),
-    "int4-32": (4, 32),
-    "int4-128": (4, 128),
-    "float8": (8, None),
-    "float8-32": (8, 32),
-    "float8-128": (8, 128),
-}
+from verax.ops.gpu import linear as gpu_linear
+from verax.ops.gpu.linear import joined_products
 
 
-def problem(kind, rows, F=70, D=384, zeros=False):
-    """Inputs that bfloat16 holds, a weight, and its product as the operation has it with bfloat16 weights."""
+def problem(rows, sizes, D):
     rng = np.random.default_rng(rows)
-    x = jnp.asarray(rng.standard_normal((rows, D)), jnp.bfloat16).astype(jnp.float32)
-    dense = jnp.asarray(rng.standard_normal((F, D)), jnp.float32)
-    weight = ops.quantize(dense, *WEIGHTS[kind])
-    if kind.startswith("float8"):
-        weight = replace(weight, values=dense.astype(jnp.float8_e4m3fn))
-    if zeros:
-        weight = replace(weight, zeros=jnp.asarray(rng.integers(-7, 7, weight.scales.shape), jnp.int8))
-    rounded = weight.dequantize(jnp.float32 if weight.bits == 8 else jnp.bfloat16).astype(jnp.float32)
-    return x, weight, np.asarray(x, np.float64) @ np.asarray(rounded, np.float64).T
+    x = jnp.asarray(rng.standard_normal((rows, D)), jnp.bfloat16)
+    return x, [jnp.asarray(rng.standard_normal((F, D)) * D**-0.5, jnp.bfloat16) for F in sizes]
+
+
+def exact(x, weight):
+    return np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+
+
+@pytest.mark.parametrize(("rows", "sizes", "D"), [(1, (70, 33), 200), (4, (64, 32, 96), 256), (16, (50, 50, 10), 130)])
+def test_products_with_several_weights_equal_float64(rows, sizes, D):
+    x, weights = problem(rows, sizes, D)
+    dtypes = (jnp.float32, jnp.bfloat16, jnp.float32)[: len(sizes)]
+    outs = joined_products(x, weights, dtypes, interpret=True)
+    assert [out.dtype for out in outs] == list(dtypes)
+    for out, weight in zip(outs, weights, strict=True):
+        np.testing.assert_allclose(out, exact(x, weight), atol=1e-5 if out.dtype == jnp.float32 else 2e-2)
+
+
+@pytest.mark.parametrize(("rows", "F", "D"), [(1, 33, 200), (16, 96, 256)])
+def test_swiglu_equals_float64_and_a_nan_stays_in_its_row(rows, F, D):
+    x, weights = problem(rows, (F, F), D)
+    gate, up = (exact(x, weight) for weight in weights)
+    (out,) = joined_products(x, weights, [jnp.float32], gated=True, interpret=True)
+    np.testing.assert_allclose(out, gate / (1 + np.exp(-gate)) * up, atol=2e-5)
+    (out,) = joined_products(x.at[0, 3].set(jnp.nan), weights, [jnp.float32], gated=True, interpret=True)
+    assert np.isnan(out[0]).all()
+    assert np.isfinite(out[1:]).all()
+
+
+def test_gradients_equal_the_references(monkeypatch):
+    x, weights = problem(2, (24, 24), 40)
+    kernel = lambda x, weights, dtypes, gated=False: tuple(jnp.zeros((2, 24), dtype) for dtype in dtypes)
+    monkeypatch.setattr(gpu_linear, "joined_products", kernel)
+    for operation, args in ((ops.multi_linear, (weights,)), (ops.swiglu, weights)):
+        total = lambda x, run, args=args: sum(y.sum() for y in jax.tree.leaves(run(x, *args)))
+        runs = operation.implementations["triton"].function, operation.reference
+        computed, expected = (jax.grad(total)(x.astype(jnp.float32), run) for run in runs)
+        np.testing.assert_allclose(computed, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows", "zeros"),
+    ("rows", "dtype", "biases", "device", "expected"),
     [
-        ("int8", 1, True),
-        ("int8-32", 3, False),
-        ("int8-64", 17, True),
-        ("int4-32", 3, True),
-        ("int4-128", 1, False),
-        ("float8", 1, False),
-        ("float8-32", 17, False),
-        ("float8-128", 64, False),
+        (16, "bfloat16", None, "NVIDIA H100 80GB HBM3", "triton"),
+        (17, "bfloat16", None, "NVIDIA H100 80GB HBM3", "reference"),
+        (4, "float32", None, "NVIDIA H100 80GB HBM3", "reference"),
+        (4, "bfloat16", [None, np.ones(64)], "NVIDIA H100 80GB HBM3", "reference"),
+        (4, "bfloat16", None, "NVIDIA T4", "reference"),
     ],
 )
-def test_products_equal_the_weights_in_float64(kind, rows, zeros):
-    x, weight, expected = problem(kind, rows, zeros=zeros)
-    out = product(x, weight, interpret=True)
-    np.testing.assert_allclose(out, expected, atol=1e-5 * np.abs(expected).max())
-
-
-@pytest.mark.parametrize("kind", ["int8-32", "int4-32", "float8", "float8-32"])
-def test_inputs_that_fill_no_tile_and_nan_in_one_row(kind):
-    x, weight, expected = problem(kind, 5, F=33, D=160)
-    out = np.asarray(product(x.at[2, 7].set(jnp.nan), weight, interpret=True))
-    assert np.isnan(out[2]).all()
-    kept = [0, 1, 3, 4]
-    np.testing.assert_allclose(out[kept], expected[kept], atol=1e-5 * np.abs(expected).max())
-
-
-def test_every_float8_is_multiplied_as_it_is():
-    values = lax.bitcast_convert_type(jnp.arange(256, dtype=jnp.uint8).reshape(8, 32), jnp.float8_e4m3fn)
-    weight = ops.QuantizedWeight(values, jnp.full((8, 1), 2.0), 8, 32, None, 8)
-    computed = product(jnp.eye(32), weight, interpret=True)
-    np.testing.assert_array_equal(computed, ops.linear.reference(jnp.eye(32), weight))
-
-
-@pytest.mark.parametrize("kind", ["int8", "float8"])
-def test_gradients_equal_the_references(kind, monkeypatch):
-    x, weight, _ = problem(kind, 2)
-    monkeypatch.setattr("verax.ops.gpu.linear.product", lambda x, weight: jnp.zeros((x.shape[0], weight.size_out)))
-    computed = jax.grad(lambda x: ops.linear.implementations["triton"].function(x, weight).sum())(x)
-    expected = jax.grad(lambda x: ops.linear.reference(x, weight).sum())(x)
-    np.testing.assert_allclose(computed, expected, rtol=1e-5)
-
-
-def chosen(kind="int8", rows=4, **changes):
-    weight = jax.eval_shape(lambda: ops.quantize(jnp.zeros((256, 128)), *WEIGHTS[kind]))
-    return ops.linear.select(jax.ShapeDtypeStruct((rows, 128), jnp.float32), replace(weight, **changes)).name
-
-
-def test_they_run_where_they_are_named_and_take_the_call():
-    with ops.use_target("gpu", "NVIDIA H100 80GB HBM3"):
-        assert chosen() == "dequantized"
-        with ops.use_implementations(linear="triton"):
-            assert chosen() == chosen("int4-32", rows=64) == "triton"
-            assert chosen(rows=65) == "dequantized"
-            assert chosen(order=jax.ShapeDtypeStruct((128,), jnp.int32)) == "reordered"
-            assert chosen(rounds_inputs=True) == "integers"
-    with ops.use_implementations(linear="triton"):
-        assert chosen() != "triton"
-
-
-def test_float8_weights_are_taken_from_the_compute_capability_that_converts_them():
-    values = jax.ShapeDtypeStruct((256, 128), jnp.float8_e4m3fn)
-    for device, expected in (
-        ("NVIDIA A100-SXM4-80GB", "dequantized"),
-        ("NVIDIA L4", "triton"),
-        ("NVIDIA H200", "triton"),
-    ):
-        with ops.use_target("gpu", device), ops.use_implementations(linear="triton"):
-            assert chosen(values=values) == expected
-            assert chosen("int8-32") == "triton"
+def test_they_run_on_the_calls_that_they_take(rows, dtype, biases, device, expected):
+    x, weights = jax.ShapeDtypeStruct((rows, 128), jnp.float32), [jax.ShapeDtypeStruct((64, 128), dtype)] * 2
+    with ops.use_target("gpu", device):
+        assert ops.multi_linear.select(x, weights, biases).name == expected
+        assert ops.swiglu.select(x, *weights, *(biases or [])).name == expected

@@ -142,8 +142,8 @@ class Implementation(Generic[P, R]):
         accepts: condition on shapes and dtypes of a call.
         traits: properties that `Operation.restricted` selects by, see `Operation.implementation`.
         slow_on: by platform, the reason why being chosen there deserves a warning.
-        experimental: True if it was compiled for its devices, but has run on none of them: it is chosen only where
-            `use_implementations` names it, and another one takes the calls that it does not support.
+        experimental: True if it was compiled for its devices, but none of them has shown it to be faster: it is chosen
+            only where `use_implementations` names it, and another one takes the calls that it does not support.
         is_pure: True if equal calls have equal programs, so that JAX traces and lowers one of them for all: what the
             program depends on in addition to the arguments is the target, the choices in force and what is registered.
     """

@@ -1,4 +1,4 @@
-"""Fast implementations for GPUs: cuDNN, and kernels in Pallas, chosen by name until a device has run them.
+"""Fast implementations for GPUs: cuDNN, and kernels in Pallas, chosen by name until a device has shown them faster.
 
 Modules of Pallas are imported when a kernel is traced: they take half a second.
 """
@@ -13,5 +13,5 @@ from verax._optional import Deferred
 pl: Any = Deferred("jax.experimental.pallas")
 plgpu: Any = Deferred("jax.experimental.pallas.triton")
 
-KERNEL: Mapping[str, Any] = {"platforms": ("gpu",), "single_device": True, "experimental": True}
-"""Properties of the implementations in Pallas: one device's arrays, and never chosen but by name."""
+KERNEL: Mapping[str, Any] = {"platforms": ("gpu",), "single_device": True}
+"""Properties of the implementations in Pallas: they take one device's arrays."""

@@ -181,7 +181,7 @@ def _accepts(chunks: Chunk, states: Any, *_: Any, **options: Any) -> bool:
     return sizes and takes_scan(chunks, states) and has_compute_capability(AMPERE)
 
 
-register_scans("triton", walk, _accepts, **KERNEL)
+register_scans("triton", walk, _accepts, **KERNEL, experimental=True)
 
 
 MOST_COLUMNS, FEWEST_COLUMNS = 32, 8
@@ -277,4 +277,4 @@ def _accepts_step(x: DeltaInputs, states: Any, slots: StateSlots, cu_seqlens: An
     return sizes and takes_step(x, states, cu_seqlens, **options) and has_compute_capability(AMPERE)
 
 
-delta_slot_recurrence.implementation("triton", **KERNEL, accepts=_accepts_step)(step_by(delta_step))
+delta_slot_recurrence.implementation("triton", **KERNEL, accepts=_accepts_step, experimental=True)(step_by(delta_step))
