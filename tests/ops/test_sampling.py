@@ -231,7 +231,7 @@ def test_the_greedy_token_is_the_first_of_equals(by):
     assert draw(by, *sampling_arguments(logits, [{"temperature": 0.0}] * 2)).tolist() == [30, 1599]
 
 
-@pytest.mark.parametrize("by", ["reference", *NATIVE])
+@pytest.mark.parametrize("by", ["reference", "passes", *NATIVE])
 @pytest.mark.parametrize(("V", "num_top"), [(1, 1), (7, 7), (63, 20), (64, 5), (65, 20), (3001, 20)])
 def test_logprobs_are_exact_and_of_equals_the_first_is_the_better(by, V, num_top):
     rng = np.random.default_rng(V)

@@ -7,7 +7,7 @@ order is vLLM's: penalties and bias, temperature, min-p, top-k, top-p.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -320,11 +320,21 @@ def token_logprobs(
 
     The chosen token comes first in each row. Rows that are not `wanted` are zeros.
     """
+    return _logprobs(logits, chosen, wanted, num_top, lax.top_k)
+
+
+token_logprobs.examples = [Example((float32(4, 151936), int32(4), boolean(4)), {"num_top": 20})]
+
+
+def _logprobs(
+    logits: Array, chosen: Array, wanted: Array, num_top: int, best_of: Callable[[Array, int], Sequence[Array]]
+) -> tuple[Array, Array, Array]:
+    """Results of `token_logprobs`, with a function to the best logits of each row and their places."""
 
     def scored() -> tuple[Array, Array, Array]:
         normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         own = jnp.take_along_axis(logits, chosen[:, None], axis=-1)
-        best, ids = lax.top_k(logits, num_top)
+        best, ids = best_of(logits, num_top)
         rank = 1 + jnp.sum(logits > own, axis=-1)
         values = jnp.concatenate([own, best], axis=-1) - normalizer
         ids = jnp.concatenate([chosen[:, None], ids], axis=-1).astype(jnp.int32)
@@ -341,4 +351,31 @@ def token_logprobs(
     return lax.cond(jnp.any(wanted), scored, zeros)
 
 
-token_logprobs.examples = [Example((float32(4, 151936), int32(4), boolean(4)), {"num_top": 20})]
+@token_logprobs.implementation("passes", platforms=("gpu",))
+def _token_logprobs_by_passes(
+    logits: Float[Array, "B V"], chosen: Int[Array, "B"], wanted: Bool[Array, "B"], *, num_top: int
+) -> tuple[Float[Array, "B n"], Int[Array, "B n"], Int[Array, "B"]]:
+    """A pass over the logits for each of the best. XLA:GPU sorts them for `top_k`, and CUDA's graphs do not hold its
+    sort: the host would wait in each step until the device has chosen whether log-probabilities are wanted."""
+    return _logprobs(logits, chosen, wanted, num_top, _best_by_passes)
+
+
+def _best_by_passes(logits: Float[Array, "B V"], num_top: int) -> tuple[Float[Array, "B n"], Int[Array, "B n"]]:
+    places, turns = jnp.arange(logits.shape[-1]), jnp.arange(num_top)
+
+    def body(i: Int[Array, ""], carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        value, place, values, ids = carry
+        left = (logits < value) | ((logits == value) & (places > place))
+        rest = jnp.where(left, logits, -jnp.inf)
+        # Of tokens that are ruled out, in the order of their ids too.
+        best = jnp.argmax(jnp.where(rest.max(-1, keepdims=True) > -jnp.inf, rest, left.astype(rest.dtype)), axis=-1)
+        place = best[:, None]
+        value = jnp.take_along_axis(logits, place, axis=-1)
+        # A choice, since no graph holds a write at a place that depends on the turn.
+        return value, place, jnp.where(turns == i, value, values), jnp.where(turns == i, place, ids)
+
+    one, all_of = (logits.shape[0], 1), (logits.shape[0], num_top)
+    before = jnp.full(one, jnp.inf, logits.dtype), jnp.full(one, -1, places.dtype)
+    return lax.fori_loop(0, num_top, body, (*before, jnp.zeros(all_of, logits.dtype), jnp.zeros(all_of, places.dtype)))[
+        2:
+    ]
