@@ -58,6 +58,18 @@ def test_a_peer_runs_in_its_turns_and_its_start_memory_and_tokens_are_shown(meas
     assert f"| {ours['start_s']:.1f} | {ours['peak_bytes'] / 1e6:.0f} | 10 |" in markdown(result)
 
 
+def test_without_starts_nothing_is_started_but_the_peer_in_its_turns(measure):
+    sides = measure(starts=False)["cases"][0]["sides"]
+    assert [side for side in sides.values() if "start_s" in side or "same_tokens" in side] == []
+
+
+@pytest.mark.parametrize(("most", "names"), [(1, ["batched"]), (2, ["naive", "batched"])])
+def test_transformers_answers_many_prompts_in_one_batch_only(measure, monkeypatch, most, names):
+    monkeypatch.setattr("verax.bench.text.peers.NAIVE_PROMPTS", most)
+    result = measure(against="transformers", peer_python=None, starts=False)
+    assert list(result["cases"][0]["ratios"]) == [f"transformers {name}" for name in names]
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
