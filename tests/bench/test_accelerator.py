@@ -27,7 +27,7 @@ def machine(monkeypatch):
     """Parts that only say that they ran, on a device of which there is none here; what they report can be changed."""
     ran, errors, device = [], {}, {**GPU, "cpu": "a CPU", "cores": 2}
 
-    def run(words, log, seconds):
+    def run(words, log, seconds, variables):
         ran.append(log.stem)
         error = errors.get(log.stem, "")
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ def test_finished_parts_are_skipped_and_failed_ones_run_again(machine, tmp_path)
     ran, errors, _ = machine
     errors["delta"] = "RuntimeError: out of memory"
     assert not run_parts(tmp_path)["complete"]
-    assert ran == list(PARTS)
+    assert sorted(ran) == sorted(PARTS)
     ran.clear()
     errors.clear()
     second = run_parts(tmp_path)
@@ -61,9 +61,9 @@ def test_parts_of_another_device_or_of_a_rehearsal_do_not_count(machine, tmp_pat
 def test_the_page_has_the_tables_of_each_part_or_its_failure(machine, tmp_path):
     _, errors, _ = machine
     errors["delta"] = "RuntimeError: no room\nfor 9 bytes"
-    result = run_parts(tmp_path, only=["video-57-97", "delta"])
+    result = run_parts(tmp_path, only=["video-57", "delta"])
     page = markdown(result)
-    assert "target: 0.43 and 1.04 s. Work.\n\n| side | s |" in page
+    assert "target: 0.43 s. Work.\n\n| side | s |" in page
     assert "## delta\n\n**Not run**: RuntimeError: no room for 9 bytes." in page
     assert write(result, tmp_path).name == "accelerator-nvidia-h200-cuda-0-2c.json"
 

