@@ -132,3 +132,12 @@ def test_without_a_model_the_weights_are_random_in_the_real_shapes():
         assert weight.shape == (1024, 3072)
         assert np.std(np.asarray(weight, np.float32)) == pytest.approx(3072**-0.5, rel=0.02)
     assert not folder.exists()
+
+
+def test_sides_of_verax_are_traced_once_after_the_rounds(tmp_path):
+    calls = []
+    sides = {name: lambda name=name: calls.append(name) for name in ("verax", "torch")}
+    time_sides(sides, runs=2, warmup=0, title="a case", trace=tmp_path)
+    assert calls == ["verax", "torch"] * 2 + ["verax"]
+    (file,) = tmp_path.glob("a-case-verax/**/perfetto_trace.json.gz")
+    assert file.stat().st_size > 0

@@ -43,12 +43,14 @@ class Part(NamedTuple):
         command: words after the Python interpreter, as a shell has them.
         tiny: options that a rehearsal adds; they replace the same options before them.
         memory: share of the device's memory that JAX may take in it, next to other parts.
+        traced: True if a call is profiled after the measurement; the folder `traces` has what a profiler's page reads.
     """
 
     summary: str
     command: str
     tiny: str = ""
     memory: float = 0.1
+    traced: bool = False
 
 
 BENCH = "-m verax bench {} --json"
@@ -82,14 +84,15 @@ def _text(size: str, quantization: str | None) -> dict[str, Part]:
         command = BENCH.format(f"text --shapes {shapes} --runs 3 {options}{against}")
         name = f"text-{size}-{precision}-{workload}"
         tiny_options = f"--model {tiny_model} {tiny} {ONCE}"
-        parts[name] = Part(summary + TEXT_TARGETS.get(name, ""), command, tiny_options, MEMORY[size])
+        target = TEXT_TARGETS.get(name, "")
+        parts[name] = Part(summary + target, command, tiny_options, MEMORY[size], traced=bool(target))
     return parts
 
 
 def _video(summary: str, stage: str, frames: str) -> Part:
     command = BENCH.format(f"video --stage {stage} --frames {frames} --height 544 --width 960 --against diffusers")
     tiny = f"--size tiny --frames 5 --height 16 --width 32 {ONCE}"
-    return Part(f"Wan 1.3B, 544 x 960: {summary}", command, tiny, 0.15)
+    return Part(f"Wan 1.3B, 544 x 960: {summary}", command, tiny, 0.15, traced="target" in summary)
 
 
 PARTS: Mapping[str, Part] = {
@@ -172,6 +175,8 @@ def bench_accelerator(settings: AcceleratorSettings) -> dict[str, Any]:
         if left < min(SHORTEST, seconds):
             return {"error": f"not begun: the budget of {seconds:g} s is spent", "note": "", "result": None}
         words = shlex.split(f"{part.command} {part.tiny if rehearse else ''}")
+        if part.traced:
+            words += ["--trace", str(folder / "traces" / name)]
         variables = {TURN: str(folder / "turn"), "XLA_PYTHON_CLIENT_MEM_FRACTION": str(part.memory)}
         record = run_command(words, path.with_suffix(".log"), min(left, settings.part_seconds), variables) | run
         write_json(path, record)

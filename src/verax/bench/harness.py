@@ -27,7 +27,7 @@ from flax import nnx
 
 from verax import checkpoint, machine, ops, progress
 from verax._optional import require_optional
-from verax.bench.results import date, noise_line
+from verax.bench.results import BASELINES, date, noise_line, slug
 from verax.checkpoint.load import random_weights
 from verax.models import causal_lm
 from verax.ops.cpu import library
@@ -156,6 +156,7 @@ def time_sides(
     warmup: int = 1,
     title: str = "measuring",
     short: bool = False,
+    trace: Path | None = None,
 ) -> dict[str, Samples]:
     """Time each side in turn, with a progress bar, until each has `runs` counted rounds.
 
@@ -169,9 +170,15 @@ def time_sides(
         title: of the bar.
         short: calls are short, and have been made before so that nothing compiles: a turn is a loop of calls, its time
             is a call's mean, and `UNTIMED` calls before it do not count.
+        trace: folder for one more call of each side that is not a baseline, under JAX's profiler.
     """
     with _turn():
-        return _time_sides(sides, runs, warmup, title, short)
+        samples = _time_sides(sides, runs, warmup, title, short)
+        for name, run in sides.items() if trace is not None else ():
+            if trace is not None and not name.startswith((READ, *BASELINES)):
+                with jax.profiler.trace(trace / slug(title, name), create_perfetto_trace=True):
+                    _repeat(run, 1)
+    return samples
 
 
 @contextlib.contextmanager
@@ -288,17 +295,24 @@ class Benchmark:
         }
 
     def measure(
-        self, case: Case, *, runs: int, warmup: int, read: Callable[[], object] | None = None
+        self,
+        case: Case,
+        *,
+        runs: int,
+        warmup: int,
+        read: Callable[[], object] | None = None,
+        trace: Path | None = None,
     ) -> dict[str, Any]:
         """Time the short calls of all sides in turn; one of a result's cases, with the work of the chosen side.
 
         Args:
             case: its sides have been called before, so that nothing compiles.
-            runs, warmup: as in `time_sides`.
+            runs, warmup, trace: as in `time_sides`.
             read: `machine.streaming_read`, which takes its turn with the sides and is the limit of their bytes.
         """
         calls = {name: side.call for name, side in case.sides.items()} | ({} if read is None else {READ: read})
-        samples = time_sides(calls, runs=runs, warmup=warmup, title=f"{case.group}, {case.name}", short=True)
+        title = f"{case.group}, {case.name}"
+        samples = time_sides(calls, runs=runs, warmup=warmup, title=title, short=True, trace=trace)
         bandwidth = None if read is None else machine.READ_BYTES / samples.pop(READ).median
         result = {"group": case.group, **case_result(case.name, case.chosen, samples, case.bytes_moved)}
         for name, side in case.sides.items():
@@ -326,7 +340,7 @@ class Benchmark:
             "subject": self._subject,
             "name": name,
             "date": date(),
-            "settings": dict(settings),
+            "settings": {key: value for key, value in settings.items() if key != "trace"},
             "machine": facts | dict(versions or {}),
             "measured": self.limits,
             "noise": self._noise,

@@ -99,7 +99,8 @@ def bench_ops(settings: OpsSettings) -> dict[str, Any]:
         for case in itertools.chain(without, with_weights):
             for side in case.sides.values():
                 side.call()  # compiles
-            cases.append(benchmark.measure(case, runs=settings.runs, warmup=settings.warmup, read=read))
+            counts = {"runs": settings.runs, "warmup": settings.warmup}
+            cases.append(benchmark.measure(case, **counts, read=read, trace=settings.trace))
     asked = asdict(settings) | {"operations": list(settings.only)}
     return benchmark.result(
         slug(*settings.only, str(size_in) if settings.only == ("linear",) and size_in != 4096 else ""),

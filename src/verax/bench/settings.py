@@ -94,6 +94,13 @@ class _Timed(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Traced(_Timed):
+    trace: Path | None = option(
+        None, "Folder for Perfetto's traces of a call of each side of verax, by JAX's profiler.", shown="none"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class _OfModel(Settings):
     model: str | None = option(None, "A checkpoint folder, GGUF file or hub id.", flags=("--model", "-m"))
 
@@ -107,7 +114,7 @@ class _Engine(_Timed, _OfModel):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextSettings(_Engine):
+class TextSettings(_Engine, _Traced):
     """Tokens per second of text generation; Qwen3-0.6B's shapes with random weights if there is no --model.
 
     Examples:
@@ -165,7 +172,7 @@ class QualitySettings(_OfModel):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbedSettings(_Timed, _OfModel):
+class EmbedSettings(_Traced, _OfModel):
     """Sentences per second of an encoder; all-MiniLM-L6-v2's shapes with random weights if there is no --model.
 
     Examples:
@@ -189,7 +196,7 @@ class EmbedSettings(_Timed, _OfModel):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VideoSettings(_Timed):
+class VideoSettings(_Traced):
     """Stages of SkyReels-V2's pipeline with random weights in its real sizes, compared with diffusers.
 
     Examples:
@@ -224,6 +231,8 @@ class VideoSettings(_Timed):
         super().__post_init__()
         if "clip" in self.stage and self.stage != ("clip",):
             raise InvalidParameterError("stage: clip is measured by itself")
+        if "clip" in self.stage and self.trace is not None:
+            raise InvalidParameterError("trace: of the stages transformer and vae; a clip is made in another process")
         if "clip" not in self.stage and (self.variants or "stable-diffusion.cpp" in self.against):
             raise InvalidParameterError("stage: variants and stable-diffusion.cpp are measured with the stage clip")
 
@@ -260,7 +269,7 @@ with the cache's writes; convolutions of a video VAE. `kernels` has the sizes of
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpsSettings(_Timed):
+class OpsSettings(_Traced):
     """Each implementation of an operation by itself, compared with torch and the machine's measured limits.
 
     Examples:
@@ -304,7 +313,7 @@ implementations of the gated rule; flash-linear-attention: Triton on a GPU, its 
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaSettings(_Timed):
+class DeltaSettings(_Traced):
     """The delta rules compared with PyTorch, equal work on the same device.
 
     Runs on JAX's default device; JAX_PLATFORMS=cpu takes the CPU of a machine with a GPU.

@@ -92,7 +92,7 @@ def _measure(case: Case, benchmark: Benchmark, settings: DeltaSettings) -> dict[
         name: {"error": check(case, name, platform), "peak_bytes": _peak_bytes(side, platform), "platform": platform}
         for name, side in case.sides.items()
     }
-    measured = benchmark.measure(case, runs=settings.runs, warmup=settings.warmup)
+    measured = benchmark.measure(case, runs=settings.runs, warmup=settings.warmup, trace=settings.trace)
     for name, checked in sides.items():
         measured["sides"][name] |= checked
     return measured | {"sizes": dict(case.sizes), "tolerance": case.tolerance, "skipped": dict(case.skipped)}

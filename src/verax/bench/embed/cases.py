@@ -79,7 +79,7 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
             reference = ours if exact else Encoder(folder).encode(texts, show_progress=False)
             accuracy = {name: _accuracy(reference, call()) for name, call in calls.items()}
         compiled = encoder.num_compiled()
-        samples = time_sides(calls, runs=settings.runs, warmup=settings.warmup)
+        samples = time_sides(calls, runs=settings.runs, warmup=settings.warmup, trace=settings.trace)
         compiled = encoder.num_compiled() - compiled
     size = 1 if quantization else 2 if dtype == "bfloat16" else 4
     num_calls = len(texts) if latency else -(-len(texts) // batch_size)

@@ -69,7 +69,7 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
             sides["verax without drafts"] = partial(_generate, plain, workload)
         sides["verax"] = partial(_generate, llm, workload)
         compiled = runner.num_compiled()
-        samples = time_sides(sides, runs=settings.runs, warmup=settings.warmup)
+        samples = time_sides(sides, runs=settings.runs, warmup=settings.warmup, trace=settings.trace)
         timed = samples.get("verax without drafts", samples["verax"])  # with drafts there are fewer steps
         steps, rows = workload.steps(runner.config.max_num_seqs), runner.config.max_num_seqs
         # A last token is not read. The head has a product only for a token that another is drawn after.

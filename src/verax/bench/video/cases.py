@@ -119,7 +119,8 @@ def _case(todo: Work, frames: int, settings: VideoSettings) -> dict[str, Any]:
             first = time.perf_counter() - begin
             apart = float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
             others[name] = {"first_s": first, "difference": apart}
-        samples = time_sides(sides, runs=settings.runs, warmup=settings.warmup, title=f"measuring: {todo.stage}")
+        title, runs = f"{todo.stage}, {frames} frames", settings.runs
+        samples = time_sides(sides, runs=runs, warmup=settings.warmup, title=title, trace=settings.trace)
     for name, other in others.items():
         other["break_even"] = break_even(compile_s, samples["verax"].median, other["first_s"], samples[name].median)
     more = {"flops": float(products), "compile_s": compile_s, "compile_cached_s": cached_s}
