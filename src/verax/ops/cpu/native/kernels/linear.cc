@@ -54,22 +54,36 @@ struct Int8Weights {
   static F32 total(Sum sum) { return to_f32(sum); }
 };
 
+// The packed x: for each 8 rows, and the rest, every chunk of 32 inputs, the last filled up with zeros, of each row. So a
+// tile reads on from one place. With the chunks of all rows side by side, those of a tile would lie as far apart as there
+// are rows: with 32 rows, all in the same few sets of the first cache level.
+constexpr int TILE_ROWS = 8;
+
+// Rows of x that lie with row m.
+int64_t rows_with(const LinearTask& t, int64_t m) {
+  const int64_t rest = t.M - m / TILE_ROWS * TILE_ROWS;
+  return rest < TILE_ROWS ? rest : TILE_ROWS;
+}
+int64_t packed_at(const LinearTask& t, int64_t m, int64_t k) {
+  const int64_t chunks = (t.K + CHUNK - 1) / CHUNK, first = m / TILE_ROWS * TILE_ROWS;
+  return (first * chunks + k / CHUNK * rows_with(t, m) + (m - first)) * CHUNK;
+}
+
 template <class Kind>
 void pack(const LinearTask& t) {
-  auto* to = static_cast<typename Kind::Stored*>(t.packed);
-  for (int64_t k = 0; k < t.K; k += CHUNK) {
-    for (int64_t m = 0; m < t.M; ++m, to += CHUNK) {
+  for (int64_t m = 0; m < t.M; ++m) {
+    for (int64_t k = 0; k < t.K; k += CHUNK) {
       const float* from = t.x + m * t.K + k;
       float rest[CHUNK] = {};
       if (t.K - k < CHUNK) from = static_cast<const float*>(std::memcpy(rest, from, (t.K - k) * sizeof(float)));
-      Kind::pack(to, load_chunk(from));
+      Kind::pack(static_cast<typename Kind::Stored*>(t.packed) + packed_at(t, m, k), load_chunk(from));
     }
   }
 }
 
 // By how much a segment's integers of x are to be multiplied; they follow all integers.
 float* input_scales(const LinearTask& t, int64_t begin) {
-  auto* end = static_cast<int16_t*>(t.packed) + linear_packed_at(t, 0, t.K + CHUNK - 1);
+  auto* end = static_cast<int16_t*>(t.packed) + t.M * ((t.K + CHUNK - 1) / CHUNK * CHUNK);
   return reinterpret_cast<float*>(end) + begin / SEGMENT * t.M;
 }
 
@@ -85,7 +99,7 @@ void pack<Int8Weights>(const LinearTask& t) {
         const float* from = t.x + m * t.K + k;
         float rest[CHUNK] = {};
         if (end - k < CHUNK) from = static_cast<const float*>(std::memcpy(rest, from, (end - k) * sizeof(float)));
-        auto* to = static_cast<int16_t*>(t.packed) + linear_packed_at(t, m, k);
+        auto* to = static_cast<int16_t*>(t.packed) + packed_at(t, m, k);
         for (int i = 0; i < CHUNK; i += F32::lanes) store_int16s(to + i, whole(mul(load(from + i), factor)));
       }
     }
@@ -117,6 +131,25 @@ void sum_lanes(const Words (&sums)[C], float (&to)[C]) {
   for (int c = 0; c < C; ++c) to[c] += rest[c];
 }
 
+// The same for a whole tile. An integer of x is at most LARGEST_INTEGER, one of W 128: eight of a segment's lanes add up to
+// less than 2^31.
+template <class Kind, int R, int C>
+void sum_tile(const Words (&sums)[R][C], float (&to)[R][C]) {
+#if defined(__AVX512F__) && !defined(VERAX_PORTABLE)
+  if constexpr (R * C == 16) {
+    Words all[R * C];
+    VERAX_UNROLL
+    for (int i = 0; i < R * C; ++i) all[i] = sums[i / C][i % C];
+    return sum_each_integer(all, to[0]);
+  }
+#endif
+  for (int r = 0; r < R; ++r) sum_lanes<Kind>(sums[r], to[r]);
+}
+template <class Kind, int R, int C>
+void sum_tile(const F32 (&sums)[R][C], float (&to)[R][C]) {
+  for (int r = 0; r < R; ++r) sum_lanes<Kind>(sums[r], to[r]);
+}
+
 template <class Kind>
 float input_scale([[maybe_unused]] const LinearTask& t, [[maybe_unused]] int64_t m, [[maybe_unused]] int64_t begin) {
   if constexpr (std::is_same_v<Kind, Int8Weights>) {
@@ -145,7 +178,7 @@ void group_scales(const LinearTask& t, int64_t first, int64_t count, float* to) 
 template <class Kind, bool Grouped>
 struct Tile {
   using Element = typename Kind::Element;
-  static constexpr int ROWS = 8;
+  static constexpr int ROWS = TILE_ROWS;
 
   // C, rows of W at a time: sums are kept in registers, of which AVX2 has 16 and the others 32.
   static constexpr int columns(int rows) {
@@ -170,7 +203,8 @@ template <int R, int C>
 void Tile<Kind, Grouped>::run(const LinearTask& t, int64_t m, int64_t n, const Segment& segment) {
   using Sum = std::conditional_t<Grouped, F32, typename Kind::Sum>;
   const int64_t apart = segment.apart, row = t.K * apart, size = segment.end - segment.begin;
-  const auto* x = static_cast<const typename Kind::Stored*>(t.packed) + linear_packed_at(t, m, segment.begin);
+  const int64_t next_x = rows_with(t, m) * CHUNK;
+  const auto* x = static_cast<const typename Kind::Stored*>(t.packed) + packed_at(t, m, segment.begin);
   const auto* w = static_cast<const Element*>(at(t, n, segment.begin));
   const auto* next = static_cast<const Element*>(segment.next);
   Sum sums[R][C];
@@ -187,7 +221,7 @@ void Tile<Kind, Grouped>::run(const LinearTask& t, int64_t m, int64_t n, const S
 
   if constexpr (!Grouped) {
     int64_t k = 0;
-    for (; k + CHUNK <= size; k += CHUNK, x += t.M * CHUNK) {
+    for (; k + CHUNK <= size; k += CHUNK, x += next_x) {
       typename Kind::Operand weights[C];
       VERAX_UNROLL
       for (int c = 0; c < C; ++c) {
@@ -217,14 +251,14 @@ void Tile<Kind, Grouped>::run(const LinearTask& t, int64_t m, int64_t n, const S
     for (int c = 0; c < C; ++c) {
       group_scales(t, ((n + c * apart) * t.K + segment.begin) / t.group, size / t.group, scales[c]);
     }
-    for (int64_t k = 0, g = 0; k < size; k += t.group, x += t.group * t.M, ++g) {
+    for (int64_t k = 0, g = 0; k < size; k += t.group, x += t.group / CHUNK * next_x, ++g) {
       VERAX_UNROLL
       for (int c = 0; c < C; ++c) {
         typename Kind::Sum parts[R];
         VERAX_UNROLL
         for (int r = 0; r < R; ++r) parts[r] = Kind::none();
         const auto* inputs = x;
-        for (int64_t j = k; j < k + t.group; j += CHUNK, inputs += t.M * CHUNK) {
+        for (int64_t j = k; j < k + t.group; j += CHUNK, inputs += next_x) {
           const auto weights = Kind::weights(w + c * row + j);
           prefetch(next + c * row + j);
           VERAX_UNROLL
@@ -236,21 +270,22 @@ void Tile<Kind, Grouped>::run(const LinearTask& t, int64_t m, int64_t n, const S
     }
   }
 
+  float more[R][C], scales_of_rows[C];
+  if constexpr (Grouped) {
+    for (int r = 0; r < R; ++r) sum_each(sums[r], more[r]);
+  } else {
+    sum_tile<Kind>(sums, more);
+  }
   const bool first = segment.begin == 0, last = segment.end == t.K;
+  for (int c = 0; c < C; ++c) scales_of_rows[c] = Grouped ? 1 : row_scale(t, n + c * apart);
   for (int r = 0; r < R; ++r) {
     float* y = t.y + (m + r) * t.N + n;
     const float scale = input_scale<Kind>(t, m + r, segment.begin);
-    float more[C];
-    if constexpr (Grouped) {
-      sum_each(sums[r], more);
-    } else {
-      sum_lanes<Kind>(sums[r], more);
-    }
     VERAX_UNROLL
     for (int c = 0; c < C; ++c) {
       // Fused, as in linear_tiles.h.
-      const float value = first ? more[c] * scale : __builtin_fmaf(more[c], scale, y[c * apart]);
-      y[c * apart] = last && !Grouped ? value * row_scale(t, n + c * apart) : value;
+      const float value = first ? more[r][c] * scale : __builtin_fmaf(more[r][c], scale, y[c * apart]);
+      y[c * apart] = last && !Grouped ? value * scales_of_rows[c] : value;
     }
   }
 }

@@ -91,6 +91,33 @@ inline Words dot(Words sums, Int16Chunk a, Int16Chunk b) {
 #endif
 }
 
+
+// Sums of the lanes of 16 registers, rounded once, where eight lanes add up to a number of 32 bits. What is left of a sum
+// without its last 8 bits, and these, are integers that float32 holds.
+inline void sum_each_integer(const Words (&a)[16], float* to) {
+  __m512i pairs[8], fours[4], eights[2];
+  VERAX_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    const __m512i x = a[2 * i].v, y = a[2 * i + 1].v;
+    pairs[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(x, y), _mm512_unpackhi_epi32(x, y));
+  }
+  VERAX_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const __m512i x = pairs[2 * i], y = pairs[2 * i + 1];
+    fours[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(x, y), _mm512_unpackhi_epi64(x, y));
+  }
+  VERAX_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    const __m512i x = fours[2 * i], y = fours[2 * i + 1];
+    eights[i] = _mm512_add_epi32(_mm512_shuffle_i32x4(x, y, 0x88), _mm512_shuffle_i32x4(x, y, 0xDD));
+  }
+  const __m512i x = _mm512_shuffle_i32x4(eights[0], eights[1], 0x88);
+  const __m512i y = _mm512_shuffle_i32x4(eights[0], eights[1], 0xDD), last = _mm512_set1_epi32(255);
+  const __m512i high = _mm512_add_epi32(_mm512_srai_epi32(x, 8), _mm512_srai_epi32(y, 8));
+  const __m512i low = _mm512_add_epi32(_mm512_and_si512(x, last), _mm512_and_si512(y, last));
+  _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), _mm512_set1_ps(256), _mm512_cvtepi32_ps(low)));
+}
+
 #elif defined(__AVX2__)
 
 struct Int16Chunk {

@@ -2,9 +2,10 @@
 // level, a segment of it does:
 //
 // for each segment of 1,024 inputs:
-//   for n in steps of C units of W:               (they stream from memory, once)
-//     for m in steps of R rows of x:
-//       Tile::run<R, C>: y[m..m+R, n..n+C] += x[m..m+R, segment] . W[n..n+C, segment]
+//   for each few units of W:                      (they stream from memory, once)
+//     for m in steps of R rows of x:              (which stay in the first level as well)
+//       for n in steps of C of these units:
+//         Tile::run<R, C>: y[m..m+R, n..n+C] += x[m..m+R, segment] . W[n..n+C, segment]
 //
 // Where x fits, a tile's C units lie apart, so that the memory gives C streams, each from end to end, which it does
 // faster (1.1 to 1.2 times for one row of x) than in short runs side by side:
@@ -27,6 +28,7 @@ namespace {
 
 constexpr int64_t SEGMENT = 1024;
 constexpr int64_t FITS = 16 * 1024;  // values of x, most of which are packed in two bytes
+constexpr int64_t STAYS = 16 * 1024;  // bytes of W that stay next to R rows of x
 
 // Inputs [begin, end), by how many units a tile's lie apart, and where W is read soon: a tile asks for what lies there
 // as it goes.
@@ -45,14 +47,17 @@ void rest_of_rows(const LinearTask& t, int64_t m, int64_t n, const Segment& segm
   }
 }
 
+// R rows from m on, or the rest.
+template <class Tile, int C>
+void rows_from(const LinearTask& t, int64_t m, int64_t n, const Segment& segment) {
+  constexpr int R = Tile::ROWS;
+  if (m + R > t.M) return rest_of_rows<Tile, R - 1, C>(t, m, n, segment);
+  if constexpr (C <= Tile::columns(R)) Tile::template run<R, C>(t, m, n, segment);
+}
+
 template <class Tile, int C>
 void all_rows(const LinearTask& t, int64_t n, const Segment& segment) {
-  constexpr int R = Tile::ROWS;
-  int64_t m = 0;
-  if constexpr (C <= Tile::columns(R)) {
-    for (; m + R <= t.M; m += R) Tile::template run<R, C>(t, m, n, segment);
-  }
-  rest_of_rows<Tile, R - 1, C>(t, m, n, segment);
+  for (int64_t m = 0; m < t.M; m += Tile::ROWS) rows_from<Tile, C>(t, m, n, segment);
 }
 
 // There is one, of no inputs, even where x has none: y becomes zeros.
@@ -91,9 +96,17 @@ void in_steps(const LinearTask& t, int64_t begin, int64_t end) {
       if (then + C <= end) return Tile::at(t, then, from);
       return to < t.K && turn + C <= end ? Tile::at(t, turn, to) : Tile::at(t, n, from);
     };
-    int64_t n = begin;
-    for (; n + C <= end; n += C) all_rows<Tile, C>(t, n, {from, to, 1, next(n)});
-    for (; n < end; ++n) all_rows<Tile, 1>(t, n, {from, to, 1, Tile::at(t, n, from)});
+    const int64_t unit = static_cast<const char*>(Tile::at(t, begin + 1, 0)) - static_cast<const char*>(Tile::at(t, begin, 0));
+    const int64_t few = STAYS * t.K / ((to - from) * unit + 1) / C * C, step = few < C ? C : few, last = end - (end - begin) % C;
+    for (int64_t first = begin; first < last; first += step) {
+      const int64_t until = last - first < step ? last : first + step;
+      for (int64_t m = 0; m < t.M; m += Tile::ROWS) {
+        for (int64_t n = first; n < until; n += C) {
+          rows_from<Tile, C>(t, m, n, {from, to, 1, m == 0 ? next(n) : Tile::at(t, n, from)});
+        }
+      }
+    }
+    for (int64_t n = last; n < end; ++n) all_rows<Tile, 1>(t, n, {from, to, 1, Tile::at(t, n, from)});
   });
 }
 
