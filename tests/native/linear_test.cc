@@ -136,6 +136,21 @@ void check_case(const char* level, const Case& c) {
   }
 }
 
+// The largest sums that a segment of 8-bit weights can have, in whole tiles and in others.
+void check_largest_sums(const char* level) {
+  Case c(Weights::int8, 67, 1024, 0, false);
+  std::fill(c.bytes.begin(), c.bytes.end(), uint8_t{128});  // -128
+  for (const int64_t M : {1, 5, 8, 19}) {
+    const std::vector<float> y = c.run(std::vector<float>(M * c.K, -1.5f), M, 1);
+    for (int64_t m = 0; m < M; ++m) {
+      for (int64_t n = 0; n < c.N; ++n) {
+        const double scale = std::ldexp(1.0, static_cast<int>(n % 5) - 2), exact = 1.5 * 128 * 1024 * scale;
+        check::near(y[m * c.N + n], exact, 2e-7 * exact, "%s: largest sums, M %d: y[%d, %d]", level, int(M), int(m), int(n));
+      }
+    }
+  }
+}
+
 void check_parallel_for() {
   for (const int64_t total : {0, 1, 7, 64, 1000}) {
     for (const int threads : {0, 1, 2, 5}) {
@@ -154,6 +169,7 @@ void check_parallel_for() {
 int main() {
   check_parallel_for();
   return check::main_of("linear", [](const char* level) {
+    check_largest_sums(level);
     for (const int64_t N : {1, 3, 7, 64, 129}) {
       for (const int64_t K : {0, 1, 2, 31, 32, 33, 100, 257}) {
         check_case(level, Case(Weights::f32, N, K, 0, false));
