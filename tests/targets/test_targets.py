@@ -58,11 +58,11 @@ def lowered_call(device, function, *arguments):
         return jax.jit(function, in_shardings=on_device).lower(*arguments)
 
 
-def lowered_decode_step(device, model, depth, **implementations):
-    """The decode step of an engine of 16 sequences, lowered for a device."""
+def lowered_steps(device, model, depth, **implementations):
+    """The decode step and the mixed step of an engine of 16 sequences, lowered for a device."""
     with ops.use_target(device.platform, device.kind, device.memory), ops.use_implementations(**implementations):
-        decode, _ = programs_of(model, device, topology_mesh(device, 1), depth=depth, **ENGINE)
-        return decode.lower()
+        programs = programs_of(model, device, topology_mesh(device, 1), depth=depth, **ENGINE)
+        return [program.lower() for program in programs]
 
 
 def programs(case):
@@ -216,7 +216,7 @@ def test_a_kernel_reads_the_states_of_a_delta_layer_once_and_writes_them_in_thei
     device, implementation, reads, writes
 ):
     device = skip_without_compiler(device)
-    lowered = lowered_decode_step(device, "hybrid", DELTA_LAYERS + 1, delta_slot_recurrence=implementation)
+    lowered, _ = lowered_steps(device, "hybrid", DELTA_LAYERS + 1, delta_slot_recurrence=implementation)
     parsed, entry = parse_module(compile_for(device, lowered).as_text())
     states, passes = set(), Counter()
     for one in parsed[entry]:
@@ -268,15 +268,13 @@ JOINED = "multi_linear", "swiglu", "paged_decode_attention"
 _THUNK = re.compile(r"( *)\d+: (k\w+) +\[[^\]]*\] *(\w*)")
 
 
-@pytest.fixture(scope="module")
-def thunks():
-    """Launches of the decode step of two layers of Qwen3-0.6B on an H100: kinds, and what each holds.
+def launches(lowered):
+    """What the host launches for a program on an H100: kinds, and the kinds and names of what each holds.
 
     A command buffer, a loop and a choice hold others, at any depth.
     """
-    device = skip_without_compiler("h100")
     with tempfile.TemporaryDirectory() as folder:
-        compile_for(device, lowered_decode_step(device, "qwen3", ATTENTION_LAYERS["qwen3"]), xla_dump_to=folder)
+        compile_for(find_device("h100"), lowered, xla_dump_to=folder)
         (path,) = Path(folder).glob("*.thunk_sequence_after_thunk_passes.txt")
         lines = path.read_text().splitlines()
     result = []
@@ -288,16 +286,15 @@ def thunks():
     return result
 
 
-def test_the_host_launches_a_step_as_one_command_buffer_and_never_waits_for_the_device(thunks):
-    assert [kind for kind, _ in thunks] == ["kCommandBuffer"]
-
-
-def test_a_layer_is_four_products_and_one_kernel_for_a_norm_with_its_residual(thunks):
+def test_the_host_launches_a_step_as_one_command_buffer_and_never_waits_for_the_device():
     """Queries, keys and values are one product, gate and up another. Besides: two norms of the hidden state and two of
     heads, rotary positions, two writes of pages, an average, and what makes the next product's inputs bfloat16."""
-    ((_, inner),) = thunks
+    layers = ATTENTION_LAYERS["qwen3"]
+    decode, mixed = map(launches, lowered_steps(skip_without_compiler("h100"), "qwen3", layers))
+    assert [[kind for kind, _ in step] for step in (decode, mixed)] == [["kCommandBuffer"]] * 2
+    ((_, inner),) = decode
     ends = [i for i, (_, name) in enumerate(inner) if name == "multi_linear"]
-    assert len(ends) == ATTENTION_LAYERS["qwen3"]
+    assert len(ends) == layers
     layer = Counter(name if name in JOINED else kind for kind, name in inner[slice(*ends[:2])])
     assert {name: layer[name] for name in (*JOINED, PRODUCT)} == dict.fromkeys(JOINED, 1) | {PRODUCT: 2}
     assert layer[KERNEL] <= 12

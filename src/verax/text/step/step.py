@@ -465,9 +465,18 @@ def _prompt_logprobs(
     size = min(PROMPT_LOGPROB_CHUNK, T)
     chunks = T // size  # token buckets are multiples of the chunk
 
+    # Not lax.map: no graph of CUDA's holds its slices, and the host would wait until the device has chosen.
+    def body(chunk: Int[Array, ""], parts: Logprobs) -> Logprobs:
+        rows = chunk * size + jnp.arange(size)
+        part = score(model.logits(hidden[rows]), following[rows], wanted[rows])
+        written = lambda all_rows, new: jnp.where(
+            (jnp.arange(T) // size == chunk).reshape(T, *[1] * (new.ndim - 1)),
+            jnp.tile(new, (chunks, *[1] * (new.ndim - 1))),
+            all_rows,
+        )
+        return Logprobs(*map(written, parts, part))
+
     def scored() -> Logprobs:
-        chunked = [x.reshape(chunks, size, *x.shape[1:]) for x in (hidden, following, wanted)]
-        parts = lax.map(lambda chunk: score(model.logits(chunk[0]), *chunk[1:]), tuple(chunked))
-        return Logprobs(*(part.reshape(T, *part.shape[2:]) for part in parts))
+        return lax.fori_loop(0, chunks, body, no_logprobs(T, model.config.vocab_size))
 
     return lax.cond(jnp.any(wanted), scored, lambda: no_logprobs(T, model.config.vocab_size))
