@@ -174,10 +174,10 @@ def time_sides(
     """
     with _turn():
         samples = _time_sides(sides, runs, warmup, title, short)
-        for name, run in sides.items() if trace is not None else ():
-            if trace is not None and not name.startswith((READ, *BASELINES)):
+        if trace is not None:
+            for name in (name for name in sides if not name.startswith((READ, *BASELINES))):
                 with jax.profiler.trace(trace / slug(title, name), create_perfetto_trace=True):
-                    _repeat(run, 1)
+                    _repeat(sides[name], 1)
     return samples
 
 
