@@ -86,6 +86,15 @@ void in_streams(const LinearTask& t, int64_t begin, int64_t end) {
   for (int64_t n = begin + apart * C; n < end; ++n) all_segments<Tile, 1>(t, n, 1, end);
 }
 
+// Units of W, a multiple of C, of which `inputs` take about STAYS bytes.
+template <class Tile, int C>
+int64_t units_that_stay(const LinearTask& t, int64_t inputs) {
+  const auto* first = static_cast<const char*>(Tile::at(t, 0, 0));
+  const int64_t bytes = static_cast<const char*>(Tile::at(t, 1, 0)) - first;  // of a unit, with all its inputs
+  const int64_t units = STAYS * t.K / (inputs * bytes + 1) / C * C;
+  return units < C ? C : units;
+}
+
 template <class Tile, int C>
 void in_steps(const LinearTask& t, int64_t begin, int64_t end) {
   if (t.M * t.K <= FITS) return in_streams<Tile, C>(t, begin, end);
@@ -96,10 +105,9 @@ void in_steps(const LinearTask& t, int64_t begin, int64_t end) {
       if (then + C <= end) return Tile::at(t, then, from);
       return to < t.K && turn + C <= end ? Tile::at(t, turn, to) : Tile::at(t, n, from);
     };
-    const int64_t unit = static_cast<const char*>(Tile::at(t, begin + 1, 0)) - static_cast<const char*>(Tile::at(t, begin, 0));
-    const int64_t few = STAYS * t.K / ((to - from) * unit + 1) / C * C, step = few < C ? C : few, last = end - (end - begin) % C;
-    for (int64_t first = begin; first < last; first += step) {
-      const int64_t until = last - first < step ? last : first + step;
+    const int64_t few = units_that_stay<Tile, C>(t, to - from), last = end - (end - begin) % C;
+    for (int64_t first = begin; first < last; first += few) {
+      const int64_t until = last - first < few ? last : first + few;
       for (int64_t m = 0; m < t.M; m += Tile::ROWS) {
         for (int64_t n = first; n < until; n += C) {
           rows_from<Tile, C>(t, m, n, {from, to, 1, m == 0 ? next(n) : Tile::at(t, n, from)});
