@@ -367,7 +367,7 @@ def _best_by_passes(logits: Float[Array, "B V"], num_top: int) -> tuple[Float[Ar
         value, place, values, ids = carry
         left = (logits < value) | ((logits == value) & (places > place))
         rest = jnp.where(left, logits, -jnp.inf)
-        # Of tokens that are ruled out, in the order of their ids too.
+        # Tokens that are ruled out follow in the order of their ids.
         best = jnp.argmax(jnp.where(rest.max(-1, keepdims=True) > -jnp.inf, rest, left.astype(rest.dtype)), axis=-1)
         place = best[:, None]
         value = jnp.take_along_axis(logits, place, axis=-1)
@@ -376,6 +376,6 @@ def _best_by_passes(logits: Float[Array, "B V"], num_top: int) -> tuple[Float[Ar
 
     one, all_of = (logits.shape[0], 1), (logits.shape[0], num_top)
     before = jnp.full(one, jnp.inf, logits.dtype), jnp.full(one, -1, places.dtype)
-    return lax.fori_loop(0, num_top, body, (*before, jnp.zeros(all_of, logits.dtype), jnp.zeros(all_of, places.dtype)))[
-        2:
-    ]
+    none = jnp.zeros(all_of, logits.dtype), jnp.zeros(all_of, places.dtype)
+    *_, values, ids = lax.fori_loop(0, num_top, body, (*before, *none))
+    return values, ids

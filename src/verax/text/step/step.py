@@ -465,18 +465,16 @@ def _prompt_logprobs(
     size = min(PROMPT_LOGPROB_CHUNK, T)
     chunks = T // size  # token buckets are multiples of the chunk
 
-    # Not lax.map: no graph of CUDA's holds its slices, and the host would wait until the device has chosen.
-    def body(chunk: Int[Array, ""], parts: Logprobs) -> Logprobs:
-        rows = chunk * size + jnp.arange(size)
-        part = score(model.logits(hidden[rows]), following[rows], wanted[rows])
-        written = lambda all_rows, new: jnp.where(
-            (jnp.arange(T) // size == chunk).reshape(T, *[1] * (new.ndim - 1)),
-            jnp.tile(new, (chunks, *[1] * (new.ndim - 1))),
-            all_rows,
-        )
-        return Logprobs(*map(written, parts, part))
-
     def scored() -> Logprobs:
-        return lax.fori_loop(0, chunks, body, no_logprobs(T, model.config.vocab_size))
+        # Not lax.map: no graph of CUDA's holds its slices, and the host would wait until the device has chosen.
+        def body(chunk: Int[Array, ""], parts: Logprobs) -> Logprobs:
+            rows = chunk * size + jnp.arange(size)
+            part = score(model.logits(hidden[rows]), following[rows], wanted[rows])
+            own = lambda new: jnp.arange(chunks).reshape(-1, *[1] * new.ndim) == chunk
+            return Logprobs(*(jnp.where(own(new), new, old) for old, new in zip(parts, part, strict=True)))
+
+        none = no_logprobs(T, model.config.vocab_size)
+        start = Logprobs(*(x.reshape(chunks, size, *x.shape[1:]) for x in none))
+        return Logprobs(*(x.reshape(T, *x.shape[2:]) for x in lax.fori_loop(0, chunks, body, start)))
 
     return lax.cond(jnp.any(wanted), scored, lambda: no_logprobs(T, model.config.vocab_size))
