@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -29,7 +28,7 @@ from verax.ops.gpu import KERNEL, pl, plgpu
 from verax.ops.linear import multi_linear, swiglu
 
 ROWS = 16
-"""Most rows of x: those of one product on tensor cores. With fewer, the rest are zeros."""
+"""Most rows of x: as many as one product on tensor cores has. Fewer rows are filled up with zeros."""
 
 OUTPUTS, INPUTS = 32, 128
 """Rows of a weight in a program, and inputs that it loads at a time."""
@@ -46,14 +45,11 @@ def joined_products(
     interpret: bool = False,
 ) -> tuple[Float[Array, "M _"], ...]:
     """`x W^T` of each weight in its dtype; if `gated`, `silu(x W^T) * (x V^T)` of a pair of weights alone."""
-    M = x.shape[0]
-    tiles = [pl.cdiv(weight.shape[0], OUTPUTS) for weight in (weights[:1] if gated else weights)]
+    sizes = [weight.shape[0] for weight in weights[: len(dtypes)]]
     run = pl.pallas_call(
-        partial(_gated_kernel if gated else _joined_kernel, count=len(weights)),
-        grid=(sum(tiles),),
-        out_shape=[
-            jax.ShapeDtypeStruct((M, weight.shape[0]), dtype) for weight, dtype in zip(weights, dtypes, strict=False)
-        ],
+        _gated_kernel if gated else _joined_kernel,
+        grid=(sum(pl.cdiv(size, OUTPUTS) for size in sizes),),
+        out_shape=[jax.ShapeDtypeStruct((x.shape[0], size), dtype) for size, dtype in zip(sizes, dtypes, strict=True)],
         compiler_params=plgpu.CompilerParams(**PARAMETERS),
         interpret=interpret,
         name="swiglu" if gated else "multi_linear",
@@ -61,8 +57,8 @@ def joined_products(
     return tuple(run(x.astype(weights[0].dtype), *weights))
 
 
-def _joined_kernel(x: Any, *refs: Any, count: int) -> None:
-    tile, first = pl.program_id(0), 0
+def _joined_kernel(x: Any, *refs: Any) -> None:
+    tile, first, count = pl.program_id(0), 0, len(refs) // 2
     for weight, out in zip(refs[:count], refs[count:], strict=True):
         tiles = pl.cdiv(weight.shape[0], OUTPUTS)
 
@@ -74,7 +70,7 @@ def _joined_kernel(x: Any, *refs: Any, count: int) -> None:
         first += tiles
 
 
-def _gated_kernel(x: Any, gate: Any, up: Any, out: Any, *, count: int) -> None:
+def _gated_kernel(x: Any, gate: Any, up: Any, out: Any) -> None:
     gated, y = _products_of_tile(x, [gate, up], pl.program_id(0))
     _store_tile(out, pl.program_id(0), gated / (1 + jnp.exp(-gated)) * y)
 
