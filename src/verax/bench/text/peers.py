@@ -61,8 +61,9 @@ ENVIRONMENT |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, CORES)), "VLLM_EN
 """Variables of the processes, unless they are set: nothing is sent; vLLM has a cache of 1 GiB, threads on all cores in
 place of all but one, and no processes of its own, which would wait for each other on cores that compute."""
 
-NAIVE_PROMPTS = 16
-"""Prompts up to which transformers answers them one by one as well: 256 would take it an hour."""
+BATCHED, NAIVE_PROMPTS = "transformers batched", 16
+"""Side of transformers with all prompts at once, and the number of prompts up to which it answers them one by one as
+well: 256 would take it an hour."""
 
 CACHES = ("VERAX_CACHE_DIR", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR")
 """Variables with the folders of compiled programs, which are empty at a first start."""
@@ -106,7 +107,6 @@ def peer_sides(
     load = {"model": str(opened.folder), "dtype": settings.dtype, "quantization": quantization}
     load |= {"length": workload.longest, "sequences": min(len(workload.prompts), 256)}
     sides, versions, starts, tokens = {}, {}, {}, {}
-    batched = len(workload.prompts) > NAIVE_PROMPTS
     for name in [*pythons, *(["verax"] if settings.starts else [])] if pythons else []:
         with contextlib.ExitStack() as own:
             caches = own.enter_context(tempfile.TemporaryDirectory(prefix="verax-bench-", ignore_cleanup_errors=True))
@@ -122,17 +122,17 @@ def peer_sides(
             begin = time.perf_counter()
             of_peer = process.ask(**load | {"model": model})["versions"]
             seconds += time.perf_counter() - begin
-            side = {"verax": name, "transformers": f"{name} {'batched' if batched else 'naive'}"}.get(
-                name, f"{name} {kind}"
-            )
-            of_run = run | ({"batched": True} if batched and name == "transformers" else {})
-            answer = process.ask(**of_run)
+            side = {"verax": name, "transformers": f"{name} naive"}.get(name, f"{name} {kind}")
+            first_run = run
+            if name == "transformers" and len(workload.prompts) > NAIVE_PROMPTS:
+                side, first_run = BATCHED, run | {"batched": True}
+            answer = process.ask(**first_run)
             tokens[side], starts[side] = answer["result"], {"start_s": seconds, "peak_bytes": answer["peak_bytes"]}
             if name in PEERS:
                 stack.enter_context(own.pop_all())
-                sides[side], versions = partial(process.ask, **of_run), versions | of_peer
-                if name == "transformers" and len(workload.prompts) > 1 and not batched:
-                    sides["transformers batched"] = partial(process.ask, **run, batched=True)
+                sides[side], versions = partial(process.ask, **first_run), versions | of_peer
+                if name == "transformers" and len(workload.prompts) > 1:
+                    sides[BATCHED] = partial(process.ask, **run, batched=True)
     for side in tokens if "verax" in tokens and not workload.temperature else ():
         starts[side]["same_tokens"] = sum(map(_same, tokens["verax"], tokens[side]))
     return sides, versions, starts if settings.starts else {}
