@@ -35,7 +35,7 @@ SHUTDOWN_TIMEOUT = 10
 _CACHE = "jax_compilation_cache_dir"
 
 _COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
-"""What XLA:GPU puts into command buffers: its own choice, and loops."""
+"""Kinds of work that XLA:GPU puts into command buffers: its default, and loops."""
 
 
 def compiler_options(platform: str) -> dict[str, bool | str]:

@@ -269,7 +269,7 @@ _THUNK = re.compile(r"( *)\d+: (k\w+) +\[[^\]]*\] *(\w*)")
 
 
 def launches(lowered):
-    """What the host launches for a program on an H100: kinds, and the kinds and names of what each holds.
+    """Launches of a program on an H100 by the host: the kind of each, and the kinds and names of those that it holds.
 
     A command buffer, a loop and a choice hold others, at any depth.
     """

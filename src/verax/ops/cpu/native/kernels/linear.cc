@@ -54,9 +54,9 @@ struct Int8Weights {
   static F32 total(Sum sum) { return to_f32(sum); }
 };
 
-// The packed x: for each 8 rows, and the rest, every chunk of 32 inputs, the last filled up with zeros, of each row. So a
-// tile reads on from one place. With the chunks of all rows side by side, those of a tile would lie as far apart as there
-// are rows: with 32 rows, all in the same few sets of the first cache level.
+// The packed x: blocks of 8 rows, the last of fewer, and in a block the chunks of 32 inputs, each of all its rows; the last
+// chunk is filled up with zeros. So a tile reads one block from end to end. If a chunk had all rows of x, a tile's parts of
+// 32 rows would lie in the same few sets of the first cache level.
 constexpr int TILE_ROWS = 8;
 
 // Rows of x that lie with row m.

@@ -73,7 +73,7 @@ static inline int64_t linear_row_bytes(const LinearTask& t) {
   return 0;
 }
 
-// The packed x: for each chunk of 32 inputs (the last filled up with zeros) every row's, one below the other. So a tile
+// The packed x of int4 and of blocks: for each chunk of 32 inputs (the last filled up with zeros) every row's, one below the other. So a tile
 // reads on from one place, and rows of 4,096 inputs do not all begin in the same set of the first cache level.
 static inline int64_t linear_packed_at(const LinearTask& t, int64_t m, int64_t k) { return (k / 32 * t.M + m) * 32; }
 

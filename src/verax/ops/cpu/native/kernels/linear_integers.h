@@ -91,7 +91,6 @@ inline Words dot(Words sums, Int16Chunk a, Int16Chunk b) {
 #endif
 }
 
-
 // Sums of the lanes of 16 registers, rounded once, where eight lanes add up to a number of 32 bits. What is left of a sum
 // without its last 8 bits, and these, are integers that float32 holds.
 inline void sum_each_integer(const Words (&a)[16], float* to) {
