@@ -40,7 +40,7 @@ def permuted(rng, shape):
     return rng.permutation(int(np.prod(shape))).reshape(shape)
 
 
-PAGES = ("paged_attention[3]", "paged_decode_attention[3]", "write_pages[2]")
+PAGES = ("paged_attention[3]", "paged_decode_attention[3]", "write_pages[4]")
 SLOTS = ("delta_slot_recurrence[2].slot", "sample[2]")
 TOKENS = ("sample[1]", "sample[4].bias_ids", "sample[4].banned", "token_logprobs[1]")
 
@@ -52,7 +52,7 @@ INTEGERS: Mapping[str, tuple[int, Any] | Callable[..., np.ndarray]] = {
     "paged_attention[4]": (40, 128),
     "paged_attention[5]": lambda rng, shape: 8 * np.arange(*shape),
     "paged_decode_attention[4]": (1, 128),
-    "write_pages[3]": (0, 16),
+    "write_pages[5]": (0, 16),
     "grouped_linear[2]": lambda rng, shape: rng.permuted(np.tile(np.arange(128), (shape[0], 1)), axis=1)[:, : shape[1]],
     "sample[3]": (1, 512),
     "sample[4].ints": (0, [INT_LIMITS[name] for name in INTS]),

@@ -216,11 +216,11 @@ def test_written_pages_hold_what_was_written_and_nothing_else_changes():
     cache = jnp.asarray(rng.standard_normal((4, 2, 8, 3)), jnp.bfloat16)
     x = jnp.asarray(rng.standard_normal((3, 2, 3)), jnp.float32)
     pages, offsets = jnp.asarray([2, 1, 2]), jnp.asarray([7, 0, 3])
-    out = np.array(ops.write_pages(cache, x, pages, offsets).astype(jnp.float32))
-    expected = np.array(cache.astype(jnp.float32))
-    for t in range(3):
-        expected[pages[t], :, offsets[t]] = np.asarray(x[t].astype(jnp.bfloat16).astype(jnp.float32))
-    np.testing.assert_array_equal(out, expected)
+    for out, y in zip(ops.write_pages(cache, cache, x, -x, pages, offsets), (x, -x), strict=True):
+        expected = np.array(cache.astype(jnp.float32))
+        for t in range(3):
+            expected[pages[t], :, offsets[t]] = np.asarray(y[t].astype(jnp.bfloat16).astype(jnp.float32))
+        np.testing.assert_array_equal(np.array(out.astype(jnp.float32)), expected)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn"])
@@ -229,17 +229,19 @@ def test_pages_written_by_head_equal_the_references(dtype):
     x = jnp.asarray(rng.standard_normal((5, 3, 24)), jnp.float32)
     pages, offsets = jnp.asarray([2, 1, 2, 0, 3]), jnp.asarray([7, 0, 3, 1, 7])
     names = ("reference", "by_head")
-    cache = ops.new_pages((4, 3, 8, 24), dtype)
-    expected, out = (ops.write_pages.implementations[name].function(cache, x, pages, offsets) for name in names)
+    caches = tuple(ops.new_pages((4, 3, 8, 24), dtype) for _ in range(2))
+    writers = (ops.write_pages.implementations[name].function for name in names)
+    expected, out = (write(*caches, x, -x, pages, offsets) for write in writers)
     assert all(map(np.array_equal, jax.tree.leaves(out), jax.tree.leaves(expected)))
-    assert not all(map(np.array_equal, jax.tree.leaves(out), jax.tree.leaves(cache)))
+    assert not any(map(np.array_equal, jax.tree.leaves(out), jax.tree.leaves(caches)))
 
 
 def test_int8_pages_round_each_token_and_head_to_a_127th_of_its_largest():
     x = jnp.asarray(np.random.default_rng(5).standard_normal((3, 2, 24)) * [[[1], [1e-3]], [[50], [1]], [[1], [1]]])
     x = x.at[2, 0].set(0).at[2, 1, 3].set(jnp.nan)
     places, offsets = jnp.asarray([2, 1, 2]), jnp.asarray([7, 0, 3])
-    out = jax.jit(ops.write_pages)(ops.new_pages((4, 2, 8, 24), "int8"), x, places, offsets)
+    empty = (ops.new_pages((4, 2, 8, 24), "int8") for _ in range(2))
+    out, _ = jax.jit(ops.write_pages)(*empty, x, x, places, offsets)
     assert (out.shape, out.dtype, out.nbytes) == ((4, 2, 8, 24), jnp.int8, 4 * page_bytes((2, 8, 24), "int8"))
     held = np.asarray(out.values * out.scales[..., None])
     for t in range(2):

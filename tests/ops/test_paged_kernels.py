@@ -102,6 +102,35 @@ def test_pages_of_fewer_bits_lose_no_more_than_rounding_their_inputs(device, ste
     assert np.linalg.norm(out - expected) / np.linalg.norm(expected) < 1e-2
 
 
+def test_a_decode_step_in_one_part_is_attention_in_float64():
+    arrays, table, *rest = paged_problem(1, LENGTHS["gpu"], [1] * 5, N=6, K=2, H=16, p=16)
+    expected = exact("decode", arrays, table, *rest)
+    np.testing.assert_allclose(attend("gpu", "decode", arrays, table, *rest, parts=1), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
+def test_written_pages_are_the_references_to_the_bit(dtype):
+    rng = np.random.default_rng(3)
+    x = jnp.asarray(rng.standard_normal((5, 3, 64)) * np.exp(rng.standard_normal((5, 3, 1)) * 5), jnp.float32)
+    x = x.at[1, 1, 2].set(jnp.inf).at[2, 2].set(0).at[3, 0].set(jnp.arange(64) / 63.5)  # halves in int8
+    pages, offsets = jnp.asarray([5, 2, 6, 1, 0]), jnp.asarray([0, 3, 1, 2, 15])  # page 6 does not exist
+    caches = [ops.new_pages((6, 3, 16, 64), dtype) for _ in range(2)]
+    ours = jax.jit(lambda *arrays: gpu.write_tokens(*arrays, interpret=True))(*caches, x, -x, pages, offsets)
+    theirs = ops.write_pages.reference(*caches, x, -x, pages, offsets)
+    floats = lambda tree: [np.asarray(leaf).astype(np.float32) for leaf in jax.tree.leaves(tree)]
+    for one, other in zip(floats(ours), floats(theirs), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_nan_makes_what_it_is_written_with_a_nan():
+    x = jnp.ones((1, 1, 64)).at[0, 0, 3].set(jnp.nan)
+    caches = [ops.new_pages((2, 1, 16, 64), "int8") for _ in range(2)]
+    k, _ = gpu.write_tokens(*caches, x, x, jnp.asarray([1]), jnp.asarray([4]), interpret=True)
+    held = np.asarray(k.values * k.scales[..., None])
+    assert np.isnan(held[1, 0, 4]).all()
+    assert np.isnan(held).sum() == 64
+
+
 def test_every_float8_number_is_widened_exactly():
     bits = np.arange(256, dtype=np.uint8).reshape(8, 32)
     numbers = bits.view(jnp.float8_e4m3fn)

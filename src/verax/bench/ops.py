@@ -373,22 +373,22 @@ def ragged(lengths: Sequence[int], counts: Sequence[int], *, heads: Heads = QWEN
 def cache_write(tokens: int, *, heads: Heads = QWEN_HEADS, torch: Any = None) -> Case:
     """Writes to a cache that is donated and comes back, as in the engine's step; torch does not have them."""
     _, K, H = heads
-    (cache, _), _ = _cache(1, 32768, K, H)
-    x = _random((tokens, K, H), "float32", 2)
+    caches, _ = _cache(1, 32768, K, H)
+    k, v = (_random((tokens, K, H), "float32", seed) for seed in (2, 3))
     places = jnp.asarray(np.random.default_rng(5).permutation(32768)[:tokens], jnp.int32)
-    arguments = x, places // PAGE, places % PAGE
+    arguments = k, v, places // PAGE, places % PAGE
 
     def donating(run: Callable[..., Any]) -> Callable[[], None]:
-        kept = [jnp.copy(cache)]
-        return lambda: kept.append(run(kept.pop(), *arguments))
+        kept = [jax.tree.map(jnp.copy, caches)]
+        return lambda: kept.append(run(*kept.pop(), *arguments))
 
     sides: Calls = {
-        impl.name: donating(_jit(impl.function, donate_argnums=0))
-        for impl in ops.write_pages.supporting(cache, *arguments)
+        impl.name: donating(_jit(impl.function, donate_argnums=(0, 1)))
+        for impl in ops.write_pages.supporting(*caches, *arguments)
     }
     name = f"bfloat16, {tokens} tokens, {K} heads of {H}"
-    chosen = ops.write_pages.select(cache, *arguments).name
-    return _case("write_pages", name, "bfloat16", 6 * x.size, 0, chosen, sides)
+    chosen = ops.write_pages.select(*caches, *arguments).name
+    return _case("write_pages", name, "bfloat16", 6 * (k.size + v.size), 0, chosen, sides)
 
 
 def _cache(rows: int, length: int, kv_heads: int, size: int) -> tuple[tuple[Any, Any], jax.Array]:

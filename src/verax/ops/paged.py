@@ -145,9 +145,17 @@ QUERY_TILE = 32
 
 
 @operation
-def write_pages(cache: Pages, x: Float[Array, "T K H"], pages: Int[Array, "T"], offsets: Int[Array, "T"]) -> Pages:
-    """Write token t's keys (or values) to `offsets[t]` in `pages[t]`, rounded to the cache's dtype. Donate `cache`."""
-    return _written(cache, x, (pages, slice(None), offsets))
+def write_pages(
+    k_cache: Pages,
+    v_cache: Pages,
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    pages: Int[Array, "T"],
+    offsets: Int[Array, "T"],
+) -> tuple[Pages, Pages]:
+    """Write token t's keys and values to `offsets[t]` in `pages[t]`, in the caches' dtype. Donate the caches."""
+    places = pages, slice(None), offsets
+    return _written(k_cache, k, places), _written(v_cache, v, places)
 
 
 def _written(cache: Pages, x: Float[Array, "T K H"], places: tuple[Any, ...]) -> Pages:
@@ -161,8 +169,16 @@ def _written(cache: Pages, x: Float[Array, "T K H"], places: tuple[Any, ...]) ->
 # of traffic to write 2048 tokens into 256 MiB of pages. With an index for the head as well it writes rows in place,
 # 88 MB, and pages that a mesh divides by head stay divided.
 @write_pages.implementation("by_head", platforms=("tpu",))
-def _write_by_head(cache: Pages, x: Float[Array, "T K H"], pages: Int[Array, "T"], offsets: Int[Array, "T"]) -> Pages:
-    return _written(cache, x, (pages[:, None], jnp.arange(x.shape[1])[None], offsets[:, None]))
+def _write_by_head(
+    k_cache: Pages,
+    v_cache: Pages,
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    pages: Int[Array, "T"],
+    offsets: Int[Array, "T"],
+) -> tuple[Pages, Pages]:
+    places = pages[:, None], jnp.arange(k.shape[1])[None], offsets[:, None]
+    return _written(k_cache, k, places), _written(v_cache, v, places)
 
 
 @operation
@@ -404,4 +420,4 @@ def _paged_attention_tiled(
 _CACHE = bfloat16(64, 8, 16, 128)
 paged_attention.examples = [Example((float32(32, 16, 128), _CACHE, _CACHE, int32(4, 8), int32(4), int32(5)))]
 paged_decode_attention.examples = [Example((float32(4, 16, 128), _CACHE, _CACHE, int32(4, 8), int32(4)))]
-write_pages.examples = [Example((_CACHE, float32(4, 8, 128), int32(4), int32(4)))]
+write_pages.examples = [Example((_CACHE, _CACHE, float32(4, 8, 128), float32(4, 8, 128), int32(4), int32(4)))]

@@ -163,16 +163,18 @@ def test_written_pages_are_the_references_to_the_bit(level, dtype, T):
     floats = lambda pages: jax.tree.map(lambda x: np.array(x, np.float32), pages)  # which NumPy compares NaN of
     before = floats(cache)
     with library.use_level(level):
-        ours = write(cache, x, pages, offsets)
-    theirs = jax.jit(ops.write_pages.reference, compiler_options=compiler_options("cpu"))(cache, x, pages, offsets)
+        ours = write(cache, cache, x, -x, pages, offsets)
+    reference = jax.jit(ops.write_pages.reference, compiler_options=compiler_options("cpu"))
+    theirs = reference(cache, cache, x, -x, pages, offsets)
     jax.tree.map(np.testing.assert_array_equal, floats(ours), floats(theirs))
     jax.tree.map(np.testing.assert_array_equal, floats(cache), before)  # it was not donated
 
 
 def test_tokens_without_a_place_are_left_out():
     cache = jnp.zeros((4, 1, 8, 2))
-    out = write(cache, jnp.ones((4, 1, 2)), jnp.asarray([4, -1, 1, 2]), jnp.asarray([0, 0, 8, 3]))
-    np.testing.assert_array_equal(out, cache.at[2, :, 3].set(1))
+    ones, places = jnp.ones((4, 1, 2)), (jnp.asarray([4, -1, 1, 2]), jnp.asarray([0, 0, 8, 3]))
+    for out in write(cache, cache, ones, ones, *places):
+        np.testing.assert_array_equal(out, cache.at[2, :, 3].set(1))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
@@ -183,7 +185,7 @@ def test_a_donated_cache_is_written_in_place(dtype):
     def step(caches, x, table, kv):
         """Two layers: write keys and values, then attend to them."""
         for i in (0, 2):
-            caches[i], caches[i + 1] = (ops.write_pages(c, x, table[:, 0], kv % 16) for c in caches[i : i + 2])
+            caches[i : i + 2] = ops.write_pages(*caches[i : i + 2], x, x, table[:, 0], kv % 16)
             x = x + ops.paged_decode_attention(x, caches[i], caches[i + 1], table, kv)
         return caches, x
 

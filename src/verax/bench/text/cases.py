@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from verax import checkpoint, ops
 from verax.bench.harness import Benchmark, case_result, checkpoint_folder, time_sides
@@ -123,13 +123,15 @@ def _generate(llm: LLM, workload: Workload) -> object:
     return outputs
 
 
-def _no_write(
-    cache: ops.Pages, x: Float[Array, "T K H"], pages: Int[Array, "T"], offsets: Int[Array, "T"]
-) -> ops.Pages:
+def _no_write(k_cache: ops.Pages, v_cache: ops.Pages, *keys_and_values: Any) -> tuple[ops.Pages, ...]:
     # One value is still written: XLA drops the products that make x if nothing reads it.
-    if isinstance(cache, QuantizedPages):
-        return cache._replace(values=_first_replaced(cache.values, x))
-    return _first_replaced(cache, x)
+    pairs = zip((k_cache, v_cache), keys_and_values, strict=False)
+    return tuple(
+        cache._replace(values=_first_replaced(cache.values, x))
+        if isinstance(cache, QuantizedPages)
+        else _first_replaced(cache, x)
+        for cache, x in pairs
+    )
 
 
 def _first_replaced(values: Array, x: Float[Array, "T K H"]) -> Array:

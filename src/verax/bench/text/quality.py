@@ -194,7 +194,8 @@ def _hidden_states(
         layer: int, q: Float[Array, "T N H"], k: Float[Array, "T K H"], v: Float[Array, "T K H"], **options: Any
     ) -> Float[Array, "T N H"]:
         shape = (blocks, k.shape[1], PAGE, k.shape[2])
-        pages = (ops.write_pages(ops.new_pages(shape, cache_dtype), x, page, position % PAGE) for x in (k, v))
+        empty = (ops.new_pages(shape, cache_dtype) for _ in range(2))
+        pages = ops.write_pages(*empty, k, v, page, position % PAGE)
         return ops.paged_attention(q, *pages, table_of_pages, length[None], starts, **options)
 
     return model(tokens, position, attend)

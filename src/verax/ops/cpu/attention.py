@@ -114,17 +114,30 @@ def _paged_decode_attention_native(
     return _paged_attention_native(q, *paged, starts, **options)
 
 
-def _accepts_cache(cache: Any, x: Any, *_: Any) -> bool:
-    known = cache.dtype == jnp.int8 if isinstance(cache, QuantizedPages) else cache.dtype in FLOATS
-    return known and x.dtype in FLOATS
+def _accepts_caches(k_cache: Any, v_cache: Any, *arrays: Any) -> bool:
+    caches = k_cache, v_cache
+    known = all(
+        cache.dtype == jnp.int8 if isinstance(cache, QuantizedPages) else cache.dtype in FLOATS for cache in caches
+    )
+    return known and all(x.dtype in FLOATS for x in arrays[:2])
 
 
-@write_pages.implementation("native", **library.REQUIREMENTS, accepts=_accepts_cache)
+@write_pages.implementation("native", **library.REQUIREMENTS, accepts=_accepts_caches)
 def _write_pages_native(
-    cache: Pages, x: Float[Array, "T K H"], pages: Int[Array, "T"], offsets: Int[Array, "T"]
-) -> Pages:
-    arrays = x.astype(jnp.float32), pages.astype(jnp.int32), offsets.astype(jnp.int32)
-    if isinstance(cache, QuantizedPages):
-        both = cache.values, cache.scales
-        return QuantizedPages(*library.call_many("verax_write_pages_quantized", both, *both, *arrays, changed=2))
-    return library.call_many("verax_write_pages", [cache], cache, *arrays, changed=1)[0]
+    k_cache: Pages,
+    v_cache: Pages,
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    pages: Int[Array, "T"],
+    offsets: Int[Array, "T"],
+) -> tuple[Pages, Pages]:
+    places = pages.astype(jnp.int32), offsets.astype(jnp.int32)
+
+    def written(cache: Pages, x: Float[Array, "T K H"]) -> Pages:
+        arrays = x.astype(jnp.float32), *places
+        if isinstance(cache, QuantizedPages):
+            both = cache.values, cache.scales
+            return QuantizedPages(*library.call_many("verax_write_pages_quantized", both, *both, *arrays, changed=2))
+        return library.call_many("verax_write_pages", [cache], cache, *arrays, changed=1)[0]
+
+    return written(k_cache, k), written(v_cache, v)

@@ -324,8 +324,8 @@ def paged_attention(
         group = group_of[layer]
         (K, H), joined = k.shape[1:], k_pages.shape[-1] // k.shape[-1]
         if layer not in written:
-            k_pages = ops.write_pages(k_pages, join_heads(k, joined), page[group], offset)
-            v_pages = ops.write_pages(v_pages, join_heads(v, joined), page[group], offset)
+            joined_heads = join_heads(k, joined), join_heads(v, joined)
+            k_pages, v_pages = ops.write_pages(k_pages, v_pages, *joined_heads, page[group], offset)
             layer_cache[layer] = (k_pages, v_pages)
             written.add(layer)
         kept, attended = groups[group].window, options.get("window")
