@@ -1,8 +1,11 @@
 """Rotary frequencies: their last bits count, as positions of a hundred thousand multiply them."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from verax import ops
+from verax.ops.gpu.rope import rotated
 from verax.ops.rope import RotaryConfig
 
 
@@ -18,3 +21,37 @@ def test_frequencies_are_within_two_roundings_of_float64(theta, head_dim):
     assert frequencies[0] == 1
     assert frequencies[-1] == pytest.approx(exact[-1] / 8, rel=1e-7)
     assert factor == pytest.approx(0.1 * np.log(8) + 1)
+
+
+def exact_norm_rotary(x, weight, cos, sin, eps):
+    x, weight, cos, sin = (np.asarray(array, np.float64) for array in (x, weight, cos, sin))
+    first, second = np.split(x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight, 2, axis=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+@pytest.mark.parametrize(("N", "K", "H"), [(16, 8, 128), (9, 3, 32), (1, 1, 64)])
+def test_heads_are_normalised_and_rotated_as_in_float64(N, K, H):
+    rng = np.random.default_rng(N)
+    q, k = (jnp.asarray(rng.standard_normal((5, heads, H)) * 30, jnp.float32) for heads in (N, K))
+    weights = [jnp.asarray(rng.standard_normal(H), jnp.bfloat16) for _ in range(2)]
+    tables = ops.rotary_tables(jnp.asarray([0, 1, 7, 400, 30_000]), RotaryConfig(), H)
+    expected = [exact_norm_rotary(x, weight, *tables, 1e-6) for x, weight in zip((q, k), weights, strict=True)]
+    for outs in (
+        ops.norm_rotary(q, k, *weights, *tables, 1e-6),
+        rotated(q, k, *weights, *tables, eps=1e-6, interpret=True),
+    ):
+        for out, exact in zip(outs, expected, strict=True):
+            np.testing.assert_allclose(out, exact, atol=3e-6)
+
+
+def test_one_kernel_rotates_whole_heads_on_an_nvidia_gpu():
+    def chosen(fraction):
+        q, k = (jnp.zeros((2, heads, 128)) for heads in (16, 8))
+        tables = [jnp.zeros((2, int(64 * fraction)))] * 2
+        return ops.norm_rotary.select(q, k, jnp.ones(128), jnp.ones(128), *tables, 1e-6).name
+
+    with ops.use_target("gpu", "NVIDIA H100 80GB HBM3"):
+        assert [chosen(1.0), chosen(0.25)] == ["triton", "reference"]
+    with ops.use_target("gpu", "AMD MI300X"):
+        assert chosen(1.0) == "reference"

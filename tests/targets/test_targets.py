@@ -261,7 +261,7 @@ def test_a_greedy_step_reads_the_scores_once_and_a_plain_draw_writes_them_once()
 KERNEL, PRODUCT = "kCustomKernel", "kCublasLtMatmul"
 """Kinds of a kernel that XLA wrote, and of a product by cuBLAS."""
 
-JOINED = "multi_linear", "swiglu", "paged_decode_attention"
+JOINED = "multi_linear", "norm_rotary", "write_pages", "paged_decode_attention", "swiglu"
 """Kernels of verax's own in a layer."""
 
 # `021: kWhile         [prev=000 (1) | ...] name grid: ...`; what a thunk holds is indented and follows.

@@ -30,6 +30,7 @@ from verax.models.qwen3 import (
     decoder_fields,
     layer_windows,
     norm,
+    rotated,
     split_heads,
 )
 from verax.nn import DividedRMSNorm, fused_linear
@@ -72,6 +73,12 @@ class Attention(qwen3.Attention):
         H = self.config.head_dim
         q, k, v = fused_linear(x, self.q_proj, self.k_proj, self.v_proj)
         return split_heads(self.q_norm(q), H), split_heads(self.k_norm(k), H), split_heads(v, H), None
+
+    def rotate(
+        self, q: Float[Array, "*B T N H"], k: Float[Array, "*B T K H"], rotary: Rotary
+    ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T K H"]]:
+        """Queries and keys at their positions."""
+        return rotated(q, k, rotary)
 
 
 class DecoderLayer(qwen3.DecoderLayer):

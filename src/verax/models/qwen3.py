@@ -206,6 +206,13 @@ def split_heads(x: Float[Array, "*B D"], size: int) -> Float[Array, "*B N H"]:
     return x.reshape(*x.shape[:-1], -1, size)
 
 
+def rotated(
+    q: Float[Array, "*B T N H"], k: Float[Array, "*B T K H"], rotary: Rotary
+) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T K H"]]:
+    """Queries and keys at their positions."""
+    return (q, k) if rotary is None else (ops.apply_rotary(q, *rotary), ops.apply_rotary(k, *rotary))
+
+
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions and, by family, normalised queries and keys, and gated outputs."""
 
@@ -235,23 +242,24 @@ class Attention(nnx.Module):
         return self.config.score_options
 
     def project(self, x: Float[Array, "*B T D"]) -> Projected:
-        """Queries, keys and values by head, normalised; and the gate of the outputs, or None."""
+        """Queries, keys and values by head; and the gate of the outputs, or None."""
         H, gate = self.config.head_dim, None
         queries, keys, values = fused_linear(x, self.q_proj, self.k_proj, self.v_proj)
         if self.config.gated_attention:
             q, gate = jnp.split(split_heads(queries, 2 * H), 2, axis=-1)
         else:
             q = split_heads(queries, H)
-        k, v = split_heads(keys, H), split_heads(values, H)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return q, k, v, gate
+        return q, split_heads(keys, H), split_heads(values, H), gate
 
     def rotate(
         self, q: Float[Array, "*B T N H"], k: Float[Array, "*B T K H"], rotary: Rotary
     ) -> tuple[Float[Array, "*B T N H"], Float[Array, "*B T K H"]]:
-        """Queries and keys at their positions."""
-        return (q, k) if rotary is None else (ops.apply_rotary(q, *rotary), ops.apply_rotary(k, *rotary))
+        """Queries and keys, normalised, at their positions."""
+        if self.q_norm is None or self.k_norm is None:
+            return rotated(q, k, rotary)
+        if rotary is None:
+            return self.q_norm(q), self.k_norm(k)
+        return ops.norm_rotary(q, k, self.q_norm.scale, self.k_norm.scale, *rotary, self.q_norm.eps)
 
 
 class MLP(nnx.Module):

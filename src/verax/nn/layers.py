@@ -273,10 +273,15 @@ class RMSNorm(nnx.Module):
         self.zero_centered = zero_centered
         self.weight = nnx.Param(jnp.zeros(size, dtype) if zero_centered else jnp.ones(size, dtype))
 
+    @property
+    def scale(self) -> Float[Array, "D"]:
+        """What the normalised numbers are multiplied by."""
+        weight = self.weight[...]
+        return 1.0 + weight.astype(jnp.float32) if self.zero_centered else weight
+
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Normalise the last axis."""
-        weight = self.weight[...]
-        return ops.rms_norm(x, 1.0 + weight.astype(jnp.float32) if self.zero_centered else weight, self.eps)
+        return ops.rms_norm(x, self.scale, self.eps)
 
 
 class DividedRMSNorm(RMSNorm):

@@ -27,7 +27,7 @@ from verax.ops.packed import PackedWeight, pack_weight
 from verax.ops.paged import Pages, QuantizedPages, new_pages, paged_attention, paged_decode_attention, write_pages
 from verax.ops.pointwise import gelu, layer_norm, rms_norm
 from verax.ops.quantized import QuantizedWeight, quantize
-from verax.ops.rope import RotaryConfig, apply_rotary, rotary_tables, swap_pairs
+from verax.ops.rope import RotaryConfig, apply_rotary, norm_rotary, rotary_tables, swap_pairs
 from verax.ops.short_convolution import short_convolution
 
 # Fast implementations register themselves with the operations above.
@@ -40,6 +40,7 @@ import verax.ops.cpu.sampling  # isort: skip
 import verax.ops.gpu.attention  # isort: skip
 import verax.ops.gpu.delta  # isort: skip
 import verax.ops.gpu.linear  # isort: skip
+import verax.ops.gpu.rope  # isort: skip
 import verax.ops.tpu.attention  # isort: skip
 import verax.ops.tpu.delta  # noqa: F401  # isort: skip
 
@@ -80,6 +81,7 @@ __all__ = [
     "materialize",
     "multi_linear",
     "new_pages",
+    "norm_rotary",
     "operation",
     "operations",
     "pack_weight",

@@ -18,7 +18,8 @@ from jaxtyping import Array, Float, Int
 from verax.errors import UnsupportedModelError
 from verax.fields import MAX_NUMBER, Finite, Positive, file_of, read_value
 from verax.files import JsonObject
-from verax.ops._dispatch import Example, float32, operation
+from verax.ops._dispatch import Example, bfloat16, float32, operation
+from verax.ops.pointwise import rms_norm
 
 
 @dataclass(frozen=True)
@@ -227,6 +228,26 @@ def apply_rotary(
 
 
 apply_rotary.examples = [Example((float32(4, 16, 128), float32(4, 64), float32(4, 64)))]
+
+
+@operation(fused=True)
+def norm_rotary(
+    q: Float[Array, "*B N H"],
+    k: Float[Array, "*B K H"],
+    q_weight: Float[Array, "H"],
+    k_weight: Float[Array, "H"],
+    cos: Float[Array, "*B h"],
+    sin: Float[Array, "*B h"],
+    eps: float,
+) -> tuple[Float[Array, "*B N H"], Float[Array, "*B K H"]]:
+    """`apply_rotary(rms_norm(x, weight, eps), cos, sin)` of queries and of keys, as Qwen3 and Gemma 3 have it."""
+    q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+    return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+
+
+norm_rotary.examples = [
+    Example((float32(4, 16, 128), float32(4, 8, 128), *[bfloat16(128)] * 2, *[float32(4, 64)] * 2, 1e-6))
+]
 
 
 @operation
