@@ -119,7 +119,10 @@ def scan_backward_by(
 
 
 def register_scans(name: str, walk: Walk, accepts: Callable[..., bool], **properties: Any) -> None:
-    """Register a kernel as an implementation of the scan and of its gradient; the properties are `Implementation`'s."""
+    """Register a kernel as an implementation of the scan and of its gradient; the properties are `Implementation`'s.
+
+    No device has timed one of the gradient, so that those are chosen by name.
+    """
 
     @delta_chunk_scan.implementation(name, accepts=accepts, **properties)
     def delta_chunk_scan_kernel(
@@ -128,7 +131,7 @@ def register_scans(name: str, walk: Walk, accepts: Callable[..., bool], **proper
         reference = partial(delta_chunk_scan.reference, keep_states=keep_states)
         return differentiated_as(reference, partial(scan_by, walk, keep_states=keep_states), chunks, states, owner)
 
-    @delta_chunk_scan_backward.implementation(name, accepts=accepts, **properties)
+    @delta_chunk_scan_backward.implementation(name, accepts=accepts, **properties | {"experimental": True})
     def delta_chunk_scan_backward_kernel(
         chunks: Chunk, d_final: Array, owner: Array, d_out: Array
     ) -> tuple[Array, Array]:

@@ -181,7 +181,7 @@ def _accepts(chunks: Chunk, states: Any, *_: Any, **options: Any) -> bool:
     return sizes and takes_scan(chunks, states) and has_compute_capability(AMPERE)
 
 
-register_scans("triton", walk, _accepts, **KERNEL, experimental=True)
+register_scans("triton", walk, _accepts, **KERNEL)
 
 
 MOST_COLUMNS, FEWEST_COLUMNS = 32, 8
