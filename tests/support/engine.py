@@ -77,6 +77,7 @@ def few_blocks(llm, *counts, caching=True):
         ),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        decode_steps={shape.rows: shape.decode_steps for shape in config.repeated},
     )
     try:
         yield engine.scheduler

@@ -130,7 +130,7 @@ def programs_of(
     if described.kind == "text":
         plan = text_plan(_with_depth(described, depth), device, tensor_parallel_size=mesh.size, **options)
         sizes, abstract = plan.sizes(), AbstractModel.from_module(plan.model)
-        decode = max(shape for shape in sizes.shapes if shape.decode)
+        decode = max(shape for shape in sizes.shapes if shape.decode and shape.decode_steps == 1)
         mixed = max((shape for shape in sizes.shapes if not shape.decode), key=lambda shape: (shape.tokens, shape.rows))
         names = {
             decode: f"decode step: {decode.rows} sequences of {sizes.max_model_len} tokens",

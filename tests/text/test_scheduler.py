@@ -82,7 +82,7 @@ class PretendedDevice:
         for group, (cache, window) in enumerate(zip(self.caches, self.windows, strict=True)):
             for position in range(max(0, chunk.start - (window or len(text)) + 1), chunk.start + chunk.count):
                 assert cache[table[position // size][group], position % size] == tuple(text[: position + 1])
-        if chunk.sample:
+        if chunk.num_sampled:
             assert chunk.start + chunk.count == len(text)
             text.append(next_token(text))
             return text[-1]

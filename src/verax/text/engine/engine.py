@@ -308,16 +308,22 @@ class Engine:
             sequence = chunk.sequence
             if chunk.sequence.request.params.prompt_logprobs is not None and not sequence.finished:
                 self._add_prompt_logprobs(pending, row)
-            if not chunk.sample:
+            if not chunk.num_sampled:
                 continue
-            sequence.num_pending -= 1
+            sequence.num_pending -= chunk.num_sampled
             if sequence.finished:
                 continue
             request = sequence.request
             if request.metrics.first_token_time is None:
                 request.note(first_token_time=now)
                 self.num_prompt_tokens += len(request.prompt_token_ids)
-            first = pending.token_offsets[row] if pending.schedule.verify_tokens else row
+            first = row if pending.output.prompt_logprobs is not None else pending.token_offsets[row]
+            progressed[request] = None
+            if chunk.num_sampled > 1:
+                for at in range(first, first + chunk.num_sampled):
+                    if not sequence.finished:
+                        self._take(sequence, pending, at, int(tokens[at]))
+                continue
             accepted = 0
             for at, draft in enumerate((*chunk.drafts, None), start=first):
                 token = int(tokens[at])
@@ -330,7 +336,6 @@ class Engine:
                 kept[row] += 1
             if chunk.drafts and self.speculator is not None:
                 self.speculator.record(sequence, len(chunk.drafts), accepted)
-            progressed[request] = None
         if pending.schedule.verify_tokens:
             self.runner.replay(pending.schedule, kept)
         return list(progressed)
@@ -338,9 +343,9 @@ class Engine:
     def _take(self, sequence: Sequence, pending: PendingStep, row: int, token: int) -> None:
         """Add a token that a step has sampled, with its log-probabilities."""
         self.num_generated_tokens += 1
-        num_logprobs = sequence.request.params.logprobs
-        if num_logprobs is not None:
-            entry = self._logprobs(pending.output.logprobs, row, num_logprobs)
+        num_logprobs, logprobs = sequence.request.params.logprobs, pending.output.logprobs
+        if num_logprobs is not None and logprobs is not None:
+            entry = self._logprobs(logprobs, row, num_logprobs)
             sequence.logprobs.append(entry)
             sequence.cumulative_logprob += entry[token].logprob
         self._append(sequence, token)
@@ -351,7 +356,7 @@ class Engine:
         failed: dict[Request, None] = {}
         for row, chunk in enumerate(pending.schedule.chunks):
             sequence = chunk.sequence
-            if not chunk.sample or sequence.matcher is None or sequence.finished:
+            if not chunk.num_sampled or sequence.matcher is None or sequence.finished:
                 continue
             first = pending.token_offsets[row] if pending.schedule.verify_tokens else row
             try:

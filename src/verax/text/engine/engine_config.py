@@ -28,6 +28,9 @@ MOST_DRAFTS = 32
 MOST_PREDICTED, USUALLY_PREDICTED = 8, 3
 """Most drafts of a prediction head, each of which is a part of the compiled step, and the default."""
 
+MOST_STEPS = 32
+"""Most tokens of a sequence that a step decodes: what follows the end of an answer is computed in vain."""
+
 _FORM = '{"method": "ngram", "num_speculative_tokens": 4} or {"method": "draft_model", "model": ..., ...}'
 
 _LORA = "LoRA adapters"
@@ -150,6 +153,15 @@ class EngineConfig:
         low=1,
         shown="512 on a CPU, else 2048",
     )
+    num_scheduler_steps: int | None = option(
+        None,
+        "Tokens of each sequence that a step decodes at most, one after the other on the device, while nothing waits "
+        "for a place: the host schedules once for all, and a stream gets them together. Steps with log-probabilities, "
+        "grammars or adapters decode one, steps of 256 sequences at most four. If None: 8 on a GPU, else 1.",
+        low=1,
+        high=MOST_STEPS,
+        shown="8 on a GPU, else 1",
+    )
     block_size: int = option(16, "Tokens in a block of the cache.", low=1)
     kv_cache_memory: int | None = option(
         None,
@@ -248,6 +260,10 @@ class EngineConfig:
         if self.speculative_config is not None:
             parsed = SpeculativeConfig.from_value(self.speculative_config)
             object.__setattr__(self, "speculative_config", parsed)
+        if self.speculative_config is not None and (self.num_scheduler_steps or 1) > 1:
+            raise InvalidParameterError(
+                "num_scheduler_steps: with drafts (speculative_config) a step decodes once; leave one of them out"
+            )
         if self.uses_prediction_head and (self.enable_lora or self.nnodes > 1):
             other = "adapters (enable_lora)" if self.enable_lora else "several hosts (nnodes)"
             raise InvalidParameterError(f'speculative_config: the method "mtp" is not implemented with {other}')

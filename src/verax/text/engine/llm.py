@@ -616,6 +616,7 @@ def _new_engines(
             max_num_batched_tokens=sizes.max_num_batched_tokens,
             max_loras=config.max_loras,
             prompt_sizes=sizes.prompt_sizes,
+            decode_steps={shape.rows: shape.decode_steps for shape in sizes.repeated},
         )
         engines.append(
             Engine(

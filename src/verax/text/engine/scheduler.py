@@ -31,12 +31,15 @@ BY_STEP = -1
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens `start : start + count` of a sequence. `sample` is true if a token is sampled after the last of them."""
+    """Tokens `start : start + count` of a sequence. A token is sampled after each of the last `num_sampled` of them.
+
+    That is the last one or, in a decode step of several tokens, all.
+    """
 
     sequence: Sequence
     start: int
     count: int
-    sample: bool
+    num_sampled: int
     new_blocks: tuple[tuple[int, ...], ...]
     """Block of each cache group, for each new place in the sequence's block tables."""
     first_new_block: int
@@ -71,7 +74,7 @@ class Schedule:
         """True if each chunk is a sequence's newest token, and no prompt is scored."""
         return all(
             chunk.count == 1
-            and chunk.sample
+            and chunk.num_sampled
             and (chunk.start >= chunk.sequence.num_prompt or chunk.sequence.request.params.prompt_logprobs is None)
             for chunk in self.chunks
         )
@@ -79,7 +82,7 @@ class Schedule:
     @property
     def constrained(self) -> bool:
         """True if a token is sampled for a sequence that has a grammar."""
-        return any(chunk.sample and chunk.sequence.matcher is not None for chunk in self.chunks)
+        return any(chunk.num_sampled and chunk.sequence.matcher is not None for chunk in self.chunks)
 
     @property
     def adapted(self) -> bool:
@@ -95,8 +98,11 @@ def work(num_waiting_tokens: int, num_seqs: int) -> int:
 class Scheduler:
     """Queues of waiting and running sequences.
 
-    `prompt_sizes`: numbers of tokens that steps with prompts are padded to, where padding takes time. A step is then
-    made to fill one of them.
+    Args:
+        prompt_sizes: numbers of tokens that steps with prompts are padded to, where padding takes time. A step is then
+            made to fill one of them.
+        decode_steps: tokens of each sequence that a step decodes, one after the other, if it does nothing else: by the
+            most sequences of such a step, ascending.
     """
 
     def __init__(
@@ -107,12 +113,14 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_loras: int = 0,
         prompt_sizes: abc.Sequence[int] = (),
+        decode_steps: abc.Mapping[int, int] | None = None,
     ):
         self.blocks = blocks
         self.adapters = AdapterSlots(max_loras)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.prompt_sizes = prompt_sizes
+        self.decode_steps = decode_steps or {}
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_waiting_tokens = 0
@@ -139,11 +147,11 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Plan the next step, and advance `num_computed` and `num_pending` of its sequences as if it had run."""
         plan = Schedule()
-        budget = self.max_num_batched_tokens
+        budget, steps = self.max_num_batched_tokens, self._num_decode_steps()
         # Decodes first. The order of `running` is the order of arrival: victims are taken from its end.
         for sequence in list(self.running):
             if sequence.state is SequenceState.RUNNING and sequence.num_to_compute == 1 and not sequence.exhausted:
-                budget -= self._plan(plan, sequence, 1)
+                budget -= self._plan(plan, sequence, 1, steps)
         budget = self._prompt_budget(plan.num_tokens, budget)
         for sequence in list(self.running):
             if budget > 0 and sequence.state is SequenceState.RUNNING and sequence.num_to_compute > 1:
@@ -188,6 +196,23 @@ class Scheduler:
             self.waiting.remove(sequence)
             self.num_waiting_tokens -= sequence.num_prompt
         sequence.state = SequenceState.FINISHED
+
+    def _num_decode_steps(self) -> int:
+        """Tokens of each sequence that the next step may decode: several if it decodes only, and nobody waits for it.
+
+        What the host has to see, or to give, between two tokens is left to steps of one token.
+        """
+        steps = next((steps for rows, steps in self.decode_steps.items() if rows >= len(self.running)), 1)
+        if steps == 1 or (self.waiting and self._free_slots):
+            return 1
+        alone = any(
+            sequence.num_to_compute > 1
+            or sequence.matcher is not None
+            or sequence.adapter_id is not None
+            or sequence.request.params.logprobs is not None
+            for sequence in self.running
+        )
+        return 1 if alone else steps
 
     def _prompt_budget(self, num_decodes: int, budget: int) -> int:
         """Tokens of prompts that the step computes, at most: as many as take the least time in all."""
@@ -235,16 +260,21 @@ class Scheduler:
         chunk, use_cache = self.max_num_batched_tokens, _uses_cache(sequence)
         return self.blocks.find_room(sequence, room, chunk=chunk, use_cache=use_cache)
 
-    def _plan(self, plan: Schedule, sequence: Sequence, most: int) -> int:
+    def _plan(self, plan: Schedule, sequence: Sequence, most: int, steps: int = 1) -> int:
         """Add a chunk of at most `most` tokens, preempting later sequences for its blocks if needed.
 
-        It ends where a recurrent state is to be kept. Return the number of tokens that are planned, 0 if the sequence
-        itself was preempted.
+        It ends where a recurrent state is to be kept. A newest token may have up to `steps - 1` others after it, if
+        there are blocks for them. Return the number of tokens that are planned, 0 if the sequence itself was preempted.
         """
         start, table_length = sequence.num_computed, len(sequence.tables[0])
-        end = min([sequence.num_tokens, start + most, *sequence.state_borders[:1]])
+        known = sequence.num_tokens
+        last = min(known + steps - 1, sequence.num_prompt + sequence.request.max_tokens - 1) if steps > 1 else known
+        end = min([last, start + most + steps - 1, *sequence.state_borders[:1]])
         count = end - start
-        while (new := self.blocks.grow(sequence, start + count)) is None:
+        new = self.blocks.grow(sequence, end)
+        if new is None and steps > 1:
+            count = 1  # nobody is preempted for the tokens after it
+        while new is None and (new := self.blocks.grow(sequence, start + count)) is None:
             # A sequence that this step computes already keeps its blocks: its writes are on their way.
             planned = {chunk.sequence for chunk in plan.chunks}
             victim = next((s for s in reversed(self.running) if s not in planned), sequence)
@@ -252,9 +282,9 @@ class Scheduler:
             if victim is sequence:
                 return 0
         sequence.num_computed += count
-        sample = sequence.num_computed == sequence.num_tokens
-        sequence.num_pending += sample
-        plan.chunks.append(Chunk(sequence, start, count, sample, new, table_length))
+        num_sampled = max(0, sequence.num_computed - known + 1)
+        sequence.num_pending += num_sampled
+        plan.chunks.append(Chunk(sequence, start, count, num_sampled, new, table_length))
         self.blocks.register(sequence)
         if (prefix := self.blocks.state_to_keep(sequence)) is not None:
             assert sequence.slot is not None

@@ -119,7 +119,7 @@ class PendingStep:
     schedule: Schedule
     output: StepOutput
     token_offsets: tuple[int, ...]
-    """Index of each chunk's first token in the step's ragged batch."""
+    """Index of each chunk's first token among those of the step."""
     deferred: np.ndarray | None = None
     """Rows of the step's input if `sample` is still to be called, `[B, 4]`."""
 
@@ -398,11 +398,11 @@ class ModelRunner:
         sampled = DEFERRED if schedule.constrained else SAMPLED
         for i, chunk in enumerate(schedule.chunks):
             sequence = chunk.sequence
-            rows[i] = sequence.slot, chunk.start, chunk.count, sampled * chunk.sample, sequence.num_skipped
+            rows[i] = sequence.slot, chunk.start, chunk.count, sampled * (chunk.num_sampled > 0), sequence.num_skipped
             offsets.append(token)
             if chunk.drafts and drafts is not None:
                 drafts[token + 1 : token + chunk.count] = chunk.drafts
-            token += chunk.count
+            token += shape.decode_steps if shape.decode else chunk.count
             for j, blocks in enumerate(chunk.new_blocks, start=chunk.first_new_block):
                 for group, block in enumerate(blocks):
                     updates[group, update] = chunk.sequence.slot, j, block
@@ -419,6 +419,8 @@ class ModelRunner:
             size = at_least(self.config.verify_tokens, schedule.verify_tokens)
             adapted = schedule.adapted
             return next(s for s in self.config.shapes if s.verify and s.tokens == size and s.adapters == adapted)
+        if any(chunk.num_sampled > 1 for chunk in schedule.chunks):
+            return next(shape for shape in self.config.repeated if shape.rows >= rows)
         # Only a mixed step scores prompts.
         decode = all(c.count == 1 and c.sequence.request.params.prompt_logprobs is None for c in schedule.chunks)
         if decode:

@@ -101,9 +101,11 @@ def no_logprobs(rows: int, vocab_size: int) -> Logprobs:
 
 
 class StepShape(NamedTuple):
-    """Shape that a step is compiled for: `rows` sequences, `tokens` in all; a decode step has one token in each row.
+    """Shape that a step is compiled for: `rows` sequences, `tokens` in all.
 
-    A step that verifies drafts (`verify`) has the newest token and the drafts of each row, and samples after each.
+    A decode step has one token in each row, or the same number of several, one after the other, each read after it was
+    sampled. A step that verifies drafts (`verify`) has the newest token and the drafts of each row, and samples after
+    each.
     """
 
     rows: int
@@ -116,6 +118,11 @@ class StepShape(NamedTuple):
     """Most drafts of a row that a step which verifies makes itself, by the model's prediction head."""
 
     @property
+    def decode_steps(self) -> int:
+        """Tokens of each row that a decode step computes one after the other; 1 in other steps."""
+        return self.tokens // self.rows if self.decode else 1
+
+    @property
     def host_drafts(self) -> int:
         """Numbers of the packed input that are drafts."""
         return self.tokens if self.verify and not self.drafts else 0
@@ -123,11 +130,13 @@ class StepShape(NamedTuple):
     @property
     def num_sampled(self) -> int:
         """Rows of the step's output."""
-        return self.tokens if self.verify else self.rows
+        return self.tokens if self.verify or self.decode else self.rows
 
     def num_updates(self, block_size: int) -> int:
         """Most blocks that such a step's tables can grow by: a row may start one, and fill one every block_size."""
-        return self.rows + (0 if self.decode else self.tokens // block_size)
+        if self.decode:
+            return self.rows * -(-self.decode_steps // block_size)
+        return self.rows + self.tokens // block_size
 
     # The packed input, declared here alone: rows, then new blocks, then the drafts of a step that verifies.
 
@@ -162,11 +171,12 @@ class StepOutput(NamedTuple):
     """Results of a step for the host."""
 
     tokens: Int[Array, "B"]
-    """Sampled token of each row, or of each token in steps that verify drafts.
+    """Sampled token of each row, or of each token in decode steps and steps that verify drafts.
 
     Steps that make the drafts themselves have -1 after the first draft of a row that does not hold.
     """
-    logprobs: Logprobs
+    logprobs: Logprobs | None
+    """None in decode steps of several tokens."""
     prompt_logprobs: Logprobs | None
     """Score of the token that follows each token of the step. None in decode steps and steps that verify."""
     logits: Float[Array, "B V"] | None
@@ -203,6 +213,9 @@ def make_step(
 
     A step that verifies drafts leaves the states of recurrent layers unchanged: `make_replay` continues them.
 
+    A decode step of several tokens computes `count` of each row and has no log-probabilities: `decode_steps` of them
+    take the host no more time than one.
+
     Raises:
         InvalidParameterError: while tracing, if a layer attends to another window than its configuration has.
         UnsupportedModelError: while tracing a step that verifies, if a recurrent layer is not a `ReplayableLayer`.
@@ -212,9 +225,31 @@ def make_step(
         weights: tuple[Array, ...], slots: Slots, cache: Cache, packed: Int[Array, "n"]
     ) -> tuple[Slots, Cache, StepOutput]:
         rows, updates, drafts = shape.split(packed, len(groups))
+        slots = slots._replace(page_tables=with_new_blocks(slots.page_tables, updates))
+        if shape.decode_steps == 1:
+            return run(weights, slots, cache, rows, drafts)
+        padding = jnp.asarray([slots.tokens.shape[0] - 1, 0, 0, 0, 0])
+
+        def body(i: Int[Array, ""], carry: tuple[Slots, Cache, Array]) -> tuple[Slots, Cache, Array]:
+            slots, cache, tokens = carry
+            one = rows.at[:, 1].add(i).at[:, 2].set(1)
+            slots, cache, output = run(weights, slots, cache, jnp.where((i < rows[:, 2])[:, None], one, padding), None)
+            return slots, cache, tokens.at[:, i].set(output.tokens)
+
+        tokens = jnp.zeros((shape.rows, shape.decode_steps), jnp.int32)
+        slots, cache, tokens = lax.fori_loop(0, jnp.max(rows[:, 2]), body, (slots, cache, tokens))
+        return slots, cache, StepOutput(tokens.reshape(-1), None, None, None)
+
+    def run(
+        weights: tuple[Array, ...],
+        slots: Slots,
+        cache: Cache,
+        rows: Int[Array, "B 5"],
+        drafts: Int[Array, "T"] | None,
+    ) -> tuple[Slots, Cache, StepOutput]:
         rows, skipped = rows[:, :4], rows[:, 4]
         slot, start, count = rows[:, 0], rows[:, 1], rows[:, 2]
-        page_tables = with_new_blocks(slots.page_tables, updates)
+        page_tables = slots.page_tables
 
         if shape.decode:
             starts = jnp.arange(shape.rows + 1, dtype=jnp.int32)
@@ -251,7 +286,8 @@ def make_step(
         adapters = slots.params.int("adapter")[slot][owner] if shape.adapters else None
         model = build(weights, adapters)
         if shape.drafts:
-            slots = _with_drafts(model, slots, layer_cache[-1][slot], rows, skipped, shape.drafts, attend_to)
+            states: Any = layer_cache[-1]
+            slots = _with_drafts(model, slots, states[slot], rows, skipped, shape.drafts, attend_to)
         text = slots.tokens[slot[owner], position]
         hidden = final_hidden_states(model, text, position, attend, run_recurrent)
         # Decodes and verifications sample after each token; a mixed step may have as many rows as tokens, too.
@@ -260,7 +296,10 @@ def make_step(
         if shape.verify:
             wanted = jnp.where(valid, rows[owner, 3], 0)
             rows = jnp.stack([slot[owner], position, jnp.ones_like(position), wanted], axis=1)
-        history, tokens, logprobs = sample(slots, logits, rows)
+        if shape.decode_steps > 1:
+            (history, tokens), logprobs = draw(slots, logits, rows), None
+        else:
+            history, tokens, logprobs = sample(slots, logits, rows)
         if prediction_head and not shape.decode:
             last = starts[1:] - 1
             if shape.drafts:
@@ -271,7 +310,7 @@ def make_step(
             at = jnp.maximum(position - skipped[owner], 0)
             read = attend_to(start - skipped, count, at, valid, **ragged)
             predicted = predicted_hidden_states(model, hidden, following, at, read)
-            states: Any = layer_cache[-1]
+            states = layer_cache[-1]
             layer_cache[-1] = states.at[slot].set(predicted[jnp.maximum(last, 0)], mode="drop")
         output = StepOutput(
             tokens,
