@@ -13,7 +13,7 @@ import verax
 from tests.support.invariants import check_engine
 from tests.support.tiny import tiny_tokenizer
 from verax import models
-from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from verax.errors import InvalidParameterError, UnsupportedModelError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "port_gpt2"
 VOCAB, POSITIONS = 301, 96
@@ -93,11 +93,6 @@ def test_greedy_tokens_of_a_batch_match_transformers(registered, folder, expecte
     check_engine(llm.engine)
 
 
-def test_keys_without_a_prefix_are_read_too(registered, reference, expected, tmp_path):
-    reference.transformer.save_pretrained(tmp_path)
-    assert tokens(serve(tmp_path, max_num_seqs=1).generate(PROMPTS[:2], GREEDY, use_tqdm=False)) == expected[:2]
-
-
 def test_no_sequence_is_longer_than_the_learned_positions(registered, folder):
     llm = serve(folder, max_num_seqs=1)
     assert llm.max_model_len == 96
@@ -106,16 +101,6 @@ def test_no_sequence_is_longer_than_the_learned_positions(registered, folder):
     assert (len(output.token_ids), output.finish_reason) == (96 - 40, "length")
     with pytest.raises(InvalidParameterError, match="max_model_len: 97 is more than the model's 96 positions"):
         serve(folder, max_model_len=97)
-
-
-def test_a_model_that_is_not_registered_is_refused_with_the_way_to_add_it(folder):
-    with pytest.raises(UnsupportedModelError, match=r"'gpt2'; .*register_causal_lm"):
-        serve(folder)
-
-
-def test_a_folder_without_a_tokenizer_names_the_option_that_serves_it(registered, folder):
-    with pytest.raises(CheckpointError, match=r"tokenizer.json: no such file.*skip_tokenizer_init=True"):
-        verax.LLM(folder, use_tqdm=False)
 
 
 def test_quantisation_that_would_change_nothing_is_refused(registered, folder):
