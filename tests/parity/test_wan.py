@@ -11,7 +11,6 @@ diffusers = pytest.importorskip("diffusers")
 
 from tests.support.torch_weights import from_torch
 from verax.checkpoint.video.parts import WAN
-from verax.models.video_model import Control
 from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
 
 FRAMES, HEIGHT, WIDTH = 5, 6, 10
@@ -106,27 +105,6 @@ def test_float32_matches_diffusers_wan(sizes):
     assert error(ours(load(model), latents, timesteps, text, image), expected) < 1e-5
 
 
-def test_control_blocks_match_diffusers():
-    sizes = dict(SMALL, num_layers=5, vace_layers=[0, 1, 3], vace_in_channels=96)
-    model = reference(sizes, "WanVACETransformer3DModel")
-    latents, text, _ = inputs(sizes)
-    control = np.random.default_rng(2).standard_normal((1, FRAMES, HEIGHT, WIDTH, 96), np.float32)
-    scale, timesteps = np.array([0.8, 1.3, -0.5], np.float32), np.array([12, 7])
-    hidden = torch.tensor(control.transpose(0, 4, 1, 2, 3)).expand(2, -1, -1, -1, -1)
-    options = dict(control_hidden_states=hidden, control_hidden_states_scale=torch.tensor(scale))
-    expected = theirs(model, latents, timesteps, text, None, **options)
-    assert error(ours(load(model), latents, timesteps, text, None, Control(control, scale)), expected) < 1e-5
-
-
-def test_positions_of_two_pictures_match_diffusers():
-    sizes = dict(with_image(SMALL), pos_embed_seq_len=22)
-    model = reference(sizes, "WanTransformer3DModel")
-    (latents, text, _), timesteps = inputs(sizes), np.array([12, 7])
-    states = np.random.default_rng(2).standard_normal((2, 22, 24), np.float32)
-    expected = theirs(model, latents, timesteps, text, states.reshape(4, 11, 24))
-    assert error(ours(load(model), latents, timesteps, text, states), expected) < 1e-5
-
-
 A14B = dict(num_attention_heads=40, in_channels=36, out_channels=16, ffn_dim=13824, num_layers=40)
 TI2V_5B = dict(num_attention_heads=24, in_channels=48, out_channels=48, ffn_dim=14336, num_layers=30)
 
@@ -139,50 +117,6 @@ def test_the_published_sizes_of_wan_2_2_have_as_many_parameters(name, published)
     assert WanConfig.from_hf(dict(model.config, _class_name="WanTransformer3DModel")) == config
     state = nnx.state(nnx.eval_shape(lambda: WanModel(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))))
     assert sum(leaf.size for leaf in jax.tree.leaves(state)) == sum(x.numel() for x in model.parameters())
-
-
-def test_each_frame_has_its_own_time():
-    model = reference(WIDE)
-    latents, text, image = inputs(WIDE)
-    timesteps = np.array([[0, 12.5, 470, 988.75, 999], [999, 0, 0, 3, 640]])
-    expected = theirs(model, latents, timesteps, text, image, enable_diffusion_forcing=True)
-    assert error(ours(load(model), latents, timesteps, text, image), expected) < 1e-5
-
-
-def test_tokens_of_a_frame_have_its_time():
-    model = reference(SMALL, "WanTransformer3DModel")
-    latents, text, image = inputs(SMALL)
-    timesteps = np.array([[0, 12, 12, 12, 12], [7, 0, 3, 9, 9]])
-    tokens = np.repeat(timesteps, HEIGHT * WIDTH // 4, axis=1)
-    expected = theirs(model, latents, tokens, text, image)
-    assert error(ours(load(model), latents, timesteps, text, image), expected) < 1e-5
-
-
-@pytest.mark.parametrize("timesteps", [[[0, 20, 470, 988, 999]], [470]])
-def test_frames_per_second_reach_the_model(timesteps):
-    model = reference(dict(SMALL, inject_sample_info=True))
-    model_ours = load(model)
-    timesteps = np.array(timesteps)
-    latents, text, image = inputs(SMALL, batch=1)
-    many = ours(
-        model_ours, *(np.repeat(x, 3, 0) for x in (latents, timesteps, text)), image, fps=jnp.array([16, 24, 30])
-    )
-    for i, index in enumerate([0, 1, 1]):
-        forcing = timesteps.ndim == 2
-        expected = theirs(model, latents, timesteps, text, image, fps=[index], enable_diffusion_forcing=forcing)
-        assert error(many[i : i + 1], expected) < 1e-5
-
-
-def test_blocks_of_frames_see_earlier_blocks_only():
-    sizes = with_image(WIDE)
-    model = reference(sizes)
-    latents, text, image = inputs(sizes)
-    latents = latents[:, :4]
-    timesteps = np.array([[0, 20, 470, 988], [999, 0, 3, 640]])
-    model._set_ar_attention(2)
-    expected = theirs(model, latents, timesteps, text, image, enable_diffusion_forcing=True)
-    actual = ours(load(model), latents, timesteps, text, image, causal_block_size=2)
-    assert error(actual, expected) < 1e-5
 
 
 def test_bfloat16_is_no_further_from_float32_than_diffusers_bfloat16():
