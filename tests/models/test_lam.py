@@ -38,25 +38,7 @@ def test_the_published_sizes_make_the_published_number_of_parameters():
     assert sum(int(np.prod(s)) for s in sizes.values()) == 23_848_788
     one = [s for name, s in sizes.items() if name.startswith("deltanet_layers.3.")]
     assert sum(int(np.prod(s)) for s in one) == 780_622
-
-
-def test_paths_are_the_keys_of_the_published_checkpoint():
-    keys = set(shapes(PUBLISHED))
-    assert {
-        "deltanet_layers.5.q_conv1d.conv.weight",
-        "deltanet_layers.0.fast_decay_bias",
-        "deltanet_layers.0.slow_decay_proj.bias",
-        "deltanet_layers.0.resonance_flux.W_bilinear",
-        "deltanet_layers.0.resonance_flux.flux_net.2.bias",
-        "deltanet_layers.0.resonance_flux.token_flux_proj.0.weight",
-        "deltanet_layers.0.o_norm.gate",
-        "teacher_model.embeddings.LayerNorm.bias",
-        "teacher_model.encoder.layer.5.attention.output.LayerNorm.weight",
-        "teacher_model.encoder.layer.0.intermediate.dense.weight",
-        "teacher_model.encoder.layer.0.output.dense.bias",
-        "teacher_model.pooler.dense.weight",
-    } <= keys
-    assert set(shapes({**PUBLISHED, "lam_config": {"rule": "gated"}})) == keys
+    assert set(shapes({**PUBLISHED, "lam_config": {"rule": "gated"}})) == set(sizes)
 
 
 def test_published_files_may_hold_the_teachers_attention_and_weights_twice(tmp_path):

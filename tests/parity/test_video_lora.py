@@ -1,4 +1,4 @@
-"""LoRA files of Wan in the formats that diffusers reads too: the merged weights of both, and PEFT's LoHa and LoKr."""
+"""LoRA files of Wan in the formats that diffusers reads too: the merged weights of both."""
 
 import json
 
@@ -101,31 +101,3 @@ def test_merged_weights_are_those_of_diffusers(style, pipeline, tmp_path):
     finally:
         theirs.unfuse_lora(components=["transformer"])
         theirs.unload_lora_weights()
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (peft.LoHaConfig, {}),
-        (peft.LoKrConfig, {"decompose_factor": 4}),
-        (peft.LoKrConfig, {"decompose_factor": 4, "decompose_both": True}),
-    ],
-)
-def test_products_of_lycoris_are_pefts(kind, options, pipeline, tmp_path):
-    """PEFT's scale, alpha / rank, is written as LyCORIS' alpha."""
-    checkpoint = VideoFolder(pipeline[1]).checkpoint("transformer")
-    name = "blocks.0.ffn.0"
-    F, D = checkpoint.shape(f"{name}.weight")
-    torch.manual_seed(1)
-    settings = {"r": RANK, "alpha": ALPHA, "target_modules": ["layer"], "init_weights": False, **options}
-    wrapped = peft.get_peft_model(torch.nn.ModuleDict({"layer": torch.nn.Linear(D, F)}), kind(**settings))
-    state = peft.get_peft_model_state_dict(wrapped)
-    for value in state.values():
-        value.normal_()
-    tensors = {key.replace("base_model.model.layer", name): value.numpy() for key, value in state.items()}
-    path = tmp_path / "lycoris.safetensors"
-    save_file({**tensors, f"{name}.alpha": np.asarray(ALPHA, np.float32)}, path)
-    got = with_lora(checkpoint, {path: SCALE}).read(f"{name}.weight") - checkpoint.read(f"{name}.weight")
-    want = SCALE * wrapped.base_model.model["layer"].get_delta_weight("default").detach().numpy()
-    assert np.abs(want).max() > 1
-    np.testing.assert_allclose(got, want, atol=1e-5)
