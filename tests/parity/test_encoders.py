@@ -1,7 +1,7 @@
-"""Encoders against transformers' models on random weights: vectors, in bfloat16 too, and scores of cross-encoders.
+"""Encoders against transformers' models on random weights: vectors, in bfloat16 too.
 
-Prompts and poolings are in test_sentence_transformers.py, models that transformers has no class for in
-test_encoder_code.py.
+Prompts and poolings are in test_sentence_transformers.py, scores in test_rerankers.py, and models that transformers
+has no class for in test_encoder_code.py.
 """
 
 import json
@@ -21,7 +21,7 @@ from tests.support.tiny_encoder import (
     sentence_files,
     tiny_tokenizer,
 )
-from verax import Encoder, Reranker
+from verax import Encoder
 from verax.errors import UnsupportedModelError
 from verax.models import encoder
 from verax.models.rotary_bert import _NOMIC_KEYS
@@ -255,19 +255,6 @@ def test_gtes_fixed_ntk_scaling_has_the_frequencies_of_the_published_code():
     assert factor == 1
     with pytest.raises(UnsupportedModelError, match="mixed_b"):
         encoder({**config, "rope_scaling": {**scaling, "mixed_b": 0.5}})
-
-
-@pytest.mark.parametrize(("family", "options"), [("DebertaV2", dict(type_vocab_size=2)), ("Gte", {})])
-def test_scores_of_cross_encoders_match_transformers(family, options, tmp_path):
-    theirs = save(tmp_path, family, "ForSequenceClassification", num_labels=1, **options)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    types = family == "DebertaV2"
-    pairs = [("who sat on the mat ?", document) for document in LONG]
-    inputs = tokenizer(pairs, padding=True, return_tensors="pt", return_token_type_ids=types)
-    with torch.no_grad():
-        expected = torch.sigmoid(theirs(**inputs).logits[:, 0]).numpy()
-    assert expected.std() > 0.02
-    np.testing.assert_allclose(Reranker(tmp_path).score("who sat on the mat ?", LONG), expected, atol=3e-6)
 
 
 def test_embeddinggemma_runs_end_to_end_as_in_sentence_transformers(tmp_path):

@@ -23,6 +23,8 @@ FAMILIES = {
     "bert": partial(save, family="Bert", **HEAD),
     "xlm-roberta": partial(save, family="XLMRoberta", **HEAD),
     "modernbert": partial(save, family="ModernBert", **HEAD, classifier_pooling="cls", classifier_bias=False),
+    "deberta-v2": partial(save, family="DebertaV2", **HEAD, type_vocab_size=2),
+    "gte": partial(save, family="Gte", **HEAD),
     "modernbert-mean": partial(save, family="ModernBert", **HEAD, classifier_pooling="mean", classifier_bias=True),
 }
 
@@ -33,7 +35,7 @@ def logits(model, folder, query, max_length=LONGEST):
     inputs = tokenizer(
         [(query, document) for document in DOCUMENTS],
         **dict(padding=True, truncation="longest_first", max_length=max_length, return_tensors="pt"),
-        return_token_type_ids=model.config.model_type == "bert",
+        return_token_type_ids=model.config.model_type in ("bert", "deberta-v2"),
     )
     with torch.no_grad():
         return model(**inputs).logits[:, 0].float()
