@@ -92,7 +92,6 @@ SLOW = (
     "cli/test_convert",
     "cli/test_plan",
     "cli/test_video",
-    "embed/test_encoder.py::test_neighbours_change_no_vector",
     "embed/test_quantization",
     "models/test_lam",
     "models/wan",

@@ -220,23 +220,6 @@ def test_vectors_of_fewer_bits_are_refused_where_they_make_no_sense(encoder):
     assert encoder.encode("a cat", precision="binary").shape == (6,)
 
 
-COMMON = dict(num_hidden_layers=1, num_attention_heads=4, hidden_size=48, intermediate_size=80, vocab_size=60)
-DISTIL = dict(dim=48, hidden_dim=80, n_layers=1, n_heads=4)
-DEBERTA = dict(relative_attention=True, position_buckets=8, pos_att_type="c2p|p2c", position_biased_input=False)
-
-
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [("mpnet", {}), ("distilbert", DISTIL), ("nomic_bert", {}), ("gte", {}), ("deberta-v2", DEBERTA)],
-)
-def test_neighbours_change_no_vector_of_any_family(family, changes, tmp_path):
-    encoder = Encoder(tiny_encoder(tmp_path, model_type=family, **{**COMMON, **changes}))
-    together = encoder.encode(SENTENCES[:6])
-    alone = np.stack([encoder.encode(sentence) for sentence in SENTENCES[:6]])
-    np.testing.assert_allclose(together, alone, atol=2e-6)
-    assert np.abs(alone[0] - alone[1]).max() > 0.01
-
-
 def test_token_vectors_lie_in_the_order_of_the_texts_and_are_alike_in_any_batch(folder):
     encoder = Encoder(folder, output="tokens")
     vectors = encoder.encode(SENTENCES[:8])

@@ -17,8 +17,6 @@ from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.wan.model import WanConfig, WanModel
 from verax.ops.cpu import library
 from verax.ops.packed import PANEL_ROWS
-from verax.plan.devices import find_device
-from verax.plan.run import plan
 from verax.video.load import divided_component
 
 pytestmark = needs_library
@@ -97,11 +95,3 @@ def test_a_clip_equals_the_clip_of_the_weights_in_the_file(folder):
     assert (none, packed > 0) == (0, PACKS)
     assert np.linalg.norm(velocity - expected) < 5e-3 * np.linalg.norm(expected)
     assert np.abs(frames - expected_frames).mean() < 1.0
-
-
-def test_a_plan_has_the_bytes_that_the_pipeline_holds(folder):
-    cpu = find_device("cpu", memory=8e9, bandwidth=1e10, flops=1e12)
-    found = plan(str(folder), cpu, num_frames=9, height=32, width=48)
-    components = VideoPipeline.from_pretrained(folder, show_progress=False).parts.components
-    assert {row["part"]: row["nbytes"] for row in found["weights"]} == {one.name: one.size for one in components}
-    assert {row["part"]: row["weights"] for row in found["weights"]} == {one.name: one.parameters for one in components}

@@ -102,12 +102,6 @@ def test_a_callback_that_says_false_ends_the_run_with_the_segments_that_are_done
     np.testing.assert_allclose(stopped.frames.astype(int), whole.frames[:9], atol=1)
 
 
-def test_guidance_of_one_is_the_prompt_alone(pipes):
-    alone = pipes("t2v")("a red circle", guidance_scale=1.0, output_type="np", **SIZE)
-    other = pipes("t2v")("a red circle", guidance_scale=1.0, negative_prompt="static", output_type="np", **SIZE)
-    np.testing.assert_array_equal(alone.frames, other.frames)
-
-
 def test_encoders_are_given_back_and_read_again(folders):
     pipe = VideoPipeline.from_pretrained(folders("i2v"), dtype="float32", keep_encoders=False)
     first = pipe("a red circle", image=picture(), **SIZE)
@@ -379,12 +373,6 @@ def test_a_lora_file_for_another_model_is_refused_at_once(folders, tmp_path):
     save_file({"blocks.7.ffn.0.lora_A.weight": np.zeros((2, 24), np.float32)}, tmp_path / "other.safetensors")
     with pytest.raises(CheckpointError, match="no weight of the transformer for blocks"):
         VideoPipeline.from_pretrained(folders("t2v"), lora=tmp_path / "other.safetensors")
-
-
-def test_a_call_by_keyword_is_the_clip_of_the_request(pipes):
-    pipe = pipes("t2v")
-    by_request = pipe.generate(VideoRequest("a red circle", num_inference_steps=2, seed=3))
-    np.testing.assert_array_equal(by_request.frames, pipe("a red circle", num_inference_steps=2, seed=3).frames)
 
 
 @pytest.mark.parametrize(
