@@ -1,4 +1,4 @@
-"""UniPC, its noise levels and the diffusion-forcing schedule against diffusers."""
+"""UniPC, its noise levels and the diffusion-forcing schedule against diffusers; the pipelines compare others."""
 
 import jax
 import numpy as np
@@ -10,7 +10,6 @@ diffusers = pytest.importorskip("diffusers")
 from diffusers.pipelines.skyreels_v2.pipeline_skyreels_v2_diffusion_forcing import SkyReelsV2DiffusionForcingPipeline
 from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 
-from verax.models.video_model import shift_sigmas
 from verax.models.wan.family import DIFFUSERS, WanVideoModel
 from verax.video import solvers
 from verax.video.schedule import forcing_schedule, noise_levels
@@ -117,26 +116,3 @@ def test_frames_at_different_steps_go_as_one_scheduler_each(overwritten):
             expected[:, f] = theirs[f].step(said, torch.tensor(timesteps[f]), sample, return_dict=False)[0]
         np.testing.assert_allclose(state.sample, expected.numpy(), atol=1e-5)
     np.testing.assert_array_equal(state.sample[:, :prefix], noise[:, :prefix])
-
-
-@pytest.mark.parametrize("solver", ["euler", "lcm"])
-@pytest.mark.parametrize(("sigmas", "shift"), [((1.0, 0.75, 0.5, 0.25), 5.0), ((1.0, 0.28, 0.12), 8.0), ((0.9,), 1.0)])
-def test_steps_of_euler_and_lcm_match_diffusers(solver, sigmas, shift, monkeypatch):
-    """Both are given the same samples, so that each step is compared by itself, and LCM the same noise."""
-    kind = diffusers.FlowMatchLCMScheduler if solver == "lcm" else diffusers.FlowMatchEulerDiscreteScheduler
-    theirs = kind(shift=shift)
-    theirs.set_timesteps(sigmas=list(sigmas))
-    levels = noise_levels(len(sigmas), shift, lambda _, shift: shift_sigmas(np.array(sigmas), shift), solver=solver)
-    np.testing.assert_allclose(levels.sigmas, theirs.sigmas.numpy(), atol=1e-7)
-    np.testing.assert_allclose(levels.timesteps, theirs.timesteps.numpy(), rtol=1e-6)
-    table = solvers.SOLVERS[solver](levels.sigmas)
-    rng = np.random.default_rng(1)
-    draw = lambda: rng.normal(size=SHAPE).astype(np.float32)
-    for i, timestep in enumerate(theirs.timesteps):
-        sample, velocity, fresh = draw(), draw(), draw()
-        drawn = torch.from_numpy(fresh)
-        monkeypatch.setattr(f"{kind.__module__}.randn_tensor", lambda *_, drawn=drawn, **__: drawn, raising=False)
-        expected = theirs.step(torch.from_numpy(velocity), timestep, torch.from_numpy(sample)).prev_sample.numpy()
-        state, noise = solvers.start(jax.numpy.asarray(sample)), fresh if solver == "lcm" else None
-        got = solvers.step(table, jax.numpy.int32(i), state, jax.numpy.asarray(velocity), noise=noise).sample
-        np.testing.assert_allclose(got, expected, atol=1e-6)

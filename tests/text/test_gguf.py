@@ -199,14 +199,6 @@ def test_every_text_comes_back_whole_and_in_pieces(ours, prefix, text):
     assert "".join([*pieces, running.finish()]) == text
 
 
-def test_an_answer_after_a_prompt_keeps_its_first_space(ours):
-    prompt, answer = ours.encode("in"), [ours.token_id("▁the"), ours.token_id("▁in")]
-    running = IncrementalDetokenizer(ours, prompt)
-    for token in answer:
-        running.append(token)
-    assert running.finish() == " the in"
-
-
 BYTE_LEVEL = {"model": "gpt2", "pre": "qwen2", "tokens": ["a", "b", "ab"], "merges": ["a b"], "token_type": [1, 1, 1]}
 SENTENCEPIECE = {
     "model": "llama",
