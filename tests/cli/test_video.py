@@ -123,14 +123,10 @@ def test_what_cannot_be_written_for_lack_of_a_package_is_named_before_any_work(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--num_frames", "10"), "num_frames: expected 4n + 1, got 10; nearest 9 or 13"),
         (("-o", "out.avi"), "--output: "),
         (("-o", "no/such/out.gif"), "--output: there is no folder no/such"),
         (("--lora", "missing.safetensors:0.5"), "missing.safetensors: no such file"),
-        (("--lora-2", "style.safetensors:0.5"), "lora_2: this model has one transformer"),
         (("--recipe", "lightx2v", "--steps", "8"), "recipe: lightx2v sets num_inference_steps to 4, and"),
-        (("--recipe", "lightning"), "recipe: expected one of lightx2v, "),
-        (("--sigmas", "0.5,1"), "sigmas: expected falling numbers"),
         (("-m", "no/such/folder"), "no/such/folder: no such folder"),
         (("--prompt", ""), "prompt 2: it is empty"),
         (("--devices", "64"), "devices: expected 64 devices, got 1; JAX_NUM_CPU_DEVICES=64"),

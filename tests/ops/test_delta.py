@@ -174,16 +174,6 @@ def test_packed_equals_separate_gradients_too(rule):
     assert compiled == 1
 
 
-def test_the_recurrence_packs_too():
-    x, states = packed_arguments("gated_delta_rule")
-    for packing in PACKINGS:
-        recurrent, chunk = (
-            run("gated_delta_rule", x, by, states, np.asarray(packing)) for by in ("reference", "chunk")
-        )
-        for a, b in zip(recurrent, chunk, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-
-
 def zeros(**changes):
     shapes = {"q": (2, 5, 2, 4), "k": (2, 5, 2, 4), "v": (2, 5, 4, 3), "g": (2, 5, 4), "beta": (2, 5, 4)} | changes
     return {name: jnp.zeros(shape) for name, shape in shapes.items()}

@@ -98,18 +98,21 @@ def test_the_gradient_keeps_inputs_and_one_state_a_chunk(choice):
         assert kept(mode="recurrent") > 256 * 2 * 4 * 16 * 16
 
 
+def slope(x, by="reference", **options):
+    """Gradient by k of the square of a loss's gradient by k, with one implementation."""
+
+    def loss(k):
+        with ops.use_implementations(delta_recurrence=by):
+            return jnp.sum(jnp.sin(ops.gated_delta_rule(**(x | {"k": k}), **options)[0]))
+
+    return jax.jit(jax.grad(lambda k: jnp.sum(jax.grad(loss)(k) ** 2)))(x["k"])
+
+
 def test_gradients_of_gradients():
     x = inputs("gated_delta_rule", B=1, T=18, H=1, HV=2, K=4, V=3)
-
-    def slope(mode):
-        def loss(k):
-            return jnp.sum(jnp.sin(ops.gated_delta_rule(**(arrays | {"k": k}), mode=mode)[0]))
-
-        return jax.jit(jax.grad(lambda k: jnp.sum(jax.grad(loss)(k) ** 2)))(arrays["k"])
-
     with jax.enable_x64(True):
-        arrays = {name: jnp.asarray(a) for name, a in x.items()}
-        np.testing.assert_allclose(slope("chunk"), slope("recurrent"), rtol=1e-9, atol=1e-9)
+        x = {name: jnp.asarray(a) for name, a in x.items()}
+        np.testing.assert_allclose(slope(x, mode="chunk"), slope(x, mode="recurrent"), rtol=1e-9, atol=1e-9)
 
 
 @needs_library
@@ -134,15 +137,7 @@ def test_gradients_of_the_cpus_kernel_equal_the_token_walks(rule, packing, chunk
 @needs_library
 def test_gradients_of_gradients_and_of_bfloat16_by_the_cpus_kernel():
     x = float32(inputs("gated_delta_rule", B=1, T=18, H=1, HV=2, K=4, V=3))
-
-    def slope(implementation):
-        def loss(k):
-            with ops.use_implementations(delta_recurrence=implementation):
-                return jnp.sum(jnp.sin(ops.gated_delta_rule(**(x | {"k": k}))[0]))
-
-        return jax.jit(jax.grad(lambda k: jnp.sum(jax.grad(loss)(k) ** 2)))(x["k"])
-
-    np.testing.assert_allclose(slope("native"), slope("reference"), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(slope(x, "native"), slope(x), rtol=1e-4, atol=1e-4)
     low = x | {"v": x["v"].astype(jnp.bfloat16)}
     with ops.use_implementations(delta_recurrence="native"):
         slopes = jax.jit(jax.grad(lambda x: jnp.sum(ops.gated_delta_rule(**x)[0])))(low)
