@@ -385,8 +385,8 @@ def curve_of(ours, ratios, path):
 
 
 @pytest.mark.usefixtures("exact_times")
-@pytest.mark.parametrize("kind", ["t2v", "i2v", "t2v-a14b"])
-def test_latents_with_magcache_match_diffusers(made, kind, mag_cache, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("kind", "guidance"), [("t2v", "sequential"), ("i2v", "batch"), ("t2v-a14b", "batch")])
+def test_latents_with_magcache_match_diffusers(made, kind, guidance, mag_cache, monkeypatch, tmp_path):
     theirs, ours = made(kind)
     steps, threshold = 10, 0.1
     ratios = [1, 1.02, 0.99, 0.97, 0.985, 0.96, 0.99, 0.98, 0.97, 0.9]
@@ -408,7 +408,7 @@ def test_latents_with_magcache_match_diffusers(made, kind, mag_cache, monkeypatc
         for name in parts:
             getattr(theirs, name).disable_cache()
     cache: dict[str, Any] = {f"cache_{name}": value for name, value in settings.items()}
-    cache |= {"cache": "magcache", "cache_curve": curve_of(ours, ratios, tmp_path / "curve.json")}
+    cache |= {"cache": "magcache", "cache_curve": curve_of(ours, ratios, tmp_path / "curve.json"), "guidance": guidance}
     images = {"image": picture()} if kind == "i2v" else {}
     got = ours(latents=latents, output_type="latent", **images, **options, **cache)
     assert 4 <= got.computed <= 7

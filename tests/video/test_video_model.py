@@ -15,7 +15,6 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 import verax
-from tests.support.denoising import denoised, guided
 from tests.support.tiny_video import WORDS, word_tokenizer
 from verax import VideoPipeline, VideoRequest, models
 from verax.checkpoint.video.convert import convert
@@ -31,7 +30,9 @@ from verax.models.video_model import (
     VideoSettings,
     flow_sigmas,
 )
+from verax.video import solvers
 from verax.video.load import describe_folder
+from verax.video.schedule import noise_levels
 
 IMAGE = np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8)
 SIZE: dict[str, Any] = dict(height=8, width=12, num_frames=5, num_inference_steps=4)
@@ -179,18 +180,20 @@ def by_hand(pipe, image):
     settings = pipe.settings
     texts = [pipe.parts.prompt_states(prompt) for prompt in ("a red circle", settings.negative_prompt)]
     colour = np.zeros(3) if image is None else resize(image, 8, 12).mean((0, 1)) / 127.5 - 1
+    levels = noise_levels(4, settings.shift, RULES.sigmas)
+    table, state = solvers.tabulate(levels.sigmas), solvers.start(jnp.asarray(NOISE.transpose(0, 2, 3, 4, 1)))
     transformer, vae = pipe.denoiser.transformer, pipe.stages.vae
     with transformer.weights() as weights, vae.weights() as vae_weights:
         model, gain = transformer.module(weights), np.asarray(vae_weights[0])
-
-        def velocity(_, sample, timestep):
-            channels = jnp.broadcast_to(jnp.asarray(colour / gain, jnp.float32), sample.shape)
-            x, (e, e0) = jnp.concatenate([sample, channels], axis=-1), model.embed_time(timestep)
-            contexts = map(model.encode_context, texts)
+        channels = jnp.broadcast_to(jnp.asarray(colour / gain, jnp.float32), state.sample.shape)
+        contexts = [model.encode_context(text) for text in texts]
+        for i, timestep in enumerate(levels.timesteps):
+            x = jnp.concatenate([state.sample, channels], axis=-1)
+            e, e0 = model.embed_time(jnp.array([timestep]))
             rows = [model.unembed(model.run_blocks(model.embed_latents(x), e0, one), e) for one in contexts]
-            return guided(rows, settings.guidance_scale)
-
-        return denoised(NOISE, 4, settings.shift, RULES.sigmas, velocity)
+            velocity = rows[1] + settings.guidance_scale * (rows[0] - rows[1])
+            state = solvers.step(table, jnp.int32(i), state, velocity)
+    return np.asarray(state.sample).transpose(0, 4, 1, 2, 3)
 
 
 @pytest.mark.parametrize("image", [None, IMAGE], ids=["text", "text and image"])
