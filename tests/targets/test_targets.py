@@ -287,8 +287,9 @@ def launches(lowered):
 
 
 def test_the_host_launches_a_step_as_one_command_buffer_and_never_waits_for_the_device():
-    """Queries, keys and values are one product, gate and up another. Besides: two norms of the hidden state and two of
-    heads, rotary positions, two writes of pages, an average, and what makes the next product's inputs bfloat16."""
+    """Queries, keys and values are one product, gate and up another; norms and rotation of heads are one launch, writes
+    of pages another. Besides: two norms of the hidden state, what makes the next product's inputs bfloat16, twice, and
+    three launches for tables that all layers share."""
     layers = ATTENTION_LAYERS["qwen3"]
     decode, mixed = map(launches, lowered_steps(skip_without_compiler("h100"), "qwen3", layers))
     assert [[kind for kind, _ in step] for step in (decode, mixed)] == [["kCommandBuffer"]] * 2
@@ -297,4 +298,4 @@ def test_the_host_launches_a_step_as_one_command_buffer_and_never_waits_for_the_
     assert len(ends) == layers
     layer = Counter(name if name in JOINED else kind for kind, name in inner[slice(*ends[:2])])
     assert {name: layer[name] for name in (*JOINED, PRODUCT)} == dict.fromkeys(JOINED, 1) | {PRODUCT: 2}
-    assert layer[KERNEL] <= 12
+    assert layer[KERNEL] <= 7
