@@ -31,17 +31,18 @@ PROMPTS = [np.random.default_rng(i).integers(3, 200, 5 + 9 * i).tolist() for i i
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
-def generate(folder):
-    llm = LLM(folder, dtype="float32", max_num_seqs=8, max_model_len=128, use_tqdm=False)
+def generate(folder, **options):
+    llm = LLM(folder, dtype="float32", max_num_seqs=8, max_model_len=128, use_tqdm=False, **options)
     before = llm.engine.runner.num_compiled()
     tokens = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
     assert llm.engine.runner.num_compiled() == before
     return tokens
 
 
-def test_the_gpu_gives_the_tokens_of_the_cpu(tmp_path):
+def test_the_gpu_gives_the_tokens_of_the_cpu_by_one_and_by_several_a_step(tmp_path):
     folder = tiny_checkpoint(tmp_path)
     on_gpu = generate(folder)
+    assert generate(folder, num_scheduler_steps=1) == on_gpu
     with jax.default_device(jax.devices("cpu")[0]):
         on_cpu = generate(folder)
     assert on_gpu == on_cpu
