@@ -67,6 +67,7 @@ class Attention(qwen3.Attention):
         units = N // K * H, H, H  # a head of keys and one of values, with the queries that read them
         self.qkv_proj = Linear(D, (N + 2 * K) * H, divided="out", unit=units, dtype=dtype, rngs=rngs)
         self.o_proj = Linear(N * H, D, divided="in", unit=N // K * H, dtype=dtype, rngs=rngs)
+        self.q_norm = self.k_norm = None
 
     def project(self, x: Float[Array, "*B T D"]) -> Projected:
         """Queries, keys and values by head."""
