@@ -34,21 +34,6 @@ from verax.ops.cpu import library
 
 T = TypeVar("T")
 
-__all__ = [
-    "Benchmark",
-    "Case",
-    "Samples",
-    "Side",
-    "case_result",
-    "checkpoint_folder",
-    "count_products",
-    "error_ratio",
-    "import_torch",
-    "launched",
-    "time_sides",
-    "torch_device",
-]
-
 READ = "streaming read"
 """Side that shows the memory's bandwidth while the others run."""
 

@@ -32,8 +32,6 @@ from verax.ops.cpu import library
 from verax.ops.paged import QuantizedPages, page_bytes, quantize_tokens
 from verax.ops.sampling import FLOATS, INTS, SamplingArrays, sample
 
-__all__ = ["CASES", "WEIGHTS", "bench_ops", "grouped_cases", "linear_cases"]
-
 WEIGHTS: dict[str, tuple[int, int | None] | str | None] = {
     "float32": None,
     "bfloat16": None,

@@ -20,8 +20,6 @@ import verax
 from verax.bench import worker
 from verax.errors import InvalidParameterError, MissingDependencyError, VeraxError
 
-__all__ = ["WorkerProcess", "run_command"]
-
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 """Baselines need some of the device's memory too, of which JAX would take three quarters at once."""
 

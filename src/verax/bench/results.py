@@ -33,22 +33,6 @@ import numpy as np
 from verax.errors import InvalidParameterError
 from verax.files import write_text
 
-__all__ = [
-    "compare_results",
-    "date",
-    "markdown",
-    "noise_line",
-    "number",
-    "read_results",
-    "render",
-    "rounds",
-    "sides_table",
-    "slug",
-    "table",
-    "table_lines",
-    "write",
-]
-
 ENOUGH_RUNS = 10
 """Counted rounds of a result to be relied upon; where one round is long there are fewer, and pages say so."""
 

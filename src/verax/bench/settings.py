@@ -14,21 +14,6 @@ from verax.errors import InvalidParameterError
 from verax.options import Option, check_options, option
 from verax.shapes import SHAPES
 
-__all__ = [
-    "AcceleratorSettings",
-    "CacheSettings",
-    "DeltaSettings",
-    "EmbedSettings",
-    "OpsSettings",
-    "QualitySettings",
-    "ReportsSettings",
-    "ServeSettings",
-    "Settings",
-    "TextSettings",
-    "VideoSettings",
-    "check_names",
-]
-
 
 def check_names(what: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Refuse a name that is not known.

@@ -16,8 +16,6 @@ from verax.cli import options
 from verax.cli.options import Flags
 from verax.errors import InvalidParameterError
 
-__all__ = ["app"]
-
 app = typer.Typer(help="Measure speed and memory, compared with other libraries.", no_args_is_help=True)
 
 Output = Annotated[

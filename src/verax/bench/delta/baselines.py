@@ -22,8 +22,6 @@ from verax.bench.harness import Side, import_torch, launched
 from verax.bench.settings import DELTA_BASELINES, DeltaSettings
 from verax.errors import InvalidParameterError, MissingDependencyError
 
-__all__ = ["Baselines", "cythonized", "find_baselines", "jax_side", "naive_fla", "torch_side"]
-
 FLA = "flash-linear-attention"
 
 KINDS = ("chunk", "recurrent")

@@ -37,8 +37,6 @@ from verax.ops.delta import DeltaInputs, delta_recurrence
 from verax.ops.delta._chunk import CHUNK_SIZE, CHUNK_SIZES
 from verax.ops.hierarchical import HierarchicalInputs, Perceptron, ResonanceFlux, orthogonality_loss
 
-__all__ = ["bench_delta", "check", "gated_rule_bytes", "gated_rule_flops"]
-
 
 def bench_delta(settings: DeltaSettings) -> dict[str, Any]:
     """Time the delta rules and PyTorch's, interleaved, on JAX's default device.

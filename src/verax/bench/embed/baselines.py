@@ -28,8 +28,6 @@ from verax.embed.settings import EncoderSettings
 from verax.machine import num_cores
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["Encode", "compile_openvino", "encode_in_batches", "import_openvino", "make_baseline"]
-
 Encode = Callable[[list[str]], Float32[np.ndarray, "n D"]]
 """Function from texts to their vectors, in order."""
 

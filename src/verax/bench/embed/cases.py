@@ -25,8 +25,6 @@ from verax.loading import model_shapes
 from verax.plan.model import multiplied
 from verax.shapes import MINILM_L6, MODERNBERT_BASE, QWEN3_0_6B
 
-__all__ = ["bench_embed"]
-
 SHAPES: dict[str, tuple[str, dict[str, Any], str]] = {
     "minilm": ("all-MiniLM-L6-v2", MINILM_L6, "mean"),
     "modernbert": ("gte-modernbert-base", MODERNBERT_BASE, "cls"),

@@ -34,8 +34,6 @@ from verax.text.engine.async_llm import AsyncLLM
 from verax.text.engine.llm import LLM
 from verax.text.engine.sampling_params import SamplingParams
 
-__all__ = ["bench_serve", "check_answers", "serve_command", "served_model"]
-
 Side = Callable[..., Coroutine[Any, Any, Run]]
 """Side of a load test, called with a load, its requests and the number of the run."""
 

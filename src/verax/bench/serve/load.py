@@ -26,20 +26,6 @@ from verax._optional import require_optional
 from verax.bench.settings import ServeSettings, TrafficSettings
 from verax.errors import InvalidParameterError, VeraxError
 
-__all__ = [
-    "Answer",
-    "Ask",
-    "Client",
-    "Load",
-    "Request",
-    "Run",
-    "draw_requests",
-    "make_loads",
-    "run_load",
-    "started",
-    "summarise",
-]
-
 httpx: Any = require_optional("httpx")
 
 SLOW_PAUSE, SLOW_BUFFER = 0.1, 4096

@@ -36,8 +36,6 @@ from verax.text.engine.sampling_params import SamplingParams
 from verax.text.step.step import StepShape
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["bench_text"]
-
 
 def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict[str, Any]:
     """Run a workload, by default the settings' own, on our engine and, interleaved, on others."""

@@ -17,8 +17,6 @@ from verax.errors import CheckpointError, UnsupportedModelError
 from verax.files import read_json
 from verax.models import causal_lm
 
-__all__ = ["gguf_file", "write_gguf"]
-
 GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 """Type of llama.cpp's weights, by our `quantization` or else our `dtype`."""
 

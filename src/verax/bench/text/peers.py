@@ -24,9 +24,6 @@ from verax.checkpoint import Checkpoint
 from verax.errors import InvalidParameterError
 from verax.machine import num_cores
 
-__all__ = ["STARTS", "peer_sides"]
-
-
 STARTS = (
     "First starts and peak memory are of processes that do nothing else, verax's too: nothing is compiled before, and "
     "OpenVINO's export counts in the start only. Greedy tokens count up to an answer's first that is not verax's."

@@ -30,8 +30,6 @@ from verax.models import CausalLM
 from verax.ops.paged import page_bytes
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["VARIANTS", "bench_quality", "held_out_texts"]
-
 PAGE = 16
 """Tokens of a page: the engine's block size."""
 

@@ -13,8 +13,6 @@ from verax.errors import InvalidParameterError
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.tokens.tokenizer import Tokenizer
 
-__all__ = ["USUAL_PROMPTS", "Workload", "make_workload"]
-
 USUAL_PROMPTS = {"short-prompts": 4, "nano-vllm": 256, "prompt": 1, "repeat": 1, "chat": 1}
 """Prompts of a workload if no other number is given."""
 

@@ -15,8 +15,6 @@ from verax.bench.harness import import_torch, torch_device
 from verax.checkpoint.video.parts import Renaming
 from verax.video.programs import Component
 
-__all__ = ["Work", "make_baseline"]
-
 
 @dataclass(frozen=True)
 class Work:

@@ -18,8 +18,6 @@ from verax.compare.videos import compare_clips
 if TYPE_CHECKING:
     from verax.video.outputs import VideoOutput
 
-__all__ = ["bench_cache"]
-
 PROMPTS = (
     "a blue square floats down and left over a yellow to cyan gradient",
     "over a gradient of red to white, a cyan ring moves up and right",

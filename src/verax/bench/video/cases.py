@@ -29,8 +29,6 @@ from verax.video.load import divided_component
 from verax.video.networks import latents_at_once
 from verax.video.programs import Program
 
-__all__ = ["SIZES", "bench_video", "break_even", "work"]
-
 TITLES = {"transformer": "transformer, a forward pass", "vae": "VAE, decoding"}
 
 WORDS, PATCHES = 512, 257

@@ -43,8 +43,6 @@ from verax.models.wan.model import WanConfig, WanModel
 from verax.models.wan.vae import WanVae, WanVaeConfig
 from verax.ops.cpu import library
 
-__all__ = ["bench_clip"]
-
 PROMPT = "A cat on a surfboard looks back over its shoulder while a wave breaks behind it."
 
 VARIANTS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
