@@ -12,7 +12,7 @@ import numpy as np
 
 from verax.bench.embed.baselines import compile_openvino, import_openvino
 from verax.bench.harness import import_torch, torch_device
-from verax.checkpoint.video.parts import Renaming
+from verax.compare.cases.video import reference_model
 from verax.video.programs import Component
 
 
@@ -21,23 +21,21 @@ class Work:
     """One stage that all sides compute.
 
     Attributes:
+        settings: diffusers' config.json, from which both sides make their models.
         component: our model, with the weights when it is used.
         weights: weights by our names.
-        table: our names to the other library's.
         inputs: inputs in our layout.
         function: traced function of the module and the inputs.
         prepare: function of the module and the inputs that our side runs once for many calls; its result replaces them.
-        config: configuration of our model, from which the other side makes its own.
     """
 
     stage: str
+    settings: Mapping[str, Any]
     component: Component[Any]
     weights: Mapping[str, np.ndarray]
-    table: Renaming
     inputs: tuple[np.ndarray, ...]
     function: Callable[..., Any]
     prepare: Callable[..., Any] | None
-    config: Any
 
     def run(self, weights: Any, *inputs: Any) -> Any:
         """Call `function` with weights in their place."""
@@ -57,9 +55,10 @@ class Work:
 def make_baseline(name: str, work: Work, dtype: str) -> tuple[Callable[[], Any], Callable[[Any], np.ndarray]]:
     """Call of a stage with our weights in `diffusers`, `torch.compile` or `openvino`, and a function from its result to
     float32 in our layout. The result is finished when the call returns."""
-    torch, diffusers = import_torch("diffusers")
+    torch, _ = import_torch("diffusers")
     device = torch_device(torch)
-    model = _torch_model(work, dtype, torch, diffusers).to(device)
+    weight = lambda name: np.asarray(work.weights[name], np.float32)
+    model = reference_model(work.stage, work.settings, weight, dtype).to(device)
     arguments = _arguments(work, torch, device, getattr(torch, dtype))
     in_our_layout = lambda x: x.transpose(0, 2, 3, 4, 1)  # diffusers has channels first
     if name == "openvino":
@@ -80,21 +79,6 @@ def make_baseline(name: str, work: Work, dtype: str) -> tuple[Callable[[], Any],
     return run, lambda tensor: in_our_layout(tensor.float().cpu().numpy())
 
 
-def _torch_model(work: Work, dtype: str, torch: Any, diffusers: Any) -> Any:
-    """Model of a stage on the CPU, whose weights share the memory of `work`."""
-    torch.set_default_dtype(getattr(torch, dtype))  # as from_pretrained has it while it makes a model
-    try:
-        model = _model(work, diffusers)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    model.load_state_dict(_translated(torch, work), assign=True)
-    kept = getattr(model, "_keep_in_fp32_modules", None) or ()
-    for name, parameter in model.named_parameters():
-        if set(name.split(".")) & set(kept):  # what from_pretrained leaves in float32
-            parameter.data = parameter.data.float()
-    return model.eval().requires_grad_(False)
-
-
 def _arguments(work: Work, torch: Any, device: str, dtype: Any) -> dict[str, Any]:
     """Inputs of a stage by diffusers' names, in its layout."""
 
@@ -102,9 +86,9 @@ def _arguments(work: Work, torch: Any, device: str, dtype: Any) -> dict[str, Any
         array = torch.from_numpy(np.ascontiguousarray(x.transpose(axes) if axes else x))
         return array.to(device, dtype if array.is_floating_point() else torch.long)
 
-    inputs = work.inputs
+    inputs, config = work.inputs, work.component.config
     if work.stage == "vae":
-        mean, std = (np.asarray(x, np.float32) for x in (work.config.latents_mean, work.config.latents_std))
+        mean, std = (np.asarray(x, np.float32) for x in (config.latents_mean, config.latents_std))
         return {"z": tensor(inputs[0] * std + mean, 0, 4, 1, 2, 3), "return_dict": False}
     latents, timesteps, text, *image = inputs
     return {
@@ -146,39 +130,3 @@ def _openvino_call(torch: Any, model: Any, arguments: dict[str, Any], dtype: str
         return request.get_output_tensor()
 
     return run
-
-
-def _translated(torch: Any, work: Work) -> Mapping[str, Any]:
-    tensors = {}
-    for name, weight in work.weights.items():
-        names = work.table.forward(name) or (name,)
-        for other, rows in zip(names, np.split(weight, len(names)), strict=True):
-            bits = torch.from_numpy(rows.view(np.int16) if rows.dtype.itemsize == 2 else rows)
-            tensors[other] = bits.view(torch.bfloat16) if rows.dtype.itemsize == 2 else bits
-    return tensors
-
-
-def _model(work: Work, diffusers: Any) -> Any:
-    config = work.config
-    if work.stage == "transformer":
-        return diffusers.SkyReelsV2Transformer3DModel(
-            patch_size=(1, config.patch, config.patch),
-            num_attention_heads=config.num_heads,
-            attention_head_dim=config.head_dim,
-            in_channels=config.in_dim,
-            out_channels=config.out_dim,
-            added_kv_proj_dim=None if config.image_dim is None else config.dim,
-            **_same(config, "text_dim", "freq_dim", "ffn_dim", "num_layers", "image_dim", "inject_sample_info"),
-        )
-    lists = ("dim_mult", "temperal_downsample", "latents_mean", "latents_std")
-    return diffusers.AutoencoderKLWan(
-        scale_factor_spatial=config.pixels_per_latent,
-        **{name: list(getattr(config, name)) for name in lists},
-        **_same(config, "base_dim", "decoder_base_dim", "in_channels", "out_channels", "is_residual"),
-        **_same(config, "patch_size", "z_dim", "num_res_blocks"),
-    )
-
-
-def _same(config: Any, *names: str) -> dict[str, Any]:
-    """Fields that both libraries call the same."""
-    return {name: getattr(config, name) for name in names}

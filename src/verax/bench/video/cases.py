@@ -21,10 +21,9 @@ from verax.bench.settings import VideoSettings
 from verax.bench.video.baselines import Work, make_baseline
 from verax.bench.video.clips import bench_clip
 from verax.checkpoint.load import random_weights
-from verax.checkpoint.video.parts import VAE_2_2, WAN, wan_vae_names
+from verax.compare.cases.video import PART_SIDES, RANDOM
 from verax.errors import InvalidParameterError
-from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
-from verax.models.wan.vae import WanVae, WanVaeConfig
+from verax.models.wan.model import WanModel
 from verax.video.load import divided_component
 from verax.video.networks import latents_at_once
 from verax.video.programs import Program
@@ -35,24 +34,26 @@ WORDS, PATCHES = 512, 257
 """Tokens of a prompt and of an image that condition the transformer, as in the published pipelines."""
 
 
-SIZES: Mapping[str, tuple[WanConfig, WanVaeConfig]] = {
-    "1.3b": (WAN_CONFIGS["i2v-1.3b"], WanVaeConfig()),
-    "14b": (WAN_CONFIGS["i2v-14b"], WanVaeConfig()),
-    "5b": (WAN_CONFIGS["ti2v-5b"], WanVaeConfig.from_hf(VAE_2_2)),
-    "tiny": (
-        WanConfig(dim=32, ffn_dim=64, num_heads=2, num_layers=2, in_dim=36, text_dim=32, image_dim=32),
-        WanVaeConfig(base_dim=8, dim_mult=(1, 2, 2, 2), num_res_blocks=1),
-    ),
+_SMALL = RANDOM["1.3b"]
+_LARGE = {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40, "added_kv_proj_dim": 5120}
+_TINY = {"num_attention_heads": 2, "attention_head_dim": 16, "ffn_dim": 32, "num_layers": 2, "text_dim": 32}
+_TINY |= {"image_dim": 32, "added_kv_proj_dim": 32}
+
+SIZES: Mapping[str, Mapping[str, dict[str, Any]]] = {
+    "1.3b": _SMALL,
+    "14b": {**_SMALL, "transformer": _SMALL["transformer"] | _LARGE},
+    "5b": RANDOM["5b"],
+    "tiny": {"transformer": _SMALL["transformer"] | _TINY, "vae": RANDOM["tiny"]["vae"]},
 }
-"""Transformer and VAE of SkyReels-V2's two published sizes of image to video, of Wan2.2's 5B, and of one for tests."""
+"""Settings of transformer and VAE in diffusers' config.json: of SkyReels-V2's two published sizes of image to video, of
+Wan2.2's 5B, and of one for tests."""
 
 
 def bench_video(settings: VideoSettings) -> dict[str, Any]:
     """Time stages with random weights in real sizes."""
     if settings.stage == ("clip",):
-        config, vae = SIZES[settings.size]
-        layers = settings.layers or config.num_layers
-        return bench_clip(settings, replace(config, in_dim=config.out_dim, image_dim=None, num_layers=layers), vae)
+        config, vae = (PART_SIDES[part].config(one) for part, one in _settings(settings).items())
+        return bench_clip(settings, replace(config, in_dim=config.out_dim, image_dim=None), vae)
     frames, stages, dtype = settings.frames, settings.stage, settings.dtype
     benchmark = Benchmark("video")
     cases = []
@@ -137,6 +138,12 @@ def _compiled(todo: Work, weights: Any, inputs: Any) -> tuple[Program, float]:
     return program, time.perf_counter() - begin
 
 
+def _settings(settings: VideoSettings) -> dict[str, dict[str, Any]]:
+    """Settings of transformer and VAE in diffusers' config.json, with the number of layers that is asked for."""
+    layers = {"num_layers": settings.layers} if settings.layers else {}
+    return {**SIZES[settings.size], "transformer": SIZES[settings.size]["transformer"] | layers}
+
+
 def work(stage: str, frames: int, settings: VideoSettings) -> Work:
     """Work of a stage for a clip: one forward pass of the transformer, or decoding latents.
 
@@ -145,7 +152,8 @@ def work(stage: str, frames: int, settings: VideoSettings) -> Work:
         frames: of the clip, 4n + 1.
         settings: the sizes, with sides that divide into tokens.
     """
-    height, width, (transformer, vae) = settings.height, settings.width, SIZES[settings.size]
+    height, width, parts = settings.height, settings.width, _settings(settings)
+    transformer, vae = (PART_SIDES[part].config(one) for part, one in parts.items())
     pixels = vae.pixels_per_latent
     token = pixels * transformer.patch
     if frames % 4 != 1 or height % token or width % token or min(frames, height, width) < 1:
@@ -157,25 +165,23 @@ def work(stage: str, frames: int, settings: VideoSettings) -> Work:
     latents = 1, (frames + 3) // 4, height // pixels, width // pixels
     normal = lambda *shape: rng.standard_normal(shape, np.float32)
     if stage == "transformer":
-        config: Any = replace(transformer, num_layers=settings.layers or transformer.num_layers)
-        kind, names, function, prepare = WanModel, WAN, _forward, _encode_context
+        config, function, prepare = transformer, _forward, _encode_context
         image = () if config.image_dim is None else (normal(1, PATCHES, config.image_dim),)
         inputs = normal(*latents, config.in_dim), np.asarray([500], np.int32), normal(1, WORDS, config.text_dim), *image
     else:
         chunk = latents_at_once(vae, height, width)
-        config, kind, names, prepare = vae, WanVae, wan_vae_names(asdict(vae)), None
-        function, inputs = (lambda model, latents: model.decode(latents, chunk=chunk)), (normal(*latents, vae.z_dim),)
-    dtype = jnp.dtype(settings.dtype)
+        config, function, prepare = vae, (lambda model, latents: model.decode(latents, chunk=chunk)), None
+        inputs = (normal(*latents, vae.z_dim),)
+    dtype, kind = jnp.dtype(settings.dtype), PART_SIDES[stage].build
     weights = random_weights(nnx.eval_shape(lambda: kind(config, dtype=dtype, rngs=nnx.Rngs(0))), dtype)
 
     def load(abstract: nnx.Module) -> nnx.Module:
         graph, state = nnx.split(abstract)
-        flat = nnx.to_flat_state(state)
-        filled = [(path, leaf.replace(jnp.asarray(weights[".".join(map(str, path))]))) for path, leaf in flat]
-        return nnx.merge(graph, nnx.from_flat_state(filled))
+        fill = lambda path, leaf: leaf.replace(jnp.asarray(weights[".".join(map(str, path))]))
+        return nnx.merge(graph, nnx.map_state(fill, state))
 
     component = divided_component(stage, cast(Any, kind), config, dtype, load, keep=None)
-    return Work(stage, component, weights, names, inputs, function, prepare, config)
+    return Work(stage, parts[stage], component, weights, inputs, function, prepare)
 
 
 def _encode_context(model: WanModel, latents: Any, timesteps: Any, text: Any, image: Any = None) -> tuple[Any, ...]:

@@ -377,10 +377,7 @@ def video_case(model: str | Path | None, part: str, *, inputs: Inputs = RANDOM_I
         return random_weight(name, shapes[name]) if opened is None else np.asarray(opened.read(name), np.float32)
 
     def reference(dtype: str) -> Side:
-        module = kind.torch({name: value for name, value in settings.items() if name != "_diffusers_version"})
-        _fill(module, part, settings, weight)
-        _cast(module.eval().requires_grad_(False), dtype)
-        return kind.run(module, config, given)[0]
+        return kind.run(reference_model(part, settings, weight, dtype), config, given)[0]
 
     def ours(dtype: str) -> Side:
         if opened is not None:
@@ -402,6 +399,14 @@ def video_case(model: str | Path | None, part: str, *, inputs: Inputs = RANDOM_I
     what = type(abstract).__name__
     library = "transformers" if part.endswith("encoder") else "diffusers"
     return Case(f"{what} and {library}", reference, ours, kind.names(settings), about)
+
+
+def reference_model(part: str, settings: Mapping[str, Any], weight: Callable[[str], np.ndarray], dtype: str) -> Any:
+    """The PyTorch library's model of a part, cast as `from_pretrained` does; `weight` takes the original's name."""
+    module = PART_SIDES[part].torch({name: value for name, value in settings.items() if name != "_diffusers_version"})
+    _fill(module, part, settings, weight)
+    _cast(module.eval().requires_grad_(False), dtype)
+    return module
 
 
 def build_part(part: str, settings: Mapping[str, Any]) -> nnx.Module:
