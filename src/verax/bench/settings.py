@@ -37,15 +37,20 @@ def listed(
     separator: str = ",",
     **declaration: Any,
 ) -> Any:
-    """Field of several values, given as a text with commas or as a sequence; `known` are the names that it takes."""
+    """Field of several values, given as a text with commas or as a sequence; `known` are the names that it takes.
+
+    Numbers are more than 0. Only a field whose default is None may be empty.
+    """
+    numbers = {int: "whole numbers above 0, such as 1,8", float: "numbers above 0, such as 0.5,2"}
 
     def parse(what: str, value: Any) -> tuple[Any, ...]:
         parts = value.split(separator) if isinstance(value, str) else value or ()
         try:
             values = tuple(part.strip() if kind is str else kind(part) for part in parts)
-        except ValueError as error:
-            example = "whole numbers such as 1,8" if kind is int else "numbers such as 0.5,2"
-            raise InvalidParameterError(f"{what}: expected {example}, got {value!r}") from error
+        except ValueError:
+            values = (0,)  # refused, as a number that is too small
+        if (default and not values) or (kind is not str and min(values, default=1) <= 0):
+            raise InvalidParameterError(f"{what}: expected {numbers.get(kind, 'one or more')}, got {value!r}")
         check_names(what, values if known else (), known)
         return values
 
@@ -244,8 +249,6 @@ class CacheSettings(_OfModel):
         super().__post_init__()
         if self.prompts is None and self.model is not None:
             raise InvalidParameterError("prompts: expected some: only the built-in model has prompts of its own")
-        if not self.thresholds:
-            raise InvalidParameterError("thresholds: expected one or more")
 
 
 OPERATIONS = ("linear", "grouped", "attention", "conv")
@@ -273,11 +276,6 @@ class OpsSettings(_Traced):
         shown="all",
     )
     against: Any = against("torch")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if min(self.rows) < 1:
-            raise InvalidParameterError(f"rows: expected numbers from 1, got {min(self.rows)}")
 
 
 CONFIGURATIONS = {"Small": (1, 4, 64), "Medium": (2, 8, 128), "Large": (4, 16, 256)}
@@ -374,9 +372,6 @@ class ServeSettings(TrafficSettings, _Engine):
         super().__post_init__()
         if self.concurrency and self.request_rate:
             raise InvalidParameterError("concurrency: a closed loop; request_rate is an open one, give one of them")
-        for name, least in (("concurrency", "at least 1"), ("request_rate", "more than 0")):
-            if min(getattr(self, name), default=1) <= 0:
-                raise InvalidParameterError(f"{name}: expected {least}, got {min(getattr(self, name))}")
         if self.url is not None and self.model is None and (self.against or self.vocab_size is None):
             raise InvalidParameterError(
                 "model: with a url, the other sides need the model of that server"
