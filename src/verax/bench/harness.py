@@ -157,13 +157,24 @@ def time_sides(
             is a call's mean, and `UNTIMED` calls before it do not count.
         trace: folder for one more call of each side that is not a baseline, under JAX's profiler.
     """
-    with _turn():
-        samples = _time_sides(sides, runs, warmup, title, short)
-        if trace is not None:
-            for name in (name for name in sides if not name.startswith((READ, *BASELINES))):
-                with jax.profiler.trace(trace / slug(title, name), create_perfetto_trace=True):
-                    _repeat(sides[name], 1)
-    return samples
+    with _turn(), progress.bar(title) as report:
+        calls_in_turn = lambda run: max(1, min(MOST_CALLS, math.ceil(SHORTEST / _seconds(run, 1))))
+        loops = {name: calls_in_turn(run) if short else 1 for name, run in sides.items()}
+        times: dict[str, list[float]] = {name: [] for name in sides}
+        first, last = warmup, 0  # the round that counts, the round that is next
+        while last < first + runs:
+            for done, (name, run) in enumerate(sides.items(), start=1):
+                _seconds(run, UNTIMED * short)
+                times[name].append(_seconds(run, loops[name]) / loops[name])
+                report(last * len(sides) + done, (first + runs) * len(sides), f"{name} {times[name][-1]:.2f} s")
+            last += 1
+            faster = last > 1 and any(taken[-1] < STEADY * taken[-2] for taken in times.values())
+            if 0 < first == last - 1 and last <= MOST_WARMUP and faster:
+                first = last
+        for name in () if trace is None else (name for name in sides if not name.startswith((READ, *BASELINES))):
+            with jax.profiler.trace(trace / slug(title, name), create_perfetto_trace=True):
+                _seconds(sides[name], 1)
+    return {name: Samples(tuple(taken[first:]), tuple(taken[:first])) for name, taken in times.items()}
 
 
 @contextlib.contextmanager
@@ -179,43 +190,16 @@ def _turn() -> Iterator[None]:
         yield
 
 
-def _time_sides(
-    sides: Mapping[str, Callable[[], object]], runs: int, warmup: int, title: str, short: bool
-) -> dict[str, Samples]:
-    loops = {name: _calls_in_turn(call) if short else 1 for name, call in sides.items()}
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    first, last = warmup, 0  # the round that counts, the round that is next
-    with progress.bar(title) as report:
-        while last < first + runs:
-            for done, (name, run) in enumerate(sides.items(), start=1):
-                _repeat(run, UNTIMED * short)
-                begin = time.perf_counter()
-                _repeat(run, loops[name])
-                times[name].append((time.perf_counter() - begin) / loops[name])
-                report(last * len(sides) + done, (first + runs) * len(sides), f"{name} {times[name][-1]:.2f} s")
-            last += 1
-            faster = last > 1 and any(taken[-1] < STEADY * taken[-2] for taken in times.values())
-            if 0 < first == last - 1 and last <= MOST_WARMUP and faster:
-                first = last
-    return {name: Samples(tuple(taken[first:]), tuple(taken[:first])) for name, taken in times.items()}
-
-
-def _calls_in_turn(run: Callable[[], object]) -> int:
-    """Number of calls of a side in a turn, by the time of one call now, which should not be its first."""
-    begin = time.perf_counter()
-    _repeat(run, 1)
-    return max(1, min(MOST_CALLS, math.ceil(SHORTEST / (time.perf_counter() - begin))))
-
-
-def _repeat(run: Callable[[], object], times: int) -> None:
-    """Call a side, and wait until the last call has finished, and with it all before."""
-    outputs = None
+def _seconds(run: Callable[[], object], times: int) -> float:
+    """Seconds of calls of a side, until the last one has finished, and with it all before."""
+    begin, outputs = time.perf_counter(), None
     for _ in range(times):
         outputs = run()
     jax.block_until_ready(outputs)
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         torch.cuda.synchronize()
+    return time.perf_counter() - begin
 
 
 def launched(outputs: T) -> T:
@@ -279,25 +263,17 @@ class Benchmark:
             "fraction_of_limit": limit / seconds,
         }
 
-    def measure(
-        self,
-        case: Case,
-        *,
-        runs: int,
-        warmup: int,
-        read: Callable[[], object] | None = None,
-        trace: Path | None = None,
-    ) -> dict[str, Any]:
+    def measure(self, case: Case, *, read: Callable[[], object] | None = None, **rounds: Any) -> dict[str, Any]:
         """Time the short calls of all sides in turn; one of a result's cases, with the work of the chosen side.
 
         Args:
             case: its sides have been called before, so that nothing compiles.
-            runs, warmup, trace: as in `time_sides`.
             read: `machine.streaming_read`, which takes its turn with the sides and is the limit of their bytes.
+            rounds: `runs`, `warmup` and `trace` as in `time_sides`.
         """
         calls = {name: side.call for name, side in case.sides.items()} | ({} if read is None else {READ: read})
         title = f"{case.group}, {case.name}"
-        samples = time_sides(calls, runs=runs, warmup=warmup, title=title, short=True, trace=trace)
+        samples = time_sides(calls, title=title, short=True, **rounds)
         bandwidth = None if read is None else machine.READ_BYTES / samples.pop(READ).median
         result = {"group": case.group, **case_result(case.name, case.chosen, samples, case.bytes_moved)}
         for name, side in case.sides.items():
