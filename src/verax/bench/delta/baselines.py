@@ -6,6 +6,7 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 import inspect
+import runpy
 import subprocess
 import sys
 import time
@@ -96,24 +97,16 @@ def _transformers_rules() -> dict[str, Callable[..., Any]]:
 
 def _fla_rules(device: str) -> dict[str, Callable[..., Any]]:
     """flash-linear-attention's Triton kernels on a GPU; elsewhere, where they do not run, its naive PyTorch code."""
-    if device != "cuda":
-        naive = naive_fla("gated_delta_rule")
-        return {f"fla naive {kind}": getattr(naive, f"naive_{kind}_gated_delta_rule") for kind in KINDS}
     try:
-        rule = importlib.import_module("fla.ops.gated_delta_rule")
+        if device == "cuda":
+            rule = importlib.import_module("fla.ops.gated_delta_rule")
+            return {"fla chunk": rule.chunk_gated_delta_rule, "fla recurrent": rule.fused_recurrent_gated_delta_rule}
+        # From its file: the package itself needs Triton to import.
+        folder = Path(importlib.metadata.distribution(FLA).locate_file("fla"))
+        naive = runpy.run_path(str(folder / "ops" / "gated_delta_rule" / "naive.py"))
     except ImportError as error:
         raise MissingDependencyError(f"fla cannot be imported ({error}): pip install {FLA}") from error
-    return {"fla chunk": rule.chunk_gated_delta_rule, "fla recurrent": rule.fused_recurrent_gated_delta_rule}
-
-
-def naive_fla(family: str) -> ModuleType:
-    """`fla/ops/FAMILY/naive.py` from its file: the package itself needs Triton to import."""
-    spec = importlib.util.find_spec("fla")
-    missing = [name for name, module in ((FLA, spec), ("einops", importlib.util.find_spec("einops"))) if module is None]
-    if spec is None or missing:
-        raise MissingDependencyError(f"{' and '.join(missing)} not installed: pip install {FLA}")
-    path = Path((spec.submodule_search_locations or [""])[0], "ops", *family.split("."), "naive.py")
-    return _load(f"fla_naive_{family.replace('.', '_')}", path)
+    return {f"fla naive {kind}": naive[f"naive_{kind}_gated_delta_rule"] for kind in KINDS}
 
 
 def cythonized(source: Path, folder: Path) -> ModuleType:
@@ -128,13 +121,10 @@ def cythonized(source: Path, folder: Path) -> ModuleType:
         raise MissingDependencyError(
             f"the baseline needs Cython, setuptools and a C compiler ({reason}): pip install 'verax[bench]'"
         )
-    return _load(copy.stem, next(folder.glob(f"{copy.stem}*{importlib.machinery.EXTENSION_SUFFIXES[0]}")))
-
-
-def _load(name: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise MissingDependencyError(f"{path}: not a Python module")
+    path = next(folder.glob(f"{copy.stem}*{importlib.machinery.EXTENSION_SUFFIXES[0]}"))
+    spec = importlib.util.spec_from_file_location(copy.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import itertools
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -47,10 +47,12 @@ def bench_delta(settings: DeltaSettings) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="verax-bench-") as folder:
         baselines = find_baselines(settings, Path(folder))
         benchmark = Benchmark("delta")
+        gated = [("gated", name, (B, n * C, HEADS, SIZE), "float32") for name, (B, n, C) in configurations.items()]
+        gated += [("gated", "Long", GPU_SHAPE, "bfloat16")] if baselines.device == "cuda" else []
         makers: dict[str, Callable[[], Iterable[Case]]] = {
             "rule": lambda: (_rule_case(*one, baselines) for one in configurations.items()),
             "layer": lambda: (_layer_case(*one, baselines) for one in configurations.items()),
-            "gated": lambda: _sequence_cases(configurations, baselines),
+            "gated": lambda: (_gated_case(*one, baselines) for one in gated),
             "decode": lambda: [_gated_case("decode", "Step", DECODE, "float32", baselines)],
             "encoder": lambda: (_encoder_case(*one, baselines) for one in itertools.product(VARIANTS, SENTENCES)),
         }
@@ -174,14 +176,6 @@ def gated_rule_flops(L: int, H: int, K: int, V: int, C: int | None = None, *, so
 def gated_rule_bytes(L: int, N: int, H: int, K: int, V: int, *, size: int = 4) -> int:
     """q, k, v, beta and g read, outputs written, the float32 states of N sequences read and written, each once."""
     return L * H * size * (2 * K + 2 * V + 2) + 2 * 4 * N * H * K * V
-
-
-def _sequence_cases(configurations: Mapping[str, tuple[int, int, int]], baselines: Baselines) -> Iterator[Case]:
-    """The report's configurations, and a long sequence in bfloat16 on a GPU."""
-    for name, (B, n, C) in configurations.items():
-        yield _gated_case("gated", name, (B, n * C, HEADS, SIZE), "float32", baselines)
-    if baselines.device == "cuda":
-        yield _gated_case("gated", "Long", GPU_SHAPE, "bfloat16", baselines)
 
 
 def _gated_case(section: str, name: str, shape: tuple[int, int, int, int], dtype: str, baselines: Baselines) -> Case:
@@ -308,17 +302,15 @@ def _layer_case(name: str, shape: tuple[int, int, int], baselines: Baselines) ->
     def theirs(library: ModuleType) -> Sequence[Any]:
         return lambda layer, x: layer(x)[::3], _layer(baselines, library, C), x
 
-    config = replace(LAM, rule=VARIANTS["B"], chunk_size=C)
-    make = lambda: EnhancedHierarchicalDeltaNet(config, rngs=nnx.Rngs(0))
-    graph, weights = nnx.split(_loaded(make, _layer(baselines, baselines.reference, C)))
-
-    def run(weights: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        y, states = nnx.merge(graph, weights)(x)
+    def run(layer: EnhancedHierarchicalDeltaNet, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y, states = layer(x)
         return y, orthogonality_loss(states)
 
-    impl = _chosen_implementation("B")
-    ours = {impl: _side(impl, run, weights, _array(x))}
-    return _lam_case("layer", name, _sizes(shape), _nbytes(weights) + 2 * x.nbytes, ours, theirs, baselines)
+    config = replace(LAM, rule=VARIANTS["B"], chunk_size=C)
+    make = lambda: EnhancedHierarchicalDeltaNet(config, rngs=nnx.Rngs(0))
+    layer = _loaded(make, _layer(baselines, baselines.reference, C))
+    ours, weights = _chosen_side("B", run, layer, _array(x))
+    return _lam_case("layer", name, _sizes(shape), weights + 2 * x.nbytes, ours, theirs, baselines)
 
 
 def _encoder_case(variant: str, name: str, baselines: Baselines) -> Case:
@@ -341,17 +333,14 @@ def _encoder_case(variant: str, name: str, baselines: Baselines) -> Case:
     config = replace(LAM, rule=VARIANTS[variant])
     model = _loaded(lambda: LamModel(config, rngs=nnx.Rngs(0)), encoder(baselines.reference))
     pack_linear_weights(model)  # as `verax.Encoder` does
-    graph, weights = nnx.split(model)
 
-    def run(weights: Any, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-        x = nnx.merge(graph, weights)(tokens, jnp.sum(mask, axis=1))
-        total = jnp.sum(x * mask[..., None], axis=1)
+    def run(model: LamModel, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+        total = jnp.sum(model(tokens, jnp.sum(mask, axis=1)) * mask[..., None], axis=1)
         return total / jnp.linalg.norm(total, axis=-1, keepdims=True)
 
-    impl = _chosen_implementation(variant)
-    ours = {impl: _side(impl, run, weights, jnp.asarray(tokens), jnp.asarray(mask))}
+    ours, weights = _chosen_side(variant, run, model, jnp.asarray(tokens), jnp.asarray(mask))
     # Only these tokens' rows of the embeddings.
-    moved = _nbytes(weights) - 4 * LAM.hidden_size * (LAM.vocab_size - tokens.size)
+    moved = weights - 4 * LAM.hidden_size * (LAM.vocab_size - tokens.size)
     return _lam_case(
         "encoder", f"{name}, variant {variant}", {"sentences": B, "tokens": T}, moved, ours, theirs, baselines
     )
@@ -367,11 +356,16 @@ def _side(impl: str, function: Callable[..., Any], *arguments: Any) -> Side:
     return jax_side(function, *arguments, flops=flops)
 
 
-def _chosen_implementation(variant: str) -> str:
-    """The implementation of our rule that runs inside the layer."""
+def _chosen_side(
+    variant: str, function: Callable[..., Any], model: Any, *arguments: jax.Array
+) -> tuple[dict[str, Side], int]:
+    """Side of a function of our model, by the implementation of the rule that runs inside; bytes of the weights."""
     operation = ops.operations()[f"{VARIANTS[variant]}_rule"]
     (example,) = operation.examples  # it has LAM's heads and dtype
-    return operation.select(*example.args, **example.kwargs).name
+    impl = operation.select(*example.args, **example.kwargs).name
+    graph, weights = nnx.split(model)
+    run = lambda weights, *arguments: function(nnx.merge(graph, weights), *arguments)
+    return {impl: _side(impl, run, weights, *arguments)}, _nbytes(weights)
 
 
 def _lam_case(
