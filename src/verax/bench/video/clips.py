@@ -194,11 +194,13 @@ def _write_model(folder: Path, settings: VideoSettings, transformer: WanConfig, 
     fields = ("dim", "ffn_dim", "freq_dim", "in_dim", "num_heads", "num_layers", "out_dim", "eps", "text_dim")
     sizes = {name: getattr(transformer, name) for name in fields}
     write_json(folder / "config.json", {"_class_name": "WanModel", "model_type": "t2v", "text_len": 512, **sizes})
+    write_json(folder / f"{PARTS['vae'].original}.json", asdict(vae))
     dtype = jnp.dtype(settings.dtype)
-    _write(folder, "model", WanModel, transformer, dtype)
-    stem = PARTS["vae"].original
-    write_json(folder / f"{stem}.json", asdict(vae))
-    _write(folder, stem, WanVae, vae, dtype)
+    tensor = lambda name, shape: NewTensor(dtype, shape, partial(random_weight, name, shape, dtype))
+    for stem, kind, part in (("model", WanModel, transformer), (PARTS["vae"].original, WanVae, vae)):
+        tensors = {name: tensor(name, shape) for name, shape in _shapes(kind, part).items()}
+        for _ in write_shards(folder, stem, tensors, max_shard_bytes=1 << 40):
+            pass
     config = UMT5Config()
     if settings.size == "tiny":
         config = replace(config, d_model=transformer.text_dim, d_kv=8, d_ff=64, num_heads=4)
@@ -213,16 +215,6 @@ def _write_model(folder: Path, settings: VideoSettings, transformer: WanConfig, 
 def _shapes(kind: Callable[..., nnx.Module], config: Any) -> dict[str, tuple[int, ...]]:
     state = nnx.state(nnx.eval_shape(lambda: kind(config, dtype=jnp.float32, rngs=nnx.Rngs(0))))
     return {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(state)}
-
-
-def _write(folder: Path, stem: str, kind: Callable[..., nnx.Module], config: Any, dtype: Any) -> None:
-    """Write a safetensors file of random weights."""
-    tensors = {
-        name: NewTensor(dtype, shape, partial(random_weight, name, shape, dtype))
-        for name, shape in _shapes(kind, config).items()
-    }
-    for _ in write_shards(folder, stem, tensors, max_shard_bytes=1 << 40):
-        pass
 
 
 def _write_gguf(path: Path, config: UMT5Config) -> None:
