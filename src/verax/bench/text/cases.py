@@ -20,7 +20,7 @@ from verax.bench.harness import Benchmark, case_result, checkpoint_folder, time_
 from verax.bench.results import rounds, sides_table, slug, table
 from verax.bench.settings import TextSettings
 from verax.bench.text.peers import STARTS, peer_sides
-from verax.bench.text.workload import USUAL_PROMPTS, Workload, make_workload
+from verax.bench.text.workload import USUAL, Workload, make_workload
 from verax.errors import InvalidParameterError
 from verax.files import model_name
 from verax.loading import load_causal_lm
@@ -231,7 +231,7 @@ def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str,
             shapes if shapes not in (None, "qwen3") else "",
             precision,
             "drafts" if drafts else "",
-            "" if count == USUAL_PROMPTS.get(workload, count) else f"{count} prompt{'s' if count > 1 else ''}",
+            "" if count == USUAL[workload][0] else f"{count} prompt{'s' if count > 1 else ''}",
             f"{settings['prompt_tokens'] // count} tokens" if workload == "prompt" else "",
         ),
         "title": f"Text: {workload}, {settings['model']}, {precision}",

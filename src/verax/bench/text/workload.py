@@ -13,10 +13,8 @@ from verax.errors import InvalidParameterError
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.tokens.tokenizer import Tokenizer
 
-USUAL_PROMPTS = {"short-prompts": 4, "nano-vllm": 256, "prompt": 1, "repeat": 1, "chat": 1}
-"""Prompts of a workload if no other number is given."""
-
-TEMPERATURES = {"short-prompts": 0.7, "nano-vllm": 0.6, "prompt": 0.0, "repeat": 0.0, "chat": 0.0}
+USUAL = {"short-prompts": (4, 0.7), "nano-vllm": (256, 0.6), "prompt": (1, 0.0), "repeat": (1, 0.0), "chat": (1, 0.0)}
+"""Number of prompts and temperature of each workload, unless others are given."""
 
 QUESTIONS = (
     "Tell me a story about a fox and a boat.",
@@ -87,7 +85,8 @@ def make_workload(settings: TextSettings, vocab_size: int, tokenizer: Tokenizer 
     - `chat`: questions in the checkpoint's chat template, by its `tokenizer`.
     """
     name, rng, favoured = settings.workload, np.random.default_rng(0), None
-    count = settings.requests or USUAL_PROMPTS[name]
+    usual_count, usual_temperature = USUAL[name]
+    count = settings.requests or usual_count
     tokens = lambda size: tuple(rng.integers(3, vocab_size, size).tolist())
     max_tokens = (settings.max_tokens,) * count
     if name == "nano-vllm":
@@ -109,5 +108,5 @@ def make_workload(settings: TextSettings, vocab_size: int, tokenizer: Tokenizer 
         favoured = prompts[0][0] if settings.model is None else None
     else:
         prompts = tuple(tokens(12 + 4 * (i % 4)) for i in range(count))
-    temperature = TEMPERATURES[name] if settings.temperature is None else settings.temperature
+    temperature = usual_temperature if settings.temperature is None else settings.temperature
     return Workload(name, prompts, max_tokens, temperature, favoured)
