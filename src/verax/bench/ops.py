@@ -16,14 +16,7 @@ import numpy as np
 
 from verax import machine, ops
 from verax._compat import compiler_options
-from verax.bench.harness import (
-    Benchmark,
-    Case,
-    Side,
-    import_torch,
-    launched,
-    torch_device,
-)
+from verax.bench.harness import Benchmark, Case, Side, import_torch, launched, torch_device
 from verax.bench.results import rounds, sides_table, slug
 from verax.bench.settings import OpsSettings, check_names
 from verax.checkpoint.load import HostMemory

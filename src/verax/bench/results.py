@@ -308,9 +308,8 @@ def compare_results(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold
     common = [name for name in before if name in after]
     if not common:
         raise InvalidParameterError(f"new: none of its sides is in old, which has {', '.join(before)}")
-    rows = [{"name": name, **_judged(before[name], after[name], threshold)} for name in common]
-    for row in rows:
-        row["ours"] = not row["name"].rpartition(" / ")[2].startswith(BASELINES)
+    ours = lambda name: not name.rpartition(" / ")[2].startswith(BASELINES)
+    rows = [{"name": name, "ours": ours(name), **_judged(before[name], after[name], threshold)} for name in common]
     slower = [row["name"] for row in rows if row["ours"] and row["verdict"] == "slower"]
     columns = {
         "side": lambda row: row["name"] if row["ours"] else f"{row['name']} (not ours)",
