@@ -102,7 +102,7 @@ def _fla_rules(device: str) -> dict[str, Callable[..., Any]]:
             rule = importlib.import_module("fla.ops.gated_delta_rule")
             return {"fla chunk": rule.chunk_gated_delta_rule, "fla recurrent": rule.fused_recurrent_gated_delta_rule}
         # From its file: the package itself needs Triton to import.
-        folder = Path(importlib.metadata.distribution(FLA).locate_file("fla"))
+        folder = Path(str(importlib.metadata.distribution(FLA).locate_file("fla")))
         naive = runpy.run_path(str(folder / "ops" / "gated_delta_rule" / "naive.py"))
     except ImportError as error:
         raise MissingDependencyError(f"fla cannot be imported ({error}): pip install {FLA}") from error
@@ -135,21 +135,22 @@ def jax_side(function: Callable[..., Any], *arguments: Any, flops: int, donated:
 
     Args:
         function: of `arguments`, and of `donated` before them if there is some.
-        arguments: trees of arrays.
+        arguments: trees of arrays, or modules.
         flops: operations of its products.
         donated: an array that the call may overwrite. The function's last output takes its place in the next call.
     """
-    kept = jax.device_put(arguments)
+    leaves, tree = jax.tree.flatten(jax.device_put(arguments))  # once, and not in every call
     given = () if donated is None else (jnp.array(donated),)
     begin = time.perf_counter()
     # A new function for each side: JAX knows those that it has traced, whatever implementation an operation has by now.
-    run = jax.jit(lambda *all: function(*all), donate_argnums=tuple(range(len(given)))).lower(*given, *kept).compile()
+    whole = lambda given, *leaves: function(*given, *jax.tree.unflatten(tree, leaves))
+    run = jax.jit(whole, donate_argnums=0).lower(given, *leaves).compile()
     seconds = time.perf_counter() - begin
 
     def call() -> list[jax.Array]:
         nonlocal given
-        outputs = jax.tree.leaves(launched(run(*given, *kept)))
-        given = outputs[len(outputs) - len(given) :]
+        outputs = jax.tree.leaves(launched(run(given, *leaves)))
+        given = tuple(outputs[len(outputs) - len(given) :])
         return outputs
 
     return Side(call, flops, compile_s=seconds)

@@ -302,7 +302,7 @@ def _layer_case(name: str, shape: tuple[int, int, int], baselines: Baselines) ->
     def theirs(library: ModuleType) -> Sequence[Any]:
         return lambda layer, x: layer(x)[::3], _layer(baselines, library, C), x
 
-    def run(layer: EnhancedHierarchicalDeltaNet, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def run(layer: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         y, states = layer(x)
         return y, orthogonality_loss(states)
 
@@ -363,9 +363,7 @@ def _chosen_side(
     operation = ops.operations()[f"{VARIANTS[variant]}_rule"]
     (example,) = operation.examples  # it has LAM's heads and dtype
     impl = operation.select(*example.args, **example.kwargs).name
-    graph, weights = nnx.split(model)
-    run = lambda weights, *arguments: function(nnx.merge(graph, weights), *arguments)
-    return {impl: _side(impl, run, weights, *arguments)}, _nbytes(weights)
+    return {impl: _side(impl, function, model, *arguments)}, _nbytes(model)
 
 
 def _lam_case(

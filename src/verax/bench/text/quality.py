@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from verax import builtin, checkpoint, ops, progress
@@ -91,7 +90,7 @@ def bench_quality(settings: QualitySettings, *, window: int = 512) -> dict[str, 
     width = -(-max(map(len, windows)) // LOGIT_ROWS) * LOGIT_ROWS
     padded = [(np.pad(np.asarray(ids, np.int32), (0, width - len(ids))), len(ids)) for ids in windows]
     reference = _load(opened, REFERENCE)
-    hidden = [np.asarray(_hidden_states(*nnx.split(reference), *one, "float32")) for one in padded]
+    hidden = [np.asarray(_hidden_states(reference, *one, "float32")) for one in padded]
     rows: dict[str, dict[str, Any]] = {}
     with progress.bar("measuring") as report:
         for done, name in enumerate(variants):
@@ -104,9 +103,8 @@ def bench_quality(settings: QualitySettings, *, window: int = 512) -> dict[str, 
                 continue
             scores = np.zeros(3)
             for (tokens, length), theirs in zip(padded, hidden, strict=True):
-                ours = _hidden_states(*nnx.split(module), tokens, length, variant.cache_dtype)
-                following = np.roll(tokens, -1)
-                compared = _compare(*nnx.split(reference), *nnx.split(module), theirs, ours, following)
+                ours = _hidden_states(module, tokens, length, variant.cache_dtype)
+                compared = _compare(reference, module, theirs, ours, np.roll(tokens, -1))
                 scores += np.asarray(compared, np.float64)[:, : length - 1].sum(axis=1)
             nats, divergence, agreement = (float(score) for score in scores / scored)
             config = module.config
@@ -116,7 +114,7 @@ def bench_quality(settings: QualitySettings, *, window: int = 512) -> dict[str, 
                 "perplexity": float(np.exp(nats)),
                 "kl_divergence": divergence,
                 "top1_agreement": agreement,
-                "weights_mb": sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.split(module)[1])) / 1e6,
+                "weights_mb": sum(leaf.nbytes for leaf in jax.tree.leaves(module)) / 1e6,
                 "cache_bytes_per_token": 2 * config.num_hidden_layers * page,
                 "seconds": time.perf_counter() - begin,
             }
@@ -176,12 +174,11 @@ def _windows(tokenizer: Tokenizer, texts: Iterable[str], window: int, num_tokens
             num_tokens -= len(begin) + len(ids[at : at + size])
 
 
-@partial(jax.jit, static_argnums=(0, 4))
+@partial(jax.jit, static_argnums=3)
 def _hidden_states(
-    graph: nnx.GraphDef[Any], state: nnx.State, tokens: Int[Array, "T"], length: Int[Array, ""], cache_dtype: str
+    model: CausalLM, tokens: Int[Array, "T"], length: Int[Array, ""], cache_dtype: str
 ) -> Float[Array, "T D"]:
     """Final hidden states of a window of `length` tokens, with padding after them."""
-    model = nnx.merge(graph, state)
     position = jnp.arange(tokens.shape[0])
     blocks = 1 + len(position) // PAGE
     page = jnp.where(position < length, 1 + position // PAGE, 0)  # page 0 is padding's
@@ -199,18 +196,15 @@ def _hidden_states(
     return model(tokens, position, attend)
 
 
-@partial(jax.jit, static_argnums=(0, 2))
+@jax.jit
 def _compare(
-    their_graph: nnx.GraphDef[Any],
-    theirs: nnx.State,
-    graph: nnx.GraphDef[Any],
-    ours: nnx.State,
+    reference: CausalLM,
+    model: CausalLM,
     their_hidden: Float[Array, "T D"],
     our_hidden: Float[Array, "T D"],
     following: Int[Array, "T"],
 ) -> Float[Array, "3 T"]:
     """Nats of the next token, KL divergence from the reference, and 1 where both have the same best token."""
-    reference, model = nnx.merge(their_graph, theirs), nnx.merge(graph, ours)
 
     def rows(x: tuple[Float[Array, "t D"], Float[Array, "t D"], Int[Array, "t"]]) -> Float[Array, "3 t"]:
         p, q = jax.nn.log_softmax(reference.logits(x[0])), jax.nn.log_softmax(model.logits(x[1]))
