@@ -171,9 +171,10 @@ def time_sides(
             faster = last > 1 and any(taken[-1] < STEADY * taken[-2] for taken in times.values())
             if 0 < first == last - 1 and last <= MOST_WARMUP and faster:
                 first = last
-        for name in () if trace is None else (name for name in sides if not name.startswith((READ, *BASELINES))):
-            with jax.profiler.trace(trace / slug(title, name), create_perfetto_trace=True):
-                _seconds(sides[name], 1)
+        if trace is not None:
+            for name in (name for name in sides if not name.startswith((READ, *BASELINES))):
+                with jax.profiler.trace(trace / slug(title, name), create_perfetto_trace=True):
+                    _seconds(sides[name], 1)
     return {name: Samples(tuple(taken[first:]), tuple(taken[:first])) for name, taken in times.items()}
 
 

@@ -46,7 +46,7 @@ def listed(
     def parse(what: str, value: Any) -> tuple[Any, ...]:
         parts = value.split(separator) if isinstance(value, str) else value or ()
         try:
-            values = tuple(part.strip() if kind is str else kind(part) for part in parts)
+            values: tuple[Any, ...] = tuple(part.strip() if kind is str else kind(part) for part in parts)
         except ValueError:
             values = (0,)  # refused, as a number that is too small
         if (default and not values) or (kind is not str and min(values, default=1) <= 0):
