@@ -12,7 +12,7 @@ def answer(number, first, gap, tokens, **changes):
     record = Answer(Request(number, (5,), tokens, slow=changes.pop("slow", False)), sent=10.0)
     record.events = [10.0 + first + gap * n for n in range(tokens)]
     record.ended = record.events[-1] + 0.5
-    record.prompt_tokens, record.completion_tokens = 7, tokens
+    record.completion_tokens = tokens
     for name, value in changes.items():
         setattr(record, name, value)
     return record

@@ -45,6 +45,7 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
     """Load a server and, interleaved, other sides with the same requests. With llama.cpp, all read one GGUF file."""
     url, against, loads = settings.url, settings.against, load_test.make_loads(settings)
     program = find_llama_server(settings.llama_server) if "llama.cpp" in against else ""
+    precision = settings.quantization or settings.dtype
     _raise_open_files()
     benchmark, gguf, cases = Benchmark("serve"), None, []
     stack, chosen = contextlib.AsyncExitStack(), "verax serve" if url is None else "server"
@@ -71,7 +72,6 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
         try:
             sides: dict[str, Side] = {}
             if program:
-                precision = settings.quantization or settings.dtype
                 gguf, file = gguf_file(opened, precision, stack, vocabulary=path / "tokenizer.json")
                 argument, engine["quantization"] = str(file), None  # all sides read the same file
                 slots = max(load.concurrency or max_num_seqs for load in loads)
@@ -93,7 +93,9 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
                 cases.append(case)
         finally:
             runner.run(stack.aclose())
+    same = ("url", "shapes", "against", "dtype", "quantization", "runs", "warmup")
     asked = {
+        **{name: getattr(settings, name) for name in same},
         "model": model if url is None else client.model,
         "gguf": gguf,
         "max_num_seqs": max_num_seqs,
@@ -102,10 +104,7 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
         "num_requests": [load.num_requests for load in loads],
         "duration": [load.duration for load in loads],
     }
-    same = ("url", "shapes", "against", "dtype", "quantization", "runs", "warmup")
-    asked |= {name: getattr(settings, name) for name in same}
     versions = {"llama_server": llama_server_version(program)} if program else {}
-    precision = settings.quantization or settings.dtype
     name = str(asked["model"])
     words = (gguf, "llama.cpp") if gguf else (precision,)
     return benchmark.result(
@@ -187,15 +186,15 @@ async def run_offline(llm: LLM, load: Load, requests: Iterator[Request], *, numb
         outputs = llm.generate(prompts, [_params(request) for request in batch], use_tqdm=False)
         ended = time.perf_counter()
         for request, output in zip(batch, outputs, strict=True):
-            answer = Answer(request, sent, ended, text=output.outputs[0].text, prompt_tokens=len(request.prompt))
-            answer.completion_tokens = len(output.outputs[0].token_ids)
-            answers.append(answer)
+            (sample,) = output.outputs
+            count = len(sample.token_ids)
+            answers.append(Answer(request, sent, ended, text=sample.text, completion_tokens=count))
     return Run(tuple(answers), time.perf_counter() - begin)
 
 
 async def ask_engine(llm: AsyncLLM, request: Request) -> Answer:
     """Answer of `AsyncLLM` in this process: what the engine gives to a server, without HTTP."""
-    answer = Answer(request, time.perf_counter(), prompt_tokens=len(request.prompt))
+    answer = Answer(request, time.perf_counter())
     async with contextlib.aclosing(llm.generate(list(request.prompt), _params(request))) as outputs:
         async for output in outputs:
             if request.leave_after is not None and len(answer.events) >= request.leave_after:

@@ -67,7 +67,7 @@ class Request:
 
 @dataclass(slots=True)
 class Answer:
-    """Record of one request: times in seconds of `time.perf_counter`, tokens as the server counted them.
+    """Record of one request: times in seconds of `time.perf_counter`, tokens of the answer as the server counted them.
 
     Attributes:
         events: time of each event with a piece of the answer.
@@ -82,7 +82,6 @@ class Answer:
     events: list[float] = field(default_factory=list)
     text: str = ""
     id: str | None = None
-    prompt_tokens: int = 0
     completion_tokens: int = 0
     left: bool = False
     error: str | None = None
@@ -355,7 +354,7 @@ async def _read(response: Any, answer: Answer) -> None:
                 answer.error = "mixed: an event has another id"
                 return
             if usage := event.get("usage"):
-                answer.prompt_tokens, answer.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+                answer.completion_tokens = usage["completion_tokens"]
             for choice in event.get("choices", ()):
                 answer.events.append(now)
                 pieces.append(choice.get("text", ""))
@@ -388,7 +387,10 @@ async def started(command: Callable[[int], Sequence[str]]) -> AsyncIterator[str]
         with log.open("wb") as output:
             process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         try:
-            while not await _is_healthy(client):
+            while True:
+                with contextlib.suppress(VeraxError):
+                    await client.fetch("/health")
+                    break
                 lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
                 printed = " | ".join(lines) or "it printed nothing"
                 if process.poll() is not None:
@@ -406,11 +408,3 @@ async def started(command: Callable[[int], Sequence[str]]) -> AsyncIterator[str]
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
-
-
-async def _is_healthy(client: Client) -> bool:
-    try:
-        await client.fetch("/health")
-    except VeraxError:
-        return False
-    return True
