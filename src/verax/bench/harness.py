@@ -203,6 +203,12 @@ def _seconds(run: Callable[[], object], times: int) -> float:
     return time.perf_counter() - begin
 
 
+def timed(call: Callable[[], T]) -> tuple[T, float]:
+    """Result of a call that has finished when it returns, and its seconds."""
+    begin = time.perf_counter()
+    return call(), time.perf_counter() - begin
+
+
 def launched(outputs: T) -> T:
     """Outputs of a side's compiled call: finished on a CPU, still to be computed on a device.
 
@@ -331,12 +337,8 @@ def measure_noise() -> dict[str, Any]:
     others = min(1.0, psutil.cpu_percent(LISTEN) / 100 * (psutil.cpu_count() or cores) / cores)
 
     def loop(_: int) -> list[float]:
-        x, out, taken = np.linspace(0, 1, PIECE), np.empty(PIECE), []
-        for _ in range(PIECES):
-            begin = time.perf_counter()
-            np.sin(x, out)
-            taken.append(time.perf_counter() - begin)
-        return taken
+        x, out = np.linspace(0, 1, PIECE), np.empty(PIECE)
+        return [timed(lambda: np.sin(x, out))[1] for _ in range(PIECES)]
 
     with ThreadPoolExecutor(cores) as pool:
         taken = np.concatenate(list(pool.map(loop, range(cores))))

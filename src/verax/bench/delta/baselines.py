@@ -9,9 +9,9 @@ import inspect
 import runpy
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from verax.bench.harness import Side, import_torch, launched
+from verax.bench.harness import Side, import_torch, launched, timed
 from verax.bench.settings import DELTA_BASELINES, DeltaSettings
 from verax.errors import InvalidParameterError, MissingDependencyError
 
@@ -73,9 +73,7 @@ def find_baselines(settings: DeltaSettings, folder: Path) -> Baselines:
     for name in names:
         try:
             if name == "cython":
-                begin = time.perf_counter()
-                cython = cythonized(Path(str(reference.__file__)), folder)
-                versions["cython_s"] = time.perf_counter() - begin
+                cython, versions["cython_s"] = timed(partial(cythonized, Path(str(reference.__file__)), folder))
             elif name in ("transformers", "fla"):
                 gated |= _transformers_rules() if name == "transformers" else _fla_rules(device)
             if package := {"fla": FLA, "cython": name, "transformers": name}.get(name):
@@ -141,11 +139,9 @@ def jax_side(function: Callable[..., Any], *arguments: Any, flops: int, donated:
     """
     leaves, tree = jax.tree.flatten(jax.device_put(arguments))  # once, and not in every call
     given = () if donated is None else (jnp.array(donated),)
-    begin = time.perf_counter()
     # A new function for each side: JAX knows those that it has traced, whatever implementation an operation has by now.
     whole = lambda given, *leaves: function(*given, *jax.tree.unflatten(tree, leaves))
-    run = jax.jit(whole, donate_argnums=0).lower(given, *leaves).compile()
-    seconds = time.perf_counter() - begin
+    run, seconds = timed(lambda: jax.jit(whole, donate_argnums=0).lower(given, *leaves).compile())
 
     def call() -> list[jax.Array]:
         nonlocal given
@@ -177,11 +173,7 @@ def torch_side(
         with torch.inference_mode():
             return [x for x in jax.tree.leaves(function(*arguments)) if isinstance(x, torch.Tensor)]
 
-    seconds = None
-    if compiled:
-        begin = time.perf_counter()
-        call()
-        seconds = time.perf_counter() - begin
+    seconds = timed(call)[1] if compiled else None
     if flops is None:
         from torch.utils.flop_counter import FlopCounterMode
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -15,7 +14,7 @@ import numpy as np
 
 from verax import builtin, checkpoint, models
 from verax.bench.embed.baselines import Encode, make_baseline
-from verax.bench.harness import Benchmark, case_result, checkpoint_folder, time_sides
+from verax.bench.harness import Benchmark, case_result, checkpoint_folder, time_sides, timed
 from verax.bench.results import rounds, sides_table, slug
 from verax.bench.settings import EmbedSettings
 from verax.compare.outputs import compare_vectors
@@ -68,9 +67,7 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
             encoders[side], chosen[side] = encode, setting
         encoders["verax"] = partial(encoder.encode, batch_size=batch_size, show_progress=False)
         calls = {name: partial(_one_by_one, e, texts) if latency else partial(e, texts) for name, e in encoders.items()}
-        begin = time.perf_counter()
-        ours = calls["verax"]()
-        first_s = time.perf_counter() - begin
+        ours, first_s = timed(calls["verax"])
         accuracy: dict[str, dict[str, float | None]] = {}
         exact = dtype == "float32" and quantization is None
         if settings.against or not exact:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from verax import checkpoint, ops
-from verax.bench.harness import Benchmark, case_result, checkpoint_folder, time_sides
+from verax.bench.harness import Benchmark, case_result, checkpoint_folder, time_sides, timed
 from verax.bench.results import rounds, sides_table, slug, table
 from verax.bench.settings import TextSettings
 from verax.bench.text.peers import STARTS, peer_sides
@@ -48,11 +47,10 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
         tokenizer = Tokenizer.from_checkpoint(opened) if settings.workload == "chat" and settings.model else None
         workload = workload or make_workload(settings, causal_lm(opened.config)[1].vocab_size, tokenizer)
         sides, versions, starts = peer_sides(settings, opened, workload, stack)
-        begin = time.perf_counter()
+        head = drafts is not None and EngineConfig(speculative_config=drafts).uses_prediction_head
+        load = partial(load_causal_lm, opened, dtype=dtype, quantization=quantization)
         with peak_growth() as loading:
-            head = drafts is not None and EngineConfig(speculative_config=drafts).uses_prediction_head
-            module = load_causal_lm(opened, prediction_head=head, dtype=dtype, quantization=quantization)
-        load_seconds = time.perf_counter() - begin
+            module, load_seconds = timed(partial(load, prediction_head=head))
         dense, experts, chosen, output = multiplied(module)
         leaves = nnx.to_flat_state(nnx.state(module))
         stored = sum(leaf.get_value().nbytes for path, leaf in leaves if "experts" in path)
@@ -60,15 +58,13 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
         llm = LLM.from_module(module, speculative_config=drafts, **sized)
         runner = llm.engine.runner
         if "verax" in settings.against:
-            unquantised = LLM.from_module(load_causal_lm(opened, dtype=dtype), **sized)
-            sides[f"verax {dtype}"] = partial(_generate, unquantised, workload)
+            sides[f"verax {dtype}"] = partial(_generate, LLM.from_module(load(quantization=None), **sized), workload)
         if drafts is not None:
-            plain = LLM.from_module(load_causal_lm(opened, dtype=dtype, quantization=quantization), **sized)
-            sides["verax without drafts"] = partial(_generate, plain, workload)
+            sides["verax without drafts"] = partial(_generate, LLM.from_module(load(), **sized), workload)
         sides["verax"] = partial(_generate, llm, workload)
         compiled = runner.num_compiled()
         samples = time_sides(sides, runs=settings.runs, warmup=settings.warmup, trace=settings.trace)
-        timed = samples.get("verax without drafts", samples["verax"])  # with drafts there are fewer steps
+        undrafted = samples.get("verax without drafts", samples["verax"])  # with drafts there are fewer steps
         steps, rows = workload.steps(runner.config.max_num_seqs), runner.config.max_num_seqs
         # A last token is not read. The head has a product only for a token that another is drawn after.
         positions = workload.prompt_tokens + workload.new_tokens - len(workload.prompts)
@@ -76,7 +72,7 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
         # Experts that no row of a step chooses are not read: the mean over choices, in which all are equally likely.
         unread = stored * (1 - chosen / experts) ** rows if experts else 0.0
         moved = steps * (runner.weight_bytes - unread)
-        work = benchmark.against_limit(timed.median, bytes_moved=moved, flops=products, dtype=dtype)
+        work = benchmark.against_limit(undrafted.median, bytes_moved=moved, flops=products, dtype=dtype)
         case = case_result("", "verax", samples, workload.counted_tokens)
         for side, numbers in {**starts, "verax": work | starts.get("verax", {})}.items():
             case["sides"][side] |= numbers
@@ -187,13 +183,10 @@ def _prepare(llm: LLM, rows: int, length: int) -> tuple[float, np.ndarray, StepS
         engine.add(request)
     while any(sequence.num_to_compute != 1 for sequence in engine.scheduler.running) or engine.scheduler.waiting:
         engine.advance()
-    begin = time.perf_counter()
-    schedule = engine.scheduler.schedule()
-    packed, shape, _ = engine.runner.pack(schedule)
-    host_ms = 1e3 * (time.perf_counter() - begin)
+    (packed, shape, _), seconds = timed(lambda: engine.runner.pack(engine.scheduler.schedule()))
     for request in requests:
         engine.abort(request.request_id)
-    return host_ms, packed, shape
+    return 1e3 * seconds, packed, shape
 
 
 def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:

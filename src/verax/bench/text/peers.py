@@ -11,10 +11,10 @@ import contextlib
 import os
 import sys
 import tempfile
-import time
 from functools import partial
 from typing import Any, NamedTuple
 
+from verax.bench.harness import timed
 from verax.bench.processes import WorkerProcess
 from verax.bench.settings import TextSettings, check_names
 from verax.bench.text import engines
@@ -109,25 +109,26 @@ def peer_sides(
             caches = own.enter_context(tempfile.TemporaryDirectory(prefix="verax-bench-", ignore_cleanup_errors=True))
             environment = ENVIRONMENT | os.environ | dict.fromkeys(CACHES, caches)
             python, engine = pythons.get(name, sys.executable), PEERS[name].module if name in PEERS else name
-            begin = time.perf_counter()
-            start = WorkerProcess(name, python, engines, engine, remedy=_remedy(name), environment=environment)
+            options = {"remedy": _remedy(name), "environment": environment}
+            start, import_s = timed(partial(WorkerProcess, name, python, engines, engine, **options))
             process = own.enter_context(start)
-            seconds, kind, model = time.perf_counter() - begin, quantization or settings.dtype, load["model"]
+            kind, model = quantization or settings.dtype, load["model"]
             if "llama" in name:
                 kind, path = gguf_file(opened, kind, own)
                 kind, model = "as stored" if opened.metadata else kind, str(path)
-            begin = time.perf_counter()
-            of_peer = process.ask(**load | {"model": model})["versions"]
-            seconds += time.perf_counter() - begin
+            loaded, load_s = timed(partial(process.ask, **load | {"model": model}))
             side = {"verax": name, "transformers": f"{name} naive"}.get(name, f"{name} {kind}")
             first_run = run
             if name == "transformers" and len(workload.prompts) > NAIVE_PROMPTS:
                 side, first_run = BATCHED, run | {"batched": True}
             answer = process.ask(**first_run)
-            tokens[side], starts[side] = answer["result"], {"start_s": seconds, "peak_bytes": answer["peak_bytes"]}
+            tokens[side], starts[side] = (
+                answer["result"],
+                {"start_s": import_s + load_s, "peak_bytes": answer["peak_bytes"]},
+            )
             if name in PEERS:
                 stack.enter_context(own.pop_all())
-                sides[side], versions = partial(process.ask, **first_run), versions | of_peer
+                sides[side], versions = partial(process.ask, **first_run), versions | loaded["versions"]
                 if name == "transformers" and len(workload.prompts) > 1:
                     sides[BATCHED] = partial(process.ask, **run, batched=True)
     for side in tokens if "verax" in tokens and not workload.temperature else ():

@@ -54,7 +54,7 @@ class Work:
 
 def make_baseline(name: str, work: Work, dtype: str) -> tuple[Callable[[], Any], Callable[[Any], np.ndarray]]:
     """Call of a stage with our weights in `diffusers`, `torch.compile` or `openvino`, and a function from its result to
-    float32 in our layout. The result is finished when the call returns."""
+    float32 in our layout."""
     torch, _ = import_torch("diffusers")
     device = torch_device(torch)
     weight = lambda name: np.asarray(work.weights[name], np.float32)
@@ -71,10 +71,7 @@ def make_baseline(name: str, work: Work, dtype: str) -> tuple[Callable[[], Any],
 
     def run() -> Any:
         with torch.inference_mode():
-            result = (model.decode if work.stage == "vae" else model)(**arguments)[0]
-            if device == "cuda":
-                torch.cuda.synchronize()
-        return result
+            return (model.decode if work.stage == "vae" else model)(**arguments)[0]
 
     return run, lambda tensor: in_our_layout(tensor.float().cpu().numpy())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, cast
@@ -15,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from verax._compat import empty_compilation_cache
-from verax.bench.harness import Benchmark, case_result, count_products, time_sides
+from verax.bench.harness import Benchmark, case_result, count_products, error_ratio, time_sides, timed
 from verax.bench.results import sides_table, slug
 from verax.bench.settings import VideoSettings
 from verax.bench.video.baselines import Work, make_baseline
@@ -106,11 +105,8 @@ def _case(todo: Work, frames: int, settings: VideoSettings, benchmark: Benchmark
             if name == "openvino" and todo.stage == "vae":
                 continue  # it has no operation for the nearest-exact upsampling
             sides[name], to_numpy = make_baseline(name, todo, settings.dtype)
-            begin = time.perf_counter()
-            theirs = to_numpy(sides[name]())
-            first = time.perf_counter() - begin
-            apart = float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
-            others[name] = {"first_s": first, "difference": apart}
+            theirs, first_s = timed(lambda run=sides[name], to_numpy=to_numpy: to_numpy(run()))
+            others[name] = {"first_s": first_s, "difference": error_ratio(ours, theirs)}
         title, runs = f"{todo.stage}, {frames} frames", settings.runs
         samples = time_sides(sides, runs=runs, warmup=settings.warmup, title=title, trace=settings.trace)
     for name, other in others.items():
@@ -128,9 +124,7 @@ def _compiled(todo: Work, weights: Any, inputs: Any) -> tuple[Program, float]:
     """A program that is ready for a call, and the seconds that tracing and compiling took."""
     jax.clear_caches()  # what is traced already would not be traced again
     program = Program(todo.run)
-    begin = time.perf_counter()
-    program.memory(weights, *inputs)
-    return program, time.perf_counter() - begin
+    return program, timed(lambda: program.memory(weights, *inputs))[1]
 
 
 def _settings(settings: VideoSettings) -> dict[str, dict[str, Any]]:
