@@ -353,19 +353,15 @@ def error_ratio(outputs: np.ndarray, expected: np.ndarray) -> float:
     return float(np.sqrt(np.mean((outputs - expected) ** 2) / np.mean(expected**2)))
 
 
-def import_torch(*others: str) -> tuple[Any, ...]:
-    """torch, set to all cores, and further modules, without their progress bars and remarks.
+def import_torch() -> Any:
+    """torch, set to all cores.
 
     Raises:
-        MissingDependencyError: if one of them is not installed.
+        MissingDependencyError: if it is not installed.
     """
-    modules = tuple(map(require_optional, ("torch", *others)))
-    modules[0].set_num_threads(machine.num_cores())
-    for module in modules:
-        if module.__name__ == "transformers":
-            module.utils.logging.set_verbosity_error()
-            module.utils.logging.disable_progress_bar()
-    return modules
+    torch = require_optional("torch")
+    torch.set_num_threads(machine.num_cores())
+    return torch
 
 
 def torch_device(torch: Any) -> str:

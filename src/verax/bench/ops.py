@@ -76,7 +76,7 @@ def bench_ops(settings: OpsSettings) -> dict[str, Any]:
     """
     size_in, size_out, weights = settings.size_in, settings.size_out, settings.weights or tuple(WEIGHTS)
     check_names("weights", weights, WEIGHTS)
-    torch = import_torch()[0] if settings.against else None
+    torch = import_torch() if settings.against else None
     groups = {
         "linear": lambda: linear_cases(size_in, size_out, settings.rows, weights, torch),
         "grouped": lambda: grouped_cases(weights, torch),

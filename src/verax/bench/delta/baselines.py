@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from verax.bench.harness import Side, import_torch, launched, timed
 from verax.bench.settings import DELTA_BASELINES, DeltaSettings
+from verax.compare.cases.text import transformers
 from verax.errors import InvalidParameterError, MissingDependencyError
 
 FLA = "flash-linear-attention"
@@ -61,7 +62,7 @@ def find_baselines(settings: DeltaSettings, folder: Path) -> Baselines:
         folder: gets the files of Cython; it has to last as long as the baselines do.
     """
     names = settings.against or DELTA_BASELINES
-    (torch,), platform = import_torch(), jax.default_backend()
+    torch, platform = import_torch(), jax.default_backend()
     if platform not in ("cpu", "gpu") or (platform == "gpu" and not torch.cuda.is_available()):
         raise InvalidParameterError(
             f"JAX runs on {platform}, where this torch ({torch.__version__}) does not: set JAX_PLATFORMS=cpu to "
@@ -86,7 +87,7 @@ def find_baselines(settings: DeltaSettings, folder: Path) -> Baselines:
 
 
 def _transformers_rules() -> dict[str, Callable[..., Any]]:
-    import_torch("transformers")
+    transformers()
     modeling = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
     # Unwrapped: where flash-linear-attention is installed, these names would run its kernels.
     rule = lambda kind: inspect.unwrap(getattr(modeling, f"torch_{kind}_gated_delta_rule"))

@@ -24,6 +24,7 @@ from jaxtyping import Float32, Int64
 from verax._optional import require_optional
 from verax.bench.harness import import_torch, torch_device
 from verax.bench.settings import EmbedSettings
+from verax.compare.cases.text import transformers
 from verax.embed.settings import EncoderSettings
 from verax.machine import num_cores
 from verax.text.tokens.tokenizer import Tokenizer
@@ -81,13 +82,13 @@ def _pooled_model(folder: Path, pooling: str, *, dtype: str = "float32", attenti
     It is what is run as a baseline, or exported for others, with `attention` as transformers' `attn_implementation`.
     Its `padding` is the token id after the end of a text.
     """
-    torch, transformers = import_torch("transformers")
+    torch, models = import_torch(), transformers()
 
     class PooledModel(torch.nn.Module):
         def __init__(self):
             super().__init__()
             options = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
-            self.model: Any = transformers.AutoModel.from_pretrained(folder, **options)
+            self.model: Any = models.AutoModel.from_pretrained(folder, **options)
             self.model.config.use_cache = False  # keys and values that nothing reads later
             self.padding: int = self.model.config.pad_token_id or 0
 
@@ -144,9 +145,9 @@ OPSET = 17
 """Version of ONNX's operators: the first with LayerNormalization. onnxruntime's fusions know what it exports to."""
 
 
-def _torch_runs(transformers: Any, source: Any, precision: str, latency: bool, calibration: Iterable[Batch]) -> Model:
+def _torch_runs(library: Any, source: Any, precision: str, latency: bool, calibration: Iterable[Batch]) -> Model:
     """Model as it is, on the CPU or its GPU: what `SentenceTransformer.encode` does without its library."""
-    (torch,) = import_torch()
+    torch = import_torch()
     device = torch_device(torch)
     model = source.to(device)
 
@@ -187,7 +188,7 @@ def _onnxruntime_runs(runtime: Any, source: Any, precision: str, latency: bool, 
 
 def _exported(source: Any, folder: Path, *, quantized: bool) -> Path:
     """ONNX file of a model in a folder: fused attention, GELU and normalisation; weights in int8 if `quantized`."""
-    (torch,) = import_torch()
+    torch = import_torch()
     ids = torch.ones((2, 3), dtype=torch.long)
     path, fused = folder / "model.onnx", folder / "fused.onnx"
     with warnings.catch_warnings():
@@ -240,7 +241,7 @@ def _openvino_runs(openvino: Any, source: Any, precision: str, latency: bool, ca
 
     int8 is NNCF's post-training quantisation of weights and activations (W8A8, SmoothQuant).
     """
-    (torch,) = import_torch()
+    torch = import_torch()
     nncf = require_optional("nncf") if precision == "int8" else None
     ids = torch.ones((2, 3), dtype=torch.long)
     with warnings.catch_warnings():

@@ -55,7 +55,7 @@ class Work:
 def make_baseline(name: str, work: Work, dtype: str) -> tuple[Callable[[], Any], Callable[[Any], np.ndarray]]:
     """Call of a stage with our weights in `diffusers`, `torch.compile` or `openvino`, and a function from its result to
     float32 in our layout."""
-    torch, _ = import_torch("diffusers")
+    torch = import_torch()
     device = torch_device(torch)
     weight = lambda name: np.asarray(work.weights[name], np.float32)
     model = reference_model(work.stage, work.settings, weight, dtype).to(device)
