@@ -302,7 +302,11 @@ class Benchmark:
 
         `machine` has the versions of the baselines that this process has imported, and `versions` of those in others.
         """
-        facts = machine.fingerprint() | {"cpu_kernels": library.level() or "none"} | _imported_versions()
+        imported = {name: sys.modules[name] for name in LIBRARIES if sys.modules.get(name) is not None}
+        facts = machine.fingerprint() | {"cpu_kernels": library.level() or "none"}
+        facts |= {name: module.__version__.partition("-")[0] for name, module in imported.items()}  # without a build
+        if torch := imported.get("torch"):
+            facts |= {"torch_threads": torch.get_num_threads(), "torch_device": torch_device(torch)}
         peaks = {"host_peak_gb": machine.peak_memory(), "device_peak_gb": machine.peak_device_memory()}
         return {
             "subject": self._subject,
@@ -316,15 +320,6 @@ class Benchmark:
             "notes": [],
             **rest,
         }
-
-
-def _imported_versions() -> dict[str, Any]:
-    """Versions of the baselines that are imported, without the names of builds; torch's threads and device."""
-    modules = {name: module for name in LIBRARIES if (module := sys.modules.get(name)) is not None}
-    versions = {name: module.__version__.partition("-")[0] for name, module in modules.items()}
-    if torch := modules.get("torch"):
-        versions |= {"torch_threads": torch.get_num_threads(), "torch_device": torch_device(torch)}
-    return versions
 
 
 def measure_noise() -> dict[str, Any]:

@@ -61,9 +61,9 @@ def table(rows: Iterable[Any], columns: Columns, *, title: str = "", note: str =
     return {"title": title, "note": note, "columns": list(columns), "rows": cells}
 
 
-def _optional(key: str, form: Callable[[Any], str]) -> Callable[[Any], str]:
-    """Cell of a side's number, formatted; empty where the side does not have it."""
-    return lambda row: "" if row[2].get(key) is None else form(row[2][key])
+def optional(key: str, form: Callable[[Any], str]) -> Callable[[Any], str]:
+    """Cell of a number in the last part of a row, formatted; empty where it is missing."""
+    return lambda row: "" if row[-1].get(key) is None else form(row[-1][key])
 
 
 def _latency(name: str) -> Callable[[Any], str]:
@@ -73,36 +73,36 @@ def _latency(name: str) -> Callable[[Any], str]:
 
 
 SIDE_COLUMNS: Columns = {
-    "requests": _optional("completed", str),
-    "req/s": _optional("requests_per_s", "{:.2f}".format),
+    "requests": optional("completed", str),
+    "req/s": optional("requests_per_s", "{:.2f}".format),
     **{
         f"{name} ms": _latency(key)
         for name, key in (("TTFT", "ttft"), ("TPOT", "tpot"), ("ITL", "itl"), ("E2E", "e2el"))
     },
-    "disconnected": _optional("disconnected", str),
-    "failed": _optional("errors", lambda errors: ", ".join(f"{count} x {kind}" for kind, count in errors.items())),
-    "compile s": _optional("compile_s", "{:.1f}".format),
-    "from cache s": _optional("compile_cached_s", "{:.1f}".format),
-    "first call s": _optional("first_s", "{:.1f}".format),
-    "first start s": _optional("start_s", "{:.1f}".format),
+    "disconnected": optional("disconnected", str),
+    "failed": optional("errors", lambda errors: ", ".join(f"{count} x {kind}" for kind, count in errors.items())),
+    "compile s": optional("compile_s", "{:.1f}".format),
+    "from cache s": optional("compile_cached_s", "{:.1f}".format),
+    "first call s": optional("first_s", "{:.1f}".format),
+    "first start s": optional("start_s", "{:.1f}".format),
     "pays after": lambda row: "" if "break_even" not in row[2] else row[2]["break_even"] or "never",
-    "apart": _optional("difference", "{:.1e}".format),
-    "text s": _optional("text_s", "{:.1f}".format),
-    "denoise s": _optional("denoise_s", "{:.1f}".format),
-    "decode s": _optional("decode_s", "{:.1f}".format),
-    "decoder's buffers MB": _optional("decode_bytes", lambda size: f"{size / 1e6:.0f}"),
-    "PSNR dB": _optional("psnr", "{:.1f}".format),
-    "peak MB": _optional("peak_bytes", lambda peak: f"{peak / 1e6:.0f}"),
-    "verax's tokens": _optional("same_tokens", str),
-    "GFLOP": _optional("flops", lambda flops: number(flops / 1e9)),
-    "GFLOP/s": _optional("gflop_per_s", "{:.0f}".format),
-    "GB/s": _optional("gb_per_s", "{:.1f}".format),
-    "of the limit": _optional("fraction_of_limit", "{:.0%}".format),
-    "error": _optional("error", "{:.0e}".format),
-    "difference": _optional("largest_difference", "{:.1e}".format),
-    "1 - cosine": _optional("cosine_distance", "{:.1e}".format),
-    "same nearest": _optional("same_nearest", "{:.1%}".format),
-    "rank correlation": _optional("rank_correlation", "{:.5f}".format),
+    "apart": optional("difference", "{:.1e}".format),
+    "text s": optional("text_s", "{:.1f}".format),
+    "denoise s": optional("denoise_s", "{:.1f}".format),
+    "decode s": optional("decode_s", "{:.1f}".format),
+    "decoder's buffers MB": optional("decode_bytes", lambda size: f"{size / 1e6:.0f}"),
+    "PSNR dB": optional("psnr", "{:.1f}".format),
+    "peak MB": optional("peak_bytes", lambda peak: f"{peak / 1e6:.0f}"),
+    "verax's tokens": optional("same_tokens", str),
+    "GFLOP": optional("flops", lambda flops: number(flops / 1e9)),
+    "GFLOP/s": optional("gflop_per_s", "{:.0f}".format),
+    "GB/s": optional("gb_per_s", "{:.1f}".format),
+    "of the limit": optional("fraction_of_limit", "{:.0%}".format),
+    "error": optional("error", "{:.0e}".format),
+    "difference": optional("largest_difference", "{:.1e}".format),
+    "1 - cosine": optional("cosine_distance", "{:.1e}".format),
+    "same nearest": optional("same_nearest", "{:.1%}".format),
+    "rank correlation": optional("rank_correlation", "{:.5f}".format),
 }
 """Columns of what a side may have in addition to its times."""
 

@@ -12,7 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Run = Callable[..., list[list[int]]]
+Tokens = list[list[int]]
+"""Tokens of several texts."""
+
+Run = Callable[..., Tokens]
 """Function from `prompts`, `max_tokens` of each, and `temperature` to the new tokens."""
 
 Engine = tuple[Run, dict[str, Any]]
@@ -26,7 +29,7 @@ def llm_class(package: Any, model: str, dtype: str, quantization: str | None, se
     sizes = {"max_num_seqs": sequences, "max_model_len": length, "skip_tokenizer_init": True}
     llm = package.LLM(model, dtype=dtype, quantization=quantization, enable_prefix_caching=False, **sizes)
 
-    def run(prompts: list[list[int]], max_tokens: list[int], temperature: float) -> list[list[int]]:
+    def run(prompts: Tokens, max_tokens: list[int], temperature: float) -> Tokens:
         params = [package.SamplingParams(temperature=temperature, max_tokens=m, ignore_eos=True) for m in max_tokens]
         return [list(one.outputs[0].token_ids) for one in llm.generate(prompts, params, use_tqdm=False)]
 
@@ -49,7 +52,7 @@ def continuous_batching(
         subprocess.run([*command, *task], check=True, stdout=sys.stderr)
         pipeline = package.ContinuousBatchingPipeline(exported, scheduler, "CPU", hints)
 
-    def run(prompts: list[list[int]], max_tokens: list[int], temperature: float) -> list[list[int]]:
+    def run(prompts: Tokens, max_tokens: list[int], temperature: float) -> Tokens:
         # Their defaults draw from the 50 likeliest tokens, which is other work than ours.
         drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
         configs = [package.GenerationConfig(max_new_tokens=m, ignore_eos=True, **drawn) for m in max_tokens]
@@ -65,7 +68,7 @@ def causal_lm(package: Any, model: str, dtype: str, quantization: str | None, se
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = package.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).to(device).eval()
 
-    def generate(prompts: list[list[int]], count: int, temperature: float) -> list[list[int]]:
+    def generate(prompts: Tokens, count: int, temperature: float) -> Tokens:
         width = max(map(len, prompts))
         tokens = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -82,9 +85,7 @@ def causal_lm(package: Any, model: str, dtype: str, quantization: str | None, se
             )
         return out[:, width:].tolist()
 
-    def run(
-        prompts: list[list[int]], max_tokens: list[int], temperature: float, batched: bool = False
-    ) -> list[list[int]]:
+    def run(prompts: Tokens, max_tokens: list[int], temperature: float, batched: bool = False) -> Tokens:
         if batched:
             answers = generate(prompts, max(max_tokens), temperature)
             return [answer[:m] for answer, m in zip(answers, max_tokens, strict=True)]
@@ -131,14 +132,14 @@ def llama_decode(package: Any, model: str, dtype: str, quantization: str | None,
             logits = logits / temperature - numpy.log(rng.standard_exponential(vocab_size, numpy.float32))
         return int(logits.argmax())
 
-    def run(prompts: list[list[int]], max_tokens: list[int], temperature: float) -> list[list[int]]:
+    def run(prompts: Tokens, max_tokens: list[int], temperature: float) -> Tokens:
         if len(prompts) > sequences:
             raise ValueError(f"llama.cpp takes at most {sequences} sequences at once, not {len(prompts)}")
         if is_ik:
             c.llama_kv_cache_clear(context)
         else:
             c.llama_memory_clear(c.llama_get_memory(context), False)
-        answers: list[list[int]] = [[] for _ in prompts]
+        answers: Tokens = [[] for _ in prompts]
         rows = [(i, token, at, at + 1 == len(p)) for i, p in enumerate(prompts) for at, token in enumerate(p)]
         calls = [rows[begin : begin + size] for begin in range(0, len(rows), size)]
         while calls:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from verax import builtin, checkpoint, ops, progress
 from verax.bench.harness import Benchmark
-from verax.bench.results import slug, table
+from verax.bench.results import optional, slug, table
 from verax.bench.settings import QualitySettings, check_names
 from verax.errors import InvalidParameterError
 from verax.files import model_name
@@ -117,14 +117,13 @@ def bench_quality(settings: QualitySettings, *, window: int = 512) -> dict[str, 
                 "cache_bytes_per_token": 2 * config.num_hidden_layers * page,
             }
             del module
-    cell = lambda key, form: lambda row: "" if row[1].get(key) is None else form.format(row[1][key])
     columns = {
         "precision": lambda row: row[0],
-        "perplexity": lambda row: "{perplexity:.4f}".format(**row[1]) if "perplexity" in row[1] else row[1]["left_out"],
-        "KL, nats": cell("kl_divergence", "{:.2g}"),
-        "same best token": cell("top1_agreement", "{:.2%}"),
-        "weights, MB": cell("weights_mb", "{:.1f}"),
-        "cache, bytes a token": cell("cache_bytes_per_token", "{}"),
+        "perplexity": lambda row: row[1].get("left_out") or f"{row[1]['perplexity']:.4f}",
+        "KL, nats": optional("kl_divergence", "{:.2g}".format),
+        "same best token": optional("top1_agreement", "{:.2%}".format),
+        "weights, MB": optional("weights_mb", "{:.1f}".format),
+        "cache, bytes a token": optional("cache_bytes_per_token", str),
     }
     asked = {
         "model": model_name(model) if model else "built-in",

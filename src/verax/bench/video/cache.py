@@ -41,9 +41,8 @@ def bench_cache(settings: CacheSettings) -> dict[str, Any]:
         lines = settings.prompts.read_text(encoding="utf-8-sig").splitlines()
         prompts = [line for line in lines if line.strip()]
     pipe = VideoPipeline.from_pretrained(model, dtype=settings.dtype, show_progress=False)
-    choices: dict[float | None, dict[str, Any]] = {None: {"cache": None}}
-    choices |= {value: {"cache": settings.cache, "cache_threshold": value} for value in thresholds}
-    choices = {key: {**choice, "num_inference_steps": settings.steps} for key, choice in choices.items()}
+    choices: dict[float | None, dict[str, Any]] = {None: {"cache": None, "num_inference_steps": settings.steps}}
+    choices |= {value: choices[None] | {"cache": settings.cache, "cache_threshold": value} for value in thresholds}
     # Compilation and the reading of weights come first.
     for threshold in (None, thresholds[0]):
         pipe(prompts[0], **choices[threshold])
