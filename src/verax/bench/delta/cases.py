@@ -35,7 +35,7 @@ from verax.models.lam import EnhancedHierarchicalDeltaNet, LamConfig, LamModel
 from verax.nn import pack_linear_weights
 from verax.ops.delta import DeltaInputs, delta_recurrence
 from verax.ops.delta._chunk import CHUNK_SIZE, CHUNK_SIZES
-from verax.ops.hierarchical import HierarchicalInputs, Perceptron, ResonanceFlux, orthogonality_loss
+from verax.ops.hierarchical import HierarchicalInputs, orthogonality_loss
 
 
 def bench_delta(settings: DeltaSettings) -> dict[str, Any]:
@@ -282,9 +282,8 @@ def _rule_case(name: str, shape: tuple[int, int, int], baselines: Baselines) -> 
     q, k, v, beta, decays, gates = jax.tree.map(lambda x: _array(x.transpose(1, 2)), inputs)
     arrays = q, k, v, beta[..., 0], decays, tuple(gate[..., 0] for gate in gates)
     H, K = q.shape[2:]
-    flux = _layer(baselines, baselines.reference, C).resonance_flux
-    networks = (Perceptron(*map(_array, network.parameters())) for network in (flux.flux_net, flux.token_flux_proj))
-    rule = HierarchicalInputs(*arrays, ResonanceFlux(_array(flux.W_bilinear), _array(flux.temp), *networks))
+    layer = _loaded(EnhancedHierarchicalDeltaNet, LAM, _layer(baselines, baselines.reference, C))
+    rule = HierarchicalInputs(*arrays, layer.resonance_flux.weights())
     operation, ours = ops.operations()["hierarchical_rule"], {}
     run = lambda *inputs: ops.hierarchical_delta_rule(*inputs, chunk_size=C)
     for impl in reversed(operation.supporting(rule, chunk_size=C)):
@@ -307,8 +306,7 @@ def _layer_case(name: str, shape: tuple[int, int, int], baselines: Baselines) ->
         return y, orthogonality_loss(states)
 
     config = replace(LAM, rule=VARIANTS["B"], chunk_size=C)
-    make = lambda: EnhancedHierarchicalDeltaNet(config, rngs=nnx.Rngs(0))
-    layer = _loaded(make, _layer(baselines, baselines.reference, C))
+    layer = _loaded(EnhancedHierarchicalDeltaNet, config, _layer(baselines, baselines.reference, C))
     ours, weights = _chosen_side("B", run, layer, _array(x))
     return _lam_case("layer", name, _sizes(shape), weights + 2 * x.nbytes, ours, theirs, baselines)
 
@@ -331,7 +329,7 @@ def _encoder_case(variant: str, name: str, baselines: Baselines) -> Case:
         return lambda encoder, *inputs: (encoder(*inputs),), encoder(library), *inputs
 
     config = replace(LAM, rule=VARIANTS[variant])
-    model = _loaded(lambda: LamModel(config, rngs=nnx.Rngs(0)), encoder(baselines.reference))
+    model = _loaded(LamModel, config, encoder(baselines.reference))
     pack_linear_weights(model)  # as `verax.Encoder` does
 
     def run(model: LamModel, tokens: jax.Array, mask: jax.Array) -> jax.Array:
@@ -405,12 +403,12 @@ def _layer(baselines: Baselines, library: ModuleType, chunk_size: int) -> Any:
     return layer.eval().to(baselines.device)
 
 
-def _loaded(abstract: Callable[[], Any], module: Any) -> Any:
+def _loaded(kind: Callable[..., Any], config: LamConfig, module: Any) -> Any:
     """Our module with the weights of a PyTorch one, through a checkpoint."""
     weights = {name: x.cpu().numpy() for name, x in module.state_dict().items()}
     with tempfile.TemporaryDirectory(prefix="verax-bench-") as folder:
         saved = checkpoint.Checkpoint.open(checkpoint.save(weights, folder, config={}))
-        return checkpoint.load_module(nnx.eval_shape(abstract), saved, dtype=None)
+        return checkpoint.load_module(nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0))), saved, dtype=None)
 
 
 def _array(tensor: Any) -> jax.Array:
