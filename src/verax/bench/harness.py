@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -282,15 +282,10 @@ class Benchmark:
         title = f"{case.group}, {case.name}"
         samples = time_sides(calls, title=title, short=True, **rounds)
         bandwidth = None if read is None else machine.READ_BYTES / samples.pop(READ).median
+        against = partial(self.against_limit, bytes_moved=case.bytes_moved, bandwidth=bandwidth)
         result = {"group": case.group, **case_result(case.name, case.chosen, samples, case.bytes_moved)}
         for name, side in case.sides.items():
-            work = self.against_limit(
-                samples[name].median,
-                bytes_moved=case.bytes_moved,
-                flops=side.flops,
-                dtype=side.dtypes[0],
-                bandwidth=bandwidth,
-            )
+            work = against(samples[name].median, flops=side.flops, dtype=side.dtypes[0])
             result["sides"][name] |= {**work, "dtype": side.dtypes[0], "compile_s": side.compile_s}
             result |= work if name == case.chosen else {}
         return result if bandwidth is None else result | {"bandwidth_gb_per_s": bandwidth / 1e9}
