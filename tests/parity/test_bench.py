@@ -32,7 +32,7 @@ def test_transformers_generates_what_the_engine_generates(tmp_path):
     assert set(result["cases"][0]["ratios"]) == set(sides) - {"verax"}
     assert sides["transformers naive"]["same_tokens"] == sides["verax"]["same_tokens"] == 14
     assert result["machine"]["torch"] == torch.__version__
-    run, _ = engines.causal_lm(transformers, str(tmp_path), "float32", None, 2, 16)
+    run, _ = engines.transformers(transformers, str(tmp_path), "float32", None, 2, 16)
     work = ([list(prompt) for prompt in workload.prompts], list(workload.max_tokens), 0.0)
     assert run(*work, batched=True) == run(*work)
 

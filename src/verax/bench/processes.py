@@ -33,7 +33,7 @@ class WorkerProcess:
     Args:
         name: of the side, for errors.
         python: a Python that has the package.
-        engines: module whose file has `ENGINES`.
+        engines: module with a function of the package's name.
         engine: the package.
         remedy: what to do where the package is not installed.
         environment: variables of the process; this process's if None.

@@ -1,9 +1,9 @@
 """Process of a side of a benchmark, run by a Python that need not have verax.
 
-Its argument is the path of a Python file with `ENGINES`: functions by the name of the package that they drive. It reads
-a JSON object a line from standard input and answers each with one on standard output:
+Its argument is the path of a Python file with a function for each package that it drives, of the package's name. It
+reads a JSON object a line from standard input and answers each with one on standard output:
 
-1. `engine`, a key of `ENGINES`, whose package is imported;
+1. `engine`, the name of such a function, whose package is imported;
 2. the arguments of the engine's function after the package. The function returns a run and the `versions` of what
    runs, which the answer has;
 3. again and again, the arguments of the run. The answer has its `result`, its `seconds`, and the process's peak memory,
@@ -37,7 +37,7 @@ def main() -> None:
     """Answer requests until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not be taken for an answer
-    engines = runpy.run_path(sys.argv[1])["ENGINES"]
+    engines = runpy.run_path(sys.argv[1])
     name, package, run = "", None, None
     for line in sys.stdin:
         request, answer, begin = json.loads(line), dict[str, Any](), time.perf_counter()

@@ -127,7 +127,7 @@ def test_all_sequences_take_one_token_a_step_and_leave_when_they_are_done(monkey
     library._lib = library
     monkeypatch.setitem(sys.modules, "ik_llama_cpp._ctypes_api", library)
     monkeypatch.setattr(engines, "BATCH_TOKENS", 4)
-    run, versions = engines.llama_decode(library, "a.gguf", "float32", None, 2, 5)
+    run, versions = engines.llama_cpp(library, "a.gguf", "float32", None, 2, 5)
     assert run([[5, 6, 7], [9, 8]], [3, 2], temperature) == [[2, 3, 4], [101, 102]]
     assert library.calls == [
         [(0, 5, 0, False), (0, 6, 1, False), (0, 7, 2, True), (1, 9, 0, False)],

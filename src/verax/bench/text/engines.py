@@ -1,6 +1,6 @@
 """Engines of `verax bench text` in processes of their own (`bench.worker`), by Pythons that need not have verax.
 
-Each function takes a package, a checkpoint, its precision and the sizes of the engine.
+Each function has the name of the package that it takes; then come a checkpoint, its precision and the engine's sizes.
 """
 
 import importlib
@@ -24,7 +24,7 @@ Engine = tuple[Run, dict[str, Any]]
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def llm_class(package: Any, model: str, dtype: str, quantization: str | None, sequences: int, length: int) -> Engine:
+def verax(package: Any, model: str, dtype: str, quantization: str | None, sequences: int, length: int) -> Engine:
     """Engine of vLLM, or of verax, whose classes have the same names."""
     sizes = {"max_num_seqs": sequences, "max_model_len": length, "skip_tokenizer_init": True}
     llm = package.LLM(model, dtype=dtype, quantization=quantization, enable_prefix_caching=False, **sizes)
@@ -36,7 +36,10 @@ def llm_class(package: Any, model: str, dtype: str, quantization: str | None, se
     return run, {package.__name__: package.__version__}
 
 
-def continuous_batching(
+vllm = verax
+
+
+def openvino_genai(
     package: Any, model: str, dtype: str, quantization: str | None, sequences: int, length: int
 ) -> Engine:
     """Engine of OpenVINO GenAI; optimum-intel exports the checkpoint, in a process of its own."""
@@ -62,7 +65,7 @@ def continuous_batching(
     return run, {"openvino_genai": package.__version__}
 
 
-def causal_lm(package: Any, model: str, dtype: str, quantization: str | None, sequences: int, length: int) -> Engine:
+def transformers(package: Any, model: str, dtype: str, quantization: str | None, sequences: int, length: int) -> Engine:
     """transformers on the CPU or its GPU: prompt by prompt, or in one batch until its longest answer is done."""
     torch = importlib.import_module("torch")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -99,7 +102,7 @@ BATCH_TOKENS = 512
 """llama.cpp's own physical batch, which a call takes while prompts are read."""
 
 
-def llama_decode(package: Any, model: str, dtype: str, quantization: str | None, sequences: int, length: int) -> Engine:
+def llama_cpp(package: Any, model: str, dtype: str, quantization: str | None, sequences: int, length: int) -> Engine:
     """llama.cpp, or ik_llama.cpp, through its C interface on all cores: one call of `llama_decode` a step.
 
     A sequence leaves the batch when it has its tokens. All tokens can be drawn, as on our side, by an exponential race:
@@ -162,12 +165,4 @@ def llama_decode(package: Any, model: str, dtype: str, quantization: str | None,
     return run, {f"{name}_python": package.__version__, f"{name}_threads": CORES, f"{name}_build": build}
 
 
-ENGINES: dict[str, Callable[..., Engine]] = {
-    "verax": llm_class,
-    "vllm": llm_class,
-    "openvino_genai": continuous_batching,
-    "transformers": causal_lm,
-    "llama_cpp": llama_decode,
-    "ik_llama_cpp": llama_decode,
-}
-"""Functions by module."""
+ik_llama_cpp = llama_cpp

@@ -1,7 +1,8 @@
 """Engines of `verax bench video --stage clip` in processes of their own, see `bench.worker`.
 
-Each function takes a package and the arguments of its model, and returns a function that makes a clip of the options of
-one, and the versions. A `folder` gets the frames: as images, and as `frames.npy`, uint8 `[T, H, W, 3]`.
+Each function has the name of the package that it takes, before the arguments of its model, and returns a function that
+makes a clip of the options of one, and the versions. A `folder` gets the frames: as images, and as `frames.npy`, uint8
+`[T, H, W, 3]`.
 """
 
 import importlib
@@ -86,11 +87,3 @@ def _save(frames: np.ndarray, folder: Path) -> None:
     for i, frame in enumerate(frames):
         image.fromarray(frame).save(folder / "images" / f"{i:05d}.png")
     np.save(folder / "frames.npy", frames)
-
-
-ENGINES: dict[str, Callable[..., Engine]] = {
-    "verax": verax,
-    "diffusers": diffusers,
-    "stable_diffusion_cpp": stable_diffusion_cpp,
-}
-"""Functions by module."""
