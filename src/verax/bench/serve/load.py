@@ -71,7 +71,6 @@ class Answer:
 
     Attributes:
         events: time of each event with a piece of the answer.
-        id: of the completion.
         left: True if the client disconnected on purpose.
         error: kind of failure, such as `http 429`; None if there was none.
     """
@@ -81,7 +80,6 @@ class Answer:
     ended: float = 0.0
     events: list[float] = field(default_factory=list)
     text: str = ""
-    id: str | None = None
     completion_tokens: int = 0
     left: bool = False
     error: str | None = None
@@ -328,7 +326,7 @@ class Client:
 async def _read(response: Any, answer: Answer) -> None:
     """Fill an answer from the server-sent events of a response, until its end or until the client leaves."""
     # By bytes: httpx's lines end at U+2028 and the like too, which tokens may have.
-    request, pieces, rest, finish_reason = answer.request, [], b"", None
+    request, pieces, rest, finish_reason, identity = answer.request, [], b"", None, None
     if request.leave_after == 0:
         answer.left = True
         return
@@ -349,8 +347,8 @@ async def _read(response: Any, answer: Answer) -> None:
             if (failure := event.get("error")) is not None:
                 answer.error = f"in the stream: {failure.get('type') if isinstance(failure, dict) else failure}"
                 return
-            answer.id = answer.id or event.get("id")
-            if event.get("id") != answer.id:
+            identity = identity or event.get("id")
+            if event.get("id") != identity:
                 answer.error = "mixed: an event has another id"
                 return
             if usage := event.get("usage"):
