@@ -35,7 +35,7 @@ WORDS, PATCHES = 512, 257
 
 _SMALL = RANDOM["1.3b"]
 _LARGE = {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40, "added_kv_proj_dim": 5120}
-_TINY = {"num_attention_heads": 2, "attention_head_dim": 16, "ffn_dim": 32, "num_layers": 2, "text_dim": 32}
+_TINY = {"num_attention_heads": 2, "attention_head_dim": 16, "ffn_dim": 64, "num_layers": 2, "text_dim": 32}
 _TINY |= {"image_dim": 32, "added_kv_proj_dim": 32}
 
 SIZES: Mapping[str, Mapping[str, dict[str, Any]]] = {
