@@ -84,6 +84,12 @@ def test_steps_decode_one_token_where_the_host_is_needed_between_two(tiny_folder
     assert (counts[1], counts[4]) == (8, 2)
 
 
+def test_a_small_budget_of_tokens_and_grammars_leave_the_tokens_unchanged(llm, tiny_folder):
+    # Steps of 8 sequences decode 64 tokens; the sampling of grammars has programs for as many rows as some of them.
+    several = make_llm(tiny_folder, num_scheduler_steps=8, max_num_batched_tokens=8, structured_outputs=True)
+    assert tokens(generate(several, PROMPTS)) == tokens(generate(llm, PROMPTS))
+
+
 def test_drafts_and_several_steps_are_refused_together(tiny_folder):
     with pytest.raises(InvalidParameterError, match=r"num_scheduler_steps: .*drafts"):
         make_llm(

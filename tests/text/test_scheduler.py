@@ -1,5 +1,8 @@
 """The scheduler under a pretended device: planned scenes, and a state machine that does everything in any order."""
 
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -27,10 +30,16 @@ class PretendedDevice:
     written shows as a different text.
     """
 
-    def __init__(self, num_blocks, block_size, max_num_seqs, budget, *, caching=True, windows=(None,), sizes=()):
+    def __init__(
+        self, num_blocks, block_size, max_num_seqs, budget, *, caching=True, windows=(None,), sizes=(), steps=None
+    ):
         self.blocks = BlockManager(num_blocks, block_size, windows=windows, enable_prefix_caching=caching)
         self.scheduler = Scheduler(
-            self.blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, prompt_sizes=sizes
+            self.blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            prompt_sizes=sizes,
+            decode_steps=steps,
         )
         self.windows = windows
         self.caches = [np.zeros((count, block_size), object) for count in num_blocks]
@@ -41,7 +50,11 @@ class PretendedDevice:
 
     def step(self):
         plan = self.scheduler.schedule()
-        assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
+        rounds = max((chunk.num_sampled for chunk in plan.chunks), default=1)
+        if rounds > 1:
+            assert all(chunk.count == chunk.num_sampled for chunk in plan.chunks)
+        else:
+            assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
         assert len(plan.chunks) <= self.scheduler.max_num_seqs
         assert len({c.sequence.slot for c in plan.chunks}) == len(plan.chunks)
         self.step_sizes.append(plan.num_tokens)
@@ -57,9 +70,14 @@ class PretendedDevice:
                 assert sum(map(bool, table)) <= most
         # As on the device: all of a layer's keys are written before any are read, so a prompt may share a block with
         # one that is computed in the same step.
-        for chunk in plan.chunks:
-            self._write(chunk)
-        sampled = [self._attend_and_sample(chunk) for chunk in plan.chunks]
+        sampled = [[] for _ in plan.chunks]
+        for i in range(max(rounds, 1)):
+            parts = list(map(partial(part_of, i), plan.chunks)) if rounds > 1 else plan.chunks
+            for part in filter(None, parts):
+                self._write(part)
+            for part, tokens in zip(parts, sampled, strict=True):
+                if part:
+                    tokens += self._attend_and_sample(part)
         if self.in_flight:
             self._read(*self.in_flight)
         self.in_flight = (plan, sampled) if plan.chunks else None
@@ -85,20 +103,19 @@ class PretendedDevice:
         if chunk.num_sampled:
             assert chunk.start + chunk.count == len(text)
             text.append(next_token(text))
-            return text[-1]
-        return None
+            return text[-1:]
+        return []
 
     def _read(self, plan, sampled):
-        for chunk, token in zip(plan.chunks, sampled, strict=True):
+        for chunk, tokens in zip(plan.chunks, sampled, strict=True):
             sequence = chunk.sequence
-            if token is None:
-                continue
-            sequence.num_pending -= 1
-            if sequence.finished:
-                continue
-            sequence.tokens.append(token)
-            if token == 0 or len(sequence.output_tokens) >= sequence.request.max_tokens:
-                self.scheduler.finish(sequence)
+            sequence.num_pending -= len(tokens)
+            for token in tokens:
+                if sequence.finished:
+                    break
+                sequence.tokens.append(token)
+                if token == 0 or len(sequence.output_tokens) >= sequence.request.max_tokens:
+                    self.scheduler.finish(sequence)
 
     def run(self, limit=2000):
         for _ in range(limit):
@@ -107,6 +124,13 @@ class PretendedDevice:
             self.step()
             check_scheduler(self.scheduler)
         raise AssertionError("the scheduler does not come to an end")
+
+
+def part_of(i, chunk):
+    """Token i of a decode step of several, as a chunk; None past its last."""
+    blocks = chunk.new_blocks if i == 0 else ()
+    part = replace(chunk, start=chunk.start + i, count=1, num_sampled=1, new_blocks=blocks)
+    return part if i < chunk.count else None
 
 
 def next_token(text):
@@ -209,13 +233,14 @@ class Machine(RuleBasedStateMachine):
         windows=st.sampled_from([(None,), (None, 1), (None, 3), (None, 6), (4,), (5, 9), (None, 2, 8)]),
         spare=st.integers(0, 6),
         sizes=st.sampled_from([(), (2, 4, 8, 12), (5, 12)]),
+        steps=st.sampled_from([{}, {1: 4, 4: 3}, {5: 8}]),
     )
-    def start(self, num_blocks, block_size, max_num_seqs, budget, caching, windows, spare, sizes):
+    def start(self, num_blocks, block_size, max_num_seqs, budget, caching, windows, spare, sizes, steps):
         self.longest = (num_blocks - 1) * block_size
         least = [most_blocks(self.longest, window, budget, block_size) for window in windows]
         counts = [1 + blocks + (spare if window else 0) for blocks, window in zip(least, windows, strict=True)]
         self.device = PretendedDevice(
-            counts, block_size, max_num_seqs, budget, caching=caching, windows=windows, sizes=sizes
+            counts, block_size, max_num_seqs, budget, caching=caching, windows=windows, sizes=sizes, steps=steps
         )
         self.sequences = []
         self.aborted = set()

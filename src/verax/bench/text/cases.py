@@ -175,6 +175,7 @@ def _break_down_decode_step(llm: LLM, *, rows: int, length: int) -> dict[str, An
 def _prepare(llm: LLM, rows: int, length: int) -> tuple[float, np.ndarray, StepShape]:
     """Real requests brought to `length` tokens; the host's milliseconds a step, and a step's input to repeat."""
     engine, rng = llm.engine, np.random.default_rng(0)
+    engine.scheduler.decode_steps = {}  # one token of each
     prompt_length = max(1, min(length, llm.max_model_len) - 40)
     params = SamplingParams(temperature=0.7, max_tokens=None, ignore_eos=True)
     prompts = rng.integers(3, engine.vocab_size, (rows, prompt_length)).tolist()

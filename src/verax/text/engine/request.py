@@ -121,7 +121,7 @@ class Sequence:
     """One token sequence: a request has `n` of them, alike but for their seeds.
 
     Invariants: `num_computed <= num_tokens`; a running sequence's tables cover `num_computed` tokens; `num_pending` is
-    the number of tokens that the device has sampled, or will, and the host has not read yet (0 or more, 2 at most).
+    the number of tokens that the device has sampled, or will, and the host has not read yet: of two steps at most.
     """
 
     request: Request

@@ -151,8 +151,8 @@ class Scheduler:
         # Decodes first. The order of `running` is the order of arrival: victims are taken from its end.
         for sequence in list(self.running):
             if sequence.state is SequenceState.RUNNING and sequence.num_to_compute == 1 and not sequence.exhausted:
-                budget -= self._plan(plan, sequence, 1, steps)
-        budget = self._prompt_budget(plan.num_tokens, budget)
+                budget -= self._plan(plan, sequence, 1, steps) > 0
+        budget = self._prompt_budget(len(plan.chunks), budget)
         for sequence in list(self.running):
             if budget > 0 and sequence.state is SequenceState.RUNNING and sequence.num_to_compute > 1:
                 # Not yet planned in the loop above: its plan would have left 0 or 1 to compute.

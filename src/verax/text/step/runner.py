@@ -281,7 +281,7 @@ class ModelRunner:
     def _run_padding(self, shape: StepShape) -> StepOutput:
         packed = self._padding(shape)
         pending = PendingStep(Schedule(), self._dispatch(shape, packed), ())
-        if shape.num_sampled in self._samplers:
+        if shape.num_sampled in self._samplers and pending.output.logits is not None:
             pending.deferred = self._sampled_rows(shape, packed)
             self.sample(pending, self.new_masks(pending))
         return pending.output
