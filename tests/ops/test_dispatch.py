@@ -121,7 +121,7 @@ def test_fused_operations_are_switched_off_together():
     with ops.use_unfused():
         assert ops.multi_linear.select(x, weights).is_reference
     fused = [name for name, op in ops.operations().items() if op.fused]
-    assert fused == ["gelu_mlp", "multi_linear", "swiglu", "update_rows"]
+    assert fused == ["gelu_mlp", "multi_linear", "norm_rotary", "swiglu", "update_rows"]
 
 
 def test_every_operation_has_an_example_and_the_choice_for_it_exists():
