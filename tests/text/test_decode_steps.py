@@ -8,8 +8,11 @@ import pytest
 from tests.support.engine import GREEDY, PROMPTS, RANDOM, add_slowly, few_blocks, generate, nothing_compiles, tokens
 from tests.support.tiny import tiny_checkpoint
 from tests.text.conftest import WINDOWED, make_llm
+from verax import ops
 from verax.errors import InvalidParameterError
+from verax.text.engine.engine_config import EngineConfig
 from verax.text.engine.sampling_params import SamplingParams
+from verax.text.step.sizes import plan_sizes
 
 PENALTIES = SamplingParams(temperature=0, max_tokens=21, frequency_penalty=2.0, repetition_penalty=1.3, ignore_eos=True)
 
@@ -88,6 +91,20 @@ def test_a_small_budget_of_tokens_and_grammars_leave_the_tokens_unchanged(llm, t
     # Steps of 8 sequences decode 64 tokens; the sampling of grammars has programs for as many rows as some of them.
     several = make_llm(tiny_folder, num_scheduler_steps=8, max_num_batched_tokens=8, structured_outputs=True)
     assert tokens(generate(several, PROMPTS)) == tokens(generate(llm, PROMPTS))
+
+
+def test_a_gpu_decodes_several_tokens_in_a_step_that_reads_few_weights(llm):
+    config, given = llm.engine.runner.abstract_model.config, EngineConfig(kv_cache_memory=1 << 24, max_num_seqs=256)
+
+    def steps(platform, weights, config=config, given=given):
+        with ops.use_target(platform, "NVIDIA H100 80GB HBM3" if platform == "gpu" else "cpu"):
+            sizes = plan_sizes(config, "float32", given, weights=weights)
+        return {shape.rows: shape.decode_steps for shape in sizes.repeated}
+
+    assert steps("gpu", 1_200_000_000) == {1: 8, 4: 8, 16: 8, 64: 8, 256: 4}
+    assert steps("gpu", 3_400_000_000) == {1: 2, 4: 2, 16: 2, 64: 2, 256: 2}
+    assert steps("gpu", 16_000_000_000) == steps("cpu", 1_200_000_000) == {}
+    assert steps("cpu", 1, given=replace(given, num_scheduler_steps=2))[256] == 2
 
 
 def test_drafts_and_several_steps_are_refused_together(tiny_folder):

@@ -84,7 +84,7 @@ class TextPlan:
         """The engine's sizes, with blocks for all sequences at their full length, for the plan's options or others."""
         with self.target():
             options = replace(self.options, kv_cache_memory=UNLIMITED, **changes)
-            return plan_sizes(self.model.config, self.dtype, options)
+            return plan_sizes(self.model.config, self.dtype, options, weights=self.weight_bytes)
 
     def cache_bytes(self, **changes: Any) -> int:
         """Bytes of the cache on a device, recurrent states included. It takes the arguments of `sizes`."""

@@ -157,10 +157,11 @@ class EngineConfig:
         None,
         "Tokens of each sequence that a step decodes at most, one after the other on the device, while nothing waits "
         "for a place: the host schedules once for all, and a stream gets them together. Steps with log-probabilities, "
-        "grammars or adapters decode one, steps of 256 sequences at most four. If None: 8 on a GPU, else 1.",
+        "grammars or adapters decode one, steps of 256 sequences at most four. If None: up to 8 on a GPU, fewer for "
+        "more than 1.2 GB of weights, else 1.",
         low=1,
         high=MOST_STEPS,
-        shown="8 on a GPU, else 1",
+        shown="up to 8 on a GPU, else 1",
     )
     block_size: int = option(16, "Tokens in a block of the cache.", low=1)
     kv_cache_memory: int | None = option(

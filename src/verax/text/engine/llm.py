@@ -43,7 +43,7 @@ from verax.text.features.lora import AdaptedLayers, AdapterLoader, LoRARequest
 from verax.text.features.speculative import load_draft_model, new_speculator
 from verax.text.hosts import Group
 from verax.text.step.program import AbstractModel, CompiledPrograms, check_supported, compile_all, write_programs
-from verax.text.step.runner import DeviceAdapters, ModelRunner
+from verax.text.step.runner import DeviceAdapters, ModelRunner, weight_bytes
 from verax.text.step.sizes import cache_memory, plan_sizes, state_bytes
 from verax.text.tokens.tokenizer import Tokenizer, eos_token_ids
 
@@ -588,7 +588,8 @@ def _new_engines(
     draft_config, free = None if drafts[0] is None else drafts[0].config, None
     if hosts is not None and config.kv_cache_memory is None:
         free = min(hosts.exchange(cache_memory(config.tensor_parallel_size // config.nnodes)))
-    sizes = plan_sizes(model.config, model.dtype, config, draft=draft_config, free=free)
+    weights = weight_bytes(model) // config.tensor_parallel_size
+    sizes = plan_sizes(model.config, model.dtype, config, draft=draft_config, free=free, weights=weights)
     compiled = None
     if config.programs is not None:
         compiled = CompiledPrograms.open(config.programs)

@@ -52,6 +52,10 @@ DECODE_STEPS = {"gpu": 8}
 """Tokens of each sequence that one program decodes, by platform; 1 elsewhere. On an H100 the host takes 1.8 ms for a
 step of four sequences of Qwen3-0.6B, and 5 ms for one of 256; the device takes 1.3, and from 3."""
 
+REPEATED_BYTES = 10_000_000_000
+"""Most bytes of weights that such a step reads, each time they are read counted. A device that reads gigabytes for a
+token takes longer than the host, and a new request would wait in vain: an H100 reads 6 GB in 1.8 ms."""
+
 MOST_DECODED = 1024
 """Most tokens of a step that decodes several of each sequence: a new request waits for the steps that are on their
 way."""
@@ -191,6 +195,7 @@ def plan_sizes(
     *,
     draft: CausalLMConfig | None = None,
     free: int | None = None,
+    weights: int = 1,
 ) -> RunnerConfig:
     """Sizes that fit into the memory of each device.
 
@@ -201,6 +206,7 @@ def plan_sizes(
         config: the engine's options. Its devices divide the heads of keys and values.
         draft: configuration of a draft model, whose keys and values lie in blocks of the group without a window.
         free: bytes for cache and slots on each device if no option says how many for the cache; what is free if None.
+        weights: bytes of the model's weights on each device.
     """
     longest, block_size = model.max_position_embeddings, config.block_size
     if config.max_model_len is not None and config.max_model_len > longest:
@@ -270,15 +276,16 @@ def plan_sizes(
         padding_takes_time=ops.target().platform in PADDING_TAKES_TIME,
         joined_heads=_joined_heads(model, cache_dtype, devices),
         num_kept_states=kept,
-        decode_steps=_decode_steps(config),
+        decode_steps=_decode_steps(config, weights),
     )
 
 
-def _decode_steps(config: EngineConfig) -> int:
-    """Tokens of a sequence that a decode step computes: drafts take the place of several."""
+def _decode_steps(config: EngineConfig, weights: int) -> int:
+    """Tokens of a sequence that a decode step computes at most: drafts take the place of several."""
     if config.speculation is not None:
         return 1
-    return config.num_scheduler_steps or DECODE_STEPS.get(ops.target().platform, 1)
+    usual = min(DECODE_STEPS.get(ops.target().platform, 1), REPEATED_BYTES // weights)
+    return config.num_scheduler_steps or max(1, usual)
 
 
 def _joined_heads(model: CausalLMConfig, cache_dtype: DTypeLike, devices: int) -> int:
