@@ -102,7 +102,7 @@ class Scheduler:
         prompt_sizes: numbers of tokens that steps with prompts are padded to, where padding takes time. A step is then
             made to fill one of them.
         decode_steps: tokens of each sequence that a step decodes, one after the other, if it does nothing else: by the
-            most sequences of such a step, ascending.
+            most sequences of such a step, ascending. No more than `max_num_batched_tokens`.
     """
 
     def __init__(

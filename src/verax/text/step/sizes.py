@@ -143,8 +143,8 @@ class RunnerConfig:
         """Shapes of the decode steps of several tokens, the ones of fewest sequences first."""
         if self.decode_steps == 1:
             return []
-        rows = powers(1, self.max_num_seqs, 4)
-        steps = {size: min(self.decode_steps, MOST_DECODED // size) for size in rows}
+        rows, most = powers(1, self.max_num_seqs, 4), min(self.decode_steps, self.max_num_batched_tokens)
+        steps = {size: min(most, MOST_DECODED // size) for size in rows}
         return [StepShape(size, size * count, True) for size, count in steps.items() if count > 1]
 
     # Rows cost a pass over the vocabulary each, tokens a pass through the layers: few sizes of either are enough.
