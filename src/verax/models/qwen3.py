@@ -257,9 +257,11 @@ class Attention(nnx.Module):
         """Queries and keys, normalised, at their positions."""
         if self.q_norm is None or self.k_norm is None:
             return rotated(q, k, rotary)
-        if rotary is None:
-            return self.q_norm(q), self.k_norm(k)
-        return ops.norm_rotary(q, k, self.q_norm.scale, self.k_norm.scale, *rotary, self.q_norm.eps)
+        scales, eps = (self.q_norm.scale, self.k_norm.scale), self.q_norm.eps
+        if rotary is None or ops.norm_rotary.select(q, k, *scales, *rotary, eps).is_reference:
+            # so that a trace of the model has each layer's result
+            return rotated(self.q_norm(q), self.k_norm(k), rotary)
+        return ops.norm_rotary(q, k, *scales, *rotary, eps)
 
 
 class MLP(nnx.Module):
