@@ -1,5 +1,5 @@
 // for each piece of K:
-//   for each strip of columns, which lie in a panel:
+//   for each strip of columns, which lie in a panel:           (few rows: first the strips, then the pieces)
 //     for each tile of rows:
 //       y = y so far + x . W                                 (in registers; W and x where they lie)
 //   after the last piece: y * scale + bias, GELU
@@ -19,6 +19,10 @@
 namespace verax {
 namespace VERAX_LEVEL {
 namespace {
+
+// Most rows with which a strip of W is read from end to end, since it comes from memory and x stays in the first cache
+// level; and how far ahead it is asked for, in cells.
+constexpr int64_t STREAMED_ROWS = 8, AHEAD = 32 * GEMM_STRIP;
 
 // Cells of x from row m and cell k on: of f32 x itself, of others pieces.
 template <class Cells>
@@ -41,19 +45,28 @@ void multiply_into(Matrix sums, const GemmTask& t, const GemmBlock& block, [[may
 #endif
   const int64_t cells = t.K / Cells::depth;
   auto* w = const_cast<float*>(static_cast<const float*>(t.weight));
-  for (int64_t k = 0; k < cells; k += GEMM_PIECE) {
+  const auto multiply_piece = [&](int64_t n, int64_t k) {
     const int64_t depth = cells - k < GEMM_PIECE ? cells - k : GEMM_PIECE;
     const bool last = k + depth == cells;
     const auto rows = rows_of<Cells>(t, block.m, k);
+    const int64_t left = block.n + block.columns - n, columns = left < STRIP ? left : STRIP;
+    const Strided<GEMM_STRIP> weight{w + (n / GEMM_STRIP * cells + k) * GEMM_STRIP + n % GEMM_STRIP};
+    const Matrix y{sums.at + (n - block.n), sums.stride};
+    auto tile = begin_tile(t, block, n, rows, weight, y, k == 0, last);
+    if (block.rows <= STREAMED_ROWS) tile.ahead = AHEAD;
+    multiply_columns<Cells>(block.rows, tile, columns, depth);
+    if (!last || t.activation == Activation::none) return;
+    for (int64_t m = 0; m < block.rows; ++m) {
+      for (int64_t i = 0; i < columns; i += F32::lanes) store(y.row(m) + i, activated(load(y.row(m) + i), t.activation));
+    }
+  };
+  if (block.rows <= STREAMED_ROWS) {
     for (int64_t n = block.n; n < block.n + block.columns; n += STRIP) {
-      const int64_t left = block.n + block.columns - n, columns = left < STRIP ? left : STRIP;
-      const Strided<GEMM_STRIP> weight{w + (n / GEMM_STRIP * cells + k) * GEMM_STRIP + n % GEMM_STRIP};
-      const Matrix y{sums.at + (n - block.n), sums.stride};
-      multiply_columns<Cells>(block.rows, begin_tile(t, block, n, rows, weight, y, k == 0, last), columns, depth);
-      if (!last || t.activation == Activation::none) continue;
-      for (int64_t m = 0; m < block.rows; ++m) {
-        for (int64_t i = 0; i < columns; i += F32::lanes) store(y.row(m) + i, activated(load(y.row(m) + i), t.activation));
-      }
+      for (int64_t k = 0; k < cells; k += GEMM_PIECE) multiply_piece(n, k);
+    }
+  } else {
+    for (int64_t k = 0; k < cells; k += GEMM_PIECE) {
+      for (int64_t n = block.n; n < block.n + block.columns; n += STRIP) multiply_piece(n, k);
     }
   }
 }

@@ -37,6 +37,7 @@ struct Tile {
   bool first, last;
   const float *row_scales, *scales, *bias;  // null, also unless y ends here
   const int32_t* row_sums;  // with row_scales
+  int64_t ahead = 0;  // cells of W from those that are multiplied to those that are asked for, 0 for none
 };
 
 template <class X, class W>
@@ -56,6 +57,25 @@ Tile<X, W> begin_tile(const GemmTask& t, const GemmBlock& block, int64_t n, X x,
 template <class Kind>
 constexpr bool INTEGERS = std::is_same_v<Kind, IntegerCells>;
 
+// add_products, where W comes from memory.
+template <class Kind, int R, int C, class X, class W>
+inline void add_streamed(F32 (&sums)[R][C], X x, W weight, int64_t depth, int64_t ahead) {
+  for (int64_t d = 0; d < depth; ++d) {
+    F32 columns[C];
+    VERAX_UNROLL
+    for (int c = 0; c < C; ++c) {
+      columns[c] = load(weight.row(d) + c * F32::lanes);
+      prefetch(weight.row(d) + ahead + c * F32::lanes);
+    }
+    VERAX_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const F32 cell = broadcast(x.row(r)[d]);
+      VERAX_UNROLL
+      for (int c = 0; c < C; ++c) sums[r][c] = Kind::multiply(sums[r][c], cell, columns[c]);
+    }
+  }
+}
+
 template <class Kind, int R, int C, class X, class W>
 void multiply(const Tile<X, W>& t, int64_t depth) {
   F32 sums[R][C];
@@ -63,7 +83,11 @@ void multiply(const Tile<X, W>& t, int64_t depth) {
   for (int r = 0; r < R; ++r)
     VERAX_UNROLL
     for (int c = 0; c < C; ++c) sums[r][c] = t.first ? zero() : load(t.y.row(r) + c * F32::lanes);
-  add_products<Kind, R, C>(sums, t.x, t.weight, depth);
+  if (t.ahead) {
+    add_streamed<Kind, R, C>(sums, t.x, t.weight, depth, t.ahead);
+  } else {
+    add_products<Kind, R, C>(sums, t.x, t.weight, depth);
+  }
   VERAX_UNROLL
   for (int c = 0; c < C; ++c) {
     const int at = c * F32::lanes;
