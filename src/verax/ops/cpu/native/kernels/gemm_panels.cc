@@ -20,9 +20,9 @@ namespace verax {
 namespace VERAX_LEVEL {
 namespace {
 
-// Most rows with which a strip of W is read from end to end, since it comes from memory and x stays in the first cache
-// level; and how far ahead it is asked for, in cells.
-constexpr int64_t STREAMED_ROWS = 8, AHEAD = 32 * GEMM_STRIP;
+// Most rows with which W is asked for before it comes from memory, and how far ahead, in cells; and most rows with which a
+// strip is read from end to end, since x stays in the first cache level.
+constexpr int64_t STREAMED_ROWS = 64, AHEAD = 32 * GEMM_STRIP, FEW_ROWS = 16;
 
 // Cells of x from row m and cell k on: of f32 x itself, of others pieces.
 template <class Cells>
@@ -60,7 +60,7 @@ void multiply_into(Matrix sums, const GemmTask& t, const GemmBlock& block, [[may
       for (int64_t i = 0; i < columns; i += F32::lanes) store(y.row(m) + i, activated(load(y.row(m) + i), t.activation));
     }
   };
-  if (block.rows <= STREAMED_ROWS) {
+  if (block.rows <= FEW_ROWS) {
     for (int64_t n = block.n; n < block.n + block.columns; n += STRIP) {
       for (int64_t k = 0; k < cells; k += GEMM_PIECE) multiply_piece(n, k);
     }

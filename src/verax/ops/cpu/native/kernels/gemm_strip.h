@@ -131,6 +131,7 @@ void multiply_strip(int64_t rows, Tile<X, W> t, int64_t depth) {
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t here = rows / tiles + (i < rows % tiles);
     multiply_rows<Kind, C>(here, t, depth);
+    t.ahead = 0;  // the next tile finds W in a cache
     t.x.at = t.x.row(here);
     t.y.at = t.y.row(here);
   }
