@@ -104,12 +104,15 @@ MOST_QUERIES = 64
 """Queries of a key/value head: a tile of a ragged batch holds at least the queries of one token."""
 
 
-def _accepts_pages(q: Any, k_cache: Any, v_cache: Any, *_: Any, **options: Any) -> bool:
-    _, K, _, H = k_cache.shape
-    sizes = H in HEAD_SIZES and q.shape[1] // K <= MOST_QUERIES and q.size > 0
+def _takes_pages(k_cache: Any, v_cache: Any) -> bool:
+    """True for pages whose dtype and size of heads the kernels and the GPU have."""
     known = has_compute_capability(*ADA) if k_cache.dtype == jnp.float8_e4m3fn else has_compute_capability(AMPERE)
-    plain = are_alike(k_cache, v_cache) and options.get("sinks") is None
-    return plain and k_cache.dtype in DTYPES and sizes and known
+    return are_alike(k_cache, v_cache) and k_cache.dtype in DTYPES and k_cache.shape[3] in HEAD_SIZES and known
+
+
+def _accepts_pages(q: Any, k_cache: Any, v_cache: Any, *_: Any, **options: Any) -> bool:
+    sizes = q.shape[1] // k_cache.shape[1] <= MOST_QUERIES and q.size > 0
+    return sizes and options.get("sinks") is None and _takes_pages(k_cache, v_cache)
 
 
 def num_parts(rows: int, heads: int, context: int) -> int:
@@ -298,10 +301,7 @@ def _attend(
 
 
 def _accepts_writes(k_cache: Any, v_cache: Any, k: Any, v: Any, *_: Any) -> bool:
-    _, K, _, H = k_cache.shape
-    known = has_compute_capability(*ADA) if k_cache.dtype == jnp.float8_e4m3fn else has_compute_capability(AMPERE)
-    sizes = H in HEAD_SIZES and K <= MOST_QUERIES and k.size > 0
-    return are_alike(k_cache, v_cache) and k_cache.dtype in DTYPES and sizes and known
+    return k_cache.shape[1] <= MOST_QUERIES and k.size > 0 and _takes_pages(k_cache, v_cache)
 
 
 @write_pages.implementation("triton", **KERNEL, accepts=_accepts_writes)
@@ -317,7 +317,7 @@ def write_tokens(
 ) -> tuple[Pages, Pages]:
     """`ops.write_pages`, in place and in one launch; `interpret` as `pallas_call` takes it.
 
-    On an H100 XLA's scatters of 2,048 tokens of eight heads take three times as long, those of 4 tokens twice.
+    On an H100, XLA's two scatters take three times as long for 2,048 tokens of eight heads, and twice for 4 tokens.
     """
     caches, tree = jax.tree.flatten((k_cache, v_cache))
     run = pl.pallas_call(
