@@ -275,7 +275,7 @@ class RMSNorm(nnx.Module):
 
     @property
     def scale(self) -> Float[Array, "D"]:
-        """What the normalised numbers are multiplied by."""
+        """Factors of the normalised numbers, `[D]`."""
         weight = self.weight[...]
         return 1.0 + weight.astype(jnp.float32) if self.zero_centered else weight
 

@@ -3,8 +3,8 @@
     for each token and each eight of its heads, queries or keys, all at once:
         load both halves, normalise, rotate, store
 
-XLA makes three launches of that: the norm of queries, that of keys, and the rotation of what the next kernel reads. A
-decode step of few sequences is a chain of launches, most of which take little longer than to begin and to end.
+XLA makes three launches: the norm of queries, the norm of keys, and the rotation of the next kernel's inputs. A decode
+step of few sequences is a chain of launches, most of which take little longer than to begin and to end.
 `gpu/attention.py` says why Triton compiles it.
 """
 

@@ -119,7 +119,7 @@ class PendingStep:
     schedule: Schedule
     output: StepOutput
     token_offsets: tuple[int, ...]
-    """Index of each chunk's first token among those of the step."""
+    """Index of each chunk's first token in the step's tokens."""
     deferred: np.ndarray | None = None
     """Rows of the step's input if `sample` is still to be called, `[B, 4]`."""
 
