@@ -188,6 +188,10 @@ def test_random_schedules_change_no_answer(ngram, seed):
 def test_nothing_compiles_after_the_start(drafted):
     forms = [SamplingParams(max_tokens=9, structured_outputs=FORMS["regex"])]
     forms = forms if drafted.engine.runner.config.structured_outputs else []
+    # The engine is the session's: JAX's caches may have been cleared since its start (tests/conftest.py).
+    for runner in (drafted.engine.runner, drafted.engine.speculator.draft_model):
+        if runner is not None:
+            runner.warm_up()
     with nothing_compiles(drafted):
         for batch in (PROMPTS, PROMPTS[3:4], REPEATED):
             for params in (SamplingParams(**LOOPING, logprobs=1), *forms):
