@@ -165,7 +165,7 @@ void panels(const char* level, Weights kind, int64_t M, int64_t K, int64_t N) {
 }
 
 // The same numbers as of the two products, to the last bit.
-void mlp(const char* level, Weights kind, int64_t M, int64_t K, int64_t H, int64_t N) {
+void mlp(const char* level, Weights kind, int64_t M, int64_t K, int64_t H, int64_t N, int threads = 3) {
   if (!verax::gemm_has_panels(kind)) return;
   const Panels first(kind, H, K, 2), second(kind, N, H, 5);
   const auto x = check::normal(M * K, 1);
@@ -174,7 +174,7 @@ void mlp(const char* level, Weights kind, int64_t M, int64_t K, int64_t H, int64
   up.M = down.M = M, up.activation = M % 2 ? verax::Activation::gelu : verax::Activation::gelu_tanh;
   up.x = x.data(), up.y = hidden.data();
   down.x = hidden.data(), down.y = expected.data();
-  check::Pool pool(3);
+  check::Pool pool(threads);
   verax::run_panels(pool, {up});
   verax::run_panels(pool, {down});
   down.y = y.data();
@@ -231,6 +231,7 @@ int main() {
       mlp(level, kind, 0, 32, 96, 16);
       mlp(level, kind, 5, 64, 96, 48);
       mlp(level, kind, 150, 416, 3200, 80);
+      mlp(level, kind, 150, 416, 3200, 80, 1);
       mlp(level, kind, 700, 32, 96, 16);
       swiglu(level, kind, 0, 32, 48);
       swiglu(level, kind, 5, 1056, 80);

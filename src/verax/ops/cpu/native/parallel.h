@@ -24,8 +24,8 @@ inline int64_t grain_of(int64_t pieces, int64_t bytes) {
 constexpr int64_t ELEMENTS_OF_PIECE = 32 * 1024;
 inline int64_t rows_of_piece(int64_t elements) { return std::max<int64_t>(1, ELEMENTS_OF_PIECE / elements); }
 
-// Calls `body(begin, end)` over [0, total) in pieces of `grain`, on the calling thread and on as many of the pool's as
-// help. Returns when all is done.
+// Calls `body(begin, end)` over [0, total) in pieces of `grain`, which memory may be sized for, on the calling thread and on
+// as many of the pool's as help. Returns when all is done.
 //
 // A handler may itself run on a thread of the pool, so nobody waits for a task to *start*: pieces are claimed one by
 // one from a counter, the caller claims until none is left, and then waits only for pieces that somebody is working
@@ -35,7 +35,7 @@ void parallel_for(Pool& pool, int64_t total, int64_t grain, const Body& body) {
   const int64_t pieces = pieces_of(total, grain);
   const int64_t helpers = std::min<int64_t>(pool.num_threads(), pieces) - 1;
   if (helpers <= 0) {
-    if (total > 0) body(int64_t{0}, total);
+    for (int64_t begin = 0; begin < total; begin += grain) body(begin, std::min(total, begin + grain));
     return;
   }
   struct Counters {
