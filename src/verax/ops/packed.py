@@ -16,8 +16,11 @@ from verax.ops.quantized import QuantizedWeight
 PANEL_ROWS = 48
 """Rows of a weight that lie side by side, in the lanes of three registers (`GEMM_STRIP` in native/)."""
 
-CELL_VALUES = {"float32": 1, "bfloat16": 2, "int8": 4}
+CELL_VALUES = {"float32": 1, "bfloat16": 2, "int8": 2}
 """Inputs of a row that an instruction multiplies in one lane, by dtype of the weight."""
+
+ROUNDED_CELL_VALUES = 4
+"""The same of 8-bit integers that are multiplied by 8-bit integers."""
 
 OFFSET = 128
 """Number added to 8-bit integers, since the instruction multiplies bytes without a sign by bytes with one."""
@@ -25,38 +28,47 @@ OFFSET = 128
 W = TypeVar("W")
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("cells", "scales"), meta_fields=("size_out", "size_in", "kind"))
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("cells", "scales"),
+    meta_fields=("size_out", "size_in", "kind", "rounds_inputs"),
+)
 @dataclass(frozen=True)
 class PackedWeight:
     """Weight `[F, D]` of a linear operation, which takes it in the place of an array. A pytree of one or two arrays.
 
-    `cells[p, d, f, c]` is row `48 p + f`, input `d * values + c`, where values is 1 of float32, 2 of bfloat16, 4 of
-    8-bit integers. A last panel that is not full ends with zeros. `from_weight` makes one, and `unpacked` gives back
+    `cells[p, d, f, c]` is row `48 p + f`, input `d * values + c`, where values is 1 of float32, 2 of bfloat16 and of
+    8-bit integers, and 4 of 8-bit integers that round their inputs. A last panel that is not full ends with zeros. `from_weight` makes one, and `unpacked` gives back
     what went in.
     """
 
     cells: Any
-    """float32, bfloat16 or, of 8-bit integers plus 128, uint8 `[panels, D / values, 48, values]`."""
+    """float32, bfloat16, int8 or, of integers that round their inputs, uint8 `[panels, D / values, 48, values]`, which
+    are the integers plus 128."""
     scales: Any
     """float32 `[F]` of 8-bit integers; None of floats."""
     size_out: int
     size_in: int
     kind: str
     """Dtype of the weight: float32, bfloat16 or int8."""
+    rounds_inputs: bool = False
+    """As of a `QuantizedWeight`. Inputs of other 8-bit integers keep 14 bits: a scale for each 768 inputs of a row."""
 
     @staticmethod
     def from_weight(weight: Float[Array, "F D"] | QuantizedWeight) -> PackedWeight:
-        """Lay out a weight of float32 or bfloat16, or of 8-bit integers that rounds its inputs. Runs under `jit`."""
-        scales, kind = None, "int8"
+        """Lay out a weight of float32 or bfloat16, or of 8-bit integers with a scale for each row. Runs under `jit`."""
+        scales, values, rounds = None, weight, False
         if isinstance(weight, QuantizedWeight):
-            values = (weight.values.astype(jnp.int16) + OFFSET).astype(jnp.uint8)
+            values, rounds = weight.values, weight.rounds_inputs
             scales = weight.scales[:, 0].astype(jnp.float32)
-        else:
-            values, kind = weight, str(weight.dtype)
+        kind = str(values.dtype)
+        count = ROUNDED_CELL_VALUES if rounds else CELL_VALUES[kind]
+        if rounds:
+            values = (values.astype(jnp.int16) + OFFSET).astype(jnp.uint8)
         F, D = weight.shape
         values = jnp.pad(values, ((0, -F % PANEL_ROWS), (0, 0)))
-        cells = values.reshape(-1, PANEL_ROWS, D // CELL_VALUES[kind], CELL_VALUES[kind]).swapaxes(1, 2)
-        return PackedWeight(cells, scales, F, D, kind)
+        cells = values.reshape(-1, PANEL_ROWS, D // count, count).swapaxes(1, 2)
+        return PackedWeight(cells, scales, F, D, kind, rounds)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -76,18 +88,20 @@ class PackedWeight:
 
     def rows(self, indices: Int[Array, "*B"]) -> Float[Array, "*B D"]:
         """Single rows in float32: embeddings out of a table that is an output head as well."""
-        if self.scales is not None:
-            raise TypeError("rows: of floats only, got a weight of 8-bit integers")
+        if self.rounds_inputs:
+            raise TypeError("rows: of a weight that does not round its inputs")
         cells = self.cells[indices // PANEL_ROWS, :, indices % PANEL_ROWS]
-        return cells.reshape(*indices.shape, -1).astype(jnp.float32)
+        rows = cells.reshape(*indices.shape, -1).astype(jnp.float32)
+        return rows if self.scales is None else rows * self.scales[indices][..., None]
 
     def unpacked(self) -> Float[Array, "F D"] | QuantizedWeight:
         """Weight that was packed."""
         values = self.cells.swapaxes(1, 2).reshape(-1, self.size_in)[: self.size_out]
         if self.scales is None:
             return values
-        integers = (values.astype(jnp.int16) - OFFSET).astype(jnp.int8)
-        return QuantizedWeight(integers, self.scales[:, None], *self.shape, None, 8, rounds_inputs=True)
+        if self.rounds_inputs:
+            values = (values.astype(jnp.int16) - OFFSET).astype(jnp.int8)
+        return QuantizedWeight(values, self.scales[:, None], *self.shape, None, 8, rounds_inputs=self.rounds_inputs)
 
 
 @operation
@@ -99,7 +113,9 @@ def pack_weight(weight: W, *, few_rows: bool = False) -> W | PackedWeight:
     by tiles, whose instruction adds 32 products among themselves first, and unpacked ones by tiles or by vectors, as
     the number of rows decides. Sums of tiles and of vectors differ by at most
     `(g(D + 1) + g(D / 32 + 18)) (|x| |W|^T + |bias|)`, where `g(n) = n u / (1 - n u)` and u is 2^-24, the unit roundoff
-    of float32.
+    of float32. 8-bit integers that do not round their inputs are the other exception: x becomes integers of up to 21,845
+    for each 768 inputs and any number of rows, where the unpacked weight takes 16 bits for each 1,024, or bfloat16 with
+    many rows.
 
     Args:
         weight: array, or weight of another kind, which may stay unpacked.

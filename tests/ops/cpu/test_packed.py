@@ -1,4 +1,4 @@
-"""Products with packed weights at every level: equal to unpacked ones to the last bit, or within a proven bound."""
+"""Products with packed weights at every level: equal to unpacked ones to the last bit, or within a stated bound."""
 
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from verax.ops.packed import PackedWeight
 
 pytestmark = needs_library
 
-KINDS = ("float32", "bfloat16", "int8")
+KINDS = ("float32", "bfloat16", "int8", "int8 by int8")
 SHAPES = [(1, 32, 16), (7, 64, 48), (40, 416, 64), (200, 32, 80), (33, 800, 496), (0, 32, 16), (9, 3200, 96)]
 """More than one piece of K (384 to 1,536 values), block of rows (192), of columns (384); panels that are not full."""
 
@@ -23,12 +23,13 @@ SHAPES = [(1, 32, 16), (7, 64, 48), (40, 416, 64), (200, 32, 80), (33, 800, 496)
 def arrays(m, k, n, kind):
     rng = np.random.default_rng(0)
     x, w, bias = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((m, k), (n, k), (n,)))
-    w = replace(ops.quantize(w, 8), rounds_inputs=True) if kind == "int8" else w.astype(kind)
-    return x, w, bias
+    if kind.startswith("int8"):
+        return x, replace(ops.quantize(w, 8), rounds_inputs=kind == "int8 by int8"), bias
+    return x, w.astype(kind), bias
 
 
 def runs_here(kind):
-    return kind == "float32" or library.has("bf16_dot")
+    return kind == "float32" or (library.has("bf16_dot") and (kind != "int8" or not library.has("bf16_tiles")))
 
 
 def _pairs():
@@ -77,8 +78,29 @@ def difference_bound(x, w, bias):
     return (gamma(K + 1) + gamma(K / 32 + 18)) * sizes
 
 
+def integer_product(x, w, bias):
+    """Product of inputs rounded to integers by 768 with 8-bit integers in float64, and a bound on float32's rounding."""
+    y = np.zeros((len(x), len(w.values)))
+    sizes = y.copy()
+    for begin in range(0, x.shape[1], 768):
+        part = np.asarray(x[:, begin : begin + 768])
+        scale = np.abs(part).max(-1, keepdims=True) / np.float32(21845)
+        factor = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 1e-37)
+        product = np.rint(part * factor).astype(np.float64) @ np.asarray(w.values[:, begin : begin + 768], np.float64).T
+        y += product * scale
+        sizes += np.abs(product * scale)
+    bias = 0 if bias is None else np.asarray(bias, np.float64)
+    scales = np.asarray(w.scales[:, 0], np.float64)
+    return y * scales + bias, 8 * UNIT * (sizes * scales + np.abs(bias))
+
+
 def assert_product(got, x, w, bias=None, dtype=jnp.float32):
     """Assert that a packed product equals the unpacked one, as `ops.pack_weight` promises."""
+    if isinstance(w, ops.QuantizedWeight) and not w.rounds_inputs:
+        expected, bound = integer_product(x, w, bias)
+        bound += (dtype != jnp.float32) * float(jnp.finfo(dtype).eps) * (np.abs(expected) + bound)
+        assert np.all(np.abs(np.asarray(got, np.float64) - expected) <= bound)
+        return
     expected = unpacked_product(x, w, bias)
     np.testing.assert_array_equal(got, expected.astype(dtype))
     by_tiles = not isinstance(w, ops.QuantizedWeight) and w.dtype == jnp.bfloat16 and library.has("bf16_tiles")
@@ -102,13 +124,14 @@ def test_unpacking_gives_back_the_weight(kind, f, d):
         np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 def test_single_rows_are_read_out_of_panels(kind):
     _, w, _ = arrays(1, 64, 80, kind)
     indices = jnp.asarray([[0, 47, 48], [79, 5, 5]])
     rows = jax.jit(PackedWeight.rows)(PackedWeight.from_weight(w), indices)
     assert rows.dtype == jnp.float32
-    np.testing.assert_array_equal(rows, w[indices].astype(jnp.float32))
+    expected = w.dequantize() if kind == "int8" else w.astype(jnp.float32)
+    np.testing.assert_array_equal(rows, expected[indices])
 
 
 @each_level_and_kind
@@ -129,6 +152,17 @@ def test_a_level_that_cannot_multiply_a_packed_weight_says_so():
             pytest.skip("each level here multiplies them")
         with pytest.raises(Exception, match="packed for a level"):
             product(x, PackedWeight.from_weight(w)).block_until_ready()
+
+
+@pytest.mark.parametrize("level", [level for level, kind in _pairs() if kind == "int8"])
+def test_the_largest_sum_of_integers_fits_and_wrong_inputs_spoil_their_rows_only(level):
+    weight = ops.QuantizedWeight.from_integers(jnp.full((48, 1536), -128), jnp.ones((48, 1)), 8, None)
+    x = jnp.ones((4, 1536)).at[1, 3].set(jnp.nan).at[2, 900].set(-jnp.inf).at[3].set(0)
+    with library.use_level(level):
+        y = product(x, PackedWeight.from_weight(weight))
+    np.testing.assert_allclose(y[0], -128 * 1536, rtol=1e-6)
+    assert np.all(np.isnan(y[1:3]))
+    np.testing.assert_array_equal(y[3], 0)
 
 
 @each_level_and_kind
@@ -217,11 +251,12 @@ def test_packing_is_for_shapes_and_kinds_that_the_kernel_takes():
         chosen = {
             kind: isinstance(jax.jit(ops.pack_weight)(arrays(1, 64, 48, kind)[1]), PackedWeight) for kind in KINDS
         }
-        assert chosen == {"float32": fma, "bfloat16": dot, "int8": dot}
+        tiles = library.has("bf16_tiles")
+        assert chosen == {"float32": fma, "bfloat16": dot, "int8": dot and not tiles, "int8 by int8": dot}
     for weight in (jnp.zeros((47, 64)), jnp.zeros((48, 65)), jnp.zeros((48, 64), jnp.float16)):
         assert ops.pack_weight(weight) is weight
-    few = ops.quantize(jnp.ones((48, 64)), 8)
-    assert ops.pack_weight(few) is few  # its inputs keep 16 bits
+    grouped = ops.quantize(jnp.ones((48, 64)), 8, 32)
+    assert ops.pack_weight(grouped) is grouped
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])

@@ -308,7 +308,9 @@ def _accepts_packing(weight: Any, *, few_rows: bool = False) -> bool:
     if few_rows and not library.has(DOT):  # without AVX-512, the kernel reads a panel in three passes
         return False
     if isinstance(weight, QuantizedWeight):
-        return weight.rounds_inputs and library.has(DOT) and weight.shape[1] <= MOST_INTEGERS
+        if weight.rounds_inputs:
+            return library.has(DOT) and weight.shape[1] <= MOST_INTEGERS
+        return _gemm_kind(weight) == "int8" and library.has(DOT) and not library.has(TILES)
     if weight.dtype == jnp.bfloat16:
         return library.has(DOT)
     return weight.dtype == jnp.float32 and library.has(VECTORS)
@@ -328,7 +330,7 @@ def _accepts_packed_multi(
 ) -> bool:
     if any(jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16) for dtype in dtypes or ()):
         return False
-    return all(isinstance(weight, PackedWeight) for weight in weights) and len({one.kind for one in weights}) == 1
+    return all(isinstance(weight, PackedWeight) for weight in weights) and len({one.cells.dtype for one in weights}) == 1
 
 
 def _arrays(weights: Sequence[PackedWeight], biases: Sequence[Array | None]) -> list[Array]:

@@ -22,8 +22,9 @@ ffi::Error read_weight(ffi::RemainingArgs weights, size_t at, int64_t N, GemmTas
   switch (panels->element_type()) {
     case ffi::F32: task.kind = Weights::f32; break;
     case ffi::BF16: task.kind = Weights::bf16; break;
+    case ffi::S8: task.kind = Weights::int8; break;
     case ffi::U8: task.kind = Weights::int8_pairs; break;
-    default: return ffi::Error::InvalidArgument("gemm_panels: expected panels of float32, bfloat16 or uint8");
+    default: return ffi::Error::InvalidArgument("gemm_panels: expected panels of float32, bfloat16, int8 or uint8");
   }
   if (!gemm_has_panels(task.kind)) {
     return ffi::Error::InvalidArgument(
@@ -40,7 +41,8 @@ ffi::Error read_weight(ffi::RemainingArgs weights, size_t at, int64_t N, GemmTas
   }
   const auto num_scales = static_cast<int64_t>(scales->element_count());
   const auto num_biases = static_cast<int64_t>(bias->element_count());
-  if (num_scales != (task.kind == Weights::int8_pairs ? N : 0) || (num_biases && num_biases != N)) {
+  const bool integers = task.kind == Weights::int8 || task.kind == Weights::int8_pairs;
+  if (num_scales != (integers ? N : 0) || (num_biases && num_biases != N)) {
     return ffi::Error::InvalidArgument("gemm_panels: expected N scales of integers, and a bias of N or none");
   }
   task.weight = panels->untyped_data();

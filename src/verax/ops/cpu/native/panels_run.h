@@ -22,18 +22,20 @@ constexpr int64_t PANEL_ROWS_OF_TILES = 256;
 // Bytes of memory that has place for M rows of K values as cells.
 inline int64_t cells_bytes(Weights kind, int64_t M, int64_t K) {
   if (gemm_tiles_panels(kind, K)) M = pieces_of(M, 2 * GEMM_TILE_ROWS) * 2 * GEMM_TILE_ROWS;
-  return M * (gemm_pieces(kind, K) * GEMM_PIECE * 4 + 8) + 128;
+  return M * (gemm_pieces(kind, K) * (GEMM_PIECE + 2) * 4 + 8) + 128;
 }
 
 // Rows of x, float32 still, as cells in memory that has place for them. Rows for f32 stay unchanged.
 template <typename Pool>
 void make_cells(Pool& pool, GemmTask& task, char* memory) {
   if (task.kind == Weights::f32) return;
-  const int64_t column = (task.M * 4 + 63) / 64 * 64;  // bytes of the scales, and of the sums
+  const bool pairs = task.kind == Weights::int8_pairs;
+  // Bytes of the scales, and of the sums.
+  const int64_t column = (task.M * (pairs ? 1 : gemm_pieces(task.kind, task.K)) * 4 + 63) / 64 * 64;
   const int64_t grain = rows_of_piece(task.K);
   const auto* x = static_cast<const float*>(task.x);
   task.x = memory + 2 * column;
-  if (task.kind == Weights::int8_pairs) {
+  if (pairs) {
     const RoundTask rows{task.M,
                          task.K,
                          gemm_tiles_panels(task.kind, task.K) ? 0 : 4 * GEMM_PIECE,
@@ -45,7 +47,9 @@ void make_cells(Pool& pool, GemmTask& task, char* memory) {
     parallel_for(pool, task.M, grain, [&](int64_t begin, int64_t end) { round(rows, begin, end); });
     task.row_scales = rows.scales, task.row_sums = rows.sums;
   } else {
-    const CellsTask rows{task.M, task.K, x, reinterpret_cast<float*>(memory + 2 * column)};
+    task.row_scales = task.kind == Weights::int8 ? reinterpret_cast<float*>(memory) : nullptr;
+    const CellsTask rows{task.M, task.K, x, reinterpret_cast<float*>(memory + 2 * column),
+                         const_cast<float*>(task.row_scales)};
     const auto copy = VERAX_KERNEL(gemm_cells);
     parallel_for(pool, task.M, grain, [&](int64_t begin, int64_t end) { copy(rows, begin, end); });
   }

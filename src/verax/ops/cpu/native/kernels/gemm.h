@@ -21,7 +21,7 @@ struct GemmTask {
   int64_t M, N, K;
   const void *x, *weight;
   const float* scales;  // null, or [N]
-  const float* row_scales;  // null, or [M] of int8_pairs
+  const float* row_scales;  // null, or [M] of int8_pairs, [pieces, M] of int8 in panels
   const int32_t* row_sums;  // null, or [M] of int8_pairs: of the integers of x
   const float* bias;    // null, or [N]
   float* y;
@@ -82,17 +82,23 @@ VERAX_DECLARE_KERNEL(gemm_pack, const GemmTask& task, int64_t begin, int64_t end
 VERAX_DECLARE_KERNEL(gemm_block, const GemmTask& task, const GemmBlock& block, void* scratch)
 
 // Panels: W as the inner loops read it, packed once for all products. A panel is GEMM_STRIP rows of W, which are columns of
-// the product, side by side: cells [N / GEMM_STRIP rounded up, K / values, GEMM_STRIP] of one float32, two bfloat16 or four
-// 8-bit integers, to which 128 is added. x is of such cells too, in pieces of K: [pieces, M, GEMM_PIECE]; x of
-// f32 is not packed: [M, K]. Where `gemm_tiles_panels`, x is in tiles instead (gemm_panel_tiles.h).
+// the product, side by side: cells [N / GEMM_STRIP rounded up, K / values, GEMM_STRIP] of one float32, two bfloat16, two
+// 8-bit integers or, of int8_pairs, four to which 128 is added. x is of such cells too, in pieces of K:
+// [pieces, M, GEMM_PIECE]; x of int8 becomes integers of 16 bits with a scale for each piece of a row, and x of f32 is not
+// packed: [M, K]. Where `gemm_tiles_panels`, x is in tiles instead (gemm_panel_tiles.h).
 constexpr int64_t GEMM_PIECE = 384;
 
-// Values of a cell, for f32, bf16 and int8_pairs.
-inline int64_t gemm_cell_values(Weights kind) { return kind == Weights::f32 ? 1 : kind == Weights::bf16 ? 2 : 4; }
+// The largest integer of x with int8: 32 bits hold the products of a piece, 2 * GEMM_PIECE * 128 * GEMM_LARGEST.
+constexpr float GEMM_LARGEST = 21845;
 
-// True at a level whose instructions multiply such cells.
+// Values of a cell, for f32, bf16, int8 and int8_pairs.
+inline int64_t gemm_cell_values(Weights kind) {
+  return kind == Weights::f32 ? 1 : kind == Weights::int8_pairs ? 4 : 2;
+}
+
+// True at a level whose instructions multiply such cells. Tiles take int8 as it lies (linear_tiles.h).
 inline bool gemm_has_panels(Weights kind) {
-  return kind == Weights::f32 || level() == Level::amx || level() == Level::avx512_bf16;
+  return kind == Weights::f32 || level() == Level::avx512_bf16 || (level() == Level::amx && kind != Weights::int8);
 }
 
 // True where panels are multiplied by tiles, of 16 cells of K in a step; steps in whose order x is packed.
@@ -114,11 +120,12 @@ inline int64_t gemm_pieces(Weights kind, int64_t K) {
   return (K + values - 1) / values;
 }
 
-// Rows of float32 as cells of bf16.
+// Rows of float32 as cells of bf16, or of 16-bit integers.
 struct CellsTask {
   int64_t M, K;
   const float* x;
   float* cells;
+  float* scales;  // [pieces, M] of integers, NaN where a value is not finite; null for bf16
 };
 
 // Rows [begin, end).

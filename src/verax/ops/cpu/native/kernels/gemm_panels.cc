@@ -14,7 +14,12 @@
 #include "gemm.h"
 #include "gemm_panel_tiles.h"
 #include "gemm_strip.h"
+#include "linear_integers.h"
 #include "silu_lanes.h"
+
+#if defined(__AVX512VNNI__) && !defined(VERAX_PORTABLE) && !defined(VERAX_TILES)
+#define VERAX_WIDE_CELLS  // levels for which gemm_has_panels(Weights::int8)
+#endif
 
 namespace verax {
 namespace VERAX_LEVEL {
@@ -35,6 +40,10 @@ auto rows_of(const GemmTask& t, int64_t m, int64_t k) {
   }
 }
 
+// A cell of W as it lies in memory.
+template <class Cells>
+using Packed = std::conditional_t<WIDE<Cells>, BytePair, float>;
+
 // The block of t's product; its first number goes to sums.at.
 template <class Cells>
 void multiply_into(Matrix sums, const GemmTask& t, const GemmBlock& block, [[maybe_unused]] char* tiles) {
@@ -44,15 +53,16 @@ void multiply_into(Matrix sums, const GemmTask& t, const GemmBlock& block, [[may
   }
 #endif
   const int64_t cells = t.K / Cells::depth;
-  auto* w = const_cast<float*>(static_cast<const float*>(t.weight));
+  auto* w = static_cast<Packed<Cells>*>(const_cast<void*>(t.weight));
   const auto multiply_piece = [&](int64_t n, int64_t k) {
     const int64_t depth = cells - k < GEMM_PIECE ? cells - k : GEMM_PIECE;
     const bool last = k + depth == cells;
     const auto rows = rows_of<Cells>(t, block.m, k);
     const int64_t left = block.n + block.columns - n, columns = left < STRIP ? left : STRIP;
-    const Strided<GEMM_STRIP> weight{w + (n / GEMM_STRIP * cells + k) * GEMM_STRIP + n % GEMM_STRIP};
+    const Strided<GEMM_STRIP, Packed<Cells>> weight{w + (n / GEMM_STRIP * cells + k) * GEMM_STRIP + n % GEMM_STRIP};
     const Matrix y{sums.at + (n - block.n), sums.stride};
     auto tile = begin_tile(t, block, n, rows, weight, y, k == 0, last);
+    if constexpr (WIDE<Cells>) tile.row_scales = t.row_scales + k / GEMM_PIECE * t.M + block.m;
     if (block.rows <= STREAMED_ROWS) tile.ahead = PANEL_AHEAD;
     multiply_columns<Cells>(block.rows, tile, columns, depth);
     if (!last || t.activation == Activation::none) return;
@@ -96,6 +106,24 @@ void multiply_panels(const GemmTask& t, const GemmBlock& block, void* scratch) {
   }
 }
 
+#if defined(VERAX_WIDE_CELLS)
+// Rows [begin, end) as integers, each piece with its scale.
+void wide_cells(const CellsTask& t, int64_t begin, int64_t end) {
+  constexpr int64_t values = GEMM_PIECE * WideCells::depth;
+  for (int64_t k = 0; k < t.K; k += values) {
+    const int64_t count = t.K - k < values ? t.K - k : values;
+    for (int64_t m = begin; m < end; ++m) {
+      const float* from = t.x + m * t.K + k;
+      auto* to = reinterpret_cast<int16_t*>(t.cells + (k / values * t.M + m) * GEMM_PIECE);
+      const float scale = integer_scale(from, count, GEMM_LARGEST);
+      t.scales[k / values * t.M + m] = scale;
+      const F32 factor = broadcast(integer_factor(scale));
+      for (int64_t i = 0; i < count; i += F32::lanes) store_int16s(to + i, whole(mul(load(from + i), factor)));
+    }
+  }
+}
+#endif
+
 }  // namespace
 
 void gemm_cells(const CellsTask& t, int64_t begin, int64_t end) {
@@ -106,6 +134,9 @@ void gemm_cells(const CellsTask& t, int64_t begin, int64_t end) {
     });
   }
 #else
+#if defined(VERAX_WIDE_CELLS)
+  if (t.scales) return wide_cells(t, begin, end);
+#endif
   constexpr int64_t values = GEMM_PIECE * Bf16Cells::depth;
   for (int64_t k = 0; k < t.K; k += values) {
     const int64_t count = t.K - k < values ? t.K - k : values;
@@ -121,6 +152,9 @@ void gemm_cells(const CellsTask& t, int64_t begin, int64_t end) {
 void gemm_panels(const GemmTask& t, const GemmBlock& block, void* scratch) {
   if (t.kind == Weights::f32) return multiply_panels<F32Cells>(t, block, scratch);
   if (t.kind == Weights::bf16) return multiply_panels<Bf16Cells>(t, block, scratch);
+#if defined(VERAX_WIDE_CELLS)
+  if (t.kind == Weights::int8) return multiply_panels<WideCells>(t, block, scratch);
+#endif
   multiply_panels<IntegerCells>(t, block, scratch);
 }
 

@@ -35,7 +35,7 @@ struct Tile {
   W weight;
   Matrix y;
   bool first, last;
-  const float *row_scales, *scales, *bias;  // null, also unless y ends here
+  const float *row_scales, *scales, *bias;  // null, also unless y ends here; row_scales of WIDE cells are the piece's
   const int32_t* row_sums;  // with row_scales
   int64_t ahead = 0;  // cells of W from those that are multiplied to those that are asked for, 0 for none
 };
@@ -82,7 +82,7 @@ void multiply(const Tile<X, W>& t, int64_t depth) {
   VERAX_UNROLL
   for (int r = 0; r < R; ++r)
     VERAX_UNROLL
-    for (int c = 0; c < C; ++c) sums[r][c] = t.first ? zero() : load(t.y.row(r) + c * F32::lanes);
+    for (int c = 0; c < C; ++c) sums[r][c] = t.first || WIDE<Kind> ? zero() : load(t.y.row(r) + c * F32::lanes);
   if (t.ahead) {
     add_streamed<Kind, R, C>(sums, t.x, t.weight, depth, t.ahead);
   } else {
@@ -94,6 +94,10 @@ void multiply(const Tile<X, W>& t, int64_t depth) {
     VERAX_UNROLL
     for (int r = 0; r < R; ++r) {
       F32 y = sums[r][c];
+      if constexpr (WIDE<Kind>) {
+        const F32 scale = broadcast(t.row_scales[r]);
+        y = t.first ? mul(Kind::total(y), scale) : fma(Kind::total(y), scale, load(t.y.row(r) + at));
+      }
       if constexpr (!INTEGERS<Kind>) {
         if (t.scales) y = mul(y, load(t.scales + at));
         if (t.bias) y = add(y, load(t.bias + at));
@@ -134,6 +138,7 @@ void multiply_strip(int64_t rows, Tile<X, W> t, int64_t depth) {
     t.ahead = 0;  // the next tile finds W in a cache
     t.x.at = t.x.row(here);
     t.y.at = t.y.row(here);
+    if (WIDE<Kind>) t.row_scales += here;
   }
 }
 
