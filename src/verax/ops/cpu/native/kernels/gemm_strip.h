@@ -20,6 +20,8 @@ constexpr int SUMS = 24, VECTORS = 3;
 static_assert(VECTORS * F32::lanes <= GEMM_STRIP, "a strip holds the vectors of a tile");
 constexpr int STRIP = VECTORS * F32::lanes;
 
+constexpr int64_t ROWS_AHEAD = 32;  // cells of a column from those that are multiplied to those that a single tile asks for
+
 inline F32 activated(F32 y, Activation activation) {
   if (activation == Activation::gelu) return gelu_of(y);
   return activation == Activation::gelu_tanh ? gelu_tanh_of(y) : y;
@@ -37,7 +39,7 @@ struct Tile {
   bool first, last;
   const float *row_scales, *scales, *bias;  // null, also unless y ends here; row_scales of WIDE cells are the piece's
   const int32_t* row_sums;  // with row_scales
-  int64_t ahead = 0;  // cells of W from those that are multiplied to those that are asked for, 0 for none
+  int64_t ahead = 0;  // bytes from this strip to the one that is multiplied next, if that is to be asked for
 };
 
 template <class X, class W>
@@ -57,15 +59,21 @@ Tile<X, W> begin_tile(const GemmTask& t, const GemmBlock& block, int64_t n, X x,
 template <class Kind>
 constexpr bool INTEGERS = std::is_same_v<Kind, IntegerCells>;
 
+// Bytes that a tile asks for while it multiplies: in each step those from `at` on, which advances by `step`.
+struct Ahead {
+  const char* at;
+  int64_t step;
+};
+
 // add_products, where W comes from memory.
 template <class Kind, int R, int C, class X, class W>
-inline void add_streamed(F32 (&sums)[R][C], X x, W weight, int64_t depth, int64_t ahead) {
-  for (int64_t d = 0; d < depth; ++d) {
+inline void add_streamed(F32 (&sums)[R][C], X x, W weight, int64_t depth, Ahead ahead) {
+  for (int64_t d = 0; d < depth; ++d, ahead.at += ahead.step) {
     F32 columns[C];
     VERAX_UNROLL
     for (int c = 0; c < C; ++c) {
       columns[c] = load(weight.row(d) + c * F32::lanes);
-      prefetch(weight.row(d) + ahead + c * F32::lanes);
+      prefetch(ahead.at + c * 64);
     }
     VERAX_UNROLL
     for (int r = 0; r < R; ++r) {
@@ -77,14 +85,14 @@ inline void add_streamed(F32 (&sums)[R][C], X x, W weight, int64_t depth, int64_
 }
 
 template <class Kind, int R, int C, class X, class W>
-void multiply(const Tile<X, W>& t, int64_t depth) {
+void multiply(const Tile<X, W>& t, int64_t depth, Ahead ahead) {
   F32 sums[R][C];
   VERAX_UNROLL
   for (int r = 0; r < R; ++r)
     VERAX_UNROLL
     for (int c = 0; c < C; ++c) sums[r][c] = t.first || WIDE<Kind> ? zero() : load(t.y.row(r) + c * F32::lanes);
-  if (t.ahead) {
-    add_streamed<Kind, R, C>(sums, t.x, t.weight, depth, t.ahead);
+  if (ahead.at) {
+    add_streamed<Kind, R, C>(sums, t.x, t.weight, depth, ahead);
   } else {
     add_products<Kind, R, C>(sums, t.x, t.weight, depth);
   }
@@ -123,19 +131,23 @@ void finish_integers(int64_t rows, const Tile<X, W>& t, int64_t columns) {
 }
 
 template <class Kind, int C, int R = TILE<C>, class X, class W>
-void multiply_rows(int64_t rows, const Tile<X, W>& t, int64_t depth) {
-  if (rows == R) return multiply<Kind, R, C>(t, depth);
-  if constexpr (R > 1) multiply_rows<Kind, C, R - 1>(rows, t, depth);
+void multiply_rows(int64_t rows, const Tile<X, W>& t, int64_t depth, Ahead ahead) {
+  if (rows == R) return multiply<Kind, R, C>(t, depth, ahead);
+  if constexpr (R > 1) multiply_rows<Kind, C, R - 1>(rows, t, depth, ahead);
 }
 
-// All rows of the block, in tiles that are as even as can be.
+// All rows of the block, in tiles that are as even as can be. Where W comes from memory, a single tile asks for it a little
+// ahead; of several, each asks for its share of what comes next, so that memory and arithmetic are busy all the time.
 template <class Kind, int C, class X, class W>
 void multiply_strip(int64_t rows, Tile<X, W> t, int64_t depth) {
   const int64_t tiles = (rows + TILE<C> - 1) / TILE<C>;
+  const int64_t row = W::stride * sizeof(*t.weight.at), distance = tiles == 1 ? ROWS_AHEAD * row : t.ahead;
+  const auto* begin = reinterpret_cast<const char*>(t.weight.at);
+  Ahead ahead{t.ahead ? begin + distance : nullptr, row / tiles};
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t here = rows / tiles + (i < rows % tiles);
-    multiply_rows<Kind, C>(here, t, depth);
-    t.ahead = 0;  // the next tile finds W in a cache
+    multiply_rows<Kind, C>(here, t, depth, ahead);
+    if (ahead.at) ahead.at += depth * ahead.step;
     t.x.at = t.x.row(here);
     t.y.at = t.y.row(here);
     if (WIDE<Kind>) t.row_scales += here;
