@@ -99,7 +99,7 @@ struct Case {
     verax::LinearTask task{};
     task.M = M, task.N = N, task.K = K, task.x = x.data(), task.y = y.data(), task.packed = packed.get();
     task.kind = verax::Weights::blocks, task.block = form.kind, task.weights = words.data();
-    VERAX_KERNEL(linear_pack)(task);
+    VERAX_KERNEL(linear_pack)(task, 0, M);
     check::Pool pool(threads);
     const auto columns = VERAX_KERNEL(linear_columns);
     verax::parallel_for(pool, N, verax::LINEAR_STEP, [&](int64_t begin, int64_t end) { columns(task, begin, end); });

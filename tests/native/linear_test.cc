@@ -86,7 +86,7 @@ struct Case {
     const auto packed = check::aligned(verax::linear_packed_bytes(M, K) + 1);
     const LinearTask task{M,     N,   K,     x.data(),     kind, bytes.data(), scales.empty() ? nullptr : scales.data(),
                           half_scales, group, packed.get(), y.data(), {}, zeros.empty() ? nullptr : zeros.data()};
-    VERAX_KERNEL(linear_pack)(task);
+    VERAX_KERNEL(linear_pack)(task, 0, M);
     check::Pool pool(threads);
     const auto columns = VERAX_KERNEL(linear_columns);
     verax::parallel_for(pool, N, verax::LINEAR_STEP, [&](int64_t begin, int64_t end) { columns(task, begin, end); });

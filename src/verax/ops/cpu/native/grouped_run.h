@@ -128,7 +128,7 @@ void run_grouped(Pool& pool, const GroupedTask& t) {
       gather_rows(t, rows, of, sizeof(float), reinterpret_cast<char*>(copy));
       task.x = copy, task.y = ys + of.begin * t.N;
     }
-    pack(task);
+    pack(task, 0, task.M);
   });
   run_linear(pool, tasks);
   if (copied) scatter_rows(pool, t, rows, ys, 2);

@@ -19,9 +19,11 @@ namespace ffi = ::xla::ffi;
 void run(ffi::ThreadPool& pool, std::vector<LinearTask>& tasks) {
   const LinearTask& first = tasks.front();
   if (first.M == 0) return;
-  const AlignedBytes packed(std::max<int64_t>(64, linear_packed_bytes(first.M, first.K)));
+  const SharedScratch packed(std::max<int64_t>(64, linear_packed_bytes(first.M, first.K)));
   for (LinearTask& task : tasks) task.packed = packed.data();
-  VERAX_KERNEL(linear_pack)(first);
+  const auto pack = VERAX_KERNEL(linear_pack);
+  const int64_t grain = pieces_of(rows_of_piece(std::max<int64_t>(1, first.K)), LINEAR_STEP) * LINEAR_STEP;
+  parallel_for(pool, first.M, grain, [&](int64_t begin, int64_t end) { pack(first, begin, end); });
   run_linear(pool, tasks);
 }
 

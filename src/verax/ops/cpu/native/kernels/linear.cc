@@ -70,8 +70,8 @@ int64_t packed_at(const LinearTask& t, int64_t m, int64_t k) {
 }
 
 template <class Kind>
-void pack(const LinearTask& t) {
-  for (int64_t m = 0; m < t.M; ++m) {
+void pack(const LinearTask& t, int64_t first, int64_t last) {
+  for (int64_t m = first; m < last; ++m) {
     for (int64_t k = 0; k < t.K; k += CHUNK) {
       const float* from = t.x + m * t.K + k;
       float rest[CHUNK] = {};
@@ -88,10 +88,10 @@ float* input_scales(const LinearTask& t, int64_t begin) {
 }
 
 template <>
-void pack<Int8Weights>(const LinearTask& t) {
+void pack<Int8Weights>(const LinearTask& t, int64_t first, int64_t last) {
   for (int64_t begin = 0; begin < t.K; begin += SEGMENT) {
     const int64_t end = t.K - begin < SEGMENT ? t.K : begin + SEGMENT;
-    for (int64_t m = 0; m < t.M; ++m) {
+    for (int64_t m = first; m < last; ++m) {
       const float scale = integer_scale(t.x + m * t.K + begin, end - begin, LARGEST_INTEGER);
       input_scales(t, begin)[m] = scale;
       const F32 factor = broadcast(integer_factor(scale));
@@ -292,18 +292,18 @@ void Tile<Kind, Grouped>::run(const LinearTask& t, int64_t m, int64_t n, const S
 
 }  // namespace
 
-void linear_pack(const LinearTask& t) {
+void linear_pack(const LinearTask& t, int64_t begin, int64_t end) {
 #if defined(VERAX_TILES)
-  if (takes_tiles(t)) return pack_digits(t);
+  if (takes_tiles(t)) return pack_digits(t, begin, end);
 #endif
   switch (t.kind) {
-    case Weights::f32: return pack<F32Weights>(t);
-    case Weights::bf16: return pack<Bf16Weights>(t);
-    case Weights::float8: return pack<Float8Weights>(t);
-    case Weights::int8: return pack<Int8Weights>(t);
-    case Weights::int4: return linear_int4_pack(t);
+    case Weights::f32: return pack<F32Weights>(t, begin, end);
+    case Weights::bf16: return pack<Bf16Weights>(t, begin, end);
+    case Weights::float8: return pack<Float8Weights>(t, begin, end);
+    case Weights::int8: return pack<Int8Weights>(t, begin, end);
+    case Weights::int4: return linear_int4_pack(t, begin, end);
     case Weights::int8_pairs: return;  // gemm.h only
-    case Weights::blocks: return linear_blocks_pack(t);
+    case Weights::blocks: return linear_blocks_pack(t, begin, end);
   }
 }
 

@@ -85,11 +85,11 @@ static inline int64_t linear_packed_bytes(int64_t M, int64_t K) { return M * ((K
 // multiples of it.
 constexpr int64_t LINEAR_STEP = 16;
 
-// Fill `packed` from `x`.
-VERAX_DECLARE_KERNEL(linear_pack, const LinearTask& task)
+// Fill `packed` from rows [begin, end) of x. `begin` is a multiple of LINEAR_STEP.
+VERAX_DECLARE_KERNEL(linear_pack, const LinearTask& task, int64_t begin, int64_t end)
 // `linear_pack` for an int4 weight and for blocks, which it calls.
-VERAX_DECLARE_KERNEL(linear_int4_pack, const LinearTask& task)
-VERAX_DECLARE_KERNEL(linear_blocks_pack, const LinearTask& task)
+VERAX_DECLARE_KERNEL(linear_int4_pack, const LinearTask& task, int64_t begin, int64_t end)
+VERAX_DECLARE_KERNEL(linear_blocks_pack, const LinearTask& task, int64_t begin, int64_t end)
 // Columns [begin, end) of y, which are rows of W, for all rows of x. `begin` is a multiple of LINEAR_STEP.
 VERAX_DECLARE_KERNEL(linear_columns, const LinearTask& task, int64_t begin, int64_t end)
 // `linear_columns` for an int4 weight and for blocks, which it calls.

@@ -115,9 +115,9 @@ struct BlockTile {
 
 }  // namespace
 
-void linear_blocks_pack(const LinearTask& t) {
+void linear_blocks_pack(const LinearTask& t, int64_t begin, int64_t end) {
   for (int64_t k = 0; k < padded(t.K); k += CHUNK) {
-    for (int64_t m = 0; m < t.M; ++m) {
+    for (int64_t m = begin; m < end; ++m) {
       const float* x = t.x + m * t.K + k;
       float rest[CHUNK] = {};
       if (t.K - k < CHUNK) {

@@ -40,25 +40,38 @@ Group* input_groups(const LinearTask& t, int64_t k) {
   return reinterpret_cast<Group*>(static_cast<int8_t*>(t.packed) + linear_packed_at(t, 0, t.K)) + k / t.group * t.M;
 }
 
-void pack(const LinearTask& t) {
-  // Four inputs that are neighbours in a register are multiplied at once: low halves of a word's bytes, then high ones.
-  constexpr int ORDER[WORD] = {0, 4, 1, 5, 2, 6, 3, 7};
+// The lower four bytes with room for another one above each.
+inline uint64_t spread(uint64_t bytes) {
+  bytes = (bytes | bytes << 16) & 0x0000FFFF0000FFFF;
+  return (bytes | bytes << 8) & 0x00FF00FF00FF00FF;
+}
+
+// Four inputs that are neighbours in a register are multiplied at once: low halves of a word's bytes, then high ones.
+inline void store_in_order(int8_t* to, const int8_t (&bytes)[CHUNK]) {
+  uint64_t words[CHUNK / WORD];
+  std::memcpy(words, bytes, CHUNK);
+  for (uint64_t& word : words) word = spread(word & 0xFFFFFFFF) | spread(word >> 32) << 8;
+  std::memcpy(to, words, CHUNK);
+}
+
+void pack(const LinearTask& t, int64_t begin, int64_t end) {
   for (int64_t g = 0; g < t.K; g += t.group) {
-    for (int64_t m = 0; m < t.M; ++m) {
+    for (int64_t m = begin; m < end; ++m) {
       const float* x = t.x + m * t.K + g;
       const float scale = integer_scale(x, t.group, 127);
       const F32 factor = broadcast(integer_factor(scale));
-      int32_t sum = 0;
+      F32 sums = zero();
       for (int64_t k = 0; k < t.group; k += CHUNK) {
         int8_t bytes[CHUNK];
-        for (int i = 0; i < CHUNK; i += F32::lanes) store_bytes(bytes + i, whole(mul(load(x + k + i), factor)));
-        auto* to = static_cast<int8_t*>(t.packed) + linear_packed_at(t, m, g + k);
-        for (int i = 0; i < CHUNK; ++i) {
-          to[i] = bytes[i / WORD * WORD + ORDER[i % WORD]];
-          sum += bytes[i];
+        for (int i = 0; i < CHUNK; i += F32::lanes) {
+          const F32 integers = whole(mul(load(x + k + i), factor));
+          store_bytes(bytes + i, integers);
+          sums = add(sums, integers);
         }
+        store_in_order(static_cast<int8_t*>(t.packed) + linear_packed_at(t, m, g + k), bytes);
       }
-      input_groups(t, g)[m] = {scale, sum, -8 * sum};
+      const auto total = scale == scale ? static_cast<int32_t>(sum(sums)) : 0;  // exact, if x is finite
+      input_groups(t, g)[m] = {scale, total, -8 * total};
     }
   }
 }
@@ -217,7 +230,7 @@ struct Int4Tile {
 
 }  // namespace
 
-void linear_int4_pack(const LinearTask& t) { pack(t); }
+void linear_int4_pack(const LinearTask& t, int64_t begin, int64_t end) { pack(t, begin, end); }
 
 void linear_int4_columns(const LinearTask& t, int64_t begin, int64_t end) {
   const int64_t first = begin / BLOCK, last = (end + BLOCK - 1) / BLOCK;

@@ -43,9 +43,9 @@ float* tiled_scales(const LinearTask& t, int64_t begin) {
   return reinterpret_cast<float*>(end) + begin / SEGMENT * t.M;
 }
 
-void pack_digits(const LinearTask& t) {
+void pack_digits(const LinearTask& t, int64_t first, int64_t last) {
   const int64_t tile = tiled_row_bytes(t);
-  for (int64_t m = 0; m < t.M; ++m) {
+  for (int64_t m = first; m < last; ++m) {
     const bool half = t.M - m / SIDE * SIDE <= HALF_SIDE;
     char* high = tiled_rows(t, m) + m % SIDE * 4;
     char* low = high + (half ? HALF_SIDE * 4 : tile);
