@@ -138,8 +138,8 @@ def test_the_table_of_an_encoder_stays_an_array(folder):
 
 
 @needs_library
-def test_quantised_weights_stay_unchanged(folder):
-    model = load(folder, quantization="int8")
+def test_weights_of_4_bits_stay_unchanged(folder):
+    model = load(folder, quantization="int4")
     before = jax.tree.leaves(nnx.state(model))
     pack_linear_weights(model, few_rows=True)
     heads = {("model", "embed_tokens")} if model.config.tie_word_embeddings else set()
