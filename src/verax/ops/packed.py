@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +38,8 @@ class PackedWeight:
     """Weight `[F, D]` of a linear operation, which takes it in the place of an array. A pytree of one or two arrays.
 
     `cells[p, d, f, c]` is row `48 p + f`, input `d * values + c`, where values is 1 of float32, 2 of bfloat16 and of
-    8-bit integers, and 4 of 8-bit integers that round their inputs. A last panel that is not full ends with zeros. `from_weight` makes one, and `unpacked` gives back
-    what went in.
+    8-bit integers, and 4 of 8-bit integers that round their inputs. A last panel that is not full ends with zeros.
+    `from_weight` makes one, and `unpacked` gives back what went in.
     """
 
     cells: Any
@@ -57,7 +57,7 @@ class PackedWeight:
     @staticmethod
     def from_weight(weight: Float[Array, "F D"] | QuantizedWeight) -> PackedWeight:
         """Lay out a weight of float32 or bfloat16, or of 8-bit integers with a scale for each row. Runs under `jit`."""
-        scales, values, rounds = None, weight, False
+        scales, values, rounds = None, cast(Any, weight), False
         if isinstance(weight, QuantizedWeight):
             values, rounds = weight.values, weight.rounds_inputs
             scales = weight.scales[:, 0].astype(jnp.float32)
@@ -113,9 +113,9 @@ def pack_weight(weight: W, *, few_rows: bool = False) -> W | PackedWeight:
     by tiles, whose instruction adds 32 products among themselves first, and unpacked ones by tiles or by vectors, as
     the number of rows decides. Sums of tiles and of vectors differ by at most
     `(g(D + 1) + g(D / 32 + 18)) (|x| |W|^T + |bias|)`, where `g(n) = n u / (1 - n u)` and u is 2^-24, the unit roundoff
-    of float32. 8-bit integers that do not round their inputs are the other exception: x becomes integers of up to 21,845
-    for each 768 inputs and any number of rows, where the unpacked weight takes 16 bits for each 1,024, or bfloat16 with
-    many rows.
+    of float32. 8-bit integers that do not round their inputs are the other exception: packed, they multiply x in
+    integers of up to 21,845 with a scale for each 768 inputs; unpacked, x in 16 bits for each 1,024, and in bfloat16
+    where rows are many.
 
     Args:
         weight: array, or weight of another kind, which may stay unpacked.

@@ -79,7 +79,7 @@ def difference_bound(x, w, bias):
 
 
 def integer_product(x, w, bias):
-    """Product of inputs rounded to integers by 768 with 8-bit integers in float64, and a bound on float32's rounding."""
+    """Product in float64 of inputs, rounded to integers by 768, and 8-bit integers, and a bound on rounding."""
     y = np.zeros((len(x), len(w.values)))
     sizes = y.copy()
     for begin in range(0, x.shape[1], 768):
