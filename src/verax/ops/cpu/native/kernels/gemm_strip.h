@@ -20,7 +20,7 @@ constexpr int SUMS = 24, VECTORS = 3;
 static_assert(VECTORS * F32::lanes <= GEMM_STRIP, "a strip holds the vectors of a tile");
 constexpr int STRIP = VECTORS * F32::lanes;
 
-constexpr int64_t ROWS_AHEAD = 32;  // cells of a column from those that are multiplied to those that a single tile asks for
+constexpr int64_t BYTES_AHEAD = 12 * 1024;  // of W, from those that are multiplied to those that a single tile asks for
 
 inline F32 activated(F32 y, Activation activation) {
   if (activation == Activation::gelu) return gelu_of(y);
@@ -141,7 +141,7 @@ void multiply_rows(int64_t rows, const Tile<X, W>& t, int64_t depth, Ahead ahead
 template <class Kind, int C, class X, class W>
 void multiply_strip(int64_t rows, Tile<X, W> t, int64_t depth) {
   const int64_t tiles = (rows + TILE<C> - 1) / TILE<C>;
-  const int64_t row = W::stride * sizeof(*t.weight.at), distance = tiles == 1 ? ROWS_AHEAD * row : t.ahead;
+  const int64_t row = W::stride * sizeof(*t.weight.at), distance = tiles == 1 ? BYTES_AHEAD : t.ahead;
   const auto* begin = reinterpret_cast<const char*>(t.weight.at);
   Ahead ahead{t.ahead ? begin + distance : nullptr, row / tiles};
   for (int64_t i = 0; i < tiles; ++i) {
