@@ -194,6 +194,8 @@ class VideoSettings(_Traced):
         verax bench video --stage transformer --against diffusers,torch.compile,openvino
 
         verax bench video --stage clip --against diffusers --variants int8,magcache --text-layers 2
+
+        verax bench video --stage clip --model Wan2.1-T2V-1.3B --prompts prompts.txt --variants magcache
     """
 
     runs: int = option(3, "Counted rounds.", low=1)
@@ -211,9 +213,18 @@ class VideoSettings(_Traced):
     layers: int | None = option(None, "Layers of the transformer.", low=1, shown="all")
     against: Any = against("diffusers", "torch.compile", "openvino", "stable-diffusion.cpp")
     dtype: str = option("bfloat16", "bfloat16 or float32.", choices=("bfloat16", "float32"))
+    model: str | None = option(
+        None, "clip: a checkpoint folder or hub id instead of random weights.", flags=("--model", "-m")
+    )
+    prompts: Path | None = option(
+        None, "clip: a file with a prompt on each line, for one clip after another.", path="file"
+    )
     steps: int = option(4, "clip: steps.", low=1)
     guidance_scale: float = option(1.0, "clip: guidance.", low=0.0)
-    variants: Any = listed(None, "clip: verax with each of these too: int8, magcache, lightx2v.")
+    variants: Any = listed(None, "clip: verax with each of these too: int8, teacache, magcache, lightx2v.")
+    thresholds: Any = listed(
+        None, "clip: of --cache-threshold, each with each cache.", kind=float, shown="the cache's own"
+    )
     text_layers: int | None = option(None, "clip: layers of UMT5-XXL.", low=1, shown="all")
     peer_python: str | None = option(None, "clip: Python in the environment of stable-diffusion.cpp.")
 
@@ -223,32 +234,12 @@ class VideoSettings(_Traced):
             raise InvalidParameterError("stage: clip is measured by itself")
         if "clip" in self.stage and self.trace is not None:
             raise InvalidParameterError("trace: of the stages transformer and vae; a clip is made in another process")
-        if "clip" not in self.stage and (self.variants or "stable-diffusion.cpp" in self.against):
-            raise InvalidParameterError("stage: variants and stable-diffusion.cpp are measured with the stage clip")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheSettings(_OfModel):
-    """Cost of TeaCache or MagCache in quality, and the time that it saves: clips with it and the same clips without.
-
-    Examples:
-
-        verax bench cache --cache magcache --model Wan2.1-T2V-1.3B --prompts prompts.txt --thresholds 0.06,0.12
-    """
-
-    cache: str = option("teacache", "teacache or magcache.", choices=("teacache", "magcache"))
-    steps: int | None = option(None, "Steps of a clip.", low=1, shown="the checkpoint's")
-
-    prompts: Path | None = option(
-        None, "A file with a prompt on each line; the built-in model has some of its own.", path="file"
-    )
-    thresholds: Any = listed("0.05,0.1,0.2,0.3", "Of --cache-threshold.", kind=float)
-    dtype: str = option("bfloat16", "bfloat16 or float32.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.prompts is None and self.model is not None:
-            raise InvalidParameterError("prompts: expected some: only the built-in model has prompts of its own")
+        if "clip" not in self.stage and (self.model or self.variants or "stable-diffusion.cpp" in self.against):
+            raise InvalidParameterError(
+                "stage: a model, variants and stable-diffusion.cpp are measured with the stage clip"
+            )
+        if self.model is not None and "stable-diffusion.cpp" in self.against:
+            raise InvalidParameterError("model: stable-diffusion.cpp is measured with random weights")
 
 
 OPERATIONS = ("linear", "grouped", "attention", "conv")

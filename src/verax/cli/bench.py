@@ -28,7 +28,6 @@ SUBJECTS: Mapping[str, tuple[type[settings.Settings], str]] = {
     "quality": (settings.QualitySettings, "text.quality"),
     "embed": (settings.EmbedSettings, "embed.cases"),
     "video": (settings.VideoSettings, "video.cases"),
-    "cache": (settings.CacheSettings, "video.cache"),
     "ops": (settings.OpsSettings, "ops"),
     "delta": (settings.DeltaSettings, "delta.cases"),
     "serve": (settings.ServeSettings, "serve.cases"),

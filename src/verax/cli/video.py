@@ -248,7 +248,7 @@ def _summary(result: VideoOutput) -> str:
     steps = f"{result.computed} of {result.steps} steps computed"
     if result.steps:  # 0 if all segments were there already
         if result.computed < result.steps:
-            steps += " (verax bench cache measures what that costs)"
+            steps += " (verax bench video --stage clip measures what that costs)"
         steps += f", {result.seconds['denoise'] / result.steps:.3g} s a step"
     count, height, width, _ = result.frames.shape
     return f"{count} frames of {height} x {width}: {stages}; {steps}\n"

@@ -3,18 +3,15 @@
 import os
 import sys
 
-import numpy as np
 import pytest
 
-from verax import VideoPipeline
+from verax import builtin
 from verax.bench.harness import count_products
 from verax.bench.results import markdown
-from verax.bench.settings import CacheSettings, VideoSettings
+from verax.bench.settings import VideoSettings
 from verax.bench.video import cases as video
-from verax.bench.video.cache import bench_cache
 from verax.bench.video.cases import SIZES, work
 from verax.errors import InvalidParameterError
-from verax.video.outputs import VideoOutput
 
 CLIP = dict(height=16, width=32)
 
@@ -43,33 +40,6 @@ def test_products_follow_the_formula():
     attention = 4 * D * T * (T + 512 + 257)
     products = count_products(todo.run, todo.component.shapes, *todo.shapes)
     assert products == pytest.approx(matmuls + attention, rel=0.15)  # and embeddings, head
-
-
-def test_the_cost_of_a_cache_is_measured_by_threshold(monkeypatch, tmp_path):
-    calls = []
-
-    def pipe(prompt, *, seed=0, cache, cache_threshold=None, num_inference_steps):
-        assert num_inference_steps is None
-        whole = np.random.default_rng(seed).integers(0, 250, (9, 16, 32, 3), np.uint8)
-        calls.append((prompt, seed, cache, cache_threshold))
-        if cache is None:
-            return VideoOutput(whole, fps=8, seed=0, steps=8, computed=8, seconds={"denoise": 4.0})
-        off = np.uint8({0.1: 0, 0.2: 1 + seed}[cache_threshold])
-        return VideoOutput(whole + off, fps=8, seed=0, steps=8, computed=5, seconds={"denoise": 2.0})
-
-    monkeypatch.setattr(VideoPipeline, "from_pretrained", lambda *_, **__: pipe)
-    (tmp_path / "prompts").write_text("a circle\na square\n")
-    settings = dict(model="some/tiny", prompts=tmp_path / "prompts", thresholds=[0.1, 0.2])
-    result = bench_cache(CacheSettings(**settings))
-    choices = [(None, None), ("teacache", 0.1), ("teacache", 0.2)]
-    clips = [("a circle", 0), ("a square", 1)]
-    assert calls[2:] == [(*clip, *choice) for clip in clips for choice in choices]  # after those that warm up
-    assert result["thresholds"][0]["psnr"] == [None, None]
-    assert result["thresholds"][1]["psnr"] == pytest.approx([20 * np.log10(255 / off) for off in (1, 2)])
-    page = markdown(result)
-    assert "| 0.1 | 5 of 8 | 2.00 | 2.00 | no difference |  | 1.000 |" in page
-    assert "| 0.2 | 5 of 8 | 2.00 | 2.00 | 45.1 | 42.1 | 1.000 |" in page
-    assert (result["subject"], result["name"]) == ("video", "teacache-tiny")
 
 
 CLIPS = dict(stage="clip", layers=1, text_layers=1, steps=1, runs=1, warmup=0)
@@ -105,12 +75,28 @@ def test_clips_are_made_in_a_process_of_each_side(tmp_path, monkeypatch):
     assert result["machine"]["stable-diffusion.cpp"] == "0.0"
 
 
+def test_the_cost_of_a_cache_is_shown_for_a_checkpoint_by_threshold(tmp_path):
+    (tmp_path / "prompts").write_text("a red circle\n\na blue square\n")
+    options = dict(stage="clip", model=str(builtin.video_model()), prompts=tmp_path / "prompts", warmup=0, runs=2)
+    sizes = dict(frames="5", height=32, width=32, steps=8, guidance_scale=5.0)
+    result = measure(**options, **sizes, variants="magcache", thresholds="0.0001,0.24")
+    exact, cached = (result["cases"][0]["sides"][f"verax magcache {value}"] for value in ("0.0001", "0.24"))
+    assert (exact["computed"], exact["psnr"], exact["worst_ssim"]) == ("8 of 8", None, 1.0)
+    assert int(cached["computed"].split()[0]) < 8
+    assert 15 < cached["worst_psnr"] < cached["psnr"] < 60
+    assert result["name"].startswith("video-clip-8-steps-5-bfloat16-5x32x32")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"against": "stable-diffusion.cpp"}, "peer_python: none"),
         ({"against": "openvino"}, "against"),
-        ({"variants": "teacache"}, "variants: expected int8"),
+        ({"variants": "taylorseer"}, "variants: expected int8"),
+        (
+            {"model": "a", "against": "stable-diffusion.cpp"},
+            "model: stable-diffusion.cpp is measured with random weights",
+        ),
         ({"frames": "5,9"}, "one number of frames"),
         ({"stage": "vae", "against": "stable-diffusion.cpp"}, "measured with the stage clip"),
         ({"stage": "clip,vae"}, "clip is measured by itself"),

@@ -1,1 +1,1 @@
-"""Stages of a video pipeline compared with diffusers: `verax bench video`, `verax bench cache`."""
+"""Stages of a video pipeline compared with diffusers: `verax bench video`."""

@@ -1,21 +1,23 @@
 """Whole clips, from the prompt to the files, each side in a process of its own: `verax bench video --stage clip`.
 
-The model is text to video with random weights in the original layout, which stable-diffusion.cpp reads too. Its UMT5 is
-a GGUF file, since all of it in bfloat16 would be 11 GB. diffusers needs a folder of its own layout, with UMT5 in
-floats, which verax then reads too, so that both do the same work.
+Without a checkpoint, the model is text to video with random weights in the original layout, which stable-diffusion.cpp
+reads too. Its UMT5 is a GGUF file, since all of it in bfloat16 would be 11 GB. diffusers needs a folder of its own
+layout, with UMT5 in floats, which verax then reads too, so that both do the same work.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import gguf
@@ -34,7 +36,8 @@ from verax.checkpoint.load import random_weight
 from verax.checkpoint.video.convert import convert
 from verax.checkpoint.video.folder import TOKENIZER, VideoFolder
 from verax.checkpoint.video.parts import PARTS, UMT5
-from verax.compare.videos import decibels, differences
+from verax.compare.cases.video import PART_SIDES
+from verax.compare.videos import compare_clips
 from verax.errors import InvalidParameterError
 from verax.files import write_json
 from verax.machine import num_cores
@@ -47,6 +50,7 @@ PROMPT = "A cat on a surfboard looks back over its shoulder while a wave breaks 
 
 VARIANTS: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "int8": ({"quantization": "int8"}, {}),
+    "teacache": ({}, {"cache": "teacache"}),
     "magcache": ({}, {"cache": "magcache"}),
     "lightx2v": ({}, {"recipe": "lightx2v"}),
 }
@@ -76,58 +80,84 @@ def bench_clip(settings: VideoSettings, transformer: WanConfig, vae: WanVaeConfi
         raise InvalidParameterError("stage: clip is measured with the size 1.3b, 14b or tiny, and one number of frames")
     if "stable-diffusion.cpp" in settings.against and settings.peer_python is None:
         raise InvalidParameterError(f"peer_python: none for stable-diffusion.cpp: {REMEDY}")
-    benchmark = Benchmark("video")
+    benchmark, prompts = Benchmark("video"), _prompts(settings)
     size = {"height": settings.height, "width": settings.width}
     sampling = {"num_inference_steps": settings.steps, "guidance_scale": settings.guidance_scale}
-    latents = (settings.frames[0] + 3) // 4, *(side // vae.pixels_per_latent for side in size.values())
     with tempfile.TemporaryDirectory(prefix="verax-bench-") as name:
         scratch = Path(name)
-        original = folder = _write_model(scratch / "original", settings, transformer, vae)
+        opened = VideoFolder(settings.model or _write_model(scratch / "original", settings, transformer, vae))
+        vae, folder = PART_SIDES["vae"].config(opened.config("vae")), opened.path
         if "diffusers" in settings.against:
-            folder = convert(VideoFolder(original), scratch / "diffusers", "diffusers", dtype=jnp.dtype(settings.dtype))
+            folder = convert(opened, scratch / "diffusers", "diffusers", dtype=jnp.dtype(settings.dtype))
+        latents = (settings.frames[0] + 3) // 4, *(side // vae.pixels_per_latent for side in size.values())
         noise = np.random.default_rng(0).standard_normal((1, vae.z_dim, *latents), np.float32)
         np.save(scratch / "noise.npy", noise)
-        clip = {"prompt": PROMPT, "num_frames": settings.frames[0], **size, "latents": str(scratch / "noise.npy")}
+        clip = {"num_frames": settings.frames[0], **size, "latents": str(scratch / "noise.npy")}
         ours: dict[str, Any] = {"folder": str(folder), "dtype": settings.dtype}
         whole = clip | sampling
         sides: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {"verax": ("verax", ours, whole)}
         for variant in settings.variants:
             load, options = VARIANTS[variant]
             given = (clip if "recipe" in options else whole) | options
-            sides[f"verax {variant}"] = "verax", ours | load, given
+            limits = [{"cache_threshold": value} for value in settings.thresholds if "cache" in options]
+            for limit in limits or [{}]:
+                side = " ".join(["verax", variant, *(f"{value:g}" for value in limit.values())])
+                sides[side] = "verax", ours | load, given | limit
         if "diffusers" in settings.against:
             sides["diffusers"] = "diffusers", ours, whole
         if "stable-diffusion.cpp" in settings.against:
-            sides |= _stable_diffusion_cpp(settings, original, whole)
-        answers = {side: _run(*work, scratch / "out" / slug(side), settings) for side, work in sides.items()}
-        frames = {side: np.load(scratch / "out" / slug(side) / "frames.npy") for side in sides}
-    samples = {side: answer["samples"] for side, answer in answers.items()}
-    case = case_result(f"a clip of {settings.frames[0]} frames", "verax", samples, settings.frames[0])
+            sides |= _stable_diffusion_cpp(settings, folder, whole)
+        answers = {side: _run(*work, scratch / slug(side), prompts, settings) for side, work in sides.items()}
+    case = case_result(
+        f"a clip of {settings.frames[0]} frames",
+        "verax",
+        {side: answer["samples"] for side, answer in answers.items()},
+        settings.frames[0],
+    )
     for side, answer in answers.items():
-        row = case["sides"][side]
-        row |= answer["numbers"]
+        case["sides"][side] |= answer["numbers"]
         if side != "verax" and not side.startswith(("stable-diffusion.cpp", "verax lightx2v")):
-            mse = float(np.mean((differences(frames["verax"], frames[side]) / 255) ** 2))
-            row["psnr"] = decibels(mse) if mse else None
+            case["sides"][side] |= _likeness(answers["verax"]["clips"], answer["clips"])
     level = library.level()
     asked = asdict(settings) | {"text_layers": settings.text_layers or UMT5Config().num_layers}
     layers = f"{transformer.num_layers} layers" if settings.layers else ""
     text = "all of UMT5-XXL" if settings.text_layers is None else f"{settings.text_layers} layers of UMT5-XXL"
     kind = settings.dtype if "diffusers" in settings.against else TEXT_BLOCKS
+    name, model = settings.size, f"{settings.size} text to video{f', {layers}' if layers else ''}"
+    weights = f"Random weights in {settings.dtype}, {text} in {kind}"
+    if settings.model is not None:
+        name, model, weights = opened.name, opened.name, f"Computed in {settings.dtype}"
     return benchmark.result(
-        slug(settings.size, layers, "clip", f"{settings.steps} steps {settings.guidance_scale:g}", settings.dtype)
+        slug(name, layers, "clip", f"{settings.steps} steps {settings.guidance_scale:g}", settings.dtype)
         + f"-{settings.frames[0]}x{settings.height}x{settings.width}"
         + "".join(f"-{slug(name)}" for name in (*settings.against, level or "") if name),
-        title=f"A clip: {settings.size} text to video{f', {layers}' if layers else ''}, {settings.frames[0]} x "
-        f"{settings.height} x {settings.width}, {settings.steps} steps, guidance {settings.guidance_scale:g}",
-        intro=f"Random weights in {settings.dtype}, {text} in {kind}. Each side has a process of its own, one after "
+        title=f"A clip: {model}, {settings.frames[0]} x {settings.height} x {settings.width}, {settings.steps} steps, "
+        f"guidance {settings.guidance_scale:g}",
+        intro=f"{weights}. Each side has a process of its own, one after "
         f"the other: {settings.runs} clips after {settings.warmup} that do not count, from the prompt to images in a "
-        "folder. Peak memory is the process's, weights included. PSNR is against the first side.",
+        "folder. Peak memory is the process's, weights included. PSNR and SSIM are against the first side.",
         settings=asked,
         versions={name: version for answer in answers.values() for name, version in answer["versions"].items()},
         tables=[sides_table([case])],
         cases=[case],
     )
+
+
+def _prompts(settings: VideoSettings) -> list[str]:
+    """Prompt of each clip. Without a file each is another one, since states of prompts are kept."""
+    count = settings.warmup + settings.runs
+    if settings.prompts is None:
+        return [f"{PROMPT} {i + 1}." for i in range(count)]
+    lines = filter(str.strip, settings.prompts.read_text(encoding="utf-8-sig").splitlines())
+    return list(itertools.islice(itertools.cycle(lines), count))
+
+
+def _likeness(clips: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> dict[str, float | None]:
+    """PSNR of the other clips, the mean and the worst, and the worst SSIM; None if nothing differs."""
+    compared = [compare_clips(clip, other) for clip, other in zip(clips, others, strict=True)]
+    psnr = [one.clip_psnr for one in compared if one.max_difference]
+    mean, worst = (fmean(psnr), min(psnr)) if psnr else (None, None)
+    return {"psnr": mean, "worst_psnr": worst, "worst_ssim": min(one.clip_ssim for one in compared)}
 
 
 def _stable_diffusion_cpp(
@@ -141,7 +171,7 @@ def _stable_diffusion_cpp(
         "n_threads": num_cores(),
         "diffusion_flash_attn": True,
     }
-    options = {"prompt": clip["prompt"], "video_frames": clip["num_frames"], "cfg_scale": clip["guidance_scale"]}
+    options = {"video_frames": clip["num_frames"], "cfg_scale": clip["guidance_scale"]}
     options |= {"height": clip["height"], "width": clip["width"], "sample_steps": clip["num_inference_steps"]}
     options |= {"sample_method": "euler", "flow_shift": 3.0}
     sides = {"stable-diffusion.cpp": ("stable_diffusion_cpp", load, options)}
@@ -152,19 +182,25 @@ def _stable_diffusion_cpp(
 
 
 def _run(
-    engine: str, load: Mapping[str, Any], clip: Mapping[str, Any], folder: Path, settings: VideoSettings
+    engine: str,
+    load: Mapping[str, Any],
+    clip: Mapping[str, Any],
+    folder: Path,
+    prompts: Sequence[str],
+    settings: VideoSettings,
 ) -> dict[str, Any]:
-    """Clips of a side, with the last one's frames in a folder: `samples`, `versions`, and numbers of the last clip."""
-    folder.mkdir(parents=True)
+    """Clips of a side: `samples`, `versions`, frames of the counted `clips`, and numbers of the last one."""
     python, begin = sys.executable, time.perf_counter()
     if engine == "stable_diffusion_cpp":
         assert settings.peer_python is not None
         python = settings.peer_python
     with WorkerProcess(engine, python, engines, engine, remedy=REMEDY) as process:
         versions, start = process.ask(**load)["versions"], time.perf_counter() - begin
-        # Each clip has another prompt, since states of prompts are kept.
-        prompts = [f"{clip['prompt']} {i + 1}." for i in range(settings.warmup + settings.runs)]
-        answers = [process.ask(**{**clip, "prompt": prompt, "folder": str(folder)}) for prompt in prompts]
+        answers, clips = [], []
+        for i, prompt in enumerate(prompts):
+            (folder / str(i)).mkdir(parents=True)
+            answers.append(process.ask(**clip, prompt=prompt, folder=str(folder / str(i))))
+            clips.append(np.load(folder / str(i) / "frames.npy"))
     stages, text = answers[-1]["result"], process.printed
     if engine == "stable_diffusion_cpp":
         taken = {stage: re.findall(rf"\b{words} completed, taking ([\d.]+)s", text) for stage, words in LOG.items()}
@@ -175,8 +211,10 @@ def _run(
     return {
         "samples": Samples(seconds[settings.warmup :], seconds[: settings.warmup]),
         "versions": versions,
+        "clips": clips[settings.warmup :],
         "numbers": {
             "stages": stages["seconds"],
+            "computed": stages.get("computed"),
             "peak_bytes": answers[-1]["peak_bytes"],
             "start_s": start,
             **{f"{stage}_s": stages["seconds"].get(stage) for stage in LOG},

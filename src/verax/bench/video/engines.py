@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-Stages = dict[str, dict[str, float]]
-"""`seconds` of the stages, and bytes of their `buffers` without the weights, as far as they are known."""
+Stages = dict[str, Any]
+"""`seconds` of the stages, bytes of their `buffers` without the weights, and steps `computed`, as far as known."""
 
 Engine = tuple[Callable[..., Stages], dict[str, str]]
 """Function that makes a clip, and the versions of the packages."""
@@ -31,7 +31,8 @@ def verax(package: Any, folder: str, **load: Any) -> Engine:
         out.save(Path(folder, "images"))
         np.save(Path(folder, "frames.npy"), out.frames)
         rows = pipe.plan(package.VideoRequest(**clip))
-        return {"seconds": out.seconds, "buffers": {row.stage: row.work for row in rows}}
+        steps = {"computed": f"{out.computed} of {out.steps}"} if clip.get("cache") else {}
+        return {"seconds": out.seconds, "buffers": {row.stage: row.work for row in rows}, **steps}
 
     return make, {}
 
