@@ -38,15 +38,20 @@ def machine(monkeypatch):
     return ran, errors, device
 
 
-def test_finished_parts_are_skipped_and_failed_ones_run_again(machine, tmp_path):
+def test_finished_parts_are_skipped_and_failed_ones_run_again(machine, tmp_path, monkeypatch):
     ran, errors, _ = machine
+    written = []
+    monkeypatch.setitem(RESULT, "machine", GPU)
+    monkeypatch.setattr(accelerator, "write", lambda result, folder: written.append(result))
     errors["delta"] = "RuntimeError: out of memory"
     assert not run_parts(tmp_path, jobs=1)["complete"]
     assert ran == list(PARTS)
-    ran.clear()
-    errors.clear()
+    assert len(written) == len(PARTS) - 1
+    for kept in (ran, errors, written):
+        kept.clear()
     second = run_parts(tmp_path)
     assert (ran, second["complete"], list(second["parts"])) == (["delta"], True, list(PARTS))
+    assert len(written) == 1
 
 
 @pytest.mark.parametrize("change", [{"devices": ["NVIDIA H100 80GB HBM3 (cuda:0)"]}, {"rehearse": True}])

@@ -164,14 +164,13 @@ def bench_accelerator(settings: AcceleratorSettings) -> dict[str, Any]:
     if machine["platform"] == "cpu" and not rehearse:
         raise InvalidParameterError("rehearse: JAX has no GPU or TPU here; --rehearse runs the parts at tiny sizes")
     run = {"device": machine["devices"][0], "rehearse": rehearse}
-    records: dict[str, Any] = {}
+    paths = {name: folder / "parts" / f"{name}.json" for name in names}
+    found = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}
+    records = {name: record for name, record in found.items() if record | run == record and not record["error"]}
+    todo = [name for name in names if name not in records]
 
     def measure(name: str) -> dict[str, Any]:
-        part, left = PARTS[name], seconds - (time.monotonic() - begin)
-        path = folder / "parts" / f"{name}.json"
-        record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        if {key: record.get(key) for key in run} == run and not record["error"]:
-            return record
+        part, path, left = PARTS[name], paths[name], seconds - (time.monotonic() - begin)
         if left < min(SHORTEST, seconds):
             return {"error": f"not begun: the budget of {seconds:g} s is spent", "note": "", "result": None}
         words = shlex.split(f"{part.command} {part.tiny if rehearse else ''}")
@@ -183,11 +182,12 @@ def bench_accelerator(settings: AcceleratorSettings) -> dict[str, Any]:
         return record
 
     with progress.bar("running parts") as report, ThreadPoolExecutor(settings.jobs) as pool:
-        for name, record in zip(names, pool.map(measure, names), strict=True):
-            report(len(records), len(names), name)
+        for done, (name, record) in enumerate(zip(todo, pool.map(measure, todo), strict=True)):
+            report(done, len(todo), name)
             records[name] = record
             if record["result"] is not None and "machine" in record["result"]:
                 write(record["result"], folder)
+    records = {name: records[name] for name in names}
     title = f"Accelerator: {run['device']}"
     return {
         **page,
