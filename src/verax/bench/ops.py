@@ -23,7 +23,6 @@ from verax.checkpoint.load import HostMemory
 from verax.errors import InvalidParameterError
 from verax.ops.cpu import library
 from verax.ops.paged import QuantizedPages, page_bytes, quantize_tokens
-from verax.ops.sampling import FLOATS, INTS, SamplingArrays, sample
 
 WEIGHTS: dict[str, tuple[int, int | None] | str | None] = {
     "float32": None,
@@ -61,9 +60,6 @@ PLAIN_LIMIT = 2**29
 
 PAGE = 16
 """Tokens of a page: the engine's block size."""
-
-SPREAD = 3.0
-"""Standard deviation of the logits: a share of 0.95 of the weight is then on some thousands of 151,936 tokens."""
 
 Calls = dict[str, Callable[[], object]]
 """Sides by name, as calls whose outputs are `launched` when they return."""
@@ -277,7 +273,7 @@ def several_weights(rows: int, *, gated: bool = False, torch: Any = None) -> Cas
     return _case(operation.name, name, "bfloat16", moved, 2 * rows * D * sum(sizes), chosen, sides)
 
 
-# Attention, the cache and sampling
+# Attention and the cache
 
 
 Heads = tuple[int, int, int]
@@ -396,19 +392,6 @@ def _torch_attention(torch: Any, *arrays: jax.Array, **options: Any) -> Callable
     return lambda: torch.nn.functional.scaled_dot_product_attention(*tensors, **options)
 
 
-def sampling(rows: int, *, vocab: int = 151936, top_k: int = 0, top_p: float = 1.0, torch: Any = None) -> Case:
-    """A draw for each of `rows` sequences, with top-k and top-p unless they are off; the vocabulary is Qwen3's."""
-    given = {"temperature": 1.0, "repetition": 1.0, "top_p": top_p, "top_k": top_k}  # the others are off at 0
-    floats, ints = (np.tile([given.get(name, 0) for name in names], (rows, 1)) for names in (FLOATS, INTS))
-    none, bias = jnp.full((rows, 1), vocab, jnp.int32), jnp.zeros((rows, 1), jnp.float32)
-    params = SamplingArrays(jnp.asarray(floats, jnp.float32), jnp.asarray(ints, jnp.int32), none, bias, none)
-    at = jnp.arange(rows, dtype=jnp.int32)
-    logits = SPREAD * _random((rows, vocab), "float32", 0)
-    limits = [f"top-{name} {value}" for name, value, off in (("k", top_k, 0), ("p", top_p, 1)) if value != off]
-    name, drawn_after = ", ".join([f"{rows} rows of {vocab}", *limits]), jnp.zeros((rows, 1), jnp.int32)
-    return _case_of(sample, name, logits.nbytes, 0, logits, drawn_after, at, at, params, dtype="float32")
-
-
 # Convolutions
 
 
@@ -488,7 +471,7 @@ CASES: Mapping[str, Sequence[Callable[..., Case]]] = {
         partial(conv, (128, 128), 96, 96, kernel=(3, 3), stride=2),
     ),
     # Decode steps of Qwen3-0.6B and 8B, prompts, whole sequences of Wan 1.3B at 81 frames of 480 x 832 and of Gemma 3
-    # 270M with a sliding window, draws. `kernels` has a feed-forward layer of 8B too.
+    # 270M with a sliding window. `kernels` has a feed-forward layer of 8B too.
     "kernels": (
         *(partial(paged_decode, *sizes) for sizes in ((1, 8192), (16, 1024), (64, 2048), (256, 512))),
         partial(paged_decode, 64, 2048, cache_dtype="int8"),
@@ -498,9 +481,6 @@ CASES: Mapping[str, Sequence[Callable[..., Case]]] = {
         *(partial(several_weights, rows, gated=gated) for gated in (False, True) for rows in (1, 16)),
         partial(whole_sequence, 32760),
         partial(whole_sequence, 8192, heads=(4, 1, 256), window=512),
-        *(partial(sampling, rows, top_k=50) for rows in (1, 16)),
-        partial(sampling, 16, top_p=0.95),
-        partial(sampling, 64, top_k=50, top_p=0.95),
     ),
 }
 """Cases by group: calls that make one each, with the module torch or None as `torch`."""
