@@ -148,7 +148,7 @@ def test_another_machine_or_a_busy_one_is_named():
     new = timed()
     new["short"] |= {"machine": {"cpu": "B", "jax": "0.10"}, "noise": {"busy": True}}
     comparison = compare_results(timed(), new)
-    assert comparison["differing"] == {"cpu": ["A", "B"], "noise of new": ["quiet", "busy"]}
+    assert comparison["differing"] == {"cpu": ["A", "B"], "noise": ["quiet", "busy"]}
     assert "cpu: A and B" in markdown(comparison)
 
 

@@ -376,15 +376,14 @@ def _judged(old: Sequence[float], new: Sequence[float], threshold: float) -> dic
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Facts of the machine, and settings, that are not the same in the results of one name."""
+
+    def facts(result: Mapping[str, Any]) -> dict[str, Any]:
+        settings = {key: value for key, value in result["settings"].items() if key not in ("runs", "warmup")}
+        machine = {key: result["machine"].get(key) for key in MACHINE_FACTS}
+        return machine | settings | {"noise": "busy" if result.get("noise", {}).get("busy") else "quiet"}
+
     differing: dict[str, list[Any]] = {}
-    for name in [name for name in old if name in new]:
-        settings = sorted({*old[name]["settings"], *new[name]["settings"]} - {"runs", "warmup"})
-        for part, keys in (("machine", MACHINE_FACTS), ("settings", settings)):
-            for key in keys:
-                values = [result[name][part].get(key) for result in (old, new)]
-                if values[0] != values[1]:
-                    differing[key] = values
-        for part, results in (("old", old), ("new", new)):
-            if results[name].get("noise", {}).get("busy"):
-                differing[f"noise of {part}"] = ["quiet", "busy"]
+    for before, after in ((facts(old[name]), facts(new[name])) for name in old if name in new):
+        pairs = {key: [before.get(key), after.get(key)] for key in before | after}
+        differing |= {key: pair for key, pair in pairs.items() if pair[0] != pair[1] or "busy" in pair}
     return differing

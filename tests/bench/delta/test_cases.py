@@ -63,7 +63,7 @@ def test_all_sides_do_the_same_work_and_are_in_one_result(result):
         assert set(case["ratios"]) == set(case["sides"]) - {case["chosen"]}
         for name, side in case["sides"].items():
             assert 0 < side["error"] < case["tolerance"]
-            assert (side["platform"], len(side["seconds"])) == ("cpu", 2)
+            assert len(side["seconds"]) == 2
             assert side["fraction_of_limit"] > 0
             assert (side["compile_s"] is not None) == name.startswith("verax")
     assert by_name["decode", "Step"]["bytes_moved"] == 3 * 2 * 4 * (4 * 16 + 2) + 2 * 3 * 2 * 16 * 16 * 4

@@ -36,9 +36,9 @@ class Baselines:
 
     Attributes:
         device: torch's name of the platform.
-        reference: LAM in PyTorch (`compare.references.lam`): a baseline, and in float64 the expected result.
+        reference: LAM in PyTorch (`compare.references.lam`), in float64 the expected result.
         names: names of the baselines.
-        cython: LAM in PyTorch through Cython, or None.
+        lam: LAM in PyTorch by side: the reference, and the same through Cython.
         gated: implementations of the gated rule by library and kind.
         skipped: reason for each baseline that is not available.
         versions: of the libraries, and `cython_s`, the seconds that Cython and the C compiler took.
@@ -48,7 +48,7 @@ class Baselines:
     device: str
     reference: ModuleType
     names: tuple[str, ...]
-    cython: ModuleType | None = None
+    lam: dict[str, ModuleType] = field(default_factory=dict)
     gated: dict[str, Callable[..., Any]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     versions: dict[str, Any] = field(default_factory=dict)
@@ -68,22 +68,24 @@ def find_baselines(settings: DeltaSettings, folder: Path) -> Baselines:
             f"JAX runs on {platform}, where this torch ({torch.__version__}) does not: set JAX_PLATFORMS=cpu to "
             "compare on the CPU"
         )
-    device, reference = "cuda" if platform == "gpu" else "cpu", importlib.import_module("verax.compare.references.lam")
-    cython, gated, skipped = None, {}, {}
-    versions: dict[str, Any] = {}
+    reference = importlib.import_module("verax.compare.references.lam")
+    found = Baselines(torch, "cuda" if platform == "gpu" else "cpu", reference, names)
     for name in names:
         try:
-            if name == "cython":
-                cython, versions["cython_s"] = timed(partial(cythonized, Path(str(reference.__file__)), folder))
+            if name == "torch":
+                found.lam[name] = reference
+            elif name == "cython":
+                module, found.versions["cython_s"] = timed(partial(cythonized, Path(str(reference.__file__)), folder))
+                found.lam["torch, Cython"] = module
             elif name in ("transformers", "fla"):
-                gated |= _transformers_rules() if name == "transformers" else _fla_rules(device)
+                found.gated.update(_transformers_rules() if name == "transformers" else _fla_rules(found.device))
             if package := {"fla": FLA, "cython": name, "transformers": name}.get(name):
-                versions[package] = importlib.metadata.version(package)
+                found.versions[package] = importlib.metadata.version(package)
         except MissingDependencyError as error:
             if settings.against:
                 raise
-            skipped[name] = str(error)
-    return Baselines(torch, device, reference, names, cython, gated, skipped, versions)
+            found.skipped[name] = str(error)
+    return found
 
 
 def _transformers_rules() -> dict[str, Callable[..., Any]]:
@@ -121,11 +123,9 @@ def cythonized(source: Path, folder: Path) -> ModuleType:
             f"the baseline needs Cython, setuptools and a C compiler ({reason}): pip install 'verax[bench]'"
         )
     path = next(folder.glob(f"{copy.stem}*{importlib.machinery.EXTENSION_SUFFIXES[0]}"))
-    spec = importlib.util.spec_from_file_location(copy.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    loader = importlib.machinery.ExtensionFileLoader(copy.stem, str(path))
+    module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(copy.stem, loader, origin=str(path)))
+    loader.exec_module(module)
     return module
 
 

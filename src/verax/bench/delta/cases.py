@@ -59,8 +59,8 @@ def bench_delta(settings: DeltaSettings) -> dict[str, Any]:
         cases = [_measure(case, benchmark, settings) for section in sections for case in makers[section]()]
     asked = asdict(settings) | {"against": list(baselines.names), "untimed": UNTIMED}
     notes = [f"- Left out: {name} ({why})." for name, why in baselines.skipped.items()]
-    if baselines.cython is not None:
-        notes.append(f"- Cython and the C compiler took {baselines.versions['cython_s']:.1f} s, once for all.")
+    if seconds := baselines.versions.get("cython_s"):
+        notes.append(f"- Cython and the C compiler took {seconds:.1f} s, once for all.")
     some = [name.lower() for name in configurations if len(configurations) < len(CONFIGURATIONS)]
     reasons = {f"- Left out: {name}: {why}" for case in cases for name, why in case["skipped"].items()}
     return benchmark.result(
@@ -89,7 +89,7 @@ def _measure(case: Case, benchmark: Benchmark, settings: DeltaSettings) -> dict[
     """Check every side, then time them in turn; one of a result's cases."""
     platform = jax.default_backend()
     sides = {
-        name: {"error": check(case, name, platform), "peak_bytes": _peak_bytes(side, platform), "platform": platform}
+        name: {"error": check(case, name, platform), "peak_bytes": _peak_bytes(side, platform)}
         for name, side in case.sides.items()
     }
     measured = benchmark.measure(case, runs=settings.runs, warmup=settings.warmup, trace=settings.trace)
@@ -377,10 +377,7 @@ def _lam_case(
     torch, skipped = baselines.torch, {}
     sides = {f"verax {impl}": side for impl, side in ours.items()}
     chosen = list(sides)[-1]
-    if "torch" in baselines.names:
-        sides["torch"] = torch_side(torch, *theirs(baselines.reference))
-    if baselines.cython is not None:
-        sides["torch, Cython"] = torch_side(torch, *theirs(baselines.cython))
+    sides |= {name: torch_side(torch, *theirs(library)) for name, library in baselines.lam.items()}
     function, *inputs = theirs(baselines.reference)
     if "torch.compile" in baselines.names:
         flops = sides["torch"].flops if "torch" in sides else 0

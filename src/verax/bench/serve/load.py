@@ -250,15 +250,10 @@ class Client:
         self.model: str | None = None
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        small = [(socket.SOL_SOCKET, socket.SO_RCVBUF, SLOW_BUFFER)]
-        transports = {
-            slow: httpx.AsyncHTTPTransport(limits=limits, socket_options=small if slow else None)
-            for slow in (False, True)
-        }
-        self._clients = {
-            slow: httpx.AsyncClient(headers=headers, timeout=TIMEOUT, transport=transport)
-            for slow, transport in transports.items()
-        }
+        self._clients: dict[bool, Any] = {}
+        for slow, options in ((False, []), (True, [(socket.SOL_SOCKET, socket.SO_RCVBUF, SLOW_BUFFER)])):
+            transport = httpx.AsyncHTTPTransport(limits=limits, socket_options=options)
+            self._clients[slow] = httpx.AsyncClient(headers=headers, timeout=TIMEOUT, transport=transport)
 
     async def close(self) -> None:
         """Close all connections."""
