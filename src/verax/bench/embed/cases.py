@@ -61,18 +61,18 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
         weights = multiplied(shapes)[0]
         lengths = encoder.token_counts(texts)
         encoders: dict[str, Encode] = {}
-        chosen: dict[str, str] = {}
+        notes = []
         for name in settings.against:
             side, encode, setting = make_baseline(name, folder, encoder.settings, texts, settings)
-            encoders[side], chosen[side] = encode, setting
+            encoders[side] = encode
+            notes.append(f"- {side}: {setting}")
         encoders["verax"] = partial(encoder.encode, batch_size=batch_size, show_progress=False)
         calls = {name: partial(_one_by_one, e, texts) if latency else partial(e, texts) for name, e in encoders.items()}
         ours, first_s = timed(calls["verax"])
-        accuracy: dict[str, dict[str, float | None]] = {}
         exact = dtype == "float32" and quantization is None
-        if settings.against or not exact:
-            reference = ours if exact else Encoder(folder).encode(texts, show_progress=False)
-            accuracy = {name: _accuracy(reference, call()) for name, call in calls.items()}
+        compared = calls if settings.against or not exact else {}
+        reference = ours if exact else Encoder(folder).encode(texts, show_progress=False)
+        accuracy = {name: _accuracy(reference, call()) for name, call in compared.items()}
         compiled = encoder.num_compiled()
         samples = time_sides(calls, runs=settings.runs, warmup=settings.warmup, trace=settings.trace)
         compiled = encoder.num_compiled() - compiled
@@ -87,11 +87,9 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
     asked, precision = asdict(settings) | {"model": model, "shapes": shapes} | sizes, str(quantization or dtype)
     for name, distances in accuracy.items():
         case["sides"][name] |= distances
-    notes = []
     if latency:
         means = (f"{name} {1e3 / side['rate']:.2f} ms" for name, side in case["sides"].items())
         notes.append(f"A sentence: {', '.join(means)}.")
-    notes += [f"- {name}: {setting}" for name, setting in chosen.items()]
     return benchmark.result(
         slug(shapes if shapes not in (None, "minilm") else "", precision, "latency" if latency else ""),
         title=f"Embeddings: {model}, {precision}",
@@ -103,11 +101,8 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
         tables=[sides_table([case], "sentences/s", note=ACCURACY if accuracy else "")],
         notes=notes,
         cases=[case],
-        first_s=first_s,
         compiled_during_runs=compiled,
         work=work,
-        chosen=chosen,
-        accuracy=accuracy,
     )
 
 
