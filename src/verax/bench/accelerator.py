@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from verax import builtin, progress
 from verax.bench.harness import TURN
 from verax.bench.processes import run_command
-from verax.bench.results import table, write
+from verax.bench.results import date, table, write
 from verax.bench.settings import AcceleratorSettings, ReportsSettings, check_names
 from verax.errors import InvalidParameterError, VeraxError
 from verax.files import write_json
@@ -156,6 +156,7 @@ def bench_accelerator(settings: AcceleratorSettings) -> dict[str, Any]:
     check_names("only", settings.only, PARTS)
     names = [name for name in PARTS if name in (settings.only or PARTS)]
     page: dict[str, Any] = {"subject": "accelerator", "name": "rehearsal" if rehearse else "parts", "notes": []}
+    page["date"] = date()
     if settings.list:
         columns = {"part": lambda name: name, "measures": lambda name: PARTS[name].summary}
         return {**page, "title": "Accelerator: parts", "intro": "In this order.", "tables": [table(names, columns)]}

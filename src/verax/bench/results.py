@@ -200,12 +200,12 @@ def slug(*parts: str) -> str:
     return "-".join(word for part in parts if (word := re.sub("[^a-z0-9]+", "-", part.lower()).strip("-")))
 
 
-def date(now: datetime | None = None) -> str:
-    """Text of a time, by default of this moment, in UTC."""
-    return f"{now or datetime.now(UTC):%Y-%m-%d %H:%M UTC}"
+def date() -> str:
+    """Text of this moment, in UTC."""
+    return f"{datetime.now(UTC):%Y-%m-%d %H:%M UTC}"
 
 
-def write(result: Mapping[str, Any], folder: Path, *, now: datetime | None = None) -> Path:
+def write(result: Mapping[str, Any], folder: Path) -> Path:
     """Write a result into its subject's and processor's file in a folder, in place of an earlier one of its name.
 
     Returns:
@@ -216,7 +216,7 @@ def write(result: Mapping[str, Any], folder: Path, *, now: datetime | None = Non
     processor = slug(re.sub(r"\((R|TM)\)|Processor", "", device))
     path = folder / f"{subject}-{processor}-{machine['cores']}c.json"
     results = read_results(path) if path.exists() else {}
-    results[result["name"]] = {"date": date(now), **result}
+    results[result["name"]] = result
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"subject": subject, "results": results}, indent=1)
     # A list of numbers or cells, of which a result is full, takes one line.

@@ -49,8 +49,8 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
     _raise_open_files()
     benchmark, gguf, cases = Benchmark("serve"), None, []
     stack, chosen = contextlib.AsyncExitStack(), "verax serve" if url is None else "server"
-    with served_model(settings.model, settings.shapes) as (model, argument, path), asyncio.Runner() as runner:
-        opened = checkpoint.Checkpoint.open(path)
+    with served_model(settings.model, settings.shapes) as (model, path), asyncio.Runner() as runner:
+        opened, argument = checkpoint.Checkpoint.open(path), str(path)
         traffic = replace(settings, vocab_size=settings.vocab_size or causal_lm(opened.config)[1].vocab_size)
         max_num_seqs = min(max(load.concurrency or 64 for load in loads), 256)
         engine: dict[str, Any] = {"dtype": settings.dtype, "quantization": settings.quantization}
@@ -136,8 +136,8 @@ def _raise_open_files() -> None:
 
 
 @contextlib.contextmanager
-def served_model(model: str | None, shapes: str | None) -> Iterator[tuple[str, str | None, Path]]:
-    """Checkpoint of a load test: its name, the model as `verax serve` takes it (None: the built-in one), its path.
+def served_model(model: str | None, shapes: str | None) -> Iterator[tuple[str, Path]]:
+    """Checkpoint of a load test: its name and its path.
 
     Args:
         model: a checkpoint; the built-in one if None.
@@ -147,11 +147,11 @@ def served_model(model: str | None, shapes: str | None) -> Iterator[tuple[str, s
         words, config = SHAPES[shapes]
         with checkpoint_folder(None, config) as path:
             _write_tokenizer(path, config["vocab_size"])
-            yield f"random weights, {words}", str(path), path
+            yield f"random weights, {words}", path
     elif model is not None:
-        yield model, model, Path(checkpoint.resolve(model))
+        yield model, checkpoint.resolve(model)
     else:
-        yield "the built-in model", None, builtin.text_model()
+        yield "the built-in model", builtin.text_model()
 
 
 def _write_tokenizer(folder: Path, vocab_size: int) -> None:

@@ -122,10 +122,8 @@ def peer_sides(
             if name == "transformers" and len(workload.prompts) > NAIVE_PROMPTS:
                 side, first_run = BATCHED, run | {"batched": True}
             answer = process.ask(**first_run)
-            tokens[side], starts[side] = (
-                answer["result"],
-                {"start_s": import_s + load_s, "peak_bytes": answer["peak_bytes"]},
-            )
+            tokens[side] = answer["result"]
+            starts[side] = {"start_s": import_s + load_s, "peak_bytes": answer["peak_bytes"]}
             if name in PEERS:
                 stack.enter_context(own.pop_all())
                 sides[side], versions = partial(process.ask, **first_run), versions | loaded["versions"]

@@ -26,7 +26,7 @@ class Work:
         weights: weights by our names.
         inputs: inputs in our layout.
         function: traced function of the module and the inputs.
-        prepare: function of the module and the inputs that our side runs once for many calls; its result replaces them.
+        prepare: function of the module and the inputs to those of `function`, which our side calls once for many calls.
     """
 
     stage: str
@@ -35,15 +35,15 @@ class Work:
     weights: Mapping[str, np.ndarray]
     inputs: tuple[np.ndarray, ...]
     function: Callable[..., Any]
-    prepare: Callable[..., Any] | None
+    prepare: Callable[..., Any]
 
     def run(self, weights: Any, *inputs: Any) -> Any:
         """Call `function` with weights in their place."""
         return self.function(self.component.module(weights), *inputs)
 
     def prepared(self, weights: Any, *inputs: Any) -> Any:
-        """Call `prepare`, if there is one, with weights in their place."""
-        return inputs if self.prepare is None else self.prepare(self.component.module(weights), *inputs)
+        """Call `prepare` with weights in their place."""
+        return self.prepare(self.component.module(weights), *inputs)
 
     @property
     def shapes(self) -> Any:

@@ -93,9 +93,7 @@ def _case(todo: Work, frames: int, settings: VideoSettings, benchmark: Benchmark
     products = count_products(todo.run, component.shapes, *todo.shapes)
     others: dict[str, dict[str, Any]] = {}
     with component.weights() as weights:
-        inputs = tuple(map(jnp.asarray, todo.inputs))
-        if todo.prepare is not None:
-            inputs = Program(todo.prepared)(weights, *inputs)
+        inputs = Program(todo.prepared)(weights, *map(jnp.asarray, todo.inputs))
         with empty_compilation_cache():
             _, compile_s = _compiled(todo, weights, inputs)
             program, cached_s = _compiled(todo, weights, inputs)
@@ -159,7 +157,8 @@ def work(stage: str, frames: int, settings: VideoSettings) -> Work:
         inputs = normal(*latents, config.in_dim), np.asarray([500], np.int32), normal(1, WORDS, config.text_dim), *image
     else:
         chunk = latents_at_once(vae, height, width)
-        config, function, prepare = vae, (lambda model, latents: model.decode(latents, chunk=chunk)), None
+        config, prepare = vae, lambda model, latents: (latents,)
+        function = lambda model, latents: model.decode(latents, chunk=chunk)
         inputs = (normal(*latents, vae.z_dim),)
     dtype, kind = jnp.dtype(settings.dtype), PART_SIDES[stage].build
     weights = random_weights(nnx.eval_shape(lambda: kind(config, dtype=dtype, rngs=nnx.Rngs(0))), dtype)
