@@ -116,7 +116,7 @@ def test_a_process_gives_its_json_or_the_last_line_of_its_error_and_is_stopped_i
 @pytest.mark.parametrize("error", ["", "needs torch: pip install it"])
 def test_a_report_is_a_page_whose_table_may_be_missing(monkeypatch, bench, error):
     asked = []
-    noise = {"spread": 0.02, "others": 0.0, "busy": False}
+    noise = {"others": 0.0, "busy": False}
     result = {**RESULT, "machine": {"torch": "9"}, "measured": {}, "noise": noise, "date": "today"}
 
     def run(words, log, seconds):

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -50,15 +49,9 @@ UNTIMED = 1
 """Calls at the beginning of a turn that do not count, where calls are short: the first one after another side may take
 twice as long, while threads of that side still spin and the system finds memory for the results again."""
 
-BUSY_SPREAD, BUSY_SHARE = 0.25, 0.15
-"""P10-P90 over the median of a short loop, and share of the processor that others use, above which the machine is
-called busy: a quiet one has a few percent."""
-
-PIECES, PIECE = 100, 1 << 17
-"""Pieces of the loop, and sines in each: they stay in a cache, and take a millisecond or two on one core."""
-
-LISTEN = 0.3
-"""Seconds without work of this process, in which all use of the processor is by others."""
+BUSY, LISTEN = 0.15, 0.3
+"""Share of the processor that others use, above which the machine is called busy: a quiet one has a few percent; and
+seconds without work of this process, in which all use of the processor is by others."""
 
 LIBRARIES = ("torch", "transformers", "diffusers", "openvino", "nncf", "onnxruntime")
 """Modules of baselines that run in the process of the benchmark."""
@@ -318,24 +311,10 @@ class Benchmark:
 
 
 def measure_noise() -> dict[str, Any]:
-    """Noise of the machine: the spread of a short loop on all cores, and the processor's use by others.
-
-    `spread` is P90 - P10 of the loop's pieces over their median; `others` the share of this process's cores that was
-    busy in a moment without work of ours.
-    """
+    """Share of this process's cores that `others` used in a moment without work of ours, and whether that is `busy`."""
     cores = machine.num_cores()
     others = min(1.0, psutil.cpu_percent(LISTEN) / 100 * (psutil.cpu_count() or cores) / cores)
-
-    def loop(_: int) -> list[float]:
-        x, out = np.linspace(0, 1, PIECE), np.empty(PIECE)
-        return [timed(lambda: np.sin(x, out))[1] for _ in range(PIECES)]
-
-    with ThreadPoolExecutor(cores) as pool:
-        taken = np.concatenate(list(pool.map(loop, range(cores))))
-    low, middle, high = np.percentile(taken, (10, 50, 90))
-    spread = float((high - low) / middle)
-    busy = bool(spread > BUSY_SPREAD or others > BUSY_SHARE)
-    return {"spread": round(spread, 3), "others": round(others, 3), "busy": busy}
+    return {"others": round(others, 3), "busy": others > BUSY}
 
 
 def error_ratio(outputs: np.ndarray, expected: np.ndarray) -> float:

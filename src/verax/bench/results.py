@@ -151,11 +151,8 @@ def rounds(settings: Mapping[str, Any]) -> str:
 
 def noise_line(noise: Mapping[str, Any]) -> str:
     """Sentence on the noise, for pages and the log."""
-    what = (
-        f"a short loop's P10-P90 was {100 * noise['spread']:.0f}% of its median, other processes used "
-        f"{100 * noise['others']:.0f}% of the processor"
-    )
-    return f"The machine was busy before the start: {what}." if noise["busy"] else f"Noise before the start: {what}."
+    what = f"other processes used {100 * noise['others']:.0f}% of the processor"
+    return f"The machine was busy before the start: {what}." if noise["busy"] else f"Before the start {what}."
 
 
 def markdown(result: Mapping[str, Any]) -> str:
