@@ -213,7 +213,7 @@ def write(result: Mapping[str, Any], folder: Path) -> Path:
     processor = slug(re.sub(r"\((R|TM)\)|Processor", "", device))
     path = folder / f"{subject}-{processor}-{machine['cores']}c.json"
     results = read_results(path) if path.exists() else {}
-    results[result["name"]] = result
+    results[result["name"]] = dict(result)
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"subject": subject, "results": results}, indent=1)
     # A list of numbers or cells, of which a result is full, takes one line.
@@ -324,7 +324,7 @@ def compare_results(old: Mapping[str, Any], new: Mapping[str, Any], *, threshold
     notes = {
         "Only in old": [name for name in before if name not in after],
         "Only in new": [name for name in after if name not in before],
-        "Not the same in both, so the difference may be theirs": [
+        "Not the same in both, or busy, so the difference may be theirs": [
             f"{name}: {values[0]} and {values[1]}" for name, values in differing.items()
         ],
     }
