@@ -102,8 +102,8 @@ SIDE_COLUMNS: Columns = {
     "GB/s": optional("gb_per_s", "{:.1f}".format),
     "of the limit": optional("fraction_of_limit", "{:.0%}".format),
     "error": optional("error", "{:.0e}".format),
-    "difference": optional("largest_difference", "{:.1e}".format),
-    "1 - cosine": optional("cosine_distance", "{:.1e}".format),
+    "difference": optional("max_error", "{:.1e}".format),
+    "1 - cosine": optional("min_cosine", lambda cosine: f"{1 - cosine:.1e}"),
     "same nearest": optional("same_nearest", "{:.1%}".format),
     "rank correlation": optional("rank_correlation", "{:.5f}".format),
 }

@@ -72,7 +72,7 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
         exact = dtype == "float32" and quantization is None
         compared = calls if settings.against or not exact else {}
         reference = ours if exact else Encoder(folder).encode(texts, show_progress=False)
-        accuracy = {name: _accuracy(reference, call()) for name, call in compared.items()}
+        accuracy = {name: compare_vectors(reference, call()).to_dict() for name, call in compared.items()}
         compiled = encoder.num_compiled()
         samples = time_sides(calls, runs=settings.runs, warmup=settings.warmup, trace=settings.trace)
         compiled = encoder.num_compiled() - compiled
@@ -126,13 +126,3 @@ def _folder(model: str | None, shapes: str) -> Iterator[Path]:
             (folder / "1_Pooling").mkdir()
             write_json(folder / "1_Pooling" / "config.json", {"pooling_mode": pooling})
         yield folder
-
-
-def _accuracy(reference: np.ndarray, vectors: np.ndarray) -> dict[str, float | None]:
-    alike = compare_vectors(reference, vectors)
-    return {
-        "largest_difference": alike.max_error,
-        "cosine_distance": 1 - alike.min_cosine,
-        "same_nearest": alike.same_nearest,
-        "rank_correlation": alike.rank_correlation,
-    }
