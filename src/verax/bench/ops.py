@@ -418,25 +418,24 @@ def conv(
         torch: the module, which runs it in its two memory layouts, or None.
     """
     x, weight = _random((1, *size, channels), dtype, 0), _random((out, channels, *kernel), dtype, 1)
-    bias = _random((out,), dtype, 2)
-    options: dict[str, Any] = {}
+    bias, pixels = _random((out,), dtype, 2), math.prod(size) // stride**2
+    moved, flops = x.nbytes + weight.nbytes + x.itemsize * pixels * out, 2 * pixels * out * channels * math.prod(kernel)
     words = f"{dtype}, {channels} to {out}, {'x'.join(map(str, kernel))}, {'x'.join(map(str, size))}"
     if len(size) == 3:
         operation, before, sides = ops.conv3d, kernel[0] - 1, kernel[1] // 2
         cache = _random((1, before, *size[1:], channels), dtype, 3)
-        options = dict(padding=sides, cache=cache) if cached and before else dict(padding=sides)
+        options: dict[str, Any] = {"padding": sides} | ({"cache": cache} if cached and before else {})
         padded = jnp.concatenate([cache if cached else jnp.zeros_like(cache), x], axis=1)
-        theirs, moved = {"padding": (0, sides, sides)}, x.nbytes + cached * cache.nbytes
-        # Zeros before the first frame need not be multiplied.
-        positions = math.prod(size[1:]) * (size[0] * kernel[0] - (0 if cached else sum(range(kernel[0]))))
-        pixels, taps = math.prod(size), math.prod(kernel[1:])
-        words += "" if cached else ", first frames"
+        theirs = {"padding": (0, sides, sides)}
+        if cached:
+            moved += cache.nbytes
+        else:  # zeros before the first frame need not be multiplied
+            flops -= flops * sum(range(kernel[0])) // (size[0] * kernel[0])
+            words += ", first frames"
     else:
         padding = ((1, 1), (1, 1)) if stride == 1 else ((0, 1), (0, 1))
         operation, options = ops.conv2d, dict(stride=stride, padding=padding)
-        padded, theirs, moved = jnp.pad(x, ((0, 0), *padding, (0, 0))), {"stride": stride}, x.nbytes
-        pixels, taps = math.prod(size) // stride**2, math.prod(kernel)
-        positions = pixels
+        padded, theirs = jnp.pad(x, ((0, 0), *padding, (0, 0))), {"stride": stride}
         words += f", stride {stride}" if stride > 1 else ""
     others: Calls = {}
     if torch is not None:
@@ -446,7 +445,6 @@ def conv(
         last, offset = [array.to(memory_format=layout) for array in first], _tensor(torch, bias, dtype)
         others["torch"] = lambda: function(*first, offset, **theirs)
         others["torch channels_last"] = lambda: function(*last, offset, **theirs)
-    moved, flops = moved + weight.nbytes + x.itemsize * pixels * out, 2 * positions * channels * out * taps
     return _case_of(operation, words, moved, flops, x, weight, bias, others=others, dtype=dtype, **options)
 
 
