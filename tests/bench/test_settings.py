@@ -26,6 +26,7 @@ REFUSED = [
     ("video", ("--against", "onnx"), "against: expected diffusers, torch.compile, openvino"),
     ("video", ("--thresholds", "0"), "thresholds: expected numbers above 0, such as 0.5,2, got '0'"),
     ("video", ("--model", "folder"), "measured with the stage clip"),
+    ("video", ("--stage", "clip", "--prompts", "one"), "prompts: one has none"),
     ("ops", ("--weights", "int3"), "weights: expected float32"),
     ("ops", ("--against", "tensorflow"), "against: expected torch"),
     ("ops", ("--rows", "0"), "rows: expected whole numbers above 0"),

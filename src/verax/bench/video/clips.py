@@ -148,7 +148,9 @@ def _prompts(settings: VideoSettings) -> list[str]:
     count = settings.warmup + settings.runs
     if settings.prompts is None:
         return [f"{PROMPT} {i + 1}." for i in range(count)]
-    lines = filter(str.strip, settings.prompts.read_text(encoding="utf-8-sig").splitlines())
+    lines = list(filter(str.strip, settings.prompts.read_text(encoding="utf-8-sig").splitlines()))
+    if not lines:
+        raise InvalidParameterError(f"prompts: {settings.prompts} has none")
     return list(itertools.islice(itertools.cycle(lines), count))
 
 
