@@ -93,6 +93,7 @@ def test_the_cost_of_a_cache_is_shown_for_a_checkpoint_by_threshold(tmp_path):
         ({"against": "stable-diffusion.cpp"}, "peer_python: none"),
         ({"against": "openvino"}, "against"),
         ({"variants": "taylorseer"}, "variants: expected int8"),
+        ({"variants": "int8", "thresholds": "0.1"}, "thresholds: none of the variants has a cache"),
         (
             {"model": "a", "against": "stable-diffusion.cpp"},
             "model: stable-diffusion.cpp is measured with random weights",

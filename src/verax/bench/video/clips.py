@@ -76,6 +76,8 @@ def bench_clip(settings: VideoSettings, transformer: WanConfig, vae: WanVaeConfi
     """
     check_names("variants", settings.variants, VARIANTS)
     check_names("against with the stage clip", settings.against, ("diffusers", "stable-diffusion.cpp"))
+    if settings.thresholds and not any("cache" in VARIANTS[name][1] for name in settings.variants):
+        raise InvalidParameterError("thresholds: none of the variants has a cache; --variants teacache,magcache have")
     if settings.size == "5b" or len(settings.frames) != 1:
         raise InvalidParameterError("stage: clip is measured with the size 1.3b, 14b or tiny, and one number of frames")
     if "stable-diffusion.cpp" in settings.against and settings.peer_python is None:
