@@ -140,14 +140,12 @@ class MLP(qwen3.MLP):
 class DecoderLayer(qwen3.DecoderLayer):
     """Attention, then feed-forward, each between a norm of its input and one of its output."""
 
+    mlp_class = MLP
+
     def __init__(self, config: Gemma3Config, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         super().__init__(config, layer, dtype=dtype, rngs=rngs)
         self.pre_feedforward_layernorm = norm(config, dtype)
         self.post_feedforward_layernorm = norm(config, dtype)
-
-    def feed_forward(self, config: Any, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> MLP:
-        """Feed-forward part of a layer."""
-        return MLP(config, dtype=dtype, rngs=rngs)
 
     def __call__(
         self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: AttentionFn
@@ -181,7 +179,6 @@ class ScaledEmbedding(Embedding):
 class Decoder(qwen3.Decoder):
     """Token embedding, the layers, and the final norm."""
 
-    layer_class = DecoderLayer
     embedding_class = ScaledEmbedding
 
 
@@ -200,6 +197,7 @@ class Gemma3ForCausalLM(Qwen3ForCausalLM):
     """Keys without a head, and with a vision tower, which has the language model one level further down."""
 
     decoder_class = Decoder
+    layer_class = DecoderLayer
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Scores over the vocabulary, float32."""

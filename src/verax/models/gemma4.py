@@ -270,11 +270,11 @@ class DecoderLayer(nnx.Module):
 class Decoder(nnx.Module):
     """Token embeddings, the layers, and the final norm."""
 
-    def __init__(self, config: Gemma4Config, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: Gemma4Config, layer_class: Any, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config, P = config, config.hidden_size_per_layer_input
         D, depth = config.hidden_size, config.num_hidden_layers + len(config.shared_layers)
         self.embed_tokens = ScaledEmbedding(config.vocab_size, D, divided="vocabulary", dtype=dtype, rngs=rngs)
-        self.layers = nnx.List([DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(depth)])
+        self.layers = nnx.List([layer_class(config, i, dtype=dtype, rngs=rngs) for i in range(depth)])
         self.norm = norm(config, dtype)
         if P:
             rows = config.vocab_size_per_layer_input
@@ -309,6 +309,7 @@ class Gemma4ForCausalLM(Qwen3ForCausalLM):
     """The language model: `Qwen3ForCausalLM` with another decoder and, in most, a cap on its logits."""
 
     decoder_class: ClassVar[Any] = Decoder
+    layer_class = DecoderLayer
     key_aliases = gemma3.Gemma3ForCausalLM.key_aliases
     stacked_weights = qwen3_moe.STACKED_EXPERTS
 

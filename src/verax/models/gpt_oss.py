@@ -147,22 +147,13 @@ class DecoderLayer(qwen3.DecoderLayer):
     """Attention, then experts, each on a normalised copy of the residual stream."""
 
     attention_class = Attention
-
-    def feed_forward(self, config: Any, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> MLP:
-        """Router and experts of a layer."""
-        return MLP(config, dtype=dtype, rngs=rngs)
-
-
-class Decoder(qwen3.Decoder):
-    """Token embedding, the layers, and the final norm."""
-
-    layer_class = DecoderLayer
+    mlp_class = MLP
 
 
 class GptOssForCausalLM(Qwen3ForCausalLM):
     """The language model: `Qwen3ForCausalLM` with sinks and experts."""
 
-    decoder_class = Decoder
+    layer_class = DecoderLayer
 
     stacked_weights = ((r"^(.*\.experts)\.(gate_up_proj|down_proj)$", (r"\1.{}.\2.weight",)),)
     """(pattern, replacements) pairs of stacks and of the keys of their single matrices, in files of integers."""

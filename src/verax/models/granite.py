@@ -86,8 +86,6 @@ class DecoderLayer(qwen3.DecoderLayer):
 class Decoder(qwen3.Decoder):
     """Token embedding, the layers, and the final norm."""
 
-    layer_class = DecoderLayer
-
     def embed(self, tokens: Int[Array, "*B T"]) -> Float[Array, "*B T D"]:
         """Residual stream before the first layer."""
         return super().embed(tokens) * self.config.embedding_multiplier
@@ -97,6 +95,7 @@ class GraniteForCausalLM(Qwen3ForCausalLM):
     """The language model: `Qwen3ForCausalLM` with multipliers."""
 
     decoder_class = Decoder
+    layer_class = DecoderLayer
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Scores over the vocabulary, float32."""
@@ -129,13 +128,7 @@ class HybridDecoderLayer(DecoderLayer):
         self.residual_multiplier = config.residual_multiplier
 
 
-class HybridDecoder(Decoder):
-    """Token embedding, the layers, and the final norm."""
-
-    layer_class = HybridDecoderLayer
-
-
 class GraniteMoeHybridForCausalLM(GraniteForCausalLM):
     """The dense language models of Granite 4: `GraniteForCausalLM` with other names of the feed-forward part."""
 
-    decoder_class = HybridDecoder
+    layer_class = HybridDecoderLayer

@@ -87,8 +87,6 @@ class DecoderLayer(qwen3.DecoderLayer):
 class Decoder(qwen3.Decoder):
     """Token embedding, the layers, and the final norm."""
 
-    layer_class = DecoderLayer
-
     def rotary_tables(self, positions: Int[Array, "*B T"]) -> list[Any]:
         """Tables of cos and sin, and the factor of queries, for each layer."""
         passed = jnp.floor(positions / self.config.scaling_context)
@@ -102,3 +100,4 @@ class Ministral3ForCausalLM(Qwen3ForCausalLM):
     ignored_weights = Gemma3ForCausalLM.ignored_weights
     key_aliases = Gemma3ForCausalLM.key_aliases
     decoder_class = Decoder
+    layer_class = DecoderLayer

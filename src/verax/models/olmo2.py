@@ -98,13 +98,7 @@ class DecoderLayer(qwen3.DecoderLayer):
         return x + self.post_feedforward_layernorm(self.mlp(x))
 
 
-class Decoder(qwen3.Decoder):
-    """Token embedding, the layers, and the final norm."""
-
-    layer_class = DecoderLayer
-
-
 class Olmo2ForCausalLM(Qwen3ForCausalLM):
     """The language model: `Qwen3ForCausalLM` with norms in other places."""
 
-    decoder_class = Decoder
+    layer_class = DecoderLayer

@@ -93,19 +93,10 @@ class DecoderLayer(qwen3.DecoderLayer):
     """Attention, then feed-forward, each on a normalised copy of the residual stream."""
 
     attention_class = Attention
-
-    def feed_forward(self, config: Any, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> MLP:
-        """Feed-forward part of a layer."""
-        return MLP(config, dtype=dtype, rngs=rngs)
-
-
-class Decoder(qwen3.Decoder):
-    """Token embedding, the layers, and the final norm."""
-
-    layer_class = DecoderLayer
+    mlp_class = MLP
 
 
 class Phi3ForCausalLM(Qwen3ForCausalLM):
     """The language model: `Qwen3ForCausalLM` with fused projections."""
 
-    decoder_class = Decoder
+    layer_class = DecoderLayer

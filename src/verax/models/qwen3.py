@@ -281,6 +281,7 @@ class DecoderLayer(nnx.Module):
     """Attention, then feed-forward, each on a normalised copy of the residual stream."""
 
     attention_class: ClassVar[type[Attention]] = Attention
+    mlp_class: ClassVar[type[nnx.Module]] = MLP
 
     def __init__(self, config: Any, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.self_attn = self.attention_class(config, dtype=dtype, rngs=rngs)
@@ -290,7 +291,7 @@ class DecoderLayer(nnx.Module):
 
     def feed_forward(self, config: Any, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> nnx.Module:
         """Feed-forward part of a layer."""
-        return MLP(config, dtype=dtype, rngs=rngs)
+        return self.mlp_class(config, dtype=dtype, rngs=rngs)
 
     def __call__(
         self, x: Float[Array, "*B T D"], rotary: Rotary, layer: int, attend: AttentionFn
@@ -300,17 +301,16 @@ class DecoderLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Token embedding, the layers, and the final norm. Relatives name other classes of layers and embeddings."""
+    """Token embedding, layers of a class, and the final norm."""
 
-    layer_class: ClassVar[Any] = DecoderLayer
     embedding_class: ClassVar[type[Embedding]] = Embedding
 
-    def __init__(self, config: Any, *, dtype: DTypeLike, rngs: nnx.Rngs):
+    def __init__(self, config: Any, layer_class: Any, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
         V, D = config.vocab_size, config.hidden_size
         self.embed_tokens = self.embedding_class(V, D, divided="vocabulary", dtype=dtype, rngs=rngs)
         layers = range(config.num_hidden_layers)
-        self.layers = nnx.List([self.layer_class(config, i, dtype=dtype, rngs=rngs) for i in layers])
+        self.layers = nnx.List([layer_class(config, i, dtype=dtype, rngs=rngs) for i in layers])
         self.norm = norm(config, dtype)
 
     def __call__(
@@ -381,16 +381,17 @@ class Qwen3ForCausalLM(nnx.Module):
     """Other keys of the same weights: keys of embedding models, which have the decoder alone."""
 
     decoder_class: ClassVar[type[Decoder]] = Decoder
+    layer_class: ClassVar[Any] = DecoderLayer
 
     tied_weights = MappingProxyType({"lm_head.weight": "model.embed_tokens.weight"})
     """Keys whose weights are another key's if `config.tie_word_embeddings` is set."""
 
     def __init__(self, config: Any, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs):
         self.config = config
-        self.model = self.decoder_class(config, dtype=dtype, rngs=rngs)
+        self.model = self.decoder_class(config, self.layer_class, dtype=dtype, rngs=rngs)
         D, V, tied = config.hidden_size, config.vocab_size, config.tie_word_embeddings
         self.lm_head = None if tied else Linear(D, V, divided="vocabulary", dtype=dtype, rngs=rngs)
-        head = lambda: PredictionHead(config, self.decoder_class.layer_class, dtype=dtype, rngs=rngs)
+        head = lambda: PredictionHead(config, self.layer_class, dtype=dtype, rngs=rngs)
         self.mtp = head() if config.num_nextn_predict_layers else None
 
     @property

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from verax import ops
 from verax.errors import UnsupportedModelError
 from verax.fields import Size, check_multiple, read_fields, read_layer_types, read_value
-from verax.models import qwen3, qwen3_moe
+from verax.models import qwen3_moe
 from verax.models.causal_lm import AttentionFn, RunRecurrent, causal_attention, run_from_zeros, text_config
 from verax.models.qwen3 import (
     Attention,
@@ -289,12 +289,6 @@ class DecoderLayer(qwen3_moe.DecoderLayer):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Decoder(qwen3.Decoder):
-    """Token embedding, the layers, and the final norm."""
-
-    layer_class = DecoderLayer
-
-
 class Qwen35ForCausalLM(Qwen3ForCausalLM):
     """The language model: `model(tokens, positions, attend, run_recurrent)` gives hidden states, `logits` scores."""
 
@@ -304,7 +298,7 @@ class Qwen35ForCausalLM(Qwen3ForCausalLM):
     key_aliases = ((r"^model\.", ""), (r"^model\.", "model.language_model."), (r"^model\.", "language_model."))
     """Keys without a head, and with a vision tower, which has the language model one level further down."""
 
-    decoder_class = Decoder
+    layer_class = DecoderLayer
 
     stacked_weights = STACKED_EXPERTS
     """Keys of single experts, as Qwen3-Next has them; Qwen3.5's checkpoints have the stacks."""

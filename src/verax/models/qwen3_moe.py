@@ -185,16 +185,10 @@ class DecoderLayer(qwen3.DecoderLayer):
         return SparseMoeBlock(config, config.experts, dtype=dtype, rngs=rngs)
 
 
-class Decoder(qwen3.Decoder):
-    """Token embedding, the layers, and the final norm."""
-
-    layer_class = DecoderLayer
-
-
 class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     """The language model: `Qwen3ForCausalLM` with experts in its sparse layers."""
 
-    decoder_class = Decoder
+    layer_class = DecoderLayer
 
     stacked_weights = STACKED_EXPERTS
     """(pattern, replacements) pairs of stacks and of the keys that published checkpoints have them as."""
