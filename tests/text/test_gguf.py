@@ -23,7 +23,7 @@ from verax.fields import read_value
 from verax.text.engine.llm import LLM
 from verax.text.engine.sampling_params import SamplingParams
 from verax.text.tokens import gguf as tokens_gguf
-from verax.text.tokens.gguf import ENDS, FILLS, WITHOUT_EFFECT, read_gguf_tokenizer
+from verax.text.tokens.gguf import ENDS, FILLS, read_gguf_tokenizer
 from verax.text.tokens.tokenizer import IncrementalDetokenizer, Tokenizer
 
 TEXTS = [
@@ -411,6 +411,16 @@ def test_the_tokens_that_end_a_text_are_those_of_llama_cpp_s_source():
     fill = source.partition("// find FIM_PRE token")[2].partition("// auto-detect unused tokens")[0]
     texts = {text for texts in FILLS.values() for text in texts}
     assert set(re.findall(r't\.first == "([^"]+)"', fill)) == texts
+
+
+WITHOUT_EFFECT = frozenset(
+    {
+        *("token_type_count", "prefix_token_id", "suffix_token_id", "middle_token_id"),
+        *("remove_extra_whitespaces", "precompiled_charsmap"),
+    }
+)
+"""Keys without effect on the kinds of tokenizers that are read: the segments of a BERT, old names of tokens around
+parts of files, which are known by their texts, and what normalises texts for T5."""
 
 
 def test_each_key_of_a_tokenizer_that_llama_cpp_reads_is_read_or_without_effect(monkeypatch):

@@ -17,7 +17,7 @@ from tests.support.published import llama_cpp_source
 from tests.support.tiny import HYBRID, tiny_checkpoint
 from verax import checkpoint, ops
 from verax.checkpoint import Checkpoint
-from verax.checkpoint.formats.gguf_config import LOCAL_SIZES, NEUTRAL, OWN_KEYS, READ, WITHOUT_EFFECT, read_config
+from verax.checkpoint.formats.gguf_config import LOCAL_SIZES, NEUTRAL, OWN_KEYS, read_config
 from verax.errors import CheckpointError, UnsupportedModelError, VeraxError
 from verax.loading import load_causal_lm
 from verax.models import causal_lm
@@ -340,6 +340,28 @@ def test_settings_that_are_not_implemented_are_refused_by_name_unless_they_chang
     with pytest.raises(UnsupportedModelError, match=rf"llama\.{re.escape(name)} {other} is not supported"):
         read_config(LLAMA | {f"llama.{name}": other}, {EMBEDDINGS: (300, 5376)})
 
+
+READ = frozenset(
+    {
+        *("context_length", "embedding_length", "block_count", "feed_forward_length"),
+        *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"),
+        *("attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base", "rope.scale_linear"),
+        *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
+        *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
+    }
+)
+"""Keys of every architecture that make the configuration, after the architecture's name."""
+
+WITHOUT_EFFECT = frozenset(
+    {
+        *("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.alpha"),
+        *("pooling_type", "classifier.pooling_type", "classifier.output_labels"),
+        *("expert_used_count", "expert_group_count", "expert_group_used_count", "rope.dimension_sections"),
+    }
+)
+"""Keys without effect on a language model of these architectures: the embeddings have the size of the vocabulary,
+poolings and labels are of encoders, `rope.scaling.alpha` is of Hunyuan's models, and sections of the rotation are of
+positions in images."""
 
 SOURCES = {"gpt-oss": "openai-moe"}
 """Names of llama.cpp's files, where they differ from the architecture's."""

@@ -401,17 +401,6 @@ def next_token_layers(metadata: Mapping[str, Any]) -> int:
     return count if isinstance(count, int) else 0
 
 
-READ = frozenset(
-    {
-        *("context_length", "embedding_length", "block_count", "feed_forward_length"),
-        *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"),
-        *("attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.freq_base", "rope.scale_linear"),
-        *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
-        *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
-    }
-)
-"""Keys of every architecture that make the configuration, after the architecture's name."""
-
 GEMMA_READ = frozenset(
     {
         *("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"),
@@ -456,17 +445,6 @@ OWN_KEYS: Mapping[str, frozenset[str]] = {
 
 LOCAL_SIZES = ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa")
 """Sizes of heads in layers with a window, which equal the sizes in the other layers."""
-
-WITHOUT_EFFECT = frozenset(
-    {
-        *("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "rope.scaling.alpha"),
-        *("pooling_type", "classifier.pooling_type", "classifier.output_labels"),
-        *("expert_used_count", "expert_group_count", "expert_group_used_count", "rope.dimension_sections"),
-    }
-)
-"""Keys without effect on a language model of these architectures: the embeddings have the size of the vocabulary,
-poolings and labels are of encoders, `rope.scaling.alpha` is of Hunyuan's models, and sections of the rotation are of
-positions in images."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale"), (0,)),

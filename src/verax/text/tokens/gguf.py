@@ -258,15 +258,6 @@ FILLS: Mapping[str, Sequence[str]] = {
 _FILL_ENDS = ("fim_pad", "fim_rep", "fim_sep")
 """Roles among them whose tokens end a text too."""
 
-WITHOUT_EFFECT = frozenset(
-    {
-        *("token_type_count", "prefix_token_id", "suffix_token_id", "middle_token_id"),
-        *("remove_extra_whitespaces", "precompiled_charsmap"),
-    }
-)
-"""Keys without effect on the kinds of tokenizers that are read: the segments of a BERT, old names of tokens around
-parts of files, which are known by their texts, and what normalises texts for T5."""
-
 _PARTS_OF_MESSAGES = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 """Tokens of gpt-oss's answers, which stay in the text."""
 
