@@ -203,10 +203,8 @@ class BertOutput(nnx.Module):
 class BertAttention(nnx.Module):
     """Self-attention with its output projection."""
 
-    self_class: ClassVar[type[Any]] = BertSelfAttention
-
-    def __init__(self, config: Any, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.self = self.self_class(config, dtype=dtype, rngs=rngs)
+    def __init__(self, config: Any, self_class: type[Any], *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.self = self_class(config, dtype=dtype, rngs=rngs)
         self.output = BertOutput(config.hidden_size, config, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], *places: Any) -> Float[Array, "B T D"]:
@@ -227,10 +225,8 @@ class BertIntermediate(nnx.Module):
 class BertLayer(nnx.Module):
     """Attention, then feed-forward, each normalised after the residual sum."""
 
-    attention_class: ClassVar[type[Any]] = BertAttention
-
-    def __init__(self, config: Any, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.attention = self.attention_class(config, dtype=dtype, rngs=rngs)
+    def __init__(self, config: Any, self_class: type[Any], *, dtype: DTypeLike, rngs: nnx.Rngs):
+        self.attention = BertAttention(config, self_class, dtype=dtype, rngs=rngs)
         self.intermediate = BertIntermediate(config, dtype=dtype, rngs=rngs)
         self.output = BertOutput(config.intermediate_size, config, dtype=dtype, rngs=rngs)
 
@@ -277,7 +273,7 @@ class BertModel(nnx.Module):
     def __init__(self, config: BertConfig, *, dtype: DTypeLike = jnp.float32, rngs: nnx.Rngs, has_pooler: bool = False):
         self.config = config
         self.embeddings = BertEmbeddings(config, dtype=dtype, rngs=rngs)
-        layers = [BertLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)]
+        layers = [BertLayer(config, BertSelfAttention, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)]
         parts: dict[str, Any] = {"layer": nnx.List(layers)}
         if buckets := config.relative_attention_num_buckets:
             parts["relative_attention_bias"] = Embedding(buckets, config.num_attention_heads, dtype=dtype, rngs=rngs)

@@ -20,7 +20,6 @@ from verax.errors import UnsupportedModelError
 from verax.fields import Count, Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_value
 from verax.models.bert import (
     ACTIVATIONS,
-    BertAttention,
     BertEmbeddings,
     BertLayer,
     biased_attention,
@@ -171,24 +170,13 @@ class DisentangledSelfAttention(nnx.Module):
         return biased_attention(q, k, v, bias, segments, scale).reshape(x.shape)
 
 
-class DebertaAttention(BertAttention):
-    """Disentangled self-attention with its output projection."""
-
-    self_class = DisentangledSelfAttention
-
-
-class DebertaLayer(BertLayer):
-    """Attention, then feed-forward, each normalised after the residual sum."""
-
-    attention_class = DebertaAttention
-
-
 class DebertaEncoder(nnx.Module):
     """The layers, and the table of distances that they share."""
 
     def __init__(self, config: DebertaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         D, eps, relative = config.hidden_size, config.layer_norm_eps, config.relative_attention
-        self.layer = nnx.List([DebertaLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_hidden_layers)])
+        layers = range(config.num_hidden_layers)
+        self.layer = nnx.List([BertLayer(config, DisentangledSelfAttention, dtype=dtype, rngs=rngs) for _ in layers])
         self.rel_embeddings = Embedding(2 * config.span, D, dtype=dtype, rngs=rngs) if relative else None
         self.LayerNorm = LayerNorm(D, eps=eps, dtype=dtype) if config.normalizes_positions else None
 

@@ -30,7 +30,6 @@ from verax.models.qwen3 import (
     Qwen3Config,
     Qwen3ForCausalLM,
     Rotary,
-    check_activation,
     decoder_fields,
     norm,
 )
@@ -38,6 +37,9 @@ from verax.nn import Embedding, fused_linear
 from verax.ops.attention import soft_capped
 
 __all__ = ["Gemma3Config", "Gemma3ForCausalLM"]
+
+GELU = ("hidden_activation", "gelu_pytorch_tanh", None)
+"""Key of the activation of feed-forward layers, and its values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +61,10 @@ class Gemma3Config(Qwen3Config):
         """
         gemma2 = read_value(config, "model_type", str) == "gemma2"
         text = text_config(config, **_DEFAULTS, **(_GEMMA2 if gemma2 else _GEMMA3))
-        check_activation(text, "hidden_activation", ("gelu_pytorch_tanh", None))
         if read_value(text, "use_bidirectional_attention", bool, False):
             raise UnsupportedModelError("use_bidirectional_attention is not supported in a causal model")
         rotary = ops.RotaryConfig.from_hf(text) if gemma2 else rotary_of_kind(text, FULL, "rope_theta")
-        fields = decoder_fields(text, rotary)
+        fields = decoder_fields(text, rotary, GELU)
         return cls(
             **fields,
             windows=_windows(text, fields["num_hidden_layers"]),

@@ -24,13 +24,12 @@ from verax.fields import Count, Positive, Size, check_multiple, read_layer_types
 from verax.files import JsonObject
 from verax.models import gemma3, qwen3_moe
 from verax.models.causal_lm import AttentionFn, text_config
-from verax.models.gemma3 import ScaledEmbedding, rotary_of_kind
+from verax.models.gemma3 import GELU, ScaledEmbedding, rotary_of_kind
 from verax.models.qwen3 import (
     FULL,
     SLIDING,
     Qwen3Config,
     Qwen3ForCausalLM,
-    check_activation,
     decoder_fields,
     norm,
     split_heads,
@@ -87,9 +86,8 @@ class Gemma4Config(Qwen3Config):
     def from_hf(cls, config: Mapping[str, Any]) -> Gemma4Config:
         """Read a config.json of `model_type` gemma4_text, or the text part of a gemma4 one."""
         text = text_config(config, **_DEFAULTS)
-        check_activation(text, "hidden_activation", ("gelu_pytorch_tanh", None))
         text["rope_parameters"] = read_value(text, "rope_parameters", dict, _ROPE)
-        fields = decoder_fields(text, rotary_of_kind(text, FULL, "rope_theta"))
+        fields = decoder_fields(text, rotary_of_kind(text, FULL, "rope_theta"), GELU)
         depth, shared = fields["num_hidden_layers"], read_value(text, "num_kv_shared_layers", Count, 0)
         kinds = [SLIDING if (i + 1) % 6 else FULL for i in range(depth)]
         kinds = [*read_layer_types(text, depth, kinds, {FULL, SLIDING})[:-1], FULL]  # as transformers has it

@@ -29,7 +29,6 @@ from verax.models.qwen3 import (
     SLIDING,
     Qwen3Config,
     Qwen3ForCausalLM,
-    check_activation,
     decoder_fields,
     layer_windows,
 )
@@ -63,7 +62,6 @@ class GptOssConfig(Qwen3Config):
     def from_hf(cls, config: Mapping[str, Any]) -> GptOssConfig:
         """Read a config.json of `model_type` gpt_oss."""
         text = text_config(config, **_DEFAULTS)
-        check_activation(text, "hidden_act", ("silu",))
         text["rope_parameters"] = (
             read_value(text, "rope_parameters", dict, None) or read_value(text, "rope_scaling", dict, None) or _ROPE
         )

@@ -20,7 +20,7 @@ from verax.errors import UnsupportedModelError
 from verax.fields import Count, Positive, Size, read_fields, read_layer_types, read_value
 from verax.models import qwen3
 from verax.models.causal_lm import AttentionFn, text_config
-from verax.models.qwen3 import Qwen3Config, Qwen3ForCausalLM, Rotary, check_activation, decoder_fields
+from verax.models.qwen3 import Qwen3Config, Qwen3ForCausalLM, Rotary, decoder_fields
 from verax.nn import Linear, split_swiglu
 
 __all__ = ["GraniteConfig", "GraniteForCausalLM", "GraniteMoeHybridForCausalLM"]
@@ -43,7 +43,6 @@ class GraniteConfig(Qwen3Config):
     def from_hf(cls, config: Mapping[str, Any]) -> GraniteConfig:
         """Read a config.json of `model_type` granite, or a granitemoehybrid one without experts and recurrence."""
         text = text_config(config, max_position_embeddings=2048)
-        check_activation(text, "hidden_act", ("silu",))
         names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
         read = cls(**decoder_fields(text, ops.RotaryConfig.from_hf(text)), **read_fields(text, cls, names))
         if read_value(text, "model_type", str) == "granite":

@@ -104,12 +104,6 @@ class JinaBertSelfAttention(BertSelfAttention):
         return jnp.moveaxis(out, 0, 2).reshape(B, T, D)
 
 
-class JinaBertAttention(BertAttention):
-    """Self-attention with its output projection."""
-
-    self_class = JinaBertSelfAttention
-
-
 class JinaBertMLP(nnx.Module):
     """Feed-forward `wo(act(gate) * up)`, from one matrix of both, normalised after the residual sum."""
 
@@ -131,7 +125,7 @@ class JinaBertLayer(nnx.Module):
     """Attention, then feed-forward, each normalised after the residual sum."""
 
     def __init__(self, config: JinaBertConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.attention = JinaBertAttention(config, dtype=dtype, rngs=rngs)
+        self.attention = BertAttention(config, JinaBertSelfAttention, dtype=dtype, rngs=rngs)
         size, eps = config.hidden_size, config.layer_norm_eps
         self.layer_norm_1 = LayerNorm(size, eps=eps, dtype=dtype) if config.qk_post_norm else None
         self.mlp = JinaBertMLP(config, dtype=dtype, rngs=rngs)

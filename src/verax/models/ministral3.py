@@ -19,7 +19,7 @@ from verax.fields import Finite, Positive, Size, read_value
 from verax.models import qwen3
 from verax.models.causal_lm import text_config
 from verax.models.gemma3 import Gemma3ForCausalLM
-from verax.models.qwen3 import Qwen3Config, Qwen3ForCausalLM, check_activation, decoder_fields
+from verax.models.qwen3 import Qwen3Config, Qwen3ForCausalLM, decoder_fields
 
 __all__ = ["Ministral3Config", "Ministral3ForCausalLM"]
 
@@ -54,7 +54,6 @@ class Ministral3Config(Qwen3Config):
             raise UnsupportedModelError(f"mistral3 with a text_config of model_type {kind!r} is not supported")
         text = text_config(config, rms_norm_eps=1e-5, num_key_value_heads=8, head_dim=128)
         text.setdefault("max_position_embeddings", 262144)
-        check_activation(text, "hidden_act", ("silu",))
         rope = read_value(text, "rope_parameters", dict, None) or read_value(text, "rope_scaling", dict, ROPE)
         text["rope_parameters"] = rope
         fields = decoder_fields(text, ops.RotaryConfig.from_hf(text))

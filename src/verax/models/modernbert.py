@@ -18,10 +18,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from verax import ops
-from verax.errors import UnsupportedModelError
 from verax.fields import Count, Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_layer_types, read_value
 from verax.files import JsonObject
-from verax.models.bert import ACTIVATIONS, biased_attention
+from verax.models.bert import ACTIVATIONS, biased_attention, check_activation
 from verax.nn import Embedding, LayerNorm, Linear, Sentences
 from verax.ops.attention import MASKED
 
@@ -71,10 +70,8 @@ class ModernBertConfig:
         kinds = read_layer_types(config, layers, kinds, _THETAS)
         rotary, sliding = (_rotary(config, kind) for kind in _THETAS)
         read = cls(**values, layer_types=kinds, rotary=rotary, sliding_rotary=sliding)
-        for activation in (read.hidden_activation, read.classifier_activation):
-            if activation not in ACTIVATIONS:
-                known = ", ".join(ACTIVATIONS)
-                raise UnsupportedModelError(f"activation {activation!r} is not supported; those supported are {known}")
+        for key in ("hidden_activation", "classifier_activation"):
+            check_activation(getattr(read, key), key)
         check_multiple(config, hidden_size=read.hidden_size, num_attention_heads=read.num_attention_heads)
         return read
 

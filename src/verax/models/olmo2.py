@@ -26,7 +26,6 @@ from verax.models.qwen3 import (
     Qwen3Config,
     Qwen3ForCausalLM,
     Rotary,
-    check_activation,
     decoder_fields,
     layer_windows,
     norm,
@@ -49,7 +48,6 @@ class Olmo2Config(Qwen3Config):
     def from_hf(cls, config: Mapping[str, Any]) -> Olmo2Config:
         """Read a config.json of `model_type` olmo2 or olmo3."""
         text = text_config(config, rms_norm_eps=1e-5, max_position_embeddings=2048)
-        check_activation(text, "hidden_act", ("silu",))
         if read_value(text, "model_type", str) == "olmo2":
             return cls(**decoder_fields(text, ops.RotaryConfig.from_hf(text)))
         text = text_config(text, sliding_window=4096, rope_theta=OLMO3_THETA, local_theta=OLMO3_THETA)

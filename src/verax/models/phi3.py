@@ -21,7 +21,7 @@ from verax.fields import Size, read_value
 from verax.files import JsonObject
 from verax.models import qwen3
 from verax.models.causal_lm import text_config
-from verax.models.qwen3 import Projected, Qwen3Config, Qwen3ForCausalLM, check_activation, decoder_fields, split_heads
+from verax.models.qwen3 import Projected, Qwen3Config, Qwen3ForCausalLM, decoder_fields, split_heads
 from verax.nn import Linear, split_swiglu
 
 __all__ = ["Phi3Config", "Phi3ForCausalLM"]
@@ -40,7 +40,6 @@ class Phi3Config(Qwen3Config):
     def from_hf(cls, config: Mapping[str, Any]) -> Phi3Config:
         """Read a config.json of `model_type` phi3."""
         text = text_config(config, rms_norm_eps=1e-5, max_position_embeddings=4096)
-        check_activation(text, "hidden_act", ("silu",))
         fields = decoder_fields(text, _rotary(text))
         window = read_value(text, "sliding_window", Size, None)
         return cls(**fields, windows=() if window is None else (window,) * fields["num_hidden_layers"])

@@ -98,7 +98,6 @@ class Qwen3Config:
     def from_hf(cls, config: Mapping[str, Any]) -> Qwen3Config:
         """Read a config.json of `model_type` qwen3, qwen2, llama or mistral."""
         family = config.get("model_type")
-        check_activation(config, "hidden_act", ("silu",))
         fields = decoder_fields(config, ops.RotaryConfig.from_hf(config))
         if (fraction := fields["rotary"].fraction) != 1:
             raise UnsupportedModelError(f"{family} with partial_rotary_factor {fraction} is not supported")
@@ -108,18 +107,17 @@ class Qwen3Config:
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
-def check_activation(config: Mapping[str, Any], key: str, known: Collection[str | None]) -> None:
-    """Check the activation of feed-forward layers; the first of `known` is the default."""
-    known = tuple(known)
-    if (activation := config.get(key, known[0])) not in known:
-        raise UnsupportedModelError(f"{key} {activation!r} is not supported; this family uses {known[0]!r}")
-
-
-def decoder_fields(config: Mapping[str, Any], rotary: ops.RotaryConfig) -> dict[str, Any]:
+def decoder_fields(
+    config: Mapping[str, Any], rotary: ops.RotaryConfig, activation: tuple[str | None, ...] = ("hidden_act", "silu")
+) -> dict[str, Any]:
     """`Qwen3Config`'s fields from a config.json, as this family and its relatives read them.
 
-    `rotary`: rotation of heads, of layers that see everything.
+    `rotary`: rotation of heads, of layers that see everything. `activation`: key of the activation of feed-forward
+    layers, and the values that the family has, the default first.
     """
+    key, *known = activation
+    if (given := config.get(key, known[0])) not in known:
+        raise UnsupportedModelError(f"{key} {given!r} is not supported; this family uses {known[0]!r}")
     family = read_value(config, "model_type", str, "")
     sizes = read_fields(config, Qwen3Config, _REQUIRED)
     width, heads = sizes["hidden_size"], sizes["num_attention_heads"]

@@ -29,7 +29,6 @@ from verax.models.qwen3 import (
     Qwen3Config,
     Qwen3ForCausalLM,
     Rotary,
-    check_activation,
     decoder_fields,
     norm,
     split_heads,
@@ -99,7 +98,6 @@ class Qwen35Config(Qwen3Config):
         moe = family in ("qwen3_next", "qwen3_5_moe_text")
         if moe and "moe_intermediate_size" in text:  # the only width, if every layer has experts
             text.setdefault("intermediate_size", text["moe_intermediate_size"])
-        check_activation(text, "hidden_act", ("silu",))
         fields = decoder_fields(text, ops.RotaryConfig.from_hf(text, fraction=ROTATED))
         depth = fields["num_hidden_layers"]
         interval = read_value(text, "full_attention_interval", Size, 4)

@@ -19,7 +19,6 @@ from verax.models.qwen3 import (
     SLIDING,
     Qwen3Config,
     Qwen3ForCausalLM,
-    check_activation,
     decoder_fields,
     layer_windows,
 )
@@ -38,7 +37,6 @@ class SmolLM3Config(Qwen3Config):
     def from_hf(cls, config: Mapping[str, Any]) -> SmolLM3Config:
         """Read a config.json of `model_type` smollm3."""
         text = text_config(config, rope_theta=2e6, num_key_value_heads=4, tie_word_embeddings=True)
-        check_activation(text, "hidden_act", ("silu",))
         fields = decoder_fields(text, ops.RotaryConfig.from_hf(text))
         layers = range(fields["num_hidden_layers"])
         interval = read_value(text, "no_rope_layer_interval", Size, 4)
