@@ -20,6 +20,7 @@ from verax.train.finetune import FinetuneSettings, LoraSettings, train_full, tra
 from verax.train.finetune.data import read_examples
 from verax.train.finetune.lora import TrainedAdapter
 from verax.train.finetune.run import Job
+from verax.train.loop import RunStates
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 ENGINE = dict(dtype="float32", max_num_seqs=1, max_num_batched_tokens=32, max_model_len=32, use_tqdm=False)
@@ -73,9 +74,18 @@ def test_all_weights_learn_and_the_checkpoint_has_the_layout_of_its_base(base, d
     assert (opened.config["torch_dtype"], opened.generation_config) == ("float32", {"temperature": 0.7})
 
 
-def test_a_resumed_run_gives_the_bits_of_an_undisturbed_one(base, data, whole, tmp_path):
-    first = train_lora(base, data, tmp_path, settings(), SMALL, stop_at=3, show_progress=False)
-    assert first["folder"] is None
+def test_a_resumed_run_gives_the_bits_of_an_undisturbed_one(base, data, whole, tmp_path, monkeypatch):
+    save_state = RunStates.save
+
+    def save_and_stop(states, state, step):
+        save_state(states, state, step)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunStates, "save", save_and_stop)
+        with pytest.raises(KeyboardInterrupt):
+            train_lora(base, data, tmp_path, settings(save_every=3), SMALL, show_progress=False)
+    assert not (tmp_path / "adapter").exists()
     train_lora(base, data, tmp_path, settings(), SMALL, resume=True, show_progress=False)
     expected = trained(whole[0])
     assert expected
@@ -131,7 +141,7 @@ def test_quantised_weights_are_trained_as_floats_only_on_request(data, tmp_path)
     with pytest.raises(CheckpointError, match=r"quantised, and training needs floats.*--dequantize"):
         train_lora(quantized, data, tmp_path / "run", settings(), show_progress=False)
     given = settings(dequantize=True)
-    job = Job(quantized, data, None, given, tmp_path / "run", resume=False, stop_at=None, show_progress=False)
+    job = Job(quantized, data, None, given, tmp_path / "run", resume=False, show_progress=False)
     floats, exact = job.load("float32"), load_causal_lm(opened, dtype="float32")
     tokens = jnp.arange(2, 30)[None]
     difference = floats(tokens) - exact(tokens)

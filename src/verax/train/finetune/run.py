@@ -44,13 +44,12 @@ class Job:
         settings: FinetuneSettings,
         output: Path,
         resume: bool,
-        stop_at: int | None,
         show_progress: bool,
     ):
         # Before any weight is read.
         self.opened = opened = Checkpoint.open(builtin.text_model() if model is None else model)
         self.settings, self.output = settings, output
-        self.resume, self.stop_at, self.show_progress = resume, stop_at, show_progress
+        self.resume, self.show_progress = resume, show_progress
         if opened.packed and not settings.dequantize:
             raise CheckpointError(
                 f"{opened.folder}: its weights are quantised, and training needs floats; train the unquantised model, "
@@ -70,11 +69,6 @@ class Job:
     def schedule(self) -> Schedule:
         """Schedule of the whole run."""
         return self.settings.schedule(len(self.examples))
-
-    @property
-    def is_whole(self) -> bool:
-        """True if this run goes to the schedule's end."""
-        return self.stop_at is None or self.stop_at >= self.schedule.steps
 
     def load(self, dtype: str) -> CausalLM:
         """The model with its weights in this dtype."""
@@ -117,7 +111,6 @@ class Job:
             accumulation=parts,
             validate=None if self.validation is None else validate,
             resume=self.resume,
-            stop_at=self.stop_at,
             save_every=own.save_every,
             log_every=max(1, min(10, schedule.steps // 50)),
             count=lambda batch: int(np.sum(batch["lengths"])),
@@ -126,12 +119,12 @@ class Job:
             show_progress=self.show_progress,
         )
 
-    def report(self, folder: Path | None, parameters: int) -> dict[str, Any]:
+    def report(self, folder: Path, parameters: int) -> dict[str, Any]:
         """Figures of the run. Losses are None if the log of an earlier run was removed."""
         entries = read_log(self.output)
         figures: dict[str, Any] = {
-            "folder": None if folder is None else str(folder),
-            "steps": min(self.schedule.steps, self.stop_at or self.schedule.steps),
+            "folder": str(folder),
+            "steps": self.schedule.steps,
             "examples": len(self.examples),
             "cut": self.examples.cut,
             "left_out": self.examples.left_out,
@@ -152,7 +145,6 @@ def train_lora(
     *,
     validation_data: Path | None = None,
     resume: bool = False,
-    stop_at: int | None = None,
     show_progress: bool = True,
 ) -> dict[str, Any]:
     """Train a LoRA adapter, and write it as PEFT does to `output / "adapter"`.
@@ -160,7 +152,6 @@ def train_lora(
     `output` also receives the training state, the log and the loss plot, see `loop.train`.
 
     `model`: folder, hub id or GGUF file of the base; the built-in model if None. Its weights are not changed.
-    `stop_at`: last step of this run, if it is to end before the schedule does. No adapter is written then.
 
     Returns:
         `folder`, `steps`, `examples`, `cut`, `left_out`, `parameters` (trained numbers), `loss` of the last batch, and
@@ -171,7 +162,7 @@ def train_lora(
         CheckpointError: for quantised weights without `dequantize`, or as `loop.train`.
         UnsupportedModelError: for a model that verax does not have, or that adapters cannot change.
     """
-    run = Job(model, data, validation_data, settings, output, resume, stop_at, show_progress)
+    run = Job(model, data, validation_data, settings, output, resume, show_progress)
     base = run.load(settings.dtype)
     abstract = AbstractModel.from_module(base)
     weights = tuple(jax.tree.leaves(nnx.state(base)))
@@ -182,9 +173,7 @@ def train_lora(
         return batch_loss(recompute_layers(model) if settings.gradient_checkpointing else model, batch)
 
     trained = run.train(Partial(loss, weights), adapter.initial(settings.seed), {"lora": asdict(lora)})
-    folder = None
-    if run.is_whole:
-        folder = adapter.save(trained, output / "adapter", run.opened, str(model or run.opened.folder))
+    folder = adapter.save(trained, output / "adapter", run.opened, str(model or run.opened.folder))
     return run.report(folder, adapter.num_parameters)
 
 
@@ -196,14 +185,13 @@ def train_full(
     *,
     validation_data: Path | None = None,
     resume: bool = False,
-    stop_at: int | None = None,
     show_progress: bool = True,
 ) -> dict[str, Any]:
     """Train all weights of a model, and write it as a checkpoint to `output / "model"`.
 
     Arguments, results and errors as in `train_lora`. A GGUF file cannot be written back.
     """
-    run = Job(model, data, validation_data, settings, output, resume, stop_at, show_progress)
+    run = Job(model, data, validation_data, settings, output, resume, show_progress)
     if run.opened.metadata:
         raise CheckpointError(f"{run.opened.folder}: a GGUF file cannot be written back; train the model's folder")
     module: Any = run.load("float32")
@@ -220,19 +208,17 @@ def train_full(
         return batch_loss(recompute_layers(model) if settings.gradient_checkpointing else model, batch)
 
     trained = run.train(loss, params, {})
-    count, folder = sum(leaf.size for leaf in jax.tree.leaves(trained)), None
-    if run.is_whole:
-        config = {**run.opened.config, "torch_dtype": settings.dtype}
-        for name in ("quantization_config", "dtype"):  # the latter is what newer versions of transformers call it
-            config.pop(name, None)
-        folder = checkpoint.save(
-            rounded(trained),
-            output / "model",
-            config=config,
-            generation_config=dict(run.opened.generation_config) or None,
-            tokenizer_from=run.opened.folder,
-        )
-    return run.report(folder, count)
+    config = {**run.opened.config, "torch_dtype": settings.dtype}
+    for name in ("quantization_config", "dtype"):  # the latter is what newer versions of transformers call it
+        config.pop(name, None)
+    folder = checkpoint.save(
+        rounded(trained),
+        output / "model",
+        config=config,
+        generation_config=dict(run.opened.generation_config) or None,
+        tokenizer_from=run.opened.folder,
+    )
+    return run.report(folder, sum(leaf.size for leaf in jax.tree.leaves(trained)))
 
 
 def batch_loss(model: CausalLM, batch: dict[str, Array]) -> Float[Array, ""]:
