@@ -20,7 +20,7 @@ from verax import ops
 from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.fields import Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_value, require_fields
 from verax.files import JsonObject
-from verax.nn import LayerNorm, Linear
+from verax.nn import LayerNorm, Linear, Sequential
 from verax.nn.layers import INIT_STD
 
 __all__ = ["CLIPVisionConfig", "CLIPVisionModel"]
@@ -115,16 +115,6 @@ class SelfAttention(nnx.Module):
         return self.proj(ops.attention(q, k, v, causal=False).reshape(*x.shape[:2], -1))
 
 
-class Activation(nnx.Module):
-    """Elementwise function, as a module: it takes up an index in the checkpoint's list of modules."""
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def __call__(self, x: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
-        return ACTIVATIONS[self.name](x)
-
-
 class AttentionBlock(nnx.Module):
     """Pre-norm block: attention, then feed-forward, each with a residual sum."""
 
@@ -133,20 +123,13 @@ class AttentionBlock(nnx.Module):
         self.norm1 = LayerNorm(D, eps=config.layer_norm_eps, dtype=dtype)
         self.attn = SelfAttention(config, dtype=dtype, rngs=rngs)
         self.norm2 = LayerNorm(D, eps=config.layer_norm_eps, dtype=dtype)
-        self.mlp = nnx.List(
-            [
-                Linear(D, F, bias=True, divided="out", dtype=dtype, rngs=rngs),
-                Activation(config.hidden_act),
-                Linear(F, D, bias=True, divided="in", dtype=dtype, rngs=rngs),
-            ]
-        )
+        up = Linear(D, F, bias=True, divided="out", dtype=dtype, rngs=rngs)
+        down = Linear(F, D, bias=True, divided="in", dtype=dtype, rngs=rngs)
+        self.mlp = Sequential([up, ACTIVATIONS[config.hidden_act], down])
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         x = x + self.attn(self.norm1(x))
-        inner = self.norm2(x)
-        for step in self.mlp:
-            inner = step(inner)
-        return x + inner
+        return x + self.mlp(self.norm2(x))
 
 
 class VisionTransformer(nnx.Module):

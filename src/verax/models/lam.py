@@ -125,20 +125,13 @@ class LamState(NamedTuple):
     rule: HierarchicalState
 
 
-class DepthwiseConv(nnx.Module):
-    """Parameters of a depthwise convolution, in the layout of PyTorch's `Conv1d`."""
-
-    def __init__(self, channels: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        bound = TAPS**-0.5
-        self.weight = nnx.Param(jax.random.uniform(rngs.params(), (channels, 1, TAPS), dtype, -bound, bound))
-        self.bias = nnx.Param(jax.random.uniform(rngs.params(), (channels,), dtype, -bound, bound))
-
-
 class ShortConvolution(nnx.Module):
     """Depthwise convolution of four taps, then SiLU, in float32. The caller pads its inputs."""
 
     def __init__(self, channels: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.conv = DepthwiseConv(channels, dtype=dtype, rngs=rngs)
+        bound = TAPS**-0.5
+        new = lambda *shape: nnx.Param(jax.random.uniform(rngs.params(), shape, dtype, -bound, bound))
+        self.conv = nnx.Dict(weight=new(channels, 1, TAPS), bias=new(channels))
 
     def __call__(self, x: Float[Array, "B S C"]) -> Float[Array, "B T C"]:
         """Outputs `[B, T, C]` of inputs `[B, T + 3, C]`: output t depends on inputs t to t + 3."""
@@ -147,24 +140,20 @@ class ShortConvolution(nnx.Module):
         return jax.nn.silu(sum((x[:, j : j + T] * weight[:, 0, j] for j in range(TAPS)), start=bias))
 
 
-class PerceptronLayer(nnx.Module):
-    """Parameters of one layer of a perceptron. Not a `Linear`, whose weight may be packed: the rules take an array."""
-
-    def __init__(self, size_in: int, size_out: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.weight = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), (size_out, size_in), dtype))
-        self.bias = nnx.Param(jnp.zeros(size_out, dtype))
-
-
 class TwoLayers(nnx.Module):
-    """Perceptron of two layers, under the keys 0 and 2: PyTorch's `Sequential` counts the activation between them."""
+    """Perceptron of two layers, under the keys 0 and 2: PyTorch's `Sequential` counts the activation between them.
+
+    They are no `Linear`, whose weight may be packed: the rules take arrays.
+    """
 
     def __init__(self, size_in: int, hidden: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        for key, sizes in (("0", (size_in, hidden)), ("2", (hidden, 1))):
-            setattr(self, key, PerceptronLayer(*sizes, dtype=dtype, rngs=rngs))
+        for key, shape in (("0", (hidden, size_in)), ("2", (1, hidden))):
+            weight = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), shape, dtype))
+            setattr(self, key, nnx.Dict(weight=weight, bias=nnx.Param(jnp.zeros(shape[0], dtype))))
 
     def weights(self) -> Perceptron:
         """Weights as arrays, for the delta rules of `ops`."""
-        layers: list[PerceptronLayer] = [getattr(self, key) for key in ("0", "2")]
+        layers = [getattr(self, key) for key in ("0", "2")]
         return Perceptron(*(w[...] for layer in layers for w in (layer.weight, layer.bias)))
 
 
@@ -341,28 +330,18 @@ class Embeddings(nnx.Module):
         return self.LayerNorm(self.word_embeddings(tokens) + positions + types)
 
 
-class ResidualNorm(nnx.Module):
-    """Residual sum and normalisation after the delta rule, under the keys of BERT's `output`."""
-
-    def __init__(self, config: LamConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.LayerNorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps, dtype=dtype)
-
-    def __call__(self, x: Float[Array, "B T D"], residual: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.LayerNorm(x, residual)
-
-
 class Block(nnx.Module):
     """Rest of a layer around its delta rule: two normalised residual sums, and the feed-forward between them."""
 
     def __init__(self, config: LamConfig, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.published = config.rule != "gated"
         D, F = config.hidden_size, config.intermediate_size
-        self.attention = nnx.Dict(output=ResidualNorm(config, dtype=dtype, rngs=rngs))
+        self.attention = nnx.Dict(output=nnx.Dict(LayerNorm=LayerNorm(D, eps=config.layer_norm_eps, dtype=dtype)))
         self.intermediate = nnx.Dict(dense=Linear(D, F, bias=True, dtype=dtype, rngs=rngs))
         self.output = BertOutput(F, config, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"], mixed: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        x = self.attention.output(mixed, x)
+        x = self.attention.output.LayerNorm(mixed, x)
         inner = ops.gelu(self.intermediate.dense(x))
         # As published, GELU is applied twice: by MiniLM's module and again by LAM's.
         return self.output(ops.gelu(inner) if self.published else inner, x)

@@ -324,6 +324,16 @@ class LayerNorm(nnx.Module):
         return ops.layer_norm(x, weight, bias, self.eps, residual)
 
 
+class Sequential(nnx.List):
+    """Modules and functions applied in turn; a module's name is its place, as in PyTorch's `Sequential`."""
+
+    def __call__(self, x: Array) -> Array:
+        """Apply the modules and functions in turn; return the last result."""
+        for apply in self:
+            x = apply(x)
+        return x
+
+
 def pack_linear_weights(model: Any, *, few_rows: bool = False) -> None:
     """Replace the weights of linear layers by those that `ops.pack_weight` makes of them, in place.
 

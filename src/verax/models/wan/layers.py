@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Num
 
 from verax import ops
 from verax.models.video_model import AttentionFn
-from verax.nn import LayerNorm, Linear, RMSNorm, fused_gelu_mlp, fused_linear
+from verax.nn import LayerNorm, Linear, RMSNorm, Sequential, fused_gelu_mlp, fused_linear
 
 Rotary = tuple[Array, Array]
 
@@ -74,16 +74,6 @@ def rotate(x: Float[Array, "B T N H"], rotary: Rotary) -> Float[Array, "B T N H"
 def gelu_tanh(x: Array) -> Array:
     """GELU by its approximation with tanh (Hendrycks and Gimpel, 2016, arXiv:1606.08415)."""
     return jax.nn.gelu(x, approximate=True)
-
-
-class Sequential(nnx.List):
-    """Modules and functions applied in turn; a module's name is its place, as in PyTorch's `Sequential`."""
-
-    def __call__(self, x: Array) -> Array:
-        """Apply the modules and functions in turn; return the last result."""
-        for apply in self:
-            x = apply(x)
-        return x
 
 
 class Float32Linear(Linear):

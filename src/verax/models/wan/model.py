@@ -29,14 +29,13 @@ from verax.models.wan.layers import (
     Head,
     ImageEmbedding,
     PatchEmbedding,
-    Sequential,
     block_causal,
     gelu_tanh,
     rotary_tables,
     sinusoid,
 )
 from verax.models.wan.vace import ControlBlock, ControlContext, control_context, run_controlled
-from verax.nn import Embedding, Linear
+from verax.nn import Embedding, Linear, Sequential
 from verax.nn.parallel import STACKED_BLOCKS, scan_blocks
 
 WanContext = tuple[CrossKeys, ...] | CrossKeys | ControlContext

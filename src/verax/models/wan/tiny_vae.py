@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from jaxtyping import Array, Float
 
 from verax import ops
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
-from verax.models.wan.vae_layers import Tails, chunk_sizes, in_chunks, in_tiles
+from verax.models.wan.vae_layers import ByPlace, Tails, chunk_sizes, in_chunks, in_tiles
 from verax.nn import Conv2d
 
 __all__ = ["TinyDecoder", "TinyDecoderConfig"]
@@ -103,23 +102,12 @@ class _Conv(Conv2d):
         return ops.conv2d(images, self.weight[...], bias, padding=self.padding).reshape(*x.shape[:-1], -1)
 
 
-class _Sequential(nnx.Module):
-    """Layers by their places in a PyTorch `Sequential`."""
-
-    def __init__(self, layers: Mapping[int, nnx.Module]):
-        for place, layer in layers.items():
-            setattr(self, str(place), layer)
-
-    def __getitem__(self, place: int) -> nnx.Module:
-        return getattr(self, str(place))
-
-
 class MemoryBlock(nnx.Module):
     """Three convolutions of a frame and the frame before it, added to the frame."""
 
     def __init__(self, size: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         conv = partial(_Conv, kernel=3, bias=True, dtype=dtype, rngs=rngs)
-        self.conv = _Sequential({0: conv(2 * size, size), 2: conv(size, size), 4: conv(size, size)})
+        self.conv = ByPlace({0: conv(2 * size, size), 2: conv(size, size), 4: conv(size, size)})
 
     def __call__(self, x: Float[Array, "B T H W C"], tails: Tails) -> Float[Array, "B T H W C"]:
         """Map frames that stand next to the frame in `tails`."""
@@ -156,7 +144,7 @@ class TinyDecoder(nnx.Module):
             layers[begin + BLOCKS + 1] = MoreFrames(size, factor, **options)
             layers[begin + BLOCKS + 2] = _Conv(size, size_out, 3, bias=False, **options)
         layers[3 * LEVEL + 4] = _Conv(widths[3], 3 * config.patch**2, 3, bias=True, **options)
-        self.decoder = _Sequential(layers)
+        self.decoder = ByPlace(layers)
 
     def decode(
         self,
@@ -179,7 +167,7 @@ class TinyDecoder(nnx.Module):
 
     def _frames(self, latents: Float[Array, "B F h w Z"], tails: Tails) -> Float[Array, "B T H W C"]:
         """Frames of a chunk. The clip's first latent stands for one frame, the last of those that the layers make."""
-        layers: Any = self.decoder
+        layers = self.decoder
         x = 3 * jnp.tanh(latents.astype(layers[1].weight.dtype) / 3)
         x = jax.nn.relu(layers[1](x))
         for level in range(3):

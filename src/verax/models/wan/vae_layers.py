@@ -13,7 +13,8 @@ frames and pixels become channels, or channels become frames and pixels.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -152,25 +153,29 @@ class ChannelNorm(nnx.Module):
         return ops.rms_norm(x, gamma, 1e-24 / gamma.size)
 
 
-def _by_index(module: nnx.Module, layers: dict[int, nnx.Module]) -> None:
-    """Layers of a PyTorch `Sequential`, by their places in it: those between have no parameters."""
-    for index, layer in layers.items():
-        setattr(module, str(index), layer)
+class ByPlace(nnx.Module):
+    """Layers by their places in a PyTorch `Sequential`: those between have no parameters."""
+
+    def __init__(self, layers: Mapping[int, nnx.Module]):
+        for place, layer in layers.items():
+            setattr(self, str(place), layer)
+
+    def __getitem__(self, place: int) -> Any:
+        return getattr(self, str(place))
 
 
-class Layers(nnx.Module):
+class Layers(ByPlace):
     """Normalisations and convolutions by turns, each pair with SiLU between: `norm, SiLU, conv` from even places."""
 
     def __init__(self, layers: dict[int, nnx.Module]):
         self.pairs = tuple(zip(list(layers)[::2], list(layers)[1::2], strict=True))
-        _by_index(self, layers)
+        super().__init__(layers)
 
     def __call__(self, x: Float[Array, "B T H W C"], tails: Tails) -> Float[Array, "B T H W O"]:
         """Each pair in turn on a chunk of frames, which `tails` continues."""
         for norm, conv in self.pairs:
-            layer = getattr(self, str(conv))
-            x = jax.nn.silu(getattr(self, str(norm))(x)).astype(layer.weight.dtype)
-            x = tails.convolve(layer, x)
+            x = jax.nn.silu(self[norm](x)).astype(self[conv].weight.dtype)
+            x = tails.convolve(self[conv], x)
         return x
 
 
@@ -229,16 +234,12 @@ class AttentionBlock(nnx.Module):
         return x + self.proj(seen.reshape(B * T, H, W, C)).reshape(x.shape)
 
 
-class Spatial(nnx.Module):
+class Spatial(ByPlace):
     """The convolution of a resampling layer, by its place after the padding or the upsampling."""
-
-    def __init__(self, conv: Conv2d):
-        _by_index(self, {1: conv})
 
     def __call__(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B T Hout Wout O"]:
         """Resample each frame."""
-        conv = getattr(self, "1")
-        y = conv(x.reshape(-1, *x.shape[2:]))
+        y = self[1](x.reshape(-1, *x.shape[2:]))
         return y.reshape(*x.shape[:2], *y.shape[1:])
 
 
@@ -246,7 +247,8 @@ class Downsample(nnx.Module):
     """Half the height and width; with `time`, also one frame for each two after the first. Float32 out."""
 
     def __init__(self, size: int, *, time: bool, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.resample = Spatial(Conv2d(size, size, (3, 3), stride=2, padding=((0, 1), (0, 1)), dtype=dtype, rngs=rngs))
+        conv = Conv2d(size, size, (3, 3), stride=2, padding=((0, 1), (0, 1)), dtype=dtype, rngs=rngs)
+        self.resample = Spatial({1: conv})
         self.time_conv = CausalConv3d(size, size, (3, 1, 1), stride=(2, 1, 1), dtype=dtype, rngs=rngs) if time else None
 
     def __call__(self, x: Float[Array, "B T H W C"], tails: Tails) -> Float[Array, "B Tout Hout Wout C"]:
@@ -266,7 +268,7 @@ class Upsample(nnx.Module):
     """Twice the height and width with other channels; with `time`, also two frames for each after the first."""
 
     def __init__(self, size: int, size_out: int, *, time: bool, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.resample = Spatial(Conv2d(size, size_out, (3, 3), padding=1, dtype=dtype, rngs=rngs))
+        self.resample = Spatial({1: Conv2d(size, size_out, (3, 3), padding=1, dtype=dtype, rngs=rngs)})
         self.time_conv = CausalConv3d(size, 2 * size, (3, 1, 1), dtype=dtype, rngs=rngs) if time else None
 
     def __call__(self, x: Float[Array, "B T H W C"], tails: Tails) -> Float[Array, "B Tout Hout Wout O"]:
