@@ -166,13 +166,6 @@ _REQUIRED = (
 )
 
 
-class DepthwiseConv(nnx.Module):
-    """Weight `[C, 1, W]` of a depthwise convolution, for `ops.short_convolution`."""
-
-    def __init__(self, channels: int, width: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
-        self.weight = nnx.Param(width**-0.5 * jax.random.normal(rngs.params(), (channels, 1, width), dtype))
-
-
 class GatedDeltaNet(nnx.Module):
     """The gated delta rule over short convolutions of the input, normalised and gated by head; a `ReplayableLayer`.
 
@@ -194,7 +187,9 @@ class GatedDeltaNet(nnx.Module):
             self.in_proj_z = divided(values, unit=V)
             self.in_proj_b = Linear(D, HV, dtype=dtype, rngs=rngs)
             self.in_proj_a = Linear(D, HV, dtype=dtype, rngs=rngs)
-        self.conv1d = DepthwiseConv(config.convolved, config.linear_conv_kernel_dim, dtype=dtype, rngs=rngs)
+        taps = config.linear_conv_kernel_dim
+        convolution = taps**-0.5 * jax.random.normal(rngs.params(), (config.convolved, 1, taps), dtype)
+        self.conv1d = nnx.Dict(weight=nnx.Param(convolution))
         # float32 in bfloat16 models too, as published: a rounded decay is another decay after a thousand tokens.
         self.A_log = nnx.Param(jnp.log(jax.random.uniform(rngs.params(), (HV,), minval=0.01, maxval=16.0)))
         self.dt_bias = nnx.Param(jnp.ones(HV))
