@@ -222,7 +222,7 @@ class MediaDecoder:
     def __init__(self, limits: MediaLimits | None = None):
         self.limits = limits or MediaLimits()
         self.pids: set[int] = set()
-        self._files = 0
+        self._files = asyncio.Semaphore(MAX_FILES)
         self._free = asyncio.Semaphore(AT_ONCE)
 
     async def decode(self, data: bytes, *, name: str) -> UInt8[np.ndarray, "T H W 3"]:
@@ -237,14 +237,10 @@ class MediaDecoder:
             raise InvalidParameterError(f"{name}: the file is empty")
         if len(data) > self.limits.bytes:
             raise InvalidParameterError(f"{name}: the file has more than {self.limits.bytes} bytes")
-        if self._files >= MAX_FILES:
+        if self._files.locked():
             raise QueueFullError(f"{MAX_FILES} files wait to be decoded, as many as may; try again later")
-        self._files += 1
-        try:
-            async with self._free:
-                status, answer = await self._run(data, name)
-        finally:
-            self._files -= 1
+        async with self._files, self._free:
+            status, answer = await self._run(data, name)
         header, _, pixels = answer.partition(b"\n")
         header_fields: dict[str, Any] = (
             json.loads(header) if status == 0 else {"error": f"its decoder ended with {_reason(status)}"}

@@ -8,8 +8,8 @@ import math
 import os
 import re
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -350,7 +350,7 @@ class VideoService:
         self._decoder = MediaDecoder()
         self._jobs: VideoJobs | None = None
         self._starting = asyncio.Lock()
-        self._num_uploads = 0
+        self._uploads = asyncio.Semaphore(MAX_UPLOADS)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -366,7 +366,9 @@ class VideoService:
             raise model_error("no video model is served here")
         if self._jobs is not None:
             await self._jobs.check_room()
-        with self._uploading():
+        if self._uploads.locked():
+            raise QueueFullError(f"{MAX_UPLOADS} clips are being uploaded, as many as may; try again later")
+        async with self._uploads:
             body, uploads = await read_create(request, max_bytes=self._decoder.limits.bytes)
         videos = self._server.videos
         model = self._server.check_model(body.model, (videos.name,), videos.root)
@@ -446,17 +448,6 @@ class VideoService:
     async def events(self, request: Request) -> Response:
         """Changes of a clip as they happen."""
         return self._server.stream(_events(*self._job(request)))
-
-    @contextmanager
-    def _uploading(self) -> Iterator[None]:
-        """Count a body that is being read."""
-        if self._num_uploads >= MAX_UPLOADS:
-            raise QueueFullError(f"{MAX_UPLOADS} clips are being uploaded, as many as may; try again later")
-        self._num_uploads += 1
-        try:
-            yield
-        finally:
-            self._num_uploads -= 1
 
     async def _queue(self) -> VideoJobs:
         async with self._starting:
