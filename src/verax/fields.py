@@ -48,13 +48,12 @@ _LONGEST_VALUE = 80
 _MISSING: Any = object()
 
 
-def read_value(config: Mapping[str, Any], key: str, kind: Any, default: Any = _MISSING, *, where: object = None) -> Any:
+def read_value(config: Mapping[str, Any], key: str, kind: Any, default: Any = _MISSING) -> Any:
     """Read one value of a configuration file.
 
     Args:
         kind: type that the value must have: a type of this module, or anything that `msgspec.convert` takes.
         default: used where the file has no such key, or null.
-        where: name of the file for messages; the file's own path, or `config.json`, if None.
 
     Returns:
         The value, with lists as tuples where `kind` is a tuple, and whole numbers as floats where it is a float.
@@ -62,7 +61,7 @@ def read_value(config: Mapping[str, Any], key: str, kind: Any, default: Any = _M
     value = config.get(key)
     if value is None and default is not _MISSING:
         return default
-    where = where or file_of(config)
+    where = file_of(config)
     if key not in config:
         raise UnsupportedModelError(f"{where} lacks {key}")
     try:
@@ -78,13 +77,11 @@ def read_fields(
     cls: type,
     names: Iterable[str] | None = None,
     keys: Mapping[str, str] = MappingProxyType({}),
-    *,
-    where: object = None,
 ) -> dict[str, Any]:
     """Read the values of a dataclass's fields, each checked against its annotation.
 
     `config`: object of the file, with the fields' names as keys. `keys`: keys of fields that have another name in the
-    file. `where`: name of the file for messages; the file's own path, or `config.json`, if None.
+    file.
 
     Returns:
         The values by field. Fields that the file leaves out, or gives as null, are left out if they have a default.
@@ -92,9 +89,9 @@ def read_fields(
     kinds, optional = _annotations(cls)
     names = tuple(kinds if names is None else names)
     if missing := [key for name in names if (key := keys.get(name, name)) not in config and name not in optional]:
-        raise UnsupportedModelError(f"{where or file_of(config)} lacks {', '.join(missing)}")
+        raise UnsupportedModelError(f"{file_of(config)} lacks {', '.join(missing)}")
     return {
-        name: read_value(config, key, kinds[name], where=where)
+        name: read_value(config, key, kinds[name])
         for name in names
         if not (config.get(key := keys.get(name, name)) is None and name in optional)
     }

@@ -200,10 +200,10 @@ def _rotary(config: Mapping[str, Any], theta: float, head_dim: int) -> ops.Rotar
     scaling = read_value(config, "rope_scaling", dict, {})
     if config.get("rope_parameters") or scaling.get("type", scaling.get("rope_type")) != "ntk":
         return ops.RotaryConfig.from_hf(config)
-    where = f"{config.where}: rope_scaling"
+    scaling = JsonObject(scaling, f"{config.where}: rope_scaling")
     if scaling.get("mixed_b") is not None:
-        raise UnsupportedModelError(f"{where}: mixed_b is not supported")
-    factor = read_value(scaling, "factor", Positive, where=where)
+        raise UnsupportedModelError(f"{scaling.where}: mixed_b is not supported")
+    factor = read_value(scaling, "factor", Positive)
     divisors = (factor ** (2 / head_dim),) * (head_dim // 2)
     return ops.RotaryConfig(read_value(config, "rope_theta", Positive) * factor, "divided", divisors=divisors)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from verax.errors import CheckpointError, InvalidParameterError
 from verax.fields import read_value
+from verax.files import JsonObject
 from verax.options import documented, option, options_of
 from verax.sampling_fields import SamplingFields
 from verax.text.features.structured_outputs import StructuredOutputs
@@ -70,10 +71,10 @@ class SamplingParams(SamplingFields):
         """
         recommended = [name for name, declared in options_of(cls).items() if declared.recommended]
         values = {name: config[name] for name in recommended if config.get(name) is not None}
-        where = getattr(config, "where", "generation_config.json")
-        if read_value(config, "do_sample", bool, True, where=where) is False:
+        config = JsonObject(config, getattr(config, "where", "generation_config.json"))
+        if read_value(config, "do_sample", bool, True) is False:
             values["temperature"] = 0.0
         try:
             return cls(**values)
         except InvalidParameterError as error:
-            raise CheckpointError(f"{where}: {error}") from error
+            raise CheckpointError(f"{config.where}: {error}") from error
