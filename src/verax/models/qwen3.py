@@ -108,7 +108,7 @@ _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layer
 
 
 def decoder_fields(
-    config: Mapping[str, Any], rotary: ops.RotaryConfig, activation: tuple[str | None, ...] = ("hidden_act", "silu")
+    config: Mapping[str, Any], rotary: ops.RotaryConfig, activation: tuple[Any, ...] = ("hidden_act", "silu")
 ) -> dict[str, Any]:
     """`Qwen3Config`'s fields from a config.json, as this family and its relatives read them.
 
@@ -279,7 +279,7 @@ class DecoderLayer(nnx.Module):
     """Attention, then feed-forward, each on a normalised copy of the residual stream."""
 
     attention_class: ClassVar[type[Attention]] = Attention
-    mlp_class: ClassVar[type[nnx.Module]] = MLP
+    mlp_class: ClassVar[Any] = MLP
 
     def __init__(self, config: Any, layer: int, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.self_attn = self.attention_class(config, dtype=dtype, rngs=rngs)
