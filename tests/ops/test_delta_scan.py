@@ -37,17 +37,14 @@ def scan_problem(seed, owner, *, m=2, R=1, C=16, K=32, V=64, D=1, N=1):
     return chunks, states, jnp.asarray(owner, jnp.int32)
 
 
-def exact_scan(chunks, states, owner):
-    """The scan in float64: outputs, final states, and the state before each chunk."""
-    chunks, states = Chunk(*(np.asarray(x, np.float64) for x in chunks)), np.array(states, np.float64)
-    out, before = np.zeros(chunks.value.shape), []
-    for i, n in enumerate(np.minimum(owner, len(states) - 1)):
-        state = states[n]
-        before.append(state.copy())
-        written = chunks.value[i] - chunks.erase[i] @ state
-        out[i] = chunks.read[i] @ state + chunks.inner[i] @ written
-        states[n] = chunks.keep[i][..., None] * state + chunks.write[i].swapaxes(-1, -2) @ written
-    return out, states, np.stack(before)
+def exact(operation, *arrays, **options):
+    """Results of an operation's reference in float64, which the tests of the rules compare with their equations."""
+
+    def wide(x):
+        return jnp.asarray(x, jnp.float64 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
+
+    with jax.enable_x64(True):
+        return jax.tree.map(np.asarray, operation.reference(*jax.tree.map(wide, arrays), **options))
 
 
 def cotangents(seed, chunks, states, owner):
@@ -56,23 +53,6 @@ def cotangents(seed, chunks, states, owner):
     used = np.asarray(owner)[:, None, None, None, None] < len(states)
     d_out = np.where(used, rng.standard_normal(chunks.value.shape), 0)
     return jnp.asarray(rng.standard_normal(states.shape), jnp.float32), jnp.asarray(d_out, jnp.float32)
-
-
-def exact_scan_backward(chunks, d_final, owner, d_out):
-    """Cotangents of the initial states and of the state after each chunk, in float64."""
-    chunks = Chunk(*(np.asarray(x, np.float64) for x in chunks))
-    d_states, d_out = np.array(d_final, np.float64), np.asarray(d_out, np.float64)
-    d_next = np.zeros((len(owner), *d_states.shape[1:]))
-    for i in reversed(range(len(owner))):
-        n = min(int(owner[i]), len(d_states) - 1)
-        d_next[i] = d_states[n]
-        d_written = chunks.inner[i].swapaxes(-1, -2) @ d_out[i] + chunks.write[i] @ d_next[i]
-        d_states[n] = (
-            chunks.keep[i][..., None] * d_next[i]
-            + chunks.read[i].swapaxes(-1, -2) @ d_out[i]
-            - chunks.erase[i].swapaxes(-1, -2) @ d_written
-        )
-    return d_states, d_next
 
 
 WALKS = {
@@ -117,7 +97,7 @@ def check(arrays, expected):
 def test_the_scan_equals_float64(device, name):
     owner, sizes = CASES[device][name]
     arguments = scan_problem(len(name), owner, **sizes)
-    check(SCANS[device](*arguments, keep_states=True), exact_scan(*arguments))
+    check(SCANS[device](*arguments, keep_states=True), exact(delta_chunk_scan, *arguments, keep_states=True))
 
 
 @each_case
@@ -125,15 +105,8 @@ def test_the_gradient_equals_float64(device, name):
     owner, sizes = CASES[device][name]
     chunks, states, owner = scan_problem(len(name), owner, **sizes)
     d_final, d_out = cotangents(1, chunks, states, owner)
-    check(GRADIENTS[device](chunks, d_final, owner, d_out), exact_scan_backward(chunks, d_final, owner, d_out))
-
-
-def test_the_references_equal_float64():
-    chunks, states, owner = scan_problem(0, [0, 0, 1, 2], N=2, R=2)
-    check(delta_chunk_scan.reference(chunks, states, owner, keep_states=True), exact_scan(chunks, states, owner))
-    d_final, d_out = cotangents(1, chunks, states, owner)
-    gradient = delta_chunk_scan_backward.reference(chunks, d_final, owner, d_out)
-    check(gradient, exact_scan_backward(chunks, d_final, owner, d_out))
+    arguments = chunks, d_final, owner, d_out
+    check(GRADIENTS[device](*arguments), exact(delta_chunk_scan_backward, *arguments))
 
 
 @each_device
@@ -141,7 +114,7 @@ def test_states_before_chunks_are_not_written_where_nobody_needs_them(device):
     arguments = scan_problem(1, [0, 0])
     out, final, before = SCANS[device](*arguments)
     assert before is None
-    check((out, final), exact_scan(*arguments)[:2])
+    check((out, final), exact(delta_chunk_scan, *arguments)[:2])
 
 
 @each_device
