@@ -69,11 +69,11 @@ def permuted(weight, heads):
     )
 
 
-def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, drop=(), split=0):
+def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, split=0):
     """Write a Hugging Face folder as a GGUF file, and return the stored blocks of each matrix by its key.
 
-    `kinds` names other types by key; `metadata` adds (key, writer's method, value); `drop` leaves weights out; `split`
-    is the number of tensors in each part of a file that is split.
+    `kinds` names other types by key; `metadata` adds (key, writer's method, value); `split` is the number of tensors in
+    each part of a file that is split.
     """
     config = json.loads((folder / "config.json").read_text())
     family, layers = config["model_type"], config["num_hidden_layers"]
@@ -158,7 +158,7 @@ def write(folder, path, kind="F32", *, kinds=None, pre="gpt-2", metadata=None, d
         if family == "gemma4_text" and key.endswith(("router.scale", "router.per_expert_scale")):
             part = "ffn_gate_inp" if key.endswith("router.scale") else "ffn_down_exps"
             name = f"blk.{key.split('.')[2]}.{part}.scale"
-        if (name is None and "linear_attn" not in key) or key in drop:
+        if name is None and "linear_attn" not in key:
             continue
         weight = weight.astype(np.float32)
         if (is_gemma or is_hybrid) and key.endswith("norm.weight") and "linear_attn" not in key:

@@ -14,7 +14,7 @@ from verax.checkpoint import Checkpoint
 
 E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEAR = ("q_proj", "k_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def pack_rows(codes, bits, order=None):
@@ -99,23 +99,20 @@ def open_packed(folder, arrays, scheme):
     return Checkpoint.open(folder)
 
 
-def quantized_checkpoint(folder, pack, scheme, *, seed=0, skip=(), **changes):
-    """Tiny model with its linear layers packed by `pack(rng, F, D)`; returns float32 arrays by key.
+def quantized_checkpoint(folder, pack, scheme):
+    """A tiny model's folder, whose linear layers but `v_proj` are packed by a function; returns float32 arrays by key.
 
     Args:
         folder: folder of the checkpoint.
-        pack: function to arrays by the last part of their key, and the weight that they stand for.
+        pack: function of a generator and a shape to arrays by the last part of their key, and the weight.
         scheme: config.json's `quantization_config`.
-        seed: seed of the weights.
-        skip: layers that stay unchanged, by a part of their key.
-        changes: changes of config.json.
     """
-    config = tiny_config(num_hidden_layers=1, hidden_size=128, intermediate_size=192, head_dim=32, **changes)
-    rng = np.random.default_rng(seed)
+    config = tiny_config(num_hidden_layers=1, hidden_size=128, intermediate_size=192, head_dim=32)
+    rng = np.random.default_rng(0)
     floats, stored = {}, {}
-    for key, weight in random_weights(config, seed).items():
+    for key, weight in random_weights(config).items():
         layer = key.removesuffix(".weight")
-        if layer.endswith(LINEAR) and not any(part in layer for part in skip):
+        if layer.endswith(LINEAR):
             arrays, exact = pack(rng, *weight.shape)
             stored.update({f"{layer}.{last}": array for last, array in arrays.items()})
             floats[key] = exact.astype(np.float32)
