@@ -3,9 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-
-def float64(x):
-    return np.asarray(jnp.asarray(x, jnp.float32), np.float64)
+from tests.support.attention import float64
 
 
 def exact_conv3d(x, weight, bias=None, *, stride=(1, 1, 1), padding=((0, 0), (0, 0)), cache=None):
