@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.support.lam import lam_config, load_lam, random_weights, relative, run, shapes
+from tests.support.lam import abstract, lam_config, load_lam, relative, run, shapes
+from tests.support.tiny import weights_of
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.models import encoder
 
@@ -43,7 +44,7 @@ def test_the_published_sizes_make_the_published_number_of_parameters():
 
 def test_published_files_may_hold_the_teachers_attention_and_weights_twice(tmp_path):
     config = lam_config()
-    weights = random_weights(config)
+    weights = weights_of(abstract(config))
     extra = {
         "teacher_model.encoder.layer.0.attention.self.query.weight": np.zeros((48, 48), np.float32),
         "teacher_model.encoder.layer.0.attention.output.dense.bias": np.zeros(48, np.float32),

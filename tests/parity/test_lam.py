@@ -8,7 +8,8 @@ from flax import nnx
 
 torch = pytest.importorskip("torch")
 
-from tests.support.lam import lam_config, load_lam, random_weights, relative, run
+from tests.support.lam import abstract, lam_config, load_lam, relative, run
+from tests.support.tiny import weights_of
 from verax import ops
 from verax.compare.references.lam import LamSentenceEncoder
 from verax.nn import Linear, pack_linear_weights
@@ -31,7 +32,7 @@ def pair(rule, folder, dtype=jnp.float32, sizes=None, **layer):
         variant=VARIANTS[rule],
         allow_neg_eigval=layer.get("allow_neg_eigval", False),
     )
-    weights = random_weights(config)
+    weights = weights_of(abstract(config))
     theirs.load_state_dict({name: torch.tensor(w) for name, w in weights.items()})
     return load_lam(folder, config, dtype, weights), theirs.eval().double()
 

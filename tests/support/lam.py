@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
+from tests.support.tiny import weights_of
 from verax.checkpoint import Checkpoint, load_module
 from verax.models import encoder
 
@@ -36,24 +37,11 @@ def shapes(config):
     return {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(nnx.state(abstract(config)))}
 
 
-def random_weights(config, seed=0):
-    """Random weights: matrices that preserve the scale of their inputs, norms and biases that differ from 1 and 0."""
-    rng = np.random.default_rng(seed)
-    return {
-        name: (
-            1.5 * rng.standard_normal(shape) * shape[-1] ** -0.5
-            if len(shape) > 1
-            else 0.3 * rng.standard_normal(shape) + (not name.endswith("bias"))
-        ).astype(np.float32)
-        for name, shape in shapes(config).items()
-    }
-
-
 def load_lam(folder, config, dtype=jnp.float32, weights=None):
     """Write a checkpoint to `folder` and load it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(random_weights(config) if weights is None else weights, folder / "model.safetensors")
+    save_file(weights or weights_of(abstract(config)), folder / "model.safetensors")
     model = abstract(config)
     return load_module(model, Checkpoint.open(folder), dtype=dtype, ignore=type(model).ignored_weights)
 

@@ -64,13 +64,16 @@ WINDOWED = dict(
 
 
 def random_weights(config, seed=0, prediction_head=False):
-    """Random weights: matrices that preserve the scale of their inputs, norms that differ from 1.
-
-    Decays of a recurrent layer are between a few tokens and thousands. `prediction_head`: with a head of multi-token
-    prediction.
-    """
+    """Random weights of the model of a config.json; `prediction_head`: with a head of multi-token prediction."""
     architecture, sizes = causal_lm(config, prediction_head=prediction_head)
-    abstract = nnx.eval_shape(lambda: architecture(sizes, rngs=nnx.Rngs(0)))
+    return weights_of(nnx.eval_shape(lambda: architecture(sizes, rngs=nnx.Rngs(0))), seed)
+
+
+def weights_of(abstract, seed=0):
+    """Random weights by key: matrices preserve the scale of their inputs, norms and biases differ from 1 and 0.
+
+    Decays of a recurrent layer are between a few tokens and thousands.
+    """
     rng = np.random.default_rng(seed)
     weights = {}
     for path, leaf in nnx.to_flat_state(nnx.state(abstract)):
@@ -80,7 +83,7 @@ def random_weights(config, seed=0, prediction_head=False):
             weights[key] = 2 * noise - 4
         elif len(leaf.shape) > 1:
             weights[key] = 1.5 * noise * leaf.shape[-1] ** -0.5
-            if is_transposed(architecture, key):
+            if is_transposed(abstract, key):
                 weights[key] = weights[key].swapaxes(1, 2).copy()
         else:
             weights[key] = 0.3 * noise + (not key.endswith("bias"))

@@ -74,44 +74,34 @@ def qwen_tokenizer(folder, *, appends_end=False):
     return tokenizer.get_vocab_size(with_added_tokens=True)
 
 
-def sentence_files(
-    folder, *, mode="mean", max_seq_length=None, steps=("Transformer", "Pooling", "Normalize"), prompts=None, **pooling
-):
-    """Write modules.json and the files that it names, as in all-MiniLM-L6-v2; `pooling` goes to the pooling's."""
+def sentence_files(folder, *, mode="mean", max_seq_length=None, prompts=None):
+    """Write modules.json and the files that it names, as in all-MiniLM-L6-v2."""
     folder = Path(folder)
     listed = [
         {"idx": i, "name": str(i), "path": f"{i}_{step}" if i else "", "type": f"sentence_transformers.models.{step}"}
-        for i, step in enumerate(steps)
+        for i, step in enumerate(("Transformer", "Pooling", "Normalize"))
     ]
     (folder / "modules.json").write_text(json.dumps(listed))
     (folder / "1_Pooling").mkdir()
     names = ("cls_token", "mean_tokens", "max_tokens", "lasttoken")
     flags = {f"pooling_mode_{name}": name.startswith(mode) for name in names}
-    config = {"word_embedding_dimension": 48, **flags, **pooling}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 48, **flags}))
     tokens = {"max_seq_length": max_seq_length, "do_lower_case": False}
     (folder / "sentence_bert_config.json").write_text(json.dumps(tokens))
     if prompts is not None:
         (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts}))
 
 
-def random_weights(config, seed=0, find=encoder):
-    """Random weights: matrices that preserve the scale of their inputs, biases and norms that differ from 0 and 1."""
+def random_weights(config, find=encoder):
+    """Random weights of the model of a config.json."""
     architecture, sizes = find(config)
-    abstract = nnx.eval_shape(lambda: architecture(sizes, rngs=nnx.Rngs(0)))
-    rng = np.random.default_rng(seed)
-    weights = {}
-    for path, leaf in nnx.to_flat_state(nnx.state(abstract)):
-        key, noise = ".".join(map(str, path)), rng.standard_normal(leaf.shape).astype(np.float32)
-        scale = 1.5 * leaf.shape[-1] ** -0.5 if len(leaf.shape) > 1 else 0.3
-        weights[key] = scale * noise + key.endswith("LayerNorm.weight")
-    return weights
+    return tiny.weights_of(nnx.eval_shape(lambda: architecture(sizes, rngs=nnx.Rngs(0))))
 
 
-def tiny_encoder(folder, *, rename=lambda key: key, seed=0, **changes):
+def tiny_encoder(folder, *, rename=lambda key: key, **changes):
     """A folder that `Encoder(folder)` loads; `changes` go to config.json, `rename` to the keys of the weights."""
     config = {"model_type": "bert", **SIZES, **changes}
-    weights = {rename(key): weight for key, weight in random_weights(config, seed).items()}
+    weights = {rename(key): weight for key, weight in random_weights(config).items()}
     checkpoint.save(weights, folder, config=config)
     tiny_tokenizer(folder)
     return folder
