@@ -162,7 +162,8 @@ def diffusers_pipeline(kind: str, folder: Path) -> Any:
     }
     if "image_dim" in KINDS[kind]:
         vision = transformers.CLIPVisionConfig(**VISION, projection_dim=8)
-        parts["image_encoder"] = transformers.CLIPVisionModelWithProjection(vision)
+        encoder = "CLIPVisionModel" + ("" if PIPELINES[kind].startswith("Wan") else "WithProjection")
+        parts["image_encoder"] = getattr(transformers, encoder)(vision)
         parts["image_processor"] = transformers.CLIPImageProcessor(size={"shortest_edge": 28}, crop_size=28)
     if kind.endswith("-a14b"):
         parts["transformer_2"] = getattr(diffusers, transformer_class(kind))(**{**SIZES, **KINDS[kind]})
