@@ -261,7 +261,7 @@ def test_bfloat16_is_no_further_from_float32_than_transformers_bfloat16(family, 
     chosen = dict(num_experts_per_tok=EXPERTS["num_experts"]) if "moe" in family else {}
     reference(family, tmp_path, torch.bfloat16, **chosen)
     ours, theirs = bfloat16_errors(tmp_path, TOKENS)
-    assert ours <= 1.1 * theirs
+    assert ours <= 0.8 * theirs  # measured: 0.44 to 0.64
 
 
 def test_longrope_follows_the_longest_context_of_the_engine(tmp_path):

@@ -84,7 +84,7 @@ def test_bfloat16_is_no_further_from_float32_than_pytorchs_bfloat16(rule, tmp_pa
     with torch.no_grad():
         got = rounded.hidden(torch.tensor(tokens)).double().numpy()
     truth = hidden(rounded.double(), tokens)
-    assert relative(run(ours, tokens), truth) <= 1.1 * relative(got, truth)
+    assert relative(run(ours, tokens), truth) <= 0.8 * relative(got, truth)
 
 
 def test_layer_states_and_regulariser_match_the_reference(tmp_path):

@@ -113,7 +113,10 @@ def test_the_published_sizes_of_wan_2_2_have_as_many_parameters(name, published)
     assert sum(leaf.size for leaf in jax.tree.leaves(state)) == sum(x.numel() for x in model.parameters())
 
 
-def test_bfloat16_is_no_further_from_float32_than_diffusers_bfloat16():
+def test_bfloat16_with_a_float32_residual_stream_is_nearer_to_float32_than_diffusers_bfloat16():
+    # Measured: 0.36 after the first block to 0.28 after the last; with sums rounded to bfloat16, as diffusers has them,
+    # 0.46 to 0.59.
+    share = 0.4
     sizes = dict(with_image(WIDE), num_layers=4)
     # The weights are rounded to bfloat16 first, so that the float32 run is the truth of both.
     model = reference(sizes).to(torch.bfloat16)
@@ -125,8 +128,8 @@ def test_bfloat16_is_no_further_from_float32_than_diffusers_bfloat16():
     actual_hidden = ours_by_block(load(model, jnp.bfloat16), latents, timesteps, text, image)
     norm = np.linalg.norm
     for mine, other, true in zip(actual_hidden, hidden, true_hidden, strict=True):
-        assert norm(mine.reshape(true.shape) - true) <= 1.1 * norm(other - true)
-    assert norm(actual - truth) <= 1.1 * norm(rounded - truth)
+        assert norm(mine.reshape(true.shape) - true) <= share * norm(other - true)
+    assert norm(actual - truth) <= share * norm(rounded - truth)
 
 
 def _rounded(x):
