@@ -1,4 +1,4 @@
-"""Prompts and token ids against transformers: the same templates, the same folders."""
+"""Prompts against transformers: the same templates, the same folders. Ids are in test_tokenizer_config.py."""
 
 import json
 from itertools import product
@@ -6,9 +6,6 @@ from itertools import product
 import pytest
 
 transformers = pytest.importorskip("transformers")
-
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors
 
 from tests.support.published import BUILD, published_tokenizer
 from tests.support.tiny import tiny_tokenizer
@@ -115,72 +112,3 @@ def test_named_templates_that_transformers_saves_are_found(tmp_path):
     for tools in (None, TOOLS):
         expected = theirs.apply_chat_template(CHAT, tools=tools, tokenize=False, add_generation_prompt=True)
         assert ours.apply_chat_template(CHAT, tools=tools) == expected
-
-
-TEXTS = ["", "Hello world", "  café\n\n🦊", "<s>once</s> <tool>upon <extra>", "x<|im_end|>y"]
-
-
-def byte_level_backend():
-    backend = tokenizers.Tokenizer(
-        models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
-    )
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<s>", "</s>"])
-    return backend
-
-
-def assert_same_ids(folder):
-    ours, theirs = Tokenizer.from_folder(folder), transformers.AutoTokenizer.from_pretrained(folder)
-    assert ours.vocab_size == len(theirs)
-    for text in TEXTS:
-        for special in (True, False):
-            ids = theirs.encode(text, add_special_tokens=special)
-            assert ours.encode(text, add_special_tokens=special) == ids, text
-            for skip in (True, False):
-                assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
-    return ours
-
-
-@pytest.mark.parametrize("begins", [True, False])
-def test_ids_match_a_tokenizer_that_transformers_saved(tmp_path, begins):
-    backend = byte_level_backend()
-    if begins:
-        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
-    theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="</s>"
-    )
-    theirs.add_tokens(["<tool>"])
-    theirs.save_pretrained(tmp_path)
-    ours = assert_same_ids(tmp_path)
-    assert ours.encode("a")[:1] == ([256] if begins else ours.encode("a", add_special_tokens=False))
-    assert ours.eos_token_ids == {257}
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        *({"bos_token": "<s>", "add_bos_token": added} for added in (True, False)),  # on which the file decides
-        {"eos_token": "<|im_end|>"},
-        {
-            "eos_token": {"__type": "AddedToken", "content": "<|im_end|>", "special": True},
-            "extra_special_tokens": ["<extra>"],
-        },
-        {"extra_special_tokens": {"image_token": "<extra>"}},
-        {"added_tokens_decoder": {"258": {"content": "<tool>", "special": False, "lstrip": True}}, "eos_token": "</s>"},
-    ],
-)
-def test_tokens_that_only_the_configuration_knows_are_added(tmp_path, more):
-    byte_level_backend().save(str(tmp_path / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **more}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    assert_same_ids(tmp_path)
-
-
-def test_truncation_and_padding_that_the_file_asks_for_are_not_applied(tmp_path):
-    backend = byte_level_backend()
-    backend.enable_truncation(4)
-    backend.enable_padding(length=12, pad_token="</s>", pad_id=257)
-    backend.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    assert_same_ids(tmp_path)

@@ -14,7 +14,8 @@ from tests.support.tiny_encoder import tiny_tokenizer as bert_tokenizer
 from verax.text.tokens import tokenizer as ours
 from verax.text.tokens.gguf import RULES
 
-TEXTS = ["The CAT sat", "a ćat 猫 on THE mat", "fox " * 9 + "river", "<s>[SEP]<|endoftext|> 12 <new>  it's"]
+TEXTS = ["", "The CAT sat", "a ćat 猫 on THE mat", "fox " * 9 + "river", "<s>[SEP]<|endoftext|> 12 <new>  it's"]
+TEXTS += ["  café\n\n🦊", "<s>once</s> <tool>upon <extra>"]
 
 
 def llama(folder, **parts):
@@ -50,6 +51,16 @@ def qwen(folder):
     backend.save(str(folder / "tokenizer.json"))
 
 
+def saved(folder):
+    """Have transformers save a tokenizer with a token that it has added."""
+    llama(folder)
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
+    theirs.add_tokens(["<tool>"])
+    theirs.save_pretrained(folder)
+
+
 BYTE_LEVEL = ("GPT2Tokenizer", "PreTrainedTokenizerFast", None)
 LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast", "PreTrainedTokenizerFast", None)
 BERT = ("BertTokenizer", "DistilBertTokenizer", "PreTrainedTokenizerFast", None)
@@ -57,17 +68,27 @@ KINDS = [
     *((make, kind) for make in (llama, old_llama) for kind in LLAMA),
     *((tiny_tokenizer, kind) for kind in BYTE_LEVEL),
     *((bert_tokenizer, kind) for kind in BERT),
+    (saved, "PreTrainedTokenizerFast"),
 ]
 QWEN = [(qwen, kind) for kind in ("Qwen2Tokenizer", "Qwen2TokenizerFast", "PreTrainedTokenizerFast")]
 """Classes that make all special tokens again, without their flags."""
 
-MODEL_TYPES = {bert_tokenizer: "bert", llama: "llama", old_llama: "llama", tiny_tokenizer: "llama", qwen: "qwen3"}
+MODEL_TYPES = {bert_tokenizer: "bert", llama: "llama", old_llama: "llama", tiny_tokenizer: "llama"}
+MODEL_TYPES |= {saved: "llama", qwen: "qwen3"}
 TOKEN = {"content": "<new>", "lstrip": True, "rstrip": False, "normalized": False, "single_word": False}
+END = {"__type": "AddedToken", "content": "<|im_end|>", "special": True}
+TRUNCATION = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+PADDING = {"strategy": {"Fixed": 12}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 1, "pad_type_id": 0}
+PADDING |= {"pad_token": "</s>"}
 OTHER_FILES = [
     {"added_tokens.json": {"<new>": 5000, "猫": 4000}},
     {"added_tokens.json": {"<new>": 5000}, "special_tokens_map.json": {"mask_token": "<new>"}},
     {"tokenizer_config.json": {"added_tokens_decoder": {"9": TOKEN}}, "added_tokens.json": {"12": 5000}},
     {"special_tokens_map.json": {"mask_token": TOKEN}},
+    {"tokenizer_config.json": {"eos_token": "<|im_end|>"}},
+    {"tokenizer_config.json": {"eos_token": END, "extra_special_tokens": ["<extra>"], "mask_token": "[UNK]"}},
+    {"tokenizer_config.json": {"extra_special_tokens": {"image_token": "<extra>"}, "mask_token": "[UNK]"}},
+    {"tokenizer.json": {"truncation": TRUNCATION, "padding": PADDING}},  # which are not applied
 ]
 
 
@@ -93,12 +114,16 @@ def change(folder, name, values):
 
 
 def assert_same(folder, changed):
-    """Ids of texts with and without special tokens are transformers' after a change of the folder's files."""
+    """Ids of texts, and texts of ids, are transformers' after a change of the folder's files."""
     theirs, tokenizer = transformers.AutoTokenizer.from_pretrained(folder), ours.Tokenizer.from_folder(folder)
+    assert tokenizer.vocab_size == len({*theirs.get_vocab()} - {"[MASK]"})  # which some classes add
     for text in TEXTS:
         for special in (True, False):
             ids = theirs(text, add_special_tokens=special)["input_ids"]
             assert tokenizer.encode(text, add_special_tokens=special) == ids, (changed, text)
+            for skip in (True, False):
+                expected = theirs.decode(ids, skip_special_tokens=skip)
+                assert tokenizer.decode(ids, skip_special_tokens=skip) == expected, (changed, text)
 
 
 def settings():
@@ -153,8 +178,8 @@ def test_pairs_are_cut_and_typed_as_in_transformers(kind, changes, tmp_path):
     config = {name: value for name, value in config.items() if value is not None}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     theirs, tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path), ours.Tokenizer.from_folder(tmp_path)
-    pairs = tokenizer.encode_pairs([("the CAT", text) for text in TEXTS], max_length=9)
-    for text, (ids, types, _) in zip(TEXTS, pairs, strict=True):
+    pairs = tokenizer.encode_pairs([("the CAT", text) for text in TEXTS[1:]], max_length=9)
+    for text, (ids, types, _) in zip(TEXTS[1:], pairs, strict=True):
         expected = theirs("the CAT", text, truncation="longest_first", max_length=9)
         assert ids == expected["input_ids"]
         assert types == expected.get("token_type_ids", [0] * len(ids))
