@@ -8,8 +8,8 @@ transformers = pytest.importorskip("transformers")
 
 from tests.parity.test_causal_lm import DELTA, GROWING_ROPE, LLAMA3_ROPE, SIZES, TOKENS, spread
 from tests.support import gguf as files
-from tests.support.causal_lm import model_logits, relative
-from tests.support.tiny import tiny_checkpoint, tiny_tokenizer
+from tests.support.causal_lm import model_logits, relative, save_reference
+from tests.support.tiny import tiny_checkpoint
 from verax.checkpoint import Checkpoint
 from verax.compare import compare_case
 from verax.compare.cases.text import text_case
@@ -43,15 +43,7 @@ def test_logits_match_the_dequantised_weights_in_transformers(name, kind, option
     config = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")(
         **{**SIZES, "intermediate_size": 160, "num_attention_heads": 3, "num_key_value_heads": 1, **options}
     )
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
-    for key, weight in model.named_parameters():
-        std = 1.5 * weight.shape[1] ** -0.5 if weight.ndim == 2 else 0.3
-        weight.data.normal_(mean=float(weight.ndim == 1 and not key.endswith("bias")), std=std)
-    if name == "Qwen3Next":
-        spread(model)  # whose decays are from a few tokens to thousands
-    model.save_pretrained(tmp_path)
-    tiny_tokenizer(tmp_path, vocab_size=SIZES["vocab_size"])
+    model = save_reference(spread(getattr(transformers, f"{name}ForCausalLM")(config)), tmp_path)
     stored = files.write(tmp_path, tmp_path / "a.gguf", kind)
     if kind != "F32":
         known = gguf.GGMLQuantizationType[kind]

@@ -41,20 +41,14 @@ def registered(check, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def saved(check, tmp_path_factory):
-    """The proof's reference, and the folder that it is saved in."""
-    folder = tmp_path_factory.mktemp("gpt2")
-    return check.reference(folder), folder
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("gpt2")
 
 
-@pytest.fixture(scope="module")
-def reference(saved):
-    return saved[0]
-
-
-@pytest.fixture(scope="module")
-def folder(saved):
-    return saved[1]
+@pytest.fixture(scope="module", autouse=True)
+def reference(check, folder):
+    """The proof's reference, which is saved to the folder."""
+    return check.reference(folder)
 
 
 @pytest.fixture(scope="module")
