@@ -1,5 +1,5 @@
-"""UMT5's and CLIP's encoders against transformers', with random weights; images made ready for them against Pillow's,
-torch's, transformers' and diffusers' own steps."""
+"""UMT5's and CLIP's encoders against transformers', with random weights and of a GGUF file; images made ready for them
+against Pillow's, torch's, transformers' and diffusers' own steps."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +12,13 @@ transformers = pytest.importorskip("transformers")
 clip_processing = pytest.importorskip("transformers.models.clip.image_processing_pil_clip")
 video_processor = pytest.importorskip("diffusers.video_processor")
 
+from tests.support import video_gguf
 from tests.support.torch_weights import from_torch, spread
+from verax.checkpoint.formats.gguf import GGUFFile
 from verax.checkpoint.video import parts
+from verax.checkpoint.video.folder import VideoFolder
+from verax.checkpoint.video.quantized import umt5_tokenizer
+from verax.loading import load_weights
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.images import (
     CLIP_MEAN,
@@ -108,6 +113,34 @@ def test_bfloat16_is_no_further_from_float32_than_transformers_bfloat16(referenc
     theirs, got = run(rounded), ours(rounded, jnp.bfloat16)
     truth = run(rounded.float())
     assert np.linalg.norm(got - truth) <= 0.8 * np.linalg.norm(theirs - truth)
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("umt5") / "umt5-xxl-encoder-Q8_0.gguf"
+    video_gguf.write_umt5(path)
+    (path.parent / "config.json").write_text('{"_class_name": "WanModel"}')
+    return path
+
+
+def test_states_of_a_gguf_file_of_umt5_are_those_of_transformers(gguf_file):
+    abstract = nnx.eval_shape(lambda: UMT5EncoderModel(video_gguf.UMT5, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    ours = load_weights(abstract, VideoFolder(gguf_file.parent).checkpoint("text_encoder"), dequantize=True)
+    theirs = transformers.UMT5EncoderModel.from_pretrained(
+        gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32
+    )
+    tokens = np.random.default_rng(0).integers(0, 96, (2, 37))
+    with torch.no_grad():
+        expected = theirs.eval()(torch.from_numpy(tokens)).last_hidden_state.numpy()
+    states = ours(jnp.asarray(tokens, jnp.int32), jnp.array([37, 37]))
+    np.testing.assert_allclose(states, expected, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("text", ["a red circle", "floating  stones", "a unknown \u00e9 letter", "</s> a", ""])
+def test_ids_of_the_tokenizer_in_a_gguf_file_are_those_of_transformers(text, gguf_file):
+    vocabulary = [(token, score) for token, score, _ in video_gguf.PIECES]
+    theirs = transformers.T5Tokenizer(vocab=vocabulary, extra_ids=0)
+    assert umt5_tokenizer(GGUFFile(gguf_file).metadata, gguf_file).encode(text).ids == theirs(text).input_ids
 
 
 SHAPES = [(61, 107), (107, 61), (300, 401), (224, 224), (240, 230)]
