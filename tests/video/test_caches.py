@@ -104,12 +104,11 @@ def test_magcache_skips_the_steps_that_its_authors_skip_for_both_prompts(model, 
     ratios = interpolated(curve, steps)
     options = dict(threshold=threshold, max_skip_steps=max_skip_steps, retention_ratio=retention_ratio)
     for column in (0, 1):
-        one = np.repeat(ratios[:, column : column + 1], 2, axis=1)
-        expected = magcache_as_published(one, *settings)
-        np.testing.assert_array_equal(magcache_steps(one, **options), expected[:, 0])
-    computed = magcache_steps(ratios, **options)
-    assert 0.25 * steps < computed.sum() < 0.65 * steps
-    assert computed.sum() <= magcache_as_published(ratios, *settings).any(axis=1).sum()
+        expected = magcache_as_published(np.repeat(ratios[:, column : column + 1], 2, axis=1), *settings)[:, 0]
+        one = np.ones_like(ratios)  # the other prompt may skip every step
+        one[:, column] = ratios[:, column]
+        np.testing.assert_array_equal(magcache_steps(one, **options), expected)
+    assert 0.25 * steps < magcache_steps(ratios, **options).sum() < 0.65 * steps
 
 
 def test_magcache_keeps_the_clips_of_the_built_in_model():
