@@ -99,14 +99,3 @@ def test_a_scale_of_one_runs_the_prompt_alone(folders, monkeypatch):
         pipe("a red circle", num_inference_steps=2, guidance_scale=scale, guidance="batch", **SIZE)
         measured[scale] = max(rows), len(texts)
     assert measured == {1.0: (1, 1), 5.0: (2, 2)}
-
-
-@pytest.mark.parametrize(("kind", "recipe"), [("t2v", "self-forcing"), ("t2v-a14b", "lightx2v"), ("ti2v", "fastwan")])
-def test_each_kind_of_model_runs_a_recipe_and_the_same_seed_is_the_same_clip(pipes, kind, recipe):
-    size = SIZE if kind != "ti2v" else {**SIZE, "height": 32, "width": 64}
-    image = {"image": np.zeros((32, 64, 3), np.uint8)} if kind == "ti2v" else {}
-    first, again, other = (
-        pipes(kind)("a red circle", recipe=recipe, seed=seed, **size, **image).frames for seed in (1, 1, 2)
-    )
-    np.testing.assert_array_equal(first, again)
-    assert np.abs(first - other).max() > 1e-2
