@@ -3,7 +3,6 @@
 import json
 from typing import NamedTuple
 
-import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -20,16 +19,13 @@ from tests.support.causal_lm import (
     engine,
     logits,
     logprob_errors,
-    model_logits,
     relative,
     save_reference,
 )
 from verax import LLM, builtin, checkpoint, ops
-from verax._compat import make_mesh
 from verax.checkpoint import Checkpoint
 from verax.compare.cases.text import text_case
 from verax.compare.run import compare_case
-from verax.loading import load_causal_lm
 from verax.text.engine.sampling_params import SamplingParams
 
 SIZES = dict(
@@ -298,14 +294,6 @@ def test_logprobs_of_the_engine_are_close_to_transformers(family, length, option
     theirs = reference(family, tmp_path)
     errors = logprob_errors(engine(tmp_path, **options), theirs, TOKENS[0, :length].tolist())
     assert size(errors) < tolerance
-
-
-def test_bug_203_biases_are_counted_once_on_a_mesh(tmp_path):
-    """A row-parallel bias added on every device was nano-vllm's pull request 203. On the devices that there are."""
-    theirs = reference("llama-biased", tmp_path)
-    mesh = make_mesh((len(jax.devices()),), ("tensor",))
-    model = load_causal_lm(Checkpoint.open(tmp_path), dtype="float32", mesh=mesh)
-    assert relative(model_logits(model, TOKENS), expected_logits(theirs)) < 2e-5
 
 
 def test_the_mxfp4_experts_of_a_published_gpt_oss_are_held_exactly(tmp_path):

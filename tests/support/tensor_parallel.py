@@ -29,6 +29,7 @@ GROWING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings
 
 FAMILIES = {
     "qwen3": ("qwen3", {}),
+    # A row-parallel bias added on every device was nano-vllm's pull request 203.
     "llama": (
         "llama",
         dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=False, num_key_value_heads=8, num_hidden_layers=1),
