@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 from verax import VideoPipeline, VideoRequest
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.models.wan.tiny_vae import TinyDecoder, TinyDecoderConfig
+from verax.video.preview import fit_colors
 
 CLIP: dict[str, Any] = dict(height=16, width=32, num_frames=9, num_inference_steps=2)
 
@@ -64,16 +65,36 @@ def test_a_choice_that_does_not_fit_is_one_error(folders, tmp_path, choice, erro
 
 
 @pytest.mark.parametrize("tiny", [True, False], ids=["tiny decoder", "linear map"])
-def test_a_callback_gets_pictures_of_the_predicted_clip(pipe, pipes, tiny):
-    one, pictures = pipe if tiny else pipes("t2v"), []
+def test_a_callback_gets_pictures_of_the_middle_of_the_predicted_clip(pipe, pipes, tiny):
+    one, steps, pictures = pipe if tiny else pipes("t2v"), [], []
 
     def show(now):
         assert (now.preview is None) == (now.stage != "denoise")
-        pictures.extend([] if now.preview is None else [now.preview()])
+        if now.preview is not None:
+            steps.append(now.latents)
+            pictures.append(now.preview())
 
     clip = one("a red circle", callback=show, **CLIP)
-    assert [(picture.dtype, picture.shape) for picture in pictures] == 2 * [
-        (np.uint8, (16, 32, 3) if tiny else (128, 256, 3))
-    ]
+    shape = (16, 32, 3) if tiny else (128, 256, 3)
+    assert [(picture.dtype, picture.shape) for picture in pictures] == 2 * [(np.uint8, shape)]
     assert (pictures[0] != pictures[1]).any()
     np.testing.assert_array_equal(clip.frames, one("a red circle", **CLIP).frames)
+    if tiny:  # the last step's prediction is what it leaves, and its first one another clip than its noisy latents
+        left, noisy = (decoded(one, latents[:, :, 1:2]) for latents in (steps[1], steps[0]))
+        np.testing.assert_allclose(pictures[1].astype(int), left, atol=1)
+        assert np.abs(pictures[0] - noisy).max() > 5
+
+
+def decoded(pipe, latents):
+    """Picture of latents `[1, C, 1, h, w]` by the decoder of a pipeline."""
+    with pipe.stages.decoder.weights() as weights:
+        frames = pipe.stages.decoder.module(weights).decode(jnp.asarray(latents.transpose(0, 2, 3, 4, 1)))
+    return np.asarray(frames)[0, 0] * 127.5 + 127.5
+
+
+def test_a_linear_map_finds_the_colours_of_latents_that_are_linear_in_them():
+    rng = np.random.default_rng(0)
+    mix, colours = rng.standard_normal((3, 16)), rng.integers(0, 256, (5, 3))
+    factors = fit_colors(lambda image: image[:, :, ::8, ::8] / 255 @ mix + 0.3, 8)
+    latents = np.concatenate([colours / 255 @ mix + 0.3, np.ones((5, 1))], axis=1)
+    np.testing.assert_allclose(latents @ factors, colours, atol=1e-2)
