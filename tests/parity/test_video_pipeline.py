@@ -6,6 +6,7 @@ Wan 2.2's have two transformers in turn, or text and image by one model.
 import json
 from functools import cache
 from importlib import import_module
+from itertools import count
 from typing import Any
 
 import jax
@@ -141,11 +142,19 @@ def test_half_size_steps_match_lightx2vs_loop(made):
         {"image": picture(), "ar_step": 1, "causal_block_size": 1},
         {"image": picture(), "ar_step": 2, "causal_block_size": 2},
         {"image": picture(), "last_image": picture(5)},
+        {"image": picture(), "addnoise_condition": 50},
     ],
-    ids=["16 fps", "blocks in turn", "image", "frames in turn", "image and blocks", "last image"],
+    ids=["16 fps", "blocks in turn", "image", "frames in turn", "image and blocks", "last image", "noise on the image"],
 )
 def test_diffusion_forcing_matches_diffusers(forcing, options, monkeypatch):
     alone, with_image, ours = forcing
+    key, steps = jax.random.fold_in(random_key(42 + 1), 0), count()
+
+    def noise_of_given_frames(given):
+        drawn = jax.random.normal(jax.random.fold_in(key, next(steps)), (1, 6, *LATENTS, 16))
+        return torch.from_numpy(np.array(drawn.transpose(0, 4, 1, 2, 3)))[:, :, : given.shape[2]]
+
+    monkeypatch.setattr(torch, "randn_like", noise_of_given_frames)
     theirs = with_image if "image" in options else alone
     theirs.transformer._set_ar_attention(options.get("causal_block_size", 1))
     rest: dict[str, Any] = dict(num_frames=21, num_inference_steps=3, guidance_scale=3.0)

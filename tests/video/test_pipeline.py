@@ -170,15 +170,6 @@ def test_a_users_clip_keeps_its_rate_or_is_said_to_change(pipes, tmp_path, caplo
     assert "fps: video has 12 frames per second and the result 24, so that it is faster" in caplog.text
 
 
-def test_noise_on_what_is_given_is_the_same_for_a_seed(pipes):
-    options: dict[str, Any] = dict(SIZE, image=picture(), addnoise_condition=50)
-    first, again, other = (pipes("df")("a red circle", seed=seed, **options).frames for seed in (1, 1, 2))
-    np.testing.assert_array_equal(first, again)
-    assert (first != other).any()
-    plain = pipes("df")("a red circle", seed=1, **dict(options, addnoise_condition=0)).frames
-    assert (first != plain).any()
-
-
 def test_a_picture_in_a_block_stays_as_it_was_given(pipes):
     pipe = pipes("df")
     options: dict[str, Any] = dict(SIZE, image=picture(), ar_step=1, causal_block_size=3, output_type="latent")
