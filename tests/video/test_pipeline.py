@@ -149,16 +149,16 @@ def test_long_clips_continue_from_their_own_frames(pipes):
     np.testing.assert_array_equal(clip.frames[:9], short.frames)
 
 
-def test_a_users_clip_is_continued(pipes):
+def test_a_users_clip_is_continued_from_the_frames_of_the_overlap(pipes):
+    def continued(frames):
+        return pipes("df")("a red circle", video=frames, overlap_history=5, **SIZE).frames
+
     given = np.random.default_rng(0).integers(0, 256, (11, 16, 32, 3), np.uint8)
-    clip = pipes("df")("a red circle", video=given, overlap_history=5, **SIZE)
-    np.testing.assert_array_equal(clip.frames[:11], given)
-    assert len(clip.frames) == 11 + 9 - 5
-    # Frames before the overlap are not looked at.
-    other = np.concatenate([given[:6] // 2, given[6:]])
-    np.testing.assert_array_equal(
-        clip.frames[11:], pipes("df")("a red circle", video=other, overlap_history=5, **SIZE).frames[11:]
-    )
+    clip = continued(given)
+    np.testing.assert_array_equal(clip[:11], given)
+    assert len(clip) == 11 + 9 - 5
+    np.testing.assert_array_equal(continued(np.concatenate([given[:6] // 2, given[6:]]))[11:], clip[11:])
+    assert (continued(np.concatenate([given[:6], 255 - given[6:]]))[11:] != clip[11:]).any()
 
 
 def test_a_users_clip_keeps_its_rate_or_is_said_to_change(pipes, tmp_path, caplog):
