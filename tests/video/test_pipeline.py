@@ -140,13 +140,17 @@ def test_teacache_works_with_frames_at_different_steps(pipes):
 
 
 def test_long_clips_continue_from_their_own_frames(pipes):
-    clip = pipes("df")(
-        ["a red circle", "a blue square"], **dict(SIZE, num_frames=21, base_num_frames=9), overlap_history=5
-    )
+    pipe, seen = pipes("df"), []
+    options: dict[str, Any] = dict(SIZE, num_frames=21, base_num_frames=9, overlap_history=5, callback=seen.append)
+    clip = pipe(["a red circle", "a blue square"], **options)
     assert clip.frames.shape == (21, 16, 32, 3)
     assert clip.steps == 3 * 4
-    short = pipes("df")("a red circle", **SIZE)
-    np.testing.assert_array_equal(clip.frames[:9], short.frames)
+    np.testing.assert_array_equal(clip.frames[:9], pipe("a red circle", **SIZE).frames)
+    for segment, last in ((1, 9), (2, 13)):
+        latents = [now.latents for now in seen if (now.stage, now.segment) == ("denoise", segment)][-1]
+        given = np.asarray(pipe.stages.encode(clip.frames[None, last - 5 : last])).transpose(0, 4, 1, 2, 3)
+        # Frames of the clip are rounded to bytes; grey ones differ by 0.06.
+        np.testing.assert_allclose(latents[:, :, :2], given, atol=0.01)
 
 
 def test_a_users_clip_is_continued_from_the_frames_of_the_overlap(pipes):
