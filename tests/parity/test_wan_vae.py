@@ -11,7 +11,7 @@ from flax import nnx
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
-from tests.support.torch_weights import from_torch
+from tests.support.torch_weights import from_torch, spread
 from verax.checkpoint.video.parts import VAE, VAE_2_2, wan_vae_names
 from verax.models.wan.vae import WanVae, WanVaeConfig
 
@@ -27,16 +27,7 @@ LATENTS = 3, 2
 
 
 def reference(name):
-    torch.manual_seed(0)
-    model = diffusers.AutoencoderKLWan(z_dim=16, temperal_downsample=[False, True, True], **CONFIGS[name]).eval()
-    for key, weight in model.named_parameters():
-        if key.endswith("gamma"):
-            weight.data.normal_(mean=1.0, std=0.3)
-        elif key.endswith("bias"):
-            weight.data.normal_(std=0.3)
-        else:
-            weight.data.normal_(std=weight[0].numel() ** -0.5)
-    return model
+    return spread(diffusers.AutoencoderKLWan(z_dim=16, temperal_downsample=[False, True, True], **CONFIGS[name]))
 
 
 def ported(model, dtype=jnp.float32):

@@ -11,10 +11,11 @@ def spread(model, seed=0):
     generator = torch.Generator().manual_seed(seed)
     for key, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
-        if weight.ndim > 1 and "embed" not in key and "bias" not in key:
+        scales = "norm" in key and key.endswith(("weight", "gamma"))
+        if weight.ndim > 1 and not scales and "embed" not in key and "bias" not in key:
             weight.data = 1.5 * noise * (weight.numel() / weight.shape[0]) ** -0.5
         else:
-            weight.data = 0.5 * noise + ("norm" in key and key.endswith("weight"))
+            weight.data = 0.5 * noise + scales
     return model.eval()
 
 
