@@ -30,6 +30,7 @@ from verax.models.images import (
     to_signed,
 )
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
+from verax.models.wan.family import SKYREELS
 
 UMT5 = dict(vocab_size=100, d_model=20, d_kv=6, d_ff=36, num_layers=3, num_heads=5, feed_forward_proj="gated-gelu")
 CLIP = dict(
@@ -182,3 +183,10 @@ def test_crops_equal_pillows(shape, target):
     box = ((w - size[0]) / 2, (h - size[1]) / 2, (w + size[0]) / 2, (h + size[1]) / 2)
     expected = np.asarray(Image.fromarray(picture(shape)).crop(box))
     np.testing.assert_array_equal(crop_to_aspect(picture(shape), *target), expected)
+
+
+@pytest.mark.parametrize(("kind", "method"), [("i2v", Image.Resampling.LANCZOS), ("df", Image.Resampling.BICUBIC)])
+def test_the_originals_frames_are_cropped_and_then_resized_by_pillow(kind, method):
+    cropped = Image.fromarray(crop_to_aspect(picture((61, 107)), 48, 64))
+    expected = np.asarray(cropped.resize((64, 48), method))
+    np.testing.assert_allclose(SKYREELS.resize[kind](picture((61, 107)), 48, 64), expected, atol=0)
