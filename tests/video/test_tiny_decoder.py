@@ -32,14 +32,19 @@ def pipe(folders, tmp_path_factory):
     return VideoPipeline(folders("t2v"), dtype="float32", vae=f"tiny={path}", show_progress=False)
 
 
+def decoded(pipe, latents):
+    """Frames from 0 to 1 of latents `[1, C, F, h, w]` by the decoder of a pipeline."""
+    with pipe.stages.decoder.weights() as weights:
+        frames = pipe.stages.decoder.module(weights).decode(jnp.asarray(latents.transpose(0, 2, 3, 4, 1)))
+    return np.asarray(frames)[0] / 2 + 0.5
+
+
 def test_the_tiny_decoder_decodes_the_clips_latents(pipe, pipes):
     latents = pipes("t2v")("a red circle", output_type="latent", **CLIP).frames
-    with pipe.stages.decoder.weights() as weights:
-        expected = pipe.stages.decoder.module(weights).decode(jnp.asarray(latents.transpose(0, 2, 3, 4, 1)))
     clip = pipe("a red circle", output_type="np", **CLIP)
     assert clip.frames.shape == (9, 16, 32, 3)
     assert clip.frames.std() > 0.01
-    np.testing.assert_allclose(clip.frames, np.asarray(expected)[0] / 2 + 0.5, atol=1e-5)
+    np.testing.assert_allclose(clip.frames, decoded(pipe, latents), atol=1e-5)
     stages = pipe.plan(VideoRequest("a red circle", **CLIP))
     assert {stage.stage: stage.weights for stage in stages}["decode"] == pipe.stages.decoder.size
 
@@ -81,15 +86,8 @@ def test_a_callback_gets_pictures_of_the_middle_of_the_predicted_clip(pipe, pipe
     np.testing.assert_array_equal(clip.frames, one("a red circle", **CLIP).frames)
     if tiny:  # the last step's prediction is what it leaves, and its first one another clip than its noisy latents
         left, noisy = (decoded(one, latents[:, :, 1:2]) for latents in (steps[1], steps[0]))
-        np.testing.assert_allclose(pictures[1].astype(int), left, atol=1)
-        assert np.abs(pictures[0] - noisy).max() > 5
-
-
-def decoded(pipe, latents):
-    """Picture of latents `[1, C, 1, h, w]` by the decoder of a pipeline."""
-    with pipe.stages.decoder.weights() as weights:
-        frames = pipe.stages.decoder.module(weights).decode(jnp.asarray(latents.transpose(0, 2, 3, 4, 1)))
-    return np.asarray(frames)[0, 0] * 127.5 + 127.5
+        np.testing.assert_allclose(pictures[1], 255 * left[0], atol=1)
+        assert np.abs(pictures[0] - 255 * noisy[0]).max() > 5
 
 
 def test_a_linear_map_finds_the_colours_of_latents_that_are_linear_in_them():
