@@ -20,17 +20,9 @@ from verax.checkpoint.video.folder import VideoFolder
 from verax.checkpoint.video.quantized import umt5_tokenizer
 from verax.loading import load_weights
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
-from verax.models.images import (
-    CLIP_MEAN,
-    CLIP_STD,
-    clip_pixels_diffusers,
-    clip_pixels_skyreels,
-    crop_to_aspect,
-    resize,
-    to_signed,
-)
+from verax.models.images import CLIP_MEAN, CLIP_STD, crop_to_aspect, resize, to_signed
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
-from verax.models.wan.family import SKYREELS
+from verax.models.wan.family import DIFFUSERS, SKYREELS
 
 UMT5 = dict(vocab_size=100, d_model=20, d_kv=6, d_ff=36, num_layers=3, num_heads=5, feed_forward_proj="gated-gelu")
 CLIP = dict(
@@ -151,11 +143,15 @@ def picture(shape):
     return np.random.default_rng(0).integers(0, 256, (*shape, 3), np.uint8)
 
 
+ANOTHER = np.zeros((30, 40, 3), np.uint8)
+"""In the place of the whole picture where the frame counts, or of the frame where the picture does."""
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_clip_sees_what_transformers_processor_makes(shape):
     processor = clip_processing.CLIPImageProcessorPil()
     expected = processor(picture(shape), return_tensors="np")["pixel_values"][0].transpose(1, 2, 0)
-    np.testing.assert_allclose(clip_pixels_diffusers(picture(shape)), expected, atol=1e-6)
+    np.testing.assert_allclose(DIFFUSERS.clip_pixels(picture(shape), ANOTHER, 224), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -164,7 +160,7 @@ def test_clip_sees_what_the_original_interpolates(shape):
     planes = torch.from_numpy(frame.transpose(2, 0, 1))[None].double()
     square = torch.nn.functional.interpolate(planes, size=(224, 224), mode="bicubic", align_corners=False)
     expected = (square[0].permute(1, 2, 0).numpy() * 0.5 + 0.5 - CLIP_MEAN) / CLIP_STD
-    np.testing.assert_allclose(clip_pixels_skyreels(frame), expected, atol=2e-6)
+    np.testing.assert_allclose(SKYREELS.clip_pixels(ANOTHER, picture(shape), 224), expected, atol=2e-6)
 
 
 def test_frames_are_resized_as_diffusers_does_it():
