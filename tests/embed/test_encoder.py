@@ -51,6 +51,13 @@ def test_order_is_kept_and_no_vector_depends_on_its_batch(encoder, vectors):
     np.testing.assert_allclose(again, vectors[shuffled], atol=2e-6)
 
 
+def test_sentences_in_rows_of_their_own_do_not_depend_on_their_batch_either(tmp_path):
+    folder = tiny_encoder(tmp_path, model_type="lam", lam_config={"rule": "gated"})
+    encoder, texts = Encoder(folder, max_length=12), ["the cat sat on the mat", "a dog", "the fox ran"]
+    alone = [encoder.encode(text) for text in texts]
+    np.testing.assert_allclose(encoder.encode(texts), alone, atol=2e-6)
+
+
 def test_long_sentences_are_cut_keep_their_end_token_and_are_counted(folder):
     encoder = Encoder(folder, max_length=6)
     got = encoder.encode(["the cat sat on the mat", "the cat", "the cat sat on a mat in a house"])
