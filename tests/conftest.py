@@ -49,6 +49,12 @@ def processor(record_testsuite_property):
     record_testsuite_property("processor", cpu_name())
 
 
+@pytest.fixture
+def anyio_backend():
+    """The event loop of tests that are coroutines."""
+    return "asyncio"
+
+
 def _is_quick(item):
     return QUICK and OPTIMISED.isdisjoint(folder.name for folder in item.path.parents)
 

@@ -243,7 +243,6 @@ def test_a_clip_is_written_next_to_the_output(run_batch, new_server, served_pipe
     assert "prompt" in bodies["wrong"]["error"]["message"]
 
 
-@pytest.mark.anyio
 async def test_a_failure_is_raised_after_the_lines_before_it():
     class Failing(io.RawIOBase):
         def __iter__(self):

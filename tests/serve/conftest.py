@@ -23,12 +23,6 @@ from verax.text.engine.async_llm import AsyncLLM
 from verax.text.engine.llm import LLM
 
 
-@pytest.fixture
-def anyio_backend():
-    """The event loop of async tests."""
-    return "asyncio"
-
-
 @pytest.fixture(scope="session")
 def new_llm(tmp_path_factory):
     """Makes an engine of random weights: its answers are noise, and always the same. All share compiled programs."""

@@ -18,8 +18,6 @@ from verax.video.request import ResolvedRequest
 pytest.importorskip("av")
 PIL = pytest.importorskip("PIL.Image")
 
-pytestmark = pytest.mark.anyio
-
 FRAMES = np.zeros((5, 16, 16, 3), np.uint8)
 
 
@@ -60,7 +58,7 @@ def now():
 
 
 @pytest.fixture
-async def jobs(pipeline, now, anyio_backend):
+async def jobs(pipeline, now):
     jobs = VideoJobs(pipeline, ClipStore(1 << 20), max_queued=2, max_jobs=4, ttl=60, clock=lambda: now[0])
     yield jobs
     pipeline.may_go.release(100)

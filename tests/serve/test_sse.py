@@ -16,8 +16,6 @@ from verax.serve.http.sse import (
     named_event,
 )
 
-pytestmark = pytest.mark.anyio
-
 
 class Client:
     """The other end of a connection: keeps what it is sent."""

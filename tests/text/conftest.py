@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.support.loop import pytest_pyfunc_call as pytest_pyfunc_call
 from tests.support.tiny import HYBRID, WINDOWED, tiny_checkpoint
 from verax.text.engine.llm import LLM
 
