@@ -23,12 +23,6 @@ pytest.importorskip("av")
 LIMITS = MediaLimits(bytes=1 << 20, pixels=100_000, frames=8)
 
 
-def clip_file(folder, suffix, frames=5):
-    path = folder / f"clip{suffix}"
-    write_clip(np.tile(PICTURE, (frames, 1, 1, 1)), path, fps=8)
-    return path.read_bytes()
-
-
 @pytest.mark.parametrize(("format", "error"), [("PNG", 0), ("JPEG", 80), ("WEBP", 80), ("GIF", 80)])
 def test_an_image_is_one_frame(format, error):
     frames = decode(saved(format), LIMITS)
@@ -48,14 +42,8 @@ def test_frames_of_an_animation_last_as_long_as_they_are_shown(name):
 
 def test_a_video_is_its_main_stream_at_even_times(tmp_path):
     write_video(tmp_path / "a.mkv", [0, 100, 150, 160, 400, 500], cover=True)
-    assert [round(frame.mean() / 40) for frame in decode((tmp_path / "a.mkv").read_bytes(), LIMITS)] == [
-        0,
-        1,
-        3,
-        3,
-        4,
-        5,
-    ]
+    frames = decode((tmp_path / "a.mkv").read_bytes(), LIMITS)
+    assert [round(frame.mean() / 40) for frame in frames] == [0, 1, 3, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +71,7 @@ def test_what_is_not_a_picture_damaged_or_too_large_is_refused(data, message):
 
 
 def test_a_clip_is_bounded_in_frames_and_in_pixels_of_all_frames(tmp_path):
-    data = clip_file(tmp_path, ".mp4", frames=9)
+    data = write_clip(np.tile(PICTURE, (9, 1, 1, 1)), tmp_path / "clip.mp4", fps=8).read_bytes()
     with pytest.raises(InvalidParameterError, match="more than 8 frames"):
         decode(data, LIMITS)
     with pytest.raises(InvalidParameterError, match="more than 4000 pixels, all frames together"):
@@ -114,10 +102,6 @@ def test_anything_else_is_refused(uri):
         read_data_uri(uri, name="image")
 
 
-def decode_apart(data, **limits):
-    return asyncio.run(MediaDecoder(MediaLimits(**limits)).decode(data, name="input_reference"))
-
-
 @pytest.mark.parametrize(
     ("data", "limits", "message"),
     [
@@ -127,31 +111,25 @@ def decode_apart(data, **limits):
         (saved("PNG"), {"memory": 100 << 20}, "^input_reference: .*(memory|ended with)"),
     ],
 )
-def test_errors_begin_with_the_field(data, limits, message):
+async def test_errors_begin_with_the_field(data, limits, message):
     with pytest.raises(InvalidParameterError, match=message):
-        decode_apart(data, **limits)
+        await MediaDecoder(MediaLimits(**limits)).decode(data, name="input_reference")
 
 
-def test_a_process_that_is_killed_costs_one_request():
+async def test_a_process_that_is_killed_costs_one_request():
     decoder = MediaDecoder()
-
-    async def main():
-        task = asyncio.create_task(decoder.decode(saved("PNG"), name="input_reference"))
-        while not decoder.pids:
-            await asyncio.sleep(0.001)
-        os.kill(next(iter(decoder.pids)), signal.SIGKILL)
-        with pytest.raises(InvalidParameterError, match=r"^input_reference: its decoder ended with signal SIGKILL"):
-            await task
-        assert not decoder.pids
-        return await decoder.decode(saved("PNG"), name="input_reference")
-
-    assert asyncio.run(main()).shape == (1, *PICTURE.shape)
+    task = asyncio.create_task(decoder.decode(saved("PNG"), name="input_reference"))
+    while not decoder.pids:
+        await asyncio.sleep(0.001)
+    os.kill(next(iter(decoder.pids)), signal.SIGKILL)
+    with pytest.raises(InvalidParameterError, match=r"^input_reference: its decoder ended with signal SIGKILL"):
+        await task
+    assert not decoder.pids
+    assert (await decoder.decode(saved("PNG"), name="input_reference")).shape == (1, *PICTURE.shape)
 
 
-@pytest.mark.anyio
 async def test_a_process_that_takes_too_long_or_is_not_wanted_any_more_is_killed():
     decoder = MediaDecoder(MediaLimits(seconds=0))
-
     with pytest.raises(InvalidParameterError, match="decoding took more than 0 seconds"):
         await decoder.decode(saved("PNG"), name="image")
     wanted = MediaDecoder()
@@ -166,11 +144,9 @@ async def test_a_process_that_takes_too_long_or_is_not_wanted_any_more_is_killed
         os.kill(pid, 0)
 
 
-@pytest.mark.anyio
 async def test_files_that_wait_are_bounded(monkeypatch):
     monkeypatch.setattr(process, "MAX_FILES", 1)
     decoder = MediaDecoder()
-
     first = asyncio.create_task(decoder.decode(saved("PNG"), name="image"))
     await asyncio.sleep(0)
     with pytest.raises(QueueFullError, match="1 files wait"):
@@ -179,7 +155,7 @@ async def test_files_that_wait_are_bounded(monkeypatch):
     await decoder.decode(saved("PNG"), name="image")
 
 
-def test_the_process_gets_no_secrets(monkeypatch):
+async def test_the_process_gets_no_secrets(monkeypatch):
     monkeypatch.setenv("VERAX_API_KEY", "secret")
     given = {}
 
@@ -189,6 +165,6 @@ def test_the_process_gets_no_secrets(monkeypatch):
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
     with pytest.raises(OSError, match="not started"):
-        decode_apart(saved("PNG"))
+        await MediaDecoder().decode(saved("PNG"), name="image")
     assert "PATH" in given
     assert "secret" not in given.values()
