@@ -1,7 +1,5 @@
 """`/v1/messages`: Anthropic's requests as chats, answers as blocks, streams that equal whole answers, errors."""
 
-import json
-
 import pytest
 
 from tests.support.chat_run import ScriptedRun, call, running, scripted
@@ -20,32 +18,6 @@ TOOL = {"name": "weather", "description": "Forecast.", "input_schema": {"type": 
 
 def chat(**fields):
     return chat_of(decode(MessagesRequest, {**BODY, **fields}))[0]
-
-
-def whole_of(stream):
-    """Message that the events of a stream make together."""
-    message = None
-    inputs = {}
-    for data in stream:
-        match data["type"]:
-            case "message_start":
-                message = data["message"]
-            case "content_block_start":
-                assert data["index"] == len(message["content"])
-                message["content"].append(data["content_block"])
-            case "content_block_delta":
-                block, delta = message["content"][data["index"]], data["delta"]
-                if delta["type"] == "input_json_delta":
-                    inputs[data["index"]] = inputs.get(data["index"], "") + delta["partial_json"]
-                else:
-                    key = delta["type"].removesuffix("_delta")
-                    block[key] += delta[key]
-            case "content_block_stop":
-                if inputs.get(data["index"]):
-                    message["content"][data["index"]]["input"] = json.loads(inputs[data["index"]])
-            case "message_delta":
-                message |= data["delta"] | {"usage": data["usage"]}
-    return message
 
 
 def test_an_answer_has_anthropics_fields(api):
@@ -77,13 +49,16 @@ def test_reasoning_text_and_calls_are_blocks_whole_and_streamed(api, monkeypatch
     assert whole["usage"] == {
         "input_tokens": 5, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 4, "output_tokens": 5,
     }  # fmt: skip
-    stream = api.events(PATH, BODY)
-    assert whole_of(stream) == whole
-    names = [data["type"] for data in stream]
-    assert (names[:2], names[-2:]) == (["message_start", "ping"], ["message_delta", "message_stop"])
-    deltas = [data for data in stream if data["type"] == "content_block_delta"]
-    kinds = [data["delta"]["type"] for data in deltas if data["index"] == 0]
-    assert kinds == ["thinking_delta", "thinking_delta", "signature_delta"]
+    start, ping, *blocks, end, stop = api.events(PATH, BODY)
+    assert (start["type"], ping["type"], stop["type"]) == ("message_start", "ping", "message_stop")
+    assert {**start["message"], **end["delta"], "usage": end["usage"], "content": BLOCKS} == whole
+    begun = [data["content_block"]["type"] for data in blocks if data["type"] == "content_block_start"]
+    assert begun == ["thinking", "text", "tool_use", "tool_use"]
+    assert [(data["index"], *data["delta"].values()) for data in blocks if data["type"] == "content_block_delta"] == [
+        (0, "thinking_delta", "Let me "), (0, "thinking_delta", "see."), (0, "signature_delta", ""),
+        (1, "text_delta", "I loo"), (1, "text_delta", "k."),
+        (2, "input_json_delta", '{"city": '), (2, "input_json_delta", '"Oslo"}'),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -147,24 +122,18 @@ def test_a_conversation_with_calls_becomes_a_chat():
 def test_what_coding_agents_send_is_taken(api):
     """The body of a request of Claude Code, whose instructions stand within the conversation too."""
     mark = {"cache_control": {"type": "ephemeral"}}
+    answer = [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "B"}]
     asked = {
         "system": [{"type": "text", "text": "Be brief.", **mark}],
         "messages": [
             *USER,
             {"role": "system", "content": [{"type": "text", "text": "Be kind.", **mark}]},
-            {
-                "role": "assistant",
-                "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "B"}],
-            },
+            {"role": "assistant", "content": answer},
             *USER,
         ],
-        **{
-            "tools": [{**TOOL, "type": "custom", **mark}],
-            "thinking": {"type": "adaptive"},
-            "temperature": 1,
-            "top_p": 0,
-        },
-        **{"metadata": {"user_id": "u"}, "output_config": {"effort": "high"}, "context_management": {"edits": []}},
+        **{"tools": [{**TOOL, "type": "custom", **mark}], "thinking": {"type": "adaptive"}},
+        **{"temperature": 1, "top_p": 0, "metadata": {"user_id": "u"}, "output_config": {"effort": "high"}},
+        "context_management": {"edits": []},
     }
     api.ok(PATH, {**BODY, **asked})
     result = chat(**asked)
@@ -284,6 +253,5 @@ def test_anthropics_client(make_api, monkeypatch):
         with client.messages.stream(model="tiny", **BODY) as stream:
             assert "".join(stream.text_stream) == "I look."
             final = stream.get_final_message()
-    assert [block.type for block in final.content] == ["thinking", "text", "tool_use", "tool_use"]
-    assert (final.content[2].input, final.content[3].input) == ({"city": "Oslo"}, {})
+    assert [block.to_dict() for block in final.content] == BLOCKS
     assert final.stop_reason == "tool_use"
