@@ -176,9 +176,8 @@ def test_drafts_are_counted_under_vllms_names(adapted):
     adapted.ok("/v1/completions", {**body, "logit_bias": {"20": 50, "21": 50}})
     samples = metrics(adapted, "position")
     prefix = "vllm:spec_decode_num_"
-    drafts, drafted, accepted = (
-        samples[f"{prefix}{name}_total", None] for name in ("drafts", "draft_tokens", "accepted_tokens")
-    )
+    names = ("drafts", "draft_tokens", "accepted_tokens")
+    drafts, drafted, accepted = (samples[f"{prefix}{name}_total", None] for name in names)
     assert 0 < drafts < drafted
     assert 0 < accepted <= drafted
     by_place = [samples[f"{prefix}accepted_tokens_per_pos_total", str(place)] for place in range(3)]
@@ -196,11 +195,9 @@ def pair(new_llm):
     asyncio.run(served.shutdown())
 
 
-def test_answers_are_those_of_one_engine_and_metrics_those_of_each_replica(make_api, pair, api):
+def test_each_replica_has_metrics_of_its_own(make_api, pair):
     both = make_api(llm=pair)
-    body = {**ASKED, "temperature": 1.0, "seed": 3}
-    answers = [choice["text"] for choice in both.ok("/v1/completions", body)["choices"]]
-    assert answers == [choice["text"] for choice in api.ok("/v1/completions", body)["choices"]]
+    both.ok("/v1/completions", ASKED)
     samples = metrics(both, "engine")
     assert [samples["vllm:generation_tokens_total", replica] for replica in "01"] == [16, 16]
 
@@ -223,13 +220,10 @@ def test_a_server_with_a_dead_replica_says_so_everywhere(make_api, pair):
     ("settings", "says"),
     [
         ({"port": 70_000}, "port: expected a whole number of 0 to 65535"),
-        ({"log_format": "xml"}, "log_format: expected one of text, json"),
         ({"api_keys": ("",)}, "api_keys: "),
         ({"video_sizes": ("64",)}, "video_sizes: expected WIDTHxHEIGHT"),
         ({"api_keys": ("schlüssel",)}, "api_keys: "),
-        ({"max_body_bytes": 0}, "max_body_bytes: expected a whole number of at least 1"),
         ({"max_embedding_inputs": 10, "max_queued_embedding_inputs": 9}, "max_queued_embedding_inputs: .* 10, got 9"),
-        ({"video_ttl": 0.0}, "video_ttl: expected a number of more than 0"),
     ],
 )
 def test_a_setting_out_of_range_is_named(settings, says):
@@ -248,14 +242,10 @@ def adapter(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory):
+def adapted(tmp_path_factory, adapter):
     folder = tiny_checkpoint(tmp_path_factory.mktemp("served") / "tiny")
     drafts = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}'
-    return make_llm(folder, max_num_seqs=1, enable_lora=True, max_lora_rank=4, speculative_config=drafts)
-
-
-@pytest.fixture(scope="module")
-def adapted(llm, adapter):
+    llm = make_llm(folder, max_num_seqs=1, enable_lora=True, max_lora_rank=4, speculative_config=drafts)
     engine = AsyncLLM.from_llm(llm)
     yield Api(create_app(Server(llm=engine, served_names=("tiny", "alias"), adapters={"fox": adapter})))
     asyncio.run(engine.shutdown())
