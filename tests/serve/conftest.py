@@ -100,8 +100,8 @@ def slow(served_llm, monkeypatch):
 
 
 @contextmanager
-def running(server):
-    """Base URL of a server's process, which runs in a thread."""
+def serving(server):
+    """Base URL of a server's process, which runs in a thread, for tests that need real connections."""
     started = threading.Event()
     process, listener = _Process(server, started.set), bind(server.settings)
 
@@ -119,12 +119,6 @@ def running(server):
         thread.join(60)
         listener.close()
         assert not thread.is_alive()
-
-
-@pytest.fixture(scope="session")
-def http():
-    """`running`, for tests that need real connections."""
-    return running
 
 
 def error_of(response, status=400):

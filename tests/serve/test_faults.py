@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.serve.conftest import error_of
+from tests.serve.conftest import error_of, serving
 from verax.errors import InvalidParameterError, StructuredOutputError
 from verax.serve.http import middleware
 from verax.serve.http.server import Server
@@ -39,9 +39,9 @@ BODY = b'{"prompt":"a"}'
 
 
 @pytest.fixture
-def serve(http, new_server):
+def serve(new_server):
     """Context of a server with all engines, which a client reaches over HTTP; settings by name."""
-    return lambda **settings: http(new_server(**settings))
+    return lambda **settings: serving(new_server(**settings))
 
 
 def client_of(url):
@@ -171,9 +171,9 @@ def test_bodies_of_clips_that_are_read_at_once_are_bounded(serve):
 
 
 @pytest.fixture(scope="module")
-def shared(http, new_server):
+def shared(new_server):
     """Client of a server that the tests of single requests share."""
-    with http(new_server()) as url, client_of(url) as api:
+    with serving(new_server()) as url, client_of(url) as api:
         yield api
 
 
@@ -480,7 +480,7 @@ def test_nobody_waits_for_grammars_that_compile(shared, monkeypatch):
 def run_client(served_llm):
     """Runs a server in this thread while a client runs in another, then ends it by SIGTERM."""
 
-    def serving(client, **settings):
+    def call(client, **settings):
         llm = AsyncLLM.from_llm(served_llm)
         server = Server(llm=llm, served_names=("tiny",), settings=ServerSettings(port=0, **settings))
         results, errors = [], []
@@ -501,7 +501,7 @@ def run_client(served_llm):
             raise error
         return status, results[0]
 
-    return serving
+    return call
 
 
 def idle(llm):

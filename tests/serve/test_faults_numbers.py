@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from msgspec import inspect
 
-from tests.serve.conftest import InstantPipeline
+from tests.serve.conftest import InstantPipeline, serving
 from tests.support.tiny_encoder import tiny_reranker
 from verax.embed.reranker import Reranker
 from verax.serve import app as app_module
@@ -112,11 +112,11 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def client(http, new_server, served_pipeline, tmp_path_factory):
+def client(new_server, served_pipeline, tmp_path_factory):
     reranker = Reranker(tiny_reranker(tmp_path_factory.mktemp("reranker")))
     pipeline = InstantPipeline(served_pipeline)
     with (
-        http(new_server(reranker=reranker, pipeline=pipeline, max_queued_videos=1000)) as url,
+        serving(new_server(reranker=reranker, pipeline=pipeline, max_queued_videos=1000)) as url,
         httpx.Client(base_url=url, timeout=60) as client,
     ):
         yield client

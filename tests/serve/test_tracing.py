@@ -9,6 +9,7 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tests.serve.conftest import serving
 from tests.support.chat_run import running
 from verax.errors import InvalidParameterError
 from verax.serve.http.server import Server
@@ -41,14 +42,14 @@ def collector():
         yield f"{address}/v1/traces", got
 
 
-def test_a_collector_gets_a_span_of_each_request(http, served_llm, collector, monkeypatch):
+def test_a_collector_gets_a_span_of_each_request(served_llm, collector, monkeypatch):
     monkeypatch.setenv("OTEL_SERVICE_NAME", "my-server")
     url, got = collector
     tracer = RequestTracer.to_collector(url)
     server = Server(
         llm=AsyncLLM.from_llm(served_llm), served_names=("tiny",), settings=ServerSettings(port=0), tracer=tracer
     )
-    with http(server) as base:
+    with serving(server) as base:
         asked = {"prompt": "a secret", "max_tokens": 3, "ignore_eos": True}
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "one"}
         usage = httpx.post(f"{base}/v1/completions", json=asked, headers=headers, timeout=60).json()["usage"]
