@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.serve.conftest import joined, named
+from tests.serve.conftest import error_of, joined, named
 from verax.serve.text.completions import CompletionLogprobs
 from verax.text.engine.outputs import Logprob
 
@@ -105,12 +105,10 @@ def test_tokens_of_one_text_stand_side_by_side(engine):
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        *named("prompt", None, [], "", [[]], ["a", 1], ["a"] * 257, [10**6], [-1], "fox " * 300),
+        *named("prompt", None, [], "", [[]], ["a", 1], [10**6], [-1], "fox " * 300),
         *named("suffix", "x"),
         *named("best_of", 2),
-        *named("logprobs", 6, -1),
-        *named("max_tokens", -1),
-        *named("n", 9),
+        *named("logprobs", 6),
     ],
 )
 def test_a_wrong_field_is_a_400_that_names_it(api, change, param):
@@ -119,9 +117,10 @@ def test_a_wrong_field_is_a_400_that_names_it(api, change, param):
 
 
 def test_more_prompts_than_the_queue_holds_are_a_429_and_leave_nothing(api, engine):
-    error = api.refused(PATH, {**BODY, "prompt": ["once"] * 60}, 429)
+    response = api.post(PATH, {**BODY, "prompt": ["once"] * 60})
+    error = error_of(response, 429)
     assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
-    assert api.post(PATH, {**BODY, "prompt": ["once"] * 60}).headers["retry-after"]
+    assert response.headers["retry-after"]
     end = time.monotonic() + 60
     while engine.stats().num_requests_waiting and time.monotonic() < end:  # the engine's thread aborts what was queued
         time.sleep(0.01)

@@ -1,7 +1,6 @@
 """Tool calls as models write them, and what the parser makes of an answer that arrives in pieces."""
 
 import json
-import random
 
 from verax.text.features.chat_format import parser_for
 from verax.text.features.tool_calls import join
@@ -55,12 +54,11 @@ def read(pieces, *arguments, **options):
     return join([*deltas, parser.finish()], parser.text)
 
 
-def read_cut(text, *arguments, seed=None, **options):
-    """Content, reasoning and calls of a text, cut at random places if there is a seed."""
-    draw, pieces = random.Random(seed), []
-    while text:
-        size = len(text) if seed is None else draw.randint(1, 5)
-        pieces.append(text[:size])
-        text = text[size:]
-    whole = read(pieces, *arguments, **options)
-    return whole.content, whole.reasoning, [(call.name, call.arguments) for call in whole.tool_calls]
+def read_cut(text, *arguments, **options):
+    """Content, reasoning and calls of a text, which are the same whole and in pieces of a few characters."""
+    results = {}
+    for size in (len(text) or 1, 1, 2, 3, 5):
+        whole = read([text[i : i + size] for i in range(0, len(text), size)], *arguments, **options)
+        results[size] = whole.content, whole.reasoning, [(call.name, call.arguments) for call in whole.tool_calls]
+    assert all(result == results[1] for result in results.values()), results
+    return results[1]

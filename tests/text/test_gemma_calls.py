@@ -32,7 +32,6 @@ def parse(answer, *, prompt=TURN, **options):
     return read_cut(answer, FORM, TOOLS, prompt, **options)
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1, 2])
 @pytest.mark.parametrize(
     ("written", "arguments"),
     [
@@ -43,24 +42,23 @@ def parse(answer, *, prompt=TURN, **options):
         ('<|"|>city<|"|>: Oslo , days : 2', {"city": "Oslo", "days": 2}),
     ],
 )
-def test_arguments_become_json_however_they_arrive(written, arguments, seed):
-    content, reasoning, [(name, text)] = parse(THOUGHT + call(written), seed=seed)
+def test_arguments_become_json_however_they_arrive(written, arguments):
+    content, reasoning, [(name, text)] = parse(THOUGHT + call(written))
     assert (content, reasoning, name) == ("", "Which <city>?\nOslo.", "weather")
     assert json.loads(text) == arguments
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1])
-def test_reasoning_content_and_calls_are_told_apart(seed):
+def test_reasoning_content_and_calls_are_told_apart():
     one = ("weather", '{"city": "Oslo"}')
     oslo = call('city:<|"|>Oslo<|"|>')
-    assert parse(THOUGHT + "It < rains.", seed=seed) == ("It < rains.", "Which <city>?\nOslo.", [])
-    assert parse("<|channel>thought<channel|>Hi", seed=seed) == ("Hi", "", [])
-    assert parse("Well." + oslo + call("", "clock"), prompt=OVER, seed=seed) == ("Well.", "", [one, ("clock", "{}")])
-    assert parse(call("", "other"), prompt=OVER, seed=seed) == (call("", "other"), "", [])
-    assert parse(oslo, parse_tool_calls=False, prompt=OVER, seed=seed) == (oslo, "", [])
-    assert parse(oslo[:-18], prompt=OVER, seed=seed)[2] == [("weather", '{"city": "Oslo')]  # cut short
+    assert parse(THOUGHT + "It < rains.") == ("It < rains.", "Which <city>?\nOslo.", [])
+    assert parse("<|channel>thought<channel|>Hi") == ("Hi", "", [])
+    assert parse("Well." + oslo + call("", "clock"), prompt=OVER) == ("Well.", "", [one, ("clock", "{}")])
+    assert parse(call("", "other"), prompt=OVER) == (call("", "other"), "", [])
+    assert parse(oslo, parse_tool_calls=False, prompt=OVER) == (oslo, "", [])
+    assert parse(oslo[:-18], prompt=OVER)[2] == [("weather", '{"city": "Oslo')]  # cut short
     broken = call("days:[1}")
-    assert parse(THOUGHT + broken, seed=seed) == (broken, "Which <city>?\nOslo.", [])
+    assert parse(THOUGHT + broken) == (broken, "Which <city>?\nOslo.", [])
 
 
 @pytest.mark.parametrize("special", [False, True])
