@@ -7,17 +7,12 @@ import subprocess
 import sys
 
 import httpx
-import pytest
 
 from tests.support.tiny import tiny_checkpoint
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("cli") / "tiny")
-
-
-def test_it_prints_where_it_listens_answers_with_a_key_and_ends_at_sigterm(folder):
+def test_it_prints_where_it_listens_answers_with_a_key_and_ends_at_sigterm(tmp_path):
+    folder = tiny_checkpoint(tmp_path / "tiny")
     command = [sys.executable, "-m", "verax", "serve", str(folder), "--port", "0", "--max-model-len", "64"]
     options = ["--max-num-seqs", "2", "--log-format", "json"]  # the model has its folder's name
     options += ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}', "--kv-cache-dtype", "fp8"]

@@ -145,9 +145,10 @@ def test_errors_are_one_line_and_leave_nothing(run, folders, picture, tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def batch(folders, picture, tmp_path):
-    """Command that makes the clips of a file."""
+def test_a_batch_makes_a_clip_for_each_line_and_continues_where_it_stopped(
+    run, folders, picture, tmp_path, monkeypatch
+):
+    pytest.importorskip("av")
     lines = [
         {"custom_id": "one", "prompt": "a red circle"},
         {"custom_id": "wide", "prompt": "a red circle", "num_frames": 8},
@@ -155,11 +156,7 @@ def batch(folders, picture, tmp_path):
     ]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
     options = ["--image", picture, "--num-frames", "5", "--inference-steps", "1", "--dtype", "float32"]
-    return ["video", "-m", folders["i2v"], "--batch", tmp_path / "in.jsonl", "-o", tmp_path / "clips", *options]
-
-
-def test_a_batch_makes_a_clip_for_each_line_and_continues_where_it_stopped(run, batch, tmp_path, monkeypatch):
-    pytest.importorskip("av")
+    batch = ["video", "-m", folders["i2v"], "--batch", tmp_path / "in.jsonl", "-o", tmp_path / "clips", *options]
     write = files._write_mp4
 
     def interrupted(frames, path, fps, crf):
@@ -181,7 +178,7 @@ def test_a_batch_makes_a_clip_for_each_line_and_continues_where_it_stopped(run, 
     assert [result["file"] for result in results] == ["one.mp4", None, "two.mp4"]
     assert [result["custom_id"] for result in results] == ["one", "wide", "two"]
     assert results[1]["error"]["message"] == "num_frames: expected 4n + 1, got 8; nearest 5 or 9"
-    assert (results[2]["settings"]["seed"], results[2]["settings"]["image"]) == (1, str(batch[8]))
+    assert (results[2]["settings"]["seed"], results[2]["settings"]["image"]) == (1, str(picture))
     assert set(results[2]["seconds"]) >= {"text", "denoise", "decode"}
 
 

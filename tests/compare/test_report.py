@@ -5,8 +5,6 @@ import json
 import math
 import re
 
-import pytest
-
 from verax.compare.align import Alignment
 from verax.compare.comparison import Comparison, Errors, Row
 from verax.compare.report import write
@@ -49,14 +47,10 @@ def test_rounding_of_what_the_reference_keeps_in_float32_is_not_a_finding():
     assert comparison(*kept, dtype="bfloat16").first.name == "cast"
 
 
-@pytest.fixture
-def large():
+def test_pages_hold_all_rows_and_need_no_network(tmp_path):
     rows = [row(f"blocks.{i}.{part}", 1e-7, own=1e-7) for i in range(20) for part in ("attn.q", "attn", "norm")]
     rows[30] = row("blocks.10.attn.q", 1e-2, own=1e-2)
-    return comparison(*rows, row("(output)", 1e-3, own=0.0))
-
-
-def test_pages_hold_all_rows_and_need_no_network(large, tmp_path):
+    large = comparison(*rows, row("(output)", 1e-3, own=0.0))
     large.gradients = [row("kernel", 1e-7), row("bias", 1e-7)]
     pages = {path.suffix: path.read_text() for path in write(large, tmp_path / "new")}
     assert json.loads(pages[".json"])["faults"] == ["blocks.10.attn.q"]

@@ -22,11 +22,6 @@ def encoder(folder):
 SENTENCES = random_sentences(70, seed=1)
 
 
-@pytest.fixture(scope="module")
-def vectors(encoder):
-    return encoder.encode(SENTENCES)
-
-
 def test_a_string_gives_a_vector_and_a_list_an_array(encoder):
     one = encoder.encode("the cat sat")
     many = encoder.encode(["the cat sat"])
@@ -43,7 +38,8 @@ def test_any_iterable_of_texts_will_do(encoder):
         np.testing.assert_array_equal(encoder.encode(same), expected)
 
 
-def test_order_is_kept_and_no_vector_depends_on_its_batch(encoder, vectors):
+def test_order_is_kept_and_no_vector_depends_on_its_batch(encoder):
+    vectors = encoder.encode(SENTENCES)
     for i in (0, 7, 33, 69):
         np.testing.assert_allclose(encoder.encode(SENTENCES[i]), vectors[i], atol=2e-6)
     shuffled = np.random.default_rng(0).permutation(70)

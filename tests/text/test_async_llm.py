@@ -14,11 +14,7 @@ import pytest
 from tests.support.engine import GREEDY, LONG, PROMPTS, RNG, generate, until_idle
 from tests.text.conftest import make_llm
 from verax import AsyncLLM
-from verax.errors import (
-    EngineDeadError,
-    InvalidParameterError,
-    QueueFullError,
-)
+from verax.errors import EngineDeadError, InvalidParameterError, QueueFullError
 from verax.text.engine.outputs import RequestOutput, StepStats
 from verax.text.engine.sampling_params import SamplingParams
 
@@ -174,16 +170,9 @@ async def test_an_id_can_be_used_again_once_its_request_has_ended_or_was_closed(
         assert (output.request_id, len(output.outputs[0].token_ids)) == ("mine", 20)
 
 
-@pytest.fixture
-def bounded(served):
-    """The engine with room for three samples that wait."""
-    served._replicas.max_queued_requests = 3
-    yield served
-    served._replicas.max_queued_requests, served._replicas.max_queued_tokens = 1024, None
-
-
-async def test_the_queue_is_bounded_by_requests_and_by_prompt_tokens(bounded):
-    served, slots = bounded, bounded.llm.engine.scheduler.max_num_seqs
+async def test_the_queue_is_bounded_by_requests_and_by_prompt_tokens(served, monkeypatch):
+    queues, slots = served._replicas, served.llm.engine.scheduler.max_num_seqs
+    monkeypatch.setattr(queues, "max_queued_requests", 3)
     running = [served.generate(PROMPTS[0], LONG) for _ in range(slots)]
     waiting = [served.generate(PROMPTS[1], GREEDY), served.generate(PROMPTS[1], GREEDY)]
     with pytest.raises(QueueFullError, match=r"max_queued_requests: .* try again"):
@@ -194,9 +183,9 @@ async def test_the_queue_is_bounded_by_requests_and_by_prompt_tokens(bounded):
     await waiting.pop().aclose()  # its place is free as soon as the engine thread has seen that
     while served.stats().num_requests_waiting > 2:
         await asyncio.sleep(0.001)
-    served._replicas.max_queued_requests = 100
-    served._replicas.max_queued_tokens = 15
-    while served._replicas.num_waiting_tokens != 10 and served.stats().num_requests_running == slots:
+    monkeypatch.setattr(queues, "max_queued_requests", 100)
+    monkeypatch.setattr(queues, "max_queued_tokens", 15)
+    while queues.num_waiting_tokens != 10 and served.stats().num_requests_running == slots:
         await asyncio.sleep(0.001)
     with pytest.raises(QueueFullError, match=r"max_queued_tokens: 10 .* 16 more exceed 15"):
         served.generate(PROMPTS[2], GREEDY)

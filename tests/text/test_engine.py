@@ -267,12 +267,6 @@ def hybrid_answers(hybrid_llm):
     return [greedy_answer(scores, prompt) for prompt in PROMPTS]
 
 
-def drive(hybrid_llm, ids):
-    """Tokens of requests that were added."""
-    done = {output.request_id: output.outputs[0].token_ids for output in finish(hybrid_llm)}
-    return [done[i] for i in ids]
-
-
 def poison(hybrid_llm):
     """NaN in every slot's state: whoever reads what another sequence left shows it in every later token."""
     runner = hybrid_llm.engine.runner
@@ -365,7 +359,8 @@ def test_alike_prompts_of_one_step_and_long_ones_that_preempt_each_other_keep_th
             keeping_llm.step()
         for request_id in ids[::2]:
             keeping_llm.abort(request_id)
-        assert drive(keeping_llm, ids[1::2]) == expected[1::2]
+        ended = sorted(finish(keeping_llm), key=lambda output: ids.index(output.request_id))
+        assert tokens(ended) == expected[1::2]
 
 
 def test_a_cache_without_room_for_a_kept_state_is_refused_where_it_is_asked_for(hybrid_llm):
@@ -392,36 +387,25 @@ def test_states_are_part_of_the_memory_plan(hybrid_llm):
         plan_sizes(config, "float32", EngineConfig(max_num_seqs=20, block_size=4, kv_cache_memory=20 * one))
 
 
-TEXT = np.random.default_rng(1).integers(3, 200, 70).tolist()
-TEXTS = [TEXT, *PROMPTS]
-
-
-@pytest.fixture(scope="module")
-def windowed_answers(windowed_llm):
-    """The greedy answers of the model by itself."""
-    scores = plain_scores(windowed_llm)
-    return [greedy_answer(scores, prompt) for prompt in TEXTS]
-
-
-def test_a_prefix_is_used_only_where_its_last_window_is_cached(windowed_llm, windowed_answers):
+def test_a_prefix_is_used_only_where_its_last_window_is_cached(windowed_llm):
+    text = np.random.default_rng(1).integers(3, 200, 70).tolist()
+    answer = [greedy_answer(plain_scores(windowed_llm), text)]
     short = SamplingParams(temperature=0, max_tokens=4)
-    beginnings = [TEXT[:length] for length in (65, 41, 21)]
+    beginnings = [text[:length] for length in (65, 41, 21)]
     alone = [tokens(generate(windowed_llm, [beginning], short)) for beginning in beginnings]
-    with few_blocks(
-        windowed_llm, 100, 15
-    ):  # 14 blocks for windows: the text itself takes the blocks of its beginning again
-        assert tokens(generate(windowed_llm, [TEXT])) == windowed_answers[:1]
+    # 14 blocks for windows: the text itself takes the blocks of its beginning again.
+    with few_blocks(windowed_llm, 100, 15):
+        assert tokens(generate(windowed_llm, [text])) == answer
         outputs = [generate(windowed_llm, [beginning], short) for beginning in beginnings]
         # The blocks of tokens 0 to 19 and 36 to 51 are taken; the blocks of 20 to 35 hold the last window of 32 tokens.
         assert [output[0].num_cached_tokens for output in outputs] == [64, 32, 0]
         assert [tokens(output) for output in outputs] == alone
-        assert tokens(generate(windowed_llm, [TEXT])) == windowed_answers[:1]
+        assert tokens(generate(windowed_llm, [text])) == answer
 
 
 def test_a_model_that_attends_to_another_window_than_it_declares_is_refused(windowed_llm, monkeypatch):
     runner = windowed_llm.engine.runner
-    monkeypatch.setattr(
-        type(runner.abstract_model.config), "sliding_windows", property(lambda self: (None, None, None))
-    )
+    config = type(runner.abstract_model.config)
+    monkeypatch.setattr(config, "sliding_windows", property(lambda self: (None, None, None)))
     with pytest.raises(InvalidParameterError, match=r"layer 0 attends to a window of None, but .* has 10"):
         runner.program(runner.config.shapes[0]).lower()

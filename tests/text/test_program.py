@@ -3,7 +3,6 @@
 What is lowered is what the runner compiles. A start with a folder traces nothing and gives the same tokens.
 """
 
-import json
 import shutil
 
 import jax
@@ -15,6 +14,7 @@ from tests.support.tiny import WINDOWED, tiny_checkpoint, tiny_config
 from tests.text.conftest import make_llm
 from verax import LLM, SamplingParams, ops
 from verax.errors import InvalidParameterError
+from verax.files import read_json, write_json
 from verax.models import causal_lm
 from verax.ops._target import DeviceMemory, Target
 from verax.text.engine.blocks import most_blocks
@@ -175,20 +175,6 @@ def test_options_of_another_engine_are_named(tiny_folder, compiled, options, mes
         start(tiny_folder, programs=compiled[0], **options)
 
 
-@pytest.fixture
-def changed(compiled, tmp_path):
-    """A function that copies the folder with another value in its manifest."""
-
-    def change(section, key, value):
-        folder = shutil.copytree(compiled[0], tmp_path / "programs")
-        manifest = json.loads((folder / "programs.json").read_text())
-        manifest[section][key] = value
-        (folder / "programs.json").write_text(json.dumps(manifest))
-        return folder
-
-    return change
-
-
 def test_another_model_is_named_by_the_first_difference(compiled, tmp_path):
     other = tiny_checkpoint(tmp_path, intermediate_size=64)
     with pytest.raises(InvalidParameterError, match=r"compiled for model.intermediate_size 96, but here it is 64"):
@@ -214,10 +200,14 @@ def test_other_implementations_are_refused(tiny_folder, compiled):
     ],
 )
 def test_programs_without_forms_and_of_another_version_or_machine_are_refused(
-    tiny_folder, changed, section, key, value, message
+    tiny_folder, compiled, tmp_path, section, key, value, message
 ):
+    folder = shutil.copytree(compiled[0], tmp_path / "programs")
+    manifest = read_json(folder / "programs.json")
+    manifest[section][key] = value
+    write_json(folder / "programs.json", manifest)
     with pytest.raises(InvalidParameterError, match=message):
-        start(tiny_folder, programs=changed(section, key, value), structured_outputs=True)
+        start(tiny_folder, programs=folder, structured_outputs=True)
 
 
 def test_a_damaged_folder_is_an_error_that_names_it(tiny_folder, compiled, tmp_path):
