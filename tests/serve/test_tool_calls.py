@@ -1,6 +1,7 @@
-"""Tool calls over HTTP, from the request to the parsed answer and back, in each syntax that templates have.
+"""Tool calls over HTTP, from the request to the parsed answer and back.
 
 The model has random weights. Grammars make it call, and a grammar with one choice makes it say a given text.
+tests/text/test_chat_format.py has the other syntaxes of calls.
 """
 
 import asyncio
@@ -33,22 +34,13 @@ NAMED = {"type": "function", "function": {"name": "wind"}}
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    folder = tiny_checkpoint(tmp_path_factory.mktemp("tools") / "tiny")
+def api(tmp_path_factory):
+    """Server of a model whose template has calls."""
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("tools") / "tiny", chat_template=TEMPLATES["hermes"])
     sizes = {"max_model_len": 384, "max_num_seqs": 1, "max_num_batched_tokens": 32, "block_size": 32}
-    return LLM(folder, dtype="float32", use_tqdm=False, structured_outputs=True, **sizes)
-
-
-@pytest.fixture(scope="module", params=TEMPLATES)
-def api(request, llm):
-    """Server of a model whose template has calls in a syntax."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm.tokenizer, "_chat_templates", {"default": TEMPLATES[request.param]})
-        engine = AsyncLLM.from_llm(llm)
-        api = Api(create_app(Server(llm=engine)))
-        api.syntax = request.param
-        yield api
-        asyncio.run(engine.shutdown())
+    engine = AsyncLLM.from_llm(LLM(folder, dtype="float32", use_tqdm=False, structured_outputs=True, **sizes))
+    yield Api(create_app(Server(llm=engine)))
+    asyncio.run(engine.shutdown())
 
 
 def answer(api, **fields):
@@ -74,14 +66,10 @@ def _read(function):
     return function["name"], json.loads(function["arguments"])
 
 
-def says(api, *calls, text=""):
+def says(*calls, text=""):
     """Fields that make the model say a text and calls."""
-    between = "; " if api.syntax in ("llama3_json", "none") else "\n"
-    return {
-        "structured_outputs": {
-            "choice": [text + between.join(written(api.syntax, call[0], days=call[1]) for call in calls)]
-        }
-    }
+    text += "\n".join(written("hermes", name, days=days) for name, days in calls)
+    return {"structured_outputs": {"choice": [text]}}
 
 
 def test_a_demanded_call_is_made_and_nothing_else(api):
@@ -93,40 +81,35 @@ def test_a_demanded_call_is_made_and_nothing_else(api):
 
 
 def test_several_calls_stand_in_one_answer(api):
-    content, calls, reason = answer(api, **says(api, ("rain", 2), ("wind", 1)))
+    content, calls, reason = answer(api, **says(("rain", 2), ("wind", 1)))
     assert (content, reason) == (None, "tool_calls")
     assert calls == [("rain", {"days": 2}), ("wind", {"days": 1})]
 
 
 def test_the_model_may_answer_in_words_or_with_a_call_after_them(api):
-    assert answer(api, structured_outputs={"choice": ["Rain."]}) == ("Rain.", [], "stop")
-    if api.syntax in ("hermes", "qwen3_coder"):
-        result = answer(api, **says(api, ("rain", 1), text="I look.\n"))
-        assert result == ("I look.", [("rain", {"days": 1})], "tool_calls")
+    assert answer(api, **says(text="Rain.")) == ("Rain.", [], "stop")
+    result = answer(api, **says(("rain", 1), text="I look.\n"))
+    assert result == ("I look.", [("rain", {"days": 1})], "tool_calls")
 
 
 def test_what_is_written_like_a_call_is_text_without_tools_and_with_none(api):
-    text = written(api.syntax, "rain", days=1)
-    forced = {"structured_outputs": {"choice": [text]}}
-    assert answer(api, tool_choice="none", **forced) == (text, [], "stop")
-    assert answer(api, tools=None, **forced) == (text, [], "stop")
+    text = written("hermes", "rain", days=1)
+    assert answer(api, tool_choice="none", **says(text=text)) == (text, [], "stop")
+    assert answer(api, tools=None, **says(text=text)) == (text, [], "stop")
     shown = [api.ok(f"{PATH}/input_tokens", {**BODY, **more}) for more in ({"tool_choice": "none"}, {"tools": None})]
     assert shown[0] == shown[1]
 
 
 def test_a_call_and_its_result_go_back_into_the_conversation(api):
-    called = api.ok(PATH, {**BODY, **says(api, ("rain", 2))})["choices"][0]["message"]
+    called = api.ok(PATH, {**BODY, **says(("rain", 2))})["choices"][0]["message"]
     result = {"role": "tool", "tool_call_id": called["tool_calls"][0]["id"], "content": "5 mm"}
     messages = [*USER, called, result]
     prompt = prompt_of(api, messages, tools=TOOLS)
     assert prompt.startswith("<|im_start|>system\nrain wind ")
     assert "<|im_start|>tool\n5 mm<|im_end|>" in prompt
-    if api.syntax != "none":
-        assert written(api.syntax, "rain", days=2) in prompt
-    content, calls, _ = answer(api, messages=messages, structured_outputs={"choice": ["It rains."]})
-    assert (content, calls) == ("It rains.", [])
-    again = joined(api.stream(PATH, {**BODY, "messages": messages, **says(api, ("wind", 1))}))["delta"]
-    assert [_read(call["function"]) for call in again["tool_calls"]] == [("wind", {"days": 1})]
+    assert written("hermes", "rain", days=2) in prompt
+    assert answer(api, messages=messages, **says(text="It rains."))[:2] == ("It rains.", [])
+    assert answer(api, messages=messages, **says(("wind", 1)))[1] == [("wind", {"days": 1})]
 
 
 def test_the_other_apis_give_the_same_calls(api):
