@@ -48,6 +48,10 @@ def test_a_wrong_value_is_named_with_what_would_be_right(name, value, expected):
         Table(**{name: value})
 
 
+def test_limits_are_allowed():
+    assert (Table(size=1).size, Table(size=9).size) == (1, 9)
+
+
 def test_the_docstring_lists_the_options_and_the_help_is_the_first_sentence():
     assert "size: Size of it. If None: what fits." in (Table.__doc__ or "")
     assert options_of(Table)["size"].help == "Size of it."

@@ -44,9 +44,10 @@ def kept_loggers():
 def run(monkeypatch, capsys):
     """`run("generate", "--json", ..., stdin="text")`: exit status and both outputs."""
 
-    def call(*arguments, stdin=None):
+    def call(*arguments, stdin="", terminal=False):
         monkeypatch.setattr(sys, "argv", ["verax", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin or ""))
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        monkeypatch.setattr(sys.stdin, "isatty", lambda: terminal)
         with pytest.raises(SystemExit) as ended:
             cli.main()
         return Result(ended.value.code or 0, *capsys.readouterr())

@@ -1,14 +1,11 @@
 """`verax chat` from a script, and its commands as a person at a terminal gives them."""
 
-import io
 import json
-import sys
 from unittest.mock import Mock
 
 import pytest
 
 from tests.support.tiny import tiny_checkpoint
-from verax import cli
 from verax.cli.chat import Conversation
 from verax.text.engine.llm import LLM
 from verax.text.engine.sampling_params import SamplingParams
@@ -31,10 +28,8 @@ def test_each_line_of_a_pipe_is_a_turn_and_is_remembered(run, folder):
     first, second = (json.loads(line) for line in done.out.splitlines())
     assert first["prompt"].startswith("<|im_start|>system\nfox<|im_end|>")
     answer = first["outputs"][0]["text"]
-    assert (
-        second["prompt"]
-        == f"{first['prompt']}{answer}<|im_end|>\n<|im_start|>user\ndef<|im_end|>\n<|im_start|>assistant\n"
-    )
+    turn = "<|im_end|>\n<|im_start|>user\ndef<|im_end|>\n<|im_start|>assistant\n"
+    assert second["prompt"] == first["prompt"] + answer + turn
 
 
 def test_a_model_that_recommends_no_sampling_begins_with_some_and_says_so(run, tmp_path, monkeypatch):
@@ -61,23 +56,15 @@ def test_a_template_of_a_file_goes_before_the_checkpoint_s(run, folder, tmp_path
     assert "nowhere.jinja" in run("chat", "-m", folder, "--chat-template", "nowhere.jinja").err
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 @pytest.fixture
-def at_terminal(monkeypatch, capsys):
+def at_terminal(run, monkeypatch):
     """Type lines at the prompt, and return both outputs."""
 
     def call(*arguments, lines):
-        monkeypatch.setattr(sys, "argv", ["verax", "chat", *map(str, arguments)])
-        monkeypatch.setattr(sys, "stdin", Terminal())
         monkeypatch.setattr("builtins.input", Mock(side_effect=[*lines, EOFError]))
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        assert not ended.value.code
-        return capsys.readouterr()
+        done = run("chat", *arguments, terminal=True)
+        assert done.status == 0
+        return done
 
     return call
 

@@ -1,6 +1,6 @@
 """`Reranker`: scores and rankings that no batch changes, activation functions of the files, and what it refuses."""
 
-import json
+import shutil
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ from tests.support.tiny import tiny_checkpoint
 from tests.support.tiny_encoder import random_sentences, tiny_encoder, tiny_reranker
 from verax import Reranker
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
+from verax.files import read_json, write_json
 
 QUERY = "who sat on the mat ?"
 DOCUMENTS = random_sentences(20, seed=2)
@@ -56,13 +57,21 @@ def test_long_pairs_are_cut_and_counted(folder, reranker):
     assert cut.left_out > 0
 
 
-def test_old_files_name_the_activation_function(folder, scores, tmp_path):
-    config = {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}
-    given = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**given, **config}))
-    for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).symlink_to(folder / name)
-    logits = Reranker(tmp_path).score(QUERY, DOCUMENTS)
+@pytest.fixture
+def changed(folder, tmp_path):
+    """A function that copies the checkpoint with changes of its config.json."""
+
+    def change(**changes):
+        shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+        write_json(tmp_path / "config.json", {**read_json(folder / "config.json"), **changes})
+        return tmp_path
+
+    return change
+
+
+def test_old_files_name_the_activation_function(changed, scores):
+    old = changed(sbert_ce_default_activation_function="torch.nn.modules.linear.Identity")
+    logits = Reranker(old).score(QUERY, DOCUMENTS)
     np.testing.assert_allclose(1 / (1 + np.exp(-logits)), scores, atol=2e-6)
 
 
@@ -79,13 +88,9 @@ def test_old_files_name_the_activation_function(folder, scores, tmp_path):
         ),
     ],
 )
-def test_what_is_not_supported_is_named(folder, tmp_path, changes, message):
-    given = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**given, **changes}))
-    for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).symlink_to(folder / name)
+def test_what_is_not_supported_is_named(changed, changes, message):
     with pytest.raises(UnsupportedModelError, match=message):
-        Reranker(tmp_path)
+        Reranker(changed(**changes))
 
 
 def test_a_model_without_a_classifier_lacks_its_weights(tmp_path):
