@@ -39,11 +39,7 @@ async def _run(folder: Path) -> int:
                 *(f"tests/api_resources/{name}" for name in RESOURCES),
             ],
             cwd=folder / "source",
-            env={
-                **os.environ,
-                "PYTHONPATH": str(Path(__file__).parent),
-                "TEST_API_BASE_URL": f"{url}/v1",
-            },
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), "TEST_API_BASE_URL": f"{url}/v1"},
             check=False,
         )
     return done.returncode

@@ -60,11 +60,7 @@ def language_model(folder, *, tied):
 
 @pytest.mark.parametrize(
     "make",
-    [
-        cross_encoder,
-        partial(language_model, tied=True),
-        partial(language_model, tied=False),
-    ],
+    [cross_encoder, partial(language_model, tied=True), partial(language_model, tied=False)],
     ids=["cross-encoder", "tied", "untied"],
 )
 def test_scores_of_rerankers_are_close_to_float32(make, tmp_path):

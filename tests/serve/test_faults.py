@@ -199,7 +199,7 @@ def test_a_name_is_looked_up_and_is_not_a_path(shared, raw, name):
     ]
     for path in paths:
         answer = raw(
-            b"GET " + path.format(name).encode() + b" HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n",
+            b"GET " + path.format(name).encode() + b" HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
         )
         head, _, body = answer.partition(b"\r\n\r\n")
         assert b" 404 " in head.splitlines()[0], (path, head)
@@ -218,9 +218,7 @@ def test_too_many_or_too_long_headers_are_cut_off(raw, headers):
     # The server closes while the client still sends: its answer may be lost, or never read.
     assert not answer or b" 400 " in answer.splitlines()[0] or b" 431 " in answer.splitlines()[0]
     many = b"\r\n".join(b"X%d: a" % i for i in range(1000))
-    answer = raw(
-        b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n" + many + b"\r\n\r\n",
-    )
+    answer = raw(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n" + many + b"\r\n\r\n")
     assert b" 200 " in answer.splitlines()[0]
 
 

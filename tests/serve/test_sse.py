@@ -7,14 +7,7 @@ import pytest
 
 from verax.errors import InvalidParameterError
 from verax.serve.http.errors import ApiError
-from verax.serve.http.sse import (
-    DONE,
-    PING,
-    EventStream,
-    RunningStreams,
-    data_event,
-    named_event,
-)
+from verax.serve.http.sse import DONE, PING, EventStream, RunningStreams, data_event, named_event
 
 
 class Client:

@@ -62,10 +62,7 @@ def test_what_is_not_parsed_is_content():
 
 @pytest.mark.parametrize(
     ("opened", "expected"),
-    [
-        ("<|channel|>final<|message|>It", ("s cold.", "", [])),
-        ("<|channel|>analysis<|message|>", ("", "s cold.", [])),
-    ],
+    [("<|channel|>final<|message|>It", ("s cold.", "", [])), ("<|channel|>analysis<|message|>", ("", "s cold.", []))],
 )
 def test_an_answer_continues_the_prompts_last_message(opened, expected):
     assert parse("s cold.", prompt=f"<|start|>user<|message|>Hi<|end|>{TURN}{opened}") == expected

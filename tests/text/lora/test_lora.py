@@ -12,12 +12,7 @@ from tests.support.adapters import adapter_weights, save_adapter
 from tests.support.tiny import tiny_config
 from verax.errors import CheckpointError, InvalidParameterError
 from verax.models import causal_lm
-from verax.text.features.lora import (
-    AdaptedLayers,
-    AdapterLoader,
-    LoadedAdapter,
-    LoRARequest,
-)
+from verax.text.features.lora import AdaptedLayers, AdapterLoader, LoadedAdapter, LoRARequest
 from verax.text.hosts import Dispatch, Group
 from verax.text.step.program import AbstractModel
 from verax.text.step.runner import DeviceAdapters

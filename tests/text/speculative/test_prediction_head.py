@@ -8,15 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.tiny import HYBRID, tiny_checkpoint
-from tests.text.speculative.conftest import (
-    GREEDY,
-    LOOPING,
-    MTP,
-    PROMPTS,
-    assert_unchanged,
-    free_drafts,
-    make_llm,
-)
+from tests.text.speculative.conftest import GREEDY, LOOPING, MTP, PROMPTS, assert_unchanged, free_drafts, make_llm
 from verax.checkpoint import Checkpoint
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.loading import load_causal_lm
