@@ -28,6 +28,7 @@ def test_a_string_gives_a_vector_and_a_list_an_array(encoder):
     assert (one.shape, many.shape) == ((48,), (1, 48))
     assert one.dtype == many.dtype == np.float32
     assert encoder.dimension == 48
+    assert encoder.encode("the cat sat", precision="binary").shape == (6,)
     np.testing.assert_array_equal(one, many[0])
     np.testing.assert_allclose(np.linalg.norm(one), 1, atol=1e-6)
 
@@ -113,6 +114,11 @@ def random_tokens(shortest, longest, *, count):
         (lambda e: e.encode(["cat", None]), "sentences: expected texts, got None at 1"),
         (lambda e: e.encode(["cat", "\ud800"]), "sentences: not Unicode text at 1"),
         (lambda e: e.encode("cat", batch_size=0), "batch_size: expected a whole number of at least 1, got 0"),
+        (lambda e: e.encode("cat", prompt_name="query"), "there is no prompt 'query'; the checkpoint has none"),
+        (lambda e: e.encode("cat", prompt=3), "prompt: expected texts, got 3"),
+        (lambda e: e.encode("cat", precision="int4"), "precision: expected one of float32, int8"),
+        (lambda e: e.encode("cat", precision="int8"), "ranges: int8 of a single vector"),
+        (lambda e: e.encode("cat", precision="int8", ranges=np.zeros((2, 3))), r"ranges: expected the shape \(2, 48\)"),
     ],
 )
 def test_wrong_input_is_named(encoder, call, message):
@@ -181,13 +187,9 @@ def test_queries_and_documents_have_their_own_prompts(prompted, encoder):
     np.testing.assert_array_equal(encoder.encode_query(texts), encoder.encode(texts))  # a model without prompts
 
 
-def test_an_unknown_prompt_is_named_with_those_that_there_are(prompted, encoder):
+def test_an_unknown_prompt_is_named_with_those_that_there_are(prompted):
     with pytest.raises(InvalidParameterError, match="there is no prompt 'other'; there are query, passage, topic"):
         prompted.encode("the cat", prompt_name="other")
-    with pytest.raises(InvalidParameterError, match="there is no prompt 'query'; the checkpoint has none"):
-        encoder.encode("the cat", prompt_name="query")
-    with pytest.raises(InvalidParameterError, match="prompt: expected texts, got 3"):
-        encoder.encode("the cat", prompt=3)
 
 
 def test_fewer_dimensions_are_the_first_ones_of_length_one(folder, encoder):
@@ -211,16 +213,6 @@ def test_a_model_that_was_trained_for_some_dimensions_has_no_others(tmp_path):
     assert encoder.encode("the cat", dimensions=48).shape == (48,)
     with pytest.raises(InvalidParameterError, match="dimensions: the model was trained for 8, 16, got 7"):
         encoder.encode("the cat", dimensions=7)
-
-
-def test_vectors_of_fewer_bits_are_refused_where_they_make_no_sense(encoder):
-    with pytest.raises(InvalidParameterError, match="precision: expected one of float32, int8"):
-        encoder.encode(["a cat"], precision="int4")
-    with pytest.raises(InvalidParameterError, match="ranges: int8 of a single vector"):
-        encoder.encode("a cat", precision="int8")
-    with pytest.raises(InvalidParameterError, match=r"ranges: expected the shape \(2, 48\)"):
-        encoder.encode("a cat", precision="int8", ranges=np.zeros((2, 3)))
-    assert encoder.encode("a cat", precision="binary").shape == (6,)
 
 
 def test_token_vectors_lie_in_the_order_of_the_texts_and_are_alike_in_any_batch(folder):

@@ -73,9 +73,9 @@ def test_a_form_begins_with_the_message_to_the_user():
     assert FORM.structured_after(f"{TURN}<|channel|>final<|message|>") is None
 
 
-def plain_grammar(*args, **options):
+def plain_grammar(*arguments):
     """A grammar in which tags are texts, as the test's vocabulary of bytes needs."""
-    return tool_grammar(ChatFormat("harmony", True), *args, **options)["grammar"]
+    return tool_grammar(ChatFormat("harmony", True), *arguments)["grammar"]
 
 
 def test_required_lets_the_model_think_and_demands_a_call():

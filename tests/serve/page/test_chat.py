@@ -25,15 +25,6 @@ def finished(page, count=1):
     return answers(page).last
 
 
-def wait_until(page, true, seconds=10.0):
-    """Wait until the fake server's state is as it should be, while the page continues."""
-    for _ in range(int(seconds / 0.05)):
-        if true():
-            return
-        page.wait_for_timeout(50)
-    pytest.fail(f"not true within {seconds} s")
-
-
 def test_an_answer_is_rendered_with_its_speed_and_its_code_is_copied(page, fake):
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     ask(page, "rich please")
@@ -58,7 +49,10 @@ def test_stop_ends_the_answer_on_the_server_and_regenerate_makes_a_second_versio
     answer = finished(page)
     expect(answer.locator(".stats")).to_contain_text("stopped")
     assert "word599" not in answer.inner_text()
-    wait_until(page, lambda: fake.aborted > aborted)
+    for _ in range(200):
+        if fake.aborted > aborted:
+            break
+        page.wait_for_timeout(50)  # the page continues meanwhile
     assert fake.aborted == aborted + 1
     answer.get_by_label("Regenerate").click()
     page.keyboard.press("Escape")  # stops, too

@@ -39,8 +39,8 @@ def make_llm(folder, **options):
     return make_large_llm(folder, **{"max_num_seqs": 3, **options})
 
 
-def draft_config(folder, count=4):
-    return {"model": str(folder), "num_speculative_tokens": count}
+def draft_config(folder):
+    return {"model": str(folder), "num_speculative_tokens": 4}
 
 
 def outputs(llm, prompts, params, **options):
