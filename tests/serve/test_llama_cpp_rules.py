@@ -19,8 +19,6 @@ COMPLETIONS = "/v1/completions"
 USER = [{"role": "user", "content": "the river"}]
 BODIES = {CHAT: {"messages": USER}, COMPLETIONS: {"prompt": "the river"}}
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
-BLOCK = 4
-"""Tokens of a block of the prefix cache."""
 
 paths = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 
@@ -44,21 +42,12 @@ def test_each_answer_and_chunk_names_the_build(api, path):
 
 @paths
 def test_the_prompts_beginning_is_taken_from_the_cache(api, path):
-    def cached(text):
-        body = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
-        answer = api.ok(path, {**body, **GREEDY, "max_tokens": 2})
-        usage, timings = answer["usage"], answer["timings"]
-        hits = usage["prompt_tokens_details"]["cached_tokens"]
-        assert timings["cache_n"] == hits
-        assert timings["cache_n"] + timings["prompt_n"] == usage["prompt_tokens"]
-        assert hits % BLOCK == 0
-        return hits, usage["prompt_tokens"]
-
-    text = f"{path} 1 2 3 4 5 6 7 8 9"
-    cached(text)
-    again, tokens = cached(text)
-    assert tokens - 2 * BLOCK <= again < tokens
-    assert 0 < cached(text[:-5] + "9 9 9")[0] < again
+    text = "1 2 3 4 5 6 7 8 9"
+    body = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+    _, again = (api.ok(path, {**body, **GREEDY}) for _ in range(2))
+    usage, timings = again["usage"], again["timings"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == timings["cache_n"] > 0
+    assert timings["cache_n"] + timings["prompt_n"] == usage["prompt_tokens"]
 
 
 # Times.

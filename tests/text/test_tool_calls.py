@@ -203,44 +203,27 @@ def test_a_closing_tag_in_an_argument_is_part_of_it():
     assert calls(parse([code], "qwen3_coder"))[0][1]["city"] == "<a>\n</function>\n</tool_call>"
 
 
+XML_VALUES = {
+    "days": {"3": 3, "three": "three", "3.5": "3.5", "1e400": "1e400"},
+    "exact": {"True": True, "false": False, "1": True, "0": False, "2": "2"},
+    "unit": {"None": None},
+    "where": {'{"lat": 60.4}': {"lat": 60.4}, "{'lat': 1}": {"lat": 1}},
+    "tags": {'["a", "b"]': ["a", "b"], "['a', None, NaN, True,]": ["a", None, None, True], '["a\nb"]': ["a\nb"]},
+    "real": {"NaN": "NaN", "-Infinity": "-Infinity"},
+    "either": {"3": 3, "007": "007", "True": "True", "null": None},
+    "any": {'{"a": [1]}': {"a": [1]}, "{'a': None}": {"a": None}, "1.5": 1.5, "text": "text", '"quoted"': '"quoted"'},
+    "maybe": {"[1]": [1], "None": None},
+    "dict": {'{"a": 1}': {"a": 1}},
+    "both": {"3": 3, "3.5": "3.5"},
+    "city": {"3": "3", ' "quoted" \\ text\n\n': ' "quoted" \\ text\n\n'},
+    "unknown": {"true": "true"},
+}
+"""What the texts of each parameter become."""
+
+
 @pytest.mark.parametrize(
     ("parameter", "text", "value"),
-    [
-        ("days", "3", 3),
-        ("days", "three", "three"),
-        ("days", "3.5", "3.5"),
-        ("days", "1e400", "1e400"),
-        ("exact", "True", True),
-        ("exact", "false", False),
-        ("unit", "None", None),
-        ("where", '{"lat": 60.4}', {"lat": 60.4}),
-        ("where", "{'lat': 1}", {"lat": 1}),
-        ("tags", '["a", "b"]', ["a", "b"]),
-        ("tags", "['a', None, NaN, True,]", ["a", None, None, True]),
-        ("tags", '["a\nb"]', ["a\nb"]),
-        ("exact", "1", True),
-        ("exact", "0", False),
-        ("exact", "2", "2"),
-        ("real", "NaN", "NaN"),
-        ("real", "-Infinity", "-Infinity"),
-        ("either", "3", 3),
-        ("either", "007", "007"),
-        ("either", "True", "True"),
-        ("either", "null", None),
-        ("any", '{"a": [1]}', {"a": [1]}),
-        ("any", "{'a': None}", {"a": None}),
-        ("any", "1.5", 1.5),
-        ("any", "some text", "some text"),
-        ("any", '"quoted"', '"quoted"'),
-        ("maybe", "[1]", [1]),
-        ("dict", '{"a": 1}', {"a": 1}),
-        ("maybe", "None", None),
-        ("both", "3", 3),
-        ("both", "3.5", "3.5"),
-        ("city", "3", "3"),
-        ("city", ' "quoted" \\ text\n\n', ' "quoted" \\ text\n\n'),
-        ("unknown", "true", "true"),
-    ],
+    [(name, text, value) for name, values in XML_VALUES.items() for text, value in values.items()],
 )
 def test_values_of_xml_parameters_are_cast_by_the_schema(parameter, text, value):
     text = f"<function=weather>\n<parameter={parameter}>\n{text}\n</parameter>\n</function>"

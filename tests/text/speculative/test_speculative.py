@@ -53,20 +53,6 @@ def test_answers_equal_an_engine_without_drafts(drafted, kind, biased):
         assert sum(accepted for _, accepted in counts) > 10
 
 
-def test_most_of_a_repeating_answer_is_drafted_and_few_steps_are_run(ngram):
-    def steps(llm):
-        llm.add_request(REPEATED[0], SamplingParams(**LOOPING))
-        count = 0
-        while llm.has_unfinished_requests:
-            llm.step()
-            count += 1
-        return count
-
-    with without_drafts(ngram):
-        assert steps(ngram) > 30
-    assert steps(ngram) < 20
-
-
 def test_logprobs_equal_an_engine_without_drafts(ngram):
     params = SamplingParams(**LOOPING, logprobs=3, prompt_logprobs=2)
     before = totals(ngram)
