@@ -121,13 +121,8 @@ def test_a_wrong_line_has_one_error_line_and_the_batch_continues(run_batch, tmp_
     run = run_batch(lines)
     assert (run.counts.done, run.counts.failed) == (2, 5)
     errors = {answer["error"]["line"]: answer for answer in answers_in(tmp_path / "out.jsonl") if answer["error"]}
-    assert {number: answer["custom_id"] for number, answer in errors.items()} == {
-        2: None,
-        3: "b",
-        4: "a",
-        6: "c",
-        7: "d",
-    }
+    names = {number: answer["custom_id"] for number, answer in errors.items()}
+    assert names == {2: None, 3: "b", 4: "a", 6: "c", 7: "d"}
     assert errors[4]["error"]["code"] == "duplicate_custom_id"
     assert all(answer["response"] is None for answer in errors.values())
     before = (tmp_path / "out.jsonl").read_bytes()

@@ -51,12 +51,8 @@ def test_control_blocks_have_memory_and_products_of_their_own(tmp_path):
     # Three blocks and two control blocks, with three projections.
     assert result["programs"][0]["flops"] == 2 * (5 * layer + 2 * T * ((16 + 16 + 96) * 4 * D + 3 * D * D))
     (work,) = (row["work"] for row in result["stages"] if row["stage"] == "denoise")
-    keys, latents, streams, operands = (
-        2 * 2 * 5 * S * D * 2,
-        4 * 3 * 4 * 6 * (4 * 16 + 96),
-        3 * 4 * T * D,
-        T * 3 * D * 2,
-    )
+    keys, latents = 2 * 2 * 5 * S * D * 2, 4 * 3 * 4 * 6 * (4 * 16 + 96)
+    streams, operands = 3 * 4 * T * D, T * 3 * D * 2
     assert work == keys + latents + streams + operands
     assert "encode" in {row["stage"] for row in result["stages"]}
 

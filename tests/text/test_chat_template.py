@@ -132,24 +132,16 @@ def test_an_invalid_template_is_refused_with_its_line():
         render("\n{% for %}", HELLO)
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        5,
-        None,
-        "",
-        b"x",
-        [],
-        {"role": "user", "content": "x"},
-        [3],
-        [{"content": "x"}],
-        [{"role": "user"}],
-        [{"role": 1}],
-    ],
-)
+@pytest.mark.parametrize("messages", [5, None, "", b"x", [], {"role": "user", "content": "x"}, [3]])
 def test_no_conversation_is_refused_by_name(messages):
     with pytest.raises(InvalidParameterError, match=r"^messages"):
         render("", messages)
+
+
+@pytest.mark.parametrize("message", [{"content": "x"}, {"role": "user"}, {"role": 1}])
+def test_a_message_without_role_or_content_is_refused_by_name(message):
+    with pytest.raises(InvalidParameterError, match=r"^messages"):
+        render("", [message])
 
 
 GROW = "{% set n = namespace(x=@) %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}"
