@@ -34,30 +34,26 @@ CUSTOM = {
 """Kinds of which Kubernetes has no schemas: their version, and the fields of a spec that the manifests may use."""
 
 
-def documents():
-    return [
-        pytest.param(document, id=f"{path.stem}-{document['kind']}-{number}")
-        for path in sorted(FOLDER.glob("*.yaml"))
-        for number, document in enumerate(yaml.safe_load_all(path.read_text()))
-    ]
+DOCUMENTS = {
+    f"{path.stem}-{document['kind']}-{number}": document
+    for path in sorted(FOLDER.glob("*.yaml"))
+    for number, document in enumerate(yaml.safe_load_all(path.read_text()))
+}
 
 
-def pod_templates(value, path=()):
+def pod_templates(value):
     """Every pod template of a document."""
     if isinstance(value, dict):
         if "containers" in value.get("spec", {}):
             yield value
-        for key, item in value.items():
-            yield from pod_templates(item, (*path, key))
-    elif isinstance(value, list):
-        for number, item in enumerate(value):
-            yield from pod_templates(item, (*path, number))
+        value = list(value.values())
+    for item in value if isinstance(value, list) else ():
+        yield from pod_templates(item)
 
 
 def load(name, kind):
-    found = [document for document in yaml.safe_load_all((FOLDER / name).read_text()) if document["kind"] == kind]
-    assert len(found) == 1
-    return found[0]
+    (found,) = [document for document in yaml.safe_load_all((FOLDER / name).read_text()) if document["kind"] == kind]
+    return found
 
 
 def check(document):
@@ -68,32 +64,38 @@ def check(document):
     kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
 
 
-@pytest.mark.parametrize("document", documents())
+@pytest.mark.parametrize("document", DOCUMENTS.values(), ids=DOCUMENTS)
 def test_every_manifest_is_valid(document):
     check(document)
     for template in pod_templates(document):
         check({"apiVersion": "v1", "kind": "Pod", **template, "metadata": {"name": "pod"}})
 
 
-@pytest.mark.parametrize("document", documents())
-def test_a_pod_outlives_its_drain(document):
-    for template in pod_templates(document):
-        for container in template["spec"]["containers"]:
-            arguments = container.get("args", [])
-            if "--shutdown-timeout" in arguments:
-                drain = float(arguments[arguments.index("--shutdown-timeout") + 1])
-                pause = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
-                assert template["spec"]["terminationGracePeriodSeconds"] > drain + pause
+PODS = [
+    pytest.param(template["spec"], id=name)
+    for name, document in DOCUMENTS.items()
+    for template in pod_templates(document)
+]
+every_pod = pytest.mark.parametrize("pod", PODS)
 
 
-@pytest.mark.parametrize("document", documents())
-def test_every_container_has_limits_and_the_commands_options_exist(document):
+@every_pod
+def test_a_pod_outlives_its_drain(pod):
+    for container in pod["containers"]:
+        arguments = container.get("args", [])
+        if "--shutdown-timeout" in arguments:
+            drain = float(arguments[arguments.index("--shutdown-timeout") + 1])
+            pause = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
+            assert pod["terminationGracePeriodSeconds"] > drain + pause
+
+
+@every_pod
+def test_every_container_has_limits_and_the_commands_options_exist(pod):
     options = set(inspect.signature(serve).parameters)
-    for template in pod_templates(document):
-        for container in template["spec"]["containers"]:
-            assert {"cpu", "memory"} <= set(container["resources"]["limits"])
-            given = {argument for argument in container.get("args", []) if argument.startswith("--")}
-            assert {option.removeprefix("--").replace("-", "_") for option in given} <= options
+    for container in pod["containers"]:
+        assert {"cpu", "memory"} <= set(container["resources"]["limits"])
+        given = {argument for argument in container.get("args", []) if argument.startswith("--")}
+        assert {option.removeprefix("--").replace("-", "_") for option in given} <= options
 
 
 def test_the_autoscalers_scale_the_deployment_by_the_servers_own_metric():
