@@ -5,6 +5,8 @@ import random
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.tiny import HYBRID, tiny_checkpoint
 from tests.text.speculative.conftest import (
@@ -104,14 +106,12 @@ def by_definition(text, smallest, largest, length):
 
 
 @pytest.mark.parametrize(("smallest", "largest"), [(1, 1), (1, 3), (2, 4), (3, 3)])
-def test_the_longest_match_is_continued_from_its_latest_place(smallest, largest):
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        text = rng.integers(0, rng.integers(2, 5), 60).tolist()
-        index = NgramIndex(smallest, largest)
-        for end in range(1, len(text) + 1, int(rng.integers(1, 4))):
-            expected = by_definition(text[:end], smallest, largest, 6)
-            assert index.continuation(text[:end], 6) == expected
+@settings(deadline=None, derandomize=True)
+@given(text=st.lists(st.integers(0, 3), min_size=1, max_size=60), step=st.integers(1, 3))
+def test_the_longest_match_is_continued_from_its_latest_place(smallest, largest, text, step):
+    index = NgramIndex(smallest, largest)
+    for end in range(1, len(text) + 1, step):
+        assert index.continuation(text[:end], 6) == by_definition(text[:end], smallest, largest, 6)
 
 
 # Hybrids.
