@@ -70,17 +70,13 @@ def pq():
     return pytest.importorskip("pyarrow.parquet", reason="needs the extra `ray`: make test-ray installs it")
 
 
-def table(pq, tmp_path, rows):
-    pa = pytest.importorskip("pyarrow")
-    path = tmp_path / "in.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    return path
-
-
 @pytest.mark.parametrize("body", [BODY, json.dumps(BODY)], ids=["struct", "text"])
 def test_rows_are_the_requests_of_lines(pq, tmp_path, body):
     row = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body, "more": 1}
-    with request_lines(table(pq, tmp_path, [row, {**row, "custom_id": None}])) as lines:
+    import pyarrow
+
+    pq.write_table(pyarrow.Table.from_pylist([row, {**row, "custom_id": None}]), tmp_path / "in.parquet")
+    with request_lines(tmp_path / "in.parquet") as lines:
         first, second = (read_request(line, number) for number, line in enumerate(lines, start=1))
     assert isinstance(first, RequestLine)
     assert json.loads(bytes(first.body)) == BODY
