@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.batch.test_run import answers_in, line, text_of
 from tests.support.tiny import tiny_checkpoint
 
 OPTIONS = ["--max-num-seqs", "2", "--max-model-len", "64", "--no-structured-outputs", "--any-model-name"]
@@ -21,31 +22,17 @@ def model(tmp_path_factory):
 
 
 def request(name, **body):
-    body = {"model": "gpt-4o-mini", "prompt": f"abc {name}", "max_tokens": 4, "ignore_eos": True, **body}
-    return {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
-
-
-def lines_of(requests):
-    return "".join(json.dumps(entry) + "\n" for entry in requests)
-
-
-def names_in(text):
-    return [json.loads(line)["custom_id"] for line in text.splitlines()]
-
-
-def process(*arguments, **options):
-    command = [sys.executable, "-m", "verax", "batch", *arguments, *OPTIONS]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options)
+    return line(name, model="gpt-4o-mini", max_tokens=4, **body)
 
 
 def test_a_file_is_answered_continued_and_its_errors_run_again(run, model, tmp_path):
-    (tmp_path / "in.jsonl").write_text(lines_of([request("a"), request("b", temperature=-1), request("c")]))
+    (tmp_path / "in.jsonl").write_bytes(text_of([request("a"), request("b", temperature=-1), request("c")]))
     command = ["batch", "-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", model, *OPTIONS]
     done = run(*command)
     assert (done.status, done.out) == (1, "")
     assert "2 done, 1 failed, 0 skipped in " in done.err
     assert "; 8 output tokens, " in done.err
-    (tmp_path / "in.jsonl").write_text(lines_of([request(name) for name in "abcd"]))
+    (tmp_path / "in.jsonl").write_bytes(text_of([request(name) for name in "abcd"]))
     done = run(*command)
     assert done.status == 1  # the output has an error
     earlier = "(earlier errors: 1; --retry-errors runs them again)"
@@ -53,13 +40,15 @@ def test_a_file_is_answered_continued_and_its_errors_run_again(run, model, tmp_p
     done = run(*command, "--retry-errors")
     assert done.status == 0
     assert "1 done, 0 failed, 3 skipped in " in done.err
-    assert sorted(names_in((tmp_path / "out.jsonl").read_text())) == list("abcd")
+    assert sorted(answer["custom_id"] for answer in answers_in(tmp_path / "out.jsonl")) == list("abcd")
 
 
 def test_ctrl_c_ends_a_run_whose_pipe_stays_open(model):
-    with process("-i", "-", "-o", "-", model, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
+    command = [sys.executable, "-m", "verax", "batch", "-i", "-", "-o", "-", model, *OPTIONS]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, **pipes) as running:
         try:
-            running.stdin.write(lines_of([request("a"), request("b")]))
+            running.stdin.write(text_of([request("a"), request("b")]))
             running.stdin.flush()
             names = [json.loads(running.stdout.readline())["custom_id"] for _ in range(2)]
             running.send_signal(signal.SIGINT)
@@ -67,8 +56,8 @@ def test_ctrl_c_ends_a_run_whose_pipe_stays_open(model):
         finally:
             running.kill()
         assert sorted(names) == ["a", "b"]
-        assert running.stdout.read() == ""
-        shown = running.stderr.read()
+        assert running.stdout.read() == b""
+        shown = running.stderr.read().decode()
         assert "2 done, 0 failed, 0 skipped in " in shown
         assert "stopped before the end" in shown
         assert "Traceback" not in shown

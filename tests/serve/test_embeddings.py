@@ -82,20 +82,16 @@ def test_vectors_have_as_many_dimensions_as_asked_for(embed, served_encoder):
 
 def test_long_texts_are_refused_or_cut_on_request(embed, served_encoder):
     long = "the cat sat on the mat " * 10
-    error = error_of(embed(input=["a cat", long]))
-    assert (error["code"], error["param"], error["n_prompt_tokens"], error["n_ctx"]) == (
-        *("context_length_exceeded", "input", 62, 16),
-    )
-    np.testing.assert_allclose(
-        vectors_of(embed(input=long, truncate_prompt_tokens=-1)), served_encoder.encode([long]), atol=2e-6
-    )
+    facts = {"code": "context_length_exceeded", "param": "input", "n_prompt_tokens": 62, "n_ctx": 16}
+    assert facts.items() <= error_of(embed(input=["a cat", long])).items()
+    cut = embed(input=long, truncate_prompt_tokens=-1)
+    np.testing.assert_allclose(vectors_of(cut), served_encoder.encode([long]), atol=2e-6)
     short = embed(input=long, truncate_prompt_tokens=6)
     np.testing.assert_allclose(vectors_of(short), served_encoder.encode(["the cat sat on"]), atol=2e-6)
     assert short.json()["usage"]["prompt_tokens"] == 6
     ids = served_encoder.tokenize([long], max_length=16)[0][0] * 2
-    np.testing.assert_allclose(
-        vectors_of(embed(input=ids, truncate_prompt_tokens=16)), served_encoder.encode_tokens([ids[:16]]), atol=2e-6
-    )
+    cut = embed(input=ids, truncate_prompt_tokens=16)
+    np.testing.assert_allclose(vectors_of(cut), served_encoder.encode_tokens([ids[:16]]), atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -133,9 +129,8 @@ def test_documents_come_sorted_with_their_scores_and_tokens_are_counted(rerank, 
     expected = reranker.rank(QUERY, DOCUMENTS)
     assert [one["index"] for one in answer["results"]] == [one.index for one in expected]
     assert [one["document"]["text"] for one in answer["results"]] == [one.text for one in expected]
-    np.testing.assert_allclose(
-        [one["relevance_score"] for one in answer["results"]], [one.score for one in expected], atol=2e-6
-    )
+    scores = [one["relevance_score"] for one in answer["results"]]
+    np.testing.assert_allclose(scores, [one.score for one in expected], atol=2e-6)
     tokens = sum(len(pair.ids) for pair in reranker.tokenize(QUERY, DOCUMENTS))
     assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
     assert answer["model"] == "pairs"
@@ -157,10 +152,8 @@ def test_documents_may_be_objects_with_a_text(rerank):
 
 def test_long_pairs_are_refused_or_cut_on_request(rerank, reranker):
     long = "the cat sat on the mat " * 10
-    error = error_of(rerank(documents=["a cat", long]))
-    assert (error["code"], error["param"], error["n_prompt_tokens"], error["n_ctx"]) == (
-        *("context_length_exceeded", "documents", 69, 24),
-    )
+    facts = {"code": "context_length_exceeded", "param": "documents", "n_prompt_tokens": 69, "n_ctx": 24}
+    assert facts.items() <= error_of(rerank(documents=["a cat", long])).items()
     (cut,) = ok(rerank(documents=[long], truncate_prompt_tokens=-1))["results"]
     np.testing.assert_allclose(cut["relevance_score"], reranker.score(QUERY, [long])[0], atol=2e-6)
     short = ok(rerank(documents=[long], truncate_prompt_tokens=12))

@@ -1,5 +1,7 @@
 """`/openapi.json` describes every route of the API, and answers are what it says."""
 
+import re
+
 import pytest
 
 from verax.serve.http.openapi import ApiRoute
@@ -22,14 +24,12 @@ def test_the_description_is_valid_by_the_schema_of_openapi_3_1(description):
 
 
 def test_every_route_but_the_pages_is_described(api, description):
-    paths = {route.path_format for route in api.app.routes if isinstance(route, ApiRoute)}
-    assert set(description["paths"]) == paths
-    others = {route.path for route in api.app.routes} - {
-        route.path for route in api.app.routes if isinstance(route, ApiRoute)
-    }
-    assert all(
-        path.startswith(("/page/", "/static/")) or path in ("/", "/openapi.json", "/v1/stream") for path in others
-    )
+    described = [route for route in api.app.routes if isinstance(route, ApiRoute)]
+    assert set(description["paths"]) == {route.path_format for route in described}
+    others = {route.path for route in api.app.routes} - {route.path for route in described}
+    assert [
+        path for path in others - {"/", "/openapi.json", "/v1/stream"} if not re.match("/page/|/static/", path)
+    ] == []
 
 
 def test_every_operation_has_a_name_of_its_own_an_answer_and_errors(description):
@@ -48,14 +48,12 @@ def test_every_operation_has_a_name_of_its_own_an_answer_and_errors(description)
 
 def test_bodies_have_the_fields_that_are_taken(description):
     def fields(path, kind="application/json"):
-        return resolved(description, description["paths"][path]["post"]["requestBody"]["content"][kind]["schema"])[
-            "properties"
-        ]
+        body = description["paths"][path]["post"]["requestBody"]["content"][kind]
+        return resolved(description, body["schema"])["properties"]
 
-    assert {"messages", "n", "tools", "response_format", "structured_outputs", "top_k"} <= set(
-        fields("/v1/chat/completions")
-    )
-    assert fields("/v1/chat/completions")["function_call"]["type"] == "null"  # refused
+    chat = fields("/v1/chat/completions")
+    assert {"messages", "n", "tools", "response_format", "structured_outputs", "top_k"} <= set(chat)
+    assert chat["function_call"]["type"] == "null"  # refused
     item = fields("/v1/responses")["input"]["anyOf"][1]["items"]["anyOf"]
     assert {"arguments", "call_id"} <= set(resolved(description, item[1])["properties"])
     form = fields("/v1/videos", "multipart/form-data")
