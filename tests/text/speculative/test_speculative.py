@@ -62,10 +62,8 @@ def test_logprobs_equal_an_engine_without_drafts(ngram):
         (a,), (b,) = ours.outputs, theirs.outputs
         assert a.token_ids == b.token_ids
         assert [list(entry) for entry in a.logprobs] == [list(entry) for entry in b.logprobs]
-        for entry, other in zip(a.logprobs, b.logprobs, strict=True):
-            np.testing.assert_allclose(
-                [x.logprob for x in entry.values()], [x.logprob for x in other.values()], atol=2e-4
-            )
+        scores = ([[one.logprob for one in entry.values()] for entry in sample.logprobs] for sample in (a, b))
+        np.testing.assert_allclose(*scores, atol=2e-4)
         np.testing.assert_allclose(a.cumulative_logprob, b.cumulative_logprob, atol=2e-3)
         assert [e and list(e) for e in ours.prompt_logprobs] == [e and list(e) for e in theirs.prompt_logprobs]
     assert totals(ngram) > before
