@@ -28,9 +28,14 @@ def hybrid_llm(hybrid_folder):
 
 
 @pytest.fixture(scope="session")
-def windowed_llm(tmp_path_factory):
+def windowed_folder(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "windowed", **WINDOWED)
+
+
+@pytest.fixture(scope="session")
+def windowed_llm(windowed_folder):
     """An engine with layers that see 10, 96 and 10 tokens."""
-    return make_llm(tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "windowed", **WINDOWED))
+    return make_llm(windowed_folder)
 
 
 def make_llm(folder, **options):

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.engine import GREEDY, PROMPTS, RANDOM, add_slowly, few_blocks, generate, nothing_compiles, tokens
-from tests.support.tiny import tiny_checkpoint
-from tests.text.conftest import WINDOWED, make_llm
+from tests.text.conftest import make_llm
 from verax import ops
 from verax.errors import InvalidParameterError
 from verax.text.engine.engine_config import EngineConfig
@@ -17,16 +16,14 @@ from verax.text.step.sizes import plan_sizes
 PENALTIES = SamplingParams(temperature=0, max_tokens=21, frequency_penalty=2.0, repetition_penalty=1.3, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["llm", "windowed_llm", "hybrid_llm"])
-def pair(request, tmp_path_factory):
+FOLDERS = {"llm": "tiny_folder", "windowed_llm": "windowed_folder", "hybrid_llm": "hybrid_folder"}
+
+
+@pytest.fixture(scope="module", params=FOLDERS)
+def pair(request):
     """An engine with single steps, and one of the same model whose steps decode three tokens."""
-    single = request.getfixturevalue(request.param)
-    folder = {
-        "llm": lambda: request.getfixturevalue("tiny_folder"),
-        "hybrid_llm": lambda: request.getfixturevalue("hybrid_folder"),
-        "windowed_llm": lambda: tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "windowed", **WINDOWED),
-    }[request.param]()
-    return single, make_llm(folder, num_scheduler_steps=3)
+    folder = request.getfixturevalue(FOLDERS[request.param])
+    return request.getfixturevalue(request.param), make_llm(folder, num_scheduler_steps=3)
 
 
 def counted_steps(llm):

@@ -199,17 +199,13 @@ def test_prompts_of_each_shape_are_recognised(llm):
 @pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [
-        (None, None, "prompts: expected texts or lists of token ids"),
-        (5, None, "prompts: expected texts or lists of token ids"),
+        *((wrong, None, "prompts: expected texts or lists of token ids") for wrong in (None, 5, b"abc")),
         ({"text": "abc"}, None, "prompts: .*prompt_token_ids"),
         (["a", "b"], [GREEDY], "sampling_params: 1 given for 2"),
         *(([[5, wrong]], GREEDY, "prompt: expected token ids") for wrong in (1.5, "6", None, float("nan"), [6], True)),
-        (b"abc", GREEDY, "prompts: expected texts or lists"),
         ([b"abc"], GREEDY, "prompt: expected a text, token ids or messages"),
         (["a\ud800b"], GREEDY, "prompt: .*half of a character"),
-        ([[5, 6]], {"temperature": 0}, "sampling_params: expected SamplingParams"),
-        ([[5, 6]], "greedy", "sampling_params: expected SamplingParams"),
-        ([[5, 6]], [None], "sampling_params: expected SamplingParams"),
+        *(([[5, 6]], wrong, "sampling_params: expected SamplingParams") for wrong in ({"seed": 0}, "greedy", [None])),
     ],
 )
 def test_what_is_not_a_prompt_or_parameters_is_refused(llm, prompts, params, message):

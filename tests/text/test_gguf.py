@@ -77,7 +77,7 @@ def published(folder, family):
 
 def both(tmp_path, family, **options):
     folder = published(tiny_checkpoint(tmp_path / "folder", vocab_size=323), family)
-    files.write(folder, tmp_path / "a.gguf", pre=family, **options)
+    files.write(folder, tmp_path / "a.gguf", **{"pre": family, **options})
     return Tokenizer.from_folder(folder), Tokenizer.from_checkpoint(Checkpoint.open(tmp_path / "a.gguf"))
 
 
@@ -112,10 +112,8 @@ def test_conversations_are_rendered_by_the_files_template(tmp_path, listed):
 
 
 def test_files_of_early_converters_go_by_their_architecture(tmp_path):
-    folder = published(tiny_checkpoint(tmp_path / "folder", vocab_size=323), "qwen2")
-    files.write(folder, tmp_path / "a.gguf", pre="default")
-    ours = Tokenizer.from_checkpoint(Checkpoint.open(tmp_path / "a.gguf"))
-    assert [ours.encode(text) for text in TEXTS] == [Tokenizer.from_folder(folder).encode(text) for text in TEXTS]
+    theirs, ours = both(tmp_path, "qwen2", pre="default")
+    assert [ours.encode(text) for text in TEXTS] == [theirs.encode(text) for text in TEXTS]
 
 
 def test_a_file_generates_like_its_folder(tmp_path):
