@@ -25,9 +25,8 @@ namespace verax {
 namespace VERAX_LEVEL {
 namespace {
 
-// Most rows with which W is asked for before it comes from memory, and most rows with which a strip is read from end to end,
-// since x stays in the first cache level.
-constexpr int64_t STREAMED_ROWS = 64, FEW_ROWS = 16;
+// Most rows with which a strip is read from end to end, since x stays in the first cache level.
+constexpr int64_t FEW_ROWS = 16;
 
 // Cells of x from row m and cell k on: of f32 x itself, of others pieces.
 template <class Cells>
@@ -63,10 +62,8 @@ void multiply_into(Matrix sums, const GemmTask& t, const GemmBlock& block, [[may
     const Matrix y{sums.at + (n - block.n), sums.stride};
     auto tile = begin_tile(t, block, n, rows, weight, y, k == 0, last);
     if constexpr (WIDE<Cells>) tile.row_scales = t.row_scales + k / GEMM_PIECE * t.M + block.m;
-    if (block.rows <= STREAMED_ROWS) {
-      const bool across = block.rows > FEW_ROWS && left > STRIP;
-      tile.ahead = (across ? cells : GEMM_PIECE) * GEMM_STRIP * sizeof(Packed<Cells>);
-    }
+    const bool across = block.rows > FEW_ROWS && left > STRIP;
+    tile.ahead = (across ? cells : GEMM_PIECE) * GEMM_STRIP * sizeof(Packed<Cells>);
     multiply_columns<Cells>(block.rows, tile, columns, depth);
     if (!last || t.activation == Activation::none) return;
     for (int64_t m = 0; m < block.rows; ++m) {
