@@ -36,17 +36,20 @@ def test_each_case_names_the_implementation_that_runs_and_times_the_others():
         2 * 256 * 48,
     )
     assert cases["int4-32, 1 rows"]["bytes_moved"] == 256 * 48 // 2 + 8 * 48 * 2
-    assert cases["int4-32, 2000 rows"]["chosen"] == "dequantized"
+    int4, many = ops.quantize(jnp.ones((48, 256)), 4, 32), jnp.ones((2000, 256))
+    assert cases["int4-32, 2000 rows"]["chosen"] == ops.linear.select(many, int4).name
     assert result["name"] == "linear-256"
     assert "| linear | int4-32, 1 rows | reference |" in markdown(result)
 
 
 def test_a_weight_that_models_pack_is_timed_as_it_is_packed():
     cases = {case["case"]: case for case in run(rows=[1, 64], weights=["float32", "int8"])["cases"]}
-    for name, few_rows in (("float32, 1 rows", True), ("float32, 64 rows", False)):
-        packs = isinstance(ops.pack_weight(jnp.ones((48, 256)), few_rows=few_rows), ops.PackedWeight)
-        assert (cases[name]["chosen"] == bench.PACKED) == (bench.PACKED in cases[name]["sides"]) == packs
-    assert bench.PACKED not in cases["int8, 64 rows"]["sides"]  # its inputs would have to be rounded too
+    weight = jnp.ones((48, 256))
+    weights = {"float32": weight, "int8": ops.quantize(weight, 8)}
+    for name, case in cases.items():
+        packed = ops.pack_weight(weights[name.partition(",")[0]], few_rows="1 rows" in name)
+        packs = isinstance(packed, ops.PackedWeight)
+        assert (case["chosen"] == bench.PACKED) == (bench.PACKED in case["sides"]) == packs
 
 
 SMALL = {

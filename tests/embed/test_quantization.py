@@ -39,7 +39,7 @@ def test_vectors_match_the_reference_of_the_same_arithmetic(folder, vectors):
 def test_vectors_of_a_lam_are_close_to_float32(rule, tmp_path):
     tiny_encoder(tmp_path, model_type="lam", lam_config={"rule": rule}, hidden_size=64, intermediate_size=96)
     cosines = (Encoder(tmp_path).encode(SENTENCES) * Encoder(tmp_path, quantization="int8").encode(SENTENCES)).sum(1)
-    assert 0.999 < cosines.min() < 1 - 1e-6
+    assert 0.99 < cosines.min() < 1 - 1e-6
 
 
 def test_vectors_of_the_built_in_encoder_are_close_to_float32():
