@@ -17,6 +17,7 @@ from jaxtyping import Int
 
 from verax.errors import InvalidParameterError
 from verax.ops.block_quantized import BLOCK_KINDS, LANES, BlockQuantizedWeight
+from verax.ops.packed import PackedWeight
 from verax.ops.quantized import INT4_ROWS, QuantizedWeight
 
 TENSOR_AXIS = "tensor"
@@ -75,6 +76,8 @@ def is_weight(value: Any) -> bool:
 def partition(weight: Any, division: Division | None) -> Any:
     """Partition of each array of a weight, in a tree like the weight's; whole arrays without a division."""
     spec = PartitionSpec() if division is None else division.spec
+    if not (is_weight(weight) or isinstance(weight, PackedWeight)):
+        return spec
     specs = jax.tree.map(lambda _: spec, weight)
     if isinstance(weight, QuantizedWeight) and division is not None and len(weight.shape) == 2 and division.axis == 1:
         # Scales and zero points of whole rows are whole.
