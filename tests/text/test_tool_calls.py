@@ -218,7 +218,7 @@ XML_VALUES = {
     "city": {"3": "3", ' "quoted" \\ text\n\n': ' "quoted" \\ text\n\n'},
     "unknown": {"true": "true"},
 }
-"""What the texts of each parameter become."""
+"""Values by text for each parameter."""
 
 
 @pytest.mark.parametrize(

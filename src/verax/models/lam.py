@@ -143,7 +143,7 @@ class ShortConvolution(nnx.Module):
 class TwoLayers(nnx.Module):
     """Perceptron of two layers, under the keys 0 and 2: PyTorch's `Sequential` counts the activation between them.
 
-    They are no `Linear`, whose weight may be packed: the rules take arrays.
+    The rules take arrays, so each layer holds plain parameters: the weight of a `Linear` may be packed.
     """
 
     def __init__(self, size_in: int, hidden: int, *, dtype: DTypeLike, rngs: nnx.Rngs):

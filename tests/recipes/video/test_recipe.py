@@ -41,7 +41,7 @@ def test_the_built_in_model_follows_unseen_prompts():
     pipe = VideoPipeline.from_pretrained(show_progress=False)
     right = [classify(pipe(s.caption).frames).agrees(s) for s in scenes(7, 0, 10, split="held_out")]
     assert all(one[word] for one in right for word in ("colour", "direction", "top", "bottom"))
-    # Of a hundred and fifty 82%; the rest are squares with round corners.
+    # The model draws the right shape for 82% of 150 prompts; the others are squares with round corners.
     assert sum(one["shape"] for one in right) >= 7
 
 

@@ -26,7 +26,7 @@ class Work:
         weights: weights by our names.
         inputs: inputs in our layout.
         function: traced function of the module and the inputs.
-        prepare: function of the module and the inputs to those of `function`, which our side calls once for many calls.
+        prepare: function from the module and the inputs to the inputs of `function`; our side calls it once, untimed.
     """
 
     stage: str
