@@ -200,11 +200,10 @@ def _run(
         python = settings.peer_python
     with WorkerProcess(engine, python, engines, engine, remedy=REMEDY) as process:
         versions, start = process.ask(**load)["versions"], time.perf_counter() - begin
-        answers, clips = [], []
+        answers = []
         for i, prompt in enumerate(prompts):
             (folder / str(i)).mkdir(parents=True)
             answers.append(process.ask(**clip, prompt=prompt, folder=str(folder / str(i))))
-            clips.append(np.load(folder / str(i) / "frames.npy"))
     stages, text = answers[-1]["result"], process.printed
     if engine == "stable_diffusion_cpp":
         taken = {stage: re.findall(rf"\b{words} completed, taking ([\d.]+)s", text) for stage, words in LOG.items()}
@@ -215,7 +214,7 @@ def _run(
     return {
         "samples": Samples(seconds[settings.warmup :], seconds[: settings.warmup]),
         "versions": versions,
-        "clips": clips[settings.warmup :],
+        "clips": [np.load(folder / str(i) / "frames.npy") for i in range(settings.warmup, len(prompts))],
         "numbers": {
             "stages": stages["seconds"],
             "computed": stages.get("computed"),
