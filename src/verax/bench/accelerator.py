@@ -155,8 +155,8 @@ def bench_accelerator(settings: AcceleratorSettings) -> dict[str, Any]:
     folder, rehearse, seconds = settings.folder, settings.rehearse, settings.seconds
     check_names("only", settings.only, PARTS)
     names = [name for name in PARTS if name in (settings.only or PARTS)]
-    page: dict[str, Any] = {"subject": "accelerator", "name": "rehearsal" if rehearse else "parts", "notes": []}
-    page["date"] = date()
+    name = "rehearsal" if rehearse else "parts"
+    page: dict[str, Any] = {"subject": "accelerator", "name": name, "date": date(), "notes": []}
     if settings.list:
         columns = {"part": lambda name: name, "measures": lambda name: PARTS[name].summary}
         return {**page, "title": "Accelerator: parts", "intro": "In this order.", "tables": [table(names, columns)]}
