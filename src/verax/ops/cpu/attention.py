@@ -110,7 +110,7 @@ def _paged_decode_attention_native(
     q: Float[Array, "B N H"], *paged: Any, **options: Unpack[ScoreOptions]
 ) -> Float[Array, "B N H"]:
     # One query a sequence; one of length 0 sees nothing, which the kernel answers with 0.
-    starts = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
+    starts = jnp.asarray(np.arange(q.shape[0] + 1, dtype=np.int32))  # a constant: it takes a step no time
     return _paged_attention_native(q, *paged, starts, **options)
 
 
@@ -119,7 +119,7 @@ def _accepts_caches(k_cache: Any, v_cache: Any, *arrays: Any) -> bool:
     known = all(
         cache.dtype == jnp.int8 if isinstance(cache, QuantizedPages) else cache.dtype in FLOATS for cache in caches
     )
-    return known and all(x.dtype in FLOATS for x in arrays[:2])
+    return known and type(k_cache) is type(v_cache) and all(x.dtype in FLOATS for x in arrays[:2])
 
 
 @write_pages.implementation("native", **library.REQUIREMENTS, accepts=_accepts_caches)
@@ -131,13 +131,7 @@ def _write_pages_native(
     pages: Int[Array, "T"],
     offsets: Int[Array, "T"],
 ) -> tuple[Pages, Pages]:
-    places = pages.astype(jnp.int32), offsets.astype(jnp.int32)
-
-    def written(cache: Pages, x: Float[Array, "T K H"]) -> Pages:
-        arrays = x.astype(jnp.float32), *places
-        if isinstance(cache, QuantizedPages):
-            both = cache.values, cache.scales
-            return QuantizedPages(*library.call_many("verax_write_pages_quantized", both, *both, *arrays, changed=2))
-        return library.call_many("verax_write_pages", [cache], cache, *arrays, changed=1)[0]
-
-    return written(k_cache, k), written(v_cache, v)
+    arrays = k.astype(jnp.float32), v.astype(jnp.float32), pages.astype(jnp.int32), offsets.astype(jnp.int32)
+    caches, tree = jax.tree.flatten((k_cache, v_cache))
+    handler = "verax_write_pages_quantized" if isinstance(k_cache, QuantizedPages) else "verax_write_pages"
+    return jax.tree.unflatten(tree, library.call_many(handler, caches, *caches, *arrays, changed=len(caches)))
