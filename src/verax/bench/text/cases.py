@@ -4,35 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
 
-from verax import checkpoint, ops
+from verax import checkpoint
 from verax.bench.harness import Benchmark, case_result, checkpoint_folder, time_sides, timed
-from verax.bench.results import rounds, sides_table, slug, table
+from verax.bench.results import rounds, sides_table, slug
 from verax.bench.settings import TextSettings
 from verax.bench.text.peers import STARTS, peer_sides
 from verax.bench.text.workload import USUAL, Workload, make_workload
 from verax.errors import InvalidParameterError
 from verax.files import model_name
 from verax.loading import load_causal_lm
-from verax.machine import measure_bandwidth, peak_growth
+from verax.machine import peak_growth
 from verax.models import causal_lm
-from verax.ops.paged import QuantizedPages
 from verax.plan.model import multiplied
 from verax.shapes import SHAPES
 from verax.text.engine.engine_config import EngineConfig
 from verax.text.engine.llm import LLM
-from verax.text.engine.request import RequestInput
-from verax.text.engine.sampling_params import SamplingParams
-from verax.text.step.step import StepShape
 from verax.text.tokens.tokenizer import Tokenizer
 
 
@@ -92,9 +84,6 @@ def bench_text(settings: TextSettings, workload: Workload | None = None) -> dict
         if llm.spec_decode is not None:
             rate = llm.spec_decode.acceptance_rate
             measured["spec_decode"] = {**dataclasses.asdict(llm.spec_decode), "acceptance_rate": rate}
-        if settings.decode_breakdown:
-            rows = len(workload.prompts)
-            measured["decode_breakdown"] = _break_down_decode_step(llm, rows=rows, length=workload.longest)
         asked = dataclasses.asdict(settings) | {
             "model": model_name(settings.model) if settings.model else f"random weights, {words}",
             "shapes": None if settings.model else settings.shapes,
@@ -117,79 +106,6 @@ def _generate(llm: LLM, workload: Workload) -> object:
     return outputs
 
 
-def _no_write(k_cache: ops.Pages, v_cache: ops.Pages, *keys_and_values: Any) -> tuple[ops.Pages, ...]:
-    # One value is still written: XLA drops the products that make x if nothing reads it.
-    pairs = zip((k_cache, v_cache), keys_and_values, strict=False)
-    return tuple(
-        cache._replace(values=_first_replaced(cache.values, x))
-        if isinstance(cache, QuantizedPages)
-        else _first_replaced(cache, x)
-        for cache, x in pairs
-    )
-
-
-def _first_replaced(values: Array, x: Float[Array, "T K H"]) -> Array:
-    # Not `.at[].set`: XLA scatters one bfloat16 at the price of the whole cache.
-    one = x[:1, :1, :1].astype(values.dtype).reshape((1,) * values.ndim)
-    return jax.lax.dynamic_update_slice(values, one, (0,) * values.ndim)
-
-
-LADDER: tuple[tuple[str, dict[str, Callable[..., Any]]], ...] = (
-    ("sampling beyond an argmax", {"sample": lambda logits, *state: jnp.argmax(logits, axis=-1).astype(jnp.int32)}),
-    ("attention", {"paged_decode_attention": lambda q, *cache, **options: q}),
-    ("cache writes", {"write_pages": _no_write}),
-)
-"""Parts of a decode step, in the order in which they are replaced by nothing."""
-
-
-def _break_down_decode_step(llm: LLM, *, rows: int, length: int) -> dict[str, Any]:
-    """Milliseconds of a decode step of `rows` sequences of about `length` tokens, by part; the bandwidth reached.
-
-    What is left without attention, cache writes and sampling is weights: matmuls, norms and the like. The host's part
-    (scheduling and packing) is not one of the parts: it runs while the device computes.
-    """
-    runner = llm.engine.runner
-    rows = min(rows, runner.config.max_num_seqs)
-    host_ms, packed, shape = _prepare(llm, rows, length)
-    variants, skipped = {"whole step": runner.compile_with_implementations(shape)}, {}
-    for part, choice in LADDER:
-        skipped.update(choice)
-        variants[f"without {part}"] = runner.compile_with_implementations(shape, **skipped)
-    calls = {name: lambda step=step: jax.block_until_ready(step(packed)) for name, step in variants.items()}
-    times = [1e3 * side.median for side in time_sides(calls, runs=15, warmup=2).values()]
-    parts = {part: before - after for (part, _), before, after in zip(LADDER, times, times[1:], strict=False)}
-    bandwidth = measure_bandwidth()
-    reached = runner.weight_bytes / (times[0] / 1e3)
-    return {
-        "rows": rows,
-        "length": length,
-        "whole_ms": times[0],
-        "parts_ms": {"weights (matmuls, norms, rotary)": times[-1], **parts},
-        "host_ms": host_ms,
-        "weight_gb": runner.weight_bytes / 1e9,
-        "weight_gb_per_s": reached / 1e9,
-        "fraction_of_bandwidth": reached / bandwidth,
-    }
-
-
-def _prepare(llm: LLM, rows: int, length: int) -> tuple[float, np.ndarray, StepShape]:
-    """Real requests brought to `length` tokens; the host's milliseconds a step, and a step's input to repeat."""
-    engine, rng = llm.engine, np.random.default_rng(0)
-    engine.scheduler.decode_steps = {}  # one token of each
-    prompt_length = max(1, min(length, llm.max_model_len) - 40)
-    params = SamplingParams(temperature=0.7, max_tokens=None, ignore_eos=True)
-    prompts = rng.integers(3, engine.vocab_size, (rows, prompt_length)).tolist()
-    requests = [engine.prepare(RequestInput(prompt, params)) for prompt in prompts]
-    for request in requests:
-        engine.add(request)
-    while any(sequence.num_to_compute != 1 for sequence in engine.scheduler.running) or engine.scheduler.waiting:
-        engine.advance()
-    (packed, shape, _), seconds = timed(lambda: engine.runner.pack(engine.scheduler.schedule()))
-    for request in requests:
-        engine.abort(request.request_id)
-    return 1e3 * seconds, packed, shape
-
-
 def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
     """Name, title, intro, tables and notes of a result."""
     precision = settings["quantization"] or settings["dtype"]
@@ -209,15 +125,6 @@ def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str,
         )
     started = "start_s" in measured["cases"][0]["sides"]["verax"]
     tables = [sides_table(measured["cases"], "tokens/s", note=STARTS if started else "")]
-    if step := measured.get("decode_breakdown"):
-        parts = {**step["parts_ms"], "host (while the device computes)": step["host_ms"]}
-        note = (
-            f"A step of {step['rows']} sequences of about {step['length']} tokens: {step['whole_ms']:.1f} ms, "
-            f"{step['weight_gb_per_s']:.1f} GB/s of weights, {100 * step['fraction_of_bandwidth']:.0f}% of the "
-            "measured bandwidth."
-        )
-        columns = {"part": lambda row: row[0], "ms": lambda row: f"{row[1]:.1f}"}
-        tables.append(table(parts.items(), columns, title="Parts of a decode step", note=note))
     return {
         "name": slug(
             settings["model"] if shapes is None else "",

@@ -502,19 +502,6 @@ class ModelRunner:
         if self.group is not None and self.group.leads:
             self.group.send(Dispatch.of(program, *arrays, shape=shape))
 
-    def compile_with_implementations(
-        self, shape: StepShape, **implementations: str | Callable[..., Any]
-    ) -> Callable[[np.ndarray], StepOutput]:
-        """A step on this runner's state, compiled with the named implementations of operations, for measurements."""
-        with ops.use_implementations(**implementations):
-            step = self.program(shape).jit().lower(*self._arguments(shape)).compile()
-
-        def run(packed: np.ndarray) -> StepOutput:
-            self._slots, self._cache, output = step(self._weights_of(shape), self._slots, self._cache, packed)
-            return output
-
-        return run
-
     def num_compiled(self) -> int:
         """Programs compiled so far; constant after `warm_up`. Those that were loaded count as well."""
         replays = [program for program, _ in self._replays.values()]
