@@ -31,7 +31,7 @@ async def _run(folder: Path) -> int:
     def command(port: int) -> list[str]:
         return [sys.executable, "-m", "verax", "serve", "--host", "127.0.0.1", "--port", str(port), *OPTIONS]
 
-    async with started(command) as url:
+    async with started(command) as server:
         done = subprocess.run(
             [
                 *(folder / "venv/bin/python", "-m", "pytest", "-p", "openai_plugin", "-p", "no:cacheprovider"),
@@ -39,7 +39,7 @@ async def _run(folder: Path) -> int:
                 *(f"tests/api_resources/{name}" for name in RESOURCES),
             ],
             cwd=folder / "source",
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), "TEST_API_BASE_URL": f"{url}/v1"},
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parent), "TEST_API_BASE_URL": f"{server.url}/v1"},
             check=False,
         )
     return done.returncode

@@ -32,7 +32,7 @@ def target():
     """A server of the built-in model, as a person starts it."""
     server = started(partial(serve_command, None, {"max_num_seqs": 4, "max_model_len": 256}))
     with asyncio.Runner() as runner:
-        yield runner.run(server.__aenter__())
+        yield runner.run(server.__aenter__()).url
         runner.run(server.__aexit__(None, None, None))
 
 

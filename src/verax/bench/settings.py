@@ -351,6 +351,7 @@ class ServeSettings(TrafficSettings, _Engine):
     )
     against: Any = against("offline", "async", "llama.cpp")
     checks: int = option(8, "Answers to ask for again without load, and compare.", low=0)
+    starts: bool = option(True, "Measure first starts, with empty caches, and the servers' peak memory.")
     llama_server: str | None = option(
         None,
         "Program of llama.cpp's server.",

@@ -248,15 +248,19 @@ def test_a_server_is_ready_in_the_block_and_gone_after_it(tmp_path, monkeypatch)
     (tmp_path / "health").write_text("ready")
 
     async def main():
-        async with started(lambda port: [*PYTHON, "http.server", str(port), "--bind", "127.0.0.1"]) as url:
-            client = Client(url)
+        async with started(lambda port: [*PYTHON, "http.server", str(port), "--bind", "127.0.0.1"]) as server:
+            client = Client(server.url)
             text = await client.fetch("/health")
             await client.close()
+            measured = server.measured()
         with pytest.raises(VeraxError):
-            await Client(url).fetch("/health")
-        return text
+            await Client(server.url).fetch("/health")
+        return text, measured
 
-    assert asyncio.run(main()) == "ready"
+    text, measured = asyncio.run(main())
+    assert text == "ready"
+    assert 0 < measured["start_s"] < 60
+    assert measured["peak_bytes"] is None or 1e6 < measured["peak_bytes"] < 1e9
 
 
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -23,9 +25,10 @@ from verax import builtin, checkpoint
 from verax.bench.harness import Benchmark, case_result, checkpoint_folder, time_sides
 from verax.bench.results import rounds, sides_table, slug
 from verax.bench.serve import load as load_test
-from verax.bench.serve.load import Answer, Ask, Client, Load, Request, Run, draw_requests, run_load, started
+from verax.bench.serve.load import Answer, Ask, Client, Load, Request, Run, Server, draw_requests, run_load, started
 from verax.bench.settings import ServeSettings, TrafficSettings
 from verax.bench.text.gguf_export import gguf_file
+from verax.bench.text.peers import CACHES
 from verax.errors import InvalidParameterError, MissingDependencyError
 from verax.machine import num_cores
 from verax.models import causal_lm
@@ -61,8 +64,15 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
             await client.find_model()
             return client
 
-        async def start(command: Callable[[int], Sequence[str]]) -> Client:
-            return await connect(Client(f"{await stack.enter_async_context(started(command))}/v1"))
+        async def start(name: str, command: Callable[[int], Sequence[str]]) -> Client:
+            environment = None
+            if settings.starts:
+                caches = stack.enter_context(
+                    tempfile.TemporaryDirectory(prefix="verax-bench-", ignore_cleanup_errors=True)
+                )
+                environment = os.environ | dict.fromkeys(CACHES, caches)
+            servers[name] = await stack.enter_async_context(started(command, environment))
+            return await connect(Client(f"{servers[name].url}/v1"))
 
         async def start_engine() -> AsyncLLM:
             llm = AsyncLLM(argument, **engine)
@@ -71,18 +81,20 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
 
         try:
             sides: dict[str, Side] = {}
+            servers: dict[str, Server] = {}
             if program:
                 gguf, file = gguf_file(opened, precision, stack, vocabulary=path / "tokenizer.json")
                 argument, engine["quantization"] = str(file), None  # all sides read the same file
                 slots = max(load.concurrency or max_num_seqs for load in loads)
-                client = runner.run(start(partial(llama_server_command, program, file, slots, traffic.longest)))
+                command = partial(llama_server_command, program, file, slots, traffic.longest)
+                client = runner.run(start("llama.cpp server", command))
                 sides["llama.cpp server"] = partial(run_load, client.complete)
             if "offline" in against:
                 sides["offline"] = partial(run_offline, LLM(argument, **engine))
             if "async" in against:
                 sides["AsyncLLM"] = partial(run_load, partial(ask_engine, runner.run(start_engine())))
             own = Client(url, api_key=settings.api_key) if url is not None else None
-            client = runner.run(connect(own) if own else start(partial(serve_command, argument, engine)))
+            client = runner.run(connect(own) if own else start(chosen, partial(serve_command, argument, engine)))
             sides[chosen] = partial(run_load, client.complete)
             run = lambda side, load, number: runner.run(
                 sides[side](load, draw_requests(traffic, number), number=number)
@@ -90,6 +102,8 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
             for number, load in enumerate(loads):
                 case, answers = _run_case(run, load, list(sides), chosen, number, settings)
                 case["check"] = runner.run(check_answers(client.complete, answers, number=settings.checks))
+                for name, server in servers.items() if settings.starts else ():
+                    case["sides"][name] |= server.measured()
                 cases.append(case)
         finally:
             runner.run(stack.aclose())
@@ -113,7 +127,8 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
         intro=f"{f'a GGUF file of {gguf}, which all sides read' if gguf else precision}, at most {max_num_seqs} "
         f"sequences in a step; {_requests(traffic)}; {rounds(asked)}. The client runs on the same machine. "
         "Latencies are mean, p50 / p90 / p99 of complete answers, without slow readers. Ratios are of output tokens "
-        "per second.",
+        "per second."
+        + (" Servers started with empty caches; memory is the peak at the end of a load." if settings.starts and servers else ""),
         settings=asked,
         versions=versions,
         tables=[sides_table(cases, "output tokens/s")],

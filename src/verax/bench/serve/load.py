@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -360,12 +360,31 @@ async def _read(response: Any, answer: Answer) -> None:
     answer.error = "lost: no end of the stream"
 
 
+@dataclass(frozen=True)
+class Server:
+    """A started server: its root URL, the seconds until it was ready, and the id of its process."""
+
+    url: str
+    start_s: float
+    process: int
+
+    def measured(self) -> dict[str, Any]:
+        """`start_s`, and `peak_bytes` of its memory so far; None where the system does not keep it."""
+        status = Path(f"/proc/{self.process}/status")
+        lines = status.read_text().splitlines() if status.exists() else []
+        peaks = (1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+        return {"start_s": self.start_s, "peak_bytes": next(peaks, None)}
+
+
 @contextlib.asynccontextmanager
-async def started(command: Callable[[int], Sequence[str]]) -> AsyncIterator[str]:
-    """Root URL of a server on a free port of this machine that runs while the block does.
+async def started(
+    command: Callable[[int], Sequence[str]], environment: Mapping[str, str] | None = None
+) -> AsyncIterator[Server]:
+    """Server on a free port of this machine that runs while the block does.
 
     Args:
         command: its command line, given a port. `/health` answers 200 once it is ready.
+        environment: variables of its process; this process's if None.
 
     Raises:
         VeraxError: if it ends by itself or is not ready in time; the message has the end of its output.
@@ -378,7 +397,9 @@ async def started(command: Callable[[int], Sequence[str]]) -> AsyncIterator[str]
     with tempfile.TemporaryDirectory(prefix="verax-bench-") as folder:
         log = Path(folder) / "log"
         with log.open("wb") as output:
-            process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+            process = subprocess.Popen(
+                words, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment
+            )
         try:
             while True:
                 with contextlib.suppress(VeraxError):
@@ -391,7 +412,7 @@ async def started(command: Callable[[int], Sequence[str]]) -> AsyncIterator[str]
                 if time.monotonic() - begin > START:
                     raise VeraxError(f"{words[0]}: not ready after {START:.0f} s: {printed}")
                 await asyncio.sleep(0.2)
-            yield client.url
+            yield Server(client.url, time.monotonic() - begin, process.pid)
         finally:
             await client.close()
             if process.poll() is None:
