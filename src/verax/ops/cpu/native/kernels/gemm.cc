@@ -104,7 +104,7 @@ void multiply_block(const GemmTask& t, const GemmBlock& block, void* scratch) {
       Packing<Kind>::strip({weight.at, weight.stride}, t, n, columns, k, values);
       const Matrix y{t.y + block.m * t.N + n, t.N};
       const auto tile = begin_tile(t, block, n, x, weight, y, k == 0, last);
-      multiply_columns<Cells>(block.rows, tile, columns, depth);
+      multiply_columns<Cells, false>(block.rows, tile, columns, depth);
     }
   }
 }

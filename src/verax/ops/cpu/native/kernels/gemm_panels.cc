@@ -64,7 +64,7 @@ void multiply_into(Matrix sums, const GemmTask& t, const GemmBlock& block, [[may
     if constexpr (WIDE<Cells>) tile.row_scales = t.row_scales + k / GEMM_PIECE * t.M + block.m;
     const bool across = block.rows > FEW_ROWS && left > STRIP;
     tile.ahead = (across ? cells : GEMM_PIECE) * GEMM_STRIP * sizeof(Packed<Cells>);
-    multiply_columns<Cells>(block.rows, tile, columns, depth);
+    multiply_columns<Cells, true>(block.rows, tile, columns, depth);
     if (!last || t.activation == Activation::none) return;
     for (int64_t m = 0; m < block.rows; ++m) {
       for (int64_t i = 0; i < columns; i += F32::lanes) store(y.row(m) + i, activated(load(y.row(m) + i), t.activation));

@@ -39,7 +39,7 @@ struct Tile {
   bool first, last;
   const float *row_scales, *scales, *bias;  // null, also unless y ends here; row_scales of WIDE cells are the piece's
   const int32_t* row_sums;  // with row_scales
-  int64_t ahead = 0;  // bytes from this strip to the one that is multiplied next, if that is to be asked for
+  int64_t ahead = 0;  // if W is STREAMED: bytes from this strip to the one that is multiplied next
 };
 
 template <class X, class W>
@@ -84,14 +84,14 @@ inline void add_streamed(F32 (&sums)[R][C], X x, W weight, int64_t depth, Ahead 
   }
 }
 
-template <class Kind, int R, int C, class X, class W>
+template <class Kind, bool STREAMED, int R, int C, class X, class W>
 void multiply(const Tile<X, W>& t, int64_t depth, Ahead ahead) {
   F32 sums[R][C];
   VERAX_UNROLL
   for (int r = 0; r < R; ++r)
     VERAX_UNROLL
     for (int c = 0; c < C; ++c) sums[r][c] = t.first || WIDE<Kind> ? zero() : load(t.y.row(r) + c * F32::lanes);
-  if (ahead.at) {
+  if constexpr (STREAMED) {
     add_streamed<Kind, R, C>(sums, t.x, t.weight, depth, ahead);
   } else {
     add_products<Kind, R, C>(sums, t.x, t.weight, depth);
@@ -130,24 +130,23 @@ void finish_integers(int64_t rows, const Tile<X, W>& t, int64_t columns) {
   }
 }
 
-template <class Kind, int C, int R = TILE<C>, class X, class W>
+template <class Kind, bool STREAMED, int C, int R = TILE<C>, class X, class W>
 void multiply_rows(int64_t rows, const Tile<X, W>& t, int64_t depth, Ahead ahead) {
-  if (rows == R) return multiply<Kind, R, C>(t, depth, ahead);
-  if constexpr (R > 1) multiply_rows<Kind, C, R - 1>(rows, t, depth, ahead);
+  if (rows == R) return multiply<Kind, STREAMED, R, C>(t, depth, ahead);
+  if constexpr (R > 1) multiply_rows<Kind, STREAMED, C, R - 1>(rows, t, depth, ahead);
 }
 
-// All rows of the block, in tiles that are as even as can be. Where W comes from memory, a single tile asks for it a little
-// ahead; of several, each asks for its share of what comes next, so that memory and arithmetic are busy all the time.
-template <class Kind, int C, class X, class W>
+// All rows of the block, in tiles that are as even as can be. Where W is STREAMED from memory, a single tile asks for it a
+// little ahead; of several, each asks for its share of what comes next, so that memory and arithmetic are busy all the time.
+template <class Kind, bool STREAMED, int C, class X, class W>
 void multiply_strip(int64_t rows, Tile<X, W> t, int64_t depth) {
   const int64_t tiles = (rows + TILE<C> - 1) / TILE<C>;
   const int64_t row = W::stride * sizeof(*t.weight.at), distance = tiles == 1 ? BYTES_AHEAD : t.ahead;
-  const auto* begin = reinterpret_cast<const char*>(t.weight.at);
-  Ahead ahead{t.ahead ? begin + distance : nullptr, row / tiles};
+  Ahead ahead{reinterpret_cast<const char*>(t.weight.at) + distance, row / tiles};
   for (int64_t i = 0; i < tiles; ++i) {
     const int64_t here = rows / tiles + (i < rows % tiles);
-    multiply_rows<Kind, C>(here, t, depth, ahead);
-    if (ahead.at) ahead.at += depth * ahead.step;
+    multiply_rows<Kind, STREAMED, C>(here, t, depth, ahead);
+    ahead.at += depth * ahead.step;
     t.x.at = t.x.row(here);
     t.y.at = t.y.row(here);
     if (WIDE<Kind>) t.row_scales += here;
@@ -155,7 +154,7 @@ void multiply_strip(int64_t rows, Tile<X, W> t, int64_t depth) {
 }
 
 // `columns` columns of all rows of the block, no more than a strip's.
-template <class Kind, class X, class W>
+template <class Kind, bool STREAMED, class X, class W>
 void multiply_columns(int64_t rows, Tile<X, W> t, int64_t columns, int64_t depth) {
   const Tile<X, W> whole = t;
   int64_t vectors = columns / F32::lanes;
@@ -166,12 +165,12 @@ void multiply_columns(int64_t rows, Tile<X, W> t, int64_t columns, int64_t depth
     if (t.bias) t.bias += by * F32::lanes;
     vectors -= by;
   };
-  for (; vectors >= VECTORS; advance(VECTORS)) multiply_strip<Kind, VECTORS>(rows, t, depth);
+  for (; vectors >= VECTORS; advance(VECTORS)) multiply_strip<Kind, STREAMED, VECTORS>(rows, t, depth);
   if (VECTORS > 2 && vectors >= 2) {
-    multiply_strip<Kind, 2>(rows, t, depth);
+    multiply_strip<Kind, STREAMED, 2>(rows, t, depth);
     advance(2);
   }
-  if (vectors) multiply_strip<Kind, 1>(rows, t, depth);
+  if (vectors) multiply_strip<Kind, STREAMED, 1>(rows, t, depth);
   if constexpr (INTEGERS<Kind>) {
     if (whole.last) finish_integers(rows, whole, columns);
   }
