@@ -40,6 +40,9 @@ from verax.text.engine.sampling_params import SamplingParams
 Side = Callable[..., Coroutine[Any, Any, Run]]
 """Side of a load test, called with a load, its requests and the number of the run."""
 
+STARTS = "Servers start with empty caches. Their memory is the peak at the end of a load."
+"""Note of a page that shows both."""
+
 RUNS_OF_A_CASE = 1000
 """Difference of the run numbers of two cases. No two runs have the same prompts, which a server may have kept."""
 
@@ -127,11 +130,10 @@ def bench_serve(settings: ServeSettings) -> dict[str, Any]:
         intro=f"{f'a GGUF file of {gguf}, which all sides read' if gguf else precision}, at most {max_num_seqs} "
         f"sequences in a step; {_requests(traffic)}; {rounds(asked)}. The client runs on the same machine. "
         "Latencies are mean, p50 / p90 / p99 of complete answers, without slow readers. Ratios are of output tokens "
-        "per second."
-        + (" Servers started with empty caches; memory is the peak at the end of a load." if settings.starts and servers else ""),
+        "per second.",
         settings=asked,
         versions=versions,
-        tables=[sides_table(cases, "output tokens/s")],
+        tables=[sides_table(cases, "output tokens/s", note=STARTS if settings.starts and servers else "")],
         notes=[
             "- {case}: of {checked} answers asked for again without load, {identical} were identical, {failed} failed; "
             "{lost} streams were lost.".format(**case, **case["check"])
