@@ -5,8 +5,10 @@ from itertools import product
 import numpy as np
 import pytest
 
+from verax import VideoPipeline, VideoRequest
 from verax.models.wan.family import SKYREELS
-from verax.video.schedule import forcing_schedule, noise_levels, transformer_spans
+from verax.video import solvers
+from verax.video.schedule import forcing_schedule, noise_levels, segment_schedules, transformer_spans
 
 TIMESTEPS = noise_levels(6, 8.0, SKYREELS.sigmas).timesteps
 
@@ -22,6 +24,20 @@ def test_every_frame_takes_each_step_once_in_order_and_given_frames_none(ar_step
         else:
             np.testing.assert_array_equal(schedule.row[taken, f], np.arange(6))
             np.testing.assert_array_equal(schedule.timesteps[taken, f], TIMESTEPS)
+
+
+@pytest.mark.parametrize(("kind", "reference"), [("df", "skyreels"), ("df", "diffusers"), ("ti2v", "skyreels")])
+def test_diffusion_forcing_loses_the_first_sample_as_both_pipelines_do(folders, kind, reference):
+    """SkyReels-V2's loop, like diffusers', gives a frame's solver a view of the clip and writes the result over it."""
+    pipe = VideoPipeline(folders(kind), reference=reference, show_progress=False)
+    height, width = (32, 64) if kind == "ti2v" else (16, 32)
+    request = pipe.resolve(
+        VideoRequest("a red circle", height=height, width=width, num_frames=9, num_inference_steps=6)
+    )
+    made = segment_schedules(request, pipe.parts.model, latents=3, given=1, last=0)[0].tables.solver
+    levels = noise_levels(6, request.shift, pipe.parts.model.rules.sigmas).sigmas
+    expected = solvers.tabulate(levels, overwritten=kind == "df")
+    np.testing.assert_array_equal([row[:6] for row in made[:9]], expected[:9])
 
 
 def test_the_iteration_at_the_boundary_is_the_first_transformers():

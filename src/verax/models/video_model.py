@@ -202,7 +202,6 @@ class ReferenceRules:
         causal_attention: True if attention is block-causal by default as soon as there are blocks.
         keep_partial_blocks: True if all given latents stay unchanged. False if only those that fill whole blocks do,
             and the others are taken for noise.
-        overwrite_first_sample: True if diffusion forcing's solver loses its first sample, see `solvers.tabulate`.
     """
 
     name: str
@@ -214,7 +213,6 @@ class ReferenceRules:
     decode_whole_clip: bool = False
     causal_attention: bool = False
     keep_partial_blocks: bool = True
-    overwrite_first_sample: bool = False
 
 
 class TeaCache(NamedTuple):

@@ -125,8 +125,8 @@ def _request_levels(request: ResolvedRequest, model: VideoModel, shift: float) -
 def _segment_schedule(
     request: ResolvedRequest, model: VideoModel, levels: NoiseLevels, *, latents: int, given: int, last: int
 ) -> Schedule:
-    rules = model.rules
-    if not (model.conditioning.forcing or given):
+    is_forcing = model.conditioning.forcing
+    if not (is_forcing or given):
         return Schedule(make_tables(levels, solver=request.solver), levels.timesteps)
     frames = latents + last
     forcing = forcing_schedule(
@@ -135,15 +135,14 @@ def _segment_schedule(
         ar_step=request.ar_step,
         causal_block_size=request.causal_block_size,
         prefix=given,
-        keep_partial_blocks=rules.keep_partial_blocks,
+        keep_partial_blocks=model.rules.keep_partial_blocks,
     )
     forcing.timesteps[:, latents:], forcing.update[:, latents:] = 0, False
     timesteps = forcing.timesteps
     if request.addnoise_condition:
         added = np.asarray(request.addnoise_condition, timesteps.dtype)
         timesteps = np.where(np.arange(frames) < given, added, timesteps)
-    overwritten = model.conditioning.forcing and rules.overwrite_first_sample
-    return Schedule(make_tables(levels, forcing, solver=request.solver, overwritten=overwritten), timesteps)
+    return Schedule(make_tables(levels, forcing, solver=request.solver, overwritten=is_forcing), timesteps)
 
 
 def make_tables(

@@ -111,7 +111,6 @@ DIFFUSERS = ReferenceRules(
     # No released model was trained for block-causal attention.
     causal_attention=True,
     keep_partial_blocks=False,
-    overwrite_first_sample=True,
 )
 
 _PIPELINES = {"DiffusionForcing": "df", "ImageToVideo": "i2v", "VACE": "vace"}
