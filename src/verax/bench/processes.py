@@ -23,6 +23,15 @@ from verax.errors import InvalidParameterError, MissingDependencyError, VeraxErr
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 """Baselines need some of the device's memory too, of which JAX would take three quarters at once."""
 
+CACHES = ("VERAX_CACHE_DIR", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR")
+"""Variables with the folders of compiled programs, which are empty at a first start."""
+
+STARTS = (
+    "First starts and peak memory are of processes that do nothing else, verax's too: nothing is compiled before, and "
+    "an export for another engine counts in the start only."
+)
+"""Note of a page that shows them."""
+
 LOG_END = 1000
 """Characters of a failed worker's output that its error repeats."""
 
@@ -36,10 +45,12 @@ class WorkerProcess:
         engines: module with a function of the package's name.
         engine: the package.
         remedy: what to do where the package is not installed.
-        environment: variables of the process; this process's if None.
+        environment: variables of the process, unless they are set.
+        empty_caches: nothing is compiled before, as at a first start.
 
     Attributes:
         printed: what the process printed, once it has ended.
+        start_s: seconds of starting the process, importing the package, and `load`.
 
     Raises:
         InvalidParameterError: if that Python cannot be run.
@@ -55,12 +66,16 @@ class WorkerProcess:
         *,
         remedy: str,
         environment: Mapping[str, str] | None = None,
+        empty_caches: bool = False,
     ):
-        self._name, self._remedy, self.printed = name, remedy, ""
+        begin, self._name, self._remedy, self.printed = time.perf_counter(), name, remedy, ""
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 -- `__exit__` closes it
         # Without -P, Python would take our modules of this folder for packages of the same name.
         command, pipe = [python, "-P", worker.__file__, str(engines.__file__)], subprocess.PIPE
-        variables = environment or ENVIRONMENT | os.environ
+        variables = {**ENVIRONMENT, **(environment or {}), **os.environ}
+        self._caches = tempfile.TemporaryDirectory(prefix="verax-bench-", ignore_cleanup_errors=True)
+        if empty_caches:
+            variables |= dict.fromkeys(CACHES, self._caches.name)
         try:
             self._process: Any = subprocess.Popen(
                 command, stdin=pipe, stdout=pipe, stderr=self._log, env=variables, text=True
@@ -68,6 +83,7 @@ class WorkerProcess:
         except OSError as error:
             raise InvalidParameterError(f"peer_python: cannot run {python} for {name}: {error.strerror}") from error
         self.ask(engine=engine)
+        self.start_s = time.perf_counter() - begin
 
     def __enter__(self) -> Self:
         return self
@@ -81,6 +97,14 @@ class WorkerProcess:
         self._log.seek(0)
         self.printed = self._log.read()
         self._log.close()
+        self._caches.cleanup()
+
+    def load(self, **arguments: Any) -> dict[str, Any]:
+        """Load the engine; the versions of its packages."""
+        begin = time.perf_counter()
+        versions = self.ask(**arguments)["versions"]
+        self.start_s += time.perf_counter() - begin
+        return versions
 
     def ask(self, **request: Any) -> dict[str, Any]:
         """Answer to a request.

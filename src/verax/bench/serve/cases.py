@@ -23,12 +23,12 @@ import tokenizers
 
 from verax import builtin, checkpoint
 from verax.bench.harness import Benchmark, case_result, checkpoint_folder, time_sides
+from verax.bench.processes import CACHES
 from verax.bench.results import rounds, sides_table, slug
 from verax.bench.serve import load as load_test
 from verax.bench.serve.load import Answer, Ask, Client, Load, Request, Run, Server, draw_requests, run_load, started
 from verax.bench.settings import ServeSettings, TrafficSettings
 from verax.bench.text.gguf_export import gguf_file
-from verax.bench.text.peers import CACHES
 from verax.errors import InvalidParameterError, MissingDependencyError
 from verax.machine import num_cores
 from verax.models import causal_lm

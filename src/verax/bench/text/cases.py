@@ -12,9 +12,10 @@ from flax import nnx
 
 from verax import checkpoint
 from verax.bench.harness import Benchmark, case_result, checkpoint_folder, time_sides, timed
+from verax.bench.processes import STARTS
 from verax.bench.results import rounds, sides_table, slug
 from verax.bench.settings import TextSettings
-from verax.bench.text.peers import STARTS, peer_sides
+from verax.bench.text.peers import TOKENS, peer_sides
 from verax.bench.text.workload import USUAL, Workload, make_workload
 from verax.errors import InvalidParameterError
 from verax.files import model_name
@@ -124,7 +125,7 @@ def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str,
             "a sequence, warm-up included."
         )
     started = "start_s" in measured["cases"][0]["sides"]["verax"]
-    tables = [sides_table(measured["cases"], "tokens/s", note=STARTS if started else "")]
+    tables = [sides_table(measured["cases"], "tokens/s", note=f"{STARTS} {TOKENS}" if started else "")]
     return {
         "name": slug(
             settings["model"] if shapes is None else "",

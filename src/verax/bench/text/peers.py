@@ -10,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import tempfile
 from functools import partial
 from typing import Any, NamedTuple
 
-from verax.bench.harness import timed
 from verax.bench.processes import WorkerProcess
 from verax.bench.settings import TextSettings, check_names
 from verax.bench.text import engines
@@ -24,10 +22,7 @@ from verax.checkpoint import Checkpoint
 from verax.errors import InvalidParameterError
 from verax.machine import num_cores
 
-STARTS = (
-    "First starts and peak memory are of processes that do nothing else, verax's too: nothing is compiled before, and "
-    "OpenVINO's export counts in the start only. Greedy tokens count up to an answer's first that is not verax's."
-)
+TOKENS = "Greedy tokens count up to an answer's first that is not verax's."
 """Note of a page that shows them."""
 
 
@@ -61,9 +56,6 @@ place of all but one, and no processes of its own, which would wait for each oth
 BATCHED, NAIVE_PROMPTS = "transformers batched", 16
 """Side of transformers with all prompts at once, and the number of prompts up to which it answers them one by one as
 well: 256 would take it an hour."""
-
-CACHES = ("VERAX_CACHE_DIR", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR")
-"""Variables with the folders of compiled programs, which are empty at a first start."""
 
 
 def _remedy(name: str) -> str:
@@ -106,27 +98,24 @@ def peer_sides(
     sides, versions, starts, tokens = {}, {}, {}, {}
     for name in [*pythons, *(["verax"] if settings.starts else [])] if pythons else []:
         with contextlib.ExitStack() as own:
-            caches = own.enter_context(tempfile.TemporaryDirectory(prefix="verax-bench-", ignore_cleanup_errors=True))
-            environment = ENVIRONMENT | os.environ | dict.fromkeys(CACHES, caches)
             python, engine = pythons.get(name, sys.executable), PEERS[name].module if name in PEERS else name
-            options = {"remedy": _remedy(name), "environment": environment}
-            start, import_s = timed(partial(WorkerProcess, name, python, engines, engine, **options))
-            process = own.enter_context(start)
+            options = {"remedy": _remedy(name), "environment": ENVIRONMENT, "empty_caches": True}
+            process = own.enter_context(WorkerProcess(name, python, engines, engine, **options))
             kind, model = quantization or settings.dtype, load["model"]
             if "llama" in name:
                 kind, path = gguf_file(opened, kind, own)
                 kind, model = "as stored" if opened.metadata else kind, str(path)
-            loaded, load_s = timed(partial(process.ask, **load | {"model": model}))
+            loaded = process.load(**load | {"model": model})
             side = {"verax": name, "transformers": f"{name} naive"}.get(name, f"{name} {kind}")
             first_run = run
             if name == "transformers" and len(workload.prompts) > NAIVE_PROMPTS:
                 side, first_run = BATCHED, run | {"batched": True}
             answer = process.ask(**first_run)
             tokens[side] = answer["result"]
-            starts[side] = {"start_s": import_s + load_s, "peak_bytes": answer["peak_bytes"]}
+            starts[side] = {"start_s": process.start_s, "peak_bytes": answer["peak_bytes"]}
             if name in PEERS:
                 stack.enter_context(own.pop_all())
-                sides[side], versions = partial(process.ask, **first_run), versions | loaded["versions"]
+                sides[side], versions = partial(process.ask, **first_run), versions | loaded
                 if name == "transformers" and len(workload.prompts) > 1:
                     sides[BATCHED] = partial(process.ask, **run, batched=True)
     for side in tokens if "verax" in tokens and not workload.temperature else ():

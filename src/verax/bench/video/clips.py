@@ -12,7 +12,6 @@ import re
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -194,13 +193,12 @@ def _run(
     settings: VideoSettings,
 ) -> dict[str, Any]:
     """Clips of a side: `samples`, `versions`, frames of the counted `clips`, and numbers of the last one."""
-    python, begin = sys.executable, time.perf_counter()
+    python = sys.executable
     if engine == "stable_diffusion_cpp":
         assert settings.peer_python is not None
         python = settings.peer_python
     with WorkerProcess(engine, python, engines, engine, remedy=REMEDY) as process:
-        versions, start = process.ask(**load)["versions"], time.perf_counter() - begin
-        answers = []
+        versions, answers = process.load(**load), []
         for i, prompt in enumerate(prompts):
             (folder / str(i)).mkdir(parents=True)
             answers.append(process.ask(**clip, prompt=prompt, folder=str(folder / str(i))))
@@ -219,7 +217,7 @@ def _run(
             "stages": stages["seconds"],
             "computed": stages.get("computed"),
             "peak_bytes": answers[-1]["peak_bytes"],
-            "start_s": start,
+            "start_s": process.start_s,
             **{f"{stage}_s": stages["seconds"].get(stage) for stage in LOG},
             "decode_bytes": stages["buffers"].get("decode"),
         },
