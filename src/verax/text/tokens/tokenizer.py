@@ -131,9 +131,14 @@ class Tokenizer:
         """Characters of the longest token, as the vocabulary spells it."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
-    def to_json(self) -> str:
-        """Text of a tokenizer.json, with the tokens that were added to it."""
-        return self._backend.to_str()
+    def to_json(self, *, max_length: int | None = None) -> str:
+        """Text of a tokenizer.json, with the tokens that were added to it; with a limit, it cuts texts as we do."""
+        text = self._backend.to_str()
+        if max_length is None:
+            return text
+        backend = tokenizers.Tokenizer.from_str(text)
+        backend.enable_truncation(max_length, direction="left" if self._cuts_beginning else "right")
+        return backend.to_str()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `add_special_tokens` for what the model expects around it (a beginning token, say)."""
