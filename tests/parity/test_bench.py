@@ -15,6 +15,7 @@ from verax.bench.text import engines
 from verax.bench.text.cases import bench_text
 from verax.bench.text.workload import Workload
 from verax.bench.video.cases import bench_video
+from verax.errors import VeraxError
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -67,19 +68,33 @@ def test_others_give_our_vectors_in_float32_and_near_them_in_int8(tmp_path, libr
         assert re.search(rf"- {name}: .*(one text a call|batches of 4)", notes)
     assert sides[f"{library} float32"]["max_error"] < SAME
     assert SAME < 1 - sides[f"{library} int8"]["min_cosine"] < 0.03
-    assert library in result["machine"]
+    assert set(LIBRARIES[library]) <= set(result["machine"])
+    for side in sides.values():
+        assert min(side["start_s"], side["first_s"]) > 0
+        assert 2e7 < side["peak_bytes"] < 2e9
+        assert f"| {side['first_s']:.1f} | {side['start_s']:.1f} | {side['peak_bytes'] / 1e6:.0f} |" in markdown(result)
+    assert sides[f"{library} float32"]["peak_bytes"] < 0.8 * sides["transformers"]["peak_bytes"]  # torch's is not in it
 
 
 def test_openvino_in_bfloat16_is_as_near_to_float32_as_we_are(tmp_path):
     pytest.importorskip("openvino", reason="needs openvino: pip install 'verax[openvino]'")
     tiny_encoder(tmp_path)
     sentence_files(tmp_path, mode="cls")
-    result = bench(tmp_path, ("openvino",), dtype="bfloat16", latency=True)
+    result = bench(tmp_path, ("openvino",), dtype="bfloat16", latency=True, starts=False)
     sides = result["cases"][0]["sides"]
+    assert [side for side in sides.values() if "start_s" in side] == []
     ours, theirs = (1 - sides[name]["min_cosine"] for name in ("verax", "openvino bfloat16"))
     assert 0 < ours < 1e-3
     assert theirs < 1e-3  # float32 where the processor has no bfloat16
     assert "- openvino bfloat16: PERFORMANCE_HINT=LATENCY, one text a call" in result["notes"]
+
+
+def test_an_export_that_fails_is_shown_with_its_output(tmp_path, monkeypatch):
+    tiny_encoder(tmp_path / "encoder")
+    (tmp_path / "openvino.py").write_text("__version__ = '0.0'\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    with pytest.raises(VeraxError, match=r"(?s)^openvino: CalledProcessError: .*has no attribute 'convert_model'"):
+        bench(tmp_path / "encoder", ("openvino",))
 
 
 def bench_clip(against, stages, dtype="float32"):

@@ -178,6 +178,7 @@ class EmbedSettings(_Traced, _OfModel):
     batch_size: int = option(32, "Most sentences in one call.", low=1)
     latency: bool = option(False, "Each sentence in a call of its own.")
     against: Any = against("transformers", "openvino", "openvino-int8", "onnxruntime", "onnxruntime-int8")
+    starts: bool = option(True, "Measure first starts, of verax too, where there is another library.")
     dtype: str = option("float32", "float32 or bfloat16.", choices=("float32", "bfloat16"))
     quantization: str | None = option(
         None, "int8: matrix products of 8-bit integers.", flags=("--quantization", "-q"), shown="none"

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from verax import builtin, checkpoint, models
-from verax.bench.embed.baselines import Encode, make_baseline
+from verax.bench.embed import engines
 from verax.bench.harness import Benchmark, case_result, checkpoint_folder, time_sides, timed
+from verax.bench.processes import STARTS, WorkerProcess
 from verax.bench.results import rounds, sides_table, slug
 from verax.bench.settings import EmbedSettings
 from verax.compare.outputs import compare_vectors
@@ -23,6 +26,7 @@ from verax.files import model_name, write_json
 from verax.loading import model_shapes
 from verax.plan.model import multiplied
 from verax.shapes import MINILM_L6, MODERNBERT_BASE, QWEN3_0_6B
+from verax.text.tokens.tokenizer import Tokenizer
 
 SHAPES: dict[str, tuple[str, dict[str, Any], str]] = {
     "minilm": ("all-MiniLM-L6-v2", MINILM_L6, "mean"),
@@ -55,26 +59,23 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
     texts, benchmark = _texts(settings.sentences), Benchmark("embed")
     dtype, quantization = settings.dtype, settings.quantization
     latency, batch_size = settings.latency, settings.batch_size
-    with _folder(settings.model, settings.shapes) as folder:
+    with _folder(settings.model, settings.shapes) as folder, contextlib.ExitStack() as stack:
         encoder = Encoder(folder, dtype=dtype, quantization=quantization)
         shapes = model_shapes(*models.encoder(checkpoint.Checkpoint.open(folder).config), dtype=np.float32)
         weights = multiplied(shapes)[0]
         lengths = encoder.token_counts(texts)
-        encoders: dict[str, Encode] = {}
-        notes = []
-        for name in settings.against:
-            side, encode, setting = make_baseline(name, folder, encoder.settings, texts, settings)
-            encoders[side] = encode
-            notes.append(f"- {side}: {setting}")
-        encoders["verax"] = partial(encoder.encode, batch_size=batch_size, show_progress=False)
-        calls = {name: partial(_one_by_one, e, texts) if latency else partial(e, texts) for name, e in encoders.items()}
-        ours, first_s = timed(calls["verax"])
+        others = _other_sides(settings, folder, encoder, texts, stack)
+        encode = partial(encoder.encode, batch_size=batch_size, show_progress=False)
+        ours = partial(_one_by_one, encode, texts) if latency else partial(encode, texts)
+        vectors, first_s = timed(ours)
         exact = dtype == "float32" and quantization is None
-        compared = calls if settings.against or not exact else {}
-        reference = ours if exact else Encoder(folder).encode(texts, show_progress=False)
-        accuracy = {name: compare_vectors(reference, call()).to_dict() for name, call in compared.items()}
+        reference = vectors if exact else Encoder(folder).encode(texts, show_progress=False)
+        compared = {name: side.vectors for name, side in others.items()}
+        if others or not exact:
+            compared["verax"] = vectors
         compiled = encoder.num_compiled()
-        samples = time_sides(calls, runs=settings.runs, warmup=settings.warmup, trace=settings.trace)
+        sides = {name: side.call for name, side in others.items()} | {"verax": ours}
+        samples = time_sides(sides, runs=settings.runs, warmup=settings.warmup, trace=settings.trace)
         compiled = encoder.num_compiled() - compiled
     size = 1 if quantization else 2 if dtype == "bfloat16" else 4
     num_calls = len(texts) if latency else -(-len(texts) // batch_size)
@@ -85,11 +86,17 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
     model = model_name(settings.model) if settings.model else f"random weights, {SHAPES[settings.shapes][0]} shapes"
     sizes = {"tokens": sum(lengths), "shortest": min(lengths), "longest": max(lengths)}
     asked, precision = asdict(settings) | {"model": model, "shapes": shapes} | sizes, str(quantization or dtype)
-    for name, distances in accuracy.items():
-        case["sides"][name] |= distances
+    for name, side in others.items():
+        case["sides"][name] |= side.start
+    for name, theirs in compared.items():
+        case["sides"][name] |= compare_vectors(reference, theirs).to_dict()
+    notes = [f"- {name}: {side.setting}" for name, side in others.items() if side.setting]
     if latency:
         means = (f"{name} {1e3 / side['rate']:.2f} ms" for name, side in case["sides"].items())
         notes.append(f"A sentence: {', '.join(means)}.")
+    note = (
+        f"{ACCURACY} {STARTS} verax compiles in its first call." if "verax" in others else ACCURACY if compared else ""
+    )
     return benchmark.result(
         slug(shapes if shapes not in (None, "minilm") else "", precision, "latency" if latency else ""),
         title=f"Embeddings: {model}, {precision}",
@@ -98,7 +105,8 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
         f"{rounds(asked)}, tokenizer included. The first run, which compiled, took {first_s:.1f} s; "
         f"{compiled} programs compiled afterwards. The limit is for the weights and their products.",
         settings=asked,
-        tables=[sides_table([case], "sentences/s", note=ACCURACY if accuracy else "")],
+        versions={name: version for side in others.values() for name, version in side.versions.items()},
+        tables=[sides_table([case], "sentences/s", note=note)],
         notes=notes,
         cases=[case],
         compiled_during_runs=compiled,
@@ -106,7 +114,51 @@ def bench_embed(settings: EmbedSettings) -> dict[str, Any]:
     )
 
 
-def _one_by_one(encode: Encode, texts: list[str]) -> np.ndarray:
+class _Side(NamedTuple):
+    """Side in a process of its own: its call, its vectors, the numbers of its first start, and what ran."""
+
+    call: Callable[[], object]
+    vectors: np.ndarray
+    start: dict[str, float]
+    versions: dict[str, Any]
+    setting: str
+
+
+def _other_sides(
+    settings: EmbedSettings, folder: Path, encoder: Encoder, texts: list[str], stack: contextlib.ExitStack
+) -> dict[str, _Side]:
+    """Sides of `settings.against`, and `verax` for its first start; its process has ended.
+
+    Raises:
+        MissingDependencyError: if a package is not installed.
+        VeraxError: if a side fails; the message ends with its output.
+    """
+    padding = checkpoint.Checkpoint.open(folder).config.get("pad_token_id")
+    scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verax-bench-")))
+    tokenizer, path, sides = scratch / "tokenizer.json", scratch / "vectors.npy", dict[str, _Side]()
+    tokenizer.write_text(Tokenizer.from_folder(folder).to_json(max_length=encoder.max_length), encoding="utf-8")
+    work = {"folder": str(folder), "tokenizer": str(tokenizer), "padding": padding or 0, "texts": texts}
+    work |= {"pooling": encoder.settings.pooling, "batch_size": settings.batch_size, "latency": settings.latency}
+    for name in [*settings.against, *(["verax"] if settings.against and settings.starts else [])]:
+        library, _, quantization = name.partition("-")
+        # onnxruntime's kernels of a CPU have bfloat16 on ARM only.
+        dtype = "float32" if library == "onnxruntime" else settings.dtype
+        side = name if library in ("transformers", "verax") else f"{library} {quantization or dtype}"
+        work |= {"dtype": dtype, "quantization": settings.quantization if library == "verax" else quantization or None}
+        remedy = f"pip install 'verax[{'parity' if library == 'transformers' else library}]'"
+        with contextlib.ExitStack() as own:
+            options = {"remedy": remedy, "empty_caches": True}
+            process = own.enter_context(WorkerProcess(name, sys.executable, engines, library, **options))
+            versions, answer = process.load(**work), process.ask(path=str(path))
+            start = {"start_s": process.start_s, "first_s": answer["seconds"], "peak_bytes": answer["peak_bytes"]}
+            call, start = partial(process.ask, path=None), start if settings.starts else {}
+            sides[side] = _Side(call, np.load(path), start, versions, answer["result"])
+            if library != "verax":
+                stack.enter_context(own.pop_all())
+    return sides
+
+
+def _one_by_one(encode: Callable[[list[str]], np.ndarray], texts: list[str]) -> np.ndarray:
     return np.concatenate([encode([text]) for text in texts])
 
 

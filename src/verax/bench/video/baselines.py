@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from verax.bench.embed.baselines import compile_openvino, import_openvino
+from verax._optional import require_optional
+from verax.bench.embed.engines import compile_openvino
 from verax.bench.harness import import_torch, torch_device
 from verax.compare.cases.video import reference_model
 from verax.video.programs import Component
@@ -99,7 +100,7 @@ def _arguments(work: Work, torch: Any, device: str, dtype: Any) -> dict[str, Any
 
 def _openvino_call(torch: Any, model: Any, arguments: dict[str, Any], dtype: str) -> Callable[[], Any]:
     """The model converted by `openvino.convert_model`, compiled for its sizes on all cores."""
-    openvino = import_openvino()
+    openvino = require_optional("openvino")
     # With constants in bfloat16, results of OpenVINO 2026.4 are wrong by half. The hint rounds them again.
     model.float()
     tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
