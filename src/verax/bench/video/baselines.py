@@ -100,7 +100,7 @@ def _arguments(work: Work, torch: Any, device: str, dtype: Any) -> dict[str, Any
 
 def _openvino_call(torch: Any, model: Any, arguments: dict[str, Any], dtype: str) -> Callable[[], Any]:
     """The model converted by `openvino.convert_model`, compiled for its sizes on all cores."""
-    openvino = require_optional("openvino")
+    openvino = require_optional("openvino")  # its usage statistics are off, see `bench.embed.engines`
     # With constants in bfloat16, results of OpenVINO 2026.4 are wrong by half. The hint rounds them again.
     model.float()
     tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
