@@ -12,6 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# OpenVINO would send usage statistics, whatever DO_NOT_TRACK says. It does without this module.
+sys.modules.setdefault("openvino_telemetry", None)  # pyright: ignore[reportArgumentType]
+
 Tokens = list[list[int]]
 """Tokens of several texts."""
 
