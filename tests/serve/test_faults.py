@@ -256,7 +256,7 @@ UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Setting
         (UPGRADE + b"\r\nTransfer-Encoding: chunked", b"e\r\n" + BODY + b"\r\n0\r\n\r\n", 200, None),
         (UPGRADE + b"\r\nTransfer-Encoding: chunked", b"x", 400, None),
         (b"Connection: close", codecs.BOM_UTF8 + BODY, 200, None),
-        (b"Connection: close\r\nContent-Encoding: gzip", gzip.compress(BODY), 415, "content-encoding"),
+        (b"Connection: close\r\nContent-Encoding: gzip", gzip.compress(BODY, mtime=0), 415, "content-encoding"),
         (b"Connection: close\r\nTransfer-Encoding: gzip, chunked", b"0\r\n\r\n", 415, "transfer-encoding"),
         (b"Connection: close\r\nOrigin: http://[", BODY, 403, "origin"),
         (b"Connection: close", b'{"prompt": NaN}', 400, None),
