@@ -139,18 +139,21 @@ def test_teacache_works_with_frames_at_different_steps(pipes):
     assert (clip.steps, clip.computed) == (8 + 2 * 2, 5)
 
 
-def test_long_clips_continue_from_their_own_frames(pipes):
+@pytest.mark.parametrize("video", [None, controls(11)], ids=["prompts", "a user's clip"])
+def test_long_clips_continue_from_the_last_frames_of_the_clip(pipes, video):
+    """Of several segments, if one adds fewer frames than are shared: here 4, of which 5 are."""
     pipe, seen = pipes("df"), []
-    options: dict[str, Any] = dict(SIZE, num_frames=21, base_num_frames=9, overlap_history=5, callback=seen.append)
-    clip = pipe(["a red circle", "a blue square"], **options)
-    assert clip.frames.shape == (21, 16, 32, 3)
+    options: dict[str, Any] = dict(SIZE, base_num_frames=9, overlap_history=5, video=video, output_type="np")
+    clip = pipe(["a red circle", "a blue square"], callback=seen.append, **dict(options, num_frames=21))
+    first = pipe("a red circle", **options).frames
+    assert clip.frames.shape == (len(first) + 12, 16, 32, 3)
     assert clip.steps == 3 * 4
-    np.testing.assert_array_equal(clip.frames[:9], pipe("a red circle", **SIZE).frames)
-    for segment, last in ((1, 9), (2, 13)):
+    np.testing.assert_array_equal(clip.frames[: len(first)], first)
+    for segment, last in ((1, len(first)), (2, len(first) + 4), (3, len(first) + 8)):
         latents = [now.latents for now in seen if (now.stage, now.segment) == ("denoise", segment)][-1]
-        given = np.asarray(pipe.stages.encode(clip.frames[None, last - 5 : last])).transpose(0, 4, 1, 2, 3)
-        # Frames of the clip are rounded to bytes; grey ones differ by 0.06.
-        np.testing.assert_allclose(latents[:, :, :2], given, atol=0.01)
+        frames = 2 * clip.frames[None, last - 5 : last] - 1
+        given = np.asarray(pipe.stages.encode(frames)).transpose(0, 4, 1, 2, 3)
+        np.testing.assert_allclose(latents[:, :, :2], given, atol=1e-4)
 
 
 def test_a_users_clip_is_continued_from_the_frames_of_the_overlap(pipes):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
+from verax.models.images import to_signed
 from verax.models.video_model import Control, Pictures, VideoModel
 from verax.video.caches import cached_steps, magnitude_ratio
 from verax.video.denoise import Conditions, DenoisingState, enlarged, half_size_noise
@@ -89,7 +90,8 @@ class RunState:
         segment_latents: latents of the last segment that was denoised.
         latents: latents of each segment, without those that it shares with the segment before.
         undecoded: latents of the clip so far, if they are to be decoded together.
-        colors: frames of the last segment that was decoded, float32 `[1, T, H, W, 3]` from -1 to 1.
+        colors: last `overlap_history` frames of the clip so far, float32 `[1, T, H, W, 3]` from -1 to 1. The next
+            segment begins with them; they are of several segments if one adds fewer.
         frames: frames of the clip so far, in the request's output type.
         computed: iterations that ran the transformer's blocks.
         magnitudes: ratio of each row of guidance in each iteration, if MagCache's curve is measured; else None.
@@ -102,7 +104,7 @@ class RunState:
     segment_latents: Array | None = None
     latents: list[Array] = field(default_factory=list)
     undecoded: Array | None = None
-    colors: Array | None = None
+    colors: Array | np.ndarray | None = None
     frames: list[np.ndarray] = field(default_factory=list)
     iterations: int = 0
     computed: int = 0
@@ -332,6 +334,7 @@ def _encode_given(request: ResolvedRequest, parts: PipelineParts, *, begins_clip
             clip = np.stack([parts.frame(frame, request) for frame in request.video])
             if begins_clip:
                 state.frames.append(clip / np.float32(255) if request.output_type == "np" else clip)
+                state.colors = to_signed(clip[None, -request.overlap_history :])
             given.prefix_latents = prefix(clip[None, -request.overlap_history :])
         if request.last_image is not None:
             given.last_latents = last(parts.frame(request.last_image, request)[None, None])
@@ -554,18 +557,19 @@ def _decode(
     call = parts.stages.decode_call(floats(*parts.shape(latents, request)))
 
     def run(state: RunState, step: Step) -> None:
-        colors = call(state.segment_latents)
+        colors = call(state.segment_latents)[:, shared:]
         if preview:
-            step(1, frames=np.asarray(parts.stages.finish(colors[:, shared:])))
+            step(1, frames=np.asarray(parts.stages.finish(colors)))
         else:
-            state.colors = colors
-            step(1, frames=_add_frames(request, parts, state, colors[:, shared:]))
+            count, earlier = request.overlap_history, [] if state.colors is None else [state.colors]
+            state.colors = jnp.concatenate([*earlier, colors[:, -count:]], axis=1)[:, -count:]
+            step(1, frames=_add_frames(request, parts, state, colors))
 
     return _stage("decode", segment, run, call)
 
 
 def _encode_again(request: ResolvedRequest, parts: PipelineParts, segment: int) -> Stage:
-    """Encode the last frames of a segment as the first of the next, the first of them as a first frame.
+    """Encode the last frames of the clip so far as the first of the next segment, the first of them as a first frame.
 
     They become `prefix_latents`, of each size of the steps.
     """
@@ -575,9 +579,8 @@ def _encode_again(request: ResolvedRequest, parts: PipelineParts, segment: int) 
 
     def run(state: RunState, _: RunReporter) -> None:
         assert state.colors is not None
-        frames = state.colors[:, -count:]
         for phase, call in zip(phases, calls, strict=True):
-            sized = jax.image.resize(frames, (1, count, phase.height, phase.width, 3), "linear")
+            sized = jax.image.resize(state.colors, (1, count, phase.height, phase.width, 3), "linear")
             state.given_at(phase).prefix_latents = call(sized)
 
     return Stage("encode again", segment, lambda: calls, run)
