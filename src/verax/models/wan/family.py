@@ -1,7 +1,8 @@
 """`WanVideoModel`: SkyReels-V2, Wan 2.1 and Wan 2.2 as a family of video models.
 
 The family's networks, kinds of conditioning, published defaults, and the rules of the two PyTorch pipelines: `SKYREELS`
-follows SkyReels-V2's own code (SkyworkAI/SkyReels-V2), less its slips, and `DIFFUSERS` the pipelines of diffusers.
+follows SkyReels-V2's own code (SkyworkAI/SkyReels-V2), less its slips, which `docs/video.md` lists, and `DIFFUSERS` the
+pipelines of diffusers.
 """
 
 from __future__ import annotations
