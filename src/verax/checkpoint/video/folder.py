@@ -39,6 +39,7 @@ from verax.checkpoint.video.parts import (
     boundary_of,
     part_of,
     pipeline_name,
+    recommended_shift,
     scheduler_settings,
 )
 from verax.checkpoint.video.quantized import GGUFPart, open_quantized, umt5_config, umt5_tokenizer, wan_config
@@ -132,8 +133,13 @@ class VideoFolder:
         own = self.path / "scheduler_config.json"
         if own.is_file():
             return read_json(own)
-        first_and_last = self.config("transformer").get("model_type") == "flf2v"
-        return scheduler_settings(self.pipeline, experts=self._has_experts, first_and_last=first_and_last)
+        return scheduler_settings(self.recommended_shift)
+
+    @property
+    def recommended_shift(self) -> float:
+        """Shift of the noise levels in the commands of the checkpoint's authors."""
+        experts = self.boundary_ratio is not None
+        return recommended_shift(self.config("transformer"), self.pipeline, self.name, experts=experts)
 
     @property
     def flow_shift(self) -> float:

@@ -508,26 +508,43 @@ def pipeline_name(config: Mapping[str, Any], folder: str) -> str:
     """Name of diffusers' pipeline for a folder of the original layout.
 
     SkyReels-V2's large models for diffusion forcing and for text alone have the same settings and names of weights.
-    They differ in the folder's name only (`SkyReels-V2-DF-14B-540P`).
+    They differ in the folder's name only (`SkyReels-V2-DF-14B-540P`). Wan's models have no `inject_sample_info`;
+    repackaged ones of SkyReels-V2 may lack it too.
     """
     if "pipeline" in config:
         return config["pipeline"]
-    family = "SkyReelsV2" if "inject_sample_info" in config else "Wan"
-    if family == "SkyReelsV2" and (config["inject_sample_info"] or re.search(r"(?i)(^|\W|_)DF(\W|_|$)", folder)):
+    is_skyreels = "inject_sample_info" in config or "skyreels" in folder.lower()
+    family = "SkyReelsV2" if is_skyreels else "Wan"
+    forcing = config.get("inject_sample_info") or re.search(r"(?i)(^|\W|_)DF(\W|_|$)", folder)
+    if is_skyreels and forcing:
         return "SkyReelsV2DiffusionForcingPipeline"
     if config.get("_class_name") == model.ORIGINAL_VACE:
         return "WanVACEPipeline"
     return family + ("ImageToVideoPipeline" if config.get("model_type") in ("i2v", "flf2v") else "Pipeline")
 
 
-def scheduler_settings(pipeline: str, *, experts: bool = False, first_and_last: bool = False) -> dict[str, Any]:
-    """Default scheduler_config.json for a folder that has none, with the shift that the authors recommend.
+def recommended_shift(config: Mapping[str, Any], pipeline: str, folder: str, *, experts: bool = False) -> float:
+    """Shift of the noise levels in the commands of a checkpoint's authors.
 
-    `experts`: True for a model with two transformers. `first_and_last`: True for a model of a first and a last frame.
+    Args:
+        config: transformer's config.json of either layout.
+        pipeline: name of diffusers' pipeline.
+        folder: name of the folder, which alone says that Wan2.1's large model of an image is for 480P.
+        experts: True for a model with two transformers.
     """
-    shift = 12.0 if experts else 8.0 if _is_skyreels(pipeline) else 5.0
-    shift = 5.0 if "ImageToVideo" in pipeline else shift
-    shift = 16.0 if first_and_last or "VACE" in pipeline else shift
+    if "VACE" in pipeline or config.get("model_type") == "flf2v" or config.get("pos_embed_seq_len") is not None:
+        return 16.0
+    is_image = "ImageToVideo" in pipeline
+    if _is_skyreels(pipeline) or experts:
+        return 5.0 if is_image else 8.0 if _is_skyreels(pipeline) else 12.0
+    is_small = model.WanConfig.from_hf(config).dim == model.WAN_CONFIGS["t2v-1.3b"].dim
+    if is_image:
+        return 3.0 if is_small or "480P" in folder.upper() else 5.0
+    return 8.0 if is_small else 5.0
+
+
+def scheduler_settings(shift: float) -> dict[str, Any]:
+    """Default scheduler_config.json for a folder that has none."""
     return {
         "_class_name": "UniPCMultistepScheduler",
         "num_train_timesteps": 1000,

@@ -34,7 +34,8 @@ from verax.models.video_model import (
     flow_sigmas,
 )
 from verax.models.wan.caches import magcache_for, teacache_for
-from verax.models.wan.model import WanConfig, WanModel
+from verax.models.wan.model import SKYREELS as SKYREELS_TRANSFORMER
+from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
 from verax.models.wan.tiny_vae import TinyDecoder, TinyDecoderConfig
 from verax.models.wan.vace import encode_control
 from verax.models.wan.vae import WanVae, WanVaeConfig
@@ -129,8 +130,45 @@ _WAN_2_2: Mapping[str, Mapping[str, Any]] = {
 }
 """Settings of Wan2.2's own commands (`wan/configs`), by kind of model: two with two transformers, and 5B."""
 
-_WAN_2_1 = {"num_frames": 81, "fps": 16, "num_inference_steps": 50}
-"""Settings of Wan2.1's own command for the kinds that SkyReels-V2 does not have."""
+_WAN_2_1: Mapping[str, Any] = {"num_frames": 81, "fps": 16, "num_inference_steps": 50, "guidance_scale": 5.0}
+"""Settings of Wan2.1's own command (`generate.py`), whatever the kind."""
+
+
+def _wan_settings(folder: Any, kind: str, shift: float) -> dict[str, Any]:
+    """Settings of the commands of Wan2.1 and Wan2.2, with what their READMEs add for a size of model.
+
+    `shift`: see `read_settings`.
+    """
+    settings = {**_WAN_2_1, "shift": shift if shift != 1 else folder.recommended_shift}
+    if kind in _WAN_2_2 and (folder.boundary_ratio is not None or kind == "ti2v"):
+        return settings | _WAN_2_2[kind]
+    is_small = WanConfig.from_hf(folder.config("transformer")).dim == WAN_CONFIGS["t2v-1.3b"].dim
+    is_480p = is_small or "480P" in folder.name.upper()
+    settings |= {"height": 480, "width": 832} if is_480p else {"height": 720, "width": 1280}
+    if kind == "i2v":
+        settings["num_inference_steps"] = 40
+    elif kind == "t2v" and is_small:
+        settings["guidance_scale"] = 6.0
+    return settings
+
+
+def _read_kind(folder: Any, kind: str | None) -> str:
+    """Kind of a checkpoint; `kind` where it is given."""
+    if kind is not None and kind not in KINDS:
+        raise InvalidParameterError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
+    if kind is not None:
+        return kind
+    kind = next((kind for part, kind in _PIPELINES.items() if part in folder.pipeline), "t2v")
+    kind = "ti2v" if folder.expand_timesteps else kind
+    return "flf2v" if kind == "i2v" and WanConfig.from_hf(folder.config("transformer")).image_positions else kind
+
+
+def _is_skyreels(folder: Any, kind: str) -> bool:
+    """True for a checkpoint of SkyReels-V2, False for one of Wan, who alone has published models of the other kinds."""
+    if kind not in ("t2v", "i2v", "df"):
+        return False
+    has_its_class = folder.config("transformer").get("_class_name") == SKYREELS_TRANSFORMER
+    return has_its_class or folder.pipeline.startswith("SkyReels") or kind == "df"
 
 
 def read_settings(folder: Any, shift: float, *, kind: str | None, negative_prompts: Mapping[str, str]) -> VideoSettings:
@@ -143,14 +181,8 @@ def read_settings(folder: Any, shift: float, *, kind: str | None, negative_promp
         kind: one of `KINDS`; None to go by the name of the checkpoint's pipeline.
         negative_prompts: negative prompt of each kind; "" for kinds that are not listed.
     """
-    if kind is not None and kind not in KINDS:
-        raise InvalidParameterError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
-    if kind is None:
-        kind = next((kind for part, kind in _PIPELINES.items() if part in folder.pipeline), "t2v")
-        kind = "ti2v" if folder.expand_timesteps else kind
-        kind = "flf2v" if kind == "i2v" and WanConfig.from_hf(folder.config("transformer")).image_positions else kind
+    kind = _read_kind(folder, kind)
     boundary_ratio = folder.boundary_ratio
-    is_wan_2_2 = boundary_ratio is not None or kind == "ti2v"
     height, width, frames = _SIZES["720P" if "720P" in folder.name.upper() else "540P"]
     settings = VideoSettings(
         kind=kind,
@@ -159,15 +191,11 @@ def read_settings(folder: Any, shift: float, *, kind: str | None, negative_promp
         num_frames=frames,
         shift=shift if shift != 1 else VideoSettings.shift,
         # Wan2.2's commands have one negative prompt for all kinds.
-        negative_prompt=negative_prompts.get("ti2v" if is_wan_2_2 else kind, ""),
+        negative_prompt=negative_prompts.get("ti2v" if boundary_ratio is not None else kind, ""),
         boundary_ratio=boundary_ratio,
     )
-    if is_wan_2_2:
-        settings = replace(settings, **_WAN_2_2.get(kind, {}))
-    elif kind == "flf2v":
-        settings = replace(settings, **_WAN_2_1, height=720, width=1280, guidance_scale=5.5)
-    elif kind == "vace":
-        settings = replace(settings, **_WAN_2_1, height=480, width=832, guidance_scale=5.0)
+    if not _is_skyreels(folder, kind):
+        settings = replace(settings, **_wan_settings(folder, kind, shift))
     return settings.updated(folder.own_settings, KINDS)
 
 

@@ -1,0 +1,97 @@
+"""Wan 2.1's checkpoints: without options they are run as by their authors' own command, in either layout."""
+
+import json
+from typing import Any
+
+import pytest
+
+from verax.checkpoint.video.folder import VideoFolder
+from verax.models.wan.family import read_settings
+from verax.models.wan.model import FIRST_AND_LAST
+
+SIZES = {"1.3B": (1536, 8960, 12, 30), "14B": (5120, 13824, 40, 40)}
+"""Widths of the transformer and of its feed-forward layers, heads and layers."""
+
+NAMES = ("height", "width", "num_inference_steps", "guidance_scale", "shift")
+
+COMMANDS = [
+    ("Wan2.1-T2V-1.3B", "t2v", (480, 832, 50, 6.0, 8.0)),
+    ("Wan2.1-T2V-14B", "t2v", (720, 1280, 50, 5.0, 5.0)),
+    ("Wan2.1-I2V-14B-480P", "i2v", (480, 832, 40, 5.0, 3.0)),
+    ("Wan2.1-I2V-14B-720P", "i2v", (720, 1280, 40, 5.0, 5.0)),
+    ("Wan2.1-FLF2V-14B-720P", "flf2v", (720, 1280, 50, 5.0, 16.0)),
+    ("Wan2.1-VACE-1.3B", "vace", (480, 832, 50, 5.0, 16.0)),
+    ("Wan2.1-VACE-14B", "vace", (720, 1280, 50, 5.0, 16.0)),
+]
+"""Checkpoints, kinds, and the settings that `generate.py` has with the options of the README."""
+
+PIPELINES = {"t2v": "WanPipeline", "vace": "WanVACEPipeline"}
+
+
+def write(folder, fields: dict[str, Any]):
+    for name, content in fields.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def original_config(name, kind):
+    dim, ffn_dim, heads, layers = next(sizes for size, sizes in SIZES.items() if size in name)
+    config = {"_class_name": "WanModel", "model_type": kind, "dim": dim, "ffn_dim": ffn_dim, "num_heads": heads}
+    config |= {"num_layers": layers, "freq_dim": 256, "in_dim": 36 if kind in ("i2v", "flf2v") else 16, "out_dim": 16}
+    more = {"_class_name": "VaceWanModel", "vace_layers": list(range(0, layers, 2)), "vace_in_dim": 96}
+    return config | (more if kind == "vace" else {})
+
+
+def diffusers_config(name, kind):
+    dim, ffn_dim, heads, layers = next(sizes for size, sizes in SIZES.items() if size in name)
+    config = {"_class_name": "WanTransformer3DModel", "num_attention_heads": heads, "attention_head_dim": dim // heads}
+    config |= {"ffn_dim": ffn_dim, "num_layers": layers, "in_channels": 16, "out_channels": 16}
+    more: dict[str, Any] = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": dim}
+    more |= {"pos_embed_seq_len": FIRST_AND_LAST if kind == "flf2v" else None}
+    vace = {"_class_name": "WanVACETransformer3DModel", "vace_layers": list(range(0, layers, 2))}
+    vace |= {"vace_in_channels": 96}
+    return config | (more if kind in ("i2v", "flf2v") else vace if kind == "vace" else {})
+
+
+def diffusers_folder(path, name, kind, **scheduler):
+    return write(
+        path / f"{name}-Diffusers",
+        {
+            "model_index.json": {"_class_name": PIPELINES.get(kind, "WanImageToVideoPipeline")},
+            "transformer/config.json": diffusers_config(name, kind),
+            "scheduler/scheduler_config.json": scheduler,
+        },
+    )
+
+
+def settings_of(folder):
+    opened = VideoFolder(folder)
+    return read_settings(opened, opened.flow_shift, kind=None, negative_prompts={})
+
+
+@pytest.mark.parametrize("layout", ["original", "diffusers"])
+@pytest.mark.parametrize(("name", "kind", "expected"), COMMANDS, ids=[name for name, *_ in COMMANDS])
+def test_a_checkpoint_has_the_settings_of_its_authors_command(layout, name, kind, expected, tmp_path):
+    if layout == "original":
+        folder = write(tmp_path / name, {"config.json": original_config(name, kind)})
+    else:
+        folder = diffusers_folder(tmp_path, name, kind)
+    settings = settings_of(folder)
+    assert (settings.kind, settings.num_frames, settings.fps) == (kind, 81, 16)
+    assert tuple(getattr(settings, field) for field in NAMES) == expected
+
+
+def test_the_files_of_a_checkpoint_are_preferred_to_the_command(tmp_path):
+    folder = diffusers_folder(tmp_path, "Wan2.1-T2V-1.3B", "t2v", flow_shift=3.0)
+    assert settings_of(folder).shift == 3
+    write(folder, {"verax.json": {"shift": 7.0, "guidance_scale": 2.0}})
+    settings = settings_of(folder)
+    assert (settings.shift, settings.guidance_scale, settings.height) == (7, 2, 480)
+
+
+@pytest.mark.parametrize("name", ["SkyReels-V2-T2V-14B-720P", "a.model"])
+def test_a_repackaged_skyreels_differs_from_wan_by_the_name_of_its_folder(name, tmp_path):
+    settings = settings_of(write(tmp_path / name, {"config.json": original_config("14B", "t2v")}))
+    expected = (121, 24, 8.0) if name.startswith("SkyReels") else (81, 16, 5.0)
+    assert (settings.num_frames, settings.fps, settings.shift) == expected
