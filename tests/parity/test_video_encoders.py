@@ -22,7 +22,7 @@ from verax.loading import load_weights
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.images import CLIP_MEAN, CLIP_STD, crop_to_aspect, resize, to_signed
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
-from verax.models.wan.family import DIFFUSERS, SKYREELS
+from verax.models.wan.family import DIFFUSERS, SKYREELS, WAN
 
 UMT5 = dict(vocab_size=100, d_model=20, d_kv=6, d_ff=36, num_layers=3, num_heads=5, feed_forward_proj="gated-gelu")
 CLIP = dict(
@@ -161,6 +161,16 @@ def test_clip_sees_what_the_original_interpolates(shape):
     square = torch.nn.functional.interpolate(planes, size=(224, 224), mode="bicubic", align_corners=False)
     expected = (square[0].permute(1, 2, 0).numpy() * 0.5 + 0.5 - CLIP_MEAN) / CLIP_STD
     np.testing.assert_allclose(SKYREELS.clip_pixels(ANOTHER, picture(shape), 224), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "target"), [((61, 107), (48, 96)), ((90, 160), (464, 832)), ((300, 640), (432, 912))]
+)
+def test_wans_frames_are_what_torch_interpolates(shape, target):
+    planes = torch.from_numpy(to_signed(picture(shape)).transpose(2, 0, 1))[None].double()
+    expected = torch.nn.functional.interpolate(planes, size=target, mode="bicubic")[0].permute(1, 2, 0).numpy()
+    got = to_signed(WAN.resize["i2v"](picture(shape), *target))
+    np.testing.assert_allclose(got, expected.clip(-1, 1), atol=0.501 / 127.5)
 
 
 def test_frames_are_resized_as_diffusers_does_it():

@@ -293,7 +293,7 @@ def test_a_control_clip_gives_its_first_frames_and_one_mask_is_for_all_of_them(p
     ("options", "message"),
     [
         ({"dtype": "int8"}, "dtype: expected one of bfloat16, float32, got 'int8'"),
-        ({"reference": "comfy"}, "reference: expected one of skyreels, diffusers, got 'comfy'"),
+        ({"reference": "comfy"}, "reference: expected one of skyreels, wan, diffusers, got 'comfy'"),
         ({"kind": "v2v"}, "kind: expected one of t2v, i2v, flf2v, ti2v, df, vace, got"),
         ({"kind": "i2v"}, "kind: i2v does not fit this transformer"),
         ({"kind": "vace"}, "kind: vace does not fit this transformer"),

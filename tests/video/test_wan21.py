@@ -3,11 +3,13 @@
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from verax.checkpoint.video.folder import VideoFolder
-from verax.models.wan.family import read_settings
+from verax.models.wan.family import CHINESE, ENGLISH, WAN, read_settings
 from verax.models.wan.model import FIRST_AND_LAST
+from verax.video.load import open_model
 
 SIZES = {"1.3B": (1536, 8960, 12, 30), "14B": (5120, 13824, 40, 40)}
 """Widths of the transformer and of its feed-forward layers, heads and layers."""
@@ -95,3 +97,60 @@ def test_a_repackaged_skyreels_differs_from_wan_by_the_name_of_its_folder(name, 
     settings = settings_of(write(tmp_path / name, {"config.json": original_config("14B", "t2v")}))
     expected = (121, 24, 8.0) if name.startswith("SkyReels") else (81, 16, 5.0)
     assert (settings.num_frames, settings.fps, settings.shift) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "reference", "negative_prompt"),
+    [
+        ("t2v", "skyreels", ENGLISH),
+        ("df", "skyreels", CHINESE),
+        ("t2v-a14b", "wan", CHINESE),
+        ("i2v-a14b", "wan", CHINESE),
+        ("ti2v", "wan", CHINESE),
+        ("flf2v", "wan", f"镜头切换，镜头晃动，{CHINESE}"),
+        ("vace", "wan", CHINESE),
+    ],
+)
+def test_a_checkpoint_follows_the_rules_of_its_authors(kind, reference, negative_prompt, folders):
+    model = open_model(VideoFolder(folders(kind)))
+    assert (model.rules.name, model.settings.negative_prompt) == (reference, negative_prompt)
+    other = "wan" if reference == "skyreels" else "skyreels"
+    assert open_model(VideoFolder(folders(kind)), reference=other).rules.name == other
+
+
+def test_wan2_1s_image_to_video_has_a_negative_prompt_of_its_own(tmp_path):
+    opened = VideoFolder(diffusers_folder(tmp_path, "Wan2.1-I2V-14B-480P", "i2v"))
+    settings = read_settings(opened, 3.0, kind=None, negative_prompts=WAN.negative_prompts)
+    assert settings.negative_prompt == f"镜头晃动，{CHINESE}"
+
+
+def picture(height, width):
+    """Uneven picture whose first and last tenth of columns are black."""
+    values = np.random.default_rng(0).integers(100, 256, (height, width, 3), np.uint8)
+    values[:, : width // 10] = values[:, -(width // 10) :] = 0
+    return values
+
+
+@pytest.mark.parametrize(("kind", "is_whole"), [("i2v", True), ("flf2v", True), ("ti2v", False), ("vace", False)])
+def test_a_picture_of_the_shape_of_the_frame_is_resized_whole_for_image_to_video(kind, is_whole):
+    # 300 x 640 at an area of 480 x 832 are 432 x 912 with sides of whole tokens, which is 1% wider.
+    frame = WAN.resize[kind](picture(300, 640), 432, 912)
+    assert frame.shape == (432, 912, 3)
+    black = (frame == 0).all(axis=(0, 2)).sum() / 912
+    assert (abs(black - 0.2) < 0.004) == is_whole
+
+
+@pytest.mark.parametrize("kind", ["i2v", "flf2v", "ti2v", "vace"])
+def test_a_picture_of_another_shape_is_cropped_about_the_middle(kind):
+    frame = WAN.resize[kind](picture(64, 400), 64, 96)
+    assert frame.shape == (64, 96, 3)
+    assert frame.min() > 90
+    np.testing.assert_array_equal(frame, WAN.resize[kind](picture(64, 400)[:, 152:248], 64, 96))
+
+
+def test_the_image_encoder_sees_the_users_picture_and_not_the_frame():
+    image, frame = picture(64, 400), picture(64, 96)
+    assert WAN.clip_pixels is not None
+    pixels = WAN.clip_pixels(image, frame, 28)
+    assert (pixels[:, :2].mean(), pixels[:, -2:].mean()) < (-1.5, -1.5)
+    np.testing.assert_array_equal(pixels, WAN.clip_pixels(image, image, 28))

@@ -38,7 +38,7 @@ class PipelineOptions:
         shown="the files'",
     )
     reference: str | None = option(
-        None, "skyreels or diffusers: rules where the two PyTorch pipelines differ.", shown="skyreels"
+        None, "skyreels, wan or diffusers: rules where PyTorch's pipelines differ.", shown="the authors'"
     )
     kind: str | None = option(None, "t2v, i2v, flf2v, ti2v, df or vace.", shown="the folder's")
     lora: tuple[str, ...] = option((), "LoRA: FILE or FILE:FACTOR; can be repeated.", shown="")

@@ -1,6 +1,7 @@
 """Pictures as models take them: cropped, resized and normalised as in the published pipelines.
 
-Images are uint8 `[H, W, 3]`, RGB. The pipelines are SkyReels-V2's own (SkyworkAI/SkyReels-V2) and diffusers'.
+Images are uint8 `[H, W, 3]`, RGB. The pipelines are SkyReels-V2's own (SkyworkAI/SkyReels-V2), Wan's own
+(Wan-Video/Wan2.1, Wan-Video/Wan2.2) and diffusers'.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from verax._optional import require_optional
 
 Filter = Literal["lanczos", "bicubic"]
 """Filter of Pillow by which an image is resized."""
+
+TOKEN_PIXELS = 16
+"""Height and width of a token in pixels, in Wan's models for image to video."""
 
 CLIP_MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
 CLIP_STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
@@ -52,6 +56,35 @@ def resize(
     return np.stack(resized).reshape(*frames.shape[:-3], height, width, 3)
 
 
+def cover(
+    image: UInt8[np.ndarray, "H W 3"], height: int, width: int, *, method: Filter = "lanczos"
+) -> UInt8[np.ndarray, "height width 3"]:
+    """Image resized by Pillow's filters until it covers the frame, and cropped about the middle.
+
+    Wan2.2's 5B resizes its image by `lanczos`; Wan2.1's VACE resizes control clips and masks by `bicubic`.
+    """
+    h, w = image.shape[:2]
+    scale = max(height / h, width / w)
+    resized = resize(image, round(scale * h), round(scale * w), method=method)
+    top, left = (resized.shape[0] - height) // 2, (resized.shape[1] - width) // 2
+    return resized[top : top + height, left : left + width]
+
+
+def interpolate(image: UInt8[np.ndarray, "H W 3"], height: int, width: int) -> UInt8[np.ndarray, "height width 3"]:
+    """Image resized to a frame as in Wan's image to video, by torch's bicubic `interpolate`, which does not average.
+
+    Wan's code gives the frame the image's shape, with sides cut to whole tokens. An image of another shape than that
+    is cropped first.
+    """
+    h, w = image.shape[:2]
+    # The frame's sides times the image's are equal, but for what is cut off of either side.
+    has_its_shape = -TOKEN_PIXELS * w < height * w - width * h < TOKEN_PIXELS * h
+    image = image if has_its_shape else crop_to_aspect(image, height, width)
+    rows, columns = (_bicubic(extent, size) for extent, size in zip(image.shape, (height, width), strict=False))
+    frame = np.einsum("hH,wW,HWc->hwc", rows, columns, image.astype(np.float64), optimize=True)
+    return frame.round().clip(0, 255).astype(np.uint8)
+
+
 def fit_on_white(
     pictures: Sequence[np.ndarray], height: int, width: int, *, multiple: int = 1
 ) -> Float[np.ndarray, "R height width 3"]:
@@ -81,9 +114,10 @@ def to_signed(frames: UInt8[np.ndarray, "*B H W 3"]) -> Float[np.ndarray, "*B H 
 
 
 def clip_pixels_skyreels(frame: Float[np.ndarray, "H W 3"], size: int = 224) -> Float[np.ndarray, "size size 3"]:
-    """Input of CLIP in SkyReels-V2: the first frame of the clip, in -1..1, resized to a square whatever its aspect.
+    """Input of CLIP in SkyReels-V2 and Wan: a picture in -1..1, resized to a square whatever its aspect.
 
-    By torch's bicubic `interpolate`, which does not average when it shrinks, then normalised.
+    The picture is the first frame of the clip in SkyReels-V2, and the user's in Wan. By torch's bicubic `interpolate`,
+    which does not average when it shrinks, then normalised.
     """
     rows, columns = (_bicubic(extent, size) for extent in frame.shape[:2])
     square = np.einsum("hH,wW,HWc->hwc", rows, columns, frame.astype(np.float64), optimize=True)

@@ -343,7 +343,7 @@ class VideoModel(abc.ABC):
     """A checkpoint of a family: its networks, and how they make a clip.
 
     Attributes:
-        references: rules of the published pipelines that the family can follow, the default first.
+        references: rules of the published pipelines that the family can follow.
         settings: kind and defaults of the checkpoint.
         rules: rules of the chosen reference.
         geometry: sizes of the latents.
@@ -376,7 +376,7 @@ class VideoModel(abc.ABC):
         Args:
             folder: open checkpoint (`checkpoint.video.folder.VideoFolder`).
             kind: kind of model; None to go by the folder.
-            rules: one of `references`; the first if None.
+            rules: one of `references`; None for the rules of the checkpoint's authors.
 
         Raises:
             CheckpointError: if a network's settings are missing or damaged.

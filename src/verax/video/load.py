@@ -43,8 +43,8 @@ class Components(NamedTuple):
 def open_model(folder: VideoFolder, *, kind: str | None = None, reference: str | None = None) -> VideoModel:
     """Family, settings and rules of a folder, by the class name in its transformer's config.json.
 
-    `kind`: kind of model; None to go by the folder. `reference`: name of the rules to follow; the family's first if
-    None.
+    `kind`: kind of model; None to go by the folder. `reference`: name of the rules to follow; None for the rules
+    of the checkpoint's authors.
     """
     family = models.video_model(folder.config("transformer"))
     if reference is not None and reference not in family.references:

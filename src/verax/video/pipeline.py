@@ -78,8 +78,8 @@ class VideoPipeline:
             quantization: `"int8"` or `"fp8"`: 8-bit weights of the transformer and of UMT5, quantised while they are
                 read, after LoRA and whatever the files have; `"dequantize"`: `dtype`, also where the files have
                 quantised weights. None: what the files have, or float32 if that is the dtype.
-            reference: rules where the two PyTorch pipelines differ: of Wan and SkyReels-V2 `"skyreels"` (the
-                original's, less its slips; the default) or `"diffusers"`.
+            reference: rules where PyTorch's pipelines differ: `"skyreels"` or `"wan"` (the authors' own, less their
+                slips; the default by the checkpoint), or `"diffusers"`.
             kind: `"t2v"`, `"i2v"`, `"flf2v"` (first and last frame), `"ti2v"` (either), `"df"` (diffusion forcing) or
                 `"vace"`, where the folder does not determine it: the original's 14B models for text and for forcing
                 differ in nothing but their folders' names.

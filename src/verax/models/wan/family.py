@@ -1,8 +1,8 @@
 """`WanVideoModel`: SkyReels-V2, Wan 2.1 and Wan 2.2 as a family of video models.
 
-The family's networks, kinds of conditioning, published defaults, and the rules of the two PyTorch pipelines: `SKYREELS`
-follows SkyReels-V2's own code (SkyworkAI/SkyReels-V2), less its slips, which `docs/video.md` lists, and `DIFFUSERS` the
-pipelines of diffusers.
+The family's networks, kinds of conditioning, published defaults, and the rules of three PyTorch pipelines: `SKYREELS`
+follows SkyReels-V2's own code (SkyworkAI/SkyReels-V2), `WAN` Wan's own (Wan-Video/Wan2.1 and Wan2.2), both less their
+slips, which `docs/video.md` lists, and `DIFFUSERS` the pipelines of diffusers.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ CHINESE = (
     "丑陋的，残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，"
     "杂乱的背景，三条腿，背景人很多，倒着走"
 )
-"""Negative prompts of SkyReels-V2's commands: English, and Wan's Chinese for diffusion forcing."""
+"""Negative prompts: SkyReels-V2's English, and Wan's Chinese, which SkyReels-V2's diffusion forcing has too."""
 
 
 def _crop_and_resize(image: np.ndarray, height: int, width: int, *, method: images.Filter) -> np.ndarray:
@@ -99,6 +99,23 @@ SKYREELS = ReferenceRules(
     clip_pixels=lambda image, frame, size: images.clip_pixels_skyreels(images.to_signed(frame), size),
     references=images.fit_on_white,
     negative_prompts={"t2v": ENGLISH, "i2v": ENGLISH, **dict.fromkeys(("flf2v", "ti2v", "df", "vace"), CHINESE)},
+)
+
+WAN = replace(
+    SKYREELS,
+    name="wan",
+    resize={
+        **dict.fromkeys(KINDS, images.cover),
+        **dict.fromkeys(("i2v", "flf2v"), images.interpolate),
+        "vace": partial(images.cover, method="bicubic"),
+    },
+    clip_pixels=lambda image, frame, size: images.clip_pixels_skyreels(images.to_signed(image), size),
+    # Wan2.1's begin with "camera shake" and "scene cut".
+    negative_prompts={
+        **dict.fromkeys(KINDS, CHINESE),
+        "i2v": f"镜头晃动，{CHINESE}",
+        "flf2v": f"镜头切换，镜头晃动，{CHINESE}",
+    },
 )
 
 DIFFUSERS = ReferenceRules(
@@ -213,12 +230,13 @@ def latent_geometry(transformer: WanConfig, vae: WanVaeConfig) -> LatentGeometry
 class WanVideoModel(VideoModel):
     """A checkpoint of SkyReels-V2, Wan 2.1 or Wan 2.2."""
 
-    references = MappingProxyType({rules.name: rules for rules in (SKYREELS, DIFFUSERS)})
+    references = MappingProxyType({rules.name: rules for rules in (SKYREELS, WAN, DIFFUSERS)})
 
     @classmethod
     def from_folder(cls, folder: Any, *, kind: str | None = None, rules: ReferenceRules | None = None) -> WanVideoModel:
         """Read the settings of a checkpoint; no weights. See `VideoModel.from_folder`."""
-        rules = SKYREELS if rules is None else rules
+        if rules is None:
+            rules = SKYREELS if _is_skyreels(folder, _read_kind(folder, kind)) else WAN
         settings = read_settings(folder, folder.flow_shift, kind=kind, negative_prompts=rules.negative_prompts)
         transformer = WanConfig.from_hf(folder.config("transformer"))
         vae = WanVaeConfig.from_hf(folder.config("vae"))
