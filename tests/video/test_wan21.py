@@ -6,10 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from verax import VideoRequest
 from verax.checkpoint.video.folder import VideoFolder
 from verax.models.wan.family import CHINESE, ENGLISH, WAN, read_settings
 from verax.models.wan.model import FIRST_AND_LAST
+from verax.serve.video.videos import VideoCreate, resolve
 from verax.video.load import open_model
+from verax.video.request import resolve_request
 
 SIZES = {"1.3B": (1536, 8960, 12, 30), "14B": (5120, 13824, 40, 40)}
 """Widths of the transformer and of its feed-forward layers, heads and layers."""
@@ -154,3 +157,42 @@ def test_the_image_encoder_sees_the_users_picture_and_not_the_frame():
     pixels = WAN.clip_pixels(image, frame, 28)
     assert (pixels[:, :2].mean(), pixels[:, -2:].mean()) < (-1.5, -1.5)
     np.testing.assert_array_equal(pixels, WAN.clip_pixels(image, image, 28))
+
+
+@pytest.mark.parametrize(
+    ("kind", "usual", "shape", "expected"),
+    [
+        ("i2v", (720, 1280), (1080, 1920), (720, 1280)),
+        ("i2v", (480, 832), (960, 1280), (544, 720)),
+        ("flf2v", (480, 832), (1280, 960), (720, 544)),
+        ("ti2v", (704, 1280), (1080, 1920), (704, 1248)),
+        ("ti2v", (704, 1280), (600, 800), (800, 1088)),
+        ("vace", (480, 832), (1080, 1920), (480, 832)),
+        ("vace", (480, 832), (64, 96), (64, 96)),
+    ],
+)
+def test_frames_have_the_shape_of_the_picture_and_the_usual_area(kind, usual, shape, expected):
+    assert WAN.frame_sizes[kind](shape, usual) == expected
+
+
+def test_a_request_without_a_size_has_the_size_that_follows_its_picture(pipes):
+    pipe = pipes("i2v-a14b")
+    image = picture(40, 160)  # four times as wide as high, for an area of 16 x 32
+    assert size_of(pipe.resolve(VideoRequest("a red circle", image=image))) == (16, 32)
+    follows = resolve_request(VideoRequest("a red circle", image=image, resolution="540P"), pipe.parts.model)
+    assert size_of(follows) == (352, 1440)
+    for given in ({"height": 32, "width": 48}, {"height": 16}, {"width": 32}):
+        resolved = pipe.resolve(VideoRequest("a red circle", image=image, **given))
+        assert size_of(resolved) == (given.get("height", 16), given.get("width", 32))
+    plain = VideoRequest("a red circle", image=image, resolution="540P")
+    assert size_of(resolve_request(plain, pipe.parts.model, follow_picture=False)) == (544, 960)
+
+
+def size_of(request):
+    return request.height, request.width
+
+
+def test_the_server_keeps_the_usual_size_and_turns_it(pipes):
+    for shape, size in (((40, 160), (16, 32)), ((160, 40), (32, 16))):
+        given = {"image": [picture(*shape)[None]]}
+        assert size_of(resolve(VideoCreate("a red circle"), given, pipes("i2v-a14b"))) == size

@@ -18,7 +18,7 @@ Filter = Literal["lanczos", "bicubic"]
 """Filter of Pillow by which an image is resized."""
 
 TOKEN_PIXELS = 16
-"""Height and width of a token in pixels, in Wan's models for image to video."""
+"""Height and width of a token in pixels, in all of Wan's models but 5B."""
 
 CLIP_MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
 CLIP_STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
@@ -83,6 +83,43 @@ def interpolate(image: UInt8[np.ndarray, "H W 3"], height: int, width: int) -> U
     rows, columns = (_bicubic(extent, size) for extent, size in zip(image.shape, (height, width), strict=False))
     frame = np.einsum("hH,wW,HWc->hwc", rows, columns, image.astype(np.float64), optimize=True)
     return frame.round().clip(0, 255).astype(np.uint8)
+
+
+def size_of_area(picture: tuple[int, int], usual: tuple[int, int]) -> tuple[int, int]:
+    """Height and width of a picture's shape and the usual area, cut to whole tokens: Wan's image to video."""
+    area, aspect = usual[0] * usual[1], picture[0] / picture[1]
+    sides = np.sqrt(area * aspect), np.sqrt(area / aspect)
+    return max(int(sides[0] // TOKEN_PIXELS), 1) * TOKEN_PIXELS, max(int(sides[1] // TOKEN_PIXELS), 1) * TOKEN_PIXELS
+
+
+def size_nearest_to_shape(picture: tuple[int, int], usual: tuple[int, int], *, token: int) -> tuple[int, int]:
+    """Height and width in whole tokens of at most the usual area: Wan2.2's 5B, `best_output_size`.
+
+    One side is cut to whole tokens, and the other is what the area leaves. Of the two sizes that this gives, it is the
+    one nearest to the picture's shape.
+    """
+    area, aspect = usual[0] * usual[1], picture[1] / picture[0]
+    width = (area * aspect) ** 0.5
+    height = area / width
+
+    def whole(side: float) -> int:
+        return max(int(side // token), 1) * token
+
+    def distance(size: tuple[int, int]) -> float:
+        ratio = aspect / (size[1] / size[0])
+        return max(ratio, 1 / ratio)
+
+    by_width = whole(area / whole(width)), whole(width)
+    by_height = whole(height), whole(area / whole(height))
+    return by_width if distance(by_width) < distance(by_height) else by_height
+
+
+def size_of_clip(clip: tuple[int, int], usual: tuple[int, int]) -> tuple[int, int]:
+    """Height and width of a control clip's shape in whole tokens, of at most its own and the usual area: Wan's VACE."""
+    h, w = clip
+    tokens = min(usual[0] * usual[1] // TOKEN_PIXELS**2, (h // TOKEN_PIXELS) * (w // TOKEN_PIXELS))
+    height = max(round(np.sqrt(tokens * (h / w))), 1)
+    return height * TOKEN_PIXELS, max(tokens // height, 1) * TOKEN_PIXELS
 
 
 def fit_on_white(

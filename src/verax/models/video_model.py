@@ -162,6 +162,10 @@ class Conditioning:
 Resize = Callable[[np.ndarray, int, int], np.ndarray]
 """`resize(image, height, width)`: an image uint8 `[H, W, 3]` as a frame uint8 `[height, width, 3]`."""
 
+FrameSize = Callable[[tuple[int, int], tuple[int, int]], tuple[int, int]]
+"""`frame_size(picture, usual)`: height and width of a clip that begins with a picture, or is controlled by one, of a
+height and width; `usual` are a clip's without one. All in pixels."""
+
 ClipPixels = Callable[[np.ndarray, np.ndarray, int], np.ndarray]
 """`clip_pixels(image, frame, size)`: the image encoder's input float32 `[size, size, 3]`, of the user's image and the
 frame that `Resize` made of it."""
@@ -193,6 +197,8 @@ class ReferenceRules:
 
     Attributes:
         name: name of the reference, as `VideoPipeline(reference=...)` takes it.
+        frame_sizes: size of frames after the picture's. Frames of kinds that are not listed have the usual size, turned
+            if the picture is upright and they are not.
         clip_pixels: input of the image encoder; None for families without one.
         references: reference pictures as frames, in the order of their latent frames; None for families without them.
         negative_prompts: negative prompt of a request without one; "" for kinds that are not listed.
@@ -207,6 +213,7 @@ class ReferenceRules:
     name: str
     sigmas: Sigmas
     resize: Mapping[str, Resize]
+    frame_sizes: Mapping[str, FrameSize] = field(default_factory=dict)
     clip_pixels: ClipPixels | None = None
     references: References | None = None
     negative_prompts: Mapping[str, str] = field(default_factory=dict)

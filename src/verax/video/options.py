@@ -81,8 +81,8 @@ class VideoRequest:
     )
     height: int | None = option(
         None,
-        "Height of a frame in pixels, a multiple of 16. Of 32 for Wan2.2's 5B. If height and width are both None and "
-        "the image is upright, so is the clip.",
+        "Height of a frame in pixels, a multiple of 16. Of 32 for Wan2.2's 5B. If height and width are both None, and "
+        "the image is upright, so is the clip; a model of Wan makes frames of the image's shape.",
         shown=_CHECKPOINT,
     )
     width: int | None = option(

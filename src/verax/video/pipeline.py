@@ -273,7 +273,9 @@ class VideoPipeline:
         Raises:
             InvalidParameterError: naming the option that does not fit, and values that would.
         """
-        resolved = resolve_request(request, self.parts.model)
+        # Few sizes have tokens that devices can divide, and a picture has any size.
+        is_divided = axis_size(self.mesh, SEQUENCE) > 1
+        resolved = resolve_request(request, self.parts.model, follow_picture=not is_divided)
         check_request(self.mesh, resolved, self.geometry)
         return with_cache(resolved, self.parts.model)
 

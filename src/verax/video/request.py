@@ -162,10 +162,13 @@ class ResolvedRequest(VideoRequest):
         return 0 if self.video is None or self.controls else self.overlap_history
 
 
-def resolve_request(request: VideoRequest, model: VideoModel) -> ResolvedRequest:
+def resolve_request(request: VideoRequest, model: VideoModel, *, follow_picture: bool = True) -> ResolvedRequest:
     """Read a request's images, fill in its defaults, and check it.
 
-    `model`: checkpoint whose defaults are filled in, and which the request has to fit.
+    Args:
+        model: checkpoint whose defaults are filled in, and which the request has to fit.
+        follow_picture: False for frames of the usual size, turned at most, where the model's rules have it after the
+            picture's.
     """
     settings, geometry = model.settings, model.geometry
     request = with_recipe(request)
@@ -182,7 +185,11 @@ def resolve_request(request: VideoRequest, model: VideoModel) -> ResolvedRequest
     first_frame = values["image"] if values["video"] is None else values["video"][0]
     height, width = default_size(request, settings)
     if request.height is None and request.width is None:
-        height, width = _oriented(first_frame, height, width)
+        size_of = model.rules.frame_sizes.get(settings.kind) if follow_picture else None
+        if size_of is None or first_frame is None:
+            height, width = oriented(first_frame, height, width)
+        else:
+            height, width = size_of(first_frame.shape[:2], (height, width))
     values["sigmas"] = _read_sigmas(request.sigmas, values["num_inference_steps"])
     if values["sigmas"] is not None:
         values["num_inference_steps"] = len(values["sigmas"])
@@ -299,7 +306,7 @@ def _own_rate(rate: float | None, fps: int | None) -> int | None:
     return chosen
 
 
-def _oriented(image: np.ndarray | None, height: int, width: int) -> tuple[int, int]:
+def oriented(image: np.ndarray | None, height: int, width: int) -> tuple[int, int]:
     """Height and width, exchanged if one of frame and image `[H, W, 3]` is upright and the other is not."""
     if image is None or (image.shape[0] > image.shape[1]) == (height > width):
         return height, width

@@ -109,6 +109,11 @@ WAN = replace(
         **dict.fromkeys(("i2v", "flf2v"), images.interpolate),
         "vace": partial(images.cover, method="bicubic"),
     },
+    frame_sizes={
+        **dict.fromkeys(("i2v", "flf2v"), images.size_of_area),
+        "ti2v": partial(images.size_nearest_to_shape, token=32),
+        "vace": images.size_of_clip,
+    },
     clip_pixels=lambda image, frame, size: images.clip_pixels_skyreels(images.to_signed(image), size),
     # Wan2.1's begin with "camera shake" and "scene cut".
     negative_prompts={

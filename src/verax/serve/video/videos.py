@@ -33,7 +33,7 @@ from verax.serve.http.telemetry import record_of
 from verax.serve.video.decode import MediaDecoder, read_data_uri
 from verax.serve.video.jobs import VARIANTS, ClipStore, VideoJob, VideoJobs
 from verax.video.pipeline import VideoPipeline
-from verax.video.request import ResolvedRequest, VideoRequest
+from verax.video.request import ResolvedRequest, VideoRequest, oriented
 
 MAX_PROMPT = 32_768
 """Characters of a prompt."""
@@ -242,7 +242,7 @@ def resolve(
             if len(frames) > 1:
                 raise InvalidParameterError(f"{name}: expected one image, got {len(frames)} frames")
     frames, last, mask = (next(iter(media.get(name, ())), None) for name in ("image", "last_image", "mask"))
-    width, height = _size(body, pipeline, sizes)
+    width, height = _size(body, frames, pipeline, sizes)
     fps = body.fps if body.fps is not None else pipeline.settings.fps
     request = VideoRequest(
         body.prompt,
@@ -279,10 +279,17 @@ def _renamed(message: str, body: VideoCreate) -> str:
     return f"{names[name]}{colon}{rest}" if names[name] == name else f"{names[name]}{colon}{name} {rest}"
 
 
-def _size(body: VideoCreate, pipeline: VideoPipeline, sizes: Sequence[str]) -> tuple[int, int] | tuple[None, None]:
-    """Width and height."""
+def _size(
+    body: VideoCreate, frames: np.ndarray | None, pipeline: VideoPipeline, sizes: Sequence[str]
+) -> tuple[int, int]:
+    """Width and height: without a size, the usual ones, turned if the image is upright and they are not.
+
+    Frames of each picture's own shape would be programs to compile for each.
+    """
     if body.size is None:
-        return None, None
+        first = None if frames is None else frames[0]
+        height, width = oriented(first, pipeline.settings.height, pipeline.settings.width)
+        return width, height
     usual = f"{pipeline.settings.width}x{pipeline.settings.height}"
     if sizes and body.size not in (usual, *sizes):
         allowed = ", ".join(dict.fromkeys((usual, *sizes)))
