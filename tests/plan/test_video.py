@@ -8,6 +8,7 @@ from tests.support.tiny_video import SIZES, video_folder
 from verax.errors import InvalidParameterError
 from verax.plan.devices import find_device
 from verax.plan.run import plan
+from verax.plan.video import read_clip
 from verax.video.pipeline import VideoPipeline
 
 DEVICE = find_device("h100")
@@ -71,6 +72,23 @@ def test_devices_hold_parts_of_what_they_divide(tmp_path):
     assert divided["memory"]["weights"] == parts["transformer"]["per_device"]
     assert whole["memory"]["weights"] == parts["transformer"]["nbytes"]
     assert divided["memory"]["largest gathered matrix"] == 2 * D * D
+
+
+@pytest.mark.parametrize(
+    ("model", "clip"),
+    [
+        ("df-1.3b", (97, 544, 960, 30)),
+        ("i2v-1.3b", (97, 544, 960, 30)),
+        ("t2v-1.3b", (81, 480, 832, 50)),
+        ("i2v-14b", (81, 720, 1280, 40)),
+        ("vace-14b", (81, 720, 1280, 50)),
+        ("t2v-a14b", (81, 720, 1280, 40)),
+        ("ti2v-5b", (121, 704, 1280, 50)),
+    ],
+)
+def test_shapes_by_name_have_the_clip_of_their_authors(model, clip):
+    request = read_clip(model).request
+    assert (request.num_frames, request.height, request.width, request.num_inference_steps) == clip
 
 
 def test_the_transformers_configuration_is_enough(tmp_path):

@@ -181,7 +181,8 @@ def test_a_request_without_a_size_has_the_size_that_follows_its_picture(pipes):
     assert size_of(pipe.resolve(VideoRequest("a red circle", image=image))) == (16, 32)
     follows = resolve_request(VideoRequest("a red circle", image=image, resolution="540P"), pipe.parts.model)
     assert size_of(follows) == (352, 1440)
-    for given in ({"height": 32, "width": 48}, {"height": 16}, {"width": 32}):
+    sizes: list[dict[str, Any]] = [{"height": 32, "width": 48}, {"height": 16}, {"width": 32}]
+    for given in sizes:
         resolved = pipe.resolve(VideoRequest("a red circle", image=image, **given))
         assert size_of(resolved) == (given.get("height", 16), given.get("width", 32))
     plain = VideoRequest("a red circle", image=image, resolution="540P")

@@ -156,17 +156,16 @@ _WAN_2_1: Mapping[str, Any] = {"num_frames": 81, "fps": 16, "num_inference_steps
 """Settings of Wan2.1's own command (`generate.py`), whatever the kind."""
 
 
-def _wan_settings(folder: Any, kind: str, shift: float) -> dict[str, Any]:
-    """Settings of the commands of Wan2.1 and Wan2.2, with what their READMEs add for a size of model.
+def wan_settings(kind: str, transformer: WanConfig, *, name: str = "", experts: bool = False) -> dict[str, Any]:
+    """Settings of the commands of Wan2.1 and Wan2.2, with what their READMEs add for a size of model; without a shift.
 
-    `shift`: see `read_settings`.
+    `name`: name of the checkpoint's folder. `experts`: True for a model with two transformers.
     """
-    settings = {**_WAN_2_1, "shift": shift if shift != 1 else folder.recommended_shift}
-    if kind in _WAN_2_2 and (folder.boundary_ratio is not None or kind == "ti2v"):
-        return settings | _WAN_2_2[kind]
-    is_small = WanConfig.from_hf(folder.config("transformer")).dim == WAN_CONFIGS["t2v-1.3b"].dim
-    is_480p = is_small or "480P" in folder.name.upper()
-    settings |= {"height": 480, "width": 832} if is_480p else {"height": 720, "width": 1280}
+    if kind in _WAN_2_2 and (experts or kind == "ti2v"):
+        return dict(_WAN_2_2[kind])
+    is_small = transformer.dim == WAN_CONFIGS["t2v-1.3b"].dim
+    height, width = (480, 832) if is_small or "480P" in name.upper() else (720, 1280)
+    settings = {**_WAN_2_1, "height": height, "width": width}
     if kind == "i2v":
         settings["num_inference_steps"] = 40
     elif kind == "t2v" and is_small:
@@ -217,7 +216,9 @@ def read_settings(folder: Any, shift: float, *, kind: str | None, negative_promp
         boundary_ratio=boundary_ratio,
     )
     if not _is_skyreels(folder, kind):
-        settings = replace(settings, **_wan_settings(folder, kind, shift))
+        transformer, experts = WanConfig.from_hf(folder.config("transformer")), boundary_ratio is not None
+        more = wan_settings(kind, transformer, name=folder.name, experts=experts)
+        settings = replace(settings, **more, shift=shift if shift != 1 else folder.recommended_shift)
     return settings.updated(folder.own_settings, KINDS)
 
 
