@@ -48,6 +48,13 @@ def test_every_part_has_the_originals_names(layout, request):
     assert opened.scheduler["flow_shift"] == 5
 
 
+def test_a_folder_of_the_hubs_cache_has_the_name_of_its_repository(original):
+    cached = original.parent / "models--Skywork--SkyReels-V2-DF-14B-540P" / "snapshots" / "0123abcd"
+    cached.parent.mkdir(parents=True)
+    original.rename(cached)
+    assert VideoFolder(cached).name == "SkyReels-V2-DF-14B-540P"
+
+
 def test_published_files_without_settings_have_the_published_ones(original):
     opened = VideoFolder(original)
     assert opened.config("text_encoder")["d_model"] == 4096

@@ -45,7 +45,7 @@ from verax.checkpoint.video.parts import (
 from verax.checkpoint.video.quantized import GGUFPart, open_quantized, umt5_config, umt5_tokenizer, wan_config
 from verax.errors import CheckpointError
 from verax.fields import Epsilon, Positive, file_of, read_value
-from verax.files import read_json
+from verax.files import model_name, read_json
 
 TOKENIZER = "google/umt5-xxl"
 """Its folder in the original layout."""
@@ -74,7 +74,7 @@ class VideoFolder:
         """Look at a folder, or fetch a hub id."""
         self.path = resolve_video(path)
         named = self.path if Path(path).expanduser().is_dir() else Path(path)
-        self.name = named.resolve().name
+        self.name = Path(model_name(named.resolve())).name
         """Name of the folder or repository. In the original layout it may be the only sign of the kind of model."""
         self._described: dict[str, dict[str, Any]] = {}
         """Configurations of parts out of GGUF files that were read."""
