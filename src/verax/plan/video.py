@@ -20,7 +20,7 @@ from verax.models import DTYPES, check_dtype
 from verax.models.clip import CLIPVisionConfig, CLIPVisionModel
 from verax.models.umt5 import UMT5Config, UMT5EncoderModel
 from verax.models.video_model import VideoSettings
-from verax.models.wan.family import latent_geometry, read_settings, wan_settings
+from verax.models.wan.family import latent_geometry, named_settings, read_settings
 from verax.models.wan.model import WAN_CONFIGS, WanConfig, WanModel
 from verax.models.wan.vae import WanVae, WanVaeConfig
 from verax.models.wan.vae_layers import AttentionBlock, Upsample
@@ -112,7 +112,7 @@ def read_clip(
     check_dtype(dtype)
     if isinstance(config, str):
         transformer, folder = WAN_CONFIGS[config], None
-        settings = _named_settings(config)
+        settings = named_settings(config)
     else:
         folder = VideoFolder(config)
         transformer = WanConfig.from_hf(folder.config("transformer"))
@@ -154,15 +154,6 @@ def read_clip(
     half_size_tokens = latents[1] * small.height * small.width // geometry.pixels_per_token**2
     shared = (DTYPES[dtype], request, latents, half_size_tokens, mesh, shard_weights, quantization, folder)
     return Clip(transformer, vae, text, image, settings, *shared)
-
-
-def _named_settings(name: str) -> VideoSettings:
-    """Settings of one of `WAN_CONFIGS`: SkyReels-V2's for the models that it alone has published, and else Wan's."""
-    if name in ("i2v-1.3b", "df-1.3b", "df-14b"):
-        return VideoSettings()
-    experts = name.endswith("a14b")
-    more = wan_settings(name.partition("-")[0], WAN_CONFIGS[name], experts=experts)
-    return VideoSettings(**more, boundary_ratio=0.875 if experts else None)
 
 
 def components(clip: Clip) -> Components:

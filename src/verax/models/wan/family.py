@@ -156,7 +156,7 @@ _WAN_2_1: Mapping[str, Any] = {"num_frames": 81, "fps": 16, "num_inference_steps
 """Settings of Wan2.1's own command (`generate.py`), whatever the kind."""
 
 
-def wan_settings(kind: str, transformer: WanConfig, *, name: str = "", experts: bool = False) -> dict[str, Any]:
+def _wan_settings(kind: str, transformer: WanConfig, *, name: str = "", experts: bool = False) -> dict[str, Any]:
     """Settings of the commands of Wan2.1 and Wan2.2, with what their READMEs add for a size of model; without a shift.
 
     `name`: name of the checkpoint's folder. `experts`: True for a model with two transformers.
@@ -171,6 +171,15 @@ def wan_settings(kind: str, transformer: WanConfig, *, name: str = "", experts: 
     elif kind == "t2v" and is_small:
         settings["guidance_scale"] = 6.0
     return settings
+
+
+def named_settings(name: str) -> VideoSettings:
+    """Settings of one of `WAN_CONFIGS`: SkyReels-V2's for the models that it alone has published, and else Wan's."""
+    if name in ("i2v-1.3b", "df-1.3b", "df-14b"):
+        return VideoSettings()
+    experts = name.endswith("a14b")
+    more = _wan_settings(name.partition("-")[0], WAN_CONFIGS[name], experts=experts)
+    return VideoSettings(**more, boundary_ratio=0.875 if experts else None)
 
 
 def _read_kind(folder: Any, kind: str | None) -> str:
@@ -217,7 +226,7 @@ def read_settings(folder: Any, shift: float, *, kind: str | None, negative_promp
     )
     if not _is_skyreels(folder, kind):
         transformer, experts = WanConfig.from_hf(folder.config("transformer")), boundary_ratio is not None
-        more = wan_settings(kind, transformer, name=folder.name, experts=experts)
+        more = _wan_settings(kind, transformer, name=folder.name, experts=experts)
         settings = replace(settings, **more, shift=shift if shift != 1 else folder.recommended_shift)
     return settings.updated(folder.own_settings, KINDS)
 
