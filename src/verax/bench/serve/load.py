@@ -24,6 +24,7 @@ import numpy as np
 
 from verax._optional import require_optional
 from verax.bench.settings import ServeSettings, TrafficSettings
+from verax.bench.worker import peak_bytes
 from verax.errors import InvalidParameterError, VeraxError
 
 httpx: Any = require_optional("httpx")
@@ -370,10 +371,7 @@ class Server:
 
     def measured(self) -> dict[str, Any]:
         """`start_s`, and `peak_bytes` of its memory so far; None where the system does not keep it."""
-        status = Path(f"/proc/{self.process}/status")
-        lines = status.read_text().splitlines() if status.exists() else []
-        peaks = (1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-        return {"start_s": self.start_s, "peak_bytes": next(peaks, None)}
+        return {"start_s": self.start_s, "peak_bytes": peak_bytes(self.process) or None}
 
 
 @contextlib.asynccontextmanager
