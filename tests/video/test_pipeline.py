@@ -141,7 +141,7 @@ def test_teacache_works_with_frames_at_different_steps(pipes):
 
 @pytest.mark.parametrize("video", [None, controls(11)], ids=["prompts", "a user's clip"])
 def test_long_clips_continue_from_the_last_frames_of_the_clip(pipes, video):
-    """Of several segments, if one adds fewer frames than are shared: here 4, of which 5 are."""
+    """Frames of several segments are given to the next where one adds fewer than are shared: here 4, of which 5 are."""
     pipe, seen = pipes("df"), []
     options: dict[str, Any] = dict(SIZE, base_num_frames=9, overlap_history=5, video=video, output_type="np")
     clip = pipe(["a red circle", "a blue square"], callback=seen.append, **dict(options, num_frames=21))
