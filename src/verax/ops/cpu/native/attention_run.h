@@ -48,10 +48,19 @@ class AttentionRun {
     const auto merge = VERAX_KERNEL(attention_merge);
     const int64_t scratch = attention_scratch_bytes(most_rows_, task_.H);
     int64_t bytes = 0;  // of keys and values, read once for each query
-    for (const AttentionTile& t : tiles_) bytes += (t.end - t.begin) * t.num_queries * task_.H * 4;
+    bool lone = true;   // queries
+    for (const AttentionTile& t : tiles_) {
+      bytes += (t.end - t.begin) * t.num_queries * task_.H * 4 + BYTES_OF_A_TILE;
+      lone = lone && t.num_queries == 1;
+    }
     const auto count = static_cast<int64_t>(tiles_.size());
-    parallel_for(pool, count, grain_of(count, bytes), [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) attend(task_, tiles_[i], thread_scratch(scratch));
+    int64_t grain = grain_of(count, bytes);
+    // Lone queries take so little that a thread should know its next tile.
+    if (grain == 1 && lone) grain = std::clamp<int64_t>(count / (PIECES * pool.num_threads()), 1, 4 * PIECES);
+    parallel_for(pool, count, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        attend(task_, tiles_[i], i + 1 < end ? &tiles_[i + 1] : nullptr, thread_scratch(scratch));
+      }
     });
     for (const Split& split : splits_) {
       merge(task_, split.whole, split.spans, static_cast<float*>(split.partials->data()));
@@ -59,6 +68,12 @@ class AttentionRun {
   }
 
  private:
+  // A tile of few keys takes as long as reading this from a cache.
+  static constexpr int64_t BYTES_OF_A_TILE = 16 * 1024;
+
+  // Of lone queries' tiles for each thread, and tiles of a piece at most.
+  static constexpr int64_t PIECES = 4;
+
   // Queries of a tile where keys of other segments are hidden. A tile reads every key that any of its queries sees, so
   // a tile of short segments should have few queries.
   static constexpr int64_t SEGMENTED_QUERIES = 64;

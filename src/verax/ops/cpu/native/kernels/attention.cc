@@ -312,12 +312,13 @@ void attend_block_directly(const AttentionTask& t, const AttentionTile& tile, in
                            int64_t count, const Block<typename Kind::Element>& block,
                            const Block<typename Kind::Element>& next, const Scratch& s, State& state) {
   const int64_t columns = attention_padded(count), vectors = columns / F32::lanes;
+  const int64_t scored = (count + F32::lanes - 1) / F32::lanes * F32::lanes;  // the others are hidden
   Visibility visibility{t, tile, begin, count, columns, {}};
   const float* hidden = visibility.hidden(0);
   for (int64_t row = 0; row < rows; row += FEW) {
     const auto attend = [&](auto n) {
       constexpr int R = decltype(n)::value;
-      direct_scores<Kind, R>({s.q.row(row), s.q.stride}, block.k, next.k, columns, t.H, s.scores);
+      direct_scores<Kind, R>({s.q.row(row), s.q.stride}, block.k, next.k, scored, t.H, s.scores);
       float alpha[R];
       for (int i = 0; i < R; ++i) {
         alpha[i] = soften<Kind>(t.soft_cap, s.scores.row(i), s.weights.row(i), vectors, block, hidden,
@@ -329,8 +330,14 @@ void attend_block_directly(const AttentionTask& t, const AttentionTile& tile, in
   }
 }
 
+// First key of the block that a tile begins with. Where keys are hidden from a query, its blocks are the ones that it has
+// with any other queries.
+int64_t first_block(const AttentionTask& t, const AttentionTile& tile) {
+  return t.window || tile.query_segments ? tile.begin / BLOCK * BLOCK : tile.begin;
+}
+
 template <class Kind>
-void attend(const AttentionTask& t, const AttentionTile& tile, void* memory) {
+void attend(const AttentionTask& t, const AttentionTile& tile, const AttentionTile* next_tile, void* memory) {
   const int64_t G = t.N / t.K, rows = tile.num_queries * G;
   Scratch s = allocate(memory, rows, t.H, Kind::depth);
   using Element = typename Kind::Element;
@@ -345,25 +352,28 @@ void attend(const AttentionTask& t, const AttentionTile& tile, void* memory) {
   }
   const bool direct = tile.num_queries == 1 && rows <= DIRECT_ROWS;
   const auto attend_keys = direct ? attend_block_directly<Kind> : attend_block<Kind>;
-  // Where keys are hidden from a query, its blocks are the ones that it has with any other queries.
-  const int64_t first_block = t.window || tile.query_segments ? tile.begin / BLOCK * BLOCK : tile.begin;
+  const auto keys_between = [](int64_t at, int64_t end) { return at > end ? 0 : end - at < BLOCK ? end - at : BLOCK; };
+  const auto block_of = [&](const AttentionTile& of, int64_t at, int64_t end) {
+    return Block<Element>(t, of, at, keys_between(at, end), zeros);
+  };
   const auto attend_span = [&](int64_t begin, int64_t end, State& state) {
     clear(state, rows);
-    const auto keys_from = [&](int64_t at) { return at > end ? 0 : end - at < BLOCK ? end - at : BLOCK; };
-    const auto block_at = [&](int64_t at) { return Block<Element>(t, tile, at, keys_from(at), zeros); };
-    Block<Element> block = block_at(begin);
+    Block<Element> block = block_of(tile, begin, end);
     for (int64_t at = begin; at < end; at += BLOCK) {
-      const Block<Element> next = block_at(at + BLOCK);
-      attend_keys(t, tile, rows, at, keys_from(at), block, next, s, state);
+      // After the last one that of the next span or tile, which is only asked for.
+      const bool leaves = at + BLOCK >= tile.end && next_tile;
+      const Block<Element> next = leaves ? block_of(*next_tile, first_block(t, *next_tile), next_tile->end)
+                                         : block_of(tile, at + BLOCK, at + BLOCK < end ? end : tile.end);
+      attend_keys(t, tile, rows, at, keys_between(at, end), block, next, s, state);
       block = next;
     }
   };
   if (tile.partial) {
     State state = state_at(tile.partial, rows, t.H);
-    return attend_span(first_block, tile.end, state);
+    return attend_span(first_block(t, tile), tile.end, state);
   }
   clear(s.merged, rows);
-  for (int64_t begin = first_block; begin < tile.end;) {
+  for (int64_t begin = first_block(t, tile); begin < tile.end;) {
     const int64_t next = (begin / ATTENTION_SPAN + 1) * ATTENTION_SPAN, end = next < tile.end ? next : tile.end;
     attend_span(begin, end, s.span);
     merge(s.merged, s.span, rows);
@@ -374,11 +384,11 @@ void attend(const AttentionTask& t, const AttentionTile& tile, void* memory) {
 
 }  // namespace
 
-void attention_tile(const AttentionTask& task, const AttentionTile& tile, void* scratch) {
+void attention_tile(const AttentionTask& task, const AttentionTile& tile, const AttentionTile* next, void* scratch) {
   switch (task.keys) {
-    case Keys::f32: return attend<F32Cells>(task, tile, scratch);
-    case Keys::bf16: return attend<Bf16Cells>(task, tile, scratch);
-    case Keys::int8: return attend<Int8Cells>(task, tile, scratch);
+    case Keys::f32: return attend<F32Cells>(task, tile, next, scratch);
+    case Keys::bf16: return attend<Bf16Cells>(task, tile, next, scratch);
+    case Keys::int8: return attend<Int8Cells>(task, tile, next, scratch);
   }
 }
 

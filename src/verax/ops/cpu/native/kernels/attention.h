@@ -62,8 +62,10 @@ inline int64_t attention_scratch_bytes(int64_t rows, int64_t H) {
   return 4 * (attention_padded(H) * (3 * rows + 2 * 64 + 1) + 4 * rows + 2 * ATTENTION_GROUP * 64 + 10 * 16);
 }
 
-// Rows of one tile: into `out`, or into `tile.partial` where its keys are one span of several.
-VERAX_DECLARE_KERNEL(attention_tile, const AttentionTask& task, const AttentionTile& tile, void* scratch)
+// Rows of one tile: into `out`, or into `tile.partial` where its keys are one span of several. `next` is null, or the tile
+// that this thread takes next: memory is asked for its first keys and values meanwhile.
+VERAX_DECLARE_KERNEL(attention_tile, const AttentionTask& task, const AttentionTile& tile, const AttentionTile* next,
+                     void* scratch)
 // Merge the partial results of `spans` tiles that differ in their keys only, one after the other, into `out`.
 VERAX_DECLARE_KERNEL(attention_merge, const AttentionTask& task, const AttentionTile& tile, int64_t spans,
                      float* partials)
