@@ -133,7 +133,7 @@ struct Panels {
 
 // x rounded to integers, a scale for each piece, by 8-bit integers.
 void wide_product(const Panels& weight, int64_t M, int64_t K, const std::vector<float>& x, std::vector<float>& y) {
-  constexpr int64_t values = 2 * verax::GEMM_PIECE;
+  constexpr int64_t values = 2 * verax::gemm_piece(verax::Weights::int8);
   const int64_t N = weight.task.N;
   for (int64_t m = 0; m < M; ++m) {
     for (int64_t n = 0; n < N; ++n) {

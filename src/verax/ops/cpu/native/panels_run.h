@@ -22,7 +22,7 @@ constexpr int64_t PANEL_ROWS_OF_TILES = 256;
 // Bytes of memory that has place for M rows of K values as cells.
 inline int64_t cells_bytes(Weights kind, int64_t M, int64_t K) {
   if (gemm_tiles_panels(kind, K)) M = pieces_of(M, 2 * GEMM_TILE_ROWS) * 2 * GEMM_TILE_ROWS;
-  return M * (gemm_pieces(kind, K) * (GEMM_PIECE + 2) * 4 + 8) + 128;
+  return M * (gemm_pieces(kind, K) * (gemm_piece(kind) + 2) * 4 + 8) + 128;
 }
 
 // Rows of x, float32 still, as cells in memory that has place for them. Rows for f32 stay unchanged.
@@ -38,7 +38,7 @@ void make_cells(Pool& pool, GemmTask& task, char* memory) {
   if (pairs) {
     const RoundTask rows{task.M,
                          task.K,
-                         gemm_tiles_panels(task.kind, task.K) ? 0 : 4 * GEMM_PIECE,
+                         gemm_tiles_panels(task.kind, task.K) ? 0 : 4 * gemm_piece(task.kind),
                          x,
                          reinterpret_cast<int8_t*>(memory + 2 * column),
                          reinterpret_cast<float*>(memory),

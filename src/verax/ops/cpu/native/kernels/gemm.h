@@ -84,11 +84,11 @@ VERAX_DECLARE_KERNEL(gemm_block, const GemmTask& task, const GemmBlock& block, v
 // Panels: W as the inner loops read it, packed once for all products. A panel is GEMM_STRIP rows of W, which are columns of
 // the product, side by side: cells [N / GEMM_STRIP rounded up, K / values, GEMM_STRIP] of one float32, two bfloat16, two
 // 8-bit integers or, of int8_pairs, four to which 128 is added. x is of such cells too, in pieces of K:
-// [pieces, M, GEMM_PIECE]; x of int8 becomes integers of 16 bits with a scale for each piece of a row, and x of f32 is not
+// [pieces, M, gemm_piece]; x of int8 becomes integers of 16 bits with a scale for each piece of a row, and x of f32 is not
 // packed: [M, K]. Where `gemm_tiles_panels`, x is in tiles instead (gemm_panel_tiles.h).
-constexpr int64_t GEMM_PIECE = 384;
+constexpr int64_t gemm_piece(Weights kind) { return kind == Weights::bf16 ? 512 : 384; }
 
-// The largest integer of x with int8: 32 bits hold the products of a piece, 2 * GEMM_PIECE * 128 * GEMM_LARGEST.
+// The largest integer of x with int8: 32 bits hold the products of a piece, 2 * 384 * 128 * GEMM_LARGEST.
 constexpr float GEMM_LARGEST = 21845;
 
 // Values of a cell, for f32, bf16, int8 and int8_pairs.
@@ -116,7 +116,7 @@ inline int64_t gemm_tile_piece(const GemmTask& t) {
 
 // Pieces of a row of x.
 inline int64_t gemm_pieces(Weights kind, int64_t K) {
-  const int64_t values = GEMM_PIECE * gemm_cell_values(kind);
+  const int64_t values = gemm_piece(kind) * gemm_cell_values(kind);
   return (K + values - 1) / values;
 }
 

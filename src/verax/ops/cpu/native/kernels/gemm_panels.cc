@@ -28,6 +28,9 @@ namespace {
 // Most rows with which a strip is read from end to end, since x stays in the first cache level.
 constexpr int64_t FEW_ROWS = 16;
 
+template <class Cells>
+constexpr int64_t PIECE = gemm_piece(std::is_same_v<Cells, Bf16Cells> ? Weights::bf16 : Weights::int8);
+
 // Cells of x from row m and cell k on: of f32 x itself, of others pieces.
 template <class Cells>
 auto rows_of(const GemmTask& t, int64_t m, int64_t k) {
@@ -35,7 +38,7 @@ auto rows_of(const GemmTask& t, int64_t m, int64_t k) {
   if constexpr (std::is_same_v<Cells, F32Cells>) {
     return Matrix{x + m * t.K + k, t.K};
   } else {
-    return Strided<GEMM_PIECE>{x + k * t.M + m * GEMM_PIECE};
+    return Strided<PIECE<Cells>>{x + k * t.M + m * PIECE<Cells>};
   }
 }
 
@@ -54,16 +57,16 @@ void multiply_into(Matrix sums, const GemmTask& t, const GemmBlock& block, [[may
   const int64_t cells = t.K / Cells::depth;
   auto* w = static_cast<Packed<Cells>*>(const_cast<void*>(t.weight));
   const auto multiply_piece = [&](int64_t n, int64_t k) {
-    const int64_t depth = cells - k < GEMM_PIECE ? cells - k : GEMM_PIECE;
+    const int64_t depth = cells - k < PIECE<Cells> ? cells - k : PIECE<Cells>;
     const bool last = k + depth == cells;
     const auto rows = rows_of<Cells>(t, block.m, k);
     const int64_t left = block.n + block.columns - n, columns = left < STRIP ? left : STRIP;
     const Strided<GEMM_STRIP, Packed<Cells>> weight{w + (n / GEMM_STRIP * cells + k) * GEMM_STRIP + n % GEMM_STRIP};
     const Matrix y{sums.at + (n - block.n), sums.stride};
     auto tile = begin_tile(t, block, n, rows, weight, y, k == 0, last);
-    if constexpr (WIDE<Cells>) tile.row_scales = t.row_scales + k / GEMM_PIECE * t.M + block.m;
+    if constexpr (WIDE<Cells>) tile.row_scales = t.row_scales + k / PIECE<Cells> * t.M + block.m;
     const bool across = block.rows > FEW_ROWS && left > STRIP;
-    tile.ahead = (across ? cells : GEMM_PIECE) * GEMM_STRIP * sizeof(Packed<Cells>);
+    tile.ahead = (across ? cells : PIECE<Cells>) * GEMM_STRIP * sizeof(Packed<Cells>);
     multiply_columns<Cells, true>(block.rows, tile, columns, depth);
     if (!last || t.activation == Activation::none) return;
     for (int64_t m = 0; m < block.rows; ++m) {
@@ -72,10 +75,10 @@ void multiply_into(Matrix sums, const GemmTask& t, const GemmBlock& block, [[may
   };
   if (block.rows <= FEW_ROWS) {
     for (int64_t n = block.n; n < block.n + block.columns; n += STRIP) {
-      for (int64_t k = 0; k < cells; k += GEMM_PIECE) multiply_piece(n, k);
+      for (int64_t k = 0; k < cells; k += PIECE<Cells>) multiply_piece(n, k);
     }
   } else {
-    for (int64_t k = 0; k < cells; k += GEMM_PIECE) {
+    for (int64_t k = 0; k < cells; k += PIECE<Cells>) {
       for (int64_t n = block.n; n < block.n + block.columns; n += STRIP) multiply_piece(n, k);
     }
   }
@@ -109,12 +112,12 @@ void multiply_panels(const GemmTask& t, const GemmBlock& block, void* scratch) {
 #if defined(VERAX_WIDE_CELLS)
 // Rows [begin, end) as integers, each piece with its scale.
 void wide_cells(const CellsTask& t, int64_t begin, int64_t end) {
-  constexpr int64_t values = GEMM_PIECE * WideCells::depth;
+  constexpr int64_t piece = PIECE<WideCells>, values = piece * WideCells::depth;
   for (int64_t k = 0; k < t.K; k += values) {
     const int64_t count = t.K - k < values ? t.K - k : values;
     for (int64_t m = begin; m < end; ++m) {
       const float* from = t.x + m * t.K + k;
-      auto* to = reinterpret_cast<int16_t*>(t.cells + (k / values * t.M + m) * GEMM_PIECE);
+      auto* to = reinterpret_cast<int16_t*>(t.cells + (k / values * t.M + m) * piece);
       const float scale = integer_scale(from, count, GEMM_LARGEST);
       t.scales[k / values * t.M + m] = scale;
       const F32 factor = broadcast(integer_factor(scale));
@@ -137,12 +140,12 @@ void gemm_cells(const CellsTask& t, int64_t begin, int64_t end) {
 #if defined(VERAX_WIDE_CELLS)
   if (t.scales) return wide_cells(t, begin, end);
 #endif
-  constexpr int64_t values = GEMM_PIECE * Bf16Cells::depth;
+  constexpr int64_t piece = PIECE<Bf16Cells>, values = piece * Bf16Cells::depth;
   for (int64_t k = 0; k < t.K; k += values) {
     const int64_t count = t.K - k < values ? t.K - k : values;
     for (int64_t m = begin; m < end; ++m) {
       const float* from = t.x + m * t.K + k;
-      float* to = t.cells + (k / values * t.M + m) * GEMM_PIECE;
+      float* to = t.cells + (k / values * t.M + m) * piece;
       for (int64_t i = 0; i < count; i += CHUNK) to_cells(Bf16Cells{}, to + i / Bf16Cells::depth, from + i);
     }
   }
