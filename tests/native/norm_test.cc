@@ -7,23 +7,34 @@
 
 namespace {
 
+std::vector<uint16_t> rounded(const std::vector<float>& values) {
+  std::vector<uint16_t> result;
+  for (const float value : values) result.push_back(check::to_bf16(value));
+  return result;
+}
+
 void check_rms_norm(const char* level) {
   for (const int64_t D : {1, 15, 16, 64, 65, 257}) {
     const std::vector<float> x = check::normal(3 * D, 1), weight = check::normal(D, 2);
-    std::vector<uint16_t> rounded(D);
-    for (int64_t d = 0; d < D; ++d) rounded[d] = check::to_bf16(weight[d]);
-    for (const bool bf16 : {false, true}) {
+    const std::vector<uint16_t> x_rounded = rounded(x), weight_rounded = rounded(weight);
+    for (int form = 0; form < 16; ++form) {
+      const bool x_bf16 = form & 1, weight_bf16 = form & 2, silu = form & 4, y_bf16 = form & 8;
       std::vector<float> y(3 * D, NAN);
-      const void* w = bf16 ? static_cast<const void*>(rounded.data()) : weight.data();
-      const verax::RmsNormTask task{D, x.data(), w, bf16, 1e-6f, y.data()};
-      VERAX_KERNEL(rms_norm)(task, 0, 3);
+      std::vector<uint16_t> y_rounded(3 * D);
+      const auto pointer = [](bool bf16, auto& shorts, auto& floats) -> decltype((void*)nullptr) {
+        return bf16 ? (void*)shorts.data() : (void*)floats.data();
+      };
+      VERAX_KERNEL(rms_norm)({D, pointer(x_bf16, x_rounded, x), x_bf16, pointer(weight_bf16, weight_rounded, weight),
+                              weight_bf16, 1e-6f, silu, pointer(y_bf16, y_rounded, y), y_bf16}, 0, 3);
       for (int64_t m = 0; m < 3; ++m) {
+        const auto value = [&](int64_t d) -> double { return x_bf16 ? check::from_bf16(x_rounded[m * D + d]) : x[m * D + d]; };
         double squares = 0;
-        for (int64_t d = 0; d < D; ++d) squares += double(x[m * D + d]) * x[m * D + d];
+        for (int64_t d = 0; d < D; ++d) squares += value(d) * value(d);
         for (int64_t d = 0; d < D; ++d) {
-          const double exact = x[m * D + d] / std::sqrt(squares / D + 1e-6) *
-                               (bf16 ? check::from_bf16(rounded[d]) : weight[d]);
-          check::near(y[m * D + d], exact, 1e-5 * std::fabs(exact) + 1e-6, "%s norm D %d", level, int(D));
+          double exact = value(d) / std::sqrt(squares / D + 1e-6) * (weight_bf16 ? check::from_bf16(weight_rounded[d]) : weight[d]);
+          if (silu) exact /= 1 + std::exp(-exact);
+          const float result = y_bf16 ? check::from_bf16(y_rounded[m * D + d]) : y[m * D + d];
+          check::near(result, exact, (y_bf16 ? 0x1p-8 : 1e-5) * std::fabs(exact) + 1e-6, "%s norm D %d form %d", level, int(D), form);
         }
       }
     }

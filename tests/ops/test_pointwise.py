@@ -64,6 +64,23 @@ def test_every_shape_of_a_norm_is_exact_to_rounding(by, norm, dtype):
         np.testing.assert_allclose(run(by, norm, x, weight, *rest), exact, **bounds)
 
 
+@each_form
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_silu_of_a_norm_is_exact_to_rounding(by, dtype):
+    for shape in ((3, 1), (2, 3, 129), (0, 8), (70, 96)):
+        x, weight = arrays("rms_norm", shape)
+        x = x.astype(dtype)
+        implementation, level = at_level(by)
+        with level, ops.use_implementations(rms_norm=implementation):
+            y = jax.jit(lambda x, w: ops.rms_norm(x, w, 1e-6, silu=True, dtype=dtype))(x, weight)
+        wide = np.asarray(x, np.float64)
+        exact = wide / np.sqrt(np.mean(wide * wide, -1, keepdims=True) + 1e-6) * np.asarray(weight, np.float64)
+        exact /= 1 + np.exp(-exact)
+        assert y.dtype == dtype
+        bounds = {"rtol": 4e-6, "atol": 2e-7} if dtype == jnp.float32 else {"rtol": 2**-8, "atol": 1e-6}
+        np.testing.assert_allclose(np.asarray(y, np.float64), exact, **bounds)
+
+
 @pytest.mark.parametrize("by", NATIVE)
 @each_norm
 def test_zeros_nan_and_infinity_stay_in_their_rows(by, norm):

@@ -9,17 +9,26 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from verax.ops._dispatch import Example, float32, operation
 
 
 @operation
-def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis, in float32."""
+def rms_norm(
+    x: Float[Array, "*B D"],
+    weight: Float[Array, "D"],
+    eps: float,
+    *,
+    silu: bool = False,
+    dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "*B D"]:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis, or SiLU of it: in float32, rounded to `dtype`."""
     x = x.astype(jnp.float32)
     mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
-    return x * jax.lax.rsqrt(mean_square + eps) * weight.astype(jnp.float32)
+    y = x * jax.lax.rsqrt(mean_square + eps) * weight.astype(jnp.float32)
+    return (jax.nn.silu(y) if silu else y).astype(dtype)
 
 
 @operation
@@ -42,7 +51,7 @@ def layer_norm(
     return centred * jax.lax.rsqrt(variance + eps) * weight.astype(jnp.float32) + bias.astype(jnp.float32)
 
 
-rms_norm.examples = [Example((float32(4, 1024), float32(1024), 1e-6))]
+rms_norm.examples = [Example((float32(4, 1024), float32(1024), 1e-6), {"silu": silu}) for silu in (False, True)]
 
 
 _SIZES = float32(4, 1024), float32(1024), float32(1024)

@@ -141,16 +141,16 @@ def in_tiles(
 
 
 class ChannelNorm(nnx.Module):
-    """Each pixel divided by the root mean square of its channels, times `gamma`. Float32 out."""
+    """Each pixel divided by the root mean square of its channels, times `gamma`; with `silu`, SiLU of it."""
 
     def __init__(self, size: int, *, axes: int, dtype: DTypeLike):
         self.gamma = nnx.Param(jnp.ones((size, *(1,) * axes), dtype))
 
-    def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C"]:
-        """Normalise the last axis."""
+    def __call__(self, x: Float[Array, "*B C"], *, silu: bool = False, dtype: DTypeLike) -> Float[Array, "*B C"]:
+        """Normalise the last axis in float32; the result is rounded to `dtype`."""
         gamma = self.gamma[...].reshape(-1)
         # The reference divides by the larger of the channels' L2 norm and 1e-12, then multiplies by sqrt(C).
-        return ops.rms_norm(x, gamma, 1e-24 / gamma.size)
+        return ops.rms_norm(x, gamma, 1e-24 / gamma.size, silu=silu, dtype=dtype)
 
 
 class ByPlace(nnx.Module):
@@ -174,8 +174,7 @@ class Layers(ByPlace):
     def __call__(self, x: Float[Array, "B T H W C"], tails: Tails) -> Float[Array, "B T H W O"]:
         """Each pair in turn on a chunk of frames, which `tails` continues."""
         for norm, conv in self.pairs:
-            x = jax.nn.silu(self[norm](x)).astype(self[conv].weight.dtype)
-            x = tails.convolve(self[conv], x)
+            x = tails.convolve(self[conv], self[norm](x, silu=True, dtype=self[conv].weight.dtype))
         return x
 
 
@@ -228,7 +227,7 @@ class AttentionBlock(nnx.Module):
         """Map each frame by itself."""
         B, T, H, W, C = x.shape
         dtype = self.to_qkv.weight.dtype
-        qkv = self.to_qkv(self.norm(x).astype(dtype).reshape(B * T, H, W, C))
+        qkv = self.to_qkv(self.norm(x, dtype=dtype).reshape(B * T, H, W, C))
         q, k, v = jnp.split(qkv.reshape(B * T, H * W, 1, 3 * C), 3, axis=-1)
         seen = ops.attention(q, k, v, causal=False).astype(dtype)
         return x + self.proj(seen.reshape(B * T, H, W, C)).reshape(x.shape)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from verax.ops._dispatch import differentiated_as, replaced_by
@@ -23,12 +24,24 @@ def _accepts(x: Any, weight: Any, *_: Any, residual: Any = None) -> bool:
     return all(array is None or array.dtype in FLOATS for array in (x, weight, residual))
 
 
-@rms_norm.implementation("native", **library.REQUIREMENTS, accepts=_accepts)
-def _rms_norm_native(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:
-    def kernel(x: Array, weight: Array) -> Array:
-        return library.call("verax_rms_norm", x.shape, x.astype(jnp.float32), weight, eps=np.float32(eps))
+def _accepts_rms(x: Any, weight: Any, eps: float, *, silu: bool = False, dtype: DTypeLike = jnp.float32) -> bool:
+    return _accepts(x, weight) and jnp.dtype(dtype) in FLOATS
 
-    return replaced_by(partial(rms_norm.reference, eps=eps), kernel, x, weight)
+
+@rms_norm.implementation("native", **library.REQUIREMENTS, accepts=_accepts_rms)
+def _rms_norm_native(
+    x: Float[Array, "*B D"],
+    weight: Float[Array, "D"],
+    eps: float,
+    *,
+    silu: bool = False,
+    dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "*B D"]:
+    def kernel(x: Array, weight: Array) -> Array:
+        options: dict[str, Any] = {"eps": np.float32(eps), "silu": silu, "dtype": dtype}
+        return library.call("verax_rms_norm", x.shape, x, weight, **options)
+
+    return replaced_by(partial(rms_norm.reference, eps=eps, silu=silu, dtype=dtype), kernel, x, weight)
 
 
 def _accepts_layer(x: Any, weight: Any, bias: Any, eps: float, residual: Any = None) -> bool:

@@ -29,9 +29,6 @@ float sum_row(int64_t D, const Value& value) {
   return sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
 }
 
-inline float widened(const float* p) { return *p; }
-inline float widened(const bf16* p) { return widen(*p); }
-
 template <typename Weight>
 void rows(const LayerNormTask& t, int64_t begin, int64_t end) {
   const auto *weight = static_cast<const Weight*>(t.weight), *bias = static_cast<const Weight*>(t.bias);
@@ -57,7 +54,7 @@ void rows(const LayerNormTask& t, int64_t begin, int64_t end) {
       store(y + d, fma(scaled, load(weight + d), load(bias + d)));
     }
     for (int64_t d = whole; d < t.D; ++d) {
-      y[d] = (y[d] - mean) * factor * widened(weight + d) + widened(bias + d);
+      y[d] = (y[d] - mean) * factor * widen(weight[d]) + widen(bias[d]);
     }
   }
 }

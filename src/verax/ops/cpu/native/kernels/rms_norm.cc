@@ -3,19 +3,20 @@
 
 #include <cmath>
 
-#include "vec.h"
+#include "cells.h"
+#include "silu_lanes.h"
 
 namespace verax {
 namespace VERAX_LEVEL {
 namespace {
 
-template <typename Weight>
+template <typename Input, typename Weight, typename Result>
 void rows(const RmsNormTask& t, int64_t begin, int64_t end) {
   constexpr int64_t L = F32::lanes;
   const auto* weight = static_cast<const Weight*>(t.weight);
   for (int64_t m = begin; m < end; ++m) {
-    const float* x = t.x + m * t.D;
-    float* y = t.y + m * t.D;
+    const auto* x = static_cast<const Input*>(t.x) + m * t.D;
+    auto* y = static_cast<Result*>(t.y) + m * t.D;
     F32 sums[4] = {zero(), zero(), zero(), zero()};
     int64_t d = 0;
     for (; d + 4 * L <= t.D; d += 4 * L) {
@@ -26,25 +27,40 @@ void rows(const RmsNormTask& t, int64_t begin, int64_t end) {
       }
     }
     float squares = sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
-    for (; d < t.D; ++d) squares += x[d] * x[d];
-    const float factor = 1 / ::sqrtf(squares / static_cast<float>(t.D) + t.eps);
-    for (d = 0; d + L <= t.D; d += L) store(y + d, mul(mul(load(x + d), broadcast(factor)), load(weight + d)));
-    for (; d < t.D; ++d) {
-      float w;
-      if constexpr (sizeof(Weight) == 2) {
-        w = widen(weight[d]);
-      } else {
-        w = weight[d];
+    for (; d < t.D; ++d) squares += widen(x[d]) * widen(x[d]);
+    const F32 factor = broadcast(1 / ::sqrtf(squares / static_cast<float>(t.D) + t.eps));
+    for (d = 0; d < t.D; d += CHUNK) {
+      const int64_t count = t.D - d < CHUNK ? t.D - d : CHUNK;
+      Input rest[CHUNK];
+      Weight rest_of_weight[CHUNK];
+      float values[CHUNK];
+      Chunk chunk = load_chunk(padded(x + d, count, rest));
+      const Chunk by = load_chunk(padded(weight + d, count, rest_of_weight));
+      VERAX_UNROLL
+      for (int i = 0; i < Chunk::parts; ++i) {
+        chunk.part[i] = mul(mul(chunk.part[i], factor), by.part[i]);
+        if (t.silu) chunk.part[i] = silu_of(chunk.part[i]);
       }
-      y[d] = x[d] * factor * w;
+      store_chunk(values, chunk);
+      round_row(y + d, values, count);
     }
   }
+}
+
+// body(a value of the type of an array).
+template <typename Body>
+void with_type(bool is_bf16, const Body& body) {
+  is_bf16 ? body(bf16{}) : body(float{});
 }
 
 }  // namespace
 
 void rms_norm(const RmsNormTask& t, int64_t begin, int64_t end) {
-  t.weight_bf16 ? rows<bf16>(t, begin, end) : rows<float>(t, begin, end);
+  with_type(t.x_bf16, [&](auto x) {
+    with_type(t.weight_bf16, [&](auto weight) {
+      with_type(t.y_bf16, [&](auto y) { rows<decltype(x), decltype(weight), decltype(y)>(t, begin, end); });
+    });
+  });
 }
 
 }  // namespace VERAX_LEVEL

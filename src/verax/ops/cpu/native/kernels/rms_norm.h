@@ -1,4 +1,4 @@
-// y = x / sqrt(mean(x^2) + eps) * weight by rows.
+// y = x / sqrt(mean(x^2) + eps) * weight by rows, or SiLU of it.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +9,14 @@ namespace verax {
 
 struct RmsNormTask {
   int64_t D;
-  const float* x;      // [M, D]
+  const void* x;       // [M, D]
+  bool x_bf16;         // else float32, as for the weight and y
   const void* weight;  // [D]
-  bool weight_bf16;    // else float32
+  bool weight_bf16;
   float eps;
-  float* y;            // [M, D]
+  bool silu;
+  void* y;             // [M, D]
+  bool y_bf16;
 };
 
 // Rows [begin, end).

@@ -39,6 +39,7 @@ constexpr int CHUNK = 32;  // values in a chunk: one AVX-512 register of bfloat1
 namespace VERAX_LEVEL {
 namespace {
 
+inline float widen(float x) { return x; }
 inline float widen(bf16 x) {
   const uint32_t bits = uint32_t{x} << 16;
   float value;
