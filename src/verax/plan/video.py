@@ -305,7 +305,8 @@ def decode_flops(vae: WanVae, latents: Sequence[int]) -> int:
     pixels, flops = h * w, 0
 
     def convolve(*layers: Any) -> int:
-        kernels = (leaf.size for leaf in jax.tree.leaves(nnx.state(list(layers))) if leaf.ndim >= 4)
+        leaves = jax.tree.leaves(nnx.state(list(layers)))
+        kernels = (leaf.size for leaf in leaves if leaf.ndim >= 4 and leaf.size > leaf.shape[0])  # no norm's factors
         return 2 * frames * pixels * sum(kernels)
 
     decoder, attention = vae.decoder, cast(AttentionBlock, vae.decoder.middle[1])

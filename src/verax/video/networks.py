@@ -38,9 +38,9 @@ PROMPT_TOKENS = 512
 KEPT_PROMPTS = 16
 """Prompts whose states are kept, so that a prompt that comes again needs no text encoder."""
 
-PIXELS_AT_ONCE = 1 << 20
-"""Pixels of frames that the VAE computes together. Its widest activations take some 400 bytes a pixel, so that this is
-half a gigabyte; with fewer, the device idles between small operations."""
+PIXELS_AT_ONCE = 3 << 18
+"""Pixels of frames that the VAE computes together. Decoding takes some thousand bytes for each, with half as many
+again for what one chunk leaves to the next; with fewer, the device idles between small operations."""
 
 PIXELS_OF_A_TILE = 1 << 22
 """Pixels of one latent's frames up to which they are decoded whole: 2 GB. The halo of a tile is then dropped."""

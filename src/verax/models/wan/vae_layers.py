@@ -236,10 +236,13 @@ class AttentionBlock(nnx.Module):
 class Spatial(ByPlace):
     """The convolution of a resampling layer, by its place after the padding or the upsampling."""
 
-    def __call__(self, x: Float[Array, "B T H W C"]) -> Float[Array, "B T Hout Wout O"]:
-        """Resample each frame."""
-        y = self[1](x.reshape(-1, *x.shape[2:]))
-        return y.reshape(*x.shape[:2], *y.shape[1:])
+    def __call__(self, x: Float[Array, "B T H W C"], scale: int = 1) -> Float[Array, "B T Hout Wout O"]:
+        """Resample each frame, one after the other, enlarged `scale` times before."""
+
+        def resample(frame: Array) -> Array:
+            return self[1](jnp.repeat(jnp.repeat(frame, scale, axis=1), scale, axis=2))
+
+        return jnp.moveaxis(jax.lax.map(resample, jnp.moveaxis(x, 1, 0)), 0, 1)
 
 
 class Downsample(nnx.Module):
@@ -283,7 +286,7 @@ class Upsample(nnx.Module):
             else:
                 tails.before(later, self.time_conv.weight.shape[2] - 1)
             x = jnp.concatenate([x[:, :kept], later], axis=1)
-        return self.resample(jnp.repeat(jnp.repeat(x, 2, axis=2), 2, axis=3))
+        return self.resample(x, scale=2)
 
 
 class DownBlock(nnx.Module):
