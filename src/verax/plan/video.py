@@ -177,7 +177,7 @@ def components(clip: Clip) -> Components:
         part("text_encoder", "text encoder", UMT5EncoderModel, clip.text, clip.dtype),
         None if clip.image is None else part("image_encoder", "image encoder", CLIPVisionModel, clip.image, clip.dtype),
         tuple(part(name, what, WanModel, clip.transformer, clip.dtype, keep=keep) for name, what in names.items()),
-        part("vae", "video VAE", WanVae, clip.vae, jnp.float32, keep=True),
+        part("vae", "video VAE", WanVae, clip.vae, clip.dtype, keep=True),
     )
 
 

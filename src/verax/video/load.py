@@ -148,7 +148,7 @@ def load_components(
     """Describe a folder's networks.
 
     Args:
-        dtype: dtype of the transformer's and the encoders' weights. The VAE's are float32.
+        dtype: dtype of the transformer's, the encoders' and the VAE's decoder's weights.
         keep_encoders: whether text and image encoder stay on the device; if None, when they are small or all networks
             take at most half of its memory.
         offload: whether all weights wait in the host's memory while they are not used.
@@ -197,7 +197,7 @@ def load_components(
     image = model.image_encoder
     encoders = [component(network, dtype, keep_encoders) for network in (model.text_encoder, image) if network]
     transformers = tuple(component(network, dtype, None if several else True) for network in model.transformers)
-    vae, memory = component(model.vae, jnp.float32, True), ops.target().memory
+    vae, memory = component(model.vae, dtype, True), ops.target().memory
     if keep_encoders is None and not offload and memory is not None:
         size = sum(one.size for one in (*encoders, *transformers, vae))
         for encoder in encoders:  # to read one again takes longer than a clip of few steps
@@ -206,11 +206,18 @@ def load_components(
 
 
 def load_tiny_decoder(
-    choice: str, folder: VideoFolder, model: VideoModel, *, offload: bool = False, mesh: Mesh | None = None
+    choice: str,
+    folder: VideoFolder,
+    model: VideoModel,
+    dtype: DTypeLike,
+    *,
+    offload: bool = False,
+    mesh: Mesh | None = None,
 ) -> Component[Any]:
     """Describe a tiny decoder, which takes the place of a VAE's.
 
-    `choice`: `tiny=FILE`, or `tiny` for a file of the published name in the checkpoint's folder.
+    `choice`: `tiny=FILE`, or `tiny` for a file of the published name in the checkpoint's folder. `dtype`: dtype of its
+    weights.
 
     Raises:
         InvalidParameterError: for another choice, a family without one, a file that is missing, or a decoder of other
@@ -242,7 +249,7 @@ def load_tiny_decoder(
         return load_weights(abstract, opened, mesh=mesh)
 
     def make() -> Any:
-        return tiny.module(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+        return tiny.module(config, dtype=dtype, rngs=nnx.Rngs(0))
 
     return Component("tiny decoder", make, load, keep=True, offload=offload, mesh=mesh)
 

@@ -59,18 +59,14 @@ class Stages:
         image_encoder: Component[Any] | None,
         vae: Component[Any],
         decoder: Component[Any] | None = None,
-        decode_dtype: Any,
         encode_condition: ConditionEncoder | None = None,
         mesh: AnyMesh | None = None,
     ):
         """Describe the programs; nothing is compiled.
 
         Args:
-            text_encoder, image_encoder, vae: models; `vae` with float32 weights. The encoders may be divided over
-                meshes of their own.
-            decoder: decoder of the latents in place of the VAE's, with float32 weights; the VAE's if None.
-            decode_dtype: dtype of the decoder's weights. It always encodes in float32: errors of the
-                condition spread through the whole clip, errors of decoding do not.
+            text_encoder, image_encoder, vae: models. The encoders may be divided over meshes of their own.
+            decoder: decoder of the latents in place of the VAE's; the VAE's if None.
             encode_condition: function of the condition; None for models without one.
             mesh: devices of the VAE's programs, which have its weights and divide the frames to decode; None for the
                 default device.
@@ -88,7 +84,6 @@ class Stages:
             return encode_condition(vae.module(weights), jax.tree.map(_signed, pictures), frames=frames, chunk=chunk)
 
         def decode(weights: Weights, latents: Array, *, chunk: int, tile: tuple[int, int] | None = None) -> Array:
-            weights = tuple(weight.astype(decode_dtype) for weight in weights)
             return decoder.module(weights).decode(latents, chunk=chunk, tile=tile, axes=axes)
 
         def finish(frames: Array) -> Array:

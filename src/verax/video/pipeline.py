@@ -155,13 +155,12 @@ class VideoPipeline:
         self._releasable = [encoder for encoder in encoders if encoder is not None]
         decoder = None
         if vae is not None:
-            decoder = load_tiny_decoder(vae, folder, family, offload=offload, mesh=clip_devices)
+            decoder = load_tiny_decoder(vae, folder, family, models.DTYPES[dtype], offload=offload, mesh=clip_devices)
         stages = Stages(
             text_encoder=networks.text_encoder,
             image_encoder=networks.image_encoder,
             vae=networks.vae,
             decoder=decoder,
-            decode_dtype=models.DTYPES[dtype],
             encode_condition=family.conditioning.encode,
             mesh=clip_devices,
         )
