@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from tests.support.tiny import random_weights, tiny_checkpoint, tiny_config
 from verax import checkpoint
 from verax.checkpoint import Checkpoint, load, load_module
 from verax.checkpoint.formats import quantized as layouts
-from verax.checkpoint.load import DRAWN, random_weight
+from verax.checkpoint.load import DRAWN, HostMemory, random_weight
 from verax.errors import CheckpointError
 from verax.loading import load_causal_lm
 from verax.nn import Linear, RMSNorm
@@ -364,6 +365,15 @@ def test_a_missing_expert_and_one_of_another_shape_are_named(folders, tmp_path):
         CheckpointError, match=f"{re.escape(key)} has shape .24, 64., config.json's model needs .32, 64."
     ):
         load_causal_lm(changed(folders[1], tmp_path / "narrower", narrower), dtype="float32")
+
+
+def test_a_norm_does_not_keep_the_memory_of_weights_that_are_dropped():
+    memory = HostMemory()
+    weight, norm = (memory.copy(np.ones(shape), np.dtype("float32")) for shape in ((512, 512), (512,)))
+    chunk = weakref.ref(weight.base)
+    del weight, memory  # as when weights are packed
+    assert chunk() is None
+    np.testing.assert_array_equal(norm, 1)
 
 
 def test_random_weights_keep_the_scale_of_what_they_multiply_and_differ_by_row():

@@ -428,11 +428,15 @@ LARGE_PAGE = 1 << 21
 """Size of a large page in bytes, on x86-64 and on most ARM systems with Linux."""
 
 CHUNK = 32 * LARGE_PAGE
-"""Smallest allocation in bytes."""
+"""Smallest size of a chunk in bytes."""
+
+SMALL = 1 << 16
+"""Bytes below which an array is allocated by itself. The large arrays of a chunk are freed together once their weights
+are packed, and a norm next to them would keep all of it."""
 
 
 class HostMemory:
-    """Allocator of arrays, which lie side by side in chunks of large pages.
+    """Allocator of arrays, of which all but small ones lie side by side in chunks of large pages.
 
     The speed of a product is limited by the reading of its weight, and small pages slow that reading down. An array
     that is allocated by itself lies in large pages only in part, or not at all. The memory of a chunk is freed with
@@ -446,6 +450,8 @@ class HostMemory:
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
         """An uninitialised array."""
         size = math.prod(shape) * dtype.itemsize
+        if size < SMALL:
+            return np.empty(shape, dtype)
         if self._used + size > len(self._chunk):
             self._chunk, self._used = _large_pages(max(size, CHUNK)), 0
         at = self._used
