@@ -41,6 +41,30 @@ void check_rms_norm(const char* level) {
   }
 }
 
+void check_norm_rotary(const char* level) {
+  constexpr int64_t tokens = 3, heads = 2;
+  for (const int64_t D : {2, 30, 64, 129}) {
+    for (const int64_t h : {D / 2, D / 3}) {
+      const std::vector<float> x = check::normal(tokens * heads * D, 1), weight = check::normal(D, 2);
+      const std::vector<float> cos = check::normal(tokens * h, 3), sin = check::normal(tokens * h, 4);
+      std::vector<float> plain(x.size(), NAN), y(x.size(), NAN);
+      verax::RmsNormTask norm{D, x.data(), false, weight.data(), false, 1e-6f, false, plain.data(), false};
+      VERAX_KERNEL(rms_norm)(norm, 0, tokens * heads);
+      norm.y = y.data();
+      VERAX_KERNEL(norm_rotary)({norm, heads, h, cos.data(), sin.data()}, 0, tokens * heads);
+      for (int64_t m = 0; m < tokens * heads; ++m) {
+        const float *from = plain.data() + m * D, *c = cos.data() + m / heads * h, *s = sin.data() + m / heads * h;
+        for (int64_t d = 0; d < D; ++d) {
+          double exact = from[d];
+          if (d < h) exact = double(from[d]) * c[d] - double(from[d + h]) * s[d];
+          if (h <= d && d < 2 * h) exact = double(from[d]) * c[d - h] + double(from[d - h]) * s[d - h];
+          check::near(y[m * D + d], exact, 1e-5 * std::fabs(exact) + 1e-5, "%s rotary D %d h %d", level, int(D), int(h));
+        }
+      }
+    }
+  }
+}
+
 void check_layer_norm(const char* level) {
   for (const int64_t D : {1, 15, 16, 64, 65, 257}) {
     const std::vector<float> x = check::normal(3 * D, 1), residual = check::normal(3 * D, 3);
@@ -81,6 +105,7 @@ void check_gelu(const char* level) {
 int main() {
   return check::main_of("norm", [](const char* level) {
     check_rms_norm(level);
+    check_norm_rotary(level);
     check_layer_norm(level);
     check_gelu(level);
   });

@@ -1,9 +1,13 @@
-"""Rotary frequencies: their last bits count, as positions of a hundred thousand multiply them."""
+"""Rotary frequencies, whose last bits count, as positions of a hundred thousand multiply them; heads that rotate."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.support.cpu import NATIVE, at_level, needs_library
 from verax import ops
 from verax.ops.gpu.rope import rotated
 from verax.ops.rope import RotaryConfig
@@ -24,25 +28,51 @@ def test_frequencies_are_within_two_roundings_of_float64(theta, head_dim):
 
 
 def exact_norm_rotary(x, weight, cos, sin, eps):
-    x, weight, cos, sin = (np.asarray(array, np.float64) for array in (x, weight, cos, sin))
-    first, second = np.split(x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight, 2, axis=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    x, weight, cos, sin = (np.asarray(array, np.float64) for array in (x, weight, cos[:, None], sin[:, None]))
+    y = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+    first, second, rest = np.split(y, [cos.shape[-1], 2 * cos.shape[-1]], axis=-1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
-@pytest.mark.parametrize(("N", "K", "H"), [(16, 8, 128), (9, 3, 32), (1, 1, 64)])
-def test_heads_are_normalised_and_rotated_as_in_float64(N, K, H):
+def heads(N, K, H, fraction=1.0):
     rng = np.random.default_rng(N)
-    q, k = (jnp.asarray(rng.standard_normal((5, heads, H)) * 30, jnp.float32) for heads in (N, K))
-    weights = [jnp.asarray(rng.standard_normal(H), jnp.bfloat16) for _ in range(2)]
-    tables = ops.rotary_tables(jnp.asarray([0, 1, 7, 400, 30_000]), RotaryConfig(), H)
+    q, k = (jnp.asarray(rng.standard_normal((5, count, H)) * 30, jnp.float32) for count in (N, K))
+    weights = [jnp.asarray(rng.standard_normal(H), dtype) for dtype in (jnp.bfloat16, jnp.float32)]
+    tables = ops.rotary_tables(jnp.asarray([0, 1, 7, 400, 30_000]), RotaryConfig(fraction=fraction), H)
     expected = [exact_norm_rotary(x, weight, *tables, 1e-6) for x, weight in zip((q, k), weights, strict=True)]
-    for outs in (
-        ops.norm_rotary(q, k, *weights, *tables, 1e-6),
-        rotated(q, k, *weights, *tables, eps=1e-6, interpret=True),
-    ):
-        for out, exact in zip(outs, expected, strict=True):
-            np.testing.assert_allclose(out, exact, atol=3e-6)
+    return (q, k, *weights, *tables), expected
+
+
+@pytest.mark.parametrize("by", ["reference", *NATIVE])
+@pytest.mark.parametrize("sizes", [(16, 8, 128), (9, 3, 32), (1, 1, 64), (3, 2, 50, 0.3), (200, 40, 128, 0.25)])
+def test_heads_are_normalised_and_rotated_as_in_float64(by, sizes):
+    implementation, level = at_level(by)
+    arguments, expected = heads(*sizes)
+    with level, ops.use_implementations(norm_rotary=implementation):
+        outs = ops.norm_rotary(*arguments, 1e-6)
+    for out, exact in zip(outs, expected, strict=True):
+        np.testing.assert_allclose(out, exact, atol=3e-6)
+
+
+@pytest.mark.parametrize("sizes", [(16, 8, 128), (9, 3, 32), (1, 1, 64)])
+def test_the_kernel_for_a_gpu_normalises_and_rotates_as_in_float64(sizes):
+    arguments, expected = heads(*sizes)
+    for out, exact in zip(rotated(*arguments, eps=1e-6, interpret=True), expected, strict=True):
+        np.testing.assert_allclose(out, exact, atol=3e-6)
+
+
+@needs_library
+def test_the_cpu_kernel_can_be_mapped_and_differentiated():
+    (q, *others), _ = heads(4, 2, 32)
+
+    def total(implementation, q):
+        with ops.use_implementations(norm_rotary=implementation):
+            return sum(jnp.sum(jnp.sin(out)) for out in ops.norm_rotary(q, *others, 1e-6))
+
+    ours, theirs = (jax.grad(partial(total, by))(q) for by in ("native", "reference"))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    mapped = jax.vmap(partial(total, "native"))(jnp.stack([q, q + 1]))
+    np.testing.assert_allclose(mapped, [total("reference", q), total("reference", q + 1)], rtol=1e-5)
 
 
 def test_one_kernel_rotates_whole_heads_on_an_nvidia_gpu():

@@ -51,6 +51,7 @@ HANDLERS = (
     "verax_paged_attention",
     "verax_paged_attention_quantized",
     "verax_rms_norm",
+    "verax_norm_rotary",
     "verax_sample",
     "verax_swiglu_panels",
     "verax_token_logprobs",

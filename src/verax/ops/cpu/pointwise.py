@@ -1,5 +1,5 @@
-"""C++ kernels of the norms and of GELU: passes over a row that is in the cache, where XLA runs several programs, by
-vectors as wide as the processor has, where XLA takes half of AVX-512's.
+"""C++ kernels of the norms, by themselves or with a rotation, and of GELU: passes over a row in the cache, where XLA
+runs several programs, by vectors as wide as the processor has, where XLA takes half of AVX-512's.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from verax.ops._dispatch import differentiated_as, replaced_by
 from verax.ops.cpu import library
 from verax.ops.cpu.attention import FLOATS
 from verax.ops.pointwise import gelu, layer_norm, rms_norm
+from verax.ops.rope import norm_rotary
 
 __all__: list[str] = []
 
@@ -42,6 +43,30 @@ def _rms_norm_native(
         return library.call("verax_rms_norm", x.shape, x, weight, **options)
 
     return replaced_by(partial(rms_norm.reference, eps=eps, silu=silu, dtype=dtype), kernel, x, weight)
+
+
+def _accepts_rotary(q: Any, k: Any, q_weight: Any, k_weight: Any, cos: Any, sin: Any, eps: float) -> bool:
+    same = cos.shape == sin.shape and cos.shape[:-1] == q.shape[:-2] == k.shape[:-2]
+    return same and _accepts(q, q_weight) and _accepts(k, k_weight) and cos.dtype == sin.dtype == jnp.float32
+
+
+@norm_rotary.implementation("native", **library.REQUIREMENTS, accepts=_accepts_rotary)
+def _norm_rotary_native(
+    q: Float[Array, "*B N H"],
+    k: Float[Array, "*B K H"],
+    q_weight: Float[Array, "H"],
+    k_weight: Float[Array, "H"],
+    cos: Float[Array, "*B h"],
+    sin: Float[Array, "*B h"],
+    eps: float,
+) -> tuple[Float[Array, "*B N H"], Float[Array, "*B K H"]]:
+    def kernel(q: Array, k: Array, q_weight: Array, k_weight: Array, cos: Array, sin: Array) -> tuple[Array, ...]:
+        heads = [x.astype(jnp.float32).reshape(-1, *x.shape[-2:]) for x in (q, k)]
+        tables = [table.reshape(-1, table.shape[-1]) for table in (cos, sin)]
+        outs = library.call_many("verax_norm_rotary", heads, *heads, q_weight, k_weight, *tables, eps=np.float32(eps))
+        return tuple(out.reshape(x.shape) for out, x in zip(outs, (q, k), strict=True))
+
+    return replaced_by(partial(norm_rotary.reference, eps=eps), kernel, q, k, q_weight, k_weight, cos, sin)
 
 
 def _accepts_layer(x: Any, weight: Any, bias: Any, eps: float, residual: Any = None) -> bool:

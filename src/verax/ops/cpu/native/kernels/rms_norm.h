@@ -22,4 +22,15 @@ struct RmsNormTask {
 // Rows [begin, end).
 VERAX_DECLARE_KERNEL(rms_norm, const RmsNormTask& task, int64_t begin, int64_t end)
 
+// Heads, normalised by themselves; then the halves (x1, x2) of their first 2 h numbers are rotated to
+// (x1 cos - x2 sin, x2 cos + x1 sin).
+struct NormRotaryTask {
+  RmsNormTask norm;  // of rows that are heads, M = tokens * heads; x and y are float32
+  int64_t heads, h;
+  const float *cos, *sin;  // [tokens, h]
+};
+
+// Heads [begin, end).
+VERAX_DECLARE_KERNEL(norm_rotary, const NormRotaryTask& task, int64_t begin, int64_t end)
+
 }  // namespace verax
