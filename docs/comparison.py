@@ -1,7 +1,7 @@
 """Draws docs/comparison.svg, the picture of the README, out of benchmarks/results: `python docs/comparison.py`.
 
 A bar is the factor by which verax is faster than its strongest peer, from one interleaved run: the median over the
-rounds of the ratio within a round.
+rounds of the ratio within a round. Each peer has the newest of its runs.
 """
 
 import json
@@ -35,6 +35,9 @@ WORKLOADS: list[tuple[str, str, str, str, int]] = [
 ]
 """Label, subject, name of the result (a pattern), stage of the case, and its frames."""
 
+OTHERS = ("", "-peers", "-openvino-genai")
+"""What the names of results of one workload end with: engines in environments of their own have runs of their own."""
+
 ROW, GAP, LEFT, WIDTH, TOP = 11, 10, 300, 760, 44
 MOST = 4.0
 """Ratio at the right edge; the scale is logarithmic, from half to this."""
@@ -45,30 +48,30 @@ def equal(side: str, name: str) -> bool:
     return {"int8", "bfloat16", "float32"}.isdisjoint({*side.split()} - {*name.split("-")})
 
 
-def speed(result: dict[str, Any], stage: str, frames: int, name: str) -> tuple[float, str] | None:
-    """Factor by which verax is faster than the strongest peer, and the peer; None if the run had no peer."""
+def speeds(result: dict[str, Any], stage: str, frames: int, name: str) -> dict[str, float]:
+    """Factors by which verax is faster than the peers of a run."""
     for case in result.get("cases", ()):
         if (case.get("stage", stage), case.get("frames", frames)) == (stage, frames):
             peers = [side for side in case["ratios"] if not side.startswith("verax") and equal(side, name)]
-            if peers:
-                best = min(peers, key=lambda side: case["sides"][side]["median_s"])
-                return case["ratios"][best], best
-    return None
+            return {side: case["ratios"][side] for side in peers}
+    return {}
 
 
 def bars() -> list[tuple[str, list[tuple[str, float, str]]]]:
-    """Label of each workload, and processor, ratio and peer of its bars; the newest run of each."""
+    """Label of each workload, and processor, ratio and peer of its bars."""
     rows = []
     for label, subject, name, stage, frames in WORKLOADS:
         row = []
         for processor in PROCESSORS:
             path = RESULTS / f"{subject}-{processor}.json"
             results = json.loads(path.read_text(encoding="utf-8"))["results"] if path.is_file() else {}
-            runs = [result for key, result in results.items() if Path(key).match(name)]
-            for result in sorted(runs, key=lambda run: run["date"], reverse=True):
-                if (ratio := speed(result, stage, frames, name)) is not None:
-                    row.append((processor, *ratio))
-                    break
+            runs = [result for key, result in results.items() if any(Path(key).match(name + end) for end in OTHERS)]
+            ratios: dict[str, float] = {}
+            for result in sorted(runs, key=lambda run: run["date"]):
+                ratios |= speeds(result, stage, frames, name)
+            if ratios:
+                peer = min(ratios, key=ratios.__getitem__)
+                row.append((processor, ratios[peer], peer))
         rows.append((label, row))
     return [(label, row) for label, row in rows if row]
 
