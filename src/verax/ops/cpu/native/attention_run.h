@@ -56,7 +56,7 @@ class AttentionRun {
     const auto count = static_cast<int64_t>(tiles_.size());
     int64_t grain = grain_of(count, bytes);
     // Lone queries take so little that a thread should know its next tile.
-    if (grain == 1 && lone) grain = std::clamp<int64_t>(count / (PIECES * pool.num_threads()), 1, 4 * PIECES);
+    if (grain == 1 && lone) grain = std::clamp<int64_t>(count / (PIECES * pool.num_threads()), 1, MOST_TILES);
     parallel_for(pool, count, grain, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         attend(task_, tiles_[i], i + 1 < end ? &tiles_[i + 1] : nullptr, thread_scratch(scratch));
@@ -71,8 +71,8 @@ class AttentionRun {
   // A tile of few keys takes as long as reading this from a cache.
   static constexpr int64_t BYTES_OF_A_TILE = 16 * 1024;
 
-  // Of lone queries' tiles for each thread, and tiles of a piece at most.
-  static constexpr int64_t PIECES = 4;
+  // Pieces of lone queries' tiles for each thread, and most tiles of a piece.
+  static constexpr int64_t PIECES = 4, MOST_TILES = 16;
 
   // Queries of a tile where keys of other segments are hidden. A tile reads every key that any of its queries sees, so
   // a tile of short segments should have few queries.
