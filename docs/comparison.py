@@ -24,8 +24,11 @@ WORKLOADS: list[tuple[str, str, str, str, int]] = [
     ("4 x 100 tokens, Qwen3-0.6B's shapes, bfloat16", "text", "short-prompts-bfloat16", "", 0),
     ("the same in int4", "text", "short-prompts-int4", "", 0),
     ("one sequence, bfloat16", "text", "short-prompts-bfloat16-1-prompt", "", 0),
+    ("32 sequences, bfloat16", "text", "short-prompts-bfloat16-32-prompts", "", 0),
+    ("32 sequences, int8", "text", "short-prompts-int8-32-prompts", "", 0),
     ("a prompt of 512 tokens, bfloat16", "text", "prompt-bfloat16-512-tokens", "", 0),
     ("Gemma 3 270M, published GGUF file, 4 x 100", "text", "gemma-3-270m-q4-k-m-short-prompts-bfloat16", "", 0),
+    ("SmolLM2 135M, published GGUF file, one", "text", "smollm2-135m-*-short-prompts-bfloat16-1-prompt", "", 0),
     ("all-MiniLM-L6-v2, float32", "embed", "float32", "", 0),
     ("all-MiniLM-L6-v2, bfloat16", "embed", "bfloat16", "", 0),
     ("Wan 1.3B, forward pass, bfloat16", "video", "1-3b*transformer*9x272x480", "transformer", 9),
@@ -35,7 +38,7 @@ WORKLOADS: list[tuple[str, str, str, str, int]] = [
 ]
 """Label, subject, name of the result (a pattern), stage of the case, and its frames."""
 
-OTHERS = ("", "-peers", "-openvino-genai")
+OTHERS = ("", "-peers", "-openvino-genai", "-ik-native")
 """What the names of results of one workload end with: engines in environments of their own have runs of their own."""
 
 ROW, GAP, LEFT, WIDTH, TOP = 11, 10, 300, 760, 44
