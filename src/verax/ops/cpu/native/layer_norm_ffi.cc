@@ -3,6 +3,7 @@
 #include "kernels/layer_norm.h"
 #include "levels.h"
 #include "parallel.h"
+#include "shapes.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace verax {
@@ -20,7 +21,7 @@ ffi::Error layer_norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer
     return ffi::Error::InvalidArgument("layer_norm: expected x and y [..., D], and a residual like x or none");
   }
   if (static_cast<int64_t>(weight.element_count()) != D || static_cast<int64_t>(bias.element_count()) != D ||
-      bias.element_type() != weight.element_type() || (!bf16 && weight.element_type() != ffi::F32)) {
+      bias.element_type() != weight.element_type() || !is_float(weight)) {
     return ffi::Error::InvalidArgument("layer_norm: expected a weight and a bias [D], both float32 or both bfloat16");
   }
   if (size == 0) return ffi::Error::Success();

@@ -5,6 +5,7 @@
 #include "kernels/rms_norm.h"
 #include "levels.h"
 #include "parallel.h"
+#include "shapes.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace verax {
@@ -12,14 +13,12 @@ namespace {
 
 namespace ffi = ::xla::ffi;
 
-bool is_float(ffi::DataType type) { return type == ffi::F32 || type == ffi::BF16; }
-
 ffi::Error rms_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> y,
                     float eps, bool silu) {
   const auto shape = x.dimensions();
   const int64_t size = static_cast<int64_t>(x.element_count()), D = shape.size() ? shape[shape.size() - 1] : 0;
   if (shape.size() == 0 || static_cast<int64_t>(weight.element_count()) != D || y->element_count() != x.element_count() ||
-      !is_float(x.element_type()) || !is_float(weight.element_type()) || !is_float(y->element_type())) {
+      !is_float(x) || !is_float(weight) || !is_float(*y)) {
     return ffi::Error::InvalidArgument("rms_norm: expected x and y [..., D] and a weight [D] of float32 or bfloat16");
   }
   if (size == 0) return ffi::Error::Success();
@@ -43,7 +42,7 @@ ffi::Error norm_rotary(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffe
                        ffi::ResultBuffer<ffi::F32> q_out, ffi::ResultBuffer<ffi::F32> k_out, float eps) {
   const auto in = q.dimensions(), keys = k.dimensions(), table = cos.dimensions();
   const auto is_weight = [&](const ffi::AnyBuffer& w) {
-    return in.size() == 3 && is_float(w.element_type()) && static_cast<int64_t>(w.element_count()) == in[2];
+    return in.size() == 3 && is_float(w) && static_cast<int64_t>(w.element_count()) == in[2];
   };
   if (in.size() != 3 || keys.size() != 3 || table.size() != 2 || keys[0] != in[0] || keys[2] != in[2] ||
       table[0] != in[0] || 2 * table[1] > in[2] || sin.element_count() != cos.element_count() ||

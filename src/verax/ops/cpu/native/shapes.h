@@ -13,4 +13,8 @@ inline bool is_shape(::xla::ffi::Span<const int64_t> shape, std::initializer_lis
   return std::equal(shape.begin(), shape.end(), expected.begin(), expected.end());
 }
 
+inline bool is_float(const ::xla::ffi::AnyBuffer& x) {
+  return x.element_type() == ::xla::ffi::F32 || x.element_type() == ::xla::ffi::BF16;
+}
+
 }  // namespace verax

@@ -6,6 +6,7 @@
 #include "kernels/write_pages.h"
 #include "levels.h"
 #include "parallel.h"
+#include "shapes.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace verax {
@@ -50,7 +51,7 @@ ffi::Error write_pages(ffi::ThreadPool pool, ffi::AnyBuffer k_cache, ffi::AnyBuf
                        Integers pages, Integers offsets, ffi::Result<ffi::AnyBuffer> k_out,
                        ffi::Result<ffi::AnyBuffer> v_out) {
   for (const auto& cache : {k_cache, v_cache}) {
-    if (cache.element_type() != ffi::F32 && cache.element_type() != ffi::BF16) {
+    if (!is_float(cache)) {
       return ffi::Error::InvalidArgument("write_pages: expected float32 or bfloat16 caches");
     }
   }
