@@ -39,7 +39,7 @@ WORKLOADS: list[tuple[str, str, str, str, int]] = [
 """Label, subject, name of the result (a pattern), stage of the case, and its frames."""
 
 OTHERS = ("", "-peers", "-openvino-genai", "-ik-native")
-"""What the names of results of one workload end with: engines in environments of their own have runs of their own."""
+"""Ends of the names of one workload's results: engines in environments of their own have runs of their own."""
 
 ROW, GAP, LEFT, WIDTH, TOP = 11, 10, 300, 760, 44
 MOST = 4.0

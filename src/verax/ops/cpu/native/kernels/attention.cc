@@ -360,7 +360,7 @@ void attend(const AttentionTask& t, const AttentionTile& tile, const AttentionTi
     clear(state, rows);
     Block<Element> block = block_of(tile, begin, end);
     for (int64_t at = begin; at < end; at += BLOCK) {
-      // After the last one that of the next span or tile, which is only asked for.
+      // The first block of a further span or tile is only asked for.
       const bool leaves = at + BLOCK >= tile.end && next_tile;
       const Block<Element> next = leaves ? block_of(*next_tile, first_block(t, *next_tile), next_tile->end)
                                          : block_of(tile, at + BLOCK, at + BLOCK < end ? end : tile.end);

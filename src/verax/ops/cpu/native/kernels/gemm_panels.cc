@@ -28,6 +28,7 @@ namespace {
 // Most rows with which a strip is read from end to end, since x stays in the first cache level.
 constexpr int64_t FEW_ROWS = 16;
 
+// Cells of K that are multiplied at a time; as many of f32 as of int8.
 template <class Cells>
 constexpr int64_t PIECE = gemm_piece(std::is_same_v<Cells, Bf16Cells> ? Weights::bf16 : Weights::int8);
 

@@ -1,5 +1,5 @@
 // for each row: one pass for the sum of squares, one to scale. A row's order of additions does not depend on the others.
-// Heads are rotated while they are in the first cache level.
+// Heads are rotated in one more pass over a thread's piece, which is in a cache (head by head takes 1.15 times as long).
 #include "rms_norm.h"
 
 #include <cmath>
