@@ -19,8 +19,7 @@ constexpr int LANE_ROWS = V == 1 ? 8 : 4;
 #endif
 constexpr int lane_columns(int rows) {
   if (LANE_ROWS == 1) return 1;
-  if (V > 1) return rows > 2 ? 1 : 2;
-  return rows > 4 ? 1 : rows > 2 ? 2 : 4;
+  return rows > (V > 1 ? 2 : 4) ? 1 : 2;
 }
 
 // y[0..16] = or += sums, where only `count` may be touched.

@@ -29,6 +29,7 @@ namespace {
 constexpr int64_t SEGMENT = 1024;
 constexpr int64_t FITS = 16 * 1024;  // values of x, most of which are packed in two bytes
 constexpr int64_t STAYS = 16 * 1024;  // bytes of W that stay next to R rows of x
+constexpr int64_t BYTES_AHEAD = 8 * 1024;  // of W, that all streams of a tile have asked for
 
 // Inputs [begin, end), by how many units a tile's lie apart, and where W is read soon: a tile asks for what lies there
 // as it goes.
@@ -71,19 +72,20 @@ void for_each_segment(const LinearTask& t, const Body& body) {
   } while (to < t.K);
 }
 
-// Units n, n + apart, and so on, whose runs end before `end`.
+// Units n, n + apart, and so on.
 template <class Tile, int C>
-void all_segments(const LinearTask& t, int64_t n, int64_t apart, int64_t end) {
+void all_segments(const LinearTask& t, int64_t n, int64_t apart) {
   for_each_segment(t, [&](int64_t from, int64_t to) {
-    all_rows<Tile, C>(t, n, {from, to, apart, Tile::at(t, n + 1 < end ? n + 1 : n, from)});
+    const auto* first = static_cast<const char*>(Tile::at(t, n, from));
+    all_rows<Tile, C>(t, n, {from, to, apart, first + BYTES_AHEAD / C});
   });
 }
 
 template <class Tile, int C>
 void in_streams(const LinearTask& t, int64_t begin, int64_t end) {
   const int64_t apart = (end - begin) / C;
-  for (int64_t n = begin; n < begin + apart; ++n) all_segments<Tile, C>(t, n, apart, begin + apart);
-  for (int64_t n = begin + apart * C; n < end; ++n) all_segments<Tile, 1>(t, n, 1, end);
+  for (int64_t n = begin; n < begin + apart; ++n) all_segments<Tile, C>(t, n, apart);
+  for (int64_t n = begin + apart * C; n < end; ++n) all_segments<Tile, 1>(t, n, 1);
 }
 
 // Units of W, a multiple of C, of which `inputs` take about STAYS bytes.
