@@ -56,6 +56,9 @@ seconds without work of this process, in which all use of the processor is by ot
 LIBRARIES = ("torch", "transformers", "diffusers", "openvino", "nncf", "onnxruntime")
 """Modules of baselines that run in the process of the benchmark."""
 
+PATHS = ("trace", "peer_python", "prompts")
+"""Settings that results leave out: they name folders and files of one machine."""
+
 TURN = "VERAX_BENCH_TURN"
 """Variable with a file whose lock a process holds while it measures. So several benchmarks can compile side by side on
 one device, and none measures while another does."""
@@ -300,7 +303,7 @@ class Benchmark:
             "subject": self._subject,
             "name": name,
             "date": date(),
-            "settings": {key: value for key, value in settings.items() if key != "trace"},
+            "settings": {key: value for key, value in settings.items() if key not in PATHS},
             "machine": facts | dict(versions or {}),
             "measured": self.limits,
             "noise": self._noise,

@@ -59,7 +59,9 @@ def test_a_peer_runs_in_its_turns_and_its_start_memory_and_tokens_are_shown(meas
 
 
 def test_without_starts_nothing_is_started_but_the_peer_in_its_turns(measure):
-    sides = measure(starts=False)["cases"][0]["sides"]
+    result = measure(starts=False)
+    assert "peer_python" not in result["settings"]  # a path of this machine
+    sides = result["cases"][0]["sides"]
     assert [side for side in sides.values() if "start_s" in side or "same_tokens" in side] == []
 
 

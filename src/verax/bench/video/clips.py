@@ -127,7 +127,8 @@ def bench_clip(settings: VideoSettings, transformer: WanConfig, vae: WanVaeConfi
     name, model = settings.size, f"{settings.size} text to video{f', {layers}' if layers else ''}"
     weights = f"Random weights in {settings.dtype}, {text} in {kind}"
     if settings.model is not None:
-        name, model, weights = opened.name, opened.name, f"Computed in {settings.dtype}"
+        asked["model"] = name = model = opened.name
+        weights = f"Computed in {settings.dtype}"
     return benchmark.result(
         slug(name, layers, "clip", f"{settings.steps} steps {settings.guidance_scale:g}", settings.dtype)
         + f"-{settings.frames[0]}x{settings.height}x{settings.width}"
