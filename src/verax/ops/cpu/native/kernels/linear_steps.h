@@ -29,7 +29,7 @@ namespace {
 constexpr int64_t SEGMENT = 1024;
 constexpr int64_t FITS = 16 * 1024;  // values of x, most of which are packed in two bytes
 constexpr int64_t STAYS = 16 * 1024;  // bytes of W that stay next to R rows of x
-constexpr int64_t BYTES_AHEAD = 8 * 1024;  // of W, that all streams of a tile have asked for
+constexpr int64_t BYTES_AHEAD = 8 * 1024;  // of W, that a tile's streams have asked for together
 
 // Inputs [begin, end), by how many units a tile's lie apart, and where W is read soon: a tile asks for what lies there
 // as it goes.
@@ -72,7 +72,7 @@ void for_each_segment(const LinearTask& t, const Body& body) {
   } while (to < t.K);
 }
 
-// Units n, n + apart, and so on.
+// Units n, n + apart, and so on. At the end they ask for what lies after W, which does no harm.
 template <class Tile, int C>
 void all_segments(const LinearTask& t, int64_t n, int64_t apart) {
   for_each_segment(t, [&](int64_t from, int64_t to) {
