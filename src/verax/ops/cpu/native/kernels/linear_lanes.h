@@ -17,10 +17,8 @@ constexpr int LANE_ROWS = 1;
 #else
 constexpr int LANE_ROWS = V == 1 ? 8 : 4;
 #endif
-constexpr int lane_columns(int rows) {
-  if (LANE_ROWS == 1) return 1;
-  return rows > (V > 1 ? 2 : 4) ? 1 : 2;
-}
+// Four would fit with one or two rows, but so many streams are read more slowly.
+constexpr int lane_columns(int rows) { return rows > LANE_ROWS / 2 ? 1 : 2; }
 
 // y[0..16] = or += sums, where only `count` may be touched.
 inline void add_to(float* y, const F32 (&sums)[V], int64_t count, bool first) {
