@@ -21,8 +21,9 @@ def test_the_library_has_the_levels_of_the_header_in_its_order():
 
 
 CAPABILITIES = {
-    "amx": {"bf16_dot", "bf16_tiles", "fma"},
-    "avx512_bf16": {"bf16_dot", "fma"},
+    "amx": {"bf16_dot", "bf16_tiles", "byte_dot", "fma"},
+    "avx512_bf16": {"bf16_dot", "byte_dot", "fma"},
+    **{level: {"byte_dot", "fma"} for level in ("avx512_vnni", "avx_vnni")},
     **{level: {"fma"} for level in ("avx512", "avx2", "neon")},
 }
 

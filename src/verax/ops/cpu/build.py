@@ -56,8 +56,8 @@ COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno"
 EMULATE_AMX = "-DVERAX_EMULATE_AMX"
 """Flag of the level amx, in place of the compiler's own, where its tiles are emulated (kernels/emulated_amx.h)."""
 
-CACHE_BYTES = 512 << 20
-"""Size of the cache of objects above which the least recently used are removed: five levels with sanitisers, twice."""
+CACHE_BYTES = 768 << 20
+"""Size of the cache of objects above which the least recently used are removed: every level with sanitisers, twice."""
 
 STALE_SECONDS = 3600
 """Age from which an unfinished object in the cache is of a build that was interrupted."""

@@ -190,7 +190,8 @@ def _set_level(library: ctypes.CDLL | None, name: str) -> None:
         raise MissingDependencyError(problem())
     if not library.verax_set_level(name.encode()):
         here = ", ".join(_levels_of(library))
-        raise InvalidParameterError(f"VERAX_CPU_LEVEL: this machine runs {here}, got {name!r}")
+        more = "python -m verax.ops.cpu.build --levels compiles others"
+        raise InvalidParameterError(f"VERAX_CPU_LEVEL: this machine runs {here} of the library, got {name!r} ({more})")
 
 
 def _levels_of(library: ctypes.CDLL) -> list[str]:

@@ -22,7 +22,8 @@
 // ROW(level, architecture, compiler flags, test of the processor, capabilities, ...), where `...` is the caller's.
 //
 // Capabilities: bf16_dot multiplies bfloat16, with sums of 32 bits; bf16_tiles multiplies 16 x 32 by 32 x 16 bfloat16 at
-// once, or twice as many 8-bit integers; fma multiplies and adds vectors of float32. The portable level is compiled with
+// once, or twice as many 8-bit integers; byte_dot multiplies integers of 8 and of 16 bits, with sums of 32 bits; fma
+// multiplies and adds vectors of float32. The portable level is compiled with
 // -O2, which takes half the time of -O3 for code that runs as fast.
 // clang-format off
 #define VERAX_LEVELS(ROW, ...)                                                                              \
@@ -30,14 +31,20 @@
       "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512 "           \
       "-mavx512vnni -mavx512bf16 -mamx-tile -mamx-bf16 -mamx-int8",                                         \
       VERAX_AVX512 && VERAX_CPU("avx512vnni") && VERAX_CPU("avx512bf16") && VERAX_AMX,                      \
-      "bf16_dot bf16_tiles fma", __VA_ARGS__)                                                               \
+      "bf16_dot bf16_tiles byte_dot fma", __VA_ARGS__)                                                               \
   ROW(avx512_bf16, x86_64,                                                                                  \
       "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512 "           \
       "-mavx512vnni -mavx512bf16",                                                                          \
-      VERAX_AVX512 && VERAX_CPU("avx512vnni") && VERAX_CPU("avx512bf16"), "bf16_dot fma", __VA_ARGS__)      \
+      VERAX_AVX512 && VERAX_CPU("avx512vnni") && VERAX_CPU("avx512bf16"), "bf16_dot byte_dot fma", __VA_ARGS__)      \
+  ROW(avx512_vnni, x86_64,                                                                                  \
+      "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512 "           \
+      "-mavx512vnni",                                                                                       \
+      VERAX_AVX512 && VERAX_CPU("avx512vnni"), "byte_dot fma", __VA_ARGS__)                                 \
   ROW(avx512, x86_64,                                                                                       \
       "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512",           \
       VERAX_AVX512, "fma", __VA_ARGS__)                                                                     \
+  ROW(avx_vnni, x86_64, "-mavx2 -mfma -mf16c -mavxvnni",                                                    \
+      VERAX_CPU("avx2") && VERAX_CPU("fma") && VERAX_CPU("avxvnni"), "byte_dot fma", __VA_ARGS__)           \
   ROW(avx2, x86_64, "-mavx2 -mfma -mf16c", VERAX_CPU("avx2") && VERAX_CPU("fma"), "fma", __VA_ARGS__)       \
   ROW(neon, aarch64, "", true, "fma", __VA_ARGS__)                                                          \
   ROW(portable, any, "-DVERAX_PORTABLE -O2", true, "", __VA_ARGS__)

@@ -28,7 +28,7 @@ ffi::Error read_weight(ffi::RemainingArgs weights, size_t at, int64_t N, GemmTas
   }
   if (!gemm_has_panels(task.kind)) {
     return ffi::Error::InvalidArgument(
-        "gemm_panels: the weight was packed for a level with AVX512-BF16 and VNNI (verax.ops.cpu.library.level)");
+        "gemm_panels: the weight was packed for a level with other instructions (verax.ops.cpu.library.level)");
   }
   const auto shape = panels->dimensions();
   const int64_t values = gemm_cell_values(task.kind);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "vec_math.h"
+#include "words.h"
 
 namespace verax {
 namespace VERAX_LEVEL {
@@ -89,7 +90,7 @@ using Int8Cells = Singles<int8_t>;
 #endif
 using F32Cells = Singles<float>;
 
-#if defined(__AVX512VNNI__) && !defined(VERAX_PORTABLE)
+#if defined(VERAX_BYTE_DOT)
 
 // Integers of 8 bits by such integers: four in a cell, and sums of 32 bits, as the bits of floats. The processor
 // multiplies signed bytes by unsigned ones. So 128 is added to the packed ones, and 128 times the sum of the others is
@@ -97,16 +98,11 @@ using F32Cells = Singles<float>;
 struct IntegerCells {
   using Element = int8_t;
   static constexpr int depth = 4;
-  static F32 multiply(F32 sum, F32 a, F32 b) {
-    const __m512i values = _mm512_castps_si512(a.v), packed = _mm512_castps_si512(b.v);
-    return {_mm512_castsi512_ps(_mm512_dpbusd_epi32(_mm512_castps_si512(sum.v), packed, values))};
-  }
+  static F32 multiply(F32 sum, F32 a, F32 b) { return as_floats(dot_bytes(as_words(sum), as_words(b), as_words(a))); }
   static F32 of_row(const Element* p) {
-    return {_mm512_castsi512_ps(_mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(-128)))};
+    return as_floats(exclusive_or(load_words(reinterpret_cast<const uint32_t*>(p)), words(0x80808080)));
   }
-  static F32 total(F32 sum, int32_t inputs) {
-    return {_mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_castps_si512(sum.v), _mm512_set1_epi32(128 * inputs)))};
-  }
+  static F32 total(F32 sum, int32_t inputs) { return to_f32(add(as_words(sum), words(-128 * inputs))); }
 };
 
 #elif defined(__AVX2__) && !defined(VERAX_PORTABLE)
@@ -115,25 +111,9 @@ struct IntegerCells {
 struct IntegerCells {
   using Element = int8_t;
   static constexpr int depth = 2;
-#if defined(__AVX512F__)
-  static F32 multiply(F32 sum, F32 a, F32 b) {
-    const __m512i products = _mm512_madd_epi16(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v));
-    return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(sum.v), products))};
-  }
-  static F32 of_row(const Element* p) {
-    return {_mm512_castsi512_ps(_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))))};
-  }
-  static F32 total(F32 sum, int32_t) { return {_mm512_cvtepi32_ps(_mm512_castps_si512(sum.v))}; }
-#else
-  static F32 multiply(F32 sum, F32 a, F32 b) {
-    const __m256i products = _mm256_madd_epi16(_mm256_castps_si256(a.v), _mm256_castps_si256(b.v));
-    return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(sum.v), products))};
-  }
-  static F32 of_row(const Element* p) {
-    return {_mm256_castsi256_ps(_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
-  }
-  static F32 total(F32 sum, int32_t) { return {_mm256_cvtepi32_ps(_mm256_castps_si256(sum.v))}; }
-#endif
+  static F32 multiply(F32 sum, F32 a, F32 b) { return as_floats(dot_halves(as_words(sum), as_words(a), as_words(b))); }
+  static F32 of_row(const Element* p) { return as_floats(load_halves(p)); }
+  static F32 total(F32 sum, int32_t) { return to_f32(as_words(sum)); }
 };
 
 #else
@@ -153,22 +133,17 @@ struct BytePair {
 template <class Kind>
 constexpr bool WIDE = false;
 
-#if defined(__AVX512VNNI__) && !defined(VERAX_PORTABLE)
+#if defined(VERAX_BYTE_DOT)
 
-inline F32 load(const BytePair* p) {
-  return {_mm512_castsi512_ps(_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))))};
-}
+inline F32 load(const BytePair* p) { return as_floats(load_halves(p->values)); }
 
 // Such pairs by integers of 16 bits: sums of 32 bits, as the bits of floats.
 struct WideCells {
   static constexpr int depth = 2;
-  static F32 multiply(F32 sum, F32 a, F32 b) {
-    const __m512i values = _mm512_castps_si512(a.v), packed = _mm512_castps_si512(b.v);
-    return {_mm512_castsi512_ps(_mm512_dpwssd_epi32(_mm512_castps_si512(sum.v), values, packed))};
-  }
+  static F32 multiply(F32 sum, F32 a, F32 b) { return as_floats(dot_halves(as_words(sum), as_words(a), as_words(b))); }
   static F32 total(F32 sum) {
     asm("" : "+v"(sum.v));  // without it, GCC 12 keeps a copy of each sum in memory: half of the speed
-    return {_mm512_cvtepi32_ps(_mm512_castps_si512(sum.v))};
+    return to_f32(as_words(sum));
   }
 };
 template <>

@@ -129,7 +129,7 @@ void gemm_round(const RoundTask& t, int64_t begin, int64_t end) {
       if (!finite) return static_cast<void>(std::memset(y, 0, count));
       for (int64_t k = 0; k < count; k += F32::lanes) {
         const F32 values = whole(mul(load(x + begin_k + k), factor));
-        store_bytes(y + k, values);
+        store_low_bytes(y + k, to_words(values));
         total = add(total, values);
       }
     };

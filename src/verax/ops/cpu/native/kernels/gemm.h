@@ -98,7 +98,11 @@ inline int64_t gemm_cell_values(Weights kind) {
 
 // True at a level whose instructions multiply such cells. Tiles take int8 as it lies (linear_tiles.h).
 inline bool gemm_has_panels(Weights kind) {
-  return kind == Weights::f32 || level() == Level::avx512_bf16 || (level() == Level::amx && kind != Weights::int8);
+  if (kind == Weights::f32) return true;
+  if (kind == Weights::bf16) return level() == Level::avx512_bf16 || level() == Level::amx;
+  const Level here = level();
+  return here == Level::avx512_bf16 || here == Level::avx512_vnni || here == Level::avx_vnni ||
+         (here == Level::amx && kind == Weights::int8_pairs);
 }
 
 // True where panels are multiplied by tiles, of 16 cells of K in a step; steps in whose order x is packed.

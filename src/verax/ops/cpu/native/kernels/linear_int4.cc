@@ -65,7 +65,7 @@ void pack(const LinearTask& t, int64_t begin, int64_t end) {
         int8_t bytes[CHUNK];
         for (int i = 0; i < CHUNK; i += F32::lanes) {
           const F32 integers = whole(mul(load(x + k + i), factor));
-          store_bytes(bytes + i, integers);
+          store_low_bytes(bytes + i, to_words(integers));
           sums = add(sums, integers);
         }
         store_in_order(static_cast<int8_t*>(t.packed) + linear_packed_at(t, m, g + k), bytes);

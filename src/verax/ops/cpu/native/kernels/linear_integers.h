@@ -83,13 +83,7 @@ inline Int16Chunk load_int16_chunk(const int8_t* p) {
 inline void store_int16s(int16_t* p, F32 a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(a.v)));
 }
-inline Words dot(Words sums, Int16Chunk a, Int16Chunk b) {
-#if defined(__AVX512VNNI__)
-  return {_mm512_dpwssd_epi32(sums.v, a.v, b.v)};
-#else
-  return {_mm512_add_epi32(sums.v, _mm512_madd_epi16(a.v, b.v))};
-#endif
-}
+inline Words dot(Words sums, Int16Chunk a, Int16Chunk b) { return dot_halves(sums, {a.v}, {b.v}); }
 
 // Sums of the lanes of 16 registers, rounded once, where eight lanes add up to a number of 32 bits. What is left of a sum
 // without its last 8 bits, and these, are integers that float32 holds.
@@ -136,8 +130,7 @@ inline void store_int16s(int16_t* p, F32 a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), pairs);
 }
 inline Words dot(Words sums, Int16Chunk a, Int16Chunk b) {
-  const __m256i low = _mm256_madd_epi16(a.low, b.low), high = _mm256_madd_epi16(a.high, b.high);
-  return {_mm256_add_epi32(sums.v, _mm256_add_epi32(low, high))};
+  return dot_halves(dot_halves(sums, {a.low}, {b.low}), {a.high}, {b.high});
 }
 
 #elif defined(__ARM_NEON)
@@ -165,15 +158,14 @@ inline Words dot(Words sums, const Int16Chunk& a, const Int16Chunk& b) {
 
 #endif
 
-#if defined(__AVX512VNNI__) && !defined(VERAX_PORTABLE)
+#if defined(VERAX_BYTE_DOT)
 
 inline void store_inputs(int8_t* p, const Chunk& x) {
   VERAX_UNROLL
   for (int i = 0; i < Chunk::parts; ++i) {
-    const __m512i wide = _mm512_cvtps_epi32(x.part[i].v);
-    const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(wide, _mm512_set1_epi32(128)), 8);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p + i * F32::lanes), _mm512_cvtepi32_epi8(upper));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p + CHUNK + i * F32::lanes), _mm512_cvtepi32_epi8(wide));  // the low bits
+    const Words wide = to_words(x.part[i]);
+    store_low_bytes(p + i * F32::lanes, shift_right(add(wide, words(128)), 8));
+    store_low_bytes(p + CHUNK + i * F32::lanes, wide);
   }
 }
 using Codes = Words;
@@ -184,8 +176,7 @@ struct CodeSums {
 inline CodeSums no_sums() { return {words(0), words(0)}; }
 inline InputPair load_inputs(const int8_t* x, int q) { return {word_at(x + 4 * q), word_at(x + CHUNK + 4 * q)}; }
 inline CodeSums add_products(CodeSums sums, Codes codes, InputPair x) {
-  return {{_mm512_dpbusd_epi32(sums.high.v, codes.v, x.first.v)},
-          {_mm512_dpbusd_epi32(sums.low.v, codes.v, x.second.v)}};
+  return {dot_bytes(sums.high, codes, x.first), dot_bytes(sums.low, codes, x.second)};
 }
 inline Words total(CodeSums sums) { return add(shift_left(sums.high, 8), sums.low); }
 
@@ -224,10 +215,8 @@ inline CodeSums add_halves(const CodeSums& sums, const Words& codes, const Words
     const int32_t products = half(codes.v[i], 0) * half(x.v[i], 0) + half(codes.v[i], 16) * half(x.v[i], 16);
     return sums.v[i] + static_cast<uint32_t>(products);
   });
-#elif defined(__AVX512F__)
-  return {_mm512_add_epi32(sums.v, _mm512_madd_epi16(codes.v, x.v))};
 #else
-  return {_mm256_add_epi32(sums.v, _mm256_madd_epi16(codes.v, x.v))};
+  return dot_halves(sums, codes, x);
 #endif
 }
 inline Words total(const CodeSums& sums) { return sums; }

@@ -7,10 +7,16 @@
 //   to_f32(w): of signed integers. half_to_f32(w): of float16 in the lower 16 bits.
 //   look_up(table, w): table[byte] for each byte, 0 to 15.
 //   upper_bytes(w): a lane's byte 1 in its lower 16 bits, and byte 3 in its upper 16. add(a, b): modulo 2^32.
+//   to_words(a): whole numbers as signed integers. store_low_bytes(p, w): the lowest byte of each lane.
 //   dot_pairs(pairs, codes, x): a lane's sum + its 4 codes (without a sign, of 4 bits) * its 4 bytes of x (signed, at least
 //   -127), in lanes that are twice as many where the processor adds up two products: at most eight times from zero on.
 //   add_pairs(sums, pairs): into sums.
-//   store_bytes(p, a): whole numbers of -127 to 127 as bytes.
+//
+// On x86 with vectors, where floats may be the bits of words:
+//   exclusive_or(a, b). as_words(a), as_floats(w): the same bits. load_halves(p): two signed bytes in a lane, as integers of 16 bits.
+//   dot_halves(sums, a, b): a lane's sum + its two products of signed integers of 16 bits.
+//   dot_bytes(sums, a, b): a lane's sum + its four products of bytes of `a` (without a sign) and of b (signed), where the
+//   processor has an instruction for them: VERAX_BYTE_DOT is defined there.
 #pragma once
 
 #include "vec.h"
@@ -80,7 +86,10 @@ inline Words dot_pairs(const Words& pairs, const Words& codes, const Words& x) {
   });
 }
 inline Words add_pairs(const Words& sums, const Words& pairs) { return add(sums, pairs); }
-inline void store_bytes(int8_t* p, const F32& a) {
+inline Words to_words(const F32& a) {
+  return each_word([&](int i) { return static_cast<uint32_t>(static_cast<int32_t>(a.v[i])); });
+}
+inline void store_low_bytes(int8_t* p, const Words& a) {
   for (int i = 0; i < F32::lanes; ++i) p[i] = static_cast<int8_t>(a.v[i]);
 }
 
@@ -104,23 +113,27 @@ inline Words look_up(const uint8_t* table, Words a) {
 }
 inline Words upper_bytes(Words a) { return {_mm512_srli_epi16(a.v, 8)}; }
 inline Words add(Words a, Words b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline Words to_words(F32 a) { return {_mm512_cvtps_epi32(a.v)}; }
+inline void store_low_bytes(int8_t* p, Words a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));
+}
+inline Words exclusive_or(Words a, Words b) { return {_mm512_xor_si512(a.v, b.v)}; }
+inline Words as_words(F32 a) { return {_mm512_castps_si512(a.v)}; }
+inline F32 as_floats(Words a) { return {_mm512_castsi512_ps(a.v)}; }
+inline Words load_halves(const int8_t* p) {
+  return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+#if defined(__AVX512VNNI__)
+#define VERAX_BYTE_DOT
+inline Words dot_bytes(Words sums, Words a, Words b) { return {_mm512_dpbusd_epi32(sums.v, a.v, b.v)}; }
+inline Words dot_halves(Words sums, Words a, Words b) { return {_mm512_dpwssd_epi32(sums.v, a.v, b.v)}; }
+#else
+inline Words dot_halves(Words sums, Words a, Words b) { return add(sums, {_mm512_madd_epi16(a.v, b.v)}); }
 inline Words dot_pairs(Words pairs, Words codes, Words x) {
-#if defined(__AVX512VNNI__)
-  return {_mm512_dpbusd_epi32(pairs.v, codes.v, x.v)};
-#else
   return {_mm512_add_epi16(pairs.v, _mm512_maddubs_epi16(codes.v, x.v))};
+}
+inline Words add_pairs(Words sums, Words pairs) { return dot_halves(sums, pairs, {_mm512_set1_epi16(1)}); }
 #endif
-}
-inline Words add_pairs(Words sums, Words pairs) {
-#if defined(__AVX512VNNI__)
-  return add(sums, pairs);
-#else
-  return {_mm512_add_epi32(sums.v, _mm512_madd_epi16(pairs.v, _mm512_set1_epi16(1)))};
-#endif
-}
-inline void store_bytes(int8_t* p, F32 a) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v)));
-}
 
 #elif defined(__AVX2__)
 
@@ -145,17 +158,30 @@ inline Words look_up(const uint8_t* table, Words a) {
 }
 inline Words upper_bytes(Words a) { return {_mm256_srli_epi16(a.v, 8)}; }
 inline Words add(Words a, Words b) { return {_mm256_add_epi32(a.v, b.v)}; }
+inline Words to_words(F32 a) { return {_mm256_cvtps_epi32(a.v)}; }
+inline void store_low_bytes(int8_t* p, Words a) {
+  const __m128i low = _mm_set1_epi32(0x0C080400);
+  const __m128i first = _mm_shuffle_epi8(_mm256_castsi256_si128(a.v), low);
+  const __m128i second = _mm_shuffle_epi8(_mm256_extracti128_si256(a.v, 1), low);
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_unpacklo_epi32(first, second));
+}
+inline Words exclusive_or(Words a, Words b) { return {_mm256_xor_si256(a.v, b.v)}; }
+inline Words as_words(F32 a) { return {_mm256_castps_si256(a.v)}; }
+inline F32 as_floats(Words a) { return {_mm256_castsi256_ps(a.v)}; }
+inline Words load_halves(const int8_t* p) {
+  return {_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+#if defined(__AVXVNNI__)
+#define VERAX_BYTE_DOT
+inline Words dot_bytes(Words sums, Words a, Words b) { return {_mm256_dpbusd_avx_epi32(sums.v, a.v, b.v)}; }
+inline Words dot_halves(Words sums, Words a, Words b) { return {_mm256_dpwssd_avx_epi32(sums.v, a.v, b.v)}; }
+#else
+inline Words dot_halves(Words sums, Words a, Words b) { return add(sums, {_mm256_madd_epi16(a.v, b.v)}); }
 inline Words dot_pairs(Words pairs, Words codes, Words x) {
   return {_mm256_add_epi16(pairs.v, _mm256_maddubs_epi16(codes.v, x.v))};
 }
-inline Words add_pairs(Words sums, Words pairs) {
-  return {_mm256_add_epi32(sums.v, _mm256_madd_epi16(pairs.v, _mm256_set1_epi16(1)))};
-}
-inline void store_bytes(int8_t* p, F32 a) {
-  const __m256i wide = _mm256_cvtps_epi32(a.v);
-  const __m128i pairs = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(pairs, pairs));
-}
+inline Words add_pairs(Words sums, Words pairs) { return dot_halves(sums, pairs, {_mm256_set1_epi16(1)}); }
+#endif
 
 #elif defined(__ARM_NEON)
 
@@ -186,13 +212,18 @@ inline Words dot_pairs(Words pairs, Words codes, Words x) {
 inline Words add_pairs(Words sums, Words pairs) {
   return {vreinterpretq_u32_s32(vpadalq_s16(vreinterpretq_s32_u32(sums.v), vreinterpretq_s16_u32(pairs.v)))};
 }
-inline void store_bytes(int8_t* p, F32 a) {
-  const int16x4_t pairs = vqmovn_s32(vcvtq_s32_f32(a.v));
-  const int8x8_t bytes = vqmovn_s16(vcombine_s16(pairs, pairs));
-  const int32_t four = vget_lane_s32(vreinterpret_s32_s8(bytes), 0);
+inline Words to_words(F32 a) { return {vreinterpretq_u32_s32(vcvtq_s32_f32(a.v))}; }
+inline void store_low_bytes(int8_t* p, Words a) {
+  const uint16x4_t pairs = vmovn_u32(a.v);
+  const uint32_t four = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(pairs, pairs))), 0);
   std::memcpy(p, &four, sizeof four);
 }
 
+#endif
+
+#if defined(VERAX_BYTE_DOT)
+inline Words dot_pairs(Words pairs, Words codes, Words x) { return dot_bytes(pairs, codes, x); }
+inline Words add_pairs(Words sums, Words pairs) { return add(sums, pairs); }
 #endif
 
 // Each load by itself, so that compilers broadcast from memory: out of a register that is not a vector's, it costs more.
