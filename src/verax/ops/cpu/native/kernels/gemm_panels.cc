@@ -55,18 +55,18 @@ void multiply_into(Matrix sums, const GemmTask& t, const GemmBlock& block, [[may
     if (gemm_tiles_panels(t.kind, t.K)) return multiply_panel_tiles<(INTEGERS<Cells>)>(sums, t, block, tiles);
   }
 #endif
-  const int64_t cells = t.K / Cells::depth;
+  const int64_t cells = t.K / Cells::depth, width = block.rows <= FEW_ROWS ? GEMM_STRIP : STRIP;
   auto* w = static_cast<Packed<Cells>*>(const_cast<void*>(t.weight));
   const auto multiply_piece = [&](int64_t n, int64_t k) {
     const int64_t depth = cells - k < PIECE<Cells> ? cells - k : PIECE<Cells>;
     const bool last = k + depth == cells;
     const auto rows = rows_of<Cells>(t, block.m, k);
-    const int64_t left = block.n + block.columns - n, columns = left < STRIP ? left : STRIP;
+    const int64_t left = block.n + block.columns - n, columns = left < width ? left : width;
     const Strided<GEMM_STRIP, Packed<Cells>> weight{w + (n / GEMM_STRIP * cells + k) * GEMM_STRIP + n % GEMM_STRIP};
     const Matrix y{sums.at + (n - block.n), sums.stride};
     auto tile = begin_tile(t, block, n, rows, weight, y, k == 0, last);
     if constexpr (WIDE<Cells>) tile.row_scales = t.row_scales + k / PIECE<Cells> * t.M + block.m;
-    const bool across = block.rows > FEW_ROWS && left > STRIP;
+    const bool across = block.rows > FEW_ROWS && left > width;
     tile.ahead = (across ? cells : PIECE<Cells>) * GEMM_STRIP * sizeof(Packed<Cells>);
     multiply_columns<Cells, true>(block.rows, tile, columns, depth);
     if (!last || t.activation == Activation::none) return;
@@ -75,12 +75,12 @@ void multiply_into(Matrix sums, const GemmTask& t, const GemmBlock& block, [[may
     }
   };
   if (block.rows <= FEW_ROWS) {
-    for (int64_t n = block.n; n < block.n + block.columns; n += STRIP) {
+    for (int64_t n = block.n; n < block.n + block.columns; n += width) {
       for (int64_t k = 0; k < cells; k += PIECE<Cells>) multiply_piece(n, k);
     }
   } else {
     for (int64_t k = 0; k < cells; k += PIECE<Cells>) {
-      for (int64_t n = block.n; n < block.n + block.columns; n += STRIP) multiply_piece(n, k);
+      for (int64_t n = block.n; n < block.n + block.columns; n += width) multiply_piece(n, k);
     }
   }
 }

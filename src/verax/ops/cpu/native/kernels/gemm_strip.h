@@ -73,7 +73,7 @@ inline void add_streamed(F32 (&sums)[R][C], X x, W weight, int64_t depth, Ahead 
     VERAX_UNROLL
     for (int c = 0; c < C; ++c) {
       columns[c] = load(weight.row(d) + c * F32::lanes);
-      prefetch(ahead.at + c * 64);
+      if (c * 64 < W::stride * int64_t{sizeof(*weight.at)}) prefetch(ahead.at + c * 64);
     }
     VERAX_UNROLL
     for (int r = 0; r < R; ++r) {
@@ -153,7 +153,7 @@ void multiply_strip(int64_t rows, Tile<X, W> t, int64_t depth) {
   }
 }
 
-// `columns` columns of all rows of the block, no more than a strip's.
+// `columns` columns of all rows of the block.
 template <class Kind, bool STREAMED, class X, class W>
 void multiply_columns(int64_t rows, Tile<X, W> t, int64_t columns, int64_t depth) {
   const Tile<X, W> whole = t;
@@ -165,6 +165,10 @@ void multiply_columns(int64_t rows, Tile<X, W> t, int64_t columns, int64_t depth
     if (t.bias) t.bias += by * F32::lanes;
     vectors -= by;
   };
+  if constexpr (STREAMED && SUMS == 12) {  // few rows leave registers for more columns: fewer passes over W
+    for (; rows <= 2 && vectors >= 6; advance(6)) multiply_strip<Kind, STREAMED, 6>(rows, t, depth);
+    for (; rows <= 4 && vectors >= 3; advance(3)) multiply_strip<Kind, STREAMED, 3>(rows, t, depth);
+  }
   for (; vectors >= VECTORS; advance(VECTORS)) multiply_strip<Kind, STREAMED, VECTORS>(rows, t, depth);
   if (VECTORS > 2 && vectors >= 2) {
     multiply_strip<Kind, STREAMED, 2>(rows, t, depth);
