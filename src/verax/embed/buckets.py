@@ -19,7 +19,7 @@ from jaxtyping import Array, Float32, Int32
 
 from verax import ops, progress
 from verax._buckets import at_least, eighths, powers
-from verax._compat import compiler_options
+from verax._compat import begin_copy_to_host, compiler_options
 from verax.checkpoint import Checkpoint
 from verax.errors import InvalidParameterError
 from verax.loading import load_model
@@ -274,7 +274,7 @@ def run_jobs(
 
         for job in jobs:
             result = dispatch(job)
-            result.copy_to_host_async()
+            begin_copy_to_host(result)
             pending.append((job, result))
             if len(pending) > IN_FLIGHT:
                 done += collect()

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from verax import ops
 from verax._buckets import at_least
-from verax._compat import compiler_options, no_compilation_cache
+from verax._compat import begin_copy_to_host, compiler_options, no_compilation_cache
 from verax.errors import InvalidParameterError
 from verax.models import CausalLM
 from verax.nn import Embedding, is_tied_head
@@ -318,7 +318,7 @@ class ModelRunner:
             pending.output = output
             pending.deferred = self._sampled_rows(shape, packed)
         else:
-            output.tokens.copy_to_host_async()
+            begin_copy_to_host(output.tokens)
         return pending
 
     def replay(self, schedule: Schedule, kept: Sequence[int]) -> None:
@@ -350,7 +350,7 @@ class ModelRunner:
         tokens, logprobs = self._sample(output.logits, rows, masks)
         pending.output = output._replace(tokens=tokens, logprobs=logprobs, logits=None)
         pending.deferred = None
-        tokens.copy_to_host_async()
+        begin_copy_to_host(tokens)
 
     def read(self, tokens: jax.Array | np.ndarray) -> np.ndarray:
         """Tokens of a step on the host, `[B]`. Waits for it.
