@@ -42,16 +42,19 @@ struct GemmDivision {
   int64_t rows, row_step, column_step;
 };
 
-// Calls `multiply(task, block)` for blocks that make up all products, over the pool's threads.
+// A block of a product.
+struct GemmPiece {
+  const GemmTask* task;
+  GemmBlock block;
+};
+
+// Calls `multiply(piece, next)` for blocks that make up all products, over the pool's threads. `next`: the one that the thread
+// probably takes after it, or null.
 template <typename Pool, typename Multiply>
 void divide_gemms(Pool& pool, const std::vector<GemmTask>& tasks, const GemmDivision& by, const Multiply& multiply) {
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
   const int64_t wanted = pieces_of(GEMM_PIECES * threads, static_cast<int64_t>(tasks.size()));
-  struct Piece {
-    const GemmTask* task;
-    GemmBlock block;
-  };
-  std::vector<Piece> work;
+  std::vector<GemmPiece> work;
   for (const GemmTask& t : tasks) {
     // As many blocks of the same columns for each thread: with one more, all but one thread would wait for it.
     int64_t down = pieces_of(t.M, by.rows);
@@ -67,8 +70,9 @@ void divide_gemms(Pool& pool, const std::vector<GemmTask>& tasks, const GemmDivi
       }
     }
   }
-  parallel_for(pool, static_cast<int64_t>(work.size()), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) multiply(*work[i].task, work[i].block);
+  const auto pieces = static_cast<int64_t>(work.size());
+  parallel_for(pool, pieces, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) multiply(work[i], i + threads < pieces ? &work[i + threads] : nullptr);
   });
 }
 
@@ -85,8 +89,8 @@ void run_gemms(Pool& pool, std::vector<GemmTask> tasks) {
                                 : GemmDivision{GEMM_ROWS, 1, GEMM_STRIP};
   const auto multiply = VERAX_KERNEL(gemm_block);
   const int64_t scratch = gemm_scratch_bytes(by.rows);
-  divide_gemms(pool, tasks, by, [&](const GemmTask& task, const GemmBlock& block) {
-    multiply(task, block, thread_scratch(scratch));
+  divide_gemms(pool, tasks, by, [&](const GemmPiece& piece, const GemmPiece*) {
+    multiply(*piece.task, piece.block, thread_scratch(scratch));
   });
 }
 

@@ -78,8 +78,10 @@ void run_panels(Pool& pool, const std::vector<GemmTask>& tasks) {
       if (task.rounded) task.rounded += m * task.N;
       some.push_back(task);
     }
-    divide_gemms(pool, some, by, [&](const GemmTask& task, const GemmBlock& block) {
-      multiply(task, block, thread_scratch(gemm_panels_scratch_bytes(task, block)));
+    divide_gemms(pool, some, by, [&](const GemmPiece& piece, const GemmPiece* next) {
+      GemmBlock block = piece.block;
+      if (next) block.next = gemm_panel(*next->task, next->block.n);
+      multiply(*piece.task, block, thread_scratch(gemm_panels_scratch_bytes(*piece.task, block)));
     });
   }
 }

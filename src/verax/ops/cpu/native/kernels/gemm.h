@@ -35,6 +35,7 @@ struct GemmTask {
 // Rows [m, m + rows) and columns [n, n + columns) of y.
 struct GemmBlock {
   int64_t m, rows, n, columns;
+  const void* next = nullptr;  // of panels: where W is read from in the block after this one, if that is known
 };
 
 constexpr int64_t GEMM_DEPTH_STEP = 32, GEMM_COLUMN_STEP = 16;
@@ -94,6 +95,11 @@ constexpr float GEMM_LARGEST = 21845;
 // Values of a cell, for f32, bf16, int8 and int8_pairs.
 inline int64_t gemm_cell_values(Weights kind) {
   return kind == Weights::f32 ? 1 : kind == Weights::int8_pairs ? 4 : 2;
+}
+
+// Where W is read from column n on, a multiple of GEMM_STRIP, in panels.
+inline const char* gemm_panel(const GemmTask& t, int64_t n) {
+  return static_cast<const char*>(t.weight) + n * (t.K / gemm_cell_values(t.kind)) * (t.kind == Weights::int8 ? 2 : 4);
 }
 
 // True at a level whose instructions multiply such cells. Tiles take int8 as it lies (linear_tiles.h).

@@ -55,26 +55,39 @@ void multiply_into(Matrix sums, const GemmTask& t, const GemmBlock& block, [[may
     if (gemm_tiles_panels(t.kind, t.K)) return multiply_panel_tiles<(INTEGERS<Cells>)>(sums, t, block, tiles);
   }
 #endif
-  const int64_t cells = t.K / Cells::depth, width = block.rows <= FEW_ROWS ? GEMM_STRIP : STRIP;
+  const bool few = block.rows <= FEW_ROWS;
+  const int64_t cells = t.K / Cells::depth, width = few ? GEMM_STRIP : STRIP;
   auto* w = static_cast<Packed<Cells>*>(const_cast<void*>(t.weight));
+  const auto panel = [&](int64_t n, int64_t k) { return w + (n / GEMM_STRIP * cells + k) * GEMM_STRIP; };
+  // Bytes to what is multiplied after the cells from k on of n's panel, in the order of the loops below; 0 if that is unknown.
+  const auto ahead = [&](int64_t n, int64_t k) {
+    const int64_t next_n = n - n % GEMM_STRIP + GEMM_STRIP, next_k = k + PIECE<Cells>;
+    const bool more_columns = next_n < block.n + block.columns, more_cells = next_k < cells;
+    const void* next = block.next;
+    if (more_cells && (few || !more_columns)) {
+      next = panel(few ? n : block.n, next_k);
+    } else if (more_columns) {
+      next = panel(next_n, few ? 0 : k);
+    }
+    return next ? static_cast<const char*>(next) - reinterpret_cast<const char*>(panel(n, k)) : 0;
+  };
   const auto multiply_piece = [&](int64_t n, int64_t k) {
     const int64_t depth = cells - k < PIECE<Cells> ? cells - k : PIECE<Cells>;
     const bool last = k + depth == cells;
     const auto rows = rows_of<Cells>(t, block.m, k);
     const int64_t left = block.n + block.columns - n, columns = left < width ? left : width;
-    const Strided<GEMM_STRIP, Packed<Cells>> weight{w + (n / GEMM_STRIP * cells + k) * GEMM_STRIP + n % GEMM_STRIP};
+    const Strided<GEMM_STRIP, Packed<Cells>> weight{panel(n, k) + n % GEMM_STRIP};
     const Matrix y{sums.at + (n - block.n), sums.stride};
     auto tile = begin_tile(t, block, n, rows, weight, y, k == 0, last);
     if constexpr (WIDE<Cells>) tile.row_scales = t.row_scales + k / PIECE<Cells> * t.M + block.m;
-    const bool across = block.rows > FEW_ROWS && left > width;
-    tile.ahead = (across ? cells : PIECE<Cells>) * GEMM_STRIP * sizeof(Packed<Cells>);
+    tile.ahead = ahead(n, k);
     multiply_columns<Cells, true>(block.rows, tile, columns, depth);
     if (!last || t.activation == Activation::none) return;
     for (int64_t m = 0; m < block.rows; ++m) {
       for (int64_t i = 0; i < columns; i += F32::lanes) store(y.row(m) + i, activated(load(y.row(m) + i), t.activation));
     }
   };
-  if (block.rows <= FEW_ROWS) {
+  if (few) {
     for (int64_t n = block.n; n < block.n + block.columns; n += width) {
       for (int64_t k = 0; k < cells; k += PIECE<Cells>) multiply_piece(n, k);
     }
@@ -98,9 +111,11 @@ void multiply_panels(const GemmTask& t, const GemmBlock& block, void* scratch) {
     return;
   }
   const Matrix y{t.y + block.m * t.N + block.n, t.N};
-  multiply_into<Cells>(y, t, block, tiles);
-  if (!t.gate) return;
+  if (!t.gate) return multiply_into<Cells>(y, t, block, tiles);
   GemmTask gate = *t.gate;
+  GemmBlock first = block;
+  first.next = gemm_panel(gate, block.n);
+  multiply_into<Cells>(y, t, first, tiles);
   gate.M = t.M, gate.x = t.x, gate.row_scales = t.row_scales, gate.row_sums = t.row_sums;
   multiply_into<Cells>(apart, gate, block, tiles);
   for (int64_t m = 0; m < block.rows; ++m) {

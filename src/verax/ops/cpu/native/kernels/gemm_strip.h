@@ -73,7 +73,7 @@ inline void add_streamed(F32 (&sums)[R][C], X x, W weight, int64_t depth, Ahead 
     VERAX_UNROLL
     for (int c = 0; c < C; ++c) {
       columns[c] = load(weight.row(d) + c * F32::lanes);
-      if (c * 64 < W::stride * int64_t{sizeof(*weight.at)}) prefetch(ahead.at + c * 64);
+      if (c * 64 < C * F32::lanes * int64_t{sizeof(*weight.at)}) prefetch(ahead.at + c * 64);
     }
     VERAX_UNROLL
     for (int r = 0; r < R; ++r) {
