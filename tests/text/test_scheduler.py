@@ -210,6 +210,17 @@ def test_a_prompt_takes_the_steps_of_the_least_time_where_padding_takes_time():
     assert [counts_of_steps(sum(counts), sizes) for counts in expected] == expected
 
 
+def test_a_prompt_is_not_computed_token_by_token_in_the_places_that_decodes_leave():
+    device = PretendedDevice([200], 4, 32, 128, sizes=(32, 128))
+    for i in range(31):
+        device.scheduler.add(make_sequence([i + 1], max_tokens=40))
+    device.step()
+    device.scheduler.add(make_sequence(range(1, 21), max_tokens=2))
+    while device.scheduler.has_work:
+        device.step()
+    assert device.step_sizes[:2] == [31, 31 + 20]
+
+
 class Machine(RuleBasedStateMachine):
     """Adds, steps and aborts in any order, with few blocks, so that sequences are preempted and blocks evicted."""
 

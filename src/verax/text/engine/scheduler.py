@@ -215,7 +215,10 @@ class Scheduler:
         return 1 if alone else steps
 
     def _prompt_budget(self, num_decodes: int, budget: int) -> int:
-        """Tokens of prompts that the step computes, at most: as many as take the least time in all."""
+        """Tokens of prompts that the step computes, at most: as many as take the least time in all.
+
+        Each step that the prompts are divided over has the decodes, too.
+        """
         if not self.prompt_sizes or budget == 0:
             return budget
         wanted = sum(s.num_to_compute for s in self.running if s.num_to_compute > 1)
@@ -223,8 +226,10 @@ class Scheduler:
             if wanted >= budget or (prefixes := self._find_room(sequence)) is None:
                 break
             wanted += sequence.num_tokens - len(prefixes) * self.blocks.block_size
-        filling = cheapest_part(self.prompt_sizes, num_decodes + min(wanted, budget), STEP_OVERHEAD) - num_decodes
-        return filling if filling > 0 else budget
+        if wanted <= 0:
+            return budget
+        sizes = [size - num_decodes for size in self.prompt_sizes if size > num_decodes]
+        return cheapest_part(sizes, min(wanted, budget), STEP_OVERHEAD + num_decodes)
 
     def _admit(self, plan: Schedule, budget: int) -> None:
         while self.waiting and budget > 0 and self._free_slots:
