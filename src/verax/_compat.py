@@ -67,8 +67,8 @@ def compiler_options(platform: str) -> dict[str, bool | str]:
 def begin_copy_to_host(array: jax.Array) -> None:
     """Let the device begin the copy that `np.asarray` waits for.
 
-    The CPU's arrays are read where they lie. There JAX would copy them on another thread, for which it waits too: 0.4 of
-    the 3.7 ms of an encoder's call.
+    The CPU's arrays are read where they lie. There JAX would copy them on another thread, for which it waits too: 0.4
+    of the 3.7 ms of an encoder's call.
     """
     if array.platform() != "cpu":
         array.copy_to_host_async()
