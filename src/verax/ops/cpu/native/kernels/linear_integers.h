@@ -77,9 +77,7 @@ struct Int16Chunk {
   __m512i v;
 };
 inline Int16Chunk load_int16_chunk(const int16_t* p) { return {_mm512_loadu_si512(p)}; }
-inline Int16Chunk load_int16_chunk(const int8_t* p) {
-  return {_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
-}
+inline Int16Chunk load_int16_chunk(const int8_t* p) { return {load_halves(p).v}; }
 inline void store_int16s(int16_t* p, F32 a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(a.v)));
 }
@@ -120,10 +118,7 @@ inline Int16Chunk load_int16_chunk(const int16_t* p) {
   const auto* at = reinterpret_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)};
 }
-inline Int16Chunk load_int16_chunk(const int8_t* p) {
-  const auto* at = reinterpret_cast<const __m128i*>(p);
-  return {_mm256_cvtepi8_epi16(_mm_loadu_si128(at)), _mm256_cvtepi8_epi16(_mm_loadu_si128(at + 1))};
-}
+inline Int16Chunk load_int16_chunk(const int8_t* p) { return {load_halves(p).v, load_halves(p + 16).v}; }
 inline void store_int16s(int16_t* p, F32 a) {
   const __m256i wide = _mm256_cvtps_epi32(a.v);
   const __m128i pairs = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));

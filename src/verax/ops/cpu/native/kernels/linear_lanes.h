@@ -17,7 +17,7 @@ constexpr int LANE_ROWS = 1;
 #else
 constexpr int LANE_ROWS = V == 1 ? 8 : 4;
 #endif
-// Four would fit with one or two rows, but so many streams are read more slowly.
+// At most two: registers would hold four for one or two rows, but four streams are read more slowly.
 constexpr int lane_columns(int rows) { return rows > LANE_ROWS / 2 ? 1 : 2; }
 
 // y[0..16] = or += sums, where only `count` may be touched.

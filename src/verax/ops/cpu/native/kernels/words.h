@@ -13,7 +13,8 @@
 //   add_pairs(sums, pairs): into sums.
 //
 // On x86 with vectors, where floats may be the bits of words:
-//   exclusive_or(a, b). as_words(a), as_floats(w): the same bits. load_halves(p): two signed bytes in a lane, as integers of 16 bits.
+//   exclusive_or(a, b). as_words(a), as_floats(w): the same bits.
+//   load_halves(p): two signed bytes in a lane, as integers of 16 bits.
 //   dot_halves(sums, a, b): a lane's sum + its two products of signed integers of 16 bits.
 //   dot_bytes(sums, a, b): a lane's sum + its four products of bytes of `a` (without a sign) and of b (signed), where the
 //   processor has an instruction for them: VERAX_BYTE_DOT is defined there.
@@ -132,7 +133,6 @@ inline Words dot_halves(Words sums, Words a, Words b) { return add(sums, {_mm512
 inline Words dot_pairs(Words pairs, Words codes, Words x) {
   return {_mm512_add_epi16(pairs.v, _mm512_maddubs_epi16(codes.v, x.v))};
 }
-inline Words add_pairs(Words sums, Words pairs) { return dot_halves(sums, pairs, {_mm512_set1_epi16(1)}); }
 #endif
 
 #elif defined(__AVX2__)
@@ -180,7 +180,6 @@ inline Words dot_halves(Words sums, Words a, Words b) { return add(sums, {_mm256
 inline Words dot_pairs(Words pairs, Words codes, Words x) {
   return {_mm256_add_epi16(pairs.v, _mm256_maddubs_epi16(codes.v, x.v))};
 }
-inline Words add_pairs(Words sums, Words pairs) { return dot_halves(sums, pairs, {_mm256_set1_epi16(1)}); }
 #endif
 
 #elif defined(__ARM_NEON)
@@ -224,6 +223,8 @@ inline void store_low_bytes(int8_t* p, Words a) {
 #if defined(VERAX_BYTE_DOT)
 inline Words dot_pairs(Words pairs, Words codes, Words x) { return dot_bytes(pairs, codes, x); }
 inline Words add_pairs(Words sums, Words pairs) { return add(sums, pairs); }
+#elif defined(__AVX2__) && !defined(VERAX_PORTABLE)
+inline Words add_pairs(Words sums, Words pairs) { return dot_halves(sums, pairs, words(0x00010001)); }
 #endif
 
 // Each load by itself, so that compilers broadcast from memory: out of a register that is not a vector's, it costs more.
