@@ -29,7 +29,7 @@ FAMILIES = {
     "llama": {"attention_bias": True},
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-WORKLOAD = Workload("test", ((5, 6, 7), (9, 8, 7, 6, 5), tuple(range(3, 40))), (16, 1, 12), 0.0)
+WORKLOAD = Workload("short-prompts", ((5, 6, 7), (9, 8, 7, 6, 5), tuple(range(3, 40))), (16, 1, 12), 0.0)
 
 
 def tiny(folder, family="qwen3", **changes):
@@ -154,7 +154,7 @@ def test_llama_cpp_generates_our_tokens(family, tmp_path):
 
 @pytest.mark.usefixtures("_installed")
 def test_it_is_in_one_interleaved_result_with_us_or_its_words_are_an_error(tmp_path):
-    workload = Workload("test", ((5, 6, 7),), (3,), 0.7)
+    workload = Workload("short-prompts", ((5, 6, 7),), (3,), 0.7)
     result = bench(tiny(tmp_path), workload, "llama.cpp", quantization="int8")
     assert set(result["cases"][0]["sides"]) == {"llama.cpp Q8_0", "verax"}
     (tmp_path / "folder").mkdir()
