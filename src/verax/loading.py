@@ -47,8 +47,15 @@ M = TypeVar("M")
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) after each weight."""
 
-QUANTIZATIONS: dict[str, Precision] = {"int8": Precision(8), "int4": Precision(4, 32)}
+QUANTIZATIONS: dict[str, Precision] = {
+    "int8": Precision(8),
+    "w8a8": Precision(8, rounds_inputs=True),
+    "int4": Precision(4, 32),
+}
 """Precisions by the names that users give."""
+
+HEAD = "lm_head.weight"
+"""Weight of the output head, whose inputs are never rounded to 8 bits: logits would carry all of that error."""
 
 DEQUANTIZE = "dequantize"
 """Name for no quantisation: weights that are quantised in the checkpoint become floats."""
@@ -61,6 +68,7 @@ def load_model(
     *,
     dtype: DTypeLike,
     quantization: str | tuple[int, int | None] | None = None,
+    quantize_head: bool = True,
     requantize: bool = False,
     mesh: Mesh | None = None,
     progress: Progress | None = None,
@@ -70,9 +78,10 @@ def load_model(
     Args:
         model_class: the model's class, called as `model_class(config, dtype=..., rngs=...)`.
         dtype: dtype of what is not quantised, except for variables that the model makes in a dtype of their own.
-        quantization: `"int8"`, `"int4"`, or (bits, group size): quantise every linear layer while loading. The output
-            head is one of them: a tied one becomes a quantised copy of the embeddings. `"dequantize"`: make floats in
-            `dtype` of those that are quantised already.
+        quantization: `"int8"`, `"int4"`, or (bits, group size): quantise every linear layer while loading. `"w8a8"`: as
+            int8, and layers round their inputs to 8-bit integers; the output head and experts do not.
+            `"dequantize"`: make floats in `dtype` of those that are quantised already.
+        quantize_head: quantise the output head too: a tied one becomes a quantised copy of the embeddings.
         requantize: quantise weights that are quantised already too, by way of floats.
         mesh: devices of an axis `tensor` to divide a language model over, as its layers declare it; the default device
             if None. Where there are more devices than key/value heads, the model gets each head several times.
@@ -87,12 +96,13 @@ def load_model(
             model_class, config, dtype=dtype, quantization=quantization, opened=None if requantize else opened
         )
         check_divisions(shapes, mesh.size, argument="tensor_parallel_size")
-    abstract, tied = _abstract(model_class, config, dtype, precision)
+    abstract, tied = _abstract(model_class, config, dtype, precision if quantize_head else None)
     return load_weights(
         abstract,
         opened,
         tied_weights=tied,
         precision=precision,
+        quantize_head=quantize_head,
         dequantize=dequantize or requantize,
         mesh=mesh,
         repeats=repeats,
@@ -134,18 +144,17 @@ def quantized_shapes(
     """
     graph, state = nnx.split(cast(Any, model))
     flat = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
-    linear = set() if precision is None else _quantizable(model)
+    precisions = _precisions(model, precision)
     kept = _kept(model, packed)
 
     @cache
-    def quantized(shape: tuple[int, ...], dtype: Any) -> Any:
-        assert precision is not None
+    def quantized(shape: tuple[int, ...], dtype: Any, precision: Precision) -> Any:
         of_matrix = partial(quantize, **precision._asdict())
         return jax.eval_shape(jax.vmap(of_matrix) if len(shape) == 3 else of_matrix, jax.ShapeDtypeStruct(shape, dtype))
 
     def shapes(name: str, leaf: Any) -> Any:
-        if name in linear:
-            return quantized(leaf.shape, leaf.dtype)
+        if name in precisions:
+            return quantized(leaf.shape, leaf.dtype, precisions[name])
         return packed[name].held if name in kept and packed[name].held is not None else leaf.get_value()
 
     filled = [(path, leaf.replace(shapes(name, leaf))) for name, (path, leaf) in flat.items()]
@@ -251,6 +260,7 @@ def load_weights(
     *,
     tied_weights: Mapping[str, str] = MappingProxyType({}),
     precision: Precision | None = None,
+    quantize_head: bool = True,
     dequantize: bool = False,
     mesh: Mesh | None = None,
     repeats: int = 1,
@@ -261,12 +271,15 @@ def load_weights(
     Args:
         tied_weights: keys whose weights the checkpoint has under another key. If it has the first key too, that weight
             is ignored.
-        precision: bits and group size to quantise every linear layer to.
+        precision: precision to quantise every linear layer to.
+        quantize_head: quantise the output head too.
         dequantize: True to make floats of weights that are quantised in the checkpoint.
         repeats: times that the model has each key/value head.
     """
     model: Any = abstract
-    linear = set() if precision is None else _quantizable(model)
+    precisions = _precisions(model, precision)
+    if not quantize_head:
+        precisions.pop(HEAD, None)
     aliases, stacks, transposed = _sources(model, opened, tied_weights)
     kept = None if getattr(model, "quantized_weights", None) is None else _kept(model, opened.packed)
     return load_module(
@@ -280,8 +293,8 @@ def load_weights(
         aliases=aliases,
         stacks=stacks,
         transposed=transposed,
-        quantize=lambda name: precision if name in linear else None,
-        dequantize=lambda name: dequantize or name in linear or (kept is not None and name not in kept),
+        quantize=precisions.get,
+        dequantize=lambda name: dequantize or name in precisions or (kept is not None and name not in kept),
         progress=progress,
     )
 
@@ -290,6 +303,18 @@ def _kept(model: Any, packed: Mapping[str, Any]) -> set[str]:
     """Names of the weights that stay quantised as the checkpoint has them: all, or those that the model declares."""
     declared = getattr(model, "quantized_weights", None)
     return set(packed) if declared is None else set(packed) & _quantizable(model)
+
+
+def _precisions(model: Any, precision: Precision | None) -> dict[str, Precision]:
+    """Precision of each weight that is quantised while loading, by name; none without `precision`.
+
+    Only layers of their own round their inputs: the head and stacks of experts do not.
+    """
+    if precision is None:
+        return {}
+    matrices = {".".join(map(str, path)): leaf.ndim == 2 for path, leaf in nnx.to_flat_state(nnx.state(model))}
+    rounds = {name: precision.rounds_inputs and matrices[name] and name != HEAD for name in _quantizable(model)}
+    return {name: precision._replace(rounds_inputs=rounded) for name, rounded in rounds.items()}
 
 
 def _quantizable(model: Any) -> set[str]:

@@ -7,6 +7,7 @@ import ml_dtypes
 import pytest
 
 from tests.support.video_folder import CONFIG, SHAPES, VAE, tensors, write_original
+from verax.checkpoint import Checkpoint
 from verax.checkpoint.video import convert as video_convert
 from verax.checkpoint.video.folder import VideoFolder
 from verax.text.engine.llm import LLM
@@ -112,6 +113,27 @@ def answer(model, **options):
         model, dtype="float32", max_num_seqs=1, max_num_batched_tokens=32, max_model_len=64, use_tqdm=False, **options
     )
     return llm.generate([[5, 6, 7, 8]], PARAMS, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_rounded_inputs_are_written_and_the_head_stays_as_it_is(run, folder, tmp_path):
+    done = run("quantize", tmp_path, "--model", folder, "--bits", 8, "--round-inputs", "--dtype", "float32")
+    assert done.status == 0
+    opened = Checkpoint.open(tmp_path)
+    linear = [name for name in opened.names() if name.endswith("_proj.weight")]
+    assert linear
+    assert all(opened.read(name).rounds_inputs for name in linear)
+    assert {name: opened.kind(name) for name in opened.names() if "embed" in name or "lm_head" in name} == {
+        name: "float32" for name in Checkpoint.open(folder).names() if "embed" in name or "lm_head" in name
+    }
+    assert answer(tmp_path) != answer(folder, quantization="int4")
+
+
+@pytest.mark.parametrize("options", [["--bits", 4], ["--bits", 8, "--group-size", 32]])
+def test_rounded_inputs_need_8_bits_and_a_scale_for_a_row(run, folder, tmp_path, options):
+    done = run("quantize", tmp_path / "out", "--model", folder, "--round-inputs", *options)
+    assert done.status == 1
+    assert "round_inputs: it needs --bits 8" in done.err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_written_checkpoint_is_the_model_quantised_while_loading(run, folder, tmp_path):

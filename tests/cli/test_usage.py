@@ -19,7 +19,7 @@ PLAN = ("plan", "text-builtin", "--device", "h100")
 WRONG = [
     ((*GENERATE, "abc", "--dtype", "int3"), 1, "dtype: expected one of bfloat16, float32"),
     ((*GENERATE, "abc", "--kv-cache-dtype", "fp4"), 1, "kv_cache_dtype: expected one of auto, bfloat16"),
-    ((*GENERATE, "abc", "--quantization", "int3"), 1, "quantization: expected one of int8, int4"),
+    ((*GENERATE, "abc", "--quantization", "int3"), 1, "quantization: expected one of int8, w8a8, int4"),
     ((*GENERATE, "a " * 500), 1, "prompt"),
     ((*GENERATE, "abc", "--grammar", "bad.gbnf"), 1, "structured_outputs: grammar:"),
     ((*GENERATE, "abc", "--json-schema", '{"type": '), 1, "structured_outputs: json:"),

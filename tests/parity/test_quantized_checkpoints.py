@@ -123,3 +123,21 @@ def test_transformers_reads_what_we_write(tmp_path, quantization):
     with ops.use_implementations(linear="reference"):
         got = np.asarray(ours.logits(ours(jnp.asarray(tokens))))
     assert np.linalg.norm(got - expected) < 0.02 * np.linalg.norm(expected)
+
+
+def test_inputs_of_8_bits_cost_no_more_than_in_transformers(tmp_path):
+    tiny_checkpoint(tmp_path / "float", num_hidden_layers=2)
+    opened = Checkpoint.open(tmp_path / "float")
+    model = load_causal_lm(opened, dtype="float32", quantization="w8a8", quantize_head=False)
+    checkpoint.save(model, tmp_path / "w8a8", config={**opened.config, "torch_dtype": "float32"})
+    written = Checkpoint.open(tmp_path / "w8a8")
+    tokens = np.random.default_rng(0).integers(3, 300, (4, 48))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "w8a8", dtype=torch.float32)
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens)).logits.numpy()
+    ours = load_causal_lm(written, dtype="float32")
+    exact = load_causal_lm(written, dtype="float32", quantization="dequantize")
+    got, exact = (np.asarray(one.logits(one(jnp.asarray(tokens)))) for one in (ours, exact))
+    # Numbers differ: the library's scale of a token is its largest input over 127.5, ours, as vLLM's, that over 127.
+    error, their_error = (np.linalg.norm(one - exact) / np.linalg.norm(exact) for one in (got, expected))
+    assert 0.01 < error < 1.1 * their_error < 0.1

@@ -164,7 +164,7 @@ def test_the_fewest_devices_are_the_first_that_divide_the_model_and_hold_it(conf
         ),
         ({"max_model_len": 513}, "max_model_len: expected 2 to 512 tokens"),
         ({"dtype": "float16"}, "dtype: expected one of bfloat16, float32"),
-        ({"quantization": "int3"}, "quantization: expected one of int8, int4"),
+        ({"quantization": "int3"}, "quantization: expected one of int8, w8a8, int4"),
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype: expected one of"),
         ({"num_frames": 5}, "num_frames: the plan of a model of kind text has no such option"),
     ],

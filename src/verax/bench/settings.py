@@ -99,7 +99,7 @@ class _OfModel(Settings):
 class _Engine(_Timed, _OfModel):
     dtype: str = option("bfloat16", "bfloat16 or float32.", choices=("bfloat16", "float32"))
     quantization: str | None = option(
-        None, "int8, int4 or dequantize.", flags=("--quantization", "-q"), shown="the checkpoint's"
+        None, "int8, w8a8, int4 or dequantize.", flags=("--quantization", "-q"), shown="the checkpoint's"
     )
 
 

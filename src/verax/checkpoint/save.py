@@ -123,8 +123,9 @@ def _named(model: nnx.Module | Mapping[str, Any]) -> tuple[Mapping[str, Any], di
     arrays: dict[str, Any] = {}
     for key, value in values.items():
         arrays.update(entries(key, value) if key in quantized else {key: value})
-    plain = (key for key, value in values.items() if key not in quantized and value.ndim == 2 and "embed" not in key)
-    ignored = [key.removesuffix(".weight") for key in plain]
+    plain = [key for key, value in values.items() if key not in quantized and value.ndim == 2 and "embed" not in key]
+    tied = [key for key in getattr(model, "tied_weights", ()) if key not in values]
+    ignored = [key.removesuffix(".weight") for key in (*plain, *tied)]
     return arrays, quantization_config(quantized.values(), ignored)
 
 

@@ -99,20 +99,26 @@ def quantize(
         int | None,
         typer.Option(help="Inputs that share a scale: 32, 64 or 128.", show_default="a whole row at 8 bits, 32 at 4"),
     ] = None,
+    round_inputs: Annotated[
+        bool, typer.Option("--round-inputs", help="Inputs of 8 bits too (W8A8). The output head stays in floats.")
+    ] = False,
     dtype: options.Dtype = "bfloat16",
 ) -> None:
     """Quantise the linear layers of a language model, symmetric, rounded to nearest, and write it as a checkpoint.
 
-    The layout is compressed-tensors' (pack-quantized): verax loads it at once, and so do vLLM and transformers.
+    The layout is compressed-tensors' (pack-quantized, or int-quantized with rounded inputs): verax loads it at once,
+    and so do vLLM and transformers.
 
     Examples:
 
         verax quantize small --bits 8
 
         verax quantize Qwen3-0.6B-int4 --model Qwen/Qwen3-0.6B --bits 4 --group-size 64
+
+        verax quantize Qwen3-0.6B-w8a8 --model Qwen/Qwen3-0.6B --bits 8 --round-inputs
     """
     from verax import builtin, checkpoint, progress
-    from verax.errors import CheckpointError
+    from verax.errors import CheckpointError, InvalidParameterError
     from verax.loading import load_causal_lm
     from verax.models import check_dtype
 
@@ -122,11 +128,16 @@ def quantize(
         raise CheckpointError(f"{opened.folder}: a GGUF file cannot be written back; quantise the model's folder")
     if output.exists() and output.samefile(opened.folder):
         raise typer.BadParameter(f"{output}: that is the checkpoint itself; name another folder")
+    if round_inputs and (bits != 8 or group_size is not None):
+        raise InvalidParameterError("round_inputs: it needs --bits 8 and a scale for a whole row (no --group-size)")
     if group_size is None and bits == 4:
         group_size = 32
     with progress.bar("quantising", count=False) as report:
-        quantized: Any = load_causal_lm(opened, dtype=dtype, quantization=(bits, group_size), progress=report)
-    config = {**opened.config, "tie_word_embeddings": False, "torch_dtype": dtype}
+        precision = "w8a8" if round_inputs else (bits, group_size)
+        quantized: Any = load_causal_lm(
+            opened, dtype=dtype, quantization=precision, quantize_head=not round_inputs, progress=report
+        )
+    config = {**opened.config, "torch_dtype": dtype} | ({} if round_inputs else {"tie_word_embeddings": False})
     folder = checkpoint.save(
         quantized,
         output,

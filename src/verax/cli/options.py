@@ -138,7 +138,7 @@ class ModelOptions:
     dtype: str = option("bfloat16", "bfloat16 or float32.")
     quantization: str | None = option(
         None,
-        "int8 or int4: quantise while loading. dequantize: make floats of quantised weights.",
+        "int8, int4, or w8a8 (int8, inputs too): quantise while loading. dequantize: make floats of quantised weights.",
         flags=("--quantization", "-q"),
         shown="the checkpoint's",
     )

@@ -31,7 +31,7 @@ class PlanOptions:
     flops: float | None = option(None, "TFLOP/s of dense bfloat16 products.", panel="Device", shown="the table's")
     quantization: str | None = option(
         None,
-        "int8, int4 (language models) or fp8 (clips): quantised while loading. dequantize: floats instead.",
+        "int8, w8a8, int4 (language models) or fp8 (clips): quantised while loading. dequantize: floats instead.",
         flags=("--quantization", "-q"),
         shown="the checkpoint's",
     )

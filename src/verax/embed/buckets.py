@@ -9,7 +9,7 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,8 +24,7 @@ from verax.checkpoint import Checkpoint
 from verax.errors import InvalidParameterError
 from verax.loading import load_model
 from verax.models import DTYPES
-from verax.nn import Linear, pack_linear_weights
-from verax.ops import QuantizedWeight
+from verax.nn import pack_linear_weights
 
 SHORTEST = 16
 """Tokens of the smallest bucket."""
@@ -305,8 +304,8 @@ def check_texts(texts: Any, name: str) -> list[str]:
     return checked
 
 
-QUANTIZATIONS = ("int8",)
-"""Names that `Encoder` and `Reranker` take."""
+QUANTIZATIONS = {"int8": "w8a8"}
+"""Names that `Encoder` and `Reranker` take, and the loader's for them."""
 
 
 def load_for_calls(
@@ -321,22 +320,24 @@ def load_for_calls(
 ) -> Any:
     """Load a model, quantise it if asked for, and pack its weights for the processor.
 
-    `keep_head`: keep a language model's own head, from which rerankers read the answer. Encoders do not call it. The
-    head that quantising makes of tied embeddings is dropped in any case: the embeddings themselves stay floats.
+    `keep_head`: keep a language model's own head, from which rerankers read the answer. Encoders do not call it. Heads
+    and embeddings stay floats.
     """
     if quantization is not None and quantization not in QUANTIZATIONS:
         raise InvalidParameterError(
             f"quantization: expected {' or '.join(map(repr, QUANTIZATIONS))} or None, got {quantization!r}"
         )
     with progress.bar("loading weights", enabled=show_progress, count=False) as report:
-        model = load_model(opened, model_class, config, dtype=DTYPES[dtype], quantization=quantization, progress=report)
-    if quantization is not None:
-        if hasattr(model, "lm_head") and (config.tie_word_embeddings or not keep_head):
-            model.lm_head = None
-        for _, layer in nnx.iter_modules(model):
-            if isinstance(layer, Linear):
-                weight: Any = layer.weight.get_value()
-                if isinstance(weight, QuantizedWeight):
-                    layer.weight = nnx.Param[Any](replace(weight, rounds_inputs=True))
+        model = load_model(
+            opened,
+            model_class,
+            config,
+            dtype=DTYPES[dtype],
+            quantization=quantization and QUANTIZATIONS[quantization],
+            quantize_head=False,
+            progress=report,
+        )
+    if not keep_head and hasattr(model, "lm_head"):
+        model.lm_head = None
     pack_linear_weights(model)
     return model

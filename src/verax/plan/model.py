@@ -81,7 +81,7 @@ def describe(model: str, *, quantization: str | None = None) -> Described:
     if "quantization_config" in config and quantization != DEQUANTIZE:
         raise UnsupportedModelError(
             f"{folder}: its weights are quantised, in formats that config.json alone does not decide; plan its floats "
-            f"with --quantization {DEQUANTIZE}, or the model that it was made of with --quantization int8 or int4"
+            f"with --quantization {DEQUANTIZE}, or the model that it was made of with --quantization int8, w8a8 or int4"
         )
     return Described(model if model in _BUILTIN else folder.resolve().name, _kind(config), config)
 

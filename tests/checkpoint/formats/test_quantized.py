@@ -1,5 +1,7 @@
 """Quantised checkpoints: each weight is the file's to the bit, and what cannot be computed with is refused."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -90,6 +92,51 @@ def test_eight_bits_without_packing_are_read_too_and_may_have_zero_points(tmp_pa
     weight = open_packed(tmp_path, {"weight": integers, "weight_scale": scales, **zeros}, COMPRESSED).read("up.weight")
     expected = (integers.astype(np.int32) - zeros.get("weight_zero_point", 0)) * scales
     np.testing.assert_array_equal(weight.dequantize(), expected)
+
+
+TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+NONE = {"weight_zero_point": np.array([[0], [0]], np.int8)}
+
+
+@pytest.mark.parametrize(
+    ("rounds", "targets", "inputs", "more"),
+    [
+        (True, ["Linear"], TOKENS, {}),
+        (True, ["Linear"], {"dynamic": True, "strategy": "token"}, NONE),
+        (True, ["re:u.$"], TOKENS, {}),
+        (False, ["re:up.+"], TOKENS, {}),
+        (False, ["Linear"], None, {}),
+        (False, ["Linear"], TOKENS | {"dynamic": False}, {}),
+        (False, ["Linear"], TOKENS | {"strategy": "tensor"}, {}),
+        (False, ["Linear"], TOKENS | {"symmetric": False}, {}),
+        (False, ["Linear"], TOKENS | {"type": "float"}, {}),
+        (False, ["Linear"], TOKENS, {"weight_zero_point": np.array([[-100], [5]], np.int8)}),
+    ],
+)
+def test_weights_round_their_inputs_where_the_configuration_has_a_scale_for_each_token(
+    tmp_path, rounds, targets, inputs, more
+):
+    groups = {"group_0": {"targets": targets, "weights": {"num_bits": 8}, "input_activations": inputs}}
+    integers, scales = np.array([[-128, 127], [3, 4]], np.int8), np.asarray([[0.5], [2.0]], np.float32)
+    stored = {"weight": integers, "weight_scale": scales, **more}
+    weight = open_packed(tmp_path, stored, COMPRESSED | {"config_groups": groups}).read("up.weight")
+    assert weight.rounds_inputs == rounds
+    np.testing.assert_array_equal(weight.values, integers)
+
+
+def test_targets_that_are_no_regular_expression_are_refused(tmp_path):
+    stored = {"weight": np.ones((2, 2), np.int8), "weight_scale": np.ones((2, 1), np.float32)}
+    groups = {"group_0": {"targets": ["re:("], "weights": {}, "input_activations": TOKENS}}
+    with pytest.raises(CheckpointError, match=r"targets: 're:\(' is not a regular expression"):
+        open_packed(tmp_path, stored, COMPRESSED | {"config_groups": groups})
+
+
+def test_weights_that_round_their_inputs_are_saved_so(tmp_path):
+    model = random_model(33, 8, None)
+    model.up.weight.set_value(replace(model.up.weight.get_value(), rounds_inputs=True))
+    loaded = load_module(abstract(33), Checkpoint.open(checkpoint.save(model, tmp_path, config={})), dtype=jnp.bfloat16)
+    same(model.up.weight.get_value(), loaded.up.weight.get_value())
+    assert loaded.up.weight.get_value().rounds_inputs
 
 
 def test_a_bias_of_zeros_that_the_model_lacks_is_left_out(tmp_path):

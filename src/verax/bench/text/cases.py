@@ -140,7 +140,8 @@ def _page(settings: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str,
         "intro": f"{count} prompts ({settings['prompt_tokens']} tokens), {settings['new_tokens']} new tokens, "
         f"temperature {settings['temperature']}; {rounds(settings)}."
         + (" Tokens are the prompts'." if workload == "prompt" else "")
-        + " The limit is for the weights and their products, attention left out.",
+        + " The limit is for the weights and their products, attention left out"
+        + (", at bfloat16's rate, which products of 8-bit integers exceed." if precision == "w8a8" else "."),
         "tables": tables,
         "notes": notes,
     }

@@ -47,7 +47,8 @@ def openvino_genai(
 ) -> Engine:
     """Engine of OpenVINO GenAI; optimum-intel exports the checkpoint, in a process of its own."""
     openvino, numpy = importlib.import_module("openvino"), importlib.import_module("numpy")
-    kind = quantization or {"float32": "fp32", "bfloat16": "fp16"}[dtype]
+    precision = quantization or dtype
+    kind = {"float32": "fp32", "bfloat16": "fp16", "w8a8": "int8"}.get(precision, precision)  # int8 rounds inputs too
     command = [str(Path(sys.executable).parent / "optimum-cli"), "export", "openvino", "--weight-format", kind]
     command += ["--group-size", "32", "--ratio", "1.0"] if kind == "int4" else []
     scheduler, floats = package.SchedulerConfig(), "f32" if dtype == "float32" else "bf16"

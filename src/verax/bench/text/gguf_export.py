@@ -17,7 +17,7 @@ from verax.errors import CheckpointError, UnsupportedModelError
 from verax.files import read_json
 from verax.models import causal_lm
 
-GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
+GGUF_TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "w8a8": "Q8_0", "int4": "Q4_0"}
 """Type of llama.cpp's weights, by our `quantization` or else our `dtype`."""
 
 FAMILIES = ("qwen3", "qwen2", "llama")

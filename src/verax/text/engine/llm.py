@@ -76,7 +76,9 @@ class LLM:
             model: a folder with config.json and safetensors, a GGUF file, a hub id, or None for the built-in model.
             dtype: `"bfloat16"` or `"float32"`, of weights, matmul inputs and cache; the rest is float32 in both.
             quantization: `"int8"` (a scale a row) or `"int4"` (a scale for 32 inputs): quantise the linear layers, the
-                output head among them, while loading. Checkpoints that are quantised already, as GGUF files are, run
+                output head among them, while loading. `"w8a8"`: int8, and layers round their inputs to 8-bit integers
+                with a scale for each token (and device), but for the output head and experts: quicker where many rows
+                are multiplied, and less exact. Checkpoints that are quantised already, as GGUF files are, run
                 unchanged; `"dequantize"` makes floats in `dtype` of their weights.
             revision: branch, tag or commit of a hub id.
             skip_tokenizer_init: serve token ids without a tokenizer. Prompts are token ids then, and texts are empty.

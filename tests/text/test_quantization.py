@@ -1,0 +1,62 @@
+"""Engines with `quantization="w8a8"`: which layers round their inputs, and answers."""
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.support.tiny import tiny_checkpoint
+from verax import LLM, SamplingParams, ops
+from verax.checkpoint import Checkpoint
+from verax.loading import load_causal_lm, model_shapes
+from verax.models import causal_lm
+from verax.ops import QuantizedWeight
+
+MOE = dict(family="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+PROMPTS = [[7, 8, 9], [11, 12, 13, 14, 15, 16, 17], list(range(20, 60)), [5]]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+
+
+def rounding(model):
+    """Quantised weights by name: True where they round their inputs."""
+    weights = {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(nnx.state(model))}
+    return {name: value.rounds_inputs for name, value in weights.items() if isinstance(value, QuantizedWeight)}
+
+
+@pytest.mark.parametrize("model", [{}, MOE])
+def test_all_layers_but_the_head_and_experts_round_their_inputs(tmp_path, model):
+    opened = Checkpoint.open(tiny_checkpoint(tmp_path, **model))
+    found = rounding(load_causal_lm(opened, dtype="float32", quantization="w8a8"))
+    assert {name for name, rounds in found.items() if not rounds} == {
+        name for name in found if "experts" in name or name == "lm_head.weight"
+    }
+    assert "lm_head.weight" in found
+    assert any(found.values())
+    shapes = model_shapes(*causal_lm(opened.config), dtype="float32", quantization="w8a8")
+    assert rounding(shapes) == found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def answers(folder, prompts, **options):
+    llm = LLM(folder, dtype="float32", max_model_len=64, max_num_seqs=4, use_tqdm=False, **options)
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    steps = [
+        zip(output.outputs[0].logprobs, chosen, strict=True) for output, chosen in zip(outputs, tokens, strict=True)
+    ]
+    logprobs = [[step[token].logprob for step, token in of_answer] for of_answer in steps]
+    return tokens, logprobs
+
+
+def test_an_answer_is_that_of_the_reference_and_does_not_depend_on_its_batch(folder):
+    tokens, logprobs = answers(folder, PROMPTS, quantization="w8a8")
+    for i, prompt in enumerate(PROMPTS):
+        assert answers(folder, [prompt], quantization="w8a8") == (tokens[i : i + 1], logprobs[i : i + 1])
+    with ops.use_implementations(linear="reference"):
+        expected, theirs = answers(folder, PROMPTS, quantization="w8a8")
+    assert tokens == expected
+    np.testing.assert_allclose(logprobs, theirs, atol=0.02)
+    assert answers(folder, PROMPTS, quantization="int8")[1] != logprobs
