@@ -262,6 +262,8 @@ ARRAYS = {
     "gptq": (GPTQ, lambda rng, **case: gptq(rng, 40, 384, **case)),
     "awq": (AWQ, lambda rng, **case: awq(rng, 40, 384, **case)),
 }
+APPLIED = [{"targets": ["Linear"], "location": location} for location in ("weight_output", "input")]
+ROTATED = {"transform_config": {"config_groups": {"R4": {"type": "hadamard", "apply": APPLIED}}}}
 ONES = lambda *shape, dtype=np.float32: np.ones(shape, dtype)
 REFUSED = [
     ("packed", {"weight_zero_point": ONES(1, 1, dtype=np.int32)}, {}, r"up.weight_zero_point of .* shape \[1, 1\]"),
@@ -272,6 +274,7 @@ REFUSED = [
     ("packed", {"weight_packed": ONES(1, 7, dtype=np.int32)}, {}, "up.weight_packed of dtype int32"),
     ("packed", {"weight_packed": None}, {}, "has neither"),
     ("packed", {"weight_shape": None}, {}, "up.weight_packed has no up.weight_shape with it"),
+    ("packed", {}, ROTATED, "transform_config: rotations of activations .location 'input'. are not supported"),
     ("packed", {}, {"quant_method": "bitsandbytes"}, "quantised by 'bitsandbytes', .*: compressed-tensors, gptq, awq,"),
     ("packed", {}, {"quant_method": []}, r"quantised by \[\]"),
     ("fp8", {"weight_scale_inv": None}, {}, "up.weight has no up.weight_scale_inv or up.weight_scale with it"),
@@ -305,6 +308,11 @@ def test_what_cannot_be_computed_with_is_refused_by_name(tmp_path, layout, chang
     arrays = {**make(np.random.default_rng(0))[0], **changes}
     with pytest.raises(CheckpointError, match=says):
         open_packed(tmp_path, arrays, {**config, **scheme})
+
+
+def test_rotations_of_weights_are_in_them_already(tmp_path):
+    rotated = {"transform_config": {"config_groups": {"R1": {"type": "hadamard", "apply": APPLIED[:1]}}}}
+    assert open_packed(tmp_path, PACKED, {**COMPRESSED, **rotated}).read("up.weight").shape == (1, 64)
 
 
 @pytest.mark.parametrize(

@@ -505,6 +505,7 @@ def _find_compressed(
     tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], read: Callable[[str], np.ndarray], where: object
 ) -> dict[str, QuantizedEntry]:
     """The quantised weights among a checkpoint's tensors, by their plain key."""
+    _check_transforms(config, where)
     block = _block(config)
     weights: dict[str, QuantizedEntry] = {}
     for key, scale in tensors.items():
@@ -525,6 +526,19 @@ def _find_compressed(
             rounds = _rounds_inputs(config, stem, where)
             weights[f"{stem}.weight"] = _describe_packed(tensors, values, read, where, rounds_inputs=rounds)
     return weights
+
+
+def _check_transforms(config: Mapping[str, Any], where: object) -> None:
+    """Refuse rotations of activations (SpinQuant, QuIP), whose inverse the weights have in them."""
+    transforms = read_value(config, "transform_config", dict[str, Any], None) or {}
+    for group in read_value(transforms, "config_groups", dict[str, dict[str, Any]], {}).values():
+        for one in read_value(group, "apply", list[dict[str, Any]], []):
+            location = read_value(one, "location", str, "")
+            if not location.startswith("weight_"):  # those of weights are done
+                raise CheckpointError(
+                    f"{where}: transform_config: rotations of activations (location {location!r}) are not supported; a "
+                    "checkpoint without them is"
+                )
 
 
 TOKEN_INT8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
