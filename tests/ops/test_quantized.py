@@ -83,6 +83,23 @@ def test_zero_points_and_an_order_of_inputs_are_part_of_the_weight(bits, zeros, 
         assert np.linalg.norm(y - np.asarray(x) @ expected.T) < 0.01 * np.linalg.norm(np.asarray(x) @ expected.T)
 
 
+@pytest.mark.parametrize(("bits", "group"), [(8, None), (8, 32), (4, 64)])
+@pytest.mark.parametrize(("zeros", "order"), [(False, False), (True, False), (True, True)])
+def test_single_rows_are_those_of_the_whole_weight(bits, group, zeros, order):
+    rng = np.random.default_rng(0)
+    low, shape = -(1 << (bits - 1)), (37, 128 // (group or 128))
+    weight = ops.QuantizedWeight.from_integers(
+        jnp.asarray(rng.integers(low, -low, (37, 128)), jnp.int8),
+        gaussian(*shape),
+        bits,
+        group,
+        jnp.asarray(rng.integers(low // 2, -low // 2, shape)) if zeros else None,
+        jnp.asarray(rng.permutation(128)) if order else None,
+    )
+    chosen = jnp.asarray([[3, 36], [0, 16], [3, 15]])
+    np.testing.assert_array_equal(jax.jit(lambda w: w.rows(chosen))(weight), weight.dequantize()[chosen])
+
+
 def test_products_of_one_input_with_weights_in_several_orders():
     (a, exact_a), (b, exact_b) = random_weight(4, True, True), random_weight(4, False, False)
     x = gaussian(3, 192)

@@ -175,12 +175,22 @@ class QuantizedWeight:
         return weight if self.order is None else weight[:, jnp.argsort(self.order)]
 
     def rows(self, indices: Int[Array, "*B"]) -> Float[Array, "*B D"]:
-        """Single rows in float32, of a table of embeddings of 8 bits without zero points or an order of columns."""
-        if self.bits != 8 or self.zeros is not None or self.order is not None:
-            raise TypeError("rows: of 8-bit weights without zero points, whose columns are in the order of the inputs")
-        scales = jnp.asarray(self.scales)[indices].astype(jnp.float32)[..., None]
-        values = jnp.asarray(self.values)[indices].astype(jnp.float32)
-        return (values.reshape(*scales.shape[:-1], -1) * scales).reshape(values.shape)
+        """Single rows in float32, of a table of embeddings."""
+        take = lambda array: jnp.asarray(array)[indices]
+        values = jnp.asarray(self.values)
+        if self.bits == 8:
+            values = values[indices]
+        else:
+            take = lambda array: jnp.asarray(array)[indices // INT4_ROWS, :, indices % INT4_ROWS]
+            words = take(values.reshape(*values.shape[:-1], INT4_ROWS, 2))
+            codes = words[..., None, :] >> jnp.arange(0, 16, 4, dtype=jnp.uint16)[:, None] & 15
+            values = codes.reshape(*indices.shape, -1).astype(jnp.int8) - 8
+        scales = take(self.scales).astype(jnp.float32)[..., None]
+        grouped = values.astype(jnp.float32).reshape(*scales.shape[:-1], -1)
+        if self.zeros is not None:
+            grouped -= take(self.zeros).astype(jnp.float32)[..., None]
+        rows = (grouped * scales).reshape(values.shape)
+        return rows if self.order is None else rows[..., jnp.argsort(self.order)]
 
     def _of_rows(self, array: Array) -> Array:
         if self.bits == 8:
