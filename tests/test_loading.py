@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.support.tiny import random_weights, tiny_config
 from verax import checkpoint
 from verax.checkpoint import Checkpoint
 from verax.errors import CheckpointError
-from verax.loading import load_model
+from verax.loading import load_causal_lm, load_model
 from verax.nn import Embedding, Linear
 from verax.ops import QuantizedWeight
 
@@ -59,6 +60,19 @@ def test_a_variable_with_a_dtype_of_its_own_keeps_it(tmp_path):
     model = load(tmp_path, weights(), dtype="bfloat16")
     assert model.inner.up.weight[...].dtype == jnp.bfloat16
     assert model.inner.gain[...].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_a_head_that_differs_from_the_embeddings_is_used_though_the_config_has_them_tied(tmp_path, differs):
+    config = tiny_config(num_hidden_layers=1, tie_word_embeddings=True)
+    arrays = random_weights(config)
+    table = arrays["model.embed_tokens.weight"]
+    arrays["lm_head.weight"] = table[::-1].copy() if differs else table
+    model = load_causal_lm(Checkpoint.open(checkpoint.save(arrays, tmp_path, config=config)), dtype="float32")
+    assert (model.lm_head is not None) == differs
+    hidden = jnp.asarray(np.random.default_rng(0).standard_normal((1, 3, table.shape[1])), jnp.float32)
+    expected = np.asarray(hidden) @ arrays["lm_head.weight"].T
+    np.testing.assert_allclose(model.logits(hidden), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_quantisation_is_of_linear_layers_only(tmp_path):

@@ -19,7 +19,7 @@ All of them are optional. How weights are divided over a mesh is declared by the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from types import MappingProxyType
@@ -27,6 +27,7 @@ from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -96,6 +97,7 @@ def load_model(
             model_class, config, dtype=dtype, quantization=quantization, opened=None if requantize else opened
         )
         check_divisions(shapes, mesh.size, argument="tensor_parallel_size")
+    config = _untied(model_class, config, opened)
     abstract, tied = _abstract(model_class, config, dtype, precision if quantize_head else None)
     return load_weights(
         abstract,
@@ -175,10 +177,7 @@ def _precision(
     quantization: str | tuple[int, int | None] | None, opened: Checkpoint | None
 ) -> tuple[Precision | None, bool]:
     """Bits and group size of a quantisation, or None; and whether quantised weights become floats."""
-    if isinstance(quantization, str) or quantization is None:
-        precision = None if quantization is None else QUANTIZATIONS.get(quantization)
-    else:
-        precision = Precision(*quantization)
+    precision = Precision(*quantization) if isinstance(quantization, tuple) else QUANTIZATIONS.get(quantization or "")
     dequantize = quantization == DEQUANTIZE
     if quantization is not None and precision is None and not dequantize:
         names = ", ".join((*QUANTIZATIONS, DEQUANTIZE))
@@ -189,6 +188,32 @@ def _precision(
             f"quantization={DEQUANTIZE!r}"
         )
     return precision, dequantize
+
+
+def _untied(model_class: Callable[..., Any], config: Any, opened: Checkpoint) -> Any:
+    """A model's sizes without tied embeddings if the checkpoint has a head that differs from these, in spite of them.
+
+    So do transformers since 5 and vLLM: fine-tuning and quantising make such heads.
+    """
+    if not getattr(config, "tie_word_embeddings", False):
+        return config
+    present = set(opened.names())
+    for pair in getattr(model_class, "tied_weights", {}).items():
+        keys = [_find(key, present, model_class) for key in pair]
+        if present.issuperset(keys):
+            head, table = cast(Any, map(opened.read, keys))
+            same = {*keys}.isdisjoint(opened.packed) and np.array_equal(head, table)
+            for key in keys:
+                opened.release(key)
+            if not same:
+                return replace(config, tie_word_embeddings=False)
+    return config
+
+
+def _find(key: str, present: Collection[str], model: Any) -> str:
+    """Key that a checkpoint has for a model's own."""
+    others = (re.sub(pattern, replacement, key) for pattern, replacement in getattr(model, "key_aliases", ()))
+    return key if key in present else next((other for other in others if other in present), key)
 
 
 def _abstract(
@@ -345,11 +370,7 @@ def _sources(
     """
     present, aliases, stacks = set(opened.names()), dict[str, str](), dict[str, StackedKeys]()
     transposed = set[str]()
-
-    def find(key: str) -> str:
-        others = (re.sub(pattern, replacement, key) for pattern, replacement in getattr(model, "key_aliases", ()))
-        return key if key in present else next((other for other in others if other in present), key)
-
+    find = partial(_find, present=present, model=model)
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         name = ".".join(map(str, path))
         source = find(tied_weights.get(name, name))
