@@ -30,8 +30,25 @@ INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.safetensors")
 
 
-_IGNORED = re.compile(r"\.(input|activation|output|[qkv])_(scale|zero_point)$")
+_IGNORED = re.compile(r"\.(input|activation|output|[qkv]|kv)_(scale|zero_point)$")
 """Scales of activations and of a cache, which a checkpoint does not quantise here."""
+
+
+_PLACES = "quantization_config", "compression_config"
+
+
+def _quantization(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """How a folder's weights are quantised, by config.json or a file of GPTQ's beside it; None if they are not."""
+    for one in (config, read_value(config, "text_config", dict, {})):
+        for place in _PLACES:
+            if (scheme := read_value(one, place, dict, None)) is not None:
+                return scheme
+    if (folder / "quantize_config.json").is_file():
+        return {"quant_method": "gptq", **read_json(folder / "quantize_config.json")}
+    if (path := folder / "hf_quant_config.json").is_file():
+        scheme = read_value(read_json(path), "quantization", dict)
+        return {"quant_method": "modelopt", **scheme}
+    return None
 
 
 class DerivedFile:
@@ -85,7 +102,7 @@ class Checkpoint:
         self._files = files
         self.packed = packed
         self._parts = {key for entry in packed.values() for key in entry.keys}
-        scheme = read_value(config, "quantization_config", dict, None)
+        scheme = _quantization(folder, config)
         if scheme is not None:
             tensors = {name: file.tensors[name] for name, file in files.items()}
             self.packed = find_quantized(tensors, scheme, self.read_raw, folder)

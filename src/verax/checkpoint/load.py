@@ -194,9 +194,16 @@ def _place_stack(
             shapes = [((stack.shape[0], *array.shape), dtype if floats else array.dtype) for array in arrays]
             whole, structure = [memory.empty(*shape_and_dtype) for shape_and_dtype in shapes], kind
         elif kind != structure:
-            raise CheckpointError(f"{name}: matrix {i} is not of the same precision as those before it")
-        for into, array in zip(whole, arrays, strict=True):
-            into[i] = array
+            raise CheckpointError(
+                f"{name}: matrix {i} is not of the same precision as those before it; load it as floats with "
+                "quantization='dequantize'"
+            )
+        for part, array in enumerate(arrays):
+            if not isinstance(matrix, np.ndarray) and array.dtype != whole[part].dtype:
+                # Scales are float16 where that holds those of one matrix; the stack's have to hold those of all.
+                wider = np.promote_types(array.dtype, whole[part].dtype)
+                whole[part] = memory.copy(whole[part], wider)
+            whole[part][i] = array
         stack.release(i)
     return placement.place(name, jax.tree.unflatten(structure, whole))
 
@@ -380,7 +387,10 @@ class Stack:
             return floats[0] if len(floats) == 1 else np.concatenate(floats)
         if len(quantized) < len(parts) or len({self._checkpoint.kind(key) for key in self._keys[i]}) > 1:
             kinds = ", ".join(f"{key}: {self._checkpoint.kind(key)}" for key in self._keys[i])
-            raise CheckpointError(f"{self._checkpoint.folder}: one expert in two precisions ({kinds})")
+            raise CheckpointError(
+                f"{self._checkpoint.folder}: one expert in two precisions ({kinds}); load it as floats with "
+                "quantization='dequantize'"
+            )
         return quantized[0] if len(quantized) == 1 else _concatenate(quantized)
 
     def release(self, i: int) -> None:

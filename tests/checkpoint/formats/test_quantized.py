@@ -1,6 +1,8 @@
 """Quantised checkpoints: each weight is the file's to the bit, and what cannot be computed with is refused."""
 
+import json
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +10,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import save_file
 
 from tests.support.packing import awq, dequantized, float8, gptq, mxfp4, open_packed, pack_rows, random_codes
+from tests.support.tiny import random_weights, tiny_config
 from verax import checkpoint
 from verax.checkpoint import Checkpoint, load_module
 from verax.errors import CheckpointError, InvalidParameterError
+from verax.loading import load_causal_lm
 from verax.nn import Linear
 from verax.ops.quantized import QuantizedWeight, quantize
 
@@ -105,6 +110,7 @@ NONE = {"weight_zero_point": np.array([[0], [0]], np.int8)}
         (True, ["Linear"], {"dynamic": True, "strategy": "token"}, NONE),
         (True, ["re:u.$"], TOKENS, {}),
         (False, ["re:up.+"], TOKENS, {}),
+        (True, ["up"], TOKENS, {}),
         (False, ["Linear"], None, {}),
         (False, ["Linear"], TOKENS | {"dynamic": False}, {}),
         (False, ["Linear"], TOKENS | {"strategy": "tensor"}, {}),
@@ -122,6 +128,77 @@ def test_weights_round_their_inputs_where_the_configuration_has_a_scale_for_each
     weight = open_packed(tmp_path, stored, COMPRESSED | {"config_groups": groups}).read("up.weight")
     assert weight.rounds_inputs == rounds
     np.testing.assert_array_equal(weight.values, integers)
+
+
+@pytest.mark.parametrize("named", [["up"], ["re:u."]])
+@pytest.mark.parametrize("rounds", [True, False])
+def test_a_group_that_names_a_layer_is_preferred_to_that_of_all_layers(tmp_path, named, rounds):
+    of_layer, of_all = (TOKENS, None) if rounds else (None, TOKENS)
+    groups = {
+        "all": {"targets": ["Linear"], "weights": {}, "input_activations": of_all},
+        "one": {"targets": named, "weights": {}, "input_activations": of_layer},
+    }
+    stored = {"weight": np.ones((2, 2), np.int8), "weight_scale": np.ones((2, 1), np.float32)}
+    weight = open_packed(tmp_path, stored, COMPRESSED | {"config_groups": groups}).read("up.weight")
+    assert weight.rounds_inputs == rounds
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_eight_bits_may_have_one_scale(tmp_path, shape):
+    integers = np.array([[-128, 127], [3, 4]], np.int8)
+    stored = {"weight": integers, "weight_scale": np.full(shape, 0.5, np.float32)}
+    np.testing.assert_array_equal(
+        open_packed(tmp_path, stored, COMPRESSED).read("up.weight").dequantize(), integers / 2
+    )
+
+
+def test_modelopts_8_bit_floats_are_read_and_other_algorithms_refused(tmp_path):
+    arrays, expected = float8(np.random.default_rng(0), 8, 64, block=(1, None), name="weight_scale")
+    arrays["input_scale"] = np.ones((), np.float32)
+    opened = open_packed(tmp_path, arrays, {"quant_method": "modelopt", "quant_algo": "FP8"})
+    np.testing.assert_allclose(opened.read("up.weight").dequantize(), expected, rtol=1e-7)
+    assert opened.names() == ["up.weight"]
+    with pytest.raises(CheckpointError, match="quant_algo 'NVFP4' of ModelOpt is not supported: FP8 is"):
+        open_packed(tmp_path, arrays, {"quant_method": "modelopt", "quant_algo": "NVFP4"})
+
+
+@pytest.mark.parametrize(
+    ("config", "beside"),
+    [
+        ({"compression_config": COMPRESSED}, None),
+        ({"text_config": {"quantization_config": COMPRESSED}}, None),
+        ({}, ("quantize_config.json", {"bits": 4, "group_size": 32})),
+        ({}, ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}})),
+    ],
+)
+def test_the_scheme_may_be_in_other_places(tmp_path, config, beside):
+    stored = PACKED
+    if beside is not None:
+        name, scheme = beside
+        make = gptq if name == "quantize_config.json" else partial(float8, block=(1, None), name="weight_scale")
+        stored, _ = make(np.random.default_rng(0), 16, 64)
+        (tmp_path / name).write_text(json.dumps(scheme))
+    save_file({f"up.{last}": array for last, array in stored.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert isinstance(Checkpoint.open(tmp_path).read("up.weight"), QuantizedWeight)
+
+
+def test_experts_of_other_magnitudes_than_the_first_are_the_files(tmp_path):
+    sizes = dict(num_experts=2, num_experts_per_tok=2, moe_intermediate_size=64, num_hidden_layers=1)
+    config, rng, expected = tiny_config("qwen3_moe", **sizes), np.random.default_rng(0), []
+    stored = {key: weight for key, weight in random_weights(config).items() if "experts" not in key}
+    for expert, smaller in ((0, 0), (1, 24)):
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            arrays, weight = mxfp4(rng, 64, 64)
+            arrays["weight_scale"] -= np.uint8(smaller)
+            stored |= {f"model.layers.0.mlp.experts.{expert}.{name}.{last}": one for last, one in arrays.items()}
+            expected += [weight * 2.0**-smaller] if name == "down_proj" else []
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": MXFP4}))
+    model = load_causal_lm(Checkpoint.open(tmp_path), dtype="float32")
+    stack = model.model.layers[0].mlp.experts.down_proj.get_value()
+    for i, weight in enumerate(expected):
+        np.testing.assert_array_equal(jax.tree.map(lambda array, i=i: array[i], stack).dequantize(), weight)
 
 
 def test_targets_that_are_no_regular_expression_are_refused(tmp_path):
@@ -265,6 +342,8 @@ ARRAYS = {
 APPLIED = [{"targets": ["Linear"], "location": location} for location in ("weight_output", "input")]
 ROTATED = {"transform_config": {"config_groups": {"R4": {"type": "hadamard", "apply": APPLIED}}}}
 ONES = lambda *shape, dtype=np.float32: np.ones(shape, dtype)
+GROUPS_OF_48 = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"group_size": 48}}}}
+TWO_GROUPS = {"scales": ONES(2, 40, dtype=np.float16), "qzeros": ONES(2, 5, dtype=np.int32)}
 REFUSED = [
     ("packed", {"weight_zero_point": ONES(1, 1, dtype=np.int32)}, {}, r"up.weight_zero_point of .* shape \[1, 1\]"),
     ("packed", {"weight_g_idx": ONES(63, dtype=np.int32)}, {}, r"up.weight_g_idx of dtype int32 and shape \[63\]"),
@@ -285,6 +364,9 @@ REFUSED = [
     ("mxfp4", {"weight_scale": ONES(7, 4, dtype=np.uint8)}, {}, r"up.weight_scale of dtype uint8 and shape \[7, 4\];"),
     ("mxfp4", {"weight_packed": ONES(7, 72, dtype=np.uint8)}, {}, "MXFP4 with an exponent"),
     ("mxfp4", {"weight_global_scale": ONES(1)}, {}, "NVFP4 is not supported; MXFP4, 8-bit floats and integers"),
+    ("packed", {}, GROUPS_OF_48, r"up.weight_scale of dtype float32 and shape \[1, 2\]"),
+    ("gptq", TWO_GROUPS, {"group_size": 256}, r"up.scales of dtype float16 and shape \[2, 40\]"),
+    ("gptq", {}, {"rotation": "hadamard"}, "rotation: 'hadamard', of activations, is not supported"),
     ("gptq", {}, {"bits": 3}, "3 bits are not supported: 4 and 8 are"),
     ("gptq", {}, {"bits": "4"}, "bits: expected a whole number"),
     ("gptq", {}, {"checkpoint_format": "marlin"}, "'marlin' are not supported: gptq and gptq_v2 are"),

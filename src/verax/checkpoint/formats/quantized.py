@@ -14,7 +14,8 @@ A weight `X.weight` of shape `[F, D]` with a scale for a row or for a group of i
   `bits * i` and up of the row, stored with an offset of half the range; `X.weight_scale` `[F, groups]`;
   `X.weight_shape` = (F, D). Asymmetric ones have `X.weight_zero_point` int32 `[F * bits / 32, groups]`, packed in the
   same way along F. With activation order, `X.weight_g_idx` `[D]` has the group of each input;
-- **int-quantized**: `X.weight` int8 `[F, D]`, `X.weight_scale` and perhaps `X.weight_zero_point` `[F, 1]`. Where the
+- **int-quantized**: `X.weight` int8 `[F, D]`, `X.weight_scale` and perhaps `X.weight_zero_point` `[F, 1]`; or one scale
+  for the whole weight. Where the
   configuration wants inputs in 8-bit integers, with a scale for each token that is found at run time (W8A8), the weight
   rounds them. By scales of another kind they are not rounded: products are more precise then;
 - **FP8**, also float-quantized and mxfp8-quantized: `X.weight` float8_e4m3fn, to be multiplied by `X.weight_scale_inv`
@@ -243,7 +244,9 @@ def _find_gptq(
         raise CheckpointError(f"{where}: GPTQ weights in the layout {layout!r} are not supported: gptq and gptq_v2 are")
     if (bits := read_value(config, "bits", int, 4)) not in BITS:
         raise CheckpointError(f"{where}: GPTQ weights of {bits} bits are not supported: 4 and 8 are")
-    return _find(tensors, layout, where)
+    if (rotation := config.get("rotation")) is not None:
+        raise CheckpointError(f"{where}: rotation: {rotation!r}, of activations, is not supported; a model without is")
+    return _find(tensors, layout, where, config)
 
 
 def _find_awq(
@@ -256,15 +259,26 @@ def _find_awq(
     bits = read_value(config, "bits", int, None) or read_value(config, "w_bit", int, _AWQ_BITS)
     if bits != _AWQ_BITS:
         raise CheckpointError(f"{where}: AWQ weights of {bits} bits are not supported: {_AWQ_BITS} are")
-    return _find(tensors, _AWQ, where)
+    return _find(tensors, _AWQ, where, config)
 
 
-def _find(tensors: Mapping[str, TensorInfo], layout: str, where: object) -> dict[str, QuantizedEntry]:
+def _find(
+    tensors: Mapping[str, TensorInfo], layout: str, where: object, config: Mapping[str, Any]
+) -> dict[str, QuantizedEntry]:
+    sizes = {read_value(config, name, int, 0) for name in ("group_size", "q_group_size")}
     stems = [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]
-    return {f"{stem}.weight": _describe_words(tensors, stem, layout, where) for stem in stems}
+    return {f"{stem}.weight": _describe_words(tensors, stem, layout, where, sizes) for stem in stems}
 
 
-def _describe_words(tensors: Mapping[str, TensorInfo], stem: str, layout: str, where: object) -> QuantizedEntry:
+def _divides(groups: int, size_in: int, sizes: Iterable[int]) -> bool:
+    """True if that many groups are of one size each, as far as a configuration's group sizes say."""
+    shorter = (size > 0 and size_in % size and groups == -(-size_in // size) for size in sizes)  # the last group
+    return size_in % groups == 0 and not any(shorter)
+
+
+def _describe_words(
+    tensors: Mapping[str, TensorInfo], stem: str, layout: str, where: object, sizes: Iterable[int]
+) -> QuantizedEntry:
     """The weight of a module, from the dtypes and shapes of its arrays."""
     qweight, qzeros, scales = keys = f"{stem}.qweight", f"{stem}.qzeros", f"{stem}.scales"
     if missing := [key for key in keys if key not in tensors]:
@@ -281,7 +295,7 @@ def _describe_words(tensors: Mapping[str, TensorInfo], stem: str, layout: str, w
         D = shape[0] if layout == _AWQ else shape[0] * per_word
         packed = F // per_word if F % per_word == 0 else 0
         whole = shape[1] == (packed if layout == _AWQ else F) and zeros == (groups, packed)
-        whole = whole and packed > 0 and groups > 0 and D % groups == 0
+        whole = whole and packed > 0 and groups > 0 and _divides(groups, D, sizes)
         if whole and all(tensors[key].shape == (D,) for key in keys[3:]) and _fits(D // groups, D, bits):
             kind = f"{'AWQ' if layout == _AWQ else 'GPTQ'} int{bits} by {_sharing(groups, D)}"
             return QuantizedEntry(where, keys, (F, D), kind, partial(_from_words, bits, layout))
@@ -399,6 +413,16 @@ def describe_scaled(
     return _describe_float8(tensors, keys, block, where, halve=False)
 
 
+def _find_modelopt(
+    tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], read: object, where: object
+) -> dict[str, QuantizedEntry]:
+    """FP8 weights of NVIDIA's ModelOpt among a checkpoint's tensors, by their plain key."""
+    algorithm = read_value(config, "quant_algo", str, None)  # None where the cache alone is quantised
+    if algorithm not in (None, "FP8"):
+        raise CheckpointError(f"{where}: quant_algo {algorithm!r} of ModelOpt is not supported: FP8 is")
+    return _find_float8(tensors, {}, read, where)
+
+
 _MXFP4_GROUP = 32
 _DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 """Twice the number that each code stands for."""
@@ -497,7 +521,8 @@ def _from_packed(
         zeros = zeros.reshape(F, -1) if zeros.dtype == np.int8 else _unpack(zeros.T, bits)[:, :F].T
     order = _order_of(weight_g_idx, groups)
     integers = integers if order is None else integers[:, order]
-    laid_out = _lay_out(integers, weight_scale.reshape(F, -1), bits, D // groups, zeros=zeros, order=order)
+    scales = np.broadcast_to(weight_scale.reshape(-1, groups), (F, groups))
+    laid_out = _lay_out(integers, scales, bits, D // groups, zeros=zeros, order=order)
     return replace(laid_out, rounds_inputs=rounds_inputs and laid_out.is_plain)
 
 
@@ -523,8 +548,8 @@ def _find_compressed(
         elif packed and scale.dtype == np.uint8:
             weights[f"{stem}.weight"] = _describe_mxfp4(tensors, (values, key), where)
         else:
-            rounds = _rounds_inputs(config, stem, where)
-            weights[f"{stem}.weight"] = _describe_packed(tensors, values, read, where, rounds_inputs=rounds)
+            group = _group_of(config, stem, where)
+            weights[f"{stem}.weight"] = _describe_packed(tensors, values, read, where, group)
     return weights
 
 
@@ -547,18 +572,26 @@ TOKEN_INT8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True
 _DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True}
 
 
-def _rounds_inputs(config: Mapping[str, Any], module: str, where: object) -> bool:
-    """True if a module's inputs are `TOKEN_INT8` by the first group of a configuration that is for it."""
+def _group_of(config: Mapping[str, Any], module: str, where: object) -> dict[str, Any]:
+    """Group of a configuration that a linear layer is in: one that names it, or else one of all linear layers."""
+    found: dict[str, Any] = {}
     for group in read_value(config, "config_groups", dict[str, dict[str, Any]], {}).values():
         for target in read_value(group, "targets", list[str], []):
             try:
-                named = re.match(target[3:], module) if target.startswith("re:") else target in ("Linear", module)
+                named = re.match(target[3:], module) if target.startswith("re:") else target == module
             except re.error as error:
                 raise CheckpointError(f"{where}: targets: {target!r} is not a regular expression: {error}") from error
             if named:
-                inputs = _DEFAULTS | (read_value(group, "input_activations", dict[str, Any], None) or {})
-                return all(inputs.get(name) == value for name, value in TOKEN_INT8.items())
-    return False
+                return group
+            if target == "Linear":
+                found = found or group
+    return found
+
+
+def _rounds_inputs(group: Mapping[str, Any]) -> bool:
+    """True if the inputs of a group's layers are `TOKEN_INT8`."""
+    inputs = _DEFAULTS | (read_value(group, "input_activations", dict[str, Any], None) or {})
+    return all(inputs.get(name) == value for name, value in TOKEN_INT8.items())
 
 
 def _block(config: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -575,8 +608,7 @@ def _describe_packed(
     values: str,
     read: Callable[[str], np.ndarray],
     where: object,
-    *,
-    rounds_inputs: bool,
+    group: Mapping[str, Any],
 ) -> QuantizedEntry:
     stem, _, last = values.rpartition(".")
     scales, shape, zeros, g_idx = (f"{stem}.{part}" for part in _PARTS)
@@ -585,6 +617,8 @@ def _describe_packed(
         raise CheckpointError(f"{where}: {values} has no {shape} with it")
     stored, scale = tensors[values], tensors[scales]
     groups = scale.shape[-1] if len(scale.shape) == 2 else 1
+    scheme = read_value(group, "weights", dict[str, Any], {})
+    sizes = [read_value(scheme, "group_size", int, 0)]
     if len(stored.shape) == 2 and groups > 0:
         F, columns = stored.shape
         D = columns
@@ -594,13 +628,14 @@ def _describe_packed(
             D = int(read(shape)[1]) if tensors[shape].shape == (2,) else 0
             options = [bits for bits in BITS if stored.dtype == np.int32 and columns == -(-D * bits // 32)]
         for bits in options:
-            whole = D % groups == 0 and scale.shape in ((F, groups), (F,))
+            shapes = ((F, groups), (F,), *(((), (1,), (1, 1)) if groups == 1 else ()))
+            whole = _divides(groups, D, sizes) and scale.shape in shapes
             zero = tensors.get(zeros)
             words = (-(-F * bits // 32), groups)
             whole = whole and (zero is None or (zero.dtype, zero.shape) in _zero_points(F, groups, words))
             whole = whole and (g_idx not in tensors or tensors[g_idx].shape == (D,))
             if whole and _fits(D // groups, D, bits):
-                rounds = rounds_inputs and bits == 8 and groups == 1
+                rounds = bits == 8 and groups == 1 and _rounds_inputs(group)
                 convert = partial(_from_packed, (F, D), bits, groups, rounds)
                 kind = f"int{bits} by {_sharing(groups, D)}{', inputs by tokens' if rounds else ''}"
                 return QuantizedEntry(where, keys, (F, D), kind, convert)
@@ -666,6 +701,7 @@ _METHODS: dict[str, Callable[..., dict[str, QuantizedEntry]]] = {
     "awq": _find_awq,
     "fp8": _find_float8,
     "fbgemm_fp8": _find_float8,
+    "modelopt": _find_modelopt,
     "mxfp4": _find_mxfp4,
 }
 """Functions that find quantised weights, by `quant_method` of config.json's `quantization_config`."""
