@@ -51,7 +51,19 @@ BEST = "best"
 LONG = "linear_blocks", "linear", "gemm", "gemm_panels"
 """Kernels that take longest to compile. They begin first, so that no core waits for one of them at the end."""
 
-COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-Wall", "-Wextra", "-Werror=vla")
+COMMON = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-schedule-insns",
+    "-Wall",
+    "-Wextra",
+    "-Werror=vla",
+)
+"""Flags of every compiler call. On ARM, GCC's scheduling before it assigns registers moves loads up until sums of the
+inner loops no longer fit into the registers; on x86 it is off, and clang has none."""
 
 EMULATE_AMX = "-DVERAX_EMULATE_AMX"
 """Flag of the level amx, in place of the compiler's own, where its tiles are emulated (kernels/emulated_amx.h)."""

@@ -6,8 +6,8 @@
 // if there is a gate: the same for it, and y * SiLU(gate); or y rounded to bfloat16
 //
 // It adds the same products in the same order as gemm.cc, which packs W in each call.
-#if defined(__GNUC__) && !defined(__clang__)
-// GCC 12 would keep two copies of each sum of integers, the second in memory: half of the speed.
+#if defined(__x86_64__) && !defined(__clang__)
+// On x86, GCC 12 would keep two copies of each sum of integers, the second in memory: half of the speed.
 #pragma GCC optimize("no-tree-coalesce-vars")
 #endif
 
