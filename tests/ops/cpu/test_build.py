@@ -21,9 +21,10 @@ def test_the_library_has_the_levels_of_the_header_in_its_order():
 
 
 CAPABILITIES = {
-    "amx": {"bf16_dot", "bf16_tiles", "byte_dot", "fma"},
-    "avx512_bf16": {"bf16_dot", "byte_dot", "fma"},
-    **{level: {"byte_dot", "fma"} for level in ("avx512_vnni", "avx_vnni")},
+    "amx": {"bf16_dot", "bf16_tiles", "byte_dot", "fma", "half_dot"},
+    "avx512_bf16": {"bf16_dot", "byte_dot", "fma", "half_dot"},
+    **{level: {"byte_dot", "fma", "half_dot"} for level in ("avx512_vnni", "avx_vnni")},
+    "neon_dot": {"byte_dot", "fma"},
     **{level: {"fma"} for level in ("avx512", "avx2", "neon")},
 }
 

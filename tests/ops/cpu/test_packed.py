@@ -29,7 +29,10 @@ def arrays(m, k, n, kind):
 
 
 def runs_here(kind):
-    return kind == "float32" or (library.has("bf16_dot") and (kind != "int8" or not library.has("bf16_tiles")))
+    if kind == "int8" and library.has("bf16_tiles"):
+        return False
+    needed = {"bfloat16": "bf16_dot", "int8": "half_dot", "int8 by int8": "byte_dot"}
+    return kind == "float32" or library.has(needed[kind])
 
 
 def _pairs():
@@ -247,12 +250,10 @@ def test_the_reference_and_another_platform_take_packed_weights(kind):
 
 def test_packing_is_for_shapes_and_kinds_that_the_kernel_takes():
     with library.use_level(library.levels()[0]):
-        dot, fma = library.has("bf16_dot"), library.has("fma")
         chosen = {
             kind: isinstance(jax.jit(ops.pack_weight)(arrays(1, 64, 48, kind)[1]), PackedWeight) for kind in KINDS
         }
-        tiles = library.has("bf16_tiles")
-        assert chosen == {"float32": fma, "bfloat16": dot, "int8": dot and not tiles, "int8 by int8": dot}
+        assert chosen == {kind: runs_here(kind) and library.has("fma") for kind in KINDS}
     for weight in (jnp.zeros((47, 64)), jnp.zeros((48, 65)), jnp.zeros((48, 64), jnp.float16)):
         assert ops.pack_weight(weight) is weight
     grouped = ops.quantize(jnp.ones((48, 64)), 8, 32)

@@ -159,7 +159,10 @@ DOT = "bf16_dot"
 """Capability of a processor that multiplies bfloat16."""
 
 BYTES = "byte_dot"
-"""Capability of a processor that multiplies 8-bit integers (VNNI, of 256 or 512 bits)."""
+"""Capability of a processor that multiplies 8-bit integers (VNNI of 256 or 512 bits, ARM's DotProd)."""
+
+HALVES = "half_dot"
+"""Capability of a processor that multiplies pairs of 16-bit integers (VNNI)."""
 
 TILES = "bf16_tiles"
 """Capability of AMX."""
@@ -313,12 +316,12 @@ def _grouped_linear_native_gemm(
 def _accepts_packing(weight: Any, *, few_rows: bool = False) -> bool:
     if isinstance(weight, PackedWeight | BlockQuantizedWeight) or len(weight.shape) != 2 or not takes(weight):
         return False
-    if few_rows and not library.has(BYTES):  # float32 is left, which the kernel for few rows reads as fast
+    if isinstance(weight, QuantizedWeight) and weight.rounds_inputs:
+        return library.has(BYTES) and weight.shape[1] <= MOST_INTEGERS
+    if few_rows and not library.has(HALVES):  # floats are left, which the kernel for few rows reads as fast
         return False
     if isinstance(weight, QuantizedWeight):
-        if weight.rounds_inputs:
-            return library.has(BYTES) and weight.shape[1] <= MOST_INTEGERS
-        return _gemm_kind(weight) == "int8" and library.has(BYTES) and not library.has(TILES)
+        return _gemm_kind(weight) == "int8" and library.has(HALVES) and not library.has(TILES)
     if weight.dtype == jnp.bfloat16:
         return library.has(DOT)
     return weight.dtype == jnp.float32 and library.has(VECTORS)

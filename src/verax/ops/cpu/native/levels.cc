@@ -10,6 +10,12 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__linux__) && defined(__aarch64__)
+#include <sys/auxv.h>
+#elif defined(__APPLE__) && defined(__aarch64__)
+#include <sys/sysctl.h>
+
+#include <string>
 #endif
 
 namespace verax {
@@ -21,6 +27,29 @@ bool amx_permitted() {
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & WANTED) != WANTED) return false;
   constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+#else
+  return false;
+#endif
+}
+
+bool arm_has([[maybe_unused]] const char* feature) {
+#if defined(__linux__) && defined(__aarch64__)
+  struct Bit {
+    const char* feature;
+    unsigned long word;
+    int bit;
+  };
+  // By number: the C library of an older system has no names for all of them.
+  constexpr Bit BITS[] = {{"DotProd", AT_HWCAP, 20}};
+  for (const Bit& each : BITS) {
+    if (std::strcmp(each.feature, feature) == 0) return getauxval(each.word) >> each.bit & 1;
+  }
+  return false;
+#elif defined(__APPLE__) && defined(__aarch64__)
+  int has = 0;
+  std::size_t size = sizeof has;
+  const std::string name = std::string("hw.optional.arm.FEAT_") + feature;
+  return sysctlbyname(name.c_str(), &has, &size, nullptr, 0) == 0 && has;
 #else
   return false;
 #endif

@@ -6,6 +6,7 @@
 #pragma once
 
 #define VERAX_CPU __builtin_cpu_supports  // the operating system saves the registers, too
+#define VERAX_ARM ::verax::arm_has  // by the names of the architecture, without FEAT_
 #define VERAX_AVX512 VERAX_CPU("avx512bw") && VERAX_CPU("avx512vl") && VERAX_CPU("avx512dq")
 
 // The level amx has the processor's tiles or, for tests on other machines, emulated ones: VERAX_EMULATE_AMX, which
@@ -22,31 +23,33 @@
 // ROW(level, architecture, compiler flags, test of the processor, capabilities, ...), where `...` is the caller's.
 //
 // Capabilities: bf16_dot multiplies bfloat16, with sums of 32 bits; bf16_tiles multiplies 16 x 32 by 32 x 16 bfloat16 at
-// once, or twice as many 8-bit integers; byte_dot multiplies integers of 8 and of 16 bits, with sums of 32 bits; fma
-// multiplies and adds vectors of float32. The portable level is compiled with
-// -O2, which takes half the time of -O3 for code that runs as fast.
+// once, or twice as many 8-bit integers; byte_dot multiplies integers of 8 bits, and half_dot pairs of 16 bits, with sums
+// of 32 bits; fma multiplies and adds vectors of float32. The portable level is compiled with -O2, which takes half the
+// time of -O3 for code that runs as fast.
 // clang-format off
 #define VERAX_LEVELS(ROW, ...)                                                                              \
   ROW(amx, x86_64,                                                                                          \
       "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512 "           \
       "-mavx512vnni -mavx512bf16 -mamx-tile -mamx-bf16 -mamx-int8",                                         \
       VERAX_AVX512 && VERAX_CPU("avx512vnni") && VERAX_CPU("avx512bf16") && VERAX_AMX,                      \
-      "bf16_dot bf16_tiles byte_dot fma", __VA_ARGS__)                                                               \
+      "bf16_dot bf16_tiles byte_dot fma half_dot", __VA_ARGS__)                                             \
   ROW(avx512_bf16, x86_64,                                                                                  \
       "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512 "           \
       "-mavx512vnni -mavx512bf16",                                                                          \
-      VERAX_AVX512 && VERAX_CPU("avx512vnni") && VERAX_CPU("avx512bf16"), "bf16_dot byte_dot fma", __VA_ARGS__)      \
+      VERAX_AVX512 && VERAX_CPU("avx512vnni") && VERAX_CPU("avx512bf16"), "bf16_dot byte_dot fma half_dot", \
+      __VA_ARGS__)                                                                                          \
   ROW(avx512_vnni, x86_64,                                                                                  \
       "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512 "           \
       "-mavx512vnni",                                                                                       \
-      VERAX_AVX512 && VERAX_CPU("avx512vnni"), "byte_dot fma", __VA_ARGS__)                                 \
+      VERAX_AVX512 && VERAX_CPU("avx512vnni"), "byte_dot fma half_dot", __VA_ARGS__)                        \
   ROW(avx512, x86_64,                                                                                       \
       "-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512",           \
       VERAX_AVX512, "fma", __VA_ARGS__)                                                                     \
   ROW(avx_vnni, x86_64, "-mavx2 -mfma -mf16c -mavxvnni",                                                    \
-      VERAX_CPU("avx2") && VERAX_CPU("fma") && VERAX_CPU("avxvnni"), "byte_dot fma", __VA_ARGS__)           \
+      VERAX_CPU("avx2") && VERAX_CPU("fma") && VERAX_CPU("avxvnni"), "byte_dot fma half_dot", __VA_ARGS__)  \
   ROW(avx2, x86_64, "-mavx2 -mfma -mf16c", VERAX_CPU("avx2") && VERAX_CPU("fma"), "fma", __VA_ARGS__)       \
-  ROW(neon, aarch64, "", true, "fma", __VA_ARGS__)                                                          \
+  ROW(neon_dot, aarch64, "-march=armv8.2-a+dotprod", VERAX_ARM("DotProd"), "byte_dot fma", __VA_ARGS__)     \
+  ROW(neon, aarch64, "-march=armv8-a", true, "fma", __VA_ARGS__)                                            \
   ROW(portable, any, "-DVERAX_PORTABLE -O2", true, "", __VA_ARGS__)
 // clang-format on
 
@@ -73,6 +76,8 @@ namespace verax {
 
 // True if the processor has AMX, and the system lets this process use it: Linux does on request.
 bool amx_permitted();
+// True if the processor is an ARM one with FEAT_`feature`.
+bool arm_has(const char* feature);
 
 enum class Level { VERAX_LEVELS(VERAX_LEVEL_NAME, ) };
 

@@ -56,11 +56,11 @@ void pack_chunk(const float* x, int8_t* to, Inputs* with) {
   with->less[0] = with->less[1] + with->less[2];
 }
 
-// The products of codes with integers of x, less the products of the format's offset.
+// The products of codes with integers of x, less the products of what is left of the format's offset.
 template <class Format>
 inline Words less_offset(const Words& parts, const Inputs& with, int h) {
-  if constexpr (Format::OFFSET == 0) return parts;
-  constexpr int OFFSET = Format::OFFSET;
+  constexpr int OFFSET = LEFT_OFFSET<Format::OFFSET>;
+  if constexpr (OFFSET == 0) return parts;
   static_assert((OFFSET & (OFFSET - 1)) == 0, "a shift multiplies by it");
   int shift = 0;
   while (1 << shift < OFFSET) ++shift;

@@ -92,17 +92,20 @@ using F32Cells = Singles<float>;
 
 #if defined(VERAX_BYTE_DOT)
 
-// Integers of 8 bits by such integers: four in a cell, and sums of 32 bits, as the bits of floats. The processor
-// multiplies signed bytes by unsigned ones. So 128 is added to the packed ones, and 128 times the sum of the others is
-// taken off the total. Sums wrap around; the total is what 32 bits hold.
+// Integers of 8 bits by such integers: four in a cell, and sums of 32 bits, as the bits of floats. 128 is added to the
+// packed ones for processors that multiply signed bytes by unsigned ones: there, 128 times the sum of the others is taken
+// off the total. Elsewhere 128 is taken off each of them, once in a tile's step. Sums wrap around; the total is what 32
+// bits hold.
 struct IntegerCells {
   using Element = int8_t;
   static constexpr int depth = 4;
-  static F32 multiply(F32 sum, F32 a, F32 b) { return as_floats(dot_bytes(as_words(sum), as_words(b), as_words(a))); }
+  static F32 multiply(F32 sum, F32 a, F32 b) {
+    return as_floats(dot_bytes(as_words(sum), dot_operand(as_words(b)), as_words(a)));
+  }
   static F32 of_row(const Element* p) {
     return as_floats(exclusive_or(load_words(reinterpret_cast<const uint32_t*>(p)), words(0x80808080)));
   }
-  static F32 total(F32 sum, int32_t inputs) { return to_f32(add(as_words(sum), words(-128 * inputs))); }
+  static F32 total(F32 sum, int32_t inputs) { return to_f32(add(as_words(sum), words((DOT_OFFSET - 128) * inputs))); }
 };
 
 #elif defined(__AVX2__) && !defined(VERAX_PORTABLE)
@@ -133,7 +136,7 @@ struct BytePair {
 template <class Kind>
 constexpr bool WIDE = false;
 
-#if defined(VERAX_BYTE_DOT)
+#if defined(VERAX_HALF_DOT)
 
 inline F32 load(const BytePair* p) { return as_floats(load_halves(p->values)); }
 

@@ -108,7 +108,7 @@ inline bool gemm_has_panels(Weights kind) {
   if (kind == Weights::bf16) return level() == Level::avx512_bf16 || level() == Level::amx;
   const Level here = level();
   return here == Level::avx512_bf16 || here == Level::avx512_vnni || here == Level::avx_vnni ||
-         (here == Level::amx && kind == Weights::int8_pairs);
+         (kind == Weights::int8_pairs && (here == Level::amx || here == Level::neon_dot));
 }
 
 // True where panels are multiplied by tiles, of 16 cells of K in a step; steps in whose order x is packed.

@@ -44,7 +44,7 @@ struct BlockTile {
       for (int q = h * QUADS; q < (h + 1) * QUADS; ++q) {
         Codes codes[C];
         VERAX_UNROLL
-        for (int i = 0; i < C; ++i) codes[i] = split(Format::codes(unit + i * block, c, q));
+        for (int i = 0; i < C; ++i) codes[i] = split<Format::OFFSET>(Format::codes(unit + i * block, c, q));
         VERAX_UNROLL
         for (int r = 0; r < R; ++r) {
           const InputPair inputs = load_inputs(x + r * INPUT_BYTES, q);

@@ -160,7 +160,8 @@ struct Int4Tile {
         }
         VERAX_UNROLL
         for (int r = 0; r < R; ++r) {
-          const Words first = word_at(at.x + r * CHUNK + i), second = word_at(at.x + r * CHUNK + i + WORD / 2);
+          const int8_t* x = at.x + r * CHUNK;
+          const InputWord first = input_word(x, i / 4), second = input_word(x, i / 4 + 1);
           VERAX_UNROLL
           for (int c = 0; c < C; ++c) pairs[c][r] = dot_pairs(dot_pairs(pairs[c][r], low[c], first), high[c], second);
         }

@@ -8,7 +8,8 @@
 //   store_inputs(p, x): a chunk of whole numbers of at most LARGEST_INTEGER, in INPUT_BYTES. Where an instruction multiplies
 //     4 bytes of a lane, these are two digits of 8 bits: all high ones, then all low ones. Elsewhere they are integers of
 //     16 bits, the 0th and the 2nd of each 4 next to each other, as codes lie that are taken apart by a mask.
-//   Codes: split(words), an operand of products. InputPair: load_inputs(p, q), the q-th 4 of a chunk's inputs.
+//   Codes: split<OFFSET>(words), an operand of products, of codes whose values are OFFSET less; it takes off the OFFSET
+//     itself if LEFT_OFFSET<OFFSET> is 0. InputPair: load_inputs(p, q), the q-th 4 of a chunk's inputs.
 //   CodeSums: no_sums(); add_products(sums, codes, inputs); total(sums): a lane's sum, which is exact.
 #pragma once
 
@@ -45,9 +46,6 @@ inline float integer_factor(float scale) { return scale > 1e-37f ? 1 / scale : 0
 
 constexpr int INPUT_BYTES = 2 * CHUNK;
 
-struct InputPair {
-  Words first, second;
-};
 
 #if defined(VERAX_PORTABLE)
 
@@ -164,14 +162,22 @@ inline void store_inputs(int8_t* p, const Chunk& x) {
   }
 }
 using Codes = Words;
-inline Codes split(Words codes) { return codes; }
+template <int OFFSET>
+inline Codes split(Words codes) {
+  return OFFSET == 128 ? dot_operand(codes) : codes;
+}
+template <int OFFSET>
+constexpr int LEFT_OFFSET = OFFSET == 128 ? OFFSET - DOT_OFFSET : OFFSET;
 struct CodeSums {
   Words high, low;
 };
 inline CodeSums no_sums() { return {words(0), words(0)}; }
-inline InputPair load_inputs(const int8_t* x, int q) { return {word_at(x + 4 * q), word_at(x + CHUNK + 4 * q)}; }
+struct InputPair {
+  InputWord high, low;
+};
+inline InputPair load_inputs(const int8_t* x, int q) { return {input_word(x, q), input_word(x + CHUNK, q)}; }
 inline CodeSums add_products(CodeSums sums, Codes codes, InputPair x) {
-  return {dot_bytes(sums.high, codes, x.first), dot_bytes(sums.low, codes, x.second)};
+  return {dot_bytes(sums.high, codes, x.high), dot_bytes(sums.low, codes, x.low)};
 }
 inline Words total(CodeSums sums) { return add(shift_left(sums.high, 8), sums.low); }
 
@@ -189,7 +195,12 @@ inline void store_inputs(int8_t* p, const Chunk& x) {
 struct Codes {
   Words even, odd;  // the 0th and 2nd of a lane's bytes, and the others, in 16 bits each
 };
-inline Codes split(const Words& codes) { return {both(codes, words(0x00FF00FF)), upper_bytes(codes)}; }
+template <int OFFSET>
+inline Codes split(const Words& codes) {
+  return {both(codes, words(0x00FF00FF)), upper_bytes(codes)};
+}
+template <int OFFSET>
+constexpr int LEFT_OFFSET = OFFSET;
 #if defined(__ARM_NEON) && !defined(VERAX_PORTABLE)
 struct CodeSums {
   int32x4_t first, second;  // of the first two lanes and of the others, by their halves
@@ -216,9 +227,12 @@ inline CodeSums add_halves(const CodeSums& sums, const Words& codes, const Words
 }
 inline Words total(const CodeSums& sums) { return sums; }
 #endif
+struct InputPair {
+  Words even, odd;
+};
 inline InputPair load_inputs(const int8_t* x, int q) { return {word_at(x + 8 * q), word_at(x + 8 * q + 4)}; }
 inline CodeSums add_products(const CodeSums& sums, const Codes& codes, const InputPair& x) {
-  return add_halves(add_halves(sums, codes.even, x.first), codes.odd, x.second);
+  return add_halves(add_halves(sums, codes.even, x.even), codes.odd, x.odd);
 }
 
 #endif

@@ -8,16 +8,20 @@
 //   look_up(table, w): table[byte] for each byte, 0 to 15.
 //   upper_bytes(w): a lane's byte 1 in its lower 16 bits, and byte 3 in its upper 16. add(a, b): modulo 2^32.
 //   to_words(a): whole numbers as signed integers. store_low_bytes(p, w): the lowest byte of each lane.
-//   dot_pairs(pairs, codes, x): a lane's sum + its 4 codes (without a sign, of 4 bits) * its 4 bytes of x (signed, at least
+//   input_word(p, i): the i-th word of x from p on, of eight that lie there, for products of all lanes.
+//   dot_pairs(pairs, codes, x): a lane's sum + its 4 codes (without a sign, of 4 bits) * 4 bytes of x (signed, at least
 //   -127), in lanes that are twice as many where the processor adds up two products: at most eight times from zero on.
 //   add_pairs(sums, pairs): into sums.
 //
-// On x86 with vectors, where floats may be the bits of words:
+// With vectors, where floats may be the bits of words:
 //   exclusive_or(a, b). as_words(a), as_floats(w): the same bits.
+// On x86 with vectors:
 //   load_halves(p): two signed bytes in a lane, as integers of 16 bits.
-//   dot_halves(sums, a, b): a lane's sum + its two products of signed integers of 16 bits.
-//   dot_bytes(sums, a, b): a lane's sum + its four products of bytes of `a` (without a sign) and of b (signed), where the
-//   processor has an instruction for them: VERAX_BYTE_DOT is defined there.
+//   dot_halves(sums, a, b): a lane's sum + its two products of signed integers of 16 bits. VERAX_HALF_DOT is defined
+//   where this is one instruction.
+// Where the processor has an instruction for them, VERAX_BYTE_DOT is defined, and:
+//   dot_bytes(sums, a, b): a lane's sum + its four products of bytes of `a` (0 to 127) and of b (signed), also of a word of x.
+//   dot_operand(a): bytes of 0 to 255 as an `a`, less DOT_OFFSET: 128 where the instruction takes both with a sign, or 0.
 #pragma once
 
 #include "vec.h"
@@ -126,6 +130,7 @@ inline Words load_halves(const int8_t* p) {
 }
 #if defined(__AVX512VNNI__)
 #define VERAX_BYTE_DOT
+#define VERAX_HALF_DOT
 inline Words dot_bytes(Words sums, Words a, Words b) { return {_mm512_dpbusd_epi32(sums.v, a.v, b.v)}; }
 inline Words dot_halves(Words sums, Words a, Words b) { return {_mm512_dpwssd_epi32(sums.v, a.v, b.v)}; }
 #else
@@ -173,6 +178,7 @@ inline Words load_halves(const int8_t* p) {
 }
 #if defined(__AVXVNNI__)
 #define VERAX_BYTE_DOT
+#define VERAX_HALF_DOT
 inline Words dot_bytes(Words sums, Words a, Words b) { return {_mm256_dpbusd_avx_epi32(sums.v, a.v, b.v)}; }
 inline Words dot_halves(Words sums, Words a, Words b) { return {_mm256_dpwssd_avx_epi32(sums.v, a.v, b.v)}; }
 #else
@@ -203,6 +209,22 @@ inline Words look_up(const uint8_t* table, Words a) {
 }
 inline Words upper_bytes(Words a) { return {vreinterpretq_u32_u16(vshrq_n_u16(vreinterpretq_u16_u32(a.v), 8))}; }
 inline Words add(Words a, Words b) { return {vaddq_u32(a.v, b.v)}; }
+inline Words exclusive_or(Words a, Words b) { return {veorq_u32(a.v, b.v)}; }
+inline Words as_words(F32 a) { return {vreinterpretq_u32_f32(a.v)}; }
+inline F32 as_floats(Words a) { return {vreinterpretq_f32_u32(a.v)}; }
+#if defined(__ARM_FEATURE_DOTPROD)
+#define VERAX_BYTE_DOT
+#define VERAX_SIGNED_DOT
+inline Words dot_bytes(Words sums, Words a, Words b) {
+  const int8x16_t x = vreinterpretq_s8_u32(a.v), y = vreinterpretq_s8_u32(b.v);
+  return {vreinterpretq_u32_s32(vdotq_s32(vreinterpretq_s32_u32(sums.v), x, y))};
+}
+template <int lane>
+inline Words dot_lane(Words sums, Words a, int8x16_t b) {
+  const int8x16_t x = vreinterpretq_s8_u32(a.v);
+  return {vreinterpretq_u32_s32(vdotq_laneq_s32(vreinterpretq_s32_u32(sums.v), x, b, lane))};
+}
+#else
 inline Words dot_pairs(Words pairs, Words codes, Words x) {
   const int8x16_t inputs = vreinterpretq_s8_u32(x.v), weights = vreinterpretq_s8_u32(codes.v);
   const int16x8_t low = vmull_s8(vget_low_s8(weights), vget_low_s8(inputs)), high = vmull_high_s8(weights, inputs);
@@ -211,6 +233,7 @@ inline Words dot_pairs(Words pairs, Words codes, Words x) {
 inline Words add_pairs(Words sums, Words pairs) {
   return {vreinterpretq_u32_s32(vpadalq_s16(vreinterpretq_s32_u32(sums.v), vreinterpretq_s16_u32(pairs.v)))};
 }
+#endif
 inline Words to_words(F32 a) { return {vreinterpretq_u32_s32(vcvtq_s32_f32(a.v))}; }
 inline void store_low_bytes(int8_t* p, Words a) {
   const uint16x4_t pairs = vmovn_u32(a.v);
@@ -220,11 +243,12 @@ inline void store_low_bytes(int8_t* p, Words a) {
 
 #endif
 
-#if defined(VERAX_BYTE_DOT)
-inline Words dot_pairs(Words pairs, Words codes, Words x) { return dot_bytes(pairs, codes, x); }
-inline Words add_pairs(Words sums, Words pairs) { return add(sums, pairs); }
-#elif defined(__AVX2__) && !defined(VERAX_PORTABLE)
-inline Words add_pairs(Words sums, Words pairs) { return dot_halves(sums, pairs, words(0x00010001)); }
+#if defined(VERAX_SIGNED_DOT)
+constexpr int DOT_OFFSET = 128;
+inline Words dot_operand(Words a) { return exclusive_or(a, words(0x80808080)); }
+#elif defined(VERAX_BYTE_DOT)
+constexpr int DOT_OFFSET = 0;
+inline Words dot_operand(Words a) { return a; }
 #endif
 
 // Each load by itself, so that compilers broadcast from memory: out of a register that is not a vector's, it costs more.
@@ -233,6 +257,38 @@ inline Words word_at(const void* p) {
   std::memcpy(&word, p, sizeof word);
   return words(word);
 }
+
+#if defined(__ARM_NEON) && defined(VERAX_BYTE_DOT)
+
+// One of the four words of a register, by which the instruction multiplies without having it in each lane.
+struct InputWord {
+  int8x16_t four;
+  int lane;
+};
+inline InputWord input_word(const int8_t* p, int i) { return {vld1q_s8(p + i / 4 * 16), i % 4}; }
+inline Words dot_bytes(Words sums, Words a, InputWord b) {
+  switch (b.lane) {  // known in loops that are unrolled
+    case 0: return dot_lane<0>(sums, a, b.four);
+    case 1: return dot_lane<1>(sums, a, b.four);
+    case 2: return dot_lane<2>(sums, a, b.four);
+    default: return dot_lane<3>(sums, a, b.four);
+  }
+}
+
+#else
+
+using InputWord = Words;
+inline InputWord input_word(const int8_t* p, int i) { return word_at(p + 4 * i); }
+
+#endif
+
+#if defined(VERAX_BYTE_DOT)
+inline Words dot_pairs(Words pairs, Words codes, InputWord x) { return dot_bytes(pairs, codes, x); }
+inline Words add_pairs(Words sums, Words pairs) { return add(sums, pairs); }
+#elif defined(__AVX2__) && !defined(VERAX_PORTABLE)
+inline Words add_pairs(Words sums, Words pairs) { return dot_halves(sums, pairs, words(0x00010001)); }
+#endif
+
 inline Words byte(Words a, int i) { return both(shift_right(a, 8 * i), words(255)); }
 
 }  // namespace
