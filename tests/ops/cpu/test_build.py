@@ -24,6 +24,7 @@ CAPABILITIES = {
     "amx": {"bf16_dot", "bf16_tiles", "byte_dot", "fma", "half_dot"},
     "avx512_bf16": {"bf16_dot", "byte_dot", "fma", "half_dot"},
     **{level: {"byte_dot", "fma", "half_dot"} for level in ("avx512_vnni", "avx_vnni")},
+    "neon_bf16": {"bf16_dot", "byte_dot", "fma"},
     "neon_dot": {"byte_dot", "fma"},
     **{level: {"fma"} for level in ("avx512", "avx2", "neon")},
 }

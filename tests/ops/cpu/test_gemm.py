@@ -84,7 +84,7 @@ def chosen(*sizes):
 # Capabilities of a level, and the implementation for numbers of rows of a kind, with a weight that the kernel takes.
 CHOICES = {
     "amx": (
-        {"bf16_dot", "bf16_tiles", "fma"},
+        {"bf16_dot", "bf16_tiles", "fma", "half_dot"},
         {
             "native": [(4, "bfloat16"), (11, "float32"), (128, "int8")],
             "native_gemm": [(5, "bfloat16"), (127, "bfloat16"), (24, "float32")],
@@ -92,11 +92,19 @@ CHOICES = {
         },
     ),
     "avx512_bf16": (
-        {"bf16_dot", "fma"},
+        {"bf16_dot", "fma", "half_dot"},
         {
             "native": [(23, "bfloat16"), (11, "float32"), (128, "int8")],
             "native_gemm": [(24, "bfloat16"), (511, "bfloat16"), (12, "float32"), (129, "int8")],
             "reference": [(512, "bfloat16")],
+        },
+    ),
+    "neon_bf16": (
+        {"bf16_dot", "fma"},
+        {
+            "native": [(23, "bfloat16"), (11, "float32"), (128, "int8")],
+            "native_gemm": [(24, "bfloat16"), (5000, "bfloat16"), (12, "float32"), (129, "int8")],
+            "reference": [(33, "float32")],
         },
     ),
     # XLA would convert bfloat16 and integers.

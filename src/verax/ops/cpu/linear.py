@@ -143,7 +143,7 @@ MIN_ROWS_AS_FLOATS = 12
 TOO_MANY = 512
 """Rows from which XLA's matmul library is as fast, and for some shapes faster. Quantised weights it has to write out as
 bfloat16 first: for them it never is. The same goes for bfloat16 on a processor that does not multiply it: XLA writes
-float32, and takes 1.2 to 1.8 times as long for 32 to 2,048 rows (AVX2)."""
+float32, and takes 1.2 to 1.8 times as long for 32 to 2,048 rows (AVX2). ARM is taken for such a processor."""
 
 TOO_MANY_FLOATS = 33
 """`TOO_MANY` of float32 without AVX-512."""
@@ -183,14 +183,15 @@ def faster_rows(kind: str) -> range:
         kind: dtype of the weight, or "blocks" of GGUF files.
     """
     least, dot = MIN_ROWS[kind], library.has(DOT)
+    dot_of_xla = dot and library.has(HALVES)  # on x86
     if not library.has(VECTORS):
         return range(0)
     if kind == "float32":
-        return range(least, TOO_MANY if dot else TOO_MANY_FLOATS)
+        return range(least, TOO_MANY if dot_of_xla else TOO_MANY_FLOATS)
     if kind == "bfloat16":
         if library.has(TILES):
             return TILE_ROWS
-        return range(least, TOO_MANY) if dot else range(MIN_ROWS_AS_FLOATS, sys.maxsize)
+        return range(least if dot else MIN_ROWS_AS_FLOATS, TOO_MANY if dot_of_xla else sys.maxsize)
     if kind == "blocks" and library.has(TILES):
         least = MIN_ROWS_OF_BLOCK_TILES
     return range(least, sys.maxsize)

@@ -40,7 +40,7 @@ bool arm_has([[maybe_unused]] const char* feature) {
     int bit;
   };
   // By number: the C library of an older system has no names for all of them.
-  constexpr Bit BITS[] = {{"DotProd", AT_HWCAP, 20}};
+  constexpr Bit BITS[] = {{"DotProd", AT_HWCAP, 20}, {"I8MM", AT_HWCAP2, 13}, {"BF16", AT_HWCAP2, 14}};
   for (const Bit& each : BITS) {
     if (std::strcmp(each.feature, feature) == 0) return getauxval(each.word) >> each.bit & 1;
   }

@@ -48,6 +48,8 @@
   ROW(avx_vnni, x86_64, "-mavx2 -mfma -mf16c -mavxvnni",                                                    \
       VERAX_CPU("avx2") && VERAX_CPU("fma") && VERAX_CPU("avxvnni"), "byte_dot fma half_dot", __VA_ARGS__)  \
   ROW(avx2, x86_64, "-mavx2 -mfma -mf16c", VERAX_CPU("avx2") && VERAX_CPU("fma"), "fma", __VA_ARGS__)       \
+  ROW(neon_bf16, aarch64, "-march=armv8.2-a+dotprod+i8mm+bf16",                                             \
+      VERAX_ARM("DotProd") && VERAX_ARM("I8MM") && VERAX_ARM("BF16"), "bf16_dot byte_dot fma", __VA_ARGS__) \
   ROW(neon_dot, aarch64, "-march=armv8.2-a+dotprod", VERAX_ARM("DotProd"), "byte_dot fma", __VA_ARGS__)     \
   ROW(neon, aarch64, "-march=armv8-a", true, "fma", __VA_ARGS__)                                            \
   ROW(portable, any, "-DVERAX_PORTABLE -O2", true, "", __VA_ARGS__)

@@ -32,7 +32,59 @@ struct Singles {
   }
 };
 
-#if defined(__AVX512BF16__) && !defined(VERAX_PORTABLE)
+#if defined(VERAX_BF16_DOT) && defined(__ARM_NEON)
+
+struct Pairs {
+  using Element = bf16;
+  static constexpr int depth = 2;
+  static F32 multiply(F32 sum, F32 a, F32 b) {
+    return {vbfdotq_f32(sum.v, vreinterpretq_bf16_f32(a.v), vreinterpretq_bf16_f32(b.v))};
+  }
+  static F32 of_row(const Element* p) { return {vreinterpretq_f32_u16(vld1q_u16(p))}; }
+  static Chunk of_rows(const Element* const* rows, int64_t at) {
+    Chunk cells;
+    VERAX_UNROLL
+    for (int i = 0; i < Chunk::parts; i += depth) {
+      const uint16x8_t first = vld1q_u16(rows[0] + at + i * F32::lanes);
+      const uint16x8_t second = vld1q_u16(rows[1] + at + i * F32::lanes);
+      cells.part[i] = {vreinterpretq_f32_u16(vzip1q_u16(first, second))};
+      cells.part[i + 1] = {vreinterpretq_f32_u16(vzip2q_u16(first, second))};
+    }
+    return cells;
+  }
+  static void of_chunk(float* to, const Chunk& values) {
+    store_bf16_chunk(reinterpret_cast<bf16*>(to), to_bf16_chunk(values));
+  }
+  static void of_pair(float* to, int64_t, F32 first, F32 second) {
+    const bfloat16x8_t a = vcvtq_low_bf16_f32(first.v), b = vcvtq_low_bf16_f32(second.v);
+    store(to, {vreinterpretq_f32_u16(vzip1q_u16(vreinterpretq_u16_bf16(a), vreinterpretq_u16_bf16(b)))});
+  }
+};
+using Bf16Cells = Pairs;
+
+// Integers of 8 bits, which bfloat16 holds exactly: the upper halves of float32.
+struct Int8Pairs : Pairs {
+  using Element = int8_t;
+  static F32 of_bytes(int8x8_t bytes) {
+    const int16x8_t wide = vmovl_s8(bytes);
+    const float32x4_t low = vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide))), high = vcvtq_f32_s32(vmovl_high_s16(wide));
+    return {vreinterpretq_f32_u16(vuzp2q_u16(vreinterpretq_u16_f32(low), vreinterpretq_u16_f32(high)))};
+  }
+  static F32 of_row(const Element* p) { return of_bytes(vld1_s8(p)); }
+  static Chunk of_rows(const Element* const* rows, int64_t at) {
+    Chunk cells;
+    VERAX_UNROLL
+    for (int i = 0; i < Chunk::parts; i += depth) {
+      const int8x8_t first = vld1_s8(rows[0] + at + i * F32::lanes), second = vld1_s8(rows[1] + at + i * F32::lanes);
+      cells.part[i] = of_bytes(vzip1_s8(first, second));
+      cells.part[i + 1] = of_bytes(vzip2_s8(first, second));
+    }
+    return cells;
+  }
+};
+using Int8Cells = Int8Pairs;
+
+#elif defined(VERAX_BF16_DOT)
 
 struct Pairs {
   using Element = bf16;

@@ -60,7 +60,7 @@ int64_t cells(int64_t C) {
 // A cell of the weight from its first channel on, where channels are `stride` apart and `left` of them are left.
 inline float cell_of(Singles<float>, const float* from, int64_t, int64_t) { return *from; }
 inline float cell_of(Singles<bf16>, const bf16* from, int64_t, int64_t) { return widen(*from); }
-#if defined(__AVX512BF16__) && !defined(VERAX_PORTABLE)
+#if defined(VERAX_BF16_DOT)
 inline float cell_of(Pairs, const bf16* from, int64_t stride, int64_t left) {
   const bf16 pair[2] = {from[0], left > 1 ? from[stride] : bf16{0}};
   float cell;

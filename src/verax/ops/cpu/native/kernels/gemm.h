@@ -105,10 +105,10 @@ inline const char* gemm_panel(const GemmTask& t, int64_t n) {
 // True at a level whose instructions multiply such cells. Tiles take int8 as it lies (linear_tiles.h).
 inline bool gemm_has_panels(Weights kind) {
   if (kind == Weights::f32) return true;
-  if (kind == Weights::bf16) return level() == Level::avx512_bf16 || level() == Level::amx;
   const Level here = level();
-  return here == Level::avx512_bf16 || here == Level::avx512_vnni || here == Level::avx_vnni ||
-         (kind == Weights::int8_pairs && (here == Level::amx || here == Level::neon_dot));
+  if (kind == Weights::bf16) return here == Level::avx512_bf16 || here == Level::amx || here == Level::neon_bf16;
+  if (here == Level::avx512_bf16 || here == Level::avx512_vnni || here == Level::avx_vnni) return true;
+  return kind == Weights::int8_pairs && (here == Level::amx || here == Level::neon_bf16 || here == Level::neon_dot);
 }
 
 // True where panels are multiplied by tiles, of 16 cells of K in a step; steps in whose order x is packed.

@@ -241,6 +241,7 @@ inline F32 dot(F32 accumulator, const Chunk& a, const Chunk& b) {
 }
 
 #if defined(__AVX512BF16__) && !defined(VERAX_PORTABLE)
+#define VERAX_BF16_DOT
 
 struct Bf16Chunk {
   using Stored = bf16;  // how a chunk lies in memory between uses
@@ -262,6 +263,41 @@ inline void store_bf16_chunk(bf16* p, const Bf16Chunk& chunk) {
 }
 inline F32 dot(F32 accumulator, const Bf16Chunk& a, const Bf16Chunk& b) {
   return {_mm512_dpbf16_ps(accumulator.v, a.v, b.v)};
+}
+
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) && !defined(VERAX_PORTABLE)
+#define VERAX_BF16_DOT
+
+struct Bf16Chunk {
+  using Stored = bf16;
+  bfloat16x8_t v[CHUNK / 8];
+};
+inline Bf16Chunk load_bf16_chunk(const bf16* p) {
+  Bf16Chunk chunk;
+  VERAX_UNROLL
+  for (int i = 0; i < CHUNK / 8; ++i) chunk.v[i] = vreinterpretq_bf16_u16(vld1q_u16(p + 8 * i));
+  return chunk;
+}
+inline Bf16Chunk to_bf16_chunk(const Chunk& chunk) {
+  Bf16Chunk rounded;
+  VERAX_UNROLL
+  for (int i = 0; i < CHUNK / 8; ++i) {
+    rounded.v[i] = vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(chunk.part[2 * i].v), chunk.part[2 * i + 1].v);
+  }
+  return rounded;
+}
+template <typename T>  // float8
+inline Bf16Chunk load_bf16_chunk(const T* p) {
+  return to_bf16_chunk(load_chunk(p));
+}
+inline void store_bf16_chunk(bf16* p, const Bf16Chunk& chunk) {
+  VERAX_UNROLL
+  for (int i = 0; i < CHUNK / 8; ++i) vst1q_u16(p + 8 * i, vreinterpretq_u16_bf16(chunk.v[i]));
+}
+inline F32 dot(F32 accumulator, const Bf16Chunk& a, const Bf16Chunk& b) {
+  VERAX_UNROLL
+  for (int i = 0; i < CHUNK / 8; ++i) accumulator.v = vbfdotq_f32(accumulator.v, a.v[i], b.v[i]);
+  return accumulator;
 }
 
 #else
@@ -287,7 +323,11 @@ inline void store_bf16_chunk(float* p, const Bf16Chunk& chunk) { store_chunk(p, 
 inline void round_row(float* to, const float* from, int64_t count) { std::memcpy(to, from, count * sizeof(float)); }
 inline void round_row(bf16* to, const float* from, int64_t count) {
   int64_t i = 0;
-#if defined(__AVX512BF16__) && !defined(VERAX_PORTABLE)
+#if defined(VERAX_BF16_DOT) && defined(__ARM_NEON)
+  for (; i + F32::lanes <= count; i += F32::lanes) {
+    vst1_u16(to + i, vreinterpret_u16_bf16(vcvt_bf16_f32(load(from + i).v)));
+  }
+#elif defined(VERAX_BF16_DOT)
   for (; i + F32::lanes <= count; i += F32::lanes) {
     const __m256bh rounded = _mm512_cvtneps_pbh(load(from + i).v);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), reinterpret_cast<const __m256i&>(rounded));

@@ -212,7 +212,18 @@ inline Words add(Words a, Words b) { return {vaddq_u32(a.v, b.v)}; }
 inline Words exclusive_or(Words a, Words b) { return {veorq_u32(a.v, b.v)}; }
 inline Words as_words(F32 a) { return {vreinterpretq_u32_f32(a.v)}; }
 inline F32 as_floats(Words a) { return {vreinterpretq_f32_u32(a.v)}; }
-#if defined(__ARM_FEATURE_DOTPROD)
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#define VERAX_BYTE_DOT
+inline Words dot_bytes(Words sums, Words a, Words b) {
+  const uint8x16_t x = vreinterpretq_u8_u32(a.v);
+  return {vreinterpretq_u32_s32(vusdotq_s32(vreinterpretq_s32_u32(sums.v), x, vreinterpretq_s8_u32(b.v)))};
+}
+template <int lane>
+inline Words dot_lane(Words sums, Words a, int8x16_t b) {
+  const uint8x16_t x = vreinterpretq_u8_u32(a.v);
+  return {vreinterpretq_u32_s32(vusdotq_laneq_s32(vreinterpretq_s32_u32(sums.v), x, b, lane))};
+}
+#elif defined(__ARM_FEATURE_DOTPROD)
 #define VERAX_BYTE_DOT
 #define VERAX_SIGNED_DOT
 inline Words dot_bytes(Words sums, Words a, Words b) {
