@@ -18,6 +18,7 @@ template <class Stored>
 struct Singles {
   using Element = Stored;
   static constexpr int depth = 1;  // values in a cell
+  static F32 cell(float x) { return broadcast(x); }  // an `a` with x in each lane
   // a[lane] * b[lane] + sum
   static F32 multiply(F32 sum, F32 a, F32 b) { return fma(a, b, sum); }
   // Cells of F32::lanes * depth values of one row.
@@ -37,6 +38,10 @@ struct Singles {
 struct Pairs {
   using Element = bf16;
   static constexpr int depth = 2;
+  static bfloat16x4_t cell(float x) { return vreinterpret_bf16_s8(each_lane(x)); }
+  static F32 multiply(F32 sum, bfloat16x4_t a, F32 b) {
+    return {vbfdotq_lane_f32(sum.v, vreinterpretq_bf16_f32(b.v), a, 0)};
+  }
   static F32 multiply(F32 sum, F32 a, F32 b) {
     return {vbfdotq_f32(sum.v, vreinterpretq_bf16_f32(a.v), vreinterpretq_bf16_f32(b.v))};
   }
@@ -89,6 +94,7 @@ using Int8Cells = Int8Pairs;
 struct Pairs {
   using Element = bf16;
   static constexpr int depth = 2;
+  static F32 cell(float x) { return broadcast(x); }
   static F32 multiply(F32 sum, F32 a, F32 b) {
     return {_mm512_dpbf16_ps(sum.v, reinterpret_cast<const __m512bh&>(a.v), reinterpret_cast<const __m512bh&>(b.v))};
   }
@@ -151,8 +157,9 @@ using F32Cells = Singles<float>;
 struct IntegerCells {
   using Element = int8_t;
   static constexpr int depth = 4;
-  static F32 multiply(F32 sum, F32 a, F32 b) {
-    return as_floats(dot_bytes(as_words(sum), dot_operand(as_words(b)), as_words(a)));
+  static EachLane cell(float x) { return each_lane(x); }
+  static F32 multiply(F32 sum, EachLane a, F32 b) {
+    return as_floats(dot_bytes(as_words(sum), dot_operand(as_words(b)), a));
   }
   static F32 of_row(const Element* p) {
     return as_floats(exclusive_or(load_words(reinterpret_cast<const uint32_t*>(p)), words(0x80808080)));
@@ -166,6 +173,7 @@ struct IntegerCells {
 struct IntegerCells {
   using Element = int8_t;
   static constexpr int depth = 2;
+  static F32 cell(float x) { return broadcast(x); }
   static F32 multiply(F32 sum, F32 a, F32 b) { return as_floats(dot_halves(as_words(sum), as_words(a), as_words(b))); }
   static F32 of_row(const Element* p) { return as_floats(load_halves(p)); }
   static F32 total(F32 sum, int32_t) { return to_f32(as_words(sum)); }
@@ -195,6 +203,7 @@ inline F32 load(const BytePair* p) { return as_floats(load_halves(p->values)); }
 // Such pairs by integers of 16 bits: sums of 32 bits, as the bits of floats.
 struct WideCells {
   static constexpr int depth = 2;
+  static F32 cell(float x) { return broadcast(x); }
   static F32 multiply(F32 sum, F32 a, F32 b) { return as_floats(dot_halves(as_words(sum), as_words(a), as_words(b))); }
   static F32 total(F32 sum) {
     asm("" : "+v"(sum.v));  // without it, GCC 12 keeps a copy of each sum in memory: half of the speed
@@ -272,7 +281,7 @@ inline void add_products(F32 (&sums)[R][C], A a, B b, int64_t depth) {
     for (int c = 0; c < C; ++c) columns[c] = load(b.row(d) + c * F32::lanes);
     VERAX_UNROLL
     for (int r = 0; r < R; ++r) {
-      const F32 cell = broadcast(a.row(r)[d]);
+      const auto cell = Kind::cell(a.row(r)[d]);
       VERAX_UNROLL
       for (int c = 0; c < C; ++c) sums[r][c] = Kind::multiply(sums[r][c], cell, columns[c]);
     }

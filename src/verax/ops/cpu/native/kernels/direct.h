@@ -105,7 +105,7 @@ void direct_columns(Matrix weights, const typename Kind::Element* const* values,
       }
       VERAX_UNROLL
       for (int r = 0; r < R; ++r) {
-        const F32 weight = broadcast(weights.row(r)[key / Kind::depth]);
+        const auto weight = Kind::cell(weights.row(r)[key / Kind::depth]);
         VERAX_UNROLL
         for (int i = 0; i < Chunk::parts; ++i) {
           F32& sum = sums[r][c * Chunk::parts + i];

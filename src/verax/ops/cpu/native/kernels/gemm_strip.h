@@ -77,7 +77,7 @@ inline void add_streamed(F32 (&sums)[R][C], X x, W weight, int64_t depth, Ahead 
     }
     VERAX_UNROLL
     for (int r = 0; r < R; ++r) {
-      const F32 cell = broadcast(x.row(r)[d]);
+      const auto cell = Kind::cell(x.row(r)[d]);
       VERAX_UNROLL
       for (int c = 0; c < C; ++c) sums[r][c] = Kind::multiply(sums[r][c], cell, columns[c]);
     }

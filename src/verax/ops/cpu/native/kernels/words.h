@@ -20,8 +20,10 @@
 //   dot_halves(sums, a, b): a lane's sum + its two products of signed integers of 16 bits. VERAX_HALF_DOT is defined
 //   where this is one instruction.
 // Where the processor has an instruction for them, VERAX_BYTE_DOT is defined, and:
-//   dot_bytes(sums, a, b): a lane's sum + its four products of bytes of `a` (0 to 127) and of b (signed), also of a word of x.
-//   dot_operand(a): bytes of 0 to 255 as an `a`, less DOT_OFFSET: 128 where the instruction takes both with a sign, or 0.
+//   each_lane(bits): a word in all lanes; on ARM in one of a register, from which instructions take it for all.
+//   dot_bytes(sums, a, b): a lane's sum + its four products of bytes of `a` (0 to 127) and of b (signed), which is an
+//   InputWord or each_lane(bits).
+//   dot_operand(a): bytes of 0 to 255 as an `a`, less DOT_OFFSET: 128 where the instruction takes signed ones, else 0.
 #pragma once
 
 #include "vec.h"
@@ -214,9 +216,8 @@ inline Words as_words(F32 a) { return {vreinterpretq_u32_f32(a.v)}; }
 inline F32 as_floats(Words a) { return {vreinterpretq_f32_u32(a.v)}; }
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 #define VERAX_BYTE_DOT
-inline Words dot_bytes(Words sums, Words a, Words b) {
-  const uint8x16_t x = vreinterpretq_u8_u32(a.v);
-  return {vreinterpretq_u32_s32(vusdotq_s32(vreinterpretq_s32_u32(sums.v), x, vreinterpretq_s8_u32(b.v)))};
+inline Words dot_bytes(Words sums, Words a, int8x8_t b) {
+  return {vreinterpretq_u32_s32(vusdotq_lane_s32(vreinterpretq_s32_u32(sums.v), vreinterpretq_u8_u32(a.v), b, 0))};
 }
 template <int lane>
 inline Words dot_lane(Words sums, Words a, int8x16_t b) {
@@ -226,9 +227,8 @@ inline Words dot_lane(Words sums, Words a, int8x16_t b) {
 #elif defined(__ARM_FEATURE_DOTPROD)
 #define VERAX_BYTE_DOT
 #define VERAX_SIGNED_DOT
-inline Words dot_bytes(Words sums, Words a, Words b) {
-  const int8x16_t x = vreinterpretq_s8_u32(a.v), y = vreinterpretq_s8_u32(b.v);
-  return {vreinterpretq_u32_s32(vdotq_s32(vreinterpretq_s32_u32(sums.v), x, y))};
+inline Words dot_bytes(Words sums, Words a, int8x8_t b) {
+  return {vreinterpretq_u32_s32(vdotq_lane_s32(vreinterpretq_s32_u32(sums.v), vreinterpretq_s8_u32(a.v), b, 0))};
 }
 template <int lane>
 inline Words dot_lane(Words sums, Words a, int8x16_t b) {
@@ -271,6 +271,12 @@ inline Words word_at(const void* p) {
 
 #if defined(__ARM_NEON) && defined(VERAX_BYTE_DOT)
 
+using EachLane = int8x8_t;
+inline EachLane each_lane(float bits) {
+  const float32x2_t front = {bits, 0};
+  return vreinterpret_s8_f32(front);
+}
+
 // One of the four words of a register, by which the instruction multiplies without having it in each lane.
 struct InputWord {
   int8x16_t four;
@@ -291,6 +297,11 @@ inline Words dot_bytes(Words sums, Words a, InputWord b) {
 using InputWord = Words;
 inline InputWord input_word(const int8_t* p, int i) { return word_at(p + 4 * i); }
 
+#endif
+
+#if defined(VERAX_BYTE_DOT) && !defined(__ARM_NEON)
+using EachLane = Words;
+inline EachLane each_lane(float bits) { return as_words(broadcast(bits)); }
 #endif
 
 #if defined(VERAX_BYTE_DOT)
