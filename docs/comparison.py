@@ -26,6 +26,7 @@ WORKLOADS: list[tuple[str, str, str, str, int]] = [
     ("one sequence, bfloat16", "text", "short-prompts-bfloat16-1-prompt", "", 0),
     ("32 sequences, bfloat16", "text", "short-prompts-bfloat16-32-prompts", "", 0),
     ("32 sequences, int8", "text", "short-prompts-int8-32-prompts", "", 0),
+    ("32 sequences, int8 with inputs of 8 bits", "text", "short-prompts-w8a8-32-prompts", "", 0),
     ("a prompt of 512 tokens, bfloat16", "text", "prompt-bfloat16-512-tokens", "", 0),
     ("Gemma 3 270M, published GGUF file, 4 x 100", "text", "gemma-3-270m-q4-k-m-short-prompts-bfloat16", "", 0),
     ("SmolLM2 135M, published GGUF file, one", "text", "smollm2-135m-*-short-prompts-bfloat16-1-prompt", "", 0),
