@@ -327,6 +327,22 @@ def test_an_awq_and_an_mxfp4_weight_is_the_files_to_the_bit(tmp_path, F, D, grou
     np.testing.assert_array_equal(opened.read("up.weight").dequantize(), expected)
 
 
+@pytest.mark.parametrize(
+    ("packing", "make"),
+    [
+        ({"packing_format": "auto_round"}, partial(gptq, version=2, symmetric=False)),
+        ({"packing_format": "auto_round:gptqmodel"}, partial(gptq, version=2, symmetric=False)),
+        ({"packing_format": "auto_round:auto_awq"}, awq),
+        ({"packing_format": "auto_round:auto_gptq"}, partial(gptq, symmetric=False, g_idx=False)),
+        ({}, partial(gptq, symmetric=False)),
+    ],
+)
+def test_a_weight_of_auto_round_is_the_files_to_the_bit(tmp_path, packing, make):
+    arrays, expected = make(np.random.default_rng(0), 16, 96)
+    opened = open_packed(tmp_path, arrays, {"quant_method": "auto-round", "bits": 4, "group_size": 32, **packing})
+    np.testing.assert_array_equal(opened.read("up.weight").dequantize(), expected)
+
+
 PACKED = {
     "weight_packed": np.zeros((1, 8), np.int32),
     "weight_scale": np.ones((1, 2), np.float32),
@@ -342,6 +358,7 @@ ARRAYS = {
 APPLIED = [{"targets": ["Linear"], "location": location} for location in ("weight_output", "input")]
 ROTATED = {"transform_config": {"config_groups": {"R4": {"type": "hadamard", "apply": APPLIED}}}}
 ONES = lambda *shape, dtype=np.float32: np.ones(shape, dtype)
+AUTO_ROUND = {"quant_method": "auto-round"}
 GROUPS_OF_48 = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"group_size": 48}}}}
 TWO_GROUPS = {"scales": ONES(2, 40, dtype=np.float16), "qzeros": ONES(2, 5, dtype=np.int32)}
 REFUSED = [
@@ -375,6 +392,9 @@ REFUSED = [
     ("gptq", {"scales": ONES(12, 40, dtype=np.int32)}, {}, "the last of floats"),
     ("gptq", {"qweight": ONES(48, dtype=np.int32)}, {}, r"up.qweight of dtype int32 and shape \[48\]"),
     ("gptq", {"g_idx": ONES(383, dtype=np.int32)}, {}, r"up.g_idx of dtype int32 and shape \[383\]"),
+    ("gptq", {}, {**AUTO_ROUND, "packing_format": "auto_round:marlin"}, "'auto_round:marlin' of AutoRound is not supp"),
+    ("gptq", {}, {**AUTO_ROUND, "act_bits": 8}, "AutoRound's int weights with inputs of 8 bits"),
+    ("gptq", {}, {**AUTO_ROUND, "data_type": "mx_fp"}, "AutoRound's mx_fp weights"),
     ("awq", {}, {"version": "GEMV"}, "the version 'GEMV' are not supported: gemm is"),
     ("awq", {}, {"bits": 8}, "8 bits are not supported: 4 are"),
     ("awq", {}, {"version": 3}, "version: expected a text"),

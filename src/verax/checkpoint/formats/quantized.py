@@ -10,6 +10,7 @@ A weight `X.weight` of shape `[F, D]` with a scale for a row or for a group of i
 - **AWQ** (Lin et al., 2023, arXiv:2306.00978) in AutoAWQ's version `gemm`, 4 bits packed along F: `X.qweight` int32
   `[D, F / 8]`, bits 4i to 4i + 3 of word c hold output `8 c + (0, 2, 4, 6, 1, 3, 5, 7)[i]`; `X.qzeros` int32
   `[groups, F / 8]` in the same order; `X.scales` `[groups, F]`. The formula is GPTQ's;
+- **AutoRound** (Cheng et al., 2023, arXiv:2309.05516), as GPTQ of either version, or as AWQ (`packing_format`);
 - **pack-quantized** of compressed-tensors: `X.weight_packed` int32 `[F, D * bits / 32]`, input i of a row at bits
   `bits * i` and up of the row, stored with an offset of half the range; `X.weight_scale` `[F, groups]`;
   `X.weight_shape` = (F, D). Asymmetric ones have `X.weight_zero_point` int32 `[F * bits / 32, groups]`, packed in the
@@ -32,9 +33,9 @@ A weight `X.weight` of shape `[F, D]` with a scale for a row or for a group of i
 
 Sources: AutoGPTQ, `nn_modules/qlinear/qlinear_cuda_old.py`; ModelCloud/GPTQModel, `utils/model.py`,
 `convert_gptq_v1_to_v2_format_module`; casper-hansen/AutoAWQ, `awq/modules/linear/gemm.py` and
-`awq/utils/packing_utils.py`; vllm-project/compressed-tensors, `compressors/pack_quantized` and
-`compressors/naive_quantized`; DeepSeek-V3 (arXiv:2412.19437), `inference/kernel.py`; transformers,
-`integrations/finegrained_fp8.py`.
+`awq/utils/packing_utils.py`; intel/auto-round, `inference/backend.py`; vllm-project/compressed-tensors,
+`compressors/pack_quantized` and `compressors/naive_quantized`; DeepSeek-V3 (arXiv:2412.19437), `inference/kernel.py`;
+transformers, `integrations/finegrained_fp8.py`.
 """
 
 from __future__ import annotations
@@ -260,6 +261,31 @@ def _find_awq(
     if bits != _AWQ_BITS:
         raise CheckpointError(f"{where}: AWQ weights of {bits} bits are not supported: {_AWQ_BITS} are")
     return _find(tensors, _AWQ, where, config)
+
+
+_AUTO_ROUND = {
+    "auto_round": "gptq_v2",
+    "auto_round:gptqmodel": "gptq_v2",
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:auto_awq": _AWQ,
+}
+"""Layouts by AutoRound's `packing_format`."""
+
+
+def _find_auto_round(
+    tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], read: object, where: object
+) -> dict[str, QuantizedEntry]:
+    """Weights of Intel's AutoRound among a checkpoint's tensors, by their plain key."""
+    layout = _AUTO_ROUND.get(packing := read_value(config, "packing_format", str, "auto_round:auto_gptq"))
+    if layout is None:
+        names = ", ".join(_AUTO_ROUND)
+        raise CheckpointError(f"{where}: packing_format {packing!r} of AutoRound is not supported: {names} are")
+    kind, bits = read_value(config, "data_type", str, "int"), read_value(config, "act_bits", int, 16)
+    if kind != "int" or bits < 16 or config.get("rotation_config"):
+        raise CheckpointError(
+            f"{where}: AutoRound's {kind} weights with inputs of {bits} bits, or rotated, are not supported"
+        )
+    return _find(tensors, layout, where, config)
 
 
 def _find(
@@ -699,6 +725,7 @@ _METHODS: dict[str, Callable[..., dict[str, QuantizedEntry]]] = {
     METHOD: _find_compressed,
     "gptq": _find_gptq,
     "awq": _find_awq,
+    "auto-round": _find_auto_round,
     "fp8": _find_float8,
     "fbgemm_fp8": _find_float8,
     "modelopt": _find_modelopt,
