@@ -34,20 +34,16 @@ _IGNORED = re.compile(r"\.(input|activation|output|[qkv]|kv)_(scale|zero_point)$
 """Scales of activations and of a cache, which a checkpoint does not quantise here."""
 
 
-_PLACES = "quantization_config", "compression_config"
-
-
 def _quantization(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """How a folder's weights are quantised, by config.json or a file of GPTQ's beside it; None if they are not."""
+    """How weights are quantised, by config.json or a file of AutoGPTQ's or ModelOpt's; None if they are not."""
     for one in (config, read_value(config, "text_config", dict, {})):
-        for place in _PLACES:
-            if (scheme := read_value(one, place, dict, None)) is not None:
+        for key in ("quantization_config", "compression_config"):
+            if (scheme := read_value(one, key, dict, None)) is not None:
                 return scheme
     if (folder / "quantize_config.json").is_file():
         return {"quant_method": "gptq", **read_json(folder / "quantize_config.json")}
     if (path := folder / "hf_quant_config.json").is_file():
-        scheme = read_value(read_json(path), "quantization", dict)
-        return {"quant_method": "modelopt", **scheme}
+        return {"quant_method": "modelopt", **read_value(read_json(path), "quantization", dict)}
     return None
 
 

@@ -88,10 +88,10 @@ class PackedWeight:
 
     def rows(self, indices: Int[Array, "*B"]) -> Float[Array, "*B D"]:
         """Single rows in float32: embeddings out of a table that is an output head as well."""
-        if self.rounds_inputs:
-            raise TypeError("rows: of a weight that does not round its inputs")
         cells = self.cells[indices // PANEL_ROWS, :, indices % PANEL_ROWS]
         rows = cells.reshape(*indices.shape, -1).astype(jnp.float32)
+        if self.rounds_inputs:
+            rows -= OFFSET
         return rows if self.scales is None else rows * self.scales[indices][..., None]
 
     def unpacked(self) -> Float[Array, "F D"] | QuantizedWeight:

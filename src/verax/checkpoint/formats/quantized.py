@@ -16,9 +16,9 @@ A weight `X.weight` of shape `[F, D]` with a scale for a row or for a group of i
   `X.weight_shape` = (F, D). Asymmetric ones have `X.weight_zero_point` int32 `[F * bits / 32, groups]`, packed in the
   same way along F. With activation order, `X.weight_g_idx` `[D]` has the group of each input;
 - **int-quantized**: `X.weight` int8 `[F, D]`, `X.weight_scale` and perhaps `X.weight_zero_point` `[F, 1]`; or one scale
-  for the whole weight. Where the
-  configuration wants inputs in 8-bit integers, with a scale for each token that is found at run time (W8A8), the weight
-  rounds them. By scales of another kind they are not rounded: products are more precise then;
+  for the whole weight. Where the configuration wants inputs in 8-bit integers, with a scale for each token that is
+  found at run time (W8A8), the weight rounds them. By scales of another kind they are not rounded: products are more
+  precise then;
 - **FP8**, also float-quantized and mxfp8-quantized: `X.weight` float8_e4m3fn, to be multiplied by `X.weight_scale_inv`
   or `X.weight_scale`: `[F / rows, D / columns]`, both rounded up, for blocks of `weight_block_size` (128 x 128);
   `[F, 1]` for rows; of one element for the whole weight; or uint8 `[F, D / 32]`, powers of two with an offset of 127
