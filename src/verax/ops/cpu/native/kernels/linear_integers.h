@@ -46,7 +46,6 @@ inline float integer_factor(float scale) { return scale > 1e-37f ? 1 / scale : 0
 
 constexpr int INPUT_BYTES = 2 * CHUNK;
 
-
 #if defined(VERAX_PORTABLE)
 
 struct Int16Chunk {
