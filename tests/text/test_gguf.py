@@ -280,6 +280,34 @@ def test_a_token_that_ends_a_turn_is_one_token_and_ends_a_text_whatever_its_type
     assert parts.backend.encode("a<|eot_id|>", add_special_tokens=False).ids == [5, 6]
 
 
+@pytest.mark.parametrize(("name", "ids"), [("Phi 3 mini", [6, 3, 5]), ("Phi-3-mini", [6, 5]), ("my phi3", [6, 5])])
+def test_special_tokens_of_a_phi_3_take_the_white_space_on_their_right(name, ids):
+    more = {"tokens": "<|end|>", "token_type": CONTROL, "scores": 0.0}
+    vocabulary = {key: [*SENTENCEPIECE[key], more[key]] if key in more else SENTENCEPIECE[key] for key in SENTENCEPIECE}
+    given = {f"tokenizer.ggml.{key}": value for key, value in vocabulary.items()}
+    backend = read_gguf_tokenizer({"general.architecture": "phi3", "general.name": name, **given}, "a.gguf").backend
+    assert backend.encode("<|end|> a", add_special_tokens=False).ids == ids
+    assert backend.encode("<s> a", add_special_tokens=False).ids == [1, 3, 5]
+
+
+def test_rules_of_a_llama_3_are_taken_for_its_vocabulary_alone():
+    given = {f"tokenizer.ggml.{key}": value for key, value in BYTE_LEVEL.items() if key != "pre"}
+    llama = {"general.architecture": "llama", **given}
+    with pytest.raises(UnsupportedModelError, match=r"tokenizer\.ggml\.pre 'default' is not supported"):
+        read_gguf_tokenizer(llama, "a.gguf")
+    llama |= {"tokenizer.ggml.tokens": ["a", "b", "ab", "<|begin_of_text|>"], "tokenizer.ggml.token_type": [1, 1, 1, 3]}
+    assert read_gguf_tokenizer(llama, "a.gguf").backend.encode("ab").ids == [2]
+
+
+def test_a_separator_ends_the_texts_of_a_bert_alone():
+    changes = {"add_sep_token": True, "seperator_token_id": 1, "add_eos_token": True, "eos_token_id": 0}
+    assert read(BYTE_LEVEL, changes).backend.encode("ab").ids == [2, 0]
+
+
+def test_a_text_ends_at_each_token_of_a_list():
+    assert read(BYTE_LEVEL, {"eos_token_id": 0, "eos_token_ids": [0, 2]}).eos_token_ids == {0, 2}
+
+
 def test_tokens_between_files_end_a_text_too():
     assert ending("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|fim_prefix|>").eos_token_ids == {3, 4, 5}
     assert ending("pad", fim_pad_token_id=3).eos_token_ids == {3}
@@ -314,7 +342,7 @@ def test_gemma_4_s_merges_are_of_characters_and_bytes_and_its_texts_begin():
     types = [CONTROL] * 4 + [NORMAL] * 5 + [6] * 2
     vocabulary = {"tokens": tokens, "token_type": types, "merges": ["\u2581 a", "\n \n"]}
     ids = {"bos_token_id": 2, "eos_token_id": 1, "unknown_token_id": 3, "add_bos_token": False}
-    for kind in ({"model": "gemma4"}, {"model": "gpt2", "pre": "gemma4"}):
+    for kind in ({"model": "gemma4"}, {"model": "gpt2", "pre": "gemma4"}, {"model": "llama", "pre": "gemma4"}):
         parts = read({**kind, **vocabulary, **ids})
         assert parts.backend.encode("a a\n\n\u00e9").ids == [2, 5, 6, 8, 9, 10]
         assert parts.backend.decode([5, 6, 8, 9, 10]) == "a a\n\n\u00e9"

@@ -17,7 +17,14 @@ from tests.support.published import llama_cpp_source
 from tests.support.tiny import HYBRID, tiny_checkpoint
 from verax import checkpoint, ops
 from verax.checkpoint import Checkpoint
-from verax.checkpoint.formats.gguf_config import LOCAL_SIZES, NEUTRAL, OWN_KEYS, read_config
+from verax.checkpoint.formats.gguf_config import (
+    LOCAL_SIZES,
+    NEUTRAL,
+    OLLAMA_NAMES,
+    OLLAMA_NEUTRAL,
+    OWN_KEYS,
+    read_config,
+)
 from verax.errors import CheckpointError, UnsupportedModelError, VeraxError
 from verax.loading import load_causal_lm
 from verax.models import causal_lm
@@ -260,7 +267,7 @@ def test_metadata_of_a_gemmas_layers_are_read():
     assert gemma(rope__freq_base_swa=5e3).local_rotary.theta == 5e3
     linear = gemma(rope__scaling__type="linear", rope__scaling__factor=8.0)
     assert (linear.rotary.kind, linear.local_rotary.kind) == ("linear", "default")
-    with pytest.raises(UnsupportedModelError, match="sliding_window_pattern: expected a number, got 'often'"):
+    with pytest.raises(UnsupportedModelError, match="sliding_window_pattern: expected a number or a list, got 'often'"):
         gemma(attention__sliding_window_pattern="often")
 
 
@@ -332,13 +339,57 @@ def test_yarn_stretches_the_file_s_own_context_where_it_names_none():
         rotary(scaling__factor="often")
 
 
-@pytest.mark.parametrize("name", NEUTRAL)
+@pytest.mark.parametrize("name", NEUTRAL | OLLAMA_NEUTRAL)
 def test_settings_that_are_not_implemented_are_refused_by_name_unless_they_change_nothing(name):
-    for value in NEUTRAL[name]:
+    neutral = (NEUTRAL | OLLAMA_NEUTRAL)[name]
+    for value in neutral:
         read_config(LLAMA | {f"llama.{name}": value}, {EMBEDDINGS: (300, 5376)})
-    other = not NEUTRAL[name][0] if isinstance(NEUTRAL[name][0], bool) else 7
+    other = not neutral[0] if isinstance(neutral[0], bool) else 7
     with pytest.raises(UnsupportedModelError, match=rf"llama\.{re.escape(name)} {other} is not supported"):
         read_config(LLAMA | {f"llama.{name}": other}, {EMBEDDINGS: (300, 5376)})
+
+
+def config_of(architecture, **settings):
+    """config.json of an architecture, from the metadata of a Llama and settings of its own."""
+    own = {key.replace("llama", architecture, 1): value for key, value in LLAMA.items()}
+    own |= {f"{architecture}.{name.replace('__', '.')}": value for name, value in settings.items()}
+    given = {name: value for name, value in own.items() if value is not None}
+    return read_config({**given, "general.architecture": architecture}, {EMBEDDINGS: (300, 5376)})
+
+
+@pytest.mark.parametrize("name", sorted(OLLAMA_NAMES))
+def test_settings_in_ollama_s_words_are_read_as_in_llama_cpp_s(name):
+    architecture = "gemma3" if "freq_base" in name else "mistral3"
+    yarn = dict(rope__scaling__type="yarn", rope__scaling__factor=4.0, rope__scaling__original_context_length=64)
+    changed = []
+    for word in (name, OLLAMA_NAMES[name]):
+        value = 1.0 if name.endswith("ext_factor") else 3.0
+        changed.append(
+            config_of(architecture, **yarn, **{name.replace(".", "__"): None, word.replace(".", "__"): value})
+        )
+    assert changed[0] == changed[1]
+    if name == "rope.scaling.yarn_ext_factor":
+        with pytest.raises(UnsupportedModelError, match=r"yarn_ext_factor 0\.5 is not supported; 1 is"):
+            config_of(architecture, **yarn, rope__scaling__extrapolation_factor=0.5)
+    else:
+        assert changed[0] != config_of(architecture, **yarn)
+
+
+def test_rotary_scaling_that_a_model_does_not_have_is_refused_by_name():
+    with pytest.raises(UnsupportedModelError, match=r"gemma2\.rope\.freq_base_swa 5000\.0 is not supported"):
+        config_of("gemma2", rope__freq_base_swa=5e3)
+    with pytest.raises(UnsupportedModelError, match=r"gemma4\.rope\.scaling 'yarn' is not supported"):
+        config_of("gemma4", rope__scaling__type="yarn", rope__scaling__factor=4.0)
+    with pytest.raises(UnsupportedModelError, match="rope_type 'linear' is not supported; phi3 uses 'longrope'"):
+        causal_lm(config_of("phi3", rope__scale_linear=4.0))
+
+
+def test_windows_of_a_gpt_oss_are_those_of_the_file():
+    sizes = dict(expert_count=4, expert_used_count=2, expert_feed_forward_length=64)
+    types = lambda **more: config_of("gpt-oss", **sizes, block_count=4, **more)["layer_types"]
+    assert types() == ["sliding_attention", "full_attention"] * 2
+    assert types(attention__sliding_window_pattern=4) == ["sliding_attention"] * 3 + ["full_attention"]
+    assert types(attention__sliding_window_pattern=[False, True] * 2) == ["full_attention", "sliding_attention"] * 2
 
 
 READ = frozenset(

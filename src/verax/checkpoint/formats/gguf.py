@@ -366,6 +366,8 @@ class GGUFWeights(SplitGGUF):
         """The sampling that the file recommends, by generation_config.json's names."""
         names = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
         names["penalty_repeat"] = "repetition_penalty"
+        if self.metadata.get("general.sampling.penalty_last_n") == 0:  # of no tokens
+            del names["penalty_repeat"]
         given = {ours: self.metadata.get(f"general.sampling.{theirs}") for theirs, ours in names.items()}
         return {name: value for name, value in given.items() if value is not None}
 

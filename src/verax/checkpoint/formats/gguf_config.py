@@ -207,7 +207,8 @@ def read_config(
             f"general.architecture {kind!r} is not supported; in GGUF files {', '.join(_MODEL_TYPES)} are"
         )
 
-    given: Callable[..., Any] = lambda name, default=None: metadata.get(f"{kind}.{name}", default)
+    def given(name: str, default: Any = None) -> Any:
+        return metadata.get(f"{kind}.{name}", metadata.get(f"{kind}.{OLLAMA_NAMES.get(name)}", default))
 
     def needed(name: str) -> int:
         value = metadata[f"{kind}.{name}"]
@@ -218,6 +219,8 @@ def read_config(
     nextn = next_token_layers(metadata)
     _check_settings(given, kind)
     if kind == "gemma4":
+        if (scaling := _rope_scaling(given, kind, None)) is not None:
+            raise UnsupportedModelError(f"gemma4.rope.scaling {scaling['rope_type']!r} is not supported")
         return _gemma4(given, needed, shapes, divisors)
     heads, size = needed("attention.head_count"), needed("embedding_length")
     head_dim = given("attention.key_length", size // heads)
@@ -378,6 +381,7 @@ def _experts(
         **sizes,
         "num_local_experts": needed("expert_count"),
         "intermediate_size": width,
+        "layer_types": _layer_types(given("attention.sliding_window_pattern", 2), needed("block_count")),
         "sliding_window": given("attention.sliding_window", 128),
         "rope_scaling": {"truncate": False, **(scaling or {"rope_type": "default"})},
     }
@@ -437,7 +441,7 @@ OWN_KEYS: Mapping[str, frozenset[str]] = {
     "qwen2moe": EXPERTS_READ | {"expert_shared_feed_forward_length"},
     "qwen3moe": EXPERTS_READ,
     **dict.fromkeys(_HYBRID, HYBRID_READ | EXPERTS_READ),
-    "gpt-oss": EXPERTS_READ | {"attention.sliding_window", "rope.freq_base_swa"},
+    "gpt-oss": EXPERTS_READ | {"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"},
     "gemma4": EXPERTS_READ | GEMMA_READ | {"attention.shared_kv_layers", "embedding_length_per_layer_input"},
     "phi3": frozenset({"attention.sliding_window", "rope.scaling.attn_factor"}),
 }
@@ -458,6 +462,20 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Settings that are not implemented, and the values with which they change nothing."""
 
+OLLAMA_NAMES: Mapping[str, str] = {
+    "attention.temperature_scale": "rope.scaling_beta",
+    "rope.freq_base": "rope.global.freq_base",
+    "rope.freq_base_swa": "rope.local.freq_base",
+    "rope.scaling.yarn_beta_fast": "rope.scaling.beta_fast",
+    "rope.scaling.yarn_beta_slow": "rope.scaling.beta_slow",
+    "rope.scaling.yarn_ext_factor": "rope.scaling.extrapolation_factor",
+    "rope.scaling.yarn_log_multiplier": "rope.scaling.mscale_all_dim",
+}
+"""Keys as ollama's converter writes them, by llama.cpp's."""
+
+OLLAMA_NEUTRAL: Mapping[str, tuple[Any, ...]] = {"norm_top_k_prob": (True,), "rope.scaling.mscale": (1,)}
+"""Settings as `NEUTRAL`, which ollama's converter alone writes."""
+
 
 def _check_settings(given: Callable[..., Any], kind: str) -> None:
     """Refuse the first setting that changes the result and is not implemented."""
@@ -466,7 +484,7 @@ def _check_settings(given: Callable[..., Any], kind: str) -> None:
         raise UnsupportedModelError(
             f"{kind}.rope.scaling.finetuned false is not supported: a Granite without positions"
         )
-    for name, values in NEUTRAL.items():
+    for name, values in {**NEUTRAL, **OLLAMA_NEUTRAL}.items():
         if name not in read and given(name, values[0]) not in values:
             raise UnsupportedModelError(f"{kind}.{name} {given(name)} is not supported; {values[0]} is")
 
@@ -480,17 +498,16 @@ _WIDE_QUERIES = {("gemma3", 62), ("gemma2", 46)}
 
 def _gemma(given: Callable[..., Any], kind: str, heads: int, size: int, head_dim: int) -> dict[str, Any]:
     """Fields of a Gemma's config.json alone. llama.cpp knows by a model's depth what no metadata say."""
-    depth, pattern = given("block_count"), given("attention.sliding_window_pattern", _WINDOW_PATTERN[kind])
-    window = given("attention.sliding_window", 4096 if kind == "gemma2" else None)
-    if isinstance(pattern, int):
-        pattern = [pattern == 0 or (i + 1) % pattern != 0 for i in range(depth)]
-    elif not isinstance(pattern, list):
-        raise UnsupportedModelError(f"{kind}.attention.sliding_window_pattern: expected a number, got {pattern!r}")
+    depth, window = given("block_count"), given("attention.sliding_window", 4096 if kind == "gemma2" else None)
+    types = _layer_types(given("attention.sliding_window_pattern", _WINDOW_PATTERN[kind]), depth)
     caps = {name: given(name) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+    local = given("rope.freq_base_swa", 10000.0)
+    if kind == "gemma2" and local != given("rope.freq_base", 10000.0):
+        raise UnsupportedModelError(f"gemma2.rope.freq_base_swa {local} is not supported; rope.freq_base is")
     return {
-        "layer_types": ["sliding_attention" if window and windowed else "full_attention" for windowed in pattern],
+        "layer_types": types if window else ["full_attention"] * depth,
         "sliding_window": window or None,
-        "rope_local_base_freq": given("rope.freq_base_swa", 10000.0),
+        "rope_local_base_freq": local,
         "query_pre_attn_scalar": size // heads if (kind, depth) in _WIDE_QUERIES else head_dim,
         **{name: cap for name, cap in caps.items() if cap is not None},
     }
@@ -509,19 +526,26 @@ def _phi3(given: Callable[..., Any], head_dim: int, longrope: Mapping[str, list[
         "partial_rotary_factor": given("rope.dimension_count", head_dim) / head_dim,
         "sliding_window": given("attention.sliding_window") or None,
         "original_max_position_embeddings": given("rope.scaling.original_context_length", given("context_length")),
-        "rope_scaling": {"factor": 1.0, **scaling} if longrope else None,
+        "rope_scaling": {"factor": 1.0, **scaling} if longrope else _rope_scaling(given, "phi3", None),
     }
+
+
+def _layer_types(pattern: Any, depth: int) -> list[str]:
+    """`layer_types` of a number of layers from one that sees everything to the next, or of a list by layer."""
+    if isinstance(pattern, int):
+        pattern = [pattern == 0 or (i + 1) % pattern != 0 for i in range(depth)]
+    if not isinstance(pattern, list):
+        raise UnsupportedModelError(f"attention.sliding_window_pattern: expected a number or a list, got {pattern!r}")
+    return ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
 
 
 def _olmo3(given: Callable[..., Any], kind: str, divisors: Any) -> dict[str, Any]:
     """Fields of an OLMo 3's config.json: windows, and positions that are not scaled in layers with one."""
-    depth, pattern = given("block_count"), given("attention.sliding_window_pattern", 4)
-    if isinstance(pattern, int):
-        pattern = [pattern == 0 or (i + 1) % pattern != 0 for i in range(depth)]
+    types = _layer_types(given("attention.sliding_window_pattern", 4), given("block_count"))
     base = given("rope.freq_base", 10000.0)
     return {
         "model_type": "olmo3",
-        "layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in pattern],
+        "layer_types": types,
         "sliding_window": given("attention.sliding_window"),
         "rope_parameters": {
             "full_attention": {"rope_theta": base, **(_rope_scaling(given, kind, divisors) or {})},

@@ -26,11 +26,19 @@ from verax.files import JsonObject
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
 
+_STRIP, _NEVER_STRIP = ("phi-3", "phi3"), frozenset({"<unk>", "<s>", "<|endoftext|>"})
+"""Parts of the names of models whose special tokens take white space, and tokens that do not, as in llama.cpp."""
+
+
 class Vocabulary(NamedTuple):
-    """Tokens in the order of their ids, and the type of each."""
+    """Tokens in the order of their ids, and the type of each.
+
+    `strips`: True if special tokens take the white space on their right, as Phi-3's do.
+    """
 
     tokens: Sequence[str]
     types: Sequence[int]
+    strips: bool = False
 
     def numbers(self) -> dict[str, int]:
         """Ids by token."""
@@ -39,7 +47,9 @@ class Vocabulary(NamedTuple):
     def added_tokens(self) -> list[tokenizers.AddedToken]:
         """Tokens that are found in a text before anything else: control tokens, and those defined by users."""
         return [
-            tokenizers.AddedToken(token, special=kind == CONTROL, normalized=False)
+            tokenizers.AddedToken(
+                token, special=kind == CONTROL, normalized=False, rstrip=self.strips and token not in _NEVER_STRIP
+            )
             for token, kind in zip(self.tokens, self.types, strict=True)
             if kind in (CONTROL, USER_DEFINED)
         ]
@@ -111,8 +121,12 @@ RULES = {
     **dict.fromkeys(("gpt-4o", "llama4"), Rules((_GPT4O,))),
 }
 
-USUAL = {"qwen2": "qwen2", "qwen3": "qwen2", "llama": "llama-bpe"}
-"""Name by architecture, for files of early converters, which have no `tokenizer.ggml.pre`."""
+USUAL = {
+    "qwen2": ("qwen2", "<|im_start|>"),
+    "qwen3": ("qwen2", "<|im_start|>"),
+    "llama": ("llama-bpe", "<|begin_of_text|>"),
+}
+"""Name by architecture, for files without `tokenizer.ggml.pre`, and a token of the vocabulary that has these rules."""
 
 
 def _byte_level_bpe(vocabulary: Vocabulary, merges: Sequence[str], rules: Rules) -> tokenizers.Tokenizer:
@@ -153,7 +167,7 @@ def _word_piece(vocabulary: Vocabulary, unknown: int, *, lowercase: bool, strip_
         token if kind == CONTROL else token.removeprefix(_SPACE) if token.startswith(_SPACE) else f"##{token}"
         for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
     ]
-    vocabulary = Vocabulary(spelled, vocabulary.types)
+    vocabulary = vocabulary._replace(tokens=spelled)
     backend = tokenizers.Tokenizer(models.WordPiece(vocabulary.numbers(), unk_token=spelled[unknown]))
     backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -172,7 +186,7 @@ def _sentencepiece_bpe(
         unknown: id of the token for what has none, in vocabularies without bytes.
         space_prefix: whether a text, and what follows a special token, begins with a space of its own.
     """
-    vocabulary = Vocabulary([_spelled(token) for token in vocabulary.tokens], vocabulary.types)
+    vocabulary = vocabulary._replace(tokens=[_spelled(token) for token in vocabulary.tokens])
     backend = tokenizers.Tokenizer(
         models.BPE(
             vocabulary.numbers(),
@@ -294,7 +308,7 @@ def _typed(
         if token in ids:
             types[ids[token]] = USER_DEFINED
     named_ends = (number for number in named if number is not None)
-    return Vocabulary(vocabulary.tokens, types), frozenset(ends.union(named_ends))
+    return vocabulary._replace(types=types), frozenset(ends.union(named_ends))
 
 
 _ROLES = ("bos", "eos", "eot", "eom", "unk", "unknown", "padding", "cls", "seperator", "mask")
@@ -334,19 +348,22 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], where: object) -> Tokenizer
     kind, pre = get("model", str), get("pre", str, "default")
     if kind in (None, "none", "no_vocab"):
         raise CheckpointError(f"{where}: it has no tokenizer; fetch a file that has one")
-    if kind == "gpt2" and pre == "gemma4":
+    if pre == "gemma4" and kind in ("gpt2", "llama"):  # ollama's converter writes the latter
         kind = "gemma4"
     if get("suppress_tokens", list[int], []):
         raise UnsupportedModelError(f"{where}: tokenizer.ggml.suppress_tokens is not supported in GGUF files")
     if kind not in _KINDS:
         raise _unsupported(where, "model", kind, [f"{name} ({form})" for name, form in _KINDS.items()])
+    tokens = needed("tokens", list[str])
     if pre == "default":
-        pre = USUAL.get(str(metadata.get("general.architecture")), pre)
+        usual, mark = USUAL.get(str(metadata.get("general.architecture")), (pre, ""))
+        pre = usual if mark in tokens else pre
     if kind == "gpt2" and pre not in RULES:
         raise _unsupported(where, "pre", pre, RULES)
     rules = RULES[pre] if kind == "gpt2" else None
-    tokens = needed("tokens", list[str])
-    vocabulary = Vocabulary(tokens, get("token_type", list[int], [NORMAL] * len(tokens)))
+    name = str(metadata.get("general.name", "")).lower()
+    types = get("token_type", list[int], [NORMAL] * len(tokens))
+    vocabulary = Vocabulary(tokens, types, strips=any(part in name for part in _STRIP))
     scores: list[float] = needed("scores", list[float]) if kind == "llama" else []
     if not tokens:
         raise _damage(where, "it has no tokens")
@@ -360,7 +377,8 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], where: object) -> Tokenizer
             if number != _NONE and role not in _IDLE:
                 raise CheckpointError(f"{where}: tokenizer.ggml.{role}_token_id {number} is not a token")
             ids[role] = usual.get(role)
-    vocabulary, ends = _typed(vocabulary, [ids["eos"], ids["eot"], ids["eom"]], ids)
+    ends = [ids["eos"], ids["eot"], ids["eom"], *get("eos_token_ids", list[int], [])]
+    vocabulary, ends = _typed(vocabulary, ends, ids)
     merges: list[str] = needed("merges", list[str]) if kind in ("gpt2", "gemma4") else []
     unknown = ids["unknown"] or 0
     try:
@@ -381,8 +399,8 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], where: object) -> Tokenizer
     begins = kind == "gemma4" or get("add_bos_token", bool, rules is None or rules.begin)
     begin = ids["bos"] if begins else None
     end = ids["eos"] if get("add_eos_token", bool, False) else None
-    if get("add_sep_token", bool, kind == "bert") and ids["seperator"] is not None:
-        end = ids["seperator"]
+    if kind == "bert" and get("add_sep_token", bool, True) and ids["seperator"] is not None:
+        end = ids["seperator"]  # of others, it is between a query and a document only
     _surround(backend, vocabulary, begin, end)
     variables = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     return TokenizerParts(
