@@ -223,6 +223,7 @@ def read(sound, changes=None):
         (BYTE_LEVEL, {"merges": ["a q"]}, CheckpointError, "its vocabulary is damaged"),
         (BYTE_LEVEL, {"token_type": [1]}, CheckpointError, "its vocabulary is damaged: 1 types for 3 tokens"),
         (BYTE_LEVEL, {"eos_token_id": 9}, CheckpointError, r"eos_token_id 9 is not a token"),
+        (BYTE_LEVEL, {"add_bos_token": True}, CheckpointError, r"add_bos_token needs tokenizer\.ggml\.bos_token_id"),
         (SENTENCEPIECE, {"tokens": []}, CheckpointError, "its vocabulary is damaged: it has no tokens"),
         (SENTENCEPIECE, {"scores": None}, CheckpointError, r"tokenizer\.ggml\.scores is missing"),
         (SENTENCEPIECE, {"scores": [0.0]}, CheckpointError, "its vocabulary is damaged: 1 scores for 6 tokens"),

@@ -397,6 +397,9 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], where: object) -> Tokenizer
         raise _damage(where, error) from error
     # llama.cpp begins Gemma 4's texts whatever the file says.
     begins = kind == "gemma4" or get("add_bos_token", bool, rules is None or rules.begin)
+    for role in ("bos", "eos"):
+        if get(f"add_{role}_token", bool, False) and ids[role] is None:
+            raise CheckpointError(f"{where}: tokenizer.ggml.add_{role}_token needs tokenizer.ggml.{role}_token_id")
     begin = ids["bos"] if begins else None
     end = ids["eos"] if get("add_eos_token", bool, False) else None
     if kind == "bert" and get("add_sep_token", bool, True) and ids["seperator"] is not None:
