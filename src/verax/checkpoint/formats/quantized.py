@@ -596,6 +596,7 @@ TOKEN_INT8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True
 """`input_activations` of W8A8: 8-bit integers, with a scale for each token that is found at run time."""
 
 _DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True}
+"""Values of compressed-tensors for what `input_activations` leaves out."""
 
 
 def _group_of(config: Mapping[str, Any], module: str, where: object) -> dict[str, Any]:
