@@ -375,6 +375,22 @@ def test_settings_in_ollama_s_words_are_read_as_in_llama_cpp_s(name):
         assert changed[0] != config_of(architecture, **yarn)
 
 
+@pytest.mark.parametrize(("architecture", "cap"), [("llama", 30.0), ("gemma3", 0.0)])
+def test_what_llama_cpp_saves_with_every_architecture_changes_nothing(architecture, cap):
+    saved = {
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": cap,
+        "attention__scale": 128**-0.5,
+        "deepstack_mapping": [-1] * 4,
+        "rope__scaling__yarn_ext_factor": -1.0,
+    }
+    plain = causal_lm(config_of(architecture))[1]
+    assert causal_lm(config_of(architecture, **saved))[1] == plain
+    for name, value in (("attention__scale", 0.5), ("deepstack_mapping", [-1, 0])):
+        with pytest.raises(UnsupportedModelError, match=f"{name.replace('__', '.')} .* is not supported"):
+            config_of(architecture, **saved | {name: value})
+
+
 def test_rotary_scaling_that_a_model_does_not_have_is_refused_by_name():
     with pytest.raises(UnsupportedModelError, match=r"gemma2\.rope\.freq_base_swa 5000\.0 is not supported"):
         config_of("gemma2", rope__freq_base_swa=5e3)

@@ -6,6 +6,7 @@ Names of tensors, order of their rows and config.json as metadata follow llama.c
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -408,7 +409,7 @@ def next_token_layers(metadata: Mapping[str, Any]) -> int:
 GEMMA_READ = frozenset(
     {
         *("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"),
-        *("attn_logit_softcapping", "final_logit_softcapping"),
+        "final_logit_softcapping",
     }
 )
 
@@ -433,7 +434,8 @@ GRANITE_READ: Mapping[str, str] = {
 """Keys of config.json by the file's; 0 stands for none."""
 
 OWN_KEYS: Mapping[str, frozenset[str]] = {
-    **dict.fromkeys(_GEMMA, GEMMA_READ),
+    "gemma3": GEMMA_READ,
+    "gemma2": GEMMA_READ | {"attn_logit_softcapping"},
     "olmo2": OLMO_READ,
     # A dense Granite 4's file has the width of its feed-forward part by this name too.
     "granite": frozenset({*GRANITE_READ, "expert_shared_feed_forward_length"}),
@@ -453,12 +455,14 @@ LOCAL_SIZES = ("attention.key_length_swa", "attention.value_length_swa", "rope.d
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale"), (0,)),
     "attention.temperature_scale": (0,),
-    **dict.fromkeys(("attention.sliding_window", "attn_logit_softcapping", "embedding_length_out"), (0,)),
-    **dict.fromkeys(("final_logit_softcapping", "nextn_predict_layers", "rope.scaling.yarn_log_multiplier"), (0,)),
+    **dict.fromkeys(("attention.sliding_window", "embedding_length_out"), (0,)),
+    **dict.fromkeys(("nextn_predict_layers", "rope.scaling.yarn_log_multiplier"), (0,)),
+    # llama.cpp itself saves Gemma 2's numbers with models of every architecture, which do not have them.
+    **{"attn_logit_softcapping": (0, 50), "final_logit_softcapping": (0, 30)},
     **dict.fromkeys(("embedding_scale", "expert_count", "logit_scale", "residual_scale"), (0, 1)),
     **dict.fromkeys(("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"), (1,)),
     **{"deepstack_mapping": ([],), "expert_shared_feed_forward_length": (0,)},
-    **{"attention.causal": (True,), "rope.scaling.yarn_ext_factor": (1,), "use_parallel_residual": (False,)},
+    **{"attention.causal": (True,), "rope.scaling.yarn_ext_factor": (1, -1), "use_parallel_residual": (False,)},
 }
 """Settings that are not implemented, and the values with which they change nothing."""
 
@@ -480,13 +484,18 @@ OLLAMA_NEUTRAL: Mapping[str, tuple[Any, ...]] = {"norm_top_k_prob": (True,), "ro
 def _check_settings(given: Callable[..., Any], kind: str) -> None:
     """Refuse the first setting that changes the result and is not implemented."""
     read = OWN_KEYS.get(kind, frozenset[str]())
+    scale, size = given("attention.scale"), given("attention.key_length")
+    if isinstance(scale, float) and size and math.isclose(scale, size**-0.5, rel_tol=1e-6):
+        read = read | {"attention.scale"}  # the scale that models have without one
     if kind == "granite" and given("rope.scaling.finetuned", True) is not True:
         raise UnsupportedModelError(
             f"{kind}.rope.scaling.finetuned false is not supported: a Granite without positions"
         )
     for name, values in {**NEUTRAL, **OLLAMA_NEUTRAL}.items():
-        if name not in read and given(name, values[0]) not in values:
-            raise UnsupportedModelError(f"{kind}.{name} {given(name)} is not supported; {values[0]} is")
+        value = given(name, values[0])
+        unset = isinstance(value, list) and all(one == -1 for one in value)
+        if name not in read and not unset and value not in values:
+            raise UnsupportedModelError(f"{kind}.{name} {value} is not supported; {values[0]} is")
 
 
 _WINDOW_PATTERN = {"gemma3": 6, "gemma2": 2}
@@ -501,6 +510,8 @@ def _gemma(given: Callable[..., Any], kind: str, heads: int, size: int, head_dim
     depth, window = given("block_count"), given("attention.sliding_window", 4096 if kind == "gemma2" else None)
     types = _layer_types(given("attention.sliding_window_pattern", _WINDOW_PATTERN[kind]), depth)
     caps = {name: given(name) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+    if kind == "gemma3":
+        del caps["attn_logit_softcapping"]  # scores of a Gemma 2 alone
     local = given("rope.freq_base_swa", 10000.0)
     if kind == "gemma2" and local != given("rope.freq_base", 10000.0):
         raise UnsupportedModelError(f"gemma2.rope.freq_base_swa {local} is not supported; rope.freq_base is")
@@ -509,7 +520,7 @@ def _gemma(given: Callable[..., Any], kind: str, heads: int, size: int, head_dim
         "sliding_window": window or None,
         "rope_local_base_freq": local,
         "query_pre_attn_scalar": size // heads if (kind, depth) in _WIDE_QUERIES else head_dim,
-        **{name: cap for name, cap in caps.items() if cap is not None},
+        **{name: cap or None for name, cap in caps.items() if cap is not None},
     }
 
 
