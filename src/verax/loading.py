@@ -89,6 +89,7 @@ def load_model(
         progress: called with (bytes done, bytes in all) after each weight.
     """
     precision, dequantize = _precision(quantization, None if requantize else opened)
+    config = _untied(model_class, config, opened)
     repeats = 1
     if mesh is not None:
         repeats = head_repeats(config, mesh.size)
@@ -97,7 +98,6 @@ def load_model(
             model_class, config, dtype=dtype, quantization=quantization, opened=None if requantize else opened
         )
         check_divisions(shapes, mesh.size, argument="tensor_parallel_size")
-    config = _untied(model_class, config, opened)
     abstract, tied = _abstract(model_class, config, dtype, precision if quantize_head else None)
     return load_weights(
         abstract,

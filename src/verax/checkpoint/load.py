@@ -200,7 +200,7 @@ def _place_stack(
             )
         for part, array in enumerate(arrays):
             if not isinstance(matrix, np.ndarray) and array.dtype != whole[part].dtype:
-                # Scales are float16 where that holds those of one matrix; the stack's have to hold those of all.
+                # A matrix has scales in float16 if float16 holds them; a stack's dtype has to hold all its scales.
                 wider = np.promote_types(array.dtype, whole[part].dtype)
                 whole[part] = memory.copy(whole[part], wider)
             whole[part][i] = array

@@ -176,13 +176,12 @@ class QuantizedWeight:
 
     def rows(self, indices: Int[Array, "*B"]) -> Float[Array, "*B D"]:
         """Single rows in float32, of a table of embeddings."""
-        take = lambda array: jnp.asarray(array)[indices]
-        values = jnp.asarray(self.values)
         if self.bits == 8:
-            values = values[indices]
+            take = lambda array: jnp.asarray(array)[indices]
+            values = take(self.values)
         else:
             take = lambda array: jnp.asarray(array)[indices // INT4_ROWS, :, indices % INT4_ROWS]
-            words = take(values.reshape(*values.shape[:-1], INT4_ROWS, 2))
+            words = take(self.values.reshape(*self.values.shape[:-1], INT4_ROWS, 2))
             codes = words[..., None, :] >> jnp.arange(0, 16, 4, dtype=jnp.uint16)[:, None] & 15
             values = codes.reshape(*indices.shape, -1).astype(jnp.int8) - 8
         scales = take(self.scales).astype(jnp.float32)[..., None]

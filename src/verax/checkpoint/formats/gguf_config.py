@@ -220,8 +220,6 @@ def read_config(
     nextn = next_token_layers(metadata)
     _check_settings(given, kind)
     if kind == "gemma4":
-        if (scaling := _rope_scaling(given, kind, None)) is not None:
-            raise UnsupportedModelError(f"gemma4.rope.scaling {scaling['rope_type']!r} is not supported")
         return _gemma4(given, needed, shapes, divisors)
     heads, size = needed("attention.head_count"), needed("embedding_length")
     head_dim = given("attention.key_length", size // heads)
@@ -259,6 +257,8 @@ def _gemma4(
     given: Callable[..., Any], needed: Callable[[str], int], shapes: Mapping[str, tuple[int, ...]], divisors: Any
 ) -> dict[str, Any]:
     """A Gemma 4's config.json. Sizes that differ by layer are lists; layers without a window have larger heads."""
+    if (scaling := _rope_scaling(given, "gemma4", None)) is not None:
+        raise UnsupportedModelError(f"gemma4.rope.scaling {scaling['rope_type']!r} is not supported")
     depth, pattern = needed("block_count"), given("attention.sliding_window_pattern")
     heads, widths = given("attention.head_count_kv"), given("feed_forward_length")
     heads = heads if isinstance(heads, list) else [heads] * depth
@@ -509,9 +509,8 @@ def _gemma(given: Callable[..., Any], kind: str, heads: int, size: int, head_dim
     """Fields of a Gemma's config.json alone. llama.cpp knows by a model's depth what no metadata say."""
     depth, window = given("block_count"), given("attention.sliding_window", 4096 if kind == "gemma2" else None)
     types = _layer_types(given("attention.sliding_window_pattern", _WINDOW_PATTERN[kind]), depth)
-    caps = {name: given(name) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
-    if kind == "gemma3":
-        del caps["attn_logit_softcapping"]  # scores of a Gemma 2 alone
+    names = OWN_KEYS[kind] & {"attn_logit_softcapping", "final_logit_softcapping"}  # scores: of a Gemma 2 alone
+    caps = {name: given(name) for name in sorted(names)}
     local = given("rope.freq_base_swa", 10000.0)
     if kind == "gemma2" and local != given("rope.freq_base", 10000.0):
         raise UnsupportedModelError(f"gemma2.rope.freq_base_swa {local} is not supported; rope.freq_base is")
@@ -552,11 +551,10 @@ def _layer_types(pattern: Any, depth: int) -> list[str]:
 
 def _olmo3(given: Callable[..., Any], kind: str, divisors: Any) -> dict[str, Any]:
     """Fields of an OLMo 3's config.json: windows, and positions that are not scaled in layers with one."""
-    types = _layer_types(given("attention.sliding_window_pattern", 4), given("block_count"))
     base = given("rope.freq_base", 10000.0)
     return {
         "model_type": "olmo3",
-        "layer_types": types,
+        "layer_types": _layer_types(given("attention.sliding_window_pattern", 4), given("block_count")),
         "sliding_window": given("attention.sliding_window"),
         "rope_parameters": {
             "full_attention": {"rope_theta": base, **(_rope_scaling(given, kind, divisors) or {})},

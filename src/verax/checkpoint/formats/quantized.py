@@ -585,18 +585,18 @@ def _check_transforms(config: Mapping[str, Any], where: object) -> None:
     for group in read_value(transforms, "config_groups", dict[str, dict[str, Any]], {}).values():
         for one in read_value(group, "apply", list[dict[str, Any]], []):
             location = read_value(one, "location", str, "")
-            if not location.startswith("weight_"):  # those of weights are done
+            if not location.startswith("weight_"):  # the weights of a file are rotated already
                 raise CheckpointError(
                     f"{where}: transform_config: rotations of activations (location {location!r}) are not supported; a "
                     "checkpoint without them is"
                 )
 
 
-TOKEN_INT8 = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
-"""`input_activations` of W8A8: 8-bit integers, with a scale for each token that is found at run time."""
-
 _DEFAULTS = {"num_bits": 8, "type": "int", "symmetric": True}
 """Values of compressed-tensors for what `input_activations` leaves out."""
+
+TOKEN_INT8 = {**_DEFAULTS, "strategy": "token", "dynamic": True}
+"""`input_activations` of W8A8: 8-bit integers, with a scale for each token that is found at run time."""
 
 
 def _group_of(config: Mapping[str, Any], module: str, where: object) -> dict[str, Any]:

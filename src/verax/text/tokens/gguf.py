@@ -356,8 +356,8 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], where: object) -> Tokenizer
         raise _unsupported(where, "model", kind, [f"{name} ({form})" for name, form in _KINDS.items()])
     tokens = needed("tokens", list[str])
     if pre == "default":
-        usual, mark = USUAL.get(str(metadata.get("general.architecture")), (pre, ""))
-        pre = usual if mark in tokens else pre
+        known, mark = USUAL.get(str(metadata.get("general.architecture")), (pre, ""))
+        pre = known if mark in tokens else pre
     if kind == "gpt2" and pre not in RULES:
         raise _unsupported(where, "pre", pre, RULES)
     rules = RULES[pre] if kind == "gpt2" else None
@@ -377,8 +377,8 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], where: object) -> Tokenizer
             if number != _NONE and role not in _IDLE:
                 raise CheckpointError(f"{where}: tokenizer.ggml.{role}_token_id {number} is not a token")
             ids[role] = usual.get(role)
-    ends = [ids["eos"], ids["eot"], ids["eom"], *get("eos_token_ids", list[int], [])]
-    vocabulary, ends = _typed(vocabulary, ends, ids)
+    named = [ids["eos"], ids["eot"], ids["eom"], *get("eos_token_ids", list[int], [])]
+    vocabulary, ends = _typed(vocabulary, named, ids)
     merges: list[str] = needed("merges", list[str]) if kind in ("gpt2", "gemma4") else []
     unknown = ids["unknown"] or 0
     try:
