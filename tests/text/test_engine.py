@@ -1,5 +1,7 @@
 """Engines of tiny random models: the same tokens whatever happens around a request."""
 
+import json
+import shutil
 from dataclasses import replace
 
 import jax
@@ -119,6 +121,22 @@ def test_a_prefix_hit_changes_no_token_and_finds_an_earlier_answer(llm):
     assert first.outputs[0].token_ids == second.outputs[0].token_ids
     again = generate(llm, [[*prompt, *first.outputs[0].token_ids, 5, 6]])[0]
     assert again.num_cached_tokens >= 56
+
+
+def test_suppressed_tokens_are_never_drawn(tiny_folder, tmp_path):
+    folder = shutil.copytree(tiny_folder, tmp_path / "suppressed")
+    params = [GREEDY, replace(PENALTIES, logit_bias={1: 5.0}), replace(RANDOM, temperature=2.0, n=4)]
+    prompts = [PROMPTS[0]] * len(params)
+    free = make_llm(folder, max_num_seqs=8).generate(prompts, params)
+    drawn = sorted({token for output in free for answer in output.outputs for token in answer.token_ids})
+    (folder / "generation_config.json").write_text(json.dumps({"suppress_tokens": [-1, *drawn, 1 << 20]}))
+    llm = make_llm(folder, max_num_seqs=8)
+    for output in llm.generate(prompts, params):
+        for answer in output.outputs:
+            assert len(answer.token_ids) == len(free[0].outputs[0].token_ids)
+            assert not set(answer.token_ids) & set(drawn)
+    with pytest.raises(RequestRefusedError, match="logit_bias: expected at most 300"):
+        llm.generate(PROMPTS[0], SamplingParams(logit_bias=dict.fromkeys(range(300), 1.0)))
 
 
 def test_seeds_have_64_bits_and_top_p_of_0_is_greedy(llm):

@@ -506,8 +506,10 @@ def test_a_folder_with_one_gguf_file_is_that_file(folder, tmp_path):
 
 def test_recommended_sampling_is_read(folder, tmp_path):
     sampling = [("temp", "add_float32", 0.5), ("top_k", "add_int32", 20), ("penalty_repeat", "add_float32", 1.25)]
-    files.write(folder, tmp_path / "a.gguf", metadata=[(f"general.sampling.{name}", *rest) for name, *rest in sampling])
-    recommended = {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.25}
+    metadata = [(f"general.sampling.{name}", *rest) for name, *rest in sampling]
+    metadata.append(("tokenizer.ggml.suppress_tokens", "add_array", [7, 3]))
+    files.write(folder, tmp_path / "a.gguf", metadata=metadata)
+    recommended = {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.25, "suppress_tokens": [7, 3]}
     assert Checkpoint.open(tmp_path / "a.gguf").generation_config == recommended
 
 

@@ -38,6 +38,7 @@ from verax.checkpoint.formats.gguf_config import (
 from verax.checkpoint.formats.quantized import GGML_KINDS, QuantizedEntry, from_ggml
 from verax.checkpoint.formats.safetensors import MappedFile, TensorInfo
 from verax.errors import CheckpointError
+from verax.files import JsonObject
 from verax.ops.block_quantized import BLOCK_KINDS, BlockQuantizedWeight
 from verax.ops.quantized import QuantizedWeight
 
@@ -362,14 +363,15 @@ class GGUFWeights(SplitGGUF):
             part, tensor = self._halves[name]
             part.release_pages(tensor.start, tensor.end)
 
-    def generation_config(self) -> dict[str, float]:
-        """The sampling that the file recommends, by generation_config.json's names."""
-        names = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-        names["penalty_repeat"] = "repetition_penalty"
+    def generation_config(self) -> JsonObject:
+        """The sampling that the file recommends, by generation_config.json's names, and tokens never to be drawn."""
+        names = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+        names |= {name: name for name in ("top_k", "top_p", "min_p", "mirostat", "xtc_probability")}
         if self.metadata.get("general.sampling.penalty_last_n") == 0:  # of no tokens
             del names["penalty_repeat"]
         given = {ours: self.metadata.get(f"general.sampling.{theirs}") for theirs, ours in names.items()}
-        return {name: value for name, value in given.items() if value is not None}
+        given["suppress_tokens"] = self.metadata.get("tokenizer.ggml.suppress_tokens")
+        return JsonObject({name: value for name, value in given.items() if value is not None}, self.path)
 
 
 _FUSED = ("in_proj_b.weight", "in_proj_a.weight")

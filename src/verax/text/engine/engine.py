@@ -17,6 +17,7 @@ import numpy as np
 
 from verax import ops
 from verax.errors import ContextLengthError, InvalidParameterError, RequestRefusedError, VeraxError
+from verax.sampling_fields import MAX_LOGIT_BIAS
 from verax.text.engine.outputs import (
     CompletionOutput,
     EngineStats,
@@ -206,6 +207,11 @@ class Engine:
                 )
         if params.min_tokens and len({*params.stop_tokens, *self.eos_token_ids}) > MAX_BANNED:
             raise RequestRefusedError(f"min_tokens: at most {MAX_BANNED} stop tokens can be held back")
+        if len({*(params.logit_bias or ()), *self.runner.suppressed_token_ids}) > MAX_LOGIT_BIAS:
+            raise RequestRefusedError(
+                f"logit_bias: expected at most {MAX_LOGIT_BIAS} entries, with the "
+                f"{len(self.runner.suppressed_token_ids)} tokens that the model suppresses"
+            )
         if params.stop and self.tokenizer is None:
             raise InvalidParameterError(f"stop: {NO_TOKENIZER}, so there is no text to find a stop string in")
         if stream and self.tokenizer is None:

@@ -45,7 +45,7 @@ from verax.text.hosts import Group
 from verax.text.step.program import AbstractModel, CompiledPrograms, check_supported, compile_all, write_programs
 from verax.text.step.runner import DeviceAdapters, ModelRunner, weight_bytes
 from verax.text.step.sizes import cache_memory, plan_sizes, state_bytes
-from verax.text.tokens.tokenizer import Tokenizer, eos_token_ids
+from verax.text.tokens.tokenizer import Tokenizer, eos_token_ids, suppressed_token_ids
 
 _log = logging.getLogger("verax.text")
 
@@ -118,11 +118,12 @@ class LLM:
                 pack_linear_weights(model_of_mesh, few_rows=True)
             models.append(model_of_mesh)
         self.load_seconds = time.perf_counter() - begin
-        self._generation_config = dict(opened.generation_config)
+        self._generation_config = opened.generation_config
         ends = tokenizer.eos_token_ids if tokenizer else eos_token_ids(opened.config, opened.generation_config)
         described = causal_lm(opened.config, prediction_head=config.uses_prediction_head)
         heads = described[1].num_key_value_heads
-        engines = _new_engines(models, config, meshes, heads, hosts, tokenizer, ends, use_tqdm)
+        suppressed = suppressed_token_ids(opened.generation_config, described[1].vocab_size)
+        engines = _new_engines(models, config, meshes, heads, hosts, tokenizer, ends, suppressed, use_tqdm)
         quantized = quantization is not None or bool(opened.packed)
         shapes = partial(model_shapes, *described, dtype=DTYPES[dtype])
         self._template = None if quantized else lambda: AbstractModel.from_module(shapes())
@@ -162,7 +163,7 @@ class LLM:
         models = [weight_update.placed_model(model, mesh) for mesh in map(_placement_mesh, meshes)]
         heads, template = model.config.num_key_value_heads, AbstractModel.from_module(model)
         llm._template = lambda: template
-        engines = _new_engines(models, config, meshes, heads, None, tokenizer, ends, use_tqdm)
+        engines = _new_engines(models, config, meshes, heads, None, tokenizer, ends, (), use_tqdm)
         llm._start(engines, models[0], config, None, use_tqdm)
         return llm
 
@@ -554,6 +555,7 @@ def _new_engines(
     hosts: Group | None,
     tokenizer: Tokenizer | None,
     eos_token_ids: frozenset[int],
+    suppressed_token_ids: abc.Sequence[int],
     use_tqdm: bool,
 ) -> list[Engine]:
     """Engines of equal models, one on each mesh, with caches. Nothing is compiled yet."""
@@ -604,7 +606,14 @@ def _new_engines(
     engines = []
     for model, mesh, draft, slots in zip(models, meshes, drafts, adapters, strict=True):
         runner = ModelRunner(
-            model, sizes, eos_token_ids=sorted(eos_token_ids), adapters=slots, mesh=mesh, compiled=compiled, group=hosts
+            model,
+            sizes,
+            eos_token_ids=sorted(eos_token_ids),
+            suppressed_token_ids=suppressed_token_ids,
+            adapters=slots,
+            mesh=mesh,
+            compiled=compiled,
+            group=hosts,
         )
         blocks = BlockManager(
             [group.num_blocks for group in sizes.groups],

@@ -133,6 +133,7 @@ class ModelRunner:
         config: RunnerConfig,
         *,
         eos_token_ids: abc.Sequence[int] = (),
+        suppressed_token_ids: abc.Sequence[int] = (),
         adapters: DeviceAdapters | None = None,
         mesh: Mesh | None = None,
         compiled: CompiledPrograms | None = None,
@@ -149,6 +150,8 @@ class ModelRunner:
         self.mesh = mesh
         """Devices that weights and cache are divided over; None for JAX's default device."""
         self.eos_token_ids = tuple(eos_token_ids)
+        self.suppressed_token_ids = tuple(suppressed_token_ids)
+        """Tokens that the model must not answer with."""
         # Flattened once: a step passes a flat tuple of arrays, and the module exists only while tracing.
         self._weights = tuple(jax.tree.leaves(nnx.state(model)))
         self._places = tuple((weight.sharding, weight.committed) for weight in self._weights)
@@ -301,7 +304,11 @@ class ModelRunner:
             if self._adapters is not None and adapter is not None and slot is not None:
                 self._adapters.place(adapter, slot)
             num_tokens = at_least(self.config.admit_tokens, len(sequence.tokens))
-            self._fill_slot(pack_admission(sequence, num_tokens, self.config.block_size, self.eos_token_ids))
+            self._fill_slot(
+                pack_admission(
+                    sequence, num_tokens, self.config.block_size, self.eos_token_ids, self.suppressed_token_ids
+                )
+            )
         for row, slot in schedule.restored:
             self._copy_state("restore_state", row, slot)
         packed, shape, offsets = self.pack(schedule)

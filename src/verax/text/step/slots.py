@@ -7,6 +7,7 @@ padding rows of a step read it, and its parameters are for greedy decoding.
 
 from __future__ import annotations
 
+import math
 from collections import abc
 from typing import NamedTuple
 
@@ -81,7 +82,11 @@ def admission_size(num_tokens: int, block_size: int, num_tables: int) -> int:
 
 
 def pack_admission(
-    sequence: Sequence, num_tokens: int, block_size: int, eos_token_ids: abc.Sequence[int]
+    sequence: Sequence,
+    num_tokens: int,
+    block_size: int,
+    eos_token_ids: abc.Sequence[int],
+    suppressed_token_ids: abc.Sequence[int],
 ) -> Int[np.ndarray, "n"]:
     """The row that `admit` writes for a sequence of up to `num_tokens`, as one array for one transfer."""
     params = sequence.request.params
@@ -89,7 +94,7 @@ def pack_admission(
     tokens[: len(sequence.tokens)] = sequence.tokens
     tables = np.zeros((len(sequence.tables), -(-num_tokens // block_size)), np.int32)
     tables[:, : len(sequence.tables[0])] = sequence.tables
-    bias = dict(params.logit_bias or {})
+    bias = {**(params.logit_bias or {}), **dict.fromkeys(suppressed_token_ids, -math.inf)}
     seed_high, seed_low = np.asarray([sequence.seed >> 32, sequence.seed & 0xFFFFFFFF], np.uint32).view(np.int32)
     min_length = sequence.num_prompt + params.min_tokens if params.min_tokens else 0
     from_sequence = {

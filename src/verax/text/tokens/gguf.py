@@ -350,8 +350,6 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], where: object) -> Tokenizer
         raise CheckpointError(f"{where}: it has no tokenizer; fetch a file that has one")
     if pre == "gemma4" and kind in ("gpt2", "llama"):  # ollama's converter writes the latter
         kind = "gemma4"
-    if get("suppress_tokens", list[int], []):
-        raise UnsupportedModelError(f"{where}: tokenizer.ggml.suppress_tokens is not supported in GGUF files")
     if kind not in _KINDS:
         raise _unsupported(where, "model", kind, [f"{name} ({form})" for name, form in _KINDS.items()])
     tokens = needed("tokens", list[str])

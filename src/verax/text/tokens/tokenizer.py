@@ -16,9 +16,10 @@ from tokenizers import decoders, normalizers, pre_tokenizers
 
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.resolve import read_tokenizer
-from verax.errors import CheckpointError, InvalidParameterError, TemplateError
+from verax.errors import CheckpointError, InvalidParameterError, TemplateError, UnsupportedModelError
 from verax.fields import Count, read_value
 from verax.files import read_json
+from verax.sampling_fields import MAX_LOGIT_BIAS
 from verax.text.tokens import chat_template
 from verax.text.tokens.gguf import read_gguf_tokenizer
 
@@ -253,6 +254,14 @@ def eos_token_ids(*configs: Mapping[str, Any]) -> frozenset[int]:
     """Tokens that end a text. `configs`: contents of configuration files: config.json, generation_config.json."""
     listed = (read_value(config, "eos_token_id", _TokenIds, ()) for config in configs)
     return frozenset(token for ids in listed for token in ((ids,) if isinstance(ids, int) else ids))
+
+
+def suppressed_token_ids(config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """Tokens that no answer may have: those of a generation_config.json that are in the vocabulary."""
+    listed = {token for token in read_value(config, "suppress_tokens", list[int], []) if 0 <= token < vocab_size}
+    if len(listed) > MAX_LOGIT_BIAS:
+        raise UnsupportedModelError(f"suppress_tokens: {len(listed)} tokens; at most {MAX_LOGIT_BIAS} are supported")
+    return tuple(sorted(listed))
 
 
 def _byte_tokens(backend: tokenizers.Tokenizer) -> dict[int, int]:
