@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from verax.errors import InvalidParameterError
+from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.sampling_fields import MAX_LOGIT_BIAS
 from verax.text.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from verax.text.engine.sampling_params import SamplingParams
@@ -55,7 +55,19 @@ def test_a_generation_config_gives_defaults():
     config = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True, "eos_token_id": 3, "min_p": None}
     params = SamplingParams.from_generation_config(config)
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.6, 0.95, 20, 16)
-    assert SamplingParams.from_generation_config({"do_sample": False, "temperature": 0.6}).greedy
+    assert SamplingParams.from_generation_config({"do_sample": False, "temperature": 0.6, "typical_p": 0.9}).greedy
+    inert = {"num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0, "bad_words_ids": [], "top_h": None}
+    assert SamplingParams.from_generation_config(inert) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"no_repeat_ngram_size": 3}, {"num_beams": 4}, {"bad_words_ids": [[1]]}, {"typical_p": 0.9}, {"mirostat": 2}],
+    ids=str,
+)
+def test_a_setting_that_is_not_implemented_is_refused_by_name(config):
+    with pytest.raises(UnsupportedModelError, match=next(iter(config))):
+        SamplingParams.from_generation_config(config)
 
 
 GOOD = {

@@ -301,6 +301,7 @@ def _load(
         reranker()
     if videos:
         pipeline()
+    llm.default_sampling_params()
     for adapter in adapters.values():
         llm.llm.engine.load_adapter(adapter)
     options.with_chat_template(llm.llm, others["chat_template"])

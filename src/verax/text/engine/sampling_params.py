@@ -10,12 +10,27 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-from verax.errors import CheckpointError, InvalidParameterError
+from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.fields import read_value
 from verax.files import JsonObject
 from verax.options import documented, option, options_of
 from verax.sampling_fields import SamplingFields
 from verax.text.features.structured_outputs import StructuredOutputs
+
+_LACKING: Mapping[str, Any] = {
+    **dict.fromkeys(("bad_words_ids", "begin_suppress_tokens", "sequence_bias", "forced_eos_token_id"), None),
+    **dict.fromkeys(("exponential_decay_length_penalty", "stop_strings", "watermarking_config", "dola_layers"), None),
+    **dict.fromkeys(("no_repeat_ngram_size", "min_length", "min_new_tokens", "penalty_alpha"), 0),
+    **dict.fromkeys(("num_beams", "guidance_scale"), 1),
+}
+"""Settings of a generation_config.json that change what transformers generates and that verax lacks, and the value of
+each that changes nothing, as None does."""
+
+_LACKING_IN_DRAWS: Mapping[str, Any] = {
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "top_h", "mirostat", "xtc_probability"), 0),
+    "typical_p": 1,
+}
+"""The same of tokens that are drawn, those of GGUF files among them."""
 
 CHAT_SAMPLING = {"temperature": 0.7, "top_p": 0.95}
 """Sampling of a conversation with a model that recommends none: at temperature 1 small models answer with noise."""
@@ -68,12 +83,19 @@ class SamplingParams(SamplingFields):
 
         Raises:
             CheckpointError: for a value of the file that is out of range, with its name.
+            UnsupportedModelError: for a setting that changes the answers and is not implemented.
         """
         recommended = [name for name, declared in options_of(cls).items() if declared.recommended]
         values = {name: config[name] for name in recommended if config.get(name) is not None}
         config = JsonObject(config, getattr(config, "where", "generation_config.json"))
-        if read_value(config, "do_sample", bool, True) is False:
+        if not (draws := read_value(config, "do_sample", bool, True)):
             values["temperature"] = 0.0
+        for name, inert in {**_LACKING, **(_LACKING_IN_DRAWS if draws else {})}.items():
+            if (value := config.get(name)) not in (None, inert, [], {}):
+                raise UnsupportedModelError(
+                    f"{config.where}: {name}: {value!r} is not implemented: remove it there, or give SamplingParams "
+                    "to `LLM.generate`"
+                )
         try:
             return cls(**values)
         except InvalidParameterError as error:
