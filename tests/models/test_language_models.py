@@ -38,6 +38,7 @@ def test_decays_stay_float32_in_bfloat16_models():
 
 
 USED = {"use_sliding_window": True, "sliding_window": 8}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,9 @@ def test_sizes_that_a_short_file_leaves_out_are_gemma_3s_published_ones():
 def test_spellings_of_rotary_settings_agree():
     old = read(rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
     new = read(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5})
-    assert old.rotary == new.rotary
+    linear = {"type": "linear", "factor": 2.0}
+    both = read(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}, rope_scaling=linear)
+    assert old.rotary == new.rotary == both.rotary
     by_kind = {GLOBAL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 3e5}, SLIDING: {"rope_theta": 7e3}}
     sizes = read("gemma3_text", rope_parameters=by_kind)
     assert (sizes.rotary.theta, sizes.rotary.kind, sizes.local_rotary.theta) == (3e5, "linear", 7e3)
@@ -113,7 +116,11 @@ def test_spellings_of_rotary_settings_agree():
         ("llama", {**USED, "max_window_layers": 0}, "llama with layers of type sliding_attention"),
         ("qwen3", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
         ("qwen3", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
-        ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ("smollm3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ("gemma3_text", {"rope_parameters": {SLIDING: {"partial_rotary_factor": 0.5}}}, "partial_rotary_factor 0.5 is"),
+        ("gemma3_text", {"rope_parameters": {"rope_theta": 1e6}}, "expected settings by kind of layer"),
+        ("qwen3", {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": YARN}, "rope_parameters differ"),
         ("gemma3_text", {"sliding_window": None}, "lacks sliding_window"),
         ("gemma3_text", {"head_dim": 15}, "head_dim 15"),
         ("qwen3_5_text", {"layer_types": [LINEAR, SLIDING, GLOBAL]}, "sliding_attention"),

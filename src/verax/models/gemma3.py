@@ -35,6 +35,7 @@ from verax.models.qwen3 import (
 )
 from verax.nn import Embedding, fused_linear
 from verax.ops.attention import soft_capped
+from verax.ops.rope import rotary_settings
 
 __all__ = ["Gemma3Config", "Gemma3ForCausalLM"]
 
@@ -121,10 +122,13 @@ def rotary_of_kind(config: JsonObject, kind: str, base: str) -> ops.RotaryConfig
 
     `base`: key of the kind's base frequency. `rope_scaling` is of layers that see everything.
     """
-    by_kind = read_value(config, "rope_parameters", dict, {})
-    given = read_value(by_kind, kind, dict, {}) if by_kind else {}
-    if not by_kind and kind == FULL:
-        given = read_value(config, "rope_scaling", dict, {})
+    given = rotary_settings(config)
+    if config.get("rope_parameters"):
+        if not given.keys() & {FULL, SLIDING}:
+            raise UnsupportedModelError(f"{config.where}: rope_parameters: expected settings by kind of layer: {FULL}")
+        given = read_value(given, kind, dict, {})
+    elif kind != FULL:
+        given = {}
     rope = {"rope_theta": config[base], **given}
     context = {"max_position_embeddings": config["max_position_embeddings"]}
     return ops.RotaryConfig.from_hf(JsonObject({"rope_parameters": rope, **context}, config.where))

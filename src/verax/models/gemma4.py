@@ -37,6 +37,7 @@ from verax.models.qwen3 import (
 from verax.models.qwen3_moe import ExpertsConfig
 from verax.nn import Linear, fused_linear
 from verax.ops.attention import soft_capped
+from verax.ops.rope import rotary_settings
 
 __all__ = ["Gemma4Config", "Gemma4ForCausalLM"]
 
@@ -86,7 +87,7 @@ class Gemma4Config(Qwen3Config):
     def from_hf(cls, config: Mapping[str, Any]) -> Gemma4Config:
         """Read a config.json of `model_type` gemma4_text, or the text part of a gemma4 one."""
         text = text_config(config, **_DEFAULTS)
-        text["rope_parameters"] = read_value(text, "rope_parameters", dict, _ROPE)
+        text["rope_parameters"] = rotary_settings(text) or _ROPE
         fields = decoder_fields(text, rotary_of_kind(text, FULL, "rope_theta"), GELU)
         depth, shared = fields["num_hidden_layers"], read_value(text, "num_kv_shared_layers", Count, 0)
         kinds = [SLIDING if (i + 1) % 6 else FULL for i in range(depth)]

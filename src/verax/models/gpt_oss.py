@@ -35,6 +35,7 @@ from verax.models.qwen3 import (
 from verax.models.qwen3_moe import ExpertsConfig
 from verax.nn.parallel import part_index, sum_parts
 from verax.ops.division import Division
+from verax.ops.rope import rotary_settings
 
 __all__ = ["GptOssConfig", "GptOssForCausalLM"]
 
@@ -62,9 +63,7 @@ class GptOssConfig(Qwen3Config):
     def from_hf(cls, config: Mapping[str, Any]) -> GptOssConfig:
         """Read a config.json of `model_type` gpt_oss."""
         text = text_config(config, **_DEFAULTS)
-        text["rope_parameters"] = (
-            read_value(text, "rope_parameters", dict, None) or read_value(text, "rope_scaling", dict, None) or _ROPE
-        )
+        text["rope_parameters"] = rotary_settings(text) or _ROPE
         fields = decoder_fields(text, ops.RotaryConfig.from_hf(text))
         depth = fields["num_hidden_layers"]
         kinds = [FULL if i % 2 else SLIDING for i in range(depth)]

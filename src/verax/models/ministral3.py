@@ -20,6 +20,7 @@ from verax.models import qwen3
 from verax.models.causal_lm import text_config
 from verax.models.gemma3 import Gemma3ForCausalLM
 from verax.models.qwen3 import Qwen3Config, Qwen3ForCausalLM, decoder_fields
+from verax.ops.rope import rotary_settings
 
 __all__ = ["Ministral3Config", "Ministral3ForCausalLM"]
 
@@ -54,8 +55,7 @@ class Ministral3Config(Qwen3Config):
             raise UnsupportedModelError(f"mistral3 with a text_config of model_type {kind!r} is not supported")
         text = text_config(config, rms_norm_eps=1e-5, num_key_value_heads=8, head_dim=128)
         text.setdefault("max_position_embeddings", 262144)
-        rope = read_value(text, "rope_parameters", dict, None) or read_value(text, "rope_scaling", dict, ROPE)
-        text["rope_parameters"] = rope
+        text["rope_parameters"] = rope = rotary_settings(text) or ROPE
         fields = decoder_fields(text, ops.RotaryConfig.from_hf(text))
         window = read_value(text, "sliding_window", Size, None)
         original = read_value(rope, "original_max_position_embeddings", Positive, fields["max_position_embeddings"])

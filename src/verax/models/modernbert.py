@@ -23,6 +23,7 @@ from verax.files import JsonObject
 from verax.models.bert import ACTIVATIONS, biased_attention, check_activation
 from verax.nn import Embedding, LayerNorm, Linear, Sentences
 from verax.ops.attention import MASKED
+from verax.ops.rope import rotary_settings
 
 __all__ = ["ModernBertConfig", "ModernBertForSequenceClassification", "ModernBertModel"]
 
@@ -85,11 +86,11 @@ _FIELDS = (
 
 def _rotary(config: Mapping[str, Any], kind: str) -> ops.RotaryConfig:
     """Rotation of one kind of layer: of `rope_parameters` (transformers 5), or of the keys before it."""
-    every = JsonObject(read_value(config, "rope_parameters", dict, {}), f"{file_of(config)}: rope_parameters")
+    settings = JsonObject(rotary_settings(config), f"{file_of(config)}: rotary settings")
+    given = read_value(settings, kind, dict, {}) if config.get("rope_parameters") else settings
     key, default = _THETAS[kind]
-    theta = read_value(config, key, float, default)
-    given = {"rope_theta": theta, **read_value(every, kind, dict, {})}
-    return ops.RotaryConfig.from_hf(JsonObject({"rope_parameters": given}, every.where))
+    rope = {"rope_theta": read_value(config, key, float, default), **given}
+    return ops.RotaryConfig.from_hf(JsonObject({"rope_parameters": rope}, settings.where))
 
 
 class ModernBertEmbeddings(nnx.Module):

@@ -23,6 +23,7 @@ from verax.models import qwen3
 from verax.models.causal_lm import text_config
 from verax.models.qwen3 import Projected, Qwen3Config, Qwen3ForCausalLM, decoder_fields, split_heads
 from verax.nn import Linear, split_swiglu
+from verax.ops.rope import rotary_settings
 
 __all__ = ["Phi3Config", "Phi3ForCausalLM"]
 
@@ -47,14 +48,14 @@ class Phi3Config(Qwen3Config):
 
 def _rotary(config: JsonObject) -> ops.RotaryConfig:
     """Rotation of heads: plain or LongRoPE, of which older files have other names."""
-    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    rope = dict(read_value(config, key, dict, {}))
+    rope = dict(rotary_settings(config))
     kind = rope.get("rope_type", rope.pop("type", "default"))
     rope["rope_type"] = LONGROPE.get(kind, kind)
     if rope["rope_type"] not in ("default", "longrope"):
         raise UnsupportedModelError(f"{config.where}: rope_type {kind!r} is not supported; phi3 uses 'longrope'")
     original = {"original_max_position_embeddings": config.get("original_max_position_embeddings", 4096)}
-    return ops.RotaryConfig.from_hf(JsonObject({**config, **original, key: rope}, config.where))
+    changed = {**config, **original, "rope_parameters": rope, "rope_scaling": None}
+    return ops.RotaryConfig.from_hf(JsonObject(changed, config.where), fraction=1.0)
 
 
 class Attention(qwen3.Attention):

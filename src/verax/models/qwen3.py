@@ -97,10 +97,7 @@ class Qwen3Config:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Qwen3Config:
         """Read a config.json of `model_type` qwen3, qwen2, llama or mistral."""
-        family = config.get("model_type")
         fields = decoder_fields(config, ops.RotaryConfig.from_hf(config))
-        if (fraction := fields["rotary"].fraction) != 1:
-            raise UnsupportedModelError(f"{family} with partial_rotary_factor {fraction} is not supported")
         return cls(**fields, windows=_windows(config, fields["num_hidden_layers"]))
 
 

@@ -43,24 +43,28 @@ class RotaryConfig:
     """Divisors of `longrope` in contexts longer than the one of pretraining."""
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], *, fraction: float = 1.0) -> RotaryConfig:
+    def from_hf(cls, config: Mapping[str, Any], *, fraction: float | None = None) -> RotaryConfig:
         """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before it) of a config.json.
 
-        `fraction` is the model family's default, for a file that has none.
+        `fraction`: the family's `partial_rotary_factor`, for a file that has none; None if it rotates whole heads.
 
         Raises:
-            UnsupportedModelError: for another `rope_type`, or a number that it needs and the file lacks.
+            UnsupportedModelError: for another `rope_type`, a number that it needs and the file lacks, or a fraction
+                where the family has none.
             CheckpointError: for a value of a wrong type, or out of range.
         """
-        given = read_value(config, "rope_parameters", dict, None) or read_value(config, "rope_scaling", dict, {})
-        rope = JsonObject(given, f"{file_of(config)}: rotary settings")
+        rope = JsonObject(rotary_settings(config), f"{file_of(config)}: rotary settings")
         kind = read_value(rope, "rope_type", str, read_value(rope, "type", str, "default"))
         if kind not in _FREQUENCIES:
             raise UnsupportedModelError(
                 f"rope_type {kind!r} is not supported; supported are {', '.join(sorted(_FREQUENCIES))}"
             )
-        fraction = read_value(config, "partial_rotary_factor", _Fraction, fraction)
-        fraction = read_value(rope, "partial_rotary_factor", _Fraction, fraction)
+        outer = read_value(config, "partial_rotary_factor", _Fraction, fraction or 1.0)
+        rotated = read_value(rope, "partial_rotary_factor", _Fraction, outer)
+        if rotated != 1 and fraction is None and kind != "proportional":
+            raise UnsupportedModelError(
+                f"{file_of(config)}: partial_rotary_factor {rotated} is not supported; this family rotates whole heads"
+            )
         theta = read_value(rope, "rope_theta", _Base, read_value(config, "rope_theta", _Base, 10000.0))
         # As transformers: the outer key goes before the table's, and the config's own length stands in for both.
         original, longest = "original_max_position_embeddings", config.get("max_position_embeddings")
@@ -68,7 +72,7 @@ class RotaryConfig:
         scaling = {name: read_value(rope, name, form, None) for name, form in _SCALING.items()}
         numbers = {name: float(value) for name, value in scaling.items() if value is not None}
         if kind == "proportional":
-            numbers["proportion"], fraction = fraction, 1.0
+            numbers["proportion"], rotated = rotated, 1.0
         if kind == "longrope" and "factor" not in numbers and original in numbers and longest:
             numbers["factor"] = longest / numbers[original]
         divisors = read_value(rope, "divisors", tuple[Positive, ...], ())
@@ -79,7 +83,7 @@ class RotaryConfig:
         missing = [name for name in _REQUIRED[kind] if name not in numbers]
         if missing:
             raise UnsupportedModelError(f"rope_type {kind!r} needs {', '.join(missing)} in rope_scaling")
-        return cls(theta, kind, tuple(sorted(numbers.items())), divisors, fraction, long_divisors)
+        return cls(theta, kind, tuple(sorted(numbers.items())), divisors, rotated, long_divisors)
 
     def for_context(self, tokens: int) -> RotaryConfig:
         """Rotation in a context of `tokens` tokens: LongRoPE's depends on it."""
@@ -96,6 +100,21 @@ class RotaryConfig:
         base = np.float32(1.0) / _wavelengths(self.theta, rotated)
         frequencies, factor = _FREQUENCIES[self.kind](base, self, dict(self.scaling))
         return np.asarray(frequencies, np.float32), float(factor)
+
+
+def rotary_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` (transformers 5) or `rope_scaling` (before it) of a config.json.
+
+    Raises:
+        UnsupportedModelError: if it has both and they differ: of a file that transformers 5 has written and to which
+            somebody has added a scaling, transformers reads the scaling alone, without the base next to it.
+    """
+    given, scaling = (read_value(config, name, dict, {}) for name in ("rope_parameters", "rope_scaling"))
+    if given and any(given.get("rope_type" if key == "type" else key) != value for key, value in scaling.items()):
+        raise UnsupportedModelError(
+            f"{file_of(config)}: rope_scaling and rope_parameters differ; expected one of them, with all settings"
+        )
+    return given or scaling
 
 
 def _wavelengths(theta: float, rotated: int) -> np.ndarray:
