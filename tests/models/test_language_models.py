@@ -1,6 +1,7 @@
 """Configurations of language models that are read or refused. tests/parity/test_config_keys.py changes every key."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -94,6 +95,8 @@ def test_spellings_of_rotary_settings_agree():
     linear = {"type": "linear", "factor": 2.0}
     both = read(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}, rope_scaling=linear)
     assert old.rotary == new.rotary == both.rotary
+    dynamic = read(rope_theta=5e5, rope_scaling={"type": "dynamic", "factor": 2.0})  # of longer texts only
+    np.testing.assert_array_equal(dynamic.rotary.frequencies(16)[0], read(rope_theta=5e5).rotary.frequencies(16)[0])
     by_kind = {GLOBAL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 3e5}, SLIDING: {"rope_theta": 7e3}}
     sizes = read("gemma3_text", rope_parameters=by_kind)
     assert (sizes.rotary.theta, sizes.rotary.kind, sizes.local_rotary.theta) == (3e5, "linear", 7e3)
@@ -114,7 +117,7 @@ def test_spellings_of_rotary_settings_agree():
         ("qwen3", {"layer_types": [GLOBAL, "chunked_attention"]}, "layers of type chunked_attention"),
         ("qwen3", {"use_sliding_window": True}, "lacks sliding_window"),
         ("llama", {**USED, "max_window_layers": 0}, "llama with layers of type sliding_attention"),
-        ("qwen3", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+        ("qwen3", {"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, "rope_type 'mrope'"),
         ("qwen3", {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
         ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ("smollm3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),

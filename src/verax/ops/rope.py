@@ -28,7 +28,8 @@ class RotaryConfig:
 
     `kind` is Hugging Face's `rope_type`: `default`, `linear` (position interpolation), `llama3` (Llama 3.1's smooth
     interpolation by wavelength), `yarn` (Peng et al., 2023, arXiv:2309.00071), `longrope` (Ding et al., 2024,
-    arXiv:2402.13753) or `proportional` (Gemma 4: the lower frequencies are zero). `scaling` holds that kind's numbers.
+    arXiv:2402.13753), `proportional` (Gemma 4: the lower frequencies are zero) or `dynamic` (as `default`: it changes
+    texts longer than `max_position_embeddings` only, which no engine takes). `scaling` holds that kind's numbers.
     Only the first `fraction` of each head is rotated (Hugging Face's `partial_rotary_factor`).
     """
 
@@ -197,7 +198,7 @@ def _proportional(base: np.ndarray, config: RotaryConfig, scaling: Mapping[str, 
 
 
 _FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
-_FREQUENCIES |= {"divided": _divided, "proportional": _proportional}
+_FREQUENCIES |= {"divided": _divided, "proportional": _proportional, "dynamic": _default}
 _Base = Annotated[float, msgspec.Meta(gt=1, le=MAX_NUMBER, description="a number above 1")]
 _Fraction = Annotated[float, msgspec.Meta(gt=0, le=1, description="a number above 0 and at most 1")]
 _SCALING: dict[str, Any] = {
@@ -210,6 +211,7 @@ _SCALING: dict[str, Any] = {
 
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
+    "dynamic": (),
     "proportional": (),
     "divided": (),
     "linear": ("factor",),
