@@ -11,7 +11,7 @@ from tests.support.video_folder import CLIP, CONFIG, SHAPES, T5, VAE, tensors, w
 from verax.checkpoint.video.convert import convert
 from verax.checkpoint.video.folder import VideoFolder
 from verax.checkpoint.video.parts import original_transformer, wan_vae_names
-from verax.errors import CheckpointError
+from verax.errors import CheckpointError, UnsupportedModelError
 
 _TRANSFORMER = "transformer/*.safetensors"
 
@@ -186,6 +186,26 @@ def test_8_bit_floats_are_multiplied_by_their_scales(name, rows, original):
 def test_scales_that_fit_no_weight_are_named(changes, says, original):
     with pytest.raises(CheckpointError, match=says):
         scaled(original, **changes)[1].checkpoint("transformer")
+
+
+@pytest.mark.parametrize("place", ["tensor", "header"])
+def test_comfyuis_rotated_weights_are_refused(place, original):
+    weights = tensors("transformer")
+    scale = np.ones((len(weights[f"{Q}.weight"]), 1), np.float32)
+    weights |= {f"{Q}.weight": np.ones_like(weights[f"{Q}.weight"], np.int8), f"{Q}.weight_scale": scale}
+    for rotated in (False, True):
+        said = {"format": "int8_tensorwise", "convrot": rotated, "convrot_groupsize": 256}
+        marker, metadata = {}, None
+        if place == "tensor":
+            marker = {f"{Q}.comfy_quant": np.frombuffer(json.dumps(said).encode(), np.uint8)}
+        else:
+            metadata = {"_quantization_metadata": json.dumps({"layers": {Q: said}})}
+        save_file(weights | marker, original / "model.safetensors", metadata=metadata)
+        if rotated:
+            with pytest.raises(UnsupportedModelError, match="rotated weights are not supported"):
+                VideoFolder(original).checkpoint("transformer")
+        else:
+            assert set(VideoFolder(original).checkpoint("transformer").names()) == set(tensors("transformer"))
 
 
 @pytest.mark.parametrize(

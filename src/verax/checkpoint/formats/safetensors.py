@@ -106,7 +106,12 @@ class MappedFile:
 
 
 class SafetensorsFile(MappedFile):
-    """An open safetensors file."""
+    """An open safetensors file.
+
+    `metadata`: texts of its header by name, which programs write for themselves.
+    """
+
+    metadata: dict[str, str]
 
     def __init__(self, path: Path):
         """Map the file and check its header."""
@@ -130,6 +135,7 @@ class SafetensorsFile(MappedFile):
         try:
             header = json.loads(self.map[_LENGTH_BYTES:begin].decode("utf-8"))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            self.metadata = {name: str(text) for name, text in header.get("__metadata__", {}).items()}
         except (ValueError, AttributeError, RecursionError) as error:
             raise self.fault("its header is not valid JSON") from error
         tensors = {name: self._read_entry(name, entry, begin) for name, entry in entries.items()}

@@ -3,7 +3,7 @@
 - ComfyUI's `X.scale_weight`, diffusers' and LightX2V's `X.weight_scale` multiply `X.weight` of 8-bit floats
   (float8_e4m3fn, float8_e5m2) or integers: one number for the whole weight, one for each row, or one for each block of
   128 x 128. Floats may come without scales. Matrices of float8_e4m3fn and int8 can stay so in memory; the other type,
-  and tensors that are not matrices, become floats.
+  and tensors that are not matrices, become floats. ComfyUI's rotated weights (`convrot`) are refused.
 - GGUF files as ComfyUI-GGUF writes them (`general.architecture` wan; the names of the original or of diffusers) and
   stable-diffusion.cpp (no metadata; names as in the file that was converted). UMT5 has llama.cpp's names, or the names
   of transformers. The format has four axes at most, so that the kernel of the patch embedding `[D, C, 1, 2, 2]` may be
@@ -31,7 +31,7 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 from verax.checkpoint.checkpoint import DerivedFile, TensorFile
 from verax.checkpoint.formats.gguf import DTYPES, SplitGGUF, block_entry
 from verax.checkpoint.formats.quantized import QuantizedEntry, describe_scaled
-from verax.checkpoint.formats.safetensors import TensorInfo
+from verax.checkpoint.formats.safetensors import SafetensorsFile, TensorInfo
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.ops.block_quantized import BLOCK_KINDS
 from verax.ops.quantized import GROUP_SIZES
@@ -41,6 +41,12 @@ BLOCK = (128, 128)
 
 _SCALE = re.compile(r"(^|\.)(scale_weight|weight_scale)$")
 _LEFT_OUT = re.compile(r"(^|\.)(scaled_fp8|comfy_quant|scale_input|input_scale)$")
+_MARKER, _HEADER = re.compile(r"(^|\.)comfy_quant$"), "_quantization_metadata"
+"""Tensor of a layer, and entry of the header, with ComfyUI's settings of quantised layers as JSON."""
+
+_ROTATED = re.compile(rb'"convrot":\s*true')
+"""Sign of ComfyUI's integers of a weight that was rotated along its inputs, in a `comfy_quant` tensor or the header."""
+
 _KEPT = (np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.int8))
 """Dtypes of 8 bits that stay so in memory."""
 
@@ -69,7 +75,12 @@ def open_quantized(
 
     Scales of inputs are left out: these are not quantised here, or by scales of their own. `rounds_inputs`: True if
     weights of integers round their inputs, as where such files are published.
+
+    Raises:
+        CheckpointError: for scales that fit no weight.
+        UnsupportedModelError: for rotated weights.
     """
+    _check_rotations(files)
     plain = {key: file for key, file in files.items() if not _LEFT_OUT.search(key)}
     scales = {_SCALE.sub(r"\1weight", key): (key, plain.pop(key)) for key in [*plain] if _SCALE.search(key)}
     kept: dict[str, Describe] = {}
@@ -99,6 +110,19 @@ def open_quantized(
         elif info.dtype == _KEPT[0] and len(info.shape) == 2:
             kept[name] = partial(_describe_scaled, file, name, None, "", False)
     return plain, kept
+
+
+def _check_rotations(files: Mapping[str, TensorFile]) -> None:
+    """Refuse rotated weights: their integers and scales alone stand for another weight."""
+    described = [(file.path, key, file.read(key).tobytes()) for key, file in files.items() if _MARKER.search(key)]
+    for file in {id(file): file for file in files.values()}.values():
+        if isinstance(file, SafetensorsFile):
+            described.append((file.path, _HEADER, file.metadata.get(_HEADER, "").encode()))
+    for path, name, text in described:
+        if _ROTATED.search(text):
+            raise UnsupportedModelError(
+                f"{path}: {name} has convrot: rotated weights are not supported; take a file of bfloat16, fp8 or GGUF"
+            )
 
 
 def _grid(scales: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...] | None:
