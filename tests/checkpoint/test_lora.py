@@ -429,6 +429,22 @@ def test_alpha_of_the_adapters_metadata_counts(said, factor, base, tmp_path):
             with_file(base, tensors, tmp_path / "lora.safetensors", metadata=metadata)
 
 
+@pytest.mark.parametrize("place", ["header", "config", "folder", "both"])
+def test_alpha_alone_in_the_header_or_in_pefts_folder_counts(place, base, tmp_path):
+    A, B = draw(RANK, 6, seed=1), draw(6, RANK, seed=2)
+    prefix = "base_model.model.blocks.0.self_attn.q"
+    tensors = {f"{prefix}.lora_A.weight": A, f"{prefix}.lora_B.weight": B}
+    path = tmp_path / "adapter_model.safetensors"
+    save_file(tensors, path, metadata={"alpha": "12"} if place in ("header", "both") else None)
+    if place != "header":
+        settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": 5 if place == "both" else 12}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    got = with_lora(base, {tmp_path if place == "folder" else path: 1.0})
+    assert_sum(got, base, Q_WEIGHT, 12 / RANK * B @ A)
+    with pytest.raises(CheckpointError, match="its alpha not a number"):
+        with_file(base, tensors, path, metadata={"alpha": "twelve"})
+
+
 def test_files_add_up_and_are_rounded_once_when_loaded(base, tmp_path):
     files = {}
     total = base.read(FFN).astype(np.float32)
@@ -461,6 +477,8 @@ def test_files_add_up_and_are_rounded_once_when_loaded(base, tmp_path):
         ({"blocks.0.ffn.0.lora_A.weight": (3, 6), "blocks.0.ffn.0.lora_B.weight": (10, 4)}, "shape \\[10, 6\\]"),
         ({"blocks.0.ffn.0.lora_A.weight": (3, 6), "blocks.0.ffn.0.lora_B.weight": (6, 3)}, "shape \\[10, 6\\]"),
         ({"blocks.0.ffn.0.alpha": ()}, "blocks.0.ffn.0.alpha lacks"),
+        ({"blocks.0.ffn.0.alpha": (0,)}, "alpha has shape .0., expected one number"),
+        ({}, "it has no tensors"),
         ({"blocks.0.ffn.0.lora_A.bias": (3,)}, "blocks.0.ffn.0.lora_A.bias .nearest"),
         ({"blocks.0.ffn.0.lokr_w1": (2, 2)}, "blocks.0.ffn.0.lokr_w1 lacks its other matrix, w2_a"),
         ({"blocks.0.ffn.0.hada_w1_a": (10, 3), "blocks.0.ffn.0.hada_w1_b": (3, 6)}, "lacks its other matrix, w2_a"),

@@ -30,7 +30,6 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 from jax.typing import DTypeLike
-from safetensors import safe_open
 
 from verax.checkpoint.checkpoint import Checkpoint, DerivedFile
 from verax.checkpoint.formats.pth import PthFile
@@ -369,6 +368,9 @@ _KEY_IN_FILE = re.compile(
 _PARAMETERS = {"diff_b": "bias", "b_norm": "bias", "diff_m": "modulation"}
 """Parameter of a module that a difference is added to, where it is not the weight."""
 
+_ALPHAS = ("lora_alpha", "network_alpha", "alpha")
+"""Names of alpha in a file's header. Not kohya's `ss_network_alpha`, which stays where converters have applied it."""
+
 _UNSUPPORTED = re.compile(
     r"dora_scale|magnitude_vector|oft_|boft_|\.[ab][12]\.weight$|on_input$|set_weight|reshape_weight"
 )
@@ -524,7 +526,7 @@ def with_lora(checkpoint: Checkpoint, files: Mapping[Path, float]) -> Checkpoint
     """A transformer's checkpoint with LoRA files, whose changes are added to the weights when these are read.
 
     `checkpoint`: checkpoint of a transformer by the original's names, from `VideoFolder.checkpoint`. `files`: LoRA
-    files (safetensors), each with a factor on its changes; the changes of all files are added.
+    files (safetensors) or PEFT's folders, each with a factor on its changes; the changes of all files are added.
 
     Raises:
         CheckpointError: if a key of a file has no weight, with the nearest names, or another shape.
@@ -535,12 +537,13 @@ def with_lora(checkpoint: Checkpoint, files: Mapping[Path, float]) -> Checkpoint
     targets = {_plain(alias): name for alias, name in aliases.items()}
     changes: dict[str, list[_Change]] = {}
     for path, scale in files.items():
-        by_weight, unmatched = _read_changes(Path(path), scale, targets)
+        path = path / SAFETENSORS if path.is_dir() else path
+        by_weight, unmatched = _read_changes(path, scale, targets)
         for (name, _), change in by_weight.items():
             change.check(name, checkpoint.shape(name))
             changes.setdefault(name, []).append(change)
         if unmatched:
-            raise _unmatched_error(Path(path), unmatched, aliases)
+            raise _unmatched_error(path, unmatched, aliases)
     return checkpoint.with_files({name: _changed(name, checkpoint, some) for name, some in changes.items()})
 
 
@@ -549,7 +552,7 @@ def _read_changes(
 ) -> tuple[dict[tuple[str, str], _Change], list[str]]:
     """Changes of a LoRA file, by the original's name of the weight and by method, and keys that have no weight."""
     file = SafetensorsFile(path)
-    settings = _settings(path)
+    settings = _settings(file)
     patterns = read_value(settings, "alpha_pattern", dict[str, Finite], {})
     alpha, root = read_value(settings, "lora_alpha", Finite, None), read_value(settings, "use_rslora", bool, False)
     changes: dict[tuple[str, str], _Change] = {}
@@ -566,6 +569,8 @@ def _read_changes(
             unmatched.append(name)
             continue
         if key.method == "alpha":
+            if math.prod(shape := file.tensors[name].shape) != 1:
+                raise CheckpointError(f"{path}: {name} has shape {list(shape)}, expected one number")
             alphas[target] = name, float(file.read(name).astype(np.float32).reshape(-1)[0])
             continue
         change = changes.setdefault((target, key.method), _Change(file, scale, key.method, root))
@@ -579,6 +584,8 @@ def _read_changes(
             change.pair = changes.get((f"{target.removesuffix('bias')}weight", "lora"))
         elif target in alphas and method != "diff":
             change.alpha = alphas[target][1]
+    if not (changes or alphas or unmatched):
+        raise CheckpointError(f"{path}: it has no tensors")
     scaled = {target for target, method in changes if method not in ("bias", "diff")}
     if unused := [name for target, (name, _) in alphas.items() if target not in scaled]:
         raise CheckpointError(f"{path}: {', '.join(unused[:10])} lacks the matrices that it scales")
@@ -600,18 +607,26 @@ def _unmatched_error(path: Path, keys: Sequence[str], names: Iterable[str]) -> C
     )
 
 
-def _settings(path: Path) -> JsonObject:
-    """Settings of the adapter from the file's header, where newer versions of diffusers write them; else empty.
+def _settings(file: SafetensorsFile) -> JsonObject:
+    """Settings of the adapter: the header's, else those of PEFT's adapter_config.json next to the file; else empty.
 
-    The prefix `transformer.` is cut from their names.
+    Newer versions of diffusers write all settings into the header, and cut from their names is `transformer.`. Others
+    write alpha alone, for all modules without an alpha of their own (sgl-project/sglang#36082).
     """
-    with safe_open(path, "numpy") as file:
-        text = (file.metadata() or {}).get("lora_adapter_metadata", "{}")
+    header = {name.removeprefix("transformer."): text for name, text in file.metadata.items()}
     try:
-        content = {name.removeprefix("transformer."): value for name, value in json.loads(text).items()}
+        said = json.loads(header.get("lora_adapter_metadata", "{}")).items()
+        content = {name.removeprefix("transformer."): value for name, value in said}
+        if (alpha := next((header[name] for name in _ALPHAS if name in header), None)) is not None:
+            content.setdefault("lora_alpha", float(alpha))
     except (ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path}: its lora_adapter_metadata is not a JSON object") from error
+        raise CheckpointError(
+            f"{file.path}: its lora_adapter_metadata is not a JSON object, or its alpha not a number"
+        ) from error
+    config = file.path.parent / CONFIG
+    if file.path.name == SAFETENSORS and config.is_file():
+        content = {**read_json(config), **content}
     content.pop("lora_bias", None)  # unlike `Adapter`, the biases of B are read
-    settings = JsonObject(content, path)
-    _check_settings(settings, path)
+    settings = JsonObject(content, file.path)
+    _check_settings(settings, file.path)
     return settings
