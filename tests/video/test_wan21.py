@@ -8,6 +8,7 @@ import pytest
 
 from verax import VideoRequest
 from verax.checkpoint.video.folder import VideoFolder
+from verax.errors import UnsupportedModelError
 from verax.models.wan.family import CHINESE, ENGLISH, WAN, read_settings
 from verax.models.wan.model import FIRST_AND_LAST
 from verax.serve.video.videos import VideoCreate, resolve
@@ -93,6 +94,38 @@ def test_the_files_of_a_checkpoint_are_preferred_to_the_command(tmp_path):
     write(folder, {"verax.json": {"shift": 7.0, "guidance_scale": 2.0}})
     settings = settings_of(folder)
     assert (settings.shift, settings.guidance_scale, settings.height) == (7, 2, 480)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "solver", "shift"),
+    [
+        ({"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}, "euler", 3),
+        ({"_class_name": "FlowMatchLCMScheduler", "shift": 5.0, "use_dynamic_shifting": False}, "lcm", 5),
+        ({"_class_name": "UniPCMultistepScheduler", "flow_shift": 3.0, "solver_order": 2}, "unipc", 3),
+        ({"_class_name": "FlowMatchEulerDiscreteScheduler"}, "euler", 8),
+    ],
+)
+def test_the_folders_scheduler_says_the_solver_and_the_shift(scheduler, solver, shift, tmp_path):
+    settings = settings_of(diffusers_folder(tmp_path, "Wan2.1-T2V-1.3B", "t2v", **scheduler))
+    assert (settings.solver, settings.shift) == (solver, shift)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("_class_name", "DPMSolverMultistepScheduler"),
+        ("solver_order", 3),
+        ("use_karras_sigmas", True),
+        ("use_dynamic_shifting", True),
+        ("prediction_type", "epsilon"),
+        ("disable_corrector", [0]),
+        ("shift_terminal", 0.1),
+    ],
+)
+def test_settings_of_a_scheduler_that_are_not_implemented_are_refused(name, value, tmp_path):
+    folder = diffusers_folder(tmp_path, "Wan2.1-T2V-1.3B", "t2v", **{name: value})
+    with pytest.raises(UnsupportedModelError, match=rf"scheduler_config\.json: {name} .* is not supported"):
+        settings_of(folder)
 
 
 @pytest.mark.parametrize("name", ["SkyReels-V2-T2V-14B-720P", "a.model"])

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jax import lax
@@ -86,6 +86,7 @@ class VideoSettings:
     boundary_ratio: Epsilon | None = None
     """Share of the noise levels from which the first of two transformers is used; None for one transformer."""
     shift: Positive = 8.0
+    solver: Literal["unipc", "euler", "lcm"] = "unipc"
     fps: Size = 24
     negative_prompt: str = ""
     text_tokens: Size = 512

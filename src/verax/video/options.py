@@ -128,7 +128,7 @@ class VideoRequest:
         None,
         "unipc, euler or lcm. `lcm` predicts the clean clip in each step and adds fresh noise to it.",
         choices=("unipc", "euler", "lcm"),
-        shown="unipc",
+        shown=_CHECKPOINT,
     )
     sigmas: str | Sequence[float] | None = option(
         None,

@@ -104,7 +104,7 @@ class ResolvedRequest(VideoRequest):
     guidance_scale: float = VideoSettings.guidance_scale
     guidance_scale_2: float | None = None
     shift: float = VideoSettings.shift
-    solver: str = "unipc"
+    solver: str = VideoSettings.solver
     sigmas: tuple[float, ...] | None = None
     cache_ratios: np.ndarray | None = None
     """MagCache's curve for the request's steps, `[R, G]`; see `caches.with_cache`."""
@@ -202,14 +202,16 @@ def resolve_request(request: VideoRequest, model: VideoModel, *, follow_picture:
     defaults = {
         "height": height,
         "width": width,
-        **{name: getattr(settings, name) for name in ("num_inference_steps", "guidance_scale", "shift", "fps")},
+        **{
+            name: getattr(settings, name)
+            for name in ("num_inference_steps", "guidance_scale", "shift", "solver", "fps")
+        },
         "num_frames": _default_frames(values["video"], model),
         "base_num_frames": settings.num_frames,
         "negative_prompt": settings.negative_prompt,
         "causal_block_size": 1,
         "causal_attention": model.rules.causal_attention and blocks is not None and blocks > 1,
         "overlap_history": OVERLAP,
-        "solver": "unipc",
         **_CACHES[request.cache],
     }
     values.update({name: value for name, value in defaults.items() if values[name] is None}, resolution=None)

@@ -41,6 +41,7 @@ from verax.checkpoint.video.parts import (
     pipeline_name,
     recommended_shift,
     scheduler_settings,
+    scheduler_solver,
 )
 from verax.checkpoint.video.quantized import GGUFPart, open_quantized, umt5_config, umt5_tokenizer, wan_config
 from verax.errors import CheckpointError
@@ -144,7 +145,13 @@ class VideoFolder:
     @property
     def flow_shift(self) -> float:
         """Shift of the scheduler's noise levels; 1 where its settings name none."""
-        return read_value(self.scheduler, "flow_shift", Positive, 1.0)
+        scheduler = self.scheduler
+        return read_value(scheduler, "flow_shift" if "flow_shift" in scheduler else "shift", Positive, 1.0)
+
+    @property
+    def solver(self) -> str:
+        """Solver that the scheduler is, one of `video.solvers.SOLVERS`."""
+        return scheduler_solver(self.scheduler)
 
     @property
     def own_settings(self) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from verax.fields import Depth, Size, read_value
+from verax.errors import UnsupportedModelError
+from verax.fields import Depth, Size, file_of, read_value
 from verax.models.wan import model
 
 Rule = tuple[str, str | tuple[str, ...]]
@@ -553,6 +554,42 @@ def scheduler_settings(shift: float) -> dict[str, Any]:
         "flow_shift": shift,
         "solver_order": 2,
     }
+
+
+_SOLVERS = {
+    **dict.fromkeys(("UniPCMultistepScheduler", "FlowUniPCMultistepScheduler"), "unipc"),
+    "FlowMatchEulerDiscreteScheduler": "euler",
+    "FlowMatchLCMScheduler": "lcm",
+}
+"""Solvers by the class names of diffusers' and Wan's schedulers."""
+
+_ONLY: Mapping[str, Any] = {
+    **{"num_train_timesteps": 1000, "prediction_type": "flow_prediction", "use_flow_sigmas": True, "solver_order": 2},
+    **{"solver_type": "bh2", "predict_x0": True, "lower_order_final": True, "disable_corrector": []},
+    **{"final_sigmas_type": "zero", "shift_terminal": None, "scale_factors": None},
+    **dict.fromkeys(("thresholding", "use_dynamic_shifting", "invert_sigmas", "stochastic_sampling"), False),
+    **dict.fromkeys(("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"), False),
+}
+"""Settings of these schedulers that change their steps, with the values that are implemented."""
+
+
+def scheduler_solver(config: Mapping[str, Any]) -> str:
+    """Solver of a scheduler_config.json, by its class name; `unipc` where it has none.
+
+    Raises:
+        UnsupportedModelError: for another class, or a setting that is not implemented.
+    """
+    kind = read_value(config, "_class_name", str, "UniPCMultistepScheduler")
+    if kind not in _SOLVERS:
+        raise UnsupportedModelError(
+            f"{file_of(config)}: _class_name {kind!r} is not supported; schedulers supported are {', '.join(_SOLVERS)}"
+        )
+    for name, value in _ONLY.items():
+        if config.get(name) not in (None, value):
+            raise UnsupportedModelError(
+                f"{file_of(config)}: {name} {config[name]!r} is not supported; only {value!r} is"
+            )
+    return _SOLVERS[kind]
 
 
 def _is_skyreels(pipeline: str) -> bool:

@@ -220,6 +220,7 @@ def read_settings(folder: Any, shift: float, *, kind: str | None, negative_promp
         width=width,
         num_frames=frames,
         shift=shift if shift != 1 else VideoSettings.shift,
+        solver=folder.solver,
         # Wan2.2's commands have one negative prompt for all kinds.
         negative_prompt=negative_prompts.get("ti2v" if boundary_ratio is not None else kind, ""),
         boundary_ratio=boundary_ratio,
