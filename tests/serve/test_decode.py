@@ -30,6 +30,12 @@ def test_an_image_is_one_frame(format, error):
     assert np.abs(frames[0].astype(int) - PICTURE).mean() <= error
 
 
+@pytest.mark.parametrize("other", [PICTURE // 2, PICTURE[:8, :8]])
+def test_a_photo_with_another_picture_in_its_file_is_one_frame(other):
+    data = saved("MPO", PIL.fromarray(PICTURE), save_all=True, append_images=[PIL.fromarray(other)])
+    np.testing.assert_array_equal(decode(data, LIMITS), decode(saved("JPEG"), LIMITS))
+
+
 @pytest.mark.parametrize("name", ["GIF", "WEBP", "PNG", "AVIF"])
 def test_frames_of_an_animation_last_as_long_as_they_are_shown(name):
     images = [PIL.fromarray(np.full((8, 8, 3), shade, np.uint8)) for shade in (10, 90, 170)]

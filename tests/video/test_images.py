@@ -154,6 +154,15 @@ def test_a_picture_is_a_clip_of_one_frame_without_a_rate(suffix, tmp_path):
     assert (frames.shape, fps) == ((1, *picture().shape), None)
 
 
+@pytest.mark.parametrize("size", [(8, 8), (2, 2)])
+def test_a_photo_with_another_picture_in_its_file_is_one_frame(size, tmp_path):
+    photo, other = (Image.new("RGB", shape, shade) for shape, shade in (((8, 8), "white"), (size, "black")))
+    photo.save(tmp_path / "a.jpg", "MPO", save_all=True, append_images=[other])
+    frames, fps = read_clip(tmp_path / "a.jpg")
+    assert (len(frames), fps) == (1, None)
+    assert frames.min() > 250
+
+
 @pytest.mark.parametrize("suffix", ["gif", "webp"])
 @pytest.mark.parametrize("shades", [[0, 0, 1, 1, 1, 2], [0, 0, 1, 1], [3] * 9, [0, 1, 2, 3]])
 def test_equal_frames_of_an_animation_are_written_and_read(suffix, shades, tmp_path):

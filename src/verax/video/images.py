@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -179,17 +179,21 @@ def even_order(times: Sequence[float | None], rate: float | None) -> tuple[list[
     return newest.tolist(), rate if rate and abs(rate - fps) < 0.02 * fps else fps
 
 
+def animation_frames(opened: Any) -> Iterable[Any]:
+    """Frames of an open PIL.Image. Of a camera's JPEG with more pictures (depth, the other eye) the photo alone."""
+    return [opened] if opened.format == "MPO" else require_optional("PIL.ImageSequence").Iterator(opened)
+
+
 def _read_animation(path: Path, name: str) -> tuple[list[np.ndarray], float | None]:
-    pil, sequence = require_optional("PIL.Image"), require_optional("PIL.ImageSequence")
     frames, durations = [], []
-    with pil.open(path) as opened:
-        count, (width, height) = getattr(opened, "n_frames", 1), opened.size
+    with require_optional("PIL.Image").open(path) as opened:
+        count, (width, height) = 1 if opened.format == "MPO" else getattr(opened, "n_frames", 1), opened.size
         if count > 1 and max(count, 16) * width * height > _MOST_PIXELS:
             raise InvalidParameterError(
                 f"{name}: {path} has {count} frames of {width} x {height} pixels; expected at most "
                 f"{_MOST_PIXELS // 16} pixels in each, and {_MOST_PIXELS} in all"
             )
-        for frame in sequence.Iterator(opened):
+        for frame in animation_frames(opened):
             frames.append(_rgb(frame, name))
             durations.append(frame.info.get("duration", 0))
         info = opened.info

@@ -28,7 +28,7 @@ from jaxtyping import UInt8
 
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError, QueueFullError, VeraxError
-from verax.video.images import animation_order, even_order, frame_pixels, read_image
+from verax.video.images import animation_frames, animation_order, even_order, frame_pixels, read_image
 
 _HEADER = re.compile(r"data:[\w.+-]{1,40}/[\w.+-]{1,60}(;[\w.+-]{1,40}=[\w.+-]{1,60})*;base64", re.ASCII)
 
@@ -126,11 +126,10 @@ _HEIF = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1")
 
 def _pictures(data: bytes, name: str, limits: MediaLimits, order: list[int]) -> Iterator[np.ndarray]:
     """Frames of an image file, which may be animated; `order` gets the numbers of the clip's frames."""
-    pil, sequence = require_optional("PIL.Image"), require_optional("PIL.ImageSequence")
-    with pil.open(io.BytesIO(data), formats=[name]) as opened:
+    with require_optional("PIL.Image").open(io.BytesIO(data), formats=[name]) as opened:
         _check_size(opened.width, opened.height, limits)
         durations = []
-        for frame in sequence.Iterator(opened):
+        for frame in animation_frames(opened):
             pixels = read_image(frame)
             durations.append(frame.info.get("duration", 0))  # known once the frame is decoded
             yield pixels
