@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from verax import VideoPipeline, VideoRequest
 from verax.errors import InvalidParameterError
@@ -150,6 +151,21 @@ def test_another_prompt_later_keeps_the_segments_before_it(pipes, whole, stopped
 def test_a_folder_of_another_clip_is_refused_by_name(pipes, stopped, changes, message):
     with pytest.raises(InvalidParameterError, match=message):
         pipes("df")(PROMPTS, **{**LONG, "resume": stopped, **changes})
+
+
+def test_segments_of_other_weights_are_refused_by_name(folders, tmp_path):
+    def of_file(shade, **options):
+        tensors = {"blocks.0.self_attn.q.diff": np.full((24, 24), shade, np.float32)}
+        save_file(tensors, tmp_path / "adapter_model.safetensors")
+        options = {"dtype": "float32", "lora": tmp_path, "show_progress": False, **options}
+        return VideoPipeline.from_pretrained(folders("df"), **options)
+
+    made = tmp_path / "made"
+    of_file(1)(PROMPTS[0], resume=made, **SIZE)
+    assert of_file(1)(PROMPTS[0], resume=made, **SIZE).steps == 0
+    for pipe, name in ((of_file(2), "lora"), (of_file(1, quantization="int8"), "quantization")):
+        with pytest.raises(InvalidParameterError, match=f"resume: .* is of another clip: {name} was"):
+            pipe(PROMPTS[0], resume=made, **SIZE)
 
 
 def test_a_file_of_something_else_is_refused(pipes, tmp_path):

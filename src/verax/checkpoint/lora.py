@@ -31,7 +31,7 @@ import msgspec
 import numpy as np
 from jax.typing import DTypeLike
 
-from verax.checkpoint.checkpoint import Checkpoint, DerivedFile
+from verax.checkpoint.checkpoint import Checkpoint, DerivedFile, fingerprint
 from verax.checkpoint.formats.pth import PthFile
 from verax.checkpoint.formats.safetensors import NewTensor, SafetensorsFile, write_shards
 from verax.checkpoint.save import save
@@ -537,7 +537,7 @@ def with_lora(checkpoint: Checkpoint, files: Mapping[Path, float]) -> Checkpoint
     targets = {_plain(alias): name for alias, name in aliases.items()}
     changes: dict[str, list[_Change]] = {}
     for path, scale in files.items():
-        path = path / SAFETENSORS if path.is_dir() else path
+        path = _file_of(path)
         by_weight, unmatched = _read_changes(path, scale, targets)
         for (name, _), change in by_weight.items():
             change.check(name, checkpoint.shape(name))
@@ -545,6 +545,17 @@ def with_lora(checkpoint: Checkpoint, files: Mapping[Path, float]) -> Checkpoint
         if unmatched:
             raise _unmatched_error(path, unmatched, aliases)
     return checkpoint.with_files({name: _changed(name, checkpoint, some) for name, some in changes.items()})
+
+
+def lora_fingerprint(path: Path) -> str:
+    """Digest of a LoRA file or of PEFT's folder, see `checkpoint.fingerprint`."""
+    file = SafetensorsFile(_file_of(path))
+    return fingerprint(Checkpoint(file.path, {}, {}, dict.fromkeys(file.tensors, file)))
+
+
+def _file_of(path: Path) -> Path:
+    """File of the matrices: a path itself, or in PEFT's folder."""
+    return path / SAFETENSORS if path.is_dir() else path
 
 
 def _read_changes(

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from verax import builtin, models, ops, progress
 from verax._compat import enable_compilation_cache
+from verax.checkpoint.lora import lora_fingerprint
 from verax.checkpoint.video.folder import VideoFolder
 from verax.errors import InvalidParameterError, RequestRefusedError
 from verax.options import is_real
@@ -177,8 +178,9 @@ class VideoPipeline:
         self._show_progress = show_progress
         self._origin = {
             **{"model": folder.name, "kind": settings.kind, "reference": family.rules.name, "dtype": dtype},
+            **{"quantization": quantization, "vae": vae},
             **{
-                name: ", ".join(f"{path.name}:{factor:g}" for path, factor in files.items())
+                name: ", ".join(f"{path.name}:{factor:g} ({lora_fingerprint(path)})" for path, factor in files.items())
                 for name, files in (("lora", factors), ("lora_2", factors_2))
             },
         }

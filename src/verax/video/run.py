@@ -188,7 +188,7 @@ def run_request(
     request: ResolvedRequest,
     parts: PipelineParts,
     reporter: RunReporter,
-    origin: Mapping[str, str],
+    origin: Mapping[str, str | None],
     magnitudes: list[np.ndarray] | None = None,
 ) -> VideoOutput:
     """Run the stages of a request.
