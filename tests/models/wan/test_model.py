@@ -101,6 +101,8 @@ def test_other_sizes_and_diffusion_forcing_are_read_from_the_originals_layout():
         (dict(ORIGINAL, num_heads=7), "dim 1536 does not divide into 7 heads"),
         (dict(ORIGINAL, patch_size=[2, 2, 2]), r"patch_size \[2, 2, 2\]"),
         (dict(ORIGINAL, window_size=[8, 8]), r"window_size \[8, 8\]"),
+        (dict(ORIGINAL, text_len=226), "text_len 226"),
+        (dict(DIFFUSERS, num_frame_per_block=5), "num_frame_per_block 5"),
         (dict(DIFFUSERS, qk_norm=None), "qk_norm None"),
         (dict(DIFFUSERS, cross_attn_norm=False), "cross_attn_norm False"),
         (dict(DIFFUSERS, image_dim=None, added_kv_proj_dim=None, pos_embed_seq_len=514), "pos_embed_seq_len is for an"),

@@ -175,6 +175,9 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "cross_attn_norm": (True,),
     "qk_norm": ("rms_norm_across_heads", True),
     "window_size": ((-1, -1), [-1, -1]),
+    "text_len": (512,),
+    # A request has its own, `causal_block_size`. Diffusers saves the last call's with the model.
+    "num_frame_per_block": (1,),
 }
 """Options of either layout, and their values that are supported."""
 
