@@ -230,6 +230,16 @@ def test_a_full_disk_fails_the_clip_and_not_the_server(client, monkeypatch):
     [
         *named("prompt", None, " ", "a" * 40_000, ["a"]),
         *named("size", "64", "1280x720", "-64x64", "60x64", "../../x"),
+        *(
+            (dict(width=64, height=64, size="64x64"), "size"),
+            (dict(width=64), "size"),
+            (dict(width=8, height=64), "size"),
+        ),
+        *(
+            *named("boundary_ratio", 0.5),
+            *named("reference_url", "http://127.0.0.1/a.png"),
+            *named("video_url", "a.mp4"),
+        ),
         *named("seconds", "4", -1, "nan", 1e300),
         (dict(seconds="1", num_frames=5), "seconds"),
         *named("num_frames", 21, 6, -3, 10**30, True),
@@ -267,9 +277,11 @@ def test_the_operator_sets_the_sizes(served_pipeline):
     server = Server(videos=LazyModel("clips", lambda: served_pipeline), settings=settings)
     with TestClient(create_app(server), base_url="http://127.0.0.1") as client:
         for size in ("64x64", "32x64", "512x512"):
-            created = client.post("/v1/videos", json={**QUICK, "size": size})
-            assert created.json()["size"] == size
-            client.delete(f"/v1/videos/{created.json()['id']}")
+            width, height = map(int, size.split("x"))
+            for given in ({"size": size}, {"width": width, "height": height}):
+                created = client.post("/v1/videos", json={**QUICK, **given})
+                assert created.json()["size"] == size
+                client.delete(f"/v1/videos/{created.json()['id']}")
         for size in ("64x32", "48x64", "x"):
             error = error_of(client.post("/v1/videos", json={**QUICK, "size": size}))
             assert error["message"].startswith("size: expected one of 64x64, 32x64, 512x512, got")

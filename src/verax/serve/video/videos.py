@@ -64,6 +64,7 @@ _NUMBER = re.compile(r"-?\d{1,30}(\.\d{1,30})?(e[+-]?\d{1,3})?", re.ASCII | re.I
 _NESTED = re.compile(r"(input_reference|image_reference|last_image|mask)\[(image_url|file_id)\]")
 
 _NUMBERS = (
+    *("width", "height", "boundary_ratio"),
     *("num_frames", "fps", "num_inference_steps", "guidance_scale", "guidance_scale_2", "flow_shift", "seed"),
     *("cache_threshold", "cache_max_skip_steps", "cache_retention_ratio", "half_size_steps", "conditioning_scale"),
 )
@@ -94,12 +95,17 @@ class VideoCreate(msgspec.Struct):
     seconds: str | int | float | None = None
     size: Annotated[str, Meta(extra_json_schema={"pattern": f"^{SIZE}$"})] | None = None
     """`"WIDTHxHEIGHT"` in pixels."""
+    width: Annotated[int, Meta(ge=1)] | None = None
+    height: Annotated[int, Meta(ge=1)] | None = None
+    """Both in place of `size`, as in vLLM-Omni and SGLang."""
     num_frames: Annotated[int, Meta(ge=1)] | None = None
     fps: Annotated[int, Meta(ge=1, le=MAX_FPS)] | None = None
     num_inference_steps: Annotated[int, Meta(ge=1, le=MAX_STEPS)] | None = None
     guidance_scale: Annotated[float, Meta(ge=0, le=MAX_SCALE)] | None = None
     guidance_scale_2: Annotated[float, Meta(ge=0, le=MAX_SCALE)] | None = None
     """Scale with the second of two transformers (Wan2.2's A14B)."""
+    boundary_ratio: float | None = None
+    """The checkpoint's; others are refused."""
     flow_shift: Annotated[float, Meta(ge=MIN_SHIFT, le=MAX_SCALE)] | None = None
     recipe: Annotated[str, Meta(max_length=40)] | None = None
     """Few steps of a distilled checkpoint: one of `video.recipes.RECIPES`."""
@@ -115,6 +121,9 @@ class VideoCreate(msgspec.Struct):
     input_reference: str | ImageReference | None = None
     """A data URI, or an object with one; in a form also a file."""
     image_reference: ImageReference | None = None
+    reference_url: str | None = None
+    video_url: str | None = None
+    """Refused, as URLs are not fetched."""
     last_image: str | ImageReference | None = None
     """Last frame, of the types of `input_reference`, for models that take one."""
     mask: str | ImageReference | None = None
@@ -201,6 +210,9 @@ def _form_value(name: str, text: str) -> Any:
 
 def _references(body: VideoCreate) -> Uploads:
     """Images of a body's data URIs."""
+    for name in ("reference_url", "video_url"):
+        if getattr(body, name) is not None:
+            raise field_error(name, "URLs are not fetched; send the file, or a data URI, as input_reference")
     if body.input_reference is not None and body.image_reference is not None:
         raise field_error("image_reference", "give it or input_reference, not both")
     uploads: Uploads = {}
@@ -241,6 +253,8 @@ def resolve(
         for frames in media.get(name, ()):
             if len(frames) > 1:
                 raise InvalidParameterError(f"{name}: expected one image, got {len(frames)} frames")
+    if body.boundary_ratio not in (None, (boundary := pipeline.settings.boundary_ratio)):
+        raise InvalidParameterError(f"boundary_ratio: expected the checkpoint's, {boundary}, got {body.boundary_ratio}")
     frames, last, mask = (next(iter(media.get(name, ())), None) for name in ("image", "last_image", "mask"))
     width, height = _size(body, frames, pipeline, sizes)
     fps = body.fps if body.fps is not None else pipeline.settings.fps
@@ -286,17 +300,22 @@ def _size(
 
     Frames of each picture's own shape would be programs to compile for each.
     """
-    if body.size is None:
+    size = body.size
+    if body.width is not None or body.height is not None:
+        if size is not None or body.width is None or body.height is None:
+            raise InvalidParameterError("size: give it, or width and height, both of them")
+        size = f"{body.width}x{body.height}"
+    if size is None:
         first = None if frames is None else frames[0]
         height, width = oriented(first, pipeline.settings.height, pipeline.settings.width)
         return width, height
     usual = f"{pipeline.settings.width}x{pipeline.settings.height}"
-    if sizes and body.size not in (usual, *sizes):
+    if sizes and size not in (usual, *sizes):
         allowed = ", ".join(dict.fromkeys((usual, *sizes)))
-        raise InvalidParameterError(f"size: expected one of {allowed}, got {body.size[:20]!r}; see --video-sizes")
-    if not re.fullmatch(SIZE, body.size):
-        raise InvalidParameterError(f"size: expected WIDTHxHEIGHT such as {usual}, got {body.size[:20]!r}")
-    width, height = map(int, body.size.split("x"))
+        raise InvalidParameterError(f"size: expected one of {allowed}, got {size[:20]!r}; see --video-sizes")
+    if not re.fullmatch(SIZE, size):
+        raise InvalidParameterError(f"size: expected WIDTHxHEIGHT such as {usual}, got {size[:20]!r}")
+    width, height = map(int, size.split("x"))
     limit = _LARGER * pipeline.settings.width * pipeline.settings.height
     if not sizes and width * height > limit:
         raise InvalidParameterError(f"size: expected at most {limit} pixels ({usual} is usual), got {width}x{height}")
