@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from verax import VideoPipeline, VideoRequest
-from verax.errors import InvalidParameterError
+from verax.errors import InvalidParameterError, VeraxError
 from verax.video.run import stages_of
 
 IMAGE = np.random.default_rng(0).integers(0, 256, (20, 40, 3), np.uint8)
@@ -70,6 +70,13 @@ def test_segments_share_frames_by_one_reference_and_latents_by_the_other(folders
         *(("denoise", 1), ("join", 1), ("decode", 1)),
     ]
     assert names(theirs, callback=print, **short)[3] == ("decode", 0)  # a preview of the first segment
+
+
+def test_latents_that_are_not_finite_are_an_error_and_no_black_clip(pipes, tmp_path):
+    embeddings = np.full((1, 512, 16), np.inf, np.float32)
+    with pytest.raises(VeraxError, match="latents have numbers that are not finite"):
+        pipes("df")(prompt_embeds=embeddings, resume=tmp_path / "clip", **SIZE)
+    assert not (tmp_path / "clip").exists()
 
 
 def test_latents_need_no_decoding_of_the_last_segment(folders):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
+from verax.errors import VeraxError
 from verax.models.images import to_signed
 from verax.models.video_model import Control, Pictures, VideoModel
 from verax.video.caches import cached_steps, magnitude_ratio
@@ -424,6 +425,11 @@ class _Denoising:
         finished = state.finished.get(self.segment)
         if finished is None:
             latents = self._denoise(state, reporter)
+            if not jnp.isfinite(latents).all():
+                raise VeraxError(
+                    "the denoised latents have numbers that are not finite, and their frames would be black: weights, "
+                    "a LoRA file or given embeddings are damaged, or too large for the dtype; try dtype='float32'"
+                )
             state.finished.add(latents)
         else:
             latents = jnp.asarray(finished)
