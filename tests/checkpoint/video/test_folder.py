@@ -84,6 +84,7 @@ def test_comfyuis_prefix_and_file_names_are_accepted(original):
     (original / "model.safetensors").unlink()
     prefixed = {f"model.diffusion_model.{name}": array for name, array in tensors("transformer").items()}
     save_file(prefixed, original / "skyreels_v2_i2v_fp32.safetensors")
+    save_file({"decoder.1.weight": np.ones((2, 2), np.float32)}, original / "taew2_1.safetensors")
     (original / f"{VAE}.safetensors").rename(original / "wan_2.1_vae.safetensors")
     (original / f"{T5}.safetensors").rename(original / "umt5_xxl_bf16.safetensors")
     (original / f"{CLIP}.safetensors").rename(original / "clip_vision_h.safetensors")

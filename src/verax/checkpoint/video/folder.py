@@ -52,6 +52,8 @@ TOKENIZER = "google/umt5-xxl"
 """Its folder in the original layout."""
 SETTINGS = "verax.json"
 """Name of verax's own settings file: defaults of a model that is not of the published sizes."""
+_TINY_DECODER = re.compile(r"taew\d_\d\.safetensors")
+"""Names of TAEHV's files, which may be next to a transformer of any name."""
 _COMFY = "model.diffusion_model."
 _PREFIXES = re.compile(r"^((model|diffusion_model|pipe|dit)\.)+")
 _NUMBER = re.compile(r"-\d{5}-of-\d{5}$")
@@ -317,7 +319,7 @@ class VideoFolder:
 
 def _of_transformer(folder: Path, suffix: str) -> list[Path]:
     """Files of a folder of the original layout that are not of another part."""
-    others = [part.pattern for name, part in PARTS.items() if name not in EXPERTS]
+    others = [_TINY_DECODER, *(part.pattern for name, part in PARTS.items() if name not in EXPERTS)]
     paths = sorted(folder.glob(f"*.{suffix}"))
     return [path for path in paths if not any(pattern.fullmatch(path.name) for pattern in others)]
 
