@@ -47,6 +47,16 @@ def test_noise_levels_and_timesteps_are_the_references(spacing, steps, shift):
 
 
 @pytest.mark.parametrize(("steps", "shift"), SCHEDULES)
+@pytest.mark.parametrize("kind", ["FlowMatchEulerDiscreteScheduler", "FlowMatchLCMScheduler"])
+def test_noise_levels_of_other_solvers_are_those_of_diffusers(kind, steps, shift):
+    theirs = getattr(diffusers, kind)(shift=shift)
+    theirs.set_timesteps(steps)
+    ours = noise_levels(steps, shift, DIFFUSERS.other_sigmas, solver="euler")
+    np.testing.assert_allclose(ours.sigmas, theirs.sigmas.numpy(), atol=1e-6)
+    np.testing.assert_allclose(ours.timesteps, theirs.timesteps.numpy(), atol=1e-3)
+
+
+@pytest.mark.parametrize(("steps", "shift"), SCHEDULES)
 @pytest.mark.parametrize("spacing", ["skyreels", "diffusers"])
 def test_every_step_matches_diffusers(spacing, steps, shift):
     theirs = scheduler(spacing, steps, shift)

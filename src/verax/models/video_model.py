@@ -198,6 +198,7 @@ class ReferenceRules:
 
     Attributes:
         name: name of the reference, as `VideoPipeline(reference=...)` takes it.
+        sigmas: noise levels with UniPC; `other_sigmas` with other solvers, the same if None.
         frame_sizes: size of frames after the picture's. Frames of kinds that are not listed have the usual size, turned
             if the picture is upright and they are not.
         clip_pixels: input of the image encoder; None for families without one.
@@ -215,6 +216,7 @@ class ReferenceRules:
     sigmas: Sigmas
     resize: Mapping[str, Resize]
     frame_sizes: Mapping[str, FrameSize] = field(default_factory=dict)
+    other_sigmas: Sigmas | None = None
     clip_pixels: ClipPixels | None = None
     references: References | None = None
     negative_prompts: Mapping[str, str] = field(default_factory=dict)

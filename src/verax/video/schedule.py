@@ -112,11 +112,12 @@ def segment_schedules(
 
 
 def _request_levels(request: ResolvedRequest, model: VideoModel, shift: float) -> NoiseLevels:
-    own = request.sigmas
+    own, rules = request.sigmas, model.rules
+    spacing = rules.sigmas if request.solver == "unipc" else rules.other_sigmas or rules.sigmas
     return noise_levels(
         request.num_inference_steps,
         shift,
-        model.rules.sigmas if own is None else lambda steps, shift: shift_sigmas(np.array(own), shift),
+        spacing if own is None else lambda steps, shift: shift_sigmas(np.array(own), shift),
         solver=request.solver,
         whole_timesteps=request.recipe is not None and RECIPES[request.recipe].whole_timesteps,
     )

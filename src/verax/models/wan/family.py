@@ -32,6 +32,7 @@ from verax.models.video_model import (
     VideoModel,
     VideoSettings,
     flow_sigmas,
+    shift_sigmas,
 )
 from verax.models.wan.caches import magcache_for, teacache_for
 from verax.models.wan.model import SKYREELS as SKYREELS_TRANSFORMER
@@ -123,10 +124,17 @@ WAN = replace(
     },
 )
 
+
+def _flow_match_sigmas(steps: int, shift: float) -> Float[np.ndarray, "N"]:
+    """Noise levels of diffusers' `FlowMatchEulerDiscreteScheduler`, which shifts the last one twice."""
+    return shift_sigmas(np.linspace(1.0, shift_sigmas(np.array([0.001]), shift)[0], steps), shift)
+
+
 DIFFUSERS = ReferenceRules(
     name="diffusers",
     # `UniPCMultistepScheduler` with `use_flow_sigmas`, from diffusers 0.37.
     sigmas=partial(flow_sigmas, begin=1.0, end=0.001),
+    other_sigmas=_flow_match_sigmas,
     resize=dict.fromkeys(KINDS, images.resize),
     clip_pixels=lambda image, frame, size: images.clip_pixels_diffusers(image, size),
     # Each picture goes before those that are there, after a resize to whole latents.
