@@ -92,6 +92,15 @@ def test_comfyuis_prefix_and_file_names_are_accepted(original):
         assert_holds(VideoFolder(original), part)
 
 
+@pytest.mark.parametrize("name", ["wan2.2_t2v_high_noise_14B_fp16.safetensors", "Wan2.2-I2V-A14B-LowNoise-Q8_0.gguf"])
+def test_one_of_two_transformers_is_no_model_by_itself(name, original):
+    (original / "wan2.2_t2v_high_noise_lora.safetensors").write_bytes(b"")
+    assert_holds(VideoFolder(original), "transformer")
+    (original / "model.safetensors").rename(original / name)
+    with pytest.raises(CheckpointError, match=f"{name}: it is one of two transformers .* into high_noise_model/"):
+        VideoFolder(original)
+
+
 @pytest.mark.parametrize(
     "prefix",
     ["_orig_mod.", "module.", "diffusion_model.", "model.", "pipe.dit.", "module._orig_mod.model.diffusion_model."],

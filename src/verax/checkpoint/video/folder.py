@@ -54,6 +54,8 @@ SETTINGS = "verax.json"
 """Name of verax's own settings file: defaults of a model that is not of the published sizes."""
 _TINY_DECODER = re.compile(r"taew\d_\d\.safetensors")
 """Names of TAEHV's files, which may be next to a transformer of any name."""
+_ONE_OF_TWO = re.compile(r"(?i)^(?!.*lora).*(high|low)[-_.]?noise")
+"""Names of files with one of the two transformers of Wan 2.2."""
 _COMFY = "model.diffusion_model."
 _PREFIXES = re.compile(r"^((model|diffusion_model|pipe|dit)\.)+")
 _NUMBER = re.compile(r"-\d{5}-of-\d{5}$")
@@ -91,6 +93,14 @@ class VideoFolder:
                     "(diffusers' layout), or config.json and the transformer's safetensors, or its GGUF file (the "
                     "original's; Wan 2.2's in high_noise_model and low_noise_model)"
                 )
+
+            for path in () if self._has_experts else self.path.iterdir():
+                if path.is_file() and _ONE_OF_TWO.match(path.name):
+                    high, low = EXPERTS.values()
+                    raise CheckpointError(
+                        f"{path}: it is one of two transformers by its name; put the one for high noise into {high}/ "
+                        f"and the one for low noise into {low}/, or rename it to run it alone"
+                    )
 
     @property
     def pipeline(self) -> str:
