@@ -48,6 +48,11 @@ def test_a_seed_is_a_clip_and_all_of_its_64_bits_count(pipes):
         pipes("t2v")("a red circle", seed=2**64, **SIZE)
 
 
+def test_prompts_without_a_segment_are_said_to_be_unused(pipes, caplog):
+    pipes("df").resolve(VideoRequest(["a red circle", "a blue square"], height=16, width=32, num_frames=5))
+    assert "prompt: 2 for 1 segments; the last are not used" in caplog.text
+
+
 def test_a_prompt_that_is_cut_is_named(pipes, caplog):
     pipes("t2v")("a red circle " + "a blue square " * 300, **SIZE)
     assert "prompt: the model reads 512 tokens of it, and not its end: 'blue square a blue" in caplog.text

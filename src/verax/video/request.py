@@ -476,6 +476,8 @@ def _check_segments(request: ResolvedRequest, model: VideoModel) -> None:
     geometry, rules = model.geometry, model.rules
     sizes, block = request.segments(geometry), request.causal_block_size
     overlap = geometry.latents(request.overlap_history)
+    if len(request.prompts) > len(sizes):
+        _log.warning("prompt: %d for %d segments; the last are not used", len(request.prompts), len(sizes))
     if not rules.keep_partial_blocks and len(sizes) > 1 and overlap % block:
         raise InvalidParameterError(
             f"overlap_history: {overlap} latent frames are not whole blocks of {block} (causal_block_size), which "
