@@ -25,7 +25,8 @@ LIMITS = MediaLimits(bytes=1 << 20, pixels=100_000, frames=8)
 
 @pytest.mark.parametrize(("format", "error"), [("PNG", 0), ("JPEG", 80), ("WEBP", 80), ("GIF", 80)])
 def test_an_image_is_one_frame(format, error):
-    frames = decode(saved(format), LIMITS)
+    frames, fps = decode(saved(format), LIMITS)
+    assert fps is None
     assert frames.shape == (1, *PICTURE.shape)
     assert np.abs(frames[0].astype(int) - PICTURE).mean() <= error
 
@@ -33,14 +34,15 @@ def test_an_image_is_one_frame(format, error):
 @pytest.mark.parametrize("other", [PICTURE // 2, PICTURE[:8, :8]])
 def test_a_photo_with_another_picture_in_its_file_is_one_frame(other):
     data = saved("MPO", PIL.fromarray(PICTURE), save_all=True, append_images=[PIL.fromarray(other)])
-    np.testing.assert_array_equal(decode(data, LIMITS), decode(saved("JPEG"), LIMITS))
+    np.testing.assert_array_equal(decode(data, LIMITS).frames, decode(saved("JPEG"), LIMITS).frames)
 
 
 @pytest.mark.parametrize("name", ["GIF", "WEBP", "PNG", "AVIF"])
 def test_frames_of_an_animation_last_as_long_as_they_are_shown(name):
     images = [PIL.fromarray(np.full((8, 8, 3), shade, np.uint8)) for shade in (10, 90, 170)]
     data = saved(name, images[0], save_all=True, append_images=images[1:], duration=[100, 300, 100])
-    frames = decode(data, LIMITS)
+    frames, fps = decode(data, LIMITS)
+    assert fps == 10
     assert [round(frame.mean(), -1) for frame in frames] == [10] + [90] * 3 + [170]
     with pytest.raises(InvalidParameterError, match="which are 5 frames of the shortest; expected at most 4"):
         decode(data, replace(LIMITS, frames=4))
@@ -48,7 +50,8 @@ def test_frames_of_an_animation_last_as_long_as_they_are_shown(name):
 
 def test_a_video_is_its_main_stream_at_even_times(tmp_path):
     write_video(tmp_path / "a.mkv", [0, 100, 150, 160, 400, 500], cover=True)
-    frames = decode((tmp_path / "a.mkv").read_bytes(), LIMITS)
+    frames, fps = decode((tmp_path / "a.mkv").read_bytes(), LIMITS)
+    assert fps == pytest.approx(10)
     assert [round(frame.mean() / 40) for frame in frames] == [0, 1, 3, 3, 4, 5]
 
 
@@ -131,7 +134,7 @@ async def test_a_process_that_is_killed_costs_one_request():
     with pytest.raises(InvalidParameterError, match=r"^input_reference: its decoder ended with signal SIGKILL"):
         await task
     assert not decoder.pids
-    assert (await decoder.decode(saved("PNG"), name="input_reference")).shape == (1, *PICTURE.shape)
+    assert (await decoder.decode(saved("PNG"), name="input_reference")).frames.shape == (1, *PICTURE.shape)
 
 
 async def test_a_process_that_takes_too_long_or_is_not_wanted_any_more_is_killed():

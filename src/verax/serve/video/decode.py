@@ -21,7 +21,7 @@ import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8
@@ -73,8 +73,19 @@ class MediaLimits:
     """Address space of the process, libraries included."""
 
 
-def decode(data: bytes, limits: MediaLimits) -> UInt8[np.ndarray, "T H W 3"]:
-    """Frames of an image (one) or of a clip, RGB.
+Timing = tuple[list[int], float | None]
+"""Numbers of the frames at even times, known once all are read, and frames per second."""
+
+
+class Media(NamedTuple):
+    """Frames of an image (one) or of a clip, RGB, and frames per second, None if unknown."""
+
+    frames: UInt8[np.ndarray, "T H W 3"]
+    fps: float | None
+
+
+def decode(data: bytes, limits: MediaLimits) -> Media:
+    """Decode a file.
 
     The file's first bytes choose the decoder, among few: FFmpeg's playlists, for example, open further addresses.
     """
@@ -82,10 +93,10 @@ def decode(data: bytes, limits: MediaLimits) -> UInt8[np.ndarray, "T H W 3"]:
         raise InvalidParameterError(f"the file has more than {limits.bytes} bytes")
     picture, container = _format(data)
     frames: list[np.ndarray] = []
-    order: list[int] = []  # of the frames at even times, once all are read
+    even: list[Timing] = []
     pixels = 0
     try:
-        for frame in _pictures(data, picture, limits, order) if picture else _video(data, container, limits, order):
+        for frame in _pictures(data, picture, limits, even) if picture else _video(data, container, limits, even):
             pixels += frame.shape[0] * frame.shape[1]
             if len(frames) == limits.frames:
                 raise InvalidParameterError(f"the clip has more than {limits.frames} frames")
@@ -93,6 +104,7 @@ def decode(data: bytes, limits: MediaLimits) -> UInt8[np.ndarray, "T H W 3"]:
             if frames and frame.shape != frames[0].shape:
                 raise InvalidParameterError("the frames of the clip differ in size")
             frames.append(frame)
+        order, fps = even[0]
         if frames:
             _check_pixels(len(order) * frames[0].shape[0] * frames[0].shape[1], limits)
     except (VeraxError, MemoryError):
@@ -101,7 +113,7 @@ def decode(data: bytes, limits: MediaLimits) -> UInt8[np.ndarray, "T H W 3"]:
         raise InvalidParameterError(f"the file cannot be decoded: {error}") from error
     if not frames:
         raise InvalidParameterError("the file has no frames")
-    return np.stack([frames[i] for i in order])
+    return Media(np.stack([frames[i] for i in order]), fps)
 
 
 def _format(data: bytes) -> tuple[str, str]:
@@ -124,8 +136,8 @@ _HEIF = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1")
 """Pictures in the container of MP4, which are tiles that FFmpeg does not put together."""
 
 
-def _pictures(data: bytes, name: str, limits: MediaLimits, order: list[int]) -> Iterator[np.ndarray]:
-    """Frames of an image file, which may be animated; `order` gets the numbers of the clip's frames."""
+def _pictures(data: bytes, name: str, limits: MediaLimits, even: list[Timing]) -> Iterator[np.ndarray]:
+    """Frames of an image file, which may be animated; `even` gets their timing."""
     with require_optional("PIL.Image").open(io.BytesIO(data), formats=[name]) as opened:
         _check_size(opened.width, opened.height, limits)
         durations = []
@@ -133,11 +145,11 @@ def _pictures(data: bytes, name: str, limits: MediaLimits, order: list[int]) -> 
             pixels = read_image(frame)
             durations.append(frame.info.get("duration", 0))  # known once the frame is decoded
             yield pixels
-        order += animation_order(durations, opened.info, name="the file", limit=limits.frames)[0]
+        even.append(animation_order(durations, opened.info, name="the file", limit=limits.frames))
 
 
-def _video(data: bytes, container: str, limits: MediaLimits, order: list[int]) -> Iterator[np.ndarray]:
-    """Frames of a clip's main stream of images; `order` gets the numbers of those at even times."""
+def _video(data: bytes, container: str, limits: MediaLimits, even: list[Timing]) -> Iterator[np.ndarray]:
+    """Frames of a clip's main stream of images; `even` gets their timing."""
     av = require_optional("av")
     with av.open(io.BytesIO(data), format=container, options={"protocol_whitelist": "none"}) as opened:
         stream = opened.streams.best("video")
@@ -149,7 +161,7 @@ def _video(data: bytes, container: str, limits: MediaLimits, order: list[int]) -
             _check_size(frame.width, frame.height, limits)
             times.append(frame.time)
             yield frame_pixels(frame, stream)
-        order += even_order(times, None)[0]
+        even.append(even_order(times, float(stream.average_rate) if stream.average_rate else None))
 
 
 def _check_size(width: int, height: int, limits: MediaLimits) -> None:
@@ -170,8 +182,8 @@ def main(arguments: list[str], source: BinaryIO, target: BinaryIO) -> None:
     limits = MediaLimits(**json.loads(arguments[0]))
     _limit_process(limits)
     try:
-        frames = decode(source.read(limits.bytes + 1), limits)
-        answer = {"shape": frames.shape}
+        frames, fps = decode(source.read(limits.bytes + 1), limits)
+        answer = {"shape": frames.shape, "fps": fps}
     except MemoryError:
         frames, answer = None, {"error": "decoding the file takes too much memory"}
     except VeraxError as error:
@@ -224,8 +236,8 @@ class MediaDecoder:
         self._files = asyncio.Semaphore(MAX_FILES)
         self._free = asyncio.Semaphore(AT_ONCE)
 
-    async def decode(self, data: bytes, *, name: str) -> UInt8[np.ndarray, "T H W 3"]:
-        """Frames of a file: one of an image. The process is killed when its time is over, or the task is cancelled.
+    async def decode(self, data: bytes, *, name: str) -> Media:
+        """Decode a file. The process is killed when its time is over, or the task is cancelled.
 
         Raises:
             InvalidParameterError: if the file is not an image or clip, is damaged or beyond the limits, or the process
@@ -249,7 +261,7 @@ class MediaDecoder:
         shape = tuple(header_fields["shape"])
         if math.prod(shape) != len(pixels):
             raise InvalidParameterError(f"{name}: its decoder gave {len(pixels)} bytes for frames of {shape}")
-        return np.frombuffer(pixels, np.uint8).reshape(shape)
+        return Media(np.frombuffer(pixels, np.uint8).reshape(shape), header_fields["fps"])
 
     async def _run(self, data: bytes, name: str) -> tuple[int, bytes]:
         """Exit status and output of a process that gets `data`."""

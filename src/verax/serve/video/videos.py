@@ -236,6 +236,7 @@ def resolve(
     media: Mapping[str, Sequence[UInt8[np.ndarray, "T H W 3"]]],
     pipeline: VideoPipeline,
     sizes: Sequence[str] = (),
+    rate: float | None = None,
 ) -> ResolvedRequest:
     """Checked request of the pipeline.
 
@@ -243,6 +244,7 @@ def resolve(
         media: decoded images (one frame) and clips of `Uploads`.
         pipeline: the model, whose limits count.
         sizes: sizes that are allowed next to the usual one; within its limits, any if empty.
+        rate: frames per second of a clip in `image`, which the result keeps if the body says none; None if unknown.
 
     Raises:
         InvalidParameterError: naming the client's field, and values that fit.
@@ -257,11 +259,13 @@ def resolve(
         raise InvalidParameterError(f"boundary_ratio: expected the checkpoint's, {boundary}, got {body.boundary_ratio}")
     frames, last, mask = (next(iter(media.get(name, ())), None) for name in ("image", "last_image", "mask"))
     width, height = _size(body, frames, pipeline, sizes)
-    fps = body.fps if body.fps is not None else pipeline.settings.fps
+    is_clip = frames is not None and len(frames) > 1
+    usual = pipeline.settings.fps if rate is None or not is_clip else max(1, round(rate))
+    fps = usual if body.fps is None else body.fps
     request = VideoRequest(
         body.prompt,
-        image=frames[0] if frames is not None and len(frames) == 1 else None,
-        video=frames if frames is not None and len(frames) > 1 else None,
+        image=None if frames is None or is_clip else frames[0],
+        video=frames if is_clip else None,
         last_image=None if last is None else last[0],
         mask=mask,
         reference_images=[picture[0] for picture in media.get("reference_images", ())],
@@ -401,15 +405,17 @@ class VideoService:
         record_of(request.scope).model = model
         jobs = await self._queue()
         await jobs.check_room()
-        media = {
+        decoded = {
             option: [
                 await unless_disconnected(request, self._decoder.decode(upload.data, name=upload.field))
                 for upload in several
             ]
             for option, several in uploads.items()
         }
+        media = {option: [one.frames for one in several] for option, several in decoded.items()}
+        rate = next((one.fps for one in decoded.get("image", ())), None)
         sizes = self._server.settings.video_sizes
-        resolved = await asyncio.to_thread(resolve, body, media, jobs.pipeline, sizes)
+        resolved = await asyncio.to_thread(resolve, body, media, jobs.pipeline, sizes, rate)
         return _answer(await jobs.submit(resolved, model))
 
     async def list(self, request: Request) -> Response:
