@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Num
+from msgspec import Meta
 
 from verax import ops
 from verax.errors import CheckpointError
@@ -86,7 +87,7 @@ class VideoSettings:
     boundary_ratio: Epsilon | None = None
     """Share of the noise levels from which the first of two transformers is used; None for one transformer."""
     shift: Positive = 8.0
-    solver: Literal["unipc", "euler", "lcm"] = "unipc"
+    solver: Annotated[Literal["unipc", "euler", "lcm"], Meta(description="unipc, euler or lcm")] = "unipc"
     fps: Size = 24
     negative_prompt: str = ""
     text_tokens: Size = 512
