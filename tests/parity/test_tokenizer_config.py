@@ -158,6 +158,32 @@ def test_tokens_of_other_files_are_added_as_in_transformers(folder):
         assert_same(folder, files)
 
 
+@pytest.mark.parametrize("model", ours._UNCHANGED)
+@pytest.mark.parametrize(("make", "kind"), [(old_llama, "LlamaTokenizer"), (tiny_tokenizer, "GPT2TokenizerFast")])
+def test_the_class_of_some_models_is_not_read(make, kind, model, tmp_path):
+    make(tmp_path)
+    change(tmp_path, "config.json", {"model_type": model})
+    change(tmp_path, "tokenizer_config.json", {"tokenizer_class": kind, "add_prefix_space": True})
+    assert_same(tmp_path, model)
+
+
+@pytest.mark.parametrize("model", [*ours._CLASS_OF, "roberta"])
+@pytest.mark.parametrize("lower_case", [True, False, None])
+def test_a_class_follows_from_the_model_where_no_file_names_one(model, lower_case, tmp_path):
+    bert_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    # transformers would add others.
+    tokens = {"bos_token": "[CLS]", "eos_token": "[SEP]", "mask_token": "[UNK]"}
+    config = {**config, "do_lower_case": lower_case, **tokens}
+    unset = [name for name, value in config.items() if value is None]
+    config = {name: value for name, value in config.items() if name not in (*unset, "tokenizer_class")}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    change(tmp_path, "config.json", {"model_type": model})
+    if model == "roberta":
+        change(tmp_path, "config.json", {"tokenizer_class": "BertTokenizer"})
+    assert_same(tmp_path, model)
+
+
 @pytest.mark.parametrize("kind", ["BertTokenizer", "PreTrainedTokenizerFast", None])
 @pytest.mark.parametrize(
     "changes",

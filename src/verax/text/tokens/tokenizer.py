@@ -293,11 +293,21 @@ _GPT = ("GPT2Tokenizer", "Qwen2Tokenizer", "RobertaTokenizer")
 _BERT_NORMALIZED = (*_BERT, "DistilBertTokenizer", "MPNetTokenizer")
 """Classes that normalise as tokenizer_config.json says."""
 
+_CLASS_OF = {**dict.fromkeys(("bert", "distilbert", "nomic_bert"), _BERT[0]), "mpnet": "MPNetTokenizer"}
+"""Class of models whose files name none, by their `model_type`."""
+
+_UNCHANGED = ("modernbert", "mistral", "ministral", "mistral3", "ministral3", "phi3", "olmo2", "olmo3", "granite")
+_UNCHANGED += ("granitemoehybrid",)
+"""Kinds of models whose tokenizer.json is taken unchanged, whichever class their files name."""
+
 
 def _configure(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
     """Apply what tokenizer_config.json changes in tokenizer.json, as transformers does; names of the model's inputs."""
-    model = read_json(folder / "config.json", optional=True).get("model_type")
-    kind = read_value(config, "tokenizer_class", str, _BERT[0] if model == "bert" else "").removesuffix("Fast")
+    model_config = read_json(folder / "config.json", optional=True)
+    model = read_value(model_config, "model_type", str, "")
+    kind = read_value(config, "tokenizer_class", str, None)
+    kind = kind or read_value(model_config, "tokenizer_class", str, _CLASS_OF.get(model, ""))
+    kind = "" if model in _UNCHANGED else kind.removesuffix("Fast")
     names = ("input_ids", "attention_mask", *(("token_type_ids",) if kind in _BERT else ()))
     if kind in _BERT_NORMALIZED and isinstance(backend.normalizer, normalizers.BertNormalizer):
         backend.normalizer = normalizers.BertNormalizer(
@@ -318,7 +328,7 @@ def _configure(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder:
         for part in parts:
             if isinstance(part, pre_tokenizers.Metaspace):
                 part.prepend_scheme = "always" if prefix else "never"
-    elif kind == "LlamaTokenizer" and model != "mistral" and not byte_level:
+    elif kind == "LlamaTokenizer" and not byte_level:
         scheme = "never" if prefix is False else "always" if legacy else "first"
         backend.normalizer = None  # of older files, which put a space after each special token
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
