@@ -167,6 +167,25 @@ def test_the_class_of_some_models_is_not_read(make, kind, model, tmp_path):
     assert_same(tmp_path, model)
 
 
+@pytest.mark.parametrize("kind", ours._ENDED)
+@pytest.mark.parametrize("make", [llama, old_llama])
+def test_a_text_of_an_encoder_ends_as_transformers_4_ended_it(make, kind, tmp_path):
+    make(tmp_path)
+    change(tmp_path, "config.json", {"model_type": "mistral"})
+    change(tmp_path, "tokenizer_config.json", {"tokenizer_class": kind, "add_eos_token": True})
+    plain = ours.Tokenizer.from_folder(tmp_path)
+    ending = ours.Tokenizer.from_folder(tmp_path, encodes=True)
+    for text in TEXTS:
+        assert ending.encode(text) == [*plain.encode(text), plain.token_id("</s>")]
+        assert ending.encode(text, add_special_tokens=False) == plain.encode(text, add_special_tokens=False)
+    ((cut, left_out),) = ending.encode_batch([TEXTS[3]], max_length=6)
+    whole = ending.encode(TEXTS[3])
+    assert cut == [*whole[:5], whole[-1]]
+    assert left_out == len(whole) - 6
+    (tmp_path / "tokenizer.json").write_text(ending.to_json())
+    assert ours.Tokenizer.from_folder(tmp_path, encodes=True).encode(TEXTS[3]) == whole
+
+
 @pytest.mark.parametrize("model", [*ours._CLASS_OF, "roberta"])
 @pytest.mark.parametrize("lower_case", [True, False, None])
 def test_a_class_follows_from_the_model_where_no_file_names_one(model, lower_case, tmp_path):

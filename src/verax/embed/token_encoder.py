@@ -344,7 +344,7 @@ def _load_projection(opened: Checkpoint, size_in: int, size_out: int, dtype: Any
 
 def _tokenizer(folder: Path, prefixes: Iterable[str]) -> Tokenizer:
     """Tokenizer of a folder that finds prefixes in texts as one token, where it has that token."""
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = Tokenizer.from_folder(folder, encodes=True)
     for prefix in prefixes:
         for token in (prefix, *prefix.split()[:1]):
             if (token_id := tokenizer.token_id(token)) is not None:

@@ -136,7 +136,8 @@ def _other_sides(
     padding = checkpoint.Checkpoint.open(folder).config.get("pad_token_id")
     scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="verax-bench-")))
     tokenizer, path, sides = scratch / "tokenizer.json", scratch / "vectors.npy", dict[str, _Side]()
-    tokenizer.write_text(Tokenizer.from_folder(folder).to_json(max_length=encoder.max_length), encoding="utf-8")
+    read = Tokenizer.from_folder(folder, encodes=True)
+    tokenizer.write_text(read.to_json(max_length=encoder.max_length), encoding="utf-8")
     work = {"folder": str(folder), "tokenizer": str(tokenizer), "padding": padding or 0, "texts": texts}
     work |= {"pooling": encoder.settings.pooling, "batch_size": settings.batch_size, "latency": settings.latency}
     for name in [*settings.against, *(["verax"] if settings.against and settings.starts else [])]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, cast
 
 import msgspec
 import tokenizers
-from tokenizers import decoders, normalizers, pre_tokenizers
+from tokenizers import decoders, normalizers, pre_tokenizers, processors
 
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.resolve import read_tokenizer
@@ -78,8 +78,11 @@ class Tokenizer:
         )
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> Tokenizer:
-        """Read tokenizer.json, and what tokenizer_config.json, generation_config.json and chat_template.jinja add."""
+    def from_folder(cls, folder: str | Path, *, encodes: bool = False) -> Tokenizer:
+        """Read tokenizer.json, and what tokenizer_config.json, generation_config.json and chat_template.jinja add.
+
+        `encodes`: True for a sentence encoder, whose texts end as `add_eos_token` says.
+        """
         folder = Path(folder)
         backend = read_tokenizer(folder)
         config = read_json(folder / "tokenizer_config.json", optional=True)
@@ -93,6 +96,8 @@ class Tokenizer:
         named = {**special_map, **config} if "added_tokens_decoder" in config else {**config, **special_map}
         special = _special_tokens(named)
         _add_missing_tokens(backend, named, special, folder)
+        if encodes and config.get("tokenizer_class") in _ENDED and read_value(config, "add_eos_token", bool, False):
+            _append_end(backend, special.get("eos_token"))
         ends = {backend.token_to_id(special["eos_token"])} if "eos_token" in special else set()
         for name in ("config.json", "generation_config.json"):
             ends |= eos_token_ids(read_json(folder / name, optional=True))
@@ -293,6 +298,9 @@ _GPT = ("GPT2Tokenizer", "Qwen2Tokenizer", "RobertaTokenizer")
 _BERT_NORMALIZED = (*_BERT, "DistilBertTokenizer", "MPNetTokenizer")
 """Classes that normalise as tokenizer_config.json says."""
 
+_ENDED = ("LlamaTokenizer", "LlamaTokenizerFast", "GemmaTokenizer", "GemmaTokenizerFast")
+"""Classes that read `add_eos_token` up to transformers 4."""
+
 _CLASS_OF = {**dict.fromkeys(("bert", "distilbert", "nomic_bert"), _BERT[0]), "mpnet": "MPNetTokenizer"}
 """Class of models whose files name none, by their `model_type`."""
 
@@ -338,6 +346,19 @@ def _configure(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder:
         )
     backend.encode_special_tokens = read_value(config, "split_special_tokens", bool, False)
     return read_value(config, "model_input_names", tuple[str, ...], names)
+
+
+def _append_end(backend: tokenizers.Tokenizer, end: str | None) -> None:
+    """Let a single text end with a token, after what tokenizer.json puts around it, as transformers 4 did.
+
+    e5-mistral was trained so and is pooled there, but its tokenizer.json adds a beginning alone.
+    """
+    around = backend.encode("").tokens
+    if end is not None and around[-1:] != [end]:
+        names = {name: backend.token_to_id(name) for name in (*around, end)}
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*around, "$A", end], special_tokens=[*names.items()]
+        )
 
 
 def _cut(
