@@ -6,7 +6,7 @@ import pytest
 from tests.support.tiny_encoder import random_sentences, sentence_files, tiny_encoder
 from verax import Encoder
 from verax.embed.buckets import PackedBuckets, Tokens
-from verax.errors import InvalidParameterError
+from verax.errors import CheckpointError, InvalidParameterError
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +156,10 @@ def test_the_files_of_sentence_transformers_decide_by_default(tmp_path):
     assert (Encoder(tmp_path).settings.pooling, Encoder(tmp_path).max_length) == ("cls", 9)
     chosen = Encoder(tmp_path, pooling="mean", max_length=12)
     assert (chosen.settings.pooling, chosen.max_length) == ("mean", 12)
+    (tmp_path / "1_Pooling" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"1_Pooling/config\.json: no such file"):
+        Encoder(tmp_path)
+    assert Encoder(tmp_path, pooling="cls").settings.pooling == "cls"
 
 
 PROMPTS = {"query": "the house : ", "passage": "a river : ", "topic": "fox : "}

@@ -317,7 +317,7 @@ def load_modules(
     widths = {TOKENS: width}
     steps: list[tuple[str, str, nnx.Module]] = []
     for entry in entries:
-        config = read_json(entry.folder / "config.json", optional=True)
+        config = read_json(entry.folder / "config.json", optional=entry.kind != "Pooling" or pooling is not None)
         source = read_value(config, "module_input_name", str, TOKENS if entry.kind == "Pooling" else SENTENCE)
         target = read_value(config, "module_output_name", str, source)
         if source not in widths:
