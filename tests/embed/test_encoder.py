@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
-from tests.support.tiny_encoder import random_sentences, sentence_files, tiny_encoder
+from tests.support.tiny_encoder import SIZES, random_sentences, sentence_files, tiny_encoder
 from verax import Encoder
 from verax.embed.buckets import PackedBuckets, Tokens
 from verax.errors import CheckpointError, InvalidParameterError
@@ -140,6 +141,19 @@ def test_wrong_input_is_named(encoder, call, message):
 def test_wrong_options_are_named(folder, options, message):
     with pytest.raises(InvalidParameterError, match=message):
         Encoder(folder, **options)
+
+
+@pytest.mark.parametrize("output", ["sentence", "tokens"])
+def test_a_token_without_an_embedding_is_named(output, tmp_path):
+    path = tiny_encoder(tmp_path) / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_tokens([f"new{i}" for i in range(SIZES["vocab_size"] - tokenizer.get_vocab_size() + 1)])
+    tokenizer.save(str(path))
+    encoder = Encoder(tmp_path, output=output)
+    last = tokenizer.id_to_token(SIZES["vocab_size"])
+    encoder.encode("the cat new0")
+    with pytest.raises(InvalidParameterError, match=f"the model has embeddings of 60 tokens, none of '{last}'"):
+        encoder.encode(["the cat", f"the {last} cat"])
 
 
 def test_keys_of_the_first_releases_load(tmp_path, encoder):

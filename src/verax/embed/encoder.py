@@ -166,7 +166,7 @@ class Encoder:
         self._dimensions = self.check_dimensions(options.dimensions)
         if options.dimensions is None and self.settings.dimensions is not None:
             self._dimensions = min(self.settings.dimensions, self._full_dimension)
-        self._tokenizer = Tokenizer.from_folder(opened.folder, encodes=True)
+        self._tokenizer = Tokenizer.from_folder(opened.folder, encodes=True, rows=config.vocab_size)
         self._tokenizer.encode_batch((), max_length=self.max_length)  # refuses a limit that leaves no token for a text
         loaded = options.load(opened, model_class, config)
         self._packs = getattr(loaded, "takes_packed_sentences", True)

@@ -29,7 +29,7 @@ from verax.embed.buckets import (
 from verax.embed.modules import activation_function, list_modules, open_folder
 from verax.embed.settings import Prompts, read_max_length, read_model_file, read_transformer_file
 from verax.errors import InvalidParameterError, UnsupportedModelError
-from verax.fields import file_of, read_value
+from verax.fields import Size, file_of, read_value
 from verax.files import JsonObject
 from verax.models import causal_lm, cross_encoder, hidden_states
 from verax.nn import Sentences
@@ -233,9 +233,8 @@ class Reranker:
             )
         model_file = read_model_file(folder, "CrossEncoder")
         self._prompts = Prompts.from_file(model_file)
-        self._scorer, model_class, self.model_config = scorer_of(
-            opened, Tokenizer.from_folder(opened.folder), max_length, model_file
-        )
+        tokenizer = Tokenizer.from_folder(opened.folder, rows=read_value(opened.config, "vocab_size", Size, None))
+        self._scorer, model_class, self.model_config = scorer_of(opened, tokenizer, max_length, model_file)
         loaded = load_for_calls(
             opened, model_class, self.model_config, dtype, quantization, keep_head=True, show_progress=show_progress
         )

@@ -71,7 +71,7 @@ class SparseEncoder(Encoder):
             lower_case=read_value(tokens, "do_lower_case", bool, False),
             prompts=Prompts.from_file(file),
         )
-        self._tokenizer = Tokenizer.from_folder(opened.folder)
+        self._tokenizer = Tokenizer.from_folder(opened.folder, rows=config.vocab_size)
         loaded = options.load(opened, model_class, config)
         self._packs = self._padding = True
 

@@ -205,7 +205,7 @@ class TokenEncoder(Encoder):
             lower_case=read_value(tokens, "do_lower_case", bool, False),
             prompts=settings.prompts,
         )
-        self._tokenizer = _tokenizer(opened.folder, settings.prefixes)
+        self._tokenizer = _tokenizer(opened.folder, settings.prefixes, config.vocab_size)
         words = (self._tokenizer.token_id(word) for word in settings.skipped_words)
         self._skipped_ids = np.asarray([word for word in words if word is not None], np.int32)
         loaded = options.load(opened, model_class, config)
@@ -342,9 +342,9 @@ def _load_projection(opened: Checkpoint, size_in: int, size_out: int, dtype: Any
     return load_model(opened, Projection, None, dtype=dtype)
 
 
-def _tokenizer(folder: Path, prefixes: Iterable[str]) -> Tokenizer:
+def _tokenizer(folder: Path, prefixes: Iterable[str], rows: int) -> Tokenizer:
     """Tokenizer of a folder that finds prefixes in texts as one token, where it has that token."""
-    tokenizer = Tokenizer.from_folder(folder, encodes=True)
+    tokenizer = Tokenizer.from_folder(folder, encodes=True, rows=rows)
     for prefix in prefixes:
         for token in (prefix, *prefix.split()[:1]):
             if (token_id := tokenizer.token_id(token)) is not None:

@@ -187,7 +187,8 @@ def _token_ids(inputs: list[str] | list[list[int]], encoder: Encoder, limit: int
             cut_texts = [text[: CHARACTERS * encoder.max_length] for text in texts]
             pairs = encoder.tokenize(cut_texts, max_length=limit)
         except InvalidParameterError as error:
-            raise _renamed(error, {"max_length": "truncate_prompt_tokens", "sentences": "input"}) from error
+            fields = {"max_length": "truncate_prompt_tokens", "sentences": "input", "texts": "input"}
+            raise _renamed(error, fields) from error
     else:
         pairs = [(ids[:limit], len(ids) - limit) for ids in cast("list[list[int]]", inputs)]
     if whole:
@@ -209,7 +210,7 @@ def _pairs(query: str, documents: Sequence[str], reranker: Reranker, limit: int,
     try:
         pairs = reranker.tokenize(query[:length], [text[:length] for text in documents], max_length=limit)
     except InvalidParameterError as error:
-        raise _renamed(error, {"max_length": "truncate_prompt_tokens"}) from error
+        raise _renamed(error, {"max_length": "truncate_prompt_tokens", "texts": "documents"}) from error
     longest = max(pairs, key=lambda pair: pair.left_out)
     if whole and longest.left_out > 0:
         size = len(longest.ids) + longest.left_out

@@ -44,8 +44,10 @@ class Tokenizer:
         chat_templates: Mapping[str, str] | None = None,
         has_types: bool = True,
         cuts_beginning: bool = False,
+        rows: int | None = None,
     ):
         self._backend = backend
+        self._rows = rows
         self._has_types = has_types
         self._cuts_beginning = cuts_beginning
         self._special_tokens = dict(special_tokens or {})
@@ -78,10 +80,11 @@ class Tokenizer:
         )
 
     @classmethod
-    def from_folder(cls, folder: str | Path, *, encodes: bool = False) -> Tokenizer:
+    def from_folder(cls, folder: str | Path, *, encodes: bool = False, rows: int | None = None) -> Tokenizer:
         """Read tokenizer.json, and what tokenizer_config.json, generation_config.json and chat_template.jinja add.
 
-        `encodes`: True for a sentence encoder, whose texts end as `add_eos_token` says.
+        `encodes`: True for a sentence encoder, whose texts end as `add_eos_token` says. `rows`: rows of the model's
+        embeddings, which may be fewer than the tokens; batches with a token beyond them are refused.
         """
         folder = Path(folder)
         backend = read_tokenizer(folder)
@@ -110,6 +113,7 @@ class Tokenizer:
             chat_templates=_chat_templates(folder, config),
             has_types="token_type_ids" in inputs,
             cuts_beginning=side == "left",
+            rows=rows,
         )
 
     def with_chat_template(self, template: str) -> Tokenizer:
@@ -177,6 +181,9 @@ class Tokenizer:
                 f"max_length: {max_length} tokens leave none for each text next to {special} special ones"
             )
         cuts = [_cut(encoded, max_length, special, self._cuts_beginning) for encoded in encodings]
+        if self._rows is not None and (beyond := {i for ids, *_ in cuts for i in ids if i >= self._rows}):
+            names = ", ".join(repr(self.token(token_id)) for token_id in sorted(beyond))
+            raise InvalidParameterError(f"texts: the model has embeddings of {self._rows} tokens, none of {names}")
         return cuts if self._has_types else [(ids, [0] * len(ids), left_out) for ids, _, left_out in cuts]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
