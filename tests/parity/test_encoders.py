@@ -163,6 +163,15 @@ def test_float32_vectors_match_transformers(family, changes, tmp_path):
         assert relative(ours, expected) < 1e-6
 
 
+@pytest.mark.parametrize(("family", "padding"), [("XLMRoberta", 1), ("XLMRoberta", 3), ("MPNet", 1), ("Bert", 0)])
+def test_padding_tokens_of_a_text_are_counted_as_in_transformers(family, padding, tmp_path):
+    theirs = save(tmp_path, family, pad_token_id=padding)
+    texts = ["[PAD] the cat", "the [PAD] [PAD] cat [UNK] [PAD] sat on", "a fox", "[UNK]"]
+    sentence_files(tmp_path)
+    expected = np.stack([hidden.mean(axis=0) for hidden in states(theirs, tmp_path, texts)])
+    assert relative(Encoder(tmp_path).encode(texts, normalize=False), expected) < 1e-6
+
+
 @pytest.mark.parametrize("changes", [{"hidden_act": "gelu_new"}, {"hidden_act": "relu", "num_attention_heads": 3}])
 def test_other_activations_and_heads(changes, tmp_path):
     theirs = save(tmp_path, "Bert", **changes)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from verax import ops
 from verax.errors import UnsupportedModelError
@@ -70,7 +70,7 @@ class BertConfig:
     """Length of the longest sequence, in tokens."""
     type_vocab_size: Count = 2
     first_position: Count = 0
-    """Row of the first token's position in the table: in RoBERTa that after the padding token's."""
+    """Row of the first token's position in the table: in RoBERTa that after the padding token's, which has its id."""
     relative_attention_num_buckets: Count = 0
     """Rows of MPNet's table of relative positions, whose numbers are added to the scores; 0 without such a table."""
 
@@ -144,10 +144,20 @@ class BertEmbeddings(nnx.Module):
         """Embeddings; `types` are all 0 if None."""
         x = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
+            if self.first_position:
+                positions = _without_padding(tokens == self.first_position - 1, positions)
             x = x + self.position_embeddings(self.first_position + positions)
         if self.token_type_embeddings is not None:
             x = x + self.token_type_embeddings(jnp.zeros((1, 1), jnp.int32) if types is None else types)
         return self.LayerNorm(x)
+
+
+def _without_padding(padding: Bool[Array, "B T"], positions: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Positions in each sentence of RoBERTa, which does not count padding tokens, not even a text's: theirs are -1."""
+    count = jnp.cumsum(padding, axis=1)
+    starts = jnp.arange(padding.shape[1]) - positions
+    before = jnp.take_along_axis(count - padding, starts, axis=1)
+    return jnp.where(padding, -1, positions - (count - before))
 
 
 def biased_attention(
