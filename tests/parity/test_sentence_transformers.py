@@ -109,6 +109,23 @@ def test_prompts_and_dimensions_of_the_files_are_the_defaults(base, tmp_path):
     )
 
 
+def test_texts_in_lower_case_keep_their_special_tokens(base, tmp_path):
+    texts = ["The CAT [SEP] sat", "a fox"]
+    saved(base, tmp_path / "vectors", MEAN)
+    FAMILIES["bert"](tmp_path / "base")
+    CrossEncoder(str(tmp_path / "base")).save_pretrained(str(tmp_path / "scores"))
+    for folder in (tmp_path / "vectors", tmp_path / "scores"):
+        tokenizer = json.loads((folder / "tokenizer.json").read_text())
+        tokenizer["normalizer"]["lowercase"] = False
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+        path = folder / "sentence_bert_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "do_lower_case": True}))
+    theirs = SentenceTransformer(str(tmp_path / "vectors")).encode(texts, normalize_embeddings=True)
+    np.testing.assert_allclose(Encoder(tmp_path / "vectors").encode(texts), theirs, atol=1e-5)
+    theirs = CrossEncoder(str(tmp_path / "scores")).predict([("THE cat [SEP]", text) for text in texts])
+    np.testing.assert_allclose(Reranker(tmp_path / "scores").score("THE cat [SEP]", texts), theirs, atol=1e-5)
+
+
 @pytest.mark.parametrize("precision", modules.PRECISIONS)
 def test_vectors_of_fewer_bits_are_those_of_quantize_embeddings(precision, base):
     from sentence_transformers.util import quantize_embeddings

@@ -167,6 +167,8 @@ class Encoder:
         if options.dimensions is None and self.settings.dimensions is not None:
             self._dimensions = min(self.settings.dimensions, self._full_dimension)
         self._tokenizer = Tokenizer.from_folder(opened.folder, encodes=True, rows=config.vocab_size)
+        if self.settings.lower_case:
+            self._tokenizer.with_lower_case()
         self._tokenizer.encode_batch((), max_length=self.max_length)  # refuses a limit that leaves no token for a text
         loaded = options.load(opened, model_class, config)
         self._packs = getattr(loaded, "takes_packed_sentences", True)
@@ -334,11 +336,9 @@ class Encoder:
             InvalidParameterError: if a sentence is not a text, or `max_length` leaves no token for it.
         """
         texts = [prompt + text for text in check_texts(sentences, "sentences")]
-        chosen = [text.lower() for text in texts] if self.settings.lower_case else texts
         longest = self.settings.max_length
-        return self._tokenizer.encode_batch(
-            chosen, max_length=longest if max_length is None else min(max_length, longest)
-        )
+        limit = longest if max_length is None else min(max_length, longest)
+        return self._tokenizer.encode_batch(texts, max_length=limit)
 
     def token_counts(self, sentences: Iterable[str]) -> list[int]:
         """Tokens that are read of each sentence, special ones included."""

@@ -86,14 +86,12 @@ class CrossEncoder:
         tokens = read_transformer_file(opened.folder, "sequence-classification")
         self.max_length = read_max_length(opened.folder, positions, max_length, tokens)
         self._lower_case = read_value(tokens, "do_lower_case", bool, False)
-        self._tokenizer = tokenizer
+        self._tokenizer = tokenizer.with_lower_case() if self._lower_case else tokenizer
         self._activation = activation_function(*_activation_name(model_file, opened.config))
 
     def tokenize(self, query: str, documents: Sequence[str], instruction: str | None, max_length: int) -> list[Tokens]:
         """Tokens of the query with each document; the longer of the two loses its end first."""
         pairs = [(query, document) for document in documents]
-        if self._lower_case:
-            pairs = [(first.lower(), second.lower()) for first, second in pairs]
         return [Tokens(*tokenized) for tokenized in self._tokenizer.encode_pairs(pairs, max_length=max_length)]
 
     def scores(

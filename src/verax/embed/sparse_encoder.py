@@ -72,6 +72,8 @@ class SparseEncoder(Encoder):
             prompts=Prompts.from_file(file),
         )
         self._tokenizer = Tokenizer.from_folder(opened.folder, rows=config.vocab_size)
+        if self.settings.lower_case:
+            self._tokenizer.with_lower_case()
         loaded = options.load(opened, model_class, config)
         self._packs = self._padding = True
 

@@ -206,6 +206,8 @@ class TokenEncoder(Encoder):
             prompts=settings.prompts,
         )
         self._tokenizer = _tokenizer(opened.folder, settings.prefixes, config.vocab_size)
+        if self.settings.lower_case:
+            self._tokenizer.with_lower_case()
         words = (self._tokenizer.token_id(word) for word in settings.skipped_words)
         self._skipped_ids = np.asarray([word for word in words if word is not None], np.int32)
         loaded = options.load(opened, model_class, config)

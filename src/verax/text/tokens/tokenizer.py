@@ -200,6 +200,13 @@ class Tokenizer:
         self._backend.add_special_tokens([tokenizers.AddedToken(token, normalized=False, special=True)])
         return self
 
+    def with_lower_case(self) -> Tokenizer:
+        """The tokenizer, which from now on puts texts in lower case first, but for tokens that it finds in them."""
+        given = self._backend.normalizer
+        steps = [normalizers.Lowercase(), *([] if given is None else [given])]
+        self._backend.normalizer = normalizers.Sequence(steps)
+        return self
+
     def token(self, token_id: int) -> str | None:
         """A token as the vocabulary spells it; None if there is none."""
         return self._backend.id_to_token(token_id)
