@@ -105,6 +105,10 @@ def test_long_texts_are_refused_or_cut_on_request(embed, served_encoder):
         *((dict(input="a cat", dimensions=size), "dimensions") for size in (0, 49)),
         *((dict(input="a cat", truncate_prompt_tokens=size), "truncate_prompt_tokens") for size in (2, 17)),
         (dict(input="a cat", encoding_format="int8"), "encoding_format"),
+        *((dict(input="a cat", **{name: False}), name) for name in ("normalize", "normalized", "add_special_tokens")),
+        *((dict(input="a cat", **{name: "query"}), name) for name in ("task", "input_type", "prompt_name")),
+        (dict(input="a cat", embedding_type="binary"), "embedding_type"),
+        (dict(input="a cat", late_chunking=True), "late_chunking"),
     ],
 )
 def test_wrong_fields_are_named(embed, body, param):
@@ -171,6 +175,11 @@ def test_long_pairs_are_refused_or_cut_on_request(rerank, reranker):
         *named("top_n", -1, 2.5),
         *named("return_documents", "yes"),
         *named("truncate_prompt_tokens", 0, 4, 25),
+        *named("raw_scores", True),
+        *named("use_activation", False),
+        *named("instruction", "find cats"),
+        *named("max_tokens_per_doc", 8),
+        *named("rank_fields", ["title"]),
     ],
 )
 def test_wrong_fields_of_a_ranking_are_named(rerank, body, param):

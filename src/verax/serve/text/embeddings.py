@@ -29,6 +29,7 @@ from verax.serve.http.errors import ApiError, field_error, model_error
 from verax.serve.http.openapi import json_routes
 from verax.serve.http.server import LazyModel, Server
 from verax.serve.http.telemetry import RequestRecord
+from verax.serve.text.sampling import Refused
 
 CHARACTERS = 64
 """Characters of a text that are read for each token of the model: tokenising megabytes takes many seconds."""
@@ -49,6 +50,18 @@ class EmbeddingRequest(msgspec.Struct):
     truncate_prompt_tokens: int | None = None
     """Tokens that are kept of a text, special ones included; -1 for as many as the model reads."""
     user: str | None = None
+    add_special_tokens: bool = True
+    normalize: bool = True
+    """True alone is supported, as in `add_special_tokens`."""
+    normalized: bool = True
+    """Jina's name of `normalize`."""
+    late_chunking: bool = False
+    embedding_type: Literal["float"] = "float"
+    embed_dtype: Literal["float32"] = "float32"
+    task: Refused = None
+    input_type: Refused = None
+    prompt_name: Refused = None
+    truncation_side: Refused = None
 
 
 class RankedText(msgspec.Struct, kw_only=True):
@@ -70,6 +83,13 @@ class RerankRequest(msgspec.Struct):
     truncate_prompt_tokens: int | None = None
     """Tokens that are kept of the query and a document, special ones included; -1 for as many as the model reads."""
     user: str | None = None
+    raw_scores: bool = False
+    use_activation: bool = True
+    """True alone is supported: scores are the activation function's."""
+    instruction: Refused = None
+    max_tokens_per_doc: Refused = None
+    max_chunks_per_doc: Refused = None
+    rank_fields: Refused = None
 
 
 def routes(server: Server) -> list[Route]:
@@ -93,6 +113,7 @@ def routes(server: Server) -> list[Route]:
         if server.encoder is None:
             raise model_error("no embedding model is served here")
         record.model = name = server.check_model(body.model, (server.encoder.name,), server.encoder.root)
+        _check_fixed(body)
         inputs = _inputs(body, settings.max_embedding_inputs)
         encoder = await server.encoder.get()
         try:
@@ -113,6 +134,7 @@ def routes(server: Server) -> list[Route]:
         if server.reranker is None:
             raise model_error("no reranker is served here; verax serve --reranker-model serves one")
         record.model = name = server.check_model(body.model, (server.reranker.name,), server.reranker.root)
+        _check_fixed(body)
         documents = _documents(body, settings.max_embedding_inputs)
         reranker = await server.reranker.get()
         limit, whole = _limit(body.truncate_prompt_tokens, reranker.max_length), body.truncate_prompt_tokens is None
@@ -135,6 +157,19 @@ def routes(server: Server) -> list[Route]:
 
 
 # Checks and tokens of the texts.
+
+
+_FIXED = ("add_special_tokens", "normalize", "normalized", "late_chunking", "task", "input_type")
+_FIXED += ("prompt_name", "truncation_side", "raw_scores", "use_activation", "instruction")
+_FIXED += ("max_tokens_per_doc", "max_chunks_per_doc", "rank_fields")
+"""Fields of vLLM, Jina, Cohere and TEI that change the numbers, and have their defaults here."""
+
+
+def _check_fixed(body: EmbeddingRequest | RerankRequest) -> None:
+    """Check that the fields of `_FIXED` have no other value than their default."""
+    for field in msgspec.structs.fields(body):
+        if field.name in _FIXED and (given := getattr(body, field.name)) != field.default:
+            raise field_error(field.name, f"{given!r} is not supported here; leave it out")
 
 
 def _inputs(body: EmbeddingRequest, limit: int) -> list[str] | list[list[int]]:
