@@ -1,13 +1,16 @@
 """`Encoder.encode`: the habits of sentence-transformers, buckets that compile once, neighbours that change nothing."""
 
+import json
+
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from tests.support.tiny import tiny_checkpoint
 from tests.support.tiny_encoder import SIZES, random_sentences, sentence_files, tiny_encoder
 from verax import Encoder
 from verax.embed.buckets import PackedBuckets, Tokens
-from verax.errors import CheckpointError, InvalidParameterError
+from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +144,19 @@ def test_wrong_input_is_named(encoder, call, message):
 def test_wrong_options_are_named(folder, options, message):
     with pytest.raises(InvalidParameterError, match=message):
         Encoder(folder, **options)
+
+
+def test_a_language_model_of_its_own_code_has_to_say_where_its_tokens_attend(tmp_path):
+    path = tiny_checkpoint(tmp_path, auto_map={"AutoModel": "modeling_qwen.Qwen2Model"}) / "config.json"
+    with pytest.raises(
+        UnsupportedModelError, match=r"auto_map: modeling_qwen\.Qwen2Model is the checkpoint's own code"
+    ):
+        Encoder(tmp_path)
+    vectors = []
+    for is_causal in (True, False):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "is_causal": is_causal}))
+        vectors.append(Encoder(tmp_path).encode("the small fox"))
+    assert np.abs(vectors[0] - vectors[1]).max() > 1e-3
 
 
 @pytest.mark.parametrize("output", ["sentence", "tokens"])

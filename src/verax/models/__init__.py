@@ -225,10 +225,17 @@ def encoder(config: Mapping[str, Any]) -> tuple[type[Any], Any]:
     A language model has no head of its own here: `hidden_states` calls either kind.
 
     Raises:
-        UnsupportedModelError: for a `model_type` that verax does not have, naming those that it has.
+        UnsupportedModelError: for a `model_type` that verax does not have, naming those that it has, or for a language
+            model of the checkpoint's own code that does not say in which directions tokens attend.
     """
     kind = _kind(config, "model_type", (*_ENCODERS, *_CAUSAL_LM), "text encoders")
     if kind in _CAUSAL_LM:
+        code = read_value(config, "auto_map", dict, {}).get("AutoModel")
+        if code and not {"is_causal", "use_bidirectional_attention"} & {*config}:  # gte-Qwen2's attends both ways
+            raise UnsupportedModelError(
+                f"{file_of(config)}: auto_map: {code} is the checkpoint's own code, which is not run; add is_causal "
+                "true, or false if its tokens attend to those after them"
+            )
         model, sizes = causal_lm(config if is_causal(config) else _causal(config))
         return model, sizes if sizes.tie_word_embeddings else replace(sizes, tie_word_embeddings=True)
     model, read = _ENCODERS[_BY_POSITIONS.get((kind, str(config.get("position_embedding_type"))), kind)]
