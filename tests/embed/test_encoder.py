@@ -146,6 +146,13 @@ def test_wrong_options_are_named(folder, options, message):
         Encoder(folder, **options)
 
 
+def test_an_adapter_next_to_the_weights_is_refused(tmp_path):
+    tiny_encoder(tmp_path)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(UnsupportedModelError, match=r"adapter_config\.json: adapters of encoders are not supported"):
+        Encoder(tmp_path)
+
+
 def test_a_language_model_of_its_own_code_has_to_say_where_its_tokens_attend(tmp_path):
     path = tiny_checkpoint(tmp_path, auto_map={"AutoModel": "modeling_qwen.Qwen2Model"}) / "config.json"
     with pytest.raises(

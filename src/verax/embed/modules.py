@@ -270,7 +270,10 @@ def open_folder(model: str | Path, revision: str | None) -> tuple[Path, Checkpoi
             f"{folder}: encoders and rerankers are read from folders with config.json and safetensors"
         )
     entries = list_modules(folder)
-    return folder, Checkpoint.open(entries[0].folder if entries else folder)
+    transformer = entries[0].folder if entries else folder
+    if (adapter := transformer / "adapter_config.json").is_file():
+        raise UnsupportedModelError(f"{adapter}: adapters of encoders are not supported; merge it into the weights")
+    return folder, Checkpoint.open(transformer)
 
 
 class Modules(nnx.Module):
