@@ -193,11 +193,14 @@ def test_bfloat16_is_no_further_from_float32_than_transformers_bfloat16(family, 
     assert np.linalg.norm(ours - truth) <= 0.8 * np.linalg.norm(theirs - truth)
 
 
+HEADS = dict.fromkeys(("Bert", "ModernBert", "MPNet", "DistilBert", "NomicBert", "Gte", "DebertaV2"), "ForMaskedLM")
+
+
 @pytest.mark.parametrize(
-    "family", ["Bert", "ModernBert", "Qwen3", "MPNet", "DistilBert", "NomicBert", "Gte", "DebertaV2"]
+    ("family", "kind"), [*HEADS.items(), ("Qwen3", "ForCausalLM"), ("Gte", "ForTokenClassification")]
 )
-def test_a_language_model_or_a_model_with_a_head_is_an_encoder_without_it(family, tmp_path):
-    theirs = save(tmp_path, family, "ForCausalLM" if family == "Qwen3" else "ForMaskedLM")
+def test_a_language_model_or_a_model_with_a_head_is_an_encoder_without_it(family, kind, tmp_path):
+    theirs = save(tmp_path, family, kind)
     ours = Encoder(tmp_path, pooling="lasttoken", max_length=LONGEST).encode(SENTENCES)
     np.testing.assert_allclose(ours, embed(theirs.base_model, tmp_path, mode="lasttoken"), atol=atol(family))
 

@@ -299,10 +299,11 @@ class GteModel(nnx.Module):
 
     ignored_weights: tuple[str, ...] = (
         r"^((new|gte|nomic_bert|roberta)\.)?pooler\.",
-        r"^(cls|lm_head)\.",
+        r"^(cls|lm_head|classifier)\.",
         r"inv_freq$",
     )
-    """Patterns of keys that are not loaded: the pooler, heads of pre-training, a constant of old checkpoints."""
+    """Patterns of keys that are not loaded: the pooler, heads of pre-training and of sparse vectors
+    (gte-multilingual-base), a constant of old checkpoints."""
 
     key_aliases: tuple[tuple[str, str], ...] = ((r"^", "new."), (r"^", "gte."))
     """Keys of the same weights in checkpoints with a head."""
