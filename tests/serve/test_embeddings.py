@@ -186,6 +186,14 @@ def test_wrong_fields_of_a_ranking_are_named(rerank, body, param):
     assert error_of(rerank(**body))["param"] == param
 
 
+def test_numbers_that_are_not_finite_are_an_error(embed, rerank, served_encoder, reranker, monkeypatch):
+    numbers = np.asarray([1, np.nan], np.float32)
+    monkeypatch.setattr(served_encoder, "encode_tokens", lambda rows, **_: np.tile(numbers[:, None], 48))
+    monkeypatch.setattr(reranker, "score_tokens", lambda rows, **_: numbers)
+    for answer in (embed(input=["a cat", "a dog"]), rerank(documents=["a cat", "a dog"])):
+        assert "no finite numbers for text 1" in error_of(answer, 500)["message"]
+
+
 def test_another_model_is_not_found(embed, rerank):
     for answer in (embed(input="a cat", model="other"), rerank(model="other")):
         assert error_of(answer, 404)["code"] == "model_not_found"
