@@ -193,6 +193,10 @@ def test_the_files_of_sentence_transformers_decide_by_default(tmp_path):
     assert (Encoder(tmp_path).settings.pooling, Encoder(tmp_path).max_length) == ("cls", 9)
     chosen = Encoder(tmp_path, pooling="mean", max_length=12)
     assert (chosen.settings.pooling, chosen.max_length) == ("mean", 12)
+    (tmp_path / "sentence_bert_config.json").unlink()
+    for given, expected in (({"max_len": 8}, 8), ({"max_len": 8, "model_max_length": 10}, 10), ({}, 64)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(given))
+        assert Encoder(tmp_path).max_length == expected
     (tmp_path / "1_Pooling" / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"1_Pooling/config\.json: no such file"):
         Encoder(tmp_path)

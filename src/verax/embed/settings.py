@@ -162,10 +162,12 @@ def read_max_length(folder: Path, positions: int, max_length: int | None, tokens
         raise InvalidParameterError(f"max_length: expected a whole number, got {max_length!r}")
     if max_length is not None and not 1 <= max_length <= positions:
         raise InvalidParameterError(f"max_length: expected 1 to the model's {positions} positions, got {max_length}")
+    tokenizer = read_json(folder / "tokenizer_config.json", optional=True)
     limits = [
         read_value(tokens, "max_seq_length", float, None),
-        # transformers writes 1e30 for "no limit".
-        read_value(read_json(folder / "tokenizer_config.json", optional=True), "model_max_length", float, None),
+        # transformers writes 1e30 for "no limit", and wrote max_len once.
+        read_value(tokenizer, "model_max_length", float, None),
+        read_value(tokenizer, "max_len", float, None),
     ]
     own = next((limit for limit in limits if limit is not None and limit >= 1), positions)
     return max_length or int(min(own, positions))
