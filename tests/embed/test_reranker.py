@@ -104,6 +104,8 @@ def test_a_language_model_without_the_answers_is_not_a_reranker(tmp_path):
         Reranker(tiny_checkpoint(tmp_path / "qwen3"))
     with pytest.raises(UnsupportedModelError, match="model_type 'qwen2': the only language model that ranks"):
         Reranker(tiny_checkpoint(tmp_path / "qwen2", family="qwen2"))
+    with pytest.raises(UnsupportedModelError, match="auto_map: a language model that ranks by its own code"):
+        Reranker(tiny_checkpoint(tmp_path / "code", auto_map={"AutoConfig": "modeling_zeranker.ZEConfig"}))
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,10 @@ def scorer_of(
         raise UnsupportedModelError(
             f"{file_of(opened.config)}: model_type {kind!r}: the only language model that ranks here is Qwen3-Reranker"
         )
+    if generates and opened.config.get("auto_map"):
+        raise UnsupportedModelError(
+            f"{file_of(opened.config)}: auto_map: a language model that ranks by its own code is not supported"
+        )
     model_class, config = (causal_lm if generates else cross_encoder)(opened.config)
     limits = config.max_position_embeddings, max_length
     scorer = YesOrNo(opened, tokenizer, *limits) if generates else CrossEncoder(opened, tokenizer, *limits, model_file)
