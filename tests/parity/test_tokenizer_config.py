@@ -167,16 +167,19 @@ def test_the_class_of_some_models_is_not_read(make, kind, model, tmp_path):
     assert_same(tmp_path, model)
 
 
-@pytest.mark.parametrize("kind", ours._ENDED)
-@pytest.mark.parametrize("make", [llama, old_llama])
-def test_a_text_of_an_encoder_ends_as_transformers_4_ended_it(make, kind, tmp_path):
+OWN = {"tokenizer_class": "Qwen2Tokenizer", "auto_map": {"AutoTokenizer": ["tokenization_qwen.Qwen2Tokenizer", None]}}
+ENDED = [(make, {"tokenizer_class": kind}) for make in (llama, old_llama) for kind in ours._ENDED]
+
+
+@pytest.mark.parametrize(("make", "names"), [*ENDED, (qwen, OWN)])
+def test_a_text_of_an_encoder_ends_as_transformers_4_ended_it(make, names, tmp_path):
     make(tmp_path)
-    change(tmp_path, "config.json", {"model_type": "mistral"})
-    change(tmp_path, "tokenizer_config.json", {"tokenizer_class": kind, "add_eos_token": True})
+    change(tmp_path, "config.json", {"model_type": "qwen2" if make is qwen else "mistral"})
+    change(tmp_path, "tokenizer_config.json", {**names, "add_eos_token": True})
     plain = ours.Tokenizer.from_folder(tmp_path)
     ending = ours.Tokenizer.from_folder(tmp_path, encodes=True)
     for text in TEXTS:
-        assert ending.encode(text) == [*plain.encode(text), plain.token_id("</s>")]
+        assert ending.encode(text) == [*plain.encode(text), plain.eos_token_id]
         assert ending.encode(text, add_special_tokens=False) == plain.encode(text, add_special_tokens=False)
     ((cut, left_out),) = ending.encode_batch([TEXTS[3]], max_length=6)
     whole = ending.encode(TEXTS[3])

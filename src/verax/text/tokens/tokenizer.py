@@ -99,7 +99,8 @@ class Tokenizer:
         named = {**special_map, **config} if "added_tokens_decoder" in config else {**config, **special_map}
         special = _special_tokens(named)
         _add_missing_tokens(backend, named, special, folder)
-        if encodes and config.get("tokenizer_class") in _ENDED and read_value(config, "add_eos_token", bool, False):
+        ended = config.get("tokenizer_class") in _ENDED or config.get("auto_map")  # gte-Qwen2's own code
+        if encodes and ended and read_value(config, "add_eos_token", bool, False):
             _append_end(backend, special.get("eos_token"))
         ends = {backend.token_to_id(special["eos_token"])} if "eos_token" in special else set()
         for name in ("config.json", "generation_config.json"):
@@ -365,7 +366,7 @@ def _configure(backend: tokenizers.Tokenizer, config: Mapping[str, Any], folder:
 def _append_end(backend: tokenizers.Tokenizer, end: str | None) -> None:
     """Let a single text end with a token, after what tokenizer.json puts around it, as transformers 4 did.
 
-    e5-mistral was trained so and is pooled there, but its tokenizer.json adds a beginning alone.
+    e5-mistral and gte-Qwen2 were trained so and are pooled there, but their tokenizer.json has no end.
     """
     around = backend.encode("").tokens
     if end is not None and around[-1:] != [end]:
