@@ -44,7 +44,9 @@ def compile(
         verax compile Qwen/Qwen3-0.6B --device h100 -o qwen3-h100
     """
     from verax.text.engine.llm import LLM
+    from verax.text.step.program import check_replaceable
 
+    check_replaceable(output)  # before minutes of compiling
     if device is not None:
         _check_device(device)
     llm = LLM(model, skip_tokenizer_init=True, **loading, **engine)

@@ -198,10 +198,11 @@ class LLM:
         Such a start traces, lowers and compiles nothing. The folder holds machine code: load only one that you made.
 
         Args:
-            folder: a new folder, or one to replace.
+            folder: a new folder, or one of programs to replace.
 
         Raises:
-            InvalidParameterError: for an engine with adapters, drafts or several devices.
+            InvalidParameterError: for an engine with adapters, drafts or several devices, and for a folder that holds
+                anything else.
         """
         check_supported(self.config)
         runner = self.engine.runner

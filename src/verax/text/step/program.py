@@ -522,10 +522,25 @@ def check_supported(config: EngineConfig) -> None:
             )
 
 
+def check_replaceable(folder: Path) -> None:
+    """Check that a folder is new, empty, or holds programs alone: `write_programs` replaces it."""
+    if not folder.exists():
+        return
+    if not folder.is_dir() or any(path.name != MANIFEST and path.suffix != ".bin" for path in folder.iterdir()):
+        raise InvalidParameterError(
+            f"programs: {folder} exists, and holds other things than programs; name another folder"
+        )
+
+
 def write_programs(
     programs: Iterable[tuple[str, jax.stages.Compiled]], folder: Path, model: AbstractModel, sizes: RunnerConfig
 ) -> list[Path]:
-    """Write programs into a folder, which is replaced if it is there; their files."""
+    """Write programs into a folder, which is replaced if it is there; their files.
+
+    Raises:
+        InvalidParameterError: if the folder holds anything else.
+    """
+    check_replaceable(folder)
     with atomic_path(folder) as partial:
         partial.mkdir(parents=True)
         names = []
