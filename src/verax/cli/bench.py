@@ -13,6 +13,7 @@ import typer
 
 from verax.bench import settings
 from verax.cli import options
+from verax.cli.files import check_folder
 from verax.cli.options import Flags
 from verax.errors import InvalidParameterError
 
@@ -45,6 +46,8 @@ def _command(name: str, table: type[settings.Settings], module: str) -> Callable
             given = table(**values)
         except InvalidParameterError as error:
             raise typer.BadParameter(str(error)) from error
+        if output is not None:
+            check_folder(output)
         _show(getattr(importlib.import_module(f"verax.bench.{module}"), f"bench_{name}")(given), output, as_json)
 
     run.__annotations__["values"] = Annotated[dict[str, Any], Flags(table)]

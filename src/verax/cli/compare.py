@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 
 from verax._optional import load_pyplot
 from verax.cli import options
+from verax.cli.files import check_folder
 from verax.cli.options import Flags
 from verax.errors import UnsupportedModelError, VeraxError
 from verax.options import option
@@ -155,8 +156,7 @@ def _check_output(output: Path | None) -> None:
     """Check before the work that a report can be written."""
     if output is None:
         return
-    if output.exists() and not output.is_dir():
-        raise typer.BadParameter(f"--output: {output} is a file; a folder is written")
+    check_folder(output)
     load_pyplot("compare")
 
 

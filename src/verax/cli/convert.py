@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from verax.cli import options
+from verax.cli.files import check_folder
 
 
 def convert(
@@ -123,6 +124,7 @@ def quantize(
     from verax.models import check_dtype
 
     check_dtype(dtype)
+    check_folder(output)
     opened = checkpoint.Checkpoint.open(builtin.text_model() if model is None else model)
     if opened.metadata:
         raise CheckpointError(f"{opened.folder}: a GGUF file cannot be written back; quantise the model's folder")

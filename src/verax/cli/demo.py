@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from verax.cli.files import check_folder
+
 if TYPE_CHECKING:
     from verax.text.engine.llm import LLM
     from verax.text.engine.sampling_params import SamplingParams
@@ -50,6 +52,7 @@ def demo(
     """
     from verax.text.engine.llm import LLM
 
+    check_folder(output)
     output.mkdir(parents=True, exist_ok=True)
     llm = LLM(max_num_seqs=64, max_model_len=512, seed=seed)
     say = _Transcript()

@@ -70,6 +70,12 @@ def check_output(path: Path) -> None:
         raise typer.BadParameter(f"--output: {path}: {problem}")
 
 
+def check_folder(path: Path) -> None:
+    """Check that a folder of results can be written."""
+    if path.exists() and not path.is_dir():
+        raise typer.BadParameter(f"{path} is a file; a folder is written")
+
+
 def open_results(path: Path, kind: type[R], *, retry_errors: bool) -> ResultFile[R]:
     """File of results, or of the lines that become a Parquet file.
 

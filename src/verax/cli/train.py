@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from verax.cli import options
+from verax.cli.files import check_folder
 from verax.cli.options import Flags
 from verax.train.settings import FinetuneSettings, LoraSettings
 
@@ -54,6 +55,7 @@ def lora(
     """
     from verax.train.finetune import train_lora
 
+    check_folder(output)
     run, size = FinetuneSettings(**settings), LoraSettings(**adapter)
     _show(train_lora(model, data, output, run, size, validation_data=validation_data, resume=resume), as_json)
 
@@ -80,6 +82,7 @@ def full(
     """
     from verax.train.finetune import train_full
 
+    check_folder(output)
     run = FinetuneSettings(**settings)
     _show(train_full(model, data, output, run, validation_data=validation_data, resume=resume), as_json)
 

@@ -12,7 +12,7 @@ import typer
 
 from verax._optional import require_optional
 from verax.cli import options
-from verax.cli.files import check_input, checked, open_results, run_lines
+from verax.cli.files import check_folder, check_input, checked, open_results, run_lines
 from verax.cli.options import Flags
 from verax.options import option
 from verax.video.options import VideoRequest
@@ -195,6 +195,7 @@ def _make_clips(
     if folder is None or folder.suffix:
         got = "none" if folder is None else folder
         raise typer.BadParameter(f"--output: {got}: expected a folder for clips with --batch")
+    check_folder(folder)
     check_input(path, folder / RESULTS, "--batch")
     require_optional("av")
     folder.mkdir(exist_ok=True)
