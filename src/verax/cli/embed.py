@@ -32,8 +32,8 @@ def embed(
         typer.Option(
             "--output",
             "-o",
-            help="A file that ends in .npy ([n, D], float32 or as --precision says) or .jsonl; JSONL to standard "
-            "output if none. With --batch .jsonl or .parquet.",
+            help="A file that ends in .npy (a row for each sentence, float32 or as --precision says) or .jsonl; JSONL "
+            "to standard output if none. With --batch .jsonl or .parquet.",
         ),
     ] = None,
     batch: Annotated[
@@ -68,7 +68,7 @@ def embed(
     """Turn sentences into vectors, one for each line. JSONL has {"text": ..., "embedding": [...]} for each.
 
     With --field, each line keeps the other fields of its object, and blank lines are left out. With --sparse, the
-    embedding is {"indices": [...], "values": [...]}, and an .npz file is SciPy's, [n, V].
+    embedding is {"indices": [...], "values": [...]}, and an .npz file is SciPy's, a row for each.
 
     Examples:
 
