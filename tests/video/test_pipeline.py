@@ -247,6 +247,8 @@ HALF = dict(height=32, width=64, num_inference_steps=4, half_size_steps=2)
         ("df", {"cache": "magcache", "ar_step": 2}, "ar_step: expected 0 with cache magcache"),
         ("t2v", {"cache": "teacache", "cache_max_skip_steps": 2}, "cache_max_skip_steps: it is for cache magcache"),
         ("t2v", {"cache_curve": "curve.json"}, "cache_curve: it is for cache magcache"),
+        ("t2v", {"height": -64}, "height: expected a multiple of 16, got -64; nearest 16"),
+        ("t2v", {"cache_threshold": 0.2}, "cache_threshold: it is for a cache"),
         ("t2v", {"cache": "magcache", "cache_retention_ratio": 1.5}, "cache_retention_ratio: expected a number"),
         ("t2v", {**HALF, "half_size_steps": 4}, "half_size_steps: expected fewer than the 4 steps"),
         ("t2v", {**HALF, "height": 16}, "half_size_steps: expected 0 for frames of 16 x 64, whose sides are less"),

@@ -200,11 +200,13 @@ def _own_curve(request: ResolvedRequest, model: VideoModel) -> Float[np.ndarray,
 def with_cache(request: ResolvedRequest, model: VideoModel) -> ResolvedRequest:
     """Request with MagCache's curve, if it uses that cache.
 
-    Refuses a cache that the model has no measure for, and options of MagCache without it.
+    Refuses a cache that the model has no measure for, and options of a cache without it.
 
     Raises:
         InvalidParameterError: naming the option.
     """
+    if request.cache is None and request.cache_threshold is not None:
+        raise InvalidParameterError("cache_threshold: it is for a cache; give cache too, or leave this out")
     if request.cache != "magcache":
         for name in ("cache_curve", "cache_max_skip_steps", "cache_retention_ratio"):
             if getattr(request, name) is not None:
@@ -230,6 +232,7 @@ def cached_steps(
     `spans`: iterations of each transformer (`run.Span`), each of which begins with computed ones. `steps_before`:
     steps before these iterations, at another size.
     """
+    assert request.cache_threshold is not None
     chosen = []
     ratios = None if request.cache_ratios is None else request.cache_ratios[steps_before:]
     # As in MagCache's code for Wan2.2's I2V-A14B, which keeps all steps of high noise, where the image takes effect.

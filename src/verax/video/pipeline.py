@@ -255,7 +255,8 @@ class VideoPipeline:
             RequestRefusedError: if the free memory is too small.
         """
         # The curve needs the residual that a cache keeps, and no decoded frames.
-        request = replace(request, cache=None, cache_max_skip_steps=None, cache_retention_ratio=None, cache_curve=None)
+        unused = ("cache", "cache_threshold", "cache_max_skip_steps", "cache_retention_ratio", "cache_curve")
+        request = replace(request, **dict.fromkeys(unused))
         plain = self._with_guidance(self.resolve(replace(request, output_type="latent")))
         several = len(plain.segments(self.geometry)) > 1
         unfit = {"ar_step": plain.ar_step, "half_size_steps": plain.half_size_steps, "num_frames": several}

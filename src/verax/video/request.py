@@ -30,7 +30,7 @@ OVERLAP = 17
 """Default of frames that segments share: the smaller of the two that SkyReels-V2 recommends."""
 
 _CACHES: Mapping[str | None, Mapping[str, float]] = {
-    None: {"cache_threshold": 0.2},
+    None: {},
     "teacache": {"cache_threshold": 0.2},
     # The threshold of the authors' command for Wan 2.1, and the others of diffusers' `MagCacheConfig`.
     "magcache": {"cache_threshold": 0.12, "cache_max_skip_steps": 3, "cache_retention_ratio": 0.2},
@@ -108,7 +108,6 @@ class ResolvedRequest(VideoRequest):
     sigmas: tuple[float, ...] | None = None
     cache_ratios: np.ndarray | None = None
     """MagCache's curve for the request's steps, `[R, G]`; see `caches.with_cache`."""
-    cache_threshold: float = _CACHES[None]["cache_threshold"]
     fps: int = VideoSettings.fps
     causal_block_size: int = 1
     causal_attention: bool = False
@@ -360,7 +359,7 @@ def _check_steps(name: str, value: int, step: int, offset: int) -> None:
     if value == lower and value > 0:
         return
     expected = f"a multiple of {step}" if offset == 0 else f"{step}n + {offset}"
-    nearest = [near for near in (lower, lower + step) if near > 0]
+    nearest = [near for near in (lower, lower + step) if near > 0] or [offset or step]
     raise InvalidParameterError(f"{name}: expected {expected}, got {value}; nearest {' or '.join(map(str, nearest))}")
 
 
