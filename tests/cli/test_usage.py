@@ -100,6 +100,8 @@ WRONG = [
     (("plan", "text-builtin"), 2, "Missing option '--device'"),
     (("plan", "text-builtin", "--device", "abacus"), 2, "--device: 'abacus' is not in the table"),
     (("plan", "nowhere", "--device", "h100"), 2, "nowhere: no such folder"),
+    ((*PLAN, "--memory", "-1"), 2, "'--memory'"),
+    (("plan", "minilm", "--device", "h100", "--batch-size", "0"), 2, "'--batch-size'"),
     ((*PLAN, "--max-model-len", "99999"), 2, "--max-model-len: expected 2 to"),
     ((*PLAN, "--height", "64"), 2, "--height: the plan of a model of kind text has no"),
     ((*PLAN, "--kv-cache-dtype", "int4"), 2, "--kv-cache-dtype: expected one of"),

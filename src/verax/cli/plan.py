@@ -26,17 +26,19 @@ _MESH = ("devices", "guidance_parallel", "sequence_parallel", "shard_weights")
 class PlanOptions:
     """Numbers of a device that replace the numbers of its sheet, quantisation of any model, a batch of sentences."""
 
-    memory: float | None = option(None, "GB of a device, if it is another.", panel="Device", shown="the table's")
-    bandwidth: float | None = option(None, "GB/s of a device's memory.", panel="Device", shown="the table's")
-    flops: float | None = option(None, "TFLOP/s of dense bfloat16 products.", panel="Device", shown="the table's")
+    memory: float | None = option(None, "GB of a device, if it is another.", low=0, panel="Device", shown="the table's")
+    bandwidth: float | None = option(None, "GB/s of a device's memory.", low=0, panel="Device", shown="the table's")
+    flops: float | None = option(
+        None, "TFLOP/s of dense bfloat16 products.", low=0, panel="Device", shown="the table's"
+    )
     quantization: str | None = option(
         None,
         "int8, w8a8, int4 (language models) or fp8 (clips): quantised while loading. dequantize: floats instead.",
         flags=("--quantization", "-q"),
         shown="the checkpoint's",
     )
-    batch_size: int | None = option(None, "Sentences of a call.", panel="Sentence encoders", shown="8")
-    max_length: int | None = option(None, "Tokens of each sentence.", panel="Sentence encoders", shown="128")
+    batch_size: int | None = option(None, "Sentences of a call.", low=1, panel="Sentence encoders", shown="8")
+    max_length: int | None = option(None, "Tokens of each sentence.", low=1, panel="Sentence encoders", shown="128")
 
 
 _SETTINGS = Annotated[
