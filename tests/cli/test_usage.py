@@ -75,6 +75,7 @@ WRONG = [
     ((*SERVE, "--lora-modules", "a=nothing"), 1, "adapter_config.json: no such file"),
     ((*SERVE, "--embedding-quantization", "int8"), 2, "needs --embedding-model or --reranker-model"),
     ((*SERVE, "--embedding-model", "ENCODER", "--embedding-quantization", "int4"), 1, "quantization: expected 'int8'"),
+    ((*SERVE, "--video-vae", "tiny=nothing.pth"), 1, "vae: there is no file nothing.pth"),
     ((*RAY, "--embedding-model", "some/encoder"), 2, "--ray: replicas are of the text model; --embedding-model needs"),
     ((*RAY, "--video-devices", "2"), 2, "--ray: replicas are of the text model; --video-devices needs"),
     ((*RAY, "--nnodes", "2"), 2, "--ray: a replica is one process"),

@@ -81,9 +81,9 @@ ModelsFlags = Annotated[
     Flags(options.EncoderOptions, without=("max_length",), prefix="embedding_", panel="Encoder, reranker"),
     Flags(
         PipelineOptions,
-        only=("quantization", "lora", "lora_2", "devices", "guidance_parallel", "sequence_parallel"),
+        only=("quantization", "lora", "lora_2", "vae", "devices", "guidance_parallel", "sequence_parallel"),
         prefix="video_",
-        panel="Videos: LoRA, several devices",
+        panel="Videos",
     ),
     Flags(options.ModelOptions),
     options.engine_flags(structured_outputs=True),

@@ -43,7 +43,7 @@ class PipelineOptions:
     kind: str | None = option(None, "t2v, i2v, flf2v, ti2v, df or vace.", shown="the folder's")
     lora: tuple[str, ...] = option((), "LoRA: FILE or FILE:FACTOR; can be repeated.", shown="")
     lora_2: tuple[str, ...] = option(
-        (), "LoRA of the second of two transformers (Wan2.2's A14B); the files of --lora if left out.", shown=""
+        (), "LoRA of the second of two transformers (Wan2.2's A14B); the first one's files if left out.", shown=""
     )
     vae: str | None = option(
         None,
