@@ -76,6 +76,8 @@ WRONG = [
     ((*SERVE, "--embedding-quantization", "int8"), 2, "needs --embedding-model or --reranker-model"),
     ((*SERVE, "--embedding-model", "ENCODER", "--embedding-quantization", "int4"), 1, "quantization: expected 'int8'"),
     ((*SERVE, "--video-vae", "tiny=nothing.pth"), 1, "vae: there is no file nothing.pth"),
+    ((*SERVE, "--replicas", "1:8"), 2, "--replicas: it is for replicas on Ray; give --ray too"),
+    ((*BATCH, "-i", "in.txt", "-o", "out", "--num-gpus", "1"), 2, "--num-gpus: it is for replicas on Ray"),
     ((*RAY, "--embedding-model", "some/encoder"), 2, "--ray: replicas are of the text model; --embedding-model needs"),
     ((*RAY, "--video-devices", "2"), 2, "--ray: replicas are of the text model; --video-devices needs"),
     ((*RAY, "--nnodes", "2"), 2, "--ray: a replica is one process"),

@@ -184,6 +184,9 @@ class Models:
         if encoders and not (models["embedding_model"] or models["reranker_model"]):
             name = next(iter(encoders))
             raise typer.BadParameter(f"--embedding-{name} needs --embedding-model or --reranker-model")
+        if not ray["ray"] and (given := _changed(RayOptions, ray)):
+            name = next(iter(given)).replace("_", "-")
+            raise typer.BadParameter(f"--{name}: it is for replicas on Ray; give --ray too, or leave it out")
         if ray["ray"] and engine["nnodes"] > 1:
             raise typer.BadParameter("--ray: a replica is one process; --nnodes needs a command on each host")
         for module in ("starlette", "prometheus_client"):
