@@ -19,6 +19,13 @@ def test_without_arguments_it_helps(run):
         assert command in done.out
 
 
+@pytest.mark.parametrize("group", ["bench", "compare", "train"])
+def test_a_group_without_a_command_helps_and_reports_no_error(run, group):
+    done = run(group)
+    assert (done.status, done.err) == (2, "")
+    assert f"verax {group}" in done.out
+
+
 @pytest.mark.parametrize("command", ["generate", "chat", "info", "demo", "bench text", "train lora"])
 def test_every_command_explains_itself(run, command):
     done = run(*command.split(), "--help")

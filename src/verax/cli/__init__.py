@@ -104,7 +104,9 @@ def main() -> None:
         status = INTERRUPTED
     except UsageError as error:
         command = error.ctx.command_path if error.ctx else "verax"
-        status = _explain(f"{error.format_message().rstrip('.')}; see {command} --help", 2)
+        problem = error.format_message().rstrip(".")
+        # A group without a command has no problem to explain: its help is shown already.
+        status = _explain(f"{problem}; see {command} --help", 2) if problem else 2
     except BrokenPipeError:  # `verax ... | head`: the reader has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
