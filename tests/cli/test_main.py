@@ -9,6 +9,7 @@ import pytest
 import verax
 from tests.support import gguf as files
 from tests.support.tiny import tiny_checkpoint
+from tests.support.tiny_encoder import tiny_encoder
 from verax import ops
 
 
@@ -58,6 +59,11 @@ def test_info_describes_a_checkpoint(run, tmp_path):
     assert [kind.split()[0] for kind in facts[tmp_path / "a.gguf"]["weights"]] == ["Q8_0", "F32"]
     assert [kind.split()[0] for kind in facts[folder]["weights"]] == ["float32"]
     assert "Q8_0" in run("info", str(tmp_path / "a.gguf")).out
+
+
+def test_info_describes_a_sentence_encoder(run, tmp_path):
+    facts = json.loads(run("info", str(tiny_encoder(tmp_path / "encoder")), "--json").out)
+    assert (facts["architecture"], facts["layers"], facts["heads"], facts["context"]) == ("bert", 3, "4", 64)
 
 
 def test_an_interrupt_ends_with_130_and_no_traceback(run, monkeypatch):

@@ -98,11 +98,11 @@ def _describe(model: str) -> dict[str, Any]:
 
         return describe_folder(model)
     from verax.checkpoint import Checkpoint
-    from verax.models import causal_lm
+    from verax.models import encoder
     from verax.text.tokens.tokenizer import Tokenizer
 
     opened = Checkpoint.open(model)
-    config = causal_lm(opened.config)[1]
+    config = encoder(opened.config)[1]  # of a language model too
     tokenizer = Tokenizer.from_checkpoint(opened)
     names = {opened.place(name): name for name in opened.names()}.values()  # a tied head is there once
     sizes: dict[str, int] = {}
@@ -113,8 +113,7 @@ def _describe(model: str) -> dict[str, Any]:
         "architecture": opened.config["model_type"],
         "layers": config.num_hidden_layers + len(getattr(config, "shared_layers", ())),
         "hidden_size": config.hidden_size,
-        "heads": f"{config.num_attention_heads}, {config.num_key_value_heads} of them for keys and values, "
-        f"of size {config.head_dim}",
+        "heads": _heads(config),
         "context": config.max_position_embeddings,
         "vocabulary": config.vocab_size,
         "parameters": sum(math.prod(opened.shape(name)) for name in names),
@@ -123,6 +122,14 @@ def _describe(model: str) -> dict[str, Any]:
         "end_of_text": [str(tokenizer.token(number)) for number in sorted(tokenizer.eos_token_ids)],
         "chat_template": tokenizer.has_chat_template,
     }
+
+
+def _heads(config: Any) -> str:
+    """Numbers of heads, and their size where queries may have more of them than keys and values."""
+    if not hasattr(config, "num_key_value_heads"):
+        return str(config.num_attention_heads)
+    shared = f"{config.num_key_value_heads} of them for keys and values"
+    return f"{config.num_attention_heads}, {shared}, of size {config.head_dim}"
 
 
 def _describe_adapter(folder: str) -> dict[str, Any]:
