@@ -146,6 +146,8 @@ def test_vectors_in_bits_are_written(run, tmp_path, encoder_folder):
     assert done.status == 0
     expected = Encoder(encoder_folder).encode(LINES[:2], precision="ubinary")
     np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), expected)
+    lines = run("embed", "-m", encoder_folder, "--precision", "ubinary", *LINES[:2]).out.splitlines()
+    assert [repr(json.loads(line)["embedding"]) for line in lines] == [repr(row.tolist()) for row in expected]
     assert run("embed", "-m", encoder_folder, "--precision", "int4", "a cat").status != 0
 
 

@@ -225,6 +225,8 @@ def _write_lines(file: Any, records: Sequence[dict[str, Any]], vectors: Any) -> 
         if hasattr(vectors, "indptr"):
             row = vectors[[i]]
             embedding: Any = {"indices": row.indices.tolist(), "values": numbers(row.data)}
+        elif vectors.dtype.kind in "iu":
+            embedding = vectors[i].tolist()
         else:
             embedding = numbers(vectors[i])
         file.write(json.dumps({**record, "embedding": embedding}, ensure_ascii=False) + "\n")
