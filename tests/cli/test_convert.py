@@ -116,16 +116,16 @@ def answer(model, **options):
 
 
 def test_rounded_inputs_are_written_and_the_head_stays_as_it_is(run, folder, tmp_path):
-    done = run("quantize", tmp_path, "--model", folder, "--bits", 8, "--round-inputs", "--dtype", "float32")
+    done = run("quantize", tmp_path / "out", "--model", folder, "--bits", 8, "--round-inputs", "--dtype", "float32")
     assert done.status == 0
-    opened = Checkpoint.open(tmp_path)
+    opened = Checkpoint.open(tmp_path / "out")
     linear = [name for name in opened.names() if name.endswith("_proj.weight")]
     assert linear
     assert all(opened.read(name).rounds_inputs for name in linear)
     assert {name: opened.kind(name) for name in opened.names() if "embed" in name or "lm_head" in name} == {
         name: "float32" for name in Checkpoint.open(folder).names() if "embed" in name or "lm_head" in name
     }
-    assert answer(tmp_path) != answer(folder, quantization="int4")
+    assert answer(tmp_path / "out") != answer(folder, quantization="int4")
 
 
 @pytest.mark.parametrize("options", [["--bits", 4], ["--bits", 8, "--group-size", 32]])

@@ -55,6 +55,7 @@ WRONG = [
     ((*BATCH, "-i", "in.txt", "-o", "-", "--retry-errors"), 2, "--retry-errors: it needs a file of answers"),
     ((*BATCH, "-i", "in.txt", "-o", "lines.jsonl"), 1, "lines.jsonl: line 1 is no"),
     (("quantize", "MODEL", "--model", "MODEL"), 2, "the checkpoint itself"),
+    (("quantize", "MODEL"), 1, "exists already; name another folder, or --force"),
     (("quantize", "x", "--model", "MODEL", "--bits", "3"), 1, "3"),
     (("quantize", "in.txt", "--model", "MODEL"), 2, "in.txt is a file; a folder is written"),
     (("compile", *NOWHERE[1:], "-o", "."), 1, "programs: . exists, and holds other things than programs"),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from verax.cli import options
 from verax.cli.files import check_folder
+
+if TYPE_CHECKING:
+    from verax.checkpoint import Checkpoint
 
 
 def convert(
@@ -77,19 +80,26 @@ def _merge(source: str, target: Path, lora: str, dtype: str | None, *, force: bo
     """Write a language model with an adapter merged."""
     from verax import checkpoint, progress
     from verax.checkpoint.lora import Adapter, merge
-    from verax.errors import CheckpointError
     from verax.models import causal_lm
 
     opened, adapter = checkpoint.Checkpoint.open(source), Adapter.open(lora)
-    if target.exists() and target.samefile(opened.folder):
-        raise typer.BadParameter(f"{target}: that is the checkpoint itself; name another folder")
-    if target.exists() and not force:
-        raise CheckpointError(f"{target}: it exists already; name another folder, or --force to replace its weights")
+    _check_target(target, opened, force=force)
     aliases = causal_lm(opened.config)[0].key_aliases
     with progress.bar("merging", count=False) as report:
         folder = merge(opened, adapter, target, aliases=aliases, dtype=dtype, progress=report)
     written = checkpoint.Checkpoint.open(folder).nbytes
     typer.echo(f"{folder}: {written / 1e6:.1f} MB, {len(adapter.pairs)} weights changed by {adapter.folder}")
+
+
+def _check_target(target: Path, source: Checkpoint, *, force: bool) -> None:
+    """Check that a language model may be written to a folder: never over its source, and over another with --force."""
+    from verax.errors import CheckpointError
+
+    check_folder(target)
+    if target.exists() and target.samefile(source.folder):
+        raise typer.BadParameter(f"{target}: that is the checkpoint itself; name another folder")
+    if target.exists() and not force:
+        raise CheckpointError(f"{target}: it exists already; name another folder, or --force to replace its weights")
 
 
 def quantize(
@@ -104,6 +114,7 @@ def quantize(
         bool, typer.Option("--round-inputs", help="Inputs of 8 bits too (W8A8). The output head stays in floats.")
     ] = False,
     dtype: options.Dtype = "bfloat16",
+    force: Annotated[bool, typer.Option("--force", help="Replace the weights of the folder if it exists.")] = False,
 ) -> None:
     """Quantise the linear layers of a language model, symmetric, rounded to nearest, and write it as a checkpoint.
 
@@ -124,12 +135,10 @@ def quantize(
     from verax.models import check_dtype
 
     check_dtype(dtype)
-    check_folder(output)
     opened = checkpoint.Checkpoint.open(builtin.text_model() if model is None else model)
     if opened.metadata:
         raise CheckpointError(f"{opened.folder}: a GGUF file cannot be written back; quantise the model's folder")
-    if output.exists() and output.samefile(opened.folder):
-        raise typer.BadParameter(f"{output}: that is the checkpoint itself; name another folder")
+    _check_target(output, opened, force=force)
     if round_inputs and (bits != 8 or group_size is not None):
         raise InvalidParameterError("round_inputs: it needs --bits 8 and a scale for a whole row (no --group-size)")
     if group_size is None and bits == 4:
