@@ -16,7 +16,7 @@ from verax.compare.case import Inputs
 from verax.compare.cases.text import embed_case, text_case
 from verax.compare.cases.video import video_case
 from verax.compare.pipelines import compare_pipelines, random_video
-from verax.errors import InvalidParameterError
+from verax.errors import InvalidParameterError, UnsupportedModelError
 
 
 def test_a_swapped_rotary_half_is_located(tmp_path, monkeypatch):
@@ -81,6 +81,13 @@ def test_every_encoder_is_equal_in_every_layer(family, tmp_path):
     assert (result.judged.sentences, result.judged.same_nearest) == (3, 1)
     assert result.judged.rank_correlation > 0.99
     assert result.judged.min_cosine > 1 - 1e-9
+
+
+@pytest.mark.parametrize("family", ["MPNet", "DistilBert", "DebertaV2"])
+def test_an_encoder_whose_modules_have_other_names_is_refused(family, tmp_path):
+    test_encoders.save(tmp_path, family)
+    with pytest.raises(UnsupportedModelError, match="is not compared layer by layer"):
+        embed_case(tmp_path, tmp_path)
 
 
 def test_lam_compares_sentences_by_cosine_and_rank(tmp_path):

@@ -19,9 +19,11 @@ from verax.compare.case import Case, Inputs, Side
 from verax.compare.outputs import LogitsComparison, VectorsComparison, compare_logits, compare_vectors
 from verax.compare.torch_side import torch
 from verax.compare.trace import Watch
-from verax.errors import InvalidParameterError
+from verax.errors import InvalidParameterError, UnsupportedModelError
 from verax.loading import DEQUANTIZE, load_causal_lm, load_model
-from verax.models import CausalLM, causal_lm, encoder, hidden_states
+from verax.models import CausalLM, causal_lm, encoder, hidden_states, is_causal
+from verax.models.bert import BertModel
+from verax.models.modernbert import ModernBertModel
 from verax.nn import Sentences
 from verax.text.tokens.tokenizer import Tokenizer
 
@@ -137,6 +139,12 @@ def embed_case(model: str | Path | None, scratch: Path, *, inputs: Inputs = NOTH
         return _lam_case(opened, name, inputs, tokens)
     kind = str(opened.config.get("model_type"))
     model_class, config = encoder(opened.config)
+    is_language_model = hasattr(model_class, "logits") and is_causal(opened.config)
+    if model_class not in (BertModel, ModernBertModel) and not is_language_model:
+        raise UnsupportedModelError(
+            f"{opened.folder}: {model_class.__name__} is not compared layer by layer; the encoders that are: BERT, "
+            "RoBERTa, XLM-RoBERTa, ModernBERT, LAM, and language models whose tokens see those before them only"
+        )
     theirs = EncoderReference(transformers(), opened.folder, config, kind)
     longest = config.max_position_embeddings
     rows = _rows(opened, config.vocab_size, inputs, tokens or TOKENS, count=VECTORS, longest=longest)
