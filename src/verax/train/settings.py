@@ -33,7 +33,7 @@ class FinetuneSettings:
         panel=_OPTIMISER,
     )
     epochs: float = option(3.0, "Times that the run goes through the examples.", low=0, above=True, panel=_OPTIMISER)
-    steps: int | None = option(None, "Steps, in place of `epochs`.", low=1, panel=_OPTIMISER)
+    steps: int | None = option(None, "Steps, in place of epochs.", low=1, panel=_OPTIMISER)
     max_length: int | None = option(
         None, "Tokens that are kept of an example.", low=2, shown="1024, or what the model reads if that is less"
     )
