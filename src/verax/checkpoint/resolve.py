@@ -104,8 +104,11 @@ def _module_folders(folder: Path) -> list[str]:
     return [path for path in paths if isinstance(path, str) and path]
 
 
-def resolve_video(model: str | Path) -> Path:
-    """Path of a video model's folder: the folder itself, or the local snapshot of a Hugging Face hub id."""
+def resolve_video(model: str | Path, *, weights: bool = True) -> Path:
+    """Path of a video model's folder: the folder itself, or the local snapshot of a Hugging Face hub id.
+
+    `weights`: False to fetch the settings of a hub id alone.
+    """
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
@@ -113,7 +116,8 @@ def resolve_video(model: str | Path) -> Path:
         raise CheckpointError(f"{model}: this is a file; {_VIDEO_POSSIBLE}")
     if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
         raise CheckpointError(f"{model}: no such folder; {_VIDEO_POSSIBLE}")
-    return _download(model, None, _VIDEO_WANTED, _VIDEO_UNWANTED, _VIDEO_POSSIBLE)
+    wanted = _VIDEO_WANTED if weights else ("*.json",)
+    return _download(model, None, wanted, _VIDEO_UNWANTED, _VIDEO_POSSIBLE)
 
 
 def _only_gguf(folder: Path) -> Path | None:

@@ -205,6 +205,12 @@ class Models:
         }
         others = [name for name in ("embedding_model", "reranker_model", "video_model") if models[name]]
         self.others = [name.replace("_", "-") for name in (*others, *(f"video_{name}" for name in videos))]
+        from verax.checkpoint.resolve import resolve, resolve_video
+
+        finders = {"embedding_model": resolve, "reranker_model": resolve, "video_model": resolve_video}
+        for name, find in finders.items():
+            if models[name] and not self.on_ray and self.node_rank == 0:
+                find(models[name], weights=False)  # a wrong name ends the start, not a request
         self._others = {**models, "served_model_name": self.names, "encoders": encoders, "videos": videos}
         self._model, self._ray = model, ray
 
