@@ -334,7 +334,8 @@ class EncoderReference:
         if self._kind == "modernbert":
             near = abs(np.arange(T)[:, None] - np.arange(T)) <= self._config.local_attention // 2
             return ids, every, np.where(near, every, _HIDDEN).astype(np.float32)
-        return ids, every, self._config.first_position + np.broadcast_to(np.arange(T), ids.shape)
+        padding = self._config.first_position - 1  # RoBERTa's padding token, which has no place; -1 in BERT
+        return ids, every, np.cumsum(ids != padding, axis=1) * (ids != padding) + padding
 
     def call(self, model: Any, ids: Any, *masks: Any) -> Any:
         """Hidden states."""
