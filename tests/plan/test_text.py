@@ -160,7 +160,7 @@ def test_the_fewest_devices_are_the_first_that_divide_the_model_and_hold_it(conf
     [
         (
             {"tensor_parallel_size": 3},
-            r"tensor_parallel_size: model\.\S+: 320 rows do not divide over 3 devices; .* divides over: 1, 2, 4$",
+            r"tensor_parallel_size: model\.\S+: 32 rows, .* do not divide over 3 devices; .* divides over: 1, 2, 4$",
         ),
         ({"max_model_len": 513}, "max_model_len: expected 2 to 512 tokens"),
         ({"dtype": "float16"}, "dtype: expected one of bfloat16, float32"),

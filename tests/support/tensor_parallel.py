@@ -92,6 +92,7 @@ FEATURES = {
     "draft-model": {},
     "delta-int4": dict(quantization="int4"),
     "fused-int4": dict(quantization="int4"),
+    "odd-vocabulary": {},
     "fused-lora": dict(enable_lora=True, max_loras=2, max_lora_rank=4),
     "delta-lora": dict(enable_lora=True, max_loras=2, max_lora_rank=4),
     "delta-drafts-lora": dict(
@@ -116,6 +117,9 @@ FAMILY_OF_FEATURE = {
 }
 """Families of the features that Qwen3 does not have."""
 
+CHANGES_OF_FEATURE = {"odd-vocabulary": dict(vocab_size=321, **UNTIED)}
+"""Changes of `tiny_config` by case, beyond those of all features."""
+
 PROMPTS = [[5, 9, 200, 31], [7, 8, 9] * 15, [100, 101, 102], [40, 41]]
 
 
@@ -136,7 +140,7 @@ def run(cases, folder, sizes):
 def model_of(case):
     """Family and changes of `tiny_config` of a case."""
     family, changes = FAMILIES[case if case in FAMILIES else FAMILY_OF_FEATURE.get(case, "qwen3")]
-    return family, {**SIZES, **(WIDE if case in FEATURES else {}), **changes}
+    return family, {**SIZES, **(WIDE if case in FEATURES else {}), **changes, **CHANGES_OF_FEATURE.get(case, {})}
 
 
 def _model(case, folder):

@@ -157,6 +157,14 @@ def test_a_head_stays_whole():
         check_divisions(model, 2, argument="size")
 
 
+def test_fewer_heads_in_layers_that_see_everything_are_not_divided_in_part():
+    wide = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=10, global_head_dim=32)
+    shared = dict(attention_k_eq_v=True, num_global_key_value_heads=1, hidden_size_per_layer_input=0)
+    model = shapes("gemma4_text", **wide, **shared)
+    with pytest.raises(InvalidParameterError, match=r"layers\.1\.self_attn\.k_proj\.weight: 32 rows, 32 of which stay"):
+        check_divisions(model, 2, argument="size")
+
+
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory):
     """Facts of one engine, of two replicas, and of two replicas of two devices each."""

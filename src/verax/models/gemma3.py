@@ -168,7 +168,7 @@ class ScaledEmbedding(Embedding):
         size: int,
         *,
         scaled_as: int | None = None,
-        divided: Literal["vocabulary"],
+        divided: Literal["vocabulary"] | None,
         dtype: DTypeLike,
         rngs: nnx.Rngs,
     ):

@@ -176,7 +176,8 @@ class Attention(nnx.Module):
         own = self.source == layer
         self.q_proj = Linear(D, N * H, bias=bias, divided="out", unit=H, dtype=dtype, rngs=rngs)
         self.q_norm = norm(config, dtype, H)
-        new = lambda: Linear(D, K * H, bias=bias, divided="out", unit=H, repeats=True, dtype=dtype, rngs=rngs)
+        division: dict[str, Any] = dict(divided="out", unit=H, repeats=config.shares_key_value_heads)
+        new = lambda: Linear(D, K * H, bias=bias, **division, dtype=dtype, rngs=rngs)
         self.k_proj = new() if own else None
         self.k_norm = norm(config, dtype, H) if own else None
         self.v_proj = new() if own and not (config.keys_are_values and self.window is None) else None
@@ -272,13 +273,14 @@ class Decoder(nnx.Module):
     def __init__(self, config: Gemma4Config, layer_class: Any, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config, P = config, config.hidden_size_per_layer_input
         D, depth = config.hidden_size, config.num_hidden_layers + len(config.shared_layers)
-        self.embed_tokens = ScaledEmbedding(config.vocab_size, D, divided="vocabulary", dtype=dtype, rngs=rngs)
+        divided = "vocabulary" if config.divides_vocabulary else None
+        self.embed_tokens = ScaledEmbedding(config.vocab_size, D, divided=divided, dtype=dtype, rngs=rngs)
         self.layers = nnx.List([layer_class(config, i, dtype=dtype, rngs=rngs) for i in range(depth)])
         self.norm = norm(config, dtype)
         if P:
             rows = config.vocab_size_per_layer_input
             self.embed_tokens_per_layer = ScaledEmbedding(
-                rows, depth * P, scaled_as=P, divided="vocabulary", dtype=dtype, rngs=rngs
+                rows, depth * P, scaled_as=P, divided=divided, dtype=dtype, rngs=rngs
             )
             self.per_layer_model_projection = Linear(D, depth * P, dtype=dtype, rngs=rngs)
             self.per_layer_projection_norm = norm(config, dtype, P)

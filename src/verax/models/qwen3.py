@@ -61,6 +61,8 @@ class Qwen3Config:
     """Sliding window of each layer, None for full attention; empty if no layer has one."""
     local_rotary: ops.RotaryConfig | None = None
     """Rotation in layers that see a window; None for the rotation of the others."""
+    divides_vocabulary: bool = True
+    """False where devices do not divide the vocabulary, so that each has whole embeddings and a whole output head."""
     num_nextn_predict_layers: Count = 0
     """Layers of the head that predicts further tokens, if the model is loaded with it: 1, or 0."""
 
@@ -303,7 +305,8 @@ class Decoder(nnx.Module):
     def __init__(self, config: Any, layer_class: Any, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
         V, D = config.vocab_size, config.hidden_size
-        self.embed_tokens = self.embedding_class(V, D, divided="vocabulary", dtype=dtype, rngs=rngs)
+        divided = "vocabulary" if config.divides_vocabulary else None
+        self.embed_tokens = self.embedding_class(V, D, divided=divided, dtype=dtype, rngs=rngs)
         layers = range(config.num_hidden_layers)
         self.layers = nnx.List([layer_class(config, i, dtype=dtype, rngs=rngs) for i in layers])
         self.norm = norm(config, dtype)
@@ -385,7 +388,8 @@ class Qwen3ForCausalLM(nnx.Module):
         self.config = config
         self.model = self.decoder_class(config, self.layer_class, dtype=dtype, rngs=rngs)
         D, V, tied = config.hidden_size, config.vocab_size, config.tie_word_embeddings
-        self.lm_head = None if tied else Linear(D, V, divided="vocabulary", dtype=dtype, rngs=rngs)
+        divided = "vocabulary" if config.divides_vocabulary else None
+        self.lm_head = None if tied else Linear(D, V, divided=divided, dtype=dtype, rngs=rngs)
         head = lambda: PredictionHead(config, self.layer_class, dtype=dtype, rngs=rngs)
         self.mtp = head() if config.num_nextn_predict_layers else None
 
