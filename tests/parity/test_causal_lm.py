@@ -68,6 +68,8 @@ OSS |= {"rope_parameters": {**YARN_ROPE, "truncate": False}}
 GEMMA4 = dict(num_hidden_layers=4, layer_types=[SLIDING, GLOBAL, SLIDING, GLOBAL], sliding_window=20, head_dim=24)
 GEMMA4 |= dict(global_head_dim=48, hidden_size_per_layer_input=20, vocab_size_per_layer_input=301)
 GEMMA4 |= dict(final_logit_softcapping=3.0)
+GEMMA4_UNIFIED = {key: value for key, value in GEMMA4.items() if not key.endswith("_per_layer_input")}
+GEMMA4_UNIFIED |= dict(attention_k_eq_v=True, num_global_key_value_heads=1)
 SHARED_KEYS = dict(num_hidden_layers=7, num_kv_shared_layers=3, use_double_wide_mlp=True)
 SHARED_KEYS |= dict(layer_types=[SLIDING, SLIDING, GLOBAL, SLIDING, SLIDING, SLIDING, GLOBAL])
 GEMMA4_EXPERTS = dict(enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=40)
@@ -167,6 +169,7 @@ FAMILIES = {
     "gemma4": Family("Gemma4Text", GEMMA4, "Gemma4"),
     "gemma4-shared": Family("Gemma4Text", {**GEMMA4, **SHARED_KEYS, "num_key_value_heads": 1}, "Gemma4"),
     "gemma4-experts": Family("Gemma4Text", {**GEMMA4, **GEMMA4_EXPERTS}, "Gemma4"),
+    "gemma4-unified": Family("Gemma4UnifiedText", GEMMA4_UNIFIED, "Gemma4Unified"),
     "gemma2": Family("Gemma2", {**GEMMA, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 3.0}),
     "gemma2-published-caps": Family("Gemma2", {**GEMMA, "head_dim": 40}),
 }
@@ -369,6 +372,13 @@ def test_a_gemma_with_a_vision_tower_answers_texts(layout, tmp_path):
         weights[layout + name if "language_model" in key else key] = weight
     save_file(weights, tmp_path / "model.safetensors")
     assert any("vision_tower" in key for key in weights)
+    assert relative(logits(tmp_path, TOKENS), expected_logits(theirs)) < 5e-6
+
+
+def test_a_gemma_4_that_embeds_patches_and_sound_answers_texts(tmp_path):
+    vision = dict(patch_size=4, pooling_kernel_size=1, mm_embed_dim=96, mm_posemb_size=8, output_proj_dims=96)
+    text = {**GEMMA4_UNIFIED, "pad_token_id": 0}
+    theirs = with_tower("Gemma4Unified", tmp_path, text, vision_config=vision, audio_config={"audio_embed_dim": 16})
     assert relative(logits(tmp_path, TOKENS), expected_logits(theirs)) < 5e-6
 
 

@@ -87,7 +87,10 @@ _CAUSAL_LM: dict[str, tuple[type[Any], type[Any]]] = {
         (qwen3_5.Qwen35ForCausalLM, qwen3_5.Qwen35Config),
     ),
     **dict.fromkeys(("gemma3", "gemma3_text", "gemma2"), (gemma3.Gemma3ForCausalLM, gemma3.Gemma3Config)),
-    **dict.fromkeys(("gemma4", "gemma4_text"), (gemma4.Gemma4ForCausalLM, gemma4.Gemma4Config)),
+    **dict.fromkeys(
+        ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
+        (gemma4.Gemma4ForCausalLM, gemma4.Gemma4Config),
+    ),
     "gpt_oss": (gpt_oss.GptOssForCausalLM, gpt_oss.GptOssConfig),
     "phi3": (phi3.Phi3ForCausalLM, phi3.Phi3Config),
     "smollm3": (smollm3.SmolLM3ForCausalLM, smollm3.SmolLM3Config),

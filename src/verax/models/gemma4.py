@@ -46,6 +46,7 @@ _DEFAULTS = (
     | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072}
     | {"tie_word_embeddings": True, "sliding_window": 512, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
 )
+_UNIFIED = {"sliding_window": 1024, "max_position_embeddings": 262_144, "hidden_size_per_layer_input": 0}
 _ROPE = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
@@ -85,8 +86,9 @@ class Gemma4Config(Qwen3Config):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Gemma4Config:
-        """Read a config.json of `model_type` gemma4_text, or the text part of a gemma4 one."""
-        text = text_config(config, **_DEFAULTS)
+        """Read a config.json of `model_type` gemma4_text or gemma4_unified_text, or the text part of such a model."""
+        unified = read_value(config, "model_type", str) in ("gemma4_unified", "gemma4_unified_text")
+        text = text_config(config, **{**_DEFAULTS, **(_UNIFIED if unified else {})})
         text["rope_parameters"] = rotary_settings(text) or _ROPE
         fields = decoder_fields(text, rotary_of_kind(text, FULL, "rope_theta"), GELU)
         depth, shared = fields["num_hidden_layers"], read_value(text, "num_kv_shared_layers", Count, 0)
@@ -319,7 +321,7 @@ class Gemma4ForCausalLM(Qwen3ForCausalLM):
         """Patterns of keys that are not needed: of towers, and of keys and values in layers that share another's."""
         own, shared = self.config.num_hidden_layers, self.config.shared_layers
         layers = "|".join(str(own + i) for i in range(len(shared))) or "none"
-        towers = r"^(model\.)?(vision_tower|embed_vision|audio_tower|embed_audio)\."
+        towers = r"^(model\.)?(vision_tower|vision_embedder|embed_vision|audio_tower|embed_audio)\."
         return towers, rf"\blayers\.({layers})\.self_attn\.[kv]_(proj|norm)\.", re.escape("rotary_emb.inv_freq")
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
