@@ -361,6 +361,14 @@ def test_a_checkpoint_with_a_vision_tower_answers_texts(kind, tmp_path):
         assert relative(logits(tmp_path / folder, TOKENS), expected_logits(theirs)) < 2e-5
 
 
+def test_a_qwen3_vl_answers_texts(tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 4, 4], "mrope_interleaved": True}
+    options = dict(vision_config={**VISION, "deepstack_visual_indexes": [0]}, tie_word_embeddings=True)
+    theirs = with_tower("Qwen3VL", tmp_path, {**HEADS, **TIED, "rope_parameters": rope}, **options)
+    assert "model.visual.pos_embed.weight" in Checkpoint.open(tmp_path).names()
+    assert relative(logits(tmp_path, TOKENS), expected_logits(theirs)) < 2e-5
+
+
 @pytest.mark.parametrize("layout", ["language_model.model.", "model.language_model."])
 def test_a_gemma_with_a_vision_tower_answers_texts(layout, tmp_path):
     """Published keys, and the keys that transformers 5 writes."""

@@ -13,7 +13,7 @@ from verax.models.umt5 import UMT5Config
 
 DECODERS = ("Qwen2", "Qwen3", "Llama", "Mistral", "Qwen3Moe", "Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next")
 DECODERS += ("Gemma2", "Gemma3Text", "Qwen2Moe", "Phi3", "SmolLM3", "Olmo2", "Olmo3", "Granite", "GraniteMoeHybrid")
-DECODERS += ("Ministral", "Ministral3", "GptOss", "Gemma4Text", "Gemma4UnifiedText")
+DECODERS += ("Ministral", "Ministral3", "GptOss", "Gemma4Text", "Gemma4UnifiedText", "Qwen3VLText")
 ENCODERS = ("Bert", "Roberta", "XLMRoberta", "ModernBert", "DebertaV2", "Gte")
 VECTORS_ONLY = ("MPNet", "DistilBert", "NomicBert", "JinaEmbeddingsV3")
 """Encoders without a cross-encoder."""

@@ -80,7 +80,10 @@ DTYPES: dict[str, DTypeLike] = {"bfloat16": jnp.bfloat16, "float32": jnp.float32
 """Dtypes of weights and of matmul inputs that engines run models in. The rest is float32 in both."""
 
 _CAUSAL_LM: dict[str, tuple[type[Any], type[Any]]] = {
-    **dict.fromkeys(("qwen3", "qwen2", "llama", "mistral", "ministral"), (qwen3.Qwen3ForCausalLM, qwen3.Qwen3Config)),
+    **dict.fromkeys(
+        ("qwen3", "qwen2", "llama", "mistral", "ministral", "qwen3_vl", "qwen3_vl_text"),
+        (qwen3.Qwen3ForCausalLM, qwen3.Qwen3Config),
+    ),
     **dict.fromkeys(("qwen3_moe", "qwen2_moe"), (qwen3_moe.Qwen3MoeForCausalLM, qwen3_moe.Qwen3MoeConfig)),
     **dict.fromkeys(
         ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),

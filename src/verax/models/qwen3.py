@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from verax import ops
 from verax.errors import CheckpointError, UnsupportedModelError
 from verax.fields import Count, Depth, Epsilon, Size, check_multiple, file_of, read_fields, read_layer_types, read_value
-from verax.models.causal_lm import AttentionFn, RunRecurrent, causal_attention
+from verax.models.causal_lm import AttentionFn, RunRecurrent, causal_attention, text_config
 from verax.nn import Embedding, Linear, RMSNorm, fused_linear, fused_swiglu
 
 __all__ = ["PredictionHead", "Qwen3Config", "Qwen3ForCausalLM"]
@@ -98,9 +98,13 @@ class Qwen3Config:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Qwen3Config:
-        """Read a config.json of `model_type` qwen3, qwen2, llama or mistral."""
-        fields = decoder_fields(config, ops.RotaryConfig.from_hf(config))
-        return cls(**fields, windows=_windows(config, fields["num_hidden_layers"]))
+        """Read a config.json of `model_type` qwen3, qwen2, llama or mistral, or the text part of a qwen3_vl one.
+
+        A text's positions are equal along all axes of Qwen3-VL's rotation, which is the plain one then.
+        """
+        text = text_config(config)
+        fields = decoder_fields(text, ops.RotaryConfig.from_hf(text))
+        return cls(**fields, windows=_windows(text, fields["num_hidden_layers"]))
 
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -372,11 +376,13 @@ class Qwen3ForCausalLM(nnx.Module):
     The residual stream and everything between matmuls is float32; matmul inputs are rounded to the weights' dtype.
     """
 
-    ignored_weights = (r"rotary_emb\.inv_freq$", r"^mtp\.")
-    """Patterns of keys that a model does without: of old checkpoints, and of a prediction head that is not in use."""
+    ignored_weights = (r"rotary_emb\.inv_freq$", r"^mtp\.", r"^model\.visual\.")
+    """Patterns of keys that a model does without: of old checkpoints, of a prediction head that is not in use, and of
+    a vision tower."""
 
-    key_aliases = ((r"^model\.", ""),)
-    """Other keys of the same weights: keys of embedding models, which have the decoder alone."""
+    key_aliases = ((r"^model\.", ""), (r"^model\.", "model.language_model."), (r"^model\.", "language_model."))
+    """Other keys of the same weights: without a head, and with a vision tower, which has the language model one level
+    further down."""
 
     decoder_class: ClassVar[type[Decoder]] = Decoder
     layer_class: ClassVar[Any] = DecoderLayer

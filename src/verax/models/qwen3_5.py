@@ -285,12 +285,6 @@ class DecoderLayer(qwen3_moe.DecoderLayer):
 class Qwen35ForCausalLM(Qwen3ForCausalLM):
     """The language model: `model(tokens, positions, attend, run_recurrent)` gives hidden states, `logits` scores."""
 
-    ignored_weights = (*Qwen3ForCausalLM.ignored_weights, r"^model\.visual\.")
-    """Patterns of keys that are not needed, among them the vision tower."""
-
-    key_aliases = ((r"^model\.", ""), (r"^model\.", "model.language_model."), (r"^model\.", "language_model."))
-    """Keys without a head, and with a vision tower, which has the language model one level further down."""
-
     layer_class = DecoderLayer
 
     stacked_weights = STACKED_EXPERTS
