@@ -174,9 +174,21 @@ def test_prompt_logprobs_are_for_whole_answers(api):
         *named("chat_template_kwargs", {"eos_token": "x"}),
         *named("bad_words", ["x"]),
         *named("allowed_token_ids", [1]),
-        *named("thinking_token_budget", 1),
+        *named("thinking_token_budget", 0, 1),
         *named("return_tokens_as_token_ids", True),
         *named("mirostat", 2),
+        *named("typical_p", 0.5),
+        *named("enable_thinking", False, True),
+        *named("thinking", {"type": "disabled"}),
+        *named("include_reasoning", False),
+        *named("web_search_options", {}),
+        *named("modalities", ["text", "audio"]),
+        *named("max_new_tokens", 8),
+        *named("regex", "a+"),
+        *named("lora", [{"id": 0, "scale": 1}]),
+        *named("options", {"num_predict": 8}),
+        *named("prompt", "Once"),
+        *named("system", "Be brief."),
         *named("priority", 1),
         *named("reasoning_effort", "huge"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
@@ -188,5 +200,6 @@ def test_a_wrong_field_is_a_400_that_names_it(api, change, param, stream):
 
 
 def test_fields_without_a_meaning_here_are_accepted(api):
-    absent = {"bad_words": [], "priority": 0, "mirostat": 0}
+    absent = {"bad_words": [], "priority": 0, "mirostat": 0, "typical_p": 1.0, "top_n_sigma": -1, "do_sample": True}
+    absent |= {"include_reasoning": True, "modalities": ["text"], "reasoning_format": "auto"}
     api.ok(PATH, {**BODY, **absent, "store": True, "metadata": {"a": "b"}, "service_tier": "auto"})

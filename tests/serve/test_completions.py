@@ -109,6 +109,10 @@ def test_tokens_of_one_text_stand_side_by_side(engine):
         *named("suffix", "x"),
         *named("best_of", 2),
         *named("logprobs", 6),
+        *named("messages", [{"role": "user", "content": "a"}]),
+        *named("max_completion_tokens", 4),
+        *named("chat_template_kwargs", {"enable_thinking": False}),
+        *named("repeat_penalty", 1.3),
     ],
 )
 def test_a_wrong_field_is_a_400_that_names_it(api, change, param):
@@ -142,6 +146,7 @@ def test_a_text_goes_to_tokens_and_back(api):
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "chat_template": "{{ 1 }}"}, "chat_template"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
         ("/detokenize", {"tokens": [1, 10**6]}, "tokens[1]"),

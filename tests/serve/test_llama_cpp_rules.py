@@ -165,7 +165,13 @@ def test_special_tokens_are_put_around_a_text_by_default(api, served_llm):
     try:
         plain = api.ok("/tokenize", {"prompt": "the river", "add_special_tokens": False})["tokens"]
         assert api.ok("/tokenize", {"prompt": "the river"})["tokens"] == [0, *plain]
-        assert 0 not in api.ok("/tokenize", {"messages": USER})["tokens"]
+        chat = api.ok("/tokenize", {"messages": USER})["tokens"]
+        assert 0 not in chat
+        for added in (None, False, True):
+            body = {"messages": USER, "add_special_tokens": added, "max_tokens": 1, "return_token_ids": True}
+            assert api.ok("/v1/chat/completions", body)["prompt_token_ids"] == [0] * bool(added) + chat
+            counted = api.ok("/v1/chat/completions/input_tokens", body)["input_tokens"]
+            assert counted == bool(added) + len(chat)
     finally:
         backend.post_processor = None
 

@@ -189,6 +189,9 @@ def test_a_last_message_of_the_assistant_is_continued():
         ({"stop_sequences": ["x"] * 17}, "stop_sequences: "),
         ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers: "),
         ({"temperature": -1}, "temperature: "),
+        ({"stop": ["a"]}, "stop: "),
+        ({"seed": 0}, "seed: "),
+        ({"output_format": {"type": "json_schema", "schema": {"const": 1}}}, "output_format: "),
         ({"messages": [{"role": "user", "content": "word " * 500}]}, "messages: "),
     ],
 )  # fmt: skip

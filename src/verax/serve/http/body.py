@@ -50,15 +50,20 @@ async def read_body(request: Request, kind: type[T]) -> T:
 def decode(kind: type[T], body: bytes | Mapping[str, Any]) -> T:
     """Check a body against a Struct. Unknown fields are accepted, and logged once a name.
 
-    `body`: JSON text in UTF-8, or an object that was read from one.
+    Args:
+        kind: Struct of the body. Its class variable `elsewhere` has the names of fields that are refused, as they have
+            a meaning to other endpoints.
+        body: JSON text in UTF-8, or an object that was read from one.
     """
     values = _parse(body, kind) if isinstance(body, bytes) else body
     if not isinstance(values, Mapping):
         raise ApiError(400, "body: expected a JSON object")
-    for name in values.keys() - kind.__struct_encode_fields__:
-        _report_unknown(name)
     # A null is an absent field, for required ones too.
     given = {name: value for name, value in values.items() if value is not None}
+    for name in sorted(given.keys() - kind.__struct_encode_fields__):
+        if name in getattr(kind, "elsewhere", ()):
+            raise field_error(name, "this endpoint does not have it")
+        _report_unknown(name)
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:

@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -117,6 +117,8 @@ class NamedToolChoice(msgspec.Struct, kw_only=True):
 class ChatRequest(GenerationRequest, kw_only=True):
     """Body of `/v1/chat/completions`."""
 
+    elsewhere: ClassVar = frozenset(("prompt", "suffix", "best_of", "input", "instructions", "system"))
+
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     tools: Annotated[list[ToolDefinition], Meta(min_length=1)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
@@ -129,6 +131,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+
+CHAT_FIELDS = frozenset(ChatRequest.__struct_fields__) - {"user", "priority", "stream_options"}
+"""Fields of a chat that change its answer, which the other APIs refuse where they lack them."""
 
 
 class Translation:
@@ -284,7 +290,7 @@ async def run_chat(
             model=record.model,
             prompts=[prompt],
             params=params,
-            add_special_tokens=False,
+            add_special_tokens=request.add_special_tokens is True,
             field="messages",
             new_parser=parser,
             names=names,
@@ -302,7 +308,7 @@ async def count_tokens(server: Server, request: ChatRequest, names: Mapping[str,
     with renamed(names or {}):
         server.text_model(request.model)
         prompt = await render_chat(server, request)
-        return len(await server.engine.encode(prompt, add_special_tokens=False))
+        return len(await server.engine.encode(prompt, add_special_tokens=request.add_special_tokens is True))
 
 
 def _tools(request: ChatRequest) -> list[dict[str, Any]] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 from starlette.routing import Route
@@ -14,6 +14,7 @@ from verax.serve.http.errors import field_error
 from verax.serve.http.server import Server
 from verax.serve.http.sse import DONE, data_event
 from verax.serve.http.telemetry import RequestRecord
+from verax.serve.text.chat import CHAT_FIELDS
 from verax.serve.text.run import Run, RunAnswer, RunEvent, prompt_logprobs, text_routes
 from verax.serve.text.sampling import Count, GenerationRequest, Refused, sampling_params
 from verax.text.engine.outputs import Logprob, RequestOutput
@@ -26,12 +27,13 @@ DEFAULT_MAX_TOKENS = 16
 class CompletionRequest(GenerationRequest, kw_only=True):
     """Body of `/v1/completions`."""
 
+    elsewhere: ClassVar = CHAT_FIELDS
+
     prompt: str | list[str | int | list[Count]]
     max_tokens: Count | None = None
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     best_of: int | None = None
     suffix: Refused = None
-    add_special_tokens: bool | None = None
 
 
 def routes(server: Server) -> list[Route]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -15,7 +15,7 @@ from verax.serve.http.openapi import json_routes
 from verax.serve.http.server import Server
 from verax.serve.http.sse import named_event
 from verax.serve.http.telemetry import RequestRecord
-from verax.serve.text.chat import ChatRequest, Translation, count_tokens, run_chat
+from verax.serve.text.chat import CHAT_FIELDS, ChatRequest, Translation, count_tokens, run_chat
 from verax.serve.text.run import Part, PartStep, PartTracker, Run, RunEvent, text_routes
 from verax.serve.text.sampling import MAX_INT, Positive, Refused, Text
 
@@ -122,6 +122,8 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
     """Body of `/v1/messages`."""
+
+    elsewhere: ClassVar = CHAT_FIELDS | {"output_format"}
 
     max_tokens: Positive
     temperature: Annotated[float, Meta(ge=0)] | None = None

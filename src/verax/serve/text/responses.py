@@ -7,7 +7,7 @@ import re
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -19,7 +19,7 @@ from verax.serve.http.openapi import json_routes
 from verax.serve.http.server import Server
 from verax.serve.http.sse import named_event
 from verax.serve.http.telemetry import RequestRecord
-from verax.serve.text.chat import ChatRequest, Translation, count_tokens, run_chat
+from verax.serve.text.chat import CHAT_FIELDS, ChatRequest, Translation, count_tokens, run_chat
 from verax.serve.text.run import Part, PartStep, PartTracker, Run, RunEvent, text_routes
 from verax.serve.text.sampling import Positive, Refused
 
@@ -170,6 +170,8 @@ class ResponseStreamOptions(msgspec.Struct, kw_only=True):
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
     """Body of `/v1/responses`."""
+
+    elsewhere: ClassVar = CHAT_FIELDS
 
     input: str | Annotated[list[InputItem], Meta(min_length=1)]
     model: str | None = None

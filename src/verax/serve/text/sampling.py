@@ -51,12 +51,45 @@ FORM_ALIASES = {
 }
 """Other names of the forms of structured output: vLLM's old ones, and llama.cpp's."""
 
-REFUSED = (
-    *("bad_words", "allowed_token_ids", "thinking_token_budget", "chat_template", "functions", "function_call"),
-    *("documents", "prompt_embeds", "return_tokens_as_token_ids", "truncate_prompt_tokens", "use_beam_search"),
-    *("dry_multiplier", "dynatemp_range", "mirostat", "xtc_probability"),
-)
-"""Fields of OpenAI, vLLM and llama.cpp that would change the answer and that this server does not have."""
+_INSTEAD = {
+    "": (
+        *("bad_words", "allowed_token_ids", "chat_template", "documents", "prompt_embeds", "truncate_prompt_tokens"),
+        *("return_tokens_as_token_ids", "use_beam_search", "length_penalty", "num_beams", "no_repeat_ngram_size"),
+        *("logits_processors", "custom_logit_processor", "vllm_xargs", "session_params"),
+        *("dry_multiplier", "dynatemp_range", "mirostat", "xtc_probability", "typical_p", "typ_p", "tfs_z", "top_a"),
+        *("top_n_sigma", "samplers", "modalities", "audio", "web_search_options", "enable_search", "verbosity"),
+        *("prompt_mode", "safe_prompt", "transforms", "plugins", "include_reasoning", "separate_reasoning"),
+        *("stream_reasoning", "reasoning_format", "spaces_between_special_tokens"),
+    ),
+    "tools": ("functions", "function_call"),
+    "chat_template_kwargs": ("enable_thinking", "thinking", "think"),
+    "reasoning_effort": ("reasoning", "thinking_token_budget", "thinking_budget", "reasoning_budget"),
+    "structured_outputs": ("regex", "ebnf", "format", "guided_whitespace_pattern"),
+    "repetition_penalty": ("repeat_penalty",),
+    "max_tokens": ("max_new_tokens", "max_output_tokens", "max_length", "n_predict", "num_predict"),
+    "min_tokens": ("min_new_tokens", "min_length"),
+    "stop": ("stop_sequences", "stop_regex"),
+    "include_stop_str_in_output": ("no_stop_trim",),
+    "seed": ("random_seed",),
+    "temperature 0": ("do_sample",),
+    "logprobs": ("n_probs",),
+    "model": ("lora", "lora_path", "adapter_id", "adapters"),
+    "each parameter by its own field": ("options", "parameters", "generation_config"),
+}
+REFUSED = {name: instead for instead, names in _INSTEAD.items() for name in names}
+"""Fields of other servers that would change the answer and that this server does not have, and what to use instead."""
+
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("enable_thinking", "thinking", "think", "web_search_options"), ()),
+    **dict.fromkeys(("length_penalty", "num_beams", "typical_p", "typ_p", "tfs_z", "repeat_penalty"), (1,)),
+    **dict.fromkeys(("include_reasoning", "separate_reasoning", "stream_reasoning", "do_sample"), (True,)),
+    **{"spaces_between_special_tokens": (True,), "top_n_sigma": (-1, 0), "modalities": (["text"],)},
+    **dict.fromkeys(("thinking_token_budget", "thinking_budget", "reasoning_budget"), (-1,)),
+    **{"verbosity": ("medium",), "reasoning_format": ("auto", "deepseek")},
+}
+"""Values of refused fields that ask for what happens anyway; of the others it is false, zero and what is empty."""
+
+_EMPTY = (False, "", [], {})
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -136,6 +169,8 @@ class GenerationRequest(SamplingStruct, kw_only=True):
     user: str | None = None
     stop_token_ids: list[Count] | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
+    """Add what the model expects around a text: yes for a prompt, no for a chat, whose template has it."""
     return_token_ids: bool | None = None
     priority: Annotated[int, Meta(extra_json_schema={"const": 0})] | None = None
     structured_outputs: Form | None = None
@@ -190,9 +225,10 @@ def sampling_params(
 
 def _check(server: Server, request: GenerationRequest) -> None:
     """Check a request against the server's limits, and its fields against each other."""
-    for name in REFUSED:
-        if getattr(request, name):
-            raise field_error(name, "it is not supported here")
+    for name, instead in REFUSED.items():
+        value = getattr(request, name)
+        if value is not None and value not in _WITHOUT_EFFECT.get(name, _EMPTY):
+            raise field_error(name, f"it is not supported here{instead and f'; use {instead}'}")
     if request.priority:
         raise field_error("priority", "all requests have the same priority, 0")
     settings = server.settings

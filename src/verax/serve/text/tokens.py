@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from starlette.routing import Route
@@ -22,6 +22,10 @@ from verax.text.tokens.tokenizer import Tokenizer
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """Body of `/tokenize`: a text, or the messages of a chat."""
+
+    elsewhere: ClassVar = frozenset(
+        ("chat_template", "documents", "enable_thinking", "reasoning_effort", "tool_choice", "truncate_prompt_tokens")
+    )
 
     model: str | None = None
     prompt: str | None = None
