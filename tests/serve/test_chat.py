@@ -84,9 +84,13 @@ def test_the_bytes_of_all_tokens_joined_are_the_answer(api):
     assert spelled.decode(errors="replace") == choice["message"]["content"]
 
 
-def test_a_seed_may_be_negative_and_null_is_absent(api):
-    same = [api.ok(PATH, {**BODY, "seed": -5})["choices"][0]["message"]["content"] for _ in range(2)]
+def test_a_seed_may_be_negative_and_minus_one_is_none_as_null_is(api):
+    same, others = (
+        [api.ok(PATH, {**BODY, "seed": seed})["choices"][0]["message"]["content"] for _ in range(2)]
+        for seed in (-5, -1)
+    )
     assert same[0] == same[1]
+    assert others[0] != others[1]
     api.ok(PATH, {**BODY, "stop": None, "n": None, "tools": None, "stream": None, "logit_bias": None, "top_p": None})
 
 

@@ -162,6 +162,7 @@ class GenerationRequest(SamplingStruct, kw_only=True):
     """Probability of the tokens that are sampled from; the likeliest token alone at 0."""
     stop: Text | list[Text] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    """Makes the tokens repeatable, but for -1, which is a new seed each time."""
     logit_bias: dict[TokenKey, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -209,7 +210,7 @@ def sampling_params(
     }
     if values.get("top_p") == 0:
         values |= {"top_p": 1.0, "temperature": 0.0}
-    if request.seed is not None:
+    if request.seed not in (None, -1):
         values["seed"] = request.seed % 2**63
     if request.logit_bias is not None:
         values["logit_bias"] = {_token_id(key): value for key, value in request.logit_bias.items()}
