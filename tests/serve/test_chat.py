@@ -134,6 +134,9 @@ def test_the_last_message_can_be_continued_and_echoed(api):
     plain = api.ok(PATH, body)["choices"][0]["message"]["content"]
     assert api.ok(PATH, {**body, "echo": True})["choices"][0]["message"]["content"] == "there was" + plain
     assert joined(api.stream(PATH, {**body, "echo": True}))["delta"]["content"] == "there was" + plain
+    parts = [{"type": "text", "text": "there was"}]
+    body = {**body, "messages": [*USER, {"role": "assistant", "content": parts}], "echo": True}
+    assert api.ok(PATH, body)["choices"][0]["message"]["content"] == "there was" + plain
     error = api.refused(PATH, {**body, "add_generation_prompt": True})
     assert error["param"] == "continue_final_message"
 

@@ -353,9 +353,8 @@ class _Answer:
     def __init__(self, run: Run, request: ChatRequest):
         self._run = run
         self._request = request
-        last = request.messages[-1]
-        continued = request.echo and last.role == "assistant"
-        self._echoed = last.content if continued and isinstance(last.content, str) else ""
+        last = template_messages(request.messages[-1:])[0]
+        self._echoed = last["content"] or "" if request.echo and last["role"] == "assistant" else ""
         """Text that the answer continues, if the request wants it to be part of the answer."""
 
     async def whole(self) -> dict[str, Any]:
