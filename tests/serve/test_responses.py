@@ -205,6 +205,10 @@ def test_log_probabilities_come_with_the_text(api):
         ({"tools": [{"name": "f"}]}, "tools[0].type"),
         ({"tools": [{"type": "web_search"}, TOOL, TOOL]}, "tools[2]"),
         ({"tool_choice": {"type": "web_search"}, "tools": [TOOL]}, "tool_choice"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "x"}]}, "tools": [TOOL]},
+            "tool_choice",
+        ),
         ({"input": [{"type": "additional_tools", "tools": 5}]}, "input[0].tools"),
         ({"input": [{"type": "additional_tools", "tools": [TOOL, {"type": "function"}]}]}, "input[0].tools[1].name"),
         *named("tool_choice", "required"),

@@ -240,6 +240,8 @@ def chat_of(request: ResponsesRequest) -> tuple[ChatRequest, dict[str, str]]:
             case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]}:
                 chosen = [tool.get("name") for tool in allowed if isinstance(tool, dict)]
                 functions = {place: tool for place, tool in functions.items() if tool.name in chosen}
+                if not functions:
+                    raise field_error("tool_choice", "none of the allowed tools is a function of tools")
                 choice = mode
             case _:
                 raise field_error("tool_choice", "expected a function by name, or allowed_tools with mode and tools")
