@@ -176,6 +176,11 @@ def test_prompt_logprobs_are_for_whole_answers(api):
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, "messages[0].tool_calls[0].function"),
         ({"messages": [{"role": "tool", "tool_call_id": "a"}]}, "messages[0].content"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {"schema": {"const": 1}}}},
+            "response_format.json_schema",
+        ),
+        ({"response_format": {"type": "text", "schema": {"const": 1}}}, "response_format.schema"),
         *named("chat_template", "{{ 1 }}"),
         *named("chat_template_kwargs", {"messages": []}, {"self": 1}, {"chat_template": "x"}, {"template": "x"}),
         *named("chat_template_kwargs", {"eos_token": "x"}),

@@ -85,6 +85,7 @@ FOX = {"const": "fox"}
 FORMS = [
     ({"response_format": {"type": "json_object", "schema": FOX}}, '"fox"'),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": FOX}}}, '"fox"'),
+    ({"response_format": {"type": "json_schema", "schema": FOX}}, '"fox"'),
     ({"json_schema": FOX}, '"fox"'),
     ({"json_schema": '{"const": "fox"}'}, '"fox"'),
     ({"grammar": 'root ::= "a"{5,5}'}, "aaaaa"),

@@ -127,7 +127,7 @@ def test_fields_become_those_of_a_chat():
     assert (result.tool_choice.function.name, result.parallel_tool_calls) == ("weather", False)
     assert (result.logprobs, result.top_logprobs, result.max_completion_tokens) == (True, 2, 8)
     assert (result.temperature, result.top_p, result.reasoning_effort) == (0.5, 0.9, "low")
-    assert result.response_format.json_schema.schema == {"type": "object"}
+    assert result.response_format.schema == {"type": "object"}
 
 
 OTHERS = [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}, {"type": "namespace", "name": "m"}]
@@ -213,6 +213,7 @@ def test_log_probabilities_come_with_the_text(api):
         ({"input": [{"type": "additional_tools", "tools": [TOOL, {"type": "function"}]}]}, "input[0].tools[1].name"),
         *named("tool_choice", "required"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "text", "schema": {"const": 1}}}}, "text.format.schema"),
         ({"text": {"verbosity": "loud"}}, "text.verbosity"),
         ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
         *named("max_output_tokens", 0),

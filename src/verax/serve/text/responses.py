@@ -250,13 +250,10 @@ def chat_of(request: ResponsesRequest) -> tuple[ChatRequest, dict[str, str]]:
     if choice is not None:
         values["tool_choice"] = choice
     form = request.text.format if request.text else None
-    if form is not None and form.type == "json_object":
-        values["response_format"] = {"type": "json_object"}
-    elif form is not None and form.type == "json_schema":
-        if form.schema is None:
+    if form is not None:
+        if form.type == "json_schema" and form.schema is None:
             raise field_error("text.format.schema", "it is missing")
-        schema = {"name": form.name or "answer", "schema": form.schema}
-        values["response_format"] = {"type": "json_schema", "json_schema": schema}
+        values["response_format"] = {"type": form.type, "schema": form.schema}
     return translation.chat(), translation.names
 
 

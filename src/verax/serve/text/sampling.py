@@ -116,7 +116,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
     schema: dict[str, Any] | None = None
-    """Schema of a JSON object, as llama.cpp's clients give it."""
+    """Schema, as llama.cpp's clients give it."""
 
 
 OWN_FORM = ("seed", "stop", "stop_token_ids", "logit_bias", "max_tokens", "logprobs")
@@ -279,13 +279,16 @@ def _forms(request: GenerationRequest) -> dict[str, dict[str, Any]]:
     for old, name in FORM_ALIASES.items():
         if (value := getattr(request, old)) is not None:
             forms[old] = {name: value}
-    format = request.response_format
-    if format is not None and format.type == "json_schema":
-        if format.json_schema is None:
+    if (format := request.response_format) is not None:
+        if format.json_schema is not None and format.type != "json_schema":
+            raise field_error("response_format.json_schema", f"it needs the type json_schema, got {format.type}")
+        schema = format.schema if format.json_schema is None else format.json_schema.schema
+        if format.type == "text" and schema is not None:
+            raise field_error("response_format.schema", "it needs the type json_schema, got text")
+        if format.type == "json_schema" and schema is None:
             raise field_error("response_format.json_schema", "it is missing")
-        forms["response_format"] = {"json": format.json_schema.schema}
-    elif format is not None and format.type == "json_object":
-        forms["response_format"] = {"json_object": True} if format.schema is None else {"json": format.schema}
+        if format.type != "text":
+            forms["response_format"] = {"json_object": True} if schema is None else {"json": schema}
     return forms
 
 
