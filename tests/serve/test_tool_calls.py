@@ -28,6 +28,9 @@ def function(name, **more):
     return {"type": "function", "function": {"name": name, "parameters": schema, **more}}
 
 
+HARMONY = """{% for message in messages %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{% endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}{# <|channel|> #}"""
+
 TOOLS = [function("rain"), function("wind")]
 BODY = {"messages": USER, "tools": TOOLS, "max_tokens": 200, "temperature": 1.0, "seed": 5}
 NAMED = {"type": "function", "function": {"name": "wind"}}
@@ -37,6 +40,16 @@ NAMED = {"type": "function", "function": {"name": "wind"}}
 def api(tmp_path_factory):
     """Server of a model whose template has calls."""
     folder = tiny_checkpoint(tmp_path_factory.mktemp("tools") / "tiny", chat_template=TEMPLATES["hermes"])
+    sizes = {"max_model_len": 384, "max_num_seqs": 1, "max_num_batched_tokens": 32, "block_size": 32}
+    engine = AsyncLLM.from_llm(LLM(folder, dtype="float32", use_tqdm=False, structured_outputs=True, **sizes))
+    yield Api(create_app(Server(llm=engine)))
+    asyncio.run(engine.shutdown())
+
+
+@pytest.fixture(scope="module")
+def harmony_api(tmp_path_factory):
+    """Server of a model whose template has gpt-oss' channels."""
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("harmony") / "tiny", chat_template=HARMONY)
     sizes = {"max_model_len": 384, "max_num_seqs": 1, "max_num_batched_tokens": 32, "block_size": 32}
     engine = AsyncLLM.from_llm(LLM(folder, dtype="float32", use_tqdm=False, structured_outputs=True, **sizes))
     yield Api(create_app(Server(llm=engine)))
@@ -78,6 +91,14 @@ def test_a_demanded_call_is_made_and_nothing_else(api):
     assert (content, reason) == (None, "tool_calls")
     assert name in ("rain", "wind")
     assert arguments["days"] in (1, 2)
+
+
+def test_a_demanded_call_is_made_in_channels_too(harmony_api):
+    (space,) = harmony_api.ok("/tokenize", {"prompt": " "})["tokens"]
+    bias = {str(space): 100}  # so that the model begins with " to=functions.wind" and not with endless reasoning
+    (choice,) = harmony_api.ok(PATH, {**BODY, "tool_choice": NAMED, "logit_bias": bias})["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert _read(choice["message"]["tool_calls"][0]["function"])[0] == "wind"
 
 
 def test_several_calls_stand_in_one_answer(api):

@@ -216,7 +216,9 @@ def sampling_params(
         values["logit_bias"] = {_token_id(key): value for key, value in request.logit_bias.items()}
     form = _form(request, structured_outputs)
     if form is not None:
-        values["structured_outputs"] = form if after is None else {"after": after, **form}
+        # The grammar of tools has its own beginning.
+        own = structured_outputs is None and after is not None
+        values["structured_outputs"] = {"after": after, **form} if own else form
     values |= {"max_tokens": max_tokens, "logprobs": logprobs, **overrides}
     try:
         return server.engine.default_sampling_params(**values)
