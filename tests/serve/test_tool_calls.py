@@ -101,6 +101,20 @@ def test_a_demanded_call_is_made_in_channels_too(harmony_api):
     assert _read(choice["message"]["tool_calls"][0]["function"])[0] == "wind"
 
 
+def test_a_response_format_leaves_the_model_its_calls(api):
+    schema = {"type": "object", "properties": {"mm": DAYS}, "required": ["mm"], "additionalProperties": False}
+    form = {"response_format": {"type": "json_schema", "json_schema": {"name": "rain", "schema": schema}}}
+    body = {**form, "tools": [function("rain", strict=True)], "parallel_tool_calls": False}
+    ids = {text: api.ok("/tokenize", {"prompt": text})["tokens"][0] for text in "<{"}
+    content, ((name, arguments),), reason = answer(api, **body, logit_bias={str(ids["<"]): 100})
+    assert (content, name, arguments["days"] in (1, 2), reason) == (None, "rain", True, "tool_calls")
+    content, calls, reason = answer(api, **body, logit_bias={str(ids["{"]): 100})
+    assert (json.loads(content)["mm"] in (1, 2), calls, reason) == (True, [], "stop")
+    assert answer(api, **form, tool_choice=NAMED, parallel_tool_calls=False)[1][0][0] == "wind"
+    wrong = {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "hiccup"}}}}
+    assert api.refused(PATH, {**BODY, **wrong})["param"] == "response_format"
+
+
 def test_several_calls_stand_in_one_answer(api):
     content, calls, reason = answer(api, **says(("rain", 2), ("wind", 1)))
     assert (content, reason) == (None, "tool_calls")

@@ -180,6 +180,26 @@ def test_auto_leaves_text_free_and_checks_the_arguments_of_strict_functions(synt
     assert not accepts(grammar, before + written(syntax, "storm"))
 
 
+@pytest.mark.parametrize("syntax", SYNTAXES)
+def test_auto_with_a_form_takes_calls_or_text_of_the_form(syntax):
+    form = {"json": {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}}
+    call = written(syntax, "weather", city="Oslo", days=3)
+    json_text = '{"sum": 3}' if syntax in ("llama3_json", "none") else '{"sum":3}'
+    for text, calls in ((call, 1), (json_text, 0)):
+        assert accepts(tool_grammar(ChatFormat(syntax), tools(), form=form), text)
+        answer = read([text], ChatFormat(syntax), tools())
+        assert (len(answer.tool_calls), answer.content) == (calls, "" if calls else text)
+    for text in ("Hello", "", '{"sum":"a"}', '{"total":3}', json_text + call):
+        assert not accepts(tool_grammar(ChatFormat(syntax), tools(), form=form), text)
+    assert tool_grammar(ChatFormat(syntax), tools(), "required", form=form) == tool_grammar(
+        ChatFormat(syntax), tools(), "required"
+    )
+    assert tool_grammar(ChatFormat(syntax), None, form=form) is None
+    thinking = ChatFormat(syntax, True, turn_tokens=("<|im_start|>",))
+    grammar = tool_grammar(thinking, tools(), form=form, prompt="<|im_start|>")
+    assert accepts(grammar, f"<think>\nA sum.\n</think>\n\n{json_text}")
+
+
 def test_auto_without_strict_functions_needs_no_grammar():
     assert tool_grammar(ChatFormat("hermes"), tools()) is None
     assert tool_grammar(ChatFormat("hermes"), None) is None

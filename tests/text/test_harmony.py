@@ -97,6 +97,14 @@ def test_auto_checks_strict_functions_and_leaves_answers_free():
     assert "<|channel|> " in tool_grammar(FORM, strict)["grammar"]
 
 
+def test_auto_with_a_form_takes_calls_or_a_message_of_the_form():
+    grammar = tool_grammar(ChatFormat("harmony", True), TOOLS, form={"json_object": True})["grammar"]
+    message = f"{FINAL.partition('<|message|>')[0]}<|message|>{{}}"
+    for text in (CALL, THOUGHT + TURN + CALL, message, THOUGHT + TURN + message):
+        assert accepts(grammar, text)
+    assert not accepts(grammar, FINAL)
+
+
 def test_an_answer_ends_at_a_call_too_whatever_the_files_name(tmp_path):
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.add_special_tokens([*TAGS, "<|endoftext|>"])

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 from starlette.routing import Route
 
-from verax.errors import QueueFullError
+from verax.errors import InvalidParameterError, QueueFullError
 from verax.serve.http.body import decode
 from verax.serve.http.errors import field_error, renamed
 from verax.serve.http.openapi import json_routes
@@ -23,7 +23,7 @@ from verax.serve.http.server import Server
 from verax.serve.http.sse import DONE, data_event
 from verax.serve.http.telemetry import RequestRecord
 from verax.serve.text.run import Run, RunAnswer, RunEvent, prompt_logprobs, text_routes
-from verax.serve.text.sampling import GenerationRequest, Positive, sampling_params
+from verax.serve.text.sampling import GenerationRequest, Positive, form_error, sampling_params, text_form
 from verax.text.features.chat_format import parser_for, tool_grammar
 from verax.text.features.tool_calls import ToolCallDelta
 
@@ -269,14 +269,18 @@ async def run_chat(
         prompt = await render_chat(server, request)
         choice = msgspec.to_builtins(request.tool_choice) or ("auto" if tools else "none")
         form = server.chat_format
+        try:
+            grammar = tool_grammar(
+                form, tools, choice, request.parallel_tool_calls is not False, prompt=prompt, form=text_form(request)
+            )
+        except InvalidParameterError as error:
+            raise form_error(error, request) from error
         params = sampling_params(
             server,
             request,
             max_tokens=request.max_completion_tokens or request.max_tokens,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-            structured_outputs=tool_grammar(
-                form, tools, choice, request.parallel_tool_calls is not False, prompt=prompt
-            ),
+            structured_outputs=grammar,
             after=form.structured_after(prompt),
             **({} if request.skip_special_tokens is not None else form.sampling_overrides),
         )

@@ -198,7 +198,7 @@ def sampling_params(
     Args:
         max_tokens: largest number of tokens of an answer; None for all that the context holds.
         logprobs: number of the best tokens to report; None for no log-probabilities.
-        structured_outputs: form that tools demand, whole.
+        structured_outputs: form that tools demand, whole, with that of `response_format` in it.
         after: text that the answer has before the form that the request itself gives.
         overrides: further parameters, which replace the request's.
     """
@@ -214,11 +214,9 @@ def sampling_params(
         values["seed"] = request.seed % 2**63
     if request.logit_bias is not None:
         values["logit_bias"] = {_token_id(key): value for key, value in request.logit_bias.items()}
-    form = _form(request, structured_outputs)
-    if form is not None:
-        # The grammar of tools has its own beginning.
-        own = structured_outputs is None and after is not None
-        values["structured_outputs"] = {"after": after, **form} if own else form
+    if (form := _form(request, structured_outputs)) is not None:
+        begins = structured_outputs is not None or after is None
+        values["structured_outputs"] = form if begins else {"after": after, **form}
     values |= {"max_tokens": max_tokens, "logprobs": logprobs, **overrides}
     try:
         return server.engine.default_sampling_params(**values)
@@ -251,7 +249,9 @@ def _check(server: Server, request: GenerationRequest) -> None:
 
 def _form(request: GenerationRequest, other: dict[str, Any] | None) -> dict[str, Any] | None:
     """Form of the answer, from the one field that gives it; `other` is the form that tools demand."""
-    forms = {**({} if other is None else {"tool_choice": other}), **_forms(request)}
+    forms = _forms(request)
+    if other is not None:
+        forms = {"tool_choice": other, **{name: form for name, form in forms.items() if name != "response_format"}}
     if len(forms) > 1:
         first, second = list(forms)[:2]
         raise field_error(second, f"it cannot be combined with {first}")
@@ -281,17 +281,25 @@ def _forms(request: GenerationRequest) -> dict[str, dict[str, Any]]:
     for old, name in FORM_ALIASES.items():
         if (value := getattr(request, old)) is not None:
             forms[old] = {name: value}
-    if (format := request.response_format) is not None:
-        if format.json_schema is not None and format.type != "json_schema":
-            raise field_error("response_format.json_schema", f"it needs the type json_schema, got {format.type}")
-        schema = format.schema if format.json_schema is None else format.json_schema.schema
-        if format.type == "text" and schema is not None:
-            raise field_error("response_format.schema", "it needs the type json_schema, got text")
-        if format.type == "json_schema" and schema is None:
-            raise field_error("response_format.json_schema", "it is missing")
-        if format.type != "text":
-            forms["response_format"] = {"json_object": True} if schema is None else {"json": schema}
+    if (text := text_form(request)) is not None:
+        forms["response_format"] = text
     return forms
+
+
+def text_form(request: GenerationRequest) -> dict[str, Any] | None:
+    """Form of an answer that is text and not a call, from `response_format`."""
+    if (format := request.response_format) is None:
+        return None
+    if format.json_schema is not None and format.type != "json_schema":
+        raise field_error("response_format.json_schema", f"it needs the type json_schema, got {format.type}")
+    schema = format.schema if format.json_schema is None else format.json_schema.schema
+    if format.type == "text" and schema is not None:
+        raise field_error("response_format.schema", "it needs the type json_schema, got text")
+    if format.type == "json_schema" and schema is None:
+        raise field_error("response_format.json_schema", "it is missing")
+    if format.type == "text":
+        return None
+    return {"json_object": True} if schema is None else {"json": schema}
 
 
 def _token_id(key: str) -> int:

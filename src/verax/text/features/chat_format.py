@@ -6,6 +6,7 @@ content and tool calls as it streams, each part as soon as it is certain.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from verax.errors import InvalidParameterError
 from verax.text.features import gemma_calls, harmony
 from verax.text.features.gemma_calls import GemmaCallReader
 from verax.text.features.harmony import HarmonyParser
-from verax.text.features.json_schema import literal, referenced, schema_rule
+from verax.text.features.json_schema import JSON_OPTIONS, literal, referenced, schema_rule
+from verax.text.features.structured_outputs import StructuredOutputs
 from verax.text.features.tool_calls import (
     CLOSE_REASONING,
     CLOSE_THOUGHT,
@@ -310,26 +312,29 @@ def tool_grammar(
     parallel: bool = True,
     *,
     prompt: str = "",
+    form: Mapping[str, Any] | None = None,
 ) -> dict[str, str] | None:
-    """Arguments of `StructuredOutputs` that make an answer obey `tool_choice`; None if any answer will do.
+    """Arguments of `StructuredOutputs` that make an answer obey `tool_choice`; None if tools demand nothing of it.
 
-    With "auto" only strict functions need a grammar, and `parallel` being False. A grammar leaves the model its
-    reasoning.
+    With "auto" only strict functions need a grammar, `parallel` being False, and a form of the text: then the answer is
+    calls, or has this form. A grammar leaves the model its reasoning.
 
-    `tool_choice`: "none", "auto", "required" or a function. `parallel`: False for one call at most.
+    `tool_choice`: "none", "auto", "required" or a function. `parallel`: False for one call at most. `form`: arguments
+    of `StructuredOutputs` for an answer that is text, which is JSON.
     """
     functions = read_functions(tools)
-    chosen = _chosen(tool_choice, functions)
-    free = tool_choice == "auto" and parallel and not any(function.strict for function in chosen.values())
+    chosen, auto = _chosen(tool_choice, functions), tool_choice == "auto"
+    free = auto and parallel and form is None and not any(function.strict for function in chosen.values())
     if not chosen or free:
         return None
-    lark = _Lark(template, chosen, strict_only=tool_choice == "auto")
+    lark = _Lark(template, chosen, strict_only=auto)
+    text = lark.form(StructuredOutputs.from_value(form)) if auto and form is not None else None
     if template.tools == "harmony":
-        thought = lark.up_to(harmony.END)
-        return {"grammar": lark.text(harmony.start_rule("function", lark.tag, thought, free=tool_choice == "auto"))}
-    calls = lark.calls(parallel)
-    start = lark.text_or_calls(parallel) if tool_choice == "auto" else calls
-    if tool_choice != "auto" and template.reasoning_state(prompt) == "open":
+        thought, message = lark.up_to(harmony.END), text or (_ANY_TEXT if auto else None)
+        return {"grammar": lark.text(harmony.start_rule("function", lark.tag, thought, message))}
+    calls = lark.calls(parallel) if text is None else f"{lark.calls(parallel)} | {text}"
+    start = lark.text_or_calls(parallel) if auto and text is None else calls
+    if start is calls and template.reasoning_state(prompt) == "open":
         start = lark.reasoning_before(start)
     grammar = {"grammar": lark.text(start)}
     after = template.structured_after(prompt)
@@ -356,6 +361,16 @@ class _Lark:
     def text(self, start: str) -> str:
         """The grammar, with the body of its first rule."""
         return "".join(f"{name}: {body}\n" for name, body in {"start": start, **self._rules}.items())
+
+    def form(self, wanted: StructuredOutputs) -> str:
+        """Name of the rule of a text that is JSON."""
+        schema = {"type": "object"} if wanted.json is None else json.loads(str(wanted.json))
+        try:
+            options = _JSON_FORM if self._call_tags is None else JSON_OPTIONS
+            self._rules["form"] = schema_rule(schema, options, self._rules)
+        except InvalidParameterError as error:
+            raise InvalidParameterError(f"structured_outputs: json: {error}") from error
+        return "form"
 
     def calls(self, parallel: bool) -> str:
         """Body that is one call, or one and more."""
@@ -385,8 +400,9 @@ class _Lark:
 
     def _json(self, number: int, function: Function, key: str, *, any_arguments: bool) -> str:
         """A function's call as JSON."""
-        opening = f'{{"name": {literal(function.name)}, "{key}": '
-        return f'{literal(opening)} {self._arguments(number, function, any_arguments)} "}}"'
+        # Where the answer may be other JSON, the two begin alike: the lexer needs the pieces that JSON has.
+        pieces = ("{", '"name"', ": ", literal(function.name), ", ", f'"{key}"', ": ")
+        return f'{" ".join(map(literal, pieces))} {self._arguments(number, function, any_arguments)} "}}"'
 
     def _harmony(self, number: int, function: Function, key: str, *, any_arguments: bool) -> str:
         """A function's call as a message to it."""

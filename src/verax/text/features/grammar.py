@@ -19,7 +19,7 @@ from jaxtyping import Int
 from verax._optional import require_optional
 from verax.errors import InvalidParameterError, StructuredOutputError
 from verax.text.features.gbnf import is_gbnf, lark_of_gbnf
-from verax.text.features.json_schema import schema_rule
+from verax.text.features.json_schema import JSON_OPTIONS, schema_rule
 from verax.text.features.structured_outputs import StructuredOutputs
 from verax.text.tokens.tokenizer import Tokenizer
 
@@ -47,9 +47,6 @@ _LIMITS = {
 that a slow machine gives the answers of a fast one. A state takes 1 to 2 KB. JSON schemas have some hundred items in a
 step, and grammars of characters some thousand for tokens of a hundred spaces. An ambiguous grammar has more in each
 step, and ends after some hundred tokens."""
-
-_JSON_OPTIONS = {"whitespace_flexible": False, "coerce_one_of": True}
-"""No free whitespace, of which a model could write without end; `oneOf` is read as `anyOf`."""
 
 
 def mask_width(vocab_size: int) -> int:
@@ -245,7 +242,7 @@ def _source(wanted: StructuredOutputs) -> str:
         return matcher.grammar_from_lark(lark_of_gbnf(text) if is_gbnf(text) else text)
     schema = {"type": "object"} if wanted.json is None else json.loads(str(wanted.json))
     rules: dict[str, str] = {}
-    body = schema_rule(schema, _JSON_OPTIONS, rules)
+    body = schema_rule(schema, JSON_OPTIONS, rules)
     if body.startswith("%json "):
         return matcher.grammar_from_json_schema(body.removeprefix("%json "))
     return matcher.grammar_from_lark("\n".join(f"{name}: {text}" for name, text in {"start": body, **rules}.items()))

@@ -107,11 +107,11 @@ def call_rule(name: str, arguments: str, tag: Callable[[str], str]) -> str:
     return f'({opening}) ({tag(CONSTRAIN)})? "json" {tag(MESSAGE)} {arguments}'
 
 
-def start_rule(calls: str, tag: Callable[[str], str], thought: str, *, free: bool) -> str:
-    """Body of a Lark rule: an answer that thinks, then makes one of the calls or, if it is `free`, answers the user.
+def start_rule(calls: str, tag: Callable[[str], str], thought: str, message: str | None) -> str:
+    """Body of a Lark rule: an answer that thinks, then makes one of the calls or answers the user.
 
-    `thought`: text up to the end of a message, and that end.
+    `thought`: text up to the end of a message, and that end. `message`: text for the user; None for calls alone.
     """
     before = f'{tag(CHANNEL)} ("analysis" | "commentary") {tag(MESSAGE)} {thought} {tag(START)} "assistant"'
-    message = rf' | {tag(CHANNEL)} "final" {tag(MESSAGE)} /(.|\n)*/' if free else ""
-    return f"({before})* ({calls}{message})"
+    final = "" if message is None else f' | {tag(CHANNEL)} "final" {tag(MESSAGE)} {message}'
+    return f"({before})* ({calls}{final})"

@@ -24,6 +24,10 @@ EXACT = 2**53
 
 MAX_DIGITS = 100
 
+JSON_OPTIONS = {"whitespace_flexible": False, "coerce_one_of": True}
+"""llguidance's options for an answer that is JSON: no free whitespace, of which a model could write without end, and
+`oneOf` is read as `anyOf`."""
+
 _FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 """Formats that the library enforces."""
 
