@@ -194,10 +194,19 @@ def test_auto_with_a_form_takes_calls_or_text_of_the_form(syntax):
     assert tool_grammar(ChatFormat(syntax), tools(), "required", form=form) == tool_grammar(
         ChatFormat(syntax), tools(), "required"
     )
-    assert tool_grammar(ChatFormat(syntax), None, form=form) is None
-    thinking = ChatFormat(syntax, True, turn_tokens=("<|im_start|>",))
-    grammar = tool_grammar(thinking, tools(), form=form, prompt="<|im_start|>")
-    assert accepts(grammar, f"<think>\nA sum.\n</think>\n\n{json_text}")
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+def test_the_model_may_reason_before_text_of_a_form(syntax):
+    template = ChatFormat(syntax, True, turn_tokens=("<|im_start|>",))
+    for given, choice in ((tools(), "auto"), (tools(), "none"), (None, "none")):
+        grammar = tool_grammar(template, given, choice, form={"json": {"const": 3}}, prompt="<|im_start|>")
+        for text in ("3", "<think>\nA <sum>.\n</think>\n\n3"):
+            assert accepts(grammar, text)
+        for text in ("<think>\n</think>", "<think>\nA sum.\n</think>\n\n4", "A sum: 3"):
+            assert not accepts(grammar, text)
+    assert tool_grammar(template, None, "none", form={"json": {"const": 3}}, prompt=INSIDE) is None
+    assert tool_grammar(ChatFormat(syntax), None, "none", form={"json": {"const": 3}}) is None
 
 
 def test_auto_without_strict_functions_needs_no_grammar():

@@ -198,7 +198,7 @@ def sampling_params(
     Args:
         max_tokens: largest number of tokens of an answer; None for all that the context holds.
         logprobs: number of the best tokens to report; None for no log-probabilities.
-        structured_outputs: form that tools demand, whole, with that of `response_format` in it.
+        structured_outputs: form that tools or reasoning demand, whole, with that of `response_format` in it.
         after: text that the answer has before the form that the request itself gives.
         overrides: further parameters, which replace the request's.
     """
@@ -248,10 +248,11 @@ def _check(server: Server, request: GenerationRequest) -> None:
 
 
 def _form(request: GenerationRequest, other: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Form of the answer, from the one field that gives it; `other` is the form that tools demand."""
+    """Form of the answer, from the one field that gives it; `other` is that of `response_format` and tools together."""
     forms = _forms(request)
     if other is not None:
-        forms = {"tool_choice": other, **{name: form for name, form in forms.items() if name != "response_format"}}
+        forms.pop("response_format", None)
+        forms = {"tool_choice" if getattr(request, "tools", None) else "response_format": other, **forms}
     if len(forms) > 1:
         first, second = list(forms)[:2]
         raise field_error(second, f"it cannot be combined with {first}")

@@ -314,10 +314,11 @@ def tool_grammar(
     prompt: str = "",
     form: Mapping[str, Any] | None = None,
 ) -> dict[str, str] | None:
-    """Arguments of `StructuredOutputs` that make an answer obey `tool_choice`; None if tools demand nothing of it.
+    """Arguments of `StructuredOutputs` that make an answer obey `tool_choice`, and have a form if it is text.
 
-    With "auto" only strict functions need a grammar, `parallel` being False, and a form of the text: then the answer is
-    calls, or has this form. A grammar leaves the model its reasoning.
+    None if any answer will do, or one that begins with the form. With "auto" only strict functions need a grammar,
+    `parallel` being False, and a form: then the answer is calls, or has this form. A grammar leaves the model its
+    reasoning.
 
     `tool_choice`: "none", "auto", "required" or a function. `parallel`: False for one call at most. `form`: arguments
     of `StructuredOutputs` for an answer that is text, which is JSON.
@@ -325,6 +326,10 @@ def tool_grammar(
     functions = read_functions(tools)
     chosen, auto = _chosen(tool_choice, functions), tool_choice == "auto"
     free = auto and parallel and form is None and not any(function.strict for function in chosen.values())
+    reasoning = template.reasoning_state(prompt)
+    if not chosen and form is not None and reasoning == "open":
+        lark = _Lark(template, chosen, strict_only=True)
+        return {"grammar": lark.text(lark.reasoning_before(lark.form(StructuredOutputs.from_value(form))))}
     if not chosen or free:
         return None
     lark = _Lark(template, chosen, strict_only=auto)
@@ -334,7 +339,7 @@ def tool_grammar(
         return {"grammar": lark.text(harmony.start_rule("function", lark.tag, thought, message))}
     calls = lark.calls(parallel) if text is None else f"{lark.calls(parallel)} | {text}"
     start = lark.text_or_calls(parallel) if auto and text is None else calls
-    if start is calls and template.reasoning_state(prompt) == "open":
+    if start is calls and reasoning == "open":
         start = lark.reasoning_before(start)
     grammar = {"grammar": lark.text(start)}
     after = template.structured_after(prompt)
@@ -356,7 +361,8 @@ class _Lark:
         key = "arguments" if template.tools == "hermes" else "parameters"
         for i, function in enumerate(functions.values()):
             self._rules[f"function_{i}"] = write(i, function, key, any_arguments=strict_only and not function.strict)
-        self._rules["function"] = " | ".join(f"function_{i}" for i in range(len(functions)))
+        if functions:
+            self._rules["function"] = " | ".join(f"function_{i}" for i in range(len(functions)))
 
     def text(self, start: str) -> str:
         """The grammar, with the body of its first rule."""
