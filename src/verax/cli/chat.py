@@ -143,7 +143,7 @@ class Conversation:
 
 def _turns(interactive: bool) -> Iterator[str]:
     if not interactive:
-        yield from (line for line in sys.stdin.read().removeprefix("\ufeff").splitlines() if line)
+        yield from (line for line in sys.stdin.read().removeprefix("\ufeff").split("\n") if line)
         return
     with contextlib.suppress(ImportError):  # gives input() line editing and history
         importlib.import_module("readline")
