@@ -32,6 +32,23 @@ def test_each_line_of_a_pipe_is_a_turn_and_is_remembered(run, folder):
     assert second["prompt"] == first["prompt"] + answer + turn
 
 
+HARMONY = """{% for m in messages %}<|start|>{{ m.role }}{% if m.role == "assistant" %}<|channel|>final{% endif -%}
+<|message|>
+{{- m.content }}<|end|>{% endfor %}<|start|>assistant"""
+THOUGHT = "<|channel|>analysis<|message|>It rains.<|end|><|start|>assistant"
+
+
+def test_reasoning_is_shown_between_tags_and_kept_apart_from_the_answer(tmp_path, capsys):
+    folder = tiny_checkpoint(tmp_path, chat_template=HARMONY)
+    llm = LLM(folder, dtype="float32", max_num_seqs=1, max_model_len=384, use_tqdm=False, structured_outputs=True)
+    said = {"choice": [f"{THOUGHT}<|channel|>final<|message|>Yes."]}
+    talk = Conversation(llm, SamplingParams(max_tokens=200, structured_outputs=said), None, show=True)
+    talk.say("Rain?")
+    assert capsys.readouterr().out == "<think>\nIt rains.\n</think>\n\nYes.\n"
+    assert talk.messages[-1] == {"role": "assistant", "content": "Yes.", "reasoning_content": "It rains."}
+    assert talk.say("Snow?").prompt.count("analysis") == 0
+
+
 def test_a_model_that_recommends_no_sampling_begins_with_some_and_says_so(run, tmp_path, monkeypatch):
     folder, chosen, stream = tiny_checkpoint(tmp_path), [], LLM.stream
     monkeypatch.setattr(LLM, "stream", lambda llm, text, *more: chosen.append(more[0]) or stream(llm, text, *more))

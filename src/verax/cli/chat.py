@@ -7,6 +7,7 @@ import importlib
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ from verax.cli import options
 from verax.cli.options import Flags
 from verax.files import model_name
 from verax.text.engine.engine_config import EngineConfig
+from verax.text.features.tool_calls import CLOSE_REASONING, OPEN_REASONING, Delta, join
 
 if TYPE_CHECKING:
     from verax.text.engine.llm import LLM
@@ -87,10 +89,15 @@ class Conversation:
     def __init__(
         self, llm: LLM, params: SamplingParams, system: str | None, *, show: bool, adapter: LoRARequest | None = None
     ):
+        from verax.text.features.chat_format import ChatFormat, chat_format
+
         self._llm = llm
         self._adapter = adapter
-        self._params = params
+        self._form = ChatFormat() if llm.tokenizer is None else chat_format(llm.tokenizer)
+        self._params = replace(params, **self._form.sampling_overrides)
         self._show = show
+        self._in_reasoning = False
+        """True where the end of what was shown is reasoning."""
         self.reset(system)
 
     def reset(self, system: str | None = None) -> None:
@@ -100,32 +107,47 @@ class Conversation:
 
     def say(self, text: str) -> RequestOutput | None:
         """Answer one message: show the answer while it is generated, and keep it. None if Ctrl-C stopped it."""
+        from verax.text.features.chat_format import parser_for
+
         self.messages.append({"role": "user", "content": text})
         self._make_room()
         try:
             pieces = self._llm.stream(self.messages, self._params, self._adapter)
+            prompt = self._llm.render(self.messages)
         except Exception:
             self.messages.pop()
             raise
-        answer = ""
+        parser = parser_for(self._form, tools=None, prompt=prompt, parse_tool_calls=False, parse_reasoning=True)
+        deltas: list[Delta] = []
+        output, self._in_reasoning = None, False
         try:
             while True:
-                piece = next(pieces)
-                answer += piece
-                if self._show:
-                    sys.stdout.write(piece)
-                    sys.stdout.flush()
+                deltas.append(self._shown(parser.feed(next(pieces))))
         except StopIteration as end:
             output = end.value
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise
             pieces.close()
-            output = None
+        deltas.append(self._shown(parser.finish()))
         if self._show:
             sys.stdout.write("\n")
-        self.messages.append({"role": "assistant", "content": answer})
+        answer = join(deltas)
+        self.messages.append({"role": "assistant", "content": answer.content})
+        if answer.reasoning:
+            self.messages[-1]["reasoning_content"] = answer.reasoning
         return output
+
+    def _shown(self, delta: Delta) -> Delta:
+        """A part of an answer, after it was shown with its reasoning between tags."""
+        if self._show:
+            opening = f"{OPEN_REASONING}\n" if delta.reasoning and not self._in_reasoning else ""
+            self._in_reasoning = self._in_reasoning or bool(delta.reasoning)
+            closing = f"\n{CLOSE_REASONING}\n\n" if delta.content and self._in_reasoning else ""
+            self._in_reasoning = self._in_reasoning and not delta.content
+            sys.stdout.write(f"{opening}{delta.reasoning}{closing}{delta.content}")
+            sys.stdout.flush()
+        return delta
 
     def _make_room(self) -> None:
         first = 1 if self.system else 0
