@@ -261,6 +261,19 @@ def test_an_impossible_answer_so_far_is_refused_and_leaves_nothing(llm, answers,
     check_engine(llm.engine)
 
 
+@pytest.mark.parametrize(
+    ("answer", "named"),
+    [
+        (lambda llm: llm.chat([{"role": "user", "content": "abc"}], temperature=0), "temperature: give it in"),
+        (lambda llm: llm.stream([{"role": "user", "content": "abc"}], max_tokens=3), "max_tokens: give it in"),
+        (lambda llm: llm.stream("abc", enable_thinking=False), "enable_thinking: a prompt has no chat template"),
+    ],
+)
+def test_an_argument_that_no_template_reads_is_refused(llm, answer, named):
+    with pytest.raises(InvalidParameterError, match=named):
+        answer(llm)
+
+
 @pytest.mark.parametrize("num_pieces", [0, 1])
 def test_a_stream_that_is_dropped_leaves_the_other_requests_and_nothing_else(llm, num_pieces):
     expected = llm.generate(PROMPTS[2], GREEDY)[0].outputs

@@ -30,6 +30,7 @@ from verax.models import DTYPES, CausalLM, causal_lm, check_dtype
 from verax.models.causal_lm import check_causal_lm, prediction_layers
 from verax.nn import pack_linear_weights
 from verax.ops.division import TENSOR_AXIS
+from verax.options import options_of
 from verax.text.engine import weight_update
 from verax.text.engine.blocks import BlockManager
 from verax.text.engine.engine import Engine
@@ -348,8 +349,11 @@ class LLM:
         if params.n != 1:
             raise InvalidParameterError(f"n: a stream has one answer, got {params.n}")
         inputs = RequestInput(prompt, params, stream=True, lora_request=lora_request)
-        if inputs.is_chat and template_options:
-            text = self.engine.render(inputs.prompt, **template_options)
+        if template_options:
+            if not inputs.is_chat:
+                raise InvalidParameterError(f"{next(iter(template_options))}: a prompt has no chat template")
+            conversation: Any = inputs.prompt
+            text = self.render(conversation, **template_options)
             inputs = replace(inputs, prompt=text, add_special_tokens=False)
         return self._pieces(self._prepare(inputs))
 
@@ -364,7 +368,13 @@ class LLM:
             engine.tokenizer = tokenizer
 
     def render(self, messages: abc.Sequence[Message], **template_options: Any) -> str:
-        """The prompt of a conversation, by the checkpoint's chat template."""
+        """The prompt of a conversation, by the checkpoint's chat template.
+
+        Raises:
+            InvalidParameterError: if a variable of the template has the name of a sampling parameter.
+        """
+        if sampling := [name for name in template_options if name in options_of(SamplingParams)]:
+            raise InvalidParameterError(f"{sampling[0]}: give it in sampling_params; a chat template has no use for it")
         return self.engine.render(messages, **template_options)
 
     def add_request(
