@@ -75,6 +75,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     name: str | None = None
     tool_calls: list[ToolCallInput] | None = None
     tool_call_id: str | None = None
+    audio: Refused = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None
@@ -217,6 +218,8 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
     given = message.refusal if message.content is None else message.content
     if given is None and role != "assistant":
         raise field_error(f"{where}.content", "it is missing")
+    if message.audio:
+        raise field_error(f"{where}.audio", "it is not supported here; give its text as content")
     if message.prefix:
         raise field_error(f"{where}.prefix", "it is not supported here; set the request's continue_final_message")
     content = None if given is None else _text(given, f"{where}.content")
