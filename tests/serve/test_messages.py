@@ -153,7 +153,9 @@ def test_fields_become_those_of_a_chat():
     assert result.chat_template_kwargs == {"enable_thinking": True}
     assert result.response_format.json_schema.schema == {"type": "object"}
     assert result.reasoning_effort == "xhigh"
-    assert chat().reasoning_effort == "none"
+    plain = chat()
+    assert (plain.reasoning_effort, plain.chat_template_kwargs) == (None, {"enable_thinking": False})
+    assert chat(output_config={"effort": "low"}).reasoning_effort == "low"
     assert chat(tools=[TOOL], tool_choice={"type": "tool", "name": "weather"}).tool_choice.function.name == "weather"
 
 

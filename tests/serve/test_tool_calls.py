@@ -115,6 +115,14 @@ def test_a_response_format_leaves_the_model_its_calls(api):
     assert api.refused(PATH, {**BODY, **wrong})["param"] == "response_format"
 
 
+def test_gpt_oss_has_no_other_efforts_than_it_was_trained_with(harmony_api):
+    plain = {"messages": USER, "max_tokens": 1}
+    for effort in ("none", "minimal", "xhigh"):
+        assert harmony_api.refused(PATH, {**plain, "reasoning_effort": effort})["param"] == "reasoning_effort"
+    harmony_api.ok(PATH, {**plain, "reasoning_effort": "low"})
+    harmony_api.ok("/v1/messages", plain)
+
+
 def test_several_calls_stand_in_one_answer(api):
     content, calls, reason = answer(api, **says(("rain", 2), ("wind", 1)))
     assert (content, reason) == (None, "tool_calls")

@@ -23,7 +23,7 @@ from verax.serve.http.server import Server
 from verax.serve.http.sse import DONE, data_event
 from verax.serve.http.telemetry import RequestRecord
 from verax.serve.text.run import Run, RunAnswer, RunEvent, prompt_logprobs, text_routes
-from verax.serve.text.sampling import GenerationRequest, Positive, form_error, sampling_params, text_form
+from verax.serve.text.sampling import GenerationRequest, Positive, Refused, form_error, sampling_params, text_form
 from verax.text.features.chat_format import parser_for, tool_grammar
 from verax.text.features.tool_calls import ToolCallDelta
 
@@ -329,6 +329,9 @@ def _check(server: Server, request: ChatRequest) -> None:
     """Refuse what can be refused without a template or a tokenizer."""
     if request.top_logprobs is not None and not request.logprobs:
         raise field_error("top_logprobs", "it needs logprobs to be true")
+    effort = request.reasoning_effort
+    if server.chat_format.tools == "harmony" and effort not in (None, "low", "medium", "high"):
+        raise field_error("reasoning_effort", f"this model has low, medium and high, got {effort}")
     demanded = isinstance(request.tool_choice, NamedToolChoice) or request.tool_choice == "required"
     if demanded and request.tools is None:
         raise field_error("tool_choice", "there are no tools to choose from")

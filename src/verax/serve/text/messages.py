@@ -179,9 +179,8 @@ def chat_of(request: CountTokensRequest) -> tuple[ChatRequest, dict[str, str]]:
 
 def _reasoning_options(request: CountTokensRequest) -> dict[str, Any]:
     """Reasoning is off unless the request turns it on, as in Anthropic's API."""
-    if request.thinking is None or request.thinking.type == "disabled":
-        return {"reasoning_effort": "none"}
-    values: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}}
+    thinks = request.thinking is not None and request.thinking.type != "disabled"
+    values: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": thinks}}
     effort = request.output_config.effort if request.output_config else None
     return values if effort is None else {**values, "reasoning_effort": "xhigh" if effort == "max" else effort}
 
