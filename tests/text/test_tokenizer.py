@@ -166,6 +166,17 @@ def test_a_stop_string_ends_the_text_at_its_first_occurrence(byte_level, text, s
         assert not any(stop in shown for stop in stops)
 
 
+@pytest.mark.parametrize(("include", "shown"), [(False, "ab é"), (True, "ab é<|im_start|>")])
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_special_token_ends_the_text_by_its_name(byte_level, include, shown, skip):
+    ids = byte_level.encode("ab é<|im_start|>c")
+    options = {"skip_special_tokens": skip, "include_stop_str_in_output": include}
+    pieces, running = stream(byte_level, ids, stop=("x", "<|im_start|>"), **options)
+    assert ("".join(pieces), running.text) == (shown, shown)
+    pieces, _ = stream(byte_level, ids, stop=("<|im_start|>",), min_tokens=len(ids), **options)
+    assert "".join(pieces) == ("ab éc" if skip else "ab é<|im_start|>c")
+
+
 NOT_A_TOKEN = 100_000
 
 

@@ -472,7 +472,8 @@ class IncrementalDetokenizer:
     - a last U+FFFD: the bytes may be the beginning of a character;
     - a run of byte tokens (`<0x0A>`): with one invalid byte, every byte of the run becomes U+FFFD, earlier ones too.
 
-    A stop string in such a run is found when its last byte is added.
+    A stop string in such a run is found when its last byte is added. A special token that is left out of the text ends
+    it if its name is a stop string.
     """
 
     def __init__(
@@ -515,9 +516,11 @@ class IncrementalDetokenizer:
         if self._stopped:
             raise ValueError("a text that has ended at a stop string takes no more tokens")
         self._count += 1
-        text = None if self._window else self._tokenizer.whole_text(token)
-        if text is not None:
-            stop = None if self._skip and token in self._tokenizer.special_token_ids else self._extend(text)
+        if self._skip and token in self._tokenizer.special_token_ids:
+            name = self._tokenizer.token(token) or ""
+            stop = self._extend(self._decode()[self._decided :] + name, only_stop=True) if name in self._stop else None
+        elif (text := None if self._window else self._tokenizer.whole_text(token)) is not None:
+            stop = self._extend(text)
         else:
             stop = self._append(token) if self._visible(token) else None
         if self._count == self._min_tokens:
