@@ -171,6 +171,10 @@ def test_prompt_logprobs_are_for_whole_answers(api):
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0]"),
         ({"tools": [TOOL, TOOL]}, "tools[1]"),
         ({"tools": [{**TOOL, "function": {"name": "f", "parameters": 1}}]}, "tools[0].function.parameters"),
+        (
+            {"tools": [{**TOOL, "function": {"name": "f", "parameters": {"type": "array"}}}]},
+            "tools[0].function.parameters",
+        ),
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "snow"}}}, "tool_choice"),
         *named("tool_choice", "required", "always"),

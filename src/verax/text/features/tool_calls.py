@@ -144,6 +144,10 @@ def read_functions(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Funct
             raise InvalidParameterError(f"tools[{i}].function.parameters: expected a JSON schema, got {schema!r}")
         if isinstance(target := referenced(str(schema.get("$ref")), schema), Mapping):
             schema = {**schema, **target}
+        if "object" not in _types(schema, schema, _MAX_REFERENCES, {}):
+            raise InvalidParameterError(
+                f"tools[{i}].function.parameters: expected type object, as arguments have names"
+            )
         functions[name] = Function(name, schema, strict=function.get("strict") is True)
     return functions
 
