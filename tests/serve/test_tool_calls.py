@@ -123,6 +123,16 @@ def test_gpt_oss_has_no_other_efforts_than_it_was_trained_with(harmony_api):
     harmony_api.ok("/v1/messages", plain)
 
 
+@pytest.mark.parametrize(("stop", "reason"), [('ys"', "stop"), ("</tool_call>", "tool_calls")])
+def test_a_stop_string_that_cuts_a_call_is_the_reason_of_the_end(api, stop, reason):
+    body = {**BODY, **says(("rain", 2)), "stop": stop}
+    (choice,) = api.ok(PATH, body)["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == (reason, stop)
+    assert call["function"]["arguments"] == ('{"da' if reason == "stop" else '{"days": 2}')
+    assert joined(api.stream(PATH, body))["finish_reason"] == reason
+
+
 def test_several_calls_stand_in_one_answer(api):
     content, calls, reason = answer(api, **says(("rain", 2), ("wind", 1)))
     assert (content, reason) == (None, "tool_calls")

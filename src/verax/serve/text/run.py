@@ -143,6 +143,8 @@ class _Sample:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     has_calls: bool = False
+    arguments: str = ""
+    """Arguments of the last call so far."""
 
 
 class Run:
@@ -293,11 +295,15 @@ class Run:
         if reason is not None:
             deltas.append(sample.parser.finish())
         for delta in filter(None, deltas):
-            sample.has_calls = sample.has_calls or bool(delta.tool_calls)
+            for call in delta.tool_calls:
+                sample.has_calls = True
+                sample.arguments = call.arguments if call.id is not None else sample.arguments + call.arguments
             sample.reasoning.append(delta.reasoning)
             yield self._event(index, delta)
         if reason is not None:
-            reason = "tool_calls" if reason == "stop" and sample.has_calls else reason
+            # A stop string within a call cuts it, as max_tokens does.
+            whole = not isinstance(part.stop_reason, str) or _is_json(sample.arguments)
+            reason = "tool_calls" if reason == "stop" and sample.has_calls and whole else reason
             yield self._event(index, Delta(), reason, part.stop_reason)
 
     def _event(self, index: int, delta: Delta, reason: Any = None, stop_reason: int | str | None = None) -> RunEvent:
@@ -334,6 +340,14 @@ class Run:
             ranked=[entry for event in events for entry in event.ranked],
             token_ids=[token for event in events for token in event.token_ids],
         )
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
 
 
 def _without_tokens(part: CompletionOutput) -> CompletionOutput:
