@@ -232,8 +232,8 @@ def test_a_full_disk_fails_the_clip_and_not_the_server(client, monkeypatch):
         *named("prompt", None, " ", "a" * 40_000, ["a"]),
         *named("size", "64", "1280x720", "-64x64", "60x64", "../../x"),
         *(
-            (dict(width=64, height=64, size="64x64"), "size"),
-            (dict(width=64), "size"),
+            (dict(width=64, height=64, size="64x64"), "width"),
+            (dict(height=64), "height"),
             (dict(width=8, height=64), "size"),
         ),
         *(

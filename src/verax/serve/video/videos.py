@@ -305,9 +305,9 @@ def _size(
     Frames of each picture's own shape would be programs to compile for each.
     """
     size = body.size
-    if body.width is not None or body.height is not None:
-        if size is not None or body.width is None or body.height is None:
-            raise InvalidParameterError("size: give it, or width and height, both of them")
+    if given := [name for name in ("width", "height") if getattr(body, name) is not None]:
+        if size is not None or len(given) == 1:
+            raise InvalidParameterError(f"{given[0]}: give width and height, both of them, or size alone")
         size = f"{body.width}x{body.height}"
     if size is None:
         first = None if frames is None else frames[0]
