@@ -5,6 +5,8 @@ from itertools import islice
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
 
 from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from verax.errors import InvalidParameterError
@@ -60,6 +62,31 @@ def test_the_prompt_has_the_tokens_that_the_engine_reads(read, tokenizer):
     assert example.tokens[: len(prompt)].tolist() == prompt
     assert not example.trained[: len(prompt)].any()
     assert example.trained[len(prompt)]
+
+
+@pytest.mark.parametrize("scheme", ["first", "always"])
+def test_no_space_comes_before_an_answer_whose_tokenizer_puts_one_before_each_text(scheme, tmp_path):
+    backend = tokenizers.Tokenizer(
+        models.BPE({"</s>": 0, "▁": 1, "a": 2, "b": 3, "\n": 4, ":": 5, "▁a": 6}, [("▁", "a")])
+    )
+    backend.add_special_tokens(["</s>"])
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    template = (
+        "{% for m in messages %}b:\n{{ m.content }}</s>\n{% endfor %}{% if add_generation_prompt %}b:\n{% endif %}"
+    )
+    end = {"eos_token": "</s>"}
+    tokenizer = Tokenizer(
+        backend, special_tokens=end, eos_token_ids=frozenset([0]), chat_templates={"default": template}
+    )
+    answer = {"role": "assistant", "content": "aa"}
+    lines = {"messages": [USER | {"content": "b"}, answer] * 2}, {"prompt": "b ", "completion": "a"}
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    chat, pair = read_examples(path, tokenizer, max_length=100).items
+    whole = tokenizer.apply_chat_template(lines[0]["messages"], add_generation_prompt=False)
+    assert chat.tokens.tolist() == tokenizer.encode(whole)
+    assert chat.tokens[chat.trained].tolist() == [2, 2, 0] * 2
+    assert pair.tokens.tolist() == [*tokenizer.encode("b "), 2, 0]  # together, "▁a" is one token
 
 
 def test_answers_that_the_template_renders_otherwise_later_become_examples_of_their_own(read, tokenizer):

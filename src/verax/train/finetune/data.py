@@ -51,8 +51,6 @@ class _Piece(NamedTuple):
 
     text: str
     trained: bool
-    special: bool = False
-    """True for the beginning of a text that no chat template rendered: the tokenizer adds its special tokens."""
 
 
 def read_examples(path: Path, tokenizer: Tokenizer, *, max_length: int) -> Examples:
@@ -105,7 +103,7 @@ def _examples(fields: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[Examp
         raise ValueError(f"expected {FORMS}, got the keys {', '.join(fields) or '(none)'}")
     if forms == [("messages",)]:
         for pieces in _conversation(fields["messages"], fields.get("tools"), tokenizer):
-            yield _encoded(pieces, tokenizer)
+            yield _encoded(pieces, tokenizer, templated=True)
         return
     texts = [fields[name] for name in forms[0]]
     for name, text in zip(forms[0], texts, strict=True):
@@ -113,8 +111,8 @@ def _examples(fields: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[Examp
             raise ValueError(f"{name}: expected a text, got {text!r}")
     if not texts[-1]:
         raise ValueError(f"{forms[0][-1]}: it is empty; there is nothing to learn")
-    pieces = [_Piece(text, trained=i == len(texts) - 1, special=i == 0) for i, text in enumerate(texts)]
-    yield _ended(_encoded(pieces, tokenizer), tokenizer)
+    pieces = [_Piece(text, trained=i == len(texts) - 1) for i, text in enumerate(texts)]
+    yield _ended(_encoded(pieces, tokenizer, templated=False), tokenizer)
 
 
 def _conversation(messages: Any, tools: Any, tokenizer: Tokenizer) -> list[list[_Piece]]:
@@ -146,19 +144,35 @@ def _conversation(messages: Any, tools: Any, tokenizer: Tokenizer) -> list[list[
     return [pieces]
 
 
-def _encoded(pieces: Sequence[_Piece], tokenizer: Tokenizer) -> Example:
-    """Tokens of pieces, each encoded by itself: an answer is generated after its prompt's tokens.
+def _encoded(pieces: Sequence[_Piece], tokenizer: Tokenizer, *, templated: bool) -> Example:
+    """Tokens of pieces. A piece's tokens do not depend on later ones: an answer is generated after its prompt's tokens.
 
     What a chat template writes after the token that ends an answer is not trained, since nobody generates it.
+
+    `templated`: True for a chat template's text. To other texts the tokenizer adds its special tokens.
     """
-    ids, trained = list[int](), list[bool]()
+    ids, trained, text = list[int](), list[bool](), ""
     for piece in pieces:
-        new = tokenizer.encode(piece.text, add_special_tokens=piece.special)
+        new = _following(ids, text, piece.text, tokenizer, special=not templated)
         ends = [i for i, token in enumerate(new) if token in tokenizer.eos_token_ids]
-        last = ends[-1] if ends and not piece.special else len(new)
+        last = ends[-1] if ends and templated else len(new)
         ids += new
         trained += [piece.trained and i <= last for i in range(len(new))]
+        text += piece.text
     return Example(np.asarray(ids, np.int32), np.asarray(trained, bool))
+
+
+def _following(ids: list[int], before: str, text: str, tokenizer: Tokenizer, *, special: bool) -> list[int]:
+    """Tokens of a text after an earlier one, whose tokens are `ids`.
+
+    A text by itself is not encoded so: many tokenizers put a space before its first word.
+    """
+    whole = tokenizer.encode(before + text, add_special_tokens=special)
+    if whole[: len(ids)] == ids:
+        return whole[len(ids) :]
+    # A token of the whole goes across the border. After a line break a text is encoded as in the middle of another.
+    line, whole = (tokenizer.encode(part, add_special_tokens=False) for part in ("\n", "\n" + text))
+    return whole[len(line) :] if whole[: len(line)] == line else tokenizer.encode(text, add_special_tokens=False)
 
 
 def _ended(example: Example, tokenizer: Tokenizer) -> Example:
