@@ -8,13 +8,14 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from tests.support.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from tests.support.tiny import CHAT_TEMPLATE, TURN_END, tiny_tokenizer
 from verax.errors import InvalidParameterError
 from verax.text.tokens.tokenizer import Tokenizer
 from verax.train.finetune.data import Example, read_examples, shuffled_batches, validation_batches
 
 USER = {"role": "user", "content": "a fox"}
 ANSWER = {"role": "assistant", "content": "the river"}
+CALL = {"type": "function", "function": {"name": "cross", "arguments": {}}}
 
 FORGETFUL = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -54,6 +55,15 @@ def test_only_the_assistants_answers_of_a_conversation_are_trained_with_their_en
         "<|im_end|>\n<|im_start|>user\na fox<|im_end|>\n<|im_start|>assistant\nonce<|im_end|>\n"
     )
     assert trained == "the river<|im_end|>once<|im_end|>"
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, FORGETFUL])
+def test_an_answer_of_weight_zero_is_only_read(read, tokenizer, template):
+    answers = [ANSWER | {"weight": 0}, ANSWER | {"content": "once", "weight": 1}, ANSWER | {"weight": None}]
+    examples = read({"messages": [m for answer in answers for m in (USER, answer)]}, template=template).items
+    trained = "".join(parts(tokenizer, example)[1] for example in examples)
+    assert trained.replace("(thought)", "") == "once<|im_end|>the river<|im_end|>"
+    assert all("a fox" in parts(tokenizer, example)[0] for example in examples)
 
 
 def test_the_prompt_has_the_tokens_that_the_engine_reads(read, tokenizer):
@@ -126,12 +136,30 @@ def test_long_examples_are_cut_and_those_with_nothing_to_learn_left_out(read):
         ({"messages": [{"content": "a"}]}, "expected a dictionary with a role"),
         ({"messages": [USER]}, "expected an answer of the assistant"),
         ({"messages": [ANSWER]}, "expected an answer of the assistant after another message"),
+        ({"messages": [USER, ANSWER | {"content": ""}]}, r"messages\[1\]: the answer is empty"),
+        (
+            {"messages": [USER, ANSWER | {"content": [{"type": "text", "text": "a"}]}]},
+            r"messages\[1\].content: expected",
+        ),
+        ({"messages": [USER, ANSWER | {"weight": 0.5}]}, r"messages\[1\].weight: expected 0 or 1, got 0.5"),
+        ({"messages": [USER, ANSWER | {"weight": 0}]}, "each answer has the weight 0"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]}, "writes nothing of an answer"),
+        ({"messages": [USER, ANSWER], "tools": "[]"}, r"tools: expected a list of objects, got '\[\]'"),
+        ({"messages": [USER, ANSWER], "system": "be brief"}, "system: it is not supported"),
+        ({"messages": [USER, ANSWER], "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs: it"),
+        ({"prompt": "a", "completion": "b", "label": False}, "label: false marks an answer to avoid"),
         ('{"text": "\\ud83e"}', "not valid JSON"),
     ],
 )
 def test_a_wrong_line_is_named_by_its_number(read, line, problem):
     with pytest.raises(InvalidParameterError, match=rf"data.jsonl, line 3: .*{problem}"):
         read({"text": "a fox"}, "", line)
+
+
+def test_a_template_that_ends_no_answer_is_refused(read):
+    unended = CHAT_TEMPLATE.replace(TURN_END, "<|turn|>")
+    with pytest.raises(InvalidParameterError, match=r"line 1: .*no token that ends a text \('<\|im_end\|>'\)"):
+        read({"messages": [USER, ANSWER]}, template=unended)
 
 
 def test_a_template_that_puts_an_answer_elsewhere_is_refused(read):

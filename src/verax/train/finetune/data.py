@@ -19,9 +19,20 @@ from jaxtyping import Bool, Int32
 
 from verax._buckets import at_least, powers
 from verax.errors import InvalidParameterError, TemplateError
+from verax.text.tokens.chat_template import check_messages
 from verax.text.tokens.tokenizer import Tokenizer
 
 FORMS = 'an object with "messages", with "prompt" and "completion", or with "text"'
+
+_REFUSED = {
+    "system": 'give it as a first message of the role "system", or in the prompt',
+    "functions": 'name them in "tools"',
+    "chat_template_kwargs": "the template is rendered without variables of its own",
+    "images": "only text is read",
+    "videos": "only text is read",
+    "audios": "only text is read",
+}
+"""Fields of other programs' files that change an example, each with what is possible here."""
 
 
 class Example(NamedTuple):
@@ -101,6 +112,10 @@ def _examples(fields: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[Examp
     forms = [form for form in (("messages",), ("prompt", "completion"), ("text",)) if fields.keys() >= {*form}]
     if len(forms) != 1:
         raise ValueError(f"expected {FORMS}, got the keys {', '.join(fields) or '(none)'}")
+    if refused := next((name for name in _REFUSED if fields.get(name)), None):
+        raise ValueError(f"{refused}: it is not supported; {_REFUSED[refused]}")
+    if fields.get("label") is False:
+        raise ValueError("label: false marks an answer to avoid, and each answer here is learned; leave it out")
     if forms == [("messages",)]:
         for pieces in _conversation(fields["messages"], fields.get("tools"), tokenizer):
             yield _encoded(pieces, tokenizer, templated=True)
@@ -119,29 +134,53 @@ def _conversation(messages: Any, tools: Any, tokenizer: Tokenizer) -> list[list[
     """Pieces of a conversation's examples, in which the assistant's answers are trained.
 
     It is one example, unless the template renders an answer otherwise when more follows, as those do that drop the
-    reasoning of earlier answers. Then each answer is an example, after the prompt that asks for it.
+    reasoning of earlier answers. Then each answer is an example, after the prompt that asks for it. An answer of the
+    `weight` 0 is only read.
     """
+    _check_conversation(messages, tools)
     render = partial(tokenizer.apply_chat_template, tools=tools)
     whole = render(messages, add_generation_prompt=False)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers or answers[0] == 0:
         raise ValueError("messages: expected an answer of the assistant after another message")
-    turns = list[tuple[str, str]]()
+    turns = list[tuple[str, str, bool]]()
     for i in answers:
+        trained = messages[i].get("weight") != 0
+        if trained and not (messages[i].get("content") or messages[i].get("tool_calls")):
+            raise ValueError(f"messages[{i}]: the answer is empty; there is nothing to learn")
         prompt, text = render(messages[:i]), render(messages[: i + 1], add_generation_prompt=False)
         if not text.startswith(prompt):
             raise TemplateError(
                 f"messages[{i}]: the chat template does not render this answer after the prompt that asks for it; "
                 'give "prompt" and "completion" instead'
             )
-        turns.append((prompt, text[len(prompt) :]))
-    if not all(whole.startswith(prompt + answer) for prompt, answer in turns):
-        return [[_Piece(prompt, trained=False), _Piece(answer, trained=True)] for prompt, answer in turns]
+        turns.append((prompt, text[len(prompt) :], trained))
+    if not any(trained for *_, trained in turns):
+        raise ValueError("messages: each answer has the weight 0; there is nothing to learn")
+    if not all(whole.startswith(prompt + answer) for prompt, answer, _ in turns):
+        return [
+            [_Piece(prompt, trained=False), _Piece(answer, trained=True)]
+            for prompt, answer, trained in turns
+            if trained
+        ]
     pieces, end = list[_Piece](), 0
-    for prompt, answer in turns:
-        pieces += [_Piece(prompt[end:], trained=False), _Piece(answer, trained=True)]
+    for prompt, answer, trained in turns:
+        pieces += [_Piece(prompt[end:], trained=False), _Piece(answer, trained=trained)]
         end = len(prompt) + len(answer)
     return [pieces]
+
+
+def _check_conversation(messages: Any, tools: Any) -> None:
+    """Refuse what a template would write as Python shows it, and weights that are not supported."""
+    check_messages(messages)
+    for i, message in enumerate(messages):
+        content, weight = message.get("content"), message.get("weight")
+        if not isinstance(content, str | None):
+            raise ValueError(f"messages[{i}].content: expected a text, got {content!r:.60}")
+        if weight not in (None, 0, 1):
+            raise ValueError(f"messages[{i}].weight: expected 0 or 1, got {weight!r}")
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError(f"tools: expected a list of objects, got {tools!r:.60}")
 
 
 def _encoded(pieces: Sequence[_Piece], tokenizer: Tokenizer, *, templated: bool) -> Example:
@@ -155,6 +194,14 @@ def _encoded(pieces: Sequence[_Piece], tokenizer: Tokenizer, *, templated: bool)
     for piece in pieces:
         new = _following(ids, text, piece.text, tokenizer, special=not templated)
         ends = [i for i, token in enumerate(new) if token in tokenizer.eos_token_ids]
+        if piece.trained and templated and tokenizer.eos_token_ids and not ends:
+            known = ", ".join(f"{tokenizer.token(token)!r}" for token in sorted(tokenizer.eos_token_ids))
+            raise TemplateError(
+                f"the chat template ends an answer with no token that ends a text ({known}), so that the model would "
+                "not learn to stop; add the answers' last token to eos_token_id in the model's generation_config.json"
+            )
+        if piece.trained and templated and ends[:1] == [0]:
+            raise TemplateError("the chat template writes nothing of an answer: it may have no place for tool calls")
         last = ends[-1] if ends and templated else len(new)
         ids += new
         trained += [piece.trained and i <= last for i in range(len(new))]
