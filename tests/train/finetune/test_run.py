@@ -132,6 +132,21 @@ def test_a_run_continues_with_its_own_settings_only(base, data, whole):
             train_lora(base, data, folder, settings(**changes), lora, resume=resume, show_progress=False)
 
 
+def test_a_run_continues_with_its_own_base_and_examples_only(base, data, whole, tmp_path):
+    other = tiny_checkpoint(tmp_path / "base", num_hidden_layers=1, seed=1)
+    pairs = write_examples(tmp_path / "pairs.jsonl", [("a fox", "12")])
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(json.dumps({"text": "a fox12"}))  # the same tokens, of which more are trained
+    train_lora(base, pairs, tmp_path / "run", settings(steps=1), SMALL, show_progress=False)
+    for model, examples, folder, problem in (
+        (other, data, whole[0], "made with base"),
+        (base, texts, tmp_path / "run", "made with data"),
+    ):
+        given = settings() if folder == whole[0] else settings(steps=1)
+        with pytest.raises(CheckpointError, match=problem):
+            train_lora(model, examples, folder, given, SMALL, resume=True, show_progress=False)
+
+
 def test_quantised_weights_are_trained_as_floats_only_on_request(data, tmp_path):
     plain = tiny_checkpoint(tmp_path / "plain")
     opened = Checkpoint.open(plain)

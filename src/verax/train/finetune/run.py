@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from verax import builtin, checkpoint, ops, progress
 from verax._compat import compiler_options
 from verax.checkpoint import Checkpoint
+from verax.checkpoint.checkpoint import fingerprint
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.loading import DEQUANTIZE, load_causal_lm, model_shapes
 from verax.models import CausalLM, causal_lm
@@ -97,7 +98,10 @@ class Job:
                 total += float(evaluate(compute, params, given))
             return total
 
-        data = hashlib.sha256(b"".join(example.tokens.tobytes() for example in self.examples.items)).hexdigest()[:16]
+        data = hashlib.sha256()
+        for tokens, trained in self.examples.items:
+            data.update(b"%d " % len(tokens) + tokens.tobytes() + trained.tobytes())
+        contents = {"base": fingerprint(self.opened), "data": data.hexdigest()[:16]}
         same = ("batch_size", "gradient_accumulation", "seed", "dtype")
         return train(
             compute,
@@ -107,7 +111,7 @@ class Job:
             ),
             schedule,
             self.output,
-            settings={**settings, **{name: getattr(own, name) for name in same}, "data": data},
+            settings={**settings, **{name: getattr(own, name) for name in same}, **contents},
             accumulation=parts,
             validate=None if self.validation is None else validate,
             resume=self.resume,
