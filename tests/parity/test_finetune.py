@@ -15,6 +15,7 @@ peft = pytest.importorskip("peft")
 from tests.parity import test_causal_lm as causal_lm
 from tests.support.causal_lm import logits, relative
 from tests.support.finetune import settings, write_examples
+from tests.support.tiny import tiny_tokenizer
 from verax import ops
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.lora import Adapter, merge
@@ -25,11 +26,19 @@ from verax.train.finetune.lora import TrainedAdapter
 from verax.train.finetune.run import batch_loss, recompute_layers
 
 FAMILIES = {"qwen3": {}, "gemma3": {"layer_types": ["sliding_attention", "full_attention"]}}
+TOWER = "gemma3 with a vision tower"
+
 RNG = np.random.default_rng(0)
 LENGTHS = [40, 23, 31]
 
 
 def reference(family, folder):
+    if family == TOWER:
+        text = {**causal_lm.GEMMA, **FAMILIES["gemma3"], "num_hidden_layers": 2}
+        options = dict(vision_config=causal_lm.TOWER, mm_tokens_per_image=4, pad_token_id=None)
+        model = causal_lm.with_tower("Gemma3", folder, text, **options)
+        tiny_tokenizer(folder, causal_lm.SIZES["vocab_size"])
+        return model
     return causal_lm.reference(family, folder, num_hidden_layers=2, pad_token_id=None, **FAMILIES[family])
 
 
@@ -121,7 +130,7 @@ def test_layers_that_are_computed_again_give_the_same_gradients(tmp_path):
     assert forward.count("prevent_cse=True") >= 2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, TOWER])
 def test_peft_runs_a_trained_adapter_as_verax_does(family, tmp_path, recwarn):
     theirs = reference(family, tmp_path / "base")
     data, tokens = write_examples(tmp_path / "data.jsonl"), RNG.integers(2, causal_lm.SIZES["vocab_size"], (2, 30))
@@ -136,7 +145,7 @@ def test_peft_runs_a_trained_adapter_as_verax_does(family, tmp_path, recwarn):
     assert relative(logits(tmp_path / "base", tokens), expected) > 1e-2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, TOWER])
 def test_transformers_loads_a_trained_checkpoint(family, tmp_path):
     reference(family, tmp_path / "base")
     data, tokens = write_examples(tmp_path / "data.jsonl"), RNG.integers(2, causal_lm.SIZES["vocab_size"], (2, 30))

@@ -279,16 +279,21 @@ def _merged(opened: Checkpoint, name: str, adapter: Adapter, module: str | None,
     return NewTensor(dtype, opened.shape(name), read, release)
 
 
+_LEVEL = "language_model."
+
+
 def _modules_by_weight(opened: Checkpoint, adapter: Adapter, aliases: tuple[tuple[str, str], ...]) -> dict[str, str]:
     """The adapter's modules by the keys of the weights that they change."""
     keys = {key: key for key in opened.names() if key.endswith(".weight")}
     for pattern, replacement in aliases:
         keys = {**{re.sub(pattern, replacement, key): key for key in keys.values()}, **keys}
+    # With a vision tower, files and modules of transformers have the level of the language model in different places.
+    keys = {**{key.replace(_LEVEL, "", 1): key for key in keys.values()}, **keys}
     modules, missing, wrong = dict[str, str](), list[str](), list[str]()
     for module, pair in adapter.pairs.items():
         name = f"{module}.weight"
         others = (re.sub(pattern, replacement, name) for pattern, replacement in aliases)
-        key = next((keys[alias] for alias in (name, *others) if alias in keys), None)
+        key = next((keys[alias] for alias in (name, *others, name.replace(_LEVEL, "", 1)) if alias in keys), None)
         size = (pair.size_in, pair.size_out) if adapter.fan_in_fan_out else (pair.size_out, pair.size_in)
         if key is None:
             missing.append(module)

@@ -5,6 +5,7 @@ The layers and the low-rank products are the engine's, which later runs the adap
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,6 +72,8 @@ class TrainedAdapter:
         """Write the adapter as PEFT does, by the names that its base has in its checkpoint."""
         names = {path: name for name, path in self.layers.names.items() if path in self.layers.shapes}
         keys = {name.removesuffix(".weight") for name in opened.names() if name.endswith(".weight")}
+        # Published keys of models with a vision tower, and the names of the modules in transformers 5.
+        keys = {re.sub(r"^language_model\.model\.", "model.language_model.", key) for key in keys}
         names |= {path: name for name, path in self.layers.names.items() if path in names and name in keys}
         pairs = {names[p]: (np.asarray(m["lora_A"]), np.asarray(m["lora_B"])) for p, m in matrices.items()}
         settings = self.settings
