@@ -26,6 +26,8 @@ from verax import LLM, builtin, checkpoint, ops
 from verax.checkpoint import Checkpoint
 from verax.compare.cases.text import text_case
 from verax.compare.run import compare_case
+from verax.loading import load_causal_lm
+from verax.models import language_config
 from verax.text.engine.sampling_params import SamplingParams
 
 SIZES = dict(
@@ -396,6 +398,28 @@ def test_a_mistral_with_a_vision_tower_answers_texts(kind, tied, tmp_path):
     text = {**HEADS, **tie, "model_type": kind, "rope_parameters": GROWING_ROPE}
     theirs = with_tower("Mistral3", tmp_path, text, vision_config=tower, **tie)
     assert relative(logits(tmp_path, TOKENS), expected_logits(theirs)) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "options"),
+    [
+        ("Gemma3", {**GEMMA, "layer_types": GEMMA_LAYERS}, dict(vision_config=TOWER, mm_tokens_per_image=4)),
+        ("Qwen3_5", DELTA, dict(vision_config=VISION, tie_word_embeddings=True)),
+        ("Qwen3_5Moe", {**DELTA, **EXPERTS, **SHARED, **HEADS}, dict(vision_config=VISION, tie_word_embeddings=True)),
+        ("Mistral3", {**HEADS, "model_type": "mistral"}, dict(vision_config={**TOWER, "model_type": "pixtral"})),
+        ("Mistral3", {**HEADS, "model_type": "ministral3"}, dict(vision_config={**TOWER, "model_type": "pixtral"})),
+    ],
+)
+def test_transformers_loads_the_language_model_of_a_checkpoint_with_a_vision_tower(kind, text, options, tmp_path):
+    theirs = with_tower(kind, tmp_path / "whole", text, **options)
+    opened = Checkpoint.open(tmp_path / "whole")
+    model = load_causal_lm(opened, dtype="float32")
+    checkpoint.save(model, tmp_path / "text", config=language_config(opened.config))
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text", output_loading_info=True)
+    assert not any(report[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert again.config.architectures == [type(again).__name__]
+    assert relative(expected_logits(again.eval()), expected_logits(theirs)) < 2e-5
+    assert relative(logits(tmp_path / "text", TOKENS), expected_logits(theirs)) < 2e-5
 
 
 def test_config_files_of_transformers_4_are_read_as_it_reads_them(tmp_path):

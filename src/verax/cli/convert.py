@@ -132,7 +132,7 @@ def quantize(
     from verax import builtin, checkpoint, progress
     from verax.errors import CheckpointError, InvalidParameterError
     from verax.loading import load_causal_lm
-    from verax.models import check_dtype
+    from verax.models import check_dtype, language_config
 
     check_dtype(dtype)
     opened = checkpoint.Checkpoint.open(builtin.text_model() if model is None else model)
@@ -148,7 +148,10 @@ def quantize(
         quantized: Any = load_causal_lm(
             opened, dtype=dtype, quantization=precision, quantize_head=not round_inputs, progress=report
         )
-    config = {**opened.config, "torch_dtype": dtype} | ({} if round_inputs else {"tie_word_embeddings": False})
+    config = {**language_config(opened.config), "torch_dtype": dtype}
+    config.pop("dtype", None)  # what newer versions of transformers call it
+    if not round_inputs:
+        config["tie_word_embeddings"] = False
     folder = checkpoint.save(
         quantized,
         output,

@@ -70,6 +70,7 @@ __all__ = [
     "cross_encoder",
     "encoder",
     "hidden_states",
+    "language_config",
     "masked_lm",
     "register_causal_lm",
     "register_video_model",
@@ -205,6 +206,35 @@ def _prediction_layers(config: Mapping[str, Any]) -> int:
             f"(num_nextn_predict_layers or mtp_num_hidden_layers 1), got {layers or 'none'}"
         )
     return layers
+
+
+_LANGUAGE_MODELS = {
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+}
+"""Classes of transformers, by the `model_type` of the language model in a file of a model with a vision tower."""
+
+
+def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of the language model alone, whose keys have no level for it; a copy, of one without a `text_config`.
+
+    Raises:
+        UnsupportedModelError: for a language model whose class in transformers is not known.
+    """
+    part = read_value(config, "text_config", dict, None)
+    if part is None:
+        return dict(config)
+    outer = read_value(config, "model_type", str)
+    kind = read_value(part, "model_type", str, "mistral" if outer == "mistral3" else f"{outer}_text")
+    if kind not in _LANGUAGE_MODELS:
+        raise UnsupportedModelError(f"{file_of(config)}: its language model, {kind!r}, cannot be written by itself")
+    shared = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
+    kept = {name: config[name] for name in shared if name in config}
+    return {**part, **kept, "model_type": kind, "architectures": [_LANGUAGE_MODELS[kind]]}
 
 
 def is_causal(config: Mapping[str, Any]) -> bool:

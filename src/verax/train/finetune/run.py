@@ -21,7 +21,7 @@ from verax.checkpoint import Checkpoint
 from verax.checkpoint.checkpoint import fingerprint
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.loading import DEQUANTIZE, load_causal_lm, model_shapes
-from verax.models import CausalLM, causal_lm
+from verax.models import CausalLM, causal_lm, language_config
 from verax.text.step.program import AbstractModel
 from verax.text.tokens.tokenizer import Tokenizer
 from verax.train.finetune.data import Examples, read_examples, shuffled_batches, validation_batches
@@ -212,7 +212,7 @@ def train_full(
         return batch_loss(recompute_layers(model) if settings.gradient_checkpointing else model, batch)
 
     trained = run.train(loss, params, {})
-    config = {**run.opened.config, "torch_dtype": settings.dtype}
+    config = {**language_config(run.opened.config), "torch_dtype": settings.dtype}
     for name in ("quantization_config", "dtype"):  # the latter is what newer versions of transformers call it
         config.pop(name, None)
     folder = checkpoint.save(
