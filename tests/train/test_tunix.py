@@ -78,6 +78,14 @@ def test_answers_of_a_group_differ_and_bring_their_log_probabilities(rollout, mo
         rollout.generate(["the cat " * 10], SimpleNamespace(**CONFIG))
 
 
+def test_log_probabilities_at_another_temperature_are_refused(rollout):
+    """Tunix would divide the trainer's scores by the temperature, and not the engine's."""
+    warm = CONFIG | {"temperature": 0.9}
+    with pytest.raises(InvalidParameterError, match=r"return_logprobs: expected temperature 1, got 0\.9"):
+        rollout.generate(["a"], SimpleNamespace(**warm))
+    assert rollout.generate(["a"], SimpleNamespace(**warm | {"return_logprobs": False})).logprobs is None
+
+
 def test_an_answer_counts_up_to_its_end(rollout, model):
     got = rollout.get_per_token_logps(jnp.asarray([[PAD, 5, 9]]), jnp.asarray([[7, END, 8, PAD]]))
     np.testing.assert_allclose(got[0], [*log_probabilities(model[1], [5, 9], [7, END]), 0, 0], atol=1e-4)

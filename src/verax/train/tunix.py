@@ -151,6 +151,12 @@ def _sampling(config: Any, index: int) -> SamplingParams:
 
     Prompts of a group are equal, and a draw depends on the seed and the position alone: each has a seed of its own.
     """
+    if config.return_logprobs and config.temperature not in (0, 1):
+        raise InvalidParameterError(
+            f"return_logprobs: expected temperature 1, got {config.temperature}: Tunix compares them with the "
+            "trainer's at this temperature, and the engine's log-probabilities are those without one; or let the "
+            "trainer compute them (use_rollout_logps=False)"
+        )
     seed = None
     if config.seed is not None:
         is_key = isinstance(config.seed, jax.Array) and jnp.issubdtype(config.seed.dtype, jax.dtypes.prng_key)
