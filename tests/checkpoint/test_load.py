@@ -115,6 +115,13 @@ def test_saving_and_loading_gives_the_same_bits(tmp_path, shard, dtype):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("array", [np.ones(2, np.complex64), np.ones(2, ">f4")])
+def test_an_array_whose_dtype_no_file_has_is_refused_by_its_key(tmp_path, array):
+    with pytest.raises(CheckpointError, match=f"b: expected an array of float64.*, got {array.dtype}"):
+        checkpoint.save({"a": np.ones(2, np.float32), "b": array}, tmp_path, config={})
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_interrupted_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     checkpoint.save(weights(), tmp_path, config={"x": 1})
 

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from verax.checkpoint.checkpoint import INDEX
 from verax.checkpoint.formats.quantized import entries, quantization_config
-from verax.checkpoint.formats.safetensors import SHARD_BYTES, NewTensor, write_shards
+from verax.checkpoint.formats.safetensors import DTYPES, SHARD_BYTES, NewTensor, write_shards
 from verax.checkpoint.load import is_transposed, split_quantized, stacked_keys
 from verax.checkpoint.resolve import TOKENIZER_FILES
 from verax.errors import CheckpointError
@@ -55,7 +55,8 @@ def save(
         max_shard_bytes: largest size of a file in bytes, unless a single weight is larger.
 
     Raises:
-        CheckpointError: if `tokenizer_from` has no tokenizer files, or a weight is in blocks of a GGUF file.
+        CheckpointError: if `tokenizer_from` has no tokenizer files, a weight is in blocks of a GGUF file, or an array
+            has a dtype that the format does not have.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +67,7 @@ def save(
         if tokenizer_from is not None:
             _copy_tokenizer(Path(tokenizer_from), partial)
         arrays, scheme = _named(model)
-        tensors = {key: _tensor(value, dtype) for key, value in arrays.items()}
+        tensors = {key: _tensor(key, value, dtype) for key, value in arrays.items()}
         for _ in write_shards(partial, "model", tensors, max_shard_bytes):
             pass
         if generation_config is not None:
@@ -147,8 +148,10 @@ def _unstacked(values: Mapping[str, Any], model: nnx.Module) -> dict[str, Any]:
     return result
 
 
-def _tensor(value: Any, dtype: DTypeLike | None) -> NewTensor:
+def _tensor(key: str, value: Any, dtype: DTypeLike | None) -> NewTensor:
     """The tensor to write for an array, or for a tensor that is read when it is written."""
+    if value.dtype not in DTYPES.values():
+        raise CheckpointError(f"{key}: expected an array of {', '.join(map(str, DTYPES.values()))}, got {value.dtype}")
     floats = dtype is not None and jnp.issubdtype(value.dtype, jnp.floating)
     written = np.dtype(jnp.dtype(dtype) if floats else value.dtype)
     if isinstance(value, NewTensor):
