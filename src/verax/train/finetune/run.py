@@ -56,7 +56,8 @@ class Job:
                 f"{opened.folder}: its weights are quantised, and training needs floats; train the unquantised model, "
                 "or dequantize these (--dequantize)"
             )
-        longest = causal_lm(opened.config)[1].max_position_embeddings
+        sizes = causal_lm(opened.config)[1]
+        longest = sizes.max_position_embeddings
         self.max_length = max_length = settings.max_length or min(longest, DEFAULT_MAX_LENGTH)
         if max_length > longest:
             raise InvalidParameterError(f"max_length: the model reads {longest} tokens at most, got {max_length}")
@@ -65,6 +66,14 @@ class Job:
         self.validation: Examples | None = None
         if validation_data is not None:
             self.validation = read_examples(validation_data, tokenizer, max_length=max_length)
+        largest = max(
+            int(tokens.max()) for read in (self.examples, self.validation) if read for tokens, _ in read.items
+        )
+        if largest >= sizes.vocab_size:
+            raise CheckpointError(
+                f"{opened.folder}: its tokenizer gives {tokenizer.token(largest)!r} the number {largest}, and the "
+                f"model has {sizes.vocab_size} tokens; resize its embeddings, or use the tokenizer of its training"
+            )
 
     @property
     def schedule(self) -> Schedule:
