@@ -132,6 +132,7 @@ def train(
     Raises:
         CheckpointError: if `resume` finds no state, or one of another model or schedule; if there is a state but no
             `resume`, which would overwrite it.
+        InvalidParameterError: if a loss or a gradient is not finite. It is noticed before a state is written.
         MissingDependencyError: without optax, Orbax or matplotlib.
     """
     load_pyplot()  # before the work, not after it
@@ -182,8 +183,14 @@ def train(
                 step += 1
                 done += count(batch)
                 saved = step % save_every == 0 or step == last
+                logged = step % log_every == 0 or step == last
+                if (saved or logged) and not np.isfinite([float(value), float(norm)]).all():
+                    raise InvalidParameterError(
+                        f"learning_rate: the loss was {float(value)} at step {step}, with a gradient of norm "
+                        f"{float(norm)}; take a smaller one, or more warm-up steps, in another folder"
+                    )
                 entry: dict[str, Any] = {"step": step}
-                if step % log_every == 0 or step == last:
+                if logged:
                     speed = done / (time.perf_counter() - begin)
                     entry.update(loss=float(value), gradient_norm=float(norm))
                     entry[f"{counted}_per_second"] = round(speed)

@@ -41,7 +41,7 @@ class FinetuneSettings:
         None, "Steps in which the learning rate rises.", low=0, panel=_OPTIMISER, shown="a twentieth of all"
     )
     weight_decay: float = option(0.0, "Weight decay of AdamW, for matrices only.", low=0, panel=_OPTIMISER)
-    seed: int = option(0, "Seed of the order of examples, and of a new adapter.", panel=_RUN)
+    seed: int = option(0, "Seed of the order of examples, and of a new adapter.", low=0, panel=_RUN)
     dtype: str = option(
         "bfloat16",
         "bfloat16 or float32. Dtype of products, and of the model that full fine-tuning writes: float32 is trained.",

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.devices import run_on_devices
 from tests.support.finetune import PAIRS, settings, trained, write_examples
-from tests.support.tiny import tiny_checkpoint
+from tests.support.tiny import tiny_checkpoint, tiny_tokenizer
 from verax import LLM, LoRARequest, SamplingParams
 from verax.checkpoint import Checkpoint, save
 from verax.checkpoint.lora import Adapter
@@ -172,6 +172,7 @@ def test_quantised_weights_are_trained_as_floats_only_on_request(data, tmp_path)
         ({"learning_rate": float("nan")}, "learning_rate: expected a number of more than 0"),
         ({"weight_decay": -1.0}, "weight_decay: expected a number of at least 0"),
         ({"dtype": "float16"}, "dtype: expected one of"),
+        ({"seed": -1}, "seed: expected a whole number of at least 0"),
         ({"max_length": 1}, "max_length: expected a whole number of at least 2"),
     ],
 )
@@ -193,6 +194,21 @@ def test_what_does_not_fit_the_model_or_the_machine_is_refused(base, data, tmp_p
     with pytest.raises(InvalidParameterError, match="no linear layer is named 'lm_head'; expected all-linear, or some"):
         attempt(LoraSettings(4, 8, "q_proj,lm_head"))
     assert not (tmp_path / "run" / "adapter").exists()
+
+
+def test_a_run_whose_loss_is_not_finite_ends_before_it_writes_a_state(base, data, tmp_path):
+    given = settings(learning_rate=1e30, save_every=4)
+    with pytest.raises(InvalidParameterError, match="learning_rate: the loss was nan at step 2"):
+        train_lora(base, data, tmp_path, given, SMALL, show_progress=False)
+    assert RunStates(tmp_path, {}).step is None
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(data, tmp_path):
+    base = tiny_checkpoint(tmp_path / "base", num_hidden_layers=1, vocab_size=300)
+    tiny_tokenizer(base, vocab_size=320)
+    with pytest.raises(CheckpointError, match=r"its tokenizer gives .* the number 3\d\d, and the model has 300 tokens"):
+        train_lora(base, data, tmp_path / "run", settings(), SMALL, show_progress=False)
 
 
 def test_epochs_become_steps():
