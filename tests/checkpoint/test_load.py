@@ -17,7 +17,7 @@ from flax import nnx
 
 from tests.checkpoint.small import raw_file
 from tests.support.packing import awq, float8, gptq
-from tests.support.tiny import random_weights, tiny_checkpoint, tiny_config
+from tests.support.tiny import random_weights, tiny_checkpoint, tiny_config, tiny_tokenizer
 from verax import checkpoint
 from verax.checkpoint import Checkpoint, load, load_module
 from verax.checkpoint.formats import quantized as layouts
@@ -26,6 +26,7 @@ from verax.errors import CheckpointError
 from verax.loading import load_causal_lm
 from verax.nn import Linear, RMSNorm
 from verax.ops import QuantizedWeight, quantize
+from verax.text.tokens.tokenizer import Tokenizer
 
 
 class Pair(nnx.Module):
@@ -113,6 +114,16 @@ def test_saving_and_loading_gives_the_same_bits(tmp_path, shard, dtype):
     again = load_module(ABSTRACT, opened, dtype=dtype)
     for a, b in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(again)), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_tokenizer_is_saved_with_its_named_chat_templates_again_and_again(tmp_path):
+    source = tiny_tokenizer(tmp_path / "source")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    (source / "chat_template.jinja").write_text("default")
+    for _ in range(2):
+        folder = checkpoint.save(weights(), tmp_path / "out", config={}, tokenizer_from=source)
+        assert Tokenizer.from_folder(folder).chat_templates == {"default": "default", "tool_use": "tools"}
 
 
 @pytest.mark.parametrize("array", [np.ones(2, np.complex64), np.ones(2, ">f4")])

@@ -114,6 +114,7 @@ def test_only_the_files_of_a_checkpoint_are_asked_for(calls, tmp_path):
         "tokenizer_config.json",
         "tokenizer.model",
         "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
         "special_tokens_map.json",
         "vocab.json",
         "merges.txt",

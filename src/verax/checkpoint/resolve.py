@@ -14,6 +14,7 @@ from verax.files import read_json
 TOKENIZER_FILES = (
     "tokenizer*",
     "chat_template*",
+    "additional_chat_templates/*.jinja",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab*",

@@ -164,4 +164,6 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
     if not files:
         raise CheckpointError(f"{source}: no tokenizer files here (tokenizer.json, tokenizer_config.json, ...) to copy")
     for path in files:
-        shutil.copyfile(path, target / path.name)
+        copy = target / path.relative_to(source)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, copy)
