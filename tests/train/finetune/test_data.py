@@ -6,7 +6,7 @@ from itertools import islice
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import models, pre_tokenizers
+from tokenizers import models, pre_tokenizers, processors
 
 from tests.support.tiny import CHAT_TEMPLATE, TURN_END, tiny_tokenizer
 from verax.errors import InvalidParameterError
@@ -154,6 +154,22 @@ def test_long_examples_are_cut_and_those_with_nothing_to_learn_left_out(read):
 def test_a_wrong_line_is_named_by_its_number(read, line, problem):
     with pytest.raises(InvalidParameterError, match=rf"data.jsonl, line 3: .*{problem}"):
         read({"text": "a fox"}, "", line)
+
+
+@pytest.mark.parametrize("line", [{"text": "<s>ab"}, {"prompt": "<s>a", "completion": "b"}])
+def test_a_beginning_that_the_tokenizer_adds_is_refused_in_the_text(line, tmp_path):
+    """Texts that a chat template rendered, for example."""
+    backend = tokenizers.Tokenizer(models.BPE({"<s>": 0, "a": 1, "b": 2}, []))
+    backend.add_special_tokens(["<s>"])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer, path = Tokenizer(backend, special_tokens={"bos_token": "<s>"}), tmp_path / "data.jsonl"
+    path.write_text(json.dumps({name: text.replace("<s>", "") for name, text in line.items()}))
+    assert read_examples(path, tokenizer, max_length=9).items[0].tokens.tolist() == [0, 1, 2]
+    path.write_text(json.dumps(line))
+    with pytest.raises(
+        InvalidParameterError, match=r"line 1: (text|prompt): it begins with '<s>', which the tokenizer"
+    ):
+        read_examples(path, tokenizer, max_length=9)
 
 
 def test_a_template_that_ends_no_answer_is_refused(read):

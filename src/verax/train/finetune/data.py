@@ -127,7 +127,11 @@ def _examples(fields: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[Examp
     if not texts[-1]:
         raise ValueError(f"{forms[0][-1]}: it is empty; there is nothing to learn")
     pieces = [_Piece(text, trained=i == len(texts) - 1) for i, text in enumerate(texts)]
-    yield _ended(_encoded(pieces, tokenizer, templated=False), tokenizer)
+    example = _encoded(pieces, tokenizer, templated=False)
+    begin = tokenizer.special_tokens.get("bos_token")
+    if begin is not None and example.tokens[:2].tolist() == [tokenizer.token_id(begin)] * 2:
+        raise ValueError(f"{forms[0][0]}: it begins with {begin!r}, which the tokenizer adds; leave it out")
+    yield _ended(example, tokenizer)
 
 
 def _conversation(messages: Any, tools: Any, tokenizer: Tokenizer) -> list[list[_Piece]]:
