@@ -187,6 +187,9 @@ def test_what_does_not_fit_the_model_or_the_machine_is_refused(base, data, tmp_p
 
     with pytest.raises(InvalidParameterError, match="max_length: the model reads 512 tokens at most, got 600"):
         attempt(max_length=600)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidParameterError, match=r"output: .*file is a file; expected a folder"):
+        train_lora(base, data, tmp_path / "file", settings(), SMALL, show_progress=False)
     with pytest.raises(InvalidParameterError, match="warmup_steps: expected fewer than the 6 steps, got 6"):
         attempt(warmup_steps=6)
     with pytest.raises(InvalidParameterError, match="devices: 64 are asked for"):

@@ -48,6 +48,8 @@ class Job:
         show_progress: bool,
     ):
         # Before any weight is read.
+        if output.exists() and not output.is_dir():
+            raise InvalidParameterError(f"output: {output} is a file; expected a folder")
         self.opened = opened = Checkpoint.open(builtin.text_model() if model is None else model)
         self.settings, self.output = settings, output
         self.resume, self.show_progress = resume, show_progress
