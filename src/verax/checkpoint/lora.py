@@ -280,6 +280,7 @@ def _merged(opened: Checkpoint, name: str, adapter: Adapter, module: str | None,
 
 
 _LEVEL = "language_model."
+"""Part of a name by which a language model stands next to a vision tower."""
 
 
 def _modules_by_weight(opened: Checkpoint, adapter: Adapter, aliases: tuple[tuple[str, str], ...]) -> dict[str, str]:
