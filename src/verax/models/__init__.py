@@ -211,6 +211,7 @@ def _prediction_layers(config: Mapping[str, Any]) -> int:
 _LANGUAGE_MODELS = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "mistral": "MistralForCausalLM",
