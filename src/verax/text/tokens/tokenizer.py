@@ -17,7 +17,7 @@ from tokenizers import decoders, normalizers, pre_tokenizers, processors
 from verax.checkpoint import Checkpoint
 from verax.checkpoint.resolve import read_tokenizer
 from verax.errors import CheckpointError, InvalidParameterError, TemplateError, UnsupportedModelError
-from verax.fields import Count, read_value
+from verax.fields import Count, file_of, read_value
 from verax.files import read_json
 from verax.sampling_fields import MAX_LOGIT_BIAS
 from verax.text.tokens import chat_template
@@ -280,7 +280,9 @@ def suppressed_token_ids(config: Mapping[str, Any], vocab_size: int) -> tuple[in
     """Tokens that no answer may have: those of a generation_config.json that are in the vocabulary."""
     listed = {token for token in read_value(config, "suppress_tokens", list[int], []) if 0 <= token < vocab_size}
     if len(listed) > MAX_LOGIT_BIAS:
-        raise UnsupportedModelError(f"suppress_tokens: {len(listed)} tokens; at most {MAX_LOGIT_BIAS} are supported")
+        raise UnsupportedModelError(
+            f"{file_of(config)}: suppress_tokens: expected at most {MAX_LOGIT_BIAS} tokens, got {len(listed)}"
+        )
     return tuple(sorted(listed))
 
 
