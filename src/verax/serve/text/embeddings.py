@@ -37,7 +37,21 @@ CHARACTERS = 64
 T = TypeVar("T")
 
 
-class EmbeddingRequest(msgspec.Struct):
+class VectorFields(msgspec.Struct, kw_only=True):
+    """Fields of vLLM, Jina, Cohere and TEI that change vectors. Values other than the defaults are refused."""
+
+    add_special_tokens: bool = True
+    normalize: bool = True
+    normalized: bool = True
+    """Jina's name of `normalize`."""
+    late_chunking: bool = False
+    task: Refused = None
+    input_type: Refused = None
+    prompt_name: Refused = None
+    truncation_side: Refused = None
+
+
+class EmbeddingRequest(VectorFields, kw_only=True):
     """Body of `/v1/embeddings`."""
 
     input: str | list[str | int | list[int]]
@@ -50,18 +64,8 @@ class EmbeddingRequest(msgspec.Struct):
     truncate_prompt_tokens: int | None = None
     """Tokens that are kept of a text, special ones included; -1 for as many as the model reads."""
     user: str | None = None
-    add_special_tokens: bool = True
-    normalize: bool = True
-    """True alone is supported, as in `add_special_tokens`."""
-    normalized: bool = True
-    """Jina's name of `normalize`."""
-    late_chunking: bool = False
     embedding_type: Literal["float"] = "float"
     embed_dtype: Literal["float32"] = "float32"
-    task: Refused = None
-    input_type: Refused = None
-    prompt_name: Refused = None
-    truncation_side: Refused = None
 
 
 class RankedText(msgspec.Struct, kw_only=True):
@@ -70,7 +74,19 @@ class RankedText(msgspec.Struct, kw_only=True):
     text: str
 
 
-class RerankRequest(msgspec.Struct):
+class ScoreFields(msgspec.Struct, kw_only=True):
+    """Fields of vLLM, Jina, Cohere and TEI that change scores. Values other than the defaults are refused."""
+
+    raw_scores: bool = False
+    use_activation: bool = True
+    """True: scores are the activation function's."""
+    instruction: Refused = None
+    max_tokens_per_doc: Refused = None
+    max_chunks_per_doc: Refused = None
+    rank_fields: Refused = None
+
+
+class RerankRequest(ScoreFields, kw_only=True):
     """Body of `/v1/rerank`."""
 
     query: str
@@ -83,13 +99,6 @@ class RerankRequest(msgspec.Struct):
     truncate_prompt_tokens: int | None = None
     """Tokens that are kept of the query and a document, special ones included; -1 for as many as the model reads."""
     user: str | None = None
-    raw_scores: bool = False
-    use_activation: bool = True
-    """True alone is supported: scores are the activation function's."""
-    instruction: Refused = None
-    max_tokens_per_doc: Refused = None
-    max_chunks_per_doc: Refused = None
-    rank_fields: Refused = None
 
 
 def routes(server: Server) -> list[Route]:
@@ -113,7 +122,7 @@ def routes(server: Server) -> list[Route]:
         if server.encoder is None:
             raise model_error("no embedding model is served here")
         record.model = name = server.check_model(body.model, (server.encoder.name,), server.encoder.root)
-        _check_fixed(body)
+        _check_fixed(body, VectorFields)
         inputs = _inputs(body, settings.max_embedding_inputs)
         encoder = await server.encoder.get()
         try:
@@ -135,7 +144,7 @@ def routes(server: Server) -> list[Route]:
         if server.reranker is None:
             raise model_error("no reranker is served here; verax serve --reranker-model serves one")
         record.model = name = server.check_model(body.model, (server.reranker.name,), server.reranker.root)
-        _check_fixed(body)
+        _check_fixed(body, ScoreFields)
         documents = _documents(body, settings.max_embedding_inputs)
         reranker = await server.reranker.get()
         limit, whole = _limit(body.truncate_prompt_tokens, reranker.max_length), body.truncate_prompt_tokens is None
@@ -161,16 +170,10 @@ def routes(server: Server) -> list[Route]:
 # Checks and tokens of the texts.
 
 
-_FIXED = ("add_special_tokens", "normalize", "normalized", "late_chunking", "task", "input_type")
-_FIXED += ("prompt_name", "truncation_side", "raw_scores", "use_activation", "instruction")
-_FIXED += ("max_tokens_per_doc", "max_chunks_per_doc", "rank_fields")
-"""Fields of vLLM, Jina, Cohere and TEI that change the numbers, and have their defaults here."""
-
-
-def _check_fixed(body: EmbeddingRequest | RerankRequest) -> None:
-    """Check that the fields of `_FIXED` have no other value than their default."""
-    for field in msgspec.structs.fields(body):
-        if field.name in _FIXED and (given := getattr(body, field.name)) != field.default:
+def _check_fixed(body: VectorFields | ScoreFields, fixed: type[msgspec.Struct]) -> None:
+    """Check that the fields of the Struct `fixed` have no other value than their default."""
+    for field in msgspec.structs.fields(fixed):
+        if (given := getattr(body, field.name)) != field.default:
             raise field_error(field.name, f"{given!r} is not supported here; leave it out")
 
 
