@@ -19,7 +19,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
-from verax.checkpoint import Checkpoint, resolve
+from verax.checkpoint import Checkpoint, lora, resolve
 from verax.checkpoint.formats.pth import PthFile
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.fields import Size, file_of, read_fields, read_value, require_fields
@@ -271,7 +271,7 @@ def open_folder(model: str | Path, revision: str | None) -> tuple[Path, Checkpoi
         )
     entries = list_modules(folder)
     transformer = entries[0].folder if entries else folder
-    if (adapter := transformer / "adapter_config.json").is_file():
+    if (adapter := transformer / lora.CONFIG).is_file():
         raise UnsupportedModelError(f"{adapter}: adapters of encoders are not supported; merge it into the weights")
     return folder, Checkpoint.open(transformer)
 

@@ -289,8 +289,8 @@ def config_on_devices(config: C, devices: int) -> C:
     It has each head of keys and values several times, next to each other, where devices share heads. Recurrent layers
     are whole where devices do not divide them, and so are embeddings and output head.
     """
-    if cast(CausalLMConfig, config).vocab_size % devices and getattr(config, "divides_vocabulary", False):
-        config = cast(Any, replace)(config, divides_vocabulary=False)
+    if cast(CausalLMConfig, config).vocab_size % devices and getattr(config, "vocabulary_division", None):
+        config = cast(Any, replace)(config, vocabulary_division=None)
     if isinstance(config, DividedStateConfig):
         config = cast(C, config.on_devices(devices))
     if (times := head_repeats(cast(CausalLMConfig, config), devices)) == 1:

@@ -275,7 +275,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: Gemma4Config, layer_class: Any, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config, P = config, config.hidden_size_per_layer_input
         D, depth = config.hidden_size, config.num_hidden_layers + len(config.shared_layers)
-        divided = "vocabulary" if config.divides_vocabulary else None
+        divided = config.vocabulary_division
         self.embed_tokens = ScaledEmbedding(config.vocab_size, D, divided=divided, dtype=dtype, rngs=rngs)
         self.layers = nnx.List([layer_class(config, i, dtype=dtype, rngs=rngs) for i in range(depth)])
         self.norm = norm(config, dtype)

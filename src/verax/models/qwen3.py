@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +61,8 @@ class Qwen3Config:
     """Sliding window of each layer, None for full attention; empty if no layer has one."""
     local_rotary: ops.RotaryConfig | None = None
     """Rotation in layers that see a window; None for the rotation of the others."""
-    divides_vocabulary: bool = True
-    """False where devices do not divide the vocabulary, so that each has whole embeddings and a whole output head."""
+    vocabulary_division: Literal["vocabulary"] | None = "vocabulary"
+    """`divided` of embeddings and output head; None where devices do not divide the vocabulary: each has them whole."""
     num_nextn_predict_layers: Count = 0
     """Layers of the head that predicts further tokens, if the model is loaded with it: 1, or 0."""
 
@@ -309,8 +309,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: Any, layer_class: Any, *, dtype: DTypeLike, rngs: nnx.Rngs):
         self.config = config
         V, D = config.vocab_size, config.hidden_size
-        divided = "vocabulary" if config.divides_vocabulary else None
-        self.embed_tokens = self.embedding_class(V, D, divided=divided, dtype=dtype, rngs=rngs)
+        self.embed_tokens = self.embedding_class(V, D, divided=config.vocabulary_division, dtype=dtype, rngs=rngs)
         layers = range(config.num_hidden_layers)
         self.layers = nnx.List([layer_class(config, i, dtype=dtype, rngs=rngs) for i in layers])
         self.norm = norm(config, dtype)
@@ -394,8 +393,7 @@ class Qwen3ForCausalLM(nnx.Module):
         self.config = config
         self.model = self.decoder_class(config, self.layer_class, dtype=dtype, rngs=rngs)
         D, V, tied = config.hidden_size, config.vocab_size, config.tie_word_embeddings
-        divided = "vocabulary" if config.divides_vocabulary else None
-        self.lm_head = None if tied else Linear(D, V, divided=divided, dtype=dtype, rngs=rngs)
+        self.lm_head = None if tied else Linear(D, V, divided=config.vocabulary_division, dtype=dtype, rngs=rngs)
         head = lambda: PredictionHead(config, self.layer_class, dtype=dtype, rngs=rngs)
         self.mtp = head() if config.num_nextn_predict_layers else None
 

@@ -198,7 +198,7 @@ def sampling_params(
     Args:
         max_tokens: largest number of tokens of an answer; None for all that the context holds.
         logprobs: number of the best tokens to report; None for no log-probabilities.
-        structured_outputs: form that tools or reasoning demand, whole, with that of `response_format` in it.
+        structured_outputs: whole form that tools or reasoning demand, the one in `response_format` included.
         after: text that the answer has before the form that the request itself gives.
         overrides: further parameters, which replace the request's.
     """
@@ -248,7 +248,10 @@ def _check(server: Server, request: GenerationRequest) -> None:
 
 
 def _form(request: GenerationRequest, other: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Form of the answer, from the one field that gives it; `other` is that of `response_format` and tools together."""
+    """Form of the answer, from the one field that gives it.
+
+    `other`: one form for `response_format` and tools together; None if there is none.
+    """
     forms = _forms(request)
     if other is not None:
         forms.pop("response_format", None)

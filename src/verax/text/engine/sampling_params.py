@@ -30,7 +30,7 @@ _LACKING_IN_DRAWS: Mapping[str, Any] = {
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "top_h", "mirostat", "xtc_probability"), 0),
     "typical_p": 1,
 }
-"""The same of tokens that are drawn, those of GGUF files among them."""
+"""Settings that change drawn tokens alone, some of GGUF files, with their neutral values."""
 
 CHAT_SAMPLING = {"temperature": 0.7, "top_p": 0.95}
 """Sampling of a conversation with a model that recommends none: at temperature 1 small models answer with noise."""

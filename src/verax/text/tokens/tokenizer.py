@@ -277,7 +277,7 @@ def eos_token_ids(*configs: Mapping[str, Any]) -> frozenset[int]:
 
 
 def suppressed_token_ids(config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Tokens that no answer may have: those of a generation_config.json that are in the vocabulary."""
+    """Tokens of the vocabulary that a generation_config.json keeps out of every answer."""
     listed = {token for token in read_value(config, "suppress_tokens", list[int], []) if 0 <= token < vocab_size}
     if len(listed) > MAX_LOGIT_BIAS:
         raise UnsupportedModelError(
