@@ -37,9 +37,9 @@ from verax.checkpoint.formats.quantized import QuantizedEntry
 from verax.checkpoint.load import Placement, StackedKeys, is_transposed, stacked_keys
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
 from verax.models import CausalLM, causal_lm
-from verax.models.causal_lm import config_on_devices, head_repeats
+from verax.models.causal_lm import config_on_devices
 from verax.nn import Embedding, Linear
-from verax.nn.parallel import check_divisions, divisions
+from verax.nn.parallel import check_divisions, divided_weights, divisions
 from verax.ops import quantize
 from verax.ops.quantized import Precision
 
@@ -90,9 +90,9 @@ def load_model(
     """
     precision, dequantize = _precision(quantization, None if requantize else opened)
     config = _untied(model_class, config, opened)
-    repeats = 1
+    repeats: Mapping[str, int] = {}
     if mesh is not None:
-        repeats = head_repeats(config, mesh.size)
+        repeats = repeated_units(cast(Any, model_class), config, mesh.size)
         config = config_on_devices(config, mesh.size)
         shapes = model_shapes(
             model_class, config, dtype=dtype, quantization=quantization, opened=None if requantize else opened
@@ -264,7 +264,8 @@ def divide_model(model: CausalLM, mesh: Mesh) -> CausalLM:
     key/value heads, the result has each head several times.
     """
     module: Any = model
-    repeats, config = head_repeats(model.config, mesh.size), config_on_devices(model.config, mesh.size)
+    repeats = repeated_units(type(module), model.config, mesh.size)
+    config = config_on_devices(model.config, mesh.size)
     graph, state = nnx.split(module)
     if config != model.config:
         graph = nnx.graphdef(nnx.eval_shape(lambda: type(module)(config, dtype=model.dtype, rngs=_OneKey())))
@@ -273,10 +274,22 @@ def divide_model(model: CausalLM, mesh: Mesh) -> CausalLM:
     declared, divided = divisions(on_devices), []
     for path, leaf in nnx.to_flat_state(state):
         name = ".".join(map(str, path))
-        division = declared.get(name)
-        times = repeats if division is not None and division.repeats else 1
-        divided.append((path, leaf.replace(Placement(mesh, division, times).place(name, leaf.get_value()))))
+        place = Placement(mesh, declared.get(name), repeats.get(name, 1)).place
+        divided.append((path, leaf.replace(place(name, leaf.get_value()))))
     return nnx.merge(graph, nnx.from_flat_state(divided))
+
+
+def repeated_units(model_class: Callable[..., CausalLM], config: Any, devices: int) -> dict[str, int]:
+    """Times that a language model over devices has each unit of a weight, by the weight's name; of those it repeats.
+
+    They are the heads that several devices share, each with a copy.
+    """
+    on_devices = config_on_devices(config, devices)
+    if on_devices == config:
+        return {}
+    one, several = (_abstract(model_class, each, jnp.float32, None)[0] for each in (config, on_devices))
+    rows, more = ({name: weight.shape[0] for name, weight, _ in divided_weights(model)} for model in (one, several))
+    return {name: times for name in more if (times := more[name] // rows[name]) > 1}
 
 
 def load_weights(
@@ -288,7 +301,7 @@ def load_weights(
     quantize_head: bool = True,
     dequantize: bool = False,
     mesh: Mesh | None = None,
-    repeats: int = 1,
+    repeats: Mapping[str, int] = MappingProxyType({}),
     progress: Progress | None = None,
 ) -> M:
     """Fill a model that has shapes only (`nnx.eval_shape`); each weight gets its variable's dtype.
@@ -299,7 +312,7 @@ def load_weights(
         precision: precision to quantise every linear layer to.
         quantize_head: quantise the output head too.
         dequantize: True to make floats of weights that are quantised in the checkpoint.
-        repeats: times that the model has each key/value head.
+        repeats: times that the model has each unit of a weight, by its name, see `repeated_units`.
     """
     model: Any = abstract
     precisions = _precisions(model, precision)

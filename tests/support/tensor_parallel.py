@@ -70,6 +70,20 @@ FAMILIES = {
             **UNTIED,
         ),
     ),
+    # Four devices share the heads of one kind of layer, and have one each of the other's.
+    "gemma4-two-kinds": (
+        "gemma4_text",
+        dict(
+            num_key_value_heads=4,
+            num_global_key_value_heads=2,
+            attention_k_eq_v=True,
+            layer_types=["sliding_attention", "full_attention"],
+            sliding_window=10,
+            global_head_dim=32,
+            hidden_size_per_layer_input=0,
+            **UNTIED,
+        ),
+    ),
     "qwen3.5": ("qwen3_5_text", DELTA),
     "qwen3-next": ("qwen3_next", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 64}),
     "two-key-heads": ("qwen3_5_text", {**DELTA, "linear_num_key_heads": 2}),

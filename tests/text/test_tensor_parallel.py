@@ -16,6 +16,7 @@ from verax.plan.model import parts_of
 
 SUMS = {"qwen3": 5, "llama": 3, "gemma3": 5, "qwen3-moe": 3, "qwen3.5": 5, "qwen3-next": 5, "two-key-heads": 4}
 SUMS |= {"phi3": 5, "olmo3": 7, "smollm3": 5, "granite": 5, "ministral3": 5, "qwen2-moe": 3, "gpt-oss": 5, "gemma4": 7}
+SUMS |= {"gemma4-two-kinds": 5}
 """Sums over devices of a decode step: two for each layer, and one of the embedding.
 
 A delta layer that is whole on every device has none. XLA joins the ones of a shared expert and of the experts. OLMo's
@@ -32,6 +33,7 @@ SIZES = dict.fromkeys(FAMILIES, (1, 8)) | {
     "qwen3-moe": (1, 2),
     WHOLE_DELTA_LAYERS: (1, 4),
     **dict.fromkeys(("phi3", "olmo3", "smollm3", "granite", "ministral3", "qwen2-moe", "gpt-oss", "gemma4"), (1, 4)),
+    "gemma4-two-kinds": (1, 4),
 }
 """Numbers of devices. Eight share heads of keys and values, except in Llama, and have an expert each; two have four.
 
@@ -87,9 +89,8 @@ def test_each_device_runs_the_kernels_that_one_device_runs(family):
 
 def test_each_device_holds_its_part_of_weights_and_heads(family):
     name, found = family
-    heads = found[1]["heads_on_a_device"][0]
     for size, of in found.items():
-        assert of["heads_on_a_device"] == [max(1, heads // size)]
+        assert of["heads_on_a_device"] == sorted({max(1, heads // size) for heads in found[1]["heads_on_a_device"]})
         whole, part = of["bytes"]
         if name != WHOLE_DELTA_LAYERS:
             assert part < 1.1 * whole / size + 12_000  # norms are whole
@@ -154,14 +155,6 @@ def test_a_head_stays_whole():
     """Rows of three heads would divide over two devices, but half a head is none."""
     model = shapes(num_attention_heads=3, num_key_value_heads=3)
     with pytest.raises(InvalidParameterError, match=r"[qk]_proj\.weight: 48 rows, 16 of which stay together, do not"):
-        check_divisions(model, 2, argument="size")
-
-
-def test_fewer_heads_in_layers_that_see_everything_are_not_divided_in_part():
-    wide = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=10, global_head_dim=32)
-    shared = dict(attention_k_eq_v=True, num_global_key_value_heads=1, hidden_size_per_layer_input=0)
-    model = shapes("gemma4_text", **wide, **shared)
-    with pytest.raises(InvalidParameterError, match=r"layers\.1\.self_attn\.k_proj\.weight: 32 rows, 32 of which stay"):
         check_divisions(model, 2, argument="size")
 
 

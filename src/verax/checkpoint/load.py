@@ -55,7 +55,7 @@ def load_module(
     dtype: DTypeLike | None,
     mesh: Mesh | None = None,
     divisions: Mapping[str, Division] = MappingProxyType({}),
-    repeats: int = 1,
+    repeats: Mapping[str, int] = MappingProxyType({}),
     ignore: Iterable[str] = (),
     aliases: Mapping[str, str] = MappingProxyType({}),
     stacks: Mapping[str, StackedKeys] = MappingProxyType({}),
@@ -77,7 +77,7 @@ def load_module(
         mesh: devices to divide the weights over; the default device if None.
         divisions: division over the mesh of each divided weight, by key of the module. Each device reads its part
             only. A weight without a division is whole on every device.
-        repeats: times that the module has each unit of a weight whose division repeats, which the checkpoint has once.
+        repeats: times that the module has each unit of a weight that the checkpoint has once, by key of the module.
         ignore: patterns of keys that the checkpoint may have and the module does not need.
         aliases: keys of the checkpoint by keys of the module, where they differ.
         stacks: keys of the checkpoint's matrices by keys of the module's stacks `[E, F, D]`. Each is read into its
@@ -98,7 +98,7 @@ def load_module(
     keys = {name: _keys(stacks[name]) if name in stacks else [aliases.get(name, name)] for name in flat}
     every = [key for source_keys in keys.values() for key in source_keys]
     _check_keys(every, checkpoint, tuple(ignore))
-    places = {name: _placement(mesh, divisions.get(name), repeats) for name in flat}
+    places = {name: Placement(mesh, divisions.get(name), repeats.get(name, 1)) for name in flat}
     for name, (_, leaf) in flat.items():
         stored = leaf.shape[0] // places[name].times, *leaf.shape[1:]
         if name in transposed:
@@ -134,12 +134,6 @@ def load_module(
             progress(done, total)
     filled = nnx.from_flat_state([(path, leaf.replace(loaded[name])) for name, (path, leaf) in flat.items()])
     return nnx.merge(graph, filled)
-
-
-def _placement(mesh: Mesh | None, division: Division | None, repeats: int) -> Placement:
-    if mesh is None:
-        return Placement()
-    return Placement(mesh, division, repeats if division is not None and division.repeats else 1)
 
 
 def _quantized(

@@ -271,12 +271,6 @@ def layer_heads(config: CausalLMConfig, layer: int) -> tuple[int, int]:
     return config.num_key_value_heads, config.head_dim
 
 
-def head_repeats(config: CausalLMConfig, devices: int) -> int:
-    """Devices that share one head of keys and values, each with a copy of it: 1 unless there are more than heads."""
-    heads = config.num_key_value_heads
-    return devices // heads if devices > heads and devices % heads == 0 else 1
-
-
 def state_axes(config: CausalLMConfig, layer: int) -> Any:
     """Axis of each array of a layer's recurrent state that devices divide; None for a state that each has whole."""
     attends = layer >= config.num_hidden_layers  # a layer of a prediction head
@@ -286,19 +280,22 @@ def state_axes(config: CausalLMConfig, layer: int) -> Any:
 def config_on_devices(config: C, devices: int) -> C:
     """Configuration of a model as `devices` devices hold it.
 
-    It has each head of keys and values several times, next to each other, where devices share heads. Recurrent layers
-    are whole where devices do not divide them, and so are embeddings and output head.
+    It has each head of keys and values several times, next to each other, where devices share heads: those of which
+    there are fewer than devices. `config.shared_heads` names the fields with their numbers. Recurrent layers are whole
+    where devices do not divide them, and so are embeddings and output head.
     """
     if cast(CausalLMConfig, config).vocab_size % devices and getattr(config, "vocabulary_division", None):
         config = cast(Any, replace)(config, vocabulary_division=None)
     if isinstance(config, DividedStateConfig):
         config = cast(C, config.on_devices(devices))
-    if (times := head_repeats(cast(CausalLMConfig, config), devices)) == 1:
-        return config
     heads = cast(CausalLMConfig, config).num_key_value_heads
-    if getattr(config, "shares_key_value_heads", True):
+    counts = {name: getattr(config, name) for name in getattr(config, "shared_heads", ("num_key_value_heads",))}
+    repeated = {name: devices for name, count in counts.items() if count and count < devices and devices % count == 0}
+    if not repeated and (heads >= devices or devices % heads):
+        return config
+    if repeated:
         with contextlib.suppress(TypeError):  # a configuration without that field
-            return cast(Any, replace)(config, num_key_value_heads=heads * times)
+            return cast(Any, replace)(config, **repeated)
     raise InvalidParameterError(
         f"tensor_parallel_size: {type(config).__name__} cannot repeat its {heads} heads of keys and values; use a "
         "number of devices that divides them"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -67,6 +68,7 @@ class Gemma4Config(Qwen3Config):
     `num_hidden_layers` and `windows` are of the layers with keys and values of their own.
     """
 
+    shared_heads: ClassVar[tuple[str, ...]] = ("num_key_value_heads", "num_global_key_value_heads")
     shared_layers: tuple[int, ...]
     """For each of the layers after these, the layer whose keys and values it attends to."""
     global_head_dim: Size
@@ -116,11 +118,6 @@ class Gemma4Config(Qwen3Config):
             experts=_experts(text, depth),
             final_logit_softcapping=read_value(text, "final_logit_softcapping", Positive, None),
         )
-
-    @property
-    def shares_key_value_heads(self) -> bool:
-        """True if all layers have equally many heads of keys and values, which more devices may then share."""
-        return self.num_global_key_value_heads is None
 
     def layer_heads(self, layer: int) -> tuple[int, int]:
         """Heads of keys and values of a layer, and their size."""
@@ -178,8 +175,7 @@ class Attention(nnx.Module):
         own = self.source == layer
         self.q_proj = Linear(D, N * H, bias=bias, divided="out", unit=H, dtype=dtype, rngs=rngs)
         self.q_norm = norm(config, dtype, H)
-        division: dict[str, Any] = dict(divided="out", unit=H, repeats=config.shares_key_value_heads)
-        new = lambda: Linear(D, K * H, bias=bias, **division, dtype=dtype, rngs=rngs)
+        new = partial(Linear, D, K * H, bias=bias, divided="out", unit=H, repeats=True, dtype=dtype, rngs=rngs)
         self.k_proj = new() if own else None
         self.k_norm = norm(config, dtype, H) if own else None
         self.v_proj = new() if own and not (config.keys_are_values and self.window is None) else None

@@ -35,7 +35,7 @@ LONGROPE = {"su": "longrope", "yarn": "longrope"}
 class Phi3Config(Qwen3Config):
     """Sizes and flags, by the names of config.json where these are clear."""
 
-    shares_key_value_heads: ClassVar[bool] = False
+    shared_heads: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Phi3Config:

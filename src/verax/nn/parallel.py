@@ -75,7 +75,7 @@ def check_divisions(model: Any, devices: int, *, argument: str) -> None:
             "device runs it"
         )
     try:
-        for name, weight, division in _divided(model):
+        for name, weight, division in divided_weights(model):
             check_division(name, weight, division, devices)
     except InvalidParameterError as error:
         fitting = ", ".join(map(str, fitting_sizes(model)))
@@ -84,7 +84,7 @@ def check_divisions(model: Any, devices: int, *, argument: str) -> None:
 
 def fitting_sizes(model: Any) -> list[int]:
     """Numbers of devices that a model divides over, in ascending order; 1 for a model without divided layers."""
-    weights = _divided(model)
+    weights = divided_weights(model)
     return [devices for devices in range(1, MOST_DEVICES + 1 if weights else 2) if _fit(weights, devices)]
 
 
@@ -97,7 +97,7 @@ def _fit(weights: list[tuple[str, Any, Division]], devices: int) -> bool:
     return True
 
 
-def _divided(model: Any) -> list[tuple[str, Any, Division]]:
+def divided_weights(model: Any) -> list[tuple[str, Any, Division]]:
     """Name, weight and division of each divided weight."""
     declared = divisions(model)
     flat = ((".".join(map(str, path)), leaf) for path, leaf in nnx.to_flat_state(nnx.state(model)))

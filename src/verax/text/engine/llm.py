@@ -24,7 +24,7 @@ from verax import builtin, checkpoint, ops, progress
 from verax._compat import enable_compilation_cache, make_mesh
 from verax._optional import require_optional
 from verax.errors import CheckpointError, InvalidParameterError, UnsupportedModelError
-from verax.loading import load_causal_lm, model_shapes
+from verax.loading import load_causal_lm, model_shapes, repeated_units
 from verax.machine import return_freed_memory
 from verax.models import DTYPES, CausalLM, causal_lm, check_dtype
 from verax.models.causal_lm import check_causal_lm, prediction_layers
@@ -122,9 +122,9 @@ class LLM:
         self._generation_config = opened.generation_config
         ends = tokenizer.eos_token_ids if tokenizer else eos_token_ids(opened.config, opened.generation_config)
         described = causal_lm(opened.config, prediction_head=config.uses_prediction_head)
-        heads = described[1].num_key_value_heads
+        repeats = repeated_units(*described, config.tensor_parallel_size)
         suppressed = suppressed_token_ids(opened.generation_config, described[1].vocab_size)
-        engines = _new_engines(models, config, meshes, heads, hosts, tokenizer, ends, suppressed, use_tqdm)
+        engines = _new_engines(models, config, meshes, repeats, hosts, tokenizer, ends, suppressed, use_tqdm)
         quantized = quantization is not None or bool(opened.packed)
         shapes = partial(model_shapes, *described, dtype=DTYPES[dtype])
         self._template = None if quantized else lambda: AbstractModel.from_module(shapes())
@@ -162,9 +162,10 @@ class LLM:
             )
         meshes = tensor_meshes(config.tensor_parallel_size, config.data_parallel_size)
         models = [weight_update.placed_model(model, mesh) for mesh in map(_placement_mesh, meshes)]
-        heads, template = model.config.num_key_value_heads, AbstractModel.from_module(model)
+        repeats = repeated_units(type(model), model.config, config.tensor_parallel_size)
+        template = AbstractModel.from_module(model)
         llm._template = lambda: template
-        engines = _new_engines(models, config, meshes, heads, None, tokenizer, ends, (), use_tqdm)
+        engines = _new_engines(models, config, meshes, repeats, None, tokenizer, ends, (), use_tqdm)
         llm._start(engines, models[0], config, None, use_tqdm)
         return llm
 
@@ -562,7 +563,7 @@ def _new_engines(
     models: abc.Sequence[CausalLM],
     config: EngineConfig,
     meshes: abc.Sequence[Mesh | None],
-    num_key_value_heads: int,  # of the checkpoint; a divided model repeats them
+    repeats: abc.Mapping[str, int],  # of `repeated_units`
     hosts: Group | None,
     tokenizer: Tokenizer | None,
     eos_token_ids: frozenset[int],
@@ -595,7 +596,7 @@ def _new_engines(
             abstract.weights,
             max_loras=config.max_loras,
             max_rank=config.max_lora_rank,
-            repeats=model.config.num_key_value_heads // num_key_value_heads,
+            repeats=repeats,
             devices=config.tensor_parallel_size,
         )
         adapters = [DeviceAdapters(layers, mesh, hosts) for mesh in meshes]

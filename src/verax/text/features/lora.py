@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import jax
@@ -118,8 +119,8 @@ class AdaptedLayers:
     dtype: DTypeLike
     divisions: Mapping[str, Division] = field(default_factory=dict, hash=False)
     """Division of a layer's weight over devices, by path; of those that are divided."""
-    repeats: int = 1
-    """Times that the model has each unit of a layer whose division repeats; adapters have it once."""
+    repeats: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """Times that the model has each unit of a weight, by its name, where adapters have it once."""
     devices: int = 1
     """Devices that the layers are divided over."""
 
@@ -131,7 +132,7 @@ class AdaptedLayers:
         *,
         max_loras: int,
         max_rank: int,
-        repeats: int = 1,
+        repeats: Mapping[str, int] = MappingProxyType({}),
         devices: int = 1,
     ) -> AdaptedLayers:
         """The layers of a model that is made of flat weights; its forward pass is traced once."""
@@ -165,8 +166,7 @@ class AdaptedLayers:
 
     def times(self, path: str) -> int:
         """Times that the model has each unit of a layer's outputs."""
-        division = self.divisions.get(path)
-        return self.repeats if division is not None and division.repeats else 1
+        return self.repeats.get(f"{path}.weight", 1)
 
     def order(self, path: str) -> Int[np.ndarray, "F"] | None:
         """Rows of a layer's `up` as the devices hold them, by number; None if these are in the order of the file."""
