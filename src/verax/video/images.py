@@ -141,11 +141,11 @@ def frame_pixels(frame: Any, stream: Any) -> UInt8[np.ndarray, "H W 3"]:
     """
     wide = stream.sample_aspect_ratio or 1
     pixels = frame.to_ndarray(format="rgb24", width=max(1, round(frame.width * wide)))
-    matrix = next((bytes(data) for data in frame.side_data if data.type.name == "DISPLAYMATRIX"), None)
+    matrix = frame.side_data.get("DISPLAYMATRIX")
     if matrix is None:
         return pixels
     # A pixel (x, y) is shown at (a x + c y, b x + d y), but for a shift.
-    a, b, _, c, d = np.frombuffer(matrix, np.int32)[:5].tolist()
+    a, b, _, c, d = np.frombuffer(bytes(matrix), np.int32)[:5].tolist()
     if abs(b) > abs(a):
         pixels, a, d = pixels.swapaxes(0, 1), c, b
     return np.ascontiguousarray(pixels[:: -1 if d < 0 else 1, :: -1 if a < 0 else 1])
